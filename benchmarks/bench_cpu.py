@@ -1,4 +1,4 @@
-"""hybridrt beside transformers' generate on a CPU, float32, the same weights, in one run.
+"""hybridrt compared with transformers' generate on a CPU, float32, the same weights, in one run.
 
     python -m benchmarks.bench_cpu
 

@@ -48,7 +48,7 @@ def measure(args: argparse.Namespace, mode: str, path: Path) -> list[dict[str, A
             rates = [prefill_tokens_per_s(llm, count, length) for _ in range(args.repeats)]
             ms = count * length / statistics.median(rates) * 1e3
             rows.append({"mode": mode, "what": f"prefill, {count} x {length}", "ms": ms})
-        pages = llm.plan.demand.least(8192) if llm.plan.demand else 0
+        pages = sum(group.demand.least(8192) for group in llm.plan.groups)
         rows.append({"mode": mode, "what": "KV pages of a request of 8192 tokens", "pages": pages})
     return rows
 

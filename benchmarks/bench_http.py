@@ -1,4 +1,4 @@
-"""What HTTP costs beside the engine alone: throughput, first token and time between tokens, in turns, one machine.
+"""What HTTP costs compared with the engine alone: throughput, first token and time between tokens, in turns.
 
     python -m benchmarks.bench_http                                        a double of a device, on any machine
     python -m benchmarks.bench_http --model benchmarks/configs/falcon-h1-7b   a model with random weights, on a GPU

@@ -84,7 +84,7 @@ def callables(case: Case, device: str) -> Iterator[tuple[str, Callable[[Args], o
     by_provider = {row.op: row for row in providers.report((device,))}[case.op]
     names = [name for name in (by_provider.picked, *by_provider.others) if name is not None]
     for name in names:
-        unusable = name not in providers._IMPLEMENTATIONS[case.op] or providers.objection(name, device)
+        unusable = name not in providers._IMPLEMENTATIONS[case.op] or providers.provider_objection(name, device)
         if not unusable and (name not in SLOW_REFERENCES or device == "cpu"):
             function = providers.select(case.op, device, name)
             yield name, lambda args, function=function: flat(function, **args)

@@ -23,6 +23,7 @@ from benchmarks.traces import TRACES, Item, Shape
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.core.engine import Engine
 from hybridrt.engine.request.intake import EngineLimits
+from hybridrt.mem_cache.pools.page_demand import PageDemand
 from hybridrt.runtime.step.plan import StepHandle, StepPlan, StepResult
 
 VOCAB, PAGE_SIZE, NUM_PAGES = 50_000, 16, 2**17
@@ -117,7 +118,9 @@ class Case:
 
     def play(self, chunk: int = 2048) -> list[Ran]:
         executor = SimulatedExecutor()
-        pools = CacheCoordinator(self.rows, self.rows + self.slots, NUM_PAGES, PAGE_SIZE, prefix_cache=True)
+        pools = CacheCoordinator(
+            self.rows, self.rows + self.slots, [NUM_PAGES], [PageDemand(PAGE_SIZE)], prefix_cache=True
+        )
         engine = Engine(executor, pools, EngineLimits(VOCAB, 2**20, chunk))
         return Player(engine, self.items(), clock=executor).play()[0]
 

@@ -1,4 +1,4 @@
-"""Calls of latent attention for bench_kernels, beside flashinfer's and FlashMLA's where they are installed."""
+"""Calls of latent attention for bench_kernels, next to flashinfer's and FlashMLA's where they are installed."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,6 +1,8 @@
-"""Draws docs/decode.svg and docs/prefill.svg: hybridrt beside the peers and the bytes floor. With `serving-chunks.json`
-docs/chunks.svg too: what the size of chunks means for latency. With `prefix-chat.json` docs/prefix.svg: what the prefix
-cache saves. The numbers are those of benchmarks/results/shown, which are those of the tables in docs/performance.md.
+"""Draws docs/decode.svg and docs/prefill.svg: hybridrt next to the peers and the bytes floor.
+
+With `serving-chunks.json` docs/chunks.svg too: what the size of chunks means for latency. With
+`prefix-chat.json` docs/prefix.svg: what the prefix cache saves. The numbers are those of
+benchmarks/results/shown, which are those of the tables in docs/performance.md.
 
 python -m benchmarks.plot_results
 """

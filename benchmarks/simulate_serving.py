@@ -24,6 +24,7 @@ from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.core.chunk_budget import ItlTarget
 from hybridrt.engine.core.engine import Engine
 from hybridrt.engine.request.intake import EngineLimits
+from hybridrt.mem_cache.pools.page_demand import PageDemand
 from hybridrt.runtime.replay.graph_runner import buckets
 from hybridrt.runtime.step.pack_padded import DECODE_ROWS, PROMPT_TOKENS, Bucket, StateSaves, make_buckets
 from hybridrt.runtime.step.plan import StepHandle, StepPlan, StepResult
@@ -100,7 +101,7 @@ class SimulatedDevice(SimulatedExecutor):
 
 def engine(device: SimulatedDevice, times: StepTimes, chunk: int, target_ms: float | str | None, rows: int) -> Engine:
     """One without a prefix cache; its scheduler has the device's clock."""
-    pools = CacheCoordinator(rows, rows, NUM_PAGES, PAGE_SIZE, prefix_cache=False)
+    pools = CacheCoordinator(rows, rows, [NUM_PAGES], [PageDemand(PAGE_SIZE)], prefix_cache=False)
     config = EngineConfig("simulated", target_itl_ms=target_ms)  # type: ignore[arg-type]
     if target := ItlTarget.from_config(config, torch.device("cuda"), times.buckets):
         target.clock = device.monotonic

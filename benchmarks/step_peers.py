@@ -1,4 +1,4 @@
-"""Operations by libraries, for comparison: bench_kernels times them beside ours, and tests on a GPU hold them to the
+"""Operations by libraries, for comparison: bench_kernels times them next to ours, and tests on a GPU hold them to the
 reference. The runtime takes whole steps of recurrent layers (`mamba2_decode`, `gdn_decode`), of which no library has a
 kernel, and flashinfer's attention by its backend, which plans once for all layers.
 """

@@ -33,7 +33,7 @@ class Loop:
 
     Args:
         shared: tokens that all prompts have in common, a multiple of the page size. They are computed once: the state
-            behind them is kept in a slot of its own, their KV in pages that later requests share.
+            after them is kept in a slot of its own, their KV in pages that later requests share.
     """
 
     def __init__(self, config: EngineConfig, budget_bytes: int, num_tokens: int, shared: int = 0) -> None:

@@ -46,8 +46,8 @@ _ERRORS: list[str] = vars(errors)["__all__"]
 if not TYPE_CHECKING:
     __all__ = [*_HOME, *_ERRORS]
 
-# In a checkout models/ and mem_cache/ are next to this package, and a checkout on sys.path hides an installed package.
-# Those two are packages of hybridrt, and nothing else of the checkout is.
+# In a checkout models/ and mem_cache/ are next to this package. They are packages of hybridrt, and
+# nothing else of the checkout is. On sys.path a checkout hides an installed package.
 _package = Path(__file__).parent
 
 

@@ -3,9 +3,8 @@
     x ─ norm ─ KDA or MLA ─ + ─ norm ─ MoE or MLP ─ +
 
 Ant Group 2026. KDA's decay is bounded, a sigmoid multiplies each head of latent attention, and the
-last layers of Ling-3.0-flash clamp their experts' SwiGLU. transformers 5.23 omits the clamps; Ant
-Group's branch of vLLM has them. Published checkpoints and transformers name the architecture
-differently.
+last layers of Ling-3.0-flash clamp their experts' SwiGLU, as in Ant Group's branch of vLLM
+(transformers 5.23 omits the clamps).
 """
 
 from dataclasses import replace
@@ -32,13 +31,13 @@ FIELDS: FieldTypes = {
     "short_conv_kernel_size": TAPS,
     "kda_safe_gate": FLAG,
     "kda_lower_bound": number(-1e6, 0.0),
-    # Not read by transformers. Other values would mean a different model.
+    # Other values would mean a different model.
     "gated_attention_proj_granularity_type": either(NULL, one_of("head_wise")),
     "linear_attention": either(NULL, one_of("kda")),
     **dict.fromkeys(("moe_router_enable_expert_bias", "no_kda_lora"), either(NULL, TRUE)),
     **dict.fromkeys(("mtp_use_kda", "use_mla_nope", "use_qkv_bias", "use_bias"), OFF),
     **dict.fromkeys(("score_function", "scoring_func"), either(NULL, one_of("sigmoid"))),
-    # SwiGLU limits of routed and shared experts for each layer; 0: none.
+    # SwiGLU limits of each layer; 0: none.
     **dict.fromkeys(
         ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"),
         either(NULL, list_of(either(NULL, number(0.0, 1e6)))),
@@ -55,7 +54,6 @@ DEFAULTS: dict[str, Any] = {
     "kda_safe_gate": True, "kda_lower_bound": -5.0, "layer_types": None, "mlp_layer_types": None,
     "linear_head_dim": None, "linear_num_heads": None, "linear_conv_kernel_dim": None,
 }  # fmt: skip
-# Fields of linear layers under other names.
 LINEAR = {
     "linear_head_dim": "head_dim", "linear_num_heads": "num_attention_heads",
     "linear_conv_kernel_dim": "short_conv_kernel_size",

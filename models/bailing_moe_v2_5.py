@@ -2,12 +2,11 @@
 
     x ─ norm ─ simple GLA or MLA ─ + ─ norm ─ MoE or MLP ─ +
 
-Ant Group 2026. Decays slow down from layer to layer, to almost none in the last. Layers are counted
-as in the vendor's training code, SGLang and vLLM; the published modeling_bailing_moe_v2_5.py counts
-from one layer earlier.
+Ant Group 2026. Decays slow down from layer to layer, counted as in the vendor's training code,
+SGLang and vLLM (modeling_bailing_moe_v2_5.py counts from one layer earlier).
 
 transformers has no class. Fields are those of Ling 3 and of configuration_bailing_moe_v2_5.py
-(inclusionAI/Ring-V2.5). Options without a published checkpoint are refused.
+(inclusionAI/Ring-V2.5).
 """
 
 from collections.abc import Mapping
@@ -56,7 +55,6 @@ def _rewrite(raw: Mapping[str, Any], file: Path) -> dict[str, Any]:
 
 
 def _linear(hf: Any) -> SimpleGLAConfig:
-    """Linear layers have the model's heads, and rotate a part of each."""
     linear = SimpleGLAConfig(hf.linear_num_heads, hf.linear_head_dim)
     heads, part = getattr(hf, "num_kv_heads_for_linear_attn", None), getattr(hf, "rotary_dim", None)
     if heads not in (None, 0, linear.num_heads):

@@ -20,7 +20,6 @@ from hybridrt.models.config.family import routed_experts
 from hybridrt.recurrent.backend import HybridLinearAttnBackend
 
 MTP_KEYS = r"mtp\..*"
-# SwiGLU matrices under other names, common to several families.
 SWIGLU = {".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
 CONV = ".conv1d.weight"
 
@@ -34,18 +33,17 @@ class CausalLM(nn.Module, ABC):
         embed_scale, norm_scale: multipliers of the embedding's rows and of the final norm.
     """
 
-    # Regular expressions of checkpoint keys to skip. The loader lists matches.
+    # Regular expressions of checkpoint keys; the loader lists matches.
     skipped_keys: tuple[str, ...] = (MTP_KEYS,)
-    # Joins softmax attention and recurrent layers.
     composite: type[HybridLinearAttnBackend] = HybridLinearAttnBackend
     embed_key: ClassVar[str] = "model.embed_tokens"
     norm_key: ClassVar[str] = "model.norm"
     layers_key: ClassVar[str] = "model.layers"
-    # Part of a checkpoint key -> the blocks' spelling.
+    # part of a checkpoint key -> the blocks' spelling
     spellings: ClassVar[Mapping[str, str]] = {}
-    # A checkpoint tensor may hold the convolutions of q, k and v joined.
+    # A checkpoint tensor may hold joined convolutions of q, k and v.
     joined_convs: ClassVar[bool] = False
-    # The config's field with the norms' epsilon; whether norms are stored as w - 1.
+    # The config's epsilon field; whether norms are stored as w - 1.
     eps_field: ClassVar[str] = "rms_norm_eps"
     zero_centered: ClassVar[bool] = False
 
@@ -148,7 +146,6 @@ class CausalLM(nn.Module, ABC):
 
 
 def _rows(widths: Sequence[int], i: int) -> Transform:
-    """Part `i` of rows split by `widths`."""
     return lambda t: t.split(widths)[i]
 
 
@@ -166,7 +163,7 @@ class MTPHead(nn.Module, ABC):
         size, first, norm = model.config.hidden_size, len(model.config.layers), model.norm_options
         self.embedding_norm = RMSNorm("mtp.embedding_norm", size, **norm)
         self.hidden_norm = RMSNorm("mtp.hidden_norm", size, **norm)
-        # Not sharded: every rank needs the whole fused vector.
+        # Every rank needs the whole fused vector.
         self.fuse = RowLinear("mtp.fuse", [Segment("both", 2 * size)], size, build=model.build.uncut)
         self.norm = RMSNorm("mtp.norm", size, **norm)
         self.stack = model.make_stack(range(first, first + len(model.config.mtp_layers)))

@@ -52,7 +52,7 @@ FIELDS: FieldTypes = {
     **dict.fromkeys(("ssm_in_multiplier", "ssm_out_multiplier"), MULTIPLIER),
     "ssm_multipliers": list_of(MULTIPLIER, 5),
     "mlp_multipliers": list_of(MULTIPLIER, 2),
-    # Blocks without a branch or an MLP: hub files name these fields, and none uses them.
+    # Hub files name these fields, and none uses them.
     "attn_layer_indices": NULL,
     "mamba_use_mlp": either(NULL, TRUE),
     **dict.fromkeys(("layer_types", "layers_block_type"), NULL),
@@ -132,8 +132,7 @@ class ParallelMixer(nn.Module):
 
     def targets(self, key: str) -> CheckpointMap:
         hf, ssm_names = self.hf, ["z", "x", "B", "C", "dt"]
-        # ssm_multipliers scale the projection's output, ssm_in its input. Only the first scale a
-        # bias.
+        # ssm_multipliers scale the projection's output, and a bias; ssm_in its input.
         by_output = dict(zip(ssm_names, hf.ssm_multipliers))
         by_input = {n: m * hf.ssm_in_multiplier for n, m in by_output.items()}
         found: CheckpointMap = {
@@ -154,7 +153,7 @@ class FalconH1ForCausalLM(CausalLM):
 
     def __init__(self, config: ModelConfig, build: Build, max_len: int) -> None:
         hf, self.branch = config.hf, Branch(build.device) if build.device.type == "cuda" else None
-        # The norm applies the head's multiplier, because the head may be tied.
+        # The norm, because the head may be tied.
         scales = {"embed_scale": hf.embedding_multiplier, "norm_scale": hf.lm_head_multiplier}
         super().__init__(config, build, max_len, **scales)
 

@@ -114,13 +114,13 @@ class GraniteMoeHybridForCausalLM(CausalLM):
         return [mixer, ResidualPart("post_attention_layernorm", "shared_mlp", mlp)]
 
     def _moe(self, name: str, scale: float) -> MoE:
-        """Routed SwiGLU experts, and a shared one without a gate, stored as more experts."""
+        """Stores the shared expert, which has no gate, as more experts."""
         hf, hidden, build = self.config.hf, self.config.hidden_size, self.build
         experts = Experts(
             f"{name}.experts", hf.num_local_experts, hidden, hf.intermediate_size, activation="silu",
             shared_size=hf.shared_intermediate_size, scales=(scale, scale / SHARED_WEIGHT), build=build,
         )  # fmt: skip
-        # A softmax over chosen experts is the softmax over all, divided by its sum over the chosen.
+        # A softmax over the chosen experts equals a renormalised one over all.
         router = SoftmaxRouter(
             f"{name}.router", hidden, hf.num_local_experts, top_k=hf.num_experts_per_tok, renormalize=True,
             shared_experts=experts.num_shared, build=build,
@@ -139,5 +139,4 @@ class GraniteMoeHybridForCausalLM(CausalLM):
 
 
 def _matrix(i: int, count: int) -> Transform:
-    """Matrix `i` of `count` equal ones, along the rows."""
     return lambda t: t.unflatten(0, (count, -1))[i]

@@ -21,7 +21,7 @@ from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget
 from hybridrt.models.window_history import WindowHistoryInputs
 
-# Mode of a history branch -> its recurrent kind.
+# mode -> recurrent kind
 HISTORY_MODES: Mapping[str, str | None] = {
     "disabled": None,
     "prefix_sum": "prefix_sum",
@@ -38,7 +38,7 @@ class HybridSSMAdapter(nn.Module):
     hidden], to be added to attention's before the sum over ranks.
 
     Args:
-        time_step_rank: of dt's projection; None: ceil(hidden_size / 16).
+        time_step_rank: rank of dt's projection; None: ceil(hidden_size / 16).
         mode: "enabled"; "disabled": zeros, no state; "prefix_sum": running sums of hidden states
             within each request, to test the wiring; "benchmark": computes and writes all, returns
             zeros.

@@ -31,7 +31,7 @@ FIELDS: FieldTypes = {
     **dict.fromkeys(("attn_layer_period", "expert_layer_period"), PERIOD),
     "rms_norm_eps": EPSILON,
     **dict.fromkeys(("mamba_conv_bias", "mamba_proj_bias"), FLAG),
-    # Norms of dt, B and C, optional in the first Jamba.
+    # Norms of dt, B and C are optional in the first Jamba.
     "mamba_inner_layernorms": either(NULL, TRUE),
     **dict.fromkeys(("layer_types", "layers_block_type", "layers_num_experts"), NULL),  # periods and offsets decide
 }
@@ -99,7 +99,6 @@ class JambaForCausalLM(CausalLM):
         return [mixer, ResidualPart("pre_ff_layernorm", "feed_forward", ffn)]
 
     def _moe(self, name: str) -> MoE:
-        """Routed SwiGLU experts, weighted by a softmax over all experts."""
         hf, hidden, build = self.config.hf, self.config.hidden_size, self.build
         count, size, top_k = hf.num_experts, hf.intermediate_size, hf.num_experts_per_tok
         router = SoftmaxRouter(f"{name}.router", hidden, count, top_k=top_k, renormalize=False, build=build)

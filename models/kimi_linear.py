@@ -1,5 +1,4 @@
-"""Kimi-Linear: three Kimi Delta Attention blocks to one of latent attention, then experts or an
-MLP.
+"""Kimi-Linear: three Kimi Delta Attention blocks to one of latent attention, then experts or an MLP.
 
     x ─ norm ─ KDA or MLA ─ + ─ norm ─ MoE or MLP ─ +
 
@@ -48,12 +47,12 @@ FIELDS: FieldTypes = {
     "linear_conv_kernel_dim": TAPS,
     "rms_norm_eps": EPSILON,
     **dict.fromkeys(("attention_bias", "norm_topk_prob"), FLAG),
-    # Not read by transformers. Other values would mean a different model.
+    # Others would mean a different model.
     **dict.fromkeys(("mla_use_nope", "use_grouped_topk"), either(NULL, TRUE)),
     "moe_router_activation_func": either(NULL, one_of("sigmoid")),
     "moe_layer_freq": either(NULL, integer(1, 1)),
     "num_nextn_predict_layers": either(NULL, integer(0, 0)),
-    # Kimi-K3's further residuals, experts over a latent vector, and gates.
+    # Parts of Kimi-K3.
     **dict.fromkeys(("attn_res_block_size", "routed_expert_hidden_size"), either(NULL, integer(0, 0))),
     **dict.fromkeys(("mla_use_output_gate", "latent_moe_use_norm"), either(NULL, FALSE)),
     "first_k_dense_replace": integer(0, MAX_LAYERS),
@@ -69,7 +68,6 @@ DEFAULTS: dict[str, Any] = {
     "attention_bias": False, "num_local_experts": 256, "first_k_dense_replace": 1, "mlp_layer_types": None,
     "layer_types": None, "linear_head_dim": 128, "linear_num_heads": 32, "linear_conv_kernel_dim": 4,
 }  # fmt: skip
-# Published names of some fields.
 OLDER = {
     "model_max_length": "max_position_embeddings", "moe_renormalize": "norm_topk_prob", "num_expert_group": "n_group",
     "num_experts": "num_local_experts", "num_experts_per_token": "num_experts_per_tok",
@@ -80,7 +78,6 @@ LINEAR = {
     "head_dim": "linear_head_dim", "num_heads": "linear_num_heads", "short_conv_kernel_size": "linear_conv_kernel_dim",
 }  # fmt: skip
 PLACES = {"full_attn_layers": "full_attention", "kda_layers": "linear_attention"}
-# Fields of experts, under published and transformers' names.
 EXPERTS = (
     "num_experts", "num_local_experts", "num_experts_per_token", "num_experts_per_tok", "num_shared_experts",
     "n_shared_experts", "num_expert_group", "n_group", "topk_group", "moe_intermediate_size", "mlp_layer_types",
@@ -88,8 +85,7 @@ EXPERTS = (
 
 
 def _rewrite(raw: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Without experts (null or 0) each layer has an MLP, as in the published code. Other fields of
-    experts are then null or 0, which transformers reads only in part."""
+    """Gives each layer an MLP without experts (null or 0), as in the published code."""
     counts = ("num_experts", "num_local_experts")
     check_fields(raw, dict.fromkeys(counts, either(NULL, integer(0, MAX_EXPERTS))), file)
     name = next((count for count in counts if count in raw), None)
@@ -168,8 +164,7 @@ class KimiLinearForCausalLM(CausalLM):
         return None, None
 
     def _moe(self, name: str, layer_id: int) -> MoE:
-        """Routed SwiGLU experts, chosen within the best groups by corrected sigmoid scores. The
-        shared one is one more expert, or separate if its limit differs."""
+        """Adds the shared expert as one more, or separately if its limit differs."""
         hf, hidden, build = self.config.hf, self.config.hidden_size, self.build
         size, (limit, shared_limit) = hf.moe_intermediate_size, self.limits(layer_id)
         shared_size = size * hf.n_shared_experts

@@ -2,10 +2,12 @@
 
     x ─ norm ─ short conv or attention ─ + ─ norm ─ MLP or MoE ─ +
 
-Heads of q and k are normed before rotation (Liquid AI 2025, arXiv:2511.23404).
+Heads of q and k are normed before rotation (Liquid AI 2025, arXiv:2511.23404). Checkpoints of
+LFM2-VL hold the text part under `model.language_model`. The rest is skipped.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from hybridrt.base.config_fields import (
@@ -26,7 +28,7 @@ from hybridrt.layers.attention import Attention
 from hybridrt.layers.linear import MLP
 from hybridrt.layers.moe import Experts, MoE, SigmoidGroupRouter
 from hybridrt.layers.norm import ResidualPart
-from hybridrt.models.base import SWIGLU, CausalLM
+from hybridrt.models.base import MTP_KEYS, SWIGLU, CausalLM
 from hybridrt.models.config.family import FULL_ROPE, Family, FamilyFields, attention_config, interleaved
 from hybridrt.recurrent.short_conv import ShortConvMixer
 
@@ -96,6 +98,14 @@ FAMILY = Family(
     derive=_derive,
     describe=_describe,
 )
+SEEING = replace(
+    FAMILY,
+    model="hybridrt.models.lfm2:Lfm2VlForConditionalGeneration",
+    defaults={**DENSE_DEFAULTS, "image_token_id": 396},
+    section="text_config",
+    outer_older=OLDER,
+    image_tokens=("image_token_id",),
+)
 MOE_FAMILY = Family(
     model="hybridrt.models.lfm2:Lfm2MoeForCausalLM",
     model_type="lfm2_moe",
@@ -135,13 +145,12 @@ class Lfm2ForCausalLM(CausalLM):
 
     def _mlp(self, name: str) -> MLP:
         hf, size = self.config.hf, self.config.hf.intermediate_size
-        if getattr(hf, "block_auto_adjust_ff_dim", False):  # config.json gives about 3/2 of the width
+        if getattr(hf, "block_auto_adjust_ff_dim", False):  # config.json gives 3/2 of the width
             step = hf.block_multiple_of
             size = step * -(-int(hf.block_ffn_dim_multiplier * int(2 * size / 3)) // step)
         return MLP(name, self.config.hidden_size, size, build=self.build)
 
     def _moe(self, name: str) -> MoE:
-        """Routed SwiGLU experts, chosen by corrected sigmoid scores."""
         hf, hidden, build = self.config.hf, self.config.hidden_size, self.build
         router = SigmoidGroupRouter(
             f"{name}.router", hidden, hf.num_experts, top_k=hf.num_experts_per_tok, n_group=1, topk_group=1,
@@ -155,3 +164,15 @@ class Lfm2ForCausalLM(CausalLM):
 
 class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
     """LFM2 with experts (Liquid AI 2025)."""
+
+
+# Keys of the text part and of the others, in checkpoints with images.
+SEEING_KEYS = {"model.language_model.": "model."}
+NOT_TEXT = r"model\.(vision_tower|multi_modal_projector)\..*"
+
+
+class Lfm2VlForConditionalGeneration(Lfm2ForCausalLM):
+    """The text part of LFM2-VL."""
+
+    spellings: ClassVar[dict[str, str]] = {**SEEING_KEYS, **Lfm2ForCausalLM.spellings}
+    skipped_keys = (MTP_KEYS, NOT_TEXT)

@@ -3,8 +3,8 @@
     x ─ norm ─ h ─ attention ─ x beta ─ + alpha h ─ norm ─ h ─ experts ─ x beta ─ + alpha h
 
 A part adds to its normed input. Decays slow down from layer to layer (MiniMax 2025,
-arXiv:2501.08313). config.json of published checkpoints (MiniMaxAI/MiniMax-Text-01, MiniMax-M1-80k)
-and of transformers spell fields differently.
+arXiv:2501.08313). Published checkpoints (MiniMax-Text-01, MiniMax-M1-80k) and transformers spell
+fields differently.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,6 +41,7 @@ FIELDS: FieldTypes = {
     "rms_norm_eps": EPSILON,
     "rope_parameters": FULL_ROPE,
     "rotary_dim": either(NULL, SIZE),
+    "sliding_window": either(NULL, SIZE),
 }
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -48,9 +49,9 @@ DEFAULTS: dict[str, Any] = {
     "rms_norm_eps": 1e-05, "tie_word_embeddings": False, "num_experts_per_tok": 2, "num_local_experts": 8,
     "rope_parameters": None, "rope_theta": 1000000.0, "layer_types": None, "full_attn_alpha_factor": 1,
     "full_attn_beta_factor": 1, "linear_attn_alpha_factor": 1, "linear_attn_beta_factor": 1, "mlp_alpha_factor": 1,
-    "mlp_beta_factor": 1,
+    "mlp_beta_factor": 1, "sliding_window": None,
 }  # fmt: skip
-# Factors: published name -> transformers' name.
+# published name -> transformers' name
 FACTORS = {
     f"layernorm_{theirs}_{factor}": f"{ours}_{factor}_factor"
     for theirs, ours in (("full_attention", "full_attn"), ("linear_attention", "linear_attn"), ("mlp", "mlp"))
@@ -59,16 +60,18 @@ FACTORS = {
 PUBLISHED: FieldTypes = {
     "model_type": one_of("minimax_text_01", "MiniMaxText01", "minimax_m1", "MiniMaxM1"),
     **dict.fromkeys(FACTORS, MULTIPLIER),
-    # Without it, factors would multiply the norms' inputs.
+    # False would apply factors to the norms' inputs.
     "postnorm": TRUE,
-    # A shared MLP: no published checkpoint has one.
+    # Published code has no windows.
+    "sliding_window": NULL,
+    # No published checkpoint has a shared MLP.
     "shared_intermediate_size": either(integer(0, 0), list_of(integer(0, 0))),
 }
 KINDS = ("linear_attention", "full_attention")
 
 
 def _rewrite(raw: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Fields by transformers' names. postnorm is False by default, as in published code."""
+    """Uses transformers' names. postnorm is False by default, as in published code."""
     kinds = list_of(integer(0, 1), raw.get("num_hidden_layers"))
     asked = {"attn_type_list": None, "postnorm": False, **raw}
     check_fields(asked, {**PUBLISHED, "attn_type_list": kinds}, file)
@@ -83,14 +86,13 @@ def _derive(fields: dict[str, Any]) -> None:
 
 
 def _attention(hf: Any) -> AttentionConfig:
-    """Released models were trained with a part of each head rotated: `rotary_dim`. transformers
-    5.23 ignores that and `partial_rotary_factor`, and rotates whole heads."""
+    """Rotates `rotary_dim` of each head, as in training; transformers 5.23 rotates whole heads."""
     rotated, head_dim = getattr(hf, "rotary_dim", None), attention_config(hf).head_dim
     if rotated is not None:
         if rotated > head_dim:
             raise ConfigError(f"rotary_dim is {rotated}; it must be at most head_dim, {head_dim}")
         hf.rope_parameters = {**hf.rope_parameters, "partial_rotary_factor": rotated / head_dim}
-    return attention_config(hf)
+    return replace(attention_config(hf), sliding_window=hf.sliding_window)
 
 
 def _describe(hf: Any) -> FamilyFields:
@@ -111,7 +113,7 @@ TEXT_01 = replace(FAMILY, model="hybridrt.models.minimax:MiniMaxText01ForCausalL
 M1 = replace(TEXT_01, model="hybridrt.models.minimax:MiniMaxM1ForCausalLM")
 
 
-LIGHTNING_EPS = 1e-6  # of lightning attention's norm; rms_norm_eps is for other norms
+LIGHTNING_EPS = 1e-6  # epsilon of lightning attention's norm; rms_norm_eps is for other norms
 
 
 class OntoNormed(nn.Module):
@@ -133,7 +135,6 @@ class MiniMaxForCausalLM(CausalLM):
     """MiniMax-Text-01 and MiniMax-M1 (MiniMax 2025) by transformers' name and decays."""
 
     spellings: ClassVar[dict[str, str]] = {**SWIGLU, ".block_sparse_moe.": ".mlp."}
-    # Powers of decays, which follow from the configuration.
     skipped_keys = (MTP_KEYS, r".*\.self_attn\.(slope_rate|query_decay|key_decay|diagonal_decay)")
 
     def layer(self, layer_id: int, name: str) -> Sequence[ResidualPart]:

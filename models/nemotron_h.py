@@ -78,7 +78,7 @@ PATTERN = FieldType(f"a string of {' '.join(LETTERS)}", lambda v: isinstance(v, 
 
 
 def _derive(fields: dict[str, Any]) -> None:
-    """Lists of blocks, from letters if there is no list. Lists override num_hidden_layers."""
+    """Reads lists of blocks from letters if there is no list."""
     if fields["layers_block_type"] is None:
         fields["layers_block_type"] = _spelled(fields, "hybrid_override_pattern", "ME*-")
     fields["num_hidden_layers"] = len(fields["layers_block_type"])
@@ -87,7 +87,6 @@ def _derive(fields: dict[str, Any]) -> None:
 
 
 def _spelled(fields: dict[str, Any], name: str, default: str) -> list[str]:
-    """Block kinds from a field's letters."""
     check_fields(fields, {name: PATTERN}, "a pattern of blocks")
     return [LETTERS[letter] for letter in fields.get(name, default)]
 
@@ -95,8 +94,7 @@ def _spelled(fields: dict[str, Any], name: str, default: str) -> list[str]:
 def _describe(hf: Any) -> FamilyFields:
     mamba = Mamba2Config(
         hf.mamba_num_heads, hf.mamba_head_dim, hf.ssm_state_size, hf.n_groups, hf.conv_kernel, hf.chunk_size,
-        # Not clamped to time_step_min: transformers clamps only in prefill; the published fused
-        # path and vLLM never do.
+        # Not time_step_min: transformers clamps only in prefill, vLLM never.
         dt_limit=(0.0, math.inf),
     )  # fmt: skip
     layers = tuple(BLOCKS[k] for k in hf.layers_block_type)
@@ -157,7 +155,7 @@ class NemotronHForCausalLM(CausalLM):
         return MLP(name, hidden, size, activation="relu2", bias=bias, build=self.build)
 
     def _moe(self, name: str, layer_id: int) -> MoE:
-        """Routed squared-ReLU experts, maybe in a smaller latent space, and a shared expert."""
+        """Builds squared-ReLU experts, maybe in a smaller latent space, and a shared one."""
         hf, hidden, build = self.config.hf, self.config.hidden_size, self.build
         count, top_k = self.size_of("n_routed_experts", layer_id), self.size_of("num_experts_per_tok", layer_id)
         router = SigmoidGroupRouter(

@@ -12,7 +12,6 @@ from hybridrt.models.config.family import FamilyFields, check_experts
 from hybridrt.models.nemotron_h import FAMILY as NEMOTRON_H
 from hybridrt.models.nemotron_h import NemotronHForCausalLM
 
-# Sizes that a block may override.
 SIZES = ("moe_intermediate_size", "moe_shared_expert_intermediate_size", "intermediate_size")
 EXPERTS = ("n_routed_experts", "num_experts_per_tok")
 FIELDS: FieldTypes = {
@@ -22,20 +21,19 @@ FIELDS: FieldTypes = {
 
 
 def _rewrite(raw: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Nemotron-H's fields of a Puzzle model, with each block's overrides from `block_configs`."""
+    """Applies each block's overrides, `block_configs`."""
     check_fields(raw, {**FIELDS, "block_configs": list_of(OBJECT)}, file)
     blocks = [_own(i, block, raw, file) for i, block in enumerate(raw.get("block_configs", ()))]
     if not blocks:
         raise ConfigError(f"{file}: block_configs is missing or empty; it must say what each block is")
     kinds = [block.get("block_type") for block in raw["block_configs"]]
-    # The layout of its prediction head is unknown here, so the head is ignored.
+    # The prediction head's layout is unknown: it is ignored.
     changes = {"model_type": "nemotron_h", "layers_block_type": kinds, "num_nextn_predict_layers": 0}
     found = {k: v for k, v in raw.items() if k not in ("hybrid_override_pattern", "layer_types", "num_hidden_layers")}
     return found | changes | {"block_configs": blocks}
 
 
 def _own(i: int, block: Mapping[str, Any], raw: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
-    """The numbers of block `i` that differ from the model's."""
     own = {k: v for k, v in block.items() if k != "block_type" and v is not None and v != raw.get(k)}
     check_fields(own, FIELDS, file)
     if unknown := sorted(own.keys() - FIELDS.keys()):

@@ -66,7 +66,7 @@ def _derive(fields: dict[str, Any]) -> None:
 
 def _describe(hf: Any) -> FamilyFields:
     gdn = gdn_config(hf, beta_scale=2.0 if hf.linear_allow_neg_eigval else 1.0)
-    # Released models rotate nothing: rope_parameters are null or without theta.
+    # Released models rotate nothing.
     rotary = (hf.rope_parameters or {}).get("rope_theta") is not None
     return interleaved(hf, gdn, attention_config(hf, rotary=rotary), "mlp")
 
@@ -84,7 +84,7 @@ FAMILY = Family(
 PROJECTIONS = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "g_proj": "z", "b_proj": "b", "a_proj": "a"}
 CONVS = {"q_conv1d": "q", "k_conv1d": "k", "v_conv1d": "v"}
 GDN_KEYS = GDNKeys(PROJECTIONS, convs=CONVS, norm="o_norm", out="o_proj")
-GDN_EPS = 1e-5  # of the gated norm; config.json's is for other norms
+GDN_EPS = 1e-5  # epsilon of the gated norm; config.json's is for other norms
 
 
 class WholeNormAttention(Attention):

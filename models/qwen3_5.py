@@ -58,9 +58,8 @@ MOE_DEFAULTS: dict[str, Any] = {
 
 
 def _describe(hf: Any, ffn: str) -> FamilyFields:
-    # Only a head with the model's embedding is implemented.
     one_head = getattr(hf, "mtp_num_hidden_layers", 0) == 1 and not getattr(hf, "mtp_use_dedicated_embeddings", False)
-    # Plain rotary: in text, all three positions of mrope_section are the token's.
+    # In text, all three positions of mrope_section are equal.
     head = (LayerSpec(True, None, ffn),) if one_head else ()
     return interleaved(hf, gdn_config(hf), attention_config(hf), ffn) | {"mtp_layers": head}
 

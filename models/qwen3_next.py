@@ -77,7 +77,7 @@ def _describe(hf: Any) -> FamilyFields:
         return hf.num_experts > 0 and i not in hf.mlp_only_layers and (i + 1) % hf.decoder_sparse_step == 0
 
     ffns = ["moe" if sparse(i) else "mlp" for i in range(len(hf.layer_types))]
-    # Published configs omit the number, but checkpoints hold one head.
+    # Published configs omit the number.
     one_head = getattr(hf, "num_nextn_predict_layers", 1) == 1
     head = (LayerSpec(True, None, "moe" if hf.num_experts > 0 else "mlp"),) if one_head else ()
     return interleaved(hf, gdn_config(hf), attention_config(hf), ffns) | {"mtp_layers": head}
@@ -132,7 +132,7 @@ class Qwen3NextForCausalLM(CausalLM):
         return bool(self.config.hf.norm_topk_prob)
 
     def _moe(self, name: str) -> MoE:
-        """Routed SwiGLU experts, and a shared one with a sigmoid gate, stored as one more expert."""
+        """Stores the shared expert, which has a sigmoid gate, as one more."""
         hf, hidden, build = self.config.hf, self.config.hidden_size, self.build
         experts = Experts(
             f"{name}.experts", hf.num_experts, hidden, hf.moe_intermediate_size, activation="silu",

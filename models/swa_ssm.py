@@ -39,7 +39,6 @@ from hybridrt.models.hybrid_attention import HISTORY_MODES, HybridAttentionLayer
 from hybridrt.models.window_history import WindowHistoryBackend
 
 ARCHITECTURE = "SwaSsmForCausalLM"
-# Other config.json fields, read elsewhere or irrelevant.
 _COMMON = frozenset(
     {
         "architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "eos_token_id", "bos_token_id",
@@ -66,11 +65,11 @@ class SwaSsmConfig:
 
     Attributes:
         sliding_window: keys that a token sees, itself included.
-        history_mode: of all history branches, or a list by layer
+        history_mode: mode of all history branches, or a list by layer
             (hybridrt.models.hybrid_attention.HybridSSMAdapter).
         head_dim, ssm_intermediate_size, ssm_time_step_rank: None for hidden_size /
             num_attention_heads, 2 x hidden_size and hidden_size / 16.
-        intermediate_size: of the MLP.
+        intermediate_size: channels within the MLP.
     """
 
     vocab_size: int

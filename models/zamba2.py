@@ -3,8 +3,8 @@
     x ─────────────────────────────────────────┬─ + ─ norm ─ Mamba-2 ─ + x
     x | embedding ─ norm ─ attention ─ norm ─ MLP ─ linear ─┘
 
-Places share the block's weights. Each has its own KV cache, and low-rank adapters of q, k, v and
-the MLP's first projection (Zyphra 2024, arXiv:2411.15242).
+Uses share the block's weights. Each has its own KV cache, and low-rank adapters of q, k, v and the
+MLP's first projection (Zyphra 2024, arXiv:2411.15242).
 """
 
 import math
@@ -55,7 +55,7 @@ FIELDS: FieldTypes = {
     **dict.fromkeys(("add_bias_linear", "use_mem_rope", "use_shared_attention_adapter"), FLAG),
     "use_long_context": FieldType("false: rescaled rotary embeddings are not supported", lambda v: v is False),
 }
-# Layers with a shared block in the published 2.7B model.
+# Layers of the published 2.7B model.
 HYBRID = (6, 12, 18, 24, 30, 36, 42, 47, 51)
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 32000, "max_position_embeddings": 4096, "hidden_size": 2560, "num_hidden_layers": 54,
@@ -96,7 +96,7 @@ def _describe(hf: Any) -> FamilyFields:
         n_groups=hf.mamba_ngroups,
         conv_kernel=hf.mamba_d_conv,
         chunk_size=hf.chunk_size,
-        # transformers clamps only in prefill. With one rule, decode steps agree with prompts.
+        # transformers clamps only in prefill; here decode steps agree with prompts.
         dt_limit=(float(hf.time_step_min), math.inf),
     )
     head_dim, rope = 2 * hf.hidden_size // hf.num_attention_heads, None
@@ -104,7 +104,6 @@ def _describe(hf: Any) -> FamilyFields:
         rope = dict(hf.rope_parameters or {})
     heads = hf.num_attention_heads, hf.num_key_value_heads, head_dim
     attention = AttentionConfig(*heads, rope, scale=(head_dim / 2) ** -0.5)
-    # Each use of a shared block has a KV cache, under its layer's id. Mamba-2 follows.
     plain, hybrid = LayerSpec(False, "mamba2", None), LayerSpec(True, "mamba2", "mlp")
     layers = tuple(hybrid if kind == "hybrid" else plain for kind in hf.layers_block_type)
     return {"layers": layers, "linear": {"mamba2": mamba}, "attention": attention}
@@ -122,7 +121,7 @@ FAMILY = Family(
 )
 
 
-GATED_NORM_EPS = 1e-5  # of Mamba-2's norm; config.json's is for other norms
+GATED_NORM_EPS = 1e-5  # epsilon of Mamba-2's norm; config.json's is for other norms
 
 
 class HybridPart(nn.Module):
@@ -154,8 +153,7 @@ class Zamba2ForCausalLM(CausalLM):
 
     def __init__(self, config: ModelConfig, build: Build, max_len: int) -> None:
         super().__init__(config, build, max_len)
-        # A checkpoint may repeat a block at each layer that uses it, and hold adapters that no
-        # layer uses.
+        # A checkpoint may repeat a block, and hold unused adapters.
         again = "|".join(map(str, config.full_attention_layer_ids[len(self.blocks) :])) or r"\d+"
         part = ".*" if len(self.blocks) < len(config.full_attention_layer_ids) else r".*_adapter_list\..*"
         self.skipped_keys = (*self.skipped_keys, rf"model\.layers\.({again})\.shared_transformer\.{part}")
@@ -163,7 +161,7 @@ class Zamba2ForCausalLM(CausalLM):
     def make_stack(self, layer_ids: Iterable[int]) -> ResidualStack:
         config, hf = self.config, self.config.hf
         hybrid = list(enumerate(config.full_attention_layer_ids))
-        # As in transformers: untied embeddings mean one block for each hybrid layer.
+        # Like transformers: untied embeddings mean one block for each hybrid layer.
         count = hf.num_mem_blocks if hf.tie_word_embeddings else len(hybrid)
         table = self.cos_sin(config.attention)
         places = [dict(hybrid[b::count]) for b in range(min(count, len(hybrid)))]
@@ -204,7 +202,7 @@ class Zamba2ForCausalLM(CausalLM):
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         embedded = self.embed(batch.input_ids)
-        # Blocks read the embedding to the end, and the residual may be overwritten.
+        # The residual may be overwritten; blocks read the embedding to the end.
         x, residual = embedded.clone(), None
         for norm, part in self.stack:
             more = (embedded,) if isinstance(part, HybridPart) else ()

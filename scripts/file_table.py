@@ -1,4 +1,4 @@
-"""Writes docs/files.md: a line for each file, the first line of its docstring.
+"""Writes docs/files.md: a line for each file, the first sentence of its docstring.
 
 python scripts/file_table.py
 """
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "files.md"
 HEAD = """# Files
 
-Every file of the code with the first line of its docstring, in the order of imports.
+Every file of the code with the first sentence of its docstring, in the order of imports.
 [structure.md](structure.md) explains the folders. `python scripts/file_table.py` writes this page.
 """
 # Section title, and the folders whose own files it lists, in the order of imports.
@@ -63,16 +63,37 @@ SECTIONS = (
 )
 
 
-def first_line(file: Path) -> str:
-    """The docstring's first line, without a link or a full stop at its end, as a cell of a Markdown table."""
-    line = (ast.get_docstring(ast.parse(file.read_text())) or "").split("\n")[0]
-    return re.sub(r" \(https?://\S+\)", "", line).rstrip(".").replace("|", "\\|")
+DANGLING = re.compile(r"\b(a|an|and|by|for|from|in|of|or|that|the|to|with)[.:](?= |$)")
+LONGEST = 200  # two lines
+
+
+def first_sentence(docstring: str) -> str:
+    """The first sentence of a docstring. ValueError if that is no whole sentence, or a long one."""
+    paragraph = re.split(r"\n\s*\n|\n(?= )", docstring.strip())[0]
+    text = re.sub(r"\s+", " ", paragraph)
+    end = next((m.end() for m in re.finditer(r"[.?](?=$|\s+[A-Z`\"/])", text)), len(text) if text.endswith(":") else 0)
+    sentence = text[:end]
+    if not sentence or DANGLING.search(sentence):
+        raise ValueError(f"no whole sentence: {text!r}")
+    if len(sentence) > LONGEST:
+        raise ValueError(f"a sentence of {len(sentence)} characters; it may have {LONGEST}: {sentence!r}")
+    return sentence
+
+
+def summary(file: Path) -> str:
+    """A file's first sentence as a cell of a Markdown table, without links and its last full stop."""
+    docstring = ast.get_docstring(ast.parse(file.read_text())) or ""
+    try:
+        sentence = first_sentence(docstring)
+    except ValueError as e:
+        raise ValueError(f"{file.relative_to(ROOT)}: {e}") from None
+    return re.sub(r" \(https?://\S+\)", "", sentence).rstrip(".:").replace("|", "\\|")
 
 
 def section(title: str, folders: tuple[str, ...]) -> str:
     """One section of the table, or nothing where none of its folders has a file."""
     files = [f for folder in folders for f in sorted((ROOT / folder).glob("*.py")) if f.read_text().strip()]
-    rows = [f"| `{f.relative_to(ROOT)}` | {first_line(f)} |" for f in files]
+    rows = [f"| `{f.relative_to(ROOT)}` | {summary(f)} |" for f in files]
     return "\n".join([f"## {title}", "", "| file | what it is |", "|---|---|", *rows, ""]) if rows else ""
 
 

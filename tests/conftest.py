@@ -8,6 +8,7 @@ import atexit
 import gc
 import os
 import random
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import numpy
 import pytest
 import torch
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each of the many processes would compile all files again
 os.environ.setdefault("HYBRIDRT_COMPILE_WORKERS", "0")  # tiny models need few kernels, and tests start many
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start: idle threads spin on others' cores
 if not torch.cuda.is_available():
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from tests.support.checkpoints import CheckpointStore
 
 torch.set_num_threads(1)
+sys.dont_write_bytecode = False
 if os.environ.get("TRITON_INTERPRET") == "1":
     interpreter.spare()
 

@@ -1,5 +1,6 @@
 """docs/extending.md: its package gives what plain torch gives, its code is of files that run, its groups are all."""
 
+import inspect
 import json
 import re
 import sys
@@ -16,9 +17,11 @@ from torch import Tensor
 
 from hybridrt.base import plugins
 from hybridrt.base.config import SpeculativeConfig
-from hybridrt.base.plugins import Plugins
+from hybridrt.base.errors import BackendError
+from hybridrt.base.plugins import Plugins, load_object
 from hybridrt.kinds.registry import linear_kind
 from hybridrt.models.config.family_registry import family_of
+from hybridrt.recurrent.backend import MambaAttnBackendBase
 from tests.support.session import Session
 
 ROOT = Path(__file__).parents[1]
@@ -112,6 +115,25 @@ def test_the_package_s_model_gives_what_plain_torch_gives(
         torch.testing.assert_close(sample.logits, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("said", [False, True])
+def test_a_kind_that_reads_on_the_host_is_in_no_graph_of_prompts(
+    checkpoint: tuple, said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not said:
+        monkeypatch.delattr(load_object(linear_kind("leaky").backend), "extend_in_graphs")
+    backend = Session(checkpoint[0]).runner.backend
+    assert not backend.captures_prompts
+    with pytest.raises(BackendError, match="captures_prompts"):
+        backend.prompt_graph_state(4)
+
+
+def test_the_table_of_stable_things_has_the_signatures_that_a_kind_implements() -> None:
+    for name in ("decode", "extend"):
+        parameters = list(inspect.signature(getattr(MambaAttnBackendBase, name)).parameters.values())[1:]
+        names = [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters]
+        assert f"`{name}({', '.join(names)})`" in TEXT
+
+
 def test_the_document_s_code_is_taken_from_files_that_tests_run() -> None:
     support, chat = ROOT / "tests" / "support", ROOT / "hybridrt" / "chat"
     files = [
@@ -119,14 +141,22 @@ def test_the_document_s_code_is_taken_from_files_that_tests_run() -> None:
         PACKAGE / "pyproject.toml",
         chat / "reasoning.py",
         chat / "tool_parsers" / "hermes.py",
+        ROOT / "hybridrt" / "recurrent" / "gdn.py",
     ]
     files += [support / f"outside_{name}.py" for name in ("attention", "drafter", "method")]
     texts = [file.read_text() for file in files]
     blocks = re.findall(r"```(?:python|toml)\n(.*?)```", TEXT, re.DOTALL)
-    assert len(blocks) == 10
+    assert len(blocks) == 11
     for block in blocks:
         code = block.strip().removesuffix("...").strip()
         assert any(code in text for text in texts), f"in no file: {code[:80]}"
+
+
+def test_the_table_of_stable_things_names_every_module_that_the_package_imports() -> None:
+    stable = TEXT.partition("## What is stable")[2]
+    imported = set(re.findall(r"^from (hybridrt\.[\w.]+) import", (PACKAGE / "leaky.py").read_text(), re.MULTILINE))
+    named = imported - {"hybridrt.config", "hybridrt.kinds.base"}  # configurations, and fields of records
+    assert named and {module for module in named if f"`{module}`" not in stable} == set()
 
 
 def test_the_document_lists_every_group_of_entry_points() -> None:

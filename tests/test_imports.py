@@ -82,6 +82,7 @@ print(torch._dynamo.is_compiling(), sum(name.startswith("torch._dynamo") for nam
 """
 
 
+@pytest.mark.slow
 def test_operations_without_data_do_without_the_compiler_of_torch() -> None:
     """It can still be imported afterwards."""
     shown = subprocess.check_output([sys.executable, "-c", META], text=True, cwd=ROOT)

@@ -118,14 +118,14 @@ class Stack(ByHand):
         speculative = SpeculativeConfig(num_draft_tokens=tokens - 1) if tokens > 1 else None
         self.config = EngineConfig("x", device="cpu", page_size=4, speculative=speculative)
         self.target = RunTarget(config, CPU, torch.float32, torch.float32, mode, tp or TPGroup())
-        plan = MemoryPlan(ROWS, ROWS + 1, 0, 4, 128, UnitCosts(0, 0, 0), 0)
+        plan = MemoryPlan(ROWS, ROWS + 1, (), 4, 128, UnitCosts(0, 0, ()), 0)
         self.pools = build_pools(self.config, self.target, plan)
         mixers = {i: layer.mixer for i, layer in enumerate(layers) if layer}
         self.backend = create_backend(
             self.config, config, layers=mixers, kv_pool=self.pools.kv, req_to_token_pool=self.pools.req_to_token,
         )  # fmt: skip
         spoil(self.pools)
-        self._slots, self._pages = torch.tensor([3, 1, 4, 2]), torch.zeros(ROWS, 0, dtype=torch.int64)
+        self._slots, self._pages = torch.tensor([3, 1, 4, 2]), torch.zeros(ROWS, 0, 1, dtype=torch.int64)
         self._spare_slot = ROWS + 1
         self.inputs: list[list[Tensor]] = [[] for _ in layers]
         self.outputs: list[list[Tensor]] = [[] for _ in layers]
@@ -259,6 +259,14 @@ def test_a_record_agrees_with_its_layer_backend_and_config(name: str) -> None:
     assert {kind.config.kind, backend.kind, mixer.kind, state_shape(CONFIGS[name]).kind} == {name}
     assert tuple(part for part, _ in state_shape(CONFIGS[name]).segments) == tuple(kind.conv_parts)
     assert len(state_shape(CONFIGS[name]).temporal) == max(1, len(kind.temporal_dims))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_graphs_hold_prompts_of_the_kinds_that_say_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    backends = Stack(make_layers(name, "mamba2" if name == "gdn" else "gdn"), torch.zeros(3, HIDDEN)).backend
+    assert backends.captures_prompts
+    monkeypatch.setattr(load_object(linear_kind(name).backend), "extend_in_graphs", False)
+    assert not backends.captures_prompts, "one kind that reads on the host is enough"
 
 
 def test_a_package_brings_a_kind() -> None:

@@ -1,11 +1,15 @@
 """What runs by default, and in how many processes."""
 
+import importlib
+import os
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.conftest import pytest_cmdline_main, pytest_collection_modifyitems
+from tests.support.lazily import lazily
 from tests.support.levels import drawn, sweep
 
 Source = pytest.Config.ArgsSource
@@ -79,3 +83,17 @@ def test_kernels_of_the_slow_level_run_in_a_shuffled_order_alone(
     item.add_marker(mark)
     pytest_collection_modifyitems([item])
     assert [each.name for each in item.own_markers] == wanted
+
+
+def test_what_pytest_asks_of_a_global_loads_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "wave", raising=False)
+    module = lazily("wave")
+    assert not any(hasattr(module, name) for name in ("_mock_name", "__wrapped__", "__bases__"))
+    assert "wave" not in sys.modules
+    assert module.Error is importlib.import_module("wave").Error
+    with pytest.raises(ModuleNotFoundError, match="no_such_library"):
+        lazily("no_such_library")
+
+
+def test_processes_share_byte_code() -> None:
+    assert not sys.dont_write_bytecode and "PYTHONDONTWRITEBYTECODE" not in os.environ

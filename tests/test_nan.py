@@ -197,7 +197,7 @@ def test_nothing_reads_what_no_request_of_its_own_wrote(
     assert not any(map(failed, want))
     for _, tensor in tensors(rig.runner.pools):
         tensor.fill_(torch.nan)
-    rig.runner.pools.req_to_token.req_to_token[1:] = -(2**30)
+    rig.runner.pools.req_to_token.tables[1:] = -(2**30)
     got = play(rig, healthy(), chunk, overlap=True, watch=False)
     clean(rig)
     assert_same(got, want)

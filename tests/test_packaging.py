@@ -88,6 +88,7 @@ def expected_files() -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_wheel_holds_every_file(wheel: Path) -> None:
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     expected = expected_files()
@@ -95,6 +96,7 @@ def test_wheel_holds_every_file(wheel: Path) -> None:
     assert (sorted(expected - held), sorted(held - expected)) == ([], [])
 
 
+@pytest.mark.slow
 def test_wheel_brings_the_licence_and_the_command(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     metadata = {Path(name).name: name for name in archive.namelist() if ".dist-info/" in name}
@@ -103,6 +105,7 @@ def test_wheel_brings_the_licence_and_the_command(wheel: Path) -> None:
     assert "License-Expression: Apache-2.0" in archive.read(metadata["METADATA"]).decode()
 
 
+@pytest.mark.slow
 def test_the_wheels_metadata(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
@@ -112,6 +115,7 @@ def test_the_wheels_metadata(wheel: Path) -> None:
     assert metadata.get_all("Project-URL") is None, "a public address belongs into SECURITY.md and the README too"
 
 
+@pytest.mark.slow
 def test_the_source_distribution_holds_what_its_tests_read(unpacked: Path) -> None:
     folders = ("benchmarks", "docs", "examples", "hybridrt", "mem_cache", "models", "tests")
     files = [file for folder in folders for file in (ROOT / folder).rglob("*") if file.is_file()]
@@ -120,6 +124,7 @@ def test_the_source_distribution_holds_what_its_tests_read(unpacked: Path) -> No
     assert sorted(file for file in expected if not (unpacked / file).is_file()) == []
 
 
+@pytest.mark.slow
 def test_experiments_are_not_shipped(unpacked: Path, source: Path, wheel: Path) -> None:
     assert (source / "experiments" / "README.md").is_file()
     assert not (unpacked / "experiments").exists()
@@ -144,6 +149,7 @@ def test_tests_run_from_a_source_distribution(unpacked: Path) -> None:
     assert result.returncode == 0 and " deselected" in result.stdout, result.stdout[-4000:] + result.stderr
 
 
+@pytest.mark.slow
 def test_a_package_index_shows_no_links_that_lead_nowhere(wheel: Path) -> None:
     """README.md has links and pictures of the repository; it is not what an index shows."""
     archive = zipfile.ZipFile(wheel)
@@ -180,8 +186,8 @@ def test_what_the_default_level_leaves_out_runs_elsewhere() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
     left_out = set(re.findall(r"not (\w+)", settings["addopts"]))
     assert left_out == {line.split(":")[0] for line in settings["markers"]} == {"gpu", "slow", "soak"}
-    steps = (ROOT / ".ci" / "run").read_text().splitlines()[-2:]
-    assert steps[0].endswith("&& pytest") and steps[1] == "pytest -m slow"
+    default, types, slow = (ROOT / ".ci" / "run").read_text().splitlines()[-3:]
+    assert default.endswith("&& pytest") and types.startswith("wait ") and slow == "pytest -m slow"
     commands = (ROOT / "CONTRIBUTING.md").read_text()
     assert all(f"`pytest -m {mark}`" in commands for mark in left_out)
 
@@ -213,16 +219,19 @@ def python(site: Path, cwd: Path, *arguments: str) -> str:
 WHERE = "import hybridrt.models.registry as m, hybridrt.mem_cache.pools.allocator as c; print(m.__file__, c.__file__)"
 
 
+@pytest.mark.slow
 def test_the_installed_package_needs_no_checkout(installed: Path, tmp_path: Path) -> None:
     files = python(installed, tmp_path, "-c", WHERE).split()
     assert all(file.startswith(str(installed)) for file in files)
 
 
+@pytest.mark.slow
 def test_checkout_hides_an_installed_package_whole(installed: Path) -> None:
     files = python(installed, ROOT, "-c", WHERE).split()
     assert files == [str(ROOT / "models" / "registry.py"), str(ROOT / "mem_cache" / "pools" / "allocator.py")]
 
 
+@pytest.mark.slow
 def test_nothing_else_of_a_checkout_is_part_of_the_package(installed: Path) -> None:
     code = (
         "import importlib.util as i; print([i.find_spec(f'hybridrt.{n}') for n in ('tests', 'benchmarks', 'scripts')])"
@@ -230,11 +239,13 @@ def test_nothing_else_of_a_checkout_is_part_of_the_package(installed: Path) -> N
     assert python(installed, ROOT, "-c", code) == "[None, None, None]\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["benchmarks.bench_cpu"])
 def test_benchmarks_run_from_the_checkout(installed: Path, module: str) -> None:
     assert "usage" in python(installed, ROOT, "-m", module, "--help")
 
 
+@pytest.mark.slow
 def test_command_runs_from_an_installed_package(installed: Path, tmp_path: Path) -> None:
     code = "import sys; sys.argv = ['hybridrt', '--version']; from hybridrt.cli import main; main()"
     assert python(installed, tmp_path, "-c", code) == f"hybridrt {hybridrt.__version__}\n"

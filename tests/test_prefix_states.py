@@ -26,9 +26,9 @@ from tests.support.ties import check_greedy
 
 MODELS = (
     "falcon-plain", "qwen-plain", "jamba-plain", "falcon_mamba-plain", "lfm2-plain", "zamba2-plain", "minimax-plain",
-    "ling-plain", "ling25-plain",
+    "ling-plain", "ling25-plain", "lfm3-plain", "lara-plain",
 )  # fmt: skip
-RINGS = ("falcon-plain", "qwen-plain", "ling-plain", "lfm2-plain")
+RINGS = ("falcon-plain", "qwen-plain", "ling-plain", "lfm2-plain", "lara-plain")
 TEXT = prompts(40, seed=5)[0]
 MAX_LEN, PAGE, ROWS, PAGES, CACHE_SLOTS = 64, 4, 2, 26, 2
 STARTS = (1, 4, 5, 8, 12, 13, 24)
@@ -164,7 +164,7 @@ def play(
     return session.coordinator.prefixes.counts
 
 
-@pytest.mark.parametrize(("bench", "examples"), drawn(MODELS, 4, 6, 8), indirect=["bench"])
+@pytest.mark.parametrize(("bench", "examples"), drawn(MODELS, 8, 6, 8), indirect=["bench"])
 def test_cached_tokens_equal_uncached_ones(bench: Bench, examples: int) -> None:
     @settings(max_examples=examples, deadline=None, derandomize=True)
     @given(
@@ -195,7 +195,7 @@ def test_a_second_turn_comes_from_main_memory(bench: Bench, mode: str) -> None:
         engine.add_request([3, 1, 4], params(turn, 4), f"between {i}")  # launches the copies
         while engine.has_unfinished():
             found.add(engine.step())
-        session.coordinator.prefixes.evict(PAGES, ROWS + CACHE_SLOTS)
+        session.coordinator.prefixes.evict([PAGES], ROWS + CACHE_SLOTS)
         spoil_slots(session)
     assert found["1", 0].metrics.cached_tokens == engine.counters().cache_fetched == 31
     assert found["1", 0].token_ids == wanted
@@ -268,7 +268,7 @@ def test_a_row_continues_from_a_snapshot(name: str, mode: str, checkpoints: Chec
     before = hand.snapshot()
 
     hand.admit(3)
-    hand.pools.req_to_token.req_to_token[3, :13] = hand.pools.req_to_token.req_to_token[2, :13]
+    hand.pools.req_to_token.tables[3, :, :13] = hand.pools.req_to_token.tables[2, :, :13]
     reader = hand.batch((), [Row(3, 13, TEXT[13:15])])
     reader.read_state_slots = spare.int()
     logits = hand.forward(reader)

@@ -98,6 +98,7 @@ PLACES: list[tuple[str, dict[str, Any]]] = [
     ("Qwen3NextForCausalLM", {"full_attention_interval": 3, "num_hidden_layers": 7}),
     ("Qwen3_5ForCausalLM", {"full_attention_interval": 2, "num_hidden_layers": 7}),
     ("Lfm2ForCausalLM", {"full_attn_idxs": [1, 3], "num_hidden_layers": 5}),
+    ("Lfm3ForCausalLM", {"num_hidden_layers": 1}), ("Lfm3ForCausalLM", {"num_hidden_layers": 10}),
     ("GraniteMoeHybridForCausalLM", {"layer_types": ["mamba", "attention"], "num_hidden_layers": 2}),
     ("OlmoHybridForCausalLM", {"num_hidden_layers": 3}), ("OlmoHybridForCausalLM", {"num_hidden_layers": 6}),
     ("BambaForCausalLM", {"attn_layer_indices": [1], "num_hidden_layers": 3}),
@@ -150,8 +151,8 @@ def test_experts_are_counted_by_the_family_s_own_field(name: str, tmp_path: Path
 def test_the_ways_to_say_how_heads_rotate(name: str, tmp_path: Path) -> None:
     """Scaled frequencies included."""
     fields, family = made(name, tmp_path)
-    if "rope_parameters" not in family.defaults:
-        return  # it rotates nothing
+    if "rope_parameters" not in family.defaults or family.rope_kinds:
+        return  # it rotates nothing, or each type of layers in its own way
     inner = fields[family.section] if family.section else fields
     for known in ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"):
         inner.pop(known, None)
@@ -169,6 +170,18 @@ def test_the_ways_to_say_how_heads_rotate(name: str, tmp_path: Path) -> None:
             angles = torch.arange(3.0).outer(theirs[0])
             table = rotary_table(config, config.attention, 3, torch.device("cpu"))
             assert torch.equal(table, torch.cat((angles.cos(), angles.sin()), -1) * theirs[1]), rope
+
+
+@pytest.mark.parametrize("fields", [
+    {"rope_parameters": None}, {"rope_theta": 5e5},
+    {"rope_parameters": {"full_attention": {}, "sliding_attention": {}}},
+    {"rope_parameters": {"full_attention": {"type": "linear", "factor": 2.0}, "sliding_attention": {"rope_theta": 7}}},
+    {"rope_scaling": {"full_attention": {"rope_type": "yarn", "factor": 4.0}, "sliding_attention": {}}},
+    {"rope_parameters": {"full_attention": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                                            "high_freq_factor": 4.0}, "sliding_attention": {}}, "rope_theta": 9.0},
+])  # fmt: skip
+def test_the_ways_to_say_how_heads_rotate_in_each_type_of_layers(fields: dict[str, Any]) -> None:
+    check_same(fields, family_of("Lfm3ForCausalLM"))
 
 
 def test_the_length_of_the_training_beside_the_other_fields(tmp_path: Path) -> None:

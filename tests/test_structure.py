@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,17 @@ def sources() -> dict[str, Path]:
 SOURCES = sources()
 
 
+@cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
+@cache
+def nodes(file: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(parsed(file)))
+
+
+@cache
 def rank(module: str) -> int:
     """Position in ORDER of the module's folder. hybridrt itself (lazy exports, the command) comes last."""
     name = module.removeprefix("hybridrt").removeprefix(".")
@@ -62,7 +74,7 @@ def _longest(name: str, known: str) -> bool:
 
 def imports(file: Path) -> Iterator[str]:
     """Modules that a file imports anywhere: in functions and under TYPE_CHECKING too."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes(file):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -105,14 +117,14 @@ def test_names_of_objects_lead_to_them() -> None:
     texts = {
         node.value
         for file in SOURCES.values()
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in nodes(file)
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
     named = {text for text in texts if re.fullmatch(r"hybridrt(\.\w+)+:[A-Za-z]\w*", text)}
     assert len(named) > 40
     for text in named:
         module, _, name = text.partition(":")
-        defined = {getattr(node, "name", None) for node in ast.parse(SOURCES[module].read_text()).body}
+        defined = {getattr(node, "name", None) for node in parsed(SOURCES[module]).body}
         defined |= set(re.findall(r"^(\w+)(?:: [^=]+)? = ", SOURCES[module].read_text(), re.MULTILINE))
         assert name in defined, text
 
@@ -136,7 +148,7 @@ def test_host_functions_are_short() -> None:
     lengths = {
         f"{file.relative_to(ROOT)}:{node.lineno} {node.name}": body_lines(node)
         for file in SOURCES.values()
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in nodes(file)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and not any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
     }
@@ -155,7 +167,7 @@ def test_nothing_is_found_by_its_address() -> None:
     found = [
         f"{file.relative_to(ROOT)}:{node.lineno}"
         for file in SOURCES.values()
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in nodes(file)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "id"
     ]
     assert found == []
@@ -189,7 +201,7 @@ def test_records_are_read_by_attribute() -> None:
     found = {
         f"{file.relative_to(ROOT)} {ast.unparse(target)}"
         for file in SOURCES.values()
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in nodes(file)
         if isinstance(node, ast.Assign)
         for target, value in unpacked(node)
         if unpacks_a_record(target, value)
@@ -228,12 +240,41 @@ def test_the_walk_finds_every_unpacking() -> None:
     assert not any(map(found, ("a, b = x", "a, b, c = x.shape", "a, b, c = f(x)", "a, b, c = x.a, x.b, x.c")))
 
 
+def test_no_backend_or_layer_rebinds_its_argument_out() -> None:
+    """`out` is where the caller wants the result. Another tensor of that name would hide that it is elsewhere."""
+    rebound = [
+        f"{file.relative_to(ROOT)}:{name.lineno}"
+        for module, file in SOURCES.items()
+        if module.startswith(("hybridrt.attention.", "hybridrt.layers.", "hybridrt.recurrent.", "hybridrt.models."))
+        for function in ast.walk(ast.parse(file.read_text()))
+        if isinstance(function, ast.FunctionDef)
+        and "out" in {argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)}
+        for name in ast.walk(function)
+        if isinstance(name, ast.Name) and name.id == "out" and isinstance(name.ctx, ast.Store)
+    ]
+    assert rebound == []
+
+
 def test_file_table_is_up_to_date() -> None:
     text = file_table.DOCUMENT.read_text()
     assert file_table.document() == text, "run python scripts/file_table.py"
     listed = set(re.findall(r"^\| `([\w./]+\.py)` \|", text, re.MULTILINE))
     assert {str(f.relative_to(ROOT)) for f in SOURCES.values() if f.read_text().strip()} <= listed
-    assert all(file_table.first_line(ROOT / name) for name in listed)
+    assert all(file_table.summary(ROOT / name) for name in listed)
+
+
+@pytest.mark.parametrize("docstring", ["Wraps the", "Limits number, memory and.\ntime.", "", "Word " * 50 + "."])
+def test_the_summary_of_a_file_is_a_whole_sentence(docstring: str) -> None:
+    with pytest.raises(ValueError, match="sentence"):
+        file_table.first_sentence(docstring)
+
+
+def test_a_summary_may_be_wrapped_and_ends_before_the_next_sentence() -> None:
+    assert (
+        file_table.first_sentence("Rows and\ncolumns (Qin et al. 2024). Not this.")
+        == "Rows and columns (Qin et al. 2024)."
+    )
+    assert file_table.first_sentence("The formula:\n\n    a = b") == "The formula:"
 
 
 # Besides hybridrt/base/device.py. This one puts a GPU that is not there in torch.cuda's place.
@@ -245,7 +286,7 @@ def test_one_file_asks_torch_about_gpus() -> None:
     found = {
         str(file.relative_to(ROOT))
         for file in SOURCES.values()
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in nodes(file)
         if (isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda")
         or (isinstance(node, ast.Import) and any(name.name.startswith("torch.cuda") for name in node.names))
         or (isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.cuda"))

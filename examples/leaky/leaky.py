@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hybridrt.base.config import LinearConfig
 from hybridrt.base.config_fields import ATTENTION, COMMON, EPSILON, FieldTypes
 from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.config import LinearConfig
 from hybridrt.kernels.core.slots import advance_states, pad_mask
 from hybridrt.kinds.base import LinearKind, StateShape, split_over
 from hybridrt.layers.attention import Attention
@@ -41,7 +41,7 @@ def _state(config: LeakyConfig, ranks: int) -> StateShape:
 
 KIND = LinearKind(
     title="leaky sum",
-    letter="K",
+    letter="Y",
     config=LeakyConfig,
     shape=_state,
     backend="leaky:LeakyBackend",
@@ -62,7 +62,7 @@ class LeakyBackend(MambaAttnBackendBase["LeakyMixer", LeakyInputs]):
     """Gives the sums after each token, [T, channels]."""
 
     inputs = LeakyInputs
-    kind = "leaky"
+    kind, extend_in_graphs = "leaky", False  # `extend` reads slots on the host, so no graph may hold it
 
     def decode(
         self, layer: "LeakyMixer", inputs: LeakyInputs, segment: DecodeSegment, out: Tensor | None = None

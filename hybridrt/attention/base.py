@@ -78,6 +78,7 @@ class Layer(Protocol):
     layer_id: int
     spec: AttentionSpec
     weights: LatentWeights  # variant "mla" only
+    sinks: Tensor  # [heads] float32, if the spec has sinks
 
 
 class AttentionBackend(ContractHooks, ABC):
@@ -87,10 +88,10 @@ class AttentionBackend(ContractHooks, ABC):
     Implement `prepare` and `run`; with state also `commit`; with graph buffers `allocate_graph`.
     """
 
-    needs_host_lens = False  # True if a replay plans on the host (flashinfer), which needs exact lengths
-    saves_at_chunks = False  # True if recurrent layers can leave a state after any chunk of a prompt
-    captures_prompts = False  # True if a graph may hold extend rows: kernels need no lengths on the host
-    seq_len_fill = 1  # seq_len of a graph's padding row of one token
+    needs_host_lens = False  # a replay plans on the host (flashinfer)
+    saves_at_chunks = False  # recurrent layers can leave a state after any chunk
+    captures_prompts = False  # True if a graph may hold extend rows: kernels read nothing on the host
+    seq_len_fill = 1  # seq_len of a graph's padding row
 
     @property
     def linear_attn_backend(self) -> Any:
@@ -206,7 +207,10 @@ class AttentionBackend(ContractHooks, ABC):
             BackendError: extend rows cannot be captured (`captures_prompts`).
         """
         if not self.captures_prompts:
-            raise BackendError(f"{type(self).__name__} needs the lengths of prompts on the host: run them eagerly")
+            raise BackendError(
+                f"{type(self).__name__} reads lengths or slots of prompts on the host (captures_prompts is False): run "
+                "prompts eagerly"
+            )
         view = GraphView(max_bs, 1, prompts=True)
         self.allocate_graph(view)
         return view

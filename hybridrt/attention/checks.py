@@ -50,7 +50,8 @@ def check_graph_batch(batch: ForwardBatch, view: GraphView) -> None:
 
 def _check_prompt_graph(batch: ForwardBatch, view: GraphView) -> None:
     if batch.forward_mode not in (ForwardMode.EXTEND, ForwardMode.MIXED) or batch.spec_info is not None:
-        raise BackendError(f"{batch.forward_mode.name} step in a view of graphs of prompts, beside plain decode rows")
+        mode = batch.forward_mode.name
+        raise BackendError(f"{mode} step in a view of graphs of prompts; use a step of prompts and plain decode rows")
     if not 0 <= batch.num_real <= batch.num_decode_rows <= view.max_bs:
         raise BackendError(
             f"{batch.num_real} real ones of {batch.num_decode_rows} decode rows in a view of graphs of up to "
@@ -78,7 +79,7 @@ def check_own(name: str, values: torch.Tensor) -> None:
 
 
 def _check_device_lengths(batch: ForwardBatch) -> None:
-    """Checks device lengths, positions and padding rows. Waits for the device."""
+    """Checks lengths, positions and padding rows. Waits for the device."""
     if not batch.batch_size:
         return
     starts, lens = batch.query_start_loc, batch.seq_lens
@@ -108,8 +109,8 @@ def _check_padding(batch: ForwardBatch) -> None:
             raise BackendError(f"num_real is {real}, but row {row} is request row {number}; padding rows are row 0")
 
 
-def check_written_places(batch: ForwardBatch, req_to_token: torch.Tensor) -> None:
-    """With HYBRIDRT_DEBUG=1, checks that new tokens go to the KV slots of the page table. Padding
+def check_written_places(batch: ForwardBatch, places: torch.Tensor, req_to_token: torch.Tensor) -> None:
+    """With HYBRIDRT_DEBUG=1, checks that the new tokens' `places` [N] are those of the page table. Padding
     drafts are not written. Waits for the device."""
     if not DEBUG:
         return
@@ -120,7 +121,7 @@ def check_written_places(batch: ForwardBatch, req_to_token: torch.Tensor) -> Non
             count = 1 + int(drafts[row])
         first, begin = int(batch.seq_lens[row]) - new, starts[row]
         named = req_to_token[batch.req_pool_indices[row], first : first + count]
-        for i, (on, off) in enumerate(zip(batch.out_cache_loc[begin : begin + count].tolist(), named.tolist())):
+        for i, (on, off) in enumerate(zip(places[begin : begin + count].tolist(), named.tolist())):
             if on != off:
                 raise BackendError(
                     f"out_cache_loc is {on} for position {first + i} of row {row}, for which req_to_token names {off}"
@@ -137,7 +138,7 @@ def _check_shapes(batch: ForwardBatch) -> None:
     rows, tokens = batch.batch_size, batch.input_ids.shape[0]
     for name, count in (("seq_lens", rows), ("query_start_loc", rows + 1), ("positions", tokens),
                         ("out_cache_loc", tokens)):  # fmt: skip
-        shape = getattr(batch, name).shape
+        shape = getattr(batch, name).shape[-1:] if name == "out_cache_loc" else getattr(batch, name).shape
         if shape != (count,):
             raise BackendError(f"{name} has shape {tuple(shape)}; {rows} rows and {tokens} tokens need ({count},)")
     reads = batch.read_state_slots

@@ -21,7 +21,6 @@ class ContractHooks:
     route: Callable[[Any], Any]
     seq_len_fill: int
 
-    # The last planned batch, and the graph view for each number of tokens a row.
     _last_batch: ForwardBatch | None = None
     _views: dict[int, GraphView] | None = None
 
@@ -100,7 +99,7 @@ class ContractHooks:
             q, k, v: [T, heads * head_dim]. All None for recurrent layers, whose inputs are
                 keywords; k and v None for layers that only read the pool.
             save_kv_cache: write k and v into the pool first.
-            out: [T, width], where the result may be written. Use the returned tensor.
+            out: as in `AttentionBackend.run`.
         """
         backend = self.route(layer)
         result: Tensor = backend.run(layer, batch, backend.inputs_from(q, k, v, save_kv_cache, **kwargs), out)

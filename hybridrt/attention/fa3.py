@@ -17,11 +17,11 @@ class Fa3AttnBackend(PagedAttnBackend):
 
     provider, captures_prompts = "sgl_kernel", False
     head_dims, architectures = (64, 96, 128, 192, 256), (8, 9)
-    auto_prefill = ("cuda",)  # faster prefill than our kernels (benchmarks/log/libraries.md)
+    auto_prefill = ("cuda",)  # faster than our kernels (benchmarks/log/libraries.md)
 
     def __init__(self, *, kv_pool: KVPool, req_to_token_pool: HybridReqToTokenPool) -> None:
         super().__init__(kv_pool=kv_pool, req_to_token_pool=req_to_token_pool)
-        # Imported only here, so that the class can be inspected without the library.
+        # The class can be inspected without the library.
         self._library = import_module("hybridrt.kernels.libraries.sgl_kernel")
 
     def extend(self, q: Tensor, layer: Layer, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
@@ -30,8 +30,9 @@ class Fa3AttnBackend(PagedAttnBackend):
         if not any(step.extend.query_lens):
             return torch.zeros_like(q)
         kv, heads = self.layer_kv(layer.layer_id), q.view(-1, layer.spec.num_heads, layer.spec.head_dim)
-        if step.plan is None:  # in the first layer, when the page table is complete
-            step.plan = self._library.plan_extend(kv, step.extend)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-        self._library.run_extend(step.plan, heads, kv, out.view(heads.shape))
-        return out
+        group = self.kv_pool.group_of(layer.layer_id)
+        if group not in step.plans:  # in the group's first layer, when the page table is complete
+            step.plans[group] = self._library.plan_extend(kv, step.extend)
+        result = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+        self._library.run_extend(step.plans[group], heads, kv, result.view(heads.shape))
+        return result

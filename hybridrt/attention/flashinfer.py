@@ -27,7 +27,7 @@ class Segment:
 
     Attributes:
         rows: [n] request rows, on the device. query_lens, seq_lens: on the host.
-        plans: by head layout, kept for all steps.
+        plans: flashinfer's wrappers by head layout, kept for all steps.
         current: layout -> its first layer, which looks up the pages. Only layouts planned in this
             step.
         graph: (bs, buffers) of a graph's decode segment.
@@ -46,11 +46,11 @@ class FlashinferAttnBackend(PagedKVBackend):
 
     provider, needs_host_lens, captures_prompts = "flashinfer", True, False
     head_dims, architectures = (64, 128, 256), (8, 9, 10, 12)
-    auto_prefill = ("cuda",)  # faster prefill than our kernels (benchmarks/log/libraries.md)
+    auto_prefill = ("cuda",)  # faster than our kernels (benchmarks/log/libraries.md)
 
     def __init__(self, *, kv_pool: KVPool, req_to_token_pool: HybridReqToTokenPool) -> None:
         super().__init__(kv_pool=kv_pool, req_to_token_pool=req_to_token_pool)
-        # Imported only here, so that the class can be inspected without the library.
+        # The class can be inspected without the library.
         self._library = import_module("hybridrt.kernels.libraries.flashinfer")
         self._workspace = torch.zeros(self._library.WORKSPACE_BYTES, dtype=torch.uint8, device=kv_pool.device)
         self._eager: dict[str, dict[HeadLayout, PagedAttention]] = {"decode": {}, "extend": {}}
@@ -89,12 +89,12 @@ class FlashinferAttnBackend(PagedKVBackend):
             self._plan(segment, layout)
             segment.current[layout] = layer.layer_id
         if segment.current[layout] == layer.layer_id:
-            attention.fill_pages(self.req_to_token_pool.req_to_token, segment.rows, layout.page_size)
+            attention.fill_pages(self.layer_table(layer), segment.rows, layout.page_size)
         out = attention.run(q.view(-1, spec.num_heads, spec.head_dim), k_cache, v_cache)
         return out.view(q.shape[0], -1)
 
     def _plan(self, segment: Segment, layout: "HeadLayout") -> None:
-        """Waits until the last plan was copied, because this one overwrites its pinned memory."""
+        """Waits until the last plan was copied: this one overwrites its pinned memory."""
         self._copied.synchronize()
         segment.plans[layout].plan(segment.query_lens, segment.seq_lens, layout)
         self._copied = record_event(self._workspace.device)
@@ -105,8 +105,9 @@ class FlashinferAttnBackend(PagedKVBackend):
         view.buffers[self] = buffers, dict[int, Segment]()
 
     def _graph_segment(self, batch: ForwardBatch, view: GraphView) -> Segment:
-        """The decode rows of a graph. In a capture, the pass over the layers before the recording
-        plans padding rows; a replay plans the layouts that the capture met."""
+        """A capture's first pass over the layers plans padding rows; a replay plans the same
+        layouts.
+        """
         bs, real, tokens = batch.batch_size, batch.num_real, view.tokens_per_row
         buffers, segments = view.buffers[self]
         lens = [*(batch.seq_lens_cpu or ()), *[self.seq_len_fill + tokens - 1] * (bs - real)]

@@ -26,7 +26,7 @@ from hybridrt.kernels.attention.paged_attention import (
     rotations,
     store_at,
 )
-from hybridrt.kernels.core.providers import objection, require, select
+from hybridrt.kernels.core.providers import provider_objection, require, select
 from hybridrt.kernels.core.recording import live
 from hybridrt.kernels.core.records import AttentionPrompts, AttentionRows, KVPlaces, PagedKV, Rope
 from hybridrt.kernels.core.slots import by_head
@@ -43,12 +43,12 @@ class PagedMetadata:
     Attributes:
         decode, extend: one for each segment; None without rows. `decode` is what the backend's
             kernels take as rows.
-        plan: a library's own.
+        plans: a library's own, by page group.
     """
 
     decode: Any
     extend: AttentionPrompts | None
-    plan: Any = None
+    plans: dict[int, Any] = field(default_factory=dict)
 
 
 class SegmentedAttnBackend(AttentionBackend):
@@ -58,17 +58,21 @@ class SegmentedAttnBackend(AttentionBackend):
         provider: library of its kernels, a name of hybridrt.kernels.core.providers; None: ours.
         auto_decode, auto_prefill: device types on which "auto" may choose it for this phase. The
             first such backend in hybridrt.recurrent.backends is chosen.
+        serves_sinks: has kernels for attention sinks.
         branch: in a captured step, runs the decode rows on a second stream if it has a GPU.
     """
 
     provider: ClassVar[str | None] = None
     auto_decode: ClassVar[tuple[str, ...]] = ()
     auto_prefill: ClassVar[tuple[str, ...]] = ()
+    serves_sinks: ClassVar[bool] = False
     branch = Branch(torch.device("cpu"))
 
     @classmethod
     def objection(cls, device: torch.device, specs: Collection[AttentionSpec]) -> str | None:
         """Why it cannot serve layers of these specs on a device; None if it can."""
+        if any(spec.sinks for spec in specs) and not cls.serves_sinks:
+            return f'{cls.__name__} has no kernels for attention sinks; use "triton" or "torch"'
         return None
 
     def run(self, layer: Layer, batch: ForwardBatch, inputs: AttentionInputs, out: Tensor | None = None) -> Tensor:
@@ -160,6 +164,7 @@ class PagedKVBackend(SegmentedAttnBackend):
     def __init__(self, *, kv_pool: KVPool, req_to_token_pool: HybridReqToTokenPool) -> None:
         self.kv_pool = kv_pool
         self.req_to_token_pool = req_to_token_pool
+        self._tables = req_to_token_pool.tables.unbind(1)  # of each page group
         self.branch = Branch(kv_pool.device)
         device, specs = kv_pool.device, set(kv_pool.specs.values())
         require(self.provider, type(self).__name__)
@@ -177,12 +182,14 @@ class PagedKVBackend(SegmentedAttnBackend):
                 return f'{cls.__name__} has no kernels for latent attention (variant "mla"); use "triton" or "torch"'
             if not latent and spec.v_head_dim != spec.head_dim:
                 return f"head_dim is {spec.head_dim} and v_head_dim {spec.v_head_dim}; {cls.__name__} takes equal ones"
-            if reason := objection(cls.provider, device.type):
+            if reason := provider_objection(cls.provider, device.type):
                 return reason
             if cls.head_dims and spec.dtype.itemsize != 2:
                 return f"the KV cache is {spec.dtype}, it takes bfloat16 and float16"
             if cls.head_dims and spec.head_dim not in cls.head_dims:
                 return f"head_dim is {spec.head_dim}, it takes {', '.join(map(str, cls.head_dims))}"
+        if reason := super().objection(device, specs):
+            return reason
         if specs and cls.architectures and device.type == "cuda":
             major, minor = capability(device)
             if major not in cls.architectures:
@@ -191,25 +198,40 @@ class PagedKVBackend(SegmentedAttnBackend):
         return None
 
     def _check_places(self, batch: ForwardBatch) -> None:
-        """Checks rows, and KV slots that are written and read. Waits for the device."""
+        """Checks rows and KV slots. Waits for the device."""
         table, rows, size = self.req_to_token_pool, batch.req_pool_indices, self.kv_pool.page_size
-        num_slots = (self.kv_pool.num_pages + 1) * size
         check_range("req_pool_indices", rows, table.num_rows + 1, BackendError)
         check_own("req_pool_indices", rows[: batch.num_real])
-        check_range("out_cache_loc", batch.out_cache_loc, num_slots, BackendError)
-        pages = table.req_to_token[:, ::size][rows]  # by first slots
-        starts, lens = torch.arange(pages.shape[1], device=pages.device) * size, batch.seq_lens.clone()
+        starts, lens = torch.arange(table.max_context // size, device=rows.device) * size, batch.seq_lens.clone()
         spec, split = batch.spec_info, batch.num_decode_rows
-        if spec is not None and spec.num_drafts is not None:  # padding drafts, the last tokens of a row, have no page
+        if spec is not None and spec.num_drafts is not None:  # padding drafts have no page
             lens[:split] -= spec.tokens_per_row - 1 - spec.num_drafts[:split]
-        check_range("req_to_token", torch.where(starts < lens[:, None], pages, 0), num_slots, BackendError)
+        for group, num_pages in enumerate(self.kv_pool.num_pages):
+            num_slots, pages = (num_pages + 1) * size, self._tables[group][:, ::size][rows]  # by first slots
+            check_range("out_cache_loc", self._places(group, batch), num_slots, BackendError)
+            check_range("req_to_token", torch.where(starts < lens[:, None], pages, 0), num_slots, BackendError)
+
+    @staticmethod
+    def _places(group: int, batch: ForwardBatch) -> Tensor:
+        """[N] token slots of the new tokens in a page group."""
+        places = batch.out_cache_loc
+        return places if places.dim() == 1 else places[group]
+
+    def layer_table(self, layer: Layer) -> Tensor:
+        """[R + 1, max_context] int32 token slots in a layer's page group."""
+        return self._tables[self.kv_pool.group_of(layer.layer_id)]
+
+    def layer_places(self, layer: Layer, batch: ForwardBatch) -> Tensor:
+        """[N] token slots of the new tokens in a layer's page group."""
+        return self._places(self.kv_pool.group_of(layer.layer_id), batch)
 
     def prepare(self, batch: ForwardBatch, *, graph: GraphView | None = None) -> None:
         if graph is not None:
             check_graph_batch(batch, graph)
         else:
             check_eager_batch(batch, self._check_places)
-            check_written_places(batch, self.req_to_token_pool.req_to_token)
+            for group, table in enumerate(self._tables[: len(self.kv_pool.windows)]):
+                check_written_places(batch, self._places(group, batch), table)
         decode = self._decode_segment(batch) if batch.num_decode_rows else None
         extend = self._extend_segment(batch) if batch.num_extend_rows and graph is None else None
         batch.metadata[self] = PagedMetadata(decode, extend)
@@ -220,7 +242,7 @@ class PagedKVBackend(SegmentedAttnBackend):
 
     @staticmethod
     def _decode_segment(batch: ForwardBatch) -> AttentionRows:
-        """Lengths of a captured step are not bounded. All its rows are decode rows."""
+        """Lengths of a captured step are not bounded."""
         split, spec, lens = batch.num_decode_rows, batch.spec_info, batch.seq_lens_cpu
         mask, drafts = (None, None) if spec is None else (spec.tree_mask, spec.num_drafts)
         return AttentionRows(
@@ -246,7 +268,7 @@ class PagedKVBackend(SegmentedAttnBackend):
         (cache,), cos_sin = self.kv_pool.held(layer.layer_id), None if rope is None else rope.cos_sin
         heads = q.view(q.shape[0], layer.spec.num_heads, -1)
         written: Tensor = self._write_latent(
-            heads, k, layer.weights, batch.positions, cos_sin, cache, batch.out_cache_loc
+            heads, k, layer.weights, batch.positions, cos_sin, cache, self.layer_places(layer, batch)
         )
         return written.flatten(1)
 
@@ -255,14 +277,14 @@ class PagedKVBackend(SegmentedAttnBackend):
         heads, kv_heads = (-1, spec.num_heads, spec.head_dim), (-1, spec.num_kv_heads, spec.head_dim)
         rotated: Tensor = self._rotary_write_kv(
             q.view(heads), k.view(kv_heads), v.view(kv_heads), batch.positions, rope,
-            KVPlaces(*self.kv_pool.layer(layer.layer_id), batch.out_cache_loc),
+            KVPlaces(*self.kv_pool.layer(layer.layer_id), self.layer_places(layer, batch)),
         )  # fmt: skip
         return rotated.view(q.shape[0], -1)
 
     def save_kv(self, k: Tensor, v: Tensor, layer: Layer, batch: ForwardBatch) -> None:
         k_cache, v_cache = self.kv_pool.layer(layer.layer_id)
         shape = (k.shape[0], layer.spec.num_kv_heads, layer.spec.head_dim)
-        self._write_kv(k.view(shape), v.view(shape), k_cache, v_cache, batch.out_cache_loc)
+        self._write_kv(k.view(shape), v.view(shape), k_cache, v_cache, self.layer_places(layer, batch))
 
     def commit(self, batch: ForwardBatch, accepted: Tensor | None = None, path: Tensor | None = None) -> None:
         """Moves the KV of a tree's accepted nodes to the places of their depths."""
@@ -271,11 +293,12 @@ class PagedKVBackend(SegmentedAttnBackend):
         n, tokens = path.shape
         first = (batch.seq_lens[:n] - tokens).unsqueeze(1)
         depth = torch.arange(tokens, device=path.device)
-        table, rows = self.req_to_token_pool.req_to_token, batch.req_pool_indices[:n].unsqueeze(1)
-        kept = depth < accepted.unsqueeze(1)
-        source, destination = (table[rows, first + at].masked_fill(~kept, 0) for at in (path, depth))
-        for cache in self.kv_pool.tensors:
-            move_kv(cache, source.flatten(), destination.flatten())
+        rows, kept = batch.req_pool_indices[:n].unsqueeze(1), depth < accepted.unsqueeze(1)
+        moves = [
+            [table[rows, first + at].masked_fill(~kept, 0).flatten() for at in (path, depth)] for table in self._tables
+        ]
+        for cache, group in zip(self.kv_pool.tensors, self.kv_pool.tensor_groups):
+            move_kv(cache, *moves[group])
 
 
 class PagedAttnBackend(PagedKVBackend):
@@ -286,17 +309,19 @@ class PagedAttnBackend(PagedKVBackend):
         device = kv_pool.device.type
         self._extend = select("attention_extend", device, self.provider)
         self._decode = select("attention_decode", device, self.provider)
-        table = req_to_token_pool.req_to_token
         views = {
-            i: PagedKV(*kv_pool.layer(i), table, spec.scale, spec.sliding_window) for i, spec in kv_pool.specs.items()
+            i: PagedKV(*kv_pool.layer(i), self._tables[kv_pool.group_of(i)], spec.scale, spec.sliding_window)
+            for i, spec in kv_pool.specs.items()
         }
-        self.layer_kv: Callable[[int], PagedKV] = views.__getitem__  # by layer id
+        self.layer_kv: Callable[[int], PagedKV] = views.__getitem__  # by layer id, without sinks
         if self.serves_latent:
             self._latent_extend = select("latent_extend", device, self.provider)
 
     def decode(self, q: Tensor, layer: Layer, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         heads = q.view(batch.num_decode_rows, batch.tokens_per_row, layer.spec.num_heads, -1)
         kv, rows = self.layer_kv(layer.layer_id), (batch.metadata.get(self) or self.planned(batch)).decode
+        if layer.spec.sinks:
+            kv = kv._replace(sinks=layer.sinks)
         if layer.spec.variant == "mla":
             sums = self._decode(into_latent(heads, layer.weights), kv, rows)
             return from_latent(sums, layer.weights).view(q.shape[0], -1)
@@ -308,6 +333,8 @@ class PagedAttnBackend(PagedKVBackend):
     def extend(self, q: Tensor, layer: Layer, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         heads = by_head(q, layer.spec.num_heads, q.shape[1] // layer.spec.num_heads)
         kv, rows = self.layer_kv(layer.layer_id), (batch.metadata.get(self) or self.planned(batch)).extend
+        if layer.spec.sinks:
+            kv = kv._replace(sinks=layer.sinks)
         if layer.spec.variant == "mla":
             return self._latent_extend(heads, kv, layer.weights, rows).flatten(1)
         place = None if out is None else by_head(out, *heads.shape[1:])
@@ -320,11 +347,11 @@ class TorchPlan:
 
     Attributes:
         rotations: cosines and sines, by the address of their table.
-        places: where keys and values are written.
+        places: where keys and values are written, by page group.
     """
 
     rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    places: CellPlaces | None = None
+    places: dict[int, CellPlaces] = field(default_factory=dict)
 
 
 class TorchNativeAttnBackend(PagedAttnBackend):
@@ -332,12 +359,13 @@ class TorchNativeAttnBackend(PagedAttnBackend):
     is computed once a step."""
 
     provider = "torch"
-    serves_latent = True
+    serves_latent = serves_sinks = True
     auto_decode = auto_prefill = ("cpu",)
 
     def __init__(self, *, kv_pool: KVPool, req_to_token_pool: HybridReqToTokenPool) -> None:
         super().__init__(kv_pool=kv_pool, req_to_token_pool=req_to_token_pool)
-        self._shares = kv_pool.device.type == "cpu"  # a graph would keep values of the run before its capture
+        self._by_window = dict(zip(kv_pool.windows, self._tables))
+        self._shares = kv_pool.device.type == "cpu"  # a graph would keep values
         if self._shares:
             self._decode = attend
 
@@ -345,13 +373,13 @@ class TorchNativeAttnBackend(PagedAttnBackend):
         super().prepare(batch, graph=graph)
         if self._shares:
             step: PagedMetadata = batch.metadata[self]
-            step.plan, table = TorchPlan(), self.req_to_token_pool.req_to_token
+            step.plans[0] = TorchPlan()  # of all page groups
             if step.decode is not None:
-                step.decode = RowContexts(table, step.decode, batch.tokens_per_row)
+                step.decode = RowContexts(self._by_window, step.decode, batch.tokens_per_row)
 
     def recording_key(self, batch: ForwardBatch) -> Hashable:
         """One key for all steps without padding: the rows' context is looked up in each step."""
-        return True if min(batch.out_cache_loc.tolist()) >= self.kv_pool.page_size else None
+        return True if batch.out_cache_loc.min().item() >= self.kv_pool.page_size else None
 
     def decode(self, q: Tensor, layer: Layer, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         """Recordings call it again: the rows' context grows with each step."""
@@ -359,13 +387,14 @@ class TorchNativeAttnBackend(PagedAttnBackend):
 
     def rotate_and_save(self, q: Tensor, k: Tensor, v: Tensor, layer: Layer, batch: ForwardBatch, rope: Rope) -> Tensor:
         step: PagedMetadata = batch.metadata.get(self) or self.planned(batch)
-        plan, spec, table = step.plan or TorchPlan(), layer.spec, rope.cos_sin.data_ptr()
+        plan, spec, table = step.plans.get(0) or TorchPlan(), layer.spec, rope.cos_sin.data_ptr()
         if table not in plan.rotations:
             plan.rotations[table] = rotations(rope.cos_sin, batch.positions)
-        if plan.places is None:
-            plan.places = cell_places(batch.out_cache_loc, self.kv_pool.page_size)
+        group = self.kv_pool.group_of(layer.layer_id)
+        if group not in plan.places:
+            plan.places[group] = cell_places(self._places(group, batch), self.kv_pool.page_size)
         heads, kv_heads = (-1, spec.num_heads, spec.head_dim), (-1, spec.num_kv_heads, spec.head_dim)
         rotated, key = rotate(q.view(heads), k.view(kv_heads), rope, plan.rotations[table])
         k_cache, v_cache = self.kv_pool.layer(layer.layer_id)
-        store_at(((k_cache, key), (v_cache, v.view(kv_heads))), plan.places)
+        store_at(((k_cache, key), (v_cache, v.view(kv_heads))), plan.places[group])
         return rotated.flatten(1)

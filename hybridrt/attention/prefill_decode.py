@@ -44,18 +44,18 @@ class PrefillDecodeAttnBackend(SegmentedAttnBackend):
         return self.verify_backend if verifying else self.decode_backend
 
     def _extend_segment_backend(self, batch: ForwardBatch) -> SegmentedAttnBackend:
-        """In a graph, the decode backend runs prompts that the prefill backend cannot capture."""
+        """In a graph, the decode backend may run prompts."""
         if batch.forward_mode in _SPECULATIVE:
             return self.verify_backend
         in_graph = batch.metadata.get(self)
         return self.decode_backend if in_graph and not self.prefill_backend.captures_prompts else self.prefill_backend
 
     def _saving_backend(self, batch: ForwardBatch) -> SegmentedAttnBackend:
-        """One backend that has planned the step writes the KV of both segments."""
+        """Returns one that writes the KV of both segments."""
         return self._decode_segment_backend(batch) if batch.num_decode_rows else self._extend_segment_backend(batch)
 
     def _planning(self, batch: ForwardBatch) -> dict[SegmentedAttnBackend, None]:
-        """The backends of the step's segments, each once; decode's for an empty step."""
+        """Returns each once; decode's for an empty step."""
         extend = [self._extend_segment_backend(batch)] if batch.num_extend_rows else []
         decode = [self._decode_segment_backend(batch)] if batch.num_decode_rows or not extend else []
         return dict.fromkeys(decode + extend)

@@ -1,6 +1,6 @@
 """Starts another interpreter that runs a module of this package.
 
-multiprocessing cannot be used: it runs the caller's main module once more.
+multiprocessing would run the caller's main module once more.
 """
 
 import json
@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# The child imports this package from the same files as this process. Other packages come from its
-# own path, then from this process's. The current directory is left out: it may be that of a
-# downloaded checkpoint.
+# The child imports this package from the same files, others from its own path, then from this
+# process's. Not from the current directory: it may be that of a downloaded checkpoint.
 _BOOT = """
 import importlib, importlib.util, json, sys
 given = json.loads(sys.argv[1])
@@ -36,7 +35,7 @@ def start_child(
     Args:
         arguments: plain data, sent as JSON.
         environment: added to this process's.
-        options: of subprocess.Popen.
+        options: further arguments of subprocess.Popen.
     """
     here = os.path.realpath(os.curdir)
     given = {
@@ -45,7 +44,7 @@ def start_child(
         "module": module, **arguments,
     }  # fmt: skip
     inherited = dict(os.environ)
-    if "PYTHONPATH" in inherited:  # an empty or relative entry is the current directory or inside it
+    if "PYTHONPATH" in inherited:  # an empty or relative entry leads to the current directory
         entries = inherited["PYTHONPATH"].split(os.pathsep)
         inherited["PYTHONPATH"] = os.pathsep.join(filter(os.path.isabs, entries))
     command = [sys.executable, "-P", "-c", _BOOT, json.dumps(given)]

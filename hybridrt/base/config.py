@@ -43,11 +43,12 @@ class AttentionConfig:
     """Softmax attention of a layer, before sharding. A model without attention layers has no heads.
 
     Attributes:
-        head_dim: of cached keys, and of the queries that are multiplied by them.
+        head_dim: numbers of a cached key, and of the queries that are multiplied by them.
         rope: the Hugging Face rope_parameters dict, None for none.
         sliding_window: keys that a token sees, its own included; None for all.
-        v_head_dim: of values; None for head_dim.
-        scale: of the scores; None for head_dim ** -0.5.
+        v_head_dim: numbers of a value; None for head_dim.
+        scale: factor of the scores; None for head_dim ** -0.5.
+        sinks: each head has a learned score of a key without a value (gpt-oss).
         latent: the projections of variant "mla", which has one KV head; None for "gqa".
     """
 
@@ -59,6 +60,7 @@ class AttentionConfig:
     v_head_dim: int | None = None
     scale: float | None = None
     latent: LatentConfig | None = None
+    sinks: bool = False
 
     @property
     def rotary_dim(self) -> int:
@@ -71,8 +73,9 @@ class AttentionSpec:
     """Softmax attention of one layer on one rank, as its KV cache and its kernels see it.
 
     Attributes:
-        sliding_window, head_dim, v_head_dim, scale: as in AttentionConfig, defaults filled in.
-        dtype: of the KV cache.
+        sliding_window, head_dim, v_head_dim, scale, sinks: those of AttentionConfig, with defaults
+            filled in.
+        dtype: dtype of the KV cache.
         variant: "gqa" keeps keys and values of every KV head. "mla" keeps one latent vector of
             head_dim numbers for a token; its first v_head_dim numbers are the values (DeepSeek-AI
             2024, section 2.1).
@@ -86,6 +89,7 @@ class AttentionSpec:
     scale: float
     dtype: torch.dtype
     variant: str = "gqa"
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, {"variant": one_of("gqa", "mla")}, "an attention layer")
@@ -133,8 +137,8 @@ class LayerSpec:
     """
 
     attention: bool | AttentionConfig
-    linear: str | None  # a kind of recurrent layer (hybridrt.kinds), or None
-    ffn: str | None  # "mlp" | "moe" | None
+    linear: str | None  # a kind (hybridrt.kinds), or None
+    ffn: str | None
 
 
 @dataclass(frozen=True)
@@ -142,9 +146,9 @@ class ModelConfig:
     """A model as the runtime sees it, the same for all families (`read_model_config` makes it).
 
     Attributes:
-        attention: of the layers that have no configuration of their own.
+        attention: configuration of the layers that have no configuration of their own.
         hf: the fields of config.json, for numbers that only one model file reads.
-        mtp_layers: of the multi-token-prediction head; their ids follow the model's last.
+        mtp_layers: layers of the multi-token-prediction head; their ids follow the model's last.
         image_tokens: placeholders of images, with the names of their fields. A prompt that contains
             one is refused.
     """
@@ -264,7 +268,7 @@ _ENGINE = {
     "seed": integer(-(2**63), 2**63 - 1),
     "dtype": one_of("auto", *DTYPES),
     "load_format": one_of("auto", "dummy"),
-    "max_model_len": _or_none(integer(2, 2**24)),  # a prompt token and an output token at least
+    "max_model_len": _or_none(integer(2, 2**24)),  # one token of prompt and output
     **dict.fromkeys(("max_running_requests", "cuda_graph_max_bs"), _or_none(integer(1, 2**24))),
     "memory_fraction": _or_none(FieldType("a number between 0 and 1", lambda v: type(v) is float and 0 < v < 1)),
     "page_size": FieldType("a power of two from 1 to 1024", lambda v: type(v) is int and v in _PAGE_SIZES),
@@ -364,7 +368,8 @@ class EngineConfig:
 
 
 def resolve_device(name: str) -> torch.device:
-    """A device name as a device that exists. DeviceError for any other name."""
+    """The device of a name: "cpu", "cuda" or "cuda:N". "auto" is the first GPU, or the CPU without
+    one. DeviceError if the name is another one or the device does not exist."""
     if name == "auto":
         name = "cuda" if gpu_count() else "cpu"
     try:
@@ -402,5 +407,5 @@ def _on_device(option: str, dtype: torch.dtype, device: torch.device) -> torch.d
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As options spell it: "float32" for torch.float32."""
+    """The spelling of options: "float32" for torch.float32."""
     return str(dtype).removeprefix("torch.")

@@ -6,7 +6,7 @@ from hybridrt.base.config import DTYPES
 from hybridrt.base.config_json import FALSE, FLAG, NULL, TEXT, TRUE, FieldType, either, integer, list_of, number, one_of
 
 FieldTypes = Mapping[str, FieldType]
-# Even the stacked matrices of the most experts, each of the largest sizes, have fewer than 2**63 bytes.
+# So stacked matrices have fewer than 2**63 bytes.
 MAX_SIZE, MAX_WIDTH, MAX_EXPERTS, MAX_LAYERS = 2**20, 2**22, 2**14, 2**12
 MAX_POSITIONS = 2**24
 
@@ -23,16 +23,15 @@ EPSILON = number(0.0, 1.0)
 OFF = either(NULL, FALSE)
 DT_LIMIT = list_of(either(number(0.0, 1e6), FieldType("infinity", lambda v: v == float("inf"))), 2)
 
-# Qwen fields that no model reads. Any other value would mean a different model, so it is refused.
+# No model reads these Qwen fields: any other value would mean a different model.
 OUTPUT_GATES: FieldTypes = {
     "attn_output_gate": either(NULL, TRUE),
     "output_gate_type": either(NULL, one_of("silu", "swish")),
 }
 EOS: FieldTypes = {"eos_token_id": either(either(NULL, integer(0, 2**31 - 1)), list_of(integer(0, 2**31 - 1)))}
-# The architecture is found by these, and the other fields are checked afterwards: advice about them
-# is wrong for a model that cannot run anyway.
+# Checked first: advice about other fields is wrong for a model that cannot run.
 NAMES: FieldTypes = {"architectures": either(NULL, list_of(TEXT)), "model_type": TEXT}
-# Checked before the others: lists are built from some, and all families have them.
+# Checked next: lists are built from some.
 RAW: FieldTypes = {
     **NAMES,
     "per_layer_config": FieldType("absent: no architecture here takes one", lambda v: not v),
@@ -50,6 +49,7 @@ ROPE: FieldTypes = {
     **dict.fromkeys(("attention_factor", "beta_fast", "beta_slow", "factor"), either(NULL, MULTIPLIER)),
     **dict.fromkeys(("high_freq_factor", "low_freq_factor"), either(NULL, MULTIPLIER)),
     **dict.fromkeys(("long_factor", "short_factor"), either(NULL, list_of(MULTIPLIER))),
+    "truncate": either(NULL, FLAG),
 }
 
 COMMON: FieldTypes = {
@@ -65,7 +65,6 @@ ATTENTION: FieldTypes = {
     "max_position_embeddings": POSITIONS,
     "intermediate_size": SIZE,
 }
-# Fields of latent attention, under DeepSeek's names.
 LATENT: FieldTypes = {
     **COMMON,
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "intermediate_size"), SIZE),

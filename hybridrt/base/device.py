@@ -1,6 +1,6 @@
 """The one place that asks torch about a GPU: facts, memory, events, streams and graphs.
 
-On a CPU work is done when it is launched, so events and streams do nothing there.
+On a CPU work is done when it is launched: events and streams do nothing.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,7 @@ class GPUFacts:
     Attributes:
         capability: such as (9, 0).
         shared_memory: most bytes that a program may have.
-        total_bytes, free_bytes: of its memory.
+        total_bytes, free_bytes: size of its memory, and what is free.
     """
 
     name: str
@@ -33,7 +33,8 @@ class GPUFacts:
 
     @classmethod
     def of_device(cls, device: torch.device) -> "GPUFacts":
-        """Of a device of this machine. Memory that torch keeps without using it counts as free."""
+        """Facts of a device of this machine. Memory that torch keeps without using it counts as
+        free."""
         found: Any = torch.cuda.get_device_properties(device)
         free, total = torch.cuda.mem_get_info(device)
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -42,7 +43,7 @@ class GPUFacts:
         return cls(found.name, capability, found.multi_processor_count, shared, total, free)
 
 
-# Total and free bytes as the driver gives them on an idle GPU.
+# Bytes as the driver gives them on an idle GPU.
 _SHARED = 227 << 10
 KNOWN = {
     "h100": GPUFacts("NVIDIA H100 80GB HBM3", (9, 0), 132, _SHARED, 84_900_000_000, 84_300_000_000),
@@ -159,8 +160,6 @@ class Event(Protocol):
 
 
 class _Past:
-    """On a CPU everything launched is done."""
-
     def record(self) -> None: ...
 
     def query(self) -> bool:
@@ -229,7 +228,7 @@ class GraphCapture:
     def __init__(self) -> None:
         self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
         self._mode = ""
-        self._pieces: list[torch.cuda.CUDAGraph] = []  # of the capture that is going on
+        self._pieces: list[torch.cuda.CUDAGraph] = []  # pieces of the capture that is going on
 
     def record(self, step: Callable[[], None], mode: str) -> Callable[[], None]:
         """Runs a step as a recording, and returns a function that replays it.
@@ -239,8 +238,7 @@ class GraphCapture:
         """
         self._mode = mode
         torch.cuda.synchronize()
-        # torch.cuda.graph empties the memory cache before every capture, which is slower than the
-        # capture.
+        # torch.cuda.graph empties the memory cache before every capture, which is slow.
         with torch.cuda.stream(self._stream):
             self._begin()
             try:

@@ -5,8 +5,7 @@ from functools import cache
 from hybridrt.base.errors import ConfigError
 from hybridrt.base.plugins import Plugins
 
-# "module:object" of each method's record. Other packages add an entry point of this group that
-# names a hybridrt.speculative.method.DraftMethod.
+# "module:object" of each method's hybridrt.speculative.method.DraftMethod.
 BUILT_IN = {
     "ngram": "hybridrt.speculative.ngram:METHOD",
     "draft": "hybridrt.speculative.draft_model:METHOD",

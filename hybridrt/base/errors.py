@@ -1,4 +1,4 @@
-"""Typed errors. Each is raised before any state changes, and its text says what to do."""
+"""Typed errors: each is raised before any state changes, and its text says what to do."""
 
 from typing import TYPE_CHECKING
 
@@ -115,7 +115,7 @@ class HandshakeError(TransferError):
     """Two workers disagree on something that their states depend on; no byte of state has moved.
 
     Attributes:
-        field: of hybridrt.transfer.handshake.handshake_of.
+        field: name of a field of hybridrt.transfer.handshake.handshake_of.
         ours, theirs: its values here and there.
     """
 
@@ -144,7 +144,7 @@ def shown(value: object) -> str:
     """A value's repr for an error's text, cut to 80 characters."""
     try:
         text = repr(value)
-    except Exception:  # an integer of thousands of digits, or a class whose __repr__ fails
+    except Exception:  # an integer of thousands of digits, or a failing __repr__
         text = f"a value of type {type(value).__name__}"
     text = " ".join(text.split())  # arrays take several lines
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -14,7 +14,7 @@ C = TypeVar("C", bound=type)
 
 _SPECULATIVE = "speculative=SpeculativeConfig(method=..., num_draft_tokens=...)"
 _FORCED = "structured_outputs=StructuredOutputs(json=...), or its regex, choice or grammar"
-# Our argument, or after "!" what to do where there is none.
+# Our argument, or advice after "!".
 ENGINE: Mapping[str, str] = {
     **dict.fromkeys(("tensor_parallel_size", "tp"), "tp_size"),
     **dict.fromkeys(("gpu_memory_utilization", "mem_fraction_static", "gpu_memory_fraction"), "memory_fraction"),

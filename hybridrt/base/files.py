@@ -10,15 +10,15 @@ from pathlib import Path
 
 from hybridrt.base.errors import HybridrtError, RequestError, shown
 
-# Limits in bytes: a longer file is refused before it is parsed. The longest published: 100 KB of
-# config.json, 15 MB of an index, 35 MB of tokenizer.json, 2 MB of a weight file's header.
-MAX_BYTES = 1 << 26  # of a file that is read whole, where its caller sets no other limit
-CONFIG_BYTES = 1 << 24  # config.json, generation_config.json, tokenizer_config.json and other settings
+# Bytes, checked before parsing. The longest published: 100 KB of config.json, 15 MB of an index, 35
+# MB of tokenizer.json, 2 MB of a weight file's header.
+MAX_BYTES = 1 << 26  # bytes of a file that is read whole, where its caller sets no other limit
+CONFIG_BYTES = 1 << 24
 INDEX_BYTES = 1 << 26  # model.safetensors.index.json
 TOKENIZER_BYTES = 1 << 28  # tokenizer.json and other vocabularies
-WEIGHTS_HEADER_BYTES = 1 << 25  # of a weight file: some 200,000 tensors
-SESSION_HEADER_BYTES = 1 << 22  # of a session, which may be loaded while a server answers: some 30,000 tensors
-PATIENCE = 10.0  # seconds for which a pipe may give nothing
+WEIGHTS_HEADER_BYTES = 1 << 25  # header of a weight file: some 200,000 tensors
+SESSION_HEADER_BYTES = 1 << 22  # header of a session, which may be loaded while a server answers: some 30,000 tensors
+PATIENCE = 10.0  # seconds that a pipe may be silent
 _PIECE = 1 << 20
 
 
@@ -54,7 +54,7 @@ def read_text(file: str | Path, max_bytes: int = MAX_BYTES) -> str:
     """UTF-8 text with "\n" line ends.
 
     Raises:
-        OSError: as `read_bytes`.
+        OSError: the errors of `read_bytes`.
         UnicodeDecodeError: it is not UTF-8.
     """
     return read_bytes(file, max_bytes).decode().replace("\r\n", "\n").replace("\r", "\n")

@@ -1,7 +1,7 @@
 """Reads safetensors files without mapping them, so that a file that changes gives an error.
 
-If a mapped file becomes shorter, access to a page past its new end kills the process (SIGBUS). The
-format's own library maps. So the header is parsed here, with that library's checks.
+If a mapped file becomes shorter, access past its new end kills the process (SIGBUS). The format's
+own library maps; its checks are repeated here.
 """
 
 import json
@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-_LENGTH = 8  # bytes in front of the header, which say how long it is
-_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC  # to open a pipe does not wait
-_MAX_SIZE = 1 << 62  # of a tensor in bytes, as far as its shape tells
+_LENGTH = 8
+_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC  # opening a pipe does not wait
+_MAX_SIZE = 1 << 62  # bytes of a tensor, as far as its shape tells
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U64": torch.uint64, "U32": torch.uint32,
@@ -110,7 +110,7 @@ class TensorFile:
         return fd
 
     def _header(self, size: int, max_header: int) -> tuple[bytes, int]:
-        """The header, and how many bytes follow it."""
+        """Returns also the number of bytes after it."""
         prefix = bytearray(_LENGTH)
         length = 0
         if size >= _LENGTH:
@@ -143,8 +143,7 @@ def read_exactly(fd: int, start: int, into: memoryview) -> None:
 
 
 def _parsed(header: bytes, size: int) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Entries and texts of a header. The tensors must cover the `size` bytes after it, without
-    overlap."""
+    """Checks that the tensors cover the `size` bytes after the header, without overlap."""
     try:
         found = json.loads(header, object_pairs_hook=_object)
     except (ValueError, RecursionError) as e:

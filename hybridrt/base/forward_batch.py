@@ -20,7 +20,7 @@ class ForwardMode(Enum):
     MIXED = auto()  # decode (or verify) rows first, then extend rows
     TARGET_VERIFY = auto()  # drafts + 1 tokens a row, checked at once
     DRAFT_EXTEND = auto()  # a drafter that is a model catches up on accepted tokens
-    IDLE = auto()  # no rows
+    IDLE = auto()
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class GraphView:
         max_bs: most decode rows of a batch.
         tokens_per_row: tokens of each of them.
         prompts: the batches have extend rows too.
-        buffers: by backend, in a form of its own.
+        buffers: each backend's buffers, in a form of its own.
     """
 
     max_bs: int
@@ -112,7 +112,7 @@ class ForwardBatch:
         seq_lens: [B] int32 tokens of each request after this step.
         query_start_loc: [B + 1] int32 offsets of the rows' tokens.
         out_cache_loc: [N] int32 token slots of the new tokens; those of page 0 are padding and not
-            written.
+            written. [G, N] for a model with G > 1 page groups.
         num_real: rows that are not padding; they come first. In a graph with extend rows it counts
             decode rows only; there an extend row is padding if its request row is 0.
         num_decode_rows: rows of the decode segment, padding included.
@@ -123,7 +123,7 @@ class ForwardBatch:
             None: recurrent backends plan their chunks themselves.
         read_state_slots: [B - num_decode_rows] int32, the state slot that each extend row starts
             from, 0 for its own; None: all start from their own. A row always writes its own slot.
-        extend_passes: of a step that keeps states within its chunks; then chunk_plans and
+        extend_passes: passes of a step that keeps states within its chunks; then chunk_plans and
             read_state_slots are not read. Empty: each chunk is computed at once.
         saved_states: `kernels.core.records.SavedStates` of the extend rows by chunk size, for
             backends that save states without a further pass (`saves_at_chunks`).
@@ -132,7 +132,7 @@ class ForwardBatch:
             without any.
         batch_size: B.
         tokens_per_row: tokens of each row of the decode segment: 1, or T when verifying.
-        num_decode_tokens, num_extend_rows: of the two segments.
+        num_decode_tokens, num_extend_rows: sizes of the two segments.
     """
 
     forward_mode: ForwardMode

@@ -1,7 +1,7 @@
 """Makes large work in a thread rest, so that other threads get Python's lock.
 
-A thread that works in Python takes the lock again as soon as it has released it. The engine
-releases it in every operation of a step, and would wait a switch interval each time.
+The engine releases the lock in every operation of a step, and would wait a switch interval each
+time.
 """
 
 import threading
@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-WORK_SECONDS = 0.002  # of CPU time, after which a thread rests
+WORK_SECONDS = 0.002  # CPU time after which a thread rests
 REST = 4  # times as long as it has worked
 T = TypeVar("T")
 
 
 class _Pace(threading.local):
-    """`since`: the thread's CPU time at the end of its last rest; None: it is not paced."""
+    """`since`: CPU time at the end of the last rest; None: not paced."""
 
     since: float | None = None
 

@@ -14,7 +14,7 @@ class Plugins:
     """A registry. An object is imported when it is loaded.
 
     Attributes:
-        group: of entry points "name = module:object".
+        group: name of a group of entry points "name = module:object".
         built_in: "module:object" by name; comes before an entry point of the same name.
         what: what the names name, for errors.
         base: class of the objects; with `classes`, they are subclasses of it.
@@ -58,5 +58,5 @@ def load_object(target: str) -> Any:
     module, _, name = target.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, TypeError) as e:  # TypeError: an object of an abstract class
+    except (ImportError, AttributeError, TypeError) as e:  # TypeError: an abstract class
         raise BackendError(f"{target} cannot be imported: {e}; install what it needs, see its extra") from e

@@ -22,10 +22,8 @@ MAX_BIAS = 100.0
 MAX_ALLOWED_TOKEN_IDS = 2**20
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARACTERS = 256
-MIN_TEMPERATURE = (
-    1e-5  # below it hybridrt.kernels.sampling.sampling takes the best token: logits over less may overflow
-)
-MAX_REPETITION = 100.0  # more, or less than its reciprocal, and penalised logits may leave float32's range
+MIN_TEMPERATURE = 1e-5  # logits may overflow beyond it, or its reciprocal
+MAX_REPETITION = 100.0
 _INT32_MAX = 2**31 - 1
 _FLOAT32_MAX = 3.4028234663852886e38
 
@@ -36,33 +34,29 @@ def _require(ok: bool, name: str, value: object, allowed: str) -> None:
 
 
 def is_number(value: object, kind: type) -> bool:
-    """True for Python and numpy numbers of `kind`, Integral or Real. bool and numpy durations,
-    which are instances of these classes too, do not count."""
     if type(value) is int or (type(value) is float and kind is Real):
-        return True  # a check for an abstract class is slow, and a request needs a dozen
+        return True
     if not isinstance(value, kind) or isinstance(value, bool):
         return False
     return getattr(getattr(value, "dtype", None), "kind", "") != "m"
 
 
 def _plain(value: Any, kind: type) -> int | float:
-    """As a Python number, which compares with any range without overflow; NaN, which is in no
-    range, for anything else."""
+    """The value as a Python number, which compares with any range without overflow; NaN, which is
+    in no range, for anything else."""
     if not is_number(value, kind):
         return math.nan
     try:
         return int(value) if kind is Integral else float(value)
-    except OverflowError:  # an integer of hundreds of digits
+    except OverflowError:
         return math.inf
 
 
 def _entries(name: str, value: Any, max_entries: int) -> tuple[Any, ...]:
-    """The entries of a collection; none for None. Reads at most `max_entries` + 1."""
     if value is None:
         return ()
     if type(value) not in (tuple, list):
         collection = isinstance(value, Iterable) and not isinstance(value, (str, bytes, bytearray, Mapping))
-        # numpy and torch scalars have `__iter__`, too, but cannot be iterated over.
         _require(collection and getattr(value, "ndim", 1) == 1, name, value, "a sequence")
     entries = tuple(islice(value, max_entries + 1))
     if len(entries) > max_entries:
@@ -78,7 +72,7 @@ def _token_ids(name: str, value: Any, max_entries: int) -> tuple[int, ...]:
     return tuple(map(int, ids))
 
 
-# Of each field that is a number: Integral or Real, the least and the largest value, and how an error states them.
+# For each field that is a number: Integral or Real, the least and the largest value, and how an error states them.
 _NUMBERS: dict[str, tuple[type, float, float, str]] = {
     "max_tokens": (Integral, 1, _INT32_MAX, "an integer from 1 to 2**31 - 1, or None"),
     "temperature": (Real, 0, _FLOAT32_MAX, "a finite float32 >= 0 (0 is greedy)"),
@@ -101,69 +95,6 @@ _NUMBERS: dict[str, tuple[type, float, float, str]] = {
 @knows_fields(SAMPLING)
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling and stopping of one request; every field is checked when the object is made.
-
-    numpy numbers are converted to Python's. What depends on a model's vocabulary (token ids,
-    `bad_words`, number of log-probabilities) is checked again by `Engine.prepare`.
-
-    Logits are changed in vLLM's order: `allowed_token_ids`, `bad_words`, `min_tokens`,
-    `logit_bias`, penalties, temperature, filters. Log-probabilities are those of the model, before
-    all of this.
-
-    Args:
-        max_tokens: most tokens to generate, 1 to 2**31 - 1; None: as many as `max_model_len`
-            allows.
-        temperature: logits are divided by it. Below MIN_TEMPERATURE (1e-5), 0 included, decoding is
-            greedy. At most float32's largest number.
-        top_p: nucleus mass in (0, 1]; 1 turns it off.
-        top_k: candidates kept, up to 2**31 - 1; -1, 0, and values from the size of the vocabulary
-            on turn it off.
-        min_p: candidates below `min_p * max(p)` are dropped; 0 turns it off.
-        repetition_penalty: 0.01 to 100; logits of tokens in the prompt or the output are divided
-            (if positive) or multiplied (if negative) by it (Keskar et al. 2019, CTRL).
-        presence_penalty, frequency_penalty: subtracted once, respectively per occurrence, for
-            tokens of the output.
-        stop: strings that end the request, up to MAX_STOP_STRINGS (32) of up to MAX_STOP_CHARACTERS
-            (256) characters each; the text is cut before the first of them. A single string needs
-            no list.
-        stop_token_ids: token ids that end the request, in addition to the model's end-of-sequence
-            ids; up to MAX_STOP_TOKEN_IDS (1024).
-        ignore_eos: continue after end-of-sequence ids (`stop_token_ids` still end the request).
-        seed: 0 to 2**63 - 1: the request draws the same tokens whatever other requests run. None
-            derives a seed from the engine's.
-        logprobs: return the log-probability of each token and of this many likeliest alternatives,
-            up to 64; None returns none.
-        n: independent samples of the same prompt, up to 1024.
-        include_stop_str_in_output: the text includes the stop string, or the stopping token.
-        skip_special_tokens: special tokens leave nothing in the text.
-        truncate_prompt_tokens: use only the last so many tokens of a longer prompt, 1 to 2**31 - 1;
-            -1: as many as leave room for one output token. None refuses a prompt that is too long.
-            Text is tokenised whole before it is cut: more than 2**20 characters are refused, unless
-            the model has room for as many.
-        priority: requests of a lower number are started first, and are the last to give their
-            memory back; first come, first served among equals.
-        cache_salt: the prefix cache shares nothing between requests of different salts; a string of
-            1 to MAX_SALT_CHARACTERS (256) characters. None shares with all requests that have none.
-        min_tokens: before so many output tokens no end-of-sequence id and none of `stop_token_ids`
-            is drawn, and no stop string ends the request; 0 to `max_tokens`.
-        logit_bias: token id -> -100 to 100, added to the token's logit; up to MAX_BIASES (1024)
-            tokens. An id may be a string of digits, as in JSON.
-        allowed_token_ids: no other token is drawn; at least one id. None allows all.
-        bad_words: text that the output must not contain, up to MAX_BAD_WORDS (128) strings of up to
-            MAX_BAD_WORD_CHARACTERS (256) characters: a word's last token is not drawn after its
-            others, with and without a space before the word.
-        prompt_logprobs: return the log-probability of each prompt token but the first, and of this
-            many likeliest alternatives, up to 64; None returns none. Such a request computes its
-            whole prompt.
-        structured_outputs: the form of the output; None: any. The output ends when it is complete
-            and nothing can follow, also before `min_tokens`. `ignore_eos` contradicts it and is
-            refused.
-
-    Raises:
-        RequestError: a field is out of range; the text names the field, the value and the allowed
-            range.
-    """
-
     max_tokens: int | None = 128
     temperature: float = 1.0
     top_p: float = 1.0
@@ -250,15 +181,12 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """True if every token is the arg-max of the (penalised) logits."""
         return self.temperature < MIN_TEMPERATURE
 
     @property
     def uses_penalties(self) -> bool:
-        """True if earlier tokens change the logits."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
     def uses_rules(self) -> bool:
-        """True if single tokens are forbidden, or their logits biased."""
         return self.min_tokens > 0 or bool(self.logit_bias or self.bad_words) or self.allowed_token_ids is not None

@@ -9,12 +9,12 @@ from typing import Any
 from hybridrt.base.errors import RequestError, is_text, shown
 from hybridrt.base.errors_foreign import knows_fields
 
-MAX_CHARACTERS = 2**19  # of a schema, an expression or a grammar, and of all choices together
+MAX_CHARACTERS = 2**19  # characters of a schema, an expression or a grammar, and of all choices together
 MAX_CHOICES = 4096
-MAX_TEXT = 2**16  # characters of one choice, expression or literal, of a schema's names and values, too
-# Between the tokens of a JSON text. Without a limit a model that prefers white space may give nothing else.
+MAX_TEXT = 2**16  # characters of one choice, literal, name or value
+# A model may write nothing else without a limit.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
-# A string of JSON or Lark, or an expression of Lark: none of them has line breaks.
+# A string of JSON or Lark, or an expression of Lark.
 _LITERAL = re.compile(r'"(?:[^"\\\n]|\\.)*+"?|/(?:[^/\\\n]|\\.)*+/?')
 _FIELD = "structured_outputs"
 _KINDS = ("json", "regex", "choice", "grammar")
@@ -103,7 +103,7 @@ def _text(kind: str, value: object) -> str:
 
 
 def _texts(kind: str, value: Any) -> Iterable[str]:
-    """The texts in a form; those of a grammar with their quotes."""
+    """Texts of a grammar have their quotes."""
     if kind == "choice":
         return value
     if kind == "regex":
@@ -119,7 +119,6 @@ def _choices(kind: str, value: object) -> tuple[str, ...]:
 
 
 def _schema(kind: str, value: object) -> str:
-    """The schema as text without spaces."""
     if isinstance(value, str) and len(value) > MAX_CHARACTERS:
         raise _refused(f"has {len(value)} characters in {kind}; at most {MAX_CHARACTERS} are taken: make it smaller")
     try:

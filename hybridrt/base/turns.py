@@ -1,8 +1,8 @@
 """The right to change an engine: one thread at a time, with recovery, undisturbed by its caller.
 
 In a turn Ctrl-C waits, and the caller's torch settings do not apply: autocast, default device, grad
-mode. The default dtype has no guard: it belongs to the whole process, so another thread of the
-application would see it change. Instead every tensor of hybridrt is made with an explicit dtype.
+mode. The default dtype has no guard, because it belongs to the whole process. Instead every tensor
+of hybridrt is made with an explicit dtype.
 """
 
 import os
@@ -29,15 +29,13 @@ _DEVICE_TYPES = ("cpu", "cuda")
 
 
 class _Nondeterministic:
-    """Switches deterministic algorithms off while at least one thread is inside.
-
-    The switch belongs to the process. On a GPU it makes cuBLAS and other libraries raise; on a CPU
-    it changes no result and stays as it is.
+    """Switches deterministic algorithms off while at least one thread is inside. The switch belongs
+    to the process. On a GPU it makes libraries raise.
     """
 
     def __init__(self) -> None:
         self._lock, self._inside = Lock(), 0
-        self._found: bool | None = None  # warn_only, as it was; None: there is nothing to put back
+        self._found: bool | None = None  # None: nothing to put back
 
     def __enter__(self) -> None:
         with self._lock:
@@ -60,7 +58,7 @@ _NONDETERMINISTIC = _Nondeterministic()
 def undisturbed() -> AbstractContextManager[None]:
     """A context in which this thread has torch's default state. The caller's state is restored
     afterwards."""
-    # Takes a microsecond; `torch.get_default_device` would take four.
+    # Faster than `torch.get_default_device`.
     usual = (
         torch.is_grad_enabled()
         and not torch.is_inference_mode_enabled()
@@ -75,8 +73,7 @@ def undisturbed() -> AbstractContextManager[None]:
 @contextmanager
 def _as_usual() -> Iterator[None]:
     with ExitStack() as stack:
-        # Leaving inference mode comes first: it sets grad mode. Tensors made here are used outside
-        # of it.
+        # First, because it sets grad mode. Tensors made here are used outside of it.
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         for kind in _DEVICE_TYPES:
@@ -99,10 +96,8 @@ def in_undisturbed(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class _Note:
-    """The handler of a context: notes that SIGINT has come.
-
-    If an exception kept the context from being left, the context may be garbage. Then the handler
-    restores and calls Python's own.
+    """Notes that SIGINT has come. If its context is garbage, the handler restores Python's own and
+    calls it.
     """
 
     def __init__(self, context: "Interrupts") -> None:
@@ -144,7 +139,7 @@ class Interrupts:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self._note is not None:
             Interrupts._outermost = None
-            if signal.getsignal(signal.SIGINT) is self._note:  # else it was changed meanwhile
+            if signal.getsignal(signal.SIGINT) is self._note:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
         if self.waiting:
             self.raise_if_interrupted()
@@ -156,7 +151,7 @@ class Interrupts:
             raise KeyboardInterrupt
 
 
-_HELD = nullcontext()  # a turn of the thread that has its turn
+_HELD = nullcontext()  # the turn of the thread that has it
 
 
 class Turns:
@@ -170,11 +165,11 @@ class Turns:
 
     def __init__(self, change: "Change") -> None:
         self._change = change
-        self._mutex = RLock()  # not Lock: the collector may run finalizers in here
+        self._mutex = RLock()  # reentrant: finalizers may run in here
         self._line: deque[tuple[Lock, int]] = deque()
         self._owner: int | None = None
         self._process = os.getpid()
-        self._entered: list[AbstractContextManager[None]] = []  # by the owner, with `with turns`
+        self._entered: list[AbstractContextManager[None]] = []  # turns that the owner has entered with `with turns`
 
     def __enter__(self) -> None:
         turn = _HELD if self._owner == get_ident() else self._turn(wait=True)
@@ -185,7 +180,7 @@ class Turns:
         self._entered.pop().__exit__(kind, error, tb)
 
     @property
-    def here(self) -> bool:
+    def in_own_process(self) -> bool:
         """False in a process that was forked from the one that made this."""
         return os.getpid() == self._process
 
@@ -217,9 +212,7 @@ class Turns:
                 self._hand_on()
 
     def _take(self, wait: bool) -> None:
-        """Takes the turn, or waits in line for it. EngineError if it is taken and `wait` is False,
-        or in a fork.
-        """
+        """Waits for it, or raises EngineError if it is taken and `wait` is False, or in a fork."""
         if os.getpid() != self._process:
             self.check_process()
         with self._mutex:
@@ -235,7 +228,7 @@ class Turns:
             gate.acquire()
             self._line.append((gate, get_ident()))
         try:
-            gate.acquire()  # the thread that ends its turn releases it
+            gate.acquire()
         except BaseException:
             self._give_up(gate)
             raise

@@ -1,3 +1,3 @@
-"""The version of this package, which its metadata is made from."""
+"""The version of this package, also of its metadata."""
 
 __version__ = "0.1.0"

@@ -1,8 +1,7 @@
 """A client that reads many streams and does little else: the load must not limit a benchmark.
 
-Bytes get a time stamp and are parsed after the load. Parsing 50 chunks that come together takes
-milliseconds, so the last
-one would be stamped late.
+Bytes are parsed after the load: parsing 50 chunks that come together takes milliseconds, so the
+last one would be stamped late.
 """
 
 import asyncio
@@ -91,7 +90,7 @@ class Received(asyncio.Protocol):
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.failure: Exception | None = None
         self._now = now
-        self._last = b""  # bytes: a mark may lie in two parts
+        self._last = b""  # a mark may lie in two parts
         self._status = b""  # such as HTTP/1.1 200 OK
 
     def data_received(self, data: bytes) -> None:
@@ -100,7 +99,7 @@ class Received(asyncio.Protocol):
             self._status += data[:_STATUS_BYTES]
         data = self._last + data
         self._last = data[-_DONE_BYTES:]
-        # A refusal is short, and its server may keep the connection.
+        # A refusal is short, and its connection may stay open.
         if (b"[DONE]" in data and _DONE.search(data)) or (
             self._status[8:13] != b" 200 " and data.partition(_HEAD_END)[2]
         ):
@@ -119,8 +118,9 @@ class Load:
     """The result of a load.
 
     Attributes:
-        timings: of the requests that have ended.
-        client_cpu_share: of the load's time. A client near 1 has measured itself.
+        timings: times of the requests that have ended.
+        client_cpu_share: CPU time of the client as a share of the load's time. A client near 1 has
+            measured itself.
         client_loop: the module of its event loop.
     """
 
@@ -159,7 +159,7 @@ async def run_load(target: Target, work: Sequence[Work], concurrency: int | None
 
 
 async def _at_arrivals(work: Sequence[Work], send: Send, concurrency: int | None) -> list[tuple[Timing, Received]]:
-    """Calls `send(work, now)` when each request is due. When cancelled, returns what has ended."""
+    """Calls `send(work, now)` when a request is due. Cancelled, returns those that have ended."""
     start = time.perf_counter()
     places = asyncio.Semaphore(concurrency or len(work) or 1)
     ended: list[tuple[Timing, Received]] = []
@@ -185,7 +185,7 @@ async def _at_arrivals(work: Sequence[Work], send: Send, concurrency: int | None
 
 @contextmanager
 def _ringing(arrivals: Sequence[float], now: Callable[[], float]) -> Iterator[list[asyncio.Future[None]]]:
-    """A future for each arrival. A thread waits: event loops wake up to the millisecond."""
+    """Uses a thread: event loops wake up to the millisecond."""
     loop, stopped = asyncio.get_running_loop(), threading.Event()
     due = [loop.create_future() for _ in arrivals]
 
@@ -251,11 +251,7 @@ def _take(event: bytes, timing: Timing, now: float) -> None:
 
 
 def _events(parts: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
-    """The data of server-sent events up to [DONE], and when each was whole.
-
-    Raises:
-        ValueError: the answer is no such stream, or an error, or breaks off.
-    """
+    """Yields events up to [DONE], and when each was whole. ValueError for any other answer."""
     head, body = _cut_head(parts)
     status, dechunk, held = head.split(b" ", 2)[1], _Dechunker() if b"chunked" in head.lower() else bytes, b""
     if status != b"200":
@@ -281,7 +277,7 @@ def _cut_head(parts: Sequence[tuple[float, bytes]]) -> tuple[bytes, list[tuple[f
 
 
 class _Dechunker:
-    """Removes HTTP's chunk sizes from a body in pieces."""
+    """Removes HTTP's chunk sizes."""
 
     def __init__(self) -> None:
         self._held = b""

@@ -13,7 +13,7 @@ from hybridrt.base.files import read_lines
 
 _BLOCK = 512  # tokens of one hash in a trace
 _FIRST_ID = 3  # ids below are often special
-_MAX_TOKENS = 1 << 22  # of a prompt or an output
+_MAX_TOKENS = 1 << 22  # tokens of a prompt or an output
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@
 
 A proof is HMAC-SHA256 under the key over a role and both sides' random bytes. The roles differ, so
 a returned proof is not valid. Until the connecting side has proved itself, the listening side reads
-at most 64 bytes and interprets none. Then each direction has its own tag key. A tag covers the
-message's number, so a process in between can neither alter nor repeat nor reorder messages. It can
-read them: nothing is encrypted.
+at most 64 bytes. Then each direction has its own tag key. A tag covers the message's number: a
+process in between can neither alter nor repeat nor reorder messages. It can read them: nothing is
+encrypted.
 """
 
 import hmac
@@ -71,8 +71,9 @@ class Challenge:
         return _proof(self._key, b"listens", both), _tagger(self._key, both, b"listens", b"connects")
 
 
-def join(connection: socket.socket, key: bytes, deadline: float) -> Tagger:
-    """The connecting side. Waits until `deadline` (of time.monotonic) at most.
+def prove_key(connection: socket.socket, key: bytes, deadline: float) -> Tagger:
+    """Proves to the listening side that this process holds the key, and checks its proof. Waits
+    until `deadline` (of time.monotonic) at most.
 
     Raises:
         PeerGoneError: the other side does not answer in time, or hangs up.

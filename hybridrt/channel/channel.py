@@ -2,12 +2,10 @@
 
 Both ends hold a key. `auth.py` has its proof and the tags, `codec.py` the bytes of a message.
 
-Two libraries were tried instead. pyzmq 27 with CURVE does not limit unauthenticated connections:
-200 silent strangers took 200 descriptors. Its sockets do not report that a peer has closed its
-connection, and cannot close one peer's connection. Without a free descriptor, its thread used half
-a core. The standard library's multiprocessing.connection waits in `accept` for a stranger that
-sends nothing, and peers with the key wait too. Its `recv_bytes` waits without limit for the rest of
-a message.
+Why not a library: pyzmq 27 with CURVE does not limit unauthenticated connections, does not report
+that a peer has closed its connection, and cannot close one peer's. The standard library's
+multiprocessing.connection waits in `accept` for a stranger that sends nothing, and without limit
+for the rest of a message.
 """
 
 import select
@@ -17,16 +15,16 @@ import time
 from collections import deque
 
 from hybridrt.base.errors import MessageError, PeerGoneError
-from hybridrt.channel.auth import TAG_BYTES, Tagger, join
+from hybridrt.channel.auth import TAG_BYTES, Tagger, prove_key
 
 MAX_MESSAGE_BYTES = 1 << 24
-MAX_QUEUED_BYTES = 1 << 26  # that wait for a peer to read
+MAX_QUEUED_BYTES = 1 << 26
 TIMEOUT_S = 30.0
 
 _LENGTH = struct.Struct("!I")
-_READ_BYTES = 1 << 20  # that one `receive` takes from the socket at most
+_READ_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 16
-# A machine that vanishes is noticed after idle + count * interval seconds.
+# A vanished machine is noticed after idle + count * interval seconds.
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 
 
@@ -44,7 +42,7 @@ class SocketChannel:
         connection.setblocking(False)
         _tune(connection)
         self._socket, self._tagger, self._timeout = connection, tagger, timeout
-        self._outgoing: deque[tuple[float, memoryview]] = deque()  # with the time when each was queued
+        self._outgoing: deque[tuple[float, memoryview]] = deque()  # messages with queueing times
         self._queued = 0
         self._incoming = bytearray()
         self._messages: deque[bytes] = deque()
@@ -64,7 +62,7 @@ class SocketChannel:
         except OSError as e:
             raise PeerGoneError(f"no process answers at {address[0]}:{address[1]} ({e})") from e
         try:
-            tagger = join(connection, key, deadline)
+            tagger = prove_key(connection, key, deadline)
         except BaseException:
             connection.close()
             raise
@@ -150,7 +148,7 @@ class SocketChannel:
         self._flush()
 
     def _flush(self) -> None:
-        """Sends what the socket accepts. Ends the channel if the peer does not read."""
+        """Ends the channel if the peer does not read."""
         while self._outgoing and self._gone is None:
             queued_at, data = self._outgoing[0]
             try:
@@ -168,7 +166,7 @@ class SocketChannel:
                 self._outgoing.popleft()
 
     def _read(self) -> None:
-        """Reads a bounded amount, so that a peer that sends without end does not delay other peers."""
+        """Reads a bounded amount: a peer that sends without end does not delay others."""
         try:
             for _ in range(_READ_BYTES // _PIECE_BYTES):
                 if self._gone is not None:
@@ -186,7 +184,6 @@ class SocketChannel:
             self._end(PeerGoneError(f"the connection to the other process broke ({e})"))
 
     def _split(self) -> None:
-        """Extracts complete messages and checks their tags."""
         start, head = 0, _LENGTH.size + TAG_BYTES
         while len(self._incoming) - start >= head:
             (nbytes,) = _LENGTH.unpack_from(self._incoming, start)
@@ -202,7 +199,7 @@ class SocketChannel:
         del self._incoming[:start]
 
     def _end(self, reason: PeerGoneError) -> None:
-        """Closes the socket. The first reason is the one that `receive` raises."""
+        """Keeps the first reason, which `receive` raises."""
         self._gone = self._gone or reason
         self._outgoing.clear()
         self._incoming.clear()

@@ -1,7 +1,6 @@
 """Messages as msgpack bytes, which are decoded only into the types that may come.
 
-The types are msgspec structs, subclasses of `Message`. The class's name in lower case is sent as
-"type".
+The types are subclasses of `Message`; the class's name in lower case is sent as "type".
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Links between rank 0 and the other ranks, next to their collectives: messages and signs of life."""
+"""Links between rank 0 and the other ranks, next to their collectives: messages and heartbeats."""
 
 import math
 import os
@@ -13,7 +13,7 @@ from hybridrt.channel.channel import SocketChannel
 
 TIMEOUT_VARIABLE = "HYBRIDRT_RANK_TIMEOUT"
 TIMEOUT_S = 60.0
-BEATS = 6  # signs of life that a rank sends within a time-out
+BEATS = 6  # heartbeats that a rank sends within a time-out
 
 
 def rank_timeout() -> float:

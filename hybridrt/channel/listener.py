@@ -1,5 +1,4 @@
-"""Accepts authenticated channels, and limits connections without the key in number, memory and.
-time."""
+"""Accepts authenticated channels, and limits the others in number, memory and time."""
 
 import errno
 import socket
@@ -12,9 +11,9 @@ from hybridrt.channel.auth import ANSWER_BYTES, Challenge
 from hybridrt.channel.channel import TIMEOUT_S, SocketChannel
 
 MAX_STRANGERS = 64
-STRANGER_S = 10.0  # seconds that a process may take to prove that it holds the key
-_MAX_ACCEPTED = 16  # connections that one `accept` takes
-# No file descriptor or no memory is left, or the other side has closed the connection: the next call tries again.
+STRANGER_S = 10.0  # seconds to prove the key
+_MAX_ACCEPTED = 16
+# No descriptor or memory is left, or the other side has closed.
 _PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED, errno.EPROTO, errno.EINTR}
 
 
@@ -34,7 +33,7 @@ class Listener:
 
     Args:
         address: host and port; port 0 picks a free one, see `port`.
-        timeout: of the channels, see SocketChannel.
+        timeout: timeout of the channels, see SocketChannel.
 
     Attributes:
         refused: connections closed because they did not prove that they hold the key.
@@ -57,7 +56,8 @@ class Listener:
         self._strangers: deque[_Stranger] = deque()  # the longest wait first
 
     def accept(self) -> list[SocketChannel]:
-        """Channels to processes that have proved the key since the last call."""
+        """Does not wait. Returns the channels whose processes have proved since the last call that they
+        hold the key. Closes connections that gave a wrong proof, or none in time."""
         self._take_strangers()
         found = []
         for stranger in list(self._strangers):
@@ -81,7 +81,7 @@ class Listener:
         self._socket.close()
 
     def _take_strangers(self) -> None:
-        """Accepts connections and sends each its challenge."""
+        """Sends each its challenge."""
         for _ in range(_MAX_ACCEPTED):
             try:
                 connection, _ = self._socket.accept()
@@ -97,14 +97,14 @@ class Listener:
             stranger = _Stranger(connection, Challenge(self._key), time.monotonic() + STRANGER_S)
             self._strangers.append(stranger)
             try:
-                connection.send(stranger.challenge.data)  # fits into the buffer of a new connection
+                connection.send(stranger.challenge.data)  # fits into a new buffer
             except OSError:
                 self._refuse(stranger)
             if len(self._strangers) > MAX_STRANGERS:
                 self._refuse(self._strangers[0])
 
     def _authenticate(self, stranger: _Stranger) -> SocketChannel | None:
-        """A stranger's channel once its whole answer has come and proves the key, else None."""
+        """Returns None until its whole answer has come and proves the key."""
         try:
             data = stranger.socket.recv(ANSWER_BYTES - len(stranger.answer))
         except BlockingIOError:
@@ -115,7 +115,7 @@ class Listener:
         if len(stranger.answer) < ANSWER_BYTES:
             return None
         proof, tagger = stranger.challenge.check_answer(bytes(stranger.answer))
-        stranger.socket.send(proof)  # fits, too
+        stranger.socket.send(proof)
         return SocketChannel(stranger.socket, tagger, self._timeout)
 
     def _refuse(self, stranger: _Stranger) -> None:

@@ -10,7 +10,7 @@ from hybridrt.chat.scanner import Malformed, Scanner, Step
 from hybridrt.chat.tool_parser import CallSink, ToolParser
 
 _NEWLINES = re.compile(r"\n*")
-# White space, and what half a character becomes.
+# Half a character becomes the last one.
 _LOOSE = "".join(filter(str.isspace, map(chr, range(0x3001)))) + "\N{REPLACEMENT CHARACTER}"
 
 
@@ -44,7 +44,7 @@ class AnswerParser:
         self._tools, self._reasoning, self._dropped = tools, reasoning, tuple(dropped)
         self._scanner = Scanner()
         self._sink = CallSink(self._scanner, max_calls)
-        self._held = list[str]()  # the end of the text (`_emit`), which is dropped if a call follows
+        self._held = list[str]()  # dropped if a call follows (`_emit`)
         self.last_calls: int | None = None
         self.spoken = False
         self._steps = self._run(in_reasoning)
@@ -97,9 +97,9 @@ class AnswerParser:
             self._sink.events.append(Content("".join(self._held)))
 
     def _section(self, tools: ToolParser, opened: str) -> Step[None]:
-        """Reads a section of calls after the literal `opened`. Text in another format becomes
-        arguments of the begun call, else content. At the end of the answer, the beginning of a
-        further call or of the closing literal is dropped."""
+        """Follows the literal `opened`. Text in another format becomes arguments of the begun call,
+        else content. At the end of the answer, a begun literal is dropped.
+        """
         scanner, sink, before = self._scanner, self._sink, self.num_calls
         place = scanner.position - len(opened)
         scanner.mark()
@@ -142,7 +142,7 @@ class AnswerParser:
                 self.spoken = False
 
     def _read_reasoning(self, tags: ReasoningTags, inside: bool) -> Step[None]:
-        """At the beginning of an answer alone: later these tags are text."""
+        """Reads these tags at the beginning of an answer alone: later they are text."""
         scanner = self._scanner
         scanner.mark()
         yield from scanner.space()
@@ -155,13 +155,13 @@ class AnswerParser:
         self.in_reasoning = True
         yield from scanner.run(_NEWLINES)
         ended = yield from self._reason(tags)
-        self._held.clear()  # the answer ended within the reasoning: no content
+        self._held.clear()
         if ended:
             self.in_reasoning = False
             yield from scanner.run(_NEWLINES)
 
     def _reason(self, tags: ReasoningTags) -> Step[bool]:
-        """Reads reasoning; whether it ends before the answer. A call ends it if no tag does."""
+        """Returns whether it ends before the answer. A call ends it if no tag does."""
         if self._tools is None or self._tools.alone:
             return bool((yield from self._until(tags.closes, self._think)))
         drafts = Drafts(self._tools, self._think)
@@ -197,8 +197,9 @@ class AnswerParser:
         self._emit(Content, text, hold=self._tools is not None)
 
     def _emit(self, kind: type[Content] | type[Reasoning], text: str, hold: bool) -> None:
-        """Holds white space at the end until more text comes, and half a character, after which a
-        thinking budget may have ended the reasoning."""
+        """Holds white space at the end until more text comes, and half a character: a thinking
+        budget may end reasoning there.
+        """
         kept = text.rstrip(_LOOSE) if hold else text
         if kept:
             self._sink.events.append(kind("".join((*self._held, kept))))

@@ -33,7 +33,7 @@ class AnswerReader:
         self._parser, self._tags, self._encode = parser, tags, encode
         self._counting = parser.in_reasoning
         self._counted = 0
-        self._encoded: int | None = None  # tokens of the whole reasoning, counted once
+        self._encoded: int | None = None
         self._may_open = not parser.in_reasoning
 
     def read(

@@ -18,7 +18,8 @@ from hybridrt.chat.answer_reader import AnswerReader, TokenTags
 from hybridrt.chat.constraints import Constraints, forces_calls
 from hybridrt.chat.conversation import Conversation
 from hybridrt.chat.efforts import template_variables
-from hybridrt.chat.reasoning import ReasoningTags
+from hybridrt.chat.harmony import HarmonyParser
+from hybridrt.chat.reasoning import Channels, ReasoningTags
 from hybridrt.chat.registry import REASONING_PARSERS, TOOL_PARSERS, choose
 from hybridrt.chat.renderer import LARGE_RENDERER, RENDERER
 from hybridrt.chat.sizes import is_large
@@ -125,7 +126,7 @@ class Chat:
                 text bounds the work.
 
         Raises:
-            CheckpointError: as `render`.
+            CheckpointError: the errors of `render`.
             RequestError: the model or its parsers do not support what the conversation needs.
         """
         tools, reasoning = self._parsers(conversation)
@@ -146,7 +147,8 @@ class Chat:
         token_tags = self._token_tags(reasoning)
 
         def new_answer() -> AnswerReader:
-            parser = AnswerParser(tools, reasoning, in_reasoning=inside, max_calls=max_calls, dropped=dropped)
+            read = HarmonyParser if isinstance(reasoning, Channels) else AnswerParser
+            parser = read(tools, reasoning, in_reasoning=inside, max_calls=max_calls, dropped=dropped)
             return AnswerReader(parser, token_tags, self._tokenizer.encode_bare)
 
         return ChatPrompt(tokens, params, self._boundaries(conversation, tokens), new_answer)
@@ -161,7 +163,7 @@ class Chat:
             return self._traits[template]
 
     def _fitted(self, conversation: Conversation) -> Conversation:
-        """With the messages that the template gets; boundaries and continued text come from these."""
+        """Replaces the messages by those that the template gets."""
         traits = self._traits_of(self._template_for(conversation))
         messages = fitted(conversation.messages, traits, continued=conversation.continue_final_message)
         return replace(conversation, messages=messages)
@@ -199,8 +201,9 @@ class Chat:
         return TokenTags(opens, closes) if opens and closes else None
 
     def _boundaries(self, conversation: Conversation, tokens: list[int]) -> tuple[int, ...]:
-        """Number of first tokens shared by all conversations with this system prompt and these
-        tools, found by comparison with a short conversation: none or one number."""
+        """Counts the first tokens that all conversations with this system prompt and these tools
+        share, by comparison with a short one: one number or none.
+        """
         head = conversation.messages[:1]
         if head[0]["role"] not in ("system", "developer"):
             head = ()
@@ -222,10 +225,10 @@ class Chat:
         return (length,) if 0 < length < len(tokens) else ()
 
     def _start(self, other: Conversation) -> np.ndarray:
-        """Token ids [n] int32 of a short conversation, cached for other requests."""
+        """Returns [n] int32, cached for other requests."""
         offered = [tool.definition for tool in other.offered]
         said = msgspec.msgpack.encode([other.messages, offered, other.reasoning_effort, other.chat_template_kwargs])
-        key = sha256(said).digest()  # a system prompt may have megabytes
+        key = sha256(said).digest()
         with self._lock:
             found = self._starts.get(key)
         if found is None:
@@ -239,7 +242,6 @@ class Chat:
 
 
 def _template_of(templates: Any, with_tools: bool) -> str:
-    """A tokenizer may have several templates by name."""
     if isinstance(templates, dict):
         templates = (with_tools and templates.get("tool_use")) or templates.get("default")
     if not templates:

@@ -1,6 +1,7 @@
-"""One grammar of an answer: forced calls, strict arguments, a form. Reasoning before it is no part
-of the grammar if its
-tags are tokens (hybridrt.base.structured_outputs.Thinking).
+"""One grammar of an answer: forced calls, strict arguments, a form.
+
+Reasoning before the answer is no part of the grammar if its tags are tokens
+(hybridrt.base.structured_outputs.Thinking).
 
 Grammars are llguidance's variant of Lark (base/structured_outputs.py). A tag that is a token is
 `<[ID]>`; text holds no
@@ -14,15 +15,15 @@ from dataclasses import dataclass, replace
 from hybridrt.base.errors import RequestError
 from hybridrt.base.structured_outputs import WHITESPACE, StructuredOutputs, Thinking
 from hybridrt.chat.conversation import Conversation, NamedTool, Tool
-from hybridrt.chat.reasoning import ReasoningTags
+from hybridrt.chat.reasoning import END, Channels, ReasoningTags
 from hybridrt.chat.schemas import calls, json_text, one_call
 from hybridrt.chat.tool_parser import ToolParser
 
-# To be escaped between slashes. A character after a backslash is escaped already.
+# A character after a backslash is escaped already.
 _MARKS = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
 _ESCAPED_OR_MARK = re.compile(r"\\.|[/\n]", re.DOTALL)
 _ANY_ARGUMENTS = {"type": "object", "additionalProperties": True}
-# After reasoning the parser removes line breaks and no spaces, which would be part of the content.
+# The parser removes line breaks after reasoning, and no spaces.
 _RULES = ["TEXT: /(?s:.*)/", r"GAP: /[ \n]{1,4}/", r"LINES: /\n{1,4}/"]
 
 
@@ -76,7 +77,7 @@ class Constraints:
         if reasoning is not None:
             opened = reasoning.opened_by(prompt, conversation.continued)
             closed = not opened and reasoning.closed_by(prompt)
-            # If the prompt has closed it, an answer of a fixed form has no reasoning. Another may have.
+            # With closed reasoning, an answer of a fixed form has none.
             if not closed or (budget is not None and not fixed):
                 closing, rules, thinking = self._thought(reasoning, budget, opened)
         if not closing:
@@ -85,9 +86,12 @@ class Constraints:
         return _lark([f"start: {closing} body", f"body: {body}", *more, *rules], thinking)
 
     def _thought(self, tags: ReasoningTags, budget: int | None, begun: bool) -> tuple[str, list[str], Thinking | None]:
-        """The start rule before the content, the rules that it needs, and what the grammar leaves
-        out of reasoning; "" if nothing. If the prompt has not `begun` the reasoning, the model may,
-        if the tag is one token."""
+        """Returns the start rule before the content, its rules, and what the grammar leaves out; ""
+        if nothing. If the prompt has not `begun` the reasoning, the model may, if the tag is one
+        token.
+        """
+        if isinstance(tags, Channels) and budget is None:
+            return tags.before_content(self._literals, begun, END in self.tokens), [], None
         opens = () if begun else tuple(self.tokens[tag] for tag in tags.opens if tag in self.tokens)
         tokens = all(tag in self.tokens for tag in tags.closes)
         if tokens and (begun or opens):
@@ -105,7 +109,7 @@ class Constraints:
         return "thinking LINES?", [f"thinking[lazy]: /(?s:.*)({'|'.join(map(_regex, tags.closes))})/"], None
 
     def _strict(self, conversation: Conversation, tools: ToolParser) -> tuple[str, list[str]]:
-        """The body and its rules: text, and sections of calls whose arguments follow their schemas."""
+        """Returns the body and its rules: text, and sections of calls with arguments by schema."""
         section = self._section(conversation.tools, tools)
         if section is None:
             raise RequestError(
@@ -114,7 +118,7 @@ class Constraints:
                 "tools",
             )
         call, rules = section
-        # Other literals that open a section are no text: nothing would constrain what follows.
+        # Nothing would constrain what follows other literals that open a section.
         others = "|".join(_regex(tag) for tag in tools.opens[1:] if tag not in self.tokens)
         without = f" & ~/(?s:.*)({others})(?s:.*)/" if others else ""
         rules = [f"PLAIN: /(?s:.*)/{without}", *rules]
@@ -125,8 +129,7 @@ class Constraints:
         return f"(begin GAP? {call})* PLAIN", ["begin[lazy]: BEGIN", begin, *rules]
 
     def _section(self, offered: Sequence[Tool], tools: ToolParser) -> tuple[str, list[str]] | None:
-        """The text after the literal that opens a section, and its rules. None: the format has no
-        rules."""
+        """Covers the text after the literal that opens a section. None: the format has no rules."""
         rules = tools.section_rules(offered, lambda text: self._literals([text]))
         close = f" GAP? {self._literals(tools.closes[:1])}" if tools.closes and tools.writes_close else ""
         return None if rules is None else ("section" + close, [*rules])
@@ -154,7 +157,7 @@ def _is_strict(conversation: Conversation) -> bool:
 
 
 def _loose(tools: Sequence[Tool]) -> list[Tool]:
-    """The tools, those that are not strict with any arguments."""
+    """Allows any arguments for tools that are not strict."""
     return [tool if tool.strict else replace(tool, parameters=_ANY_ARGUMENTS) for tool in tools]
 
 
@@ -167,7 +170,6 @@ def _forced(conversation: Conversation) -> str:
 
 
 def _body(given: StructuredOutputs) -> tuple[str, list[str]]:
-    """The caller's constraints on the content as a part of a grammar, with their rules."""
     if given.regex is not None:
         return f"/{_ESCAPED_OR_MARK.sub(_marked, given.regex)}/", []
     if given.choice is not None:

@@ -16,9 +16,9 @@ from hybridrt.chat.sizes import check_sizes
 
 MAX_TOOLS = 1024
 MAX_NAME_CHARACTERS = 256
-MAX_DEPTH = 64  # of objects and lists within arguments of earlier calls
-BROKEN = "arguments"  # the parameter that holds the text of arguments that are no object
-# Arguments of transformers' apply_chat_template and of ours; a caller sets variables of the template alone.
+MAX_DEPTH = 64  # depth of objects and lists within arguments of earlier calls
+BROKEN = "arguments"
+# Arguments of apply_chat_template and of ours.
 RESERVED = {
     "self", "messages", "template", "conversation", "conversations", "tools", "documents", "chat_template",
     "add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation", "max_length",
@@ -32,7 +32,7 @@ class Tool:
 
     Attributes:
         parameters: JSON schema of its arguments.
-        definition: as templates read it, {"type": "function", "function": {...}}.
+        definition: what templates read, {"type": "function", "function": {...}}.
         strict: its arguments must follow the schema.
     """
 
@@ -258,7 +258,7 @@ _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
 def _earlier_calls(calls: object, place: str) -> list[dict[str, Any]]:
-    """Arguments of earlier calls become objects: templates write them as JSON, or key by key."""
+    """Turns arguments into objects: templates write them as JSON, or key by key."""
     if not isinstance(calls, Iterable) or isinstance(calls, (str, bytes, Mapping)):
         raise RequestError(f"{place} is {shown(calls)}; it must be a list of calls", place)
     found = []
@@ -276,8 +276,9 @@ def _earlier_calls(calls: object, place: str) -> list[dict[str, Any]]:
 
 
 def _arguments(arguments: object, place: str) -> dict[str, Any]:
-    """Always an object: templates iterate over it, and a model that reads its broken calls writes
-    more of them."""
+    """Returns an object always: templates iterate over it, and a model that reads its broken calls
+    writes more of them.
+    """
     if arguments in (None, ""):
         return {}
     if isinstance(arguments, Mapping):
@@ -295,8 +296,7 @@ def _arguments(arguments: object, place: str) -> dict[str, Any]:
 
 
 def _can_be_rendered(value: object) -> bool:
-    """Whether the template process accepts a value: models write endless numbers, half surrogate
-    pairs and deep brackets."""
+    """Models write endless numbers, half surrogate pairs and deep brackets."""
     try:
         msgspec.msgpack.encode(value)
     except (ValueError, OverflowError, RecursionError):

@@ -1,7 +1,7 @@
 """Holds calls within reasoning until the end of the answer.
 
-A model may draft a call and think on, or call and end without the tag that closes reasoning. Only
-the end tells.
+A model may draft a call and think on, or call and end without closing the reasoning. Only the end
+tells.
 """
 
 from collections.abc import Callable
@@ -19,8 +19,8 @@ class Drafts:
 
     def __init__(self, tools: ToolParser, think: Callable[[str], None]) -> None:
         self._tools, self._think = tools, think
-        self._held = list[str]()  # from the literal that opens a call on
-        self._begun = False  # it is a call; before, it may be none
+        self._held = list[str]()
+        self._begun = False  # it may be no call before
         self._start("")
 
     def _start(self, opened: str) -> None:

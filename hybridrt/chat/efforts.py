@@ -7,8 +7,8 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _LEVELS = EFFORTS[1:]
 _NONSENSE = "qeffort5"
 _ON, _OFF = ({"enable_thinking": on, "thinking": on} for on in (True, False))
-# A template that has all from "low" to "high" has no "medium" of its own if that is its default. So what lies between
-# levels that it has may be its default, and what lies beyond "low" and "high" is none.
+# A template may have no "medium" of its own if that is its default: so a level between two of its
+# own may be the default, and one outside is none.
 _LOW, _HIGH = EFFORTS.index("low"), EFFORTS.index("high")
 
 
@@ -28,7 +28,7 @@ def supported_efforts(render: Callable[..., str | None]) -> dict[str, str]:
     levels = [effort for effort in own if effort in _LEVELS]
     keeps = set(own)
     if not levels or (nonsense is not None and _NONSENSE in nonsense.lower()):
-        keeps = set(accepted)  # it reads no level, or writes any
+        keeps = set(accepted)
     else:
         keeps |= {e for e, text in accepted.items() if text == plain and not _is_beyond(e, levels)}
     if "none" in accepted and plain != render(**_OFF):
@@ -45,7 +45,6 @@ def template_variables(effort: str | None, supported: Mapping[str, str]) -> dict
 
 
 def _has(effort: str, text: str, nonsense: str | None) -> bool:
-    """Whether a template distinguishes this effort from an unknown word."""
     if nonsense is None:
         return True
     ours, other = (re.sub(re.escape(effort), _NONSENSE, found.lower()) for found in (text, nonsense))

@@ -1,10 +1,8 @@
 """Python literals in tool calls, turned to JSON text while they arrive. Nothing is evaluated.
 
 Source: the Python Language Reference, "Lexical analysis". Also read: JSON's true, false and null,
-and
-line breaks within quotes, since models write them. Sets and tuples become lists. Malformed is what
-JSON
-cannot hold: bytes, complex and infinite numbers, f-strings with expressions.
+and line breaks within quotes. Sets and tuples become lists. Malformed: bytes, complex and infinite
+numbers, f-strings with expressions.
 """
 
 import math
@@ -54,7 +52,7 @@ def read_literal(scanner: Scanner, emit: Emit, depth: int = 0) -> Step[None]:
 def _entries(
     scanner: Scanner, emit: Emit, close: str, read: Callable[[], Step[None]], begun: bool = False
 ) -> Step[None]:
-    """Entries with commas, up to the bracket `close`. `begun`: one was read already."""
+    """Ends at the bracket `close`. `begun`: one was read already."""
     while True:
         yield from scanner.space()
         comma = begun and (yield from scanner.accept(","))
@@ -70,7 +68,6 @@ def _entries(
 
 
 def _parentheses(scanner: Scanner, emit: Emit, depth: int) -> Step[None]:
-    """A tuple, or one literal: a comma tells."""
     yield from scanner.space()
     if (yield from scanner.accept(")")):
         emit("[]")
@@ -89,7 +86,7 @@ def _parentheses(scanner: Scanner, emit: Emit, depth: int) -> Step[None]:
 
 
 def _braces(scanner: Scanner, emit: Emit, depth: int) -> Step[None]:
-    """A dict or a set: a colon after the first entry tells. Some models double a dict's braces."""
+    """A colon after the first entry tells a dict from a set. Some models double a dict's braces."""
     doubled = yield from scanner.accept("{")
     yield from scanner.space()
     if (yield from scanner.accept("}")):
@@ -125,7 +122,6 @@ def _pair(scanner: Scanner, emit: Emit, depth: int) -> Step[None]:
 
 
 def _key(text: str) -> str:
-    """JSON text of a key: JSON has text alone as keys."""
     if text[0] in "[{":
         raise Malformed(text)
     return text if text[0] == '"' else f'"{text}"'
@@ -144,13 +140,13 @@ def _scalar(scanner: Scanner, emit: Emit) -> Step[None]:
     elif not signs and word in CONSTANTS:
         emit(CONSTANTS[word])
     elif scanner.truncated and not scanner.num_ready:
-        raise Malformed(signs + word)  # more digits may change it, as in 0x1F
+        raise Malformed(signs + word)  # more digits may follow, as in 0x1F
     else:
         emit(_number(signs, word))
 
 
 def _number(signs: str, word: str) -> str:
-    """A number too large for a float is malformed: readers of JSON take it for infinite."""
+    """Refuses what is too large for a float: readers of JSON take it for infinite."""
     sign = "-" if signs.count("-") % 2 else ""
     value = _as_number(word) if word[:1].isdigit() or word[:1] == "." else None
     if value is None:

@@ -1,6 +1,10 @@
 """How models mark their reasoning."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+# Tokens of OpenAI's Harmony format.
+START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,37 @@ class ReasoningTags:
         return prompt.rstrip().endswith(self.closes)
 
 
-# DeepSeek-R1, Qwen 3 and 3.5, Nemotron, Falcon-H1R, LFM2-Thinking, Ling, MiniMax.
+@dataclass(frozen=True)
+class Channels(ReasoningTags):
+    """Answers of messages with headers, which `hybridrt.chat.harmony` reads."""
+
+    def opened_by(self, prompt: str, continued: str = "") -> bool:
+        return prompt.rpartition(START)[2].partition(MESSAGE)[0].endswith(f"{CHANNEL}analysis") and self._inside(prompt)
+
+    def closed_by(self, prompt: str) -> bool:
+        """Whether a prompt ends within a message, which the answer continues."""
+        return self._inside(prompt)
+
+    def before_content(self, literals: Callable[[Sequence[str]], str], begun: bool, tokens: bool) -> str:
+        """A grammar's rule for an answer up to its content.
+
+        Args:
+            literals: texts, or tags that may be tokens, as a rule writes them.
+            begun: the prompt has opened the reasoning.
+            tokens: tags are tokens. Else an answer has no reasoning, because text would hold them.
+        """
+        start, channel, message, end = (literals([tag]) for tag in (START, CHANNEL, MESSAGE, END))
+        opened, next_one = f'{channel} "analysis" {message}', f'{end} {start} "assistant"'
+        thought = f"TEXT {next_one}" if begun else f"({opened} TEXT {next_one})?" if tokens else ""
+        return f'{thought} {channel} "final" {message}'
+
+    @staticmethod
+    def _inside(prompt: str) -> bool:
+        last = prompt.rpartition(START)[2]
+        return MESSAGE in last and END not in last
+
+
+# DeepSeek-R1, Qwen 3 and 3.5, Nemotron, Falcon-H1R, LFM2-Thinking, LFM3, Ling, MiniMax.
 THINK = ReasoningTags(("<think>",), ("</think>",), ("</think>",))
 # ibm-granite/granite-3.2-8b-instruct: sentences instead of tags.
 GRANITE = ReasoningTags(
@@ -40,3 +74,5 @@ GRANITE = ReasoningTags(
     ("Here is my response:", "Here's my response:"),
     ("Here is my thought process:",),
 )
+# openai/gpt-oss-20b.
+HARMONY = Channels((f"{CHANNEL}analysis{MESSAGE}",), (END,), (CHANNEL, MESSAGE, "analysis"))

@@ -8,14 +8,14 @@ from hybridrt.base.plugins import Plugins
 from hybridrt.chat.reasoning import ReasoningTags
 from hybridrt.chat.tool_parser import ToolParser
 
-# "module:object" by name. Packages add theirs with entry points, "name = module:object": of the first group a class
-# below ToolParser, of the second a ReasoningTags.
+# Places by name. An entry point is a class below ToolParser, or a ReasoningTags.
 _TOOLS = "hybridrt.chat.tool_parsers"
 TOOL_PARSERS = Plugins(
     "hybridrt.tool_parsers",
     {
         "glm": f"{_TOOLS}.glm:Glm",
         "granite": f"{_TOOLS}.granite:Granite",
+        "harmony": f"{_TOOLS}.harmony:Harmony",
         "hermes": f"{_TOOLS}.hermes:Hermes",
         "jamba": f"{_TOOLS}.jamba:Jamba",
         "kimi_k2": f"{_TOOLS}.kimi_k2:KimiK2",
@@ -33,7 +33,11 @@ TOOL_PARSERS = Plugins(
 )
 REASONING_PARSERS = Plugins(
     "hybridrt.reasoning_parsers",
-    {"think": "hybridrt.chat.reasoning:THINK", "granite": "hybridrt.chat.reasoning:GRANITE"},
+    {
+        "think": "hybridrt.chat.reasoning:THINK",
+        "granite": "hybridrt.chat.reasoning:GRANITE",
+        "harmony": "hybridrt.chat.reasoning:HARMONY",
+    },
     "reasoning parser",
     ReasoningTags,
     ConfigError,
@@ -58,13 +62,13 @@ def choose(registry: Plugins, name: str, template: str, vocabulary: Collection[s
     fitting = {i: length for i, found in enumerate(formats) if (length := _marked(found.markers, template)) is not None}
     if fitting:
         return formats[max(fitting, key=lambda i: fitting[i])]
-    tokens = (getattr(found, "tokens", ()) for found in formats)  # formats of reasoning have none
+    tokens = (getattr(found, "tokens", ()) for found in formats)
     known = [bool(needed) and all(token in vocabulary for token in needed) for needed in tokens]
     return formats[known.index(True)] if any(known) else None
 
 
 def _marked(markers: Sequence[str | tuple[str, ...]], template: str) -> int | None:
-    """Characters of the markers that the template contains; None if one is missing."""
+    """Counts their characters in the template; None if one is missing."""
     found = 0
     for marker in markers:
         options = (marker,) if isinstance(marker, str) else marker

@@ -1,8 +1,7 @@
 """Renders chat templates for another process, over standard input and output.
 
 A script that imports transformers' sandboxed renderer and nothing of hybridrt. It cannot open files
-while templates run.
-A frame is four bytes of length, then msgpack.
+while templates run. A frame is four bytes of length, then msgpack.
 """
 
 import resource
@@ -15,8 +14,8 @@ import psutil
 from transformers.utils.chat_template_utils import render_jinja_template
 
 MAX_TEXT_BYTES = 1 << 27
-_LAST_SECONDS = 60.0  # if the other process has ended; else it ends this one much earlier
-# Rendering these imports all modules that later renderings and their errors need, while files can still be opened.
+_LAST_SECONDS = 60.0  # life of a process without its parent
+# These import all modules that later renderings need, while files can be opened.
 _FIRST = (
     "{{ strftime_now('%Y %B') }}{{ messages | tojson }}{{ messages | pprint }}{{ lipsum(1) }}{{ 'ä' | upper }}",
     "{{ 'x' | urlize }}{{ 1.5 | round }}{{ [2, 1] | sort }}{{ [1] | random }}{{ 'x' | escape | striptags }}",
@@ -48,8 +47,9 @@ def main() -> None:
 
 
 def _answer(request: bytes) -> bytes:
-    """The text after "+"; an error after "-", or after "!" if this process must be replaced: out of
-    memory, any object may be incomplete."""
+    """Returns the text after "+"; an error after "-", or after "!" if this process must be
+    replaced: out of memory, any object may be incomplete.
+    """
     try:
         text = _render(msgspec.msgpack.decode(request)).encode()
         if len(text) > MAX_TEXT_BYTES:

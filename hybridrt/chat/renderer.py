@@ -1,9 +1,7 @@
-"""Renders chat templates, which are programs of checkpoints, in a child process with limits of time
-and memory.
+"""Renders chat templates, which are programs of checkpoints, in a child process with limits of time and memory.
 
-transformers' sandbox gives them no access to files, modules or attributes. It limits neither loops
-nor sizes, and a
-process that computes `{{ 9 ** (9 ** 9) }}` cannot be interrupted from inside.
+transformers' sandbox limits neither loops nor sizes, and a process that computes `{{ 9 ** (9 ** 9)
+}}` cannot be interrupted from inside.
 """
 
 import atexit
@@ -24,7 +22,7 @@ from hybridrt.base.errors import CheckpointError, RequestError
 
 TIMEOUT_S = 10.0
 START_TIMEOUT_S = 120.0
-MAX_BYTES = 1 << 30  # of memory for a template, in addition to the process at its start
+MAX_BYTES = 1 << 30  # memory for a template, in addition to the process at its start
 _CHILD = Path(__file__).with_name("render_child.py")
 
 
@@ -84,7 +82,7 @@ class Renderer:
         self._lock, self._child = Lock(), None
 
     def _call_child(self, data: bytes) -> bytes:
-        """The child's answer; one that begins with "-" if it failed. Such a child is ended."""
+        """Returns "-" and an error if it failed; such a child is ended."""
         try:
             child = self._running()
             _write_frame(child, data, TIMEOUT_S)
@@ -95,7 +93,7 @@ class Renderer:
         except (EOFError, OSError):
             self._end()
             return b"-"
-        except BaseException:  # an interrupt: the next call must not read this answer
+        except BaseException:  # the next call must not read this answer
             self._end()
             raise
         if answer[:1] == b"!":
@@ -107,7 +105,7 @@ class Renderer:
             return self._child
         self._end()
         command = [sys.executable, "-P", str(_CHILD), str(MAX_BYTES)]
-        # A session of its own, so that Ctrl-C on the terminal does not end it.
+        # A session of its own: Ctrl-C on the terminal does not end it.
         self._child = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
         )
@@ -125,7 +123,7 @@ class Renderer:
             child.wait()
             for pipe in (child.stdin, child.stdout):
                 assert pipe is not None, "it is a pipe"
-                with suppress(OSError):  # closing flushes what was written, and the reader has ended
+                with suppress(OSError):  # closing flushes what was written
                     pipe.close()
 
 
@@ -139,7 +137,7 @@ def _unfit(messages: Any, tools: Any) -> str:
 
 
 def _write_frame(child: subprocess.Popen[bytes], data: bytes, seconds: float) -> None:
-    """TimeoutError if the child does not read it, OSError if it has ended."""
+    """Raises TimeoutError, or OSError if the child has ended."""
     assert child.stdin is not None, "it is a pipe"
     fd, deadline = child.stdin.fileno(), time.monotonic() + seconds
     left, poll = memoryview(len(data).to_bytes(4, "little") + data), select.poll()
@@ -152,7 +150,7 @@ def _write_frame(child: subprocess.Popen[bytes], data: bytes, seconds: float) ->
 
 
 def _read_frame(child: subprocess.Popen[bytes], seconds: float) -> bytes:
-    """TimeoutError, or EOFError if the child has ended."""
+    """Raises TimeoutError, or EOFError if the child has ended."""
     assert child.stdout is not None, "it is a pipe"
     fd, deadline = child.stdout.fileno(), time.monotonic() + seconds
     return _read(fd, int.from_bytes(_read(fd, 4, deadline), "little"), deadline)

@@ -1,8 +1,7 @@
 """Reads text in pieces: a parser is a generator that stops when it needs more text.
 
-Methods that may need more text are generators, called with `yield from`. `AnswerParser.feed` adds
-text and resumes the
-parser, so results cannot depend on how the text was cut.
+Methods that may need more text are called with `yield from`. `AnswerParser.feed` adds text and
+resumes the parser, so results cannot depend on how the text was cut.
 """
 
 import re
@@ -39,8 +38,8 @@ class Scanner:
         self._text = ""
         self._place = 0
         self._dropped = 0  # characters before self._text
-        # The mark, while a parser may return to it: the text from there to the beginning of self._text, and its place
-        # in self._text. Text that was read is set aside here, so that no later piece copies it again.
+        # While a parser may return to a mark: the text from there to self._text, and its place in
+        # that. No later piece copies it again.
         self._past: list[str] | None = None
         self._marked = 0
 
@@ -131,7 +130,7 @@ class Scanner:
         return ""
 
     def expect(self, *literals: str) -> Step[str]:
-        """As `accept`. Malformed if none of them comes."""
+        """Like `accept`. Malformed if none of them comes."""
         found = yield from self.accept(*literals)
         if not found:
             raise Malformed
@@ -154,7 +153,7 @@ class Scanner:
         return "".join(pieces)
 
     def pass_on(self, pattern: re.Pattern[str], emit: Callable[[str], None]) -> Step[None]:
-        """As `run`, but emits each piece as it arrives."""
+        """Like `run`, but emits each piece as it arrives."""
         while True:
             match = pattern.match(self._text, self._place)
             if match is not None and match[0]:
@@ -192,8 +191,7 @@ class Scanner:
             yield
 
     def _drop_from(self, place: int) -> None:
-        """Drops what may begin a literal at the end of truncated text, also for a parser that
-        returns to a mark."""
+        """Cuts truncated text, also for a parser that returns to a mark."""
         if self.truncated:
             self._text = self._text[:place]
 
@@ -218,7 +216,7 @@ _SPACE = re.compile(r"\s*")
 
 
 def _begins(text: str, start: int, end: int, literals: Sequence[str]) -> int:
-    """The first place in text[start:end] at which the text's end may begin a literal, else `end`."""
+    """Returns `end` if there is none."""
     longest = len(literals[0]) if literals else 0
     firsts = {literal[0] for literal in literals}
     for place in range(max(start, len(text) - longest + 1), end):

@@ -10,26 +10,25 @@ from hybridrt.base.structured_outputs import MAX_CHARACTERS
 from hybridrt.chat.conversation import Tool
 from hybridrt.chat.values import MAX_NAME
 
-# White space that llguidance allows between the tokens of a JSON text: models write calls in one or few lines.
+# Models write calls in one or few lines.
 LITTLE_SPACE = {"whitespace_pattern": r"[\x20\x0A]{1,2}"}
 _TYPES: dict[str, Any] = {
     "string": str, "object": dict, "array": list, "integer": int, "number": (int, float), "boolean": bool,
     "null": type(None),
 }  # fmt: skip
-# Names of these types in schemas that were not written for JSON.
+# Names in schemas that were not written for JSON.
 _SAME = {
     "str": "string", "dict": "object", "list": "array", "tuple": "array", "set": "array", "int": "integer",
     "float": "number", "bool": "boolean", "None": "null", "NoneType": "null",
 }  # fmt: skip
-# Keywords that describe one type only.
 _IMPLIED = {
     "properties": "object", "additionalProperties": "object", "patternProperties": "object", "items": "array",
     "prefixItems": "array",
 }  # fmt: skip
-_MAX_PARTS = 256  # of a schema, that tell its types
+_MAX_PARTS = 256  # parts of a schema that tell its types
 _MAX_REFERENCES = 8
 _DESCRIBE = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"}  # what may describe properties elsewhere
-# Keywords about a whole object. Formats that write arguments one by one do not enforce them.
+# Formats that write arguments one by one do not enforce these.
 _OF_THE_WHOLE = (
     "allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "propertyNames", "minProperties", "maxProperties",
     "dependentRequired", "dependentSchemas",

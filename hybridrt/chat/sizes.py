@@ -7,14 +7,14 @@ from typing import Any
 from hybridrt.base.errors import RequestError
 from hybridrt.base.pace import rest
 
-# Of a whole conversation. Reading, passing on and rendering take microseconds for each.
-MAX_PARTS = 2**15  # of all messages' contents
-MAX_CALLS = 2**14  # of all earlier answers
+# Limits of a whole conversation. Reading, passing on and rendering take microseconds for each.
+MAX_PARTS = 2**15  # parts of all messages' contents
+MAX_CALLS = 2**14  # calls of all earlier answers
 MAX_KWARGS = 2**10  # values in chat_template_kwargs, on all levels
 MAX_KWARGS_CHARACTERS = 2**16
-MAX_VALUES = 2**18  # in messages and tools, on all levels
+MAX_VALUES = 2**18  # values in messages and tools, on all levels
 MAX_CHARACTERS = 2**26
-LARGE = 2**16  # characters; longer conversations are processed apart from small ones
+LARGE = 2**16  # characters; longer conversations are processed apart
 _NUMBER_CHARACTERS = 16  # what a value that is no text counts
 
 
@@ -83,7 +83,7 @@ def _arguments(calls: Sequence[object]) -> Iterator[str]:
 
 
 def _values_at_most(text: str) -> int:
-    """An upper bound of a JSON text's values: reading one takes as long as hundreds of characters."""
+    """Bounds their number: reading a value takes as long as hundreds of characters."""
     return 1 + sum(map(text.count, ",[{"))
 
 

@@ -1,10 +1,8 @@
 """Finds what a chat template supports, and fits messages to it.
 
-OpenAI's API allows more than a template knows, which is what its model was trained with. A template
-raises on the rest,
-drops it, or writes turns that the model has never seen. Short conversations are rendered once to
-find out; names of
-models are not used.
+OpenAI's API allows more than a template knows: it raises, drops text, or writes turns that its
+model has never seen. Short conversations are rendered once to find out; names of models are not
+used.
 """
 
 import logging
@@ -18,15 +16,15 @@ from hybridrt.base.pace import with_rests
 from hybridrt.chat.efforts import supported_efforts
 from hybridrt.chat.renderer import RENDERER
 
-MAX_SECONDS = 10.0  # for all trials of a template; the last one ends by the renderer's limit
+MAX_SECONDS = 10.0  # time for all trials of a template
 ROLES = ("system", "user", "assistant", "tool")
 INSTRUCTIONS = ("system", "developer")
-# Texts that no template writes by itself. An own key of a part shows up where a template writes the part as data.
+# A part's own key shows up where the part is written as data.
 _A, _B, _DUMPED = "Qa7xkz", "Qb9wvj", "Qd4yhn"
 _PARTS = [{"type": "text", "text": mark, "probe": _DUMPED} for mark in (_A, _B)]
 _UNKNOWN_ROLE = "qrole5"
 _CALL = {"id": "call00001", "type": "function", "function": {"name": "probe", "arguments": {}}}
-_SLOW = 1.0  # seconds; a short conversation takes a thousandth of this
+_SLOW = 1.0  # seconds for a short conversation
 _log = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
@@ -62,7 +60,7 @@ class _Trials:
         self.cut_off = False
 
     def render(self, messages: Sequence[Message], **options: Any) -> str | None:
-        """The text; None if the template fails or there is no time."""
+        """Returns None if the template fails or there is no time."""
         if time.monotonic() > self._deadline:
             self.cut_off = True
             return None
@@ -72,8 +70,7 @@ class _Trials:
             return None
 
     def takes_the_plainest(self) -> bool:
-        """Whether it renders anything; if only with tools, then all trials have one. A slow failure
-        is the last trial."""
+        """If it renders only with tools, all trials have one. A slow failure is the last trial."""
         for tools, content in ((None, "Hi"), ([_tool(description="")], "Hi"), (None, _PARTS)):
             self._variables["tools"], start = tools, time.monotonic()
             if self.render([_said("user", content)]) is not None:
@@ -142,8 +139,9 @@ def fitted_tool(definition: Mapping[str, Any], traits: TemplateTraits) -> Mappin
 
 
 def _with_few_instructions(messages: Sequence[Message], traits: TemplateTraits) -> list[Message]:
-    """Instructions that the template would refuse or drop join the first message; those of unknown
-    developers join the system's."""
+    """Joins instructions that the template would refuse or drop to the first message, and those of
+    unknown developers to the system's.
+    """
     unknown = () if traits.developer else ("developer",)
     found = [{**message, "role": "system"} if message["role"] in unknown else message for message in messages]
     leading = next((i for i, message in enumerate(found) if message["role"] not in INSTRUCTIONS), len(found))
@@ -159,7 +157,7 @@ def _with_few_instructions(messages: Sequence[Message], traits: TemplateTraits) 
 
 
 def _merged(instructions: Sequence[Message], traits: TemplateTraits) -> Message:
-    """One message of instructions, with blank lines between them as in vLLM."""
+    """Puts blank lines between them, as vLLM does."""
     role = "developer" if all(message["role"] == "developer" for message in instructions) else "system"
     texts = [_joined(message.get("content", ""), traits, role) for message in instructions]
     return {**instructions[0], "role": role, "content": "\n\n".join(filter(None, texts))}
@@ -175,8 +173,7 @@ def _with_content(message: Message, traits: TemplateTraits, continued: bool) -> 
 
 
 def _joined(content: Any, traits: TemplateTraits, role: str) -> str:
-    """Text of a content. Templates that read lists write parts next to each other; for others a
-    part is a line."""
+    """Templates that read lists write parts next to each other; for others a part is a line."""
     if isinstance(content, str):
         return content
     return ("" if _kind(role) in traits.parts else "\n").join(part["text"] for part in content)
@@ -202,7 +199,7 @@ def _turns(role: str, content: Any) -> list[Message]:
 
 
 def _knows_developer(trials: _Trials) -> bool:
-    """Whether the role is written otherwise than an unknown role."""
+    """Compares the role with an unknown one."""
     turns = [trials.render([_said(role, _A), _said("user")]) for role in ("developer", _UNKNOWN_ROLE)]
     if turns[0] is None or _A not in turns[0]:
         return False
@@ -212,14 +209,14 @@ def _knows_developer(trials: _Trials) -> bool:
 
 
 def _writes_late(trials: _Trials, role: str) -> bool:
-    """Whether it writes instructions later, with and without earlier ones, and as the last message."""
+    """Tries with and without earlier ones, and as the last message."""
     user, late = _said("user"), _said(role, _B)
     talk = [user, _said("assistant"), late, user]
     return all(trials.writes(*turns) for turns in (talk, [_said("system", _A), *talk], [user, late]))
 
 
 def _writes_parts(trials: _Trials, role: str) -> bool:
-    """Whether it writes the texts of parts, and not the parts as data."""
+    """Looks for the texts, and not for the parts as data."""
     found = trials.render(_turns(role, _PARTS))
     return found is not None and _A in found and _B in found and _DUMPED not in found
 

@@ -1,8 +1,7 @@
 """Values of tool calls, turned to JSON text while they arrive.
 
-Models write JSON, Python literals, and mixtures: line breaks within strings, single quotes, True
-and None, a comma after
-the last entry, doubled braces. All of these are read; the result is JSON.
+Models mix JSON and Python literals: line breaks within strings, single quotes, True and None, a
+comma after the last entry, doubled braces.
 """
 
 import json
@@ -15,7 +14,7 @@ from hybridrt.chat.scanner import Malformed, Scanner, Step
 
 MAX_DEPTH = 64
 MAX_WORD = 512  # characters of a number or a constant
-MAX_NAME = 256  # characters of a function's name, or of a key of the format itself
+MAX_NAME = 256  # characters of a function's name, or of a format's key
 _WORD = re.compile(r"[\w.+-]*")
 NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
 CONSTANTS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
@@ -44,7 +43,7 @@ def read_value(scanner: Scanner, emit: Emit) -> Step[None]:
     Raises:
         Malformed: it is no value, or is nested deeper than MAX_DEPTH.
     """
-    stack: list[str] = []  # the closing brackets that are due
+    stack: list[str] = []
     while True:
         first = yield from scanner.peek()
         if first and first in _CLOSES:
@@ -102,13 +101,13 @@ def _open(scanner: Scanner, emit: Emit, stack: list[str]) -> Step[None]:
 
 
 def _close(scanner: Scanner, emit: Emit, stack: list[str]) -> Step[bool]:
-    """Whether the innermost bracket closes here. A tuple closes as a list."""
+    """Closes tuples as lists."""
     if not _is_close((yield from scanner.peek()), stack[-1]):
         return False
     yield from scanner.take()
     bracket = stack.pop()
     emit(bracket[0])
-    yield from scanner.accept(*bracket[1:])  # of a doubled one
+    yield from scanner.accept(*bracket[1:])  # the rest of a doubled bracket
     return True
 
 
@@ -117,7 +116,7 @@ def _is_close(after: str, bracket: str) -> bool:
 
 
 def _next(scanner: Scanner, emit: Emit, stack: list[str]) -> Step[bool]:
-    """Reads on to the next entry. False at the end, also after a comma."""
+    """Returns False at the end, also after a comma."""
     yield from scanner.expect(",")
     space = yield from scanner.space()
     after = yield from scanner.peek()
@@ -164,7 +163,7 @@ def _space(scanner: Scanner, emit: Emit) -> Step[None]:
 
 
 def _escape(scanner: Scanner) -> Step[str]:
-    """JSON text of an escape. An unknown escape keeps its backslash, as in Python."""
+    """Keeps the backslash of an unknown one, as Python does."""
     letter = yield from scanner.take()
     if letter in _HEX:
         digits = yield from scanner.take(_HEX[letter])

@@ -1,5 +1,7 @@
-"""The command line: `hybridrt generate`, `chat`, `serve`, `bench`, `inspect`, `doctor`. Importing it does not import
-torch."""
+"""The command line: `hybridrt generate`, `chat`, `serve`, `bench`, `inspect`, `doctor`.
+
+Importing it does not import torch.
+"""
 
 import atexit
 import signal
@@ -8,8 +10,7 @@ import sys
 
 def main() -> None:
     """Runs the command in sys.argv and exits: 0 after success, 1 after a failure while running, 2
-    for a request that
-    cannot be met, 130 after an interrupt.
+    for a request that cannot be met, 130 after an interrupt.
     """
     try:
         from hybridrt.cli.app import run
@@ -18,5 +19,5 @@ def main() -> None:
     try:
         run()
     finally:
-        # Python takes up to a second to end after this. An interrupt then would print a traceback and change nothing.
+        # A late interrupt would print a traceback and change nothing.
         atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)

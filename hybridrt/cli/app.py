@@ -26,7 +26,7 @@ from hybridrt.cli.terminal import discard_output, open_streams
 
 RUNTIME_FAILURES = (EngineError, PoolError, ServerError, TransferError)
 COMPLETION = {"--install-completion": install_callback, "--show-completion": show_callback}
-INVOKED = "hybridrt.params"  # of the command that runs, in what nested contexts share
+INVOKED = "hybridrt.params"  # key of the running command in what nested contexts share
 SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
 
 
@@ -93,7 +93,7 @@ class PanelCommand(TyperCommand):
 def _shell(option: str, named: str = "") -> str:
     shell = named
     if not named:
-        with suppress(shellingham.ShellDetectionFailure, RuntimeError):  # no parent is one, or the system cannot tell
+        with suppress(shellingham.ShellDetectionFailure, RuntimeError):  # no parent is a shell
             shell = shellingham.detect_shell()[0]
     if shell in SHELLS:
         return shell
@@ -104,7 +104,7 @@ def _shell(option: str, named: str = "") -> str:
 
 
 def _print_error(text: str, keeps_lines: bool = False) -> None:
-    """In one line, or in lines as they are: an expression has a mark below the wrong place."""
+    """Prints one line, or lines as they are: an expression has a mark below the wrong place."""
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     said = "\n".join(lines) if keeps_lines else " ".join(text.split())
     typer.echo(typer.style("error: ", fg="red", bold=True) + said, err=True)
@@ -157,7 +157,7 @@ def run() -> NoReturn:
         if "--traceback" in sys.argv:
             raise
         discard_output()
-        # If the reader closed the pipe, as in `hybridrt generate | head`, nobody reads the message.
+        # A closed pipe has no reader.
         _fail("" if e.errno == errno.EPIPE else f"{e.strerror or e}{f': {e.filename}' if e.filename else ''}")
     raise SystemExit
 

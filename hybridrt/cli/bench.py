@@ -17,7 +17,7 @@ from hybridrt.bench.workload import WorkloadConfig, make_work
 from hybridrt.cli.options import EMBEDDED, EngineOptions, ModelOption, Overrides, SpeculativeOptions, option, setting
 from hybridrt.cli.tables import console, print_table
 
-_BUSY = 0.7  # a client that computes for this share of the time stamps tokens late
+_BUSY = 0.7  # share of time; above, tokens are stamped late
 _KINDS = ("time_to_first_token_ms", "inter_token_latency_ms", "time_per_output_token_ms", "end_to_end_latency_ms")
 
 
@@ -180,7 +180,7 @@ def offline(
     workload = load.workload()
     work = make_work(workload)
     with LLM(str(resolve_model_path(model)), **engine.given(), **speculation.given(model)) as llm:
-        # The first steps compile. After Ctrl-C there, nothing has ended.
+        # The first steps compile.
         timings = run_engine(llm, work[:1], 1, temperature=temperature)
         timings = timings and run_engine(llm, work, load.concurrency, temperature=temperature)
     results.show(timings, len(work), workload, model=model, concurrency=load.concurrency)

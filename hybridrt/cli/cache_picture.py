@@ -6,8 +6,8 @@ from html import escape
 from hybridrt.engine.cache.cache_dump import CacheDump, DumpedNode
 
 _ROW, _INDENT, _WIDTH, _BAR = 18, 14, 960, 360
-_TEXT = 48  # characters of an edge's text that are shown
-_LEVELS = 20  # of indentation, which deeper nodes share
+_TEXT = 48  # characters shown of an edge
+_LEVELS = 20  # levels of indentation, which deeper nodes share
 _LETTER = 7  # width of one, rounded up
 
 
@@ -68,7 +68,7 @@ def shortened(text: str) -> str:
 
 
 def _walk(dump: CacheDump) -> Iterator[tuple[DumpedNode, int, tuple[bool, ...]]]:
-    """Nodes in preorder: (node, depth, whether each node on its path is the last child)."""
+    """Walks in preorder: (node, depth, whether each node on its path is the last child)."""
     children: dict[int, list[int]] = {}
     for i, node in enumerate(dump.nodes):
         children.setdefault(node.parent, []).append(i)

@@ -76,7 +76,7 @@ def chat(
 
     /help lists the commands. Ctrl-C stops an answer, Ctrl-D ends the chat.
     """
-    from hybridrt.cli.conversation import Turn
+    from hybridrt.cli.conversation import Message
     from hybridrt.cli.line_reader import make_reader
     from hybridrt.cli.repl import COMMANDS, Repl, Screen
 
@@ -90,7 +90,7 @@ def chat(
             answering = _local(stack, model or EMBEDDED, format, sampling.given(), options)
         repl = Repl(answering, make_reader(list(COMMANDS)), Screen())
         if system:
-            repl.turns = [Turn("system", system)]
+            repl.messages = [Message("system", system)]
         repl.run()
 
 
@@ -124,7 +124,7 @@ def _local(
     path = resolve_model_path(model)
     params = replace(default_sampling_params(path), **{"max_tokens": None, **sampling})
     template = None if format.chat_template is None else read_text("--chat-template", format.chat_template)
-    read_model_config(path)  # checks config.json, which the tokenizer reads without checks
+    read_model_config(path)  # the tokenizer does not check config.json
     tokenizer = load_tokenizer(path)
     if tokenizer is None or not (template or tokenizer.hf.chat_template):
         raise ConfigError("the model brings no chat template; pass one with --chat-template, or use hybridrt generate")

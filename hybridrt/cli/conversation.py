@@ -13,21 +13,21 @@ from hybridrt.base.errors import RequestError, is_text
 MAX_FILE_BYTES = 64 * 2**20
 
 
-class Turn(msgspec.Struct, omit_defaults=True):
+class Message(msgspec.Struct, omit_defaults=True):
     """One message. `reasoning_content` is what an assistant wrote before its answer."""
 
     role: Literal["system", "user", "assistant"]
     content: str
     reasoning_content: str | None = None
 
-    def message(self) -> dict[str, str]:
-        """As templates and servers read it, without reasoning: models are trained without that of
-        earlier answers."""
+    def to_dict(self) -> dict[str, str]:
+        """The message in the form that templates and servers read, without reasoning: models are
+        trained without that of earlier answers."""
         return {"role": self.role, "content": self.content}
 
 
 class _File(msgspec.Struct):
-    messages: list[Turn]
+    messages: list[Message]
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,14 @@ class ChatModel(Protocol):
 
     name: str
 
-    def answer(self, turns: list[Turn]) -> Generator[Piece | Totals, None, None]:
+    def answer(self, messages: list[Message]) -> Generator[Piece | Totals, None, None]:
         """Pieces of an answer, then Totals where known. Closing the generator ends the request.
 
         Raises:
             HybridrtError: the request failed, or the answer broke off.
         """
 
-    def save_session(self, file: Path, turns: list[Turn]) -> None:
+    def save_session(self, file: Path, messages: list[Message]) -> None:
         """Writes a conversation with its part of the prefix cache.
 
         Raises:
@@ -72,7 +72,7 @@ class ChatModel(Protocol):
             OSError: the file cannot be written.
         """
 
-    def load_session(self, file: Path) -> list[Turn]:
+    def load_session(self, file: Path) -> list[Message]:
         """Loads such a file into the prefix cache. Returns the conversation.
 
         Raises:
@@ -82,30 +82,30 @@ class ChatModel(Protocol):
         """
 
 
-def encoded(turns: list[Turn]) -> bytes:
+def encoded(messages: list[Message]) -> bytes:
     """{"messages": [...]}, which /v1/chat/completions takes as it is."""
-    return msgspec.json.format(msgspec.json.encode(_File(turns)), indent=2) + b"\n"
+    return msgspec.json.format(msgspec.json.encode(_File(messages)), indent=2) + b"\n"
 
 
-def decoded(content: bytes | str, file: Path) -> list[Turn]:
+def decoded(content: bytes | str, file: Path) -> list[Message]:
     """The inverse of `encoded`.
 
     Raises:
         RequestError: it is no conversation; the text names `file`.
     """
     try:
-        turns = msgspec.json.decode(content, type=_File).messages
+        messages = msgspec.json.decode(content, type=_File).messages
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise RequestError(f"{file} is not a conversation: {e}") from e
-    for i, turn in enumerate(turns):
-        if turn.role == "system" and i:
+    for i, message in enumerate(messages):
+        if message.role == "system" and i:
             raise RequestError(f"{file}: message {i} is a system message; only the first message may be one")
-        if not is_text(turn.content + (turn.reasoning_content or "")):
+        if not is_text(message.content + (message.reasoning_content or "")):
             raise RequestError(f"{file}: message {i} holds half of a surrogate pair, which is no text")
-    return turns
+    return messages
 
 
-def save(file: Path, turns: list[Turn]) -> None:
+def save(file: Path, messages: list[Message]) -> None:
     """Writes a conversation, readable by the user alone.
 
     Raises:
@@ -120,7 +120,7 @@ def save(file: Path, turns: list[Turn]) -> None:
     part = file.with_name(f"{file.name}.{os.getpid()}.part")
     try:
         with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
-            out.write(encoded(turns))
+            out.write(encoded(messages))
         part.replace(file)
     except OSError as e:
         e.filename = str(file)  # the only name that the user knows
@@ -129,7 +129,7 @@ def save(file: Path, turns: list[Turn]) -> None:
         part.unlink(missing_ok=True)
 
 
-def load(file: Path) -> list[Turn]:
+def load(file: Path) -> list[Message]:
     """Messages of a file.
 
     Raises:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 LABEL_WIDTH = 60
 _PATH = re.compile(r"(\.{0,2}|~)/[\w.-][\w./~-]*")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-JSON_FIELDS = ("index", "text", "token_ids", "finish_reason", "logprobs")  # of Delta, in a line of --json
+JSON_FIELDS = ("index", "text", "token_ids", "finish_reason", "logprobs")  # fields of Delta in a line of --json
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def generate(
     if sampling.logprobs is not None and not json_lines:
         raise RequestError("--logprobs goes with --json, whose lines hold them; add it, or leave --logprobs out")
     torchrun = world()
-    # Under torchrun all ranks share standard input, and rank 0 reads it.
+    # Under torchrun rank 0 reads the shared standard input.
     typed = prompts or ([""] if torchrun and torchrun.rank else [_read_stdin()])
     from hybridrt.engine.api.llm import LLM
     from hybridrt.engine.text.tokenizer import check_text
@@ -99,7 +99,7 @@ def generate(
         check_text(text)  # before the model is downloaded
     path = resolve_model_path(model)
     params = replace(default_sampling_params(path), **sampling.given())
-    taken = _as_engine_takes_them(path, typed, chat, token_ids)  # raises errors of prompts before weights are read
+    taken = _as_engine_takes_them(path, typed, chat, token_ids)  # errors before weights are read
     options = {"tp_size": torchrun.size if torchrun else 1, **engine.given(), **speculation.given(model)}
     start = time.monotonic()
     with LLM(str(path), **options) as llm:
@@ -141,19 +141,18 @@ def in_order(
                     waiting[delta.request_id, delta.index].append(delta)
             for delta in waiting.pop(key):
                 if delta.error is not None:
-                    cause = delta.error.__cause__  # a lost rank fails every request: its own error is shown
+                    cause = delta.error.__cause__  # a lost rank's own error is shown
                     raise cause if isinstance(cause, RankError) else delta.error
                 reason = delta.finish_reason
                 yield delta
 
 
 def _refuse_model(prompts: Sequence[str]) -> None:
-    """RequestError if the first prompt looks like a model, or is a missing path before other
-    prompts: the built-in model would continue its name."""
+    """Refuses the name of a model, or a missing path: the built-in model would continue it."""
     first = prompts[0] if prompts else ""
     try:
         is_model = bool(_HUB_NAME.fullmatch(first)) or first.lower().endswith(".gguf") or Path(first).is_dir()
-    except (OSError, ValueError):  # too long for a path, or with a null character
+    except (OSError, ValueError):
         return
     is_model |= len(prompts) > 1 and bool(_PATH.fullmatch(first))
     if first and is_model:
@@ -181,12 +180,7 @@ def _read_stdin() -> str:
 def _as_engine_takes_them(
     path: Path, typed: Sequence[str], chat: bool, token_ids: bool
 ) -> Sequence[str] | Sequence[list[int]]:
-    """Prompts as text or token ids.
-
-    Raises:
-        RequestError: --token-ids, and a prompt is no list of integers.
-        CheckpointError, ConfigError: --chat, and the model has no template that works.
-    """
+    """Encodes prompts before the weights are read, for their errors."""
     from hybridrt.chat.conversation import read_conversation
     from hybridrt.engine.api.chats import Chats
     from hybridrt.engine.text.tokenizer import load_tokenizer
@@ -196,7 +190,7 @@ def _as_engine_takes_them(
         return [_token_ids(text) for text in typed]
     if not chat:
         return typed
-    read_model_config(path)  # checks config.json, which the tokenizer reads without checks
+    read_model_config(path)  # the tokenizer does not check config.json
     chat_of_model, params = Chats(load_tokenizer(path))(), SamplingParams()
     talks = [read_conversation([{"role": "user", "content": text}]) for text in typed]
     return [chat_of_model.prompt(talk, params).tokens for talk in talks]

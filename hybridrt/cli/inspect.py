@@ -39,8 +39,12 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class ModelReport:
-    """A model under a configuration. Bytes are those of one tensor-parallel rank. `free_bytes`: for
-    weights and pools together. `plan` is None if they do not fit; `plan_error` says why."""
+    """A model under a configuration. Bytes are those of one tensor-parallel rank.
+
+    Attributes:
+        free_bytes: memory for weights and pools together.
+        plan: None if weights and pools need more than `free_bytes`; `plan_error` says why.
+    """
 
     model: str
     architecture: str
@@ -144,12 +148,12 @@ def describe_model(config: "EngineConfig") -> ModelReport:
 
 def _layers(config: "EngineConfig", target: "RunTarget") -> Iterator[LayerReport]:
     from hybridrt.kinds.registry import state_shape
-    from hybridrt.runtime.load.build import kv_groups, pool_spec
+    from hybridrt.runtime.load.build import kv_layers, pool_spec
 
     mc, spec = target.model_config, pool_spec(config, target)
     attention = _attention_backends(config, target)
     shapes = {kind: state_shape(linear, target.tp.size) for kind, linear in mc.linear.items()}
-    token_bytes = {i: spec.token_bytes for spec, ids in kv_groups(config, target).items() for i in ids}
+    token_bytes = {i: spec.token_bytes for spec, ids in kv_layers(config, target).items() for i in ids}
     for i, layer in enumerate(mc.layers):
         state = spec.layer_bytes(shapes[layer.linear]) if layer.linear else 0
         backends = " + ".join([attention] * bool(layer.attention) + [layer.linear or ""] * bool(layer.linear))
@@ -158,13 +162,13 @@ def _layers(config: "EngineConfig", target: "RunTarget") -> Iterator[LayerReport
 
 
 def _attention_backends(config: "EngineConfig", target: "RunTarget") -> str:
-    """The backend that decodes, and after a slash another one that prefills."""
+    """Names the one that decodes, and after a slash another one that prefills."""
     from hybridrt.recurrent.backends import load_attention_backend, resolve_attention_name, resolve_prefill_name
-    from hybridrt.runtime.load.build import kv_groups
+    from hybridrt.runtime.load.build import kv_layers
 
     names = [
         resolve_attention_name(config.attention_backend, target.device),
-        resolve_prefill_name(config, target.device, kv_groups(config, target)),
+        resolve_prefill_name(config, target.device, kv_layers(config, target)),
     ]
     for name in names:
         load_attention_backend(name, target.device)
@@ -186,6 +190,7 @@ def _mixer(layer: "LayerSpec", layer_id: int, target: "RunTarget", shapes: "dict
     if layer.attention:
         attention = target.model_config.attention_of(layer_id)
         window = f", window {attention.sliding_window}" if attention.sliding_window else ""
+        window += ", sinks" * attention.sinks
         heads = f"{attention.num_heads} heads, {attention.num_kv_heads} KV heads, head_dim {attention.head_dim}"
         if latent := attention.latent:
             heads = f"{attention.num_heads} heads, {latent.rank} + {latent.rope_dim} numbers a token"

@@ -43,7 +43,7 @@ class PlainLines:
     def __init__(self) -> None:
         self.interactive = sys.stdin.isatty()
         stdin: Any = sys.stdin
-        stdin.reconfigure(errors="surrogateescape")  # bytes that are no text are refused with their message
+        stdin.reconfigure(errors="surrogateescape")  # refused later, with their message
 
     def read(self) -> str | None:
         lines: list[str] = []
@@ -112,7 +112,7 @@ def _bindings() -> Any:
 
 
 def _history() -> Any:
-    """In a file that others cannot read; in memory if that fails."""
+    """Uses a private file, or memory if that fails."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     base = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")

@@ -12,7 +12,7 @@ from hybridrt.base.turns import Interrupts
 from hybridrt.chat.chat import Chat
 from hybridrt.chat.conversation import read_conversation
 from hybridrt.chat.events import Content, Reasoning
-from hybridrt.cli.conversation import Piece, Totals, Turn, decoded, encoded
+from hybridrt.cli.conversation import Message, Piece, Totals, decoded, encoded
 from hybridrt.cli.generate import timings
 from hybridrt.engine.api.llm import LLM
 
@@ -24,9 +24,9 @@ class LocalModel:
         self.name = name
         self._llm, self._params, self._chat = llm, params, chat
 
-    def answer(self, turns: list[Turn]) -> Generator[Piece | Totals, None, None]:
-        """As ChatModel.answer. Ctrl-C is taken between two steps."""
-        stream: Any = self._llm.stream_chat([turn.message() for turn in turns], self._params, chat=self._chat)
+    def answer(self, messages: list[Message]) -> Generator[Piece | Totals, None, None]:
+        """See ChatModel.answer. Ctrl-C is taken between two steps."""
+        stream: Any = self._llm.stream_chat([message.to_dict() for message in messages], self._params, chat=self._chat)
         with Interrupts() as interrupts, closing(stream) as deltas:
             for delta in deltas:
                 content = "".join(event.text for event in delta.events if isinstance(event, Content))
@@ -37,18 +37,18 @@ class LocalModel:
         counts = (found["output_tokens"], found["prompt_tokens"], found["cached_tokens"])
         yield Totals(*counts, found["tokens_per_second"])
 
-    def save_session(self, file: Path, turns: list[Turn]) -> None:
+    def save_session(self, file: Path, messages: list[Message]) -> None:
         if file.exists():
             raise RequestError(f"{file} exists; choose another name, or remove it")
-        if not turns:
+        if not messages:
             raise RequestError("nothing was said yet, so there are no states to save: say something first")
-        messages = [turn.message() for turn in turns]
-        talk = read_conversation(messages, add_generation_prompt=False)
+        dicts = [message.to_dict() for message in messages]
+        talk = read_conversation(dicts, add_generation_prompt=False)
         tokens = self._chat.prompt(talk, self._params).tokens
-        self._llm.save_session(file, tokens, note=encoded(turns).decode())
+        self._llm.save_session(file, tokens, note=encoded(messages).decode())
 
-    def load_session(self, file: Path) -> list[Turn]:
+    def load_session(self, file: Path) -> list[Message]:
         session = self._llm.load_session(file)
-        turns = decoded(session.note, file)
+        messages = decoded(session.note, file)
         self._params = replace(self._params, cache_salt=session.cache_salt or None)
-        return turns
+        return messages

@@ -10,10 +10,10 @@ import httpx
 import msgspec
 
 from hybridrt.base.errors import ConfigError, RequestError, ServerError, shown
-from hybridrt.cli.conversation import Piece, Totals, Turn
+from hybridrt.cli.conversation import Message, Piece, Totals
 
 _CONNECT_SECONDS = 10.0
-_MAX_BYTES = 2**24  # of a line of a stream, and of an answer that is no stream
+_MAX_BYTES = 2**24  # bytes of a line of a stream, and of an answer that is no stream
 _NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what decoding raises
 
 
@@ -115,7 +115,6 @@ class OpenAIServer:
 
 
 def _check(answer: httpx.Response) -> None:
-    """Raises ServerError unless a request was answered."""
     if answer.is_success:
         return
     content = _content(answer)
@@ -127,7 +126,7 @@ def _check(answer: httpx.Response) -> None:
 
 
 def _content(answer: httpx.Response) -> bytes:
-    """The answer without a stream. ServerError if it is too long."""
+    """Raises ServerError if it is too long."""
     content = bytearray()
     for piece in answer.iter_bytes():
         content += piece
@@ -137,7 +136,7 @@ def _content(answer: httpx.Response) -> bytes:
 
 
 def _lines(answer: httpx.Response) -> Iterator[bytes]:
-    """ServerError if a line does not end."""
+    """Raises ServerError if one does not end."""
     rest = bytearray()
     for piece in answer.iter_bytes():
         first, *others = piece.split(b"\n")
@@ -192,21 +191,21 @@ class RemoteModel:
     """A model on a server.
 
     Args:
-        fields: of each request, such as temperature.
+        fields: further fields of each request, such as temperature.
     """
 
     def __init__(self, server: OpenAIServer, name: str, fields: dict[str, Any]) -> None:
         self.name = name
         self._server, self._fields = server, fields
 
-    def answer(self, turns: list[Turn]) -> Generator[Piece | Totals, None, None]:
-        messages = [turn.message() for turn in turns]
-        return self._server.stream_chat({"model": self.name, "messages": messages, **self._fields})
+    def answer(self, messages: list[Message]) -> Generator[Piece | Totals, None, None]:
+        dicts = [message.to_dict() for message in messages]
+        return self._server.stream_chat({"model": self.name, "messages": dicts, **self._fields})
 
-    def save_session(self, file: Path, turns: list[Turn]) -> None:
+    def save_session(self, file: Path, messages: list[Message]) -> None:
         raise _no_states(file)
 
-    def load_session(self, file: Path) -> list[Turn]:
+    def load_session(self, file: Path) -> list[Message]:
         raise _no_states(file)
 
 

@@ -6,16 +6,15 @@ from typing import Any
 
 from hybridrt.base.errors_foreign import ENGINE, SAMPLING
 
-# What EngineConfig and others call a setting that an option has another name for.
+# Their options have other names.
 _OTHER_NAMES = {"method": "speculative", "seed": "workload_seed"}
-# Words that are arguments only at the beginning of such a text.
+# Follows a name at the beginning of an error.
 _BEGINS = r"(?=\s(?:is|has|holds|needs|takes|goes|asks)\s|\s[\"']|\s>)"
-# An error about the form of the output, and the option that sets this form.
 _FORMS = {"json": "json_schema", "regex": "regex"}
 _FORM = re.compile(r"^structured_outputs(: this| has) (json|regex)\b(=?)")
 
 _DRAFTS = ("speculative_config", "speculative_model", "num_speculative_tokens", "speculative_algorithm")
-# Options of other runtimes: the arguments of these, but for those that have an option of another kind here.
+# Except names that have another meaning here.
 _FOREIGN = {
     **SAMPLING,
     **ENGINE,
@@ -69,7 +68,7 @@ def in_options(text: str, params: Sequence[Any]) -> str:
 
 
 def _names(params: Sequence[Any]) -> dict[str, tuple[str, str]]:
-    """For each argument its option, and the option that turns it off or ""."""
+    """Maps arguments to their option, and to the one that turns it off or ""."""
     found = {
         param.name: (max(param.opts, key=len), max(param.secondary_opts, key=len, default=""))
         for param in params

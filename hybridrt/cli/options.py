@@ -1,4 +1,4 @@
-"""Options that commands share, as dataclasses. None: not given, so the config class decides."""
+"""Options that commands share, as dataclasses: None means not given, so the config class decides."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -13,8 +13,8 @@ from hybridrt.base.draft_methods import BUILT_IN, load_method
 from hybridrt.base.errors import ConfigError
 
 EMBEDDED, EMBEDDED_DRAFT = "embedded", "embedded_draft"
-MAX_CHARS = 1 << 24  # of a prompt or a message that standard input brings
-# One rule for all commands: the model is the argument MODEL, or --model where arguments are prompts or there are none.
+MAX_CHARS = 1 << 24  # characters of a prompt or a message that standard input brings
+# Every command has MODEL, or --model where arguments are prompts.
 _MODEL = f"Checkpoint directory or hub name. [{EMBEDDED}]"
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL, show_default=False)]
 ModelOption = Annotated[str | None, typer.Option("--model", "-m", metavar="MODEL", help=_MODEL)]

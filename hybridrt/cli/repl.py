@@ -11,7 +11,7 @@ import typer
 
 from hybridrt.base.errors import HybridrtError, RequestError, is_text
 from hybridrt.base.turns import Interrupts
-from hybridrt.cli.conversation import ChatModel, Piece, Totals, Turn, load, save
+from hybridrt.cli.conversation import ChatModel, Message, Piece, Totals, load, save
 from hybridrt.cli.line_reader import LineReader
 
 COMMANDS = {
@@ -27,13 +27,13 @@ _KEYS = (
     "Enter sends; Alt-Enter, or a backslash at the end of a line, begins another line.\n"
     "Ctrl-C stops an answer, Ctrl-D ends the chat. A space before a slash makes it a message."
 )
-# Control characters are replaced, so that an answer cannot control the terminal.
+# An answer must not control the terminal.
 _CONTROLS = {code: 0xFFFD for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 
 
 @contextmanager
 def _deaf() -> Iterator[None]:
-    """Ignores Ctrl-C for a moment: people who stop an answer often press it twice."""
+    """Ignores a second Ctrl-C: people who stop an answer often press it twice."""
     with suppress(KeyboardInterrupt), Interrupts():
         yield
 
@@ -81,11 +81,11 @@ class Repl:
     """A conversation with a model.
 
     Attributes:
-        turns: the messages; the first may be the system prompt.
+        messages: the first may be the system prompt.
     """
 
     def __init__(self, model: ChatModel, reader: LineReader, screen: Screen) -> None:
-        self.turns: list[Turn] = []
+        self.messages: list[Message] = []
         self._model, self._reader, self._screen = model, reader, screen
         self._actions: dict[str, Callable[[str], None]] = {
             "/help": self._help, "/system": self._set_system, "/reset": self._reset, "/save": self._save,
@@ -131,7 +131,7 @@ class Repl:
             name, *rest = text.split(maxsplit=1)
             self._action(name)(rest[0].strip() if rest else "")
         elif text.strip():
-            self._answer(Turn("user", text.strip()))
+            self._answer(Message("user", text.strip()))
 
     def _action(self, name: str) -> Callable[[str], None]:
         if name in self._actions:
@@ -140,10 +140,9 @@ class Repl:
         advice = f"did you mean {near[0]}?" if near else "/help lists them; a space before the slash makes it a message"
         raise RequestError(f"there is no command {name}: {advice}")
 
-    def _answer(self, question: Turn) -> None:
-        """Streams the answer. Ctrl-C keeps the text so far; without text the question is dropped,
-        too."""
-        asked, reply, stopped = [*self.turns, question], Turn("assistant", ""), False
+    def _answer(self, question: Message) -> None:
+        """Ctrl-C keeps the text so far; without text the question is dropped, too."""
+        asked, reply, stopped = [*self.messages, question], Message("assistant", ""), False
         totals: Totals | None = None
         try:
             with closing(self._model.answer(asked)) as pieces:
@@ -161,7 +160,7 @@ class Repl:
                 self._screen.end_answer()
         with _deaf():
             if reply.content or not stopped:
-                self.turns = [*asked, reply]
+                self.messages = [*asked, reply]
             if stopped:
                 self._screen.note("stopped" if reply.content else "stopped: the question is forgotten, too")
             elif totals is not None:
@@ -171,24 +170,24 @@ class Repl:
         self._screen.note("\n".join([*(f"{name:<8} {text}" for name, text in COMMANDS.items()), _KEYS]))
 
     def _set_system(self, text: str) -> None:
-        system = [Turn("system", text)] if text else []
-        self.turns = [*system, *self.turns[len(self._system()) :]]
+        system = [Message("system", text)] if text else []
+        self.messages = [*system, *self.messages[len(self._system()) :]]
 
     def _reset(self, rest: str) -> None:
-        self.turns = self._system()
+        self.messages = self._system()
 
-    def _system(self) -> list[Turn]:
-        return [turn for turn in self.turns[:1] if turn.role == "system"]
+    def _system(self) -> list[Message]:
+        return [message for message in self.messages[:1] if message.role == "system"]
 
     def _save(self, name: str) -> None:
         file = _file("/save", name)
-        (self._model.save_session if file.suffix == SESSION else save)(file, self.turns)
-        self._screen.note(f"{len(self.turns)} messages written")
+        (self._model.save_session if file.suffix == SESSION else save)(file, self.messages)
+        self._screen.note(f"{len(self.messages)} messages written")
 
     def _load(self, name: str) -> None:
         file = _file("/load", name)
-        self.turns = (self._model.load_session if file.suffix == SESSION else load)(file)
-        self._screen.note(f"{len(self.turns)} messages read")
+        self.messages = (self._model.load_session if file.suffix == SESSION else load)(file)
+        self._screen.note(f"{len(self.messages)} messages read")
 
 
 def _file(command: str, name: str) -> Path:

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 PIPED_WIDTH = 120
-READABLE = 16  # characters of a column below which wrapped text is hard to read
+READABLE = 16  # characters of a column with wrapped text
 
 
 def console() -> Console:

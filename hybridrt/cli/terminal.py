@@ -8,9 +8,9 @@ from typing import Any
 def open_streams() -> list[str]:
     """Makes the three streams usable. Returns the names of those that were closed.
 
-    A closed stream and its descriptor become the null device. Otherwise the next opened file would
-    get the descriptor, and all that libraries print. Standard output writes "?" for characters that
-    its encoding lacks.
+    A closed stream and its descriptor become the null device. Otherwise the next opened file reuses
+    this descriptor and receives library output. Standard output writes "?" for characters that its
+    encoding lacks.
     """
     closed = []
     for number, name in enumerate(("stdin", "stdout", "stderr")):
@@ -32,7 +32,7 @@ def discard_output() -> None:
 
 
 def _to_null(number: int) -> None:
-    """Opens a closed standard stream on the null device."""
+    """Opens the null device as standard descriptor `number`, if that is closed."""
     try:
         os.fstat(number)
     except OSError:

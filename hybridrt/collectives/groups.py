@@ -17,8 +17,8 @@ from hybridrt.base.device import synchronize, use_gpu
 from hybridrt.base.errors import ConfigError, RankError
 from hybridrt.channel.control import disown_in_child
 
-COLLECTIVE = timedelta(minutes=10)  # how long a rank waits in a collective for the others
-CHECK = timedelta(milliseconds=200)  # between two checks, meanwhile, that the other ranks run
+COLLECTIVE = timedelta(minutes=10)  # how long a rank waits for the others
+CHECK = timedelta(milliseconds=200)  # time between checks of the other ranks
 LEAVING_S = 5.0
 
 
@@ -41,7 +41,7 @@ class Communicator:
     def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, *, loopback: bool = True) -> None:
         self.rank, self.size, self.device = rank, size, device
         self.check_ranks: Callable[[], None] = lambda: None
-        self._groups: dict[str, Any] = {}  # by the type of the device that their tensors lie on
+        self._groups: dict[str, Any] = {}  # process groups by the type of their tensors' device
         self._aborting: threading.Thread | None = None
         self._loopback = loopback
         disown_in_child(self)
@@ -63,7 +63,7 @@ class Communicator:
     def all_reduce(self, x: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
         """Reduces over the ranks, in place. Every rank gets the same bits."""
         options = dist.AllreduceOptions()
-        options.reduceOp, options.asyncOp = dist.ReduceOp(op), not x.is_cuda  # False: NCCL runs in the current stream
+        options.reduceOp, options.asyncOp = dist.ReduceOp(op), not x.is_cuda  # NCCL runs in the current stream
         self._run(x, lambda group: group.allreduce([x], options))
         return x
 
@@ -84,7 +84,7 @@ class Communicator:
         it."""
         nccl = self._groups.get("cuda")
         if nccl is not None and self._aborting is None:
-            # NCCL returns once no graph exists that was captured with it, so the exit hook waits for that.
+            # NCCL returns once no graph exists that was captured with it.
             self._aborting = threading.Thread(target=nccl.abort, daemon=True)
             self._aborting.start()
 
@@ -103,7 +103,6 @@ class Communicator:
         self._groups = {}
 
     def _run(self, x: torch.Tensor, collective: Callable[[Any], dist.Work | None]) -> None:
-        """Runs a collective on tensors of the device of `x`."""
         group = self._groups.get(x.device.type)
         if group is None:
             raise RankError("this tensor-parallel group is closed; build a new LLM")
@@ -111,11 +110,11 @@ class Communicator:
             work = collective(group)
             if work is not None:  # NCCL in the current stream returns none
                 work.wait() if x.is_cuda else self._wait(work)
-        except RuntimeError as e:  # torch.distributed's own error is one
+        except RuntimeError as e:  # torch.distributed's own error
             raise e if isinstance(e, RankError) else RankError(f"a tensor-parallel rank was lost: {e}") from e
 
     def _wait(self, work: dist.Work) -> None:
-        """Waits for a collective in main memory, and checks meanwhile that the other ranks run."""
+        """Checks meanwhile that the other ranks run."""
         while True:
             try:
                 work.wait(CHECK)
@@ -129,8 +128,7 @@ class Communicator:
 
 @contextmanager
 def _interface(loopback: bool) -> Iterator[None]:
-    """Where all ranks run on this host: tells gloo and NCCL, through the environment, to use
-    loopback."""
+    """Makes gloo and NCCL use loopback, by the environment."""
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if loopback else ()
     before = {name: os.environ.get(name) for name in names}
     interface = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")  # macOS has "lo0"

@@ -4,7 +4,7 @@
     plan = plan_memory(loaded, budget_bytes=2**30)
     runtime = build(loaded, plan)
 
-`EmbeddedRuntime` runs steps over memory that the host engine hands out. docs/embedding.md has the rules and examples.
+docs/embedding.md has the rules and examples.
 """
 
 from hybridrt.base.config import EngineConfig

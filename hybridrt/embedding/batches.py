@@ -9,7 +9,7 @@ from hybridrt.base.errors import BackendError, PoolError
 from hybridrt.base.forward_batch import ForwardBatch, SpecInfo
 from hybridrt.embedding.numbers import Array, Numbers, check_equal, check_within, host_integers
 from hybridrt.embedding.owners import Owners, StepUse
-from hybridrt.embedding.page_owners import PageOwners, Places
+from hybridrt.embedding.page_owners import GroupOwners, PageOwners, Places
 from hybridrt.embedding.positions import Positions
 from hybridrt.kernels.core.chunk_plan import chunk_lists
 from hybridrt.kernels.core.packed import A, int32_array, map_arrays
@@ -57,9 +57,9 @@ class Batches:
         self.device, self.vocab_size = runtime.target.device, runtime.target.model_config.vocab_size
         self.max_len = runtime.plan.max_model_len + runtime.config.num_verify_tokens - 1
         plan = runtime.plan
-        demand = plan.demand or PageDemand(self.table.page_size)
-        pages = PageOwners(self.table.num_rows, self.max_pages, demand, plan.num_pages, numbers)
-        self.owners = Owners(self.table.num_rows, plan.num_slots, pages, numbers)
+        groups = [(group.demand, group.num_pages) for group in plan.groups] or [(PageDemand(plan.page_size), 0)]
+        pages = [PageOwners(plan.num_rows, self.max_pages, *group, numbers, g) for g, group in enumerate(groups)]
+        self.owners = Owners(self.table.num_rows, plan.num_slots, GroupOwners(pages), numbers)
         self.positions = Positions(numbers.rows)
         self.staging = StagingRing(self.device)
 
@@ -134,16 +134,17 @@ class Batches:
         if reads is None or len(reads) != len(lens) - decodes:  # the backend refuses another number
             reads = _NO_READS
         use = self.owners.use(real, starts, ends, decodes, verifies, reads)
-        missing = use.writes.pages == 0
-        if self.owners.pages.known and missing.any():
-            missing &= ~np.isin(use.writes.lines, real[:padded])
-            self._refuse_missing(use, missing)
+        for writes in use.writes if self.owners.pages.known else ():
+            missing = writes.pages == 0
+            if missing.any():
+                missing &= ~np.isin(writes.lines, real[:padded])
+                self._refuse_missing(use, writes, missing)
         return use
 
-    def _refuse_missing(self, use: StepUse, missing: np.ndarray) -> None:
+    def _refuse_missing(self, use: StepUse, writes: Places, missing: np.ndarray) -> None:
         if missing.any():
             i = int(missing.argmax())
-            line, start = int(use.writes.lines[i]), int(use.writes.indices[i]) * self.table.page_size
+            line, start = int(writes.lines[i]), int(writes.indices[i]) * self.table.page_size
             position = max(start, int(use.starts[(use.lines == line).argmax()]))
             row = self.numbers.rows.outside(line)
             raise PoolError(f"row {row} has no page for position {position}: call write_pages, and admit before it")
@@ -153,9 +154,11 @@ class Batches:
         self.owners.admit_rows(lines, state_slots)
         self.positions.admit_rows(lines.tolist(), state_slots.tolist())
 
-    def places_of_tokens(self, lines: torch.Tensor, positions: torch.Tensor, places: torch.Tensor) -> Places | None:
-        """The checked pages of tokens that tensors on the device enter. None where values are not
-        read; then pages are not checked any more.
+    def places_of_tokens(
+        self, lines: torch.Tensor, positions: torch.Tensor, places: torch.Tensor
+    ) -> tuple[Places, ...] | None:
+        """The checked pages of tokens that tensors on the device enter: `places` [n, G]. None where
+        values are not read; then pages are not checked any more.
 
         Raises:
             PoolError: a token is at another offset in its page, or as PageOwners.checked.
@@ -164,23 +167,24 @@ class Batches:
             return None
         size, rows = self.table.page_size, lines.cpu().numpy().astype(np.int32)
         at, to = (values.cpu().numpy().astype(np.int32) for values in (positions, places))
-        wrong = (at % size != to % size) & (to >= size)
+        wrong = (at[:, None] % size != to % size) & (to >= size)
         if wrong.any():
-            i = int(wrong.argmax())
+            i, group = (int(place) for place in np.argwhere(wrong)[0])
             raise PoolError(
-                f"position {at[i]} gets offset {to[i] % size} of a page; the tokens of a page lie side by side, so its "
-                f"offset is {at[i] % size}"
+                f"position {at[i]} gets offset {to[i, group] % size} of a page; the tokens of a page lie side by side, "
+                f"so its offset is {at[i] % size}"
             )
         return self.checked_places(rows, at // size, to // size)
 
-    def checked_places(self, lines: np.ndarray, indices: np.ndarray, pages: np.ndarray) -> Places:
+    def checked_places(self, lines: np.ndarray, indices: np.ndarray, pages: np.ndarray) -> tuple[Places, ...]:
+        """`pages`: [n, G]."""
         real = lines > 0
         return self.owners.pages.checked(lines[real], indices[real], pages[real], self.owners.lengths_ahead())
 
-    def note_pages(self, places: Places | None) -> None:
+    def note_pages(self, places: tuple[Places, ...] | None) -> None:
         """Enters pages of rows; None: only the device knows them."""
         if places is None:
-            self.owners.pages.known = False
+            self.owners.pages.forget_tables()
         elif self.owners.pages.known:
             self.owners.pages.map(places)
 
@@ -211,14 +215,14 @@ class Batches:
     def _inputs(
         self, arrays: BatchArrays[torch.Tensor], given: torch.Tensor | None, decoded: int, spec: SpecInfo | None
     ) -> TokenInputs:
-        """The first `decoded` tokens are those of decode rows. `given`: ids that were not copied."""
+        """The first `decoded` tokens are of decode rows. `given`: ids that were not copied."""
         ids, positions = arrays.input_ids if given is None else given, arrays.positions
         assert ids is not None
         places = self.table.token_slots(arrays.token_rows, positions)
         if spec is not None and spec.num_drafts is not None:  # padding drafts have no place
             order = torch.arange(spec.tokens_per_row, device=self.device)
             padding = order > spec.num_drafts[: decoded // spec.tokens_per_row, None]
-            places[:decoded].masked_fill_(padding.flatten(), 0)
+            places[..., :decoded].masked_fill_(padding.flatten(), 0)
         if spec is not None and spec.tree_mask is not None:  # siblings share a position
             positions[:decoded] = tree_positions(positions[:decoded], spec.tree_mask)
         return TokenInputs(ids, positions, places)
@@ -232,6 +236,6 @@ def _pack(
     recurrent: RecurrentArrays[np.ndarray],
 ) -> BatchArrays[np.ndarray]:
     ends = np.cumsum(new, dtype=np.int32)
-    offsets = np.repeat(lens - ends, new)  # a token's position minus its place in the batch
+    offsets = np.repeat(lens - ends, new)  # position minus place in the batch
     starts, positions = np.concatenate((np.zeros(1, np.int32), ends)), offsets + np.arange(len(offsets), dtype=np.int32)
     return BatchArrays(lines, lens, starts, np.repeat(lines, new), positions, ids, recurrent)

@@ -45,7 +45,7 @@ def load(config: EngineConfig, *, tp: TPGroup | None = None, progress: bool = Fa
     Args:
         config: max_running_requests and max_model_len are for `plan_memory`. overlap and
             transfer_bytes have no effect. tp_size must be 1.
-        tp: of a process in a tensor-parallel group. Not part of the stable surface.
+        tp: place of this process in a tensor-parallel group. Not part of the stable surface.
         progress: show a bar.
 
     Raises:

@@ -1,8 +1,7 @@
 """A host engine's integers: arrays of any kind, and its own numbers of rows, state slots and pages.
 
-The pools' scratch entry is 0. A host engine chooses another number for it; all others follow in
-order. So its numbers are
-the pools' plus a constant, modulo the number of entries.
+The pools' scratch entry is 0. A host engine may choose another number; all others follow in order:
+its numbers are the pools' plus a constant, modulo the number of entries.
 """
 
 from collections.abc import Sequence
@@ -22,7 +21,8 @@ Integers = TypeVar("Integers", int, np.ndarray, torch.Tensor)
 
 @dataclass(frozen=True)
 class Scratch:
-    """The host engine's scratch row, state slot and page, which no request may have. -1: the last."""
+    """The host engine's scratch row, state slot and page (of each page group), which no request may
+    have. -1: the last."""
 
     row: int = -1
     state_slot: int = -1
@@ -64,7 +64,7 @@ class Places:
         return self.inside(given)
 
     def real(self, name: str, numbers: Array) -> np.ndarray:
-        """As `all`, scratch refused."""
+        """Like `all`, and refuses scratch."""
         found = self.all(name, numbers)
         if not found.all():
             raise PoolError(f"{name} holds {self.scratch}, which is scratch: padding uses it, no request may")
@@ -86,18 +86,24 @@ class Places:
 
 @dataclass(frozen=True)
 class Numbers:
-    """A host engine's numbers of all tables. `tokens` are KV places: page * page_size + offset."""
+    """A host engine's numbers of all tables.
+
+    Attributes:
+        pages: of each page group; one without attention layers.
+        tokens: KV places of each page group: page * page_size + offset.
+    """
 
     rows: Places
     state_slots: Places
-    pages: Places
-    tokens: Places
+    pages: tuple[Places, ...]
+    tokens: tuple[Places, ...]
 
     @classmethod
     def from_plan(cls, plan: MemoryPlan, scratch: Scratch) -> "Numbers":
         """PoolError if a scratch entry is outside its table."""
-        pages = _places("page", plan.num_pages, scratch.page)
-        tokens = Places(pages.count * plan.page_size, pages.scratch * plan.page_size)
+        totals = [group.num_pages for group in plan.groups] or [0]
+        pages = tuple(_places("page", total, scratch.page) for total in totals)
+        tokens = tuple(Places(group.count * plan.page_size, group.scratch * plan.page_size) for group in pages)
         rows, state_slots = (
             _places("row", plan.num_rows, scratch.row),
             _places("state slot", plan.num_slots, scratch.state_slot),
@@ -108,7 +114,7 @@ class Numbers:
 def _places(what: str, real: int, scratch: int) -> Places:
     if not -real - 1 <= scratch <= real:
         raise PoolError(
-            f"the scratch {what} is {scratch}; the table has {real} beside it: 0 to {real}, or -1, the last"
+            f"the scratch {what} is {scratch}; the table has {real} in addition: 0 to {real}, or -1, the last"
         )
     return Places(real + 1, scratch % (real + 1))
 

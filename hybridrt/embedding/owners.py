@@ -7,7 +7,7 @@ import numpy as np
 from hybridrt.base.errors import BackendError, PoolError
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.embedding.numbers import Numbers
-from hybridrt.embedding.page_owners import PageOwners, Places
+from hybridrt.embedding.page_owners import GroupOwners, Places
 
 NOT_ADMITTED = -1
 
@@ -23,7 +23,7 @@ class StepUse:
         decodes: rows at the head that decode or verify; `verifies`: some of their tokens may not
             stay.
         reads: [n - decodes] slots from which the other rows start, 0 for their own.
-        writes: the pages of the new tokens.
+        writes: the pages of the new tokens, by page group.
     """
 
     lines: np.ndarray
@@ -33,7 +33,7 @@ class StepUse:
     decodes: int
     verifies: bool
     reads: np.ndarray
-    writes: Places
+    writes: tuple[Places, ...]
 
 
 class Owners:
@@ -49,12 +49,12 @@ class Owners:
         pages: owners of KV pages.
     """
 
-    def __init__(self, rows: int, slots: int, pages: PageOwners, numbers: Numbers) -> None:
+    def __init__(self, rows: int, slots: int, pages: GroupOwners, numbers: Numbers) -> None:
         self._numbers, self.pages = numbers, pages
         self.slot_of = np.full(rows + 1, NOT_ADMITTED, np.int32)
         self._owner = np.zeros(slots + 1, np.int32)  # the row that has a slot; 0: none
         self._tenancy = np.zeros(rows + 1, np.int64)
-        self._ahead: list[StepUse] = []  # prepared, and not run, in order
+        self._ahead: list[StepUse] = []
 
     # -- memory -------------------------------------------------------------------------------------------------
 

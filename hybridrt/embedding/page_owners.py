@@ -1,5 +1,6 @@
 """Which KV pages each row has, and which row writes each page."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +23,7 @@ class Places:
 
 
 class PageOwners:
-    """Owners of pages.
+    """Owners of the pages of one page group.
 
     Several rows may read a page. One may write it: the last one that was given it and ran a step. A
     row that used the page before has lost it, and no step may name that row until it is admitted
@@ -37,16 +38,19 @@ class PageOwners:
             checked.
     """
 
-    def __init__(self, rows: int, max_pages: int, demand: PageDemand, num_pages: int, numbers: Numbers) -> None:
+    def __init__(
+        self, rows: int, max_pages: int, demand: PageDemand, num_pages: int, numbers: Numbers, group: int = 0
+    ) -> None:
         self._numbers, self._demand, self._size = numbers, demand, demand.page_size
+        self._pages = numbers.pages[group]
         self.known = max_pages > 0
         self.page_of = np.zeros((rows + 1, max_pages), np.int32)
-        self._writer = np.zeros(num_pages + 1, np.int32)  # the row that writes a page; 0: none
+        self._writer = np.zeros(num_pages + 1, np.int32)  # row; 0: none
         self._users = np.zeros(num_pages + 1, np.int32)  # how many rows have a page
-        self._sum = np.zeros(num_pages + 1, np.int64)  # of the rows that have a page: of two, it tells the other
-        self._reach = np.zeros(rows + 1, np.int64)  # tokens of a row, those of prepared steps among them
-        self._floor = np.zeros(rows + 1, np.int64)  # the first position at which its next step may begin
-        self._lost = np.zeros((rows + 1, 2), np.int32)  # the page that a row has lost, and the row that has it now
+        self._sum = np.zeros(num_pages + 1, np.int64)  # sum of the rows that have a page: with two, it tells the other
+        self._reach = np.zeros(rows + 1, np.int64)  # tokens, with prepared steps
+        self._floor = np.zeros(rows + 1, np.int64)  # where its next step may begin
+        self._lost = np.zeros((rows + 1, 2), np.int32)  # a lost page, and the row that has it
 
     def forget_rows(self, lines: np.ndarray) -> None:
         for line in lines.tolist():
@@ -107,7 +111,7 @@ class PageOwners:
         return new
 
     def _held_elsewhere(self, new: Places) -> list[tuple[int, int]]:
-        """(row, index) of places whose page the row now gets at another place."""
+        """Yields (row, index) of places whose page the row now gets elsewhere."""
         users = self._users[new.pages]
         maybe = (users > 1) | ((users == 1) & (self._sum[new.pages] == new.lines))
         found = list[tuple[int, int]]()
@@ -146,7 +150,7 @@ class PageOwners:
             )
         for line, page in self._contended(writes, lines):
             for other in self._others(line, page):
-                end = int(ends[lines == other].sum())  # 0 for a row of no place in the step
+                end = int(ends[lines == other].sum())  # 0 for a row without a place
                 if (self.page_of[other, self._first(other) : -(-end // self._size)] == page).any():
                     raise PoolError(
                         f"rows {self._row(line)} and {self._row(other)} of the step have page {self._page(page)}, and "
@@ -168,7 +172,7 @@ class PageOwners:
         self._floor[lines[:rolls_back]] = starts[:rolls_back] + 1
 
     def _contended(self, writes: Places, among: np.ndarray | None = None) -> list[tuple[int, int]]:
-        """(row, page) of the written pages that other rows have; `among`: the only possible ones."""
+        """Finds (row, page) that other rows have; `among`: the only possible ones."""
         shared = np.flatnonzero((self._users[writes.pages] > 1) & (writes.pages > 0))
         if not len(shared):
             return []
@@ -186,8 +190,7 @@ class PageOwners:
         ]  # fmt: skip
 
     def _take_from(self, other: int, page: int, line: int) -> None:
-        """Row `line` writes a page of row `other`, which has lost it if a step of it used the page
-        in its window."""
+        """Row `line` writes the page. Row `other` loses it if a step of it used it in its window."""
         index = int((self.page_of[other] == page).argmax())
         if index < self._first(other):
             self._unmap(np.array([other]), np.array([index]))
@@ -224,9 +227,55 @@ class PageOwners:
         return self._numbers.rows.outside(int(line))
 
     def _page(self, page: int) -> int:
-        return self._numbers.pages.outside(page)
+        return self._pages.outside(page)
+
+
+class GroupOwners:
+    """Owners of the pages of all page groups. `Places` are given by group.
+
+    Args:
+        groups: of each page group; one without attention layers.
+    """
+
+    def __init__(self, groups: Sequence[PageOwners]) -> None:
+        self.groups = tuple(groups)
+
+    @property
+    def known(self) -> bool:
+        return all(group.known for group in self.groups)
+
+    def forget_tables(self) -> None:
+        """Tables were written on a device that is not read."""
+        for group in self.groups:
+            group.known = False
+
+    def forget_rows(self, lines: np.ndarray) -> None:
+        for group in self.groups:
+            group.forget_rows(lines)
+
+    def checked(
+        self, lines: np.ndarray, indices: np.ndarray, pages: np.ndarray, ahead: np.ndarray
+    ) -> tuple[Places, ...]:
+        """`PageOwners.checked` of each group. `pages`: [n, G]."""
+        return tuple(group.checked(lines, indices, own, ahead) for group, own in zip(self.groups, pages.T))
+
+    def map(self, new: Sequence[Places]) -> None:
+        for group, places in zip(self.groups, new):
+            group.map(places)
+
+    def writes(self, lines: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> tuple[Places, ...]:
+        return tuple(group.writes(lines, starts, ends) for group in self.groups)
+
+    def check_pages(self, lines: np.ndarray, ends: np.ndarray, writes: Sequence[Places]) -> None:
+        for group, places in zip(self.groups, writes):
+            group.check_pages(lines, ends, places)
+
+    def take_pages(
+        self, lines: np.ndarray, starts: np.ndarray, ends: np.ndarray, writes: Sequence[Places], rolls_back: int
+    ) -> None:
+        for group, places in zip(self.groups, writes):
+            group.take_pages(lines, starts, ends, places, rolls_back)
 
 
 def _pairs(lines: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """One number for each pair of 32-bit numbers: [n] int64."""
     return lines.astype(np.int64) << 32 | values

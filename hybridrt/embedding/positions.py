@@ -44,7 +44,7 @@ class Positions:
 
     def __init__(self, rows: Places) -> None:
         self._rows = rows
-        self._of_row: dict[int, int | StepRows] = {}  # a StepRows: its drafts are not committed yet
+        self._of_row: dict[int, int | StepRows] = {}  # a StepRows: not committed yet
         self._of_slot: dict[int, int] = {}
         self._ahead: list[StepRows] = []  # prepared, and not run
 

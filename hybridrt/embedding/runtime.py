@@ -39,7 +39,7 @@ class EmbeddedRuntime:
         self.device = runtime.target.device
         self._batches = Batches(runtime, numbers)
         self._positions, self._owners = self._batches.positions, self._batches.owners
-        self._open: ForwardBatch | None = None  # the batch whose `forward` was called and whose `commit` is missing
+        self._open: ForwardBatch | None = None  # its `commit` is missing
 
     # -- memory -------------------------------------------------------------------------------------------------
 
@@ -76,15 +76,21 @@ class EmbeddedRuntime:
         """KV page `pages[i]` holds the tokens of row `rows[i]` from page_indices[i] * page_size on.
         Does nothing without attention layers.
 
+        Args:
+            pages: [n], or [n, G] for a model whose layers have G different windows: a page of each
+                page group (`plan.groups`). A window group may have the scratch page where all
+                windows of later tokens have passed.
+
         Raises:
             PoolError: a row or page is scratch or outside its table; a row would have a page at two
                 places; a step that has not run uses the page that the place has.
-            BackendError: a page index is outside the row's table, or the arrays differ in length.
+            BackendError: a page index is outside the row's table, or the arrays differ in length or
+                number of page groups.
         """
         table = self.pools.req_to_token
         if not table.max_context:
             return
-        lines, places = self.numbers.rows.real("rows", rows), self.numbers.pages.real("pages", pages)
+        lines, places = self.numbers.rows.real("rows", rows), self._page_sets(pages)
         indices = host_integers("page_indices", page_indices)
         check_equal("rows", lines, "page_indices", indices)
         check_equal("rows", lines, "pages", places)
@@ -92,6 +98,16 @@ class EmbeddedRuntime:
         self._batches.note_pages(self._batches.checked_places(lines, indices, places))
         entries = self._batches.staging.upload(PageEntries(lines, indices, places))
         table.write_pages(entries.rows, entries.indices, entries.pages)
+
+    def _page_sets(self, pages: Array) -> np.ndarray:
+        """[n, G] int32 numbers of the pools, of a host engine's."""
+        groups = self.plan.groups
+        columns = [pages] if len(groups) < 2 else _columns("pages", pages, len(groups))
+        own = [
+            places.real("pages", column) if group.window is None else places.all("pages", column)
+            for column, places, group in zip(columns, self.numbers.pages, groups)
+        ]
+        return np.stack(own, 1)
 
     @in_undisturbed
     @torch.inference_mode()
@@ -101,26 +117,35 @@ class EmbeddedRuntime:
         from offset 0 on. Does nothing without attention layers.
 
         Args:
-            rows, positions, places: [n] int32 or int64 on the runtime's device. Values are checked
-                on a CPU, and elsewhere with HYBRIDRT_DEBUG=1.
+            rows, positions: [n] int32 or int64 on the runtime's device; places also [n, G], as in
+                `write_pages`. Values are checked on a CPU, and elsewhere with HYBRIDRT_DEBUG=1.
 
         Raises:
             BackendError: shapes, dtypes or devices are wrong.
-            PoolError: as for `write_pages`; or a token is at another offset in its page.
+            PoolError: the errors of `write_pages`; or a token is at another offset in its page.
         """
         table, numbers = self.pools.req_to_token, self.numbers
         if not table.max_context:
             return
-        ends = numbers.rows.count, table.max_context, numbers.tokens.count
-        for (name, tensor), end in zip({"rows": rows, "positions": positions, "places": places}.items(), ends):
+        for name, tensor, end in (("rows", rows, numbers.rows.count), ("positions", positions, table.max_context)):
             check_on_device(name, tensor, self.device)
             if tensor.ndim != 1 or tensor.shape != rows.shape:
-                raise BackendError(f"{name} has shape {tuple(tensor.shape)}; rows, positions and places are [n] each")
+                raise BackendError(f"{name} has shape {tuple(tensor.shape)}; rows and positions are [n] each")
             check_range(name, tensor, end)
+        check_on_device("places", places, self.device)
+        groups = table.num_groups
+        if places.shape not in ((len(rows), groups), rows.shape if groups == 1 else ()):
+            raise BackendError(
+                f"places has shape {tuple(places.shape)}; {len(rows)} tokens in {groups} page groups need "
+                f"({len(rows)}{f', {groups}' if groups > 1 else ''})"
+            )
+        sets = places.view(len(rows), groups)
+        for group, own in enumerate(numbers.tokens):
+            check_range("places", sets[:, group], own.count)
         lines = numbers.rows.inside(rows).long()
-        inside = numbers.tokens.inside(places).int()
+        inside = torch.stack([own.inside(sets[:, group]) for group, own in enumerate(numbers.tokens)], 1).int()
         self._batches.note_pages(self._batches.places_of_tokens(lines, positions, inside))
-        table.req_to_token[lines, positions.long()] = inside
+        table.tables[lines, :, positions.long()] = inside
 
     @in_undisturbed
     @torch.inference_mode()
@@ -268,8 +293,8 @@ class EmbeddedRuntime:
         """Records decode steps of one token a row; see `DecodeGraphs`.
 
         Args:
-            max_rows: of the largest graph; None: all rows of the plan.
-            sizes: of the graphs' batches; (): a default choice.
+            max_rows: rows of the largest graph; None: all rows of the plan.
+            sizes: rows of the graphs' batches; (): a default choice.
 
         Raises:
             ConfigError: max_rows is below 1. PoolError: a step waits for its commit.
@@ -320,6 +345,20 @@ class EmbeddedRuntime:
         return kept
 
 
+def _columns(name: str, values: Array, count: int) -> list[np.ndarray]:
+    """The columns of [n, count] integers. BackendError for another shape."""
+    try:
+        found = values if isinstance(values, torch.Tensor) else np.asarray(values)
+    except ValueError as e:  # lists of different lengths
+        raise BackendError(f"{name} is no array of integers: {e}") from e
+    if found.ndim != 2 or found.shape[1] != count:
+        raise BackendError(
+            f"{name} has shape {tuple(found.shape)}; layers of {count} windows need [n, {count}], a page of each "
+            "page group"
+        )
+    return [host_integers(name, found[:, column]) for column in range(count)]
+
+
 class DecodeGraphs:
     """Recorded decode steps of one token a row; `EmbeddedRuntime.capture` makes them.
 
@@ -354,7 +393,8 @@ class DecodeGraphs:
             [n, vocab] logits in the model's dtype, in memory that the next replay overwrites.
 
         Raises:
-            BackendError, PoolError: as for `EmbeddedRuntime.batch`; or no graph holds n rows.
+            BackendError, PoolError: the errors of `EmbeddedRuntime.batch`; or no graph holds n
+                rows.
         """
         batches = self._batches
         self._runtime._require_commit("replay", BackendError)

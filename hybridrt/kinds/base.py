@@ -13,7 +13,8 @@ from hybridrt.base.errors import ConfigError
 
 @dataclass(frozen=True)
 class StateShape:
-    """State of one recurrent layer and one request on one tensor-parallel rank.
+    """State of one recurrent layer and one request on one tensor-parallel rank: one tensor, and the
+    inputs of one conv. Either may be missing.
 
     Attributes:
         kind: name of the LinearKind.
@@ -52,7 +53,8 @@ class LinearKind:
     """One kind of recurrent layer, for pools, memory plan, backends, transfer and `inspect`.
 
     Attributes:
-        title: name for people. letter: the layer's symbol in `hybridrt inspect`.
+        title: name for people. letter: the layer's symbol in `hybridrt inspect`; kinds may share
+            one.
         config: class of its configuration. Its `kind` is the kind's name, also of mixer and
             backend.
         shape: (configuration, ranks) to the state on one rank. ConfigError if ranks cannot share
@@ -61,13 +63,13 @@ class LinearKind:
             has `kind`, `layer_id`, `config`, `width` (channels of its backend's result) and
             `targets(key)` (targets of checkpoint tensors); with a conv also `conv_weight` and
             `conv_bias`.
-        conv_parts: name -> sharded by group? If True and ranks > groups, ranks replicate. If False,
-            the width is prod(temporal[:-1]) and is sharded with the state.
+        conv_parts: whether each conv part is split by group. With more ranks than groups, ranks hold
+            copies. A part that is not has prod(temporal[:-1]) channels and is split as the state.
         temporal_dims: names of the recurrent state's dimensions; empty if only a conv window is
             kept.
         cut_state: whether ranks shard the recurrent state's first dimension, or each keeps all of
             it.
-        state_dtype: of the recurrent state; None for `EngineConfig.mamba_ssm_dtype`.
+        state_dtype: dtype of the recurrent state; None for `EngineConfig.mamba_ssm_dtype`.
         ring_shapes: (state, W) to the shapes of a row's `ring_values`, `ring_keys` (activations'
             dtype) and `ring_gates` (float32); empty if only a conv window is kept, None without
             state mode "replay". `fold_ring` folds S = decay * S + value * key^T, with one gate a

@@ -1,5 +1,4 @@
-"""Gated Delta Net (Yang et al. 2025): value heads with a [V, K] state each, in groups that share a
-key head."""
+"""Gated Delta Net (arXiv:2412.06464): value heads with a [V, K] state each; groups share a key head."""
 
 from dataclasses import dataclass
 

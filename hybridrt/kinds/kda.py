@@ -1,5 +1,4 @@
-"""Kimi Delta Attention (Moonshot AI 2025): a Gated Delta Net with one decay gate per key
-channel."""
+"""Kimi Delta Attention (Moonshot AI 2025): a Gated Delta Net with a decay gate per key channel."""
 
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ class KDAConfig(LinearConfig):
 
     Attributes:
         gate_rank: rank of the projections of decay and output gate; None for full rank.
-        lower_bound: of the log decay, as in hybridrt.kernels.core.records.GateWeights.
+        lower_bound: bound of the log decay, see hybridrt.kernels.core.records.GateWeights.
     """
 
     kind = "kda"
@@ -41,7 +40,7 @@ def _shape(config: KDAConfig, tp_size: int) -> StateShape:
 
 
 def _ring(shape: StateShape, width: int) -> dict[str, tuple[int, ...]]:
-    """A gate for each key channel: in float32 twice the bytes of the keys."""
+    """Has gates by key channel: in float32 twice the bytes of the keys."""
     return gated_ring(shape, width) | {"ring_gates": (shape.groups, width, shape.temporal[2])}
 
 
@@ -55,5 +54,5 @@ KIND = LinearKind(
     conv_parts={"q": False, "k": False, "v": False},
     temporal_dims=("heads", "head_dim", "state_dim"),
     ring_shapes=_ring,
-    replay_pays=False,  # 128 rows of Kimi-Linear on an H200: 11.8 ms a step, 11.5 without (benchmarks/log/decode.md)
+    replay_pays=False,  # Kimi-Linear, 128 rows, H200: 11.8 ms a step, 11.5 without
 )

@@ -1,5 +1,4 @@
-"""Lightning attention (Qin et al. 2024): linear attention with a fixed decay per head and no
-conv."""
+"""Lightning attention (Qin et al. 2024): linear attention with a fixed decay per head, no conv."""
 
 from dataclasses import dataclass
 

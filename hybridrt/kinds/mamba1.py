@@ -1,4 +1,4 @@
-"""Mamba-1 (Gu & Dao 2023): N states per channel, each with its own decay."""
+"""Mamba-1 (Gu & Dao 2023, arXiv:2312.00752): N states per channel, each with its own decay."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ def _shape(config: Mamba1Config, tp_size: int) -> StateShape:
     return StateShape(config.kind, (("x", channels),), config.conv_kernel, (channels, config.state_size), 1)
 
 
-# No ring: each state decays at a rate of its own, so a token's inputs would take as much memory as the state.
+# No ring: each state decays on its own, so inputs would need as much memory.
 KIND = LinearKind(
     title="Mamba-1",
     letter="M",

@@ -1,4 +1,4 @@
-"""Mamba-2 (Dao & Gu 2024): one decay per head; groups of heads share B and C."""
+"""Mamba-2 (Dao & Gu 2024, arXiv:2405.21060): one decay per head; groups of heads share B and C."""
 
 from dataclasses import dataclass
 

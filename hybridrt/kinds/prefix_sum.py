@@ -1,5 +1,4 @@
-"""A running sum of hidden states, the simplest recurrence: it makes a lost state or wrong slot
-obvious."""
+"""A running sum of hidden states: the simplest recurrence makes a lost state or wrong slot obvious."""
 
 from dataclasses import dataclass
 
@@ -32,6 +31,6 @@ KIND = LinearKind(
     conv_parts={},
     temporal_dims=("hidden",),
     cut_state=False,
-    # Nothing in a sum decays, so rounding errors stay in it.
+    # Nothing in a sum decays: rounding errors stay.
     state_dtype=torch.float32,
 )

@@ -12,9 +12,9 @@ from hybridrt.base.errors import BackendError, ConfigError, UnsupportedLayerErro
 from hybridrt.base.plugins import Plugins
 from hybridrt.kinds.base import LinearKind, StateShape
 
-# Each other module of this package holds the KIND of its name.
+# Each module holds its KIND.
 _NAMES = {module.name for module in iter_modules(kinds.__path__)} - {"base", "registry"}
-# Other packages add kinds by entry points of this group, "name = module:object" of a LinearKind.
+# Entry points are "name = module:object" of a LinearKind.
 _PLACES = {name: f"hybridrt.kinds.{name}:KIND" for name in _NAMES}
 _KINDS = Plugins("hybridrt.kinds", _PLACES, "kind of recurrent layer", LinearKind, UnsupportedLayerError)
 

@@ -1,5 +1,4 @@
-"""Gated short convolution (Liquid AI 2025): a causal conv between two gates, with no other
-state."""
+"""Gated short convolution (Liquid AI 2025): a causal conv between two gates, no other state."""
 
 from dataclasses import dataclass
 
@@ -23,7 +22,7 @@ def _shape(config: ShortConvConfig, tp_size: int) -> StateShape:
 
 
 def _ring(shape: StateShape, width: int) -> dict[str, tuple[int, ...]]:
-    """Nothing: the conv's ring has inputs by position, so a cursor rolls them back."""
+    """Empty: the conv's ring is rolled back by position."""
     return {}
 
 

@@ -21,8 +21,7 @@ def _shape(config: SimpleGLAConfig, tp_size: int) -> StateShape:
     return StateShape(config.kind, (), 1, (heads, config.head_dim, config.head_dim), heads)
 
 
-# No state ring: the operation that reads one applies SiLU to its inputs, and rotated heads have
-# none.
+# No ring: the operation that reads one applies SiLU to its inputs.
 KIND = LinearKind(
     title="simple gated linear attention",
     letter="L",

@@ -11,7 +11,7 @@ from hybridrt.kernels.core.records import Rope
 from hybridrt.kernels.dense.norm_activation import sigmoid_mul
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands
 from hybridrt.layers.norm import RMSNorm
-from hybridrt.layers.weights import Build, CheckpointTarget, unchanged
+from hybridrt.layers.weights import Build, CheckpointTarget, parameter, sharded, unchanged
 
 
 def attention_spec(config: AttentionConfig, tp: TPGroup, dtype: torch.dtype) -> AttentionSpec:
@@ -30,6 +30,7 @@ def attention_spec(config: AttentionConfig, tp: TPGroup, dtype: torch.dtype) -> 
         scale=config.head_dim**-0.5 if config.scale is None else config.scale,
         dtype=dtype,
         variant="gqa" if config.latent is None else "mla",
+        sinks=config.sinks,
     )
 
 
@@ -37,13 +38,20 @@ class AttentionLayer:
     """What `backend.forward` needs as its layer. Keys and values are in the KV pool, under
     `layer_id`.
 
+    Args:
+        sinks: [heads of this rank] float32, if the configuration has sinks.
+
     Raises:
         ConfigError: the heads or the KV heads cannot be split over the ranks.
     """
 
-    def __init__(self, config: AttentionConfig, layer_id: int, build: Build) -> None:
+    sinks: torch.Tensor
+
+    def __init__(self, config: AttentionConfig, layer_id: int, build: Build, sinks: torch.Tensor | None = None) -> None:
         self.layer_id = layer_id
         self.spec = attention_spec(config, build.tp, build.dtype)
+        if sinks is not None:
+            self.sinks = sinks
 
 
 def qkv_segments(config: AttentionConfig, tp: TPGroup, bias: bool = False) -> list[Segment]:
@@ -60,24 +68,32 @@ class Attention(nn.Module):
 
     Args:
         cos_sin: rotary table (hybridrt.layers.rotary); None rotates nothing.
-        bias: of all projections.
+        bias: whether all projections have one.
         qk_norm: (epsilon, zero-centred) of RMS norms of each head of q and k; None: no norms. Needs
             `cos_sin`.
         gated: the sigmoid of a fourth projection multiplies the output. Its rows follow those of q,
             head by head, in the checkpoint (Qwen3-Next).
+        head_gated: the sigmoid of one projected number multiplies each head's output (LFM3). Without
+            a bias.
         out_scale: multiplier of the output, applied to its weights.
     """
 
     def __init__(
         self, name: str, config: AttentionConfig, layer_id: int, hidden_size: int, *, build: Build,
         cos_sin: torch.Tensor | None = None, bias: bool = False, qk_norm: tuple[float, bool] | None = None,
-        gated: bool = False, out_scale: float = 1.0,
+        gated: bool = False, head_gated: bool = False, out_scale: float = 1.0,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.config, self.gated, self.out_scale = config, gated, out_scale
-        self.attn = AttentionLayer(config, layer_id, build)
+        self.config, self.gated, self.head_gated, self.out_scale = config, gated, head_gated, out_scale
+        self.name, self.tp = name, build.tp
+        self.sinks: nn.Parameter | None = None
+        if config.sinks:
+            heads = build.tp.divide("attention heads", config.num_heads)
+            self.sinks = parameter(heads, dtype=torch.float32, device=build.device)
+        self.attn = AttentionLayer(config, layer_id, build, self.sinks)
         width = config.num_heads * config.head_dim
         parts = qkv_segments(config, build.tp, bias) + [Segment("gate", width, bias=bias)] * gated
+        parts += [Segment("gate", config.num_heads)] * head_gated
         self.qkv = ColumnLinear(f"{name}.qkv", hidden_size, parts, build=build)
         self.sizes = self.qkv.sizes
         self.o_proj = RowLinear(f"{name}.o_proj", [Segment("x", width, bias=bias)], hidden_size, build=build)
@@ -113,6 +129,10 @@ class Attention(nn.Module):
         found = self.qkv.targets(f"{key}.q_proj", names, rearrange=rearrange)
         for name in ("k", "v"):
             found |= self.qkv.targets(f"{key}.{name}_proj", [name])
+        if self.head_gated:
+            found |= self.qkv.targets(f"{key}.g_proj", ["gate"])
         if self.q_norm is not None and self.k_norm is not None:
             found |= {**self.q_norm.targets(f"{key}.q_norm"), **self.k_norm.targets(f"{key}.k_norm")}
+        if self.sinks is not None:
+            found[f"{key}.sinks"] = sharded(self.tp, f"{self.name}.sinks", self.sinks.data)
         return found | self.o_proj.targets(f"{key}.o_proj", "x", scale=self.out_scale)

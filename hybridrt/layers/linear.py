@@ -1,15 +1,15 @@
 """Linear layers of named segments with their methods, the feed-forward part, embedding and head.
 
 A merged weight holds several checkpoint matrices with one input (ColumnLinear) or one output
-(RowLinear). It needs fewer GEMMs; names keep each matrix loadable and scalable.
+(RowLinear): fewer GEMMs.
 
-Packages add methods by entry points of the group `hybridrt.linear_methods`, "name = module:class".
+Packages add methods by entry points of `hybridrt.linear_methods`, "name = module:class".
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, reduce
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,6 @@ from hybridrt.kernels.dense.linear import ONEDNN_FROM, add_linear, linear, store
 from hybridrt.kernels.dense.moe import ExpertStack, fused_experts
 from hybridrt.kernels.dense.norm_activation import clamped_silu_and_mul
 from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation, InputNorm, is_skinny, skinny_linear
-from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import (
     Build,
     CheckpointMap,
@@ -39,7 +38,10 @@ from hybridrt.layers.weights import (
     whole,
 )
 
-SKINNY_ON = ("cuda",)  # kinds of device that have the kernel for few tokens
+if TYPE_CHECKING:
+    from hybridrt.layers.norm import RMSNorm
+
+SKINNY_ON = ("cuda",)
 
 
 class DenseExperts(ExpertsMethod):
@@ -54,9 +56,11 @@ class DenseExperts(ExpertsMethod):
 
     def apply(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *, activation: Literal["silu", "relu2"],
-        limit: float | None = None,
+        limit: float | None = None, alpha: float | None = None,
+        biases: tuple[torch.Tensor, torch.Tensor | None] | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        return fused_experts(x, ExpertStack(self.up, self.down, activation, limit), weights, ids)
+        stack = ExpertStack(self.up, self.down, activation, limit, alpha, *(biases or ()))
+        return fused_experts(x, stack, weights, ids)
 
 
 class DenseMethod(LinearMethod):
@@ -67,7 +71,7 @@ class DenseMethod(LinearMethod):
 
     experts = DenseExperts
     merges_inputs = True
-    adds_from = 1024  # the next norm then moves half the bytes; with fewer tokens, this makes no difference
+    adds_from = 1024  # the next norm then moves half the bytes
 
     def __init__(self, out_features: int, in_features: int, build: Build) -> None:
         self.weight = parameter(out_features, in_features, dtype=build.dtype, device=build.device)
@@ -106,7 +110,7 @@ class DenseMethod(LinearMethod):
         return add_linear(residual, x if tail is None else side_by_side(x, tail), self.weight)
 
     def apply_normed(
-        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, bias: torch.Tensor | None,
+        self, norm: "RMSNorm", x: torch.Tensor, residual: torch.Tensor | None, bias: torch.Tensor | None,
         activation: Activation | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         if not self.skinny or not is_skinny(x, self.weight, activation):
@@ -133,7 +137,7 @@ class MixedMethod(LinearMethod):
             one input, and their products are added.
     """
 
-    def __init__(self, runs: Sequence[tuple[LinearMethod, int]], dim: int) -> None:  # wraps existing methods
+    def __init__(self, runs: Sequence[tuple[LinearMethod, int]], dim: int) -> None:
         self.runs, self.sizes, self.dim = [method for method, _ in runs], [size for _, size in runs], dim
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -215,7 +219,7 @@ def side_by_side(x: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
     return torch.cat((x, tail), dim=-1)
 
 
-# What a block adds, and the residual to add it to, [T, hidden] each. None: already added.
+# What a block adds, and the residual [T, hidden]; None: already added.
 Summands = tuple[torch.Tensor, torch.Tensor | None]
 
 
@@ -239,7 +243,7 @@ class _SegmentedLinear(nn.Module):
 
     Args:
         name: prefix of piece names, unique in the model.
-        width: of the other dimension.
+        width: size of the other dimension.
     """
 
     dim: ClassVar[int]
@@ -264,7 +268,7 @@ class _SegmentedLinear(nn.Module):
         sizes, shards = {n: self.segments[n].size for n in names}, self.segments[name].shards
 
         def select(t: torch.Tensor) -> torch.Tensor:
-            # split, unlike narrow, raises unless the sizes add up to the whole tensor.
+            # split, unlike narrow, raises for wrong sizes.
             parts = dict(zip(sizes, rearrange(t).split([*sizes.values()], self.dim)))
             return self.tp.shard(parts[name], self.dim, shards)
 
@@ -314,22 +318,27 @@ class ColumnLinear(_SegmentedLinear):
 
 class RowLinear(_SegmentedLinear):
     """y = sum over ranks of x W^T, + b, with a sharded input: x [T, sum of local segments], y [T,
-    out]."""
+    out].
+
+    Attributes:
+        adds: whether `onto` may add the residual itself. False if y is normed first.
+    """
 
     dim = 1
+    adds = True
 
     def forward(self, x: torch.Tensor, tail: torch.Tensor | None = None, reduce: bool = True) -> torch.Tensor:
         """y of x, or of [x, tail], which then need no common tensor. `reduce` False: this rank's
         summand, for a caller with a sum over ranks of its own."""
-        # One rank adds the bias, so that the sum over ranks has it once.
+        # One rank: the sum has it once.
         bias = self.bias if self.tp.rank == 0 else None
         y = self.method.apply(x, bias, tail=tail)
         return self.tp.all_reduce(y) if reduce and self.tp.size > 1 else y
 
     def onto(self, residual: torch.Tensor, x: torch.Tensor, tail: torch.Tensor | None = None) -> Summands:
         """`forward`, and the residual to add it to. May overwrite `residual`."""
-        adds = self.bias is None and x.shape[0] >= self.method.adds_from and residual.dtype == x.dtype
-        # One rank adds the residual or the bias, so that the sum over ranks has it once.
+        adds = self.adds and self.bias is None and x.shape[0] >= self.method.adds_from and residual.dtype == x.dtype
+        # One rank: the sum has it once.
         if adds and self.tp.rank == 0:
             y = self.method.apply_onto(residual, x, tail)
         else:
@@ -337,7 +346,8 @@ class RowLinear(_SegmentedLinear):
         return y if self.tp.size == 1 else self.tp.all_reduce(y), None if adds else residual
 
     def targets(self, key: str, name: str, *, scale: float = 1.0) -> CheckpointMap:
-        """Targets of `key`.weight (and .bias), which reads segment `name`. `scale`: of its output."""
+        """Targets of `key`.weight (and .bias), which reads segment `name`. `scale`: factor of its
+        output."""
         found = self.method.targets(key, [self._part([name], name, scale)])
         if self.bias is not None and self.segments[name].bias:
             piece = Piece(f"{self.name}.{name}.bias", self.bias.data, unchanged, scale, accumulate=True)
@@ -367,7 +377,7 @@ class MLP(nn.Module):
         self.up = ColumnLinear(f"{name}.{'_'.join(parts)}", hidden_size, into, build=build)
         self.down = RowLinear(f"{name}.down", [Segment("x", intermediate_size, bias=bias)], hidden_size, build=build)
 
-    def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
+    def forward(self, norm: "RMSNorm", x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         """MLP of norm(x + residual), and x + residual. `batch` is only for experts."""
         h, residual = self.up.method.apply_normed(norm, x, residual, self.up.bias, self.activation)
         return self.down.onto(residual, h if self.limit is None else clamped_silu_and_mul(h, self.limit))

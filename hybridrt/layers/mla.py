@@ -7,12 +7,13 @@ from hybridrt.attention.base import AttentionInputs
 from hybridrt.base.config import AttentionConfig, LatentConfig
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kernels.core.records import LatentWeights, Rope
+from hybridrt.kernels.dense.norm_activation import sigmoid_mul
 from hybridrt.layers.attention import attention_spec
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget, Piece, Transform, parameter
 
-NORM_EPS = 1e-6  # of latent vectors and compressed queries; rms_norm_eps is for other norms
+NORM_EPS = 1e-6  # epsilon of latent vectors and compressed queries; rms_norm_eps is for other norms
 
 
 class LatentAttentionLayer:
@@ -30,7 +31,8 @@ class LatentAttention(nn.Module):
         config: with `latent`.
         cos_sin: rotary table; None rotates nothing. Rotated pairs are neighbours in checkpoints and
             half a head apart in our kernels: loading sorts the rows.
-        bias: of the projections to latent vectors and compressed queries, and of the output.
+        bias: whether there is one in the projections to latent vectors and compressed queries, and
+            of the output.
         gated: the sigmoid of one projected number multiplies each head's output (Ling 3).
     """
 
@@ -68,10 +70,7 @@ class LatentAttention(nn.Module):
         if self.q_norm is not None and self.q_up is not None:
             q = self.q_up.method.apply_normed(self.q_norm, q, None, self.q_up.bias)[0]
         out = batch.attn_backend.run(self.attn, batch, AttentionInputs(q, k, rope=self.rope))
-        if gate:
-            heads = out.unflatten(1, (gate[0].shape[1], -1))
-            out = heads.mul_(gate[0].float().sigmoid().to(out.dtype).unsqueeze(-1)).flatten(1)
-        return self.o_proj.onto(residual, out)
+        return self.o_proj.onto(residual, sigmoid_mul(out, *gate) if gate else out)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         sort, dims = neighbours_to_halves if self.rope else (lambda t: t), self.dims
@@ -98,8 +97,7 @@ class LatentAttention(nn.Module):
         return found | self.o_proj.targets(f"{key}.o_proj", "x")
 
     def _heads_of(self, t: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """This rank's heads of kv_b_proj [heads * (nope + value), rank]: [H, nope, rank] and [H,
-        value, rank]."""
+        """Cuts kv_b_proj to this rank's [H, nope, rank] and [H, value, rank]."""
         sizes = (self.dims.nope_dim, self.dims.value_dim)
         heads = t.unflatten(0, (self.heads, -1))
         return self.tp.shard(heads, 0).split(sizes, dim=1)

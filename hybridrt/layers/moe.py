@@ -17,9 +17,18 @@ from hybridrt.kernels.dense.moe import (
 )
 from hybridrt.layers.linear import MLP, ColumnLinear, DenseMethod, Segment, Summands, experts_method
 from hybridrt.layers.norm import RMSNorm
-from hybridrt.layers.weights import Build, CheckpointTarget, ExpertPart, TensorPart, Transform, parameter, whole
+from hybridrt.layers.weights import (
+    Build,
+    CheckpointTarget,
+    ExpertPart,
+    TensorPart,
+    Transform,
+    parameter,
+    sharded,
+    whole,
+)
 
-SHARED_WEIGHT = 0.5  # sigmoid(0): weight of shared experts without a gate
+SHARED_WEIGHT = 0.5  # sigmoid(0), of shared experts without a gate
 
 
 class SoftmaxRouter(nn.Module):
@@ -28,30 +37,49 @@ class SoftmaxRouter(nn.Module):
     Args:
         shared_experts: experts for every token, after the routed ones. The sigmoid of one more row
             weighs them: SHARED_WEIGHT if the checkpoint has no such row.
+        bias: added to the logits.
+        exact: logits are float32 products. Else they are rounded to the model's dtype.
     """
 
     def __init__(
         self, name: str, hidden_size: int, num_experts: int, *, top_k: int, renormalize: bool, build: Build,
-        shared_experts: int = 0,
+        shared_experts: int = 0, bias: bool = False, exact: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         self.name, self.num_experts, self.shared_experts = name, num_experts, shared_experts
         self.choice = SoftmaxChoice(top_k, renormalize, shared_experts)
-        # Eight rows for one gate, so that 16-byte accesses to a token's logits are aligned. Routers
-        # are never quantised.
-        self.method = DenseMethod(num_experts + (8 if shared_experts else 0), hidden_size, build)
-        self.weight = self.method.weight
+        # Eight rows for one gate align accesses to 16 bytes. Routers are never quantised.
+        rows = num_experts + (8 if shared_experts else 0)
+        self.method = None if exact else DenseMethod(rows, hidden_size, build)
+        if self.method is None:
+            self.weight = parameter(rows, hidden_size, dtype=torch.float32, device=build.device)
+        else:
+            self.weight = self.method.weight
         self.weight.data[num_experts:].zero_()
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = parameter(rows, dtype=build.dtype, device=build.device, dummy="zeros")
+            self.bias.data.zero_()
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, hidden] to weights [T, k + shared experts] float32 and expert ids, int32. Padding has
         no expert."""
-        logits = self.method.apply(x, None)
+        logits = self._logits(x)
         gate = logits[:, self.num_experts] if self.shared_experts else None
         return router_softmax(logits[:, : self.num_experts], self.choice, gate, batch.padded_rows)
 
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        if self.method is not None:
+            return self.method.apply(x, self.bias)
+        logits = router_product(x, self.weight)
+        return logits if self.bias is None else logits + self.bias
+
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
-        return {f"{key}.weight": whole(f"{self.name}.weight", self.weight.data[: self.num_experts])}
+        tensors = {"weight": self.weight} if self.bias is None else {"weight": self.weight, "bias": self.bias}
+        return {
+            f"{key}.{each}": whole(f"{self.name}.{each}", tensor.data[: self.num_experts])
+            for each, tensor in tensors.items()
+        }
 
     def shared_gate_targets(self, key: str) -> dict[str, CheckpointTarget]:
         row = self.weight.data[self.num_experts : self.num_experts + 1]
@@ -101,16 +129,19 @@ class Experts(nn.Module):
         shared_size: intermediate size of an MLP for every token. It is stored as `num_shared`
             experts E, E + 1, ... of size I, the last one padded with zeros.
         scales: multipliers of the outputs of experts and of that MLP, applied to weights.
-        limit: of SwiGLU, as in ExpertStack.
+        limit, alpha: of SwiGLU, as in ExpertStack.
+        bias: all matrices of routed experts have biases.
     """
 
     def __init__(
         self, name: str, num_experts: int, size: int, intermediate_size: int, *,
         activation: Literal["silu", "relu2"], build: Build, shared_size: int = 0,
-        scales: tuple[float, float] = (1.0, 1.0), limit: float | None = None,
+        scales: tuple[float, float] = (1.0, 1.0), limit: float | None = None, alpha: float | None = None,
+        bias: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.name, self.num_experts, self.tp, self.scales, self.limit = name, num_experts, build.tp, scales, limit
+        self.name, self.num_experts, self.tp, self.scales = name, num_experts, build.tp, scales
+        self.limit, self.alpha = limit, alpha
         self.activation: Literal["silu", "relu2"] = activation
         self.matrices = ("gate", "up") if activation == "silu" else ("up",)
         self.local = self.tp.divide("channels of an expert", intermediate_size)
@@ -119,15 +150,26 @@ class Experts(nn.Module):
         self.method = experts_method(build.scheme(name, "experts"))(count, rows, size, self.local, build)
         for each, param in self.method.parameters().items():
             self.register_parameter(each, param)
+        self.biases: tuple[nn.Parameter, nn.Parameter | None] | None = None
+        if bias:
+            self.up_bias, self.down_bias = (
+                parameter(count, n, dtype=build.dtype, device=build.device, dummy="zeros") for n in (rows, size)
+            )
+            for param in (self.up_bias, self.down_bias):
+                param.data.zero_()
+            # One rank adds that of down, so that the sum over ranks has it once.
+            self.biases = (self.up_bias, self.down_bias if self.tp.rank == 0 else None)
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """[T, in] to this rank's summand of [T, in]."""
-        return self.method.apply(x, weights, ids, activation=self.activation, limit=self.limit)
+        return self.method.apply(
+            x, weights, ids, activation=self.activation, limit=self.limit, alpha=self.alpha, biases=self.biases
+        )
 
     def _targets(
         self, key: str, name: str, first: int, count: int, up: Transform, down: Transform
     ) -> dict[str, CheckpointTarget]:
-        """Targets of `key`.{gate,up,down}_proj.weight: `count` experts from `first` on."""
+        """Maps `key`.{gate,up,down}_proj.weight to `count` experts from `first` on."""
         found: dict[str, CheckpointTarget] = {}
         for i, matrix in enumerate(self.matrices):
             part = ExpertPart(f"{name}.{matrix}", "up", first, count, i * self.local, self.local, up)
@@ -141,14 +183,24 @@ class Experts(nn.Module):
         for e in range(self.num_experts):
             up, down = (lambda t: self.tp.shard(t, 0)[None]), (lambda t: self.tp.shard(t, 1)[None])
             found |= self._targets(f"{key}.{e}", f"{self.name}.{e}", e, 1, up, down)
+            found |= self._bias_targets(f"{key}.{e}", f"{self.name}.{e}", e)
         return found
+
+    def _bias_targets(self, key: str, name: str, e: int) -> dict[str, CheckpointTarget]:
+        if self.biases is None:
+            return {}
+        found: dict[str, CheckpointTarget] = {}
+        for i, matrix in enumerate(self.matrices):
+            place = self.up_bias.data[e, i * self.local : (i + 1) * self.local]
+            found[f"{key}.{matrix}_proj.bias"] = sharded(self.tp, f"{name}.{matrix}.bias", place)
+        return found | {f"{key}.down_proj.bias": whole(f"{name}.down.bias", self.down_bias.data[e])}
 
     def shared_targets(self, key: str) -> dict[str, CheckpointTarget]:
         size = self.local * self.tp.size
 
         def by_expert(t: torch.Tensor) -> torch.Tensor:
-            """[shared_size, in] to [num_shared, this rank's part of I, in]."""
-            whole_rows = t.split([self.shared_size])[0]  # split raises if there are more or fewer
+            """Cuts [shared_size, in] to [num_shared, this rank's part of I, in]."""
+            whole_rows = t.split([self.shared_size])[0]  # split raises for another number
             padded = F.pad(whole_rows, (0, 0, 0, self.num_shared * size - self.shared_size))
             return self.tp.shard(padded.unflatten(0, (self.num_shared, size)), 1)
 
@@ -156,7 +208,7 @@ class Experts(nn.Module):
         return self._targets(key, name, self.num_experts, self.num_shared, by_expert, down)
 
 
-# Key suffixes of tensors with all experts, in newer transformers.
+# Newer transformers stack all experts.
 STACKS = {
     ".experts.gate_up_proj": ("gate", "up"),
     ".experts.up_proj": ("up",),
@@ -221,7 +273,7 @@ class MoE(nn.Module):
     def summand(self, h: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         weights, ids = self.router(h, batch)
         all_reduce = self.experts.tp.all_reduce
-        if self.latent is not None:  # the projection back needs whole sums of routed experts
+        if self.latent is not None:  # the projection needs whole sums
             routed = self.latent.back(all_reduce(self.experts(self.latent.into(h), weights, ids)))
             return routed if self.shared is None else routed + self.shared.summand(h, reduce=True)
         routed = self.experts(h, weights, ids)

@@ -1,6 +1,6 @@
-"""RMS norms, and the stack of normed parts that add to a residual.
+"""RMS norms with float32 weights, and the stack of normed parts that add to a residual.
 
-Weights are float32: a zero-centred (1 + w) would lose bits in bfloat16.
+In bfloat16 a zero-centred (1 + w) would lose bits.
 """
 
 from collections import Counter
@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kernels.dense.gated_norm import GATE_ACTIVATIONS, GateActivation, gated_rms_norm
 from hybridrt.kernels.dense.norm_activation import add_rms_norm, rms_norm
+from hybridrt.layers.linear import RowLinear, Summands
 from hybridrt.layers.weights import Build, CheckpointMap, CheckpointTarget, parameter, whole
 
 
@@ -84,7 +86,7 @@ class GatedRMSNorm(nn.Module):
 
     Args:
         size: width on this rank. `group_size` divides it, or is the width over all ranks.
-        activation: of the gate.
+        activation: activation of the gate.
     """
 
     def __init__(
@@ -120,19 +122,46 @@ class ResidualPart:
     """One norm and its part.
 
     Attributes:
-        norm_key, key: of norm and part in a checkpoint, below the layer's; "" if the part's keys
+        norm_key, key: checkpoint keys of norm and part, below the layer's; "" if the part's keys
             are directly below it.
         part: a module with `targets(key)`, and with `forward(norm, x, residual, batch)`, which
             returns what it adds to x + residual, and that sum.
+        post_key: of a second norm, of what the part adds; "" if there is none.
     """
 
     norm_key: str
     key: str
     part: Any
+    post_key: str = ""
+
+
+class Sandwich(nn.Module):
+    """A part between two norms:  x ─ norm ─ part ─ norm ─ +
+
+    Args:
+        each: the part and its keys.
+        post: the second norm.
+    """
+
+    def __init__(self, each: ResidualPart, post: RMSNorm) -> None:
+        super().__init__()
+        self.part, self.post, self.key, self.post_key = each.part, post, each.key, each.post_key
+        for module in self.part.modules():
+            if isinstance(module, RowLinear):
+                module.adds = False
+
+    def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
+        added, residual = self.part(norm, x, residual, batch)
+        return self.post(added)[0], residual
+
+    def targets(self, layer: str) -> CheckpointMap:
+        """`layer`: the layer's key, because the norm's is directly below it."""
+        part_key = f"{layer}.{self.key}" if self.key else layer
+        return {**self.part.targets(part_key), **self.post.targets(f"{layer}.{self.post_key}")}
 
 
 class ResidualStack(nn.Module):
-    """Layers of parts:  x ─ norm ─ part ─ + ─ norm ─ part ─ + ...
+    """Layers of parts:  x ─ norm ─ part ─ + ─ norm ─ part ─ + ...  A part may have a second norm.
 
     Args:
         layers: parts by layer name, which prefixes the names of pieces.
@@ -142,17 +171,20 @@ class ResidualStack(nn.Module):
     def __init__(self, layers: dict[str, Sequence[ResidualPart]], hidden_size: int, **norm: Any) -> None:
         super().__init__()
         self.norms, self.parts = nn.ModuleList(), nn.ModuleList()
-        self.keys: list[tuple[int, str, str]] = []  # of each part: its layer, its norm's key, its own key
+        self.keys: list[tuple[int, str, str]] = []  # each part's layer, its norm's key, its own key
         self._short: list[tuple[RMSNorm, Any]] | None = None
         self._between: tuple[frozenset[int], Callable[[], None]] | None = None
         for i, (name, parts) in enumerate(layers.items()):
             for each in parts:
                 self.norms.append(RMSNorm(f"{name}.{each.norm_key}", hidden_size, **norm))
-                self.parts.append(each.part)
-                self.keys.append((i, each.norm_key, each.key))
+                if each.post_key:
+                    self.parts.append(Sandwich(each, RMSNorm(f"{name}.{each.post_key}", hidden_size, **norm)))
+                else:
+                    self.parts.append(each.part)
+                self.keys.append((i, each.norm_key, "" if each.post_key else each.key))
 
     def __iter__(self) -> Iterator[tuple[RMSNorm, Any]]:
-        """(norm, part) in order. A model calls the part itself, which saves a Python frame each."""
+        """Yields (norm, part). A model calls the part itself, which saves a Python frame each."""
         parts: Any = zip(self.norms, self.parts) if self._short is None else self._short
         return iter(parts) if self._between is None else self._with_calls(parts, *self._between)
 
@@ -174,11 +206,11 @@ class ResidualStack(nn.Module):
 
     @contextmanager
     def shortened(self, sorts: Sequence[Any]) -> Iterator[None]:
-        """In this context, iteration gives two parts of each sort, which launch all kernels (the
-        first part may lack a residual).
+        """In this context, iteration gives two parts of each sort. Two launch all kernels of the
+        sort: the first part of a model has no residual to add to, and launches another norm.
 
         Args:
-            sorts: of layers. Equal sorts have equal part types and weight shapes.
+            sorts: a sort for each layer. Equal sorts have equal part types and weight shapes.
         """
         counts, kept = Counter[str](), []
         parts: Any = zip(self.keys, self.norms, self.parts)

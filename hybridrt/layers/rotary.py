@@ -12,9 +12,9 @@ from hybridrt.base.errors import ConfigError, shown
 def rotary_table(config: ModelConfig, attention: AttentionConfig, max_len: int, device: torch.device) -> torch.Tensor:
     """[max_len, rot] float32: rot/2 cosines, then rot/2 sines (Su et al. 2021, eq. 34).
 
-    `rot` is rotary_dim x partial_rotary_factor, rounded up to an even number. Frequencies of types
-    other than "default" are those of transformers.modeling_rope_utils. A "meta" device computes
-    nothing.
+    `rot` is rotary_dim x partial_rotary_factor, rounded up to an even number; with the type
+    "proportional", rotary_dim. Frequencies of other types than these and "default" are those of
+    transformers.modeling_rope_utils. A "meta" device computes nothing.
 
     Raises:
         ConfigError: the model's rope_parameters give no frequencies, or max_len is beyond what they
@@ -31,8 +31,7 @@ def rotary_table(config: ModelConfig, attention: AttentionConfig, max_len: int, 
 
 
 def _check_longrope(attention: AttentionConfig, max_len: int) -> None:
-    """longrope changes all frequencies when a request outgrows the pretraining length, so one table
-    cannot serve both."""
+    """Refuses lengths beyond pretraining: longrope changes all frequencies there."""
     rope: Any = attention.rope
     short = rope.get("original_max_position_embeddings") or max_len
     if rope.get("rope_type") == "longrope" and max_len > short:
@@ -41,14 +40,24 @@ def _check_longrope(attention: AttentionConfig, max_len: int) -> None:
 
 def _frequencies(config: ModelConfig, attention: AttentionConfig) -> tuple[torch.Tensor, float]:
     rope: Any = attention.rope
-    if rope.get("rope_type", "default") != "default":
+    kind, size, part = rope.get("rope_type", "default"), attention.rotary_dim, rope.get("partial_rotary_factor") or 1.0
+    if kind == "proportional":
+        return _proportional_frequencies(rope["rope_theta"], size, int(part * size // 2), rope.get("factor")), 1.0
+    if kind != "default":
         return _scaled_frequencies(config, attention, rope)
-    rot = int(attention.rotary_dim * (rope.get("partial_rotary_factor") or 1.0))
+    rot = int(size * part)
     return 1.0 / rope["rope_theta"] ** (torch.arange(0, rot, 2, dtype=torch.float32) / rot), 1.0
 
 
+def _proportional_frequencies(theta: float, size: int, pairs: int, factor: float | None) -> torch.Tensor:
+    """The first `pairs` of all pairs turn, as fast as if all did (LFM3)."""
+    found = torch.zeros(size // 2, dtype=torch.float32)
+    found[:pairs] = 1.0 / theta ** (torch.arange(0, 2 * pairs, 2, dtype=torch.float32) / size)
+    return found / (1.0 if factor is None else factor)
+
+
 def _scaled_frequencies(config: ModelConfig, attention: AttentionConfig, rope: Any) -> tuple[torch.Tensor, float]:
-    from transformers import PreTrainedConfig  # slow to import, so only if needed
+    from transformers import PreTrainedConfig  # slow to import
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope_type = rope["rope_type"]
@@ -57,12 +66,16 @@ def _scaled_frequencies(config: ModelConfig, attention: AttentionConfig, rope: A
             f"rope_type is {shown(rope_type)}; known are default, {', '.join(sorted(ROPE_INIT_FUNCTIONS))}"
         )
     try:
-        # The formulas read these fields.
         whole = PreTrainedConfig(
             rope_parameters=dict(rope), head_dim=attention.rotary_dim, hidden_size=config.hidden_size,
             num_attention_heads=attention.num_heads, max_position_embeddings=config.max_position_embeddings,
         )  # fmt: skip
         inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](whole, torch.device("cpu"))
         return inv_freq, float(scaling)
-    except Exception as e:  # the formulas raise anything on bad numbers
+    except Exception as e:  # the formulas raise anything
         raise ConfigError(f"rope_parameters {shown(rope)} do not serve rope_type {rope_type!r}: {e!r}") from e
+
+
+def unturned_table(max_len: int, device: torch.device) -> torch.Tensor:
+    """[max_len, 2] float32: a table that rotates nothing, for heads with norms and no positions."""
+    return torch.tensor([1.0, 0.0], device=device).repeat(max_len, 1)

@@ -26,7 +26,7 @@ class Adapter(nn.Module):
 
     def __init__(self, name: str, size: int, rank: int, matrices: dict[str, list[Segment]], *, build: Build) -> None:
         super().__init__()
-        # Not sharded: every rank needs the low-rank vectors.
+        # Every rank needs the low-rank vectors.
         self.down = ColumnLinear(f"{name}.down", size, [Segment(each, rank) for each in matrices], build=build.uncut)
         self.ups = nn.ModuleDict(
             {each: ColumnLinear(f"{name}.{each}", rank, parts, build=build) for each, parts in matrices.items()}
@@ -54,7 +54,7 @@ class SharedBlock(nn.Module):
     Args:
         places: index of a place among those of all blocks -> layer id.
         attention_adapters: q, k and v have adapters too.
-        bias: of the MLP.
+        bias: whether the MLP has one.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class SharedBlock(nn.Module):
         )
         self.qkv = ColumnLinear(f"{name}.qkv", 2 * hidden, qkv, build=build)
         self.o_proj = RowLinear(f"{name}.o_proj", [Segment("x", inner)], hidden, build=build)
-        own = [replace(part, bias=bias) for part in gate_up]  # adapters have none
+        own = [replace(part, bias=bias) for part in gate_up]
         self.up = ColumnLinear(f"{name}.gate_up", hidden, own, build=build)
         down = [Segment("x", intermediate_size, bias=bias)]
         self.down = RowLinear(f"{name}.down", down, hidden, build=build)

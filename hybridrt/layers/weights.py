@@ -49,9 +49,9 @@ def unchanged(t: torch.Tensor) -> torch.Tensor:
     return t
 
 
-# A part of a tensor: the key that it would have alone, and how to select it.
+# The part's own key, and how to select it.
 TensorPart = tuple[str, Transform]
-# Integers and float8 are refused: they need scales, which dense weights do not apply.
+# Integers and float8 need scales, which dense weights do not apply.
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -130,7 +130,7 @@ class Part:
     Attributes:
         name: prefix of piece names, unique in the model.
         dim: the weight's segments are rows (0, outputs) or columns (1, inputs).
-        start, size: of the segment in the weight, along `dim`.
+        start, size: place of the segment in the weight, along `dim`.
         select: takes a checkpoint tensor with the matrix's rows (columns) at `dim` to this rank's.
         scale: multiplier of the matrix. The method chooses the numbers to multiply.
     """
@@ -173,7 +173,7 @@ class ExpertsMethod(Method, ABC):
     """A stack of experts: up [E, rows, in], down [E, in, size].
 
     Args:
-        count: E. rows: of up: `size`, or twice as many, with the gate first.
+        count: E. rows: rows of up: `size`, or twice as many, with the gate first.
     """
 
     @abstractmethod
@@ -186,10 +186,12 @@ class ExpertsMethod(Method, ABC):
     @abstractmethod
     def apply(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *, activation: Literal["silu", "relu2"],
-        limit: float | None = None,
+        limit: float | None = None, alpha: float | None = None,
+        biases: tuple[torch.Tensor, torch.Tensor | None] | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """[T, in] to this rank's part of [T, in]. weights, ids [T, k] as in `fused_experts`, the
-        others as in ExpertStack."""
+        others as in ExpertStack; biases of up and down. Without that of down another rank adds
+        it."""
 
 
 class LinearMethod(Method, ABC):

@@ -80,7 +80,7 @@ def serve(place: Place, rank: int, size: int, device: torch.device, ahead: Start
     leader = Leader(place.join(rank), place.directory)
     try:
         comm = place.communicator(rank, size, device)
-        with undisturbed():  # under torchrun the rest of this process is a script of the user
+        with undisturbed():  # a script follows under torchrun
             comm.connect()
             _serve(leader, comm, ahead)
             comm.close()
@@ -95,7 +95,7 @@ def serve(place: Place, rank: int, size: int, device: torch.device, ahead: Start
 
 
 def _serve(leader: Leader, comm: Communicator, ahead: StartAhead | None) -> None:
-    """For each model: its configuration, steps and tasks, None. Then None."""
+    """Gets each model's configuration, steps and tasks, None. Then None."""
     while (config := leader.receive()) is not None:
         if not isinstance(config, EngineConfig):
             raise MessageError(f"rank 0 sent {type(config).__name__} where a configuration belongs")
@@ -109,7 +109,7 @@ def _serve(leader: Leader, comm: Communicator, ahead: StartAhead | None) -> None
 
 
 def _run_tasks(leader: Leader, runner: ModelRunner) -> None:
-    """Steps and tasks up to None. Masks are for the step that was launched last."""
+    """Ends at None. Masks are for the last launched step."""
     step, masks = LaunchedStep(), list[np.ndarray]()
     while (message := leader.receive()) is not None:
         if isinstance(message, StepPlan):

@@ -1,5 +1,4 @@
-"""Messages between ranks, as bytes: configurations, steps and tasks from rank 0, signs of life to.
-it."""
+"""Messages between ranks: configurations, steps and tasks from rank 0, heartbeats to it."""
 
 import importlib
 import operator
@@ -11,8 +10,7 @@ import numpy as np
 from hybridrt.base.errors import MessageError
 from hybridrt.channel.codec import Message, pack, unpack
 
-# Every kind of task of rank 0, and its type. Types of packages above the runtime are imported when
-# the first such task comes.
+# Types above the runtime are imported with their first task.
 KINDS = {
     "serve": "hybridrt.base.config:EngineConfig",
     "step": "hybridrt.runtime.step.plan:StepPlan",
@@ -40,7 +38,7 @@ class Hello(Message):
 
 
 class Beat(Message):
-    """A rank's sign of life."""
+    """A rank's heartbeat."""
 
 
 class Failed(Message):
@@ -82,21 +80,25 @@ def decode(data: bytes) -> Any:
     return unpack(task.body, getattr(importlib.import_module(module), kind), _column)
 
 
-def _plain(value: Any) -> int | list[int] | bytes:
-    """A column, a range or a NumPy integer of a plan, in a form that msgpack has."""
+def _plain(value: Any) -> int | list[Any] | bytes:
+    """A column, page sets, a range or a NumPy integer of a plan, in a form that msgpack has."""
     if isinstance(value, np.ndarray):
-        return value.astype("<i4", casting="safe", copy=False).tobytes()
+        data = value.astype("<i4", casting="safe", copy=False).tobytes()
+        return data if value.ndim == 1 else [value.shape[1], data]
     return list(value) if isinstance(value, range) else operator.index(value)
 
 
 def _column(kind: type, value: Any) -> np.ndarray:
-    """[n] int32 that were sent as bytes, each 0 or more."""
+    """[n] int32 that were sent as bytes, or [n, G] that were sent as [G, bytes]; each 0 or more."""
+    shape: tuple[int, ...] = (-1,)
+    if isinstance(value, list) and len(value) == 2 and type(value[0]) is int and value[0] > 0:
+        shape, value = (-1, value[0]), value[1]
     if kind is not np.ndarray or not isinstance(value, bytes):
         raise ValueError(f"{type(value).__name__} where bytes of a column belong")
     column = np.frombuffer(value, "<i4")
     if column.size and column.min() < 0:
         raise ValueError(f"a column holds {column.min()}")
-    return column
+    return column.reshape(shape)
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)

@@ -44,7 +44,8 @@ class Place:
     Attributes:
         host, port: where rank 0 listens for links of ranks with `key`.
         store: through which gloo and NCCL find their peers.
-        directory: of a run on one host: readable by this user only, with the key and the store.
+        directory: a directory for a run on one host: readable by this user only, with the key and
+            the store.
     """
 
     host: str
@@ -71,8 +72,8 @@ def start_ranks(size: int, kind: str, ahead: StartAhead | None = None) -> Ranks:
     """Starts ranks 1 to `size` - 1 on this machine, as processes that end with this one.
 
     Args:
-        kind: of their devices, "cpu" or "cuda".
-        ahead: as in ModelRunner; they find it by its name.
+        kind: type of their devices, "cpu" or "cuda".
+        ahead: that of ModelRunner; they find it by its name.
 
     Raises:
         ConfigError: the time-out in the environment is not a number of seconds, or `ahead` has no
@@ -134,7 +135,7 @@ def torchrun_ranks(world: World, kind: str) -> Ranks:
     """Rank 0's view of torchrun's processes, once per process; they leave when it ends.
 
     Raises:
-        ConfigError: as `torchrun_place`.
+        ConfigError: the errors of `torchrun_place`.
         RankError: not all ranks came.
     """
     key, timeout = _torchrun_key(world), rank_timeout()
@@ -155,7 +156,7 @@ def _lead(
     place: Place, listener: Listener, size: int, device: torch.device, timeout: float,
     processes: Sequence["subprocess.Popen[bytes]"] = (),
 ) -> Ranks:  # fmt: skip
-    """Waits for all ranks to connect. Returns rank 0's view of them."""
+    """Waits until all have connected."""
     links = _await(listener, size, processes)
     ranks = Ranks(place.communicator(0, size, device), links, processes, place.directory, timeout)
     with ranks.together():
@@ -164,7 +165,7 @@ def _lead(
 
 
 def _torchrun_key(world: World) -> bytes | None:
-    """The key of ranks on several hosts; None where all run on one host."""
+    """Returns None if all ranks run on one host."""
     if world.local_size == world.size:
         return None
     key = os.fsencode(os.environ.get(KEY_VARIABLE, ""))
@@ -173,17 +174,17 @@ def _torchrun_key(world: World) -> bytes | None:
 
 
 def _torchrun_store() -> dist.Store:
-    """RankError if the store cannot be opened or reached, ConfigError without its address."""
+    """Raises RankError if it cannot be opened or reached, ConfigError without its address."""
     where = f"{master_host()}:{os.environ.get('MASTER_PORT')}"
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=STARTING_S)))
-    except (RuntimeError, ValueError) as e:  # a port in use, a host that is not found, a port that is none
+    except (RuntimeError, ValueError) as e:  # a port in use, an unknown host
         raise RankError(f"torchrun's store at MASTER_ADDR:MASTER_PORT = {where} cannot be used: {e}") from e
     return store
 
 
 def _open_here() -> tuple[Place, Listener]:
-    """A place for ranks on this host, in a new directory that only this user can read."""
+    """Makes a directory that only this user can read."""
     directory = tempfile.mkdtemp(prefix="hybridrt-")
     key = secrets.token_bytes(32)
     listener = Listener((LOOPBACK, 0), key)
@@ -192,15 +193,13 @@ def _open_here() -> tuple[Place, Listener]:
 
 
 def _start(rank: int, size: int, directory: str, kind: str, ahead: str | None) -> "subprocess.Popen[bytes]":
-    # All ranks need the same number of threads: it decides how sums are split, and so their last
-    # bits. Every rank samples for itself and must draw the same tokens.
+    # Threads decide how sums are split, and all ranks must draw the same tokens.
     environment = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
     given = {"directory": directory, "rank": rank, "size": size, "kind": kind, "ahead": ahead}
     return start_child("hybridrt.parallel.follower", given, environment, stdin=subprocess.DEVNULL)
 
 
 def _await(listener: Listener, size: int, processes: Sequence["subprocess.Popen[bytes]"]) -> list[Link]:
-    """Links to ranks 1 to `size` - 1, after all have connected."""
     links: dict[int, Link] = {}
     deadline = time.monotonic() + STARTING_S
     while len(links) < size - 1:
@@ -223,7 +222,7 @@ def _await(listener: Listener, size: int, processes: Sequence["subprocess.Popen[
 
 
 def _presented(channel: SocketChannel) -> int | None:
-    """The rank in the first message of a connection; None without such a message."""
+    """Returns None without a first message that says it."""
     try:
         hello: Hello = unpack(channel.expect(_HELLO_S), Hello)
     except PeerGoneError:

@@ -15,7 +15,7 @@ from hybridrt.collectives.groups import Communicator
 from hybridrt.parallel.messages import Failed, FromRank, encode
 from hybridrt.parallel.torchrun import master_host
 
-LOST = 75  # exit status of a rank that ended because another one did
+LOST = 75  # ended with another rank
 NAMING_S = 5.0  # a process may end later than its connections
 LEAVING_S = 30.0
 LOOPBACK = "127.0.0.1"
@@ -103,7 +103,7 @@ class Ranks:
     def end_service(self) -> None:
         """Stops the service. Returns when the others have freed what they held."""
         if self._serving and self._error is None:
-            with suppress(RankError):  # a rank that is lost holds nothing either
+            with suppress(RankError):  # a lost rank holds nothing
                 self.send(encode(None))
                 self.comm.barrier()
         self._serving = False
@@ -130,14 +130,14 @@ class Ranks:
         self._links, self._processes, self._directory, self._leaving = (), (), None, True
 
     def _read_messages(self, rank: int, link: Link) -> None:
-        """Runs in a thread: receives signs of life, or `Failed`. If the rank has failed or is lost,
+        """Runs in a thread: receives heartbeats, or `Failed`. If the rank has failed or is lost,
         ends the other ranks."""
         try:
             while messages := link.listen(self._timeout):
                 for message in (unpack(data, FromRank) for data in messages):
                     if isinstance(message, Failed):
                         self._fail(rank, message.reason)
-            reason = f"it has sent no sign of life for {self._timeout:g} seconds"
+            reason = f"it has sent no heartbeat for {self._timeout:g} seconds"
         except PeerGoneError as e:
             reason = self._ending(rank) or str(e)
         if not self._leaving:
@@ -145,28 +145,27 @@ class Ranks:
         link.close()
 
     def _ending(self, rank: int) -> str | None:
-        """How the process of a disconnected rank ended, if it was started here."""
+        """Returns None if it was not started here."""
         if not self._processes:
             return None
         try:
             status = self._processes[rank - 1].wait(NAMING_S)
         except subprocess.TimeoutExpired:
             return None
-        if status == LOST:  # it ended because of another rank, whose own thread names it soon
+        if status == LOST:  # that rank's own thread names it soon
             self._named.wait(NAMING_S)
         ending = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         return f"its process {ending}"
 
     def _lost_rank(self, e: BaseException) -> RankError | None:
-        """The RankError to raise in place of `e`, if a lost rank caused `e`."""
+        """Returns it in place of `e`, if a lost rank caused that."""
         if isinstance(e, RankError):
             self._named.wait(NAMING_S)
             return self._error
         return self._error if isinstance(e, Exception) and not isinstance(e, HybridrtError) else None
 
     def _fail(self, rank: int, reason: str) -> None:
-        """Notes the first failure, ends the other ranks, and stops kernels of this rank that wait
-        for them."""
+        """Ends the other ranks, and this rank's kernels that wait for them."""
         with self._lock:
             if self._error is not None:
                 return
@@ -175,7 +174,7 @@ class Ranks:
         self._end_processes(0.0)
         self.comm.abort()
         if not self._processes:
-            self.comm.disown()  # a rank that cannot be ended from here may never leave a collective
+            self.comm.disown()  # this rank may never leave a collective
 
     def _end_processes(self, grace_s: float) -> None:
         for process in self._processes:

@@ -1,4 +1,4 @@
-"""Tasks from rank 0 to the other ranks besides steps: masks, drafts, copies of a prefix."""
+"""Tasks from rank 0 to the other ranks that are no steps: masks, drafts, copies of a prefix."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,7 +9,7 @@ from hybridrt.runtime.load.draft_needs import DraftRow
 from hybridrt.runtime.run.model_runner import ModelRunner
 from hybridrt.runtime.run.prefix_copy import PrefixPlaces
 
-_MESSAGE_BYTES = 2**23  # masks are sent in parts of this size at most
+_MESSAGE_BYTES = 2**23
 
 
 class MaskTask(msgspec.Struct, frozen=True):

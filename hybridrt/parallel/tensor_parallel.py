@@ -44,7 +44,7 @@ class TensorParallelExecutor:
 
     Args:
         ranks: those to lead, which outlive this executor; None uses torchrun's or starts some.
-        ahead: as in ModelRunner, also on ranks that are started here.
+        ahead: that of ModelRunner, also on ranks that are started here.
 
     Raises:
         ConfigError, DeviceError: the model or the machine cannot be split so; nothing was started.
@@ -74,18 +74,18 @@ class TensorParallelExecutor:
         self._finalizer = weakref.finalize(self, _end, self.ranks, self.runner.drop_graphs, started)
 
     def launch(self, plan: StepPlan) -> StepHandle:
-        """As ModelRunner.launch, on all ranks. Ctrl-C is raised before or after it: ranks that stop
-        within a step cannot go on."""
+        """Calls ModelRunner.launch on all ranks. Ctrl-C is raised before or after it: ranks that
+        stop within a step cannot go on."""
         self.runner.check_sampled()
         return _SplitStep(self.on_all((plan,), lambda: self.runner.launch(plan)), self)
 
     def draft(self, rows: Sequence[DraftRow], steps: int, topk: int = 1) -> StepHandle:
-        """As ModelRunner.draft, on all ranks."""
+        """Calls ModelRunner.draft on all ranks."""
         task = DraftTask(rows, steps, topk)
         return _SplitStep(self.on_all((task,), lambda: self.runner.draft(rows, steps, topk)), self)
 
     def drop_last(self) -> None:
-        """As ModelRunner.drop_last, on all ranks."""
+        """Calls ModelRunner.drop_last on all ranks."""
         self.runner.drop_last()  # also where the others are lost
         self.on_all((DropTask(),), lambda: None)
 
@@ -95,11 +95,11 @@ class TensorParallelExecutor:
         return self.runner.copied(ticket)
 
     def read_prefix(self, prefix: PrefixPlaces) -> dict[str, torch.Tensor]:
-        """As ModelRunner.read_prefix, on all ranks."""
+        """Calls ModelRunner.read_prefix on all ranks."""
         return self.on_all((PrefixCopy(prefix, write=False),), lambda: self.runner.read_prefix(prefix))
 
     def write_prefix(self, prefix: PrefixPlaces, data: Tensors) -> None:
-        """As ModelRunner.write_prefix, on all ranks."""
+        """Calls ModelRunner.write_prefix on all ranks."""
         self.on_all((PrefixCopy(prefix, write=True),), lambda: self.runner.write_prefix(prefix, data))
 
     def on_all(self, tasks: Iterable[object], here: Callable[[], T]) -> T:
@@ -117,7 +117,7 @@ class TensorParallelExecutor:
 
 
 class _SplitStep:
-    """A step of all ranks. It raises RankError instead of waiting for a lost rank."""
+    """Raises RankError instead of waiting for a lost rank."""
 
     def __init__(self, step: StepHandle, split: TensorParallelExecutor) -> None:
         self._step, self._split = step, split
@@ -127,13 +127,13 @@ class _SplitStep:
         return self._step.needs_masks
 
     def sample(self, masks: np.ndarray) -> None:
-        """As LaunchedStep.sample, on all ranks."""
+        """Calls LaunchedStep.sample on all ranks."""
         assert isinstance(self._step, LaunchedStep)
         self._step.check_masks(masks)
         self._split.on_all(mask_tasks(masks), lambda: self._step.sample(masks))
 
     def drop(self) -> None:
-        """As LaunchedStep.drop, on all ranks."""
+        """Calls LaunchedStep.drop on all ranks."""
         if self._step.needs_masks:
             self._step.drop()  # also where the others are lost
             self._split.on_all((DropTask(),), lambda: None)
@@ -145,7 +145,7 @@ class _SplitStep:
         while not self._step.ready():
             self._split.ranks.check_alive()
             time.sleep(POLL_S)
-        self._split.ranks.check_alive()  # kernels that were stopped look finished
+        self._split.ranks.check_alive()  # stopped kernels look finished
         return self._step.result()
 
 
@@ -180,7 +180,7 @@ def check_world(tp_size: int) -> None:
 
 
 def _find_ranks(size: int, kind: str, ahead: StartAhead | None) -> Ranks:
-    """torchrun's processes, or new ones. A rank above 0 serves in here and then ends its process."""
+    """On a rank above 0, serves and then ends the process."""
     here = world()
     if here is None:
         return start_ranks(size, kind, ahead)
@@ -192,8 +192,8 @@ def _find_ranks(size: int, kind: str, ahead: StartAhead | None) -> Ranks:
 
 def _end(ranks: Ranks, drop_graphs: Callable[[], None], started: bool) -> None:
     if not ranks.here:
-        return  # a forked child holds copies of what is the parent's
-    drop_graphs()  # NCCL waits for the graphs that it is part of
+        return  # a forked child has copies
+    drop_graphs()  # NCCL waits for its graphs
     ranks.end_service()
     if started:
         ranks.close()

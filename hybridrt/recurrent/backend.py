@@ -37,7 +37,7 @@ class RecurrentLayer(Protocol):
 
 
 LayerT = TypeVar("LayerT", bound=RecurrentLayer)
-# A kind's NamedTuple of tensors [T, ...], decode rows first. Only its last ones may be None.
+# Tensors [T, ...], decode rows first. Only the last may be None.
 InputsT = TypeVar("InputsT", bound=tuple[Any, ...])
 
 UNCOMMITTED = (
@@ -62,8 +62,9 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
     """
 
     kind: str
-    inputs: ClassVar[type[tuple[Any, ...]]]  # the record that a mixer passes
-    scan: ClassVar[str | None] = None  # the operation of its chunks, if libraries have it
+    inputs: ClassVar[type[tuple[Any, ...]]]
+    scan: ClassVar[str | None] = None  # operation of its chunks, if libraries have it
+    extend_in_graphs: ClassVar[bool] = False  # True if `extend` reads no tensor on the host: graphs may hold it
 
     def __init__(
         self, *, layers: Mapping[int, LayerT], req_to_token_pool: HybridReqToTokenPool, chunk_size: int
@@ -85,7 +86,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
         spec = self.mamba_pool.spec
         self._ring_width = max(shape.conv_width(spec.tokens_per_step) for shape in spec.groups)
         self.branch = Branch(req_to_token_pool.req_to_state_slot.device)
-        self._others: list[MambaAttnBackendBase[Any, Any]] = []  # backends that this one plans and commits for
+        self._others: list[MambaAttnBackendBase[Any, Any]] = []  # planned and committed by this one
         self._lead: ReferenceType[MambaAttnBackendBase[Any, Any]] | None = None  # None: plans for itself
         self._last: ForwardMetadata | None = None  # the last step with a commit to come
         self.mamba_pool.set_decays({i: partial(self.ring_decay, layer) for i, layer in layers.items()})
@@ -100,7 +101,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
             member.lead = first
         return first
 
-    # Weak: a counted reference to itself would keep the pools until garbage is collected.
+    # A reference to itself would keep the pools until garbage is collected.
     @property
     def members(self) -> "list[MambaAttnBackendBase[Any, Any]]":
         return [self, *self._others]
@@ -148,23 +149,25 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
 
     @abstractmethod
     def decode(self, layer: LayerT, inputs: InputsT, segment: DecodeSegment, out: Tensor | None = None) -> Tensor:
-        """Decode or verify rows: [n * tokens_per_row, width], maybe in `out`."""
+        """Decode or verify rows: [n * tokens_per_row, width]. The result may be written to `out` and
+        returned, or `out` is ignored. Graphs hold this method: it must not wait for the device."""
 
     @abstractmethod
     def extend(self, layer: LayerT, inputs: InputsT, segment: ExtendSegment, out: Tensor | None = None) -> Tensor:
-        """Prompt chunks: [tokens, width], maybe in `out`."""
+        """Prompt chunks: [tokens, width]. The result may be written to `out` and returned, or `out`
+        is ignored."""
 
     def _extend_in_passes(
         self, layer: LayerT, inputs: InputsT, segment: ExtendSegment, out: Tensor | None = None
     ) -> Tensor:
-        """Runs a segment, then its later ones. Outputs of later ones replace the segment's."""
+        """Replaces the segment's outputs by those of later ones."""
         taken = (take_tokens(inputs, tokens) for tokens, _ in segment.later)
         chosen = [type(inputs)(*parts) for parts in taken]  # type: ignore[arg-type]
         outputs = self.extend(layer, inputs, segment, out)
         for (tokens, later), part in zip(segment.later, chosen, strict=True):
             replaced = self.extend(layer, part, later)
             if later.real is not None:
-                # Padding is token 0, which the first pass computes: its output stays.
+                # Padding is token 0, which keeps its output.
                 replaced = torch.where(later.real.view(-1, *[1] * (replaced.ndim - 1)), replaced, outputs[:1])
             outputs.index_copy_(0, tokens, replaced)
         return outputs
@@ -196,7 +199,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
             )
         step = self._plan(batch) if graph is None else self._plan_graph(batch, graph)
         step.previous = self._last and self._uncommitted()
-        # A plain decode graph commits itself. A capture has no rows to commit.
+        # A plain decode graph commits itself; a capture has no rows.
         commits = batch.num_decode_rows > 0 if graph is None else batch.num_real > 0 and tokens > 1
         step.open = commits and self._leaves_state(tokens)
         if step.open:
@@ -214,7 +217,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
         return rows.run.start
 
     def _uncommitted(self) -> ForwardMetadata | None:
-        """The last prepared step with a commit to come. Forgets closed steps after it."""
+        """Forgets closed steps after it."""
         while self._last is not None and not self._last.open:
             self._last = self._last.previous
         return self._last
@@ -232,7 +235,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
         return batch.extend_passes[0].chunk_plans if batch.extend_passes else batch.chunk_plans or {}
 
     def _check_places(self, batch: ForwardBatch) -> None:
-        """Checks rows, and state slots that are read and written. Waits for the device."""
+        """Checks rows and states. Waits for the device."""
         end = self.mamba_pool.num_slots + 1
         check_range("req_pool_indices", batch.req_pool_indices, self.pools.num_rows + 1, BackendError)
         state_slots = self.pools.state_slots(batch.req_pool_indices[: batch.num_real])
@@ -248,7 +251,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
             check_range("chunk_slots of saved states", saved.chunk_slots, end, BackendError)
 
     def _plan_graph(self, batch: ForwardBatch, view: GraphView) -> ForwardMetadata:
-        """Fills the view's buffers, which the graph reads, in stream order."""
+        """Fills the view's buffers, which the graph reads."""
         check_graph_batch(batch, view)
         if self._last is not None and self._uncommitted() is not None:
             raise BackendError(UNCOMMITTED)
@@ -263,7 +266,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
     @property
     def captures_prompts(self) -> bool:  # type: ignore[override]
         device = self.pools.req_to_state_slot.device.type
-        return not any(member.scan and needs_host(member.scan, device) for member in self.members)
+        return all(m.extend_in_graphs and not (m.scan and needs_host(m.scan, device)) for m in self.members)
 
     def prepare_in_graph(self, batch: ForwardBatch) -> None:
         if batch.num_extend_rows:
@@ -288,14 +291,14 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
             raise BackendError(UNCOMMITTED)
         if split := batch.num_decode_rows:
             step.decode = self._decode_segment(batch, DecodeBuffers.allocate(split, batch.seq_lens.device))
-            end_launches(batch.seq_lens.device)  # the layer's first kernel may start early and read these buffers
+            end_launches(batch.seq_lens.device)  # the layer's first kernel may read these early
         if batch.num_extend_rows:
             step.extends = extend_segments(batch, step.plans, self.pools)
         step.begun, step.previous = True, None
         return step
 
     def _leaves_state(self, tokens: int) -> bool:
-        """Whether `commit` writes the state of such a step."""
+        """Whether `commit` writes its state."""
         mode = self.mamba_pool.spec.mode
         return mode == "replay" or (mode == "intermediate" and tokens > 1)
 
@@ -304,7 +307,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
             step.open = False
 
     def _decode_segment(self, batch: ForwardBatch, buffers: DecodeBuffers) -> DecodeSegment:
-        """Decode rows with their present slots, positions and ring cursors."""
+        """Adds present slots, positions and ring cursors."""
         split, tokens, spec = batch.num_decode_rows, batch.tokens_per_row, batch.spec_info
         rows, num_real = batch.req_pool_indices[:split], min(batch.num_real, split)
         fill_decode_metadata(buffers, rows, batch.seq_lens[:split], num_real, tokens, self.mamba_pool.tables)
@@ -375,7 +378,7 @@ class HybridLinearAttnBackend(AttentionBackend):
         given = linear_attn_backend or ()
         self.linear_attn_backends = tuple(given) if isinstance(given, Sequence) else (given,)
         self.full_attn_backend = full_attn_backend
-        # Recurrent layers take padding from num_real, not from lengths.
+        # Recurrent layers take padding from num_real.
         self.seq_len_fill = full_attn_backend.seq_len_fill
         self.needs_host_lens = bool(full_attn_layers) and full_attn_backend.needs_host_lens
         kinds = [backend.kind for backend in self.linear_attn_backends]
@@ -384,7 +387,7 @@ class HybridLinearAttnBackend(AttentionBackend):
         self.routes: dict[tuple[int, str | None], AttentionBackend] = {}
         self.routes |= {(i, None): full_attn_backend for i in full_attn_layers}
         self.routes |= {(i, backend.kind): backend for backend in self.linear_attn_backends for i in backend.layers}
-        # Without attention layers (Falcon-Mamba) there is nothing to plan.
+        # A model may have no attention layers (Falcon-Mamba).
         self.backends: list[AttentionBackend] = [full_attn_backend] * bool(full_attn_layers)
         if self.linear_attn_backends:
             self.backends.append(MambaAttnBackendBase.join(self.linear_attn_backends))

@@ -18,8 +18,8 @@ from hybridrt.mem_cache.pools.kv_pool import KVPool
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.recurrent.backend import HybridLinearAttnBackend
 
-# "auto" takes the first that fits, so libraries with faster prefill come before our kernels.
-# Packages add an entry point of this group, "name = module:class", a SegmentedAttnBackend.
+# "auto" takes the first that fits: libraries with faster prefill first. Entry points are "name =
+# module:class", a SegmentedAttnBackend.
 BACKENDS = Plugins(
     "hybridrt.attention_backends",
     {
@@ -63,7 +63,7 @@ def resolve_prefill_name(config: EngineConfig, device: torch.device, specs: Coll
     model.
 
     Args:
-        specs: of the model's attention layers.
+        specs: a spec for each of the model's attention layers.
     """
     if config.prefill_attention_backend is not None:
         return resolve_attention_name(config.prefill_attention_backend, device)
@@ -88,7 +88,7 @@ def load_attention_backend(name: str, device: torch.device) -> type[SegmentedAtt
     """The class of a name, with its library installed. "auto" chooses by device.
 
     Raises:
-        BackendError: as `backend_class`.
+        BackendError: the errors of `backend_class`.
         ProviderNotInstalledError: its library is missing.
     """
     name = resolve_attention_name(name, device)
@@ -133,14 +133,13 @@ def _full_attention(
     prefill = resolve_prefill_name(config, device, set(kv_pool.specs.values()))
     if prefill == decode:
         return build(decode)
-    # An automatic prefill backend serves only prefill.
+    # An automatic backend serves only prefill.
     named = config.prefill_attention_backend is not None
     mode = config.speculative.speculative_attention_mode if config.speculative and named else "decode"
     return PrefillDecodeAttnBackend(build(prefill), build(decode), mode)
 
 
 def _check_linear_name(name: str, model_config: ModelConfig) -> None:
-    """linear_attn_backend may only name the model's single kind."""
     kinds = sorted(model_config.linear)
     if name != "auto" and kinds != [name]:
         known = f"; kinds are {', '.join(kind_names())}" if name not in kind_names() else ""

@@ -1,4 +1,4 @@
-"""Gated Delta Net (Yang et al. 2025): mixer and backend."""
+"""Gated Delta Net (Yang et al. 2024, arXiv:2412.06464): mixer and backend."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -91,8 +91,7 @@ class GDNMixer(nn.Module):
             self.conv_weight.data.zero_()
         self.A_log = parameter(self.num_v_heads, dtype=torch.float32, device=device, dummy="zeros")
         self.dt_bias = parameter(self.num_v_heads, dtype=torch.float32, device=device, dummy="dt_bias")
-        # One head's weight repeated for all, so that the norm can read z as a view of the
-        # projection.
+        # Repeated: the norm can read z as a view of the projection.
         self.norm = GatedRMSNorm(self.width, norm_eps, group_size=head_dim, norm_before_gate=True, build=build)
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
@@ -111,7 +110,6 @@ class GDNMixer(nn.Module):
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         keys, key_heads = self.keys, self.config.num_k_heads
-
         found = {
             **self.out_proj.targets(f"{key}.{keys.out}", "x"),
             f"{key}.A_log": sharded(self.tp, f"{self.name}.A_log", self.A_log.data),
@@ -127,9 +125,9 @@ class GDNMixer(nn.Module):
         return found | {f"{key}.{name}.weight": self._conv_target(parts) for name, parts in keys.convs.items()}
 
     def _conv_target(self, names: Sequence[str]) -> CheckpointTarget:
-        """Target of a tensor [channels, 1, K] with q, k and v, or one of them. A tensor may also be
-        a third of all three joined, whatever the segments' sizes: transformers' save_pretrained
-        splits so."""
+        """Accepts q, k and v [channels, 1, K] joined, one of them, or a third of all three joined:
+        transformers' save_pretrained splits so.
+        """
         sizes = [self.in_proj.segments[name].size for name in "qkv"]
         first, total = "qkv".index(names[0]), sum(sizes)
         third = -(-total // 3)
@@ -150,8 +148,6 @@ class GDNMixer(nn.Module):
 
 
 def _deinterleave(heads: int, dims: list[int]) -> Transform:
-    """Rows (head, part, dim) to (part, head, dim)."""
-
     def rearrange(t: torch.Tensor) -> torch.Tensor:
         parts = t.unflatten(0, (heads, sum(dims))).split(dims, dim=1)
         return torch.cat([part.flatten(0, 1) for part in parts])
@@ -160,18 +156,18 @@ def _deinterleave(heads: int, dims: list[int]) -> Transform:
 
 
 class GDNAttnBackend(MambaAttnBackendBase[GDNLayer, GDNInputs]):
-    """Conv over q|k|v, gates from a and b, gated delta rule (Yang et al. 2025). The mixer norms."""
+    """Conv over q|k|v, gates from a and b, gated delta rule (arXiv:2412.06464). The mixer norms."""
 
     inputs = GDNInputs
-    kind, scan = "gdn", "chunk_gated_delta_rule"
+    kind, scan, extend_in_graphs = "gdn", "chunk_gated_delta_rule", True
 
     def decode(
         self, layer: GDNLayer, inputs: GDNInputs, segment: DecodeSegment, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         qkv, a, b = (segment.by_row(each) for each in inputs)
         step = segment.fused_step(layer.conv_weights, self.layer_cache(layer.layer_id))
-        out = gdn_decode(qkv, a, b, weights=layer.weights, step=step)
-        return out.flatten(0, 1).flatten(1)
+        y = gdn_decode(qkv, a, b, weights=layer.weights, step=step)
+        return y.flatten(0, 1).flatten(1)
 
     def extend(
         self, layer: GDNLayer, inputs: GDNInputs, segment: ExtendSegment, out: torch.Tensor | None = None

@@ -43,7 +43,7 @@ class KDAMixer(nn.Module):
         self.conv_weight = parameter(self.shape.conv_dim, config.conv_kernel, dtype=build.dtype, device=device)
         self.A_log = parameter(self.num_heads, dtype=torch.float32, device=device, dummy="zeros")
         self.dt_bias = parameter(self.num_heads, self.head_dim, dtype=torch.float32, device=device, dummy="dt_bias")
-        # One head's weight repeated for all, so that the norm can read its gate as a view.
+        # Repeated: the norm can read its gate as a view.
         self.norm = GatedRMSNorm(
             self.width, norm_eps, group_size=self.head_dim, norm_before_gate=True,
             activation="sigmoid", build=build,

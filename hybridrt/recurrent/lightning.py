@@ -36,7 +36,7 @@ class LightningMixer(nn.Module):
 
     Args:
         rates: [all heads] float32; `decay_rates` by default.
-        eps: of the norm.
+        eps: epsilon of the norm.
         out_scale: multiplier of the output, applied to its weights.
     """
 
@@ -57,7 +57,7 @@ class LightningMixer(nn.Module):
         self.in_proj = ColumnLinear(f"{name}.in_proj", hidden_size, parts, build=build)
         self.norm = SharedRMSNorm(f"{name}.norm", size, eps, shards=build.tp.size, build=build)
         self.out_proj = RowLinear(f"{name}.out_proj", [Segment("x", size)], hidden_size, build=build)
-        # Computed in float32, not loaded: a decay of 0.999 in bfloat16 would be 1.
+        # Computed, not loaded: a decay of 0.999 in bfloat16 would be 1.
         rates = decay_rates(config.num_heads) if rates is None else rates
         self.register_buffer("A", -build.tp.shard(rates, 0).to(build.device))
         self.register_buffer("steps", torch.zeros_like(self.A))
@@ -103,4 +103,4 @@ class LightningAttnBackend(Mamba2AttnBackend):
     kind = "lightning"
 
     def conved_chunks(self, layer: Mamba2Layer, segment: ExtendSegment, xBC: torch.Tensor) -> torch.Tensor:
-        return sigmoid_mul(xBC, xBC)  # PyTorch's SiLU takes twice as long on strided rows
+        return sigmoid_mul(xBC, xBC)  # PyTorch's SiLU is slow on strided rows

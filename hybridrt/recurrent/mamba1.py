@@ -1,4 +1,4 @@
-"""Mamba-1 (Gu & Dao 2023): mixer and backend."""
+"""Mamba-1 (Gu & Dao 2023, arXiv:2312.00752): mixer and backend."""
 
 from typing import Any, NamedTuple, cast
 
@@ -93,11 +93,10 @@ class Mamba1Mixer(nn.Module):
         return self.out_proj(self._mix(self.in_proj(hidden_states), batch), reduce=False)
 
     def _mix(self, projected: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Conv, projections and scan of x | z: [T, 2 I] to [T, I]."""
         backend = batch.attn_backend
         x, z = projected.chunk(2, dim=-1)
         x = backend.run(self, batch, Mamba1ConvInputs(x))
-        # Time step (dt), what a token writes (B), what it reads (C). A sum over ranks.
+        # A sum over ranks.
         dt, B, C = self.x_proj(x).split(self.widths, dim=-1)
         if self.norms:  # the scan norms B and C
             dt, _ = self.dt_proj.method.apply_normed(self.norms[0], dt, None, None)
@@ -121,7 +120,6 @@ class Mamba1Mixer(nn.Module):
         return BCNorms(b.weight, c.weight, b.eps)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
-
         found = {
             **self.in_proj.targets(f"{key}.in_proj", ["x", "z"]),
             **self.x_proj.targets(f"{key}.x_proj", "x"),
@@ -145,7 +143,7 @@ class Mamba1AttnBackend(MambaAttnBackendBase[Mamba1Mixer, Mamba1Inputs]):
     """Mamba-1 layers (Gu & Dao 2023). A mixer calls `run` twice, because it projects between conv
     and scan. Strided views are fine."""
 
-    kind, saves_at_chunks = "mamba1", True
+    kind, saves_at_chunks, extend_in_graphs = "mamba1", True, True
 
     def inputs_from(self, q: Any, k: Any, v: Any, save_kv_cache: bool, **kwargs: Any) -> Mamba1Inputs:
         return SSMInputs(**kwargs) if "dt" in kwargs else Mamba1ConvInputs(**kwargs)

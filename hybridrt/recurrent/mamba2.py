@@ -1,4 +1,4 @@
-"""Mamba-2 (Dao & Gu 2024, figure 6): mixer, block with projections, and backend."""
+"""Mamba-2 (arXiv:2405.21060, figure 6): mixer, block with projections, and backend."""
 
 from typing import NamedTuple, Protocol
 
@@ -86,7 +86,7 @@ class Mamba2Mixer(nn.Module):
         self.sizes = (self.width, conv_dim, self.heads)
         self.conv_weight = parameter(conv_dim, config.conv_kernel, dtype=build.dtype, device=device)
         self.conv_bias = parameter(conv_dim, dtype=build.dtype, device=device, dummy="zeros") if conv_bias else None
-        # float32: a rounded decay of 0.999 would change what the state forgets.
+        # A rounded decay would change what the state forgets.
         self.A = parameter(self.heads, dtype=torch.float32, device=device, dummy="decay")
         self.D = parameter(self.heads, dtype=torch.float32, device=device, dummy="ones")
         self.dt_bias = parameter(self.heads, dtype=torch.float32, device=device, dummy="dt_bias")
@@ -106,7 +106,6 @@ class Mamba2Mixer(nn.Module):
         return y if self.norm is None else self.norm(y, z)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
-
         found = {
             f"{key}.conv1d.weight": whole(f"{self.name}.conv.weight", self.conv_weight.data, self._conv_shard),
             f"{key}.A_log": sharded(self.tp, f"{self.name}.A", self.A.data, lambda t: -torch.exp(t.float())),
@@ -120,7 +119,7 @@ class Mamba2Mixer(nn.Module):
         return found
 
     def _conv_shard(self, t: torch.Tensor) -> torch.Tensor:
-        """[conv_dim, 1, K] or [conv_dim] of the checkpoint to this rank's x, B and C rows."""
+        """Cuts [conv_dim, 1, K] or [conv_dim] to this rank's x, B and C rows."""
         _, *segments, _ = mamba2_segments(self.config, self.tp)
         parts = t.split([s.size for s in segments])
         shard = torch.cat([self.tp.shard(part, 0, s.shards) for part, s in zip(parts, segments)])
@@ -131,7 +130,7 @@ class Mamba2Block(nn.Module):
     """A Mamba-2 mixer with its two projections.
 
     Args:
-        bias: of the projections.
+        bias: whether the projections have one.
         out_scale: multiplier of the output, applied to its weights.
     """
 
@@ -160,7 +159,7 @@ class Mamba2Block(nn.Module):
 
 class Mamba2AttnBackend(MambaAttnBackendBase[Mamba2Layer, Mamba2Inputs]):
     inputs = Mamba2Inputs
-    kind, scan, saves_at_chunks = "mamba2", "mamba2_chunk_scan", True
+    kind, scan, saves_at_chunks, extend_in_graphs = "mamba2", "mamba2_chunk_scan", True, True
 
     def decode(
         self, layer: Mamba2Layer, inputs: Mamba2Inputs, segment: DecodeSegment, out: torch.Tensor | None = None

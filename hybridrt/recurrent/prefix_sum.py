@@ -42,7 +42,7 @@ class PrefixSumAttnBackend(MambaAttnBackendBase[PrefixSumMixer, PrefixSumInputs]
     """Running sums within each request: [T, *dims], as x."""
 
     inputs = PrefixSumInputs
-    kind = "prefix_sum"
+    kind, extend_in_graphs = "prefix_sum", True
 
     def decode(
         self, layer: PrefixSumMixer, inputs: PrefixSumInputs, segment: DecodeSegment, out: torch.Tensor | None = None

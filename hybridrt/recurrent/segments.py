@@ -62,7 +62,8 @@ class DecodeSegment:
         return ConvState(cache.conv, state_slots, state_slots, self.buffers.start_positions)
 
     def ring(self, cache: LayerCache) -> StateRing | None:
-        """A layer's state ring; None if the pool has none."""
+        """A layer's state ring; None if the layer has none: its state mode is not "replay", or it keeps
+        only conv inputs."""
         if cache.ring_values is None:
             return None
         return StateRing(*cache.ring, self.rows, self.buffers.ring_start, self.buffers.ring_length)
@@ -118,9 +119,9 @@ class ForwardMetadata:
     """The plan of a step, and its segments, which its first layer makes.
 
     Attributes:
-        plans: of extend rows, by chunk size.
+        plans: chunk plans of extend rows, by chunk size.
         decode: None without decode rows.
-        extends: by chunk size; empty without extend rows.
+        extends: extend segments by chunk size; empty without extend rows.
         begun: the segments exist.
         open: a commit has to come.
         previous: the last earlier step with a commit to come; None once it has come.
@@ -135,7 +136,7 @@ class ForwardMetadata:
 
     @property
     def num_tokens(self) -> int:
-        """Of both segments, once they exist."""
+        """Tokens of both segments, once they exist."""
         extend = next(iter(self.extends.values()), None)
         return (self.decode.num_tokens if self.decode else 0) + (extend.prompts.plan.num_tokens if extend else 0)
 
@@ -162,10 +163,8 @@ def extend_segments(
 
 
 def _pass_segments(passes: Sequence[ExtendPass], state_slots: Tensor, padded: bool) -> dict[int, ExtendSegment]:
-    """The first pass's segment by chunk size, with later passes attached.
-
-    Args:
-        padded: token 0 in a later pass is padding.
+    """Returns the first pass's by chunk size, with later passes attached. `padded`: token 0 in a
+    later pass is padding.
     """
     later: dict[int, list[tuple[Tensor, ExtendSegment]]] = {}
     found: dict[int, ExtendSegment] = {}

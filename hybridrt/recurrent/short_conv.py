@@ -28,7 +28,7 @@ class ShortConvMixer(nn.Module):
     """Gated short convolution (Liquid AI 2025). Its conv window is in MambaPool, under `layer_id`.
 
     Args:
-        bias: of the projections and of the conv.
+        bias: whether the projections and the conv have one.
     """
 
     kind = "short_conv"
@@ -72,7 +72,7 @@ class ShortConvAttnBackend(MambaAttnBackendBase[ShortConvMixer, ShortConvInputs]
     """C * conv(B * x) (Liquid AI 2025)."""
 
     inputs = ShortConvInputs
-    kind, saves_at_chunks = "short_conv", True
+    kind, saves_at_chunks, extend_in_graphs = "short_conv", True, True
 
     def decode(
         self, layer: ShortConvMixer, inputs: ShortConvInputs, segment: DecodeSegment, out: torch.Tensor | None = None

@@ -32,15 +32,18 @@ class SimpleGLAInputs(NamedTuple):
 class SimpleGLAMixer(nn.Module):
     """Simple GLA with its projections. Its state is in MambaPool, under `layer_id`.
 
-        h ─ q, k, v, gate ─ norm and rotation of each head of q, k ─ S = decay S + v k^T, y = S q /
-            sqrt(head_dim)
+        h ─ q, k, v, gate ─ norm and rotation of each head of q, k ─ S = decay S + v k^T, y = S q
           ─ norm in groups ─ x sigmoid(gate) ─ out
+
+    The published layer divides y by sqrt(head_dim). The norm cancels every factor but for its
+    epsilon, so here the epsilon is multiplied by head_dim instead.
 
     Args:
         rates: [all heads] float32: a head's state decays by exp(-rate) a token.
         cos_sin: rotary table (hybridrt.layers.rotary).
-        eps: of all norms.
-        groups: of the norm after the state. A rank holds whole groups, or a part of the only one.
+        eps: epsilon of all norms.
+        groups: groups of the norm after the state. A rank holds whole groups, or a part of the only
+            one.
     """
 
     kind = "simple_gla"
@@ -64,7 +67,6 @@ class SimpleGLAMixer(nn.Module):
             RMSNorm(f"{name}.{part}_norm", config.head_dim, eps, device=build.device) for part in ("q", "k")
         )
         self.rope = Rope(cos_sin, self.q_norm.weight, self.k_norm.weight, eps)
-        # y is not divided by sqrt(head_dim): the norm cancels every factor, up to eps.
         self.norm = GatedRMSNorm(
             self.width, eps * config.head_dim, group_size=size // groups, norm_before_gate=True, activation="sigmoid",
             build=build,
@@ -102,7 +104,7 @@ class SimpleGLAAttnBackend(MambaAttnBackendBase[SimpleGLAMixer, SimpleGLAInputs]
     """
 
     inputs = SimpleGLAInputs
-    kind, scan, saves_at_chunks = "simple_gla", "mamba2_chunk_scan", True
+    kind, scan, saves_at_chunks, extend_in_graphs = "simple_gla", "mamba2_chunk_scan", True, True
 
     def decode(
         self, layer: SimpleGLAMixer, inputs: SimpleGLAInputs, segment: DecodeSegment, out: torch.Tensor | None = None

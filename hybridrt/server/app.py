@@ -34,7 +34,7 @@ from hybridrt.server.openai.responses import RESPONSE_NAMES, start_response
 from hybridrt.server.wire.errors import APIError, as_api_error, error_response
 from hybridrt.server.wire.sse import SLICE, Slices, pieces
 
-# For the OpenAPI document. FastAPI would list 422 instead, which this server does not send.
+# FastAPI would list 422, which this server does not send.
 _ERROR = {"application/json": {"schema": {"type": "object", "required": ["error"], "properties": {"error": {}}}}}
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"description": "The request is refused.", "content": _ERROR},
@@ -43,7 +43,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 _EITHER: dict[int | str, dict[str, Any]] = {
     200: {"description": "The answer, or a stream of it.", "content": {"application/json": {}, "text/event-stream": {}}}
 }
-# By path: fields of SamplingParams or of a chat request, by the names that errors of the endpoint give them.
+# For each path: fields of SamplingParams or of a chat request, by the names that errors of the endpoint give them.
 _NAMES = {"/v1/chat/completions": CHAT_NAMES, "/v1/responses": RESPONSE_NAMES, "/v1/messages": MESSAGE_NAMES}
 
 
@@ -176,7 +176,7 @@ def _add_operations(app: FastAPI, service: Service, metrics: Metrics) -> None:
 
     @app.get("/version")
     async def version() -> dict[str, str]:
-        """Of hybridrt."""
+        """Answers with the version of hybridrt."""
         return {"version": __version__}
 
     @app.get("/load")

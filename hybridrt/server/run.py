@@ -26,10 +26,11 @@ from hybridrt.server.wire.http_limits import LimitedHttp
 
 log = logging.getLogger("hybridrt.server")
 KEEP_ALIVE_SECONDS = 30
-# How long the engine's thread waits at most until the event loop lets the interpreter go, or the other way round. With
-# Python's 5 ms the time between tokens of 128 streams had a p99 of 31 ms instead of 17 (benchmarks/bench_http.py).
+# How long the engine's thread and the event loop wait for each other's interpreter lock. With
+# Python's 5 ms, 128 streams had a p99 of 31 ms between tokens instead of 17
+# (benchmarks/bench_http.py).
 SWITCH_SECONDS = 0.0002
-MAX_FILES = 65536  # each connection takes one; many systems allow a process 1,024 unless it asks for more
+MAX_FILES = 65536  # many systems allow 1,024
 
 
 class Server(uvicorn.Server):
@@ -69,11 +70,11 @@ class Server(uvicorn.Server):
         await self._service.start_renderer()
         await warm_up(self._service.llm)
         gc.collect()
-        gc.freeze()  # else a collection walks all that torch has imported, between two steps
+        gc.freeze()  # a collection would walk all of torch between two steps
         self._tasks = [asyncio.create_task(self._end_when_drained())]
         if self._service.config.stats_interval:
             self._tasks.append(asyncio.create_task(write_statistics(self._service)))
-        for listener in sockets or ():  # uvloop hides this failure: another server may have begun to listen
+        for listener in sockets or ():  # uvloop hides this failure
             with _address_errors(self._service.config):
                 listener.listen(self.config.backlog)
         await super().startup(sockets)
@@ -121,8 +122,8 @@ class Statistics:
         self._done, self._then = done, now
         if idle:
             return None
-        lent = plan.num_pages - counters.free_pages - counters.cached_pages
-        used = 100 * lent / plan.num_pages if plan.num_pages else 0.0
+        lent, pages = counters.total_pages - counters.free_pages - counters.cached_pages, counters.total_pages
+        used = 100 * lent / pages if pages else 0.0
         hits = 100 * counters.cache_hit / counters.cache_asked if counters.cache_asked else 0.0
         return (
             f"{counters.running} running, {max(llm.unfinished - counters.running, 0)} waiting; prompt {prompt:.1f} "
@@ -148,7 +149,7 @@ def bind(config: ServerConfig) -> socket.socket:
     """
     listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections inherit it, and end if a client takes no bytes
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # inherited; ends connections that take no bytes
         milliseconds = math.ceil(min(1000 * config.request_timeout, 2**31 - 1))
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
     try:
@@ -172,7 +173,7 @@ def _address_errors(config: ServerConfig) -> Iterator[None]:
 def serve(llm: LLM, config: ServerConfig, listener: socket.socket) -> None:
     """Serves until a signal ends it. The LLM is closed at the end."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # its lines about start and end are written here, too
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # written here, too
     _write_bare_lines()
     sys.setswitchinterval(SWITCH_SECONDS)
     _raise_file_limit()
@@ -189,7 +190,6 @@ def _raise_file_limit() -> None:
 
 
 def _write_bare_lines() -> None:
-    """Lines of the access log are JSON and nothing else."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
     access = logging.getLogger("hybridrt.access")

@@ -1,5 +1,4 @@
-"""Runs requests of many shapes before a server is ready, so that no kernel is compiled while a
-client waits."""
+"""Runs requests of many shapes before a server is ready, so that no kernel is compiled while a client waits."""
 
 import asyncio
 import logging
@@ -20,20 +19,20 @@ from hybridrt.speculative.drafter import AdaptiveDrafter
 
 log = logging.getLogger(__name__)
 
-# Every draw of EVERY_DRAW is repeated with it, because bitmasks have kernels of their own.
+# Bitmasks have kernels of their own.
 _FORM = StructuredOutputs(regex="[a-z]*")
-# Prompts at once and tokens of each: tiles for few tokens, or few rows, are powers of two, and 9 prompts fit no graph.
+# Prompts at once, and tokens of each: tiles are powers of two, and 9 fit no graph.
 _TOGETHER = (*((n, 1) for n in (2, 9, 16, 32, 64, 128, 256)), *((9, n) for n in (2, 4, 8, 16)))
-# Tiles of few tokens are powers of two, 15 and 100 are not divisible by 16, and 17 tokens leave a state within them.
+# Divisible by 16 or not; 17 tokens leave a state within them.
 _LENGTHS = (1, 2, 4, 8, 15, 16, 17, 32, 64, 100, 128, 512)
-# Tokens of a cached prefix, enough for latent attention to absorb a few queries after it.
+# Tokens of a cached prefix: latent attention absorbs few queries after it.
 _CACHED = 192
-_MANY = 16  # prompts: more than a graph holds, even if the first few get their own step
+_MANY = 16  # prompts: more than a graph holds
 _OUTPUT = 4
 _PROMPTS = (32, 100, 256, 512, 1024, 2048, 4096)
-_SPARE = ((1 << 19, 64), (20 << 20, 4))  # sizes in bytes and numbers of blocks
-_Work = tuple[int, SamplingParams]  # tokens of a prompt, and what to do with it
-_DECODED = 64  # output tokens of the requests that decode while prompts are timed
+_SPARE = ((1 << 19, 64), (20 << 20, 4))  # bytes and numbers of blocks
+_Work = tuple[int, SamplingParams]
+_DECODED = 64
 
 
 async def warm_up(llm: AsyncLLM) -> None:
@@ -51,8 +50,7 @@ async def warm_up(llm: AsyncLLM) -> None:
 
 
 async def _compile(llm: AsyncLLM, max_prompt: int) -> None:
-    """All kinds of requests. If a drafter may find no draft, then all again with drafts in every
-    row."""
+    """If a drafter may find no draft, repeats all with drafts in every row."""
     draws = [SamplingParams(max_tokens=_OUTPUT, ignore_eos=True, **draw) for draw in EVERY_DRAW]
     constrained = _constrained(llm, draws)
     await _run_all(llm, max_prompt, draws, constrained)
@@ -64,9 +62,10 @@ async def _compile(llm: AsyncLLM, max_prompt: int) -> None:
 
 
 async def _run_all(llm: AsyncLLM, max_prompt: int, draws: list[SamplingParams], constrained: list[_Work]) -> None:
-    """Requests of up to `max_prompt` tokens, since a step runs the kernels that any of its rows
-    needs: alone, without and with a cached prefix; next to a few that decode; together, more than
-    the graphs of prompts hold, alike and one longer than the others; then all kinds in one step."""
+    """A step runs the kernels that any of its rows needs. So there are requests of up to
+    `max_prompt` tokens alone, without and with a cached prefix; next to a few that decode; more
+    than graphs hold, alike and one longer; then all kinds in one step.
+    """
     chunk = min(llm.llm.config.chunked_prefill_size, max_prompt)
     lengths = sorted({min(n, max_prompt) for n in (*_LENGTHS, chunk, chunk + 1)} - {0})
     rows, tokens = llm.llm.plan.num_rows, _tokens(llm)
@@ -75,11 +74,11 @@ async def _run_all(llm: AsyncLLM, max_prompt: int, draws: list[SamplingParams], 
     def run(length: int, params: SamplingParams, cached: int = 0) -> Coroutine[Any, Any, RequestOutput]:
         return llm.complete([shared] * min(cached, max_prompt - length) + [next(tokens)] * length, params)
 
-    for _ in range(2):  # where two prompts part, the second one leaves a state
+    for _ in range(2):  # the second leaves a state where prompts part
         await run(1, draws[0], _CACHED)
-    for beside in (0, min(3, rows - 1)):
+    for decoders in (0, min(3, rows - 1)):
         longer = replace(draws[0], max_tokens=min(_DECODED, llm.llm.plan.max_model_len - 2))
-        decoding = [asyncio.ensure_future(run(1, longer)) for _ in range(beside)]
+        decoding = [asyncio.ensure_future(run(1, longer)) for _ in range(decoders)]
         for length in lengths:
             await run(length, draws[0])
             await run(length, draws[0], _CACHED)
@@ -89,7 +88,7 @@ async def _run_all(llm: AsyncLLM, max_prompt: int, draws: list[SamplingParams], 
     for prompts, length in _TOGETHER:
         if prompts <= rows:
             await asyncio.gather(*(run(length, draws[0]) for _ in range(prompts)))
-    for cached, length in product((0, _CACHED), lengths):  # the longest prompt of a step decides some of its tiles
+    for cached, length in product((0, _CACHED), lengths):  # the longest prompt decides some tiles
         others = (run(1, draws[0], cached) for _ in range(min(rows, _MANY) - 1))
         await asyncio.gather(*others, run(length, draws[0], cached))
     works = [*((length, params) for params, length in product(draws, lengths)), *constrained]
@@ -98,14 +97,13 @@ async def _run_all(llm: AsyncLLM, max_prompt: int, draws: list[SamplingParams], 
 
 
 def _tokens(llm: AsyncLLM) -> Iterator[int]:
-    """Ids of the vocabulary without those of images, which no prompt may hold."""
+    """Yields none of images, which no prompt may hold."""
     model = llm.llm.model_config
     return (token for i in count() if (token := i % model.vocab_size) not in model.image_tokens)
 
 
 def _keep_spare_memory(device: torch.device) -> None:
-    """Torch keeps freed memory for steps that need more than those above. It has separate memory
-    for small and large blocks."""
+    """Torch keeps freed memory for larger steps, separately for small and large blocks."""
     try:
         _ = [torch.empty(size, dtype=torch.uint8, device=device) for size, count in _SPARE for _ in range(count)]
     except torch.OutOfMemoryError:
@@ -113,8 +111,7 @@ def _keep_spare_memory(device: torch.device) -> None:
 
 
 def _constrained(llm: AsyncLLM, draws: list[SamplingParams]) -> list[_Work]:
-    """Requests with structured outputs; none if these cannot work here. The first one loads the
-    tokenizer into llguidance."""
+    """Empty if they cannot work here. The first one loads the tokenizer into llguidance."""
     works = [(1, replace(params, ignore_eos=False, structured_outputs=_FORM)) for params in draws]
     try:
         llm.llm.engine.prepare([0], works[0][1])
@@ -124,8 +121,9 @@ def _constrained(llm: AsyncLLM, draws: list[SamplingParams]) -> list[_Work]:
 
 
 async def _time_steps(llm: AsyncLLM, sizes: Sequence[int]) -> None:
-    """Prompts of several sizes, twice each, alone and next to 1 and 8 decoding requests. All begin
-    differently, so the prefix cache has none."""
+    """Runs each twice, alone and next to 1 and 8 decoding requests. All begin differently: no
+    cached prefix.
+    """
     tokens = _tokens(llm)
 
     def run(prompt: int, output: int) -> Coroutine[Any, Any, RequestOutput]:

@@ -4,10 +4,9 @@ A running request has a row, a state slot and a backup slot. A proposal computes
 were accepted since the last one, copies the state to the backup and decodes on; the next proposal
 starts from the backup, so rejected drafts change no state. KV rolls back by position.
 
-A row keeps its tokens when its request ends. The next request that begins with the same tokens gets
-that row, so the next turn of a conversation computes only its new tokens. If no row fits a request
-that the target has cached, the draft model reads only the last cached tokens, from an empty state:
-its drafts may be worse, and the target verifies them anyway.
+A row keeps its tokens when its request ends, for the next request that begins with them. If no row
+fits a request that the target has cached, the draft model reads only the last cached tokens, from
+an empty state: its drafts may be worse.
 """
 
 from collections.abc import Sequence
@@ -19,15 +18,18 @@ import torch
 from hybridrt.base.config import EngineConfig
 from hybridrt.base.errors import ConfigError
 from hybridrt.collectives.groups import TPGroup
-from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
+from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, PageGroup
+from hybridrt.mem_cache.pools.page_demand import PageDemand
+from hybridrt.mem_cache.pools.page_sets import in_every_group
 from hybridrt.mem_cache.prefix_tree.radix_node import in_common
 from hybridrt.runtime.load.build import (
     empty_model,
     graph_bytes,
     load_target,
-    page_bytes,
+    page_demands,
     pool_spec,
     row_bytes,
+    set_bytes,
     weight_bytes,
 )
 from hybridrt.runtime.load.draft_needs import DraftTarget, Everywhere
@@ -44,25 +46,20 @@ from hybridrt.runtime.step.plan import (
     PageWrite,
     StepHandle,
     StepPlan,
-    int32s,
 )
 from hybridrt.runtime.step.sampling_table import SamplingTable
 from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest, num_tokens, tokens_between
 from hybridrt.speculative.method import DraftMethod
 from hybridrt.speculative.tree import with_siblings
 
-LATE_TOKENS = 512  # last tokens of a cached prompt that the draft model reads if no free row has more of it
+LATE_TOKENS = 512  # last tokens of a cached prompt without a row
 
 
 @dataclass
 class _Tenant:
-    """A request in the draft model's pools.
-
-    Attributes:
-        row: also says which slots and pages are the request's.
-        start: the row begins at this token of the text.
-        computed: tokens that the state contains.
-        admitted: the row has the request's parameters.
+    """A request in the draft model's pools. `row` names its slots and pages. It begins at token
+    `start` of the text. `computed` tokens are in the state. `admitted`: the row has the request's
+    parameters.
     """
 
     request: DraftRequest
@@ -70,18 +67,18 @@ class _Tenant:
     start: int = 0
     computed: int = 0
     admitted: bool = False
-    chain: list[int] = field(default_factory=list)  # of the current proposal
+    chain: list[int] = field(default_factory=list)  # tokens of the current proposal
     siblings: list[list[int]] = field(default_factory=list)
 
     @property
     def held(self) -> int:
-        """Tokens in the row: the position of the next one there."""
+        """Tokens in the row."""
         return self.computed - self.start
 
 
 @dataclass
 class _FreeRow:
-    """A row without a request. It still has the tokens [n] int32 of a text, from `start` on."""
+    """Still has the tokens [n] int32 of a text, from `start` on."""
 
     row: int
     salt: str = ""
@@ -99,21 +96,23 @@ class DraftModelDrafter(Drafter):
     is read. The draft model runs whole on rank 0.
 
     Args:
-        config: of the target; device, lengths and page size are taken from it.
+        config: configuration of the target; device, lengths and page size are taken from it.
         plan: the target's memory plan; the draft model has as many rows.
         vocab_size: the target's, which must be the draft model's too.
-        ahead: as in ModelRunner.
+        ahead: that of ModelRunner.
     """
 
     def __init__(
         self, config: EngineConfig, plan: MemoryPlan, vocab_size: int, ahead: StartAhead | None = None
     ) -> None:
         assert config.speculative is not None
-        self._topk, own_plan = config.speculative.topk, draft_plan(plan, config.speculative.num_draft_tokens)
         own = replace(draft_config(config), max_running_requests=plan.num_rows)
+        groups = len(page_demands(own, load_target(own, TPGroup())[1]))
+        self._topk, own_plan = config.speculative.topk, draft_plan(plan, config.speculative.num_draft_tokens, groups)
         self.runner = ModelRunner(own, plan=own_plan, ahead=ahead)
         attends = bool(self.runner.model_config.full_attention_layer_ids)
-        self._pages = own_plan.num_pages // plan.num_rows if attends else 0  # of a row
+        self._pages = own_plan.num_pages // plan.num_rows if attends else 0  # pages of a row, in each page group
+        self._groups = self.runner.pools.req_to_token.num_groups
         if self.runner.model_config.vocab_size != vocab_size:
             raise ConfigError(
                 f"the draft model's vocabulary has {self.runner.model_config.vocab_size} tokens and the target's "
@@ -121,10 +120,10 @@ class DraftModelDrafter(Drafter):
             )
         self._chunk = config.chunked_prefill_size
         self._recurrent = self.runner.pools.req_to_token.mamba_pool is not None
-        self._free = [_FreeRow(row) for row in range(1, plan.num_rows + 1)]  # the one that was used last is the last
+        self._free = [_FreeRow(row) for row in range(1, plan.num_rows + 1)]  # ordered by last use
         self._backup_offset = plan.num_rows
         self._tenants: dict[int, _Tenant] = {}
-        self._pending = StepPlan()  # admissions that the next launch carries
+        self._pending = StepPlan()  # admissions of the next launch
         self._staging = StagingRing(self.runner.device)
 
     def begin(self, request: DraftRequest) -> None:
@@ -132,15 +131,15 @@ class DraftModelDrafter(Drafter):
         usable = [self._usable(free, ids, salt) for free in self._free]
         best = max(range(len(usable)), key=lambda i: (usable[i], -i))
         free = self._free.pop(best)
-        # The target's cache has only `computed` tokens of the prompt; later ones are computed
-        # anyway.
+        # The target's cache has only `computed` tokens.
         late = max(request.computed - LATE_TOKENS, 0)
         start, computed = (free.start, usable[best]) if usable[best] > late else (late, late)
         self._tenants[request.arrival] = _Tenant(request, free.row, start, computed)
 
     def _usable(self, free: _FreeRow, ids: np.ndarray, salt: str) -> int:
-        """First tokens of a text that need no computing in a free row; the last token always does.
-        A recurrent state can only be used at its own position."""
+        """Counts tokens that need no computing; the last one always does. A recurrent state can
+        only be used at its own position.
+        """
         held, n = len(free.tokens), min(len(free.tokens), len(ids) - 1)
         if free.salt != salt or not n or (self._recurrent and (n < held or free.tokens[-1] != ids[n - 1])):
             return 0
@@ -158,35 +157,35 @@ class DraftModelDrafter(Drafter):
         if not requests:
             return []
         tenants = [self._tenants[request.arrival] for request in requests]
-        # A request without a new token, for example because its last drafts found no page, gets the same drafts again.
-        behind = [(t, -(-n // self._topk)) for t, n in zip(tenants, max_drafts) if t.computed < num_tokens(t.request)]
-        launched = self._start([tenant for tenant, _ in behind])
-        for step in range(1, max((steps for _, steps in behind), default=0)):
-            going = [tenant for tenant, steps in behind if steps > step]
+        # A request without a new token (drafts found no page) gets the same drafts again.
+        lagging = [(t, -(-n // self._topk)) for t, n in zip(tenants, max_drafts) if t.computed < num_tokens(t.request)]
+        launched = self._start([tenant for tenant, _ in lagging])
+        for step in range(1, max((steps for _, steps in lagging), default=0)):
+            going = [tenant for tenant, steps in lagging if steps > step]
             rows = (DecodeRow(t.row, t.held + step - 1, len(t.request.output) + step) for t in going)
-            plan = StepPlan(decode=DecodeRows.from_rows(rows))  # draws draft number `step`, 0 being the first
+            plan = StepPlan(decode=DecodeRows.from_rows(rows))
             launched.append((self.runner.launch(plan), going))
         for handle, drawing in launched:
             self._read(handle, drawing)
         return [with_siblings(tenant.chain, tenant.siblings, n) for tenant, n in zip(tenants, max_drafts)]
 
     def _read(self, step: StepHandle, tenants: Sequence[_Tenant]) -> None:
-        """Waits for a step. Appends a token to the chain of each tenant, and other likely tokens."""
+        """Appends a token to each tenant's chain, and other likely tokens."""
         result = step.result()
         for tenant, (token,), logprobs in zip(tenants, result.tokens, result.logprobs, strict=True):
             likely = [t for t in logprobs[0] if t != token] if logprobs else []
-            tenant.chain.append(max(token, 0))  # -1, of logits that are not finite: any token will do as a draft
+            tenant.chain.append(max(token, 0))  # -1: the logits are not finite
             tenant.siblings.append(likely[: self._topk - 1])
 
     def _start(self, tenants: Sequence[_Tenant]) -> list[_Launched]:
-        """Moves the states to the tokens known now, and draws the first drafts."""
+        """Moves the states to the known tokens, and draws the first drafts."""
         fresh = [tenant for tenant in tenants if not tenant.admitted]
         for tenant in fresh:
             row, pages, tenant.admitted = tenant.row, self._pages, True
-            own = int32s(range(1 + (row - 1) * pages, 1 + row * pages))
+            own = np.arange(1 + (row - 1) * pages, 1 + row * pages, dtype=np.int32)
             self._pending.admissions.append(self._admission(tenant))
-            self._pending.page_writes.append(PageWrite(row, 0, own))
-        if any(tenant.held for tenant in fresh):  # their states are restored once their slots have been zeroed
+            self._pending.page_writes.append(PageWrite(row, 0, in_every_group(own, self._groups)))
+        if any(tenant.held for tenant in fresh):  # restored once their slots are zeroed
             plan, self._pending = self._pending, StepPlan()
             self.runner.launch(plan)
         params = [t.request.params for t in tenants]
@@ -202,8 +201,7 @@ class DraftModelDrafter(Drafter):
         return Admission.from_prompt(row, row, request.prompt, params, request.seed, request.rules, request.output)
 
     def _recount(self, tenants: Sequence[_Tenant]) -> None:
-        """Counts tokens for penalties and bad words anew: accepted output counts, failed drafts do
-        not."""
+        """Counts accepted output for penalties and bad words, not failed drafts."""
         if not tenants:
             return
         arrays = self._staging.upload(SamplingTable.pack([self._admission(tenant) for tenant in tenants]))
@@ -211,12 +209,11 @@ class DraftModelDrafter(Drafter):
         self.runner.sampling_table.enter_rows(rows, arrays)
 
     def _catch_up(self, tenants: Sequence[_Tenant]) -> list[_Launched]:
-        """Computes the tokens that the states lack, in chunks of few rows; a row's last chunk gives
-        its first draft."""
+        """Uses chunks of few rows; a row's last chunk gives its first draft."""
         launched = list[_Launched]()
         for tenant in tenants:
             tenant.chain, tenant.siblings = [], []
-        # With more rows than a graph has, a step of few tokens takes ten times as long.
+        # A step with more rows than a graph has takes ten times as long.
         most = PROMPT_ROWS if self.runner.prompt_graphs else len(tenants)
         while waiting := [t for t in tenants if t.computed < num_tokens(t.request)]:
             plan, self._pending, budget = self._pending, StepPlan(), self._chunk
@@ -246,13 +243,12 @@ class DraftModelDrafter(Drafter):
             pool.restore(rows + self._backup_offset, rows)
 
 
-def draft_plan(plan: MemoryPlan, slack: int) -> MemoryPlan:
-    """The draft model's pools: as many rows, twice the slots, and pages for every row at its
-    longest."""
+def draft_plan(plan: MemoryPlan, slack: int, num_groups: int) -> MemoryPlan:
+    """The draft model's pools: as many rows, twice the slots, and in each page group pages for every
+    row at its longest."""
     pages = -(-(plan.max_model_len + slack) // plan.page_size)
-    return replace(
-        plan, num_slots=2 * plan.num_rows, num_pages=plan.num_rows * pages, max_model_len=plan.max_model_len + slack
-    )
+    groups = tuple(PageGroup(PageDemand(plan.page_size), plan.num_rows * pages, 0) for _ in range(num_groups))
+    return replace(plan, num_slots=2 * plan.num_rows, groups=groups, max_model_len=plan.max_model_len + slack)
 
 
 def draft_config(config: EngineConfig) -> EngineConfig:
@@ -275,7 +271,7 @@ class DraftModelMethod(DraftMethod):
         draft = draft_config(config)
         _, own = load_target(draft, TPGroup())
         longest = max_len + config.num_verify_tokens - 1
-        pages = -(-longest // config.page_size) * page_bytes(draft, own)
+        pages = -(-longest // config.page_size) * set_bytes(draft, own)
         return 2 * pool_spec(draft, own).slot_bytes() + row_bytes(draft, own, longest) + pages
 
     def fixed_bytes(self, config: EngineConfig, target: RunTarget) -> int:

@@ -17,7 +17,7 @@ class DraftRequest(Protocol):
     Attributes:
         arrival: its number, unique in an engine.
         rules: the rules for single tokens that `params` give.
-        row: of the target's pools; None while the request does not run.
+        row: row in the target's pools; None while the request does not run.
         computed: tokens with KV and state in the target.
         pending: tokens that launched steps draw and the host has not read; 0 where drafts are
             proposed.
@@ -112,7 +112,7 @@ class Draft:
             return self.first(next(n for n in range(1, len(self) + 1) if ends(self.tokens[:n])))
         tokens, parents, places, paths = list[int](), list[int](), [0], list[list[int] | None]([[]])
         for token, parent in zip(self.tokens, self.parents, strict=True):
-            path = paths[parent]  # None: the request has ended there or before
+            path = paths[parent]  # None: it has ended
             if path is not None:
                 path = [*path, token]
                 tokens.append(token)
@@ -171,8 +171,8 @@ class AdaptiveDrafter(Drafter):
     def __init__(self, inner: Drafter, num_draft_tokens: int, patience: int = 16) -> None:
         self.inner, self.longest, self.patience = inner, num_draft_tokens, patience
         self.always = False
-        self._earned: dict[int, int] = {}  # how long a request's drafts may be
-        self._depths: dict[int, int] = {}  # of the drafts whose outcome is not known yet
+        self._earned: dict[int, int] = {}  # how long drafts may be
+        self._depths: dict[int, int] = {}  # depths of the drafts whose outcome is not known yet
 
     def begin(self, request: DraftRequest) -> None:
         self._earned[request.arrival] = self.longest
@@ -210,7 +210,7 @@ class AdaptiveDrafter(Drafter):
             drafts[i] = draft.first(n)
         if self.always:
             drafts = [d or Draft([0] * min(n, self.longest)) for d, n in zip(drafts, max_drafts, strict=True)]
-        if self._depths:  # of drafts that no step has verified
+        if self._depths:  # depths of drafts that no step has verified
             for request in requests:
                 self._depths.pop(request.arrival, None)
         self._depths |= {r.arrival: d.depth for r, d in zip(requests, drafts) if d.tokens}

@@ -1,10 +1,9 @@
 """Runs a model's prediction head: over the tokens of every step, and ahead of them for drafts.
 
 Position p of the head gets the hidden state of token p and the embedding of token p + 1, and
-predicts token p + 2. So the head runs over the inputs of a step after the next tokens are drawn
-(DRAFT_EXTEND; nothing waits for the host). Each draft is computed from the head's last hidden state
-and the token drawn from it. Its keys and values are further layers of the model's KV pool, in the
-same requests' pages.
+predicts token p + 2. So the head runs over a step's inputs after the next tokens are drawn
+(DRAFT_EXTEND). Each draft is computed from the head's last hidden state and the token drawn from
+it. Its keys and values are further layers of the model's KV pool, in the same pages.
 """
 
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from hybridrt.runtime.sampling.sampler import Accepted, used_parts
 from hybridrt.runtime.step.pack import PageEntries, PromptArrays, StagingRing, make_batch
 from hybridrt.runtime.step.plan import DecodeRow, DecodeRows, StepHandle
 
-AHEAD = 0  # no step has rows of so many tokens
+AHEAD = 0  # no step has so many tokens
 
 
 class DraftedRows(NamedTuple, Generic[A]):
@@ -65,7 +64,7 @@ class HeadRunner:
     Args:
         runner: its pools exist. Its sampler draws drafts as the model would, with the same random
             numbers.
-        own_pages: of each row, after the pages that the runner's pool lends: for drafts past the
+        own_pages: pages of each row, after those that the runner's pool lends: for drafts past the
             lent pages.
 
     Attributes:
@@ -80,9 +79,10 @@ class HeadRunner:
         self.ahead = HeadStep(self.model, runner.memory_plan.num_rows)
         self.hidden = torch.zeros_like(self.ahead.hidden)
         self.tokens = torch.zeros(runner.memory_plan.num_rows + 1, dtype=torch.int32, device=runner.device)
-        self._first_page, self._pages = runner.memory_plan.num_pages + 1, own_pages
+        firsts = [group.num_pages + 1 for group in runner.memory_plan.groups]
+        self._first_pages, self._pages = np.array(firsts, np.int32), own_pages
         self._staging, self._last_tokens = StagingRing(runner.device), runner.last_tokens
-        self._graphs = runner.graphs  # by tokens of a row; the head's own steps get the number AHEAD among them
+        self._graphs = runner.graphs  # graphs by tokens of a row; the head's own steps get the number AHEAD among them
 
     def capture(self, max_bs: int, progress: bool = False) -> None:
         """Records the steps that draft ahead as graphs."""
@@ -100,7 +100,8 @@ class HeadRunner:
         accepted: Accepted | None,
         prompts: PromptArrays[torch.Tensor] | None,
     ) -> None:
-        """As DeviceDrafter.follow."""
+        """Predicts a token for each row that has sampled, from the model's hidden states (see
+        `DeviceDrafter.follow` in hybridrt/runtime/load/draft_needs.py)."""
         n, split = batch.num_decode_rows, batch.num_decode_tokens
         rows, ids = batch.req_pool_indices[:n], self._last_tokens[batch.req_pool_indices[:n]]
         ends = torch.arange(n, device=rows.device)
@@ -113,7 +114,7 @@ class HeadRunner:
             assert following is not None, "a runner with a drafter packs them"
             following[at - split] = self._last_tokens[prompts.sample_rows[n:]]
             ids, ends, rows = torch.cat((ids, following)), torch.cat((ends, at)), prompts.sample_rows
-        # -1, of logits that were not finite, is no input.
+        # -1: the logits are not finite.
         ids = ids.clamp(min=0)
         step = replace(batch, forward_mode=ForwardMode.DRAFT_EXTEND, input_ids=ids, attn_backend=self.backend)
         self.backend.prepare(step)
@@ -121,8 +122,10 @@ class HeadRunner:
 
     @torch.inference_mode()
     def draft(self, rows: Sequence[DraftRow], steps: int, topk: int = 1) -> StepHandle:
-        """As DeviceDrafter.draft."""
-        packed = _pack(rows, steps, self.table.page_size, self._first_page, self._pages)
+        """Launches `steps` drafts of each row. The handle has [rows, steps * (1 + topk)] tokens: for
+        every step the draft, then the likeliest tokens (see `DeviceDrafter.draft` in
+        hybridrt/runtime/load/draft_needs.py)."""
+        packed = _pack(rows, steps, self.table.page_size, self._first_pages, self._pages)
         step_rows: DraftedRows[torch.Tensor] = self._staging.upload(packed)
         if (entries := step_rows.pages) is not None:
             self.table.write_pages(entries.rows, entries.indices, entries.pages)
@@ -141,7 +144,7 @@ class HeadRunner:
         return LaunchedStep.from_tokens(torch.cat(places, 1))
 
     def _advance(self, rows: Sequence[DraftRow], step_rows: DraftedRows[torch.Tensor], step: int) -> torch.Tensor:
-        """The head's own step number `step`, from 1: [n, vocab] logits after the last drafts."""
+        """`step` counts from 1. Returns [n, vocab] logits after the last drafts."""
         n, graphs = len(rows), self._graphs.get(AHEAD)
         if graphs is not None and graphs.bucket(n):
             return graphs.replay(DecodeRows.from_rows(DecodeRow(r.row, r.computed + step - 1, 0) for r in rows))
@@ -158,7 +161,7 @@ class HeadRunner:
 
 
 def _along_path(batch: ForwardBatch, hidden: torch.Tensor, path: torch.Tensor) -> tuple[ForwardBatch, torch.Tensor]:
-    """Verified trees as the chains that were accepted: a node's KV place is now that of its depth."""
+    """Turns trees into accepted chains: a node's KV place is that of its depth."""
     (n, width), split = path.shape, batch.num_decode_tokens
     depths = torch.arange(width, dtype=torch.int32, device=path.device)
     places = (batch.seq_lens[:n, None] - width + depths).flatten().to(batch.positions.dtype)
@@ -172,14 +175,20 @@ def _along_path(batch: ForwardBatch, hidden: torch.Tensor, path: torch.Tensor) -
     return chain, torch.cat((kept, hidden[split:]))
 
 
-def _pack(rows: Sequence[DraftRow], steps: int, page_size: int, first_page: int, own: int) -> DraftedRows[np.ndarray]:
-    """Integers of a proposal. Drafts beyond a row's lent pages go to the row's `own` pages."""
+def _pack(
+    rows: Sequence[DraftRow], steps: int, page_size: int, first_pages: np.ndarray, own: int
+) -> DraftedRows[np.ndarray]:
+    """Integers of a proposal. Drafts beyond a row's lent pages go to the row's `own` pages, from
+    `first_pages` [G] of row 0 on."""
     beyond = [
-        (r.row, r.end_page + i, first_page + r.row * own + i)
+        (r.row, r.end_page + i, r.row * own + i)
         for r in rows
         for i in range(max((r.computed + steps - 2) // page_size + 1 - r.end_page, 0) if steps > 1 else 0)
     ]
-    pages = PageEntries(*np.array(beyond, np.int32).T) if beyond else None
+    pages = None
+    if beyond:
+        lines, indices, places = int32_array(beyond).T
+        pages = PageEntries(lines, indices, places[:, None] + first_pages)
     return DraftedRows(
         int32_array([r.row for r in rows]),
         int32_array([r.computed for r in rows]),

@@ -39,7 +39,7 @@ class MTPDrafter(Drafter):
         width = 1 + self.topk
         places = [tokens[i : i + width] for i in range(0, len(tokens), width)][: -(-max_drafts // self.topk)]
         siblings = [[t for t in likely if t != drawn][: self.topk - 1] for drawn, *likely in places]
-        # -1, of logits that are not finite, is no token: any other will do as a draft.
+        # -1: the logits are not finite.
         return with_siblings([max(drawn, 0) for drawn, *_ in places], siblings, max_drafts)
 
 

@@ -11,22 +11,16 @@ from hybridrt.speculative.tree import merge
 
 class _Ngrams:
     """Where each n-gram of one size ended in a request's text: the next token's position; 0 for
-    none.
-
-    N-grams are compared by hash, without their text; a collision only makes a draft fail.
+    none. Hashes are compared: a collision only makes a draft fail.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._latest: dict[int, int] = {}  # end by hash
-        self.earlier = array("i")  # of each n-gram in order: the end of the same one before it
+        self.earlier = array("i")  # for each n-gram in order, the end of its earlier occurrence
 
     def extend(self, text: Sequence[int], start: int) -> None:
-        """Adds all n-grams up to the end of the text.
-
-        Args:
-            text: from position `start` on, not after the first unknown n-gram.
-        """
+        """`text` begins at position `start`, not after the first unknown n-gram."""
         latest, earlier = self._latest, self.earlier
         new = text[len(earlier) - start :]
         ngrams = zip(*[new[i:] for i in range(self.size)])
@@ -35,7 +29,7 @@ class _Ngrams:
             latest[key] = end
 
     def matches(self, count: int) -> list[int]:
-        """Ends of at most `count` earlier occurrences of the last n-gram, the latest first."""
+        """Finds earlier occurrences of the last n-gram, the latest first."""
         found: list[int] = []
         end = self.earlier[-1] if self.earlier else 0
         while end and len(found) < count:
@@ -70,9 +64,9 @@ class NgramDrafter(Drafter):
         ]
 
     def _matches(self, request: DraftRequest) -> list[int]:
-        """Positions after at most `topk` earlier occurrences of the text's end."""
+        """Finds at most `topk` earlier occurrences of the text's end."""
         index, found = self._indices[request.arrival], list[int]()
-        start = len(index[0].earlier)  # the longest n-grams reach back furthest
+        start = len(index[0].earlier)  # the longest reach back furthest
         text = tokens_between(request, start, num_tokens(request))
         for ngrams in index:
             ngrams.extend(text, start)
@@ -81,8 +75,7 @@ class NgramDrafter(Drafter):
 
 
 def _continue(request: DraftRequest, after: int, max_drafts: int) -> list[int]:
-    """Tokens from `after` on; a match that reaches the end of the text continues with its own
-    predictions."""
+    """A match that reaches the text's end continues with its own predictions."""
     drafts = tokens_between(request, after, after + max_drafts)
     period = num_tokens(request) - after
     while len(drafts) < max_drafts:

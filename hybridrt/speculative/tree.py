@@ -11,7 +11,7 @@ def merge(chains: Sequence[Sequence[int]], max_drafts: int) -> Draft:
     tokens: list[int] = []
     parents: list[int] = []
     children: dict[tuple[int, int], int] = {}
-    ends = [0] * len(chains)  # the node that each chain has reached; 0 is the root
+    ends = [0] * len(chains)  # the chain's node; 0 is the root
     for depth in range(max(map(len, chains), default=0)):
         for i, chain in enumerate(chains):
             if depth >= len(chain):

@@ -1,8 +1,7 @@
-"""Reads through NIXL (https://github.com/ai-dynamo/nixl) and its UCX backend.
+"""Reads arenas of other workers through NIXL (https://github.com/ai-dynamo/nixl) and UCX.
 
 UCX uses RDMA where there is hardware for it, else TCP or shared memory. Arenas are in GPU memory,
-or in host memory
-without a GPU.
+or in host memory without a GPU.
 """
 
 import logging

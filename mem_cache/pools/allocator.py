@@ -50,7 +50,7 @@ class SlotAllocator:
             OutOfSlotsError: fewer than n are free; nothing was taken.
         """
         start = self.num_free - n
-        self._check_free(n)
+        self.check_free(n)
         indices = self._free[start : self.num_free][::-1]
         self.num_free = start
         self._state[indices] = _USED
@@ -58,7 +58,7 @@ class SlotAllocator:
 
     def alloc_one(self) -> Slot:
         """`alloc` of one entry, without arrays: each request needs a row and a state slot."""
-        self._check_free(1)
+        self.check_free(1)
         self.num_free -= 1
         index = self._free.item(self.num_free)
         self._state[index] = _USED
@@ -87,6 +87,17 @@ class SlotAllocator:
         used: np.ndarray = self._state[indices] == _USED
         self._give_back(self._once(indices[used]))
         return used
+
+    def are_used(self, slots: Sequence[Slot]) -> np.ndarray:
+        """[n] bool: which entries are used by requests; the others are the cache's. PoolError if a
+        handle is stale."""
+        used: np.ndarray = self._state[self._indices(slots)] == _USED
+        return used
+
+    def are_idle(self, keys: np.ndarray) -> np.ndarray:
+        """[n] bool: which entries of the cache no request has locked. `keys`: [n] int64 handles."""
+        idle: np.ndarray = self._locks[indices_of(keys)] == 0
+        return idle
 
     def to_cache(self, slots: Sequence[Slot]) -> None:
         """Makes the cache the owner of requests' entries. The handles stay valid. PoolError as in
@@ -162,7 +173,8 @@ class SlotAllocator:
         index = slot.index
         return index <= self.total and self._handles.item(index) == slot and self._state.item(index) == source
 
-    def _check_free(self, n: int) -> None:
+    def check_free(self, n: int) -> None:
+        """OutOfSlotsError if fewer than n entries are free."""
         if n > self.num_free:
             raise OutOfSlotsError(f"{n} x {self._what} wanted, {self.num_free} of {self.total} free")
 

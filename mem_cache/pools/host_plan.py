@@ -1,5 +1,6 @@
 """How many KV pages and states the prefix cache keeps in main memory."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 ALIGNED = 16  # bytes: each tensor of an image starts at a multiple of this
@@ -12,18 +13,18 @@ class HostPlan:
     """One rank's part of the tier.
 
     Attributes:
-        num_pages, num_states: KV pages and recurrent states that fit.
-        page_bytes, state_bytes: of one of them.
+        num_pages: KV pages of each page group that fit. num_states: recurrent states that fit.
+        page_bytes: of a page of each page group. state_bytes: of a state.
     """
 
     num_pages: int = 0
     num_states: int = 0
-    page_bytes: int = 0
+    page_bytes: Sequence[int] = ()
     state_bytes: int = 0
 
     @property
     def nbytes(self) -> int:
-        return self.num_pages * self.page_bytes + self.num_states * self.state_bytes
+        return self.num_pages * sum(self.page_bytes) + self.num_states * self.state_bytes
 
     def __bool__(self) -> bool:
         return bool(self.num_pages or self.num_states)
@@ -32,16 +33,17 @@ class HostPlan:
 NO_HOST_PLAN = HostPlan()
 
 
-def plan_host(budget_bytes: int, page_bytes: int, state_bytes: int) -> HostPlan:
-    """How much fits into `budget_bytes`. page_bytes is 0 without attention layers, state_bytes is 0
-    without recurrent layers. With both, the plan is empty if one of each does not fit.
+def plan_host(budget_bytes: int, page_bytes: Sequence[int], state_bytes: int) -> HostPlan:
+    """How much fits into `budget_bytes`. page_bytes is empty without attention layers, state_bytes
+    is 0 without recurrent layers. With both, the plan is empty if one of each does not fit.
     """
-    share = STATE_SHARE if page_bytes and state_bytes else float(bool(state_bytes))
+    set_bytes = sum(page_bytes)
+    share = STATE_SHARE if set_bytes and state_bytes else float(bool(state_bytes))
     states = int(budget_bytes * share) // state_bytes if state_bytes else 0
-    pages = (budget_bytes - states * state_bytes) // page_bytes if page_bytes else 0
-    if (page_bytes and not pages) or (state_bytes and not states):
+    pages = (budget_bytes - states * state_bytes) // set_bytes if set_bytes else 0
+    if (set_bytes and not pages) or (state_bytes and not states):
         return NO_HOST_PLAN
-    return HostPlan(pages, states, page_bytes, state_bytes)
+    return HostPlan(pages, states, tuple(page_bytes), state_bytes)
 
 
 def aligned(nbytes: int) -> int:

@@ -1,5 +1,6 @@
 """Turns a byte budget into numbers of request rows, state slots and KV pages."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,20 +22,42 @@ def gib(count: int) -> str:
 
 # Without max_running_requests, rows and their states get at most this share. KV gets the rest.
 STATE_SHARE = 0.5
+# Cached prefixes get this share of a group's pages in a window group, beyond those of running
+# requests: only the ends of texts, and places where they part, need pages there.
+WINDOW_SHARE = 0.25
 
 
 @dataclass(frozen=True)
 class UnitCosts:
     """Bytes of one state slot (conv ring and recurrent state of all layers), one running row (rings
-    or intermediate states, tables, its drafter's data) and one KV page. `fixed`: graph buffers and
-    a draft model's weights. Also the arena of state transfer.
+    or intermediate states, tables, its drafter's data) and one KV page of each page group. `fixed`:
+    graph buffers and a draft model's weights. Also the arena of state transfer.
     """
 
     slot: int
     row: int
-    page: int
+    pages: Sequence[int]
     fixed: int = 0
     transfer: int = 0
+
+
+@dataclass(frozen=True)
+class PageGroup:
+    """The KV pages of the layers of one window.
+
+    Attributes:
+        demand: how many pages a request holds at a time.
+        num_pages: pages that may be lent.
+        page_bytes: of a page, over the layers.
+    """
+
+    demand: PageDemand
+    num_pages: int
+    page_bytes: int
+
+    @property
+    def window(self) -> int | None:
+        return self.demand.window
 
 
 @dataclass(frozen=True)
@@ -44,10 +67,9 @@ class MemoryPlan:
     Attributes:
         num_rows: R, requests that run together.
         num_slots: S, state slots of rows and cached prefixes; 0 without recurrent layers.
-        num_pages: KV pages of `page_size` tokens; 0 without attention layers.
+        groups: page groups, with pages of `page_size` tokens; none without attention layers.
         max_model_len: longest prompt + output of one request.
         budget_bytes: limit of the pools, without weight_bytes and activation_bytes.
-        demand: how many pages a request holds at a time; None: those of all its tokens.
         host: the prefix cache's part in main memory.
 
     Raises:
@@ -56,14 +78,13 @@ class MemoryPlan:
 
     num_rows: int
     num_slots: int
-    num_pages: int
+    groups: tuple[PageGroup, ...]
     page_size: int
     max_model_len: int
     costs: UnitCosts
     budget_bytes: int
     weight_bytes: int = 0
     activation_bytes: int = 0
-    demand: PageDemand | None = None
     host: HostPlan = NO_HOST_PLAN
 
     def __post_init__(self) -> None:
@@ -76,6 +97,11 @@ class MemoryPlan:
     @property
     def cache_slots(self) -> int:
         return max(self.num_slots - self.num_rows, 0)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the first page group, that of layers without a window if there are some."""
+        return self.groups[0].num_pages if self.groups else 0
 
     @property
     def pool_bytes(self) -> int:
@@ -96,13 +122,24 @@ class MemoryPlan:
         return [
             ("recurrent state", f"{self.num_slots} slots{cached}", slots * self.costs.slot),
             ("running requests", f"{self.num_rows} rows", (self.num_rows + 1) * self.costs.row),
-            ("KV cache", f"{self.num_pages} pages of {self.page_size} tokens", (self.num_pages + 1) * self.costs.page),
+            *[
+                (
+                    "KV cache" if group.window is None else f"KV cache, window {group.window}",
+                    f"{group.num_pages} pages of {self.page_size} tokens",
+                    (group.num_pages + 1) * group.page_bytes,
+                )
+                for group in self.groups
+            ],
             ("graph buffers, draft model", "", self.costs.fixed),
             *([("state transfer", "", self.costs.transfer)] if self.costs.transfer else []),
         ]
 
     def summary(self) -> str:
-        pages = f", {self.num_pages} KV pages ({self.num_pages * self.page_size} tokens)" if self.num_pages else ""
+        pages = "".join(
+            f", {group.num_pages} KV pages"
+            + (f" ({group.num_pages * self.page_size} tokens)" if group.window is None else f" (window {group.window})")
+            for group in self.groups
+        )
         return (
             f"{self.num_rows} running requests, {self.num_slots} state slots{pages}, {gib(self.pool_bytes)} "
             f"of {gib(self.budget_bytes)}; requests up to {self.max_model_len} tokens"
@@ -113,13 +150,15 @@ def plan_memory(
     *,
     budget_bytes: int,
     costs: UnitCosts,
-    demand: PageDemand,
+    demands: Sequence[PageDemand],
+    page_size: int,
     max_running_requests: int | None,
     default_rows: int,
     max_model_len: int | None,
     model_limit: int,
     cache_slots: int = 0,
     share_slots: bool = False,
+    keeps_prefixes: bool = False,
     weight_bytes: int = 0,
     activation_bytes: int = 0,
 ) -> MemoryPlan:
@@ -127,13 +166,15 @@ def plan_memory(
 
     Args:
         costs: a model without recurrent layers has slots of 0 bytes, and gets none.
-        demand: how many pages requests of a length hold at a time.
+        page_size: tokens of a page.
+        demands: of each page group, how many pages requests of a length hold at a time.
         max_running_requests, max_model_len: the user's settings; None lets the plan choose.
         default_rows: most rows if max_running_requests is None.
         model_limit: positions that the model was made for.
         cache_slots: state slots for cached prefixes, in addition to one for each row.
         share_slots: adds as many slots for cached prefixes as there are rows, for at most half of
             the bytes that the rows and one request of the greatest length do not need.
+        keeps_prefixes: window groups get pages for cached prefixes.
 
     Raises:
         MemoryBudgetError: cache_slots is negative; or the rows asked for, the slots for cached
@@ -145,36 +186,79 @@ def plan_memory(
         raise MemoryBudgetError(f"cache_slots is {cache_slots}; pass 0 or more state slots for cached prefixes")
     per_request = costs.row + costs.slot
     cached = cache_slots if costs.slot else 0
-    scratch = per_request + costs.page  # row 0, slot 0 and page 0
+    scratch = per_request + sum(costs.pages)  # row 0, slot 0 and page 0 of each group
     available = budget_bytes - costs.fixed - costs.transfer - cached * costs.slot - scratch
-    need = demand.least(max_model_len) if max_model_len is not None else 1
-    fitting_rows = (available - need * costs.page) // max(per_request, 1)
+    need = _page_bytes(costs, [demand.least(max_model_len or 1) for demand in demands])
+    fitting_rows = (available - need) // max(per_request, 1)
     share = int(available * STATE_SHARE) // max(per_request, 1)
     rows = max_running_requests or max(min(default_rows, share, fitting_rows), 1)
-    if available < rows * per_request + need * costs.page:
-        raise MemoryBudgetError(_too_small(budget_bytes, available, per_request, costs, demand, rows, need, cached))
+    if available < rows * per_request + need:
+        raise MemoryBudgetError(
+            _too_small(budget_bytes, available, per_request, costs, demands, rows, max_model_len or 1, cached)
+        )
+    longest = max_model_len or model_limit
     if share_slots and costs.slot:
-        spare = available - rows * per_request - demand.least(max_model_len or model_limit) * costs.page
-        kept = costs.slot + demand.kept * costs.page
+        spare = available - rows * per_request - _page_bytes(costs, [demand.least(longest) for demand in demands])
+        kept = costs.slot + _page_bytes(costs, [demand.kept for demand in demands])
         shared = max(min(rows, int(spare * STATE_SHARE) // kept), 0)
         cached, available = cached + shared, available - shared * costs.slot
-    useful_pages = demand.pool(rows, max_model_len or model_limit) + cached * demand.kept
-    pages = min((available - rows * per_request) // costs.page, useful_pages) if costs.page else 0
-    fits = not costs.page or demand.least(model_limit) <= pages
-    length = max_model_len or (model_limit if fits else pages * demand.page_size)
+    pages = _plan_pages(costs, demands, available - rows * per_request, rows, longest, cached, keeps_prefixes)
+    fits = all(demand.least(longest) <= count for demand, count in zip(demands, pages))
+    length = longest if fits else min(demand.fitting(count) for demand, count in zip(demands, pages))
+    groups = tuple(PageGroup(*group) for group in zip(demands, pages, costs.pages))
     return MemoryPlan(
-        rows, rows + cached if costs.slot else 0, pages, demand.page_size, length, costs, budget_bytes, weight_bytes,
-        activation_bytes, demand,
+        rows, rows + cached if costs.slot else 0, groups, page_size, min(length, longest), costs, budget_bytes,
+        weight_bytes, activation_bytes,
     )  # fmt: skip
 
 
+def _page_bytes(costs: UnitCosts, counts: Sequence[int]) -> int:
+    return sum(count * nbytes for count, nbytes in zip(counts, costs.pages))
+
+
+def _plan_pages(
+    costs: UnitCosts, demands: Sequence[PageDemand], available: int, rows: int, longest: int, cached_states: int,
+    keeps_prefixes: bool,
+) -> list[int]:  # fmt: skip
+    """Pages of each group in `available` bytes.
+
+    A group without a window gets one page for each of n page indices, with n as great as the bytes
+    allow. One request of the greatest length comes first; beyond it, a window group gets a page for
+    each index too, until all rows have their windows, and then a share for cached prefixes.
+    """
+    page_size = demands[0].page_size if demands else 1
+    alone = -(-longest // page_size)
+
+    def counts(n: int) -> list[int]:
+        found, more = list[int](), max(n - alone, 0)
+        for demand in demands:
+            if demand.window is None:
+                found.append(min(n, rows * alone))
+                continue
+            running = min(demand.least(min(n * page_size, longest)) + more, demand.pool(rows, longest))
+            cached = min(cached_states * demand.kept, more) if costs.slot else int(more * WINDOW_SHARE)
+            found.append(min(running + cached * keeps_prefixes, rows * alone))
+        return found
+
+    low, high = 0, 2 * rows * alone + max([demand.pool(rows, longest) for demand in demands], default=0)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _page_bytes(costs, counts(middle)) <= available:
+            low = middle
+        else:
+            high = middle - 1
+    return counts(low)
+
+
 def _too_small(
-    budget: int, available: int, per_request: int, costs: UnitCosts, demand: PageDemand, rows: int, need: int,
-    cached: int,
+    budget: int, available: int, per_request: int, costs: UnitCosts, demands: Sequence[PageDemand], rows: int,
+    length: int, cached: int,
 ) -> str:  # fmt: skip
-    wanted = rows * per_request + need * costs.page
-    fitting_rows = (available - need * costs.page) // max(per_request, 1)
-    fitting_tokens = (available - rows * per_request) // max(costs.page, 1) * demand.page_size
+    pages = [demand.least(length) for demand in demands]
+    need, page_size = _page_bytes(costs, pages), demands[0].page_size if demands else 1
+    wanted = rows * per_request + need
+    fitting_rows = (available - need) // max(per_request, 1)
+    fitting_tokens = (available - rows * per_request) // max(sum(costs.pages), 1) * page_size
     hints = [f"raise the budget to {budget + wanted - available} bytes (memory_fraction)"]
     if fitting_rows >= 1:
         hints.insert(0, f"lower max_running_requests from {rows} to {fitting_rows}")
@@ -187,5 +271,6 @@ def _too_small(
     return (
         f"the pools' budget of {max(budget, 0)} bytes{short} cannot hold {rows} running requests "
         f"({per_request / 2**20:.2f} MiB each) "
-        f"and {need} KV pages of {demand.page_size} tokens ({costs.page / 2**20:.2f} MiB each): {', or '.join(hints)}"
+        f"and {' + '.join(map(str, pages)) or 0} KV pages of {page_size} tokens "
+        f"({' and '.join(f'{nbytes / 2**20:.2f}' for nbytes in costs.pages) or 0} MiB each): {', or '.join(hints)}"
     )

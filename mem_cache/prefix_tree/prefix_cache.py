@@ -4,50 +4,72 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from hybridrt.mem_cache.pools.slots import Slot, Slots
+import numpy as np
 
-NO_SLOTS = Slots()
+from hybridrt.mem_cache.pools.page_sets import GroupPages, PageSets, no_sets, pages_of
+from hybridrt.mem_cache.pools.slots import Slot
 
 
 class CacheEntries(NamedTuple):
-    """KV pages and state slots that change owners together."""
+    """KV pages, by page group, and state slots that change owners together."""
 
-    pages: Slots = NO_SLOTS
+    pages: GroupPages = ()
     states: Sequence[Slot] = ()
+
+
+class Gone:
+    """Entries that change owners, collected.
+
+    Attributes:
+        counts: pages of each group so far.
+    """
+
+    def __init__(self, groups: int) -> None:
+        self.counts = [0] * groups
+        self.states: list[Slot] = []
+        self._sets = [no_sets(groups)]
+
+    def add(self, sets: PageSets) -> None:
+        """Adds the pages of sets [n, G]."""
+        self._sets.append(sets)
+        for group, held in enumerate(np.count_nonzero(sets, axis=0).tolist()):
+            self.counts[group] += held
+
+    def entries(self, states: Sequence[Slot] | None = None) -> CacheEntries:
+        return CacheEntries(pages_of(np.concatenate(self._sets)), self.states if states is None else states)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """A prefix of `length` tokens that needs no computing. The request copies `tail` and `window`.
+    """A prefix of `length` tokens that needs no computing. The request copies `tail`.
 
     Attributes:
-        pages: the cache's whole KV pages of it, in order; none without attention layers.
+        pages: [n, G] page sets of its whole KV pages, the cache's, from its first token on. Window
+            groups have only the pages that the next token sees. None without attention layers.
         state: the cache's slot with the state after it; None without recurrent layers. The
             request's first step reads this slot and writes the request's own.
-        tail: the cache's page with the tokens after the last whole page, if the state is in the
-            middle of a page.
+        tail: the cache's [1, G] set with the tokens after the last whole page, if the state is in
+            the middle of a page.
         known: first tokens of the prompt that are in the tree: more than `length` if a state is
             missing.
         fork: `known`, if another prompt in the tree goes on differently from there; else 0.
-        window: the cache's pages with the KV that the next token sees, if all attention layers have
-            a sliding window.
         node, tail_node: the tree's entries of the match and the tail.
         retokenised: tokens of a cached answer after the place where the prompt leaves it.
         staged: of a prefix that was computed elsewhere: its place in the executor's arena, until
             admission.
-        staged_from: of such a prefix, the tokens whose KV is in `pages` instead.
+        staged_from: of such a prefix, the tokens whose KV in layers without a window is in `pages`
+            instead.
     """
 
     length: int = 0
-    pages: Slots = field(default_factory=Slots)
+    pages: PageSets = field(default_factory=lambda: no_sets(0))
     state: Slot | None = None
-    tail: Slot | None = None
+    tail: PageSets | None = None
     known: int = 0
     node: Any = None
     tail_node: Any = None
     staged: int | None = None
     staged_from: int = 0
-    window: Sequence[Slot] = ()
     retokenised: int = 0
     fork: int = 0
 

@@ -1,31 +1,36 @@
 """The prefix tree: a radix tree over tokens with the KV pages and recurrent states of prefixes.
 
 A node is a prefix: the tokens on the path from the root. Its edge holds the tokens since its
-parent. It owns the KV pages that become complete within its edge and at most one recurrent state,
-that after its last token. Page i is complete once the tokens up to (i + 1) * page_size + lookahead
-are on the path: the KV of a prediction head depends on the next token too (lookahead 1). So a page
-depends only on tokens of its own path, and a node can be cut anywhere. A state in the middle of a
-page has a tail: the page with the tokens between the last complete page and the state. (A hit
-copies the tail with the head's KV of the last token before the state, which may have been computed
-with another next token. That can make one draft worse; it changes no output token.)
+parent. It owns the page sets (mem_cache/pools/page_sets.py) that become complete within its edge
+and at most one recurrent state, that after its last token. Page i is complete once the tokens up
+to (i + 1) * page_size + lookahead are on the path: the KV of a prediction head depends on the next
+token too (lookahead 1). So a page depends only on tokens of its own path, and a node can be cut
+anywhere. A state in the middle of a page has a tail: the page set with the tokens between the last
+complete page and the state. (A hit copies the tail with the head's KV of the last token before the
+state, which may have been computed with another next token. That can make one draft worse; it
+changes no output token.)
 
     root ── "You are a helpful ..." ──┬── "Hi"            state, tail
                    state              └── "What is ..." ── ...
 
 A prefix is usable up to the deepest node with a state (without recurrent layers: up to the last
-complete page). Eviction removes pages from the ends of leaves, least recently used first, with the
-states that need them. It removes states in the order of mem_cache/prefix_tree/state_worth.py.
+complete page), if each window group has the pages that the next token sees. Sets always have the
+pages of layers without a window. Eviction removes sets from the ends of leaves, least recently
+used first, with the states that need them; pages of a window group also alone (_evict_window). It
+removes states in the order of mem_cache/prefix_tree/state_worth.py.
 """
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from types import MappingProxyType
 
 import numpy as np
 
-from hybridrt.mem_cache.pools.slots import Slot, Slots
-from hybridrt.mem_cache.prefix_tree.prefix_cache import NO_MATCH, CacheEntries, PrefixMatch
+from hybridrt.mem_cache.pools.page_demand import first_page
+from hybridrt.mem_cache.pools.page_sets import PageSets, no_sets
+from hybridrt.mem_cache.pools.slots import Slot
+from hybridrt.mem_cache.prefix_tree.prefix_cache import CacheEntries, Gone, PrefixMatch
 from hybridrt.mem_cache.prefix_tree.radix_node import (
     Node,
     StateKind,
@@ -36,6 +41,9 @@ from hybridrt.mem_cache.prefix_tree.radix_node import (
 )
 from hybridrt.mem_cache.prefix_tree.state_worth import NewState, StateWorths
 
+# [n] bool: which of these pages [n] of a group no request has locked.
+Idle = Callable[[int, np.ndarray], np.ndarray]
+
 
 class RadixCache:
     """The prefix cache of an engine: bookkeeping in host memory.
@@ -44,10 +52,23 @@ class RadixCache:
         page_size: tokens of a KV page; 0 for a model without attention layers.
         recurrent: the model has recurrent layers, so a prefix needs a state.
         lookahead: 1 if the KV of a token depends on the next one (prediction heads), else 0.
+        windows: of each page group, in tokens; None for that of layers without a window, which is
+            the first. Empty without attention layers.
+        idle: None: no request locks pages.
     """
 
-    def __init__(self, page_size: int, recurrent: bool, lookahead: int = 0) -> None:
+    def __init__(
+        self,
+        page_size: int,
+        recurrent: bool,
+        lookahead: int = 0,
+        windows: Sequence[int | None] = (None,),
+        idle: Idle | None = None,
+    ) -> None:
         self.page_size, self.recurrent, self.lookahead = page_size, recurrent, lookahead
+        self.windows = tuple(windows) if page_size else ()
+        self._window_groups = [(g, window) for g, window in enumerate(self.windows) if window is not None]
+        self._idle = idle
         self.clear()
 
     def clear(self) -> None:
@@ -58,7 +79,14 @@ class RadixCache:
         self.waiting = self._worths.waiting
         self._order = count()
         self._size = 0  # nodes, without roots
-        self._leaves: list[tuple[int, int, Node]] = []  # heap by `used`; entries may be out of date
+        # Heaps by `used`; entries may be out of date.
+        self._leaves: list[tuple[int, int, Node]] = []
+        self._in_windows: dict[int, list[tuple[bool, int, int, Node]]] = {g: [] for g, _ in self._window_groups}
+
+    @property
+    def has_full_group(self) -> bool:
+        """True if a page group has no window, so that a set is never empty."""
+        return len(self._window_groups) < len(self.windows)
 
     # -- requests
 
@@ -71,23 +99,25 @@ class RadixCache:
             salt: prompts share nothing with those of another salt.
         """
         node, known = self._descend(salt, tokens)
+        none = no_sets(len(self.windows))
         if not known:
-            return NO_MATCH
+            return PrefixMatch(pages=none)
         limit, left = len(tokens) - 1, left_answer(node, known, len(tokens))
         if not self.recurrent:
-            pages = self.complete(min(known, limit + self.lookahead))
+            sets = self._sets(node)
+            pages = self._usable(sets, self.complete(min(known, limit + self.lookahead)))
             if not pages:
-                return PrefixMatch(known=known, retokenised=left)
-            found = self._covering(node, pages)
-            held = self._pages(found)[:pages]
-            return PrefixMatch(pages * self.page_size, held, known=known, node=found, retokenised=left)
-        fork = known if leaves_prompt(node, known) else 0
-        while node.parent is not None and (node.state is None or node.end > min(known, limit)):
+                return PrefixMatch(pages=none, known=known, retokenised=left)
+            found, length = self._covering(node, pages), pages * self.page_size
+            return PrefixMatch(length, self._seen(sets, length), known=known, node=found, retokenised=left)
+        fork, end = known if leaves_prompt(node, known) else 0, min(known, limit)
+        sets = self._sets(node) if self._window_groups else none
+        while node.parent is not None and not (node.state and node.end <= end and self._has_windows(node, sets)):
             node = node.parent
         if node.parent is None:
-            return PrefixMatch(known=known, retokenised=left, fork=fork)
-        owner, held = self._tail_node(node), self._pages(node)
-        tail = None if owner is None else owner.tail if owner is node or not owner.pages else owner.pages[0]
+            return PrefixMatch(pages=none, known=known, retokenised=left, fork=fork)
+        owner, tail = self._tail(node)
+        held = self._seen(self._sets(node), node.end)
         return PrefixMatch(node.end, held, node.state, tail, known, node, owner, retokenised=left, fork=fork)
 
     def held(self, tokens: np.ndarray, salt: str = "") -> tuple[PrefixMatch, set[int]]:
@@ -99,14 +129,16 @@ class RadixCache:
         pages = self.complete(known)
         node = self._covering(node, pages) if pages else node
         length = pages * self.page_size
-        return PrefixMatch(length, self._pages(node)[:pages], node=None if node.parent is None else node), states
+        return PrefixMatch(length, self._sets(node)[:pages], node=None if node.parent is None else node), states
 
     def touch(self, tokens: np.ndarray, salt: str) -> int:
-        """Marks a text as used now. Returns how many of its tokens are in complete pages."""
+        """Marks a text as used now. Returns how many of its tokens are in complete pages of layers
+        without a window.
+        """
         held, _ = self.held(tokens, salt)
         self.lock(held)
         self.unlock(held)
-        return held.length
+        return held.length if self.has_full_group else 0
 
     def complete(self, position: int) -> int:
         return max(position - self.lookahead, 0) // self.page_size if self.page_size else 0
@@ -128,7 +160,7 @@ class RadixCache:
         self._worths.forget(arrival)
 
     def lock(self, match: PrefixMatch) -> None:
-        """Keeps a match from eviction until `unlock`. Locks count."""
+        """Keeps the nodes of a match from eviction until `unlock`. Locks count."""
         node = match.node
         if node is None:
             return
@@ -141,11 +173,11 @@ class RadixCache:
             match.tail_node.readers += 1
             match.tail_node.tail_readers += 1
 
-    def unlock_state(self, match: PrefixMatch) -> Slots:
+    def unlock_state(self, match: PrefixMatch) -> CacheEntries:
         """The request has read state and tail of its match. Returns pages that were kept for it
         alone.
         """
-        freed, owner = Slots(), match.tail_node
+        gone, owner = Gone(len(self.windows)), match.tail_node
         if match.node is not None and match.state is not None:
             match.node.state_readers -= 1
             self._worths.enlist(match.node)
@@ -153,9 +185,9 @@ class RadixCache:
             owner.readers -= 1
             owner.tail_readers -= 1
             if owner.state is None:
-                self._drop_tail(owner, freed)
+                self._drop_tail(owner, gone)
             self._prune(owner)
-        return freed
+        return gone.entries()
 
     def unlock(self, match: PrefixMatch) -> None:
         """The request no longer reads the pages of its match. Call `unlock_state` first."""
@@ -167,7 +199,7 @@ class RadixCache:
     def insert(
         self,
         tokens: np.ndarray,
-        pages: Sequence[Slot],
+        pages: PageSets,
         states: Mapping[int, Slot],
         salt: str = "",
         prompt: int | None = None,
@@ -177,8 +209,8 @@ class RadixCache:
 
         Args:
             tokens: [n] int32, those whose KV the pages hold; the last page may be partly filled.
-            pages: all pages of the text, in order. The tree recognises by their index those that it
-                already has.
+            pages: [m, G] sets of the text, from its first page on. The tree recognises by their
+                index and group those that it already has. Window groups may lack pages.
             states: slots by the number of tokens in the state.
             prompt: how many of the tokens were a prompt; None: all.
             kinds: kinds of `states` at forks and within an answer.
@@ -187,49 +219,57 @@ class RadixCache:
             The entries that the tree takes over (the caller keeps the others), and the deepest node
                 of the text: a root (parent None) if the tree keeps nothing of it.
         """
-        pages, taken_pages = Slots(pages), Slots()
+        taken = Gone(len(self.windows))
         answer = len(tokens) if prompt is None else prompt
         ends = sorted(end for end in states if 0 < end <= len(tokens))
         complete = self.complete(len(tokens))
         last = max(complete * self.page_size + self.lookahead if complete else 0, ends[-1] if ends else 0)
         path = [self._root(salt)]
         for end in (*ends, last):
-            path.append(self._extend(path[-1], tokens[:end], pages, taken_pages, answer))
+            path.append(self._extend(path[-1], tokens[:end], pages, taken, answer))
         deepest, made = path[-1], [node for node in path[1:-1] if node.state is None]
+        if self._window_groups:
+            for node in deepest.path:
+                self._fill_windows(node, pages, taken)
         # Deepest first: a page of a deeper node may hold the tail of a state above.
         for node in reversed(made):
             whole = node.end + self.lookahead >= len(tokens)
             node.kind = kinds.get(node.end, StateKind.END if whole else StateKind.PROMPT)
-            self._keep_state(node, states[node.end], pages, taken_pages)
+            node.state = states[node.end]
+        for node in reversed(path[1:-1]):
+            self._keep_tail(node, pages, taken)
         self._worths.made(made, tokens, salt)
         self._use(deepest)
         self._prune(deepest, kept=deepest)
-        return CacheEntries(taken_pages, [node.state for node in made if node.state is not None]), deepest
+        return taken.entries([node.state for node in made if node.state is not None]), deepest
 
-    def evict(self, num_pages: int, num_states: int, *, new: NewState | None = None) -> CacheEntries:
-        """Removes and returns up to so many entries that no request reads. `new`: the state that
-        replaces the evicted one, if that is worth less.
+    def evict(self, num_pages: Sequence[int], num_states: int, *, new: NewState | None = None) -> CacheEntries:
+        """Removes and returns up to so many entries that no request reads: pages of each group, and
+        states. `new`: the state that replaces the evicted one, if that is worth less.
         """
-        pages, states = Slots(), list[Slot]()
-        while len(pages) < num_pages and (leaf := self._oldest_leaf()) is not None:
-            self._shorten(leaf, num_pages - len(pages), pages, states)
-        while len(states) < num_states and (node := self._worths.least(new, self._clock)) is not None:
+        gone = Gone(len(self.windows))
+        if self.has_full_group:
+            while gone.counts[0] < num_pages[0] and (leaf := self._oldest_leaf()) is not None:
+                self.shorten(leaf, num_pages[0], gone)
+        for group, window in self._window_groups:
+            self._evict_window(group, window, num_pages[group], gone)
+        while len(gone.states) < num_states and (node := self._worths.least(new, self._clock)) is not None:
             if not node.awaited:
                 self._worths.inflation = max(self._worths.inflation, self._worths.of(node))
-            self._drop_state(node, pages, states)
+            self._drop_state(node, gone)
             self._prune(node)
-        return CacheEntries(pages, states)
+        return gone.entries()
 
     def thin(self, node: Node, most: int) -> CacheEntries:
         """Removes and returns the states within answers on the path of a node, except the deepest
         `most`.
         """
         within = [step for step in node.path if step.state is not None and step.kind is StateKind.ANSWER]
-        pages, states = Slots(), list[Slot]()
+        gone = Gone(len(self.windows))
         for step in within[most:]:
-            self._drop_state(step, pages, states)
+            self._drop_state(step, gone)
             self._prune(step, kept=node)
-        return CacheEntries(pages, states)
+        return gone.entries()
 
     def supersede(self, match: PrefixMatch) -> Slot | None:
         """Removes the state that a request has started from, so that its slot can hold a later
@@ -261,11 +301,14 @@ class RadixCache:
 
     # -- walking
 
+    def _new_root(self, salt: str = "") -> Node:
+        return Node(np.empty(0, np.int32), 0, no_sets(len(self.windows)), salt=salt)
+
     def _root(self, salt: str) -> Node:
-        return self._roots.get(salt) or self._roots.setdefault(salt, Node(np.empty(0, np.int32), 0, salt=salt))
+        return self._roots.get(salt) or self._roots.setdefault(salt, self._new_root(salt))
 
     def _descend(self, salt: str, tokens: np.ndarray) -> tuple[Node, int]:
-        node, known = self._roots.get(salt) or Node(np.empty(0, np.int32), 0), 0
+        node, known = self._roots.get(salt) or self._new_root(), 0
         while known < len(tokens) and (child := node.children.get(int(tokens[known]))) is not None:
             shared = in_common(child.tokens, tokens[known:])
             node, known = child, known + shared
@@ -273,61 +316,122 @@ class RadixCache:
                 break
         return node, known
 
-    def _pages(self, node: Node) -> Slots:
-        path = list(node.path)
-        return Slots(*[step.pages for step in reversed(path)])
+    def _sets(self, node: Node) -> PageSets:
+        """The complete sets of a path: a copy."""
+        parts = [step.pages for step in node.path]
+        return np.concatenate(parts[::-1]) if parts else no_sets(len(self.windows))
+
+    def _seen(self, sets: PageSets, length: int) -> PageSets:
+        """The complete sets of a prefix of `length` tokens, without what the next token's windows
+        have passed. Changes `sets`.
+        """
+        for group, window in self._window_groups:
+            sets[: first_page(length, window, self.page_size), group] = 0
+        return sets[: self.complete(length) if self.recurrent else length // max(self.page_size, 1)]
+
+    def _usable(self, sets: PageSets, most: int) -> int:
+        """The greatest number of first pages, at most `most`, after which no window lacks a page."""
+        if not self._window_groups:
+            return most
+        counts, usable = np.arange(most + 1), np.ones(most + 1, np.bool_)
+        for group, window in self._window_groups:
+            lacking = np.where(sets[:most, group] == 0, counts[:-1], -1)
+            last_lacking = np.maximum.accumulate(np.concatenate(([-1], lacking)))
+            usable &= last_lacking < np.maximum(counts * self.page_size - window + 1, 0) // self.page_size
+        return int(usable.nonzero()[0][-1])
+
+    def _has_windows(self, node: Node, sets: PageSets) -> bool:
+        """Whether all pages are there that the token after a node sees. `sets`: of its path or a
+        longer one.
+        """
+        if not self._window_groups:
+            return True
+        _, tail = self._tail(node)
+        end = self.complete(node.end)
+        if end * self.page_size < node.end and (tail is None or not tail.all()):
+            return False
+        firsts = [(g, first_page(node.end, window, self.page_size)) for g, window in self._window_groups]
+        return all(sets[first:end, g].all() for g, first in firsts)
 
     def _covering(self, node: Node, pages: int) -> Node:
         while node.parent is not None and self.complete(node.parent.end) >= pages:
             node = node.parent
         return node
 
-    def _tail_node(self, node: Node) -> Node | None:
-        """Owner of the page with the tokens after a node's last complete page; None if there are no
-        such tokens. It is the node, or one below with a page of the same tokens and more.
+    def _tail(self, node: Node) -> tuple[Node, PageSets] | tuple[None, None]:
+        """The [1, G] set with the tokens after a node's last complete page, and its owner; None if
+        there are no such tokens. The owner is the node, or one below with a page of the same tokens
+        and more. Sets without lacking pages are preferred.
         """
         index = self.complete(node.end)
         if not self.page_size or index * self.page_size == node.end:
-            return None
-        below = [node] if node.tail is not None else node.found
+            return None, None
+        if node.tail is not None and node.tail.all():
+            return node, node.tail
+        found, below = None if node.tail is None else (node, node.tail), node.found
         while below:
-            node = below.pop()
-            if node.pages or node.tail is not None:
-                return node
-            below += node.found
-        return None
+            step = below.pop()
+            sets = step.pages[:1] if len(step.pages) else step.tail
+            if sets is not None and sets.all():
+                return step, sets
+            found = found or (None if sets is None else (step, sets))
+            if not len(step.pages):
+                below += step.found
+        return found or (None, None)
 
     # -- growing
 
-    def _extend(self, node: Node, tokens: np.ndarray, pages: Slots, taken: Slots, answer: int) -> Node:
+    def _extend(self, node: Node, tokens: np.ndarray, pages: PageSets, taken: Gone, answer: int) -> Node:
         while node.end < len(tokens):
             child = node.children.get(int(tokens[node.end]))
             if child is None:
-                fresh = pages[self.complete(node.end) : self.complete(len(tokens))]
+                fresh = pages[self.complete(node.end) : self.complete(len(tokens))].copy()
                 edge = tokens[node.end :].copy()
-                child = Node(edge, node.end, node, pages=fresh, answer=answer, first=int(edge[0]))
+                child = Node(edge, node.end, fresh, node, answer=answer, first=int(edge[0]))
                 node.children[child.first] = child
                 self._size += 1
-                taken.extend(fresh)
+                taken.add(fresh)
                 return child
             shared = in_common(child.tokens, tokens[node.end :])
             node = child if shared == len(child.tokens) else self._split(child, shared)
         return node
 
     def _split(self, node: Node, at: int) -> Node:
-        kept = node.state or node.tail or node.readers or node.children
+        kept = node.is_needed or node.children
         if not kept and self.complete(node.start) + len(node.pages) <= self.complete(node.start + at):
             node.tokens = node.tokens[:at].copy()  # nothing would be left below
             return node
         self._size += 1
-        return node.cut(at, self.complete(node.start + at) - self.complete(node.start))
+        upper = node.cut(at, self.complete(node.start + at) - self.complete(node.start))
+        self._enlist_windows(node)
+        return upper
 
-    def _keep_state(self, node: Node, state: Slot, pages: Slots, taken: Slots) -> None:
-        node.state = state
+    def _fill_windows(self, node: Node, pages: PageSets, taken: Gone) -> None:
+        """Takes pages that the window groups lack in a node of the text that `pages` [m, G] hold."""
+        first = self.complete(node.start)
+        offered = pages[first : first + len(node.pages)]
+        fresh = np.where(node.pages[: len(offered)] == 0, offered, 0)
+        if fresh.any():
+            node.pages[: len(offered)] += fresh
+            taken.add(fresh)
+        self._enlist_windows(node)
+
+    def _keep_tail(self, node: Node, pages: PageSets, taken: Gone) -> None:
+        """Takes the tail of a node's state, unless there is one without lacking pages."""
         index = self.complete(node.end)
-        if self.page_size and index * self.page_size < node.end and self._tail_node(node) is None:
-            node.tail = pages[index]
-            taken.append(node.tail)
+        if not self.page_size or index * self.page_size == node.end or node.tail_readers:
+            return
+        (owner, held), own = self._tail(node), pages[index : index + 1].copy()
+        if held is None:
+            node.tail = own
+            taken.add(own)
+        elif not held.all() and own.all():
+            if owner is node:
+                own[held > 0] = 0
+                node.tail = held + own
+            else:
+                node.tail = own
+            taken.add(own)
 
     # -- giving up
 
@@ -352,50 +456,139 @@ class RadixCache:
                 heapq.heappush(self._leaves, (node.used, next(self._order), node))
         return None
 
-    def _shorten(self, leaf: Node, max_pages: int, pages: Slots, states: list[Slot]) -> None:
-        first, wanted = self.complete(leaf.start), len(pages) + max_pages
-        self._drop_state(leaf, pages, states)
-        if leaf.pages:  # all their tokens are the leaf's, so no state above needs one as its tail
-            own = len(leaf.pages) + first - -(-leaf.start // self.page_size)
-            pages.extend(leaf.pages.cut(max(min(own, wanted - len(pages)), 0)))
-        while leaf.pages and len(pages) < wanted:
-            self._let_go(leaf, first + len(leaf.pages) - 1, leaf.pages.cut(1)[0], pages)
-        end = (first + len(leaf.pages)) * self.page_size + self.lookahead if leaf.pages else leaf.start
+    def _enlist_windows(self, node: Node) -> None:
+        for group, window in self._window_groups:
+            heap = self._in_windows[group]
+            self._enlist_window(node, group, window)
+            if len(heap) > 64 + 4 * self._size:
+                nodes = dict.fromkeys(entry[3] for entry in heap if entry[3].parent is not None)
+                heap[:] = [(self._num_passed(n, group, window) == 0, n.used, next(self._order), n) for n in nodes]
+                heapq.heapify(heap)
+
+    def _num_passed(self, node: Node, group: int, window: int) -> int:
+        """How many first pages of a node no request needs that goes on from the node's end, if one
+        of the group is there; else 0.
+        """
+        first, end = self.complete(node.start), first_page(node.end, window, self.page_size)
+        useless = len(node.pages) if self.recurrent and node.state is None else max(end - first, 0)
+        return useless if node.pages[:useless, group].any() else 0
+
+    def _evict_window(self, group: int, window: int, wanted: int, gone: Gone) -> None:
+        """Removes pages of a window group: first those that no request needs that goes on from the
+        end of a node, then others, least recently used first. A prefix that lacks a page is not
+        usable any more; its state goes too.
+        """
+        heap, busy = self._in_windows[group], list[Node]()
+        while gone.counts[group] < wanted and heap:
+            last, used, _, node = heapq.heappop(heap)
+            if node.parent is None or not node.pages[:, group].any():
+                continue
+            passed = self._num_passed(node, group, window)
+            if (last, used) != (passed == 0, node.used):
+                self._enlist_window(node, group, window)
+            elif not self._drop_window(node, group, passed or len(node.pages), wanted - gone.counts[group], gone):
+                busy.append(node)
+            else:
+                self._enlist_window(node, group, window)
+        for node in busy:
+            self._enlist_window(node, group, window)
+        while gone.counts[group] < wanted and (holder := self._worths.least(None, self._clock)) is not None:
+            self._drop_state(holder, gone)  # the other pages are tails of states
+            self._prune(holder)
+
+    def _enlist_window(self, node: Node, group: int, window: int) -> None:
+        """Enters a node that has pages of a group in the order of their eviction."""
+        if node.parent is not None and node.pages[:, group].any():
+            last = self._num_passed(node, group, window) == 0
+            heapq.heappush(self._in_windows[group], (last, node.used, next(self._order), node))
+
+    def _drop_window(self, node: Node, group: int, end: int, most: int, gone: Gone) -> bool:
+        """Removes at most `most` idle pages of a group among the first `end` of a node. False if
+        there are none.
+        """
+        column = node.pages[:end, group]
+        places = column.nonzero()[0]
+        if self._idle is not None:
+            places = places[self._idle(group, column[places])]
+        if not len(places):
+            return False
+        dropped = no_sets(len(self.windows), min(len(places), most))
+        dropped[:, group] = column[places[:most]]
+        column[places[:most]] = 0
+        gone.add(dropped)
+        if node.state is not None and not node.state_readers and end == len(node.pages):
+            self._drop_state(node, gone)
+        if not self.has_full_group:
+            self._trim(node)
+        return True
+
+    def _trim(self, node: Node) -> None:
+        """Cuts sets without pages off the end of a leaf, which no request can use any more."""
+        if not is_idle_leaf(node) or node.state is not None:
+            return
+        rows = np.flatnonzero(node.pages.any(axis=1))
+        self._cut_leaf(node, int(rows[-1]) + 1 if len(rows) else 0)
+
+    def _cut_leaf(self, leaf: Node, pages: int) -> None:
+        """Keeps the first `pages` sets of a leaf and their tokens."""
+        first = self.complete(leaf.start)
+        leaf.pages = leaf.pages[:pages]
+        end = (first + pages) * self.page_size + self.lookahead if pages else leaf.start
         leaf.tokens = leaf.tokens[: end - leaf.start].copy()
+        self._prune(leaf)
+
+    def shorten(self, leaf: Node, wanted: int | None, gone: Gone) -> None:
+        """Removes the state of a leaf, and sets from its end until `gone` has so many pages of the
+        first group; None: all sets.
+        """
+        first, left = self.complete(leaf.start), len(leaf.pages)
+        self._drop_state(leaf, gone)
+        own = max(left + first - -(-leaf.start // max(self.page_size, 1)), 0)
+        # All tokens of these are the leaf's, so no state above needs one as its tail.
+        cut = own if wanted is None else min(own, max(wanted - gone.counts[0], 0))
+        gone.add(leaf.pages[left - cut :])
+        left, leaf.pages = left - cut, leaf.pages[: left - cut]
+        while left and (wanted is None or gone.counts[0] < wanted):
+            left -= 1
+            page, leaf.pages = leaf.pages[left:], leaf.pages[:left]
+            self._let_go(leaf, first + left, page, gone)
         # With recurrent layers no request can use the rest of the leaf without a state: evict it
         # next.
         leaf.used = 0 if self.recurrent else leaf.used
-        self._prune(leaf)
+        self._cut_leaf(leaf, left)
 
-    def _drop_state(self, node: Node, pages: Slots, states: list[Slot]) -> None:
+    def _drop_state(self, node: Node, gone: Gone) -> None:
         if node.state is not None:
-            states.append(node.state)
+            gone.states.append(node.state)
             self._worths.dropped(node)
         node.state = None
-        self._drop_tail(node, pages)
+        self._drop_tail(node, gone)
 
-    def _drop_tail(self, node: Node, pages: Slots) -> None:
+    def _drop_tail(self, node: Node, gone: Gone) -> None:
         """Releases the tail of a node without a state, unless a request reads it for a state
         further up.
         """
         if node.tail is not None and not node.tail_readers:
             tail, node.tail = node.tail, None
-            self._let_go(node, self.complete(node.end), tail, pages)
+            self._let_go(node, self.complete(node.end), tail, gone)
 
-    def _let_go(self, node: Node, index: int, page: Slot, pages: Slots) -> None:
-        """Adds page `index` of `node` to `pages`. If a state above ends in the middle of it and has
-        no other tail, the page becomes its tail instead.
+    def _let_go(self, node: Node, index: int, page: PageSets, gone: Gone) -> None:
+        """Gives up the set `page` with number `index` of `node`. If a state above ends in the
+        middle of it and has no other tail, the set becomes its tail instead.
         """
         for step in node.path:
             if step.end <= index * self.page_size:
                 break
-            if step is not node and step.state is not None and self._tail_node(step) is None:
+            if step is not node and step.state is not None and self._tail(step)[0] is None:
                 step.tail = page
                 return
-        pages.append(page)
+        gone.add(page)
+
+    def _has_pages(self, node: Node) -> bool:
+        return len(node.pages) > 0 and (self.has_full_group or bool(node.pages.any()))
 
     def _prune(self, node: Node, kept: Node | None = None) -> None:
-        while node.parent is not None and not (node.children or node.pages or node.state or node.tail or node.readers):
+        while node.parent is not None and not (node.children or node.is_needed or self._has_pages(node)):
             parent, node.parent = node.parent, None
             del parent.children[node.first]
             self._size -= 1
@@ -403,6 +596,7 @@ class RadixCache:
         if node.parent is None and not node.children:
             self._roots.pop(node.salt, None)
         # Without recurrent layers, tokens above may have been used later than those below.
-        if self.recurrent and node is not kept and node.join():
+        if self.recurrent and node is not kept and (below := node.join()) is not None:
             self._size -= 1
+            self._enlist_windows(below)
         self._enlist(node)

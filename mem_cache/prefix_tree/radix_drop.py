@@ -7,8 +7,7 @@ tree.
 
 import numpy as np
 
-from hybridrt.mem_cache.pools.slots import Slot, Slots
-from hybridrt.mem_cache.prefix_tree.prefix_cache import CacheEntries
+from hybridrt.mem_cache.prefix_tree.prefix_cache import CacheEntries, Gone
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_node import Node, is_idle_leaf
 
@@ -23,23 +22,23 @@ def drop(tree: RadixCache, tokens: np.ndarray, salt: str, *, whole: bool) -> Cac
     """
     found, _ = tree._descend(salt, tokens)
     path = [node for node in reversed(list(found.path)) if node.start < len(tokens)]
-    kept = [node for node in path if node.pages or node.state is not None or node.tail is not None]
+    kept = [node for node in path if len(node.pages) or node.state is not None or node.tail is not None]
+    gone = Gone(len(tree.windows))
     if not kept:
-        return CacheEntries()
+        return gone.entries()
     top = _with_tail(tree, path, kept[0] if whole else path[-1])
     _hide(tree, top)
     below = [top]
     for node in below:
         below += node.children.values()
-    pages, states = Slots(), list[Slot]()
     for node in reversed(below):
         node.used = 0
         if node.state is not None and not node.state_readers:
-            tree._drop_state(node, pages, states)
+            tree._drop_state(node, gone)
     for node in reversed(below):
         if is_idle_leaf(node):
-            tree._shorten(node, len(node.pages), pages, states)
-    return CacheEntries(pages, states)
+            tree.shorten(node, None, gone)
+    return gone.entries()
 
 
 def _hide(tree: RadixCache, node: Node) -> None:
@@ -51,7 +50,7 @@ def _hide(tree: RadixCache, node: Node) -> None:
 
 def _with_tail(tree: RadixCache, path: list[Node], top: Node) -> Node:
     for node in path:
-        owner = tree._tail_node(node) if node.state is not None else None
+        owner = tree._tail(node)[0] if node.state is not None else None
         if node is top or (owner is not None and top in owner.path):
             return node
     return top

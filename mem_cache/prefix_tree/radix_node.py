@@ -6,7 +6,8 @@ from enum import IntEnum
 
 import numpy as np
 
-from hybridrt.mem_cache.pools.slots import Slot, Slots
+from hybridrt.mem_cache.pools.page_sets import PageSets
+from hybridrt.mem_cache.pools.slots import Slot
 
 
 class StateKind(IntEnum):
@@ -25,10 +26,10 @@ class Node:
     Attributes:
         tokens: [n] int32 of the edge.
         start: tokens on the path before the edge.
-        pages: the complete pages of the edge, in order.
+        pages: [n, G] page sets of the edge's complete pages, in order.
         state: the slot with the state after the last token.
-        tail: the page with the tokens after the last complete page, if a state is in the middle of
-            a page.
+        tail: [1, G] page set with the tokens after the last complete page, if a state is in the
+            middle of a page.
         readers: requests that read the path up to here.
         state_readers: requests that are about to read the state and the tail.
         tail_readers: requests that are about to read this node's tail, or its first page, as the
@@ -48,11 +49,11 @@ class Node:
 
     tokens: np.ndarray
     start: int
+    pages: PageSets
     parent: "Node | None" = None
     children: "dict[int, Node]" = field(default_factory=dict)
-    pages: Slots = field(default_factory=Slots)
     state: Slot | None = None
-    tail: Slot | None = None
+    tail: PageSets | None = None
     readers: int = 0
     state_readers: int = 0
     tail_readers: int = 0
@@ -69,6 +70,11 @@ class Node:
     @property
     def end(self) -> int:
         return self.start + len(self.tokens)
+
+    @property
+    def is_needed(self) -> bool:
+        """True if something is stored at the node's end, or a request reads up to there."""
+        return self.state is not None or self.tail is not None or self.readers > 0
 
     @property
     def hidden(self) -> bool:
@@ -90,27 +96,30 @@ class Node:
         Returns the upper node.
         """
         assert self.parent is not None
-        upper = Node(self.tokens[:at], self.start, self.parent, used=self.used, answer=self.answer, first=self.first)
+        above, self.pages = self.pages[:held], self.pages[held:]
+        upper = Node(
+            self.tokens[:at], self.start, above, self.parent, used=self.used, answer=self.answer, first=self.first
+        )
         self.parent.children[self.first] = upper
-        upper.pages, self.pages = self.pages[:held], self.pages[held:]
         self.tokens, self.start, self.parent = self.tokens[at:], upper.end, upper
         self.first = int(self.tokens[0])
         upper.children[self.first] = self
         return upper
 
-    def join(self) -> bool:
-        """Joins an unneeded node's edge with that of its only child. True if done: the node has
-        then left the tree.
+    def join(self) -> "Node | None":
+        """Joins an unneeded node's edge with that of its only child. Returns the child; the node
+        has then left the tree. None: nothing has changed.
         """
-        if self.parent is None or self.state or self.tail or self.readers or len(self.children) != 1:
-            return False
+        if self.parent is None or self.is_needed or len(self.children) != 1:
+            return None
         (below,) = self.children.values()
         if below.answer != self.answer or below.first < 0:
-            return False
-        below.tokens, below.pages = np.concatenate((self.tokens, below.tokens)), Slots(self.pages, below.pages)
+            return None
+        below.tokens = np.concatenate((self.tokens, below.tokens))
+        below.pages = np.concatenate((self.pages, below.pages))
         below.start, below.parent, below.first = self.start, self.parent, self.first
         self.parent.children[self.first], self.parent = below, None
-        return True
+        return below
 
 
 def in_common(a: np.ndarray, b: np.ndarray) -> int:

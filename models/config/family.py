@@ -15,9 +15,8 @@ from hybridrt.kinds.mamba2 import Mamba2Config
 
 FamilyFields = dict[str, Any]
 
-# Older names of layer kinds.
-KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
-# Fields of Mamba-2 under transformers' names.
+# Older names of layer types in config.json, and the present ones.
+OLDER_LAYER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
 MAMBA2: FieldTypes = {
     **dict.fromkeys(("mamba_n_heads", "mamba_n_groups", "mamba_d_head", "mamba_expand"), SIZE),
     "mamba_d_state": STATE,
@@ -31,7 +30,7 @@ MAMBA2_DEFAULTS: dict[str, Any] = {
     "mamba_d_conv": 4, "mamba_chunk_size": 256, "time_step_limit": (0.0, math.inf), "mamba_conv_bias": True,
     "mamba_proj_bias": False,
 }  # fmt: skip
-# Fields of models that mix Gated Delta Net and attention layers, under transformers' names.
+# Fields of models with Gated Delta Net and attention layers.
 GDN: FieldTypes = {
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), SIZE),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), STATE),
@@ -42,7 +41,7 @@ GDN_DEFAULTS: dict[str, Any] = {
     "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4, "layer_types": None, "full_attention_interval": 4,
 }  # fmt: skip
-# Whole heads are rotated, whatever the factor is, as in transformers.
+# transformers rotates whole heads, whatever the factor is.
 FULL_ROPE = FieldType(
     "an object whose partial_rotary_factor is 1 or null: this architecture rotates whole heads",
     lambda v: isinstance(v, Mapping) and v.get("partial_rotary_factor") in (None, 1),
@@ -63,14 +62,19 @@ class Family:
         older: older field names. They win, unless null where the field may be null.
         derive: fills fields that follow from others, whose types are checked. Raises ConfigError.
         read: (config.json's object, its path) to the object for `describe`, for a family with its
-            own reader. The four attributes above are unused then.
+            own reader. model_type, defaults, older and derive are then ignored.
         rewrite: (config.json's object, its path) to the object to read, for other spellings of
             fields. Raises ConfigError.
         activation: hidden_act that the model implements.
         mtp_head: "module:class" of its multi-token-prediction head.
         section: config.json's object of the text part of a model with images. Only the text part
             runs.
-        image_tokens: config.json fields with the tokens that stand for images.
+        outer_older: older names of the fields next to `section`, its own included. They win, unless
+            null.
+        image_tokens: config.json fields with the tokens that stand for images. `defaults` may have
+            them.
+        rope_kinds: layer types with rotary embeddings of their own: `rope_parameters` has an object
+            for each. (): one object is for all layers.
     """
 
     model: str
@@ -85,7 +89,9 @@ class Family:
     activation: str = "silu"
     mtp_head: str | None = None
     section: str | None = None
+    outer_older: Mapping[str, str] = field(default_factory=dict)
     image_tokens: tuple[str, ...] = ()
+    rope_kinds: tuple[str, ...] = ()
 
     @property
     def architecture(self) -> str:
@@ -105,8 +111,7 @@ def latent_attention(hf: Any, rotary: bool) -> AttentionConfig:
     of its keys. num_key_value_heads is ignored, because keys are made for all heads."""
     rope, rank = dict(hf.rope_parameters) if rotary else None, hf.kv_lora_rank
     if rope:
-        # qk_rope_head_dim is the rotated part already. Published files have its share of the whole
-        # head.
+        # qk_rope_head_dim is the rotated part already.
         rope.pop("partial_rotary_factor", None)
     query_rank = getattr(hf, "q_lora_rank", None)
     latent = LatentConfig(rank, hf.qk_nope_head_dim, hf.qk_rope_head_dim, hf.v_head_dim, query_rank)
@@ -117,8 +122,7 @@ def latent_attention(hf: Any, rotary: bool) -> AttentionConfig:
 
 
 def _yarn_scale(rope: Mapping[str, Any]) -> float:
-    """Multiplier of scores with stretched positions, if config.json asks for it (DeepSeek-V2,
-    section 3.1.4)."""
+    """Multiplies scores of stretched positions (DeepSeek-V2, section 3.1.4)."""
     weight, factor = rope.get("mscale_all_dim") or 0, rope.get("factor", 1)
     if not weight or rope.get("rope_type", "default") == "default":
         return 1.0
@@ -201,7 +205,7 @@ def interleaved(
 
 
 def current_kind(kind: Any) -> Any:
-    return KINDS.get(kind, kind) if isinstance(kind, str) else kind
+    return OLDER_LAYER_TYPES.get(kind, kind) if isinstance(kind, str) else kind
 
 
 def check_heads(hf: Any) -> None:
@@ -228,7 +232,6 @@ def check_experts(hf: Any, experts: int, chosen: int, where: object) -> None:
 
 def routed_experts(hf: Any) -> int:
     """Experts that a layer's router chooses from; 0: none."""
-    # n_routed_experts is last: only Nemotron-H reads it, and files of other families may hold it
-    # too.
+    # n_routed_experts is last: files of other families may hold it too.
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     return next((count for name in names if (count := getattr(hf, name, 0))), 0)

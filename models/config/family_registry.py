@@ -6,7 +6,7 @@ from hybridrt.base.errors import BackendError, UnsupportedModelError
 from hybridrt.base.plugins import Plugins
 from hybridrt.models.config.family import Family
 
-# A table, so that reading a config.json imports only one model.
+# A table, so that reading config.json imports one model.
 PLACES = {
     "BailingHybridForCausalLM": "hybridrt.models.bailing_hybrid:FAMILY",
     "BailingMoeV3ForCausalLM": "hybridrt.models.bailing_hybrid:PUBLISHED",
@@ -14,18 +14,27 @@ PLACES = {
     "BambaForCausalLM": "hybridrt.models.bamba:FAMILY",
     "FalconH1ForCausalLM": "hybridrt.models.falcon_h1:FAMILY",
     "FalconMambaForCausalLM": "hybridrt.models.falcon_mamba:FAMILY",
+    "GptOssForCausalLM": "hybridrt.models.gpt_oss:FAMILY",
     "GraniteMoeHybridForCausalLM": "hybridrt.models.granite_moe_hybrid:FAMILY",
     "JambaForCausalLM": "hybridrt.models.jamba:FAMILY",
     "KimiLinearForCausalLM": "hybridrt.models.kimi_linear:FAMILY",
+    "LaraMiniForCausalLM": "hybridrt.models.lara_mini:FAMILY",
     "Lfm2ForCausalLM": "hybridrt.models.lfm2:FAMILY",
     "Lfm2MoeForCausalLM": "hybridrt.models.lfm2:MOE_FAMILY",
+    "Lfm2VlForConditionalGeneration": "hybridrt.models.lfm2:SEEING",
+    "Lfm3ForCausalLM": "hybridrt.models.lfm3:FAMILY",
+    "Lfm3VlForConditionalGeneration": "hybridrt.models.lfm3:SEEING",
     "Mamba2ForCausalLM": "hybridrt.models.mamba:FAMILY2",
     "MambaForCausalLM": "hybridrt.models.mamba:FAMILY",
+    "MiniCPMV4_6ForConditionalGeneration": "hybridrt.models.minicpm_v:V4_6",
+    "MiniCPMV4_7ForConditionalGeneration": "hybridrt.models.minicpm_v:V4_7",
     "MiniMaxForCausalLM": "hybridrt.models.minimax:FAMILY",
     "MiniMaxM1ForCausalLM": "hybridrt.models.minimax:M1",
     "MiniMaxText01ForCausalLM": "hybridrt.models.minimax:TEXT_01",
     "NemotronHForCausalLM": "hybridrt.models.nemotron_h:FAMILY",
     "NemotronHPuzzleForCausalLM": "hybridrt.models.nemotron_puzzle:FAMILY",
+    "NemotronH_Nano_Omni_Reasoning_V3": "hybridrt.models.nemotron_omni:NANO",
+    "NemotronH_Omni_Reasoning_V3": "hybridrt.models.nemotron_omni:FAMILY",
     "OlmoHybridForCausalLM": "hybridrt.models.olmo_hybrid:FAMILY",
     "Qwen3_5ForCausalLM": "hybridrt.models.qwen3_5:DENSE",
     "Qwen3_5ForConditionalGeneration": "hybridrt.models.qwen3_5:SEEING",
@@ -35,7 +44,7 @@ PLACES = {
     "SwaSsmForCausalLM": "hybridrt.models.swa_ssm:FAMILY",
     "Zamba2ForCausalLM": "hybridrt.models.zamba2:FAMILY",
 }
-# Packages add a Family by an entry point of this group, "architecture = module:object".
+# Packages add an entry point, "architecture = module:object".
 KNOWN_FAMILIES = Plugins("hybridrt.families", PLACES, "architecture", Family, UnsupportedModelError)
 
 

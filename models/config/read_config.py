@@ -19,7 +19,7 @@ from hybridrt.models.config.family_registry import family_of
 from hybridrt.models.config.read_fields import read_fields
 
 _GGUF = re.compile(r"[.\-_]gguf/?$", re.IGNORECASE)
-# The longest request if config.json sets no limit, for models without positions.
+# Models without positions have this.
 UNLIMITED_POSITIONS = 2**20
 
 
@@ -36,6 +36,7 @@ def read_model_config(path: Path) -> ModelConfig:
     check_fields(raw, NAMES, file)
     family = _family(path, raw)
     check_fields(raw, RAW, file)
+    raw |= {name: raw[older] for older, name in family.outer_older.items() if raw.get(older) is not None}
     images = _image_tokens(raw, family, file)
     raw = _text_part(raw, family, file)
     raw = family.rewrite(raw, file) if family.rewrite else raw
@@ -48,7 +49,8 @@ def read_model_config(path: Path) -> ModelConfig:
         raise ConfigError(f"{file}: {e}") from e
     for attention in _attentions(fields):
         _check_rope(attention, file)
-    _check_window(raw, fields, file)
+    if "sliding_window" not in family.fields:
+        _check_window(raw, fields, file)
     _check_sizes(fields, file)
     if any(layer.ffn == "moe" for layer in (*fields["layers"], *fields.get("mtp_layers", ()))):
         check_experts(hf, routed_experts(hf), hf.num_experts_per_tok, path)
@@ -67,8 +69,7 @@ def read_model_config(path: Path) -> ModelConfig:
 
 
 def _text_part(raw: dict[str, Any], family: Family, file: Path) -> dict[str, Any]:
-    """Fields of the text part. For a model with images: those of its section, completed from the
-    whole file."""
+    """Completes the section of a model with images from the whole file."""
     if family.section is None:
         return raw
     text = raw.get(family.section)
@@ -83,8 +84,9 @@ def _text_part(raw: dict[str, Any], family: Family, file: Path) -> dict[str, Any
 
 
 def _image_tokens(raw: Mapping[str, Any], family: Family, file: Path) -> dict[int, str]:
-    check_fields(raw, dict.fromkeys(family.image_tokens, either(NULL, integer(0, 2**31 - 1))), file)
-    return {raw[name]: name for name in family.image_tokens if raw.get(name) is not None}
+    tokens = {name: raw.get(name, family.defaults.get(name)) for name in family.image_tokens}
+    check_fields(tokens, dict.fromkeys(tokens, either(NULL, integer(0, 2**31 - 1))), file)
+    return {token: name for name, token in tokens.items() if token is not None}
 
 
 def _attentions(fields: FamilyFields) -> list[AttentionConfig]:
@@ -97,7 +99,10 @@ def _check_rope(attention: AttentionConfig, file: Path) -> None:
     required = {"rope_theta", *parameters} if attention.rope is not None else set()
     check_fields({name: parameters.get(name) for name in required}, ROPE, f"{file}: rope_parameters")
     # Odd numbers are rounded up to pairs, as in transformers.
-    rotated, size = int(attention.rotary_dim * (parameters.get("partial_rotary_factor") or 1.0)), attention.rotary_dim
+    size = attention.rotary_dim
+    rotated = int(size * (parameters.get("partial_rotary_factor") or 1.0))
+    if parameters.get("rope_type") == "proportional":  # all pairs are turned, some by an angle of zero
+        rotated = size
     if required and (rotated < 1 or rotated + rotated % 2 > size):
         raise ConfigError(
             f"{file}: rotary embeddings would turn {rotated} of {size} numbers of a head (head_dim, or "
@@ -106,7 +111,6 @@ def _check_rope(attention: AttentionConfig, file: Path) -> None:
 
 
 def _check_window(raw: Mapping[str, Any], fields: FamilyFields, file: Path) -> None:
-    """Refuses a window that the family does not implement."""
     asked = raw.get("sliding_window") is not None and raw.get("use_sliding_window") is not False
     if asked and all(attention.sliding_window is None for attention in _attentions(fields)):
         raise ConfigError(
@@ -116,7 +120,7 @@ def _check_window(raw: Mapping[str, Any], fields: FamilyFields, file: Path) -> N
 
 
 def _check_sizes(fields: FamilyFields, file: Path) -> None:
-    """ConfigError if products of allowed sizes are too large."""
+    """Checks products: each size alone may be allowed."""
     widths = {"attention heads x head_dim": max(a.num_heads * a.head_dim for a in _attentions(fields))}
     for kind, linear in fields["linear"].items():
         widths |= {f"the width of {name} ({kind})": width for name, width in state_shape(linear).segments}
@@ -131,7 +135,6 @@ def _check_sizes(fields: FamilyFields, file: Path) -> None:
 
 def _check_activation(hf: Any, activation: str, path: Path) -> None:
     for name, known in (("hidden_act", activation), ("mamba_hidden_act", "silu"), ("mlp_hidden_act", "relu2")):
-        # transformers has two names for one function.
         if getattr(hf, name, known) not in ((known, "swish") if known == "silu" else (known,)):
             raise ConfigError(f"{path}: {name} is {shown(getattr(hf, name))}; hybridrt implements {known!r}")
 
@@ -160,7 +163,7 @@ def refuse_gguf(name: str | Path) -> None:
 
 
 def _refuse_quantised_files(path: Path) -> None:
-    """UnsupportedModelError for files of quantised weights next to config.json, or without one."""
+    """Raises UnsupportedModelError for quantised weights, next to config.json or without one."""
     if not any(path.glob("*.safetensors")):
         for found in sorted(path.glob("*.[gG][gG][uU][fF]"))[:1]:
             refuse_gguf(found)
@@ -192,7 +195,7 @@ def _family(path: Path, raw: Mapping[str, Any]) -> Family:
 
 
 def _eos_ids(path: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:
-    """generation_config.json overrides config.json, because chat models list end-of-turn ids there."""
+    """Reads generation_config.json first: chat models list end-of-turn ids there."""
     file = path / "generation_config.json"
     generation = read_object(file) if file.exists() else {}
     check_fields(generation, EOS, file)

@@ -1,9 +1,9 @@
 """Reads config.json fields as transformers does, with defaults, older names and derived fields.
 
-It does not import transformers, which takes seconds and may change its defaults.
+transformers itself takes seconds to import, and may change its defaults.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +12,10 @@ from hybridrt.base.config_json import NULL, OBJECT, check_fields, either
 from hybridrt.base.errors import ConfigError, shown
 from hybridrt.models.config.family import Family, current_kind
 
-# Lists with an entry for each layer.
 LAYER_LISTS = {"layer_types", "layers_block_type", "mlp_layer_types"}
-# Defaults that `derive` replaces. A file may give them too.
+# Defaults that `derive` replaces.
 OPEN = (None, "auto")
-# Scaled rotary embeddings that start from the training length.
+# Scaled from the training length.
 SCALED_FROM_LENGTH = ("llama3", "longrope", "yarn")
 
 
@@ -41,7 +40,6 @@ def read_fields(raw: Mapping[str, Any], family: Family, file: Path) -> SimpleNam
     for name in (LAYER_LISTS | {"mtp_layers_block_type"}) & family.fields.keys():
         if isinstance(kinds := fields.get(name), list):
             fields[name] = [current_kind(kind) for kind in kinds]
-    # A field with an open default may be open in the file too.
     left = {name for name, value in family.defaults.items() if value in OPEN and fields[name] in (None, value)}
     check_fields({k: v for k, v in fields.items() if k not in left}, family.fields, file)
     try:
@@ -55,21 +53,30 @@ def _derive(fields: dict[str, Any], family: Family) -> None:
     if family.derive is not None:
         family.derive(fields)
     if "rope_parameters" in family.defaults:
-        fields["rope_parameters"] = _rope(fields)
+        fields["rope_parameters"] = _rope(fields, family.rope_kinds)
     for name in LAYER_LISTS & family.fields.keys():
         kinds, count = fields.get(name), fields["num_hidden_layers"]
         if kinds is not None and len(kinds) != count:
             raise ConfigError(f"{name} has {len(kinds)} entries; there must be one for each of the {count} layers")
 
 
-def _rope(fields: dict[str, Any]) -> dict[str, Any]:
-    """Merges rope_parameters, rope_scaling, rope_theta and partial_rotary_factor into one dict."""
+def _rope(fields: dict[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
+    """Merges rope_parameters, rope_scaling, rope_theta and partial_rotary_factor into one dict, or
+    into one for each of `kinds`."""
     check_fields(fields, dict.fromkeys(("rope_parameters", "rope_scaling"), either(NULL, OBJECT)), "rope")
     rope = dict(fields.pop("rope_scaling", None) or fields["rope_parameters"] or {})
-    if nested := [name for name, value in rope.items() if isinstance(value, Mapping)]:
-        raise ConfigError(f"rope_parameters holds an object, {shown(nested[0])}; all layers here rotate in one way")
-    rope.setdefault("rope_theta", fields.pop("rope_theta", 10000.0))
-    part = fields.pop("partial_rotary_factor", None)
+    theta, part = fields.pop("rope_theta", 10000.0), fields.pop("partial_rotary_factor", None)
+    if not kinds:
+        if nested := [name for name, value in rope.items() if isinstance(value, Mapping)]:
+            raise ConfigError(f"rope_parameters holds an object, {shown(nested[0])}; all layers here rotate in one way")
+        return _completed(rope, theta, part, fields)
+    check_fields(rope, dict.fromkeys(rope.keys() & set(kinds), either(NULL, OBJECT)), "rope_parameters")
+    return {name: _completed(dict(rope[name]), theta, part, fields) for name in kinds if rope.get(name) is not None}
+
+
+def _completed(rope: dict[str, Any], theta: Any, part: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """With what other fields say, and defaults."""
+    rope.setdefault("rope_theta", theta)
     if part is not None:
         rope.setdefault("partial_rotary_factor", part)
     kind = rope.setdefault("rope_type", rope.get("type", "default"))

@@ -15,7 +15,7 @@ from hybridrt.models.base import MTP_KEYS, CausalLM
 from hybridrt.models.loading.weight_files import equal_tensors, keys_of
 from hybridrt.models.loading.weight_reader import read_tensors
 
-# Rotary frequencies, saved by older transformers. They follow from config.json.
+# Saved by older transformers; they follow from config.json.
 FREQUENCIES = r".*rotary_emb\.inv_freq"
 
 
@@ -55,9 +55,8 @@ def has_own_head(path: Path) -> bool:
     """True if a checkpoint's output head differs from its embedding. They are not tied then,
     whatever config.json says. Equal ones are a tied matrix written twice."""
     files = {key: file for file, keys in _shards(path).items() for key in keys}
-    ends = (
-        r"(lm_head|model(\.language_model)?\.embed_tokens|model\.word_embeddings|(model|backbone)\.embeddings?)\.weight"
-    )
+    embeddings = r"model(\.language_model)?\.embed_tokens|model\.word_embeddings|(model|backbone)\.embeddings?"
+    ends = rf"(language_model\.)?(lm_head|{embeddings})\.weight"
     pair = [key for key in files if re.fullmatch(ends, key)]
     return len(pair) == 2 and not equal_tensors(*((files[key], key) for key in pair))
 
@@ -89,7 +88,7 @@ def _check_keys(model: CausalLM, path: Path, wanted: set[str], present: set[str]
 
 
 def _shards(path: Path) -> dict[Path, list[str]]:
-    """Keys of each safetensors file. They must agree with the index, if there is one."""
+    """Checks that they agree with the index, if there is one."""
     index = path / "model.safetensors.index.json"
     if index.exists():
         return _indexed_shards(index)
@@ -114,8 +113,7 @@ def _indexed_shards(index: Path) -> dict[Path, list[str]]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """The file of each key. Only names are checked: files of a hub snapshot are symbolic links to
-    elsewhere."""
+    """Checks only names: files of a hub snapshot are symbolic links."""
     weight_map = read_object(index, CheckpointError, INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(
@@ -124,14 +122,14 @@ def _weight_map(index: Path) -> dict[str, str]:
     for key, name in weight_map.items():
         if not isinstance(name, str) or not _is_plain(name):
             raise CheckpointError(
-                f"{index}: the shard of {key} is {shown(name)}; it must be the name of a *.safetensors file beside the "
-                "index"
+                f"{index}: the shard of {key} is {shown(name)}; it must be the name of a *.safetensors file next to "
+                "the index"
             )
     return weight_map
 
 
 def _is_plain(name: str) -> bool:
-    """A file name that leads to no other directory, on any platform."""
+    """Whether a name leads to no other directory, on any platform."""
     return name.endswith(".safetensors") and not set(name) & set("/\\:\0")
 
 
@@ -156,7 +154,7 @@ def fill_dummy(model: nn.Module, seed: int) -> None:
         elif dummy == "decay":
             param.uniform_(1.0, 16.0, generator=generator).neg_()
         elif dummy == "dt_bias":
-            # softplus(dt_bias) between 0.001 and 0.1, as Mamba initialises it
+            # softplus(dt_bias) between 0.001 and 0.1, as in Mamba
             dt = torch.empty_like(param).uniform_(-6.9, -2.3, generator=generator).exp_()
             param.copy_(dt + torch.log(-torch.expm1(-dt)))
         elif dummy in ("ones", "zeros"):

@@ -11,7 +11,7 @@ from hybridrt.base.files import WEIGHTS_HEADER_BYTES
 from hybridrt.base.files_safetensors import DamagedFileError, TensorFile
 
 Shards = dict[Path, list[str]]
-_COMPARED = 1 << 24  # bytes of each tensor compared at a time
+_COMPARED = 1 << 24
 
 
 def keys_of(file: Path) -> list[str]:

@@ -1,7 +1,6 @@
 """Reads all tensors of safetensors files; for a GPU by several threads, through pinned memory.
 
-One thread is slow. READERS threads read blocks of BLOCK bytes into their pinned memory, from which
-copies go to the device. Tensors come in order; up to AHEAD bytes are read ahead.
+READERS threads read blocks of BLOCK bytes. Tensors come in order; up to AHEAD bytes are read ahead.
 """
 
 import os
@@ -21,7 +20,7 @@ from hybridrt.base.files_safetensors import DTYPES, DamagedFileError, Entry, Ten
 from hybridrt.models.loading.weight_files import Shards, opened, tensors_of
 
 READERS, BLOCK, AHEAD = 8, 32 << 20, 2 << 30
-SMALL = 1 << 20  # bytes; smaller tensors stay in main memory and are converted there
+SMALL = 1 << 20  # bytes; smaller tensors are converted in main memory
 
 
 def read_tensors(shards: Shards, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
@@ -39,7 +38,7 @@ def staged_tensors(shards: Shards, device: torch.device) -> Iterator[tuple[str, 
     with _Readers(device) as readers, ExitStack() as files:
         waiting: deque[tuple[str, int, Callable[[], torch.Tensor]]] = deque()
         ahead = 0
-        sources = [files.enter_context(opened(file)) for file in shards]  # checks at the end that files did not change
+        sources = [files.enter_context(opened(file)) for file in shards]  # checks at the end that files stayed the same
         for held, keys in zip(sources, shards.values()):
             for entry in sorted((held.entry(key) for key in keys), key=lambda entry: entry.start):
                 waiting.append((entry.key, entry.size, readers.read(held, entry)))
@@ -56,7 +55,7 @@ def staged_tensors(shards: Shards, device: torch.device) -> Iterator[tuple[str, 
 class _Readers(AbstractContextManager["_Readers"]):
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # One stream for copies and their uses, so that reused memory is written after its last use.
+        # One stream: reused memory is written after its last use.
         self._in_stream = current_stream(device)
         self._local, self._files = threading.local(), ExitStack()
         self._pool = ThreadPoolExecutor(READERS, "weights")
@@ -66,7 +65,7 @@ class _Readers(AbstractContextManager["_Readers"]):
         self._files.close()
 
     def read(self, file: TensorFile, entry: Entry) -> Callable[[], torch.Tensor]:
-        """Begins to read a tensor. Returns a function that waits for it."""
+        """Returns a function that waits for it."""
         device = self._device if entry.size >= SMALL else torch.device("cpu")
         flat = torch.empty(entry.size, dtype=torch.uint8, device=device)
         blocks = [(at, min(at + BLOCK, entry.size)) for at in range(0, entry.size, BLOCK)]
@@ -74,7 +73,7 @@ class _Readers(AbstractContextManager["_Readers"]):
         return lambda: _joined(file.path, entry, flat.view(DTYPES[entry.dtype]).view(entry.shape), reads)
 
     def _block(self, source: TensorFile, start: int, into: torch.Tensor) -> None:
-        """In a reader's thread: reads bytes of a file from `start`."""
+        """Runs in a reader's thread."""
         file, size = self._file(source), into.numel()
         if not into.is_cuda:
             return _fill(file, start, into)
@@ -82,16 +81,15 @@ class _Readers(AbstractContextManager["_Readers"]):
             staging = self._staging()[:size]
             _fill(file, start, staging)
             into.copy_(staging, non_blocking=True)
-            record_event(into.device).synchronize()  # until this thread's staging memory is free
+            record_event(into.device).synchronize()  # the staging memory is free then
 
     def _staging(self) -> torch.Tensor:
-        """[BLOCK] bytes of pinned memory of this thread."""
         if not hasattr(self._local, "staging"):
             self._local.staging = pinned_empty(BLOCK, torch.uint8)
         return self._local.staging
 
     def _file(self, source: TensorFile) -> int:
-        """A descriptor of this thread, because the system reads ahead by descriptor."""
+        """Opens one per thread, because the system reads ahead by descriptor."""
         files: dict[TensorFile, int] = self._local.__dict__.setdefault("files", {})
         if source not in files:
             files[source] = source.again()
@@ -100,7 +98,6 @@ class _Readers(AbstractContextManager["_Readers"]):
 
 
 def _fill(file: int, start: int, into: torch.Tensor) -> None:
-    """Reads [n] bytes from `start` into main memory."""
     found: Any = into.numpy()
     os.posix_fadvise(file, start, into.numel(), os.POSIX_FADV_WILLNEED)
     read_exactly(file, start, memoryview(found))

@@ -96,11 +96,11 @@ def test_layers_share_what_a_step_computes_where_no_graph_can_keep_it(
     """A step runs once before it is captured: what is kept from that run would be a constant of the graph."""
     monkeypatch.setattr(paged, "Branch", lambda _: None)  # a stream needs a GPU
     monkeypatch.setattr(paged, "select", lambda *_: None)
-    pools: Any = SimpleNamespace(device=torch.device(device), specs={}, req_to_token=None)
+    pools: Any = SimpleNamespace(device=torch.device(device), specs={}, windows=(None,), tables=torch.zeros(1, 1, 1))
     backend = TorchNativeAttnBackend(kv_pool=pools, req_to_token_pool=pools)
     batch = SimpleNamespace(metadata={}, tokens_per_row=1)
     step = batch.metadata[backend] = PagedMetadata(object(), None)
     monkeypatch.setattr(PagedAttnBackend, "prepare", lambda *_, **__: None)
     backend.prepare(cast(Any, batch))
-    assert (step.plan is not None, isinstance(step.decode, RowContexts)) == (shared, shared)
+    assert (bool(step.plans), isinstance(step.decode, RowContexts)) == (shared, shared)
     assert (backend._decode is attend) is shared

@@ -79,7 +79,7 @@ def test_scratch_stays_finite(name: str, mode: str, tokens: int, checkpoints: Ch
         assert tensor[:, 0].isfinite().all() if tensor.is_floating_point() else not tensor[:, 0].any(), what
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sweep(MODELS, 2))
 def test_rejected_drafts_leave_the_state_alone(name: str, checkpoints: CheckpointStore) -> None:
     """Before the commit, and after a commit of nothing, a verify step has written no recurrent state."""
     hand, _ = started(checkpoints[name].path, "intermediate", 4, {1: 6})
@@ -157,7 +157,7 @@ def test_chunked_prefill_equals_whole_prefill(name: str, checkpoints: Checkpoint
         assert_close(hand.state(2, 80), whole.state(2, 80), 2e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if has_replay(name)])
+@pytest.mark.parametrize("name", sweep([name for name in MODELS if has_replay(name)], 2))
 def test_prompt_chunks_leave_the_ring_empty(name: str, checkpoints: CheckpointStore) -> None:
     """A last chunk of one token is a chunk and no decode step."""
     hand, _ = started(checkpoints[name].path, "replay", 1, {1: 6})
@@ -182,7 +182,7 @@ def test_a_new_tenant_sees_nothing_of_the_last(name: str, mode: str, tokens: int
     torch.testing.assert_close(hand.forward(hand.batch([row])), fresh.forward(fresh.batch([row])), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if has_replay(name)])
+@pytest.mark.parametrize("name", sweep([name for name in MODELS if has_replay(name)], 2))
 def test_a_snapshot_consumes_nothing(name: str, checkpoints: CheckpointStore) -> None:
     """At any fill of the ring: the state as a prefill leaves it, and the row decodes on as if none had been taken."""
     path = checkpoints[name].path
@@ -212,7 +212,7 @@ def test_a_snapshot_consumes_nothing(name: str, checkpoints: CheckpointStore) ->
 PARENTS = [[-1, 0, 0, 1, 1, 2, 3], [-1, 0, 1, 2, 0, 4, 4]]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sweep(MODELS, 2))
 def test_tree_of_drafts(name: str, checkpoints: CheckpointStore) -> None:
     """Each node's logits are those of the chain of its ancestors; the tree leaves recurrent and conv state alone."""
     checkpoint = checkpoints[name]

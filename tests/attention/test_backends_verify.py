@@ -14,6 +14,7 @@ from tests.support.levels import drawn, sweep
 MODELS = (
     "falcon-norm_after_gate", "nemotron-one_group_biases", "qwen-unequal_head_dims", "jamba-dense",
     "swa_ssm-plain", "granite-groups_biases", "olmo-plain", "ling-softplus_biases",
+    "lara-plain",
 )  # fmt: skip
 VERIFYING = [(name, mode) for name in MODELS for mode in ("intermediate", "replay")[: 1 + has_replay(name)]]
 
@@ -71,7 +72,7 @@ def test_verify_equals_decodes_for_each_accepted_length(
         assert_close(hand.state(row, len(history)), plain.state(1, len(history)), 2e-4)
 
 
-@pytest.mark.parametrize(("name", "mode", "examples"), drawn(VERIFYING, 9, 5, 5))
+@pytest.mark.parametrize(("name", "mode", "examples"), drawn(VERIFYING, 18, 5, 5))
 def test_any_sequence_of_steps(name: str, mode: str, examples: int, checkpoints: CheckpointStore) -> None:
     """Verify steps of any width, plain decode steps, and both beside prompt chunks, in any order."""
 

@@ -41,7 +41,7 @@ def test_prefill_takes_a_faster_library_where_no_backend_is_named(
     """By name, or the first that is installed and serves this KV cache; one that is installed and cannot says why."""
     cuda, answers = torch.device("cuda"), {"sgl_kernel": "head_dim is 80", "flashinfer": None}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(paged, "objection", lambda provider, device: answers[provider])
+    monkeypatch.setattr(paged, "provider_objection", lambda provider, device: answers[provider])
     monkeypatch.setattr(registry, "is_installed", lambda provider: provider == "sgl_kernel")
 
     def resolved(device: torch.device = cuda, **config: Any) -> str:
@@ -67,7 +67,7 @@ def test_what_flash_attention_3_cannot_serve(
     changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: changes.get("capability", (9, 0)))
-    monkeypatch.setattr(paged, "objection", lambda provider, device: None)
+    monkeypatch.setattr(paged, "provider_objection", lambda provider, device: None)
     cuda, spec = torch.device("cuda"), replace(SPEC, dtype=torch.bfloat16, head_dim=128, v_head_dim=128)
     head_dim = changes.get("head_dim", 128)
     other = replace(spec, dtype=changes.get("dtype", spec.dtype), head_dim=head_dim, v_head_dim=head_dim)
@@ -81,6 +81,22 @@ def test_libraries_without_latent_attention_say_so(name: str) -> None:
     latent = AttentionSpec(2, 1, 24, 16, None, 0.5, torch.bfloat16, "mla")
     reason = registry.backend_class(name).objection(torch.device("cuda"), [latent])
     assert reason is not None and 'no kernels for latent attention (variant "mla"); use "triton" or "torch"' in reason
+
+
+def test_sinks_are_refused_by_libraries_and_automatic_prefill_takes_our_kernels(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(paged, "provider_objection", lambda provider, device: None)
+    monkeypatch.setattr(registry, "is_installed", lambda provider: True)
+    cuda, sinks = torch.device("cuda"), replace(SPEC, sinks=True)
+    for name, served in (("fa3", False), ("flashinfer", False), ("triton", True), ("torch", True)):
+        reason = registry.backend_class(name).objection(cuda, [SPEC, sinks])
+        assert reason is None if served else 'no kernels for attention sinks; use "triton" or "torch"' in (reason or "")
+        assert registry.backend_class(name).objection(cuda, [SPEC]) is None
+    assert "attention sinks" in (OutsideAttnBackend.objection(cuda, [sinks]) or "")
+    assert registry.resolve_prefill_name(EngineConfig("x"), cuda, [sinks]) == "triton"
+    assert "prefill attention does not use fa3: Fa3AttnBackend has no kernels for attention sinks" in caplog.text
 
 
 def test_a_library_that_is_not_there_is_named_before_what_it_takes_and_not_without_attention() -> None:

@@ -75,6 +75,7 @@ def test_a_trace_without_a_request_is_refused(tmp_path: Path) -> None:
         read(tmp_path / "trace", 50)
 
 
+@pytest.mark.slow
 def test_a_small_run(tmp_path: Path) -> None:
     model = str(write_tiny(tmp_path, tokenizer=False))
     args = bench_prefix.parse([

@@ -47,6 +47,7 @@ def test_a_trained_model_runs_in_the_runtime(tmp_path: Path) -> None:
         assert recall[distance] == sum(a == b for a, b in zip(said, answers, strict=True)) / 6
 
 
+@pytest.mark.slow
 def test_all_four_modes_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = "bench_history --device cpu --hidden 32 --layers 1 --window 8 --context 81 --batches 2 --prefill 1x9"
     monkeypatch.setattr("sys.argv", [*command.split(), "--repeats", "1", "--name", "tiny"])

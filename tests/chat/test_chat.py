@@ -117,7 +117,7 @@ def test_parsers_are_found_by_the_template(template: str, tools: str | None, rea
 
 
 def test_an_unknown_parser_is_said_with_those_that_are_known() -> None:
-    with pytest.raises(ConfigError, match=r"glm, granite, hermes, .*, olmo, qwen3_coder"):
+    with pytest.raises(ConfigError, match=r"glm, granite, harmony, hermes, .*, olmo, qwen3_coder"):
         Chat(byte_tokenizer(), tool_parser="llama")
     with pytest.raises(RequestError, match=r"--tool-parser.*hermes"):
         Chat(byte_tokenizer(), tool_parser="none").prompt(read_conversation([USER], TOOLS), PARAMS)

@@ -2,6 +2,7 @@
 """Tool calls that were lost or changed: the format of each family, values with tags in them, Python literals, broken
 elements, calls in reasoning that never ends, and the tags that models vary. Each is cut at every place."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,10 @@ FAMILY_FORMATS: list[tuple[str, str | None, str, str]] = [
     ("NemotronHPuzzleForCausalLM", "<tool_call><function=F><parameter=P>value</parameter>", "qwen3_coder", QWEN),
     ("Lfm2ForCausalLM", "List of tools: <|tool_list_start|>{{ tools }}<|tool_list_end|>", "lfm2", f"<|tool_call_start|>[{PYTHON}]<|tool_call_end|>"),
     ("Lfm2MoeForCausalLM", '"<|tool_call_start|>[" + calls + "]<|tool_call_end|>"', "lfm2", f"<|tool_call_start|>[{PYTHON}]<|tool_call_end|>"),
+    ("Lfm3ForCausalLM", "<tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>", "qwen3_coder", QWEN),
+    # As the models that the text parts are.
+    ("MiniCPMV4_6ForConditionalGeneration", "<tool_call>\n<function=F>\n<parameter=P>", "qwen3_coder", QWEN),
+    ("NemotronH_Omni_Reasoning_V3", "<tool_call>\n<function=F>\n<parameter=P>\nvalue", "qwen3_coder", QWEN),
     ("JambaForCausalLM", "<tool_calls>[\n{{ calls }}]</tool_calls>", "jamba", f"<tool_calls>[\n    {JSON}\n]</tool_calls>"),
     (
         "MiniMaxM1ForCausalLM",
@@ -71,6 +76,13 @@ FAMILY_FORMATS: list[tuple[str, str | None, str, str]] = [
         "minimax_text",
         '<function_call>```typescript\nfunctions.note({"text": "buy oats & <rye>", "count": 3})\n```',
     ),
+    (
+        "GptOssForCausalLM",
+        '{{- "<|start|>assistant to=" }}{{- "functions." + name + "<|channel|>commentary " }}{{- "<|call|>" }}',
+        "harmony",
+        f"<|channel|>commentary to=functions.note <|constrain|>json<|message|>{json.dumps(ARGUMENTS)}<|call|>",
+    ),
+    ("LaraMiniForCausalLM", None, "", ""),
     ("BambaForCausalLM", None, "", ""),
     ("Zamba2ForCausalLM", None, "", ""),
     ("MambaForCausalLM", None, "", ""),

@@ -91,6 +91,10 @@ def written(matcher: Matcher, rng: random.Random) -> str | None:
     return None
 
 
+# Harmony refuses strict functions: its calls are messages with headers of their own (tests/chat/test_harmony.py).
+STRICT = sorted(set(TOOL_PARSERS.names()) - {"harmony"})
+
+
 def check(name: str, compiler: GrammarCompiler, count: int, schema: dict[str, Any] = SCHEMA) -> None:
     kind, rng, found = TOOL_PARSERS.load(name), random.Random(name), 0
     function = {"name": "note", "strict": True, "parameters": schema}
@@ -115,13 +119,13 @@ def check(name: str, compiler: GrammarCompiler, count: int, schema: dict[str, An
     assert found >= count / 4
 
 
-@pytest.mark.parametrize("name", TOOL_PARSERS.names())
+@pytest.mark.parametrize("name", STRICT)
 def test_what_the_grammar_allows_is_read_as_valid_arguments(name: str, compiler: GrammarCompiler) -> None:
     check(name, compiler, 3)
     check(name, compiler, 4, LITERALS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TOOL_PARSERS.names())
+@pytest.mark.parametrize("name", STRICT)
 def test_more_of_what_the_grammar_allows(name: str, compiler: GrammarCompiler) -> None:
     check(name, compiler, 12)

@@ -25,7 +25,7 @@ from hybridrt.base.errors import RequestError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.cli import conversation, line_reader
 from hybridrt.cli.app import app
-from hybridrt.cli.conversation import Piece, Totals, Turn, load
+from hybridrt.cli.conversation import Message, Piece, Totals, load
 from hybridrt.cli.local_model import LocalModel
 from hybridrt.cli.openai_server import RemoteModel
 from hybridrt.cli.repl import Repl, Screen
@@ -44,10 +44,10 @@ class Scripted:
     save_session = RemoteModel.save_session
 
     def __init__(self, *script: Any) -> None:
-        self.script, self.asked = script, list[list[Turn]]()
+        self.script, self.asked = script, list[list[Message]]()
 
-    def answer(self, turns: list[Turn]) -> Any:
-        self.asked.append(list(turns))
+    def answer(self, messages: list[Message]) -> Any:
+        self.asked.append(list(messages))
         for step in self.script:
             if isinstance(step, BaseException):
                 raise step
@@ -59,8 +59,8 @@ def repl(*script: Any) -> tuple[Repl, Scripted]:
     return Repl(model, None, Screen()), model  # type: ignore[arg-type]
 
 
-def shown(turns: list[Turn]) -> list[tuple[str, str]]:
-    return [(turn.role, turn.content) for turn in turns]
+def shown(messages: list[Message]) -> list[tuple[str, str]]:
+    return [(message.role, message.content) for message in messages]
 
 
 HI = Piece("Hi "), Piece("there"), Totals(2, 8, 4, 10.0)
@@ -78,7 +78,7 @@ def test_a_conversation_with_commands(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "2 tokens, 10.0 tokens/s, 4 of 8 prompt tokens cached" in captured.err
     talk.answer_line(f"/load {file}")
     talk.answer_line("/system")
-    assert shown(talk.turns) == [("user", "hello\nyou"), ("assistant", "Hi there")]
+    assert shown(talk.messages) == [("user", "hello\nyou"), ("assistant", "Hi there")]
     assert json.loads(file.read_text())["messages"][0] == {"role": "system", "content": "Be brief."}
     assert file.stat().st_mode & 0o077 == 0 and [f.name for f in tmp_path.iterdir()] == ["talk.json"]
 
@@ -86,21 +86,21 @@ def test_a_conversation_with_commands(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_reasoning_is_kept_apart(capsys: pytest.CaptureFixture[str]) -> None:
     talk, _ = repl(Piece(reasoning="Hm"), Piece(reasoning="."), Piece("Yes"))
     talk.answer_line("so?")
-    assert talk.turns[-1] == Turn("assistant", "Yes", "Hm.")
+    assert talk.messages[-1] == Message("assistant", "Yes", "Hm.")
     assert capsys.readouterr().out == "Hm.\n\nYes\n"
 
 
 def test_an_interrupt_keeps_what_was_said_and_a_failure_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     talk, _ = repl(Piece("He"), KeyboardInterrupt())
     talk.answer_line("a")
-    assert shown(talk.turns) == [("user", "a"), ("assistant", "He")]
+    assert shown(talk.messages) == [("user", "a"), ("assistant", "He")]
     silent, _ = repl(KeyboardInterrupt())
     silent.answer_line("a")
-    assert silent.turns == [] and "stopped" in capsys.readouterr().err
+    assert silent.messages == [] and "stopped" in capsys.readouterr().err
     failing, _ = repl(Piece("He"), RequestError("too long"))
     with pytest.raises(RequestError):
         failing.answer_line("a")
-    assert failing.turns == [] and capsys.readouterr().out.endswith("He\n")
+    assert failing.messages == [] and capsys.readouterr().out.endswith("He\n")
 
 
 def test_ctrl_c_again_while_an_answer_ends_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,11 +110,11 @@ def test_ctrl_c_again_while_an_answer_ends_is_not_heard(monkeypatch: pytest.Monk
         real = getattr(Screen, name)
         monkeypatch.setattr(Screen, name, lambda *args, real=real: (signal.raise_signal(signal.SIGINT), real(*args)))
     talk.answer_line("a")
-    assert shown(talk.turns) == [("user", "a"), ("assistant", "He")]
+    assert shown(talk.messages) == [("user", "a"), ("assistant", "He")]
     keys = Mock(side_effect=["/reset", KeyboardInterrupt, None])
     talk._reader = SimpleNamespace(read=keys, interactive=False)  # type: ignore[assignment]
     talk.run()
-    assert keys.call_count == 3 and talk.turns == []
+    assert keys.call_count == 3 and talk.messages == []
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_what_is_mistyped_is_an_error(text: str, error: str) -> None:
     talk, model = repl()
     with pytest.raises(RequestError, match=error):
         talk.answer_line(text)
-    assert talk.turns == [] and model.asked == []
+    assert talk.messages == [] and model.asked == []
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ class Terminal:
 
 LOOP = """
 import time
-from hybridrt.cli.conversation import Piece, Turn
+from hybridrt.cli.conversation import Piece, Message
 from hybridrt.cli.line_reader import make_reader
 from hybridrt.cli.local_model import LocalModel
 from hybridrt.cli.openai_server import RemoteModel
@@ -238,9 +238,9 @@ from hybridrt.cli.repl import COMMANDS, Repl, Screen
 
 class Model:
     name = "slow"
-    def answer(self, turns):
-        yield Piece(reasoning="Hm", text=f"heard {turns[-1].content!r} \\x1b[2J")
-        while "wait" in turns[-1].content:
+    def answer(self, messages):
+        yield Piece(reasoning="Hm", text=f"heard {messages[-1].content!r} \\x1b[2J")
+        while "wait" in messages[-1].content:
             time.sleep(0.01)
 
 Repl(Model(), make_reader(list(COMMANDS)), Screen()).run()
@@ -436,7 +436,7 @@ def test_an_interrupt_stops_a_model_in_this_process_between_two_steps() -> None:
     with scripted() as model:
         model.say("a" * 1000)
         talker = LocalModel("scripted", model.llm, SamplingParams(max_tokens=None), model.llm.chats())
-        answer = talker.answer([Turn("user", "hi")])
+        answer = talker.answer([Message("user", "hi")])
         assert next(answer) == Piece("a")
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):

@@ -235,13 +235,13 @@ def test_a_step_that_fails_is_status_1(tiny: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_lost_rank_is_named_once(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def lost(self: ModelRunner, plan: object) -> None:
-        raise RankError("tensor-parallel rank 1 was lost: no sign of life; build a new LLM")
+        raise RankError("tensor-parallel rank 1 was lost: no heartbeat; build a new LLM")
 
     monkeypatch.setattr(ModelRunner, "launch", lost)
     result = run(tiny, "x")
     assert (result.exit_code, result.stderr) == (
         1,
-        "error: tensor-parallel rank 1 was lost: no sign of life; build a new LLM\n",
+        "error: tensor-parallel rank 1 was lost: no heartbeat; build a new LLM\n",
     )
 
 

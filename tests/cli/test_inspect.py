@@ -36,8 +36,9 @@ from tests.support.checkpoints import (
     swa_ssm,
 )
 from tests.support.ling25 import ling25
-from tests.support.newer_checkpoints import bamba, granite, kimi, ling, minimax, olmo, qwen35_moe, zamba2
+from tests.support.newer_checkpoints import bamba, granite, kimi, lfm3, ling, minimax, olmo, qwen35_moe, zamba2
 from tests.support.tiny import write_tiny
+from tests.support.windowed_checkpoints import gpt_oss, lara
 
 FAMILIES: dict[str, tuple[Make, str]] = {
     "falcon": (falcon(num_hidden_layers=3), "HHH"),
@@ -50,6 +51,7 @@ FAMILIES: dict[str, tuple[Make, str]] = {
     "olmo": (olmo(), "G*G"),
     "jamba": (jamba(num_hidden_layers=4, expert_layer_period=1, expert_layer_offset=0), "M*MM"),
     "lfm2": (lfm2(), "C*CC"),
+    "lfm3": (lfm3(num_hidden_layers=3, layer_types=["conv", "sliding_attention", "conv"]), "C*C"),
     "mamba": (mamba(), "MM"),
     "mamba2": (mamba2(), "MM"),
     "zamba2": (zamba2(), "MHMHM"),
@@ -82,13 +84,15 @@ def test_report_is_what_a_runner_allocates(model: tuple[Path, str], options: dic
     assert report.weight_bytes == build.weight_bytes(runner.model)
     assert report.num_parameters == sum(p.numel() for p in runner.model.parameters())
     kv, mamba = runner.pools.kv, runner.pools.req_to_token.mamba_pool
-    assert report.kv_bytes_per_token * (kv.num_pages + 1) * kv.page_size == sum(t.nbytes for t in kv.tensors)
+    assert report.kv_bytes_per_token == sum(layer.kv_bytes_per_token for layer in report.layers)
     assert mamba is not None
     for i, layer in enumerate(report.layers):
+        held, pages = (kv.held(i), kv.num_pages[kv.group_of(i)] + 1) if i in kv.specs else ((), 0)
+        assert layer.kv_bytes_per_token * pages * kv.page_size == sum(t.nbytes for t in held)
         cached = vars(mamba.layer_cache(i)).values() if i in mamba.layer_ids else ()
         assert layer.state_bytes == sum(t[0].nbytes for t in cached if t is not None)
     assert report.plan is not None
-    assert (report.plan.num_rows, report.plan.num_pages) == (runner.memory_plan.num_rows, runner.memory_plan.num_pages)
+    assert (report.plan.num_rows, report.plan.groups) == (runner.memory_plan.num_rows, runner.memory_plan.groups)
 
 
 def test_table_shows_the_stack_and_a_row_for_each_kind(model: tuple[Path, str]) -> None:
@@ -111,11 +115,35 @@ def test_sizes_of_a_layer_have_names() -> None:
     assert layer["mixer"] == f"{heads} + mamba2 (heads 8, head_dim 64, state_dim 64)"
 
 
+@pytest.mark.parametrize(("make", "window", "full", "sinks"), [
+    (gpt_oss(), "0, 2", "1, 3", ", sinks"), (lara(), "1, 4", "3", ""),
+])  # fmt: skip
+def test_windows_and_full_attention_have_rows_of_their_own(
+    make: Make, window: str, full: str, sinks: str, tmp_path: Path
+) -> None:
+    path = write_tiny(tmp_path, make, tokenizer=False)
+    lines = [line for line in run("inspect", str(path), "--device", "cpu").stdout.splitlines() if line[:2] == "* "]
+    assert [line[2:].split("attention")[0].rsplit(None, 1)[0].strip() for line in lines] == [window, full]
+    mixers = [
+        layer["mixer"] for layer in json.loads(run("inspect", str(path), "--device", "cpu", "--json").stdout)["layers"]
+    ]
+    for text, layers in ((f", window 9{sinks})", window), (f"8{sinks})", full)):
+        assert all(mixers[int(i)].endswith(text) for i in layers.split(", ")), mixers
+
+
 def test_latent_attention_shows_its_cache(tmp_path: Path) -> None:
     path = write_tiny(tmp_path, kimi(), tokenizer=False)
     *_, layer = json.loads(run("inspect", str(path), "--device", "cpu", "--json").stdout)["layers"]
     assert layer["mixer"] == "latent attention (4 heads, 20 + 4 numbers a token)"
     assert layer["kv_bytes_per_token"] == 4 * 24
+
+
+def test_layers_of_other_windows_have_rows_of_their_own(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path, lfm3(), tokenizer=False)
+    lines = run("inspect", str(path), "--device", "cpu", "--max-model-len", "64").stdout.splitlines()
+    assert [line.split()[:2] for line in lines if line[:2] in ("C ", "* ")] == [["C", "0,"], ["*", "1"], ["*", "3-4"]]
+    layers = json.loads(run("inspect", str(path), "--device", "cpu", "--json").stdout)["layers"]
+    assert [layer["mixer"].endswith("window 9)") for layer in layers] == [False, False, False, True, True]
 
 
 def test_a_layer_without_a_recurrent_state_shows_its_conv(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Random host engines over the bookkeeping of owners, compared with a memory that says what each place holds."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,10 +10,11 @@ from hypothesis import strategies as st
 from hybridrt.base.errors import HybridrtError
 from hybridrt.embedding.numbers import Numbers, Places
 from hybridrt.embedding.owners import Owners, StepUse
-from hybridrt.embedding.page_owners import PageOwners
+from hybridrt.embedding.page_owners import GroupOwners, PageOwners
 from hybridrt.mem_cache.pools.page_demand import PageDemand
 
 ROWS, SLOTS, PAGES, SIZE, LENGTH = 3, 4, 7, 2, 8
+Windows = tuple[int | None, ...]  # of the page groups
 SOME = st.integers(0, 2**31 - 1)
 
 
@@ -22,13 +24,18 @@ def int32s(*values: int) -> np.ndarray:
 
 @dataclass
 class Memory:
-    """What pages, slots and page tables hold, and what each row relies on: the contents that it has written or read."""
+    """What pages, slots and page tables hold, and what each row relies on: the contents that it has written or read.
 
-    kv: dict[tuple[int, int], object] = field(default_factory=dict)
+    Attributes:
+        kv: by page group, page and offset. table: pages of each row by group and index.
+        relies: of each row, by group and position.
+    """
+
+    kv: dict[tuple[int, int, int], object] = field(default_factory=dict)
     states: dict[int, object] = field(default_factory=dict)
-    table: dict[int, dict[int, int]] = field(default_factory=dict)
+    table: dict[int, dict[tuple[int, int], int]] = field(default_factory=dict)
     slot: dict[int, int] = field(default_factory=dict)
-    relies: dict[int, dict[int, object]] = field(default_factory=dict)
+    relies: dict[int, dict[tuple[int, int], object]] = field(default_factory=dict)
     position: dict[int, int] = field(default_factory=dict)
     steps: int = 0
 
@@ -36,31 +43,33 @@ class Memory:
         self.table[row], self.relies[row], self.position[row], self.slot[row] = {}, {}, 0, slot
         self.states[slot] = row, 0
 
-    def run(self, use: StepUse, demand: PageDemand) -> None:
+    def run(self, use: StepUse, demands: Sequence[PageDemand]) -> None:
         """Writes of all rows, then what each row has relied on must be as it was."""
         self.steps += 1
-        written = iter(zip(use.writes.lines.tolist(), use.writes.indices.tolist(), use.writes.pages.tolist()))
-        for row, index, page in written:
-            i = use.lines.tolist().index(row)
-            for at in range(max(index * SIZE, int(use.starts[i])), min(index * SIZE + SIZE, int(use.ends[i]))):
-                self.kv[page, at % SIZE] = self.relies[row][at] = row, self.steps, at
+        for group, writes in enumerate(use.writes):
+            for row, index, page in zip(writes.lines.tolist(), writes.indices.tolist(), writes.pages.tolist()):
+                i = use.lines.tolist().index(row)
+                for at in range(max(index * SIZE, int(use.starts[i])), min(index * SIZE + SIZE, int(use.ends[i]))):
+                    self.kv[group, page, at % SIZE] = self.relies[row][group, at] = row, self.steps, at
         for row, start, end in zip(use.lines.tolist(), use.starts.tolist(), use.ends.tolist()):
             held, self.states[self.slot[row]] = self.states[self.slot[row]], (row, end)
             assert held == (row, start), f"row {row} at {start} runs on the state {held}"
-            for at in range(demand.first_page(start) * SIZE, end):
-                if (page := self.table[row].get(at // SIZE)) is not None:
-                    now = self.kv.get((page, at % SIZE))
-                    assert self.relies[row].setdefault(at, now) == now, f"row {row}: {now} at {at}"
+            for group, demand in enumerate(demands):
+                for at in range(demand.first_page(start) * SIZE, end):
+                    if page := self.table[row].get((group, at // SIZE)):
+                        now = self.kv.get((group, page, at % SIZE))
+                        assert self.relies[row].setdefault((group, at), now) == now, f"row {row}: {now} at {at}"
 
 
 class Host:
     """Makes the calls of a host engine. `owners` may refuse them; those that it takes change the memory."""
 
-    def __init__(self, window: int | None) -> None:
-        places = Places(ROWS + 1, 0), Places(SLOTS + 1, 0), Places(PAGES + 1, 0), Places((PAGES + 1) * SIZE, 0)
-        numbers, self.demand = Numbers(*places), PageDemand(SIZE, window)
-        pages = PageOwners(ROWS, LENGTH // SIZE, self.demand, PAGES, numbers)
-        self.owners, self.memory = Owners(ROWS, SLOTS, pages, numbers), Memory()
+    def __init__(self, windows: Windows) -> None:
+        self.demands = [PageDemand(SIZE, window) for window in windows]
+        pages, tokens = (Places(PAGES + 1, 0),) * len(windows), (Places((PAGES + 1) * SIZE, 0),) * len(windows)
+        numbers = Numbers(Places(ROWS + 1, 0), Places(SLOTS + 1, 0), pages, tokens)
+        groups = [PageOwners(ROWS, LENGTH // SIZE, d, PAGES, numbers, g) for g, d in enumerate(self.demands)]
+        self.owners, self.memory = Owners(ROWS, SLOTS, GroupOwners(groups), numbers), Memory()
         self.batches, self.ahead = list[StepUse](), list[StepUse]()
 
     def admit(self, row: int, slot: int) -> None:
@@ -68,10 +77,16 @@ class Host:
         self.owners.admit_rows(int32s(row), int32s(slot))
         self.memory.admit(row, slot)
 
-    def write(self, row: int, index: int, page: int) -> None:
+    def write(self, row: int, index: int, *pages: int) -> None:
+        """A page of each group; 0, the scratch page, for a window group that has passed it."""
         ahead = self.owners.lengths_ahead()
-        self.owners.pages.map(self.owners.pages.checked(int32s(row), int32s(index), int32s(page), ahead))
-        self.memory.table.setdefault(row, {})[index] = page
+        self.owners.pages.map(self.owners.pages.checked(int32s(row), int32s(index), int32s(*pages)[None], ahead))
+        table = self.memory.table.setdefault(row, {})
+        for group, page in enumerate(pages):
+            if table.get((group, index)) != page:  # the host has filled the page that takes the other's place
+                for at in range(index * SIZE, index * SIZE + SIZE):
+                    self.memory.relies.get(row, {}).pop((group, at), None)
+            table[group, index] = page
 
     def snapshot(self, slot: int) -> None:
         self.owners.check_free(int32s(), int32s(slot))
@@ -84,7 +99,7 @@ class Host:
         starts = [self.memory.position[row] for row in rows]
         ends = [min(start + count, LENGTH) for start, count in zip(starts, counts)]
         use = self.owners.use(int32s(*rows), int32s(*starts), int32s(*ends), 0, False, int32s())
-        if use.writes.pages.all():
+        if all(writes.pages.all() for writes in use.writes):
             self.batches.append(use)
 
     def prepare(self, use: StepUse) -> None:
@@ -99,7 +114,7 @@ class Host:
         use = self.ahead.pop(0)
         self.owners.check_next(use)
         self.owners.ran(use)
-        self.memory.run(use, self.demand)
+        self.memory.run(use, self.demands)
 
 
 def act(host: Host, what: int, number: int) -> None:
@@ -113,7 +128,7 @@ def act(host: Host, what: int, number: int) -> None:
     elif what == 1:
         host.snapshot(pick(SLOTS) + 1)
     elif what < 5:
-        host.write(pick(ROWS) + 1, pick(LENGTH // SIZE), pick(PAGES) + 1)
+        host.write(pick(ROWS) + 1, pick(LENGTH // SIZE), *[pick(PAGES) + 1 for _ in host.demands])
     elif what < 8:
         rows = [row for row in range(1, ROWS + 1) if pick(2)]
         if rows:
@@ -126,26 +141,27 @@ def act(host: Host, what: int, number: int) -> None:
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(
-    window=st.sampled_from([None, 3]),
+    windows=st.sampled_from([(None,), (3,), (None, 3)]),
     calls=st.lists(st.tuples(st.integers(0, 11), SOME), min_size=30, max_size=150),
 )
-def test_no_row_runs_on_memory_that_has_changed_under_it(window: int | None, calls: list[tuple[int, int]]) -> None:
+def test_no_row_runs_on_memory_that_has_changed_under_it(windows: Windows, calls: list[tuple[int, int]]) -> None:
     """Whatever a host engine calls: each call is refused, or all rows find what they have written and read."""
-    host = Host(window)
+    host = Host(windows)
     for what, number in calls:
         try:
             act(host, what, number)
         except HybridrtError:
             continue
-    counts = np.bincount(host.owners.pages.page_of[host.owners.pages.page_of > 0], minlength=PAGES + 1)
-    assert (host.owners.pages._users == counts).all()
+    for group in host.owners.pages.groups:
+        counts = np.bincount(group.page_of[group.page_of > 0], minlength=PAGES + 1)
+        assert (group._users == counts).all()
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(window=st.sampled_from([None, 3]), draws=st.lists(SOME, min_size=20, max_size=120))
 def test_a_host_that_keeps_the_rules_is_never_refused(window: int | None, draws: list[int]) -> None:
     """Requests come, share a full page of one that runs, and end without a word. Their memory is lent again at once."""
-    host = Host(window)
+    host = Host((window,))
     rows, slots, pages = list(range(1, ROWS + 1)), list(range(1, SLOTS + 1)), list(range(1, PAGES + 1))
     running, lent = dict[int, list[int]](), dict[int, int]()  # by row: its pages; by page: its readers
     for number in draws:

@@ -24,7 +24,7 @@ def test_scratch_is_where_the_host_engine_puts_it(scratch: Scratch, models: Mode
     numbers, plan = runtime.numbers, runtime.plan
     rows = [r for r in range(plan.num_rows + 1) if r != numbers.rows.scratch]
     slots = [s for s in range(plan.num_slots + 1) if s != numbers.state_slots.scratch]
-    pages = [p for p in range(plan.num_pages + 1) if p != numbers.pages.scratch]
+    pages = [p for p in range(plan.num_pages + 1) if p != numbers.pages[0].scratch]
     for i, row in enumerate(rows):
         runtime.admit([row], [slots[i]])
         runtime.write_pages([row] * 8, range(8), pages[8 * i : 8 * i + 8])
@@ -51,10 +51,11 @@ def test_padding_touches_no_entry_of_a_request(models: Models) -> None:
 def test_numbers_are_a_rotation(models: Models) -> None:
     numbers = make(models(), Scratch(row=1, page=2)).numbers
     assert numbers.rows.scratch == 1 and numbers.rows.inside(1) == 0 and numbers.rows.inside(0) == ROWS
-    assert numbers.tokens.inside(2 * PAGE + 3) == 3
-    every = torch.arange(numbers.tokens.count)
-    assert torch.equal(numbers.tokens.outside(numbers.tokens.inside(every)), every)
-    assert numbers.tokens.inside(every).unique().numel() == numbers.tokens.count
+    (tokens,) = numbers.tokens
+    assert tokens.inside(2 * PAGE + 3) == 3
+    every = torch.arange(tokens.count)
+    assert torch.equal(tokens.outside(tokens.inside(every)), every)
+    assert tokens.inside(every).unique().numel() == tokens.count
 
 
 def test_a_table_that_the_engine_computes_on_the_device(models: Models) -> None:

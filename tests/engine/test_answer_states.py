@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 from hybridrt.engine.cache import answer_states
 from hybridrt.engine.cache.answer_states import AT_ONCE, MOST
 from hybridrt.engine.cache.host_tier import HostTier
+from hybridrt.mem_cache.pools.page_allocators import PageAllocators
+from hybridrt.mem_cache.pools.page_sets import no_sets
 from hybridrt.mem_cache.pools.slots import Slot
 from hybridrt.mem_cache.pools.state_moves import StateMove, When
+from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_node import StateKind
 from hybridrt.runtime.step.plan import StepPlan
 from tests.engine.test_prefix_states import rig_with_cache
@@ -225,7 +228,7 @@ def test_no_request_waits_for_them() -> None:
     rig.add(PROMPT, "long", max_tokens=100, ignore_eos=True, seed=1)
     for _ in range(10):
         rig.step()
-    rig.pools.prefixes.evict(0, 3)
+    rig.pools.prefixes.evict([0], 3)
     for _ in range(20):
         rig.step()
     assert len(rig.pools.prefixes.answers) == 2 and not rig.pools.slots.num_cached
@@ -246,8 +249,8 @@ def test_a_change_that_was_broken_off_leaves_none() -> None:
 
 
 def test_a_slot_that_is_being_copied_to_main_memory_is_not_written_before() -> None:
-    tier = HostTier(0, 2, 0, True, 0, lambda _: False)
-    tier.offer(np.array(PROMPT, np.int32), (), {4: Slot(5, 0)}, "")
+    tier = HostTier(PageAllocators([], []), 2, RadixCache(0, True), lambda _: False)
+    tier.offer(np.array(PROMPT, np.int32), no_sets(0), {4: Slot(5, 0)}, "")
     plan = StepPlan(moves=[StateMove(1, 5, 5, When.FIRST)])
     tier.seal(plan)
     assert not plan.after_copies, "the copy is of what the donation leaves there"

@@ -10,7 +10,7 @@ from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from tests.support.engine_harness import Rig
 
 
-@pytest.mark.parametrize("changes", [{}, {"drafts": 3}, {"pages": 12, "rows": 6}, {"sliding_window": 6, "slots": 0}])
+@pytest.mark.parametrize("changes", [{}, {"drafts": 3}, {"pages": 12, "rows": 6}, {"windows": (6,), "slots": 0}])
 def test_columns_agree_with_requests_after_every_step(changes: dict[str, Any]) -> None:
     rig = Rig(late=1, max_model_len=40, **changes)
     for i in range(9):

@@ -28,7 +28,7 @@ ARRIVALS = ((0, TEXT, 6), (3, [*TEXT[:196], 3, 4], 3), (3, [9], 3), (4, [*TEXT[:
 # A checkpoint for each kind of layer and of attention: the smallest that has it. The first one runs by default.
 NAMES = (
     "falcon_mamba-plain", "minimax-lightning_alone", "bamba-mamba_alone", "olmo-attention_first", "kimi-dense_alone",
-    "lfm2-plain", "swa_ssm-plain", "ling25-plain",
+    "lfm2-plain", "swa_ssm-plain", "ling25-plain", "gpt_oss-odd_sizes",
 )  # fmt: skip
 # Files of kernels whose tokens know nothing of each other: tests of kernels alone have all that engines ask of them.
 OF_TOKENS = (

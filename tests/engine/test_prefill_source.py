@@ -11,7 +11,7 @@ from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.request.sample_request import derive_seed
 from hybridrt.mem_cache.prefix_tree.prefix_cache import PrefixMatch
 from tests.support.engine_harness import VOCAB, Rig, expected
-from tests.support.mock_executor import tokens_alone
+from tests.support.mock_executor import Windows, tokens_alone
 
 FIVE = dict(max_tokens=5, ignore_eos=True, seed=1)
 
@@ -19,8 +19,8 @@ FIVE = dict(max_tokens=5, ignore_eos=True, seed=1)
 class Source:
     """Another rig computes the prompts, one after the other; `deliver` hands over what it has."""
 
-    def __init__(self, rig: Rig, sliding_window: int | None = None) -> None:
-        self.rig, self.elsewhere = rig, Rig(rows=1, pages=24, chunk=5, sliding_window=sliding_window)
+    def __init__(self, rig: Rig, windows: Windows = (None,)) -> None:
+        self.rig, self.elsewhere = rig, Rig(rows=1, pages=24, chunk=5, windows=windows)
         self.prompts: dict[str, list[int]] = {}
         self.advanced = 0
         rig.engine.prefill_source = self
@@ -133,13 +133,13 @@ events = st.lists(st.tuples(st.sampled_from(["add", "deliver", "start", "fail", 
 @settings(max_examples=60, deadline=None)
 @given(
     events=events, overlap=st.booleans(), late=st.integers(0, 2), drafts=st.sampled_from([0, 3]),
-    window=st.sampled_from([None, 1, 3, 6]), pages=st.integers(7, 24),
+    windows=st.sampled_from([(None,), (1,), (3,), (None, 6), (None, 1, 4)]), pages=st.integers(7, 24),
 )  # fmt: skip
 def test_any_order_of_events(
-    events: list[tuple[str, int]], overlap: bool, late: int, drafts: int, window: int | None, pages: int
+    events: list[tuple[str, int]], overlap: bool, late: int, drafts: int, windows: Windows, pages: int
 ) -> None:
-    rig = Rig(rows=2, pages=pages, chunk=5, overlap=overlap, late=late, drafts=drafts, sliding_window=window)
-    source, prompts, ended = Source(rig, window), dict[str, list[int]](), set[str]()
+    rig = Rig(rows=2, pages=pages, chunk=5, overlap=overlap, late=late, drafts=drafts, windows=windows)
+    source, prompts, ended = Source(rig, windows), dict[str, list[int]](), set[str]()
     for number, (event, which) in enumerate(events):
         waiting = list(source.prompts)
         request_id = waiting[which % len(waiting)] if waiting else None
@@ -167,5 +167,5 @@ def test_any_order_of_events(
         else:
             params = SamplingParams(max_tokens=6)
             assert (output.token_ids, output.finish_reason) == expected(
-                prompt, params, int(request_id[1:]), 64, VOCAB, window
+                prompt, params, int(request_id[1:]), 64, VOCAB, windows
             )

@@ -37,7 +37,7 @@ def test_no_token_is_lost_twice() -> None:
     answer = rig.finish(prompt, max_tokens=40, ignore_eos=True, seed=1).token_ids
     text = [*prompt, *answer[:10], (answer[10] + 1) % VOCAB, *TEXT[90:140]]
     rig.finish(text, max_tokens=1, seed=2)
-    rig.pools.prefixes.evict(200, 9)
+    rig.pools.prefixes.evict([200], 9)
     rig.finish(prompt, max_tokens=40, ignore_eos=True, seed=1)
     before = lost(rig)
     rig.finish([*text, 1], max_tokens=1, seed=3)

@@ -7,22 +7,24 @@ import pytest
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.cache import host_fetches
 from tests.support.engine_harness import VOCAB, Rig
-from tests.support.mock_executor import tokens_alone
+from tests.support.mock_executor import Windows, tokens_alone
 
 MAX_NODES = 2_000  # of both trees: pages and states bound them
 LENGTH = 64
+WINDOWS = (7,), (None, 7), (None, 3, 11)
 
 
 class Talks:
-    """Conversations that come and go: turns, branches, aborts, salts, several samples of a prompt, resets. With
-    `window`, of a model whose attention layers all see so many keys."""
+    """Conversations that come and go: turns, branches, aborts, salts, several samples of a prompt, resets. Odd
+    seeds in windows alone are of models without recurrent layers."""
 
-    def __init__(self, seed: int, window: int | None = None) -> None:
-        self.random, self.window = random.Random(seed), window
+    def __init__(self, seed: int, windows: Windows = (None,)) -> None:
+        self.random, self.windows = random.Random(seed), windows
+        slots = 9 if None in windows or seed % 2 == 0 else 0
         self.rig = Rig(
-            rows=4, slots=9, pages=90, page_size=self.random.choice((1, 2, 4)), max_model_len=LENGTH, chunk=12, late=1,
-            drafts=seed % 2 * 3, replay=True, cache=True, grid=4, host=None if window else (120, 12),
-            copy_delay=seed % 5, sliding_window=window,
+            rows=4, slots=slots, pages=90, page_size=self.random.choice((1, 2, 4)), max_model_len=LENGTH, chunk=12,
+            late=1, drafts=seed % 2 * 3, replay=True, cache=True, grid=4, host=(120, 12),
+            copy_delay=seed % 5, windows=windows,
         )  # fmt: skip
         self.histories: list[list[int]] = [[]]
         self.open: dict[str, tuple[list[int], SamplingParams]] = {}
@@ -59,26 +61,27 @@ class Talks:
             sample = self.rig.outputs.pop((name, 0))
             for index in range(1, params.n):
                 self.rig.outputs.pop((name, index))
-            wanted = tokens_alone(prompt, 7, len(sample.token_ids), VOCAB, self.window)
+            seen = self.windows, self.rig.executor.has_state
+            wanted = tokens_alone(prompt, 7, len(sample.token_ids), VOCAB, *seen)
             assert sample.token_ids == wanted, name
             self.checked += 1
             self.histories.append([*prompt, *sample.token_ids])
         del self.histories[:-12]
 
 
-def soak(seed: int, steps: int, monkeypatch: pytest.MonkeyPatch, window: int | None = None) -> dict[str, int]:
+def soak(seed: int, steps: int, monkeypatch: pytest.MonkeyPatch, windows: Windows = (None,)) -> dict[str, int]:
     monkeypatch.setattr(host_fetches, "LEAST_TOKENS", 2)
-    talks = Talks(seed, window)
+    talks = Talks(seed, windows)
     talks.run(steps)
     store, counters = talks.rig.pools.prefixes, talks.rig.engine.counters()
     trees = [store.tree, *([] if store.tier is None else [store.tier.tree])]
-    assert len(trees) == 1 + (window is None) and sum(1 for tree in trees for _ in tree.nodes()) < MAX_NODES
+    assert len(trees) == 2 and sum(1 for tree in trees for _ in tree.nodes()) < MAX_NODES
     assert not store.tree.waiting and not store.tree._worths._awaited
     assert talks.rig.pools.fetches is None or not talks.rig.pools.fetches._looked
     assert talks.rig.engine.reset_prefix_cache()
-    assert talks.rig.pools.slots.num_free == 9 and talks.rig.pools.pages.num_free == 90
-    found = {"checked": talks.checked, "hit": counters.cache_hit}
-    return found if window else found | {"fetched": counters.cache_fetched}
+    for pool in (talks.rig.pools.slots, talks.rig.pools.pages):
+        assert pool.num_free == pool.total
+    return {"checked": talks.checked, "hit": counters.cache_hit, "fetched": counters.cache_fetched}
 
 
 @pytest.mark.slow
@@ -94,11 +97,17 @@ def test_random_conversations(seed: int, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("windows", WINDOWS)
 @pytest.mark.parametrize("seed", range(2))
-def test_random_conversations_in_windows(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert min(soak(seed, 20_000, monkeypatch, window=7).values()) > 0
+def test_random_conversations_in_windows(seed: int, windows: Windows, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert min(soak(seed, 20_000, monkeypatch, windows).values()) > 0
 
 
 @pytest.mark.slow
-def test_random_conversations_in_windows_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert min(soak(1, 200, monkeypatch, window=7).values()) > 0
+@pytest.mark.parametrize("windows", WINDOWS)
+@pytest.mark.parametrize("seed", range(2))
+def test_random_conversations_in_windows_for_a_while(
+    seed: int, windows: Windows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = soak(seed, 300, monkeypatch, windows)
+    assert found["checked"] and found["hit"]

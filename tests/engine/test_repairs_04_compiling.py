@@ -11,7 +11,7 @@ import pytest
 
 from hybridrt.base.errors import QueueFullError, RequestError
 from hybridrt.base.structured_outputs import StructuredOutputs
-from hybridrt.engine.grammar import compile_process, grammar_compiler, turns
+from hybridrt.engine.grammar import compile_limit, compile_process, grammar_compiler
 from hybridrt.engine.grammar.compile_process import CompileProcess, Verdict
 from hybridrt.engine.grammar.grammar_compiler import GrammarCompiler
 from hybridrt.engine.text.tokenizer import load_tokenizer
@@ -143,7 +143,7 @@ def of_patterns(count: int, i: int = 0) -> StructuredOutputs:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(turns, "time", made)
+    monkeypatch.setattr(compile_limit, "time", made)
     return made
 
 
@@ -168,22 +168,22 @@ def test_costly_forms_take_turns_and_rest_between_them(
     with ThreadPoolExecutor(6 if rests else 1) as threads:
         list(threads.map(compiler.matcher, [of_patterns(count, i) for i in range(6)]))
     assert len(most) == 6 and max(most) == 1
-    assert clock.slept == [pytest.approx(turns.REST * 0.1)] * rests
+    assert clock.slept == [pytest.approx(compile_limit.REST * 0.1)] * rests
 
 
 def test_a_small_form_waits_for_no_rest_and_a_costly_one_not_for_ever(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler = make_compiler(seconds=1.0)
-    with pytest.raises(KeyError), compiler._medium.turn(1.0):
+    with pytest.raises(KeyError), compiler._medium.enter(1.0):
         clock.now += 100.0
         raise KeyError
-    assert compiler._medium._begin == clock.now + turns.MAX_REST
+    assert compiler._medium._begin == clock.now + compile_limit.MAX_REST
     with pytest.raises(QueueFullError, match="try again later"):
         compiler.matcher(of_patterns(300))
     compiler.matcher(SMALL)
     assert clock.slept == []
-    clock.now += turns.MAX_REST
+    clock.now += compile_limit.MAX_REST
     compiler.matcher(of_patterns(300))
 
 

@@ -45,7 +45,8 @@ class Bench:
         chunk: int = 8,
         window: int | None = None,
     ) -> None:
-        self.pools = CacheCoordinator(rows, rows, pages, page, demand=PageDemand(page, window, chunk))
+        demands = [PageDemand(page, window, chunk)] if pages else []
+        self.pools = CacheCoordinator(rows, rows, [pages] * len(demands), demands)
         self.scheduler = Scheduler(self.pools, chunk)
         self.requests = [request(i, n) for i, n in enumerate(lengths)]
         for r in self.requests:
@@ -59,7 +60,7 @@ class Bench:
     def complete(self, step: ScheduledStep) -> None:
         for r, most in step.rows:
             r.output += [0] * min(most, 1)
-        self.scheduler.complete(step, [min(most, 1) for _, most in step.rows])
+        self.scheduler.step_consumed(step, [min(most, 1) for _, most in step.rows])
         self.pools.check()
 
     def run(self, steps: int = 1) -> list[ScheduledStep]:
@@ -148,7 +149,7 @@ def test_retraction_takes_the_latest_and_puts_it_first_in_the_queue() -> None:
     assert len(step.plan.decode) == 2
     assert bench.running() == [0, 1] and bench.waiting() == [2, 3]
     victim = bench.requests[2]
-    assert (len(victim.output), victim.computed, victim.pages, victim.metrics.retractions) == (2, 0, [], 1)
+    assert (len(victim.output), victim.computed, victim.end_page, victim.metrics.retractions) == (2, 0, 0, 1)
     assert bench.scheduler.num_retractions == 1
     bench.requests[0].finish_reason = "length"
     bench.scheduler.remove(bench.requests[0])
@@ -180,11 +181,11 @@ def test_no_request_is_admitted_while_a_decode_row_lacks_a_page() -> None:
     bench = Bench([2, 3], pages=5, page=2, chunk=99)
     bench.run()
     bench.launch()
-    (spare,) = bench.pools.pages.alloc(1)
+    spare = bench.pools.pages.alloc([1])
     bench.launch()
     bench.scheduler.add(request(2, 1))
     assert bench.scheduler.schedule() is None
-    bench.pools.pages.free([spare])
+    bench.pools.pages.free(spare)
     step = bench.launch()
     assert step.plan.decode.rows.tolist() == [1] and not step.plan.admissions, "the page goes to the decode row"
 
@@ -290,10 +291,10 @@ def test_launched_tokens_are_upper_bounds_that_results_lower() -> None:
     r = bench.requests[0]
     bench.run()
     step = bench.launch()
-    assert step.rows == [(r, 4)] and (r.computed, r.pending, len(r.pages)) == (6, 4, 6)
+    assert step.rows == [(r, 4)] and (r.computed, r.pending, r.end_page) == (6, 4, 6)
     assert bench.scheduler.schedule() is None, "drafts wait for the tokens that they follow"
     r.output += [0, 0]
-    bench.scheduler.complete(step, [2])
+    bench.scheduler.step_consumed(step, [2])
     assert (r.computed, r.pending) == (4, 0)
     assert bench.launch().plan.decode.computed.tolist() == [4]
 
@@ -319,7 +320,7 @@ def test_prefill_leaves_no_page_behind_an_abort_in_flight() -> None:
     r.finish_reason = "abort"
     bench.scheduler.remove(r)
     assert bench.pools.pages.num_used == 20, "the step in flight writes them"
-    bench.scheduler.complete(step, [0])
+    bench.scheduler.step_consumed(step, [0])
     assert bench.pools.pages.num_used == bench.pools.rows.num_used == bench.pools.slots.num_used == 0
 
 
@@ -340,7 +341,7 @@ def test_pages_written_cover_what_steps_compute() -> None:
     bench = Bench([5], page=4, chunk=99)
     writes = [w for step in bench.run(5) for w in step.plan.page_writes]
     assert [(w.row, w.first_page, len(w.pages)) for w in writes] == [(1, 0, 2), (1, 2, 1)]
-    assert len(bench.requests[0].pages) == 3, "nine tokens computed"
+    assert bench.requests[0].end_page == 3, "nine tokens computed"
 
 
 def test_without_pages_no_request_waits_for_a_spare_one() -> None:
@@ -359,7 +360,7 @@ def test_models_without_attention_or_without_recurrence_need_no_pages_or_slots()
 
 
 def test_locked_pages_are_not_evicted() -> None:
-    pools = CacheCoordinator(4, 0, 8, 2, prefix_cache=True)
+    pools = CacheCoordinator(4, 0, [8], [PageDemand(2)], prefix_cache=True)
     pages = pools.pages
     scheduler = Scheduler(pools, 99)
     first, second, third = request(1, 7), request(1, 7), request(3, 15)
@@ -371,11 +372,11 @@ def test_locked_pages_are_not_evicted() -> None:
     scheduler.add(second)
     step = scheduler.schedule()
     assert step is not None and [(row.computed, len(row.tokens)) for row in step.plan.extend] == [(6, 1)]
-    assert step.plan.page_writes[0].pages.tolist() == [p.index for p in second.pages] and second.borrowed_pages == 3
-    assert len(second.pages) == 4 and (pages.num_used, pages.num_locked) == (1, 3)
+    assert step.plan.page_writes[0].pages.tolist() == [[p.index] for p in second.pages.held[0]]
+    assert len(second.prefix.pages) == 3 and second.end_page == 4 and (pages.num_used, pages.num_locked) == (1, 3)
     assert not pools.admit(third, 0, StepPlan()) and pages.num_cached == 3
     assert not pools.admit(request(1, 15), 0, StepPlan()) and pages.num_locked == 3, "a refused admission locks nothing"
-    scheduler.complete(step, [1])
+    scheduler.step_consumed(step, [1])
     pools.release(second)
     assert (pages.num_cached, pages.num_used, pages.num_locked) == (3, 0, 0)
     assert pools.admit(third, 0, StepPlan()), "unlocked ones give way"

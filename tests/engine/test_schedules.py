@@ -86,7 +86,9 @@ sliding_rigs = st.fixed_dictionaries(
         "late": st.integers(0, 3),
         "overlap": st.booleans(),
         "drafts": st.sampled_from([0, 0, 1, 4]),
-        "sliding_window": st.integers(1, 8),
+        "windows": st.sampled_from([(3,), (8,), (1, 6), (None, 2), (None, 5), (None, 1, 4)]),
+        "cache": st.booleans(),
+        "slots": st.sampled_from([0, None]),
     }
 )
 long_prompts = st.builds(
@@ -110,7 +112,8 @@ def test_tokens_survive_retraction(examples: int) -> None:
 
 @by_level
 def test_tokens_survive_a_sliding_window(examples: int) -> None:
-    """Pages go back while requests run, to themselves and to others, also between the chunks of a prompt."""
+    """Pages go back while requests run, to themselves and to others, also between the chunks of a prompt; some go to
+    the prefix cache."""
     draw(examples, sliding_rigs, st.lists(st.one_of(long_prompts, long_adds, others), min_size=5, max_size=10))
 
 
@@ -120,11 +123,11 @@ def draw(examples: int, configs: st.SearchStrategy[dict], histories: st.SearchSt
 
 def play(config: dict, history: list[Add | Step | Abort]) -> None:
     rig = Rig(max_model_len=MAX_MODEL_LEN, **config)
-    run_history(rig, history, config.get("sliding_window"))
+    run_history(rig, history)
     assert rig.executor.max_in_flight <= (2 if config["overlap"] else 1)
 
 
-def run_history(rig: Rig, history: list[Add | Step | Abort], sliding_window: int | None) -> dict[str, Add]:
+def run_history(rig: Rig, history: list[Add | Step | Abort]) -> dict[str, Add]:
     """Checks the tokens of all requests that were taken, and returns them by name."""
     added: dict[str, Add] = {}
     aborted: set[str] = set()
@@ -141,7 +144,7 @@ def run_history(rig: Rig, history: list[Add | Step | Abort], sliding_window: int
                 rig.step()
     rig.run()
     for name, event in added.items():
-        assert_tokens(rig, name, event, name in aborted, sliding_window)
+        assert_tokens(rig, name, event, name in aborted)
     return added
 
 
@@ -156,12 +159,13 @@ def add(rig: Rig, event: Add, added: dict[str, Add]) -> None:
         added[name] = event
 
 
-def assert_tokens(rig: Rig, name: str, event: Add, was_aborted: bool, sliding_window: int | None) -> None:
+def assert_tokens(rig: Rig, name: str, event: Add, was_aborted: bool) -> None:
     for i in range(event.params.n):
         output = rig.outputs[name, i]
         assert event.params.seed is not None
         seed = derive_seed(event.params.seed, i) if i else event.params.seed
-        tokens, reason = expected(event.prompt, event.params, seed, MAX_MODEL_LEN, VOCAB, sliding_window)
+        seen = rig.executor.windows, rig.executor.has_state
+        tokens, reason = expected(event.prompt, event.params, seed, MAX_MODEL_LEN, VOCAB, *seen)
         if was_aborted and output.finish_reason == "abort":
             assert output.token_ids == tokens[: len(output.token_ids)]
         else:

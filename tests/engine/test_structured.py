@@ -51,7 +51,7 @@ def load(path: Path, *, overlap: bool = False, graphs: bool = False, memory_page
         llm.engine.executor.capture()  # type: ignore[attr-defined]
     if memory_pages:
         pages = llm.engine._coordinator.pages
-        pages.alloc(pages.num_free - memory_pages)
+        pages.alloc([pages.num_free - memory_pages])
     return llm
 
 

@@ -117,7 +117,7 @@ def test_every_way_of_running_gives_the_same_tokens(
     params, want = zip(*alone, strict=True)
     with load(**options) as llm:
         if pages is not None:  # too few for all of them together
-            held = llm.engine._coordinator.pages.alloc(llm.engine._coordinator.pages.num_free - pages)
+            held = llm.engine._coordinator.pages.alloc([llm.engine._coordinator.pages.num_free - pages])
         got = llm.generate([PROMPT] * len(params), params)
         if pages is not None:
             assert llm.engine.counters().retractions > 0
@@ -147,7 +147,7 @@ def test_prompts_have_the_log_probabilities_that_generation_gave(plain: LLM, mod
     params = [replace(SCORED, prompt_logprobs=k, n=n) for k, n in ((3, 2), (3, 1), (0, 1))] + [SCORED]
     with load(**options) as llm:
         if pages is not None:
-            held = llm.engine._coordinator.pages.alloc(llm.engine._coordinator.pages.num_free - 14)
+            held = llm.engine._coordinator.pages.alloc([llm.engine._coordinator.pages.num_free - 14])
         first, short, none, without = llm.generate(prompts, params)
         if pages is not None:
             assert llm.engine.counters().retractions > 0

@@ -32,19 +32,19 @@ def test_a_long_prompt_holds_few_pages_and_hands_them_down() -> None:
         ahead = step
     assert r.computed == r.prefill_end
     bench.complete(ahead)
-    assert not r.spare and bench.pools.pages.num_used == len(r.pages) == 2
+    assert not len(r.pages.spare[0]) and bench.pools.pages.num_used == len(r.pages.held[0]) == 2
     for _ in range(30):
         bench.run()
         assert bench.pools.pages.num_used <= demand.least(200)
 
 
 def test_a_prompt_keeps_only_the_pages_that_its_rest_needs() -> None:
-    pools, r, plan = CacheCoordinator(1, 0, 50, 1, demand=PageDemand(1, 2, 9)), request(0, 24), StepPlan()
+    pools, r, plan = CacheCoordinator(1, 0, [50], [PageDemand(1, 2, 9)]), request(0, 24), StepPlan()
     assert pools.admit(r, 0, plan) and r.end_page == 19, "24 tokens; a window and two chunks of 9 are 19"
     for kept, settled in ((1, 2), (3, 4), (5, 6), (5, 8), (5, 10)):
         pools.settle(r, 2)
-        assert (r.settled, len(r.spare), pools.pages.num_used) == (settled, kept, 19 - (settled - 1) + kept)
-    assert pools.use_spare_pages(r, 24, plan) == 24 and (r.end_page, r.spare) == (24, [])
+        assert (r.settled, len(r.pages.spare[0]), pools.pages.num_used) == (settled, kept, 19 - (settled - 1) + kept)
+    assert pools.use_spare_pages(r, 24, plan) == 24 and (r.end_page, r.pages.spare) == (24, [[]])
     set_computed(r, 24)
     pools.release(r)
     pools.check()
@@ -54,17 +54,17 @@ def test_pages_go_back_when_the_step_that_reads_them_has_been_consumed() -> None
     bench = Bench([8], window=4)
     bench.run()
     (r,) = bench.requests
-    assert (r.first_page, len(r.pages), r.settled) == (5, 3, 8), "the token at 8 sees 5, 6 and 7"
+    assert (r.pages.starts, len(r.pages.held[0]), r.settled) == ([5], 3, 8), "the token at 8 sees 5, 6 and 7"
     first, second = bench.launch(), bench.launch()
-    assert (r.first_page, len(r.pages)) == (5, 5), "both are launched"
+    assert (r.pages.starts, len(r.pages.held[0])) == ([5], 5), "both are launched"
     bench.complete(first)
-    assert (r.first_page, len(r.pages)) == (6, 4), "the second one's token, at 9, sees 6"
+    assert (r.pages.starts, len(r.pages.held[0])) == ([6], 4), "the second one's token, at 9, sees 6"
     bench.complete(second)
-    assert (r.first_page, len(r.pages)) == (7, 3)
+    assert (r.pages.starts, len(r.pages.held[0])) == ([7], 3)
 
 
 def test_rejected_drafts_hold_the_window_back() -> None:
-    rig = Rig(drafts=4, sliding_window=5, page_size=1, pages=40, max_model_len=60)
+    rig = Rig(drafts=4, windows=(5,), page_size=1, pages=40, max_model_len=60)
     rig.finish([3] * 9, max_tokens=40, seed=1, ignore_eos=True)
     assert any(len(plan.decode.drafts) for plan in rig.executor.plans)
 
@@ -79,14 +79,14 @@ def test_a_pool_smaller_than_two_chunks_makes_chunks_shorter() -> None:
 
 
 def test_a_request_longer_than_the_pool_is_taken_unless_its_window_is() -> None:
-    rig = Rig(pages=6, page_size=2, sliding_window=9, max_model_len=64)
+    rig = Rig(pages=6, page_size=2, windows=(9,), max_model_len=64)
     assert len(rig.finish([1] * 40, max_tokens=20, seed=0, ignore_eos=True).token_ids) == 20
     with pytest.raises(MemoryBudgetError, match="needs 5 KV pages and there are 4"):
-        Rig(pages=4, page_size=2, sliding_window=9, max_model_len=64).add([1] * 40)
+        Rig(pages=4, page_size=2, windows=(9,), max_model_len=64).add([1] * 40)
 
 
 def test_a_failed_launch_gives_nothing_back_early() -> None:
-    rig = Rig(sliding_window=3, page_size=1, chunk=4, late=2)
+    rig = Rig(windows=(3,), page_size=1, chunk=4, late=2)
     rig.executor.fail_launch[2] = RuntimeError("no")
     output = rig.finish([1] * 20, max_tokens=4, seed=0)
     assert output.finish_reason == "abort" and str(output.error).endswith("RuntimeError: no")
@@ -97,18 +97,32 @@ def test_retraction_starts_over() -> None:
     steps = bench.run(12)
     assert bench.scheduler.num_retractions and bench.waiting() == [1]
     victim = bench.requests[1]
-    assert (victim.first_page, victim.settled, victim.pages, victim.spare) == (0, 0, [], [])
+    assert (victim.pages.starts, victim.settled, victim.end_page, victim.pages.spare) == ([0], 0, 0, [[]])
     bench.scheduler.remove(bench.requests[0])
     bench.pools.check()
     steps += bench.run(3)
     assert bench.running() == [1] and steps[-1].plan.decode
 
 
-def test_a_model_of_windows_alone_keeps_nothing_for_others() -> None:
-    demand = PageDemand(2, 4, 99)
-    pools, r = CacheCoordinator(4, 0, 30, 2, demand, prefix_cache=True), request(1, 3)
-    pools.admit(r, 0, StepPlan())
-    set_computed(r, 3)
-    pools.settle(r, 3)
-    pools.release(r)
-    assert pools.pages.num_free == 30
+def test_rows_of_a_window_mix_hold_little_more_than_their_windows() -> None:
+    """32 rows of 32,768 tokens of five window layers to one without: what all layers hold while they decode."""
+    rows, length, page, window, sizes = 32, 32_768, 16, 1024, [1, 5]
+    demands = [PageDemand(page, None, 8192), PageDemand(page, window, 8192, back=page - 1)]
+    pools = CacheCoordinator(rows, 0, [70_000, 4_000], demands, prefix_cache=True, page_bytes=sizes)
+    requests = [request(number, length) for number in range(rows)]
+    for number, each in enumerate(requests):
+        each.prompt[0] = number + 7  # no prefix is shared
+        plan = StepPlan()
+        assert pools.admit(each, 0, plan)
+        for end in range(8192, length + 1, 8192):
+            assert pools.use_spare_pages(each, end, plan) == end
+            set_computed(each, end)
+            pools.settle(each, 8192)
+        for token in range(40):
+            assert pools.grow(each, length + token + 1, plan)
+            set_computed(each, length + token + 1)
+            pools.settle(each, 1)
+    need = rows * ((length + 40) * sizes[0] + window * sizes[1]) / page
+    assert need <= pools.pages.held_bytes <= 1.1 * need
+    shared = rows * (length + 40) * sum(sizes) / page
+    assert pools.pages.held_bytes < 0.25 * shared, "what one page table for all layers would hold"

@@ -191,11 +191,22 @@ def other_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
         for tokens in (70, 601):  # a program for each group of a token, or for four tokens
             yield f"gated_rms_norm {tokens}", partial(others.gated_rms_norm, 4096, 128, True, tokens)
         yield "sigmoid_mul", partial(others.elementwise, "sigmoid_mul", 4096, 40)
+        yield "sigmoid_mul by head", partial(others.elementwise, "sigmoid_mul", 4096, 40, gates=32)
         yield "router_softmax", partial(others.router_softmax, config)
         hf = config.hf
         for tokens in (8, 400):
             sizes = hf.moe_intermediate_size, hf.num_experts, hf.num_experts_per_tok
             yield f"fused_experts {tokens}", partial(others.fused_experts, tokens, hidden, *sizes)
+            plain = partial(others.fused_experts, tokens, hidden, *sizes)
+            yield f"fused_experts {tokens} with biases", partial(others.biased_experts, plain)
+        sinks = others.with_sinks
+        for times in (1, 18):
+            yield (
+                f"attention_decode with sinks {times}",
+                partial(sinks, partial(others.attention_decode, attention, 1, times)),
+            )
+        long = partial(others.attention_extend, attention, [3000, 1, 700, 1500], 500)
+        yield "attention_extend with sinks", partial(sinks, long)
         # One token of Kimi-Linear, whose shared expert is the ninth, and of LFM2: rows of other lengths.
         yield "fused_experts 1, 2304 to 1024", partial(others.fused_experts, 1, 2304, 1024, 40, 9, 0)
         yield "fused_experts 1, 2048 to 1792", partial(others.fused_experts, 1, 2048, 1792, 32, 4, 0)

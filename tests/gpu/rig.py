@@ -22,9 +22,9 @@ from hybridrt.runtime.step.plan import (
     PageWrite,
     StepHandle,
     StepPlan,
-    int32s,
 )
 from tests.support.checkpoints import VOCAB
+from tests.support.page_sets import page_sets
 from tests.support.session import Sample, Session, spoil
 
 DEVICE = "cuda"
@@ -34,8 +34,11 @@ FAMILIES = ("falcon-norm_after_gate", "nemotron-experts", "qwen-plain")
 STATE_MODES = ("classic", "replay")
 # Falcon-Mamba has no attention layer, swa_ssm sliding windows, and none of the three a state ring.
 MAMBA1 = ("falcon_mamba-plain", "jamba-plain", "swa_ssm-plain")
-NEWER = ("qwen35-seeing_experts", "granite-plain", "bamba-plain", "olmo-plain", "minimax-plain", "mamba2-plain")
-SHORT_CONV = ("lfm2-biases_tied", "lfm2_moe-plain")
+NEWER = (
+    "qwen35-seeing_experts", "granite-plain", "bamba-plain", "olmo-plain", "minimax-plain", "mamba2-plain",
+    "lara-plain",
+)  # fmt: skip
+SHORT_CONV = ("lfm2-biases_tied", "lfm2_moe-plain", "lfm3-plain")
 LATENT = ("kimi-plain", "ling-plain", "ling25-plain")  # no state ring, or one that does not pay
 DECODING = [
     *((name, mode) for name in (*FAMILIES, *NEWER, *SHORT_CONV) for mode in STATE_MODES),
@@ -120,8 +123,9 @@ class Rows:
         self.random, places = random.Random(7), random.Random(8)
         self.slots = places.sample(range(1, len(lengths) + 1), len(lengths))
         longest = self.runner.pools.req_to_token.max_context // self.config.page_size
-        count = min(self.runner.memory_plan.num_pages // len(lengths), longest)
-        pages = places.sample(range(1, self.runner.memory_plan.num_pages + 1), count * len(lengths))
+        least = min([group.num_pages for group in self.runner.memory_plan.groups], default=0)
+        count = min(least // len(lengths), longest)
+        pages = places.sample(range(1, least + 1), count * len(lengths))
         self.pages = {row: pages[(row - 1) * count : row * count] for row in range(1, len(lengths) + 1)}
         self.prompts: dict[int, list[int]] = {}
         self.computed: dict[int, int] = {}
@@ -133,11 +137,15 @@ class Rows:
         prompt = self.prompts[row] = self.prompt(length)
         plan = StepPlan(
             admissions=[Admission.from_prompt(row, self.slots[row - 1], prompt, params, row)],
-            page_writes=[PageWrite(row, 0, int32s(self.pages[row]))],
+            page_writes=[self.page_write(row)],
             extend=[ExtendRow(row, 0, prompt, 0, True)],
         )
         self.runner.launch(plan).result()
         self.computed[row] = length
+
+    def page_write(self, row: int) -> PageWrite:
+        """All pages of a row, of the same numbers in each page group."""
+        return PageWrite(row, 0, page_sets(*[self.pages[row]] * self.runner.pools.req_to_token.num_groups))
 
     def prompt(self, length: int) -> list[int]:
         return [self.random.randrange(3, VOCAB) for _ in range(length)]

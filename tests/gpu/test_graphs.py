@@ -16,6 +16,7 @@ from hybridrt.runtime.step.plan import DecodeRow, DecodeRows
 from tests.gpu.rig import DECODING, DEVICE, PRODUCTION, VERIFYING, Rows, changed_entries, pool_tensors, same_bits
 from tests.support.checkpoints import CheckpointStore
 from tests.support.decode_rows import rows_of
+from tests.support.page_sets import page_sets
 
 pytestmark = PRODUCTION
 LENGTHS = [1 + 7 * i % 40 for i in range(17)]  # more rows than the bucket of 16 holds
@@ -46,10 +47,10 @@ class Twin:
         )
 
     def last_pages(self, inputs: DecodeRows) -> np.ndarray:
-        """The page of each row's last draft, [n] int32. Every page is known already; a graph must cope with hearing of
-        one again."""
-        size = self.runner.memory_plan.page_size
-        return np.array([self.page(r.row, r.computed + len(r.drafts), size) for r in rows_of(inputs)], np.int32)
+        """The pages of each row's last draft, [n, G] int32. Every page is known already; a graph must cope with hearing
+        of one again."""
+        size, groups = self.runner.memory_plan.page_size, self.runner.pools.req_to_token.num_groups
+        return page_sets(*[[self.page(r.row, r.computed + len(r.drafts), size) for r in rows_of(inputs)]] * groups)
 
     def page(self, row: int, position: int, page_size: int) -> int:
         """The KV page of a position; -1 in a model without attention, whose requests have no pages."""

@@ -16,11 +16,11 @@ LENGTHS = (1, 2, 17, 40)
 UNEVEN = (
     "falcon-odd_sizes", "nemotron-odd_sizes", "qwen-unequal_head_dims", "nemotron-latent_experts_in_groups",
     "falcon_mamba-odd_sizes", "jamba-odd_sizes", "qwen35-unequal_head_dims", "granite-odd_sizes", "lfm2-odd_sizes",
-    "zamba2-odd_sizes", "minimax-odd_sizes",
+    "zamba2-odd_sizes", "minimax-odd_sizes", "gpt_oss-odd_sizes", "lara-odd_sizes",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "state_mode"), DECODING)
+@pytest.mark.parametrize(("name", "state_mode"), [*DECODING, ("gpt_oss-plain", "classic")])
 def test_ragged_batch(name: str, state_mode: str, checkpoints: CheckpointStore) -> None:
     """Whole prompts of several lengths in one step, then decode steps as graphs."""
     checkpoint = checkpoints[name]

@@ -12,7 +12,7 @@ import torch
 from hybridrt import SamplingParams, SpeculativeConfig
 from hybridrt.runtime.load.draft_needs import DraftRow
 from hybridrt.runtime.run.launched_step import MaskedLines
-from hybridrt.runtime.step.plan import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepPlan, int32s
+from hybridrt.runtime.step.plan import Admission, DecodeRow, DecodeRows, ExtendRow, StepPlan
 from tests.gpu.rig import FAMILIES, PRODUCTION, Rows, no_waiting, sleep
 from tests.support.checkpoints import CheckpointStore
 from tests.support.mtp_oracle import HEADS, write_with_head
@@ -34,7 +34,7 @@ def mixed(rows: Rows) -> StepPlan:
     plan = rows.decode_plan(4, 2)
     prompts = {row: rows.prompt(20) for row in (6, 7)}
     plan.admissions = [Admission.from_prompt(r, rows.slots[r - 1], p, ALL_FILTERS, r) for r, p in prompts.items()]
-    plan.page_writes = [PageWrite(row, 0, int32s(rows.pages[row])) for row in prompts]
+    plan.page_writes = [rows.page_write(row) for row in prompts]
     plan.extend = [ExtendRow(6, 0, prompts[6], 0, True), ExtendRow(7, 0, prompts[7][:9], 0, False)]
     return plan
 

@@ -52,7 +52,7 @@ def test_relu2(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sigmoid_mul_element_wise_and_by_row(dtype):
+def test_sigmoid_mul_element_wise_by_head_and_by_row(dtype):
     torch.manual_seed(0)
     x, gate = torch.randn(4, 6).to(dtype), torch.randn(4, 6).to(dtype)
     pairs = zip(x.flatten().tolist(), gate.flatten().tolist(), strict=True)
@@ -60,3 +60,9 @@ def test_sigmoid_mul_element_wise_and_by_row(dtype):
     torch.testing.assert_close(sigmoid_mul(x, gate).double(), expected, **tolerances(dtype))
     by_row = torch.stack([x[i] * torch.sigmoid(gate[i, 0]) for i in range(4)])
     torch.testing.assert_close(sigmoid_mul(x, gate[:, :1]), by_row, **tolerances(dtype))
+    wide = torch.randn(4, 9).to(dtype)
+    heads = wide[:, 6:8]  # as a slice of a merged projection
+    by_head = torch.stack([
+        torch.cat([x[i, 3 * h : 3 * h + 3].double() * sigmoid(heads[i, h].item()) for h in range(2)]) for i in range(4)
+    ])  # fmt: skip
+    torch.testing.assert_close(sigmoid_mul(x, heads).double(), by_head, **tolerances(dtype))

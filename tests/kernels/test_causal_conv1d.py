@@ -51,10 +51,10 @@ class Requests:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("taps", "width"), sweep([(2, 2), (3, 4), (4, 4), (1, 1), (1, 4), (4, 16)], 3))
+@pytest.mark.parametrize(("taps", "width"), sweep([(2, 2), (3, 4), (4, 4), (1, 1), (1, 4), (4, 16), (7, 8)], 3))
 @pytest.mark.parametrize("separate", [False, True])
 def test_varlen_equals_loop(dtype: torch.dtype, taps: int, width: int, separate: bool) -> None:
-    requests = Requests([0, 1, 2, 9, 1000, 3, 0, 5], [1, 2, 63, 3, 17, 1, 5, 0], taps, width, dtype)
+    requests = Requests([0, 1, 2, 9, 1000, 3, 0, 6], [1, 2, 63, 3, 17, 1, 5, 0], taps, width, dtype)
     read = [7, 39, 3, 11, 20, 38, 2, 30]
     write = [8, 37, 4, 12, 21, 36, 1, 29] if separate else read
     requests.fill(read)

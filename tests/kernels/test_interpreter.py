@@ -1,7 +1,9 @@
 """tests.support.interpreter: what it replaces in Triton's interpreter gives what Triton's own gives."""
 
+import itertools
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import triton
@@ -9,7 +11,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from tests.conftest import _interpreter_problem
-from tests.support.interpreter import by_name, once_a_type, remembering, replaced
+from tests.support import interpreter as ours
 
 pytestmark = pytest.mark.skipif(_interpreter_problem() is not None, reason=str(_interpreter_problem()))
 
@@ -17,6 +19,12 @@ pytestmark = pytest.mark.skipif(_interpreter_problem() is not None, reason=str(_
 @triton.jit
 def _twice(x):  # type: ignore[no-untyped-def]
     return x + x
+
+
+@triton.jit
+def _later(a, a_at, b, b_at):  # type: ignore[no-untyped-def]
+    """Not commutative: which slice comes first shows."""
+    return tl.where(b > 2 * a, b, a), a_at + 3 * b_at
 
 
 @triton.jit
@@ -35,31 +43,27 @@ def launch() -> torch.Tensor:
 WANTED = torch.tensor([56.0, 184.0, 312.0, 440.0])
 
 
-def test_a_launch_finds_what_the_launch_before_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Functions are looked for in the first launch alone, once for each set of modules, and put back after each."""
-    searched: list[str] = []
-    patch = interpreter._patch_builtin
-    monkeypatch.setattr(interpreter, "_patch_builtin", lambda *a: (searched.append(a[0].__name__), patch(*a)))
-    fresh = remembering(interpreter._patch_lang.__wrapped__)
-    monkeypatch.setattr(interpreter, "_patch_lang", fresh)
-    assert torch.equal(launch(), WANTED)
-    assert searched and not replaced(tl.load) and not replaced(tl.tensor.__add__)
-    first = searched.copy()
-    assert torch.equal(launch(), WANTED)
-    assert searched == first and not replaced(tl.load) and not replaced(tl.tensor.__add__)
+def test_the_interpreter_s_functions_are_put_in_place_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    patched: list[str] = []
+    patch = interpreter._patch_lang.__wrapped__
+    monkeypatch.setattr(interpreter, "_patch_lang", ours.staying(lambda fn: patched.append(fn.__name__) or patch(fn)))
+    for _ in range(2):
+        assert torch.equal(launch(), WANTED)
+        assert sorted(patched) == sorted({"_kernel", "_twice", "sum"})
+        assert not tl.core.is_builtin(tl.load) and not tl.core.is_builtin(tl.tensor.__add__)
 
 
 @pytest.mark.parametrize("dtype", [tl.int1, tl.uint8, tl.bfloat16, tl.float8e4nv, tl.int64, tl.pointer_type(tl.int8)])
 def test_dtypes_and_types_of_blocks(dtype: tl.dtype) -> None:
     own: Any = interpreter._get_np_dtype.__wrapped__
-    ours = by_name(own)
+    found = ours.by_name(own)
     block = tl.block_type(dtype, [4, 2])
     for _ in range(2):
-        assert ours(dtype) == own(dtype) and ours(block) == own(block)
+        assert found(dtype) == own(dtype) and found(block) == own(block)
     plain = tl.block_type.__new__(tl.block_type)
     make: Any = tl.block_type.__init__.__wrapped__
     make(plain, dtype, [4, 2])
-    again = once_a_type(make)
+    again = ours.once_a_type(make)
     for _ in range(2):
         other = tl.block_type.__new__(tl.block_type)
         again(other, dtype, [4, 2])
@@ -71,3 +75,92 @@ def test_dtypes_and_types_of_blocks(dtype: tl.dtype) -> None:
 def test_overflows_are_not_looked_for_where_nothing_would_report_them() -> None:
     options = interpreter.interpreter_builder.options
     assert options.debug or not options.sanitize_overflow
+
+
+def block(values: Any, dtype: tl.dtype) -> tl.tensor:
+    data = numpy.asarray(values)
+    type = tl.block_type(dtype, list(data.shape)) if data.shape else dtype
+    return tl.tensor(interpreter.TensorHandle(data if data.shape else data[None], dtype), type)
+
+
+def test_a_tensor_s_fields() -> None:
+    make: Any = tl.tensor.__init__.__wrapped__
+    again = ours.once_a_shape(make)
+    for type in (tl.int32, tl.block_type(tl.float16, [4, 2]), tl.block_type(tl.float16, [2, 4]), tl.float16) * 2:
+        plain, other, handle = tl.tensor.__new__(tl.tensor), tl.tensor.__new__(tl.tensor), object()
+        make(plain, handle, type)
+        again(other, handle, type)
+        assert vars(plain).keys() == vars(other).keys()
+        assert other.handle is handle and other.type is type and other.dtype == plain.dtype
+        assert [n.value for n in other.shape] == [n.value for n in plain.shape]
+        assert other.numel.value == plain.numel.value
+
+
+def test_types_of_results() -> None:
+    semantic = interpreter.interpreter_semantic
+    compute: Any = type(semantic).computation_type_impl.__wrapped__
+    again = ours.once_for_two_types(compute)
+    types = (tl.int1, tl.uint8, tl.int32, tl.int64, tl.float16, tl.bfloat16, tl.float32)
+    for _ in range(2):
+        for pair in itertools.product(types, (False, True), types, (False, True), (False,)):
+            assert again(semantic, *pair) == compute(semantic, *pair), pair
+    assert again(semantic, tl.bfloat16, False, tl.bfloat16, False, True) == tl.float32
+
+
+def test_blocks_of_one_shape_are_not_broadcast() -> None:
+    semantic = interpreter.interpreter_semantic
+    wide, high, other = (block(numpy.ones(shape, numpy.float32), tl.float32) for shape in ((1, 4), (2, 1), (2, 4)))
+    mask = block(numpy.ones((2, 4), bool), tl.int1)
+    left, right = semantic.broadcast_impl_value(other, mask)
+    assert left is other and right is mask
+    left, right = semantic.broadcast_impl_value(wide, high)
+    assert left.handle.data.shape == right.handle.data.shape == (2, 4)
+    with pytest.raises(ValueError, match="incompatible dimensions"):
+        semantic.broadcast_impl_value(block(numpy.ones(2), tl.float64), block(numpy.ones(4), tl.float64))
+
+
+@pytest.mark.parametrize("dtype", [tl.int8, tl.int32, tl.int64, tl.float16, tl.bfloat16, tl.float32])
+def test_operands(dtype: tl.dtype) -> None:
+    """As Triton's own makes them, the first time and again: numbers of every sign and kind next to types that hold them
+    or do not, types of which a quotient has another one, and shapes that differ."""
+    semantic = interpreter.interpreter_semantic
+    check: Any = type(semantic).binary_op_type_checking_impl.__wrapped__
+    again = ours.as_operands(check)
+    data = numpy.ones((2, 4), interpreter._get_np_dtype(dtype))
+    whole, column, single = block(data, dtype), block(data[:, :1], dtype), block(data[0, 0], dtype)
+    others = [whole, column, single, 3, 3.0, 0.0, -0.0, 7, 1.5]
+    for other, quotient, _ in itertools.product(others, (False, True), range(2)):
+        for pair in ((whole, other), (other, whole)):
+            found, wanted = (f(semantic, *pair, div_or_mod=quotient) for f in (again, check))
+            for got, want in zip(found, wanted, strict=True):
+                assert got.type == want.type
+                assert got.handle.data.tobytes() == want.handle.data.tobytes()
+
+
+def test_values_of_constants() -> None:
+    tensor = block(numpy.float32(2), tl.float32)
+    values = [tl.constexpr(3), 3, 2.5, None, [tl.constexpr(1), 2], (tl.constexpr(4),)]
+    assert [tl.core._unwrap_if_constexpr(value) for value in values] == [3, 3, 2.5, None, [1, 2], (4,)]
+    assert tl.core._unwrap_if_constexpr(tensor) is tensor
+
+
+def test_numbers_that_are_too_large_for_their_type() -> None:
+    for _ in range(2):
+        with pytest.raises(ValueError, match="exceeds"):
+            interpreter.TensorHandle(numpy.ones(2, numpy.int64), tl.int32)
+    assert interpreter.TensorHandle(numpy.ones(2, numpy.int64), tl.int64)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_reductions_by_slices(axis: int) -> None:
+    """As number by number: the same order, the same bits."""
+    rng = numpy.random.default_rng(0)
+    values, at = rng.random((4, 8), numpy.float32), rng.integers(9, size=(4, 8), dtype=numpy.int32)
+    by_slices, one_by_one = interpreter.ReduceOps.generic_reduce, interpreter.ReduceOps.generic_reduce.__wrapped__
+    for columns in (slice(None), 0 if axis == 0 else slice(0, 1)):
+        parts = (block(values[:, columns], tl.float32), block(at[:, columns], tl.int32))
+        operation = interpreter.ReduceOps(axis, _later, False)
+        found, wanted = by_slices(operation, parts), one_by_one(operation, parts)
+        for got, want in zip(found, wanted, strict=True):
+            assert got.type == want.type and got.handle.data.dtype == want.handle.data.dtype
+            assert numpy.array_equal(got.handle.data, want.handle.data)

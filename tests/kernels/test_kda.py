@@ -352,6 +352,6 @@ def test_a_ring_with_gates_of_heads_is_refused() -> None:
     layer = RingLayer([7], [1], 1, 16)
     layer.ring["gates"] = poisoned(8, HEADS, 16)
     before = layer.conv.clone()
-    with pytest.raises(ConfigError, match="gates have 3 dimensions, beside raw gates of 4"):
+    with pytest.raises(ConfigError, match="gates have 3 dimensions, and raw gates of 4"):
         layer.replay_step([0], 1)
     assert same_bytes(before, layer.conv)

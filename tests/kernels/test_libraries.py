@@ -18,13 +18,14 @@ from hybridrt.kernels.core import providers
 from hybridrt.kernels.core.providers import select
 from hybridrt.kernels.state.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen
 from hybridrt.runtime.run.model_runner import ModelRunner
-from hybridrt.runtime.step.plan import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepPlan, int32s
+from hybridrt.runtime.step.plan import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepPlan
 from tests.attention.test_backends_verify import random_tokens
 from tests.runtime.test_graph_runner import inputs_of, runner_of
 from tests.support.by_hand import ByHand, Row
 from tests.support.checkpoints import CheckpointStore
 from tests.support.fake_libraries import installed
 from tests.support.flat import flat
+from tests.support.page_sets import page_sets
 from tests.support.tiny import write_tiny
 
 BACKENDS = ("fa3", "flashinfer")
@@ -111,13 +112,13 @@ def test_pages_that_arrive_with_the_step(backend: str, tmp_path: Path) -> None:
         prompt = [5, 6, 7]
         start = StepPlan(
             [Admission.from_prompt(1, 1, prompt, SamplingParams(temperature=0.0), 1)],
-            [PageWrite(1, 0, int32s([9, 4]))],
+            [PageWrite(1, 0, page_sets([9, 4]))],
             extend=[ExtendRow(1, 0, prompt, 0, True)],
         )  # fmt: skip
         runner.launch(start).result()
         found = tokens.setdefault(name, [])
         for computed, page in ((3, 4), (4, 12), (5, 12), (6, 3), (7, 3)):
-            writes = [PageWrite(1, computed // 2, int32s([page]))] if computed % 2 == 0 else []
+            writes = [PageWrite(1, computed // 2, page_sets([page]))] if computed % 2 == 0 else []
             found += (
                 runner.launch(StepPlan(page_writes=writes, decode=DecodeRows.from_rows([DecodeRow(1, computed, 0)])))
                 .result()

@@ -180,6 +180,42 @@ def test_experts_with_a_limit(tokens):
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_experts_with_biases_and_clamped_inputs(tokens, dtype):
+    """As in gpt-oss: few tokens and several of one expert; most inputs of SwiGLU are clamped."""
+    torch.manual_seed(0)
+    x, w_up, w_down = torch.randn(tokens, 16).to(dtype), torch.randn(6, 24, 16).to(dtype), torch.randn(6, 16, 12)
+    b_up, b_down = torch.randn(6, 24).to(dtype), torch.randn(6, 16).to(dtype)
+    weights, ids = router_softmax(torch.randn(tokens, 6), SoftmaxChoice(2, True))
+    ids[-1, 1] = -1
+    experts = ExpertStack(w_up, w_down.to(dtype), "silu", 0.5, 1.7, b_up, b_down)
+    expected = torch.zeros(tokens, 16, dtype=torch.float64)
+    for t in range(tokens):
+        for weight, expert in zip(weights[t], ids[t].tolist(), strict=True):
+            if expert >= 0:
+                gate, up = (w_up[expert].double() @ x[t].double() + b_up[expert].double()).chunk(2)
+                gate, up = gate.clamp(max=0.5), up.clamp(-0.5, 0.5)
+                hidden = gate * torch.sigmoid(1.7 * gate) * (up + 1)
+                expected[t] += weight * (experts.w_down[expert].double() @ hidden + b_down[expert].double())
+    tolerance = 1e-5 if dtype == torch.float32 else 5e-3
+    found = fused_experts(x, experts, weights, ids).double()
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_biases_of_experts_without_a_gate(tokens):
+    torch.manual_seed(0)
+    x, w_up, w_down = torch.randn(tokens, 16), torch.randn(6, 12, 16), torch.randn(6, 16, 12)
+    b_up, b_down = torch.randn(6, 12), torch.randn(6, 16)
+    weights, ids = router_softmax(torch.randn(tokens, 6), SoftmaxChoice(2, True))
+    out = fused_experts(x, ExpertStack(w_up, w_down, "relu2", None, None, b_up, b_down), weights, ids)
+    hidden = (torch.einsum("eid,td->tei", w_up, x) + b_up).relu().square()
+    each = torch.einsum("edi,tei->ted", w_down, hidden) + b_down
+    wanted = (each.gather(1, ids.long().unsqueeze(2).expand(-1, -1, 16)) * weights.unsqueeze(2)).sum(1)
+    torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-4)
+
+
 def test_a_token_s_result_does_not_depend_on_its_neighbours():
     torch.manual_seed(0)
     x, w_up, w_down = torch.randn(8, 16), torch.randn(4, 24, 16) * 0.3, torch.randn(4, 16, 12) * 0.3

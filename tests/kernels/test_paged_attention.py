@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hybridrt.base.errors import ConfigError
+from hybridrt.kernels.attention import paged_attention
 from hybridrt.kernels.attention.paged_attention import attention_decode, attention_extend, write_kv
 from hybridrt.kernels.core.records import AttentionPrompts, AttentionRows, PagedKV
 from tests.support.levels import sweep
@@ -34,19 +35,22 @@ class Cache:
             self.values.append(v.double())
 
 
-def slow_attention(query, keys, values, visible):
-    """query [Hq, D], keys and values [L, Hkv, D], visible: positions. Returns [Hq, D]."""
+def slow_attention(query, keys, values, visible, sinks=None):
+    """query [Hq, D], keys and values [L, Hkv, D], visible: positions, sinks [Hq]. Returns [Hq, D]."""
     out = torch.zeros(query.shape, dtype=torch.float64)
     for head in range(query.shape[0]):
         kv_head = head // (query.shape[0] // keys.shape[1])
         scores = torch.stack([keys[i, kv_head] @ query[head].double() for i in visible]) * SCALE
         weights = (scores - scores.max()).exp()
-        out[head] = sum(w * values[i, kv_head] for w, i in zip(weights / weights.sum(), visible, strict=True))
+        total = weights.sum() + (0 if sinks is None else (sinks[head].double() - scores.max()).exp())
+        out[head] = sum(w * values[i, kv_head] for w, i in zip(weights / total, visible, strict=True))
     return out
 
 
-def decode(q, k, v, table, rows, seq_lens, *, op=attention_decode, sliding_window=None, out=None, **of_rows):
-    return op(q, PagedKV(k, v, table, SCALE, sliding_window), AttentionRows(rows, seq_lens, **of_rows), out)
+def decode(
+    q, k, v, table, rows, seq_lens, *, op=attention_decode, sliding_window=None, out=None, sinks=None, **of_rows
+):
+    return op(q, PagedKV(k, v, table, SCALE, sliding_window, sinks), AttentionRows(rows, seq_lens, **of_rows), out)
 
 
 def window(position, sliding_window):
@@ -196,6 +200,44 @@ def small_tiles(monkeypatch):
             monkeypatch.setattr(module, name, 16)
 
 
+def sinks_of(heads):
+    """Scores below, among and above those of keys: each head's largest one comes from another place."""
+    return torch.linspace(-3.0, 6.0, heads)
+
+
+@pytest.mark.parametrize("sliding_window", [None, 5])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_decode_with_sinks(sliding_window, tokens):
+    torch.manual_seed(0)
+    lengths, sinks = [9, 3, 20], sinks_of(6)
+    cache, q = Cache(lengths), torch.randn(len(lengths) + 1, tokens, 6, HEAD_DIM)
+    rows, seq_lens = torch.cat((cache.rows, torch.zeros(1).int())), torch.tensor([*lengths, 0])
+    out = decode(q, cache.k, cache.v, cache.table, rows, seq_lens, sliding_window=sliding_window, sinks=sinks)
+    assert torch.equal(out[-1], torch.zeros_like(out[-1]))
+    for b, length in enumerate(lengths):
+        for t in range(tokens):
+            visible = window(length - tokens + t, sliding_window)
+            close(out[b, t], slow_attention(q[b, t], cache.keys[b], cache.values[b], visible, sinks))
+
+
+@pytest.mark.parametrize("sliding_window", [None, 20])
+@pytest.mark.parametrize(("multiprocessors", "long"), [(1, 32), (100, 4096), (12, 128)])
+def test_sinks_of_contexts_split_among_programs(monkeypatch, small_tiles, sliding_window, multiprocessors, long):
+    """Whoever joins the parts, a sink counts once."""
+    from hybridrt.kernels.attention import paged_attention_triton
+
+    monkeypatch.setattr(paged_attention_triton, "LONG_CONTEXT", long)
+    monkeypatch.setattr(paged_attention_triton, "multiprocessors", lambda device: multiprocessors)
+    torch.manual_seed(0)
+    lengths, sinks = [70, 6, 33], sinks_of(8)
+    cache, q = Cache(lengths, max_context=96), torch.randn(len(lengths), 1, 8, HEAD_DIM)
+    arguments = (q, cache.k, cache.v, cache.table, cache.rows, torch.tensor(lengths))
+    out = decode(*arguments, sliding_window=sliding_window, sinks=sinks)
+    for b, length in enumerate(lengths):
+        visible = window(length - 1, sliding_window)
+        close(out[b, 0], slow_attention(q[b, 0], cache.keys[b], cache.values[b], visible, sinks))
+
+
 @pytest.mark.parametrize("sliding_window", [None, 20])
 @pytest.mark.parametrize(
     ("multiprocessors", "long"), sweep([(1, 4096), (1, 32), (100, 4096), (12, 128), (200, 4096)], 2)
@@ -245,18 +287,18 @@ def gathering(monkeypatch):
     monkeypatch.setattr(prefill_attention_triton, "GATHER_FROM", 0)
 
 
-def extend(q, cache, query_lens, seq_lens, sliding_window=None, out=None):
+def extend(q, cache, query_lens, seq_lens, sliding_window=None, out=None, sinks=None):
     starts, lens = torch.tensor([0, *query_lens]).cumsum(0).int(), torch.tensor(seq_lens, dtype=torch.int32)
-    kv = PagedKV(cache.k, cache.v, cache.table, SCALE, sliding_window)
+    kv = PagedKV(cache.k, cache.v, cache.table, SCALE, sliding_window, sinks)
     return attention_extend(q, kv, AttentionPrompts(cache.rows, starts, lens, query_lens, seq_lens), out)
 
 
-def check_extended(out, q, cache, query_lens, seq_lens, sliding_window=None):
+def check_extended(out, q, cache, query_lens, seq_lens, sliding_window=None, sinks=None):
     token = 0
     for b, (seq_len, query_len) in enumerate(zip(seq_lens, query_lens, strict=True)):
         for i in range(query_len):
             visible = window(seq_len - query_len + i, sliding_window)
-            close(out[token], slow_attention(q[token], cache.keys[b], cache.values[b], visible), q.dtype)
+            close(out[token], slow_attention(q[token], cache.keys[b], cache.values[b], visible, sinks), q.dtype)
             token += 1
 
 
@@ -268,6 +310,17 @@ def test_extend_over_many_tiles(small_tiles, gathering, sliding_window, dtype):
     cache, q = Cache(seq_lens, dtype=dtype, max_context=96), torch.randn(sum(query_lens), 6, HEAD_DIM).to(dtype)
     out = extend(q, cache, query_lens, seq_lens, sliding_window)
     check_extended(out, q, cache, query_lens, seq_lens, sliding_window)
+
+
+@pytest.mark.parametrize(("dtype", "sliding_window"), [(torch.float32, None), (torch.float32, 20), (torch.float16, 20)])
+def test_extend_with_sinks(small_tiles, gathering, monkeypatch, sliding_window, dtype):
+    """Over pages, and over gathered keys of the 16-bit dtype; the plain torch takes some tokens at a time."""
+    monkeypatch.setattr(paged_attention, "SCORES", 6 * 71 * 4)
+    torch.manual_seed(0)
+    seq_lens, query_lens, sinks = [71, 37, 20], [9, 37, 2], sinks_of(6)
+    cache, q = Cache(seq_lens, dtype=dtype, max_context=96), torch.randn(sum(query_lens), 6, HEAD_DIM).to(dtype)
+    out = extend(q, cache, query_lens, seq_lens, sliding_window, sinks=sinks)
+    check_extended(out, q, cache, query_lens, seq_lens, sliding_window, sinks)
 
 
 @pytest.mark.parametrize("sliding_window", [None, 3])

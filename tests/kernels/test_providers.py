@@ -83,7 +83,7 @@ def test_named_provider_that_does_not_fit_is_an_error(monkeypatch):
 
 def test_a_provider_that_a_backend_from_outside_made_up_is_a_typed_error():
     with pytest.raises(ConfigError, match="unknown kernel provider 'nonsense'; known: torch") as error:
-        providers.objection("nonsense", "cpu")
+        providers.provider_objection("nonsense", "cpu")
     assert "\n" not in str(error.value)
 
 
@@ -133,7 +133,7 @@ def test_without_nvcc_a_library_that_compiles_is_passed_over_and_says_why(monkey
     with pytest.raises(ProviderNotInstalledError, match=r"nvcc.*install the CUDA toolkit or flashinfer-jit-cache"):
         providers.select("op", "cuda", "flashinfer")
     assert "nvcc" in providers.report(("cuda",))[0].others["flashinfer"]
-    assert "nvcc" in (providers.objection("flashinfer", "cuda") or "")
+    assert "nvcc" in (providers.provider_objection("flashinfer", "cuda") or "")
     _clear_caches()
     _install(monkeypatch, triton="3.6.0", flashinfer_python="0.6.12", flashinfer_jit_cache="0.6.12")
     assert providers.select("op", "cuda") is math.sqrt

@@ -38,11 +38,26 @@ def test_slots_are_cleared_in_all_layers(size: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_pages(dtype: torch.dtype) -> None:
-    table = torch.full((4, 12), -1, dtype=torch.int32)
-    enter_pages(*(int32(*values).to(dtype) for values in ((3, 1, 3), (0, 2, 1), (5, 2, 7))), table, 4)
-    assert table[3].tolist() == [20, 21, 22, 23, 28, 29, 30, 31, -1, -1, -1, -1]
-    assert table[1].tolist() == [-1] * 8 + [8, 9, 10, 11] and (table[[0, 2]] == -1).all()
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_pages(dtype: torch.dtype, groups: int) -> None:
+    """Each page group gets pages of its own: here 10 further ones than the group before. 0 is a page too."""
+    tables = torch.full((4, groups, 12), -1, dtype=torch.int32)
+    pages = int32(5, 2, 7)[:, None] + 10 * torch.arange(groups)
+    pages[1, -1] = 0
+    enter_pages(int32(3, 1, 3).to(dtype), int32(0, 2, 1).to(dtype), pages.to(dtype), tables, 4)
+    for group in range(groups):
+        first, second = 20 + 40 * group, 28 + 40 * group
+        assert tables[3, group].tolist() == [*range(first, first + 4), *range(second, second + 4), *[-1] * 4]
+        other = 0 if group == groups - 1 else 8 + 40 * group
+        assert tables[1, group].tolist() == [-1] * 8 + [*range(other, other + 4)]
+    assert (tables[[0, 2]] == -1).all()
+
+
+@pytest.mark.parametrize("groups", [2, 3])
+def test_no_pages_are_entered_as_none(groups: int) -> None:
+    tables = torch.full((4, groups, 12), -1, dtype=torch.int32)
+    enter_pages(int32(), int32(), torch.empty(0, groups, dtype=torch.int32), tables, 4)
+    assert (tables == -1).all()
 
 
 def test_tokens() -> None:

@@ -53,7 +53,7 @@ def step(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("tokens", "taps"), sweep([(1, 3), (5, 3), (1, 2), (3, 4)], 2))
+@pytest.mark.parametrize(("tokens", "taps"), sweep([(1, 3), (5, 3), (1, 2), (3, 4), (3, 7)], 2))
 def test_update_equals_loop(dtype: torch.dtype, tokens: int, taps: int) -> None:
     out, wanted, before, state = step(tokens, taps, dtype, biased=taps != 2)
     assert out.dtype == dtype and out.shape == (len(DONE), tokens, C)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybridrt.base.config import SpeculativeConfig
 from hybridrt.base.errors import MemoryBudgetError
-from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, UnitCosts, plan_memory
+from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, PageGroup, UnitCosts, plan_memory
 from hybridrt.mem_cache.pools.page_demand import PageDemand
 from hybridrt.runtime.load.build import weight_bytes
 from hybridrt.runtime.sampling.sampler import prompt_logprob_bytes
@@ -22,23 +22,31 @@ from tests.support.checkpoints import VOCAB, CheckpointStore
 from tests.support.mtp_oracle import HEADS, write_with_head
 from tests.support.session import Session, budget
 
-demands = st.builds(
-    PageDemand, st.sampled_from([1, 4, 16]), st.none() | st.integers(1, 100), st.integers(1, 90), st.integers(1, 5)
-)
+
+@st.composite
+def demands(draw: st.DrawFn) -> list[PageDemand]:
+    """Of page groups of one page size, with different windows."""
+    size, steps = draw(st.sampled_from([1, 4, 16])), (draw(st.integers(1, 90)), draw(st.integers(1, 5)))
+    windows = draw(st.lists(st.none() | st.integers(1, 100), max_size=3, unique=True))
+    return [PageDemand(size, window, *steps) for window in windows]
 
 
 @st.composite
 def plans(draw: st.DrawFn) -> dict[str, Any]:
     """Arguments of plan_memory, budgets from hopeless to ample."""
+    groups = draw(demands())
+    pages = draw(st.lists(st.integers(1, 800), min_size=len(groups), max_size=len(groups)))
     costs = UnitCosts(
-        slot=draw(st.just(0) | st.integers(1, 5000)), row=draw(st.integers(1, 2000)), page=draw(st.integers(0, 800)),
+        slot=draw(st.just(0) | st.integers(1, 5000)), row=draw(st.integers(1, 2000)), pages=pages,
         fixed=draw(st.sampled_from([0, 77])), transfer=draw(st.sampled_from([0, 33])),
     )  # fmt: skip
     limit = draw(st.integers(1, 400))
     return {
         "budget_bytes": draw(st.integers(0, 200_000)),
         "costs": costs,
-        "demand": draw(demands),
+        "demands": groups,
+        "page_size": groups[0].page_size if groups else 16,
+        "keeps_prefixes": draw(st.booleans()),
         "max_running_requests": draw(st.none() | st.integers(1, 40)),
         "default_rows": draw(st.integers(1, 40)),
         "max_model_len": draw(st.none() | st.integers(1, limit)),
@@ -67,14 +75,15 @@ def test_a_plan_keeps_its_promises(arguments: dict[str, Any]) -> None:
     assert 1 <= plan.max_model_len <= arguments["model_limit"]
     assert plan.max_model_len == (arguments["max_model_len"] or plan.max_model_len)
     assert sum(size for _, _, size in plan.table()) == plan.pool_bytes
-    if not plan.costs.page:
-        assert plan.num_pages == 0, "no attention layer, no pages"
+    if not plan.groups:
         assert plan.max_model_len == (arguments["max_model_len"] or arguments["model_limit"])
         return
-    demand: PageDemand = arguments["demand"]
-    assert plan.num_pages >= demand.least(plan.max_model_len), "one request of max_model_len fits"
-    ample = plan.num_pages >= demand.pool(plan.num_rows, plan.max_model_len)
-    assert ample or plan.pool_bytes + plan.costs.page > plan.budget_bytes, "no page is wasted"
+    for group in plan.groups:
+        assert group.num_pages >= group.demand.least(plan.max_model_len), "one request of max_model_len fits"
+        assert group.num_pages <= plan.num_rows * group.demand.whole(arguments["max_model_len"] or plan.max_model_len)
+    ample = all(group.num_pages >= group.demand.pool(plan.num_rows, plan.max_model_len) for group in plan.groups)
+    # The next page index takes a page of each group, and maybe one for cached prefixes.
+    assert ample or plan.pool_bytes + 2 * sum(plan.costs.pages) > plan.budget_bytes, "no page is wasted"
 
 
 @settings(max_examples=400, deadline=None, derandomize=True)
@@ -109,7 +118,8 @@ def test_rows_beyond_the_request_never_make_a_plan_fail(arguments: dict[str, Any
 
 def test_no_request_can_be_longer_than_the_model_was_made_for() -> None:
     arguments = {
-        "budget_bytes": 10**6, "costs": UnitCosts(1, 1, 1), "demand": PageDemand(4), "max_running_requests": 2,
+        "budget_bytes": 10**6, "costs": UnitCosts(1, 1, [1]), "demands": [PageDemand(4)], "page_size": 4,
+        "max_running_requests": 2,
         "default_rows": 4, "max_model_len": 65, "model_limit": 64,
     }  # fmt: skip
     with pytest.raises(MemoryBudgetError, match=r"65.*64"):
@@ -120,7 +130,7 @@ def allocated(session: Session | DraftModelDrafter) -> int:
     """Bytes of everything that the runner allocated for requests, and of what prompts' log-probabilities may take."""
     runner = session.runner
     table = runner.pools.req_to_token
-    tensors = [*runner.pools.kv.tensors, table.req_to_token, table.req_to_state_slot, runner.last_tokens]
+    tensors = [*runner.pools.kv.tensors, table.tables, table.req_to_state_slot, runner.last_tokens]
     sampling = [*vars(runner.sampling_table).values(), *runner.sampling_table.rules]
     tensors += [part for part in sampling if isinstance(part, Tensor) and part._base is None]
     if isinstance(head := runner.drafter, HeadRunner):
@@ -160,7 +170,7 @@ def test_a_prediction_head_is_charged(name: str, drafts: int, tmp_path: Path) ->
     speculative = [SpeculativeConfig(method, num_draft_tokens=drafts) for method in ("mtp", "ngram")]
     with_head, without = (Session(tmp_path, budget_bytes=3_000_000, speculative=s, page_size=4) for s in speculative)
     assert allocated(with_head) == with_head.plan.pool_bytes <= 3_000_000
-    assert with_head.plan.costs.page == 2 * without.plan.costs.page
+    assert sum(with_head.plan.costs.pages) == 2 * sum(without.plan.costs.pages)
     assert with_head.plan.weight_bytes > without.plan.weight_bytes
 
 
@@ -211,7 +221,7 @@ def test_too_small_a_budget_of_a_real_model(checkpoints: CheckpointStore) -> Non
 
 
 def test_fewer_state_slots_than_running_requests_are_refused() -> None:
-    plan = MemoryPlan(4, 6, 8, 16, 64, UnitCosts(1, 1, 1), 0)
+    plan = MemoryPlan(4, 6, (PageGroup(PageDemand(16), 8, 1),), 16, 64, UnitCosts(1, 1, [1]), 0)
     assert plan.cache_slots == 2 and "6 slots, 2 of them for cached prefixes" in str(plan.table())
     with pytest.raises(MemoryBudgetError, match="3 state slots for 4 running requests"):
         replace(plan, num_slots=3)
@@ -221,7 +231,8 @@ def test_fewer_state_slots_than_running_requests_are_refused() -> None:
 def test_slots_for_cached_prefixes_are_never_negative() -> None:
     with pytest.raises(MemoryBudgetError, match="cache_slots is -1"):
         plan_memory(
-            budget_bytes=10**6, costs=UnitCosts(1, 1, 1), demand=PageDemand(4), max_running_requests=2, default_rows=4,
+            budget_bytes=10**6, costs=UnitCosts(1, 1, [1]), demands=[PageDemand(4)], page_size=4,
+            max_running_requests=2, default_rows=4,
             max_model_len=64, model_limit=64, cache_slots=-1,
         )  # fmt: skip
 

@@ -1,92 +1,147 @@
 """The radix tree against a dictionary of all prefixes that have been offered and not evicted."""
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridrt.mem_cache.pools.page_sets import no_sets, pages_of
 from hybridrt.mem_cache.pools.slots import Slot
 from hybridrt.mem_cache.prefix_tree import radix_cache
-from hybridrt.mem_cache.prefix_tree.prefix_cache import PrefixMatch
+from hybridrt.mem_cache.prefix_tree.prefix_cache import CacheEntries, PrefixMatch
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_node import Node
 from tests.support.levels import drawn
 
 Text = tuple[int, ...]
+NO_SETS = no_sets(0)
+
+
+class Page(NamedTuple):
+    """A page of the tree: its index in the text, and the text that it was offered for."""
+
+    index: int
+    text: Text
 
 
 @dataclass
 class Ledger:
-    """What every page and state of the tree holds: the tokens that it was offered for."""
+    """What every page and state of the tree holds: the tokens that it was offered for.
+
+    Attributes:
+        windows: of the page groups. pages: by group, then by handle.
+    """
 
     page_size: int
     recurrent: bool
     lookahead: int = 0
-    pages: dict[Slot, Text] = field(default_factory=dict)
+    windows: tuple[int | None, ...] = (None,)
+    pages: dict[int, dict[Slot, Page]] = field(default_factory=lambda: defaultdict(dict))
     states: dict[Slot, Text] = field(default_factory=dict)
     next: int = 0
 
     def __post_init__(self) -> None:
-        self.tree = RadixCache(self.page_size, self.recurrent, self.lookahead)
+        self.locked = Counter[tuple[int, int]]()
+        self.tree = RadixCache(self.page_size, self.recurrent, self.lookahead, self.windows, self.idle)
+
+    @property
+    def groups(self) -> int:
+        return len(self.tree.windows)
+
+    def idle(self, group: int, keys: np.ndarray) -> np.ndarray:
+        return np.array([not self.locked[group, key] for key in keys.tolist()], np.bool_)
 
     def slot(self) -> Slot:
         self.next += 1
         return Slot(self.next, 0)
 
-    def offer(self, text: Text, positions: tuple[int, ...] = (), match: PrefixMatch | None = None) -> PrefixMatch:
-        """Inserts a text as a request that had `match` would leave it."""
+    def offer(
+        self, text: Text, positions: tuple[int, ...] = (), match: PrefixMatch | None = None, start: int = 0
+    ) -> PrefixMatch:
+        """Inserts a text as a request that had `match` would leave it. Window groups have only the pages from index
+        `start` on."""
         size = self.page_size
-        pages = list(match.pages) if match else []
-        pages += [self.slot() for _ in range(len(pages), -(-len(text) // size) if size else 0)]
+        sets = no_sets(self.groups, -(-len(text) // size) if size else 0)
+        if match is not None:
+            sets[: len(match.pages)] = match.pages
+        for index, line in enumerate(sets):
+            for group in range(self.groups):
+                if not line[group] and (self.windows[group] is None or index >= start):
+                    line[group] = self.slot()
         states = {p: self.slot() for p in positions if p <= len(text)}
-        taken, node = self.tree.insert(array(text), pages, states)
-        assert len(set(taken.pages)) == len(taken.pages)
-        for page in taken.pages:
-            index = pages.index(page)
-            self.pages[page] = text[: min((index + 1) * size + self.lookahead, len(text))]
+        taken, node = self.tree.insert(array(text), sets, states)
+        for group, pages in enumerate(taken.pages):
+            assert len(set(pages)) == len(pages)
+            for page in pages:
+                (index,) = np.flatnonzero(sets[:, group] == page)
+                ends = min((int(index) + 1) * size + self.lookahead, len(text))
+                self.pages[group][page] = Page(int(index), text[:ends])
         for position, state in states.items():
             if state in taken.states:
                 self.states[state] = text[:position]
         return PrefixMatch(node=node)
 
     def evict(self, pages: int, states: int) -> None:
-        gone = self.tree.evict(pages, states)
-        for page in gone.pages:
-            del self.pages[page]
-        for state in gone.states:
+        self.gone(self.tree.evict([pages] * self.groups, states))
+
+    def gone(self, entries: CacheEntries) -> None:
+        for group, pages in enumerate(entries.pages):
+            for page in pages:
+                assert not self.locked[group, page], "a request has locked it"
+                del self.pages[group][page]
+        for state in entries.states:
             del self.states[state]
 
+    def lock(self, match: PrefixMatch, by: int = 1) -> None:
+        """Locks the pages of a match, as a request would."""
+        for sets in (match.pages, match.tail):
+            if sets is not None:
+                self.locked.update({(int(g), int(sets[i, g])): by for i, g in np.argwhere(sets)})
+
     def has_read(self, match: PrefixMatch) -> None:
-        for page in self.tree.unlock_state(match):
-            del self.pages[page]
+        if match.tail is not None:
+            self.lock(PrefixMatch(pages=match.tail), -1)
+        self.gone(self.tree.unlock_state(match))
 
     def check(self) -> None:
-        """The tree owns what the ledger says, each entry once, and every state can be used."""
+        """The tree owns what the ledger says, each entry once, and every state can be used unless a window lacks
+        pages."""
         nodes = list(self.tree.nodes())
         assert self.tree._size == len(nodes)
         assert sorted(s for n in nodes if (s := n.state)) == sorted(self.states)
-        assert sorted([p for n in nodes for p in n.pages] + [n.tail for n in nodes if n.tail]) == sorted(self.pages)
+        for group in range(self.groups):
+            held = [p for n in nodes for sets in (n.pages, n.tail) if sets is not None for p in sets[:, group] if p]
+            assert sorted(held) == sorted(self.pages[group])
         for node in nodes:
             text = text_of(node)
             assert len(text) == node.end and len(node.tokens) and node.parent.children[node.first] is node
-            assert node.children or node.pages or node.state or node.readers
-            for index, page in enumerate(node.pages, self.tree.complete(node.start)):
-                self.holds(page, text, index, (index + 1) * self.page_size + self.lookahead)
+            assert node.children or len(node.pages) or node.state or node.readers
+            for index, line in enumerate(node.pages, self.tree.complete(node.start)):
+                self.holds(line, text, index, (index + 1) * self.page_size + self.lookahead)
             if node.state is not None:
                 assert self.states[node.state] == text
                 index = self.tree.complete(node.end)
-                owner = self.tree._tail_node(node)
-                assert (index * self.page_size < node.end and self.page_size > 0) == (owner is not None)
-                if owner is not None:
-                    page = owner.tail if owner is node else (owner.pages or [owner.tail])[0]
-                    self.holds(page, text, index, node.end)
+                owner, tail = self.tree._tail(node)
+                has_tail = index * self.page_size < node.end and self.page_size > 0
+                assert has_tail if owner is not None else not has_tail or None not in self.windows
+                if tail is not None:
+                    self.holds(tail[0], text, index, node.end)
 
-    def holds(self, page: Slot, text: Text, index: int, end: int) -> None:
-        """Page `index` has the KV of text[: end], from its first token on."""
-        assert self.pages[page][:end] == text[:end] and len(self.pages[page]) >= end > index * self.page_size
+    def holds(self, line: np.ndarray, text: Text, index: int, end: int) -> None:
+        """The set `line` [G] of page `index` has the KV of text[: end], from its first token on. Groups without a
+        window have a page."""
+        for group, key in enumerate(line.tolist()):
+            if not key:
+                assert self.windows[group] is not None
+                continue
+            page = self.pages[group][Slot(key & 0xFFFFFFFF, 0)]
+            assert page.text[:end] == text[:end] and len(page.text) >= end > index * self.page_size
+            assert page.index == index
 
     def check_match(self, prompt: Text) -> None:
         """No usable prefix is longer than the match, and the match has what it says."""
@@ -95,22 +150,38 @@ class Ledger:
         assert n < len(prompt)
         behind = self.lookahead if self.recurrent else 0
         assert len(match.pages) == ((n - behind) // size if size and n else 0)
-        for index, page in enumerate(match.pages):
-            self.holds(page, prompt, index, (index + 1) * size + self.lookahead)
+        for index, line in enumerate(match.pages):
+            self.holds(line, prompt, index, (index + 1) * size + self.lookahead)
+            seen = [window is None or index >= max(n - window + 1, 0) // size for window in self.tree.windows]
+            assert (line > 0).tolist() == seen, "what the next token sees, and no more"
         if self.recurrent:
             known = self.common(prompt)
             usable = [len(s) for s in self.states.values() if s == prompt[: len(s)] and len(s) <= known]
-            assert n == max((length for length in usable if length < len(prompt)), default=0)
+            most = max((length for length in usable if length < len(prompt) and self.sees(prompt, length)), default=0)
+            assert n == most or (n < most and self.groups > 1 and size > 1), "a tail's set may be of two owners"
             assert (match.state is not None) == bool(n)
             if match.state is not None:
                 assert self.states[match.state] == prompt[:n]
             assert (match.tail is not None) == (size > 0 and len(match.pages) * size < n)
             if match.tail is not None:
-                self.holds(match.tail, prompt, len(match.pages), n)
+                assert match.tail.all()
+                self.holds(match.tail[0], prompt, len(match.pages), n)
         else:
-            shared = [in_common(held, prompt) for held in self.pages.values()]
-            most = max(((n - self.lookahead) // size * size for n in shared if n), default=0)
-            assert n == min(most, (len(prompt) - 1) // size * size)
+            ends = range(0, (len(prompt) - 1) // size * size + 1, size)
+            assert n == max(end for end in ends if self.sees(prompt, end))
+
+    def sees(self, prompt: Text, length: int) -> bool:
+        """Whether the tree has the pages that the token after prompt[: length] sees."""
+        size = self.page_size
+        for group, window in enumerate(self.tree.windows):
+            first = 0 if window is None else max(length - window + 1, 0) // size
+            for index in range(first, -(-length // size)):
+                end = (index + 1) * size + self.lookahead
+                end = min(end, length) if self.recurrent else end
+                found = (page for page in self.pages[group].values() if page.index == index)
+                if not any(len(page.text) >= end and page.text[:end] == prompt[:end] for page in found):
+                    return False
+        return True
 
     def common(self, prompt: Text) -> int:
         """Tokens that the tree's texts have in common with the prompt, at most."""
@@ -132,24 +203,31 @@ def in_common(a: Text, b: Text) -> int:
 TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=14).map(tuple)
 
 
+WINDOWS = (None,), (None, 3), (2,), (None, 1, 5), (3, 6)
+KINDS = [(1, True), (2, True), (4, True), (0, True), (1, False), (4, False)]
+
+
 @pytest.mark.parametrize(
-    ("page_size", "recurrent", "lookahead", "examples"),
+    ("page_size", "recurrent", "lookahead", "windows", "examples"),
     drawn(
         [
-            (*kind, lookahead)
-            for kind in ((1, True), (2, True), (4, True), (0, True), (1, False), (4, False))
+            (*kind, lookahead, windows)
+            for kind in KINDS
             for lookahead in (0, 1)
+            for windows in (WINDOWS if kind[0] else WINDOWS[:1])
         ],
         1,
-        30,
+        20,
         90,
     ),
 )
-def test_the_tree_is_a_dictionary_of_prefixes(page_size: int, recurrent: bool, lookahead: int, examples: int) -> None:
+def test_the_tree_is_a_dictionary_of_prefixes(
+    page_size: int, recurrent: bool, lookahead: int, windows: tuple[int | None, ...], examples: int
+) -> None:
     @settings(max_examples=examples, deadline=None)
     @given(data=st.data())
     def actions(data: st.DataObject) -> None:
-        play(Ledger(page_size, recurrent, lookahead if page_size else 0), data)
+        play(Ledger(page_size, recurrent, lookahead if page_size else 0, windows), data)
 
     actions()
 
@@ -161,13 +239,17 @@ def play(ledger: Ledger, data: st.DataObject) -> None:
         if action == "offer":
             text = data.draw(TEXTS)
             positions = data.draw(st.sets(st.integers(1, 14), max_size=3)) if ledger.recurrent else set()
-            ledger.offer(text, tuple(positions))
+            start = data.draw(st.integers(0, 3)) if ledger.groups > 1 else 0
+            ledger.offer(text, tuple(positions), start=start)
+            if not start:
+                check_offered(ledger, text, positions)
         elif action == "match":
             ledger.check_match(data.draw(TEXTS))
         elif action == "read":
             prompt = data.draw(TEXTS)
             match = ledger.tree.match(array(prompt))
             ledger.tree.lock(match)
+            ledger.lock(match)
             locked.append((match, prompt[: match.length], match.state is not None))
         elif action == "state" and locked:
             index = data.draw(st.integers(0, len(locked) - 1))
@@ -177,22 +259,35 @@ def play(ledger: Ledger, data: st.DataObject) -> None:
             locked[index] = match, text, False
         elif action == "leave" and locked:
             match, _, state = locked.pop(data.draw(st.integers(0, len(locked) - 1)))
-            if state:
-                ledger.has_read(match)
-            ledger.tree.unlock(match)
+            leave(ledger, match, state)
         elif action == "evict":
             ledger.evict(data.draw(st.integers(0, 6)), data.draw(st.integers(0, 3)))
         ledger.check()
         for match, text, state in locked:
-            assert all(page in ledger.pages for page in match.pages)
-            if state:
-                assert ledger.states[match.state] == text and (match.tail is None or match.tail in ledger.pages)
+            held = [match.pages, *([match.tail] if state and match.tail is not None else [])]
+            assert all(page in ledger.pages[group] for sets in held for group, pages in enumerate(pages_of(sets))
+                       for page in pages)  # fmt: skip
+            assert not state or ledger.states[match.state] == text
     for match, _, state in locked:
-        if state:
-            ledger.has_read(match)
-        ledger.tree.unlock(match)
+        leave(ledger, match, state)
     ledger.evict(10**6, 10**6)
-    assert not ledger.pages and not ledger.states and not list(ledger.tree.nodes())
+    assert not any(ledger.pages.values()) and not ledger.states and not list(ledger.tree.nodes())
+
+
+def check_offered(ledger: Ledger, text: Text, positions: set[int]) -> None:
+    """A text that was offered with all of its pages is a prefix of the next one, up to its last state or page."""
+    size, tree = ledger.page_size, ledger.tree
+    most = max((p for p in positions if p <= len(text)), default=0)
+    most = most if ledger.recurrent else tree.complete(len(text)) * size
+    assert tree.match(array((*text, 9, 9))).length >= most
+
+
+def leave(ledger: Ledger, match: PrefixMatch, state: bool) -> None:
+    """A request ends. `state`: it has not read its state yet."""
+    ledger.lock(PrefixMatch(pages=match.pages), -1)
+    if state:
+        ledger.has_read(match)
+    ledger.tree.unlock(match)
 
 
 @pytest.mark.parametrize(("page_size", "lookahead"), [(0, 0), (1, 0), (2, 1), (4, 0), (4, 1)])
@@ -212,8 +307,8 @@ def test_all_states_at_once_are_as_one_after_the_other(
         for ledger in (at_once, one_by_one):
             ledger.evict(gone, 0)
             ledger.check()
-        for held in ("pages", "states"):
-            assert sorted(getattr(at_once, held).values()) == sorted(getattr(one_by_one, held).values())
+        assert sorted(at_once.pages[0].values()) == sorted(one_by_one.pages[0].values())
+        assert sorted(at_once.states.values()) == sorted(one_by_one.states.values())
     for prompt in asked:
         for ledger in (at_once, one_by_one):
             ledger.check_match(prompt)
@@ -260,10 +355,10 @@ def test_recent_use_counts() -> None:
 
 def test_salts_share_nothing() -> None:
     tree = RadixCache(2, False)
-    tree.insert(array((1, 2, 3, 4)), [Slot(1, 0), Slot(2, 0)], {}, "a")
+    tree.insert(array((1, 2, 3, 4)), np.array([[Slot(1, 0)], [Slot(2, 0)]]), {}, "a")
     assert tree.match(array((1, 2, 3, 4, 5)), "a").length == 4
-    assert tree.match(array((1, 2, 3, 4, 5)), "b") == PrefixMatch() and tree.match(array((1, 2, 3))).length == 0
-    tree.evict(2, 0)
+    assert not tree.match(array((1, 2, 3, 4, 5)), "b").length and not tree.match(array((1, 2, 3))).length
+    tree.evict([2], 0)
     assert not tree._roots
 
 
@@ -281,7 +376,7 @@ def read(ledger: Ledger, prompt: Text) -> None:
 
 def test_a_place_where_an_answer_goes_on_is_no_fork() -> None:
     tree = RadixCache(0, True)
-    tree.insert(array((1, 2, 3, 4, 5, 6)), (), {6: Slot(1, 0)}, prompt=4)
+    tree.insert(array((1, 2, 3, 4, 5, 6)), NO_SETS, {6: Slot(1, 0)}, prompt=4)
     found = {
         prompt: tree.match(array(prompt)).fork for prompt in ((1, 2, 9), (1, 2, 3, 4, 9), (1, 2, 3, 4, 5, 9), (9,))
     }
@@ -291,10 +386,10 @@ def test_a_place_where_an_answer_goes_on_is_no_fork() -> None:
 def test_a_prompt_that_leaves_an_answer_within_it() -> None:
     ledger = Ledger(0, True)
     tree = ledger.tree
-    tree.insert(array((1, 2, 3, 4, 5, 6)), (), {6: ledger.slot()}, "", 2)
+    tree.insert(array((1, 2, 3, 4, 5, 6)), NO_SETS, {6: ledger.slot()}, "", 2)
     left = {(1, 2, 3, 4, 9, 9, 9): 2, (1, 2, 3, 9): 1, (1, 2, 9, 9): 0, (1, 2, 3, 4, 5, 6, 9): 0, (1, 9, 9): 0}
     assert {prompt: tree.match(array(prompt)).retokenised for prompt in left} == left
-    tree.insert(array((1, 2, 3, 4, 8)), (), {5: ledger.slot()}, "", 5)  # cuts the edge
+    tree.insert(array((1, 2, 3, 4, 8)), NO_SETS, {5: ledger.slot()}, "", 5)  # cuts the edge
     assert tree.match(array((1, 2, 3, 4, 7, 7, 7))).retokenised == 2
 
 
@@ -334,11 +429,11 @@ def test_the_end_of_a_text_within_a_longer_one_can_be_read() -> None:
 
 def test_edges_of_two_answers_stay_apart() -> None:
     ledger = Ledger(0, True)
-    ledger.tree.insert(array((1, 2, 3, 4)), (), {4: ledger.slot()}, "", 2)
-    ledger.tree.insert(array((1, 2, 3, 4, 5, 6, 7, 8)), (), {8: ledger.slot()}, "", 6)
+    ledger.tree.insert(array((1, 2, 3, 4)), NO_SETS, {4: ledger.slot()}, "", 2)
+    ledger.tree.insert(array((1, 2, 3, 4, 5, 6, 7, 8)), NO_SETS, {8: ledger.slot()}, "", 6)
     prompts = [(1, 2, 3, 9, 9, 9), (1, 2, 3, 4, 5, 9, 9, 9), (1, 2, 3, 4, 5, 6, 7, 9, 9)]
     before = [ledger.tree.match(array(prompt)) for prompt in prompts]
-    assert len(ledger.tree.evict(0, 1).states) == 1
+    assert len(ledger.tree.evict([], 1).states) == 1
     after = [ledger.tree.match(array(prompt)) for prompt in prompts]
     for name in ("retokenised", "fork", "known"):
         assert [getattr(match, name) for match in before] == [getattr(match, name) for match in after]

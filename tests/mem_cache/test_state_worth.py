@@ -5,7 +5,7 @@ import pytest
 from hybridrt.mem_cache.prefix_tree.prefix_cache import PrefixMatch
 from hybridrt.mem_cache.prefix_tree.radix_node import StateKind
 from hybridrt.mem_cache.prefix_tree.state_worth import RECENT, NewState
-from tests.mem_cache.test_radix_cache import Ledger, array, read, tokens_of
+from tests.mem_cache.test_radix_cache import NO_SETS, Ledger, array, read, tokens_of
 
 
 def test_a_state_goes_first_once_its_one_reader_has_left_one_behind_it() -> None:
@@ -45,14 +45,14 @@ def test_what_waiting_requests_will_use_goes_last() -> None:
         ledger.offer((first, 0, 0), (3,))
     ledger.tree.expect(array((1, 0, 0, 0)), 50)
     ledger.tree.expect(array((2, 0, 0, 0)), 10)
-    gone = ledger.tree.evict(0, 4, new=NewState(9))
+    gone = ledger.tree.evict([], 4, new=NewState(9))
     for state in gone.states:
         del ledger.states[state]
     assert tokens_of(ledger) == {(1, 0, 0), (2, 0, 0)}
     ledger.evict(0, 1)
     assert tokens_of(ledger) == {(2, 0, 0)}
     ledger.tree.forget(10)
-    assert ledger.tree.evict(0, 1, new=NewState(9)).states
+    assert ledger.tree.evict([], 1, new=NewState(9)).states
 
 
 def test_who_waits_for_a_state_that_is_gone_waits_for_the_one_above() -> None:
@@ -62,12 +62,12 @@ def test_who_waits_for_a_state_that_is_gone_waits_for_the_one_above() -> None:
     ledger.offer((1, 2, 3, 4, 5, 6, 7), (4, 7))
     tree.expect(array((1, 2, 3, 4, 5, 6, 7, 8)), 9)
     tree.expect(array((1, 2, 3, 4, 9)), 3)
-    assert tree.evict(0, 1).states
+    assert tree.evict([], 1).states
     assert tree.match(array((1, 2, 3, 4, 5, 6, 7, 8))).length == 4
     tree.forget(3)
-    assert not tree.evict(0, 1, new=NewState(9)).states
+    assert not tree.evict([], 1, new=NewState(9)).states
     tree.forget(9)
-    assert tree.evict(0, 1, new=NewState(9)).states
+    assert tree.evict([], 1, new=NewState(9)).states
 
 
 def test_a_state_counts_for_requests_that_waited_before_it_was_there() -> None:
@@ -107,14 +107,14 @@ def test_an_awaited_state_gives_way_to_what_is_needed_more_and_sooner(
     ledger = Ledger(0, True)
     ledger.offer((1, 2, 3, 4), (4,))
     ledger.tree.expect(array((1, 2, 3, 4, 5)), 20)
-    assert bool(ledger.tree.evict(0, 1, new=NewState(saved, arrivals)).states) == gives_way
+    assert bool(ledger.tree.evict([], 1, new=NewState(saved, arrivals)).states) == gives_way
 
 
 def test_where_prompts_part_a_state_stays_after_its_first_reader() -> None:
     """A system prompt's state, say. That of a single conversation goes."""
     for forks in ({}, {3: StateKind.FORK}):
         ledger = Ledger(0, True)
-        ledger.tree.insert(array((1, 2, 3, 4)), (), {3: (slot := ledger.slot())}, kinds=forks)
+        ledger.tree.insert(array((1, 2, 3, 4)), NO_SETS, {3: (slot := ledger.slot())}, kinds=forks)
         ledger.states[slot] = (1, 2, 3)
         ledger.offer((9,), (1,))
         match = ledger.tree.match(array((1, 2, 3, 5)))
@@ -163,11 +163,11 @@ def test_a_new_state_stays_until_its_conversation_may_come_back() -> None:
     for position in (3, 4):
         ledger = Ledger(0, True)
         ledger.offer((1, 2, 3, 4), (position,))
-        assert bool(ledger.tree.evict(0, 1, new=NewState(3)).states) == (position == 4)
+        assert bool(ledger.tree.evict([], 1, new=NewState(3)).states) == (position == 4)
         if position == 3:
             for _ in range(RECENT):
                 ledger.offer((9,))
-            assert ledger.tree.evict(0, 1, new=NewState(3)).states
+            assert ledger.tree.evict([], 1, new=NewState(3)).states
 
 
 def test_a_prompts_state_leaves_that_of_a_running_request_alone() -> None:
@@ -176,11 +176,11 @@ def test_a_prompts_state_leaves_that_of_a_running_request_alone() -> None:
     ledger.offer((1, 2, 3, 4), (4,))
     running = PrefixMatch(node=next(iter(ledger.tree.nodes())))
     ledger.tree.lock(running)
-    assert not ledger.tree.evict(0, 1, new=NewState(4)).states
-    assert ledger.tree.evict(0, 1, new=NewState(5)).states, "one that saves more"
+    assert not ledger.tree.evict([], 1, new=NewState(4)).states
+    assert ledger.tree.evict([], 1, new=NewState(5)).states, "one that saves more"
     ledger.offer((1, 2, 3, 4), (4,))
     ledger.tree.unlock(running)
-    assert ledger.tree.evict(0, 1, new=NewState(4)).states
+    assert ledger.tree.evict([], 1, new=NewState(4)).states
 
 
 def test_a_request_that_awaits_a_state_does_not_await_a_later_one_above_it() -> None:
@@ -202,7 +202,7 @@ def test_a_text_is_in_use_as_long_as_its_request_runs() -> None:
         ledger.offer((first, 0, 0), (3,))
         ledger.evict(0, 1)
     assert tokens_of(ledger) == {(1, 2, 3, 4)}
-    assert not ledger.tree.evict(0, 1, new=NewState(1)).states
+    assert not ledger.tree.evict([], 1, new=NewState(1)).states
     ledger.tree.unlock(running)
     ledger.offer((9, 0, 0), (3,))
     ledger.evict(0, 1)
@@ -225,7 +225,7 @@ def with_answer(ledger: Ledger) -> None:
     """A prompt of 3 tokens, whose answer has states after 5 and 7 of all and at its end."""
     within = dict.fromkeys((5, 7), StateKind.ANSWER)
     states = {place: ledger.slot() for place in (3, 5, 7, 9)}
-    ledger.tree.insert(array(ANSWERED), (), states, prompt=3, kinds=within)
+    ledger.tree.insert(array(ANSWERED), NO_SETS, states, prompt=3, kinds=within)
     ledger.states |= {slot: ANSWERED[:place] for place, slot in states.items()}
 
 
@@ -244,7 +244,7 @@ def test_states_within_answers_go_first_the_oldest_before_the_others() -> None:
 def test_a_new_state_within_an_answer_takes_the_place_of_no_other_kind() -> None:
     ledger = Ledger(0, True)
     with_answer(ledger)
-    assert [len(ledger.tree.evict(0, 1, new=NewState(0)).states) for _ in range(3)] == [1, 1, 0]
+    assert [len(ledger.tree.evict([], 1, new=NewState(0)).states) for _ in range(3)] == [1, 1, 0]
 
 
 def test_behind_states_within_an_answer_that_at_its_end_still_passes_the_prompts() -> None:
@@ -254,7 +254,7 @@ def test_behind_states_within_an_answer_that_at_its_end_still_passes_the_prompts
     ledger.offer(ANSWERED[:3], (3,))
     read(ledger, ANSWERED[:4])
     states = {place: ledger.slot() for place in (5, 9)}
-    ledger.tree.insert(array(ANSWERED), (), states, prompt=3, kinds={5: StateKind.ANSWER})
+    ledger.tree.insert(array(ANSWERED), NO_SETS, states, prompt=3, kinds={5: StateKind.ANSWER})
     ledger.states |= {slot: ANSWERED[:place] for place, slot in states.items()}
     ledger.evict(0, 2)
     assert tokens_of(ledger) == {(7,), ANSWERED}
@@ -271,4 +271,4 @@ def test_a_state_within_an_answer_that_a_request_needs_is_one_of_a_prompt(waits:
         read(ledger, (1, 2, 3, 4, 5, 6))
     ledger.evict(0, 1)
     assert ANSWERED[:5] in tokens_of(ledger) and ANSWERED[:7] not in tokens_of(ledger)
-    assert not ledger.tree.evict(0, 1, new=NewState(0)).states
+    assert not ledger.tree.evict([], 1, new=NewState(0)).states

@@ -2,6 +2,7 @@
 
 import pytest
 
+from hybridrt.mem_cache.prefix_tree.prefix_cache import PrefixMatch
 from tests.mem_cache.test_radix_cache import Ledger, Text, array
 
 
@@ -15,14 +16,16 @@ def test_a_tail_that_is_read_stays_when_its_owners_state_goes(ends: tuple[Text, 
         ledger.offer(text, (5, len(text)))
     match = ledger.tree.match(array((1, 2, 3, 4, 5, 8)))
     ledger.tree.lock(match)
-    assert match.length == 5 and match.tail_node is not match.node
+    ledger.lock(match)
+    assert match.tail is not None and match.length == 5 and match.tail_node is not match.node
     for left in (2, 1):
         ledger.evict(0, 1)
         ledger.check()
-        assert len(ledger.states) == left and match.tail in ledger.pages
+        assert len(ledger.states) == left and match.tail[0, 0] in ledger.pages[0]
     ledger.has_read(match)
+    ledger.lock(PrefixMatch(pages=match.pages), -1)
     ledger.check()
     ledger.tree.unlock(match)
     ledger.check()
     ledger.evict(9, 9)
-    assert not ledger.pages and not ledger.states
+    assert not any(ledger.pages.values()) and not ledger.states

@@ -66,7 +66,8 @@ def test_every_key_is_used_once_and_every_parameter_filled(name: str, checkpoint
     with torch.no_grad():
         found = load_weights(model, path)
     # Images, what a Zamba2 model whose blocks serve one place each keeps for other places, and powers of decays.
-    unused = {key for key in found if re.search(r"^model\.visual\.|_adapter_list\.|_decay$|slope_rate$", key)}
+    images = r"model\.(visual|vision_tower|multi_modal_projector|merger)\.|vision_model\.|mlp1\."
+    unused = {key for key in found if re.search(rf"^({images})|_adapter_list\.|_decay$|slope_rate$", key)}
     assert set(found) - unused <= {"lm_head.weight"}
     for parameter_name, parameter in model.named_parameters():
         assert parameter.isfinite().all(), f"{parameter_name} is not filled"
@@ -103,7 +104,7 @@ def test_each_missing_key_is_named(name: str, checkpoints: CheckpointStore, tmp_
         parts = model.parts_of(key)
         with pytest.raises(CheckpointError, match=f"{len(parts)} missing") as error:
             load(tmp_path)
-        assert all(part in str(error.value) for part, _ in parts)
+        assert all(part in str(error.value) for part in sorted(part for part, _ in parts)[:8])
 
 
 def test_a_key_that_nothing_consumes_is_named(copy_of: Callable[[str], Path]) -> None:

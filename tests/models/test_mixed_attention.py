@@ -2,37 +2,30 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from operator import mul
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from hybridrt.base import plugins
 from hybridrt.base.config import SpeculativeConfig
 from hybridrt.base.errors import BackendError
 from hybridrt.cli.inspect import describe_model
-from hybridrt.mem_cache.pools.kv_pool import KVPool
-from hybridrt.models.config.family_registry import family_of
-from hybridrt.runtime.load.build import kv_groups
 from hybridrt.runtime.run.state_arena import StateArena
 from hybridrt.runtime.step.plan import StateCopy
 from hybridrt.transfer.handshake import handshake_of
 from tests.support import outside_mixed
-from tests.support.outside_mixed import ARCHITECTURE, LAYERS, Reference, write_checkpoint
-from tests.support.session import Session
+from tests.support.outside_mixed import LAYERS, Reference, write_checkpoint
+from tests.support.session import Session, greedy
 
 PROMPTS = [[7, 3, 50, 11, 2, 9, 9, 40, 21, 5, 33, 18, 27], [4], [60, 1] * 16, [13, 14, 15, 16, 17]]
 COUNT = 24
 
 
 @pytest.fixture(autouse=True)
-def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    points = [SimpleNamespace(name=ARCHITECTURE, value="tests.support.outside_mixed:FAMILY")]
-    monkeypatch.setattr(plugins, "entry_points", lambda group: points if group == "hybridrt.families" else [])
-    family_of.cache_clear()
-    yield
-    family_of.cache_clear()
+def family() -> Iterator[None]:
+    with outside_mixed.installed():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -62,33 +55,54 @@ def test_tokens_are_the_reference_s(model: tuple, chunk: int, gap: int, options:
 
 def test_tokens_survive_preemption(model: tuple) -> None:
     path, expected, _ = model
-    page = KVPool.page_bytes(kv_groups(Session(path).config, Session(path).runner.target), 4)
-    plan = Session(path, page_size=4).plan
-    budget = plan.costs.fixed + 5 * plan.costs.row + 28 * page
-    session = Session(path, page_size=4, max_model_len=60, budget_bytes=budget)
+    config = {"page_size": 4, "max_model_len": 60, "max_running_requests": 4, "chunked_prefill_size": 8}
+    plan = Session(path, **config).plan
+    pages = [20, *[group.demand.pool(4, 60) + 1 for group in plan.groups[1:]]]
+    budget = plan.costs.fixed + 5 * plan.costs.row + sum(map(mul, pages, plan.costs.pages))
+    session = Session(path, budget_bytes=budget, **config)
+    assert 15 <= session.plan.num_pages < 35  # 39 for all at once
     samples = session.run([(prompt, COUNT) for prompt in PROMPTS], chunk=6)
     assert [sample.tokens for sample in samples] == expected
     assert sum(sample.retractions for sample in samples)
 
 
-def test_layers_of_equal_spec_share_a_group_and_the_plan_charges_all(model: tuple) -> None:
+def test_layers_of_one_window_share_a_group_and_the_plan_charges_all(model: tuple) -> None:
     session = Session(model[0])
     pool = session.runner.pools.kv
+    assert pool.windows == tuple(group.window for group in session.plan.groups) == (None, 5, 9)
+    assert [pool.group_of(i) for i in range(len(LAYERS))] == [1, 0, 0, 1, 2]
+    assert pool.tensor_groups == [1, 1, 0, 0, 0, 0, 2, 2]
     assert [tensor.shape[0] for tensor in pool.tensors] == [2, 2, 1, 1, 1, 1, 1, 1]
     for i, own in enumerate(LAYERS):
         spec, shape = pool.specs[i], pool.layer(i)[0].shape
         assert (spec.num_heads, spec.sliding_window) == (own.num_heads, own.sliding_window)
         assert shape[2:] == (own.num_kv_heads, own.head_dim)
-    assert (session.plan.num_pages + 1) * session.plan.costs.page == sum(t.nbytes for t in pool.tensors)
+    charged = [(group.num_pages + 1) * group.page_bytes for group in session.plan.groups]
+    for group, nbytes in enumerate(charged):
+        assert nbytes == sum(t.nbytes for t, own in zip(pool.tensors, pool.tensor_groups) if own == group)
     report = describe_model(session.config)
     assert [layer.kv_bytes_per_token for layer in report.layers] == [8 * o.num_kv_heads * o.head_dim for o in LAYERS]
     assert report.layers[4].mixer == "attention (4 heads, 4 KV heads, head_dim 12, window 9)"
 
 
-def test_pages_stay_while_one_layer_has_no_window(model: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Session(model[0]).plan.demand.window is None  # type: ignore[union-attr]
+def test_windows_alone_need_no_other_group(model: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outside_mixed, "LAYERS", tuple(own for own in LAYERS if own.sliding_window))
-    assert Session(model[0], load_format="dummy").plan.demand.window == 9  # type: ignore[union-attr]
+    plan = Session(model[0], load_format="dummy").plan
+    assert [group.window for group in plan.groups] == [5, 9] and plan.max_model_len == 160
+
+
+def test_a_window_group_holds_its_windows_alone(model: tuple) -> None:
+    """Requests of any length run in the few pages of a window."""
+    session = Session(model[0], page_size=4)
+    engine = session.engine(chunk=8)
+    engine.add_request([7] * 100, greedy(60), "0")
+    held = list[tuple[int, ...]]()
+    while engine.has_unfinished():
+        engine.step()
+        held.append(tuple(group.num_used for group in session.coordinator.pages.groups))
+    most = [max(counts) for counts in zip(*held)]
+    bounds = [demand.prefilling(160) for demand in session.coordinator.pages.demands]
+    assert bounds == [40, 6, 7] and most == bounds
 
 
 def test_values_narrower_than_keys_are_refused_when_built(model: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,22 +112,23 @@ def test_values_narrower_than_keys_are_refused_when_built(model: tuple, monkeypa
 
 
 def test_states_leave_and_arrive(model: tuple) -> None:
-    """Keys and values of all groups, each with its own shape."""
+    """Keys and values of all groups, each with its own shape and pages; with windows, those that are still seen."""
     sides = [Session(model[0], page_size=4, transfer_bytes=10**5).runner for _ in range(2)]
     arenas = [StateArena(side.target, side.pools, 10**5) for side in sides]
-    pages = ([3, 1, 7], [2, 9, 4])
+    pages = ([[3, 1, 7], [7, 3, 1], [4, 5, 6]], [[2, 9, 4], [5, 1, 2], [9, 4, 2]])  # of each page group
     for side, own in zip(sides, pages, strict=True):
-        side.pools.req_to_token.write_pages(torch.tensor([1, 1, 1]), torch.arange(3), torch.tensor(own))
+        side.pools.req_to_token.write_pages(torch.tensor([1, 1, 1]), torch.arange(3), torch.tensor(own).T)
         for tensor in side.pools.kv.tensors:
             tensor.normal_()
     copy = StateCopy(1, 10, 0)
     arenas[0].export_state(copy)
     arenas[1].buffer.copy_(arenas[0].buffer)
     arenas[1].import_state(copy)
-    for i in range(len(LAYERS)):
-        for sent, got in zip(*(side.pools.kv.layer(i) for side in sides), strict=True):
-            there, here = (tensor[own].flatten(0, 1)[:10] for tensor, own in zip((sent, got), pages, strict=True))
-            assert torch.equal(there, here)
+    for i, layer in enumerate(LAYERS):
+        group, seen = sides[0].pools.kv.group_of(i), (layer.sliding_window or 11) - 1
+        for tensors in zip(*(side.pools.kv.layer(i) for side in sides), strict=True):
+            there, here = (t[own[group]].flatten(0, 1)[:10] for t, own in zip(tensors, pages, strict=True))
+            assert torch.equal(there[-seen:], here[-seen:]) and not (there[:-seen] == here[:-seen]).any()
     config = sides[0].config
     assert handshake_of(config, sides[0].target, model[0])["kv_layout"] == (
         "2 x 8, window 5 in layers 0,3; 2 x 8, window None in layers 1; 1 x 12, window None in layers 2; "

@@ -25,6 +25,7 @@ from tests.support.mtp_oracle import HEADS, write_with_head
 from tests.support.newer_checkpoints import NEWER
 from tests.support.published import PUBLISHED
 from tests.support.session import Session, check_sample
+from tests.support.windowed_checkpoints import WINDOWED
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [40], [9, 9, 9, 9, 9]]
 
@@ -39,7 +40,7 @@ plain_texts = cache(texts)
 
 
 @pytest.mark.parametrize(("family", "state_mode"), sweep([
-    (family, mode) for family in (*NEWER, *PUBLISHED, "lfm2", "lfm2_moe", "mamba", "mamba2")
+    (family, mode) for family in (*NEWER, *PUBLISHED, *WINDOWED, "lfm2", "lfm2_moe", "mamba", "mamba2")
     for mode in ("intermediate", "replay")[: 1 + has_replay(f"{family}-plain")]
 ], 3))  # fmt: skip
 def test_speculation_changes_no_text(family: str, state_mode: str, checkpoints: CheckpointStore) -> None:
@@ -54,7 +55,7 @@ def test_a_prediction_head_changes_no_text(name: str, tmp_path: Path) -> None:
     assert texts(tmp_path, speculative=SpeculativeConfig("mtp", num_draft_tokens=2)) == texts(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["qwen35-experts", "granite-plain", "kimi-plain", "kimi-odd_sizes"])
+@pytest.mark.parametrize("name", ["qwen35-experts", "granite-plain", "kimi-plain", "kimi-odd_sizes", "lfm3-plain"])
 def test_one_token_s_products(name: str, checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU computes together for one row: norm, product and activation, and two projections of two inputs."""
     checkpoint, products = checkpoints[name], []
@@ -114,7 +115,7 @@ def test_a_part_of_each_head_of_minimax_is_rotated(
     checkpoint = checkpoints["minimax-attention_alone"]
     path = rewrite(checkpoint.path, tmp_path / "model", rotary_dim=4)
     rotary = checkpoint.model.model.rotary_emb
-    monkeypatch.setattr(rotary, "inv_freq", 1e4 ** -(torch.arange(0, 4, 2) / 4))
+    monkeypatch.setitem(rotary._buffers, "inv_freq", 1e4 ** -(torch.arange(0, 4, 2) / 4))
     monkeypatch.setattr(modeling_minimax, "apply_rotary_pos_emb", rotate_first)
     check_sample(checkpoint, Session(path).run(requests(9, steps=6))[0], "rotary_dim")
 
@@ -178,7 +179,10 @@ STACKED = (
     "granite-plain",
     "jamba-plain",
     "lfm2_moe-plain",
+    "lfm3-plain",
     "nemotron-experts",
+    "seeing-nemotron_omni",
+    "lara-plain",
 )
 
 

@@ -41,14 +41,18 @@ from tests.support.checkpoints import (
 from tests.support.newer_checkpoints import NEWER, QWEN35
 from tests.support.odd_configs import DEEP, changes, some, write_fields
 from tests.support.published import PUBLISHED
+from tests.support.seeing_checkpoints import SEEING
 from tests.support.tiny import write_tiny
+from tests.support.windowed_checkpoints import WINDOWED
 
 FAMILIES: dict[str, Make] = {
     "falcon": falcon(), "nemotron": nemotron("M*-ME"), "qwen": qwen(), "falcon_mamba": falcon_mamba(),
     "jamba": jamba(), "lfm2": lfm2(), "lfm2_moe": lfm2_moe(), "mamba": mamba(), "mamba2": mamba2(),
     "puzzle": puzzle("ME", {1: {"num_experts_per_tok": 2}}),
     "swa_ssm": swa_ssm(),
-    **{name: cases["plain"] for name, cases in (NEWER | PUBLISHED).items()}, "qwen35-seeing": QWEN35["seeing_experts"],
+    **{name: cases["plain"] for name, cases in (NEWER | PUBLISHED | WINDOWED).items()},
+    "qwen35-seeing": QWEN35["seeing_experts"],
+    "nemotron-omni": SEEING["nemotron_omni"],
 }  # fmt: skip
 
 

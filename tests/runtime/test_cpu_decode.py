@@ -12,6 +12,7 @@ from hybridrt.runtime.replay import recordings
 from hybridrt.runtime.run.model_runner import ModelRunner
 from hybridrt.runtime.run.step_runner import StepRunner
 from hybridrt.runtime.step.plan import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepPlan
+from tests.support.page_sets import page_sets
 from tests.support.tiny import write_tiny
 
 PROMPTS = ([5, 6, 7], [9, 8, 7, 6, 5], [11])
@@ -26,7 +27,7 @@ def prefilled(path: Path, mode: str) -> ModelRunner:
     params = [SamplingParams(temperature=float(row == 2)) for row, _ in rows]
     plan = StepPlan(
         [Admission.from_prompt(row, row, prompt, params[row - 1], row) for row, prompt in rows],
-        [PageWrite(row, 0, [2 * row - 1, 2 * row]) for row, _ in rows],
+        [PageWrite(row, 0, page_sets([2 * row - 1, 2 * row])) for row, _ in rows],
         extend=[ExtendRow(row, 0, prompt, 0, True) for row, prompt in rows],
     )
     made.launch(plan).result()
@@ -46,7 +47,7 @@ def test_equal_eager_steps(tmp_path: Path, mode: str, monkeypatch: pytest.Monkey
     computed = {row: len(prompt) for row, prompt in enumerate(PROMPTS, 1)}
     for rows in ([1, 2, 3], [3, 1], [2, 3, 1], *[[1, 2, 3]] * 4):
         decode = DecodeRows.from_rows(DecodeRow(row, computed[row], computed[row]) for row in rows)
-        pages = [PageWrite(row, 2, [6 + row]) for row in rows if computed[row] == 8]
+        pages = [PageWrite(row, 2, page_sets([6 + row])) for row in rows if computed[row] == 8]
         plan = StepPlan(page_writes=pages, decode=decode)
         expected = eager.launch(plan).result().tokens
         with monkeypatch.context() as patched:

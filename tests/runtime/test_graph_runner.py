@@ -18,6 +18,7 @@ from tests.attention.test_backends_verify import MODELS, random_tokens
 from tests.models.test_models_parity import BASES, LENGTHS, requests, with_modes
 from tests.support.by_hand import ByHand, Row, assert_close
 from tests.support.checkpoints import CheckpointStore, has_replay
+from tests.support.levels import sweep
 from tests.support.session import Session, check_sample
 
 SHAPES = (("classic", 1), ("intermediate", 3), ("replay", 1), ("replay", 3))
@@ -91,7 +92,8 @@ def test_the_largest_step_alone_runs_before_its_capture(checkpoints: CheckpointS
 
 
 @pytest.mark.parametrize(
-    ("name", "mode", "tokens"), [(name, *shape) for name in MODELS for shape in SHAPES[: 2 + 2 * has_replay(name)]]
+    ("name", "mode", "tokens"),
+    sweep([(name, *shape) for name in MODELS for shape in SHAPES[: 2 + 2 * has_replay(name)]], 3),
 )
 def test_replay_equals_eager_padded_alike(name: str, mode: str, tokens: int, checkpoints: CheckpointStore) -> None:
     """Bit for bit, for every number of real rows, step after step; and neither touches any other row."""
@@ -176,7 +178,7 @@ def test_new_pages_are_entered_by_the_graph(checkpoints: CheckpointStore) -> Non
     graphs = runner_of(hand)
     page = int(hand.pools.req_to_token.req_to_token[5, 16]) // 4
     hand.pools.req_to_token.req_to_token[5, 16:] = 0
-    got = graphs.replay(inputs_of([Row(5, 16, [15])], 1), np.array([page]))
+    got = graphs.replay(inputs_of([Row(5, 16, [15])], 1), np.array([[page]]))
     assert torch.equal(got, padded_step(eager, [Row(5, 16, [15])], 0))
     assert hand.pools.req_to_token.req_to_token[5, 16:20].tolist() == [page * 4 + i for i in range(4)]
 
@@ -246,7 +248,7 @@ def test_decode_and_verify_graphs_share_a_backend(checkpoints: CheckpointStore) 
             assert_close(hand.state(row, lengths[row]), eager.state(row, lengths[row]), 0.0)
 
 
-@with_modes(BASES)
+@with_modes(BASES, 2)
 def test_an_engine_on_graphs_gives_the_same_tokens(name: str, state_mode: str, checkpoints: CheckpointStore) -> None:
     """Decode steps replay graphs, also in mixed steps; larger batches than the largest bucket run eagerly."""
     checkpoint = checkpoints[name]

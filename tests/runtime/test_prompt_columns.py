@@ -12,7 +12,8 @@ from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.kernels.core.chunk_plan import chunk_lists
 from hybridrt.kernels.core.packed import Record, arrays_of
 from hybridrt.runtime.step.pack_padded import Bucket, PaddedStep, StateSaves
-from hybridrt.runtime.step.plan import Admission, ExtendRow, PageWrite, StepPlan, int32s
+from hybridrt.runtime.step.plan import Admission, ExtendRow, PageWrite, StepPlan
+from tests.support.page_sets import page_sets
 from tests.support.plain_arrays import pack_plainly
 from tests.support.prompt_steps import Play
 
@@ -20,7 +21,7 @@ SPARE = 50  # the first state slot that belongs to no row
 CASES = list(product(StateSaves, ((16,), (64, 256), ()), (0, 1)))
 
 
-def steps(bucket: Bucket, saves: bool, seed: int) -> Iterator[StepPlan]:
+def steps(bucket: Bucket, saves: bool, seed: int, groups: int) -> Iterator[StepPlan]:
     """Steps that fit a bucket, with admissions, page writes and cached states; one fills it, and one is of decode rows
     and one token."""
     draw, rows = random.Random(seed), range(1, 30)
@@ -40,22 +41,23 @@ def steps(bucket: Bucket, saves: bool, seed: int) -> Iterator[StepPlan]:
             prompt, seed = list(range(row, 70)), draw.randrange(2**63)
             plan.admissions.append(Admission.from_prompt(row, row + 1, prompt, params, seed))
         for row in draw.sample(rows, draw.randint(0, 4)):
-            pages = int32s(draw.randrange(1, 5000) for _ in range(draw.randint(1, 60)))
+            count = draw.randint(1, 60)
+            pages = page_sets(*[[draw.randrange(1, 5000) for _ in range(count)] for _ in range(groups)])
             plan.page_writes.append(PageWrite(row, draw.randrange(40), pages))
         yield plan
     yield StepPlan(decode=plan.decode, extend=[ExtendRow(2, 5, [3], 1, False)])
 
 
-@pytest.mark.parametrize("bucket", [Bucket(0, 128), Bucket(8, 320)])
+@pytest.mark.parametrize(("bucket", "groups"), [(Bucket(0, 128), 1), (Bucket(8, 320), 2)])
 @pytest.mark.parametrize(("saves", "sizes", "fill"), CASES)
 def test_arrays_that_are_filled_again_equal_plain_ones(
-    saves: StateSaves, sizes: tuple[int, ...], fill: int, bucket: Bucket
+    saves: StateSaves, sizes: tuple[int, ...], fill: int, bucket: Bucket, groups: int
 ) -> None:
     """Nothing of an earlier step is left. All arrays are views of what is copied to the device."""
-    padded, seen = PaddedStep(bucket, sizes, saves, fill), set[int]()
-    for plan in steps(bucket, saves is not StateSaves.NONE, seed=len(sizes)):
+    padded, seen = PaddedStep(bucket, sizes, saves, fill, groups), set[int]()
+    for plan in steps(bucket, saves is not StateSaves.NONE, len(sizes), groups):
         padded.pack(plan)
-        wanted = pack_plainly(plan, bucket, sizes, saves, fill)
+        wanted = pack_plainly(plan, bucket, sizes, saves, fill, groups)
         arrays, plain = arrays_of(padded.arrays), arrays_of(wanted)
         assert shape_of(padded.arrays) == shape_of(wanted)
         for i, (array, other) in enumerate(zip(arrays, plain, strict=True)):

@@ -39,7 +39,8 @@ SIZES = ((0, 3), (16, 48))
 ROWS, SPARE = 9, 11  # request rows; the first state slot that belongs to none
 MODELS = (
     "falcon-norm_after_gate", "nemotron-experts", "qwen-plain", "jamba-plain", "lfm2_moe-plain", "kimi-plain",
-    "swa_ssm-plain", "minimax-plain", "olmo-plain", "ling-plain", "zamba2-plain", "ling25-plain",
+    "swa_ssm-plain", "minimax-plain", "olmo-plain", "ling-plain", "zamba2-plain", "ling25-plain", "lfm3-plain",
+    "lara-plain",
 )  # fmt: skip
 CASES = [(name, ("classic", "replay")[saves and has_replay(name)], saves) for saves in (True, False) for name in MODELS]
 
@@ -58,14 +59,14 @@ def last_tokens() -> Tensor:
     return found
 
 
-def runner_of(hand: ByHand, saves: bool, exact: bool = True, sizes: Any = SIZES) -> PromptGraphs:
+def runner_of(hand: ByHand, saves: bool, exact_lens: bool = True, sizes: Any = SIZES) -> PromptGraphs:
     constants = SamplingTable(ROWS, hand.model.config.vocab_size, torch.device("cpu"))
     graphs = PromptGraphs(
         model=hand.model, backend=hand.backend, req_to_token_pool=hand.pools.req_to_token, last_tokens=last_tokens(),
         max_bs=3, max_tokens=48, saves=saves, sizes=sizes,
         enter_tables=partial(enter_tables, hand.pools, constants),
     )  # fmt: skip
-    graphs.exact = exact
+    graphs.exact_lens = exact_lens
     graphs.capture()
     return graphs
 
@@ -86,9 +87,9 @@ def padded_batch(hand: ByHand, plan: StepPlan, bucket: Bucket, saves: bool) -> t
     kind = (
         (StateSaves.AT_CHUNKS if hand.backend.saves_at_chunks else StateSaves.SECOND_PASS) if saves else StateSaves.NONE
     )
-    on_host = pack_plainly(plan, bucket, sizes, kind, hand.backend.seq_len_fill)
+    on_host = pack_plainly(plan, bucket, sizes, kind, hand.backend.seq_len_fill, table.num_groups)
     arrays: StepArrays[Tensor] = map_arrays(torch.from_numpy, on_host)
-    prompts, decoded = arrays.prompts, TokenInputs.allocate(n, torch.device("cpu"))
+    prompts, decoded = arrays.prompts, TokenInputs.allocate(n, torch.device("cpu"), table.num_groups)
     assert on_host.prompts is not None and prompts is not None
     if n:
         fill_decode(decoded, arrays, n, None, last_tokens(), table)
@@ -154,7 +155,7 @@ def test_kernels_see_bounds_alone(
     monkeypatch.setattr(prompt_columns, "TOKENS_OF_ONE", 8)
     path = checkpoints[name].path
     replayed, other = twins(path, "classic", attention_backend="triton")
-    graphs = runner_of(replayed, True, exact=False, sizes=((2,), (16,)))
+    graphs = runner_of(replayed, True, exact_lens=False, sizes=((2,), (16,)))
     saving = ExtendRow(4, 0, TEXT[4:13], 0, True, saves=[(6, SPARE)])
     first = StepPlan(extend=[saving, ExtendRow(2, 0, TEXT[9:14], 0, True)])
     behind = [ExtendRow(2, 5, TEXT[14:16], 0, True), ExtendRow(5, 0, TEXT[3:5], 0, True, read_state_slot=SPARE)]

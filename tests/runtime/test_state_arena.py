@@ -26,8 +26,8 @@ from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.kinds.prefix_sum import PrefixSumConfig
 from hybridrt.kinds.registry import linear_kind, state_shape
-from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, UnitCosts
-from hybridrt.runtime.load.build import build_pools
+from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, PageGroup, UnitCosts
+from hybridrt.runtime.load.build import build_pools, page_demands
 from hybridrt.runtime.load.target import RunTarget
 from hybridrt.runtime.run.state_arena import StateArena
 from hybridrt.runtime.step.plan import StateCopy
@@ -91,8 +91,10 @@ class Side:
         speculative = SpeculativeConfig(num_draft_tokens=tokens - 1) if tokens > 1 else None
         mode = "intermediate" if speculative else "classic"
         target = RunTarget(config, torch.device("cpu"), torch.bfloat16, torch.float32, mode, self.tp)
-        plan = MemoryPlan(ROWS, ROWS, ROWS * 16, PAGE, 64, UnitCosts(0, 0, 0), 0)
-        self.pools = build_pools(EngineConfig("x", page_size=PAGE, speculative=speculative), target, plan)
+        engine = EngineConfig("x", page_size=PAGE, speculative=speculative)
+        groups = tuple(PageGroup(demand, ROWS * 16, 0) for demand in page_demands(engine, target))
+        plan = MemoryPlan(ROWS, ROWS, groups, PAGE, 64, UnitCosts(0, 0, ()), 0)
+        self.pools = build_pools(engine, target, plan)
         spoil(self.pools)
         self.arena = StateArena(target, self.pools, 10_000)
         self.slot = ROWS + 1 - row
@@ -127,7 +129,8 @@ class Side:
             others = [i for i in range(1, ROWS + 1) if i != self.slot]
             assert mamba.layer_cache(layer_id).temporal[others].isnan().all()
         for layer_id, tensors in whole.kv.items():
-            first = max(whole.length - (whole.config.attention.sliding_window or 99) + 1, start)
+            window = whole.config.attention.sliding_window
+            first = start if window is None else max(whole.length - window + 1, 0)
             for pool, tensor in zip(self.pools.kv.held(layer_id), tensors, strict=True):
                 tokens = pool.flatten(0, 1)[table[:64].long()]
                 assert torch.equal(tokens[first : whole.length], self._heads(whole, tensor)[first:])

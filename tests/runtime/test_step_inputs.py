@@ -28,6 +28,7 @@ from hybridrt.runtime.step.plan import (
     StepPlan,
     int32s,
 )
+from tests.support.page_sets import page_sets
 from tests.support.tiny import write_tiny
 
 
@@ -104,7 +105,7 @@ def plan_of_three() -> StepPlan:
 def test_graphs_and_eager_steps_pack_rows_alike(tree: bool) -> None:
     plan = plan_of_three()
     eager = pack_step(StepPlan(decode=plan.decode), 3, tree)
-    padding = pack_rows(DecodeRows.from_rows([DecodeRow(0, 0, 0)]), 3, tree, np.array([-1], np.int32))
+    padding = pack_rows(DecodeRows.from_rows([DecodeRow(0, 0, 0)]), 3, tree, np.array([[-1]], np.int32))
     whole: StepArrays[np.ndarray] = map_arrays(lambda array: array.repeat(8, 0), padding)
     flat, starts = np.empty(packed_size(arrays_of(whole)), np.int32), section_starts(arrays_of(whole))
     pack_arrays(arrays_of(whole), flat)
@@ -115,7 +116,7 @@ def test_graphs_and_eager_steps_pack_rows_alike(tree: bool) -> None:
     for array, other in zip(arrays_of(padded), arrays_of(eager), strict=True):
         assert len(array) == 8 and array[:3].tolist() == other.tolist()
     assert padded.seq_lens.tolist() == [12, 8, 9, 3, 3, 3, 3, 3]
-    assert padded.new_pages.tolist() == [-1] * 8
+    assert padded.new_pages.tolist() == [[-1]] * 8
     assert padded.drafts is not None
     assert padded.drafts.tokens.tolist()[:3] == [[7, 8], [0, 0], [1, 0]]
     assert (padded.drafts.parents is None) == (padded.drafts.ancestors is None) == (not tree)
@@ -143,12 +144,16 @@ def test_an_eager_step_holds_its_chunks() -> None:
 def test_a_step_holds_what_changes_in_tables_and_no_more() -> None:
     params, decode = SamplingParams(temperature=0.0), plan_of_three().decode
     assert pack_step(StepPlan(decode=decode), 3).tables is None
-    assert pack_step(StepPlan(page_writes=[PageWrite(1, 0, NO_INTEGERS)]), 1).tables is None, "no page, no write"
+    assert pack_step(StepPlan(page_writes=[PageWrite(1, 0, page_sets([]))]), 1).tables is None, "no page, no write"
     tables = pack_step(
         StepPlan(
             [Admission.from_prompt(3, 7, [5, 6], params, 9), Admission.from_prompt(1, 8, [5], params, 2**40)],
-            [PageWrite(3, 2, int32s([40, 30])), PageWrite(2, 0, NO_INTEGERS), PageWrite(1, 5, int32s([20]))],
-            page_copies=[PageCopy(11, 12), PageCopy(11, 13)],
+            [
+                PageWrite(3, 2, page_sets([40, 30], [4, 3])),
+                PageWrite(2, 0, page_sets([], [])),
+                PageWrite(1, 5, page_sets([20], [0])),
+            ],
+            page_copies=[PageCopy(int32s([11, 1]), int32s([12, 2])), PageCopy(int32s([11, 0]), int32s([13, 0]))],
         ),
         1,
     ).tables
@@ -157,8 +162,8 @@ def test_a_step_holds_what_changes_in_tables_and_no_more() -> None:
     assert np.ascontiguousarray(tables.admissions.sampling.seeds).view(np.int64).tolist() == [[9], [2**40]]
     assert tables.admissions.sampling.penalties is None and tables.admissions.sampling.rules is None
     assert (tables.pages.rows.tolist(), tables.pages.indices.tolist()) == ([3, 3, 1], [2, 3, 5])
-    assert tables.pages.pages.tolist() == [40, 30, 20]
-    assert (tables.copies.sources.tolist(), tables.copies.targets.tolist()) == ([11, 11], [12, 13])
+    assert tables.pages.pages.tolist() == [[40, 4], [30, 3], [20, 0]]
+    assert (tables.copies.sources.tolist(), tables.copies.targets.tolist()) == ([[11, 1], [11, 0]], [[12, 2], [13, 0]])
 
 
 def test_a_prefill_plans_its_chunks_in_the_copy_of_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +173,7 @@ def test_a_prefill_plans_its_chunks_in_the_copy_of_the_step(tmp_path: Path, monk
     params, prompt = SamplingParams(temperature=0.0), [5, 6, 7, 8, 9]
     plan = StepPlan(
         [Admission.from_prompt(1, 1, prompt, params, 0)],
-        [PageWrite(1, 0, int32s([1]))],
+        [PageWrite(1, 0, page_sets([1]))],
         extend=[ExtendRow(1, 0, prompt, 0, True)],
     )
     assert len(runner.launch(plan).result().tokens) == 1

@@ -49,6 +49,7 @@ from hybridrt.runtime.step.sampling_table import make_rules
 from hybridrt.transfer.ranks import JoinTransfer
 from tests.models.test_models_parity import requests
 from tests.support.checkpoints import CheckpointStore
+from tests.support.page_sets import page_sets
 from tests.support.session import Session
 
 ROOT = Path(__file__).parents[2]
@@ -66,8 +67,9 @@ def test_plans_survive_the_way(checkpoints: CheckpointStore) -> None:
     session.run(requests(1, 17, steps=4), chunk=7, gap=2)
     rows = DecodeRows.from_rows([DecodeRow(1, 2, 3, [4, 5], [0, 0])] * 64)
     full = replace(session.plans[0], decode=rows, imports=[StateCopy(1, 2, 8, 9, 1)], constrained=[0])
-    full.page_copies, full.host_copies = [PageCopy(3, 4)], [HostCopy(5, True, [6], [7], [HostState(8, 9, 10)])]
-    full.after_copies, full.kept_pages, full.moves = 5, [PageCopy(5, 6)], [StateMove(1, 2, 3, When.BEFORE_ROWS)]
+    full.page_copies = [PageCopy(int32s([3, 4]), int32s([5, 6]))]
+    full.host_copies = [HostCopy(5, True, [[6], []], [[7], []], [HostState(8, 9, 10)])]
+    full.after_copies, full.moves = 5, [StateMove(1, 2, 3, When.BEFORE_ROWS)]
     full.extend = [ExtendRow(1, 2, [3, 4, 5], 0, True, 0, 6, [(1, 7), (2, 8)])]
     full.exports = full.imports * 2
     assert all(getattr(full, field.name) for field in fields(full))
@@ -111,7 +113,7 @@ def test_rules_about_tokens_survive_the_way() -> None:
         DraftTask([DraftRow(1, 2, 3, 4, PARAMS)], 3, 2),
         MaskTask(b"\1\0\0\0\2\0\0\0", 2, True),
         DropTask(),
-        PrefixCopy(PrefixPlaces(5, [1, 2], [(4, 3)]), write=True),
+        PrefixCopy(PrefixPlaces(5, [[1, 2], [3]], [(4, 3)]), write=True),
         None,
     ],
     ids=lambda message: type(message).__name__,
@@ -131,9 +133,11 @@ def test_a_task_of_the_transfer_survives() -> None:
 def test_integers_of_every_kind_are_sent_as_integers() -> None:
     computed: Any = np.int64(2)
     tokens: Any = [np.int32(3)]
-    plan = StepPlan(page_writes=[PageWrite(1, 0, int32s(range(3)))], extend=[ExtendRow(1, computed, tokens, 0, True)])
+    writes = [PageWrite(1, 0, page_sets(range(3), range(4, 7))), PageWrite(2, 0, page_sets([], []))]
+    plan = StepPlan(page_writes=writes, extend=[ExtendRow(1, computed, tokens, 0, True)])
     found = decode(encode(plan))
-    assert found.page_writes[0].pages.tolist() == [0, 1, 2] and found.extend[0].tokens == [3]
+    assert found.page_writes[0].pages.tolist() == [[0, 4], [1, 5], [2, 6]]
+    assert found.page_writes[1].pages.shape == (0, 2) and found.extend[0].tokens == [3]
 
 
 class Runs:
@@ -161,6 +165,8 @@ def refused() -> Iterator[bytes]:
     ]
     plans += [{"decode": [one, b"\xff" * 4, one, one]}, {"decode": [one, one, one, b"\1\0\0\0", one, two]}]
     plans.append({"admissions": [[1, 1, 1, {"top_p": 7}, 0, 0]]})
+    shapes: list[Any] = [[0, two], [3, two], [-1, two], ["2", two], [2, 2], [2, two, one], [2, b"\xff" * 8]]
+    plans += [{"page_writes": [[1, 0, pages]]} for pages in shapes]
     yield from (task("step", msgspec.msgpack.encode(plan)) for plan in plans)
     for config in ({}, {"model": 5}, {"model": "m", "tp_size": 0}, {"model": "m", "speculative": {"method": "os"}}):
         yield task("serve", msgspec.msgpack.encode(config))
@@ -175,7 +181,7 @@ def test_malformed_messages_are_refused_and_run_nothing() -> None:
 def test_spoilt_bytes_are_refused_or_still_a_plan() -> None:
     plan = StepPlan(
         [Admission.from_prompt(1, 1, [5] * 40, PARAMS, 3)],
-        [PageWrite(1, 0, int32s([7]))],
+        [PageWrite(1, 0, page_sets([7]))],
         DecodeRows.from_rows([DecodeRow(2, 3, 4, [5], [0])]),
     )
     body, rng = msgspec.msgpack.decode(encode(plan))["body"], random.Random(0)
@@ -252,7 +258,7 @@ def wait_for_loss(ranks: Ranks) -> str:
 
 
 def test_a_silent_rank_is_lost(links: tuple[Link, Link]) -> None:
-    assert "rank 1 was lost: it has sent no sign of life for 0.1 seconds" in wait_for_loss(leader(links[0], 0.1))
+    assert "rank 1 was lost: it has sent no heartbeat for 0.1 seconds" in wait_for_loss(leader(links[0], 0.1))
 
 
 def test_a_rank_whose_connection_ends_is_lost(links: tuple[Link, Link]) -> None:

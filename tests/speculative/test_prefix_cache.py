@@ -156,7 +156,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     yield Bench(Rigs(tmp_path_factory.mktemp("models")))
 
 
-@pytest.mark.parametrize(("name", "mode", "topk", "method", "examples"), drawn(CELLS, 3, 6, 8))
+@pytest.mark.parametrize(("name", "mode", "topk", "method", "examples"), drawn(CELLS, 6, 6, 8))
 def test_cached_equals_uncached(
     name: str, mode: str, topk: int, method: str | None, examples: int, bench: Bench
 ) -> None:
@@ -192,7 +192,7 @@ def test_cached_equals_uncached_on_two_ranks(
     """The same, with states and pages cut over two processes."""
     model, examples = WITH_HEADS[name] if method == "mtp" else name, 3
     rig = bench.new_rig(model, mode, topk, method, None, 9, ranks)
-    plenty, counts = rig.lent[0], Counter[str]()
+    plenty, counts = rig.lent[0][0], Counter[str]()
     hosted: dict[str, Any] = {"chunk": 8192, "overlap": True, "grid": PAGE, "script": sorted(SCRIPTS)[0]}
     hosted |= {"hosted": True, "foreseen": True}
 
@@ -200,7 +200,7 @@ def test_cached_equals_uncached_on_two_ranks(
     @settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
     @given(slots=st.sampled_from([2, 9]), pages=st.sampled_from([plenty, LENGTH // PAGE + 2]), **PLAYS)
     def play(slots: int, pages: int, **case: Any) -> None:
-        rig.lent = pages, rig.runner.memory_plan.num_rows + slots
+        rig.lent = [pages], rig.runner.memory_plan.num_rows + slots
         counts["hit"] += bench.play(rig, model, method, **case)
         counts["fetched"] += rig.counters.cache_fetched
 

@@ -1,7 +1,7 @@
 """A model, its pools and its backend driven step by step, without engine or runner, for tests of the backends."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,10 @@ class ByHand:
         )  # fmt: skip
         _, self.target = load_target(self.config, TPGroup())
         self.model = build_model(self.config, self.target, path, False)
-        self.plan = make_plan(self.config, self.target, budget_bytes=2**32)
+        plan = make_plan(self.config, self.target, budget_bytes=2**32)
+        count = -(-(plan.max_model_len + tokens - 1) // 4)  # of a row: also pages that its windows have passed
+        groups = [replace(group, num_pages=(rows + 1) * count) for group in plan.groups]
+        self.plan = replace(plan, groups=tuple(groups))
         self.pools = build_pools(self.config, self.target, self.plan)
         self.backend: Any = create_backend(
             self.config, self.target.model_config, layers=self.model.mixers(), kv_pool=self.pools.kv,
@@ -57,9 +60,9 @@ class ByHand:
             spoil(self.pools)
         generator = torch.Generator().manual_seed(5)
         self._slots = torch.randperm(rows, generator=generator) + 1
-        pages = torch.randperm(self.plan.num_pages, generator=generator) + 1
-        count = min(len(pages) // (rows + 1), self.pools.req_to_token.max_context // self.config.page_size)
-        self._pages = pages[: count * (rows + 1)].view(rows + 1, count)
+        pages = [torch.randperm(group.num_pages, generator=generator) + 1 for group in groups]
+        none = torch.empty(rows + 1, 0, 1, dtype=torch.int64)
+        self._pages = torch.stack(pages, 1).view(rows + 1, count, -1) if pages else none
         self._spare_slot = rows + 1
         self.last_batch: Any = None  # that ran last, which is what `commit` commits
 
@@ -68,6 +71,10 @@ class ByHand:
         pool = self.pools.req_to_token.mamba_pool
         assert pool is not None
         return pool
+
+    @property
+    def _recurs(self) -> bool:
+        return self.pools.req_to_token.mamba_pool is not None
 
     def slot(self, row: int) -> int:
         return int(self._slots[row - 1])
@@ -79,7 +86,7 @@ class ByHand:
         pages = self._pages[index - 1]
         count = pages.shape[1]
         which = torch.arange(count).repeat(len(rows))
-        self.pools.req_to_token.write_pages(index.repeat_interleave(count), which, pages.flatten())
+        self.pools.req_to_token.write_pages(index.repeat_interleave(count), which, pages.flatten(0, 1))
 
     def batch(
         self, decode: Sequence[Row] = (), extend: Sequence[Row] = (), *, padding: int = 0, spec: SpecInfo | None = None,
@@ -150,6 +157,8 @@ class ByHand:
         """All that row `row` carries after `length` tokens: recurrent state, conv window and KV, by layer."""
         slot = torch.tensor([self.slot(row)], dtype=torch.int32)
         found: dict[str, Tensor] = {}
+        if not self._recurs:
+            return self.kv(row, length)
         if self.mamba.spec.mode == "replay":
             index, spare = torch.tensor([[row], [self._spare_slot]], dtype=torch.int32)
             self.mamba.snapshot(index, spare)
@@ -158,10 +167,14 @@ class ByHand:
             found[f"state of layer {layer_id}"] = self.mamba.layer_cache(layer_id).temporal[source].clone()
             window = self.mamba.conv_window(layer_id, slot, torch.tensor([length], dtype=torch.int32))
             found[f"conv of layer {layer_id}"] = window[0].clone()
-        where = self.pools.req_to_token.req_to_token[row, :length].long()
-        for name, pool in self._kv():
-            found[name] = pool.flatten(1, 2)[:, where].clone()
-        return found
+        return found | self.kv(row, length)
+
+    @torch.inference_mode()
+    def kv(self, row: int, length: int) -> dict[str, Tensor]:
+        """Keys and values of a row's first `length` tokens."""
+        where = self.pools.req_to_token.tables[row, :, :length].long()
+        named = zip(self._kv(), self.pools.kv.tensor_groups)
+        return {name: pool.flatten(1, 2)[:, where[group]].clone() for (name, pool), group in named}
 
     def _kv(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors of the KV pool: keys and values of the first group, of the second, ..."""
@@ -171,11 +184,12 @@ class ByHand:
     def snapshot(self) -> dict[str, Tensor]:
         """Copies of all pool tensors by name: [layer, entry, ...], or [entry] for cursors."""
         found = dict(self._kv())
-        for layer_id in self.mamba.layer_ids:
+        for layer_id in self.mamba.layer_ids if self._recurs else ():
             for name, tensor in vars(self.mamba.layer_cache(layer_id)).items():
                 if tensor is not None:
                     found[f"{name} {layer_id}"] = tensor[None]
-        found |= {"start": self.mamba.ring_start[None], "length": self.mamba.ring_length[None]}
+        if self._recurs:
+            found |= {"start": self.mamba.ring_start[None], "length": self.mamba.ring_length[None]}
         return {name: tensor.clone() for name, tensor in found.items()}
 
     def touched(self, before: dict[str, Tensor]) -> dict[str, set[int]]:

@@ -1,11 +1,13 @@
 """The prefix cache against the ledgers of the allocators."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+
+import numpy as np
 
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.mem_cache.pools.allocator import SlotAllocator
+from hybridrt.mem_cache.pools.page_allocators import PageAllocators
+from hybridrt.mem_cache.pools.page_sets import no_sets, pages_of
 from hybridrt.mem_cache.pools.slots import Slot, Slots
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_node import Node
@@ -15,8 +17,7 @@ def check_cache(pools: CacheCoordinator) -> None:
     """free + used + cached == total, and what the allocators say the cache has is what the tree has, once each. What is
     locked in an allocator is read in the tree."""
     pools.check()
-    windows = pools.prefixes.windows._of if pools.prefixes.windows is not None else {}
-    nodes = check_tree(pools.prefixes.tree, pools.pages, pools.slots, windows)
+    nodes = check_tree(pools.prefixes.tree, pools.pages, pools.slots)
     if (tier := pools.prefixes.tier) is not None:
         hosted = check_tree(tier.tree, tier.pages, tier.slots)
         assert not tier.pages.num_used and not tier.slots.num_used and not any(node.readers for node in hosted)
@@ -32,21 +33,13 @@ def check_cache(pools: CacheCoordinator) -> None:
         assert not any(node.readers or node.state_readers for node in nodes) and not pools.pages.num_locked
 
 
-def check_tree(
-    tree: RadixCache,
-    pages: SlotAllocator,
-    states: SlotAllocator,
-    windows: Mapping[Slot, Sequence[Slot]] = MappingProxyType({}),
-) -> list[Node]:
-    """What two allocators say the cache has is what the tree has, once each. Returns the tree's nodes.
-
-    Args:
-        windows: pages by state that the tree does not have itself.
-    """
+def check_tree(tree: RadixCache, pages: PageAllocators, states: SlotAllocator) -> list[Node]:
+    """What the allocators say the cache has is what the tree has, once each. Returns the tree's nodes."""
     nodes = list(tree.nodes())
-    held = [page for node in nodes for page in (*node.pages, *([node.tail] if node.tail else ()))]
-    held += [page for pages_of_state in windows.values() for page in pages_of_state]
-    for pool, mine in ((pages, held), (states, [node.state for node in nodes if node.state is not None])):
+    sets = [held for node in nodes for held in (node.pages, node.tail) if held is not None]
+    by_group = pages_of(np.concatenate([no_sets(len(pages)), *sets]))
+    states_of_tree = [node.state for node in nodes if node.state is not None]
+    for pool, mine in (*zip(pages.groups, by_group), (states, states_of_tree)):
         assert not [entry for entry, times in Counter(mine).items() if times > 1], "an entry is in the tree twice"
         assert sorted(mine) == sorted(cached(pool)), f"the tree has {sorted(mine)}; {pool!r}"
     return nodes

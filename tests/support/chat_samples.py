@@ -296,4 +296,12 @@ SAMPLES = [
         (("get_weather", DALLAS), ("now", {})),
         name="two",
     ),
+    Sample(
+        "harmony",
+        "I look.<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+        '{"city": "Dallas", "days": 3}<|call|><|channel|>commentary to=functions.now json<|message|>{}',
+        "I look.",
+        (("get_weather", DALLAS), ("now", {})),
+        name="two",
+    ),
 ]

@@ -18,7 +18,9 @@ from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from tests.support import swa_ssm as swa
 from tests.support.newer_checkpoints import NEWER, NEWER_SPLIT
 from tests.support.published import PUBLISHED, PUBLISHED_SPLIT
+from tests.support.seeing_checkpoints import SEEING
 from tests.support.sizes import LENGTH, TOKENS, VOCAB, Make
+from tests.support.windowed_checkpoints import WINDOWED, WINDOWED_SPLIT
 
 UNGROUPED = ("MambaRMSNormGated", "BambaRMSNormGated", "GraniteMoeHybridRMSNormGated")
 CORRECTIONS = ("e_score_correction_bias", "expert_bias")  # of routers: buffers
@@ -327,15 +329,16 @@ CASES: dict[str, Make] = {
     for family, cases in (
         ("falcon", FALCON), ("falcon_mamba", FALCON_MAMBA), ("jamba", JAMBA), ("lfm2", LFM2), ("lfm2_moe", LFM2_MOE),
         ("mamba", MAMBA), ("mamba2", MAMBA2), ("nemotron", NEMOTRON), ("qwen", QWEN), ("swa_ssm", SWA_SSM),
-        *NEWER.items(), *PUBLISHED.items(),
+        *NEWER.items(), *PUBLISHED.items(), ("seeing", SEEING), *WINDOWED.items(),
     )
     for name, make in cases.items()
 }  # fmt: skip
 
 
 def has_replay(name: str) -> bool:
-    """Whether a case's recurrent layers have state mode "replay": all but Mamba-1, sums and simple GLA do."""
-    return not name.startswith(("falcon_mamba", "jamba", "mamba-", "swa_ssm", "ling25"))
+    """Whether a case's recurrent layers have state mode "replay": all but Mamba-1, sums and simple GLA do. gpt-oss has
+    none."""
+    return not name.startswith(("falcon_mamba", "jamba", "mamba-", "swa_ssm", "ling25", "gpt_oss"))
 
 
 # What 2 and 4 ranks can share; the models whose tests split them. KV heads are fewer than 4 ranks.
@@ -363,6 +366,7 @@ SPLIT: dict[str, Make] = {
     "swa_ssm-split": CASES["swa_ssm-plain"],
     **NEWER_SPLIT,
     **PUBLISHED_SPLIT,
+    **WINDOWED_SPLIT,
 }  # fmt: skip
 
 
@@ -371,7 +375,8 @@ def write(make: Make, path: Path, *, seed: int = 0, **save: Any) -> Any:
     torch.manual_seed(seed)
     config, cls = make()
     for part in (config, *(getattr(config, name) for name in getattr(config, "sub_configs", ()))):
-        part.dtype = "float32"
+        if part is not None:  # no sound
+            part.dtype = "float32"
     model = cls(config).eval().float()
     _skip_ungrouped_norms(model)
     with torch.no_grad():
@@ -408,6 +413,8 @@ def _randomize(name: str, t: Tensor) -> None:
         t.copy_(torch.randn_like(t) * (0.9 / t.shape[-1] ** 0.5))
     elif "bias" in name:
         t.copy_(torch.randn_like(t) * 0.2)
+    elif "sinks" in name:
+        t.copy_(torch.randn_like(t))
 
 
 @dataclass

@@ -15,8 +15,9 @@ from hybridrt.models.config.family import Family
 
 CLASSES = {
     "bailing_hybrid": "BailingHybridConfig", "bamba": "BambaConfig", "falcon_h1": "FalconH1Config",
-    "falcon_mamba": "FalconMambaConfig", "granitemoehybrid": "GraniteMoeHybridConfig", "jamba": "JambaConfig",
-    "kimi_linear": "KimiLinearConfig", "lfm2": "Lfm2Config", "lfm2_moe": "Lfm2MoeConfig", "mamba": "MambaConfig",
+    "falcon_mamba": "FalconMambaConfig", "gpt_oss": "GptOssConfig", "granitemoehybrid": "GraniteMoeHybridConfig",
+    "jamba": "JambaConfig", "kimi_linear": "KimiLinearConfig", "lara_mini": "LaraMiniConfig", "lfm2": "Lfm2Config",
+    "lfm2_moe": "Lfm2MoeConfig", "lfm3": "Lfm3Config", "mamba": "MambaConfig",
     "mamba2": "Mamba2Config", "minimax": "MiniMaxConfig", "nemotron_h": "NemotronHConfig",
     "olmo_hybrid": "OlmoHybridConfig", "qwen3_5_moe_text": "Qwen3_5MoeTextConfig",
     "qwen3_5_text": "Qwen3_5TextConfig", "qwen3_next": "Qwen3NextConfig", "zamba2": "Zamba2Config",

@@ -12,7 +12,7 @@ from hybridrt.engine.request.sample_request import Request
 from hybridrt.mem_cache.pools.page_demand import PageDemand
 from tests.support.cache_ledger import check_cache
 from tests.support.mock_drafter import MockDrafter
-from tests.support.mock_executor import MockExecutor, tokens_alone
+from tests.support.mock_executor import MockExecutor, Windows, tokens_alone
 from tests.support.samples import Sample, Samples
 
 VOCAB = 23
@@ -52,7 +52,7 @@ class Rig:
         drafts: int = 0,
         tokenizer: Any = None,
         seed: int = 0,
-        sliding_window: int | None = None,
+        windows: Windows = (None,),
         cache: bool = False,
         grid: int | None = None,
         replay: bool = False,
@@ -62,16 +62,17 @@ class Rig:
         slots = rows if slots is None else slots
         self.executor = MockExecutor(
             num_rows=rows, num_slots=slots, num_pages=pages, page_size=page_size, vocab=vocab, late=late,
-            sliding_window=sliding_window, replay=replay,
+            windows=windows, replay=replay,
         )  # fmt: skip
-        demand = PageDemand(page_size, sliding_window, chunk, drafts + 1)
-        self.pools = CacheCoordinator(rows, slots, pages, page_size, demand, prefix_cache=cache)
+        back = page_size - 1 if cache and not slots else 0
+        demands = [PageDemand(page_size, w, chunk, drafts + 1, back if w else 0) for w in windows] if pages else []
+        self.pools = CacheCoordinator(rows, slots, [pages] * len(demands), demands, prefix_cache=cache)
         self.pools.prefixes.grid = grid or self.pools.prefixes.grid
         self.executor.copy_delay = copy_delay
         if host is not None:  # KV pages and states in main memory
             self.pools.add_tier(*host, self.executor.copied)
         limits = EngineLimits(vocab, max_model_len, chunk, (EOS,))
-        self.drafter = drafter = MockDrafter(drafts, vocab, sliding_window) if drafts else None
+        self.drafter = drafter = MockDrafter(drafts, vocab, windows, self.executor.has_state) if drafts else None
         self.engine = Engine(self.executor, self.pools, limits, tokenizer, overlap=overlap, seed=seed, drafter=drafter)
         self.outputs = Samples()
 
@@ -122,12 +123,12 @@ def set_computed(request: Request, tokens: int) -> None:
 
 def expected(
     prompt: Sequence[int], params: SamplingParams, seed: int, max_model_len: int, vocab: int = VOCAB,
-    sliding_window: int | None = None,
+    windows: Windows = (None,), has_state: bool = True,
 ) -> tuple[list[int], str]:  # fmt: skip
     """Tokens and finish reason of a request without stop strings that runs alone."""
     most = max_model_len - len(prompt)
     count = most if params.max_tokens is None else min(most, params.max_tokens)
     stops = {*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))}
-    tokens = tokens_alone(prompt, seed, count, vocab, sliding_window)
+    tokens = tokens_alone(prompt, seed, count, vocab, windows, has_state)
     end = next((i for i, token in enumerate(tokens) if token in stops), None)
     return (tokens, "length") if end is None else (tokens[: end + 1], "stop")

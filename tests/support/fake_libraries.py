@@ -163,7 +163,7 @@ def installed() -> Iterator[None]:
             patch.setitem(sys.modules, name, module)
         for name in (*ours, *backends):
             patch.delitem(sys.modules, name, raising=False)
-        patch.setattr(providers, "objection", lambda provider, device: None)
+        patch.setattr(providers, "provider_objection", lambda provider, device: None)
         patch.setattr(paged.PagedKVBackend, "objection", classmethod(lambda *_: None))
         patch.setattr(providers, "_missing", lambda provider: None)
         providers.select.cache_clear()

@@ -11,6 +11,8 @@ from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.api import llm as llm_module
 from hybridrt.engine.api.llm import LLM
 from hybridrt.mem_cache.pools.host_plan import NO_HOST_PLAN
+from hybridrt.mem_cache.pools.memory_plan import PageGroup
+from hybridrt.mem_cache.pools.page_demand import PageDemand
 from tests.support.cache_ledger import check_cache
 from tests.support.engine_harness import EOS
 from tests.support.mock_executor import MockExecutor
@@ -31,7 +33,7 @@ class FakeRunner(MockExecutor):
         self.model_config = SimpleNamespace(vocab_size=VOCAB, eos_token_ids=(EOS,), image_tokens={})
         self.memory_plan = SimpleNamespace(
             host=NO_HOST_PLAN,
-            num_rows=rows, num_slots=rows, num_pages=32, page_size=4, demand=None,
+            num_rows=rows, num_slots=rows, num_pages=32, page_size=4, groups=(PageGroup(PageDemand(4), 32, 0),),
             max_model_len=config.max_model_len or 64,
         )  # fmt: skip
         self.pools = SimpleNamespace(req_to_token=SimpleNamespace(mamba_pool=None))

@@ -1,24 +1,31 @@
-"""Triton's interpreter without the work whose results it throws away: the kernel tests take half as long.
+"""Triton's interpreter without work whose results it throws away or finds again and again.
 
-Four things are replaced, each where this version of Triton has it:
+Each thing is replaced where this version of Triton has it:
 
 - Every addition, subtraction and product of integers is repeated in int64 to find overflows, and what was found is
   dropped, because `debug` is off.
-- Each launch and each call of a device function looks through triton.language for functions to replace. A device
-  function finds them replaced already, and a launch finds the same ones as the launch before.
-- The table of NumPy's dtypes is made anew whenever one is looked up.
-- The type of a block is checked and named anew for each value, though a kernel has few types.
+- Each launch and each call of a device function puts the interpreter's functions into triton.language and takes them
+  out again. Here they stay: nothing in this process compiles.
+- Each of those functions checks and copies its keyword arguments in three layers.
+- NumPy's dtypes, types of blocks, shapes of tensors and types of results are made anew for each value, though a kernel
+  has few of them.
+- Two blocks of one shape are compared dimension by dimension, and types by their names.
+- A number that is added to a block becomes a block each time.
+- Whether a value is a number is asked of an abstract class, which takes ten times as long as asking for two classes.
+- A reduction with a function of the kernel's own goes through the elements one by one.
 """
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import triton.language as tl
+import triton.language.semantic
 from triton.runtime import interpreter
-
-Changes = list[tuple[Any, str, Any]]  # object, attribute, value
 
 
 def spare() -> None:
@@ -26,38 +33,60 @@ def spare() -> None:
     options = getattr(interpreter.interpreter_builder, "options", None)
     if options is not None and not getattr(options, "debug", True) and hasattr(options, "sanitize_overflow"):
         interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
-    if hasattr(interpreter, "_LangPatchScope") and hasattr(interpreter, "_patch_lang"):
-        interpreter._patch_lang = remembering(interpreter._patch_lang)
-    if hasattr(interpreter, "_get_np_dtype"):
-        interpreter._get_np_dtype = by_name(interpreter._get_np_dtype)
-    tl.block_type.__init__ = once_a_type(tl.block_type.__init__)
+    if hasattr(interpreter, "_LangPatchScope"):
+        replace(interpreter, "_patch_lang", staying)
+        replace(interpreter, "_patch_attr", directly)
+    replace(interpreter, "_get_np_dtype", by_name)
+    replace(interpreter.TensorHandle, "__post_init__", once_a_size)
+    replace(interpreter.ReduceOps, "generic_reduce", by_slices)
+    replace(tl.block_type, "__init__", once_a_type)
+    replace(tl.block_type, "to_ir", lambda to_ir: lambda self, builder: self)
+    replace(tl.tensor, "__init__", once_a_shape)
+    replace(tl.dtype, "__eq__", same_first)
+    replace(tl.core, "_unwrap_if_constexpr", by_class)
+    semantic = type(interpreter.interpreter_semantic)
+    replace(semantic, "computation_type_impl", once_for_two_types)
+    replace(semantic, "broadcast_impl_value", unless_alike)
+    replace(semantic, "binary_op_type_checking_impl", as_operands)
+    replace(triton.language.semantic, "numbers", lambda module: SimpleNamespace(Number=(int, float, numpy.number)))
 
 
-def remembering(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def replace(owner: Any, name: str, by: Callable[[Any], Any]) -> None:
+    if hasattr(owner, name):
+        setattr(owner, name, by(getattr(owner, name)))
+
+
+def staying(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """`patch(fn)` puts the interpreter's functions into the modules that `fn` uses, and returns a scope that takes them
-    out again. This one looks for them once."""
-    found: dict[tuple[int, ...], Changes] = {}
+    out again. This one's scope takes out nothing, and a function that was seen finds all in place."""
+    seen, nothing = set[Any](), interpreter._LangPatchScope()
 
     @functools.wraps(patch)
-    def remembered(fn: Any) -> Any:
-        modules = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
-        scope = interpreter._LangPatchScope()
-        if modules and all(map(replaced, (tl.tensor.__add__, *(module.load for module in modules)))):
-            return scope  # a device function within a launch
-        key = tuple(map(id, modules))
-        if key not in found:
-            scope = patch(fn)
-            found[key] = [(thing, name, vars(thing)[name]) for thing, name, _ in scope._changes]
-            return scope
-        for change in found[key]:
-            scope.set_attr(*change)
-        return scope
+    def stays(fn: Any) -> Any:
+        if fn not in seen:
+            patch(fn)
+            fn.__signature__ = inspect.signature(fn)  # which each launch asks for twice
+            seen.add(fn)
+        return nothing
 
-    return remembered
+    return stays
 
 
-def replaced(function: Any) -> bool:
-    return not tl.core.is_builtin(function)
+def directly(patch: Callable[..., None]) -> Callable[..., None]:
+    """`patch` puts a function in the place of `member` that calls it with the interpreter's semantic. This one calls
+    what `member` wraps, which only checks that a semantic is there."""
+
+    @functools.wraps(patch)
+    def patched(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        inner, semantic = getattr(member, "__wrapped__", member), interpreter.interpreter_semantic
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return inner(*args, **kwargs)
+
+        scope.set_attr(obj, name, called)
+
+    return patched
 
 
 def by_name(lookup: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -76,15 +105,140 @@ def by_name(lookup: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def once_a_type(initialise: Callable[..., None]) -> Callable[..., None]:
-    """`block_type(element, shape)` with the fields of the first one like it."""
+    """`block_type(element, shape)` with the fields of the first one like it. Equal shapes are the same object."""
     known: dict[tuple[Any, ...], dict[str, Any]] = {}
+    shapes: dict[tuple[int, ...], Any] = {}
 
     @functools.wraps(initialise)
     def initialised(self: Any, element_ty: Any, shape: Any) -> None:
         key = (element_ty.name, *shape)
         if key not in known:
             initialise(self, element_ty, shape)
+            self.shape = shapes.setdefault(tuple(self.shape), self.shape)
             known[key] = dict(vars(self))
         vars(self).update(known[key])
 
     return initialised
+
+
+def once_a_shape(initialise: Callable[..., None]) -> Callable[..., None]:
+    """`tensor(handle, type)` with the shape of the first one of that type."""
+    known: dict[str, dict[str, Any]] = {}
+
+    @functools.wraps(initialise)
+    def initialised(self: Any, handle: Any, type: Any) -> None:
+        fields = known.get(type.name)
+        if fields is None:
+            initialise(self, handle, type)
+            known[type.name] = {name: vars(self)[name] for name in ("shape", "numel")}
+        else:
+            self.__dict__.update(fields)
+            self.handle, self.type, self.dtype = handle, type, type.scalar
+
+    return initialised
+
+
+def once_for_two_types(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """The type that two scalar types are computed in, remembered by their names."""
+    known: dict[tuple[Any, ...], Any] = {}
+
+    @functools.wraps(compute)
+    def computed(self: Any, a_ty: Any, a_is_scalar: bool, b_ty: Any, b_is_scalar: bool, div_or_mod: bool) -> Any:
+        key = (a_ty.name, a_is_scalar, b_ty.name, b_is_scalar, div_or_mod)
+        if key not in known:
+            known[key] = compute(self, a_ty, a_is_scalar, b_ty, b_is_scalar, div_or_mod)
+        return known[key]
+
+    return computed
+
+
+def unless_alike(broadcast: Callable[..., Any]) -> Callable[..., Any]:
+    """Two blocks of one shape are broadcast to each other as they are. `once_a_type` gives them the same object."""
+
+    @functools.wraps(broadcast)
+    def broadcasted(self: Any, lhs: Any, rhs: Any) -> Any:
+        left = getattr(lhs.type, "shape", None)
+        if left is not None and left is getattr(rhs.type, "shape", None):
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    return broadcasted
+
+
+def as_operands(check: Callable[..., Any]) -> Callable[..., Any]:
+    """Two operands in the type and the shape that they are computed in. Those of one type, whose sums and quotients
+    have it too, are left as they are. What a number becomes next to a type is remembered."""
+    plain = {"int1", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "fp32", "fp64"}
+    known: dict[tuple[Any, ...], Any] = {}
+    tensor = tl.tensor
+
+    @functools.wraps(check)
+    def operands(self: Any, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
+        left, right = type(lhs), type(rhs)
+        if left is tensor and right is tensor:
+            if lhs.type.name == rhs.type.name and lhs.dtype.name in plain:
+                return lhs, rhs
+        elif left is tensor and (right is int or (right is float and rhs)):  # -0.0 is equal to 0.0
+            key = (lhs.type.name, rhs, right, args, *kwargs.items())
+            if key in known:
+                return lhs, known[key]
+            found = check(self, lhs, rhs, *args, **kwargs)
+            if found[0] is lhs:
+                known[key] = found[1]
+            if len(known) > 4096:
+                known.clear()
+            return found
+        return check(self, lhs, rhs, *args, **kwargs)
+
+    return operands
+
+
+def by_class(unwrap: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The value of a constexpr; what else occurs most is itself."""
+    plain, constexpr = {tl.tensor, int, float, bool, type(None)}, tl.constexpr
+
+    @functools.wraps(unwrap)
+    def unwrapped(o: Any) -> Any:
+        kind = type(o)
+        if kind in plain:
+            return o
+        return o.value if kind is constexpr else unwrap(o)
+
+    return unwrapped
+
+
+def same_first(equal: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    @functools.wraps(equal)
+    def equals(self: Any, other: Any) -> bool:
+        return self is other or equal(self, other)
+
+    return equals
+
+
+def once_a_size(check: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Whether NumPy's items are too large for a Triton type, asked once for each pair of them."""
+    known = set[tuple[int, str]]()
+
+    @functools.wraps(check)
+    def checked(self: Any) -> None:
+        pair = (self.data.itemsize, self.dtype.name)
+        if pair not in known:
+            check(self)
+            known.add(pair)
+
+    return checked
+
+
+def by_slices(reduce: Callable[[Any, Any], list[Any]]) -> Callable[[Any, Any], list[Any]]:
+    """A reduction with a function of a kernel's own, which gets whole slices along the axis instead of numbers."""
+
+    @functools.wraps(reduce)
+    def reduced(self: Any, input: Any) -> list[Any]:
+        if self.axis is None or self.keep_dims:
+            return reduce(self, input)
+        parts = zip(*(numpy.moveaxis(each.handle.data, self.axis, 0) for each in input), strict=True)
+        slices = (tuple(map(self.to_tensor, part, (each.dtype for each in input))) for part in parts)
+        found = functools.reduce(lambda left, right: self.combine_fn.fn(*left, *right), slices)
+        return list(found) if isinstance(found, tuple) else [found]
+
+    return reduced

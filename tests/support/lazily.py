@@ -1,18 +1,23 @@
 """Imports that wait: a process in which no test uses a large library does not load it."""
 
+import importlib
 import importlib.util
-import sys
 from types import ModuleType
+from typing import Any
+
+
+class Waiting(ModuleType):
+    """Stands for a module that is loaded when one of its public names is first used. Others are not looked for: pytest
+    asks every global of a test module for some of its own."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(importlib.import_module(self.__name__), name)
 
 
 def lazily(name: str) -> ModuleType:
-    """A module that is loaded when one of its names is first used. ModuleNotFoundError where there is none."""
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.find_spec(name)
-    if spec is None or spec.loader is None:
+    """ModuleNotFoundError where there is no such module."""
+    if importlib.util.find_spec(name) is None:
         raise ModuleNotFoundError(f"no module named {name!r}", name=name)
-    spec.loader = loader = importlib.util.LazyLoader(spec.loader)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    return module
+    return Waiting(name)

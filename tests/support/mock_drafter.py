@@ -3,15 +3,15 @@
 from collections.abc import Sequence
 
 from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest
-from tests.support.mock_executor import mix, next_token
+from tests.support.mock_executor import Windows, mix, next_token
 
 
 class MockDrafter(Drafter):
     """Proposes what will come, wrong from a token on that varies with the length so far; now and then waits for no
     tokens. `begun` are the requests that hold a row."""
 
-    def __init__(self, width: int, vocab: int, sliding_window: int | None = None) -> None:
-        self.width, self.vocab, self.window = width, vocab, sliding_window
+    def __init__(self, width: int, vocab: int, windows: Windows = (None,), has_state: bool = True) -> None:
+        self.width, self.vocab, self._seen = width, vocab, (windows, has_state)
         self.begun: set[int] = set()
 
     def begin(self, request: DraftRequest) -> None:
@@ -38,6 +38,6 @@ class MockDrafter(Drafter):
         context = [*request.prompt, *request.output]
         right = mix(len(context), request.seed) % (self.width + 2)
         for i in range(most):
-            token = next_token(context, request.seed, len(request.output) + i, self.vocab, self.window)
+            token = next_token(context, request.seed, len(request.output) + i, self.vocab, *self._seen)
             context.append(token if i < right else (token + 1) % self.vocab)
         return context[len(context) - most :] if most else []

@@ -1,8 +1,8 @@
 """An executor without a model, whose tokens depend on everything that a real one's do, and that answers late.
 
-The next token of a row is a hash of the KV that its page table leads to (within the window, if there is one), of its
-recurrent state, of its seed and of the output index: a lost, stale or misplaced token, page, slot or index changes all
-that follows.
+The next token of a row is a hash of the KV that its page tables lead to (within the window of each page group, if there
+is one), of its recurrent state, of its seed and of the output index: a lost, stale or misplaced token, page, slot or
+index changes all that follows. Without recurrent layers, the state stands for the KV of layers without a window.
 """
 
 from collections.abc import Sequence
@@ -27,6 +27,7 @@ from hybridrt.runtime.step.plan import (
 from tests.support.decode_rows import rows_of
 
 MASK = 2**61 - 1
+Page = tuple[int, int]  # a page's group and number
 
 
 def mix(*values: int) -> int:
@@ -36,20 +37,24 @@ def mix(*values: int) -> int:
     return h
 
 
+Windows = Sequence[int | None]
+
+
 def next_token(
-    context: Sequence[int], seed: int, output_index: int, vocab: int, sliding_window: int | None = None
+    context: Sequence[int], seed: int, output_index: int, vocab: int, windows: Windows = (None,), has_state: bool = True
 ) -> int:
-    state, seen = reduce(mix, context, 0), context[-(sliding_window or len(context)) :]
+    state = reduce(mix, context, 0) if has_state else 0
+    seen = [token for window in windows for token in context[-(window or len(context)) :]]
     return mix(*seen, state, seed, output_index) % vocab
 
 
 def tokens_alone(
-    prompt: Sequence[int], seed: int, count: int, vocab: int, sliding_window: int | None = None
+    prompt: Sequence[int], seed: int, count: int, vocab: int, windows: Windows = (None,), has_state: bool = True
 ) -> list[int]:
     """`count` tokens of a request that runs by itself."""
     context = list(prompt)
     for i in range(count):
-        context.append(next_token(context, seed, i, vocab, sliding_window))
+        context.append(next_token(context, seed, i, vocab, windows, has_state))
     return context[len(prompt) :]
 
 
@@ -57,14 +62,14 @@ def tokens_alone(
 class Tenant:
     """Whoever an admission put on a row; `steps` are the launched steps that name it, each with the position of its
     first token there. `following` is what the last chunk says of the next one's first token. `pages` maps all pages
-    that it ever had, `next_page` numbers the next one; `borrowed` says whose the first of them were. `ring` holds
-    decoded tokens that its slot lacks."""
+    that it ever had, by group and number in the text; `next_page` numbers the next one of each group; `borrowed` says
+    whose the first of them were. `ring` holds decoded tokens that its slot lacks."""
 
     admission: Admission
-    pages: dict[int, int] = field(default_factory=dict)
-    borrowed: dict[int, tuple["Tenant", int]] = field(default_factory=dict)
+    pages: dict[tuple[int, int], int] = field(default_factory=dict)
+    borrowed: dict[tuple[int, int], tuple["Tenant", int]] = field(default_factory=dict)
     ring: list[int] = field(default_factory=list)
-    next_page: int = 0
+    next_page: dict[int, int] = field(default_factory=dict)
     steps: list[tuple["MockHandle", int]] = field(default_factory=list)
     length: int = 0
     outputs: int = 0
@@ -139,18 +144,19 @@ class MockExecutor:
 
     def __init__(
         self, *, num_rows: int, num_slots: int, num_pages: int, page_size: int, vocab: int, late: int = 0,
-        sliding_window: int | None = None, replay: bool = False,
+        windows: Windows = (None,), replay: bool = False,
     ) -> None:  # fmt: skip
         self.replay = replay
-        self.vocab, self.page_size, self.late, self.window = vocab, page_size, late, sliding_window
+        self.vocab, self.page_size, self.late, self.windows = vocab, page_size, late, tuple(windows)
+        self.has_state = num_slots > 0 or not num_pages or None in self.windows
         self.limits = {"row": num_rows, "slot": num_slots, "page": num_pages}
         self.rows: dict[int, Tenant] = {}
         self.owner: dict[tuple[str, int], Tenant] = {}
-        self.page_owner: dict[int, tuple[Tenant, int]] = {}
-        self.borrowers: dict[int, list[Tenant]] = {}
+        self.page_owner: dict[Page, tuple[Tenant, int]] = {}
+        self.borrowers: dict[Page, list[Tenant]] = {}
         self.slot_readers: dict[int, list[tuple[MockHandle, Tenant]]] = {}
         self.saved: dict[int, MockHandle] = {}  # by state slot: the step that leaves a state there
-        self.kv: dict[tuple[int, int], int] = {}
+        self.kv: dict[tuple[Page, int], int] = {}
         self.state: dict[int, int] = {}
         self.text: dict[int, list[int]] = {}  # by state slot: the tokens in its state
         self.queue: list[MockHandle] = []
@@ -164,9 +170,9 @@ class MockExecutor:
         self.copies: list[HostCopy] = []  # of plans that have run; these copies have not
         self.copy_delay = 0  # how often it is asked whether copies are done before they are
         self.asked: dict[int, int] = {}
-        self.host_pages: dict[int, list[int]] = {}
+        self.host_pages: dict[Page, list[int]] = {}
         self.host_states: dict[int, tuple[int, list[int]]] = {}
-        self.arena: dict[int, tuple[list[int], int]] = {}  # by offset: tokens that are still seen, and recurrent state
+        self.arena: dict[int, tuple[list[list[int]], int]] = {}  # by offset: tokens seen by group, and recurrent state
 
     def launch(self, plan: StepPlan) -> "MockHandle":
         if any(earlier.needs_masks for earlier in self.queue):
@@ -181,10 +187,7 @@ class MockExecutor:
             if move.when is When.FIRST:
                 self.donate(move, handle)
         cached = {row.row: row.computed // self.page_size for row in plan.extend}
-        cached |= {row.row: 0 for row in [*plan.extend, *plan.imports] if self.window or isinstance(row, StateCopy)}
-        assert len({copy.target for copy in plan.kept_pages}) == len(plan.kept_pages), "a page is filled twice"
-        for copy in plan.kept_pages:
-            self.keep_page(copy.target)
+        cached |= {row.row: 0 for row in plan.imports}
         copies = [move for move in plan.moves if move.when is When.BEFORE_ROWS]
         assert len({move.target for move in copies}) == len(copies), "a slot is written twice"
         for move in copies:
@@ -197,15 +200,14 @@ class MockExecutor:
             self.rows[admission.row] = tenant
         for write in plan.page_writes:
             tenant = self.rows[write.row]
-            tenant.next_page = tenant.next_page or write.first_page
-            assert write.first_page == tenant.next_page, "pages are appended without a gap"
             admitted = any(tenant.admission is admission for admission in plan.admissions)
-            for page in write.pages.tolist():
-                if admitted and tenant.next_page < cached[write.row]:
-                    self.borrow_page(page, tenant)
-                else:
-                    self.take_page(page, tenant)
-        assert not {copy.source for copy in plan.page_copies} & {copy.target for copy in plan.page_copies}
+            for number, pages in enumerate(write.pages.tolist(), write.first_page):
+                assert len(pages) == len(self.windows)
+                for page in ((group, page) for group, page in enumerate(pages) if page):
+                    self.enter_page(page, number, tenant, admitted and number < cached[write.row])
+        sources, targets = ({page for copy in plan.page_copies for page in enumerate(getattr(copy, name).tolist())}
+                            for name in ("sources", "targets"))  # fmt: skip
+        assert not sources & targets
         for row in [*rows_of(plan.decode), *plan.extend]:
             self.name(row, handle)
         assert plan.decode or plan.extend or any(copy.fetch for copy in plan.host_copies), "an empty step"
@@ -223,20 +225,21 @@ class MockExecutor:
 
     def note_copy(self, copy: HostCopy) -> None:
         """No launched step may name a page that is fetched into."""
-        for page in copy.pages if copy.fetch else ():
-            self.keep_page(page)
+        for group, pages in enumerate(copy.pages if copy.fetch else ()):
+            for page in pages:
+                self.keep_page((group, page))
         for state in copy.states if copy.fetch else ():
             readers = self.slot_readers.pop(state.slot, [])
             assert all(step.consumed for step, _ in readers), f"slot {state.slot} fetched too early"
             self.owner.pop(("slot", state.slot), None)
             self.saved.pop(state.slot, None)
 
-    def keep_page(self, page: int) -> None:
+    def keep_page(self, page: Page) -> None:
         """The cache gets a page for a copy."""
         before, number = self.page_owner.get(page, (None, 0))
         for step, position in before.steps if before is not None else ():
-            assert step.consumed or number < self.first_page(position), f"page {page} filled too early"
-        assert all(step.consumed for b in self.borrowers.pop(page, []) for step, _ in b.steps)
+            assert step.consumed or number < self.first_page(page[0], position), f"page {page} filled too early"
+        self.check_borrowers(page)
         self.page_owner[page] = Tenant(Admission.from_prompt(0, 0, [], SamplingParams(), 0)), 0
 
     def drop_last(self) -> None: ...
@@ -253,12 +256,13 @@ class MockExecutor:
     def run_copies(self, ticket: int) -> None:
         while self.copies and self.copies[0].ticket <= ticket:
             copy = self.copies.pop(0)
-            for page, place in zip(copy.pages, copy.host_pages, strict=True):
-                for i in range(self.page_size):
-                    if copy.fetch:
-                        self.kv[page, i] = self.host_pages[place][i]
-                if not copy.fetch:
-                    self.host_pages[place] = [self.kv.get((page, i), -1) for i in range(self.page_size)]
+            for group, pages in enumerate(zip(copy.pages, copy.host_pages, strict=True)):
+                for page, place in zip(*(((group, number) for number in numbers) for numbers in pages), strict=True):
+                    for i in range(self.page_size):
+                        if copy.fetch:
+                            self.kv[page, i] = self.host_pages[place][i]
+                    if not copy.fetch:
+                        self.host_pages[place] = [self.kv.get((page, i), -1) for i in range(self.page_size)]
             for state in copy.states:
                 if copy.fetch:
                     self.state[state.slot], text = self.host_states[state.place]
@@ -297,28 +301,41 @@ class MockExecutor:
         del self.owner["slot", move.target]
         handle.copied_states.append((tenant, move.target))
 
-    def borrow_page(self, page: int, tenant: Tenant) -> None:
-        """The next page of the tenant is the cache's, whichever request filled it."""
-        tenant.borrowed[tenant.next_page] = self.page_owner[page]
-        self.borrowers.setdefault(page, []).append(tenant)
-        tenant.pages[tenant.next_page] = page
-        tenant.next_page += 1
+    def enter_page(self, page: Page, number: int, tenant: Tenant, borrowed: bool) -> None:
+        """The tenant's page of this number in a group: the next one, or one that it has already."""
+        group = page[0]
+        if tenant.pages.get((group, number)) == page[1] and number < tenant.next_page[group]:
+            return
+        assert number == tenant.next_page.setdefault(group, number), "pages are appended without a gap"
+        tenant.next_page[group] += 1
+        tenant.pages[group, number] = page[1]
+        if borrowed:  # the cache's, whichever request filled it
+            tenant.borrowed[group, number] = self.page_owner[page]
+            self.borrowers.setdefault(page, []).append(tenant)
+        else:
+            self.take_page(page, number, tenant)
 
-    def take_page(self, page: int, tenant: Tenant) -> None:
-        """The next page of the tenant. Whoever had it before, itself included, has no launched step that reads it."""
-        assert 1 <= page <= self.limits["page"], f"page {page} is reserved or does not exist"
-        before, number = self.page_owner.get(page, (tenant, -1))
+    def take_page(self, page: Page, number: int, tenant: Tenant) -> None:
+        """Whoever had it before, itself included, has no launched step that reads it."""
+        assert 1 <= page[1] <= self.limits["page"], f"page {page} is reserved or does not exist"
+        before, earlier = self.page_owner.get(page, (tenant, -1))
         for step, position in before.steps:
-            assert step.consumed or number < self.first_page(position), f"page {page} reused too early"
-        borrowers = self.borrowers.pop(page, [])
-        assert all(step.consumed for b in borrowers for step, _ in b.steps), f"page {page} reused while it is lent"
-        self.page_owner[page] = tenant, tenant.next_page
-        tenant.pages[tenant.next_page] = page
-        tenant.next_page += 1
+            assert step.consumed or earlier < self.first_page(page[0], position), f"page {page} reused too early"
+        self.check_borrowers(page)
+        self.page_owner[page] = tenant, number
 
-    def first_page(self, position: int) -> int:
-        """The first page that a token at `position` sees."""
-        return max(position - self.window + 1, 0) // self.page_size if self.window else 0
+    def check_borrowers(self, page: Page) -> None:
+        """No launched step of a request that has borrowed a page reads it."""
+        for borrower in self.borrowers.pop(page, []):
+            places = [place for place, held in borrower.pages.items() if (place[0], held) == page]
+            (number,) = (number for group, number in places if (group, number) in borrower.borrowed)
+            for step, position in borrower.steps:
+                assert step.consumed or number < self.first_page(page[0], position), f"{page} reused while lent"
+
+    def first_page(self, group: int, position: int) -> int:
+        """The first page of a group that a token at `position` sees."""
+        window = self.windows[group]
+        return 0 if window is None else max(position - window + 1, 0) // self.page_size
 
     def name(self, row: DecodeRow | ExtendRow, handle: MockHandle) -> None:
         tenant = self.rows[row.row]
@@ -341,10 +358,13 @@ class MockExecutor:
                 self.saved[slot] = handle
         tokens = 1 + len(row.drafts) if isinstance(row, DecodeRow) else len(row.tokens)
         if self.limits["page"]:
-            for number in range(self.first_page(row.computed), -(-(row.computed + tokens) // self.page_size)):
-                assert number in tenant.pages, "positions without a page"
-                owner = self.page_owner[tenant.pages[number]]
-                wanted = tenant.borrowed.get(number, (tenant, number))
+            end = -(-(row.computed + tokens) // self.page_size)
+            for place in (
+                (g, n) for g in range(len(self.windows)) for n in range(self.first_page(g, row.computed), end)
+            ):
+                assert place in tenant.pages, "positions without a page"
+                owner = self.page_owner[place[0], tenant.pages[place]]
+                wanted = tenant.borrowed.get(place, (tenant, place[1]))
                 assert owner == wanted, "a step names a page that belongs to another request"
 
     def run_oldest(self) -> None:
@@ -359,9 +379,10 @@ class MockExecutor:
         for tenant, slot in handle.copied_states:
             self.text[slot] = self.text[tenant.state] + tenant.ring
             self.state[slot] = self.mixed(tenant)
-        for copy in (*plan.kept_pages, *plan.page_copies):
-            for offset in range(self.page_size):
-                self.kv[copy.target, offset] = self.kv.get((copy.source, offset), -1)
+        for copy in plan.page_copies:
+            for source, target in zip(enumerate(copy.sources.tolist()), enumerate(copy.targets.tolist())):
+                for offset in range(self.page_size):
+                    self.kv[target, offset] = self.kv.get((source, offset), -1)
         for row, tenant in zip([*rows_of(plan.decode), *plan.extend], handle.tenants, strict=True):
             if any(tenant.admission is admission for admission in plan.admissions):
                 self.state[tenant.state], self.text[tenant.state] = 0, []
@@ -379,8 +400,11 @@ class MockExecutor:
             for copy in plan.exports:
                 if copy.row == row.row:
                     assert copy.length == tenant.length
-                    start = max(tenant.length - self.window + 1, 0) if self.window else 0
-                    tokens = [self.kv[self.place(tenant, i)] for i in range(start, tenant.length)]
+                    starts = [0 if w is None else max(tenant.length - w + 1, 0) for w in self.windows]
+                    tokens = [
+                        [self.kv[self.place(tenant, i, group)] for i in range(start, tenant.length)]
+                        for group, start in enumerate(starts)
+                    ]
                     self.fold(tenant)
                     self.arena[copy.offset] = tokens, self.state[tenant.state]
         logprobs = [[{t: -0.5} | {(t + 1) % self.vocab: -0.25} for t in a] for a in answers]
@@ -395,9 +419,11 @@ class MockExecutor:
             self.text[tenant.state] = list(self.text[row.read_state_slot])
             assert len(self.text[tenant.state]) == row.computed, "the state of another position"
             if not self.limits["page"]:  # a model without attention layers: the context is all in the state
-                self.kv |= {self.place(tenant, i): token for i, token in enumerate(self.text[tenant.state])}
-        elif row.computed:  # no recurrent layer: the state stands for what the KV says
-            before = (self.kv[self.place(tenant, position)] for position in range(row.computed))
+                for i, token in enumerate(self.text[tenant.state]):
+                    self.kv |= {self.place(tenant, i, group): token for group in range(len(self.windows))}
+        elif row.computed and self.has_state:  # no recurrent layer: the state stands for what the KV says
+            group = self.windows.index(None)
+            before = (self.kv[self.place(tenant, position, group)] for position in range(row.computed))
             self.state[tenant.state] = reduce(mix, before, self.state[tenant.state])
 
     def fold(self, tenant: Tenant) -> None:
@@ -438,22 +464,24 @@ class MockExecutor:
     def import_state(self, tenant: Tenant, copy: StateCopy) -> None:
         assert not tenant.length, "only a request that has just been admitted"
         tokens, state = self.arena[copy.offset]
-        tenant.length = copy.length - len(tokens)
-        for token in tokens:
-            self.write(tenant, token)
+        tenant.length = copy.length
+        for group, seen in enumerate(tokens):
+            for position, token in enumerate(seen, copy.length - len(seen)):
+                self.kv[self.place(tenant, position, group)] = token
         self.state[tenant.state], self.text[tenant.state] = state, [0] * copy.length
 
     def write(self, tenant: Tenant, token: int) -> None:
-        self.kv[self.place(tenant, tenant.length)] = token
+        for group in range(len(self.windows)):
+            self.kv[self.place(tenant, tenant.length, group)] = token
         tenant.ring.append(token)
         tenant.length += 1
         if not (self.replay and tenant.outputs) or len(tenant.ring) > 5:
             self.fold(tenant)
 
-    def place(self, tenant: Tenant, position: int) -> tuple[int, int]:
+    def place(self, tenant: Tenant, position: int, group: int = 0) -> tuple[Page, int]:
         if not self.limits["page"]:
-            return -tenant.admission.row, position
-        return tenant.pages[position // self.page_size], position % self.page_size
+            return (group, -tenant.admission.row), position
+        return (group, tenant.pages[group, position // self.page_size]), position % self.page_size
 
     def allowed(self, tenant: Tenant) -> int:
         """The next token; if its mask forbids it, another one that depends on it; -1 if none is allowed."""
@@ -464,8 +492,11 @@ class MockExecutor:
         return token
 
     def draw(self, tenant: Tenant) -> int:
-        start = max(tenant.length - (self.window or tenant.length), 0)
-        context = [self.kv[self.place(tenant, i)] for i in range(start, tenant.length)]
-        tenant.last = mix(*context, self.mixed(tenant), tenant.admission.seed, tenant.outputs) % self.vocab
+        context = list[int]()
+        for group, window in enumerate(self.windows):
+            start = max(tenant.length - (window or tenant.length), 0)
+            context += [self.kv[self.place(tenant, i, group)] for i in range(start, tenant.length)]
+        state = self.mixed(tenant) if self.has_state else 0
+        tenant.last = mix(*context, state, tenant.admission.seed, tenant.outputs) % self.vocab
         tenant.outputs += 1
         return tenant.last

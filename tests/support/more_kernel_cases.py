@@ -2,6 +2,7 @@
 
 See `kernel_cases.py`."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,6 +64,13 @@ def attention_extend(config: AttentionConfig, new: list[int], sliding_window: in
         "scale": config.head_dim**-0.5, "query_lens": new, "seq_lens_host": lengths, "sliding_window": sliding_window,
     }  # fmt: skip
     return Case("attention_extend", args, decode=False)
+
+
+def with_sinks(make: Callable[[], Case]) -> Case:
+    """A case of attention whose heads have sinks, from far below the scores of keys to far above."""
+    case = make()
+    case.args["sinks"] = torch.linspace(-4.0, 8.0, case.args["q"].shape[-2])
+    return case
 
 
 def latent_weights(config: AttentionConfig) -> dict[str, Any]:
@@ -153,8 +161,8 @@ def gated_rms_norm(width: int, group_size: int, norm_before_gate: bool, tokens: 
     return Case("gated_rms_norm", args | {"group_size": group_size, "norm_before_gate": norm_before_gate})
 
 
-def elementwise(op: str, width: int, tokens: int) -> Case:
-    more = {"sigmoid_mul": {"gate": normal(tokens, width)}, "clamped_silu_and_mul": {"limit": 0.7}}
+def elementwise(op: str, width: int, tokens: int, gates: int | None = None) -> Case:
+    more = {"sigmoid_mul": {"gate": normal(tokens, gates or width)}, "clamped_silu_and_mul": {"limit": 0.7}}
     return Case(op, {"x": normal(tokens, width)} | more.get(op, {}))
 
 
@@ -210,6 +218,15 @@ def fused_experts(
         "activation": "silu",
     }  # fmt: skip
     return Case("fused_experts", args, decode=tokens < 100)
+
+
+def biased_experts(make: Callable[[], Case]) -> Case:
+    """A case of experts as in gpt-oss."""
+    case = make()
+    (experts, rows, hidden), clamped = case.args["w_up"].shape, {"limit": 1.0, "alpha": 1.702}
+    biases = {"b_up": normal(experts, rows, scale=0.3), "b_down": normal(experts, hidden, scale=0.3)}
+    case.args.update(clamped | biases)
+    return case
 
 
 def draws(config: ModelConfig, filtered: bool) -> Case:

@@ -140,6 +140,20 @@ def minimax(**changes: Any) -> Make:
     return lambda: (known("MiniMaxConfig")(**(fields | changes)), known("MiniMaxForCausalLM"))
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+LFM3_FIELDS: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "conv_L_cache": 7, "sliding_window": 9,
+    "layer_types": ["conv", "full_attention", "conv", "sliding_attention", "sliding_attention"],
+    "max_position_embeddings": LENGTH, **TOKENS,
+}  # fmt: skip
+
+
+def lfm3(**changes: Any) -> Make:
+    """LFM3: windows much shorter than the prompts in layers 3 and 4, and none in layer 1."""
+    return lambda: (known("Lfm3Config")(**(LFM3_FIELDS | changes)), known("Lfm3ForCausalLM"))
+
+
 QWEN35: dict[str, Make] = {
     "plain": qwen35(),
     "experts": qwen35_moe(),
@@ -239,7 +253,23 @@ MINIMAX: dict[str, Make] = {
         num_experts_per_tok=3, intermediate_size=20, layer_types=None, num_hidden_layers=2,
     ),
     "lightning_alone": minimax(layer_types=["linear_attention"] * 2, num_hidden_layers=2, num_local_experts=2),
+    "windows": minimax(sliding_window=9),
     "attention_alone": minimax(layer_types=["full_attention"] * 2, num_hidden_layers=2, num_experts_per_tok=1),
+}  # fmt: skip
+LFM3: dict[str, Make] = {
+    "plain": lfm3(),
+    "nothing_optional": lfm3(use_attention_gate=False, use_sandwich_norm=False, tie_word_embeddings=False),
+    "biases": lfm3(conv_bias=True, attention_bias=True, conv_L_cache=3, num_key_value_heads=4),
+    "other_rotary": lfm3(sliding_window=6, rope_parameters={
+        "sliding_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.3, "factor": 2.0},
+        "full_attention": YARN,
+    }),
+    "windows_alone": lfm3(layer_types=["conv", "sliding_attention"], num_hidden_layers=2, sliding_window=5),
+    "conv_alone": lfm3(layer_types=["conv"] * 2, num_hidden_layers=2, tie_word_embeddings=False),
+    "odd_sizes": lfm3(
+        hidden_size=30, num_attention_heads=5, num_key_value_heads=1, head_dim=6, conv_L_cache=2, intermediate_size=20,
+        layer_types=None, num_hidden_layers=6, sliding_window=1,
+    ),
 }  # fmt: skip
 
 NEWER: dict[str, dict[str, Make]] = {
@@ -251,6 +281,7 @@ NEWER: dict[str, dict[str, Make]] = {
     "kimi": KIMI,
     "ling": LING,
     "minimax": MINIMAX,
+    "lfm3": LFM3,
 }
 NEWER_SPLIT: dict[str, Make] = {
     "qwen35-split": qwen35(linear_num_key_heads=4, linear_num_value_heads=8, attention_bias=True,
@@ -266,5 +297,6 @@ NEWER_SPLIT: dict[str, Make] = {
                        layer_types=["full_attention", "linear_attention"]),
     "ling-split": ling(num_hidden_layers=2),
     "minimax-split": minimax(num_attention_heads=8, num_key_value_heads=2, head_dim=6),
+    "lfm3-split": lfm3(conv_bias=True, attention_bias=True, num_key_value_heads=1),
     "bamba-split": bamba(mamba_n_groups=4, num_hidden_layers=2, mlp_bias=True),
 }  # fmt: skip

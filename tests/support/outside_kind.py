@@ -49,7 +49,7 @@ class OutsideInputs(NamedTuple):
 
 class OutsideBackend(MambaAttnBackendBase["OutsideMixer", OutsideInputs]):
     inputs = OutsideInputs
-    kind = "outside"
+    kind, extend_in_graphs = "outside", True
 
     def decode(
         self, layer: "OutsideMixer", inputs: OutsideInputs, segment: DecodeSegment, out: Tensor | None = None

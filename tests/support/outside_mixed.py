@@ -1,25 +1,30 @@
 """A family as another package brings it, whose attention differs from layer to layer, and the model in plain torch."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hybridrt.base import plugins
 from hybridrt.base.config import AttentionConfig, LayerSpec
 from hybridrt.layers.attention import Attention
 from hybridrt.layers.linear import MLP
 from hybridrt.layers.norm import ResidualPart
 from hybridrt.models.base import CausalLM
 from hybridrt.models.config.family import Family, FamilyFields
+from hybridrt.models.config.family_registry import family_of
+from tests.support.sizes import VOCAB
 
 ARCHITECTURE = "MixedForCausalLM"
-HIDDEN, MLP_SIZE, VOCAB, EPS = 24, 32, 61, 1e-5
+HIDDEN, MLP_SIZE, EPS = 24, 32, 1e-5
 ROPE = {"rope_type": "default", "rope_theta": 100.0}
 # Two head dims, a window on some layers and none on others, other numbers of heads, no positions, another scale.
 LAYERS = (
@@ -55,6 +60,17 @@ def _describe(hf: Any) -> FamilyFields:
 
 
 FAMILY = Family(model=f"{__name__}:{ARCHITECTURE}", read=_read, fields={}, describe=_describe)
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """The family is found, as if its package were installed."""
+    points = [SimpleNamespace(name=ARCHITECTURE, value=f"{__name__}:FAMILY")]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(plugins, "entry_points", lambda group: points if group == "hybridrt.families" else [])
+        family_of.cache_clear()
+        yield
+    family_of.cache_clear()
 
 
 def write_checkpoint(path: Path) -> "Reference":

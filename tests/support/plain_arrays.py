@@ -22,11 +22,11 @@ from hybridrt.runtime.step.sampling_table import SamplingArrays, SamplingTable
 
 
 def pack_plainly(
-    plan: StepPlan, bucket: Bucket, sizes: Sequence[int], saves: StateSaves, seq_len_fill: int
+    plan: StepPlan, bucket: Bucket, sizes: Sequence[int], saves: StateSaves, seq_len_fill: int, groups: int = 1
 ) -> StepArrays[np.ndarray]:
     """What `PaddedStep` of the other arguments has after it has packed a step."""
     padded = _pad_step(plan, bucket, seq_len_fill)
-    arrays, n = pack_step(padded, 1), len(plan.decode)
+    arrays, n = pack_step(padded, 1, groups=groups), len(plan.decode)
     assert arrays.prompts is not None
     sampling = [row for row in plan.extend if row.sample]
     chosen, first = [row.sample for row in plan.extend], bucket.decode_rows
@@ -42,7 +42,13 @@ def pack_plainly(
         _recurrent(padded.extend, bucket, sizes, saves),
     )  # fmt: skip
     return StepArrays(
-        arrays.rows, arrays.seq_lens, _pad(indices, sampled), arrays.new_pages, None, prompts, _tables(plan, bucket)
+        arrays.rows,
+        arrays.seq_lens,
+        _pad(indices, sampled),
+        arrays.new_pages,
+        None,
+        prompts,
+        _tables(plan, bucket, groups),
     )
 
 
@@ -62,7 +68,7 @@ def _pad_step(plan: StepPlan, bucket: Bucket, seq_len_fill: int) -> StepPlan:
     return StepPlan(decode=DecodeRows(*map(np.concatenate, ends)), extend=[*extend, *padding])
 
 
-def _tables(plan: StepPlan, bucket: Bucket) -> TableChanges[np.ndarray]:
+def _tables(plan: StepPlan, bucket: Bucket, groups: int) -> TableChanges[np.ndarray]:
     """What pads them is of the scratch entries: request row 0, slot 0 and page 0."""
     admissions, writes, prompts, entries = plan.admissions, plan.page_writes, bucket.prompts, bucket.entries
     constants = SamplingTable.pack_constants(admissions)
@@ -76,7 +82,7 @@ def _tables(plan: StepPlan, bucket: Bucket) -> TableChanges[np.ndarray]:
         PageEntries(
             _pad(int32s(write.row for write in writes for _ in write.pages), entries),
             _pad(int32s(write.first_page + i for write in writes for i in range(len(write.pages))), entries),
-            _pad(int32s(page for write in writes for page in write.pages), entries),
+            _pad(np.concatenate([np.empty((0, groups), np.int32), *(write.pages for write in writes)]), entries),
         ),
         None,
     )

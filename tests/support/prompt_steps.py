@@ -13,16 +13,16 @@ from tests.support.checkpoints import VOCAB
 
 
 def capture_prompts(
-    runner: StepRunner, sizes: tuple[Sequence[int], Sequence[int]], *, saves: bool, exact: bool = True
+    runner: StepRunner, sizes: tuple[Sequence[int], Sequence[int]], *, saves: bool, exact_lens: bool = True
 ) -> PromptGraphs:
     """Gives a runner graphs of the first sizes that hold 48 prompt tokens, which it replays from then on. `sizes`,
-    `saves` and `exact` as in PromptGraphs."""
+    `saves` and `exact_lens` as in PromptGraphs."""
     runner.prompt_graphs = graphs = PromptGraphs(
         model=runner.model, backend=runner.backend, req_to_token_pool=runner.pools.req_to_token,
         last_tokens=runner.last_tokens, max_bs=max(sizes[0]), max_tokens=48, saves=saves, sizes=sizes,
         enter_tables=partial(enter_tables, runner.pools, runner.sampling_table),
     )  # fmt: skip
-    graphs.exact = exact
+    graphs.exact_lens = exact_lens
     graphs.capture()
     return graphs
 

@@ -15,6 +15,8 @@ from hybridrt.engine.api import llm as llm_module
 from hybridrt.engine.api.llm import LLM
 from hybridrt.engine.text.tokenizer import HFTokenizer
 from hybridrt.mem_cache.pools.host_plan import NO_HOST_PLAN
+from hybridrt.mem_cache.pools.memory_plan import PageGroup
+from hybridrt.mem_cache.pools.page_demand import PageDemand
 from tests.support.mock_executor import MockExecutor, Tenant
 
 END = "<|im_end|>"
@@ -58,7 +60,13 @@ class ScriptedRunner(MockExecutor):
         self.model_path = config.model
         self.model_config = SimpleNamespace(vocab_size=vocab, eos_token_ids=(self.end,), image_tokens={})
         self.memory_plan = SimpleNamespace(
-            num_rows=8, num_slots=16, num_pages=4096, page_size=16, demand=None, max_model_len=8192, host=NO_HOST_PLAN
+            num_rows=8,
+            num_slots=16,
+            num_pages=4096,
+            page_size=16,
+            groups=(PageGroup(PageDemand(16), 4096, 0),),
+            max_model_len=8192,
+            host=NO_HOST_PLAN,
         )
         self.pools = SimpleNamespace(req_to_token=SimpleNamespace(mamba_pool=None))
 

@@ -14,6 +14,7 @@ from hybridrt.collectives.groups import TPGroup
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.core.engine import Engine
 from hybridrt.engine.request.intake import EngineLimits
+from hybridrt.mem_cache.pools.host_plan import NO_HOST_PLAN
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
 from hybridrt.mem_cache.pools.pools import Pools
 from hybridrt.parallel.ranks import Ranks
@@ -88,12 +89,10 @@ class Session:
 
     def engine(self, *, chunk: int = 8192, overlap: bool = False, prefix_cache: bool = False, grid: int = 16) -> Engine:
         plan, model = self.plan, self.runner.model_config
-        demand = plan.demand and replace(plan.demand, step_tokens=chunk)
-        pools = (plan.num_rows, plan.num_slots, plan.num_pages, plan.page_size, demand)
-        self.coordinator = CacheCoordinator(*pools, prefix_cache=prefix_cache)
+        groups = [replace(group, demand=replace(group.demand, step_tokens=chunk)) for group in plan.groups]
+        pools = replace(plan, groups=tuple(groups), host=plan.host if prefix_cache else NO_HOST_PLAN)
+        self.coordinator = CacheCoordinator.from_plan(pools, self.runner.copied, prefix_cache=prefix_cache)
         self.coordinator.prefixes.grid = grid
-        if prefix_cache and self.plan.host:
-            self.coordinator.add_tier(self.plan.host.num_pages, self.plan.host.num_states, self.runner.copied)
         limits = EngineLimits(model.vocab_size, plan.max_model_len, chunk, model.eos_token_ids)
         return Engine(self, self.coordinator, limits, overlap=overlap)
 
@@ -144,7 +143,7 @@ def spoil(pools: Pools) -> None:
         for tensor in vars(mamba.layer_cache(layer_id)).values():  # type: ignore[union-attr]
             if tensor is not None:
                 tensor[1:] = torch.nan
-    pools.req_to_token.req_to_token[1:] = -(2**30)
+    pools.req_to_token.tables[1:] = -(2**30)
     pools.req_to_token.req_to_state_slot[1:] = -(2**30)
 
 
@@ -155,9 +154,17 @@ def budget(path: Path, *, rows: int, pages: int, cache_slots: int = 0, **config:
         str(path), **{"device": "cpu", "dtype": "float32", "max_running_requests": rows, **config}
     )
     target: RunTarget = load_target(engine_config, TPGroup())[1]
-    costs = make_plan(engine_config, target, budget_bytes=2**40).costs
+    plan = make_plan(engine_config, target, budget_bytes=2**40)
+    costs, longest = plan.costs, plan.max_model_len
     states = (rows + 1 + cache_slots) * costs.slot
-    return costs.fixed + (rows + 1) * costs.row + states + (pages + 1) * costs.page
+    total = costs.fixed + (rows + 1) * costs.row + states
+    for group in plan.groups:
+        count, demand = pages, group.demand
+        if group.window is not None and len(plan.groups) > 1:  # as plan_memory shares out pages
+            more = max(pages - demand.whole(longest), 0)
+            count = min(demand.least(min(pages * plan.page_size, longest)) + more, demand.pool(rows, longest))
+        total += (count + 1) * group.page_bytes
+    return total
 
 
 def check_sample(checkpoint: Checkpoint, sample: Sample, what: str, tolerance: float = 5e-4) -> None:

@@ -314,6 +314,7 @@ def elementwise() -> Cases:
     yield "silu_and_mul", {"x": meta(128, 2 * 12288)}
     yield "relu2", {"x": meta(128, 21504)}
     yield "sigmoid_mul", {"x": meta(128, 4096), "gate": meta(128, 4096)}
+    yield "sigmoid_mul", {"x": meta(128, 2048), "gate": meta(128, 3088)[:, 3072:]}  # a gate for each head
     norm = {"weight": f32(4096), "eps": 1e-6, "group_size": 128, "norm_before_gate": True}
     for tokens in (128, 8192):
         yield "gated_rms_norm", {"x": meta(tokens, 4096), "gate": meta(tokens, 12352)[:, 8192:12288]} | norm

@@ -124,8 +124,11 @@ def others() -> Iterator[tuple[str, Args, Args]]:
     """(operation, arguments, optional arguments) of everything else."""
     window, vocabulary, keys = {"sliding_window": 5}, 40000, meta(B, dtype=torch.int64)
     yield "attention_decode", paged(B, T), window | {"tree_mask": flags(B, T, T)}
+    sinks = {"sinks": f32(H)}
+    yield "attention_decode", paged(B, T), sinks
     lens = {"query_start_loc": STARTS, "query_lens": [20, 10, 10], "seq_lens_host": [20, 30, 40]}
     yield "attention_extend", paged(TOKENS) | lens, window
+    yield "attention_extend", paged(TOKENS) | lens, sinks
     long = {"query_lens": [8192] * B, "seq_lens_host": [9000] * B}  # keys and values are copied together first
     yield "attention_extend", paged(8192 * B) | lens | long, window
     vectors = meta(20, 16, 1, P + 16)
@@ -169,6 +172,8 @@ def others() -> Iterator[tuple[str, Args, Args]]:
         gated = {"w_up": meta(8, 64, 64), "w_down": meta(8, 64, 32), "activation": "silu"}
         yield "fused_experts", picks | gated, {"w_up": meta(8, 32, 64), "activation": "relu2"}
         yield "fused_experts", picks | gated | {"limit": 4.0}, {}
+        biased = {"limit": 4.0, "alpha": 1.7, "b_up": meta(8, 64), "b_down": meta(8, 64)}
+        yield "fused_experts", picks | gated, biased
     filters = {"top_k": ROWS, "top_p": f32(B), "min_p": f32(B), "bitmask": int32(B, vocabulary // 32 + 1)}
     counted = Penalties(f32(B), f32(B), f32(B), int32(B, vocabulary), flags(B, vocabulary))
     logits = {"logits": meta(B, vocabulary), "temperature": f32(B)}
@@ -182,16 +187,18 @@ def others() -> Iterator[tuple[str, Args, Args]]:
     yield "accept_chain", chain | {"last_tokens": int32(SLOTS)}, {}
     yield "greedy", {"logits": logits["logits"]}, {"bitmask": filters["bitmask"]}
     outputs = {name: int32(B) for name in ("input_ids", "positions", "out_cache_loc")}
-    table = {"rows": ROWS, "seq_lens": ROWS, "new_pages": ROWS, "last_tokens": int32(SLOTS), "page_size": 16}
-    plain = outputs | table | {"req_to_token": int32(SLOTS, 64), "drafts": None, "num_drafts": None}
+    table = {"rows": ROWS, "seq_lens": ROWS, "new_pages": int32(B, 1), "last_tokens": int32(SLOTS), "page_size": 16}
+    plain = outputs | table | {"tables": int32(SLOTS, 1, 64), "drafts": None, "num_drafts": None}
     drafted = {name: int32(B * T) for name in outputs} | {"drafts": int32(B, T - 1), "num_drafts": ROWS}
     yield "decode_inputs", plain, drafted
+    windows = {"out_cache_loc": int32(2, B), "new_pages": int32(B, 2), "tables": int32(SLOTS, 2, 64)}
+    yield "decode_inputs", plain | windows, {}
     buffers = DecodeBuffers(*int32(5, B))
     rows = {"req_pool_indices": ROWS, "seq_lens": ROWS, "num_real": 2, "tokens_per_row": 1}
     pools = {"req_to_state_slot": int32(SLOTS), "ring_start": int32(SLOTS), "ring_length": int32(SLOTS)}
     yield "fill_decode_metadata", {"out": buffers} | rows | pools, {}
     yield "enter_rows", {"rows": ROWS, "state_slots": ROWS, "phases": None, "apart": 16} | pools, {"phases": ROWS}
-    pages = {"rows": ROWS, "page_indices": ROWS, "pages": ROWS, "req_to_token": int32(SLOTS, 64), "page_size": 16}
-    yield "enter_pages", pages, {}
+    pages = {"rows": ROWS, "page_indices": ROWS, "pages": int32(B, 2), "page_size": 16}
+    yield "enter_pages", pages | {"tables": int32(SLOTS, 2, 64)}, {}
     yield "clear_slots", {"states": meta(2, SLOTS, 5 * N), "state_slots": ROWS}, {}
     yield "enter_tokens", {"rows": ROWS, "tokens": meta(B, dtype=torch.int64), "last_tokens": int32(SLOTS)}, {}

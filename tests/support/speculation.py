@@ -1,6 +1,5 @@
 """Engines that speculate over tiny models, drafters to try them with, and what the output must equal."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +12,6 @@ from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.core.engine import Engine
 from hybridrt.engine.request.intake import EngineLimits
 from hybridrt.engine.request.sample_request import derive_seed
-from hybridrt.mem_cache.pools.page_demand import PageDemand
 from hybridrt.parallel.ranks import Ranks
 from hybridrt.parallel.tensor_parallel import TensorParallelExecutor
 from hybridrt.runtime.load.build import load_target, make_plan
@@ -21,7 +19,6 @@ from hybridrt.runtime.run.model_runner import ModelRunner
 from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest
 from tests.support.cache_ledger import check_cache
 from tests.support.samples import Sample, Samples
-from tests.support.session import budget
 
 LENGTH = 96
 PAGE = 4
@@ -85,33 +82,30 @@ class Rig:
             **({"tp_size": 2, "cache_slots": cache_slots} if ranks else {}),
         )  # fmt: skip
         # The longest request fits alone.
-        window = json.loads((path / "config.json").read_text()).get("sliding_window")
-        least = PageDemand(PAGE, window).least(LENGTH + drafts)
-        pages = rows * LENGTH // PAGE if pages is None else max(pages, least)
-        same = ("device", "max_model_len", "page_size", "speculative", "state_mode", "prefix_cache", "host_cache_bytes")
-        common = {name: getattr(self.config, name) for name in same}
+        pages = rows * LENGTH // PAGE if pages is None else pages
         self.cached, self.hosted, self.grid = cache_slots is not None, False, PAGE
         self._futures = dict[str, dict[Key, Sample]]()
         spare = cache_slots or 0
         self.split = TensorParallelExecutor(self.config, ranks=ranks) if ranks else None
         if self.split is not None:
             self.runner = self.split.runner
-            self.lent = pages, rows + spare
+            self.lent = [max(pages, -(-(LENGTH + drafts) // PAGE))], rows + spare
             return
-        bytes_ = budget(path, rows=rows, pages=pages, cache_slots=spare, **common)
-        plan = make_plan(self.config, load_target(self.config, TPGroup())[1], budget_bytes=bytes_, cache_slots=spare)
+        plan = make_plan(self.config, load_target(self.config, TPGroup())[1], budget_bytes=2**40, cache_slots=spare)
+        # A window group has the pages of its least demand and as many as others have beyond that.
+        groups = [replace(group, num_pages=max(pages, group.demand.least(LENGTH + drafts))) for group in plan.groups]
+        plan = replace(plan, num_rows=rows, groups=tuple(groups))
         self.runner = ModelRunner(self.config, plan=plan)
-        self.lent = pages if plan.costs.page else 0, plan.num_slots
-        assert self.runner.memory_plan.num_pages == self.lent[0]
+        self.lent = [group.num_pages for group in groups], plan.num_slots
         if graphs:
             self.runner.capture()
 
     def engine(self, drafter: Drafter | None = None, chunk: int = 8192, overlap: bool = False) -> Engine:
         plan = self.runner.memory_plan
-        demand = plan.demand and replace(plan.demand, step_tokens=chunk)
+        demands = [replace(group.demand, step_tokens=chunk) for group in plan.groups]
         pages, slots = self.lent
-        pools = (plan.num_rows, slots, pages, plan.page_size, demand)
         head = int(self.runner.drafter is not None)
+        pools = plan.num_rows, slots, pages, demands
         self.coordinator = CacheCoordinator(*pools, prefix_cache=self.cached, lookahead=head)
         self.coordinator.prefixes.grid = self.grid
         if self.hosted:
@@ -134,7 +128,7 @@ class Rig:
                 if ask.abort is not None and ask.arrival + ask.abort == steps:
                     engine.abort(str(i))
             if self.hosted and steps % FORGETS == 0:
-                self.coordinator.prefixes.evict(self.lent[0], self.lent[1])
+                self.coordinator.prefixes.evict(*self.lent)
             deltas = engine.step() if engine.has_unfinished() else []
             assert [delta.error for delta in deltas if delta.error is not None] == []
             found.add(deltas)

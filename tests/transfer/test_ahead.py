@@ -22,7 +22,7 @@ class Lagging:
 
     def __init__(self) -> None:
         self.rig = Rig(late=2, overlap=True, chunk=4)
-        layout = Images((), (), None, 1)
+        layout = Images((), (), (), 1)
         self.side = WorkerSide(self.rig.engine, {"version": 1}, layout, torch.zeros(100, dtype=torch.uint8))
         self.here, self.there = QueueChannel.pair()
 
@@ -67,7 +67,7 @@ def test_an_image_is_not_given_away_while_a_step_may_still_read_it() -> None:
     worker = DecodeWorker(decode.side, [Immediate()])
     decode.there.send(prefill_hello(decode.side.handshake, [""]))
     worker.connect(decode.here)
-    decode.rig.executor.arena[0] = [1, 2], mix(mix(0, 1), 2)
+    decode.rig.executor.arena[0] = [[1, 2]], mix(mix(0, 1), 2)
     request_id = decode.rig.add([1, 2, 3], max_tokens=9)
     decode.rig.step()
     decode.there.send({"type": "ready", "key": f"{request_id}-1", "offset": 0})

@@ -214,7 +214,7 @@ def test_reads_of_nothing() -> None:
     assert image_reads([], 0, 1, 2) == []
 
 
-LAYOUT = Images((), (), None, 1)
+LAYOUT = Images((), (), (), 1)
 
 
 @pytest.fixture(params=["here", "another rank"])

@@ -37,7 +37,7 @@ _CLOSED = r"CLOSED: /(?s:.*)<\/arg_value>/ & ~/(?s:.*)(<arg_key>|<\/tool_call>|<
 
 
 class Glm(ToolParser):
-    """Of Ling 2.6 and 3, Ring 2.6."""
+    """The format of Ling 2.6 and 3, and Ring 2.6."""
 
     opens = ("<tool_call>",)
     closes = (_END,)
@@ -52,7 +52,7 @@ class Glm(ToolParser):
         layout = Layout(
             _TAGS, json_text, open=lambda key: f"{before} {json_text(key)} {between}", close=f'{close} "\\n"', end=""
         )
-        # A tag that is a token ends text wherever it comes; one that is text has to be a part of the text's own rule.
+        # A tag that is no token belongs to the text's own rule.
         value = [f"value: TEXT_VALUE? {layout.close}", _TEXT]
         if not close.startswith("<["):
             value = ['value: closed "\\n"', "closed[lazy]: CLOSED", _CLOSED]
@@ -104,7 +104,7 @@ class Glm(ToolParser):
 
 
 def _ends_here(scanner: Scanner) -> Step[bool | None]:
-    """Whether the section ends here; None: the text does."""
+    """Returns None at the end of the text."""
 
     def decide(text: str, whole: bool) -> bool | None:
         return text == _END if whole or not _END.startswith(text) else None

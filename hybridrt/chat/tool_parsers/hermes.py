@@ -8,7 +8,7 @@ from hybridrt.chat.tool_parsers.json_calls import JsonCalls
 
 
 class Hermes(JsonCalls):
-    """Also of Qwen 2.5, Qwen 3, Falcon-H1 and Granite 4."""
+    """The format of Hermes, and of Qwen 2.5, Qwen 3, Falcon-H1 and Granite 4."""
 
     opens = ("<tool_call>", "<tool_calls>")
     closes = ("</tool_call>", "</tool_calls>")

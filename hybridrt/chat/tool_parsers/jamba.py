@@ -7,7 +7,7 @@ from hybridrt.chat.tool_parsers.json_calls import JsonCalls
 
 
 class Jamba(JsonCalls):
-    """Of Jamba 1.5 to 1.7."""
+    """The format of Jamba 1.5 to 1.7."""
 
     opens = ("<tool_calls>", "<tool_call>")
     closes = ("</tool_calls>", "</tool_call>")

@@ -60,8 +60,8 @@ def read_list(scanner: Scanner, listed: bool, read: Callable[[], Step[None]], be
 def read_call(scanner: Scanner, sink: CallSink) -> Step[None]:
     """One object. The call begins once its name is known and its arguments look like an object."""
     yield from scanner.expect("{")
-    yield from scanner.accept("{")  # some models double the braces; no key begins with one
-    name, early = "", ""  # `early`: arguments that came before the name
+    yield from scanner.accept("{")  # some models double it; no key begins with one
+    name, early = "", ""  # `early`: arguments before the name
     while True:
         yield from scanner.space()
         key = yield from read_text(scanner)
@@ -87,7 +87,7 @@ def read_call(scanner: Scanner, sink: CallSink) -> Step[None]:
             raise Malformed
         sink.begin(name)
         sink.arguments(early or "{}")
-    yield from scanner.run(_CLOSES)  # some models leave it out, others write too many
+    yield from scanner.run(_CLOSES)  # left out, or written too often
     sink.end()
 
 
@@ -100,7 +100,7 @@ def _stream_arguments(scanner: Scanner, sink: CallSink, name: str) -> Step[None]
     begun = list[str]()
 
     def emit(text: str) -> None:
-        """Holds the first piece until the second: an object that breaks at once is no call."""
+        """Holds the first piece: an object that breaks at once is no call."""
         if sink.inside:
             sink.arguments(text)
             return
@@ -113,7 +113,7 @@ def _stream_arguments(scanner: Scanner, sink: CallSink, name: str) -> Step[None]
 
 
 def _whole_arguments(scanner: Scanner) -> Step[str]:
-    """An object, also within a string as some models write it; or null, for none."""
+    """Accepts an object, also within a string; or null, for none."""
     pieces = list[str]()
     first = yield from scanner.peek()
     if first in ('"', "'"):

@@ -1,10 +1,7 @@
-"""Kimi: calls between tokens of their own, each with an id that names the function,
-`functions.f:0`, and an object.
+"""Kimi: calls between tokens of their own, each with an id that names the function, `functions.f:0`, and an object.
 
-Source: the chat template of moonshotai/Kimi-K2-Instruct, which Kimi-Linear shares. The model's ids
-are kept, since the
-template writes them again. Models also write the tags of a section in the singular, or leave them
-out.
+Source: the chat template of moonshotai/Kimi-K2-Instruct, which Kimi-Linear shares. It writes the
+ids again. Models also write section tags in the singular, or leave them out.
 """
 
 import re
@@ -17,11 +14,11 @@ from hybridrt.chat.tool_parser import CallSink, ToolParser
 from hybridrt.chat.values import MAX_NAME, read_value
 
 _BEGIN, _ARGUMENTS, _END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
-_NUMBER = re.compile(r":\d*$")  # after the name, which may contain a colon
+_NUMBER = re.compile(r":\d*$")  # the name may contain a colon
 
 
 class KimiK2(ToolParser):
-    """Of Kimi K2 and Kimi-Linear."""
+    """The format of Kimi K2 and Kimi-Linear."""
 
     opens = ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>", _BEGIN)
     closes = ("<|tool_calls_section_end|>", "<|tool_call_section_end|>")

@@ -1,14 +1,14 @@
 """LFM2: `<|tool_call_start|>[f(a="x", b=1), g()]<|tool_call_end|>`, calls as in Python with arguments by name.
 
-Source: the chat templates and the model cards of LiquidAI/LFM2-1.2B, LiquidAI/LFM2-8B-A1B and LiquidAI/LFM2.5-8B-A1B.
-The templates show tools and may never show a call.
+Source: the chat templates and the model cards of LiquidAI/LFM2-1.2B, LiquidAI/LFM2-8B-A1B and
+LiquidAI/LFM2.5-8B-A1B.
 """
 
 from hybridrt.chat.tool_parsers.python_calls import PythonCalls
 
 
 class Lfm2(PythonCalls):
-    """Of LFM2 and LFM2.5."""
+    """The format of LFM2 and LFM2.5."""
 
     opens = ("<|tool_call_start|>",)
     closes = ("<|tool_call_end|>",)

@@ -11,7 +11,7 @@ from hybridrt.chat.tool_parsers.json_calls import JsonCalls
 
 
 class MinimaxM1(JsonCalls):
-    """Of MiniMax-M1."""
+    """The format of MiniMax-M1."""
 
     opens = ("<tool_calls>", "<tool_call>")
     closes = ("</tool_calls>", "</tool_call>")

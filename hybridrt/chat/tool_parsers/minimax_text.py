@@ -17,7 +17,7 @@ _NAME = re.compile(r"[\w.:/-]*")
 
 
 class MinimaxText(ToolParser):
-    """Of MiniMax-Text-01."""
+    """The format of MiniMax-Text-01."""
 
     opens = ("<function_call>",)
     closes = ("```",)

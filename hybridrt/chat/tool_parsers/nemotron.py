@@ -7,7 +7,7 @@ from hybridrt.chat.tool_parsers.json_calls import JsonCalls
 
 
 class Nemotron(JsonCalls):
-    """Of Nemotron Nano v2."""
+    """The format of Nemotron Nano v2."""
 
     opens = ("<TOOLCALL>",)
     closes = ("</TOOLCALL>",)

@@ -7,7 +7,7 @@ from hybridrt.chat.tool_parsers.python_calls import PythonCalls
 
 
 class Olmo(PythonCalls):
-    """Of OLMo 3 and OLMo-Hybrid."""
+    """The format of OLMo 3 and OLMo-Hybrid."""
 
     opens = ("<function_calls>", "<function_call>")
     closes = ("</function_calls>", "</function_call>")

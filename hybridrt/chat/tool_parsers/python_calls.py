@@ -51,8 +51,7 @@ def _call_rules(tool: Tool, rule: str) -> str:
     rules = limited(f"{rule}_{i}: {text}" for i, text in enumerate(_argument_rules(tool, arguments)))
     for i, (_, needed) in enumerate(arguments.values()):
         (must if needed else may).append(f"{rule}_{i}")
-    # The optional arguments from the i-th on are a rule of their own: written out after each that may come first, they
-    # would make a text of quadratic length.
+    # A rule for the optional arguments from each on avoids quadratic length.
     ends = [f"{rule}_from{i}" for i in range(len(may))] + ['""']
     rules += [f'{ends[i]}: (", " {name})? {ends[i + 1]}' for i, name in enumerate(may)]
     if must:

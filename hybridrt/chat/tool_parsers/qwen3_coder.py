@@ -9,8 +9,9 @@
     </tool_call>
 
 Source: the chat templates of Qwen/Qwen3-Coder-30B-A3B-Instruct, Qwen/Qwen3.5-4B and
-nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B, and the tests of vLLM's qwen3coder parser for what models leave out: the outer
-tag, the end of a parameter. Qwen 3.5 sometimes writes Hermes JSON in the outer tag, which is read, too.
+nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B, the response template of LiquidAI/LFM3-VL-2B, and the tests of vLLM's qwen3coder
+parser for what models leave out: the outer tag, the end of a parameter. Qwen 3.5 sometimes writes
+Hermes JSON in the outer tag, which is read, too.
 """
 
 import re
@@ -41,11 +42,11 @@ _LAYOUT = Layout(
     close=json_text("\n</parameter>\n"),
     end='"</function>"',
 )
-_NAME = re.compile(r"(?!\s)[^>\n]+(?<!\s)")  # of a function or a parameter, as a schema may have it
+_NAME = re.compile(r"(?!\s)[^>\n]+(?<!\s)")  # a name of a function or a parameter that a schema may have
 _CALLED = re.compile(r"[^\s<>=]+")
-# Rules of grammars: what a function without a strict schema holds, and text as a parameter.
+# Rules for functions without a strict schema.
 _FREE = ('free: ("<parameter=" KEY ">\\n" value)* "</function>"', r"KEY: /[^\s<>=]{1,256}/")
-# Text as a parameter cannot hold what the parser takes for its end.
+# Text cannot hold what the parser takes for its end.
 _TEXT = (
     "value[lazy]: VALUE",
     r"VALUE: /(?s:.*)\n<\/parameter>\n/ & ~/(?s:.*)(<parameter=|<\/function>|<\/parameter>(?s:..))(?s:.*)/",

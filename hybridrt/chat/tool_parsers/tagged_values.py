@@ -1,8 +1,7 @@
 """Values between tags, shared by formats like XML.
 
-Nothing is escaped in a value, so it may hold the format's own tags. A tag ends the value only if
-what follows is
-allowed next; so the reader looks ahead after a tag.
+Nothing is escaped in a value, so it may hold the format's own tags: a tag ends the value only if
+what follows is allowed next.
 """
 
 import json
@@ -15,7 +14,7 @@ from hybridrt.chat.scanner import Malformed, Scanner, Step
 from hybridrt.chat.schemas import is_of
 from hybridrt.chat.values import MAX_NAME, Emit, escaped, read_value
 
-_WINDOW = 512  # characters that are looked at after a tag
+_WINDOW = 512
 _INDENT = re.compile(r"[ \t]*")
 _NAME_PART = re.compile(r"[^<>\n]*")
 _NAME = re.compile(r"[^\s<>=]+")
@@ -87,8 +86,9 @@ def read_typed(
     """Reads a value and emits its JSON text. Text streams; other values are converted when whole.
 
     Args:
-        types: of the schema. Empty: unknown; the value is an object, a list, or text.
-        names: of parameters that may follow; None: any may.
+        types: types that the schema allows. Empty: unknown; the value is an object, a list, or
+            text.
+        names: parameters that may follow; None: any may.
         block: the value began on a line of its own.
 
     Returns:
@@ -117,7 +117,7 @@ def read_text(
     block: bool,
     within_string: Callable[[], bool] = lambda: False,
 ) -> Step[str]:
-    """As `read_typed`, but the value is passed on as it is.
+    """Like `read_typed`, but the value is passed on as it is.
 
     Args:
         within_string: whether the text so far ends within a JSON string, which contains tags on its
@@ -161,7 +161,7 @@ def converted(text: str, types: set[str]) -> str:
 class _Collected:
     def __init__(self) -> None:
         self.pieces: list[str] = []
-        self._checked, self._inside = 0, False  # pieces that were looked at, and whether they end within a string
+        self._checked, self._inside = 0, False  # pieces read, and whether they end in a string
 
     def add(self, text: str) -> None:
         self.pieces.append(text)
@@ -176,12 +176,9 @@ class _Collected:
 
 
 def _ends(scanner: Scanner, tags: Tags, tag: str, firm: bool, names: Collection[str] | None, depth: int) -> Step[bool]:
-    """Whether a tag, which was read, ends the value.
-
-    Args:
-        firm: the tag is on a line of its own, or the value has no such lines.
-        depth: quoted calls that have not ended. Only the last tags of the answer end the value
-            then.
+    """Whether a tag, which was read, ends the value. `firm`: the tag is on a line of its own, or
+    the value has no such lines. `depth`: quoted calls that have not ended. With any, only the last
+    tags of the answer end the value.
     """
     decide = partial(_is_last, tags) if depth else partial(_follows, tags, tag, firm, names)
     verdict = yield from scanner.ahead(_WINDOW, decide)
@@ -195,7 +192,7 @@ def _ends(scanner: Scanner, tags: Tags, tag: str, firm: bool, names: Collection[
 
 
 def _follows(tags: Tags, tag: str, firm: bool, names: Collection[str] | None, text: str, whole: bool) -> bool | None:
-    """Whether the text after a tag is allowed there. None: more text is needed."""
+    """Whether text is allowed after a tag. None: more is needed."""
     if tag == tags.opens[0]:  # the value's own tag was left out
         return firm and _is_named(tags, text, names, whole, tags.value_open)
     if tag != tags.close:
@@ -221,7 +218,7 @@ def _is_named(tags: Tags, text: str, names: Collection[str] | None, whole: bool,
 
 
 def _name(tags: Tags, text: str, whole: bool) -> str | None:
-    """The text before the tag after a name; "" if another tag comes first."""
+    """Reads up to the tag after a name; "" if another tag comes first."""
     found = _NAME_PART.match(text)
     name = found[0] if found is not None else ""
     rest = text[len(name) :]
@@ -231,7 +228,7 @@ def _name(tags: Tags, text: str, whole: bool) -> str | None:
 
 
 def _is_end(tags: Tags, text: str, whole: bool) -> bool | None:
-    """Whether the next tag does not belong to a parameter, so that a call ends here."""
+    """Whether the call ends here: no further parameter follows."""
     found = tags.any_tag.search(_without_ends(tags, text))
     if found is not None:
         return found[0] not in tags.inner
@@ -239,7 +236,7 @@ def _is_end(tags: Tags, text: str, whole: bool) -> bool | None:
 
 
 def _is_early_end(tags: Tags, text: str, firm: bool, whole: bool) -> bool | None:
-    """Whether a call ends here without the closing tag of its last value."""
+    """The last value may lack its closing tag."""
     rest = _without_ends(tags, text)
     if tags.lines and (firm or tags.all_ends.match(text)):
         return _is_end(tags, text, whole)

@@ -72,7 +72,7 @@ class AsyncLLM:
         self.llm = model if isinstance(model, LLM) else LLM(model, **options)
         self.watchers: list[Callable[[StepMessage], None]] = []
         self._streams: WeakValueDictionary[str, DeltaStream] = WeakValueDictionary()
-        self._left: dict[str, int] = {}  # by request: samples whose last delta has not been handed out
+        self._left: dict[str, int] = {}  # by request, how many samples have not handed out their last delta
         self._names = count()
         self.draining = False
         self._events: asyncio.AbstractEventLoop | None = None
@@ -160,8 +160,7 @@ class AsyncLLM:
         name = f"async-{next(self._names)}" if name is None else name
         batch = _named(prepared, name)
         self._enter(asyncio.get_running_loop())
-        # If a reader has gone, its id stays taken until the last deltas are here: else a new
-        # request would get them.
+        # If a reader has gone, a new request of its id would get its last deltas.
         for taken in (known for known in (name, *batch) if known in self._streams or known in self._left):
             raise RequestError(f"request id {taken!r} is in use; pass another one, or None to get one", "request_id")
         deltas = DeltaStream(self._loop)
@@ -178,7 +177,7 @@ class AsyncLLM:
         return deltas
 
     def _enter(self, events: asyncio.AbstractEventLoop) -> None:
-        """Serves this event loop from now on. Requests of a closed one end."""
+        """Ends requests of a closed one."""
         if events is self._events:
             return
         if self._events is not None and self._events.is_closed():
@@ -187,7 +186,7 @@ class AsyncLLM:
             self._streams.clear()
         if self._streams:
             raise EngineError("an AsyncLLM serves one event loop at a time: end the requests of the other one first")
-        self._left.clear()  # messages that an earlier loop has not read are lost
+        self._left.clear()  # an earlier loop's messages are lost
         self._events = events
 
     @knows_names("generate", CALLS)
@@ -236,7 +235,7 @@ class AsyncLLM:
         compiles = params.structured_outputs is not None or asks_for_grammar(conversation)
         lane: Lane = "compile" if compiles else "text"
         if is_large_chat(conversation):
-            lane = "long text"  # with a grammar too: it must not wait among small ones
+            lane = "long text"  # must not wait among small grammars
         return await self.in_thread(self.llm.prepare_chat, conversation, params, chat, lane=lane)
 
     async def stream_chat(
@@ -247,7 +246,8 @@ class AsyncLLM:
         chat: Chat | None = None,
         **options: Any,
     ) -> AsyncIterator[ChatDelta]:
-        """As `LLM.stream_chat`. If the iteration ends early, the request is aborted."""
+        """Streams an answer (see `LLM.stream_chat`). If the iteration ends early, the request is
+        aborted."""
         params = self.llm.chat_sampling_params(params)
         prepared = await self.prepare_chat(read_conversation(messages, **options), params, chat or self.llm.chats())
         deltas, reader = self.submit(prepared.prompt), ChatReader(prepared)
@@ -334,15 +334,15 @@ class AsyncLLM:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        await asyncio.to_thread(self.close)  # it waits for the end of a step
+        await asyncio.to_thread(self.close)  # waits for the end of a step
 
     def __dir__(self) -> list[str]:
-        """Names for callers; the other public names are the server's."""
+        """The other public names are the server's."""
         return sorted({*object.__dir__(self)} & {*dir(object), *_PUBLIC})
 
     def _deliver(self, message: StepMessage) -> None:
-        """Called in the engine's thread. If the event loop is closed, aborts the requests: no
-        reader is left.
+        """Runs in the engine's thread. If the event loop is closed, no reader is left: aborts the
+        requests.
         """
         assert self._events is not None, "a request was submitted there"
         try:
@@ -352,7 +352,7 @@ class AsyncLLM:
                 self._loop.abort(delta.request_id)
 
     def _hand_out(self, message: StepMessage) -> None:
-        # Rows with a prompt are last in a step: first tokens go first.
+        # First tokens come first. They are last in a step.
         for delta in reversed(message.deltas):
             stream = self._streams.get(delta.request_id)
             if stream is not None:
@@ -367,9 +367,7 @@ class AsyncLLM:
 
 
 def _named(prepared: PreparedPrompt | Sequence[PreparedPrompt], name: str) -> dict[str, PreparedPrompt]:
-    """The requests of a submission by id. RequestError if one is no request, or the name is
-    invalid.
-    """
+    """Raises RequestError if one is no request, or the name is invalid."""
     check_name(name)
     if isinstance(prepared, Sequence):
         batch = {f"{name}-{i}": prompt for i, prompt in enumerate(prepared)}

@@ -72,8 +72,8 @@ def prepare_chat(
     """Renders, tokenises and checks a conversation. Changes nothing; call it off an event loop.
 
     Raises:
-        RequestError, MemoryBudgetError: as `Engine.prepare`; also if the template fails on these
-            messages.
+        RequestError, MemoryBudgetError: the errors of `Engine.prepare`; also if the template fails
+            on these messages.
     """
     _check_kind("conversation", conversation, Conversation)
     _check_kind("sampling_params", params, SamplingParams)
@@ -89,8 +89,7 @@ def prepare_chat(
     prompt = chat.prompt(conversation, params, encode)
     given, wanted = params.structured_outputs, prompt.params.structured_outputs
     if given is not None and wanted is not given:
-        # Check it alone first: within a larger grammar, an impossible form would fail only after
-        # the reasoning.
+        # Within a larger grammar, an impossible form would fail only after the reasoning.
         engine.intake.compiler.grammar(given)
     try:
         prepared = engine.prepare(prompt.tokens, prompt.params)

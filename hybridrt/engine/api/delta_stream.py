@@ -30,7 +30,7 @@ class DeltaStream(AsyncIterator[Delta]):
         self.arrival = time.monotonic()
         self.write_now: Callable[[Delta], bool] | None = None
         self._loop, self._process = loop, os.getpid()
-        self._gains: dict[tuple[str, int], Delta] = {}  # by sample
+        self._gains: dict[tuple[str, int], Delta] = {}  # deltas by sample
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, delta: Delta) -> None:
@@ -42,7 +42,7 @@ class DeltaStream(AsyncIterator[Delta]):
         if waiter is not None and delta.error is None and self.write_now is not None:
             try:
                 taken = self.write_now(delta)
-            except Exception as e:  # it is the reader's, and must not keep other streams from their deltas
+            except Exception as e:  # other readers must get their deltas
                 waiter.set_exception(e)
                 return
             if taken:
@@ -56,11 +56,11 @@ class DeltaStream(AsyncIterator[Delta]):
             waiter.set_result(None)
 
     async def __anext__(self) -> Delta:
-        """The next delta of any sample. EngineError if the sample failed, or in a forked process."""
+        """Raises EngineError if the sample failed, or in a forked process."""
         while not self._gains:
             if not self.running:
                 raise StopAsyncIteration
-            if os.getpid() != self._process:  # no delta would ever come
+            if os.getpid() != self._process:
                 self._loop.check_process()
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter

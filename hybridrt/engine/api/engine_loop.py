@@ -16,17 +16,16 @@ from hybridrt.engine.core.engine import Engine
 from hybridrt.engine.request.intake import PreparedPrompt
 from hybridrt.engine.request.outputs import Delta, DeltaQueue, RequestMetrics
 
-# After one of these no later step can succeed.
+# No later step can succeed.
 _FATAL = (RankError, torch.AcceleratorError)
 # While the device computes, the thread waits at most so long until readers have the last step's
-# tokens. Otherwise readers wait for the interpreter while it schedules. At most a share of the
-# step's time: the next launch must come before the device is idle.
+# tokens: later they would wait for the interpreter. The next launch must come before the device is
+# idle.
 HAND_OUT_SECONDS, HAND_OUT_SHARE = 0.002, 0.25
-COMMANDS = 64  # between two steps: a request may have a thousand prompts, and running requests must go on
-# While a step is put off, the loop checks this often if the device still computes: predictions may
-# be too late.
+COMMANDS = 64  # most between two steps
+# How often a put-off step asks if the device still computes.
 ASK_SECONDS = 0.005
-# How long the end of the interpreter waits for the end of a step.
+# How long the interpreter's end waits for the last step.
 LEAVE_SECONDS = 60.0
 
 
@@ -66,18 +65,17 @@ class EngineLoop:
         self.max_samples = max_samples
         self._engine, self._turns = engine, engine.turns
         self._deliver = deliver
-        # SimpleQueue.put may be called within itself, by a finalizer that the collector runs:
-        # `abort` relies on it.
+        # Finalizers may call SimpleQueue.put within itself: `abort` relies on it.
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._unfinished: dict[str, tuple[set[int], RequestMetrics]] = {}  # unfinished samples of each request
-        self._count = 0  # of all samples in `_unfinished`
-        self._lock = threading.Lock()  # guards the three attributes above and `error`
+        self._unfinished: dict[str, tuple[set[int], RequestMetrics]] = {}
+        self._count = 0  # number of all samples in `_unfinished`
+        self._lock = threading.Lock()  # guards these and `error`
         self._deltas = DeltaQueue(arrays=True)
         self._closing = False
         self._step_began: float | None = None
         self._thread = threading.Thread(target=self._run, name="hybridrt-engine", daemon=True)
         self._thread.start()
-        # Python stops daemon threads anywhere, and one within torch then aborts the process.
+        # Python stops daemon threads anywhere; torch then aborts the process.
         atexit.register(self._leave)
 
     @property
@@ -138,20 +136,20 @@ class EngineLoop:
         Returns:
             Whether the thread has ended.
         """
-        if not self._turns.here:
+        if not self._turns.in_own_process:
             return True
         with self._lock:
             self._closing = True
-        self._commands.put(lambda: None)  # wakes the thread, which may wait for a command
+        self._commands.put(lambda: None)  # wakes the thread
         self._thread.join(timeout)
         if self._thread.is_alive():
             return False
         atexit.unregister(self._leave)
-        self.__dict__.pop("_engine", None)  # an LLM that is closed now frees its memory at once
+        self.__dict__.pop("_engine", None)  # a closed LLM now frees its memory
         return True
 
     def _leave(self) -> None:
-        """Called when the interpreter ends. A hanging step must not keep the process for ever."""
+        """Ends in time: a hanging step must not keep the process."""
         self.close(LEAVE_SECONDS)
 
     def _run(self) -> None:
@@ -190,7 +188,7 @@ class EngineLoop:
             self._step_began = None
             message = self._deliver_deltas(time.monotonic() - began)
             if not self._count:
-                self._engine.finish_launched()  # finished requests hold nothing while the loop waits
+                self._engine.finish_launched()  # finished requests hold nothing
             waits = bool(message.deltas) and self._engine.device_is_busy()
         if waits:
             message.handed_out.wait(min(HAND_OUT_SECONDS, HAND_OUT_SHARE * message.seconds))
@@ -220,12 +218,12 @@ class EngineLoop:
         with self._turns:
             try:
                 self._engine.submit(prepared, request_id, stream=stream, queue=self._deltas)
-            except Exception as e:  # the id is in use by another owner, or there is no memory for the request
+            except Exception as e:  # another owner's id, or no memory
                 error = e if isinstance(e, EngineError) else EngineError(f"request {request_id!r} failed: {e}")
                 self._end([request_id], error)
 
     def _abort(self, request_id: str) -> None:
-        if request_id in self._unfinished:  # if not, the id may be that of another thread's request
+        if request_id in self._unfinished:  # else it may be another thread's
             with self._turns:
                 self._engine.abort(request_id)
 

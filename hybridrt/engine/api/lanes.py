@@ -9,15 +9,13 @@ from hybridrt.base.pace import paced
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.grammar.grammar_compiler import WAITING
 
-# "text": short texts. "long text": long ones, so that short prompts never wait for them; its
-# threads rest most of the time (hybridrt/base/pace.py), else they would hold up running requests.
-# "compile": waits for grammars. "answer": makes large answers, a part at a time.
+# "long text": its threads rest most of the time (hybridrt/base/pace.py), else they would hold up
+# running requests. "compile": waits for grammars. "answer": makes large answers, a part at a time.
 Lane = Literal["text", "long text", "compile", "answer"]
-_COMPILING = 16  # threads for requests with grammars, in addition to those that wait for large grammars
+_COMPILING = 16  # threads besides those for large grammars
 THREADS: dict[Lane, int] = {"text": 2, "long text": 2, "compile": WAITING + _COMPILING, "answer": 2}
-LONG_CHARACTERS = 2**16  # length of a long text: tokenising it takes tens of milliseconds
-# Tokenising this many characters, or checking ten times as many ids, takes as long as a switch of
-# threads.
+LONG_CHARACTERS = 2**16  # tens of milliseconds
+# Takes as long as a switch of threads.
 INLINE, _IDS_PER_CHARACTER = 1000, 10
 
 

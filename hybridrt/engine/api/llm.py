@@ -60,7 +60,7 @@ class LLM:
         RankError: a tensor-parallel rank was lost.
 
     Attributes:
-        default_sampling_params: of requests without SamplingParams: the checkpoint's
+        default_sampling_params: parameters of requests without SamplingParams: the checkpoint's
             generation_config.json, else temperature 1 and the other defaults
             (sampling_defaults.py). To change single fields, pass
             `dataclasses.replace(llm.default_sampling_params, ...)`.
@@ -97,7 +97,7 @@ class LLM:
         host_cache_bytes: int = 0,
         seed: int = 0,
     ) -> None:
-        options = dict(locals())  # the parameters, which are the fields of EngineConfig
+        options = dict(locals())  # the fields of EngineConfig
         del options["self"]
         self.config = EngineConfig(**options | ({"model": str(model)} if isinstance(model, PathLike) else {}))
         check_world(tp_size)
@@ -109,8 +109,9 @@ class LLM:
         path = find_checkpoint(config.model)
         if path.is_dir():  # if not, the runner says so
             read_model_config(path)
-        self.tokenizer = load_tokenizer(path)  # before the weights, whose loading may take minutes
+        self.tokenizer = load_tokenizer(path)  # read before the weights
         start: dict[str, Any] = {"progress": progress, "ahead": KernelsAhead}
+        # The executor over several ranks, which `close` ends; None with one rank.
         self._split = TensorParallelExecutor(config, **start) if config.tp_size > 1 else None
         runner = self._split.runner if self._split else ModelRunner(config, **start)
         self.model_config = runner.model_config
@@ -237,7 +238,7 @@ class LLM:
         Raises:
             RequestError, MemoryBudgetError: a conversation cannot be taken; none was started.
             CheckpointError: there is no chat template, or it fails.
-            EngineError: as `generate`.
+            EngineError: the errors of `generate`.
         """
         chat = self.chats(chat_template, tool_parser, reasoning_parser)
         given = as_conversations(messages, {"tools": tools, "tool_choice": tool_choice, **options})
@@ -302,9 +303,9 @@ class LLM:
         """Writes KV and states of a text's longest cached prefix to a file, for `load_session`.
 
         Args:
-            path: of a safetensors file, which is replaced as a whole.
+            path: path of a safetensors file, which is replaced as a whole.
             prompt: most often prompt and answer of a request that has ended, best as token ids.
-            cache_salt: of that request.
+            cache_salt: the salt of that request.
             note: text of the caller's own, up to 2**20 characters.
 
         Returns:
@@ -318,7 +319,7 @@ class LLM:
         """
         file, content = as_path("path", path, SessionError), text_or_ids(prompt)
         if not isinstance(content, str):
-            content = content[: self.plan.max_model_len - 1]  # the last token of the longest text is never computed
+            content = content[: self.plan.max_model_len - 1]  # the last token is never computed
         prepared = self.engine.prepare(content, SamplingParams(max_tokens=1, cache_salt=cache_salt))
         tokens = np.array(prepared.tokens, np.int32)
         with undisturbed():
@@ -356,12 +357,14 @@ class LLM:
 
     def close(self) -> None:
         """Aborts all requests and frees the model and the pools at once, without a garbage
-        collection. A second call completes what an exception has interrupted.
+        collection. A second call completes what an exception has interrupted. With tensor
+        parallelism the other ranks end too. A fork of the process only forgets the engine: its
+        requests belong to the parent.
         """
         engine = self._engine
         with Interrupts():
             try:
-                if engine is not None and engine.turns.here:
+                if engine is not None and engine.turns.in_own_process:
                     engine.intake.compiler.close()
                     with engine.turns:
                         engine.abort_all()
@@ -380,7 +383,7 @@ class LLM:
         self.close()
 
     def _stream(self, prepared: PreparedPrompt) -> Iterator[Delta]:
-        """Runs a prompt and yields its deltas. Ends the request if the reader leaves."""
+        """Ends the request if the reader leaves."""
         engine, queue, running = self.engine, DeltaQueue(), prepared.params.n
         try:
             with engine.turns:
@@ -393,19 +396,16 @@ class LLM:
                     running -= sum(delta.finish_reason is not None for delta in deltas)
                     if not running or any(delta.error for delta in deltas):
                         engine.abandon(queue)
-                        engine.finish_launched()  # its launched work is over: it holds nothing
+                        engine.finish_launched()  # it holds nothing then
                 _raise_error(deltas)
                 yield from deltas
         finally:
-            # The garbage collector may run this in any thread, in the middle of a step: it only
-            # notes the queue.
+            # The collector may run this within a step: only note the queue.
             engine.abandon(queue)
 
 
 def _shows_bars() -> bool:
-    """True if progress bars are visible: standard error is a terminal, or tqdm has found a
-    notebook. `sys.stderr` is None if standard error is closed.
-    """
+    """Whether standard error is a terminal, or tqdm has found a notebook. `sys.stderr` may be None."""
     return issubclass(tqdm, tqdm_notebook) or (sys.stderr is not None and sys.stderr.isatty())
 
 

@@ -6,7 +6,7 @@ from hybridrt.base.config_json import FLAG, NULL, check_fields, either, read_obj
 from hybridrt.base.errors import CheckpointError, RequestError
 from hybridrt.base.sampling_params import SamplingParams
 
-# Names in generation_config.json of the fields of SamplingParams.
+# name in generation_config.json -> in SamplingParams
 FILE_FIELDS = {
     "max_new_tokens": "max_tokens",
     "temperature": "temperature",

@@ -1,7 +1,7 @@
 """Lends rows, state slots and KV pages to requests, and writes the resulting device work into
 plans.
 
-The ledger, for a request with a match of m pages and n pages in all:
+The ledger of each page group, for a request with a match of m pages and n pages in all:
 
     what                  owner            from .. to                       freed by
     row                   the request      admit .. release                 release
@@ -12,8 +12,8 @@ The ledger, for a request with a match of m pages and n pages in all:
     match's state, tail   the prefix cache locked from admit to settle      the cache's eviction, once unlocked
     pages[0 : m)          the prefix cache locked from admit to release     the cache's eviction, once unlocked
     pages[m : n)          the request      admit or grow .. release         release, or the cache that took them over
-    given (part of m : n) the prefix cache locked from share to release     the cache's eviction, once unlocked
-    out of every window   the request      admit or grow .. settle          settle
+    shared (of m : n)     the prefix cache locked from share to release     the cache's eviction, once unlocked
+    passed by the window  as before        admit or grow .. settle          settle; the cache's are unlocked instead
     spare                 the request      settle .. use_spare_pages        use_spare_pages, for later tokens
     fetched               the fetch        start .. finish                  finish, or the cache that takes them over
 
@@ -28,8 +28,9 @@ launched step names. It first offers the request's entries to the prefix cache. 
 the slot, the next step starts by folding the row's ring into it (`donations`), before anything
 reads the slot.
 
-`settle` frees pages outside the windows of all later tokens. While the prompt still needs pages,
-the request keeps them, so an admitted prompt never lacks pages.
+`settle` gives up the pages of a window group that the windows of all later tokens have passed.
+First it offers them to the prefix cache, if another prompt may need them. While the prompt still
+needs pages, the request keeps as many, so an admitted prompt never lacks pages.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -38,13 +39,14 @@ from hybridrt.base.errors import MemoryBudgetError, PoolError
 from hybridrt.engine.cache.host_fetches import LOOK_AHEAD, HostFetches
 from hybridrt.engine.cache.host_tier import HostTier
 from hybridrt.engine.cache.prefix_store import PrefixStore
-from hybridrt.engine.cache.window_pages import WindowPages
+from hybridrt.engine.request.request_pages import RequestPages, matched_starts, no_pages
 from hybridrt.engine.request.sample_request import UNLIMITED, Request, RowColumns
 from hybridrt.kernels.core.slots import NO_SLOT
 from hybridrt.mem_cache.pools.allocator import SlotAllocator
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
+from hybridrt.mem_cache.pools.page_allocators import PageAllocators
 from hybridrt.mem_cache.pools.page_demand import PageDemand
-from hybridrt.mem_cache.pools.slots import Slots
+from hybridrt.mem_cache.pools.page_sets import GroupPages, no_sets, page_numbers
 from hybridrt.mem_cache.pools.state_moves import StateMove, When
 from hybridrt.mem_cache.prefix_tree.prefix_cache import NO_MATCH, PrefixMatch
 from hybridrt.mem_cache.prefix_tree.radix_drop import drop
@@ -52,15 +54,15 @@ from hybridrt.runtime.step.plan import Admission, PageCopy, PageWrite, StateCopy
 
 
 class CacheCoordinator:
-    """The three allocators of an engine and its prefix cache.
+    """The allocators of an engine and its prefix cache.
 
     Args:
         num_rows: requests that may run together.
-        num_slots, num_pages: recurrent states and KV pages; 0 without such layers.
-        demand: how many pages requests hold, if all attention layers have a sliding window; None:
-            all.
-        prefix_cache: keep the entries of ended requests. Nothing is kept if every layer is
-            attention with a sliding window.
+        num_slots: recurrent states; 0 without such layers.
+        num_pages: KV pages of each page group; none without attention layers.
+        demands: how many pages of each group requests hold.
+        page_bytes: of a page of each group; None: not known.
+        prefix_cache: keep the entries of ended requests.
         lookahead: 1 if the KV of a token depends on the next one (prediction heads), else 0.
 
     Attributes:
@@ -75,57 +77,58 @@ class CacheCoordinator:
         self,
         num_rows: int,
         num_slots: int,
-        num_pages: int,
-        page_size: int,
-        demand: PageDemand | None = None,
+        num_pages: Sequence[int],
+        demands: Sequence[PageDemand],
         *,
         prefix_cache: bool = False,
         lookahead: int = 0,
+        page_bytes: Sequence[int] | None = None,
     ) -> None:
         self.rows = SlotAllocator(num_rows, "request row")
         self.slots = SlotAllocator(num_slots, "state slot")
-        self.pages = SlotAllocator(num_pages, "KV page")
+        self.pages = PageAllocators(num_pages, demands, page_bytes=page_bytes)
         self.columns = RowColumns.allocate(num_rows)
         self.donations: list[StateMove] = []
         self._num_releases = 0  # counts events that may make room
-        self._demand = demand or PageDemand(page_size)
-        window = self._demand.window is not None
-        keeps = prefix_cache and (not window or (num_slots > 0 and not lookahead))
-        windows = WindowPages(self.pages, self._demand) if keeps and window else None
-        self.prefixes = PrefixStore(self.pages, self.slots, self.rows, page_size, lookahead, keeps, windows)
+        self._page_size = demands[0].page_size if demands else 0
+        self.prefixes = PrefixStore(self.pages, self.slots, self.rows, lookahead, prefix_cache)
         self.fetches: HostFetches | None = None
 
     @classmethod
-    def of(
+    def from_plan(
         cls, plan: MemoryPlan, copied: Callable[[int], bool], *, prefix_cache: bool = False, lookahead: int = 0
     ) -> "CacheCoordinator":
-        pools = plan.num_rows, plan.num_slots, plan.num_pages, plan.page_size, plan.demand
-        made = cls(*pools, prefix_cache=prefix_cache, lookahead=lookahead)
+        """The allocators of a plan's pools. `copied` as `Executor.copied`."""
+        pages, demands = [group.num_pages for group in plan.groups], [group.demand for group in plan.groups]
+        made = cls(
+            plan.num_rows, plan.num_slots, pages, demands, prefix_cache=prefix_cache, lookahead=lookahead,
+            page_bytes=[group.page_bytes for group in plan.groups],
+        )  # fmt: skip
         if plan.host:
             made.add_tier(plan.host.num_pages, plan.host.num_states, copied)
         return made
 
     def add_tier(self, num_pages: int, num_states: int, copied: Callable[[int], bool]) -> None:
-        """Also keeps prefixes in main memory: so many pages and states. `copied` as
+        """Also keeps prefixes in main memory: so many pages of each group, and states. `copied` as
         `Executor.copied`.
         """
-        store, tree = self.prefixes, self.prefixes.tree
-        num_pages, num_states = num_pages if self.pages.total else 0, num_states if self.slots.total else 0
-        store.tier = HostTier(num_pages, num_states, tree.page_size, tree.recurrent, tree.lookahead, copied)
-        self.fetches = HostFetches(store, store.tier)
+        pages = PageAllocators([num_pages] * len(self.pages), self.pages.demands, "KV page in main memory")
+        self.prefixes.tier = HostTier(pages, num_states if self.slots.total else 0, self.prefixes.tree, copied)
+        self.fetches = HostFetches(self.prefixes, self.prefixes.tier)
 
     def check_fits(self, num_tokens: int) -> None:
         """Raises MemoryBudgetError if a request of num_tokens tokens in all could not run even
         alone.
         """
         # The last token is only sampled: its KV is never written.
-        need = self._demand.least(num_tokens - 1)
-        if self.pages.total and need > self.pages.total:
-            max_tokens = self.pages.total * self._demand.page_size + 1
-            raise MemoryBudgetError(
-                f"a request of {num_tokens} tokens (prompt + max_tokens) needs {need} KV pages and there are "
-                f"{self.pages.total}: cut prompt + max_tokens to {max_tokens}, or raise memory_fraction"
-            )
+        for group, demand in self.pages:
+            need = demand.least(num_tokens - 1)
+            if need > group.total:
+                max_tokens = group.total * demand.page_size + 1
+                raise MemoryBudgetError(
+                    f"a request of {num_tokens} tokens (prompt + max_tokens) needs {need} KV pages and there are "
+                    f"{group.total}: cut prompt + max_tokens to {max_tokens}, or raise memory_fraction"
+                )
 
     def admit(self, request: Request, headroom: int, plan: StepPlan) -> bool:
         """Lends a row, a slot and the pages that all known tokens of the request need at a time,
@@ -155,24 +158,35 @@ class CacheCoordinator:
         free.
         """
         self.prefixes.lock(match)
-        prefill_end = len(request.prompt) + len(request.output)
-        # After a cached state, pages outside every window are not needed.
-        first = self._demand.first_page(match.length) if match.state is not None else 0
-        need = self._prompt_pages(prefill_end, len(match.pages) or first)
-        if not self._make_room(need + (headroom if self.pages.total else 0), 1 if self.slots.total else 0):
+        prefill_end, groups = len(request.prompt) + len(request.output), len(self.pages)
+        matched = match.pages if len(match.pages) else no_sets(groups)
+        firsts = [demand.first_page(match.length) for demand in self.pages.demands]
+        pages = RequestPages(matched, matched_starts(matched, firsts))
+        need = [
+            min(demand.whole(prefill_end) - end, demand.prefilling(prefill_end), group.total)
+            for (group, demand), end in zip(self.pages, pages.ends)
+        ]
+        if not self._make_room([count + headroom for count in need], 1 if self.slots.total else 0):
             self.prefixes.unlock(match)
             return False
+        if match.staged is not None:
+            pages.partial = [self._num_partial(demand, match.length) for demand in self.pages.demands]
         request.prefix, request.prefill_end, request.arrived = match, prefill_end, None
-        request.settled, request.first_page = match.length, first
+        request.settled, request.pages = match.length, pages
         request.row = self.rows.alloc_one()
         request.state_slot = self.slots.alloc_one() if self.slots.total else None
-        request.pages = Slots(match.pages, self.pages.alloc(need))
+        pages.append(self.pages.alloc(need))
         self._fill_columns(request)
         self.prefixes.admitted(request, match)
         return True
 
-    def pages_for(self, num_tokens: int) -> int:
-        return self._demand.whole(num_tokens) if self.pages.total else 0
+    @staticmethod
+    def _num_partial(demand: PageDemand, length: int) -> int:
+        """First pages that lack tokens if a prefix came from elsewhere with only the tokens of the
+        next token's window.
+        """
+        passed = demand.window is not None and length >= demand.window
+        return demand.first_page(length) + 1 if passed else 0
 
     def room_stamp(self) -> tuple[int, ...]:
         return self.rows.num_free, self.slots.num_free, self.pages.num_free, self._num_releases
@@ -181,8 +195,8 @@ class CacheCoordinator:
         """Lends pages until KV of `num_tokens` tokens fits. False, with nothing taken, if there are
         too few.
         """
-        need = self.pages_for(num_tokens) - request.end_page
-        if need <= 0:
+        need = self._lacking(request, num_tokens)
+        if not any(need):
             return True
         if not self._try_twice(lambda: self._make_room(need, 0)):
             return False
@@ -192,39 +206,62 @@ class CacheCoordinator:
     def use_spare_pages(self, request: Request, num_tokens: int, plan: StepPlan) -> int:
         """Lends the request's spare pages to the first `num_tokens` tokens of its prompt. Returns
         how many of them have pages: fewer only if launched steps still read pages that the window
-        will release.
+        will release. Lends others if `settle` found too few.
         """
-        need = self.pages_for(num_tokens) - request.end_page
-        if need > 0 and request.spare:
-            fresh, request.spare = request.spare[:need], request.spare[need:]
+        if not self.pages.groups:
+            return num_tokens
+        pages, need = request.pages, self._lacking(request, num_tokens)
+        lent = [end - start + len(kept) for start, end, kept in zip(pages.starts, pages.ends, pages.spare)]
+        may = [demand.prefilling(request.prefill_end) - count for demand, count in zip(self.pages.demands, lent)]
+        self._add_spare(request, [max(min(n - len(k), m), 0) for n, k, m in zip(need, pages.spare, may)])
+        fresh = pages.take_spare(need)
+        if any(map(len, fresh)):
             self._append(request, fresh, plan)
-        return min(num_tokens, request.end_page * self._demand.page_size) if self.pages.total else num_tokens
+        return min(num_tokens, request.pages.whole_end * self._page_size)
 
     def settle(self, request: Request, num_tokens: int) -> None:
-        """Call after reading a step that computed `num_tokens` tokens. Frees pages outside every
-        sliding window, but keeps in `request.spare` those that the prompt still needs. Unlocks the
-        matched state. Shares the prompt once all of it has been computed: its whole pages and saves
-        become the cache's.
+        """Call after reading a step that computed `num_tokens` tokens. Unlocks the matched state.
+        Gives up pages that the windows have passed, but keeps in `request.pages.spare` as many as
+        the prompt still needs. Shares the prompt once all of it has been computed: its whole pages
+        and saves become the cache's.
         """
         request.settled += num_tokens
         if num_tokens and request.prefix.state is not None:
             request.prefix = self.prefixes.has_read(request.prefix)
             self._num_releases += 1
-        windowed = self._demand.window is not None
-        if windowed:
-            self.prefixes.keep_windows(request, request.settled)
+        if self.pages.has_windows:
+            self._leave_windows(request)
         if not request.shared and request.settled >= request.prefill_end:
-            self.prefixes.share(request)
+            self.prefixes.share(request, request.prefill_end)
+            request.shared = True
             self._num_releases += 1
-        gone = self._demand.first_page(request.settled) - request.first_page if windowed else 0
-        if gone <= 0 or not request.pages:
+
+    def _leave_windows(self, request: Request) -> None:
+        """Gives up the pages that the windows of all later tokens have passed."""
+        pages, firsts = request.pages, [demand.first_held(request.settled) for demand in self.pages.demands]
+        passed = [max(min(first, end) - start, 0) for first, start, end in zip(firsts, pages.starts, pages.ends)]
+        if not any(passed):
             return
-        own = request.pages[:gone]
-        request.pages, request.first_page = request.pages[gone:], request.first_page + gone
-        wanted = self.pages_for(request.prefill_end) - request.end_page - len(request.spare)
-        request.spare.extend(own[: max(wanted, 0)])
-        self.pages.free(own[max(wanted, 0) :])
+        spare = [
+            min(max(demand.whole(request.prefill_end) - end - len(kept), 0), count)
+            for demand, end, kept, count in zip(self.pages.demands, pages.ends, pages.spare, passed)
+        ]
+        if not request.shared and self.prefixes.wants(request, firsts):
+            self.prefixes.share(request, request.settled)
+        gone = tuple([pages.leave(group, first) for group, first in enumerate(firsts)])
+        used = [held.at(group.are_used(held)) for group, held in zip(self.pages.groups, gone)]
+        self.pages.unlock(self.pages.cached_of(gone))
+        for kept, own, count in zip(pages.spare, used, spare):
+            kept.extend(own[:count])
+        self.pages.free(tuple([own[count:] for own, count in zip(used, spare)]))
+        # Others take the place of those that the cache has now: it may give up as many.
+        self._add_spare(request, [max(count - len(own), 0) for own, count in zip(used, spare)])
         self._num_releases += 1
+
+    def _add_spare(self, request: Request, counts: Sequence[int]) -> None:
+        if any(counts) and self._make_room(counts, 0):
+            for kept, fresh in zip(request.pages.spare, self.pages.alloc(counts)):
+                kept.extend(fresh)
 
     def release(self, request: Request) -> None:
         """Takes everything back; the prefix cache may keep pages of computed tokens.
@@ -237,19 +274,21 @@ class CacheCoordinator:
                 f"request {request.request_id!r} cannot be released: {request.in_flight} launched steps name it, "
                 f"row {request.row}"
             )
-        own = request.pages[request.borrowed_pages :]
-        taken = self.prefixes.release(request)
-        self.pages.free(request.spare)
-        self.pages.free_used(own)  # the prefix cache has the others
-        if request.state_slot is not None and request.state_slot in taken.states:
+        held = request.pages.held
+        locked = self.pages.cached_of(held)
+        states = self.prefixes.release(request)
+        self.pages.unlock(locked)
+        self.pages.free(tuple(request.pages.spare))
+        self.pages.free_used(held)  # the prefix cache has the others
+        if request.state_slot is not None and request.state_slot in states:
             slot = request.state_slot.index
             self.donations.append(StateMove(request.row.index, slot, slot, When.FIRST))
         elif request.state_slot is not None:
             self.slots.free([request.state_slot])
         self.rows.free([request.row])
         request.row = request.state_slot = request.columns = None
-        request.pages, request.spare = Slots(), Slots()
-        request.settled = request.first_page = request.prefill_end = 0
+        request.pages = no_pages(len(self.pages))
+        request.settled = request.prefill_end = 0
         self._num_releases += 1
 
     def drop_prefix(self, request: Request, length: int, *, whole: bool) -> None:
@@ -259,9 +298,7 @@ class CacheCoordinator:
         store, tokens, salt = self.prefixes, request.ids[:length], request.params.cache_salt or ""
         if self.fetches is not None:
             self.fetches.cancel_all()  # they hold parts of the path, and would bring it back
-        states = store.evicted(drop(store.tree, tokens, salt, whole=whole))
-        if store.windows is not None:
-            store.windows.drop(states)
+        store.evicted(drop(store.tree, tokens, salt, whole=whole))
         if store.tier is not None:
             store.tier.drop(tokens, salt, whole=whole)
         self._num_releases += 1
@@ -286,23 +323,17 @@ class CacheCoordinator:
         plan.moves = list(self.donations)
         if plan.decode and self.prefixes.answers.pass_step(plan.decode):
             plan.moves += self.prefixes.answers.leave(plan.decode, rows, self.prefixes.slot_within)
-        if self.prefixes.windows is not None:
-            plan.kept_pages = list(self.prefixes.windows.copies)
         if self.prefixes.tier is not None:
             self.prefixes.tier.seal(plan)
         return any(copy.fetch for copy in plan.host_copies)
 
     def launched(self, plan: StepPlan) -> None:
         del self.donations[: sum(move.donates for move in plan.moves)]
-        if self.prefixes.windows is not None:
-            del self.prefixes.windows.copies[: len(plan.kept_pages)]
         if self.prefixes.tier is not None:
             self.prefixes.tier.launched(plan)
 
     def failed(self) -> None:
         """A launch failed. It is unknown which of its copies run, so main memory is cleared."""
-        if self.prefixes.windows is not None:
-            self.prefixes.windows.failed()
         if self.fetches is not None and self.prefixes.tier is not None:
             self.fetches.cancel_all()
             self.prefixes.tier.clear()
@@ -318,13 +349,10 @@ class CacheCoordinator:
         """
         for request in requests:
             request.row = request.state_slot = request.columns = None
-            request.pages, request.spare, request.prefix = Slots(), Slots(), NO_MATCH
-            request.given, request.saves = Slots(), {}
+            request.pages, request.prefix, request.saves = no_pages(len(self.pages)), NO_MATCH, {}
         self.donations.clear()
         self.prefixes.answers.clear()
         self.prefixes.tree.clear()
-        if self.prefixes.windows is not None:
-            self.prefixes.windows.clear()
         if self.fetches is not None and self.prefixes.tier is not None:
             self.fetches.clear()
             self.prefixes.tier.clear()
@@ -347,20 +375,18 @@ class CacheCoordinator:
         columns.prefill_end[row] = request.prefill_end
         columns.output_index[row] = len(request.output)
         columns.max_output[row] = request.max_len - len(request.prompt)
-        pages = self.pages.total
-        columns.capacity[row] = request.end_page * self._demand.page_size if pages else UNLIMITED
+        columns.capacity[row] = request.pages.whole_end * self._page_size if self.pages.groups else UNLIMITED
 
-    def _prompt_pages(self, num_tokens: int, matched: int) -> int:
-        """Pages to lend to a prompt with `matched` cached tokens. If the pool is too small for
-        whole chunks, the prompt gets the whole pool, and shorter chunks.
-        """
-        return min(self.pages_for(num_tokens) - matched, self._demand.prefilling(num_tokens), self.pages.total)
+    def _lacking(self, request: Request, num_tokens: int) -> list[int]:
+        """Pages of each group that `num_tokens` tokens need in addition to those of the request."""
+        ends = zip(self.pages.demands, request.pages.ends)
+        return [max(demand.whole(num_tokens) - end, 0) for demand, end in ends]
 
-    def _append(self, request: Request, fresh: Slots, plan: StepPlan) -> None:
+    def _append(self, request: Request, fresh: GroupPages, plan: StepPlan) -> None:
         assert request.row is not None
-        plan.page_writes.append(PageWrite(request.row.index, request.end_page, fresh.indices))
-        request.pages.extend(fresh)
-        self.columns.capacity[request.row.index] = request.end_page * self._demand.page_size
+        row, first = request.row.index, request.pages.append(fresh)
+        plan.page_writes.append(PageWrite(row, first, page_numbers(request.pages.sets[first:])))
+        self.columns.capacity[row] = request.pages.whole_end * self._page_size
 
     def _try_twice(self, take: Callable[[], bool]) -> bool:
         """Calls `take`, if need be again after all fetches were cancelled. If all requests waited
@@ -368,25 +394,24 @@ class CacheCoordinator:
         """
         return take() or (self.fetches is not None and self.fetches.cancel_all() and take())
 
-    def _make_room(self, pages: int, slots: int) -> bool:
-        """True if so many are free, after evicting what is missing. Evicts nothing if that is not
-        enough.
+    def _make_room(self, pages: Sequence[int], slots: int) -> bool:
+        """True if so many pages of each group and slots are free, after evicting what is missing.
+        Evicts nothing if that is not enough.
         """
-        room = self.prefixes.room()
-        return pages <= room[0] and slots <= room[1] and self.prefixes.make_room(pages, slots)
+        return self.prefixes.has_room(pages, slots) and self.prefixes.make_room(pages, slots)
 
     def _plan_admission(self, request: Request, plan: StepPlan) -> None:
         assert request.row is not None
         row, state_slot = request.row.index, request.state_slot.index if request.state_slot else NO_SLOT
         settings = request.params, request.seed, request.rules
         plan.admissions.append(Admission.from_prompt(row, state_slot, request.prompt, *settings, request.output))
-        if request.pages:
-            plan.page_writes.append(PageWrite(row, request.first_page, request.pages.indices))
-        if request.prefix.tail is not None:
-            own = request.pages[request.borrowed_pages]
-            plan.page_copies.append(PageCopy(request.prefix.tail.index, own.index))
-        for page, own in zip(window := request.prefix.window, request.pages[: len(window)]):
-            plan.page_copies.append(PageCopy(page.index, own.index))
+        sets = page_numbers(request.pages.sets)
+        if len(sets):
+            first = min(request.pages.starts)
+            plan.page_writes.append(PageWrite(row, first, sets[first:]))
+        if (tail := request.prefix.tail) is not None:
+            own = sets[len(request.prefix.pages)]
+            plan.page_copies.append(PageCopy(page_numbers(tail)[0], own))
         if request.prefix.staged is not None:
             start = request.prefix.staged_from
             plan.imports.append(StateCopy(row, request.computed, request.prefix.staged, start=start))

@@ -9,7 +9,8 @@ import numpy as np
 from hybridrt.engine.cache.host_tier import HostTier
 from hybridrt.engine.cache.prefix_store import PrefixStore
 from hybridrt.engine.request.sample_request import Request
-from hybridrt.mem_cache.pools.slots import Slot, Slots
+from hybridrt.mem_cache.pools.page_sets import GroupPages, PageSets, no_sets, pages_of
+from hybridrt.mem_cache.pools.slots import Slot
 from hybridrt.mem_cache.prefix_tree.prefix_cache import PrefixMatch
 from hybridrt.mem_cache.prefix_tree.state_worth import NewState
 from hybridrt.runtime.step.plan import HostState
@@ -28,6 +29,7 @@ class _Fetch:
         length: tokens with KV.
         gain: of these, those that the device had no state for.
         held: the pages that the device already has, locked.
+        sets: [n, G] page sets of the text on the device, with those of `held` and `pages`.
         pages, state: of the device; the fetch owns them until it ends.
         ticket: of its copy.
         deadline: until when requests wait for it, in seconds of time.monotonic().
@@ -38,7 +40,8 @@ class _Fetch:
     length: int
     gain: int
     held: PrefixMatch
-    pages: Slots
+    sets: PageSets
+    pages: GroupPages
     state: Slot | None
     ticket: int
     deadline: float
@@ -72,7 +75,7 @@ class HostFetches:
             fetch, store = self._fetches.pop(arrival), self._store
             self._tier.wait_for(fetch.ticket)  # other ranks may not have ended
             states = {} if fetch.state is None else {fetch.length: fetch.state}
-            store.adopt(fetch.tokens, fetch.held.pages, fetch.pages, states, fetch.salt)
+            store.adopt(fetch.tokens, fetch.sets, fetch.pages, states, fetch.salt)
             store.unlock(fetch.held)
             store.counts.fetched += fetch.gain
         return bool(over)
@@ -121,17 +124,25 @@ class HostFetches:
             return False
         tokens = request.ids[: store.known_at(found.length)]
         held = store.tree.held(request.ids[: found.length], salt)[0]
-        places = Slots(found.pages, () if found.tail is None else (found.tail,))[len(held.pages) :]
+        hosted = found.pages if found.tail is None else np.concatenate((found.pages, found.tail))
+        sets = no_sets(hosted.shape[1], len(hosted))
+        sets[: len(held.pages)] = held.pages[: len(sets)]
+        lacking = (hosted > 0) & (sets == 0)
         store.lock(held)
         new = None if found.state is None else NewState(gain, [request.arrival])
-        room = store.room_for_fetch(len(places), spare_pages, new)
+        room = store.room_for_fetch(np.count_nonzero(lacking, axis=0).tolist(), spare_pages, new)
         if room is None:
             store.unlock(held)
             return False
         pages, slot = room
+        for column, where, fresh in zip(sets.T, lacking.T, pages):
+            column[where] = fresh.keys
+        places = pages_of(np.where(lacking, hosted, 0))
         states = [] if found.state is None or slot is None else [HostState(found.length, slot.index, found.state.index)]
         ticket = self._tier.fetch(pages, places, states)
         tree.touch(tokens, salt)
         deadline = time.monotonic() + PATIENCE_S
-        self._fetches[request.arrival] = _Fetch(tokens, salt, found.length, gain, held, pages, slot, ticket, deadline)
+        self._fetches[request.arrival] = _Fetch(
+            tokens, salt, found.length, gain, held, sets, pages, slot, ticket, deadline
+        )
         return True

@@ -1,14 +1,19 @@
 """The tier of the prefix cache in main memory, and the copies that steps launch for it."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from hybridrt.mem_cache.pools.allocator import SlotAllocator
+from hybridrt.mem_cache.pools.page_allocators import PageAllocators
+from hybridrt.mem_cache.pools.page_sets import GroupPages, PageSets, no_sets, pages_of
 from hybridrt.mem_cache.pools.slots import Slot, Slots
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_drop import drop
 from hybridrt.runtime.step.plan import HostCopy, HostState, StepPlan
+
+Entry = TypeVar("Entry")
 
 
 class HostTier:
@@ -20,23 +25,24 @@ class HostTier:
     last.
 
     Args:
-        num_pages, num_states: entries of the tier.
-        page_size, recurrent, lookahead: of RadixCache.
+        pages: ledgers of its pages, in the groups of the device.
+        num_states: states of the tier.
+        device: the tree of the entries on the device.
         copied: whether the copies of a ticket have ended (`Executor.copied`).
     """
 
     def __init__(
-        self, num_pages: int, num_states: int, page_size: int, recurrent: bool, lookahead: int,
-        copied: Callable[[int], bool],
-    ) -> None:  # fmt: skip
-        self.tree = RadixCache(page_size if num_pages else 0, recurrent, lookahead)
-        self.pages = SlotAllocator(num_pages, "KV page in main memory")
+        self, pages: PageAllocators, num_states: int, device: RadixCache, copied: Callable[[int], bool]
+    ) -> None:
+        self.tree = RadixCache(device.page_size, device.recurrent, device.lookahead, device.windows, pages.are_idle)
+        self.pages = pages
         self.slots = SlotAllocator(num_states, "state in main memory")
         self._copied = copied
         self._pending: list[HostCopy] = []
         self._ticket = 0  # of the latest copy
         self._after = 0  # the next plan waits for the copies up to this ticket
-        self._read_pages: dict[int, int] = {}  # device entries that copies read, and the last copy's ticket
+        # Device entries that copies read, and the last copy's ticket. Pages by group and number.
+        self._read_pages: dict[tuple[int, int], int] = {}
         self._read_slots: dict[int, int] = {}
 
     @property
@@ -46,40 +52,47 @@ class HostTier:
     def has_copied(self, ticket: int) -> bool:
         return not any(copy.ticket <= ticket for copy in self._pending) and self._copied(ticket)
 
-    def offer(self, tokens: np.ndarray, pages: Sequence[Slot], states: Mapping[int, Slot], salt: str) -> None:
-        """Copies the new parts of a text [n] int32: KV from the device's `pages` (from the first
-        token on) and states by number of tokens. Nothing if there is no room.
+    def offer(self, tokens: np.ndarray, pages: PageSets, states: Mapping[int, Slot], salt: str) -> None:
+        """Copies the new parts of a text [n] int32: KV from the device's sets `pages` [m, G] (from
+        the first token on) and states by number of tokens. Nothing if there is no room.
         """
         held, positions = self.tree.held(tokens, salt)
         ends = sorted(end for end in states if end not in positions)[-self.slots.total :] if self.slots.total else []
         size = self.tree.page_size
         last = max([self.tree.complete(len(tokens)), *(-(-end // size) for end in ends)]) if size else 0
-        need = max(last - len(held.pages), 0)
+        hosted = no_sets(len(self.pages), last)
+        hosted[: len(held.pages)] = held.pages[:last]
+        lacking = (pages[:last] > 0) & (hosted == 0)
+        need = np.count_nonzero(lacking, axis=0).tolist()
+        known = pages_of(held.pages)
         self.tree.lock(held)  # this also marks the path as used
+        self.pages.lock(known)
         room = self._make_room(need, len(ends))
+        self.pages.unlock(known)
         self.tree.unlock(held)
-        if not room or not (need or ends):
+        if not room or not (any(need) or ends):
             return
         fresh, slots = self.pages.alloc(need), self.slots.alloc(len(ends))
-        hosted = dict(zip(ends, slots, strict=True))
-        taken, _ = self.tree.insert(tokens, Slots(held.pages, fresh), hosted, salt)
+        for column, where, own in zip(hosted.T, lacking.T, fresh):
+            column[where] = own.keys
+        places = dict(zip(ends, slots, strict=True))
+        taken, _ = self.tree.insert(tokens, hosted, places, salt)
         self.pages.to_cache(taken.pages)
         self.slots.to_cache(taken.states)
-        surplus = self.pages.free_used(fresh)
+        kept = [~group.free_used(own) for group, own in zip(self.pages.groups, fresh)]
         self.slots.free([slot for slot in slots if slot not in taken.states])
         self._store(
-            Slots(pages)[len(held.pages) : last].at(~surplus),
-            fresh.at(~surplus),
-            [HostState(end, states[end].index, slot.index) for end, slot in hosted.items() if slot in taken.states],
+            tuple(Slots.of_keys(pages[:last, g][lacking[:, g]]).at(kept[g]) for g in range(len(kept))),
+            tuple(own.at(mask) for own, mask in zip(fresh, kept)),
+            [HostState(end, states[end].index, slot.index) for end, slot in places.items() if slot in taken.states],
         )
 
-    def fetch(self, pages: Slots, places: Slots, states: Sequence[HostState]) -> int:
+    def fetch(self, pages: GroupPages, places: GroupPages, states: Sequence[HostState]) -> int:
         """Copies pages `places` of the tier to `pages` of the device, and states. Returns the
         copy's ticket.
         """
-        indices = pages.indices.tolist(), places.indices.tolist()
         self._ticket += 1
-        self._pending.append(HostCopy(self._ticket, True, *indices, states))
+        self._pending.append(HostCopy(self._ticket, True, _numbers(pages), _numbers(places), states))
         return self._ticket
 
     def withdraw(self, ticket: int) -> None:
@@ -101,7 +114,9 @@ class HostTier:
         """
         plan.host_copies = list(self._pending)
         if self._read_pages:
-            self._written(self._read_pages, (page for write in plan.page_writes for page in write.pages.tolist()))
+            pages = ((g, page) for write in plan.page_writes for g, column in enumerate(write.pages.T)
+                     for page in column.tolist())  # fmt: skip
+            self._written(self._read_pages, pages)
         if self._read_slots:
             self._written(self._read_slots, (admission.state_slot for admission in plan.admissions))
             self._written(self._read_slots, (slot for row in plan.extend for _, slot in row.saves))
@@ -133,22 +148,28 @@ class HostTier:
         self.pages.check()
         self.slots.check()
 
-    def _store(self, pages: Slots, places: Slots, states: Sequence[HostState]) -> None:
-        if pages or states:
+    def _store(self, pages: GroupPages, places: GroupPages, states: Sequence[HostState]) -> None:
+        if any(map(len, pages)) or states:
             self._ticket += 1
-            sources = pages.indices.tolist()
-            self._pending.append(HostCopy(self._ticket, False, sources, places.indices.tolist(), states))
-            self._read_pages.update(dict.fromkeys(sources, self._ticket))
+            sources = _numbers(pages)
+            self._pending.append(HostCopy(self._ticket, False, sources, _numbers(places), states))
+            read = [(g, page) for g, numbers in enumerate(sources) for page in numbers]
+            self._read_pages.update(dict.fromkeys(read, self._ticket))
             self._read_slots.update({state.slot: self._ticket for state in states})
 
-    def _written(self, read: dict[int, int], entries: Iterable[int]) -> None:
+    def _written(self, read: dict[Entry, int], entries: Iterable[Entry]) -> None:
         """Makes the next plan, which writes these entries, wait for the copies that read them."""
         for entry in entries:
             if entry in read:
                 self.wait_for(read.pop(entry))
 
-    def _make_room(self, pages: int, states: int) -> bool:
-        gone = self.tree.evict(max(pages - self.pages.num_free, 0), max(states - self.slots.num_free, 0))
+    def _make_room(self, pages: Sequence[int], states: int) -> bool:
+        gone = self.tree.evict(self.pages.shortages(pages), max(states - self.slots.num_free, 0))
         self.pages.evict(gone.pages)
         self.slots.evict(gone.states)
-        return pages <= self.pages.num_free and states <= self.slots.num_free
+        return not any(self.pages.shortages(pages)) and states <= self.slots.num_free
+
+
+def _numbers(pages: GroupPages) -> list[list[int]]:
+    """Numbers of pages in their pools, by group."""
+    return [held.indices.tolist() for held in pages]

@@ -1,17 +1,18 @@
 """Moves pages and states between running requests and the prefix cache."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
 import numpy as np
 
 from hybridrt.engine.cache.answer_states import MOST, AnswerStates
 from hybridrt.engine.cache.host_tier import HostTier
-from hybridrt.engine.cache.window_pages import WindowPages
 from hybridrt.engine.request.sample_request import Request
 from hybridrt.mem_cache.pools.allocator import SlotAllocator
-from hybridrt.mem_cache.pools.slots import Slot, Slots
+from hybridrt.mem_cache.pools.page_allocators import PageAllocators
+from hybridrt.mem_cache.pools.page_sets import GroupPages, PageSets, no_sets, pages_of
+from hybridrt.mem_cache.pools.slots import Slot
 from hybridrt.mem_cache.prefix_tree.prefix_cache import NO_MATCH, CacheCounts, CacheEntries, PrefixMatch
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_node import Node, StateKind
@@ -23,14 +24,11 @@ MAX_SAVES = 3
 
 
 class PrefixStore:
-    """Moves pages and slots between requests and the radix tree, in the ledgers of both allocators.
+    """Moves pages and slots between requests and the radix tree, in the ledgers of the allocators.
 
     Args:
-        page_size: tokens in a page.
         lookahead: of RadixCache.
         keeps: False never keeps anything.
-        windows: if every attention layer has a sliding window, the pages of each state. The tree
-            then has no pages.
 
     Attributes:
         grid: prompts leave states at multiples of so many tokens. It is a whole number of pages: a
@@ -40,12 +38,11 @@ class PrefixStore:
     """
 
     def __init__(
-        self, pages: SlotAllocator, slots: SlotAllocator, rows: SlotAllocator, page_size: int, lookahead: int,
-        keeps: bool, windows: WindowPages | None = None,
-    ) -> None:  # fmt: skip
-        page_size = page_size if pages.total else 0
-        self.tree = RadixCache(0 if windows else page_size, slots.total > 0, lookahead)
-        self.windows = windows
+        self, pages: PageAllocators, slots: SlotAllocator, rows: SlotAllocator, lookahead: int, keeps: bool
+    ) -> None:
+        page_size = pages.demands[0].page_size if pages.groups else 0
+        windows = [demand.window for demand in pages.demands]
+        self.tree = RadixCache(page_size, slots.total > 0, lookahead, windows, pages.are_idle)
         self.counts = CacheCounts()
         self.tier: HostTier | None = None
         self.answers = AnswerStates(rows.total)
@@ -57,11 +54,7 @@ class PrefixStore:
         """The part of a waiting request that needs no computing. Nothing is locked."""
         if not self.keeps or not request.reads_cache:
             return NO_MATCH
-        match = self.tree.match(request.ids, request.params.cache_salt or "")
-        if self.windows is None or match.state is None:
-            return match
-        window = self.windows.of(match.state)
-        return NO_MATCH if window is None else replace(match, window=window)
+        return self.tree.match(request.ids, request.params.cache_salt or "")
 
     def touch(self, tokens: np.ndarray, salt: str) -> int:
         """How many first tokens of a prompt [n] int32 have KV here in whole pages, with or without
@@ -84,6 +77,9 @@ class PrefixStore:
             return found
         known = request.ids[: found.staged_from + self.tree.lookahead]
         held, _ = self.tree.held(known, request.params.cache_salt or "")
+        for group, demand in enumerate(self._pages.demands):
+            if demand.window is not None:
+                held.pages[:, group] = 0  # what the windows need came whole
         return replace(found, pages=held.pages, node=held.node) if held.length == found.staged_from else None
 
     def expect(self, request: Request) -> None:
@@ -101,16 +97,19 @@ class PrefixStore:
         return self.keeps and num_tokens > (self.grid if self._slots.total else self.tree.page_size)
 
     def lock(self, match: PrefixMatch) -> None:
+        """Keeps the entries of a match: for a request that holds its pages, or until `unlock`."""
         if match.node is None:
             return
         self.tree.lock(match)
-        self._pages.lock(Slots(match.pages, match.window))
-        for slots, entry in ((self._slots, match.state), (self._pages, match.tail)):
-            slots.lock(() if entry is None else (entry,))
+        self._pages.lock(pages_of(match.pages))
+        if match.tail is not None:
+            self._pages.lock(pages_of(match.tail))
+        self._slots.lock(() if match.state is None else (match.state,))
 
     def unlock(self, match: PrefixMatch) -> None:
         self.has_read(match)
-        self._pages.unlock(match.pages)
+        if match.node is not None:
+            self._pages.unlock(pages_of(match.pages))
         self.tree.unlock(match)
 
     def has_read(self, match: PrefixMatch) -> PrefixMatch:
@@ -118,11 +117,11 @@ class PrefixStore:
         if match.state is None:
             return match
         freed = self.tree.unlock_state(match)
-        for slots, entry in ((self._slots, match.state), (self._pages, match.tail)):
-            slots.unlock(() if entry is None else (entry,))
-        self._pages.evict(freed)
-        self._pages.unlock(match.window)
-        return replace(match, state=None, tail=None, tail_node=None, window=())
+        if match.tail is not None:
+            self._pages.unlock(pages_of(match.tail))
+        self._slots.unlock((match.state,))
+        self._pages.evict(freed.pages)
+        return replace(match, state=None, tail=None, tail_node=None)
 
     def admitted(self, request: Request, match: PrefixMatch) -> None:
         """Counts a match and chooses where the rest of the prompt leaves states: at its last place
@@ -157,49 +156,45 @@ class PrefixStore:
                 saves.append((place - start, slot.index))
         return sorted(saves)
 
-    def keep_windows(self, request: Request, computed: int) -> None:
-        """If every attention layer has a sliding window: offers the saved states up to `computed`
-        tokens while the request has the pages that they need. States without room for their pages
-        are left out.
+    def wants(self, request: Request, firsts: Sequence[int]) -> bool:
+        """Whether another prompt may need pages of a computed prompt before page `firsts` of each
+        group: those that the next token sees at a place where the prompt can be left.
         """
-        if self.windows is None:
-            return
-        for place in [place for place in request.saves if place <= computed]:
-            slot, pages = request.saves.pop(place), len(self.windows.span(place))
-            fits = pages <= self.room()[0] and self.make_room(pages, 0)
-            if fits and slot in self._insert(request, request.ids[:place], {place: slot})[0].states:
-                self.windows.keep(slot, self.windows.copy(request, place))
-            else:
-                self._slots.free([slot])
+        if not self.keeps or not self._slots.total:
+            return self.keeps
+        places = [place for place in request.saves if place <= request.settled]
+        return any(
+            demand.first_page(place) < first for demand, first in zip(self._pages.demands, firsts) for place in places
+        )
 
-    def share(self, request: Request) -> None:
-        """Gives the whole pages and saved states of a computed prompt to the cache. They stay
-        locked for the request.
+    def share(self, request: Request, length: int) -> None:
+        """Gives the whole pages and saved states of the first `length` tokens of a computed prompt
+        to the cache. They stay locked for the request.
         """
-        request.shared = True
         if not self.keeps:
             return
-        if self._slots.total and self.windows is None:
+        if self._slots.total and length == request.prefill_end and not self._pages.has_windows:
             self.answers.begin(request)
-        ids = request.ids[: request.prefill_end]
-        taken, node = self._insert(request, ids, request.saves)
+        states = {place: slot for place, slot in request.saves.items() if place <= length}
+        taken, node = self._insert(request, request.ids[:length], states)
         self._pages.lock(taken.pages)
-        request.given = taken.pages
-        self._free_saves(request, taken)
+        self._free_saves(request, states, taken)
         if node.parent is not None:
             before, request.prefix = request.prefix, replace(request.prefix, node=node)
             self.tree.lock(PrefixMatch(node=node))
             self.tree.unlock(before)
 
-    def release(self, request: Request) -> CacheEntries:
-        """Offers the request's entries and unlocks what it has read. Returns what was taken over."""
+    def release(self, request: Request) -> Sequence[Slot]:
+        """Offers the request's entries, and unlocks what it has read except for its pages. Returns
+        the states that were taken over.
+        """
         taken = self._offer(request)
         self.answers.end(request)
-        self._free_saves(request, taken)
-        self._pages.unlock(request.given)
-        self.unlock(request.prefix)
-        request.given, request.prefix = Slots(), NO_MATCH
-        return taken
+        self._free_saves(request, request.saves, taken)
+        self.has_read(request.prefix)
+        self.tree.unlock(request.prefix)
+        request.prefix = NO_MATCH
+        return taken.states
 
     def path(self, tokens: np.ndarray, salt: str) -> tuple[PrefixMatch, list[tuple[int, Slot]]]:
         """The cached part of a text [n] int32, up to all of it, and its states as (number of
@@ -219,74 +214,79 @@ class PrefixStore:
     def length_of(self, num_tokens: int) -> int:
         return num_tokens if self.tree.recurrent else num_tokens - self.tree.lookahead
 
-    def room(self) -> tuple[int, int]:
-        """Upper bounds of the pages and state slots that are free or evictable."""
-        pages, slots = (pool.num_free + pool.num_cached - pool.num_locked for pool in (self._pages, self._slots))
-        return pages, slots + len(self.answers)
+    def room(self) -> tuple[tuple[int, ...], int]:
+        """Upper bounds of the pages of each group, and the state slots, that are free or evictable."""
+        slots = self._slots
+        return self._pages.room(), slots.num_free + slots.num_cached - slots.num_locked + len(self.answers)
 
-    def make_room(self, pages: int, slots: int) -> bool:
-        """Evicts until so many pages and slots are free. False if there are still too few."""
-        short = max(pages - self._pages.num_free, 0), max(slots - self._slots.num_free, 0)
-        if any(short):
-            self.evict(*short)
-        return pages <= self._pages.num_free and slots <= self._slots.num_free
+    def has_room(self, pages: Sequence[int], slots: int) -> bool:
+        """Whether so many pages of each group and slots are free or evictable."""
+        room = self.room()
+        return all([count <= most for count, most in zip(pages, room[0])]) and slots <= room[1]
 
-    def take_room(self, num_pages: int, num_states: int) -> tuple[Slots, Slots] | None:
+    def make_room(self, pages: Sequence[int], slots: int) -> bool:
+        """Evicts until so many pages of each group and slots are free. False if there are still too
+        few.
+        """
+        short, lacking = self._pages.shortages(pages), max(slots - self._slots.num_free, 0)
+        if any(short) or lacking:
+            self.evict(short, lacking)
+        return not any(self._pages.shortages(pages)) and slots <= self._slots.num_free
+
+    def take_room(self, pages: Sequence[int], num_states: int) -> tuple[GroupPages, Sequence[Slot]] | None:
         """Pages and state slots for `adopt`. None if there are too few: an evicted page may become
         the tail of a state that is kept.
         """
-        if not self.make_room(num_pages, num_states):
+        if not self.make_room(pages, num_states):
             return None
-        return self._pages.alloc(num_pages), self._slots.alloc(num_states)
+        return self._pages.alloc(pages), self._slots.alloc(num_states)
 
     def room_for_fetch(
-        self, num_pages: int, spare_pages: int, new: NewState | None
-    ) -> tuple[Slots, Slot | None] | None:
+        self, pages: Sequence[int], spare_pages: int, new: NewState | None
+    ) -> tuple[GroupPages, Slot | None] | None:
         """Pages, and a slot if `new` is given, for `adopt`. None if requests may lack them:
-        `spare_pages` more pages must be free or evictable.
+        `spare_pages` more pages of each group must be free or evictable.
         """
-        if self._pages.total and num_pages + spare_pages > self.room()[0]:
+        if not self.has_room([count + spare_pages for count in pages], 0):
             return None
         slot = None if new is None else self._spare_slot(new)
-        taken = None if new is not None and slot is None else self.take_room(num_pages, 0)
+        taken = None if new is not None and slot is None else self.take_room(pages, 0)
         if taken is None:
             self._slots.free([slot] if slot is not None else [])
             return None
         return taken[0], slot
 
-    def give_up_room(self, pages: Sequence[Slot], slots: Sequence[Slot]) -> None:
+    def give_up_room(self, pages: GroupPages, slots: Sequence[Slot]) -> None:
         self._pages.free(pages)
         self._slots.free(slots)
 
-    def adopt(self, tokens: np.ndarray, held: Slots, pages: Slots, states: dict[int, Slot], salt: str) -> None:
-        """Inserts `tokens` into the tree. `held`: pages that the tree owns already; `pages`,
-        `states`: entries reserved with `take_room` that now contain the rest. Entries that another
-        insertion has made redundant are freed.
+    def adopt(self, tokens: np.ndarray, sets: PageSets, pages: GroupPages, states: dict[int, Slot], salt: str) -> None:
+        """Inserts `tokens` into the tree.
+
+        Args:
+            sets: [n, G] sets of the text.
+            pages, states: entries among them that were reserved with `take_room`; the tree owns the
+                others already. Those that another insertion has made redundant are freed.
         """
         self._seen.note(tokens, salt)
-        taken, _ = self.tree.insert(tokens, Slots(held, pages), states, salt)
+        taken, _ = self.tree.insert(tokens, sets, states, salt)
         self._pages.to_cache(taken.pages)
         self._slots.to_cache(taken.states)
         self._pages.free_used(pages)
         self._slots.free([slot for slot in states.values() if slot not in taken.states])
 
-    def evict(self, pages: int, states: int, *, new: NewState | None = None) -> None:
+    def evict(self, pages: Sequence[int], states: int, *, new: NewState | None = None) -> None:
         """Frees so many entries that no request reads, or all there are; `new` as in
         RadixCache.evict.
         """
         self._slots.free(given_up := self.answers.give_up(states))
-        states -= len(given_up)
-        gone = self.evicted(self.tree.evict(0 if self.windows else pages, states, new=new))
-        if self.windows is not None:
-            freed = self.windows.drop(gone)
-            while freed < pages and (gone := self.evicted(self.tree.evict(0, 1))):
-                freed += self.windows.drop(gone)
+        self.evicted(self.tree.evict(pages, states - len(given_up), new=new))
 
     def reset(self) -> bool:
         self._seen.clear()
         if self.tier is not None:
             self.tier.clear()
-        self.evict(self._pages.total, self._slots.total)
+        self.evict([group.total for group in self._pages.groups], self._slots.total)
         return not self._pages.num_cached and not self._slots.num_cached
 
     def slot_within(self, request: Request, fresh: int) -> Slot | None:
@@ -295,7 +295,9 @@ class PrefixStore:
         """
         if len(request.saves) >= MOST:
             self._slots.free(self.answers.spread(request))
-        if self._slots.num_free <= self._reserved_slots() and not self.evicted(self.tree.evict(0, 1, new=NewState(0))):
+        if self._slots.num_free <= self._reserved_slots() and not self.evicted(
+            self.tree.evict(self._no_pages, 1, new=NewState(0))
+        ):
             gone = self.answers.spread(request)
             self._slots.free(gone if gone or len(self.answers) <= fresh else self.answers.give_up(1))
         return self._slots.alloc(1)[0] if self._slots.num_free > self._reserved_slots() else None
@@ -340,27 +342,22 @@ class PrefixStore:
         if not self.keeps or failed or computed <= request.prefix.length:
             return CacheEntries()
         ids = request.ids
-        self.keep_windows(request, computed)
         states = dict(request.saves)
         # Keep out a state that includes tokens past the end of the text: the last step may have
         # computed some.
         if request.state_slot is not None and computed <= len(ids):
             states[computed] = request.state_slot
-        taken = self._insert(request, ids[: computed + self.tree.lookahead], states)[0]
-        if self.windows is None or not taken.states:
-            return taken
-        pages = self.windows.held(request, computed)
-        self.windows.keep(taken.states[0], pages)
-        return CacheEntries(pages, taken.states)
+        return self._insert(request, ids[: computed + self.tree.lookahead], states)[0]
 
     def _insert(self, request: Request, ids: np.ndarray, states: dict[int, Slot]) -> tuple[CacheEntries, Node]:
         if request.prefix.node is not None and request.prefix.node.hidden:  # it was computed from what was dropped
-            return CacheEntries(), Node(np.empty(0, np.int32), 0)
+            return CacheEntries(pages_of(no_sets(len(self._pages)))), Node(np.empty(0, np.int32), 0, no_sets(0))
         salt = request.params.cache_salt or ""
         self._seen.note(ids, salt)
         kinds = {place: StateKind.FORK for place in states if place in request.save_at[1:]}
         within = {place: StateKind.ANSWER for place, slot in states.items() if slot in self.answers}
-        taken, node = self.tree.insert(ids, request.pages, states, salt, len(request.prompt), kinds | within)
+        sets = request.pages.shareable
+        taken, node = self.tree.insert(ids, sets, states, salt, len(request.prompt), kinds | within)
         self._pages.to_cache(taken.pages)
         self._slots.to_cache(taken.states)
         if within:
@@ -368,12 +365,12 @@ class PrefixStore:
         if self.tier is not None:
             # Once the cache has a slot and its ring is folded, the state in it is complete.
             kept = {slot for slot in (*taken.states, *request.saves.values()) if slot not in self.answers}
-            self.tier.offer(ids, request.pages, {end: slot for end, slot in states.items() if slot in kept}, salt)
+            self.tier.offer(ids, sets, {end: slot for end, slot in states.items() if slot in kept}, salt)
         return taken, node
 
-    def _free_saves(self, request: Request, taken: CacheEntries) -> None:
-        self._slots.free([slot for slot in request.saves.values() if slot not in taken.states])
-        request.saves = {}
+    def _free_saves(self, request: Request, states: Mapping[int, Slot], taken: CacheEntries) -> None:
+        self._slots.free([slot for slot in states.values() if slot not in taken.states])
+        request.saves = {place: slot for place, slot in request.saves.items() if place not in states}
 
     def _slot_for(self, request: Request, place: int) -> Slot | None:
         spare = self._slots.num_free + len(self.answers) + self.tree.num_within
@@ -392,7 +389,7 @@ class PrefixStore:
         that leaves a later state there reads the earlier one first.
         """
         match, lacking = request.prefix, self.room()[1] < self._rows.num_free
-        if lacking or self.windows is not None or (state := self.tree.supersede(match)) is None:
+        if lacking or (state := self.tree.supersede(match)) is None:
             return None
         if match.state is not None:
             self._slots.unlock([state])
@@ -408,8 +405,12 @@ class PrefixStore:
             return None
         short = self._reserved_slots() + 1 - self._slots.num_free
         if short > 0:
-            self.evict(0, short, new=new)
+            self.evict(self._no_pages, short, new=new)
         return self._slots.alloc_one() if self._slots.num_free > self._reserved_slots() else None
+
+    @property
+    def _no_pages(self) -> Sequence[int]:
+        return [0] * len(self._pages)
 
     def _reserved_slots(self) -> int:
         """Slots that waiting requests need with their rows: otherwise a state of more worth may be

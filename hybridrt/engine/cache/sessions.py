@@ -10,10 +10,9 @@ import torch
 from hybridrt.base.errors import SessionError
 from hybridrt.base.turns import Change, Turns
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
-from hybridrt.engine.cache.prefix_store import PrefixStore
 from hybridrt.engine.cache.session_file import MAX_TENSORS, CachedPrefix, Session, SessionReader, write_session
 from hybridrt.engine.cache.session_key import session_key
-from hybridrt.mem_cache.pools.slots import Slots
+from hybridrt.mem_cache.pools.page_sets import GroupPages, PageSets, no_sets, pages_of
 from hybridrt.parallel.tensor_parallel import TensorParallelExecutor
 from hybridrt.runtime.load.state_identity import Identity, state_identity
 from hybridrt.runtime.run.model_runner import ModelRunner
@@ -98,11 +97,14 @@ class Sessions:
                 "tp_size": runner.config.tp_size,
                 "kv_layers": ", ".join(f"{i}: {shapes}" for i, shapes in layers.items()),
             }
+            if any(window is not None for window in runner.pools.kv.windows):
+                # A file has the windows' tokens from the start of a page on.
+                windows = {i: spec.sliding_window for i, spec in runner.pools.kv.specs.items()}
+                self._identity |= {"windows": str(windows), "page_size": runner.pools.kv.page_size}
         return self._identity
 
     def _read(self, tokens: np.ndarray, salt: str) -> CachedPrefix:
         store = self._pools.prefixes
-        _check_windows(store)
         match, states = store.path(tokens, salt)
         if not match.length:
             raise SessionError(
@@ -110,10 +112,12 @@ class Sessions:
                 "with the cache_salt that it had"
             )
         self._flush()
-        pages = Slots(match.pages, () if match.tail is None else (match.tail,))
-        states = states[-self._most_states(match.length) :]
+        sets = match.pages if match.tail is None else np.concatenate((match.pages, match.tail))
+        pages = [held.indices.tolist() for held in pages_of(sets)]
+        most = 1 if self._pools.pages.has_windows else self._most_states(match.length)
+        states = states[-most:]  # no earlier one has its windows here
         copied = [(position, slot.index) for position, slot in states]
-        tensors = self._copier.read_prefix(PrefixPlaces(match.length, pages.indices.tolist(), copied))
+        tensors = self._copier.read_prefix(PrefixPlaces(match.length, pages, copied))
         known = tokens[: store.known_at(match.length)].copy()
         return CachedPrefix(known, [position for position, _ in states], tensors)
 
@@ -135,23 +139,24 @@ class Sessions:
             self._executor.launch(plan)
             self._pools.launched(plan)
 
-    def _room(self, num_tokens: int, num_states: int) -> tuple[int, int, int]:
-        """For a prefix of so many token ids: tokens with KV, their pages, and how many of its
-        states fit. SessionError if the pools have no room for it.
+    def _room(self, num_tokens: int, num_states: int) -> tuple[int, list[int], int]:
+        """For a prefix of so many token ids: tokens with KV, their pages in each page group, and how
+        many of its states fit. SessionError if the pools have no room for it.
         """
         pools, store = self._pools, self._pools.prefixes
         if not store.keeps:
             raise SessionError("this LLM keeps no prefixes: build it with prefix_cache=True")
-        _check_windows(store)
         length = store.length_of(num_tokens)
         if length <= 0 or (store.tree.recurrent and not num_states):
             raise SessionError(f"{num_tokens} tokens and {num_states} states are no prefix of this model")
-        pages, (free_pages, free_states) = pools.pages_for(length), store.room()
-        if pages > free_pages:
-            raise SessionError(
-                f"the session needs {pages} KV pages, and running requests leave {free_pages} of {pools.pages.total}: "
-                "load it when fewer run, or raise memory_fraction"
-            )
+        free_pages, free_states = store.room()
+        pages = [demand.whole(length) - demand.first_page(length) for demand in pools.pages.demands]
+        for need, free, group in zip(pages, free_pages, pools.pages.groups):
+            if need > free:
+                raise SessionError(
+                    f"the session needs {need} KV pages, and running requests leave {free} of {group.total}: "
+                    "load it when fewer run, or raise memory_fraction"
+                )
         if num_states and not free_states:
             raise SessionError("the session needs a state slot, and running requests hold all of them: load it later")
         return length, pages, min(num_states, free_states)
@@ -171,18 +176,20 @@ class Sessions:
             pages, slots = taken
             states = dict(zip(prefix.positions[skipped:], slots, strict=True))
             copied = [(position, slot.index) for position, slot in states.items()]
-            places = PrefixPlaces(length, pages.indices.tolist(), copied)
+            places = PrefixPlaces(length, [held.indices.tolist() for held in pages], copied)
             self._copier.write_prefix(places, _without_states(prefix.tensors, skipped))
-            store.adopt(prefix.tokens, Slots(), pages, states, salt)
+            sets = self._sets(length, pages)
+            store.adopt(prefix.tokens, sets, pages, states, salt)
             if store.tier is not None:
-                store.tier.offer(prefix.tokens, pages, states, salt)
+                store.tier.offer(prefix.tokens, sets, states, salt)
 
-
-def _check_windows(store: PrefixStore) -> None:
-    if store.windows is not None:
-        raise SessionError(
-            "all attention layers of this model have a sliding window: its prefixes can be neither saved nor loaded"
-        )
+    def _sets(self, length: int, pages: GroupPages) -> PageSets:
+        """The page sets of a prefix of `length` tokens, of which `pages` are the last ones."""
+        demands = self._pools.pages.demands
+        sets = no_sets(len(demands), demands[0].whole(length) if demands else 0)
+        for column, held in zip(sets.T, pages):
+            column[len(column) - len(held) :] = held.keys
+        return sets
 
 
 def _without_states(tensors: Tensors, skipped: int) -> Tensors:

@@ -11,24 +11,20 @@ from hybridrt.engine.core.step_cost import StepCost, StepWork
 from hybridrt.runtime.step.pack_padded import Bucket
 from hybridrt.runtime.step.plan import DecodeRows, StepPlan
 
-LEAST_TOKENS = 16  # prompt tokens that a step may have with any predicted time
-LATE_SECONDS, LATE_FACTOR = 0.25, 2.0  # a longer wait raises the target in proportion, up to so many times
-# One of LONG_EVERY steps with decode rows may need LATE_FACTOR times the target, once the first
-# request of the queue has waited for LONG_WAIT targets: 99 of 100 tokens still come in time. At
-# most MAX_LONG such steps are saved up.
+LEAST_TOKENS = 16  # allowed whatever a step's predicted time
+LATE_SECONDS, LATE_FACTOR = 0.25, 2.0  # a longer wait raises the target in proportion
+# One of LONG_EVERY steps with decode rows may need LATE_FACTOR times the target, once the queue has
+# waited for LONG_WAIT targets: 99 of 100 tokens still come in time. At most MAX_LONG are saved up.
 LONG_EVERY, LONG_WAIT, MAX_LONG = 150, 4, 2.0
-# Part of a target that is left free for errors of the prediction: so many median errors, with a
-# maximum. 91 of 100 steps end in time, more than two medians suggest: buckets seldom fill the time,
-# and steps without prompts need less.
+# Part of a target left free for errors of the prediction: so many median errors.
 MARGIN_ERRORS, MAX_MARGIN = 2, 0.1
-# Of the time of a step's decode rows, what prompts may add with any target, and with
-# target_itl_ms="auto": then a step is at most four times as long as without prompts, and long
+# What prompts may add to a step, as a share of the time of its decode rows: with any target, and
+# with target_itl_ms="auto". Then a step is at most four times as long as without prompts, and long
 # enough that few tokens a second are lost.
 LEAST_SHARE, AUTO_SHARE = 0.1, 3.0
-_LATE_STEPS = 8  # at most so many steps that were read late are observed as one
+_LATE_STEPS = 8  # late steps that are observed as one
 # The next step is scheduled this lead before the running one ends. A late launch doubles the lead,
-# up to _MAX_LEAD. Each other step shrinks it a little, down to _MIN_LEAD, so a few doublings always
-# suffice.
+# other steps shrink it a little.
 _LEAD, _MIN_LEAD, _MAX_LEAD, _SHRINK = 0.004, 0.001, 0.05, 0.998
 
 
@@ -40,7 +36,7 @@ class ChunkBudget:
         cost: predicts the step's time; None: there is no target.
         target: seconds within which the step is to end.
         work: present work of the step.
-        share: of the time of `work` alone; the step may always be longer by this.
+        share: the step may always take longer than `work` alone, by this share of its time.
     """
 
     def __init__(
@@ -52,7 +48,7 @@ class ChunkBudget:
         share: float = LEAST_SHARE,
     ) -> None:
         self._tokens, self._cost, self._target, self._work = tokens, cost, target, work or StepWork()
-        self._rooms: dict[int, int] = {}  # by start, until the step has another chunk
+        self._rooms: dict[int, int] = {}  # tokens by start, until the step has another chunk
         alone = cost.predict(self._work) if cost is not None else None
         if alone is not None:
             self._target = max(target, (1 + share) * alone)
@@ -68,7 +64,7 @@ class ChunkBudget:
     def _find_room(self, start: int) -> int:
         assert self._cost is not None
         least = min(LEAST_TOKENS - self._work.prompt_tokens, self._tokens)
-        # At most twice the largest step so far: the fit says nothing about tokens far beyond it.
+        # The fit says nothing about tokens far beyond the largest step.
         known = min(2 * self._cost.max_prompt_tokens - self._work.prompt_tokens, self._tokens)
         return max(least, self._in_time(start, max(known, 0)), 0)
 
@@ -80,8 +76,8 @@ class ChunkBudget:
             self._rooms.clear()
 
     def _in_time(self, start: int, max_tokens: int) -> int:
-        """The longest chunk of at most `max_tokens` tokens that ends in time; more tokens never end
-        earlier. It fills its graph, unless a long context or `max_tokens` prevents that.
+        """Returns at most `max_tokens`. It fills its graph, unless a long context or `max_tokens`
+        prevents that.
         """
         assert self._cost is not None
 
@@ -97,7 +93,7 @@ class ChunkBudget:
 
     def _ends_in_time(self, start: int, tokens: int) -> bool:
         assert self._cost is not None
-        seconds = self._cost.predict(self._work.with_chunk(start, tokens, saves=1))  # it may save a state
+        seconds = self._cost.predict(self._work.with_chunk(start, tokens, saves=1))
         return seconds is not None and seconds <= self._target
 
 
@@ -116,7 +112,7 @@ class ItlTarget:
         seconds: between tokens.
         cost: None: one without graphs for prompts.
         clock: seconds, as `RequestMetrics.arrival_time` has them.
-        share: as for `ChunkBudget`.
+        share: the share of `ChunkBudget`.
     """
 
     def __init__(
@@ -129,14 +125,14 @@ class ItlTarget:
     ) -> None:
         self.seconds, self.cost, self.clock, self._share = seconds, cost or StepCost(), clock, share
         self._last_end = 0.0
-        self._unseen: list[StepWork] = []  # launched before the step that is waited for next, and read
+        self._unseen: list[StepWork] = []  # launched before the next awaited one
         self._unseen_start = 0.0
-        self._long_steps = 0.0  # so many steps may still be longer than the target
+        self._long_steps = 0.0  # how many longer steps are allowed
         self._lead = _LEAD
 
     @classmethod
     def from_config(cls, config: EngineConfig, device: torch.device, buckets: Iterable[Bucket]) -> "ItlTarget | None":
-        """The target of `EngineConfig.target_itl_ms`; None if there is none. `buckets`: of the
+        """The target of `EngineConfig.target_itl_ms`; None if there is none. `buckets`: those of the
         captured graphs of steps with prompts.
         """
         asked = config.target_itl_ms

@@ -51,7 +51,7 @@ class Engine:
     Args:
         tokenizer: None: token ids go in and come out.
         overlap: launch a step before the tokens of the step before it are read.
-        seed: of requests whose `SamplingParams.seed` is None. Request number i gets
+        seed: seed of requests whose `SamplingParams.seed` is None. Request number i gets
             derive_seed(seed, i); sample k > 0 of a request with seed s gets derive_seed(s, k), and
             sample 0 gets s itself.
         drafter: proposes drafts for speculative decoding.
@@ -116,9 +116,11 @@ class Engine:
         limits = EngineLimits(model.vocab_size, plan.max_model_len, chunk, model.eos_token_ids, model.image_tokens)
         overlap = config.overlap and runner.device.type == "cuda" if overlap is None else overlap
         drafter = make_drafter(runner, split.draft if split else None) if config.speculative else None
-        # The KV of a prediction head's token depends on the next token.
+        # A prediction head's KV depends on the next token.
         lookahead = int(bool(draft_needs(config).kv_layers(model)))
-        coordinator = CacheCoordinator.of(plan, runner.copied, prefix_cache=config.prefix_cache, lookahead=lookahead)
+        coordinator = CacheCoordinator.from_plan(
+            plan, runner.copied, prefix_cache=config.prefix_cache, lookahead=lookahead
+        )
         buckets = runner.prompt_graphs.captured if runner.prompt_graphs else ()
         engine = cls(
             split or runner, coordinator, limits, tokenizer, overlap=overlap, seed=config.seed, drafter=drafter,
@@ -192,7 +194,7 @@ class Engine:
                 Nothing has changed.
         """
         with self.turns.now:
-            if not self._samples.waits(request_id):
+            if not self._samples.not_queued(request_id):
                 raise RequestError(f"request {request_id!r} does not wait for its prompt to be computed elsewhere")
             check_arrived(arrived, len(self._samples.samples_of_request(request_id)[0].prompt))
             with self._change:
@@ -218,7 +220,7 @@ class Engine:
             if self._abandoned.notes:
                 self._end_abandoned()
             if self._launched:
-                self._sample_last()  # an interrupt may have kept the call before from doing it
+                self._sample_last()  # an interrupt may have prevented it
             if self.prefill_source is not None:
                 self.prefill_source.advance()
             with self._change:
@@ -232,7 +234,7 @@ class Engine:
                         self._samples.fail_step(scheduled, e)
             if scheduled is None and not self._launched and self._samples.any_queued():
                 if self._coordinator.fetches:
-                    time.sleep(0.0002)  # there is nothing to do but wait for main memory
+                    time.sleep(0.0002)  # main memory is busy
                     return
                 raise EngineError(f"nothing can be scheduled and nothing runs: {self.counters()}; abort the requests")
             if scheduled is not None and scheduled.plan.constrained:
@@ -257,7 +259,9 @@ class Engine:
 
     def abort(self, request_id: str) -> bool:
         """Ends a request in any state; its samples come out of the next `step` with reason "abort".
-        False if it is unknown or has finished.
+        A waiting request holds nothing. A running one gives its row, slot and pages back at once, or
+        after the last launched step that names it was consumed. False if it is unknown or has
+        finished.
         """
         with self.turns.now:
             return self._end(self._samples.samples_of_request(request_id), self._samples.abort)
@@ -324,6 +328,8 @@ class Engine:
             free_rows=pools.rows.num_free,
             free_slots=pools.slots.num_free,
             free_pages=pools.pages.num_free,
+            total_pages=pools.pages.total,
+            kv_bytes_held=pools.pages.held_bytes,
             cached_slots=pools.slots.num_cached - pools.slots.num_locked,
             cached_pages=pools.pages.num_cached - pools.pages.num_locked,
             step_cost_error=self.target.cost.error if self.target else None,
@@ -342,25 +348,22 @@ class Engine:
         self._end(self._abandoned.take_abandoned(self._samples.all()), self._samples.abort)
 
     def _recover(self) -> None:
-        """Ends every request and takes everything back: after a broken change, ledgers may
-        contradict each other.
-        """
+        """Ends all requests: after a broken change, ledgers may contradict each other."""
         while self._launched:
-            # Read the result so that no copy to the host is pending. Stream order protects the
-            # pages.
+            # Reading leaves no copy pending. Stream order protects the pages.
             with suppress(Exception):
                 self._launched[0][1].drop()
                 self._launched[0][1].result()
             self._launched.popleft()
-        with suppress(Exception):  # a launch may have been broken off before its handle was stored
+        with suppress(Exception):  # the handle may not have been stored
             self.executor.drop_last()
         self._scheduler.clear()
         self._coordinator.reclaim(self._samples.all())
         self._samples.clear()
 
     def _sample_last(self) -> None:
-        """If the last launched step waits for masks: reads the steps before it, whose tokens decide
-        the masks, while the device computes it. Then launches its sampling.
+        """If it waits for masks, reads the steps before it, which decide the masks, while the
+        device computes.
         """
         if not self._launched or not self._launched[-1][1].needs_masks:
             return
@@ -376,9 +379,7 @@ class Engine:
         self._consume(failure)
 
     def _consume(self, failure: Exception | None = None) -> None:
-        """Reads the oldest launched step, even a failed one. An interrupt during the wait leaves it
-        launched.
-        """
+        """Reads even a failed one. An interrupt leaves it launched."""
         step, handle = self._launched[0]
         try:
             if failure is not None:

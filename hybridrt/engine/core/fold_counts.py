@@ -18,7 +18,7 @@ class FoldCounts:
     """
 
     def __init__(self, num_rows: int, width: int, widest: int) -> None:
-        self._ends = np.zeros(num_rows + 1, np.int32)  # by row: the column after the last entry
+        self._ends = np.zeros(num_rows + 1, np.int32)  # the column after the last entry of each row
         self._last, self._phases = width - widest, width - widest + 1
 
     @classmethod
@@ -35,7 +35,7 @@ class FoldCounts:
             self._ends[admission.row] = admission.phase % self._phases
         if not len(plan.decode):
             return 0
-        rows = plan.decode.rows.astype(np.int64)  # numpy indexes fastest with int64
+        rows = plan.decode.rows.astype(np.int64)  # the fastest index
         ends = self._ends[rows] + np.fromiter(gained, np.int32)
         full = ends > self._last
         ends[full] = 0

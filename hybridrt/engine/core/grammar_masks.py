@@ -19,7 +19,7 @@ from hybridrt.speculative.drafter import NO_DRAFT, Draft
 if TYPE_CHECKING:
     from llguidance import LLExecutor
 
-_SLICE = 32  # rows whose masks are made in one call
+_SLICE = 32
 
 
 def step_masks(
@@ -52,7 +52,7 @@ def _draft(decode: DecodeRows, i: int, end: int) -> Draft:
     return Draft.of_tree(decode.drafts[start:end].tolist(), parents)
 
 
-_Place = tuple[Matcher, Draft, int]  # and the number of its first mask
+_Place = tuple[Matcher, Draft, int]  # a draft, and its first mask
 
 
 def fill_masks(rows: Sequence[MaskedRow], words: int, executor: "LLExecutor") -> np.ndarray:
@@ -71,13 +71,13 @@ def fill_masks(rows: Sequence[MaskedRow], words: int, executor: "LLExecutor") ->
 
 
 def _fill_together(places: Sequence[_Place], masks: np.ndarray, executor: "LLExecutor") -> None:
-    """If it takes too long, the remaining rows are measured, and all rows from the next step on. A
-    thread gets neighbours of one root: two threads would wait for its lexer.
+    """If it takes too long, measures the remaining rows, and all rows of the next step. A thread
+    gets neighbours of one root: two would wait for its lexer.
     """
     ordered = sorted(places, key=lambda place: place[0].root)
     slices = -(-len(ordered) // _SLICE)
     began = time.monotonic()
-    for i in range(slices):  # each has rows of all roots
+    for i in range(slices):
         _fill_slice(ordered[i::slices], masks, executor)
         if time.monotonic() - began > WATCH_SECONDS:
             for matcher, _, _ in ordered:
@@ -104,9 +104,7 @@ def _fill_slice(places: Sequence[_Place], masks: np.ndarray, executor: "LLExecut
 
 
 def _fill_measured(places: Sequence[_Place], masks: np.ndarray) -> None:
-    """Makes masks one by one, light requests first. Heavy ones without room in the step's time
-    fail.
-    """
+    """Goes one by one, light requests first. Heavy ones without room in the step's time fail."""
     spent = 0.0
     for matcher, draft, start in sorted(places, key=lambda place: place[0].allowance.last):
         if matcher.allowance.heavy and spent > STEP_SECONDS:

@@ -13,7 +13,7 @@ from hybridrt.mem_cache.prefix_tree.prefix_cache import PrefixMatch
 from hybridrt.runtime.step.plan import StepResult, TokenLogprobs
 from hybridrt.runtime.step.token_scores import TokenScores
 
-UNREAD = 256  # tokens of a sample without a stream that wait for their text at a time
+UNREAD = 256  # tokens that wait for text without a stream
 
 
 class Samples:
@@ -30,7 +30,7 @@ class Samples:
         self.folds: FoldCounts | None = None
         self._scheduler = scheduler
         self._samples: dict[str, list[Request]] = {}
-        self._elsewhere: set[str] = set()  # requests whose prompts are computed elsewhere
+        self._not_queued: set[str] = set()  # request ids; their prompts are computed elsewhere
 
     def __bool__(self) -> bool:
         return bool(self._samples)
@@ -47,22 +47,22 @@ class Samples:
     def all(self) -> list[Request]:
         return [request for samples in self._samples.values() for request in samples]
 
-    def waits(self, request_id: str) -> bool:
+    def not_queued(self, request_id: str) -> bool:
         check_name(request_id)
-        return request_id in self._elsewhere
+        return request_id in self._not_queued
 
     def any_queued(self) -> bool:
-        return len(self._samples) > len(self._elsewhere)
+        return len(self._samples) > len(self._not_queued)
 
     def add(self, request_id: str, samples: list[Request]) -> None:
         self._samples[request_id] = samples
-        self._elsewhere.add(request_id)
+        self._not_queued.add(request_id)
 
     def queue(self, request_id: str, arrived: PrefixMatch | None) -> None:
         """Gives a request to the scheduler. `arrived`: the part of its prompt that was computed
         elsewhere.
         """
-        self._elsewhere.remove(request_id)
+        self._not_queued.remove(request_id)
         for request in self._samples[request_id]:
             request.arrived = arrived
             self._scheduler.add(request)
@@ -77,11 +77,11 @@ class Samples:
             gained.append(len(tokens))
             if tokens and request.finish_reason is None and not request.restarting:
                 self._accept(request, tokens, logprobs, max_new > 1)
-            if -1 in tokens:  # even if the request has ended: the state after them is not finite
+            if -1 in tokens:  # even of an ended request: its state is broken
                 request.broken = True
         if self.folds is not None:
             self.totals.count_folds(self.folds.of_step(step.plan, gained[: len(step.plan.decode)]))
-        self._scheduler.complete(step, gained)
+        self._scheduler.step_consumed(step, gained)
 
     def _score(self, step: ScheduledStep, found: Mapping[int, TokenScores]) -> None:
         for (request, _), chunk in zip(step.rows[len(step.plan.decode) :], step.plan.extend, strict=True):
@@ -96,7 +96,7 @@ class Samples:
             request.broken = True
             if request.finish_reason is None:
                 self.fail(request, cause)
-        self._scheduler.complete(step, [0] * len(step.rows))
+        self._scheduler.step_consumed(step, [0] * len(step.rows))
 
     def fail(self, request: Request, cause: BaseException) -> None:
         kind = type(cause) if isinstance(cause, GrammarError | NoTokenLeftError) else EngineError
@@ -107,7 +107,7 @@ class Samples:
     def abort(self, request: Request) -> None:
         try:
             self._finish(request, "abort")
-        except Exception as e:  # its text cannot be made; it ends with that error
+        except Exception as e:  # its text cannot be made
             self.fail(request, e)
 
     def clear(self) -> None:
@@ -119,7 +119,7 @@ class Samples:
                 self.totals.count_end("abort", error)
             _notify(request)
         self._samples.clear()
-        self._elsewhere.clear()
+        self._not_queued.clear()
 
     def _accept(
         self, request: Request, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] | None, verified: bool
@@ -149,8 +149,8 @@ class Samples:
         totals.output_tokens += len(request.output) - known
 
     def _go_on(self, request: Request) -> None:
-        """Makes text of new tokens, and tells the reader. Without a stream, text is made in parts:
-        all of it at the end would delay every other sample.
+        """Makes text in parts, also without a stream: all at the end would delay every other
+        sample.
         """
         if request.detokenizer is not None and (request.stream or len(request.output) - request.decoded >= UNREAD):
             request.read_text()
@@ -161,13 +161,13 @@ class Samples:
         request_id = request.request_id
         request.finish(reason, error)
         self.totals.count_end(reason, error)
-        if request_id not in self._elsewhere:
+        if request_id not in self._not_queued:
             self._scheduler.remove(request)
         _notify(request)
         self._samples[request_id].remove(request)
         if not self._samples[request_id]:
             del self._samples[request_id]
-            self._elsewhere.discard(request_id)
+            self._not_queued.discard(request_id)
 
 
 def _notify(request: Request) -> None:

@@ -55,8 +55,8 @@ def _pending(requests: Sequence[Request], columns: RowColumns) -> np.ndarray:
     return columns.output_index - int32s([len(request.output) for request in requests])
 
 
-def _turn(request: Request) -> tuple[int, int]:
-    """Sort key: the first request is started first, the last is retracted first."""
+def _priority_key(request: Request) -> tuple[int, int]:
+    """Orders requests: the first is started first, the last retracted first."""
     return request.params.priority, request.arrival
 
 
@@ -64,7 +64,7 @@ class Scheduler:
     """Continuous batching with chunked prefill: by priority, then first come, first served.
 
     Every step includes all running requests that can decode. Prefill gets the rest of
-    `chunked_prefill_size`, and at least half of it, so that prompts advance in every step. A
+    `chunked_prefill_size`, but never less than half of `chunked_prefill_size`. A
     request is admitted when a row, a slot and the pages of all its tokens are free, with a page to
     spare for each running request. If a decode row finds no page, and no launched step may still
     free one, the latest arrival of the last priority is retracted: it returns to the queue, and its
@@ -85,8 +85,8 @@ class Scheduler:
         drafter: Drafter | None = None,
         target: ItlTarget | None = None,
     ) -> None:
-        self.waiting: list[Request] = []  # in order of `_turn`
-        self.running: dict[int, Request] = {}  # by arrival, in order of admission
+        self.waiting: list[Request] = []  # in order of `_priority_key`
+        self.running: dict[int, Request] = {}  # requests by arrival, in order of admission
         self.num_retractions = 0
         self._coordinator = coordinator
         self._chunk = chunked_prefill_size
@@ -94,11 +94,11 @@ class Scheduler:
         self._target = target
         self._in_flight = 0
         self._order: tuple[list[Request], np.ndarray] | None = None
-        self._constrained = False  # a running request has a grammar
-        self._blocked: tuple[int, ...] = ()  # the request that was not admitted last, and the room stamp at that time
+        self._constrained = False
+        self._blocked: tuple[int, ...] = ()  # the request, and the room stamp then
 
     def add(self, request: Request) -> None:
-        insort(self.waiting, request, key=_turn)
+        insort(self.waiting, request, key=_priority_key)
         self._coordinator.prefixes.expect(request)
 
     def schedule(self) -> ScheduledStep | None:
@@ -125,15 +125,14 @@ class Scheduler:
         return step
 
     def _schedule_running(self, step: ScheduledStep) -> list[Request] | None:
-        """Adds the decode rows. Returns requests with uncomputed prompts; None: wait."""
+        """Returns requests with uncomputed prompts; None means wait."""
         requests, rows = self._running_rows()
         columns = self._coordinator.columns.select_rows(rows)
         prefilled = columns.computed >= columns.prefill_end
         ready = prefilled & (columns.output_index < columns.max_output)
         if self._drafter is not None:
             needs_tokens = self._needs_tokens(requests, columns, ready)
-            # Schedule all ready rows together. Otherwise two groups would alternate, and a step
-            # would carry only one.
+            # Otherwise two groups would alternate.
             if needs_tokens.any() and not needs_tokens[ready].all():
                 return None
             ready &= ~needs_tokens
@@ -149,7 +148,7 @@ class Scheduler:
             self._schedule_decode(step, requests, rows, columns)
         return prefilling
 
-    def complete(self, step: ScheduledStep, gained: Sequence[int]) -> None:
+    def step_consumed(self, step: ScheduledStep, gained: Sequence[int]) -> None:
         """Call after reading a launched step. `gained`: tokens of each row. Releases finished
         requests that no other launched step names.
         """
@@ -175,7 +174,7 @@ class Scheduler:
             self._drafter.after_step([step.rows[i][0] for i in moved], [gained[i] for i in moved])
 
     def remove(self, request: Request) -> None:
-        """Removes a finished request from the queues. Releases it now, or in `complete` once no
+        """Removes a finished request from the queues. Releases it now, or in `step_consumed` once no
         launched step names it.
         """
         if request.row is None:
@@ -203,9 +202,7 @@ class Scheduler:
         return True
 
     def _wait_again(self, request: Request) -> None:
-        """Returns a restarting request to the queue, once no launched step names it. It offers
-        nothing.
-        """
+        """Waits until no launched step names it. It offers nothing."""
         if not request.in_flight:
             request.broken = True
             self._coordinator.release(request)
@@ -232,8 +229,8 @@ class Scheduler:
             self._drafter.end(request)
 
     def _running_rows(self) -> tuple[list[Request], np.ndarray]:
-        """Running requests in order of admission, and their rows [n] int64 (numpy indexes fastest
-        with it), cached until `running` changes.
+        """Returns them in order of admission, [n] int64 (numpy indexes fastest with it), cached
+        until `running` changes.
         """
         if self._order is None:
             requests = list(self.running.values())
@@ -242,23 +239,20 @@ class Scheduler:
         return self._order
 
     def _needs_tokens(self, requests: Sequence[Request], columns: RowColumns, ready: np.ndarray) -> np.ndarray:
-        """[n] bool: the next step needs tokens that the host has not read."""
+        """Returns [n] bool: tokens that the host has not read."""
         assert self._drafter is not None
         pending = _pending(requests, columns)
         needs_tokens = ready & (pending > 0)
         for i in needs_tokens.nonzero()[0].tolist():
             request = requests[i]
-            # A plain step adds at most one pending token. A verify step may add several, so the
-            # next position is unknown until its result is read.
+            # After a verify step the next position is unknown.
             needs_tokens[i] = pending[i] > request.in_flight or self._drafter.waits(request)
         return needs_tokens
 
     def _schedule_decode(
         self, step: ScheduledStep, requests: list[Request], rows: np.ndarray, columns: RowColumns
     ) -> None:
-        """Adds a decode row for each request that has or gets a page for its input. All requests
-        must be able to decode.
-        """
+        """Adds requests that have or get a page. All must be able to decode."""
         drafts = [] if self._drafter is None else self._propose(requests, columns)
         ends = columns.computed + int32s([len(draft.tokens) for draft in drafts]) if drafts else columns.computed
         short = (ends >= columns.capacity).nonzero()[0].tolist()
@@ -266,25 +260,24 @@ class Scheduler:
             found = self._find_pages(requests, drafts, short, step.plan)
             rows, requests, columns = rows[found], [requests[i] for i in found], columns.select_rows(found)
             drafts = [drafts[i] for i in found] if drafts else []
-        lent = rows.astype(np.int32), columns.computed, columns.output_index
+        columns_of_rows = rows.astype(np.int32), columns.computed, columns.output_index
         if drafts:
             tokens, parents = [d.tokens for d in drafts], [d.parents for d in drafts]
-            step.plan.decode = DecodeRows.with_drafts(*lent, tokens, parents)
+            step.plan.decode = DecodeRows.with_drafts(*columns_of_rows, tokens, parents)
             for request, draft in zip(requests, drafts, strict=True):
                 request.metrics.proposed += len(draft)
             gains = step.plan.decode.num_drafts + 1
             self._coordinator.columns.advance(rows, columns, gains)
             step.rows = list(zip(requests, gains.tolist(), strict=True))
         else:
-            step.plan.decode = DecodeRows(*lent, np.zeros(len(rows), np.int32))
+            step.plan.decode = DecodeRows(*columns_of_rows, np.zeros(len(rows), np.int32))
             self._coordinator.columns.advance(rows, columns, 1)
             step.rows = list(zip(requests, repeat(1)))
         step.most = len(rows) + len(step.plan.decode.drafts)
 
     def _propose(self, requests: Sequence[Request], columns: RowColumns) -> list[Draft]:
-        """A draft for each request, empty while tokens are pending; [] if all are empty. No draft
-        goes past the end of its request: the state would include tokens that the text lacks, and
-        serve no request.
+        """Returns empty drafts while tokens are pending; [] if all are empty. No draft goes past
+        the end of its request: the state would serve no other request.
         """
         assert self._drafter is not None
         known = (_pending(requests, columns) == 0).nonzero()[0]
@@ -302,8 +295,8 @@ class Scheduler:
     def _find_pages(
         self, requests: Sequence[Request], drafts: list[Draft], short: Iterable[int], plan: StepPlan
     ) -> list[int]:
-        """Lends pages to the requests at the indices `short`, and drops drafts without a page.
-        Returns the indices of all requests that have a page for their input.
+        """Lends pages to the requests at `short`, and drops drafts without. Returns those that have
+        a page.
         """
         lacking = set[int]()
         for i in short:
@@ -326,9 +319,9 @@ class Scheduler:
         return True
 
     def _retract_latest(self, plan: StepPlan) -> Request:
-        victim = max(self.running.values(), key=_turn)
+        victim = max(self.running.values(), key=_priority_key)
         assert victim.row is not None
-        # Its row may be lent again in this step: do not write its new pages there.
+        # Its row may be lent again.
         plan.page_writes = [write for write in plan.page_writes if write.row != victim.row.index]
         self._stop_running(victim)
         self._coordinator.release(victim)
@@ -345,17 +338,15 @@ class Scheduler:
         return self._target.budget(tokens, decode, since)
 
     def _schedule_prefill(self, step: ScheduledStep, admitted: Iterable[Request]) -> None:
-        """Adds chunks of admitted prompts, then admits waiting requests. If a decode row found no
-        page, none is free, so nothing is admitted.
-        """
+        """Admits waiting requests afterwards. If a decode row found no page, none is free."""
         budget = self._budget(step.plan.decode)
         for earlier in admitted:
-            if earlier.row is not None:  # it may just have been retracted
+            if earlier.row is not None:  # just retracted
                 self._add_extend(step, earlier, budget)
         while (request := self._next_waiting()) is not None and budget.room():
             stamp = request.arrival, len(self.running), *self._coordinator.room_stamp()
             if self._blocked == stamp:
-                break  # nothing has changed since the request was not admitted
+                break  # nothing has changed since
             if not self._coordinator.admit(request, len(self.running), step.plan):
                 self._blocked = stamp
                 break

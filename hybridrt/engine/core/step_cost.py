@@ -10,14 +10,13 @@ import numpy as np
 from hybridrt.runtime.step.pack_padded import Bucket
 from hybridrt.runtime.step.plan import StepPlan
 
-# Numbers of tokens from which one more token may cost more. With few tokens, a step takes the time
-# to read all weights; with many, each token adds its products. Costs are not negative, so the time
-# is a convex function of the tokens.
+# Numbers of tokens from which one more may cost more: a step of few takes the time to read all
+# weights.
 _KNOTS = (0, 64, 256, 1024)
 _KINDS = ("decode", "prefill", "mixed")
 _OF_KIND = {kind: tuple(float(kind == other) for other in _KINDS) for kind in _KINDS}
-_DECAY = 0.98  # weight of a step after the next one of its kind
-_RIDGE = 1e-6  # of normalised features: makes the fit unique
+_DECAY = 0.98  # weight after each later step of its kind
+_RIDGE = 1e-6  # ridge of normalised features: makes the fit unique
 _ENOUGH, _FIT_EVERY, _REMEMBERED = 8, 32, 128  # steps
 
 
@@ -63,7 +62,9 @@ class StepWork(NamedTuple):
         return "mixed" if self.decode_tokens and self.prompt_tokens else "decode" if self.decode_tokens else "prefill"
 
     def features(self, tokens: int) -> list[float]:
-        """The features, each of which has one cost. `tokens`: of the step, padding included."""
+        """The numbers of the linear model: constants of the step's kind, tokens above each knot, decode
+        tokens and their context, prompts, pairs of prompt tokens, passes. `tokens`: all tokens of the
+        step, with padding."""
         return [
             *_OF_KIND[self.kind], *(max(tokens - knot, 0) for knot in _KNOTS), self.decode_tokens, self.decode_context,
             self.prompt_rows, self.prompt_pairs, self.passes,
@@ -86,7 +87,7 @@ class StepCost:
     many tokens as the largest graph.
 
     Args:
-        buckets: of the graphs of steps with prompts. Empty: no such step runs as a graph.
+        buckets: sizes of the graphs of steps with prompts. Empty: no such step runs as a graph.
 
     Attributes:
         max_prompt_tokens: prompt tokens of the largest step that has run.
@@ -96,7 +97,7 @@ class StepCost:
         self.max_prompt_tokens = 0
         self._buckets = sorted(buckets, key=sum)
         self._costs: list[float] | None = None
-        self._squares = np.zeros((len(_KINDS), _SIZE, _SIZE))  # sums over steps, by kind
+        self._squares = np.zeros((len(_KINDS), _SIZE, _SIZE))
         self._moments = np.zeros((len(_KINDS), _SIZE))
         self._count = 0
         self._errors: deque[float] = deque(maxlen=_REMEMBERED)
@@ -158,7 +159,7 @@ def _has_room(bucket: Bucket, work: StepWork) -> bool:
 
 def _nonnegative_costs(squares: np.ndarray, moments: np.ndarray) -> np.ndarray:
     """The x >= 0 that minimises x^T squares x / 2 - moments^T x (Lawson & Hanson 1974, chapter 23).
-    squares [n, n], moments [n]. Features that no step had cost nothing.
+    Features that no step had cost nothing.
     """
     scale = np.sqrt(squares.diagonal())
     seen = scale > 0
@@ -178,7 +179,7 @@ def _nonnegative_costs(squares: np.ndarray, moments: np.ndarray) -> np.ndarray:
 def _solve_free(
     squares: np.ndarray, moments: np.ndarray, found: np.ndarray, free: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Minimum over the free unknowns. Unknowns that would become negative on the way are fixed."""
+    """Unknowns that would become negative on the way are fixed."""
     while True:
         target = np.zeros_like(found)
         target[free] = np.linalg.solve(squares[np.ix_(free, free)], moments[free])

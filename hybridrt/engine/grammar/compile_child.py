@@ -1,8 +1,8 @@
 """Child process that compiles grammars and measures their cost before the parent compiles them.
 
-A script that imports llguidance and nothing of hybridrt. It reads jobs on standard input and forks
-a process for each. The system ends such a process at its limit of time or memory, and its answer is
-one write. A frame is four bytes of length, then a line of numbers, a line break, and text.
+A script that imports llguidance and nothing of hybridrt. It forks a process for each job on
+standard input, which the system ends at its limit of time or memory. A frame is four bytes of
+length, then a line of numbers, a line break, and text.
 """
 
 import os
@@ -19,20 +19,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# llguidance's limits of one mask: at the defaults, a malicious expression delays all rows by 400
-# ms. verbose_errors would quote the grammar.
+# Limits of one mask: at the defaults, a malicious expression delays all rows by 400 ms.
+# verbose_errors would quote the grammar.
 LIMITS = {"step_lexer_fuel": 50_000, "step_max_items": 10_000, "max_lexer_states": 50_000, "verbose_errors": False}
-# llguidance compiles rules and references by recursion: a chain of 3000 overflows a usual stack,
-# and the process dies. A level needs up to 8 KB, and a grammar has room for some 20,000. Untouched
-# pages need no memory.
+# llguidance compiles by recursion: a chain of 3000 overflows a usual stack. A grammar has room for
+# some 20,000 levels of 8 KB. Untouched pages need no memory.
 STACK_BYTES = 2**29
-MAX_BYTES = 2**29  # of memory, beyond the process's at its start
-MASK_SECONDS = 0.03  # of CPU time: a grammar with a slower mask is refused
-TIME, BUSY, MEMORY = "time", "busy", "memory"  # why a process was ended: CPU time, time that went by, or another reason
-NICE = 5  # the server goes first; compiling still ends on a busy machine
-_WALKS, _STEPS = 3, 12  # outputs that are tried, and their tokens
+MAX_BYTES = 2**29  # bytes of memory, beyond the process's at its start
+MASK_SECONDS = 0.03  # CPU time: a grammar with a slower mask is refused
+TIME, BUSY, MEMORY = "time", "busy", "memory"  # why it ended: CPU time, wall time, or else
+NICE = 5  # the server goes first
+_WALKS, _STEPS = 3, 12
 _POLL_MS = 20
-_ANSWER_BYTES = 4000  # written at once: a pipe accepts 4096 bytes as a whole
+_ANSWER_BYTES = 4000  # a pipe accepts 4096 as a whole
 
 
 def build(tokenizer: "LLTokenizer", grammar: str) -> "LLMatcher":
@@ -57,7 +56,7 @@ def in_thread(run: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-_starting = threading.Lock()  # the stack size is the process's, so it is set for one start at a time
+_starting = threading.Lock()  # the stack size is the process's
 
 
 def main() -> None:
@@ -103,7 +102,7 @@ def _child(tokenizer: "LLTokenizer", number: int, cpu: float, wall: float, text:
             seconds = time.thread_time() - began
             error = matcher.get_error() if matcher.is_error() else _slow(matcher, eos)
             _write(number, "-" if error else f"+{seconds:.6f}", error.encode(errors="replace"))
-        except BaseException as e:  # a failed assertion in llguidance is no Exception
+        except BaseException as e:  # llguidance's failed assertion
             _write(number, "-", f"{type(e).__name__}: {e}".encode(errors="replace"))
         done.append(True)
 
@@ -113,7 +112,7 @@ def _child(tokenizer: "LLTokenizer", number: int, cpu: float, wall: float, text:
 
 
 def _slow(root: "LLMatcher", eos: set[int]) -> str:
-    """Says if masks along a few outputs take too long; "" if not."""
+    """Tries a few outputs; returns "" if their masks are fast."""
     rng, worst = random.Random(0), 0.0
     for _ in range(_WALKS):
         matcher = root.deep_copy()
@@ -121,7 +120,7 @@ def _slow(root: "LLMatcher", eos: set[int]) -> str:
             began = time.thread_time()
             mask = matcher.compute_bitmask()
             if matcher.is_error():
-                return ""  # a limit of one mask, which fails only the request, and only there
+                return ""  # fails only its request
             token = _token(mask, rng)
             if token in eos or not matcher.consume_token(token) or matcher.is_stopped():
                 break

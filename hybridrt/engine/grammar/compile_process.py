@@ -1,7 +1,7 @@
 """The killable process that first compiles each grammar, within limits of time and memory.
 
-llguidance compiles without Python's lock, and a thread that compiles cannot be ended. So a grammar
-is compiled twice: there under limits, then here at a known cost.
+A thread that compiles cannot be ended. So a grammar is compiled twice: there under limits, then
+here at a known cost.
 """
 
 import os
@@ -35,7 +35,7 @@ class Verdict:
     Attributes:
         error: why it cannot be used; "" if it can.
         late: the process was ended, because it had used up its CPU time.
-        seconds: of CPU time that compiling took.
+        seconds: CPU time that compiling took.
     """
 
     error: str = ""
@@ -45,7 +45,7 @@ class Verdict:
 
 @dataclass(eq=False)
 class _Running:
-    """A process, and its unanswered jobs by number. After it has `ended` it gets no more."""
+    """Has unanswered jobs by number. After it has `ended` it gets no more."""
 
     process: subprocess.Popen[bytes]
     jobs: dict[int, "Future[Verdict]"] = field(default_factory=dict)
@@ -53,9 +53,7 @@ class _Running:
     ended: bool = False
 
     def kill_process(self) -> None:
-        """Ends the process and all its forks. Once it is known to have ended, its number may be
-        another's.
-        """
+        """Ends its forks too. Once it has ended, its number may be another's."""
         with suppress(ProcessLookupError):
             if self.process.returncode is None:
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -67,7 +65,7 @@ class CompileProcess:
 
     Args:
         tokenizer: text of a tokenizer.json.
-        vocab_size: of the model; eos: tokens that end an output.
+        vocab_size: tokens of the model; eos: tokens that end an output.
     """
 
     def __init__(self, tokenizer: str, vocab_size: int, eos: Sequence[int]) -> None:
@@ -113,7 +111,7 @@ class CompileProcess:
         with self._lock:
             if self._closed:
                 raise QueueFullError("the engine has been closed: no grammar is compiled any more")
-            if self._pid != os.getpid():  # this process was forked: the other one is its parent's
+            if self._pid != os.getpid():  # a fork has its parent's
                 self._running, self._pid = None, os.getpid()
             if self._running is None or self._running.ended:
                 self._running = self._start()
@@ -122,8 +120,7 @@ class CompileProcess:
 
     def _start(self) -> _Running:
         try:
-            # A session of its own: Ctrl-C on the terminal does not end it, and all its forks can be
-            # ended.
+            # A session of its own: no Ctrl-C of the terminal, and all forks can be ended.
             process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.PIPE,
@@ -185,7 +182,7 @@ def _verdict(status: str, text: str) -> Verdict:
 
 
 def _write(process: subprocess.Popen[bytes], text: str, seconds: float = _WRITE_SECONDS) -> None:
-    """Sends a frame. TimeoutError if the process does not read it, OSError if it has ended."""
+    """Raises TimeoutError, or OSError if the process has ended."""
     assert process.stdin is not None, "it is a pipe"
     fd, deadline, data = process.stdin.fileno(), time.monotonic() + seconds, text.encode()
     left, poll = memoryview(len(data).to_bytes(4, "little") + data), select.poll()

@@ -18,34 +18,33 @@ import numpy as np
 from hybridrt.base.errors import QueueFullError, RequestError, is_failure
 from hybridrt.base.structured_outputs import StructuredOutputs
 from hybridrt.engine.grammar.compile_child import NICE, build, in_thread
+from hybridrt.engine.grammar.compile_limit import FULL, REST, CompileLimit
 from hybridrt.engine.grammar.compile_process import CompileProcess, Verdict
 from hybridrt.engine.grammar.grammar_text import MAX_REMAINDERS, NO_FORCING, grammar_text, remainders
 from hybridrt.engine.grammar.matcher import Grammar, Matcher, shortened
 from hybridrt.engine.grammar.thinking import ThinkingState
-from hybridrt.engine.grammar.turns import FULL, REST, Turns
 from hybridrt.engine.text.tokenizer import HFTokenizer, Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 COMPILE_SECONDS = 10.0
-# CPU time for compiling a small, a medium and a large grammar.
 QUICK_CPU_SECONDS, MEDIUM_CPU_SECONDS, LARGE_CPU_SECONDS = 0.05, 0.25, 2.0
 QUICK, MEDIUM, LARGE = 4, 1, 1  # that compile at a time
-MEDIUM_CHARACTERS, LARGE_CHARACTERS = 2**12, 2**15  # a longer grammar is not tried as a small, or a medium one
-WAITING = 32  # requests that wait at a time for medium and large grammars
+MEDIUM_CHARACTERS, LARGE_CHARACTERS = 2**12, 2**15  # longer ones are not tried as small, or medium
+WAITING = 32
 KEPT = 64  # grammars, failed ones included
-SHARED = 8  # grammars with more than one root at a time: each root has a lexer of up to 100 MB
-GROWING = 4  # threads that make more roots at a time
-GROW_SECONDS = 0.1  # most time for a grammar's further roots: they save a millisecond a step
+SHARED = 8  # grammars with further roots: lexers of up to 100 MB
+GROWING = 4
+GROW_SECONDS = 0.1  # they save only a millisecond a step
 _FIELD = "structured_outputs"
-_NO_TOKEN = "NoExtensionBias"  # llguidance's message if no token may come
+_NO_TOKEN = "NoExtensionBias"
 _INSTALL = "structured_outputs need llguidance: pip install '.[structured]'"
 _TEXT_TOKENS = '%llguidance {"allow_invalid_utf8": true}\nstart: /(?s-u:[^\\xFF]+)/'  # no text has the byte 0xFF
 
 
 class _Job(Future["Grammar | str"]):
-    """A grammar that is being compiled. `quick_over`: it has ended, or is known to be no small one."""
+    """`quick_over`: it has ended, or is known to be no small one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +62,7 @@ class GrammarCompiler:
 
     Args:
         tokenizer: None: requests are refused.
-        vocab_size: of the model. Tokens beyond the tokenizer's are never allowed.
+        vocab_size: tokens of the model. Tokens beyond the tokenizer's are never allowed.
         eos_token_ids: allowed where an output may end.
         seconds: most time that a request waits for each turn, and for the process.
         threads: that compute masks; None: four of five CPUs, 16 at most.
@@ -85,7 +84,11 @@ class GrammarCompiler:
         self._growing = 0
         self._lock = threading.Lock()  # guards `_compiled`, `_shared` and `_growing`
         self._loading = threading.Lock()
-        self._quick, self._medium, self._large = Turns(QUICK), Turns(MEDIUM, REST), Turns(LARGE, REST)
+        self._quick, self._medium, self._large = (
+            CompileLimit(QUICK),
+            CompileLimit(MEDIUM, REST),
+            CompileLimit(LARGE, REST),
+        )
         self._waiting = threading.Semaphore(WAITING)
 
     @property
@@ -140,7 +143,7 @@ class GrammarCompiler:
                 self._process.close()
 
     def _forget(self) -> None:
-        """Drops the oldest grammars, but none that is being compiled: requests wait for it."""
+        """Drops the oldest, but none that requests wait for."""
         surplus = len(self._compiled) - KEPT
         for outputs in [known for known, job in self._compiled.items() if job.done()][: max(surplus, 0)]:
             del self._compiled[outputs]
@@ -156,9 +159,7 @@ class GrammarCompiler:
                 raise QueueFullError(FULL) from None
 
     def _make(self, outputs: StructuredOutputs, job: _Job) -> None:
-        """Compiles, and gives the job its result. Results that say nothing about the grammar are
-        not kept.
-        """
+        """Keeps no result that says nothing about the grammar."""
         try:
             job.set_result(self._compile(outputs, job))
         except BaseException as e:
@@ -186,9 +187,9 @@ class GrammarCompiler:
             late = f"compiling it takes more than {LARGE_CPU_SECONDS:g} seconds of CPU time; make it simpler"
             return late if found is None else found
 
-    def _compile_within(self, text: str, turns: Turns, cpu_seconds: float) -> "Grammar | str | None":
-        """The grammar, or why it cannot be used. None: it needs more CPU time."""
-        with turns.turn(self.seconds):
+    def _compile_within(self, text: str, limit: CompileLimit, cpu_seconds: float) -> "Grammar | str | None":
+        """Returns the reason if it cannot be used. None: it needs more CPU time."""
+        with limit.enter(self.seconds):
             verdict = self._process.compile(text, cpu_seconds, self.seconds)
             return None if verdict.late else self._judged(text, verdict)
 
@@ -209,15 +210,15 @@ class GrammarCompiler:
 
         def run() -> None:
             try:
-                if sys.platform == "linux" and not cheap:  # other threads of the process go first
+                if sys.platform == "linux" and not cheap:  # other threads go first
                     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
                 done.set_result(build(tokenizer, text))
-            except BaseException as e:  # a failed assertion in llguidance is no Exception
+            except BaseException as e:  # llguidance's failed assertion
                 done.set_exception(RequestError(f"{_FIELD}: {type(e).__name__}: {shortened(str(e))}", _FIELD))
 
         try:
             in_thread(run)
-        except RuntimeError as e:  # not enough memory for the stack: a later request tries again
+        except RuntimeError as e:  # no memory for a stack
             raise QueueFullError(f"no thread to compile a grammar ({e}): try again later") from e
         root = done.result()
         if root.is_error():
@@ -225,9 +226,7 @@ class GrammarCompiler:
         return Grammar(root, self._eos, text, cheap, _takes_back(root, self._eos))
 
     def _grow(self, grammar: Grammar) -> None:
-        """Starts to make further roots of a grammar, unless it has them or the threads are busy:
-        then a later request does it.
-        """
+        """Does nothing if it has them or the threads are busy."""
         with self._lock:
             if not grammar.cheap or grammar in self._shared or self.threads == 1 or self._growing >= GROWING:
                 return
@@ -253,17 +252,17 @@ class GrammarCompiler:
 
         try:
             in_thread(run)
-        except RuntimeError:  # not enough memory for the stack; the grammar works with one root
+        except RuntimeError:  # one root is enough
             with self._lock:
                 self._growing -= 1
 
     def _loaded(self) -> "LLTokenizer":
-        with self._loading:  # cached_property alone would load it twice
+        with self._loading:  # cached_property would load twice
             return self._llguidance
 
     @cached_property
     def _text(self) -> np.ndarray:
-        """int32 words: the tokens that are text, pieces of characters included, and no tags."""
+        """Returns int32 words: all tokens that are text, or pieces of characters."""
         return np.frombuffer(build(self._loaded(), _TEXT_TOKENS).compute_bitmask(), np.int32)
 
     @cached_property
@@ -308,9 +307,7 @@ def _explained(error: str) -> str:
 
 
 def _takes_back(root: "LLMatcher", eos: frozenset[int]) -> bool:
-    """True if llguidance can take back a token of this grammar: not if a rule has max_tokens or
-    stop.
-    """
+    """False if a rule has max_tokens or stop."""
     tried = root.deep_copy()
     bits = np.unpackbits(np.frombuffer(tried.compute_bitmask(), np.uint8), bitorder="little")
     token = next((int(token) for token in np.flatnonzero(bits) if int(token) not in eos), None)

@@ -6,15 +6,13 @@ import re
 
 from hybridrt.base.structured_outputs import WHITESPACE, StructuredOutputs
 
-# llguidance tries the remainders of "multipleOf" one by one without a limit: ten million need a
-# minute and gigabytes. Powers of ten cost nothing. Combined parts of a schema have the least common
-# multiple.
+# llguidance tries the remainders of "multipleOf" one by one: ten million need a minute and
+# gigabytes. Powers of ten cost nothing. Combined parts of a schema have the least common multiple.
 MAX_REMAINDERS = 100_000
 _MOST_DIGITS = 40  # llguidance itself refuses more
 _KEY_AND_NUMBER = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:\s*(-?[0-9][0-9.]*)')
-# If only one text can follow, llguidance would walk through all of it for each mask, to allow only
-# the tokenizer's own first token: 0.3 ms for a thousand characters, without a limit. This option
-# allows any token that begins the text. The last line of this kind in a grammar counts.
+# If only one text can follow, llguidance would walk through all of it for each mask. This option
+# allows any token that begins the text. The last such line counts.
 NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 
 
@@ -25,8 +23,7 @@ def grammar_text(outputs: StructuredOutputs) -> str:
         own = json.loads(LLMatcher.grammar_from_regex(outputs.regex))
         return str(own["grammars"][0]["lark_grammar"]) + NO_FORCING
     if outputs.choice is not None:
-        # One terminal: as alternatives of a rule they would be as many items of the parser, which
-        # has at most 2000.
+        # One terminal: the parser has at most 2000 items, and alternatives would be items.
         texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in outputs.choice)
         return f"start: CHOICE\nCHOICE: {texts}{NO_FORCING}"
     if outputs.grammar is not None:

@@ -6,11 +6,11 @@ from contextlib import contextmanager
 
 from hybridrt.base.errors import GrammarError
 
-SECONDS_A_TOKEN = 0.003  # average of a request: its masks, and reading its tokens
+SECONDS_A_TOKEN = 0.003  # average of a request
 BURST_SECONDS = 0.1  # above the average
-HEAVY_SECONDS = 0.005  # a mask of a heavy request takes longer
+HEAVY_SECONDS = 0.005  # one mask of a heavy request
 STEP_SECONDS = 0.1  # all heavy requests of a step together
-WATCH_SECONDS = 0.01  # once the masks of a step take longer together, each is measured
+WATCH_SECONDS = 0.01  # masks are measured from here on
 WATCHED_STEPS = 16  # after its last heavy mask
 
 

@@ -53,7 +53,7 @@ class Matcher:
     """Follows the output of one sample.
 
     Args:
-        grammar: of the output.
+        grammar: the grammar of the output.
         started: the number of a root, and a copy of it that has read the output so far. None:
             started on first use, when the grammar may have more roots.
         thinking: where the output is in its reasoning; None: not in reasoning.
@@ -156,9 +156,7 @@ class Matcher:
 
     @contextmanager
     def _taken(self, state: "_State", token: int) -> "Iterator[_State | None]":
-        """The state after a draft's token; None if it may not come. Takes the token back
-        afterwards.
-        """
+        """Yields the state after it; None if it may not come. Takes it back afterwards."""
         inner, thinking = state
         read = True
         if thinking is not None:

@@ -1,7 +1,7 @@
 """Follows the reasoning before an answer of a fixed form, and masks the tokens within it.
 
-The grammar reads only the tag that ends the reasoning and the tokens after it. So a budget is a
-count: drafts that are taken back cost nothing, and the mask within the reasoning never changes.
+The grammar reads only from the tag on that ends the reasoning. So a budget is a count: drafts that
+are taken back cost nothing, and the mask never changes.
 """
 
 from dataclasses import dataclass, replace

@@ -83,7 +83,7 @@ def token_ids(ids: Ids) -> list[int]:
 
 
 def _is_token_id(value: object) -> bool:
-    """True for integers of Python, numpy and torch. A bool is not a token id."""
+    """True for Python, numpy and torch, but not for a bool."""
     if isinstance(value, (np.ndarray, torch.Tensor)):
         return value.ndim == 0 and _is_integer_array(value)
     return is_number(value, Integral)
@@ -100,7 +100,7 @@ def _only_value(prompt: Mapping[Any, Any]) -> object:
 
 def _is_integer_array(array: npt.NDArray[Any] | torch.Tensor) -> bool:
     if isinstance(array, np.ndarray):
-        return array.dtype.kind in "iu"  # a duration, too, is one of numpy's integers
+        return array.dtype.kind in "iu"  # a duration is a numpy integer, too
     if array.is_meta or array.is_quantized or array.layout is not torch.strided:
         return False
     return not array.dtype.is_floating_point and not array.dtype.is_complex and array.dtype != torch.bool
@@ -125,7 +125,7 @@ def _kind(value: object) -> str:
 
 
 MAX_NAME_CHARACTERS = 1024
-_FORBIDDING = ("allowed_token_ids", "bad_words", "min_tokens", "structured_outputs")  # fields that may forbid tokens
+_FORBIDDING = ("allowed_token_ids", "bad_words", "min_tokens", "structured_outputs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ class EngineLimits:
         max_model_len: longest prompt + output of a request, in tokens.
         chunked_prefill_size: tokens of one step.
         eos_token_ids: end a request unless it says `ignore_eos`.
-        image_tokens: as in ModelConfig.
+        image_tokens: those of ModelConfig.
     """
 
     vocab_size: int
@@ -195,7 +195,7 @@ class EngineLimits:
     def check_length(self, num_tokens: int) -> None:
         longest = self.max_model_len - 1
         if num_tokens > longest:
-            # Clients know an overlong prompt by the words of OpenAI's error.
+            # Clients know OpenAI's words.
             raise PromptTooLongError(
                 f"the prompt has {num_tokens} tokens; this model's maximum context length is {longest + 1} tokens "
                 f"(max_model_len), so it may have at most {longest}, which leaves room for one output token: shorten "
@@ -209,7 +209,7 @@ class Intake:
     """Makes prepared prompts of a caller's arguments.
 
     Attributes:
-        compiler: of grammars.
+        compiler: compiles grammars.
         check_fits: raises MemoryBudgetError if a request of so many tokens could not run even
             alone.
     """
@@ -224,7 +224,7 @@ class Intake:
         grammar. Changes nothing.
 
         Args:
-            known: of one batch: results for the prompt before, reused for the same parameters. The
+            known: results of one batch for the prompt before, reused for the same parameters. The
                 largest ones take long, and a batch may have a thousand prompts.
 
         Raises:
@@ -274,7 +274,7 @@ class Intake:
     def _of_model(self, params: SamplingParams) -> ModelParams:
         limits = self.limits
         eos = () if params.ignore_eos else limits.eos_token_ids
-        # As in vLLM, min_tokens forbids end-of-sequence ids even if they would not end the request.
+        # Like vLLM, min_tokens forbids end-of-sequence ids even if they would not end the request.
         forbidden = {*limits.eos_token_ids, *params.stop_token_ids}
         rules = make_rules(params, forbidden, self._bad_words(params), limits.vocab_size)
         _check_constants(params, rules)
@@ -317,8 +317,8 @@ class Intake:
                 raise RequestError(f"{name} is {number} and the vocabulary has {vocab} tokens; lower it", name)
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
-        """Token ids of `bad_words`: of each word at the beginning of a text and, as in vLLM, of the
-        word after a space if that makes as many tokens with another first one.
+        """Encodes each word at the beginning of a text and, as in vLLM, after a space if that makes
+        as many tokens with another first one.
         """
         found = list[list[int]]()
         if self.tokenizer is None:
@@ -333,7 +333,7 @@ class Intake:
         return found
 
     def _encode(self, prompt: Prompt, params: SamplingParams) -> list[int]:
-        """Token ids of a prompt, cut to its end if the parameters say so."""
+        """Cuts it to its end if the parameters say so."""
         content, kept = text_or_ids(prompt), params.truncate_prompt_tokens
         if kept is not None:
             kept = self.limits.max_model_len - 1 if kept < 0 else kept
@@ -357,9 +357,7 @@ def check_arrived(arrived: PrefixMatch | None, num_tokens: int) -> None:
 
 
 def _check_constants(params: SamplingParams, rules: TokenRules | None) -> None:
-    """Raises RequestError for numbers that a step cannot pack: there they would fail all rows, and
-    end other ranks.
-    """
+    """Refuses here: in a step they would fail all rows, and end other ranks."""
     try:
         SamplingTable.constants(params, params.seed or 0, rules)
     except (struct.error, OverflowError, TypeError) as e:

@@ -33,7 +33,7 @@ class TokenCounters:
     """Output tokens and drafts of a request or of an engine.
 
     Attributes:
-        output_tokens: of a request, set when the sample ends.
+        output_tokens: number of tokens of a request's output, set when the sample ends.
         proposed, accepted: drafts of speculative decoding.
         target_steps: steps that gave tokens; verify_steps: those of them with drafts.
     """
@@ -61,8 +61,8 @@ class TokenCounters:
 
 @dataclass(slots=True)
 class RequestMetrics(TokenCounters):
-    """Of one sample. Times are seconds of `time.monotonic()`; `admission_time` is its first start.
-    `cached_tokens` came from the prefix cache.
+    """Times and counts of one sample. Times are seconds of `time.monotonic()`; `admission_time` is
+    its first start. `cached_tokens` came from the prefix cache.
     """
 
     prompt_tokens: int
@@ -81,6 +81,8 @@ class EngineCounters(TokenCounters):
 
     Attributes:
         cache_asked .. cache_dropped: hybridrt.mem_cache.prefix_tree.prefix_cache.CacheCounts.
+        free_pages, total_pages: KV pages of all page groups; kv_bytes_held: bytes of those that
+            running requests hold.
         cached_slots, cached_pages: evictable entries of the prefix cache.
         step_cost_error: median relative error of predicted times; None without `target_itl_ms`, or
             before enough steps have run.
@@ -99,6 +101,8 @@ class EngineCounters(TokenCounters):
     free_rows: int = 0
     free_slots: int = 0
     free_pages: int = 0
+    total_pages: int = 0
+    kv_bytes_held: int = 0
     cached_slots: int = 0
     cached_pages: int = 0
     cache_asked: int = 0
@@ -138,7 +142,7 @@ class Delta(msgspec.Struct):
     as its text.
 
     Attributes:
-        request_id: as returned by `add_request`.
+        request_id: what `add_request` returned.
         index: which of the prompt's `n` samples.
         token_ids: new output tokens, the token that stopped the sample included. They may come
             before their text.

@@ -12,9 +12,10 @@ from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.grammar.matcher import Matcher
 from hybridrt.engine.request.intake import PreparedPrompt
 from hybridrt.engine.request.outputs import Delta, DeltaQueue, FinishReason, RequestMetrics
+from hybridrt.engine.request.request_pages import RequestPages, no_pages
 from hybridrt.engine.text.tokenizer import Detokenizer, Tokenizer
 from hybridrt.kernels.sampling.token_rules import TokenRules
-from hybridrt.mem_cache.pools.slots import Slot, Slots
+from hybridrt.mem_cache.pools.slots import Slot
 from hybridrt.mem_cache.prefix_tree.prefix_cache import NO_MATCH, PrefixMatch
 from hybridrt.runtime.step.plan import TokenLogprobs, int32s
 from hybridrt.runtime.step.sampling_table import any_allowed
@@ -35,7 +36,7 @@ class RowColumns:
 
     Attributes:
         computed: tokens with KV and state.
-        output_index: of the next token to sample: sampled tokens, unread ones included.
+        output_index: number of sampled tokens, including those the host has not read.
         prefill_end: tokens to compute before decoding starts.
         max_output: output tokens at which the request ends.
         capacity: tokens that the lent KV pages hold; UNLIMITED in a model without attention.
@@ -96,14 +97,12 @@ class Request:
         decoded: tokens that the detokenizer has read.
         queue: its reader's queue, while there is one.
         prompt_ids: `prompt` as [n] int32, one array for all samples.
-        row, state_slot, pages, spare, prefix: lent by the cache coordinator; see there.
-        given: pages that the prefix cache has taken over while the request runs.
+        row, state_slot, pages, prefix: lent by the cache coordinator; see there.
         saves: slots with states of its prompt, by the number of tokens, and then of its answer
             (hybridrt.engine.cache.answer_states); save_at: where its prompt leaves such states.
         shared: its prompt has been offered to the prefix cache.
         leader: the first sample of the same prompt, whose prompt this one waits for; None: it is
             the first.
-        first_page: number of pages[0] in the request: earlier ones have left the sliding window.
         settled: tokens that consumed steps have computed: a lower bound of `computed`.
         prefill_end: how many of `tokens` are computed before decoding starts: those known at
             admission.
@@ -142,11 +141,8 @@ class Request:
     error: EngineError | None = None
     row: Slot | None = None
     state_slot: Slot | None = None
-    pages: Slots = field(default_factory=Slots)
-    spare: Slots = field(default_factory=Slots)
-    first_page: int = 0
+    pages: RequestPages = field(default_factory=lambda: no_pages(0))
     prefix: PrefixMatch = NO_MATCH
-    given: Slots = field(default_factory=Slots)
     saves: dict[int, Slot] = field(default_factory=dict)
     save_at: Sequence[int] = ()
     shared: bool = False
@@ -197,11 +193,8 @@ class Request:
 
     @property
     def end_page(self) -> int:
-        return self.first_page + len(self.pages)
-
-    @property
-    def borrowed_pages(self) -> int:
-        return len(self.prefix.pages)
+        """Page index up to which every page group has lent pages."""
+        return self.pages.whole_end
 
     def score(self, start: int, found: TokenScores) -> None:
         """Adds log-probabilities of the prompt's tokens from number `start` on. Repeated ones are
@@ -221,9 +214,9 @@ class Request:
             Why the request ends, or None.
 
         Raises:
-            NotFinite: a token stands for logits that are not finite.
+            NotFinite: a token is -1, because logits were not finite.
             NoTokenLeftError: no token was allowed.
-            GrammarError: as Matcher.advance.
+            GrammarError: the errors of Matcher.advance.
         """
         output, max_output = self.output, self.max_len - len(self.prompt)
         stop_ids, stop_strings, matcher = self.stop_ids, self.params.stop, self.matcher

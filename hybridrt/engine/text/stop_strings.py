@@ -16,12 +16,12 @@ class StopStrings:
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = sorted(strings, key=len)
         self._next: list[dict[str, int]] = [{}]
-        self._depth, self._found = [0], [0]  # `_found`: the longest string that ends in a state, 0 if none does
+        self._depth, self._found = [0], [0]  # `_found`: the longest string that ends there
         for string in strings:
             self._add(string)
-        self._shorter = [0] * len(self._next)  # of a state's ends, the longest other one that begins a string
+        self._shorter = [0] * len(self._next)  # the longest shorter end of a state that begins a string
         level = list(self._next[0].values())
-        while level:  # short ones first: long ones look at their ends
+        while level:  # short ones first
             level = [later for state in level for later in self._link(state)]
 
     def _add(self, string: str) -> None:
@@ -48,15 +48,15 @@ class StopStrings:
             The new state, and the number of characters from the beginning of the first found string
                 to the end; 0 if none was found.
         """
-        behind = 0
+        past = 0
         for read, character in enumerate(text, 1):
             state = self._step(state, character)
             if self._found[state]:
-                behind = max(behind, self._found[state] + len(text) - read)
-        return state, behind
+                past = max(past, self._found[state] + len(text) - read)
+        return state, past
 
     def string_at(self, text: str, start: int) -> str:
-        """Of the strings at `start`, where `scan` has found one, the one that ends first."""
+        """The string that ends first of those at `start`, where `scan` has found one."""
         return next(string for string in self._strings if text.startswith(string, start))
 
     def held(self, state: int) -> int:

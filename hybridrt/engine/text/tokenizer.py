@@ -21,15 +21,12 @@ from hybridrt.engine.text.stop_strings import StopStrings
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
-_LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}  # for every loader of transformers
-# Most characters that normal form C and its kin join: no canonical decomposition is longer (UAX
-# 15).
+_LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+# No canonical decomposition is longer (UAX 15).
 _COMPOSED = 4
-# Text of which only the last tokens are used is tokenised whole: a suffix alone may become other
-# tokens. It may be as long as a prompt that is used whole, and at least this long.
+# Tokenised whole if only the last tokens are used: a suffix alone may become other tokens.
 _MAX_TRUNCATED = 2**20
-# Characters a token in long text: three to five are usual. Longer text is refused if its beginning
-# alone has too many tokens. At the cut, some tokens may differ from those of the whole text.
+# Characters a token in long text: three to five are usual. Tokens at a cut may differ.
 _USUAL, _AT_CUT = 8, 1024
 
 
@@ -54,7 +51,7 @@ class HFTokenizer:
     and a regular expression of theirs may fail on one text alone.
 
     Raises:
-        CheckpointError: by every method, if the tokenizer's files make it fail.
+        CheckpointError: the tokenizer's files make a method fail.
     """
 
     def __init__(self, hf: Any) -> None:
@@ -74,7 +71,7 @@ class HFTokenizer:
 
     @cached_property
     def _plain(self) -> bool:
-        """The backend alone decodes: calling it directly takes a third of the time."""
+        """Whether the backend alone decodes, in a third of the time."""
         from transformers import PreTrainedTokenizerFast
 
         kind, fast = type(self.hf), PreTrainedTokenizerFast
@@ -97,7 +94,7 @@ class HFTokenizer:
         try:
             if self._plain:
                 return self.hf.backend_tokenizer.decode(token_ids, **options)
-            # Cleaning up spaces would change text that has already been streamed.
+            # Cleaning up spaces would change streamed text.
             return self.hf.decode(token_ids, clean_up_tokenization_spaces=False, **options)
         except BaseException as e:
             _raise(e)
@@ -127,7 +124,7 @@ def encode_prompt(
     (repeated spaces). Of other text that is too long only the beginning is tokenised.
 
     Args:
-        bare: as `encode_bare` does.
+        bare: without special tokens, like `encode_bare`.
         truncated: the caller uses only the last tokens. Then the text may always have
             _MAX_TRUNCATED (2**20) characters.
 
@@ -153,9 +150,7 @@ def encode_prompt(
 
 
 def _check_beginning(tokenizer: Tokenizer, text: str, max_tokens: int) -> None:
-    """Raises PromptTooLongError if the beginning of long text has too many tokens: tokenising
-    megabytes to refuse them would take seconds.
-    """
+    """Raises early: tokenising megabytes would take seconds."""
     length = _USUAL * (max_tokens + _AT_CUT)
     if len(text) <= length:
         return
@@ -193,7 +188,7 @@ def load_tokenizer(path: str | Path) -> HFTokenizer | None:
     directory = Path(path)
     if not any((directory / name).is_file() for name in TOKENIZER_FILES):
         return None
-    from transformers import AutoTokenizer  # slow to import, and not needed for token ids alone
+    from transformers import AutoTokenizer  # slow to import
 
     _check_kinds(directory)
     asks_for_code = _check_settings(directory)
@@ -216,9 +211,7 @@ def load_tokenizer(path: str | Path) -> HFTokenizer | None:
 
 
 def _read_config(directory: Path) -> Any:
-    """config.json as transformers reads it to choose a class of tokenizer, as AutoTokenizer does.
-    It checks fields that hybridrt does not read. None without the file.
-    """
+    """Reads what AutoTokenizer reads: hybridrt does not check all fields. None without the file."""
     from transformers import AutoConfig, PreTrainedConfig
 
     if not (directory / "config.json").exists():
@@ -226,7 +219,7 @@ def _read_config(directory: Path) -> Any:
     try:
         try:
             return AutoConfig.from_pretrained(str(directory), **_LOCAL)
-        except (ValueError, OSError):  # a kind of model that transformers does not know
+        except (ValueError, OSError):  # unknown to transformers
             return PreTrainedConfig.from_pretrained(str(directory), **_LOCAL)
     except BaseException as e:
         if not is_failure(e):
@@ -238,9 +231,7 @@ def _read_config(directory: Path) -> Any:
 
 
 def _check_kinds(directory: Path) -> None:
-    """CheckpointError for a file that is not regular or too large: transformers reads files by
-    name, whole, and one may not end.
-    """
+    """Raises CheckpointError for large or endless files: transformers reads them whole."""
     for file in directory.iterdir():
         if file.suffix in (".json", ".jinja", ".model", ".txt") and file.exists():
             try:
@@ -250,12 +241,8 @@ def _check_kinds(directory: Path) -> None:
 
 
 def _check_settings(directory: Path) -> bool:
-    """True if the files ask for code of the checkpoint. transformers loads whatever class they name
-    without our option: a model's class would ask on the terminal and run code, so only tokenizers
-    pass.
-
-    Raises:
-        CheckpointError: a file is damaged, or names a class that is no tokenizer.
+    """True if the files ask for code of the checkpoint. transformers loads whatever class they
+    name, and a model's class would run code: CheckpointError for all but tokenizers.
     """
     import transformers
 
@@ -270,7 +257,7 @@ def _check_settings(directory: Path) -> bool:
 
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-_CONTEXT = 6  # prompt tokens that decide how the first output token reads (leading space, a split character)
+_CONTEXT = 6  # that decide how the first output token reads
 
 
 class Detokenizer:
@@ -308,7 +295,7 @@ class Detokenizer:
         self._stop, self._include_stop = stop, include_stop
         self._stop_state = 0
         self.stopped_by: str | None = None
-        self._text = ""  # not read yet
+        self._text = ""
         self._window = list(prompt[-_CONTEXT:])
         self._read = len(self._window)
         self._known = len(self._decode(self._window))
@@ -320,7 +307,7 @@ class Detokenizer:
         text = self._decode(window)
         known = self._known
         if len(text) <= known:
-            # Special tokens in a row: decoding all of them in each step would take quadratic time.
+            # Decoding a row of special tokens each step would take quadratic time.
             del window[self._read : -_CONTEXT]
             return False
         if text.endswith(_INCOMPLETE):
@@ -359,9 +346,9 @@ class Detokenizer:
         self._text += fresh
         if self._stop is None:
             return False
-        self._stop_state, behind = self._stop.scan(self._stop_state, fresh)
-        if behind and may_stop:
-            start = len(self._text) - behind
+        self._stop_state, past = self._stop.scan(self._stop_state, fresh)
+        if past and may_stop:
+            start = len(self._text) - past
             self.stopped_by = self._stop.string_at(self._text, start)
             self._text = self._text[: start + len(self.stopped_by) * self._include_stop]
-        return behind > 0 and may_stop
+        return past > 0 and may_stop

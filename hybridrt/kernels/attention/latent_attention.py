@@ -1,13 +1,12 @@
 """Multi-head latent attention over a paged cache of latent vectors (DeepSeek-AI 2024, section 2.1).
 
 The cache holds rank + rope numbers per token. Each head computes keys and values from the first
-rank numbers. All heads share the rope numbers as a part of the key. There are two ways to attend:
+rank numbers; all heads share the rope numbers as a part of the key. There are two ways to attend:
 
     absorbed      a head's query is multiplied by its key matrix and attends to the vectors; the
-                  weighted sum is multiplied by its value matrix. All query heads read the
-                  vectors once, as one key/value head (`paged_attention.py`)
-    decompressed  keys and values of all heads are computed first. A query-key pair then costs a
-                  third, a key more: faster if many queries see the same keys
+                  weighted sum is multiplied by its value matrix (`paged_attention.py`)
+    decompressed  keys and values of all heads are computed first: a query-key pair costs a third,
+                  a key more, so it is faster if many queries see the same keys
 
 Shapes: T new tokens, H query heads on this rank, nope + rope numbers a query, `value` a value.
 """

@@ -15,15 +15,15 @@ from hybridrt.kernels.attention.prefill_attention_triton import KeySources, desc
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import AttentionPrompts, LatentWeights, PagedKV
 
-FEW_TOKENS = 4  # up to here, all heads' products take one launch, and tails need no copy
-MAX_DECOMPRESSED = 1 << 28  # bytes of keys and values computed at a time; limits the heads
-# On an H200 a multiply-add of absorbed queries costs two others. Both count in tiles of these rows.
+FEW_TOKENS = 4  # up to here all heads' products take one launch
+MAX_DECOMPRESSED = 1 << 28  # bytes of keys and values computed at a time
+# A multiply-add of absorbed queries costs two others on an H200, in tiles of these rows.
 ABSORBED_COST, ABSORBED_ROWS, MADE_ROWS = 2, 32, 64
 
 
 @triton.jit
 def _rotated(x, cos_sin_ptr, position, mask, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rotary numbers at x [R], rotated: two halves [R, BLOCK_HALF] float32."""
+    """Rotated numbers at x [R]: two halves [R, BLOCK_HALF] float32."""
     i = tl.arange(0, BLOCK_HALF)[None, :]
     angles = cos_sin_ptr + position.to(tl.int64) * (2 * HALF) + i
     cos, sin = tl.load(angles, mask=i < HALF, other=0.0), tl.load(angles + HALF, mask=i < HALF, other=0.0)
@@ -158,7 +158,7 @@ def _multiply_heads(x: Tensor, matrices: Tensor, out: Tensor, tail: int) -> None
 def latent_extend_triton(q: Tensor, kv: PagedKV, weights: LatentWeights, batch: AttentionPrompts) -> Tensor:
     """Absorbed for few tokens. Decompressed for many, if the device has a tensor memory accelerator
     and the gathered vectors take at most MAX_GATHERED bytes."""
-    lens = batch.seq_lens_host  # empty in a graph, which cannot hold copies of changing sizes
+    lens = batch.seq_lens_host
     copied = sum(lens) * kv.k_cache.shape[3] * q.element_size()
     allowed = bool(lens) and prefill.ample(q) and copied <= prefill.MAX_GATHERED
     if allowed and decompressed_pays(q, weights, batch.query_lens, lens):
@@ -173,7 +173,6 @@ def decompressed_pays(q: Tensor, weights: LatentWeights, query_lens: Sequence[in
     rope, matrices, device = q.shape[2] - nope, rank * (nope + value_dim), multiprocessors(q.device)
 
     def pairs(rows: int, heads_of_tile: int, launched: int) -> float:
-        """Query-key pairs in whole tiles of `rows`; more if multiprocessors idle."""
         tiles = [triton.cdiv(n * heads_of_tile, rows) for n in query_lens]
         count = sum(t * rows / heads_of_tile * (k - n / 2) for t, n, k in zip(tiles, query_lens, seq_lens, strict=True))
         return count * max(device / max(launched * sum(tiles), 1), 1.0)
@@ -209,10 +208,8 @@ def _decompressed(q: Tensor, kv: PagedKV, weights: LatentWeights, batch: Attenti
 
 
 def _tile_of(q: Tensor, nope: int, value_dim: int, query_lens: Sequence[int]) -> dict[str, int]:
-    """Tile sizes and launch options for decompressed attention, as measured on an H200.
-
-    Queries and three stages of keys fill a multiprocessor. In long prompts 256 queries share loads,
-    if they fit; few queries have small tiles, two a multiprocessor.
+    """Measured on an H200: in long prompts 256 queries share loads, if they fit; few queries have
+    small tiles, two a multiprocessor.
     """
     (_, heads, query_dim), dim, device = q.shape, max(nope, value_dim), multiprocessors(q.device)
     tile = prefill.tile_of(q, dim, heads, query_lens, gathered=True)

@@ -5,6 +5,8 @@ Shapes: B rows, T tokens per row, Hq query and Hkv key/value heads (query head h
 slot: page * page_size + offset, as in `req_to_token[row, position]`. Page 0 is padding and never
 written. No row reads another row's entries, so NaN in one request reaches no other.
 
+With sinks, a head's softmax is over its keys and one more score, whose value is zero.
+
 Rotary position embedding (Su et al. 2021) is in NeoX order: dimension i pairs with i + rot / 2.
 """
 
@@ -20,6 +22,8 @@ from hybridrt.kernels.core.operation import By, operation
 from hybridrt.kernels.core.recording import live, steady
 from hybridrt.kernels.core.records import AttentionPrompts, AttentionRows, KVPlaces, PagedKV, Rope
 from hybridrt.kernels.dense.norm_activation import rms_norm
+
+SCORES = 1 << 26  # at most so many scores of prompts with sinks are computed at once
 
 
 @operation(By("triton"))
@@ -98,7 +102,8 @@ def attention_extend(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out: Tenso
             slots = kv.req_to_token[:, first:seq_len].index_select(0, batch.rows[row : row + 1]).view(-1)
             keys, values = _by_head((kv.k_cache, kv.v_cache), slots, 1, q.dtype)
             query = q[start:end].transpose(0, 1).unsqueeze(0)
-            out[start:end] = _causal_attention(query, keys, values, kv.scale, sliding_window)[0].transpose(0, 1)
+            attention = _causal_attention(query, keys, values, kv)
+            out[start:end] = attention[0].transpose(0, 1)
         start = end
     return out
 
@@ -124,8 +129,8 @@ def row_context(req_to_token: Tensor, batch: AttentionRows, tokens: int, sliding
         return RowContext(_run(slots), None, seq_lens)
     last = seq_lens - 1 if batch.num_drafts is None else seq_lens - tokens + batch.num_drafts
     in_context = (position >= 0) & (position <= last.unsqueeze(1))
-    # Other slots may be stale or another request's. Masked values are still multiplied by zero, and
-    # 0 * NaN is NaN: the row's own last key replaces them.
+    # Other slots may be stale. Masked values are still multiplied by zero, and 0 * NaN is NaN: the
+    # row's own last key replaces them.
     stand_in = slots.gather(1, (last - position[:, 0]).clamp(min=0).long().unsqueeze(1))
     slots = torch.where(in_context, slots, stand_in).view(-1)
     if tokens == 1:
@@ -135,15 +140,15 @@ def row_context(req_to_token: Tensor, batch: AttentionRows, tokens: int, sliding
 
 
 class RowContexts(dict[int | None, RowContext]):
-    """The contexts of a step's rows by window, computed by the first layer of each. Arguments as of
-    `row_context`."""
+    """The contexts of a step's rows by window, computed by the first layer of each. Layers of a
+    window have one page table, of `tables`; the other arguments are those of `row_context`."""
 
-    def __init__(self, req_to_token: Tensor, batch: AttentionRows, tokens: int) -> None:
+    def __init__(self, tables: Mapping[int | None, Tensor], batch: AttentionRows, tokens: int) -> None:
         super().__init__()
-        self._of_step = req_to_token, batch, tokens
+        self._tables, self._step = tables, (batch, tokens)
 
     def __missing__(self, sliding_window: int | None) -> RowContext:
-        found = self[sliding_window] = row_context(*self._of_step, sliding_window)
+        found = self[sliding_window] = row_context(self._tables[sliding_window], *self._step, sliding_window)
         return found
 
 
@@ -159,12 +164,15 @@ def attend(q: Tensor, kv: PagedKV, contexts: Mapping[int | None, RowContext], ou
         if tokens > 1:
             visible = visible.expand(-1, groups, -1, -1).reshape(num_rows, 1, groups * tokens, -1)
     keys, values = _by_head((k_cache, v_cache), slots, num_rows, q.dtype)
-    # Query heads of one key head become query positions of that head: nothing is repeated.
     if tokens == 1:
         query = q.view(num_rows, kv_heads, groups, head_dim)
     else:
         query = q.view(num_rows, tokens, kv_heads, groups, head_dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    result = F.scaled_dot_product_attention(query, keys, values, attn_mask=visible, scale=scale)
+    if kv.sinks is None:
+        result = F.scaled_dot_product_attention(query, keys, values, attn_mask=visible, scale=scale)
+    else:
+        sinks = kv.sinks.view(kv_heads, groups).repeat_interleave(tokens, 1)
+        result = _attention_with_sinks(query, keys, values, visible, scale, sinks)
     if visible is not None:
         result.masked_fill_((context.seq_lens == 0).view(-1, 1, 1, 1), 0)
     if out is None:
@@ -184,8 +192,9 @@ def _run(slots: Tensor) -> Tensor | slice:
 
 
 def _all_reach(seq_lens: Tensor, context: int) -> bool:
-    """Whether every context has the table's width, if looking does not wait: then no mask is
-    needed."""
+    """Whether every context has the table's width: then no mask is needed. False if looking would
+    wait.
+    """
     return not seq_lens.is_cuda and seq_lens.tolist() == [context] * len(seq_lens)
 
 
@@ -220,8 +229,7 @@ def _last_slots(
 def _visible(
     in_context: Tensor, node: Tensor, tokens: int, sliding_window: int | None, tree_mask: Tensor | None
 ) -> Tensor:
-    """`[B, T, L]` bool: which keys each token sees. node `[B, L]`: a key's token, negative in the
-    prefix."""
+    """`[B, T, L]` bool; node `[B, L]`: a key's token, negative in the prefix."""
     if tree_mask is None:
         tree_mask = torch.ones(tokens, tokens, dtype=torch.bool, device=node.device).tril()
         tree_mask = tree_mask.expand(len(node), -1, -1)
@@ -230,21 +238,46 @@ def _visible(
     visible = in_context.unsqueeze(1) & ((node < 0).unsqueeze(1) | in_tree)
     if sliding_window is None:
         return visible
-    depth = tree_mask.sum(-1) - 1  # a node's mask holds its ancestors and itself
+    depth = tree_mask.sum(-1) - 1
     key_depth = torch.where(node < 0, node, depth.gather(1, clamped.squeeze(1)))
     return visible & (depth.unsqueeze(2) - key_depth.unsqueeze(1) < sliding_window)
 
 
-def _causal_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float, sliding_window: int | None) -> Tensor:
-    query_len, context = query.shape[2], keys.shape[2]
+def _causal_attention(query: Tensor, keys: Tensor, values: Tensor, kv: PagedKV) -> Tensor:
+    """[1, Hq, T, Dv] of the last T of L tokens: query [1, Hq, T, D], keys and values [1, Hkv, L, D]."""
+    query_len, context, sliding_window = query.shape[2], keys.shape[2], kv.sliding_window
     mask = None
-    if query_len < context or (sliding_window is not None and sliding_window < context):
+    if query_len < context or (sliding_window is not None and sliding_window < context) or kv.sinks is not None:
         mask = torch.ones(query_len, context, dtype=torch.bool, device=query.device).tril_(context - query_len)
         if sliding_window is not None:
             mask.triu_(context - query_len - sliding_window + 1)
-    return F.scaled_dot_product_attention(
-        query, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
-    )
+    if kv.sinks is None or mask is None:
+        return F.scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask, is_causal=mask is None, scale=kv.scale, enable_gqa=True
+        )
+    out = query.new_empty(*query.shape[:3], values.shape[3])
+    rows = max(SCORES // (query.shape[1] * context), 1)
+    for part in range(0, query_len, rows):
+        tokens = query[:, :, part : part + rows].unflatten(1, (keys.shape[1], -1))
+        sinks = kv.sinks.view(1, keys.shape[1], -1, 1)
+        found = _attention_with_sinks(
+            tokens, keys.unsqueeze(2), values.unsqueeze(2), mask[part : part + rows], kv.scale, sinks
+        )
+        out[:, :, part : part + rows] = found.flatten(1, 2)
+    return out
+
+
+def _attention_with_sinks(
+    query: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, scale: float, sinks: Tensor
+) -> Tensor:
+    """Softmax attention with one more score for each query, `sinks` [..., T], whose value is zero.
+    Sums are float32."""
+    scores = (query.float() @ keys.float().transpose(-1, -2)) * scale
+    if visible is not None:
+        scores.masked_fill_(~visible, -torch.inf)
+    last = sinks.float().unsqueeze(-1).expand(*scores.shape[:-1], 1)
+    weights = torch.cat((scores, last), -1).softmax(-1)[..., :-1]
+    return (weights @ values.float()).to(query.dtype)
 
 
 def rotations(cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -258,7 +291,7 @@ def rotate(q: Tensor, k: Tensor, rope: Rope, by: tuple[Tensor, Tensor]) -> tuple
     cos, sin = by
     normed_q = q if rope.q_weight is None else rms_norm.reference(q, rope.q_weight, rope.eps)
     normed_k = k if rope.k_weight is None else rms_norm.reference(k, rope.k_weight, rope.eps)
-    # One tensor halves the operations: their number bounds a decode step on a CPU.
+    # One tensor halves the operations, which bound a decode step on a CPU.
     heads, half = torch.cat((normed_q, normed_k), dim=1).float(), cos.shape[2]
     first, second, _ = heads.split_with_sizes((half, half, heads.shape[2] - 2 * half), dim=-1)
     rotated = (first * cos).addcmul_(second, sin, value=-1)

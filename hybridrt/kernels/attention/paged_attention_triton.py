@@ -4,8 +4,8 @@ Flash attention (Dao et al. 2022), split over the context (Dao et al. 2023). The
 key/value head share a tile, so a key is loaded once: tile row m is token m // GROUPS and head m %
 GROUPS. Scores are in units of log 2.
 
-Keys of a latent cache have D + ROPE numbers, loaded in two parts so that each width is a power of
-two. The first D are also the values. Other caches have ROPE = 0.
+Keys of a latent cache have D + ROPE numbers, in two parts so that each width is a power of two; the
+first D are also the values. Other caches have ROPE = 0.
 """
 
 import math
@@ -25,14 +25,14 @@ from hybridrt.kernels.core.launch import (
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import AttentionRows, PagedKV
 
-BLOCK_N = 64  # context positions per tile; halved for float32
-BLOCK_M = 64  # query rows per tile at most; halved for float32
+LOG2_E = tl.constexpr(math.log2(math.e))
+BLOCK_N = 64  # context positions per tile
+BLOCK_M = 64  # query rows per tile at most; both are halved for float32
 PROGRAMS_PER_MULTIPROCESSOR, WIDE_PER_MULTIPROCESSOR = 4, 6  # heads up to 128, and wider ones
-LONG_CONTEXT = 4096  # positions that one program may walk if the device is full anyway
-# At most FEW_SPLITS programs a row if the device is full: every row has as many, with memory for as
-# many parts. Few rows may have MAX_SPLITS, but further ones gain nothing before each of FEW_SPLITS
-# has some blocks, because joining parts takes time. Programs of wide heads load more at once and
-# need half as many.
+LONG_CONTEXT = 4096  # positions of one program if the device is full anyway
+# If the device is full, every row has at most FEW_SPLITS programs. Few rows may have MAX_SPLITS,
+# once each of FEW_SPLITS has some blocks: joining parts takes time. Wide heads load more at once
+# and need half as many.
 FEW_SPLITS, MAX_SPLITS = 64, 256
 PARTS_AT_ONCE, WIDE_AT_ONCE = 64, 32  # loaded together by `_combine_kernel`
 
@@ -42,8 +42,7 @@ def _split_range(  # type: ignore[no-untyped-def]
     seq_len, split, T: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, FEW: tl.constexpr,
     LEAST: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """First visible position, aligned; first and end block of the split; splits with blocks. FEW
-    splits have up to LEAST blocks each if they suffice."""
+    """First visible position, aligned; first and end block of the split; splits with blocks."""
     origin = 0
     if WINDOW > 0:
         origin = tl.maximum(seq_len - T - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
@@ -64,23 +63,21 @@ def _tree_depth(tree, node, node_mask, tree_st, T: tl.constexpr, BLOCK_T: tl.con
 @triton.jit
 def _decode_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, table_ptr, rows_ptr, seq_lens_ptr, tree_ptr, drafts_ptr, out_ptr, partial_ptr, lse_ptr,
-    arrivals_ptr, q_sb, q_st, q_sh, table_sr, tree_sb, tree_st, out_st, scale_log2,
+    arrivals_ptr, sinks_ptr, q_sb, q_st, q_sh, table_sr, tree_sb, tree_st, out_st, scale_log2,
     T: tl.constexpr, HKV: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr,
     WINDOW: tl.constexpr, SPLITS: tl.constexpr, FEW: tl.constexpr, LEAST: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid [rows, key heads and blocks of their query rows, SPLITS].
-
-    With arrival counters, a row of one part ends at once, and the last program joins the parts of
-    others. Without, `_combine_kernel` joins them.
+    """Grid [rows, key heads and blocks of their query rows, SPLITS]. With arrival counters, the
+    last program joins a row's parts.
     """
     b, head_block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(seq_lens_ptr + b)
     table = table_ptr + tl.load(rows_ptr + b).to(tl.int64) * table_sr
     keys = seq_len
     if drafts_ptr is not None:
-        keys -= T - 1 - tl.load(drafts_ptr + b)  # after them, padding of the T belongs to another row
+        keys -= T - 1 - tl.load(drafts_ptr + b)  # padding follows
     origin, first, end, used = _split_range(seq_len, split, T, WINDOW, SPLITS, FEW, LEAST, BLOCK_N)
     if ROPE > 0:
         pos = origin + first * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -107,12 +104,16 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
+    if sinks_ptr is not None:
+        # Parts are joined by their sums of exponentials. The first one has the sink.
+        row_max = tl.where(split == 0, tl.load(sinks_ptr + head, mask=live, other=0.0) * LOG2_E, row_max)
+        row_sum += tl.where(split == 0, 1.0, 0.0)
     for block in range(first, end):
         pos = origin + block * BLOCK_N + tl.arange(0, BLOCK_N)
         in_context = pos < keys
         if WINDOW > 0:
             in_context &= pos > seq_len - T - WINDOW  # earlier pages may be another request's by now
-        node = pos - (seq_len - T)  # which of the T tokens is at `pos`; negative before them
+        node = pos - (seq_len - T)  # a token of the T; negative before them
         key_depth = node
         if tree_ptr is not None:
             in_tree = in_context & (node >= 0)
@@ -125,8 +126,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             visible = in_context[None, :] & (node[None, :] <= token[:, None])
         if WINDOW > 0:
             visible &= depth[:, None] - key_depth[None, :] < WINDOW
-        # One step of the online softmax. `in_context` guards loads; `visible` guards scores: other
-        # keys get no weight.
+        # `in_context` guards loads; `visible` guards scores: other keys get no weight.
         if ROPE == 0:
             slot = tl.load(table + pos, mask=in_context, other=0).to(tl.int64)
         base = (slot * HKV + kv_head) * (D + ROPE)
@@ -137,8 +137,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             rope_mask = in_context[:, None] & (r < ROPE)[None, :]
             k_rope = tl.load(k_ptr + base[:, None] + D + r[None, :], mask=rope_mask, other=0.0).to(q.dtype)
             scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision=PRECISION)
-            # Loading the next block's slots here lets the compiler keep two blocks of keys in
-            # flight.
+            # Loaded here, so that the compiler keeps two blocks of keys in flight.
             pos += BLOCK_N
             slot = tl.load(table + pos, mask=pos < keys, other=0).to(tl.int64)
         scores = tl.where(visible, scores * scale_log2, float("-inf"))
@@ -168,7 +167,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             tl.store(lse_ptr + own, row_max + tl.log2(row_sum), mask=live)
             if arrivals_ptr is not None:
                 arrivals = arrivals_ptr + b * tl.num_programs(1) + head_block
-                tl.debug_barrier()  # publish all stores before the arrival
+                tl.debug_barrier()  # publish stores
                 if tl.atomic_add(arrivals, 1, sem="acq_rel") == used - 1:
                     tl.store(arrivals, 0)
                     y = _join(partial_ptr, lse_ptr, first_part, part, used, live, d, D, BLOCK_M, BLOCK_D)
@@ -183,11 +182,9 @@ def _join(  # type: ignore[no-untyped-def]
     partial_ptr, lse_ptr, first, part: tl.constexpr, used, live, d, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Parts of a split context, weighted by their sums of exponentials."""
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     for s in range(used):
         largest = tl.maximum(largest, tl.load(lse_ptr + first + s * part, mask=live, other=0.0, cache_modifier=".cg"))
-    # A row that no part has seen keeps -inf; 0 in its place prevents NaN differences.
     largest = tl.where(largest == float("-inf"), 0.0, largest)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -208,8 +205,7 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     FEW: tl.constexpr, LEAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     PARTS: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token and head. EARLY: loads the first parts together with their sums of exponentials,
-    which needs registers."""
+    """One token and head. EARLY: loads the first parts with their sums, which needs registers."""
     b, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _, _, _, used = _split_range(tl.load(seq_lens_ptr + b), 0, T, WINDOW, SPLITS, FEW, LEAST, BLOCK_N)
     begin(PDL)
@@ -234,7 +230,7 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _parts(partial_ptr, lse_ptr, first, part, used, d, APART: tl.constexpr, D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Log sums of exponentials of parts [P], and their outputs [P, len(d)]."""
+    """Log sums of exponentials [P], and outputs [P, len(d)]."""
     row = first + part * APART
     lse = tl.load(lse_ptr + row, mask=part < used, other=float("-inf"))
     mask = (part < used)[:, None] & (d < D)[None, :]
@@ -265,9 +261,9 @@ def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: T
         arrivals = arrival_counters(req_to_token, num_rows * head_blocks) if joined else None
     _decode_kernel[(num_rows, head_blocks, splits)](
         q, kv.k_cache, kv.v_cache, req_to_token, batch.rows, batch.seq_lens, tree_mask, batch.num_drafts, out, partial,
-        lse, arrivals, q.stride(0), q.stride(1), q.stride(2), req_to_token.stride(0),
+        lse, arrivals, kv.sinks, q.stride(0), q.stride(1), q.stride(2), req_to_token.stride(0),
         0 if tree_mask is None else tree_mask.stride(0), 0 if tree_mask is None else tree_mask.stride(1),
-        token_stride, kv.scale * math.log2(math.e),
+        token_stride, kv.scale * LOG2_E.value,
         T=tokens, HKV=kv_heads, GROUPS=query_heads // kv_heads, D=head_dim, ROPE=rope, WINDOW=window,
         BLOCK_R=rope_block(rope), BLOCK_T=triton.next_power_of_2(tokens), PRECISION=dot_precision(q.dtype), **tile,
         **pdl(q.device),
@@ -296,17 +292,13 @@ def _token_stride(out: Tensor) -> int:
 
 
 def _walk(programs: int, max_context: int, tile: dict[str, int], q: Tensor) -> tuple[dict[str, int], bool]:
-    """How programs share and walk a row's context, by the batch and the table's width alone.
+    """Shares a row's context among programs, by the batch and the table's width alone.
 
-    Returns:
-        Changes to `_tile`, with at most SPLITS programs a row; FEW get LEAST blocks each before
-            others get any. Then whether a row's last program joins the parts: if only long contexts
-            are split, a launch for it would rarely find work. If all are, its many programs are
-            faster.
+    Returns changes to `_tile`, and whether a row's last program joins the parts: not if only long
+    contexts are split, since a launch for it would rarely find work.
 
     Measured on an H200: if programs fill the device, whole contexts with two warps are best, unless
-    one row would delay the others. With fewer, keys wait for slots: four short tiles in flight beat
-    long ones. Many query rows and wide heads are bound by registers.
+    one row would delay the others. With fewer, four short tiles in flight beat long ones.
     """
     device = multiprocessors(q.device)
     if tile["BLOCK_D"] > 256:
@@ -331,8 +323,7 @@ def _walk(programs: int, max_context: int, tile: dict[str, int], q: Tensor) -> t
 
 
 def _walk_latent(room: int, max_context: int, block_n: int, q: Tensor) -> tuple[dict[str, int], bool]:
-    """`_walk` of latent vectors. A program uses a whole multiprocessor's shared memory; `room` run
-    at a time."""
+    """Latent vectors need a whole multiprocessor's shared memory; `room` programs run at a time."""
     stages = {"num_stages": 3 if shared_memory(q.device) >= LARGE_SHARED_MEMORY else 2}
     blocks = triton.cdiv(max_context, block_n)
     if room > 2:
@@ -347,7 +338,6 @@ def rope_block(rope: int) -> int:
 
 
 def _tile(rows: int, head_dim: int, q: Tensor) -> dict[str, int]:
-    """Tile sizes and warps for `rows` query rows per key/value head."""
     block_d, halved = max(16, triton.next_power_of_2(head_dim)), q.dtype == torch.float32
     max_rows = BLOCK_M >> (halved + (block_d > 256))  # registers cannot hold sums of 64 rows of 512 numbers
     block_m = min(max(16, triton.next_power_of_2(rows)), max(16, max_rows))

@@ -1,12 +1,11 @@
 """Triton kernels of paged prefill attention (flash attention, Dao et al. 2022).
 
 Tiles are those of `paged_attention_triton.py`. Long chunks gather their keys and values first: the
-tensor memory accelerator then loads whole tiles, without registers or instructions for addresses.
-Short chunks read pages in place.
+tensor memory accelerator then loads whole tiles, without registers for addresses. Short chunks read
+pages in place.
 
 Keys have D + ROPE numbers, values DV. The last ROPE numbers are separate, so that each width is a
-power of two: in a latent cache, with values in the first DV = D numbers of keys, and in copies of
-it for all heads (latent_attention_triton.py).
+power of two: in a latent cache, and in copies of it for all heads (latent_attention_triton.py).
 """
 
 import math
@@ -23,9 +22,10 @@ from hybridrt.base.device import multiprocessors, shared_memory
 from hybridrt.kernels.core.launch import LARGE_SHARED_MEMORY, dot_precision
 from hybridrt.kernels.core.records import AttentionPrompts, PagedKV
 
+LOG2_E = tl.constexpr(math.log2(math.e))
 BLOCK_M, BLOCK_N = 128, 64  # query rows and context positions per tile; halved for float32
-GATHER_FROM = 8192  # mean query rows per key/value head and request from which gathering pays
-MAX_GATHERED = 1 << 30  # bytes of gathered keys; longer contexts are read from their pages
+GATHER_FROM = 8192  # mean query rows per key/value head and request
+MAX_GATHERED = 1 << 30  # bytes of gathered keys; longer contexts are read in place
 
 
 @triton.jit
@@ -42,7 +42,6 @@ def _span(starts_ptr, seq_lens_ptr, b, mask, WINDOW: tl.constexpr, BLOCK_N: tl.c
 
 @triton.jit
 def _gathered_before(starts_ptr, seq_lens_ptr, b, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where row b's gathered keys begin: each row fills whole tiles."""
     blocks = 0
     for first in range(0, b, 64):
         i = first + tl.arange(0, 64)
@@ -51,7 +50,7 @@ def _gathered_before(starts_ptr, seq_lens_ptr, b, WINDOW: tl.constexpr, BLOCK_N:
     return blocks * BLOCK_N
 
 
-# Rows of prompts follow decode rows: their alignment depends on the number of rows.
+# Their alignment depends on the number of decode rows before them.
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr", "seq_lens_ptr"])
 def _gather_kernel(  # type: ignore[no-untyped-def]
     k_cache_ptr, v_cache_ptr, table_ptr, rows_ptr, starts_ptr, seq_lens_ptr, k_ptr, v_ptr, table_sr, total,
@@ -91,7 +90,7 @@ def _tile(  # type: ignore[no-untyped-def]
     source, slot, row, kv_head, HKV: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     PAGED: tl.constexpr,
 ):  # fmt: skip
-    """Keys or values [BLOCK_N, BLOCK_D]: at slots of a cache, or rows of a tensor descriptor."""
+    """[BLOCK_N, BLOCK_D], at slots of a cache or rows of a tensor descriptor."""
     if PAGED:
         d = tl.arange(0, BLOCK_D)
         at = ((slot.to(tl.int64) * HKV + kv_head) * STRIDE)[:, None] + d[None, :]
@@ -111,13 +110,13 @@ def _softmax_step(scores, row_max, row_sum, scale_log2):  # type: ignore[no-unty
 
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr", "seq_lens_ptr"])
 def _extend_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, keys, values, ropes, table_ptr, rows_ptr, starts_ptr, seq_lens_ptr, out_ptr, q_st, q_sh, table_sr, total,
-    scale_log2,
+    q_ptr, keys, values, ropes, table_ptr, rows_ptr, starts_ptr, seq_lens_ptr, sinks_ptr, out_ptr, q_st, q_sh,
+    table_sr, total, scale_log2,
     HKV: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ROPE: tl.constexpr,
     WINDOW: tl.constexpr, PAGED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, PRECISION: tl.constexpr, OUT_ST: tl.constexpr,
 ):  # fmt: skip
-    # Start with the last blocks of a row: they have the longest context.
+    # The last blocks of a row start first: they have the longest context.
     kv_head, block_m, b = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(2)
     start, query_len, seq_len, origin = _span(starts_ptr, seq_lens_ptr, b, b >= 0, WINDOW, BLOCK_N)
     if block_m * BLOCK_M >= query_len * GROUPS:
@@ -143,9 +142,12 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
         oldest = tl.maximum(nearest - WINDOW + 1, 0)
         begin = oldest // BLOCK_N * BLOCK_N
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    # Finite: a query that has seen nothing gets weights exp2(-inf - row_max) = 0, not NaN.
+    # Finite: a query that has seen nothing gets weights of 0, not NaN.
     row_max = tl.full([BLOCK_M], -1e30, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
+    if sinks_ptr is not None:
+        row_max = tl.load(sinks_ptr + head, mask=live, other=0.0) * LOG2_E
+        row_sum += 1.0
     # disable_licm: hoisted loop invariants would cost registers.
     for offset in tl.range(begin, furthest + 1, BLOCK_N, disable_licm=True):
         pos = offset + tl.arange(0, BLOCK_N)
@@ -162,7 +164,7 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
         masked = offset >= masked_from
         if WINDOW > 0:
             masked |= offset <= furthest - WINDOW
-        if masked:  # a separate loop for these blocks makes ptxas serialize both loops' matrix instructions
+        if masked:  # a separate loop would serialize both loops' matrix instructions
             visible = pos[None, :] <= position[:, None]
             if WINDOW > 0:
                 visible &= position[:, None] - pos[None, :] < WINDOW
@@ -173,8 +175,7 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
         else:
             v = _tile(values, slot, shift + offset, kv_head, HKV, DV, DV, BLOCK_V, PAGED).to(q.dtype)
         acc = tl.dot(weights.to(q.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
-    # Recompute the output addresses from volatile loads: carried through the loop, they would need
-    # registers that it does not have.
+    # Addresses from volatile loads: carried through the loop, they would need registers.
     again = tl.load(starts_ptr + b, volatile=True)
     query_len = tl.load(starts_ptr + b + 1, volatile=True) - again
     block_m += tl.load(starts_ptr + b, volatile=True) - again
@@ -210,7 +211,7 @@ def attention_extend_triton(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out
     if not any(query_lens):
         return out
     many = sum(query_lens) * groups >= GATHER_FROM * len(query_lens)
-    # A graph knows no lengths that the copy could be as large as.
+    # In a graph, lengths are unknown.
     blocks = key_blocks(query_lens, batch.seq_lens_host, kv.sliding_window) if many and batch.seq_lens_host else []
     copied = 2 * BLOCK_N * sum(blocks) * kv_heads * width_of(dim) * q.element_size()
     gathered = bool(blocks) and not rope and ample(q) and copied <= MAX_GATHERED
@@ -241,8 +242,8 @@ def run_extend(
     groups = q.shape[1] // kv_heads
     blocks = triton.cdiv(max(batch.query_lens) * groups, tile["BLOCK_M"])
     _extend_kernel[(kv_heads, blocks, len(batch.query_lens))](
-        q, *sources[:3], kv.req_to_token, batch.rows, batch.query_start_loc, batch.seq_lens, out, q.stride(0),
-        q.stride(1), kv.req_to_token.stride(0), sources.total, kv.scale * math.log2(math.e),
+        q, *sources[:3], kv.req_to_token, batch.rows, batch.query_start_loc, batch.seq_lens, kv.sinks, out,
+        q.stride(0), q.stride(1), kv.req_to_token.stride(0), sources.total, kv.scale * LOG2_E.value,
         HKV=kv_heads, GROUPS=groups, D=dim, DV=value_dim, ROPE=rope, WINDOW=kv.sliding_window or 0,
         PAGED=not sources.total, BLOCK_D=width_of(dim), BLOCK_V=width_of(value_dim), BLOCK_R=width_of(rope),
         PRECISION=dot_precision(q.dtype), OUT_ST=out.stride(0), **tile,

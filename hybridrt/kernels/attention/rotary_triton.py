@@ -16,7 +16,8 @@ def _rotate(  # type: ignore[no-untyped-def]
     BLOCK_R: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Normalizes and rotates BLOCK_R heads from `first`, counted through all tokens. A thread holds
-    both halves of a pair, so out may be x. With slots, heads go to their token's slot."""
+    both halves of a pair, so out may be x.
+    """
     row = first + tl.arange(0, BLOCK_R)
     t, h = row // HEADS, row % HEADS
     live = t < tokens

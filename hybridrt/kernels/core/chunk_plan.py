@@ -1,8 +1,8 @@
 """Cuts ragged prompts into chunks at fixed absolute positions, and sums log decays within chunks.
 
 Token j has decayed at token i by exp(G_i - G_j), where G is the running sum of gates. In float32 a
-strong gate before j makes the difference inexact, and -inf makes it NaN. So gates are clamped to
-FLOOR, and sums are float64.
+strong gate before j makes the difference inexact, and -inf makes it NaN: so gates are clamped to
+FLOOR.
 """
 
 from bisect import insort
@@ -75,7 +75,7 @@ def chunk_lists(
 ) -> ChunkArrays[list[int]]:
     """The tensors of a ChunkPlan, as lists. `cuts`: tokens of each request after which a chunk also
     ends; 0 for none."""
-    # A loop is faster than array operations: most steps have few chunks. The device waits for this.
+    # Most steps have few chunks: a loop is fastest.
     ends, requests, first_chunks, last_chunks, start = [0], list[int](), list[int](), list[int](), 0
     for request, (done, length) in enumerate(zip(computed, new)):
         end = start + length
@@ -117,12 +117,12 @@ FLOOR = -128.0  # its exponential is 0 in float32
 
 
 def decay_sums(gates: Tensor, dim: int) -> Tensor:
-    """Running sums of gates along `dim`, float64. Take differences first, then `left`."""
+    """Running sums of gates along `dim`, float64. Take differences first, then `exp_of`."""
     return gates.clamp(min=FLOOR).double().cumsum(dim)
 
 
-def left(sums: Tensor) -> Tensor:
-    """exp of sums, or of their differences, float32."""
+def exp_of(sums: Tensor) -> Tensor:
+    """exp(sums) of sums or of their differences, float32: the share of a token that is left."""
     return sums.float().exp_()
 
 

@@ -1,12 +1,12 @@
 """Running sums of log decays in Triton, exact without float64.
 
 A gate is split into a multiple of a unit and a rest of at most half a unit. Sums of multiples stay
-within 2^24 units and are exact in float32. Sums of rests are small, and so are their errors:
+within 2^24 units and are exact in float32; sums of rests are small, and so are their errors:
 
     exp(G_i - G_j) = exp(M_i - M_j) exp(R_i) / exp(R_j)
 
 The last two factors belong to a token, not to a pair. With the unit 2^-17 SIZE, rests of SIZE
-tokens sum to at most 2^-18 SIZE^2: 1/64 for 64 tokens, 1/4 for 256.
+tokens sum to at most 2^-18 SIZE^2.
 """
 
 import triton

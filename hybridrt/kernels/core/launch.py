@@ -1,7 +1,4 @@
-"""Helpers of all Triton launchers: arrival counters, precision, cache keys.
-
-Launchers accept empty grids: Triton starts nothing then.
-"""
+"""Helpers of all Triton launchers: arrival counters, precision, cache keys."""
 
 import sys
 from collections.abc import MutableMapping
@@ -19,7 +16,7 @@ _counters: MutableMapping[Tensor, dict[int, Tensor]] = WeakIdKeyDictionary()
 _reserved: dict[torch.device, Tensor] = {}  # int32 zeros; captures take the first ones
 _RESERVE, _LINE = 2**18, 32  # counters; two owners share no cache line
 
-LARGE_SHARED_MEMORY = 227 << 10  # bytes that the largest tiles need
+LARGE_SHARED_MEMORY = 227 << 10
 
 
 def dot_precision(dtype: torch.dtype) -> str:

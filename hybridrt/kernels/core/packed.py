@@ -13,11 +13,10 @@ import torch
 
 A = TypeVar("A")  # np.ndarray on the host, torch.Tensor on the device, list[int] before
 Record = tuple[Any, ...]
-# Each section starts on 16 bytes: Triton recompiles a kernel for every combination of aligned and
-# unaligned arguments.
+# 16 bytes: Triton recompiles a kernel for every combination of aligned arguments.
 ALIGNED = 4
 int32_array = partial(np.array, dtype=np.int32)
-_GAPS = [np.zeros(size, np.int32) for size in range(ALIGNED)]  # padding after sections
+_GAPS = [np.zeros(size, np.int32) for size in range(ALIGNED)]
 
 
 def arrays_of(record: Record) -> list[Any]:

@@ -1,7 +1,7 @@
 """Programmatic dependent launch: a kernel starts while its predecessor still runs.
 
-See the CUDA 13 programming guide, "Programmatic Dependent Launch and Synchronization". Half of a
-short kernel's time is its start. A kernel launched with `pdl(device)` first does independent work
+Half of a short kernel's time is its start (CUDA 13 programming guide, "Programmatic Dependent
+Launch and Synchronization"). A kernel launched with `pdl(device)` first does independent work
 (addresses, weights), then waits in `begin` until all earlier kernels have finished and their writes
 are visible. Rules:
 
@@ -10,11 +10,10 @@ are visible. Rules:
 - After a kernel that calls `begin_in_turn`, the next may read early what was written before it.
 
 A kernel without `pdl` waits for all kernels before it, and none after it starts before its end.
-Later kernels may read early what was written before it, but not its own writes, which may become
-visible later. Before the layers of a step such a kernel always runs: PyTorch's token embedding. The
-step's metadata (state slots, positions, lengths, page tables) is written before it or in another
-graph. In eager steps recurrent layers write theirs after it and call `end_launches`. So a layer's
-kernel may read early the step's metadata, and the states, conv rings and state rings that earlier
+Later kernels may read early what was written before it, not its own writes. PyTorch's token
+embedding is such a kernel, before all layers. The step's metadata (slots, positions, lengths, page
+tables) is written before it or in another graph; in eager steps recurrent layers write theirs after
+it and call `end_launches`. So a layer's kernel may read early the step's metadata, and what earlier
 steps left to its layer.
 """
 

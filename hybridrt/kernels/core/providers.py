@@ -3,7 +3,7 @@
 Every operation is registered once per provider: `torch` (the reference), `triton` (ours, CUDA), and
 installed libraries. `select` picks the highest priority that is installed and runs on the device;
 `HYBRIDRT_PROVIDERS="rms_norm=torch,sample=triton"` overrides it. Implementations are imported when
-first picked, so optional packages are not imported before use.
+first picked: optional packages may be missing.
 """
 
 import importlib
@@ -133,7 +133,7 @@ def select(op: str, device_type: str, name: str | None = None) -> Callable[..., 
 
 
 def _live(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Recordings call it again: interpreted kernels are no torch operations."""
+    """Makes recordings call it again: interpreted kernels are no torch operations."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -152,16 +152,16 @@ def _pick(op: str, device_type: str, name: str | None) -> By:
     if name is not None:
         candidate = _candidate(op, device_type, name)
         require(name, repr(op))
-        if reason := objection(name, device_type):
+        if reason := provider_objection(name, device_type):
             raise BackendError(f"provider {name!r} cannot serve {op!r} on {device_type!r}: {reason}")
         return candidate
     for implementation in _ranked(op, device_type):
-        if objection(implementation.provider, device_type) is None:
+        if provider_objection(implementation.provider, device_type) is None:
             return implementation
     raise BackendError(f"no provider implements {op!r} on {device_type!r}")
 
 
-def objection(name: str, device_type: str) -> str | None:
+def provider_objection(name: str, device_type: str) -> str | None:
     """Why a provider cannot serve a device; None if it can.
 
     ConfigError if PROVIDERS does not list it: a backend from outside may name any.
@@ -196,7 +196,9 @@ def report(devices: tuple[str, ...] = ("cpu", "cuda")) -> list[ReportRow]:
 
 
 def _report_row(op: str, device: str) -> ReportRow:
-    objections = {candidate.provider: objection(candidate.provider, device) for candidate in _ranked(op, device)}
+    objections = {
+        candidate.provider: provider_objection(candidate.provider, device) for candidate in _ranked(op, device)
+    }
     forced = _overrides().get(op)
     fitting = [name for name, reason in objections.items() if reason is None and forced in (None, name)]
     picked = fitting[0] if fitting else None
@@ -206,8 +208,8 @@ def _report_row(op: str, device: str) -> ReportRow:
 
 
 def _ranked(op: str, device_type: str) -> list[By]:
-    """By falling priority. On a CPU torch comes first, since others only interpret kernels
-    there."""
+    """Implementations by falling priority. On a CPU torch comes first, since others only interpret
+    kernels there."""
     if op not in _IMPLEMENTATIONS:
         _import_operations()
     if op not in _IMPLEMENTATIONS:
@@ -278,7 +280,7 @@ def _parse_override(item: str) -> tuple[str, str]:
 
 
 def _import_operations() -> None:
-    """Imports the files that register operations, but not those of Triton and of libraries."""
+    """Only files that register operations: not those of Triton and of libraries."""
     package = importlib.import_module("hybridrt.kernels")
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         if not module.name.endswith("_triton") and ".libraries" not in module.name:

@@ -1,7 +1,6 @@
 """Records the operations of a CPU step once and repeats them over the same tensors.
 
 In a small model's step, Python layers, views and allocations cost more than most operations.
-Repetitions call a flat list of operations and write to the tensors of the recorded step.
 
 On a CPU, wrap non-torch kernels and host reads of step values in `live`: repetitions call it again.
 Wrap reads that never change in `steady`. Other host reads, and operations that cannot be repeated,
@@ -19,20 +18,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 R = TypeVar("R")
-# Operations that pass numbers between tensors and Python: the first two come from tolist and numpy
-# (item's operation makes no tensor). The last one makes a tensor of Python numbers, which may
-# differ in the next step, and which this step may change in place.
+# Operations that pass numbers between tensors and Python.
 _HOST = frozenset(("resolve_conj", "resolve_neg", "lift_fresh"))
-# Operations with a result shape that depends on numbers; random ones, which recording would draw
-# twice; and those that change a tensor's strides, so that earlier views show other numbers.
+# Result shapes that depend on numbers; random numbers, which recording would draw twice; strides
+# changed in place.
 _UNSTEADY = frozenset((torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view))
-# Their contents are written before they are read.
 _PLACES = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
 _COPIES = frozenset(("clone", "_to_copy"))
-# Where Python keeps its functions and methods. Names that another PyTorch may lack are looked up so
-# that `missing` can name them.
+# Names that another PyTorch may lack are looked up, for `missing`.
 _OWNERS = getattr(torch._C, "_VariableFunctions", None), getattr(torch._C, "_nn", None), Tensor
-# Operations composed of others.
 _COMPOSITE: Any = getattr(torch._C.DispatchKey, "CompositeImplicitAutograd", None)
 _PRIVATE = (
     (torch._C, ("_VariableFunctions", "_nn", "_dispatch_has_kernel_for_dispatch_key")),
@@ -161,15 +155,16 @@ class Recording(TorchDispatchMode):
 
 
 def _called(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Callable[[], object] | None, Any]:
-    """An operation as its faster Python function or method, and its result. (None, None) if none
-    accepts these arguments."""
+    """Finds the faster Python function of an operation, and its result; (None, None) if there is
+    none.
+    """
     for owner in _OWNERS:
         function = getattr(owner, name, None)
         if function is not None:
             call = partial(function, *args, **kwargs)
             try:
                 return call, call()
-            except TypeError:  # raised before anything is computed
+            except TypeError:  # nothing is computed yet
                 continue
     return None, None
 
@@ -184,7 +179,6 @@ def _is_steady(func: Any, name: str, args: Sequence[Any]) -> bool:
 
 
 def _leave(call: Callable[[], Any], place: Any) -> None:
-    """Copies the result of call() to where the recorded step had it."""
     result = call()
     if isinstance(place, Tensor):
         result, place = (result,), (place,)

@@ -7,7 +7,7 @@ heads, Hk key heads), Mamba-1 [I, N] (I channels). Softmax attention: Hq query h
 of dim D. Entry 0 of every pool is scratch. A row with state slots -1 is padding: it gets zeros and
 touches no state. Indices are int32. Activations, conv rings, and values and keys of state rings
 have the model's dtype; state pools are float32, bfloat16 or float16; the rest is float32 unless
-stated. Token-wise tensors may have any row and token stride, as column slices of one projection.
+stated. Token-wise tensors may have any row and token stride.
 """
 
 import math
@@ -21,25 +21,30 @@ from hybridrt.kernels.core.chunk_plan import ChunkPlan
 
 Activation = Literal["silu"] | None
 NO_LIMIT = (0.0, math.inf)
-L2_NORM_EPS = 1e-6  # added to the squared norm of a query or key, in references and kernels
+L2_NORM_EPS = 1e-6  # added to squared norms
 
 
 class TokenInputs(NamedTuple):
-    """The model's inputs by token, [T] int32 each; see ForwardBatch."""
+    """The model's inputs by token, [T] int32 each; see ForwardBatch. out_cache_loc is [G, T] with
+    G > 1 page groups."""
 
     input_ids: Tensor
     positions: Tensor
     out_cache_loc: Tensor
 
     @classmethod
-    def allocate(cls, count: int, device: torch.device) -> "TokenInputs":
-        return cls(*torch.zeros(3, count, dtype=torch.int32, device=device))
+    def allocate(cls, count: int, device: torch.device, groups: int = 1) -> "TokenInputs":
+        made = torch.zeros(2 + groups, count, dtype=torch.int32, device=device)
+        return cls(made[0], made[1], made[2] if groups == 1 else made[2:])
 
     def first(self, count: int) -> "TokenInputs":
-        return TokenInputs(*(part[:count] for part in self))
+        return TokenInputs(*(part[..., :count] for part in self))
+
+    def from_token(self, start: int) -> "TokenInputs":
+        return TokenInputs(*(part[..., start:] for part in self))
 
     def then(self, other: "TokenInputs") -> "TokenInputs":
-        return TokenInputs(*(torch.cat(pair) for pair in zip(self, other)))
+        return TokenInputs(*(torch.cat(pair, -1) for pair in zip(self, other)))
 
 
 class DecodeRowInputs(NamedTuple):
@@ -47,8 +52,8 @@ class DecodeRowInputs(NamedTuple):
 
     Attributes:
         rows: [B] request rows; seq_lens: [B] lengths that count the step's tokens.
-        new_pages: [B], the KV page of the row's last draft (of its token if T is 1) if it is new,
-            else -1.
+        new_pages: [B, G], in each page group the KV page of the row's last draft (of its token if T
+            is 1) if it is new, else -1.
         drafts: [B, T - 1] tokens after the last sampled one; num_drafts: [B], how many of them are
             drafts. The rest is padding. Both None if T is 1.
     """
@@ -61,7 +66,7 @@ class DecodeRowInputs(NamedTuple):
 
 
 class RowTables(NamedTuple):
-    """By request row, [R + 1] each: the state slot and the cursors of the state ring."""
+    """The state slot and the cursors of the state ring by request row, [R + 1] each."""
 
     req_to_state_slot: Tensor
     ring_start: Tensor
@@ -117,7 +122,8 @@ class StateSlots(NamedTuple):
     Attributes:
         states: [S+1, *state] pool.
         read_state_slots, write_state_slots: [B], slots of the state before and after the step.
-        intermediate: of a verify step, which stores states there and does not write the pool.
+        intermediate: buffers of a verify step, which stores states there and does not write the
+            pool.
     """
 
     states: Tensor
@@ -149,7 +155,7 @@ class FusedStep(NamedTuple):
 
     Attributes:
         conv_weights: with SiLU after the conv.
-        conv_state, state: of the same slots; with a ring, read and write slots are equal.
+        conv_state, state: states in the same slots; with a ring, read and write slots are equal.
         ring: the inputs since the checkpoint in the pool.
         windows: for the draft tree of `state.intermediate`: [R+1, T, C, K-1], the raw conv inputs
             that end at each node. None for a chain.
@@ -280,8 +286,10 @@ class PagedKV(NamedTuple):
         k_cache, v_cache: [pages, page, Hkv, D] and [pages, page, Hkv, Dv]. Dv is D, or
             less in a latent cache of one head: its values are the first Dv numbers of the keys.
         req_to_token: [R+1, max_context] int32 table of token slots.
-        scale: of the scores.
+        scale: factor of the scores.
         sliding_window: position p sees keys at positions > p - window; None for all earlier keys.
+        sinks: [Hq] float32 scores of a key that every token sees and whose value is zero (Xiao et al.
+            2024; gpt-oss); None for none.
     """
 
     k_cache: Tensor
@@ -289,6 +297,7 @@ class PagedKV(NamedTuple):
     req_to_token: Tensor
     scale: float
     sliding_window: int | None = None
+    sinks: Tensor | None = None
 
 
 class LatentWeights(NamedTuple):

@@ -1,7 +1,7 @@
 """Reads and writes pool rows by slot (-1 is padding), and views of tensors by head and by token.
 
 Nothing here waits for the device. Views and their copies keep strides: Triton compiles kernels by
-the strides of their arguments, so other strides would cause a compilation during serving.
+the strides of their arguments.
 """
 
 from collections import defaultdict
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from hybridrt.kernels.core.records import StateSlots
 
-# Entry 0 of a pool is scratch. So slot 0 is free to mean something else.
-SCRATCH = 0  # padding may write there, and nothing reads it
+# Entry 0 of a pool is scratch, so slot 0 may mean something else.
+SCRATCH = 0  # padding may read and write it: the numbers are finite, and no request gets them
 NO_SLOT = 0  # the model keeps no state, or this one is not saved
-OWN_SLOT = 0  # the slot that the row owns
+OWN_SLOT = 0
 
 
 def pad_mask(slots: Tensor, ndim: int) -> Tensor:
@@ -52,7 +52,7 @@ def initial_states(states: Tensor, slots: Tensor, has_initial_state: Tensor) -> 
 
 def write_rows(pool: Tensor, slots: Tensor, values: Tensor) -> None:
     """pool[slots] = values [B, ...] in the pool's dtype; padding rows touch nothing."""
-    # Padding writes to row 0, which is restored: copying one row is cheaper than masking all.
+    # Padding writes to row 0, which is restored: masking all costs more.
     scratch = pool[:1].clone()
     pool.index_copy_(0, slots.clamp(min=0).long(), values.to(pool.dtype))
     pool[:1] = scratch
@@ -137,7 +137,7 @@ def take_tokens(inputs: Sequence[Tensor | None], tokens: Tensor) -> list[Tensor 
     for (_, stride, _), parts in merged.items():
         first = min(t.storage_offset() for t in parts.values())
         width = max(t.storage_offset() + _span(t) for t in parts.values()) - first
-        if width > stride and len(parts) > 1:  # they are in different rows of one storage
+        if width > stride and len(parts) > 1:
             for i, t in parts.items():
                 (taken[i],) = take_tokens((t,), tokens)
             continue

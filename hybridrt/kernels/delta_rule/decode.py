@@ -1,13 +1,7 @@
 """A whole decode or verify step of the gated delta rule: conv, SiLU, norms, gates, delta rule.
 
-It serves Gated Delta Nets and Kimi Delta Attention, whose raw gates have one dimension more. It
-starts from the merged projection. There are three state modes:
-
-- classic: the state is read and written each step;
-- replay, with a `ring`: the state is a checkpoint, the ring holds the inputs since
-  (`decode_ring.py`);
-- intermediate, with `state.intermediate`: the state after each token is stored there, and the pool
-  is only read. Tokens of a row may be the nodes of a draft tree in this mode alone.
+It serves Gated Delta Nets and Kimi Delta Attention, whose raw gates have one dimension more. State
+modes are those of `mamba2_decode.py`, with the ring of `decode_ring.py`.
 """
 
 from typing import Any
@@ -28,7 +22,7 @@ def _check(qkv: Tensor, a: Tensor, *_: Any, step: FusedStep, **__: Any) -> None:
     check_step(qkv, step)
     if step.ring is not None and (kept := step.ring.gates.ndim) != a.ndim:
         raise ConfigError(
-            f"a state ring whose gates have {kept} dimensions, beside raw gates of {a.ndim}: both have a gate for each "
+            f"a state ring whose gates have {kept} dimensions, and raw gates of {a.ndim}: both have a gate for each "
             "head (3), or one for each channel of its keys (4)"
         )
 
@@ -38,19 +32,17 @@ def gdn_decode(qkv: Tensor, a: Tensor, b: Tensor, *, weights: GateWeights, step:
     """Advances each of B rows by T tokens.
 
     Args:
-        qkv: `[B, T, C]` raw conv inputs: q (Hk*K), k (Hk*K), v (Hv*V). a, b: `[B, T, Hv]` raw
-        gates, or
-            a `[B, T, Hv, K]` in Kimi Delta Attention. Any row and token stride.
+        qkv: `[B, T, C]` raw conv inputs: q (Hk*K), k (Hk*K), v (Hv*V). Any row and token stride.
+        a, b: `[B, T, Hv]` raw gates; a is `[B, T, Hv, K]` in Kimi Delta Attention. Any strides of
+            rows and tokens.
 
     Returns:
         `[B, T, Hv, V]` in qkv's dtype.
 
     Raises:
         ConfigError: the conv ring or the state ring is too narrow for T tokens, the conv does not
-        end
-            in SiLU, or one of ring and step has gates of heads and the other of channels.
+            end in SiLU, or one of ring and step has gates of heads and the other of channels.
     """
-    # The separate operations one after the other
     state = step.state
     conved = causal_conv1d_update.reference(qkv, step.conv_weights, step.conv_state, step.conv_nodes)
     inputs = DeltaInputs(*split_qkv(conved, state.states), *gdn_gates(a, b, weights))
@@ -60,7 +52,9 @@ def gdn_decode(qkv: Tensor, a: Tensor, b: Tensor, *, weights: GateWeights, step:
 
 
 def split_qkv(qkv: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Views q, k `[..., Hk, K]` and v `[..., Hv, V]` of the conv's channels, for a pool of states `[S+1, Hv, V, K]`."""
+    """Views q, k `[..., Hk, K]` and v `[..., Hv, V]` of the conv's channels, for a pool of states
+    `[S+1, Hv, V, K]`.
+    """
     _, value_heads, value_dim, key_dim = states.shape
     keys = (qkv.shape[-1] - value_heads * value_dim) // (2 * key_dim), key_dim
     q, k, v = split_heads(qkv, keys, keys, (value_heads, value_dim))

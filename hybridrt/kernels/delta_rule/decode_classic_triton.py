@@ -5,9 +5,8 @@ A program advances a few tiles [BLOCK_V, K] of one value head's state S. With S 
     u = beta (v - decay S k),    S' = decay S + u k^T,    S' q = decay S q + (k . q) u,
 
 so a tile is read once and written once. In Kimi Delta Attention each column of S has its own decay,
-and k and q are multiplied by it first. Every program of a key head computes the head's q and k, and
-one of them writes their raw inputs to the conv ring. Meanwhile tiles of other programs keep the
-memory busy.
+and k and q are multiplied by it first. Every program of a key head computes the head's q and k; one
+of them writes their raw inputs to the conv ring.
 """
 
 import torch
@@ -37,9 +36,7 @@ def _add(a0, a1, a2, b0, b1, b2):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _left(read, decay, CHANNELS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Product of a vector and the decayed state, from its product with the state. Where channels
-    have their own decays, they are in the vector already.
-    """
+    """Product of a vector and the decayed state. Decays by channel are in the vector."""
     return read if CHANNELS else decay * read
 
 
@@ -53,7 +50,7 @@ def _classic_kernel(  # type: ignore[no-untyped-def]
     BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
     BETA_SCALE: tl.constexpr, LOWER_BOUND: tl.constexpr, CHANNELS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid [parts of V, value heads, rows]: programs that run together stream through neighbouring memory."""
+    """Grid [parts of V, value heads, rows]: neighbours stream through neighbouring memory."""
     part, h, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     ROWS: tl.constexpr = TILES * BLOCK_V
     v, k = part * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_K)
@@ -62,7 +59,7 @@ def _classic_kernel(  # type: ignore[no-untyped-def]
     slot, write = tl.load(read_slots_ptr + row).to(tl.int64), tl.load(write_slots_ptr + row).to(tl.int64)
     position, read = tl.load(positions_ptr + row), tl.maximum(slot, 0)
 
-    # All loads come before the first use; loads of what earlier steps left, before the wait.
+    # All loads come before the first use, most before the wait.
     i = tl.arange(0, BLOCK_V)
     tile = states_ptr + h * (V * K) + (part * ROWS + i)[:, None] * K + k[None, :]
     read_tile, write_tile = tile + read * states_ss, tile + write * states_ss
@@ -135,7 +132,7 @@ def decode_classic(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, step
     _, value_heads, value_dim, key_dim = states.shape
     out = torch.empty((batch, 1, value_heads, value_dim), dtype=qkv.dtype, device=qkv.device)
     tile, by_channel = classic_tile(batch, states), a.ndim == 4
-    # Decays of channels are one more vector: too much for 64 registers with tiles of twice as many rows.
+    # Decays by channel are one more vector: too much for 64 registers.
     registers = 80 if by_channel and states.element_size() < 4 else 64
     _classic_kernel[triton.cdiv(value_dim, tile["BLOCK_V"] * tile["TILES"]), value_heads, batch](
         qkv, a, b, step.conv_weights.weight, step.conv_weights.bias, weights.A_log, weights.dt_bias, out, conv, states,

@@ -1,17 +1,17 @@
 """Plain-torch `gdn_decode` after the conv, in replay mode: reads the checkpoint and the ring.
 
-The state in the pool is a checkpoint. For each token since, the ring holds the corrected value
-u = beta (v - S k) (S: the state after this token's decay), the normalised key and the log decay g.
-The state after n entries is
+The state in the pool is a checkpoint. For each token since, the ring holds the corrected value u =
+beta (v - S k) (S: the state after this token's decay), the normalised key and the log decay g. The
+state after n entries is
 
     exp(G_n) S_0 + sum_i exp(G_n - G_i) u_i k_i^T,    G_i = g_1 + ... + g_i
 
-Terms are computed from the entries as the ring stores them (its dtype). So a token's output does
-not depend on how tokens were grouped into steps.
+Terms are computed from the entries in the ring's dtype, so a token's output does not depend on how
+tokens were grouped into steps.
 
 In Kimi Delta Attention each channel of a key has such a sum, and the ring holds K log decays a
-token. A decay is split at the end of the ring: the logs of both factors are negative sums, so
-nothing overflows.
+token. A decay is split at the end of the ring: the logs of both factors are negative, so nothing
+overflows.
 
 Shapes: B rows, T new tokens, W ring columns, Hk key heads of dim K, Hv value heads of dim V, D
 channels with decays of their own: 1, or K in Kimi Delta Attention.
@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridrt.kernels.core.chunk_plan import decay_sums, left
+from hybridrt.kernels.core.chunk_plan import decay_sums, exp_of
 from hybridrt.kernels.core.records import DeltaInputs, StateRing, StateSlots
 from hybridrt.kernels.core.slots import pad_mask, read_rows, write_columns
 from hybridrt.kernels.delta_rule.delta_rule import decayed_products, l2_normalize
@@ -69,16 +69,15 @@ def gdn_replay(inputs: DeltaInputs, state: StateSlots, ring: StateRing) -> Tenso
 def _read_history(ring: StateRing) -> _History:
     values, keys, gates = (part.transpose(1, 2) for part in ring_entries(*ring))
     gates = gates if gates.ndim == keys.ndim else gates.unsqueeze(-1)
-    # From the end, not as a difference of sums from the start: strong decays long ago would round it away.
+    # Sums from the end: a difference of sums from the start would round away.
     since = gates.flip(2).cumsum(2).flip(2)
     keys = keys.repeat_interleave(values.shape[1] // keys.shape[1], 1)
     return _History(values, keys * F.pad(since[:, :, 1:], (0, 0, 0, 1)).exp(), since[:, :, :1])
 
 
 def _read_past(checkpoint: Tensor, history: _History, vectors: Tensor, sums: Tensor) -> Tensor:
-    """S x for vectors x `[B, Hk, n, K]`, S the state before this step, decayed by gates with sums `[B, Hv, n, D]`
-    since: `[B, Hv, n, V]`."""
-    vectors = vectors.repeat_interleave(checkpoint.shape[1] // vectors.shape[1], 1) * left(sums)
+    """S x for vectors x `[B, Hk, n, K]`, S decayed by `sums` `[B, Hv, n, D]`: `[B, Hv, n, V]`."""
+    vectors = vectors.repeat_interleave(checkpoint.shape[1] // vectors.shape[1], 1) * exp_of(sums)
     from_checkpoint = (vectors * history.log_decay.exp()) @ checkpoint.transpose(-1, -2)
     return from_checkpoint + (vectors @ history.keys.transpose(-1, -2)) @ history.values
 
@@ -86,10 +85,8 @@ def _read_past(checkpoint: Tensor, history: _History, vectors: Tensor, sums: Ten
 def _new_tokens(
     base: Tensor, keys: Tensor, queries: Tensor, v: Tensor, sums: Tensor, beta: Tensor, ring_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Outputs and corrected values, both `[B, Hv, T, V]`.
-
-    base `[B, Hv, 2T, V]`: products of the T keys, then the T queries, with the past; keys, queries
-    `[B, Hk, T, K]`.
+    """Returns outputs and corrected values `[B, Hv, T, V]`. base `[B, Hv, 2T, V]`: products of
+    keys, then queries, with the past.
     """
     tokens = keys.shape[2]
     by_key, by_query = (decayed_products(x, keys, sums) for x in (keys, queries))

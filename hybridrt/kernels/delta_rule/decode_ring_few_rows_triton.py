@@ -1,8 +1,7 @@
 """Triton `gdn_decode` of one token of few rows with a state ring, in one launch.
 
-The formulas are in `decode_ring_triton.py`. Each program computes the scores of its head for one
-tile of the head's state: for few rows that takes less time than a second launch. Loads of what
-earlier steps wrote start before the wait for the kernel in front.
+The formulas are in `decode_ring_triton.py`. Each program computes its head's scores for one tile of
+the state: for few rows that is faster than a second launch.
 """
 
 import torch
@@ -23,7 +22,7 @@ from hybridrt.kernels.state.conv_and_gates_triton import (
     strides,
 )
 
-FEW_PROGRAMS = 512  # an H200 has room for some 600; one more wave costs more than a second launch
+FEW_PROGRAMS = 512  # an H200 has room for some 600
 
 
 @triton.jit
@@ -49,7 +48,6 @@ def _few_kernel(  # type: ignore[no-untyped-def]
     row, start, length = tl.load(rows_ptr + b).to(tl.int64), tl.load(start_ptr + b), tl.load(length_ptr + b)
     safe_slot, past, column, newest = tl.maximum(slot, 0), w < length, (start + w) % W, (start + length) % W
 
-    # What earlier steps left, and weights.
     state_cells = states_ptr + safe_slot * states_ss + h * (V * K) + v[:, None] * K + k[None, :]
     state = tl.load(state_cells, mask=v_mask[:, None] & k_mask[None, :], other=0.0)
     head, per_key_head = h // (HV // HK), HV // HK
@@ -74,7 +72,6 @@ def _few_kernel(  # type: ignore[no-untyped-def]
         tl.store(out, tl.zeros([BLOCK_V], out_ptr.dtype.element_ty), mask=v_mask)
         return
 
-    # The token: its key as the ring will hold it, its query with the scale apart.
     k_new = tl.load(source + k_channel, mask=k_mask, other=0.0)
     q_new = tl.load(source + q_channel, mask=k_mask, other=0.0)
     v_new = tl.load(source + v_channel, mask=v_mask, other=0.0)

@@ -8,8 +8,7 @@ into the ring and reduces the ring's keys to scores,
 
 with C the state in the pool, S that state at the vector's token, and i over the ring's entries and
 the step's tokens. The second kernel runs the conv of v, multiplies C with all vectors in one pass,
-and computes the corrected values u = beta (v - S k) token by token. decay_n and scores include the
-norm and scale of queries.
+and computes the corrected values u = beta (v - S k) token by token.
 """
 
 import torch
@@ -77,7 +76,6 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     if slot < 0:
         return
 
-    # The step's vectors: keys as the ring will hold them, queries as they are and their scale apart.
     raw = conv_tokens(
         source, st, conv_row, weight_ptr, bias_ptr, k_channel, k_mask, position, t_all, T, TAPS, WC, k_ring
     ).to(tl.float32)
@@ -97,10 +95,10 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     new_cells = keys_row + ((start + length + t_all) % W)[:, None] * K + k[None, :]
     tl.store(new_cells, new_keys.to(keys_ptr.dtype.element_ty), mask=vector_mask)
     old_by_key, old_by_query = products(old_keys, new_keys, PRECISION), products(old_keys, queries, PRECISION)
-    # History: the log of what is left at its end of the state in the pool, and of each entry, for every head.
+    # What is left of the state and of each ring entry, in logs.
     total, entry_decay = tl.sum(old_gates, axis=1), tl.cumsum(later_gates, axis=1, reverse=True)
 
-    # New tokens, one after the other: what they leave of the history, and of each other.
+    # New tokens in order.
     since = tl.zeros([BLOCK_H], tl.float32)
     fresh = tl.zeros([BLOCK_H, BLOCK_T], tl.float32)
     for t in range(T):
@@ -138,10 +136,8 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_W: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid [rows, value heads, tiles of V]: BLOCK_V rows of a state [V, K] are read once for 2 T
-    vectors.
-
-    BLOCK_N is 2 if products are taken element by element, else at least 16.
+    """Grid [rows, value heads, tiles of V]: a state [V, K] is read once for 2 T vectors. BLOCK_N is
+    2 for products by element, else at least 16.
     """
     b, h, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     n, k, w = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_W)
@@ -150,7 +146,7 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
     slot, position = tl.load(slots_ptr + b).to(tl.int64), tl.load(positions_ptr + b)
     safe_slot = tl.maximum(slot, 0)
     cells = states_ptr + safe_slot * states_ss + h * (V * K) + v[:, None] * K + k[None, :]
-    # The kernel before this one touches neither states nor v. It lets this one start once all earlier ones have ended.
+    # The kernel before writes neither states nor v, and waits for all earlier ones.
     WHOLE: tl.constexpr = BLOCK_K >= K
     if WHOLE:
         state = tl.load(cells, mask=v_mask[:, None] & (k < K)[None, :], other=0.0, eviction_policy="evict_first")
@@ -174,7 +170,7 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
             tl.store(out + t * (HV * V), tl.zeros([BLOCK_V], out_ptr.dtype.element_ty), mask=v_mask)
         return
 
-    # What is read once is loaded first: it arrives after the first columns of the state.
+    # What is read once is loaded first: it arrives after the first block of K of the state [V, K].
     head = (b * HV + h) * (2 * T)
     vectors_row = vectors_ptr + (b * HK + h // (HV // HK)) * (2 * T * K)
     decays = tl.load(decays_ptr + head + n, mask=n_mask, other=0.0)
@@ -212,7 +208,7 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
         scores = tl.load(scores_cells, mask=n_mask[:, None] & past[None, :], other=0.0)
         read = tl.trans(acc) * decays[:, None] + exact_dot(scores, values)
 
-    # read [BLOCK_N, BLOCK_V]: S x of each vector but for the step's own tokens, whose values come one by one.
+    # read [BLOCK_N, BLOCK_V]: S x without the step's own tokens.
     for t in range(T):
         beta = tl.load(betas_ptr + (b * T + t) * HV + h)
         corrected = beta * (raw - tl.sum(tl.where((n == t)[:, None], read, 0.0), axis=0))
@@ -255,7 +251,7 @@ def gdn_stream_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, s
         vectors, scores, decays, betas,
         *rows, strides(qkv), strides(a), strides(b), conv.stride(0), ring.keys.stride(0), ring.gates.stride(0),
         BLOCK_K=max(16, triton.next_power_of_2(key_dim)), BETA_SCALE=weights.beta_scale,
-        # One token's few sums stay within a warp; several tokens are products of tiles, and gates of channels a tile.
+        # One token's few sums stay within a warp; several tokens are products of tiles.
         num_warps=1 if tokens == 1 and not by_channel else 4, **sizes,
         **({"LOWER_BOUND": weights.lower_bound} if by_channel else own), **pdl(device),
     )  # fmt: skip

@@ -1,7 +1,6 @@
 """Triton kernel of the recurrent gated delta rule, and the choice of kernels for `gdn_decode`.
 
-A program keeps BLOCK_V rows of one value head's state, [BLOCK_V, K], in registers over the T
-tokens. `gdn_decode` uses it for several tokens without a state ring, chains and draft trees.
+A program keeps BLOCK_V rows of a head's state in registers over the T tokens.
 """
 
 import torch
@@ -58,7 +57,6 @@ def _recurrent_kernel(  # type: ignore[no-untyped-def]
             state = state_of_parent(parents_ptr + row * parents_sb, stored, stored_s[1], t, initial, mask)
         a_token = a_ptr + row * a_s[0] + t * a_s[1] + (h * a_s[2] if CHANNELS else h)
         b_token = b_ptr + row * b_s[0] + t * b_s[1] + h
-        # One number, or [1, K] where channels of a key have gates of their own.
         g = tl.load(a_token + i, mask=i_mask, other=0.0) if CHANNELS else tl.load(a_token)
         g, beta = g.to(tl.float32), tl.load(b_token).to(tl.float32)
         if A_log_ptr is not None:
@@ -89,7 +87,7 @@ def gdn_decode_triton(qkv: Tensor, a: Tensor, b: Tensor, *, weights: GateWeights
         return run(qkv, a, b, weights, step)
     if step.state.intermediate is None and qkv.shape[1] == 1:
         return decode_classic(qkv, a, b, weights, step)
-    # Two launches: one kernel would repeat the conv for every tile of the state.
+    # Two launches: one would repeat the conv for every tile of the state.
     conved = causal_conv1d_update_triton(qkv, step.conv_weights, step.conv_state, step.conv_nodes)
     inputs = DeltaInputs(*split_qkv(conved, step.state.states), a, b)
     return recurrent_gated_delta_rule_triton(inputs, step.state, weights)

@@ -15,9 +15,10 @@ class PreparedChunks(NamedTuple):
         k_left: `[T, Hk, K]` k, normalised and scaled by the decay from its token to the chunk's end; None if q and k
             are unscaled.
         v: `[T, Hv, V]`.
-        solved, scores: `[n, Hv, Q, Q]` in v's dtype.
-        factors: `[n, Hv, 3, Q]` float32 scales of unscaled q and k; None for scaled ones.
-        decay: `[n, Hv]` or `[n, Hv, K]` float32, of the whole chunk.
+        solved: `[n, Hv, Q, Q]` in v's dtype, (I + A)^-1 diag(beta) of `delta_rule_triton.py`.
+        scores: `[n, Hv, Q, Q]` in v's dtype, its P.
+        factors: `[n, Hv, 3, Q]` float32 scales of unscaled k and q, in its order; None for scaled ones.
+        decay: `[n, Hv]` or `[n, Hv, K]` float32, the decay of a state over the whole chunk.
     """
 
     q: Tensor
@@ -32,9 +33,9 @@ class PreparedChunks(NamedTuple):
 
 @triton.jit
 def _widen(inverse, A, FROM: tl.constexpr, TO: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(I + A)^-1 for A [..., n, n] cut down to blocks of 2^TO along the diagonal, given it for blocks of 2^FROM.
+    """(I + A)^-1 for A [..., n, n] cut to diagonal blocks of 2^TO, given it for blocks of 2^FROM.
 
-    With B what A has between the two halves of the blocks, (T^-1 + B)^-1 = T - T B T.
+    With B the part of A between the two halves, (T^-1 + B)^-1 = T - T B T.
     """
     n: tl.constexpr = A.shape[-1]
     apart = tl.arange(0, n)[:, None] ^ tl.arange(0, n)[None, :]

@@ -1,8 +1,8 @@
-"""The gated delta rule (Yang, Kautz and Hatamizadeh 2024): gates, chunked prefill, recurrent step.
+"""The gated delta rule (arXiv:2412.06464): gates, chunked prefill, recurrent step.
 
     S_t = exp(g_t) S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T,    o_t = S_t q_t
 
-In Kimi Delta Attention (Moonshot AI 2025) each channel of a key has its own gate: S_{t-1}
+In Kimi Delta Attention (arXiv:2510.26692) each channel of a key has its own gate: S_{t-1}
 diag(exp(g_t)) replaces exp(g_t) S_{t-1}, and there are as many key heads as value heads.
 
 Shapes: T tokens, B rows, Hk key heads of dim K, Hv value heads of dim V; value head h uses key head
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridrt.kernels.core.chunk_plan import ChunkPlan, chunk_tokens, decay_sums, ith_chunks, left
+from hybridrt.kernels.core.chunk_plan import ChunkPlan, chunk_tokens, decay_sums, exp_of, ith_chunks
 from hybridrt.kernels.core.operation import By, operation
 from hybridrt.kernels.core.records import L2_NORM_EPS, DeltaInputs, GateWeights, Prompts, StateSlots
 from hybridrt.kernels.core.slots import advance_states, initial_states, pad_mask, write_rows
@@ -49,7 +49,7 @@ def chunk_gated_delta_rule(
     inputs: DeltaInputs, state: StateSlots, prompts: Prompts, weights: GateWeights | None = None
 ) -> Tensor:
     """Prefill of several requests, packed along one axis. Returns `[T, Hv, V]` in v's dtype."""
-    # The WY form (Yang et al. 2024, section 3.3): within a chunk the corrected values solve a triangular system
+    # The WY form (arXiv:2412.06464, section 3.3): within a chunk the corrected values solve a triangular system
     inputs, plan = with_gates(inputs, weights), prompts.plan
     q, v = inputs.q, inputs.v
     tokens = v.shape[0]
@@ -61,7 +61,7 @@ def chunk_gated_delta_rule(
     out, final = _scan_chunks(chunks, initial, plan)
     write_rows(state.states, state.write_state_slots, final)
     out = out.masked_fill(pad_mask(state.write_state_slots, 4)[plan.seq_idx], 0)
-    packed = v.new_zeros(tokens + 1, *v.shape[1:])  # the last row takes the places of chunks that hold no token
+    packed = v.new_zeros(tokens + 1, *v.shape[1:])
     packed[torch.where(valid, index, tokens)] = out.transpose(1, 2).to(v.dtype)
     return packed[:tokens]
 
@@ -75,7 +75,6 @@ def recurrent_gated_delta_rule(inputs: DeltaInputs, state: StateSlots, weights: 
     inputs = with_gates(inputs, weights)
     q, k, v = inputs.q, inputs.k, inputs.v
     heads_per_key = v.shape[2] // k.shape[2]
-    # k and q side by side: one pass over the state serves both products.
     pairs = torch.stack((l2_normalize(k), l2_normalize(q) * q.shape[-1] ** -0.5), -2)
     pairs = pairs.repeat_interleave(heads_per_key, 2)
     decay, v, beta = inputs.g.float().exp(), v.float(), inputs.beta.float().unsqueeze(-1)
@@ -98,11 +97,11 @@ def l2_normalize(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Chunks:
-    """What the scan needs of n chunks of Q tokens, float32: everything that does not depend on the incoming state.
+    """n chunks of Q tokens, float32: everything that does not depend on the incoming state.
 
     Attributes:
         new_values: `[n, Hv, Q, V]`, the corrected values beta (v - S k) for a zero incoming state.
-        state_keys: `[n, Hv, Q, K]`, such that the corrected values are new_values - state_keys S^T.
+        state_keys: `[n, Hv, Q, K]`; the corrected values are new_values - state_keys S^T.
         queries: `[n, Hv, Q, K]`, q times the decay since the chunk's start.
         keys: `[n, Hv, Q, K]`, k times the decay until the chunk's end.
         scores: `[n, Hv, Q, Q]`, the causal, decayed q k^T.
@@ -118,7 +117,7 @@ class _Chunks:
 
 
 def _to_chunks(x: Tensor, index: Tensor, valid: Tensor) -> Tensor:
-    """x `[T, H, ...]` as `[n, H, Q, ...]` float32, zero where there is no token."""
+    """Cuts x `[T, H, ...]` to `[n, H, Q, ...]` float32, zero where there is no token."""
     gathered = x[index].float()
     return gathered.masked_fill(~valid.view(*valid.shape, *[1] * (x.ndim - 1)), 0).transpose(1, 2)
 
@@ -128,11 +127,11 @@ def _wy_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> _Chu
     sums = decay_sums(g if g.ndim == q.ndim else g.unsqueeze(-1), -2)
     scores, products = (decayed_products(x, k, sums) for x in (q, k))
     q, k = q.repeat_interleave(heads_per_key, 1), k.repeat_interleave(heads_per_key, 1)
-    from_start = left(sums)
+    from_start = exp_of(sums)
     right = torch.cat((v, k * from_start), -1) * beta.unsqueeze(-1)
     solved = torch.linalg.solve_triangular(products * beta.unsqueeze(-1), right, upper=False, unitriangular=True)
     new_values, state_keys = solved.split((v.shape[-1], k.shape[-1]), -1)
-    to_end = left(sums[..., -1:, :] - sums)
+    to_end = exp_of(sums[..., -1:, :] - sums)
     return _Chunks(new_values, state_keys, q * from_start, k * to_end, scores, from_start[..., -1:, :])
 
 
@@ -143,10 +142,10 @@ def decayed_products(x: Tensor, k: Tensor, sums: Tensor) -> Tensor:
     if sums.shape[-1] == 1:
         causal = torch.ones(tokens, tokens, dtype=torch.bool, device=x.device).tril()
         apart = (sums - sums.transpose(-1, -2)).masked_fill_(~causal, -torch.inf)
-        return (x @ k.transpose(-1, -2)).repeat_interleave(heads_per_key, 1).mul_(left(apart))
+        return (x @ k.transpose(-1, -2)).repeat_interleave(heads_per_key, 1).mul_(exp_of(apart))
     out = x.new_zeros(*x.shape[:-1], tokens)
     for j in range(tokens):  # all columns at once would take Q times the memory of the keys
-        decay = left(sums[..., j:, :] - sums[..., j : j + 1, :])
+        decay = exp_of(sums[..., j:, :] - sums[..., j : j + 1, :])
         out[..., j:, j] = (x[..., j:, :] * k[..., j : j + 1, :] * decay).sum(-1)
     return out
 

@@ -1,7 +1,7 @@
-"""Triton kernels of the chunked gated delta rule (Yang et al. 2024, section 3.3), two launches.
+"""Triton kernels of the chunked gated delta rule (arXiv:2412.06464, section 3.3), two launches.
 
 1. `_prepare_kernel`: what depends on a chunk's tokens alone: gates, solved system, scores, decays.
-2. `_pass_kernel`: walks each row's chunks with a block of the state's columns on the chip.
+2. `_pass_kernel`: walks each row's chunks with a block of V of the state [V, K] on the chip.
 
 With G the running sum of g in a chunk, kappa_j = 1 / |k_j|, rho_i = K^-0.5 / |q_i|, and S the state
 before the chunk (A for i > j, P for i >= j):
@@ -12,9 +12,18 @@ before the chunk (A for i > j, P for i >= j):
     P_ij = rho_i kappa_j exp(G_i - G_j) q_i k_j
     S <- exp(G_end) S + u^T exp(G_end - G) kappa k
 
+`solved` is (I + A)^-1 diag(beta), and `scores` is P. G = M + R: `split_gates` splits each gate into
+a multiple of a unit and a rest, M and R are their running sums, and exp(R) is applied to a token.
+
 Factors are applied to products, not to k, q and v: asynchronous copies can then move tiles from
-memory to the tensor cores. In Kimi Delta Attention factors differ by channel: there
-`kda_chunks_triton.py` is the first launch and passes scaled q and k on.
+memory to the tensor cores. `factors` has three rows for each head of a chunk:
+
+    exp(G) kappa            of k, when it reads the state
+    exp(G) rho              of q, when it reads the state
+    exp(G_end - G) kappa    of k, when it is added to the state
+
+In Kimi Delta Attention factors differ by channel: there `kda_chunks_triton.py` is the first launch
+and passes scaled q and k on.
 """
 
 import torch
@@ -34,7 +43,7 @@ from hybridrt.kernels.delta_rule.kda_chunks_triton import prepare_channels
 from hybridrt.kernels.state.conv_and_gates_triton import L2_EPS, log_decay, strides
 
 MAX_CHUNK = 64
-PREFETCH_BYTES = 213_000  # of chunks on the way to a program; the rest of its 227 KB holds operands
+PREFETCH_BYTES = 213_000  # bytes of chunks on the way to a program; the rest of its 227 KB holds operands
 
 
 @triton.jit
@@ -67,7 +76,6 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     k_norm = tl.sqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + L2_EPS)
     q_factor = K**-0.5 * near / tl.sqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) + L2_EPS)
     k_factor, k_from = near / k_norm, 1.0 / (near * k_norm)
-    # Stored before the products, which need the registers.
     factors = factors_ptr + (chunk.to(tl.int64) * HV + h) * (3 * Q) + t
     tl.store(factors, k_factor * tl.exp(sums))
     tl.store(factors + Q, q_factor * tl.exp(sums))
@@ -79,7 +87,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * pair * q_factor[:, None]
     tl.store(scores_ptr + place, tl.where(r >= c, scores, 0.0).to(scores_ptr.dtype.element_ty))
     A = tl.dot(k, tl.trans(k), input_precision=PRECISION) * pair * (beta * k_factor)[:, None]
-    # No entry of A or the inverse is above 1, where float16 is as fine as TF32 and its products twice as fast.
+    # No entry is above 1, where float16 is as fine as TF32 and its products twice as fast.
     dtype: tl.constexpr = tl.float32 if k.dtype == tl.float32 else tl.float16
     inverse = unit_inverse(tl.where(r > c, A, 0.0).to(dtype), Q, LEVELS, PRECISION)
     tl.store(solved_ptr + place, (inverse * beta[None, :]).to(solved_ptr.dtype.element_ty))
@@ -93,7 +101,7 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, Q: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid [parts of V, value heads, rows]. The tensors up to the decays are those of PreparedChunks."""
+    """Grid [blocks of V, value heads, rows]. The tensors up to the decays are those of PreparedChunks."""
     CHANNELS: tl.constexpr = k_left_ptr is not None
     h, row = tl.program_id(1), tl.program_id(2)
     t, i, j = tl.arange(0, Q), tl.arange(0, BLOCK_K), tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -108,7 +116,7 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
             tl.store(out_ptr + token * (HV * V) + out_tile, zeros, mask=tile_mask(token + t < row_end, j, V, BLOCK_V))
         return
 
-    # Starts have 64 bits and offsets 32: fewer registers and instructions for addresses.
+    # 64-bit starts, 32-bit offsets: fewer registers.
     q_ptr += h // (HV // HK) * q_strides[1]
     k_ptr += h // (HV // HK) * k_strides[1]
     if CHANNELS:
@@ -121,8 +129,7 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
     state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if tl.load(has_initial_ptr + row) != 0:
         state += tl.load(cells + read.to(tl.int64) * states_ss, mask=inside, other=0.0).to(tl.float32)
-    # Where chunks begin is computed, not loaded, and carried in one number: addresses that wait for a load, or a value
-    # that is carried over two rounds, would keep Triton from fetching the next chunks ahead.
+    # Computed, in one number: addresses that wait for a load keep Triton from fetching ahead.
     boundary = tl.load(ends_ptr + tl.minimum(first, last) + 1)
     for chunk in range(first, last + 1):
         start = tl.maximum(boundary - CHUNK, row_start)
@@ -145,8 +152,7 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
             q_from_start = tl.load(factors_ptr + place * (3 * Q) + Q + t)
             k_to_end = tl.load(factors_ptr + place * (3 * Q) + 2 * Q + t)
         if CHANNELS:
-            # Zeros, as far as the compiler knows not so: Triton fetches ahead what the operands of a product need, and
-            # would load decays, which go into a sum alone, when they are due.
+            # Zeros, unknown to the compiler: Triton fetches ahead the operands of products only.
             state += tl.minimum(decay, 0.0)
         held = state.to(k.dtype)
         if CHANNELS:
@@ -161,7 +167,7 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
         tl.store(out_rows, out.to(out_ptr.dtype.element_ty), mask=tile_mask(live, j, V, BLOCK_V))
         if CHANNELS:
             k, u = k_left, u.to(k.dtype)
-        elif k.dtype == tl.float16:  # where u / |k| may be past the largest number, and k / |k| is not
+        elif k.dtype == tl.float16:  # where u / |k| may overflow, and k / |k| does not
             k, u = (k.to(tl.float32) * k_to_end[:, None]).to(k.dtype), u.to(k.dtype)
         else:
             u = (u * k_to_end[:, None]).to(k.dtype)
@@ -219,9 +225,9 @@ def _prepare(
 
 
 def pass_tile(states: int, value_dim: int, size: int, widths: int, v: Tensor) -> dict[str, int]:
-    """Columns of the state in a program, and how many chunks of `size` tokens it prefetches, with
-    `widths` columns next to those of v. On an H200 a chunk takes 1.5 us with 32 columns and 2.0
-    us with 64: the latter where 32 would make programs wait for others to end.
+    """The block of V of a program, and how many chunks of `size` tokens it prefetches. A token of a
+    chunk has `widths` numbers in addition to those of v. On an H200 a chunk takes 1.5 us with a
+    block of 32 and 2.0 us with 64: the latter where 32 would make programs wait for others to end.
     """
     narrow = v.itemsize > 2 or states * value_dim <= 32 * multiprocessors(v.device)
     block_v = min(32 if narrow else 64, max(16, triton.next_power_of_2(value_dim)))

@@ -5,18 +5,18 @@ With G the running sum of a chunk's gates [Q, K], and k and q normalised, a chun
     A_ij = beta_i sum_c k_ic k_jc exp(G_ic - G_jc) for i > j,
     P_ij = K^-0.5 sum_c q_ic k_jc exp(G_ic - G_jc) for i >= j.
 
-The decay of a pair cannot be taken out of the sum: each channel has its own. So it is split at the middle b of a block
-of 2^(l+1) tokens that holds i and j, and each factor goes to a copy of k or q,
+Each channel has its own decay, so it cannot be taken out of the sum. It is split at the middle b of
+a block of 2^(l+1) tokens that holds i and j, and each factor goes to a copy of k or q,
 
     exp(G_i - G_j) = exp(G_i - G_b) exp(G_b - G_j).
 
-Where no sum of gates between a token of a block and its middle is past FAR, neither factor overflows, and one product
-of copies gives all pairs of the block. The kernel begins with the whole chunk as a block. If a sum is too large, the
-product gives pairs of tokens in different halves alone, whose factors are at most 1 and sums of their own gates alone.
-Then the halves are the blocks, and so on. A block of one token has no sum.
+Where no sum between a token and the middle is past FAR, neither factor overflows, and one product
+gives all pairs of the block. The kernel begins with the whole chunk. If a sum is too large, the
+product gives only pairs of tokens in different halves, with factors of at most 1; then the halves
+are the blocks, and so on.
 
-Sums of gates are products of tensor cores with matrices of 1, -1 and 0. To be operands, gates are multiples of
-log(2) / SCALE, and each is split into two numbers of float16, 22 bits.
+Sums of gates are products of tensor cores with matrices of 1, -1 and 0. As operands, gates are
+multiples of log(2) / SCALE, split into two numbers of float16, 22 bits.
 """
 
 import torch
@@ -31,13 +31,13 @@ from hybridrt.kernels.core.records import DeltaInputs, GateWeights
 from hybridrt.kernels.delta_rule.delta_chunks_triton import PreparedChunks, unit_inverse
 from hybridrt.kernels.state.conv_and_gates_triton import L2_EPS, strides
 
-COLUMNS = 64  # of a key that a program takes at a time
+COLUMNS = 64  # channels of a key that a program computes at a time
 SCALE = tl.constexpr(256.0)
 LOG2_E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-255.0 * 256.0)  # of a gate: in float16's range, and its exponential is 0
-FAR = 100.0  # as a power of 2: 2^-FAR of a key is in float32's range, and so is 2^-26 of that
-FAR_IN_FLOAT32 = 16.0  # differences of larger sums lose more than float32 products do
-# log(1 + z) / z for 0 <= z <= 1, highest power first, to 2e-7: weighted least squares.
+LOWEST = tl.constexpr(-255.0 * 256.0)  # lowest gate: in float16's range, and its exponential is 0
+FAR = 100.0  # a power of 2: 2^-FAR of a key is in float32's range, and so is 2^-26 of that
+FAR_IN_FLOAT32 = 16.0  # larger differences lose more than float32 products
+# log(1 + z) / z for 0 <= z <= 1, highest power first, to 2e-7.
 LOG1P = tl.constexpr(
     (
         -0.008539208211004734, 0.044089630246162415, -0.10768171399831772, 0.17745241522789001,
@@ -50,7 +50,7 @@ _kept_matrices: dict[tuple[int, torch.device], Tensor] = {}
 
 @triton.jit
 def _softplus(x):  # type: ignore[no-untyped-def]
-    """log(1 + e^x) in a third of the instructions of the decode kernels' softplus."""
+    """Takes a third of the instructions of the decode kernels' softplus."""
     z = tl.exp2(-tl.abs(x) * LOG2_E)
     ratio = tl.full(x.shape, LOG1P[0], tl.float32)
     for n in tl.static_range(1, 8):
@@ -62,9 +62,8 @@ def _softplus(x):  # type: ignore[no-untyped-def]
 def _gates(  # type: ignore[no-untyped-def]
     a_ptr, A_log_ptr, dt_bias_ptr, h, i, mask, K: tl.constexpr, LOWER_BOUND: tl.constexpr
 ):
-    """SCALE / log(2) times g of a tile [Q, columns i], 0 where masked: from raw a, or from g if
-    there is no A_log. Exponentials have base 2: tl.exp would multiply and look for small results
-    first.
+    """SCALE / log(2) times g of a tile [Q, columns i], 0 where masked: from raw a, or from g
+    without A_log. Base 2, because tl.exp looks for small results first.
     """
     UNIT: tl.constexpr = SCALE * LOG2_E
     g = tl.load(a_ptr, mask=mask, other=0.0).to(tl.float32)
@@ -103,13 +102,13 @@ def _is_far(sums, FAR: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _nearest(x):  # type: ignore[no-untyped-def]
-    """float32 of which a product in TF32, which cuts bits off, takes the nearest number."""
+    """Rounds to the nearest TF32 number: products cut bits off."""
     return (x.to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _products(x, y, z, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """x_i y_j where i >= j, and above the diagonal y_i z_j: scores, and the transposed products of keys."""
+    """x_i y_j where i >= j, y_i z_j above the diagonal: scores, and transposed products of keys."""
     t = tl.arange(0, x.shape[0])
     of_keys = tl.dot(y, tl.trans(z), input_precision=PRECISION)
     of_queries = tl.dot(x, tl.trans(y), input_precision=PRECISION)
@@ -128,8 +127,8 @@ def _channels_kernel(  # type: ignore[no-untyped-def]
     h, chunk = tl.program_id(0), tl.program_id(1)
     t, columns = tl.arange(0, Q), tl.arange(0, BLOCK_K)
     first, end = tl.load(ends_ptr + chunk).to(tl.int64), tl.load(ends_ptr + chunk + 1)
-    live = first + t < end  # none in the spare chunks of a graph
-    # Starts have 64 bits and offsets 32: addresses then take fewer registers.
+    live = first + t < end
+    # 64-bit starts, 32-bit offsets: fewer registers.
     q_ptr += first * q_strides[0] + h * q_strides[1]
     k_ptr += first * k_strides[0] + h * k_strides[1]
     a_ptr += first * a_strides[0] + h * a_strides[1]
@@ -148,11 +147,11 @@ def _channels_kernel(  # type: ignore[no-untyped-def]
         q_norm += tl.sum(q * q, 1)
     k_factor, q_factor = tl.rsqrt(k_norm + L2_EPS)[:, None], (tl.rsqrt(q_norm + L2_EPS) * K**-0.5)[:, None]
 
-    # Factors of at most 1 go with float16, as fine as TF32, whose products take twice as long but have float32's range.
+    # float16 is as fine as TF32 for factors of at most 1, and twice as fast.
     dtype: tl.constexpr = tl.float32 if k_ptr.dtype.element_ty == tl.float32 else tl.float16
     r, c = t[:, None], t[None, :]
-    both = tl.zeros([Q, Q], tl.float32)  # one tile for both saves registers: see _products
-    # disable_licm: to keep values that all iterations share would spill others.
+    both = tl.zeros([Q, Q], tl.float32)  # saves registers: see _products
+    # disable_licm: hoisted loop invariants would spill registers.
     for start in tl.range(0, K, BLOCK_K, num_stages=1, disable_licm=True):
         i = start + columns
         mask = live[:, None] & (i < K)[None, :]
@@ -168,7 +167,7 @@ def _channels_kernel(  # type: ignore[no-untyped-def]
         left = k * tl.exp2(_sums(matrices_ptr, LEVELS + 2, high, low))
         tl.store(k_left_ptr + cells, left.to(k_left_ptr.dtype.element_ty), mask=mask)
 
-        level = LEVELS  # of blocks of 2^level tokens
+        level = LEVELS  # blocks have 2^level tokens
         sums = _sums(matrices_ptr, level, high, low)
         while _is_far(sums, FAR):
             decay = tl.exp2(-tl.abs(sums))

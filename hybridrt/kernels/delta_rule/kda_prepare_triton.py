@@ -1,9 +1,8 @@
-"""Triton kernel in front of `gdn_decode`'s second launch with a state ring, for Kimi Delta
-Attention.
+"""Triton kernel before `gdn_decode`'s second launch with a state ring, for Kimi Delta Attention.
 
-It replaces the first kernel of `decode_ring_triton.py`. Each channel c of a key has its own decay,
-so decays cannot be taken out of the sums over channels. The vectors x_n (the keys of a step's
-tokens, then their queries) are multiplied by the decays of the state, and scores are summed here:
+It replaces the first kernel of `decode_ring_triton.py`: each channel c of a key has its own decay,
+so decays cannot be taken out of the sums. The vectors x_n (the keys of a step's tokens, then their
+queries) include the decays of the state, and scores are summed here:
 
     vectors[n] = exp(G_n) x_n,      scores[n, i] = sum_c exp(G_n[c] - G_i[c]) k_i[c] x_n[c]
 
@@ -54,7 +53,6 @@ def prepare_channels(  # type: ignore[no-untyped-def]
     if slot < 0:
         return
 
-    # Keys as the ring will hold them.
     raw = conv_tokens(
         source, st, conv_row, weight_ptr, bias_ptr, (HK + h) * K + k, k_mask, position, t_all, T, TAPS, WC
     ).to(tl.float32)
@@ -68,7 +66,7 @@ def prepare_channels(  # type: ignore[no-untyped-def]
     queries *= (tl.rsqrt(tl.sum(queries * queries, axis=1) + L2_EPS) * (K**-0.5))[:, None]
 
     A_log, dt_bias = tl.load(A_log_ptr + h), tl.load(dt_bias_ptr + h * K + k, mask=k_mask, other=0.0)
-    fresh = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)  # the step's keys up to token t, with what is left of them
+    fresh = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)  # keys up to token t, decayed
     for t in range(T):
         raw_a = tl.load(a_ptr + b * a_strides[0] + t * a_strides[1] + h * a_strides[2] + k, mask=k_mask, other=0.0)
         raw_b = tl.load(b_ptr + b * b_strides[0] + t * b_strides[1] + h).to(tl.float32)

@@ -10,7 +10,7 @@ from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.dense.gated_norm import GateActivation
 from hybridrt.kernels.state.conv_and_gates_triton import silu
 
-MOST_TOKENS = 8  # of a program, which is compiled for their number
+MOST_TOKENS = 8  # tokens of a program, which is compiled for their number
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -19,15 +19,14 @@ def _gated_norm_kernel(  # type: ignore[no-untyped-def]
     D: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, NORM_FIRST: tl.constexpr,
     SIGMOID: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Neighbouring programs read adjacent groups. Each token is a tile of its own, so its sum has
-    the same order for every TOKENS."""
+    """Each token is a tile: its sum has the same order for every TOKENS."""
     first = tl.program_id(0) // (D // GROUP) * TOKENS
     i = tl.arange(0, BLOCK)
     mask = i < GROUP
     d = tl.program_id(0) % (D // GROUP) * GROUP + i
     weight = tl.load(weight_ptr + d, mask=mask, other=0.0)
     begin(PDL)
-    # Load all tokens before the first store: the compiler does not move loads over stores.
+    # Loads before stores: the compiler does not move loads over stores.
     hs, gates = (), ()  # type: tuple[Tensor, ...], tuple[Tensor, ...]
     for t in tl.static_range(TOKENS):
         token = tl.minimum(first + t, tokens - 1).to(tl.int64)  # tokens past the last repeat it
@@ -62,11 +61,8 @@ def gated_rms_norm_triton(
 
 
 def _tokens_of_a_program(rows: int, block: int) -> int:
-    """Measured on an H200 with groups of 128: few rows are bound by latency, many by loads in
-    flight.
-
-    `rows`: groups of all tokens for each multiprocessor. `block`: size of a group. Registers limit
-    tokens.
+    """Measured on an H200: few rows are bound by latency, many by loads in flight. `rows`: groups
+    for each multiprocessor. `block`: size of a group.
     """
     if rows < 4:
         return 1

@@ -12,7 +12,7 @@ from torch import Tensor
 from hybridrt.kernels.core.operation import By, operation
 from hybridrt.kernels.core.recording import live
 from hybridrt.kernels.dense.linear import linear
-from hybridrt.kernels.dense.norm_activation import clamped_silu_and_mul, relu2, silu_and_mul
+from hybridrt.kernels.dense.norm_activation import biased_swiglu, clamped_silu_and_mul, relu2, silu_and_mul
 
 
 class SoftmaxChoice(NamedTuple):
@@ -47,13 +47,18 @@ class ExpertStack(NamedTuple):
         w_up: `[E, 2I, D]` (gate rows, then up rows) of SwiGLU, else `[E, I, D]`; w_down: `[E, D,
             I]`.
         activation: "silu" for SwiGLU; "relu2" for squared ReLU, without a gate.
-        limit: of a clamped SwiGLU (`clamped_silu_and_mul`), or None.
+        limit: bound of a clamped SwiGLU (`clamped_silu_and_mul`), or None.
+        alpha: with a limit, factor of a SwiGLU with clamped inputs (`biased_swiglu`), or None.
+        b_up, b_down: biases `[E, 2I]` (or `[E, I]`) and `[E, D]`, contiguous, or None.
     """
 
     w_up: Tensor
     w_down: Tensor
     activation: Literal["silu", "relu2"]
     limit: float | None = None
+    alpha: float | None = None
+    b_up: Tensor | None = None
+    b_down: Tensor | None = None
 
 
 @operation(By("triton", "hybridrt.kernels.dense.moe_router_triton:router_softmax_triton"))
@@ -91,7 +96,7 @@ def router_sigmoid_grouped(
     Args:
         logits: `[T, E]`.
         correction_bias: `[E]` float32, added to the sigmoid scores for the choice, not for weights.
-        rows: as in `router_softmax`.
+        rows: those of `router_softmax`.
 
     Returns:
         weights `[T, k + shared]` float32 and ids `[T, k + shared]` int32.
@@ -121,7 +126,8 @@ def router_product(x: Tensor, weight: Tensor) -> Tensor:
 
 @operation(By("triton"))
 def fused_experts(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor) -> Tensor:
-    """sum_j weights[t, j] * w_down[e] act(w_up[e] x[t]) over each token's experts e = ids[t, j].
+    """sum_j weights[t, j] * (w_down[e] act(w_up[e] x[t] + b_up[e]) + b_down[e]) over each token's
+    experts e = ids[t, j].
 
     x `[T, D]`; weights `[T, k]` float32; ids `[T, k]` int32, -1 for none. Returns `[T, D]` in x's
     dtype, summed in float32.
@@ -131,7 +137,6 @@ def fused_experts(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor)
 
 def _each_expert(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor) -> Tensor:
     """Reads on the host how many tokens each expert has."""
-    # Token-expert pairs sorted by expert, one pair of matrix products for each expert that was hit
     count, top_k = experts.w_up.shape[0], ids.shape[1]
     flat = ids.flatten().long()
     order = torch.where(flat < 0, count, flat).argsort(stable=True)
@@ -143,8 +148,10 @@ def _each_expert(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor) 
         if count == 0:
             continue
         chosen = tokens[start : start + count]
-        hidden = _activate(linear(x[chosen], experts.w_up[expert]), experts)
-        out.index_add_(0, chosen, linear(hidden, experts.w_down[expert]) * pair_weights[start : start + count])
+        b_up, b_down = (None if bias is None else bias[expert] for bias in (experts.b_up, experts.b_down))
+        hidden = _activate(linear(x[chosen], experts.w_up[expert], b_up), experts)
+        found = linear(hidden, experts.w_down[expert], b_down)
+        out.index_add_(0, chosen, found * pair_weights[start : start + count])
         start += count
     return out.to(x.dtype)
 
@@ -157,6 +164,8 @@ def _without_padding(weights: Tensor, ids: Tensor, rows: Tensor | None) -> tuple
 
 
 def _activate(hidden: Tensor, experts: ExpertStack) -> Tensor:
+    if experts.limit is not None and experts.alpha is not None:
+        return biased_swiglu(hidden, experts.limit, experts.alpha)
     if experts.limit is not None:
         return clamped_silu_and_mul.reference(hidden, experts.limit)
     return silu_and_mul.reference(hidden) if experts.activation == "silu" else relu2.reference(hidden)

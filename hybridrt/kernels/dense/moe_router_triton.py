@@ -13,15 +13,16 @@ from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.dense.moe import GroupedChoice, SoftmaxChoice, router_product
 from hybridrt.kernels.dense.skinny_linear_triton import Tile, matvec
 
-PRODUCT_TOKENS = 256  # up to here launches bound a router's float32 product
+PRODUCT_TOKENS = 256  # up to here launches bound a product
 ROUTER_TILE = Tile(1, 4096, 8)
 _LOWEST = tl.constexpr(-0x80000000)
 
 
 @triton.jit
 def _take_best(keys, ids):  # type: ignore[no-untyped-def]
-    """The highest key, the lowest id that has it, and the other keys. Integer keys: a warp compares
-    them in one step, and NaN equals itself."""
+    """The highest key, the lowest id that has it, and the other keys. Integers: a warp compares
+    them in one step, and NaN equals itself.
+    """
     best = tl.max(keys, 0)
     chosen = tl.min(tl.where(keys == best, ids, 0x7FFFFFFF), 0)
     return best, chosen, tl.where(ids == chosen, _LOWEST, keys)
@@ -50,8 +51,7 @@ def _product_kernel(  # type: ignore[no-untyped-def]
     x_ptr, weight_ptr, out_ptr, parts_ptr, arrivals_ptr, x_st, tokens, E, K: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid [parts of K, blocks of experts, blocks of tokens]. The last part to end sums all in
-    order."""
+    """Grid [parts of K, blocks of experts, blocks of tokens]. The last part sums all in order."""
     PART: tl.constexpr = (K + SPLIT * BLOCK_K - 1) // (SPLIT * BLOCK_K) * BLOCK_K
     part, block = tl.program_id(0), tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
     t = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -72,7 +72,7 @@ def _product_kernel(  # type: ignore[no-untyped-def]
         cells = parts_ptr + block.to(tl.int64) * (SPLIT * BLOCK_T * BLOCK_E)
         cells += tl.arange(0, BLOCK_T)[:, None] * BLOCK_E + tl.arange(0, BLOCK_E)[None, :]
         tl.store(cells + part * (BLOCK_T * BLOCK_E), acc)
-        tl.debug_barrier()  # publish all stores before the arrival
+        tl.debug_barrier()  # publish stores
         if tl.atomic_add(arrivals_ptr + block, 1, sem="acq_rel") == SPLIT - 1:
             tl.store(arrivals_ptr + block, 0)
             total = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
@@ -96,7 +96,6 @@ def _router_softmax_kernel(  # type: ignore[no-untyped-def]
     logits = tl.load(logits_ptr + t * logits_sr + e, mask=e < E, other=float("-inf")).to(tl.float32)
     scores = tl.exp(logits - tl.max(logits, 0))
     scores = scores / tl.sum(scores, 0)
-    # Bits of non-negative floats have the order of the floats.
     bits = tl.where(e < E, scores.to(tl.int32, bitcast=True), _LOWEST)
     best_bits, ids = tl.zeros([BLOCK_K], tl.int32), E - TOP_K + j
     for k in tl.static_range(TOP_K):
@@ -124,7 +123,7 @@ def _router_sigmoid_kernel(  # type: ignore[no-untyped-def]
     biased = tl.where(e < E, scores + bias, float("-inf"))
     if TOP_GROUPS < GROUPS:
         g = tl.arange(0, BLOCK_G)
-        # A group's score is the sum of its two best; [BLOCK_G, BLOCK_E], -inf outside the group.
+        # A group's score is the sum of its two best.
         own = tl.where((e // size)[None, :] == g[:, None], biased[None, :], float("-inf"))
         first = tl.max(own, 1)
         first_id = tl.min(tl.where(own == first[:, None], e[None, :], 0x7FFFFFFF), 1)
@@ -192,7 +191,6 @@ def _route(
     kernel: Any, logits: Tensor, of_experts: Tensor | None, number: float, choice: SoftmaxChoice | GroupedChoice,
     rows: Tensor | None, **own: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`of_experts`, `number` and `own` are the kernel's own arguments."""
     (tokens, experts), chosen = logits.shape, choice.top_k + choice.shared
     weights = torch.empty((tokens, chosen), dtype=torch.float32, device=logits.device)
     ids = torch.empty((tokens, chosen), dtype=torch.int32, device=logits.device)

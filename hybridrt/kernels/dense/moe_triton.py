@@ -1,7 +1,7 @@
 """Triton kernels of the routed experts.
 
-With few token-expert pairs bandwidth decides, and each pair gathers its own weight rows. With many,
-pairs are laid out in blocks of one expert, and blocks are matrix products.
+Few token-expert pairs are bound by bandwidth: each gathers its own weight rows. Many are laid out
+in blocks of one expert, and blocks are matrix products.
 """
 
 from dataclasses import dataclass
@@ -16,13 +16,16 @@ from hybridrt.kernels.core.launch import dot_precision
 from hybridrt.kernels.core.pdl_triton import begin, begin_in_turn, pdl
 from hybridrt.kernels.dense.moe import ExpertStack
 
-# Up to here two small launches that compare all pairs cost less than a sort.
+# Up to here comparing all pairs costs less than a sort.
 COMPARED_PAIRS = 12288
 
 
 @triton.jit
-def _activate(hidden, up, GATED: tl.constexpr, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    if GATED:
+def _activate(hidden, up, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):  # type: ignore[no-untyped-def]
+    if ALPHA is not None:
+        hidden, up = tl.minimum(hidden, LIMIT), tl.maximum(tl.minimum(up, LIMIT), -LIMIT)
+        hidden = hidden * tl.sigmoid(hidden * ALPHA) * (up + 1.0)
+    elif GATED:
         hidden = hidden * tl.sigmoid(hidden)
         if LIMIT is not None:
             hidden, up = tl.minimum(hidden, LIMIT), tl.maximum(tl.minimum(up, LIMIT), -LIMIT)
@@ -35,11 +38,11 @@ def _activate(hidden, up, GATED: tl.constexpr, LIMIT: tl.constexpr):  # type: ig
 
 @triton.jit
 def _gathered_up_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, w_ptr, ids_ptr, hidden_ptr, x_sr, w_se, w_sr, TOP_K: tl.constexpr, D: tl.constexpr, INNER: tl.constexpr,
-    GATED: tl.constexpr, LIMIT: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, w_ptr, bias_ptr, ids_ptr, hidden_ptr, x_sr, w_se, w_sr, TOP_K: tl.constexpr, D: tl.constexpr,
+    INNER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BLOCK_I: tl.constexpr,
+    BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid [inner blocks, pairs]. A thread owns 8 neighbouring columns of each row, one 16-byte
-    load."""
+    """Grid [inner blocks, pairs]. A thread loads 16 bytes of each row."""
     begin_in_turn(PDL)
     pair = tl.program_id(1)
     expert = tl.load(ids_ptr + pair).to(tl.int64)
@@ -47,7 +50,7 @@ def _gathered_up_kernel(  # type: ignore[no-untyped-def]
         return
     i, d = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I), tl.arange(0, BLOCK_D)
     x_row = x_ptr + (pair // TOP_K).to(tl.int64) * x_sr + d
-    # Rows past the last repeat it: cheaper than a mask, and never written.
+    # Past the last row it repeats: cheaper than a mask, and never written.
     w_rows = w_ptr + expert * w_se + tl.minimum(i, INNER - 1)[:, None] * w_sr + d[None, :]
     tile = tl.load(w_rows, mask=(d < D)[None, :], other=0.0)
     up_tile = tile
@@ -60,13 +63,19 @@ def _gathered_up_kernel(  # type: ignore[no-untyped-def]
         if GATED:
             up += _sum_by_8(up_tile.to(tl.float32) * x)
         if BLOCK_D < D:
-            # Last, so that a row's next piece reuses the registers of this one.
+            # Last, to reuse the registers of this piece.
             following = start + BLOCK_D
             mask = (following + d < D)[None, :]
             tile = tl.load(w_rows + following, mask=mask, other=0.0)
             if GATED:
                 up_tile = tl.load(w_rows + following + INNER * w_sr, mask=mask, other=0.0)
-    out = _activate(tl.sum(hidden, 1), tl.sum(up, 1), GATED, LIMIT)
+    total, total_up = tl.sum(hidden, 1), tl.sum(up, 1)
+    if bias_ptr is not None:
+        bias = bias_ptr + expert * (INNER * (2 if GATED else 1)) + i
+        total += tl.load(bias, mask=i < INNER, other=0.0).to(tl.float32)
+        if GATED:
+            total_up += tl.load(bias + INNER, mask=i < INNER, other=0.0).to(tl.float32)
+    out = _activate(total, total_up, GATED, LIMIT, ALPHA)
     tl.store(hidden_ptr + pair.to(tl.int64) * INNER + i, out.to(hidden_ptr.dtype.element_ty), mask=i < INNER)
 
 
@@ -77,11 +86,10 @@ def _sum_by_8(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _gathered_down_kernel(  # type: ignore[no-untyped-def]
-    hidden_ptr, w_ptr, weights_ptr, ids_ptr, out_ptr, w_se, w_sr, TOP_K: tl.constexpr, D: tl.constexpr,
+    hidden_ptr, w_ptr, bias_ptr, weights_ptr, ids_ptr, out_ptr, w_se, w_sr, TOP_K: tl.constexpr, D: tl.constexpr,
     INNER: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid [tokens, output blocks]: BLOCK_P experts and BLOCK_I inner columns at a time. A tile has
-    a row for each expert and output; a thread owns 8 neighbouring columns."""
+    """Grid [tokens, output blocks]. A tile has a row for each expert and output."""
     PARTS: tl.constexpr = (INNER + BLOCK_I - 1) // BLOCK_I
     STEPS: tl.constexpr = (TOP_K + BLOCK_P - 1) // BLOCK_P * PARTS
     t = tl.program_id(0).to(tl.int64)
@@ -89,7 +97,7 @@ def _gathered_down_kernel(  # type: ignore[no-untyped-def]
     p = r // BLOCK_D
     w_rows = w_ptr + tl.minimum(tl.program_id(1) * BLOCK_D + r % BLOCK_D, D - 1) * w_sr
     ids_row, weights_row = ids_ptr + t * TOP_K, weights_ptr + t * TOP_K
-    # The experts were chosen before the previous kernel began, so reading them early is safe.
+    # The experts were chosen before the previous kernel began: reading them early is safe.
     tile = _down_tile(w_rows, ids_row, w_se, p, i, TOP_K, INNER)
     begin(PDL)
     total = tl.zeros([BLOCK_P * BLOCK_D, BLOCK_I // 8], tl.float32)
@@ -102,17 +110,22 @@ def _gathered_down_kernel(  # type: ignore[no-untyped-def]
         hidden = tl.load(hidden_rows[:, None] + column[None, :], mask=mask, other=0.0)
         total += _sum_by_8(tile.to(tl.float32) * hidden.to(tl.float32)) * weight[:, None]
         if STEPS > 1:
-            # Last, so that the next tile reuses the registers of this one.
+            # Last, to reuse the registers of this tile.
             k, column = (step + 1) // PARTS * BLOCK_P + p, (step + 1) % PARTS * BLOCK_I + i
             tile = _down_tile(w_rows, ids_row, w_se, k, column, TOP_K, INNER)
     out = tl.sum(tl.reshape(tl.sum(total, 1), [BLOCK_P, BLOCK_D]), 0)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    if bias_ptr is not None:
+        for k in tl.static_range(TOP_K):
+            expert = tl.load(ids_row + k).to(tl.int64)
+            bias = tl.load(bias_ptr + tl.maximum(expert, 0) * D + d, mask=d < D, other=0.0).to(tl.float32)
+            out += tl.where(expert >= 0, bias * tl.load(weights_row + k), 0.0)
     tl.store(out_ptr + t * D + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
 @triton.jit
 def _down_tile(w_rows, ids_row, w_se, k, column, TOP_K: tl.constexpr, INNER: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[rows, columns] of the weights; row r is of a token's expert k[r], zeros if there is none."""
+    """[rows, columns] of the weights of experts k, zeros where there is none."""
     expert = tl.load(ids_row + k, mask=k < TOP_K, other=-1).to(tl.int64)
     mask = (expert >= 0)[:, None] & (column < INNER)[None, :]
     return tl.load((w_rows + expert * w_se)[:, None] + column[None, :], mask=mask, other=0.0)
@@ -120,12 +133,12 @@ def _down_tile(w_rows, ids_row, w_se, k, column, TOP_K: tl.constexpr, INNER: tl.
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _grouped_kernel(  # type: ignore[no-untyped-def]
-    a_ptr, w_ptr, pairs_ptr, block_expert_ptr, out_ptr, a_sr, w_se, w_sr, num_pairs, num_experts,
+    a_ptr, w_ptr, bias_ptr, pairs_ptr, block_expert_ptr, out_ptr, a_sr, w_se, w_sr, num_pairs, num_experts,
     PAIRS_PER_ROW: tl.constexpr, INNER: tl.constexpr, OUT: tl.constexpr, ACTIVATE: tl.constexpr, GATED: tl.constexpr,
-    LIMIT: tl.constexpr, PRECISION: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[pair] = act(a[pair // PAIRS_PER_ROW] w[expert]^T) for a block of one expert's pairs and
+    """out[pair] = act(a[pair // PAIRS_PER_ROW] w[expert]^T + bias[expert]) for a block of one expert's pairs and
     BLOCK_N columns."""
     begin(PDL)
     block = tl.program_id(1)
@@ -146,8 +159,13 @@ def _grouped_kernel(  # type: ignore[no-untyped-def]
         if GATED:
             w = tl.load(w_rows + OUT * w_sr + k[:, None], mask=mask, other=0.0)
             up = tl.dot(a, w, up, input_precision=PRECISION)
+    if bias_ptr is not None:
+        bias = bias_ptr + expert * (OUT * (2 if GATED else 1)) + n
+        total += tl.load(bias, mask=n < OUT, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            up += tl.load(bias + OUT, mask=n < OUT, other=0.0).to(tl.float32)[None, :]
     if ACTIVATE:
-        total = _activate(total, up, GATED, LIMIT)
+        total = _activate(total, up, GATED, LIMIT, ALPHA)
     mask = live[:, None] & (n < OUT)[None, :]
     tl.store(out_ptr + pair[:, None] * OUT + n[None, :], total.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -157,8 +175,7 @@ def _weighted_sum_kernel(  # type: ignore[no-untyped-def]
     y_ptr, weights_ptr, ids_ptr, out_ptr, TOP_K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid [tokens * blocks of columns]. A thread adds the experts in order: no shared memory, all
-    loads in flight at once."""
+    """A thread adds the experts in order: no shared memory, all loads in flight at once."""
     begin(PDL)
     COLUMNS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     t = (tl.program_id(0) // COLUMNS).to(tl.int64)
@@ -212,7 +229,7 @@ def _place_kernel(  # type: ignore[no-untyped-def]
     place = block * SIZE + rank % SIZE
     tl.store(layout_ptr + place, p, mask=expert >= 0)
     tl.store(block_expert_ptr + block, expert, mask=(expert >= 0) & (rank % SIZE == 0))
-    # The rest of an expert's last block is empty. Blocks of no expert follow the last block.
+    # The rest of an expert's last block is empty. Blocks of no expert follow.
     gap = 1 + tl.arange(0, SIZE)
     empty = ((expert >= 0) & (rank == count - 1))[:, None] & ((rank % SIZE)[:, None] + gap[None, :] < SIZE)
     tl.store(layout_ptr + place[:, None] + gap[None, :], tl.full([BLOCK_P, SIZE], 0, tl.int32) + pairs, mask=empty)
@@ -234,12 +251,13 @@ def _gathered(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor, hid
     (tokens, width), (pairs, inner), top_k = x.shape, hidden.shape, ids.shape[1]
     up, down = gathered_tiles(width, inner, top_k, gated)
     _gathered_up_kernel[(triton.cdiv(inner, up["BLOCK_I"]), pairs)](
-        x, w_up, ids, hidden, x.stride(0), w_up.stride(0), w_up.stride(1),
-        TOP_K=top_k, D=width, INNER=inner, GATED=gated, LIMIT=experts.limit, **up, **pdl(x.device),
+        x, w_up, experts.b_up, ids, hidden, x.stride(0), w_up.stride(0), w_up.stride(1),
+        TOP_K=top_k, D=width, INNER=inner, GATED=gated, LIMIT=experts.limit, ALPHA=experts.alpha, **up,
+        **pdl(x.device),
     )  # fmt: skip
     _gathered_down_kernel[(tokens, triton.cdiv(width, down["BLOCK_D"]))](
-        hidden, w_down, weights, ids, out, w_down.stride(0), w_down.stride(1), TOP_K=top_k, D=width, INNER=inner,
-        **down, **pdl(x.device),
+        hidden, w_down, experts.b_down, weights, ids, out, w_down.stride(0), w_down.stride(1), TOP_K=top_k, D=width,
+        INNER=inner, **down, **pdl(x.device),
     )  # fmt: skip
 
 
@@ -256,8 +274,9 @@ def gathered_tiles(width: int, inner: int, top_k: int, gated: bool) -> tuple[dic
 
 @dataclass(frozen=True)
 class _Blocks:
-    """n blocks of one expert's pairs: `pairs` [n * size], the number of pairs for none, and
-    `experts` [n], E for none. The pairs of a block without an expert are undefined."""
+    """n blocks of one expert's pairs: `pairs` [n * size], the number of pairs for none; `experts`
+    [n], E for none.
+    """
 
     pairs: Tensor
     experts: Tensor
@@ -265,8 +284,7 @@ class _Blocks:
 
 
 def _lay_out(ids: Tensor, experts: int) -> _Blocks:
-    """Pairs by expert, then by number, without those of no expert (-1). Shapes depend on argument
-    shapes alone."""
+    """Orders pairs by expert, then by number. Shapes depend on argument shapes alone."""
     pairs = ids.numel()
     size = 16 if pairs <= 16 * experts else 64
     blocks = min(pairs, pairs // size + experts)
@@ -288,9 +306,9 @@ def _sorted_blocks(ids: Tensor, experts: int, size: int, blocks: int) -> _Blocks
     counts.scatter_add_(0, flat, torch.ones_like(flat))
     padded = (counts + size - 1) // size * size
     order = flat.argsort(stable=True)
-    shift = (padded.cumsum(0) - padded) - (counts.cumsum(0) - counts)  # from the place in `order` to that in the layout
+    shift = (padded.cumsum(0) - padded) - (counts.cumsum(0) - counts)
     place = torch.arange(pairs, device=ids.device) + shift[flat[order]]
-    # Pairs without an expert come last; those outside the layout share one spare place after it.
+    # Pairs without an expert share a spare place.
     layout = torch.full((blocks * size + 1,), pairs, dtype=torch.int64, device=ids.device)
     layout[place.clamp(max=blocks * size)] = order
     ends = padded[:experts].cumsum(0)
@@ -301,19 +319,22 @@ def _sorted_blocks(ids: Tensor, experts: int, size: int, blocks: int) -> _Blocks
 def _grouped(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor, hidden: Tensor, out: Tensor) -> None:
     blocks, (tokens, width), top_k = _lay_out(ids, experts.w_up.shape[0]), x.shape, ids.shape[1]
     y = torch.empty(ids.numel(), width, dtype=x.dtype, device=x.device)
-    gated, limit = experts.activation == "silu", experts.limit
-    _launch_grouped(x, experts.w_up, blocks, hidden, ids, PAIRS_PER_ROW=top_k, ACTIVATE=True, GATED=gated, LIMIT=limit)
-    _launch_grouped(hidden, experts.w_down, blocks, y, ids, PAIRS_PER_ROW=1, ACTIVATE=False, GATED=False, LIMIT=None)
+    act = {"ACTIVATE": True, "GATED": experts.activation == "silu", "LIMIT": experts.limit, "ALPHA": experts.alpha}
+    none = {"ACTIVATE": False, "GATED": False, "LIMIT": None, "ALPHA": None}
+    _launch_grouped(x, experts.w_up, experts.b_up, blocks, hidden, ids, PAIRS_PER_ROW=top_k, **act)
+    _launch_grouped(hidden, experts.w_down, experts.b_down, blocks, y, ids, PAIRS_PER_ROW=1, **none)
     block_d = min(512, triton.next_power_of_2(width))
     _weighted_sum_kernel[(tokens * triton.cdiv(width, block_d),)](
         y, weights, ids, out, TOP_K=top_k, D=width, BLOCK_D=block_d, num_warps=2, **pdl(x.device)
     )
 
 
-def _launch_grouped(a: Tensor, w: Tensor, blocks: _Blocks, out: Tensor, ids: Tensor, **meta: Any) -> None:
+def _launch_grouped(
+    a: Tensor, w: Tensor, bias: Tensor | None, blocks: _Blocks, out: Tensor, ids: Tensor, **meta: Any
+) -> None:
     block_n, block_k = (64, 128) if blocks.size == 16 else (128, 64)
     _grouped_kernel[(triton.cdiv(out.shape[1], block_n), blocks.experts.shape[0])](
-        a, w, blocks.pairs, blocks.experts, out, a.stride(0), w.stride(0), w.stride(1), ids.numel(), w.shape[0],
+        a, w, bias, blocks.pairs, blocks.experts, out, a.stride(0), w.stride(0), w.stride(1), ids.numel(), w.shape[0],
         INNER=a.shape[1], OUT=out.shape[1], PRECISION=dot_precision(a.dtype),
         BLOCK_M=blocks.size, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4 if blocks.size == 16 else 8, num_stages=3,
         **meta, **pdl(a.device),

@@ -32,8 +32,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.device.type == "cpu" and x.numel() == weight.numel() and eps > 0:
-        # torch.rms_norm is six operations on a CPU. For one row, a product adds the mean square to
-        # epsilon.
+        # torch.rms_norm is six operations on a CPU. For one row, a product does.
         row = x.reshape(1, -1)
         scale = torch.addmm(_as_tensor(eps), row, row.t(), alpha=1 / row.shape[1]).rsqrt_()
         return torch.mul(x, weight).mul_(scale)
@@ -60,6 +59,14 @@ def clamped_silu_and_mul(x: Tensor, limit: float) -> Tensor:
     return F.silu(gate).clamp_(max=limit).mul_(up.clamp(-limit, limit))
 
 
+def biased_swiglu(x: Tensor, limit: float, alpha: float) -> Tensor:
+    """g * sigmoid(alpha * g) * (u + 1) of g = min(gate, limit) and u = clamp(up, -limit, limit)
+    (gpt-oss), otherwise `silu_and_mul`. Only experts compute it, in their kernel."""
+    gate, up = x.chunk(2, dim=-1)
+    gate = gate.clamp(max=limit)
+    return torch.sigmoid(gate * alpha).mul_(gate).mul_(up.clamp(-limit, limit).add_(1))
+
+
 @operation(By("triton"))
 def relu2(x: Tensor) -> Tensor:
     """max(x, 0)^2 (So et al. 2021), any shape and float dtype."""
@@ -68,5 +75,9 @@ def relu2(x: Tensor) -> Tensor:
 
 @operation(By("triton"))
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
-    """x * sigmoid(gate), both `[T, D]` or broadcastable (a gate `[T, 1]`). Returns x's dtype."""
-    return x * torch.sigmoid(gate)
+    """x * sigmoid(gate), `[..., D]` by `[..., G]`. G divides D: each gate is for D / G neighbouring
+    columns, such as a head. Returns x's dtype."""
+    if gate.shape == x.shape:
+        return x * torch.sigmoid(gate)
+    runs = x.unflatten(-1, (gate.shape[-1], -1))
+    return (runs * torch.sigmoid(gate).unsqueeze(-1)).flatten(-2)

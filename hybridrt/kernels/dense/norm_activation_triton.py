@@ -55,11 +55,12 @@ BLOCK = 1024
 @triton.jit
 def _activation_kernel(  # type: ignore[no-untyped-def]
     x_ptr, other_ptr, out_ptr, x_sr, other_sr,
-    OP: tl.constexpr, LIMIT: tl.constexpr, INNER: tl.constexpr, ONE_OTHER: tl.constexpr, BLOCK: tl.constexpr,
+    OP: tl.constexpr, LIMIT: tl.constexpr, INNER: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid [rows, blocks of INNER]. x [rows, INNER] of row stride x_sr and other [rows, INNER], or
-    [rows, 1] if ONE_OTHER, to out [rows, INNER], contiguous. Computes in float32."""
+    """Grid [rows, blocks of INNER]. x [rows, INNER] of row stride x_sr and other [rows, INNER / RUN],
+    whose columns are for RUN columns of x each, to out [rows, INNER], contiguous. Computes in
+    float32."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = i < INNER
@@ -69,10 +70,8 @@ def _activation_kernel(  # type: ignore[no-untyped-def]
         x = tl.maximum(x, 0.0)
         y = x * x
     else:
-        if ONE_OTHER:
-            other = tl.load(other_ptr + row * other_sr).to(tl.float32)
-        else:
-            other = tl.load(other_ptr + row * other_sr + i, mask=mask, other=0.0).to(tl.float32)
+        column = i if RUN == 1 else i // RUN
+        other = tl.load(other_ptr + row * other_sr + column, mask=mask, other=0.0).to(tl.float32)
         if OP == "clamped_silu_and_mul":
             y = tl.minimum(x * tl.sigmoid(x), LIMIT) * tl.maximum(tl.minimum(other, LIMIT), -LIMIT)
         else:
@@ -105,6 +104,6 @@ def _launch_activation(op: str, x: Tensor, other: Tensor, limit: float | None = 
     block = min(BLOCK, triton.next_power_of_2(inner))
     _activation_kernel[(x.shape[0], triton.cdiv(inner, block))](
         x, other, out, x.stride(0), other.stride(0), OP=op, LIMIT=limit, INNER=inner,
-        ONE_OTHER=other.shape[1] == 1 < inner, BLOCK=block, **pdl(x.device),
+        RUN=inner // other.shape[1], BLOCK=block, **pdl(x.device),
     )  # fmt: skip
     return out

@@ -1,7 +1,7 @@
 """A linear layer of few tokens, fused with the norm before it and the activation after it.
 
-With 1 to MAX_TOKENS rows a product costs as much as reading its weights. So the norm is recomputed
-instead of stored, and the activation applied before the output is written.
+With 1 to MAX_TOKENS rows a product costs as much as reading its weights: the norm is recomputed,
+not stored.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -18,8 +18,7 @@ Activation = Literal["silu_and_mul", "relu2"]
 ACTIVATIONS = {"silu_and_mul": silu_and_mul, "relu2": relu2}
 
 MAX_TOKENS = 64
-# Where cuBLAS catches up on an H200; at MAX_TOKENS with an activation and enough rows for the
-# device.
+# Where cuBLAS catches up on an H200.
 ALONE_UP_TO, FILLING_ROWS = 32, 16384
 
 
@@ -94,7 +93,6 @@ def skinny_linear(
     Raises:
         ConfigError: too many tokens, a tail with a norm, parts that do not fit, or another dtype.
     """
-    # The separate operations in order
     dtype = x.dtype
     if tail is not None:
         x = torch.cat((x, tail), dim=-1)

@@ -2,14 +2,13 @@
 
 Both stream the weights once, a block of rows per program, and reduce in a fixed order.
 
-One token: a program keeps a tile of weights in registers while it loads the next, and loads its
-first before it waits for the previous kernel (`pdl_triton`). The norm's scale is applied to
-finished products, so the sum of squares needs no pass of its own.
+One token: a program keeps a tile of weights in registers while it loads the next. The norm's scale
+is applied to finished products, so the sum of squares needs no pass of its own.
 
 More tokens: tiles go through shared memory. The norm is a launch of its own: otherwise every
-program would read all tokens twice. If a weight has too few rows for the device, programs share a
-row block by columns; the last to finish sums the parts in order. Blocks left over after whole waves
-are shared too, so the last wave is short.
+program would read all tokens twice. If a weight has too few rows for the device, or blocks are left
+over after whole waves, programs share a row block by columns; the last to finish sums the parts in
+order.
 """
 
 from dataclasses import dataclass, replace
@@ -24,12 +23,11 @@ from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.dense.norm_activation_triton import add_rms_norm_triton, rms_norm_triton
 from hybridrt.kernels.dense.skinny_linear import Activation, InputNorm
 
-MULTIPROCESSORS = 132  # of the devices that the tiles are for; tiles do not change with the device
+MULTIPROCESSORS = 132  # those of the devices that the tiles are for; tiles do not change with the device
 
 
 @triton.jit
 def _weight_rows(block, N, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rows of the weight in this block; with silu_and_mul gate and up rows alternate."""
     row = block * BLOCK_N + tl.arange(0, BLOCK_N)
     if ACTIVATION == "silu_and_mul":
         row = row // 2 + (row % 2) * (N // 2)
@@ -81,7 +79,7 @@ def _matvec_kernel(  # type: ignore[no-untyped-def]
     if PARTS > 1:
         x_ptr += tl.program_id(0) * BLOCK_N // (N // PARTS) * K
     k = tl.arange(0, BLOCK_K)
-    # Rows past the last repeat it: cheaper than a mask, and never written.
+    # Past the last row it repeats: cheaper than a mask, and never written.
     row = tl.minimum(_weight_rows(tl.program_id(0), N, ACTIVATION, BLOCK_N), N - 1).to(tl.int64)
     weights = weight_ptr + row[:, None] * K + k[None, :]
     tile = tl.load(weights, mask=(k < K)[None, :], other=0.0)
@@ -103,7 +101,7 @@ def _matvec_kernel(  # type: ignore[no-untyped-def]
         products = tl.reshape(tile.to(tl.float32) * x[None, :], [BLOCK_N, BLOCK_K // 8, 8])
         acc += tl.sum(products, axis=2)
         if BLOCK_K < K:
-            # Last, so that a row's next piece reuses the registers of this one.
+            # Last, to reuse the registers of this piece.
             following = start + BLOCK_K
             tile = tl.load(weights + following, mask=(following + k < K)[None, :], other=0.0)
     y = tl.sum(acc, axis=1)
@@ -121,8 +119,8 @@ def _matmul_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """`whole` programs with a block of rows each, then SPLIT for each block left.
 
-    Weight [BLOCK_N, K or its part] x tokens [K, T]: a tensor core takes 64 rows on the left. STAGES
-    tiles are loaded ahead. HEAD: input columns before the tail.
+    Weight [BLOCK_N, K or its part] x tokens [K, T]: a tensor core takes 64 rows on the left. HEAD:
+    input columns before the tail.
     """
     PART: tl.constexpr = (K + SPLIT * BLOCK_K - 1) // (SPLIT * BLOCK_K) * BLOCK_K
     block, part, first, end = tl.program_id(0), 0, 0, K
@@ -160,7 +158,7 @@ def _matmul_kernel(  # type: ignore[no-untyped-def]
         cells = parts_ptr + (block - whole).to(tl.int64) * (SPLIT * BLOCK_N * T)
         cells += tl.arange(0, BLOCK_N)[:, None] * T + t[None, :]
         tl.store(cells + part * (BLOCK_N * T), acc)
-        tl.debug_barrier()  # publish all stores before the arrival
+        tl.debug_barrier()  # publish stores
         if tl.atomic_add(arrivals_ptr + block - whole, 1, sem="acq_rel") == SPLIT - 1:
             tl.store(arrivals_ptr + block - whole, 0)
             total = tl.zeros([BLOCK_N, T], tl.float32)

@@ -65,7 +65,7 @@ class PagedAttention:
             return
         pages_per_row = buffers.pages.shape[0] // buffers.last_page.shape[0]
         self._pages, self._page_starts = buffers.pages[: bs * pages_per_row], buffers.page_starts[: bs + 1]
-        # fa2 splits long contexts among programs, which few rows of one token need; fa3 does not.
+        # fa3 does not split long contexts among programs.
         self._wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
             workspace, "NHD", use_cuda_graph=True, backend="fa2", qo_indptr_buf=buffers.query_starts[: bs + 1],
             paged_kv_indptr_buf=self._page_starts, paged_kv_indices_buf=self._pages,
@@ -90,7 +90,6 @@ class PagedAttention:
         )  # fmt: skip
 
     def _staged(self, values: Sequence[int]) -> Tensor:
-        """int32, pinned so that a copy to the device does not wait."""
         return torch.tensor(values, dtype=torch.int32, pin_memory=self._device.type == "cuda")
 
     def fill_pages(self, req_to_token: Tensor, rows: Tensor, page_size: int) -> None:

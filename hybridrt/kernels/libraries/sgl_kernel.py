@@ -26,7 +26,7 @@ from hybridrt.kernels.libraries.common import page_numbers, page_table, refuse
 from hybridrt.kernels.state.causal_conv1d import conv_window, save_windows
 
 LIBRARY, TAPS, PADDING = "sglang-kernel", range(2, 5), -1
-GATHER_FROM = 512  # mean queries of a row from which prefill gathers its keys and values first
+GATHER_FROM = 512  # mean queries of a row
 
 
 def attention_decode(q: Tensor, kv: PagedKV, batch: AttentionRows, out: Tensor | None = None) -> Tensor:
@@ -104,8 +104,7 @@ def attention_extend(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out: Tenso
 
 
 def _window(sliding_window: int | None) -> tuple[int, int]:
-    """Keys before and after its own that a query sees; -1 for all (the mask hides those after
-    it)."""
+    """Visible keys before and after a query's own; -1 for all."""
     return (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
 
 

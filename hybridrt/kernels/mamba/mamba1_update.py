@@ -5,7 +5,7 @@
     h_t = exp(A dt_t) h_{t-1} + dt_t x_t B_t            [I, N]: each channel and state has a rate A
     y_t = (h_t C_t + D x_t) * silu(z_t)                 (Gu & Dao 2023)
 
-B rows, T tokens a row, I channels of N states.
+B rows, I channels of N states.
 """
 
 import torch
@@ -23,13 +23,12 @@ def mamba1_update(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, nor
     """Advances each row's state by T tokens. The result equals T calls of one token, bit for bit.
 
     Args:
-        inputs: of B rows with T tokens each; z, D and dt_bias are always there.
+        inputs: records of B rows with T tokens each; z, D and dt_bias are always there.
         norms: RMS norms of B and C over N; the results are rounded to B's dtype.
 
     Returns:
         [B, T, I] in x's dtype.
     """
-    # A loop over T alone
     x, B, C, z = inputs.x, inputs.B, inputs.C, inputs.z
     step = time_step(inputs.dt, weights.dt_bias, NO_LIMIT)
     added = x.float() * step

@@ -1,13 +1,12 @@
 """A whole Mamba-2 decode or verify step: conv, SiLU, time step, state, skip and gate.
 
-It starts from one merged projection (z, x|B|C, dt). A layer without a conv passes weights without
-taps and conv rings without channels. There are three state modes:
+A layer without a conv passes weights without taps and conv rings without channels. State modes:
 
 - classic: the state is read and written each step;
 - replay, with a `ring`: the state is a checkpoint, the ring holds the inputs since
   (`mamba2_replay.py`);
 - intermediate, with `state.intermediate`: the state after each token is stored there, and the pool
-  is only read. Tokens of a row may be the nodes of a draft tree in this mode alone.
+  is only read. Only in this mode may tokens be the nodes of a draft tree.
 """
 
 from typing import Any
@@ -36,8 +35,7 @@ def mamba2_decode(
 
     Args:
         xBC: [B, T, C] raw conv inputs: x [H*P], B [G*N], C [G*N]. dt: [B, T, H] raw. z: [B, T, H,
-        P] or
-            None. Any row and token stride.
+            P] or None. Any row and token stride.
         out: [B, T, H, P] of any row and token stride, for the result.
 
     Returns:
@@ -45,10 +43,8 @@ def mamba2_decode(
 
     Raises:
         ConfigError: the conv ring or the state ring is too narrow for T tokens, or the conv does
-        not
-            end in SiLU.
+            not end in SiLU.
     """
-    # The separate operations one after the other
     conv_weights, state = step.conv_weights, step.state
     taps = conv_weights.weight.shape[1]
     conved = (

@@ -1,8 +1,7 @@
 """A Mamba-2 decode step on a CPU that updates neighbouring rows of the pools in place.
 
-It equals `mamba2_decode` in classic mode, with half of the operations and no copy of a state. The
-time of a small model's step is the time of its calls. So numbers that are equal in all layers are
-computed once a step (`PoolRows`).
+It equals `mamba2_decode` in classic mode, with half of the operations and no copy of a state.
+Numbers that are equal in all layers are computed once a step (`PoolRows`).
 """
 
 from dataclasses import dataclass, replace
@@ -93,7 +92,7 @@ def mamba2_in_place(
     states.mul_((step * weights.A).exp_().view(batch, heads, 1, 1))
     state = states.view(groups, -1, columns)
     state.addcmul_((x * step.unsqueeze(-1)).view(groups, -1, 1), B.reshape(groups, 1, columns))
-    # C x state^T: state x C takes nine times as long for several rows.
+    # state x C takes nine times as long for several rows.
     y = torch.bmm(C.reshape(groups, 1, columns), state.transpose(1, 2)).view(batch, heads, dim)
     if weights.D is not None:
         y.addcmul_(x, weights.D.unsqueeze(-1))

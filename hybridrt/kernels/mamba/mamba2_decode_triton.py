@@ -16,7 +16,7 @@ def mamba2_decode_triton(
     if step.ring is not None:
         return replay_decode_triton(xBC, dt, z, weights, step, out)
     taps = step.conv_weights.weight.shape[1]
-    if taps:  # in a launch of its own: the update would repeat the conv for every tile of the state, which costs more
+    if taps:  # apart: the update would repeat the conv for every tile of the state
         xBC = causal_conv1d_update_triton(xBC, step.conv_weights, step.conv_state, step.conv_nodes)
     x, B, C = split_conv_channels(xBC, step.state.states.shape)
     tokens = SSMInputs(x, dt, B, C, z)

@@ -3,14 +3,12 @@
 With s_j the sum of A dt over the ring up to entry j, and S the checkpoint:
 
     y_t = exp(s_t) S C_t + sum_{j <= t} exp(s_t - s_j) dt_j (B_j . C_t) x_j
-
-The entry of token t itself is among the j.
 """
 
 import torch
 from torch import Tensor
 
-from hybridrt.kernels.core.chunk_plan import decay_sums, finite_rates, left
+from hybridrt.kernels.core.chunk_plan import decay_sums, exp_of, finite_rates
 from hybridrt.kernels.core.records import SSMInputs, SSMWeights, StateRing, StateSlots
 from hybridrt.kernels.core.slots import pad_mask, read_rows, write_columns
 from hybridrt.kernels.mamba.mamba2_scan import skip_and_gate, time_step
@@ -35,15 +33,17 @@ def mamba2_replay(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, rin
 
 
 def _read(state: Tensor, v: Tensor, k: Tensor, g: Tensor, A: Tensor, C: Tensor, end: Tensor) -> Tensor:
-    """Outputs [B, T, H, P] for queries C [B, T, G, N] that see the state and the ring's entries up to end [B, T]."""
+    """Returns [B, T, H, P]. Queries C [B, T, G, N] see the state and the ring's entries up to end
+    [B, T].
+    """
     entry = torch.arange(g.shape[1], device=g.device)
     sums = decay_sums(g * finite_rates(A), 1)
     at_end = sums.gather(1, end.long()[:, :, None].expand(-1, -1, g.shape[2]))
     unseen = (entry > end[:, :, None])[..., None]
-    weight = left((at_end[:, :, None] - sums[:, None]).masked_fill_(unseen, -torch.inf)) * g[:, None]
+    weight = exp_of((at_end[:, :, None] - sums[:, None]).masked_fill_(unseen, -torch.inf)) * g[:, None]
 
     scores = torch.einsum("btgn,bwgn->btwg", C, k)[..., None]
     weight = (weight.unflatten(3, (k.shape[2], -1)) * scores).flatten(3)
     from_state = torch.einsum("bgmn,btgn->btgm", state.view(len(C), C.shape[2], -1, C.shape[3]), C)
     y = torch.einsum("btwh,bwhp->bthp", weight, v)
-    return y.addcmul_(from_state.reshape(y.shape), left(at_end)[..., None])
+    return y.addcmul_(from_state.reshape(y.shape), exp_of(at_end)[..., None])

@@ -1,13 +1,11 @@
 """Triton `mamba2_decode` in replay mode, in two launches.
 
-Of a step's data only the checkpoint is large. So the first kernel runs the conv, enters the new
-tokens into the ring and reduces the ring to scores,
+Only the checkpoint is large. So the first kernel runs the conv, enters the new tokens into the ring
+and reduces the ring to scores,
 
-    y_t = exp(s_t) S C_t + sum_c scores[t, c] x_c,      scores[t, c] = dt_c exp(s_t - s_c) (B_c .
-    C_t)
+    y_t = exp(s_t) S C_t + sum_c scores[t, c] x_c,  scores[t, c] = dt_c exp(s_t - s_c) (B_c . C_t)
 
-with c over the ring's columns. The second multiplies the checkpoint S with all C_t in one pass. The
-heads of a group have the same products B_c . C_t; one program computes them.
+with c over the ring's columns. The second multiplies the checkpoint S with all C_t in one pass.
 """
 
 import torch
@@ -44,8 +42,9 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     BLOCK_X: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_H: tl.constexpr,
     PRECISION: tl.constexpr, SECTION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid [rows, G + x blocks]: programs of a group do its B, C and heads; the others a block of x channels each.
-    SECTION "groups" or "values": only these."""
+    """Grid [rows, G + x blocks]: programs of a group do its B, C and heads; the others a block of x
+    channels. SECTION: only "groups" or "values".
+    """
     b, part = tl.program_id(0), tl.program_id(1)
     if SECTION == "values":
         part += G
@@ -56,10 +55,10 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     source = xBC_ptr + b.to(tl.int64) * xBC_strides[0]
     st: tl.constexpr = xBC_strides[1]
     if SECTION != "groups" and part >= G:
-        # The T new x of a block of channels: raw to the conv ring, after the conv to the state ring.
+        # New x goes to the conv ring raw, and to the state ring after the conv.
         values_row, block, first = values_ptr + row * values_sr, part - G, start + length
         c = block * BLOCK_X + tl.arange(0, BLOCK_X)
-        mask = c < tl.where(slot < 0, 0, H * P)  # of padding nothing is read or written
+        mask = c < tl.where(slot < 0, 0, H * P)  # padding reads and writes nothing
         ring, taps = None, None
         if TAPS > 0 and T == 1:
             ring, taps = conv_ring(conv_row, c, mask, WC), conv_taps(weight_ptr, c, mask, TAPS, WC)
@@ -76,14 +75,13 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
                 x = step_input(source + c, st, conv_row, weight_ptr, bias_ptr, c, mask, position, t, TAPS, WC)
             tl.store(cells + ((first + t) % W) * P, x.to(values_ptr.dtype.element_ty), mask=mask)
     if SECTION != "values" and part < G:
-        # The T new B and C of a group, the time steps of its heads, and the scores of everything in the ring.
+        # A group's new B and C, its heads' time steps, and the ring's scores.
         dt_row = dt_ptr + b.to(tl.int64) * dt_strides[0]
         keys_row, gates_row = keys_ptr + row * keys_sr, gates_ptr + row * gates_sr
         n = tl.arange(0, BLOCK_N)
         n_mask = n < tl.where(slot < 0, 0, N)
         B_channel = H * P + part * N + n
         C_channel = B_channel + G * N
-        # History: how much of each ring entry is left at its end, for every head of the group.
         heads_per_group: tl.constexpr = H // G
         i = tl.arange(0, BLOCK_H)
         h, h_mask = part * heads_per_group + i, i < tl.where(slot < 0, 0, heads_per_group)
@@ -107,7 +105,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
         history = gate * tl.exp(tl.cumsum(later * A[:, None], axis=1, reverse=True))
         begin_in_turn(PDL)
 
-        # New tokens, one after the other: what they leave of the history, and of each other.
+        # New tokens in order.
         BLOCK_T: tl.constexpr = 16 if T > 1 else 1
         t_all = tl.arange(0, BLOCK_T)
         new_keys = conv_tokens(
@@ -150,10 +148,8 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
     BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid [rows, heads, tiles of P]: BLOCK_P rows of a checkpoint [P, N] are read once for T
-    tokens.
-
-    BLOCK_T is 1 if the product with the queries is taken element by element, else at least 16.
+    """Grid [rows, heads, tiles of P]: a checkpoint [P, N] is read once for T tokens. BLOCK_T is 1
+    for products by element, else at least 16.
     """
     b, h, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     t, n, w = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_W)
@@ -165,7 +161,7 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
     cells = states_ptr + tl.maximum(slot, 0) * states_ss + h * (P * N) + p[:, None] * N + n[None, :]
     WHOLE: tl.constexpr = BLOCK_N >= N
     if WHOLE:
-        # The kernel before this one writes no state. It lets this one start once all earlier ones have finished.
+        # The kernel before writes no state, and waits for all earlier ones.
         state = tl.load(cells, mask=p_mask[:, None] & (n < N)[None, :], other=0.0)
     begin(PDL)
     out = out_ptr + b.to(tl.int64) * out_strides[0] + t[:, None] * out_strides[1] + h * P + p[None, :]
@@ -174,7 +170,7 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
         tl.store(out, tl.zeros([BLOCK_T, BLOCK_P], out_ptr.dtype.element_ty), mask=live)
         return
 
-    # What is read once is loaded first: it arrives after the first columns of the state.
+    # These arrive after the first columns of the state.
     token = b * T + t
     newest = t[:, None] + length
     place = (start + w) % W
@@ -235,12 +231,12 @@ def replay_decode_triton(
     scores = torch.empty((batch, tokens, heads, width), dtype=torch.float32, device=xBC.device)
     decays = torch.empty((batch, tokens, heads), dtype=torch.float32, device=xBC.device)
     block_n, block_w = max(16, triton.next_power_of_2(state_dim)), max(16, triton.next_power_of_2(width))
-    # Wide states on four warps would take 214 registers a thread and leave attention no room.
+    # Wide states on four warps would need 214 registers and leave attention no room.
     warps = 8 if state_dim > 128 else 4
     block_x = 256 if batch >= 16 or warps == 8 else 128
     common = {"T": tokens, "H": heads, "P": dim, "N": state_dim, "G": groups, "W": width, "BLOCK_W": block_w}
     x_blocks = triton.cdiv(heads * dim, block_x)
-    # With several tokens a group's programs need so many registers that those of x would wait.
+    # A group's programs of several tokens need so many registers that those of x would wait.
     sections = {"all": groups + x_blocks} if tokens == 1 else {"values": x_blocks, "groups": groups}
     for section, programs in sections.items():
         _prepare_kernel[batch, programs](

@@ -93,7 +93,7 @@ def mamba2_chunk_scan(
     Returns:
         [T, H, P] in x's dtype: `out`, if given.
     """
-    # This is the CPU path too; there it is fastest with chunks of 64 to 128 tokens
+    # On a CPU this is fastest with chunks of 64 to 128 tokens.
     y = scan_prompts(inputs, weights, state, prompts, partial(_chunk_step, finite_rates(weights.A)))
     return y if out is None else out.copy_(y)
 
@@ -103,7 +103,7 @@ def _chunk_step(A: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, state: T
     batch, size, heads, dim = x.shape
     groups = B.shape[2]
     sums = decay_sums(dt * A, 1)
-    # Pairs of tokens take float32 sums. What these have rounded off is a factor of tokens, which costs next to nothing.
+    # Pairs take float32 sums; the rounded-off rest is a factor of tokens.
     cum = sums.float()
     rest = (sums - cum).float().exp_()
     x = x * (dt / rest)[..., None]
@@ -125,5 +125,5 @@ def _chunk_step(A: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, state: T
 def _decays(cum: Tensor) -> Tensor:
     """exp(cum_t - cum_s) where s <= t (elsewhere 1): cum [b, Q, H] -> [b, H, Q, Q]."""
     cum = cum.transpose(1, 2).contiguous()
-    # exp is several times slower where the result is subnormal or the argument infinite: e^-80 is nothing already.
+    # exp is several times slower for subnormal results: e^-80 is nothing already.
     return (cum[..., :, None] - cum[..., None, :]).clamp_(-80.0, 0.0).exp_()

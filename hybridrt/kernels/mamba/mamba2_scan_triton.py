@@ -1,5 +1,4 @@
-"""Triton kernels of `mamba2_chunk_scan`: five launches over a plan's chunks (Dao & Gu 2024, section
-6).
+"""Triton kernels of `mamba2_chunk_scan`: five launches over a plan's chunks (Dao & Gu 2024, section 6).
 
 1. `_time_step_kernel`: time steps, and running sums of A dt within each chunk, as [H, T].
 2. `_scores_kernel`: C B^T of each chunk and group, on and below the diagonal.
@@ -8,9 +7,9 @@
    the last one to the pool.
 5. `_outputs_kernel`: each token's output from the state before its chunk and the chunk's tokens.
 
-With few tokens a launch takes longer than its work. Then there are two: `walk_states`
-(`scan_few_tokens_triton.py`) does 1, 3 and 4, and `_outputs_kernel` computes scores for each head.
-Fixed decays need one launch (`scan_fixed_decay_triton.py`).
+With few tokens launches take longer than their work. Then `walk_states`
+(`scan_few_tokens_triton.py`) does 1, 3 and 4, and `_outputs_kernel` computes the scores. Fixed
+decays need one launch (`scan_fixed_decay_triton.py`).
 """
 
 import torch
@@ -26,12 +25,12 @@ from hybridrt.kernels.mamba.scan_few_tokens_triton import ScanWork, block, chunk
 from hybridrt.kernels.mamba.scan_fixed_decay_triton import decays_are_fixed, fixed_decay_scan
 from hybridrt.kernels.state.conv_and_gates_triton import silu, strides, time_step
 
-FEW_TOKENS = 512  # of a step: up to so many, launches take longer than what they do one after the other
+FEW_TOKENS = 512  # tokens of a step: up to so many, launches take longer than what they do one after the other
 
 
 @triton.jit
 def _load(pointers, mask, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A tile. Whole tiles are loaded without a mask: masks and their zeros take registers."""
+    """A tile; without a mask if whole, which saves registers."""
     if WHOLE:
         tile = tl.load(pointers)
     else:
@@ -73,7 +72,7 @@ def _gains_kernel(  # type: ignore[no-untyped-def]
     p = block // tl.cdiv(N, BLOCK_N) * BLOCK_P + tl.arange(0, BLOCK_P)
     n = block % tl.cdiv(N, BLOCK_N) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    # Starts have 64 bits and offsets 32: half the registers of addresses.
+    # 64-bit starts and 32-bit offsets halve the registers of addresses.
     start, size = chunk_span(cu_chunks_ptr, chunk)
     if size == 0:  # a graph has as many chunks as any step of its size
         return
@@ -83,7 +82,7 @@ def _gains_kernel(  # type: ignore[no-untyped-def]
     total, all_rest = tl.load(cum_row + size - 1), tl.load(rest_ptr + h.to(tl.int64) * num_tokens + start + size - 1)
     gain = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
     for offset in range(0, size, BLOCK_K):
-        token = tl.minimum(offset + k, size - 1)  # past the end the last one again, with weight 0
+        token = tl.minimum(offset + k, size - 1)  # past the end the last one, with weight 0
         weight = tl.load(step_row + token) * tl.exp(total - tl.load(cum_row + token))
         weight = tl.where(offset + k < size, weight, 0.0)
         x = _load(x_source + token[:, None] * x_strides[0], (p < P)[None, :], P % BLOCK_P == 0)
@@ -100,7 +99,6 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
     cu_chunks_ptr, first_chunk_ptr, last_chunk_ptr, saves_ptr, states_ss: tl.constexpr, num_tokens,
     H: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """SIZE = P N numbers of a head's state, BLOCK of them a program."""
     begin(PDL)
     h, b = tl.program_id(1), tl.program_id(2)
     read = tl.load(read_slots_ptr + b).to(tl.int64)
@@ -164,14 +162,15 @@ def _outputs_kernel(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M tokens and BLOCK_P channels of a head: BLOCK_N state columns at a time, then BLOCK_K earlier tokens.
-    Without scores it computes them, and BLOCK_N is all columns."""
+    """BLOCK_M tokens and BLOCK_P channels of a head: BLOCK_N state columns at a time (all, without
+    scores), then BLOCK_K earlier tokens.
+    """
     begin(PDL)
     block, h, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     g = h // HEADS_PER_GROUP
     if scores_ptr is None:
-        # The blocks of chunk c are numbered from cu_chunks[c] // BLOCK_M + c on, which leaves room for all of them. A
-        # graph has far more chunks than most of its steps, and programs without work take time, too.
+        # Blocks of chunk c are numbered from cu_chunks[c] // BLOCK_M + c on: room for all. Idle
+        # programs of a graph's spare chunks take time.
         number, each = chunk, tl.arange(0, BLOCK_CHUNKS)
         firsts = tl.load(cu_chunks_ptr + each, mask=each < chunks, other=0) // BLOCK_M + each
         chunk = tl.sum(((firsts <= number) & (each < chunks)).to(tl.int32), axis=0) - 1
@@ -184,7 +183,7 @@ def _outputs_kernel(  # type: ignore[no-untyped-def]
         return
     dead = tl.load(read_slots_ptr + tl.load(seq_idx_ptr + chunk)) < 0
     m = m_first + tl.arange(0, BLOCK_M)
-    token = tl.minimum(m, size - 1)  # past the end the last one again: read without a mask, not written
+    token = tl.minimum(m, size - 1)  # past the end the last one: not written
     p = block % tl.cdiv(P, BLOCK_P) * BLOCK_P + tl.arange(0, BLOCK_P)
     p_mask = (p < P)[None, :]
     step_row, cum_row = step_ptr + h.to(tl.int64) * num_tokens + start, cum_ptr + h.to(tl.int64) * num_tokens + start
@@ -210,7 +209,7 @@ def _outputs_kernel(  # type: ignore[no-untyped-def]
     for offset in range(0, tl.minimum(m_first + BLOCK_M, size), BLOCK_K):
         s = offset + k
         earlier = tl.minimum(s, size - 1)
-        # The minimum keeps the exponents of later tokens finite; their scores were never computed.
+        # The minimum keeps later tokens' exponents finite; they have no scores.
         weight = tl.exp(tl.minimum(cum[:, None] - tl.load(cum_row + earlier)[None, :], 0.0))
         if scores_ptr is None:
             key = _load(keys + earlier[None, :] * B_strides[0], (n < N)[:, None], N % BLOCK_N == 0)
@@ -229,7 +228,7 @@ def _outputs_kernel(  # type: ignore[no-untyped-def]
     if z_ptr is not None:
         gates = z_ptr + start * z_strides[0] + h * z_strides[1] + token[:, None] * z_strides[0] + p[None, :]
         y *= silu(_load(gates, p_mask, P % BLOCK_P == 0).to(tl.float32))
-    # The head of a dead row's chunk was never written, so its outputs are replaced by zeros.
+    # The head of a dead row's chunk was never written.
     y = tl.where(dead, 0.0, y).to(out_ptr.dtype.element_ty)
     outputs = out_ptr + start * out_st + h * out_sh + m[:, None] * out_st + p[None, :]
     tl.store(outputs, y, mask=(m < size)[:, None] & p_mask)
@@ -246,7 +245,7 @@ def mamba2_chunk_scan_triton(
     if decays_are_fixed(inputs, weights):
         fixed_decay_scan(inputs, weights, state, prompts, out)
         return out
-    # Three tensors: the second part of one would be aligned to 16 bytes for some numbers of tokens only.
+    # Three tensors: parts of one would not always be aligned.
     step, cum, rest = (torch.empty((heads, num_tokens), dtype=torch.float32, device=x.device) for _ in range(3))
     chunk_heads = torch.empty((chunks, heads, dim, state_dim), dtype=x.dtype, device=x.device)
     shape = {"H": heads, "P": dim, "N": state_dim, "HEADS_PER_GROUP": heads // B.shape[1]}
@@ -269,7 +268,7 @@ def mamba2_chunk_scan_triton(
 
 
 def _width(size: int) -> int:
-    """Columns of a chunk's scores, in whole blocks: `_outputs_kernel` reads them without a mask."""
+    """Rounds up to whole blocks: `_outputs_kernel` reads scores without a mask."""
     return triton.cdiv(size, 64) * 64
 
 
@@ -285,7 +284,6 @@ def _scores(B: Tensor, C: Tensor, plan: ChunkPlan) -> Tensor:
 
 
 def _gain_and_pass(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, prompts: Prompts, work: ScanWork) -> None:
-    """The same in three launches, all chunks at once in the first two."""
     x, cum, rest, heads, plan = inputs.x, work.cum, work.rest, work.heads, prompts.plan
     (chunks, count, dim, state_dim), num_tokens = heads.shape, x.shape[0]
     launch, cu_chunks = pdl(x.device), plan.cu_chunk_seqlens

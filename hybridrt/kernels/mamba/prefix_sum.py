@@ -1,7 +1,7 @@
 """Running sums within each request: y_t = S + x_1 + ... + x_t, and S becomes the last y.
 
-The recurrence of the history branch's mode "prefix_sum". Its results are easy to predict, so tests
-notice a wrong slot, a lost state or a sum that runs into the next row. Sums are float32.
+This is the recurrence of the history branch's mode "prefix_sum". Sums are easy to predict: tests
+notice a wrong slot, a lost state or a sum that runs into the next row.
 """
 
 from typing import Any
@@ -57,7 +57,7 @@ def prefix_sum_update(x: Tensor, state: StateSlots) -> Tensor:
 
     Args:
         x: [B, T, C].
-        state: as in `prefix_sum_varlen`.
+        state: the states of `prefix_sum_varlen`.
 
     Returns:
         [B, T, C] in x's dtype.

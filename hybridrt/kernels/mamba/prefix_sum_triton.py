@@ -9,7 +9,7 @@ from hybridrt.kernels.core.records import StateSlots
 from hybridrt.kernels.mamba.prefix_sum import prefix_sum_update
 from hybridrt.kernels.state.conv_and_gates_triton import strides
 
-COLUMNS, TOKENS = 32, 64  # of a program; tokens of one of its tiles at most
+COLUMNS, TOKENS = 32, 64  # columns of a program, and most tokens of one of its tiles
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def _prefix_sum_kernel(  # type: ignore[no-untyped-def]
         if stored_ptr is not None:
             stored = tl.load(rows_ptr + b).to(tl.int64) * stored_sr + (token - first)[:, None] * C + c[None, :]
             tl.store(stored_ptr + stored, sums, mask=mask)
-        # The next tile starts from the last sum itself, not from the same numbers added in another order.
+        # The last sum itself, not the same numbers added in another order.
         last = tl.arange(0, BLOCK_T) == BLOCK_T - 1
         total = tl.sum(tl.where(last[:, None], sums, 0.0), 0)
     if stored_ptr is None:

@@ -1,7 +1,6 @@
 """Triton kernel for scans of few tokens: time steps and states of a request's chunks in one launch.
 
-A program takes a tile of a head's state through the request's chunks. With few chunks this is
-faster than launches that compute all chunks at once.
+A program takes a tile of a head's state through the request's chunks.
 """
 
 from typing import NamedTuple
@@ -15,7 +14,7 @@ from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import Prompts, SSMInputs, SSMWeights, StateSlots
 from hybridrt.kernels.state.conv_and_gates_triton import strides, time_step
 
-ROWS_AT_ONCE = 2  # a graph has room for more requests than most of its steps have
+ROWS_AT_ONCE = 2  # a graph has room for more requests than most steps
 
 
 @triton.jit
@@ -95,7 +94,7 @@ class ScanWork(NamedTuple):
         chunk, of
             multiples and of rests (`decay_sums_triton.py`); step is dt over exp(rest).
         heads: [n, H, P, N] in x's dtype, the states before n chunks.
-        shape: of a head, as the kernels' constants.
+        shape: shape of a head, in the kernels' constants.
     """
 
     step: Tensor
@@ -121,7 +120,9 @@ def walk_states(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, promp
 
 
 def states_tile(size: int, dim: int, state_dim: int) -> dict[str, int]:
-    """Tile of a state [P, N] that a program takes through all chunks, and how many tokens are multiplied at a time."""
+    """Tile of a state [P, N] that a program takes through all chunks, and how many tokens are
+    multiplied at a time.
+    """
     return {
         "BLOCK_P": block(dim, 64), "BLOCK_N": block(state_dim, 64), "BLOCK_K": block(size, 128),
         "num_warps": 4, "num_stages": 2,
@@ -129,5 +130,7 @@ def states_tile(size: int, dim: int, state_dim: int) -> dict[str, int]:
 
 
 def block(size: int, limit: int) -> int:
-    """The block for a dimension of `size`: a power of two, at least 16 (a tensor core's least), at most `limit`."""
+    """The block for a dimension of `size`: a power of two, at least 16 (a tensor core's least), at
+    most `limit`.
+    """
     return min(limit, max(16, triton.next_power_of_2(size)))

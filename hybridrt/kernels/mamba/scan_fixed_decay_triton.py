@@ -1,8 +1,7 @@
-"""Triton kernel of `mamba2_chunk_scan` for heads with fixed decays (lightning attention), one
-launch.
+"""Triton kernel of `mamba2_chunk_scan` for heads with fixed decays (lightning attention): one launch.
 
 A program takes a few channels of a head's state through all tokens of a request, block by block
-(Dao & Gu 2024, section 6). Decays between two places of a block are the same in every block. So
+(Dao & Gu 2024, section 6). Decays between two places of a block are the same in every block, so
 nothing is prepared, and inputs are read once. With a the log of one token's decay, s its time step,
 and h the state [P, N] before a block of Q tokens:
 
@@ -25,16 +24,12 @@ from hybridrt.kernels.mamba.scan_few_tokens_triton import block
 from hybridrt.kernels.state.conv_and_gates_triton import strides
 
 LOG2_E = tl.constexpr(math.log2(math.e))
-LOWEST = tl.constexpr(-256.0)  # of a token's decay, as a power of 2: 0, and 0 times it is 0, unlike that of -inf
+LOWEST = tl.constexpr(-256.0)  # log2 of a token's decay: 0, and 0 times it is 0, unlike that of -inf
 
 
 @triton.jit
 def _block_of(i, row_start, cut, row_end, Q: tl.constexpr):  # type: ignore[no-untyped-def]
-    """First token of a row's block i, and its length: blocks of Q tokens up to the cut, then to the
-    end.
-
-    Starts have 64 bits and offsets 32: fewer registers and instructions for addresses.
-    """
+    """First token of a row's block i, and its length. Blocks of Q tokens end at the cut too."""
     before = tl.cdiv(cut - row_start, Q)
     start = tl.where(i < before, row_start + i * Q, cut + (i - before) * Q)
     return start.to(tl.int64), tl.minimum(tl.where(i < before, cut, row_end) - start, Q)
@@ -48,7 +43,7 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
     states_ss: tl.constexpr, step, P: tl.constexpr, N: tl.constexpr, HEADS_PER_GROUP: tl.constexpr,
     Q: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid [parts of P, heads, rows]. The state after a row's cut, if any, is kept."""
+    """Grid [parts of P, heads, rows]."""
     begin(PDL)
     h, row = tl.program_id(1), tl.program_id(2)
     t, n, p = tl.arange(0, Q), tl.arange(0, BLOCK_N), tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)

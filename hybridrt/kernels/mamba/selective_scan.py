@@ -17,7 +17,7 @@ from hybridrt.kernels.core.operation import By, operation
 from hybridrt.kernels.core.records import Prompts, SSMInputs, SSMWeights, StateSlots
 from hybridrt.kernels.mamba.mamba2_scan import scan_prompts
 
-# Tokens of a block of the plain-torch scan: it runs BLOCK + chunk / BLOCK vectorised steps a chunk.
+# Tokens of a block: a chunk runs BLOCK + chunk / BLOCK vectorised steps.
 _BLOCK = 4
 
 
@@ -27,7 +27,6 @@ def selective_scan(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, pr
 
     Inputs are packed; z, D and dt_bias are always there. Returns [T, I] in x's dtype.
     """
-    # A channel is a head of one
     A, x, z = finite_rates(weights.A), inputs.x[:, :, None], None if inputs.z is None else inputs.z[:, :, None]
 
     def scan_chunks(x: Tensor, step: Tensor, B: Tensor, C: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,10 +38,10 @@ def selective_scan(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, pr
 
 
 def _scan_chunk(decay: Tensor, inputs: Tensor, state: Tensor) -> Tensor:
-    """h_t = decay_t h_{t-1} + inputs_t from `state` [b, I, N]: all h_t. Overwrites [b, Q, I, N].
+    """All h_t = decay_t h_{t-1} + inputs_t from `state` [b, I, N]. Overwrites [b, Q, I, N].
 
     First all blocks at once from zero; then, block by block, the decayed state before it is added.
-    Only products of decays occur, no quotients: nothing overflows.
+    No quotients of decays occur: nothing overflows.
     """
     size = gcd(inputs.shape[1], _BLOCK)
     decay, local = (t.unflatten(1, (-1, size)) for t in (decay, inputs))

@@ -6,9 +6,8 @@
 3. `_outputs_kernel`: runs each chunk again from that state and writes the outputs.
 
 Chunks run in parallel; each decay is computed twice for it. A thread holds all states of two
-channels, so that sums over states need no other thread and loops no shared memory. For that, tiles
-are [N, channels], A is transposed first, and the hint in `_tile` keeps the compiler from giving a
-thread four channels and a quarter of their states.
+channels, so sums over states need no other thread. For that, tiles are [N, channels], A is
+transposed first, and the hint in `_tile` keeps the compiler from giving a thread four channels.
 """
 
 import math
@@ -27,9 +26,7 @@ from hybridrt.kernels.state.conv_and_gates_triton import silu, softplus
 def _tile(  # type: ignore[no-untyped-def]
     rates_ptr, CHANNELS: tl.constexpr, N: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr
 ):
-    """This program's channels i (two a thread), state numbers n, masks of both, and A in powers of
-    two, which the launcher has just computed.
-    """
+    """Channels i (two a thread), state numbers n, masks of both, and A in powers of two."""
     i = tl.max_contiguous(tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I), 2)
     n = tl.arange(0, BLOCK_N)
     i_mask, n_mask = i < CHANNELS, n < N
@@ -41,8 +38,7 @@ def _tile(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _advance(state, rates, dt_bias, x, dt, key, i_mask, n_mask):  # type: ignore[no-untyped-def]
-    """The state [N, channels] after one token, its x and its time step. `rates` are A in powers of two; x, dt and key
-    point at what the token brings."""
+    """Returns the state [N, channels] after one token. `rates`: A in powers of two."""
     x = tl.load(x, mask=i_mask, other=0.0).to(tl.float32)
     key = tl.load(key, mask=n_mask, other=0.0).to(tl.float32)
     step = softplus(tl.load(dt, mask=i_mask, other=0.0).to(tl.float32) + dt_bias)

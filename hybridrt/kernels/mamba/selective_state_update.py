@@ -23,13 +23,12 @@ def selective_state_update(
     """Advances each row's state by T tokens. The result equals T calls of one token, bit for bit.
 
     Args:
-        inputs: of B rows with T tokens each.
+        inputs: records of B rows with T tokens each.
         out: [B, T, H, P] of any row and token stride, for the result.
 
     Returns:
         [B, T, H, P] in x's dtype.
     """
-    # A loop over T alone
     x = inputs.x
     step = time_step(inputs.dt, weights.dt_bias, weights.dt_limit)
     decay = (step * weights.A).exp_()[..., None, None]
@@ -49,5 +48,5 @@ def _token_step(state: Tensor, decay: Tensor, inputs: Tensor, keys: Tensor, quer
     """state [B,H,P,N] (overwritten), decay [B,H,1,1], inputs dt*x [B,H,P], keys, queries [B,G,N] -> y [B,H,P]."""
     grouped = state.mul_(decay).view(len(keys), keys.shape[1], -1, keys.shape[2])
     grouped.addcmul_(inputs.reshape(*grouped.shape[:3], 1), keys[:, :, None])
-    # Not `grouped @ queries[..., None]`: CPU matmul is ten times slower on a single column than this contraction.
+    # CPU matmul is ten times slower on a single column.
     return torch.einsum("bgmn,bgn->bgm", grouped, queries).view(inputs.shape)

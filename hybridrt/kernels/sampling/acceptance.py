@@ -3,8 +3,8 @@
 A verify step draws a target token at every position with plain decoding's random numbers (keyed by
 seed and output index). A draft is accepted while it equals the draw, so output equals plain output
 for every drafter. A deterministic draft d is accepted with probability p(d), as in rejection
-sampling (Leviathan et al. 2023); a drafter with the same random numbers is coupled to the target
-(Daliri et al. 2025, Gumbel coupling). In a tree, the draw selects the equal child.
+sampling (Leviathan et al. 2023; for equal random numbers Daliri et al. 2025, Gumbel coupling). In a
+tree, the draw selects the equal child.
 """
 
 import torch
@@ -40,7 +40,7 @@ def accept_tree(
     """The path of drawn nodes: each equals its parent's draw.
 
     Args:
-        drawn, drafts, num_drafts: as in `accept_chain`; draft t is node t + 1.
+        drawn, drafts, num_drafts: those of `accept_chain`; draft t is node t + 1.
         parents: [B, T] int32, each node's parent, -1 for the root.
         mask: [B, T, T] bool, each node's ancestors and itself.
 
@@ -51,11 +51,11 @@ def accept_tree(
     nodes = torch.arange(mask.shape[1], device=mask.device)
     chosen = drawn.gather(1, parents.clamp(min=0).long())[:, 1:] == drafts
     chosen = torch.cat((torch.ones_like(chosen[:, :1]), chosen), 1) & (nodes <= num_drafts[:, None])
-    alive = ~(mask & ~chosen[:, None]).any(-1)  # the node and all its ancestors were chosen
+    alive = ~(mask & ~chosen[:, None]).any(-1)
     depth = node_depths(mask).long()
     last = torch.where(alive, depth, -1).argmax(1, keepdim=True)
     on_path = mask.gather(1, last[:, :, None].expand(-1, -1, mask.shape[2])).squeeze(1)
-    # Every node writes itself at its depth; nodes off the path write to a column that is cut off.
+    # Every node writes itself at its depth; nodes off the path to a column that is cut off.
     path = torch.zeros(mask.shape[0], mask.shape[1] + 1, dtype=torch.long, device=mask.device)
     path.scatter_(1, torch.where(on_path, depth, mask.shape[1]), nodes.expand_as(depth))
     return (depth.gather(1, last).squeeze(1) + 1).int(), path[:, :-1]

@@ -1,7 +1,7 @@
 """From logits to tokens: penalties, temperature, filters, and Gumbel-max draws.
 
 Shapes: B rows, V vocabulary entries. Order: bitmask, penalties, temperature, top-k, top-p, min-p.
-Each filter sees what earlier ones left, and keeps entries that tie with its threshold.
+Filters keep entries that tie with their threshold.
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
-MIN_TEMPERATURE = 1e-5  # rows below it are greedy: logits divided by less may overflow float32
-STREAM_TOKEN = 0  # random stream of an output index for its token; other uses have higher numbers
+MIN_TEMPERATURE = 1e-5  # rows below it are greedy: quotients may overflow float32
+STREAM_TOKEN = 0  # other uses have higher numbers
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,7 @@ def sample(logits: Tensor, filters: LogitFilters, seeds: Tensor, indices: Tensor
     Draws are keyed by seeds, indices `[B]` int64 (request seed, output position), so batching and
     overlap do not change them.
     """
-    # Gumbel-max: argmax(logit - log(e)) for exponential e. u near 0 matters; there `uniform` is
-    # fine-grained.
+    # Gumbel-max: argmax(logit - log(e)) for exponential e.
     logits = filtered_logits.reference(logits, filters)
     ids = torch.arange(logits.shape[1], device=logits.device)
     noise = torch.log1p(uniform(seeds, indices, STREAM_TOKEN, ids).neg_()).neg_().log_()
@@ -162,7 +161,6 @@ def _penalized(logits: Tensor, penalties: Penalties) -> Tensor:
 
 
 def _top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
-    """Thresholds from one sorted copy."""
     vocabulary = logits.shape[1]
     ranked = logits.sort(-1, descending=True).values
     if top_k is not None:

@@ -1,9 +1,9 @@
 """Triton kernels of top-k, top-p and min-p without sorting: each row gets its lowest kept logit.
 
 The first pass counts entries in bins by distance from the largest; counts bound the mass before
-each bin. The second collects entries of the undecided bins and sums up the mass before them. A
-bisection over them finds the exact threshold. Masses are integers, 2^-40 of the largest apiece, so
-neither order nor batch neighbours change a sum.
+each bin. The second collects entries of the undecided bins. A bisection over them finds the exact
+threshold. Masses are integers, 2^-40 of the largest apiece, so neither order nor batch neighbours
+change a sum.
 """
 
 import torch
@@ -12,12 +12,12 @@ import triton.language as tl
 from torch import Tensor
 
 BINS = tl.constexpr(256)
-_FINE = tl.constexpr(192)  # bins of 1/16 up to 12 below the largest logit; the others 5/16 wide, to 32 and beyond
-_COLLECTED, _MASS_BEFORE, _MASS = (tl.constexpr(BINS.value + i) for i in range(3))  # columns of a tally
+_FINE = tl.constexpr(192)  # bins of 1/16 up to 12 below the largest logit; the others 5/16 wide
+_COLLECTED, _MASS_BEFORE, _MASS = (tl.constexpr(BINS.value + i) for i in range(3))
 TALLY = tl.constexpr(BINS.value + 3)
-_ONE = tl.constexpr(float(1 << 40))  # the largest entry's share of the integer sums
+_ONE = tl.constexpr(float(1 << 40))  # the largest entry's share
 _SLACK = tl.constexpr(1.001)  # more than rounding moves a bound, or the last bin exceeds its nominal end
-_NOISE = tl.constexpr(1e-6)  # of all mass; more than the error of float32 differences
+_NOISE = tl.constexpr(1e-6)  # share of all mass; more than the error of float32 differences
 _LOWEST = tl.constexpr(-0x7FFFFFFF)
 LIST_BLOCK = 1024
 
@@ -42,7 +42,6 @@ def _bin(x, largest):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _distance(j):  # type: ignore[no-untyped-def]
-    """Distance of bin j's start from the largest logit."""
     return tl.where(j < _FINE, j * 0.0625, 12.0 + (j - _FINE) * 0.3125)
 
 
@@ -59,7 +58,6 @@ def _largest(maxima_ptr, b, blocks, BLOCK_S: tl.constexpr):  # type: ignore[no-u
 
 @triton.jit
 def _limits(top_k_ptr, top_p_ptr, b):  # type: ignore[no-untyped-def]
-    """(top_k, 0 if off; top_p, 1 if off)."""
     top_k, top_p = 0, 1.0
     if top_k_ptr is not None:
         top_k = tl.maximum(tl.load(top_k_ptr + b), 0)
@@ -70,29 +68,29 @@ def _limits(top_k_ptr, top_p_ptr, b):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _undecided(tally_ptr, b, top_k, top_p):  # type: ignore[no-untyped-def]
-    """(first, last, entries before first): the undecided bins. With both filters, up to top-k's
-    bin, since top-p is a share of top-k's mass."""
+    """(first, last, entries before first) of the bins that may hold the threshold. With both
+    filters they end at top-k's bin: top-p is a share of top-k's mass.
+    """
     j = tl.arange(0, BINS)
     counts = tl.load(tally_ptr + b * TALLY + j)
     before = tl.cumsum(counts, 0) - counts
     last = tl.where(top_k > 0, tl.sum((before + counts < top_k).to(tl.int32), 0), BINS - 1)
     first = last
     if top_p < 1.0:
-        # top-k keeps from its last bin at least what is missing to k, at most all.
+        # top-k keeps from its last bin at least what is missing to k.
         least = tl.where((j == last) & (top_k > 0), top_k - before, counts)
         upper = tl.where(j <= last, counts, 0).to(tl.float32) * tl.exp(-_distance(j))
         lower = tl.where(j <= last, least, 0).to(tl.float32) * tl.exp(-_distance(j + 1))
         upper_sum, lower_sum = tl.sum(upper, 0), tl.sum(lower, 0)
-        # A bin cannot hold the threshold if all bins up to it are too light, or those after it too
-        # heavy: the lighter side has the tighter bound.
+        # A bin cannot hold the threshold if all up to it is too light, or all after it too heavy.
         too_light = tl.cumsum(upper, 0) * _SLACK < top_p * lower_sum
-        behind = tl.cumsum(lower, 0, reverse=True) - lower
-        too_heavy = behind > ((1.0 - top_p) * _SLACK + _NOISE) * upper_sum
+        later = tl.cumsum(lower, 0, reverse=True) - lower
+        too_heavy = later > ((1.0 - top_p) * _SLACK + _NOISE) * upper_sum
         first = tl.sum((too_light | too_heavy).to(tl.int32), 0)
         if top_k == 0:
             enough = tl.cumsum(lower, 0) >= top_p * upper_sum * _SLACK
-            behind = tl.cumsum(upper, 0, reverse=True) - upper
-            little = behind * _SLACK <= (1.0 - top_p - _NOISE) * lower_sum
+            later = tl.cumsum(upper, 0, reverse=True) - upper
+            little = later * _SLACK <= (1.0 - top_p - _NOISE) * lower_sum
             last = tl.minimum(tl.sum((enough | little).to(tl.int32) ^ 1, 0), BINS - 1)
     return first, last, tl.sum(tl.where(j < first, counts, 0), 0)
 
@@ -101,7 +99,6 @@ def _undecided(tally_ptr, b, top_k, top_p):  # type: ignore[no-untyped-def]
 def _count_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, maxima_ptr, tally_ptr, top_k_ptr, top_p_ptr, V, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr
 ):
-    """Grid [rows, blocks]: adds a block's entries to its row's bins."""
     b, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(1)
     top_k, top_p = _limits(top_k_ptr, top_p_ptr, b)
     if (top_k == 0) & (top_p == 1.0):
@@ -116,7 +113,6 @@ def _count_kernel(  # type: ignore[no-untyped-def]
 def _collect_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, maxima_ptr, tally_ptr, list_ptr, top_k_ptr, top_p_ptr, V, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr
 ):
-    """Grid [rows, blocks]: appends a block's undecided entries to its row's list, in any order."""
     b, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(1)
     top_k, top_p = _limits(top_k_ptr, top_p_ptr, b)
     if (top_k == 0) & (top_p == 1.0):
@@ -140,9 +136,8 @@ def _collect_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _bisect(list_ptr, n, low, high, wanted, largest, MASS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The highest key with at least `wanted` entries (with MASS: mass) at or above it.
-
-    `low` satisfies that and `high` does not.
+    """The highest key with at least `wanted` entries (MASS: mass) at or above it. `low` satisfies
+    that and `high` does not.
     """
     while high - low > 1:
         middle = low + (high - low) // 2

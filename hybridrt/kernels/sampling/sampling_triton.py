@@ -1,8 +1,4 @@
-"""Triton kernels of sampling: penalties, temperature, and the best entry of a row, with noise for
-draws.
-
-Programs share a row's vocabulary. Filters are a threshold on logits (`sampling_filters_triton.py`).
-"""
+"""Triton kernels of sampling: penalties, temperature, and a row's best entry, with noise for draws."""
 
 from collections.abc import Sequence
 
@@ -31,7 +27,7 @@ def _mix(z):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _uniform(seed, index, stream, ids):  # type: ignore[no-untyped-def]
-    """The values of `uniform.reference` for one row, bit for bit."""
+    """`uniform.reference` for one row, bit for bit."""
     seed = seed.to(tl.uint64, bitcast=True) + (stream + 1).to(tl.uint64) * _GAMMA
     key = _mix(_mix(seed) + index.to(tl.uint64, bitcast=True) * _GAMMA)
     bits = _mix(key + (ids + 1).to(tl.uint64) * _GAMMA)
@@ -41,8 +37,7 @@ def _uniform(seed, index, stream, ids):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _log_exponential(u):  # type: ignore[no-untyped-def]
-    """log(-log(1 - u)), minus a Gumbel variable. Exact for small u, which decide draws (Kahan's
-    log1p)."""
+    """log(-log(1 - u)), exact for small u, which decide draws (Kahan's log1p)."""
     rest = 1.0 - u
     lost = rest == 1.0
     log1p = tl.where(lost, -u, tl.log(rest) * (-u / tl.where(lost, 1.0, rest - 1.0)))
@@ -62,8 +57,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     repetition_ptr, presence_ptr, frequency_ptr, counts_ptr, prompt_ptr,
     logits_sr, counts_sr, prompt_sr, words, V, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid [rows, blocks]: bitmask, penalties and temperature, [B, V] float32, and each block's
-    largest."""
+    """Grid [rows, blocks]: writes logits [B, V] float32, and each block's largest."""
     b = tl.program_id(0).to(tl.int64)
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = ids < V
@@ -88,15 +82,13 @@ def _argmax_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, bitmask_ptr, threshold_ptr, temperature_ptr, seeds_ptr, indices_ptr, best_ptr, tokens_ptr,
     logits_sr, words, V, blocks, splits, STREAM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The first best entry of each row and split of `blocks` blocks; with seeds, of the
-    Gumbel-perturbed row.
-
-    NaN counts as infinity, which no filter drops. The token is -1 if the best is not finite; one
-    split of several reports only infinity, since others may hold finite entries.
+    """Finds the best entry of each row and split of `blocks` blocks; with seeds, of the
+    Gumbel-perturbed row. NaN counts as infinity, which no filter drops. The token is -1 if the best
+    is not finite.
     """
     begin(PDL)
     b, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    first = split * blocks * BLOCK  # a multiple of BLOCK to the compiler too: 16-byte loads
+    first = split * blocks * BLOCK  # a multiple of BLOCK, for 16-byte loads
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     best_id = first + tl.arange(0, BLOCK)
     for start in range(first, min(first + blocks * BLOCK, V), BLOCK):
@@ -170,12 +162,11 @@ def _filtered(logits: Tensor, filters: LogitFilters) -> tuple[Tensor, Tensor | N
 def _argmax(
     logits: Tensor, bitmask: Tensor | None, threshold: Tensor | None = None, draw: Sequence[Tensor | None] = (None,) * 3
 ) -> Tensor:
-    """`draw`: temperature, seeds and indices."""
     batch, vocabulary = logits.shape
     if batch == 0:
         return torch.empty(0, dtype=torch.int64, device=logits.device)
     blocks = triton.cdiv(vocabulary, BLOCK)
-    # A program reads its blocks in sequence: only many programs keep enough bytes in flight.
+    # A program reads its blocks in sequence: many keep enough bytes in flight.
     wanted = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(logits.device), batch)
     per_split = triton.cdiv(blocks, min(blocks, wanted))
     splits = triton.cdiv(blocks, per_split)

@@ -96,9 +96,8 @@ def apply_token_rules(logits: Tensor, table: TokenRuleTable, lines: DrawLines) -
 
 
 def _after_prefix(table: TokenRuleTable, lines: DrawLines, columns: Tensor) -> Tensor:
-    """[B, M] bool: the output ends with the rule's prefix."""
     rows, known, lengths = lines.rows[:, None].long(), lines.known[:, None], columns[LENGTH]
-    behind = torch.ones_like(lengths, dtype=torch.bool)
+    follows = torch.ones_like(lengths, dtype=torch.bool)
     width, path = lines.path.shape[1], lines.path
     for i in range(int(lengths.max()) if lengths.numel() else 0):
         at = lines.indices[:, None] - lengths + i
@@ -107,5 +106,5 @@ def _after_prefix(table: TokenRuleTable, lines: DrawLines, columns: Tensor) -> T
         if width:
             drafted = path.gather(1, (at - known).clamp(0, width - 1).long())
             found = torch.where(at < known, found, drafted)
-        behind &= (i >= lengths) | ((at >= 0) & (found == expected))
-    return behind
+        follows &= (i >= lengths) | ((at >= 0) & (found == expected))
+    return follows

@@ -13,8 +13,7 @@ _TOKEN, _VALUE, _UNTIL, _START, _LENGTH = (tl.constexpr(column) for column in (T
 
 @triton.jit
 def _some_rules(columns_ptr, start, count, first, index, plane, BLOCK: tl.constexpr, RULES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The next RULES rules: places, tokens, values, and which apply to the block at `first`.
-    `plane`: distance between table columns."""
+    """The next RULES rules: places, tokens, values, and which apply to the block at `first`."""
     i = start + tl.arange(0, RULES)
     rule_ptr = columns_ptr + i
     token = tl.load(rule_ptr + _TOKEN * plane, mask=i < count, other=-1)
@@ -29,8 +28,6 @@ def _token_rules_kernel(  # type: ignore[no-untyped-def]
     history_ptr, path_sr, logits_sr, plane, words, V, M: tl.constexpr, P: tl.constexpr, H: tl.constexpr,
     BLOCK: tl.constexpr, RULES: tl.constexpr,
 ):  # fmt: skip
-    """Grid [lines, blocks]. A program writes its block, adds rules' values, then overwrites
-    forbidden tokens."""
     b = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCK
     row = tl.load(rows_ptr + b).to(tl.int64)
@@ -53,7 +50,6 @@ def _token_rules_kernel(  # type: ignore[no-untyped-def]
     for start in range(0, count, RULES):
         rule_ptr, token, value, holds = _some_rules(columns_ptr, start, count, first, index, plane, BLOCK, RULES)
         holds &= value == float("-inf")
-        # Forbidding rules hold only after their prefix.
         prefix_row, history_row, path_row = prefixes_ptr + row * P, history_ptr + row * H, path_ptr + b * path_sr
         length = tl.load(rule_ptr + _LENGTH * plane, mask=holds, other=0)
         prefix_start = tl.load(rule_ptr + _START * plane, mask=holds, other=0)

@@ -3,8 +3,8 @@
     y[p] = act(bias + sum_k weight[:, k] * x[p - (K-1) + k])
 
 The raw input of absolute position p is in column p mod Wc of conv[slot]; Wc is a power of two, at
-least K - 1 + T for steps of T tokens. A step is rolled back by position alone: columns of rejected
-tokens are overwritten before they are read.
+least K - 1 + T. A step is rolled back by position alone: columns of rejected tokens are overwritten
+before they are read.
 """
 
 from typing import Any
@@ -42,7 +42,6 @@ def causal_conv1d_varlen(
     Raises:
         ConfigError: the ring is too narrow for K taps, or Wc is not a power of two.
     """
-    # Shifted sums over all tokens, then the first K - 1 of each row anew
     weight = weights.weight
     num_tokens, taps = x.shape[0], weight.shape[1]
     if num_tokens == 0:
@@ -51,7 +50,7 @@ def causal_conv1d_varlen(
     window = _window(state.conv, state.read_state_slots, state.start_positions, taps)
     offsets = torch.arange(taps - 1, device=x.device)
 
-    # A row shorter than K - 1 tokens writes its missing outputs to one spare row at the end.
+    # Rows shorter than K - 1 write missing outputs to one spare row at the end.
     out = torch.empty(num_tokens + 1, x.shape[1], dtype=torch.float32, device=x.device)
     _shifted_sum(x.float(), weight, weights.bias, out[:-1])
     head = first + offsets
@@ -89,7 +88,7 @@ def save_windows(x: Tensor, taps: int, state: ConvState, query_start_loc: Tensor
 
 def _write_window(x: Tensor, window: Tensor, state: ConvState, first: Tensor, length: Tensor) -> None:
     """Writes the K - 1 inputs before position `length` [B, 1] of each row to the rings. Rows begin
-    at `first` [B, 1] of x, after the inputs `window` [B, K - 1, C].
+    at `first` [B, 1] of x, after `window` [B, K - 1, C].
     """
     before = window.shape[1]
     last = length - before + torch.arange(before, device=x.device)
@@ -109,7 +108,7 @@ def causal_conv1d_update(
 
     Args:
         x: [B, T, C] raw inputs, token t at position start_positions + t (tree: + depth of node t).
-        intermediate: of a tree, where the window of each node is stored.
+        intermediate: buffers of a tree, where the window of each node is stored.
 
     Returns:
         [B, T, C] in x's dtype.
@@ -141,7 +140,6 @@ def conv_window(conv: Tensor, slots: Tensor, positions: Tensor, kernel: int) -> 
 
 
 def _window(conv: Tensor, slots: Tensor, positions: Tensor, taps: int) -> Tensor:
-    """`conv_window` as [B, K-1, C]."""
     before = positions[:, None] + torch.arange(1 - taps, 0, device=conv.device)
     window = conv[slots.clamp(min=0)[:, None], :, before & conv.shape[2] - 1]
     return window.masked_fill_((before < 0)[:, :, None], 0.0)
@@ -158,7 +156,7 @@ def check_ring(conv: Tensor, kernel: int, tokens: int) -> None:
 
 
 def _shifted_sum(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """The convolution of x [T, C] as if it were one row that starts at position 0."""
+    """Convolves x [T, C] as one row that starts at position 0."""
     taps = weight.float().t().contiguous()
     torch.mul(x, taps[-1], out=out)
     for shift in range(1, len(taps)):
@@ -184,7 +182,7 @@ def _along_ancestors(history: Tensor, parents: Tensor, taps: int) -> Tensor:
     node = torch.arange(parents.shape[1], device=parents.device).expand(parents.shape)
     path = [node]
     for _ in range(taps - 1):
-        # Node -1 is the committed token before the root, -2 the one before that: columns of the window.
+        # Node -1 is the token before the root, -2 the one before.
         node = torch.where(node >= 0, parents.gather(1, node.clamp(min=0)), node - 1)
         path.insert(0, node)
     index = torch.stack(path, dim=2) + taps - 1

@@ -18,9 +18,9 @@ def _varlen_kernel(  # type: ignore[no-untyped-def]
     BLOCK_B: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
-    # The blocks of row b are numbered from query_start_loc[b] // BLOCK_T + b on, which leaves room for all of them, one
-    # at least: a row without tokens has its ring to carry from one slot to the other. Some numbers mean no block. What
-    # lies past the last row counts as one more, a padding row.
+    # The blocks of row b are numbered from query_start_loc[b] // BLOCK_T + b on: room for all, and
+    # at least one, which carries the ring of a row without tokens. Past the last row is a padding
+    # row.
     rows = tl.arange(0, BLOCK_B)
     numbers = tl.load(query_start_loc_ptr + rows, mask=rows <= batch, other=0) // BLOCK_T + rows
     b = tl.sum(((numbers <= tl.program_id(1)) & (rows <= batch)).to(tl.int32), axis=0) - 1
@@ -35,7 +35,6 @@ def _varlen_kernel(  # type: ignore[no-untyped-def]
     channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     j = tl.arange(0, BLOCK_T)
     i = block * BLOCK_T + j
-    # 64 bits for where the block begins, 32 for the way from there.
     start = first.to(tl.int64) + block * BLOCK_T
     live = (i < length)[:, None] & (channel < C)[None, :]
     out = out_ptr + start * C + j[:, None] * C + channel[None, :]
@@ -49,8 +48,8 @@ def _varlen_kernel(  # type: ignore[no-untyped-def]
     bias = bias_of(bias_ptr, channel, c_mask)
     y = tl.zeros((BLOCK_T, BLOCK_C), tl.float32) + bias[None, :]
     if block == 0:
-        # The row's first tokens get the terms of inputs in the ring. They are a sum's first terms, so sums
-        # are the same bits however a prompt was cut.
+        # Inputs in the ring are a sum's first terms, so sums are the same bits however a prompt was
+        # cut.
         for t in tl.static_range(TAPS - 1):
             head = bias
             for k in tl.static_range(TAPS - 1 - t):
@@ -64,10 +63,10 @@ def _varlen_kernel(  # type: ignore[no-untyped-def]
         new = tl.load(x[None, :] + (j + (k - (TAPS - 1)))[:, None] * x_st, mask=own, other=0.0)
         y += tl.load(weight_ptr + channel * TAPS + k, mask=c_mask, other=0.0).to(tl.float32) * new.to(tl.float32)
     if SILU:
-        y = y / (1.0 + tl.exp2(y * -1.4426950408889634))  # a third fewer instructions than silu(y), and 40 registers
+        y = y / (1.0 + tl.exp2(y * -1.4426950408889634))  # faster than silu(y), with 40 fewer registers
     tl.store(out, y.to(out_ptr.dtype.element_ty), mask=live)
     if block == 0:
-        if save_slots_ptr is not None:  # first, while the ring that is read holds what it held
+        if save_slots_ptr is not None:  # the ring may be overwritten later
             save = tl.load(save_slots_ptr + b).to(tl.int64)
             if save > 0:
                 save_ring, saved = conv_ptr + save * conv_ss + channel * WC, tl.load(save_lengths_ptr + b)
@@ -82,10 +81,8 @@ def _close_row(  # type: ignore[no-untyped-def]
     x, read_ring, write_ring, position, length, mask,
     x_st: tl.constexpr, TAPS: tl.constexpr, WC: tl.constexpr,
 ):  # fmt: skip
-    """Writes the K - 1 inputs that end a row to its ring, by the row's first program alone.
-
-    Every thread has read its taps and the old columns before one is written. No kernel reads
-    columns of positions before 0.
+    """Writes the K - 1 inputs that end a row to its ring. The row's first program does it, once
+    every thread has read the old columns.
     """
     column = tl.arange(0, WC)
     age = (position + length - 1 - column) & (WC - 1)
@@ -100,7 +97,7 @@ def _close_row(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _input(x, mask, C: tl.constexpr, GATED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What is convolved: x, or the product of the first and the third of three widths of C, rounded as they are."""
+    """x, or the product of the first and the third of three widths of C, rounded as they are."""
     value = tl.load(x, mask=mask, other=0.0)
     if GATED:
         value = (value.to(tl.float32) * tl.load(x + 2 * C, mask=mask, other=0.0).to(tl.float32)).to(value.dtype)
@@ -135,7 +132,7 @@ def _update_kernel(  # type: ignore[no-untyped-def]
         window = windows_ptr + tl.load(rows_ptr + b).to(tl.int64) * windows_sr + channel * (TAPS - 1)
     for t in range(T):
         y = bias_of(bias_ptr, channel, mask)
-        # Node -1 is the committed token before the root, -2 the one before that.
+        # Node -1 is the token before the root, -2 the one before.
         node = tl.zeros([BLOCK_C], tl.int32) + t
         for age in tl.static_range(TAPS):
             p = position + node
@@ -179,7 +176,7 @@ def causal_conv1d_varlen_triton(
     block_t, block_c = 16, min(256, triton.next_power_of_2(channels))
     blocks = triton.cdiv(num_tokens, block_t) + batch + 1
     save_slots, save_lengths = (None, None) if saves is None else (saves.row_slots, saves.row_lengths)
-    # At least 64 rows: a block size for every count of prompts would be a compilation each in the middle of serving.
+    # At least 64 rows: every other block size would be a compilation.
     _varlen_kernel[triton.cdiv(channels, block_c), blocks](
         x, weights.weight, weights.bias, conv, out, state.read_state_slots, state.write_state_slots, query_start_loc,
         state.start_positions, save_slots, save_lengths, batch, num_tokens, x.stride(0), conv.stride(0),

@@ -161,7 +161,7 @@ def conv_tokens(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Conv and SiLU of the tokens `t` [BLOCK_T] at once: [BLOCK_T, channels] in the input's dtype,
     zero past T. Raw inputs enter the ring as in `push_inputs`. Without taps only SiLU. `ring`
-    and `taps` of a single token: as in `conv_one_token`.
+    and `taps` of a single token: those of `conv_one_token`.
     """
     if TAPS == 0:
         raw = source + t[:, None] * stride_t + channel[None, :]

@@ -11,16 +11,17 @@ from hybridrt.kernels.state.row_tables import DecodeBuffers
 
 @triton.jit
 def _decode_inputs_kernel(  # type: ignore[no-untyped-def]
-    input_ids, positions, out_cache_loc, rows, seq_lens, new_pages, drafts, num_drafts, last_tokens, req_to_token,
-    table_stride, TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PAGE: tl.constexpr, HAS_KV: tl.constexpr,
-    PDL: tl.constexpr,
+    input_ids, positions, out_cache_loc, rows, seq_lens, new_pages, drafts, num_drafts, last_tokens, tables,
+    tables_sr, tables_sg, locs_sg, TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PAGE: tl.constexpr,
+    HAS_KV: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    b = tl.program_id(0)
+    """Grid [decode rows, page groups]."""
+    b, group = tl.program_id(0), tl.program_id(1)
     begin(PDL)
     row = tl.load(rows + b).to(tl.int64)
     length = tl.load(seq_lens + b)
-    page = tl.load(new_pages + b)
-    table = req_to_token + row * table_stride
+    page = tl.load(new_pages + b * tl.num_programs(1) + group)
+    table = tables + row * tables_sr + group * tables_sg
     drafted = 0
     if num_drafts is not None:
         drafted = tl.load(num_drafts + b)
@@ -31,14 +32,14 @@ def _decode_inputs_kernel(  # type: ignore[no-untyped-def]
     t = tl.arange(0, BLOCK_TOKENS)
     live = t < TOKENS
     position = length - TOKENS + t
-    # A slot of the page entered above comes from the page itself: this program's own store is not awaited.
+    # Read from the page itself: this program's own store is not awaited.
     fresh = position // PAGE == tl.where(page >= 0, last_index, -1)
     real = live & (t <= drafted)
     known = tl.zeros([BLOCK_TOKENS], tl.int32)
     if HAS_KV:
         known = tl.load(table + position, mask=real & (fresh == 0), other=0)
     slot = tl.where(fresh, page * PAGE + position % PAGE, known)
-    tl.store(out_cache_loc + b * TOKENS + t, tl.where(real, slot, 0), mask=live)
+    tl.store(out_cache_loc + group * locs_sg + b * TOKENS + t, tl.where(real, slot, 0), mask=live)
     tl.store(positions + b * TOKENS + t, position, mask=live)
     proposed = tl.load(drafts + b * (TOKENS - 1) + t - 1, mask=real & (t > 0), other=0)
     last = tl.maximum(tl.load(last_tokens + row), 0)
@@ -46,20 +47,21 @@ def _decode_inputs_kernel(  # type: ignore[no-untyped-def]
 
 
 def decode_inputs_triton(
-    out: TokenInputs, step: DecodeRowInputs, last_tokens: Tensor, req_to_token: Tensor, page_size: int
+    out: TokenInputs, step: DecodeRowInputs, last_tokens: Tensor, tables: Tensor, page_size: int
 ) -> None:
     """See hybridrt.kernels.state.decode_inputs.decode_inputs."""
     batch = step.rows.shape[0]
     tokens = out.input_ids.shape[0] // batch
     if step.drafts is None:
         step = step._replace(drafts=step.rows)  # no draft is read
-    _decode_inputs_kernel[(batch,)](
-        *out, *step, last_tokens, req_to_token, req_to_token.stride(0), tokens, triton.next_power_of_2(tokens),
-        page_size, req_to_token.shape[1] > 0, num_warps=1, **pdl(out.input_ids.device),
+    groups, locs = tables.shape[1], out.out_cache_loc
+    _decode_inputs_kernel[(batch, groups)](
+        *out, *step, last_tokens, tables, *tables.stride()[:2], locs.stride(0) if groups > 1 else 0, tokens,
+        triton.next_power_of_2(tokens), page_size, tables.shape[2] > 0, num_warps=1, **pdl(out.input_ids.device),
     )  # fmt: skip
 
 
-# Row counts change from step to step: specialising on them would compile in the middle of serving.
+# Specialising on changing row counts would compile in the middle of serving.
 @triton.jit(do_not_specialize=["num_rows", "num_real"])
 def _fill_decode_metadata_kernel(  # type: ignore[no-untyped-def]
     slots, start_positions, accepted, ring_start_out, ring_length_out, req_pool_indices, seq_lens,

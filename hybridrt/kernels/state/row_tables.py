@@ -34,16 +34,17 @@ def clear_slots(states: Tensor, state_slots: Tensor) -> None:
 
 
 @operation(By("triton"))
-def enter_pages(rows: Tensor, page_indices: Tensor, pages: Tensor, req_to_token: Tensor, page_size: int) -> None:
-    """Page `page_indices[i]` of row `rows[i]` becomes page `pages[i]`: its token slots, for all i.
+def enter_pages(rows: Tensor, page_indices: Tensor, pages: Tensor, tables: Tensor, page_size: int) -> None:
+    """Page `page_indices[i]` of row `rows[i]` becomes page `pages[i, g]` of each page group g: its
+    token slots, for all i.
 
     Args:
-        rows, page_indices, pages: [n] integers.
-        req_to_token: [R + 1, max_context] int32, whole pages.
+        rows, page_indices: [n] integers. pages: [n, G] contiguous.
+        tables: [R + 1, G, max_context] int32, whole pages.
     """
-    table = req_to_token.view(req_to_token.shape[0], -1, page_size)
+    by_page = tables.view(*tables.shape[:2], -1, page_size)
     offsets = torch.arange(page_size, device=pages.device)
-    table[rows.long(), page_indices.long()] = (pages[:, None] * page_size + offsets).int()
+    by_page[rows.long(), :, page_indices.long()] = (pages[..., None] * page_size + offsets).int()
 
 
 @operation(By("triton"))

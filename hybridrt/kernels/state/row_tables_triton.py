@@ -7,7 +7,7 @@ from torch import Tensor
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import RowTables
 
-BLOCK, CLEARED = 128, 1024  # rows, and numbers of a slot, that a program takes at a time
+BLOCK, CLEARED = 128, 1024  # rows, and numbers of a slot, of a program
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -28,20 +28,21 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _pages_kernel(  # type: ignore[no-untyped-def]
-    rows_ptr, indices_ptr, pages_ptr, table_ptr, table_sr, PAGE: tl.constexpr, BLOCK: tl.constexpr
+    rows_ptr, indices_ptr, pages_ptr, tables_ptr, tables_sr, tables_sg, PAGE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    i = tl.program_id(0)
+    """Grid [entries, page groups]."""
+    i, group = tl.program_id(0), tl.program_id(1)
     offset = tl.arange(0, BLOCK)
     row, index = tl.load(rows_ptr + i).to(tl.int64), tl.load(indices_ptr + i)
-    slots = tl.load(pages_ptr + i) * PAGE + offset
-    tl.store(table_ptr + row * table_sr + index * PAGE + offset, slots.to(tl.int32), mask=offset < PAGE)
+    slots = tl.load(pages_ptr + i * tl.num_programs(1) + group) * PAGE + offset
+    table = tables_ptr + row * tables_sr + group * tables_sg
+    tl.store(table + index * PAGE + offset, slots.to(tl.int32), mask=offset < PAGE)
 
 
 @triton.jit
 def _clear_kernel(  # type: ignore[no-untyped-def]
     states_ptr, slots_ptr, states_sl, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Grid [programs of a slot, layers, slots]. A slot has SIZE numbers."""
     slot = tl.load(slots_ptr + tl.program_id(2)).to(tl.int64)
     if slot > 0:
         numbers = states_ptr + tl.program_id(1).to(tl.int64) * states_sl + slot * SIZE
@@ -79,11 +80,11 @@ def clear_slots_triton(states: Tensor, state_slots: Tensor) -> None:
         )
 
 
-def enter_pages_triton(rows: Tensor, page_indices: Tensor, pages: Tensor, req_to_token: Tensor, page_size: int) -> None:
+def enter_pages_triton(rows: Tensor, page_indices: Tensor, pages: Tensor, tables: Tensor, page_size: int) -> None:
     """See hybridrt.kernels.state.row_tables.enter_pages."""
-    if count := len(rows):
-        _pages_kernel[count,](
-            rows, page_indices, pages, req_to_token, req_to_token.stride(0),
+    if pages.numel():
+        _pages_kernel[tuple(pages.shape)](
+            rows, page_indices, pages, tables, tables.stride(0), tables.stride(1),
             PAGE=page_size, BLOCK=triton.next_power_of_2(page_size), num_warps=1,
         )  # fmt: skip
 

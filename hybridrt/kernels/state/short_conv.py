@@ -1,6 +1,4 @@
-"""Gated short convolution of LFM2 in decode steps, C * conv(B * x); the ring holds the products B *
-x.
-"""
+"""Gated short convolution of LFM2 in decode steps, C * conv(B * x); the ring holds products B * x."""
 
 from typing import Any
 

@@ -35,9 +35,10 @@ def commit_conv_window(
     """The conv inputs that end at the last accepted node of a tree enter the rings of each of L layers, in place.
 
     Args:
-        conv: [L, S + 1, C, Wc] rings.
+        conv: [L, S + 1, C, Wc] rings; Wc is a power of two.
         intermediate: `stored` [L, R + 1, T, C, K - 1].
-        state_slots, accepted: as in `commit_intermediate`, node + 1.
+        state_slots, accepted: [B] int32. `accepted` is the node's number + 1; slot -1 or accepted 0
+            leaves everything as it is.
         positions: [B] int32, absolute position of that node.
     """
     offsets = torch.arange(1 - intermediate.stored.shape[-1], 1, device=conv.device)

@@ -12,7 +12,7 @@ _BLOCK, _CHANNELS = 4096, 256
 
 @triton.jit
 def _stored(stored_ptr, layer_stride, strides: tl.constexpr, rows_ptr, b, node):  # type: ignore[no-untyped-def]
-    """What is stored for a node of row b, in the layer of the program; `strides` of rows and nodes."""
+    """Points at a node of row b, in the program's layer; `strides` of rows and nodes."""
     row, layer = tl.load(rows_ptr + b).to(tl.int64), tl.program_id(2).to(tl.int64)
     return stored_ptr + layer * layer_stride + row * strides[0] + node * strides[1]
 
@@ -22,7 +22,6 @@ def _states_kernel(  # type: ignore[no-untyped-def]
     states_ptr, stored_ptr, slots_ptr, rows_ptr, accepted_ptr, states_sl, stored_sl,
     states_ss: tl.constexpr, stored_strides: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid [blocks of a state, rows, layers]."""
     begin(PDL)
     b, layer = tl.program_id(1), tl.program_id(2).to(tl.int64)
     slot, accepted = tl.load(slots_ptr + b).to(tl.int64), tl.load(accepted_ptr + b).to(tl.int64)
@@ -40,7 +39,6 @@ def _windows_kernel(  # type: ignore[no-untyped-def]
     conv_ss: tl.constexpr, stored_strides: tl.constexpr, C: tl.constexpr, WC: tl.constexpr, INPUTS: tl.constexpr,
     BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid [blocks of channels, rows, layers]."""
     begin(PDL)
     b, layer = tl.program_id(1), tl.program_id(2).to(tl.int64)
     slot, accepted = tl.load(slots_ptr + b).to(tl.int64), tl.load(accepted_ptr + b).to(tl.int64)

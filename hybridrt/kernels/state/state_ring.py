@@ -8,19 +8,18 @@ tokens since are in a ring of W columns per running request, the oldest in colum
     keys   [R+1, G, W, N]    B after the conv                     the normalised k
     gates  [R+1, H, W]       dt after softplus and clamp          log of the decay
 
-In Kimi Delta Attention gates are [R+1, H, W, N], one for each channel of a key. A step computes its
-outputs from checkpoint and ring and enters its T tokens at columns start + length + t; it does not
-write the state. At its end `advance_ring` commits the accepted tokens. Rows without room for
-another step of the widest kind (start + length + widest > W) are folded, in all layers at once
-(`fold_ring`), and begin again at column 0:
+In Kimi Delta Attention gates are [R+1, H, W, N], one for each channel of a key. A step enters its T
+tokens at columns start + length + t and does not write the state. At its end `advance_ring` commits
+the accepted tokens. Rows without room for another step (start + length + widest > W) are folded, in
+all layers at once (`fold_ring`), and begin again at column 0:
 
     S <- exp(a_1 + ... + a_n) S + sum_i w_i exp(a_{i+1} + ... + a_n) value_i key_i^T
 
 with a_i = A dt_i and w_i = dt_i in Mamba-2, a_i = log of the decay and w_i = 1 in the Gated Delta
-Net. In Kimi Delta Attention a_i is a row [N] of decays for the columns of S and channels of keys.
+Net (in Kimi Delta Attention a row [N], for the columns of S).
 
-A row is admitted with a start in [0, W - widest]. Rows that are admitted together and advance alike
-fold in the same step if their starts are equal, and in W - widest + 1 different steps if not.
+A row is admitted with a start in [0, W - widest]: rows with different starts fold in different
+steps.
 """
 
 from dataclasses import dataclass
@@ -126,7 +125,7 @@ def ring_entries(
     entry = torch.arange(gates.shape[2], device=start.device)
     column = (start[:, None] + entry) % gates.shape[2]
     inside = entry < count[:, None]
-    # Columns past the end may hold anything, NaN included, so they are replaced and not multiplied by zero.
+    # Columns past the end may hold NaN: replaced, not multiplied by zero.
     v, k, g = (
         torch.where(inside.view(*inside.shape, *[1] * (ring.ndim - 2)), ring[rows[:, None], :, column].float(), 0.0)
         for ring in (values, keys, gates)
@@ -135,11 +134,11 @@ def ring_entries(
 
 
 def _folded(state: Tensor, v: Tensor, k: Tensor, g: Tensor, A: Tensor | None) -> Tensor:
-    """The states [B, H, P, N] after a ring's entries, float32."""
-    # From the end, not as a difference of sums from the start: strong decays long ago would round it away.
+    """Returns the states [B, H, P, N] after a ring's entries, float32."""
+    # Sums from the end: a difference of sums from the start would round away.
     since = (g if A is None else g * finite_rates(A)).flip(1).cumsum(1).flip(1)
     weight, total = torch.cat((since[:, 1:], torch.zeros_like(since[:, :1])), 1).exp(), since[:, 0].exp()
-    if g.ndim == k.ndim:  # a decay for each channel of a key
+    if g.ndim == k.ndim:
         k, total = k * weight, total.unsqueeze(-2)
     else:
         v, total = v * (weight if A is None else weight * g)[..., None], total[..., None, None]

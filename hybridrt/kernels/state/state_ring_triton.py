@@ -1,8 +1,7 @@
-"""Triton kernels of `advance_ring` and `fold_ring`: one launch for cursors, one for all layers'
-folds.
+"""Triton kernels of `advance_ring` and `fold_ring`: one launch for cursors, one for all layers' folds.
 
 Few rows fold in a step, and only the device knows which. So the first launch lists them, and the
-programs of the second, as many as the device holds, take tiles of states from that list.
+second's programs, as many as the device holds, take tiles of states from that list.
 """
 
 import torch
@@ -179,7 +178,7 @@ def fold_ring_triton(
     """Triton `fold_ring`: one launch for all layers."""
     layers, _, heads, dim, state_dim = states.shape
     block_p = min(64, max(16, triton.next_power_of_2(dim)))
-    by_channel = gates.ndim == 5  # decays of channels are as many as keys, and take registers
+    by_channel = gates.ndim == 5
     block_n = min(64 if by_channel else 128, max(16, triton.next_power_of_2(state_dim)))
     tiles = len(folds.state_slots) * layers * heads * triton.cdiv(dim, block_p) * triton.cdiv(state_dim, block_n)
     targets = folds.state_slots if folds.write_state_slots is None else folds.write_state_slots

@@ -20,7 +20,7 @@ from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.attention import attention_spec
 from hybridrt.layers.weights import Build
 from hybridrt.mem_cache.pools.host_plan import STAGED_BYTES, plan_host
-from hybridrt.mem_cache.pools.kv_pool import KVPool
+from hybridrt.mem_cache.pools.kv_pool import KVPool, page_bytes, page_windows
 from hybridrt.mem_cache.pools.mamba_pool import MambaPool, MambaPoolSpec
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, UnitCosts, plan_memory
 from hybridrt.mem_cache.pools.page_demand import PageDemand
@@ -94,7 +94,9 @@ def resolve_model_path(name: str) -> Path:
 
 
 def find_checkpoint(name: str) -> Path:
-    """As `resolve_model_path`, but an unknown name gives a path that is no directory.
+    """The directory of a checkpoint. Downloads a hub name (org/model); "embedded" and
+    "embedded_draft" are the package's small models. Any other name is returned as a path, which
+    may not be a directory.
 
     Raises:
         ConfigError: no path can have such a name, it cannot be read, or the hub name cannot be
@@ -117,7 +119,7 @@ def find_checkpoint(name: str) -> Path:
 
     try:
         return Path(snapshot_download(name, allow_patterns=HUB_FILES))
-    except Exception as e:  # the hub client raises its own errors, those of requests, and OS errors
+    except Exception as e:  # the hub client's own errors, those of requests, and OS errors
         raise ConfigError(f"{_legible(name)} is no directory here, and the hub does not give it: {reason(e)}") from e
 
 
@@ -131,8 +133,8 @@ def empty_model(config: EngineConfig, target: RunTarget, device: torch.device) -
     # Padding drafts have positions past the last one of a request.
     max_len = min(config.max_model_len or mc.max_position_embeddings, mc.max_position_embeddings)
     max_len += config.num_verify_tokens - 1
-    family: Callable[..., CausalLM] = model_class(mc.architecture)
-    model = family(mc, Build(target.tp, target.dtype, device), max_len)
+    model_cls: Callable[..., CausalLM] = model_class(mc.architecture)
+    model = model_cls(mc, Build(target.tp, target.dtype, device), max_len)
     draft_needs(config).attach(model)
     return model
 
@@ -160,21 +162,34 @@ def pool_spec(config: EngineConfig, target: RunTarget) -> MambaPoolSpec:
     return MambaPoolSpec(groups, target.dtype, target.state_dtype, config.num_verify_tokens, target.state_mode, tree)
 
 
-def kv_groups(config: EngineConfig, target: RunTarget) -> dict[AttentionSpec, list[int]]:
+def kv_layers(config: EngineConfig, target: RunTarget) -> dict[AttentionSpec, list[int]]:
     """Layers with keys and values by their spec: the model's attention layers, then its drafter's."""
     mc = target.model_config
-    groups: dict[AttentionSpec, list[int]] = {}
+    layers: dict[AttentionSpec, list[int]] = {}
     for layer_id in mc.full_attention_layer_ids + draft_needs(config).kv_layers(mc):
-        groups.setdefault(attention_spec(mc.attention_of(layer_id), target.tp, target.dtype), []).append(layer_id)
-    return groups
+        layers.setdefault(attention_spec(mc.attention_of(layer_id), target.tp, target.dtype), []).append(layer_id)
+    return layers
+
+
+def page_demands(config: EngineConfig, target: RunTarget) -> list[PageDemand]:
+    """How many pages of each page group a request holds."""
+    mc = target.model_config
+    # Without recurrent layers, a prefix is usable at whole pages alone: one more page makes its last one usable.
+    back = config.page_size - 1 if config.prefix_cache and not recurs(mc) else 0
+    sizes = config.chunked_prefill_size, config.num_verify_tokens
+    windows = page_windows(kv_layers(config, target))
+    return [PageDemand(config.page_size, window, *sizes, 0 if window is None else back) for window in windows]
+
+
+def recurs(model_config: ModelConfig) -> bool:
+    """Whether a model has recurrent layers."""
+    return any(map(model_config.linear_layer_ids, model_config.linear))
 
 
 def keeps_prefixes(config: EngineConfig, model_config: ModelConfig) -> bool:
-    """Whether requests leave prefixes for others. None do if all layers have a sliding window, or
-    if no layer keeps anything."""
-    recurrent = any(map(model_config.linear_layer_ids, model_config.linear))
+    """Whether requests leave prefixes for others. None do if no layer keeps anything."""
     attends = bool(model_config.full_attention_layer_ids or model_config.mtp_attention_layer_ids)
-    return config.prefix_cache and (recurrent or (attends and model_config.sliding_window is None))
+    return config.prefix_cache and (recurs(model_config) or attends)
 
 
 def make_plan(
@@ -193,7 +208,7 @@ def make_plan(
     costs = UnitCosts(
         slot=spec.slot_bytes(),
         row=row_bytes(config, target, config.max_model_len or limit),
-        page=page_bytes(config, target),
+        pages=page_bytes(kv_layers(config, target), config.page_size),
         fixed=graph_bytes(config, target)
         + draft_needs(config).fixed_bytes(config, target)
         + scores
@@ -203,46 +218,48 @@ def make_plan(
     plan = plan_memory(
         budget_bytes=budget_bytes,
         costs=costs,
-        demand=PageDemand(config.page_size, mc.sliding_window, config.chunked_prefill_size, config.num_verify_tokens),
+        demands=page_demands(config, target),
+        page_size=config.page_size,
         max_running_requests=config.max_running_requests,
         default_rows=DEFAULT_ROWS[target.device.type],
         max_model_len=config.max_model_len,
         model_limit=limit,
         cache_slots=cache_slots or 0,
         share_slots=cache_slots is None and keeps_prefixes(config, mc),
+        keeps_prefixes=keeps_prefixes(config, mc),
         weight_bytes=weights,
         activation_bytes=activations,
     )
-    host = plan_host(config.host_cache_bytes // target.tp.size, costs.page, spec.image_bytes())
-    if config.host_cache_bytes and (mc.sliding_window is not None or not keeps_prefixes(config, mc)):
+    host = plan_host(config.host_cache_bytes // target.tp.size, costs.pages, spec.image_bytes())
+    if config.host_cache_bytes and not keeps_prefixes(config, mc):
         raise ConfigError("host_cache_bytes has no use here: this model keeps no prefixes there (docs/prefix-cache.md)")
     if config.host_cache_bytes and not host:
         raise MemoryBudgetError(
             f"host_cache_bytes is {config.host_cache_bytes}; a KV page and a state take "
-            f"{2 * max(costs.page, spec.image_bytes()) * target.tp.size} bytes: raise it"
+            f"{2 * max(sum(costs.pages), spec.image_bytes()) * target.tp.size} bytes: raise it"
         )
-    # The length may have been cut to what fits: page tables are as long as it is.
+    # Page tables are as long as requests, which may have been cut to fit.
     return replace(plan, host=host, costs=replace(costs, row=row_bytes(config, target, plan.max_model_len)))
 
 
 def row_bytes(config: EngineConfig, target: RunTarget, max_len: int) -> int:
     """Bytes of a running request without slot and pages: rings, page table, sampling, drafter."""
-    table = HybridReqToTokenPool.row_bytes(_table_length(config, target, max_len), config.page_size)
+    groups = max(len(page_demands(config, target)), 1)
+    table = HybridReqToTokenPool.row_bytes(_table_length(config, target, max_len), config.page_size, groups)
     sampling = SamplingTable.row_bytes(target.model_config.vocab_size)
     method = draft_needs(config)
-    drafter = method.row_bytes(config, target, max_len) + method.row_pages(config) * page_bytes(config, target)
+    drafter = method.row_bytes(config, target, max_len) + method.row_pages(config) * set_bytes(config, target)
     return pool_spec(config, target).row_bytes() + table + sampling + 4 + drafter
 
 
-def page_bytes(config: EngineConfig, target: RunTarget) -> int:
-    """Bytes of a KV page over all layers that attend."""
-    return KVPool.page_bytes(kv_groups(config, target), config.page_size)
+def set_bytes(config: EngineConfig, target: RunTarget) -> int:
+    """Bytes of a KV page of each page group, together."""
+    return sum(page_bytes(kv_layers(config, target), config.page_size))
 
 
 def _table_length(config: EngineConfig, target: RunTarget, max_len: int) -> int:
-    """Positions of a page table: the drafts of a last verify step may exceed the longest request. 0
-    without attention layers."""
-    return max_len + config.num_verify_tokens - 1 if kv_groups(config, target) else 0
+    """Includes the drafts of a last verify step. 0 without attention layers."""
+    return max_len + config.num_verify_tokens - 1 if kv_layers(config, target) else 0
 
 
 def graph_bytes(config: EngineConfig, target: RunTarget) -> int:
@@ -259,7 +276,7 @@ def staged_bytes(config: EngineConfig, target: RunTarget) -> int:
     state."""
     if not config.host_cache_bytes:
         return 0
-    return 2 * max(STAGED_BYTES, page_bytes(config, target)) + 2 * pool_spec(config, target).image_bytes()
+    return 2 * max(STAGED_BYTES, set_bytes(config, target)) + 2 * pool_spec(config, target).image_bytes()
 
 
 def graph_rows(config: EngineConfig, target: RunTarget) -> int:
@@ -280,11 +297,11 @@ def build_pools(config: EngineConfig, target: RunTarget, plan: MemoryPlan) -> Po
     device, spec = target.device, pool_spec(config, target)
     mamba = MambaPool(spec, num_slots=plan.num_slots, num_rows=plan.num_rows, device=device) if spec.groups else None
     own = (plan.num_rows + 1) * draft_needs(config).row_pages(config)
-    groups, pages = kv_groups(config, target), plan.num_pages + own
-    kv = KVPool(groups, num_pages=pages, page_size=plan.page_size, device=device)
+    pages = [group.num_pages + own for group in plan.groups]
+    kv = KVPool(kv_layers(config, target), num_pages=pages, page_size=plan.page_size, device=device)
     table = HybridReqToTokenPool(
         num_rows=plan.num_rows, max_context=_table_length(config, target, plan.max_model_len), page_size=plan.page_size,
-        mamba_pool=mamba, device=device,
+        mamba_pool=mamba, device=device, num_groups=max(len(plan.groups), 1),
     )  # fmt: skip
     return Pools(kv, table)
 

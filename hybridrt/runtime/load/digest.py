@@ -16,7 +16,7 @@ from hybridrt.base.files import CONFIG_BYTES, read_bytes
 from hybridrt.base.files_safetensors import TensorFile
 from hybridrt.models.loading.weight_files import opened
 
-SAMPLE = 1 << 16  # bytes of a tensor that are read; smaller tensors are read whole
+SAMPLE = 1 << 16
 PIECES = 16
 _PIECE = SAMPLE // PIECES
 
@@ -43,7 +43,6 @@ def model_digest(path: Path, config: EngineConfig) -> str:
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, list[Any], bytes]]:
-    """(name, dtype and shape, digest of samples) of every tensor in a file."""
     with opened(file) as f:
         for entry in f.entries.values():
             yield entry.key, [entry.dtype, entry.shape], _sampled(f, entry.start, entry.size)

@@ -66,20 +66,20 @@ class DeviceDrafter(Protocol):
 
         Args:
             batch, hidden: the step and the model's hidden states [T, hidden].
-            accepted: of a verify step.
-            prompts: of a step with extend rows, packed with `following`.
+            accepted: accepted tokens of a verify step.
+            prompts: extend rows of a step that has some, packed with `following`.
         """
 
     def draft(self, rows: Sequence[DraftRow], steps: int, topk: int = 1) -> StepHandle:
         """Launches `steps` drafts for each row.
 
         Returns:
-            Of each row, as its tokens: for every place its draft, then the `topk` likeliest tokens
-                there.
+            The handle of [rows, steps * (1 + topk)] tokens: for every step the draft, then the
+            `topk` likeliest tokens of its place.
         """
 
 
-# As DeviceDrafter.draft, on every rank; returns what the first one's call returns.
+# Calls DeviceDrafter.draft on every rank, and returns the handle of rank 0.
 Everywhere = Callable[[Sequence[DraftRow], int, int], StepHandle]
 
 

@@ -8,7 +8,7 @@ from hybridrt.runtime.load.build import make_plan
 from hybridrt.runtime.load.host_memory import free_host_memory
 from hybridrt.runtime.load.target import RunTarget
 
-# Without memory_fraction: usable share of a GPU; divisor of free main memory for the pools.
+# Defaults of memory_fraction: share of a GPU; divisor of free main memory.
 GPU_SHARE, CPU_SHARE = 0.85, 4
 
 

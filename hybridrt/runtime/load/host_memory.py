@@ -8,7 +8,7 @@ import psutil
 CGROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
-# Per version of control groups: files of the limit and the use, and its name of the page cache.
+# Each version of control groups: limit, use, and its name of the page cache.
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 V2 = ("memory.max", "memory.current", "inactive_file")
 
@@ -24,8 +24,9 @@ def total_host_memory() -> int:
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """(limit, bytes in use) of each limited control group of this process. Droppable page cache
-    counts as free: reading weights fills it."""
+    """(limit, bytes in use) of each limited group. Page cache that can be dropped counts as free:
+    reading weights fills it.
+    """
     for folder, (limit_file, used_file, cache) in _groups():
         limit, used = _number(folder / limit_file), _number(folder / used_file)
         if limit is not None and used is not None:
@@ -48,7 +49,6 @@ def _groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
 
 
 def _number(file: Path) -> int | None:
-    """None: no such file, or "max"."""
     try:
         text = file.read_text().strip()
     except OSError:

@@ -23,13 +23,10 @@ class StartKernels(Protocol):
         """Returns when this rank has compiled the kernels that a start needs."""
 
 
-# For a run and its rank: a context around the start.
 StartAhead = Callable[[EngineConfig, TPGroup], AbstractContextManager[StartKernels]]
 
 
 class _LaunchesCompile:
-    """Every kernel is compiled when it is first launched."""
-
     def __init__(self, config: EngineConfig, tp: TPGroup) -> None: ...
 
     def start_compiling(self, device: torch.device, path: Path) -> None: ...

@@ -17,8 +17,8 @@ def state_identity(config: EngineConfig, target: RunTarget, model_path: Path) ->
 
     model: a digest of the checkpoint's configuration and of samples of its weights. Equal names may
     be other weights.
-    conv_dtype: of conv inputs, keys and values.
-    state_dtype: of the recurrent state.
+    conv_dtype: dtype of conv inputs, keys and values.
+    state_dtype: dtype of the recurrent state.
     conv_layout: kinds of recurrent layer, sub-projections with their widths before sharding, K, and
     which layers.
     kv_layout: attention layers, KV heads before sharding, head dimension, sliding window.

@@ -49,8 +49,7 @@ def resolve_state_mode(config: EngineConfig, kinds: Collection[str], device: tor
         check_replay(kinds)
     if asked != "auto":
         return asked
-    # Replay saves state writes, which are negligible in plain torch; so it needs kernels. Trees
-    # need every state.
+    # Replay pays only with kernels. Trees need every state.
     if device.type == "cuda" and replay_pays(kinds) and (spec is None or spec.topk == 1):
         return "replay"
     return "classic" if spec is None else "intermediate"

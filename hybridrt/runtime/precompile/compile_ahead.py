@@ -1,8 +1,7 @@
 """Compiles the kernels of a configuration into Triton's cache, in processes next to the start.
 
-Triton takes about a third of a second of one core for a kernel, and a model launches some 60. So
-while this process reads weights, one child finds the kernels (`compile_trace.py`), and all children
-compile. Kernels that they miss are compiled at their first launch.
+A kernel takes a third of a second of one core, and a model launches some 60. While this process
+reads weights, one child finds the kernels (`compile_trace.py`), and all children compile.
 """
 
 import contextlib
@@ -39,7 +38,7 @@ MAX_WORKERS = 16
 DEADLINE_S = 600.0
 _LEAVING_S = 5.0
 ENVIRONMENT = {
-    "CUDA_VISIBLE_DEVICES": "",  # a CUDA context takes half a gigabyte of GPU memory in every process
+    "CUDA_VISIBLE_DEVICES": "",  # a CUDA context takes half a gigabyte of GPU memory
     "OMP_NUM_THREADS": "1",
     "TRITON_INTERPRET": "0",
     "TRITON_STORE_BINARY_ONLY": "1",  # a launch opens all files of a kernel: four instead of nine
@@ -47,7 +46,7 @@ ENVIRONMENT = {
 }
 _WORKER = "hybridrt.runtime.precompile.compile_worker"
 
-Kernel = list[str]  # module, name and specialisation, as in `compile_trace.Kernel`
+Kernel = list[str]  # the same as `compile_trace.Kernel`
 Job = tuple[bool, Kernel]  # whether the start needs it
 
 
@@ -57,7 +56,7 @@ class CompileReport:
 
     Attributes:
         kernels: how many, those already in the cache included.
-        seconds: of one core, by the kernel's name; "trace": of finding them.
+        seconds: time of one core, by the kernel's name; "trace": time of finding them.
         problems: steps that could not be traced and kernels that do not compile, the same in every
             run.
         failures: processes that ended or took too long.
@@ -75,9 +74,9 @@ class CompileAhead:
     They start at once, and compile after `start_compiling` has named the GPU.
 
     Args:
-        config: of the run; its model is a directory.
+        config: configuration of the run; its model is a directory.
         workers: how many processes.
-        key: of Triton, for all of them.
+        key: Triton's key, for all of them.
     """
 
     def __init__(self, config: EngineConfig, workers: int, key: TritonKey) -> None:
@@ -125,7 +124,7 @@ class CompileAhead:
         finally:
             self.close()
         for thread in self._threads:
-            thread.join(_LEAVING_S)  # it says what its process was at
+            thread.join(_LEAVING_S)
         for problem in (*report.failures, *report.problems):
             logger.warning("kernels are missing in Triton's cache, and compiled when they are launched: %s", problem)
         if not report.failures:
@@ -146,8 +145,7 @@ class CompileAhead:
         self._jobs.put((not self._all_to_start, job))
 
     def _serve(self, process: "subprocess.Popen[bytes]", gpu: GPUFacts, traces: bool) -> None:
-        """Feeds one process, in its own thread: the trace, if it traces, then kernels until the
-        last."""
+        """Feeds one process, in its own thread: the trace, if it traces, then kernels."""
         doing = "it started"
         try:
             try:
@@ -180,7 +178,6 @@ class CompileAhead:
                 self._changed.notify_all()
 
     def _trace(self, process: "subprocess.Popen[bytes]") -> None:
-        """Queues kernels as they are found."""
         _send(process, {"trace": asdict(self._config)})
         while "problems" not in (answer := _read(process)):
             if "kernel" in answer:
@@ -192,7 +189,7 @@ class CompileAhead:
             self.report.seconds["trace"] = answer["seconds"]
 
     def _know_start(self) -> None:
-        """Kernels queued from here on are not needed by the start."""
+        """Later kernels are not needed by the start."""
         with self._changed:
             self._all_to_start = True
             self._changed.notify_all()
@@ -218,17 +215,14 @@ def _send(process: "subprocess.Popen[bytes]", request: dict[str, Any]) -> None:
 
 
 def _read(process: "subprocess.Popen[bytes]") -> dict[str, Any]:
-    """A process's next answer. `CompileAhead.wait` ends silent processes, and the pipe with them.
-
-    Raises:
-        DecodeError: the process has ended.
+    """`CompileAhead.wait` ends silent processes, and the pipe with them. DecodeError: the process
+    has ended.
     """
     assert process.stdout is not None
     return msgspec.json.decode(process.stdout.readline(), type=dict[str, Any])
 
 
 def _status(process: "subprocess.Popen[bytes]") -> str:
-    """How a process ended; nothing if it runs."""
     try:
         return f"status {process.wait(_LEAVING_S)}"
     except subprocess.TimeoutExpired:
@@ -298,19 +292,18 @@ class KernelsAhead:
 
 
 def _wanted(config: EngineConfig, tp: TPGroup) -> bool:
-    """Whether this process may compile ahead, without asking the GPU's driver."""
+    """Does not ask the GPU's driver."""
     return _launches(config) and not tp.rank and default_workers() > 0
 
 
 def _launches(config: EngineConfig) -> bool:
-    """Whether this process may launch Triton's kernels, without asking the GPU's driver."""
+    """Does not ask the GPU's driver."""
     there = torch.version.cuda is not None and config.device != "cpu" and visible_gpus() > 0
     return there and is_installed("triton")
 
 
 def _start(config: EngineConfig, tp: TPGroup, key: TritonKey | None) -> CompileAhead | None:
-    """Starts processes, which import packages while this one reads the configuration. None if the
-    cache may have all kernels."""
+    """Returns None if the cache may have all kernels."""
     path = Path(config.model)
     if key is None or not _wanted(config, tp) or not (path / "config.json").is_file():
         return None

@@ -17,7 +17,7 @@ from hybridrt.base.files import CONFIG_BYTES, read_bytes
 from hybridrt.base.version import __version__
 
 _KERNELS = Path(__file__).parents[2] / "kernels"
-# No kernel depends on these: names of places, and memory that is free at the moment.
+# No kernel depends on these.
 _CONFIG, _GPU = ("model", "device", "seed", "overlap", "load_format"), ("free_bytes", "total_bytes")
 
 
@@ -33,7 +33,7 @@ def has_marks(config: EngineConfig) -> bool:
 
 
 def _folder(config: EngineConfig) -> Path:
-    """Of the marks of a configuration, with these versions."""
+    """The path of a configuration's mark, with these versions."""
     import triton
 
     fields = {name: value for name, value in asdict(config).items() if name not in _CONFIG}
@@ -45,8 +45,7 @@ def _folder(config: EngineConfig) -> Path:
 
 @cache
 def _sources() -> bytes:
-    """A digest of this package's kernels. Cached: it is needed several times, and opening a file
-    may take milliseconds."""
+    """A digest of this package's kernels. Cached: opening a file may take milliseconds."""
     digest = hashlib.sha256()
     for file in sorted(_KERNELS.rglob("*.py")):
         digest.update(file.read_bytes())

@@ -1,12 +1,12 @@
 """Finds the kernels that a configuration launches, by running its steps on a pretended GPU.
 
-Every kernel that Triton would compile is noted (`pretend_gpu.py`). A specialisation depends on
-dtypes, on constants, on which pointers and integers are divisible by 16 and which integers are 1.
-So the pools are planned and cut as in the real run, and steps of the same sizes run.
+A specialisation depends on dtypes, constants, which pointers and integers are divisible by 16, and
+which integers are 1. So the pools are planned and cut as in the real run, and steps of the same
+sizes run.
 """
 
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,9 +22,10 @@ from hybridrt.base.device import GPUFacts
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.core.slots import NO_SLOT, OWN_SLOT
+from hybridrt.mem_cache.pools.page_sets import in_every_group
 from hybridrt.mem_cache.pools.state_moves import StateMove, When
 from hybridrt.recurrent.backends import backend_class, resolve_attention_name, resolve_prefill_name
-from hybridrt.runtime.load.build import Runtime, empty_model, keeps_prefixes, kv_groups, load_target, weight_bytes
+from hybridrt.runtime.load.build import Runtime, empty_model, keeps_prefixes, kv_layers, load_target, weight_bytes
 from hybridrt.runtime.load.fit import plan_ahead
 from hybridrt.runtime.load.target import RunTarget
 from hybridrt.runtime.precompile.pretend_gpu import pretended
@@ -43,15 +44,16 @@ from hybridrt.runtime.step.plan import (
 )
 from hybridrt.runtime.step.sampling_table import make_rules
 
-PROMPTS = (1, 15, 16, 100, 512)  # tokens: one, fewer than 16, divisible by 16 or not, few and many
-_SAVE = 16  # prefixes are saved at multiples of it
+PROMPTS = (1, 15, 16, 100, 512)
+_SAVE = 16
+_NamedStep = tuple[str, Callable[[], Any]]  # for messages, and what runs it
 
 
 class Kernel(NamedTuple):
     """A kernel to compile.
 
     Attributes:
-        module, name: of the Triton function.
+        module, name: place of the Triton function.
         specialisation: argument types, constants and options, as Triton's JSON.
     """
 
@@ -77,8 +79,8 @@ class TraceGroup(TPGroup):
 class _Address:
     """What Triton asks of a tensor.
 
-    A tensor without memory begins at address 0, a view of it at its offset; on the device every
-    allocation begins at a multiple of 512.
+    A tensor without memory begins at address 0, a view at its offset; real allocations begin at
+    multiples of 512.
     """
 
     dtype: torch.dtype
@@ -104,10 +106,10 @@ def noted(note: Callable[[Kernel], None]) -> Iterator[None]:
         return True  # nothing is compiled
 
     def note_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        with torch._C.DisableTorchFunction():  # else each question would go through the pretended GPU
+        with torch._C.DisableTorchFunction():  # the pretended GPU would answer
             addresses, named = tuple(map(_address, args)), {name: _address(value) for name, value in kwargs.items()}
         launch = (self.fn, *map(_hashable, addresses), *((name, _hashable(value)) for name, value in named.items()))
-        if launch not in launched:  # layers launch alike, and Triton takes a millisecond for each
+        if launch not in launched:  # layers launch alike; Triton takes a millisecond
             launched.add(launch)
             run(self, *addresses, grid=grid, warmup=True, **named)
 
@@ -123,7 +125,7 @@ def _address(value: Any) -> Any:
 
 
 def _hashable(value: Any) -> Any:
-    """Equal values of different types are different arguments. Values without a hash are described."""
+    """Equal values of different types are different arguments."""
     try:
         hash(value)
     except TypeError:
@@ -143,18 +145,26 @@ def trace(
     Returns:
         The steps that failed here and why: they may launch kernels that were not noted.
     """
-    problems: list[str] = []
     with pretended(gpu), noted(note), torch.inference_mode():
         runner, largest = _runners(config)
         with runner.model.shortened():
-            steps = {"the largest prefill": largest, "graphs": runner.capture if config.cuda_graph else None}
+            steps: list[_NamedStep] = [("the largest prefill", largest)]
+            if config.cuda_graph:
+                steps.append(("graphs", runner.capture))
             make = _Plans(runner)
-            for name, step in (*steps.items(), *_first_steps(make), ("", started), *_further_steps(make)):
-                try:
-                    if step is not None:
-                        step()
-                except Exception as e:  # a step that cannot be traced only costs time at the start
-                    problems.append(f"{name}: {described(e)}")
+            problems = _run_all([*steps, *_first_steps(make)])
+            started()
+            return problems + _run_all(_further_steps(make))
+
+
+def _run_all(steps: Iterable[_NamedStep]) -> list[str]:
+    """Runs steps. Returns those that failed, and why."""
+    problems = []
+    for name, step in steps:
+        try:
+            step()
+        except Exception as e:  # it only costs time at the start
+            problems.append(f"{name}: {described(e)}")
     return problems
 
 
@@ -166,7 +176,6 @@ def described(error: Exception) -> str:
 
 
 def _runners(config: EngineConfig) -> tuple[StepRunner, Callable[[], Any]]:
-    """A runner over the real run's pools, and the step that measures activations over small pools."""
     _, target = load_target(config, TraceGroup(size=config.tp_size))
     config = _own_kernels(config, target)
     model = empty_model(config, target, target.device).eval()
@@ -177,17 +186,16 @@ def _runners(config: EngineConfig) -> tuple[StepRunner, Callable[[], Any]]:
 
 
 def _own_kernels(config: EngineConfig, target: RunTarget) -> EngineConfig:
-    """The configuration with our attention in place of a library's: other kernels stay the same."""
     names = {
         "attention_backend": resolve_attention_name(config.attention_backend, target.device),
-        "prefill_attention_backend": resolve_prefill_name(config, target.device, kv_groups(config, target)),
+        "prefill_attention_backend": resolve_prefill_name(config, target.device, kv_layers(config, target)),
     }
     own = {key: name if backend_class(name).provider in (None, "triton") else "triton" for key, name in names.items()}
     return replace(config, **own)  # type: ignore[arg-type]
 
 
-def _first_steps(make: "_Plans") -> Iterator[tuple[str, Callable[[], Any]]]:
-    """By name: prompts of several lengths, and one greedy token more."""
+def _first_steps(make: "_Plans") -> Iterator[_NamedStep]:
+    """Steps by name: prompts of several lengths, and one greedy token more."""
     greedy = SamplingParams(temperature=0.0)
     for tokens in make.lengths:
         yield f"prompts of {tokens} tokens", partial(make.run, make.prompts([tokens], greedy))
@@ -195,12 +203,11 @@ def _first_steps(make: "_Plans") -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "a decode step", partial(make.decode, 1, greedy)
 
 
-def _further_steps(make: "_Plans") -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Steps with the prefix cache, and with all sorts of sampling."""
+def _further_steps(make: "_Plans") -> Iterator[_NamedStep]:
     greedy, rows = SamplingParams(temperature=0.0), sorted({1, min(2, make.plan.num_rows), make.plan.num_rows})
     for tokens in make.lengths:
         yield f"{tokens} tokens that leave a state", partial(make.run, make.saving(tokens, greedy))
-        yield f"{tokens} tokens behind others", partial(make.run, make.behind(tokens, greedy))
+        yield f"{tokens} tokens after others", partial(make.run, make.after_others(tokens, greedy))
     yield "a donation", partial(make.run, StepPlan(moves=[StateMove(1, 1, 1, When.FIRST)]))
     if make.recurrent and keeps_prefixes(make.runner.config, make.runner.model_config):
         move = StateMove(1, 1, make.plan.num_slots, When.BEFORE_ROWS)
@@ -212,7 +219,7 @@ def _further_steps(make: "_Plans") -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 class _Plans:
-    """Plans of steps over a runner's pools. Slots and pages are arbitrary: nothing is computed."""
+    """Slots and pages are arbitrary: nothing is computed."""
 
     def __init__(self, runner: StepRunner) -> None:
         self.runner, self.plan = runner, runner.memory_plan
@@ -225,7 +232,6 @@ class _Plans:
             self.runner.launch(plan)
 
     def prompts(self, lengths: Sequence[int], params: SamplingParams) -> StepPlan:
-        """New prompts, one of each length."""
         rows = range(1, len(lengths) + 1)
         return StepPlan(
             admissions=[self._admission(row, n, params) for row, n in zip(rows, lengths)],
@@ -234,7 +240,7 @@ class _Plans:
         )
 
     def saving(self, tokens: int, params: SamplingParams) -> StepPlan | None:
-        """A prompt that leaves a state at its last place on the grid; None where there is none."""
+        """Returns None if the prompt has no place on the grid of saves."""
         runner, at = self.runner, (tokens - 1) // _SAVE * _SAVE
         if not (at and self.recurrent and keeps_prefixes(runner.config, runner.model_config)):
             return None
@@ -242,20 +248,19 @@ class _Plans:
         plan.extend = [ExtendRow(1, 0, [0] * tokens, 0, True, saves=[(at, self.plan.num_slots)])]
         return plan
 
-    def behind(self, tokens: int, params: SamplingParams) -> StepPlan | None:
-        """A prompt with a cached first page and state."""
+    def after_others(self, tokens: int, params: SamplingParams) -> StepPlan | None:
         runner = self.runner
         if not keeps_prefixes(runner.config, runner.model_config) or tokens + _SAVE >= self.plan.max_model_len:
             return None
         plan = self.prompts([tokens + _SAVE], params)
         slot = self.plan.num_slots if self.recurrent else OWN_SLOT
         plan.extend = [ExtendRow(1, _SAVE, [0] * tokens, 0, True, read_state_slot=slot)]
-        plan.page_copies = [PageCopy(1, 2)] if self.plan.num_pages > 1 else []
+        one = np.ones(len(self.plan.groups), np.int32)
+        plan.page_copies = [PageCopy(one, 2 * one)] if self.plan.num_pages > 1 else []
         return plan
 
     def decode(self, rows: int, params: SamplingParams, constrained: bool = False) -> None:
-        """Prompts with these parameters, then a decode step of all rows, with drafts if there are
-        any."""
+        """Appends prompts, then a decode step of all rows, with drafts if there are any."""
         runner = self.runner
         runner.launch(self.prompts([_SAVE] * rows, params))
         drafts = [0] * (runner.config.num_verify_tokens - 1)
@@ -271,4 +276,5 @@ class _Plans:
         return Admission.from_prompt(row, row if self.recurrent else NO_SLOT, [0] * tokens, params, 0, rules)
 
     def _pages(self, tokens: int) -> np.ndarray:
-        return np.arange(1, 1 - -tokens // self.plan.page_size, dtype=np.int32)
+        pages = np.arange(1, 1 - -tokens // self.plan.page_size, dtype=np.int32)
+        return in_every_group(pages, len(self.plan.groups))

@@ -30,7 +30,7 @@ from hybridrt.runtime.precompile.pretend_gpu import CompilingDriver, Nothing
 from hybridrt.runtime.precompile.replaced import replaced
 from hybridrt.runtime.precompile.triton_key import use_key
 
-LAUNCHER = ("triton", "launcher", "")  # the job of compiling what Triton launches kernels with
+LAUNCHER = ("triton", "launcher", "")  # the C module with which Triton launches
 
 
 def main() -> None:
@@ -38,13 +38,13 @@ def main() -> None:
     answers = _own_output()
     facts = json.loads(sys.stdin.readline() or "null")
     if facts is None:
-        return  # the start was over before
+        return
     gpu = facts["gpu"]
     worker = _Worker(GPUFacts(**{**gpu, "capability": tuple(gpu["capability"])}), answers)
     for line in sys.stdin:
         request = json.loads(line)
         if "trace" in request:
-            worker.trace(request["trace"])
+            worker.trace_config(request["trace"])
         elif "key" in request:
             use_key(*request["key"])
         else:
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def _own_output() -> TextIO:
-    """The standard output for answers only: other prints go to the standard error."""
+    """Reserves standard output for answers: other prints go to the standard error."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     return answers
@@ -70,8 +70,8 @@ class _Worker:
     def _say(self, **answer: Any) -> None:
         print(json.dumps(answer), file=self._answers)
 
-    def trace(self, fields: dict[str, Any]) -> None:
-        # Of this process alone: the others compile, and import no model.
+    def trace_config(self, fields: dict[str, Any]) -> None:
+        # Imported here because the other workers only compile.
         from hybridrt.runtime.precompile.compile_trace import described, trace
 
         start, problems = time.perf_counter(), list[str]()
@@ -99,7 +99,7 @@ class _Worker:
 
 
 def _compile(module: str, name: str, specialisation: str) -> None:
-    """Compiles a kernel and, where Triton has one per kernel, the C function that launches it."""
+    """Compiles a kernel and, where Triton has one per kernel, its launcher."""
     from triton.backends.nvidia import driver
 
     from hybridrt.kernels.core.launch import compute_keys
@@ -113,7 +113,7 @@ def _compile(module: str, name: str, specialisation: str) -> None:
     def with_tuples(fn: Any, signature: Any, constants: dict[Any, Any], attributes: Any) -> Any:
         return source(fn, signature, {place: _tuples(value) for place, value in constants.items()}, attributes)
 
-    # JSON has no tuples, and Triton 3.6 leaves lists in their place: the kernel would get another name in the cache.
+    # JSON has no tuples; with lists the kernel would get another name.
     with replaced(function, ASTSource=with_tuples):
         kernel = function.preload(specialisation)
     if hasattr(driver, "make_launcher"):
@@ -126,7 +126,6 @@ def _tuples(value: Any) -> Any:
 
 
 def _launcher_module() -> None:
-    """Triton's own C module, which every process that launches kernels loads first."""
     from triton.backends.nvidia.driver import CudaUtils
 
     _provide_libcuda()
@@ -134,12 +133,11 @@ def _launcher_module() -> None:
 
 
 def _not_loaded(name: str, path: str) -> Any:
-    """Replaces loading a C module built for another process: it would need the GPU's driver."""
+    """Replaces loading a C module: it would need the GPU's driver."""
     return Nothing()
 
 
 def _provide_libcuda() -> None:
-    """Without an installed driver: an empty library for the linker."""
     if "TRITON_LIBCUDA_PATH" in os.environ or ctypes.util.find_library("cuda"):
         return
     folder = Path(tempfile.mkdtemp(prefix="hybridrt-libcuda-"))

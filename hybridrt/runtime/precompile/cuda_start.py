@@ -1,4 +1,4 @@
-"""Starts the GPU's driver in a thread. That takes seconds, in which this process imports packages."""
+"""Starts the GPU's driver in a thread: it takes seconds, in which this process imports packages."""
 
 import ctypes
 import threading
@@ -12,7 +12,7 @@ def start_cuda(device: str, tp: TPGroup) -> None:
     """Does what the first use of a GPU does. Ignores a missing GPU; its first use then raises.
 
     Args:
-        device: as in EngineConfig.
+        device: the device of EngineConfig.
         tp: with several ranks each makes its context itself, on its own GPU.
     """
     if torch.version.cuda is not None and device != "cpu":
@@ -22,7 +22,7 @@ def start_cuda(device: str, tp: TPGroup) -> None:
 
 
 def _start(index: int | None) -> None:
-    """Calls that release Python's lock. A failure repeats at the GPU's first use."""
+    """Releases Python's lock. A failure repeats at the GPU's first use."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

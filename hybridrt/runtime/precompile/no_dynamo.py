@@ -1,7 +1,6 @@
 """Keeps torch's compiler out of a process that compiles none of torch's graphs.
 
-Operations on torch's "meta" device ask it for `disable` once. That imports some 900 modules, which
-takes a second, or several where opening a file is slow.
+Operations on "meta" ask it for `disable`: that imports some 900 modules, a second or more.
 """
 
 import importlib
@@ -26,7 +25,7 @@ class _Stand(types.ModuleType):
         return function
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("__spec__", "__file__"):  # of the import system, which finds a module without them
+        if name in ("__spec__", "__file__"):  # names of the import system, which finds a module without them
             raise AttributeError(name)
         if sys.modules.get(_NAME) is self:
             del sys.modules[_NAME]

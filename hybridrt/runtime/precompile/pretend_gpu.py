@@ -1,6 +1,5 @@
 """A pretended GPU: tensors have shapes and dtypes but no memory, and kernels are only noted.
 
-A model runs on it as on the real one, so its launches show which kernels a configuration needs.
 torch.cuda and Triton are changed for the whole process, which must do nothing else.
 """
 
@@ -25,7 +24,6 @@ def pretended(gpu: GPUFacts) -> Iterator[None]:
 
 
 def _functions(gpu: GPUFacts) -> dict[str, Any]:
-    """Replacements of torch.cuda's functions."""
     properties = types.SimpleNamespace(
         name=gpu.name, major=gpu.capability[0], minor=gpu.capability[1], multi_processor_count=gpu.multiprocessors,
         shared_memory_per_block_optin=gpu.shared_memory, total_memory=gpu.total_bytes,
@@ -60,8 +58,6 @@ class Nothing:
 
 
 class _MetaTensors(TorchFunctionMode):
-    """Tensors of a GPU are made on "meta", and say that they are on a GPU."""
-
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -72,7 +68,7 @@ class _MetaTensors(TorchFunctionMode):
         if function == _IS_CUDA:
             return args[0].is_meta
         if function is _COPY and args[1].is_meta and not args[0].is_meta:
-            return args[0]  # a copy to the host: there is nothing to copy
+            return args[0]  # a copy to the host
         given.pop("pin_memory", None)
         if function is _PIN:
             return args[0]
@@ -89,7 +85,6 @@ _COPY, _TO, _PIN = torch.Tensor.copy_, torch.Tensor.to, torch.Tensor.pin_memory
 
 
 def _on_meta(value: Any) -> Any:
-    """A GPU becomes "meta"; everything else stays as it is."""
     if isinstance(value, torch.device):
         return _META if value.type == "cuda" else value
     return _META if isinstance(value, str) and value.startswith("cuda") else value

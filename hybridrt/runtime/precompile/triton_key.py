@@ -1,7 +1,6 @@
 """The digest of Triton's own files, which is part of every key in its cache, computed early.
 
-Its library has half a gigabyte, and every process that launches a kernel would read it first: a
-second or more.
+They have half a gigabyte, and every process that launches a kernel would read them first.
 """
 
 import contextlib

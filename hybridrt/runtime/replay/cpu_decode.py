@@ -1,8 +1,7 @@
 """Plain decode steps on a CPU, over tensors and batches that are made once per number of rows.
 
-An eager step makes tensors and a batch, and its backends look at all numbers: for a few rows of a
-small model that takes a quarter of the model's time. Here numpy fills the tensors in place, and the
-backends prepare the step like a graph's, with the numbers of the scheduler and the tables.
+Making them anew takes a quarter of a small model's time for a few rows. Here numpy fills the
+tensors in place, and the backends prepare the step like a graph's.
 """
 
 from collections.abc import Hashable
@@ -21,7 +20,7 @@ from hybridrt.runtime.step.plan import DecodeRows
 
 
 class _Columns(NamedTuple, Generic[A]):
-    """The numbers of n rows, [n] int32 each."""
+    """The numbers of n rows, [n] int32 each; out_cache_loc is [G, n] with G > 1 page groups."""
 
     input_ids: A
     positions: A
@@ -32,7 +31,7 @@ class _Columns(NamedTuple, Generic[A]):
 
 
 class _Rows(NamedTuple):
-    """A step of n rows. `columns` share memory with `output_indices` and the batch's tensors."""
+    """`columns` share memory with the other tensors."""
 
     columns: _Columns[np.ndarray]
     batch: ForwardBatch
@@ -50,7 +49,7 @@ class CPUDecode:
         self, backend: AttentionBackend, req_to_token_pool: HybridReqToTokenPool, last_tokens: torch.Tensor
     ) -> None:
         self._backend = backend
-        self._last_tokens, self._table = last_tokens.numpy(), req_to_token_pool.req_to_token.numpy()
+        self._last_tokens, self._tables = last_tokens.numpy(), req_to_token_pool.tables.numpy()
         self._view = backend.init_cuda_graph_state(req_to_token_pool.num_rows, req_to_token_pool.num_rows)
         self._made: dict[int, _Rows] = {}
 
@@ -63,8 +62,8 @@ class CPUDecode:
         columns.positions[:], columns.rows[:], columns.output_indices[:] = computed, rows, decode.output_indices
         np.maximum(self._last_tokens[rows], 0, out=columns.input_ids)  # -1: the logits were not finite
         np.add(computed, 1, out=columns.seq_lens)
-        if self._table.shape[1]:
-            columns.out_cache_loc[:] = self._table[rows, computed]
+        if self._tables.shape[2]:
+            columns.out_cache_loc[:] = self._tables[rows, :, computed].T
         step.batch.seq_lens_cpu = columns.seq_lens.tolist()
         self._backend.prepare(step.batch, graph=self._view)
         return step.batch, step.output_indices
@@ -76,7 +75,9 @@ class CPUDecode:
         return None if key is None else (batch.batch_size, key)
 
     def _make(self, n: int) -> _Rows:
-        made = _Columns(*torch.zeros(len(_Columns._fields), n, dtype=torch.int32))
+        columns, groups = torch.zeros(len(_Columns._fields) - 1, n, dtype=torch.int32), self._tables.shape[1]
+        places = torch.zeros(*(groups,) * (groups > 1), n, dtype=torch.int32)
+        made = _Columns(columns[0], columns[1], places, columns[2], columns[3], columns[4])
         starts = torch.arange(n + 1, dtype=torch.int32)
         inputs = TokenInputs(made.input_ids, made.positions, made.out_cache_loc)
         batch = make_batch(self._backend, made.rows, made.seq_lens, starts, inputs, n, None)

@@ -1,8 +1,8 @@
 """Decode and verify steps as graphs over static buffers, one per bucket of batch sizes.
 
-On CUDA a bucket is a CUDA graph. Elsewhere it is a closure over the same buffers, which are
-poisoned before every replay: a stale value is NaN or an index out of range. Both use the same
-backend hooks, so a CPU test of the closure tests the metadata of the graph.
+Without CUDA a bucket is a closure over the same buffers, which are poisoned before every replay: a
+stale value is NaN or an index out of range. Both use the same backend hooks, so a CPU test of the
+closure tests the metadata of the graph.
 """
 
 import gc
@@ -26,9 +26,9 @@ from hybridrt.kernels.core.records import TokenInputs
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.runtime.step.pack import StagingRing, StepArrays, fill_decode, make_batch, pack_rows, spec_info_of
-from hybridrt.runtime.step.plan import NO_INTEGERS, NO_ROWS, DecodeRow, DecodeRows, PageWrite, int32s
+from hybridrt.runtime.step.plan import NO_INTEGERS, NO_ROWS, DecodeRow, DecodeRows, PageWrite
 
-POISON = -(2**30)  # as an index it is out of every range
+POISON = -(2**30)  # out of the range of every index
 
 
 class StepModel(Protocol):
@@ -56,23 +56,23 @@ class StaticBuffers:
         padding: [packed_size] int32, max_bs padding rows; starts: where each array's section begins
             there.
         packed: one copy fills it; `arrays` are its views (hybridrt.runtime.step.pack.pack_rows).
-        inputs: of all tokens, which the graph derives from `arrays`.
-        spec_info: of a verify step, over these buffers; None if T is 1.
+        inputs: inputs of all tokens, which the graph derives from `arrays`.
+        spec_info: the SpecInfo of a verify step, over these buffers; None if T is 1.
     """
 
     def __init__(
-        self, model: StepModel, max_bs: int, tokens: int, seq_len_fill: int, tree: bool, keep_hidden: bool
+        self, model: StepModel, max_bs: int, tokens: int, seq_len_fill: int, tree: bool, keep_hidden: bool, groups: int
     ) -> None:
         device, dtype = model.device, model.dtype
         scratch = DecodeRow(row=0, computed=seq_len_fill - 1, output_index=0)
-        row = pack_rows(DecodeRows.from_rows([scratch]), tokens, tree, int32s([-1]))
+        row = pack_rows(DecodeRows.from_rows([scratch]), tokens, tree, np.full((1, groups), -1, np.int32))
         step = map_arrays(lambda array: array.repeat(max_bs, 0), row)
         arrays = arrays_of(step)
         self.padding, self.starts = np.empty(packed_size(arrays), np.int32), section_starts(arrays)
         pack_arrays(arrays, self.padding)
         self.packed = torch.zeros(len(self.padding), dtype=torch.int32, device=device)
         self.arrays: StepArrays[torch.Tensor] = unpack(step, self.packed)
-        self.inputs = TokenInputs.allocate(max_bs * tokens, device)
+        self.inputs = TokenInputs.allocate(max_bs * tokens, device, groups)
         self.spec_info = spec_info_of(self.arrays.drafts, tokens)
         self.logits = torch.zeros(max_bs * tokens, model.config.vocab_size, dtype=dtype, device=device)
         kept = max_bs * tokens if keep_hidden else 0
@@ -132,8 +132,8 @@ class CudaGraphRecorder:
         if not warm:
             step()  # Triton compiles, and cuBLAS picks its workspaces
         reserve_counters(self._device)
-        # Calls of other threads (NCCL's watchdog queries events) are not captured. "relaxed": a
-        # function that has not run may load the kernels that only its sizes need.
+        # Other threads' calls (NCCL's watchdog) are not captured. "relaxed": a new function may
+        # load its kernels.
         with _no_collection():
             return self._capture.record(step, "relaxed" if warm else "thread_local")
 
@@ -143,7 +143,7 @@ class CudaGraphRecorder:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Stops garbage collection: it might destroy another engine's graph, which ends a capture."""
+    """Collection might destroy another engine's graph, which ends a capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -200,13 +200,15 @@ class GraphRunner:
         self.max_bs = min(max_bs, req_to_token_pool.num_rows)
         self.poisoned = device.type != "cuda"
         self.recorder = recorder or make_recorder(device)
-        self.buffers = StaticBuffers(model, self.max_bs, tokens, backend.seq_len_fill, tree, keep_hidden)
+        self.buffers = StaticBuffers(
+            model, self.max_bs, tokens, backend.seq_len_fill, tree, keep_hidden, req_to_token_pool.num_groups
+        )
         self._staging = StagingRing(device)
         self._starts = torch.arange(self.max_bs + 1, dtype=torch.int32, device=device) * tokens
         self._view = backend.init_cuda_graph_state(self.max_bs, self.max_bs * tokens)
-        self._replays: dict[int, Callable[[], None]] = {}  # by batch size
+        self._replays: dict[int, Callable[[], None]] = {}  # graphs by batch size
         self._sizes: list[int] = []  # of these, the smallest first
-        self._rows: dict[int, GraphRows] = {}
+        self._cached_views: dict[int, GraphRows] = {}
         self.captured_bytes = 0
 
     @torch.inference_mode()
@@ -218,8 +220,7 @@ class GraphRunner:
             for bs in bar:
                 self._upload(NO_ROWS, NO_INTEGERS)
                 self._prepare(bs, 0, None)
-                # A run before the capture takes as long as the capture: only the largest step has
-                # one.
+                # A run before the capture takes as long: only the largest step has one.
                 self._replays[bs] = self.recorder(self._bind(bs), bool(self._replays))
                 self.captured_bytes = free - free_device_bytes(self.model.device)
                 bar.set_postfix_str(f"{self.captured_bytes / 2**30:.2f} GiB")
@@ -234,8 +235,8 @@ class GraphRunner:
         """One step, in inference mode: one host-to-device copy, the backends' metadata, the graph.
 
         Args:
-            new_pages: [n] int32, KV page of each row's last draft (its one token if T is 1) where
-                it is new, else -1; empty: none is.
+            new_pages: [n, G] int32, KV page of each row's last draft (its one token if T is 1) in
+                each page group where it is new, else -1; empty: none is.
 
         Returns:
             [n * T, vocab] logits, a view that the next replay overwrites.
@@ -249,9 +250,9 @@ class GraphRunner:
         lens = (decode.computed + self.tokens).tolist() if self.backend.needs_host_lens else None
         self._prepare(bs, n, lens)
         self._replays[bs]()
-        rows = self.rows(n)
-        rows.batch.metadata = self.prepared.metadata  # it is the same step, without padding
-        return rows.logits
+        views = self.views_of(n)
+        views.batch.metadata = self.prepared.metadata
+        return views.logits
 
     def _upload(self, decode: DecodeRows, new_pages: np.ndarray) -> None:
         step = pack_rows(decode, self.tokens, self.tree, new_pages)
@@ -259,27 +260,28 @@ class GraphRunner:
         self._staging.copy_rows(self.buffers.packed, arrays, self.buffers.padding, self.buffers.starts)
 
     def _prepare(self, bs: int, num_real: int, lens: list[int] | None) -> None:
-        batch = self.prepared = self.rows(bs).batch
+        batch = self.prepared = self.views_of(bs).batch
         batch.num_real, batch.seq_lens_cpu = num_real, lens
         self.backend.prepare(batch, graph=self._view)
 
-    def rows(self, n: int) -> GraphRows:
-        """The first n rows of a step. Cached, because making them takes the host 20 microseconds."""
-        if n in self._rows:
-            return self._rows[n]
+    def views_of(self, n: int) -> GraphRows:
+        """Views of the first n rows of the buffers. Cached, because making them takes the host 20 microseconds."""
+        if n in self._cached_views:
+            return self._cached_views[n]
         buffers, total = self.buffers, n * self.tokens
         lines, lens = buffers.arrays.rows[:n], buffers.arrays.seq_lens[:n]
         batch = make_batch(
             self.backend, lines, lens, self._starts[: n + 1], buffers.inputs.first(total), n, buffers.spec_info
         )
         indices = buffers.arrays.output_indices[:n]
-        self._rows[n] = GraphRows(batch, indices, buffers.logits[:total], buffers.hidden[:total])
-        return self._rows[n]
+        self._cached_views[n] = GraphRows(batch, indices, buffers.logits[:total], buffers.hidden[:total])
+        return self._cached_views[n]
 
     def _bind(self, bs: int) -> Callable[[], None]:
-        """The step of one bucket, over views of the static buffers. It must not refer to this
-        object, which keeps it: a cycle would keep the pools until the garbage collector runs."""
-        buffers, total, batch = self.buffers, bs * self.tokens, self.rows(bs).batch
+        """Refers only to static buffers: a cycle with this object would keep the pools until
+        garbage is collected.
+        """
+        buffers, total, batch = self.buffers, bs * self.tokens, self.views_of(bs).batch
         model, backend, pool, last_tokens = self.model, self.backend, self.pool, self.last_tokens
 
         def step() -> None:
@@ -303,12 +305,12 @@ def split_page_writes(
     A graph writes one page per row: that of the row's last token.
 
     Returns:
-        ([n] int32 page of each decode row, -1 for none; the writes of other rows), or None if a
+        ([n, G] int32 pages of each decode row, -1 for none; the writes of other rows), or None if a
             decode row needs any other page.
     """
     index_of_row = np.full(plan.num_rows + 1, -1)
     index_of_row[decode.rows] = np.arange(len(decode))
-    pages, others = np.full(len(decode), -1, np.int32), []
+    pages, others = np.full((len(decode), max(len(plan.groups), 1)), -1, np.int32), []
     for write in writes:
         i = index_of_row[write.row]
         if i < 0:

@@ -1,14 +1,12 @@
 """Prefill and mixed steps of few tokens as graphs: launching their kernels takes too long.
 
 A graph has a fixed number of decode rows, prompts and tokens, its bucket; `PaddedStep` pads a step
-to it. Tensors on the device hold what differs between steps: rows, their tokens and places, chunks,
-states before and after. On the host kernels see only bounds, because a graph is captured with one
-padding row that has all of the bucket's tokens: grids fit every step, and programs without work end
-at once.
+to it. Tensors on the device hold what differs between steps. Kernels see only bounds on the host,
+because a graph is captured with one padding row that has all of the bucket's tokens: grids fit
+every step.
 
 Before the graph run one copy of the step's integers and the planning for its decode rows; after it,
-sampling. The table changes (admissions, pages) and the rest of the planning (`prepare_in_graph`)
-are recorded.
+sampling. Table changes and the rest of the planning (`prepare_in_graph`) are recorded.
 """
 
 from collections.abc import Callable, Sequence
@@ -75,7 +73,7 @@ class PromptGraphs:
         saves: steps may save states within their prompts.
         enter_tables: changes the tables; recorded at the start of each graph.
         recorder: how a step is recorded; by the device's kind if None.
-        sizes: of the buckets: decode rows and prompt tokens.
+        sizes: decode rows and prompt tokens of the buckets.
     """
 
     def __init__(
@@ -97,7 +95,7 @@ class PromptGraphs:
         self.saves = StateSaves.NONE
         if saves:
             self.saves = StateSaves.AT_CHUNKS if backend.saves_at_chunks else StateSaves.SECOND_PASS
-        self.exact = self.poisoned  # reference operations need each step's own numbers on the host
+        self.exact_lens = self.poisoned  # the reference operations of a CPU need each step's own lengths on the host
         self.recorder = recorder or make_recorder(model.device)
         rows, longest = min(max_bs, req_to_token_pool.num_rows), req_to_token_pool.max_context
         self.buckets = needed_buckets(rows, max_tokens, longest, sizes)
@@ -117,10 +115,9 @@ class PromptGraphs:
         for bucket in tqdm(largest_first, desc="capturing prompt graphs", disable=not progress):
             graph = self._allocate(bucket)
             self._fill(graph, StepPlan())
-            self._set_bounds(graph)
+            self._set_host_lengths(graph)
             self.backend.prepare(graph.batch, graph=self._view)
-            # A run before the capture takes as long as the capture. One per number of decode rows
-            # is enough.
+            # A run before the capture takes as long: one per number of decode rows.
             warm = any(known.decode_rows == bucket.decode_rows for known in self._graphs)
             with stack.calling(splits(len(stack.parts)), self.recorder.split):
                 graph.replay = self.recorder(self._bind(graph), warm)
@@ -144,8 +141,8 @@ class PromptGraphs:
         if self.poisoned:
             self._poison(graph)
         self._fill(graph, plan)
-        if self.exact:
-            self._set_bounds(graph)
+        if self.exact_lens:
+            self._set_host_lengths(graph)
         self.backend.prepare(graph.batch, graph=self._view)
         graph.replay()
         m = len(plan.decode) + sum(row.sample for row in plan.extend)
@@ -155,11 +152,12 @@ class PromptGraphs:
 
     def _allocate(self, bucket: Bucket) -> PromptGraph:
         (rows, tokens), device = bucket, self.model.device
-        host = PaddedStep(bucket, self.backend.chunk_sizes, self.saves, self.backend.seq_len_fill)
+        host = PaddedStep(bucket, self.backend.chunk_sizes, self.saves, self.backend.seq_len_fill, self.pool.num_groups)
         packed = torch.zeros(len(host.flat), dtype=torch.int32, device=device)
         arrays: StepArrays[torch.Tensor] = unpack(host.arrays, packed)
         assert arrays.prompts is not None
-        inputs, starts = TokenInputs.allocate(rows + tokens, device), arrays.prompts.query_start_loc
+        inputs = TokenInputs.allocate(rows + tokens, device, self.pool.num_groups)
+        starts = arrays.prompts.query_start_loc
         batch = make_batch(self.backend, arrays.rows, arrays.seq_lens, starts, inputs, rows, None, 0)
         return PromptGraph(bucket, host, packed, arrays, inputs, batch, self._logits[: rows + bucket.prompts])
 
@@ -168,13 +166,12 @@ class PromptGraphs:
         self._staging.copy_packed(graph.packed, graph.host.flat)
         graph.batch.num_real = len(plan.decode)
 
-    def _set_bounds(self, graph: PromptGraph) -> None:
-        """The host's lengths of a step. A capture has one row with all tokens: bounds for all
-        replays."""
+    def _set_host_lengths(self, graph: PromptGraph) -> None:
+        """A capture has one row with all tokens: bounds for all replays."""
         batch, arrays, prompts = graph.batch, graph.host.arrays, graph.host.arrays.prompts
         assert prompts is not None and graph.arrays.prompts is not None
         batch.query_lens_cpu = np.diff(prompts.query_start_loc).tolist()
-        batch.seq_lens_cpu = arrays.seq_lens.tolist() if self.exact else None
+        batch.seq_lens_cpu = arrays.seq_lens.tolist() if self.exact_lens else None
         set_recurrent(batch, prompts.recurrent, graph.arrays.prompts.recurrent, self.backend.chunk_sizes)
 
     @staticmethod
@@ -184,12 +181,13 @@ class PromptGraphs:
         graph.logits.fill_(float("nan"))
 
     def _bind(self, graph: PromptGraph) -> Callable[[], None]:
-        """The recorded step, over the buffers of a bucket. It must not refer to this object or the
-        graph, which keep it: a cycle would keep the pools until the garbage collector runs."""
+        """Refers neither to this object nor to the graph: a cycle would keep the pools until
+        garbage is collected.
+        """
         arrays, batch, decoded = graph.arrays, graph.batch, graph.bucket.decode_rows
         extend, changes = arrays.prompts, arrays.tables
         assert extend is not None and changes is not None
-        prompts = TokenInputs(*(part[decoded:] for part in graph.inputs))
+        prompts = graph.inputs.from_token(decoded)
         decoding, logits, enter_tables = graph.inputs.first(decoded), graph.logits, self.enter_tables
         model, backend, pool, last_tokens = self.model, self.backend, self.pool, self.last_tokens
 

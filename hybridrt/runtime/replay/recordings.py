@@ -15,9 +15,9 @@ from hybridrt.kernels.core.recording import Recording, missing
 
 logger = logging.getLogger(__name__)
 
-RECORDS_AFTER = 8  # steps of one key in a row: to record one takes as long as about ten
-MOST_BYTES = 64 << 20  # of the tensors that recordings keep, outside of the memory plan
-MOST_KEPT = 256  # keys: the calls of a recording take memory too
+RECORDS_AFTER = 8  # steps of one key in a row: recording takes as long as ten
+MOST_BYTES = 64 << 20  # bytes of the tensors that recordings keep, outside of the memory plan
+MOST_KEPT = 256
 
 
 class Recordings:
@@ -87,7 +87,6 @@ class Recordings:
             self.problems.add(problem)
 
     def _make_room(self, needed: int) -> None:
-        """Drops recordings, the oldest first."""
         sizes = {key: 0 if kept is None else kept[0].bytes for key, kept in self._kept.items()}
         taken = sum(sizes.values()) + needed
         for key, size in sizes.items():

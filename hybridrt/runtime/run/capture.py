@@ -77,12 +77,12 @@ def _capture_decode(parts: GraphParts, tokens: int, progress: bool, recorder: Re
 
 
 def _capture_prompts(parts: GraphParts, progress: bool, recorder: Recorder) -> PromptGraphs | None:
-    """None if they are configured off, or the backend cannot be captured."""
+    """Returns None if configured off, or if the backend cannot be captured."""
     config = parts.config
     if not config.cuda_graph_prompts:
         return None
     if not parts.backend.captures_prompts:
-        logger.info("steps with prompts run without graphs: their backends need lengths on the host")
+        logger.info("steps with prompts run without graphs: a backend reads their lengths or slots on the host")
         return None
     graphs = PromptGraphs(
         model=parts.model,

@@ -16,8 +16,6 @@ from hybridrt.runtime.step.plan import HostCopy, HostState
 
 
 class _Run(NamedTuple):
-    """Copied pages that are consecutive in main memory: where they are staged, and there."""
-
     staged: slice
     host: slice
 
@@ -40,13 +38,14 @@ class HostCopies:
                 f"host_cache_bytes asks for {plan.nbytes} bytes of main memory on this rank; {free} are free: lower it"
             )
         self._kv, self._mamba, self._device = pools.kv, pools.req_to_token.mamba_pool, device
-        self._pages = _pinned(plan.num_pages + 1, plan.page_bytes, device)
+        self._pages = [_pinned(plan.num_pages + 1, nbytes, device) for nbytes in plan.page_bytes]
         self._states = _pinned(plan.num_states + 1, plan.state_bytes, device)
-        self._at_once = max(STAGED_BYTES // max(plan.page_bytes, 1), 1)
-        self._staged_pages = torch.empty((self._at_once, plan.page_bytes), dtype=torch.uint8, device=device)
+        self._at_once = [max(STAGED_BYTES // nbytes, 1) for nbytes in plan.page_bytes]
+        sizes = [count * nbytes for count, nbytes in zip(self._at_once, plan.page_bytes)]
+        self._staged_pages = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device)
         self._staged_state = torch.empty(plan.state_bytes, dtype=torch.uint8, device=device)
         self._side = SideStream(device)
-        self._running: dict[int, Event] = {}  # by ticket, those that may not have ended
+        self._running: dict[int, Event] = {}  # copies by ticket, those that may not have ended
 
     @torch.inference_mode()
     def launch(self, copies: Sequence[HostCopy]) -> None:
@@ -70,39 +69,43 @@ class HostCopies:
         if event is None or not event.query():
             return event is None
         for number in [number for number in self._running if number <= ticket]:
-            del self._running[number]  # copies run in order, so earlier ones have ended too
+            del self._running[number]  # copies run in order
         return True
 
     def _copy(self, copy: HostCopy) -> None:
-        for start in range(0, len(copy.pages), self._at_once):
-            part = slice(start, start + self._at_once)
-            self._copy_pages(copy.pages[part], copy.host_pages[part], copy.fetch)
+        for group, (pages, places) in enumerate(zip(copy.pages, copy.host_pages)):
+            for start in range(0, len(pages), self._at_once[group]):
+                part = slice(start, start + self._at_once[group])
+                self._copy_pages(group, pages[part], places[part], copy.fetch)
         for state in copy.states:
             self._copy_state(state, copy.fetch)
 
-    def _copy_pages(self, pages: Sequence[int], places: Sequence[int], fetch: bool) -> None:
-        staged, index = self._staged_pages[: len(pages)], self._indices(pages)
+    def _copy_pages(self, group: int, pages: Sequence[int], places: Sequence[int], fetch: bool) -> None:
+        host, index = self._pages[group], self._indices(pages)
+        staged = self._staged_pages[: len(pages) * host.shape[1]].view(len(pages), -1)
         runs = list(_runs(places))
         if fetch:
             for run in runs:
-                staged[run.staged].copy_(self._pages[run.host], non_blocking=True)
-        for tensor, image in zip(self._kv.tensors, self._page_images(staged), strict=True):
+                staged[run.staged].copy_(host[run.host], non_blocking=True)
+        for tensor, image in self._page_images(group, staged):
             if fetch:
                 tensor.index_copy_(1, index, image.transpose(0, 1))
             else:
                 image.copy_(tensor.index_select(1, index).transpose(0, 1))
         if not fetch:
             for run in runs:
-                self._pages[run.host].copy_(staged[run.staged], non_blocking=True)
+                host[run.host].copy_(staged[run.staged], non_blocking=True)
 
-    def _page_images(self, staged: torch.Tensor) -> Iterator[torch.Tensor]:
-        """[n, layers, page_size, heads, dim] views of staged pages, in the order of KVPool.tensors."""
+    def _page_images(self, group: int, staged: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The KVPool's tensors of a page group, and [n, layers, page_size, heads, dim] views of
+        staged pages."""
         start = 0
-        for tensor in self._kv.tensors:
-            shape = tensor.shape[0], *tensor.shape[2:]
-            end = start + prod(shape) * tensor.element_size()
-            yield staged[:, start:end].view(tensor.dtype).view(len(staged), *shape)
-            start = end
+        for tensor, its_group in zip(self._kv.tensors, self._kv.tensor_groups):
+            if its_group == group:
+                shape = tensor.shape[0], *tensor.shape[2:]
+                end = start + prod(shape) * tensor.element_size()
+                yield tensor, staged[:, start:end].view(tensor.dtype).view(len(staged), *shape)
+                start = end
 
     def _copy_state(self, state: HostState, fetch: bool) -> None:
         assert self._mamba is not None
@@ -115,7 +118,6 @@ class HostCopies:
         self._states[state.place].copy_(self._staged_state, non_blocking=True)
 
     def _state_images(self) -> Iterator[torch.Tensor]:
-        """Views of the staged state, as MambaPool.read_slot gives it."""
         assert self._mamba is not None
         start = 0
         for part in self._mamba.slot_parts():
@@ -124,15 +126,14 @@ class HostCopies:
             start += aligned(nbytes)
 
     def _indices(self, pages: Sequence[int]) -> torch.Tensor:
-        """[n] int64 on the device. A copy from memory that is not pinned would wait for the stream."""
+        """Pinned: other copies to the device wait for the stream."""
         index = torch.tensor(pages, dtype=torch.int64)
         return index if self._device.type == "cpu" else index.pin_memory().to(self._device, non_blocking=True)
 
 
 def _pinned(entries: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    """[entries, nbytes] uint8 of main memory, page-locked for a GPU. torch's own pinned memory may
-    use twice as much: it comes in powers of two."""
-    buffer = torch.zeros((entries, nbytes), dtype=torch.uint8)  # page faults happen here, not while requests wait
+    """[entries, nbytes] uint8, page-locked for a GPU. torch's pinned memory comes in powers of two."""
+    buffer = torch.zeros((entries, nbytes), dtype=torch.uint8)  # page faults happen here
     if device.type == "cuda" and buffer.numel() and (status := page_lock(buffer)):
         raise MemoryBudgetError(
             f"{buffer.numel()} bytes of main memory cannot be page-locked (CUDA error {status}): lower "

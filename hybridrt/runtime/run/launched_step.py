@@ -1,8 +1,7 @@
 """The handle of a launched step: samples, verifies drafts, and copies the results to the host.
 
-A grammar's bitmask depends on earlier tokens, which the host reads while the device computes the
-step. So a step with constrained rows samples when `sample` gets its masks; every other step samples
-within its launch.
+A grammar's bitmask depends on tokens that the host reads while the device computes the step. So a
+step with constrained rows samples when `sample` gets its masks; others within the launch.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,7 +50,7 @@ class ForwardPart(NamedTuple):
     """What one forward pass leaves to sample from.
 
     Attributes:
-        lines: of the decode rows, then of the prompts that end.
+        lines: logits of the decode rows, then of the prompts that end.
         batch, arrays, hidden: the step, its packed arrays and the hidden states [T, hidden]. None
             where no drafts are verified, no drafter follows and no prompt is scored.
         scored: prompts that get log-probabilities; their places and tokens are in `arrays`.
@@ -69,8 +68,8 @@ class _Drawn(NamedTuple):
 
     Attributes:
         tokens: [n, T]; accepted: [n], how many of a row's tokens count, None for all.
-        logprobs: of each token [n * T], then ids and log-probabilities of the likeliest [n * T, k];
-            or empty.
+        logprobs: log-probability of each token [n * T], then ids and log-probabilities of the
+            likeliest [n * T, k]; or empty.
         wanted: how many alternatives each row gets, None for no log-probabilities; empty if no row
             gets any.
     """
@@ -89,8 +88,8 @@ class MaskedLines(NamedTuple):
 
     @classmethod
     def from_plan(cls, plan: StepPlan, tokens: int) -> "MaskedLines":
-        """Of a decode row's `tokens` lines, those of its input and its drafts have masks; a
-        sampling extend row has one."""
+        """The lines of a plan's rows. Of a decode row's `tokens` lines, those of its input and its
+        drafts have masks; a sampling extend row has one."""
         n, drafts = len(plan.decode), plan.decode.num_drafts.tolist()
         lines = list[int]()
         for i in plan.constrained:
@@ -112,13 +111,13 @@ class LaunchedStep:
 
     def __init__(self, masked: MaskedLines | None = None) -> None:
         self.needs_masks, self._masked = masked is not None, masked
-        self._runner: SamplingRunner | None = None  # while the parts wait for masks
+        self._runner: SamplingRunner | None = None
         self._waiting: list[ForwardPart] = []
         self._drawn: list[_Drawn] = []
         self._scored: Sequence[Wanted] = ()
         self._scores: list[Sequence[torch.Tensor]] = []
         self._event: Event = PAST
-        self._problem = "" if masked is None else "give it its masks first"  # why there is no result
+        self._problem = "" if masked is None else "give it its masks first"
 
     @classmethod
     def from_tokens(cls, tokens: torch.Tensor) -> "LaunchedStep":
@@ -150,7 +149,7 @@ class LaunchedStep:
 
     @torch.inference_mode()
     def sample(self, masks: np.ndarray) -> None:
-        """As StepHandle.sample."""
+        """Samples a step with constrained rows (see StepHandle.sample)."""
         self.check_masks(masks)
         runner, masked, waiting = self._runner, self._masked, self._waiting
         assert runner is not None and masked is not None
@@ -167,10 +166,10 @@ class LaunchedStep:
         self._problem = ""
 
     def drop(self) -> None:
-        """As StepHandle.drop."""
+        """Gives up a step that needs masks (see StepHandle.drop)."""
         if self.needs_masks:
             if self._runner is not None:
-                self._runner.backend.drop_step()  # it is never committed; without this, later steps would raise
+                self._runner.backend.drop_step()  # never committed; later steps would raise
             self._end_waiting("it was dropped without its masks")
 
     def _end_waiting(self, problem: str) -> None:
@@ -179,11 +178,13 @@ class LaunchedStep:
         self._runner, self._masked, self._waiting = None, None, []
 
     def ready(self) -> bool:
-        """As StepHandle.ready; also True before the step has its masks, when `result` raises."""
+        """Whether `result` returns at once. Also True before the step has its masks, when `result`
+        raises."""
         return self._event.query()
 
     def result(self) -> StepResult:
-        """As StepHandle.result. EngineError if the step has not sampled."""
+        """Waits for the step's tokens (see StepHandle.result). EngineError if the step has not
+        sampled."""
         if self._problem:
             raise EngineError(f"the step has not sampled: {self._problem}")
         if self._event is not PAST:
@@ -196,7 +197,6 @@ class LaunchedStep:
         return result
 
     def _sample_part(self, runner: SamplingRunner, part: ForwardPart, bitmask: torch.Tensor | None) -> None:
-        """Draws tokens. Then the drafter follows, and prompts are scored."""
         batch, accepted = part.batch, None
         lines: SampledLines | None = part.lines
         if batch is not None and batch.spec_info is not None:
@@ -219,8 +219,7 @@ class LaunchedStep:
     def _verify(
         self, runner: SamplingRunner, part: ForwardPart, lines: SampledLines, bitmask: torch.Tensor | None
     ) -> Accepted:
-        """Accepts drafts of the decode rows [n], which have n * T lines of logits, and commits the
-        state."""
+        """The decode rows [n] have n * T lines of logits."""
         n, batch, arrays = len(lines.rows), part.batch, part.arrays
         assert batch is not None and batch.spec_info is not None and arrays is not None and arrays.drafts is not None
         spec, drafts = batch.spec_info, arrays.drafts
@@ -245,10 +244,9 @@ class LaunchedStep:
         return _Drawn(tokens, accepted, logprobs, drawn.wanted)
 
     def _score_prompts(self, runner: SamplingRunner, part: ForwardPart) -> None:
-        """Log-probabilities of prompts, LINES lines of logits at a time."""
         hidden, arrays, top = part.hidden, part.arrays, max(w.top for w in part.scored)
         assert hidden is not None and arrays is not None and arrays.scored is not None
-        # Each part leaves the device before the next is computed: the memory plan counts the results of one.
+        # One after the other, as the memory plan counts.
         for at, following in zip(arrays.scored.places.split(LINES), arrays.scored.tokens.split(LINES)):
             logits = runner.model.logits(hidden.index_select(0, at))
             self._scores.append([_to_host(t) for t in token_logprobs(logits, following.long(), top)])
@@ -257,7 +255,7 @@ class LaunchedStep:
 
 
 def _upload(masks: np.ndarray, masked: MaskedLines, staging: StagingRing) -> torch.Tensor:
-    """A bitmask of all lines of logits, in one copy; a line without a mask allows all tokens."""
+    """Copies once; a line without a mask allows all tokens."""
     if len(masked.lines) == masked.total:
         whole: torch.Tensor = staging.upload((masks,))[0]
         return whole
@@ -267,8 +265,7 @@ def _upload(masks: np.ndarray, masked: MaskedLines, staging: StagingRing) -> tor
 
 
 def _split_lines(lines: SampledLines, n: int, split: int) -> tuple[SampledLines, SampledLines | None]:
-    """The lines of n decode rows, which have `split` lines of logits, and the later ones, None if
-    there are none."""
+    """Splits off the lines of n decode rows, `split` each."""
     if len(lines.rows) == n:
         return lines, None
     rows, indices = lines.on_host
@@ -280,14 +277,13 @@ def _split_lines(lines: SampledLines, n: int, split: int) -> tuple[SampledLines,
 def _logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, wanted: Sequence[int | None], path: torch.Tensor | None = None
 ) -> Sequence[torch.Tensor]:
-    """`_Drawn.logprobs` of tokens [n * T] or [n, T] and their logits; path: as `Accepted.path`."""
+    """`_Drawn.logprobs` of tokens [n * T] or [n, T] and their logits; path: see `Accepted.path`."""
     if path is not None:
         logits = logits.view(*path.shape, -1).take_along_dim(path.unsqueeze(-1), 1).flatten(0, 1)
     return token_logprobs(logits, tokens.flatten(), max(n for n in wanted if n is not None))
 
 
 def _read_drawn(drawn: _Drawn, result: StepResult) -> None:
-    """Adds rows to a result, on the host."""
     rows = drawn.tokens.tolist()
     if drawn.accepted is not None:
         rows = [row[:count] for row, count in zip(rows, drawn.accepted.tolist())]
@@ -305,20 +301,19 @@ def _read_drawn(drawn: _Drawn, result: StepResult) -> None:
 
 
 def _read_scores(scored: Sequence[Wanted], found: Sequence[Sequence[torch.Tensor]]) -> dict[int, TokenScores]:
-    """By request row, the log-probabilities of its prompt tokens."""
+    """The log-probabilities of prompt tokens by request row."""
     (own, ids, best), end = (torch.cat(parts).numpy() for parts in zip(*found)), 0
     scores = {}
     for each in scored:
         at, end = slice(end, end + len(each.tokens)), end + len(each.tokens)
-        # Copies: a request keeps these for longer than the step's pinned memory should be taken.
+        # Copies: a request keeps these longer than the pinned memory.
         top_ids, top_best = ids[at, : each.top].astype(np.int32), best[at, : each.top].copy()
         scores[each.row] = TokenScores(np.array(each.tokens, np.int32), own[at].copy(), top_ids, top_best)
     return scores
 
 
 def _to_host(t: torch.Tensor) -> torch.Tensor:
-    """A copy in pinned memory, complete when the stream has come so far; on a CPU the tensor
-    itself."""
+    """The copy is in pinned memory, and complete when the stream has come so far."""
     if not t.is_cuda:
         return t
     return pinned_empty(t.shape, t.dtype).copy_(t, non_blocking=True)

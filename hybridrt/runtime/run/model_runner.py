@@ -11,16 +11,17 @@ from hybridrt.base.device import begin_peak, peak_bytes, release_kept_memory
 from hybridrt.base.errors import MemoryBudgetError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.collectives.groups import TPGroup
-from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, UnitCosts
+from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, PageGroup, UnitCosts
+from hybridrt.mem_cache.pools.page_sets import in_every_group
 from hybridrt.models.base import CausalLM
 from hybridrt.runtime.load.build import (
     Runtime,
     build_model,
     empty_model,
     graph_rows,
-    kv_groups,
     load_target,
     make_plan,
+    page_demands,
     weight_bytes,
 )
 from hybridrt.runtime.load.fit import plan_ahead, pool_budget
@@ -77,7 +78,7 @@ class ModelRunner(StepRunner):
         kernels.start_compiling(target.device, self.model_path)
         if plan is None:
             weights = weight_bytes(empty_model(config, target, torch.device("meta")))
-            plan_ahead(config, target, weights, budget_bytes)  # raises what can be known before loading
+            plan_ahead(config, target, weights, budget_bytes)  # raises what is known before loading
         with _out_of_memory_as("loading weights", "run it on a larger device, or end what else runs on this one"):
             model = build_model(config, target, self.model_path, progress)
         kernels.wait_for_start()
@@ -100,14 +101,15 @@ def plan_pools(config: EngineConfig, target: RunTarget, model: CausalLM, budget_
     if budget_bytes is None and target.device.type == "cuda":
         peak = _measure_activations(config, target, model)
         peak += _graph_activations(config, target, peak)
-    # One scheduler lends the rows and pages of all ranks: the rank with the least memory decides how many.
+    # One scheduler serves all ranks: the smallest decides.
     budget_bytes = target.tp.minimum(pool_budget(config, target, peak) if budget_bytes is None else budget_bytes)
     return make_plan(config, target, budget_bytes=budget_bytes, weights=weight_bytes(model), activations=peak)
 
 
 def _graph_activations(config: EngineConfig, target: RunTarget, peak: int) -> int:
-    """Bytes of the graphs' activations, in proportion to the step that needed `peak` bytes. Prompt
-    graphs are the largest; others use the same memory."""
+    """Estimates bytes from the step that needed `peak`. Prompt graphs are the largest; others use
+    the same memory.
+    """
     if not (config.cuda_graph and config.cuda_graph_prompts):
         return 0
     buckets = needed_buckets(graph_rows(config, target), config.chunked_prefill_size)
@@ -115,22 +117,21 @@ def _graph_activations(config: EngineConfig, target: RunTarget, peak: int) -> in
 
 
 def _measure_activations(config: EngineConfig, target: RunTarget, model: CausalLM) -> int:
-    """Bytes that the largest prefill step needs besides weights and pools, measured over small
-    pools."""
+    """Bytes that the largest prefill step needs in addition to weights and pools, measured over
+    small pools."""
     plan, step = probe(config, target)
     runner = StepRunner(Runtime.allocate(config, target, model, plan))
     before = begin_peak(target.device)
     runner.launch(step).result()
     peak = peak_bytes(target.device) - before
     del runner
-    gc.collect()  # if a backend of another package is part of a cycle, it would keep the small pools
+    gc.collect()  # a cycle in another package's backend would keep the small pools
     release_kept_memory()
     return peak
 
 
 @contextmanager
 def _out_of_memory_as(doing: str, advice: str) -> Iterator[None]:
-    """Running out of device memory inside becomes a MemoryBudgetError with advice."""
     try:
         yield
     except torch.OutOfMemoryError as e:
@@ -142,11 +143,16 @@ def probe(config: EngineConfig, target: RunTarget) -> tuple[MemoryPlan, StepPlan
     limit = target.model_config.max_position_embeddings
     length = min(config.chunked_prefill_size, config.max_model_len or limit, limit)
     rows = -(-config.chunked_prefill_size // length)
-    pages = -(-length // config.page_size) if kv_groups(config, target) else 0
-    plan = MemoryPlan(rows, rows, rows * pages, config.page_size, length, UnitCosts(slot=0, row=0, page=0), 0)
+    demands, pages = page_demands(config, target), -(-length // config.page_size)
+    groups = tuple(PageGroup(demand, rows * pages, 0) for demand in demands)
+    plan = MemoryPlan(rows, rows, groups, config.page_size, length, UnitCosts(slot=0, row=0, pages=()), 0)
     params, ids = SamplingParams(temperature=0.0), [0] * length
     return plan, StepPlan(
         admissions=[Admission.from_prompt(r, r, ids, params, 0) for r in range(1, rows + 1)],
-        page_writes=[PageWrite(r, 0, int32s(range(1 + (r - 1) * pages, 1 + r * pages))) for r in range(1, rows + 1)],
+        page_writes=[
+            PageWrite(r, 0, in_every_group(int32s(range(1 + (r - 1) * pages, 1 + r * pages)), len(groups)))
+            for r in range(1, rows + 1)
+            if groups
+        ],
         extend=[ExtendRow(r, 0, ids, 0, True) for r in range(1, rows + 1)],
     )

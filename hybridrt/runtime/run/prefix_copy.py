@@ -7,6 +7,7 @@ import torch
 
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.mem_cache.pools.mamba_pool import Shapes
+from hybridrt.mem_cache.pools.page_demand import first_page
 from hybridrt.mem_cache.pools.pools import Pools
 
 Tensors = Mapping[str, torch.Tensor]
@@ -14,8 +15,10 @@ Tensors = Mapping[str, torch.Tensor]
 
 def prefix_shapes(pools: Pools, tp_size: int, length: int, num_states: int) -> Shapes:
     """Shape and dtype of every copied tensor by name, in order. Dimension 0 is the rank; dimension
-    1 of keys and values is the token."""
-    kv = {name: ((tp_size, length, *t.shape[2:]), t.dtype) for name, t in _kv_tensors(pools)}
+    1 of keys and values is the token: all `length` tokens or, in a layer with a window, those from
+    the first page on that the next token sees."""
+    counts = [length - first for first in _first_tokens(pools, length)]
+    kv = {name: ((tp_size, counts[group], *t.shape[2:]), t.dtype) for name, group, t in _kv_tensors(pools)}
     parts = {name: ((tp_size, *shape[1:]), dtype) for name, shape, dtype in _state_parts(pools, num_states)}
     return kv | parts
 
@@ -25,12 +28,13 @@ class PrefixPlaces(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         length: tokens with copied keys and values.
-        pages: their KV pages, in order; none for a model without attention layers.
+        pages: of each page group, the KV pages of the copied tokens, in order; none for a model
+            without attention layers.
         states: (number of tokens, slot) of each recurrent state.
     """
 
     length: int
-    pages: Sequence[int]
+    pages: Sequence[Sequence[int]]
     states: Sequence[tuple[int, int]]
 
 
@@ -39,7 +43,7 @@ def read_prefix(pools: Pools, tp: TPGroup, prefix: PrefixPlaces) -> dict[str, to
     """This rank's part of copying a prefix out of the pools, after the launched steps. The result
     is `prefix_shapes`, in main memory; only rank 0 reads it."""
     places = _token_places(pools, prefix)
-    found = {name: _gather(tp, t.flatten(0, 1).index_select(0, places)) for name, t in _kv_tensors(pools)}
+    found = {name: _gather(tp, t.flatten(0, 1).index_select(0, places[group])) for name, group, t in _kv_tensors(pools)}
     names = iter(_state_parts(pools, len(prefix.states)))
     for length, slot in prefix.states:
         assert pools.req_to_token.mamba_pool is not None
@@ -56,12 +60,13 @@ def write_prefix(pools: Pools, tp: TPGroup, prefix: PrefixPlaces, data: Tensors 
         data: on rank 0 `prefix_shapes`; None on other ranks.
     """
     places = _token_places(pools, prefix)
-    for name, tensor in _kv_tensors(pools):
-        shape = len(places), *tensor.shape[2:]
+    for name, group, tensor in _kv_tensors(pools):
+        shape = len(places[group]), *tensor.shape[2:]
         part = _scatter(tp, None if data is None else data[name], shape, tensor.dtype, tensor.device)
-        tensor.flatten(0, 1).index_copy_(0, places, part)
+        tensor.flatten(0, 1).index_copy_(0, places[group], part)
+    device = pools.req_to_token.tables.device
     parts = (
-        _scatter(tp, None if data is None else data[name], shape, dtype, places.device)
+        _scatter(tp, None if data is None else data[name], shape, dtype, device)
         for name, shape, dtype in _state_parts(pools, len(prefix.states))
     )
     for length, slot in prefix.states:
@@ -69,22 +74,31 @@ def write_prefix(pools: Pools, tp: TPGroup, prefix: PrefixPlaces, data: Tensors 
         pools.req_to_token.mamba_pool.write_slot(slot, length, parts)
 
 
-def _token_places(pools: Pools, prefix: PrefixPlaces) -> torch.Tensor:
-    """[length] int64: the prefix's tokens in the pools' pages."""
-    size, device = pools.kv.page_size, pools.req_to_token.req_to_token.device
-    pages = torch.tensor(prefix.pages, dtype=torch.int64, device=device)
-    return (pages[:, None] * size + torch.arange(size, device=device)).view(-1)[: prefix.length]
+def _first_tokens(pools: Pools, length: int) -> list[int]:
+    """Of each page group, the first copied token of a prefix."""
+    size = pools.kv.page_size
+    return [0 if window is None else first_page(length, window, size) * size for window in pools.kv.windows]
 
 
-def _kv_tensors(pools: Pools) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor [pages, page_size, ...] of all KV layers, those of prediction heads too."""
+def _token_places(pools: Pools, prefix: PrefixPlaces) -> list[torch.Tensor]:
+    """Of each page group [n] int64: the copied tokens in the pool's pages."""
+    size, device, found = pools.kv.page_size, pools.req_to_token.tables.device, list[torch.Tensor]()
+    for numbers, first in zip(prefix.pages, _first_tokens(pools, prefix.length)):
+        pages = torch.tensor(numbers, dtype=torch.int64, device=device)
+        found.append((pages[:, None] * size + torch.arange(size, device=device)).view(-1)[: prefix.length - first])
+    return found
+
+
+def _kv_tensors(pools: Pools) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """Name, page group and tensor [pages, page_size, ...] of all KV layers, those of prediction
+    heads too."""
     for layer_id in pools.kv.specs:
         for what, tensor in zip(("keys", "values"), pools.kv.held(layer_id)):
-            yield f"layers.{layer_id}.{what}", tensor
+            yield f"layers.{layer_id}.{what}", pools.kv.group_of(layer_id), tensor
 
 
 def _state_parts(pools: Pools, num_states: int) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
-    """Name, shape and dtype of every part of the states, in the state pool's order."""
+    """Yields name, shape and dtype in the state pool's order."""
     if pools.req_to_token.mamba_pool is None:
         return
     parts = list(pools.req_to_token.mamba_pool.slot_parts())
@@ -104,7 +118,7 @@ def _gather(tp: TPGroup, part: torch.Tensor) -> torch.Tensor:
 def _scatter(
     tp: TPGroup, data: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """This rank's part of rank 0's [ranks, ...]: `shape`, on the device."""
+    """This rank's part, `shape`, of rank 0's [ranks, ...]."""
     part = torch.empty(shape, dtype=dtype, device=device)
     if tp.size == 1 or not part.numel():
         return part if data is None else part.copy_(data.view(shape))

@@ -8,7 +8,6 @@ import torch
 
 from hybridrt.base.errors import ConfigError, EngineError
 from hybridrt.base.forward_batch import ForwardBatch
-from hybridrt.kernels.core.packed import int32_array
 from hybridrt.kernels.core.records import TokenInputs
 from hybridrt.kernels.state.row_tables import enter_tokens
 from hybridrt.mem_cache.pools.bounds import DEBUG
@@ -37,7 +36,7 @@ from hybridrt.runtime.step.pack import (
     spec_info_of,
 )
 from hybridrt.runtime.step.pack_padded import Bucket
-from hybridrt.runtime.step.plan import NO_INTEGERS, NO_ROWS, PageCopy, PageWrite, StepHandle, StepPlan
+from hybridrt.runtime.step.plan import NO_INTEGERS, NO_ROWS, PageWrite, StepHandle, StepPlan
 from hybridrt.runtime.step.recurrent_arrays import set_recurrent
 from hybridrt.runtime.step.sampling_table import SamplingTable
 
@@ -51,16 +50,16 @@ class StepRunner:
         staging: copies integers of the host to the device.
         last_tokens: [R + 1] int32, the next input of every row: sampled here, read by the next
             step, never waited for by the host.
-        graphs: of decode and verify steps, by tokens of a row.
-        prompt_graphs: of short prefill and mixed steps; None without.
+        graphs: graphs of decode and verify steps, by tokens of a row.
+        prompt_graphs: graphs of short prefill and mixed steps; None without.
         arena: images of states for other workers; None without EngineConfig.transfer_bytes.
         host: the prefix cache's tier in main memory; None without one.
         trees: drafts are trees.
-        recordings: of decode steps on a CPU.
+        recordings: recorded decode steps on a CPU.
         drafter: the device part of a drafter; None without one.
     """
 
-    ahead: StartAhead | None = None  # compiles kernels of further runners like this one before they start
+    ahead: StartAhead | None = None  # compiles kernels before runners like this one start
 
     def __init__(self, runtime: Runtime) -> None:
         self.config, self.target, self.model = runtime.config, runtime.target, runtime.model
@@ -78,15 +77,15 @@ class StepRunner:
         self._inference = torch.inference_mode()  # one for all launches: making it takes as long as entering it
         self.required = RowRequirements(self.memory_plan.num_rows)
         self._prompt_scores = PromptRequirements()
-        self._last_masked: LaunchedStep | None = None  # the step launched last, if it needed masks then
+        self._last_masked: LaunchedStep | None = None  # only if it needed masks
         self.arena: StateArena | None = None
         self.host: HostCopies | None = None
         self.drafter: DeviceDrafter | None = draft_needs(self.config).device_drafter(self)
         self._chunk_sizes = self.backend.chunk_sizes
-        # With HYBRIDRT_DEBUG=1 the backends look at all numbers of a step: then it is eager.
+        # With HYBRIDRT_DEBUG=1 backends look at all numbers: eagerly.
         kept = self.device.type == "cpu" and not DEBUG and self.drafter is None
         self._cpu_decode = CPUDecode(self.backend, self.pools.req_to_token, self.last_tokens) if kept else None
-        # A recording would not see the sums over ranks.
+        # A recording would miss sums over ranks.
         self.recordings = Recordings(self.model, self.config.cuda_graph and self.config.tp_size == 1)
 
     def capture(self, progress: bool = False) -> None:
@@ -100,7 +99,8 @@ class StepRunner:
         self.prompt_graphs = None
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """As hybridrt.runtime.step.plan.Executor.launch. Samples too, without `constrained` rows.
+        """Launches a plan: moves states, packs, prepares, computes, and samples if no row is
+        constrained. Returns at once (see Executor.launch in hybridrt/runtime/step/plan.py).
 
         Raises:
             ConfigError: the plan is not for this runner. Nothing has changed.
@@ -111,16 +111,15 @@ class StepRunner:
         if plan.admissions:
             self.required.note_admissions(plan.admissions)
             self._prompt_scores.note_admissions(plan.admissions)
-        # `step_widths` has all widths; where no row has drafts, a plain step serves.
         tokens = self._verified if len(plan.decode.drafts) else 1
         step = LaunchedStep(MaskedLines.from_plan(plan, tokens) if plan.constrained else None)
         try:
             with self._inference:
-                if plan.moves or plan.kept_pages or self.host is not None:
+                if plan.moves or self.host is not None:
                     self._move_states(plan)
                 self._run_model(plan, tokens, step)
         except BaseException:
-            self.backend.drop_step()  # it is never committed; without this, later steps would raise
+            self.backend.drop_step()  # never committed; later steps would raise
             raise
         self._last_masked = step if step.needs_masks else None
         return step
@@ -133,7 +132,7 @@ class StepRunner:
             )
 
     def drop_last(self) -> None:
-        """As Executor.drop_last."""
+        """Gives up the step launched last if it needs masks."""
         if self._last_masked is not None:
             self._last_masked.drop()
 
@@ -142,7 +141,7 @@ class StepRunner:
         return self.host is None or self.host.copied(ticket)
 
     def draft(self, rows: Sequence[DraftRow], steps: int, topk: int = 1) -> StepHandle:
-        """As DeviceDrafter.draft. ConfigError without a device drafter."""
+        """Launches drafts (see DeviceDrafter.draft). ConfigError without a device drafter."""
         if self.drafter is None:
             raise ConfigError("drafts are asked of a runner without a device drafter")
         return self.drafter.draft(rows, steps, topk)
@@ -157,29 +156,18 @@ class StepRunner:
         write_prefix(self.pools, self.target.tp, prefix, data)
 
     def _move_states(self, plan: StepPlan) -> None:
-        """Copies and folds before the rows are computed."""
         pool = self.pools.req_to_token.mamba_pool
         if pool is not None and (first := [move for move in plan.moves if move.when is When.FIRST]):
             pool.move(first, self.staging.upload)
-        if plan.kept_pages:
-            self._keep_pages(plan.kept_pages)
         if self.host is not None:
             self.host.launch(plan.host_copies)
             self.host.wait(plan.after_copies)
         if pool is not None and (later := [move for move in plan.moves if move.when is When.BEFORE_ROWS]):
             pool.move(later, self.staging.upload)
 
-    def _keep_pages(self, copies: Sequence[PageCopy]) -> None:
-        """Fills pages of the prefix cache, in all KV layers."""
-        pages = int32_array([copy.source for copy in copies]), int32_array([copy.target for copy in copies])
-        sources, targets = self.staging.upload(pages)
-        self.pools.kv.copy_pages(sources.long(), targets.long())
-
     def _run_model(self, plan: StepPlan, tokens: int, step: LaunchedStep) -> None:
-        """Runs a plan's rows and adds the results to `step`.
-
-        By one graph for all rows; or a graph for the decode rows, then the chunks; or the model
-        itself, over kept tensors for plain decode on a CPU, else over new ones.
+        """Uses one graph for all rows; or a graph for the decode rows, then the chunks; or the
+        model itself, over kept tensors for plain decode on a CPU.
         """
         plain = tokens == 1 and len(plan.decode.rows) and not (plan.extend or plan.imports or plan.exports)
         if self.prompt_graphs is not None and (bucket := self._prompt_bucket(plan, tokens)) is not None:
@@ -195,8 +183,9 @@ class StepRunner:
         n = len(plan.decode.rows)
         scored, places = self._prompt_scores.wanted_by_rows(plan.extend, n * tokens)
         on_host = pack_step(
-            plan, tokens, self.trees, self.drafter is not None, self._chunk_sizes, self.backend.saves_at_chunks, places
-        )
+            plan, tokens, self.trees, self.drafter is not None, self._chunk_sizes, self.backend.saves_at_chunks, places,
+            self.pools.req_to_token.num_groups,
+        )  # fmt: skip
         arrays: StepArrays[torch.Tensor] = self.staging.upload(on_host)
         if arrays.tables is not None:
             enter_tables(self.pools, self.sampling_table, arrays.tables)
@@ -232,12 +221,11 @@ class StepRunner:
         step.add_part(self, ForwardPart(SampledLines(batch.req_pool_indices, indices, on_host, logits)))
 
     def _prompt_bucket(self, plan: StepPlan, tokens: int) -> Bucket | None:
-        """The graph of a step with prompts; None if it runs without."""
-        # These graphs verify no drafts, and keep no hidden states: drafters and log-probabilities of prompts need them.
+        # Prompt graphs verify no drafts and keep no hidden states.
         if self.prompt_graphs is None or tokens > 1 or self.drafter is not None:
             return None
         scored, _ = self._prompt_scores.wanted_by_rows(plan.extend, 0)
-        # States of other workers are copied between the changes of the tables and the model.
+        # Other workers' states are copied between the table changes and the model.
         return None if scored or plan.imports or plan.exports else self.prompt_graphs.bucket(plan)
 
     def _replay_prompts(self, plan: StepPlan, bucket: Bucket, step: LaunchedStep) -> None:
@@ -248,14 +236,13 @@ class StepRunner:
         step.add_part(self, ForwardPart(self.prompt_graphs.replay(plan, bucket)))
 
     def _graph_of(self, plan: StepPlan, tokens: int) -> tuple[GraphRunner, np.ndarray, list[PageWrite]] | None:
-        """The graph of a step's decode rows, the pages that it enters (`split_page_writes`), and
-        the other page writes. None without such a graph."""
+        """Returns the decode rows' graph, its pages, and the other page writes; or None."""
         decode, graphs = plan.decode, self.graphs.get(tokens)
         n = len(decode.rows)
         if graphs is None or not n or graphs.bucket(n) is None:
             return None
         if plan.extend and plan.constrained and tokens > 1:
-            return None  # drafts are committed once they are sampled, and chunks may not be launched before that
+            return None  # drafts are committed before chunks are launched
         if not plan.page_writes:
             return graphs, NO_INTEGERS, plan.page_writes
         split = split_page_writes(decode, plan.page_writes, self.memory_plan)
@@ -264,18 +251,17 @@ class StepRunner:
     def _replay_decode(
         self, plan: StepPlan, graphs: GraphRunner, new_pages: np.ndarray, rest: list[PageWrite], step: LaunchedStep
     ) -> None:
-        """Replays the decode rows. Then runs the chunks, with the page writes `rest`."""
+        """Runs the chunks afterwards, with the page writes `rest`."""
         decode = plan.decode
         graphs.replay(decode, new_pages)
-        rows, on_host = graphs.rows(len(decode.rows)), (decode.rows, decode.output_indices)
-        lines = SampledLines(rows.batch.req_pool_indices, rows.output_indices, on_host, rows.logits)
-        step.add_part(self, ForwardPart(lines, rows.batch, graphs.buffers.arrays, rows.hidden))
+        views, on_host = graphs.views_of(len(decode.rows)), (decode.rows, decode.output_indices)
+        lines = SampledLines(views.batch.req_pool_indices, views.output_indices, on_host, views.logits)
+        step.add_part(self, ForwardPart(lines, views.batch, graphs.buffers.arrays, views.hidden))
         if plan.extend:
-            # Below the size where one GEMM for all pays, the graph and then the chunks beat one eager mixed step.
+            # Faster than one eager mixed step while it is small.
             self._run_model(replace(plan, page_writes=rest, decode=NO_ROWS), 1, step)
 
     def _check(self, plan: StepPlan) -> None:
-        """ConfigError for a plan that this runner was not made for."""
         if (plan.imports or plan.exports) and self.arena is None:
             raise ConfigError("states cannot come or go without an arena: set transfer_bytes")
         num_drafts = int(plan.decode.num_drafts.max()) if len(plan.decode.drafts) else 0
@@ -286,7 +272,6 @@ class StepRunner:
             raise ConfigError("a draft tree on a runner made for chains: use SpeculativeConfig(topk=2) or more")
 
     def _enter_tables(self, plan: StepPlan) -> None:
-        """`enter_tables` for a step that does not pack its table changes."""
         if (changes := pack_tables(plan)) is not None:
             enter_tables(self.pools, self.sampling_table, self.staging.upload(changes))
 
@@ -296,7 +281,7 @@ class StepRunner:
         n, table, prompts = len(plan.decode.rows), self.pools.req_to_token, arrays.prompts
         decoded, chunks, spec = None, None, spec_info_of(arrays.drafts, tokens) if n else None
         if n:
-            decoded = TokenInputs.allocate(n * tokens, self.device)
+            decoded = TokenInputs.allocate(n * tokens, self.device, table.num_groups)
             fill_decode(decoded, arrays, n, spec, self.last_tokens, table)
         if prompts is None:
             starts = torch.arange(0, n * tokens + 1, tokens, dtype=torch.int32, device=self.device)

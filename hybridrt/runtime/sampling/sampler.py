@@ -19,7 +19,7 @@ from hybridrt.runtime.step.pack import ScoredTokens
 from hybridrt.runtime.step.plan import Admission, ExtendRow
 from hybridrt.runtime.step.sampling_table import FLOATS, SamplingTable
 
-# Every kind of sampling and every set of filters: each has kernels of its own.
+# Every set has kernels of its own.
 _FILTERS = {"top_k": 20, "top_p": 0.9, "min_p": 0.05}
 _FILTER_SETS = [dict(some) for count in range(4) for some in combinations(_FILTERS.items(), count)]
 EVERY_DRAW: tuple[dict[str, Any], ...] = (
@@ -32,8 +32,8 @@ EVERY_DRAW: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7, "logit_bias": {0: 1.0}, "presence_penalty": 0.1},
 )
 
-# The parts of sampling that a request may use, as bits on the host, so that a step runs no more
-# than it needs. WORDS: rules depend on earlier tokens, which are then kept.
+# Bits on the host: a step runs only what its requests use. WORDS: rules depend on earlier tokens,
+# which are then kept.
 DRAWS, TOP_K, TOP_P, MIN_P, PENALTIES, LOGPROBS, RULES, WORDS = (1 << i for i in range(8))
 
 
@@ -108,7 +108,7 @@ class Verification:
         positions: [n, T] int32 of all inputs: a draw's output index grows with its position.
         drafts: [n, T - 1] int32; the first num_drafts [n] int32 are drafts, the rest is padding.
         last_tokens: [R + 1] int32, which gets each row's next root.
-        parents, tree_mask: of a tree, as in SpecInfo; None for chains.
+        parents, tree_mask: those of SpecInfo for a tree; None for chains.
     """
 
     rows: Tensor
@@ -147,7 +147,7 @@ class Verification:
         paths = self.drafts[:, None].expand(-1, width, -1)
         if self.tree_mask is not None:
             depths = (self.positions[:, 1:] - self.positions[:, :1] - 1)[:, None]
-            # Drafts outside the path are written to a column that is cut off.
+            # Drafts outside the path go to a column that is cut off.
             places = torch.where(self.tree_mask[:, :, 1:], depths, width - 1).long()
             paths = paths.new_zeros(n, width, width).scatter_(2, places, paths)[:, :, :-1]
         return paths.reshape(n * width, -1)
@@ -189,8 +189,8 @@ class Sampler:
         no token is allowed.
 
         Args:
-            parts: of sampling that any row uses (`used_parts`).
-            bitmask: as in LogitFilters, the tokens that grammars allow; None allows all.
+            parts: parts of sampling that any row uses (`used_parts`).
+            bitmask: the tokens that grammars allow (see LogitFilters); None allows all.
         """
         if parts & RULES:
             lines = DrawLines(rows, output_indices, output_indices, rows.new_empty(len(rows), 0))
@@ -225,8 +225,7 @@ class Sampler:
         return kept
 
     def _take(self, step: Verification, kept: Accepted, parts: int) -> None:
-        """Counts and remembers the tokens that a verify step keeps; others go to row 0, which is
-        scratch."""
+        """The other tokens go to row 0, which is scratch."""
         places = torch.arange(kept.tokens.shape[1], device=kept.tokens.device)
         rows = step.rows[:, None].masked_fill(places >= kept.counts[:, None], 0).view(-1)
         if parts & PENALTIES:
@@ -257,11 +256,8 @@ class Sampler:
         self, logits: Tensor, rows: Tensor, output_indices: Tensor, parts: int,
         earlier: tuple[Tensor, Tensor] | None = None, bitmask: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """One draw for each line of logits.
-
-        Args:
-            earlier: tokens before it that are not counted yet, [n, k] int64, and how often each
-                counts, [n, k] int32.
+        """`earlier`: tokens before each draw that are not counted yet, [n, k] int64, and how often
+        each counts, [n, k] int32.
         """
         if not parts & (DRAWS | PENALTIES):  # the likeliest token of logits that only rules change
             return self._greedy(logits, bitmask)
@@ -286,8 +282,7 @@ class Sampler:
         return sample(logits, logit_filters, table.seeds[rows], output_indices.long())
 
 
-# Prompt tokens per piece: enough that reading the head's weights does not dominate, and few enough
-# that their logits are small compared with a step's activations.
+# Reading the head's weights does not dominate, and the logits are small compared with activations.
 LINES = 128
 
 

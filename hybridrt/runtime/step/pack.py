@@ -1,7 +1,6 @@
 """Packs a StepPlan into one record of int32 arrays, copies it to the device, and makes a batch of it.
 
-The record has the same type on host and device, for eager steps and graphs. A graph's rows and
-prompts are padded to its size.
+The type is the same on host and device, for eager steps and graphs, which pad.
 """
 
 from collections.abc import Sequence
@@ -41,7 +40,8 @@ class AdmissionArrays(NamedTuple, Generic[A]):
 
 
 class PageEntries(NamedTuple, Generic[A]):
-    """Entries of page tables, [n] each: page `indices[i]` of request row `rows[i]` is `pages[i]`."""
+    """Entries of page tables: page `indices[i]` of request row `rows[i]` is `pages[i]`, one in each
+    page group. [n], [n] and [n, G]."""
 
     rows: A
     indices: A
@@ -49,7 +49,7 @@ class PageEntries(NamedTuple, Generic[A]):
 
 
 class PageCopies(NamedTuple, Generic[A]):
-    """KV of pages `sources` [n] is copied to pages `targets` [n]."""
+    """KV of pages `sources` [n, G] is copied to pages `targets` [n, G], in each page group."""
 
     sources: A
     targets: A
@@ -112,9 +112,9 @@ class StepArrays(NamedTuple, Generic[A]):
     Attributes:
         rows, seq_lens: [B] request rows, decode rows first, and their lengths, the step's tokens
             included.
-        output_indices: of the rows that sample.
-        new_pages: [n], for each decode row the KV page of its last draft if the graph enters it,
-            else -1.
+        output_indices: index of the next output token of the rows that sample.
+        new_pages: [n, G], for each decode row the KV pages of its last draft if the graph enters
+            them, else -1.
         drafts: None where decode rows have one token; prompts: None without extend rows.
     """
 
@@ -141,25 +141,27 @@ def pack_step(
     chunk_sizes: Sequence[int] = (),
     at_chunks: bool = False,
     scored: ScoredTokens[np.ndarray] | None = None,
+    groups: int = 1,
 ) -> StepArrays[np.ndarray]:
     """An eager step with decode rows of T `tokens`.
 
     Args:
+        groups: page groups.
         tree: drafts are trees.
         following: also pack the token after each prompt token, for a prediction head.
-        chunk_sizes, at_chunks: as for `recurrent_lists`.
+        chunk_sizes, at_chunks: arguments of `recurrent_lists`.
     """
-    none = np.full(len(plan.decode.rows), -1, np.int32)
+    none = np.full((len(plan.decode.rows), groups), -1, np.int32)
     step, tables = pack_rows(plan.decode, tokens, tree, none), pack_tables(plan)
     if not plan.extend:
         return StepArrays(step.rows, step.seq_lens, step.output_indices, none, step.drafts, None, tables, scored)
-    # Of the extend rows. One array is faster than several short ones.
+    # Entries of the extend rows. One array is faster than several short ones.
     row, computed, new, indices, sample = int32_array(
         [(r.row, r.computed, len(r.tokens), r.output_index, r.sample) for r in plan.extend]
     ).T
     sampling, decoded = sample.nonzero()[0], len(none) * tokens
     ends = decoded + np.cumsum(new, dtype=np.int32)
-    starts = np.repeat(computed + new - ends, new)  # a token's position less its place in the batch
+    starts = np.repeat(computed + new - ends, new)
     following_ids = _flat([[*r.tokens[1:], r.following] for r in plan.extend]) if following else None
     prompts = PromptArrays(
         np.concatenate((np.arange(0, decoded + 1, tokens, dtype=np.int32), ends)),
@@ -198,12 +200,11 @@ def pack_tables(plan: StepPlan) -> TableChanges[np.ndarray] | None:
     if plan.page_writes:
         pages = _page_entries(plan.page_writes)
     if plan.page_copies:
-        copies = PageCopies(*int32_array([(copy.source, copy.target) for copy in plan.page_copies]).T)
+        copies = PageCopies(*(np.stack(sets) for sets in zip(*[(c.sources, c.targets) for c in plan.page_copies])))
     return TableChanges(admissions, pages, copies) if admissions or pages or copies else None
 
 
 def _page_entries(writes: Sequence[PageWrite]) -> PageEntries[np.ndarray] | None:
-    """None without pages: a model without attention has none."""
     rows, counts, indices, pages = list[int](), list[int](), list[np.ndarray](), list[np.ndarray]()
     for write in writes:
         rows.append(write.row)
@@ -228,8 +229,9 @@ def _pack_drafts(decode: DecodeRows, width: int, tree: bool) -> DraftArrays[np.n
 
 
 def _ancestors(parents: np.ndarray) -> np.ndarray:
-    """The ancestors of nodes as bits, the node's own included; [n, width] int32, as `parents` (-1
-    for the root). Padding continues a row as a chain."""
+    """Bits, the node's own included; [n, width] int32, as `parents` (-1 for the root). Padding
+    continues a row as a chain.
+    """
     n, width = parents.shape
     ancestors = np.ones((n, width), np.int32)
     for node in range(1, width):
@@ -251,7 +253,7 @@ class StagingRing:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._pinned: list[torch.Tensor | None] = [None] * 3
-        self._views: list[tuple[torch.Tensor, np.ndarray] | None] = [None] * 3  # of the last size, of each
+        self._views: list[tuple[torch.Tensor, np.ndarray] | None] = [None] * 3  # views of the last size, for each
         self._events: list[Event] = [PAST] * 3
         self._next = 0
 
@@ -286,13 +288,13 @@ class StagingRing:
         self._copy(into, staging)
 
     def _staging(self, into: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
-        """Pinned memory for a copy to `into`, as a tensor and as an array; on a CPU `into` itself."""
+        """Returns pinned memory, as tensor and array; on a CPU `into` itself."""
         if self.device.type == "cpu":
             return into, into.numpy()
         i, size = self._next, into.numel()
         event, pinned, views = self._events[i], self._pinned[i], self._views[i]
-        event.synchronize()  # three copies back: done long ago unless the host runs far ahead
-        if views is None or len(views[1]) != size:  # most copies of a ring have one size
+        event.synchronize()  # done long ago unless the host runs far ahead
+        if views is None or len(views[1]) != size:
             if pinned is None or pinned.numel() < size:
                 pinned = self._pinned[i] = pinned_empty(max(size, 4096) * 2, torch.int32)
             views = self._views[i] = pinned[:size], pinned[:size].numpy()
@@ -333,7 +335,7 @@ def fill_decode(
         arrays.rows[:bs], arrays.seq_lens[:bs], arrays.new_pages[:bs],
         *(() if drafts is None else (drafts.tokens[:bs], drafts.counts[:bs])),
     )  # fmt: skip
-    decode_inputs(inputs, step, last_tokens, table.req_to_token, table.page_size)
+    decode_inputs(inputs, step, last_tokens, table.tables, table.page_size)
     if spec is not None and spec.tree_mask is not None:
         assert drafts is not None and drafts.ancestors is not None
         mask = spec.tree_mask[:bs]

@@ -1,9 +1,7 @@
 """Pads a step with prompts to the sizes of its bucket, so that one graph serves all steps that fit.
 
-A bucket has fixed numbers of decode rows, prompts and prompt tokens. Padding belongs to request row
-0 and to no state slot. After the prompts comes one padding row with all remaining tokens, then rows
-without tokens. So every token of a graph belongs to a row, and the rows' tokens add up to the
-bucket's.
+Padding belongs to request row 0 and to no state slot. After the prompts comes one padding row with
+all remaining tokens, then rows without tokens: the rows' tokens add up to the bucket's.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,18 +26,17 @@ from hybridrt.runtime.step.recurrent_arrays import (
 )
 from hybridrt.runtime.step.sampling_table import SamplingArrays, SamplingTable
 
-# Of a step; larger ones keep a device busy without graphs. Padding costs as much as tokens, unless
-# there are fewer than 200 or so: then reading the weights takes longer.
+# Prompt tokens of a step; larger ones keep a device busy without graphs. Padding costs as much as
+# tokens, unless there are fewer than 200 or so: then reading the weights takes longer.
 PROMPT_TOKENS = (128, 256, 384, 512, 768, 1024)
 DECODE_ROWS = (0, 32, 64, 128)
 # In bucket 384, decode rows + prompt tokens = 384, because GEMM tiles are 128 tokens: 320 prompt
 # tokens with 64 rows take about as long as 256 (13.1 and 12.4 ms, Falcon-H1-7B on an H200; 384 take
-# 15.5). In all others the size counts prompt tokens only: prompts and chunks often have these
-# lengths.
+# 15.5). In all others the size counts prompt tokens only.
 SHARED_TOKENS = 384
-PROMPT_ROWS, TOKENS_OF_ONE = 8, 64  # most prompts of a bucket; tokens for each of them
-CACHED_PAGES = 1024  # page-table entries of a bucket, in addition to one for each of its tokens
-TAIL = 16  # mean tokens after a saved state: states are saved on a grid, usually of 16 tokens
+PROMPT_ROWS, TOKENS_OF_ONE = 8, 64  # most prompts, and tokens for each
+CACHED_PAGES = 1024  # page-table entries besides one for each token
+TAIL = 16  # mean tokens after a saved state
 
 
 class Bucket(NamedTuple):
@@ -79,10 +76,10 @@ class Bucket(NamedTuple):
         rows, tokens = plan.extend, sum(len(row.tokens) for row in plan.extend)
         if not rows or not self.has_room(len(plan.decode), len(rows), tokens):
             return False
-        behind = [len(row.tokens) - row.saves[0][0] for row in rows if row.saves]
-        if not behind or saves is StateSaves.NONE:
-            return not behind
-        fits = saves is StateSaves.AT_CHUNKS or sum(behind) <= self.tail
+        tails = [len(row.tokens) - row.saves[0][0] for row in rows if row.saves]
+        if not tails or saves is StateSaves.NONE:
+            return not tails
+        fits = saves is StateSaves.AT_CHUNKS or sum(tails) <= self.tail
         return fits and all(len(row.saves) < 2 for row in rows)
 
 
@@ -97,8 +94,8 @@ class StateSaves(Enum):
     """How a graph saves states within its prompts, at most one per prompt."""
 
     NONE = auto()
-    AT_CHUNKS = auto()  # after a chunk that ends there
-    SECOND_PASS = auto()  # a first pass ends there, a second one computes the tokens after it
+    AT_CHUNKS = auto()  # the chunk ends there
+    SECOND_PASS = auto()  # a second pass computes the rest
 
 
 class PaddedStep:
@@ -108,8 +105,9 @@ class PaddedStep:
     numbers.
 
     Args:
-        sizes: of chunks.
+        sizes: chunk sizes of the backends.
         seq_len_fill: tokens of a padding row of the decode segment.
+        groups: page groups.
 
     Attributes:
         flat: [packed_size] int32, what is copied to the device.
@@ -117,9 +115,11 @@ class PaddedStep:
             at the end. Table updates are limited to those that the graph applies (`Bucket.enters`).
     """
 
-    def __init__(self, bucket: Bucket, sizes: Sequence[int], saves: StateSaves, seq_len_fill: int) -> None:
+    def __init__(
+        self, bucket: Bucket, sizes: Sequence[int], saves: StateSaves, seq_len_fill: int, groups: int = 1
+    ) -> None:
         self._bucket, self._sizes, self._saves = bucket, sizes, saves
-        padding = _padding(bucket, sizes, saves, seq_len_fill)
+        padding = _padding(bucket, sizes, saves, seq_len_fill, groups)
         arrays = arrays_of(padding)
         self.flat = np.zeros(packed_size(arrays), np.int32)
         pack_arrays(arrays, self.flat)
@@ -187,14 +187,14 @@ class PaddedStep:
         return self.arrays.prompts
 
     def _recurrent(self, extend: Sequence[ExtendRow]) -> RecurrentArrays[list[int]]:
-        """The first values of the recurrent arrays: of the prompts and the padding row."""
+        """Starts with the prompts and the padding row."""
         if self._saves is StateSaves.SECOND_PASS:
             return RecurrentArrays(passes=_pass_lists(extend, self._bucket, self._sizes))
         return one_pass_lists(extend, self._sizes)
 
 
 def _fill(into: Record, values: Record) -> None:
-    """Writes a record of lists to the starts of a record of arrays. None leaves padding."""
+    """Copies lists to the starts of arrays; None leaves padding."""
     for part, value in zip(into, values):
         if isinstance(value, tuple):
             _fill(part, value)
@@ -202,13 +202,15 @@ def _fill(into: Record, values: Record) -> None:
             part[: len(value)] = value
 
 
-def _padding(bucket: Bucket, sizes: Sequence[int], saves: StateSaves, seq_len_fill: int) -> StepArrays[np.ndarray]:
-    """An empty step of a bucket. Positions are 0: rotary tables end with the longest request."""
+def _padding(
+    bucket: Bucket, sizes: Sequence[int], saves: StateSaves, seq_len_fill: int, groups: int
+) -> StepArrays[np.ndarray]:
+    """Positions are 0: rotary tables end with the longest request."""
     (rows, tokens), prompts = bucket, bucket.prompts
     sampled, batch = rows + prompts, rows + prompts + 1
     sampling = SamplingArrays(_zeros(prompts, 2), _zeros(prompts, SamplingTable.CONSTANTS))
     admissions = AdmissionArrays(_zeros(prompts), _zeros(prompts), _zeros(prompts), sampling)
-    pages = PageEntries(_zeros(bucket.entries), _zeros(bucket.entries), _zeros(bucket.entries))
+    pages = PageEntries(_zeros(bucket.entries), _zeros(bucket.entries), _zeros(bucket.entries, groups))
     starts = np.minimum(np.arange(batch + 1, dtype=np.int32), rows)
     starts[rows + 1 :] += tokens
     recurrent = (
@@ -218,7 +220,7 @@ def _padding(bucket: Bucket, sizes: Sequence[int], saves: StateSaves, seq_len_fi
         _zeros(batch),
         np.where(np.arange(batch) < rows, seq_len_fill, 0).astype(np.int32),
         _zeros(sampled),
-        np.full(rows, -1, np.int32),
+        np.full((rows, groups), -1, np.int32),
         prompts=PromptArrays(
             starts, _zeros(sampled), _zeros(sampled), _zeros(tokens), _zeros(tokens), _zeros(tokens), None, recurrent
         ),
@@ -228,7 +230,7 @@ def _padding(bucket: Bucket, sizes: Sequence[int], saves: StateSaves, seq_len_fi
 
 def _padding_rows(bucket: Bucket, sizes: Sequence[int], saves: StateSaves) -> RecurrentArrays[np.ndarray]:
     rows = bucket.prompts + 1
-    counts = [most_chunks(rows, bucket.tokens, size) + bucket.prompts for size in sizes]  # a saved state divides one
+    counts = [most_chunks(rows, bucket.tokens, size) + bucket.prompts for size in sizes]
     saved = None
     if saves is StateSaves.AT_CHUNKS:
         saved = SavedArrays(_zeros(rows), _zeros(rows), tuple(_zeros(count) for count in counts))
@@ -236,18 +238,26 @@ def _padding_rows(bucket: Bucket, sizes: Sequence[int], saves: StateSaves) -> Re
 
 
 def _padding_passes(bucket: Bucket, sizes: Sequence[int]) -> RecurrentArrays[np.ndarray]:
-    rows, passes = bucket.prompts + 1, []
-    for number, (runs, tokens) in enumerate(((2 * rows - 1, bucket.tokens), (rows, bucket.tail))):
-        chunks = tuple(_padding_chunks(runs, most_chunks(runs, tokens, size), tokens) for size in sizes)
-        places = _zeros(tokens) if number else None
-        passes.append(
-            PassArrays(_zeros(runs), _zeros(runs), _zeros(runs), _zeros(runs + 1), _zeros(runs), places, chunks)
-        )
-    return RecurrentArrays(passes=tuple(passes))
+    """Two passes without tokens. In the first one a prompt that saves a state has two runs."""
+    rows = bucket.prompts + 1
+    first = _padding_pass(2 * bucket.prompts + 1, bucket.tokens, sizes, covers_all=True)
+    return RecurrentArrays(passes=(first, _padding_pass(rows, bucket.tail, sizes, covers_all=False)))
+
+
+def _padding_pass(runs: int, tokens: int, sizes: Sequence[int], *, covers_all: bool) -> PassArrays[np.ndarray]:
+    """`covers_all`: the pass has all tokens of its segment, so it needs no list of them."""
+    return PassArrays(
+        rows=_zeros(runs),
+        read_state_slots=_zeros(runs),
+        write_state_slots=_zeros(runs),
+        query_start_loc=_zeros(runs + 1),
+        start_positions=_zeros(runs),
+        tokens=None if covers_all else _zeros(tokens),
+        chunks=tuple(_padding_chunks(runs, most_chunks(runs, tokens, size), tokens) for size in sizes),
+    )
 
 
 def _padding_chunks(rows: int, count: int, tokens: int) -> ChunkArrays[np.ndarray]:
-    """A plan of `count` chunks, none of which has any of the rows' `tokens`."""
     ends = np.full(count + 1, tokens, np.int32)
     ends[0] = 0
     return ChunkArrays(ends, _zeros(count), _zeros(rows), np.full(rows, -1, np.int32))
@@ -261,15 +271,22 @@ def _pass_lists(
     extend: Sequence[ExtendRow], bucket: Bucket, sizes: Sequence[int]
 ) -> tuple[PassArrays[list[int]], PassArrays[list[int]]]:
     """The two passes over a bucket's prompts and the padding row, filled up with runs without
-    tokens. A prompt that saves a state has two runs in the first pass."""
-    last, first, second = bucket.prompts, runs_of(extend, 0), runs_of(extend, 1)
-    behind = sum([run.length for run in second])
-    first += [Run(row, 0, 0, 0, bucket.tokens, 0) for row in range(len(extend), bucket.prompts + 1)]
-    first += [Run(last, -1, -1, 0, bucket.tokens, 0)] * (2 * bucket.prompts + 1 - len(first))
-    second.append(Run(last, -1, -1, 0, 0, bucket.tail - behind))
-    second += [Run(last, -1, -1, 0, 0, 0)] * (bucket.prompts + 1 - len(second))
-    later = pass_lists(second, 1, sizes)
+    tokens.
+
+    Example: a bucket of 2 prompts and 12 tokens, and one prompt of 5 that saves its state after 3.
+
+        first pass:  tokens 0-2 of the prompt (saved), 3-4 (slots -1), 5-11 of the padding row, two
+            empty runs
+        second pass: tokens 3-4 of the prompt from the saved state, then padding up to the tail
+    """
+    first_pass, second_pass = runs_of(extend, 0), runs_of(extend, 1)
+    padding_row, tail = bucket.prompts, sum([run.length for run in second_pass])
+    first_pass += [Run(row, 0, 0, 0, bucket.tokens, 0) for row in range(len(extend), bucket.prompts + 1)]
+    first_pass += [Run(padding_row, -1, -1, 0, bucket.tokens, 0)] * (2 * bucket.prompts + 1 - len(first_pass))
+    second_pass.append(Run(padding_row, -1, -1, 0, 0, bucket.tail - tail))
+    second_pass += [Run(padding_row, -1, -1, 0, 0, 0)] * (bucket.prompts + 1 - len(second_pass))
+    later = pass_lists(second_pass, 1, sizes)
     assert later.tokens is not None
-    # Padding of the second pass is token 0, which is never after a saved state.
-    del later.tokens[behind:]
-    return pass_lists(first, 0, sizes), later
+    # Padding is token 0, which is never after a saved state.
+    del later.tokens[tail:]
+    return pass_lists(first_pass, 0, sizes), later

@@ -1,6 +1,6 @@
 """One step as data: the scheduler's plan for an executor, and its result. Host integers only.
 
-The parts of a plan are msgspec structs, encoded as arrays: a plan goes to every rank in every step.
+Msgspec structs, encoded as arrays: a plan goes to every rank in every step.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,7 +28,7 @@ class Admission(msgspec.Struct, frozen=True, array_like=True, eq=False):
         row: request row in [1, R]; row 0 is padding.
         state_slot: in [1, S]; NO_SLOT if the model has no recurrent layer.
         prompt_len: tokens of the prompt.
-        seed: of the request's draws.
+        seed: seed of the request's draws.
         phase: in [0, 2**31), spreads the folds of requests that advance alike (MambaPool.admit).
         rules: what `params` allow of single tokens; None for all.
         counted: [n] int32 distinct tokens of the prompt, for penalties; empty if there are none.
@@ -67,18 +67,20 @@ def fold_phase(prompt: Sequence[int], params: SamplingParams, seed: int) -> int:
 
 
 class PageWrite(msgspec.Struct, frozen=True, array_like=True, eq=False):
-    """`pages` [n] int32 become pages first_page, first_page + 1, ... of `row`'s KV."""
+    """`pages` [n, G] int32, one of each page group, become pages first_page, first_page + 1, ... of
+    `row`'s KV. Page 0: the row has none there, and reads none."""
 
     row: int
     first_page: int
     pages: np.ndarray
 
 
-class PageCopy(msgspec.Struct, frozen=True, array_like=True):
-    """The KV of page `source`, in all layers, is copied to page `target`."""
+class PageCopy(msgspec.Struct, frozen=True, array_like=True, eq=False):
+    """In each page group, the KV of its page in `sources` [G] int32 is copied to its page in
+    `targets` [G]."""
 
-    source: int
-    target: int
+    sources: np.ndarray
+    targets: np.ndarray
 
 
 class StateCopy(msgspec.Struct, frozen=True, array_like=True):
@@ -87,7 +89,7 @@ class StateCopy(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         room: bytes of the arena that belong to this copy; None: all from `offset` on.
-        start: tokens without their KV.
+        start: first tokens without their KV in layers that have no window.
     """
 
     row: int
@@ -111,13 +113,14 @@ class HostCopy(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         ticket: greater than that of every earlier copy.
-        pages, host_pages: page pages[i] of the pool and page host_pages[i] of the tier.
+        pages, host_pages: of each page group: page pages[g][i] of the pool and page
+            host_pages[g][i] of the tier.
     """
 
     ticket: int
     fetch: bool
-    pages: Sequence[int] = ()
-    host_pages: Sequence[int] = ()
+    pages: Sequence[Sequence[int]] = ()
+    host_pages: Sequence[Sequence[int]] = ()
     states: Sequence[HostState] = ()
 
 
@@ -220,15 +223,13 @@ class StepPlan:
     """One step. The batch has the decode rows, then the extend rows, in order.
 
     Attributes:
-        imports, exports: of extend rows: copied in before the rows are computed, and out
+        imports, exports: states of extend rows: copied in before the rows are computed, and out
             afterwards.
         page_copies: before the rows are computed. No page is both a source and a target.
         moves: states that go to slots of the prefix cache: first of rows that donate their slots,
             then of decode rows before the step. No slot is the target of two moves of one moment.
         host_copies: launched after the donations, on a separate stream. A step waits for them only
             through `after_copies`.
-        kept_pages: copied after the donations and before the model runs. Targets: pages of the
-            prefix cache. Sources may be overwritten by this step.
         after_copies: this step and later ones wait for the copies up to this ticket; 0: for none.
         constrained: the rows that sample under a bitmask, by their numbers in the step's result. If
             there are any, `launch` launches all but the sampling, which `StepHandle.sample`
@@ -246,11 +247,9 @@ class StepPlan:
     host_copies: list[HostCopy] = field(default_factory=list)
     after_copies: int = 0
     constrained: list[int] = field(default_factory=list)
-    kept_pages: list[PageCopy] = field(default_factory=list)
 
 
-# Natural log-probabilities, of the model's own logits, by token id: the token's own first, then the
-# likeliest.
+# Natural logarithms: the token's own first, then the likeliest.
 TokenLogprobs = dict[int, float]
 
 
@@ -261,8 +260,8 @@ class StepResult:
     asked for (else None).
 
     Attributes:
-        prompt_logprobs: by request row, of each extend row of a request with `prompt_logprobs`:
-            those of the prompt tokens that follow the chunk's tokens, in order.
+        prompt_logprobs: scores by request row, for each extend row of a request with
+            `prompt_logprobs`: those of the prompt tokens that follow the chunk's tokens, in order.
     """
 
     tokens: list[list[int]]

@@ -1,7 +1,6 @@
 """What recurrent layers need of a step's prompts: chunks, and states saved within them.
 
-States are saved at the ends of chunks in one pass, where the backends can do it, else in several
-passes.
+States are saved in one pass, where the backends can do it, else in several.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,7 +38,7 @@ class PassArrays(NamedTuple, Generic[A]):
 
 
 class RecurrentArrays(NamedTuple, Generic[A]):
-    """Of the extend rows of a step: either passes, or the rest.
+    """What recurrent layers need of a step's extend rows: either passes, or the rest.
 
     Attributes:
         read_state_slots: [rows]; None: all rows start from their own slots.
@@ -72,7 +71,7 @@ def recurrent_lists(extend: Sequence[ExtendRow], sizes: Sequence[int], at_chunks
     Each further pass computes up to the next saved state, or the row's end.
 
     Args:
-        sizes: of chunks.
+        sizes: chunk sizes of the backends.
         at_chunks: the backends save a state after any chunk (`saves_at_chunks`), one per row. Then
             one pass suffices.
     """
@@ -157,7 +156,7 @@ def _chunk_plans(
     new: Sequence[int],
     sizes: Sequence[int],
 ) -> Mapping[int, ChunkPlan]:
-    """By chunk size."""
+    """Chunk plans by chunk size."""
     return {size: chunk_plan(device, host, new, size) for size, device, host in zip(sizes, on_device, on_host)}
 
 

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from hybridrt.runtime.step.plan import Admission
 
-MAX_RULES = 2048  # of a row, and tokens of all its prefixes
-HISTORY = 64  # output tokens kept per row: bad words have at most one token more
+MAX_RULES = 2048  # rules of a row, and tokens of all its prefixes
+HISTORY = 64  # output tokens kept per row
 _ALWAYS = 2**31 - 1
 
 
@@ -114,13 +114,12 @@ def any_allowed(rules: TokenRules | None, mask: np.ndarray | None, output: Seque
 
 
 def _forbidden(rules: TokenRules, output: Sequence[int]) -> set[int]:
-    """The tokens that rules forbid after an output."""
     columns = np.frombuffer(rules.columns, np.int32).reshape(RULE_COLUMNS, -1)
     minus_infinity = np.float32(-np.inf).view(np.int32)
     prefixes, found = np.frombuffer(rules.prefixes, np.int32).tolist(), set[int]()
     for token, value, until, start, length in columns.T.tolist():
-        behind = list(output[max(len(output) - length, 0) :]) == prefixes[start : start + length]
-        if value == minus_infinity and len(output) < until and behind:
+        follows = list(output[max(len(output) - length, 0) :]) == prefixes[start : start + length]
+        if value == minus_infinity and len(output) < until and follows:
             found.add(token)
     return found
 
@@ -137,13 +136,12 @@ def _check_size(rules: dict[str, int], words: Sequence[Sequence[int]]) -> None:
     if longest > HISTORY + 1 or total > MAX_RULES:
         raise RequestError(
             f"bad_words holds a word of {longest} tokens, and {total + len(words)} tokens in all; a word may have "
-            f"{HISTORY + 1}, and all of them {MAX_RULES} beside their last ones: shorten them",
+            f"{HISTORY + 1}, and all of them {MAX_RULES}, not counting their last ones: shorten them",
             "bad_words",
         )
 
 
 def _words(allowed: Sequence[int] | None, vocab_size: int) -> bytes:
-    """Allowed tokens as bits."""
     if allowed is None:
         return b""
     bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
@@ -192,7 +190,7 @@ def pack_rules(admissions: Sequence["Admission"]) -> RuleArrays[np.ndarray] | No
 
 
 def _places(rows: Sequence[int], lengths: Sequence[int], starts: Sequence[int] | None = None) -> np.ndarray:
-    """[2, sum(lengths)]: of each entry its row, and its place in the row."""
+    """[2, sum(lengths)]: each entry's row, and its place in the row."""
     starts = starts or [0] * len(rows)
     places = [np.arange(start, start + n, dtype=np.int32) for start, n in zip(starts, lengths)]
     return np.stack((np.repeat(np.array(rows, np.int32), lengths), np.concatenate(places)))
@@ -200,8 +198,7 @@ def _places(rows: Sequence[int], lengths: Sequence[int], starts: Sequence[int] |
 
 def admit_rules(table: TokenRuleTable, arrays: RuleArrays[torch.Tensor]) -> None:
     """Stores what `pack_rules` packed, except the rows' counts."""
-    # Filled, not assigned: assignment copies a Python number to the device, and the host waits for
-    # it.
+    # Assignment would copy a Python number, and the host would wait for it.
     table.allowed.index_fill_(0, arrays.rows.long(), -1)
     if (allowed := arrays.allowed) is not None:
         table.allowed[allowed.rows] = allowed.words
@@ -241,7 +238,7 @@ class SamplingTable:
     are contiguous.
     """
 
-    CONSTANTS: ClassVar[int] = _CONSTANTS.size // 4 - 2  # integers of a request's `constants`, its seed apart
+    CONSTANTS: ClassVar[int] = _CONSTANTS.size // 4 - 2  # integers without the seed
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self._constants = torch.zeros(len(FLOATS) + 2, num_rows + 1, dtype=torch.int32, device=device)
@@ -292,8 +289,7 @@ class SamplingTable:
             admit_rules(self.rules, arrays.rules)
         if (penalties := arrays.penalties) is not None:
             counted, prompts = penalties.rows.long(), penalties.prompts
-            # Filled, not assigned: assignment copies a Python number to the device, and the host
-            # waits for it.
+            # Assignment would copy a Python number, and the host would wait for it.
             self.output_counts.index_fill_(0, counted, 0)
             self.prompt_mask.index_fill_(0, counted, False)
             self.prompt_mask[prompts[:, 0], prompts[:, 1]] = torch.ones((), dtype=torch.bool, device=rows.device)
@@ -320,5 +316,5 @@ def _pack_penalties(counted: Sequence[Admission]) -> PenaltyArrays[np.ndarray]:
 
 
 def _with_rows(tokens: Iterable[tuple[int, np.ndarray]]) -> np.ndarray:
-    """[n, 2] int32: of each token its row, then itself."""
+    """[n, 2] int32: row, token."""
     return np.concatenate([np.stack((np.full(len(column), row, np.int32), column), 1) for row, column in tokens])

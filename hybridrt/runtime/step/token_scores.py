@@ -36,6 +36,6 @@ class TokenScores:
         return TokenScores(self.tokens[start:end], self.own[start:end], self.ids[start:end], self.best[start:end])
 
     def entries(self) -> list[dict[int, float]]:
-        """As dictionaries, each token's own entry first."""
+        """A dictionary for each token, its own entry first."""
         rows = zip(*(part.tolist() for part in (self.tokens, self.own, self.ids, self.best)), strict=True)
         return [{token: own, **dict(zip(ids, best, strict=True))} for token, own, ids, best in rows]

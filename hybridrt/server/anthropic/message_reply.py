@@ -14,7 +14,6 @@ from hybridrt.server.core.reply import BlockKind, BlockReply
 from hybridrt.server.core.service import Service
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": None}
-# For each kind of block: the type of its deltas, and the field that they add to.
 _DELTAS: dict[BlockKind, tuple[str, str]] = {
     "text": ("text_delta", "text"),
     "reasoning": ("thinking_delta", "thinking"),
@@ -30,7 +29,7 @@ class MessageReply(BlockReply):
     ) -> None:
         super().__init__(service, name, deltas, body, prepared)
         self._blocks: list[dict[str, Any]] = []
-        self._written = ""  # by the open block
+        self._written = ""  # text that the open block has written
         self._stopped_by: int | str | None = None
 
     def body(self) -> dict[str, Any]:
@@ -57,8 +56,7 @@ class MessageReply(BlockReply):
         }
 
     def _usage(self) -> dict[str, Any]:
-        """Counts of tokens. At the end, those from the prefix cache are known and are no input
-        tokens."""
+        """Tokens from the prefix cache are no input tokens. They are known at the end."""
         return {
             "input_tokens": self.prompt_tokens - self.cached_tokens,
             "cache_creation_input_tokens": 0,
@@ -101,8 +99,9 @@ class MessageReply(BlockReply):
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """A call's arguments as an object. Cut off: the entries so far, as Anthropic's clients read a
-    stream. No JSON: empty."""
+    """Keeps the entries so far of a text that was cut off, as Anthropic's clients do. No JSON:
+    empty.
+    """
     try:
         value = from_json(arguments, allow_partial=True)
     except ValueError:

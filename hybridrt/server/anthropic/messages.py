@@ -23,7 +23,7 @@ from hybridrt.server.core.service import Service
 from hybridrt.server.openai.chat import as_chat_request, conversation_of, function_call, function_tool, prepare_chat
 from hybridrt.server.wire.errors import APIError
 
-# Fields of a chat request, by the names that errors of this endpoint give them.
+# Fields of a chat request, as errors name them here.
 MESSAGE_NAMES = {"stop": "stop_sequences", "structured_outputs": "output_config", "thinking_token_budget": "thinking"}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -74,7 +74,7 @@ def _as_chat(body: CountRequest) -> ChatRequest:
 
 
 def _switches(thinking: ThinkingOptions | None) -> dict[str, Any]:
-    """Variables for templates that reason only on request; type "disabled" comes with the effort."""
+    """Sets variables of templates that reason on request; type "disabled" comes with the effort."""
     return {"enable_thinking": True, "thinking": True} if thinking and thinking.type == "enabled" else {}
 
 
@@ -134,5 +134,5 @@ def _user(role: str, blocks: list[Block]) -> list[dict[str, Any]]:
 
 
 def _content(content: str | list[TextPart]) -> str | list[dict[str, str]]:
-    """Text, or parts in OpenAI's form: the chat template joins parts."""
+    """The chat template joins parts."""
     return content if isinstance(content, str) else [{"type": "text", "text": part.text} for part in content]

@@ -1,8 +1,7 @@
 """Limits the size of an answer before its request starts: it may be a thousand times its request.
 
-Log-probabilities are counted in entries: a token's own, and each alternative. One has 8 bytes while
-its request runs, and
-up to a hundred as JSON text.
+Log-probabilities are counted in entries (a token's own, and each alternative): 8 bytes while a
+request runs, up to a hundred as JSON text.
 """
 
 from collections.abc import Iterable
@@ -13,10 +12,10 @@ from hybridrt.engine.api.async_llm import DeltaStream
 from hybridrt.engine.request.intake import PreparedPrompt
 from hybridrt.server.wire.errors import APIError
 
-MAX_PROMPT_ENTRIES = 2**18  # of prompts in one answer: 131,072 tokens with one alternative
-MAX_RUNNING_ENTRIES = 2**20  # the same in the answers of all running requests
-MAX_OUTPUT_ENTRIES = 2**22  # of outputs in one answer: 131,072 tokens with 31 alternatives
-MAX_REPEATED = 2**24  # characters or token ids of prompts, repeated for each sample
+MAX_PROMPT_ENTRIES = 2**18  # entries of prompts in one answer: 131,072 tokens with one alternative
+MAX_RUNNING_ENTRIES = 2**20  # entries of all running requests
+MAX_OUTPUT_ENTRIES = 2**22  # entries of outputs in one answer: 131,072 tokens with 31 alternatives
+MAX_REPEATED = 2**24  # characters or token ids, repeated for each sample
 
 
 def prompt_entries(prompts: Iterable[PreparedPrompt], forms: int) -> int:

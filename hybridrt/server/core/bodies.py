@@ -1,10 +1,8 @@
 """Reads JSON bodies; the cost is known and limited before.
 
-Reading JSON keeps Python's lock to its end, so a thread alone does not help others. 16 MiB of text
-are read in 30 ms, but
-the same length of `[1,1,1,…` in 650. The fields of a large body are checked in a thread that rests
-between two elements
-of a list (hybridrt/base/pace.py).
+Reading JSON keeps Python's lock to its end, so a thread alone does not help others: 16 MiB of text
+take 30 ms, but the same length of `[1,1,1,…` 650. The fields of a large body are checked in a
+thread that rests between two elements of a list (hybridrt/base/pace.py).
 """
 
 import json
@@ -25,11 +23,11 @@ from hybridrt.base.pace import rest
 from hybridrt.engine.api.async_llm import AsyncLLM
 from hybridrt.engine.api.lanes import lane_of
 
-MAX_OBJECTS = 2**15  # checking the fields of one takes 4 microseconds
-MAX_VALUES = 2**18  # or as many as the longest prompt has tokens
+MAX_OBJECTS = 2**15  # checking one takes 4 microseconds
+MAX_VALUES = 2**18  # the longest prompt's tokens
 SMALL = 2**15  # bytes that are read at once
 PART_BYTES = 2**18
-_BODY_BYTES = "hybridrt.body_bytes"  # where a request's scope keeps the length of its body
+_BODY_BYTES = "hybridrt.body_bytes"
 
 
 def body_bytes(scope: Scope) -> int:
@@ -43,7 +41,7 @@ def route_class(llm: AsyncLLM) -> type[APIRoute]:
     most = max(MAX_VALUES, llm.llm.plan.max_model_len + SMALL)
 
     class LimitedRequest(Request):
-        read: Any = None  # the object of a large body, or its error
+        read: Any = None
 
         async def json(self) -> Any:
             if isinstance(self.read, Exception):
@@ -51,8 +49,9 @@ def route_class(llm: AsyncLLM) -> type[APIRoute]:
             return json.loads(await self.body()) if self.read is None else self.read
 
         async def prepare(self, model: type[BaseModel]) -> None:
-            """Reads a large body and checks its fields in a thread: FastAPI does it in the event
-            loop, but takes an object of the model as it is."""
+            """Uses a thread: FastAPI would check in the event loop, but takes an object of the
+            model as it is.
+            """
             body = await self.body()
             self.scope[_BODY_BYTES] = len(body)
             if len(body) > SMALL:
@@ -75,7 +74,6 @@ def route_class(llm: AsyncLLM) -> type[APIRoute]:
 
 
 def _model_of(endpoint: Callable[..., Any]) -> type[BaseModel] | None:
-    """The model of an endpoint's body; None: it has none."""
     kinds = [kind for name, kind in get_type_hints(endpoint).items() if name != "return" and isinstance(kind, type)]
     return next((kind for kind in kinds if issubclass(kind, BaseModel)), None)
 
@@ -85,7 +83,7 @@ def read_body(body: bytes, max_values: int, model: type[BaseModel]) -> Any:
     the exception.
 
     Raises:
-        HTTPException: as `check_body`.
+        HTTPException: the errors of `check_body`.
         RequestValidationError: a field is invalid.
     """
     check_body(body, max_values)
@@ -121,8 +119,9 @@ def check_body(body: bytes, max_values: int) -> None:
 
 
 def _parts(body: bytes) -> Iterator[tuple[int, bytes]]:
-    """For each part of a JSON text: its quotation marks (at most four for a value and its key), and
-    the text outside of strings."""
+    """Yields for each part of a JSON text its quotation marks (at most four for a value and its
+    key), and the text outside of strings.
+    """
     start, inside = 0, 0
     while start < len(body):
         part = body[start : start + PART_BYTES]

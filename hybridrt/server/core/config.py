@@ -13,7 +13,7 @@ from hybridrt.server.core.pages import host_name
 
 API_KEY_VARIABLE = "HYBRIDRT_API_KEY"
 _HEADER_TEXT = re.compile(r"[\x21-\x7e]+")
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/]+")  # scheme, host and port: what browsers send
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/]+")  # what browsers send
 _HTTP_URL = re.compile(r"https?://[^\s/]+\S*")
 
 
@@ -24,7 +24,8 @@ class ServerConfig:
     Args:
         host: address to listen on. The default is reached from this machine alone.
         port: 0 takes any free one.
-        served_model_names: of the model in requests; empty: the name under which it was loaded.
+        served_model_names: names of the model in requests; empty: the name under which it was
+            loaded.
         api_keys: requests need one of them (`Authorization: Bearer KEY`), except /health and
             /ready. Empty: none needed.
         tls_certificate, tls_key: PEM files; both, or neither for plain HTTP.
@@ -79,13 +80,13 @@ class ServerConfig:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("request_timeout", "step_timeout", "drain_timeout", "stats_interval"):
-            seconds, positive = getattr(self, name), name in ("request_timeout", "step_timeout")
-            if not (math.isfinite(seconds) and seconds >= 0 and (seconds or not positive)):
-                least = "above 0" if positive else "0 or more"
+            seconds, zero_is_refused = getattr(self, name), name in ("request_timeout", "step_timeout")
+            if not math.isfinite(seconds) or seconds < 0 or (zero_is_refused and seconds == 0):
+                least = "above 0" if zero_is_refused else "0 or more"
                 raise ConfigError(f"{name} is {seconds}; it must be a number of seconds, {least}")
         self._check_tls()
         for registry, name in ((TOOL_PARSERS, self.tool_parser), (REASONING_PARSERS, self.reasoning_parser)):
-            choose(registry, name, "")
+            choose(registry, name, template="")  # raises for an unknown name
         self._check_addresses()
         if not all(_HEADER_TEXT.fullmatch(key) for key in self.api_keys):
             raise ConfigError("an API key is empty, or holds a space or a character that is not ASCII; choose another")
@@ -97,7 +98,7 @@ class ServerConfig:
             try:
                 for file in (self.tls_certificate, self.tls_key):
                     check_file(file, 1 << 20)
-                # Without a password, OpenSSL asks for that of an encrypted key on the terminal.
+                # Without a password, OpenSSL asks for one on the terminal.
                 ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.tls_certificate, self.tls_key, "")
             except (OSError, ValueError) as e:
                 raise ConfigError(

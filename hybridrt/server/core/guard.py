@@ -23,8 +23,8 @@ from hybridrt.server.wire.errors import ANTHROPIC_PATH, APIError, error_response
 OPEN_PATHS = ("/health", "/ready")
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _SECONDS = re.compile(rb"\d{1,9}(\.\d{1,9})?")
-_SENT = "hybridrt.sent"  # where a request's scope keeps what has been sent
-_SEND_SECONDS = 5.0  # to end an answer after its deadline, for a client that may not read
+_SENT = "hybridrt.sent"
+_SEND_SECONDS = 5.0  # the client may not read
 access_log = logging.getLogger("hybridrt.access")
 log = logging.getLogger("hybridrt.server")
 
@@ -35,15 +35,13 @@ class Guard:
 
     - `X-Request-Id` is taken from the request, or made, and sent back.
     - A request that names another host, comes from a page that may not call, or has a body that is
-    not JSON is refused
-      before its body is read, on every path (hybridrt/server/core/pages.py).
+      not JSON is refused before its body is read, on every path (hybridrt/server/core/pages.py).
     - Pages of the allowed origins can read every answer, errors included (CORS).
     - Without a valid key only OPEN_PATHS answer. Keys are compared in constant time.
     - A body that is too long is refused, before it is read if possible. The client then rests
       (hybridrt/server/core/refusals.py).
     - A request that takes too long ends with 504, or with an error event in a stream. The header
-    `X-Request-Timeout`
-      (seconds) sets a shorter time than the server's.
+      `X-Request-Timeout` (seconds) sets a shorter time than the server's.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
@@ -79,7 +77,7 @@ class Guard:
             await error_response(e, scope["path"])(scope, receive, answer)
         finally:
             scope[RECORD].setdefault("status", answer.status)
-            scope.pop(FAILURE, None)  # uvicorn keeps the scope, and this the stream, until the next request
+            scope.pop(FAILURE, None)  # uvicorn keeps the scope until the next request
             if self._config.access_log:
                 _write_line(scope, request_id, time.monotonic() - began)
 
@@ -95,7 +93,7 @@ class Guard:
         except APIError as e:
             await error_response(e, scope["path"])(scope, receive, send)
         except asyncio.CancelledError:
-            # The event loop closes, after a second signal. uvicorn would write a traceback for every request.
+            # The event loop closes, after a second signal; uvicorn would write tracebacks.
             log.info("request %s is cut off", answer.request_id.decode())
         except TimeoutError:
             error = APIError(504, "the request has taken longer than it may", code="timeout")
@@ -108,8 +106,7 @@ class Guard:
             body.ended(answer.status)
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> bytes:
-        """The key of the request, b"" if none is needed. APIError for a request that is refused
-        without its body."""
+        """Returns the key, b"" if none is needed. APIError refuses without reading the body."""
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and len(length) < 19 and int(length) > self._config.max_body_bytes:
             raise _too_long(self._config.max_body_bytes)
@@ -122,7 +119,7 @@ class Guard:
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
         if scope["path"].startswith(ANTHROPIC_PATH) and b"x-api-key" in headers:
             scheme, key = b"bearer", headers[b"x-api-key"]
-        # All keys are compared, so that the time does not tell which one is near.
+        # All are compared: the time does not tell which one is near.
         matches = [hmac.compare_digest(key.strip(), known) for known in self._keys]
         if scheme.lower() != b"bearer" or not any(matches):
             raise APIError(
@@ -187,8 +184,7 @@ def _too_long(max_bytes: int) -> APIError:
 
 
 def _write_line(scope: Scope, request_id: bytes, seconds: float) -> None:
-    """One JSON object without headers, query or body, only lengths: secrets and texts are not
-    logged."""
+    """Writes lengths, but no headers, query or body: secrets and texts are not logged."""
     line: dict[str, Any] = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "request_id": request_id.decode(),

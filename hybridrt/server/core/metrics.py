@@ -1,5 +1,4 @@
-"""Metrics for Prometheus. Names are vLLM's if it has one, so dashboards and gateways work
-unchanged."""
+"""Metrics for Prometheus, under vLLM's names if it has them: its dashboards and gateways work."""
 
 import time
 from bisect import bisect_left
@@ -14,8 +13,7 @@ from hybridrt.engine.api.async_llm import AsyncLLM
 from hybridrt.engine.api.engine_loop import StepMessage
 from hybridrt.engine.request.outputs import Delta, EngineCounters
 
-# Every reader takes this version. prometheus_client's latest, 1.0.0, is for those that ask for it: it has names of any
-# characters, and there are none here.
+# Every reader takes this version; 1.0.0 is for names of any characters.
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
@@ -28,7 +26,6 @@ _BETWEEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.
 _WHOLE = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _STEP = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1, 5)
-# Measured at the end of a sample or request: the histogram's text and bounds.
 _AT_END: dict[str, tuple[str, tuple[float, ...]]] = {
     "e2e_request_latency_seconds": ("From arrival to the last token.", _WHOLE),
     "request_queue_time_seconds": ("From arrival until a sample runs.", _WHOLE),
@@ -76,7 +73,7 @@ class Metrics(Collector):
         self._labels = {"model_name": model, "engine": "0"}
         self.prompt_tokens = self.output_tokens = 0
         self._ends: Counter[str] = Counter()
-        self._last: dict[tuple[str, int], float] = {}  # when a sample gained something
+        self._last: dict[tuple[str, int], float] = {}
         self._ended: dict[str, list[int]] = {}  # output tokens of samples whose siblings run
         self._first = Histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.", _FIRST)
         self._between = Histogram("vllm:inter_token_latency_seconds", "Between two tokens of a sample.", _BETWEEN)
@@ -119,9 +116,7 @@ class Metrics(Collector):
         self.prompt_tokens += tokens if delta.index == 0 else 0
 
     def _count_end(self, delta: Delta, at_once: bool) -> None:
-        """Args:
-        at_once: all tokens came in this delta, so only their mean distance is known.
-        """
+        """`at_once`: all tokens came in this delta, so only their mean distance is known."""
         metrics = delta.metrics
         assert metrics is not None and delta.finish_reason is not None, "it is the sample's last delta"
         self._ends["error" if delta.error is not None else delta.finish_reason] += 1
@@ -149,7 +144,7 @@ class Metrics(Collector):
                 self._between.add(decoding / rest, rest)
 
     def _count_request(self, delta: Delta) -> None:
-        """Counts a request at the end of its last sample, if the client is still there."""
+        """Counts at the end of its last sample, if the client is still there."""
         stream, ended = self._llm.stream_of(delta.request_id), self._ended.pop(delta.request_id, [])
         if stream is None or delta.metrics is None:
             return
@@ -179,7 +174,7 @@ class Metrics(Collector):
 
     def _gauges(self, now: EngineCounters) -> Iterator[Family]:
         plan = self._llm.llm.plan
-        used = 1 - (now.free_pages + now.cached_pages) / plan.num_pages if plan.num_pages else 0.0
+        used = 1 - (now.free_pages + now.cached_pages) / now.total_pages if now.total_pages else 0.0
         for name, text, value in (
             ("vllm:num_requests_running", "Samples that run.", now.running),
             ("vllm:num_requests_waiting", "Samples that wait.", self._llm.unfinished - now.running),
@@ -187,10 +182,11 @@ class Metrics(Collector):
             ("hybridrt:state_slots", "Recurrent states that there is memory for.", plan.num_slots),
             ("hybridrt:state_slots_free", "Those that no request has.", now.free_slots),
             ("hybridrt:state_slots_cached", "Those of the prefix cache.", now.cached_slots),
+            ("hybridrt:kv_bytes_held", "Bytes of KV that running requests hold.", now.kv_bytes_held),
             ("hybridrt:kv_pages_cached", "KV pages of the prefix cache.", now.cached_pages),
             ("hybridrt:host_pages_cached", "KV pages of the prefix cache in main memory.", now.host_pages),
             ("hybridrt:host_states_cached", "States of the prefix cache in main memory.", now.host_states),
-            ("hybridrt:rows_free", "Requests that could run besides.", now.free_rows),
+            ("hybridrt:rows_free", "Further requests that could run.", now.free_rows),
             ("hybridrt:step_cost_error_ratio", "Median error of predicted times.", now.step_cost_error or 0.0),
             ("hybridrt:folds_per_step_max", "State rings that one step has folded at most.", now.most_folds),
             ("hybridrt:mean_accepted_length", "Inputs that a verify step keeps.", now.mean_accepted_length or 0.0),
@@ -225,7 +221,6 @@ class Metrics(Collector):
         return family
 
     def _config(self) -> Family:
-        """What the caches are made of, as labels of a constant."""
         plan = self._llm.llm.plan
         facts = {"block_size": plan.page_size, "num_gpu_blocks": plan.num_pages, "num_state_slots": plan.num_slots}
         labels = {**self._labels, **{name: str(value) for name, value in facts.items()}}

@@ -1,10 +1,8 @@
 """Checks Host, Origin and Content-Type before a body is read: a web page may have sent the request.
 
-A browser lets every page send requests to this machine. It names the page in `Origin`, and asks the
-server first (CORS)
-if the content type is JSON. After DNS rebinding the page is of the same origin for the browser;
-only `Host` shows it.
-X-Forwarded-Host says nothing: any client may send it.
+A browser lets every page send requests to this machine. It names the page in `Origin`, and asks
+first (CORS) if the content type is JSON. After DNS rebinding only `Host` shows the page. Any client
+may send X-Forwarded-Host.
 """
 
 import re
@@ -90,14 +88,13 @@ class PageRules:
     def _is_own(self, host: str, scope: Scope) -> bool:
         if "*" in self._hosts or host in self._hosts or host == self._bound or _is_loopback(host):
             return True
-        if self._everywhere:  # no name of a page becomes an IP address in Host
+        if self._everywhere:  # DNS rebinding gives no IP address in Host
             return _address(host) is not None
         local = scope.get("server")
         return local is not None and host == _address(local[0])
 
     def _may_call(self, origin: str, authority: tuple[str, str]) -> bool:
-        """The named pages, and the server's own with its host and port. A proxy may change the
-        scheme."""
+        """Allows the named pages, and the server's own. A proxy may change the scheme."""
         if "*" in self._origins or origin.lower() in self._origins:
             return True
         found = _ORIGIN.fullmatch(origin)
@@ -119,5 +116,5 @@ def check_content_type(scope: Scope) -> None:
 
 
 def _values(scope: Scope, name: bytes) -> list[str]:
-    """All values of a header: clients and servers disagree on which of two counts."""
+    """Returns all: clients and servers disagree on which of two counts."""
     return [value.decode("latin-1").strip(" \t") for key, value in scope["headers"] if key == name]

@@ -1,5 +1,6 @@
-"""Bodies of requests. Unlisted fields are ignored as in vLLM; a listed one of the wrong type is
-refused.
+"""Bodies of completion and chat requests as records: a field of a wrong type is refused.
+
+Unlisted fields are ignored, as in vLLM.
 
 SamplingParams and the engine check the values themselves.
 """
@@ -12,16 +13,15 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fail
 from hybridrt.base.pace import rest
 from hybridrt.base.sampling_params import MAX_BIASES
 
-# Of one request: more would hold up other requests, and few models have room for as many.
+# Limit of one request: more would hold up other requests, and few models have room for as many.
 MAX_MESSAGES = 16384
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class _FirstError(FailFast):
-    """The first wrong element ends the check of a list: millions of errors would hold up all
-    requests."""
+    """Ends the check of a list: millions of errors would hold up all requests."""
 
-    __hash__ = object.__hash__  # typing.Union compares what it is made of
+    __hash__ = object.__hash__  # typing.Union compares its members
 
 
 def _rested(value: Any) -> Any:
@@ -70,7 +70,7 @@ def tag_of(default: str | None = None) -> Callable[[Any], str]:
 
 
 class StreamOptions(Body):
-    """What a stream tells besides text."""
+    """What a stream tells in addition to text."""
 
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
@@ -105,7 +105,7 @@ class StructuredFields(Body):
 class Sampling(Body):
     """Fields that all endpoints which generate share. None: the model's default (`LLM.default_sampling_params`)."""
 
-    model_config = ConfigDict(strict=True, extra="allow")  # kept, to refuse those that would change the output
+    model_config = ConfigDict(strict=True, extra="allow")  # others would change the output
     model: str | None = None
     max_tokens: int | None = None
     temperature: float | None = None
@@ -145,7 +145,7 @@ class Sampling(Body):
 
 
 def _prompt_tag(prompt: Any) -> str:
-    """The member of `Prompts`, by the first entry, so that errors are about that one."""
+    """Decides by the first entry, so that errors are about that member of `Prompts`."""
     if not isinstance(prompt, list):
         return "tagged-text"
     return "tagged-ids" if prompt and isinstance(prompt[0], (int, float)) else "tagged-list"
@@ -212,7 +212,7 @@ class ChatRequest(ChatFields, Sampling):
 class TokenizeRequest(ChatFields, Body):
     """/tokenize: a prompt, or a conversation."""
 
-    model_config = ConfigDict(strict=True, extra="allow")  # kept, to refuse those that would change the tokens
+    model_config = ConfigDict(strict=True, extra="allow")  # others would change the tokens
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool = True

@@ -1,6 +1,6 @@
 """Makes clients rest after a refused large body: REST times as long as the refusal took.
 
-Such a body takes milliseconds of the server's time and almost none of its sender's.
+It costs its sender almost nothing.
 """
 
 import asyncio
@@ -10,9 +10,9 @@ from starlette.types import Message, Receive
 
 from hybridrt.server.core.bodies import SMALL
 
-REST = 4  # so at most a fifth of the time goes into what one client sends in vain
+REST = 4  # a client wastes at most a fifth of the time
 MAX_REST = 5.0  # seconds
-MAX_CLIENTS = 1024  # that are remembered
+MAX_CLIENTS = 1024
 
 Client = tuple[str, bytes]
 

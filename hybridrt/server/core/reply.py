@@ -25,7 +25,7 @@ class Reply(ABC):
     Args:
         name: the answer's id.
         deltas: the stream of the requests that run for it.
-        body: of the request; `streams` says whether as a stream.
+        body: body of the request; `streams` says whether as a stream.
 
     Attributes:
         in_thread: runs work in a thread that makes large answers. `weight` says what is large.
@@ -39,9 +39,9 @@ class Reply(ABC):
         self.output_tokens = self.cached_tokens = 0
         self.in_thread = partial(service.llm.in_thread, lane="answer")
         asked = [p.params.logprobs for p in deltas.requests.values() if p.params.logprobs is not None]
-        self._entries = 1 + max(asked) if asked else 0  # log-probabilities of an output token
+        self._entries = 1 + max(asked) if asked else 0
         self._reasons: list[str] = []
-        self._first: float | None = None  # seconds to the first token of any sample
+        self._first: float | None = None
 
     @abstractmethod
     def whole(self, ended: list[Delta]) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class BlockReply(Reply):
     ) -> None:
         super().__init__(service, name, deltas, body)
         self.reader = prepared.new_answer()
-        self._kind: BlockKind | None = None  # of the block that is open
+        self._kind: BlockKind | None = None  # kind of the block that is open
 
     @abstractmethod
     def body(self) -> dict[str, Any]: ...
@@ -122,7 +122,7 @@ class BlockReply(Reply):
 
     @abstractmethod
     def _end_block(self, kind: BlockKind) -> Iterable[dict[str, Any]]:
-        """Events at the end of the open block. `reader.finish_reason` is set if it is the last one."""
+        """Sets `reader.finish_reason` at the last one."""
 
     @abstractmethod
     def _end(self) -> Iterable[dict[str, Any]]: ...
@@ -137,12 +137,12 @@ class BlockReply(Reply):
         return named_events(self._end())
 
     def weight(self, delta: Delta) -> int:
-        """As Reply.weight. The last event of a block repeats all of it."""
+        """See Reply.weight. The last event of a block repeats all of it."""
         written = self.output_tokens * (1 + self._entries) // 2 if delta.finish_reason is not None else 0
         return super().weight(delta) + written
 
     def closing_weight(self) -> int:
-        """As Reply.closing_weight: the last event repeats the answer."""
+        """See Reply.closing_weight. The last event repeats the answer."""
         return self.output_tokens * (1 + self._entries) // 2
 
     def whole(self, ended: list[Delta]) -> dict[str, Any]:

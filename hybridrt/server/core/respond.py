@@ -17,12 +17,12 @@ from hybridrt.server.wire.errors import as_api_error
 from hybridrt.server.wire.http_limits import BODY_WRITER, BodyWriter
 from hybridrt.server.wire.sse import pieces
 
-# Weight (Reply.weight) up to which the event loop works itself: a thread costs a tenth of it.
+# Reply.weight up to which the event loop works itself: a thread costs a tenth.
 INLINE = 1000
-AT_ONCE = 100  # what it makes before others have their turn: a step brings hundreds of deltas
-PART_BYTES = 2**18  # of a large answer at a time
-CLIENT_GONE = 499  # as in nginx's logs; never sent
-FAILURE = "hybridrt.failure"  # where a stream's scope keeps its Reply.failure
+AT_ONCE = 100  # deltas before others have their turn
+PART_BYTES = 2**18  # bytes of a large answer that are sent at a time
+CLIENT_GONE = 499  # the status of nginx's logs; never sent
+FAILURE = "hybridrt.failure"
 _EVENT_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -65,7 +65,7 @@ async def made_by(in_thread: Callable[..., Awaitable[Any]], parts: Iterator[byte
 
 
 def _some(parts: Iterator[bytes]) -> bytes | None:
-    """The next PART_BYTES or so; None: there is no more."""
+    """Returns about PART_BYTES; None at the end."""
     found, size = list[bytes](), 0
     for part in parts:
         found.append(part)
@@ -121,8 +121,8 @@ class EventStream(Response):
             async for delta in answer.deltas:
                 gain = await made_by(answer.in_thread, answer.gain(delta), answer.weight(delta))
                 if any(gain):
-                    await send(_part(b"".join(gain)))  # at once: an error may follow whole events alone
-                await asyncio.sleep(0)  # a slow reader has many deltas, and none of these calls need wait
+                    await send(_part(b"".join(gain)))  # an error may follow whole events alone
+                await asyncio.sleep(0)  # no call here waits
             closing = await made_by(answer.in_thread, answer.closing(), answer.closing_weight())
             last = b"".join(closing)
         except HybridrtError as e:
@@ -143,11 +143,7 @@ def _part(body: bytes) -> dict[str, Any]:
 
 
 async def _while_connected(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
-    """Runs work until it is done.
-
-    Raises:
-        ClientGone: the client has gone.
-    """
+    """Raises ClientGone if the client has gone."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_until_gone(receive))
     try:

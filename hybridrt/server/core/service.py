@@ -1,5 +1,4 @@
-"""The parts that endpoints share: the model, its names, and the way from a body to a running
-request."""
+"""The parts that endpoints share: the model, its names, and the way from a body to a running request."""
 
 import time
 import uuid
@@ -29,7 +28,7 @@ from hybridrt.server.wire.errors import APIError
 
 SAMPLING_FIELDS = {f.name for f in fields(SamplingParams)} & set(Sampling.model_fields) - {"structured_outputs"}
 ID_PREFIXES = ("cmpl-", "chatcmpl-", "resp_", "msg_")
-RECORD = "hybridrt.record"  # where a request's scope keeps facts for the access log
+RECORD = "hybridrt.record"
 
 
 @dataclass
@@ -115,8 +114,8 @@ class Service:
 
         Raises:
             APIError: the answer would be too large.
-            others: as `AsyncLLM.submit`; QueueFullError also for too many log-probabilities of
-                prompts.
+            others: the errors of `AsyncLLM.submit`; QueueFullError also for too many
+                log-probabilities of prompts.
         """
         entries = prompt_entries(prompts, forms)
         check_output(prompts)
@@ -178,7 +177,7 @@ class Service:
 
 
 def _seed(seed: int | None) -> int | None:
-    """Maps negative seeds of 64 bits as vLLM does; -1 is none."""
+    """Maps negative seeds as vLLM does; -1 is none."""
     if seed is None or not -(2**63) <= seed < 0:
         return seed
     return None if seed == -1 else seed + 2**63
@@ -189,7 +188,7 @@ def record(scope: Scope, **facts: Any) -> None:
     scope.setdefault(RECORD, {}).update(facts)
 
 
-# Fields of OpenAI's, vLLM's and SGLang's requests that would change an output, and that this server does not know.
+# Unknown fields that would change an output.
 UNSUPPORTED = {
     "use_beam_search": "use n for several samples",
     "guided_decoding_backend": "there is one",
@@ -215,7 +214,7 @@ UNSUPPORTED = {
     "custom_logit_processor": "logit_bias, bad_words and allowed_token_ids change logits",
     "lora_path": "there are no adapters",
 }
-# Values of these that change nothing.
+# Values that change nothing.
 _NEUTRAL: tuple[Any, ...] = (None, [], {}, False, 0, "left", ["text"])
 
 

@@ -9,7 +9,7 @@ from hybridrt.base.structured_outputs import StructuredOutputs
 from hybridrt.server.core.protocol import ResponseFormat, Sampling
 from hybridrt.server.wire.errors import APIError
 
-# Fields of vLLM's older requests, and the fields of StructuredOutputs that they set.
+# vLLM's older fields, and those of StructuredOutputs that they set.
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 _ANY_OBJECT = {"type": "object"}
 
@@ -19,7 +19,7 @@ def structured_outputs(body: Sampling) -> StructuredOutputs | None:
 
     Raises:
         APIError: two fields of the body set them.
-        RequestError: as StructuredOutputs; its field is `structured_outputs`.
+        RequestError: the errors of StructuredOutputs; its field is `structured_outputs`.
     """
     given = _given(body)
     if len(given) > 1:

@@ -8,8 +8,8 @@ from typing import Any
 from hybridrt.engine.request.outputs import Delta
 from hybridrt.server.core.token_text import TokenText
 
-Entry = Any  # as TokenText.entry makes it
-Piece = tuple[str, Sequence[int], Any]  # text, the tokens that it ends, the finish reason after it
+Entry = Any  # what TokenText.entry makes
+Piece = tuple[str, Sequence[int], Any]  # text, its tokens, the finish reason after it
 
 
 class TextTokens:
@@ -25,9 +25,9 @@ class TextTokens:
     def __init__(self, token_text: TokenText, most: int) -> None:
         self._token_text, self._most = token_text, most
         self._decoder = getincrementaldecoder("utf-8")("replace")
-        self._text, self._place = "", 0  # the text so far; from this place on it is of no token yet
-        self._waiting = deque[tuple[str, int, Entry]]()  # tokens whose text has not come: it may be held back
-        self._read: list[tuple[str, Entry]] = []  # tokens of no event yet
+        self._text, self._place = "", 0  # text so far; where tokens are missing
+        self._waiting = deque[tuple[str, int, Entry]]()  # their text may be held back
+        self._read: list[tuple[str, Entry]] = []
 
     def pieces(self, delta: Delta) -> Iterator[Piece]:
         """The texts of the delta's tokens, for as many as have come."""
@@ -39,11 +39,11 @@ class TextTokens:
         while self._waiting and (found := self._text_of(self._waiting[0][0], final)) is not None:
             spelled, token, entry = self._waiting.popleft()
             self._place += len(found)
-            if found or not spelled:  # one that is not spelled begins a character of several tokens
+            if found or not spelled:  # one without text begins a character of several tokens
                 self._read.append((found, entry))
             yield found, [token], None
         rest = self._text[self._place :] if final or not self._waiting else ""
-        if final or rest:  # tokens that are not spelled as they read leave text
+        if final or rest:  # text that its tokens do not spell
             self._text, self._place = "", 0
             yield rest, (), delta.finish_reason
 
@@ -67,14 +67,15 @@ class TextTokens:
         return []
 
     def _text_of(self, spelled: str, final: bool) -> str | None:
-        """A token's share of the text so far; None: more must come first. A tokenizer may spell a
-        token without the space before it, and a stop string may cut one."""
+        """Returns None if more must come first. A tokenizer may spell a token without the space
+        before it, and a stop string may cut one.
+        """
         if self._text.startswith(spelled, self._place):
             return spelled
         behind_space = f" {spelled}"
         if self._text.startswith(behind_space, self._place):
             return behind_space
-        # A copy of the rest for each token would take quadratic time: one longer than the token is no part of it.
+        # Copies of the whole rest would take quadratic time.
         rest = self._text[self._place : self._place + len(behind_space) + 1]
         if spelled.startswith(rest) or behind_space.startswith(rest):
             return rest if final else None

@@ -13,8 +13,9 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The character of each byte in a byte-level vocabulary (Radford et al. 2019, GPT-2): printable
-    ones themselves, others in order from U+0100 on."""
+    """Maps characters of a byte-level vocabulary (Radford et al. 2019, GPT-2): printable bytes are
+    themselves, others in order from U+0100 on.
+    """
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in shown]
     return {chr(b): b for b in shown} | {chr(0x100 + i): b for i, b in enumerate(others)}
@@ -27,7 +28,7 @@ class TokenText:
     def __init__(self, tokenizer: HFTokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._known: dict[int, bytes] = {}
-        self._heads: dict[int, bytes] = {}  # of entries, by token: all but the number
+        self._heads: dict[int, bytes] = {}  # each token's entry without its number
         backend: Any = tokenizer and getattr(tokenizer.hf, "backend_tokenizer", None)
         byte_level = "ByteLevel" in str(getattr(backend, "decoder", ""))
         self._alphabet = _byte_alphabet() if byte_level else {}
@@ -60,7 +61,7 @@ class TokenText:
         if self._tokenizer is None:
             return str(token).encode()
         piece = self._tokenizer.piece(token)
-        if piece is None:  # an id of the model that its tokenizer does not know
+        if piece is None:  # unknown to the tokenizer
             return b""
         if token not in self._tokenizer.hf.added_tokens_decoder:
             if self._alphabet and all(character in self._alphabet for character in piece):

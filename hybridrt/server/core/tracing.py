@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from hybridrt.base.errors import ProviderNotInstalledError
 from hybridrt.server.core.service import RECORD
 
-# What the access log calls a fact, and what OpenTelemetry's conventions for generative models call it.
+# OpenTelemetry's names for generative models.
 _ATTRIBUTES = {
     "status": "http.response.status_code",
     "id": "gen_ai.response.id",

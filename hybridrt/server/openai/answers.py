@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain, islice
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -12,7 +12,7 @@ from hybridrt.runtime.step.token_scores import TokenScores
 from hybridrt.server.core.protocol import Sampling
 from hybridrt.server.core.reply import Reply
 from hybridrt.server.core.service import Service
-from hybridrt.server.wire.sse import DONE, SLICE, Parts, Slices, encode, pieces
+from hybridrt.server.wire.sse import DONE, SLICE, Parts, Slices, encode, fields_of, pieces
 
 LEAST_LOGPROB = -9999.0  # instead of minus infinity, which JSON does not have
 
@@ -28,7 +28,7 @@ class Answer(Reply):
         self._token_text = service.token_text
         self._names = service.token_numbers if body.return_tokens_as_token_ids else service.token_text
         self._prompts = {name: prepared.tokens for name, prepared in deltas.requests.items()}
-        self._scores: dict[str, list[TokenScores]] = {}  # log-probabilities of prompts, by request
+        self._scores: dict[str, list[TokenScores]] = {}
         self._wants_scores = body.prompt_logprobs is not None
         self._places: dict[tuple[str, int], int] = {}
         for request_id, prepared in deltas.requests.items():
@@ -37,9 +37,9 @@ class Answer(Reply):
         self._usage_at_end = options is not None and bool(options.include_usage)
         self._usage_always = self._usage_at_end and options is not None and bool(options.continuous_usage_stats)
         self._wants_tokens = bool(body.return_token_ids)
-        # The common part of all chunks is encoded once.
+        # What all chunks begin with, and what most end with, is encoded once.
         self._before = b'data: %b,"choices":' % encode(self._head(self.chunk_kind))[:-1]
-        self._behind = b',"usage":null}\n\n' if self._usage_at_end else b"}\n\n"
+        self._end = b',"usage":null}\n\n' if self._usage_at_end else b"}\n\n"
 
     def usage(self) -> dict[str, Any]:
         return {
@@ -60,8 +60,7 @@ class Answer(Reply):
             yield from self._event(choice, large=self.weight(delta) > SLICE)
 
     def _gained(self, delta: Delta) -> dict[str, Any] | None:
-        """A choice's gain from a delta; None while its text is held back and nothing else was asked
-        for."""
+        """Returns None while text is held back and nothing else was asked for."""
         self.count(delta)
         choice = self._chunk_choice(self._place(delta), delta)
         asked = self._wants_tokens or delta.logprobs is not None or delta.prompt_scores is not None
@@ -86,8 +85,7 @@ class Answer(Reply):
         return {"prompt_logprobs": Slices(self._ranked(found))} if self._wants_scores and found is not None else {}
 
     def _ranked(self, found: Iterable[TokenScores]) -> Iterator[list[Any]]:
-        """Only the likeliest tokens have a rank, their place in the list. The prompt's first token
-        has no log-probability."""
+        """Only the likeliest tokens have a rank. The prompt's first token has no log-probability."""
         yield [None]
         for part in sliced(found):
             rows = zip(*(column.tolist() for column in (part.tokens, part.own, part.ids, part.best)), strict=True)
@@ -126,24 +124,20 @@ class Answer(Reply):
     def _event(
         self, choice: dict[str, Any] | None, facts: Mapping[str, Any] = MappingProxyType({}), large: bool = False
     ) -> Iterator[bytes]:
-        """A chunk with at most one choice as a server-sent event.
-
-        Args:
-            large: the choice is encoded in pieces.
-        """
+        """Encodes a chunk with at most one choice, in pieces if `large`."""
         choices = [] if choice is None else [choice]
-        behind: Iterator[bytes] = iter((self._behind,))
         if facts or self._usage_always:
             usage = {"usage": self.usage() if self._usage_always else None} if self._usage_at_end else {}
-            # The braces are those of the whole chunk, and a comma takes the place of the first.
-            behind = chain((b",",), islice(pieces({**usage, **facts}), 1, None), (b"\n\n",))
-        if large:
-            yield from chain((self._before,), pieces(Parts(choices)), behind)
+            end: Iterable[bytes] = chain((b",",), fields_of({**usage, **facts}), (b"\n\n",))
         else:
-            yield b"".join((self._before, encode(choices), *behind))
+            end = (self._end,)
+        if large:
+            yield from chain((self._before,), pieces(Parts(choices)), end)
+        else:
+            yield b"".join((self._before, encode(choices), *end))
 
     def _with_facts(self, choice: dict[str, Any], delta: Delta) -> dict[str, Any]:
-        """A choice with vLLM's additions: what stopped it, and its tokens if wanted."""
+        """Adds vLLM's fields: what stopped it, and its tokens if wanted."""
         if delta.finish_reason is not None:
             choice["stop_reason"] = delta.stop_reason
         if self._wants_tokens:

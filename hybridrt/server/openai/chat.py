@@ -21,7 +21,7 @@ from hybridrt.server.openai.answers import Answer, in_slices
 from hybridrt.server.wire.errors import APIError
 from hybridrt.server.wire.sse import SLICE
 
-# Fields of SamplingParams, by the names that errors of this endpoint give them.
+# Fields of SamplingParams, as errors name them here.
 CHAT_NAMES = {"logprobs": "top_logprobs", "prompt": "messages"}
 
 
@@ -47,23 +47,23 @@ class ChatAnswer(Answer):
         return super().weight(delta) + uncounted // 4
 
     def gain(self, delta: Delta) -> Iterator[bytes]:
-        """As Reply.gain. The finish reason has a chunk of its own after the last call: OpenAI's
+        """See Reply.gain. The finish reason has a chunk of its own after the last call: OpenAI's
         client reads it before the calls of the same chunk, and would not end them."""
         choice = self._gained(delta)
         if choice is None:
             return
-        beside = self._prompt_logprobs(delta.request_id) if delta.prompt_scores is not None else {}
+        facts = self._prompt_logprobs(delta.request_id) if delta.prompt_scores is not None else {}
         large = self.weight(delta) > SLICE
         if choice["finish_reason"] is None or "tool_calls" not in choice["delta"]:
-            yield from self._event(choice, beside, large)
+            yield from self._event(choice, facts, large)
             return
         ending = {"finish_reason": choice["finish_reason"], "stop_reason": choice.pop("stop_reason")}
         last = {"index": choice["index"], "delta": {}, "logprobs": None, **ending}
-        yield from self._event(choice | {"finish_reason": None}, beside, large)
+        yield from self._event(choice | {"finish_reason": None}, facts, large)
         yield from self._event(last)
 
     def opening(self) -> Iterator[bytes]:
-        """As Reply.opening; the first chunk has the prompt's tokens, if they are wanted."""
+        """See Reply.opening. The first chunk has the prompt's tokens, if they are wanted."""
         for index in range(len(self._places)):
             yield from self._event(self._first_choice(index), {} if index else self._prompt_tokens())
 
@@ -94,8 +94,7 @@ class ChatAnswer(Answer):
         return self._choice(index, delta, reason) | {"message": message}
 
     def _read(self, delta: Delta) -> ChatDelta:
-        """Reads a delta. Counts its reasoning here: a sum over all samples for each chunk would
-        take long."""
+        """Counts reasoning here: summing over all samples takes long."""
         answer = self._reader.answers[delta.index]
         before = answer.reasoning_tokens
         gain = self._reader.read(delta)
@@ -167,7 +166,8 @@ def as_chat_request(body: Sampling, **fields: Any) -> ChatRequest:
     """The chat request for the body of another endpoint.
 
     Args:
-        fields: of ChatRequest, in addition to those of Sampling that the body sets. None: not set.
+        fields: fields of ChatRequest, in addition to those of Sampling that the body sets. None:
+            not set.
 
     Raises:
         APIError: the body has an option whose result cannot be part of its answer.
@@ -204,10 +204,9 @@ async def prepare_chat(service: Service, body: ChatRequest, scope: Scope) -> Pre
 
 
 def _params(service: Service, body: ChatRequest) -> SamplingParams:
-    if body.top_logprobs and not body.logprobs:  # clients of vLLM send its default, 0
+    if body.top_logprobs and not body.logprobs:  # vLLM's clients send its default, 0
         raise APIError(400, "top_logprobs goes with logprobs: set logprobs to true", "top_logprobs")
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    # None: as many as the model has room for.
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return service.sampling_params(body, max_tokens=max_tokens, logprobs=logprobs)
 

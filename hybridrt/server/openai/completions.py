@@ -28,16 +28,14 @@ class CompletionAnswer(Answer):
     whole_kind = chunk_kind = "text_completion"
 
     def __init__(self, *arguments: Any, echoes: list[str] | None, scored: bool, echo_alone: bool) -> None:
-        """Args:
-        echoes: for each choice the prompt's text that comes before its own; None: none.
-        scored: log-probabilities are asked for: those of echoed prompts, too.
-        echo_alone: no output is wanted. The one token that the engine gives is left out.
+        """`echoes`: each choice's prompt text before its own. `scored`: log-probabilities, those of
+        echoed prompts too. `echo_alone`: drops the one token that the engine gives.
         """
         super().__init__(*arguments)
         self._echoes, self._scored, self._echo_alone = echoes, scored, echo_alone
         self._offsets: dict[int, int] = {}
-        self._opened = set[int]()  # choices whose prompt's tokens were told
-        self._waiting: dict[str, list[Delta]] = {}  # by request: deltas before the prompt's log-probabilities
+        self._opened = set[int]()
+        self._waiting: dict[str, list[Delta]] = {}  # deltas by request, before the prompt's log-probabilities
 
     def count(self, delta: Delta) -> None:
         if self._echo_alone:
@@ -47,7 +45,8 @@ class CompletionAnswer(Answer):
         super().count(delta)
 
     def weight(self, delta: Delta) -> int:
-        """As Reply.weight. A sample's first delta brings its prompt's text and log-probabilities."""
+        """See Reply.weight. A sample's first delta brings its prompt's text and
+        log-probabilities."""
         index, more = self._place(delta), 0
         if self._scored and index not in self._offsets:
             more = sum(len(chunk) * chunk.width for chunk in self._scores.get(delta.request_id, ()))
@@ -55,7 +54,7 @@ class CompletionAnswer(Answer):
         return super().weight(delta) + more + echo // 64
 
     def gain(self, delta: Delta) -> Iterator[bytes]:
-        """As Reply.gain. Every sample of a scored prompt waits for its log-probabilities, which
+        """See Reply.gain. Every sample of a scored prompt waits for its log-probabilities, which
         come with sample 0."""
         request = delta.request_id
         if self._scored and delta.prompt_scores is None and request not in self._scores:
@@ -67,7 +66,7 @@ class CompletionAnswer(Answer):
 
     def _first_choice(self, index: int) -> dict[str, Any] | None:
         if self._echoes is None or self._scored:
-            return None  # a scored prompt comes with the first token: its log-probabilities are known then
+            return None  # known with the first token
         return self._choice(index, self._echoes[index], None, None)
 
     def _chunk_choice(self, index: int, delta: Delta) -> dict[str, Any]:
@@ -96,8 +95,9 @@ class CompletionAnswer(Answer):
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def _logprobs(self, index: int, delta: Delta) -> dict[str, Any] | None:
-        """Four lists with an entry a token, echoed ones first. Offsets count characters of the
-        tokens' own texts."""
+        """Returns four lists with an entry a token, echoed ones first. Offsets count characters of
+        the tokens' own texts.
+        """
         if delta.logprobs is None:
             return None
         tokens, scores, prompt = delta.token_ids, delta.logprobs, list[TokenScores]()
@@ -164,8 +164,7 @@ async def start_completions(service: Service, body: CompletionRequest, scope: Sc
 
 
 def _texts(service: Service, prompts: list[Prompt]) -> list[str]:
-    """Texts of prompts. Of ids every token is shown, since offsets of log-probabilities count
-    special ones, too."""
+    """Shows every token of ids: offsets of log-probabilities count special ones, too."""
     return [p if isinstance(p, str) else service.tokenizer.decode(list(p), False) for p in prompts]  # type: ignore[arg-type]
 
 

@@ -16,7 +16,6 @@ from hybridrt.server.openai.response_protocol import ResponseRequest
 from hybridrt.server.wire.errors import APIError
 from hybridrt.server.wire.sse import encode, named_events
 
-# For each kind of block: the type of its item, the prefix of its id, the name of its events.
 _ITEMS: dict[BlockKind, tuple[str, str, str]] = {
     "text": ("message", "msg", "output_text"),
     "reasoning": ("reasoning", "rs", "reasoning_text"),
@@ -75,9 +74,9 @@ class ResponseReply(BlockReply):
     ) -> None:
         super().__init__(service, name, deltas, body, prepared)
         self._items: list[dict[str, Any]] = []
-        self._written = ""  # by the open item
+        self._written = ""  # text that the open item has written
         self._tokens = TextTokens(service.token_text, body.top_logprobs or 0) if body.wants_logprobs else None
-        self._logprobs: list[dict[str, Any]] = []  # of the open item's text
+        self._logprobs: list[dict[str, Any]] = []  # those of the open item's text
         self._sent = 0
         self._error: dict[str, Any] | None = None
         self._asked = asked

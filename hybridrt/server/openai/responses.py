@@ -21,7 +21,7 @@ from hybridrt.server.openai.response_protocol import (
 from hybridrt.server.openai.response_reply import ResponseReply, repeated
 from hybridrt.server.wire.errors import APIError
 
-# Fields of a chat request, by the names that errors of this endpoint give them.
+# Fields of a chat request, as errors name them here.
 RESPONSE_NAMES = {
     "messages": "input", "max_tokens": "max_output_tokens", "response_format": "text", "structured_outputs": "text",
     "reasoning_effort": "reasoning", "logprobs": "top_logprobs", "prompt": "input",
@@ -109,8 +109,7 @@ def _messages(body: ResponseRequest) -> list[dict[str, Any]]:
 
 
 def _assistant(messages: list[dict[str, Any]], without: tuple[str, ...]) -> dict[str, Any]:
-    """The assistant's message of an item: the last one if it has none of these fields, or a new
-    one."""
+    """Continues the last message if it has none of these fields."""
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or any(field in last for field in without):
         messages.append({"role": "assistant"})
@@ -118,7 +117,7 @@ def _assistant(messages: list[dict[str, Any]], without: tuple[str, ...]) -> dict
 
 
 def _content(texts: Texts) -> str | list[dict[str, str]]:
-    """Text, or parts in OpenAI's form: the chat template joins parts."""
+    """The chat template joins parts."""
     return texts if isinstance(texts, str) else [{"type": "text", "text": part.text} for part in texts]
 
 

@@ -21,7 +21,7 @@ from hybridrt.server.wire.sse import DONE, encode, event, named_events
 
 ANTHROPIC_PATH = "/v1/messages"
 RETRY_SECONDS = 1
-# Long enough for a message that quotes a value; a body is not sent back.
+# Enough to quote a value; a body is not sent back.
 _MESSAGE_CHARACTERS = 2000
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 _ANTHROPIC_TYPES = {
@@ -35,10 +35,10 @@ class APIError(Exception):
 
     Args:
         status: the HTTP status.
-        field: of the body, as a path such as "stream_options.include_usage"; None: no single one is
-            wrong.
+        field: a field of the body, as a path such as "stream_options.include_usage"; None: no
+            single one is wrong.
         code: a word for programs.
-        headers: of the answer, in addition to those of `error_response`.
+        headers: headers of the answer, in addition to those of `error_response`.
     """
 
     def __init__(
@@ -115,8 +115,9 @@ def error_response(error: APIError, path: str) -> Response:
 
 
 def _as_field_error(error: RequestValidationError) -> APIError:
-    """The first wrong field of a body. A field of several types has a complaint for each: the
-    deepest one, or one that is not about a type, belongs to the type that was meant."""
+    """Finds the first wrong field. A field of several types has a complaint for each: the deepest
+    one, or one that is not about a type, is meant.
+    """
     found = max(error.errors(), key=lambda e: (len(e["loc"]), not e["type"].endswith("_type")), default=None)
     if found is None:
         return APIError(400, "the body cannot be used")
@@ -129,7 +130,7 @@ def _as_field_error(error: RequestValidationError) -> APIError:
 
 
 def _path(place: tuple[str | int, ...]) -> str:
-    """("body", "messages", 0, "content") as messages.0.content, without the names of types."""
+    """Writes ("body", "messages", 0, "content") as messages.0.content."""
     is_type = ("list[", "dict[", "function-", "constrained-", "tagged-", "union")
     kept = [str(part) for part in place[1:] if not str(part).startswith(is_type)]
     while len(kept) > 1 and kept[-1] in ("str", "int", "float", "bool", "dict"):

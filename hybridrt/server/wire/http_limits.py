@@ -1,5 +1,4 @@
-"""HTTP/1.1 as uvicorn reads it with httptools, one request of a connection at a time, written
-without a wait."""
+"""HTTP/1.1 by uvicorn with httptools, one request of a connection at a time, written without a wait."""
 
 import asyncio
 import re
@@ -8,20 +7,19 @@ import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-# Browsers and proxies send a few hundred bytes; other servers stop at 8 to 64 KiB.
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 256  # each takes more memory than its bytes
-# Clients send a head at once. uvicorn itself would wait for the rest of one, or for the first byte, without an end.
+# uvicorn would wait for a head without an end.
 HEAD_SECONDS = 30.0
-MAX_HELD_BYTES = 64 * 1024  # read and not parsed; more stay in the system's buffers, which slow the sender
-# What one connection may parse before others have their turn: bytes, and pieces, headers and chunks.
+MAX_HELD_BYTES = 64 * 1024  # not parsed; then the system's buffers slow the sender
+# Parsed of one connection before others have their turn.
 TURN_BYTES, TURN_PARTS = 16 * 1024, 256
-LINE_BYTES = 1024  # at once, where it is not known how many parts they are
-# Between two turns that many small parts have ended, and between an answer and the next request that came before it.
-# For clients that do not wait for answers: they cannot fill the event loop.
+LINE_BYTES = 1024  # while the number of parts is unknown
+# Time between turns of many small parts, and after an answer if the next request came before it:
+# such clients cannot fill the event loop.
 GAP_SECONDS = 0.005
-BODY_WRITER = "hybridrt.body_writer"  # the ASGI extension: where a request's scope keeps a BodyWriter
-_BLANK_LINE = re.compile(rb"(?:\A|\n)\r?\n")  # at the beginning, too: a line's end may have come before
+BODY_WRITER = "hybridrt.body_writer"  # where a request's scope keeps a BodyWriter
+_BLANK_LINE = re.compile(rb"(?:\A|\n)\r?\n")  # a line may have ended before
 
 
 class BodyWriter:
@@ -76,24 +74,21 @@ class LimitedHttp(HttpToolsProtocol):
     """Limits the cost of one connection.
 
     - A request is parsed GAP_SECONDS after the one before was answered. Until then it waits as
-    bytes: MAX_HELD_BYTES and one
-      read at most, then the connection is not read.
+      bytes: MAX_HELD_BYTES and one read at most, then the connection is not read.
     - The parser gets TURN_BYTES and TURN_PARTS at a time, then other connections have their turn.
     - A connection ends that sends more than MAX_HEAD_BYTES without a byte of a body (a head,
-    trailers, extensions of
-      chunks) or more than MAX_HEADERS: httptools would keep all of it.
-    - One ends whose head takes more than HEAD_SECONDS from the connection's beginning or from the
-    first byte after an
-      answer. The rest of a body whose request was refused has the same time.
+      trailers, extensions of chunks) or more than MAX_HEADERS: httptools would keep all of it.
+    - A connection ends if a head takes more than HEAD_SECONDS from its beginning or from the first
+      byte after an answer. The rest of a body whose request was refused has the same time.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow: Flow = Flow(transport)
         self._held = bytearray()
-        self._body_left = 0  # bytes of a body whose length is known
-        self._parts = 0  # parsed in this turn
-        self._bare_bytes = 0  # parsed since the last byte of a body, or the end of a request
+        self._body_left = 0
+        self._parts = 0
+        self._bare_bytes = 0  # since the last byte of a body, or a request's end
         self._in_head, self._is_whole = True, False
         self._next: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -113,7 +108,7 @@ class LimitedHttp(HttpToolsProtocol):
         self.flow.hold(len(self._held) > MAX_HELD_BYTES)
 
     def on_message_begin(self) -> None:
-        if self._waits:  # pieces are cut so that this does not happen
+        if self._waits:  # pieces are cut so that it does not
             raise ValueError("a request begins before the one before it is answered")
         self._in_head, self._is_whole = True, False
         super().on_message_begin()
@@ -124,7 +119,7 @@ class LimitedHttp(HttpToolsProtocol):
         if not self._in_head:
             return
         if len(self.headers) == MAX_HEADERS:
-            # httptools turns what a callback raises into a parser's error, which uvicorn answers with 400 and the end.
+            # uvicorn answers 400.
             raise ValueError(f"more than {MAX_HEADERS} headers")
         if name.lower() == b"content-length" and value.isdigit():
             self._body_left = int(value)
@@ -185,8 +180,9 @@ class LimitedHttp(HttpToolsProtocol):
             self.send_400_response(f"More than {MAX_HEAD_BYTES} bytes of headers.")
 
     def _take_piece(self) -> bytes:
-        """The rest of a body, or the bytes up to the next blank line, where heads and chunked
-        bodies end: so no piece ends one request and begins another."""
+        """Takes the rest of a body, or up to the next blank line: no piece ends one request and
+        begins another.
+        """
         if self._body_left and not self._in_head:
             size = min(self._body_left, TURN_BYTES)
             self._body_left -= min(size, len(self._held))

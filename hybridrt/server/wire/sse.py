@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-SLICE = 256  # tokens whose entries are made and encoded at a time
+SLICE = 256  # tokens encoded at a time
 DONE = b"data: [DONE]\n\n"
 
 
@@ -49,6 +49,11 @@ def pieces(value: Any) -> Iterator[bytes]:
             yield encode(value)
 
 
+def fields_of(value: Mapping[str, Any]) -> Iterator[bytes]:
+    """JSON text of an object's fields in pieces, with its closing brace and without the opening one."""
+    yield from _joined(b"", (_entry(key, each) for key, each in value.items()), b"}")
+
+
 def _entry(key: str, value: Any) -> Iterator[bytes]:
     yield encode(key) + b":"
     yield from pieces(value)
@@ -56,14 +61,14 @@ def _entry(key: str, value: Any) -> Iterator[bytes]:
 
 def _joined(begin: bytes, parts: Iterable[Iterator[bytes]], end: bytes) -> Iterator[bytes]:
     for part in parts:
-        yield begin
+        if begin:
+            yield begin
         yield from part
         begin = b","
     yield end if begin == b"," else begin + end
 
 
 def _spelled(value: Any) -> Any:
-    """For the encoder: a value that `pieces` knows, at once."""
     if isinstance(value, (Slices, Parts)) or callable(value):
         return msgspec.Raw(b"".join(pieces(value)))
     raise TypeError(f"{type(value).__name__} is no JSON")

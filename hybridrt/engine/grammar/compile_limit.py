@@ -12,21 +12,21 @@ MAX_REST = 2.0  # seconds
 FULL = "too many grammars are being compiled: try again later"
 
 
-class Turns:
+class CompileLimit:
     """Lets `places` grammars compile at a time.
 
     Args:
         places: how many.
-        rest: after a turn, the next one begins this many times its duration later.
+        rest: after a compilation, the next one begins this many times its duration later.
     """
 
     def __init__(self, places: int, rest: int = 0) -> None:
         self._places, self._rest = threading.Semaphore(places), rest
-        self._begin = 0.0  # not before
+        self._begin = 0.0  # no compilation begins before this time
 
     @contextmanager
-    def turn(self, seconds: float) -> Iterator[None]:
-        """One grammar's turn. QueueFullError if waiting takes longer than `seconds`."""
+    def enter(self, seconds: float) -> Iterator[None]:
+        """Holds a place while one grammar compiles. QueueFullError if waiting takes longer than `seconds`."""
         deadline = time.monotonic() + seconds
         if not self._places.acquire(timeout=seconds):
             raise QueueFullError(FULL)
