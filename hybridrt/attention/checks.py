@@ -23,7 +23,8 @@ def check_eager_batch(batch: ForwardBatch, check_places: Callable[[ForwardBatch]
     _check_lengths(batch)
     if may_look(batch.seq_lens.device):
         check_places(batch)
-    _check_device_lengths(batch)
+    if DEBUG:
+        _check_device_lengths(batch)
 
 
 def check_graph_batch(batch: ForwardBatch, view: GraphView) -> None:
@@ -78,8 +79,8 @@ def check_own(name: str, values: torch.Tensor) -> None:
 
 
 def _check_device_lengths(batch: ForwardBatch) -> None:
-    """With HYBRIDRT_DEBUG=1, checks lengths, positions and padding rows. Waits for the device."""
-    if not DEBUG or not batch.batch_size:
+    """Checks lengths, positions and padding rows. Waits for the device."""
+    if not batch.batch_size:
         return
     starts, lens = batch.query_start_loc, batch.seq_lens
     if int(starts[0]):

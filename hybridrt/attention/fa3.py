@@ -30,7 +30,7 @@ class Fa3AttnBackend(PagedAttnBackend):
         assert step.extend is not None
         if not any(step.extend.query_lens):
             return torch.zeros_like(q)
-        kv, heads = self.layer_kv(layer), q.view(-1, layer.spec.num_heads, layer.spec.head_dim)
+        kv, heads = self.layer_kv(layer.layer_id), q.view(-1, layer.spec.num_heads, layer.spec.head_dim)
         group = self.kv_pool.group_of(layer.layer_id)
         if group not in step.plans:  # in the group's first layer, when the page table is complete
             step.plans[group] = self._library.plan_extend(kv, step.extend)

@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from hybridrt.attention.base import Layer, SegmentedAttnBackend
+from hybridrt.attention.base import Layer
+from hybridrt.attention.paged import SegmentedAttnBackend
 from hybridrt.base.errors import BackendError
 from hybridrt.base.forward_batch import ForwardBatch, ForwardMode, GraphView
 from hybridrt.kernels.core.records import Rope

@@ -17,8 +17,7 @@ from hybridrt.kernels.core.records import TokenInputs
 from hybridrt.mem_cache.pools.bounds import may_look
 from hybridrt.mem_cache.pools.page_demand import PageDemand
 from hybridrt.runtime.load.build import Runtime
-from hybridrt.runtime.step.batch import make_batch
-from hybridrt.runtime.step.pack import StagingRing
+from hybridrt.runtime.step.pack import StagingRing, make_batch
 from hybridrt.runtime.step.recurrent_arrays import RecurrentArrays, set_recurrent
 
 _NO_READS = np.zeros(0, np.int32)

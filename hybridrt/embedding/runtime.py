@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from hybridrt.base.ambient import in_undisturbed
 from hybridrt.base.config_json import check_fields, integer
 from hybridrt.base.errors import BackendError, PoolError
 from hybridrt.base.forward_batch import ForwardBatch, SpecInfo
+from hybridrt.base.turns import in_undisturbed
 from hybridrt.embedding.batches import Batches
 from hybridrt.embedding.numbers import Array, Numbers, check_equal, check_on_device, check_within, host_integers
 from hybridrt.embedding.positions import StepRows

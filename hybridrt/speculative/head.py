@@ -22,8 +22,7 @@ from hybridrt.runtime.load.draft_needs import DraftRow, DraftTarget
 from hybridrt.runtime.replay.graph_runner import GraphRunner
 from hybridrt.runtime.run.launched_step import LaunchedStep
 from hybridrt.runtime.sampling.sampler import Accepted, used_parts
-from hybridrt.runtime.step.batch import make_batch
-from hybridrt.runtime.step.pack import PageEntries, PromptArrays, StagingRing
+from hybridrt.runtime.step.pack import PageEntries, PromptArrays, StagingRing, make_batch
 from hybridrt.runtime.step.plan import DecodeRow, DecodeRows, StepHandle
 
 AHEAD = 0  # no step has so many tokens

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridrt.kernels.core.chunk_plan import plan_chunks
 from hybridrt.kernels.core.records import BCNorms
-from hybridrt.kernels.dense.rms_norm import rms_norm
+from hybridrt.kernels.dense.norm_activation import rms_norm
 from hybridrt.kernels.mamba.mamba1_update import mamba1_update
 from hybridrt.kernels.mamba.selective_scan import selective_scan
 from tests.kernels.test_mamba2_slots import FAR, far_pool

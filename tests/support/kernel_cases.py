@@ -15,7 +15,7 @@ from benchmarks.common import mamba1_of, mamba2_of
 from hybridrt.base.config import ModelConfig
 from hybridrt.kernels.core.chunk_plan import plan_chunks
 from hybridrt.kernels.delta_rule.decode import split_qkv
-from hybridrt.kernels.mamba.mamba2_common import split_conv_channels
+from hybridrt.kernels.mamba.mamba2_scan import split_conv_channels
 from hybridrt.kernels.state.state_ring import RingFolds
 from hybridrt.kinds.base import StateShape
 from hybridrt.kinds.registry import linear_kind, state_shape

@@ -7,7 +7,7 @@ import torch
 
 from hybridrt.kernels.core.chunk_plan import ChunkPlan
 from hybridrt.kernels.sampling.sampling import Penalties
-from hybridrt.kernels.state.decode_metadata import DecodeBuffers
+from hybridrt.kernels.state.row_tables import DecodeBuffers
 from hybridrt.kernels.state.state_ring import RingFolds
 from tests.support.sm90_cases import Args, f32, flags, int32, meta
 

@@ -40,8 +40,7 @@ from hybridrt.engine.cache.host_fetches import LOOK_AHEAD, HostFetches
 from hybridrt.engine.cache.host_tier import HostTier
 from hybridrt.engine.cache.prefix_store import PrefixStore
 from hybridrt.engine.request.request_pages import RequestPages, matched_starts, no_pages
-from hybridrt.engine.request.row_columns import UNLIMITED, RowColumns
-from hybridrt.engine.request.sample_request import Request
+from hybridrt.engine.request.sample_request import UNLIMITED, Request, RowColumns
 from hybridrt.kernels.core.slots import NO_SLOT
 from hybridrt.mem_cache.pools.allocator import SlotAllocator
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan

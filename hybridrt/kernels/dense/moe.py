@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridrt.kernels.core.operation import By, operation
-from hybridrt.kernels.dense.activation import biased_swiglu, clamped_silu_and_mul, relu2, silu_and_mul
 from hybridrt.kernels.dense.linear import linear
+from hybridrt.kernels.dense.norm_activation import biased_swiglu, clamped_silu_and_mul, relu2, silu_and_mul
 
 
 class SoftmaxChoice(NamedTuple):

@@ -14,8 +14,8 @@ from torch import Tensor
 from hybridrt.kernels.core.operation import By, operation
 from hybridrt.kernels.core.records import NO_LIMIT, BCNorms, SSMInputs, SSMWeights, StateSlots
 from hybridrt.kernels.core.slots import advance_states, pad_mask
-from hybridrt.kernels.dense.rms_norm import rms_norm
-from hybridrt.kernels.mamba.mamba2_common import skip_and_gate, time_step
+from hybridrt.kernels.dense.norm_activation import rms_norm
+from hybridrt.kernels.mamba.mamba2_scan import skip_and_gate, time_step
 
 
 @operation(By("triton"))

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from hybridrt.kernels.core.operation import By, operation
 from hybridrt.kernels.core.records import FusedStep, SSMInputs, SSMWeights
-from hybridrt.kernels.mamba.mamba2_common import split_conv_channels
 from hybridrt.kernels.mamba.mamba2_replay import mamba2_replay
+from hybridrt.kernels.mamba.mamba2_scan import split_conv_channels
 from hybridrt.kernels.mamba.selective_state_update import selective_state_update
 from hybridrt.kernels.state.causal_conv1d import causal_conv1d_update
 from hybridrt.kernels.state.state_ring import check_step

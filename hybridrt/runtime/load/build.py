@@ -33,8 +33,8 @@ from hybridrt.models.registry import model_class
 from hybridrt.recurrent.backends import create_backend
 from hybridrt.runtime.load.draft_needs import draft_needs
 from hybridrt.runtime.load.target import RunTarget
+from hybridrt.runtime.sampling.sampler import prompt_logprob_bytes
 from hybridrt.runtime.step.pack_padded import DECODE_ROWS, PROMPT_ROWS
-from hybridrt.runtime.step.prompt_logprobs import prompt_logprob_bytes
 from hybridrt.runtime.step.sampling_table import SamplingTable
 
 DEFAULT_ROWS = {"cpu": 16, "cuda": 256}

@@ -42,7 +42,7 @@ from hybridrt.runtime.step.plan import (
     PageWrite,
     StepPlan,
 )
-from hybridrt.runtime.step.token_rules import make_rules
+from hybridrt.runtime.step.sampling_table import make_rules
 
 PROMPTS = (1, 15, 16, 100, 512)
 _SAVE = 16

@@ -14,7 +14,7 @@ from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kernels.core.packed import A, map_arrays
 from hybridrt.kernels.core.records import TokenInputs
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
-from hybridrt.runtime.step.batch import make_batch
+from hybridrt.runtime.step.pack import make_batch
 from hybridrt.runtime.step.plan import DecodeRows
 
 
@@ -57,7 +57,8 @@ class CPUDecode:
     def prepare(self, decode: DecodeRows) -> tuple[ForwardBatch, torch.Tensor]:
         """The prepared batch of a step without drafts, and its output indices [n] int32. The next
         step of as many rows overwrites both. The tables must contain the pages of all tokens."""
-        step = self._made.get(len(decode)) or self._make(len(decode))
+        n = len(decode.rows)
+        step = self._made.get(n) or self._make(n)
         columns, rows, computed = step.columns, decode.rows, decode.computed
         columns.positions[:], columns.rows[:], columns.output_indices[:] = computed, rows, decode.output_indices
         np.maximum(self._last_tokens[rows], 0, out=columns.input_ids)  # -1: the logits were not finite

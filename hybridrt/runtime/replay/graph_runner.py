@@ -6,6 +6,7 @@ closure tests the metadata of the graph.
 """
 
 import gc
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
@@ -24,8 +25,7 @@ from hybridrt.kernels.core.packed import arrays_of, map_arrays, pack_arrays, pac
 from hybridrt.kernels.core.records import TokenInputs
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
-from hybridrt.runtime.step.batch import fill_decode, make_batch
-from hybridrt.runtime.step.pack import StagingRing, StepArrays, pack_rows, spec_info_of
+from hybridrt.runtime.step.pack import StagingRing, StepArrays, fill_decode, make_batch, pack_rows, spec_info_of
 from hybridrt.runtime.step.plan import NO_INTEGERS, NO_ROWS, DecodeRow, DecodeRows, PageWrite
 
 POISON = -(2**30)  # out of the range of every index
@@ -206,7 +206,8 @@ class GraphRunner:
         self._staging = StagingRing(device)
         self._starts = torch.arange(self.max_bs + 1, dtype=torch.int32, device=device) * tokens
         self._view = backend.init_cuda_graph_state(self.max_bs, self.max_bs * tokens)
-        self._replays: dict[int, Callable[[], None]] = {}  # graphs by batch size, the smallest first
+        self._replays: dict[int, Callable[[], None]] = {}  # graphs by batch size
+        self._sizes: list[int] = []  # of these, the smallest first
         self._cached_views: dict[int, GraphRows] = {}
         self.captured_bytes = 0
 
@@ -223,11 +224,12 @@ class GraphRunner:
                 self._replays[bs] = self.recorder(self._bind(bs), bool(self._replays))
                 self.captured_bytes = free - free_device_bytes(self.model.device)
                 bar.set_postfix_str(f"{self.captured_bytes / 2**30:.2f} GiB")
-        self._replays = dict(sorted(self._replays.items()))
+        self._sizes = sorted(self._replays)
 
     def bucket(self, rows: int) -> int | None:
         """The smallest captured batch size that holds `rows`; None: the step runs eagerly."""
-        return next((size for size in self._replays if size >= rows), None)
+        at = bisect_left(self._sizes, rows)
+        return self._sizes[at] if at < len(self._sizes) else None
 
     def replay(self, decode: DecodeRows, new_pages: np.ndarray = NO_INTEGERS) -> torch.Tensor:
         """One step, in inference mode: one host-to-device copy, the backends' metadata, the graph.
@@ -239,7 +241,7 @@ class GraphRunner:
         Returns:
             [n * T, vocab] logits, a view that the next replay overwrites.
         """
-        n = len(decode)
+        n = len(decode.rows)
         bs = self.bucket(n)
         assert bs is not None, "bucket() says which batches have a graph"
         if self.poisoned:
@@ -253,7 +255,8 @@ class GraphRunner:
         return views.logits
 
     def _upload(self, decode: DecodeRows, new_pages: np.ndarray) -> None:
-        arrays = arrays_of(pack_rows(decode, self.tokens, self.forks, new_pages))
+        step = pack_rows(decode, self.tokens, self.forks, new_pages)
+        arrays = arrays_of(step) if self.tokens > 1 else step[:4]  # without drafts
         self._staging.copy_rows(self.buffers.packed, arrays, self.buffers.padding, self.buffers.starts)
 
     def _prepare(self, bs: int, num_real: int, lens: list[int] | None) -> None:

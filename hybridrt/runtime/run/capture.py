@@ -10,7 +10,7 @@ from hybridrt.runtime.load.build import keeps_prefixes, step_widths
 from hybridrt.runtime.load.draft_needs import DeviceDrafter, DraftTarget
 from hybridrt.runtime.replay.graph_runner import GraphRunner, Recorder, make_recorder
 from hybridrt.runtime.replay.prompt_graphs import PromptGraphs
-from hybridrt.runtime.step.batch import enter_tables
+from hybridrt.runtime.step.pack import enter_tables
 from hybridrt.runtime.step.sampling_table import SamplingTable
 
 logger = logging.getLogger(__name__)

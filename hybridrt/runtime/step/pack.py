@@ -1,4 +1,4 @@
-"""Packs a StepPlan into one record of int32 arrays, which goes to the device in one copy.
+"""Packs a StepPlan into one record of int32 arrays, copies it to the device, and makes a batch of it.
 
 The type is the same on host and device, for eager steps and graphs, which pad.
 """
@@ -10,8 +10,9 @@ from typing import Any, Generic, NamedTuple
 import numpy as np
 import torch
 
+from hybridrt.attention.base import AttentionBackend
 from hybridrt.base.device import PAST, Event, pinned_empty, record_event
-from hybridrt.base.forward_batch import SpecInfo
+from hybridrt.base.forward_batch import ForwardBatch, ForwardMode, SpecInfo
 from hybridrt.kernels.core.packed import (
     A,
     Record,
@@ -22,6 +23,10 @@ from hybridrt.kernels.core.packed import (
     packed_size,
     unpack,
 )
+from hybridrt.kernels.core.records import DecodeRowInputs, TokenInputs
+from hybridrt.kernels.state.decode_inputs import decode_inputs
+from hybridrt.mem_cache.pools.pools import Pools
+from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.runtime.step.plan import DecodeRows, PageWrite, StepPlan
 from hybridrt.runtime.step.recurrent_arrays import RecurrentArrays, recurrent_lists
 from hybridrt.runtime.step.sampling_table import SamplingArrays, SamplingTable
@@ -146,7 +151,7 @@ def pack_step(
         following: also pack the token after each prompt token, for a prediction head.
         chunk_sizes, at_chunks: arguments of `recurrent_lists`.
     """
-    none = np.full((len(plan.decode), groups), -1, np.int32)
+    none = np.full((len(plan.decode.rows), groups), -1, np.int32)
     step, tables = pack_rows(plan.decode, tokens, forks, none), pack_tables(plan)
     if not plan.extend:
         return StepArrays(step.rows, step.seq_lens, step.output_indices, none, step.drafts, None, tables, scored)
@@ -154,7 +159,7 @@ def pack_step(
     row, computed, new, indices, sample = int32_array(
         [(r.row, r.computed, len(r.tokens), r.output_index, r.sample) for r in plan.extend]
     ).T
-    sampling, decoded = sample.nonzero()[0], len(plan.decode) * tokens
+    sampling, decoded = sample.nonzero()[0], len(none) * tokens
     ends = decoded + np.cumsum(new, dtype=np.int32)
     starts = np.repeat(computed + new - ends, new)
     following_ids = _flat([[*r.tokens[1:], r.following] for r in plan.extend]) if following else None
@@ -323,3 +328,60 @@ class StagingRing:
         i = self._next
         self._events[i] = record_event(self.device, self._events[i])
         self._next = (i + 1) % len(self._pinned)
+
+
+def enter_tables(pools: Pools, sampling_table: SamplingTable, changes: TableChanges[torch.Tensor]) -> None:
+    """Applies admissions (and zeroes their state slots), page-table entries and page copies."""
+    table = pools.req_to_token
+    if (admissions := changes.admissions) is not None:
+        table.admit(admissions.rows, admissions.state_slots, admissions.phases)
+        sampling_table.enter_rows(admissions.rows.long(), admissions.sampling)
+    if (entries := changes.pages) is not None:
+        table.write_pages(entries.rows, entries.indices, entries.pages)
+    if (copies := changes.copies) is not None:
+        pools.kv.copy_pages(copies.sources.long(), copies.targets.long())
+
+
+def fill_decode(
+    inputs: TokenInputs,
+    arrays: StepArrays[torch.Tensor],
+    bs: int,
+    spec: SpecInfo | None,
+    last_tokens: torch.Tensor,
+    table: HybridReqToTokenPool,
+) -> None:
+    """Computes the inputs of the first `bs` rows, and what they see in `spec`."""
+    drafts = arrays.drafts
+    step = DecodeRowInputs(
+        arrays.rows[:bs], arrays.seq_lens[:bs], arrays.new_pages[:bs],
+        *(() if drafts is None else (drafts.tokens[:bs], drafts.counts[:bs])),
+    )  # fmt: skip
+    decode_inputs(inputs, step, last_tokens, table.tables, table.page_size)
+    if spec is not None and drafts is not None:
+        fill_relations(spec, drafts, bs, inputs.positions)
+
+
+def make_batch(
+    backend: AttentionBackend,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    inputs: TokenInputs,
+    num_decode_rows: int,
+    spec_info: SpecInfo | None,
+    num_real: int | None = None,
+    **of_the_host: Any,
+) -> ForwardBatch:
+    """A step, with the mode of its segments.
+
+    Args:
+        num_real: None: all rows are real.
+        of_the_host: other fields of ForwardBatch.
+    """
+    mode = ForwardMode.TARGET_VERIFY if spec_info else ForwardMode.DECODE
+    if num_decode_rows < len(rows):
+        mode = ForwardMode.MIXED if num_decode_rows else ForwardMode.EXTEND
+    return ForwardBatch(
+        mode, inputs.input_ids, inputs.positions, rows, seq_lens, query_start_loc, inputs.out_cache_loc,
+        len(rows) if num_real is None else num_real, num_decode_rows, backend, spec_info=spec_info, **of_the_host,
+    )  # fmt: skip
