@@ -27,19 +27,12 @@ from types import MappingProxyType
 
 import numpy as np
 
-from hybridrt.mem_cache.pools.page_demand import first_page
-from hybridrt.mem_cache.pools.page_sets import PageSets, no_sets
+from hybridrt.mem_cache.pools.page_groups import PageSets, first_page, no_sets
 from hybridrt.mem_cache.pools.slots import Slot
 from hybridrt.mem_cache.prefix_tree.prefix_cache import CacheEntries, Gone, PrefixMatch
-from hybridrt.mem_cache.prefix_tree.radix_node import (
-    Node,
-    StateKind,
-    in_common,
-    is_idle_leaf,
-    leaves_prompt,
-    left_answer,
-)
+from hybridrt.mem_cache.prefix_tree.radix_node import Node, StateKind, is_idle_leaf, leaves_prompt, left_answer
 from hybridrt.mem_cache.prefix_tree.state_worth import NewState, StateWorths
+from hybridrt.mem_cache.prefix_tree.texts import in_common
 
 # [n] bool: which of these pages [n] of a group no request has locked.
 Idle = Callable[[int, np.ndarray], np.ndarray]
