@@ -252,7 +252,7 @@ class CacheCoordinator:
             min(max(demand.whole(request.prefill_end) - end - len(kept), 0), count)
             for demand, end, kept, count in zip(self.pages.demands, pages.ends, pages.spare, passed)
         ]
-        if not request.shared and self.prefixes.wants(request, firsts):
+        if (request.saves or not request.shared) and self.prefixes.wants(request, firsts):
             self.prefixes.share(request, request.settled)
         gone = tuple([pages.leave(group, first) for group, first in enumerate(firsts)])
         used = [held.at(group.are_used(held)) for group, held in zip(self.pages.groups, gone)]

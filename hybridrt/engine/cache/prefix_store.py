@@ -155,8 +155,8 @@ class PrefixStore:
         return sorted(saves)
 
     def wants(self, request: Request, firsts: Sequence[int]) -> bool:
-        """Whether another prompt may need pages of a computed prompt before page `firsts` of each
-        group: those that the next token sees at a place where the prompt can be left.
+        """Whether another prompt may need computed pages before page `firsts` of each group: those
+        that the next token sees at a place where the text can be left.
         """
         if not self.keeps or not self._slots.total:
             return self.keeps
@@ -166,16 +166,19 @@ class PrefixStore:
         )
 
     def share(self, request: Request, length: int) -> None:
-        """Gives the whole pages and saved states of the first `length` tokens of a computed prompt
-        to the cache. They stay locked for the request.
+        """Gives the whole pages and saved states of the first `length` computed tokens to the
+        cache. They stay locked for the request.
         """
         if not self.keeps:
             return
-        if self._slots.total and length == request.prefill_end and not self._pages.has_windows:
+        if self._slots.total and length == request.prefill_end:
             self.answers.begin(request)
-        states = {place: slot for place, slot in request.saves.items() if place <= length}
+        # The step that leaves a state within the answer at `length` may not have been read yet.
+        answers = self.answers
+        states = {k: slot for k, slot in request.saves.items() if k < length + (slot not in answers)}
         taken, node = self._insert(request, request.ids[:length], states)
         self._pages.lock(taken.pages)
+        answers.forget(states.values())
         self._free_saves(request, states, taken)
         if node.parent is not None:
             before, request.prefix = request.prefix, replace(request.prefix, node=node)
