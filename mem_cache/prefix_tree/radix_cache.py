@@ -1,7 +1,7 @@
 """The prefix tree: a radix tree over tokens with the KV pages and recurrent states of prefixes.
 
 A node is a prefix: the tokens on the path from the root. Its edge holds the tokens since its
-parent. It owns the page sets (mem_cache/pools/page_sets.py) that become complete within its edge
+parent. It owns the page sets (mem_cache/pools/page_groups.py) that become complete within its edge
 and at most one recurrent state, that after its last token. Page i is complete once the tokens up
 to (i + 1) * page_size + lookahead are on the path: the KV of a prediction head depends on the next
 token too (lookahead 1). So a page depends only on tokens of its own path, and a node can be cut
