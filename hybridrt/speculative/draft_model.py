@@ -19,9 +19,8 @@ from hybridrt.base.config import EngineConfig
 from hybridrt.base.errors import ConfigError
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, PageGroup
-from hybridrt.mem_cache.pools.page_demand import PageDemand
-from hybridrt.mem_cache.pools.page_sets import in_every_group
-from hybridrt.mem_cache.prefix_tree.radix_node import in_common
+from hybridrt.mem_cache.pools.page_groups import PageDemand, in_every_group
+from hybridrt.mem_cache.prefix_tree.texts import in_common
 from hybridrt.runtime.load.build import (
     empty_model,
     graph_bytes,

@@ -10,7 +10,7 @@ from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.core.scheduler import ScheduledStep, Scheduler
 from hybridrt.engine.request.outputs import RequestMetrics
 from hybridrt.engine.request.sample_request import Request
-from hybridrt.mem_cache.pools.page_demand import PageDemand
+from hybridrt.mem_cache.pools.page_groups import PageDemand
 from hybridrt.runtime.step.plan import StepPlan, int32s
 from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest
 from tests.support.engine_harness import Rig, set_computed

@@ -13,7 +13,7 @@ from torch import Tensor
 from hybridrt.base.config import SpeculativeConfig
 from hybridrt.base.errors import MemoryBudgetError
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, PageGroup, UnitCosts, plan_memory
-from hybridrt.mem_cache.pools.page_demand import PageDemand
+from hybridrt.mem_cache.pools.page_groups import PageDemand
 from hybridrt.runtime.load.build import weight_bytes
 from hybridrt.runtime.sampling.sampler import prompt_logprob_bytes
 from hybridrt.speculative.draft_model import DraftModelDrafter

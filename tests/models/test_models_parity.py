@@ -14,7 +14,7 @@ from torch import Tensor
 from hybridrt.base.config import SpeculativeConfig
 from hybridrt.base.errors import ConfigError
 from hybridrt.layers import linear
-from hybridrt.mem_cache.pools.page_demand import PageDemand
+from hybridrt.mem_cache.pools.page_groups import PageDemand
 from hybridrt.models.config.read_config import read_model_config
 from tests.support.checkpoints import CASES, VOCAB, Checkpoint, CheckpointStore, has_replay
 from tests.support.levels import sweep

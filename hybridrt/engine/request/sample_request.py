@@ -12,9 +12,9 @@ from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.grammar.matcher import Matcher
 from hybridrt.engine.request.intake import PreparedPrompt
 from hybridrt.engine.request.outputs import Delta, DeltaQueue, FinishReason, RequestMetrics
-from hybridrt.engine.request.request_pages import RequestPages, no_pages
 from hybridrt.engine.text.tokenizer import Detokenizer, Tokenizer
 from hybridrt.kernels.sampling.token_rules import TokenRules
+from hybridrt.mem_cache.pools.page_groups import NO_PAGES, RequestPages
 from hybridrt.mem_cache.pools.slots import Slot
 from hybridrt.mem_cache.prefix_tree.prefix_cache import NO_MATCH, PrefixMatch
 from hybridrt.runtime.step.plan import TokenLogprobs, int32s
@@ -141,7 +141,7 @@ class Request:
     error: EngineError | None = None
     row: Slot | None = None
     state_slot: Slot | None = None
-    pages: RequestPages = field(default_factory=lambda: no_pages(0))
+    pages: RequestPages = NO_PAGES
     prefix: PrefixMatch = NO_MATCH
     saves: dict[int, Slot] = field(default_factory=dict)
     save_at: Sequence[int] = ()

@@ -23,7 +23,7 @@ from hybridrt.mem_cache.pools.host_plan import STAGED_BYTES, plan_host
 from hybridrt.mem_cache.pools.kv_pool import KVPool, page_bytes, page_windows
 from hybridrt.mem_cache.pools.mamba_pool import MambaPool, MambaPoolSpec
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, UnitCosts, plan_memory
-from hybridrt.mem_cache.pools.page_demand import PageDemand
+from hybridrt.mem_cache.pools.page_groups import PageDemand
 from hybridrt.mem_cache.pools.pools import Pools
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.models.base import CausalLM
