@@ -229,8 +229,8 @@ class SpeculativeConfig:
             token, "replay" keeps recent inputs and recomputes; "auto" picks replay for chains where
             kernels exist.
         speculative_attention_mode: which full-attention backend verifies: "prefill" or "decode".
-        topk: 1: each draft follows the one before it. More: drafts fork into so many at each place,
-            the likeliest ones (a draft tree).
+        topk: drafts at each place. With 1, each follows the one before it (a chain); with more, the
+            likeliest ones follow a token, and drafts fork (a draft tree).
     """
 
     method: str = "ngram"

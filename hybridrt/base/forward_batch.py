@@ -49,12 +49,13 @@ class SpecInfo:
         return self.predecessors[:n], self.mask[:n]
 
     def positions(self, places: torch.Tensor) -> torch.Tensor:
-        """Positions [B * T] of inputs in the KV slots of positions `places` [B * T]. An input's
-        position is the root's plus the number of other inputs that it sees."""
+        """Positions [n * T] of the inputs of the first n rows, which lie in the KV slots of positions
+        `places` [n * T]: the root's plus the number of other inputs that an input sees."""
         if self.mask is None:
             return places
         order = torch.arange(self.tokens_per_row, dtype=torch.int32, device=places.device)
-        return places + (self.mask.sum(-1, dtype=torch.int32) - 1 - order).view(-1)
+        mask = self.mask[: len(places) // self.tokens_per_row]
+        return places + (mask.sum(-1, dtype=torch.int32) - 1 - order).view(-1)
 
 
 class AttentionBackendLike(Protocol):

@@ -66,7 +66,8 @@ class DecodeSegment:
         return StateRing(*cache.ring, self.rows, self.buffers.ring_start, self.buffers.ring_length)
 
     def conv_windows(self, cache: LayerCache) -> IntermediateStates | None:
-        """Where conv inputs are written of tokens with predecessors. Others roll back by position."""
+        """Where the conv inputs up to each token are stored, if tokens have predecessors. Else None:
+        conv inputs roll back by position."""
         if self.predecessors is None:
             return None
         assert cache.intermediate_conv_window is not None, "the pool was made for drafts that fork"

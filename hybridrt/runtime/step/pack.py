@@ -4,7 +4,6 @@ The type is the same on host and device, for eager steps and graphs, which pad.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Generic, NamedTuple
 
 import numpy as np
@@ -254,10 +253,9 @@ def fill_relations(spec: SpecInfo, drafts: DraftArrays[torch.Tensor], bs: int, p
     are those of their KV slots before."""
     if spec.mask is None or drafts.ancestors is None:
         return
-    seen = replace(spec, mask=spec.mask[:bs])
-    nodes = torch.arange(spec.tokens_per_row, dtype=torch.int32, device=positions.device)
-    spec.mask[:bs] = (drafts.ancestors[:bs, :, None] >> nodes & 1).bool()
-    positions.copy_(seen.positions(positions))
+    inputs = torch.arange(spec.tokens_per_row, dtype=torch.int32, device=positions.device)
+    spec.mask[:bs] = (drafts.ancestors[:bs, :, None] >> inputs & 1).bool()
+    positions.copy_(spec.positions(positions))
 
 
 def _flat(parts: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
