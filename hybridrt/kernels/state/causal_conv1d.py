@@ -104,12 +104,12 @@ def causal_conv1d_update(
 ) -> Tensor:
     """Convolves T new tokens of each row: decode (T = 1) or verify (T > 1).
 
-    Tokens that follow each other write their raw inputs to the ring. With `predecessors` the taps follow these, and
-    the ring is not written.
+    Tokens that follow each other write their raw inputs to the ring. With `intermediate` the taps
+    follow its `predecessors`, and the window of each token is stored there, not in the ring.
 
     Args:
-        x: [B, T, C] raw inputs, token t at position start_positions + t; with `predecessors`, plus the number of them.
-        intermediate: buffers where, with `predecessors`, the window of each token is stored.
+        x: [B, T, C] raw inputs. Token t is at position start_positions + t; with predecessors, at
+            start_positions + the length of its path from the first token.
 
     Returns:
         [B, T, C] in x's dtype.
@@ -180,12 +180,12 @@ def _tap_sum(history: Tensor, weight: Tensor, bias: Tensor | None, tokens: int) 
 
 def _along_predecessors(history: Tensor, predecessors: Tensor, taps: int) -> Tensor:
     """Inputs [B, T, K, C] of each token, oldest first, from history = [window, tokens]."""
-    node = torch.arange(predecessors.shape[1], device=predecessors.device).expand(predecessors.shape)
-    path = [node]
+    token = torch.arange(predecessors.shape[1], device=predecessors.device).expand(predecessors.shape)
+    path = [token]
     for _ in range(taps - 1):
         # Token -1 is the committed one before the first, -2 the one before.
-        node = torch.where(node >= 0, predecessors.gather(1, node.clamp(min=0)), node - 1)
-        path.insert(0, node)
+        token = torch.where(token >= 0, predecessors.gather(1, token.clamp(min=0)), token - 1)
+        path.insert(0, token)
     index = torch.stack(path, dim=2) + taps - 1
     batch = torch.arange(len(history), device=history.device)[:, None, None]
     return history[batch, index]
