@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from hybridrt.kernels.core.records import NO_LIMIT, ConvWeights, SSMWeights
-from hybridrt.kernels.core.slots import neighbours
 from hybridrt.kernels.mamba.mamba2_decode import mamba2_decode
-from hybridrt.kernels.mamba.mamba2_decode_cpu import mamba2_in_place, pool_rows
+from hybridrt.kernels.mamba.mamba2_decode_cpu import mamba2_in_place, neighbours, pool_rows
 from hybridrt.kernels.state.row_tables import DecodeBuffers
 from hybridrt.mem_cache.pools.mamba_pool import LayerCache
 from hybridrt.recurrent import mamba2

@@ -42,24 +42,36 @@ class Doubling(nn.Module):
         self.inputs, self.calls = torch.ones(2), 0
         self.batch = ForwardBatch(ForwardMode.IDLE, *[self.inputs] * 6, 0, 0, None)  # type: ignore[arg-type]
 
-    def forward(self) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
         self.calls += 1
         return self.inputs * 2
 
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
 
 class Reading(Doubling):
-    """One that cannot be repeated."""
+    """Every other step cannot be repeated."""
 
-    def forward(self) -> torch.Tensor:
-        return self.inputs * self.inputs[0].item()
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        doubled = super().forward(batch)
+        return doubled if self.calls % 2 else doubled * self.inputs[0].item()
+
+
+class Mixing(Doubling):
+    """A layer of attention, then a recurrent one."""
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        run = batch.attn_backend.run
+        return run("mixer", batch, run("attention", batch, AttentionInputs(self.inputs)))
 
 
 class Sum:
     """A method of a layer, which is no module."""
 
 
-def run(kept: Recordings, key: int | None, step: Doubling) -> torch.Tensor:
-    return kept.run(key, step.batch, step)
+def run(kept: Recordings, slot: int | None, step: Doubling) -> torch.Tensor:
+    return kept.run(slot, step.batch)
 
 
 def answers(path: Path, mode: str, cuda_graph: bool) -> list[list[int]]:
@@ -153,10 +165,10 @@ def test_keys_are_kept_in_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of steps that cannot be repeated too."""
     monkeypatch.setattr(recordings, "MOST_KEPT", 3)
     monkeypatch.setattr(recordings, "RECORDS_AFTER", 1)
-    steps = Doubling(), Reading()
-    kept = Recordings(steps[0], True)
-    for i, key in enumerate(range(1, 9)):
-        run(kept, key, steps[i % 2])
+    step = Reading()
+    kept = Recordings(step, True)
+    for key in range(1, 9):
+        run(kept, key, step)
     assert [recording is None for recording in kept._kept.values()] == [True, False, True]
     assert list(kept._kept) == [6, 7, 8]
 
@@ -197,15 +209,10 @@ def test_attention_is_called_again() -> None:
             seen.append(layer)
             return inputs.q * float(len(seen)) if layer == "attention" else inputs * 2
 
-    step = Doubling()
+    step = Mixing()
     step.batch.attn_backend = Backend()  # type: ignore[assignment]
-
-    def both() -> torch.Tensor:
-        run = step.batch.attn_backend.run
-        return run("mixer", step.batch, run("attention", step.batch, AttentionInputs(step.inputs)))
-
     kept = Recordings(step, True)
-    results = [kept.run(1, step.batch, both).tolist() for _ in range(RECORDS_AFTER + 2)]
+    results = [run(kept, 1, step).tolist() for _ in range(RECORDS_AFTER + 2)]
     assert seen == ["attention", "mixer"] * RECORDS_AFTER + ["attention"] * 2
     calls = [2 * i + 1 for i in range(RECORDS_AFTER)]
     assert results == [[2.0 * n] * 2 for n in (*calls, calls[-1] + 2, calls[-1] + 3)]

@@ -327,7 +327,7 @@ class CacheCoordinator:
         a fetch.
         """
         plan.moves = list(self.donations)
-        if plan.decode and self.prefixes.answers.pass_step(plan.decode):
+        if len(plan.decode.rows) and self.prefixes.answers.pass_step(plan.decode):
             plan.moves += self.prefixes.answers.leave(plan.decode, rows, self.prefixes.slot_within)
         if self.prefixes.tier is not None:
             self.prefixes.tier.seal(plan)

@@ -23,22 +23,6 @@ def pad_mask(slots: Tensor, ndim: int) -> Tensor:
     return (slots < 0).view(-1, *[1] * (ndim - 1))
 
 
-def neighbours(slots: Tensor) -> tuple[slice, Tensor | None] | None:
-    """CPU slots [B] as a slice of the pool, without a copy, if they are consecutive in any order.
-
-    Also returns the row of each entry, [B] int64; None if they are in order. Returns None otherwise
-    or with padding, and on a GPU, where looking would wait for the device.
-    """
-    if slots.device.type != "cpu":
-        return None
-    numbers = slots.tolist()
-    first, end = min(numbers), min(numbers) + len(numbers)
-    in_order = list(range(first, end))
-    if first < 0 or sorted(numbers) != in_order:
-        return None
-    return slice(first, end), None if numbers == in_order else slots.argsort()
-
-
 def read_rows(pool: Tensor, slots: Tensor) -> Tensor:
     """Copy of pool[slots] [B, ...]; padding rows get the scratch row 0."""
     return pool.index_select(0, slots.clamp(min=0))

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridrt.kernels.core.records import NO_LIMIT, ConvWeights, SSMWeights
-from hybridrt.kernels.core.slots import neighbours
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,22 @@ def pool_rows(slots: Tensor, start_positions: Tensor) -> PoolRows | None:
     run, order = found
     positions = start_positions if order is None else start_positions.index_select(0, order)
     return PoolRows(run, order, RingColumns(positions), min(positions.tolist()))
+
+
+def neighbours(slots: Tensor) -> tuple[slice, Tensor | None] | None:
+    """CPU slots [B] as a slice of the pool, without a copy, if they are consecutive in any order.
+
+    Also returns the row of each entry, [B] int64; None if they are in order. Returns None otherwise
+    or with padding, and on a GPU, where looking would wait for the device.
+    """
+    if slots.device.type != "cpu":
+        return None
+    numbers = slots.tolist()
+    first, end = min(numbers), min(numbers) + len(numbers)
+    in_order = list(range(first, end))
+    if first < 0 or sorted(numbers) != in_order:
+        return None
+    return slice(first, end), None if numbers == in_order else slots.argsort()
 
 
 def mamba2_in_place(

@@ -72,7 +72,7 @@ class CPUDecode:
     def recorded_slot(self, decode: DecodeRows) -> int | None:
         """The state slot of a step's only row, once its conv rings are full; else None. Steps of
         the same slot do the same to the same tensors, except for softmax attention."""
-        if len(decode) != 1 or decode.computed[0] < self._ring_width:
+        if len(decode.rows) != 1 or decode.computed[0] < self._ring_width:
             return None
         return int(self._state_slots[decode.rows[0]])
 

@@ -11,7 +11,6 @@ that is not this package's, which may call libraries that PyTorch does not see, 
 
 import logging
 import os
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch.nn.modules import module as modules
 from hybridrt.attention.base import AttentionBackend, AttentionInputs
 from hybridrt.base.forward_batch import AttentionBackendLike, ForwardBatch
 from hybridrt.kernels.core.providers import ENVIRONMENT_VARIABLE
+from hybridrt.models.base import CausalLM
 from hybridrt.runtime.replay.recording import Recording, missing
 
 logger = logging.getLogger(__name__)
@@ -38,13 +38,15 @@ class Recordings:
     called.
 
     Args:
+        model: computes the steps.
         on: False records nothing.
 
     Attributes:
         problems: why steps cannot be repeated, each reason once; they run without a recording.
     """
 
-    def __init__(self, model: nn.Module, on: bool) -> None:
+    def __init__(self, model: CausalLM, on: bool) -> None:
+        self._model = model
         self.problems: set[str] = set()
         if on and (problem := missing() or _unknown_part(model)) is not None:
             self._tell(problem)
@@ -55,17 +57,18 @@ class Recordings:
         own = [hooks for m in model.modules() for hooks in (m._forward_pre_hooks, m._forward_hooks)]
         self._hooks = [*own, modules._global_forward_pre_hooks, modules._global_forward_hooks]
 
-    def run(self, state_slot: int | None, batch: ForwardBatch, step: Callable[[], Tensor]) -> Tensor:
-        """step(), or its repetition. Steps of the same `state_slot`, except None, are the same
-        operations on the same tensors, except for softmax attention."""
+    def run(self, state_slot: int | None, batch: ForwardBatch) -> Tensor:
+        """Logits of a prepared step, by the model or by a repetition. Steps of the same
+        `state_slot`, except None, are the same operations on the same tensors, except for softmax
+        attention."""
         kept = self._kept.get(state_slot) if state_slot is not None else None
         if kept is not None and not any(self._hooks):
             recording, result = kept
             recording.repeat()
             return result
         if state_slot is None or not self._is_time(state_slot):
-            return step()
-        return self._record(state_slot, batch, step)
+            return self._model.logits(self._model(batch))
+        return self._record(state_slot, batch)
 
     def _is_time(self, state_slot: int) -> bool:
         if not self._on or state_slot in self._kept or any(self._hooks):
@@ -74,12 +77,12 @@ class Recordings:
         self._last = state_slot
         return self._times >= RECORDS_AFTER
 
-    def _record(self, state_slot: int, batch: ForwardBatch, step: Callable[[], Tensor]) -> Tensor:
+    def _record(self, state_slot: int, batch: ForwardBatch) -> Tensor:
         recording, backend = Recording(MOST_BYTES), batch.attn_backend
         batch.attn_backend = _AttentionAgain(backend, recording)
         try:
             with recording:
-                result = step()
+                result = self._model.logits(self._model(batch))
         finally:
             batch.attn_backend = backend
         problem = recording.problem

@@ -210,8 +210,7 @@ class StepRunner:
         if plan.admissions or plan.page_writes or plan.page_copies:
             self._enter_tables(plan)
         batch, indices = steps.prepare(plan.decode)
-        state_slot = steps.recorded_slot(plan.decode)
-        logits = self.recordings.run(state_slot, batch, lambda: self.model.logits(self.model(batch)))
+        logits = self.recordings.run(steps.recorded_slot(plan.decode), batch)
         self.backend.commit(batch)
         on_host = plan.decode.rows, plan.decode.output_indices
         step.add_part(self, ForwardPart(SampledLines(batch.req_pool_indices, indices, on_host, logits)))
