@@ -27,9 +27,9 @@ import torch
 
 from benchmarks.common import environment, save, settle
 from hybridrt import LLM, SamplingParams, SpeculativeConfig
-from hybridrt.base.interrupts import Interrupts
+from hybridrt.base.turns import Interrupts
 from hybridrt.engine.cache.answer_states import MOST
-from hybridrt.mem_cache.pools.page_sets import PageSets
+from hybridrt.mem_cache.pools.page_groups import PageSets
 from hybridrt.mem_cache.pools.slots import Slot, keys_of
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_node import StateKind

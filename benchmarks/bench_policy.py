@@ -23,7 +23,7 @@ from benchmarks.traces import TRACES, Item, Shape
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.core.engine import Engine
 from hybridrt.engine.request.intake import EngineLimits
-from hybridrt.mem_cache.pools.page_demand import PageDemand
+from hybridrt.mem_cache.pools.page_groups import PageDemand
 from hybridrt.runtime.step.plan import StepHandle, StepPlan, StepResult
 
 VOCAB, PAGE_SIZE, NUM_PAGES, LONGEST = 50_000, 16, 2**17, 2**20

@@ -24,7 +24,7 @@ from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.core.chunk_budget import ItlTarget
 from hybridrt.engine.core.engine import Engine
 from hybridrt.engine.request.intake import EngineLimits
-from hybridrt.mem_cache.pools.page_demand import PageDemand
+from hybridrt.mem_cache.pools.page_groups import PageDemand
 from hybridrt.runtime.replay.graph_runner import buckets
 from hybridrt.runtime.step.pack_padded import DECODE_ROWS, PROMPT_TOKENS, Bucket, StateSaves, make_buckets
 from hybridrt.runtime.step.plan import StepHandle, StepPlan, StepResult

@@ -139,7 +139,7 @@ def test_the_walk_finds_every_kind_of_import(tmp_path: Path) -> None:
     assert (
         rank("hybridrt.engine.api.llm")
         > rank("hybridrt.models.loading.loader")
-        > rank("hybridrt.kernels.attention.rotary")
+        > rank("hybridrt.kernels.attention.paged_attention")
     )
 
 
@@ -186,9 +186,9 @@ def test_bare_imports_of_models_are_a_lint_error(tmp_path: Path) -> None:
 SHAPES = ("shape", "shapes", "sizes", "temporal")
 # No records either: arrays, lists, and the arguments that the contract's hooks pass on.
 BY_POSITION = {
-    "hybridrt/attention/base.py (q, k, v, save, rope)",
+    "hybridrt/attention/paged.py (q, k, v, save, rope)",
     "hybridrt/base/files_safetensors.py (dtype, shape, offsets)",
-    "hybridrt/engine/request/row_columns.py "
+    "hybridrt/engine/request/sample_request.py "
     "(self.computed, self.output_index, self.prefill_end, self.max_output, self.capacity)",
     "hybridrt/recurrent/mamba1.py (_, b, c)",
     "hybridrt/runtime/replay/cpu_decode.py (*inputs, rows, seq_lens, output_indices)",

@@ -229,7 +229,8 @@ class SpeculativeConfig:
             token, "replay" keeps recent inputs and recomputes; "auto" picks replay for chains where
             kernels exist.
         speculative_attention_mode: which full-attention backend verifies: "prefill" or "decode".
-        topk: drafts per tree level; 1 is a chain.
+        topk: drafts at each place. With 1, each follows the one before it (a chain); with more, the
+            likeliest ones follow a token, and drafts fork (a draft tree).
     """
 
     method: str = "ngram"
@@ -251,7 +252,12 @@ class SpeculativeConfig:
                 f'method "{self.method}" takes no draft_model; with method="draft" a smaller model drafts'
             )
         if self.topk > 1 and self.state_mode == "replay":
-            raise ConfigError('topk > 1 makes a tree, and state_mode="replay" verifies chains: use "intermediate"')
+            raise ConfigError('topk > 1 needs state_mode="intermediate": "replay" keeps no state after each draft')
+
+    @property
+    def forks(self) -> bool:
+        """Whether more than one draft may follow a token."""
+        return self.topk > 1
 
     @property
     def num_verify_tokens(self) -> int:

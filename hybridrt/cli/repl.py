@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 
 from hybridrt.base.errors import HybridrtError, RequestError, is_text
-from hybridrt.base.interrupts import Interrupts
+from hybridrt.base.turns import Interrupts
 from hybridrt.cli.conversation import ChatModel, Message, Piece, Totals, load, save
 from hybridrt.cli.line_reader import LineReader
 

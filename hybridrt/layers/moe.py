@@ -15,11 +15,18 @@ from hybridrt.kernels.dense.moe import (
     router_sigmoid_grouped,
     router_softmax,
 )
-from hybridrt.layers.linear import ColumnLinear, Segment, Summands
-from hybridrt.layers.methods import DenseMethod, ExpertPart, experts_method
-from hybridrt.layers.mlp import MLP
+from hybridrt.layers.linear import MLP, ColumnLinear, DenseMethod, Segment, Summands, experts_method
 from hybridrt.layers.norm import RMSNorm
-from hybridrt.layers.weights import Build, CheckpointTarget, TensorPart, Transform, parameter, sharded, whole
+from hybridrt.layers.weights import (
+    Build,
+    CheckpointTarget,
+    ExpertPart,
+    TensorPart,
+    Transform,
+    parameter,
+    sharded,
+    whole,
+)
 
 SHARED_WEIGHT = 0.5  # sigmoid(0), of shared experts without a gate
 

@@ -1,13 +1,24 @@
-"""How checkpoint tensors fill parameters: a key has one target, which fills named pieces once."""
+"""How checkpoint tensors fill parameters, and the interface of methods that store and multiply them.
 
-from collections.abc import Callable
+A key has one target, which fills named pieces once. A method owns its parameters and names the
+checkpoint tensors that fill them.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import nn
 
 from hybridrt.base.errors import CheckpointError
 from hybridrt.collectives.groups import TPGroup
+from hybridrt.kernels.dense.skinny_linear import Activation
+
+if TYPE_CHECKING:
+    from hybridrt.layers.norm import RMSNorm
 
 
 @dataclass(frozen=True)
@@ -16,7 +27,7 @@ class Build:
 
     Attributes:
         scheme: (layer name, segment name or "experts") -> name of the weight's method
-            (hybridrt.layers.methods).
+            (hybridrt.layers.linear).
     """
 
     tp: TPGroup
@@ -110,3 +121,123 @@ def whole(name: str, dest: torch.Tensor, select: Transform = unchanged, scale: f
 def sharded(tp: TPGroup, name: str, dest: torch.Tensor, select: Transform = unchanged) -> CheckpointTarget:
     """This rank's shard of `select(tensor)`, along its first dimension."""
     return whole(name, dest, lambda t: tp.shard(select(t), 0))
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of a checkpoint matrix that fills a segment.
+
+    Attributes:
+        name: prefix of piece names, unique in the model.
+        dim: the weight's segments are rows (0, outputs) or columns (1, inputs).
+        start, size: place of the segment in the weight, along `dim`.
+        select: takes a checkpoint tensor with the matrix's rows (columns) at `dim` to this rank's.
+        scale: multiplier of the matrix. The method chooses the numbers to multiply.
+    """
+
+    name: str
+    dim: int
+    start: int
+    size: int
+    select: Transform
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class ExpertPart:
+    """`matrix` of experts `first` to `first + count`; of "up" the rows `start` to `start + size`.
+
+    Attributes:
+        select: takes the checkpoint's matrix to this rank's [count, ...], as in the stack.
+        scale: multiplier.
+    """
+
+    name: str
+    matrix: Literal["up", "down"]
+    first: int
+    count: int
+    start: int
+    size: int
+    select: Transform
+    scale: float = 1.0
+
+
+class Method:
+    """Owns parameters as attributes. Its layer registers them under their names."""
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, nn.Parameter)}
+
+
+class ExpertsMethod(Method, ABC):
+    """A stack of experts: up [E, rows, in], down [E, in, size].
+
+    Args:
+        count: E. rows: rows of up: `size`, or twice as many, with the gate first.
+    """
+
+    @abstractmethod
+    def __init__(self, count: int, rows: int, in_features: int, size: int, build: Build) -> None: ...
+
+    @abstractmethod
+    def targets(self, key: str, part: ExpertPart) -> CheckpointMap:
+        """Targets of the tensors under `key` (`key`.weight, scales, ...)."""
+
+    @abstractmethod
+    def apply(
+        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *, activation: Literal["silu", "relu2"],
+        limit: float | None = None, alpha: float | None = None,
+        biases: tuple[torch.Tensor, torch.Tensor | None] | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """[T, in] to this rank's part of [T, in]. weights, ids [T, k] as in `fused_experts`, the
+        others as in ExpertStack; biases of up and down. Without that of down another rank adds
+        it."""
+
+
+class LinearMethod(Method, ABC):
+    """A weight [out, in] and its products. Products that a method does not fuse have defaults.
+
+    Attributes:
+        experts: class for stacks of experts, or None.
+        merges_inputs: one weight may hold several matrices along the input. False if a scale serves
+            a whole row, because each matrix has its own.
+        adds_from: tokens from which to add a residual of x's dtype in the product (`apply_onto`).
+    """
+
+    experts: ClassVar[type[ExpertsMethod] | None] = None
+    merges_inputs: ClassVar[bool] = False
+    adds_from: ClassVar[float] = inf
+
+    @abstractmethod
+    def __init__(self, out_features: int, in_features: int, build: Build) -> None: ...
+
+    @abstractmethod
+    def targets(self, key: str, parts: Sequence[Part]) -> CheckpointMap:
+        """Targets of the tensors under `key` (`key`.weight, scales, ...)."""
+
+    @abstractmethod
+    def apply(
+        self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None = None,
+        tail: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """act(x W^T + b), [T, in]; the last columns of x may be in `tail`."""
+
+    def apply_into(self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """x W^T + b into `out` [T, out], maybe columns of a wider tensor."""
+        out.copy_(self.apply(x, bias))
+
+    def apply_onto(self, residual: torch.Tensor, x: torch.Tensor, tail: torch.Tensor | None = None) -> torch.Tensor:
+        """x W^T + residual, written to `residual`."""
+        return residual.add_(self.apply(x, None, tail=tail))
+
+    def apply_normed(
+        self, norm: "RMSNorm", x: torch.Tensor, residual: torch.Tensor | None, bias: torch.Tensor | None,
+        activation: Activation | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """(act(norm(x + residual) W^T + b), x + residual), without a residual as in `norm`."""
+        h, residual = norm(x, residual)
+        return self.apply(h, bias, activation), residual
+
+    def apply_each(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Products [T, out / n] of n inputs [T, in] with n equal parts of the rows."""
+        return [self.apply(x, None).chunk(len(inputs), -1)[i] for i, x in enumerate(inputs)]

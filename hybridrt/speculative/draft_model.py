@@ -19,9 +19,8 @@ from hybridrt.base.config import EngineConfig
 from hybridrt.base.errors import ConfigError
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, PageGroup
-from hybridrt.mem_cache.pools.page_demand import PageDemand
-from hybridrt.mem_cache.pools.page_sets import in_every_group
-from hybridrt.mem_cache.prefix_tree.radix_node import in_common
+from hybridrt.mem_cache.pools.page_groups import PageDemand, in_every_group
+from hybridrt.mem_cache.prefix_tree.texts import in_common
 from hybridrt.runtime.load.build import (
     empty_model,
     graph_bytes,
@@ -48,9 +47,9 @@ from hybridrt.runtime.step.plan import (
     StepPlan,
 )
 from hybridrt.runtime.step.sampling_table import SamplingTable
-from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest, num_tokens, tokens_between
+from hybridrt.speculative.draft import Draft, with_others
+from hybridrt.speculative.drafter import Drafter, DraftRequest, num_tokens, tokens_between
 from hybridrt.speculative.method import DraftMethod
-from hybridrt.speculative.tree import with_siblings
 
 LATE_TOKENS = 512  # last tokens of a cached prompt without a row
 
@@ -68,7 +67,7 @@ class _Tenant:
     computed: int = 0
     admitted: bool = False
     chain: list[int] = field(default_factory=list)  # tokens of the current proposal
-    siblings: list[list[int]] = field(default_factory=list)
+    others: list[list[int]] = field(default_factory=list)
 
     @property
     def held(self) -> int:
@@ -167,7 +166,7 @@ class DraftModelDrafter(Drafter):
             launched.append((self.runner.launch(plan), going))
         for handle, drawing in launched:
             self._read(handle, drawing)
-        return [with_siblings(tenant.chain, tenant.siblings, n) for tenant, n in zip(tenants, max_drafts)]
+        return [with_others(tenant.chain, tenant.others, n) for tenant, n in zip(tenants, max_drafts)]
 
     def _read(self, step: StepHandle, tenants: Sequence[_Tenant]) -> None:
         """Appends a token to each tenant's chain, and other likely tokens."""
@@ -175,7 +174,7 @@ class DraftModelDrafter(Drafter):
         for tenant, (token,), logprobs in zip(tenants, result.tokens, result.logprobs, strict=True):
             likely = [t for t in logprobs[0] if t != token] if logprobs else []
             tenant.chain.append(max(token, 0))  # -1: the logits are not finite
-            tenant.siblings.append(likely[: self._topk - 1])
+            tenant.others.append(likely[: self._topk - 1])
 
     def _start(self, tenants: Sequence[_Tenant]) -> list[_Launched]:
         """Moves the states to the known tokens, and draws the first drafts."""
@@ -212,7 +211,7 @@ class DraftModelDrafter(Drafter):
         """Uses chunks of few rows; a row's last chunk gives its first draft."""
         launched = list[_Launched]()
         for tenant in tenants:
-            tenant.chain, tenant.siblings = [], []
+            tenant.chain, tenant.others = [], []
         # A step with more rows than a graph has takes ten times as long.
         most = PROMPT_ROWS if self.runner.prompt_graphs else len(tenants)
         while waiting := [t for t in tenants if t.computed < num_tokens(t.request)]:

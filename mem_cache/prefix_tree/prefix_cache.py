@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hybridrt.mem_cache.pools.page_sets import GroupPages, PageSets, no_sets, pages_of
+from hybridrt.mem_cache.pools.page_groups import GroupPages, PageSets, no_sets, pages_of
 from hybridrt.mem_cache.pools.slots import Slot
 
 

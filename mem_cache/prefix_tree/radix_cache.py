@@ -1,7 +1,7 @@
 """The prefix tree: a radix tree over tokens with the KV pages and recurrent states of prefixes.
 
 A node is a prefix: the tokens on the path from the root. Its edge holds the tokens since its
-parent. It owns the page sets (mem_cache/pools/page_sets.py) that become complete within its edge
+parent. It owns the page sets (mem_cache/pools/page_groups.py) that become complete within its edge
 and at most one recurrent state, that after its last token. Page i is complete once the tokens up
 to (i + 1) * page_size + lookahead are on the path: the KV of a prediction head depends on the next
 token too (lookahead 1). So a page depends only on tokens of its own path, and a node can be cut
@@ -27,19 +27,12 @@ from types import MappingProxyType
 
 import numpy as np
 
-from hybridrt.mem_cache.pools.page_demand import first_page
-from hybridrt.mem_cache.pools.page_sets import PageSets, no_sets
+from hybridrt.mem_cache.pools.page_groups import PageSets, first_page, no_sets
 from hybridrt.mem_cache.pools.slots import Slot
 from hybridrt.mem_cache.prefix_tree.prefix_cache import CacheEntries, Gone, PrefixMatch
-from hybridrt.mem_cache.prefix_tree.radix_node import (
-    Node,
-    StateKind,
-    in_common,
-    is_idle_leaf,
-    leaves_prompt,
-    left_answer,
-)
+from hybridrt.mem_cache.prefix_tree.radix_node import Node, StateKind, is_idle_leaf, leaves_prompt, left_answer
 from hybridrt.mem_cache.prefix_tree.state_worth import NewState, StateWorths
+from hybridrt.mem_cache.prefix_tree.texts import in_common
 
 # [n] bool: which of these pages [n] of a group no request has locked.
 Idle = Callable[[int, np.ndarray], np.ndarray]

@@ -6,7 +6,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from hybridrt.mem_cache.pools.page_sets import PageSets
+from hybridrt.mem_cache.pools.page_groups import PageSets
 from hybridrt.mem_cache.pools.slots import Slot
 
 
@@ -120,13 +120,6 @@ class Node:
         below.start, below.parent, below.first = self.start, self.parent, self.first
         self.parent.children[self.first], self.parent = below, None
         return below
-
-
-def in_common(a: np.ndarray, b: np.ndarray) -> int:
-    n = min(len(a), len(b))
-    differ = a[:n] != b[:n]
-    first = int(differ.argmax()) if n else 0
-    return first if n and differ[first] else n
 
 
 def left_answer(node: Node, known: int, asked: int) -> int:

@@ -38,7 +38,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hybridrt.mem_cache.prefix_tree.radix_node import Node, StateKind, has_idle_state
-from hybridrt.mem_cache.prefix_tree.waiting_texts import WaitingTexts
+from hybridrt.mem_cache.prefix_tree.texts import WaitingTexts
 
 AWAITED = 2.0**40  # above the worth of other states, and small enough for fractions of a token
 RECENT = 32  # matches and insertions of the tree: about eight requests

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from hybridrt.engine.cache import answer_states
 from hybridrt.engine.cache.answer_states import AT_ONCE, MOST
 from hybridrt.engine.cache.host_tier import HostTier
-from hybridrt.mem_cache.pools.page_allocators import PageAllocators
-from hybridrt.mem_cache.pools.page_sets import no_sets
+from hybridrt.mem_cache.pools.page_groups import PageAllocators, no_sets
 from hybridrt.mem_cache.pools.slots import Slot
 from hybridrt.mem_cache.pools.state_moves import StateMove, When
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache

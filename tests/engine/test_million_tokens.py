@@ -13,7 +13,7 @@ from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.core.chunk_budget import ItlTarget
 from hybridrt.engine.core.engine import Engine
 from hybridrt.engine.request.intake import EngineLimits
-from hybridrt.mem_cache.pools.page_demand import PageDemand
+from hybridrt.mem_cache.pools.page_groups import PageDemand
 from hybridrt.runtime.step.plan import StepHandle, StepPlan
 from tests.support.checkpoints import falcon, mamba2, write
 from tests.support.tiny import write_tiny

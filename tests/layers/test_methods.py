@@ -14,11 +14,10 @@ from torch import Tensor
 from hybridrt.base import plugins
 from hybridrt.base.errors import BackendError, CheckpointError
 from hybridrt.collectives.groups import TPGroup
-from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment
-from hybridrt.layers.methods import DenseMethod, LinearMethod, MixedMethod, linear_method
+from hybridrt.layers.linear import ColumnLinear, DenseMethod, MixedMethod, RowLinear, Segment, linear_method
 from hybridrt.layers.moe import Experts
 from hybridrt.layers.norm import RMSNorm
-from hybridrt.layers.weights import Build, CheckpointMap
+from hybridrt.layers.weights import Build, CheckpointMap, LinearMethod
 from hybridrt.runtime.load import build as runtime_build
 from tests.support.checkpoints import CheckpointStore
 from tests.support.outside_method import ScaledInt8, build_with, quantised

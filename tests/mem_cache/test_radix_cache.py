@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrt.mem_cache.pools.page_sets import no_sets, pages_of
+from hybridrt.mem_cache.pools.page_groups import no_sets, pages_of
 from hybridrt.mem_cache.pools.slots import Slot
 from hybridrt.mem_cache.prefix_tree import radix_cache
 from hybridrt.mem_cache.prefix_tree.prefix_cache import CacheEntries, PrefixMatch

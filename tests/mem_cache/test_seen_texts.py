@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from hybridrt.mem_cache.prefix_tree import seen_texts
-from hybridrt.mem_cache.prefix_tree.seen_texts import BLOCK, SeenTexts
+from hybridrt.mem_cache.prefix_tree import texts
+from hybridrt.mem_cache.prefix_tree.texts import BLOCK, SeenTexts
 
 
 def test_beginnings_in_whole_blocks() -> None:
@@ -18,8 +18,8 @@ def test_beginnings_in_whole_blocks() -> None:
 
 
 def test_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seen_texts, "MAX_BLOCKS", 3)
-    seen, texts = SeenTexts(), [np.full(2 * BLOCK, i, np.int32) for i in range(2)]
-    for text in texts:
+    monkeypatch.setattr(texts, "MAX_BLOCKS", 3)
+    seen, two = SeenTexts(), [np.full(2 * BLOCK, i, np.int32) for i in range(2)]
+    for text in two:
         seen.note(text, "")
-    assert [seen.length(text, "") for text in texts] == [0, 2 * BLOCK]
+    assert [seen.length(text, "") for text in two] == [0, 2 * BLOCK]

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from hybridrt.mem_cache.prefix_tree.waiting_texts import NEAREST, WaitingTexts
+from hybridrt.mem_cache.prefix_tree.texts import NEAREST, WaitingTexts
 
 
 def array(*tokens: int) -> np.ndarray:

@@ -144,7 +144,7 @@ def test_padding_goes_to_no_expert(
         routed.append(ids)
         return fused_experts(x, experts, weights, ids)
 
-    monkeypatch.setattr("hybridrt.layers.methods.fused_experts", noted)
+    monkeypatch.setattr("hybridrt.layers.linear.fused_experts", noted)
     rows = [Row(row, lengths[row], [10 + row] * tokens) for row in (5, 2, 4)]
     logits = graphs.replay(inputs_of(rows, tokens))
     assert graphs.bucket(3) == 4 and routed

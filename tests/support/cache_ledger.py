@@ -5,10 +5,8 @@ from collections import Counter
 import numpy as np
 
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
-from hybridrt.mem_cache.pools.allocator import SlotAllocator
-from hybridrt.mem_cache.pools.page_allocators import PageAllocators
-from hybridrt.mem_cache.pools.page_sets import no_sets, pages_of
-from hybridrt.mem_cache.pools.slots import Slot, Slots
+from hybridrt.mem_cache.pools.page_groups import PageAllocators, no_sets, pages_of
+from hybridrt.mem_cache.pools.slots import Slot, SlotAllocator, Slots
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_node import Node
 

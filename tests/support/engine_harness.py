@@ -9,7 +9,7 @@ from hybridrt.engine.core.engine import Engine
 from hybridrt.engine.request.intake import EngineLimits
 from hybridrt.engine.request.outputs import Delta
 from hybridrt.engine.request.sample_request import Request
-from hybridrt.mem_cache.pools.page_demand import PageDemand
+from hybridrt.mem_cache.pools.page_groups import PageDemand
 from tests.support.cache_ledger import check_cache
 from tests.support.mock_drafter import MockDrafter
 from tests.support.mock_executor import MockExecutor, Windows, tokens_alone

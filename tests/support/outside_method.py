@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from hybridrt.kernels.dense.skinny_linear import Activation
-from hybridrt.layers.methods import ACTIVATIONS, LinearMethod, Part, side_by_side
-from hybridrt.layers.weights import Build, CheckpointMap, Piece
+from hybridrt.layers.linear import ACTIVATIONS, side_by_side
+from hybridrt.layers.weights import Build, CheckpointMap, LinearMethod, Part, Piece
 
 
 class ScaledInt8(LinearMethod):

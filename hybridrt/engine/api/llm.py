@@ -11,13 +11,12 @@ import numpy as np
 from tqdm.auto import tqdm
 from tqdm.notebook import tqdm_notebook
 
-from hybridrt.base.ambient import undisturbed
 from hybridrt.base.config import EngineConfig, SpeculativeConfig
 from hybridrt.base.errors import EngineError, SessionError
 from hybridrt.base.errors_foreign import CALLS, ENGINE, LLM_ATTRIBUTES, knows_names, no_attribute, refuse
 from hybridrt.base.files import as_path
-from hybridrt.base.interrupts import Interrupts
 from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.base.turns import Interrupts, undisturbed
 from hybridrt.chat.chat import Chat
 from hybridrt.chat.conversation import ChatOptions, Conversation, read_conversation
 from hybridrt.engine.api.chats import (
@@ -35,10 +34,8 @@ from hybridrt.engine.api.sampling_defaults import default_sampling_params
 from hybridrt.engine.cache.cache_dump import write_dump
 from hybridrt.engine.cache.session_file import Session
 from hybridrt.engine.core.engine import Engine
-from hybridrt.engine.request.delta_queue import DeltaQueue
-from hybridrt.engine.request.intake import PreparedPrompt
-from hybridrt.engine.request.outputs import Delta, RequestOutput, whole_output
-from hybridrt.engine.text.prompts import Prompt, text_or_ids
+from hybridrt.engine.request.intake import PreparedPrompt, Prompt, text_or_ids
+from hybridrt.engine.request.outputs import Delta, DeltaQueue, RequestOutput, whole_output
 from hybridrt.engine.text.tokenizer import load_tokenizer
 from hybridrt.models.config.read_config import read_model_config
 from hybridrt.parallel.tensor_parallel import TensorParallelExecutor, check_world
@@ -169,8 +166,8 @@ class LLM:
         for name in unknown:
             refuse("generate", name, CALLS, ("prompts", "sampling_params"))
         params = self.default_sampling_params if sampling_params is None else sampling_params
-        batch = self.engine.intake.prepare_all(prompts, params)
         engine, queue = self.engine, DeltaQueue()
+        batch = engine.intake.prepare_all(prompts, params)
         total = sum(prepared.params.n for prepared in batch)
         ended: dict[tuple[str, int], Delta] = {}
         hidden = len(batch) < 2 or not _shows_bars()
@@ -180,12 +177,15 @@ class LLM:
                     ids = [engine.submit(prepared, stream=False, queue=queue) for prepared in batch]
                 while len(ended) < total:
                     with engine.turns:
-                        if not queue:
+                        if not queue.moved:
                             engine.run_step()
                         deltas = queue.take_deltas()
-                    _raise_error(deltas)
-                    ended.update({(delta.request_id, delta.index): delta for delta in deltas})
-                    interrupts.raise_if_interrupted()
+                    for delta in deltas:
+                        if delta.error is not None:
+                            raise delta.error
+                        ended[delta.request_id, delta.index] = delta
+                    if interrupts.waiting:
+                        interrupts.raise_if_interrupted()
                     bar.update(len(deltas))
                 return [
                     whole_output(request_id, prepared.tokens, prepared.params.n, ended)
@@ -390,7 +390,7 @@ class LLM:
                 engine.submit(prepared, queue=queue)
             while running:
                 with engine.turns:
-                    if not queue:
+                    if not queue.moved:
                         self.engine.run_step()
                     deltas = queue.take_deltas()
                     running -= sum(delta.finish_reason is not None for delta in deltas)

@@ -16,8 +16,7 @@ from itertools import islice
 
 import numpy as np
 
-from hybridrt.engine.request.row_columns import UNLIMITED
-from hybridrt.engine.request.sample_request import Request
+from hybridrt.engine.request.sample_request import UNLIMITED, Request
 from hybridrt.mem_cache.pools.slots import Slot
 from hybridrt.mem_cache.pools.state_moves import StateMove, When
 from hybridrt.runtime.step.plan import DecodeRows

@@ -39,15 +39,20 @@ from hybridrt.base.errors import MemoryBudgetError, PoolError
 from hybridrt.engine.cache.host_fetches import LOOK_AHEAD, HostFetches
 from hybridrt.engine.cache.host_tier import HostTier
 from hybridrt.engine.cache.prefix_store import PrefixStore
-from hybridrt.engine.request.request_pages import RequestPages, matched_starts, no_pages
-from hybridrt.engine.request.row_columns import UNLIMITED, RowColumns
-from hybridrt.engine.request.sample_request import Request
+from hybridrt.engine.request.sample_request import UNLIMITED, Request, RowColumns
 from hybridrt.kernels.core.slots import NO_SLOT
-from hybridrt.mem_cache.pools.allocator import SlotAllocator
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
-from hybridrt.mem_cache.pools.page_allocators import PageAllocators
-from hybridrt.mem_cache.pools.page_demand import PageDemand
-from hybridrt.mem_cache.pools.page_sets import GroupPages, no_sets, page_numbers
+from hybridrt.mem_cache.pools.page_groups import (
+    NO_PAGES,
+    GroupPages,
+    PageAllocators,
+    PageDemand,
+    RequestPages,
+    matched_starts,
+    no_sets,
+    page_numbers,
+)
+from hybridrt.mem_cache.pools.slots import SlotAllocator
 from hybridrt.mem_cache.pools.state_moves import StateMove, When
 from hybridrt.mem_cache.prefix_tree.prefix_cache import NO_MATCH, PrefixMatch
 from hybridrt.mem_cache.prefix_tree.radix_drop import drop
@@ -209,7 +214,7 @@ class CacheCoordinator:
         how many of them have pages: fewer only if launched steps still read pages that the window
         will release. Lends others if `settle` found too few.
         """
-        if not self.pages.groups:
+        if not self.pages.has_windows:  # admission has lent all
             return num_tokens
         pages, need = request.pages, self._lacking(request, num_tokens)
         lent = [end - start + len(kept) for start, end, kept in zip(pages.starts, pages.ends, pages.spare)]
@@ -288,7 +293,7 @@ class CacheCoordinator:
             self.slots.free([request.state_slot])
         self.rows.free([request.row])
         request.row = request.state_slot = request.columns = None
-        request.pages = no_pages(len(self.pages))
+        request.pages = NO_PAGES
         request.settled = request.prefill_end = 0
         self._num_releases += 1
 
@@ -322,7 +327,7 @@ class CacheCoordinator:
         a fetch.
         """
         plan.moves = list(self.donations)
-        if plan.decode and self.prefixes.answers.pass_step(plan.decode):
+        if len(plan.decode.rows) and self.prefixes.answers.pass_step(plan.decode):
             plan.moves += self.prefixes.answers.leave(plan.decode, rows, self.prefixes.slot_within)
         if self.prefixes.tier is not None:
             self.prefixes.tier.seal(plan)
@@ -350,7 +355,7 @@ class CacheCoordinator:
         """
         for request in requests:
             request.row = request.state_slot = request.columns = None
-            request.pages, request.prefix, request.saves = no_pages(len(self.pages)), NO_MATCH, {}
+            request.pages, request.prefix, request.saves = NO_PAGES, NO_MATCH, {}
         self.donations.clear()
         self.prefixes.answers.clear()
         self.prefixes.tree.clear()

@@ -9,7 +9,7 @@ import numpy as np
 from hybridrt.engine.cache.host_tier import HostTier
 from hybridrt.engine.cache.prefix_store import PrefixStore
 from hybridrt.engine.request.sample_request import Request
-from hybridrt.mem_cache.pools.page_sets import GroupPages, PageSets, no_sets, pages_of
+from hybridrt.mem_cache.pools.page_groups import GroupPages, PageSets, no_sets, pages_of
 from hybridrt.mem_cache.pools.slots import Slot
 from hybridrt.mem_cache.prefix_tree.prefix_cache import PrefixMatch
 from hybridrt.mem_cache.prefix_tree.state_worth import NewState

@@ -5,10 +5,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from hybridrt.mem_cache.pools.allocator import SlotAllocator
-from hybridrt.mem_cache.pools.page_allocators import PageAllocators
-from hybridrt.mem_cache.pools.page_sets import GroupPages, PageSets, no_sets, pages_of
-from hybridrt.mem_cache.pools.slots import Slot, Slots
+from hybridrt.mem_cache.pools.page_groups import GroupPages, PageAllocators, PageSets, no_sets, pages_of
+from hybridrt.mem_cache.pools.slots import Slot, SlotAllocator, Slots
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_drop import drop
 from hybridrt.runtime.step.plan import HostCopy, HostState, StepPlan

@@ -9,15 +9,13 @@ import numpy as np
 from hybridrt.engine.cache.answer_states import MOST, AnswerStates
 from hybridrt.engine.cache.host_tier import HostTier
 from hybridrt.engine.request.sample_request import Request
-from hybridrt.mem_cache.pools.allocator import SlotAllocator
-from hybridrt.mem_cache.pools.page_allocators import PageAllocators
-from hybridrt.mem_cache.pools.page_sets import GroupPages, PageSets, no_sets, pages_of
-from hybridrt.mem_cache.pools.slots import Slot
+from hybridrt.mem_cache.pools.page_groups import GroupPages, PageAllocators, PageSets, no_sets, pages_of
+from hybridrt.mem_cache.pools.slots import Slot, SlotAllocator
 from hybridrt.mem_cache.prefix_tree.prefix_cache import NO_MATCH, CacheCounts, CacheEntries, PrefixMatch
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_node import Node, StateKind
-from hybridrt.mem_cache.prefix_tree.seen_texts import SeenTexts
 from hybridrt.mem_cache.prefix_tree.state_worth import NewState
+from hybridrt.mem_cache.prefix_tree.texts import SeenTexts
 
 GRID = 16
 MAX_SAVES = 3
@@ -233,8 +231,9 @@ class PrefixStore:
         few.
         """
         short, lacking = self._pages.shortages(pages), max(slots - self._slots.num_free, 0)
-        if any(short) or lacking:
-            self.evict(short, lacking)
+        if not any(short) and not lacking:
+            return True
+        self.evict(short, lacking)
         return not any(self._pages.shortages(pages)) and slots <= self._slots.num_free
 
     def take_room(self, pages: Sequence[int], num_states: int) -> tuple[GroupPages, Sequence[Slot]] | None:

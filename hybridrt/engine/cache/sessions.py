@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from hybridrt.base.errors import SessionError
+from hybridrt.base.turns import Change, Turns
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.cache.session_file import MAX_TENSORS, CachedPrefix, Session, SessionReader, write_session
 from hybridrt.engine.cache.session_key import session_key
-from hybridrt.engine.request.turns import Change, Turns
-from hybridrt.mem_cache.pools.page_sets import GroupPages, PageSets, no_sets, pages_of
+from hybridrt.mem_cache.pools.page_groups import GroupPages, PageSets, no_sets, pages_of
 from hybridrt.parallel.tensor_parallel import TensorParallelExecutor
 from hybridrt.runtime.load.state_identity import Identity, state_identity
 from hybridrt.runtime.run.model_runner import ModelRunner

@@ -10,6 +10,7 @@ from itertools import count
 from hybridrt.base.config import EngineConfig
 from hybridrt.base.errors import EngineError, RequestError
 from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.base.turns import Change, Turns, weakly
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.cache.cache_dump import CacheDump, cache_dump
 from hybridrt.engine.cache.sessions import Sessions
@@ -20,12 +21,9 @@ from hybridrt.engine.core.prefill_source import PrefillSource
 from hybridrt.engine.core.samples import Samples
 from hybridrt.engine.core.scheduler import ScheduledStep, Scheduler
 from hybridrt.engine.grammar.grammar_compiler import GrammarCompiler
-from hybridrt.engine.request.delta_queue import Abandonment, DeltaQueue
-from hybridrt.engine.request.intake import EngineLimits, Intake, PreparedPrompt, check_arrived, check_submission
-from hybridrt.engine.request.outputs import Delta, EngineCounters
+from hybridrt.engine.request.intake import EngineLimits, Intake, PreparedPrompt, Prompt, check_arrived, check_submission
+from hybridrt.engine.request.outputs import Abandonment, Delta, DeltaQueue, EngineCounters
 from hybridrt.engine.request.sample_request import Request, derive_seed, new_samples
-from hybridrt.engine.request.turns import Change, Turns, weakly
-from hybridrt.engine.text.prompts import Prompt
 from hybridrt.engine.text.tokenizer import Tokenizer
 from hybridrt.mem_cache.prefix_tree.prefix_cache import PrefixMatch
 from hybridrt.parallel.tensor_parallel import TensorParallelExecutor
@@ -96,7 +94,7 @@ class Engine:
         self._deltas = DeltaQueue()
         self._abandoned = Abandonment()
         self._change = Change(weakly(self._recover))
-        self.turns = Turns(self._change.begin)
+        self.turns = Turns(self._change)
         self.sessions = Sessions(executor, coordinator, self.turns, self._change, weakly(self._sample_last))
 
     @classmethod
@@ -167,10 +165,9 @@ class Engine:
         check_submission(prepared, request_id, export_to, export_from)
         with self.turns.now:
             if request_id is None:
-                request_id = next(
-                    n for i in count(self._num_requests) if not self._samples.samples_of_request(n := f"request-{i}")
-                )
-            if self._samples.samples_of_request(request_id):
+                names = (f"request-{i}" for i in count(self._num_requests))
+                request_id = next(name for name in names if name not in self._samples)
+            elif request_id in self._samples:
                 raise RequestError(f"request id {request_id!r} is in use; pass another one, or None to get one")
             seed = derive_seed(self._seed, self._num_requests) if prepared.params.seed is None else prepared.params.seed
             samples = new_samples(request_id, prepared, seed, self._arrivals, self.intake.tokenizer)
@@ -220,8 +217,10 @@ class Engine:
                 pool leaked entries. Or another thread uses the engine.
         """
         with self.turns.now:
-            self._end_abandoned()
-            self._sample_last()  # an interrupt may have prevented it
+            if self._abandoned.notes:
+                self._end_abandoned()
+            if self._launched:
+                self._sample_last()  # an interrupt may have prevented it
             if self.prefill_source is not None:
                 self.prefill_source.advance()
             with self._change:
@@ -238,7 +237,8 @@ class Engine:
                     time.sleep(0.0002)  # main memory is busy
                     return
                 raise EngineError(f"nothing can be scheduled and nothing runs: {self.counters()}; abort the requests")
-            self._sample_last()
+            if scheduled is not None and scheduled.plan.constrained:
+                self._sample_last()
             if len(self._launched) > (self._max_in_flight if scheduled is not None else 0):
                 self._consume()
 
@@ -250,8 +250,10 @@ class Engine:
     def finish_launched(self) -> None:
         """Waits for every launched step; the next `step` or `drain` returns their deltas."""
         with self.turns.now:
-            self._end_abandoned()
-            self._sample_last()
+            if self._abandoned.notes:
+                self._end_abandoned()
+            if self._launched:
+                self._sample_last()
             while self._launched:
                 self._consume()
 
@@ -297,7 +299,7 @@ class Engine:
 
     def has_unfinished(self) -> bool:
         """True while `step` has something to do: requests, launched steps, or deltas not read."""
-        return bool(self._samples or self._launched or self._deltas)
+        return bool(self._samples or self._launched or self._deltas.moved)
 
     def device_is_busy(self) -> bool:
         """True until the last launched step has ended. False if it samples nothing: its end is
@@ -343,8 +345,7 @@ class Engine:
         return True
 
     def _end_abandoned(self) -> None:
-        if self._abandoned:
-            self._end(self._abandoned.take_abandoned(self._samples.all()), self._samples.abort)
+        self._end(self._abandoned.take_abandoned(self._samples.all()), self._samples.abort)
 
     def _recover(self) -> None:
         """Ends all requests: after a broken change, ledgers may contradict each other."""

@@ -35,6 +35,10 @@ class Samples:
     def __bool__(self) -> bool:
         return bool(self._samples)
 
+    def __contains__(self, request_id: str) -> bool:
+        """Whether a request is unfinished."""
+        return request_id in self._samples
+
     def samples_of_request(self, request_id: str) -> list[Request]:
         """Unfinished samples of a request; empty if it is unknown. RequestError for an invalid id."""
         check_name(request_id)

@@ -3,18 +3,18 @@
 from bisect import insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
+from itertools import compress, repeat
 
 import numpy as np
 
 from hybridrt.base.errors import EngineError
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.core.chunk_budget import ChunkBudget, ItlTarget
-from hybridrt.engine.request.row_columns import RowColumns
-from hybridrt.engine.request.sample_request import Request
+from hybridrt.engine.request.sample_request import Request, RowColumns
 from hybridrt.kernels.core.slots import OWN_SLOT
 from hybridrt.runtime.step.plan import DecodeRows, ExtendRow, StateCopy, StepPlan, StepResult, int32s
-from hybridrt.speculative.drafter import NO_DRAFT, Draft, Drafter
+from hybridrt.speculative.draft import NO_DRAFT, Draft, draft_columns
+from hybridrt.speculative.drafter import Drafter
 
 
 @dataclass(slots=True)
@@ -23,13 +23,15 @@ class ScheduledStep:
 
     Attributes:
         rows: each request and how many tokens it may gain (drafts + 1; 1 on a last chunk; 0 on
-            other chunks), in the plan's order: decode rows, then extend rows.
+            other chunks), in the plan's order: decode rows, then extend rows. `most`: the sum of
+            these tokens.
         launched: when, by the clock of the scheduler's ItlTarget.
         late: the device finished before the host read the result, so its duration is unknown.
     """
 
     plan: StepPlan = field(default_factory=StepPlan)
     rows: list[tuple[Request, int]] = field(default_factory=list)
+    most: int = 0
     launched: float = 0.0
     late: bool = False
 
@@ -37,7 +39,7 @@ class ScheduledStep:
         """Raises EngineError if the result has a wrong number of rows, a row gained more than its
         limit, or an unfinished request gained no token.
         """
-        rows = [(request, max_new) for request, max_new in self.rows if max_new]
+        rows = [row for row in self.rows if row[1]] if self.plan.extend else self.rows  # every decode row samples
         if not len(rows) == len(result.tokens) == len(result.logprobs):
             raise EngineError(
                 f"{len(rows)} rows sampled; the result has {len(result.tokens)} lists of tokens and "
@@ -155,11 +157,11 @@ class Scheduler:
         if self._target is not None:
             self._target.ended(step.plan, step.launched, sum(gained), step.late)
         decode, extend = step.plan.decode, step.plan.extend
-        lost = [max_new - tokens for (_, max_new), tokens in zip(step.rows, gained, strict=True)]
-        if any(lost):
+        if sum(gained) < step.most:
+            lost = [max_new - tokens for (_, max_new), tokens in zip(step.rows, gained, strict=True)]
             rows = np.array([*decode.rows.tolist(), *(row.row for row in extend)], np.int64)
             self._coordinator.columns.take_back(rows, int32s(lost))
-        computed = [*gained[: len(decode)], *(len(row.tokens) for row in extend)]
+        computed = [*gained[: len(decode.rows)], *(len(row.tokens) for row in extend)] if extend else gained
         for (request, _), new in zip(step.rows, computed, strict=True):
             request.in_flight -= 1
             if request.restarting and request.finish_reason is None:
@@ -252,7 +254,7 @@ class Scheduler:
         self, step: ScheduledStep, requests: list[Request], rows: np.ndarray, columns: RowColumns
     ) -> None:
         """Adds requests that have or get a page. All must be able to decode."""
-        drafts = self._propose(requests, columns)
+        drafts = [] if self._drafter is None else self._propose(requests, columns)
         ends = columns.computed + int32s([len(draft.tokens) for draft in drafts]) if drafts else columns.computed
         short = (ends >= columns.capacity).nonzero()[0].tolist()
         if short:
@@ -261,22 +263,23 @@ class Scheduler:
             drafts = [drafts[i] for i in found] if drafts else []
         columns_of_rows = rows.astype(np.int32), columns.computed, columns.output_index
         if drafts:
-            tokens, parents = [d.tokens for d in drafts], [d.parents for d in drafts]
-            step.plan.decode = DecodeRows.with_drafts(*columns_of_rows, tokens, parents)
+            step.plan.decode = DecodeRows.with_drafts(*columns_of_rows, *draft_columns(drafts))
             for request, draft in zip(requests, drafts, strict=True):
                 request.metrics.proposed += len(draft)
+            gains = step.plan.decode.num_drafts + 1
+            self._coordinator.columns.advance(rows, columns, gains)
+            step.rows = list(zip(requests, gains.tolist(), strict=True))
         else:
             step.plan.decode = DecodeRows(*columns_of_rows, np.zeros(len(rows), np.int32))
-        gains = step.plan.decode.num_drafts + 1
-        self._coordinator.columns.advance(rows, columns, gains)
-        step.rows = list(zip(requests, gains.tolist(), strict=True))
+            self._coordinator.columns.advance(rows, columns, 1)
+            step.rows = list(zip(requests, repeat(1)))
+        step.most = len(rows) + len(step.plan.decode.drafts)
 
     def _propose(self, requests: Sequence[Request], columns: RowColumns) -> list[Draft]:
         """Returns empty drafts while tokens are pending; [] if all are empty. No draft goes past
         the end of its request: the state would serve no other request.
         """
-        if self._drafter is None:
-            return []
+        assert self._drafter is not None
         known = (_pending(requests, columns) == 0).nonzero()[0]
         max_drafts, asked = columns.max_output - columns.output_index - 1, [requests[i] for i in known.tolist()]
         if not asked:
@@ -328,7 +331,7 @@ class Scheduler:
         return victim
 
     def _budget(self, decode: DecodeRows) -> ChunkBudget:
-        tokens = max(self._chunk - len(decode) - len(decode.drafts), (self._chunk + 1) // 2)
+        tokens = max(self._chunk - len(decode.rows) - len(decode.drafts), (self._chunk + 1) // 2)
         if self._target is None:
             return ChunkBudget(tokens)
         since = self.waiting[0].metrics.arrival_time if self.waiting else None
@@ -388,6 +391,7 @@ class Scheduler:
             ExtendRow(row, start, tokens[start:end], len(request.output), last, following, read_state_slot, saves)
         )
         step.rows.append((request, int(last)))
+        step.most += last
         if last and request.export_to is not None:
             room = request.export_to
             step.plan.exports.append(StateCopy(row, end, room.start, len(room), request.export_from))

@@ -1,8 +1,10 @@
-"""Results for callers of an engine: deltas, whole outputs, and counters."""
+"""Results for callers of an engine: deltas and their queues, whole outputs, and counters."""
 
-from collections.abc import Mapping
+import weakref
+from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, Protocol, TypeVar
 
 import msgspec
 
@@ -118,7 +120,8 @@ class EngineCounters(TokenCounters):
 
     def count_launch(self, plan: StepPlan) -> None:
         self.steps += 1
-        self.prompt_tokens += sum(len(row.tokens) for row in plan.extend)
+        for row in plan.extend:
+            self.prompt_tokens += len(row.tokens)
         self.proposed += len(plan.decode.drafts)
 
     def count_folds(self, folds: int) -> None:
@@ -241,3 +244,72 @@ def _sample(prompt: list[int], scores: list[dict[int, float] | None] | None, del
         prompt_logprobs=scores,
         stop_reason=delta.stop_reason,
     )
+
+
+class DeltaSource(Protocol):
+    """A sample with deltas for a reader. `queue`: the reader's, None without one."""
+
+    queue: "weakref.ref[DeltaQueue] | None"
+
+    def delta(self) -> Delta:
+        """What it has gained since the last call."""
+
+
+S = TypeVar("S", bound=DeltaSource)
+
+
+class DeltaQueue:
+    """Samples with news for one reader. A delta is built when it is read: a slow reader gets the
+    gains of several steps in one, and waiting costs nothing.
+
+    Use it within the engine's turns (`with engine.turns:`) if several threads share the engine.
+
+    Args:
+        arrays: keep log-probabilities of prompts as arrays (`Delta.prompt_scores`): the reader does
+            the slow conversion to dictionaries.
+
+    Attributes:
+        moved: the samples, in the order of their first gain. Empty while there are none.
+    """
+
+    def __init__(self, *, arrays: bool = False) -> None:
+        self._arrays = arrays
+        self.moved: dict[DeltaSource, None] = {}
+
+    def put(self, request: DeltaSource) -> None:
+        self.moved[request] = None
+
+    def take_deltas(self) -> list[Delta]:
+        """One delta for each sample that has gained something since the last call, or has ended."""
+        moved, self.moved = self.moved, {}
+        deltas = list[Delta]()
+        for sample in moved:
+            deltas.append(delta := sample.delta())
+            if not self._arrays:
+                delta.spell_out()
+        return deltas
+
+
+class Abandonment:
+    """Notes queues that were abandoned or collected: their requests are to end.
+
+    Attributes:
+        notes: empty while there are none.
+    """
+
+    def __init__(self) -> None:
+        self.notes: deque[weakref.ref[DeltaQueue]] = deque()
+
+    def watch(self, queue: DeltaQueue) -> "weakref.ref[DeltaQueue]":
+        """The reference that a request keeps. When the queue goes, in any thread, C code alone
+        leaves the note: no interrupt can come between.
+        """
+        return weakref.ref(queue, self.notes.append)
+
+    def note(self, queue: DeltaQueue) -> None:
+        """Any thread may call this at any time."""
+        self.notes.append(weakref.ref(queue))
+
+    def take_abandoned(self, requests: Iterable[S]) -> list[S]:
+        gone = [None, *(self.notes.popleft()() for _ in range(len(self.notes)))]
+        return [r for r in requests if r.queue is not None and r.queue() in gone]

@@ -1,4 +1,4 @@
-"""Host state of one sample of a request."""
+"""Host state of one sample of a request, and columns over the rows of all running ones."""
 
 import time
 import weakref
@@ -10,19 +10,62 @@ import numpy as np
 from hybridrt.base.errors import EngineError, NoTokenLeftError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.grammar.matcher import Matcher
-from hybridrt.engine.request.delta_queue import DeltaQueue
 from hybridrt.engine.request.intake import PreparedPrompt
-from hybridrt.engine.request.outputs import Delta, FinishReason, RequestMetrics
-from hybridrt.engine.request.request_pages import RequestPages, no_pages
-from hybridrt.engine.request.row_columns import RowColumns
-from hybridrt.engine.text.detokenizer import Detokenizer
-from hybridrt.engine.text.tokenizer import Tokenizer
+from hybridrt.engine.request.outputs import Delta, DeltaQueue, FinishReason, RequestMetrics
+from hybridrt.engine.text.tokenizer import Detokenizer, Tokenizer
 from hybridrt.kernels.sampling.token_rules import TokenRules
+from hybridrt.mem_cache.pools.page_groups import NO_PAGES, RequestPages
 from hybridrt.mem_cache.pools.slots import Slot
 from hybridrt.mem_cache.prefix_tree.prefix_cache import NO_MATCH, PrefixMatch
 from hybridrt.runtime.step.plan import TokenLogprobs, int32s
-from hybridrt.runtime.step.token_rules import any_allowed
+from hybridrt.runtime.step.sampling_table import any_allowed
 from hybridrt.runtime.step.token_scores import TokenScores
+
+UNLIMITED = 2**31 - 1
+
+
+class RowColumns:
+    """Columns of int32 by request row. Entries are valid while a request holds the row.
+
+    Steps are launched before earlier results are read: `computed` and `output_index` are upper
+    bounds that hold once every launched step has run. If a verify step gains fewer tokens, its
+    result lowers both.
+
+    Args:
+        table: [5, R + 1], one row for each column.
+
+    Attributes:
+        computed: tokens with KV and state.
+        output_index: number of sampled tokens, including those the host has not read.
+        prefill_end: tokens to compute before decoding starts.
+        max_output: output tokens at which the request ends.
+        capacity: tokens that the lent KV pages hold; UNLIMITED in a model without attention.
+    """
+
+    def __init__(self, table: np.ndarray) -> None:
+        self.table = table
+        self.computed, self.output_index, self.prefill_end, self.max_output, self.capacity = table
+
+    @classmethod
+    def allocate(cls, num_rows: int) -> "RowColumns":
+        return cls(np.zeros((5, num_rows + 1), np.int32))
+
+    def select_rows(self, rows: Sequence[int] | np.ndarray) -> "RowColumns":
+        """Copies the entries of rows [n] (int64), in their order."""
+        return RowColumns(self.table.take(rows, axis=1))
+
+    def advance(self, rows: np.ndarray, before: "RowColumns", tokens: np.ndarray | int) -> None:
+        """A launched decode step computes and samples `tokens` ([n]) of each of rows [n] (int64).
+        `before`: their entries so far.
+        """
+        self.computed[rows] = before.computed + tokens
+        self.output_index[rows] = before.output_index + tokens
+
+    def take_back(self, rows: np.ndarray, tokens: np.ndarray) -> None:
+        """A step has gained `tokens` [n] fewer tokens for rows [n] than it could."""
+        self.computed[rows] -= tokens
+        self.output_index[rows] -= tokens
+
 
 NOT_FINITE = (
     "the model's logits are not finite (NaN or infinity): its weights are damaged, or its numbers leave the range of "
@@ -53,6 +96,7 @@ class Request:
         told: tokens that are in deltas already.
         decoded: tokens that the detokenizer has read.
         queue: its reader's queue, while there is one.
+        prompt_ids: `prompt` as [n] int32, one array for all samples.
         row, state_slot, pages, prefix: lent by the cache coordinator; see there.
         saves: slots with states of its prompt, by the number of tokens, and then of its answer
             (hybridrt.engine.cache.answer_states); save_at: where its prompt leaves such states.
@@ -79,6 +123,7 @@ class Request:
     index: int
     arrival: int
     prompt: list[int]
+    prompt_ids: np.ndarray
     params: SamplingParams
     seed: int
     max_len: int
@@ -96,7 +141,7 @@ class Request:
     error: EngineError | None = None
     row: Slot | None = None
     state_slot: Slot | None = None
-    pages: RequestPages = field(default_factory=lambda: no_pages(0))
+    pages: RequestPages = NO_PAGES
     prefix: PrefixMatch = NO_MATCH
     saves: dict[int, Slot] = field(default_factory=dict)
     save_at: Sequence[int] = ()
@@ -117,7 +162,6 @@ class Request:
     told: int = 0
     decoded: int = 0
     queue: weakref.ref[DeltaQueue] | None = None
-    _prompt_ids: np.ndarray | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -126,14 +170,8 @@ class Request:
 
     @property
     def ids(self) -> np.ndarray:
-        """`tokens` as [n] int32. The prompt's part is made once."""
+        """`tokens` as [n] int32."""
         return np.concatenate((self.prompt_ids, int32s(self.output))) if self.output else self.prompt_ids
-
-    @property
-    def prompt_ids(self) -> np.ndarray:
-        if self._prompt_ids is None:
-            self._prompt_ids = int32s(self.prompt) if self.leader is None else self.leader.prompt_ids
-        return self._prompt_ids
 
     @property
     def reads_cache(self) -> bool:
@@ -260,7 +298,7 @@ def new_samples(
     request_id: str, prepared: PreparedPrompt, seed: int, arrivals: Iterator[int], tokenizer: Tokenizer | None
 ) -> list[Request]:
     """The `n` samples of a prompt. Only the first gets the log-probabilities of the prompt."""
-    tokens, params = prepared.tokens, prepared.params
+    tokens, params, ids = prepared.tokens, prepared.params, np.array(prepared.tokens, np.int32)
     others = params if params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
     samples = [
         Request(
@@ -268,6 +306,7 @@ def new_samples(
             index=index,
             arrival=next(arrivals),
             prompt=tokens,
+            prompt_ids=ids,
             params=params if index == 0 else others,
             seed=derive_seed(seed, index) if index else seed,
             max_len=prepared.max_len,

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridrt.kernels.core.operation import By, operation
-from hybridrt.kernels.core.recording import live
-from hybridrt.kernels.dense.activation import biased_swiglu, clamped_silu_and_mul, relu2, silu_and_mul
 from hybridrt.kernels.dense.linear import linear
+from hybridrt.kernels.dense.norm_activation import biased_swiglu, clamped_silu_and_mul, relu2, silu_and_mul
 
 
 class SoftmaxChoice(NamedTuple):
@@ -132,11 +131,6 @@ def fused_experts(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor)
     x `[T, D]`; weights `[T, k]` float32; ids `[T, k]` int32, -1 for none. Returns `[T, D]` in x's
     dtype, summed in float32.
     """
-    return live(lambda: _each_expert(x, experts, weights, ids))
-
-
-def _each_expert(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor) -> Tensor:
-    """Reads on the host how many tokens each expert has."""
     count, top_k = experts.w_up.shape[0], ids.shape[1]
     flat = ids.flatten().long()
     order = torch.where(flat < 0, count, flat).argsort(stable=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hybridrt.kernels.core.launch import arrival_counters, dot_precision
 from hybridrt.kernels.core.pdl_triton import begin, pdl
-from hybridrt.kernels.dense.rms_norm_triton import add_rms_norm_triton, rms_norm_triton
+from hybridrt.kernels.dense.norm_activation_triton import add_rms_norm_triton, rms_norm_triton
 from hybridrt.kernels.dense.skinny_linear import Activation, InputNorm
 
 MULTIPROCESSORS = 132  # those of the devices that the tiles are for; tiles do not change with the device

@@ -23,7 +23,7 @@ from hybridrt.mem_cache.pools.host_plan import STAGED_BYTES, plan_host
 from hybridrt.mem_cache.pools.kv_pool import KVPool, page_bytes, page_windows
 from hybridrt.mem_cache.pools.mamba_pool import MambaPool, MambaPoolSpec
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, UnitCosts, plan_memory
-from hybridrt.mem_cache.pools.page_demand import PageDemand
+from hybridrt.mem_cache.pools.page_groups import PageDemand
 from hybridrt.mem_cache.pools.pools import Pools
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.models.base import CausalLM
@@ -33,8 +33,8 @@ from hybridrt.models.registry import model_class
 from hybridrt.recurrent.backends import create_backend
 from hybridrt.runtime.load.draft_needs import draft_needs
 from hybridrt.runtime.load.target import RunTarget
+from hybridrt.runtime.sampling.sampler import prompt_logprob_bytes
 from hybridrt.runtime.step.pack_padded import DECODE_ROWS, PROMPT_ROWS
-from hybridrt.runtime.step.prompt_logprobs import prompt_logprob_bytes
 from hybridrt.runtime.step.sampling_table import SamplingTable
 
 DEFAULT_ROWS = {"cpu": 16, "cuda": 256}
@@ -158,8 +158,8 @@ def pool_spec(config: EngineConfig, target: RunTarget) -> MambaPoolSpec:
     mc, spec = target.model_config, config.speculative
     groups = {state_shape(c, target.tp.size): mc.linear_layer_ids(kind) for kind, c in mc.linear.items()}
     groups = {shape: ids for shape, ids in groups.items() if ids}
-    tree = spec is not None and spec.topk > 1
-    return MambaPoolSpec(groups, target.dtype, target.state_dtype, config.num_verify_tokens, target.state_mode, tree)
+    forks = spec is not None and spec.forks
+    return MambaPoolSpec(groups, target.dtype, target.state_dtype, config.num_verify_tokens, target.state_mode, forks)
 
 
 def kv_layers(config: EngineConfig, target: RunTarget) -> dict[AttentionSpec, list[int]]:

@@ -12,7 +12,7 @@ from hybridrt.base.errors import MemoryBudgetError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, PageGroup, UnitCosts
-from hybridrt.mem_cache.pools.page_sets import in_every_group
+from hybridrt.mem_cache.pools.page_groups import in_every_group
 from hybridrt.models.base import CausalLM
 from hybridrt.runtime.load.build import (
     Runtime,

@@ -1,10 +1,47 @@
-"""Element-wise activations of the MLPs and of gated attention."""
+"""RMS norm (Zhang and Sennrich 2019), alone and after a residual addition, and element-wise activations."""
+
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hybridrt.kernels.core.operation import By, operation
+
+
+@operation(By("triton"), By("flashinfer", priority=5), By("sgl_kernel", priority=4))
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dim, computed in float32.
+
+    x `[..., D]` of any float dtype and stride; weight `[D]` float32 (1 + w of zero-centred norms,
+    folded at load time). Returns a new tensor of x's shape and dtype.
+    """
+    return _normed(x.float(), weight, eps).to(x.dtype)
+
+
+@operation(By("triton"), By("flashinfer", priority=5), By("sgl_kernel", priority=4))
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual) for x, residual `[T, D]`, weight `[D]` float32.
+
+    The sum is rounded to residual's dtype and overwrites residual, which is returned. The norm is
+    of the rounded sum, in x's dtype.
+    """
+    residual.add_(x)
+    return _normed(residual.float(), weight, eps).to(x.dtype), residual
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if x.device.type == "cpu" and x.numel() == weight.numel() and eps > 0:
+        # torch.rms_norm is six operations on a CPU. For one row, a product does.
+        row = x.reshape(1, -1)
+        scale = torch.addmm(_as_tensor(eps), row, row.t(), alpha=1 / row.shape[1]).rsqrt_()
+        return torch.mul(x, weight).mul_(scale)
+    return torch.rms_norm(x, weight.shape, weight, eps)
+
+
+@cache
+def _as_tensor(eps: float) -> Tensor:
+    return torch.full((1, 1), eps, dtype=torch.float32, device="cpu")
 
 
 @operation(By("triton"), By("flashinfer", priority=5), By("sgl_kernel", priority=4))

@@ -2,22 +2,18 @@
 
 In a small model's step, Python layers, views and allocations cost more than most operations.
 
-On a CPU, wrap non-torch kernels and host reads of step values in `live`: repetitions call it again.
-Wrap reads that never change in `steady`. Other host reads, and operations that cannot be repeated,
-are a `problem`. Libraries that are given addresses are not seen: they must be within `live`.
+Reads of numbers on the host, and operations that cannot be repeated, are a `problem`, unless they
+are made within `call_again`. Libraries that are given addresses are not seen.
 """
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-R = TypeVar("R")
 # Operations that pass numbers between tensors and Python.
 _HOST = frozenset(("resolve_conj", "resolve_neg", "lift_fresh"))
 # Result shapes that depend on numbers; random numbers, which recording would draw twice; strides
@@ -35,8 +31,6 @@ _PRIVATE = (
     (torch.UntypedStorage, ("_cdata",)),
 )
 
-_current = threading.local()
-
 
 def missing() -> str | None:
     """The undocumented part of PyTorch that recordings need and this version lacks; None if
@@ -45,22 +39,8 @@ def missing() -> str | None:
     return f"PyTorch {torch.__version__} has no {', '.join(lost)}" if lost else None
 
 
-def live(call: Callable[[], R]) -> R:
-    """call(), which each repetition of a recorded step calls again. It works on tensors of that
-    step and, in repetitions, leaves returned tensors there."""
-    recording: Recording | None = getattr(_current, "recording", None)
-    return call() if recording is None else recording.live(call)
-
-
-def steady(call: Callable[[], R]) -> R:
-    """call(), with the same result in all repetitions of a step
-    (`AttentionBackend.recording_key`)."""
-    recording: Recording | None = getattr(_current, "recording", None)
-    return call() if recording is None else recording.aside(call)
-
-
 class Recording(TorchDispatchMode):
-    """A step that ran once within `record`.
+    """A step that ran once within `with recording`.
 
     Args:
         most_bytes: limit for the tensors that the step makes, together.
@@ -83,31 +63,20 @@ class Recording(TorchDispatchMode):
         self._calls: list[Callable[[], object]] = []
         self._aside = False
 
-    @contextmanager
-    def record(self) -> Iterator[None]:
-        _current.recording = self
-        try:
-            with self:
-                yield
-        finally:
-            _current.recording = None
-
     def repeat(self) -> None:
         """Runs the step again, over the tensors of the recorded step."""
         for call in self._calls:
             call()
 
-    def aside(self, call: Callable[[], R]) -> R:
-        before, self._aside = self._aside, True
+    def call_again(self, call: Callable[[], Tensor]) -> Tensor:
+        """call(), which each repetition calls again. It works on tensors of the recorded step;
+        repetitions leave the result where that step had it."""
+        self._aside = True
         try:
-            return call()
+            result = call()
         finally:
-            self._aside = before
-
-    def live(self, call: Callable[[], R]) -> R:
-        result = self.aside(call)
-        if not self._aside:
-            self._calls.append(call if result is None else partial(_leave, call, result))
+            self._aside = False
+        self._calls.append(partial(_leave, call, result))
         return result
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,13 +1,17 @@
-"""Prompts that wait for admission: the known next uses of cached states."""
+"""Texts next to the prefix tree: prompts that wait, and hashes of all texts so far.
+
+Prompts that wait for admission are the known next uses of cached states. The hashes show what
+eviction has cost: they also have texts that are not cached.
+"""
 
 from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
-from hybridrt.mem_cache.prefix_tree.radix_node import in_common
-
 NEAREST = 32
+BLOCK = 128
+MAX_BLOCKS = 65_536
 
 
 class _Text(NamedTuple):
@@ -58,3 +62,44 @@ class WaitingTexts:
                 return
             if text.salt == salt and len(text.tokens) and text.tokens[0] == tokens[0]:
                 yield in_common(text.tokens, tokens)
+
+
+def in_common(a: np.ndarray, b: np.ndarray) -> int:
+    n = min(len(a), len(b))
+    differ = a[:n] != b[:n]
+    first = int(differ.argmax()) if n else 0
+    return first if n and differ[first] else n
+
+
+class SeenTexts:
+    """Hashes of the beginnings of texts in blocks of BLOCK tokens; the latest MAX_BLOCKS of them."""
+
+    def __init__(self) -> None:
+        self._blocks = dict[int, None]()
+
+    def clear(self) -> None:
+        self._blocks.clear()
+
+    def note(self, tokens: np.ndarray, salt: str) -> None:
+        for block in _hashes(tokens, salt):
+            self._blocks.pop(block, None)
+            self._blocks[block] = None
+        while len(self._blocks) > MAX_BLOCKS:
+            del self._blocks[next(iter(self._blocks))]
+
+    def length(self, tokens: np.ndarray, salt: str) -> int:
+        """How many first tokens another text had too, in whole blocks."""
+        count = 0
+        for block in _hashes(tokens, salt):
+            if block not in self._blocks:
+                break
+            count += BLOCK
+        return count
+
+
+def _hashes(tokens: np.ndarray, salt: str) -> list[int]:
+    data, size, before, found = tokens.tobytes(), BLOCK * tokens.itemsize, hash(salt), list[int]()
+    for start in range(0, len(data) - size + 1, size):
+        before = hash((before, data[start : start + size]))
+        found.append(before)
+    return found
