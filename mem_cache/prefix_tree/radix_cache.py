@@ -30,6 +30,7 @@ import numpy as np
 from hybridrt.mem_cache.pools.page_demand import first_page
 from hybridrt.mem_cache.pools.page_sets import PageSets, no_sets
 from hybridrt.mem_cache.pools.slots import Slot
+from hybridrt.mem_cache.prefix_tree.cache_key import DEFAULT_KEY, CacheKey
 from hybridrt.mem_cache.prefix_tree.prefix_cache import CacheEntries, Gone, PrefixMatch
 from hybridrt.mem_cache.prefix_tree.radix_node import (
     Node,
@@ -90,15 +91,15 @@ class RadixCache:
 
     # -- requests
 
-    def match(self, tokens: np.ndarray, salt: str = "") -> PrefixMatch:
+    def match(self, tokens: np.ndarray, key: CacheKey = DEFAULT_KEY) -> PrefixMatch:
         """The longest usable prefix of a prompt, shorter than the prompt: its last token gives
         logits.
 
         Args:
             tokens: [n] int32.
-            salt: prompts share nothing with those of another salt.
+            key: texts share nothing with those of another key.
         """
-        node, known = self._descend(salt, tokens)
+        node, known = self._descend(key, tokens)
         none = no_sets(len(self.windows))
         if not known:
             return PrefixMatch(pages=none)
@@ -120,22 +121,22 @@ class RadixCache:
         held = self._seen(self._sets(node), node.end)
         return PrefixMatch(node.end, held, node.state, tail, known, node, owner, retokenised=left, fork=fork)
 
-    def held(self, tokens: np.ndarray, salt: str = "") -> tuple[PrefixMatch, set[int]]:
+    def held(self, tokens: np.ndarray, key: CacheKey = DEFAULT_KEY) -> tuple[PrefixMatch, set[int]]:
         """The complete pages of a text, to be locked or used, and the positions of its states. They
         need not be a usable prefix.
         """
-        node, known = self._descend(salt, tokens)
+        node, known = self._descend(key, tokens)
         states = {step.end for step in node.path if step.state is not None and step.end <= known}
         pages = self.complete(known)
         node = self._covering(node, pages) if pages else node
         length = pages * self.page_size
         return PrefixMatch(length, self._sets(node)[:pages], node=None if node.parent is None else node), states
 
-    def touch(self, tokens: np.ndarray, salt: str) -> int:
+    def touch(self, tokens: np.ndarray, key: CacheKey) -> int:
         """Marks a text as used now. Returns how many of its tokens are in complete pages of layers
         without a window.
         """
-        held, _ = self.held(tokens, salt)
+        held, _ = self.held(tokens, key)
         self.lock(held)
         self.unlock(held)
         return held.length if self.has_full_group else 0
@@ -143,12 +144,12 @@ class RadixCache:
     def complete(self, position: int) -> int:
         return max(position - self.lookahead, 0) // self.page_size if self.page_size else 0
 
-    def expect(self, tokens: np.ndarray, arrival: int, salt: str = "") -> None:
+    def expect(self, tokens: np.ndarray, arrival: int, key: CacheKey = DEFAULT_KEY) -> None:
         """Notes that a request waits, of this prompt and number of arrival. It awaits the deepest
         state of its prompt, whatever is inserted or evicted meanwhile.
         """
-        self.waiting.add(arrival, tokens, salt)
-        match = self.match(tokens, salt)
+        self.waiting.add(arrival, tokens, key)
+        match = self.match(tokens, key)
         if match.node is not None:
             self._use(match.node)
             if match.state is not None:
@@ -201,7 +202,7 @@ class RadixCache:
         tokens: np.ndarray,
         pages: PageSets,
         states: Mapping[int, Slot],
-        salt: str = "",
+        key: CacheKey = DEFAULT_KEY,
         prompt: int | None = None,
         kinds: Mapping[int, StateKind] = MappingProxyType({}),
     ) -> tuple[CacheEntries, "Node"]:
@@ -224,7 +225,7 @@ class RadixCache:
         ends = sorted(end for end in states if 0 < end <= len(tokens))
         complete = self.complete(len(tokens))
         last = max(complete * self.page_size + self.lookahead if complete else 0, ends[-1] if ends else 0)
-        path = [self._root(salt)]
+        path = [self._root(key)]
         for end in (*ends, last):
             path.append(self._extend(path[-1], tokens[:end], pages, taken, answer))
         deepest, made = path[-1], [node for node in path[1:-1] if node.state is None]
@@ -238,7 +239,7 @@ class RadixCache:
             node.state = states[node.end]
         for node in reversed(path[1:-1]):
             self._keep_tail(node, pages, taken)
-        self._worths.made(made, tokens, salt)
+        self._worths.made(made, tokens, key)
         self._use(deepest)
         self._prune(deepest, kept=deepest)
         return taken.entries([node.state for node in made if node.state is not None]), deepest
@@ -301,14 +302,14 @@ class RadixCache:
 
     # -- walking
 
-    def _new_root(self, salt: str = "") -> Node:
-        return Node(np.empty(0, np.int32), 0, no_sets(len(self.windows)), salt=salt)
+    def _new_root(self, key: CacheKey = DEFAULT_KEY) -> Node:
+        return Node(np.empty(0, np.int32), 0, no_sets(len(self.windows)), key=key)
 
-    def _root(self, salt: str) -> Node:
-        return self._roots.get(salt) or self._roots.setdefault(salt, self._new_root(salt))
+    def _root(self, key: CacheKey) -> Node:
+        return self._roots.get(key) or self._roots.setdefault(key, self._new_root(key))
 
-    def _descend(self, salt: str, tokens: np.ndarray) -> tuple[Node, int]:
-        node, known = self._roots.get(salt) or self._new_root(), 0
+    def _descend(self, key: CacheKey, tokens: np.ndarray) -> tuple[Node, int]:
+        node, known = self._roots.get(key) or self._new_root(), 0
         while known < len(tokens) and (child := node.children.get(int(tokens[known]))) is not None:
             shared = in_common(child.tokens, tokens[known:])
             node, known = child, known + shared
@@ -594,7 +595,7 @@ class RadixCache:
             self._size -= 1
             node = parent
         if node.parent is None and not node.children:
-            self._roots.pop(node.salt, None)
+            self._roots.pop(node.key, None)
         # Without recurrent layers, tokens above may have been used later than those below.
         if self.recurrent and node is not kept and (below := node.join()) is not None:
             self._size -= 1

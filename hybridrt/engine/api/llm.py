@@ -323,7 +323,7 @@ class LLM:
         prepared = self.engine.prepare(content, SamplingParams(max_tokens=1, cache_salt=cache_salt))
         tokens = np.array(prepared.tokens, np.int32)
         with undisturbed():
-            return self.engine.sessions.save(file, tokens, cache_salt or "", note)
+            return self.engine.sessions.save(file, tokens, self.engine.cache_key(prepared.params), note)
 
     def load_session(
         self, path: str | PathLike[str], *, cache_salt: str | None = None, trusted: bool = False
@@ -348,9 +348,9 @@ class LLM:
             RequestError: `cache_salt` is no text.
             OSError: the file cannot be opened.
         """
-        SamplingParams(cache_salt=cache_salt)  # checks it
+        key = self.engine.cache_key(SamplingParams(cache_salt=cache_salt))
         with undisturbed():
-            return self.engine.sessions.load(as_path("path", path, SessionError), cache_salt, trusted)
+            return self.engine.sessions.load(as_path("path", path, SessionError), key, trusted)
 
     def __getattr__(self, name: str) -> NoReturn:
         raise no_attribute(self, name, LLM_ATTRIBUTES)

@@ -296,12 +296,12 @@ class CacheCoordinator:
         """Bans the cached entry after the first `length` tokens of a request and everything
         computed from it; with `whole`, also the entries before it.
         """
-        store, tokens, salt = self.prefixes, request.ids[:length], request.params.cache_salt or ""
+        store, tokens, key = self.prefixes, request.ids[:length], request.cache_key
         if self.fetches is not None:
             self.fetches.cancel_all()  # they hold parts of the path, and would bring it back
-        store.evicted(drop(store.tree, tokens, salt, whole=whole))
+        store.evicted(drop(store.tree, tokens, key, whole=whole))
         if store.tier is not None:
-            store.tier.drop(tokens, salt, whole=whole)
+            store.tier.drop(tokens, key, whole=whole)
         self._num_releases += 1
 
     def begin_step(self, waiting: Sequence[Request], headroom: int) -> None:

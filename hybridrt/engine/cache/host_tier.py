@@ -9,6 +9,7 @@ from hybridrt.mem_cache.pools.allocator import SlotAllocator
 from hybridrt.mem_cache.pools.page_allocators import PageAllocators
 from hybridrt.mem_cache.pools.page_sets import GroupPages, PageSets, no_sets, pages_of
 from hybridrt.mem_cache.pools.slots import Slot, Slots
+from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_drop import drop
 from hybridrt.runtime.step.plan import HostCopy, HostState, StepPlan
@@ -52,11 +53,11 @@ class HostTier:
     def has_copied(self, ticket: int) -> bool:
         return not any(copy.ticket <= ticket for copy in self._pending) and self._copied(ticket)
 
-    def offer(self, tokens: np.ndarray, pages: PageSets, states: Mapping[int, Slot], salt: str) -> None:
+    def offer(self, tokens: np.ndarray, pages: PageSets, states: Mapping[int, Slot], key: CacheKey) -> None:
         """Copies the new parts of a text [n] int32: KV from the device's sets `pages` [m, G] (from
         the first token on) and states by number of tokens. Nothing if there is no room.
         """
-        held, positions = self.tree.held(tokens, salt)
+        held, positions = self.tree.held(tokens, key)
         ends = sorted(end for end in states if end not in positions)[-self.slots.total :] if self.slots.total else []
         size = self.tree.page_size
         last = max([self.tree.complete(len(tokens)), *(-(-end // size) for end in ends)]) if size else 0
@@ -76,7 +77,7 @@ class HostTier:
         for column, where, own in zip(hosted.T, lacking.T, fresh):
             column[where] = own.keys
         places = dict(zip(ends, slots, strict=True))
-        taken, _ = self.tree.insert(tokens, hosted, places, salt)
+        taken, _ = self.tree.insert(tokens, hosted, places, key)
         self.pages.to_cache(taken.pages)
         self.slots.to_cache(taken.states)
         kept = [~group.free_used(own) for group, own in zip(self.pages.groups, fresh)]
@@ -127,9 +128,9 @@ class HostTier:
         self._after = 0 if self._after <= plan.after_copies else self._after
         del self._pending[: len(plan.host_copies)]
 
-    def drop(self, tokens: np.ndarray, salt: str, *, whole: bool) -> None:
+    def drop(self, tokens: np.ndarray, key: CacheKey, *, whole: bool) -> None:
         """As hybridrt.mem_cache.prefix_tree.radix_drop.drop. No fetch may be under way."""
-        gone = drop(self.tree, tokens, salt, whole=whole)
+        gone = drop(self.tree, tokens, key, whole=whole)
         self.pages.evict(gone.pages)
         self.slots.evict(gone.states)
 

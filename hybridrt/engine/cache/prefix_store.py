@@ -13,6 +13,7 @@ from hybridrt.mem_cache.pools.allocator import SlotAllocator
 from hybridrt.mem_cache.pools.page_allocators import PageAllocators
 from hybridrt.mem_cache.pools.page_sets import GroupPages, PageSets, no_sets, pages_of
 from hybridrt.mem_cache.pools.slots import Slot
+from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 from hybridrt.mem_cache.prefix_tree.prefix_cache import NO_MATCH, CacheCounts, CacheEntries, PrefixMatch
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_node import Node, StateKind
@@ -54,19 +55,19 @@ class PrefixStore:
         """The part of a waiting request that needs no computing. Nothing is locked."""
         if not self.keeps or not request.reads_cache:
             return NO_MATCH
-        return self.tree.match(request.ids, request.params.cache_salt or "")
+        return self.tree.match(request.ids, request.cache_key)
 
-    def touch(self, tokens: np.ndarray, salt: str) -> int:
+    def touch(self, tokens: np.ndarray, key: CacheKey) -> int:
         """How many first tokens of a prompt [n] int32 have KV here in whole pages, with or without
         a state. Marks them as used now.
         """
         if not self.keeps or not self.tree.page_size:
             return 0
-        return self.tree.touch(tokens, salt)
+        return self.tree.touch(tokens, key)
 
-    def holds(self, tokens: np.ndarray, salt: str) -> bool:
+    def holds(self, tokens: np.ndarray, key: CacheKey) -> bool:
         """True if a request that begins with these tokens [n] int32 would compute none of them."""
-        return self.keeps and self.path(tokens, salt)[0].length == len(tokens)
+        return self.keeps and self.path(tokens, key)[0].length == len(tokens)
 
     def arrived(self, request: Request) -> PrefixMatch | None:
         """The prefix that came from elsewhere, with the cache's pages that were left out there.
@@ -76,7 +77,7 @@ class PrefixStore:
         if found is None or not found.staged_from:
             return found
         known = request.ids[: found.staged_from + self.tree.lookahead]
-        held, _ = self.tree.held(known, request.params.cache_salt or "")
+        held, _ = self.tree.held(known, request.cache_key)
         for group, demand in enumerate(self._pages.demands):
             if demand.window is not None:
                 held.pages[:, group] = 0  # what the windows need came whole
@@ -85,7 +86,7 @@ class PrefixStore:
     def expect(self, request: Request) -> None:
         """The request waits: its present match is kept, as far as room allows."""
         if self.keeps and request.reads_cache:
-            self.tree.expect(request.ids, request.arrival, request.params.cache_salt or "")
+            self.tree.expect(request.ids, request.arrival, request.cache_key)
 
     def forget(self, request: Request) -> None:
         self.tree.forget(request.arrival)
@@ -134,7 +135,7 @@ class PrefixStore:
             self._count(request, match)
         request.shared, request.save_at = False, ()
         if self.keeps and self._slots.total:
-            parts = self.tree.waiting.partings(request.ids[:prompt], request.params.cache_salt or "")
+            parts = self.tree.waiting.partings(request.ids[:prompt], request.cache_key)
             ends = (prompt - 1, match.fork, *sorted({*parts, *request.boundaries}, reverse=True))
             grid = dict.fromkeys(min(end, prompt - 1) // self.grid * self.grid for end in ends)
             request.save_at = tuple([end for end in grid if end > match.length][:MAX_SAVES])
@@ -196,11 +197,11 @@ class PrefixStore:
         request.prefix = NO_MATCH
         return taken.states
 
-    def path(self, tokens: np.ndarray, salt: str) -> tuple[PrefixMatch, list[tuple[int, Slot]]]:
+    def path(self, tokens: np.ndarray, key: CacheKey) -> tuple[PrefixMatch, list[tuple[int, Slot]]]:
         """The cached part of a text [n] int32, up to all of it, and its states as (number of
         tokens, slot) in order. Of states within answers only the last counts. Nothing is locked.
         """
-        match = self.tree.match(np.append(tokens, np.int32(-1)), salt)
+        match = self.tree.match(np.append(tokens, np.int32(-1)), key)
         nodes = [] if match.node is None else list(match.node.path)
         kept = [node for node in reversed(nodes) if node is match.node or node.kind is not StateKind.ANSWER]
         return match, [(node.end, node.state) for node in kept if node.state is not None]
@@ -260,7 +261,9 @@ class PrefixStore:
         self._pages.free(pages)
         self._slots.free(slots)
 
-    def adopt(self, tokens: np.ndarray, sets: PageSets, pages: GroupPages, states: dict[int, Slot], salt: str) -> None:
+    def adopt(
+        self, tokens: np.ndarray, sets: PageSets, pages: GroupPages, states: dict[int, Slot], key: CacheKey
+    ) -> None:
         """Inserts `tokens` into the tree.
 
         Args:
@@ -268,8 +271,8 @@ class PrefixStore:
             pages, states: entries among them that were reserved with `take_room`; the tree owns the
                 others already. Those that another insertion has made redundant are freed.
         """
-        self._seen.note(tokens, salt)
-        taken, _ = self.tree.insert(tokens, sets, states, salt)
+        self._seen.note(tokens, key)
+        taken, _ = self.tree.insert(tokens, sets, states, key)
         self._pages.to_cache(taken.pages)
         self._slots.to_cache(taken.states)
         self._pages.free_used(pages)
@@ -319,20 +322,20 @@ class PrefixStore:
         """Counts a match. No token is lost twice. The last one of a prompt is always computed, so
         never lost. Requests that skip the match lose nothing.
         """
-        counts, salt, prompt = self.counts, request.params.cache_salt or "", request.prefill_end
+        counts, key, prompt = self.counts, request.cache_key, request.prefill_end
         request.metrics.cached_tokens = match.length if match.staged is None else match.staged_from
         counts.asked += prompt
         counts.hit += request.metrics.cached_tokens
         if match.staged is not None or not self.keeps:
             return
         if request.params.prompt_logprobs is None:
-            evicted = max(self._seen.length(request.ids[: prompt - 1], salt) - match.known, 0)
+            evicted = max(self._seen.length(request.ids[: prompt - 1], key) - match.known, 0)
             counts.without_kv += evicted
             known = min(match.known, prompt - 1)
             counts.retokenised += max(min(match.retokenised, prompt - 1 - known) - evicted, 0)
             counts.without_state += known - match.length if self._slots.total else 0
         if self.tier is not None:
-            self.tier.tree.touch(request.ids[: match.length], salt)
+            self.tier.tree.touch(request.ids[: match.length], key)
 
     def _offer(self, request: Request) -> CacheEntries:
         """Offers nothing of a failed request, whose state may be wrong, nor of one that has added
@@ -352,12 +355,12 @@ class PrefixStore:
     def _insert(self, request: Request, ids: np.ndarray, states: dict[int, Slot]) -> tuple[CacheEntries, Node]:
         if request.prefix.node is not None and request.prefix.node.hidden:  # it was computed from what was dropped
             return CacheEntries(pages_of(no_sets(len(self._pages)))), Node(np.empty(0, np.int32), 0, no_sets(0))
-        salt = request.params.cache_salt or ""
-        self._seen.note(ids, salt)
+        key = request.cache_key
+        self._seen.note(ids, key)
         kinds = {place: StateKind.FORK for place in states if place in request.save_at[1:]}
         within = {place: StateKind.ANSWER for place, slot in states.items() if slot in self.answers}
         sets = request.pages.shareable
-        taken, node = self.tree.insert(ids, sets, states, salt, len(request.prompt), kinds | within)
+        taken, node = self.tree.insert(ids, sets, states, key, len(request.prompt), kinds | within)
         self._pages.to_cache(taken.pages)
         self._slots.to_cache(taken.states)
         if within:
@@ -365,7 +368,7 @@ class PrefixStore:
         if self.tier is not None:
             # Once the cache has a slot and its ring is folded, the state in it is complete.
             kept = {slot for slot in (*taken.states, *request.saves.values()) if slot not in self.answers}
-            self.tier.offer(ids, sets, {end: slot for end, slot in states.items() if slot in kept}, salt)
+            self.tier.offer(ids, sets, {end: slot for end, slot in states.items() if slot in kept}, key)
         return taken, node
 
     def _free_saves(self, request: Request, states: Mapping[int, Slot], taken: CacheEntries) -> None:
@@ -376,7 +379,7 @@ class PrefixStore:
         spare = self._slots.num_free + len(self.answers) + self.tree.num_within
         if spare <= self._reserved_slots() and (slot := self._superseded(request)) is not None:
             return slot
-        arrivals = self.tree.waiting.behind(request.ids[:place], request.params.cache_salt or "")
+        arrivals = self.tree.waiting.behind(request.ids[:place], request.cache_key)
         return self._spare_slot(NewState(place - request.prefix.length, arrivals))
 
     def evicted(self, gone: CacheEntries) -> Sequence[Slot]:
