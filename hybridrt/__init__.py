@@ -27,6 +27,9 @@ if TYPE_CHECKING:  # `as` tells type checkers that the names are public
     from hybridrt.engine.request.outputs import RequestMetrics as RequestMetrics
     from hybridrt.engine.request.outputs import RequestOutput as RequestOutput
     from hybridrt.engine.text.prompts import Prompt as Prompt
+    from hybridrt.mem_cache.prefix_tree.cache_events import CacheEvent as CacheEvent
+    from hybridrt.mem_cache.prefix_tree.cache_events import CacheSubscription as CacheSubscription
+    from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey as CacheKey
 
 _PUBLIC = {
     "hybridrt.chat.events": ("ToolCall",),
@@ -38,6 +41,8 @@ _PUBLIC = {
     "hybridrt.engine.request.outputs": ("Delta", "FinishReason", "RequestMetrics", "RequestOutput"),
     "hybridrt.engine.text.prompts": ("Prompt",),
     "hybridrt.engine.cache.session_file": ("Session",),
+    "hybridrt.mem_cache.prefix_tree.cache_events": ("CacheEvent", "CacheSubscription"),
+    "hybridrt.mem_cache.prefix_tree.cache_key": ("CacheKey",),
     "hybridrt.base.sampling_params": ("SamplingParams",),
     "hybridrt.base.structured_outputs": ("StructuredOutputs",),
 }

@@ -30,6 +30,7 @@ import numpy as np
 from hybridrt.mem_cache.pools.page_demand import first_page
 from hybridrt.mem_cache.pools.page_sets import PageSets, no_sets
 from hybridrt.mem_cache.pools.slots import Slot
+from hybridrt.mem_cache.prefix_tree.cache_events import CacheEvents, EntryLog, Tier, What, Why
 from hybridrt.mem_cache.prefix_tree.cache_key import DEFAULT_KEY, CacheKey
 from hybridrt.mem_cache.prefix_tree.prefix_cache import CacheEntries, Gone, PrefixMatch
 from hybridrt.mem_cache.prefix_tree.radix_node import (
@@ -56,6 +57,7 @@ class RadixCache:
         windows: of each page group, in tokens; None for that of layers without a window, which is
             the first. Empty without attention layers.
         idle: None: no request locks pages.
+        events: gets what the tree gains and loses, as entries of `tier`.
     """
 
     def __init__(
@@ -65,15 +67,19 @@ class RadixCache:
         lookahead: int = 0,
         windows: Sequence[int | None] = (None,),
         idle: Idle | None = None,
+        events: CacheEvents | None = None,
+        tier: Tier = "device",
     ) -> None:
         self.page_size, self.recurrent, self.lookahead = page_size, recurrent, lookahead
         self.windows = tuple(windows) if page_size else ()
         self._window_groups = [(g, window) for g, window in enumerate(self.windows) if window is not None]
         self._idle = idle
-        self.clear()
+        self.events, self.tier = CacheEvents() if events is None else events, tier
+        self.clear("reset")
 
-    def clear(self) -> None:
+    def clear(self, why: Why) -> None:
         """Forgets everything, readers included. The coordinator has freed all entries."""
+        self.events.cleared(why, self.tier)
         self._roots: dict[str, Node] = {}
         self._clock = 0
         self._worths = StateWorths()
@@ -178,7 +184,7 @@ class RadixCache:
         """The request has read state and tail of its match. Returns pages that were kept for it
         alone.
         """
-        gone, owner = Gone(len(self.windows)), match.tail_node
+        gone, owner = self.collect(), match.tail_node
         if match.node is not None and match.state is not None:
             match.node.state_readers -= 1
             self._worths.enlist(match.node)
@@ -188,7 +194,7 @@ class RadixCache:
             if owner.state is None:
                 self._drop_tail(owner, gone)
             self._prune(owner)
-        return gone.entries()
+        return self.given_up(gone, "evicted")
 
     def unlock(self, match: PrefixMatch) -> None:
         """The request no longer reads the pages of its match. Call `unlock_state` first."""
@@ -205,6 +211,7 @@ class RadixCache:
         key: CacheKey = DEFAULT_KEY,
         prompt: int | None = None,
         kinds: Mapping[int, StateKind] = MappingProxyType({}),
+        why: Why = "computed",
     ) -> tuple[CacheEntries, "Node"]:
         """Offers KV and states of a text.
 
@@ -215,12 +222,13 @@ class RadixCache:
             states: slots by the number of tokens in the state.
             prompt: how many of the tokens were a prompt; None: all.
             kinds: kinds of `states` at forks and within an answer.
+            why: what CacheEvent says.
 
         Returns:
             The entries that the tree takes over (the caller keeps the others), and the deepest node
                 of the text: a root (parent None) if the tree keeps nothing of it.
         """
-        taken = Gone(len(self.windows))
+        taken = self.collect("gained")
         answer = len(tokens) if prompt is None else prompt
         ends = sorted(end for end in states if 0 < end <= len(tokens))
         complete = self.complete(len(tokens))
@@ -237,18 +245,21 @@ class RadixCache:
             whole = node.end + self.lookahead >= len(tokens)
             node.kind = kinds.get(node.end, StateKind.END if whole else StateKind.PROMPT)
             node.state = states[node.end]
+            taken.add_state(node)
         for node in reversed(path[1:-1]):
             self._keep_tail(node, pages, taken)
         self._worths.made(made, tokens, key)
         self._use(deepest)
         self._prune(deepest, kept=deepest)
-        return taken.entries([node.state for node in made if node.state is not None]), deepest
+        return self.given_up(taken, why), deepest
 
-    def evict(self, num_pages: Sequence[int], num_states: int, *, new: NewState | None = None) -> CacheEntries:
+    def evict(
+        self, num_pages: Sequence[int], num_states: int, *, new: NewState | None = None, why: Why = "evicted"
+    ) -> CacheEntries:
         """Removes and returns up to so many entries that no request reads: pages of each group, and
         states. `new`: the state that replaces the evicted one, if that is worth less.
         """
-        gone = Gone(len(self.windows))
+        gone = self.collect()
         if self.has_full_group:
             while gone.counts[0] < num_pages[0] and (leaf := self._oldest_leaf()) is not None:
                 self.shorten(leaf, num_pages[0], gone)
@@ -259,18 +270,18 @@ class RadixCache:
                 self._worths.inflation = max(self._worths.inflation, self._worths.of(node))
             self._drop_state(node, gone)
             self._prune(node)
-        return gone.entries()
+        return self.given_up(gone, why)
 
     def thin(self, node: Node, most: int) -> CacheEntries:
         """Removes and returns the states within answers on the path of a node, except the deepest
         `most`.
         """
         within = [step for step in node.path if step.state is not None and step.kind is StateKind.ANSWER]
-        gone = Gone(len(self.windows))
+        gone = self.collect()
         for step in within[most:]:
             self._drop_state(step, gone)
             self._prune(step, kept=node)
-        return gone.entries()
+        return self.given_up(gone, "thinned")
 
     def supersede(self, match: PrefixMatch) -> Slot | None:
         """Removes the state that a request has started from, so that its slot can hold a later
@@ -286,6 +297,9 @@ class RadixCache:
         others = node.hits > 1 or node.awaited or node.state_readers > (match.state is not None)
         if others or node.tail is not None or match.tail_node is not None:
             return None
+        gone = self.collect()
+        gone.add_state(node)
+        self.given_up(gone, "superseded")
         self._worths.dropped(node)
         state, node.state, node.state_readers = node.state, None, 0
         return state
@@ -299,6 +313,31 @@ class RadixCache:
         while below:
             yield (node := below.pop())
             below += node.children.values()
+
+    # -- events
+
+    def collect(self, what: What = "lost") -> Gone:
+        return Gone(len(self.windows), self.events.log(self.page_size, self.lookahead), what)
+
+    def given_up(self, gone: Gone, why: Why) -> CacheEntries:
+        """Ends an operation: publishes its events, and returns the entries that change owners."""
+        self.events.publish(gone.log, why, self.tier)
+        return gone.entries()
+
+    def note_entries(self, node: Node, what: What, log: EntryLog) -> None:
+        """Notes all entries of a node."""
+        log.pages(what, node, node.pages, self.complete(node.start))
+        if node.tail is not None:
+            log.pages(what, node, node.tail, self.complete(node.end), node.end)
+        if node.state is not None:
+            log.state(what, node)
+
+    def present(self) -> EntryLog:
+        """The entries that matches may find now."""
+        log = EntryLog(self.page_size, self.lookahead)
+        for node in self.nodes():
+            self.note_entries(node, "gained", log)
+        return log
 
     # -- walking
 
@@ -391,7 +430,7 @@ class RadixCache:
                 child = Node(edge, node.end, fresh, node, answer=answer, first=int(edge[0]))
                 node.children[child.first] = child
                 self._size += 1
-                taken.add(fresh)
+                taken.add(fresh, child, self.complete(child.start))
                 return child
             shared = in_common(child.tokens, tokens[node.end :])
             node = child if shared == len(child.tokens) else self._split(child, shared)
@@ -414,7 +453,7 @@ class RadixCache:
         fresh = np.where(node.pages[: len(offered)] == 0, offered, 0)
         if fresh.any():
             node.pages[: len(offered)] += fresh
-            taken.add(fresh)
+            taken.add(fresh, node, first)
         self._enlist_windows(node)
 
     def _keep_tail(self, node: Node, pages: PageSets, taken: Gone) -> None:
@@ -425,14 +464,14 @@ class RadixCache:
         (owner, held), own = self._tail(node), pages[index : index + 1].copy()
         if held is None:
             node.tail = own
-            taken.add(own)
+            taken.add(own, node, index, node.end)
         elif not held.all() and own.all():
             if owner is node:
                 own[held > 0] = 0
                 node.tail = held + own
             else:
                 node.tail = own
-            taken.add(own)
+            taken.add(own, node, index, node.end)
 
     # -- giving up
 
@@ -513,10 +552,10 @@ class RadixCache:
             places = places[self._idle(group, column[places])]
         if not len(places):
             return False
-        dropped = no_sets(len(self.windows), min(len(places), most))
-        dropped[:, group] = column[places[:most]]
-        column[places[:most]] = 0
-        gone.add(dropped)
+        dropped, places = no_sets(len(self.windows), end), places[:most]
+        dropped[places, group] = column[places]
+        column[places] = 0
+        gone.add(dropped, node, self.complete(node.start))
         if node.state is not None and not node.state_readers and end == len(node.pages):
             self._drop_state(node, gone)
         if not self.has_full_group:
@@ -547,7 +586,7 @@ class RadixCache:
         own = max(left + first - -(-leaf.start // max(self.page_size, 1)), 0)
         # All tokens of these are the leaf's, so no state above needs one as its tail.
         cut = own if wanted is None else min(own, max(wanted - gone.counts[0], 0))
-        gone.add(leaf.pages[left - cut :])
+        gone.add(leaf.pages[left - cut :], leaf, first + left - cut)
         left, leaf.pages = left - cut, leaf.pages[: left - cut]
         while left and (wanted is None or gone.counts[0] < wanted):
             left -= 1
@@ -560,7 +599,7 @@ class RadixCache:
 
     def _drop_state(self, node: Node, gone: Gone) -> None:
         if node.state is not None:
-            gone.states.append(node.state)
+            gone.add_state(node)
             self._worths.dropped(node)
         node.state = None
         self._drop_tail(node, gone)
@@ -571,19 +610,22 @@ class RadixCache:
         """
         if node.tail is not None and not node.tail_readers:
             tail, node.tail = node.tail, None
-            self._let_go(node, self.complete(node.end), tail, gone)
+            self._let_go(node, self.complete(node.end), tail, gone, node.end)
 
-    def _let_go(self, node: Node, index: int, page: PageSets, gone: Gone) -> None:
+    def _let_go(self, node: Node, index: int, page: PageSets, gone: Gone, end: int | None = None) -> None:
         """Gives up the set `page` with number `index` of `node`. If a state above ends in the
-        middle of it and has no other tail, the set becomes its tail instead.
+        middle of it and has no other tail, the set becomes its tail instead. `end`: it is a tail.
         """
         for step in node.path:
             if step.end <= index * self.page_size:
                 break
             if step is not node and step.state is not None and self._tail(step)[0] is None:
                 step.tail = page
+                if gone.log is not None:
+                    gone.log.pages("lost", node, page, index, end)
+                    gone.log.pages("gained", step, page, index, step.end, "kept")
                 return
-        gone.add(page)
+        gone.add(page, node, index, end)
 
     def _has_pages(self, node: Node) -> bool:
         return len(node.pages) > 0 and (self.has_full_group or bool(node.pages.any()))

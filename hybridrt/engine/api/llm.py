@@ -13,6 +13,7 @@ from tqdm.notebook import tqdm_notebook
 
 from hybridrt.base.ambient import undisturbed
 from hybridrt.base.config import EngineConfig, SpeculativeConfig
+from hybridrt.base.config_json import check_fields, integer
 from hybridrt.base.errors import EngineError, SessionError
 from hybridrt.base.errors_foreign import CALLS, ENGINE, LLM_ATTRIBUTES, knows_names, no_attribute, refuse
 from hybridrt.base.files import as_path
@@ -40,6 +41,7 @@ from hybridrt.engine.request.intake import PreparedPrompt
 from hybridrt.engine.request.outputs import Delta, RequestOutput, whole_output
 from hybridrt.engine.text.prompts import Prompt, text_or_ids
 from hybridrt.engine.text.tokenizer import load_tokenizer
+from hybridrt.mem_cache.prefix_tree.cache_events import EVENTS, CacheSubscription
 from hybridrt.models.config.read_config import read_model_config
 from hybridrt.parallel.tensor_parallel import TensorParallelExecutor, check_world
 from hybridrt.runtime.load.build import find_checkpoint
@@ -281,6 +283,21 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         with self.engine.turns:
             return self.engine.reset_prefix_cache()
+
+    def cache_events(self, *, limit: int = EVENTS) -> CacheSubscription:
+        """Subscribes to what the prefix cache and its main memory gain, lose and move. The first
+        `read` begins with what they hold now, so the events say at every time what is cached.
+
+        Args:
+            limit: events that are kept until they are read. More push the oldest ones out
+                (`CacheSubscription.missed`).
+
+        Raises:
+            ConfigError: `limit` is no integer from 1 to 2**31 - 1.
+        """
+        check_fields({"limit": limit}, {"limit": integer(1, 2**31 - 1)})
+        with self.engine.turns:
+            return self.engine.cache_events(limit)
 
     def dump_cache(self, path: str | PathLike[str], *, text: bool = False) -> None:
         """Writes the present contents of the prefix cache to a JSON file, for `hybridrt inspect

@@ -337,7 +337,7 @@ class CacheCoordinator:
         """A launch failed. It is unknown which of its copies run, so main memory is cleared."""
         if self.fetches is not None and self.prefixes.tier is not None:
             self.fetches.cancel_all()
-            self.prefixes.tier.clear()
+            self.prefixes.tier.clear("failed")
 
     def forget_prefixes(self) -> bool:
         if self.fetches is not None:
@@ -353,10 +353,10 @@ class CacheCoordinator:
             request.pages, request.prefix, request.saves = no_pages(len(self.pages)), NO_MATCH, {}
         self.donations.clear()
         self.prefixes.answers.clear()
-        self.prefixes.tree.clear()
+        self.prefixes.tree.clear("failed")
         if self.fetches is not None and self.prefixes.tier is not None:
             self.fetches.clear()
-            self.prefixes.tier.clear()
+            self.prefixes.tier.clear("failed")
         for allocator in (self.rows, self.slots, self.pages):
             allocator.reclaim()
         self._num_releases += 1

@@ -76,7 +76,7 @@ class HostFetches:
             fetch, store = self._fetches.pop(arrival), self._store
             self._tier.wait_for(fetch.ticket)  # other ranks may not have ended
             states = {} if fetch.state is None else {fetch.length: fetch.state}
-            store.adopt(fetch.tokens, fetch.sets, fetch.pages, states, fetch.key)
+            store.adopt(fetch.tokens, fetch.sets, fetch.pages, states, fetch.key, "fetched")
             store.unlock(fetch.held)
             store.counts.fetched += fetch.gain
         return bool(over)

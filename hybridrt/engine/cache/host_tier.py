@@ -9,6 +9,7 @@ from hybridrt.mem_cache.pools.allocator import SlotAllocator
 from hybridrt.mem_cache.pools.page_allocators import PageAllocators
 from hybridrt.mem_cache.pools.page_sets import GroupPages, PageSets, no_sets, pages_of
 from hybridrt.mem_cache.pools.slots import Slot, Slots
+from hybridrt.mem_cache.prefix_tree.cache_events import Why
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_drop import drop
@@ -35,7 +36,9 @@ class HostTier:
     def __init__(
         self, pages: PageAllocators, num_states: int, device: RadixCache, copied: Callable[[int], bool]
     ) -> None:
-        self.tree = RadixCache(device.page_size, device.recurrent, device.lookahead, device.windows, pages.are_idle)
+        self.tree = RadixCache(
+            device.page_size, device.recurrent, device.lookahead, device.windows, pages.are_idle, device.events, "host"
+        )
         self.pages = pages
         self.slots = SlotAllocator(num_states, "state in main memory")
         self._copied = copied
@@ -77,7 +80,7 @@ class HostTier:
         for column, where, own in zip(hosted.T, lacking.T, fresh):
             column[where] = own.keys
         places = dict(zip(ends, slots, strict=True))
-        taken, _ = self.tree.insert(tokens, hosted, places, key)
+        taken, _ = self.tree.insert(tokens, hosted, places, key, why="copied")
         self.pages.to_cache(taken.pages)
         self.slots.to_cache(taken.states)
         kept = [~group.free_used(own) for group, own in zip(self.pages.groups, fresh)]
@@ -134,9 +137,9 @@ class HostTier:
         self.pages.evict(gone.pages)
         self.slots.evict(gone.states)
 
-    def clear(self) -> None:
+    def clear(self, why: Why) -> None:
         """Forgets everything. Later plans wait for running copies, which still write to the device."""
-        self.tree.clear()
+        self.tree.clear(why)
         self.pages.reclaim()
         self.slots.reclaim()
         self._pending.clear()

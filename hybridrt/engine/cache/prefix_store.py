@@ -13,6 +13,7 @@ from hybridrt.mem_cache.pools.allocator import SlotAllocator
 from hybridrt.mem_cache.pools.page_allocators import PageAllocators
 from hybridrt.mem_cache.pools.page_sets import GroupPages, PageSets, no_sets, pages_of
 from hybridrt.mem_cache.pools.slots import Slot
+from hybridrt.mem_cache.prefix_tree.cache_events import CacheSubscription, Why
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 from hybridrt.mem_cache.prefix_tree.prefix_cache import NO_MATCH, CacheCounts, CacheEntries, PrefixMatch
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
@@ -177,7 +178,7 @@ class PrefixStore:
         if self._slots.total and length == request.prefill_end and not self._pages.has_windows:
             self.answers.begin(request)
         states = {place: slot for place, slot in request.saves.items() if place <= length}
-        taken, node = self._insert(request, request.ids[:length], states)
+        taken, node = self._insert(request, request.ids[:length], states, "computed")
         self._pages.lock(taken.pages)
         self._free_saves(request, states, taken)
         if node.parent is not None:
@@ -262,7 +263,7 @@ class PrefixStore:
         self._slots.free(slots)
 
     def adopt(
-        self, tokens: np.ndarray, sets: PageSets, pages: GroupPages, states: dict[int, Slot], key: CacheKey
+        self, tokens: np.ndarray, sets: PageSets, pages: GroupPages, states: dict[int, Slot], key: CacheKey, why: Why
     ) -> None:
         """Inserts `tokens` into the tree.
 
@@ -272,24 +273,24 @@ class PrefixStore:
                 others already. Those that another insertion has made redundant are freed.
         """
         self._seen.note(tokens, key)
-        taken, _ = self.tree.insert(tokens, sets, states, key)
+        taken, _ = self.tree.insert(tokens, sets, states, key, why=why)
         self._pages.to_cache(taken.pages)
         self._slots.to_cache(taken.states)
         self._pages.free_used(pages)
         self._slots.free([slot for slot in states.values() if slot not in taken.states])
 
-    def evict(self, pages: Sequence[int], states: int, *, new: NewState | None = None) -> None:
-        """Frees so many entries that no request reads, or all there are; `new` as in
+    def evict(self, pages: Sequence[int], states: int, *, new: NewState | None = None, why: Why = "evicted") -> None:
+        """Frees so many entries that no request reads, or all there are; `new` and `why` as in
         RadixCache.evict.
         """
         self._slots.free(given_up := self.answers.give_up(states))
-        self.evicted(self.tree.evict(pages, states - len(given_up), new=new))
+        self.evicted(self.tree.evict(pages, states - len(given_up), new=new, why=why))
 
     def reset(self) -> bool:
         self._seen.clear()
         if self.tier is not None:
-            self.tier.clear()
-        self.evict([group.total for group in self._pages.groups], self._slots.total)
+            self.tier.clear("reset")
+        self.evict([group.total for group in self._pages.groups], self._slots.total, why="reset")
         return not self._pages.num_cached and not self._slots.num_cached
 
     def slot_within(self, request: Request, fresh: int) -> Slot | None:
@@ -304,6 +305,10 @@ class PrefixStore:
             gone = self.answers.spread(request)
             self._slots.free(gone if gone or len(self.answers) <= fresh else self.answers.give_up(1))
         return self._slots.alloc(1)[0] if self._slots.num_free > self._reserved_slots() else None
+
+    def subscribe(self, limit: int) -> CacheSubscription:
+        trees = [self.tree] if self.tier is None else [self.tree, self.tier.tree]
+        return self.tree.events.subscribe([(tree.present(), tree.tier) for tree in trees], limit)
 
     def counters(self) -> dict[str, int]:
         held = {} if self.tier is None else {
@@ -350,9 +355,11 @@ class PrefixStore:
         # computed some.
         if request.state_slot is not None and computed <= len(ids):
             states[computed] = request.state_slot
-        return self._insert(request, ids[: computed + self.tree.lookahead], states)[0]
+        return self._insert(request, ids[: computed + self.tree.lookahead], states, _end_of(request))[0]
 
-    def _insert(self, request: Request, ids: np.ndarray, states: dict[int, Slot]) -> tuple[CacheEntries, Node]:
+    def _insert(
+        self, request: Request, ids: np.ndarray, states: dict[int, Slot], why: Why
+    ) -> tuple[CacheEntries, Node]:
         if request.prefix.node is not None and request.prefix.node.hidden:  # it was computed from what was dropped
             return CacheEntries(pages_of(no_sets(len(self._pages)))), Node(np.empty(0, np.int32), 0, no_sets(0))
         key = request.cache_key
@@ -360,7 +367,7 @@ class PrefixStore:
         kinds = {place: StateKind.FORK for place in states if place in request.save_at[1:]}
         within = {place: StateKind.ANSWER for place, slot in states.items() if slot in self.answers}
         sets = request.pages.shareable
-        taken, node = self.tree.insert(ids, sets, states, key, len(request.prompt), kinds | within)
+        taken, node = self.tree.insert(ids, sets, states, key, len(request.prompt), kinds | within, why)
         self._pages.to_cache(taken.pages)
         self._slots.to_cache(taken.states)
         if within:
@@ -420,3 +427,10 @@ class PrefixStore:
         evicted for them.
         """
         return min(self._rows.num_free, len(self.tree.waiting))
+
+
+def _end_of(request: Request) -> Why:
+    """Why a request leaves its entries."""
+    if request.finish_reason is None:
+        return "retracted"
+    return "aborted" if request.finish_reason == "abort" else "finished"

@@ -180,7 +180,7 @@ class Sessions:
             places = PrefixPlaces(length, [held.indices.tolist() for held in pages], copied)
             self._copier.write_prefix(places, _without_states(prefix.tensors, skipped))
             sets = self._sets(length, pages)
-            store.adopt(prefix.tokens, sets, pages, states, key)
+            store.adopt(prefix.tokens, sets, pages, states, key, "loaded")
             if store.tier is not None:
                 store.tier.offer(prefix.tokens, sets, states, key)
 

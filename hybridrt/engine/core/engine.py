@@ -27,6 +27,7 @@ from hybridrt.engine.request.sample_request import Request, derive_seed, new_sam
 from hybridrt.engine.request.turns import Change, Turns, weakly
 from hybridrt.engine.text.prompts import Prompt
 from hybridrt.engine.text.tokenizer import Tokenizer
+from hybridrt.mem_cache.prefix_tree.cache_events import CacheSubscription
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 from hybridrt.mem_cache.prefix_tree.prefix_cache import PrefixMatch
 from hybridrt.parallel.tensor_parallel import TensorParallelExecutor
@@ -295,6 +296,10 @@ class Engine:
     def reset_prefix_cache(self) -> bool:
         with self.turns.now, self._change:
             return self._coordinator.forget_prefixes()
+
+    def cache_events(self, limit: int) -> CacheSubscription:
+        with self.turns.now:
+            return self.prefixes.subscribe(limit)
 
     def cache_dump(self, *, text: bool = False) -> CacheDump:
         with self.turns.now:
