@@ -68,6 +68,7 @@ class PrefixMatch:
         known: first tokens of the prompt that are in the tree: more than `length` if a state is
             missing.
         fork: `known`, if another prompt in the tree goes on differently from there; else 0.
+        refused: length of a match that there was no room for next to the request; this one is empty.
         node, tail_node: the tree's entries of the match and the tail.
         retokenised: tokens of a cached answer after the place where the prompt leaves it.
         staged: of a prefix that was computed elsewhere: its place in the executor's arena, until
@@ -87,6 +88,7 @@ class PrefixMatch:
     staged_from: int = 0
     retokenised: int = 0
     fork: int = 0
+    refused: int = 0
 
 
 NO_MATCH = PrefixMatch()

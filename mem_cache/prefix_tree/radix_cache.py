@@ -22,7 +22,7 @@ removes states in the order of mem_cache/prefix_tree/state_worth.py.
 
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import count
+from itertools import count, islice
 from types import MappingProxyType
 
 import numpy as np
@@ -43,6 +43,7 @@ from hybridrt.mem_cache.prefix_tree.radix_node import (
 )
 from hybridrt.mem_cache.prefix_tree.state_worth import NewState, StateWorths
 
+OTHER_KEYS = 8
 # [n] bool: which of these pages [n] of a group no request has locked.
 Idle = Callable[[int, np.ndarray], np.ndarray]
 
@@ -137,6 +138,13 @@ class RadixCache:
         node = self._covering(node, pages) if pages else node
         length = pages * self.page_size
         return PrefixMatch(length, self._sets(node)[:pages], node=None if node.parent is None else node), states
+
+    def known_elsewhere(self, tokens: np.ndarray, key: CacheKey) -> tuple[int, CacheKey]:
+        """How many first tokens a text of another key has, and that key. Only the latest OTHER_KEYS
+        are examined.
+        """
+        others = islice((other for other in reversed(self._roots) if other != key), OTHER_KEYS)
+        return max(((self._descend(other, tokens)[1], other) for other in others), default=(0, key))
 
     def touch(self, tokens: np.ndarray, key: CacheKey) -> int:
         """Marks a text as used now. Returns how many of its tokens are in complete pages of layers

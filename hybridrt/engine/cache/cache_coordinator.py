@@ -151,7 +151,7 @@ class CacheCoordinator:
         # Locking the match keeps its state and its last page's node from eviction. If the rest is
         # too little, go on without the match.
         return self._take(request, match, headroom) or (
-            match.node is not None and self._take(request, NO_MATCH, headroom)
+            match.node is not None and self._take(request, PrefixMatch(refused=match.length), headroom)
         )
 
     def _take(self, request: Request, match: PrefixMatch, headroom: int) -> bool:

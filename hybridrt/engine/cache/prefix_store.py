@@ -15,6 +15,7 @@ from hybridrt.mem_cache.pools.page_sets import GroupPages, PageSets, no_sets, pa
 from hybridrt.mem_cache.pools.slots import Slot
 from hybridrt.mem_cache.prefix_tree.cache_events import CacheSubscription, Why
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
+from hybridrt.mem_cache.prefix_tree.cache_miss import CacheMiss, LostTokens, other_key
 from hybridrt.mem_cache.prefix_tree.prefix_cache import NO_MATCH, CacheCounts, CacheEntries, PrefixMatch
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_node import Node, StateKind
@@ -334,13 +335,33 @@ class PrefixStore:
         if match.staged is not None or not self.keeps:
             return
         if request.params.prompt_logprobs is None:
-            evicted = max(self._seen.length(request.ids[: prompt - 1], key) - match.known, 0)
-            counts.without_kv += evicted
-            known = min(match.known, prompt - 1)
-            counts.retokenised += max(min(match.retokenised, prompt - 1 - known) - evicted, 0)
-            counts.without_state += known - match.length if self._slots.total else 0
+            seen = self._seen.length(request.ids[: prompt - 1], key)
+            lost = LostTokens.from_match(match, prompt - 1, seen, self._slots.total > 0)
+            counts.without_kv += lost.evicted
+            counts.retokenised += lost.changed
+            counts.without_state += lost.no_state
+            request.metrics.cache_miss = self._miss(request, match, lost)
+        else:
+            request.metrics.cache_miss = CacheMiss("skipped", 0)
         if self.tier is not None:
             self.tier.tree.touch(request.ids[: match.length], key)
+
+    def _miss(self, request: Request, match: PrefixMatch, lost: LostTokens) -> CacheMiss | None:
+        """Why more of the prompt was not reused; None if no more could be."""
+        last, recurrent = request.prefill_end - 1, self.tree.recurrent
+        least = 1 if recurrent else self.tree.page_size + self.tree.lookahead  # tokens that can be reused
+        if last - match.length < least:
+            return None
+        if match.refused:
+            return CacheMiss("no_room", 0, match.refused)
+        gap = match.known - match.length
+        if gap >= least and not recurrent:
+            return CacheMiss("evicted", match.length, gap)  # of a window
+        found, key = lost.cause(match), request.cache_key
+        elsewhere, other = self.tree.known_elsewhere(request.ids[:last], key)
+        gain = elsewhere - match.known - lost.evicted
+        # Fewer tokens than the grid have no state: nobody could share them.
+        return found if gain <= max(found.tokens, self.grid) else other_key(key, other, match.known, gain)
 
     def _offer(self, request: Request) -> CacheEntries:
         """Offers nothing of a failed request, whose state may be wrong, nor of one that has added
