@@ -141,7 +141,7 @@ class EntryLog:
         if node.hidden:
             return None
         last = self.records[-1] if self.records else None
-        if last is not None and last.node is node and (last.what, last.why) == (what, why):
+        if last is not None and last.node is node and last.what == what:
             return last
         path = list(node.path)
         root = path[-1].parent

@@ -81,7 +81,7 @@ class RadixCache:
     def clear(self, why: Why) -> None:
         """Forgets everything, readers included. The coordinator has freed all entries."""
         self.events.cleared(why, self.tier)
-        self._roots: dict[str, Node] = {}
+        self._roots: dict[CacheKey, Node] = {}
         self._clock = 0
         self._worths = StateWorths()
         self.waiting = self._worths.waiting
