@@ -20,6 +20,7 @@ from hybridrt.base.errors import ConfigError
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, PageGroup
 from hybridrt.mem_cache.pools.page_groups import PageDemand, in_every_group
+from hybridrt.mem_cache.prefix_tree.cache_key import DEFAULT_KEY, CacheKey
 from hybridrt.mem_cache.prefix_tree.texts import in_common
 from hybridrt.runtime.load.build import (
     empty_model,
@@ -80,7 +81,7 @@ class _FreeRow:
     """Still has the tokens [n] int32 of a text, from `start` on."""
 
     row: int
-    salt: str = ""
+    key: CacheKey = DEFAULT_KEY
     tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     start: int = 0
 
@@ -126,8 +127,8 @@ class DraftModelDrafter(Drafter):
         self._staging = StagingRing(self.runner.device)
 
     def begin(self, request: DraftRequest) -> None:
-        salt, ids = request.params.cache_salt or "", np.array([*request.prompt, *request.output], np.int32)
-        usable = [self._usable(free, ids, salt) for free in self._free]
+        key, ids = request.cache_key, np.array([*request.prompt, *request.output], np.int32)
+        usable = [self._usable(free, ids, key) for free in self._free]
         best = max(range(len(usable)), key=lambda i: (usable[i], -i))
         free = self._free.pop(best)
         # The target's cache has only `computed` tokens.
@@ -135,12 +136,12 @@ class DraftModelDrafter(Drafter):
         start, computed = (free.start, usable[best]) if usable[best] > late else (late, late)
         self._tenants[request.arrival] = _Tenant(request, free.row, start, computed)
 
-    def _usable(self, free: _FreeRow, ids: np.ndarray, salt: str) -> int:
+    def _usable(self, free: _FreeRow, ids: np.ndarray, key: CacheKey) -> int:
         """Counts tokens that need no computing; the last one always does. A recurrent state can
         only be used at its own position.
         """
         held, n = len(free.tokens), min(len(free.tokens), len(ids) - 1)
-        if free.salt != salt or not n or (self._recurrent and (n < held or free.tokens[-1] != ids[n - 1])):
+        if free.key != key or not n or (self._recurrent and (n < held or free.tokens[-1] != ids[n - 1])):
             return 0
         same = in_common(free.tokens, ids[:n])
         return 0 if same <= free.start or (self._recurrent and same < held) else same
@@ -149,8 +150,8 @@ class DraftModelDrafter(Drafter):
         tenant = self._tenants.pop(request.arrival, None)
         if tenant is not None:
             text = np.array(tokens_between(request, 0, tenant.computed), np.int32)
-            whole, salt = tenant.held and len(text) == tenant.computed, request.params.cache_salt or ""
-            self._free.append(_FreeRow(tenant.row, salt, text, tenant.start) if whole else _FreeRow(tenant.row))
+            whole, key = tenant.held and len(text) == tenant.computed, request.cache_key
+            self._free.append(_FreeRow(tenant.row, key, text, tenant.start) if whole else _FreeRow(tenant.row))
 
     def propose(self, requests: Sequence[DraftRequest], max_drafts: Sequence[int]) -> list[Draft]:
         if not requests:

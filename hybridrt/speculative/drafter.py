@@ -7,6 +7,7 @@ from typing import Protocol
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.kernels.sampling.token_rules import TokenRules
 from hybridrt.mem_cache.pools.slots import Slot
+from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 from hybridrt.speculative.draft import NO_DRAFT as NO_DRAFT
 from hybridrt.speculative.draft import Draft as Draft
 
@@ -16,6 +17,7 @@ class DraftRequest(Protocol):
 
     Attributes:
         arrival: its number, unique in an engine.
+        cache_key: states of one key serve no request of another.
         rules: the rules for single tokens that `params` give.
         row: row in the target's pools; None while the request does not run.
         computed: tokens with KV and state in the target.
@@ -27,6 +29,7 @@ class DraftRequest(Protocol):
     prompt: list[int]
     output: list[int]
     params: SamplingParams
+    cache_key: CacheKey
     seed: int
     rules: TokenRules | None
     row: Slot | None

@@ -6,6 +6,7 @@ import pytest
 
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.cache import host_fetches
+from tests.support.cache_replica import Replica
 from tests.support.engine_harness import VOCAB, Rig
 from tests.support.mock_executor import Windows, tokens_alone
 
@@ -26,6 +27,7 @@ class Talks:
             late=1, drafts=seed % 2 * 3, replay=True, cache=True, grid=4, host=(120, 12),
             copy_delay=seed % 5, windows=windows,
         )  # fmt: skip
+        self.replica = Replica(self.rig.engine.cache_events(10_000))
         self.histories: list[list[int]] = [[]]
         self.open: dict[str, tuple[list[int], SamplingParams]] = {}
         self.checked = 0
@@ -40,6 +42,7 @@ class Talks:
                 self.rig.engine.reset_prefix_cache()
             self.rig.step()
             self.take()
+            self.replica.check(self.rig.pools)
         self.rig.run()
         self.take()
 
@@ -81,6 +84,8 @@ def soak(seed: int, steps: int, monkeypatch: pytest.MonkeyPatch, windows: Window
     assert talks.rig.engine.reset_prefix_cache()
     for pool in (talks.rig.pools.slots, talks.rig.pools.pages):
         assert pool.num_free == pool.total
+    talks.replica.check(talks.rig.pools)
+    assert not any(talks.replica.held.values()) and not talks.replica.events.missed
     return {"checked": talks.checked, "hit": counters.cache_hit, "fetched": counters.cache_fetched}
 
 

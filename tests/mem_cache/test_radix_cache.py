@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hybridrt.mem_cache.pools.page_groups import no_sets, pages_of
 from hybridrt.mem_cache.pools.slots import Slot
 from hybridrt.mem_cache.prefix_tree import radix_cache
+from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 from hybridrt.mem_cache.prefix_tree.prefix_cache import CacheEntries, PrefixMatch
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_node import Node
@@ -353,11 +354,13 @@ def test_recent_use_counts() -> None:
     assert [text[0] for text in ledger.states.values()] == [3]
 
 
-def test_salts_share_nothing() -> None:
-    tree = RadixCache(2, False)
-    tree.insert(array((1, 2, 3, 4)), np.array([[Slot(1, 0)], [Slot(2, 0)]]), {}, "a")
-    assert tree.match(array((1, 2, 3, 4, 5)), "a").length == 4
-    assert not tree.match(array((1, 2, 3, 4, 5)), "b").length and not tree.match(array((1, 2, 3))).length
+@pytest.mark.parametrize("field", CacheKey._fields)
+def test_keys_share_nothing(field: str) -> None:
+    """Whichever field differs."""
+    tree, a, b = RadixCache(2, False), CacheKey(**{field: "a"}), CacheKey(**{field: "b"})
+    tree.insert(array((1, 2, 3, 4)), np.array([[Slot(1, 0)], [Slot(2, 0)]]), {}, a)
+    assert tree.match(array((1, 2, 3, 4, 5)), a).length == 4
+    assert not tree.match(array((1, 2, 3, 4, 5)), b).length and not tree.match(array((1, 2, 3))).length
     tree.evict([2], 0)
     assert not tree._roots
 
@@ -386,10 +389,10 @@ def test_a_place_where_an_answer_goes_on_is_no_fork() -> None:
 def test_a_prompt_that_leaves_an_answer_within_it() -> None:
     ledger = Ledger(0, True)
     tree = ledger.tree
-    tree.insert(array((1, 2, 3, 4, 5, 6)), NO_SETS, {6: ledger.slot()}, "", 2)
+    tree.insert(array((1, 2, 3, 4, 5, 6)), NO_SETS, {6: ledger.slot()}, prompt=2)
     left = {(1, 2, 3, 4, 9, 9, 9): 2, (1, 2, 3, 9): 1, (1, 2, 9, 9): 0, (1, 2, 3, 4, 5, 6, 9): 0, (1, 9, 9): 0}
     assert {prompt: tree.match(array(prompt)).retokenised for prompt in left} == left
-    tree.insert(array((1, 2, 3, 4, 8)), NO_SETS, {5: ledger.slot()}, "", 5)  # cuts the edge
+    tree.insert(array((1, 2, 3, 4, 8)), NO_SETS, {5: ledger.slot()}, prompt=5)  # cuts the edge
     assert tree.match(array((1, 2, 3, 4, 7, 7, 7))).retokenised == 2
 
 
@@ -429,8 +432,8 @@ def test_the_end_of_a_text_within_a_longer_one_can_be_read() -> None:
 
 def test_edges_of_two_answers_stay_apart() -> None:
     ledger = Ledger(0, True)
-    ledger.tree.insert(array((1, 2, 3, 4)), NO_SETS, {4: ledger.slot()}, "", 2)
-    ledger.tree.insert(array((1, 2, 3, 4, 5, 6, 7, 8)), NO_SETS, {8: ledger.slot()}, "", 6)
+    ledger.tree.insert(array((1, 2, 3, 4)), NO_SETS, {4: ledger.slot()}, prompt=2)
+    ledger.tree.insert(array((1, 2, 3, 4, 5, 6, 7, 8)), NO_SETS, {8: ledger.slot()}, prompt=6)
     prompts = [(1, 2, 3, 9, 9, 9), (1, 2, 3, 4, 5, 9, 9, 9), (1, 2, 3, 4, 5, 6, 7, 9, 9)]
     before = [ledger.tree.match(array(prompt)) for prompt in prompts]
     assert len(ledger.tree.evict([], 1).states) == 1

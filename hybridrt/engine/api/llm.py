@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 from tqdm.notebook import tqdm_notebook
 
 from hybridrt.base.config import EngineConfig, SpeculativeConfig
+from hybridrt.base.config_json import check_fields, integer
 from hybridrt.base.errors import EngineError, SessionError
 from hybridrt.base.errors_foreign import CALLS, ENGINE, LLM_ATTRIBUTES, knows_names, no_attribute, refuse
 from hybridrt.base.files import as_path
@@ -37,6 +38,7 @@ from hybridrt.engine.core.engine import Engine
 from hybridrt.engine.request.intake import PreparedPrompt, Prompt, text_or_ids
 from hybridrt.engine.request.outputs import Delta, DeltaQueue, RequestOutput, whole_output
 from hybridrt.engine.text.tokenizer import load_tokenizer
+from hybridrt.mem_cache.prefix_tree.cache_events import EVENTS, CacheSubscription
 from hybridrt.models.config.read_config import read_model_config
 from hybridrt.parallel.tensor_parallel import TensorParallelExecutor, check_world
 from hybridrt.runtime.load.build import find_checkpoint
@@ -282,6 +284,21 @@ class LLM:
         with self.engine.turns:
             return self.engine.reset_prefix_cache()
 
+    def cache_events(self, *, limit: int = EVENTS) -> CacheSubscription:
+        """Subscribes to what the prefix cache and its main memory gain, lose and move. The first
+        `read` begins with what they hold now, so the events say at every time what is cached.
+
+        Args:
+            limit: events that are kept until they are read. More push the oldest ones out
+                (`CacheSubscription.missed`).
+
+        Raises:
+            ConfigError: `limit` is no integer from 1 to 2**31 - 1.
+        """
+        check_fields({"limit": limit}, {"limit": integer(1, 2**31 - 1)})
+        with self.engine.turns:
+            return self.engine.cache_events(limit)
+
     def dump_cache(self, path: str | PathLike[str], *, text: bool = False) -> None:
         """Writes the present contents of the prefix cache to a JSON file, for `hybridrt inspect
         --cache`.
@@ -323,7 +340,7 @@ class LLM:
         prepared = self.engine.prepare(content, SamplingParams(max_tokens=1, cache_salt=cache_salt))
         tokens = np.array(prepared.tokens, np.int32)
         with undisturbed():
-            return self.engine.sessions.save(file, tokens, cache_salt or "", note)
+            return self.engine.sessions.save(file, tokens, self.engine.cache_key(prepared.params), note)
 
     def load_session(
         self, path: str | PathLike[str], *, cache_salt: str | None = None, trusted: bool = False
@@ -348,9 +365,9 @@ class LLM:
             RequestError: `cache_salt` is no text.
             OSError: the file cannot be opened.
         """
-        SamplingParams(cache_salt=cache_salt)  # checks it
+        key = self.engine.cache_key(SamplingParams(cache_salt=cache_salt))
         with undisturbed():
-            return self.engine.sessions.load(as_path("path", path, SessionError), cache_salt, trusted)
+            return self.engine.sessions.load(as_path("path", path, SessionError), key, trusted)
 
     def __getattr__(self, name: str) -> NoReturn:
         raise no_attribute(self, name, LLM_ATTRIBUTES)

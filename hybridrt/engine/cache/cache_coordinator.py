@@ -156,7 +156,7 @@ class CacheCoordinator:
         # Locking the match keeps its state and its last page's node from eviction. If the rest is
         # too little, go on without the match.
         return self._take(request, match, headroom) or (
-            match.node is not None and self._take(request, NO_MATCH, headroom)
+            match.node is not None and self._take(request, PrefixMatch(refused=match.length), headroom)
         )
 
     def _take(self, request: Request, match: PrefixMatch, headroom: int) -> bool:
@@ -301,12 +301,12 @@ class CacheCoordinator:
         """Bans the cached entry after the first `length` tokens of a request and everything
         computed from it; with `whole`, also the entries before it.
         """
-        store, tokens, salt = self.prefixes, request.ids[:length], request.params.cache_salt or ""
+        store, tokens, key = self.prefixes, request.ids[:length], request.cache_key
         if self.fetches is not None:
             self.fetches.cancel_all()  # they hold parts of the path, and would bring it back
-        store.evicted(drop(store.tree, tokens, salt, whole=whole))
+        store.evicted(drop(store.tree, tokens, key, whole=whole))
         if store.tier is not None:
-            store.tier.drop(tokens, salt, whole=whole)
+            store.tier.drop(tokens, key, whole=whole)
         self._num_releases += 1
 
     def begin_step(self, waiting: Sequence[Request], headroom: int) -> None:
@@ -342,7 +342,7 @@ class CacheCoordinator:
         """A launch failed. It is unknown which of its copies run, so main memory is cleared."""
         if self.fetches is not None and self.prefixes.tier is not None:
             self.fetches.cancel_all()
-            self.prefixes.tier.clear()
+            self.prefixes.tier.clear("failed")
 
     def forget_prefixes(self) -> bool:
         if self.fetches is not None:
@@ -358,10 +358,10 @@ class CacheCoordinator:
             request.pages, request.prefix, request.saves = NO_PAGES, NO_MATCH, {}
         self.donations.clear()
         self.prefixes.answers.clear()
-        self.prefixes.tree.clear()
+        self.prefixes.tree.clear("failed")
         if self.fetches is not None and self.prefixes.tier is not None:
             self.fetches.clear()
-            self.prefixes.tier.clear()
+            self.prefixes.tier.clear("failed")
         for allocator in (self.rows, self.slots, self.pages):
             allocator.reclaim()
         self._num_releases += 1

@@ -25,6 +25,8 @@ from hybridrt.engine.request.intake import EngineLimits, Intake, PreparedPrompt,
 from hybridrt.engine.request.outputs import Abandonment, Delta, DeltaQueue, EngineCounters
 from hybridrt.engine.request.sample_request import Request, derive_seed, new_samples
 from hybridrt.engine.text.tokenizer import Tokenizer
+from hybridrt.mem_cache.prefix_tree.cache_events import CacheSubscription
+from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 from hybridrt.mem_cache.prefix_tree.prefix_cache import PrefixMatch
 from hybridrt.parallel.tensor_parallel import TensorParallelExecutor
 from hybridrt.runtime.load.draft_needs import draft_needs
@@ -170,7 +172,8 @@ class Engine:
             elif request_id in self._samples:
                 raise RequestError(f"request id {request_id!r} is in use; pass another one, or None to get one")
             seed = derive_seed(self._seed, self._num_requests) if prepared.params.seed is None else prepared.params.seed
-            samples = new_samples(request_id, prepared, seed, self._arrivals, self.intake.tokenizer)
+            key = self.cache_key(prepared.params)
+            samples = new_samples(request_id, prepared, key, seed, self._arrivals, self.intake.tokenizer)
             reader = self._abandoned.watch(self._deltas if queue is None else queue)
             for request in samples:
                 request.stream, request.queue = stream, reader
@@ -182,8 +185,12 @@ class Engine:
                 if source is None:
                     self._samples.queue(request_id, None)
             if source is not None:
-                source.request(request_id, prepared.tokens[:-1], prepared.params.cache_salt or "")
+                source.request(request_id, prepared.tokens[:-1], key)
         return request_id
+
+    def cache_key(self, params: SamplingParams) -> CacheKey:
+        """Of what a request with these parameters leaves in the prefix cache, and may use."""
+        return CacheKey(params.cache_salt or "")
 
     def start(self, request_id: str, arrived: PrefixMatch | None = None) -> None:
         """Queues a request that waited for `prefill_source`. `arrived`: the prefix that was
@@ -291,6 +298,10 @@ class Engine:
     def reset_prefix_cache(self) -> bool:
         with self.turns.now, self._change:
             return self._coordinator.forget_prefixes()
+
+    def cache_events(self, limit: int) -> CacheSubscription:
+        with self.turns.now:
+            return self.prefixes.subscribe(limit)
 
     def cache_dump(self, *, text: bool = False) -> CacheDump:
         with self.turns.now:

@@ -10,6 +10,7 @@ import msgspec
 
 from hybridrt.base.errors import EngineError
 from hybridrt.base.errors_foreign import no_attribute
+from hybridrt.mem_cache.prefix_tree.cache_miss import CacheMiss
 from hybridrt.runtime.step.plan import StepPlan
 from hybridrt.runtime.step.token_scores import TokenScores
 
@@ -62,7 +63,8 @@ class TokenCounters:
 @dataclass(slots=True)
 class RequestMetrics(TokenCounters):
     """Times and counts of one sample. Times are seconds of `time.monotonic()`; `admission_time` is
-    its first start. `cached_tokens` came from the prefix cache.
+    its first start. `cached_tokens` came from the prefix cache; `cache_miss` says why not more did. It
+    is None if no more could, without a cache, and before the first start.
     """
 
     prompt_tokens: int
@@ -72,6 +74,7 @@ class RequestMetrics(TokenCounters):
     finish_time: float | None = None
     retractions: int = 0
     cached_tokens: int = 0
+    cache_miss: CacheMiss | None = None
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ from hybridrt.engine.text.tokenizer import Detokenizer, Tokenizer
 from hybridrt.kernels.sampling.token_rules import TokenRules
 from hybridrt.mem_cache.pools.page_groups import NO_PAGES, RequestPages
 from hybridrt.mem_cache.pools.slots import Slot
+from hybridrt.mem_cache.prefix_tree.cache_key import DEFAULT_KEY, CacheKey
 from hybridrt.mem_cache.prefix_tree.prefix_cache import NO_MATCH, PrefixMatch
 from hybridrt.runtime.step.plan import TokenLogprobs, int32s
 from hybridrt.runtime.step.sampling_table import any_allowed
@@ -90,6 +91,7 @@ class Request:
 
     Attributes:
         arrival: order of arrival, unique.
+        cache_key: what it leaves in the prefix cache has this key, and it uses nothing of another.
         prompt_scores: log-probabilities of the first `scored` tokens of the prompt, without the
             very first, by chunk. None if not asked for, and once they are in a delta.
         stream: its reader gets deltas while it runs; False: one delta at its end.
@@ -129,6 +131,7 @@ class Request:
     max_len: int
     stop_ids: frozenset[int]
     metrics: RequestMetrics
+    cache_key: CacheKey = DEFAULT_KEY
     rules: TokenRules | None = None
     matcher: Matcher | None = None
     stream: bool = True
@@ -295,7 +298,12 @@ class Request:
 
 
 def new_samples(
-    request_id: str, prepared: PreparedPrompt, seed: int, arrivals: Iterator[int], tokenizer: Tokenizer | None
+    request_id: str,
+    prepared: PreparedPrompt,
+    key: CacheKey,
+    seed: int,
+    arrivals: Iterator[int],
+    tokenizer: Tokenizer | None,
 ) -> list[Request]:
     """The `n` samples of a prompt. Only the first gets the log-probabilities of the prompt."""
     tokens, params, ids = prepared.tokens, prepared.params, np.array(prepared.tokens, np.int32)
@@ -311,6 +319,7 @@ def new_samples(
             seed=derive_seed(seed, index) if index else seed,
             max_len=prepared.max_len,
             stop_ids=prepared.stop_ids,
+            cache_key=key,
             rules=prepared.rules,
             boundaries=prepared.boundaries,
             matcher=None if prepared.matcher is None else prepared.matcher.copy(),
