@@ -152,36 +152,36 @@ class EntryLog:
 
 
 class CacheEvents:
-    """Publishes the events of an engine's prefix cache to its subscriptions."""
+    """Publishes the events of an engine's prefix cache to its subscriptions.
+
+    Attributes:
+        readers: while it is empty, nothing needs to be noted.
+    """
 
     def __init__(self) -> None:
-        self._readers: list[weakref.ref[CacheSubscription]] = []
+        self.readers: list[weakref.ref[CacheSubscription]] = []
         self._number = 0
 
-    def log(self, page_size: int, lookahead: int) -> EntryLog | None:
-        """For one operation on a tree; None if nobody listens."""
-        return EntryLog(page_size, lookahead) if self._readers else None
-
-    def publish(self, log: EntryLog | None, why: Why, tier: Tier) -> None:
-        for record in log.records if log is not None else ():
+    def publish(self, log: EntryLog, why: Why, tier: Tier) -> None:
+        for record in log.records:
             self._put(record.event(self._number, why, tier))
 
     def cleared(self, why: Why, tier: Tier) -> None:
-        if self._readers:
+        if self.readers:
             self._put(CacheEvent(self._number, "cleared", why, tier))
 
     def subscribe(self, present: Iterable[tuple[EntryLog, Tier]], limit: int) -> CacheSubscription:
         """`present`: the entries of each tier now."""
         events = [record.event(self._number, "present", tier) for log, tier in present for record in log.records]
         made = CacheSubscription(events, self._number, limit)
-        self._readers.append(weakref.ref(made))
+        self.readers.append(weakref.ref(made))
         return made
 
     def _put(self, event: CacheEvent) -> None:
         self._number += 1
-        readers: Sequence[CacheSubscription | None] = [reader() for reader in self._readers]
+        readers: Sequence[CacheSubscription | None] = [reader() for reader in self.readers]
         open_ones = [reader for reader in readers if reader is not None and not reader.closed]
         if len(open_ones) < len(readers):
-            self._readers = [weakref.ref(reader) for reader in open_ones]
+            self.readers = [weakref.ref(reader) for reader in open_ones]
         for reader in open_ones:
             reader.put(event)

@@ -318,11 +318,13 @@ class RadixCache:
     # -- events
 
     def collect(self, what: What = "lost") -> Gone:
-        return Gone(len(self.windows), self.events.log(self.page_size, self.lookahead), what)
+        log = EntryLog(self.page_size, self.lookahead) if self.events.readers else None
+        return Gone(len(self.windows), log, what)
 
     def given_up(self, gone: Gone, why: Why) -> CacheEntries:
         """Ends an operation: publishes its events, and returns the entries that change owners."""
-        self.events.publish(gone.log, why, self.tier)
+        if gone.log is not None:
+            self.events.publish(gone.log, why, self.tier)
         return gone.entries()
 
     def note_entries(self, node: Node, what: What, log: EntryLog) -> None:

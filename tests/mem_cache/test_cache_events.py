@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrt.mem_cache.pools.slots import Slot
-from hybridrt.mem_cache.prefix_tree.cache_events import CacheEvents
+from hybridrt.mem_cache.prefix_tree.cache_events import What
 from hybridrt.mem_cache.prefix_tree.cache_key import DEFAULT_KEY, CacheKey
-from hybridrt.mem_cache.prefix_tree.prefix_cache import CacheEntries, PrefixMatch
+from hybridrt.mem_cache.prefix_tree.prefix_cache import CacheEntries, Gone, PrefixMatch
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_drop import drop
 from hybridrt.mem_cache.prefix_tree.radix_node import StateKind
@@ -171,17 +171,22 @@ def test_the_contents_before_a_subscription_come_first_whatever_its_limit() -> N
 
 def test_nothing_is_noted_while_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the first subscription, and once the last one was closed or has been forgotten."""
-    made = list[object]()
-    log = CacheEvents.log
-    monkeypatch.setattr(CacheEvents, "log", lambda *arguments: made.append(found := log(*arguments)) or found)
+    made = list[bool]()
+    collect = RadixCache.collect
+
+    def noted(tree: RadixCache, *what: What) -> Gone:
+        made.append((gone := collect(tree, *what)).log is not None)
+        return gone
+
+    monkeypatch.setattr(RadixCache, "collect", noted)
     tree = RadixCache(0, True)
     offer(tree, (1,))
     closed, forgotten = tree.events.subscribe([], 9), tree.events.subscribe([], 9)
     offer(tree, (2,))
-    assert [found is None for found in made] == [True, False] and len(forgotten.read()) == 1
+    assert made == [False, True] and len(forgotten.read()) == 1
     closed.close()
     del forgotten
     gc.collect()
     offer(tree, (3,))  # the stream notices now
     offer(tree, (4,))
-    assert [found is None for found in made] == [True, False, False, True] and closed.read() == []
+    assert made == [False, True, True, False] and closed.read() == []
