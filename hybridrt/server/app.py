@@ -16,6 +16,7 @@ from hybridrt.server.anthropic.messages import MESSAGE_NAMES, count_tokens, star
 from hybridrt.server.core.bodies import route_class
 from hybridrt.server.core.guard import Guard
 from hybridrt.server.core.metrics import CONTENT_TYPE, Metrics
+from hybridrt.server.core.model_list import model_list, one_model
 from hybridrt.server.core.protocol import (
     AbortRequest,
     ChatRequest,
@@ -31,7 +32,7 @@ from hybridrt.server.openai.chat import CHAT_NAMES, conversation_of, start_chat
 from hybridrt.server.openai.completions import start_completions
 from hybridrt.server.openai.response_protocol import ResponseRequest
 from hybridrt.server.openai.responses import RESPONSE_NAMES, start_response
-from hybridrt.server.wire.errors import APIError, as_api_error, error_response
+from hybridrt.server.wire.errors import APIError, as_api_error, error_response, wants_anthropic
 from hybridrt.server.wire.sse import SLICE, Slices, pieces
 
 # FastAPI would list 422, which this server does not send.
@@ -62,8 +63,7 @@ def make_app(service: Service, metrics: Metrics) -> ASGIApp:
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    path = request.url.path
-    return error_response(as_api_error(error, _NAMES.get(path)), path)
+    return error_response(as_api_error(error, _NAMES.get(request.url.path)), request.scope)
 
 
 def _add_openai(app: FastAPI, service: Service) -> None:
@@ -87,17 +87,17 @@ def _add_openai(app: FastAPI, service: Service) -> None:
         return await respond(await start_response(service, body, request.scope), request)
 
     @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        """The model, under each of its names."""
-        return {"object": "list", "data": [_model(service, name) for name in service.names]}
+    async def models(request: Request) -> dict[str, Any]:
+        """The model, under each of its names. With the header `anthropic-version` in Anthropic's form."""
+        return model_list(service, wants_anthropic(request.scope))
 
     @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
+    async def model(name: str, request: Request) -> dict[str, Any]:
         """One of these; without a name, all."""
         if not name:
-            return await models()
+            return await models(request)
         service.check_model(name)
-        return _model(service, name)
+        return one_model(service, name, wants_anthropic(request.scope))
 
 
 def _add_anthropic(app: FastAPI, service: Service) -> None:
@@ -110,19 +110,6 @@ def _add_anthropic(app: FastAPI, service: Service) -> None:
     async def count(body: CountRequest, request: Request) -> dict[str, int]:
         """Tokens of such a conversation."""
         return {"input_tokens": await count_tokens(service, body, request.scope)}
-
-
-def _model(service: Service, name: str) -> dict[str, Any]:
-    llm = service.llm.llm
-    return {
-        "id": name,
-        "object": "model",
-        "created": service.created,
-        "owned_by": "hybridrt",
-        "root": service.names[0],
-        "parent": None,
-        "max_model_len": llm.plan.max_model_len,
-    }
 
 
 def _add_text(app: FastAPI, service: Service) -> None:
@@ -159,20 +146,23 @@ def _texts(service: Service, tokens: list[int]) -> Slices:
     return Slices([service.token_text.text(t) for t in tokens[start : start + SLICE]] for start in starts)
 
 
+def _state(problem: str | None, code: str, request: Request) -> Response:
+    return Response() if problem is None else error_response(APIError(503, problem, code=code), request.scope)
+
+
 def _add_operations(app: FastAPI, service: Service, metrics: Metrics) -> None:
     @app.get("/health", response_class=Response)
     @app.head("/health", include_in_schema=False)
-    async def health() -> Response:
+    async def health(request: Request) -> Response:
         """200 while the engine works."""
-        problem = service.problem()
-        return Response() if problem is None else error_response(APIError(503, problem, code="unhealthy"), "/health")
+        return _state(service.problem(), "unhealthy", request)
 
     @app.get("/ready", response_class=Response)
     @app.head("/ready", include_in_schema=False)
-    async def ready() -> Response:
+    async def ready(request: Request) -> Response:
         """200 while requests are wanted: the model is warm, and the server is not shutting down."""
         problem = service.problem() if service.ready else "not ready: starting, or shutting down"
-        return Response() if problem is None else error_response(APIError(503, problem, code="not_ready"), "/ready")
+        return _state(problem, "not_ready", request)
 
     @app.get("/version")
     async def version() -> dict[str, str]:

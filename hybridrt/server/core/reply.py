@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, Literal
 
+from starlette.types import Scope
+
 from hybridrt.chat.events import CallArguments, CallBegin, Content, Event, Reasoning
 from hybridrt.engine.api.async_llm import DeltaStream
 from hybridrt.engine.api.chats import PreparedChat
@@ -59,9 +61,9 @@ class Reply(ABC):
     def closing(self) -> Iterator[bytes]:
         """Bytes at the end of a stream, after all tokens."""
 
-    def failure(self, error: APIError, path: str) -> bytes:
+    def failure(self, error: APIError, scope: Scope) -> bytes:
         """Bytes at the end of a stream that an error has ended."""
-        return stream_end(error, path)
+        return stream_end(error, scope)
 
     def weight(self, delta: Delta) -> int:
         """Microseconds or so to make bytes of a delta: the event loop makes small ones itself."""

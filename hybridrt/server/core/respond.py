@@ -128,7 +128,7 @@ class EventStream(Response):
         except HybridrtError as e:
             error = as_api_error(e)
             record(scope, status=error.status)
-            last = answer.failure(error, scope["path"])
+            last = answer.failure(error, scope)
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     def _write_now(self, writer: BodyWriter, delta: Delta) -> bool:

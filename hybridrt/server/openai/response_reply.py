@@ -4,6 +4,8 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
+from starlette.types import Scope
+
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.chat.events import CallBegin
 from hybridrt.engine.api.async_llm import DeltaStream
@@ -101,7 +103,7 @@ class ResponseReply(BlockReply):
             **self._asked,
         }
 
-    def failure(self, error: APIError, path: str) -> bytes:
+    def failure(self, error: APIError, scope: Scope) -> bytes:
         self._error = {"code": "server_error", "message": error.message}
         return b"".join(named_events([self._event("response.failed", response=self.body())]))
 
