@@ -169,6 +169,8 @@ class Chat:
         return replace(conversation, messages=messages)
 
     def _parsers(self, conversation: Conversation) -> tuple[ToolParser | None, ReasoningTags | None]:
+        if conversation.forced_form is not None:
+            return None, self.reasoning
         if forces_calls(conversation):
             return ForcedCalls(conversation.schemas), self.reasoning
         if not conversation.offered:

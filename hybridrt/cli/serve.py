@@ -48,6 +48,8 @@ class ServerOptions(Overrides):
     reasoning_parser: str | None = setting("How the model marks reasoning.", "auto", "NAME")
     max_waiting: int | None = setting("Samples that may wait; more get 429.", "4096", "N")
     max_body_bytes: int | None = setting("Longest body of a request.", "16777216", "N")
+    max_stored_responses: int | None = setting("Responses kept for later requests; 0: none.", "1024", "N")
+    max_stored_bytes: int | None = setting("Bytes of all of these.", "67108864", "N")
     request_timeout: float | None = setting("Seconds that a request may take.", "600", "S")
     drain_timeout: float | None = setting("Seconds for running requests after SIGTERM.", "30", "S")
     step_timeout: float | None = setting("A longer step makes /health fail.", "120", "S")

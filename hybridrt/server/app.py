@@ -25,13 +25,14 @@ from hybridrt.server.core.protocol import (
     TokenizeRequest,
 )
 from hybridrt.server.core.respond import made_by, respond
-from hybridrt.server.core.service import ID_PREFIXES, Service, refuse_fields
+from hybridrt.server.core.service import ID_PREFIXES, Service, owner_of, refuse_fields
 from hybridrt.server.core.structured import own_names
 from hybridrt.server.core.tracing import Tracing
 from hybridrt.server.openai.chat import CHAT_NAMES, conversation_of, start_chat
 from hybridrt.server.openai.completions import start_completions
 from hybridrt.server.openai.response_protocol import ResponseRequest
 from hybridrt.server.openai.responses import RESPONSE_NAMES, start_response
+from hybridrt.server.openai.stored_responses import cancelled_response, deleted_response, shown_response
 from hybridrt.server.wire.errors import APIError, as_api_error, error_response, wants_anthropic
 from hybridrt.server.wire.sse import SLICE, Slices, pieces
 
@@ -53,6 +54,7 @@ def make_app(service: Service, metrics: Metrics) -> ASGIApp:
     app = FastAPI(title="hybridrt", version=__version__, docs_url=None, redoc_url=None, responses=_ERRORS)
     app.router.route_class = route_class(service.llm)
     _add_openai(app, service)
+    _add_stored(app, service)
     _add_anthropic(app, service)
     _add_text(app, service)
     _add_operations(app, service, metrics)
@@ -98,6 +100,23 @@ def _add_openai(app: FastAPI, service: Service) -> None:
             return await models(request)
         service.check_model(name)
         return one_model(service, name, wants_anthropic(request.scope))
+
+
+def _add_stored(app: FastAPI, service: Service) -> None:
+    @app.get("/v1/responses/{response_id}", response_class=Response)
+    async def stored_response(response_id: str, request: Request) -> Response:
+        """A response that is kept, or that is made now."""
+        return shown_response(service, response_id, request.scope)
+
+    @app.delete("/v1/responses/{response_id}")
+    async def delete_response(response_id: str, request: Request) -> dict[str, Any]:
+        """Keeps a response no longer."""
+        return deleted_response(service, response_id, request.scope)
+
+    @app.post("/v1/responses/{response_id}/cancel", response_class=Response)
+    async def cancel_response(response_id: str, request: Request) -> Response:
+        """Ends a response that is made now. One that has ended stays as it is."""
+        return cancelled_response(service, response_id, request.scope)
 
 
 def _add_anthropic(app: FastAPI, service: Service) -> None:
@@ -176,9 +195,9 @@ def _add_operations(app: FastAPI, service: Service, metrics: Metrics) -> None:
         return {"server_load": service.llm.unfinished, "running": counters.running, "waiting": counters.waiting}
 
     @app.post("/abort")
-    async def abort(body: AbortRequest) -> dict[str, bool]:
+    async def abort(body: AbortRequest, request: Request) -> dict[str, bool]:
         """Ends a request: its samples have the finish reason "abort". False: nothing of this name runs."""
-        names = [f"{prefix}{body.request_id}" for prefix in ("", *ID_PREFIXES)]
+        names = [f"{owner_of(request.scope)}{prefix}{body.request_id}" for prefix in ("", *ID_PREFIXES)]
         return {"aborted": any([service.llm.abort(name) for name in names])}
 
     @app.post("/reset_prefix_cache")

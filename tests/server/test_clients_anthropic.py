@@ -43,7 +43,9 @@ def test_x_api_key_on_every_path(path: str, talker: tuple[Served, Scripted]) -> 
     with serving(talker[1].llm, chat_template=None, api_keys=("secret", "other")) as locked:
 
         def status(**headers: str) -> int:
-            return httpx.get(locked.url + path, headers={k.replace("_", "-"): v for k, v in headers.items()}).status_code
+            return httpx.get(
+                locked.url + path, headers={k.replace("_", "-"): v for k, v in headers.items()}
+            ).status_code
 
         assert status() == status(x_api_key="guessed") == status(authorization="Basic secret") == 401
         reached = {status(x_api_key="other"), status(authorization="Bearer secret")}

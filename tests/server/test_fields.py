@@ -187,12 +187,13 @@ RESPONSES: Effects = {
     "top_logprobs": (
         TOKEN_LOGPROBS | {"top_logprobs": 3}, lambda seen: len(seen.written["logprobs"][0]["top_logprobs"]) >= 3
     ),
+    "store": ({"store": False}, lambda seen: seen.json["store"] is False),
+    "truncation": ({"truncation": "auto"}, reads("truncate_prompt_tokens", -1)),
     "metadata": ({"metadata": {"a": "b"}}, lambda seen: seen.json["metadata"] == {"a": "b"}),
     **{
         name: ({name: value}, lambda seen, name=name: seen.refused(name))  # type: ignore[misc]
         for name, value in {
-            "store": True, "previous_response_id": "x", "conversation": "x", "background": True, "prompt": {"id": "x"},
-            "truncation": "auto",
+            "previous_response_id": "x", "conversation": "x", "background": True, "prompt": {"id": "x"},
         }.items()
     },
 }  # fmt: skip
@@ -211,6 +212,10 @@ COUNT: Effects = {
 }
 MESSAGES: Effects = {name: effect for name, effect in COUNT.items() if name != "model"} | {
     "max_tokens": ({"max_tokens": 5}, reads("max_tokens", 5)),
+    "output_format": (
+        {"output_format": {"type": "json_schema", "schema": FORM}},
+        lambda seen: seen.params is not None and seen.params.structured_outputs is not None,
+    ),
     "stop_sequences": ({"stop_sequences": ["zz"]}, reads("stop", ("zz",))),
 }
 TOKENIZE: Effects = PROMPTS | {
@@ -238,7 +243,7 @@ WITHOUT_EFFECT: dict[str, set[str]] = {
     "/v1/completions": {"add_special_tokens"},
     "/v1/chat/completions": {"include_reasoning"},
     "/tokenize": {"add_special_tokens", "parallel_tool_calls", "thinking_token_budget"},
-    "/v1/messages/count_tokens": set(Sampling.model_fields) - {"model"},
+    "/v1/messages/count_tokens": set(Sampling.model_fields) - {"model"} | {"output_format"},
     "/abort": {"request_id"},
 }
 CASES = sweep([(path, name) for path, (_, effects) in TABLES.items() for name in effects], 4)

@@ -234,6 +234,7 @@ class AsyncLLM:
         first.
         """
         compiles = params.structured_outputs is not None or asks_for_grammar(conversation)
+        compiles = compiles or any(tool.grammar is not None for tool in conversation.offered)
         lane: Lane = "compile" if compiles else "text"
         if is_large_chat(conversation):
             lane = "long text"  # must not wait among small grammars

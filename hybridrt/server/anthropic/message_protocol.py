@@ -123,7 +123,8 @@ Block = Annotated[
     Discriminator(
         tag_of(),
         custom_error_type="block_type",
-        custom_error_message="type must be text, document, search_result, tool_use, tool_result, thinking or redacted_thinking",
+        custom_error_message="type must be text, document, search_result, tool_use, tool_result, thinking or "
+        "redacted_thinking",
     ),
 ]
 

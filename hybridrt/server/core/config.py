@@ -39,6 +39,9 @@ class ServerConfig:
         max_body_bytes: longer bodies are answered with 413.
         max_prompts: prompts of one request of /v1/completions.
         max_samples: `n` times prompts of one request.
+        max_stored_responses: responses of /v1/responses that are kept for later requests; the
+            oldest make room. 0 keeps none.
+        max_stored_bytes: bytes of all of these.
         request_timeout: seconds that a request may take, its answer's last byte included.
         drain_timeout: seconds that running requests get after SIGTERM.
         step_timeout: seconds after which a step that has not ended makes /health fail.
@@ -66,6 +69,8 @@ class ServerConfig:
     max_body_bytes: int = 16 * 2**20
     max_prompts: int = 1024
     max_samples: int = 1024
+    max_stored_responses: int = 1024
+    max_stored_bytes: int = 64 * 2**20
     request_timeout: float = 600.0
     drain_timeout: float = 30.0
     step_timeout: float = 120.0
@@ -79,6 +84,9 @@ class ServerConfig:
         for name in ("max_waiting", "max_body_bytes", "max_prompts", "max_samples"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("max_stored_responses", "max_stored_bytes"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 or more")
         for name in ("request_timeout", "step_timeout", "drain_timeout", "stats_interval"):
             seconds, zero_is_refused = getattr(self, name), name in ("request_timeout", "step_timeout")
             if not math.isfinite(seconds) or seconds < 0 or (zero_is_refused and seconds == 0):

@@ -18,7 +18,7 @@ from hybridrt.server.core.config import ServerConfig
 from hybridrt.server.core.pages import PageRules, check_content_type
 from hybridrt.server.core.refusals import LargeBody, Refusals
 from hybridrt.server.core.respond import CLIENT_GONE, FAILURE, ClientGone
-from hybridrt.server.core.service import RECORD
+from hybridrt.server.core.service import OWNER, RECORD
 from hybridrt.server.wire.errors import APIError, error_response
 
 OPEN_PATHS = ("/health", "/ready")
@@ -58,7 +58,7 @@ class Guard:
                 allow_origins=config.allowed_origins,
                 allow_methods=("GET", "POST"),
                 allow_headers=("*",),
-                expose_headers=("Retry-After", "X-Request-Id"),
+                expose_headers=("Retry-After", "Warning", "X-Request-Id"),
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -113,6 +113,8 @@ class Guard:
             raise _too_long(self._config.max_body_bytes)
         asked = self._keys and scope["path"] not in OPEN_PATHS
         key = self._check_key(headers) if asked else b""
+        if key:
+            scope[OWNER] = f"key{self._keys.index(key)}/"
         check_content_type(scope)
         return key
 

@@ -20,7 +20,14 @@ def one_model(service: Service, name: str, anthropic: bool) -> dict[str, Any]:
     if anthropic:
         created = datetime.fromtimestamp(service.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         limits = {"max_input_tokens": most - 1, "max_tokens": most - 1}
-        return {"type": "model", "id": name, "display_name": name, "created_at": created, "lifecycle": "active", **limits}
+        return {
+            "type": "model",
+            "id": name,
+            "display_name": name,
+            "created_at": created,
+            "lifecycle": "active",
+            **limits,
+        }
     return {
         "id": name,
         "object": "model",

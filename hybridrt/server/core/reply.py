@@ -2,7 +2,7 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -30,8 +30,11 @@ class Reply(ABC):
         body: body of the request; `streams` says whether as a stream.
 
     Attributes:
+        warnings: what of the request was left out, for the header `Warning`; ASCII, without quotes.
         in_thread: runs work in a thread that makes large answers. `weight` says what is large.
     """
+
+    warnings: Sequence[str] = ()
 
     def __init__(self, service: Service, name: str, deltas: DeltaStream, body: Sampling) -> None:
         self.name, self.deltas, self.streams = name, deltas, bool(body.stream)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 from starlette.types import Scope
 
@@ -22,6 +23,7 @@ from hybridrt.server.core.answer_size import EntryRoom, check_output, check_repe
 from hybridrt.server.core.bodies import SMALL, body_bytes
 from hybridrt.server.core.config import ServerConfig
 from hybridrt.server.core.protocol import Sampling
+from hybridrt.server.core.response_store import ResponseStore
 from hybridrt.server.core.structured import structured_outputs
 from hybridrt.server.core.token_text import TokenNumbers, TokenText
 from hybridrt.server.wire.errors import APIError
@@ -29,6 +31,7 @@ from hybridrt.server.wire.errors import APIError
 SAMPLING_FIELDS = {f.name for f in fields(SamplingParams)} & set(Sampling.model_fields) - {"structured_outputs"}
 ID_PREFIXES = ("cmpl-", "chatcmpl-", "resp_", "msg_")
 RECORD = "hybridrt.record"
+OWNER = "hybridrt.owner"  # where a request's scope keeps which key has sent it
 
 
 @dataclass
@@ -37,6 +40,8 @@ class Service:
 
     Attributes:
         ready: the model is warm, and the server is not shutting down.
+        running: answers of /v1/responses that have not ended, by owner and id.
+        responses: those that have ended and are kept.
         created: when the server began, in seconds since 1970.
     """
 
@@ -45,6 +50,10 @@ class Service:
     ready: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     entry_room: EntryRoom = field(default_factory=EntryRoom)
+    running: WeakValueDictionary[str, Any] = field(default_factory=WeakValueDictionary)
+
+    def __post_init__(self) -> None:
+        self.responses = ResponseStore(self.config.max_stored_responses, self.config.max_stored_bytes)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -124,7 +133,13 @@ class Service:
         self.entry_room.check_room(entries)
         name = f"{prefix}{body.request_id or uuid.uuid4().hex}"
         record(scope, id=name)
-        deltas = self.llm.submit(prompts, name, stream=bool(body.stream))
+        try:
+            deltas = self.llm.submit(prompts, owner_of(scope) + name, stream=bool(body.stream))
+        except RequestError as e:
+            if e.field == "request_id":
+                text = f"the request id {name!r} is in use; choose another one, or none"
+                raise APIError(400, text, "request_id") from e
+            raise
         self.entry_room.hold(deltas, entries)
         return name, deltas
 
@@ -181,6 +196,13 @@ def _seed(seed: int | None) -> int | None:
     if seed is None or not -(2**63) <= seed < 0:
         return seed
     return None if seed == -1 else seed + 2**63
+
+
+def owner_of(scope: Scope) -> str:
+    """What the names of a client's requests and responses begin with on the server: different for
+    each API key, and empty without keys."""
+    found: str = scope.get(OWNER, "")
+    return found
 
 
 def record(scope: Scope, **facts: Any) -> None:
