@@ -17,6 +17,7 @@ from hybridrt.chat.tools import NamedTool, Tool, ToolChoice, allowed_tools, read
 
 MAX_DEPTH = 64  # depth of objects and lists within arguments of earlier calls
 BROKEN = "arguments"
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")  # types of parts that are text
 # Arguments of apply_chat_template and of ours.
 RESERVED = {
     "self", "messages", "template", "conversation", "conversations", "tools", "documents", "chat_template",
@@ -161,6 +162,8 @@ def read_message(message: object, place: str) -> dict[str, Any]:
     if not isinstance(role, str) or not role:
         raise RequestError(f"{place}.role is {shown(role)}; it must be text such as 'user'", f"{place}.role")
     plain = {key: value for key, value in message.items() if value is not None and value != []}
+    if "reasoning" in plain:  # vLLM's name
+        plain.setdefault("reasoning_content", plain["reasoning"])
     content = plain.setdefault("content", "")
     if isinstance(content, Sequence) and not isinstance(content, (str, bytes)):
         plain["content"] = [_part(part, f"{place}.content.{i}") for i, part in enumerate(content)]
@@ -174,8 +177,10 @@ def read_message(message: object, place: str) -> dict[str, Any]:
 
 
 def _part(part: object, place: str) -> dict[str, str]:
-    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return {"type": "text", "text": part["text"]}
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, Mapping) else None
+    if kind in TEXT_PARTS and isinstance(text, str):
+        return {"type": "text", "text": text}
     raise RequestError(f'{place} is {shown(part)}; hybridrt reads {{"type": "text", "text": ...}} alone', place)
 
 

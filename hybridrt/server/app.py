@@ -24,8 +24,9 @@ from hybridrt.server.core.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from hybridrt.server.core.request_fields import refuse_values
 from hybridrt.server.core.respond import made_by, respond
-from hybridrt.server.core.service import ID_PREFIXES, Service, owner_of, refuse_fields
+from hybridrt.server.core.service import ID_PREFIXES, Service, owner_of
 from hybridrt.server.core.structured import own_names
 from hybridrt.server.core.tracing import Tracing
 from hybridrt.server.openai.chat import CHAT_NAMES, conversation_of, start_chat
@@ -136,7 +137,7 @@ def _add_text(app: FastAPI, service: Service) -> None:
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """Token ids of a prompt, or of a conversation in the chat template."""
         service.check_model(body.model)
-        refuse_fields(body.model_extra or {})
+        refuse_values("chat", body.model_extra or {})
         if (body.prompt is None) == (body.messages is None):
             raise APIError(400, "pass prompt or messages, and one of them alone", "prompt")
         if body.messages is not None:
@@ -162,7 +163,7 @@ def _add_text(app: FastAPI, service: Service) -> None:
 
 def _texts(service: Service, tokens: list[int]) -> Slices:
     starts = range(0, len(tokens), SLICE)
-    return Slices([service.token_text.text(t) for t in tokens[start : start + SLICE]] for start in starts)
+    return Slices([service.tokenizer.piece(t) for t in tokens[start : start + SLICE]] for start in starts)
 
 
 def _state(problem: str | None, code: str, request: Request) -> Response:

@@ -111,7 +111,7 @@ SHARED: Effects = {
     "skip_special_tokens": ({"allowed_token_ids": [EOS], "skip_special_tokens": False}, lambda seen: seen.text != ""),
     "priority": ({"priority": 3}, reads("priority", 3)),
     "cache_salt": ({"cache_salt": "own"}, reads("cache_salt", "own")),
-    "prompt_logprobs": ({"prompt_logprobs": 1}, lambda seen: "prompt_logprobs" in seen.answer.text),
+    "prompt_logprobs": ({"prompt_logprobs": 1}, lambda seen: seen.choice.get("prompt_logprobs") is not None),
     "response_format": (
         FREE | {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": FORM}}},
         lambda seen: seen.text == "7",
@@ -128,7 +128,7 @@ SHARED: Effects = {
         lambda seen: '"completion_tokens"' in seen.answer.text,
     ),
     "request_id": ({"request_id": "mine"}, lambda seen: seen.json["id"].endswith("-mine")),
-    "return_token_ids": ({"return_token_ids": True}, lambda seen: "token_ids" in seen.choice),
+    "return_token_ids": ({"return_token_ids": True}, lambda seen: seen.choice.get("token_ids") is not None),
     "return_tokens_as_token_ids": (
         {"logprobs": 0, "return_tokens_as_token_ids": True},
         lambda seen: "token_id:" in seen.answer.text,
@@ -138,8 +138,6 @@ COMPLETIONS: Effects = {
     "prompt": ({"prompt": [G]}, lambda seen: seen.json["usage"]["prompt_tokens"] == 1),
     "echo": ({"echo": True}, lambda seen: seen.text.startswith(PROMPT)),
     "logprobs": ({"logprobs": 2}, lambda seen: seen.choice["logprobs"] is not None),
-    "best_of": ({"best_of": 3}, lambda seen: seen.refused("best_of")),
-    "suffix": ({"suffix": "x"}, lambda seen: seen.refused("suffix")),
 }
 PROMPTS: Effects = {  # of conversations
     "messages": ({"messages": [USER, USER]}, lambda seen: seen.rendered.count("Hello") == 2),
@@ -193,7 +191,7 @@ RESPONSES: Effects = {
     **{
         name: ({name: value}, lambda seen, name=name: seen.refused(name))  # type: ignore[misc]
         for name, value in {
-            "previous_response_id": "x", "conversation": "x", "background": True, "prompt": {"id": "x"},
+            "previous_response_id": "x",
         }.items()
     },
 }  # fmt: skip

@@ -175,8 +175,8 @@ def test_why_an_answer_ends(stream: bool, talker: tuple[Served, Scripted]) -> No
         ({"tool_choice": {"type": "tool"}, "tools": FUNCTIONS}, "needs the name of a tool"),
         ({"tool_choice": {"type": "tool", "name": "none"}, "tools": FUNCTIONS}, "none of tools"),
         ({"output_config": {"effort": "much"}}, "reasoning_effort is 'much'"),
-        ({"logprobs": True}, "logprobs is an option of /v1/chat/completions"),
-        ({"top_logprobs": 3}, "top_logprobs is an option of /v1/chat/completions"),
+        ({"logprobs": True}, "logprobs is not supported here"),
+        ({"top_logprobs": 3}, "top_logprobs is not supported here"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_anthropics_form(

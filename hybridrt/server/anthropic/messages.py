@@ -23,7 +23,7 @@ from hybridrt.server.anthropic.message_protocol import (
 )
 from hybridrt.server.anthropic.message_reply import MessageReply
 from hybridrt.server.core.protocol import ChatRequest, TextPart
-from hybridrt.server.core.service import Service
+from hybridrt.server.core.service import Service, check_body
 from hybridrt.server.openai.chat import as_chat_request, conversation_of, function_call, function_tool, prepare_chat
 from hybridrt.server.wire.errors import APIError
 
@@ -38,7 +38,9 @@ async def start_message(service: Service, body: MessageRequest, scope: Scope) ->
     Raises:
         APIError, HybridrtError: it is refused. Nothing has started.
     """
-    chat = await service.off_loop(scope, partial(_as_chat, body, service.chat.reasoning is not None))
+    service.check_model(body.model)
+    check_body("messages", body)
+    chat = await service.off_loop(scope, partial(_as_chat, "messages", body, service.chat.reasoning is not None))
     prepared = await prepare_chat(service, chat, scope)
     name, deltas = service.submit([prepared.prompt], "msg_", body, scope)
     return MessageReply(service, name, deltas, body, prepared)
@@ -51,18 +53,20 @@ async def count_tokens(service: Service, body: CountRequest, scope: Scope) -> in
         APIError, HybridrtError: it cannot be rendered, or is too long.
     """
     service.check_model(body.model)
-    conversation = await service.off_loop(scope, lambda: conversation_of(_as_chat(body, False)))
+    check_body("count", body)
+    conversation = await service.off_loop(scope, lambda: conversation_of(_as_chat("count", body, False)))
     text = await service.render_chat(conversation)
     return len(await service.encode(text, bare=True))
 
 
-def _as_chat(body: CountRequest, limits_thinking: bool) -> ChatRequest:
+def _as_chat(form_name: str, body: CountRequest, limits_thinking: bool) -> ChatRequest:
     """`limits_thinking`: the model thinks between tags. Without them a budget has nothing to limit."""
     thinking, output, form = body.thinking, body.output_config, _form(body)
     effort = "none" if thinking and thinking.type == "disabled" else output and output.effort
     stops = body.stop_sequences if isinstance(body, MessageRequest) else None
     prefilled = _is_prefilled(body.messages[-1])
     return as_chat_request(
+        form_name,
         body,
         messages=_messages(body),
         stop=stops or body.stop,

@@ -5,6 +5,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
+from hashlib import sha256
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -12,6 +13,7 @@ from starlette.types import Scope
 
 from hybridrt.base.errors import CheckpointError, RequestError
 from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.base.version import __version__
 from hybridrt.chat.chat import Chat
 from hybridrt.chat.conversation import Conversation
 from hybridrt.engine.api.async_llm import AsyncLLM, DeltaStream
@@ -23,6 +25,7 @@ from hybridrt.server.core.answer_size import EntryRoom, check_output, check_repe
 from hybridrt.server.core.bodies import SMALL, body_bytes
 from hybridrt.server.core.config import ServerConfig
 from hybridrt.server.core.protocol import Sampling
+from hybridrt.server.core.request_fields import refuse_fields
 from hybridrt.server.core.response_store import ResponseStore
 from hybridrt.server.core.structured import structured_outputs
 from hybridrt.server.core.token_text import TokenNumbers, TokenText
@@ -59,6 +62,12 @@ class Service:
     def names(self) -> tuple[str, ...]:
         """Names of the model in requests; answers have the first."""
         return self.config.served_model_names or (self.llm.llm.config.model,)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Tells settings apart with which a seed may give another output."""
+        settings = f"{self.llm.llm.config!r} {self.llm.llm.device} {__version__}"
+        return f"hybridrt-{__version__}-{sha256(settings.encode()).hexdigest()[:8]}"
 
     @cached_property
     def token_text(self) -> TokenText:
@@ -210,46 +219,9 @@ def record(scope: Scope, **facts: Any) -> None:
     scope.setdefault(RECORD, {}).update(facts)
 
 
-# Unknown fields that would change an output.
-UNSUPPORTED = {
-    "use_beam_search": "use n for several samples",
-    "guided_decoding_backend": "there is one",
-    "guided_whitespace_pattern": 'set "x-guidance" in the schema',
-    "functions": "leave it out",
-    "modalities": "only text is produced",
-    "audio": "only text is produced",
-    "chat_template": "start the server with --chat-template",
-    "documents": "write them into a message",
-    "echo": "leave it out",
-    "add_special_tokens": "the chat template writes them",
-    "prompt_embeds": "send text or token ids",
-    "logprob_token_ids": "logprobs gives the likeliest tokens",
-    "truncation_side": "the end of the prompt is kept, as with left",
-    "repetition_detection": "leave it out",
-    "logits_processors": "logit_bias, bad_words and allowed_token_ids change logits",
-    "watermarking": "leave it out",
-    "regex": "use guided_regex",
-    "ebnf": "use guided_grammar",
-    "json_schema": "use response_format or guided_json",
-    "stop_regex": "stop takes strings",
-    "no_stop_trim": "use include_stop_str_in_output",
-    "custom_logit_processor": "logit_bias, bad_words and allowed_token_ids change logits",
-    "lora_path": "there are no adapters",
-}
-# Values that change nothing.
-_NEUTRAL: tuple[Any, ...] = (None, [], {}, False, 0, "left", ["text"])
-
-
-def refuse_unsupported(body: Sampling) -> None:
-    """APIError for a field of UNSUPPORTED, which would change the output, and for stream options
+def check_body(form: str, body: Sampling) -> None:
+    """APIError for a field that the form refuses (request_fields.py), and for stream options
     without a stream."""
     if body.stream_options is not None and body.stream_options.model_fields_set and not body.stream:
         raise APIError(400, "stream_options goes with stream: set stream to true", "stream_options")
-    refuse_fields(body.model_extra or {})
-
-
-def refuse_fields(given: dict[str, Any]) -> None:
-    """APIError for a field of UNSUPPORTED that the body has and its endpoint does not list."""
-    for name in UNSUPPORTED.keys() & given.keys():
-        if given[name] not in _NEUTRAL:
-            raise APIError(400, f"{name} is not supported: {UNSUPPORTED[name]}", name, "unsupported")
+    refuse_fields(form, body)

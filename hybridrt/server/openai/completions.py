@@ -14,7 +14,7 @@ from hybridrt.engine.text.prompts import Prompt
 from hybridrt.runtime.step.token_scores import TokenScores
 from hybridrt.server.core.answer_size import check_repeated
 from hybridrt.server.core.protocol import CompletionRequest
-from hybridrt.server.core.service import Service, refuse_unsupported
+from hybridrt.server.core.service import Service, check_body
 from hybridrt.server.openai.answers import LEAST_LOGPROB, Answer, sliced
 from hybridrt.server.wire.errors import APIError
 from hybridrt.server.wire.sse import SLICE, Slices
@@ -79,7 +79,8 @@ class CompletionAnswer(Answer):
     def _whole_choice(self, index: int, delta: Delta) -> dict[str, Any]:
         echo = "" if self._echoes is None else self._echoes[index]
         choice = self._choice(index, echo + delta.text, self._logprobs(index, delta), delta.finish_reason)
-        return choice | self._prompt_logprobs(delta.request_id) | self._prompt_tokens(index, delta)
+        known = self._prompt_logprobs(delta.request_id) | self._prompt_tokens(index, delta)
+        return choice | ({} if self.streams else {"prompt_logprobs": None, "prompt_token_ids": None}) | known
 
     def _prompt_tokens(self, index: int, delta: Delta) -> dict[str, Any]:
         if not self._wants_tokens or index in self._opened:
@@ -135,11 +136,7 @@ async def start_completions(service: Service, body: CompletionRequest, scope: Sc
         APIError, HybridrtError: refused. Nothing has started.
     """
     service.check_model(body.model)
-    refuse_unsupported(body)
-    if body.suffix:
-        raise APIError(400, "suffix is not supported: the models continue text, they do not fill gaps", "suffix")
-    if body.best_of not in (None, body.n or 1):
-        raise APIError(400, "best_of is not supported: leave it out, or set it to n", "best_of")
+    check_body("completions", body)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     echo_alone = bool(body.echo) and max_tokens == 0
     most = 1 if echo_alone else max_tokens

@@ -195,9 +195,6 @@ class ResponseRequest(Sampling):
     metadata: Annotated[dict[str, str] | None, at_most(MAX_METADATA)] = None
     store: bool | None = None
     previous_response_id: str | None = None
-    conversation: Any = None
-    background: bool | None = None
-    prompt: Any = None
     truncation: Literal["auto", "disabled"] | None = None
     top_logprobs: int | None = None
     include: ListOf[str] | None = None

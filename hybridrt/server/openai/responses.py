@@ -9,7 +9,7 @@ from starlette.types import Scope
 from hybridrt.base.pace import with_rests
 from hybridrt.chat.tools import NamedTool, read_tool_choice, read_tools
 from hybridrt.server.core.protocol import ChatRequest
-from hybridrt.server.core.service import Service, owner_of
+from hybridrt.server.core.service import Service, check_body, owner_of
 from hybridrt.server.openai.chat import as_chat_request, function_call, function_tool, prepare_chat
 from hybridrt.server.openai.response_protocol import (
     BUILT_IN_TOOLS,
@@ -37,11 +37,6 @@ RESPONSE_NAMES = {
     "messages": "input", "max_tokens": "max_output_tokens", "response_format": "text", "structured_outputs": "text",
     "reasoning_effort": "reasoning", "logprobs": "top_logprobs", "prompt": "input",
 }  # fmt: skip
-_REFUSED = {
-    "conversation": "this server stores responses alone: use previous_response_id",
-    "background": "answers are not made in the background: leave it out",
-    "prompt": "this server stores no prompts: send instructions and input",
-}
 
 
 async def start_response(service: Service, body: ResponseRequest, scope: Scope) -> ResponseReply:
@@ -50,7 +45,10 @@ async def start_response(service: Service, body: ResponseRequest, scope: Scope) 
     Raises:
         APIError, HybridrtError: it is refused. Nothing has started.
     """
-    _refuse(body)
+    service.check_model(body.model)
+    check_body("responses", body)
+    if body.top_logprobs and not body.wants_logprobs:
+        raise APIError(400, f"top_logprobs goes with include: send [{LOGPROBS!r}]", "top_logprobs")
     before, own = await whole_input(service, body, scope)
     chat = await service.off_loop(scope, partial(_as_chat, body, [*before, *own]))
     prepared = await prepare_chat(service, chat, scope)
@@ -101,16 +99,9 @@ def _as_items(body: ResponseRequest) -> list[Item]:
     return [InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else []
 
 
-def _refuse(body: ResponseRequest) -> None:
-    for name, reason in _REFUSED.items():
-        if getattr(body, name):
-            raise APIError(400, f"{name} is not supported: {reason}", name, "unsupported")
-    if body.top_logprobs and not body.wants_logprobs:
-        raise APIError(400, f"top_logprobs goes with include: send [{LOGPROBS!r}]", "top_logprobs")
-
-
 def _as_chat(body: ResponseRequest, items: list[Item]) -> ChatRequest:
     return as_chat_request(
+        "responses",
         body,
         messages=_messages(body, items),
         max_completion_tokens=body.max_output_tokens,
