@@ -11,6 +11,7 @@ from starlette.types import ASGIApp
 
 from hybridrt.base.errors import HybridrtError
 from hybridrt.base.version import __version__
+from hybridrt.server.about import add_about
 from hybridrt.server.anthropic.message_protocol import CountRequest, MessageRequest
 from hybridrt.server.anthropic.messages import MESSAGE_NAMES, count_tokens, start_message
 from hybridrt.server.core.bodies import route_class
@@ -52,13 +53,25 @@ _NAMES = {"/v1/chat/completions": CHAT_NAMES, "/v1/responses": RESPONSE_NAMES, "
 
 def make_app(service: Service, metrics: Metrics) -> ASGIApp:
     """All endpoints over a service, guarded."""
-    app = FastAPI(title="hybridrt", version=__version__, docs_url=None, redoc_url=None, responses=_ERRORS)
+    servers = [{"url": service.config.root_path}] if service.config.root_path else None
+    # A redirect to a path with or without a slash would copy Host.
+    app = FastAPI(
+        title="hybridrt",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        responses=_ERRORS,
+        redirect_slashes=False,
+        servers=servers,
+    )
     app.router.route_class = route_class(service.llm)
     _add_openai(app, service)
     _add_stored(app, service)
     _add_anthropic(app, service)
     _add_text(app, service)
+    _add_health(app, service)
     _add_operations(app, service, metrics)
+    add_about(app, service)
     for kind in (HybridrtError, APIError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _answer_error)
     guarded = Guard(app, service.config)
@@ -170,11 +183,17 @@ def _state(problem: str | None, code: str, request: Request) -> Response:
     return Response() if problem is None else error_response(APIError(503, problem, code=code), request.scope)
 
 
-def _add_operations(app: FastAPI, service: Service, metrics: Metrics) -> None:
+def _add_health(app: FastAPI, service: Service) -> None:
     @app.get("/health", response_class=Response)
     @app.head("/health", include_in_schema=False)
     async def health(request: Request) -> Response:
         """200 while the engine works."""
+        return _state(service.problem(), "unhealthy", request)
+
+    @app.get("/ping", response_class=Response)
+    @app.post("/ping", response_class=Response, include_in_schema=False)
+    async def ping(request: Request) -> Response:
+        """The same as /health."""
         return _state(service.problem(), "unhealthy", request)
 
     @app.get("/ready", response_class=Response)
@@ -184,6 +203,8 @@ def _add_operations(app: FastAPI, service: Service, metrics: Metrics) -> None:
         problem = service.problem() if service.ready else "not ready: starting, or shutting down"
         return _state(problem, "not_ready", request)
 
+
+def _add_operations(app: FastAPI, service: Service, metrics: Metrics) -> None:
     @app.get("/version")
     async def version() -> dict[str, str]:
         """Answers with the version of hybridrt."""

@@ -12,8 +12,11 @@ from hybridrt.chat.registry import REASONING_PARSERS, TOOL_PARSERS, choose
 from hybridrt.server.core.pages import host_name
 
 API_KEY_VARIABLE = "HYBRIDRT_API_KEY"
+LOG_LEVELS = ("debug", "info", "warning", "error")
 _HEADER_TEXT = re.compile(r"[\x21-\x7e]+")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/]+")  # what browsers send
+_ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+")
+MAX_UDS_BYTES = 107  # sockaddr_un
 _HTTP_URL = re.compile(r"https?://[^\s/]+\S*")
 
 
@@ -24,6 +27,8 @@ class ServerConfig:
     Args:
         host: address to listen on. The default is reached from this machine alone.
         port: 0 takes any free one.
+        uds: path of a Unix socket to listen on, instead of `host` and `port`.
+        root_path: what a proxy puts before all paths, such as /llm.
         served_model_names: names of the model in requests; empty: the name under which it was
             loaded.
         api_keys: requests need one of them (`Authorization: Bearer KEY`), except /health and
@@ -46,6 +51,7 @@ class ServerConfig:
         drain_timeout: seconds that running requests get after SIGTERM.
         step_timeout: seconds after which a step that has not ended makes /health fail.
         stats_interval: seconds between two lines of statistics; 0 writes none.
+        log_level: least level of log lines: debug, info, warning or error.
         access_log: write a line for each request.
         otlp_endpoint: for OpenTelemetry spans, such as http://collector:4318/v1/traces; None makes
             none.
@@ -56,6 +62,8 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    uds: str | None = None
+    root_path: str = ""
     served_model_names: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     tls_certificate: str | None = None
@@ -75,6 +83,7 @@ class ServerConfig:
     drain_timeout: float = 30.0
     step_timeout: float = 120.0
     stats_interval: float = 10.0
+    log_level: str = "info"
     access_log: bool = True
     otlp_endpoint: str | None = None
 
@@ -92,6 +101,12 @@ class ServerConfig:
             if not math.isfinite(seconds) or seconds < 0 or (zero_is_refused and seconds == 0):
                 least = "above 0" if zero_is_refused else "0 or more"
                 raise ConfigError(f"{name} is {seconds}; it must be a number of seconds, {least}")
+        if self.log_level not in LOG_LEVELS:
+            raise ConfigError(f"log_level is {self.log_level!r}; it must be one of {', '.join(LOG_LEVELS)}")
+        if self.root_path and not _ROOT_PATH.fullmatch(self.root_path):
+            raise ConfigError(f"root_path is {self.root_path!r}; it must be like /llm, without a slash at its end")
+        if self.uds is not None and not 0 < len(self.uds.encode()) <= MAX_UDS_BYTES:
+            raise ConfigError(f"uds has {len(self.uds.encode())} bytes; a path of a socket has 1 to {MAX_UDS_BYTES}")
         self._check_tls()
         for registry, name in ((TOOL_PARSERS, self.tool_parser), (REASONING_PARSERS, self.reasoning_parser)):
             choose(registry, name, template="")  # raises for an unknown name

@@ -21,7 +21,7 @@ from hybridrt.server.core.respond import CLIENT_GONE, FAILURE, ClientGone
 from hybridrt.server.core.service import OWNER, RECORD
 from hybridrt.server.wire.errors import APIError, error_response
 
-OPEN_PATHS = ("/health", "/ready")
+OPEN_PATHS = ("/health", "/ping", "/ready")
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _SECONDS = re.compile(rb"\d{1,9}(\.\d{1,9})?")
 _SENT = "hybridrt.sent"
@@ -65,6 +65,9 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        root = self._config.root_path
+        if root and scope["path"].startswith(root + "/"):  # a proxy may strip it or not
+            scope["path"] = scope["path"][len(root) :]
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
