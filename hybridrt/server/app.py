@@ -32,6 +32,7 @@ from hybridrt.server.core.structured import own_names
 from hybridrt.server.core.tracing import Tracing
 from hybridrt.server.openai.chat import CHAT_NAMES, conversation_of, start_chat
 from hybridrt.server.openai.completions import start_completions
+from hybridrt.server.openai.embeddings import EmbeddingRequest, start_embeddings
 from hybridrt.server.openai.response_protocol import ResponseRequest
 from hybridrt.server.openai.responses import RESPONSE_NAMES, start_response
 from hybridrt.server.openai.stored_responses import cancelled_response, deleted_response, shown_response
@@ -48,7 +49,12 @@ _EITHER: dict[int | str, dict[str, Any]] = {
     200: {"description": "The answer, or a stream of it.", "content": {"application/json": {}, "text/event-stream": {}}}
 }
 # For each path: fields of SamplingParams or of a chat request, by the names that errors of the endpoint give them.
-_NAMES = {"/v1/chat/completions": CHAT_NAMES, "/v1/responses": RESPONSE_NAMES, "/v1/messages": MESSAGE_NAMES}
+_NAMES = {
+    "/v1/chat/completions": CHAT_NAMES,
+    "/v1/embeddings": {"prompt": "input"},
+    "/v1/responses": RESPONSE_NAMES,
+    "/v1/messages": MESSAGE_NAMES,
+}
 
 
 def make_app(service: Service, metrics: Metrics) -> ASGIApp:
@@ -96,6 +102,11 @@ def _add_openai(app: FastAPI, service: Service) -> None:
         with own_names(body):
             answer = await start_chat(service, body, request.scope)
         return await respond(answer, request)
+
+    @app.post("/v1/embeddings", response_class=Response)
+    async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
+        """Texts as vectors."""
+        return await respond(await start_embeddings(service, body, request.scope), request)
 
     @app.post("/v1/responses", response_class=Response, responses=_EITHER)
     async def responses(body: ResponseRequest, request: Request) -> Response:

@@ -225,12 +225,32 @@ DETOKENIZE: Effects = {
     "model": SHARED["model"],
     "tokens": ({"tokens": [G, G]}, lambda seen: seen.json["prompt"] == "GG"),
 }
+
+
+def vector(seen: Seen) -> Any:
+    return seen.json["data"][0]["embedding"]
+
+
+EMBEDDINGS: Effects = {
+    "model": SHARED["model"],
+    "input": ({"input": [[5], [6]]}, lambda seen: len(seen.json["data"]) == 2),
+    "encoding_format": ({"encoding_format": "base64"}, lambda seen: isinstance(vector(seen), str)),
+    "dimensions": ({"dimensions": 3}, lambda seen: len(vector(seen)) == 3),
+    "pooling": ({"pooling": "mean"}, reads("pooling", "mean")),
+    "normalize": ({"normalize": False}, lambda seen: abs(sum(x * x for x in vector(seen)) - 1) > 1e-3),
+    "use_activation": ({"use_activation": False}, lambda seen: abs(sum(x * x for x in vector(seen)) - 1) > 1e-3),
+    "truncate_prompt_tokens": ({"truncate_prompt_tokens": 2}, lambda seen: seen.json["usage"]["prompt_tokens"] == 2),
+    "priority": SHARED["priority"],
+    "cache_salt": SHARED["cache_salt"],
+    "request_id": SHARED["request_id"],
+}
 TABLES: dict[str, tuple[dict[str, Any], Effects]] = {
     "/v1/completions": ({"prompt": PROMPT, **SEEDED}, COMPLETIONS | SHARED),
     "/v1/chat/completions": ({"messages": [USER], **SEEDED}, CHAT),
     "/v1/responses": ({"input": "Hello", "max_output_tokens": 16, "seed": 1}, RESPONSES),
     "/v1/messages": ({"messages": [USER], "max_tokens": 4}, MESSAGES),
     "/v1/messages/count_tokens": ({"messages": [USER]}, COUNT),
+    "/v1/embeddings": ({"input": PROMPT}, EMBEDDINGS),
     "/tokenize": ({"messages": [USER]}, TOKENIZE),
     "/detokenize": ({"tokens": [5]}, DETOKENIZE),
 }
@@ -239,6 +259,7 @@ TABLES: dict[str, tuple[dict[str, Any], Effects]] = {
 # /abort has a test of its own. And `user` does nothing anywhere.
 WITHOUT_EFFECT: dict[str, set[str]] = {
     "/v1/completions": {"add_special_tokens"},
+    "/v1/embeddings": {"add_special_tokens"},
     "/v1/chat/completions": {"include_reasoning"},
     "/tokenize": {"add_special_tokens", "parallel_tool_calls", "thinking_token_budget"},
     "/v1/messages/count_tokens": set(Sampling.model_fields) - {"model"} | {"output_format"},

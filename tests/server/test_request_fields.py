@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from hybridrt.server.anthropic.message_protocol import CountRequest, MessageRequest
-from hybridrt.server.core.protocol import ChatRequest, CompletionRequest, Sampling
+from hybridrt.server.core.protocol import Body, ChatRequest, CompletionRequest, Sampling
 from hybridrt.server.core.request_fields import FORMS, ROWS, Row
+from hybridrt.server.openai.embeddings import EmbeddingRequest
 from hybridrt.server.openai.response_protocol import ResponseRequest
 from scripts.field_table import document
 from tests.server import test_fields
@@ -22,10 +23,11 @@ BASE: dict[str, dict[str, Any]] = {
     "responses": {"input": "Hello", "max_output_tokens": 2, "seed": 1, "store": False},
     "messages": {"messages": USER, "max_tokens": 2, "seed": 1},
     "count": {"messages": USER},
+    "embeddings": {"input": "Hello"},
 }
-MODELS: dict[str, type[Sampling]] = {
+MODELS: dict[str, type[Body]] = {
     "completions": CompletionRequest, "chat": ChatRequest, "responses": ResponseRequest, "messages": MessageRequest,
-    "count": CountRequest,
+    "count": CountRequest, "embeddings": EmbeddingRequest,
 }  # fmt: skip
 # Values where "x" has the wrong type.
 VALUES: dict[str, Any] = {
@@ -62,6 +64,9 @@ VLLM: dict[str, str] = {
     "messages": """model messages max_tokens metadata output_config stop_sequences stream system temperature
         tool_choice tools top_k top_p kv_transfer_params chat_template_kwargs""",
     "count": "model messages system tool_choice tools chat_template_kwargs",
+    "embeddings": """model user truncate_prompt_tokens padding truncation_side request_id priority mm_processor_kwargs
+        cache_salt input add_special_tokens encoding_format embed_dtype endianness dimensions use_activation messages
+        add_generation_prompt continue_final_message chat_template chat_template_kwargs media_io_kwargs""",
 }
 
 
@@ -84,7 +89,7 @@ def test_a_refused_field_is_refused_by_name(row: Row, served: Served) -> None:
         answer = served.post(FORMS[form], BASE[form] | {row.name: VALUES.get(row.name, "x")})
         error = answer.json()["error"]
         assert answer.status_code == 400 and f"{row.name} is not supported here" in error["message"], answer.text
-        if form in ("completions", "chat", "responses"):
+        if form in ("completions", "chat", "responses", "embeddings"):
             assert (error["param"], error["code"]) == (row.name, "unsupported")
         for value in (None, *row.neutral):
             answer = served.post(FORMS[form], BASE[form] | {row.name: value})
@@ -94,6 +99,8 @@ def test_a_refused_field_is_refused_by_name(row: Row, served: Served) -> None:
 def said(answer: dict[str, Any]) -> Any:
     if "choices" in answer:
         return [{**choice} for choice in answer["choices"]]
+    if "data" in answer:
+        return answer["data"]
     items = answer.get("output", answer.get("content", [answer]))
     return [{name: value for name, value in item.items() if name != "id"} for item in items]
 
@@ -130,6 +137,7 @@ def test_no_field_is_in_two_rows_of_a_form() -> None:
 
 def openai_forms() -> dict[str, Any]:
     from openai.types import completion_create_params as completions
+    from openai.types import embedding_create_params as embeddings
     from openai.types.chat import completion_create_params as chat
     from openai.types.responses import response_create_params as responses
 
@@ -137,6 +145,7 @@ def openai_forms() -> dict[str, Any]:
         "completions": completions.CompletionCreateParamsStreaming,
         "chat": chat.CompletionCreateParamsStreaming,
         "responses": responses.ResponseCreateParamsStreaming,
+        "embeddings": embeddings.EmbeddingCreateParams,
     }
 
 

@@ -325,7 +325,7 @@ class PrefixStore:
         counts.hit += request.metrics.cached_tokens
         if match.staged is not None or not self.keeps:
             return
-        if request.params.prompt_logprobs is None:
+        if request.params.prompt_logprobs is None and request.params.pooling != "mean":
             evicted = max(self._seen.length(request.ids[: prompt - 1], salt) - match.known, 0)
             counts.without_kv += evicted
             known = min(match.known, prompt - 1)

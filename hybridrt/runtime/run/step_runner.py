@@ -28,6 +28,7 @@ from hybridrt.runtime.step.batch import enter_tables, fill_decode, make_batch, s
 from hybridrt.runtime.step.pack import StagingRing, StepArrays, pack_step, pack_tables
 from hybridrt.runtime.step.pack_padded import Bucket
 from hybridrt.runtime.step.plan import NO_INTEGERS, NO_ROWS, PageWrite, StepHandle, StepPlan
+from hybridrt.runtime.step.pooling import PoolingRequirements
 from hybridrt.runtime.step.prompt_logprobs import PromptRequirements
 from hybridrt.runtime.step.recurrent_arrays import set_recurrent
 from hybridrt.runtime.step.sampling_table import SamplingTable
@@ -65,7 +66,7 @@ class StepRunner:
         self.last_tokens = torch.zeros(self.memory_plan.num_rows + 1, dtype=torch.int32, device=self.device)
         self.staging = StagingRing(self.device)
         self.required = RowRequirements(self.memory_plan.num_rows)
-        self._prompt_scores = PromptRequirements()
+        self._prompt_scores, self._pooling = PromptRequirements(), PoolingRequirements()
         self._last_masked: LaunchedStep | None = None  # only if it needed masks
         self.arena: StateArena | None = None
         self.host: HostCopies | None = None
@@ -101,6 +102,7 @@ class StepRunner:
         if plan.admissions:
             self.required.note_admissions(plan.admissions)
             self._prompt_scores.note_admissions(plan.admissions)
+            self._pooling.note_admissions(plan.admissions)
         tokens = self.config.num_verify_tokens if len(plan.decode.drafts) else 1
         step = LaunchedStep(MaskedLines.from_plan(plan, tokens) if plan.constrained else None)
         try:
@@ -171,6 +173,7 @@ class StepRunner:
 
     def _run_eager(self, plan: StepPlan, tokens: int, step: LaunchedStep) -> None:
         scored, places = self._prompt_scores.wanted_by_rows(plan.extend, len(plan.decode) * tokens)
+        pooled = self._pooling.pooled_by_rows(plan.extend, len(plan.decode) * tokens)
         on_host = pack_step(
             plan, tokens, self.trees, self.drafter is not None, self._chunk_sizes, self.backend.saves_at_chunks, places,
             self.pools.req_to_token.num_groups,
@@ -193,7 +196,7 @@ class StepRunner:
         logits = self.model.logits(kept) if len(kept) else kept
         known = on_host.sample_rows, on_host.output_indices
         lines = SampledLines(arrays.sample_rows, arrays.output_indices, known, logits)
-        step.add_part(self, ForwardPart(lines, batch, arrays, hidden, scored))
+        step.add_part(self, ForwardPart(lines, batch, arrays, hidden, scored, pooled))
 
     def _run_cpu_decode(self, plan: StepPlan, steps: CPUDecode, step: LaunchedStep) -> None:
         if plan.admissions or plan.page_writes or plan.page_copies:
@@ -214,6 +217,7 @@ class StepRunner:
         if self.prompt_graphs is None or tokens > 1 or self.drafter is not None:
             return None
         scored, _ = self._prompt_scores.wanted_by_rows(plan.extend, 0)
+        scored = scored or self._pooling.pooled_by_rows(plan.extend, 0)
         # Other workers' states are copied between the table changes and the model.
         return None if scored or plan.imports or plan.exports else self.prompt_graphs.bucket(plan)
 

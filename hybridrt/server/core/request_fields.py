@@ -19,11 +19,14 @@ FORMS = {
     "responses": "/v1/responses",
     "messages": "/v1/messages",
     "count": "/v1/messages/count_tokens",
+    "embeddings": "/v1/embeddings",
 }
-_ALL = "completions chat responses messages count"
+_ALL = "completions chat responses messages count embeddings"
 _MAKE = "completions chat responses messages"
+_RUN = "completions chat responses messages embeddings"
 _TALK = "chat responses messages count"
 _OPENAI = "completions chat responses"
+_IMAGES = "completions chat responses embeddings"
 _CLAUDE = "messages count"
 # Values of a refused field that ask for nothing.
 _NEUTRAL: tuple[Any, ...] = (None, [], {}, False, 0, "")
@@ -68,6 +71,9 @@ _DONE = (
     *_done("completions", prompt="text, token ids, or a list of either", echo="the prompt before the text"),
     *_done("chat messages count", messages="the conversation"),
     *_done("responses", input="text, or items", instructions="the system prompt"),
+    *_done("embeddings", input="text, token ids, or a list of either", encoding_format="float or base64"),
+    *_done("embeddings", dimensions="the first so many numbers", pooling="last or mean; this server's own"),
+    *_done("embeddings", normalize="false: not to length 1", use_activation="vLLM's name of normalize"),
     *_done(_CLAUDE, system="the system prompt", thinking="on, off, and the budget of models with tags of reasoning"),
     *_done(_CLAUDE, output_config="effort and format", output_format="the older name of output_config.format"),
     *_done("chat responses messages count", tools="functions; in responses also custom tools"),
@@ -93,10 +99,11 @@ _DONE = (
     *_done(_MAKE, repetition_penalty="of prompt and output", presence_penalty="of output"),
     *_done(_MAKE, frequency_penalty="of output"),
     *_done(_MAKE, logit_bias="added to logits", allowed_token_ids="no other tokens", bad_words="never written"),
-    *_done(_MAKE, seed="the same seed gives the same output", truncate_prompt_tokens="the last tokens are kept"),
+    *_done(_MAKE, seed="the same seed gives the same output"),
+    *_done(_RUN, truncate_prompt_tokens="the last tokens are kept"),
     *_done(_MAKE, stream="server-sent events", stream_options="usage; only with stream"),
-    *_done(_MAKE, request_id="names the request for /abort", priority="a lower number is started first"),
-    *_done(_MAKE, cache_salt="separates cached prefixes"),
+    *_done(_RUN, request_id="names the request for /abort", priority="a lower number is started first"),
+    *_done(_RUN, cache_salt="separates cached prefixes"),
     *_done(_MAKE, response_format="text, json_object, json_schema or structural_tag", structured_outputs="vLLM's form"),
     *_done(_MAKE, guided_json="a schema", guided_regex="an expression", guided_choice="texts", guided_grammar="Lark"),
     Row("n", "samples; an answer here is one sample", "completions chat", refused="responses messages", neutral=(1,)),
@@ -109,10 +116,11 @@ _DONE = (
     Row("return_token_ids", "tokens of prompt and answer; an option of /v1/chat/completions", "completions chat", "",
         "responses messages"),
     Row("return_tokens_as_token_ids", "token_id:5 for a token's text", "completions chat", "", "responses messages"),
-    Row("add_special_tokens", "of the prompt's text; a chat template writes them itself", "completions", "", "chat"),
+    Row("add_special_tokens", "of the prompt's text; a chat template writes them itself", "completions embeddings", "",
+        "chat"),
 )  # fmt: skip
 _IGNORED = (
-    *_ignored("completions chat messages count", user="answers do not depend on it"),
+    *_ignored("completions chat messages count embeddings", user="answers do not depend on it"),
     *_ignored(_CLAUDE, metadata="answers do not depend on it"),
     *_ignored("chat", metadata="it belongs to stored chats", store="chats are not stored"),
     *_ignored("chat responses messages", service_tier="there is one"),
@@ -135,7 +143,9 @@ _IGNORED = (
         "completions chat", length_penalty="it goes with beam search", session_id="prefixes are found by their text"
     ),
     *_ignored(_OPENAI, spaces_between_special_tokens="tokenizers add none"),
-    *_ignored(_OPENAI, mm_processor_kwargs="images are refused", media_io_kwargs="images are refused"),
+    *_ignored(_IMAGES, mm_processor_kwargs="images are refused", media_io_kwargs="images are refused"),
+    *_ignored("embeddings", add_generation_prompt="of messages", continue_final_message="of messages"),
+    *_ignored("embeddings", chat_template="of messages", chat_template_kwargs="of messages"),
     *_ignored("completions chat", stream_interval="a chunk comes when its tokens do"),
     *_ignored("completions chat", routed_experts_prompt_start="experts are not told"),
     *_ignored("completions chat", return_token_offsets="of render endpoints", return_mm_kwargs="of render endpoints"),
@@ -160,7 +170,11 @@ _REFUSED = (
     *_refused(_TALK, chat_template="start the server with --chat-template"),
     *_refused("completions", prompt_embeds="send text or token ids", thinking_token_budget="it is a field of chats"),
     *_refused("completions chat responses", logprob_token_ids="logprobs gives the likeliest tokens"),
-    Row("truncation_side", "the end of the prompt is kept, as with left", refused=_MAKE, neutral=("left",)),
+    Row("truncation_side", "the end of the prompt is kept, as with left", refused=_RUN, neutral=("left",)),
+    *_refused("embeddings", messages="send input"),
+    Row("padding", "prompts are not padded", refused="embeddings", neutral=("do_not_pad",)),
+    Row("embed_dtype", "numbers are float32", refused="embeddings", neutral=("float32",)),
+    Row("endianness", "the least byte comes first", refused="embeddings", neutral=("native", "little")),
     *_refused(_MAKE, repetition_detection="lower max_tokens, or set frequency_penalty"),
     *_refused(_MAKE, watermarking="texts are not marked", structural_tag="use response_format"),
     *_refused(_MAKE, kv_transfer_params="the engine's own transfer is set up with the server"),

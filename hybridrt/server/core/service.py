@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from hashlib import sha256
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 from starlette.types import Scope
@@ -32,9 +32,22 @@ from hybridrt.server.core.token_text import TokenNumbers, TokenText
 from hybridrt.server.wire.errors import APIError
 
 SAMPLING_FIELDS = {f.name for f in fields(SamplingParams)} & set(Sampling.model_fields) - {"structured_outputs"}
-ID_PREFIXES = ("cmpl-", "chatcmpl-", "resp_", "msg_")
+ID_PREFIXES = ("cmpl-", "chatcmpl-", "resp_", "msg_", "embd-")
 RECORD = "hybridrt.record"
 OWNER = "hybridrt.owner"  # where a request's scope keeps which key has sent it
+
+
+class Asked(Protocol):
+    """What every body says of its request."""
+
+    @property
+    def model(self) -> str | None: ...
+    @property
+    def stream(self) -> bool | None: ...
+    @property
+    def request_id(self) -> str | None: ...
+    @property
+    def return_token_ids(self) -> bool | None: ...
 
 
 @dataclass
@@ -125,7 +138,7 @@ class Service:
         return text
 
     def submit(
-        self, prompts: list[PreparedPrompt], prefix: str, body: Sampling, scope: Scope, forms: int = 1
+        self, prompts: list[PreparedPrompt], prefix: str, body: Asked, scope: Scope, forms: int = 1
     ) -> tuple[str, DeltaStream]:
         """Starts requests. Returns the `id` of their answer, which /abort takes, and their deltas.
         `forms` as in `prompt_entries`.
@@ -189,15 +202,15 @@ class Service:
         given = {name: value for name, value in given.items() if value is not None}
         return replace(self.llm.llm.default_sampling_params, **{**given, **changes})
 
-    def check_count(self, prompts: int, params: SamplingParams) -> None:
+    def check_count(self, prompts: int, params: SamplingParams, field: str = "prompt") -> None:
         """APIError for more prompts or samples than one request may have, or than may ever run and
         wait."""
         if prompts > self.config.max_prompts:
-            raise APIError(400, f"{prompts} prompts; at most {self.config.max_prompts} at a time", "prompt")
+            raise APIError(400, f"{prompts} prompts; at most {self.config.max_prompts} at a time", field)
         most = min(self.config.max_samples, self.llm.llm.plan.num_rows + self.config.max_waiting)
         if prompts * params.n > most:
             text = f"{prompts} prompts with n = {params.n} samples each; at most {most} in all"
-            raise APIError(400, text, "n" if params.n > 1 else "prompt")
+            raise APIError(400, text, "n" if params.n > 1 else field)
 
 
 def _seed(seed: int | None) -> int | None:

@@ -145,10 +145,10 @@ async def start_completions(service: Service, body: CompletionRequest, scope: Sc
     scored = bool(body.echo) and body.logprobs is not None
     if scored:
         params = replace(params, prompt_logprobs=max(body.logprobs or 0, body.prompt_logprobs or 0))
-    prompts = _prompts(body)
+    prompts = read_prompts(body.prompt, "prompt")
     service.check_count(len(prompts), params)
     bare = body.add_special_tokens is False
-    given = [await _bare(service, prompt, params) for prompt in prompts] if bare else prompts
+    given = [await bare_prompt(service, prompt, params) for prompt in prompts] if bare else prompts
     batch = await service.llm.prepare_all(given, params)
     echoes = None
     if body.echo:
@@ -165,16 +165,17 @@ def _texts(service: Service, prompts: list[Prompt]) -> list[str]:
     return [p if isinstance(p, str) else service.tokenizer.decode(list(p), False) for p in prompts]  # type: ignore[arg-type]
 
 
-async def _bare(service: Service, prompt: Prompt, params: SamplingParams) -> Prompt:
+async def bare_prompt(service: Service, prompt: Prompt, params: SamplingParams) -> Prompt:
+    """A text without special tokens, as token ids."""
     if not isinstance(prompt, str):
         return prompt
     return await service.encode(prompt, bare=True, truncated=params.truncate_prompt_tokens is not None)
 
 
-def _prompts(body: CompletionRequest) -> list[Prompt]:
-    prompt = body.prompt
+def read_prompts(prompt: Any, field: str) -> list[Prompt]:
+    """The prompts of a field of type Prompts. APIError for an empty list."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise APIError(400, "prompt is an empty list; it must be text, token ids, or a list of either", "prompt")
+        raise APIError(400, f"{field} is an empty list; it must be text, token ids, or a list of either", field)
     return [prompt] if isinstance(prompt[0], int) else list(prompt)
