@@ -126,9 +126,10 @@ def describe_model(config: "EngineConfig", gpu: str | None = None) -> ModelRepor
     from hybridrt.runtime.load.build import empty_model, load_target, weight_bytes
     from hybridrt.runtime.load.fit import as_on_gpu, budget_text, check_gpu, free_bytes, plan_ahead
 
+    total_bytes = None
     if gpu is not None:
         check_gpu(gpu, config)
-        config = replace(config, device="cpu")
+        config, total_bytes = replace(config, device="cpu"), GPUS[gpu]
     path, target = load_target(config, TPGroup(size=config.tp_size))
     if gpu is not None:
         target = as_on_gpu(config, target)
@@ -136,7 +137,7 @@ def describe_model(config: "EngineConfig", gpu: str | None = None) -> ModelRepor
     whole = empty_model(config, replace(target, tp=TPGroup()), torch.device("meta"))
     layers, plan, plan_error = tuple(_layers(config, target)), None, None
     try:
-        plan = plan_ahead(config, target, weight_bytes(model), total_bytes=gpu and GPUS[gpu])
+        plan = plan_ahead(config, target, weight_bytes(model), total_bytes=total_bytes)
     except MemoryBudgetError as e:
         plan_error = str(e)
     return ModelReport(
@@ -152,8 +153,8 @@ def describe_model(config: "EngineConfig", gpu: str | None = None) -> ModelRepor
         vocab_size=target.model_config.vocab_size,
         hidden_size=target.model_config.hidden_size,
         layers=layers,
-        free_bytes=free_bytes(config, target, gpu and GPUS[gpu]),
-        budget=budget_text(config, target, gpu and GPUS[gpu]),
+        free_bytes=free_bytes(config, target, total_bytes),
+        budget=budget_text(config, target, total_bytes),
         plan=plan,
         plan_error=plan_error,
         state_bytes_per_request=sum(layer.state_bytes for layer in layers),

@@ -217,9 +217,9 @@ class StepRunner:
         if self.prompt_graphs is None or tokens > 1 or self.drafter is not None:
             return None
         scored, _ = self._prompt_scores.wanted_by_rows(plan.extend, 0)
-        scored = scored or self._pooling.pooled_by_rows(plan.extend, 0)
+        pooled = self._pooling.pooled_by_rows(plan.extend, 0)
         # Other workers' states are copied between the table changes and the model.
-        return None if scored or plan.imports or plan.exports else self.prompt_graphs.bucket(plan)
+        return None if scored or pooled or plan.imports or plan.exports else self.prompt_graphs.bucket(plan)
 
     def _replay_prompts(self, plan: StepPlan, bucket: Bucket, step: LaunchedStep) -> None:
         if not bucket.enters(plan):
