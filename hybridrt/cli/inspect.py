@@ -124,25 +124,22 @@ def describe_model(config: "EngineConfig", gpu: str | None = None) -> ModelRepor
     from hybridrt.base.config import dtype_name
     from hybridrt.collectives.groups import TPGroup
     from hybridrt.runtime.load.build import empty_model, load_target, weight_bytes
-    from hybridrt.runtime.load.fit import as_on_gpu, budget_text, check_gpu, free_bytes, plan_ahead
+    from hybridrt.runtime.load.fit import as_on_gpu, budget_text, free_bytes, gpu_bytes, plan_ahead
 
-    total_bytes = None
-    if gpu is not None:
-        check_gpu(gpu, config)
-        config, total_bytes = replace(config, device="cpu"), GPUS[gpu]
+    total_bytes = None if gpu is None else gpu_bytes(gpu, config)
+    config = config if gpu is None else replace(config, device="cpu")
     path, target = load_target(config, TPGroup(size=config.tp_size))
-    if gpu is not None:
-        target = as_on_gpu(config, target)
+    target = target if gpu is None else as_on_gpu(config, target)
     model = empty_model(config, target, torch.device("meta"))
     whole = empty_model(config, replace(target, tp=TPGroup()), torch.device("meta"))
-    layers, plan, plan_error = tuple(_layers(config, target)), None, None
+    layers, plan, plan_error, mc = tuple(_layers(config, target)), None, None, target.model_config
     try:
         plan = plan_ahead(config, target, weight_bytes(model), total_bytes=total_bytes)
     except MemoryBudgetError as e:
         plan_error = str(e)
     return ModelReport(
         model=str(path),
-        architecture=target.model_config.architecture,
+        architecture=mc.architecture,
         device=gpu or str(target.device),
         dtype=dtype_name(target.dtype),
         state_dtype=dtype_name(target.state_dtype),
@@ -150,8 +147,8 @@ def describe_model(config: "EngineConfig", gpu: str | None = None) -> ModelRepor
         tp_size=config.tp_size,
         num_parameters=sum(p.numel() for p in whole.parameters()),
         weight_bytes=weight_bytes(model),
-        vocab_size=target.model_config.vocab_size,
-        hidden_size=target.model_config.hidden_size,
+        vocab_size=mc.vocab_size,
+        hidden_size=mc.hidden_size,
         layers=layers,
         free_bytes=free_bytes(config, target, total_bytes),
         budget=budget_text(config, target, total_bytes),

@@ -48,6 +48,7 @@ class ServerOptions(Overrides):
         "Pages that may call (CORS); repeatable.", "none", "URL", "--allowed-origin"
     )
     chat_template: str | None = setting("File that replaces the model's chat template.", "none", "FILE")
+    request_chat_templates: bool | None = setting("Requests may bring a chat template of their own.", "off")
     tool_parser: str | None = setting("How the model writes tool calls.", "auto", "NAME")
     reasoning_parser: str | None = setting("How the model marks reasoning.", "auto", "NAME")
     max_waiting: int | None = setting("Samples that may wait; more get 429.", "4096", "N")

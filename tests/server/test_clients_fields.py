@@ -2,11 +2,14 @@
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
+from hybridrt.chat import renderer
 from hybridrt.server.core.protocol import CompletionRequest
+from hybridrt.server.core.service import KEPT_TEMPLATES
 from hybridrt.server.core.structured import structured_outputs
 from tests.server.test_vllm_fields import ASK, USER, chunks
 from tests.support.chat_samples import TOOLS
@@ -181,3 +184,27 @@ def test_structural_tags_of_a_chat(talker: tuple[Served, Scripted]) -> None:
         body = CHAT | {"max_tokens": 100, "response_format": TAGS, "tools": tools}
         message = served.post("/v1/chat/completions", body).json()["choices"][0]["message"]
         assert message["content"].startswith("So. <f=b>true</f>")
+
+
+BAD = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def test_a_chat_template_of_a_request(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Off by default. A template that never ends holds up no other request, not even one with large messages."""
+    monkeypatch.setattr(renderer, "TIMEOUT_S", 1.0)
+    refused = served.post("/v1/chat/completions", CHAT | {"chat_template": "G"}).json()["error"]
+    assert (refused["param"], refused["code"]) == ("chat_template", "unsupported")
+    with serving(served.llm, request_chat_templates=True) as own, ThreadPoolExecutor(4) as threads:
+        for i in range(20):
+            template = {"chat_template": "{# " + str(i) + " #}GG"}
+            assert own.post("/tokenize", {"messages": USER} | template).json()["tokens"] == [G, G]
+        assert len(own.service._foreign) == KEPT_TEMPLATES
+        stuck = [
+            threads.submit(own.post, "/v1/chat/completions", CHAT | {"chat_template": BAD + "x" * i}) for i in range(2)
+        ]
+        assert own.post("/v1/chat/completions", CHAT).status_code == 200
+        assert own.post("/tokenize", {"messages": USER * 100}).status_code == 200
+        assert not all(each.done() for each in stuck)
+        assert {each.result().status_code for each in stuck} == {400}
+        for wrong in ("", "{% if %}", "x" * 2**17):
+            assert own.post("/v1/chat/completions", CHAT | {"chat_template": wrong}).status_code == 400

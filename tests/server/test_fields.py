@@ -150,6 +150,10 @@ PROMPTS: Effects = {  # of conversations
         lambda seen: seen.rendered.endswith("Well"),
     ),
     "chat_template_kwargs": ({"chat_template_kwargs": {"greeting": "Hey"}}, lambda seen: "Hey" in seen.rendered),
+    "chat_template": (
+        {"chat_template": "G"},
+        lambda seen: 1 in (seen.json.get("count"), seen.json.get("usage", {}).get("prompt_tokens")),
+    ),
 }
 CHAT: Effects = PROMPTS | {
     "parallel_tool_calls": (FREE | {"tools": [TOOL], **ONE_CALL}, limited),
@@ -270,7 +274,9 @@ CASES = sweep([(path, name) for path, (_, effects) in TABLES.items() for name in
 
 @pytest.fixture(scope="module")
 def own(embedded: LLM) -> Iterator[Served]:
-    with serving(embedded, chat_template=TEMPLATE, tool_parser="hermes", reasoning_parser="think") as served:
+    with serving(
+        embedded, chat_template=TEMPLATE, tool_parser="hermes", reasoning_parser="think", request_chat_templates=True
+    ) as served:
         yield served
     served.wait_until_idle()
 

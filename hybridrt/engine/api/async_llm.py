@@ -238,6 +238,8 @@ class AsyncLLM:
         lane: Lane = "compile" if compiles else "text"
         if is_large_chat(conversation):
             lane = "long text"  # must not wait among small grammars
+        if chat.foreign:
+            lane = "template"
         return await self.in_thread(self.llm.prepare_chat, conversation, params, chat, lane=lane)
 
     async def stream_chat(

@@ -17,12 +17,13 @@ from hybridrt.runtime.load.target import RunTarget, resolve_state_mode
 GPU_SHARE, CPU_SHARE = 0.85, 4
 
 
-def check_gpu(name: str, config: EngineConfig) -> None:
-    """ConfigError if there is no such name, or another device is asked for."""
+def gpu_bytes(name: str, config: EngineConfig) -> int:
+    """The memory of a GPU by name. ConfigError if there is none, or another device is asked for."""
     if name not in GPUS:
         raise ConfigError(f"gpu is {name!r}; it must be one of {', '.join(GPUS)}")
     if config.device not in ("auto", "cuda"):
         raise ConfigError(f"device is {config.device!r}; leave it out with gpu, or set it to cuda")
+    return GPUS[name]
 
 
 def as_on_gpu(config: EngineConfig, target: RunTarget) -> RunTarget:

@@ -39,6 +39,7 @@ class ServerConfig:
             IP address if `host` is 0.0.0.0 or ::.
         allowed_origins: web pages of these origins may call (CORS); "*": all. Empty: none.
         chat_template: Jinja text that replaces the model's own; None keeps that.
+        request_chat_templates: requests may bring a chat template of their own.
         tool_parser, reasoning_parser: names of formats; "auto": by the chat template; "none": off.
         max_waiting: samples that may wait; more are answered with 429.
         max_body_bytes: longer bodies are answered with 413.
@@ -71,6 +72,7 @@ class ServerConfig:
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     chat_template: str | None = None
+    request_chat_templates: bool = False
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
     max_waiting: int = 4096

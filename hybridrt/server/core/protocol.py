@@ -16,6 +16,7 @@ from hybridrt.base.sampling_params import MAX_BIASES
 # Limit of one request: more would hold up other requests, and few models have room for as many.
 MAX_MESSAGES = 16384
 MAX_STRUCTURES = 64
+MAX_TEMPLATE = 2**16  # characters
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -232,6 +233,7 @@ class ChatFields(BaseModel):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     thinking_token_budget: int | None = None
+    chat_template: Annotated[str | None, Field(min_length=1, max_length=MAX_TEMPLATE)] = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None

@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
@@ -33,6 +34,7 @@ from hybridrt.server.wire.errors import APIError
 
 SAMPLING_FIELDS = {f.name for f in fields(SamplingParams)} & set(Sampling.model_fields) - {"structured_outputs"}
 ID_PREFIXES = ("cmpl-", "chatcmpl-", "resp_", "msg_", "embd-")
+KEPT_TEMPLATES = 16  # of requests
 RECORD = "hybridrt.record"
 OWNER = "hybridrt.owner"  # where a request's scope keeps which key has sent it
 
@@ -69,6 +71,7 @@ class Service:
     running: WeakValueDictionary[str, Any] = field(default_factory=WeakValueDictionary)
 
     def __post_init__(self) -> None:
+        self._foreign = OrderedDict[str, Chat]()
         self.responses = ResponseStore(self.config.max_stored_responses, self.config.max_stored_bytes)
 
     @property
@@ -103,6 +106,25 @@ class Service:
         assert self.tokenizer is not None
         return self.llm.llm.chats(self.config.chat_template, self.config.tool_parser, self.config.reasoning_parser)
 
+    def chat_with(self, template: str | None) -> Chat:
+        """The same with a template of a request.
+
+        Raises:
+            APIError: requests may not bring one here.
+        """
+        if template is None:
+            return self.chat
+        if not self.config.request_chat_templates:
+            text = "chat_template is off: start the server with --chat-template, or with --request-chat-templates"
+            raise APIError(400, text, "chat_template", "unsupported")
+        if template not in self._foreign:
+            parsers = {"tool_parser": self.config.tool_parser, "reasoning_parser": self.config.reasoning_parser}
+            self._foreign[template] = Chat(self.tokenizer, template=template, foreign=True, **parsers)
+        self._foreign.move_to_end(template)
+        while len(self._foreign) > KEPT_TEMPLATES:
+            self._foreign.popitem(last=False)
+        return self._foreign[template]
+
     async def start_renderer(self) -> None:
         """Starts the process for chat templates and tries the model's, so that the first chat need
         not wait."""
@@ -110,15 +132,17 @@ class Service:
         if isinstance(tokenizer, HFTokenizer) and (self.config.chat_template or tokenizer.hf.chat_template):
             await self.llm.in_thread(self.chat.examine)
 
-    async def prepare_chat(self, conversation: Conversation, params: SamplingParams) -> PreparedChat:
+    async def prepare_chat(
+        self, conversation: Conversation, params: SamplingParams, template: str | None
+    ) -> PreparedChat:
         """A conversation as the engine takes it.
 
         Raises:
-            APIError: the model has no tokenizer.
+            APIError: the model has no tokenizer, or a request may not bring a `template`.
             RequestError, MemoryBudgetError: it cannot be taken, or the template fails on it.
         """
         try:
-            return await self.llm.prepare_chat(conversation, params, self.chat)
+            return await self.llm.prepare_chat(conversation, params, self.chat_with(template))
         except CheckpointError as e:
             raise RequestError(str(e), "messages") from e
 
@@ -127,12 +151,13 @@ class Service:
         length = body_bytes(scope)
         return work() if length <= SMALL else await self.llm.in_thread(work, lane=lane_of(length))
 
-    async def render_chat(self, conversation: Conversation) -> str:
+    async def render_chat(self, conversation: Conversation, template: str | None = None) -> str:
         """A conversation in the chat template. Raises as `prepare_chat`."""
         check_characters(conversation, (self.llm.llm.plan.max_model_len - 1) * self.tokenizer.characters_per_token)
-        lane = lane_of(LONG_CHARACTERS if is_large_chat(conversation) else 0)
+        chat = self.chat_with(template)
+        lane = "template" if chat.foreign else lane_of(LONG_CHARACTERS if is_large_chat(conversation) else 0)
         try:
-            text: str = await self.llm.in_thread(self.chat.render, conversation, lane=lane)
+            text: str = await self.llm.in_thread(chat.render, conversation, lane=lane)
         except CheckpointError as e:
             raise RequestError(str(e), "messages") from e
         return text

@@ -199,7 +199,7 @@ async def prepare_chat(service: Service, body: ChatRequest, scope: Scope) -> Pre
     params = await service.off_loop(scope, partial(_params, service, body))
     service.check_count(1, params)
     conversation = await service.off_loop(scope, partial(conversation_of, body))
-    return await service.prepare_chat(conversation, params)
+    return await service.prepare_chat(conversation, params, body.chat_template)
 
 
 def _params(service: Service, body: ChatRequest) -> SamplingParams:
