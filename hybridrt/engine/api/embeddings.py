@@ -1,6 +1,5 @@
 """Texts as vectors: sums of hidden states to embeddings."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -25,16 +24,16 @@ def check_dimensions(dimensions: int | None, hidden_size: int) -> None:
 
 
 def embedding(
-    pooled: Sequence[float] | None, tokens: int, pooling: str, *, dimensions: int | None, normalize: bool
+    pooled: bytes | None, tokens: int, pooling: str, *, dimensions: int | None, normalize: bool
 ) -> np.ndarray:
     """The embedding [dimensions] float32 of a prompt.
 
     Args:
-        pooled: the sum of its hidden states.
+        pooled: the sum of its hidden states in float32.
         tokens: its length.
         dimensions: the first so many; None: all. They are cut before the vector is normalised.
     """
     assert pooled is not None, "the request pools"
-    found = np.asarray(pooled, np.float32) / np.float32(tokens if pooling == "mean" else 1)
+    found = np.frombuffer(pooled, np.float32) / np.float32(tokens if pooling == "mean" else 1)
     found = found[:dimensions]
     return found / max(float(np.linalg.norm(found)), _SMALL) if normalize else found

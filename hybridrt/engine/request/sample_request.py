@@ -264,7 +264,7 @@ class Request:
         return Delta(
             self.request_id, self.index, tokens, text, logprobs, reason, metrics, self.error, None,
             self.stop_reason if reason == "stop" else None, prompt_scores,
-            None if reason is None or self.pooled is None else self.pooled.tolist(),
+            None if reason is None or self.pooled is None else self.pooled.tobytes(),
         )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from hybridrt.server.openai.completions import bare_prompt, read_prompts
 from hybridrt.server.wire.errors import APIError
 from hybridrt.server.wire.sse import Parts
 
-MAX_NUMBERS = 2**22  # of all vectors of an answer
+MAX_NUMBERS = 2**22  # of all vectors of a request, before they are cut
 _FIELDS = ("truncate_prompt_tokens", "priority", "cache_salt")  # of SamplingParams
 
 
@@ -59,7 +59,7 @@ class EmbeddingAnswer(Reply):
 
     def weight(self, delta: Delta) -> int:
         """See Reply.weight."""
-        return super().weight(delta) + len(delta.pooled or ()) // 2
+        return super().weight(delta) + len(delta.pooled or b"") // 8
 
     def whole(self, ended: list[Delta]) -> dict[str, Any]:
         for delta in ended:
@@ -69,7 +69,7 @@ class EmbeddingAnswer(Reply):
         usage = {"prompt_tokens": self.prompt_tokens, "total_tokens": self.prompt_tokens}
         return {"object": "list", "data": Parts(vectors), "model": self.model, "id": self.name, "usage": usage}
 
-    def _vector(self, index: int, request_id: str, pooled: list[float] | None) -> dict[str, Any]:
+    def _vector(self, index: int, request_id: str, pooled: bytes | None) -> dict[str, Any]:
         prepared, body = self._prompts[request_id], self._body
         if pooled is None:
             raise APIError(400, "the request was aborted", code="aborted")
@@ -102,7 +102,7 @@ async def start_embeddings(service: Service, body: EmbeddingRequest, scope: Scop
     prompts = read_prompts(body.input, "input")
     params = _params(body)
     service.check_count(len(prompts), params, "input")
-    if len(prompts) * (body.dimensions or size) > MAX_NUMBERS:
+    if len(prompts) * size > MAX_NUMBERS:
         text = f"the vectors have more than {MAX_NUMBERS} numbers together: send fewer prompts at a time"
         raise APIError(400, text, "input")
     given = [await bare_prompt(service, p, params) for p in prompts] if body.add_special_tokens is False else prompts

@@ -3,7 +3,7 @@
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 from starlette.types import Scope
@@ -30,7 +30,14 @@ _CUSTOM = ("custom_tool_call", "ctc", "custom_tool_call_input")
 _STATUS = {"length": "incomplete", "abort": "cancelled"}
 
 
-def repeated(body: ResponseRequest, params: SamplingParams) -> dict[str, Any]:
+class Repeated(NamedTuple):
+    """The fields of a request that its response repeats, and their length as JSON."""
+
+    fields: dict[str, Any]
+    size: int
+
+
+def repeated(body: ResponseRequest, params: SamplingParams) -> Repeated:
     """The fields of a request that its response repeats.
 
     Raises:
@@ -38,10 +45,9 @@ def repeated(body: ResponseRequest, params: SamplingParams) -> dict[str, Any]:
     """
     asked = _asked(body, params)
     try:
-        encode(asked)
+        return Repeated(asked, len(encode(asked)))
     except (ValueError, OverflowError, RecursionError) as e:
         raise APIError(400, f"a response repeats metadata, tools and text, and these cannot be written: {e}") from e
-    return asked
 
 
 def _asked(body: ResponseRequest, params: SamplingParams) -> dict[str, Any]:
@@ -101,7 +107,7 @@ class ResponseReply(BlockReply):
         deltas: DeltaStream,
         body: ResponseRequest,
         prepared: PreparedChat,
-        asked: dict[str, Any],
+        asked: Repeated,
         kept: Kept | None = None,
         forced: str | None = None,
     ) -> None:
@@ -132,8 +138,16 @@ class ResponseReply(BlockReply):
             "output": self._items,
             "store": self._stored,
             "usage": self._usage() if reason else None,
-            **self._asked,
+            **self._asked.fields,
         }
+
+    def weight(self, delta: Delta) -> int:
+        """See Reply.weight. A whole response repeats fields of its request, and is stored."""
+        return super().weight(delta) + (self._asked.size // 32 if delta.finish_reason is not None else 0)
+
+    def closing_weight(self) -> int:
+        """See Reply.closing_weight."""
+        return super().closing_weight() + self._asked.size // 32
 
     def failure(self, error: APIError, scope: Scope) -> bytes:
         self._error = {"code": "server_error", "message": error.message}
