@@ -62,6 +62,7 @@ class CausalLM(nn.Module, ABC):
         tied = config.tie_word_embeddings
         self.head = self.embed if tied else VocabParallelEmbedding("head", *tables, build=build)
         self.stack = self.make_stack(range(len(config.layers)))
+        self.norm_scale = norm_scale
         self.norm = RMSNorm("norm", config.hidden_size, scale=norm_scale, **self.norm_options)
 
     @abstractmethod
@@ -94,7 +95,7 @@ class CausalLM(nn.Module, ABC):
         return self.mtp(self.embed(batch.input_ids), hidden, batch)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Hidden states after the final norm, [T, hidden]."""
+        """Hidden states after the final norm, times norm_scale: [T, hidden]."""
         x, residual = self.embed(batch.input_ids), None
         for norm, part in self.stack:
             x, residual = part(norm, x, residual, batch)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hybridrt.base.errors import MemoryBudgetError
+from hybridrt.base.gpus import GPUS
 from hybridrt.cli.options import EMBEDDED, EngineOptions, JsonOption, ModelArgument, SpeculativeOptions
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class ModelReport:
     """A model under a configuration. Bytes are those of one tensor-parallel rank.
 
     Attributes:
-        free_bytes: memory for weights and pools together.
+        free_bytes: memory for weights and pools together; `budget` says where it comes from.
         plan: None if weights and pools need more than `free_bytes`; `plan_error` says why.
     """
 
@@ -59,6 +60,7 @@ class ModelReport:
     hidden_size: int
     layers: tuple[LayerReport, ...]
     free_bytes: int
+    budget: str
     plan: "MemoryPlan | None"
     plan_error: str | None
     state_bytes_per_request: int
@@ -70,6 +72,10 @@ def inspect(
     as_json: JsonOption = False,
     cache: Annotated[
         str | None, typer.Option(metavar="DUMP", help="Draw the prefix cache of a file that LLM.dump_cache wrote.")
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help=f"Plan for this GPU, which need not be here: {', '.join(GPUS)}."),
     ] = None,
     svg: Annotated[str | None, typer.Option(metavar="FILE", help="With --cache: write the drawing as SVG.")] = None,
     engine: EngineOptions = EngineOptions(),  # noqa: B008
@@ -83,7 +89,7 @@ def inspect(
 
     if cache is not None or svg is not None:
         return _draw_cache(cache, svg, as_json)
-    report = describe_model(EngineConfig(model, **engine.given(), **speculation.given(model)))
+    report = describe_model(EngineConfig(model, **engine.given(), **speculation.given(model)), gpu)
     if as_json:
         typer.echo(json.dumps(_as_json(report), indent=2))
     else:
@@ -104,8 +110,11 @@ def _draw_cache(cache: str | None, svg: str | None, as_json: bool) -> None:
     typer.echo(json.dumps(asdict(dump), indent=2) if as_json else as_text(dump))
 
 
-def describe_model(config: "EngineConfig") -> ModelReport:
+def describe_model(config: "EngineConfig", gpu: str | None = None) -> ModelReport:
     """Reads the model's config.json alone.
+
+    Args:
+        gpu: a name of GPUS: the plan is one for it, without what a run measures there.
 
     Raises:
         ConfigError, BackendError, DeviceError: the model or an option cannot be used.
@@ -115,30 +124,34 @@ def describe_model(config: "EngineConfig") -> ModelReport:
     from hybridrt.base.config import dtype_name
     from hybridrt.collectives.groups import TPGroup
     from hybridrt.runtime.load.build import empty_model, load_target, weight_bytes
-    from hybridrt.runtime.load.fit import free_bytes, plan_ahead
+    from hybridrt.runtime.load.fit import as_on_gpu, budget_text, free_bytes, gpu_bytes, plan_ahead
 
+    total_bytes = None if gpu is None else gpu_bytes(gpu, config)
+    config = config if gpu is None else replace(config, device="cpu")
     path, target = load_target(config, TPGroup(size=config.tp_size))
+    target = target if gpu is None else as_on_gpu(config, target)
     model = empty_model(config, target, torch.device("meta"))
     whole = empty_model(config, replace(target, tp=TPGroup()), torch.device("meta"))
-    layers, plan, plan_error = tuple(_layers(config, target)), None, None
+    layers, plan, plan_error, mc = tuple(_layers(config, target)), None, None, target.model_config
     try:
-        plan = plan_ahead(config, target, weight_bytes(model))
+        plan = plan_ahead(config, target, weight_bytes(model), total_bytes=total_bytes)
     except MemoryBudgetError as e:
         plan_error = str(e)
     return ModelReport(
         model=str(path),
-        architecture=target.model_config.architecture,
-        device=str(target.device),
+        architecture=mc.architecture,
+        device=gpu or str(target.device),
         dtype=dtype_name(target.dtype),
         state_dtype=dtype_name(target.state_dtype),
         state_mode=target.state_mode,
         tp_size=config.tp_size,
         num_parameters=sum(p.numel() for p in whole.parameters()),
         weight_bytes=weight_bytes(model),
-        vocab_size=target.model_config.vocab_size,
-        hidden_size=target.model_config.hidden_size,
+        vocab_size=mc.vocab_size,
+        hidden_size=mc.hidden_size,
         layers=layers,
-        free_bytes=free_bytes(config, target),
+        free_bytes=free_bytes(config, target, total_bytes),
+        budget=budget_text(config, target, total_bytes),
         plan=plan,
         plan_error=plan_error,
         state_bytes_per_request=sum(layer.state_bytes for layer in layers),
@@ -225,6 +238,7 @@ def _print(report: ModelReport) -> None:
             f"Fits: {bytes_text(report.weight_bytes + report.plan.pool_bytes)} of {bytes_text(report.free_bytes)} that "
             f"{report.device} has for weights and pools"
         )
+    out.print(report.budget, markup=False)
     out.print(
         f"{count_text(report.num_parameters)} parameters, {bytes_text(report.weight_bytes)} in {report.dtype} on "
         f"{report.device}{ranks}; state in {report.state_dtype}, {report.state_mode} mode; vocabulary "

@@ -13,6 +13,7 @@ from hybridrt.base.draft_methods import BUILT_IN, load_method
 from hybridrt.base.errors import ConfigError
 
 EMBEDDED, EMBEDDED_DRAFT = "embedded", "embedded_draft"
+DEMONSTRATION = "the built-in model is a demonstration: it completes code, and was not made for conversations"
 MAX_CHARS = 1 << 24  # characters of a prompt or a message that standard input brings
 # Every command has MODEL, or --model where arguments are prompts.
 _MODEL = f"Checkpoint directory or hub name. [{EMBEDDED}]"

@@ -197,7 +197,8 @@ class DraftModelDrafter(Drafter):
 
     def _admission(self, tenant: _Tenant) -> Admission:
         request, row = tenant.request, tenant.row
-        params = replace(request.params, logprobs=self._topk if self._topk > 1 else None, prompt_logprobs=None)
+        logprobs = self._topk if self._topk > 1 else None
+        params = replace(request.params, logprobs=logprobs, prompt_logprobs=None, pooling=None)
         return Admission.from_prompt(row, row, request.prompt, params, request.seed, request.rules, request.output)
 
     def _recount(self, tenants: Sequence[_Tenant]) -> None:

@@ -109,7 +109,7 @@ def test_the_last_chunk_that_a_client_does_not_take_in_time() -> None:
         sent.append(message)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        scope[FAILURE] = lambda error, path: error.message.encode()
+        scope[FAILURE] = lambda error, scope: error.message.encode()
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
         await send({"type": "http.response.body", "body": b"last", "more_body": False})
 

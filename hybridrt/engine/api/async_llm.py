@@ -233,9 +233,12 @@ class AsyncLLM:
         first.
         """
         compiles = params.structured_outputs is not None or asks_for_grammar(conversation)
+        compiles = compiles or any(tool.grammar is not None for tool in conversation.offered)
         lane: Lane = "compile" if compiles else "text"
         if is_large_chat(conversation):
             lane = "long text"  # must not wait among small grammars
+        if chat.foreign:
+            lane = "template"
         return await self.in_thread(self.llm.prepare_chat, conversation, params, chat, lane=lane)
 
     async def stream_chat(

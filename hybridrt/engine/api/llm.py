@@ -31,6 +31,7 @@ from hybridrt.engine.api.chats import (
     prepare_chat,
     read_output,
 )
+from hybridrt.engine.api.embeddings import check_dimensions, embedding, pooling_params
 from hybridrt.engine.api.sampling_defaults import default_sampling_params
 from hybridrt.engine.cache.cache_dump import write_dump
 from hybridrt.engine.cache.session_file import Session
@@ -168,8 +169,16 @@ class LLM:
         for name in unknown:
             refuse("generate", name, CALLS, ("prompts", "sampling_params"))
         params = self.default_sampling_params if sampling_params is None else sampling_params
+        batch = self.engine.intake.prepare_all(prompts, params)
+        ids, ended = self._run(batch)
+        return [
+            whole_output(request_id, prepared.tokens, prepared.params.n, ended)
+            for request_id, prepared in zip(ids, batch, strict=True)
+        ]
+
+    def _run(self, batch: Sequence[PreparedPrompt]) -> tuple[list[str], dict[tuple[str, int], Delta]]:
+        """Runs requests to their end. Returns their ids, and the last delta of each sample."""
         engine, queue = self.engine, DeltaQueue()
-        batch = engine.intake.prepare_all(prompts, params)
         total = sum(prepared.params.n for prepared in batch)
         ended: dict[tuple[str, int], Delta] = {}
         hidden = len(batch) < 2 or not _shows_bars()
@@ -189,14 +198,40 @@ class LLM:
                     if interrupts.waiting:
                         interrupts.raise_if_interrupted()
                     bar.update(len(deltas))
-                return [
-                    whole_output(request_id, prepared.tokens, prepared.params.n, ended)
-                    for request_id, prepared in zip(ids, batch, strict=True)
-                ]
+                return ids, ended
             finally:
                 with engine.turns:
                     engine.abandon(queue)
                     engine.finish_launched()
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: str = "last",
+        normalize: bool = True,
+        dimensions: int | None = None,
+    ) -> np.ndarray:
+        """Prompts as vectors: hidden states after the final norm.
+
+        Args:
+            prompts: as in `generate`.
+            pooling: "last": that of the last token; "mean": the mean of all tokens, which reads no
+                cached prefix.
+            normalize: to length 1.
+            dimensions: keep the first so many; None keeps all.
+
+        Returns:
+            [prompts, dimensions] float32.
+
+        Raises:
+            RequestError, EngineError: as `generate`.
+        """
+        check_dimensions(dimensions, self.model_config.hidden_size)
+        batch = self.engine.intake.prepare_all(prompts, pooling_params(pooling))
+        ids, ended = self._run(batch)
+        sums = [(ended[request_id, 0].pooled, len(p.tokens)) for request_id, p in zip(ids, batch, strict=True)]
+        return np.stack([embedding(*each, pooling, dimensions=dimensions, normalize=normalize) for each in sums])
 
     @knows_names("stream", CALLS)
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:

@@ -337,7 +337,7 @@ class PrefixStore:
         counts.hit += request.metrics.cached_tokens
         if match.staged is not None or not self.keeps:
             return
-        if request.params.prompt_logprobs is None:
+        if request.params.prompt_logprobs is None and request.params.pooling != "mean":
             seen = self._seen.length(request.ids[: prompt - 1], key)
             lost = LostTokens.from_match(match, prompt - 1, seen, self._slots.total > 0)
             counts.without_kv += lost.evicted

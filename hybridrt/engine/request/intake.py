@@ -155,7 +155,7 @@ class PreparedPrompt:
     @property
     def may_travel(self) -> bool:
         """All of the prompt except its last token may be computed elsewhere."""
-        return len(self.tokens) > 1 and self.params.prompt_logprobs is None
+        return len(self.tokens) > 1 and self.params.prompt_logprobs is None and self.params.pooling is None
 
 
 @dataclass(frozen=True, slots=True)

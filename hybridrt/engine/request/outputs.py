@@ -163,6 +163,7 @@ class Delta(msgspec.Struct):
             ended the sample. None if something else has, such as the end-of-sequence token.
         prompt_scores: `prompt_logprobs` as arrays, one for each chunk of the prompt. A DeltaQueue
             calls `spell_out` unless its reader wants arrays.
+        pooled: in the last delta of a request of `LLM.embed`, the sum of its hidden states in float32.
     """
 
     request_id: str
@@ -176,6 +177,7 @@ class Delta(msgspec.Struct):
     prompt_logprobs: list[dict[int, float] | None] | None = None
     stop_reason: int | str | None = None
     prompt_scores: list[TokenScores] | None = None
+    pooled: bytes | None = None
 
     def spell_out(self) -> None:
         if self.prompt_scores is not None:
@@ -191,7 +193,7 @@ class Delta(msgspec.Struct):
         if later.logprobs is not None:
             self.logprobs = (self.logprobs or []) + later.logprobs
         self.finish_reason, self.metrics, self.error = later.finish_reason, later.metrics, later.error
-        self.stop_reason = later.stop_reason
+        self.stop_reason, self.pooled = later.stop_reason, later.pooled
 
 
 @dataclass(slots=True)

@@ -103,6 +103,7 @@ class Request:
         saves: slots with states of its prompt, by the number of tokens, and then of its answer
             (hybridrt.engine.cache.answer_states); save_at: where its prompt leaves such states.
         shared: its prompt has been offered to the prefix cache.
+        pooled: sum of the hidden states so far, [hidden] float32.
         leader: the first sample of the same prompt, whose prompt this one waits for; None: it is
             the first.
         settled: tokens that consumed steps have computed: a lower bound of `computed`.
@@ -140,6 +141,7 @@ class Request:
     logprobs: list[dict[int, float]] | None = None
     prompt_scores: list[TokenScores] | None = None
     scored: int = 1
+    pooled: np.ndarray | None = None
     finish_reason: FinishReason | None = None
     error: EngineError | None = None
     row: Slot | None = None
@@ -178,8 +180,9 @@ class Request:
 
     @property
     def reads_cache(self) -> bool:
-        """True if it may start from a cached prefix. A computed prefix gives no log-probabilities."""
-        return self.params.prompt_logprobs is None and not self.afresh
+        """True if it may start from a cached prefix. A computed prefix gives no log-probabilities and
+        no hidden states."""
+        return self.params.prompt_logprobs is None and self.params.pooling != "mean" and not self.afresh
 
     @property
     def computed(self) -> int:
@@ -209,6 +212,14 @@ class Request:
         self.scored += len(fresh)
         if self.prompt_scores is not None:
             self.prompt_scores.append(fresh)
+
+    def pool(self, computed: int, found: np.ndarray) -> None:
+        """Adds a chunk's sum of hidden states [hidden] float32, after `computed` tokens. A retracted
+        request computes its prompt again. EngineError if one is no number."""
+        if not np.isfinite(found).all():
+            raise EngineError(NOT_FINITE)
+        begins = self.pooled is None or computed == 0 or self.params.pooling == "last"
+        self.pooled = found if begins else self.pooled + found
 
     def append(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] | None) -> FinishReason | None:
         """Adds a step's tokens, up to the one that ends the request; drops the rest.
@@ -294,6 +305,7 @@ class Request:
         return Delta(
             self.request_id, self.index, tokens, text, logprobs, reason, metrics, self.error, None,
             self.stop_reason if reason == "stop" else None, prompt_scores,
+            None if reason is None or self.pooled is None else self.pooled.tobytes(),
         )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from hybridrt.runtime.sampling.sampler import (
 )
 from hybridrt.runtime.step.pack import StagingRing, StepArrays
 from hybridrt.runtime.step.plan import StepPlan, StepResult, TokenLogprobs, int32s
+from hybridrt.runtime.step.pooling import Pooled
 from hybridrt.runtime.step.token_scores import TokenScores
 
 EnterTokens = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]  # kernels.state.row_tables.enter_tokens
@@ -52,7 +53,8 @@ class ForwardPart(NamedTuple):
     Attributes:
         lines: logits of the decode rows, then of the prompts that end.
         batch, arrays, hidden: the step, its packed arrays and the hidden states [T, hidden]. None
-            where no drafts are verified, no drafter follows and no prompt is scored.
+            where no drafts are verified, no drafter follows and no prompt is scored or pooled.
+        pooled: prompts whose hidden states are summed.
         scored: prompts that get log-probabilities; their places and tokens are in `arrays`.
     """
 
@@ -61,6 +63,7 @@ class ForwardPart(NamedTuple):
     arrays: StepArrays[torch.Tensor] | None = None
     hidden: torch.Tensor | None = None
     scored: Sequence[Wanted] = ()
+    pooled: Sequence[Pooled] = ()
 
 
 class _Drawn(NamedTuple):
@@ -116,6 +119,7 @@ class LaunchedStep:
         self._drawn: list[_Drawn] = []
         self._scored: Sequence[Wanted] = ()
         self._scores: list[Sequence[torch.Tensor]] = []
+        self._pooled: dict[int, torch.Tensor] = {}
         self._event: Event = PAST
         self._problem = "" if masked is None else "give it its masks first"
 
@@ -194,6 +198,7 @@ class LaunchedStep:
             _read_drawn(drawn, result)
         if self._scored:
             result.prompt_logprobs = _read_scores(self._scored, self._scores)
+        result.pooled = {row: total.numpy().copy() for row, total in self._pooled.items()}
         return result
 
     def _sample_part(self, runner: SamplingRunner, part: ForwardPart, bitmask: torch.Tensor | None) -> None:
@@ -215,6 +220,11 @@ class LaunchedStep:
             runner.drafter.follow(batch, part.hidden, accepted, part.arrays.prompts)
         if part.scored:
             self._score_prompts(runner, part)
+        if part.pooled:
+            assert part.hidden is not None
+            sums = {each.row: each.sum(part.hidden) / runner.model.norm_scale for each in part.pooled}
+            self._pooled |= {row: _to_host(total) for row, total in sums.items()}
+            self._event = record_event(part.hidden.device, self._event)
 
     def _verify(
         self, runner: SamplingRunner, part: ForwardPart, lines: SampledLines, bitmask: torch.Tensor | None

@@ -37,6 +37,7 @@ from hybridrt.runtime.step.pack import (
 )
 from hybridrt.runtime.step.pack_padded import Bucket
 from hybridrt.runtime.step.plan import NO_INTEGERS, NO_ROWS, PageWrite, StepHandle, StepPlan
+from hybridrt.runtime.step.pooling import PoolingRequirements
 from hybridrt.runtime.step.recurrent_arrays import set_recurrent
 from hybridrt.runtime.step.sampling_table import SamplingTable
 
@@ -76,7 +77,7 @@ class StepRunner:
         self.enter_tokens: EnterTokens = enter_tokens.for_device(self.device)
         self._inference = torch.inference_mode()  # one for all launches: making it takes as long as entering it
         self.required = RowRequirements(self.memory_plan.num_rows)
-        self._prompt_scores = PromptRequirements()
+        self._prompt_scores, self._pooling = PromptRequirements(), PoolingRequirements()
         self._last_masked: LaunchedStep | None = None  # only if it needed masks
         self.arena: StateArena | None = None
         self.host: HostCopies | None = None
@@ -111,6 +112,7 @@ class StepRunner:
         if plan.admissions:
             self.required.note_admissions(plan.admissions)
             self._prompt_scores.note_admissions(plan.admissions)
+            self._pooling.note_admissions(plan.admissions)
         tokens = self._verified if len(plan.decode.drafts) else 1
         step = LaunchedStep(MaskedLines.from_plan(plan, tokens) if plan.constrained else None)
         try:
@@ -182,6 +184,7 @@ class StepRunner:
     def _run_eager(self, plan: StepPlan, tokens: int, step: LaunchedStep) -> None:
         n = len(plan.decode.rows)
         scored, places = self._prompt_scores.wanted_by_rows(plan.extend, n * tokens)
+        pooled = self._pooling.pooled_by_rows(plan.extend, n * tokens)
         on_host = pack_step(
             plan, tokens, self.forks, self.drafter is not None, self._chunk_sizes, self.backend.saves_at_chunks, places,
             self.pools.req_to_token.num_groups,
@@ -204,7 +207,7 @@ class StepRunner:
         logits = self.model.logits(kept) if len(kept) else kept
         known = on_host.sample_rows, on_host.output_indices
         lines = SampledLines(arrays.sample_rows, arrays.output_indices, known, logits)
-        step.add_part(self, ForwardPart(lines, batch, arrays, hidden, scored))
+        step.add_part(self, ForwardPart(lines, batch, arrays, hidden, scored, pooled))
 
     def _run_cpu_decode(self, plan: StepPlan, steps: CPUDecode, step: LaunchedStep) -> None:
         if plan.admissions or plan.page_writes or plan.page_copies:
@@ -220,8 +223,9 @@ class StepRunner:
         if self.prompt_graphs is None or tokens > 1 or self.drafter is not None:
             return None
         scored, _ = self._prompt_scores.wanted_by_rows(plan.extend, 0)
+        pooled = self._pooling.pooled_by_rows(plan.extend, 0)
         # Other workers' states are copied between the table changes and the model.
-        return None if scored or plan.imports or plan.exports else self.prompt_graphs.bucket(plan)
+        return None if scored or pooled or plan.imports or plan.exports else self.prompt_graphs.bucket(plan)
 
     def _replay_prompts(self, plan: StepPlan, bucket: Bucket, step: LaunchedStep) -> None:
         if not bucket.enters(plan):

@@ -262,11 +262,14 @@ class StepResult:
     Attributes:
         prompt_logprobs: scores by request row, for each extend row of a request with
             `prompt_logprobs`: those of the prompt tokens that follow the chunk's tokens, in order.
+        pooled: sums of hidden states [hidden] float32 by request row, for chunks of requests with
+            `pooling`.
     """
 
     tokens: list[list[int]]
     logprobs: list[list[TokenLogprobs] | None]
     prompt_logprobs: dict[int, TokenScores] = field(default_factory=dict)
+    pooled: dict[int, np.ndarray] = field(default_factory=dict)
 
 
 class StepHandle(Protocol):
