@@ -70,8 +70,8 @@ class ChatAnswer(Answer):
             yield from self._event(self._first_choice(index), {} if index else self._prompt_tokens())
 
     def whole(self, ended: list[Delta]) -> dict[str, Any]:
-        known = self._prompt_logprobs(ended[0].request_id) | self._prompt_tokens()
-        return super().whole(ended) | {"prompt_logprobs": None, "prompt_token_ids": None} | known
+        answer = super().whole(ended) | {"prompt_logprobs": None, "prompt_token_ids": None}
+        return answer | self._prompt_logprobs(ended[0].request_id) | self._prompt_tokens()
 
     def _prompt_tokens(self) -> dict[str, Any]:
         (tokens,) = self._prompts.values()
