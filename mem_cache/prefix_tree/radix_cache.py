@@ -247,7 +247,7 @@ class RadixCache:
             node.kind = kinds.get(node.end, StateKind.END if whole else StateKind.PROMPT)
             node.state = states[node.end]
             taken.add_state(node)
-        for node in reversed(path[1:-1]):
+        for node in self._holders(key, tokens) if self._window_groups else reversed(path[1:-1]):
             self._keep_tail(node, pages, taken)
         self._worths.made(made, tokens, key)
         self._use(deepest)
@@ -458,6 +458,13 @@ class RadixCache:
             node.pages[: len(offered)] += fresh
             taken.add(fresh, node, first)
         self._enlist_windows(node)
+
+    def _holders(self, key: CacheKey, tokens: np.ndarray) -> list[Node]:
+        """The nodes with states on the path of a text, deepest first. Those of earlier texts may lack
+        their tail, which a window group has given up.
+        """
+        node, known = self._descend(key, tokens)
+        return [step for step in node.path if step.state is not None and step.end <= known]
 
     def _keep_tail(self, node: Node, pages: PageSets, taken: Gone) -> None:
         """Takes the tail of a node's state, if it is offered, unless there is one without lacking

@@ -455,3 +455,13 @@ def test_pages_that_no_state_needs_leave_a_window_first() -> None:
     useless = 5 + 7  # of the node that both share, and of the second text
     assert len(tree.evict([useless], 0).pages[0]) == useless and cached() == [8, 16]
     assert len(tree.evict([1], 0).pages[0]) == 1 and cached() == [8, 0]
+
+
+def test_a_text_gives_the_states_of_earlier_texts_their_tails() -> None:
+    ledger = Ledger(4, True, 1, (2,))
+    ledger.offer((1, 0, 0, 0, 0), (1, 2))
+    ledger.evict(1, 0)
+    ledger.offer((1, 0), (1,))
+    ledger.check()
+    ledger.check_match((1, 0, 0))
+    assert ledger.tree.match(array((1, 0, 0))).length == 2
