@@ -21,8 +21,8 @@ from benchmarks.bench_policy import NUM_PAGES, PAGE_SIZE, VOCAB, NoMasks, Simula
 from benchmarks.bench_serving import LEAST_CONTEXT, measure, show, sizes, targets
 from hybridrt.base.config import EngineConfig
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
-from hybridrt.engine.core.chunk_budget import ItlTarget
 from hybridrt.engine.core.engine import Engine
+from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.engine.request.intake import EngineLimits
 from hybridrt.mem_cache.pools.page_demand import PageDemand
 from hybridrt.runtime.replay.graph_runner import buckets
@@ -103,7 +103,7 @@ def engine(device: SimulatedDevice, times: StepTimes, chunk: int, target_ms: flo
     """One without a prefix cache; its scheduler has the device's clock."""
     pools = CacheCoordinator(rows, rows, [NUM_PAGES], [PageDemand(PAGE_SIZE)], prefix_cache=False)
     config = EngineConfig("simulated", target_itl_ms=target_ms)  # type: ignore[arg-type]
-    if target := ItlTarget.from_config(config, torch.device("cuda"), times.buckets):
+    if target := TrafficPolicy.from_config(config, torch.device("cuda"), times.buckets):
         target.clock = device.monotonic
     return Engine(device, pools, EngineLimits(VOCAB, 2 * LEAST_CONTEXT, chunk), target=target)
 

@@ -13,12 +13,12 @@ from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.cache.cache_dump import CacheDump, cache_dump
 from hybridrt.engine.cache.sessions import Sessions
-from hybridrt.engine.core.chunk_budget import ItlTarget
 from hybridrt.engine.core.fold_counts import FoldCounts
 from hybridrt.engine.core.grammar_masks import step_masks
 from hybridrt.engine.core.prefill_source import PrefillSource
 from hybridrt.engine.core.samples import Samples
 from hybridrt.engine.core.scheduler import ScheduledStep, Scheduler
+from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.engine.grammar.grammar_compiler import GrammarCompiler
 from hybridrt.engine.request.delta_queue import Abandonment, DeltaQueue
 from hybridrt.engine.request.intake import EngineLimits, Intake, PreparedPrompt, check_arrived, check_submission
@@ -57,7 +57,7 @@ class Engine:
             derive_seed(seed, i); sample k > 0 of a request with seed s gets derive_seed(s, k), and
             sample 0 gets s itself.
         drafter: proposes drafts for speculative decoding.
-        target: sizes chunks of prompts in steps with decode rows.
+        target: decides how long steps may take and which prompts they compute.
 
     Attributes:
         intake: checks prompts and parameters before they are queued.
@@ -78,7 +78,7 @@ class Engine:
         overlap: bool = True,
         seed: int = 0,
         drafter: Drafter | None = None,
-        target: ItlTarget | None = None,
+        target: TrafficPolicy | None = None,
     ) -> None:
         self.executor = executor
         self._coordinator, self.prefixes = coordinator, coordinator.prefixes
@@ -126,7 +126,7 @@ class Engine:
         buckets = runner.prompt_graphs.captured if runner.prompt_graphs else ()
         engine = cls(
             split or runner, coordinator, limits, tokenizer, overlap=overlap, seed=config.seed, drafter=drafter,
-            target=ItlTarget.from_config(config, runner.device, buckets),
+            target=TrafficPolicy.from_config(config, runner.device, buckets),
         )  # fmt: skip
         engine._samples.folds = FoldCounts.from_pool(runner.pools.req_to_token.mamba_pool)
         return engine
@@ -322,7 +322,7 @@ class Engine:
             self._samples.totals,
             retractions=scheduler.num_retractions,
             running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
+            waiting=scheduler.num_waiting,
             free_rows=pools.rows.num_free,
             free_slots=pools.slots.num_free,
             free_pages=pools.pages.num_free,

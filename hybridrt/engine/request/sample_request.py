@@ -55,10 +55,12 @@ class Request:
         queue: its reader's queue, while there is one.
         row, state_slot, pages, prefix: lent by the cache coordinator; see there.
         saves: slots with states of its prompt, by the number of tokens, and then of its answer
-            (hybridrt.engine.cache.answer_states); save_at: where its prompt leaves such states.
+            (hybridrt.engine.cache.answer_states); save_at: where its prompt leaves such states;
+            spaced: where it leaves further ones, which are given up first.
         shared: its prompt has been offered to the prefix cache.
         leader: the first sample of the same prompt, whose prompt this one waits for; None: it is
             the first.
+        client: name of who sent it.
         settled: tokens that consumed steps have computed: a lower bound of `computed`.
         prefill_end: how many of `tokens` are computed before decoding starts: those known at
             admission.
@@ -100,8 +102,10 @@ class Request:
     prefix: PrefixMatch = NO_MATCH
     saves: dict[int, Slot] = field(default_factory=dict)
     save_at: Sequence[int] = ()
+    spaced: Sequence[int] = ()
     shared: bool = False
     leader: "Request | None" = None
+    client: str = ""
     boundaries: Sequence[int] = ()
     prefill_end: int = 0
     columns: RowColumns | None = None
