@@ -111,6 +111,23 @@ def test_a_chunk_without_a_graph_is_taken_where_graphs_take_longer() -> None:
         assert work.prompt_tokens >= least and Deep(8192, BUCKETS).predict(work) <= bound
 
 
+def test_a_chunk_pays_for_what_few_tokens_cost_after_a_long_context() -> None:
+    """Where 16 tokens take nearly the whole step, it takes longer, up to `most`, and has many more tokens."""
+
+    class Deep(Known):
+        def predict(self, work: StepWork) -> float:
+            return seconds(work) + 1e-6 * work.prompt_context
+
+    def chunk(start: int, most: float) -> StepWork:
+        budget = ChunkBudget(8192, Deep(8192), 0.02, StepWork(1, 500), most)
+        return StepWork(1, 500).with_chunk(start, budget.room(start))
+
+    assert chunk(30_000, 0.0).prompt_tokens == LEAST_TOKENS
+    assert chunk(30_000, 0.075).prompt_tokens > 500 and Deep().predict(chunk(30_000, 0.075)) <= 4e-3 + 2 * 0.0303
+    assert Deep().predict(chunk(60_000, 0.075)) <= 0.075
+    assert chunk(0, 0.075) == chunk(0, 0.0), "there few tokens take little"
+
+
 def test_steps_without_decode_rows_take_the_whole_budget() -> None:
     target = TrafficPolicy(1e-6, cost=Known())
     assert target.budget(5000, decoding(0)).room() == 5000

@@ -5,6 +5,7 @@ from bisect import bisect_left
 from hybridrt.engine.core.step_cost import StepCost, StepWork
 
 LEAST_TOKENS = 16  # allowed whatever a step's predicted time
+REPAY = 2.0  # the time of a chunk compared with that of one of LEAST_TOKENS
 
 
 class ChunkBudget:
@@ -15,12 +16,20 @@ class ChunkBudget:
         cost: predicts the step's time; None: the step has no bound of time.
         seconds: within which the step is to end.
         work: present work of the step.
+        most: a step may take so many seconds if its first chunk would need much of `seconds` even
+            with few tokens, as after a long context.
     """
 
     def __init__(
-        self, tokens: int, cost: StepCost | None = None, seconds: float = 0.0, work: StepWork | None = None
+        self,
+        tokens: int,
+        cost: StepCost | None = None,
+        seconds: float = 0.0,
+        work: StepWork | None = None,
+        most: float = 0.0,
     ) -> None:
         self._tokens, self._cost, self._seconds, self._work = tokens, cost, seconds, work or StepWork()
+        self._most = most
         self._rooms: dict[int, int] = {}  # tokens by start, until the step has another chunk
 
     def room(self, start: int = 0) -> int:
@@ -50,9 +59,10 @@ class ChunkBudget:
         prevents that.
         """
         assert self._cost is not None
+        bound = self._bound(start)
 
         def late(tokens: int) -> bool:
-            return not self._ends_in_time(start, tokens)
+            return not self._ends_in_time(start, tokens, bound)
 
         ends = [0, *(fill for fill in self._cost.fills(self._work) if fill < max_tokens), max_tokens]
         if len(ends) > 2 and not late(ends[-2] + 1):
@@ -64,7 +74,17 @@ class ChunkBudget:
             return low
         return bisect_left(range(ends[found]), True, lo=low + 1, key=late) - 1
 
-    def _ends_in_time(self, start: int, tokens: int) -> bool:
+    def _bound(self, start: int) -> float:
+        """Seconds of a step with a chunk after `start` tokens."""
+        assert self._cost is not None
+        if self._work.prompt_tokens or self._most <= self._seconds:
+            return self._seconds
+        alone, least = self._cost.predict(self._work), self._cost.predict(self._work.with_chunk(start, LEAST_TOKENS))
+        if alone is None or least is None:
+            return self._seconds
+        return max(self._seconds, min(alone + REPAY * (least - alone), self._most))
+
+    def _ends_in_time(self, start: int, tokens: int, bound: float) -> bool:
         assert self._cost is not None
         seconds = self._cost.predict(self._work.with_chunk(start, tokens, saves=1))
-        return seconds is not None and seconds <= self._seconds
+        return seconds is not None and seconds <= bound

@@ -76,7 +76,8 @@ class TrafficPolicy:
         if not len(decode):
             return ChunkBudget(tokens)
         work = StepWork.from_plan(StepPlan(decode=decode))
-        return ChunkBudget(tokens, self.cost, self.bound(self.cost.predict(work) or 0.0, pending), work)
+        seconds, most = self.bound(self.cost.predict(work) or 0.0, pending), 0.0 if self.seconds else MOST_SECONDS
+        return ChunkBudget(tokens, self.cost, seconds, work, most)
 
     def bound(self, alone: float, pending: float) -> float:
         """Seconds of a step that would take `alone` without prompts. `pending` as for `budget`."""
