@@ -66,9 +66,10 @@ class ClientQueues:
     def spent(self, client: str) -> float:
         return self._spent.get(client, 0.0)
 
-    def charge(self, client: str, work: PromptWork) -> None:
-        """A step computes this much for a client."""
+    def charge(self, request: Request, work: PromptWork) -> None:
+        """A step computes this much of a request's prompt."""
         if self.policy is not None:
+            client = request.client
             self._now = self.spent(client)
             self._spent[client] = self._now + self.policy.prompt_seconds(work) / self.weights.get(client, 1.0)
 
@@ -124,7 +125,10 @@ class PromptOrder:
         oldest = min((request for _, request in ratios), key=_since)
         if oldest.params.priority > top:
             return oldest
-        return max((each for each in ratios if each[1].params.priority == top), key=lambda each: each[0])[1]
+        level = [each for each in ratios if each[1].params.priority == top]
+        first = min((request for _, request in level), key=lambda request: request.arrival)
+        assert self._policy is not None
+        return first if self._policy.is_due(first) else max(level, key=lambda each: each[0])[1]
 
     def _ratio(self, request: Request) -> float:
         policy = self._policy

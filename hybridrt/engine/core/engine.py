@@ -149,6 +149,7 @@ class Engine:
         export_to: range | None = None,
         export_from: int = 0,
         queue: DeltaQueue | None = None,
+        client: str = "",
     ) -> str:
         """Queues a prompt that this engine has prepared, and returns its id.
 
@@ -159,6 +160,7 @@ class Engine:
             export_from: tokens whose KV is left out there.
             queue: gets the deltas instead of the callers of `step` and `drain`. The engine holds a
                 weak reference: if the queue is garbage collected, the next step aborts the request.
+            client: who sent it: with a policy, clients share prompt computation fairly.
 
         Raises:
             RequestError: an argument is of the wrong kind, or the id is taken. The engine is
@@ -176,7 +178,7 @@ class Engine:
             samples = new_samples(request_id, prepared, seed, self._arrivals, self.intake.tokenizer)
             reader = self._abandoned.watch(self._deltas if queue is None else queue)
             for request in samples:
-                request.stream, request.queue = stream, reader
+                request.stream, request.queue, request.client = stream, reader, client
                 request.export_to, request.export_from = export_to, export_from
             source = self.prefill_source if prepared.may_travel else None
             with self._change:

@@ -23,7 +23,7 @@ class _Entry(NamedTuple):
 
 class RequestQueue:
     """Requests by priority, then by response ratio: (waited + own seconds) / own seconds, highest
-    first (Brinch Hansen 1971). So short prompts pass long ones, and none waits forever.
+    first (Brinch Hansen 1971). So short prompts pass long ones, until these are due.
 
     Requests of about equal seconds are one size class. Its earliest arrival has its highest ratio,
     so only the first request of each class is compared, however many wait.
@@ -94,8 +94,10 @@ class RequestQueue:
             oldest = self._oldest()
             if oldest.params.priority > self._priorities[0]:
                 return oldest
-        level = self._levels[self._priorities[0]]
-        return max([queue[0] for queue in level.values()], key=self.ratio)
+        firsts = [queue[0] for queue in self._levels[self._priorities[0]].values()]
+        if self._policy is not None and self._policy.is_due(oldest := min(firsts, key=_arrival)):
+            return oldest
+        return max(firsts, key=self.ratio)
 
     def ratio(self, request: Request) -> float:
         if self._policy is None:

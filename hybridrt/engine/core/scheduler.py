@@ -57,6 +57,10 @@ def _pending(requests: Sequence[Request], columns: RowColumns) -> np.ndarray:
     return columns.output_index - int32s([len(request.output) for request in requests])
 
 
+def _uncomputed(admitted: Iterable[Request]) -> PromptWork:
+    return sum([PromptWork.between(request.computed, request.prefill_end) for request in admitted], PromptWork())
+
+
 def _priority_key(request: Request) -> tuple[int, int]:
     """Orders requests: the first is started first, the last retracted first."""
     return request.params.priority, request.arrival
@@ -102,6 +106,7 @@ class Scheduler:
         self._followers = Followers(coordinator.prefixes, joins=policy is not None)
         # Requests that will be queued at the next step whose fetch is over, if there is one.
         self._aside: list[Request] = []
+        self._uncomputed = PromptWork()  # of admitted requests
         coordinator.prefixes.spaces = policy is not None
         self._in_flight = 0
         self._order: tuple[list[Request], np.ndarray] | None = None
@@ -124,10 +129,13 @@ class Scheduler:
 
     def _queue(self, request: Request, known: int) -> None:
         """`known`: its tokens that are cached."""
+        work = PromptWork.between(known, len(request.prompt) + len(request.output))
+        if self._policy is not None:
+            self._policy.set_due(request, self.pending + work)
         if (place := self._followers.place_for(request)) is not None:
             self._followers.hold(request, place)
         else:
-            self.queues.add(request, PromptWork.between(known, len(request.prompt) + len(request.output)))
+            self.queues.add(request, work)
 
     def schedule(self) -> ScheduledStep | None:
         """The next step, counted as launched from now on; None if nothing can run before a launched
@@ -140,7 +148,7 @@ class Scheduler:
         prefilling = self._schedule_running(step) if self.running else []
         if prefilling is None:
             return None
-        if prefilling or self.queues:
+        if prefilling or self.queues or self._uncomputed.tokens:
             self._schedule_prefill(step, prefilling)
         if not self._coordinator.seal(step.plan, step.rows) and not step.rows:
             return None
@@ -386,25 +394,30 @@ class Scheduler:
         self.add(victim)
         return victim
 
-    def _budget(self, decode: DecodeRows, admitted: Sequence[Request]) -> ChunkBudget:
+    @property
+    def pending(self) -> PromptWork:
+        """What is to be computed of all prompts."""
+        return self._uncomputed + self.queues.pending
+
+    def _budget(self, decode: DecodeRows) -> ChunkBudget:
         tokens = max(self._chunk - len(decode) - len(decode.drafts), (self._chunk + 1) // 2)
         if self._policy is None:
             return ChunkBudget(tokens)
-        return self._policy.budget(tokens, decode, self._policy.prompt_seconds(self._pending(admitted)))
+        return self._policy.budget(tokens, decode, self._policy.prompt_seconds(self.pending))
 
-    def _pending(self, admitted: Sequence[Request]) -> PromptWork:
-        """What is to be computed of all prompts."""
-        own = [PromptWork.between(request.computed, request.prefill_end) for request in admitted]
-        return sum(own, self.queues.pending)
-
-    def _schedule_prefill(self, step: ScheduledStep, admitted: Sequence[Request]) -> None:
+    def _schedule_prefill(self, step: ScheduledStep, prefilling: Iterable[Request]) -> None:
         """Admits waiting requests, too. If a decode row found no page, none is free."""
-        admitted = [request for request in admitted if request.row is not None]  # others were just retracted
-        budget = self._budget(step.plan.decode, admitted)
+        admitted = [request for request in prefilling if request.row is not None]  # others were just retracted
+        self._uncomputed = _uncomputed(admitted)
+        budget = self._budget(step.plan.decode)
         order = PromptOrder(self.queues, self._followers, admitted)
         while budget.room() and (request := order.next()) is not None:
-            if request.row is not None or self._start(request, order, step.plan):
-                self._add_extend(step, request, budget)
+            if request.row is None:
+                if not self._start(request, order, step.plan):
+                    continue
+                admitted.append(request)
+            self._add_extend(step, request, budget)
+        self._uncomputed = _uncomputed(admitted)
 
     def _start(self, request: Request, order: PromptOrder, plan: StepPlan) -> bool:
         """Admits a waiting request. False if it, or all, must wait."""
@@ -439,6 +452,7 @@ class Scheduler:
         if end <= start:
             return
         budget.spend_tokens(start, end - start)
+        self.queues.charge(request, PromptWork.between(start, end))
         tokens, row, columns = request.tokens, request.row.index, self._coordinator.columns
         last = end == request.prefill_end
         columns.computed[row] = end

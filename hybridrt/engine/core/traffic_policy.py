@@ -1,5 +1,6 @@
 """How long a step with prompts may take, and when it is scheduled."""
 
+import math
 import time
 from collections.abc import Callable, Iterable
 
@@ -21,6 +22,8 @@ NUMBER_FACTOR, AUTO_FACTOR = 11.0, 4 / 3
 # Without a number of milliseconds, a step may take longer if much work waits: a share of that work,
 # up to MOST_STEPS times its decode rows alone and MOST_SECONDS.
 WORK_SHARE, MOST_STEPS, MOST_SECONDS = 1 / 3, 20, 0.075
+# A prompt is due so many times the seconds of the work that was there when it came, and then so many.
+DUE_FACTOR, DUE_SECONDS = 1.5, 1.0
 _LATE_STEPS = 8  # late steps that are observed as one
 # The next step is scheduled this lead before the running one ends. A late launch doubles the lead,
 # other steps shrink it a little.
@@ -89,6 +92,17 @@ class TrafficPolicy:
     def prompt_seconds(self, work: PromptWork) -> float:
         """Predicted seconds of prompts without decode rows."""
         return self.cost.prompt_seconds(work)
+
+    def set_due(self, request: Request, pending: PromptWork) -> None:
+        """A new request becomes due some time after all prompts that were there could have been
+        computed. `pending`: these and its own.
+        """
+        if request.due == math.inf:
+            patience = DUE_FACTOR * self.prompt_seconds(pending) + DUE_SECONDS
+            request.due = request.metrics.arrival_time + patience
+
+    def is_due(self, request: Request) -> bool:
+        return self.clock() > request.due
 
     def waited(self, request: Request) -> float:
         return self.clock() - request.metrics.arrival_time

@@ -1,5 +1,6 @@
 """Host state of one sample of a request."""
 
+import math
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -61,6 +62,8 @@ class Request:
         leader: the first sample of the same prompt, whose prompt this one waits for; None: it is
             the first.
         client: name of who sent it.
+        due: when its prompt is to be computed before those of all later arrivals, in seconds of
+            `RequestMetrics.arrival_time`.
         settled: tokens that consumed steps have computed: a lower bound of `computed`.
         prefill_end: how many of `tokens` are computed before decoding starts: those known at
             admission.
@@ -106,6 +109,7 @@ class Request:
     shared: bool = False
     leader: "Request | None" = None
     client: str = ""
+    due: float = math.inf
     boundaries: Sequence[int] = ()
     prefill_end: int = 0
     columns: RowColumns | None = None
