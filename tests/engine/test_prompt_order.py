@@ -124,6 +124,19 @@ def test_clients_get_their_shares() -> None:
     assert set(served[:20]) == {"a"} and served[20:].count("b") in (20, 21) and "b" in served[20:22]
 
 
+def test_the_backlog_is_what_is_left_of_all_prompts() -> None:
+    rig = Rig(rows=2, max_model_len=64, chunk=16, policy=TrafficPolicy())
+    assert rig.engine.wait_seconds() == 0.0
+    for name in "abc":
+        rig.add([3] * 40, name, max_tokens=2, ignore_eos=True)
+    waits = [rig.engine.wait_seconds()]
+    while rig.engine.has_unfinished():
+        rig.step()
+        waits.append(rig.engine.wait_seconds())
+    assert waits[0] == pytest.approx(4 / 3 * 120 / SECOND, rel=0.1)
+    assert waits == sorted(waits, reverse=True) and len(set(waits)) > 5 and waits[-1] == 0.0
+
+
 def test_a_request_waits_for_what_a_running_prompt_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The running prompt leaves a state where the other one parts, and is passed by nobody meanwhile."""
     monkeypatch.setattr("hybridrt.engine.core.followers.LEAST_SHARED", 8)

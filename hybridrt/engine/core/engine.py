@@ -318,6 +318,12 @@ class Engine:
             step, handle = self._launched[-1]
             return 0.0 if handle.needs_masks else self.target.spare_seconds(step.plan, step.launched)
 
+    def wait_seconds(self) -> float:
+        """Predicted seconds until the prompts of all requests are computed: 0 without
+        `target_itl_ms`. Any thread may call it.
+        """
+        return 0.0 if self.target is None else self.target.wait_seconds
+
     def counters(self) -> EngineCounters:
         scheduler, pools = self._scheduler, self._coordinator
         return replace(

@@ -136,6 +136,7 @@ class Scheduler:
             self._followers.hold(request, place)
         else:
             self.queues.add(request, work)
+        self._note_backlog()
 
     def schedule(self) -> ScheduledStep | None:
         """The next step, counted as launched from now on; None if nothing can run before a launched
@@ -418,6 +419,11 @@ class Scheduler:
                 admitted.append(request)
             self._add_extend(step, request, budget)
         self._uncomputed = _uncomputed(admitted)
+        self._note_backlog()
+
+    def _note_backlog(self) -> None:
+        if self._policy is not None:
+            self._policy.backlog = self._policy.prompt_seconds(self.pending) if self.pending.tokens else 0.0
 
     def _start(self, request: Request, order: PromptOrder, plan: StepPlan) -> bool:
         """Admits a waiting request. False if it, or all, must wait."""

@@ -42,6 +42,9 @@ class TrafficPolicy:
             `seconds`; None: NUMBER_FACTOR or AUTO_FACTOR.
         cost: None: one without graphs for prompts.
         clock: seconds, as `RequestMetrics.arrival_time` has them.
+
+    Attributes:
+        backlog: predicted seconds of all prompts that are not computed, without decode rows.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class TrafficPolicy:
         self.seconds, self.cost, self.clock = seconds, cost or StepCost(), clock
         factor = max_ttft_factor or (AUTO_FACTOR if seconds is None else NUMBER_FACTOR)
         self._least = factor / (factor - 1)
+        self.backlog = 0.0
         self._last_end = 0.0
         self._unseen: list[StepWork] = []  # launched before the next awaited one
         self._unseen_start = 0.0
@@ -92,6 +96,13 @@ class TrafficPolicy:
     def prompt_seconds(self, work: PromptWork) -> float:
         """Predicted seconds of prompts without decode rows."""
         return self.cost.prompt_seconds(work)
+
+    @property
+    def wait_seconds(self) -> float:
+        """Predicted seconds until all prompts that are there are computed, next to decode rows. Any
+        thread may ask.
+        """
+        return self.backlog if self.seconds is not None else AUTO_FACTOR * self.backlog
 
     def set_due(self, request: Request, pending: PromptWork) -> None:
         """A new request becomes due some time after all prompts that were there could have been

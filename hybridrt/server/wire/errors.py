@@ -108,7 +108,7 @@ def stream_end(error: APIError, path: str) -> bytes:
 def error_response(error: APIError, path: str) -> Response:
     headers = dict(error.headers)
     if error.status in (429, 503):
-        headers["Retry-After"] = str(RETRY_SECONDS)
+        headers.setdefault("Retry-After", str(RETRY_SECONDS))
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return Response(encode(error.body(path)), error.status, headers, "application/json")
