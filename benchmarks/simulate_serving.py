@@ -14,7 +14,7 @@ import argparse
 import random
 import statistics
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -37,6 +37,7 @@ from hybridrt.runtime.step.plan import StepHandle, StepPlan, StepResult
 _DECODE_GRAPHS = buckets(1024)
 CLOCKS = ("request.sample_request", "cache.prefix_store")  # modules that read a clock
 TILE = 128
+WARM_UP_TOKENS = 40 * (512 + 300)
 MAX_LEN = 2**17  # tokens of a request
 DECODE = ((1, 4.1), (8, 4.8), (32, 5.8), (128, 9.7), (256, 16.6), (1024, 58.0))  # rows and milliseconds
 MIN_STEP, BASE_CONTEXT, KV = 3.5, 1024, 1.13e-5
@@ -159,8 +160,13 @@ def engine(
     return Engine(device, pools, EngineLimits(traffic_loads.VOCAB, MAX_LEN, chunk), target=target)
 
 
-def play(load: str, target_ms: float | str | None, seed: int = 0) -> dict[str, float]:
-    """Figures of one of LOADS; "computed": tokens of prompts."""
+def run(
+    items: Sequence[traffic_loads.Item],
+    target_ms: float | str | None,
+    watch: Callable[[Engine, int], None] = lambda engine, i: None,
+    seed: int = 0,
+) -> tuple[list[traffic_loads.Seen], float, Engine]:
+    """Plays a load; `watch` is called before each item is sent. Returns what clients saw, the seconds, the engine."""
     times = StepTimes(sorted(make_buckets(DECODE_ROWS, PROMPT_TOKENS), key=sum))
     device = SimulatedDevice(times, seed)
     clock = (mock.patch(f"hybridrt.engine.{name}.time", device) for name in CLOCKS)
@@ -168,10 +174,14 @@ def play(load: str, target_ms: float | str | None, seed: int = 0) -> dict[str, f
         served = engine(device, times, 8192, target_ms, 256, 512)
         for warm_up in (traffic_loads.plain(seed + 99, 40, 512, 1e9), traffic_loads.plain(seed + 98, 40, 300, 10.0)):
             traffic_loads.Player(served, warm_up, device).play()
-        before = served.counters().prompt_tokens
-        player = traffic_loads.Player(served, traffic_loads.LOADS[load](seed), device, times.way)
-        found = traffic_loads.figures(player.seen, player.play())
-        return found | {"computed": float(served.counters().prompt_tokens - before)}
+        player = traffic_loads.Player(served, items, device, times.way, watch)
+        return player.seen, player.play(), served
+
+
+def play(load: str, target_ms: float | str | None, seed: int = 0) -> dict[str, float]:
+    """Figures of one of LOADS; "computed": tokens of prompts."""
+    seen, seconds, served = run(traffic_loads.LOADS[load](seed), target_ms, seed=seed)
+    return traffic_loads.figures(seen, seconds) | {"computed": float(served.counters().prompt_tokens - WARM_UP_TOKENS)}
 
 
 def simulate(

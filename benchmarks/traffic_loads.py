@@ -58,12 +58,18 @@ class Player:
 
     Args:
         way: seconds that a prompt of so many tokens needs to the engine; clients wait for that, too.
+        watch: called before each item is sent.
     """
 
     def __init__(
-        self, engine: Engine, items: Sequence[Item], clock: Clock, way: Callable[[int], float] = lambda tokens: 0.0
+        self,
+        engine: Engine,
+        items: Sequence[Item],
+        clock: Clock,
+        way: Callable[[int], float] = lambda tokens: 0.0,
+        watch: Callable[[Engine, int], None] = lambda engine, i: None,
     ) -> None:
-        self._engine, self._items, self._clock, self._way = engine, items, clock, way
+        self._engine, self._items, self._clock, self._way, self._watch = engine, items, clock, way, watch
         self.seen = [Seen(item.tag) for item in items]
         self._due = sorted((item.arrival, i) for i, item in enumerate(items) if item.after is None)
         self._next = dict[int, list[int]]()
@@ -94,7 +100,8 @@ class Player:
         prompt = [token for part in parts for token in part]
         seen.due = due - self._way(len(prompt))
         params = SamplingParams(max_tokens=item.output, temperature=0.0, ignore_eos=True, seed=i)
-        self._engine.add_request(prompt, params, str(i))
+        self._watch(self._engine, i)
+        self._engine.submit(self._engine.prepare(prompt, params), str(i), client=item.client)
 
     def _step(self, start: float) -> int:
         """Returns how many items have ended."""
@@ -127,7 +134,7 @@ def figures(seen: Sequence[Seen], seconds: float) -> dict[str, float]:
     return found
 
 
-def _tokens(draw: random.Random, count: int) -> list[int]:
+def tokens(draw: random.Random, count: int) -> list[int]:
     return [draw.randrange(3, VOCAB) for _ in range(count)]
 
 
@@ -155,7 +162,7 @@ def shared(seed: int) -> list[Item]:
 def saturated(seed: int, clients: int = 256, turns: int = 2) -> list[Item]:
     """Each client sends the next request when the last one has ended."""
     draw = random.Random(seed)
-    items = [Item([_tokens(draw, 512)], 128) for _ in range(clients * turns)]
+    items = [Item([tokens(draw, 512)], 128) for _ in range(clients * turns)]
     for i in range(clients, len(items)):
         items[i].after = i - clients
     return items
@@ -166,35 +173,35 @@ def mix(seed: int, count: int = 300, rate: float = MIX_RATE) -> list[Item]:
     for _ in range(count):
         share = draw.random()
         prompt, output, tag = next(each[1:] for each in MIX if share < each[0])
-        items.append(Item([_tokens(draw, draw.randint(prompt * 3 // 4, prompt * 5 // 4))], output, tag=tag))
+        items.append(Item([tokens(draw, draw.randint(prompt * 3 // 4, prompt * 5 // 4))], output, tag=tag))
     return _arriving(draw, items, rate)
 
 
 def same_text(seed: int) -> list[Item]:
     """Eight users of one new text of 8,192 tokens, 30 ms apart, while four others decode."""
     draw = random.Random(seed + 3)
-    base = [Item([_tokens(draw, 512)], 400, 0.02 * i, tag="base") for i in range(4)]
-    text = _tokens(draw, 8192)
-    return base + [Item([text, _tokens(draw, 128)], 64, 1.0 + 0.03 * i, tag="same") for i in range(8)]
+    base = [Item([tokens(draw, 512)], 400, 0.02 * i, tag="base") for i in range(4)]
+    text = tokens(draw, 8192)
+    return base + [Item([text, tokens(draw, 128)], 64, 1.0 + 0.03 * i, tag="same") for i in range(8)]
 
 
 def burst(seed: int) -> list[Item]:
     """40 prompts of 4,096 tokens at once, at second 3 of a stream of short ones."""
     draw = random.Random(seed)
-    items = _arriving(draw, [Item([_tokens(draw, 512)], 256, tag="base") for _ in range(40)], 5.0)
-    items += [Item([_tokens(draw, 4096)], 128, 3.0, tag="burst") for _ in range(40)]
+    items = _arriving(draw, [Item([tokens(draw, 512)], 256, tag="base") for _ in range(40)], 5.0)
+    items += [Item([tokens(draw, 4096)], 128, 3.0, tag="burst") for _ in range(40)]
     return sorted(items, key=lambda item: item.arrival)
 
 
 def agents(seed: int, count: int = 16, turns: int = 8) -> list[Item]:
     """Each agent's next prompt has the answers and results of tools before it."""
     draw, items, now = random.Random(seed), list[Item](), 0.0
-    tool = _tokens(draw, 3000)
+    tool = tokens(draw, 3000)
     for _ in range(count):
         now += draw.expovariate(3.0)
-        before, parts = None, [tool, _tokens(draw, 400)]
+        before, parts = None, [tool, tokens(draw, 400)]
         for _ in range(turns):
-            parts = [*parts, _tokens(draw, draw.choice([100, 300, 1500, 6000]))]
+            parts = [*parts, tokens(draw, draw.choice([100, 300, 1500, 6000]))]
             items.append(Item(list(parts), 80, now if before is None else 0.3, before, "agent"))
             before = len(items) - 1
             parts = [*parts, before]

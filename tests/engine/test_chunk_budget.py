@@ -309,6 +309,15 @@ def test_without_a_number_a_step_is_longer_if_more_work_waits(alone: float, pend
     assert TrafficPolicy(0.015).bound(alone, pending) == pytest.approx(max(0.015, 1.1 * alone))
 
 
+def test_prompts_get_a_share_of_the_time_whatever_the_target() -> None:
+    """A prompt that takes twice as long has half of the time."""
+    config = EngineConfig("x", target_itl_ms=5, max_ttft_factor=2)
+    policy = TrafficPolicy.from_config(config, torch.device("cuda"), ())
+    assert policy is not None and policy.bound(0.02, 9.0) == pytest.approx(0.04)
+    with pytest.raises(ConfigError, match="max_ttft_factor"):
+        EngineConfig("x", max_ttft_factor=1.0)
+
+
 @pytest.mark.parametrize("wrong", [0, -1.0, True, "15", "none", float("nan"), 1e9, [15], np.array([15, 20])])
 def test_a_target_is_a_number_of_milliseconds(wrong: Any) -> None:
     with pytest.raises(ConfigError, match="target_itl_ms"):

@@ -74,7 +74,8 @@ class TrafficPolicy:
         asked = config.target_itl_ms
         if asked is None or (asked == "auto" and device.type == "cpu"):
             return None
-        return cls(None if asked == "auto" else float(asked) / 1e3, cost=StepCost(buckets))
+        seconds = None if asked == "auto" else float(asked) / 1e3
+        return cls(seconds, max_ttft_factor=config.max_ttft_factor, cost=StepCost(buckets))
 
     def budget(self, tokens: int, decode: DecodeRows, pending: float = 0.0) -> ChunkBudget:
         """The budget of a step with these decode rows and at most `tokens` prompt tokens. `pending`:
