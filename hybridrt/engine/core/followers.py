@@ -1,6 +1,6 @@
 """Requests that wait for the prompt of another one, so that both do not compute the same tokens."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from hybridrt.engine.cache.prefix_store import PrefixStore
@@ -39,7 +39,7 @@ class Followers:
     def __len__(self) -> int:
         return len(self._leader_of)
 
-    def __iter__(self) -> "Iterable[Request]":  # type: ignore[override]
+    def __iter__(self) -> Iterator[Request]:
         return (request for held in self._held.values() for request, _ in held)
 
     def __contains__(self, request: Request) -> bool:
@@ -94,10 +94,10 @@ class Followers:
     def end(self, leader: Request) -> list[Request]:
         """The prompt is computed, or will not be. Returns all followers."""
         key = self._key(leader) if self._leaders else None
-        if key in self._leaders and leader in self._leaders[key]:  # type: ignore[index]
-            self._leaders[key].remove(leader)  # type: ignore[index]
-            if not self._leaders[key]:  # type: ignore[index]
-                del self._leaders[key]  # type: ignore[arg-type]
+        if key is not None and leader in (leaders := self._leaders.get(key, [])):
+            leaders.remove(leader)
+            if not leaders:
+                del self._leaders[key]
         return self._release(leader, None)
 
     def clear(self) -> None:
