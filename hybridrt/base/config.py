@@ -280,6 +280,7 @@ _ENGINE = {
     "page_size": FieldType("a power of two from 1 to 1024", lambda v: type(v) is int and v in _PAGE_SIZES),
     "chunked_prefill_size": integer(1, 2**20),
     "target_itl_ms": _or_none(either(number(0.1, 1e6), one_of("auto"))),
+    "max_ttft_factor": _or_none(number(1.01, 1e3)),
     "mamba_ssm_dtype": one_of(*DTYPES),
     "state_mode": one_of("auto", "classic", "replay"),
     "speculative": _or_none(FieldType("a SpeculativeConfig", lambda v: isinstance(v, SpeculativeConfig))),
@@ -311,7 +312,10 @@ class EngineConfig:
         chunked_prefill_size: most prompt tokens that one step computes.
         target_itl_ms: target for the milliseconds between tokens of a request: steps with decode
             rows get prompt chunks so short that they end in that time (docs/serving.md). "auto": on
-            a GPU, four times the time of the decode rows alone. None: no target.
+            a GPU, four times the time of the decode rows alone, or more if much work waits. None:
+            no target.
+        max_ttft_factor: with a target, prompts may need so many times longer than without decode
+            rows; a step may then take longer than its target. None: 11, or 4/3 with "auto".
         mamba_ssm_dtype: dtype of the recurrent state.
         state_mode: "classic" writes the recurrent state every step; "replay" keeps a ring of inputs
             and writes it about every 16 steps (kinds with `ring_shapes` only). "auto" picks replay
@@ -345,6 +349,7 @@ class EngineConfig:
     page_size: int = 16
     chunked_prefill_size: int = 8192
     target_itl_ms: float | Literal["auto"] | None = None
+    max_ttft_factor: float | None = None
     mamba_ssm_dtype: str = "float32"
     state_mode: str = "auto"
     attention_backend: str = "auto"

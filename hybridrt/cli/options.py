@@ -43,6 +43,7 @@ class Overrides:
 
 _DTYPES = "float32|bfloat16|float16"
 ITL_TARGET = "Time between tokens to keep, by shorter chunks of prompts."
+TTFT_FACTOR = "Times that a target may make prompts take longer."
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class EngineOptions(Overrides):
     page_size: int | None = setting("Tokens in a KV page, a power of two.", "16", "N")
     chunked_prefill_size: int | None = setting("Prompt tokens computed in one step.", "8192", "N")
     target_itl_ms: str | None = setting(ITL_TARGET, "none", "MS|auto|none")
+    max_ttft_factor: float | None = setting(TTFT_FACTOR, "11, or 4/3 with auto", "X")
     mamba_ssm_dtype: str | None = setting("Of the recurrent state.", "float32", _DTYPES)
     state_mode: str | None = setting("How recurrent state is kept while decoding.", "auto", "classic|replay")
     attention_backend: str | None = setting("Softmax attention; `hybridrt doctor` lists the names.", "auto", "NAME")

@@ -151,9 +151,9 @@ class RadixCache:
     def complete(self, position: int) -> int:
         return max(position - self.lookahead, 0) // self.page_size if self.page_size else 0
 
-    def expect(self, tokens: np.ndarray, arrival: int, key: CacheKey = DEFAULT_KEY) -> None:
+    def expect(self, tokens: np.ndarray, arrival: int, key: CacheKey = DEFAULT_KEY) -> PrefixMatch:
         """Notes that a request waits, of this prompt and number of arrival. It awaits the deepest
-        state of its prompt, whatever is inserted or evicted meanwhile.
+        state of its prompt, whatever is inserted or evicted meanwhile. Returns its present match.
         """
         self.waiting.add(arrival, tokens, key)
         match = self.match(tokens, key)
@@ -161,6 +161,7 @@ class RadixCache:
             self._use(match.node)
             if match.state is not None:
                 self._worths.await_state(match.node, {arrival})
+        return match
 
     def forget(self, arrival: int) -> None:
         self._worths.admitted = max(self._worths.admitted, arrival)

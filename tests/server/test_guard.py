@@ -176,6 +176,16 @@ def test_a_full_queue_answers_429(locked: Served) -> None:
     assert first.done()
 
 
+def test_what_cannot_be_answered_in_time_is_refused_at_once(locked: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the second that a request may take is for its answer."""
+    for seconds, status in ((0.4, 200), (7.2, 429)):
+        monkeypatch.setattr(locked.llm.engine, "wait_seconds", lambda seconds=seconds: seconds)
+        answer = locked.post("/v1/completions", COMPLETION, headers=KEY)
+        assert answer.status_code == status
+    assert_error(answer, 429, None, "waits about 7 seconds")
+    assert answer.headers["retry-after"] == "7"
+
+
 @pytest.mark.parametrize(("change", "field"), [({"n": 40}, "n"), ({"prompt": ["x"] * 40}, "prompt")])
 def test_a_request_that_never_fits_the_queue_is_not_sent_again(
     change: dict[str, Any], field: str, locked: Served

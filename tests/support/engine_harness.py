@@ -6,6 +6,7 @@ from typing import Any
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.core.engine import Engine
+from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.engine.request.intake import EngineLimits
 from hybridrt.engine.request.outputs import Delta
 from hybridrt.engine.request.sample_request import Request
@@ -58,6 +59,7 @@ class Rig:
         replay: bool = False,
         host: tuple[int, int] | None = None,
         copy_delay: int = 0,
+        policy: TrafficPolicy | None = None,
     ) -> None:
         slots = rows if slots is None else slots
         self.executor = MockExecutor(
@@ -73,7 +75,9 @@ class Rig:
             self.pools.add_tier(*host, self.executor.copied)
         limits = EngineLimits(vocab, max_model_len, chunk, (EOS,))
         self.drafter = drafter = MockDrafter(drafts, vocab, windows, self.executor.has_state) if drafts else None
-        self.engine = Engine(self.executor, self.pools, limits, tokenizer, overlap=overlap, seed=seed, drafter=drafter)
+        self.engine = Engine(
+            self.executor, self.pools, limits, tokenizer, overlap=overlap, seed=seed, drafter=drafter, target=policy
+        )
         self.outputs = Samples()
 
     def add(self, prompt: Sequence[int] | str, request_id: str | None = None, **params: Any) -> str:

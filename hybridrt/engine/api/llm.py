@@ -83,6 +83,7 @@ class LLM:
         page_size: int = 16,
         chunked_prefill_size: int = 8192,
         target_itl_ms: float | Literal["auto"] | None = None,
+        max_ttft_factor: float | None = None,
         mamba_ssm_dtype: str = "float32",
         state_mode: str = "auto",
         attention_backend: str = "auto",

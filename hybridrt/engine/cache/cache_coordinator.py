@@ -34,6 +34,7 @@ needs pages, the request keeps as many, so an admitted prompt never lacks pages.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 
 from hybridrt.base.errors import MemoryBudgetError, PoolError
 from hybridrt.engine.cache.host_fetches import LOOK_AHEAD, HostFetches
@@ -309,14 +310,14 @@ class CacheCoordinator:
             store.tier.drop(tokens, key, whole=whole)
         self._num_releases += 1
 
-    def begin_step(self, waiting: Sequence[Request], headroom: int) -> None:
+    def begin_step(self, waiting: Iterable[Request], headroom: int) -> None:
         """Call before a step is made: adopts completed fetches and starts those of the first
         waiting requests. `headroom` as for `admit`.
         """
         if self.fetches is not None:
             if self.fetches.finish():
                 self._num_releases += 1
-            self.fetches.start(waiting[:LOOK_AHEAD], self.room_stamp(), headroom)
+            self.fetches.start(islice(waiting, LOOK_AHEAD), self.room_stamp(), headroom)
 
     def waits(self, request: Request) -> bool:
         return self.fetches is not None and self.fetches.awaited(request)

@@ -22,6 +22,8 @@ from hybridrt.mem_cache.prefix_tree.texts import SeenTexts
 
 GRID = 16
 MAX_SAVES = 3
+MAX_FORKS = 4  # further states of a running prompt, for requests that wait for it
+SPACED, MOST_SPACED = 2048, 16  # tokens between the spaced states of a prompt, and how many it leaves
 
 
 class PrefixStore:
@@ -36,6 +38,7 @@ class PrefixStore:
             request that continues writing its last page can give the pages before it away.
         tier: entries in main memory; None: nothing.
         answers: states of running requests within their answers. Their slots are given up first.
+        spaces: prompts also leave spaced states, and a chunk saves at most one state.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class PrefixStore:
         self.counts = CacheCounts()
         self.tier: HostTier | None = None
         self.answers = AnswerStates(rows.total)
+        self.spaces = False
         self._seen = SeenTexts()
         self.grid = max(GRID, page_size)
         self._pages, self._slots, self._rows, self.keeps = pages, slots, rows, keeps
@@ -83,10 +87,13 @@ class PrefixStore:
                 held.pages[:, group] = 0  # what the windows need came whole
         return replace(found, pages=held.pages, node=held.node) if held.length == found.staged_from else None
 
-    def expect(self, request: Request) -> None:
-        """The request waits: its present match is kept, as far as room allows."""
-        if self.keeps and request.reads_cache:
-            self.tree.expect(request.ids, request.arrival, request.cache_key)
+    def expect(self, request: Request) -> int:
+        """The request waits: its present match is kept, as far as room allows. Returns the match's
+        length.
+        """
+        if not self.keeps or not request.reads_cache:
+            return 0
+        return self.tree.expect(request.ids, request.arrival, request.cache_key).length
 
     def forget(self, request: Request) -> None:
         self.tree.forget(request.arrival)
@@ -133,17 +140,40 @@ class PrefixStore:
         if not request.metrics.retractions and not request.afresh:
             request.metrics.admission_time = time.monotonic()
             self._count(request, match)
-        request.shared, request.save_at = False, ()
+        request.shared, request.save_at, request.spaced = False, (), ()
         if self.keeps and self._slots.total:
             parts = self.tree.waiting.partings(request.ids[:prompt], request.cache_key)
             ends = (prompt - 1, match.fork, *sorted({*parts, *request.boundaries}, reverse=True))
             grid = dict.fromkeys(min(end, prompt - 1) // self.grid * self.grid for end in ends)
             request.save_at = tuple([end for end in grid if end > match.length][:MAX_SAVES])
+            if self.spaces and not self._pages.has_windows:
+                apart = max(SPACED, (prompt - match.length) // MOST_SPACED) // self.grid * self.grid
+                request.spaced = range((match.length // apart + 1) * apart, prompt, apart)
+
+    def last_place(self, request: Request, most: int) -> int:
+        """The last place of a running prompt, at most `most`, where it leaves or can leave a state;
+        0 if there is none.
+        """
+        fork, start = most // self.grid * self.grid, request.computed
+        if not self._slots.total:
+            return fork
+        places = [place for place in (*request.save_at, *request.saves) if place <= most]
+        places = [place for place in places if place > start or place in request.saves]
+        if start < fork < request.prefill_end and len(request.save_at) < MAX_SAVES + MAX_FORKS:
+            places.append(fork)
+        return max(places, default=0)
+
+    def leave_at(self, request: Request, place: int) -> None:
+        """A running prompt shall leave a state at a `last_place`."""
+        if self._slots.total and request.computed < place < request.prefill_end and place not in request.save_at:
+            request.save_at = (*request.save_at, place)
 
     def chunk_end(self, request: Request, start: int, end: int) -> int:
         """Best end of a chunk from `start` to `end`: a state can only be saved before one of the
         chunk's tokens.
         """
+        if self.spaces:
+            end = min([end, *sorted(place for place in request.save_at if start < place < end)[1:2]])
         return end - 1 if end in request.save_at and end - start > 1 else end
 
     def save(self, request: Request, start: int, end: int) -> list[tuple[int, int]]:
@@ -153,6 +183,11 @@ class PrefixStore:
         saves = list[tuple[int, int]]()
         for place in request.save_at:
             if start < place < end and (slot := self._slot_for(request, place)) is not None:
+                request.saves[place] = slot
+                saves.append((place - start, slot.index))
+        if not saves and (within := [place for place in request.spaced if start < place < end]):
+            place = within[-1]
+            if (slot := self._slot_given_up_first()) is not None:
                 request.saves[place] = slot
                 saves.append((place - start, slot.index))
         return sorted(saves)
@@ -390,7 +425,9 @@ class PrefixStore:
             return CacheEntries(pages_of(no_sets(len(self._pages)))), Node(np.empty(0, np.int32), 0, no_sets(0))
         key = request.cache_key
         self._seen.note(ids, key)
-        kinds = {place: StateKind.FORK for place in states if place in request.save_at[1:]}
+        own = request.save_at
+        kinds = {place: StateKind.ANSWER for place in states if place in request.spaced and place not in own}
+        kinds |= {place: StateKind.FORK for place in states if place in own[1:]}
         within = {place: StateKind.ANSWER for place, slot in states.items() if slot in self.answers}
         sets = request.pages.shareable[:num_pages]
         taken, node = self.tree.insert(ids, sets, states, key, len(request.prompt), kinds | within, why)
@@ -414,6 +451,14 @@ class PrefixStore:
             return slot
         arrivals = self.tree.waiting.behind(request.ids[:place], request.cache_key)
         return self._spare_slot(NewState(place - request.prefix.length, arrivals))
+
+    def _slot_given_up_first(self) -> Slot | None:
+        """A free slot, or that of another state that is given up first."""
+        if self.room()[1] <= self._rows.num_free:
+            return None
+        if self._slots.num_free <= self._reserved_slots():
+            self.evicted(self.tree.evict(self._no_pages, 1, new=NewState(0)))
+        return self._slots.alloc_one() if self._slots.num_free > self._reserved_slots() else None
 
     def evicted(self, gone: CacheEntries) -> Sequence[Slot]:
         self._pages.evict(gone.pages)

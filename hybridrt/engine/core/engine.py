@@ -14,12 +14,12 @@ from hybridrt.base.turns import Change, Turns, weakly
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.cache.cache_dump import CacheDump, cache_dump
 from hybridrt.engine.cache.sessions import Sessions
-from hybridrt.engine.core.chunk_budget import ItlTarget
 from hybridrt.engine.core.fold_counts import FoldCounts
 from hybridrt.engine.core.grammar_masks import step_masks
 from hybridrt.engine.core.prefill_source import PrefillSource
 from hybridrt.engine.core.samples import Samples
 from hybridrt.engine.core.scheduler import ScheduledStep, Scheduler
+from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.engine.grammar.grammar_compiler import GrammarCompiler
 from hybridrt.engine.request.intake import EngineLimits, Intake, PreparedPrompt, Prompt, check_arrived, check_submission
 from hybridrt.engine.request.outputs import Abandonment, Delta, DeltaQueue, EngineCounters
@@ -57,7 +57,7 @@ class Engine:
             derive_seed(seed, i); sample k > 0 of a request with seed s gets derive_seed(s, k), and
             sample 0 gets s itself.
         drafter: proposes drafts for speculative decoding.
-        target: sizes chunks of prompts in steps with decode rows.
+        target: decides how long steps may take and which prompts they compute.
 
     Attributes:
         intake: checks prompts and parameters before they are queued.
@@ -78,7 +78,7 @@ class Engine:
         overlap: bool = True,
         seed: int = 0,
         drafter: Drafter | None = None,
-        target: ItlTarget | None = None,
+        target: TrafficPolicy | None = None,
     ) -> None:
         self.executor = executor
         self._coordinator, self.prefixes = coordinator, coordinator.prefixes
@@ -126,7 +126,7 @@ class Engine:
         buckets = runner.prompt_graphs.captured if runner.prompt_graphs else ()
         engine = cls(
             split or runner, coordinator, limits, tokenizer, overlap=overlap, seed=config.seed, drafter=drafter,
-            target=ItlTarget.from_config(config, runner.device, buckets),
+            target=TrafficPolicy.from_config(config, runner.device, buckets),
         )  # fmt: skip
         engine._samples.folds = FoldCounts.from_pool(runner.pools.req_to_token.mamba_pool)
         return engine
@@ -149,6 +149,7 @@ class Engine:
         export_to: range | None = None,
         export_from: int = 0,
         queue: DeltaQueue | None = None,
+        client: str = "",
     ) -> str:
         """Queues a prompt that this engine has prepared, and returns its id.
 
@@ -159,6 +160,7 @@ class Engine:
             export_from: tokens whose KV is left out there.
             queue: gets the deltas instead of the callers of `step` and `drain`. The engine holds a
                 weak reference: if the queue is garbage collected, the next step aborts the request.
+            client: who sent it: with a policy, clients share prompt computation fairly.
 
         Raises:
             RequestError: an argument is of the wrong kind, or the id is taken. The engine is
@@ -176,7 +178,7 @@ class Engine:
             samples = new_samples(request_id, prepared, key, seed, self._arrivals, self.intake.tokenizer)
             reader = self._abandoned.watch(self._deltas if queue is None else queue)
             for request in samples:
-                request.stream, request.queue = stream, reader
+                request.stream, request.queue, request.client = stream, reader, client
                 request.export_to, request.export_from = export_to, export_from
             source = self.prefill_source if prepared.may_travel else None
             with self._change:
@@ -329,13 +331,19 @@ class Engine:
             step, handle = self._launched[-1]
             return 0.0 if handle.needs_masks else self.target.spare_seconds(step.plan, step.launched)
 
+    def wait_seconds(self) -> float:
+        """Predicted seconds until the prompts of all requests are computed: 0 without
+        `target_itl_ms`. Any thread may call it.
+        """
+        return 0.0 if self.target is None else self.target.wait_seconds
+
     def counters(self) -> EngineCounters:
         scheduler, pools = self._scheduler, self._coordinator
         return replace(
             self._samples.totals,
             retractions=scheduler.num_retractions,
             running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
+            waiting=scheduler.num_waiting,
             free_rows=pools.rows.num_free,
             free_slots=pools.slots.num_free,
             free_pages=pools.pages.num_free,

@@ -1,5 +1,6 @@
 """Host state of one sample of a request, and columns over the rows of all running ones."""
 
+import math
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -101,11 +102,15 @@ class Request:
         prompt_ids: `prompt` as [n] int32, one array for all samples.
         row, state_slot, pages, prefix: lent by the cache coordinator; see there.
         saves: slots with states of its prompt, by the number of tokens, and then of its answer
-            (hybridrt.engine.cache.answer_states); save_at: where its prompt leaves such states.
+            (hybridrt.engine.cache.answer_states); save_at: where its prompt leaves such states;
+            spaced: where it leaves further ones, which are given up first.
         shared: its prompt has been offered to the prefix cache.
         pooled: sum of the hidden states so far, [hidden] float32.
         leader: the first sample of the same prompt, whose prompt this one waits for; None: it is
             the first.
+        client: name of who sent it.
+        due: when its prompt is to be computed before those of all later arrivals, in seconds of
+            `RequestMetrics.arrival_time`.
         settled: tokens that consumed steps have computed: a lower bound of `computed`.
         prefill_end: how many of `tokens` are computed before decoding starts: those known at
             admission.
@@ -150,8 +155,11 @@ class Request:
     prefix: PrefixMatch = NO_MATCH
     saves: dict[int, Slot] = field(default_factory=dict)
     save_at: Sequence[int] = ()
+    spaced: Sequence[int] = ()
     shared: bool = False
     leader: "Request | None" = None
+    client: str = ""
+    due: float = math.inf
     boundaries: Sequence[int] = ()
     prefill_end: int = 0
     columns: RowColumns | None = None

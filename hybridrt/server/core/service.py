@@ -1,5 +1,6 @@
 """The parts that endpoints share: the model, its names, and the way from a body to a running request."""
 
+import math
 import time
 import uuid
 from collections import OrderedDict
@@ -35,6 +36,7 @@ from hybridrt.server.wire.errors import APIError
 SAMPLING_FIELDS = {f.name for f in fields(SamplingParams)} & set(Sampling.model_fields) - {"structured_outputs"}
 ID_PREFIXES = ("cmpl-", "chatcmpl-", "resp_", "msg_", "embd-")
 KEPT_TEMPLATES = 16  # of requests
+WAIT_SHARE = 0.5  # of `request_timeout` that a request may wait for others; the rest is for its answer
 RECORD = "hybridrt.record"
 OWNER = "hybridrt.owner"  # where a request's scope keeps which key has sent it
 
@@ -169,7 +171,7 @@ class Service:
         `forms` as in `prompt_entries`.
 
         Raises:
-            APIError: the answer would be too large.
+            APIError: the answer would be too large, or would come too late.
             others: the errors of `AsyncLLM.submit`; QueueFullError also for too many
                 log-probabilities of prompts.
         """
@@ -178,6 +180,7 @@ class Service:
         if body.return_token_ids:
             check_repeated([len(p.tokens) for p in prompts], prompts[0].params.n, "token ids", "return_token_ids")
         self.entry_room.check_room(entries)
+        self._check_wait()
         name = f"{prefix}{body.request_id or uuid.uuid4().hex}"
         record(scope, id=name)
         try:
@@ -189,6 +192,14 @@ class Service:
             raise
         self.entry_room.hold(deltas, entries)
         return name, deltas
+
+    def _check_wait(self) -> None:
+        """APIError if a request would wait too long to be answered in time."""
+        seconds, most = self.llm.llm.engine.wait_seconds(), WAIT_SHARE * self.config.request_timeout
+        if seconds > most:
+            text = f"a request waits about {seconds:.0f} seconds now; at most {most:g} leave time to answer it"
+            retry = {"Retry-After": str(math.ceil(seconds - most))}
+            raise APIError(429, f"{text}; send it again later", code="overloaded", headers=retry)
 
     async def encode(self, text: str, *, bare: bool, truncated: bool = False) -> list[int]:
         """Token ids of a text. `bare` and `truncated` as in `encode_prompt`.

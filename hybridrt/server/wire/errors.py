@@ -117,7 +117,7 @@ def stream_end(error: APIError, scope: Scope) -> bytes:
 def error_response(error: APIError, scope: Scope) -> Response:
     headers = dict(error.headers)
     if error.status in (429, 503):
-        headers["Retry-After"] = str(RETRY_SECONDS)
+        headers.setdefault("Retry-After", str(RETRY_SECONDS))
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return Response(encode(error.body(wants_anthropic(scope))), error.status, headers, "application/json")
