@@ -27,6 +27,9 @@ class ClientQueues:
         self._spent = dict[str, float]()  # seconds / weight
         self._now = 0.0  # `_spent` of the client that was served last, before that
 
+    def __bool__(self) -> bool:
+        return bool(self._queues)
+
     def __len__(self) -> int:
         return sum([len(queue) for queue in self._queues.values()])
 

@@ -58,7 +58,8 @@ class Followers:
             return Place(first, len(first.prompt)) if self._store.shares(len(request.prompt)) else None
         if not self._leaders or request.arrived is not None or not request.reads_cache:
             return None
-        leaders = self._leaders.get(self._key(request) or ("", b""), ())
+        key = self._key(request)
+        leaders = () if key is None else self._leaders.get(key, ())
         if not leaders:
             return None
         known = self._store.match(request).length

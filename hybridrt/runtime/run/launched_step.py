@@ -198,7 +198,8 @@ class LaunchedStep:
             _read_drawn(drawn, result)
         if self._scored:
             result.prompt_logprobs = _read_scores(self._scored, self._scores)
-        result.pooled = {row: total.numpy().copy() for row, total in self._pooled.items()}
+        if self._pooled:
+            result.pooled = {row: total.numpy().copy() for row, total in self._pooled.items()}
         return result
 
     def _sample_part(self, runner: SamplingRunner, part: ForwardPart, bitmask: torch.Tensor | None) -> None:
