@@ -22,6 +22,7 @@ SECTIONS = (
     ("Kernels: what all share", ("hybridrt/kernels/core",)),
     ("Kernels: rings and slots of states", ("hybridrt/kernels/state",)),
     ("Kernels: products, norms, experts", ("hybridrt/kernels/dense",)),
+    ("Kernels: products of quantised weights", ("hybridrt/kernels/quant",)),
     ("Kernels: attention", ("hybridrt/kernels/attention",)),
     ("Kernels: sampling", ("hybridrt/kernels/sampling",)),
     ("Kernels: Mamba and linear attention", ("hybridrt/kernels/mamba",)),
