@@ -31,7 +31,7 @@ SECTIONS = (
     ("Memory of the device, and its ledger", ("mem_cache", "mem_cache/pools")),
     ("The prefix cache's tree, on the host", ("mem_cache/prefix_tree",)),
     ("Backends of softmax attention, and the interface of all", ("hybridrt/attention",)),
-    ("Layers", ("hybridrt/layers",)),
+    ("Layers", ("hybridrt/layers", "hybridrt/layers/quant")),
     ("Recurrent layers: mixers and their backends, and the composite", ("hybridrt/recurrent",)),
     ("Models", ("models",)),
     ("Models: config.json", ("models/config",)),

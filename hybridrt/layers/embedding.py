@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hybridrt.layers.methods import DenseMethod
-from hybridrt.layers.weights import Build, CheckpointTarget, whole
+from hybridrt.layers.methods import Part, make_linear, register
+from hybridrt.layers.weights import Build, CheckpointTarget
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -27,17 +27,18 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.name, self.vocab_size, self.tp, self.multiplier = name, vocab_size, build.tp, multiplier
         self.rows = -(-vocab_size // self.tp.size)
-        self.method = DenseMethod(self.rows, hidden_size, build)
-        self.weight = self.method.weight
+        self.dtype = build.dtype
+        self.method = make_linear(build, name, {"rows": self.rows}, hidden_size, 0)
+        register(self, self.method)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[T] int64 to [T, hidden]."""
         if self.tp.size == 1:
-            x = F.embedding(input_ids, self.weight)
+            x = self.method.lookup(input_ids, self.dtype)
         else:
             local = input_ids - self.tp.rank * self.rows
             outside = (local < 0) | (local >= self.rows)
-            x = F.embedding(local.masked_fill(outside, 0), self.weight).masked_fill_(outside[:, None], 0)
+            x = self.method.lookup(local.masked_fill(outside, 0), self.dtype).masked_fill_(outside[:, None], 0)
             x = self.tp.all_reduce(x)
         return x if self.multiplier == 1.0 else x * self.multiplier
 
@@ -53,7 +54,7 @@ class VocabParallelEmbedding(nn.Module):
             out.copy_(self.logits(x))
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
-        return {f"{key}.weight": whole(f"{self.name}.weight", self.weight.data, self._select)}
+        return self.method.targets(key, [Part(f"{self.name}.rows", 0, 0, self.rows, self._select, self.vocab_size)])
 
     def _select(self, t: torch.Tensor) -> torch.Tensor:
         if t.shape[0] != self.vocab_size:

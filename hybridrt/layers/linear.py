@@ -13,7 +13,7 @@ from torch import nn
 
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.dense.skinny_linear import Activation
-from hybridrt.layers.methods import Part, make_linear
+from hybridrt.layers.methods import Part, make_linear, register
 from hybridrt.layers.weights import Build, CheckpointMap, Piece, Transform, parameter, unchanged
 
 # What a block adds, and the residual [T, hidden]; None: already added.
@@ -53,8 +53,7 @@ class _SegmentedLinear(nn.Module):
         starts = [sum(self.sizes[:i]) for i in range(len(segments))]
         self.spans = dict(zip(self.segments, zip(starts, self.sizes)))
         self.method = make_linear(build, name, dict(zip(self.segments, self.sizes)), width, self.dim)
-        for each, param in self.method.parameters().items():
-            self.register_parameter(each, param)
+        register(self, self.method)
         self.bias: nn.Parameter | None = None
         if any(s.bias for s in segments):
             outputs = width if self.dim else sum(self.sizes)
@@ -69,7 +68,8 @@ class _SegmentedLinear(nn.Module):
             parts = dict(zip(sizes, rearrange(t).split([*sizes.values()], self.dim)))
             return self.tp.shard(parts[name], self.dim, shards)
 
-        return Part(f"{self.name}.{name}", self.dim, *self.spans[name], select, scale)
+        total = sum(sizes.values())
+        return Part(f"{self.name}.{name}", self.dim, *self.spans[name], select, total, scale)
 
 
 class ColumnLinear(_SegmentedLinear):

@@ -17,6 +17,7 @@ from torch import nn
 
 from hybridrt.base.errors import BackendError
 from hybridrt.base.plugins import Plugins
+from hybridrt.base.quantization import PLAIN, Scheme
 from hybridrt.kernels.dense.linear import ONEDNN_FROM, add_linear, linear, stored_by_columns
 from hybridrt.kernels.dense.moe import ExpertStack, fused_experts
 from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation, InputNorm, is_skinny, skinny_linear
@@ -37,6 +38,8 @@ class Part:
         dim: the weight's segments are rows (0, outputs) or columns (1, inputs).
         start, size: place of the segment in the weight, along `dim`.
         select: takes a checkpoint tensor with the matrix's rows (columns) at `dim` to this rank's.
+            A list of their numbers, too: so a method learns which ones this rank has.
+        total: the matrix's rows (columns).
         scale: multiplier of the matrix. The method chooses the numbers to multiply.
     """
 
@@ -45,6 +48,7 @@ class Part:
     start: int
     size: int
     select: Transform
+    total: int
     scale: float = 1.0
 
 
@@ -54,6 +58,7 @@ class ExpertPart:
 
     Attributes:
         select: takes the checkpoint's matrix to this rank's [count, ...], as in the stack.
+        total: rows of the checkpoint's matrix of "up", columns of that of "down".
         scale: multiplier.
     """
 
@@ -64,6 +69,7 @@ class ExpertPart:
     start: int
     size: int
     select: Transform
+    total: int
     scale: float = 1.0
 
 
@@ -73,16 +79,23 @@ class Method:
     def parameters(self) -> dict[str, nn.Parameter]:
         return {name: value for name, value in vars(self).items() if isinstance(value, nn.Parameter)}
 
+    def finish(self) -> None:
+        """Called once all tensors are there: a method may store them in another way."""
+
 
 class ExpertsMethod(Method, ABC):
     """A stack of experts: up [E, rows, in], down [E, in, size].
 
     Args:
         count: E. rows: rows of up: `size`, or twice as many, with the gate first.
+        up, down: how the checkpoint stores the matrices.
     """
 
     @abstractmethod
-    def __init__(self, count: int, rows: int, in_features: int, size: int, build: Build) -> None: ...
+    def __init__(
+        self, count: int, rows: int, in_features: int, size: int, build: Build, up: Scheme = PLAIN,
+        down: Scheme = PLAIN,
+    ) -> None: ...  # fmt: skip
 
     @abstractmethod
     def targets(self, key: str, part: ExpertPart) -> CheckpointMap:
@@ -104,6 +117,10 @@ class LinearMethod(Method, ABC):
     CPU, wrap non-torch kernels and host reads of step values in `kernels.core.recording.live`:
     recordings call these anew.
 
+    Args:
+        scheme: how the checkpoint stores it.
+        parts: rows of the matrices that are merged in it; (): it is one.
+
     Attributes:
         experts: class for stacks of experts, or None.
         merges_inputs: one weight may hold several matrices along the input. False if a scale serves
@@ -116,7 +133,9 @@ class LinearMethod(Method, ABC):
     adds_from: ClassVar[float] = inf
 
     @abstractmethod
-    def __init__(self, out_features: int, in_features: int, build: Build) -> None: ...
+    def __init__(
+        self, out_features: int, in_features: int, build: Build, scheme: Scheme = PLAIN, parts: Sequence[int] = ()
+    ) -> None: ...
 
     @abstractmethod
     def targets(self, key: str, parts: Sequence[Part]) -> CheckpointMap:
@@ -128,6 +147,10 @@ class LinearMethod(Method, ABC):
         tail: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """act(x W^T + b), [T, in]; the last columns of x may be in `tail`."""
+
+    def lookup(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Rows `ids` [T] as [T, in] of `dtype`, for embeddings."""
+        raise BackendError(f"{type(self).__name__} serves no embeddings; leave the embedding dense")
 
     def apply_into(self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> None:
         """x W^T + b into `out` [T, out], maybe columns of a wider tensor."""
@@ -151,13 +174,16 @@ class LinearMethod(Method, ABC):
 
 
 class DenseExperts(ExpertsMethod):
-    def __init__(self, count: int, rows: int, in_features: int, size: int, build: Build) -> None:
+    def __init__(
+        self, count: int, rows: int, in_features: int, size: int, build: Build, up: Scheme = PLAIN,
+        down: Scheme = PLAIN,
+    ) -> None:  # fmt: skip
         self.up = parameter(count, rows, in_features, dtype=build.dtype, device=build.device)
         self.down = parameter(count, in_features, size, dtype=build.dtype, device=build.device)
 
     def targets(self, key: str, part: ExpertPart) -> CheckpointMap:
         stack = self.up.data.narrow(1, part.start, part.size) if part.matrix == "up" else self.down.data
-        piece = Piece(part.name, stack.narrow(0, part.first, part.count), part.select, part.scale)
+        piece = Piece(f"{part.name}.weight", stack.narrow(0, part.first, part.count), part.select, part.scale)
         return {f"{key}.weight": (piece,)}
 
     def apply(
@@ -179,7 +205,9 @@ class DenseMethod(LinearMethod):
     merges_inputs = True
     adds_from = 1024  # the next norm then moves half the bytes
 
-    def __init__(self, out_features: int, in_features: int, build: Build) -> None:
+    def __init__(
+        self, out_features: int, in_features: int, build: Build, scheme: Scheme = PLAIN, parts: Sequence[int] = ()
+    ) -> None:
         self.weight = parameter(out_features, in_features, dtype=build.dtype, device=build.device)
         self.skinny = build.device.type in SKINNY_ON
         if stored_by_columns(self.weight):
@@ -203,6 +231,9 @@ class DenseMethod(LinearMethod):
         multiply = linear if x.shape[0] * self.weight.numel() >= ONEDNN_FROM else F.linear
         y = multiply(x, self.weight, bias)
         return y if activation is None else ACTIVATIONS[activation](y)
+
+    def lookup(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return F.embedding(ids, self.weight)
 
     def apply_into(self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> None:
         if is_skinny(x, self.weight, None) and out.is_contiguous():
@@ -248,6 +279,10 @@ class MixedMethod(LinearMethod):
     def parameters(self) -> dict[str, nn.Parameter]:
         return {f"{name}_{i}": p for i, run in enumerate(self.runs) for name, p in run.parameters().items()}
 
+    def finish(self) -> None:
+        for run in self.runs:
+            run.finish()
+
     def targets(self, key: str, parts: Sequence[Part]) -> CheckpointMap:
         found: CheckpointMap = {}
         for i, run in enumerate(self.runs):
@@ -275,8 +310,9 @@ class MixedMethod(LinearMethod):
         return out if activation is None else ACTIVATIONS[activation](out)
 
 
-_DENSE = {"dense": f"{__name__}:DenseMethod"}
-_METHODS = Plugins("hybridrt.linear_methods", _DENSE, "method of linear layers", LinearMethod, classes=True)
+_QUANT = {name.lower(): f"hybridrt.layers.quant.methods:{name}" for name in ("Fp8", "Int8", "Int4", "Fp4")}
+_BUILT_IN = {"dense": f"{__name__}:DenseMethod", **_QUANT}
+_METHODS = Plugins("hybridrt.linear_methods", _BUILT_IN, "method of linear layers", LinearMethod, classes=True)
 
 
 @cache
@@ -297,20 +333,74 @@ def experts_method(name: str) -> type[ExpertsMethod]:
     return experts
 
 
+def make_experts(
+    build: Build, name: str, matrices: Sequence[str], count: int, rows: int, in_features: int, size: int, stored: int
+) -> ExpertsMethod:
+    """The method of experts `name`.
+
+    Args:
+        matrices: those of an expert without "down", as `build.scheme` knows them.
+        count, rows, in_features, size: as in ExpertsMethod. stored: experts with schemes, the first
+            ones.
+
+    Raises:
+        BackendError: experts of a layer, or gate and up, are stored in different ways.
+    """
+    up = _common_scheme(build, [f"{name}.{e}.{matrix}" for matrix in matrices for e in range(stored)])
+    down = _common_scheme(build, [f"{name}.{e}.down" for e in range(stored)])
+    kind = experts_method(down.method if up == PLAIN else up.method)
+    return kind(count, rows, in_features, size, build, up, down)
+
+
+def _common_scheme(build: Build, parts: Sequence[str]) -> Scheme:
+    first = build.scheme(parts[0])
+    for part in parts:
+        if (other := build.scheme(part)) != first:
+            raise BackendError(
+                f"the checkpoint stores {part} as {other} and {parts[0]} as {first}; experts of a layer must be stored "
+                "alike"
+            )
+    return first
+
+
 def make_linear(build: Build, name: str, segments: Mapping[str, int], width: int, dim: int) -> LinearMethod:
     """The method of layer `name`, with a merged weight of `segments` (sizes by name).
 
     Args:
         dim: 0 for a weight [sum of sizes, width], 1 for [width, sum of sizes].
     """
-    runs: list[tuple[type[LinearMethod], int]] = []
+    runs: list[tuple[Scheme, list[int]]] = []
     for segment, size in segments.items():
-        method = linear_method(build.scheme(name, segment))
-        if runs and runs[-1][0] is method and (dim == 0 or method.merges_inputs):
-            size += runs.pop()[1]
-        runs.append((method, size))
-    made = [(method(*((size, width) if dim == 0 else (width, size)), build), size) for method, size in runs]
+        scheme = build.scheme(f"{name}.{segment}")
+        if runs and runs[-1][0] == scheme and (dim == 0 or linear_method(scheme.method).merges_inputs):
+            runs[-1][1].append(size)
+        else:
+            runs.append((scheme, [size]))
+    made = []
+    for scheme, sizes in runs:
+        total = sum(sizes)
+        shape, parts = ((total, width), sizes) if dim == 0 else ((width, total), [width])
+        made.append((linear_method(scheme.method)(*shape, build, scheme, parts), total))
     return made[0][0] if len(made) == 1 else MixedMethod(made, dim)
+
+
+def register(module: nn.Module, method: Method) -> None:
+    """Makes a method's parameters those of its layer, instead of the ones that it had before."""
+    for name in getattr(module, "of_method", ()):
+        del module._parameters[name]
+    found = method.parameters()
+    for name, param in found.items():
+        module.register_parameter(name, param)
+    module.of_method = tuple(found)  # type: ignore[assignment]
+
+
+def finish(model: nn.Module) -> None:
+    """Calls `finish` of all methods of a model. They may have other parameters then."""
+    for module in model.modules():
+        method = getattr(module, "method", None)
+        if isinstance(method, Method):
+            method.finish()
+            register(module, method)
 
 
 def side_by_side(x: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from hybridrt.base.errors import CheckpointError
+from hybridrt.base.quantization import PLAIN, Scheme
 from hybridrt.collectives.groups import TPGroup
 
 
@@ -15,14 +17,17 @@ class Build:
     """What layers are built for: rank, dtype and device.
 
     Attributes:
-        scheme: (layer name, segment name or "experts") -> name of the weight's method
-            (hybridrt.layers.methods).
+        scheme: "layer.segment" -> how the checkpoint stores that part of the layer's weight. Parts
+            of experts are "layer.expert.matrix".
+        quantised: the checkpoint is quantised. Shared experts are then apart from routed ones, which
+            may be stored otherwise.
     """
 
     tp: TPGroup
     dtype: torch.dtype
     device: torch.device
-    scheme: Callable[[str, str], str] = lambda layer, segment: "dense"
+    scheme: Callable[[str], Scheme] = lambda part: PLAIN
+    quantised: bool = False
 
     @property
     def uncut(self) -> "Build":
@@ -44,7 +49,9 @@ TensorPart = tuple[str, Transform]
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-def parameter(*shape: int, dtype: torch.dtype, device: torch.device | str, dummy: str = "normal") -> nn.Parameter:
+def parameter(
+    *shape: int, dtype: torch.dtype, device: torch.device | str, dummy: str | float = "normal"
+) -> nn.Parameter:
     """An uninitialised parameter. `dummy`: how load_format="dummy" fills it (`fill_dummy`)."""
     param = nn.Parameter(torch.empty(*shape, dtype=dtype, device=device), requires_grad=False)
     param.dummy = dummy  # type: ignore[attr-defined]
@@ -78,8 +85,8 @@ class Piece:
                 "bfloat16, float16 or float32" if self.dtypes is WEIGHT_DTYPES else " or ".join(map(str, self.dtypes))
             )
             raise CheckpointError(
-                f"{key} holds {tensor.dtype}, and {self.name} takes {wanted}; quantised "
-                "checkpoints are not supported, use the original one"
+                f"{key} holds {tensor.dtype}, and {self.name} takes {wanted}; a quantised matrix needs scales next to "
+                "it, and a quantization_config that says what they are"
             )
         try:
             taken = self.select(part(tensor))
@@ -98,7 +105,8 @@ class Piece:
             self.dest.copy_(taken)
 
 
-CheckpointTarget = tuple[Piece, ...]
+# Also pieces of quantised matrices (hybridrt.layers.quant.pieces), which have other arguments.
+CheckpointTarget = tuple[Any, ...]
 CheckpointMap = dict[str, CheckpointTarget]
 
 

@@ -58,10 +58,16 @@ def codes_of_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, group: int) ->
     """AWQ's "gemm" layout: qweight int32 [in, out / 8], qzeros int32 [groups, out / 8], scales
     [groups, out]. Nibble k of a word is for output AWQ_ORDER[k] of eight. A group of -1 is a whole
     row, here and below."""
-    codes, zero = (_in_order(unpack_int32(words, 4)) for words in (qweight, qzeros))
+    codes, zero = unpack_awq(qweight), unpack_awq(qzeros)
     return GroupCodes(
         codes.t().contiguous(), scales.t().contiguous(), zero.t().short().contiguous(), _length(group, codes.shape[0])
     )
+
+
+def unpack_awq(words: Tensor) -> Tensor:
+    """uint8 codes [rows, out] of int32 words [rows, out / 8] in AWQ's order."""
+    places = [AWQ_ORDER.index(i) for i in range(8)]
+    return unpack_int32(words, 4).unflatten(-1, (-1, 8))[..., places].flatten(-2)
 
 
 def pack_awq(codes: Tensor) -> Tensor:
@@ -74,18 +80,23 @@ def codes_of_gptq(
     v1: bool = True,
 ) -> GroupCodes:  # fmt: skip
     """GPTQ: qweight int32 [in * bits / 32, out], qzeros int32 [groups, out * bits / 32], scales
-    [groups, out], g_idx [in].
+    [groups, out], g_idx [in]."""
+    codes = unpack_int32(qweight.t().contiguous(), bits)
+    zero = gptq_zeros(qzeros, bits, v1)[:, : qweight.shape[1]].t().short().contiguous()
+    group = _length(group, codes.shape[1])
+    return GroupCodes(codes, scales.t().contiguous(), zero, group, _unless_in_order(g_idx, group))
+
+
+def gptq_zeros(words: Tensor, bits: int, v1: bool) -> Tensor:
+    """uint8 zero points [groups, out] of int32 words [groups, out * bits / 32].
 
     v1 files store zero - 1, subtracted from whole words: a field of zero borrows from the next.
     """
     if v1:
         ones = sum(1 << shift for shift in range(0, 32, _word_bits(bits)))
-        qzeros = (qzeros.long() + ones).bitwise_and(0xFFFFFFFF)
-        qzeros = torch.where(qzeros >= 1 << 31, qzeros - (1 << 32), qzeros).to(torch.int32)
-    codes = unpack_int32(qweight.t().contiguous(), bits)
-    zero = unpack_int32(qzeros, bits)[:, : qweight.shape[1]].t().short().contiguous()
-    group = _length(group, codes.shape[1])
-    return GroupCodes(codes, scales.t().contiguous(), zero, group, _unless_in_order(g_idx, group))
+        words = (words.long() + ones).bitwise_and(0xFFFFFFFF)
+        words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+    return unpack_int32(words, bits)
 
 
 def codes_of_compressed(
@@ -195,12 +206,6 @@ def _word_bits(bits: int) -> int:
     if bits not in WORD_BITS:
         raise ConfigError(f"packed integers have 4 or 8 bits, not {bits}")
     return bits
-
-
-def _in_order(codes: Tensor) -> Tensor:
-    """Undoes AWQ's order within each eight."""
-    places = [AWQ_ORDER.index(i) for i in range(8)]
-    return codes.unflatten(-1, (-1, 8))[..., places].flatten(-2)
 
 
 def _length(group: int, width: int) -> int:

@@ -1,0 +1,145 @@
+"""Methods of quantised linear layers and experts: weights stay packed, products decode blocks of rows."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from hybridrt.base.errors import BackendError
+from hybridrt.base.quantization import PLAIN, Scheme
+from hybridrt.kernels.core.recording import live
+from hybridrt.kernels.dense.linear import linear
+from hybridrt.kernels.dense.moe import activate, sum_over_experts
+from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation
+from hybridrt.layers.methods import ExpertPart, ExpertsMethod, LinearMethod, Part, side_by_side
+from hybridrt.layers.quant.packed_weight import PackedWeight
+from hybridrt.layers.quant.pieces import PackedPiece
+from hybridrt.layers.weights import Build, CheckpointMap, Piece, parameter
+
+
+class QuantExperts(ExpertsMethod):
+    """Stacks of experts in any of the formats, up and down each in its own, or plain."""
+
+    def __init__(
+        self, count: int, rows: int, in_features: int, size: int, build: Build, up: Scheme = PLAIN,
+        down: Scheme = PLAIN,
+    ) -> None:  # fmt: skip
+        if build.device.type == "cuda":
+            raise BackendError("quantised experts have no kernels for GPUs yet; run this model with device='cpu'")
+        halves = (size,) * (rows // size)
+        self.up, self.down = (
+            _Stack(up, halves, in_features, build, count),
+            _Stack(down, (in_features,), size, build, count),
+        )
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        stacks = {"up": self.up, "down": self.down}
+        return {f"{name}_{each}": p for name, stack in stacks.items() for each, p in stack.parameters().items()}
+
+    def targets(self, key: str, part: ExpertPart) -> CheckpointMap:
+        stack = self.up if part.matrix == "up" else self.down
+        return {f"{key}.weight": (stack.piece(part),)}
+
+    def apply(
+        self, x: Tensor, weights: Tensor, ids: Tensor, *, activation: Literal["silu", "relu2"],
+        limit: float | None = None, alpha: float | None = None, biases: tuple[Tensor, Tensor | None] | None = None,
+    ) -> Tensor:  # fmt: skip
+        b_up, b_down = biases or (None, None)
+
+        def expert(e: int, h: Tensor) -> Tensor:
+            hidden = self.up.multiply(e, h, None if b_up is None else b_up[e])
+            hidden = activate(hidden, activation, limit, alpha)
+            return self.down.multiply(e, hidden, None if b_down is None else b_down[e])
+
+        return live(lambda: sum_over_experts(x, weights, ids, self.up.count, expert))
+
+
+class _Stack:
+    """One matrix of each expert: packed, or plain in the model's dtype."""
+
+    def __init__(self, scheme: Scheme, sizes: tuple[int, ...], width: int, build: Build, count: int) -> None:
+        self.count, self.size = count, sizes[0]
+        self.packed: PackedWeight | None = None
+        if scheme.layout:
+            self.packed = PackedWeight(scheme, sizes, width, build, count)
+        else:
+            self.weight = parameter(count, sum(sizes), width, dtype=build.dtype, device=build.device)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return {"weight": self.weight} if self.packed is None else self.packed.parameters()
+
+    def piece(self, part: ExpertPart) -> Piece | PackedPiece:
+        if self.packed is None:
+            stack = self.weight.data.narrow(1, part.start, part.size) if part.matrix == "up" else self.weight.data
+            return Piece(f"{part.name}.weight", stack.narrow(0, part.first, part.count), part.select, part.scale)
+        dim, place = (0, part.start // self.size) if part.matrix == "up" else (1, 0)
+        return PackedPiece(
+            f"{part.name}.weight", self.packed, dim, part.total, part.select, part.first, place, part.scale
+        )
+
+    def multiply(self, e: int, x: Tensor, bias: Tensor | None) -> Tensor:
+        if self.packed is None:
+            return linear(x, self.weight[e], bias)
+        return multiply(self.packed, x, bias, e)
+
+
+class QuantMethod(LinearMethod):
+    """A packed weight."""
+
+    experts = QuantExperts
+
+    def __init__(
+        self, out_features: int, in_features: int, build: Build, scheme: Scheme = PLAIN, parts: Sequence[int] = ()
+    ) -> None:
+        self.weight = PackedWeight(scheme, tuple(parts) or (out_features,), in_features, build)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return self.weight.parameters()
+
+    def targets(self, key: str, parts: Sequence[Part]) -> CheckpointMap:
+        return {f"{key}.weight": tuple(map(self._piece, parts))}
+
+    def _piece(self, part: Part) -> PackedPiece:
+        place = self.weight.starts.index(part.start) if part.dim == 0 else 0
+        return PackedPiece(
+            f"{part.name}.weight", self.weight, part.dim, part.total, part.select, part=place, scale=part.scale
+        )
+
+    def apply(
+        self, x: Tensor, bias: Tensor | None, activation: Activation | None = None, tail: Tensor | None = None
+    ) -> Tensor:
+        x = x if tail is None else side_by_side(x, tail)
+        y = live(lambda: multiply(self.weight, x, bias))
+        return y if activation is None else ACTIVATIONS[activation](y)
+
+    def lookup(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        return live(lambda: self.weight.lookup(ids).to(dtype))
+
+
+class Fp8(QuantMethod):
+    """e4m3 with scales of the tensor, of rows or of blocks (fp8, ModelOpt, compressed-tensors, MXFP8)."""
+
+
+class Int8(QuantMethod):
+    """int8 with scales of rows or groups (compressed-tensors, GPTQ)."""
+
+
+class Int4(QuantMethod):
+    """Four bits with scales of rows or groups, maybe zero points (compressed-tensors, AWQ, GPTQ)."""
+
+
+class Fp4(QuantMethod):
+    """e2m1 with scales of groups (NVFP4, MXFP4)."""
+
+
+def multiply(weight: PackedWeight, x: Tensor, bias: Tensor | None, e: int = 0) -> Tensor:
+    """x W^T + b: x [T, in] to [T, out]. Decodes a block of rows at a time."""
+    blocks = list(weight.blocks())
+    if len(blocks) == 1:
+        return linear(x, weight.dequantize(*blocks[0], e).to(x.dtype), bias)
+    y = x.new_empty(x.shape[0], weight.starts[-1])
+    for start, end in blocks:
+        part = weight.dequantize(start, end, e).to(x.dtype)
+        y[:, start:end] = linear(x, part, None if bias is None else bias[start:end])
+    return y
