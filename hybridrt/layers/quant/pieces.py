@@ -201,8 +201,8 @@ def _rows_of(grid: Tensor, rows: Tensor) -> Tensor:
 
 def grid_of(scheme: Scheme, name: str, outputs: int, inputs: int) -> tuple[int, int]:
     """The size of a grid of scales. CheckpointError: groups do not divide the inputs."""
-    wide = scheme.block[1]
-    if scheme.method != "fp8" and wide and inputs % wide:
+    wide, partial = scheme.block[1], scheme.method == "fp8" or scheme.layout.startswith("gptq")
+    if wide and inputs % wide and not partial:
         raise CheckpointError(f"{name} has {inputs} inputs, which group_size {wide} does not divide")
     return blocks(outputs, scheme.block[0]), blocks(inputs, wide)
 
