@@ -34,9 +34,13 @@ class Scheme:
     indexed: bool = False
 
     def __str__(self) -> str:
-        """For people: "fp8 128x128", "int4 1x32"."""
-        rows, columns = ("all" if size == 0 else str(size) for size in self.block)
-        return f"{self.method} {rows}x{columns}" if self.layout else self.method
+        """For people: "fp8 by 128x128", "int4 by 32 inputs"."""
+        if not self.layout:
+            return self.method
+        rows, columns = self.block
+        if rows == 1:
+            return f"{self.method} by {f'{columns} inputs' if columns else 'row'}"
+        return f"{self.method} by {f'{rows}x{columns}' if rows else 'tensor'}"
 
 
 PLAIN = Scheme()

@@ -65,6 +65,8 @@ def _stored(name: str, tensors: Tensors, rules: QuantRules) -> StoredModule:
         raise CheckpointError(f"{name} is quantised ({kinds}), but quantization_config ({rules.name}) has none for it")
     if not scheme.layout:
         return StoredModule(name, scheme, tensors)
+    if scheme.layout == "fp8" and "weight_scale_inv" not in tensors and "weight_scale" in tensors:
+        scheme = replace(scheme, layout="modelopt")  # vLLM's names
     layout = LAYOUTS[scheme.layout]
     for last in (layout.codes, layout.scale, layout.factor, *layout.needs, *(layout.zeros,) * scheme.zeros):
         if last and last not in tensors:

@@ -16,7 +16,7 @@ from hybridrt.layers.moe import Experts
 from hybridrt.layers.quant.packed_weight import PackedWeight
 from hybridrt.layers.quant.pieces import PackedPiece, decoded
 from hybridrt.layers.weights import Build, CheckpointMap
-from tests.support.quantised import KINDS, Written
+from tests.support.quantised import KINDS, Written, gptq
 
 # Blocks of 4 x 8 and groups of 8, 16 and 32: two ranks cut each of them.
 WIDTH = {"fp8-blocks": 42, "fp8-exponents": 42, "int4-rows": 42, "nvfp4": 48, "nvfp4-ct": 48, "mxfp4": 96, "mxfp8": 96}
@@ -95,14 +95,14 @@ def test_products_by_blocks_of_rows(kind: str, monkeypatch: pytest.MonkeyPatch) 
     bias = torch.randn(24)
     targets.pop("up.bias")[0].fill("up.bias", bias)
     fill(targets, {"up": matrix})
-    dequantize = PackedWeight.dequantize
+    decode = PackedWeight.decoded
 
-    def watched(self: PackedWeight, start: int = 0, end: int | None = None, e: int = 0) -> Tensor:
+    def watched(self: PackedWeight, start: int, end: int, e: int = 0) -> Tensor:
         decoded_rows.append((start, end))
-        return dequantize(self, start, end, e)
+        return decode(self, start, end, e)
 
     monkeypatch.setattr("hybridrt.layers.quant.packed_weight.BLOCK", 10 * width)
-    monkeypatch.setattr(PackedWeight, "dequantize", watched)
+    monkeypatch.setattr(PackedWeight, "decoded", watched)
     x = torch.randn(2, width)
     torch.testing.assert_close(layer(x, "relu2"), (x @ matrix.dense.t() + bias).relu().square())
     assert decoded_rows == [(0, 10), (10, 20), (20, 24)]
@@ -121,13 +121,13 @@ def test_experts(kind: str, tp: TPGroup, monkeypatch: pytest.MonkeyPatch) -> Non
     fill(layer.targets("x"), {f"x.{key}": matrix for key, matrix in (made | downs).items()})
     finish(layer)
     chosen: set[int] = set()
-    dequantize = PackedWeight.dequantize
+    decode = PackedWeight.decoded
 
-    def watched(self: PackedWeight, start: int = 0, end: int | None = None, e: int = 0) -> Tensor:
+    def watched(self: PackedWeight, start: int, end: int, e: int = 0) -> Tensor:
         chosen.add(e)
-        return dequantize(self, start, end, e)
+        return decode(self, start, end, e)
 
-    monkeypatch.setattr(PackedWeight, "dequantize", watched)
+    monkeypatch.setattr(PackedWeight, "decoded", watched)
     x, weights = torch.randn(3, width), torch.rand(3, 2)
     ids = torch.tensor([[0, 3], [3, 0], [3, -1]], dtype=torch.int32)
     expected = torch.zeros(3, width)
@@ -139,6 +139,22 @@ def test_experts(kind: str, tp: TPGroup, monkeypatch: pytest.MonkeyPatch) -> Non
                 expected[t] += weight * (hidden @ tp.shard(downs[f"{e}.down_proj"].dense, 1).t())
     torch.testing.assert_close(layer(x, weights, ids), expected, rtol=1e-5, atol=1e-6)
     assert chosen == {0, 3}
+
+
+@pytest.mark.parametrize("kind", ["fp8-rows", "int8-rows", "nvfp4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_in_half_precision(kind: str, dtype: torch.dtype) -> None:
+    """Codes are up to 448 or 127: their sums with large inputs would be infinite in float16."""
+    torch.manual_seed(12)
+    matrix = KINDS[kind](24, 1024)
+    build = Build(TPGroup(), dtype, torch.device("cpu"), lambda part: matrix.scheme, quantised=True)
+    layer = ColumnLinear("up", 1024, [Segment("up", 24)], build=build)
+    fill(layer.targets("up", ["up"]), {"up": matrix})
+    x = (40 * torch.randn(3, 1024)).to(dtype)
+    found = layer(x)
+    expected = x.float() @ matrix.dense.t()
+    assert found.dtype == dtype
+    assert float((found.float() - expected).norm() / expected.norm()) < 0.006
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -225,10 +241,10 @@ def test_broken_tensors(kind: str, last: str, change: object, text: str) -> None
 
 def test_groups_that_do_not_divide_the_inputs() -> None:
     """GPTQ's last group may be partial."""
-    matrix = KINDS["gptq"](24, 44)
-    layer = ColumnLinear("up", 44, [Segment("up", 24)], build=build_of(matrix.scheme))
+    matrix = gptq(Scheme("int4", "gptq", (1, 16), scale_dtype=torch.float16, zeros=True, indexed=True))(24, 40)
+    layer = ColumnLinear("up", 40, [Segment("up", 24)], build=build_of(matrix.scheme))
     fill(layer.targets("up", ["up"]), {"up": matrix})
-    x = torch.randn(3, 44)
+    x = torch.randn(3, 40)
     torch.testing.assert_close(layer(x), x @ matrix.dense.t())
     matrix = KINDS["int4-groups"](24, 44)
     layer = ColumnLinear("up", 44, [Segment("up", 24)], build=build_of(matrix.scheme))

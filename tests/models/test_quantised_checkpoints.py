@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from hybridrt.base.config import EngineConfig
 from hybridrt.base.errors import BackendError, CheckpointError, ConfigError
+from hybridrt.cli.inspect import describe_model
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.layers.quant.packed_weight import PackedWeight
 from hybridrt.runtime.load.build import build_model, empty_model, load_target, weight_bytes
@@ -91,6 +93,7 @@ CASES = {
             group(["re:.*experts.*"], INT4, "pack-quantized"), group(["re:.*self_attn.*"], FP8, "float-quantized")
         ),
     ),
+    "falcon fp8 by vLLM's names": Case("falcon-plain", {"": "fp8-tensor"}, {"quant_method": "fp8"}),
     "granite stacks": Case("granite-plain", {"": "fp8-rows"}, compressed(group(["Linear"], FP8, "float-quantized"))),
     "nemotron by its file": Case(
         "nemotron-plain", {"": "fp8-tensor"}, {}, {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
@@ -173,6 +176,24 @@ def packed_weights(model: nn.Module) -> list[PackedWeight]:
     methods = [module.method for module in model.modules() if hasattr(module, "method")]
     methods += [run for method in methods for run in getattr(method, "runs", ())]
     return [method.weight for method in methods if isinstance(getattr(method, "weight", None), PackedWeight)]
+
+
+def test_inspect_counts_matrices_and_bytes(checkpoints: CheckpointStore, tmp_path: Path) -> None:
+    path, twin = CASES["kimi two groups"].write(checkpoints, tmp_path)
+    config = EngineConfig(str(path), device="cpu", dtype="float32")
+    report, plain = describe_model(config), describe_model(replace(config, model=str(twin)))
+    assert report.quantization == "compressed-tensors" and plain.quantization is None and plain.schemes == {}
+    assert set(report.schemes) == {"int4 by 8 inputs", "fp8 by row"}
+    assert report.num_parameters == plain.num_parameters
+    file, target = load_target(config, TPGroup())
+    held: dict[str, int] = {}
+    for param in build_model(config, target, file, progress=False).parameters():
+        name = str(param.dtype).removeprefix("torch.")
+        held[name] = held.get(name, 0) + param.nbytes
+    assert {name: held[name] for name in ("float8_e4m3fn", "uint8", "int8")} == {
+        name: report.weight_bytes_by_dtype[name] for name in ("float8_e4m3fn", "uint8", "int8")
+    }
+    assert abs(sum(held.values()) - report.weight_bytes) < 0.02 * report.weight_bytes
 
 
 @pytest.mark.parametrize("name", ["falcon int4", "qwen fp8 blocks"])

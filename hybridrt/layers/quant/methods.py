@@ -135,11 +135,14 @@ class Fp4(QuantMethod):
 
 def multiply(weight: PackedWeight, x: Tensor, bias: Tensor | None, e: int = 0) -> Tensor:
     """x W^T + b: x [T, in] to [T, out]. Decodes a block of rows at a time."""
-    blocks = list(weight.blocks())
-    if len(blocks) == 1:
-        return linear(x, weight.dequantize(*blocks[0], e).to(x.dtype), bias)
     y = x.new_empty(x.shape[0], weight.starts[-1])
-    for start, end in blocks:
-        part = weight.dequantize(start, end, e).to(x.dtype)
-        y[:, start:end] = linear(x, part, None if bias is None else bias[start:end])
+    for start, end in weight.blocks():
+        part, own = y[:, start:end], None if bias is None else bias[start:end]
+        scales = weight.row_scales(start, end, e)
+        if scales is None or x.dtype == torch.float16:  # in which sums of codes may be infinite
+            part.copy_(linear(x, weight.dequantize(start, end, e).to(x.dtype), own))
+        else:  # fewer numbers than those of the weight
+            torch.mul(linear(x, weight.decoded(start, end, e).to(x.dtype)), scales, out=part)
+            if own is not None:
+                part += own
     return y

@@ -125,12 +125,23 @@ class PackedWeight:
     def dequantize(self, start: int = 0, end: int | None = None, e: int = 0) -> Tensor:
         """float32 [end - start, width], for rows of one part if parts have columns of their own."""
         end = self.starts[-1] if end is None else end
-        values = self.codes_of.decode(self.codes[e, start:end], self.width)
+        values = self.decoded(start, end, e)
         scales = self._rows(self.scales, e, start, end).float()
         if self.factor is not None:
             scales = scales * self.factor[e, start:end, None]
         zeros = None if self.zeros is None else self._rows(self.zeros, e, start, end).float()
         return self._scaled(values, scales, zeros, self._columns(e, start))
+
+    def decoded(self, start: int, end: int, e: int = 0) -> Tensor:
+        """float32 [end - start, width] without scales."""
+        return self.codes_of.decode(self.codes[e, start:end], self.width)
+
+    def row_scales(self, start: int, end: int, e: int = 0) -> Tensor | None:
+        """float32 [end - start], or one number, if each row has one scale and no zero point."""
+        if self.scales.shape[2] > 1 or self.zeros is not None or self.column_of is not None:
+            return None
+        scales = self._rows(self.scales, e, start, end).float().flatten()
+        return scales if self.factor is None else scales * self.factor[e, start:end]
 
     def lookup(self, ids: Tensor) -> Tensor:
         """float32 [T, width]: rows `ids` of the one matrix."""

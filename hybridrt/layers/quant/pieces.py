@@ -58,7 +58,7 @@ class PackedPiece:
         if last == layout.codes:
             self._fill_codes(module, key, tensor, rows)
             return
-        self.held[last] = tensor.clone() if stacked is not None else tensor
+        self.held[last] = tensor.cpu().clone() if stacked is not None else tensor.cpu()
         if self.held.keys() == {name for name in module.tensors if name not in (*layout.advice, layout.codes)}:
             self._fill_grids(module, rows)
 
@@ -157,7 +157,7 @@ class ModuleScales:
         """Checks and normalises a module's small tensors."""
         scheme, layout, name = module.scheme, LAYOUTS[module.scheme.layout], module.name
         grid = grid_of(scheme, name, outputs, inputs)
-        key, found = f"{name}.{layout.scale}", held[layout.scale].cpu()
+        key, found = f"{name}.{layout.scale}", held[layout.scale]
         scales = normal_scales(scheme, found, grid)
         if scales is None:
             raise CheckpointError(
@@ -168,9 +168,9 @@ class ModuleScales:
         zeros, index, factor = held.get(layout.zeros), held.get(layout.index), held.get(layout.factor)
         if zeros is not None:
             check_shape(f"{name}.{layout.zeros}", zeros, zeros_shape(scheme, grid, outputs))
-            zeros = normal_zeros(scheme, zeros.cpu(), outputs)
+            zeros = normal_zeros(scheme, zeros, outputs)
         if index is not None:
-            index = checked_index(f"{name}.{layout.index}", index.cpu(), inputs, grid[1])
+            index = checked_index(f"{name}.{layout.index}", index, inputs, grid[1])
         if layout.shape in held:
             check_stored_shape(f"{name}.{layout.shape}", held[layout.shape], (outputs, inputs))
         return cls(scales, zeros, index, 1.0 if factor is None else _factor(module, factor))
