@@ -334,33 +334,17 @@ def experts_method(name: str) -> type[ExpertsMethod]:
 
 
 def make_experts(
-    build: Build, name: str, matrices: Sequence[str], count: int, rows: int, in_features: int, size: int, stored: int
+    build: Build, name: str, matrices: Sequence[str], count: int, rows: int, in_features: int, size: int
 ) -> ExpertsMethod:
-    """The method of experts `name`.
+    """The method of experts `name`, which are all stored like the first one, gate and up alike.
 
     Args:
         matrices: those of an expert without "down", as `build.scheme` knows them.
-        count, rows, in_features, size: as in ExpertsMethod. stored: experts with schemes, the first
-            ones.
-
-    Raises:
-        BackendError: experts of a layer, or gate and up, are stored in different ways.
+        count, rows, in_features, size: as in ExpertsMethod.
     """
-    up = _common_scheme(build, [f"{name}.{e}.{matrix}" for matrix in matrices for e in range(stored)])
-    down = _common_scheme(build, [f"{name}.{e}.down" for e in range(stored)])
+    up, down = build.scheme(f"{name}.0.{matrices[0]}"), build.scheme(f"{name}.0.down")
     kind = experts_method(down.method if up == PLAIN else up.method)
     return kind(count, rows, in_features, size, build, up, down)
-
-
-def _common_scheme(build: Build, parts: Sequence[str]) -> Scheme:
-    first = build.scheme(parts[0])
-    for part in parts:
-        if (other := build.scheme(part)) != first:
-            raise BackendError(
-                f"the checkpoint stores {part} as {other} and {parts[0]} as {first}; experts of a layer must be stored "
-                "alike"
-            )
-    return first
 
 
 def make_linear(build: Build, name: str, segments: Mapping[str, int], width: int, dim: int) -> LinearMethod:

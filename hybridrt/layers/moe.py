@@ -154,7 +154,7 @@ class Experts(nn.Module):
                 f"{name}.shared", size, shared_size, activation=form, scales=scale, limit=limit, build=build
             )
         count, rows = num_experts + self.num_shared, self.local * len(self.matrices)
-        self.method = make_experts(build, name, self.matrices, count, rows, size, self.local, num_experts)
+        self.method = make_experts(build, name, self.matrices, count, rows, size, self.local)
         register(self, self.method)
         self.biases: tuple[nn.Parameter, nn.Parameter | None] | None = None
         if bias:
@@ -274,7 +274,6 @@ class MoE(nn.Module):
         super().__init__()
         self.router, self.experts, self.latent, self.keys = router, experts, latent, keys
         self.shared = experts.shared if shared is None else shared
-        self.weighs_shared = experts.shared is not None and isinstance(router, SoftmaxRouter)
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         h, residual = norm(x, residual)
@@ -290,7 +289,7 @@ class MoE(nn.Module):
         if self.shared is None:
             return all_reduce(routed)
         shared = self.shared.summand(h)
-        if self.weighs_shared:
+        if self.experts.shared is not None and isinstance(self.router, SoftmaxRouter):
             shared = (shared * self.router.shared_weight(h)).to(h.dtype)
         return all_reduce(routed + shared)
 

@@ -149,7 +149,7 @@ def _block(weights: Mapping[str, Any], form: str, at: str) -> tuple[int, int]:
 
 
 def _two_sides(block: Any, at: str) -> tuple[int, int]:
-    sides = block.split("x") if isinstance(block, str) else block or ()
+    sides = list(block.split("x") if isinstance(block, str) else block or ())
     if len(sides) != 2 or not all(BLOCK_SIDE.holds(int(s) if str(s).isdecimal() else s) for s in sides):
         raise ConfigError(f"{at}: block_structure is {shown(block)}; it must be two numbers, as [128, 128]")
     return int(sides[0]), int(sides[1])

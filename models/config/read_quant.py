@@ -72,6 +72,8 @@ def read_quant_config(path: Path, raw: Mapping[str, Any], text: Mapping[str, Any
     name = "modelopt" if name.startswith("modelopt") else name
     if side is not None:
         _check_agreement(name, said, side, path)
+        if name == "modelopt" and _algorithm(said) is None:
+            return QuantConfig(modelopt_rules(side, f"{path / SIDE_FILE}"))
     return QuantConfig(READERS[name](said, where) if name in READERS else _other_rules(name, said, where))
 
 
@@ -87,13 +89,18 @@ def _side_file(path: Path) -> dict[str, Any] | None:
 
 
 def _check_agreement(name: str, said: Mapping[str, Any], side: Mapping[str, Any], path: Path) -> None:
-    nested = said.get("quantization")
-    ours = (nested if isinstance(nested, Mapping) else said).get("quant_algo") if name == "modelopt" else name
-    if side.get("quant_algo") != ours:
+    ours = _algorithm(said) if name == "modelopt" else name
+    if side.get("quant_algo") != ours and not (name == "modelopt" and ours is None):
         raise ConfigError(
             f"{path / SIDE_FILE}: quant_algo is {shown(side.get('quant_algo'))}, but quantization_config of "
             f"config.json says {shown(ours)}; remove the file that is wrong"
         )
+
+
+def _algorithm(said: Mapping[str, Any]) -> Any:
+    """Of ModelOpt's configuration in either form."""
+    nested = said.get("quantization")
+    return (nested if isinstance(nested, Mapping) else said).get("quant_algo")
 
 
 def _other_rules(name: str, said: Mapping[str, Any], where: str) -> QuantRules:

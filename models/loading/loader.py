@@ -50,6 +50,10 @@ def load_weights(model: CausalLM, path: Path, progress: bool = False) -> list[st
                     filling.fill(piece, key, tensor, part)
             if not parts:
                 skipped.append(key)
+                if _is_zero_bias(model, key) and bool(tensor.any()):
+                    raise CheckpointError(
+                        f"{key} is not zero, and this layer of {model.config.architecture} has no bias"
+                    )
     twice = [name for name, count in filling.counts.items() if count > 1]
     if twice:
         raise CheckpointError(f"{path}: filled more than once: {some(twice)}")
@@ -101,9 +105,17 @@ def _plain_key(model: CausalLM, key: str) -> str:
     return key if model.config.quant is None else model.config.quant.weight_key(key)
 
 
+def _is_zero_bias(model: CausalLM, key: str) -> bool:
+    """GPTQ's older writers store a bias for layers that have none."""
+    modules = {} if model.config.quant is None else model.config.quant.modules or {}
+    module = modules.get(key.removesuffix(".bias"))
+    return key.endswith(".bias") and module is not None and module.scheme.layout.startswith("gptq")
+
+
 def _skipped(model: CausalLM, key: str, targets: object) -> bool:
     patterns = (*model.skipped_keys, FREQUENCIES, *(() if model.config.quant is None else (ADVICE,)))
-    return key not in targets and any(re.fullmatch(p, key) for p in patterns)  # type: ignore[operator]
+    known = key in targets  # type: ignore[operator]
+    return not known and (any(re.fullmatch(p, key) for p in patterns) or _is_zero_bias(model, key))
 
 
 def _check_keys(model: CausalLM, path: Path, wanted: set[str], present: set[str]) -> None:

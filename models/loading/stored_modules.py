@@ -1,5 +1,6 @@
 """Which modules of a checkpoint's files are quantised, and which parts of a model they fill."""
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from hybridrt.models.loading.shards import shards_of
 from hybridrt.models.loading.weight_files import opened
 
 Tensors = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+_EXPERT = re.compile(r"(.*\.experts)\.\d+\.(gate|up|down)")
 # Last names that only quantised modules have, of any layout.
 _SIGNS = ("weight_packed", "qweight")
 _SCALES = frozenset(
@@ -112,16 +114,46 @@ def _check_dtypes(name: str, scheme: Scheme, tensors: Tensors) -> None:
 
 def scheme_table(model: CausalLM, config: QuantConfig) -> dict[str, Scheme]:
     """Schemes of a model's parts, "layer.segment", by the map that loads it. `model` may be on the
-    "meta" device, and be built as a plain one."""
+    "meta" device, and be built as a plain one.
+
+    Raises:
+        CheckpointError: experts of a layer are stored in different ways.
+    """
     targets = model.checkpoint_map() | ({} if model.mtp is None else model.mtp.checkpoint_map())
     if config.modules is None:
-        return _table_by_rules(model, targets, config.rules)
+        found = _table_by_rules(model, targets, config.rules)
+    else:
+        found = _table_by_files(model, targets, config.modules)
+    _check_experts(targets, found)
+    return found
+
+
+def _table_by_files(
+    model: CausalLM, targets: Mapping[str, Any], modules: Mapping[str, StoredModule]
+) -> dict[str, Scheme]:
     found: dict[str, Scheme] = {}
-    for name, module in config.modules.items():
+    for name, module in modules.items():
         for key, _ in model.parts_of(f"{name}.weight"):
             for piece in targets.get(key, ()):
                 found[piece.name.removesuffix(".weight")] = module.scheme
     return found
+
+
+def _check_experts(targets: Mapping[str, Any], found: Mapping[str, Scheme]) -> None:
+    first: dict[str, tuple[str, Scheme]] = {}
+    for key, pieces in targets.items():
+        part = pieces[0].name.removesuffix(".weight")
+        expert = _EXPERT.fullmatch(part)
+        if expert is None:
+            continue
+        name, scheme = key.removesuffix(".weight"), found.get(part, PLAIN)
+        stack = f"{expert[1]} {expert[2] == 'down'}"
+        other, known = first.setdefault(stack, (name, scheme))
+        if scheme != known:
+            raise CheckpointError(
+                f"{name} is stored as {scheme} and {other} as {known}; hybridrt reads experts of a layer that are "
+                "stored alike, gate and up too"
+            )
 
 
 def _table_by_rules(model: CausalLM, targets: Mapping[str, Any], rules: QuantRules) -> dict[str, Scheme]:

@@ -110,6 +110,11 @@ def test_the_older_file_of_gptq(tmp_path: Path) -> None:
     assert found.name == "gptq" and scheme is not None and str(scheme) == "int4 by 32 inputs" and scheme.indexed
 
 
+def test_an_algorithm_may_be_in_the_file_alone(tmp_path: Path) -> None:
+    found = rules(tmp_path, {"quant_method": "modelopt", "config_groups": {}}, {"quant_algo": "NVFP4"})
+    assert str(found.scheme("x")) == "fp4 by 16 inputs"
+
+
 def test_the_text_part_may_have_it(tmp_path: Path) -> None:
     said = {"quant_method": "fp8"}
     found = read_quant_config(tmp_path, {}, {"quantization_config": said})

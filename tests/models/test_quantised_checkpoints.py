@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from hybridrt.base.config import EngineConfig
-from hybridrt.base.errors import BackendError, CheckpointError, ConfigError
+from hybridrt.base.errors import CheckpointError, ConfigError
 from hybridrt.cli.inspect import describe_model
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.layers.quant.packed_weight import PackedWeight
@@ -94,6 +94,10 @@ CASES = {
         ),
     ),
     "falcon fp8 by vLLM's names": Case("falcon-plain", {"": "fp8-tensor"}, {"quant_method": "fp8"}),
+    "falcon gptq": Case(
+        "falcon-plain", {r"o_proj|[qkv]_proj|down_proj": "gptq-index", "": ""},
+        {"quant_method": "gptq", "bits": 4, "group_size": 8, "desc_act": True, "checkpoint_format": "gptq_v2"},
+    ),
     "granite stacks": Case("granite-plain", {"": "fp8-rows"}, compressed(group(["Linear"], FP8, "float-quantized"))),
     "nemotron by its file": Case(
         "nemotron-plain", {"": "fp8-tensor"}, {}, {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
@@ -117,11 +121,11 @@ def test_logits_are_those_of_the_plain_twin(name: str, checkpoints: CheckpointSt
     for left, right in zip(ours, theirs, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-4)
     held = [weight_bytes(session.runner.model) for session in sessions]
-    assert held[0] < 0.8 * held[1], "matrices stay packed"
+    assert held[0] < 0.9 * held[1], "matrices stay packed"
 
 
 def refused(path: Path) -> str:
-    with pytest.raises((CheckpointError, ConfigError, BackendError)) as error:
+    with pytest.raises((CheckpointError, ConfigError)) as error:
         config = EngineConfig(str(path), device="cpu", dtype="float32")
         file, target = load_target(config, TPGroup())
         build_model(config, target, file, progress=False)
@@ -163,13 +167,29 @@ def test_files_that_are_not_whole(edit: Edit, text: str, checkpoints: Checkpoint
     assert re.search(text.replace(".", r"\."), said) or re.search(text, said), said
 
 
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_a_bias_that_the_layer_does_not_have(value: float, checkpoints: CheckpointStore, tmp_path: Path) -> None:
+    """Older writers of GPTQ store zeros."""
+
+    def with_bias(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        tensors["model.layers.0.self_attn.o_proj.bias"] = torch.full((32,), value)
+
+    path, _ = CASES["falcon gptq"].write(checkpoints, tmp_path, with_bias)
+    if value:
+        assert "o_proj.bias is not zero" in refused(path)
+    else:
+        config = EngineConfig(str(path), device="cpu", dtype="float32")
+        file, target = load_target(config, TPGroup())
+        assert build_model(config, target, file, progress=False)
+
+
 def test_experts_of_a_layer_that_are_stored_in_different_ways(checkpoints: CheckpointStore, tmp_path: Path) -> None:
     def one_plain(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         del tensors[f"{UP}.weight_scale_inv"]
         tensors[f"{UP}.weight"] = tensors[f"{UP}.weight"].float()
 
     path, _ = CASES["qwen fp8 blocks"].write(checkpoints, tmp_path, one_plain)
-    assert "experts.1.up as dense" in refused(path)
+    assert f"{UP} is stored as dense and model.layers.0.mlp.experts.0.gate_proj as fp8 by 4x8" in refused(path)
 
 
 def packed_weights(model: nn.Module) -> list[PackedWeight]:

@@ -54,7 +54,9 @@ class PackedPiece:
         if last in layout.advice:
             return check_positive(key, tensor) if last.endswith("scale") else None
         stacked, rows = self._rows(module, part)
-        tensor = tensor if stacked is None else tensor[stacked]
+        count = module.tensors[layout.codes][1][0]
+        if stacked is not None and tensor.shape[:1] == (count,):  # else one for all
+            tensor = tensor[stacked]
         if last == layout.codes:
             self._fill_codes(module, key, tensor, rows)
             return
