@@ -12,13 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.config import EngineConfig, SpeculativeConfig
 from hybridrt.base.errors import CheckpointError, ConfigError
 from hybridrt.cli.inspect import describe_model
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.layers.quant.packed_weight import PackedWeight
 from hybridrt.runtime.load.build import build_model, empty_model, load_target, weight_bytes
 from tests.support.checkpoints import CheckpointStore
+from tests.support.mtp_oracle import HEADS, write_with_head
 from tests.support.quantised import KINDS
 from tests.support.session import Session
 
@@ -55,9 +56,11 @@ class Case:
         return next((kind for rule, kind in self.rules.items() if re.search(rule, key)), None) or None
 
     def write(self, store: CheckpointStore, folder: Path, edit: Edit | None = None) -> tuple[Path, Path]:
+        return self.write_from(store[self.name].path, folder, edit)
+
+    def write_from(self, source: Path, folder: Path, edit: Edit | None = None) -> tuple[Path, Path]:
         """The quantised checkpoint and its plain twin."""
         torch.manual_seed(11)
-        source = store[self.name].path
         tensors = {key: t for file in source.glob("*.safetensors") for key, t in load_file(file).items()}
         small, dense = dict[str, Tensor](), dict[str, Tensor]()
         for key, tensor in tensors.items():
@@ -122,6 +125,25 @@ def test_logits_are_those_of_the_plain_twin(name: str, checkpoints: CheckpointSt
         torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-4)
     held = [weight_bytes(session.runner.model) for session in sessions]
     assert held[0] < 0.9 * held[1], "matrices stay packed"
+
+
+def test_a_prediction_head_is_quantised_like_the_model(tmp_path: Path) -> None:
+    """Its experts and attention; also its fusion, which no rank cuts."""
+    (tmp_path / "source").mkdir()
+    write_with_head(HEADS["qwen35-experts"], tmp_path / "source")
+    paths = Case("", {"": "fp8-blocks"}, BLOCKS).write_from(tmp_path / "source", tmp_path)
+    heads = []
+    for path in paths:
+        config = EngineConfig(str(path), device="cpu", dtype="float32", speculative=SpeculativeConfig("mtp"))
+        file, target = load_target(config, TPGroup())
+        model = build_model(config, target, file, progress=False)
+        assert model.mtp is not None
+        heads.append(model.mtp)
+    assert len(packed_weights(heads[0])) >= 3 and not packed_weights(heads[1])
+    x = torch.randn(3, 64)
+    torch.testing.assert_close(heads[0].fuse(x), heads[1].fuse(x))
+    (left, right) = (next(iter(head.stack))[1].qkv(x[:, :32]) for head in heads)
+    torch.testing.assert_close(left, right)
 
 
 def refused(path: Path) -> str:
