@@ -1,0 +1,81 @@
+"""Decodes weights of 8 and 4 bits within kernels. CODE is that of `QuantWeight`, None for plain numbers.
+
+Tiles of 4-bit codes are int32, two neighbouring int16 words each. A mask takes two codes at a time
+out of one, and leaves them as two bfloat16 numbers. A tile of W such words has 4 planes of 2 W
+columns: 8 of each run of 32.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def decode(tile, PLANE: tl.constexpr, CODE: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Exact numbers in DTYPE: [R, C] of 8 bits, or plane PLANE, [R, 2 W], of a tile [R, W] of 4 bits.
+    "int4" is code + 128."""
+    if CODE is None:
+        values = tile
+    elif CODE == "int4":
+        # 128 + code: bfloat16 has 7 bits of mantissa.
+        values = _pairs(((tile >> (4 * PLANE)) & 0x000F000F) | 0x43004300, DTYPE).to(DTYPE)
+    elif CODE == "e2m1":
+        # Sign, low bits of the exponent, high bit of the mantissa: 2^-126 times the number.
+        if PLANE == 3:
+            bits = ((tile << 1) & -0x7FFF8000) | ((tile >> 3) & 0x01800180) | ((tile >> 7) & 0x00400040)
+        else:
+            bits = (tile << (3 * PLANE)) & -0x7E3F7E40  # 0x81C081C0 as int32
+        values = (_pairs(bits, DTYPE) * 8.507059173023462e37).to(DTYPE)  # 2^126
+    else:
+        # Through float32: Triton's way from e4m3 to bfloat16 takes a slow conversion.
+        values = tile.to(tl.float32).to(DTYPE)
+    return values
+
+
+@triton.jit
+def _pairs(words, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[R, 2 W] numbers of two bfloat16 in each int32: bfloat16 if DTYPE is, else float32."""
+    if DTYPE == tl.bfloat16:  # noqa: SIM300
+        low = (words & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        high = ((words >> 16) & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        low = (words << 16).to(tl.float32, bitcast=True)
+        high = (words & -0x10000).to(tl.float32, bitcast=True)
+    return tl.reshape(tl.join(low, high), [words.shape[0], 2 * words.shape[1]])
+
+
+@triton.jit
+def run_columns(i, PLANE: tl.constexpr, CODE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Columns of the i-th numbers of `decode`."""
+    if CODE == "int4" or CODE == "e2m1":
+        i = i // 8 * 32 + PLANE * 8 + i % 8
+    return i
+
+
+@triton.jit
+def run_blocks(start, run, PLANE: tl.constexpr, CODE: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Blocks of the columns of runs from `start` on: of 16 columns, or 8 of 32. Past K, the last."""
+    if CODE == "int4" or CODE == "e2m1":
+        if COLUMNS == 16:
+            block = (start // 32 + run) * 2 + PLANE // 2
+        else:
+            block = (start + run * 32) // COLUMNS
+    else:
+        block = (start + run * 16) // COLUMNS
+    return tl.minimum(block, (K + COLUMNS - 1) // COLUMNS - 1)
+
+
+@triton.jit
+def load_scale(pointers):  # type: ignore[no-untyped-def]
+    """Scales in float32. Those of uint8 are exponents: 2^(s - 127)."""
+    scale = tl.load(pointers)
+    if scale.dtype == tl.uint8:
+        bits = tl.where(scale == 0, 0x400000, scale.to(tl.int32) << 23)
+        scale = bits.to(tl.float32, bitcast=True)
+    return scale.to(tl.float32)
+
+
+@triton.jit
+def spread(x, RUN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[R, C] to [R, C * RUN], each number RUN times."""
+    wide = tl.broadcast_to(x[:, :, None], [x.shape[0], x.shape[1], RUN])
+    return tl.reshape(wide, [x.shape[0], x.shape[1] * RUN])
