@@ -378,6 +378,11 @@ def quant() -> Cases:
             yield "quant_linear", {"x": x, "weight": empty_weight(name, 24576, 3072)} | norm | activated
             tail = {"x": meta(tokens, 1536), "tail": meta(tokens, 3072)}
             yield "quant_linear", tail | {"weight": empty_weight(name, 3072, 4608)}
+        count, width, inner = 128, 2048, 512  # experts of Qwen3-Next, fewer of them
+        experts = {"up": empty_weight(name, 2 * inner, width, count), "down": empty_weight(name, width, inner, count)}
+        for tokens in (32, 1024):
+            picks = {"weights": f32(tokens, 10), "ids": int32(tokens, 10)}
+            yield "quant_experts", {"x": meta(tokens, width), "activation": "silu"} | experts | picks
 
 
 def everything_else() -> Cases:

@@ -79,3 +79,51 @@ def spread(x, RUN: tl.constexpr):  # type: ignore[no-untyped-def]
     """[R, C] to [R, C * RUN], each number RUN times."""
     wide = tl.broadcast_to(x[:, :, None], [x.shape[0], x.shape[1], RUN])
     return tl.reshape(wide, [x.shape[0], x.shape[1] * RUN])
+
+
+@triton.jit
+def block_pointers(scale_ptr, row, block, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Pointers [rows, blocks] to scales or zero points."""
+    return scale_ptr + (row // ROWS * ((K + COLUMNS - 1) // COLUMNS))[:, None] + block[None, :]
+
+
+@triton.jit
+def zero_numbers(  # type: ignore[no-untyped-def]
+    zero_ptr, row, block, K: tl.constexpr, CODE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """What `decode` gives for a weight of zero, float32 [rows, blocks] or [1, 1]."""
+    if zero_ptr is None:
+        zero = tl.full([1, 1], 136.0, tl.float32)
+    else:
+        zero = tl.load(block_pointers(zero_ptr, row, block, K, ROWS, COLUMNS)).to(tl.float32)
+        if CODE == "int4":
+            zero += 128.0
+    return zero
+
+
+@triton.jit
+def dequantized(  # type: ignore[no-untyped-def]
+    values, scale_ptr, zero_ptr, row, start, PLANE: tl.constexpr, K: tl.constexpr, CODE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
+    """Numbers of a plane less their zero points, times their scales unless ONE is for the whole row."""
+    DTYPE: tl.constexpr = values.dtype
+    RUN: tl.constexpr = 8 if CODE == "int4" or CODE == "e2m1" else 16
+    RUNS: tl.constexpr = 1 if ONE else values.shape[1] // RUN
+    block = run_blocks(start, tl.arange(0, RUNS), PLANE, CODE, COLUMNS, K)
+    if CODE == "int4" or zero_ptr is not None:
+        zero = zero_numbers(zero_ptr, row, block, K, CODE, ROWS, COLUMNS).to(DTYPE)
+        if zero_ptr is not None and not ONE:
+            zero = spread(zero, RUN)
+        values -= zero
+    if scale_ptr is not None and not ONE:
+        scale = load_scale(block_pointers(scale_ptr, row, block, K, ROWS, COLUMNS)).to(DTYPE)
+        values *= spread(scale, RUN)
+    return values
+
+
+@triton.jit
+def tile_scale(scale_ptr, row, start, K: tl.constexpr, CODE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[rows, 1]: scales of a tile from column `start` on, with one block for each row."""
+    block = run_blocks(start, tl.arange(0, 1), 0, CODE, COLUMNS, K)
+    return load_scale(block_pointers(scale_ptr, row, block, K, ROWS, COLUMNS))

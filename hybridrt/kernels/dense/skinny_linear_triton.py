@@ -20,7 +20,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridrt.kernels.core.codes_triton import decode, load_scale, run_blocks, run_columns, spread
+from hybridrt.kernels.core.codes_triton import (
+    block_pointers,
+    decode,
+    dequantized,
+    load_scale,
+    run_blocks,
+    run_columns,
+    tile_scale,
+    zero_numbers,
+)
 from hybridrt.kernels.core.launch import arrival_counters, dot_precision
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.dense.rms_norm_triton import add_rms_norm_triton, rms_norm_triton
@@ -75,26 +84,6 @@ def _input_columns(x_ptr, tail_ptr, column, split):  # type: ignore[no-untyped-d
 
 
 @triton.jit
-def _blocks(scale_ptr, row, block, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Pointers [rows, blocks] to scales or zero points."""
-    return scale_ptr + (row // ROWS * ((K + COLUMNS - 1) // COLUMNS))[:, None] + block[None, :]
-
-
-@triton.jit
-def _zeros(  # type: ignore[no-untyped-def]
-    zero_ptr, row, block, K: tl.constexpr, CODE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """What `decode` gives for a weight of zero, float32 [rows, blocks] or [1, 1]."""
-    if zero_ptr is None:
-        zero = tl.full([1, 1], 136.0, tl.float32)
-    else:
-        zero = tl.load(_blocks(zero_ptr, row, block, K, ROWS, COLUMNS)).to(tl.float32)
-        if CODE == "int4":
-            zero += 128.0
-    return zero
-
-
-@triton.jit
 def _matvec_kernel(  # type: ignore[no-untyped-def]
     x_ptr, tail_ptr, residual_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, total_ptr, N, split, eps,
     K: tl.constexpr, ACTIVATION: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -145,12 +134,12 @@ def _matvec_kernel(  # type: ignore[no-untyped-def]
                 whole = tl.sum(tl.reshape(x, [BLOCK_K // PLANES // RUN, RUN]), axis=1)
                 run = tl.arange(0, BLOCK_K // PLANES // RUN)
                 block = run_blocks(start, run, plane, CODE, COLUMNS, K)
-                sums -= _zeros(zero_ptr, row, block, K, CODE, ROWS, COLUMNS) * whole[None, :]
+                sums -= zero_numbers(zero_ptr, row, block, K, CODE, ROWS, COLUMNS) * whole[None, :]
             if CODE is not None and (plane + 1) % SPAN == 0:
                 if scale_ptr is not None:
                     run = tl.arange(0, BLOCK_K // PLANES // RUN)
                     block = run_blocks(start, run, plane, CODE, COLUMNS, K)
-                    sums *= load_scale(_blocks(scale_ptr, row, block, K, ROWS, COLUMNS))
+                    sums *= load_scale(block_pointers(scale_ptr, row, block, K, ROWS, COLUMNS))
                 sums += acc
                 acc = sums
         acc = sums
@@ -162,27 +151,6 @@ def _matvec_kernel(  # type: ignore[no-untyped-def]
     if norm_ptr is not None:
         y *= 1.0 / tl.sqrt(tl.sum(squares, axis=0) / K + eps)
     _store_output(y[None, :], bias_ptr, factor_ptr, out_ptr, tl.program_id(0), 1, N, ACTIVATION, BLOCK_N)
-
-
-@triton.jit
-def _dequantized(  # type: ignore[no-untyped-def]
-    values, scale_ptr, zero_ptr, row, start, PLANE: tl.constexpr, K: tl.constexpr, CODE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, ONE: tl.constexpr,
-):  # fmt: skip
-    """Numbers of a plane less their zero points, times their scales unless ONE is for the whole row."""
-    DTYPE: tl.constexpr = values.dtype
-    RUN: tl.constexpr = 8 if CODE == "int4" or CODE == "e2m1" else 16
-    RUNS: tl.constexpr = 1 if ONE else values.shape[1] // RUN
-    block = run_blocks(start, tl.arange(0, RUNS), PLANE, CODE, COLUMNS, K)
-    if CODE == "int4" or zero_ptr is not None:
-        zero = _zeros(zero_ptr, row, block, K, CODE, ROWS, COLUMNS).to(DTYPE)
-        if zero_ptr is not None and not ONE:
-            zero = spread(zero, RUN)
-        values -= zero
-    if scale_ptr is not None and not ONE:
-        scale = load_scale(_blocks(scale_ptr, row, block, K, ROWS, COLUMNS)).to(DTYPE)
-        values *= spread(scale, RUN)
-    return values
 
 
 @triton.jit(do_not_specialize=["tokens", "whole"])
@@ -240,11 +208,10 @@ def _matmul_kernel(  # type: ignore[no-untyped-def]
             x = tl.load(inputs, mask=mask, other=0.0)
             values = decode(tile, plane, CODE, x.dtype)
             if CODE is not None:
-                values = _dequantized(values, scale_ptr, zero_ptr, row, start, plane, K, CODE, ROWS, COLUMNS, ONE)
+                values = dequantized(values, scale_ptr, zero_ptr, row, start, plane, K, CODE, ROWS, COLUMNS, ONE)
             products = tl.dot(values, x, products, input_precision=PRECISION)
         if ONE and scale_ptr is not None:
-            block_of = run_blocks(start, tl.arange(0, 1), 0, CODE, COLUMNS, K)
-            acc += products * load_scale(_blocks(scale_ptr, row, block_of, K, ROWS, COLUMNS))
+            acc += products * tile_scale(scale_ptr, row, start, K, CODE, ROWS, COLUMNS)
         else:
             acc = products
     if SPLIT == 1 or block < whole:

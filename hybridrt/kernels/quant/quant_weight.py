@@ -56,6 +56,12 @@ class QuantWeight(NamedTuple):
         return self.data.shape[-2]
 
 
+def expert_of(stack: QuantWeight, expert: int) -> QuantWeight:
+    """One weight of a stack."""
+    scale, zero, factor = (None if t is None else t[expert] for t in (stack.scale, stack.zero, stack.factor))
+    return stack._replace(data=stack.data[expert], scale=scale, zero=zero, factor=factor)
+
+
 def check_weight(weight: QuantWeight) -> None:
     """Raises ConfigError if the tensors of a weight do not fit together."""
     if weight.data.dtype != STORED[weight.code]:
