@@ -21,14 +21,12 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels.core.codes_triton import (
-    block_pointers,
+    block_sums,
     decode,
     dequantized,
-    load_scale,
-    run_blocks,
+    raw_scale,
     run_columns,
     tile_scale,
-    zero_numbers,
 )
 from hybridrt.kernels.core.launch import arrival_counters, dot_precision
 from hybridrt.kernels.core.pdl_triton import begin, pdl
@@ -93,11 +91,13 @@ def _matvec_kernel(  # type: ignore[no-untyped-def]
     """One token. A thread owns one 16-byte load of each row: 8 neighbouring columns, 16 of 8 bits, 32 of 4.
 
     The last arguments are those of a QuantWeight with numbers of CODE in blocks [ROWS, COLUMNS]."""
-    # Numbers of the weight that are loaded at once, planes of each, and columns that are added up by one thread.
-    WORD: tl.constexpr = 8 if CODE == "int4" or CODE == "e2m1" else 1
-    PLANES: tl.constexpr = 4 if WORD == 8 else 1
-    RUN: tl.constexpr = 16 if CODE == "e4m3" or CODE == "int8" else 8
-    LENGTH: tl.constexpr = (K + 31) // 32 * 4 if WORD == 8 else K
+    # Numbers of the weight in a word that is loaded, planes of each, and columns that one thread adds up.
+    PLANES: tl.constexpr = 4 if CODE == "int4" or CODE == "e2m1" else 1
+    WORD: tl.constexpr = 1 if CODE is None else 2 * PLANES if PLANES == 4 else 4
+    RUN: tl.constexpr = 16 if WORD == 4 else 8
+    LENGTH: tl.constexpr = (K + 31) // 32 * 4 if WORD == 8 else K // WORD
+    if WORD == 4:  # bytes would be kept in a register each
+        weight_ptr = weight_ptr.to(tl.pointer_type(tl.int32))
     # Planes that share a scale.
     SPAN: tl.constexpr = 2 if PLANES == 4 and COLUMNS == 16 else PLANES
     if PARTS > 1:
@@ -113,7 +113,6 @@ def _matvec_kernel(  # type: ignore[no-untyped-def]
     acc = tl.zeros([BLOCK_N, BLOCK_K // PLANES // RUN], tl.float32)
     squares = tl.zeros([BLOCK_K // PLANES], tl.float32)
     for start in range(0, K, BLOCK_K):
-        sums = acc
         for plane in tl.static_range(PLANES):
             column = start + run_columns(k, plane, CODE)
             mask = column < K
@@ -126,23 +125,21 @@ def _matvec_kernel(  # type: ignore[no-untyped-def]
             if norm_ptr is not None:
                 squares += x * x
                 x *= tl.load(norm_ptr + column, mask=mask, other=0.0)
-            if CODE is not None and plane % SPAN == 0:
-                sums = tl.zeros_like(acc)
-            values = decode(tile, plane, CODE, tl.float32).to(tl.float32)
-            sums += tl.sum(tl.reshape(values * x[None, :], [BLOCK_N, BLOCK_K // PLANES // RUN, RUN]), axis=2)
-            if CODE == "int4" or zero_ptr is not None:
-                whole = tl.sum(tl.reshape(x, [BLOCK_K // PLANES // RUN, RUN]), axis=1)
-                run = tl.arange(0, BLOCK_K // PLANES // RUN)
-                block = run_blocks(start, run, plane, CODE, COLUMNS, K)
-                sums -= zero_numbers(zero_ptr, row, block, K, CODE, ROWS, COLUMNS) * whole[None, :]
-            if CODE is not None and (plane + 1) % SPAN == 0:
-                if scale_ptr is not None:
-                    run = tl.arange(0, BLOCK_K // PLANES // RUN)
-                    block = run_blocks(start, run, plane, CODE, COLUMNS, K)
-                    sums *= load_scale(block_pointers(scale_ptr, row, block, K, ROWS, COLUMNS))
-                sums += acc
-                acc = sums
-        acc = sums
+            if CODE is None:
+                products = tl.reshape(tile.to(tl.float32) * x[None, :], [BLOCK_N, BLOCK_K // 8, 8])
+                acc += tl.sum(products, axis=2)
+            else:
+                x *= raw_scale(CODE)
+                values = decode(tile, plane, CODE, tl.float32, RAW=True)
+                if plane % SPAN == 0:
+                    products, inputs = values * x[None, :], x
+                else:
+                    products += values * x[None, :]
+                    inputs += x
+                if (plane + 1) % SPAN == 0:
+                    acc += block_sums(
+                        products, inputs, scale_ptr, zero_ptr, row, start, plane, K, CODE, ROWS, COLUMNS, RUN
+                    )
         if BLOCK_K < K:
             # Last, to reuse the registers of this piece.
             following = (start + BLOCK_K) // WORD
@@ -206,9 +203,9 @@ def _matmul_kernel(  # type: ignore[no-untyped-def]
                 head = x_ptr + t[None, :] * x_st
                 inputs = tl.where(column < HEAD, head, tail_ptr - HEAD + t[None, :] * tail_st) + column
             x = tl.load(inputs, mask=mask, other=0.0)
-            values = decode(tile, plane, CODE, x.dtype)
+            values = tile
             if CODE is not None:
-                values = dequantized(values, scale_ptr, zero_ptr, row, start, plane, K, CODE, ROWS, COLUMNS, ONE)
+                values = dequantized(tile, scale_ptr, zero_ptr, row, start, plane, K, CODE, ROWS, COLUMNS, ONE, x.dtype)
             products = tl.dot(values, x, products, input_precision=PRECISION)
         if ONE and scale_ptr is not None:
             acc += products * tile_scale(scale_ptr, row, start, K, CODE, ROWS, COLUMNS)

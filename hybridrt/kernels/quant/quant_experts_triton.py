@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridrt.kernels.core.codes_triton import decode, dequantized, run_columns, tile_scale
+from hybridrt.kernels.core.codes_triton import dequantized, run_columns, tile_scale
 from hybridrt.kernels.core.launch import dot_precision
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.dense.moe_triton import Blocks, activate_experts, lay_out, weighted_sum
@@ -74,12 +74,12 @@ def _quant_grouped_kernel(  # type: ignore[no-untyped-def]
         for plane in tl.static_range(PLANES):
             column = (start + run_columns(k, plane, CODE))[:, None]
             a = tl.load(a_rows + column, mask=live & (column < K), other=0.0)
-            values = decode(tile, plane, CODE, a.dtype)
-            values = dequantized(values, scale_ptr, zero_ptr, row, start, plane, K, CODE, ROWS, COLUMNS, ONE)
+            values = dequantized(tile, scale_ptr, zero_ptr, row, start, plane, K, CODE, ROWS, COLUMNS, ONE, a.dtype)
             products = tl.dot(values, a, products, input_precision=PRECISION)
             if GATED:
-                values = decode(up_tile, plane, CODE, a.dtype)
-                values = dequantized(values, scale_ptr, zero_ptr, row + OUT, start, plane, K, CODE, ROWS, COLUMNS, ONE)
+                values = dequantized(
+                    up_tile, scale_ptr, zero_ptr, row + OUT, start, plane, K, CODE, ROWS, COLUMNS, ONE, a.dtype
+                )
                 up_products = tl.dot(values, a, up_products, input_precision=PRECISION)
         if ONE and scale_ptr is not None:
             total += products * tile_scale(scale_ptr, row, start, K, CODE, ROWS, COLUMNS)

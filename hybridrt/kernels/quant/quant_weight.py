@@ -69,6 +69,8 @@ def check_weight(weight: QuantWeight) -> None:
     numbers = weight.width if weight.code in ("e4m3", "int8") else -(-weight.width // RUN) * (RUN // CODES_OF_INT32)
     if weight.data.shape[-1] != numbers:
         raise ConfigError(f"{weight.width} {weight.code} columns are {numbers} numbers, not {weight.data.shape[-1]}")
+    if numbers % 4:
+        raise ConfigError(f"a weight of 8 bits has a multiple of 4 columns, not {weight.width}")
     columns = weight.block[1]
     if (
         (weight.scale is not None or weight.zero is not None)
