@@ -8,6 +8,7 @@ import torch
 from hybridrt.base.errors import ConfigError
 from hybridrt.kernels.quant import formats
 from hybridrt.kernels.quant.quant_weight import (
+    BITS,
     STORED,
     QuantWeight,
     check_weight,
@@ -183,14 +184,18 @@ def test_fp4_with_scales_of_both_kinds():
 
 
 @pytest.mark.parametrize("width", [64, 40])
-def test_planes_keep_neighbouring_columns_in_neighbouring_words(width):
+@pytest.mark.parametrize("code", ["int4", "e2m1"])
+def test_planes_keep_neighbouring_columns_in_neighbouring_words(width, code):
     codes = codes_of(2, 3, width)
-    words = pack_planes(codes)
-    assert words.dtype == torch.int16 and words.shape == (2, 3, 16)
+    words = pack_planes(codes, code)
+    assert words.dtype == torch.int32 and words.shape == (2, 3, 8)
+    halves = words.view(torch.int16)
     for column in range(width):
-        word = int(words[1, 2, column // 32 * 8 + column % 8]) & 0xFFFF
-        assert word >> (4 * (column % 32 // 8)) & 0xF == codes[1, 2, column]
-    assert torch.equal(unpack_planes(words, width), codes)
+        word = int(halves[1, 2, column // 32 * 8 + column % 8]) & 0xFFFF
+        places = BITS[code][column % 32 // 8]
+        assert sum((word >> bit & 1) << i for i, bit in enumerate(places)) == codes[1, 2, column]
+    assert torch.equal(unpack_planes(words, code, width), codes)
+    assert sorted(bit for plane in BITS[code] for bit in plane) == list(range(16))
 
 
 @pytest.mark.parametrize("code", ["e4m3", "int8", "int4", "e2m1"])
@@ -199,7 +204,7 @@ def test_a_weight_is_what_its_tensors_say(code):
     codes = codes_of(rows, width)
     zero = torch.randint(0, 16, (2, 3), generator=generator(1)).short() if code in ("int4", "int8") else None
     scale, factor = torch.rand(2, 3, generator=generator()), torch.rand(rows, generator=generator())
-    data = pack_planes(codes) if code in ("int4", "e2m1") else codes.float().to(STORED[code])
+    data = pack_planes(codes, code) if code in ("int4", "e2m1") else codes.float().to(STORED[code])
     weight = QuantWeight(data, code, width, block, scale, zero, factor)
     check_weight(weight)
     got = dequantize(weight)
@@ -217,15 +222,16 @@ def test_a_weight_is_what_its_tensors_say(code):
 
 
 def test_tensors_of_a_weight_that_do_not_fit():
-    data = pack_planes(codes_of(6, 40))
+    data = pack_planes(codes_of(6, 40), "int4")
     good = QuantWeight(data, "int4", 40, (1, 16), torch.ones(6, 3))
     check_weight(good)
     for wrong, match in (
-        (good._replace(code="e4m3"), r"e4m3 codes are stored as torch.float8_e4m3fn, not torch.int16"),
-        (good._replace(width=72), "72 int4 columns are 24 numbers, not 16"),
+        (good._replace(code="e4m3"), r"e4m3 codes are stored as torch.float8_e4m3fn, not torch.int32"),
+        (good._replace(width=72), "72 int4 columns are 12 numbers, not 8"),
         (good._replace(scale=torch.ones(6, 2)), r"scale of blocks \[1, 16\] is \[6, 3\], not \[6, 2\]"),
         (good._replace(zero=torch.ones(6, 3)), "zero points are int16, not torch.float32"),
         (good._replace(zero=torch.ones(6, 2)), r"zero of blocks \[1, 16\] is \[6, 3\], not \[6, 2\]"),
+        (good._replace(block=(1, 20), scale=torch.ones(6, 2)), "16 columns or a multiple of 32, not 20"),
         (good._replace(factor=torch.ones(5)), "6 rows, not 5"),
     ):
         with pytest.raises(ConfigError, match=match):

@@ -4,6 +4,7 @@ Shapes: T tokens of width D, E experts of inner width I, k experts chosen per to
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -133,20 +134,12 @@ def fused_experts(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor)
     x `[T, D]`; weights `[T, k]` float32; ids `[T, k]` int32, -1 for none. Returns `[T, D]` in x's
     dtype, summed in float32.
     """
-
-    def expert(e: int, h: Tensor) -> Tensor:
-        b_up, b_down = (None if bias is None else bias[e] for bias in (experts.b_up, experts.b_down))
-        hidden = activate(linear(h, experts.w_up[e], b_up), experts.activation, experts.limit, experts.alpha)
-        return linear(hidden, experts.w_down[e], b_down)
-
-    return live(lambda: sum_over_experts(x, weights, ids, experts.w_up.shape[0], expert))
+    return live(lambda: each_expert(x, len(experts.w_up), partial(expert_mlp, experts), weights, ids))
 
 
-def sum_over_experts(
-    x: Tensor, weights: Tensor, ids: Tensor, count: int, expert: Callable[[int, Tensor], Tensor]
-) -> Tensor:
-    """sum_j weights[t, j] * expert(ids[t, j], x[t]), as `fused_experts`. Calls `expert` once for
-    each chosen one of `count`, with its tokens. Reads on the host how many tokens each has."""
+def each_expert(x: Tensor, count: int, mlp: Callable[[int, Tensor], Tensor], weights: Tensor, ids: Tensor) -> Tensor:
+    """`fused_experts` of `count` experts by mlp(e, x of expert e's tokens). Reads on the host how many
+    tokens each has."""
     top_k = ids.shape[1]
     flat = ids.flatten().long()
     order = torch.where(flat < 0, count, flat).argsort(stable=True)
@@ -154,13 +147,21 @@ def sum_over_experts(
     tokens, pair_weights = order // top_k, weights.flatten()[order].unsqueeze(-1)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     start = 0
-    for e, chosen_by in enumerate(counts):
-        if chosen_by == 0:
+    for expert, length in enumerate(counts):
+        if length == 0:
             continue
-        chosen = tokens[start : start + chosen_by]
-        out.index_add_(0, chosen, expert(e, x[chosen]) * pair_weights[start : start + chosen_by])
-        start += chosen_by
+        chosen = tokens[start : start + length]
+        out.index_add_(0, chosen, mlp(expert, x[chosen]) * pair_weights[start : start + length])
+        start += length
     return out.to(x.dtype)
+
+
+def expert_mlp(experts: ExpertStack, expert: int, x: Tensor) -> Tensor:
+    """w_down act(w_up x + b_up) + b_down of one expert, without its weight: [T, D]."""
+    b_up, b_down = (None if bias is None else bias[expert] for bias in (experts.b_up, experts.b_down))
+    hidden = linear(x, experts.w_up[expert], b_up)
+    hidden = activate(hidden, experts.activation, experts.limit, experts.alpha)
+    return linear(hidden, experts.w_down[expert], b_down)
 
 
 def _without_padding(weights: Tensor, ids: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:

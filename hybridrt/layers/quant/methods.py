@@ -10,7 +10,7 @@ from hybridrt.base.errors import BackendError
 from hybridrt.base.quantization import PLAIN, Scheme
 from hybridrt.kernels.core.recording import live
 from hybridrt.kernels.dense.linear import linear
-from hybridrt.kernels.dense.moe import activate, sum_over_experts
+from hybridrt.kernels.dense.moe import activate, each_expert
 from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation
 from hybridrt.layers.methods import ExpertPart, ExpertsMethod, LinearMethod, Part, side_by_side
 from hybridrt.layers.quant.packed_weight import PackedWeight
@@ -52,7 +52,7 @@ class QuantExperts(ExpertsMethod):
             hidden = activate(hidden, activation, limit, alpha)
             return self.down.multiply(e, hidden, None if b_down is None else b_down[e])
 
-        return live(lambda: sum_over_experts(x, weights, ids, self.up.count, expert))
+        return live(lambda: each_expert(x, self.up.count, expert, weights, ids))
 
 
 class _Stack:
