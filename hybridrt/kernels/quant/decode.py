@@ -11,6 +11,8 @@ from torch import Tensor
 
 from hybridrt.kernels.quant.formats import decode_e2m1, pack_pairs, unpack_pairs
 
+CENTRE_OF_INT4 = 8  # the code of zero without zero points
+
 
 def decode_fp8(codes: Tensor, width: int) -> Tensor:
     """e4m3 [n, width] to float32, except NaN."""
@@ -27,9 +29,9 @@ def decode_int8(codes: Tensor, width: int) -> Tensor:
 
 
 def decode_int4(codes: Tensor, width: int) -> Tensor:
-    """Pairs [n, width / 2] of codes 0 to 15 to float32 [n, width], less 8."""
+    """Pairs [n, width / 2] of codes 0 to 15 to float32 [n, width], less the centre."""
     if codes.device.type != "cpu":
-        return unpack_pairs(codes)[:, :width].float() - 8
+        return unpack_pairs(codes)[:, :width].float() - CENTRE_OF_INT4
     return _looked_up(codes, _pairs("int4"))[:, :width]
 
 
@@ -56,5 +58,5 @@ def _looked_up(codes: Tensor, table: Tensor) -> Tensor:
 def _pairs(method: str) -> Tensor:
     """[256]: the values of a byte's two codes."""
     codes = unpack_pairs(torch.arange(256, dtype=torch.uint8).unsqueeze(1))
-    values = decode_e2m1(codes) if method == "fp4" else codes.float() - 8
+    values = decode_e2m1(codes) if method == "fp4" else codes.float() - CENTRE_OF_INT4
     return values.contiguous().view(torch.float64).flatten()

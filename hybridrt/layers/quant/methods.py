@@ -1,7 +1,7 @@
 """Methods of quantised linear layers and experts: weights stay packed, products decode blocks of rows."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +11,21 @@ from hybridrt.base.quantization import PLAIN, Scheme
 from hybridrt.kernels.core.recording import live
 from hybridrt.kernels.dense.linear import linear
 from hybridrt.kernels.dense.moe import activate, each_expert
-from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation
+from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation, InputNorm
+from hybridrt.kernels.quant.quant_experts import QuantExperts as QuantStack
+from hybridrt.kernels.quant.quant_experts import quant_experts
+from hybridrt.kernels.quant.quant_linear import MAX_TOKENS, quant_linear
+from hybridrt.kernels.quant.quant_weight import QuantWeight
 from hybridrt.layers.methods import ExpertPart, ExpertsMethod, LinearMethod, Part, side_by_side
+from hybridrt.layers.quant.kernel_weight import finished, looked_up, parameters, product_of_many
 from hybridrt.layers.quant.packed_weight import PackedWeight
 from hybridrt.layers.quant.pieces import PackedPiece
 from hybridrt.layers.weights import Build, CheckpointMap, Piece, parameter
+
+if TYPE_CHECKING:
+    from hybridrt.layers.norm import RMSNorm
+
+KERNELS_ON = ("cuda",)
 
 
 class QuantExperts(ExpertsMethod):
@@ -25,15 +35,30 @@ class QuantExperts(ExpertsMethod):
         self, count: int, rows: int, in_features: int, size: int, build: Build, up: Scheme = PLAIN,
         down: Scheme = PLAIN,
     ) -> None:  # fmt: skip
-        if build.device.type == "cuda":
-            raise BackendError("quantised experts have no kernels for GPUs yet; run this model with device='cpu'")
+        self.kernels, self.on_gpu = None, build.device.type in KERNELS_ON
         halves = (size,) * (rows // size)
         self.up, self.down = (
             _Stack(up, halves, in_features, build, count),
             _Stack(down, (in_features,), size, build, count),
         )
 
+    kernels: tuple[QuantWeight, QuantWeight] | None
+
+    def finish(self) -> None:
+        if not self.on_gpu:
+            return
+        found = [None if stack.packed is None else finished(stack.packed) for stack in (self.up, self.down)]
+        if found[0] is None or found[1] is None:
+            raise BackendError(
+                "kernels for experts take groups of 16 inputs or of multiples of 32, and no plain matrix next to "
+                "quantised ones; run this model with device='cpu'"
+            )
+        self.kernels = found[0], found[1]
+
     def parameters(self) -> dict[str, nn.Parameter]:
+        if self.kernels is not None:
+            each = zip(("up", "down"), self.kernels)
+            return {f"{name}_{own}": p for name, weight in each for own, p in parameters(weight).items()}
         stacks = {"up": self.up, "down": self.down}
         return {f"{name}_{each}": p for name, stack in stacks.items() for each, p in stack.parameters().items()}
 
@@ -46,6 +71,9 @@ class QuantExperts(ExpertsMethod):
         limit: float | None = None, alpha: float | None = None, biases: tuple[Tensor, Tensor | None] | None = None,
     ) -> Tensor:  # fmt: skip
         b_up, b_down = biases or (None, None)
+        if self.kernels is not None:
+            stack = QuantStack(*self.kernels, activation, limit, alpha, b_up, b_down)
+            return quant_experts(x, stack, weights, ids)
 
         def expert(e: int, h: Tensor) -> Tensor:
             hidden = self.up.multiply(e, h, None if b_up is None else b_up[e])
@@ -85,17 +113,24 @@ class _Stack:
 
 
 class QuantMethod(LinearMethod):
-    """A packed weight."""
+    """A packed weight. On a GPU it is stored for kernels once it is loaded, unless they have none for
+    its groups."""
 
     experts = QuantExperts
+    kernel: QuantWeight | None = None
 
     def __init__(
         self, out_features: int, in_features: int, build: Build, scheme: Scheme = PLAIN, parts: Sequence[int] = ()
     ) -> None:
         self.weight = PackedWeight(scheme, tuple(parts) or (out_features,), in_features, build)
+        self.on_gpu = build.device.type in KERNELS_ON
+
+    def finish(self) -> None:
+        if self.on_gpu:
+            self.kernel = finished(self.weight)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        return self.weight.parameters()
+        return self.weight.parameters() if self.kernel is None else parameters(self.kernel)
 
     def targets(self, key: str, parts: Sequence[Part]) -> CheckpointMap:
         return {f"{key}.weight": tuple(map(self._piece, parts))}
@@ -109,11 +144,27 @@ class QuantMethod(LinearMethod):
     def apply(
         self, x: Tensor, bias: Tensor | None, activation: Activation | None = None, tail: Tensor | None = None
     ) -> Tensor:
+        if self.kernel is not None and x.shape[0] <= MAX_TOKENS:
+            return quant_linear(x, self.kernel, bias, tail=tail, activation=activation)[0]
         x = x if tail is None else side_by_side(x, tail)
+        if self.kernel is not None:
+            return product_of_many(self.kernel, x, bias, activation)
         y = live(lambda: multiply(self.weight, x, bias))
         return y if activation is None else ACTIVATIONS[activation](y)
 
+    def apply_normed(
+        self, norm: "RMSNorm", x: Tensor, residual: Tensor | None, bias: Tensor | None,
+        activation: Activation | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        if self.kernel is None or x.shape[0] > MAX_TOKENS:
+            return super().apply_normed(norm, x, residual, bias, activation)
+        before = InputNorm(norm.weight, norm.eps, residual)
+        y, total = quant_linear(x, self.kernel, bias, norm=before, activation=activation)
+        return y, x if total is None else total
+
     def lookup(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        if self.kernel is not None:
+            return looked_up(self.kernel, ids).to(dtype)
         return live(lambda: self.weight.lookup(ids).to(dtype))
 
 

@@ -192,6 +192,11 @@ class PackedWeight:
             taken = take_pairs(taken, columns.to(taken.device)) if paired else taken[:, _as_slice(columns)]
         place.copy_(taken)
 
+    def clear(self) -> None:
+        """Frees the tensors, which another layout has now."""
+        for param in self.parameters().values():
+            param.data = param.data.new_empty(0)
+
     def multiply(self, e: int, part: int, factor: float) -> None:
         """Multiplies a part's rows."""
         if factor == 1.0:
