@@ -1,5 +1,7 @@
 """Packed weights in the layout that kernels for few tokens read, and products with it."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,9 +25,7 @@ def kernel_weight(weight: PackedWeight) -> QuantWeight | None:
         return None
     wide, columns = found
     code = CODE[weight.scheme.method]
-    data = weight.codes.data
-    if not eight:
-        data = torch.stack([pack_planes(unpack_pairs(own)[:, : weight.width], code) for own in data])
+    data = weight.codes.data if eight else _planes(weight, code)
     factor = None if weight.factor is None else weight.factor.data
     if weight.scales.shape[2] == 1 and weight.zeros is None:
         rows = weight.starts[-1]
@@ -38,6 +38,17 @@ def kernel_weight(weight: PackedWeight) -> QuantWeight | None:
     if weight.zeros is not None:
         zero = _grid(weight.zeros.data, rows_of, columns).short() + (CENTRE_OF_INT4 if code == "int4" else 0)
     return QuantWeight(data, code, weight.width, (high, wide), scale, zero, factor)
+
+
+def _planes(weight: PackedWeight, code: Code) -> Tensor:
+    """The 4-bit codes as `pack_planes` stores them, one matrix after the other."""
+    found: Tensor | None = None
+    for e, own in enumerate(weight.codes.data):
+        planes = pack_planes(unpack_pairs(own)[:, : weight.width], code)
+        found = planes.new_empty(weight.count, *planes.shape) if found is None else found
+        found[e] = planes
+    assert found is not None
+    return found
 
 
 def _all_rows(weight: PackedWeight) -> Tensor | None:
@@ -87,7 +98,8 @@ def finished(weight: PackedWeight) -> QuantWeight | None:
     own = found if weight.count > 1 else expert_of(found, 0)
     weight.clear()
     tensors = {name: t for name, t in own._asdict().items() if isinstance(t, Tensor)}
-    return own._replace(**{name: nn.Parameter(t.contiguous(), requires_grad=False) for name, t in tensors.items()})
+    held: Any = {name: nn.Parameter(t.contiguous(), requires_grad=False) for name, t in tensors.items()}
+    return own._replace(**held)
 
 
 def parameters(weight: QuantWeight) -> dict[str, nn.Parameter]:
