@@ -110,13 +110,13 @@ def normal_codes(scheme: Scheme, stored: Tensor, inputs: int) -> Tensor:
     if scheme.layout.startswith("gptq"):
         stored = stored.t().contiguous()
     if stored.dtype == torch.int32:  # codes are consecutive bits
-        stored = stored.contiguous().view(torch.uint8)[:, : codes_shape_of_pairs(scheme, inputs)]
+        stored = stored.contiguous().view(torch.uint8)[:, : stored_width(scheme, inputs)]
         return stored if scheme.method == "int4" else (stored ^ 0x80).view(torch.int8)
     return stored
 
 
-def codes_shape_of_pairs(scheme: Scheme, inputs: int) -> int:
-    """Bytes of a row in the normal form."""
+def stored_width(scheme: Scheme, inputs: int) -> int:
+    """Numbers of a row of codes in the normal form."""
     return inputs if scheme.method in ("fp8", "int8") else -(-inputs // 2)
 
 

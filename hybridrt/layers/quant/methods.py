@@ -29,20 +29,18 @@ KERNELS_ON = ("cuda",)
 
 
 class QuantExperts(ExpertsMethod):
-    """Stacks of experts in any of the formats, up and down each in its own, or plain."""
+    """Stacks of experts in any of the formats, up and down each in its own, or plain. On a GPU they
+    are stored for kernels once they are loaded."""
+
+    kernels: tuple[QuantWeight, QuantWeight] | None = None
 
     def __init__(
         self, count: int, rows: int, in_features: int, size: int, build: Build, up: Scheme = PLAIN,
         down: Scheme = PLAIN,
     ) -> None:  # fmt: skip
-        self.kernels, self.on_gpu = None, build.device.type in KERNELS_ON
-        halves = (size,) * (rows // size)
-        self.up, self.down = (
-            _Stack(up, halves, in_features, build, count),
-            _Stack(down, (in_features,), size, build, count),
-        )
-
-    kernels: tuple[QuantWeight, QuantWeight] | None
+        self.on_gpu = build.device.type in KERNELS_ON
+        self.up = _Stack(up, (size,) * (rows // size), in_features, build, count)
+        self.down = _Stack(down, (in_features,), size, build, count)
 
     def finish(self) -> None:
         if not self.on_gpu:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hybridrt.base.quantization import Scheme
 from hybridrt.kernels.quant.decode import decode_fp4, decode_fp8, decode_int4, decode_int8, take_pairs
-from hybridrt.layers.quant.layouts import LAYOUTS, codes_shape_of_pairs
+from hybridrt.layers.quant.layouts import LAYOUTS, stored_width
 from hybridrt.layers.weights import Build, parameter
 
 BLOCK = 1 << 18  # numbers of a block of rows that is decoded at once
@@ -62,7 +62,7 @@ class PackedWeight:
         device, rows, (high, wide) = build.device, self.starts[-1], scheme.block
         self.heights = [blocks(size, high) for size in sizes]
         grid = (sum(self.heights), blocks(width, wide))
-        stored = codes_shape_of_pairs(scheme, width)
+        stored = stored_width(scheme, width)
         self.codes = parameter(count, rows, stored, dtype=self.codes_of.dtype, device=device, dummy="codes")
         self.scales = parameter(count, *grid, dtype=scheme.scale_dtype, device=device, dummy=self.codes_of.dummy_scale)
         self.zeros: nn.Parameter | None = None
