@@ -11,6 +11,7 @@ from hybridrt.base.device import gpu_count, gpu_name, has_bfloat16
 from hybridrt.base.draft_methods import load_method
 from hybridrt.base.errors import ConfigError, DeviceError
 from hybridrt.base.errors_foreign import ENGINE, knows_fields
+from hybridrt.base.quantization import QuantConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -151,6 +152,7 @@ class ModelConfig:
         mtp_layers: layers of the multi-token-prediction head; their ids follow the model's last.
         image_tokens: placeholders of images, with the names of their fields. A prompt that contains
             one is refused.
+        quant: how a quantised checkpoint stores its matrices; None for a plain one.
     """
 
     architecture: str
@@ -166,6 +168,7 @@ class ModelConfig:
     hf: Any = field(repr=False, compare=False)
     mtp_layers: tuple[LayerSpec, ...] = ()
     image_tokens: Mapping[int, str] = field(default_factory=dict, compare=False)
+    quant: QuantConfig | None = field(default=None, repr=False, compare=False)
 
     @property
     def full_attention_layer_ids(self) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """`hybridrt inspect`: layers of a model, their backends and their memory. Loads no weights."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +13,7 @@ from hybridrt.base.gpus import GPUS
 from hybridrt.cli.options import EMBEDDED, EngineOptions, JsonOption, ModelArgument, SpeculativeOptions
 
 if TYPE_CHECKING:
-    from hybridrt.base.config import EngineConfig, LayerSpec
+    from hybridrt.base.config import EngineConfig, LayerSpec, ModelConfig
     from hybridrt.kinds.base import StateShape
     from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
     from hybridrt.runtime.load.target import RunTarget
@@ -43,6 +44,8 @@ class ModelReport:
     """A model under a configuration. Bytes are those of one tensor-parallel rank.
 
     Attributes:
+        quantization: quant_method of a quantised checkpoint.
+        schemes: its matrices by how they are stored; those that are plain are not counted.
         free_bytes: memory for weights and pools together; `budget` says where it comes from.
         plan: None if weights and pools need more than `free_bytes`; `plan_error` says why.
     """
@@ -56,6 +59,9 @@ class ModelReport:
     tp_size: int
     num_parameters: int
     weight_bytes: int
+    weight_bytes_by_dtype: dict[str, int]
+    quantization: str | None
+    schemes: dict[str, int]
     vocab_size: int
     hidden_size: int
     layers: tuple[LayerReport, ...]
@@ -83,7 +89,7 @@ def inspect(
 ) -> None:
     """Show for each layer of a model what it computes, which backend runs it and what memory it takes.
 
-    Reads config.json alone.
+    Reads config.json alone, and of quantised checkpoints the names and shapes of tensors.
     """
     from hybridrt.base.config import EngineConfig
 
@@ -111,7 +117,7 @@ def _draw_cache(cache: str | None, svg: str | None, as_json: bool) -> None:
 
 
 def describe_model(config: "EngineConfig", gpu: str | None = None) -> ModelReport:
-    """Reads the model's config.json alone.
+    """Reads no weights.
 
     Args:
         gpu: a name of GPUS: the plan is one for it, without what a run measures there.
@@ -131,8 +137,10 @@ def describe_model(config: "EngineConfig", gpu: str | None = None) -> ModelRepor
     path, target = load_target(config, TPGroup(size=config.tp_size))
     target = target if gpu is None else as_on_gpu(config, target)
     model = empty_model(config, target, torch.device("meta"))
-    whole = empty_model(config, replace(target, tp=TPGroup()), torch.device("meta"))
-    layers, plan, plan_error, mc = tuple(_layers(config, target)), None, None, target.model_config
+    mc = target.model_config
+    plain = replace(target, tp=TPGroup(), model_config=replace(mc, quant=None))  # a code is half a byte, or has a scale
+    whole = empty_model(config, plain, torch.device("meta"))
+    layers, plan, plan_error = tuple(_layers(config, target)), None, None
     try:
         plan = plan_ahead(config, target, weight_bytes(model), total_bytes=total_bytes)
     except MemoryBudgetError as e:
@@ -147,6 +155,9 @@ def describe_model(config: "EngineConfig", gpu: str | None = None) -> ModelRepor
         tp_size=config.tp_size,
         num_parameters=sum(p.numel() for p in whole.parameters()),
         weight_bytes=weight_bytes(model),
+        weight_bytes_by_dtype=_bytes_by_dtype(model),
+        quantization=None if mc.quant is None else mc.quant.rules.name,
+        schemes=_schemes(mc),
         vocab_size=mc.vocab_size,
         hidden_size=mc.hidden_size,
         layers=layers,
@@ -157,6 +168,19 @@ def describe_model(config: "EngineConfig", gpu: str | None = None) -> ModelRepor
         state_bytes_per_request=sum(layer.state_bytes for layer in layers),
         kv_bytes_per_token=sum(layer.kv_bytes_per_token for layer in layers),
     )
+
+
+def _bytes_by_dtype(model: Any) -> dict[str, int]:
+    """The largest first."""
+    found: Counter[str] = Counter()
+    for tensor in {*model.parameters(), *model.buffers()}:
+        found[str(tensor.dtype).removeprefix("torch.")] += tensor.nbytes
+    return dict(found.most_common())
+
+
+def _schemes(model_config: "ModelConfig") -> dict[str, int]:
+    modules = {} if model_config.quant is None else model_config.quant.modules or {}
+    return dict(Counter(str(module.scheme) for module in modules.values()).most_common())
 
 
 def _layers(config: "EngineConfig", target: "RunTarget") -> Iterator[LayerReport]:
@@ -229,6 +253,7 @@ def _as_json(report: ModelReport) -> dict[str, Any]:
 def _print(report: ModelReport) -> None:
     from hybridrt.cli.tables import bytes_text, console, count_text, print_table
 
+    in_dtype = f" in {report.dtype}" if report.quantization is None else ""
     out, ranks = console(), f" of each of {report.tp_size} ranks" if report.tp_size > 1 else ""
     out.print(f"{report.architecture}  {report.model}", style="bold", markup=False)
     if report.plan is None:
@@ -240,10 +265,14 @@ def _print(report: ModelReport) -> None:
         )
     out.print(report.budget, markup=False)
     out.print(
-        f"{count_text(report.num_parameters)} parameters, {bytes_text(report.weight_bytes)} in {report.dtype} on "
+        f"{count_text(report.num_parameters)} parameters, {bytes_text(report.weight_bytes)}{in_dtype} on "
         f"{report.device}{ranks}; state in {report.state_dtype}, {report.state_mode} mode; vocabulary "
         f"{report.vocab_size}, hidden size {report.hidden_size}"
     )
+    if report.quantization is not None:
+        sizes = ", ".join(f"{name} {bytes_text(size)}" for name, size in report.weight_bytes_by_dtype.items())
+        kinds = ", ".join(f"{count} {scheme}" for scheme, count in report.schemes.items())
+        out.print(f"Quantised by {report.quantization}: {kinds or 'no file was read'}; {sizes}", markup=False)
     out.print(f"\n{''.join(layer.symbol for layer in report.layers)}\n", style="cyan", markup=False)
     columns = ("", "layers", "count", "token mixer", "feed-forward", "backend", "state/request", "KV/token")
     print_table(out, "Layers", columns, list(_rows(report)), right=("count", "state/request", "KV/token"))

@@ -18,6 +18,7 @@ from torch import nn
 from hybridrt.base.errors import BackendError
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.base.plugins import Plugins
+from hybridrt.base.quantization import PLAIN, Scheme
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.dense.linear import ONEDNN_FROM, add_linear, linear, stored_by_columns
 from hybridrt.kernels.dense.moe import ExpertStack, fused_experts
@@ -30,12 +31,12 @@ from hybridrt.layers.weights import (
     ExpertPart,
     ExpertsMethod,
     LinearMethod,
+    Method,
     Part,
     Piece,
     Transform,
     parameter,
     unchanged,
-    whole,
 )
 
 if TYPE_CHECKING:
@@ -45,13 +46,16 @@ SKINNY_ON = ("cuda",)
 
 
 class DenseExperts(ExpertsMethod):
-    def __init__(self, count: int, rows: int, in_features: int, size: int, build: Build) -> None:
+    def __init__(
+        self, count: int, rows: int, in_features: int, size: int, build: Build, up: Scheme = PLAIN,
+        down: Scheme = PLAIN,
+    ) -> None:  # fmt: skip
         self.up = parameter(count, rows, in_features, dtype=build.dtype, device=build.device)
         self.down = parameter(count, in_features, size, dtype=build.dtype, device=build.device)
 
     def targets(self, key: str, part: ExpertPart) -> CheckpointMap:
         stack = self.up.data.narrow(1, part.start, part.size) if part.matrix == "up" else self.down.data
-        piece = Piece(part.name, stack.narrow(0, part.first, part.count), part.select, part.scale)
+        piece = Piece(f"{part.name}.weight", stack.narrow(0, part.first, part.count), part.select, part.scale)
         return {f"{key}.weight": (piece,)}
 
     def apply(
@@ -73,7 +77,9 @@ class DenseMethod(LinearMethod):
     merges_inputs = True
     adds_from = 1024  # the next norm then moves half the bytes
 
-    def __init__(self, out_features: int, in_features: int, build: Build) -> None:
+    def __init__(
+        self, out_features: int, in_features: int, build: Build, scheme: Scheme = PLAIN, parts: Sequence[int] = ()
+    ) -> None:
         self.weight = parameter(out_features, in_features, dtype=build.dtype, device=build.device)
         self.skinny = build.device.type in SKINNY_ON
         self._activations = {name: activation.for_device(build.device) for name, activation in ACTIVATIONS.items()}
@@ -98,6 +104,9 @@ class DenseMethod(LinearMethod):
         multiply = linear if x.shape[0] * self.weight.numel() >= ONEDNN_FROM else F.linear
         y = multiply(x, self.weight, bias)
         return y if activation is None else self._activations[activation](y)
+
+    def lookup(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return F.embedding(ids, self.weight)
 
     def apply_into(self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> None:
         if is_skinny(x, self.weight, None) and out.is_contiguous():
@@ -143,6 +152,10 @@ class MixedMethod(LinearMethod):
     def parameters(self) -> dict[str, nn.Parameter]:
         return {f"{name}_{i}": p for i, run in enumerate(self.runs) for name, p in run.parameters().items()}
 
+    def finish(self) -> None:
+        for run in self.runs:
+            run.finish()
+
     def targets(self, key: str, parts: Sequence[Part]) -> CheckpointMap:
         found: CheckpointMap = {}
         for i, run in enumerate(self.runs):
@@ -170,8 +183,9 @@ class MixedMethod(LinearMethod):
         return out if activation is None else ACTIVATIONS[activation](out)
 
 
-_DENSE = {"dense": f"{__name__}:DenseMethod"}
-_METHODS = Plugins("hybridrt.linear_methods", _DENSE, "method of linear layers", LinearMethod, classes=True)
+_QUANT = {name.lower(): f"hybridrt.layers.quant.methods:{name}" for name in ("Fp8", "Int8", "Int4", "Fp4")}
+_BUILT_IN = {"dense": f"{__name__}:DenseMethod", **_QUANT}
+_METHODS = Plugins("hybridrt.linear_methods", _BUILT_IN, "method of linear layers", LinearMethod, classes=True)
 
 
 @cache
@@ -192,20 +206,58 @@ def experts_method(name: str) -> type[ExpertsMethod]:
     return experts
 
 
+def make_experts(
+    build: Build, name: str, matrices: Sequence[str], count: int, rows: int, in_features: int, size: int
+) -> ExpertsMethod:
+    """The method of experts `name`, which are all stored like the first one, gate and up alike.
+
+    Args:
+        matrices: those of an expert without "down", as `build.scheme` knows them.
+        count, rows, in_features, size: as in ExpertsMethod.
+    """
+    up, down = build.scheme(f"{name}.0.{matrices[0]}"), build.scheme(f"{name}.0.down")
+    kind = experts_method(down.method if up == PLAIN else up.method)
+    return kind(count, rows, in_features, size, build, up, down)
+
+
 def make_linear(build: Build, name: str, segments: Mapping[str, int], width: int, dim: int) -> LinearMethod:
     """The method of layer `name`, with a merged weight of `segments` (sizes by name).
 
     Args:
         dim: 0 for a weight [sum of sizes, width], 1 for [width, sum of sizes].
     """
-    runs: list[tuple[type[LinearMethod], int]] = []
+    runs: list[tuple[Scheme, list[int]]] = []
     for segment, size in segments.items():
-        method = linear_method(build.scheme(name, segment))
-        if runs and runs[-1][0] is method and (dim == 0 or method.merges_inputs):
-            size += runs.pop()[1]
-        runs.append((method, size))
-    made = [(method(*((size, width) if dim == 0 else (width, size)), build), size) for method, size in runs]
+        scheme = build.scheme(f"{name}.{segment}")
+        if runs and runs[-1][0] == scheme and (dim == 0 or linear_method(scheme.method).merges_inputs):
+            runs[-1][1].append(size)
+        else:
+            runs.append((scheme, [size]))
+    made = []
+    for scheme, sizes in runs:
+        total = sum(sizes)
+        shape, parts = ((total, width), sizes) if dim == 0 else ((width, total), [width])
+        made.append((linear_method(scheme.method)(*shape, build, scheme, parts), total))
     return made[0][0] if len(made) == 1 else MixedMethod(made, dim)
+
+
+def register(module: nn.Module, method: Method) -> None:
+    """Makes a method's parameters those of its layer, instead of the ones that it had before."""
+    for name in getattr(module, "of_method", ()):
+        del module._parameters[name]
+    found = method.parameters()
+    for name, param in found.items():
+        module.register_parameter(name, param)
+    module.of_method = tuple(found)  # type: ignore[assignment]
+
+
+def finish(model: nn.Module) -> None:
+    """Calls `finish` of all methods of a model. They may have other parameters then."""
+    for module in model.modules():
+        method = getattr(module, "method", None)
+        if isinstance(method, Method):
+            method.finish()
+            register(module, method)
 
 
 def side_by_side(x: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
@@ -256,8 +308,7 @@ class _SegmentedLinear(nn.Module):
         starts = [sum(self.sizes[:i]) for i in range(len(segments))]
         self.spans = dict(zip(self.segments, zip(starts, self.sizes)))
         self.method = make_linear(build, name, dict(zip(self.segments, self.sizes)), width, self.dim)
-        for each, param in self.method.parameters().items():
-            self.register_parameter(each, param)
+        register(self, self.method)
         self.bias: nn.Parameter | None = None
         if any(s.bias for s in segments):
             outputs = width if self.dim else sum(self.sizes)
@@ -272,7 +323,8 @@ class _SegmentedLinear(nn.Module):
             parts = dict(zip(sizes, rearrange(t).split([*sizes.values()], self.dim)))
             return self.tp.shard(parts[name], self.dim, shards)
 
-        return Part(f"{self.name}.{name}", self.dim, *self.spans[name], select, scale)
+        total = sum(sizes.values())
+        return Part(f"{self.name}.{name}", self.dim, *self.spans[name], select, total, scale)
 
 
 class ColumnLinear(_SegmentedLinear):
@@ -415,17 +467,18 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.name, self.vocab_size, self.tp, self.multiplier = name, vocab_size, build.tp, multiplier
         self.rows = -(-vocab_size // self.tp.size)
-        self.method = DenseMethod(self.rows, hidden_size, build)
-        self.weight = self.method.weight
+        self.dtype = build.dtype
+        self.method = make_linear(build, name, {"rows": self.rows}, hidden_size, 0)
+        register(self, self.method)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[T] int64 to [T, hidden]."""
         if self.tp.size == 1:
-            x = F.embedding(input_ids, self.weight)
+            x = self.method.lookup(input_ids, self.dtype)
         else:
             local = input_ids - self.tp.rank * self.rows
             outside = (local < 0) | (local >= self.rows)
-            x = F.embedding(local.masked_fill(outside, 0), self.weight).masked_fill_(outside[:, None], 0)
+            x = self.method.lookup(local.masked_fill(outside, 0), self.dtype).masked_fill_(outside[:, None], 0)
             x = self.tp.all_reduce(x)
         return x if self.multiplier == 1.0 else x * self.multiplier
 
@@ -442,7 +495,7 @@ class VocabParallelEmbedding(nn.Module):
             out.copy_(self.logits(x))
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
-        return {f"{key}.weight": whole(f"{self.name}.weight", self.weight.data, self._select)}
+        return self.method.targets(key, [Part(f"{self.name}.rows", 0, 0, self.rows, self._select, self.vocab_size)])
 
     def _select(self, t: torch.Tensor) -> torch.Tensor:
         if t.shape[0] != self.vocab_size:

@@ -77,6 +77,13 @@ def test_skinny_linear() -> None:
 
 
 @pytest.mark.slow
+def test_weights_of_8_and_4_bits() -> None:
+    usages = compiled("quant")
+    assert {u["kernel"] for u in usages} >= {"_matvec_kernel", "_matmul_kernel", "_quant_grouped_kernel"}
+    check(usages, SHARED)
+
+
+@pytest.mark.slow
 def test_attention_gated_delta_net_experts_and_sampling() -> None:
     usages = compiled("others")
     expected = {

@@ -13,6 +13,7 @@ from hybridrt.kernels.core.chunk_plan import ChunkPlan
 from hybridrt.kernels.core.records import SavedStates
 from hybridrt.kernels.sampling.sampling import Penalties
 from hybridrt.kernels.state.state_ring import RingFolds
+from tests.support.quant_weights import FORMATS, empty_weight
 
 Args = dict[str, Any]
 Cases = Iterator[tuple[str, Args]]
@@ -368,12 +369,28 @@ def skinny_linear() -> Cases:
         yield "skinny_linear", {"x": meta(tokens, 12288), "weight": meta(3072, 12288)}
 
 
+def quant() -> Cases:
+    """Linear layers of Falcon-H1-7B with few tokens, in each format."""
+    for name in FORMATS:
+        for tokens in (1, 16, 64, 128):
+            x, norm = meta(tokens, 3072), {"norm_weight": f32(3072), "eps": 1e-5}
+            activated = {"residual": x, "activation": "silu_and_mul"}
+            yield "quant_linear", {"x": x, "weight": empty_weight(name, 24576, 3072)} | norm | activated
+            tail = {"x": meta(tokens, 1536), "tail": meta(tokens, 3072)}
+            yield "quant_linear", tail | {"weight": empty_weight(name, 3072, 4608)}
+        count, width, inner = 128, 2048, 512  # experts of Qwen3-Next, fewer of them
+        experts = {"up": empty_weight(name, 2 * inner, width, count), "down": empty_weight(name, width, inner, count)}
+        for tokens in (32, 1024):
+            picks = {"weights": f32(tokens, 10), "ids": int32(tokens, 10)}
+            yield "quant_experts", {"x": meta(tokens, width), "activation": "silu"} | experts | picks
+
+
 def everything_else() -> Cases:
     for cases in (attention, elementwise, sampling, delta_net, kimi_delta, experts):
         yield from cases()
 
 
 TABLES: dict[str, Callable[[], Cases]] = {
-    "mamba2": mamba2, "mamba1": mamba1, "skinny_linear": skinny_linear, "others": everything_else,
+    "mamba2": mamba2, "mamba1": mamba1, "skinny_linear": skinny_linear, "quant": quant, "others": everything_else,
     "latent": latent_attention, "absorbed": absorbed_prompts,
 }  # fmt: skip

@@ -9,6 +9,7 @@ from hybridrt.kernels.core.chunk_plan import ChunkPlan
 from hybridrt.kernels.sampling.sampling import Penalties
 from hybridrt.kernels.state.row_tables import DecodeBuffers
 from hybridrt.kernels.state.state_ring import RingFolds
+from tests.support.quant_weights import FORMATS, empty_weight
 from tests.support.sm90_cases import Args, f32, flags, int32, meta
 
 B, T, H, P, N, G, SLOTS, K, TOKENS = 3, 2, 4, 16, 16, 2, 9, 4, 40
@@ -162,6 +163,15 @@ def others() -> Iterator[tuple[str, Args, Args]]:
         yield "skinny_linear", linear, {"bias": meta(32)} | normed
         yield "skinny_linear", linear | {"tail": meta(tokens, 16), "x": meta(tokens, 48)}, {"activation": "relu2"}
     yield "skinny_linear", {"x": meta(1, 64), "weight": meta(32, 32), "parts": 2}, {}
+    for name in FORMATS:
+        experts = {"up": empty_weight(name, 64, 64, 8), "down": empty_weight(name, 64, 32, 8), "activation": "silu"}
+        biases = {"b_up": meta(8, 64), "b_down": meta(8, 64)}
+        for tokens in (1, 3):
+            linear = {"x": meta(tokens, 64), "weight": empty_weight(name, 32, 64), "bias": None}
+            normed = {"norm_weight": f32(64), "residual": meta(tokens, 64), "activation": "silu_and_mul"}
+            yield "quant_linear", linear, {"bias": meta(32)} | normed
+        picks = {"ids": int32(2, 2), "weights": f32(2, 2), "x": meta(2, 64)}
+        yield "quant_experts", picks | experts, biases | {"limit": 4.0, "alpha": 1.7}
     shared = {"shared_gate": meta(B), "shared": 1, "rows": ROWS}
     yield "router_softmax", {"logits": meta(B, 8), "top_k": 2, "renormalize": True}, shared
     scores = {"logits": f32(B, 8), "correction_bias": f32(8), "top_k": 2, "n_group": 2, "topk_group": 1}

@@ -127,11 +127,14 @@ class _AttentionAgain:
 
 
 def _unknown_part(model: nn.Module) -> str | None:
-    """Why a model's steps may call kernels that PyTorch does not see; None if they do not."""
+    """Why a model's steps are not recorded: they may call kernels that PyTorch does not see, or keep
+    much. None if they are."""
     if os.environ.get(ENVIRONMENT_VARIABLE):
         return f"{ENVIRONMENT_VARIABLE} may choose kernels that are no operations of PyTorch"
     for part in model.modules():
         for each in (part, getattr(part, "method", part)):
             if type(each).__module__.partition(".")[0] not in KNOWN:
                 return f"{type(each).__qualname__} is not part of hybridrt"
+            if type(each).__module__.startswith("hybridrt.layers.quant."):
+                return "a recording would keep what quantised weights are decoded to"
     return None
