@@ -81,6 +81,16 @@ def test_one_group_for_a_whole_row(bits, tokens):
     check(quant_linear(x, weight)[0], by_formula(x, dequantize(weight))[0], torch.float32)
 
 
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("name", ["fp8 blocks", "int4 of 32", "nvfp4"])
+def test_scales_past_the_last_are_not_read(name, tokens):
+    weight, (x, _) = quant_weight(name, 24, 200), inputs(tokens, 200)
+    room = torch.full((weight.scale.numel() + 64,), torch.nan).to(weight.scale.dtype)
+    room[:-64] = weight.scale.flatten()
+    y, _ = quant_linear(x, weight._replace(scale=room[:-64].view(weight.scale.shape)))
+    check(y, by_formula(x, dequantize(weight))[0], torch.float32)
+
+
 def test_inputs_that_do_not_fit():
     weight = quant_weight("int4", 24, 256)
     with pytest.raises(ConfigError, match=f"at most {MAX_TOKENS} tokens, not {MAX_TOKENS + 1}"):
