@@ -13,6 +13,8 @@ from hybridrt.kernels.quant.quant_weight import (
     QuantWeight,
     check_weight,
     dequantize,
+    from_codes,
+    from_pairs,
     pack_planes,
     unpack_planes,
 )
@@ -236,3 +238,35 @@ def test_tensors_of_a_weight_that_do_not_fit():
     ):
         with pytest.raises(ConfigError, match=match):
             check_weight(wrong)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_codes_of_a_checkpoint_become_a_weight(bits, symmetric):
+    codes, scale = codes_of(6, 96, bits=bits), torch.rand(6, 3, generator=generator()).half()
+    zero = torch.full((6, 3), 1 << (bits - 1)) if symmetric else codes_of(6, 3, bits=bits, seed=1)
+    matrix = formats.GroupCodes(codes, scale, zero.short(), 32)
+    weight = from_codes(matrix, bits)
+    check_weight(weight)
+    assert (weight.zero is None) == symmetric
+    assert torch.equal(dequantize(weight), formats.dequantize_codes(matrix))
+    whole = from_codes(matrix._replace(scale=scale[:, :1], zero=matrix.zero[:, :1], group=128), bits)
+    check_weight(whole)
+    assert whole.block == (1, 96)
+    with pytest.raises(ConfigError, match="sort columns"):
+        from_codes(matrix._replace(group_of=torch.arange(96) % 3), bits)
+
+
+@pytest.mark.parametrize(
+    "factor", [None, torch.tensor(0.25), torch.tensor([0.25]), torch.tensor([[0.5] * 4, [2.0] * 4])]
+)
+def test_fp4_bytes_of_a_checkpoint_become_a_weight(factor):
+    packed = formats.pack_pairs(codes_of(2, 4, 64))
+    scale = torch.rand(2, 4, 4, generator=generator()).to(torch.float8_e4m3fn)
+    weight = from_pairs(packed, scale, factor)
+    check_weight(weight)
+    wide = 1.0 if factor is None else factor if factor.dim() < 2 else factor[..., None]
+    assert torch.equal(dequantize(weight), formats.dequantize_fp4(packed, scale, wide))
+    exponents = torch.randint(120, 130, (2, 4, 2), generator=generator()).to(torch.uint8)
+    got = from_pairs(packed, exponents.view(torch.float8_e8m0fnu))
+    assert got.block == (1, 32) and torch.equal(dequantize(got), formats.dequantize_fp4(packed, exponents))

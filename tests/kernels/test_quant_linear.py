@@ -6,9 +6,10 @@ import torch
 from hybridrt.base.errors import ConfigError
 from hybridrt.kernels.dense.skinny_linear import InputNorm
 from hybridrt.kernels.dense.skinny_linear_triton import Tile
+from hybridrt.kernels.quant.formats import GroupCodes
 from hybridrt.kernels.quant.quant_linear import MAX_TOKENS, quant_linear
 from hybridrt.kernels.quant.quant_linear_triton import quant_tile
-from hybridrt.kernels.quant.quant_weight import dequantize
+from hybridrt.kernels.quant.quant_weight import dequantize, from_codes
 from tests.kernels.test_skinny_linear import by_formula, check
 from tests.support.quant_weights import FORMATS, empty_weight, quant_weight
 
@@ -68,6 +69,26 @@ def test_half_precision_keeps_what_the_format_says(name):
     weight, (x, _) = quant_weight(name, 24, 256), inputs(2, 256, torch.float16)
     y, _ = quant_linear(x, weight)
     check(y, by_formula(x, dequantize(weight))[0], torch.float16)
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_one_group_for_a_whole_row(bits, tokens):
+    x, generator = inputs(tokens, 200)
+    codes = torch.randint(0, 1 << bits, (24, 200), generator=generator).to(torch.uint8)
+    zero, scale = torch.randint(0, 1 << bits, (24, 1), generator=generator), torch.rand(24, 1, generator=generator)
+    weight = from_codes(GroupCodes(codes, scale, zero.short(), 200), bits)
+    check(quant_linear(x, weight)[0], by_formula(x, dequantize(weight))[0], torch.float32)
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("name", ["fp8 blocks", "int4 of 32", "nvfp4"])
+def test_scales_past_the_last_are_not_read(name, tokens):
+    weight, (x, _) = quant_weight(name, 24, 200), inputs(tokens, 200)
+    room = torch.full((weight.scale.numel() + 64,), torch.nan).to(weight.scale.dtype)
+    room[:-64] = weight.scale.flatten()
+    y, _ = quant_linear(x, weight._replace(scale=room[:-64].view(weight.scale.shape)))
+    check(y, by_formula(x, dequantize(weight))[0], torch.float32)
 
 
 def test_inputs_that_do_not_fit():

@@ -189,15 +189,13 @@ def _scale_pairs(scale):  # type: ignore[no-untyped-def]
 @triton.jit
 def _scaled_e2m1(tile, scale, PLANE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Pairs of a plane times pairs of scales. In assembler: LLVM would take the pairs apart."""
-    if PLANE == 3:
-        bits: tl.constexpr = """shl.b32 a, $1, 1; and.b32 a, a, 0x80008000; shr.u32 b, $1, 3;
-            lop3.b32 a, b, 0x01800180, a, 0xEA; shr.u32 b, $1, 7; lop3.b32 a, b, 0x00400040, a, 0xEA;"""
-    elif PLANE == 0:
-        bits: tl.constexpr = "and.b32 a, $1, 0x81C081C0;"
-    elif PLANE == 1:
-        bits: tl.constexpr = "shl.b32 a, $1, 3; and.b32 a, a, 0x81C081C0;"
-    else:
-        bits: tl.constexpr = "shl.b32 a, $1, 6; and.b32 a, a, 0x81C081C0;"
+    bits: tl.constexpr = (
+        "and.b32 a, $1, 0x81C081C0;" if PLANE == 0
+        else "shl.b32 a, $1, 3; and.b32 a, a, 0x81C081C0;" if PLANE == 1
+        else "shl.b32 a, $1, 6; and.b32 a, a, 0x81C081C0;" if PLANE == 2
+        else """shl.b32 a, $1, 1; and.b32 a, a, 0x80008000; shr.u32 b, $1, 3; lop3.b32 a, b, 0x01800180, a, 0xEA;
+            shr.u32 b, $1, 7; lop3.b32 a, b, 0x00400040, a, 0xEA;"""
+    )  # fmt: skip
     # 0x7E80 is 2^126.
     return tl.inline_asm_elementwise(
         "{.reg .b32 a, b; " + bits + " mov.b32 b, 0x7E807E80; mul.rn.bf16x2 a, a, b; mul.rn.bf16x2 $0, a, $2;}",
