@@ -137,10 +137,7 @@ def describe_model(config: "EngineConfig", gpu: str | None = None) -> ModelRepor
     path, target = load_target(config, TPGroup(size=config.tp_size))
     target = target if gpu is None else as_on_gpu(config, target)
     model = empty_model(config, target, torch.device("meta"))
-    mc = target.model_config
-    plain = replace(target, tp=TPGroup(), model_config=replace(mc, quant=None))  # a code is half a byte, or has a scale
-    whole = empty_model(config, plain, torch.device("meta"))
-    layers, plan, plan_error = tuple(_layers(config, target)), None, None
+    mc, layers, plan, plan_error = target.model_config, tuple(_layers(config, target)), None, None
     try:
         plan = plan_ahead(config, target, weight_bytes(model), total_bytes=total_bytes)
     except MemoryBudgetError as e:
@@ -153,7 +150,7 @@ def describe_model(config: "EngineConfig", gpu: str | None = None) -> ModelRepor
         state_dtype=dtype_name(target.state_dtype),
         state_mode=target.state_mode,
         tp_size=config.tp_size,
-        num_parameters=sum(p.numel() for p in whole.parameters()),
+        num_parameters=_num_parameters(config, target),
         weight_bytes=weight_bytes(model),
         weight_bytes_by_dtype=_bytes_by_dtype(model),
         quantization=None if mc.quant is None else mc.quant.rules.name,
@@ -168,6 +165,18 @@ def describe_model(config: "EngineConfig", gpu: str | None = None) -> ModelRepor
         state_bytes_per_request=sum(layer.state_bytes for layer in layers),
         kv_bytes_per_token=sum(layer.kv_bytes_per_token for layer in layers),
     )
+
+
+def _num_parameters(config: "EngineConfig", target: "RunTarget") -> int:
+    """Of all ranks, and of the plain model: a code may be half a byte, and has a scale."""
+    import torch
+
+    from hybridrt.collectives.groups import TPGroup
+    from hybridrt.runtime.load.build import empty_model
+
+    plain = replace(target, tp=TPGroup(), model_config=replace(target.model_config, quant=None))
+    whole = empty_model(config, plain, torch.device("meta"))
+    return sum(p.numel() for p in whole.parameters())
 
 
 def _bytes_by_dtype(model: Any) -> dict[str, int]:
