@@ -132,7 +132,7 @@ def _unknown_part(model: nn.Module) -> str | None:
     if os.environ.get(ENVIRONMENT_VARIABLE):
         return f"{ENVIRONMENT_VARIABLE} may choose kernels that are no operations of PyTorch"
     for part in model.modules():
-        for each in (part, getattr(part, "method", part)):
+        for each in (part, getattr(part, "method", None) or part):
             if type(each).__module__.partition(".")[0] not in KNOWN:
                 return f"{type(each).__qualname__} is not part of hybridrt"
             if type(each).__module__.startswith("hybridrt.layers.quant."):
