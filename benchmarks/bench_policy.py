@@ -23,10 +23,10 @@ from benchmarks.traces import TRACES, Item, Shape
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.core.engine import Engine
 from hybridrt.engine.request.intake import EngineLimits
-from hybridrt.mem_cache.pools.page_demand import PageDemand
+from hybridrt.mem_cache.pools.page_groups import PageDemand
 from hybridrt.runtime.step.plan import StepHandle, StepPlan, StepResult
 
-VOCAB, PAGE_SIZE, NUM_PAGES = 50_000, 16, 2**17
+VOCAB, PAGE_SIZE, NUM_PAGES, LONGEST = 50_000, 16, 2**17, 2**20
 TOKEN_SECONDS = 0.004  # of a prompt. A step takes a second beside
 
 
@@ -96,6 +96,8 @@ class Case:
         rows: requests that run together.
         slots: states for cached prefixes, beside one for each row.
         think: mean seconds between an answer and the next turn.
+        windows: of the attention layers, by page group; None: no window. A window group has the pages
+            that the memory plan gives it: those of running requests, and the window of each state.
     """
 
     trace: str
@@ -104,6 +106,7 @@ class Case:
     rows: int
     slots: int
     think: float = 0.0
+    windows: tuple[int | None, ...] = (None,)
 
     def items(self) -> list[Item]:
         items, draw = TRACES[self.trace](self.shape), random.Random(self.shape.seed)
@@ -118,10 +121,13 @@ class Case:
 
     def play(self, chunk: int = 2048) -> list[Ran]:
         executor = SimulatedExecutor()
-        pools = CacheCoordinator(
-            self.rows, self.rows + self.slots, [NUM_PAGES], [PageDemand(PAGE_SIZE)], prefix_cache=True
-        )
-        engine = Engine(executor, pools, EngineLimits(VOCAB, 2**20, chunk))
+        demands = [PageDemand(PAGE_SIZE, window, chunk) for window in self.windows]
+        pages = [
+            NUM_PAGES if demand.window is None else demand.pool(self.rows, LONGEST) + self.slots * demand.kept
+            for demand in demands
+        ]
+        pools = CacheCoordinator(self.rows, self.rows + self.slots, pages, demands, prefix_cache=True)
+        engine = Engine(executor, pools, EngineLimits(VOCAB, LONGEST, chunk))
         return Player(engine, self.items(), clock=executor).play()[0]
 
 
@@ -133,7 +139,8 @@ def measure(case: Case, rounds: int = prefix_bound.ROUNDS) -> dict[str, Any]:
     hit, bound = sum(r.metrics.cached_tokens for r in ran) / asked, prefix_bound.bound(program, rounds) / asked
     return {
         "trace": case.trace, "seed": case.shape.seed, "load": case.load, "rows": case.rows, "slots": case.slots,
-        "think": case.think, "hit rate": hit, "bound": bound, "unlimited": program.unlimited / asked,
+        "think": case.think, "windows": case.windows, "hit rate": hit, "bound": bound,
+        "unlimited": program.unlimited / asked,
         "of bound": hit / bound if bound else 1.0, "redone mean": sum(redone) / len(redone), "redone max": max(redone),
     }  # fmt: skip
 
@@ -157,6 +164,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=400, help="mean new tokens of a turn")
     parser.add_argument("--output", type=int, default=100, help="mean answer of a turn")
     parser.add_argument("--think", type=float, default=0.0, help="mean seconds before a turn; a step takes one")
+    parser.add_argument(
+        "--windows", type=int, nargs="+", default=[0], help="tokens that the layers of each page group see; 0: all"
+    )
     parser.add_argument("--rounds", type=int, default=prefix_bound.ROUNDS, help="descent of the bound")
     parser.add_argument("--name", help="write benchmarks/results/NAME.json")
     return parser.parse_args(arguments)
@@ -167,7 +177,8 @@ def main() -> None:
     torch.set_num_threads(1)
     for slots, load, trace in product(args.slots, args.loads, args.traces):
         shapes = [Shape(args.units, args.turns, args.prompt, args.output, VOCAB, seed) for seed in range(args.seeds)]
-        cases = [Case(trace, shape, load, args.rows, slots * args.rows, args.think) for shape in shapes]
+        windows = tuple([window or None for window in args.windows])
+        cases = [Case(trace, shape, load, args.rows, slots * args.rows, args.think, windows) for shape in shapes]
         rows = [measure(case, args.rounds) for case in cases]
         show(rows)
         found += rows

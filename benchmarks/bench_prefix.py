@@ -33,7 +33,7 @@ from hybridrt.base.config import DTYPES
 from hybridrt.base.errors import ConfigError
 from hybridrt.engine.core.engine import Engine
 from hybridrt.engine.request.outputs import RequestMetrics
-from hybridrt.mem_cache.prefix_tree.radix_node import in_common
+from hybridrt.mem_cache.prefix_tree.texts import in_common
 
 RUNS = ("saturated-off", "load-off", "alone", "saturated-on", "load-on")  # in this order
 

@@ -13,14 +13,12 @@ from benchmarks.common import gdn_of, kda_of, mamba1_of, mamba2_of
 from benchmarks.library_cases import CHUNK_KDA, CHUNK_LIGHTNING, KDA_STEP, LIGHTNING_STEP, Args, beside
 from hybridrt.base.config import ModelConfig
 from hybridrt.collectives.groups import TPGroup
-from hybridrt.kernels.dense.activation import relu2, silu_and_mul
-from hybridrt.kernels.dense.rms_norm import add_rms_norm
+from hybridrt.kernels.dense.norm_activation import add_rms_norm, relu2, silu_and_mul
 from hybridrt.kernels.dense.skinny_linear import MAX_TOKENS, Activation
 from hybridrt.kinds.base import StateShape
 from hybridrt.kinds.lightning import LightningConfig
 from hybridrt.kinds.registry import can_replay, state_shape
-from hybridrt.layers.embedding import VocabParallelEmbedding
-from hybridrt.layers.linear import ColumnLinear, RowLinear
+from hybridrt.layers.linear import ColumnLinear, RowLinear, VocabParallelEmbedding
 from hybridrt.layers.weights import Build
 from hybridrt.models.registry import model_class
 from tests.support import kernel_cases as kernels

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridrt.kernels.mamba.mamba2_common import split_conv_channels
+from hybridrt.kernels.mamba.mamba2_scan import split_conv_channels
 
 Args = dict[str, Any]
 Call = Callable[[], object]

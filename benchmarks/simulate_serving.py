@@ -1,6 +1,9 @@
 """bench_serving in simulated time, without a model or a GPU: what sizes of chunks and targets would give.
 
     python -m benchmarks.simulate_serving --chunk 4096,1024,512,256 --target-itl-ms 10,15,20 --seeds 4
+    python -m benchmarks.simulate_serving --loads long very-long shared --target-itl-ms auto
+
+With `--loads` it plays loads of benchmarks.traffic_loads by name, with a prefix cache.
 
 Engine and scheduler are the real ones. The executor computes nothing; a step takes as long as one of Falcon-H1-7B takes
 on an H200, by `StepTimes`, with normal noise. A seed's run takes seconds and comes out the same each time. Each row is
@@ -10,34 +13,44 @@ the mean over seeds; rates of arrival are shares of `--saturated`, or of what th
 import argparse
 import random
 import statistics
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
 
-from benchmarks.bench_policy import NUM_PAGES, PAGE_SIZE, VOCAB, NoMasks, SimulatedExecutor
-from benchmarks.bench_serving import LEAST_CONTEXT, measure, show, sizes, targets
+from benchmarks import traffic_loads
+from benchmarks.bench_policy import NUM_PAGES, PAGE_SIZE, NoMasks, SimulatedExecutor
+from benchmarks.bench_serving import measure, show, sizes, targets
 from hybridrt.base.config import EngineConfig
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
-from hybridrt.engine.core.chunk_budget import ItlTarget
 from hybridrt.engine.core.engine import Engine
+from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.engine.request.intake import EngineLimits
-from hybridrt.mem_cache.pools.page_demand import PageDemand
+from hybridrt.mem_cache.pools.page_groups import PageDemand
 from hybridrt.runtime.replay.graph_runner import buckets
 from hybridrt.runtime.step.pack_padded import DECODE_ROWS, PROMPT_TOKENS, Bucket, StateSaves, make_buckets
 from hybridrt.runtime.step.plan import StepHandle, StepPlan, StepResult
 
 _DECODE_GRAPHS = buckets(1024)
+CLOCKS = ("request.sample_request", "cache.prefix_store")  # modules that read a clock
 TILE = 128
+WARM_UP_TOKENS = 40 * (512 + 300)
+MAX_LEN = 2**17  # tokens of a request
+DECODE = ((1, 4.1), (8, 4.8), (32, 5.8), (128, 9.7), (256, 16.6), (1024, 58.0))  # rows and milliseconds
+MIN_STEP, BASE_CONTEXT, KV = 3.5, 1024, 1.13e-5
+EAGER, EAGER_TOKEN, PAIR = 6.96, 0.02316, 5.09e-7
+GRAPH, FEWEST, DEEP = 3.35, 1250, 0.336
+HOST, HOST_SAVE = 30.0, 57.6
+WAY, WAY_TOKEN = 1.95, 0.0026
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Milliseconds of a step. Fitted by hand to measured ones: decode steps of 32, 64 and 128 rows (5.8, 7.2, 9.7), and
-    graphs of 128, 192 ... 512 prompt tokens beside 64 rows (9.1, 10.3, 12.4, 13.1, 15.5, 15.8, 17.6). Products go in
-    tiles of 128 tokens, decode rows included.
+    """Milliseconds of a step. Fitted to measured decode steps and steps of few prompt tokens, and to the loads
+    "shared", "long" and "very-long" as a server on an H200 answered them.
 
     Attributes:
         noise: standard deviation of the logarithm of a step's time.
@@ -49,19 +62,50 @@ class StepTimes:
     def device(self, plan: StepPlan) -> tuple[float, bool]:
         """Of a step, and whether a graph runs it."""
         rows, tokens = len(plan.decode), sum(len(row.tokens) for row in plan.extend)
+        context = KV * int(plan.decode.computed.sum())
         if not tokens:
-            return 4.35 + 0.0395 * next(size for size in _DECODE_GRAPHS if size >= rows), True
-        bucket = next((bucket for bucket in self.buckets if bucket.holds(plan, StateSaves.NONE)), None)
+            alone = _between(next(size for size in _DECODE_GRAPHS if size >= rows)) - KV * BASE_CONTEXT * rows
+            return max(alone + context, MIN_STEP), True
+        fits = (bucket for bucket in self.buckets if bucket.holds(plan, StateSaves.AT_CHUNKS))
+        bucket = next((bucket for bucket in fits if bucket.enters(plan)), None)
         if bucket is None:
-            return 4 + 0.0235 * tokens + 0.028 * rows, False
+            pairs = sum(len(row.tokens) * (row.computed + len(row.tokens) / 2) for row in plan.extend)
+            return EAGER + EAGER_TOKEN * tokens + 0.028 * rows + PAIR * pairs + context, False
+        return self._of_graph(bucket, rows) + _graph_attention(plan) + context, True
+
+    @staticmethod
+    def _of_graph(bucket: Bucket, rows: int) -> float:
         if not rows:
-            return max(2 + 0.022 * bucket.tokens, 6.2), True
-        tiles = -(-sum(bucket) // TILE) * TILE
-        return 4.1 + 0.0145 * tiles + 0.007 * sum(bucket) + 0.011 * rows, True
+            return max(2 + 0.022 * bucket.tokens, 6.2)
+        tiles = -(-sum(bucket) // TILE) * TILE  # products go in tiles of tokens, decode rows included
+        return GRAPH + 0.0145 * tiles + 0.007 * sum(bucket) + 0.011 * rows
 
     def host(self, plan: StepPlan, graph: bool) -> float:
         """Of the launch."""
-        return (1.4 if plan.extend else 0.7) if graph else 37.0
+        if graph:
+            return 1.4 if plan.extend else 0.7
+        return HOST + HOST_SAVE * max(max((len(row.saves) for row in plan.extend), default=0) - 1, 0)
+
+    @staticmethod
+    def way(tokens: int) -> float:
+        """Seconds of a prompt from a client to the engine."""
+        return (WAY + WAY_TOKEN * tokens) / 1e3
+
+
+def _between(size: int) -> float:
+    """A decode step of a graph of this size with BASE_CONTEXT tokens a row, between measured ones."""
+    at = min(max(bisect_left([rows for rows, _ in DECODE], size), 1), len(DECODE) - 1)
+    (x0, y0), (x1, y1) = DECODE[at - 1 : at + 1]
+    return y0 + (y1 - y0) * (size - x0) / (x1 - x0)
+
+
+def _graph_attention(plan: StepPlan) -> float:
+    """Few tokens take as long as FEWEST, and more after a long context, since they use a part of the device."""
+    found = 0.0
+    for row in plan.extend:
+        pairs = max(FEWEST, len(row.tokens)) * (row.computed + len(row.tokens) / 2)
+        found += PAIR * pairs * (max(row.computed, 256) / 8192) ** DEEP
+    return found
 
 
 @dataclass(frozen=True)
@@ -99,13 +143,45 @@ class SimulatedDevice(SimulatedExecutor):
         super().sleep(seconds + 1e-6)  # so that it is never rounded to nothing
 
 
-def engine(device: SimulatedDevice, times: StepTimes, chunk: int, target_ms: float | str | None, rows: int) -> Engine:
-    """One without a prefix cache; its scheduler has the device's clock."""
-    pools = CacheCoordinator(rows, rows, [NUM_PAGES], [PageDemand(PAGE_SIZE)], prefix_cache=False)
+def engine(
+    device: SimulatedDevice,
+    times: StepTimes,
+    chunk: int,
+    target_ms: float | str | None,
+    rows: int,
+    cached_states: int = 0,
+) -> Engine:
+    """Its policy has the device's clock. It has a prefix cache if there are `cached_states`."""
+    demands, cached = [PageDemand(PAGE_SIZE)], cached_states > 0
+    pools = CacheCoordinator(rows, rows + cached_states, [NUM_PAGES], demands, prefix_cache=cached)
     config = EngineConfig("simulated", target_itl_ms=target_ms)  # type: ignore[arg-type]
-    if target := ItlTarget.from_config(config, torch.device("cuda"), times.buckets):
+    if target := TrafficPolicy.from_config(config, torch.device("cuda"), times.buckets):
         target.clock = device.monotonic
-    return Engine(device, pools, EngineLimits(VOCAB, 2 * LEAST_CONTEXT, chunk), target=target)
+    return Engine(device, pools, EngineLimits(traffic_loads.VOCAB, MAX_LEN, chunk), target=target)
+
+
+def run(
+    items: Sequence[traffic_loads.Item],
+    target_ms: float | str | None,
+    watch: Callable[[Engine, int], None] = lambda engine, i: None,
+    seed: int = 0,
+) -> tuple[list[traffic_loads.Seen], float, Engine]:
+    """Plays a load; `watch` is called before each item is sent. Returns what clients saw, the seconds, the engine."""
+    times = StepTimes(sorted(make_buckets(DECODE_ROWS, PROMPT_TOKENS), key=sum))
+    device = SimulatedDevice(times, seed)
+    clock = (mock.patch(f"hybridrt.engine.{name}.time", device) for name in CLOCKS)
+    with next(clock), next(clock):
+        served = engine(device, times, 8192, target_ms, 256, 512)
+        for warm_up in (traffic_loads.plain(seed + 99, 40, 512, 1e9), traffic_loads.plain(seed + 98, 40, 300, 10.0)):
+            traffic_loads.Player(served, warm_up, device).play()
+        player = traffic_loads.Player(served, items, device, times.way, watch)
+        return player.seen, player.play(), served
+
+
+def play(load: str, target_ms: float | str | None, seed: int = 0) -> dict[str, float]:
+    """Figures of one of LOADS; "computed": tokens of prompts."""
+    seen, seconds, served = run(traffic_loads.LOADS[load](seed), target_ms, seed=seed)
+    return traffic_loads.figures(seen, seconds) | {"computed": float(served.counters().prompt_tokens - WARM_UP_TOKENS)}
 
 
 def simulate(
@@ -116,7 +192,7 @@ def simulate(
     device = SimulatedDevice(times, seed)
     args = argparse.Namespace(**vars(args), seed=seed, temperature=0.0)
     simulated = engine(device, times, chunk, target_ms, args.max_running)
-    with mock.patch("hybridrt.engine.request.sample_request.time", device), mock.patch("benchmarks.bench_serving.show"):
+    with mock.patch(f"hybridrt.engine.{CLOCKS[0]}.time", device), mock.patch("benchmarks.bench_serving.show"):
         found = measure(simulated, args, saturated, device)
     return [row | {"error": simulated.counters().step_cost_error or 0.0} for row in found]
 
@@ -140,11 +216,25 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=1, help="runs of each, from seed 0 on")
     parser.add_argument("--prompt-tokens", type=sizes, default=PROMPT_TOKENS, help="of the graphs")
     parser.add_argument("--decode-rows", type=sizes, default=DECODE_ROWS, help="of the graphs")
+    parser.add_argument(
+        "--loads", nargs="+", choices=tuple(traffic_loads.LOADS), default=[], help="only these, by name"
+    )
     return parser.parse_args(arguments)
+
+
+def show_load(load: str, target_ms: float | str | None, seeds: int) -> None:
+    found = [play(load, target_ms, seed) for seed in range(seeds)]
+    figures = {name: statistics.fmean(each[name] for each in found) for name in found[0]}
+    print(f"{load}, target {target_ms}: " + ", ".join(f"{name} {value:.1f}" for name, value in figures.items()))
 
 
 def main() -> None:
     args, saturated = parse(), None
+    for load in args.loads:
+        for target in (None, *args.target_itl_ms):
+            show_load(load, target, args.seeds)
+    if args.loads:
+        return
     runs = [*((size, None) for size in args.chunk), *((args.chunk[0], target) for target in args.target_itl_ms)]
     for chunk, target in runs:
         saturated = saturated or args.saturated

@@ -15,8 +15,8 @@ from hybridrt.kinds.registry import state_shape
 from hybridrt.mem_cache.pools.kv_pool import KVPool
 from hybridrt.mem_cache.pools.mamba_pool import MambaPool, MambaPoolSpec
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
+from hybridrt.recurrent.backend import HybridLinearAttnBackend
 from hybridrt.recurrent.backends import load_attention_backend
-from hybridrt.recurrent.hybrid_linear import HybridLinearAttnBackend
 from hybridrt.recurrent.mamba2 import Mamba2AttnBackend
 
 PAGE_SIZE, MAX_LEN = 16, 128

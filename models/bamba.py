@@ -12,8 +12,8 @@ from hybridrt.base.config_fields import ATTENTION, COMMON, EPSILON, MAX_LAYERS, 
 from hybridrt.base.config_json import FLAG, NULL, OBJECT, either, integer, list_of
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.layers.attention import Attention
-from hybridrt.layers.mlp import MLP
-from hybridrt.layers.stack import ResidualPart
+from hybridrt.layers.linear import MLP
+from hybridrt.layers.norm import ResidualPart
 from hybridrt.models.base import CausalLM
 from hybridrt.models.config.family import (
     MAMBA2,

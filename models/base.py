@@ -11,15 +11,13 @@ from torch import nn
 from hybridrt.base.config import AttentionConfig, ModelConfig
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kinds.registry import state_shape
-from hybridrt.layers.embedding import VocabParallelEmbedding
-from hybridrt.layers.linear import RowLinear, Segment
+from hybridrt.layers.linear import RowLinear, Segment, VocabParallelEmbedding
 from hybridrt.layers.moe import STACKS, stacked_experts
-from hybridrt.layers.norm import RMSNorm
+from hybridrt.layers.norm import ResidualPart, ResidualStack, RMSNorm
 from hybridrt.layers.rotary import rotary_table
-from hybridrt.layers.stack import ResidualPart, ResidualStack
 from hybridrt.layers.weights import Build, CheckpointMap, TensorPart, Transform
 from hybridrt.models.config.family import routed_experts
-from hybridrt.recurrent.hybrid_linear import HybridLinearAttnBackend
+from hybridrt.recurrent.backend import HybridLinearAttnBackend
 
 MTP_KEYS = r"mtp\..*"
 SWIGLU = {".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
@@ -64,6 +62,7 @@ class CausalLM(nn.Module, ABC):
         tied = config.tie_word_embeddings
         self.head = self.embed if tied else VocabParallelEmbedding("head", *tables, build=build)
         self.stack = self.make_stack(range(len(config.layers)))
+        self.norm_scale = norm_scale
         self.norm = RMSNorm("norm", config.hidden_size, scale=norm_scale, **self.norm_options)
 
     @abstractmethod
@@ -96,7 +95,7 @@ class CausalLM(nn.Module, ABC):
         return self.mtp(self.embed(batch.input_ids), hidden, batch)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Hidden states after the final norm, [T, hidden]."""
+        """Hidden states after the final norm, times norm_scale: [T, hidden]."""
         x, residual = self.embed(batch.input_ids), None
         for norm, part in self.stack:
             x, residual = part(norm, x, residual, batch)

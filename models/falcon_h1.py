@@ -8,13 +8,13 @@ multipliers scale weights at loading (Falcon-H1 report, TII 2025).
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from hybridrt.attention.base import AttentionInputs
-from hybridrt.attention.branch import Branch
+from hybridrt.attention.base import AttentionInputs, Branch
 from hybridrt.base.config import LayerSpec, ModelConfig
 from hybridrt.base.config_fields import ATTENTION, COMMON, EPSILON, MULTIPLIER, SIZE, FieldTypes
 from hybridrt.base.config_json import FLAG, NULL, TRUE, either, list_of
@@ -22,10 +22,8 @@ from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kernels.core.records import Rope
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.layers.attention import AttentionLayer, qkv_segments
-from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands
-from hybridrt.layers.mlp import MLP
-from hybridrt.layers.norm import RMSNorm
-from hybridrt.layers.stack import ResidualPart
+from hybridrt.layers.linear import MLP, ColumnLinear, RowLinear, Segment, Summands
+from hybridrt.layers.norm import ResidualPart, RMSNorm
 from hybridrt.layers.weights import Build, CheckpointMap
 from hybridrt.models.base import CausalLM
 from hybridrt.models.config.family import (
@@ -95,10 +93,11 @@ FAMILY = Family(
 
 
 class ParallelMixer(nn.Module):
-    """Attention and Mamba-2 with common projections. `hf`: config.json's multipliers."""
+    """Attention and Mamba-2 with common projections. `hf`: config.json's multipliers. `branch`: runs
+    Mamba-2 next to attention in graphs; None without a GPU."""
 
     def __init__(
-        self, config: ModelConfig, layer_id: int, name: str, branch: Branch, cos_sin: torch.Tensor, build: Build
+        self, config: ModelConfig, layer_id: int, name: str, branch: Branch | None, cos_sin: torch.Tensor, build: Build
     ) -> None:
         super().__init__()
         hf, mamba, attention = config.hf, config.linear_of(Mamba2Config), config.attention_of(layer_id)
@@ -121,12 +120,14 @@ class ParallelMixer(nn.Module):
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         projected, residual = self.in_proj.method.apply_normed(norm, x, residual, self.in_proj.bias)
-        for_attn, for_ssm = self.out_proj.places(projected)
+        widths = self.out_proj.sizes  # results that are written side by side need no copy
+        for_attn, for_ssm = projected.new_empty(len(projected), sum(widths)).split_with_sizes(widths, dim=-1)
         for_mamba, q, k, v = projected.split_with_sizes(self.sizes, dim=-1)
-        with self.branch.side_stream():
+        with self.branch.side_stream() if self.branch else nullcontext():
             ssm = self.mamba(for_mamba, batch, for_ssm)
         attn = batch.attn_backend.run(self.attn, batch, AttentionInputs(q, k, v, rope=self.rope), for_attn)
-        self.branch.join()
+        if self.branch:
+            self.branch.join()
         return self.out_proj.onto(residual, attn, ssm)
 
     def targets(self, key: str) -> CheckpointMap:
@@ -151,7 +152,7 @@ class FalconH1ForCausalLM(CausalLM):
     norm_key = "model.final_layernorm"
 
     def __init__(self, config: ModelConfig, build: Build, max_len: int) -> None:
-        hf, self.branch = config.hf, Branch(build.device)
+        hf, self.branch = config.hf, Branch(build.device) if build.device.type == "cuda" else None
         # The norm, because the head may be tied.
         scales = {"embed_scale": hf.embedding_multiplier, "norm_scale": hf.lm_head_multiplier}
         super().__init__(config, build, max_len, **scales)

@@ -18,7 +18,7 @@ from hybridrt.base.config_fields import ATTENTION, COMMON, EPSILON, MAX_EXPERTS,
 from hybridrt.base.config_json import FLAG, integer, list_of, number, one_of
 from hybridrt.layers.attention import Attention
 from hybridrt.layers.moe import Experts, MoE, SoftmaxRouter
-from hybridrt.layers.stack import ResidualPart
+from hybridrt.layers.norm import ResidualPart
 from hybridrt.layers.weights import TensorPart, Transform
 from hybridrt.models.base import CausalLM
 from hybridrt.models.config.family import FULL_ROPE, Family, FamilyFields, attention_config

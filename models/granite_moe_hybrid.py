@@ -14,9 +14,9 @@ from hybridrt.base.config_fields import ATTENTION, COMMON, COUNT, EPSILON, MULTI
 from hybridrt.base.config_json import FLAG, NULL, either, list_of, number, one_of
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.layers.attention import Attention
-from hybridrt.layers.mlp import MLP
+from hybridrt.layers.linear import MLP
 from hybridrt.layers.moe import SHARED_WEIGHT, Experts, MoE, SoftmaxRouter, stacked_experts
-from hybridrt.layers.stack import ResidualPart
+from hybridrt.layers.norm import ResidualPart
 from hybridrt.layers.weights import Build, TensorPart, Transform
 from hybridrt.models.base import CausalLM
 from hybridrt.models.config.family import (

@@ -13,9 +13,9 @@ from hybridrt.base.config_json import FLAG, NULL, TRUE, either
 from hybridrt.base.errors import ConfigError
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.layers.attention import Attention
-from hybridrt.layers.mlp import MLP
+from hybridrt.layers.linear import MLP
 from hybridrt.layers.moe import Experts, MoE, SoftmaxRouter
-from hybridrt.layers.stack import ResidualPart
+from hybridrt.layers.norm import ResidualPart
 from hybridrt.models.base import CausalLM
 from hybridrt.models.config.family import Family, FamilyFields, attention_config, interleaved
 from hybridrt.models.mamba import dt_rank

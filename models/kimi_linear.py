@@ -23,10 +23,10 @@ from hybridrt.base.config_fields import (
 from hybridrt.base.config_json import FALSE, FLAG, NULL, TRUE, FieldType, check_fields, either, integer, list_of, one_of
 from hybridrt.base.errors import ConfigError
 from hybridrt.kinds.kda import KDAConfig
+from hybridrt.layers.linear import MLP
 from hybridrt.layers.mla import LatentAttention
-from hybridrt.layers.mlp import MLP
 from hybridrt.layers.moe import Experts, MoE, SigmoidGroupRouter
-from hybridrt.layers.stack import ResidualPart
+from hybridrt.layers.norm import ResidualPart
 from hybridrt.models.base import SWIGLU, CausalLM
 from hybridrt.models.config.family import Family, FamilyFields, derive_ffns, ffns, interleaved, latent_attention
 from hybridrt.recurrent.kda import KDAMixer

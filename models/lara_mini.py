@@ -18,8 +18,8 @@ from hybridrt.base.config_json import FLAG, NULL, OBJECT, FieldType, either, int
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.layers.attention import Attention
 from hybridrt.layers.moe import SHARED_WEIGHT, Experts, MoE, SoftmaxRouter
+from hybridrt.layers.norm import ResidualPart
 from hybridrt.layers.rotary import unturned_table
-from hybridrt.layers.stack import ResidualPart
 from hybridrt.layers.weights import TensorPart, Transform
 from hybridrt.models.base import CausalLM
 from hybridrt.models.config.family import GDN, Family, FamilyFields, attention_config, gdn_config

@@ -25,9 +25,9 @@ from hybridrt.base.config_fields import (
 from hybridrt.base.config_json import FLAG, NULL, either, integer, list_of, number, one_of
 from hybridrt.kinds.short_conv import ShortConvConfig
 from hybridrt.layers.attention import Attention
-from hybridrt.layers.mlp import MLP
+from hybridrt.layers.linear import MLP
 from hybridrt.layers.moe import Experts, MoE, SigmoidGroupRouter
-from hybridrt.layers.stack import ResidualPart
+from hybridrt.layers.norm import ResidualPart
 from hybridrt.models.base import MTP_KEYS, SWIGLU, CausalLM
 from hybridrt.models.config.family import FULL_ROPE, Family, FamilyFields, attention_config, interleaved
 from hybridrt.recurrent.short_conv import ShortConvMixer

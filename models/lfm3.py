@@ -20,8 +20,8 @@ from hybridrt.base.config_json import FLAG, NULL, FieldType, either, integer, li
 from hybridrt.base.errors import ConfigError
 from hybridrt.kinds.short_conv import ShortConvConfig
 from hybridrt.layers.attention import Attention
-from hybridrt.layers.mlp import MLP
-from hybridrt.layers.stack import ResidualPart
+from hybridrt.layers.linear import MLP
+from hybridrt.layers.norm import ResidualPart
 from hybridrt.models.base import MTP_KEYS, SWIGLU, CausalLM
 from hybridrt.models.config.family import Family, FamilyFields, attention_config
 from hybridrt.models.lfm2 import NOT_TEXT, SEEING_KEYS

@@ -19,7 +19,7 @@ from hybridrt.base.errors import ConfigError
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.mamba2 import Mamba2Config
-from hybridrt.layers.stack import ResidualPart
+from hybridrt.layers.norm import ResidualPart
 from hybridrt.layers.weights import Build
 from hybridrt.models.base import CausalLM
 from hybridrt.models.config.family import Family, FamilyFields

@@ -24,8 +24,7 @@ from hybridrt.kinds.lightning import LightningConfig
 from hybridrt.layers.attention import Attention
 from hybridrt.layers.linear import Summands
 from hybridrt.layers.moe import Experts, MoE, SoftmaxRouter
-from hybridrt.layers.norm import RMSNorm
-from hybridrt.layers.stack import ResidualPart
+from hybridrt.layers.norm import ResidualPart, RMSNorm
 from hybridrt.layers.weights import CheckpointMap
 from hybridrt.models.base import MTP_KEYS, SWIGLU, CausalLM
 from hybridrt.models.config.family import FULL_ROPE, Family, FamilyFields, attention_config, interleaved

@@ -26,9 +26,9 @@ from hybridrt.base.config_fields import (
 from hybridrt.base.config_json import FLAG, NULL, FieldType, check_fields, either, integer, list_of, one_of
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.layers.attention import Attention
-from hybridrt.layers.mlp import MLP
+from hybridrt.layers.linear import MLP
 from hybridrt.layers.moe import Experts, Latent, MoE, SigmoidGroupRouter
-from hybridrt.layers.stack import ResidualPart
+from hybridrt.layers.norm import ResidualPart
 from hybridrt.layers.weights import CheckpointMap
 from hybridrt.models.base import CausalLM, MTPHead
 from hybridrt.models.config.family import Family, FamilyFields, attention_config

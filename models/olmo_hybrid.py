@@ -19,10 +19,8 @@ from hybridrt.base.config_json import FLAG, NULL, either
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.layers.attention import Attention
-from hybridrt.layers.linear import Summands
-from hybridrt.layers.mlp import MLP
-from hybridrt.layers.norm import RMSNorm, SharedRMSNorm
-from hybridrt.layers.stack import ResidualPart
+from hybridrt.layers.linear import MLP, Summands
+from hybridrt.layers.norm import ResidualPart, RMSNorm, SharedRMSNorm
 from hybridrt.layers.weights import Build, CheckpointMap
 from hybridrt.models.base import CausalLM
 from hybridrt.models.config.family import (

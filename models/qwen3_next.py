@@ -24,9 +24,9 @@ from hybridrt.base.config_fields import (
 from hybridrt.base.config_json import FLAG, NULL, OBJECT, either, integer, list_of
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.layers.attention import Attention
-from hybridrt.layers.mlp import MLP
+from hybridrt.layers.linear import MLP
 from hybridrt.layers.moe import Experts, MoE, SoftmaxRouter
-from hybridrt.layers.stack import ResidualPart
+from hybridrt.layers.norm import ResidualPart
 from hybridrt.layers.weights import CheckpointMap
 from hybridrt.models.base import CausalLM, MTPHead
 from hybridrt.models.config.family import (

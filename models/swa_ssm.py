@@ -30,8 +30,8 @@ from hybridrt.base.config_json import NULL, check_fields, either, list_of, one_o
 from hybridrt.base.errors import ConfigError, shown
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.prefix_sum import PrefixSumConfig
-from hybridrt.layers.mlp import MLP
-from hybridrt.layers.stack import ResidualPart
+from hybridrt.layers.linear import MLP
+from hybridrt.layers.norm import ResidualPart
 from hybridrt.layers.weights import Build
 from hybridrt.models.base import CausalLM
 from hybridrt.models.config.family import Family, FamilyFields, check_heads

@@ -9,7 +9,7 @@ from hybridrt.attention.base import AttentionBackend, AttentionInputs
 from hybridrt.base.errors import BackendError
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
-from hybridrt.recurrent.hybrid_linear import HybridLinearAttnBackend, linear_backends
+from hybridrt.recurrent.backend import HybridLinearAttnBackend, linear_backends
 
 
 class WindowHistoryInputs(NamedTuple):

@@ -32,9 +32,8 @@ from hybridrt.base.errors import ConfigError
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.layers.linear import ColumnLinear, Segment, Summands
-from hybridrt.layers.norm import RMSNorm
+from hybridrt.layers.norm import ResidualPart, ResidualStack, RMSNorm
 from hybridrt.layers.shared_block import SharedBlock
-from hybridrt.layers.stack import ResidualPart, ResidualStack
 from hybridrt.layers.weights import Build, CheckpointMap
 from hybridrt.models.base import CausalLM
 from hybridrt.models.config.family import FULL_ROPE, Family, FamilyFields, check_heads

@@ -16,12 +16,12 @@ import torch
 import typer
 
 from examples.composite_by_hand import ByHand
-from hybridrt.attention.torch_native import TorchNativeAttnBackend
+from hybridrt.attention.paged import TorchNativeAttnBackend
 from hybridrt.base.forward_batch import ForwardMode
 from hybridrt.cli.app import app
 from hybridrt.embedding import EngineConfig, load
 from hybridrt.mem_cache.pools.state_slices import MambaSpec, derive_mamba_conv_split
-from hybridrt.recurrent.hybrid_linear import HybridLinearAttnBackend
+from hybridrt.recurrent.backend import HybridLinearAttnBackend
 from hybridrt.recurrent.mamba2 import Mamba2AttnBackend
 from tests.test_structure import ORDER
 

@@ -216,7 +216,7 @@ def python(site: Path, cwd: Path, *arguments: str) -> str:
     return result.stdout
 
 
-WHERE = "import hybridrt.models.registry as m, hybridrt.mem_cache.pools.allocator as c; print(m.__file__, c.__file__)"
+WHERE = "import hybridrt.models.registry as m, hybridrt.mem_cache.pools.slots as c; print(m.__file__, c.__file__)"
 
 
 @pytest.mark.slow
@@ -228,7 +228,7 @@ def test_the_installed_package_needs_no_checkout(installed: Path, tmp_path: Path
 @pytest.mark.slow
 def test_checkout_hides_an_installed_package_whole(installed: Path) -> None:
     files = python(installed, ROOT, "-c", WHERE).split()
-    assert files == [str(ROOT / "models" / "registry.py"), str(ROOT / "mem_cache" / "pools" / "allocator.py")]
+    assert files == [str(ROOT / "models" / "registry.py"), str(ROOT / "mem_cache" / "pools" / "slots.py")]
 
 
 @pytest.mark.slow

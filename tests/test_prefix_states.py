@@ -195,7 +195,7 @@ def test_a_second_turn_comes_from_main_memory(bench: Bench, mode: str) -> None:
         engine.add_request([3, 1, 4], params(turn, 4), f"between {i}")  # launches the copies
         while engine.has_unfinished():
             found.add(engine.step())
-        session.coordinator.prefixes.evict([PAGES], ROWS + CACHE_SLOTS)
+        session.coordinator.prefixes.evict([PAGES] * len(session.plan.groups), ROWS + CACHE_SLOTS)
         spoil_slots(session)
     assert found["1", 0].metrics.cached_tokens == engine.counters().cache_fetched == 31
     assert found["1", 0].token_ids == wanted

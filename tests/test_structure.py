@@ -16,12 +16,12 @@ PACKAGES = {"hybridrt": "hybridrt", "models": "hybridrt.models", "mem_cache": "h
 # A folder imports from itself and from those before it. Files of `server` and `cli` without a folder of their own come
 # last there, and so do the public modules next to `base`.
 ORDER = (
-    "base", "channel", "collectives", "kinds", "kernels.core", "kernels.state", "kernels.dense", "kernels.attention",
-    "kernels.sampling", "kernels.mamba", "kernels.delta_rule", "kernels.libraries", "mem_cache.pools",
-    "mem_cache.prefix_tree", "attention", "layers", "recurrent", "models", "runtime.step", "runtime.sampling",
-    "runtime.replay", "runtime.load", "runtime.run", "runtime.precompile", "speculative", "parallel",
-    "engine.text", "embedding", "chat", "engine.grammar", "engine.request", "engine.cache", "engine.core", "engine.api",
-    "transfer", "bench",
+    "base", "channel", "collectives", "kinds", "kernels.core", "kernels.state", "kernels.dense", "kernels.quant",
+    "kernels.attention", "kernels.sampling", "kernels.mamba", "kernels.delta_rule", "kernels.libraries",
+    "mem_cache.pools", "mem_cache.prefix_tree", "attention", "layers", "recurrent", "models", "runtime.step",
+    "runtime.sampling", "runtime.replay", "runtime.load", "runtime.run", "runtime.precompile", "speculative",
+    "parallel", "engine.text", "embedding", "chat", "engine.grammar", "engine.request", "engine.cache", "engine.core",
+    "engine.api", "transfer", "bench",
     "server.wire", "server.core", "server.openai", "server.anthropic", "server", "cli",
 )  # fmt: skip
 PUBLIC = ("config", "errors", "sampling_params", "structured_outputs", "version")  # of one line each, from `base`
@@ -139,7 +139,7 @@ def test_the_walk_finds_every_kind_of_import(tmp_path: Path) -> None:
     assert (
         rank("hybridrt.engine.api.llm")
         > rank("hybridrt.models.loading.loader")
-        > rank("hybridrt.kernels.attention.rotary")
+        > rank("hybridrt.kernels.attention.paged_attention")
     )
 
 
@@ -186,9 +186,9 @@ def test_bare_imports_of_models_are_a_lint_error(tmp_path: Path) -> None:
 SHAPES = ("shape", "shapes", "sizes", "temporal")
 # No records either: arrays, lists, and the arguments that the contract's hooks pass on.
 BY_POSITION = {
-    "hybridrt/attention/base.py (q, k, v, save, rope)",
+    "hybridrt/attention/paged.py (q, k, v, save, rope)",
     "hybridrt/base/files_safetensors.py (dtype, shape, offsets)",
-    "hybridrt/engine/request/row_columns.py "
+    "hybridrt/engine/request/sample_request.py "
     "(self.computed, self.output_index, self.prefill_end, self.max_output, self.capacity)",
     "hybridrt/recurrent/mamba1.py (_, b, c)",
     "hybridrt/runtime/replay/cpu_decode.py (*inputs, rows, seq_lens, output_indices)",

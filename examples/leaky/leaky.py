@@ -17,10 +17,8 @@ from hybridrt.config import LinearConfig
 from hybridrt.kernels.core.slots import advance_states, pad_mask
 from hybridrt.kinds.base import LinearKind, StateShape, split_over
 from hybridrt.layers.attention import Attention
-from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment
-from hybridrt.layers.mlp import MLP
-from hybridrt.layers.norm import RMSNorm
-from hybridrt.layers.stack import ResidualPart
+from hybridrt.layers.linear import MLP, ColumnLinear, RowLinear, Segment
+from hybridrt.layers.norm import ResidualPart, RMSNorm
 from hybridrt.layers.weights import Build, CheckpointMap, parameter, sharded
 from hybridrt.models.base import CausalLM
 from hybridrt.models.config.family import Family, FamilyFields, attention_config, interleaved

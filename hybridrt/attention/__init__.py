@@ -6,7 +6,7 @@ NAMES = {
     "AttentionBackend": "hybridrt.attention.base:AttentionBackend",
     "AttentionInputs": "hybridrt.attention.base:AttentionInputs",
     "HybridAttnBackend": "hybridrt.attention.prefill_decode:HybridAttnBackend",
-    "HybridLinearAttnBackend": "hybridrt.recurrent.hybrid_linear:HybridLinearAttnBackend",
+    "HybridLinearAttnBackend": "hybridrt.recurrent.backend:HybridLinearAttnBackend",
     "MambaAttnBackendBase": "hybridrt.recurrent.backend:MambaAttnBackendBase",
     "Mamba2AttnBackend": "hybridrt.recurrent.mamba2:Mamba2AttnBackend",
     "PrefillDecodeAttnBackend": "hybridrt.attention.prefill_decode:PrefillDecodeAttnBackend",

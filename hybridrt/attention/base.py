@@ -1,19 +1,60 @@
-"""The interface of all attention and recurrent backends, and the base of softmax attention."""
+"""The interface of all attention and recurrent backends, and the side stream of graphs."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Hashable
-from typing import Any, ClassVar, NamedTuple, Protocol
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from hybridrt.attention.branch import Branch
 from hybridrt.attention.contract import ContractHooks, check_graph_tokens
 from hybridrt.base.config import AttentionSpec
+from hybridrt.base.device import SideStream, is_capturing
 from hybridrt.base.errors import BackendError
 from hybridrt.base.forward_batch import ForwardBatch, GraphView
-from hybridrt.kernels.attention.rotary import qk_norm_rotary
 from hybridrt.kernels.core.records import LatentWeights, Rope
+
+_IN_LINE = nullcontext()
+
+
+class Branch:
+    """A second stream for one of two independent parts of a step.
+
+    Kernels of a small batch leave most of the device idle, so two parallel chains take only as long
+    as the longer one. Only captured steps are split: there the allocator keeps the memory that
+    streams share, and the host costs nothing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._side, self._on_gpu = SideStream(device), device.type == "cuda"
+
+    def side_stream(self) -> AbstractContextManager[object]:
+        """Kernels launched in this context run in parallel with later ones, until `join`."""
+        return self._side.after_current() if self._on_gpu and is_capturing() else _IN_LINE
+
+    def join(self) -> None:
+        """Later kernels wait for both streams."""
+        if self._on_gpu and is_capturing():
+            self._side.join()
+
+    def segments(
+        self,
+        split: int,
+        out: torch.Tensor | None,
+        decode: Callable[[torch.Tensor | None], torch.Tensor],
+        extend: Callable[[torch.Tensor | None], torch.Tensor],
+    ) -> torch.Tensor:
+        """[T, ...]: the first `split` tokens by `decode`, in parallel with the others by `extend`.
+        Each gets its part of `out` [T, ...] and may write its result there."""
+        first, second = (None, None) if out is None else (out[:split], out[split:])
+        with self.side_stream():
+            decoded = decode(first)
+        chunks = extend(second)
+        self.join()
+        if out is None or decoded.data_ptr() != out.data_ptr() or chunks.data_ptr() != out[split:].data_ptr():
+            return torch.cat((decoded, chunks))
+        return out
 
 
 class AttentionInputs(NamedTuple):
@@ -85,12 +126,6 @@ class AttentionBackend(ContractHooks, ABC):
             BackendError: the batch contradicts itself or the pools.
         """
 
-    def recording_key(self, batch: ForwardBatch) -> Hashable:
-        """Key of a prepared decode step on a CPU. Steps of equal keys run the same operations on
-        the same tensors, so one recording serves them (hybridrt.kernels.core.recording). None: no
-        recording."""
-        return None
-
     def prepare_in_graph(self, batch: ForwardBatch) -> None:  # decode rows need nothing
         """Plans extend rows inside a graph, from device tensors, in each replay. Call `prepare`
         first."""
@@ -124,14 +159,14 @@ class AttentionBackend(ContractHooks, ABC):
         Args:
             accepted: [n] int32 accepted inputs of the first n rows, root included: >= 1 for real
                 rows, 0 for padding rows, which may be left out. None: plain decode, one token each.
-            path: [n, T] int64 accepted nodes of a draft tree, root first. None: a chain, of which
-                the first `accepted` inputs stay; its KV needs no commit.
+            path: [n, T] int64 places of the accepted inputs in their row, in order. None: the first
+                ones, whose KV needs no commit.
 
         Raises:
-            BackendError: a tree, and this backend supports only chains.
+            BackendError: a path, and this backend supports none.
         """
         if path is not None:
-            raise BackendError(f"{type(self).__name__} verifies chains alone; use topk=1")
+            raise BackendError(f"{type(self).__name__} verifies no drafts that fork; use topk=1")
 
     def drop_step(self) -> None:  # most backends keep no steps
         """Drops all prepared steps that were not committed."""
@@ -176,93 +211,3 @@ class AttentionBackend(ContractHooks, ABC):
 
     def allocate_graph(self, view: GraphView) -> None:  # most backends need no buffers
         """Adds this backend's buffers to a new view."""
-
-
-class SegmentedAttnBackend(AttentionBackend):
-    """Softmax attention with one method for decode rows and one for extend rows.
-
-    Attributes:
-        provider: library of its kernels, a name of hybridrt.kernels.core.providers; None: ours.
-        auto_decode, auto_prefill: device types on which "auto" may choose it for this phase. The
-            first such backend in hybridrt.recurrent.backends is chosen.
-        serves_sinks: has kernels for attention sinks.
-        branch: in a captured step, runs the decode rows on a second stream if it has a GPU.
-    """
-
-    provider: ClassVar[str | None] = None
-    auto_decode: ClassVar[tuple[str, ...]] = ()
-    auto_prefill: ClassVar[tuple[str, ...]] = ()
-    serves_sinks: ClassVar[bool] = False
-    branch = Branch(torch.device("cpu"))
-
-    @classmethod
-    def objection(cls, device: torch.device, specs: Collection[AttentionSpec]) -> str | None:
-        """Why it cannot serve layers of these specs on a device; None if it can."""
-        if any(spec.sinks for spec in specs) and not cls.serves_sinks:
-            return f'{cls.__name__} has no kernels for attention sinks; use "triton" or "torch"'
-        return None
-
-    def run(self, layer: Layer, batch: ForwardBatch, inputs: AttentionInputs, out: Tensor | None = None) -> Tensor:
-        """Runs softmax attention of one layer for all rows.
-
-        Args:
-            layer: `layer_id` and `spec`. Variant "mla" also has `weights`, q [T, heads * (nope +
-                rope)] and k [T, rank + rope] before its norm, and no v.
-            out: [T, heads * head_dim], where the result may be written. Use the returned tensor.
-        Returns:
-            [T, heads * head_dim] in q's dtype; for "mla" [T, heads * value].
-        """
-        q, k, v, save, rope = inputs
-        split, total, latent = batch.num_decode_tokens, q.shape[0], layer.spec.variant == "mla"
-        if total == 0:
-            value_dim = layer.weights.up_v.shape[2] if latent else layer.spec.v_head_dim
-            return q.new_empty(0, layer.spec.num_heads * value_dim)
-        if latent:
-            q = self.save_latent(q, k if save else None, layer, batch, rope)
-        elif save and k is not None and v is not None:
-            if rope is None:
-                self.save_kv(k, v, layer, batch)
-            else:
-                q = self.rotate_and_save(q, k, v, layer, batch, rope)
-        elif rope is not None:
-            q, _ = self._rotate(q, q[:, :0] if k is None else k, layer, batch, rope)
-        if split == total:
-            return self.decode(q, layer, batch, out)
-        if split == 0:
-            return self.extend(q, layer, batch, out)
-        decoding, prompts = q[:split], q[split:]
-        return self.branch.segments(
-            split,
-            out,
-            lambda place: self.decode(decoding, layer, batch, place),
-            lambda place: self.extend(prompts, layer, batch, place),
-        )
-
-    def save_latent(self, q: Tensor, k: Tensor | None, layer: Layer, batch: ForwardBatch, rope: Rope | None) -> Tensor:
-        """Writes latent vectors (variant "mla") into the pool. Returns q, rotated."""
-        raise BackendError(f"{type(self).__name__} serves no layers of latent attention")
-
-    def rotate_and_save(self, q: Tensor, k: Tensor, v: Tensor, layer: Layer, batch: ForwardBatch, rope: Rope) -> Tensor:
-        """Rotates q and k, writes k and v into the pool, returns q. Override to fuse the three."""
-        q, k = self._rotate(q, k, layer, batch, rope)
-        self.save_kv(k, v, layer, batch)
-        return q
-
-    @staticmethod
-    def _rotate(q: Tensor, k: Tensor, layer: Layer, batch: ForwardBatch, rope: Rope) -> tuple[Tensor, Tensor]:
-        dim = layer.spec.head_dim
-        heads, kv_heads = (t.view(t.shape[0], t.shape[1] // dim, dim) for t in (q, k))
-        heads, kv_heads = qk_norm_rotary(heads, kv_heads, batch.positions, rope)
-        return heads.flatten(1), kv_heads.flatten(1)
-
-    @abstractmethod
-    def save_kv(self, k: Tensor, v: Tensor, layer: Layer, batch: ForwardBatch) -> None:
-        """Writes keys and values, [T, kv_heads * head_dim], at batch.out_cache_loc."""
-
-    @abstractmethod
-    def decode(self, q: Tensor, layer: Layer, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
-        """Rows [0, num_decode_rows), tokens_per_row tokens each."""
-
-    @abstractmethod
-    def extend(self, q: Tensor, layer: Layer, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
-        """Rows [num_decode_rows, B), any number of tokens each."""

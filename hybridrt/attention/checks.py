@@ -23,7 +23,8 @@ def check_eager_batch(batch: ForwardBatch, check_places: Callable[[ForwardBatch]
     _check_lengths(batch)
     if may_look(batch.seq_lens.device):
         check_places(batch)
-    _check_device_lengths(batch)
+    if DEBUG:
+        _check_device_lengths(batch)
 
 
 def check_graph_batch(batch: ForwardBatch, view: GraphView) -> None:
@@ -78,8 +79,8 @@ def check_own(name: str, values: torch.Tensor) -> None:
 
 
 def _check_device_lengths(batch: ForwardBatch) -> None:
-    """With HYBRIDRT_DEBUG=1, checks lengths, positions and padding rows. Waits for the device."""
-    if not DEBUG or not batch.batch_size:
+    """Checks lengths, positions and padding rows. Waits for the device."""
+    if not batch.batch_size:
         return
     starts, lens = batch.query_start_loc, batch.seq_lens
     if int(starts[0]):
@@ -93,8 +94,8 @@ def _check_device_lengths(batch: ForwardBatch) -> None:
         over = [i for i, (on, off) in enumerate(zip(lens[:real].tolist(), batch.seq_lens_cpu)) if on > off]
         if over:
             raise BackendError(f"seq_lens of row {over[0]} is {int(lens[over[0]])}; seq_lens_cpu is its upper bound")
-    tree = batch.spec_info is not None and batch.spec_info.tree_mask is not None
-    first = split if tree else 0  # a tree node's position is its depth
+    forks = batch.spec_info is not None and batch.spec_info.mask is not None
+    first = split if forks else 0  # a row's last draft need not have its last position
     last = batch.positions[(starts[first + 1 : real + 1] - 1).clamp(min=0).long()]
     _compare(
         "positions", torch.where(new[first:real] > 0, last + 1, lens[first:real]), lens[first:real].tolist(), first

@@ -13,7 +13,8 @@ from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 
 
 class Fa3AttnBackend(PagedAttnBackend):
-    """For Hopper. Only the pages of prefill are planned on the host. 16-bit KV, chains only."""
+    """For Hopper. Only the pages of prefill are planned on the host. 16-bit KV; no drafts
+    that fork."""
 
     provider, captures_prompts = "sgl_kernel", False
     head_dims, architectures = (64, 96, 128, 192, 256), (8, 9)
@@ -29,7 +30,7 @@ class Fa3AttnBackend(PagedAttnBackend):
         assert step.extend is not None
         if not any(step.extend.query_lens):
             return torch.zeros_like(q)
-        kv, heads = self.layer_kv(layer), q.view(-1, layer.spec.num_heads, layer.spec.head_dim)
+        kv, heads = self.layer_kv(layer.layer_id), q.view(-1, layer.spec.num_heads, layer.spec.head_dim)
         group = self.kv_pool.group_of(layer.layer_id)
         if group not in step.plans:  # in the group's first layer, when the page table is complete
             step.plans[group] = self._library.plan_extend(kv, step.extend)

@@ -42,7 +42,7 @@ class Segment:
 
 
 class FlashinferAttnBackend(PagedKVBackend):
-    """Plans on the host need all lengths, so a replay waits for them. 16-bit KV, chains only."""
+    """Plans on the host need all lengths, so a replay waits for them. 16-bit KV; no drafts that fork."""
 
     provider, needs_host_lens, captures_prompts = "flashinfer", True, False
     head_dims, architectures = (64, 128, 256), (8, 9, 10, 12)
@@ -58,8 +58,8 @@ class FlashinferAttnBackend(PagedKVBackend):
 
     def prepare(self, batch: ForwardBatch, *, graph: GraphView | None = None) -> None:
         super().prepare(batch, graph=graph)
-        if batch.spec_info is not None and batch.spec_info.tree_mask is not None:
-            raise BackendError('flashinfer verifies chains alone here; use topk=1 or attention_backend="triton"')
+        if batch.spec_info is not None and batch.spec_info.mask is not None:
+            raise BackendError('flashinfer verifies no drafts that fork; use topk=1 or attention_backend="triton"')
         if graph is not None:
             batch.metadata[self] = {"decode": self._graph_segment(batch, graph)}
             return

@@ -1,23 +1,33 @@
-"""Attention over KVPool: shared metadata and writes, and backends without a host plan."""
+"""Softmax attention by segments, over KVPool: metadata and writes, backends without a host plan, and plain torch."""
 
-from collections.abc import Collection
+from abc import abstractmethod
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from hybridrt.attention.base import Layer, SegmentedAttnBackend
-from hybridrt.attention.branch import Branch
+from hybridrt.attention.base import AttentionBackend, AttentionInputs, Branch, Layer
 from hybridrt.attention.checks import check_eager_batch, check_graph_batch, check_own, check_written_places
 from hybridrt.base.config import AttentionSpec
 from hybridrt.base.device import capability
 from hybridrt.base.errors import BackendError
 from hybridrt.base.forward_batch import ForwardBatch, GraphView
 from hybridrt.kernels.attention.latent_attention import from_latent, into_latent
+from hybridrt.kernels.attention.paged_attention import (
+    CellPlaces,
+    RowContexts,
+    attend,
+    cell_places,
+    qk_norm_rotary,
+    rotate,
+    rotations,
+    store_at,
+)
 from hybridrt.kernels.core.providers import provider_objection, require, select
 from hybridrt.kernels.core.records import AttentionPrompts, AttentionRows, KVPlaces, PagedKV, Rope
-from hybridrt.kernels.core.views import by_head
+from hybridrt.kernels.core.slots import by_head
 from hybridrt.kernels.state.state_commit import move_kv
 from hybridrt.mem_cache.pools.bounds import check_range
 from hybridrt.mem_cache.pools.kv_pool import KVPool
@@ -29,13 +39,104 @@ class PagedMetadata:
     """What a step's kernels read, apart from queries, keys and values.
 
     Attributes:
-        decode, extend: one for each segment; None without rows.
-        plans: a library's own, by page group, from the group's first layer on.
+        decode, extend: one for each segment; None without rows. `decode` is what the backend's
+            kernels take as rows.
+        plans: a library's own, by page group.
     """
 
-    decode: AttentionRows | None
+    decode: Any
     extend: AttentionPrompts | None
     plans: dict[int, Any] = field(default_factory=dict)
+
+
+class SegmentedAttnBackend(AttentionBackend):
+    """Softmax attention with one method for decode rows and one for extend rows.
+
+    Attributes:
+        provider: library of its kernels, a name of hybridrt.kernels.core.providers; None: ours.
+        auto_decode, auto_prefill: device types on which "auto" may choose it for this phase. The
+            first such backend in hybridrt.recurrent.backends is chosen.
+        serves_sinks: has kernels for attention sinks.
+        branch: in a captured step, runs the decode rows on a second stream if it has a GPU.
+    """
+
+    provider: ClassVar[str | None] = None
+    auto_decode: ClassVar[tuple[str, ...]] = ()
+    auto_prefill: ClassVar[tuple[str, ...]] = ()
+    serves_sinks: ClassVar[bool] = False
+    branch = Branch(torch.device("cpu"))
+
+    @classmethod
+    def objection(cls, device: torch.device, specs: Collection[AttentionSpec]) -> str | None:
+        """Why it cannot serve layers of these specs on a device; None if it can."""
+        if any(spec.sinks for spec in specs) and not cls.serves_sinks:
+            return f'{cls.__name__} has no kernels for attention sinks; use "triton" or "torch"'
+        return None
+
+    def run(self, layer: Layer, batch: ForwardBatch, inputs: AttentionInputs, out: Tensor | None = None) -> Tensor:
+        """Runs softmax attention of one layer for all rows.
+
+        Args:
+            layer: `layer_id` and `spec`. Variant "mla" also has `weights`, q [T, heads * (nope +
+                rope)] and k [T, rank + rope] before its norm, and no v.
+            out: [T, heads * head_dim], where the result may be written. Use the returned tensor.
+        Returns:
+            [T, heads * head_dim] in q's dtype; for "mla" [T, heads * value].
+        """
+        q, k, v, save, rope = inputs
+        split, total, latent = batch.num_decode_tokens, q.shape[0], layer.spec.variant == "mla"
+        if total == 0:
+            value_dim = layer.weights.up_v.shape[2] if latent else layer.spec.v_head_dim
+            return q.new_empty(0, layer.spec.num_heads * value_dim)
+        if latent:
+            q = self.save_latent(q, k if save else None, layer, batch, rope)
+        elif save and k is not None and v is not None:
+            if rope is None:
+                self.save_kv(k, v, layer, batch)
+            else:
+                q = self.rotate_and_save(q, k, v, layer, batch, rope)
+        elif rope is not None:
+            q, _ = self._rotate(q, q[:, :0] if k is None else k, layer, batch, rope)
+        if split == total:
+            return self.decode(q, layer, batch, out)
+        if split == 0:
+            return self.extend(q, layer, batch, out)
+        decoding, prompts = q[:split], q[split:]
+        return self.branch.segments(
+            split,
+            out,
+            lambda place: self.decode(decoding, layer, batch, place),
+            lambda place: self.extend(prompts, layer, batch, place),
+        )
+
+    def save_latent(self, q: Tensor, k: Tensor | None, layer: Layer, batch: ForwardBatch, rope: Rope | None) -> Tensor:
+        """Writes latent vectors (variant "mla") into the pool. Returns q, rotated."""
+        raise BackendError(f"{type(self).__name__} serves no layers of latent attention")
+
+    def rotate_and_save(self, q: Tensor, k: Tensor, v: Tensor, layer: Layer, batch: ForwardBatch, rope: Rope) -> Tensor:
+        """Rotates q and k, writes k and v into the pool, returns q. Override to fuse the three."""
+        q, k = self._rotate(q, k, layer, batch, rope)
+        self.save_kv(k, v, layer, batch)
+        return q
+
+    @staticmethod
+    def _rotate(q: Tensor, k: Tensor, layer: Layer, batch: ForwardBatch, rope: Rope) -> tuple[Tensor, Tensor]:
+        dim = layer.spec.head_dim
+        heads, kv_heads = (t.view(t.shape[0], t.shape[1] // dim, dim) for t in (q, k))
+        heads, kv_heads = qk_norm_rotary(heads, kv_heads, batch.positions, rope)
+        return heads.flatten(1), kv_heads.flatten(1)
+
+    @abstractmethod
+    def save_kv(self, k: Tensor, v: Tensor, layer: Layer, batch: ForwardBatch) -> None:
+        """Writes keys and values, [T, kv_heads * head_dim], at batch.out_cache_loc."""
+
+    @abstractmethod
+    def decode(self, q: Tensor, layer: Layer, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
+        """Rows [0, num_decode_rows), tokens_per_row tokens each."""
+
+    @abstractmethod
+    def extend(self, q: Tensor, layer: Layer, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
+        """Rows [num_decode_rows, B), any number of tokens each."""
 
 
 class PagedKVBackend(SegmentedAttnBackend):
@@ -141,11 +242,11 @@ class PagedKVBackend(SegmentedAttnBackend):
     def _decode_segment(batch: ForwardBatch) -> AttentionRows:
         """Lengths of a captured step are not bounded."""
         split, spec, lens = batch.num_decode_rows, batch.spec_info, batch.seq_lens_cpu
-        mask, drafts = (None, None) if spec is None else (spec.tree_mask, spec.num_drafts)
+        mask, drafts = (None, None) if spec is None else (spec.mask, spec.num_drafts)
         return AttentionRows(
             batch.req_pool_indices[:split],
             batch.seq_lens[:split],
-            tree_mask=None if mask is None else mask[:split],
+            mask=None if mask is None else mask[:split],
             num_drafts=None if drafts is None else drafts[:split],
             max_len=None if lens is None else max(lens[:split]),
         )
@@ -184,15 +285,15 @@ class PagedKVBackend(SegmentedAttnBackend):
         self._write_kv(k.view(shape), v.view(shape), k_cache, v_cache, self.layer_places(layer, batch))
 
     def commit(self, batch: ForwardBatch, accepted: Tensor | None = None, path: Tensor | None = None) -> None:
-        """Moves the KV of a tree's accepted nodes to the places of their depths."""
+        """Moves the KV of accepted inputs together: `path` says where it is."""
         if accepted is None or path is None or not self.kv_pool.tensors:
             return
         n, tokens = path.shape
         first = (batch.seq_lens[:n] - tokens).unsqueeze(1)
-        depth = torch.arange(tokens, device=path.device)
-        rows, kept = batch.req_pool_indices[:n].unsqueeze(1), depth < accepted.unsqueeze(1)
+        order = torch.arange(tokens, device=path.device)
+        rows, kept = batch.req_pool_indices[:n].unsqueeze(1), order < accepted.unsqueeze(1)
         moves = [
-            [table[rows, first + at].masked_fill(~kept, 0).flatten() for at in (path, depth)] for table in self._tables
+            [table[rows, first + at].masked_fill(~kept, 0).flatten() for at in (path, order)] for table in self._tables
         ]
         for cache, group in zip(self.kv_pool.tensors, self.kv_pool.tensor_groups):
             move_kv(cache, *moves[group])
@@ -206,12 +307,19 @@ class PagedAttnBackend(PagedKVBackend):
         device = kv_pool.device.type
         self._extend = select("attention_extend", device, self.provider)
         self._decode = select("attention_decode", device, self.provider)
+        views = {
+            i: PagedKV(*kv_pool.layer(i), self._tables[kv_pool.group_of(i)], spec.scale, spec.sliding_window)
+            for i, spec in kv_pool.specs.items()
+        }
+        self.layer_kv: Callable[[int], PagedKV] = views.__getitem__  # by layer id, without sinks
         if self.serves_latent:
             self._latent_extend = select("latent_extend", device, self.provider)
 
     def decode(self, q: Tensor, layer: Layer, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         heads = q.view(batch.num_decode_rows, batch.tokens_per_row, layer.spec.num_heads, -1)
-        kv, rows = self.layer_kv(layer), self.decode_rows(layer, batch)
+        kv, rows = self.layer_kv(layer.layer_id), (batch.metadata.get(self) or self.planned(batch)).decode
+        if layer.spec.sinks:
+            kv = kv._replace(sinks=layer.sinks)
         if layer.spec.variant == "mla":
             sums = self._decode(into_latent(heads, layer.weights), kv, rows)
             return from_latent(sums, layer.weights).view(q.shape[0], -1)
@@ -222,16 +330,61 @@ class PagedAttnBackend(PagedKVBackend):
 
     def extend(self, q: Tensor, layer: Layer, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         heads = by_head(q, layer.spec.num_heads, q.shape[1] // layer.spec.num_heads)
-        kv, rows = self.layer_kv(layer), self.planned(batch).extend
+        kv, rows = self.layer_kv(layer.layer_id), (batch.metadata.get(self) or self.planned(batch)).extend
+        if layer.spec.sinks:
+            kv = kv._replace(sinks=layer.sinks)
         if layer.spec.variant == "mla":
             return self._latent_extend(heads, kv, layer.weights, rows).flatten(1)
         place = None if out is None else by_head(out, *heads.shape[1:])
         return self._extend(heads, kv, rows, place).reshape(q.shape[0], -1)
 
-    def decode_rows(self, layer: Layer, batch: ForwardBatch) -> Any:
-        return self.planned(batch).decode
 
-    def layer_kv(self, layer: Layer) -> PagedKV:
-        caches, spec = self.kv_pool.layer(layer.layer_id), layer.spec
-        sinks = layer.sinks if spec.sinks else None
-        return PagedKV(*caches, self.layer_table(layer), spec.scale, spec.sliding_window, sinks)
+@dataclass
+class TorchPlan:
+    """What the layers of a CPU step share, computed by the first layer that needs it.
+
+    Attributes:
+        rotations: cosines and sines, by the address of their table.
+        places: where keys and values are written, by page group.
+    """
+
+    rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    places: dict[int, CellPlaces] = field(default_factory=dict)
+
+
+class TorchNativeAttnBackend(PagedAttnBackend):
+    """Gathers a request's pages and calls scaled_dot_product_attention. On a CPU, what layers share
+    is computed once a step."""
+
+    provider = "torch"
+    serves_latent = serves_sinks = True
+    auto_decode = auto_prefill = ("cpu",)
+
+    def __init__(self, *, kv_pool: KVPool, req_to_token_pool: HybridReqToTokenPool) -> None:
+        super().__init__(kv_pool=kv_pool, req_to_token_pool=req_to_token_pool)
+        self._by_window = dict(zip(kv_pool.windows, self._tables))
+        self._shares = kv_pool.device.type == "cpu"  # a graph would keep values
+        if self._shares:
+            self._decode = attend
+
+    def prepare(self, batch: ForwardBatch, *, graph: GraphView | None = None) -> None:
+        super().prepare(batch, graph=graph)
+        if self._shares:
+            step: PagedMetadata = batch.metadata[self]
+            step.plans[0] = TorchPlan()  # of all page groups
+            if step.decode is not None:
+                step.decode = RowContexts(self._by_window, step.decode, batch.tokens_per_row)
+
+    def rotate_and_save(self, q: Tensor, k: Tensor, v: Tensor, layer: Layer, batch: ForwardBatch, rope: Rope) -> Tensor:
+        step: PagedMetadata = batch.metadata.get(self) or self.planned(batch)
+        plan, spec, table = step.plans.get(0) or TorchPlan(), layer.spec, rope.cos_sin.data_ptr()
+        if table not in plan.rotations:
+            plan.rotations[table] = rotations(rope.cos_sin, batch.positions)
+        group = self.kv_pool.group_of(layer.layer_id)
+        if group not in plan.places:
+            plan.places[group] = cell_places(self._places(group, batch), self.kv_pool.page_size)
+        heads, kv_heads = (-1, spec.num_heads, spec.head_dim), (-1, spec.num_kv_heads, spec.head_dim)
+        rotated, key = rotate(q.view(heads), k.view(kv_heads), rope, plan.rotations[table])
+        k_cache, v_cache = self.kv_pool.layer(layer.layer_id)
+        store_at(((k_cache, key), (v_cache, v.view(kv_heads))), plan.places[group])
+        return rotated.flatten(1)

@@ -1,10 +1,9 @@
 """Two softmax-attention backends: one for prefill, one for decode."""
 
-from collections.abc import Hashable
-
 from torch import Tensor
 
-from hybridrt.attention.base import Layer, SegmentedAttnBackend
+from hybridrt.attention.base import Layer
+from hybridrt.attention.paged import SegmentedAttnBackend
 from hybridrt.base.errors import BackendError
 from hybridrt.base.forward_batch import ForwardBatch, ForwardMode, GraphView
 from hybridrt.kernels.core.records import Rope
@@ -64,9 +63,6 @@ class PrefillDecodeAttnBackend(SegmentedAttnBackend):
             batch.metadata[self] = True
         for backend in self._planning(batch):
             backend.prepare(batch, graph=graph)
-
-    def recording_key(self, batch: ForwardBatch) -> Hashable:
-        return self._decode_segment_backend(batch).recording_key(batch)
 
     def prepare_in_graph(self, batch: ForwardBatch) -> None:
         for backend in self._planning(batch):

@@ -11,6 +11,7 @@ from hybridrt.base.device import gpu_count, gpu_name, has_bfloat16
 from hybridrt.base.draft_methods import load_method
 from hybridrt.base.errors import ConfigError, DeviceError
 from hybridrt.base.errors_foreign import ENGINE, knows_fields
+from hybridrt.base.quantization import QuantConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -151,6 +152,7 @@ class ModelConfig:
         mtp_layers: layers of the multi-token-prediction head; their ids follow the model's last.
         image_tokens: placeholders of images, with the names of their fields. A prompt that contains
             one is refused.
+        quant: how a quantised checkpoint stores its matrices; None for a plain one.
     """
 
     architecture: str
@@ -166,6 +168,7 @@ class ModelConfig:
     hf: Any = field(repr=False, compare=False)
     mtp_layers: tuple[LayerSpec, ...] = ()
     image_tokens: Mapping[int, str] = field(default_factory=dict, compare=False)
+    quant: QuantConfig | None = field(default=None, repr=False, compare=False)
 
     @property
     def full_attention_layer_ids(self) -> tuple[int, ...]:
@@ -229,7 +232,8 @@ class SpeculativeConfig:
             token, "replay" keeps recent inputs and recomputes; "auto" picks replay for chains where
             kernels exist.
         speculative_attention_mode: which full-attention backend verifies: "prefill" or "decode".
-        topk: drafts per tree level; 1 is a chain.
+        topk: drafts at each place. With 1, each follows the one before it (a chain); with more, the
+            likeliest ones follow a token, and drafts fork (a draft tree).
     """
 
     method: str = "ngram"
@@ -251,7 +255,12 @@ class SpeculativeConfig:
                 f'method "{self.method}" takes no draft_model; with method="draft" a smaller model drafts'
             )
         if self.topk > 1 and self.state_mode == "replay":
-            raise ConfigError('topk > 1 makes a tree, and state_mode="replay" verifies chains: use "intermediate"')
+            raise ConfigError('topk > 1 needs state_mode="intermediate": "replay" keeps no state after each draft')
+
+    @property
+    def forks(self) -> bool:
+        """Whether more than one draft may follow a token."""
+        return self.topk > 1
 
     @property
     def num_verify_tokens(self) -> int:
@@ -274,6 +283,7 @@ _ENGINE = {
     "page_size": FieldType("a power of two from 1 to 1024", lambda v: type(v) is int and v in _PAGE_SIZES),
     "chunked_prefill_size": integer(1, 2**20),
     "target_itl_ms": _or_none(either(number(0.1, 1e6), one_of("auto"))),
+    "max_ttft_factor": _or_none(number(1.01, 1e3)),
     "mamba_ssm_dtype": one_of(*DTYPES),
     "state_mode": one_of("auto", "classic", "replay"),
     "speculative": _or_none(FieldType("a SpeculativeConfig", lambda v: isinstance(v, SpeculativeConfig))),
@@ -305,7 +315,10 @@ class EngineConfig:
         chunked_prefill_size: most prompt tokens that one step computes.
         target_itl_ms: target for the milliseconds between tokens of a request: steps with decode
             rows get prompt chunks so short that they end in that time (docs/serving.md). "auto": on
-            a GPU, four times the time of the decode rows alone. None: no target.
+            a GPU, four times the time of the decode rows alone, or more if much work waits. None:
+            no target.
+        max_ttft_factor: with a target, prompts may need so many times longer than without decode
+            rows; a step may then take longer than its target. None: 11, or 4/3 with "auto".
         mamba_ssm_dtype: dtype of the recurrent state.
         state_mode: "classic" writes the recurrent state every step; "replay" keeps a ring of inputs
             and writes it about every 16 steps (kinds with `ring_shapes` only). "auto" picks replay
@@ -339,6 +352,7 @@ class EngineConfig:
     page_size: int = 16
     chunked_prefill_size: int = 8192
     target_itl_ms: float | Literal["auto"] | None = None
+    max_ttft_factor: float | None = None
     mamba_ssm_dtype: str = "float32"
     state_mode: str = "auto"
     attention_backend: str = "auto"

@@ -3,7 +3,20 @@
 from collections.abc import Mapping
 
 from hybridrt.base.config import DTYPES
-from hybridrt.base.config_json import FALSE, FLAG, NULL, TEXT, TRUE, FieldType, either, integer, list_of, number, one_of
+from hybridrt.base.config_json import (
+    FALSE,
+    FLAG,
+    NULL,
+    OBJECT,
+    TEXT,
+    TRUE,
+    FieldType,
+    either,
+    integer,
+    list_of,
+    number,
+    one_of,
+)
 
 FieldTypes = Mapping[str, FieldType]
 # So stacked matrices have fewer than 2**63 bytes.
@@ -37,7 +50,7 @@ RAW: FieldTypes = {
     "per_layer_config": FieldType("absent: no architecture here takes one", lambda v: not v),
     "num_hidden_layers": either(NULL, LAYERS),
     **dict.fromkeys(("dtype", "torch_dtype"), either(NULL, one_of(*DTYPES))),
-    "quantization_config": FieldType("absent: use the unquantised checkpoint that it was made from", lambda v: not v),
+    "quantization_config": either(NULL, OBJECT),
     "tie_word_embeddings": FLAG,
     **EOS,
 }

@@ -25,22 +25,37 @@ class ForwardMode(Enum):
 
 @dataclass(frozen=True)
 class SpecInfo:
-    """The draft tokens of a verify step.
+    """The inputs of a verify step: T a row, the last known token (the root) and its drafts.
 
     Attributes:
         tokens_per_row: T, drafts + 1.
-        parents: [B, T] int32, index of each node's parent in its row, -1 for the root; None for a
-            chain.
-        tree_mask: [B, T, T] bool, True where a node sees another (itself included); None for a
-            chain.
+        predecessors: [B, T] int32, the input of its row that each input follows (in a draft tree:
+            its parent), -1 for the root. None: the one before it.
+        mask: [B, T, T] bool, True where an input sees another (itself included). Given if
+            `predecessors` are. None: it sees those before it.
         num_drafts: [B] int32, drafts after a row's root; the rest is padding, with out_cache_loc 0.
             None: all are drafts.
     """
 
     tokens_per_row: int
-    parents: torch.Tensor | None = None
-    tree_mask: torch.Tensor | None = None
+    predecessors: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
     num_drafts: torch.Tensor | None = None
+
+    def relations(self, n: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """`predecessors` and `mask` of the first n rows."""
+        if self.predecessors is None or self.mask is None:
+            return None, None
+        return self.predecessors[:n], self.mask[:n]
+
+    def positions(self, places: torch.Tensor) -> torch.Tensor:
+        """Positions [n * T] of the inputs of the first n rows, which lie in the KV slots of positions
+        `places` [n * T]: the root's plus the number of other inputs that an input sees."""
+        if self.mask is None:
+            return places
+        order = torch.arange(self.tokens_per_row, dtype=torch.int32, device=places.device)
+        mask = self.mask[: len(places) // self.tokens_per_row]
+        return places + (mask.sum(-1, dtype=torch.int32) - 1 - order).view(-1)
 
 
 class AttentionBackendLike(Protocol):

@@ -11,6 +11,7 @@ from hybridrt.base.errors import RequestError, is_text, shown
 from hybridrt.base.errors_foreign import SAMPLING, knows_fields
 from hybridrt.base.structured_outputs import StructuredOutputs
 
+POOLINGS = ("last", "mean")  # the prompt's last hidden state, or the mean of all
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKEN_IDS = 1024
@@ -120,6 +121,7 @@ class SamplingParams:
     bad_words: Sequence[str] = ()
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputs | None = None
+    pooling: str | None = None  # LLM.embed sets it
 
     def __post_init__(self) -> None:
         checked = self._stops() | self._rules()
@@ -132,6 +134,7 @@ class SamplingParams:
                 checked[name] = number
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+        _require(self.pooling in (None, *POOLINGS), "pooling", self.pooling, f"one of {', '.join(POOLINGS)}, or None")
         longest = _INT32_MAX if self.max_tokens is None else self.max_tokens
         _require(self.min_tokens <= longest, "min_tokens", self.min_tokens, f"at most max_tokens, {longest}")
         structured = self.structured_outputs

@@ -21,7 +21,7 @@ from hybridrt.chat.efforts import template_variables
 from hybridrt.chat.harmony import HarmonyParser
 from hybridrt.chat.reasoning import Channels, ReasoningTags
 from hybridrt.chat.registry import REASONING_PARSERS, TOOL_PARSERS, choose
-from hybridrt.chat.renderer import LARGE_RENDERER, RENDERER
+from hybridrt.chat.renderer import FOREIGN_RENDERER, LARGE_RENDERER, RENDERER, Renderer
 from hybridrt.chat.sizes import is_large
 from hybridrt.chat.template_traits import TemplateTraits, find_traits, fitted, fitted_tool
 from hybridrt.chat.tool_parser import ToolParser
@@ -61,6 +61,8 @@ class Chat:
         template: Jinja text; None: the tokenizer's own.
         tool_parser, reasoning_parser: names in hybridrt.chat.registry; "auto": by the chat
             template; "none": off.
+        foreign: the template came with a request. It runs apart from others, which it may not hold
+            up.
 
     Raises:
         ConfigError: there is no parser of such a name.
@@ -73,7 +75,9 @@ class Chat:
         template: str | None = None,
         tool_parser: str = "auto",
         reasoning_parser: str = "auto",
+        foreign: bool = False,
     ) -> None:
+        self.foreign = foreign
         self._tokenizer, self._template = tokenizer, template
         self._templates = [template] if template else _all_templates(tokenizer.hf.chat_template)
         everything = "\n".join(self._templates)
@@ -112,8 +116,8 @@ class Chat:
             "add_generation_prompt": conversation.add_generation_prompt,
             "continue_final_message": conversation.continue_final_message,
         }
-        renderer = LARGE_RENDERER if is_large(conversation.messages, options) else RENDERER
-        return renderer.render(template, conversation.messages, options)
+        large = is_large(conversation.messages, options)
+        return self._renderer(large).render(template, conversation.messages, options)
 
     def prompt(
         self, conversation: Conversation, params: SamplingParams, encode: Callable[[str], list[int]] | None = None
@@ -153,13 +157,18 @@ class Chat:
 
         return ChatPrompt(tokens, params, self._boundaries(conversation, tokens), new_answer)
 
+    def _renderer(self, large: bool) -> Renderer:
+        return FOREIGN_RENDERER if self.foreign else LARGE_RENDERER if large else RENDERER
+
     def _template_for(self, conversation: Conversation) -> str:
         return self._template or _template_of(self._tokenizer.hf.chat_template, bool(conversation.offered))
 
     def _traits_of(self, template: str) -> TemplateTraits:
         with self._examining:
             if template not in self._traits:
-                self._traits[template] = find_traits(template, self._tokenizer.hf.special_tokens_map)
+                self._traits[template] = find_traits(
+                    template, self._tokenizer.hf.special_tokens_map, self._renderer(large=False)
+                )
             return self._traits[template]
 
     def _fitted(self, conversation: Conversation) -> Conversation:
@@ -169,6 +178,8 @@ class Chat:
         return replace(conversation, messages=messages)
 
     def _parsers(self, conversation: Conversation) -> tuple[ToolParser | None, ReasoningTags | None]:
+        if conversation.forced_form is not None:
+            return None, self.reasoning
         if forces_calls(conversation):
             return ForcedCalls(conversation.schemas), self.reasoning
         if not conversation.offered:

@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 
 from hybridrt.base.errors import RequestError
 from hybridrt.base.structured_outputs import WHITESPACE, StructuredOutputs, Thinking
-from hybridrt.chat.conversation import Conversation, NamedTool, Tool
+from hybridrt.chat.conversation import Conversation
 from hybridrt.chat.reasoning import END, Channels, ReasoningTags
 from hybridrt.chat.schemas import calls, json_text, one_call
 from hybridrt.chat.tool_parser import ToolParser
+from hybridrt.chat.tools import NamedTool, Tool
 
 # A character after a backslash is escaped already.
 _MARKS = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
@@ -58,7 +59,8 @@ class Constraints:
             return None
         budget, body, more = conversation.thinking_budget, None, list[str]()
         fixed = given is not None or forces_calls(conversation)
-        if forces_calls(conversation):
+        given = conversation.forced_form or given
+        if forces_calls(conversation) and conversation.forced_form is None:
             given, body = None, _forced(conversation)
         elif given is not None:
             body, more = _body(given)

@@ -1,53 +1,29 @@
 """A caller's messages, tools and options, checked before a template sees them."""
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict
+from typing import Any, TypedDict
 
 import msgspec
 
 from hybridrt.base.errors import RequestError, shown
 from hybridrt.base.errors_foreign import CALLS, refuse
 from hybridrt.base.pace import with_rests
+from hybridrt.base.structured_outputs import StructuredOutputs
 from hybridrt.chat.efforts import EFFORTS
 from hybridrt.chat.sizes import check_sizes
+from hybridrt.chat.tools import NamedTool, Tool, ToolChoice, allowed_tools, read_tool_choice, read_tools
 
-MAX_TOOLS = 1024
-MAX_NAME_CHARACTERS = 256
 MAX_DEPTH = 64  # depth of objects and lists within arguments of earlier calls
 BROKEN = "arguments"
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")  # types of parts that are text
 # Arguments of apply_chat_template and of ours.
 RESERVED = {
     "self", "messages", "template", "conversation", "conversations", "tools", "documents", "chat_template",
     "add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation", "max_length",
     "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Tool:
-    """A function that the model may call.
-
-    Attributes:
-        parameters: JSON schema of its arguments.
-        definition: what templates read, {"type": "function", "function": {...}}.
-        strict: its arguments must follow the schema.
-    """
-
-    name: str
-    parameters: Mapping[str, Any]
-    definition: Mapping[str, Any]
-    strict: bool = False
-
-
-@dataclass(frozen=True)
-class NamedTool:
-    name: str
-
-
-ToolChoice = Literal["auto", "none", "required"] | NamedTool
 
 
 class ChatOptions(TypedDict, total=False):
@@ -138,6 +114,13 @@ class Conversation:
     def offered(self) -> Sequence[Tool]:
         return () if self.tool_choice == "none" else self.tools
 
+    @property
+    def forced_form(self) -> StructuredOutputs | None:
+        """The grammar of a custom tool that is forced: the whole answer is its text."""
+        choice = self.tool_choice
+        named = [tool for tool in self.tools if isinstance(choice, NamedTool) and tool.name == choice.name]
+        return named[0].grammar if named else None
+
 
 def read_conversation(messages: object, tools: object = None, tool_choice: object = None, **rest: Any) -> Conversation:
     """A conversation from plain data in OpenAI's form.
@@ -148,8 +131,8 @@ def read_conversation(messages: object, tools: object = None, tool_choice: objec
             as they are.
         tools: a list of {"type": "function", "function": {"name", "description", "parameters",
             "strict"}}.
-        tool_choice: "auto" (also None), "none", "required", or {"type": "function", "function":
-            {"name"}}.
+        tool_choice: "auto" (also None), "none", "required", {"type": "function", "function":
+            {"name"}}, or {"type": "allowed_tools", "mode", "tools"}, which offers these alone.
         rest: other fields of Conversation. None: the default.
 
     Raises:
@@ -161,9 +144,10 @@ def read_conversation(messages: object, tools: object = None, tool_choice: objec
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
         raise RequestError(f"messages is {shown(messages)}; pass a list of at least one message", "messages")
     check_sizes(messages, tools, rest.get("chat_template_kwargs"))
+    offered, tool_choice = allowed_tools(read_tools(tools), tool_choice)
     return Conversation(
         messages=[read_message(message, f"messages.{i}") for i, message in enumerate(with_rests(messages))],
-        tools=read_tools(tools),
+        tools=offered,
         tool_choice=read_tool_choice(tool_choice),
         **{name: value for name, value in rest.items() if value is not None},
     )
@@ -178,6 +162,8 @@ def read_message(message: object, place: str) -> dict[str, Any]:
     if not isinstance(role, str) or not role:
         raise RequestError(f"{place}.role is {shown(role)}; it must be text such as 'user'", f"{place}.role")
     plain = {key: value for key, value in message.items() if value is not None and value != []}
+    if "reasoning" in plain:  # vLLM's name
+        plain.setdefault("reasoning_content", plain["reasoning"])
     content = plain.setdefault("content", "")
     if isinstance(content, Sequence) and not isinstance(content, (str, bytes)):
         plain["content"] = [_part(part, f"{place}.content.{i}") for i, part in enumerate(content)]
@@ -190,71 +176,12 @@ def read_message(message: object, place: str) -> dict[str, Any]:
     return plain
 
 
-def read_tools(tools: object) -> list[Tool]:
-    """Checked definitions of tools."""
-    if tools is None:
-        return []
-    if not isinstance(tools, Sequence) or isinstance(tools, (str, bytes)) or len(tools) > MAX_TOOLS:
-        raise RequestError(f"tools is {shown(tools)}; it must be a list of at most {MAX_TOOLS} functions", "tools")
-    found = [_tool(tool, f"tools.{i}") for i, tool in enumerate(tools)]
-    names = Counter(tool.name for tool in found)
-    if twice := [name for name, times in names.items() if times > 1]:
-        raise RequestError(f"tools defines {shown(min(twice))} twice; give each function a name of its own", "tools")
-    return found
-
-
-def read_tool_choice(choice: object) -> ToolChoice:
-    """A checked tool choice. None is "auto"."""
-    if choice is None:
-        return "auto"
-    if isinstance(choice, NamedTool) or choice in ("auto", "none", "required"):
-        return choice
-    if isinstance(choice, Mapping) and choice.get("type") == "function":
-        function = choice.get("function", choice)
-        if isinstance(function, Mapping) and isinstance(function.get("name"), str):
-            return NamedTool(function["name"])
-    raise RequestError(
-        f"tool_choice is {shown(choice)}; it must be 'auto', 'none', 'required' or "
-        '{"type": "function", "function": {"name": ...}}',
-        "tool_choice",
-    )
-
-
 def _part(part: object, place: str) -> dict[str, str]:
-    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return {"type": "text", "text": part["text"]}
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, Mapping) else None
+    if kind in TEXT_PARTS and isinstance(text, str):
+        return {"type": "text", "text": text}
     raise RequestError(f'{place} is {shown(part)}; hybridrt reads {{"type": "text", "text": ...}} alone', place)
-
-
-def _tool(tool: object, place: str) -> Tool:
-    function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
-    if not isinstance(function, Mapping):
-        raise RequestError(f'{place} is {shown(tool)}; it must be {{"type": "function", "function": {{...}}}}', place)
-    name, parameters = function.get("name"), function.get("parameters")
-    good = isinstance(name, str) and 0 < len(name) <= MAX_NAME_CHARACTERS and name.isprintable() and " " not in name
-    if not good:
-        allowed = f"1 to {MAX_NAME_CHARACTERS} characters without spaces"
-        raise RequestError(f"{place}.function.name is {shown(name)}; it must have {allowed}", f"{place}.function.name")
-    if parameters is not None and not isinstance(parameters, Mapping):
-        raise RequestError(
-            f"{place}.function.parameters is {shown(parameters)}; it must be a JSON schema, an object",
-            f"{place}.function.parameters",
-        )
-    for key, kind in (("description", str), ("strict", bool)):
-        if not isinstance(function.get(key), (kind, type(None))):
-            where = f"{place}.function.{key}"
-            raise RequestError(f"{where} is {shown(function[key])}; it must be a {kind.__name__}", where)
-    definition = {key: value for key, value in function.items() if value is not None}
-    definition["parameters"] = dict(parameters or _NO_PARAMETERS)  # templates read it without a check that it exists
-    return Tool(
-        name=str(name),
-        parameters=definition["parameters"],
-        definition={"type": "function", "function": definition},
-        strict=bool(function.get("strict")),
-    )
-
-
-_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
 def _earlier_calls(calls: object, place: str) -> list[dict[str, Any]]:

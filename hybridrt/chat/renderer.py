@@ -29,7 +29,7 @@ _CHILD = Path(__file__).with_name("render_child.py")
 class Renderer:
     """A child process, started by the first call and again after it was killed. Calls of several
     threads wait for each other: RENDERER is for small conversations, LARGE_RENDERER for others,
-    which take up to TIMEOUT_S each."""
+    which take up to TIMEOUT_S each, FOREIGN_RENDERER for templates of requests."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -169,6 +169,6 @@ def _read(fd: int, count: int, deadline: float) -> bytes:
     return bytes(data)
 
 
-RENDERER, LARGE_RENDERER = Renderer(), Renderer()
-for _renderer in (RENDERER, LARGE_RENDERER):
+RENDERER, LARGE_RENDERER, FOREIGN_RENDERER = Renderer(), Renderer(), Renderer()
+for _renderer in (RENDERER, LARGE_RENDERER, FOREIGN_RENDERER):
     os.register_at_fork(after_in_child=_renderer.after_fork)

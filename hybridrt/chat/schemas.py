@@ -7,7 +7,7 @@ from typing import Any
 
 from hybridrt.base.errors import RequestError, shown
 from hybridrt.base.structured_outputs import MAX_CHARACTERS
-from hybridrt.chat.conversation import Tool
+from hybridrt.chat.tools import Tool
 from hybridrt.chat.values import MAX_NAME
 
 # Models write calls in one or few lines.

@@ -14,7 +14,7 @@ from typing import Any
 from hybridrt.base.errors import CheckpointError
 from hybridrt.base.pace import with_rests
 from hybridrt.chat.efforts import supported_efforts
-from hybridrt.chat.renderer import RENDERER
+from hybridrt.chat.renderer import RENDERER, Renderer
 
 MAX_SECONDS = 10.0  # time for all trials of a template
 ROLES = ("system", "user", "assistant", "tool")
@@ -54,7 +54,8 @@ class TemplateTraits:
 
 
 class _Trials:
-    def __init__(self, template: str, variables: Mapping[str, Any]) -> None:
+    def __init__(self, template: str, variables: Mapping[str, Any], renderer: Renderer) -> None:
+        self._renderer = renderer
         self._template, self._variables = template, {**variables, "add_generation_prompt": True}
         self._deadline = time.monotonic() + MAX_SECONDS
         self.cut_off = False
@@ -65,7 +66,7 @@ class _Trials:
             self.cut_off = True
             return None
         try:
-            return RENDERER.render(self._template, messages, {**self._variables, **options})
+            return self._renderer.render(self._template, messages, {**self._variables, **options})
         except CheckpointError:
             return None
 
@@ -85,7 +86,7 @@ class _Trials:
         return found is not None and all(mark in found for mark in wanted)
 
 
-def find_traits(template: str, variables: Mapping[str, Any]) -> TemplateTraits:
+def find_traits(template: str, variables: Mapping[str, Any], renderer: Renderer = RENDERER) -> TemplateTraits:
     """Tries a template, in milliseconds; at most MAX_SECONDS and one rendering.
 
     Args:
@@ -94,8 +95,8 @@ def find_traits(template: str, variables: Mapping[str, Any]) -> TemplateTraits:
     Raises:
         CheckpointError: the process for templates does not start.
     """
-    RENDERER.start()
-    trials = _Trials(template, variables)
+    renderer.start()
+    trials = _Trials(template, variables, renderer)
     if not trials.takes_the_plainest():
         return TemplateTraits()  # conversations will say why
     developer = _knows_developer(trials)

@@ -5,9 +5,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from hybridrt.chat.conversation import Tool
 from hybridrt.chat.events import CallArguments, CallBegin, CallEnd, Event
 from hybridrt.chat.scanner import Scanner, Step
+from hybridrt.chat.tools import Tool
 
 
 class CallSink:

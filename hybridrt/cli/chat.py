@@ -8,6 +8,7 @@ import typer
 
 from hybridrt.base.errors import ConfigError
 from hybridrt.cli.options import (
+    DEMONSTRATION,
     EMBEDDED,
     EngineOptions,
     Overrides,
@@ -115,6 +116,7 @@ def _local(
 ) -> "ChatModel":
     from hybridrt.chat.chat import Chat
     from hybridrt.cli.local_model import LocalModel
+    from hybridrt.cli.repl import Screen
     from hybridrt.engine.api.llm import LLM
     from hybridrt.engine.api.sampling_defaults import default_sampling_params
     from hybridrt.engine.text.tokenizer import load_tokenizer
@@ -129,4 +131,6 @@ def _local(
     if tokenizer is None or not (template or tokenizer.hf.chat_template):
         raise ConfigError("the model brings no chat template; pass one with --chat-template, or use hybridrt generate")
     chat = Chat(tokenizer, template=template, reasoning_parser=format.reasoning_parser or "auto")
+    if model == EMBEDDED:
+        Screen().note(DEMONSTRATION)
     return LocalModel(path.name, stack.enter_context(LLM(str(path), **options)), params, chat)

@@ -105,7 +105,8 @@ def generate(
     with LLM(str(path), **options) as llm:
         loaded = time.monotonic() - start
         if verbose:
-            typer.echo(f"{path.name}: loaded in {loaded:.1f} s\n{llm.plan.summary()}", err=True)
+            typer.echo(f"model: {path.name}, loaded in {loaded:.1f} s", err=True)
+            typer.echo(f"memory plan: {llm.plan.summary()}", err=True)
         deltas = in_order(llm, taken, params, stream=not json_lines)
         if json_lines:
             finished = _print_json(deltas, typed, params.n)
@@ -113,8 +114,9 @@ def generate(
             echo = sys.stdout.isatty() if echo is None else echo
             finished = _print_text(deltas, typed, params.n, token_ids or llm.tokenizer is None, echo and not chat)
     if verbose:
-        for metrics in finished:
-            typer.echo(_timing(metrics), err=True)
+        for i, metrics in enumerate(finished):
+            sample = f", sample {i % params.n + 1}" if params.n > 1 else ""
+            typer.echo(f"prompt {i // params.n + 1}{sample}: {_timing(metrics)}", err=True)
 
 
 def in_order(
@@ -209,18 +211,26 @@ def _print_text(
     finished: list[RequestMetrics] = []
     separator = ""
     _write(_heading(typed, 0, n, echo))
-    for delta in deltas:
-        if as_ids:
-            _write("".join(f"{separator if i == 0 else ' '}{token}" for i, token in enumerate(delta.token_ids)))
-            separator = " "
-        else:
-            _write(delta.text)
-        if delta.metrics is not None:
-            finished.append(delta.metrics)
-            more = len(finished) < len(typed) * n
-            _write("\n" + ("\n" + _heading(typed, len(finished), n, echo) if more else ""))
-            separator = ""
+    with _bar(len(typed) * n, hidden=sys.stdout.isatty()) as bar:  # on a terminal the texts show it
+        for delta in deltas:
+            if as_ids:
+                _write("".join(f"{separator if i == 0 else ' '}{token}" for i, token in enumerate(delta.token_ids)))
+                separator = " "
+            else:
+                _write(delta.text)
+            if delta.metrics is not None:
+                bar.update()
+                finished.append(delta.metrics)
+                more = len(finished) < len(typed) * n
+                _write("\n" + ("\n" + _heading(typed, len(finished), n, echo) if more else ""))
+                separator = ""
     return finished
+
+
+def _bar(total: int, hidden: bool = False) -> Any:
+    from tqdm.auto import tqdm
+
+    return tqdm(total=total, disable=hidden or total < 2 or not sys.stderr.isatty(), unit="sample", desc="generate")
 
 
 _write = partial(typer.echo, nl=False)  # which flushes
@@ -238,12 +248,8 @@ def _heading(typed: Sequence[str], index: int, n: int, echo: bool) -> str:
 
 
 def _print_json(deltas: "Iterable[Delta]", typed: Sequence[str], n: int) -> "list[RequestMetrics]":
-    from tqdm.auto import tqdm
-
     finished: list[RequestMetrics] = []
-    total = len(typed) * n
-    hidden = total < 2 or not sys.stderr.isatty()
-    with tqdm(total=total, disable=hidden, unit="sample", desc="generate") as bar:
+    with _bar(len(typed) * n) as bar:
         for delta in deltas:
             assert delta.metrics is not None, "the sample has ended"
             bar.update()

@@ -1,6 +1,7 @@
 """`hybridrt inspect`: layers of a model, their backends and their memory. Loads no weights."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -8,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hybridrt.base.errors import MemoryBudgetError
+from hybridrt.base.gpus import GPUS
 from hybridrt.cli.options import EMBEDDED, EngineOptions, JsonOption, ModelArgument, SpeculativeOptions
 
 if TYPE_CHECKING:
-    from hybridrt.base.config import EngineConfig, LayerSpec
+    from hybridrt.base.config import EngineConfig, LayerSpec, ModelConfig
     from hybridrt.kinds.base import StateShape
     from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
     from hybridrt.runtime.load.target import RunTarget
@@ -42,7 +44,9 @@ class ModelReport:
     """A model under a configuration. Bytes are those of one tensor-parallel rank.
 
     Attributes:
-        free_bytes: memory for weights and pools together.
+        quantization: quant_method of a quantised checkpoint.
+        schemes: its matrices by how they are stored; those that are plain are not counted.
+        free_bytes: memory for weights and pools together; `budget` says where it comes from.
         plan: None if weights and pools need more than `free_bytes`; `plan_error` says why.
     """
 
@@ -55,10 +59,14 @@ class ModelReport:
     tp_size: int
     num_parameters: int
     weight_bytes: int
+    weight_bytes_by_dtype: dict[str, int]
+    quantization: str | None
+    schemes: dict[str, int]
     vocab_size: int
     hidden_size: int
     layers: tuple[LayerReport, ...]
     free_bytes: int
+    budget: str
     plan: "MemoryPlan | None"
     plan_error: str | None
     state_bytes_per_request: int
@@ -71,19 +79,23 @@ def inspect(
     cache: Annotated[
         str | None, typer.Option(metavar="DUMP", help="Draw the prefix cache of a file that LLM.dump_cache wrote.")
     ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help=f"Plan for this GPU, which need not be here: {', '.join(GPUS)}."),
+    ] = None,
     svg: Annotated[str | None, typer.Option(metavar="FILE", help="With --cache: write the drawing as SVG.")] = None,
     engine: EngineOptions = EngineOptions(),  # noqa: B008
     speculation: SpeculativeOptions = SpeculativeOptions(),  # noqa: B008
 ) -> None:
     """Show for each layer of a model what it computes, which backend runs it and what memory it takes.
 
-    Reads config.json alone.
+    Reads config.json alone, and of quantised checkpoints the names and shapes of tensors.
     """
     from hybridrt.base.config import EngineConfig
 
     if cache is not None or svg is not None:
         return _draw_cache(cache, svg, as_json)
-    report = describe_model(EngineConfig(model, **engine.given(), **speculation.given(model)))
+    report = describe_model(EngineConfig(model, **engine.given(), **speculation.given(model)), gpu)
     if as_json:
         typer.echo(json.dumps(_as_json(report), indent=2))
     else:
@@ -104,8 +116,11 @@ def _draw_cache(cache: str | None, svg: str | None, as_json: bool) -> None:
     typer.echo(json.dumps(asdict(dump), indent=2) if as_json else as_text(dump))
 
 
-def describe_model(config: "EngineConfig") -> ModelReport:
-    """Reads the model's config.json alone.
+def describe_model(config: "EngineConfig", gpu: str | None = None) -> ModelReport:
+    """Reads no weights.
+
+    Args:
+        gpu: a name of GPUS: the plan is one for it, without what a run measures there.
 
     Raises:
         ConfigError, BackendError, DeviceError: the model or an option cannot be used.
@@ -115,35 +130,66 @@ def describe_model(config: "EngineConfig") -> ModelReport:
     from hybridrt.base.config import dtype_name
     from hybridrt.collectives.groups import TPGroup
     from hybridrt.runtime.load.build import empty_model, load_target, weight_bytes
-    from hybridrt.runtime.load.fit import free_bytes, plan_ahead
+    from hybridrt.runtime.load.fit import as_on_gpu, budget_text, free_bytes, gpu_bytes, plan_ahead
 
+    total_bytes = None if gpu is None else gpu_bytes(gpu, config)
+    config = config if gpu is None else replace(config, device="cpu")
     path, target = load_target(config, TPGroup(size=config.tp_size))
+    target = target if gpu is None else as_on_gpu(config, target)
     model = empty_model(config, target, torch.device("meta"))
-    whole = empty_model(config, replace(target, tp=TPGroup()), torch.device("meta"))
-    layers, plan, plan_error = tuple(_layers(config, target)), None, None
+    mc, layers, plan, plan_error = target.model_config, tuple(_layers(config, target)), None, None
     try:
-        plan = plan_ahead(config, target, weight_bytes(model))
+        plan = plan_ahead(config, target, weight_bytes(model), total_bytes=total_bytes)
     except MemoryBudgetError as e:
         plan_error = str(e)
     return ModelReport(
         model=str(path),
-        architecture=target.model_config.architecture,
-        device=str(target.device),
+        architecture=mc.architecture,
+        device=gpu or str(target.device),
         dtype=dtype_name(target.dtype),
         state_dtype=dtype_name(target.state_dtype),
         state_mode=target.state_mode,
         tp_size=config.tp_size,
-        num_parameters=sum(p.numel() for p in whole.parameters()),
+        num_parameters=_num_parameters(config, target),
         weight_bytes=weight_bytes(model),
-        vocab_size=target.model_config.vocab_size,
-        hidden_size=target.model_config.hidden_size,
+        weight_bytes_by_dtype=_bytes_by_dtype(model),
+        quantization=None if mc.quant is None else mc.quant.rules.name,
+        schemes=_schemes(mc),
+        vocab_size=mc.vocab_size,
+        hidden_size=mc.hidden_size,
         layers=layers,
-        free_bytes=free_bytes(config, target),
+        free_bytes=free_bytes(config, target, total_bytes),
+        budget=budget_text(config, target, total_bytes),
         plan=plan,
         plan_error=plan_error,
         state_bytes_per_request=sum(layer.state_bytes for layer in layers),
         kv_bytes_per_token=sum(layer.kv_bytes_per_token for layer in layers),
     )
+
+
+def _num_parameters(config: "EngineConfig", target: "RunTarget") -> int:
+    """Of all ranks, and of the plain model: a code may be half a byte, and has a scale."""
+    import torch
+
+    from hybridrt.collectives.groups import TPGroup
+    from hybridrt.runtime.load.build import empty_model
+
+    plain = replace(target, tp=TPGroup(), model_config=replace(target.model_config, quant=None))
+    whole = empty_model(config, plain, torch.device("meta"))
+    return sum(p.numel() for p in whole.parameters())
+
+
+def _bytes_by_dtype(model: Any) -> dict[str, int]:
+    """The largest first."""
+    found: Counter[str] = Counter()
+    for tensor in {*model.parameters(), *model.buffers()}:
+        found[str(tensor.dtype).removeprefix("torch.")] += tensor.nbytes
+    return dict(found.most_common())
+
+
+def _schemes(model_config: "ModelConfig") -> dict[str, int]:
+    modules = {} if model_config.quant is None else model_config.quant.modules or {}
+    return dict(Counter(str(module.scheme) for module in modules.values()).most_common())
 
 
 def _layers(config: "EngineConfig", target: "RunTarget") -> Iterator[LayerReport]:
@@ -216,6 +262,7 @@ def _as_json(report: ModelReport) -> dict[str, Any]:
 def _print(report: ModelReport) -> None:
     from hybridrt.cli.tables import bytes_text, console, count_text, print_table
 
+    in_dtype = f" in {report.dtype}" if report.quantization is None else ""
     out, ranks = console(), f" of each of {report.tp_size} ranks" if report.tp_size > 1 else ""
     out.print(f"{report.architecture}  {report.model}", style="bold", markup=False)
     if report.plan is None:
@@ -225,11 +272,16 @@ def _print(report: ModelReport) -> None:
             f"Fits: {bytes_text(report.weight_bytes + report.plan.pool_bytes)} of {bytes_text(report.free_bytes)} that "
             f"{report.device} has for weights and pools"
         )
+    out.print(report.budget, markup=False)
     out.print(
-        f"{count_text(report.num_parameters)} parameters, {bytes_text(report.weight_bytes)} in {report.dtype} on "
+        f"{count_text(report.num_parameters)} parameters, {bytes_text(report.weight_bytes)}{in_dtype} on "
         f"{report.device}{ranks}; state in {report.state_dtype}, {report.state_mode} mode; vocabulary "
         f"{report.vocab_size}, hidden size {report.hidden_size}"
     )
+    if report.quantization is not None:
+        sizes = ", ".join(f"{name} {bytes_text(size)}" for name, size in report.weight_bytes_by_dtype.items())
+        kinds = ", ".join(f"{count} {scheme}" for scheme, count in report.schemes.items())
+        out.print(f"Quantised by {report.quantization}: {kinds or 'no file was read'}; {sizes}", markup=False)
     out.print(f"\n{''.join(layer.symbol for layer in report.layers)}\n", style="cyan", markup=False)
     columns = ("", "layers", "count", "token mixer", "feed-forward", "backend", "state/request", "KV/token")
     print_table(out, "Layers", columns, list(_rows(report)), right=("count", "state/request", "KV/token"))

@@ -13,6 +13,7 @@ from hybridrt.base.draft_methods import BUILT_IN, load_method
 from hybridrt.base.errors import ConfigError
 
 EMBEDDED, EMBEDDED_DRAFT = "embedded", "embedded_draft"
+DEMONSTRATION = "the built-in model is a demonstration: it completes code, and was not made for conversations"
 MAX_CHARS = 1 << 24  # characters of a prompt or a message that standard input brings
 # Every command has MODEL, or --model where arguments are prompts.
 _MODEL = f"Checkpoint directory or hub name. [{EMBEDDED}]"
@@ -42,6 +43,7 @@ class Overrides:
 
 _DTYPES = "float32|bfloat16|float16"
 ITL_TARGET = "Time between tokens to keep, by shorter chunks of prompts."
+TTFT_FACTOR = "Times that a target may make prompts take longer."
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class EngineOptions(Overrides):
     page_size: int | None = setting("Tokens in a KV page, a power of two.", "16", "N")
     chunked_prefill_size: int | None = setting("Prompt tokens computed in one step.", "8192", "N")
     target_itl_ms: str | None = setting(ITL_TARGET, "none", "MS|auto|none")
+    max_ttft_factor: float | None = setting(TTFT_FACTOR, "11, or 4/3 with auto", "X")
     mamba_ssm_dtype: str | None = setting("Of the recurrent state.", "float32", _DTYPES)
     state_mode: str | None = setting("How recurrent state is kept while decoding.", "auto", "classic|replay")
     attention_backend: str | None = setting("Softmax attention; `hybridrt doctor` lists the names.", "auto", "NAME")

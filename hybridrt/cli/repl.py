@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 
 from hybridrt.base.errors import HybridrtError, RequestError, is_text
-from hybridrt.base.interrupts import Interrupts
+from hybridrt.base.turns import Interrupts
 from hybridrt.cli.conversation import ChatModel, Message, Piece, Totals, load, save
 from hybridrt.cli.line_reader import LineReader
 
@@ -181,8 +181,21 @@ class Repl:
 
     def _save(self, name: str) -> None:
         file = _file("/save", name)
-        (self._model.save_session if file.suffix == SESSION else save)(file, self.messages)
-        self._screen.note(f"{len(self.messages)} messages written")
+        if file.suffix != SESSION:
+            save(file, self.messages)
+            self._screen.note(f"{len(self.messages)} messages written")
+            return
+        try:
+            self._model.save_session(file, self.messages)
+            self._screen.note(f"{len(self.messages)} messages written")
+        except HybridrtError:
+            if not self.messages:
+                raise
+            # The text is not lost with the states.
+            text = file.with_suffix(".json")
+            save(text, self.messages)
+            self._screen.note(f"without states, {len(self.messages)} messages written to {text}")
+            raise
 
     def _load(self, name: str) -> None:
         file = _file("/load", name)

@@ -1,11 +1,13 @@
 """`hybridrt serve`: serves a model over the HTTP APIs of OpenAI and Anthropic."""
 
+import logging
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
 from hybridrt.base.errors import ProviderNotInstalledError
 from hybridrt.cli.options import (
+    DEMONSTRATION,
     EMBEDDED,
     ITL_TARGET,
     EngineOptions,
@@ -26,6 +28,8 @@ class ServerOptions(Overrides):
     panel: ClassVar = "Server"
     host: str | None = setting("Address to listen on; 0.0.0.0 is reached from everywhere.", "127.0.0.1")
     port: int | None = setting("Port to listen on.", "8000", "N")
+    uds: str | None = setting("Unix socket to listen on, instead of host and port.", "none", "PATH")
+    root_path: str | None = setting("What a proxy puts before all paths, such as /llm.", "none", "PATH")
     served_model_names: list[str] | None = setting(
         "What requests call the model; repeatable.", "MODEL", "NAME", "--served-model-name"
     )
@@ -44,14 +48,18 @@ class ServerOptions(Overrides):
         "Pages that may call (CORS); repeatable.", "none", "URL", "--allowed-origin"
     )
     chat_template: str | None = setting("File that replaces the model's chat template.", "none", "FILE")
+    request_chat_templates: bool | None = setting("Requests may bring a chat template of their own.", "off")
     tool_parser: str | None = setting("How the model writes tool calls.", "auto", "NAME")
     reasoning_parser: str | None = setting("How the model marks reasoning.", "auto", "NAME")
     max_waiting: int | None = setting("Samples that may wait; more get 429.", "4096", "N")
     max_body_bytes: int | None = setting("Longest body of a request.", "16777216", "N")
+    max_stored_responses: int | None = setting("Responses kept for later requests; 0: none.", "1024", "N")
+    max_stored_bytes: int | None = setting("Bytes of all of these.", "67108864", "N")
     request_timeout: float | None = setting("Seconds that a request may take.", "600", "S")
     drain_timeout: float | None = setting("Seconds for running requests after SIGTERM.", "30", "S")
     step_timeout: float | None = setting("A longer step makes /health fail.", "120", "S")
     stats_interval: float | None = setting("Seconds between lines of statistics; 0: none.", "10", "S")
+    log_level: str | None = setting("Least level of log lines.", "info", "debug|info|warning|error")
     access_log: bool | None = setting("A JSON line for each request.", "on")
     otlp_endpoint: str | None = setting("Where OpenTelemetry spans go.", "none", "URL")
 
@@ -100,9 +108,12 @@ def serve(
     config = ServerConfig(**given)
     from hybridrt.engine.api.llm import LLM
     from hybridrt.runtime.load.build import resolve_model_path
-    from hybridrt.server.run import bind
+    from hybridrt.server.run import bind, write_logs
     from hybridrt.server.run import serve as run
 
+    write_logs(config.log_level)
+    if model == EMBEDDED:
+        logging.getLogger("hybridrt.server").info(DEMONSTRATION)
     path = str(resolve_model_path(model))
     with bind(config) as listener:
         run(LLM(path, **engine.given(), **speculation.given(model)), config, listener)

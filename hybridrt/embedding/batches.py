@@ -14,12 +14,10 @@ from hybridrt.embedding.positions import Positions
 from hybridrt.kernels.core.chunk_plan import chunk_lists
 from hybridrt.kernels.core.packed import A, int32_array, map_arrays
 from hybridrt.kernels.core.records import TokenInputs
-from hybridrt.kernels.sampling.draft_tree import tree_positions
 from hybridrt.mem_cache.pools.bounds import may_look
-from hybridrt.mem_cache.pools.page_demand import PageDemand
+from hybridrt.mem_cache.pools.page_groups import PageDemand
 from hybridrt.runtime.load.build import Runtime
-from hybridrt.runtime.step.batch import make_batch
-from hybridrt.runtime.step.pack import StagingRing
+from hybridrt.runtime.step.pack import StagingRing, make_batch
 from hybridrt.runtime.step.recurrent_arrays import RecurrentArrays, set_recurrent
 
 _NO_READS = np.zeros(0, np.int32)
@@ -224,8 +222,8 @@ class Batches:
             order = torch.arange(spec.tokens_per_row, device=self.device)
             padding = order > spec.num_drafts[: decoded // spec.tokens_per_row, None]
             places[..., :decoded].masked_fill_(padding.flatten(), 0)
-        if spec is not None and spec.tree_mask is not None:  # siblings share a position
-            positions[:decoded] = tree_positions(positions[:decoded], spec.tree_mask)
+        if spec is not None and spec.mask is not None:
+            positions[:decoded] = spec.positions(positions[:decoded])
         return TokenInputs(ids, positions, places)
 
 

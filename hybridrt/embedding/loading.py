@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from hybridrt.base.ambient import in_undisturbed
 from hybridrt.base.config import EngineConfig
 from hybridrt.base.config_json import check_fields, integer
 from hybridrt.base.errors import ConfigError, shown
+from hybridrt.base.turns import in_undisturbed
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.embedding.numbers import Numbers, Scratch
 from hybridrt.embedding.runtime import EmbeddedRuntime

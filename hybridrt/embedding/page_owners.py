@@ -7,7 +7,7 @@ import numpy as np
 
 from hybridrt.base.errors import PoolError
 from hybridrt.embedding.numbers import Numbers
-from hybridrt.mem_cache.pools.page_demand import PageDemand
+from hybridrt.mem_cache.pools.page_groups import PageDemand
 
 _NONE = np.zeros(0, np.int32)
 

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from hybridrt.base.ambient import in_undisturbed
 from hybridrt.base.config_json import check_fields, integer
 from hybridrt.base.errors import BackendError, PoolError
 from hybridrt.base.forward_batch import ForwardBatch, SpecInfo
+from hybridrt.base.turns import in_undisturbed
 from hybridrt.embedding.batches import Batches
 from hybridrt.embedding.numbers import Array, Numbers, check_equal, check_on_device, check_within, host_integers
 from hybridrt.embedding.positions import StepRows
@@ -267,7 +267,7 @@ class EmbeddedRuntime:
         Args:
             accepted: [n] tokens that stay of the first n verify rows, the root included: 1 to T, 0
                 for padding rows. It may be an integer tensor on the device. None for plain decode.
-            path: [n, T] int64 accepted nodes of a draft tree; None for a chain.
+            path: [n, T] int64 places of the accepted inputs in their row; None: the first ones.
 
         Raises:
             BackendError: this batch was not the last to run, or `accepted` does not fit it.

@@ -8,7 +8,7 @@ from hybridrt.base.config import AttentionConfig, AttentionSpec
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.core.records import Rope
-from hybridrt.kernels.dense.activation import sigmoid_mul
+from hybridrt.kernels.dense.norm_activation import sigmoid_mul
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget, parameter, sharded, unchanged

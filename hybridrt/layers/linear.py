@@ -1,20 +1,275 @@
-"""Linear layers of named segments, sharded over tensor-parallel ranks.
+"""Linear layers of named segments with their methods, the feed-forward part, embedding and head.
 
 A merged weight holds several checkpoint matrices with one input (ColumnLinear) or one output
 (RowLinear): fewer GEMMs.
+
+Packages add methods by entry points of `hybridrt.linear_methods`, "name = module:class".
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from functools import cache, reduce
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from hybridrt.base.errors import BackendError
+from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.base.plugins import Plugins
+from hybridrt.base.quantization import PLAIN, Scheme
 from hybridrt.collectives.groups import TPGroup
-from hybridrt.kernels.dense.skinny_linear import Activation
-from hybridrt.layers.methods import Part, make_linear
-from hybridrt.layers.weights import Build, CheckpointMap, Piece, Transform, parameter, unchanged
+from hybridrt.kernels.dense.linear import ONEDNN_FROM, add_linear, linear, stored_by_columns
+from hybridrt.kernels.dense.moe import ExpertStack, fused_experts
+from hybridrt.kernels.dense.norm_activation import clamped_silu_and_mul
+from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation, InputNorm, is_skinny, skinny_linear
+from hybridrt.layers.weights import (
+    Build,
+    CheckpointMap,
+    CheckpointTarget,
+    ExpertPart,
+    ExpertsMethod,
+    LinearMethod,
+    Method,
+    Part,
+    Piece,
+    Transform,
+    parameter,
+    unchanged,
+)
+
+if TYPE_CHECKING:
+    from hybridrt.layers.norm import RMSNorm
+
+SKINNY_ON = ("cuda",)
+
+
+class DenseExperts(ExpertsMethod):
+    def __init__(
+        self, count: int, rows: int, in_features: int, size: int, build: Build, up: Scheme = PLAIN,
+        down: Scheme = PLAIN,
+    ) -> None:  # fmt: skip
+        self.up = parameter(count, rows, in_features, dtype=build.dtype, device=build.device)
+        self.down = parameter(count, in_features, size, dtype=build.dtype, device=build.device)
+
+    def targets(self, key: str, part: ExpertPart) -> CheckpointMap:
+        stack = self.up.data.narrow(1, part.start, part.size) if part.matrix == "up" else self.down.data
+        piece = Piece(f"{part.name}.weight", stack.narrow(0, part.first, part.count), part.select, part.scale)
+        return {f"{key}.weight": (piece,)}
+
+    def apply(
+        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *, activation: Literal["silu", "relu2"],
+        limit: float | None = None, alpha: float | None = None,
+        biases: tuple[torch.Tensor, torch.Tensor | None] | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        stack = ExpertStack(self.up, self.down, activation, limit, alpha, *(biases or ()))
+        return fused_experts(x, stack, weights, ids)
+
+
+class DenseMethod(LinearMethod):
+    """A weight in the model's dtype.
+
+    On a GPU, a step of few tokens runs norm, product and activation as one kernel.
+    """
+
+    experts = DenseExperts
+    merges_inputs = True
+    adds_from = 1024  # the next norm then moves half the bytes
+
+    def __init__(
+        self, out_features: int, in_features: int, build: Build, scheme: Scheme = PLAIN, parts: Sequence[int] = ()
+    ) -> None:
+        self.weight = parameter(out_features, in_features, dtype=build.dtype, device=build.device)
+        self.skinny = build.device.type in SKINNY_ON
+        self._activations = {name: activation.for_device(build.device) for name, activation in ACTIVATIONS.items()}
+        if stored_by_columns(self.weight):
+            self.weight.data = torch.empty(in_features, out_features, dtype=build.dtype, device=build.device).t()
+
+    def targets(self, key: str, parts: Sequence[Part]) -> CheckpointMap:
+        weight = self.weight.data
+        pieces = (
+            Piece(f"{part.name}.weight", weight.narrow(part.dim, part.start, part.size), part.select, part.scale)
+            for part in parts
+        )
+        return {f"{key}.weight": tuple(pieces)}
+
+    def apply(
+        self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None = None,
+        tail: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        if self.skinny and is_skinny(x, self.weight, activation):
+            return skinny_linear(x, self.weight, bias, tail=tail, activation=activation)[0]
+        x = x if tail is None else side_by_side(x, tail)
+        multiply = linear if x.shape[0] * self.weight.numel() >= ONEDNN_FROM else F.linear
+        y = multiply(x, self.weight, bias)
+        return y if activation is None else self._activations[activation](y)
+
+    def lookup(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return F.embedding(ids, self.weight)
+
+    def apply_into(self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> None:
+        if is_skinny(x, self.weight, None) and out.is_contiguous():
+            skinny_linear(x, self.weight, bias, out=out)
+            return
+        weight = self.weight.t()
+        torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias, x, weight, out=out)
+
+    def apply_onto(self, residual: torch.Tensor, x: torch.Tensor, tail: torch.Tensor | None = None) -> torch.Tensor:
+        return add_linear(residual, x if tail is None else side_by_side(x, tail), self.weight)
+
+    def apply_normed(
+        self, norm: "RMSNorm", x: torch.Tensor, residual: torch.Tensor | None, bias: torch.Tensor | None,
+        activation: Activation | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        if not self.skinny or not is_skinny(x, self.weight, activation):
+            h, residual = norm(x) if residual is None else norm.add(x, residual, norm.weight, norm.eps)
+            return self.apply(h, bias, activation), residual
+        before = InputNorm(norm.weight, norm.eps, residual)
+        y, total = skinny_linear(x, self.weight, bias, norm=before, activation=activation)
+        return y, x if total is None else total
+
+    def apply_each(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        even = len(self.weight) % (8 * len(inputs)) == 0
+        if even and len(inputs[0]) == 1 and is_skinny(inputs[0], self.weight, None):
+            x = reduce(side_by_side, inputs)
+            return skinny_linear(x, self.weight, parts=len(inputs))[0].chunk(len(inputs), -1)
+        return [linear(x, part) for x, part in zip(inputs, self.weight.chunk(len(inputs)), strict=True)]
+
+
+class MixedMethod(LinearMethod):
+    """A merged weight with one method for each run of segments of equal schemes.
+
+    Args:
+        runs: (method, length along `dim`), in order.
+        dim: 0: runs write neighbouring columns of one output. 1: runs read neighbouring columns of
+            one input, and their products are added.
+    """
+
+    def __init__(self, runs: Sequence[tuple[LinearMethod, int]], dim: int) -> None:
+        self.runs, self.sizes, self.dim = [method for method, _ in runs], [size for _, size in runs], dim
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return {f"{name}_{i}": p for i, run in enumerate(self.runs) for name, p in run.parameters().items()}
+
+    def finish(self) -> None:
+        for run in self.runs:
+            run.finish()
+
+    def targets(self, key: str, parts: Sequence[Part]) -> CheckpointMap:
+        found: CheckpointMap = {}
+        for i, run in enumerate(self.runs):
+            start, end = sum(self.sizes[:i]), sum(self.sizes[: i + 1])
+            mine = [replace(part, start=part.start - start) for part in parts if start <= part.start < end]
+            for name, pieces in (run.targets(key, mine) if mine else {}).items():
+                found[name] = found.get(name, ()) + pieces
+        return found
+
+    def apply(
+        self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None = None,
+        tail: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        x = x if tail is None else side_by_side(x, tail)
+        if self.dim == 0:
+            out = x.new_empty(x.shape[0], sum(self.sizes))
+            biases = [None] * len(self.runs) if bias is None else bias.split(self.sizes)
+            for run, part, its_bias in zip(self.runs, out.split(self.sizes, -1), biases, strict=True):
+                run.apply_into(part, x, its_bias)
+        else:
+            first, *rest = zip(self.runs, x.split(self.sizes, -1), strict=True)
+            out = first[0].apply(first[1], bias)
+            for run, part in rest:
+                out = run.apply_onto(out, part)
+        return out if activation is None else ACTIVATIONS[activation](out)
+
+
+_QUANT = {name.lower(): f"hybridrt.layers.quant.methods:{name}" for name in ("Fp8", "Int8", "Int4", "Fp4")}
+_BUILT_IN = {"dense": f"{__name__}:DenseMethod", **_QUANT}
+_METHODS = Plugins("hybridrt.linear_methods", _BUILT_IN, "method of linear layers", LinearMethod, classes=True)
+
+
+@cache
+def linear_method(name: str) -> type[LinearMethod]:
+    """A method class by name.
+
+    Raises:
+        BackendError: there is none, its package cannot be imported, or it brings something else.
+    """
+    return _METHODS.load(name)
+
+
+def experts_method(name: str) -> type[ExpertsMethod]:
+    """The class for experts. BackendError as `linear_method`, or if it has none."""
+    experts = linear_method(name).experts
+    if experts is None:
+        raise BackendError(f"method {name!r} serves no stacks of experts; leave the experts dense")
+    return experts
+
+
+def make_experts(
+    build: Build, name: str, matrices: Sequence[str], count: int, rows: int, in_features: int, size: int
+) -> ExpertsMethod:
+    """The method of experts `name`, which are all stored like the first one, gate and up alike.
+
+    Args:
+        matrices: those of an expert without "down", as `build.scheme` knows them.
+        count, rows, in_features, size: as in ExpertsMethod.
+    """
+    up, down = build.scheme(f"{name}.0.{matrices[0]}"), build.scheme(f"{name}.0.down")
+    kind = experts_method(down.method if up == PLAIN else up.method)
+    return kind(count, rows, in_features, size, build, up, down)
+
+
+def make_linear(build: Build, name: str, segments: Mapping[str, int], width: int, dim: int) -> LinearMethod:
+    """The method of layer `name`, with a merged weight of `segments` (sizes by name).
+
+    Args:
+        dim: 0 for a weight [sum of sizes, width], 1 for [width, sum of sizes].
+    """
+    runs: list[tuple[Scheme, list[int]]] = []
+    for segment, size in segments.items():
+        scheme = build.scheme(f"{name}.{segment}")
+        if runs and runs[-1][0] == scheme and (dim == 0 or linear_method(scheme.method).merges_inputs):
+            runs[-1][1].append(size)
+        else:
+            runs.append((scheme, [size]))
+    made = []
+    for scheme, sizes in runs:
+        total = sum(sizes)
+        shape, parts = ((total, width), sizes) if dim == 0 else ((width, total), [width])
+        made.append((linear_method(scheme.method)(*shape, build, scheme, parts), total))
+    return made[0][0] if len(made) == 1 else MixedMethod(made, dim)
+
+
+def register(module: nn.Module, method: Method) -> None:
+    """Makes a method's parameters those of its layer, instead of the ones that it had before."""
+    for name in getattr(module, "of_method", ()):
+        del module._parameters[name]
+    found = method.parameters()
+    for name, param in found.items():
+        module.register_parameter(name, param)
+    module.of_method = tuple(found)  # type: ignore[assignment]
+
+
+def finish(model: nn.Module) -> None:
+    """Calls `finish` of all methods of a model. They may have other parameters then."""
+    for module in model.modules():
+        method = getattr(module, "method", None)
+        if isinstance(method, Method):
+            method.finish()
+            register(module, method)
+
+
+def side_by_side(x: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
+    """x [T, a] and tail [T, b] as [T, a + b]: a view of neighbouring columns, else a copy."""
+    rows, width = x.shape[0], x.shape[1] + tail.shape[1]
+    row_stride = width if rows == 1 else x.stride(0)  # a single row's stride means nothing
+    alike = x.stride(1) == tail.stride(1) == 1 and (rows == 1 or tail.stride(0) == row_stride)
+    neighbours = alike and tail.data_ptr() == x.data_ptr() + x.shape[1] * x.element_size()
+    if neighbours and x.untyped_storage().data_ptr() == tail.untyped_storage().data_ptr():
+        return x.as_strided((rows, width), (row_stride, 1))
+    return torch.cat((x, tail), dim=-1)
+
 
 # What a block adds, and the residual [T, hidden]; None: already added.
 Summands = tuple[torch.Tensor, torch.Tensor | None]
@@ -53,8 +308,7 @@ class _SegmentedLinear(nn.Module):
         starts = [sum(self.sizes[:i]) for i in range(len(segments))]
         self.spans = dict(zip(self.segments, zip(starts, self.sizes)))
         self.method = make_linear(build, name, dict(zip(self.segments, self.sizes)), width, self.dim)
-        for each, param in self.method.parameters().items():
-            self.register_parameter(each, param)
+        register(self, self.method)
         self.bias: nn.Parameter | None = None
         if any(s.bias for s in segments):
             outputs = width if self.dim else sum(self.sizes)
@@ -69,7 +323,8 @@ class _SegmentedLinear(nn.Module):
             parts = dict(zip(sizes, rearrange(t).split([*sizes.values()], self.dim)))
             return self.tp.shard(parts[name], self.dim, shards)
 
-        return Part(f"{self.name}.{name}", self.dim, *self.spans[name], select, scale)
+        total = sum(sizes.values())
+        return Part(f"{self.name}.{name}", self.dim, *self.spans[name], select, total, scale)
 
 
 class ColumnLinear(_SegmentedLinear):
@@ -142,11 +397,6 @@ class RowLinear(_SegmentedLinear):
             y = self.method.apply(x, self.bias if self.tp.rank == 0 else None, tail=tail)
         return y if self.tp.size == 1 else self.tp.all_reduce(y), None if adds else residual
 
-    def places(self, like: torch.Tensor) -> list[torch.Tensor]:
-        """[T, size] for each segment, T and dtype as `like`: columns of one tensor. Results that
-        branches write there need no copy."""
-        return list(like.new_empty(like.shape[0], sum(self.sizes)).split_with_sizes(self.sizes, dim=-1))
-
     def targets(self, key: str, name: str, *, scale: float = 1.0) -> CheckpointMap:
         """Targets of `key`.weight (and .bias), which reads segment `name`. `scale`: factor of its
         output."""
@@ -155,3 +405,101 @@ class RowLinear(_SegmentedLinear):
             piece = Piece(f"{self.name}.{name}.bias", self.bias.data, unchanged, scale, accumulate=True)
             found[f"{key}.bias"] = (piece,)
         return found
+
+
+class MLP(nn.Module):
+    """down(silu(gate x) * up x), gate and up in one GEMM (Shazeer 2020); or down(relu(up x)^2) (So
+    et al. 2021).
+
+    Args:
+        activation: "silu_and_mul" for the first, "relu2" for the second.
+        scales: multipliers of gate and down.
+        limit: clamps both factors of the first (`clamped_silu_and_mul`); None: no clamp.
+    """
+
+    def __init__(
+        self, name: str, hidden_size: int, intermediate_size: int, *, activation: Activation = "silu_and_mul",
+        bias: bool = False, scales: tuple[float, float] = (1.0, 1.0), limit: float | None = None, build: Build,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.scales, self.limit = scales, limit
+        parts = ["gate", "up"] if activation == "silu_and_mul" else ["up"]
+        self.activation = activation if limit is None else None  # products do not fuse the clamp
+        into = [Segment(part, intermediate_size, bias=bias) for part in parts]
+        self.up = ColumnLinear(f"{name}.{'_'.join(parts)}", hidden_size, into, build=build)
+        self.down = RowLinear(f"{name}.down", [Segment("x", intermediate_size, bias=bias)], hidden_size, build=build)
+
+    def forward(self, norm: "RMSNorm", x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
+        """MLP of norm(x + residual), and x + residual. `batch` is only for experts."""
+        h, residual = self.up.method.apply_normed(norm, x, residual, self.up.bias, self.activation)
+        return self.down.onto(residual, h if self.limit is None else clamped_silu_and_mul(h, self.limit))
+
+    def summand(self, x: torch.Tensor, reduce: bool = False) -> torch.Tensor:
+        """MLP of x, [T, hidden] to [T, hidden]. `reduce` as in RowLinear."""
+        h = self.up(x, self.activation)
+        return self.down(h if self.limit is None else clamped_silu_and_mul(h, self.limit), reduce=reduce)
+
+    def targets(self, key: str) -> dict[str, CheckpointTarget]:
+        gate, down = self.scales
+        found = self.down.targets(f"{key}.down_proj", "x", scale=down)
+        for part in self.up.segments:
+            scale = {part: gate if part == "gate" else 1.0}
+            found |= self.up.targets(f"{key}.{part}_proj", [part], scale=scale, bias_scale=scale)
+        return found
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Equal shards of the vocabulary's rows, the last one padded with zeros.
+
+    `multiplier` scales the embedding at run time, because a tied head needs the same weight
+    unscaled.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        build: Build,
+        multiplier: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.name, self.vocab_size, self.tp, self.multiplier = name, vocab_size, build.tp, multiplier
+        self.rows = -(-vocab_size // self.tp.size)
+        self.dtype = build.dtype
+        self.method = make_linear(build, name, {"rows": self.rows}, hidden_size, 0)
+        register(self, self.method)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """[T] int64 to [T, hidden]."""
+        if self.tp.size == 1:
+            x = self.method.lookup(input_ids, self.dtype)
+        else:
+            local = input_ids - self.tp.rank * self.rows
+            outside = (local < 0) | (local >= self.rows)
+            x = self.method.lookup(local.masked_fill(outside, 0), self.dtype).masked_fill_(outside[:, None], 0)
+            x = self.tp.all_reduce(x)
+        return x if self.multiplier == 1.0 else x * self.multiplier
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] to [n, vocab]."""
+        local = self.method.apply(x, None)
+        return (local if self.tp.size == 1 else self.tp.all_gather_last(local))[:, : self.vocab_size]
+
+    def logits_into(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """`logits` into a contiguous `out` [n, vocab]; without a copy on a single rank."""
+        if self.tp.size == 1:
+            self.method.apply_into(out, x, None)
+        else:
+            out.copy_(self.logits(x))
+
+    def targets(self, key: str) -> dict[str, CheckpointTarget]:
+        return self.method.targets(key, [Part(f"{self.name}.rows", 0, 0, self.rows, self._select, self.vocab_size)])
+
+    def _select(self, t: torch.Tensor) -> torch.Tensor:
+        if t.shape[0] != self.vocab_size:
+            raise RuntimeError(f"the vocabulary has {t.shape[0]} rows, config.json says {self.vocab_size}")
+        local = t[self.tp.rank * self.rows : (self.tp.rank + 1) * self.rows]
+        missing = self.rows - local.shape[0]
+        return F.pad(local, (0, 0, 0, missing)) if missing else local

@@ -7,7 +7,7 @@ from hybridrt.attention.base import AttentionInputs
 from hybridrt.base.config import AttentionConfig, LatentConfig
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kernels.core.records import LatentWeights, Rope
-from hybridrt.kernels.dense.activation import sigmoid_mul
+from hybridrt.kernels.dense.norm_activation import sigmoid_mul
 from hybridrt.layers.attention import attention_spec
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands
 from hybridrt.layers.norm import RMSNorm

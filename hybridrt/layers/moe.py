@@ -15,11 +15,27 @@ from hybridrt.kernels.dense.moe import (
     router_sigmoid_grouped,
     router_softmax,
 )
-from hybridrt.layers.linear import ColumnLinear, Segment, Summands
-from hybridrt.layers.methods import DenseMethod, ExpertPart, experts_method
-from hybridrt.layers.mlp import MLP
+from hybridrt.kernels.dense.skinny_linear import Activation
+from hybridrt.layers.linear import (
+    MLP,
+    ColumnLinear,
+    DenseMethod,
+    Segment,
+    Summands,
+    make_experts,
+    register,
+)
 from hybridrt.layers.norm import RMSNorm
-from hybridrt.layers.weights import Build, CheckpointTarget, TensorPart, Transform, parameter, sharded, whole
+from hybridrt.layers.weights import (
+    Build,
+    CheckpointTarget,
+    ExpertPart,
+    TensorPart,
+    Transform,
+    parameter,
+    sharded,
+    whole,
+)
 
 SHARED_WEIGHT = 0.5  # sigmoid(0), of shared experts without a gate
 
@@ -41,8 +57,8 @@ class SoftmaxRouter(nn.Module):
         super().__init__()
         self.name, self.num_experts, self.shared_experts = name, num_experts, shared_experts
         self.choice = SoftmaxChoice(top_k, renormalize, shared_experts)
-        # Eight rows for one gate align accesses to 16 bytes. Routers are never quantised.
-        rows = num_experts + (8 if shared_experts else 0)
+        # Eight rows for one gate align accesses to 16 bytes. Routers are kept plain.
+        rows = num_experts + (8 if shared_experts or build.quantised else 0)
         self.method = None if exact else DenseMethod(rows, hidden_size, build)
         if self.method is None:
             self.weight = parameter(rows, hidden_size, dtype=torch.float32, device=build.device)
@@ -66,6 +82,10 @@ class SoftmaxRouter(nn.Module):
             return self.method.apply(x, self.bias)
         logits = router_product(x, self.weight)
         return logits if self.bias is None else logits + self.bias
+
+    def shared_weight(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, 1] float32: the weight of shared experts that are apart from the others."""
+        return torch.sigmoid(F.linear(x, self.weight[self.num_experts, None].to(x.dtype)).float())
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         tensors = {"weight": self.weight} if self.bias is None else {"weight": self.weight, "bias": self.bias}
@@ -120,7 +140,8 @@ class Experts(nn.Module):
     Args:
         activation: "silu": SwiGLU, with the gate's rows before those of up. "relu2": squared ReLU.
         shared_size: intermediate size of an MLP for every token. It is stored as `num_shared`
-            experts E, E + 1, ... of size I, the last one padded with zeros.
+            experts E, E + 1, ... of size I, the last one padded with zeros; in quantised checkpoints,
+            `shared` is that MLP.
         scales: multipliers of the outputs of experts and of that MLP, applied to weights.
         limit, alpha: of SwiGLU, as in ExpertStack.
         bias: all matrices of routed experts have biases.
@@ -139,10 +160,17 @@ class Experts(nn.Module):
         self.matrices = ("gate", "up") if activation == "silu" else ("up",)
         self.local = self.tp.divide("channels of an expert", intermediate_size)
         self.shared_size, self.num_shared = shared_size, -(-shared_size // intermediate_size)
+        self.shared: MLP | None = None
+        if build.quantised and shared_size:
+            form: Activation = "silu_and_mul" if activation == "silu" else "relu2"
+            scale = (1.0, scales[1])
+            self.num_shared = 0
+            self.shared = MLP(
+                f"{name}.shared", size, shared_size, activation=form, scales=scale, limit=limit, build=build
+            )
         count, rows = num_experts + self.num_shared, self.local * len(self.matrices)
-        self.method = experts_method(build.scheme(name, "experts"))(count, rows, size, self.local, build)
-        for each, param in self.method.parameters().items():
-            self.register_parameter(each, param)
+        self.method = make_experts(build, name, self.matrices, count, rows, size, self.local)
+        register(self, self.method)
         self.biases: tuple[nn.Parameter, nn.Parameter | None] | None = None
         if bias:
             self.up_bias, self.down_bias = (
@@ -165,10 +193,12 @@ class Experts(nn.Module):
         """Maps `key`.{gate,up,down}_proj.weight to `count` experts from `first` on."""
         found: dict[str, CheckpointTarget] = {}
         for i, matrix in enumerate(self.matrices):
-            part = ExpertPart(f"{name}.{matrix}", "up", first, count, i * self.local, self.local, up)
+            total = self.local * self.tp.size
+            part = ExpertPart(f"{name}.{matrix}", "up", first, count, i * self.local, self.local, up, total)
             found |= self.method.targets(f"{key}.{matrix}_proj", part)
         scale = self.scales[first >= self.num_experts]
-        part = ExpertPart(f"{name}.down", "down", first, count, 0, self.local, down, scale)
+        total = self.local * self.tp.size
+        part = ExpertPart(f"{name}.down", "down", first, count, 0, self.local, down, total, scale)
         return found | self.method.targets(f"{key}.down_proj", part)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
@@ -257,7 +287,8 @@ class MoE(nn.Module):
         shared: MLP | None = None, latent: Latent | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.router, self.experts, self.shared, self.latent, self.keys = router, experts, shared, latent, keys
+        self.router, self.experts, self.latent, self.keys = router, experts, latent, keys
+        self.shared = experts.shared if shared is None else shared
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         h, residual = norm(x, residual)
@@ -270,15 +301,20 @@ class MoE(nn.Module):
             routed = self.latent.back(all_reduce(self.experts(self.latent.into(h), weights, ids)))
             return routed if self.shared is None else routed + self.shared.summand(h, reduce=True)
         routed = self.experts(h, weights, ids)
-        return all_reduce(routed if self.shared is None else routed + self.shared.summand(h))
+        if self.shared is None:
+            return all_reduce(routed)
+        shared = self.shared.summand(h)
+        if self.experts.shared is not None and isinstance(self.router, SoftmaxRouter):
+            shared = (shared * self.router.shared_weight(h)).to(h.dtype)
+        return all_reduce(routed + shared)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         at = {what: f"{key}.{below}" for what, below in self.keys.items()}
         found = {**self.router.targets(at["router"]), **self.experts.targets(at["experts"])}
         if self.router.shared_experts:
             found |= self.experts.shared_targets(at["shared"])
-            if isinstance(self.router, SoftmaxRouter) and "shared_gate" in at:
-                found |= self.router.shared_gate_targets(at["shared_gate"])
+        if isinstance(self.router, SoftmaxRouter) and "shared_gate" in at:
+            found |= self.router.shared_gate_targets(at["shared_gate"])
         if self.shared is not None:
             found |= self.shared.targets(at["shared"])
         return found if self.latent is None else found | self.latent.targets(at["into"], at["back"])

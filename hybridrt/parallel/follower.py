@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybridrt.base.ambient import undisturbed
 from hybridrt.base.config import EngineConfig
 from hybridrt.base.errors import HybridrtError, MessageError, PeerGoneError, RankError
 from hybridrt.base.plugins import load_object
+from hybridrt.base.turns import undisturbed
 from hybridrt.channel.codec import pack
 from hybridrt.channel.control import BEATS, Link, rank_timeout
 from hybridrt.collectives.groups import Communicator, TPGroup

@@ -12,7 +12,7 @@ import torch
 from hybridrt.base.config import EngineConfig, resolve_device
 from hybridrt.base.device import gpu_count
 from hybridrt.base.errors import ConfigError, DeviceError
-from hybridrt.base.interrupts import Interrupts
+from hybridrt.base.turns import Interrupts
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.parallel.follower import serve
 from hybridrt.parallel.messages import encode

@@ -1,7 +1,7 @@
-"""The base of all recurrent backends: splits a step, plans it, commits it, owns graph buffers."""
+"""The base of all recurrent backends, and the composite that routes each layer to its backend."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
@@ -10,21 +10,22 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 
-from hybridrt.attention.base import AttentionBackend
-from hybridrt.attention.branch import Branch
+from hybridrt.attention.base import AttentionBackend, Branch
 from hybridrt.attention.checks import check_eager_batch, check_graph_batch, check_own
 from hybridrt.base.errors import BackendError
-from hybridrt.base.forward_batch import ExtendPass, ForwardBatch, GraphView
+from hybridrt.base.forward_batch import ForwardBatch, GraphView
+from hybridrt.base.plugins import load_object
 from hybridrt.kernels.core.chunk_plan import ChunkPlan, plan_chunks
 from hybridrt.kernels.core.launch import end_launches
 from hybridrt.kernels.core.providers import needs_host
-from hybridrt.kernels.core.records import Prompts
-from hybridrt.kernels.core.views import take_tokens
-from hybridrt.kernels.state.decode_metadata import DecodeBuffers, fill_decode_metadata
+from hybridrt.kernels.core.slots import take_tokens
+from hybridrt.kernels.mamba.mamba2_decode_cpu import pool_rows
+from hybridrt.kernels.state.row_tables import DecodeBuffers, fill_decode_metadata
+from hybridrt.kinds.registry import linear_kind
 from hybridrt.mem_cache.pools.bounds import check_range
 from hybridrt.mem_cache.pools.mamba_pool import LayerCache, MambaPool
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
-from hybridrt.recurrent.segments import DecodeSegment, ExtendSegment, ForwardMetadata
+from hybridrt.recurrent.segments import DecodeSegment, ExtendSegment, ForwardMetadata, extend_segments
 
 
 class RecurrentLayer(Protocol):
@@ -53,8 +54,7 @@ def _part(inputs: InputsT, tokens: slice) -> InputsT:
 
 class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
     """The backend of one recurrent kind, over MambaPool. A subclass names its input record and
-    implements `decode` and `extend` with the kind's kernels. On a CPU, wrap non-torch kernels and
-    host reads of step values in `hybridrt.kernels.core.recording.live`: recordings call these anew.
+    implements `decode` and `extend` with the kind's kernels.
 
     Args:
         layers: the model's mixers of this kind by layer id.
@@ -83,8 +83,6 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
         self.mamba_pool: MambaPool = req_to_token_pool.mamba_pool
         self.layer_cache: Callable[[int], LayerCache] = self.mamba_pool.layer_cache
         self.chunk_size = chunk_size
-        spec = self.mamba_pool.spec
-        self._ring_width = max(shape.conv_width(spec.tokens_per_step) for shape in spec.groups)
         self.branch = Branch(req_to_token_pool.req_to_state_slot.device)
         self._others: list[MambaAttnBackendBase[Any, Any]] = []  # planned and committed by this one
         self._lead: ReferenceType[MambaAttnBackendBase[Any, Any]] | None = None  # None: plans for itself
@@ -145,8 +143,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
             return self.decode(layer, inputs, decode, out)
         if extend:
             return compute(layer, inputs, extend, out)
-        empty: Tensor = inputs[0].new_empty(0, layer.width)
-        return empty
+        return inputs[0].new_empty(0, layer.width)
 
     @abstractmethod
     def decode(self, layer: LayerT, inputs: InputsT, segment: DecodeSegment, out: Tensor | None = None) -> Tensor:
@@ -199,22 +196,15 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
                 f"or build the pool with tokens_per_step={tokens}"
             )
         step = self._plan(batch) if graph is None else self._plan_graph(batch, graph)
-        step.previous = self._uncommitted()
+        step.previous = self._last and self._uncommitted()
         # A plain decode graph commits itself; a capture has no rows.
         commits = batch.num_decode_rows > 0 if graph is None else batch.num_real > 0 and tokens > 1
         step.open = commits and self._leaves_state(tokens)
         if step.open:
             self._last = step
-        for member in self.members:
-            batch.metadata[member] = step
-
-    def recording_key(self, batch: ForwardBatch) -> Hashable:
-        """The first slot of rows that are neighbours in the pools."""
-        decode = self.planned(batch).decode
-        rows = decode.pool_rows
-        if rows is None or rows.order is not None or rows.first < self._ring_width:
-            return None
-        return rows.run.start
+        batch.metadata[self] = step
+        for other in self._others:
+            batch.metadata[other] = step
 
     def _uncommitted(self) -> ForwardMetadata | None:
         """Forgets closed steps after it."""
@@ -253,7 +243,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
     def _plan_graph(self, batch: ForwardBatch, view: GraphView) -> ForwardMetadata:
         """Fills the view's buffers, which the graph reads."""
         check_graph_batch(batch, view)
-        if self._uncommitted() is not None:
+        if self._last is not None and self._uncommitted() is not None:
             raise BackendError(UNCOMMITTED)
         by_size: dict[int, DecodeBuffers] = view.buffers[self]
         bs, decode = batch.num_decode_rows, None
@@ -271,7 +261,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
     def prepare_in_graph(self, batch: ForwardBatch) -> None:
         if batch.num_extend_rows:
             step: ForwardMetadata = self.planned(batch)
-            step.extends = self._extend_segments(batch, step.plans)
+            step.extends = extend_segments(batch, step.plans, self.pools)
 
     def begin_step(self, batch: ForwardBatch) -> ForwardMetadata:
         """Returns the step metadata. The first call builds the segments, because slots and ring
@@ -293,7 +283,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
             step.decode = self._decode_segment(batch, DecodeBuffers.allocate(split, batch.seq_lens.device))
             end_launches(batch.seq_lens.device)  # the layer's first kernel may read these early
         if batch.num_extend_rows:
-            step.extends = self._extend_segments(batch, step.plans)
+            step.extends = extend_segments(batch, step.plans, self.pools)
         step.begun, step.previous = True, None
         return step
 
@@ -311,49 +301,9 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
         split, tokens, spec = batch.num_decode_rows, batch.tokens_per_row, batch.spec_info
         rows, num_real = batch.req_pool_indices[:split], min(batch.num_real, split)
         fill_decode_metadata(buffers, rows, batch.seq_lens[:split], num_real, tokens, self.mamba_pool.tables)
-        parents = spec.parents[:split] if spec and spec.parents is not None else None
-        return DecodeSegment(rows, buffers, tokens, parents)
-
-    def _extend_segments(self, batch: ForwardBatch, plans: Mapping[int, ChunkPlan]) -> dict[int, ExtendSegment]:
-        split, padded = batch.num_decode_rows, batch.num_real < batch.batch_size
-        rows = batch.req_pool_indices[split:]
-        state_slots = self.pools.state_slots(rows)
-        if padded:
-            state_slots.masked_fill_(rows == 0, -1)
-        if batch.extend_passes:
-            return self._pass_segments(batch.extend_passes, state_slots, padded)
-        starts = batch.query_start_loc[split:]
-        positions = batch.seq_lens[split:] - (starts[1:] - starts[:-1])
-        read_state_slots = state_slots
-        if batch.read_state_slots is not None:
-            read_state_slots = torch.where(batch.read_state_slots > 0, batch.read_state_slots, state_slots)
-        runs, saves = (starts - batch.num_decode_tokens, positions > 0), batch.saved_states
-        prompts = {size: Prompts(*runs, plan, saves.get(size)) for size, plan in plans.items()}
-        return {size: ExtendSegment(read_state_slots, state_slots, positions, each) for size, each in prompts.items()}
-
-    @staticmethod
-    def _pass_segments(passes: Sequence[ExtendPass], state_slots: Tensor, padded: bool) -> dict[int, ExtendSegment]:
-        """Returns the first pass's by chunk size, with later passes attached. `padded`: token 0 in
-        a later pass is padding.
-        """
-        later: dict[int, list[tuple[Tensor, ExtendSegment]]] = {}
-        found: dict[int, ExtendSegment] = {}
-        for part in passes:
-            own_state_slots, positions = state_slots.index_select(0, part.rows), part.start_positions
-            read_state_slots = torch.where(part.read_state_slots == 0, own_state_slots, part.read_state_slots)
-            write_state_slots = torch.where(part.write_state_slots == 0, own_state_slots, part.write_state_slots)
-            runs = part.query_start_loc, positions > 0
-            tokens = None if part.tokens is None else part.tokens.long()
-            real = tokens > 0 if padded and tokens is not None else None
-            for size, plan in part.chunk_plans.items():
-                prompts = Prompts(*runs, plan)
-                segment = ExtendSegment(read_state_slots, write_state_slots, positions, prompts, real=real)
-                if tokens is None:
-                    later[size] = []
-                    found[size] = replace(segment, later=later[size])
-                else:
-                    later[size].append((tokens, segment))
-        return found
+        predecessors = spec.relations(split)[0] if spec else None
+        neighbours = None if tokens > 1 else pool_rows(buffers.state_slots, buffers.start_positions)
+        return DecodeSegment(rows, buffers, tokens, predecessors, neighbours)
 
     @property
     def chunk_sizes(self) -> tuple[int, ...]:
@@ -369,7 +319,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
     # -- the end of a step --------------------------------------------------------------------------------------
 
     def commit(self, batch: ForwardBatch, accepted: Tensor | None = None, path: Tensor | None = None) -> None:
-        step: ForwardMetadata = self.planned(batch)
+        step: ForwardMetadata = batch.metadata.get(self) or self.planned(batch)
         if not step.begun and batch.num_decode_rows:
             raise BackendError("commit of a step that has not run: call it after the step's last layer")
         step.open = False
@@ -380,3 +330,121 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
         accepted = buf.accepted if accepted is None else accepted
         n = len(accepted)
         self.mamba_pool.commit(decode.rows[:n], buf.state_slots[:n], accepted, buf.start_positions[:n], path)
+
+
+def linear_backends(
+    mixers: Mapping[int, Any], req_to_token_pool: HybridReqToTokenPool
+) -> list[MambaAttnBackendBase[Any, Any]]:
+    """One backend for each recurrent kind of `mixers` (by layer id)."""
+    by_kind: dict[str, dict[int, Any]] = {}
+    for layer_id, mixer in mixers.items():
+        by_kind.setdefault(mixer.kind, {})[layer_id] = mixer
+    found = []
+    for name, layers in by_kind.items():
+        cls = load_object(linear_kind(name).backend)
+        chunk_size = next(iter(layers.values())).config.chunk_size
+        found.append(cls(layers=layers, req_to_token_pool=req_to_token_pool, chunk_size=chunk_size))
+    return found
+
+
+class HybridLinearAttnBackend(AttentionBackend):
+    """Routes by `layer.layer_id` and `layer.kind` (None for softmax attention). Two parallel
+    branches of a block may share an id.
+
+    Args:
+        full_attn_backend: serves `full_attn_layers`.
+        linear_attn_backend: one recurrent backend, one for each kind, or None.
+        full_attn_layers: ids of the softmax-attention layers.
+
+    Raises:
+        BackendError: two backends of one kind.
+    """
+
+    def __init__(
+        self,
+        full_attn_backend: AttentionBackend,
+        linear_attn_backend: MambaAttnBackendBase[Any, Any] | Sequence[MambaAttnBackendBase[Any, Any]] | None,
+        full_attn_layers: Collection[int],
+    ) -> None:
+        given = linear_attn_backend or ()
+        self.linear_attn_backends = tuple(given) if isinstance(given, Sequence) else (given,)
+        self.full_attn_backend = full_attn_backend
+        # Recurrent layers take padding from num_real.
+        self.seq_len_fill = full_attn_backend.seq_len_fill
+        self.needs_host_lens = bool(full_attn_layers) and full_attn_backend.needs_host_lens
+        kinds = [backend.kind for backend in self.linear_attn_backends]
+        if len(set(kinds)) < len(kinds):
+            raise BackendError(f"the recurrent backends are of the kinds {kinds}; give one for each kind")
+        self.routes: dict[tuple[int, str | None], AttentionBackend] = {}
+        self.routes |= {(i, None): full_attn_backend for i in full_attn_layers}
+        self.routes |= {(i, backend.kind): backend for backend in self.linear_attn_backends for i in backend.layers}
+        # A model may have no attention layers (Falcon-Mamba).
+        self.backends: list[AttentionBackend] = [full_attn_backend] * bool(full_attn_layers)
+        if self.linear_attn_backends:
+            self.backends.append(MambaAttnBackendBase.join(self.linear_attn_backends))
+
+    @classmethod
+    def over(
+        cls,
+        full_attn_backend: AttentionBackend,
+        mixers: Mapping[int, Any],
+        full_attn_layers: Collection[int],
+        req_to_token_pool: HybridReqToTokenPool,
+    ) -> "HybridLinearAttnBackend":
+        """The composite of a model, with one backend for each kind of `mixers` (by layer id)."""
+        return cls(full_attn_backend, linear_backends(mixers, req_to_token_pool), full_attn_layers)
+
+    @property
+    def linear_attn_backend(self) -> MambaAttnBackendBase[Any, Any]:
+        if len(self.linear_attn_backends) != 1:
+            kinds = ", ".join(backend.kind for backend in self.linear_attn_backends) or "no"
+            raise BackendError(
+                f"the model has {kinds} recurrent layers; this is for models with one kind, else use route"
+            )
+        return self.linear_attn_backends[0]
+
+    @property
+    def chunk_sizes(self) -> tuple[int, ...]:
+        return tuple(size for backend in self.backends for size in backend.chunk_sizes)
+
+    def route(self, layer: Any) -> AttentionBackend:
+        """The backend that serves a layer. BackendError if none does."""
+        role = layer.layer_id, getattr(layer, "kind", None)
+        backend = self.routes.get(role)
+        if backend is None:
+            what = f"{role[1]} layer" if role[1] else "attention layer"
+            served = sorted({i for i, kind in self.routes if kind == role[1]})
+            raise BackendError(f"no backend serves {what} {layer.layer_id}; layers of that kind are {served}")
+        return backend
+
+    def run(self, layer: Any, batch: ForwardBatch, inputs: Any, out: Tensor | None = None) -> Tensor:
+        backend = self.routes.get((layer.layer_id, getattr(layer, "kind", None))) or self.route(layer)
+        return backend.run(layer, batch, inputs, out)
+
+    def prepare(self, batch: ForwardBatch, *, graph: GraphView | None = None) -> None:
+        for backend in self.backends:
+            backend.prepare(batch, graph=graph)
+
+    @property
+    def saves_at_chunks(self) -> bool:  # type: ignore[override]
+        return all(backend.saves_at_chunks for backend in self.linear_attn_backends)
+
+    @property
+    def captures_prompts(self) -> bool:  # type: ignore[override]
+        return all(backend.captures_prompts for backend in self.backends)
+
+    def prepare_in_graph(self, batch: ForwardBatch) -> None:
+        for backend in self.backends:
+            backend.prepare_in_graph(batch)
+
+    def commit(self, batch: ForwardBatch, accepted: Tensor | None = None, path: Tensor | None = None) -> None:
+        for backend in self.backends:
+            backend.commit(batch, accepted, path)
+
+    def drop_step(self) -> None:
+        for backend in self.backends:
+            backend.drop_step()
+
+    def allocate_graph(self, view: GraphView) -> None:
+        for backend in self.backends:
+            backend.allocate_graph(view)

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from hybridrt.attention.base import AttentionBackend, SegmentedAttnBackend
+from hybridrt.attention.base import AttentionBackend
+from hybridrt.attention.paged import SegmentedAttnBackend
 from hybridrt.attention.prefill_decode import PrefillDecodeAttnBackend
 from hybridrt.base.config import AttentionSpec, EngineConfig, ModelConfig
 from hybridrt.base.errors import BackendError
@@ -15,7 +16,7 @@ from hybridrt.kernels.core.providers import is_installed, require
 from hybridrt.kinds.registry import kind_names
 from hybridrt.mem_cache.pools.kv_pool import KVPool
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
-from hybridrt.recurrent.hybrid_linear import HybridLinearAttnBackend
+from hybridrt.recurrent.backend import HybridLinearAttnBackend
 
 # "auto" takes the first that fits: libraries with faster prefill first. Entry points are "name =
 # module:class", a SegmentedAttnBackend.
@@ -25,7 +26,7 @@ BACKENDS = Plugins(
         "fa3": "hybridrt.attention.fa3:Fa3AttnBackend",
         "flashinfer": "hybridrt.attention.flashinfer:FlashinferAttnBackend",
         "triton": "hybridrt.attention.triton:TritonAttnBackend",
-        "torch": "hybridrt.attention.torch_native:TorchNativeAttnBackend",
+        "torch": "hybridrt.attention.paged:TorchNativeAttnBackend",
     },
     "attention_backend",
     SegmentedAttnBackend,

@@ -5,7 +5,7 @@ from torch import nn
 
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kernels.core.records import ConvWeights, GateWeights
-from hybridrt.kernels.core.views import by_head
+from hybridrt.kernels.core.slots import by_head
 from hybridrt.kinds.kda import KDAConfig
 from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands

@@ -5,7 +5,7 @@ from torch import nn
 
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kernels.core.records import ConvWeights, SSMWeights
-from hybridrt.kernels.dense.activation import sigmoid_mul
+from hybridrt.kernels.dense.norm_activation import sigmoid_mul
 from hybridrt.kinds.lightning import LightningConfig
 from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment

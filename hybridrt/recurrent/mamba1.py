@@ -7,7 +7,7 @@ from torch import nn
 
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kernels.core.records import BCNorms, ConvWeights, SSMInputs, SSMWeights
-from hybridrt.kernels.dense.rms_norm import rms_norm
+from hybridrt.kernels.dense.norm_activation import rms_norm
 from hybridrt.kernels.mamba.mamba1_update import mamba1_update
 from hybridrt.kernels.mamba.selective_scan import selective_scan
 from hybridrt.kernels.state.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen

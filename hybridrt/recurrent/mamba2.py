@@ -8,11 +8,10 @@ from torch import nn
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.core.records import ConvWeights, SSMInputs, SSMWeights
-from hybridrt.kernels.core.views import by_head
-from hybridrt.kernels.mamba.mamba2_common import split_conv_channels
+from hybridrt.kernels.core.slots import by_head
 from hybridrt.kernels.mamba.mamba2_decode import mamba2_decode
 from hybridrt.kernels.mamba.mamba2_decode_cpu import mamba2_in_place
-from hybridrt.kernels.mamba.mamba2_scan import mamba2_chunk_scan
+from hybridrt.kernels.mamba.mamba2_scan import mamba2_chunk_scan, split_conv_channels
 from hybridrt.kernels.state.causal_conv1d import causal_conv1d_varlen
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.kinds.registry import state_shape
@@ -166,10 +165,9 @@ class Mamba2AttnBackend(MambaAttnBackendBase[Mamba2Layer, Mamba2Inputs]):
         self, layer: Mamba2Layer, inputs: Mamba2Inputs, segment: DecodeSegment, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         cache, rows, conv_weights = self.layer_cache(layer.layer_id), segment.pool_rows, layer.conv_weights
-        if rows and cache.ring_values is None:
-            z = inputs.z if layer.gates else None
-            pools = cache.conv, cache.temporal
-            if rows.holds(inputs.xBC, *pools, conv_weights.weight.shape[1]):
+        if rows and cache.ring_values is None and rows.first >= conv_weights.weight.shape[1] - 1:
+            pools, z = (cache.conv, cache.temporal), inputs.z if layer.gates else None
+            if inputs.xBC.dtype == cache.conv.dtype == cache.temporal.dtype == torch.float32:
                 return mamba2_in_place(inputs.xBC, inputs.dt, z, conv_weights, layer.weights, *pools, rows, out)
         xBC, dt, gate = segment.by_row(inputs.xBC), segment.by_row(inputs.dt), None
         if layer.gates:

@@ -1,11 +1,12 @@
 """The metadata of recurrent layers: a decode segment, then an extend segment."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
+from hybridrt.base.forward_batch import ExtendPass, ForwardBatch
 from hybridrt.kernels.core.chunk_plan import ChunkPlan
 from hybridrt.kernels.core.records import (
     ConvState,
@@ -17,41 +18,40 @@ from hybridrt.kernels.core.records import (
     StateRing,
     StateSlots,
 )
-from hybridrt.kernels.mamba.mamba2_decode_cpu import PoolRows, pool_rows
-from hybridrt.kernels.state.decode_metadata import DecodeBuffers
+from hybridrt.kernels.mamba.mamba2_decode_cpu import PoolRows
+from hybridrt.kernels.state.row_tables import DecodeBuffers
 from hybridrt.mem_cache.pools.mamba_pool import LayerCache
+from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 
 
 @dataclass(frozen=True)
 class DecodeSegment:
-    """n decode or verify rows of `tokens_per_row` tokens. `rows`: request rows, [n] int32."""
+    """n decode or verify rows of `tokens_per_row` tokens.
 
-    rows: torch.Tensor
+    Attributes:
+        rows: request rows, [n] int32.
+        pool_rows: the rows if they are neighbours in the pools (one token a row, on a CPU).
+    """
+
+    rows: Tensor
     buffers: DecodeBuffers
     tokens_per_row: int
-    parents: torch.Tensor | None
+    predecessors: Tensor | None
+    pool_rows: PoolRows | None = None
 
     @property
     def num_tokens(self) -> int:
         return self.rows.shape[0] * self.tokens_per_row
 
-    def by_row(self, t: torch.Tensor) -> torch.Tensor:
+    def by_row(self, t: Tensor) -> Tensor:
         """[n * tokens_per_row, ...] as [n, tokens_per_row, ...]."""
         return t.view(self.rows.shape[0], self.tokens_per_row, *t.shape[1:])
-
-    @cached_property
-    def pool_rows(self) -> PoolRows | None:
-        """For one token a row on a CPU: the range of rows that are neighbours in the pools. Else
-        None."""
-        if self.tokens_per_row > 1:
-            return None
-        return pool_rows(self.buffers.state_slots, self.buffers.start_positions)
 
     def state(self, cache: LayerCache) -> StateSlots:
         """A layer's states. A verify step may roll back, so it stores the state after each token."""
         intermediate, state_slots = None, self.buffers.state_slots
         if self.tokens_per_row > 1 and cache.intermediate_ssm is not None:
-            intermediate = IntermediateStates(cache.intermediate_ssm, self.rows, self.parents)
+            intermediate = IntermediateStates(cache.intermediate_ssm, self.rows, self.predecessors)
         return StateSlots(cache.temporal, state_slots, state_slots, intermediate)
 
     def conv_state(self, cache: LayerCache) -> ConvState:
@@ -66,11 +66,12 @@ class DecodeSegment:
         return StateRing(*cache.ring, self.rows, self.buffers.ring_start, self.buffers.ring_length)
 
     def conv_windows(self, cache: LayerCache) -> IntermediateStates | None:
-        """Where conv inputs of a tree's nodes are written. Those of a chain roll back by position."""
-        if self.parents is None:
+        """Where the conv inputs up to each token are stored, if tokens have predecessors. Else None:
+        conv inputs roll back by position."""
+        if self.predecessors is None:
             return None
-        assert cache.intermediate_conv_window is not None, "a pool for trees has them"
-        return IntermediateStates(cache.intermediate_conv_window, self.rows, self.parents)
+        assert cache.intermediate_conv_window is not None, "the pool was made for drafts that fork"
+        return IntermediateStates(cache.intermediate_conv_window, self.rows, self.predecessors)
 
     def conv_rows(
         self, weights: ConvWeights, cache: LayerCache
@@ -93,24 +94,22 @@ class ExtendSegment:
     None: all.
     """
 
-    read_state_slots: torch.Tensor
-    write_state_slots: torch.Tensor
-    start_positions: torch.Tensor
+    read_state_slots: Tensor
+    write_state_slots: Tensor
+    start_positions: Tensor
     prompts: Prompts
-    later: "Sequence[tuple[torch.Tensor, ExtendSegment]]" = ()
-    real: torch.Tensor | None = None
+    later: "Sequence[tuple[Tensor, ExtendSegment]]" = ()
+    real: Tensor | None = None
 
     def state(self, cache: LayerCache) -> StateSlots:
         return StateSlots(cache.temporal, self.read_state_slots, self.write_state_slots)
 
-    def conv_state(self, cache: LayerCache) -> ConvState:
-        return ConvState(cache.conv, self.read_state_slots, self.write_state_slots, self.start_positions)
-
     def conv_chunks(
         self, weights: ConvWeights, cache: LayerCache
-    ) -> tuple[ConvWeights, ConvState, torch.Tensor, SavedStates | None]:
+    ) -> tuple[ConvWeights, ConvState, Tensor, SavedStates | None]:
         """Arguments of `causal_conv1d_varlen` after the inputs."""
-        return weights, self.conv_state(cache), self.prompts.query_start_loc, self.prompts.saves
+        state = ConvState(cache.conv, self.read_state_slots, self.write_state_slots, self.start_positions)
+        return weights, state, self.prompts.query_start_loc, self.prompts.saves
 
 
 @dataclass
@@ -138,3 +137,48 @@ class ForwardMetadata:
         """Tokens of both segments, once they exist."""
         extend = next(iter(self.extends.values()), None)
         return (self.decode.num_tokens if self.decode else 0) + (extend.prompts.plan.num_tokens if extend else 0)
+
+
+def extend_segments(
+    batch: ForwardBatch, plans: Mapping[int, ChunkPlan], pools: HybridReqToTokenPool
+) -> dict[int, ExtendSegment]:
+    """The extend rows of a step by chunk size, with their present slots."""
+    split, padded = batch.num_decode_rows, batch.num_real < batch.batch_size
+    rows = batch.req_pool_indices[split:]
+    state_slots = pools.state_slots(rows)
+    if padded:
+        state_slots.masked_fill_(rows == 0, -1)
+    if batch.extend_passes:
+        return _pass_segments(batch.extend_passes, state_slots, padded)
+    starts = batch.query_start_loc[split:]
+    positions = batch.seq_lens[split:] - (starts[1:] - starts[:-1])
+    read_state_slots = state_slots
+    if batch.read_state_slots is not None:
+        read_state_slots = torch.where(batch.read_state_slots > 0, batch.read_state_slots, state_slots)
+    runs, saves = (starts - batch.num_decode_tokens, positions > 0), batch.saved_states
+    slots = read_state_slots, state_slots, positions
+    return {size: ExtendSegment(*slots, Prompts(*runs, plan, saves.get(size))) for size, plan in plans.items()}
+
+
+def _pass_segments(passes: Sequence[ExtendPass], state_slots: Tensor, padded: bool) -> dict[int, ExtendSegment]:
+    """Returns the first pass's by chunk size, with later passes attached. `padded`: token 0 in a
+    later pass is padding.
+    """
+    later: dict[int, list[tuple[Tensor, ExtendSegment]]] = {}
+    found: dict[int, ExtendSegment] = {}
+    for part in passes:
+        own_state_slots, positions = state_slots.index_select(0, part.rows), part.start_positions
+        read_state_slots = torch.where(part.read_state_slots == 0, own_state_slots, part.read_state_slots)
+        write_state_slots = torch.where(part.write_state_slots == 0, own_state_slots, part.write_state_slots)
+        runs = part.query_start_loc, positions > 0
+        tokens = None if part.tokens is None else part.tokens.long()
+        real = tokens > 0 if padded and tokens is not None else None
+        for size, plan in part.chunk_plans.items():
+            prompts = Prompts(*runs, plan)
+            segment = ExtendSegment(read_state_slots, write_state_slots, positions, prompts, real=real)
+            if tokens is None:
+                later[size] = []
+                found[size] = replace(segment, later=later[size])
+            else:
+                later[size].append((tokens, segment))
+    return found

@@ -79,9 +79,9 @@ class ShortConvAttnBackend(MambaAttnBackendBase[ShortConvMixer, ShortConvInputs]
     ) -> torch.Tensor:
         projected, cache = segment.by_row(inputs.projected), self.layer_cache(layer.layer_id)
         weights = layer.conv_weights
-        if segment.parents is None:
+        if segment.predecessors is None:
             return short_conv_update(projected, weights, segment.conv_state(cache)).flatten(0, 1)
-        into, gate, x = projected.chunk(3, -1)  # the fused kernel cannot follow a tree's parents
+        into, gate, x = projected.chunk(3, -1)  # the fused kernel follows no predecessors
         return (gate * causal_conv1d_update(into * x, *segment.conv_rows(weights, cache))).flatten(0, 1)
 
     def extend(

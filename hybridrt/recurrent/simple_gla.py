@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from hybridrt.base.forward_batch import ForwardBatch
-from hybridrt.kernels.attention.rotary import qk_norm_rotary
+from hybridrt.kernels.attention.paged_attention import qk_norm_rotary
 from hybridrt.kernels.core.records import Rope, SSMInputs, SSMWeights
-from hybridrt.kernels.core.views import by_head
+from hybridrt.kernels.core.slots import by_head
 from hybridrt.kernels.mamba.mamba2_scan import mamba2_chunk_scan
 from hybridrt.kernels.mamba.selective_state_update import selective_state_update
 from hybridrt.kinds.base import check_divides

@@ -11,11 +11,13 @@ from starlette.types import ASGIApp
 
 from hybridrt.base.errors import HybridrtError
 from hybridrt.base.version import __version__
+from hybridrt.server.about import add_about
 from hybridrt.server.anthropic.message_protocol import CountRequest, MessageRequest
 from hybridrt.server.anthropic.messages import MESSAGE_NAMES, count_tokens, start_message
 from hybridrt.server.core.bodies import route_class
 from hybridrt.server.core.guard import Guard
 from hybridrt.server.core.metrics import CONTENT_TYPE, Metrics
+from hybridrt.server.core.model_list import model_list, one_model
 from hybridrt.server.core.protocol import (
     AbortRequest,
     ChatRequest,
@@ -23,15 +25,18 @@ from hybridrt.server.core.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from hybridrt.server.core.request_fields import refuse_values
 from hybridrt.server.core.respond import made_by, respond
-from hybridrt.server.core.service import ID_PREFIXES, Service, refuse_fields
+from hybridrt.server.core.service import ID_PREFIXES, Service, owner_of
 from hybridrt.server.core.structured import own_names
 from hybridrt.server.core.tracing import Tracing
 from hybridrt.server.openai.chat import CHAT_NAMES, conversation_of, start_chat
 from hybridrt.server.openai.completions import start_completions
+from hybridrt.server.openai.embeddings import EmbeddingRequest, start_embeddings
 from hybridrt.server.openai.response_protocol import ResponseRequest
 from hybridrt.server.openai.responses import RESPONSE_NAMES, start_response
-from hybridrt.server.wire.errors import APIError, as_api_error, error_response
+from hybridrt.server.openai.stored_responses import cancelled_response, deleted_response, shown_response
+from hybridrt.server.wire.errors import APIError, as_api_error, error_response, wants_anthropic
 from hybridrt.server.wire.sse import SLICE, Slices, pieces
 
 # FastAPI would list 422, which this server does not send.
@@ -44,17 +49,35 @@ _EITHER: dict[int | str, dict[str, Any]] = {
     200: {"description": "The answer, or a stream of it.", "content": {"application/json": {}, "text/event-stream": {}}}
 }
 # For each path: fields of SamplingParams or of a chat request, by the names that errors of the endpoint give them.
-_NAMES = {"/v1/chat/completions": CHAT_NAMES, "/v1/responses": RESPONSE_NAMES, "/v1/messages": MESSAGE_NAMES}
+_NAMES = {
+    "/v1/chat/completions": CHAT_NAMES,
+    "/v1/embeddings": {"prompt": "input"},
+    "/v1/responses": RESPONSE_NAMES,
+    "/v1/messages": MESSAGE_NAMES,
+}
 
 
 def make_app(service: Service, metrics: Metrics) -> ASGIApp:
     """All endpoints over a service, guarded."""
-    app = FastAPI(title="hybridrt", version=__version__, docs_url=None, redoc_url=None, responses=_ERRORS)
+    servers = [{"url": service.config.root_path}] if service.config.root_path else None
+    # A redirect to a path with or without a slash would copy Host.
+    app = FastAPI(
+        title="hybridrt",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        responses=_ERRORS,
+        redirect_slashes=False,
+        servers=servers,
+    )
     app.router.route_class = route_class(service.llm)
     _add_openai(app, service)
+    _add_stored(app, service)
     _add_anthropic(app, service)
     _add_text(app, service)
+    _add_health(app, service)
     _add_operations(app, service, metrics)
+    add_about(app, service)
     for kind in (HybridrtError, APIError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _answer_error)
     guarded = Guard(app, service.config)
@@ -62,8 +85,7 @@ def make_app(service: Service, metrics: Metrics) -> ASGIApp:
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    path = request.url.path
-    return error_response(as_api_error(error, _NAMES.get(path)), path)
+    return error_response(as_api_error(error, _NAMES.get(request.url.path)), request.scope)
 
 
 def _add_openai(app: FastAPI, service: Service) -> None:
@@ -81,23 +103,45 @@ def _add_openai(app: FastAPI, service: Service) -> None:
             answer = await start_chat(service, body, request.scope)
         return await respond(answer, request)
 
+    @app.post("/v1/embeddings", response_class=Response)
+    async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
+        """Texts as vectors."""
+        return await respond(await start_embeddings(service, body, request.scope), request)
+
     @app.post("/v1/responses", response_class=Response, responses=_EITHER)
     async def responses(body: ResponseRequest, request: Request) -> Response:
         """Answers a conversation, in OpenAI's newer form."""
         return await respond(await start_response(service, body, request.scope), request)
 
     @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        """The model, under each of its names."""
-        return {"object": "list", "data": [_model(service, name) for name in service.names]}
+    async def models(request: Request) -> dict[str, Any]:
+        """The model, under each of its names. With the header `anthropic-version` in Anthropic's form."""
+        return model_list(service, wants_anthropic(request.scope))
 
     @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
+    async def model(name: str, request: Request) -> dict[str, Any]:
         """One of these; without a name, all."""
         if not name:
-            return await models()
+            return await models(request)
         service.check_model(name)
-        return _model(service, name)
+        return one_model(service, name, wants_anthropic(request.scope))
+
+
+def _add_stored(app: FastAPI, service: Service) -> None:
+    @app.get("/v1/responses/{response_id}", response_class=Response)
+    async def stored_response(response_id: str, request: Request) -> Response:
+        """A response that is kept, or that is made now."""
+        return shown_response(service, response_id, request.scope)
+
+    @app.delete("/v1/responses/{response_id}")
+    async def delete_response(response_id: str, request: Request) -> dict[str, Any]:
+        """Keeps a response no longer."""
+        return deleted_response(service, response_id, request.scope)
+
+    @app.post("/v1/responses/{response_id}/cancel", response_class=Response)
+    async def cancel_response(response_id: str, request: Request) -> Response:
+        """Ends a response that is made now. One that has ended stays as it is."""
+        return cancelled_response(service, response_id, request.scope)
 
 
 def _add_anthropic(app: FastAPI, service: Service) -> None:
@@ -112,30 +156,17 @@ def _add_anthropic(app: FastAPI, service: Service) -> None:
         return {"input_tokens": await count_tokens(service, body, request.scope)}
 
 
-def _model(service: Service, name: str) -> dict[str, Any]:
-    llm = service.llm.llm
-    return {
-        "id": name,
-        "object": "model",
-        "created": service.created,
-        "owned_by": "hybridrt",
-        "root": service.names[0],
-        "parent": None,
-        "max_model_len": llm.plan.max_model_len,
-    }
-
-
 def _add_text(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", response_class=Response)
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """Token ids of a prompt, or of a conversation in the chat template."""
         service.check_model(body.model)
-        refuse_fields(body.model_extra or {})
+        refuse_values("chat", body.model_extra or {})
         if (body.prompt is None) == (body.messages is None):
             raise APIError(400, "pass prompt or messages, and one of them alone", "prompt")
         if body.messages is not None:
             conversation = await service.off_loop(request.scope, partial(conversation_of, body))
-            tokens = await service.encode(await service.render_chat(conversation), bare=True)
+            tokens = await service.encode(await service.render_chat(conversation, body.chat_template), bare=True)
         else:
             tokens = await service.encode(body.prompt or "", bare=not body.add_special_tokens)
         limit = service.llm.llm.plan.max_model_len
@@ -156,24 +187,35 @@ def _add_text(app: FastAPI, service: Service) -> None:
 
 def _texts(service: Service, tokens: list[int]) -> Slices:
     starts = range(0, len(tokens), SLICE)
-    return Slices([service.token_text.text(t) for t in tokens[start : start + SLICE]] for start in starts)
+    return Slices([service.tokenizer.piece(t) for t in tokens[start : start + SLICE]] for start in starts)
 
 
-def _add_operations(app: FastAPI, service: Service, metrics: Metrics) -> None:
+def _state(problem: str | None, code: str, request: Request) -> Response:
+    return Response() if problem is None else error_response(APIError(503, problem, code=code), request.scope)
+
+
+def _add_health(app: FastAPI, service: Service) -> None:
     @app.get("/health", response_class=Response)
     @app.head("/health", include_in_schema=False)
-    async def health() -> Response:
+    async def health(request: Request) -> Response:
         """200 while the engine works."""
-        problem = service.problem()
-        return Response() if problem is None else error_response(APIError(503, problem, code="unhealthy"), "/health")
+        return _state(service.problem(), "unhealthy", request)
+
+    @app.get("/ping", response_class=Response)
+    @app.post("/ping", response_class=Response, include_in_schema=False)
+    async def ping(request: Request) -> Response:
+        """The same as /health."""
+        return _state(service.problem(), "unhealthy", request)
 
     @app.get("/ready", response_class=Response)
     @app.head("/ready", include_in_schema=False)
-    async def ready() -> Response:
+    async def ready(request: Request) -> Response:
         """200 while requests are wanted: the model is warm, and the server is not shutting down."""
         problem = service.problem() if service.ready else "not ready: starting, or shutting down"
-        return Response() if problem is None else error_response(APIError(503, problem, code="not_ready"), "/ready")
+        return _state(problem, "not_ready", request)
 
+
+def _add_operations(app: FastAPI, service: Service, metrics: Metrics) -> None:
     @app.get("/version")
     async def version() -> dict[str, str]:
         """Answers with the version of hybridrt."""
@@ -186,9 +228,9 @@ def _add_operations(app: FastAPI, service: Service, metrics: Metrics) -> None:
         return {"server_load": service.llm.unfinished, "running": counters.running, "waiting": counters.waiting}
 
     @app.post("/abort")
-    async def abort(body: AbortRequest) -> dict[str, bool]:
+    async def abort(body: AbortRequest, request: Request) -> dict[str, bool]:
         """Ends a request: its samples have the finish reason "abort". False: nothing of this name runs."""
-        names = [f"{prefix}{body.request_id}" for prefix in ("", *ID_PREFIXES)]
+        names = [f"{owner_of(request.scope)}{prefix}{body.request_id}" for prefix in ("", *ID_PREFIXES)]
         return {"aborted": any([service.llm.abort(name) for name in names])}
 
     @app.post("/reset_prefix_cache")

@@ -9,7 +9,9 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from errno import EADDRINUSE
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -17,6 +19,7 @@ from starlette.types import ASGIApp
 
 from hybridrt.engine.api.async_llm import AsyncLLM
 from hybridrt.engine.api.llm import LLM
+from hybridrt.server.about import summary
 from hybridrt.server.app import make_app
 from hybridrt.server.core.config import ServerConfig
 from hybridrt.server.core.metrics import Metrics
@@ -67,8 +70,10 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Warms the model up, then listens."""
+        began = time.monotonic()
         await self._service.start_renderer()
         await warm_up(self._service.llm)
+        log.info("warm-up: %.1f s", time.monotonic() - began)
         gc.collect()
         gc.freeze()  # a collection would walk all of torch between two steps
         self._tasks = [asyncio.create_task(self._end_when_drained())]
@@ -88,6 +93,8 @@ class Server(uvicorn.Server):
         gc.unfreeze()
 
     def addresses(self) -> list[str]:
+        if self._service.config.uds is not None:
+            return [f"unix:{self._service.config.uds}"]
         scheme = "https" if self._service.config.tls_key else "http"
         names = [s.getsockname() for server in self.servers for s in server.sockets]
         return [f"{scheme}://{f'[{n[0]}]' if ':' in n[0] else n[0]}:{n[1]}" for n in names]
@@ -147,6 +154,8 @@ def bind(config: ServerConfig) -> socket.socket:
     Raises:
         OSError: it cannot be had.
     """
+    if config.uds is not None:
+        return _bind_unix(config)
     listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # inherited; ends connections that take no bytes
@@ -161,25 +170,56 @@ def bind(config: ServerConfig) -> socket.socket:
     return listener
 
 
+def _bind_unix(config: ServerConfig) -> socket.socket:
+    """Replaces the socket of a server that has ended, and nothing else."""
+    path = Path(str(config.uds))
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        with _address_errors(config):
+            if path.is_socket():
+                with suppress(ConnectionRefusedError):
+                    listener.connect(str(path))
+                    raise OSError(EADDRINUSE, "another server listens there")
+                path.unlink()
+            listener.bind(str(path))
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
 @contextmanager
 def _address_errors(config: ServerConfig) -> Iterator[None]:
     try:
         yield
     except OSError as e:
-        text = f"cannot listen on {config.host}:{config.port} ({e.strerror or e}); choose another --host or --port"
+        place, option = (config.uds, "--uds") if config.uds else (f"{config.host}:{config.port}", "--host or --port")
+        text = f"cannot listen on {place} ({e.strerror or e}); choose another {option}"
         raise OSError(e.errno, text) from e
+
+
+def write_logs(level: str) -> None:
+    """Sends log lines of this level and above to standard error. Call it before a model is loaded,
+    which has a line for each phase."""
+    logging.basicConfig(
+        stream=sys.stderr, level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # written here, too
+    _write_bare_lines()
 
 
 def serve(llm: LLM, config: ServerConfig, listener: socket.socket) -> None:
     """Serves until a signal ends it. The LLM is closed at the end."""
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # written here, too
-    _write_bare_lines()
     sys.setswitchinterval(SWITCH_SECONDS)
     _raise_file_limit()
     with llm, AsyncLLM(llm, max_waiting=config.max_waiting) as served:
         service = Service(served, config)
-        Server(make_app(service, Metrics(served, service.names[0])), service).run(sockets=[listener])
+        log.info("model: %s", summary(service))
+        try:
+            Server(make_app(service, Metrics(served, service.names[0])), service).run(sockets=[listener])
+        finally:
+            if config.uds is not None:
+                Path(config.uds).unlink(missing_ok=True)
 
 
 def _raise_file_limit() -> None:

@@ -19,9 +19,9 @@ from hybridrt.base.config import EngineConfig
 from hybridrt.base.errors import ConfigError
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, PageGroup
-from hybridrt.mem_cache.pools.page_demand import PageDemand
-from hybridrt.mem_cache.pools.page_sets import in_every_group
-from hybridrt.mem_cache.prefix_tree.radix_node import in_common
+from hybridrt.mem_cache.pools.page_groups import PageDemand, in_every_group
+from hybridrt.mem_cache.prefix_tree.cache_key import DEFAULT_KEY, CacheKey
+from hybridrt.mem_cache.prefix_tree.texts import in_common
 from hybridrt.runtime.load.build import (
     empty_model,
     graph_bytes,
@@ -48,9 +48,9 @@ from hybridrt.runtime.step.plan import (
     StepPlan,
 )
 from hybridrt.runtime.step.sampling_table import SamplingTable
-from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest, num_tokens, tokens_between
+from hybridrt.speculative.draft import Draft, with_others
+from hybridrt.speculative.drafter import Drafter, DraftRequest, num_tokens, tokens_between
 from hybridrt.speculative.method import DraftMethod
-from hybridrt.speculative.tree import with_siblings
 
 LATE_TOKENS = 512  # last tokens of a cached prompt without a row
 
@@ -68,7 +68,7 @@ class _Tenant:
     computed: int = 0
     admitted: bool = False
     chain: list[int] = field(default_factory=list)  # tokens of the current proposal
-    siblings: list[list[int]] = field(default_factory=list)
+    others: list[list[int]] = field(default_factory=list)
 
     @property
     def held(self) -> int:
@@ -81,7 +81,7 @@ class _FreeRow:
     """Still has the tokens [n] int32 of a text, from `start` on."""
 
     row: int
-    salt: str = ""
+    key: CacheKey = DEFAULT_KEY
     tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     start: int = 0
 
@@ -127,8 +127,8 @@ class DraftModelDrafter(Drafter):
         self._staging = StagingRing(self.runner.device)
 
     def begin(self, request: DraftRequest) -> None:
-        salt, ids = request.params.cache_salt or "", np.array([*request.prompt, *request.output], np.int32)
-        usable = [self._usable(free, ids, salt) for free in self._free]
+        key, ids = request.cache_key, np.array([*request.prompt, *request.output], np.int32)
+        usable = [self._usable(free, ids, key) for free in self._free]
         best = max(range(len(usable)), key=lambda i: (usable[i], -i))
         free = self._free.pop(best)
         # The target's cache has only `computed` tokens.
@@ -136,12 +136,12 @@ class DraftModelDrafter(Drafter):
         start, computed = (free.start, usable[best]) if usable[best] > late else (late, late)
         self._tenants[request.arrival] = _Tenant(request, free.row, start, computed)
 
-    def _usable(self, free: _FreeRow, ids: np.ndarray, salt: str) -> int:
+    def _usable(self, free: _FreeRow, ids: np.ndarray, key: CacheKey) -> int:
         """Counts tokens that need no computing; the last one always does. A recurrent state can
         only be used at its own position.
         """
         held, n = len(free.tokens), min(len(free.tokens), len(ids) - 1)
-        if free.salt != salt or not n or (self._recurrent and (n < held or free.tokens[-1] != ids[n - 1])):
+        if free.key != key or not n or (self._recurrent and (n < held or free.tokens[-1] != ids[n - 1])):
             return 0
         same = in_common(free.tokens, ids[:n])
         return 0 if same <= free.start or (self._recurrent and same < held) else same
@@ -150,8 +150,8 @@ class DraftModelDrafter(Drafter):
         tenant = self._tenants.pop(request.arrival, None)
         if tenant is not None:
             text = np.array(tokens_between(request, 0, tenant.computed), np.int32)
-            whole, salt = tenant.held and len(text) == tenant.computed, request.params.cache_salt or ""
-            self._free.append(_FreeRow(tenant.row, salt, text, tenant.start) if whole else _FreeRow(tenant.row))
+            whole, key = tenant.held and len(text) == tenant.computed, request.cache_key
+            self._free.append(_FreeRow(tenant.row, key, text, tenant.start) if whole else _FreeRow(tenant.row))
 
     def propose(self, requests: Sequence[DraftRequest], max_drafts: Sequence[int]) -> list[Draft]:
         if not requests:
@@ -167,7 +167,7 @@ class DraftModelDrafter(Drafter):
             launched.append((self.runner.launch(plan), going))
         for handle, drawing in launched:
             self._read(handle, drawing)
-        return [with_siblings(tenant.chain, tenant.siblings, n) for tenant, n in zip(tenants, max_drafts)]
+        return [with_others(tenant.chain, tenant.others, n) for tenant, n in zip(tenants, max_drafts)]
 
     def _read(self, step: StepHandle, tenants: Sequence[_Tenant]) -> None:
         """Appends a token to each tenant's chain, and other likely tokens."""
@@ -175,7 +175,7 @@ class DraftModelDrafter(Drafter):
         for tenant, (token,), logprobs in zip(tenants, result.tokens, result.logprobs, strict=True):
             likely = [t for t in logprobs[0] if t != token] if logprobs else []
             tenant.chain.append(max(token, 0))  # -1: the logits are not finite
-            tenant.siblings.append(likely[: self._topk - 1])
+            tenant.others.append(likely[: self._topk - 1])
 
     def _start(self, tenants: Sequence[_Tenant]) -> list[_Launched]:
         """Moves the states to the known tokens, and draws the first drafts."""
@@ -197,7 +197,8 @@ class DraftModelDrafter(Drafter):
 
     def _admission(self, tenant: _Tenant) -> Admission:
         request, row = tenant.request, tenant.row
-        params = replace(request.params, logprobs=self._topk if self._topk > 1 else None, prompt_logprobs=None)
+        logprobs = self._topk if self._topk > 1 else None
+        params = replace(request.params, logprobs=logprobs, prompt_logprobs=None, pooling=None)
         return Admission.from_prompt(row, row, request.prompt, params, request.seed, request.rules, request.output)
 
     def _recount(self, tenants: Sequence[_Tenant]) -> None:
@@ -212,7 +213,7 @@ class DraftModelDrafter(Drafter):
         """Uses chunks of few rows; a row's last chunk gives its first draft."""
         launched = list[_Launched]()
         for tenant in tenants:
-            tenant.chain, tenant.siblings = [], []
+            tenant.chain, tenant.others = [], []
         # A step with more rows than a graph has takes ten times as long.
         most = PROMPT_ROWS if self.runner.prompt_graphs else len(tenants)
         while waiting := [t for t in tenants if t.computed < num_tokens(t.request)]:

@@ -1,14 +1,15 @@
-"""The interface of drafters, their drafts, and the length that a request's drafts have earned."""
+"""The interface of drafters, and the length that a request's drafts have earned."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Protocol
 
-from hybridrt.base.errors import EngineError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.kernels.sampling.token_rules import TokenRules
 from hybridrt.mem_cache.pools.slots import Slot
+from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
+from hybridrt.speculative.draft import NO_DRAFT as NO_DRAFT
+from hybridrt.speculative.draft import Draft as Draft
 
 
 class DraftRequest(Protocol):
@@ -16,6 +17,7 @@ class DraftRequest(Protocol):
 
     Attributes:
         arrival: its number, unique in an engine.
+        cache_key: states of one key serve no request of another.
         rules: the rules for single tokens that `params` give.
         row: row in the target's pools; None while the request does not run.
         computed: tokens with KV and state in the target.
@@ -27,6 +29,7 @@ class DraftRequest(Protocol):
     prompt: list[int]
     output: list[int]
     params: SamplingParams
+    cache_key: CacheKey
     seed: int
     rules: TokenRules | None
     row: Slot | None
@@ -53,76 +56,6 @@ def tokens_between(request: DraftRequest, start: int, end: int) -> list[int]:
     if start >= split:
         return request.output[start - split : max(end - split, 0)]
     return request.prompt[start:end] + request.output[: max(end - split, 0)]
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """Tokens that may follow a request's last known one: a chain, or the nodes of a tree.
-
-    Attributes:
-        parents: None for a chain; of a tree, the index of each token's parent among (last known,
-            *tokens). A parent comes before its children.
-    """
-
-    tokens: Sequence[int] = ()
-    parents: Sequence[int] | None = None
-
-    def __post_init__(self) -> None:
-        parents = self.parents
-        if parents is not None and (
-            len(parents) != len(self.tokens) or any(not 0 <= p <= i for i, p in enumerate(parents))
-        ):
-            raise EngineError(
-                f"{len(self.tokens)} drafts with parents {list(parents)}: each needs one that precedes it"
-            )
-
-    @classmethod
-    def of_tree(cls, tokens: Sequence[int], parents: Sequence[int]) -> "Draft":
-        """A tree; one without a fork becomes a chain."""
-        return cls(tokens, None if list(parents) == list(range(len(parents))) else parents)
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def depth(self) -> int:
-        """The most drafts that can be accepted."""
-        if self.parents is None:
-            return len(self.tokens)
-        depths = [0]
-        for parent in self.parents:
-            depths.append(depths[parent] + 1)
-        return max(depths)
-
-    def first(self, max_drafts: int) -> "Draft":
-        """The first `max_drafts` tokens."""
-        if len(self) <= max_drafts:
-            return self
-        return Draft(self.tokens[:max_drafts], None if self.parents is None else self.parents[:max_drafts])
-
-    def until(self, ends: Callable[[Sequence[int]], bool]) -> "Draft":
-        """The draft without tokens past the end of the request.
-
-        Args:
-            ends: whether the request ends within these tokens, if they come next.
-        """
-        if self.parents is None:
-            if not self.tokens or not ends(self.tokens):
-                return self
-            return self.first(next(n for n in range(1, len(self) + 1) if ends(self.tokens[:n])))
-        tokens, parents, places, paths = list[int](), list[int](), [0], list[list[int] | None]([[]])
-        for token, parent in zip(self.tokens, self.parents, strict=True):
-            path = paths[parent]  # None: it has ended
-            if path is not None:
-                path = [*path, token]
-                tokens.append(token)
-                parents.append(places[parent])
-            places.append(len(tokens))
-            paths.append(None if path is None or ends(path) else path)
-        return Draft.of_tree(tokens, parents)
-
-
-NO_DRAFT = Draft()
 
 
 class Drafter(ABC):

@@ -22,8 +22,7 @@ from hybridrt.runtime.load.draft_needs import DraftRow, DraftTarget
 from hybridrt.runtime.replay.graph_runner import GraphRunner
 from hybridrt.runtime.run.launched_step import LaunchedStep
 from hybridrt.runtime.sampling.sampler import Accepted, used_parts
-from hybridrt.runtime.step.batch import make_batch
-from hybridrt.runtime.step.pack import PageEntries, PromptArrays, StagingRing
+from hybridrt.runtime.step.pack import PageEntries, PromptArrays, StagingRing, make_batch
 from hybridrt.runtime.step.plan import DecodeRow, DecodeRows, StepHandle
 
 AHEAD = 0  # no step has so many tokens
@@ -161,18 +160,18 @@ class HeadRunner:
 
 
 def _along_path(batch: ForwardBatch, hidden: torch.Tensor, path: torch.Tensor) -> tuple[ForwardBatch, torch.Tensor]:
-    """Turns trees into accepted chains: a node's KV place is that of its depth."""
+    """A verified step whose inputs are the accepted ones, in order, as their KV is now."""
     (n, width), split = path.shape, batch.num_decode_tokens
-    depths = torch.arange(width, dtype=torch.int32, device=path.device)
-    places = (batch.seq_lens[:n, None] - width + depths).flatten().to(batch.positions.dtype)
+    order = torch.arange(width, dtype=torch.int32, device=path.device)
+    places = (batch.seq_lens[:n, None] - width + order).flatten().to(batch.positions.dtype)
     kept = hidden[:split].view(n, width, -1).take_along_dim(path[:, :, None], 1).flatten(0, 1)
     num_drafts = batch.spec_info.num_drafts if batch.spec_info else None
-    chain = replace(
+    kept_batch = replace(
         batch,
         positions=torch.cat((places, batch.positions[split:])),
         spec_info=SpecInfo(width, num_drafts=num_drafts),
     )
-    return chain, torch.cat((kept, hidden[split:]))
+    return kept_batch, torch.cat((kept, hidden[split:]))
 
 
 def _pack(

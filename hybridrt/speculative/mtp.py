@@ -8,10 +8,10 @@ from hybridrt.models.registry import make_mtp_head
 from hybridrt.runtime.load.build import graph_rows, step_widths
 from hybridrt.runtime.load.draft_needs import DraftRow, DraftTarget, Everywhere
 from hybridrt.runtime.load.target import RunTarget
-from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest
+from hybridrt.speculative.draft import Draft, with_others
+from hybridrt.speculative.drafter import Drafter, DraftRequest
 from hybridrt.speculative.head import HeadRunner
 from hybridrt.speculative.method import DraftMethod
-from hybridrt.speculative.tree import with_siblings
 
 
 class MTPDrafter(Drafter):
@@ -38,9 +38,9 @@ class MTPDrafter(Drafter):
         """`tokens`: for each place its draft, then the likeliest."""
         width = 1 + self.topk
         places = [tokens[i : i + width] for i in range(0, len(tokens), width)][: -(-max_drafts // self.topk)]
-        siblings = [[t for t in likely if t != drawn][: self.topk - 1] for drawn, *likely in places]
+        others = [[t for t in likely if t != drawn][: self.topk - 1] for drawn, *likely in places]
         # -1: the logits are not finite.
-        return with_siblings([max(drawn, 0) for drawn, *_ in places], siblings, max_drafts)
+        return with_others([max(drawn, 0) for drawn, *_ in places], others, max_drafts)
 
 
 def _row(request: DraftRequest) -> DraftRow:

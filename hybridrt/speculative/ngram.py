@@ -4,9 +4,9 @@ from array import array
 from collections.abc import Sequence
 
 from hybridrt.runtime.load.draft_needs import DraftTarget, Everywhere
-from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest, num_tokens, tokens_between
+from hybridrt.speculative.draft import Draft, merge
+from hybridrt.speculative.drafter import Drafter, DraftRequest, num_tokens, tokens_between
 from hybridrt.speculative.method import DraftMethod
-from hybridrt.speculative.tree import merge
 
 
 class _Ngrams:

@@ -12,6 +12,7 @@ import numpy as np
 from hybridrt.base.errors import MessageError, OutOfSlotsError, PeerGoneError, TransferError
 from hybridrt.channel.channel import TIMEOUT_S, SocketChannel
 from hybridrt.channel.codec import Message, pack, unpack
+from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 from hybridrt.mem_cache.prefix_tree.prefix_cache import PrefixMatch
 from hybridrt.runtime.step.plan import int32s
 from hybridrt.transfer.handshake import check_handshake
@@ -38,11 +39,11 @@ _IDLE_SECONDS = 0.0005
 
 @dataclass(slots=True, eq=False)
 class _Pull:
-    """A prompt [n] int32 to be computed elsewhere, its salt, and how many attempts have begun."""
+    """A prompt [n] int32 to be computed elsewhere, and how many attempts have begun."""
 
     request_id: str
     tokens: np.ndarray
-    salt: str
+    cache_key: CacheKey
     attempts: int = 0
 
 
@@ -155,14 +156,14 @@ class DecodeWorker:
         self._workers[name] = _Peer(channel, time.monotonic())
         return name
 
-    def request(self, request_id: str, tokens: Sequence[int], salt: str) -> None:
+    def request(self, request_id: str, tokens: Sequence[int], key: CacheKey) -> None:
         self._cancel(request_id)
-        pull = _Pull(request_id, int32s(tokens), salt)
+        pull = _Pull(request_id, int32s(tokens), key)
         if not self._starts_from_cache(pull):
             self._waiting.append(pull)
 
     def _starts_from_cache(self, pull: _Pull) -> bool:
-        if not self._engine.prefixes.holds(pull.tokens, pull.salt):
+        if not self._engine.prefixes.holds(pull.tokens, pull.cache_key):
             return False
         self._totals.cached += 1
         self._engine.start(pull.request_id)
@@ -259,7 +260,7 @@ class DecodeWorker:
                 self._release(attempt)
             elif attempt.error is not None:
                 self._fail_attempt(attempt, attempt.error)
-            elif self._engine.prefixes.touch(attempt.pull.tokens, attempt.pull.salt) < attempt.start:
+            elif self._engine.prefixes.touch(attempt.pull.tokens, attempt.pull.cache_key) < attempt.start:
                 self._fail_attempt(attempt, TransferError("the cached part of the prompt was evicted meanwhile"))
             else:
                 self._arrived(attempt, attempt.pull)
@@ -352,7 +353,7 @@ class DecodeWorker:
                     raise TransferError("no prefill worker is connected")
                 if self._load(name) >= MAX_JOBS:
                     return
-                start = self._engine.prefixes.touch(pull.tokens, pull.salt)
+                start = self._engine.prefixes.touch(pull.tokens, pull.cache_key)
                 offset = self.regions.alloc(self._layout.image_bytes(len(pull.tokens), start))
             except (TransferError, OutOfSlotsError) as e:
                 if name is not None and (self._arriving or any(a.pull for a in self._attempts.values())):
@@ -364,7 +365,7 @@ class DecodeWorker:
             pull.attempts += 1
             key = f"{pull.request_id}-{next(self._numbers)}"
             self._attempts[key] = _Attempt(key, name, offset, pull, start)
-            self._send(name, Prefill(key, pull.tokens.tolist(), start, pull.salt))
+            self._send(name, Prefill(key, pull.tokens.tolist(), start, **pull.cache_key._asdict()))
 
     def _load(self, name: str) -> int:
         return sum(attempt.worker == name for attempt in self._attempts.values())

@@ -9,7 +9,7 @@ from hybridrt.mem_cache.pools.mamba_pool import ring_width
 from hybridrt.runtime.load.state_identity import Identity, first_difference, state_identity
 from hybridrt.runtime.load.target import RunTarget
 
-VERSION = 4
+VERSION = 5
 
 
 Handshake = Identity

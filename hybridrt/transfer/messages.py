@@ -6,6 +6,7 @@ from msgspec import Meta
 
 from hybridrt.base.sampling_params import MAX_SALT_CHARACTERS
 from hybridrt.channel.codec import Message
+from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 
 MAX_JOBS = 1024  # prompts of a decode worker at one prefill worker
 MAX_TEXT = 1 << 10  # characters
@@ -34,13 +35,19 @@ class DecodeHello(Message):
 
 
 class Prefill(Message):
-    """Requests the state after these tokens, and the KV of all but the first `start`. `salt`: the
-    request's `cache_salt`, or ""."""
+    """Requests the state after these tokens, and the KV of all but the first `start`. `salt`, `weights`
+    and `adapter` are the fields of the request's CacheKey."""
 
     key: Text
     tokens: list[int]
     start: Number = 0
     salt: Salt = ""
+    weights: Text = ""
+    adapter: Text = ""
+
+    @property
+    def cache_key(self) -> CacheKey:
+        return CacheKey(self.salt, self.weights, self.adapter)
 
 
 class Done(Message):

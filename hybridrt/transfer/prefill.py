@@ -5,13 +5,23 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from hybridrt.base.errors import HandshakeError, HybridrtError, MessageError, OutOfSlotsError, PeerGoneError
+from hybridrt.base.errors import (
+    HandshakeError,
+    HybridrtError,
+    MessageError,
+    OutOfSlotsError,
+    PeerGoneError,
+    TransferError,
+    shown,
+)
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.channel.channel import SocketChannel
 from hybridrt.channel.codec import Message, pack, unpack
 from hybridrt.channel.listener import Listener
 from hybridrt.engine.request.intake import PreparedPrompt
 from hybridrt.engine.request.outputs import Delta
+from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
+from hybridrt.runtime.load.state_identity import first_difference
 from hybridrt.transfer.handshake import check_handshake
 from hybridrt.transfer.messages import (
     MAX_JOBS,
@@ -205,7 +215,9 @@ class PrefillWorker:
             )
         job = peer.jobs[asked.key] = _Job(peer, asked.key, asked.start)
         try:
-            job.prompt = self._engine.prepare(asked.tokens, replace(_PREFILL, cache_salt=asked.salt or None))
+            params = replace(_PREFILL, cache_salt=asked.salt or None)
+            _check_key(self._engine.cache_key(params), asked.cache_key)
+            job.prompt = self._engine.prepare(asked.tokens, params)
         except HybridrtError as e:
             self._fail(job, e)
         else:
@@ -286,3 +298,13 @@ class PrefillWorker:
         if job.offset is not None:
             self._engine.finish_launched()
             self.regions.free(job.offset)
+
+
+def _check_key(ours: CacheKey, theirs: CacheKey) -> None:
+    """Raises TransferError if a prompt is for other weights or another adapter than this worker has."""
+    differs = first_difference(ours._asdict(), theirs._asdict())
+    if differs is not None:
+        raise TransferError(
+            f"the prompt's {differs} is {shown(getattr(theirs, differs))}, and this worker's is "
+            f"{shown(getattr(ours, differs))}: compute it with a worker that has the same"
+        )

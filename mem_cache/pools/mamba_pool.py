@@ -34,8 +34,8 @@ class LayerCache:
             Wc.
         temporal: [S + 1, *temporal] recurrent state; a checkpoint in replay mode.
         intermediate_ssm: [R + 1, T, *temporal] state after each verified token.
-        intermediate_conv_window: [R + 1, T, conv_dim, K - 1] conv inputs up to each node of a draft
-            tree.
+        intermediate_conv_window: [R + 1, T, conv_dim, K - 1] conv inputs up to each verified token,
+            for drafts that fork.
         ring_values, ring_keys, ring_gates: [R + 1, heads, W, P], [R + 1, groups, W, N], [R + 1,
             heads, W] or [R + 1, heads, W, N].
     """
@@ -71,7 +71,8 @@ class MambaPoolSpec:
         tokens_per_step: T, most tokens that one decode or verify step runs per request.
         mode: "classic" (state written every step), "replay" (checkpoint + ring) or "intermediate"
             (a state per verified token).
-        tree: verify steps may be trees, whose conv columns do not roll back by position.
+        forks: drafts may fork. Two of them may have one position, so conv inputs do not roll back by
+            position.
     """
 
     groups: Mapping[StateShape, Sequence[int]]
@@ -79,13 +80,13 @@ class MambaPoolSpec:
     state_dtype: torch.dtype
     tokens_per_step: int = 1
     mode: str = "classic"
-    tree: bool = False
+    forks: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in STATE_MODES:
             raise ConfigError(f"state mode is {self.mode!r}; it must be one of {', '.join(STATE_MODES)}")
-        if self.tree and self.mode == "replay":
-            raise ConfigError('draft trees need state mode "intermediate"; "replay" verifies chains')
+        if self.forks and self.mode == "replay":
+            raise ConfigError('drafts that fork need state mode "intermediate": "replay" keeps no state after each')
         if self.mode == "replay":
             check_replay(shape.kind for shape in self.groups)
 
@@ -106,7 +107,7 @@ class MambaPoolSpec:
         shapes: Shapes = {}
         if self.mode == "intermediate":
             shapes["intermediate_ssm"] = ((tokens, *shape.temporal), state_dtype(shape, self.state_dtype))
-        if self.tree:
+        if self.forks:
             window = (tokens, shape.conv_dim, shape.conv_kernel - 1)
             shapes["intermediate_conv_window"] = (window, self.conv_dtype)
         if self.mode == "replay":
@@ -319,7 +320,7 @@ class MambaPool:
         Args:
             rows, state_slots, accepted: [n] int32; slot -1 or 0 accepted marks a padding row.
             start_positions: [n] int32 position of each row's first token in the step.
-            path: [n, T] accepted nodes of a draft tree; None for a chain.
+            path: [n, T] places of the accepted tokens in their row, in order. None: the first ones.
         """
         if self.spec.mode == "replay":
             cursors = self.ring_start, self.ring_length
@@ -327,21 +328,21 @@ class MambaPool:
                 advance_ring(*cursors, rows, accepted, state_slots, width=self.width, widest=self.spec.tokens_per_step)
             )
             return
-        nodes, ends = accepted, None
+        last, ends = accepted, None  # the last accepted token's place + 1, 0 for padding
         if path is not None:
             ends = start_positions + accepted - 1
-            last = path.gather(1, (accepted - 1).clamp(min=0).unsqueeze(1).long()).squeeze(1).int() + 1
-            nodes = last.masked_fill(accepted == 0, 0)
+            place = path.gather(1, (accepted - 1).clamp(min=0).unsqueeze(1).long()).squeeze(1).int()
+            last = (place + 1).masked_fill(accepted == 0, 0)
         for _, cache in self.stacks:
             assert cache.intermediate_ssm is not None, "one token a row is final in a pool without rings"
             if cache.temporal.numel():
                 stored = IntermediateStates(cache.intermediate_ssm, rows)
-                commit_intermediate(cache.temporal, stored, state_slots, nodes)
-            # A chain's conv inputs are in the ring already.
+                commit_intermediate(cache.temporal, stored, state_slots, last)
+            # Without a path the conv inputs are in the ring already.
             if ends is not None and cache.conv.numel():
                 assert cache.intermediate_conv_window is not None
                 windows = IntermediateStates(cache.intermediate_conv_window, rows)
-                commit_conv_window(cache.conv, windows, state_slots, nodes, ends)
+                commit_conv_window(cache.conv, windows, state_slots, last, ends)
 
     def fold(self, rows: torch.Tensor) -> None:
         """Makes the ring entries of `rows` part of the state in their slots, and empties the rings."""

@@ -7,7 +7,7 @@ import numpy as np
 
 from hybridrt.base.errors import MemoryBudgetError
 from hybridrt.mem_cache.pools.host_plan import NO_HOST_PLAN, HostPlan
-from hybridrt.mem_cache.pools.page_demand import PageDemand
+from hybridrt.mem_cache.pools.page_groups import PageDemand
 from hybridrt.mem_cache.pools.slab_plan import SlabPlan, plan_slabs
 
 GIB = 1024**3

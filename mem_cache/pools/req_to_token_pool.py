@@ -9,7 +9,7 @@ from hybridrt.mem_cache.pools.mamba_pool import LayerCache, MambaPool
 
 class HybridReqToTokenPool:
     """Rows of running requests. Row 0 is padding: its token slots are page 0 and its state slot is
-    0. The host decides who owns an entry (allocator.py); kernels read these tables.
+    0. The host decides who owns an entry (slots.py); kernels read these tables.
 
     Args:
         num_groups: page groups of the KV pool.

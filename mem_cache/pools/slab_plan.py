@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
 
-from hybridrt.mem_cache.pools.page_demand import PageDemand
+from hybridrt.mem_cache.pools.page_groups import PageDemand
 from hybridrt.mem_cache.pools.slabs import SlabShare
 
 MOST_SLABS = 4096  # more would make the ledger slow

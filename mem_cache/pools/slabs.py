@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hybridrt.base.errors import OutOfSlotsError, PoolError
-from hybridrt.mem_cache.pools.allocator import FREE, USED, Number, SlotAllocator
+from hybridrt.mem_cache.pools.slots import FREE, USED, Number, SlotAllocator
 
 
 @dataclass(frozen=True)

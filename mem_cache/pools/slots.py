@@ -1,10 +1,12 @@
-"""Handles of pool entries, and arrays of handles."""
+"""Handles of pool entries, arrays of handles, and the ledger of who owns which entry, on the host."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import overload
+from typing import TypeVar, overload
 
 import numpy as np
+
+from hybridrt.base.errors import OutOfSlotsError, PoolError
 
 _BITS = 32
 _INDEX = (1 << _BITS) - 1
@@ -119,3 +121,259 @@ def keys_of(slots: Sequence[Slot]) -> np.ndarray:
 def indices_of(keys: np.ndarray) -> np.ndarray:
     """[n] int64 indices of entries from their handles."""
     return keys & _INDEX
+
+
+FREE, USED, CACHED = range(3)
+_NOTHING = np.empty(0, np.bool_)
+Number = TypeVar("Number", int, np.ndarray)
+_NAMES = ("free", "used by a request", "owned by the cache")
+
+
+class SlotAllocator:
+    """Hands out the indices 1 to num_slots of a pool. Index 0 is scratch for padding.
+
+    Every entry is free, used by one request, or owned by the cache: free + used + cached == total.
+    Requests lock entries of the cache that they read; locks count. Entries are reused last in,
+    first out. Each method checks all its arguments before it changes anything.
+
+    Args:
+        num_slots: entries that can be handed out.
+        what: name of one entry, for error messages ("KV page").
+
+    Attributes:
+        total, num_free, num_cached: numbers of entries.
+        num_locked: entries of the cache that are locked.
+    """
+
+    _gap = 0  # numbers after each part of the pool that no entry has
+
+    def __init__(self, num_slots: int, what: str) -> None:
+        self.total = num_slots
+        self._what = what
+        self._make_entries(np.arange(1 + num_slots), 1)
+        self._free = np.arange(num_slots, 0, -1)  # its first `num_free` are free
+        self.num_free = num_slots
+
+    def _make_entries(self, numbers: np.ndarray, scratch: int) -> None:
+        """`numbers` [n] int64 of the entries in their pool; the first `scratch` belong to nobody."""
+        self._state = np.zeros(len(numbers), np.uint8)
+        self._handles = numbers  # of free entries: the handle of the next tenancy
+        self._handles[:scratch] = -1
+        self._locks = np.zeros(len(numbers), np.int32)
+        self._places = np.empty(len(numbers), np.int32)  # by entry: its place among the arguments of a call
+        self.num_cached, self.num_locked = 0, 0
+
+    @property
+    def num_used(self) -> int:
+        return self.total - self.num_free - self.num_cached
+
+    def alloc(self, n: int) -> Slots:
+        """Takes n entries.
+
+        Raises:
+            OutOfSlotsError: fewer than n are free; nothing was taken.
+        """
+        self.check_free(n)
+        indices = self._take_free(n)
+        self._state[indices] = USED
+        return Slots.of_keys(self._handles[indices])
+
+    def alloc_one(self) -> Slot:
+        """`alloc` of one entry, without arrays: each request needs a row and a state slot."""
+        self.check_free(1)
+        index = self._take_one()
+        self._state[index] = USED
+        return slot_of(self._handles.item(index))
+
+    def free(self, slots: Sequence[Slot]) -> None:
+        """Frees entries of requests.
+
+        Raises:
+            PoolError: an entry is not used by a request, or its handle is stale; nothing was freed.
+        """
+        if len(slots) == 1 and (index := self._find(slots[0], USED)):  # each request frees a row and a state slot
+            self._state[index] = FREE
+            self._handles[index] += GENERATION
+            self._add_one(index)
+        elif len(slots):
+            self._give_back(self._checked(slots, USED))
+
+    def free_used(self, slots: Sequence[Slot]) -> np.ndarray:
+        """Frees those entries that requests use. Returns the mask of these, [n] bool; the others
+        are the cache's. PoolError if a handle is stale.
+        """
+        indices = self._indices(slots)
+        used: np.ndarray = self._state[indices] == USED
+        self._give_back(self._once(indices[used]))
+        return used
+
+    def are_used(self, slots: Sequence[Slot]) -> np.ndarray:
+        """[n] bool: which entries are used by requests; the others are the cache's. PoolError if a
+        handle is stale."""
+        if not len(slots):
+            return _NOTHING
+        used: np.ndarray = self._state[self._indices(slots)] == USED
+        return used
+
+    def are_idle(self, keys: np.ndarray) -> np.ndarray:
+        """[n] bool: which entries of the cache no request has locked. `keys`: [n] int64 handles."""
+        idle: np.ndarray = self._locks[self._index(indices_of(keys))] == 0
+        return idle
+
+    def to_cache(self, slots: Sequence[Slot]) -> None:
+        """Makes the cache the owner of requests' entries. The handles stay valid. PoolError as in
+        `free`.
+        """
+        if not len(slots):
+            return
+        self._state[self._checked(slots, USED)] = CACHED
+        self.num_cached += len(slots)
+
+    def evict(self, slots: Sequence[Slot]) -> None:
+        """Frees entries of the cache. PoolError if one is not the cache's, or is locked; nothing
+        was freed.
+        """
+        if not len(slots):
+            return
+        indices = self._checked(slots, CACHED)
+        locks = self._locks[indices]
+        if np.count_nonzero(locks):
+            first = self._number(indices[locks.argmax()])
+            raise PoolError(f"the cache gives up {self._what} {first}, which a running request has locked")
+        self.num_cached -= len(indices)
+        self._give_back(indices)
+
+    def lock(self, slots: Sequence[Slot]) -> None:
+        """Keeps entries of the cache from eviction. PoolError if one is not the cache's."""
+        if not len(slots):
+            return
+        indices = self._checked(slots, CACHED)
+        locks = self._locks[indices]
+        self.num_locked += len(locks) - int(np.count_nonzero(locks))
+        self._locks[indices] = locks + 1
+
+    def unlock(self, slots: Sequence[Slot]) -> None:
+        """Takes one lock off each entry. PoolError if one is not locked; nothing has changed."""
+        if not len(slots):
+            return
+        indices = self._checked(slots, CACHED)
+        locks = self._locks[indices]
+        if np.count_nonzero(locks) < len(locks):
+            raise PoolError(f"{self._what} {self._number(indices[locks.argmin()])} is not locked")
+        self._locks[indices] = locks - 1
+        self.num_locked -= int(np.count_nonzero(locks == 1))
+
+    def reclaim(self) -> None:
+        """Frees every entry of every owner. After an interrupted call no ledger is right."""
+        self._state[:] = FREE
+        self._handles += GENERATION
+        self._locks[:] = 0
+        self.num_cached, self.num_locked = 0, 0
+        self._free_all()
+
+    def check(self) -> None:
+        """Raises PoolError unless each entry is exactly one of free, used and cached."""
+        free, state = self._all_free(), self._state
+        counts = [len(free), *[np.count_nonzero(state == each) for each in (USED, CACHED)]]
+        if counts != [self.num_free, self.num_used, self.num_cached]:
+            raise PoolError(f"{self._what}: {counts} are free, used, cached, but the counters say {self!r}")
+        if len(np.unique(free)) != len(free) or self._state[free].any():
+            raise PoolError(f"the free list of {self._what} holds an entry twice or one that is in use: {self!r}")
+        if self.num_locked != np.count_nonzero(self._locks):
+            raise PoolError(f"{self.num_locked} of {self._what} are said to be locked: {self!r}")
+        if (self._state[self._locks > 0] != CACHED).any():
+            raise PoolError(f"an entry of {self._what} is locked, but not the cache's: {self!r}")
+
+    def __repr__(self) -> str:
+        return (
+            f"SlotAllocator({self._what!r}: {self.num_free} free + {self.num_used} used + {self.num_cached} cached "
+            f"of {self.total})"
+        )
+
+    def _find(self, slot: Slot, source: int) -> int:
+        """The index of an entry, if its handle and owner are right; else 0."""
+        index = self._index(slot.index) if self._gap else slot.index
+        right = index < len(self._handles) and self._handles.item(index) == slot and self._state.item(index) == source
+        return index if right else 0
+
+    def check_free(self, n: int) -> None:
+        """OutOfSlotsError if fewer than n entries are free."""
+        if n > self.num_free:
+            raise OutOfSlotsError(f"{n} x {self._what} wanted, {self.num_free} of {self.total} free")
+
+    def _give_back(self, indices: np.ndarray) -> None:
+        self._state[indices] = FREE
+        self._handles[indices] += GENERATION
+        self._add_free(indices)
+
+    # -- the free entries, by index
+
+    def _take_one(self) -> int:
+        self.num_free -= 1
+        return self._free.item(self.num_free)
+
+    def _take_free(self, n: int) -> np.ndarray:
+        self.num_free -= n
+        return self._free[self.num_free : self.num_free + n][::-1]
+
+    def _add_one(self, index: int) -> None:
+        self._free[self.num_free] = index
+        self.num_free += 1
+
+    def _add_free(self, indices: np.ndarray) -> None:
+        end = self.num_free + len(indices)
+        self._free[self.num_free : end] = indices[::-1]
+        self.num_free = end
+
+    def _free_all(self) -> None:
+        self._free = np.arange(self.total, 0, -1)
+        self.num_free = self.total
+
+    def _all_free(self) -> np.ndarray:
+        return self._free[: self.num_free]
+
+    # -- the places of entries in the arrays, by their numbers in the pool
+
+    def _index(self, number: Number) -> Number:
+        return number
+
+    def _number(self, index: np.ndarray) -> np.ndarray:
+        return indices_of(self._handles[index])
+
+    def _checked(self, slots: Sequence[Slot], source: int) -> np.ndarray:
+        if len(slots) == 1 and (index := self._find(slots[0], source)):
+            return np.array([index])
+        indices = self._indices(slots)
+        right = self._state[indices] == source
+        if np.count_nonzero(right) < len(right):
+            index = indices[right.argmin()]
+            number = self._number(index)
+            raise PoolError(f"{self._what} {number} is {_NAMES[self._state[index]]}, not {_NAMES[source]}")
+        return self._once(indices)
+
+    def _once(self, indices: np.ndarray) -> np.ndarray:
+        if len(indices) > 1:
+            self._places[indices] = places = np.arange(len(indices), dtype=np.int32)
+            if np.count_nonzero(self._places[indices] != places):
+                raise PoolError(f"the same {self._what} twice in one call: {self._number(indices).tolist()}")
+        return indices
+
+    def _indices(self, slots: Sequence[Slot]) -> np.ndarray:
+        keys = keys_of(slots)
+        numbers = indices_of(keys)
+        indices = self._index(numbers) if self._gap else numbers
+        try:
+            right = self._handles[indices] == keys
+        except IndexError:
+            right = indices < len(self._handles)
+        if np.count_nonzero(right) < len(right):
+            wrong = right.argmin()
+            index, number = indices[wrong], numbers[wrong]
+            if index >= len(self._handles) or self._handles[index] < 0:
+                raise PoolError(f"{self._what} {number} does not exist; {self._valid}")
+            raise PoolError(f"stale handle of {self._what} {number}: it was freed and may belong to another request")
+        return indices
+
+    @property
+    def _valid(self) -> str:
+        return f"valid are 1 to {self.total}"

@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from hybridrt.mem_cache.pools.page_sets import GroupPages, PageSets, no_sets, pages_of
+from hybridrt.mem_cache.pools.page_groups import GroupPages, PageSets, no_sets, pages_of
 from hybridrt.mem_cache.pools.slots import Slot
+from hybridrt.mem_cache.prefix_tree.cache_events import EntryLog, What
+from hybridrt.mem_cache.prefix_tree.radix_node import Node
 
 
 class CacheEntries(NamedTuple):
@@ -20,23 +22,36 @@ class CacheEntries(NamedTuple):
 class Gone:
     """Entries that change owners, collected.
 
+    Args:
+        log: also notes the entries as `what`; None if nobody listens.
+
     Attributes:
         counts: pages of each group so far.
     """
 
-    def __init__(self, groups: int) -> None:
+    def __init__(self, groups: int, log: EntryLog | None = None, what: What = "lost") -> None:
         self.counts = [0] * groups
         self.states: list[Slot] = []
+        self.log, self._what = log, what
         self._sets = [no_sets(groups)]
 
-    def add(self, sets: PageSets) -> None:
-        """Adds the pages of sets [n, G]."""
+    def add(self, sets: PageSets, node: Node, index: int, end: int | None = None) -> None:
+        """Adds the pages of sets [n, G]; `node`, `index` and `end` as in EntryLog.pages."""
         self._sets.append(sets)
         for group, held in enumerate(np.count_nonzero(sets, axis=0).tolist()):
             self.counts[group] += held
+        if self.log is not None:
+            self.log.pages(self._what, node, sets, index, end)
 
-    def entries(self, states: Sequence[Slot] | None = None) -> CacheEntries:
-        return CacheEntries(pages_of(np.concatenate(self._sets)), self.states if states is None else states)
+    def add_state(self, node: Node) -> None:
+        """Adds the state of a node that has one."""
+        assert node.state is not None
+        self.states.append(node.state)
+        if self.log is not None:
+            self.log.state(self._what, node)
+
+    def entries(self) -> CacheEntries:
+        return CacheEntries(pages_of(np.concatenate(self._sets)), self.states)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +68,7 @@ class PrefixMatch:
         known: first tokens of the prompt that are in the tree: more than `length` if a state is
             missing.
         fork: `known`, if another prompt in the tree goes on differently from there; else 0.
+        refused: length of a match that there was no room for next to the request; this one is empty.
         node, tail_node: the tree's entries of the match and the tail.
         retokenised: tokens of a cached answer after the place where the prompt leaves it.
         staged: of a prefix that was computed elsewhere: its place in the executor's arena, until
@@ -66,12 +82,13 @@ class PrefixMatch:
     state: Slot | None = None
     tail: PageSets | None = None
     known: int = 0
-    node: Any = None
-    tail_node: Any = None
+    node: Node | None = None
+    tail_node: Node | None = None
     staged: int | None = None
     staged_from: int = 0
     retokenised: int = 0
     fork: int = 0
+    refused: int = 0
 
 
 NO_MATCH = PrefixMatch()

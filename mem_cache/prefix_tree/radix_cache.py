@@ -1,7 +1,7 @@
 """The prefix tree: a radix tree over tokens with the KV pages and recurrent states of prefixes.
 
 A node is a prefix: the tokens on the path from the root. Its edge holds the tokens since its
-parent. It owns the page sets (mem_cache/pools/page_sets.py) that become complete within its edge
+parent. It owns the page sets (mem_cache/pools/page_groups.py) that become complete within its edge
 and at most one recurrent state, that after its last token. Page i is complete once the tokens up
 to (i + 1) * page_size + lookahead are on the path: the KV of a prediction head depends on the next
 token too (lookahead 1). So a page depends only on tokens of its own path, and a node can be cut
@@ -22,25 +22,21 @@ removes states in the order of mem_cache/prefix_tree/state_worth.py.
 
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import count
+from itertools import count, islice
 from types import MappingProxyType
 
 import numpy as np
 
-from hybridrt.mem_cache.pools.page_demand import first_page
-from hybridrt.mem_cache.pools.page_sets import PageSets, no_sets
+from hybridrt.mem_cache.pools.page_groups import PageSets, first_page, no_sets
 from hybridrt.mem_cache.pools.slots import Slot
+from hybridrt.mem_cache.prefix_tree.cache_events import CacheEvents, EntryLog, Tier, What, Why
+from hybridrt.mem_cache.prefix_tree.cache_key import DEFAULT_KEY, CacheKey
 from hybridrt.mem_cache.prefix_tree.prefix_cache import CacheEntries, Gone, PrefixMatch
-from hybridrt.mem_cache.prefix_tree.radix_node import (
-    Node,
-    StateKind,
-    in_common,
-    is_idle_leaf,
-    leaves_prompt,
-    left_answer,
-)
+from hybridrt.mem_cache.prefix_tree.radix_node import Node, StateKind, is_idle_leaf, leaves_prompt, left_answer
 from hybridrt.mem_cache.prefix_tree.state_worth import NewState, StateWorths
+from hybridrt.mem_cache.prefix_tree.texts import in_common
 
+OTHER_KEYS = 8
 # [n] bool: which of these pages [n] of a group no request has locked.
 Idle = Callable[[int, np.ndarray], np.ndarray]
 
@@ -55,6 +51,7 @@ class RadixCache:
         windows: of each page group, in tokens; None for that of layers without a window, which is
             the first. Empty without attention layers.
         idle: None: no request locks pages.
+        events: gets what the tree gains and loses, as entries of `tier`.
     """
 
     def __init__(
@@ -64,16 +61,20 @@ class RadixCache:
         lookahead: int = 0,
         windows: Sequence[int | None] = (None,),
         idle: Idle | None = None,
+        events: CacheEvents | None = None,
+        tier: Tier = "device",
     ) -> None:
         self.page_size, self.recurrent, self.lookahead = page_size, recurrent, lookahead
         self.windows = tuple(windows) if page_size else ()
         self._window_groups = [(g, window) for g, window in enumerate(self.windows) if window is not None]
         self._idle = idle
-        self.clear()
+        self.events, self.tier = CacheEvents() if events is None else events, tier
+        self.clear("reset")
 
-    def clear(self) -> None:
+    def clear(self, why: Why) -> None:
         """Forgets everything, readers included. The coordinator has freed all entries."""
-        self._roots: dict[str, Node] = {}
+        self.events.cleared(why, self.tier)
+        self._roots: dict[CacheKey, Node] = {}
         self._clock = 0
         self._worths = StateWorths()
         self.waiting = self._worths.waiting
@@ -90,15 +91,15 @@ class RadixCache:
 
     # -- requests
 
-    def match(self, tokens: np.ndarray, salt: str = "") -> PrefixMatch:
+    def match(self, tokens: np.ndarray, key: CacheKey = DEFAULT_KEY) -> PrefixMatch:
         """The longest usable prefix of a prompt, shorter than the prompt: its last token gives
         logits.
 
         Args:
             tokens: [n] int32.
-            salt: prompts share nothing with those of another salt.
+            key: texts share nothing with those of another key.
         """
-        node, known = self._descend(salt, tokens)
+        node, known = self._descend(key, tokens)
         none = no_sets(len(self.windows))
         if not known:
             return PrefixMatch(pages=none)
@@ -120,22 +121,29 @@ class RadixCache:
         held = self._seen(self._sets(node), node.end)
         return PrefixMatch(node.end, held, node.state, tail, known, node, owner, retokenised=left, fork=fork)
 
-    def held(self, tokens: np.ndarray, salt: str = "") -> tuple[PrefixMatch, set[int]]:
+    def held(self, tokens: np.ndarray, key: CacheKey = DEFAULT_KEY) -> tuple[PrefixMatch, set[int]]:
         """The complete pages of a text, to be locked or used, and the positions of its states. They
         need not be a usable prefix.
         """
-        node, known = self._descend(salt, tokens)
+        node, known = self._descend(key, tokens)
         states = {step.end for step in node.path if step.state is not None and step.end <= known}
         pages = self.complete(known)
         node = self._covering(node, pages) if pages else node
         length = pages * self.page_size
         return PrefixMatch(length, self._sets(node)[:pages], node=None if node.parent is None else node), states
 
-    def touch(self, tokens: np.ndarray, salt: str) -> int:
+    def known_elsewhere(self, tokens: np.ndarray, key: CacheKey) -> tuple[int, CacheKey]:
+        """How many first tokens a text of another key has, and that key. Only the latest OTHER_KEYS
+        are examined.
+        """
+        others = islice((other for other in reversed(self._roots) if other != key), OTHER_KEYS)
+        return max(((self._descend(other, tokens)[1], other) for other in others), default=(0, key))
+
+    def touch(self, tokens: np.ndarray, key: CacheKey) -> int:
         """Marks a text as used now. Returns how many of its tokens are in complete pages of layers
         without a window.
         """
-        held, _ = self.held(tokens, salt)
+        held, _ = self.held(tokens, key)
         self.lock(held)
         self.unlock(held)
         return held.length if self.has_full_group else 0
@@ -143,16 +151,17 @@ class RadixCache:
     def complete(self, position: int) -> int:
         return max(position - self.lookahead, 0) // self.page_size if self.page_size else 0
 
-    def expect(self, tokens: np.ndarray, arrival: int, salt: str = "") -> None:
+    def expect(self, tokens: np.ndarray, arrival: int, key: CacheKey = DEFAULT_KEY) -> PrefixMatch:
         """Notes that a request waits, of this prompt and number of arrival. It awaits the deepest
-        state of its prompt, whatever is inserted or evicted meanwhile.
+        state of its prompt, whatever is inserted or evicted meanwhile. Returns its present match.
         """
-        self.waiting.add(arrival, tokens, salt)
-        match = self.match(tokens, salt)
+        self.waiting.add(arrival, tokens, key)
+        match = self.match(tokens, key)
         if match.node is not None:
             self._use(match.node)
             if match.state is not None:
                 self._worths.await_state(match.node, {arrival})
+        return match
 
     def forget(self, arrival: int) -> None:
         self._worths.admitted = max(self._worths.admitted, arrival)
@@ -177,7 +186,7 @@ class RadixCache:
         """The request has read state and tail of its match. Returns pages that were kept for it
         alone.
         """
-        gone, owner = Gone(len(self.windows)), match.tail_node
+        gone, owner = self.collect(), match.tail_node
         if match.node is not None and match.state is not None:
             match.node.state_readers -= 1
             self._worths.enlist(match.node)
@@ -187,7 +196,7 @@ class RadixCache:
             if owner.state is None:
                 self._drop_tail(owner, gone)
             self._prune(owner)
-        return gone.entries()
+        return self.given_up(gone, "evicted")
 
     def unlock(self, match: PrefixMatch) -> None:
         """The request no longer reads the pages of its match. Call `unlock_state` first."""
@@ -201,9 +210,10 @@ class RadixCache:
         tokens: np.ndarray,
         pages: PageSets,
         states: Mapping[int, Slot],
-        salt: str = "",
+        key: CacheKey = DEFAULT_KEY,
         prompt: int | None = None,
         kinds: Mapping[int, StateKind] = MappingProxyType({}),
+        why: Why = "computed",
     ) -> tuple[CacheEntries, "Node"]:
         """Offers KV and states of a text.
 
@@ -214,17 +224,18 @@ class RadixCache:
             states: slots by the number of tokens in the state.
             prompt: how many of the tokens were a prompt; None: all.
             kinds: kinds of `states` at forks and within an answer.
+            why: what CacheEvent says.
 
         Returns:
             The entries that the tree takes over (the caller keeps the others), and the deepest node
                 of the text: a root (parent None) if the tree keeps nothing of it.
         """
-        taken = Gone(len(self.windows))
+        taken = self.collect("gained")
         answer = len(tokens) if prompt is None else prompt
         ends = sorted(end for end in states if 0 < end <= len(tokens))
         complete = self.complete(len(tokens))
         last = max(complete * self.page_size + self.lookahead if complete else 0, ends[-1] if ends else 0)
-        path = [self._root(salt)]
+        path = [self._root(key)]
         for end in (*ends, last):
             path.append(self._extend(path[-1], tokens[:end], pages, taken, answer))
         deepest, made = path[-1], [node for node in path[1:-1] if node.state is None]
@@ -236,18 +247,21 @@ class RadixCache:
             whole = node.end + self.lookahead >= len(tokens)
             node.kind = kinds.get(node.end, StateKind.END if whole else StateKind.PROMPT)
             node.state = states[node.end]
-        for node in reversed(path[1:-1]):
+            taken.add_state(node)
+        for node in self._holders(key, tokens) if self._window_groups else reversed(path[1:-1]):
             self._keep_tail(node, pages, taken)
-        self._worths.made(made, tokens, salt)
+        self._worths.made(made, tokens, key)
         self._use(deepest)
         self._prune(deepest, kept=deepest)
-        return taken.entries([node.state for node in made if node.state is not None]), deepest
+        return self.given_up(taken, why), deepest
 
-    def evict(self, num_pages: Sequence[int], num_states: int, *, new: NewState | None = None) -> CacheEntries:
+    def evict(
+        self, num_pages: Sequence[int], num_states: int, *, new: NewState | None = None, why: Why = "evicted"
+    ) -> CacheEntries:
         """Removes and returns up to so many entries that no request reads: pages of each group, and
         states. `new`: the state that replaces the evicted one, if that is worth less.
         """
-        gone = Gone(len(self.windows))
+        gone = self.collect()
         if self.has_full_group:
             while gone.counts[0] < num_pages[0] and (leaf := self._oldest_leaf()) is not None:
                 self.shorten(leaf, num_pages[0], gone)
@@ -258,35 +272,35 @@ class RadixCache:
                 self._worths.inflation = max(self._worths.inflation, self._worths.of(node))
             self._drop_state(node, gone)
             self._prune(node)
-        return gone.entries()
+        return self.given_up(gone, why)
 
     def evict_passed(self, num_pages: Sequence[int]) -> CacheEntries:
         """Removes and returns up to so many pages of each window group that no request needs which
         goes on from the end of a node."""
-        gone = Gone(len(self.windows))
+        gone = self.collect()
         for group, window in self._window_groups:
             self._evict_window(group, window, num_pages[group], gone, passed_only=True)
-        return gone.entries()
+        return self.given_up(gone, "evicted")
 
     def evict_leaf(self, num_sets: int) -> CacheEntries:
         """Removes and returns about so many sets from the end of the idle leaf that was used least
         recently, and its state. If it has none to give, the next leaf's; nothing if no leaf is idle.
         """
-        gone = Gone(len(self.windows))
+        gone = self.collect()
         while not any(gone.counts) and (leaf := self._oldest_leaf()) is not None:
             self.shorten(leaf, num_sets, gone)
-        return gone.entries()
+        return self.given_up(gone, "evicted")
 
     def thin(self, node: Node, most: int) -> CacheEntries:
         """Removes and returns the states within answers on the path of a node, except the deepest
         `most`.
         """
         within = [step for step in node.path if step.state is not None and step.kind is StateKind.ANSWER]
-        gone = Gone(len(self.windows))
+        gone = self.collect()
         for step in within[most:]:
             self._drop_state(step, gone)
             self._prune(step, kept=node)
-        return gone.entries()
+        return self.given_up(gone, "thinned")
 
     def supersede(self, match: PrefixMatch) -> Slot | None:
         """Removes the state that a request has started from, so that its slot can hold a later
@@ -302,6 +316,9 @@ class RadixCache:
         others = node.hits > 1 or node.awaited or node.state_readers > (match.state is not None)
         if others or node.tail is not None or match.tail_node is not None:
             return None
+        gone = self.collect()
+        gone.add_state(node)
+        self.given_up(gone, "superseded")
         self._worths.dropped(node)
         state, node.state, node.state_readers = node.state, None, 0
         return state
@@ -316,16 +333,43 @@ class RadixCache:
             yield (node := below.pop())
             below += node.children.values()
 
+    # -- events
+
+    def collect(self, what: What = "lost") -> Gone:
+        log = EntryLog(self.page_size, self.lookahead) if self.events.readers else None
+        return Gone(len(self.windows), log, what)
+
+    def given_up(self, gone: Gone, why: Why) -> CacheEntries:
+        """Ends an operation: publishes its events, and returns the entries that change owners."""
+        if gone.log is not None:
+            self.events.publish(gone.log, why, self.tier)
+        return gone.entries()
+
+    def note_entries(self, node: Node, what: What, log: EntryLog) -> None:
+        """Notes all entries of a node."""
+        log.pages(what, node, node.pages, self.complete(node.start))
+        if node.tail is not None:
+            log.pages(what, node, node.tail, self.complete(node.end), node.end)
+        if node.state is not None:
+            log.state(what, node)
+
+    def present(self) -> EntryLog:
+        """The entries that matches may find now."""
+        log = EntryLog(self.page_size, self.lookahead)
+        for node in self.nodes():
+            self.note_entries(node, "gained", log)
+        return log
+
     # -- walking
 
-    def _new_root(self, salt: str = "") -> Node:
-        return Node(np.empty(0, np.int32), 0, no_sets(len(self.windows)), salt=salt)
+    def _new_root(self, key: CacheKey = DEFAULT_KEY) -> Node:
+        return Node(np.empty(0, np.int32), 0, no_sets(len(self.windows)), key=key)
 
-    def _root(self, salt: str) -> Node:
-        return self._roots.get(salt) or self._roots.setdefault(salt, self._new_root(salt))
+    def _root(self, key: CacheKey) -> Node:
+        return self._roots.get(key) or self._roots.setdefault(key, self._new_root(key))
 
-    def _descend(self, salt: str, tokens: np.ndarray) -> tuple[Node, int]:
-        node, known = self._roots.get(salt) or self._new_root(), 0
+    def _descend(self, key: CacheKey, tokens: np.ndarray) -> tuple[Node, int]:
+        node, known = self._roots.get(key) or self._new_root(), 0
         while known < len(tokens) and (child := node.children.get(int(tokens[known]))) is not None:
             shared = in_common(child.tokens, tokens[known:])
             node, known = child, known + shared
@@ -407,7 +451,7 @@ class RadixCache:
                 child = Node(edge, node.end, fresh, node, answer=answer, first=int(edge[0]))
                 node.children[child.first] = child
                 self._size += 1
-                taken.add(fresh)
+                taken.add(fresh, child, self.complete(child.start))
                 return child
             shared = in_common(child.tokens, tokens[node.end :])
             node = child if shared == len(child.tokens) else self._split(child, shared)
@@ -430,25 +474,36 @@ class RadixCache:
         fresh = np.where(node.pages[: len(offered)] == 0, offered, 0)
         if fresh.any():
             node.pages[: len(offered)] += fresh
-            taken.add(fresh)
+            taken.add(fresh, node, first)
         self._enlist_windows(node)
 
+    def _holders(self, key: CacheKey, tokens: np.ndarray) -> list[Node]:
+        """The nodes with states on the path of a text, deepest first. Those of earlier texts may lack
+        their tail, which a window group has given up.
+        """
+        node, known = self._descend(key, tokens)
+        return [step for step in node.path if step.state is not None and step.end <= known]
+
     def _keep_tail(self, node: Node, pages: PageSets, taken: Gone) -> None:
-        """Takes the tail of a node's state, unless there is one without lacking pages."""
+        """Takes the tail of a node's state, if it is offered, unless there is one without lacking
+        pages.
+        """
         index = self.complete(node.end)
         if not self.page_size or index * self.page_size == node.end or node.tail_readers:
             return
         (owner, held), own = self._tail(node), pages[index : index + 1].copy()
+        if not len(own):
+            return
         if held is None:
             node.tail = own
-            taken.add(own)
+            taken.add(own, node, index, node.end)
         elif not held.all() and own.all():
             if owner is node:
                 own[held > 0] = 0
                 node.tail = held + own
             else:
                 node.tail = own
-            taken.add(own)
+            taken.add(own, node, index, node.end)
 
     # -- giving up
 
@@ -483,12 +538,28 @@ class RadixCache:
                 heapq.heapify(heap)
 
     def _num_passed(self, node: Node, group: int, window: int) -> int:
-        """How many first pages of a node no request needs that goes on from the node's end, if one
-        of the group is there; else 0.
+        """How many first pages of a node no request needs that goes on from the node's end, or from
+        a state below it, if one of the group is there; else 0.
         """
-        first, end = self.complete(node.start), first_page(node.end, window, self.page_size)
-        useless = len(node.pages) if self.recurrent and node.state is None else max(end - first, 0)
+        first, end = self.complete(node.start), self._first_needed(node, window)
+        useless = min(max(end - first, 0), len(node.pages))
         return useless if node.pages[:useless, group].any() else 0
+
+    def _first_needed(self, node: Node, window: int) -> int:
+        """The first page that a request needs which goes on from a node's end or, with recurrent
+        layers, from the first states at or below it.
+        """
+        end = self.complete(node.end)
+        if not self.recurrent or node.state is not None:
+            return first_page(node.end, window, self.page_size)
+        below, first = node.found, end
+        while below:
+            step = below.pop()
+            if step.state is not None:
+                first = min(first, first_page(step.end, window, self.page_size))
+            elif first_page(step.end, window, self.page_size) < end:
+                below += step.found
+        return first
 
     def _evict_window(self, group: int, window: int, wanted: int, gone: Gone, passed_only: bool = False) -> None:
         """Removes pages of a window group: first those that no request needs that goes on from the
@@ -534,10 +605,10 @@ class RadixCache:
             places = places[self._idle(group, column[places])]
         if not len(places):
             return False
-        dropped = no_sets(len(self.windows), min(len(places), most))
-        dropped[:, group] = column[places[:most]]
-        column[places[:most]] = 0
-        gone.add(dropped)
+        dropped, places = no_sets(len(self.windows), end), places[:most]
+        dropped[places, group] = column[places]
+        column[places] = 0
+        gone.add(dropped, node, self.complete(node.start))
         if node.state is not None and not node.state_readers and end == len(node.pages):
             self._drop_state(node, gone)
         if not self.has_full_group:
@@ -568,7 +639,7 @@ class RadixCache:
         own = max(left + first - -(-leaf.start // max(self.page_size, 1)), 0)
         # All tokens of these are the leaf's, so no state above needs one as its tail.
         cut = own if wanted is None else min(own, max(wanted - gone.counts[0], 0))
-        gone.add(leaf.pages[left - cut :])
+        gone.add(leaf.pages[left - cut :], leaf, first + left - cut)
         left, leaf.pages = left - cut, leaf.pages[: left - cut]
         while left and (wanted is None or gone.counts[0] < wanted):
             left -= 1
@@ -581,7 +652,7 @@ class RadixCache:
 
     def _drop_state(self, node: Node, gone: Gone) -> None:
         if node.state is not None:
-            gone.states.append(node.state)
+            gone.add_state(node)
             self._worths.dropped(node)
         node.state = None
         self._drop_tail(node, gone)
@@ -592,19 +663,22 @@ class RadixCache:
         """
         if node.tail is not None and not node.tail_readers:
             tail, node.tail = node.tail, None
-            self._let_go(node, self.complete(node.end), tail, gone)
+            self._let_go(node, self.complete(node.end), tail, gone, node.end)
 
-    def _let_go(self, node: Node, index: int, page: PageSets, gone: Gone) -> None:
+    def _let_go(self, node: Node, index: int, page: PageSets, gone: Gone, end: int | None = None) -> None:
         """Gives up the set `page` with number `index` of `node`. If a state above ends in the
-        middle of it and has no other tail, the set becomes its tail instead.
+        middle of it and has no other tail, the set becomes its tail instead. `end`: it is a tail.
         """
         for step in node.path:
             if step.end <= index * self.page_size:
                 break
             if step is not node and step.state is not None and self._tail(step)[0] is None:
                 step.tail = page
+                if gone.log is not None:
+                    gone.log.pages("lost", node, page, index, end)
+                    gone.log.pages("gained", step, page, index, step.end, "kept")
                 return
-        gone.add(page)
+        gone.add(page, node, index, end)
 
     def _has_pages(self, node: Node) -> bool:
         return len(node.pages) > 0 and (self.has_full_group or bool(node.pages.any()))
@@ -616,7 +690,7 @@ class RadixCache:
             self._size -= 1
             node = parent
         if node.parent is None and not node.children:
-            self._roots.pop(node.salt, None)
+            self._roots.pop(node.key, None)
         # Without recurrent layers, tokens above may have been used later than those below.
         if self.recurrent and node is not kept and (below := node.join()) is not None:
             self._size -= 1

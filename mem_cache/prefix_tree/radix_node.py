@@ -6,8 +6,9 @@ from enum import IntEnum
 
 import numpy as np
 
-from hybridrt.mem_cache.pools.page_sets import PageSets
+from hybridrt.mem_cache.pools.page_groups import PageSets
 from hybridrt.mem_cache.pools.slots import Slot
+from hybridrt.mem_cache.prefix_tree.cache_key import DEFAULT_KEY, CacheKey
 
 
 class StateKind(IntEnum):
@@ -38,7 +39,7 @@ class Node:
         answer: tokens before the answer of the text that brought the edge.
         first: the first token of the edge, the parent's key for the node. Below 0: no match finds
             it.
-        salt: of a root, whose prompts the tree holds.
+        key: of a root: that of all texts below.
         base: GreedyDual's inflation when the state was last used. Its worth is that plus the tokens
             that it saves.
         hits: how often the state has been used.
@@ -65,7 +66,7 @@ class Node:
     passed: bool = False
     awaited: set[int] = field(default_factory=set)
     first: int = -1
-    salt: str = ""
+    key: CacheKey = DEFAULT_KEY
 
     @property
     def end(self) -> int:
@@ -120,13 +121,6 @@ class Node:
         below.start, below.parent, below.first = self.start, self.parent, self.first
         self.parent.children[self.first], self.parent = below, None
         return below
-
-
-def in_common(a: np.ndarray, b: np.ndarray) -> int:
-    n = min(len(a), len(b))
-    differ = a[:n] != b[:n]
-    first = int(differ.argmax()) if n else 0
-    return first if n and differ[first] else n
 
 
 def left_answer(node: Node, known: int, asked: int) -> int:

@@ -37,8 +37,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 from hybridrt.mem_cache.prefix_tree.radix_node import Node, StateKind, has_idle_state
-from hybridrt.mem_cache.prefix_tree.waiting_texts import WaitingTexts
+from hybridrt.mem_cache.prefix_tree.texts import WaitingTexts
 
 AWAITED = 2.0**40  # above the worth of other states, and small enough for fractions of a token
 RECENT = 32  # matches and insertions of the tree: about eight requests
@@ -136,7 +137,7 @@ class StateWorths:
             self._heap = [(self.of(n), next(self._order), n) for n in self._states if self._is_ranked(n)]
             heapq.heapify(self._heap)
 
-    def made(self, nodes: Sequence[Node], tokens: np.ndarray, salt: str) -> None:
+    def made(self, nodes: Sequence[Node], tokens: np.ndarray, key: CacheKey) -> None:
         """Nodes of one path have got states, the highest first. Waiting requests that go on from
         there await them.
 
@@ -154,7 +155,7 @@ class StateWorths:
         for node in nodes:
             if node.kind is not StateKind.ANSWER:
                 self._rank(node)
-        behind = self.waiting.behind_each([tokens[: node.end] for node in nodes], salt)
+        behind = self.waiting.behind_each([tokens[: node.end] for node in nodes], key)
         for node, arrivals in reversed(list(zip(nodes, behind))):  # a request awaits only the deepest
             self._expected(node, arrivals)
 

@@ -17,6 +17,7 @@ from hybridrt.kinds.registry import state_shape
 from hybridrt.models.config.family import Family, FamilyFields, check_experts, routed_experts
 from hybridrt.models.config.family_registry import family_of
 from hybridrt.models.config.read_fields import read_fields
+from hybridrt.models.config.read_quant import read_quant_config
 
 _GGUF = re.compile(r"[.\-_]gguf/?$", re.IGNORECASE)
 # Models without positions have this.
@@ -38,7 +39,9 @@ def read_model_config(path: Path) -> ModelConfig:
     check_fields(raw, RAW, file)
     raw |= {name: raw[older] for older, name in family.outer_older.items() if raw.get(older) is not None}
     images = _image_tokens(raw, family, file)
+    whole = raw
     raw = _text_part(raw, family, file)
+    quant = read_quant_config(path, whole, raw)
     raw = family.rewrite(raw, file) if family.rewrite else raw
     hf = family.read(raw, file) if family.read else read_fields(raw, family, file)
     check_fields(hf, family.fields, file)
@@ -64,6 +67,7 @@ def read_model_config(path: Path) -> ModelConfig:
         eos_token_ids=_eos_ids(path, raw),
         hf=hf,
         image_tokens=images,
+        quant=quant,
         **fields,
     )
 
@@ -147,7 +151,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path} has an adapter_config.json: adapters (LoRA) are not supported; merge it into its model"
         )
-    _refuse_quantised_files(path)
+    _refuse_gguf_files(path)
     if not file.exists():
         raise ConfigError(f"{path} has no config.json; is it a Hugging Face checkpoint directory?")
     return read_object(file)
@@ -162,23 +166,10 @@ def refuse_gguf(name: str | Path) -> None:
         )
 
 
-def _refuse_quantised_files(path: Path) -> None:
-    """Raises UnsupportedModelError for quantised weights, next to config.json or without one."""
+def _refuse_gguf_files(path: Path) -> None:
     if not any(path.glob("*.safetensors")):
         for found in sorted(path.glob("*.[gG][gG][uU][fF]"))[:1]:
             refuse_gguf(found)
-    file = path / "hf_quant_config.json"
-    if not file.exists():
-        return
-    said = read_object(file).get("quantization")
-    if not isinstance(said, dict):
-        raise ConfigError(f"{file}: quantization is {shown(said)}; it must be an object with quant_algo")
-    for name in ("quant_algo", "kv_cache_quant_algo"):
-        if said.get(name) is not None:
-            raise UnsupportedModelError(
-                f"{file}: {name} is {shown(said[name])}; hybridrt does not read checkpoints that are quantised: use "
-                "the unquantised one that it was made from"
-            )
 
 
 def _family(path: Path, raw: Mapping[str, Any]) -> Family:

@@ -3,16 +3,21 @@
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from hybridrt.base.config_json import read_object, shown
 from hybridrt.base.errors import CheckpointError, ConfigError
-from hybridrt.base.files import INDEX_BYTES
+from hybridrt.base.quantization import QuantConfig
+from hybridrt.layers.linear import finish
+from hybridrt.layers.quant.pieces import PackedPiece, decoded
+from hybridrt.layers.weights import Transform
 from hybridrt.models.base import MTP_KEYS, CausalLM
-from hybridrt.models.loading.weight_files import equal_tensors, keys_of
+from hybridrt.models.loading.shards import shards_of, some
+from hybridrt.models.loading.stored_modules import ADVICE
+from hybridrt.models.loading.weight_files import equal_tensors
 from hybridrt.models.loading.weight_reader import read_tensors
 
 # Saved by older transformers; they follow from config.json.
@@ -32,42 +37,89 @@ def load_weights(model: CausalLM, path: Path, progress: bool = False) -> list[st
     targets = model.checkpoint_map()
     if model.mtp is not None:
         targets |= model.mtp.checkpoint_map()
-    shards = _shards(path)
+    shards = shards_of(path)
     _check_keys(model, path, set(targets), {key for keys in shards.values() for key in keys})
-    filled, skipped = Counter[str](), []
+    filling, skipped = _Filling(model.config.quant), []
     with tqdm(total=sum(map(len, shards.values())), desc="loading", unit="tensor", disable=not progress) as bar:
         for key, tensor in read_tensors(shards, model.device):
             bar.update()
-            parts = [part for part in model.parts_of(key) if not _skipped(model, part[0], targets)]
+            plain_key = _plain_key(model, key)
+            parts = [part for part in model.parts_of(plain_key) if not _skipped(model, part[0], targets)]
             for name, part in parts:
                 for piece in targets[name]:
-                    piece.fill(key, tensor, part)
-                    filled[piece.name] += 1
+                    filling.fill(piece, key, tensor, part)
             if not parts:
                 skipped.append(key)
-    twice = [name for name, count in filled.items() if count > 1]
+                if _is_zero_bias(model, key) and bool(tensor.any()):
+                    raise CheckpointError(
+                        f"{key} is not zero, and this layer of {model.config.architecture} has no bias"
+                    )
+    twice = [name for name, count in filling.counts.items() if count > 1]
     if twice:
-        raise CheckpointError(f"{path}: filled more than once: {_some(twice)}")
+        raise CheckpointError(f"{path}: filled more than once: {some(twice)}")
+    finish(model)
     return skipped
+
+
+class _Filling:
+    """Gives tensors to pieces. A plain piece of a quantised module waits for all of its tensors.
+
+    Attributes:
+        counts: how often each piece was filled by a tensor of the same kind.
+    """
+
+    def __init__(self, quant: QuantConfig | None) -> None:
+        self.counts, self._quant = Counter[str](), quant
+        self._waiting: dict[str, dict[str, torch.Tensor]] = {}
+
+    def fill(self, piece: Any, key: str, tensor: torch.Tensor, part: Transform) -> None:
+        found = None if self._quant is None else self._quant.module_of(key)
+        if found is None:
+            self.counts[piece.name] += 1
+            piece.fill(key, tensor, part)
+            return
+        module, last = found
+        self.counts[f"{piece.name} ({last})"] += 1
+        if isinstance(piece, PackedPiece):
+            piece.fill(module, last, tensor, part)
+            return
+        held = self._waiting.setdefault(piece.name, {})
+        held[last] = tensor.cpu()
+        if held.keys() == module.tensors.keys():
+            del self._waiting[piece.name]
+            piece.fill(f"{module.name}.weight", decoded(module, held), part)
 
 
 def has_own_head(path: Path) -> bool:
     """True if a checkpoint's output head differs from its embedding. They are not tied then,
     whatever config.json says. Equal ones are a tied matrix written twice."""
-    files = {key: file for file, keys in _shards(path).items() for key in keys}
+    files = {key: file for file, keys in shards_of(path).items() for key in keys}
     embeddings = r"model(\.language_model)?\.embed_tokens|model\.word_embeddings|(model|backbone)\.embeddings?"
-    ends = rf"(language_model\.)?(lm_head|{embeddings})\.weight"
+    ends = rf"(language_model\.)?(lm_head|{embeddings})\.(weight|weight_packed|qweight)"
     pair = [key for key in files if re.fullmatch(ends, key)]
     return len(pair) == 2 and not equal_tensors(*((files[key], key) for key in pair))
 
 
+def _plain_key(model: CausalLM, key: str) -> str:
+    """The key that stands for a tensor in the model's map: of a quantised module that of its weight."""
+    return key if model.config.quant is None else model.config.quant.weight_key(key)
+
+
+def _is_zero_bias(model: CausalLM, key: str) -> bool:
+    """GPTQ's older writers store a bias for layers that have none."""
+    modules = {} if model.config.quant is None else model.config.quant.modules or {}
+    module = modules.get(key.removesuffix(".bias"))
+    return key.endswith(".bias") and module is not None and module.scheme.layout.startswith("gptq")
+
+
 def _skipped(model: CausalLM, key: str, targets: object) -> bool:
-    patterns = (*model.skipped_keys, FREQUENCIES)
-    return key not in targets and any(re.fullmatch(p, key) for p in patterns)  # type: ignore[operator]
+    patterns = (*model.skipped_keys, FREQUENCIES, *(() if model.config.quant is None else (ADVICE,)))
+    known = key in targets  # type: ignore[operator]
+    return not known and (any(re.fullmatch(p, key) for p in patterns) or _is_zero_bias(model, key))
 
 
 def _check_keys(model: CausalLM, path: Path, wanted: set[str], present: set[str]) -> None:
-    named = {name for key in present for name, _ in model.parts_of(key)}
+    named = {name for key in present for name, _ in model.parts_of(_plain_key(model, key))}
     if model.mtp is not None and not any(re.fullmatch(MTP_KEYS, key) for key in named):
         raise CheckpointError(
             f'{path} holds no mtp.* weights, which method "mtp" needs: use a checkpoint that kept its prediction '
@@ -80,62 +132,11 @@ def _check_keys(model: CausalLM, path: Path, wanted: set[str], present: set[str]
         model.skipped_keys = (*model.skipped_keys, r"lm_head\.weight")
     problems = []
     if missing:
-        problems.append(f"{len(missing)} missing: {_some(missing)}")
+        problems.append(f"{len(missing)} missing: {some(missing)}")
     if left_over:
-        problems.append(f"{len(left_over)} that nothing consumes: {_some(left_over)}")
+        problems.append(f"{len(left_over)} that nothing consumes: {some(left_over)}")
     if problems:
         raise CheckpointError(f"{path} does not fit {model.config.architecture}: {'; '.join(problems)}")
-
-
-def _shards(path: Path) -> dict[Path, list[str]]:
-    """Checks that they agree with the index, if there is one."""
-    index = path / "model.safetensors.index.json"
-    if index.exists():
-        return _indexed_shards(index)
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(f'{path} has no *.safetensors file; load_format="dummy" runs without weights')
-    return {file: keys_of(file) for file in files}
-
-
-def _indexed_shards(index: Path) -> dict[Path, list[str]]:
-    weight_map = _weight_map(index)
-    files = sorted({index.parent / name for name in weight_map.values()})
-    missing = [f.name for f in files if not f.is_file()]
-    if missing:
-        raise CheckpointError(f"{index} names shards that are not there: {_some(missing)}")
-    shards = {file: keys_of(file) for file in files}
-    held = {(key, file.name) for file, keys in shards.items() for key in keys}
-    wrong = sorted({key for key, _ in held ^ set(weight_map.items())})
-    if wrong:
-        raise CheckpointError(f"{index} and the shards disagree on where these keys are: {_some(wrong)}")
-    return shards
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    """Checks only names: files of a hub snapshot are symbolic links."""
-    weight_map = read_object(index, CheckpointError, INDEX_BYTES).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(
-            f"{index} is no index of shards: weight_map is {shown(weight_map)}; download the checkpoint again"
-        )
-    for key, name in weight_map.items():
-        if not isinstance(name, str) or not _is_plain(name):
-            raise CheckpointError(
-                f"{index}: the shard of {key} is {shown(name)}; it must be the name of a *.safetensors file next to "
-                "the index"
-            )
-    return weight_map
-
-
-def _is_plain(name: str) -> bool:
-    """Whether a name leads to no other directory, on any platform."""
-    return name.endswith(".safetensors") and not set(name) & set("/\\:\0")
-
-
-def _some(names: list[str], limit: int = 8) -> str:
-    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + rest
 
 
 @torch.no_grad()
@@ -149,7 +150,13 @@ def fill_dummy(model: nn.Module, seed: int) -> None:
     generator = torch.Generator(device=device).manual_seed(seed)
     for name, param in model.named_parameters():
         dummy = getattr(param, "dummy", "normal")
-        if dummy == "normal":
+        if dummy == "codes":
+            _fill_codes(param, generator)
+        elif isinstance(dummy, float):
+            param.fill_(dummy)
+        elif dummy == "kept":
+            continue
+        elif dummy == "normal":
             param.normal_(0.0, 0.02, generator=generator)
         elif dummy == "decay":
             param.uniform_(1.0, 16.0, generator=generator).neg_()
@@ -160,4 +167,16 @@ def fill_dummy(model: nn.Module, seed: int) -> None:
         elif dummy in ("ones", "zeros"):
             param.fill_(float(dummy == "ones"))
         else:
-            raise ConfigError(f"{name}.dummy is {dummy!r}; use normal, decay, dt_bias, ones or zeros")
+            raise ConfigError(
+                f"{name}.dummy is {dummy!r}; use normal, decay, dt_bias, ones, zeros, codes, kept or a number"
+            )
+
+
+def _fill_codes(param: torch.Tensor, generator: torch.Generator) -> None:
+    """Random numbers of the codes' format; bytes of any pair of codes."""
+    if param.dtype.is_floating_point:
+        for row in param:  # so that no float copy of a stack is made
+            row.copy_(torch.empty(row.shape, device=row.device).normal_(0.0, 1.0, generator=generator))
+        return
+    low, high = (-127, 128) if param.dtype == torch.int8 else (0, 256)
+    param.random_(low, high, generator=generator)

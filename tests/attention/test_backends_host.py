@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybridrt.attention.paged import PagedMetadata
-from hybridrt.attention.torch_native import TorchNativeAttnBackend
-from hybridrt.mem_cache.pools.kv_pool import KVPool
+from hybridrt.attention import paged
+from hybridrt.attention.paged import PagedAttnBackend, PagedMetadata, TorchNativeAttnBackend
+from hybridrt.kernels.attention.paged_attention import RowContexts, attend
 from tests.runtime.test_graph_runner import inputs_of, runner_of
 from tests.support.by_hand import ByHand, Row
 from tests.support.checkpoints import CheckpointStore
@@ -90,10 +90,17 @@ def test_greedy_and_sampled_steps_of_the_runner(name: str, checkpoints: Checkpoi
 
 
 @pytest.mark.parametrize(("device", "shared"), [("cpu", True), ("cuda", False)])
-def test_layers_share_what_a_step_computes_where_no_graph_can_keep_it(device: str, shared: bool) -> None:
+def test_layers_share_what_a_step_computes_where_no_graph_can_keep_it(
+    device: str, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A step runs once before it is captured: what is kept from that run would be a constant of the graph."""
-    backend, batch = object.__new__(TorchNativeAttnBackend), SimpleNamespace(metadata={})
-    backend.kv_pool = cast(KVPool, SimpleNamespace(device=torch.device(device)))
-    batch.metadata[backend] = PagedMetadata(None, None)
-    first, second = (backend._step(cast(Any, batch))[1] for _ in range(2))
-    assert (first is second) is shared
+    monkeypatch.setattr(paged, "Branch", lambda _: None)  # a stream needs a GPU
+    monkeypatch.setattr(paged, "select", lambda *_: None)
+    pools: Any = SimpleNamespace(device=torch.device(device), specs={}, windows=(None,), tables=torch.zeros(1, 1, 1))
+    backend = TorchNativeAttnBackend(kv_pool=pools, req_to_token_pool=pools)
+    batch = SimpleNamespace(metadata={}, tokens_per_row=1)
+    step = batch.metadata[backend] = PagedMetadata(object(), None)
+    monkeypatch.setattr(PagedAttnBackend, "prepare", lambda *_, **__: None)
+    backend.prepare(cast(Any, batch))
+    assert (bool(step.plans), isinstance(step.decode, RowContexts)) == (shared, shared)
+    assert (backend._decode is attend) is shared

@@ -7,17 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrt.attention.base import AttentionBackend, AttentionInputs, SegmentedAttnBackend
+from hybridrt.attention.base import AttentionBackend, AttentionInputs
+from hybridrt.attention.paged import SegmentedAttnBackend, TorchNativeAttnBackend
 from hybridrt.attention.prefill_decode import HybridAttnBackend, PrefillDecodeAttnBackend
-from hybridrt.attention.torch_native import TorchNativeAttnBackend
 from hybridrt.base.config import AttentionSpec, EngineConfig, SpeculativeConfig
 from hybridrt.base.errors import BackendError, ConfigError
 from hybridrt.base.forward_batch import ForwardBatch, ForwardMode, GraphView, SpecInfo
 from hybridrt.mem_cache.pools.kv_pool import KVPool
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.recurrent import backends as registry
+from hybridrt.recurrent.backend import HybridLinearAttnBackend
 from hybridrt.recurrent.gdn import GDNAttnBackend
-from hybridrt.recurrent.hybrid_linear import HybridLinearAttnBackend
 from hybridrt.recurrent.mamba2 import Mamba2AttnBackend
 from tests.support.by_hand import ByHand, Row
 from tests.support.checkpoints import CheckpointStore

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from hybridrt.attention.branch import Branch
+from hybridrt.attention.base import Branch
 
 
 class FakeStream:

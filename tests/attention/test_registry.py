@@ -9,7 +9,7 @@ import torch
 
 from hybridrt.attention import paged
 from hybridrt.attention.fa3 import Fa3AttnBackend
-from hybridrt.attention.torch_native import TorchNativeAttnBackend
+from hybridrt.attention.paged import TorchNativeAttnBackend
 from hybridrt.base import plugins
 from hybridrt.base.config import AttentionSpec, EngineConfig
 from hybridrt.base.errors import BackendError, ProviderNotInstalledError

@@ -10,9 +10,10 @@ import pytest
 from hybridrt.base.errors import CheckpointError, ConfigError, RequestError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.chat.chat import Chat
-from hybridrt.chat.conversation import NamedTool, read_conversation
+from hybridrt.chat.conversation import read_conversation
 from hybridrt.chat.registry import REASONING_PARSERS, TOOL_PARSERS, choose
 from hybridrt.chat.renderer import Renderer
+from hybridrt.chat.tools import NamedTool
 from tests.support.chat_samples import TOOLS
 from tests.support.scripted_llm import byte_tokenizer
 

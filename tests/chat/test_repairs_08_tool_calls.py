@@ -11,9 +11,9 @@ import pytest
 
 from hybridrt.chat.chat import Chat
 from hybridrt.chat.constraints import Constraints
-from hybridrt.chat.conversation import read_tools
 from hybridrt.chat.registry import TOOL_PARSERS, choose
 from hybridrt.chat.schemas import types_of
+from hybridrt.chat.tools import read_tools
 from hybridrt.models.config.family_registry import KNOWN_FAMILIES
 from tests.support.scripted_llm import byte_tokenizer
 from tests.support.tool_calls import (

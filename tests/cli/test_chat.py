@@ -173,6 +173,20 @@ def test_what_cannot_be_saved_is_said_in_the_users_words(tmp_path: Path) -> None
         LocalModel("x", nothing, nothing, nothing).save_session(tmp_path / "talk.safetensors", [])
 
 
+def test_save_keeps_the_text_without_the_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    talk, _ = repl(Piece("Hello"))
+    talk.answer_line("a")
+    with pytest.raises(RequestError, match="cannot be saved or loaded"):
+        talk.answer_line(f"/save {tmp_path / 'talk.safetensors'}")
+    assert shown(load(tmp_path / "talk.json")) == [("user", "a"), ("assistant", "Hello")]
+    assert "without states, 2 messages written" in capsys.readouterr().err
+    other = tmp_path / "other.json"
+    other.write_text("kept")
+    with pytest.raises(RequestError, match="choose another name"):
+        talk.answer_line(f"/save {tmp_path / 'other.safetensors'}")
+    assert other.read_text() == "kept"
+
+
 def test_a_file_that_is_too_long_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversation, "MAX_FILE_BYTES", 8)
     (tmp_path / "file").write_text('{"messages": []}')

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import MISSING, fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -15,7 +16,7 @@ import hybridrt
 from hybridrt import LLM, EngineConfig, SamplingParams
 from hybridrt.base.errors import EngineError, RankError
 from hybridrt.cli.app import app
-from hybridrt.cli.generate import PromptSampling
+from hybridrt.cli.generate import PromptSampling, _bar
 from hybridrt.cli.options import EngineOptions
 from hybridrt.engine.core.engine import Engine
 from hybridrt.engine.request.outputs import Delta, RequestOutput
@@ -120,8 +121,17 @@ def test_chat_needs_a_template(tmp_path: Path) -> None:
 def test_verbose_shows_plan_and_timings_on_standard_error(tiny: Path, llm: LLM) -> None:
     result = run(tiny, "ab", "--max-tokens", "4", "--verbose")
     assert result.stdout == greedy(llm, "ab", 4).text + "\n"
-    assert "KV pages" in result.stderr
-    assert "2 prompt tokens, 4 output tokens" in result.stderr
+    assert re.search(r"(?m)^model: .*\nmemory plan: .*KV pages.*\nprompt 1: 2 prompt tokens, 4 out", result.stderr)
+
+
+def test_a_bar_shows_how_many_samples_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the texts go elsewhere than to the terminal."""
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr("tqdm.auto.tqdm", lambda **options: made.append(options))
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    for total, hidden in ((3, False), (1, False), (3, True)):
+        _bar(total, hidden)
+    assert [bar["disable"] for bar in made] == [False, True, True]
 
 
 def test_speculation_changes_the_speed_alone(tiny: Path) -> None:
@@ -333,7 +343,7 @@ def test_options_name_every_field_once_and_show_its_default() -> None:
     # What a request among others needs, or its server.
     served = {"cache_salt", "priority", "truncate_prompt_tokens", "include_stop_str_in_output", "skip_special_tokens"}
     # Rules about token ids, and scores of a prompt, are for programs.
-    programs = {"min_tokens", "logit_bias", "allowed_token_ids", "bad_words", "prompt_logprobs"}
+    programs = {"min_tokens", "logit_bias", "allowed_token_ids", "bad_words", "prompt_logprobs", "pooling"}
     forms = {"structured_outputs"}  # which --json-schema and --regex set
     assert set(sampling) - {f.name for f in fields(PromptSampling)} == {"seed", *served, *programs, *forms}
     text = " ".join(CliRunner().invoke(app, ["generate", "--help"]).stdout.split())

@@ -12,6 +12,7 @@ from packaging.requirements import Requirement
 from typer.testing import CliRunner, Result
 
 from hybridrt import EngineConfig
+from hybridrt.base.gpus import GPUS
 from hybridrt.cli import doctor as doctor_module
 from hybridrt.cli import tables
 from hybridrt.cli.app import app
@@ -326,6 +327,37 @@ def test_bytes_read_as_people_write_them(count: int, text: str) -> None:
 )
 def test_counts_of_parameters_read_as_people_write_them(count: int, text: str) -> None:
     assert count_text(count) == text
+
+
+@pytest.mark.parametrize(("gpu", "fits"), [("h100", True), ("l4", True)])
+def test_a_plan_for_a_gpu_that_is_not_here(gpu: str, fits: bool) -> None:
+    result = run("inspect", "--gpu", gpu, "--json")
+    report = json.loads(result.stdout)
+    assert (report["fits"], report["device"], report["dtype"]) == (fits, gpu, "bfloat16")
+    assert report["free_bytes"] == int(GPUS[gpu] * 0.85)
+    assert f"memory_fraction 0.85 of {GPUS[gpu] / 2**30:.2f} GiB" in report["budget"]
+
+
+def test_a_model_that_is_too_large_for_a_gpu(tmp_path: Path) -> None:
+    large = falcon(num_hidden_layers=3, vocab_size=1_000_000, hidden_size=8192, intermediate_size=64)
+    path = write_tiny(tmp_path, large, tokenizer=False)
+    reports = {gpu: json.loads(run("inspect", str(path), "--gpu", gpu, "--json").stdout) for gpu in ("l4", "h200")}
+    assert [report["fits"] for report in reports.values()] == [False, True]
+    assert "weights need" in reports["l4"]["plan_error"]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [(("--gpu", "h101"), "--gpu is 'h101'"), (("--gpu", "h100", "--device", "cpu"), "leave it out")],
+)
+def test_wrong_gpus_are_refused(options: tuple[str, ...], text: str) -> None:
+    result = run("inspect", *options)
+    assert (result.exit_code, text in result.stderr) == (2, True), result.stderr
+
+
+def test_inspect_says_where_the_budget_comes_from() -> None:
+    assert "Budget: memory_fraction 0.5 of the main memory" in run("inspect", "--memory-fraction", "0.5").stdout
+    assert "pools take 1/4 of what the weights leave" in run("inspect").stdout
 
 
 def test_ranges_collapse_neighbours() -> None:

@@ -11,7 +11,7 @@ from hybridrt.base.errors import HybridrtError
 from hybridrt.embedding.numbers import Numbers, Places
 from hybridrt.embedding.owners import Owners, StepUse
 from hybridrt.embedding.page_owners import GroupOwners, PageOwners
-from hybridrt.mem_cache.pools.page_demand import PageDemand
+from hybridrt.mem_cache.pools.page_groups import PageDemand
 
 ROWS, SLOTS, PAGES, SIZE, LENGTH = 3, 4, 7, 2, 8
 Windows = tuple[int | None, ...]  # of the page groups

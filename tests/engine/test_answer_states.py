@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from hybridrt.engine.cache import answer_states
 from hybridrt.engine.cache.answer_states import AT_ONCE, MOST
 from hybridrt.engine.cache.host_tier import HostTier
-from hybridrt.mem_cache.pools.page_allocators import PageAllocators
-from hybridrt.mem_cache.pools.page_sets import no_sets
+from hybridrt.mem_cache.pools.page_groups import PageAllocators, no_sets
 from hybridrt.mem_cache.pools.slots import Slot
 from hybridrt.mem_cache.pools.state_moves import StateMove, When
+from hybridrt.mem_cache.prefix_tree.cache_key import DEFAULT_KEY
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_node import StateKind
 from hybridrt.runtime.step.plan import StepPlan
@@ -173,8 +173,8 @@ def test_main_memory_and_sessions_have_none() -> None:
     store = rig.pools.prefixes
     assert len(states(rig)) > 5 and rig.engine.counters().host_states == 3
     text = np.array([*PROMPT, *answer], np.int32)
-    assert [length for length, _ in store.path(text, "")[1]] == [4, 45]
-    assert [length for length, _ in store.path(text[:30], "")[1]] == [4, 29]
+    assert [length for length, _ in store.path(text, DEFAULT_KEY)[1]] == [4, 45]
+    assert [length for length, _ in store.path(text[:30], DEFAULT_KEY)[1]] == [4, 29]
 
 
 TURNS = given(

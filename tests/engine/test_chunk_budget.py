@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from hybridrt import LLM, AsyncLLM, EngineConfig, SamplingParams
 from hybridrt.base.errors import ConfigError
-from hybridrt.engine.core.chunk_budget import LEAST_TOKENS, LONG_EVERY, MAX_LONG, ChunkBudget, ItlTarget
+from hybridrt.engine.core.chunk_budget import LEAST_TOKENS, ChunkBudget
 from hybridrt.engine.core.scheduler import ScheduledStep, Scheduler
 from hybridrt.engine.core.step_cost import StepCost, StepWork
+from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.runtime.step.pack_padded import DECODE_ROWS, PROMPT_TOKENS, Bucket, make_buckets
 from hybridrt.runtime.step.plan import DecodeRow, DecodeRows, ExtendRow, StepPlan
 from hybridrt.server.core.metrics import Metrics
@@ -56,8 +57,8 @@ class Device(Bench):
     ) -> None:
         super().__init__(lengths, **{"rows": 16, "pages": 9999, "page": 16, "chunk": CHUNK} | sizes)
         self.now = 0.0
-        self.target = None if target is None else ItlTarget(target, cost=cost, clock=lambda: self.now)
-        self.scheduler = Scheduler(self.pools, sizes.get("chunk", CHUNK), target=self.target)
+        self.target = None if target is None else TrafficPolicy(target, cost=cost, clock=lambda: self.now)
+        self.scheduler = Scheduler(self.pools, sizes.get("chunk", CHUNK), policy=self.target)
         for r in self.requests:
             self.scheduler.add(r)
 
@@ -87,7 +88,7 @@ def test_a_chunk_is_the_longest_that_ends_in_time(
     """But for the tokens that a step takes whatever they cost, and no more than twice what has been seen. So it fills
     the graph that it needs."""
     work, cost = StepWork(rows, 500 * rows), Known(most, buckets)
-    budget, target = ChunkBudget(tokens + before, cost, target, work), max(target, 1.1 * cost.predict(work))
+    budget = ChunkBudget(tokens + before, cost, target, work)
     budget.room(start)
     budget.spend_tokens(0, before)
     work = work.with_chunk(0, before) if before else work
@@ -96,32 +97,56 @@ def test_a_chunk_is_the_longest_that_ends_in_time(
     assert budget.room(start) == budget.room(start) == max([least, *in_time[-1:]])
 
 
+def test_a_chunk_without_a_graph_is_taken_where_graphs_take_longer() -> None:
+    """Attention of the few tokens of a graph may take longer after a long context than that of many."""
+
+    class Deep(Known):
+        def predict(self, work: StepWork) -> float:
+            graph = bool(work.prompt_tokens) and self._bucket(work) is not None
+            return seconds(work) + (1e-6 * work.prompt_context if graph else 0.0)
+
+    for bound, start, least in ((0.075, 30_000, 1025), (0.075, 100, 1025), (0.016, 100, 100)):
+        budget = ChunkBudget(8192, Deep(8192, BUCKETS), bound, StepWork(1, 500))
+        work = StepWork(1, 500).with_chunk(start, budget.room(start))
+        assert work.prompt_tokens >= least and Deep(8192, BUCKETS).predict(work) <= bound
+
+
+def test_a_chunk_pays_for_what_few_tokens_cost_after_a_long_context() -> None:
+    """Where 16 tokens take nearly the whole step, it takes longer, up to `most`, and has many more tokens."""
+
+    class Deep(Known):
+        def predict(self, work: StepWork) -> float:
+            return seconds(work) + 1e-6 * work.prompt_context
+
+    def chunk(start: int, most: float) -> StepWork:
+        budget = ChunkBudget(8192, Deep(8192), 0.02, StepWork(1, 500), most)
+        return StepWork(1, 500).with_chunk(start, budget.room(start))
+
+    assert chunk(30_000, 0.0).prompt_tokens == LEAST_TOKENS
+    assert chunk(30_000, 0.075).prompt_tokens > 500 and Deep().predict(chunk(30_000, 0.075)) <= 4e-3 + 2 * 0.0303
+    assert Deep().predict(chunk(60_000, 0.075)) <= 0.075
+    assert chunk(0, 0.075) == chunk(0, 0.0), "there few tokens take little"
+
+
 def test_steps_without_decode_rows_take_the_whole_budget() -> None:
-    target = ItlTarget(1e-6, cost=Known())
+    target = TrafficPolicy(1e-6, cost=Known())
     assert target.budget(5000, decoding(0)).room() == 5000
     assert LEAST_TOKENS < target.budget(5000, decoding(1)).room() < 300
 
 
-def test_a_late_request_makes_the_target_give_way_and_errors_of_predictions_make_a_margin() -> None:
+def test_errors_of_predictions_make_a_margin() -> None:
     cost = Known()
-    target = ItlTarget(0.01, cost=cost, clock=lambda: 100.0)
-
-    def longest(since: float | None) -> float:
-        room = target.budget(CHUNK, decoding(4), since).room()
-        return seconds(StepWork(4, 2000).with_chunk(0, room))
-
-    assert longest(None) == longest(99.75) == pytest.approx(0.01, rel=0.01)
-    assert longest(99.625) == pytest.approx(0.015, rel=0.01), "in proportion to the wait"
-    assert longest(99.5) == longest(0.0) == pytest.approx(0.02, rel=0.01)
-    for error, share in ((0.015, 0.97), (0.5, 0.9)):
-        cost._errors.append(error)
-        assert longest(None) == pytest.approx(0.01 * share, rel=0.01)
+    policy = TrafficPolicy(0.01, cost=cost)
+    for error, share in ((None, 1.0), (0.015, 0.97), (0.5, 0.9)):
+        cost._errors.extend([] if error is None else [error])
+        room = policy.budget(CHUNK, decoding(4), pending=9.0).room()
+        assert seconds(StepWork(4, 2000).with_chunk(0, room)) == pytest.approx(0.01 * share, rel=0.01)
         cost._errors.clear()
 
 
 def test_nothing_is_known_at_first_and_chunks_grow_with_what_is_seen() -> None:
     cost = StepCost()
-    target = ItlTarget(1.0, cost=cost)
+    target = TrafficPolicy(1.0, cost=cost)
     sizes = []
     for _ in range(12):
         sizes.append(target.budget(CHUNK, decoding(4)).room())
@@ -159,13 +184,13 @@ def test_a_long_prompt_advances_whatever_the_target() -> None:
     assert all(len(step.plan.decode) == 1 for step in steps)
     slow = Known()
     slow.predict = lambda work: 1.0 * work.prompt_tokens  # type: ignore[method-assign]
-    assert ItlTarget(0.5, cost=slow).budget(CHUNK, decoding(1)).room(40) == LEAST_TOKENS
+    assert TrafficPolicy(0.5, cost=slow).budget(CHUNK, decoding(1)).room(40) == LEAST_TOKENS
 
 
 def test_a_step_counts_from_the_end_of_the_one_before() -> None:
     """Launched while that one still ran; a step that samples nothing ends unseen and counts with the next."""
     cost, now = Known(), 0.0
-    target = ItlTarget(1.0, cost=cost, clock=lambda: now)
+    target = TrafficPolicy(1.0, cost=cost, clock=lambda: now)
     plan, chunk = StepPlan(decode=decoding(2)), StepPlan(extend=[ExtendRow(9, 0, [1] * 50, 0, False)])
     one, part = StepWork.from_plan(plan), StepWork.from_plan(chunk)
     first = target.clock()
@@ -190,7 +215,7 @@ def test_a_step_that_ended_before_it_was_read_counts_with_those_behind_it() -> N
     """Its launch, or that of the next one, took longer: the host saw the end too late, and the next step would seem to
     take no time. Of a device that is always faster than the host, eight steps count together."""
     cost, plan, ends = Known(), StepPlan(decode=decoding(2)), iter([50.0, *range(58, 67, 8)])
-    target, one = ItlTarget(1.0, cost=cost, clock=lambda: next(ends)), StepWork(2, 1000)
+    target, one = TrafficPolicy(1.0, cost=cost, clock=lambda: next(ends)), StepWork(2, 1000)
     for late in (True, True, False):
         target.ended(plan, 0.0, 2, late)
     assert cost.seen == [([one] * 3, 50.0)]
@@ -199,47 +224,9 @@ def test_a_step_that_ended_before_it_was_read_counts_with_those_behind_it() -> N
     assert cost.seen[1:] == [([one] * 8, 8.0)] * 2
 
 
-def test_few_steps_are_longer_for_a_request_that_waits() -> None:
-    """One of LONG_EVERY, and MAX_LONG beside them: other tokens come in time."""
-    target, took = ItlTarget(0.01, cost=Known(), clock=lambda: 100.0), list[float]()
-
-    def step(waited: float, chunks: bool = True) -> float:
-        room = target.budget(CHUNK, decoding(4), 100.0 - waited).room() if chunks else 0
-        plan = StepPlan(decode=decoding(4), extend=[ExtendRow(9, 0, [1] * room, 0, True)] if room else [])
-        target.ended(plan, 0.0, 5)
-        took.append(seconds(StepWork.from_plan(plan)))
-        return took[-1]
-
-    for _ in range(LONG_EVERY - 1):
-        assert step(0.041) <= 0.01, "none is saved up yet"
-    step(0.041)
-    assert step(0.039) <= 0.01, "a shorter wait"
-    assert step(0.041) == pytest.approx(0.02, rel=0.01)
-    for _ in range(10 * LONG_EVERY):
-        step(0.0)
-    found = [step(0.041) > 0.01 for _ in range(1000)]
-    assert sum(found[:10]) == MAX_LONG and MAX_LONG <= sum(found) <= MAX_LONG + 1000 / LONG_EVERY + 1
-
-
-def test_steps_that_are_long_without_prompts_save_up_nothing() -> None:
-    """Nor do steps without decode rows. After MAX_LONG * LONG_EVERY shorter steps the long ones are forgotten."""
-    target, plan = ItlTarget(0.0042, cost=Known(), clock=lambda: 100.0), StepPlan(decode=decoding(4))
-    slow, usual = StepPlan(decode=decoding(300)), target.budget(CHUNK, decoding(4)).room()
-
-    def end(plan: StepPlan, steps: int) -> bool:
-        """Whether the next step may be long."""
-        for _ in range(steps):
-            target.ended(plan, 0.0, 4)
-        return target.budget(CHUNK, decoding(4), 99.8).room() > usual
-
-    assert not end(StepPlan(extend=[ExtendRow(9, 0, [1], 0, True)]), 2 * LONG_EVERY)
-    assert not end(slow, 3 * LONG_EVERY)
-    assert not end(plan, round(MAX_LONG * LONG_EVERY)) and end(plan, LONG_EVERY + 1)
-
-
 def test_the_next_step_is_scheduled_before_the_end_of_the_running_one() -> None:
     cost, now, took = Known(), 50.0, 0.01
-    target, plan = ItlTarget(1.0, cost=cost, clock=lambda: now), StepPlan(decode=decoding(4))
+    target, plan = TrafficPolicy(1.0, cost=cost, clock=lambda: now), StepPlan(decode=decoding(4))
     cost.predict = lambda work: took  # type: ignore[method-assign]
     target.ended(plan, 49.0, 4)
     lead = 50 + took - target.spare_seconds(plan, 49.5) - now
@@ -250,11 +237,11 @@ def test_the_next_step_is_scheduled_before_the_end_of_the_running_one() -> None:
     cost._errors.clear()
     now = 50.0 + took - lead + 1e-4
     assert target.spare_seconds(plan, 49.5) == 0.0
-    assert ItlTarget(1.0, clock=lambda: now).spare_seconds(plan, 49.5) == 0.0, "no step has been seen"
+    assert TrafficPolicy(1.0, clock=lambda: now).spare_seconds(plan, 49.5) == 0.0, "no step has been seen"
 
 
 def test_a_step_that_ended_before_the_next_launch_makes_later_ones_earlier() -> None:
-    target, plan = ItlTarget(1.0, cost=Known(), clock=lambda: 50.0), StepPlan(decode=decoding(4))
+    target, plan = TrafficPolicy(1.0, cost=Known(), clock=lambda: 50.0), StepPlan(decode=decoding(4))
     target.cost.predict = lambda work: 1.0  # type: ignore[method-assign]
 
     def lead(late: bool) -> float:
@@ -271,7 +258,7 @@ def test_a_step_that_ended_before_the_next_launch_makes_later_ones_earlier() -> 
 
 def test_many_steps_in_time_do_not_end_the_lead() -> None:
     """A device may be idle for a few steps, not for as many as were in time before."""
-    target, plan = ItlTarget(1.0, cost=Known(), clock=lambda: 50.0), StepPlan(decode=decoding(4))
+    target, plan = TrafficPolicy(1.0, cost=Known(), clock=lambda: 50.0), StepPlan(decode=decoding(4))
     target.cost.predict = lambda work: 1.0  # type: ignore[method-assign]
     for _ in range(20_000):
         target.ended(plan, 49.0, 4)
@@ -296,26 +283,39 @@ def test_tokens_are_the_same_and_the_error_is_counted(tmp_path: Any) -> None:
     assert found[0] == found[1] == found[2]
 
 
-def test_without_a_number_a_step_takes_four_times_as_long_as_its_decode_rows() -> None:
-    """On a GPU, where a step of few tokens takes little longer than one of a single token."""
+def test_a_policy_is_for_gpus_unless_it_has_a_number() -> None:
     auto, cuda = EngineConfig("x", target_itl_ms="auto"), torch.device("cuda")
-    assert (
-        ItlTarget.from_config(auto, torch.device("cpu"), ()) is None
-        and ItlTarget.from_config(EngineConfig("x"), cuda, ()) is None
+    assert TrafficPolicy.from_config(auto, torch.device("cpu"), ()) is None
+    assert TrafficPolicy.from_config(EngineConfig("x"), cuda, ()) is None
+    fixed, free = (
+        TrafficPolicy.from_config(EngineConfig("x", target_itl_ms=15), cuda, BUCKETS),
+        TrafficPolicy.from_config(auto, cuda, BUCKETS),
     )
-    fixed, target = (
-        ItlTarget.from_config(EngineConfig("x", target_itl_ms=15), cuda, BUCKETS),
-        ItlTarget.from_config(auto, cuda, BUCKETS),
-    )
-    assert fixed is not None and target is not None and fixed.seconds == 0.015
-    assert fixed.cost.fills(StepWork()) == target.cost.fills(StepWork()) != []
-    for row_count, waited in ((1, 0.0), (40, 0.3), (300, 10.0)):
-        target.cost, now = Known(), target.clock()
-        alone = seconds(StepWork.from_plan(StepPlan(decode=decoding(row_count))))
-        room = target.budget(CHUNK, decoding(row_count), now - waited).room()
-        took = seconds(StepWork(row_count, 500 * row_count).with_chunk(0, room))
-        assert room == CHUNK if took < 3.9 * alone else took == pytest.approx(4 * alone, rel=0.01)
-    assert target.budget(CHUNK, decoding(0)).room() == CHUNK
+    assert fixed is not None and free is not None and (fixed.seconds, free.seconds) == (0.015, None)
+    assert fixed.cost.fills(StepWork()) == free.cost.fills(StepWork()) != []
+    assert free.budget(CHUNK, decoding(0)).room() == CHUNK
+
+
+@pytest.mark.parametrize(
+    ("alone", "pending", "bound"),
+    [
+        (0.005, 0.0, 0.020), (0.005, 0.03, 0.020), (0.005, 0.09, 0.035), (0.005, 9.0, 0.075), (0.003, 9.0, 0.060),
+        (0.020, 9.0, 0.080),
+    ],
+)  # fmt: skip
+def test_without_a_number_a_step_is_longer_if_more_work_waits(alone: float, pending: float, bound: float) -> None:
+    """Four times its decode rows, or a third of the pending work with them: up to 20 times and 75 ms."""
+    assert TrafficPolicy().bound(alone, pending) == pytest.approx(bound)
+    assert TrafficPolicy(0.015).bound(alone, pending) == pytest.approx(max(0.015, 1.1 * alone))
+
+
+def test_prompts_get_a_share_of_the_time_whatever_the_target() -> None:
+    """A prompt that takes twice as long has half of the time."""
+    config = EngineConfig("x", target_itl_ms=5, max_ttft_factor=2)
+    policy = TrafficPolicy.from_config(config, torch.device("cuda"), ())
+    assert policy is not None and policy.bound(0.02, 9.0) == pytest.approx(0.04)
+    with pytest.raises(ConfigError, match="max_ttft_factor"):
+        EngineConfig("x", max_ttft_factor=1.0)
 
 
 @pytest.mark.parametrize("wrong", [0, -1.0, True, "15", "none", float("nan"), 1e9, [15], np.array([15, 20])])

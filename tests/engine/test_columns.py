@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 from hybridrt.mem_cache.prefix_tree.prefix_cache import PrefixMatch
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from tests.support.engine_harness import Rig
@@ -35,7 +36,7 @@ def test_a_request_that_found_no_room_is_not_looked_at_before_room_changes(monke
     """Matching a long prompt anew in every step would cost every step."""
     matched: list[int] = []
 
-    def match(self: RadixCache, tokens: Sequence[int], salt: str) -> PrefixMatch:
+    def match(self: RadixCache, tokens: Sequence[int], key: CacheKey) -> PrefixMatch:
         matched.append(len(tokens))
         return PrefixMatch()
 

@@ -13,9 +13,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hybridrt.base.errors import CheckpointError
-from hybridrt.engine.text.detokenizer import Detokenizer
 from hybridrt.engine.text.stop_strings import StopStrings
-from hybridrt.engine.text.tokenizer import HFTokenizer, load_tokenizer
+from hybridrt.engine.text.tokenizer import Detokenizer, HFTokenizer, load_tokenizer
 from hybridrt.runtime.load.build import ASSETS
 from tests.support.engine_harness import ByteTokenizer
 

@@ -11,7 +11,7 @@ import torch
 from hybridrt.base.errors import EngineError, QueueFullError, RankError, RequestError, UnavailableError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.api.engine_loop import EngineLoop, StepMessage
-from hybridrt.engine.core.chunk_budget import ItlTarget
+from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.engine.request.outputs import Delta
 from tests.engine.test_threads import WAIT, before_launch, in_threads
 from tests.support.engine_harness import Rig
@@ -163,7 +163,7 @@ def test_an_engine_with_a_target_says_how_long_a_step_may_be_put_off() -> None:
     rig.add([1], max_tokens=30, ignore_eos=True)
     rig.step()
     assert rig.engine.spare_seconds() == 0.0, "there is no target"
-    rig.engine.target = target = ItlTarget(1.0, clock=lambda: 0.0)
+    rig.engine.target = target = TrafficPolicy(1.0, clock=lambda: 0.0)
     target.cost.predict = lambda work: 2.0  # type: ignore[method-assign]
     assert 1.5 < rig.engine.spare_seconds() < 2.0
     rig.executor.run_oldest()

@@ -10,10 +10,10 @@ from benchmarks.bench_policy import PAGE_SIZE, VOCAB, SimulatedExecutor
 from hybridrt import LLM, SamplingParams
 from hybridrt.base.errors import MemoryBudgetError
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
-from hybridrt.engine.core.chunk_budget import ItlTarget
 from hybridrt.engine.core.engine import Engine
+from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.engine.request.intake import EngineLimits
-from hybridrt.mem_cache.pools.page_demand import PageDemand
+from hybridrt.mem_cache.pools.page_groups import PageDemand
 from hybridrt.runtime.step.plan import StepHandle, StepPlan
 from tests.support.checkpoints import falcon, mamba2, write
 from tests.support.tiny import write_tiny
@@ -62,7 +62,7 @@ class Chunks(SimulatedExecutor):
 def test_short_requests_go_on_beside_it(target: float | None) -> None:
     """Its prompt is computed to its end although others always decode, and they get a token in every step."""
     device = Chunks()
-    itl = None if target is None else ItlTarget(target, clock=device.monotonic)
+    itl = None if target is None else TrafficPolicy(target, clock=device.monotonic)
     pools = CacheCoordinator(4, 4, [2 * MILLION // PAGE_SIZE], [PageDemand(PAGE_SIZE)])
     engine = Engine(device, pools, EngineLimits(VOCAB, MILLION, CHUNK), target=itl)
     draw, length = random.Random(0), MILLION - 64

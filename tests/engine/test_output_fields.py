@@ -6,8 +6,8 @@ import pytest
 
 from hybridrt.base.errors import PromptTooLongError, RequestError
 from hybridrt.base.sampling_params import SamplingParams
-from hybridrt.engine.text.detokenizer import Detokenizer
 from hybridrt.engine.text.stop_strings import StopStrings
+from hybridrt.engine.text.tokenizer import Detokenizer
 from tests.support.engine_harness import ByteTokenizer, Rig, expected
 
 VOCAB = 300  # bytes, and special tokens behind them

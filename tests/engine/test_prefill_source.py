@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hybridrt.base.errors import RequestError, TransferError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.request.sample_request import derive_seed
+from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 from hybridrt.mem_cache.prefix_tree.prefix_cache import PrefixMatch
 from tests.support.engine_harness import VOCAB, Rig, expected
 from tests.support.mock_executor import Windows, tokens_alone
@@ -25,7 +26,7 @@ class Source:
         self.advanced = 0
         rig.engine.prefill_source = self
 
-    def request(self, request_id: str, tokens: Sequence[int], salt: str) -> None:
+    def request(self, request_id: str, tokens: Sequence[int], key: CacheKey) -> None:
         self.prompts[request_id] = list(tokens)
 
     def advance(self) -> None:

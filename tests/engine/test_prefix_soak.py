@@ -5,9 +5,12 @@ import random
 import pytest
 
 from hybridrt.base.sampling_params import SamplingParams
-from hybridrt.engine.cache import host_fetches
+from hybridrt.engine.cache import host_fetches, prefix_store
+from hybridrt.engine.core import followers
+from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.mem_cache.pools.slab_plan import SlabPlan
 from hybridrt.mem_cache.pools.slabs import SlabShare
+from tests.support.cache_replica import Replica
 from tests.support.engine_harness import VOCAB, Rig
 from tests.support.mock_executor import Windows, tokens_alone
 
@@ -20,14 +23,21 @@ class Talks:
     """Conversations that come and go: turns, branches, aborts, salts, several samples of a prompt, resets. Odd
     seeds in windows alone are of models without recurrent layers."""
 
-    def __init__(self, seed: int, windows: Windows = (None,), slabs: SlabPlan | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        windows: Windows = (None,),
+        slabs: SlabPlan | None = None,
+        policy: TrafficPolicy | None = None,
+    ) -> None:
         self.random, self.windows = random.Random(seed), windows
         slots = 9 if None in windows or seed % 2 == 0 else 0
         self.rig = Rig(
             rows=4, slots=slots, pages=90, page_size=self.random.choice((1, 2, 4)), max_model_len=LENGTH, chunk=12,
             late=1, drafts=seed % 2 * 3, replay=True, cache=True, grid=4, host=(120, 12),
-            copy_delay=seed % 5, windows=windows, slabs=slabs,
+            copy_delay=seed % 5, windows=windows, slabs=slabs, policy=policy,
         )  # fmt: skip
+        self.replica = Replica(self.rig.engine.cache_events(10_000))
         self.histories: list[list[int]] = [[]]
         self.open: dict[str, tuple[list[int], SamplingParams]] = {}
         self.checked = 0
@@ -42,6 +52,7 @@ class Talks:
                 self.rig.engine.reset_prefix_cache()
             self.rig.step()
             self.take()
+            self.replica.check(self.rig.pools)
         self.rig.run()
         self.take()
 
@@ -72,11 +83,19 @@ class Talks:
 
 
 def soak(
-    seed: int, steps: int, monkeypatch: pytest.MonkeyPatch, windows: Windows = (None,), slabs: SlabPlan | None = None
+    seed: int,
+    steps: int,
+    monkeypatch: pytest.MonkeyPatch,
+    windows: Windows = (None,),
+    slabs: SlabPlan | None = None,
+    policy: TrafficPolicy | None = None,
 ) -> dict[str, int]:
     monkeypatch.setattr(host_fetches, "LEAST_TOKENS", 2)
-    talks = Talks(seed, windows, slabs)
+    monkeypatch.setattr(followers, "LEAST_SHARED", 3)
+    monkeypatch.setattr(prefix_store, "SPACED", 8)
+    talks = Talks(seed, windows, slabs, policy)
     talks.run(steps)
+    assert not talks.rig.engine._scheduler.num_waiting and not talks.rig.engine._scheduler._followers._leaders
     store, counters = talks.rig.pools.prefixes, talks.rig.engine.counters()
     trees = [store.tree, *([] if store.tier is None else [store.tier.tree])]
     assert len(trees) == 2 and sum(1 for tree in trees for _ in tree.nodes()) < MAX_NODES
@@ -85,6 +104,8 @@ def soak(
     assert talks.rig.engine.reset_prefix_cache()
     for pool in (talks.rig.pools.slots, talks.rig.pools.pages):
         assert pool.num_free == pool.total
+    talks.replica.check(talks.rig.pools)
+    assert not any(talks.replica.held.values()) and not talks.replica.events.missed
     return {"checked": talks.checked, "hit": counters.cache_hit, "fetched": counters.cache_fetched}
 
 
@@ -92,6 +113,16 @@ def soak(
 @pytest.mark.parametrize("seed", range(2))
 def test_random_conversations_for_a_while(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert min(soak(seed, 200, monkeypatch).values()) > 0
+
+
+@pytest.mark.parametrize("windows", [(None,), pytest.param((None, 7), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+def test_random_conversations_with_a_policy(seed: int, windows: Windows, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts wait for each other and leave spaced states."""
+    held, hold = list[str](), followers.Followers.hold
+    monkeypatch.setattr(followers.Followers, "hold", lambda *args: (held.append(args[1].request_id), hold(*args)))
+    assert soak(seed, 300, monkeypatch, windows, policy=TrafficPolicy())["hit"]
+    assert len(held) > 10
 
 
 @pytest.mark.soak

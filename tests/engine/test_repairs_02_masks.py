@@ -95,8 +95,8 @@ class Slow(Matcher):
 
     seconds = 0.0
 
-    def fill_tree(self, draft: Draft, masks: np.ndarray) -> None:
-        super().fill_tree(draft, masks)
+    def fill_masks(self, draft: Draft, masks: np.ndarray) -> None:
+        super().fill_masks(draft, masks)
         end = time.thread_time() + self.seconds
         while time.thread_time() < end:
             pass

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from hybridrt import LLM, AsyncLLM, SamplingParams, SpeculativeConfig
-from hybridrt.base import ambient
-from hybridrt.base.ambient import undisturbed
+from hybridrt.base import turns
+from hybridrt.base.turns import undisturbed
 from hybridrt.embedding import EngineConfig, build, load, plan_memory
 from tests.support.checkpoints import CASES
 from tests.support.levels import sweep
@@ -173,7 +173,7 @@ def test_deterministic_algorithms_are_off_on_a_gpu_while_any_thread_is_inside(mo
             entered, leave = threading.Event(), threading.Event()
 
             def inside() -> None:
-                with ambient._NONDETERMINISTIC:
+                with turns._NONDETERMINISTIC:
                     entered.set()
                     leave.wait(60)
 
@@ -187,6 +187,6 @@ def test_deterministic_algorithms_are_off_on_a_gpu_while_any_thread_is_inside(mo
 
 
 def test_a_usual_state_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ambient, "ExitStack", lambda: pytest.fail("something was entered"))
+    monkeypatch.setattr(turns, "ExitStack", lambda: pytest.fail("something was entered"))
     with undisturbed():
         pass

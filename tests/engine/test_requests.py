@@ -8,8 +8,7 @@ import pytest
 
 from hybridrt.base.errors import EngineError, MemoryBudgetError, RequestError
 from hybridrt.base.sampling_params import SamplingParams
-from hybridrt.engine.request.delta_queue import DeltaQueue
-from hybridrt.engine.request.outputs import Delta
+from hybridrt.engine.request.outputs import Delta, DeltaQueue
 from hybridrt.engine.request.sample_request import derive_seed
 from tests.support.engine_harness import EOS, VOCAB, ByteTokenizer, Rig
 from tests.support.mock_executor import MockHandle, tokens_alone
@@ -247,7 +246,7 @@ def test_a_reader_that_lags_gets_the_gains_of_several_steps_in_one_delta() -> No
         sample = samples[name, index]
         assert (sample.token_ids, sample.text) == (tokens, ByteTokenizer().decode(tokens))
         assert sample.logprobs is not None and len(sample.logprobs) == 9
-    assert queue.take_deltas() == [] and not queue
+    assert queue.take_deltas() == [] and not queue.moved
 
 
 def test_deltas_are_plain_data() -> None:

@@ -10,8 +10,8 @@ from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.core.scheduler import ScheduledStep, Scheduler
 from hybridrt.engine.request.outputs import RequestMetrics
 from hybridrt.engine.request.sample_request import Request
-from hybridrt.mem_cache.pools.page_demand import PageDemand
-from hybridrt.runtime.step.plan import StepPlan
+from hybridrt.mem_cache.pools.page_groups import PageDemand
+from hybridrt.runtime.step.plan import StepPlan, int32s
 from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest
 from tests.support.engine_harness import Rig, set_computed
 
@@ -22,6 +22,7 @@ def request(arrival: int, prompt_len: int, max_tokens: int = 50) -> Request:
         index=0,
         arrival=arrival,
         prompt=[arrival] * prompt_len,
+        prompt_ids=int32s([arrival] * prompt_len),
         params=SamplingParams(),
         seed=0,
         max_len=prompt_len + max_tokens,

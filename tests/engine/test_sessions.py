@@ -16,6 +16,8 @@ from safetensors.torch import save_file
 
 from hybridrt import LLM, RequestOutput, SamplingParams, Session, SessionError, SpeculativeConfig
 from hybridrt.engine.cache import session_file
+from hybridrt.engine.core.engine import Engine
+from hybridrt.mem_cache.prefix_tree.cache_key import DEFAULT_KEY, CacheKey
 from tests.models.test_models_parity import prompts
 from tests.speculative.test_schedules import MAKERS
 from tests.support.cache_ledger import check_cache
@@ -89,6 +91,33 @@ def test_a_salt_keeps_a_session_apart(checkpoints: CheckpointStore, tmp_path: Pa
         assert hits == [0, 0, 16]
 
 
+@pytest.mark.parametrize("field", ["weights", "adapter"])
+def test_a_session_of_other_weights_or_another_adapter_is_refused(
+    field: str, checkpoints: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing has changed then. With the same ones it serves requests of the given salt."""
+
+    def become(value: str) -> None:
+        monkeypatch.setattr(Engine, "cache_key", lambda self, p: CacheKey(p.cache_salt or "", **{field: value}))
+
+    path, file = checkpoints["falcon-plain"].path, tmp_path / "talk.safetensors"
+    with build(path) as llm:
+        become("one")
+        ask(llm, TEXT[:20])
+        llm.save_session(file, TEXT[:20])
+    with build(path) as llm:
+        for other in ("two", ""):
+            become(other)
+            with pytest.raises(SessionError, match=f"{field} is {other or None!r} here and 'one' there"):
+                llm.load_session(file)
+        assert not llm.engine.counters().cached_pages
+        become("one")
+        llm.load_session(file)
+        assert ask(llm, TEXT[:30], 1).metrics.cached_tokens == 16
+        become("two")
+        assert ask(llm, TEXT[:30], 1).metrics.cached_tokens == 0
+
+
 def test_what_is_cached_already_is_not_held_twice(checkpoints: CheckpointStore, tmp_path: Path) -> None:
     file = tmp_path / "talk.safetensors"
     with build(checkpoints["qwen-plain"].path) as llm:
@@ -108,7 +137,7 @@ def test_without_room_for_all_states_the_last_one_counts(checkpoints: Checkpoint
     with build(path, cache_slots=0, max_running_requests=1) as llm:
         llm.load_session(file)
         assert llm.engine.counters().cached_slots == 1
-        found = llm.engine._coordinator.prefixes.path(torch.tensor(text, dtype=torch.int32).numpy(), "")[0]
+        found = llm.engine._coordinator.prefixes.path(torch.tensor(text, dtype=torch.int32).numpy(), DEFAULT_KEY)[0]
         assert found.length == len(saved.token_ids)
         assert ask(llm, [*text, 7]).token_ids == wanted.token_ids
 

@@ -6,7 +6,7 @@ import pytest
 
 from hybridrt.base.errors import MemoryBudgetError
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
-from hybridrt.mem_cache.pools.page_demand import PageDemand
+from hybridrt.mem_cache.pools.page_groups import PageDemand
 from hybridrt.mem_cache.pools.slab_plan import SlabPlan
 from hybridrt.mem_cache.pools.slabs import SlabShare
 from hybridrt.runtime.step.plan import PageWrite, StepPlan, int32s

@@ -166,7 +166,7 @@ def test_work_of_a_plan() -> None:
     plan = StepPlan(
         decode=decode, extend=[ExtendRow(3, 8, [1, 2, 3], 0, False, saves=[(1, 5)]), ExtendRow(4, 0, [1, 2], 0, True)]
     )
-    assert StepWork.from_plan(plan) == StepWork(4, 40, 2, 5, 9 + 10 + 11 + 1 + 2, 1)
+    assert StepWork.from_plan(plan) == StepWork(4, 40, 2, 5, (8 + 1) + (0 + 1), 9 + 10 + 11 + 1 + 2, 1)
 
 
 @settings(max_examples=40, deadline=None)
@@ -181,3 +181,22 @@ def test_nonnegative_costs_fulfil_the_conditions_of_the_minimum(seed: int, unkno
     slope, size = squares @ found - moments, np.abs(moments).max() + 1.0
     assert (found >= 0).all() and (slope >= -1e-5 * size).all()
     assert np.abs(slope[found > 0]).max(initial=0.0) <= 1e-5 * size
+
+
+def test_a_step_that_no_graph_runs_costs_what_such_steps_cost() -> None:
+    """A second saved state of a prompt keeps a step from its graph, and needs another launch."""
+    cost, draw = StepCost(BUCKETS), random.Random(0)
+
+    def truth(work: StepWork) -> float:
+        graph = work.passes < 2 and any(bucket.has_room(0, 1, work.prompt_tokens) for bucket in BUCKETS)
+        if graph:
+            return 0.005 + 1e-5 * work.prompt_tokens + 4e-8 * work.prompt_context
+        return 0.030 + 2e-5 * work.prompt_tokens + 0.04 * max(work.passes - 1, 0)
+
+    for _ in range(400):
+        tokens, context = draw.choice([1024, 2048, 4096]), draw.choice([0, 8000, 30_000])
+        work = StepWork().with_chunk(context, tokens, draw.choice([0, 1, 2, 3]))
+        cost.observe([work], truth(work))
+    for tokens, context, saves in ((1024, 30_000, 1), (1024, 0, 2), (4096, 8000, 3)):
+        work = StepWork().with_chunk(context, tokens, saves)
+        assert cost.predict(work) == pytest.approx(truth(work), rel=0.15)

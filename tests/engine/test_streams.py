@@ -9,8 +9,7 @@ import pytest
 
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.api.llm import LLM
-from hybridrt.engine.request.delta_queue import DeltaQueue
-from hybridrt.engine.request.outputs import Delta
+from hybridrt.engine.request.outputs import Delta, DeltaQueue
 from tests.engine.test_threads import before_launch, in_threads
 from tests.support.engine_harness import Rig
 from tests.support.fake_llm import FIVE, VOCAB, FakeRunner, assert_clean, make

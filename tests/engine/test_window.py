@@ -5,7 +5,7 @@ import pytest
 
 from hybridrt.base.errors import MemoryBudgetError
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
-from hybridrt.mem_cache.pools.page_demand import PageDemand
+from hybridrt.mem_cache.pools.page_groups import PageDemand
 from hybridrt.runtime.step.plan import StepPlan
 from tests.engine.test_scheduler import Bench, request
 from tests.support.engine_harness import Rig, set_computed
@@ -97,7 +97,7 @@ def test_retraction_starts_over() -> None:
     steps = bench.run(12)
     assert bench.scheduler.num_retractions and bench.waiting() == [1]
     victim = bench.requests[1]
-    assert (victim.pages.starts, victim.settled, victim.end_page, victim.pages.spare) == ([0], 0, 0, [[]])
+    assert (victim.pages.starts, victim.settled, victim.end_page, victim.pages.spare) == ([], 0, 0, [])
     bench.scheduler.remove(bench.requests[0])
     bench.pools.check()
     steps += bench.run(3)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hybridrt import LLM
 from hybridrt.base.errors import SessionError
 from hybridrt.base.sampling_params import SamplingParams
-from hybridrt.engine.cache import host_fetches
+from hybridrt.engine.cache import answer_states, host_fetches
 from tests.engine.test_prefix_states import TEXT, computed, others, rig_with_cache
 from tests.engine.test_schedules import Abort, Add, Step, run_history, schedules
 from tests.support.checkpoints import CheckpointStore
@@ -53,6 +53,19 @@ def test_a_prompt_that_is_still_decoded_serves_others() -> None:
     assert computed(rig) == [0, 8]
     assert rig.outputs["late", 0].token_ids == alone(late, 2, 5, rig)
     assert rig.outputs["long", 0].token_ids == alone(TEXT[:11], 1, 20, rig)
+
+
+@pytest.mark.parametrize("windows", [(7,), (None, WINDOW, 7)])
+def test_states_within_an_answer_outlive_their_window(windows: Windows, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States in the middle of a page too, whose other tokens come later."""
+    monkeypatch.setattr(answer_states, "APART", 3)
+    rig = windowed(windows=windows, page_size=4, slots=12, pages=60)
+    answer = rig.finish(TEXT[:9], max_tokens=20, ignore_eos=True, seed=1).token_ids
+    rig.assert_empty()
+    for kept in (17, 12, 6):
+        history = [*TEXT[:9], *answer[:kept], 3]
+        assert rig.finish(history, max_tokens=4, ignore_eos=True, seed=2).token_ids == alone(history, 2, 4, rig)
+        assert 9 + kept - computed(rig)[-1] < 2 * 3
 
 
 def test_samples_of_a_prompt_start_from_its_state() -> None:

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from hybridrt.kernels.dense.activation import clamped_silu_and_mul, relu2, sigmoid_mul, silu_and_mul
+from hybridrt.kernels.dense.norm_activation import clamped_silu_and_mul, relu2, sigmoid_mul, silu_and_mul
 
 pytestmark = pytest.mark.usefixtures("provider")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

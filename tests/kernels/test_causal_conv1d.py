@@ -161,8 +161,8 @@ def test_update_padding_rows_leave_no_trace() -> None:
     assert changed_rows(before, requests.conv) == {5, 30}
     assert changed_rows(windows_before, windows) == {1, 4}
     assert same_bytes(windows[4, 1], requests.tail(0)) and same_bytes(windows[1, 1], requests.tail(2))
-    with pytest.raises(ConfigError, match="for trees alone"):
-        causal_conv1d_update(x.unflatten(0, (3, 2)), requests.weights, state, chain._replace(parents=None))
+    with pytest.raises(ConfigError, match="predecessors alone"):
+        causal_conv1d_update(x.unflatten(0, (3, 2)), requests.weights, state, chain._replace(predecessors=None))
 
 
 @pytest.mark.parametrize("start", [0, 1, 7])

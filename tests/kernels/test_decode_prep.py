@@ -7,7 +7,7 @@ import torch
 
 from hybridrt.kernels.core.records import DecodeRowInputs, RowTables, TokenInputs
 from hybridrt.kernels.state.decode_inputs import decode_inputs
-from hybridrt.kernels.state.decode_metadata import DecodeBuffers, fill_decode_metadata
+from hybridrt.kernels.state.row_tables import DecodeBuffers, fill_decode_metadata
 from tests.support.flat import flat
 
 ROWS, CONTEXT, PAGE = 12, 32, 4

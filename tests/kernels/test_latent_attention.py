@@ -108,7 +108,7 @@ def test_trees_over_contexts_split_among_programs(latent_walk, small_tiles, mult
     mask = torch.ones(2, tokens, tokens, dtype=torch.bool).tril()
     mask[:, 3, 1:3] = False  # node 3 is another child of the root
     seq_lens = torch.tensor([length + tokens - 1 - n for length, n in zip(lengths, drafts, strict=True)])
-    args = {"tree_mask": mask, "num_drafts": torch.tensor(drafts, dtype=torch.int32)}
+    args = {"mask": mask, "num_drafts": torch.tensor(drafts, dtype=torch.int32)}
     out = latents.decode(q, latents.rows, seq_lens.int(), **args)
     assert out.isfinite().all() and torch.equal(latents.decode(q, latents.rows, seq_lens.int(), **args), out)
     for b, (length, n) in enumerate(zip(lengths, drafts, strict=True)):

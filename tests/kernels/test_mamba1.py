@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridrt.kernels.core.chunk_plan import plan_chunks
 from hybridrt.kernels.core.records import BCNorms
-from hybridrt.kernels.dense.rms_norm import rms_norm
+from hybridrt.kernels.dense.norm_activation import rms_norm
 from hybridrt.kernels.mamba.mamba1_update import mamba1_update
 from hybridrt.kernels.mamba.selective_scan import selective_scan
 from tests.kernels.test_mamba2_slots import FAR, far_pool
@@ -195,7 +195,7 @@ def test_tree_follows_ancestors() -> None:
     parents = int32(-1, 0, 0, 2, 1, 4, -1)
     inputs, states = selective_inputs(1, 7), filled(4, [3])
     before, stored = states.clone(), poisoned(3, 7, *STATE)
-    out = update(inputs, states, [3], stored=stored, rows=int32(2), parents=parents[None])
+    out = update(inputs, states, [3], stored=stored, rows=int32(2), predecessors=parents[None])
     for node in range(7):
         path = ancestry(parents, node)
         expected, after = selective_loop(inputs[0][path], before[3])
@@ -216,7 +216,7 @@ def test_padding_rows_leave_no_trace(mode: str) -> None:
     if mode != "classic":
         changed = {"stored": stored, "rows": int32(3, 2, 1, 2)}
     if mode == "tree":
-        changed["parents"] = int32(-1, 0).repeat(4, 1)
+        changed["predecessors"] = int32(-1, 0).repeat(4, 1)
     out = update(inputs, states, [5, -1, 2, -1], **changed)
     assert not out[1::2].any()
     close(out[2], selective_loop(inputs[2], before[2])[0], 2e-6)

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from hybridrt.kernels.core.records import NO_LIMIT, ConvWeights, SSMWeights
-from hybridrt.kernels.core.slots import neighbours
 from hybridrt.kernels.mamba.mamba2_decode import mamba2_decode
-from hybridrt.kernels.mamba.mamba2_decode_cpu import mamba2_in_place, pool_rows
-from hybridrt.kernels.state.decode_metadata import DecodeBuffers
+from hybridrt.kernels.mamba.mamba2_decode_cpu import mamba2_in_place, neighbours, pool_rows
+from hybridrt.kernels.state.row_tables import DecodeBuffers
 from hybridrt.mem_cache.pools.mamba_pool import LayerCache
 from hybridrt.recurrent import mamba2
 from hybridrt.recurrent.mamba2 import Mamba2AttnBackend, Mamba2Inputs
@@ -39,7 +38,7 @@ def in_place(terms: dict[str, Any], slots: list[int]) -> list[torch.Tensor]:
     """Output, conv rings and states after one step."""
     conv, states, z = terms["conv"].clone(), terms["states"].clone(), terms["z"]
     rows = pool_rows(int32(*slots), terms["start_positions"])
-    assert rows is not None and rows.holds(terms["xBC"], conv, states, K)
+    assert rows is not None and rows.first >= K - 1
     weights = SSMWeights(*(terms[name] for name in ("A", "D", "dt_bias")), terms.get("dt_limit", NO_LIMIT))
     gate = None if z is None else z[:, 0].flatten(1)
     conv_weights = ConvWeights(terms["weight"], terms["bias"])
@@ -88,10 +87,21 @@ def test_rows_that_are_not_in_the_batch_keep_their_bytes() -> None:
     ],
     ids=["prompt-shorter-than-the-window", "bfloat16-state", "bfloat16-model"],
 )
-def test_rows_that_cannot_be_updated_in_place(changed: dict[str, Any]) -> None:
+def test_rows_that_cannot_be_updated_in_place(changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take the general path."""
     terms = inputs(2, 4, 2, 4, **changed)
-    rows = pool_rows(int32(1, 2), terms["start_positions"])
-    assert rows is not None and not rows.holds(terms["xBC"], terms["conv"], terms["states"], K)
+    buffers = DecodeBuffers.allocate(2, "cpu")
+    buffers.state_slots.copy_(int32(1, 2))
+    buffers.start_positions.copy_(terms["start_positions"])
+    cache, xBC, dt = LayerCache(terms["conv"], terms["states"]), terms["xBC"][:, 0], terms["dt"][:, 0]
+    out, backend = torch.zeros(2, 1, 4, P), object.__new__(Mamba2AttnBackend)
+    backend.layer_cache = lambda _: cache
+    monkeypatch.setattr(mamba2, "mamba2_in_place", None)
+    monkeypatch.setattr(mamba2, "mamba2_decode", lambda *_, **__: out)
+    weights = ConvWeights(terms["weight"], terms["bias"])
+    layer: Any = SimpleNamespace(layer_id=0, gates=False, head_dim=P, conv_weights=weights, weights=None)
+    segment = DecodeSegment(int32(1, 2), buffers, 1, None)
+    assert backend.decode(layer, Mamba2Inputs(xBC, dt), segment).data_ptr() == out.data_ptr()
 
 
 @pytest.mark.parametrize(("tokens", "ring"), [(2, False), (1, True)], ids=["verify", "replay"])

@@ -239,7 +239,7 @@ def test_pairs_are_laid_out_by_expert_in_blocks(provider, monkeypatch, compared,
     torch.manual_seed(tokens)
     ids = torch.randint(0, experts - 1, (tokens, 3), dtype=torch.int32)  # no token has the last
     ids[torch.rand(tokens, 3) < 0.1] = -1
-    blocks = moe_triton._lay_out(ids, experts)
+    blocks = moe_triton.lay_out(ids, experts)
     wanted = []
     for expert in range(experts):
         own = [p for p, e in enumerate(ids.flatten().tolist()) if e == expert]

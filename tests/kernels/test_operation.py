@@ -8,7 +8,7 @@ import torch
 from hybridrt.base.errors import ConfigError
 from hybridrt.kernels.core import providers
 from hybridrt.kernels.core.operation import By, operation
-from hybridrt.kernels.dense.rms_norm import rms_norm
+from hybridrt.kernels.dense.norm_activation import rms_norm
 
 
 def _check(x, *_, limit, **__):

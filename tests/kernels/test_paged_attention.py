@@ -114,7 +114,7 @@ def test_keys_of_padding_drafts_are_not_read(tree, sliding_window):
     mask = torch.ones(3, tokens, tokens, dtype=torch.bool).tril() if tree else None
     out = decode(
         q, cache.k, cache.v, cache.table, cache.rows, seq_lens.int(), sliding_window=sliding_window,
-        tree_mask=mask, num_drafts=torch.tensor(drafts, dtype=torch.int32),
+        mask=mask, num_drafts=torch.tensor(drafts, dtype=torch.int32),
     )  # fmt: skip
     assert out.isfinite().all()
     for b, (length, n) in enumerate(zip([9, 4, 5], drafts, strict=True)):
@@ -167,7 +167,7 @@ def test_a_tree_s_nodes_see_the_prefix_and_their_ancestors(sliding_window):
         cache.table,
         cache.rows,
         torch.tensor(lengths),
-        tree_mask=mask,
+        mask=mask,
         sliding_window=sliding_window,
     )
     for b, length in enumerate(lengths):
@@ -186,7 +186,7 @@ def test_a_chain_is_the_tree_whose_mask_is_triangular():
     mask = torch.ones(2, 3, 3, dtype=torch.bool).tril()
     for sliding_window in (None, 4):
         chain = decode(*arguments, sliding_window=sliding_window)
-        tree = decode(*arguments, sliding_window=sliding_window, tree_mask=mask)
+        tree = decode(*arguments, sliding_window=sliding_window, mask=mask)
         assert torch.equal(chain, tree)
 
 
@@ -258,9 +258,9 @@ def test_decode_of_contexts_split_among_programs(monkeypatch, small_tiles, slidi
     mask = torch.ones(len(q), tokens, tokens, dtype=torch.bool).tril()
     mask[:, 3, 1:3] = False  # node 3 is another child of the root
     arguments = (q, cache.k, cache.v, cache.table, rows, seq_lens)
-    out = decode(*arguments, sliding_window=sliding_window, tree_mask=mask)
+    out = decode(*arguments, sliding_window=sliding_window, mask=mask)
     assert torch.equal(out[-1], torch.zeros_like(out[-1]))
-    again = decode(*arguments, sliding_window=sliding_window, tree_mask=mask)
+    again = decode(*arguments, sliding_window=sliding_window, mask=mask)
     assert torch.equal(again, out), "the order in which programs arrive changes nothing, and they count from zero"
     for b, length in enumerate(lengths):
         for t in range(tokens):
@@ -396,7 +396,7 @@ def test_decode_reads_nothing_before_the_window(small_tiles, tree):
 
     def attend():
         arguments = (q, cache.k, cache.v, cache.table, cache.rows, seq_lens)
-        return decode(*arguments, sliding_window=sliding_window, tree_mask=mask)
+        return decode(*arguments, sliding_window=sliding_window, mask=mask)
 
     whole = attend()
     forget(cache, [max(n - tokens - sliding_window + 1, 0) for n in lengths])

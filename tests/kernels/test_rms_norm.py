@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from hybridrt.kernels.dense.rms_norm import add_rms_norm, rms_norm
+from hybridrt.kernels.dense.norm_activation import add_rms_norm, rms_norm
 
 pytestmark = pytest.mark.usefixtures("provider")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

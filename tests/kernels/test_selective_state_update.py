@@ -132,7 +132,7 @@ def test_tree_follows_ancestors() -> None:
     parents = int32(-1, 0, 0, 2, 1, 4, -1)
     inputs, states = scan_inputs(1, 7), filled(4, [3])
     before, stored = states.clone(), poisoned(3, 7, 4, 3, 5)
-    out = update(inputs, states, [3], stored=stored, rows=int32(2), parents=parents[None])
+    out = update(inputs, states, [3], stored=stored, rows=int32(2), predecessors=parents[None])
     for node in range(7):
         path = ancestry(parents, node)
         expected, after = scan_loop(inputs[0][path], before[3])
@@ -153,7 +153,7 @@ def test_padding_rows_leave_no_trace(mode: str) -> None:
     if mode != "classic":
         changed = {"stored": stored, "rows": int32(3, 2, 1, 2)}
     if mode == "tree":
-        changed["parents"] = int32(-1, 0).repeat(4, 1)
+        changed["predecessors"] = int32(-1, 0).repeat(4, 1)
     out = update(inputs, states, [5, -1, 2, -1], **changed)
     assert not out[1::2].any()
     close(out[2], scan_loop(inputs[2], before[2])[0], 2e-6)

@@ -9,10 +9,9 @@ from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.core import launch
 from hybridrt.kernels.dense.skinny_linear import MAX_TOKENS, InputNorm, is_skinny, skinny_linear
 from hybridrt.kernels.dense.skinny_linear_triton import Tile, matmul_tile
-from hybridrt.layers.methods import DenseMethod, LinearMethod
-from hybridrt.layers.mlp import MLP
+from hybridrt.layers.linear import MLP, DenseMethod
 from hybridrt.layers.norm import RMSNorm
-from hybridrt.layers.weights import Build
+from hybridrt.layers.weights import Build, LinearMethod
 
 pytestmark = pytest.mark.usefixtures("provider")
 EPS = 1e-5
@@ -148,7 +147,7 @@ def test_parts_of_one_token_meet_parts_of_the_rows(monkeypatch):
     method.weight.data = weight
     inputs = x.chunk(3, 1)
     founds = [method.apply_each(inputs), LinearMethod.apply_each(method, inputs)]
-    monkeypatch.setattr("hybridrt.layers.methods.is_skinny", lambda *_: True)
+    monkeypatch.setattr("hybridrt.layers.linear.is_skinny", lambda *_: True)
     for found in (*founds, method.apply_each(inputs)):
         torch.testing.assert_close(torch.cat(list(found), 1), y)
 
@@ -262,7 +261,7 @@ def test_layers_compute_the_same_with_it_and_without(activation, tokens, monkeyp
     for before in (None, residual):
         separate = mlp(norm, x, None if before is None else before.clone(), None)
         with monkeypatch.context() as patch:
-            patch.setattr("hybridrt.layers.methods.is_skinny", lambda *_: True)
+            patch.setattr("hybridrt.layers.linear.is_skinny", lambda *_: True)
             fused = mlp(norm, x, None if before is None else before.clone(), None)
         torch.testing.assert_close(fused, separate, rtol=1e-2, atol=1e-2)
         assert torch.equal(fused[1], x if before is None else x + before)

@@ -77,6 +77,14 @@ def test_skinny_linear() -> None:
 
 
 @pytest.mark.slow
+def test_weights_of_8_and_4_bits() -> None:
+    """ptxas parks two values of int8 experts with zero points, in blocks of 64 pairs."""
+    usages = compiled("quant")
+    assert {u["kernel"] for u in usages} >= {"_matvec_kernel", "_matmul_kernel", "_quant_grouped_kernel"}
+    check(usages, SHARED, {"_quant_grouped_kernel": 8})
+
+
+@pytest.mark.slow
 def test_attention_gated_delta_net_experts_and_sampling() -> None:
     usages = compiled("others")
     expected = {

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrt.kernels.core.chunk_plan import plan_chunks
-from hybridrt.kernels.core.decay_sums import decay_sums
+from hybridrt.kernels.core.chunk_plan import decay_sums, plan_chunks
 from hybridrt.kernels.core.records import DeltaInputs, Prompts, StateSlots
 from hybridrt.kernels.delta_rule.delta_rule import chunk_gated_delta_rule, recurrent_gated_delta_rule
 from hybridrt.kernels.mamba import mamba2_scan_triton

@@ -15,8 +15,7 @@ from hybridrt.kernels.core.packed import map_arrays
 from hybridrt.kernels.sampling.token_rules import DrawLines, apply_token_rules
 from hybridrt.runtime.sampling.sampler import RULES, RowRequirements, Sampler, Verification, used_parts
 from hybridrt.runtime.step.plan import Admission
-from hybridrt.runtime.step.sampling_table import SamplingTable
-from hybridrt.runtime.step.token_rules import HISTORY, MAX_RULES, make_rules
+from hybridrt.runtime.step.sampling_table import HISTORY, MAX_RULES, SamplingTable, make_rules
 from tests.support.levels import sweep
 
 pytestmark = pytest.mark.usefixtures("provider")

@@ -2,7 +2,7 @@
 
 import torch
 
-from hybridrt.kernels.core.views import by_head, take_tokens
+from hybridrt.kernels.core.slots import by_head, take_tokens
 
 
 def test_heads_of_one_token_keep_the_stride_between_tokens() -> None:

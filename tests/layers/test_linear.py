@@ -5,9 +5,7 @@ import pytest
 import torch
 
 from hybridrt.collectives.groups import TPGroup
-from hybridrt.layers import methods
-from hybridrt.layers.linear import RowLinear, Segment
-from hybridrt.layers.methods import side_by_side
+from hybridrt.layers.linear import DenseMethod, RowLinear, Segment, side_by_side
 from hybridrt.layers.weights import Build
 
 
@@ -22,8 +20,7 @@ def make(bias: bool = False, tp: TPGroup | None = None) -> RowLinear:
 
 @pytest.mark.parametrize("rows", [3, 1])
 def test_neighbouring_columns_are_joined_without_a_copy(rows: int) -> None:
-    attn, ssm = make().places(torch.empty(rows, 1, dtype=torch.float16))
-    assert attn.shape == (rows, 4) and ssm.shape == (rows, 6) and ssm.dtype == torch.float16
+    attn, ssm = torch.empty(rows, 10).split([4, 6], dim=-1)
     # Reshaped, a single row says of its stride what it likes.
     joined = side_by_side(attn.fill_(1).reshape(rows, -1), ssm.fill_(2).reshape(rows, -1))
     assert joined.stride() == (10, 1)
@@ -50,7 +47,7 @@ def test_a_product_ends_with_the_residual(
 ) -> None:
     """Not with a bias, nor onto a residual of another dtype, nor of few tokens: the next norm adds it then."""
     torch.manual_seed(0)
-    monkeypatch.setattr(methods.DenseMethod, "adds_from", adds_from)
+    monkeypatch.setattr(DenseMethod, "adds_from", adds_from)
     linear, residual, (attn, ssm) = make(bias), torch.randn(3, 5, dtype=dtype), (torch.randn(3, 4), torch.randn(3, 6))
     want = linear(attn, ssm) + residual
     added, rest = linear.onto(residual, attn, ssm)
@@ -61,7 +58,7 @@ def test_a_product_ends_with_the_residual(
 def test_one_rank_alone_adds_the_residual(monkeypatch: pytest.MonkeyPatch) -> None:
     """The summands of two ranks hold it once."""
     torch.manual_seed(0)
-    monkeypatch.setattr(methods.DenseMethod, "adds_from", 1)
+    monkeypatch.setattr(DenseMethod, "adds_from", 1)
     residual, x, parts = torch.randn(3, 5), torch.randn(3, 10), []
     linears = [make(tp=TPGroup(rank, 2)) for rank in range(2)]
     monkeypatch.setattr(TPGroup, "all_reduce", lambda group, y: parts.append(y) or y)

@@ -1,5 +1,6 @@
 """Methods of linear layers: one from another package, alone and beside dense in one merged weight."""
 
+import json
 from collections.abc import Iterator
 from math import inf
 from pathlib import Path
@@ -14,12 +15,10 @@ from torch import Tensor
 from hybridrt.base import plugins
 from hybridrt.base.errors import BackendError, CheckpointError
 from hybridrt.collectives.groups import TPGroup
-from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment
-from hybridrt.layers.methods import DenseMethod, LinearMethod, MixedMethod, linear_method
+from hybridrt.layers.linear import ColumnLinear, DenseMethod, MixedMethod, RowLinear, Segment, linear_method
 from hybridrt.layers.moe import Experts
 from hybridrt.layers.norm import RMSNorm
-from hybridrt.layers.weights import Build, CheckpointMap
-from hybridrt.runtime.load import build as runtime_build
+from hybridrt.layers.weights import Build, CheckpointMap, LinearMethod
 from tests.support.checkpoints import CheckpointStore
 from tests.support.outside_method import ScaledInt8, build_with, quantised
 from tests.support.session import Session
@@ -29,7 +28,10 @@ BUILD = Build(TPGroup(), torch.float32, torch.device("cpu"))
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    names = {"int8": "tests.support.outside_method:ScaledInt8", "wrong": "tests.support.outside_method:quantised"}
+    names = {
+        "scaled_int8": "tests.support.outside_method:ScaledInt8",
+        "wrong": "tests.support.outside_method:quantised",
+    }
     points = [SimpleNamespace(name=name, value=value) for name, value in names.items()]
     monkeypatch.setattr(plugins, "entry_points", lambda group: points if group == "hybridrt.linear_methods" else [])
     linear_method.cache_clear()
@@ -58,13 +60,15 @@ def written(key: str, weight: Tensor, int8: bool) -> dict[str, Tensor]:
 
 
 def test_names_of_methods() -> None:
-    assert linear_method("dense") is DenseMethod and linear_method("int8") is ScaledInt8
-    with pytest.raises(BackendError, match=r"'nope' is not supported.*dense, int8, wrong"):
+    assert linear_method("dense") is DenseMethod and linear_method("scaled_int8") is ScaledInt8
+    with pytest.raises(BackendError, match=r"'nope' is not supported.*dense, fp4, fp8, int4, int8, scaled_int8, wrong"):
         linear_method("nope")
     with pytest.raises(BackendError, match="must name a LinearMethod"):
         linear_method("wrong")
     with pytest.raises(BackendError, match="leave the experts dense"):
-        Experts("experts", 2, 4, 4, activation="silu", build=build_with(BUILD, ("experts", "experts")))
+        Experts(
+            "experts", 1, 4, 4, activation="silu", build=build_with(BUILD, ("experts.0", "gate"), ("experts.0", "up"))
+        )
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -132,14 +136,10 @@ def test_a_tensor_of_another_dtype_is_refused() -> None:
         piece.fill("q.weight", torch.randn(4, 6))
 
 
-def test_a_model_whose_merged_weights_are_partly_int8(
-    checkpoints: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_whose_merged_weights_are_partly_int8(checkpoints: CheckpointStore, tmp_path: Path) -> None:
     """Falcon-H1 merges z, x, B, C, dt, q, k, v, whose multipliers land on the scales, and two outputs. Its logits are
-    those of the same numbers in a dense model."""
+    those of the same numbers in a dense model. config.json names the method, which gets it as options."""
     source = checkpoints["falcon-plain"].path
-    segments = [(end, name) for end in ("in_proj",) for name in ("k", "v")]
-    segments += [("out_proj", "ssm"), ("mlp.down", "x"), ("mlp.gate_up", "up")]
     patterns = ("k_proj.weight", "v_proj.weight", "mamba.out_proj.weight", "down_proj.weight", "up_proj.weight")
     tensors = {key: t for file in source.glob("*.safetensors") for key, t in load_file(file).items()}
     small, dense = dict[str, Tensor](), dict[str, Tensor]()
@@ -148,20 +148,21 @@ def test_a_model_whose_merged_weights_are_partly_int8(
         small |= parts
         dense[key] = restored(parts, key.removesuffix(".weight")) if key.endswith(patterns) else tensor
     prompts, logits = [([5, 9, 17, 3, 40, 8], 6), ([2, 3], 6)], []
+    said = {"quant_method": "scaled_int8", "colour": "blue"}
     for name, stored in (("int8", small), ("dense", dense)):
         path = tmp_path / name
         path.mkdir()
         for file in source.glob("*.json"):
             if "index" not in file.name:
                 (path / file.name).write_bytes(file.read_bytes())
-        save_file({key: t.contiguous() for key, t in stored.items()}, path / "model.safetensors")
         if name == "int8":
-            monkeypatch.setattr(runtime_build, "Build", lambda *args: build_with(Build(*args), *segments))
-        else:
-            monkeypatch.undo()
+            fields = json.loads((path / "config.json").read_text())
+            (path / "config.json").write_text(json.dumps(fields | {"quantization_config": said}))
+        save_file({key: t.contiguous() for key, t in stored.items()}, path / "model.safetensors")
         session = Session(path)
         runs: Any = [m.method for m in session.runner.model.modules() if hasattr(m, "method")]
-        assert any(isinstance(run, MixedMethod) for run in runs) == (name == "int8")
+        found = [run for mixed in runs if isinstance(mixed, MixedMethod) for run in mixed.runs]
+        assert [run.scheme.options for run in found if isinstance(run, ScaledInt8)] == [said] * 6 * (name == "int8")
         logits.append([sample.logits for sample in session.run(prompts, chunk=4)])
     for ours, theirs in zip(*logits, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)

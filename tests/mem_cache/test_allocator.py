@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrt.base.errors import OutOfSlotsError, PoolError
-from hybridrt.mem_cache.pools.allocator import SlotAllocator
-from hybridrt.mem_cache.pools.slots import Slot
+from hybridrt.mem_cache.pools.slots import Slot, SlotAllocator
 
 
 def counts(pool: SlotAllocator) -> tuple[int, int, int]:

@@ -13,9 +13,9 @@ from torch import Tensor
 from hybridrt.base.config import SpeculativeConfig
 from hybridrt.base.errors import MemoryBudgetError
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, PageGroup, UnitCosts, plan_memory, share_memory
-from hybridrt.mem_cache.pools.page_demand import PageDemand
+from hybridrt.mem_cache.pools.page_groups import PageDemand
 from hybridrt.runtime.load.build import weight_bytes
-from hybridrt.runtime.step.prompt_logprobs import prompt_logprob_bytes
+from hybridrt.runtime.sampling.sampler import prompt_logprob_bytes
 from hybridrt.speculative.draft_model import DraftModelDrafter
 from hybridrt.speculative.head import HeadRunner
 from tests.support.checkpoints import VOCAB, CheckpointStore

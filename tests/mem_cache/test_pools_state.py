@@ -39,7 +39,7 @@ def test_layers_of_several_kinds_share_slot_ids() -> None:
 
 
 def test_speculative_caches_are_sized_by_running_rows() -> None:
-    pool = make(replace(SPEC, tokens_per_step=5, mode="intermediate", tree=True), slots=9, rows=3)
+    pool = make(replace(SPEC, tokens_per_step=5, mode="intermediate", forks=True), slots=9, rows=3)
     mamba = pool.layer_cache(0)
     assert mamba.conv.shape[0] == mamba.temporal.shape[0] == 10
     assert mamba.intermediate_ssm is not None and mamba.intermediate_ssm.shape == (4, 5, 4, 3, 5)
@@ -64,7 +64,7 @@ def test_a_state_ring_holds_two_steps(tokens: int) -> None:
 
 
 def test_bytes_of_a_spec_are_those_of_a_pool() -> None:
-    for spec in (SPEC, replace(SPEC, mode="replay"), replace(SPEC, mode="intermediate", tokens_per_step=3, tree=True)):
+    for spec in (SPEC, replace(SPEC, mode="replay"), replace(SPEC, mode="intermediate", tokens_per_step=3, forks=True)):
         pool = make(spec)
         tensors = [t for i in pool.layer_ids for t in vars(pool.layer_cache(i)).values() if t is not None]
         tensors += [pool.ring_start, pool.ring_length]  # the page tables are charged with req_to_state_slot
@@ -93,7 +93,7 @@ def test_modes_that_do_not_go_together() -> None:
     with pytest.raises(ConfigError, match="classic"):
         replace(SPEC, mode="ring")
     with pytest.raises(ConfigError, match="intermediate"):
-        replace(SPEC, mode="replay", tree=True)
+        replace(SPEC, mode="replay", forks=True)
 
 
 def test_a_new_tenant_gets_zeros_and_no_other_row_does() -> None:

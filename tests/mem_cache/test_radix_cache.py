@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrt.mem_cache.pools.page_sets import no_sets, pages_of
+from hybridrt.mem_cache.pools.page_groups import no_sets, pages_of
 from hybridrt.mem_cache.pools.slots import Slot
 from hybridrt.mem_cache.prefix_tree import radix_cache
+from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 from hybridrt.mem_cache.prefix_tree.prefix_cache import CacheEntries, PrefixMatch
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_node import Node
@@ -353,11 +354,13 @@ def test_recent_use_counts() -> None:
     assert [text[0] for text in ledger.states.values()] == [3]
 
 
-def test_salts_share_nothing() -> None:
-    tree = RadixCache(2, False)
-    tree.insert(array((1, 2, 3, 4)), np.array([[Slot(1, 0)], [Slot(2, 0)]]), {}, "a")
-    assert tree.match(array((1, 2, 3, 4, 5)), "a").length == 4
-    assert not tree.match(array((1, 2, 3, 4, 5)), "b").length and not tree.match(array((1, 2, 3))).length
+@pytest.mark.parametrize("field", CacheKey._fields)
+def test_keys_share_nothing(field: str) -> None:
+    """Whichever field differs."""
+    tree, a, b = RadixCache(2, False), CacheKey(**{field: "a"}), CacheKey(**{field: "b"})
+    tree.insert(array((1, 2, 3, 4)), np.array([[Slot(1, 0)], [Slot(2, 0)]]), {}, a)
+    assert tree.match(array((1, 2, 3, 4, 5)), a).length == 4
+    assert not tree.match(array((1, 2, 3, 4, 5)), b).length and not tree.match(array((1, 2, 3))).length
     tree.evict([2], 0)
     assert not tree._roots
 
@@ -386,10 +389,10 @@ def test_a_place_where_an_answer_goes_on_is_no_fork() -> None:
 def test_a_prompt_that_leaves_an_answer_within_it() -> None:
     ledger = Ledger(0, True)
     tree = ledger.tree
-    tree.insert(array((1, 2, 3, 4, 5, 6)), NO_SETS, {6: ledger.slot()}, "", 2)
+    tree.insert(array((1, 2, 3, 4, 5, 6)), NO_SETS, {6: ledger.slot()}, prompt=2)
     left = {(1, 2, 3, 4, 9, 9, 9): 2, (1, 2, 3, 9): 1, (1, 2, 9, 9): 0, (1, 2, 3, 4, 5, 6, 9): 0, (1, 9, 9): 0}
     assert {prompt: tree.match(array(prompt)).retokenised for prompt in left} == left
-    tree.insert(array((1, 2, 3, 4, 8)), NO_SETS, {5: ledger.slot()}, "", 5)  # cuts the edge
+    tree.insert(array((1, 2, 3, 4, 8)), NO_SETS, {5: ledger.slot()}, prompt=5)  # cuts the edge
     assert tree.match(array((1, 2, 3, 4, 7, 7, 7))).retokenised == 2
 
 
@@ -429,11 +432,36 @@ def test_the_end_of_a_text_within_a_longer_one_can_be_read() -> None:
 
 def test_edges_of_two_answers_stay_apart() -> None:
     ledger = Ledger(0, True)
-    ledger.tree.insert(array((1, 2, 3, 4)), NO_SETS, {4: ledger.slot()}, "", 2)
-    ledger.tree.insert(array((1, 2, 3, 4, 5, 6, 7, 8)), NO_SETS, {8: ledger.slot()}, "", 6)
+    ledger.tree.insert(array((1, 2, 3, 4)), NO_SETS, {4: ledger.slot()}, prompt=2)
+    ledger.tree.insert(array((1, 2, 3, 4, 5, 6, 7, 8)), NO_SETS, {8: ledger.slot()}, prompt=6)
     prompts = [(1, 2, 3, 9, 9, 9), (1, 2, 3, 4, 5, 9, 9, 9), (1, 2, 3, 4, 5, 6, 7, 9, 9)]
     before = [ledger.tree.match(array(prompt)) for prompt in prompts]
     assert len(ledger.tree.evict([], 1).states) == 1
     after = [ledger.tree.match(array(prompt)) for prompt in prompts]
     for name in ("retokenised", "fork", "known"):
         assert [getattr(match, name) for match in before] == [getattr(match, name) for match in after]
+
+
+def test_pages_that_no_state_needs_leave_a_window_first() -> None:
+    """The window of the state after 8 tokens reaches into the node above, which has no state of its own."""
+    tree, first, second = RadixCache(1, True, windows=(4,)), [*range(1, 9)], [*range(1, 7), *range(20, 30)]
+    handles = np.arange(1, 25)[:, None]
+    tree.insert(array(second), np.concatenate((handles[:6], handles[8:18])), {16: Slot(2, 0)})
+    tree.insert(array(first), handles[:8], {8: Slot(1, 0)})
+
+    def cached() -> list[int]:
+        return [tree.match(array((*text, 0))).length for text in (first, second)]
+
+    useless = 5 + 7  # of the node that both share, and of the second text
+    assert len(tree.evict([useless], 0).pages[0]) == useless and cached() == [8, 16]
+    assert len(tree.evict([1], 0).pages[0]) == 1 and cached() == [8, 0]
+
+
+def test_a_text_gives_the_states_of_earlier_texts_their_tails() -> None:
+    ledger = Ledger(4, True, 1, (2,))
+    ledger.offer((1, 0, 0, 0, 0), (1, 2))
+    ledger.evict(1, 0)
+    ledger.offer((1, 0), (1,))
+    ledger.check()
+    ledger.check_match((1, 0, 0))
+    assert ledger.tree.match(array((1, 0, 0))).length == 2

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrt.base.errors import OutOfSlotsError, PoolError
-from hybridrt.mem_cache.pools.page_allocators import PageAllocators
-from hybridrt.mem_cache.pools.page_demand import PageDemand
+from hybridrt.mem_cache.pools.page_groups import PageAllocators, PageDemand
 from hybridrt.mem_cache.pools.slabs import SlabAllocator, Slabs, SlabShare
 from hybridrt.mem_cache.pools.slots import Slot
 

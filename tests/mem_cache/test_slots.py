@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from hybridrt.base.errors import PoolError
-from hybridrt.mem_cache.pools.allocator import SlotAllocator
-from hybridrt.mem_cache.pools.slots import Slot, Slots
+from hybridrt.mem_cache.pools.slots import Slot, SlotAllocator, Slots
 
 
 def test_a_handle_is_an_index_and_a_generation() -> None:

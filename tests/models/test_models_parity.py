@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hybridrt.base.config import SpeculativeConfig
 from hybridrt.base.errors import ConfigError
-from hybridrt.layers import methods
-from hybridrt.mem_cache.pools.page_demand import PageDemand
+from hybridrt.layers import linear
+from hybridrt.mem_cache.pools.page_groups import PageDemand
 from hybridrt.models.config.read_config import read_model_config
 from tests.support.checkpoints import CASES, VOCAB, Checkpoint, CheckpointStore, has_replay
 from tests.support.levels import sweep
@@ -59,7 +59,7 @@ def requests(*lengths: int, steps: int = STEPS) -> list[tuple[list[int], int]]:
 def test_ragged_batch(name: str, checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole prompts of several lengths in one step, whose products end with the residual, then decode steps, whose
     products do not."""
-    monkeypatch.setattr(methods.DenseMethod, "adds_from", sum(LENGTHS))
+    monkeypatch.setattr(linear.DenseMethod, "adds_from", sum(LENGTHS))
     checkpoint = checkpoints[name]
     session = Session(checkpoint.path, max_model_len=128)
     for sample in session.run(requests(*LENGTHS, steps=24)):
@@ -105,8 +105,8 @@ def test_parallel_branches_leave_their_results_side_by_side(
         joined.append((whole := side_by_side(x, tail)).data_ptr() == x.data_ptr())
         return whole
 
-    side_by_side = methods.side_by_side
-    monkeypatch.setattr(methods, "side_by_side", noting)
+    side_by_side = linear.side_by_side
+    monkeypatch.setattr(linear, "side_by_side", noting)
     for speculative in (None, SpeculativeConfig("ngram", num_draft_tokens=2)):
         session = Session(checkpoints[name].path, state_mode=state_mode, speculative=speculative)
         for lengths in ((9, 5), (9,)):

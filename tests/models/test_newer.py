@@ -59,8 +59,8 @@ def test_a_prediction_head_changes_no_text(name: str, tmp_path: Path) -> None:
 def test_one_token_s_products(name: str, checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU computes together for one row: norm, product and activation, and two projections of two inputs."""
     checkpoint, products = checkpoints[name], []
-    monkeypatch.setattr("hybridrt.layers.methods.SKINNY_ON", ("cpu",))
-    monkeypatch.setattr("hybridrt.layers.methods.is_skinny", lambda x, *_: len(x) == 1 and not products.append(x.shape))
+    monkeypatch.setattr("hybridrt.layers.linear.SKINNY_ON", ("cpu",))
+    monkeypatch.setattr("hybridrt.layers.linear.is_skinny", lambda x, *_: len(x) == 1 and not products.append(x.shape))
     check_sample(checkpoint, Session(checkpoint.path).run(requests(1, steps=6))[0], name)
     assert products
 

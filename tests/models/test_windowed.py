@@ -52,7 +52,7 @@ def test_experts_in_mxfp4_are_refused_without_a_field_too(checkpoints: Checkpoin
 
 
 def test_sinks_need_a_backend_that_has_them(checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybridrt.attention.torch_native.TorchNativeAttnBackend.serves_sinks", False)
+    monkeypatch.setattr("hybridrt.attention.paged.TorchNativeAttnBackend.serves_sinks", False)
     with pytest.raises(BackendError, match="no kernels for attention sinks"):
         Session(checkpoints["gpt_oss-plain"].path)
 

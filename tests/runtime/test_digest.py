@@ -42,6 +42,15 @@ def test_a_tensor_scaled_by_one_and_a_half_changes_the_digest(name: str, tmp_pat
     assert digest(tmp_path, ours) == digest(tmp_path, weights()), "the same weights agree"
 
 
+@pytest.mark.parametrize("name", ["hf_quant_config.json", "quantize_config.json"])
+def test_a_file_that_says_what_codes_mean_changes_the_digest(name: str, tmp_path: Path) -> None:
+    config, found = EngineConfig(str(tmp_path)), [digest(tmp_path, weights())]
+    for text in ("{}", '{"bits": 4}'):
+        (tmp_path / name).write_text(text)
+        found.append(model_digest(tmp_path, config))
+    assert len(set(found)) == 3
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.sampled_from(sorted(SIZES)), at=st.floats(0, 1), width=st.floats(0, 0.2), change=st.floats(0.01, 9))
 def test_any_changed_region_changes_the_digest(

@@ -21,8 +21,7 @@ from hybridrt.kernels.core.records import TokenInputs
 from hybridrt.runtime.replay.graph_runner import ClosureRecorder, CudaGraphRecorder
 from hybridrt.runtime.replay.prompt_graphs import PromptGraphs, splits
 from hybridrt.runtime.step import pack_padded as prompt_columns
-from hybridrt.runtime.step.batch import enter_tables, fill_decode, make_batch
-from hybridrt.runtime.step.pack import StepArrays
+from hybridrt.runtime.step.pack import StepArrays, enter_tables, fill_decode, make_batch
 from hybridrt.runtime.step.pack_padded import Bucket, PaddedStep, StateSaves
 from hybridrt.runtime.step.plan import DecodeRow, DecodeRows, ExtendRow, StepPlan
 from hybridrt.runtime.step.recurrent_arrays import set_recurrent

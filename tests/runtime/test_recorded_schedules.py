@@ -12,8 +12,8 @@ from tests.support.samples import Sample
 from tests.support.soak import Soak
 from tests.support.tiny import write_tiny
 
-# Mamba-2 beside attention, experts, a sliding window beside a history, latent attention with KDA.
-MODELS = ["falcon-plain", "nemotron-experts", "swa_ssm-plain", "kimi-plain"]
+# Mamba-2 next to attention, layers one by one, short convolutions, a delta rule.
+MODELS = ["falcon-plain", "nemotron-plain", "lfm2-plain", "qwen-dense"]
 CHANGES: list[dict[str, Any]] = [
     {},
     {"state_mode": "classic", "overlap": False},

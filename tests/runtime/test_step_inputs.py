@@ -11,12 +11,21 @@ import pytest
 import torch
 
 from hybridrt.base.config import EngineConfig
+from hybridrt.base.forward_batch import SpecInfo
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.kernels.core.chunk_plan import plan_chunks
 from hybridrt.kernels.core.packed import arrays_of, map_arrays, pack_arrays, packed_size, section_starts, unpack
 from hybridrt.recurrent import backend as linear
 from hybridrt.runtime.run.model_runner import ModelRunner
-from hybridrt.runtime.step.pack import StagingRing, StepArrays, pack_rows, pack_step
+from hybridrt.runtime.step.pack import (
+    DraftArrays,
+    StagingRing,
+    StepArrays,
+    fill_relations,
+    pack_rows,
+    pack_step,
+    spec_info_of,
+)
 from hybridrt.runtime.step.plan import (
     NO_INTEGERS,
     Admission,
@@ -30,6 +39,7 @@ from hybridrt.runtime.step.plan import (
 )
 from tests.support.page_sets import page_sets
 from tests.support.tiny import write_tiny
+from tests.support.tree_paths import ancestry
 
 
 class LateStream:
@@ -123,6 +133,26 @@ def test_graphs_and_eager_steps_pack_rows_alike(tree: bool) -> None:
     if padded.drafts.parents is not None and padded.drafts.ancestors is not None:
         assert padded.drafts.parents.tolist()[2:4] == [[-1, 0, 1], [-1, 0, 1]]
         assert padded.drafts.ancestors.tolist()[0] == [0b1, 0b11, 0b111]
+
+
+def test_inputs_see_what_they_follow() -> None:
+    """Drafts that follow the same token share a position; padding goes on as a chain."""
+    drafted = [[0, 0, 1, 1, 4], [0, 1]]
+    rows = [DecodeRow(row, 7 * row, 0, [5] * len(p), p) for row, p in enumerate(drafted, 1)]
+    arrays = pack_rows(DecodeRows.from_rows(rows), 6, True, NO_INTEGERS)
+    drafts: DraftArrays[torch.Tensor] = map_arrays(torch.from_numpy, arrays).drafts
+    spec = spec_info_of(drafts, 6)
+    assert spec is not None and spec.mask is not None
+    places = torch.tensor([[7 * row + i for i in range(6)] for row in (1, 2)], dtype=torch.int32).flatten()
+    fill_relations(spec, drafts, 2, places)
+    parents = [-1, *drafted[0]], [-1, 0, 1, 2, 3, 4]
+    paths = [[ancestry(of_row, node) for node in range(6)] for of_row in parents]
+    assert [[mask.nonzero()[:, 0].tolist() for mask in row] for row in spec.mask] == paths
+    assert places.tolist() == [7 * (row + 1) + len(path) - 1 for row, of_row in enumerate(paths) for path in of_row]
+    predecessors, mask = spec.relations(1)
+    assert predecessors is not None and mask is not None
+    assert predecessors.tolist() == [parents[0]] and torch.equal(mask, spec.mask[:1])
+    assert SpecInfo(6).relations(1) == (None, None) and SpecInfo(6).positions(places) is places
 
 
 def test_an_eager_step_holds_its_chunks() -> None:

@@ -17,6 +17,7 @@ from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.cache.sessions import Sessions
 from hybridrt.engine.core.engine import Engine
 from hybridrt.engine.request.intake import EngineLimits
+from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 from hybridrt.parallel import tasks
 from hybridrt.parallel.rank_start import start_ranks
 from hybridrt.parallel.ranks import Ranks
@@ -123,8 +124,8 @@ def test_cached_prefixes(
         assert any(plan.page_copies for plan in split.plans) and any(row.saves for p in split.plans for row in p.extend)
         assert split.split is not None
         sessions = Sessions(split.split, split.coordinator, engine.turns, engine._change, lambda: None)
-        saved = sessions.save(tmp_path / "talk", np.array(asked[1], np.int32), "", "")
-        assert engine.reset_prefix_cache() and sessions.load(tmp_path / "talk", "again", False) == replace(
+        saved = sessions.save(tmp_path / "talk", np.array(asked[1], np.int32), CacheKey(), "")
+        assert engine.reset_prefix_cache() and sessions.load(tmp_path / "talk", CacheKey("again"), False) == replace(
             saved, cache_salt="again"
         )
         engine.add_request(asked[1], greedy(7, cache_salt="again"), "again")

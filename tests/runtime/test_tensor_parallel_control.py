@@ -45,7 +45,7 @@ from hybridrt.runtime.step.plan import (
     StepPlan,
     int32s,
 )
-from hybridrt.runtime.step.token_rules import make_rules
+from hybridrt.runtime.step.sampling_table import make_rules
 from hybridrt.transfer.ranks import JoinTransfer
 from tests.models.test_models_parity import requests
 from tests.support.checkpoints import CheckpointStore

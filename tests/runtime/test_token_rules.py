@@ -11,7 +11,7 @@ import torch
 
 from hybridrt import LLM, SamplingParams, SpeculativeConfig
 from hybridrt.base.errors import RequestError
-from hybridrt.runtime.step.token_rules import any_allowed
+from hybridrt.runtime.step.sampling_table import any_allowed
 from tests.kernels.test_token_rules import Ruled
 
 

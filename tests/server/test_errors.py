@@ -143,7 +143,7 @@ def test_completions_name_what_is_wrong(change: dict[str, Any], field: str | Non
         ({"messages": "Hi"}, "messages", "list"),
         ({"messages": [{"content": "Hi"}]}, "messages.0.role", "required"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", ""),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type", "'text'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0", "must be text"),
         ({"messages": [{"role": "judge", "content": "x"}]}, "messages", "no role judge"),
         ({"messages": [{"role": "user", "content": "x" * 9999}]}, "messages", "it may have at most 255"),
         (

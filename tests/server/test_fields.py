@@ -111,7 +111,7 @@ SHARED: Effects = {
     "skip_special_tokens": ({"allowed_token_ids": [EOS], "skip_special_tokens": False}, lambda seen: seen.text != ""),
     "priority": ({"priority": 3}, reads("priority", 3)),
     "cache_salt": ({"cache_salt": "own"}, reads("cache_salt", "own")),
-    "prompt_logprobs": ({"prompt_logprobs": 1}, lambda seen: "prompt_logprobs" in seen.answer.text),
+    "prompt_logprobs": ({"prompt_logprobs": 1}, lambda seen: seen.choice.get("prompt_logprobs") is not None),
     "response_format": (
         FREE | {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": FORM}}},
         lambda seen: seen.text == "7",
@@ -128,7 +128,7 @@ SHARED: Effects = {
         lambda seen: '"completion_tokens"' in seen.answer.text,
     ),
     "request_id": ({"request_id": "mine"}, lambda seen: seen.json["id"].endswith("-mine")),
-    "return_token_ids": ({"return_token_ids": True}, lambda seen: "token_ids" in seen.choice),
+    "return_token_ids": ({"return_token_ids": True}, lambda seen: seen.choice.get("token_ids") is not None),
     "return_tokens_as_token_ids": (
         {"logprobs": 0, "return_tokens_as_token_ids": True},
         lambda seen: "token_id:" in seen.answer.text,
@@ -138,8 +138,6 @@ COMPLETIONS: Effects = {
     "prompt": ({"prompt": [G]}, lambda seen: seen.json["usage"]["prompt_tokens"] == 1),
     "echo": ({"echo": True}, lambda seen: seen.text.startswith(PROMPT)),
     "logprobs": ({"logprobs": 2}, lambda seen: seen.choice["logprobs"] is not None),
-    "best_of": ({"best_of": 3}, lambda seen: seen.refused("best_of")),
-    "suffix": ({"suffix": "x"}, lambda seen: seen.refused("suffix")),
 }
 PROMPTS: Effects = {  # of conversations
     "messages": ({"messages": [USER, USER]}, lambda seen: seen.rendered.count("Hello") == 2),
@@ -152,6 +150,10 @@ PROMPTS: Effects = {  # of conversations
         lambda seen: seen.rendered.endswith("Well"),
     ),
     "chat_template_kwargs": ({"chat_template_kwargs": {"greeting": "Hey"}}, lambda seen: "Hey" in seen.rendered),
+    "chat_template": (
+        {"chat_template": "G"},
+        lambda seen: 1 in (seen.json.get("count"), seen.json.get("usage", {}).get("prompt_tokens")),
+    ),
 }
 CHAT: Effects = PROMPTS | {
     "parallel_tool_calls": (FREE | {"tools": [TOOL], **ONE_CALL}, limited),
@@ -187,12 +189,13 @@ RESPONSES: Effects = {
     "top_logprobs": (
         TOKEN_LOGPROBS | {"top_logprobs": 3}, lambda seen: len(seen.written["logprobs"][0]["top_logprobs"]) >= 3
     ),
+    "store": ({"store": False}, lambda seen: seen.json["store"] is False),
+    "truncation": ({"truncation": "auto"}, reads("truncate_prompt_tokens", -1)),
     "metadata": ({"metadata": {"a": "b"}}, lambda seen: seen.json["metadata"] == {"a": "b"}),
     **{
         name: ({name: value}, lambda seen, name=name: seen.refused(name))  # type: ignore[misc]
         for name, value in {
-            "store": True, "previous_response_id": "x", "conversation": "x", "background": True, "prompt": {"id": "x"},
-            "truncation": "auto",
+            "previous_response_id": "x",
         }.items()
     },
 }  # fmt: skip
@@ -211,6 +214,10 @@ COUNT: Effects = {
 }
 MESSAGES: Effects = {name: effect for name, effect in COUNT.items() if name != "model"} | {
     "max_tokens": ({"max_tokens": 5}, reads("max_tokens", 5)),
+    "output_format": (
+        {"output_format": {"type": "json_schema", "schema": FORM}},
+        lambda seen: seen.params is not None and seen.params.structured_outputs is not None,
+    ),
     "stop_sequences": ({"stop_sequences": ["zz"]}, reads("stop", ("zz",))),
 }
 TOKENIZE: Effects = PROMPTS | {
@@ -222,12 +229,32 @@ DETOKENIZE: Effects = {
     "model": SHARED["model"],
     "tokens": ({"tokens": [G, G]}, lambda seen: seen.json["prompt"] == "GG"),
 }
+
+
+def vector(seen: Seen) -> Any:
+    return seen.json["data"][0]["embedding"]
+
+
+EMBEDDINGS: Effects = {
+    "model": SHARED["model"],
+    "input": ({"input": [[5], [6]]}, lambda seen: len(seen.json["data"]) == 2),
+    "encoding_format": ({"encoding_format": "base64"}, lambda seen: isinstance(vector(seen), str)),
+    "dimensions": ({"dimensions": 3}, lambda seen: len(vector(seen)) == 3),
+    "pooling": ({"pooling": "mean"}, reads("pooling", "mean")),
+    "normalize": ({"normalize": False}, lambda seen: abs(sum(x * x for x in vector(seen)) - 1) > 1e-3),
+    "use_activation": ({"use_activation": False}, lambda seen: abs(sum(x * x for x in vector(seen)) - 1) > 1e-3),
+    "truncate_prompt_tokens": ({"truncate_prompt_tokens": 2}, lambda seen: seen.json["usage"]["prompt_tokens"] == 2),
+    "priority": SHARED["priority"],
+    "cache_salt": SHARED["cache_salt"],
+    "request_id": SHARED["request_id"],
+}
 TABLES: dict[str, tuple[dict[str, Any], Effects]] = {
     "/v1/completions": ({"prompt": PROMPT, **SEEDED}, COMPLETIONS | SHARED),
     "/v1/chat/completions": ({"messages": [USER], **SEEDED}, CHAT),
     "/v1/responses": ({"input": "Hello", "max_output_tokens": 16, "seed": 1}, RESPONSES),
     "/v1/messages": ({"messages": [USER], "max_tokens": 4}, MESSAGES),
     "/v1/messages/count_tokens": ({"messages": [USER]}, COUNT),
+    "/v1/embeddings": ({"input": PROMPT}, EMBEDDINGS),
     "/tokenize": ({"messages": [USER]}, TOKENIZE),
     "/detokenize": ({"tokens": [5]}, DETOKENIZE),
 }
@@ -236,9 +263,10 @@ TABLES: dict[str, tuple[dict[str, Any], Effects]] = {
 # /abort has a test of its own. And `user` does nothing anywhere.
 WITHOUT_EFFECT: dict[str, set[str]] = {
     "/v1/completions": {"add_special_tokens"},
+    "/v1/embeddings": {"add_special_tokens"},
     "/v1/chat/completions": {"include_reasoning"},
     "/tokenize": {"add_special_tokens", "parallel_tool_calls", "thinking_token_budget"},
-    "/v1/messages/count_tokens": set(Sampling.model_fields) - {"model"},
+    "/v1/messages/count_tokens": set(Sampling.model_fields) - {"model"} | {"output_format"},
     "/abort": {"request_id"},
 }
 CASES = sweep([(path, name) for path, (_, effects) in TABLES.items() for name in effects], 4)
@@ -246,7 +274,9 @@ CASES = sweep([(path, name) for path, (_, effects) in TABLES.items() for name in
 
 @pytest.fixture(scope="module")
 def own(embedded: LLM) -> Iterator[Served]:
-    with serving(embedded, chat_template=TEMPLATE, tool_parser="hermes", reasoning_parser="think") as served:
+    with serving(
+        embedded, chat_template=TEMPLATE, tool_parser="hermes", reasoning_parser="think", request_chat_templates=True
+    ) as served:
         yield served
     served.wait_until_idle()
 

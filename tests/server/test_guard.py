@@ -109,7 +109,7 @@ def test_the_last_chunk_that_a_client_does_not_take_in_time() -> None:
         sent.append(message)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        scope[FAILURE] = lambda error, path: error.message.encode()
+        scope[FAILURE] = lambda error, scope: error.message.encode()
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
         await send({"type": "http.response.body", "body": b"last", "more_body": False})
 
@@ -174,6 +174,17 @@ def test_a_full_queue_answers_429(locked: Served) -> None:
     assert_error(answer, 429, None, "try again later")
     assert int(answer.headers["retry-after"]) >= 1
     assert first.done()
+
+
+def test_what_cannot_be_answered_in_time_is_refused_at_once(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the seconds that a request may take is for its answer."""
+    most = served.service.config.request_timeout / 2
+    for seconds, status in ((most - 1, 200), (most + 6.2, 429)):
+        monkeypatch.setattr(served.llm.engine, "wait_seconds", lambda seconds=seconds: seconds)
+        answer = served.post("/v1/completions", COMPLETION)
+        assert answer.status_code == status
+    assert_error(answer, 429, None, f"waits about {most + 6:.0f} seconds")
+    assert answer.headers["retry-after"] == "7"
 
 
 @pytest.mark.parametrize(("change", "field"), [({"n": 40}, "n"), ({"prompt": ["x"] * 40}, "prompt")])

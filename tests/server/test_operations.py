@@ -142,6 +142,15 @@ def test_cached_prefixes_are_counted_and_reset(served: Served) -> None:
     assert metrics(served)["hybridrt:state_slots_cached"] == 0
 
 
+@pytest.mark.parametrize("salt", ["", "x" * 257, 5, ["a"]])
+def test_a_wrong_salt_is_refused_before_anything_changes(salt: object, served: Served) -> None:
+    before = metrics(served)["vllm:prefix_cache_queries_total"]
+    found = served.post("/v1/completions", COMPLETION | {"cache_salt": salt})
+    assert found.status_code == 400 and found.json()["error"]["param"] == "cache_salt", found.text
+    assert metrics(served)["vllm:prefix_cache_queries_total"] == before
+    assert served.post("/v1/completions", COMPLETION | {"cache_salt": "x" * 256}).status_code == 200
+
+
 def test_the_access_log_holds_facts_and_no_secrets(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("hybridrt.access").propagate = True
     with caplog.at_level(logging.INFO, logger="hybridrt.access"), served.http() as client:

@@ -332,7 +332,7 @@ def test_what_comes_without_a_body_has_an_end(kind: str) -> None:
     async def main() -> None:
         connection = Connection(never)
         await connection.send_all(ENDLESS[kind])
-        assert connection.transport.closed and connection.transport.written.startswith(b"HTTP/1.1 400")
+        assert connection.transport.closed and connection.transport.written.startswith(b"HTTP/1.1 431")
         connection.http.connection_lost(None)
 
     run(main())

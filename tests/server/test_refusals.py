@@ -1,6 +1,7 @@
 """Large bodies that are refused: their sender rests, and nobody else does."""
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from tests.support.clock import Clock
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
     monkeypatch.setattr(refusals, "time", made)
-    monkeypatch.setattr(refusals.asyncio, "sleep", made.sleep_in_loop)
+    # Servers of other tests go on sleeping in their own loops.
+    monkeypatch.setattr(refusals, "asyncio", SimpleNamespace(sleep=made.sleep_in_loop))
     return made
 
 

@@ -76,7 +76,7 @@ def test_a_stream_adds_up_to_the_whole(script: str, talker: tuple[Served, Script
     assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.completed"
     check_items(events[2:-1], whole.output)
     assert whole.usage is not None and whole.usage.output_tokens == len(model.say(SCRIPTS[script])) + 1
-    assert whole.output and whole.status == "completed" and whole.store is False  # type: ignore[attr-defined]
+    assert whole.output and whole.status == "completed" and whole.store is True  # type: ignore[attr-defined]
 
 
 NAMES = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}
@@ -152,16 +152,16 @@ def test_an_answer_that_is_cut_is_incomplete(talker: tuple[Served, Scripted]) ->
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"store": True}, "store"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "some"}, "truncation"),
         ({"n": 2}, "n"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"reasoning": {"effort": "much"}}, "reasoning"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"tools": [{"type": "telepathy"}]}, "tools.0"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.id"),
+        ({"input": [{"type": "dream"}]}, "input.0"),
         ({"input": []}, "input"),
         ({"tool_choice": {"type": "function", "name": "none"}, "tools": FUNCTIONS}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools"}, "tools": FUNCTIONS}, "tool_choice"),

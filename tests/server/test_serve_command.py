@@ -75,6 +75,11 @@ def test_it_serves_and_drains(tmp_path: Path) -> None:
         process.kill()
         process.wait()
     text = log.read_text()
+    model = "model: FalconH1ForCausalLM in float32 on cpu"
+    phases = ("is a demonstration", "weights: ", "memory plan: ", model, "warm-up: ")
+    places = [text.index(phase) for phase in phases]
+    assert places == sorted(places), "a line a phase, in order"
+    assert "contexts up to 400 tokens" in text and "2 running" in text and "2 API keys" in text
     lines_of_json = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     assert [line["status"] for line in lines_of_json] == [200, 200, 200]
     assert "shutting down" in text and "Traceback" not in text and "two" not in text.replace("two ranks", "")

@@ -53,7 +53,7 @@ class Client:
             in_thread=None,
             facts=dict,
         )
-        scope = {"type": "http", "path": "/", "extensions": {BODY_WRITER: BodyWriter(self.cycle)}}
+        scope = {"type": "http", "path": "/", "extensions": {BODY_WRITER: BodyWriter(self.cycle, chunked=True)}}
         answer = EventStream(cast(Reply, reply))
         self.task = asyncio.ensure_future(answer(scope, asyncio.Event().wait, self.send))  # type: ignore[arg-type]
 

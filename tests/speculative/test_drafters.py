@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hybridrt.base.errors import EngineError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.mem_cache.pools.slots import Slot
+from hybridrt.speculative.draft import merge, with_others
 from hybridrt.speculative.drafter import AdaptiveDrafter, Draft, Drafter, DraftRequest, tokens_between
 from hybridrt.speculative.ngram import NgramDrafter
-from hybridrt.speculative.tree import merge, with_siblings
 
 
 @dataclass(eq=False)
@@ -244,7 +244,7 @@ def test_continuations_share_what_they_begin_with() -> None:
     tree = merge([[1, 2, 3], [1, 4], [5]], 9)
     assert (tree.tokens, tree.parents) == ([1, 5, 2, 4, 3], [0, 0, 1, 1, 3])
     assert merge([[1, 2, 3], [1, 4], [5]], 3) == Draft([1, 5, 2], [0, 0, 1])
-    assert with_siblings([1, 2], [[8], [9]], 4) == Draft([1, 8, 2, 9], [0, 0, 1, 1])
+    assert with_others([1, 2], [[8], [9]], 4) == Draft([1, 8, 2, 9], [0, 0, 1, 1])
     assert merge([], 3) == merge([[]], 3) == Draft([])
 
 

@@ -181,6 +181,10 @@ class ByHand:
         for i, tensor in enumerate(self.pools.kv.tensors):
             yield f"{('keys', 'values')[i % 2]}{i // 2 or ''}", tensor
 
+    def kv_group(self, name: str) -> int:
+        """The page group of a KV tensor of `snapshot`."""
+        return self.pools.kv.tensor_groups[[known for known, _ in self._kv()].index(name)]
+
     def snapshot(self) -> dict[str, Tensor]:
         """Copies of all pool tensors by name: [layer, entry, ...], or [entry] for cursors."""
         found = dict(self._kv())

@@ -5,10 +5,8 @@ from collections import Counter
 import numpy as np
 
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
-from hybridrt.mem_cache.pools.allocator import SlotAllocator
-from hybridrt.mem_cache.pools.page_allocators import PageAllocators
-from hybridrt.mem_cache.pools.page_sets import no_sets, pages_of
-from hybridrt.mem_cache.pools.slots import Slot, Slots
+from hybridrt.mem_cache.pools.page_groups import PageAllocators, no_sets, pages_of
+from hybridrt.mem_cache.pools.slots import Slot, SlotAllocator, Slots
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_node import Node
 
@@ -25,7 +23,7 @@ def check_cache(pools: CacheCoordinator) -> None:
         if node.state is not None:
             assert bool(node.state_readers) == bool(pools.slots._locks[node.state.index])
     answers = pools.prefixes.answers._of
-    assert all(pools.slots._is(slot, 1) for slot in answers), "a state within an answer is in a slot of no request"
+    assert all(pools.slots._find(slot, 1) for slot in answers), "a state within an answer is in a slot of no request"
     for slot, (request, length) in answers.items():
         assert request.row is not None and request.saves[length] == slot, "a state within an answer has no owner"
     if pools.rows.num_free == pools.rows.total and not pools.fetches:

@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 
 from hybridrt.base.config import EngineConfig
 from hybridrt.base.device import KNOWN
-from hybridrt.layers.stack import ResidualStack
+from hybridrt.layers.norm import ResidualStack
 from hybridrt.runtime.precompile import compile_trace
 from hybridrt.runtime.precompile.compile_trace import Kernel, trace
 from hybridrt.runtime.precompile.compile_worker import _Worker

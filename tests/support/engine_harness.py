@@ -6,10 +6,11 @@ from typing import Any
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.core.engine import Engine
+from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.engine.request.intake import EngineLimits
 from hybridrt.engine.request.outputs import Delta
 from hybridrt.engine.request.sample_request import Request
-from hybridrt.mem_cache.pools.page_demand import PageDemand
+from hybridrt.mem_cache.pools.page_groups import PageDemand
 from hybridrt.mem_cache.pools.slab_plan import SlabPlan
 from tests.support.cache_ledger import check_cache
 from tests.support.mock_drafter import MockDrafter
@@ -60,6 +61,7 @@ class Rig:
         host: tuple[int, int] | None = None,
         copy_delay: int = 0,
         slabs: SlabPlan | None = None,
+        policy: TrafficPolicy | None = None,
     ) -> None:
         slots = rows if slots is None else slots
         if slabs is not None:  # the page groups share them, instead of `pages` of each
@@ -77,7 +79,9 @@ class Rig:
             self.pools.add_tier(*host, self.executor.copied)
         limits = EngineLimits(vocab, max_model_len, chunk, (EOS,))
         self.drafter = drafter = MockDrafter(drafts, vocab, windows, self.executor.has_state) if drafts else None
-        self.engine = Engine(self.executor, self.pools, limits, tokenizer, overlap=overlap, seed=seed, drafter=drafter)
+        self.engine = Engine(
+            self.executor, self.pools, limits, tokenizer, overlap=overlap, seed=seed, drafter=drafter, target=policy
+        )
         self.outputs = Samples()
 
     def add(self, prompt: Sequence[int] | str, request_id: str | None = None, **params: Any) -> str:

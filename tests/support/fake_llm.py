@@ -12,7 +12,7 @@ from hybridrt.engine.api import llm as llm_module
 from hybridrt.engine.api.llm import LLM
 from hybridrt.mem_cache.pools.host_plan import NO_HOST_PLAN
 from hybridrt.mem_cache.pools.memory_plan import PageGroup
-from hybridrt.mem_cache.pools.page_demand import PageDemand
+from hybridrt.mem_cache.pools.page_groups import PageDemand
 from tests.support.cache_ledger import check_cache
 from tests.support.engine_harness import EOS
 from tests.support.mock_executor import MockExecutor

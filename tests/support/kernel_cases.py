@@ -15,7 +15,7 @@ from benchmarks.common import mamba1_of, mamba2_of
 from hybridrt.base.config import ModelConfig
 from hybridrt.kernels.core.chunk_plan import plan_chunks
 from hybridrt.kernels.delta_rule.decode import split_qkv
-from hybridrt.kernels.mamba.mamba2_common import split_conv_channels
+from hybridrt.kernels.mamba.mamba2_scan import split_conv_channels
 from hybridrt.kernels.state.state_ring import RingFolds
 from hybridrt.kinds.base import StateShape
 from hybridrt.kinds.registry import linear_kind, state_shape
@@ -144,7 +144,7 @@ class DecodeRows:
             if mode == "intermediate":
                 return args, pools
             shape = self.num_rows + 1, self.tokens, self.shape.conv_dim, self.shape.conv_kernel - 1
-            args |= {"windows": poisoned(*shape, dtype=torch.bfloat16), "parents": self.parents()}
+            args |= {"windows": poisoned(*shape, dtype=torch.bfloat16), "predecessors": self.parents()}
             return args, pools | {"windows": self.used_rows}
         return args, {"states": self.used_slots}
 
@@ -225,7 +225,7 @@ def selective_state_update(config: ModelConfig, rows: DecodeRows, mode: str) -> 
     args, pools = rows.state_args(mode, time_step_gate)
     args |= after_conv(config, rows) | rows.slot_args()
     if mode == "intermediate":
-        args["parents"] = rows.parents()
+        args["predecessors"] = rows.parents()
     return Case("selective_state_update", args, pools)
 
 
@@ -247,7 +247,7 @@ def mamba1_update(config: ModelConfig, rows: DecodeRows, mode: str, tree: bool =
     weights = torch.rand(2, mamba1_of(config).state_size) + 0.5
     args |= {"B_weight": weights[0], "C_weight": weights[1], "eps": 1e-6}
     if tree:
-        args["parents"] = rows.parents()
+        args["predecessors"] = rows.parents()
     return Case("mamba1_update", args, pools)
 
 
@@ -405,7 +405,7 @@ def kda_recurrent(rows: DecodeRows, mode: str) -> Case:
     args, pools = rows.state_args(mode, log_decay_gate)
     args |= kda_tokens(rows.shape, rows.tokenwise) | rows.slot_args()
     if mode == "intermediate":
-        args["parents"] = rows.parents()
+        args["predecessors"] = rows.parents()
     return Case("recurrent_gated_delta_rule", args, pools)
 
 

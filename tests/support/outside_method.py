@@ -6,15 +6,21 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from hybridrt.base.quantization import PLAIN, Scheme
 from hybridrt.kernels.dense.skinny_linear import Activation
-from hybridrt.layers.methods import ACTIVATIONS, LinearMethod, Part, side_by_side
-from hybridrt.layers.weights import Build, CheckpointMap, Piece
+from hybridrt.layers.linear import ACTIVATIONS, side_by_side
+from hybridrt.layers.weights import Build, CheckpointMap, LinearMethod, Part, Piece
+
+SCALED = Scheme("scaled_int8")
 
 
 class ScaledInt8(LinearMethod):
     """In the checkpoint: `key`.weight [out, in] int8 and `key`.weight_scale [out] float32."""
 
-    def __init__(self, out_features: int, in_features: int, build: Build) -> None:
+    def __init__(
+        self, out_features: int, in_features: int, build: Build, scheme: Scheme = PLAIN, parts: Sequence[int] = ()
+    ) -> None:
+        self.scheme = scheme
         values = torch.empty(in_features, out_features, dtype=torch.int8, device=build.device)
         self.values = nn.Parameter(values, requires_grad=False)
         self.scales = nn.Parameter(torch.empty(out_features, device=build.device), requires_grad=False)
@@ -49,7 +55,7 @@ def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
 def build_with(build: Build, *segments: tuple[str, str]) -> Build:
     """Segments, by ends of the layers' names and their own names, in int8; the others stay dense."""
 
-    def scheme(layer: str, segment: str) -> str:
-        return "int8" if any(layer.endswith(end) and segment == name for end, name in segments) else "dense"
+    def scheme(part: str) -> Scheme:
+        return SCALED if any(part.endswith(f"{end}.{name}") for end, name in segments) else PLAIN
 
     return replace(build, scheme=scheme)

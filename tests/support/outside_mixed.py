@@ -16,8 +16,8 @@ from torch import Tensor
 from hybridrt.base import plugins
 from hybridrt.base.config import AttentionConfig, LayerSpec
 from hybridrt.layers.attention import Attention
-from hybridrt.layers.mlp import MLP
-from hybridrt.layers.stack import ResidualPart
+from hybridrt.layers.linear import MLP
+from hybridrt.layers.norm import ResidualPart
 from hybridrt.models.base import CausalLM
 from hybridrt.models.config.family import Family, FamilyFields
 from hybridrt.models.config.family_registry import family_of

@@ -6,7 +6,7 @@ from functools import partial
 
 from hybridrt.runtime.replay.prompt_graphs import PromptGraphs
 from hybridrt.runtime.run.step_runner import StepRunner
-from hybridrt.runtime.step.batch import enter_tables
+from hybridrt.runtime.step.pack import enter_tables
 from hybridrt.runtime.step.pack_padded import PROMPT_ROWS
 from hybridrt.runtime.step.plan import DecodeRow, DecodeRows, ExtendRow, StepPlan
 from tests.support.checkpoints import VOCAB

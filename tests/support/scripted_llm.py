@@ -16,7 +16,7 @@ from hybridrt.engine.api.llm import LLM
 from hybridrt.engine.text.tokenizer import HFTokenizer
 from hybridrt.mem_cache.pools.host_plan import NO_HOST_PLAN
 from hybridrt.mem_cache.pools.memory_plan import PageGroup
-from hybridrt.mem_cache.pools.page_demand import PageDemand
+from hybridrt.mem_cache.pools.page_groups import PageDemand
 from tests.support.mock_executor import MockExecutor, Tenant
 
 END = "<|im_end|>"

@@ -32,7 +32,7 @@ from tests.support.sm90_optional import others, recurrent
 
 _TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64",
-    torch.bool: "*i1", torch.uint8: "*u8", torch.int8: "*i8",
+    torch.bool: "*i1", torch.uint8: "*u8", torch.int8: "*i8", torch.int16: "*i16", torch.float8_e4m3fn: "*fp8e4nv",
 }  # fmt: skip
 _OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 

@@ -13,6 +13,7 @@ from hybridrt.kernels.core.chunk_plan import ChunkPlan
 from hybridrt.kernels.core.records import SavedStates
 from hybridrt.kernels.sampling.sampling import Penalties
 from hybridrt.kernels.state.state_ring import RingFolds
+from tests.support.quant_weights import FORMATS, empty_weight
 
 Args = dict[str, Any]
 Cases = Iterator[tuple[str, Args]]
@@ -81,7 +82,7 @@ def mamba2() -> Cases:
         yield from mamba2_prefill(shape, 8192, 256)
         *_, (scan, args), _ = mamba2_prefill(shape, 512, 256)
         yield scan, args | {"saves": SavedStates(int32(2), int32(1), int32(1))}
-        yield "causal_conv1d_update", mamba2_conv(shape, 32, 5) | {"parents": int32(32, 5)}
+        yield "causal_conv1d_update", mamba2_conv(shape, 32, 5) | {"predecessors": int32(32, 5)}
     yield from lightning()
     yield from lightning_prefill(64)
     yield from lightning_prefill(8)  # on one of eight ranks
@@ -167,7 +168,7 @@ def mamba1() -> Cases:
     for dtype in (torch.bfloat16, torch.float32):
         for batch, tokens, tree in ((128, 1, False), (32, 5, False), (32, 5, True)):
             kept = stored(batch, tokens, 8192, 16, dtype=dtype) if tokens > 1 else {}
-            kept |= {"parents": int32(batch, tokens)} if tree else {}
+            kept |= {"predecessors": int32(batch, tokens)} if tree else {}
             norms = {"B_weight": f32(16), "C_weight": f32(16), "eps": 1e-6}
             yield "mamba1_update", mamba1_tokens(dtype, batch, tokens) | slots(batch) | kept | norms
         yield "selective_scan", mamba1_tokens(dtype, 8192) | prompts(1, 8192, 64)
@@ -255,7 +256,7 @@ def attention() -> Cases:
             (128, 1, 0, 4096), (128, 1, 0, 32784), (32, 5, 5, 4096), (32, 5, 0, 4096), (128, 5, 0, 4096),
         ):  # fmt: skip
             q, rows = meta(batch, tokens, query_heads, dim), {"rows": int32(batch), "seq_lens": int32(batch)}
-            tree = {"tree_mask": flags(batch, nodes, nodes) if nodes else None}
+            tree = {"mask": flags(batch, nodes, nodes) if nodes else None}
             tree["num_drafts"] = int32(batch) if tokens > 1 else None
             yield "attention_decode", cache | rows | tree | {"q": q, "req_to_token": int32(300, width)}
         q, k = meta(8192, query_heads, dim), meta(8192, kv_heads, dim)
@@ -280,7 +281,7 @@ def latent_attention() -> Cases:
         cache = {"k_cache": vectors, "v_cache": vectors[..., :512], "scale": 0.1, "req_to_token": int32(300, 4096)}
         for batch, tokens, nodes in ((1, 1, 0), (128, 1, 0), (32, 5, 0), (32, 5, 5)):
             rows = {"rows": int32(batch), "seq_lens": int32(batch), "num_drafts": int32(batch) if tokens > 1 else None}
-            tree = {"tree_mask": flags(batch, nodes, nodes) if nodes else None}
+            tree = {"mask": flags(batch, nodes, nodes) if nodes else None}
             yield "attention_decode", cache | rows | tree | {"q": meta(batch, tokens, heads, 576)}
         for count, tokens, before in ((1, 8192, 0), (4, 128, 0), (4, 128, 2000), (1, 8, 2000)):  # all decompressed
             lens = {"query_lens": [tokens] * count, "seq_lens_host": [before + tokens] * count}
@@ -368,12 +369,28 @@ def skinny_linear() -> Cases:
         yield "skinny_linear", {"x": meta(tokens, 12288), "weight": meta(3072, 12288)}
 
 
+def quant() -> Cases:
+    """Linear layers of Falcon-H1-7B with few tokens, in each format."""
+    for name in FORMATS:
+        for tokens in (1, 16, 128):
+            x, norm = meta(tokens, 3072), {"norm_weight": f32(3072), "eps": 1e-5}
+            activated = {"residual": x, "activation": "silu_and_mul"}
+            yield "quant_linear", {"x": x, "weight": empty_weight(name, 24576, 3072)} | norm | activated
+        tail = {"x": meta(64, 1536), "tail": meta(64, 3072)}
+        yield "quant_linear", tail | {"weight": empty_weight(name, 3072, 4608)}
+        count, width, inner = 128, 2048, 512  # experts of Qwen3-Next, fewer of them
+        experts = {"up": empty_weight(name, 2 * inner, width, count), "down": empty_weight(name, width, inner, count)}
+        for tokens in (32, 1024):
+            picks = {"weights": f32(tokens, 10), "ids": int32(tokens, 10)}
+            yield "quant_experts", {"x": meta(tokens, width), "activation": "silu"} | experts | picks
+
+
 def everything_else() -> Cases:
     for cases in (attention, elementwise, sampling, delta_net, kimi_delta, experts):
         yield from cases()
 
 
 TABLES: dict[str, Callable[[], Cases]] = {
-    "mamba2": mamba2, "mamba1": mamba1, "skinny_linear": skinny_linear, "others": everything_else,
+    "mamba2": mamba2, "mamba1": mamba1, "skinny_linear": skinny_linear, "quant": quant, "others": everything_else,
     "latent": latent_attention, "absorbed": absorbed_prompts,
 }  # fmt: skip

@@ -7,8 +7,9 @@ import torch
 
 from hybridrt.kernels.core.chunk_plan import ChunkPlan
 from hybridrt.kernels.sampling.sampling import Penalties
-from hybridrt.kernels.state.decode_metadata import DecodeBuffers
+from hybridrt.kernels.state.row_tables import DecodeBuffers
 from hybridrt.kernels.state.state_ring import RingFolds
+from tests.support.quant_weights import FORMATS, empty_weight
 from tests.support.sm90_cases import Args, f32, flags, int32, meta
 
 B, T, H, P, N, G, SLOTS, K, TOKENS = 3, 2, 4, 16, 16, 2, 9, 4, 40
@@ -55,7 +56,7 @@ def paged(*lead: int) -> Args:
 def recurrent() -> Iterator[tuple[str, Args, Args]]:
     """(operation, arguments, optional arguments), of recurrent layers."""
     per_head, stored = {"D": f32(H), "dt_bias": f32(H)}, {"rows": ROWS, "stored": f32(SLOTS, T, H, P, N)}
-    none, channels, parents = dict.fromkeys(("D", "dt_bias", "z")), H * P + 2 * G * N, {"parents": int32(B, T)}
+    none, channels, parents = dict.fromkeys(("D", "dt_bias", "z")), H * P + 2 * G * N, {"predecessors": int32(B, T)}
     step = {"start_positions": ROWS} | SLOT_ARGS
     tokenwise = {"x": meta(B, T, channels)} | conv(channels) | step
     windows = {"stored": meta(SLOTS, T, channels, K - 1), "rows": ROWS}
@@ -106,7 +107,7 @@ def recurrent() -> Iterator[tuple[str, Args, Args]]:
     sums = {"states": f32(SLOTS, H)} | SLOT_ARGS
     yield "prefix_sum_varlen", sums | {"x": meta(TOKENS, H), "query_start_loc": STARTS}, {}
     stored_sums = {"stored": f32(SLOTS, T, H), "rows": ROWS}
-    yield "prefix_sum_update", sums | {"x": meta(B, T, H)} | dict.fromkeys((*stored_sums, "parents")), stored_sums
+    yield "prefix_sum_update", sums | {"x": meta(B, T, H)} | dict.fromkeys((*stored_sums, "predecessors")), stored_sums
     cursors = {"start": int32(SLOTS), "length": int32(SLOTS), "rows": ROWS, "accepted": ROWS, "state_slots": ROWS}
     yield "advance_ring", cursors | {"width": 16, "widest": 1}, {}
     layers = {name: part[None] for name, part in ({"states": f32(SLOTS, H, P, N)} | RING).items()}
@@ -123,7 +124,7 @@ def recurrent() -> Iterator[tuple[str, Args, Args]]:
 def others() -> Iterator[tuple[str, Args, Args]]:
     """(operation, arguments, optional arguments) of everything else."""
     window, vocabulary, keys = {"sliding_window": 5}, 40000, meta(B, dtype=torch.int64)
-    yield "attention_decode", paged(B, T), window | {"tree_mask": flags(B, T, T)}
+    yield "attention_decode", paged(B, T), window | {"mask": flags(B, T, T)}
     sinks = {"sinks": f32(H)}
     yield "attention_decode", paged(B, T), sinks
     lens = {"query_start_loc": STARTS, "query_lens": [20, 10, 10], "seq_lens_host": [20, 30, 40]}
@@ -162,6 +163,15 @@ def others() -> Iterator[tuple[str, Args, Args]]:
         yield "skinny_linear", linear, {"bias": meta(32)} | normed
         yield "skinny_linear", linear | {"tail": meta(tokens, 16), "x": meta(tokens, 48)}, {"activation": "relu2"}
     yield "skinny_linear", {"x": meta(1, 64), "weight": meta(32, 32), "parts": 2}, {}
+    for name in FORMATS:
+        experts = {"up": empty_weight(name, 64, 64, 8), "down": empty_weight(name, 64, 32, 8), "activation": "silu"}
+        biases = {"b_up": meta(8, 64), "b_down": meta(8, 64)}
+        for tokens in (1, 3):
+            linear = {"x": meta(tokens, 64), "weight": empty_weight(name, 32, 64), "bias": None}
+            normed = {"norm_weight": f32(64), "residual": meta(tokens, 64), "activation": "silu_and_mul"}
+            yield "quant_linear", linear, {"bias": meta(32)} | normed
+        picks = {"ids": int32(2, 2), "weights": f32(2, 2), "x": meta(2, 64)}
+        yield "quant_experts", picks | experts, biases | {"limit": 4.0, "alpha": 1.7}
     shared = {"shared_gate": meta(B), "shared": 1, "rows": ROWS}
     yield "router_softmax", {"logits": meta(B, 8), "top_k": 2, "renormalize": True}, shared
     scores = {"logits": f32(B, 8), "correction_bias": f32(8), "top_k": 2, "n_group": 2, "topk_group": 1}

@@ -31,7 +31,7 @@ def check_draft_tree(layer: Any, taps: int, near: Callable[[Tensor, Tensor], Non
         layer.step([t, t], 1)
     before, place = (layer.conv.clone(), layer.states.clone()), storage(layer, len(PATHS), taps)
     parents = int32(-1, 0, 0, 2).expand(2, len(PATHS)).contiguous()
-    out = layer.step([BEFORE, BEFORE], len(PATHS), parents=parents, **place)
+    out = layer.step([BEFORE, BEFORE], len(PATHS), predecessors=parents, **place)
     assert same_bytes(before[0], layer.conv) and same_bytes(before[1], layer.states)
     merged = layer.merged
     for node, path in enumerate(PATHS):
@@ -46,6 +46,6 @@ def check_draft_tree(layer: Any, taps: int, near: Callable[[Tensor, Tensor], Non
 def check_windows_of_a_chain(layer: Any, taps: int) -> None:
     """They are refused before anything is written."""
     before = layer.conv.clone()
-    with pytest.raises(ConfigError, match="for trees alone"):
+    with pytest.raises(ConfigError, match="predecessors alone"):
         layer.step([0, 0], 2, **storage(layer, 2, taps))
     assert same_bytes(layer.conv, before)

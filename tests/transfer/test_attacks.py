@@ -195,7 +195,10 @@ def fuzzed(kinds: list[str]) -> st.SearchStrategy[Raw]:
     right = st.one_of(
         st.fixed_dictionaries(
             {"type": st.just("prefill"), "key": KEYS, "tokens": TOKENS},
-            optional={"start": st.integers(-1, 90), "salt": st.text(max_size=3)},
+            optional={
+                "start": st.integers(-1, 90),
+                **dict.fromkeys(("salt", "weights", "adapter"), st.text(max_size=3)),
+            },
         ),
         st.fixed_dictionaries({"type": st.just("ready"), "key": KEYS, "offset": st.integers(0, 1 << 20)}),
         st.fixed_dictionaries({"type": st.sampled_from(kinds), "key": KEYS}),

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 from tests.support.checkpoints import CASES, Make, falcon, falcon_mamba, nemotron, qwen
 from tests.support.in_process import QueueChannel, decode_hello
 from tests.support.levels import sweep
@@ -158,6 +159,23 @@ def test_salts_hide_prompts_on_both_sides(model: Path) -> None:
     again = [*FIRST, 3]
     finish(prefill, decode, again, cache_salt="b")
     assert decode.engine.counters().cache_hit == 40 and prefill.side.engine.counters().cache_hit == 39
+
+
+@pytest.mark.parametrize("field", ["weights", "adapter"])
+def test_a_worker_computes_no_prompt_of_other_weights_or_another_adapter(
+    model: Path, field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The decode worker computes it then."""
+    prefill, decode = connected(model)
+    key = CacheKey("a", **{field: "other"})
+    monkeypatch.setattr(decode.engine, "cache_key", lambda params: key)
+    answer = finish(prefill, decode, FIRST, cache_salt="a")
+    assert answer == alone(model, [FIRST], greedy())[0]
+    counters = decode.worker.counters()
+    assert (counters.fetched, counters.computed_here) == (0, 1)
+    assert not prefill.side.engine.counters().prompt_tokens
+    decode.assert_empty()
+    prefill.assert_empty()
 
 
 def test_a_start_behind_the_prompt_ends_the_connection(model: Path) -> None:

@@ -11,13 +11,13 @@ zai-org/GLM-4.5, and the tests of vLLM's glm47 parser for what models leave out 
 import re
 from collections.abc import Callable, Sequence
 
-from hybridrt.chat.conversation import Tool
 from hybridrt.chat.scanner import Malformed, Scanner, Step
 from hybridrt.chat.schemas import check_names, json_text, limited, properties_of, types_of
 from hybridrt.chat.tool_parser import CallSink, ToolParser
 from hybridrt.chat.tool_parsers.json_calls import read_call
 from hybridrt.chat.tool_parsers.tagged_rules import Layout
 from hybridrt.chat.tool_parsers.tagged_values import Tags, read_name, read_text, read_typed
+from hybridrt.chat.tools import Tool
 from hybridrt.chat.values import MAX_NAME, escaped
 
 _KEY, _KEY_END, _VALUE, _END = "<arg_key>", "</arg_key>", "<arg_value>", "</tool_call>"

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from hybridrt.base.errors import is_text
-from hybridrt.chat.conversation import Tool
 from hybridrt.chat.scanner import Malformed, Scanner, Step
 from hybridrt.chat.schemas import calls, one_call
 from hybridrt.chat.tool_parser import CallSink, ToolParser
+from hybridrt.chat.tools import Tool
 from hybridrt.chat.values import read_string, read_text, read_value
 
 _ARGUMENTS = ("arguments", "parameters")

@@ -7,10 +7,10 @@ ids again. Models also write section tags in the singular, or leave them out.
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from hybridrt.chat.conversation import Tool
 from hybridrt.chat.scanner import Malformed, Scanner, Step
 from hybridrt.chat.schemas import calls, json_text, limited
 from hybridrt.chat.tool_parser import CallSink, ToolParser
+from hybridrt.chat.tools import Tool
 from hybridrt.chat.values import MAX_NAME, read_value
 
 _BEGIN, _ARGUMENTS, _END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"

@@ -5,9 +5,9 @@ Source: the chat template and the guide to function calls of MiniMaxAI/MiniMax-M
 
 from collections.abc import Callable, Sequence
 
-from hybridrt.chat.conversation import Tool
 from hybridrt.chat.schemas import calls, one_call
 from hybridrt.chat.tool_parsers.json_calls import JsonCalls
+from hybridrt.chat.tools import Tool
 
 
 class MinimaxM1(JsonCalls):

@@ -6,10 +6,10 @@ Source: the chat template and the guide to function calls of MiniMaxAI/MiniMax-T
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from hybridrt.chat.conversation import Tool
 from hybridrt.chat.scanner import Malformed, Scanner, Step
 from hybridrt.chat.schemas import calls, check_names, json_text, limited
 from hybridrt.chat.tool_parser import CallSink, ToolParser
+from hybridrt.chat.tools import Tool
 from hybridrt.chat.values import MAX_NAME, read_value
 
 _FENCE = "```typescript\n"

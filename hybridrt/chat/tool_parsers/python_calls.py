@@ -4,12 +4,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from hybridrt.chat.conversation import Tool
 from hybridrt.chat.python_values import read_literal
 from hybridrt.chat.scanner import Malformed, Scanner, Step
 from hybridrt.chat.schemas import check_names, json_text, limited, named_arguments, resolved, with_definitions
 from hybridrt.chat.tool_parser import CallSink
 from hybridrt.chat.tool_parsers.json_calls import JsonCalls, read_list
+from hybridrt.chat.tools import Tool
 from hybridrt.chat.values import MAX_NAME, escaped
 
 _NAME = re.compile(r"[\w.:/-]*")

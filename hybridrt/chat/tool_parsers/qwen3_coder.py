@@ -17,13 +17,13 @@ Hermes JSON in the outer tag, which is read, too.
 import re
 from collections.abc import Callable, Sequence
 
-from hybridrt.chat.conversation import Tool
 from hybridrt.chat.scanner import Malformed, Scanner, Step
 from hybridrt.chat.schemas import check_names, json_text, limited, properties_of, types_of
 from hybridrt.chat.tool_parser import CallSink, ToolParser
 from hybridrt.chat.tool_parsers.json_calls import read_call
 from hybridrt.chat.tool_parsers.tagged_rules import Layout
 from hybridrt.chat.tool_parsers.tagged_values import Tags, read_name, read_text, read_typed
+from hybridrt.chat.tools import Tool
 from hybridrt.chat.values import MAX_NAME, escaped
 
 _TAGS = Tags(

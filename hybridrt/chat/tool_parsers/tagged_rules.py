@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrt.base.errors import RequestError
-from hybridrt.chat.conversation import Tool
 from hybridrt.chat.schemas import json_text, limited, named_arguments, options_of, resolved, types_of, with_definitions
 from hybridrt.chat.tool_parsers.tagged_values import Tags, converted
+from hybridrt.chat.tools import Tool
 
 
 @dataclass(frozen=True)

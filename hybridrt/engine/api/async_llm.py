@@ -30,9 +30,8 @@ from hybridrt.engine.api.delta_stream import DeltaStream as DeltaStream
 from hybridrt.engine.api.engine_loop import EngineLoop, StepMessage
 from hybridrt.engine.api.lanes import INLINE, Lane, Lanes, in_parts, is_quick, lane_of, size_of
 from hybridrt.engine.api.llm import LLM
-from hybridrt.engine.request.intake import Known, PreparedPrompt, check_name, check_prepared
+from hybridrt.engine.request.intake import Known, PreparedPrompt, Prompt, check_name, check_prepared
 from hybridrt.engine.request.outputs import Delta, RequestOutput, whole_output
-from hybridrt.engine.text.prompts import Prompt
 
 _DRAIN_CHECK_SECONDS = 0.05
 _PUBLIC = {
@@ -234,9 +233,12 @@ class AsyncLLM:
         first.
         """
         compiles = params.structured_outputs is not None or asks_for_grammar(conversation)
+        compiles = compiles or any(tool.grammar is not None for tool in conversation.offered)
         lane: Lane = "compile" if compiles else "text"
         if is_large_chat(conversation):
             lane = "long text"  # must not wait among small grammars
+        if chat.foreign:
+            lane = "template"
         return await self.in_thread(self.llm.prepare_chat, conversation, params, chat, lane=lane)
 
     async def stream_chat(

@@ -88,6 +88,7 @@ def prepare_chat(
         check_characters(conversation, max_prompt * tokenizer.characters_per_token)
     prompt = chat.prompt(conversation, params, encode)
     given, wanted = params.structured_outputs, prompt.params.structured_outputs
+    _check_grammars(engine, conversation)
     if given is not None and wanted is not given:
         # Within a larger grammar, an impossible form would fail only after the reasoning.
         engine.intake.compiler.grammar(given)
@@ -100,6 +101,16 @@ def prepare_chat(
     cut = len(prompt.tokens) - len(prepared.tokens)
     boundaries = tuple(place - cut for place in prompt.boundaries if place > cut)
     return PreparedChat(replace(prepared, boundaries=boundaries), prompt.new_answer)
+
+
+def _check_grammars(engine: Engine, conversation: Conversation) -> None:
+    """Compiles the grammars of custom tools. One that does not hold must be a grammar, too."""
+    for tool in conversation.offered:
+        if tool.grammar is not None:
+            try:
+                engine.intake.compiler.grammar(tool.grammar)
+            except RequestError as e:
+                raise RequestError(f"the grammar of the tool {tool.name} cannot be used: {e}", "tools") from e
 
 
 def check_characters(conversation: Conversation, most: int) -> None:

@@ -13,9 +13,8 @@ import torch
 
 from hybridrt.base.errors import EngineError, QueueFullError, RankError, RequestError, UnavailableError
 from hybridrt.engine.core.engine import Engine
-from hybridrt.engine.request.delta_queue import DeltaQueue
 from hybridrt.engine.request.intake import PreparedPrompt
-from hybridrt.engine.request.outputs import Delta, RequestMetrics
+from hybridrt.engine.request.outputs import Delta, DeltaQueue, RequestMetrics
 
 # No later step can succeed.
 _FATAL = (RankError, torch.AcceleratorError)

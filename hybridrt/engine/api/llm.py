@@ -11,13 +11,13 @@ import numpy as np
 from tqdm.auto import tqdm
 from tqdm.notebook import tqdm_notebook
 
-from hybridrt.base.ambient import undisturbed
 from hybridrt.base.config import EngineConfig, SpeculativeConfig
+from hybridrt.base.config_json import check_fields, integer
 from hybridrt.base.errors import EngineError, SessionError
 from hybridrt.base.errors_foreign import CALLS, ENGINE, LLM_ATTRIBUTES, knows_names, no_attribute, refuse
 from hybridrt.base.files import as_path
-from hybridrt.base.interrupts import Interrupts
 from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.base.turns import Interrupts, undisturbed
 from hybridrt.chat.chat import Chat
 from hybridrt.chat.conversation import ChatOptions, Conversation, read_conversation
 from hybridrt.engine.api.chats import (
@@ -31,15 +31,15 @@ from hybridrt.engine.api.chats import (
     prepare_chat,
     read_output,
 )
+from hybridrt.engine.api.embeddings import check_dimensions, embedding, pooling_params
 from hybridrt.engine.api.sampling_defaults import default_sampling_params
 from hybridrt.engine.cache.cache_dump import write_dump
 from hybridrt.engine.cache.session_file import Session
 from hybridrt.engine.core.engine import Engine
-from hybridrt.engine.request.delta_queue import DeltaQueue
-from hybridrt.engine.request.intake import PreparedPrompt
-from hybridrt.engine.request.outputs import Delta, RequestOutput, whole_output
-from hybridrt.engine.text.prompts import Prompt, text_or_ids
+from hybridrt.engine.request.intake import PreparedPrompt, Prompt, text_or_ids
+from hybridrt.engine.request.outputs import Delta, DeltaQueue, RequestOutput, whole_output
 from hybridrt.engine.text.tokenizer import load_tokenizer
+from hybridrt.mem_cache.prefix_tree.cache_events import EVENTS, CacheSubscription
 from hybridrt.models.config.read_config import read_model_config
 from hybridrt.parallel.tensor_parallel import TensorParallelExecutor, check_world
 from hybridrt.runtime.load.build import find_checkpoint
@@ -83,6 +83,7 @@ class LLM:
         page_size: int = 16,
         chunked_prefill_size: int = 8192,
         target_itl_ms: float | Literal["auto"] | None = None,
+        max_ttft_factor: float | None = None,
         mamba_ssm_dtype: str = "float32",
         state_mode: str = "auto",
         attention_backend: str = "auto",
@@ -170,6 +171,14 @@ class LLM:
             refuse("generate", name, CALLS, ("prompts", "sampling_params"))
         params = self.default_sampling_params if sampling_params is None else sampling_params
         batch = self.engine.intake.prepare_all(prompts, params)
+        ids, ended = self._run(batch)
+        return [
+            whole_output(request_id, prepared.tokens, prepared.params.n, ended)
+            for request_id, prepared in zip(ids, batch, strict=True)
+        ]
+
+    def _run(self, batch: Sequence[PreparedPrompt]) -> tuple[list[str], dict[tuple[str, int], Delta]]:
+        """Runs requests to their end. Returns their ids, and the last delta of each sample."""
         engine, queue = self.engine, DeltaQueue()
         total = sum(prepared.params.n for prepared in batch)
         ended: dict[tuple[str, int], Delta] = {}
@@ -180,21 +189,50 @@ class LLM:
                     ids = [engine.submit(prepared, stream=False, queue=queue) for prepared in batch]
                 while len(ended) < total:
                     with engine.turns:
-                        if not queue:
+                        if not queue.moved:
                             engine.run_step()
                         deltas = queue.take_deltas()
-                    _raise_error(deltas)
-                    ended.update({(delta.request_id, delta.index): delta for delta in deltas})
-                    interrupts.raise_if_interrupted()
+                    for delta in deltas:
+                        if delta.error is not None:
+                            raise delta.error
+                        ended[delta.request_id, delta.index] = delta
+                    if interrupts.waiting:
+                        interrupts.raise_if_interrupted()
                     bar.update(len(deltas))
-                return [
-                    whole_output(request_id, prepared.tokens, prepared.params.n, ended)
-                    for request_id, prepared in zip(ids, batch, strict=True)
-                ]
+                return ids, ended
             finally:
                 with engine.turns:
                     engine.abandon(queue)
                     engine.finish_launched()
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: str = "last",
+        normalize: bool = True,
+        dimensions: int | None = None,
+    ) -> np.ndarray:
+        """Prompts as vectors: hidden states after the final norm.
+
+        Args:
+            prompts: as in `generate`.
+            pooling: "last": that of the last token; "mean": the mean of all tokens, which reads no
+                cached prefix.
+            normalize: to length 1.
+            dimensions: keep the first so many; None keeps all.
+
+        Returns:
+            [prompts, dimensions] float32.
+
+        Raises:
+            RequestError, EngineError: as `generate`.
+        """
+        check_dimensions(dimensions, self.model_config.hidden_size)
+        batch = self.engine.intake.prepare_all(prompts, pooling_params(pooling))
+        ids, ended = self._run(batch)
+        sums = [(ended[request_id, 0].pooled, len(p.tokens)) for request_id, p in zip(ids, batch, strict=True)]
+        return np.stack([embedding(*each, pooling, dimensions=dimensions, normalize=normalize) for each in sums])
 
     @knows_names("stream", CALLS)
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
@@ -282,6 +320,21 @@ class LLM:
         with self.engine.turns:
             return self.engine.reset_prefix_cache()
 
+    def cache_events(self, *, limit: int = EVENTS) -> CacheSubscription:
+        """Subscribes to what the prefix cache and its main memory gain, lose and move. The first
+        `read` begins with what they hold now, so the events say at every time what is cached.
+
+        Args:
+            limit: events that are kept until they are read. More push the oldest ones out
+                (`CacheSubscription.missed`).
+
+        Raises:
+            ConfigError: `limit` is no integer from 1 to 2**31 - 1.
+        """
+        check_fields({"limit": limit}, {"limit": integer(1, 2**31 - 1)})
+        with self.engine.turns:
+            return self.engine.cache_events(limit)
+
     def dump_cache(self, path: str | PathLike[str], *, text: bool = False) -> None:
         """Writes the present contents of the prefix cache to a JSON file, for `hybridrt inspect
         --cache`.
@@ -323,7 +376,7 @@ class LLM:
         prepared = self.engine.prepare(content, SamplingParams(max_tokens=1, cache_salt=cache_salt))
         tokens = np.array(prepared.tokens, np.int32)
         with undisturbed():
-            return self.engine.sessions.save(file, tokens, cache_salt or "", note)
+            return self.engine.sessions.save(file, tokens, self.engine.cache_key(prepared.params), note)
 
     def load_session(
         self, path: str | PathLike[str], *, cache_salt: str | None = None, trusted: bool = False
@@ -348,9 +401,9 @@ class LLM:
             RequestError: `cache_salt` is no text.
             OSError: the file cannot be opened.
         """
-        SamplingParams(cache_salt=cache_salt)  # checks it
+        key = self.engine.cache_key(SamplingParams(cache_salt=cache_salt))
         with undisturbed():
-            return self.engine.sessions.load(as_path("path", path, SessionError), cache_salt, trusted)
+            return self.engine.sessions.load(as_path("path", path, SessionError), key, trusted)
 
     def __getattr__(self, name: str) -> NoReturn:
         raise no_attribute(self, name, LLM_ATTRIBUTES)
@@ -390,7 +443,7 @@ class LLM:
                 engine.submit(prepared, queue=queue)
             while running:
                 with engine.turns:
-                    if not queue:
+                    if not queue.moved:
                         self.engine.run_step()
                     deltas = queue.take_deltas()
                     running -= sum(delta.finish_reason is not None for delta in deltas)

@@ -34,22 +34,28 @@ needs pages, the request keeps as many, so an admitted prompt never lacks pages.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 
 from hybridrt.base.errors import MemoryBudgetError, PoolError
 from hybridrt.engine.cache.host_fetches import LOOK_AHEAD, HostFetches
 from hybridrt.engine.cache.host_tier import HostTier
 from hybridrt.engine.cache.prefix_store import PrefixStore
-from hybridrt.engine.request.request_pages import RequestPages, matched_starts, no_pages
-from hybridrt.engine.request.row_columns import UNLIMITED, RowColumns
-from hybridrt.engine.request.sample_request import Request
+from hybridrt.engine.request.sample_request import UNLIMITED, Request, RowColumns
 from hybridrt.kernels.core.slots import NO_SLOT
-from hybridrt.mem_cache.pools.allocator import SlotAllocator
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
-from hybridrt.mem_cache.pools.page_allocators import PageAllocators
-from hybridrt.mem_cache.pools.page_demand import PageDemand
-from hybridrt.mem_cache.pools.page_sets import GroupPages, no_sets, page_numbers
+from hybridrt.mem_cache.pools.page_groups import (
+    NO_PAGES,
+    GroupPages,
+    PageAllocators,
+    PageDemand,
+    RequestPages,
+    matched_starts,
+    no_sets,
+    page_numbers,
+)
 from hybridrt.mem_cache.pools.slab_plan import SlabPlan
 from hybridrt.mem_cache.pools.slabs import Slabs
+from hybridrt.mem_cache.pools.slots import SlotAllocator
 from hybridrt.mem_cache.pools.state_moves import StateMove, When
 from hybridrt.mem_cache.prefix_tree.prefix_cache import NO_MATCH, PrefixMatch
 from hybridrt.mem_cache.prefix_tree.radix_drop import drop
@@ -128,7 +134,7 @@ class CacheCoordinator:
         alone.
         """
         # The last token is only sampled: its KV is never written.
-        for (_, demand), most in zip(self.pages, self.pages.bounds(num_tokens - 1)):
+        for demand, most in zip(self.pages.demands, self.pages.bounds(num_tokens - 1)):
             need = demand.least(num_tokens - 1)
             if need > most:
                 max_tokens = most * demand.page_size + 1
@@ -157,7 +163,7 @@ class CacheCoordinator:
         # Locking the match keeps its state and its last page's node from eviction. If the rest is
         # too little, go on without the match.
         return self._take(request, match, headroom) or (
-            match.node is not None and self._take(request, NO_MATCH, headroom)
+            match.node is not None and self._take(request, PrefixMatch(refused=match.length), headroom)
         )
 
     def _take(self, request: Request, match: PrefixMatch, headroom: int) -> bool:
@@ -215,7 +221,7 @@ class CacheCoordinator:
         how many of them have pages: fewer only if launched steps still read pages that the window
         will release. Lends others if `settle` found too few.
         """
-        if not self.pages.groups:
+        if not self.pages.has_windows:  # admission has lent all
             return num_tokens
         pages, need = request.pages, self._lacking(request, num_tokens)
         lent = [end - start + len(kept) for start, end, kept in zip(pages.starts, pages.ends, pages.spare)]
@@ -253,7 +259,7 @@ class CacheCoordinator:
             min(max(demand.whole(request.prefill_end) - end - len(kept), 0), count)
             for demand, end, kept, count in zip(self.pages.demands, pages.ends, pages.spare, passed)
         ]
-        if not request.shared and self.prefixes.wants(request, firsts):
+        if (request.saves or not request.shared) and self.prefixes.wants(request, firsts):
             self.prefixes.share(request, request.settled)
         gone = tuple([pages.leave(group, first) for group, first in enumerate(firsts)])
         own = [group.are_used(held) for group, held in zip(self.pages.groups, gone)]
@@ -295,7 +301,7 @@ class CacheCoordinator:
             self.slots.free([request.state_slot])
         self.rows.free([request.row])
         request.row = request.state_slot = request.columns = None
-        request.pages = no_pages(len(self.pages))
+        request.pages = NO_PAGES
         request.settled = request.prefill_end = 0
         self._num_releases += 1
 
@@ -303,22 +309,22 @@ class CacheCoordinator:
         """Bans the cached entry after the first `length` tokens of a request and everything
         computed from it; with `whole`, also the entries before it.
         """
-        store, tokens, salt = self.prefixes, request.ids[:length], request.params.cache_salt or ""
+        store, tokens, key = self.prefixes, request.ids[:length], request.cache_key
         if self.fetches is not None:
             self.fetches.cancel_all()  # they hold parts of the path, and would bring it back
-        store.evicted(drop(store.tree, tokens, salt, whole=whole))
+        store.evicted(drop(store.tree, tokens, key, whole=whole))
         if store.tier is not None:
-            store.tier.drop(tokens, salt, whole=whole)
+            store.tier.drop(tokens, key, whole=whole)
         self._num_releases += 1
 
-    def begin_step(self, waiting: Sequence[Request], headroom: int) -> None:
+    def begin_step(self, waiting: Iterable[Request], headroom: int) -> None:
         """Call before a step is made: adopts completed fetches and starts those of the first
         waiting requests. `headroom` as for `admit`.
         """
         if self.fetches is not None:
             if self.fetches.finish():
                 self._num_releases += 1
-            self.fetches.start(waiting[:LOOK_AHEAD], self.room_stamp(), headroom)
+            self.fetches.start(islice(waiting, LOOK_AHEAD), self.room_stamp(), headroom)
 
     def waits(self, request: Request) -> bool:
         return self.fetches is not None and self.fetches.awaited(request)
@@ -329,7 +335,7 @@ class CacheCoordinator:
         a fetch.
         """
         plan.moves = list(self.donations)
-        if plan.decode and self.prefixes.answers.pass_step(plan.decode):
+        if len(plan.decode.rows) and self.prefixes.answers.pass_step(plan.decode):
             plan.moves += self.prefixes.answers.leave(plan.decode, rows, self.prefixes.slot_within)
         if self.prefixes.tier is not None:
             self.prefixes.tier.seal(plan)
@@ -344,7 +350,7 @@ class CacheCoordinator:
         """A launch failed. It is unknown which of its copies run, so main memory is cleared."""
         if self.fetches is not None and self.prefixes.tier is not None:
             self.fetches.cancel_all()
-            self.prefixes.tier.clear()
+            self.prefixes.tier.clear("failed")
 
     def forget_prefixes(self) -> bool:
         if self.fetches is not None:
@@ -357,13 +363,13 @@ class CacheCoordinator:
         """
         for request in requests:
             request.row = request.state_slot = request.columns = None
-            request.pages, request.prefix, request.saves = no_pages(len(self.pages)), NO_MATCH, {}
+            request.pages, request.prefix, request.saves = NO_PAGES, NO_MATCH, {}
         self.donations.clear()
         self.prefixes.answers.clear()
-        self.prefixes.tree.clear()
+        self.prefixes.tree.clear("failed")
         if self.fetches is not None and self.prefixes.tier is not None:
             self.fetches.clear()
-            self.prefixes.tier.clear()
+            self.prefixes.tier.clear("failed")
         for allocator in (self.rows, self.slots, self.pages):
             allocator.reclaim()
         self._num_releases += 1

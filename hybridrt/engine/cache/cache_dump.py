@@ -11,6 +11,7 @@ import msgspec
 from hybridrt.base.errors import CacheDumpError
 from hybridrt.base.files import read_bytes
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
+from hybridrt.mem_cache.prefix_tree.cache_key import DEFAULT_KEY
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_node import Node
 
@@ -30,7 +31,7 @@ class DumpedNode:
             page for that.
         readers: requests that read the path up to here.
         used: when it was last used; greater is later.
-        salt: which of the cache's salts, by number; 0 for prompts without one.
+        salt: which of the cache's keys, by number; 0 for that of prompts without a salt.
         text: of the edge, if a tokenizer was given.
     """
 
@@ -89,11 +90,11 @@ def cache_dump(pools: CacheCoordinator, decode: Callable[[Sequence[int]], str] |
 
 
 def _dumped_nodes(tree: RadixCache, decode: Callable[[Sequence[int]], str] | None = None) -> tuple[DumpedNode, ...]:
-    salts, places, found = {"": 0}, dict[Node, int](), list[DumpedNode]()
+    keys, places, found = {DEFAULT_KEY: 0}, dict[Node, int](), list[DumpedNode]()
     for node in tree.nodes():
         assert node.parent is not None
         if node.parent.parent is None:
-            salt = salts.setdefault(node.parent.salt, len(salts))
+            salt = keys.setdefault(node.parent.key, len(keys))
         else:
             salt = found[places[node.parent]].salt
         places[node] = len(found)

@@ -9,8 +9,9 @@ import numpy as np
 from hybridrt.engine.cache.host_tier import HostTier
 from hybridrt.engine.cache.prefix_store import PrefixStore
 from hybridrt.engine.request.sample_request import Request
-from hybridrt.mem_cache.pools.page_sets import GroupPages, PageSets, no_sets, pages_of
+from hybridrt.mem_cache.pools.page_groups import GroupPages, PageSets, no_sets, pages_of
 from hybridrt.mem_cache.pools.slots import Slot
+from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 from hybridrt.mem_cache.prefix_tree.prefix_cache import PrefixMatch
 from hybridrt.mem_cache.prefix_tree.state_worth import NewState
 from hybridrt.runtime.step.plan import HostState
@@ -25,7 +26,7 @@ class _Fetch:
     """A prefix that is being copied to the device.
 
     Attributes:
-        tokens, salt: its text, as far as it is a prefix.
+        tokens, key: its text, as far as it is a prefix.
         length: tokens with KV.
         gain: of these, those that the device had no state for.
         held: the pages that the device already has, locked.
@@ -36,7 +37,7 @@ class _Fetch:
     """
 
     tokens: np.ndarray
-    salt: str
+    key: CacheKey
     length: int
     gain: int
     held: PrefixMatch
@@ -75,7 +76,7 @@ class HostFetches:
             fetch, store = self._fetches.pop(arrival), self._store
             self._tier.wait_for(fetch.ticket)  # other ranks may not have ended
             states = {} if fetch.state is None else {fetch.length: fetch.state}
-            store.adopt(fetch.tokens, fetch.sets, fetch.pages, states, fetch.salt)
+            store.adopt(fetch.tokens, fetch.sets, fetch.pages, states, fetch.key, "fetched")
             store.unlock(fetch.held)
             store.counts.fetched += fetch.gain
         return bool(over)
@@ -115,15 +116,15 @@ class HostFetches:
         self._looked.clear()
 
     def _start(self, request: Request, spare_pages: int) -> bool:
-        store, tree, salt = self._store, self._tier.tree, request.params.cache_salt or ""
+        store, tree, key = self._store, self._tier.tree, request.cache_key
         if request.arrived is not None or not request.reads_cache:
             return False
-        found = tree.match(request.ids, salt)
+        found = tree.match(request.ids, key)
         gain = found.length - store.match(request).length
         if gain < LEAST_TOKENS:
             return False
         tokens = request.ids[: store.known_at(found.length)]
-        held = store.tree.held(request.ids[: found.length], salt)[0]
+        held = store.tree.held(request.ids[: found.length], key)[0]
         hosted = found.pages if found.tail is None else np.concatenate((found.pages, found.tail))
         sets = no_sets(hosted.shape[1], len(hosted))
         sets[: len(held.pages)] = held.pages[: len(sets)]
@@ -140,9 +141,9 @@ class HostFetches:
         places = pages_of(np.where(lacking, hosted, 0))
         states = [] if found.state is None or slot is None else [HostState(found.length, slot.index, found.state.index)]
         ticket = self._tier.fetch(pages, places, states)
-        tree.touch(tokens, salt)
+        tree.touch(tokens, key)
         deadline = time.monotonic() + PATIENCE_S
         self._fetches[request.arrival] = _Fetch(
-            tokens, salt, found.length, gain, held, sets, pages, slot, ticket, deadline
+            tokens, key, found.length, gain, held, sets, pages, slot, ticket, deadline
         )
         return True

@@ -5,11 +5,11 @@ from typing import TypeVar
 
 import numpy as np
 
-from hybridrt.mem_cache.pools.allocator import SlotAllocator
-from hybridrt.mem_cache.pools.page_allocators import PageAllocators
-from hybridrt.mem_cache.pools.page_sets import GroupPages, PageSets, no_sets, pages_of
+from hybridrt.mem_cache.pools.page_groups import GroupPages, PageAllocators, PageSets, no_sets, pages_of
 from hybridrt.mem_cache.pools.slabs import SlabShare
-from hybridrt.mem_cache.pools.slots import Slot, Slots
+from hybridrt.mem_cache.pools.slots import Slot, SlotAllocator, Slots
+from hybridrt.mem_cache.prefix_tree.cache_events import Why
+from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_drop import drop
 from hybridrt.runtime.step.plan import HostCopy, HostState, StepPlan
@@ -37,7 +37,9 @@ class HostTier:
         self, pages: PageAllocators, num_states: int, device: RadixCache, copied: Callable[[int], bool],
         shares: Sequence[SlabShare] = (),
     ) -> None:  # fmt: skip
-        self.tree = RadixCache(device.page_size, device.recurrent, device.lookahead, device.windows, pages.are_idle)
+        self.tree = RadixCache(
+            device.page_size, device.recurrent, device.lookahead, device.windows, pages.are_idle, device.events, "host"
+        )
         self.pages = pages
         self.slots = SlotAllocator(num_states, "state in main memory")
         self._copied = copied
@@ -58,11 +60,11 @@ class HostTier:
     def has_copied(self, ticket: int) -> bool:
         return not any(copy.ticket <= ticket for copy in self._pending) and self._copied(ticket)
 
-    def offer(self, tokens: np.ndarray, pages: PageSets, states: Mapping[int, Slot], salt: str) -> None:
+    def offer(self, tokens: np.ndarray, pages: PageSets, states: Mapping[int, Slot], key: CacheKey) -> None:
         """Copies the new parts of a text [n] int32: KV from the device's sets `pages` [m, G] (from
         the first token on) and states by number of tokens. Nothing if there is no room.
         """
-        held, positions = self.tree.held(tokens, salt)
+        held, positions = self.tree.held(tokens, key)
         ends = sorted(end for end in states if end not in positions)[-self.slots.total :] if self.slots.total else []
         size = self.tree.page_size
         last = max([self.tree.complete(len(tokens)), *(-(-end // size) for end in ends)]) if size else 0
@@ -82,7 +84,7 @@ class HostTier:
         for column, where, own in zip(hosted.T, lacking.T, fresh):
             column[where] = own.keys
         places = dict(zip(ends, slots, strict=True))
-        taken, _ = self.tree.insert(tokens, hosted, places, salt)
+        taken, _ = self.tree.insert(tokens, hosted, places, key, why="copied")
         self.pages.to_cache(taken.pages)
         self.slots.to_cache(taken.states)
         kept = [~group.free_used(own) for group, own in zip(self.pages.groups, fresh)]
@@ -134,15 +136,15 @@ class HostTier:
         self._after = 0 if self._after <= plan.after_copies else self._after
         del self._pending[: len(plan.host_copies)]
 
-    def drop(self, tokens: np.ndarray, salt: str, *, whole: bool) -> None:
+    def drop(self, tokens: np.ndarray, key: CacheKey, *, whole: bool) -> None:
         """As hybridrt.mem_cache.prefix_tree.radix_drop.drop. No fetch may be under way."""
-        gone = drop(self.tree, tokens, salt, whole=whole)
+        gone = drop(self.tree, tokens, key, whole=whole)
         self.pages.evict(gone.pages)
         self.slots.evict(gone.states)
 
-    def clear(self) -> None:
+    def clear(self, why: Why) -> None:
         """Forgets everything. Later plans wait for running copies, which still write to the device."""
-        self.tree.clear()
+        self.tree.clear(why)
         self.pages.reclaim()
         self.slots.reclaim()
         self._pending.clear()

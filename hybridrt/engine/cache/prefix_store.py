@@ -10,18 +10,21 @@ import numpy as np
 from hybridrt.engine.cache.answer_states import MOST, AnswerStates
 from hybridrt.engine.cache.host_tier import HostTier
 from hybridrt.engine.request.sample_request import Request
-from hybridrt.mem_cache.pools.allocator import SlotAllocator
-from hybridrt.mem_cache.pools.page_allocators import PageAllocators
-from hybridrt.mem_cache.pools.page_sets import GroupPages, PageSets, no_sets, pages_of
-from hybridrt.mem_cache.pools.slots import Slot
+from hybridrt.mem_cache.pools.page_groups import GroupPages, PageAllocators, PageSets, no_sets, pages_of
+from hybridrt.mem_cache.pools.slots import Slot, SlotAllocator
+from hybridrt.mem_cache.prefix_tree.cache_events import CacheSubscription, Why
+from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
+from hybridrt.mem_cache.prefix_tree.cache_miss import CacheMiss, LostTokens, other_key
 from hybridrt.mem_cache.prefix_tree.prefix_cache import NO_MATCH, CacheCounts, CacheEntries, PrefixMatch
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_node import Node, StateKind
-from hybridrt.mem_cache.prefix_tree.seen_texts import SeenTexts
 from hybridrt.mem_cache.prefix_tree.state_worth import NewState
+from hybridrt.mem_cache.prefix_tree.texts import SeenTexts
 
 GRID = 16
 MAX_SAVES = 3
+MAX_FORKS = 4  # further states of a running prompt, for requests that wait for it
+SPACED, MOST_SPACED = 2048, 16  # tokens between the spaced states of a prompt, and how many it leaves
 
 
 class PrefixStore:
@@ -36,6 +39,7 @@ class PrefixStore:
             request that continues writing its last page can give the pages before it away.
         tier: entries in main memory; None: nothing.
         answers: states of running requests within their answers. Their slots are given up first.
+        spaces: prompts also leave spaced states, and a chunk saves at most one state.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class PrefixStore:
         self.counts = CacheCounts()
         self.tier: HostTier | None = None
         self.answers = AnswerStates(rows.total)
+        self.spaces = False
         self._seen = SeenTexts()
         self.grid = max(GRID, page_size)
         self._pages, self._slots, self._rows, self.keeps = pages, slots, rows, keeps
@@ -55,19 +60,19 @@ class PrefixStore:
         """The part of a waiting request that needs no computing. Nothing is locked."""
         if not self.keeps or not request.reads_cache:
             return NO_MATCH
-        return self.tree.match(request.ids, request.params.cache_salt or "")
+        return self.tree.match(request.ids, request.cache_key)
 
-    def touch(self, tokens: np.ndarray, salt: str) -> int:
+    def touch(self, tokens: np.ndarray, key: CacheKey) -> int:
         """How many first tokens of a prompt [n] int32 have KV here in whole pages, with or without
         a state. Marks them as used now.
         """
         if not self.keeps or not self.tree.page_size:
             return 0
-        return self.tree.touch(tokens, salt)
+        return self.tree.touch(tokens, key)
 
-    def holds(self, tokens: np.ndarray, salt: str) -> bool:
+    def holds(self, tokens: np.ndarray, key: CacheKey) -> bool:
         """True if a request that begins with these tokens [n] int32 would compute none of them."""
-        return self.keeps and self.path(tokens, salt)[0].length == len(tokens)
+        return self.keeps and self.path(tokens, key)[0].length == len(tokens)
 
     def arrived(self, request: Request) -> PrefixMatch | None:
         """The prefix that came from elsewhere, with the cache's pages that were left out there.
@@ -77,16 +82,19 @@ class PrefixStore:
         if found is None or not found.staged_from:
             return found
         known = request.ids[: found.staged_from + self.tree.lookahead]
-        held, _ = self.tree.held(known, request.params.cache_salt or "")
+        held, _ = self.tree.held(known, request.cache_key)
         for group, demand in enumerate(self._pages.demands):
             if demand.window is not None:
                 held.pages[:, group] = 0  # what the windows need came whole
         return replace(found, pages=held.pages, node=held.node) if held.length == found.staged_from else None
 
-    def expect(self, request: Request) -> None:
-        """The request waits: its present match is kept, as far as room allows."""
-        if self.keeps and request.reads_cache:
-            self.tree.expect(request.ids, request.arrival, request.params.cache_salt or "")
+    def expect(self, request: Request) -> int:
+        """The request waits: its present match is kept, as far as room allows. Returns the match's
+        length.
+        """
+        if not self.keeps or not request.reads_cache:
+            return 0
+        return self.tree.expect(request.ids, request.arrival, request.cache_key).length
 
     def forget(self, request: Request) -> None:
         self.tree.forget(request.arrival)
@@ -133,17 +141,40 @@ class PrefixStore:
         if not request.metrics.retractions and not request.afresh:
             request.metrics.admission_time = time.monotonic()
             self._count(request, match)
-        request.shared, request.save_at = False, ()
+        request.shared, request.save_at, request.spaced = False, (), ()
         if self.keeps and self._slots.total:
-            parts = self.tree.waiting.partings(request.ids[:prompt], request.params.cache_salt or "")
+            parts = self.tree.waiting.partings(request.ids[:prompt], request.cache_key)
             ends = (prompt - 1, match.fork, *sorted({*parts, *request.boundaries}, reverse=True))
             grid = dict.fromkeys(min(end, prompt - 1) // self.grid * self.grid for end in ends)
             request.save_at = tuple([end for end in grid if end > match.length][:MAX_SAVES])
+            if self.spaces and not self._pages.has_windows:
+                apart = max(SPACED, (prompt - match.length) // MOST_SPACED) // self.grid * self.grid
+                request.spaced = range((match.length // apart + 1) * apart, prompt, apart)
+
+    def last_place(self, request: Request, most: int) -> int:
+        """The last place of a running prompt, at most `most`, where it leaves or can leave a state;
+        0 if there is none.
+        """
+        fork, start = most // self.grid * self.grid, request.computed
+        if not self._slots.total:
+            return fork
+        places = [place for place in (*request.save_at, *request.saves) if place <= most]
+        places = [place for place in places if place > start or place in request.saves]
+        if start < fork < request.prefill_end and len(request.save_at) < MAX_SAVES + MAX_FORKS:
+            places.append(fork)
+        return max(places, default=0)
+
+    def leave_at(self, request: Request, place: int) -> None:
+        """A running prompt shall leave a state at a `last_place`."""
+        if self._slots.total and request.computed < place < request.prefill_end and place not in request.save_at:
+            request.save_at = (*request.save_at, place)
 
     def chunk_end(self, request: Request, start: int, end: int) -> int:
         """Best end of a chunk from `start` to `end`: a state can only be saved before one of the
         chunk's tokens.
         """
+        if self.spaces:
+            end = min([end, *sorted(place for place in request.save_at if start < place < end)[1:2]])
         return end - 1 if end in request.save_at and end - start > 1 else end
 
     def save(self, request: Request, start: int, end: int) -> list[tuple[int, int]]:
@@ -155,11 +186,16 @@ class PrefixStore:
             if start < place < end and (slot := self._slot_for(request, place)) is not None:
                 request.saves[place] = slot
                 saves.append((place - start, slot.index))
+        if not saves and (within := [place for place in request.spaced if start < place < end]):
+            place = within[-1]
+            if (slot := self._slot_given_up_first()) is not None:
+                request.saves[place] = slot
+                saves.append((place - start, slot.index))
         return sorted(saves)
 
     def wants(self, request: Request, firsts: Sequence[int]) -> bool:
-        """Whether another prompt may need pages of a computed prompt before page `firsts` of each
-        group: those that the next token sees at a place where the prompt can be left.
+        """Whether another prompt may need computed pages before page `firsts` of each group: those
+        that the next token sees at a place where the text can be left.
         """
         if not self.keeps or not self._slots.total:
             return self.keeps
@@ -169,16 +205,20 @@ class PrefixStore:
         )
 
     def share(self, request: Request, length: int) -> None:
-        """Gives the whole pages and saved states of the first `length` tokens of a computed prompt
-        to the cache. They stay locked for the request.
+        """Gives the whole pages and saved states of the first `length` computed tokens to the
+        cache. They stay locked for the request.
         """
         if not self.keeps:
             return
-        if self._slots.total and length == request.prefill_end and not self._pages.has_windows:
+        if self._slots.total and length == request.prefill_end:
             self.answers.begin(request)
-        states = {place: slot for place, slot in request.saves.items() if place <= length}
-        taken, node = self._insert(request, request.ids[:length], states)
+        # The step that leaves a state within the answer at `length` may not have been read yet.
+        answers = self.answers
+        states = {k: slot for k, slot in request.saves.items() if k < length + (slot not in answers)}
+        # The request still fills the page after the complete ones.
+        taken, node = self._insert(request, request.ids[:length], states, "computed", self.tree.complete(length))
         self._pages.lock(taken.pages)
+        answers.forget(states.values())
         self._free_saves(request, states, taken)
         if node.parent is not None:
             before, request.prefix = request.prefix, replace(request.prefix, node=node)
@@ -197,11 +237,11 @@ class PrefixStore:
         request.prefix = NO_MATCH
         return taken.states
 
-    def path(self, tokens: np.ndarray, salt: str) -> tuple[PrefixMatch, list[tuple[int, Slot]]]:
+    def path(self, tokens: np.ndarray, key: CacheKey) -> tuple[PrefixMatch, list[tuple[int, Slot]]]:
         """The cached part of a text [n] int32, up to all of it, and its states as (number of
         tokens, slot) in order. Of states within answers only the last counts. Nothing is locked.
         """
-        match = self.tree.match(np.append(tokens, np.int32(-1)), salt)
+        match = self.tree.match(np.append(tokens, np.int32(-1)), key)
         nodes = [] if match.node is None else list(match.node.path)
         kept = [node for node in reversed(nodes) if node is match.node or node.kind is not StateKind.ANSWER]
         return match, [(node.end, node.state) for node in kept if node.state is not None]
@@ -230,11 +270,12 @@ class PrefixStore:
         few.
         """
         short, lacking = self._pages.shortages(pages), max(slots - self._slots.num_free, 0)
-        if any(short) or lacking:
-            shared = self._pages.slabs is not None
-            self.evict(self._no_pages if shared else short, lacking)
-            while shared and any(short) and self._evict_oldest(short):
-                short = self._pages.shortages(pages)
+        if not any(short) and not lacking:
+            return True
+        shared = self._pages.slabs is not None
+        self.evict(self._no_pages if shared else short, lacking)
+        while shared and any(short) and self._evict_oldest(short):
+            short = self._pages.shortages(pages)
         return not any(self._pages.shortages(pages)) and slots <= self._slots.num_free
 
     def _evict_oldest(self, short: Sequence[int]) -> bool:
@@ -278,7 +319,9 @@ class PrefixStore:
         self._pages.free(pages)
         self._slots.free(slots)
 
-    def adopt(self, tokens: np.ndarray, sets: PageSets, pages: GroupPages, states: dict[int, Slot], salt: str) -> None:
+    def adopt(
+        self, tokens: np.ndarray, sets: PageSets, pages: GroupPages, states: dict[int, Slot], key: CacheKey, why: Why
+    ) -> None:
         """Inserts `tokens` into the tree.
 
         Args:
@@ -286,25 +329,25 @@ class PrefixStore:
             pages, states: entries among them that were reserved with `take_room`; the tree owns the
                 others already. Those that another insertion has made redundant are freed.
         """
-        self._seen.note(tokens, salt)
-        taken, _ = self.tree.insert(tokens, sets, states, salt)
+        self._seen.note(tokens, key)
+        taken, _ = self.tree.insert(tokens, sets, states, key, why=why)
         self._pages.to_cache(taken.pages)
         self._slots.to_cache(taken.states)
         self._pages.free_used(pages)
         self._slots.free([slot for slot in states.values() if slot not in taken.states])
 
-    def evict(self, pages: Sequence[int], states: int, *, new: NewState | None = None) -> None:
-        """Frees so many entries that no request reads, or all there are; `new` as in
+    def evict(self, pages: Sequence[int], states: int, *, new: NewState | None = None, why: Why = "evicted") -> None:
+        """Frees so many entries that no request reads, or all there are; `new` and `why` as in
         RadixCache.evict.
         """
         self._slots.free(given_up := self.answers.give_up(states))
-        self.evicted(self.tree.evict(pages, states - len(given_up), new=new))
+        self.evicted(self.tree.evict(pages, states - len(given_up), new=new, why=why))
 
     def reset(self) -> bool:
         self._seen.clear()
         if self.tier is not None:
-            self.tier.clear()
-        self.evict([group.total for group in self._pages.groups], self._slots.total)
+            self.tier.clear("reset")
+        self.evict([group.total for group in self._pages.groups], self._slots.total, why="reset")
         return not self._pages.num_cached and not self._slots.num_cached
 
     def slot_within(self, request: Request, fresh: int) -> Slot | None:
@@ -319,6 +362,10 @@ class PrefixStore:
             gone = self.answers.spread(request)
             self._slots.free(gone if gone or len(self.answers) <= fresh else self.answers.give_up(1))
         return self._slots.alloc(1)[0] if self._slots.num_free > self._reserved_slots() else None
+
+    def subscribe(self, limit: int) -> CacheSubscription:
+        trees = [self.tree] if self.tier is None else [self.tree, self.tier.tree]
+        return self.tree.events.subscribe([(tree.present(), tree.tier) for tree in trees], limit)
 
     def counters(self) -> dict[str, int]:
         held = {} if self.tier is None else {
@@ -337,20 +384,40 @@ class PrefixStore:
         """Counts a match. No token is lost twice. The last one of a prompt is always computed, so
         never lost. Requests that skip the match lose nothing.
         """
-        counts, salt, prompt = self.counts, request.params.cache_salt or "", request.prefill_end
+        counts, key, prompt = self.counts, request.cache_key, request.prefill_end
         request.metrics.cached_tokens = match.length if match.staged is None else match.staged_from
         counts.asked += prompt
         counts.hit += request.metrics.cached_tokens
         if match.staged is not None or not self.keeps:
             return
-        if request.params.prompt_logprobs is None:
-            evicted = max(self._seen.length(request.ids[: prompt - 1], salt) - match.known, 0)
-            counts.without_kv += evicted
-            known = min(match.known, prompt - 1)
-            counts.retokenised += max(min(match.retokenised, prompt - 1 - known) - evicted, 0)
-            counts.without_state += known - match.length if self._slots.total else 0
+        if request.params.prompt_logprobs is None and request.params.pooling != "mean":
+            seen = self._seen.length(request.ids[: prompt - 1], key)
+            lost = LostTokens.from_match(match, prompt - 1, seen, self._slots.total > 0)
+            counts.without_kv += lost.evicted
+            counts.retokenised += lost.changed
+            counts.without_state += lost.no_state
+            request.metrics.cache_miss = self._miss(request, match, lost)
+        else:
+            request.metrics.cache_miss = CacheMiss("skipped", 0)
         if self.tier is not None:
-            self.tier.tree.touch(request.ids[: match.length], salt)
+            self.tier.tree.touch(request.ids[: match.length], key)
+
+    def _miss(self, request: Request, match: PrefixMatch, lost: LostTokens) -> CacheMiss | None:
+        """Why more of the prompt was not reused; None if no more could be."""
+        last, recurrent = request.prefill_end - 1, self.tree.recurrent
+        least = 1 if recurrent else self.tree.page_size + self.tree.lookahead  # tokens that can be reused
+        if last - match.length < least:
+            return None
+        if match.refused:
+            return CacheMiss("no_room", 0, match.refused)
+        gap = match.known - match.length
+        if gap >= least and not recurrent:
+            return CacheMiss("evicted", match.length, gap)  # of a window
+        found, key = lost.cause(match), request.cache_key
+        elsewhere, other = self.tree.known_elsewhere(request.ids[:last], key)
+        gain = elsewhere - match.known - lost.evicted
+        # Fewer tokens than the grid have no state: nobody could share them.
+        return found if gain <= max(found.tokens, self.grid) else other_key(key, other, match.known, gain)
 
     def _offer(self, request: Request) -> CacheEntries:
         """Offers nothing of a failed request, whose state may be wrong, nor of one that has added
@@ -365,17 +432,23 @@ class PrefixStore:
         # computed some.
         if request.state_slot is not None and computed <= len(ids):
             states[computed] = request.state_slot
-        return self._insert(request, ids[: computed + self.tree.lookahead], states)[0]
+        ids, num_pages = ids[: computed + self.tree.lookahead], request.pages.end
+        return self._insert(request, ids, states, _end_of(request), num_pages)[0]
 
-    def _insert(self, request: Request, ids: np.ndarray, states: dict[int, Slot]) -> tuple[CacheEntries, Node]:
+    def _insert(
+        self, request: Request, ids: np.ndarray, states: dict[int, Slot], why: Why, num_pages: int
+    ) -> tuple[CacheEntries, Node]:
+        """Offers the first `num_pages` page sets of a request."""
         if request.prefix.node is not None and request.prefix.node.hidden:  # it was computed from what was dropped
             return CacheEntries(pages_of(no_sets(len(self._pages)))), Node(np.empty(0, np.int32), 0, no_sets(0))
-        salt = request.params.cache_salt or ""
-        self._seen.note(ids, salt)
-        kinds = {place: StateKind.FORK for place in states if place in request.save_at[1:]}
+        key = request.cache_key
+        self._seen.note(ids, key)
+        own = request.save_at
+        kinds = {place: StateKind.ANSWER for place in states if place in request.spaced and place not in own}
+        kinds |= {place: StateKind.FORK for place in states if place in own[1:]}
         within = {place: StateKind.ANSWER for place, slot in states.items() if slot in self.answers}
-        sets = request.pages.shareable
-        taken, node = self.tree.insert(ids, sets, states, salt, len(request.prompt), kinds | within)
+        sets = request.pages.shareable[:num_pages]
+        taken, node = self.tree.insert(ids, sets, states, key, len(request.prompt), kinds | within, why)
         self._pages.to_cache(taken.pages)
         self._slots.to_cache(taken.states)
         if within:
@@ -383,7 +456,7 @@ class PrefixStore:
         if self.tier is not None:
             # Once the cache has a slot and its ring is folded, the state in it is complete.
             kept = {slot for slot in (*taken.states, *request.saves.values()) if slot not in self.answers}
-            self.tier.offer(ids, sets, {end: slot for end, slot in states.items() if slot in kept}, salt)
+            self.tier.offer(ids, sets, {end: slot for end, slot in states.items() if slot in kept}, key)
         return taken, node
 
     def _free_saves(self, request: Request, states: Mapping[int, Slot], taken: CacheEntries) -> None:
@@ -394,12 +467,20 @@ class PrefixStore:
         spare = self._slots.num_free + len(self.answers) + self.tree.num_within
         if spare <= self._reserved_slots() and (slot := self._superseded(request)) is not None:
             return slot
-        arrivals = self.tree.waiting.behind(request.ids[:place], request.params.cache_salt or "")
+        arrivals = self.tree.waiting.behind(request.ids[:place], request.cache_key)
         return self._spare_slot(NewState(place - request.prefix.length, arrivals))
 
     def _any_evicted(self, gone: CacheEntries) -> bool:
         self.evicted(gone)
         return len(gone.states) > 0 or any(map(len, gone.pages))
+
+    def _slot_given_up_first(self) -> Slot | None:
+        """A free slot, or that of another state that is given up first."""
+        if self.room()[1] <= self._rows.num_free:
+            return None
+        if self._slots.num_free <= self._reserved_slots():
+            self.evicted(self.tree.evict(self._no_pages, 1, new=NewState(0)))
+        return self._slots.alloc_one() if self._slots.num_free > self._reserved_slots() else None
 
     def evicted(self, gone: CacheEntries) -> Sequence[Slot]:
         self._pages.evict(gone.pages)
@@ -439,3 +520,10 @@ class PrefixStore:
         evicted for them.
         """
         return min(self._rows.num_free, len(self.tree.waiting))
+
+
+def _end_of(request: Request) -> Why:
+    """Why a request leaves its entries."""
+    if request.finish_reason is None:
+        return "retracted"
+    return "aborted" if request.finish_reason == "abort" else "finished"

@@ -8,11 +8,12 @@ import numpy as np
 import torch
 
 from hybridrt.base.errors import SessionError
+from hybridrt.base.turns import Change, Turns
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.cache.session_file import MAX_TENSORS, CachedPrefix, Session, SessionReader, write_session
 from hybridrt.engine.cache.session_key import session_key
-from hybridrt.engine.request.turns import Change, Turns
-from hybridrt.mem_cache.pools.page_sets import GroupPages, PageSets, no_sets, pages_of
+from hybridrt.mem_cache.pools.page_groups import GroupPages, PageSets, no_sets, pages_of
+from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 from hybridrt.parallel.tensor_parallel import TensorParallelExecutor
 from hybridrt.runtime.load.state_identity import Identity, state_identity
 from hybridrt.runtime.run.model_runner import ModelRunner
@@ -38,26 +39,26 @@ class Sessions:
         self._settle = settle
         self._identity: Identity | None = None
 
-    def save(self, path: Path, tokens: np.ndarray, salt: str, note: str) -> Session:
-        """Writes the longest cached prefix of a text [n] int32.
+    def save(self, path: Path, tokens: np.ndarray, key: CacheKey, note: str) -> Session:
+        """Writes the longest cached prefix of a text [n] int32 with this key.
 
         Raises:
             SessionError: nothing of it is cached, or the note is no text or too long. There is no
                 file then.
             OSError: the file cannot be written.
         """
-        identity = self._identify()
+        identity = self._identify(key)
         with self._turns:
-            prefix = self._read(tokens, salt)
+            prefix = self._read(tokens, key)
         write_session(path, prefix, identity, note, session_key())
-        return Session(prefix.tokens.tolist(), note, salt)
+        return Session(prefix.tokens.tolist(), note, key.salt)
 
-    def load(self, path: Path, salt: str | None, trusted: bool) -> Session:
+    def load(self, path: Path, key: CacheKey, trusted: bool) -> Session:
         """Puts a file of `save`, of this or another process, into the prefix cache.
 
         Args:
-            salt: of the requests that it serves. None: "" for a file that this user has signed,
-                else one of its own.
+            key: of the requests that it serves. All but the salt must be that of the file. An empty
+                salt becomes one of the file's own, unless this user has signed the file.
             trusted: treat the file as signed by this user.
 
         Raises:
@@ -65,17 +66,17 @@ class Sessions:
                 changed.
             OSError: there is no such file, or it cannot be opened.
         """
-        runner, identity, key = self._runner(), self._identify(), session_key()
+        runner, identity = self._runner(), self._identify(key)
         with SessionReader(path, identity) as reader:
             with self._turns:  # checked before memory is allocated for the contents
                 length = self._room(reader.num_tokens, reader.num_states)[0]
             shapes = prefix_shapes(runner.pools, runner.target.tp.size, length, reader.num_states)
             prefix, note = reader.read(shapes, runner.model_config.vocab_size)
-            if salt is None:
-                salt = "" if trusted or reader.signed_with(key) else reader.own_salt
+            if not (key.salt or trusted or reader.signed_with(session_key())):
+                key = key._replace(salt=reader.own_salt)
         with self._turns:
-            self._write(prefix, salt)
-        return Session(prefix.tokens.tolist(), note, salt)
+            self._write(prefix, key)
+        return Session(prefix.tokens.tolist(), note, key.salt)
 
     def _runner(self) -> ModelRunner:
         executor = self._executor
@@ -88,7 +89,7 @@ class Sessions:
     def _copier(self) -> Any:
         return self._executor
 
-    def _identify(self) -> Identity:
+    def _identify(self, key: CacheKey) -> Identity:
         """What must be equal in a file. The first call reads a part of every weight."""
         if self._identity is None:
             runner = self._runner()
@@ -101,11 +102,11 @@ class Sessions:
                 # A file has the windows' tokens from the start of a page on.
                 windows = {i: spec.sliding_window for i, spec in runner.pools.kv.specs.items()}
                 self._identity |= {"windows": str(windows), "page_size": runner.pools.kv.page_size}
-        return self._identity
+        return self._identity | key.other_than_salt()
 
-    def _read(self, tokens: np.ndarray, salt: str) -> CachedPrefix:
+    def _read(self, tokens: np.ndarray, key: CacheKey) -> CachedPrefix:
         store = self._pools.prefixes
-        match, states = store.path(tokens, salt)
+        match, states = store.path(tokens, key)
         if not match.length:
             raise SessionError(
                 f"nothing of these {len(tokens)} tokens is in the prefix cache: save what a request has just computed, "
@@ -161,7 +162,7 @@ class Sessions:
             raise SessionError("the session needs a state slot, and running requests hold all of them: load it later")
         return length, pages, min(num_states, free_states)
 
-    def _write(self, prefix: CachedPrefix, salt: str) -> None:
+    def _write(self, prefix: CachedPrefix, key: CacheKey) -> None:
         """Copies a prefix into the pools and gives it to the cache. Without room for all states,
         keeps the last ones.
         """
@@ -179,9 +180,9 @@ class Sessions:
             places = PrefixPlaces(length, [held.indices.tolist() for held in pages], copied)
             self._copier.write_prefix(places, _without_states(prefix.tensors, skipped))
             sets = self._sets(length, pages)
-            store.adopt(prefix.tokens, sets, pages, states, salt)
+            store.adopt(prefix.tokens, sets, pages, states, key, "loaded")
             if store.tier is not None:
-                store.tier.offer(prefix.tokens, sets, states, salt)
+                store.tier.offer(prefix.tokens, sets, states, key)
 
     def _sets(self, length: int, pages: GroupPages) -> PageSets:
         """The page sets of a prefix of `length` tokens, of which `pages` are the last ones."""

@@ -10,23 +10,23 @@ from itertools import count
 from hybridrt.base.config import EngineConfig
 from hybridrt.base.errors import EngineError, RequestError
 from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.base.turns import Change, Turns, weakly
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.cache.cache_dump import CacheDump, cache_dump
 from hybridrt.engine.cache.sessions import Sessions
-from hybridrt.engine.core.chunk_budget import ItlTarget
 from hybridrt.engine.core.fold_counts import FoldCounts
 from hybridrt.engine.core.grammar_masks import step_masks
 from hybridrt.engine.core.prefill_source import PrefillSource
 from hybridrt.engine.core.samples import Samples
 from hybridrt.engine.core.scheduler import ScheduledStep, Scheduler
+from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.engine.grammar.grammar_compiler import GrammarCompiler
-from hybridrt.engine.request.delta_queue import Abandonment, DeltaQueue
-from hybridrt.engine.request.intake import EngineLimits, Intake, PreparedPrompt, check_arrived, check_submission
-from hybridrt.engine.request.outputs import Delta, EngineCounters
+from hybridrt.engine.request.intake import EngineLimits, Intake, PreparedPrompt, Prompt, check_arrived, check_submission
+from hybridrt.engine.request.outputs import Abandonment, Delta, DeltaQueue, EngineCounters
 from hybridrt.engine.request.sample_request import Request, derive_seed, new_samples
-from hybridrt.engine.request.turns import Change, Turns, weakly
-from hybridrt.engine.text.prompts import Prompt
 from hybridrt.engine.text.tokenizer import Tokenizer
+from hybridrt.mem_cache.prefix_tree.cache_events import CacheSubscription
+from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 from hybridrt.mem_cache.prefix_tree.prefix_cache import PrefixMatch
 from hybridrt.parallel.tensor_parallel import TensorParallelExecutor
 from hybridrt.runtime.load.draft_needs import draft_needs
@@ -57,7 +57,7 @@ class Engine:
             derive_seed(seed, i); sample k > 0 of a request with seed s gets derive_seed(s, k), and
             sample 0 gets s itself.
         drafter: proposes drafts for speculative decoding.
-        target: sizes chunks of prompts in steps with decode rows.
+        target: decides how long steps may take and which prompts they compute.
 
     Attributes:
         intake: checks prompts and parameters before they are queued.
@@ -78,7 +78,7 @@ class Engine:
         overlap: bool = True,
         seed: int = 0,
         drafter: Drafter | None = None,
-        target: ItlTarget | None = None,
+        target: TrafficPolicy | None = None,
     ) -> None:
         self.executor = executor
         self._coordinator, self.prefixes = coordinator, coordinator.prefixes
@@ -96,7 +96,7 @@ class Engine:
         self._deltas = DeltaQueue()
         self._abandoned = Abandonment()
         self._change = Change(weakly(self._recover))
-        self.turns = Turns(self._change.begin)
+        self.turns = Turns(self._change)
         self.sessions = Sessions(executor, coordinator, self.turns, self._change, weakly(self._sample_last))
 
     @classmethod
@@ -126,7 +126,7 @@ class Engine:
         buckets = runner.prompt_graphs.captured if runner.prompt_graphs else ()
         engine = cls(
             split or runner, coordinator, limits, tokenizer, overlap=overlap, seed=config.seed, drafter=drafter,
-            target=ItlTarget.from_config(config, runner.device, buckets),
+            target=TrafficPolicy.from_config(config, runner.device, buckets),
         )  # fmt: skip
         engine._samples.folds = FoldCounts.from_pool(runner.pools.req_to_token.mamba_pool)
         return engine
@@ -149,6 +149,7 @@ class Engine:
         export_to: range | None = None,
         export_from: int = 0,
         queue: DeltaQueue | None = None,
+        client: str = "",
     ) -> str:
         """Queues a prompt that this engine has prepared, and returns its id.
 
@@ -159,6 +160,7 @@ class Engine:
             export_from: tokens whose KV is left out there.
             queue: gets the deltas instead of the callers of `step` and `drain`. The engine holds a
                 weak reference: if the queue is garbage collected, the next step aborts the request.
+            client: who sent it: with a policy, clients share prompt computation fairly.
 
         Raises:
             RequestError: an argument is of the wrong kind, or the id is taken. The engine is
@@ -167,16 +169,16 @@ class Engine:
         check_submission(prepared, request_id, export_to, export_from)
         with self.turns.now:
             if request_id is None:
-                request_id = next(
-                    n for i in count(self._num_requests) if not self._samples.samples_of_request(n := f"request-{i}")
-                )
-            if self._samples.samples_of_request(request_id):
+                names = (f"request-{i}" for i in count(self._num_requests))
+                request_id = next(name for name in names if name not in self._samples)
+            elif request_id in self._samples:
                 raise RequestError(f"request id {request_id!r} is in use; pass another one, or None to get one")
             seed = derive_seed(self._seed, self._num_requests) if prepared.params.seed is None else prepared.params.seed
-            samples = new_samples(request_id, prepared, seed, self._arrivals, self.intake.tokenizer)
+            key = self.cache_key(prepared.params)
+            samples = new_samples(request_id, prepared, key, seed, self._arrivals, self.intake.tokenizer)
             reader = self._abandoned.watch(self._deltas if queue is None else queue)
             for request in samples:
-                request.stream, request.queue = stream, reader
+                request.stream, request.queue, request.client = stream, reader, client
                 request.export_to, request.export_from = export_to, export_from
             source = self.prefill_source if prepared.may_travel else None
             with self._change:
@@ -185,8 +187,12 @@ class Engine:
                 if source is None:
                     self._samples.queue(request_id, None)
             if source is not None:
-                source.request(request_id, prepared.tokens[:-1], prepared.params.cache_salt or "")
+                source.request(request_id, prepared.tokens[:-1], key)
         return request_id
+
+    def cache_key(self, params: SamplingParams) -> CacheKey:
+        """Of what a request with these parameters leaves in the prefix cache, and may use."""
+        return CacheKey(params.cache_salt or "")
 
     def start(self, request_id: str, arrived: PrefixMatch | None = None) -> None:
         """Queues a request that waited for `prefill_source`. `arrived`: the prefix that was
@@ -220,8 +226,10 @@ class Engine:
                 pool leaked entries. Or another thread uses the engine.
         """
         with self.turns.now:
-            self._end_abandoned()
-            self._sample_last()  # an interrupt may have prevented it
+            if self._abandoned.notes:
+                self._end_abandoned()
+            if self._launched:
+                self._sample_last()  # an interrupt may have prevented it
             if self.prefill_source is not None:
                 self.prefill_source.advance()
             with self._change:
@@ -238,7 +246,8 @@ class Engine:
                     time.sleep(0.0002)  # main memory is busy
                     return
                 raise EngineError(f"nothing can be scheduled and nothing runs: {self.counters()}; abort the requests")
-            self._sample_last()
+            if scheduled is not None and scheduled.plan.constrained:
+                self._sample_last()
             if len(self._launched) > (self._max_in_flight if scheduled is not None else 0):
                 self._consume()
 
@@ -250,8 +259,10 @@ class Engine:
     def finish_launched(self) -> None:
         """Waits for every launched step; the next `step` or `drain` returns their deltas."""
         with self.turns.now:
-            self._end_abandoned()
-            self._sample_last()
+            if self._abandoned.notes:
+                self._end_abandoned()
+            if self._launched:
+                self._sample_last()
             while self._launched:
                 self._consume()
 
@@ -290,6 +301,10 @@ class Engine:
         with self.turns.now, self._change:
             return self._coordinator.forget_prefixes()
 
+    def cache_events(self, limit: int) -> CacheSubscription:
+        with self.turns.now:
+            return self.prefixes.subscribe(limit)
+
     def cache_dump(self, *, text: bool = False) -> CacheDump:
         with self.turns.now:
             decode = self.intake.tokenizer.decode if text and self.intake.tokenizer is not None else None
@@ -297,7 +312,7 @@ class Engine:
 
     def has_unfinished(self) -> bool:
         """True while `step` has something to do: requests, launched steps, or deltas not read."""
-        return bool(self._samples or self._launched or self._deltas)
+        return bool(self._samples or self._launched or self._deltas.moved)
 
     def device_is_busy(self) -> bool:
         """True until the last launched step has ended. False if it samples nothing: its end is
@@ -316,13 +331,19 @@ class Engine:
             step, handle = self._launched[-1]
             return 0.0 if handle.needs_masks else self.target.spare_seconds(step.plan, step.launched)
 
+    def wait_seconds(self) -> float:
+        """Predicted seconds until the prompts of all requests are computed: 0 without
+        `target_itl_ms`. Any thread may call it.
+        """
+        return 0.0 if self.target is None else self.target.wait_seconds
+
     def counters(self) -> EngineCounters:
         scheduler, pools = self._scheduler, self._coordinator
         return replace(
             self._samples.totals,
             retractions=scheduler.num_retractions,
             running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
+            waiting=scheduler.num_waiting,
             free_rows=pools.rows.num_free,
             free_slots=pools.slots.num_free,
             free_pages=pools.pages.num_free,
@@ -343,8 +364,7 @@ class Engine:
         return True
 
     def _end_abandoned(self) -> None:
-        if self._abandoned:
-            self._end(self._abandoned.take_abandoned(self._samples.all()), self._samples.abort)
+        self._end(self._abandoned.take_abandoned(self._samples.all()), self._samples.abort)
 
     def _recover(self) -> None:
         """Ends all requests: after a broken change, ledgers may contradict each other."""

@@ -14,7 +14,7 @@ from hybridrt.engine.grammar.mask_time import STEP_SECONDS, WATCH_SECONDS, threa
 from hybridrt.engine.grammar.matcher import MaskedRow, Matcher
 from hybridrt.engine.request.sample_request import Request
 from hybridrt.runtime.step.plan import DecodeRows
-from hybridrt.speculative.drafter import NO_DRAFT, Draft
+from hybridrt.speculative.draft import NO_DRAFT, Draft
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor
@@ -48,8 +48,8 @@ def step_masks(
 
 def _draft(decode: DecodeRows, i: int, end: int) -> Draft:
     start = end - int(decode.num_drafts[i])
-    parents = range(end - start) if decode.parents is None else decode.parents[start:end].tolist()
-    return Draft.of_tree(decode.drafts[start:end].tolist(), parents)
+    predecessors = None if decode.predecessors is None else decode.predecessors[start:end]
+    return Draft.from_columns(decode.drafts[start:end], predecessors)
 
 
 _Place = tuple[Matcher, Draft, int]  # a draft, and its first mask
@@ -91,8 +91,8 @@ def _fill_slice(places: Sequence[_Place], masks: np.ndarray, executor: "LLExecut
 
     plain, drafted = [], []
     for matcher, draft, start in places:
-        if draft.parents is not None or not matcher.plain:
-            matcher.fill_tree(draft, masks[start : start + 1 + len(draft)])
+        if not (draft.is_chain and matcher.plain):
+            matcher.fill_masks(draft, masks[start : start + 1 + len(draft)])
         elif len(draft):
             drafted.append((matcher.inner, start, list(draft.tokens)))
         else:
@@ -111,7 +111,7 @@ def _fill_measured(places: Sequence[_Place], masks: np.ndarray) -> None:
             matcher.allowance.fail(f"more than {1000 * STEP_SECONDS:g} ms of CPU time a step, with others of its kind")
             continue
         with thread_seconds() as taken:
-            matcher.fill_tree(draft, masks[start : start + 1 + len(draft)])
+            matcher.fill_masks(draft, masks[start : start + 1 + len(draft)])
         matcher.allowance.masked(taken[0], 1 + len(draft))
         if matcher.allowance.heavy:
             spent += taken[0]

@@ -3,6 +3,8 @@
 import time
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from hybridrt.base.errors import EngineError, GrammarError, NoTokenLeftError
 from hybridrt.engine.core.fold_counts import FoldCounts
 from hybridrt.engine.core.scheduler import ScheduledStep, Scheduler
@@ -34,6 +36,10 @@ class Samples:
 
     def __bool__(self) -> bool:
         return bool(self._samples)
+
+    def __contains__(self, request_id: str) -> bool:
+        """Whether a request is unfinished."""
+        return request_id in self._samples
 
     def samples_of_request(self, request_id: str) -> list[Request]:
         """Unfinished samples of a request; empty if it is unknown. RequestError for an invalid id."""
@@ -67,6 +73,8 @@ class Samples:
         gains = iter(zip(result.tokens, result.logprobs, strict=True))
         if result.prompt_logprobs:
             self._score(step, result.prompt_logprobs)
+        if result.pooled:
+            self._pool(step, result.pooled)
         gained = []
         for request, max_new in step.rows:
             tokens, logprobs = next(gains) if max_new else ((), None)
@@ -84,6 +92,14 @@ class Samples:
             if chunk.row in found and request.finish_reason is None:
                 try:
                     request.score(chunk.computed + 1, found[chunk.row])
+                except Exception as e:
+                    self.fail(request, e)
+
+    def _pool(self, step: ScheduledStep, found: Mapping[int, np.ndarray]) -> None:
+        for (request, _), chunk in zip(step.rows[len(step.plan.decode) :], step.plan.extend, strict=True):
+            if chunk.row in found and request.finish_reason is None:
+                try:
+                    request.pool(chunk.computed, found[chunk.row])
                 except Exception as e:
                     self.fail(request, e)
 

@@ -1,20 +1,23 @@
 """Chooses the requests and tokens of the next step. Host integers only; never waits for the device."""
 
-from bisect import insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
+from itertools import chain, compress, repeat
 
 import numpy as np
 
 from hybridrt.base.errors import EngineError
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
-from hybridrt.engine.core.chunk_budget import ChunkBudget, ItlTarget
-from hybridrt.engine.request.row_columns import RowColumns
-from hybridrt.engine.request.sample_request import Request
+from hybridrt.engine.core.chunk_budget import ChunkBudget
+from hybridrt.engine.core.client_queues import ClientQueues, PromptOrder
+from hybridrt.engine.core.followers import Followers
+from hybridrt.engine.core.step_cost import PromptWork
+from hybridrt.engine.core.traffic_policy import TrafficPolicy
+from hybridrt.engine.request.sample_request import Request, RowColumns
 from hybridrt.kernels.core.slots import OWN_SLOT
 from hybridrt.runtime.step.plan import DecodeRows, ExtendRow, StateCopy, StepPlan, StepResult, int32s
-from hybridrt.speculative.drafter import NO_DRAFT, Draft, Drafter
+from hybridrt.speculative.draft import NO_DRAFT, Draft, draft_columns
+from hybridrt.speculative.drafter import Drafter
 
 
 @dataclass(slots=True)
@@ -23,13 +26,15 @@ class ScheduledStep:
 
     Attributes:
         rows: each request and how many tokens it may gain (drafts + 1; 1 on a last chunk; 0 on
-            other chunks), in the plan's order: decode rows, then extend rows.
-        launched: when, by the clock of the scheduler's ItlTarget.
+            other chunks), in the plan's order: decode rows, then extend rows. `most`: the sum of
+            these tokens.
+        launched: when, by the clock of the scheduler's policy.
         late: the device finished before the host read the result, so its duration is unknown.
     """
 
     plan: StepPlan = field(default_factory=StepPlan)
     rows: list[tuple[Request, int]] = field(default_factory=list)
+    most: int = 0
     launched: float = 0.0
     late: bool = False
 
@@ -37,7 +42,7 @@ class ScheduledStep:
         """Raises EngineError if the result has a wrong number of rows, a row gained more than its
         limit, or an unfinished request gained no token.
         """
-        rows = [(request, max_new) for request, max_new in self.rows if max_new]
+        rows = [row for row in self.rows if row[1]] if self.plan.extend else self.rows  # every decode row samples
         if not len(rows) == len(result.tokens) == len(result.logprobs):
             raise EngineError(
                 f"{len(rows)} rows sampled; the result has {len(result.tokens)} lists of tokens and "
@@ -54,13 +59,19 @@ def _pending(requests: Sequence[Request], columns: RowColumns) -> np.ndarray:
     return columns.output_index - int32s([len(request.output) for request in requests])
 
 
+def _uncomputed(admitted: Iterable[Request]) -> PromptWork:
+    return sum([PromptWork.between(request.computed, request.prefill_end) for request in admitted], PromptWork())
+
+
 def _priority_key(request: Request) -> tuple[int, int]:
     """Orders requests: the first is started first, the last retracted first."""
     return request.params.priority, request.arrival
 
 
 class Scheduler:
-    """Continuous batching with chunked prefill: by priority, then first come, first served.
+    """Continuous batching with chunked prefill. Without a policy: by priority, then first come,
+    first served. With one: in the order of PromptOrder, and a request waits for a running prompt
+    that computes a part of its own.
 
     Every step includes all running requests that can decode. Prefill gets the rest of
     `chunked_prefill_size`, but never less than half of `chunked_prefill_size`. A
@@ -74,7 +85,10 @@ class Scheduler:
         chunked_prefill_size: tokens of a step, decode rows counted with their drafts.
         drafter: proposes drafts; a step then waits for the tokens that they follow, and all rows
             decode together.
-        target: shortens chunks in steps with decode rows, so that such steps end in time.
+        policy: decides how long steps may take and which prompts they compute.
+
+    Attributes:
+        queues: waiting requests that may be started.
     """
 
     def __init__(
@@ -82,34 +96,62 @@ class Scheduler:
         coordinator: CacheCoordinator,
         chunked_prefill_size: int,
         drafter: Drafter | None = None,
-        target: ItlTarget | None = None,
+        policy: TrafficPolicy | None = None,
     ) -> None:
-        self.waiting: list[Request] = []  # in order of `_priority_key`
+        self.queues = ClientQueues(policy)
         self.running: dict[int, Request] = {}  # requests by arrival, in order of admission
         self.num_retractions = 0
         self._coordinator = coordinator
         self._chunk = chunked_prefill_size
         self._drafter = drafter
-        self._target = target
+        self._policy = policy
+        self._followers = Followers(coordinator.prefixes, joins=policy is not None)
+        # Requests that will be queued at the next step whose fetch is over, if there is one.
+        self._aside: list[Request] = []
+        self._uncomputed = PromptWork()  # of admitted requests
+        coordinator.prefixes.spaces = policy is not None
         self._in_flight = 0
         self._order: tuple[list[Request], np.ndarray] | None = None
         self._constrained = False
         self._blocked: tuple[int, ...] = ()  # the request, and the room stamp then
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self.queues) + len(self._aside) + len(self._followers)
+
+    @property
+    def waiting(self) -> Iterator[Request]:
+        """Those that wait for a prefix from main memory, then others in their present order, then
+        those that wait for a prompt.
+        """
+        return chain(self._aside, self.queues, self._followers)
+
     def add(self, request: Request) -> None:
-        insort(self.waiting, request, key=_priority_key)
-        self._coordinator.prefixes.expect(request)
+        self._queue(request, self._coordinator.prefixes.expect(request))
+
+    def _queue(self, request: Request, known: int) -> None:
+        """`known`: its tokens that are cached."""
+        work = PromptWork.between(known, len(request.prompt) + len(request.output))
+        if self._policy is not None:
+            self._policy.set_due(request, self.pending + work)
+        if (place := self._followers.place_for(request)) is not None:
+            self._followers.hold(request, place)
+        else:
+            self.queues.add(request, work)
+        self._note_backlog()
 
     def schedule(self) -> ScheduledStep | None:
         """The next step, counted as launched from now on; None if nothing can run before a launched
         step ends.
         """
         self._coordinator.begin_step(self.waiting, len(self.running))
+        if self._aside:
+            self._queue_again()
         step = ScheduledStep()
         prefilling = self._schedule_running(step) if self.running else []
         if prefilling is None:
             return None
-        if prefilling or self.waiting:
+        if prefilling or self.queues or self._uncomputed.tokens:
             self._schedule_prefill(step, prefilling)
         if not self._coordinator.seal(step.plan, step.rows) and not step.rows:
             return None
@@ -117,8 +159,8 @@ class Scheduler:
             sampling = (request for request, max_new in step.rows if max_new)
             step.plan.constrained = [i for i, request in enumerate(sampling) if request.matcher is not None]
         self._in_flight += 1
-        if self._target is not None:
-            step.launched = self._target.clock()
+        if self._policy is not None:
+            step.launched = self._policy.clock()
         for request, _ in step.rows:
             request.in_flight += 1
         return step
@@ -152,14 +194,14 @@ class Scheduler:
         requests that no other launched step names.
         """
         self._in_flight -= 1
-        if self._target is not None:
-            self._target.ended(step.plan, step.launched, sum(gained), step.late)
+        if self._policy is not None:
+            self._policy.ended(step.plan, step.launched, sum(gained), step.late)
         decode, extend = step.plan.decode, step.plan.extend
-        lost = [max_new - tokens for (_, max_new), tokens in zip(step.rows, gained, strict=True)]
-        if any(lost):
+        if sum(gained) < step.most:
+            lost = [max_new - tokens for (_, max_new), tokens in zip(step.rows, gained, strict=True)]
             rows = np.array([*decode.rows.tolist(), *(row.row for row in extend)], np.int64)
             self._coordinator.columns.take_back(rows, int32s(lost))
-        computed = [*gained[: len(decode)], *(len(row.tokens) for row in extend)]
+        computed = [*gained[: len(decode.rows)], *(len(row.tokens) for row in extend)] if extend else gained
         for (request, _), new in zip(step.rows, computed, strict=True):
             request.in_flight -= 1
             if request.restarting and request.finish_reason is None:
@@ -168,6 +210,8 @@ class Scheduler:
                 self._coordinator.settle(request, new)
             elif not request.in_flight:
                 self._coordinator.release(request)
+        for request, _ in step.rows[len(decode) :]:
+            self._let_go(request)
         if self._drafter is not None:
             moved = [i for i, (r, max_new) in enumerate(step.rows) if max_new and r.arrival in self.running]
             self._drafter.after_step([step.rows[i][0] for i in moved], [gained[i] for i in moved])
@@ -177,8 +221,7 @@ class Scheduler:
         launched step names it.
         """
         if request.row is None:
-            self.waiting.remove(request)
-            self._coordinator.prefixes.forget(request)
+            self._remove_waiting(request)
             return
         if not request.restarting:
             self._stop_running(request)
@@ -215,8 +258,33 @@ class Scheduler:
         length, request.suspect = request.suspect, 0
         self._coordinator.drop_prefix(request, length, whole=True)
 
+    def _remove_waiting(self, request: Request) -> None:
+        if request in self._followers:
+            self._followers.drop(request)
+        elif request in self._aside:
+            self._aside.remove(request)
+        else:
+            self.queues.remove(request)
+        self._coordinator.prefixes.forget(request)
+        self._aside += self._followers.end(request)
+
+    def _let_go(self, leader: Request) -> None:
+        """Lets the requests go on that have waited for what a consumed step has computed."""
+        if leader.finish_reason is None and leader.row is not None:
+            self._aside += self._followers.end(leader) if leader.shared else self._followers.settled(leader)
+
+    def _queue_again(self) -> None:
+        again, self._aside = self._aside, []
+        for request in again:
+            if self._coordinator.waits(request):
+                self._aside.append(request)
+            else:
+                self._queue(request, self._coordinator.prefixes.match(request).length)
+
     def clear(self) -> None:
-        self.waiting.clear()
+        self.queues.clear()
+        self._followers.clear()
+        self._aside.clear()
         self._in_flight, self._order = 0, None
         for request in list(self.running.values()):
             self._stop_running(request)
@@ -224,6 +292,8 @@ class Scheduler:
     def _stop_running(self, request: Request) -> None:
         del self.running[request.arrival]
         self._order = None
+        if not request.shared:
+            self._aside += self._followers.end(request)
         if self._drafter is not None:
             self._drafter.end(request)
 
@@ -252,7 +322,7 @@ class Scheduler:
         self, step: ScheduledStep, requests: list[Request], rows: np.ndarray, columns: RowColumns
     ) -> None:
         """Adds requests that have or get a page. All must be able to decode."""
-        drafts = self._propose(requests, columns)
+        drafts = [] if self._drafter is None else self._propose(requests, columns)
         ends = columns.computed + int32s([len(draft.tokens) for draft in drafts]) if drafts else columns.computed
         short = (ends >= columns.capacity).nonzero()[0].tolist()
         if short:
@@ -261,22 +331,23 @@ class Scheduler:
             drafts = [drafts[i] for i in found] if drafts else []
         columns_of_rows = rows.astype(np.int32), columns.computed, columns.output_index
         if drafts:
-            tokens, parents = [d.tokens for d in drafts], [d.parents for d in drafts]
-            step.plan.decode = DecodeRows.with_drafts(*columns_of_rows, tokens, parents)
+            step.plan.decode = DecodeRows.with_drafts(*columns_of_rows, *draft_columns(drafts))
             for request, draft in zip(requests, drafts, strict=True):
                 request.metrics.proposed += len(draft)
+            gains = step.plan.decode.num_drafts + 1
+            self._coordinator.columns.advance(rows, columns, gains)
+            step.rows = list(zip(requests, gains.tolist(), strict=True))
         else:
             step.plan.decode = DecodeRows(*columns_of_rows, np.zeros(len(rows), np.int32))
-        gains = step.plan.decode.num_drafts + 1
-        self._coordinator.columns.advance(rows, columns, gains)
-        step.rows = list(zip(requests, gains.tolist(), strict=True))
+            self._coordinator.columns.advance(rows, columns, 1)
+            step.rows = list(zip(requests, repeat(1)))
+        step.most = len(rows) + len(step.plan.decode.drafts)
 
     def _propose(self, requests: Sequence[Request], columns: RowColumns) -> list[Draft]:
         """Returns empty drafts while tokens are pending; [] if all are empty. No draft goes past
         the end of its request: the state would serve no other request.
         """
-        if self._drafter is None:
-            return []
+        assert self._drafter is not None
         known = (_pending(requests, columns) == 0).nonzero()[0]
         max_drafts, asked = columns.max_output - columns.output_index - 1, [requests[i] for i in known.tolist()]
         if not asked:
@@ -327,45 +398,59 @@ class Scheduler:
         self.add(victim)
         return victim
 
+    @property
+    def pending(self) -> PromptWork:
+        """What is to be computed of all prompts."""
+        return self._uncomputed + self.queues.pending
+
     def _budget(self, decode: DecodeRows) -> ChunkBudget:
-        tokens = max(self._chunk - len(decode) - len(decode.drafts), (self._chunk + 1) // 2)
-        if self._target is None:
+        tokens = max(self._chunk - len(decode.rows) - len(decode.drafts), (self._chunk + 1) // 2)
+        if self._policy is None:
             return ChunkBudget(tokens)
-        since = self.waiting[0].metrics.arrival_time if self.waiting else None
-        return self._target.budget(tokens, decode, since)
+        return self._policy.budget(tokens, decode, self._policy.prompt_seconds(self.pending))
 
-    def _schedule_prefill(self, step: ScheduledStep, admitted: Iterable[Request]) -> None:
-        """Admits waiting requests afterwards. If a decode row found no page, none is free."""
+    def _schedule_prefill(self, step: ScheduledStep, prefilling: Iterable[Request]) -> None:
+        """Admits waiting requests, too. If a decode row found no page, none is free."""
+        admitted = [request for request in prefilling if request.row is not None]  # others were just retracted
+        self._uncomputed = _uncomputed(admitted)
         budget = self._budget(step.plan.decode)
-        for earlier in admitted:
-            if earlier.row is not None:  # just retracted
-                self._add_extend(step, earlier, budget)
-        while (request := self._next_waiting()) is not None and budget.room():
-            stamp = request.arrival, len(self.running), *self._coordinator.room_stamp()
-            if self._blocked == stamp:
-                break  # nothing has changed since
-            if not self._coordinator.admit(request, len(self.running), step.plan):
-                self._blocked = stamp
-                break
-            self.waiting.remove(request)
-            self._coordinator.prefixes.forget(request)
-            self.running[request.arrival], self._order = request, None
-            self._constrained |= request.matcher is not None
-            if self._drafter is not None:
-                self._drafter.begin(request)
+        order = PromptOrder(self.queues, self._followers, admitted)
+        while budget.room() and (request := order.next()) is not None:
+            if request.row is None:
+                if not self._start(request, order, step.plan):
+                    continue
+                admitted.append(request)
             self._add_extend(step, request, budget)
+        self._uncomputed = _uncomputed(admitted)
+        self._note_backlog()
 
-    def _next_waiting(self) -> Request | None:
-        shares = self._coordinator.prefixes.shares
-        for request in self.waiting:
-            if self._coordinator.waits(request):
-                continue
-            first = request.leader
-            if first is None or first.output or first.finish_reason is not None or request.arrived is not None:
-                return request
-            if not shares(len(request.prompt)):
-                return request
-        return None
+    def _note_backlog(self) -> None:
+        if self._policy is not None:
+            self._policy.backlog = self._policy.prompt_seconds(self.pending) if self.pending.tokens else 0.0
+
+    def _start(self, request: Request, order: PromptOrder, plan: StepPlan) -> bool:
+        """Admits a waiting request. False if it, or all, must wait."""
+        if (place := self._followers.place_for(request)) is not None:
+            self.queues.remove(request)
+            self._followers.hold(request, place)
+            return False
+        if self._coordinator.waits(request):
+            self.queues.remove(request)
+            self._aside.append(request)
+            return False
+        stamp = request.arrival, len(self.running), *self._coordinator.room_stamp()
+        if self._blocked == stamp or not self._coordinator.admit(request, len(self.running), plan):
+            self._blocked = stamp  # until something changes
+            order.admits = False
+            return False
+        self.queues.remove(request)
+        self._coordinator.prefixes.forget(request)
+        self.running[request.arrival], self._order = request, None
+        self._constrained |= request.matcher is not None
+        self._followers.lead(request)
+        if self._drafter is not None:
+            self._drafter.begin(request)
+        return True
 
     def _add_extend(self, step: ScheduledStep, request: Request, budget: ChunkBudget) -> None:
         assert request.row is not None
@@ -376,6 +461,7 @@ class Scheduler:
         if end <= start:
             return
         budget.spend_tokens(start, end - start)
+        self.queues.charge(request, PromptWork.between(start, end))
         tokens, row, columns = request.tokens, request.row.index, self._coordinator.columns
         last = end == request.prefill_end
         columns.computed[row] = end
@@ -388,6 +474,7 @@ class Scheduler:
             ExtendRow(row, start, tokens[start:end], len(request.output), last, following, read_state_slot, saves)
         )
         step.rows.append((request, int(last)))
+        step.most += last
         if last and request.export_to is not None:
             room = request.export_to
             step.plan.exports.append(StateCopy(row, end, room.start, len(room), request.export_from))

@@ -20,6 +20,24 @@ _RIDGE = 1e-6  # ridge of normalised features: makes the fit unique
 _ENOUGH, _FIT_EVERY, _REMEMBERED = 8, 32, 128  # steps
 
 
+class PromptWork(NamedTuple):
+    """Tokens of prompts, and pairs of a query and a key that it sees."""
+
+    tokens: int = 0
+    pairs: int = 0
+
+    @classmethod
+    def between(cls, start: int, end: int) -> "PromptWork":
+        """Of one prompt, after its first `start` tokens."""
+        return cls(end - start, (end * (end + 1) - start * (start + 1)) // 2)
+
+    def __add__(self, other: "PromptWork") -> "PromptWork":  # type: ignore[override]
+        return PromptWork(self.tokens + other.tokens, self.pairs + other.pairs)
+
+    def __sub__(self, other: "PromptWork") -> "PromptWork":
+        return PromptWork(self.tokens - other.tokens, self.pairs - other.pairs)
+
+
 class StepWork(NamedTuple):
     """The numbers of a step that predict its time.
 
@@ -27,6 +45,7 @@ class StepWork(NamedTuple):
         decode_tokens: decode rows and their drafts.
         decode_context: tokens before the decode rows, summed over rows.
         prompt_rows, prompt_tokens: chunks of prompts, and their tokens.
+        prompt_context: tokens before the middles of chunks, summed over chunks.
         prompt_pairs: pairs of a query and a key that it sees, of all chunks.
         passes: further passes of the recurrent layers, one after each saved state, in the row with
             the most.
@@ -36,6 +55,7 @@ class StepWork(NamedTuple):
     decode_context: int = 0
     prompt_rows: int = 0
     prompt_tokens: int = 0
+    prompt_context: int = 0
     prompt_pairs: int = 0
     passes: int = 0
 
@@ -54,7 +74,7 @@ class StepWork(NamedTuple):
         pairs = tokens * start + tokens * (tokens + 1) // 2
         return StepWork(
             self.decode_tokens, self.decode_context, self.prompt_rows + 1, self.prompt_tokens + tokens,
-            self.prompt_pairs + pairs, max(self.passes, saves),
+            self.prompt_context + start + tokens // 2, self.prompt_pairs + pairs, max(self.passes, saves),
         )  # fmt: skip
 
     @property
@@ -71,7 +91,9 @@ class StepWork(NamedTuple):
         ]  # fmt: skip
 
 
-_SIZE = len(StepWork().features(0)) + 1
+_TOKENS, _PAIRS = slice(len(_KINDS), len(_KINDS) + len(_KNOTS)), len(_KINDS) + len(_KNOTS) + 3
+_OF_GRAPHS = 4  # features that depend on whether a graph runs the step
+_SIZE = len(StepWork().features(0)) + _OF_GRAPHS
 
 
 class StepCost:
@@ -82,9 +104,11 @@ class StepCost:
     compiled) has little effect. Only newer steps of the same kind reduce the weight of older ones:
     many decode steps do not remove what is known of prompts.
 
-    A graph's time is that of its full bucket, so a step counts its bucket's tokens. A step without
-    a graph needs longer to launch than to run: it has a cost of its own, and counts at least as
-    many tokens as the largest graph.
+    A graph's time is that of its full bucket, so a step counts its bucket's tokens. Its few tokens
+    use a part of the device for attention, so context and pairs have further costs there. A step
+    without a graph needs longer to launch than to run: it has a cost of its own, and counts at
+    least as many tokens as the largest graph. Each saved state of a prompt but the first needs
+    another launch of the recurrent layers; graphs have none of that.
 
     Args:
         buckets: sizes of the graphs of steps with prompts. Empty: no such step runs as a graph.
@@ -97,6 +121,8 @@ class StepCost:
         self.max_prompt_tokens = 0
         self._buckets = sorted(buckets, key=sum)
         self._costs: list[float] | None = None
+        # Before steps have run, prompts are compared by tokens and pairs of a 7B model on a large GPU.
+        self._token_seconds, self._pair_seconds = 2.5e-5, 5e-10
         self._squares = np.zeros((len(_KINDS), _SIZE, _SIZE))
         self._moments = np.zeros((len(_KINDS), _SIZE))
         self._count = 0
@@ -119,6 +145,11 @@ class StepCost:
         self._count += 1
         if self._count >= _ENOUGH and (self._count < _FIT_EVERY or self._count % _FIT_EVERY == 0):
             self._costs = _nonnegative_costs(self._squares.sum(0), self._moments.sum(0)).tolist()
+            self._token_seconds, self._pair_seconds = sum(self._costs[_TOKENS]), self._costs[_PAIRS]
+
+    def prompt_seconds(self, work: PromptWork) -> float:
+        """Seconds of prompts in large steps without decode rows. Above 0."""
+        return max(work.tokens * self._token_seconds + work.pairs * self._pair_seconds, 1e-6)
 
     def fills(self, work: StepWork) -> list[int]:
         """Tokens of one more chunk that fill the possible graphs of the step, ascending. Such a
@@ -138,13 +169,17 @@ class StepCost:
         return median(self._errors) if self._errors else None
 
     def _features(self, work: StepWork) -> list[float]:
+        tokens = work.decode_tokens + work.prompt_tokens
         if not work.prompt_tokens or not self._buckets:
-            return [*work.features(work.decode_tokens + work.prompt_tokens), 0.0]
+            return [*work.features(tokens), 0.0, 0.0, 0.0, max(work.passes - 1, 0)]
         bucket = self._bucket(work)
-        tokens = max(work.decode_tokens + work.prompt_tokens, sum(self._buckets[-1])) if bucket is None else sum(bucket)
-        return [*work.features(tokens), float(bucket is None)]
+        if bucket is None:
+            return [*work.features(max(tokens, sum(self._buckets[-1]))), 1.0, 0.0, 0.0, max(work.passes - 1, 0)]
+        return [*work.features(sum(bucket)), 0.0, work.prompt_context, work.prompt_pairs, 0.0]
 
     def _bucket(self, work: StepWork) -> Bucket | None:
+        if work.passes > 1:
+            return None
         return next((bucket for bucket in self._buckets if _has_room(bucket, work)), None)
 
     def _note_error(self, works: Sequence[StepWork], seconds: float) -> None:

@@ -1,6 +1,6 @@
 """Follows grammars token by token with llguidance, and makes bitmasks of the next tokens."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +12,7 @@ import numpy as np
 from hybridrt.base.errors import GrammarError
 from hybridrt.engine.grammar.mask_time import Allowance, thread_seconds
 from hybridrt.engine.grammar.thinking import ThinkingState
-from hybridrt.speculative.drafter import Draft
+from hybridrt.speculative.draft import Draft
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -136,17 +136,15 @@ class Matcher:
         return found
 
     def _allowed(self, draft: Draft) -> Draft:
-        if draft.parents is None and self.plain:
+        if draft.is_chain and self.plain:
             end = next((i for i, token in enumerate(draft.tokens) if token in self._grammar.eos), len(draft))
             return draft.first(self.inner.validate_tokens(list(draft.tokens[:end])))
         kept = set[int]()
         self._walk(draft, 0, (self.inner, self.thinking), kept)
-        number = {0: 0} | {node: i for i, node in enumerate(sorted(kept), 1)}
-        parents = [number[_parent(draft, node)] for node in sorted(kept)]
-        return Draft.of_tree([draft.tokens[node - 1] for node in sorted(kept)], parents)
+        return draft.only(kept)
 
     def _walk(self, draft: Draft, node: int, state: "_State", kept: set[int]) -> None:
-        for child in _children(draft, node):
+        for child in draft.followers(node):
             token = draft.tokens[child - 1]
             if token not in self._grammar.eos:
                 with self._taken(state, token) as after:
@@ -174,7 +172,7 @@ class Matcher:
         if taken and self._grammar.takes_back:
             inner.rollback(1)
 
-    def fill_tree(self, draft: Draft, masks: np.ndarray) -> None:
+    def fill_masks(self, draft: Draft, masks: np.ndarray) -> None:
         """Writes the mask after each allowed node of a draft: [1 + nodes, words] int32."""
         self._fill_node(draft, masks, 0, (self.inner, self.thinking))
 
@@ -186,23 +184,13 @@ class Matcher:
             fill_next_token_bitmask(inner, masks, node)
         if thinking is not None:
             thinking.fill(masks[node])
-        for child in _children(draft, node):
+        for child in draft.followers(node):
             with self._taken(state, draft.tokens[child - 1]) as after:
                 if after is not None:
                     self._fill_node(draft, masks, child, after)
 
 
 _State = tuple["LLMatcher", ThinkingState | None]
-
-
-def _children(draft: Draft, node: int) -> Sequence[int]:
-    if draft.parents is None:
-        return [node + 1] if node < len(draft) else []
-    return [i for i, parent in enumerate(draft.parents, 1) if parent == node]
-
-
-def _parent(draft: Draft, node: int) -> int:
-    return node - 1 if draft.parents is None else draft.parents[node - 1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,22 +1,128 @@
-"""Checks prompts and parameters against a model's limits before they are queued."""
+"""Values that are accepted as a prompt, and their checks against a model's limits before they are queued."""
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import cast
+from typing import Any, SupportsIndex, TypedDict, TypeGuard, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
 
 from hybridrt.base.errors import PromptTooLongError, RequestError, is_text, shown
 from hybridrt.base.sampling_params import SamplingParams, is_number
 from hybridrt.engine.grammar.grammar_compiler import GrammarCompiler
 from hybridrt.engine.grammar.matcher import Matcher
-from hybridrt.engine.text.prompts import Prompt, as_prompts, text_or_ids, token_ids
 from hybridrt.engine.text.stop_strings import StopStrings
 from hybridrt.engine.text.tokenizer import Tokenizer, encode_prompt
 from hybridrt.kernels.sampling.token_rules import TokenRules
 from hybridrt.mem_cache.prefix_tree.prefix_cache import PrefixMatch
-from hybridrt.runtime.step.sampling_table import SamplingTable
-from hybridrt.runtime.step.token_rules import any_allowed, make_rules
+from hybridrt.runtime.step.sampling_table import SamplingTable, any_allowed, make_rules
+
+TokenIds = Sequence[SupportsIndex] | npt.NDArray[np.integer[Any]] | torch.Tensor
+
+
+class TextPrompt(TypedDict):
+    """Text under its name."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """Token ids under their name."""
+
+    prompt_token_ids: TokenIds
+
+
+Prompt = str | TokenIds | TextPrompt | TokensPrompt
+ACCEPTED = (
+    'a prompt is a string, token ids (a list, a tuple, or a 1-D integer array of numpy or torch), {"prompt": text} or '
+    '{"prompt_token_ids": ids}'
+)
+Ids = Sequence[Any] | npt.NDArray[Any] | torch.Tensor
+
+
+def text_or_ids(prompt: object) -> str | Ids:
+    """The text of a prompt, or its unchecked token ids: a caller can check their number before
+    `token_ids`. RequestError if it is no prompt.
+    """
+    named = _only_value(prompt) if isinstance(prompt, Mapping) else prompt
+    if isinstance(named, (np.ndarray, torch.Tensor)):
+        accepted = named.ndim == 1 and _is_integer_array(named)
+    else:
+        accepted = _is_sequence(named)
+    if not accepted:
+        raise _not_a_prompt(named)
+    return cast(str | Ids, named)
+
+
+def as_prompts(prompts: object) -> list[Any]:
+    """One prompt as a list of one; a sequence of prompts as a list. `text_or_ids` checks the
+    prompts. RequestError if it is neither.
+    """
+    if isinstance(prompts, (str, Mapping, np.ndarray, torch.Tensor)):
+        return [prompts]
+    if not _is_sequence(prompts):
+        raise _not_a_prompt(prompts)
+    return [prompts] if len(prompts) and _is_token_id(prompts[0]) else list(prompts)
+
+
+def token_ids(ids: Ids) -> list[int]:
+    """Token ids as Python integers. RequestError if one is not an integer."""
+    if isinstance(ids, (np.ndarray, torch.Tensor)):
+        ids = ids.tolist()
+    if set(map(type, ids)) <= {int}:
+        return list(ids)
+    bad = next(((i, t) for i, t in enumerate(ids) if not _is_token_id(t)), None)
+    if bad is not None:
+        raise RequestError(
+            f"token id {bad[0]} of the prompt is {shown(bad[1])}, a {_kind(bad[1])}; {ACCEPTED}", "prompt"
+        )
+    return [int(t) for t in ids]
+
+
+def _is_token_id(value: object) -> bool:
+    """True for Python, numpy and torch, but not for a bool."""
+    if isinstance(value, (np.ndarray, torch.Tensor)):
+        return value.ndim == 0 and _is_integer_array(value)
+    return is_number(value, Integral)
+
+
+def _only_value(prompt: Mapping[Any, Any]) -> object:
+    if list(prompt) == ["prompt"] and isinstance(prompt["prompt"], str):
+        return prompt["prompt"]
+    if list(prompt) == ["prompt_token_ids"] and not isinstance(prompt["prompt_token_ids"], (str, Mapping)):
+        return prompt["prompt_token_ids"]
+    held = ", ".join(f"{shown(key)}: {_kind(value)}" for key, value in list(prompt.items())[:4])
+    raise RequestError(f"the prompt is a dictionary with {{{held}}}; {ACCEPTED}", "prompt")
+
+
+def _is_integer_array(array: npt.NDArray[Any] | torch.Tensor) -> bool:
+    if isinstance(array, np.ndarray):
+        return array.dtype.kind in "iu"  # a duration is a numpy integer, too
+    if array.is_meta or array.is_quantized or array.layout is not torch.strided:
+        return False
+    return not array.dtype.is_floating_point and not array.dtype.is_complex and array.dtype != torch.bool
+
+
+def _is_sequence(value: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray, memoryview))
+
+
+def _not_a_prompt(value: object) -> RequestError:
+    kind = _kind(value)
+    return RequestError(f"the prompt is {'an' if kind[0] in 'aeiou' else 'a'} {kind}; {ACCEPTED}", "prompt")
+
+
+def _kind(value: object) -> str:
+    name = type(value).__name__
+    if isinstance(value, torch.Tensor) and (value.is_meta or value.layout is not torch.strided):
+        name = f"{'meta' if value.is_meta else str(value.layout).removeprefix('torch.')} {name}"
+    if isinstance(value, (np.ndarray, torch.Tensor)):
+        return f"{value.ndim}-D {name} of {value.dtype}"
+    return name
+
 
 MAX_NAME_CHARACTERS = 1024
 _FORBIDDING = ("allowed_token_ids", "bad_words", "min_tokens", "structured_outputs")
@@ -49,7 +155,7 @@ class PreparedPrompt:
     @property
     def may_travel(self) -> bool:
         """All of the prompt except its last token may be computed elsewhere."""
-        return len(self.tokens) > 1 and self.params.prompt_logprobs is None
+        return len(self.tokens) > 1 and self.params.prompt_logprobs is None and self.params.pooling is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +220,7 @@ class Intake:
     check_fits: Callable[[int], None]
 
     def prepare(self, prompt: Prompt, params: SamplingParams, known: Known | None = None) -> PreparedPrompt:
-        """Checks a prompt (see hybridrt.engine.text.prompts) and its parameters, and compiles its
+        """Checks a prompt (see hybridrt.engine.request.intake) and its parameters, and compiles its
         grammar. Changes nothing.
 
         Args:

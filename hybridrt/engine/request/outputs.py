@@ -1,13 +1,16 @@
-"""Results for callers of an engine: deltas, whole outputs, and counters."""
+"""Results for callers of an engine: deltas and their queues, whole outputs, and counters."""
 
-from collections.abc import Mapping
+import weakref
+from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, Protocol, TypeVar
 
 import msgspec
 
 from hybridrt.base.errors import EngineError
 from hybridrt.base.errors_foreign import no_attribute
+from hybridrt.mem_cache.prefix_tree.cache_miss import CacheMiss
 from hybridrt.runtime.step.plan import StepPlan
 from hybridrt.runtime.step.token_scores import TokenScores
 
@@ -60,7 +63,8 @@ class TokenCounters:
 @dataclass(slots=True)
 class RequestMetrics(TokenCounters):
     """Times and counts of one sample. Times are seconds of `time.monotonic()`; `admission_time` is
-    its first start. `cached_tokens` came from the prefix cache.
+    its first start. `cached_tokens` came from the prefix cache; `cache_miss` says why not more did. It
+    is None if no more could, without a cache, and before the first start.
     """
 
     prompt_tokens: int
@@ -70,6 +74,7 @@ class RequestMetrics(TokenCounters):
     finish_time: float | None = None
     retractions: int = 0
     cached_tokens: int = 0
+    cache_miss: CacheMiss | None = None
 
 
 @dataclass(slots=True)
@@ -118,7 +123,8 @@ class EngineCounters(TokenCounters):
 
     def count_launch(self, plan: StepPlan) -> None:
         self.steps += 1
-        self.prompt_tokens += sum(len(row.tokens) for row in plan.extend)
+        for row in plan.extend:
+            self.prompt_tokens += len(row.tokens)
         self.proposed += len(plan.decode.drafts)
 
     def count_folds(self, folds: int) -> None:
@@ -157,6 +163,7 @@ class Delta(msgspec.Struct):
             ended the sample. None if something else has, such as the end-of-sequence token.
         prompt_scores: `prompt_logprobs` as arrays, one for each chunk of the prompt. A DeltaQueue
             calls `spell_out` unless its reader wants arrays.
+        pooled: in the last delta of a request of `LLM.embed`, the sum of its hidden states in float32.
     """
 
     request_id: str
@@ -170,6 +177,7 @@ class Delta(msgspec.Struct):
     prompt_logprobs: list[dict[int, float] | None] | None = None
     stop_reason: int | str | None = None
     prompt_scores: list[TokenScores] | None = None
+    pooled: bytes | None = None
 
     def spell_out(self) -> None:
         if self.prompt_scores is not None:
@@ -185,7 +193,7 @@ class Delta(msgspec.Struct):
         if later.logprobs is not None:
             self.logprobs = (self.logprobs or []) + later.logprobs
         self.finish_reason, self.metrics, self.error = later.finish_reason, later.metrics, later.error
-        self.stop_reason = later.stop_reason
+        self.stop_reason, self.pooled = later.stop_reason, later.pooled
 
 
 @dataclass(slots=True)
@@ -241,3 +249,72 @@ def _sample(prompt: list[int], scores: list[dict[int, float] | None] | None, del
         prompt_logprobs=scores,
         stop_reason=delta.stop_reason,
     )
+
+
+class DeltaSource(Protocol):
+    """A sample with deltas for a reader. `queue`: the reader's, None without one."""
+
+    queue: "weakref.ref[DeltaQueue] | None"
+
+    def delta(self) -> Delta:
+        """What it has gained since the last call."""
+
+
+S = TypeVar("S", bound=DeltaSource)
+
+
+class DeltaQueue:
+    """Samples with news for one reader. A delta is built when it is read: a slow reader gets the
+    gains of several steps in one, and waiting costs nothing.
+
+    Use it within the engine's turns (`with engine.turns:`) if several threads share the engine.
+
+    Args:
+        arrays: keep log-probabilities of prompts as arrays (`Delta.prompt_scores`): the reader does
+            the slow conversion to dictionaries.
+
+    Attributes:
+        moved: the samples, in the order of their first gain. Empty while there are none.
+    """
+
+    def __init__(self, *, arrays: bool = False) -> None:
+        self._arrays = arrays
+        self.moved: dict[DeltaSource, None] = {}
+
+    def put(self, request: DeltaSource) -> None:
+        self.moved[request] = None
+
+    def take_deltas(self) -> list[Delta]:
+        """One delta for each sample that has gained something since the last call, or has ended."""
+        moved, self.moved = self.moved, {}
+        deltas = list[Delta]()
+        for sample in moved:
+            deltas.append(delta := sample.delta())
+            if not self._arrays:
+                delta.spell_out()
+        return deltas
+
+
+class Abandonment:
+    """Notes queues that were abandoned or collected: their requests are to end.
+
+    Attributes:
+        notes: empty while there are none.
+    """
+
+    def __init__(self) -> None:
+        self.notes: deque[weakref.ref[DeltaQueue]] = deque()
+
+    def watch(self, queue: DeltaQueue) -> "weakref.ref[DeltaQueue]":
+        """The reference that a request keeps. When the queue goes, in any thread, C code alone
+        leaves the note: no interrupt can come between.
+        """
+        return weakref.ref(queue, self.notes.append)
+
+    def note(self, queue: DeltaQueue) -> None:
+        """Any thread may call this at any time."""
+        self.notes.append(weakref.ref(queue))
+
+    def take_abandoned(self, requests: Iterable[S]) -> list[S]:
+        gone = [None, *(self.notes.popleft()() for _ in range(len(self.notes)))]
+        return [r for r in requests if r.queue is not None and r.queue() in gone]

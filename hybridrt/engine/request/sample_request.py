@@ -1,5 +1,6 @@
-"""Host state of one sample of a request."""
+"""Host state of one sample of a request, and columns over the rows of all running ones."""
 
+import math
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -10,19 +11,63 @@ import numpy as np
 from hybridrt.base.errors import EngineError, NoTokenLeftError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.grammar.matcher import Matcher
-from hybridrt.engine.request.delta_queue import DeltaQueue
 from hybridrt.engine.request.intake import PreparedPrompt
-from hybridrt.engine.request.outputs import Delta, FinishReason, RequestMetrics
-from hybridrt.engine.request.request_pages import RequestPages, no_pages
-from hybridrt.engine.request.row_columns import RowColumns
-from hybridrt.engine.text.detokenizer import Detokenizer
-from hybridrt.engine.text.tokenizer import Tokenizer
+from hybridrt.engine.request.outputs import Delta, DeltaQueue, FinishReason, RequestMetrics
+from hybridrt.engine.text.tokenizer import Detokenizer, Tokenizer
 from hybridrt.kernels.sampling.token_rules import TokenRules
+from hybridrt.mem_cache.pools.page_groups import NO_PAGES, RequestPages
 from hybridrt.mem_cache.pools.slots import Slot
+from hybridrt.mem_cache.prefix_tree.cache_key import DEFAULT_KEY, CacheKey
 from hybridrt.mem_cache.prefix_tree.prefix_cache import NO_MATCH, PrefixMatch
 from hybridrt.runtime.step.plan import TokenLogprobs, int32s
-from hybridrt.runtime.step.token_rules import any_allowed
+from hybridrt.runtime.step.sampling_table import any_allowed
 from hybridrt.runtime.step.token_scores import TokenScores
+
+UNLIMITED = 2**31 - 1
+
+
+class RowColumns:
+    """Columns of int32 by request row. Entries are valid while a request holds the row.
+
+    Steps are launched before earlier results are read: `computed` and `output_index` are upper
+    bounds that hold once every launched step has run. If a verify step gains fewer tokens, its
+    result lowers both.
+
+    Args:
+        table: [5, R + 1], one row for each column.
+
+    Attributes:
+        computed: tokens with KV and state.
+        output_index: number of sampled tokens, including those the host has not read.
+        prefill_end: tokens to compute before decoding starts.
+        max_output: output tokens at which the request ends.
+        capacity: tokens that the lent KV pages hold; UNLIMITED in a model without attention.
+    """
+
+    def __init__(self, table: np.ndarray) -> None:
+        self.table = table
+        self.computed, self.output_index, self.prefill_end, self.max_output, self.capacity = table
+
+    @classmethod
+    def allocate(cls, num_rows: int) -> "RowColumns":
+        return cls(np.zeros((5, num_rows + 1), np.int32))
+
+    def select_rows(self, rows: Sequence[int] | np.ndarray) -> "RowColumns":
+        """Copies the entries of rows [n] (int64), in their order."""
+        return RowColumns(self.table.take(rows, axis=1))
+
+    def advance(self, rows: np.ndarray, before: "RowColumns", tokens: np.ndarray | int) -> None:
+        """A launched decode step computes and samples `tokens` ([n]) of each of rows [n] (int64).
+        `before`: their entries so far.
+        """
+        self.computed[rows] = before.computed + tokens
+        self.output_index[rows] = before.output_index + tokens
+
+    def take_back(self, rows: np.ndarray, tokens: np.ndarray) -> None:
+        """A step has gained `tokens` [n] fewer tokens for rows [n] than it could."""
+        self.computed[rows] -= tokens
+        self.output_index[rows] -= tokens
+
 
 NOT_FINITE = (
     "the model's logits are not finite (NaN or infinity): its weights are damaged, or its numbers leave the range of "
@@ -47,18 +92,25 @@ class Request:
 
     Attributes:
         arrival: order of arrival, unique.
+        cache_key: what it leaves in the prefix cache has this key, and it uses nothing of another.
         prompt_scores: log-probabilities of the first `scored` tokens of the prompt, without the
             very first, by chunk. None if not asked for, and once they are in a delta.
         stream: its reader gets deltas while it runs; False: one delta at its end.
         told: tokens that are in deltas already.
         decoded: tokens that the detokenizer has read.
         queue: its reader's queue, while there is one.
+        prompt_ids: `prompt` as [n] int32, one array for all samples.
         row, state_slot, pages, prefix: lent by the cache coordinator; see there.
         saves: slots with states of its prompt, by the number of tokens, and then of its answer
-            (hybridrt.engine.cache.answer_states); save_at: where its prompt leaves such states.
+            (hybridrt.engine.cache.answer_states); save_at: where its prompt leaves such states;
+            spaced: where it leaves further ones, which are given up first.
         shared: its prompt has been offered to the prefix cache.
+        pooled: sum of the hidden states so far, [hidden] float32.
         leader: the first sample of the same prompt, whose prompt this one waits for; None: it is
             the first.
+        client: name of who sent it.
+        due: when its prompt is to be computed before those of all later arrivals, in seconds of
+            `RequestMetrics.arrival_time`.
         settled: tokens that consumed steps have computed: a lower bound of `computed`.
         prefill_end: how many of `tokens` are computed before decoding starts: those known at
             admission.
@@ -79,11 +131,13 @@ class Request:
     index: int
     arrival: int
     prompt: list[int]
+    prompt_ids: np.ndarray
     params: SamplingParams
     seed: int
     max_len: int
     stop_ids: frozenset[int]
     metrics: RequestMetrics
+    cache_key: CacheKey = DEFAULT_KEY
     rules: TokenRules | None = None
     matcher: Matcher | None = None
     stream: bool = True
@@ -92,16 +146,20 @@ class Request:
     logprobs: list[dict[int, float]] | None = None
     prompt_scores: list[TokenScores] | None = None
     scored: int = 1
+    pooled: np.ndarray | None = None
     finish_reason: FinishReason | None = None
     error: EngineError | None = None
     row: Slot | None = None
     state_slot: Slot | None = None
-    pages: RequestPages = field(default_factory=lambda: no_pages(0))
+    pages: RequestPages = NO_PAGES
     prefix: PrefixMatch = NO_MATCH
     saves: dict[int, Slot] = field(default_factory=dict)
     save_at: Sequence[int] = ()
+    spaced: Sequence[int] = ()
     shared: bool = False
     leader: "Request | None" = None
+    client: str = ""
+    due: float = math.inf
     boundaries: Sequence[int] = ()
     prefill_end: int = 0
     columns: RowColumns | None = None
@@ -117,7 +175,6 @@ class Request:
     told: int = 0
     decoded: int = 0
     queue: weakref.ref[DeltaQueue] | None = None
-    _prompt_ids: np.ndarray | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -126,19 +183,14 @@ class Request:
 
     @property
     def ids(self) -> np.ndarray:
-        """`tokens` as [n] int32. The prompt's part is made once."""
+        """`tokens` as [n] int32."""
         return np.concatenate((self.prompt_ids, int32s(self.output))) if self.output else self.prompt_ids
 
     @property
-    def prompt_ids(self) -> np.ndarray:
-        if self._prompt_ids is None:
-            self._prompt_ids = int32s(self.prompt) if self.leader is None else self.leader.prompt_ids
-        return self._prompt_ids
-
-    @property
     def reads_cache(self) -> bool:
-        """True if it may start from a cached prefix. A computed prefix gives no log-probabilities."""
-        return self.params.prompt_logprobs is None and not self.afresh
+        """True if it may start from a cached prefix. A computed prefix gives no log-probabilities and
+        no hidden states."""
+        return self.params.prompt_logprobs is None and self.params.pooling != "mean" and not self.afresh
 
     @property
     def computed(self) -> int:
@@ -168,6 +220,14 @@ class Request:
         self.scored += len(fresh)
         if self.prompt_scores is not None:
             self.prompt_scores.append(fresh)
+
+    def pool(self, computed: int, found: np.ndarray) -> None:
+        """Adds a chunk's sum of hidden states [hidden] float32, after `computed` tokens. A retracted
+        request computes its prompt again. EngineError if one is no number."""
+        if not np.isfinite(found).all():
+            raise EngineError(NOT_FINITE)
+        begins = self.pooled is None or computed == 0 or self.params.pooling == "last"
+        self.pooled = found if begins else self.pooled + found
 
     def append(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] | None) -> FinishReason | None:
         """Adds a step's tokens, up to the one that ends the request; drops the rest.
@@ -253,14 +313,20 @@ class Request:
         return Delta(
             self.request_id, self.index, tokens, text, logprobs, reason, metrics, self.error, None,
             self.stop_reason if reason == "stop" else None, prompt_scores,
+            None if reason is None or self.pooled is None else self.pooled.tobytes(),
         )  # fmt: skip
 
 
 def new_samples(
-    request_id: str, prepared: PreparedPrompt, seed: int, arrivals: Iterator[int], tokenizer: Tokenizer | None
+    request_id: str,
+    prepared: PreparedPrompt,
+    key: CacheKey,
+    seed: int,
+    arrivals: Iterator[int],
+    tokenizer: Tokenizer | None,
 ) -> list[Request]:
     """The `n` samples of a prompt. Only the first gets the log-probabilities of the prompt."""
-    tokens, params = prepared.tokens, prepared.params
+    tokens, params, ids = prepared.tokens, prepared.params, np.array(prepared.tokens, np.int32)
     others = params if params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
     samples = [
         Request(
@@ -268,10 +334,12 @@ def new_samples(
             index=index,
             arrival=next(arrivals),
             prompt=tokens,
+            prompt_ids=ids,
             params=params if index == 0 else others,
             seed=derive_seed(seed, index) if index else seed,
             max_len=prepared.max_len,
             stop_ids=prepared.stop_ids,
+            cache_key=key,
             rules=prepared.rules,
             boundaries=prepared.boundaries,
             matcher=None if prepared.matcher is None else prepared.matcher.copy(),

@@ -1,4 +1,4 @@
-"""Softmax attention over a paged KV cache.
+"""Softmax attention over a paged KV cache, and rotary positions of its queries and keys.
 
 Shapes: B rows, T tokens per row, Hq query and Hkv key/value heads (query head h reads key head h //
 (Hq // Hkv)), D dim of queries and keys, Dv of values (see PagedKV), L the longest context. Token
@@ -6,9 +6,11 @@ slot: page * page_size + offset, as in `req_to_token[row, position]`. Page 0 is 
 written. No row reads another row's entries, so NaN in one request reaches no other.
 
 With sinks, a head's softmax is over its keys and one more score, whose value is zero.
+
+Rotary position embedding (Su et al. 2021) is in NeoX order: dimension i pairs with i + rot / 2.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -17,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridrt.kernels.core.operation import By, operation
-from hybridrt.kernels.core.recording import live, steady
-from hybridrt.kernels.core.records import AttentionPrompts, AttentionRows, PagedKV
+from hybridrt.kernels.core.records import AttentionPrompts, AttentionRows, KVPlaces, PagedKV, Rope
+from hybridrt.kernels.dense.norm_activation import rms_norm
 
 SCORES = 1 << 26  # at most so many scores of prompts with sinks are computed at once
 
@@ -33,7 +35,7 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_l
 def store(caches: Iterable[tuple[Tensor, Tensor]], out_cache_loc: Tensor) -> None:
     """`write_kv` of (cache, values) pairs in plain torch."""
     caches = tuple(caches)
-    live(lambda: store_at(caches, cell_places(out_cache_loc, caches[0][0].shape[1])))
+    store_at(caches, cell_places(out_cache_loc, caches[0][0].shape[1]))
 
 
 class CellPlaces(NamedTuple):
@@ -51,7 +53,7 @@ class CellPlaces(NamedTuple):
 def cell_places(out_cache_loc: Tensor, page: int) -> CellPlaces:
     """The places of token slots [T] in pages of `page` tokens."""
     slots = out_cache_loc.long()
-    if slots.device.type == "cpu" and steady(lambda: (slots.numpy() >= page).all()):
+    if slots.device.type == "cpu" and (slots.numpy() >= page).all():
         return CellPlaces(slots, None)
     padding = slots < page
     return CellPlaces(slots.masked_fill(padding, 0), padding)
@@ -69,13 +71,14 @@ def store_at(caches: Iterable[tuple[Tensor, Tensor]], places: CellPlaces) -> Non
 def attention_decode(q: Tensor, kv: PagedKV, batch: AttentionRows, out: Tensor | None = None) -> Tensor:
     """Attention of T new tokens per row, already in the cache, over each row's whole context.
 
-    q `[B, T, Hq, D]`. Token t of a chain sees seq_len - T + t + 1 keys; a tree node the first
+    q `[B, T, Hq, D]`. Token t sees seq_len - T + t + 1 keys; with a mask, the first
     seq_len - T and those of the last T in its mask. Keys of padding drafts, and outside the window
     of all T tokens, are not read: table entries may be stale. Returns `[B, T, Hq, Dv]` in q's
     dtype, in `out` if given (heads contiguous, any token stride); padding rows (seq_len 0) are
     zeros. ConfigError: a kernel cannot write to the strides of `out`.
     """
-    return attend(q, kv, row_context(kv.req_to_token, batch, q.shape[1], kv.sliding_window), out)
+    context = row_context(kv.req_to_token, batch, q.shape[1], kv.sliding_window)
+    return attend(q, kv, {kv.sliding_window: context}, out)
 
 
 @operation(
@@ -132,12 +135,25 @@ def row_context(req_to_token: Tensor, batch: AttentionRows, tokens: int, sliding
     if tokens == 1:
         return RowContext(slots, in_context.unsqueeze(1), seq_lens)
     node = position - (seq_lens.unsqueeze(1) - tokens)
-    return RowContext(slots, _visible(in_context, node, tokens, sliding_window, batch.tree_mask), seq_lens)
+    return RowContext(slots, _visible(in_context, node, tokens, sliding_window, batch.mask), seq_lens)
 
 
-def attend(q: Tensor, kv: PagedKV, context: RowContext, out: Tensor | None = None) -> Tensor:
-    """`attention_decode` with a known context."""
-    k_cache, v_cache, scale = kv.k_cache, kv.v_cache, kv.scale
+class RowContexts(dict[int | None, RowContext]):
+    """The contexts of a step's rows by window, computed by the first layer of each. Layers of a
+    window have one page table, of `tables`; the other arguments are those of `row_context`."""
+
+    def __init__(self, tables: Mapping[int | None, Tensor], batch: AttentionRows, tokens: int) -> None:
+        super().__init__()
+        self._tables, self._step = tables, (batch, tokens)
+
+    def __missing__(self, sliding_window: int | None) -> RowContext:
+        found = self[sliding_window] = row_context(self._tables[sliding_window], *self._step, sliding_window)
+        return found
+
+
+def attend(q: Tensor, kv: PagedKV, contexts: Mapping[int | None, RowContext], out: Tensor | None = None) -> Tensor:
+    """`attention_decode` with known contexts, by window."""
+    k_cache, v_cache, scale, context = kv.k_cache, kv.v_cache, kv.scale, contexts[kv.sliding_window]
     num_rows, tokens, query_heads, head_dim = q.shape
     kv_heads = k_cache.shape[2]
     groups = query_heads // kv_heads
@@ -209,19 +225,17 @@ def _last_slots(
     return req_to_token[rows.unsqueeze(1), position.clamp(min=0)], position
 
 
-def _visible(
-    in_context: Tensor, node: Tensor, tokens: int, sliding_window: int | None, tree_mask: Tensor | None
-) -> Tensor:
+def _visible(in_context: Tensor, node: Tensor, tokens: int, sliding_window: int | None, mask: Tensor | None) -> Tensor:
     """`[B, T, L]` bool; node `[B, L]`: a key's token, negative in the prefix."""
-    if tree_mask is None:
-        tree_mask = torch.ones(tokens, tokens, dtype=torch.bool, device=node.device).tril()
-        tree_mask = tree_mask.expand(len(node), -1, -1)
+    if mask is None:
+        mask = torch.ones(tokens, tokens, dtype=torch.bool, device=node.device).tril()
+        mask = mask.expand(len(node), -1, -1)
     clamped = node.clamp(0, tokens - 1).unsqueeze(1)
-    in_tree = tree_mask.gather(2, clamped.expand(-1, tokens, -1))
-    visible = in_context.unsqueeze(1) & ((node < 0).unsqueeze(1) | in_tree)
+    named = mask.gather(2, clamped.expand(-1, tokens, -1))
+    visible = in_context.unsqueeze(1) & ((node < 0).unsqueeze(1) | named)
     if sliding_window is None:
         return visible
-    depth = tree_mask.sum(-1) - 1
+    depth = mask.sum(-1) - 1
     key_depth = torch.where(node < 0, node, depth.gather(1, clamped.squeeze(1)))
     return visible & (depth.unsqueeze(2) - key_depth.unsqueeze(1) < sliding_window)
 
@@ -261,3 +275,44 @@ def _attention_with_sinks(
     last = sinks.float().unsqueeze(-1).expand(*scores.shape[:-1], 1)
     weights = torch.cat((scores, last), -1).softmax(-1)[..., :-1]
     return (weights @ values.float()).to(query.dtype)
+
+
+def rotations(cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [T, 1, rot / 2] at `positions` [T], equal in all layers of a table."""
+    cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+    return cos, sin
+
+
+def rotate(q: Tensor, k: Tensor, rope: Rope, by: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """`qk_norm_rotary` in plain torch, by the tokens' cosines and sines."""
+    cos, sin = by
+    normed_q = q if rope.q_weight is None else rms_norm.reference(q, rope.q_weight, rope.eps)
+    normed_k = k if rope.k_weight is None else rms_norm.reference(k, rope.k_weight, rope.eps)
+    # One tensor halves the operations, which bound a decode step on a CPU.
+    heads, half = torch.cat((normed_q, normed_k), dim=1).float(), cos.shape[2]
+    first, second, _ = heads.split_with_sizes((half, half, heads.shape[2] - 2 * half), dim=-1)
+    rotated = (first * cos).addcmul_(second, sin, value=-1)
+    second.mul_(cos).addcmul_(first, sin)
+    first.copy_(rotated)
+    rotated_q, rotated_k = heads.to(q.dtype).split_with_sizes((q.shape[1], k.shape[1]), dim=1)
+    return rotated_q, rotated_k
+
+
+@operation(By("triton", "hybridrt.kernels.attention.rotary_triton:qk_norm_rotary_triton"))
+def qk_norm_rotary(q: Tensor, k: Tensor, positions: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+    """Normalizes q and k per head if there are weights (Qwen3-Next), then rotates the first `rot`
+    dims by position.
+
+    q `[T, Hq, D]`, k `[T, Hkv, D]` (strided views are fine), positions `[T]` int32 or int64.
+    Returns (q, k) in their dtypes: changed in place, or possibly views of one tensor.
+    """
+    return rotate(q, k, rope, rotations(rope.cos_sin, positions))
+
+
+@operation(By("triton", "hybridrt.kernels.attention.rotary_triton:rotary_write_kv_triton"))
+def rotary_write_kv(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rope: Rope, places: KVPlaces) -> Tensor:
+    """`qk_norm_rotary`, then `write_kv` of the rotated k and of v `[T, Hkv, D]`. Returns the
+    rotated q."""
+    q, k = qk_norm_rotary.reference(q, k, positions, rope)
+    write_kv.reference(k, v, *places)
+    return q

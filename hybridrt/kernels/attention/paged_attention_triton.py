@@ -53,17 +53,17 @@ def _split_range(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _tree_depth(tree, node, node_mask, tree_st, T: tl.constexpr, BLOCK_T: tl.constexpr):  # type: ignore[no-untyped-def]
+def _depth(sees, node, node_mask, sees_st, T: tl.constexpr, BLOCK_T: tl.constexpr):  # type: ignore[no-untyped-def]
     t = tl.arange(0, BLOCK_T)
     mask = node_mask[:, None] & (t < T)[None, :]
-    seen = tl.load(tree + node[:, None] * tree_st + t[None, :], mask=mask, other=0)
+    seen = tl.load(sees + node[:, None] * sees_st + t[None, :], mask=mask, other=0)
     return tl.sum((seen != 0).to(tl.int32), 1) - 1
 
 
 @triton.jit
 def _decode_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, table_ptr, rows_ptr, seq_lens_ptr, tree_ptr, drafts_ptr, out_ptr, partial_ptr, lse_ptr,
-    arrivals_ptr, sinks_ptr, q_sb, q_st, q_sh, table_sr, tree_sb, tree_st, out_st, scale_log2,
+    q_ptr, k_ptr, v_ptr, table_ptr, rows_ptr, seq_lens_ptr, sees_ptr, drafts_ptr, out_ptr, partial_ptr, lse_ptr,
+    arrivals_ptr, sinks_ptr, q_sb, q_st, q_sh, table_sr, sees_sb, sees_st, out_st, scale_log2,
     T: tl.constexpr, HKV: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr,
     WINDOW: tl.constexpr, SPLITS: tl.constexpr, FEW: tl.constexpr, LEAST: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
@@ -97,10 +97,10 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     if ROPE > 0:
         q_rope = tl.load(q_row[:, None] + D + r[None, :], mask=live[:, None] & (r < ROPE)[None, :], other=0.0)
     depth = token
-    if tree_ptr is not None:
-        tree = tree_ptr + b.to(tl.int64) * tree_sb
+    if sees_ptr is not None:
+        sees = sees_ptr + b.to(tl.int64) * sees_sb
         if WINDOW > 0:
-            depth = _tree_depth(tree, token, live, tree_st, T, BLOCK_T)
+            depth = _depth(sees, token, live, sees_st, T, BLOCK_T)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -115,13 +115,13 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             in_context &= pos > seq_len - T - WINDOW  # earlier pages may be another request's by now
         node = pos - (seq_len - T)  # a token of the T; negative before them
         key_depth = node
-        if tree_ptr is not None:
-            in_tree = in_context & (node >= 0)
-            named = tree + token[:, None] * tree_st + node[None, :]
-            named = tl.load(named, mask=live[:, None] & in_tree[None, :], other=0) != 0
+        if sees_ptr is not None:
+            new_key = in_context & (node >= 0)
+            named = sees + token[:, None] * sees_st + node[None, :]
+            named = tl.load(named, mask=live[:, None] & new_key[None, :], other=0) != 0
             visible = in_context[None, :] & ((node < 0)[None, :] | named)
             if WINDOW > 0:
-                key_depth = tl.where(node < 0, node, _tree_depth(tree, node, in_tree, tree_st, T, BLOCK_T))
+                key_depth = tl.where(node < 0, node, _depth(sees, node, new_key, sees_st, T, BLOCK_T))
         else:
             visible = in_context[None, :] & (node[None, :] <= token[:, None])
         if WINDOW > 0:
@@ -243,7 +243,7 @@ def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: T
     The split depends on shapes alone, not on max_len: a graph's replay and an eager call of the
     same batch size give the same bits.
     """
-    req_to_token, tree_mask = kv.req_to_token, batch.tree_mask
+    req_to_token, mask = kv.req_to_token, batch.mask
     (num_rows, tokens, query_heads, key_dim), (kv_heads, head_dim) = q.shape, kv.v_cache.shape[2:]
     rope, rows_per_head = key_dim - head_dim, tokens * query_heads // kv_heads
     tile = _tile(rows_per_head, head_dim, q)
@@ -260,9 +260,9 @@ def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: T
         lse = torch.empty(partial.shape[:-1], dtype=torch.float32, device=q.device)
         arrivals = arrival_counters(req_to_token, num_rows * head_blocks) if joined else None
     _decode_kernel[(num_rows, head_blocks, splits)](
-        q, kv.k_cache, kv.v_cache, req_to_token, batch.rows, batch.seq_lens, tree_mask, batch.num_drafts, out, partial,
+        q, kv.k_cache, kv.v_cache, req_to_token, batch.rows, batch.seq_lens, mask, batch.num_drafts, out, partial,
         lse, arrivals, kv.sinks, q.stride(0), q.stride(1), q.stride(2), req_to_token.stride(0),
-        0 if tree_mask is None else tree_mask.stride(0), 0 if tree_mask is None else tree_mask.stride(1),
+        0 if mask is None else mask.stride(0), 0 if mask is None else mask.stride(1),
         token_stride, kv.scale * LOG2_E.value,
         T=tokens, HKV=kv_heads, GROUPS=query_heads // kv_heads, D=head_dim, ROPE=rope, WINDOW=window,
         BLOCK_R=rope_block(rope), BLOCK_T=triton.next_power_of_2(tokens), PRECISION=dot_precision(q.dtype), **tile,

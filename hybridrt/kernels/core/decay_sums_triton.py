@@ -12,9 +12,9 @@ tokens sum to at most 2^-18 SIZE^2.
 import triton
 import triton.language as tl
 
-from hybridrt.kernels.core import decay_sums
+from hybridrt.kernels.core import chunk_plan
 
-FLOOR = tl.constexpr(decay_sums.FLOOR)
+FLOOR = tl.constexpr(chunk_plan.FLOOR)
 LOWEST_RATE = tl.constexpr(-3.4e38)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Generic, ParamSpec, TypeVar
 
+import torch
 from torch import Tensor
 
 from hybridrt.kernels.core.providers import By as By
@@ -32,6 +33,11 @@ class Operation(Generic[P, R]):
         first: Any = args[0] if args else next(iter(kwargs.values()))
         tensor = first if isinstance(first, Tensor) else first[0]
         return select(self.name, tensor.device.type)(*args, **kwargs)
+
+    def for_device(self, device: torch.device) -> Callable[P, R]:
+        """The implementation for a device: a layer that keeps it looks nothing up in its calls.
+        The operation itself if a check goes first, or on "meta", where nothing runs."""
+        return self if self._check is not None or device.type == "meta" else select(self.name, device.type)
 
 
 def operation(*others: By, check: Callable[..., None] | None = None) -> Callable[[Callable[P, R]], Operation[P, R]]:

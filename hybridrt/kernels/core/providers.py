@@ -15,13 +15,12 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from functools import cache, partial, wraps
+from functools import cache
 from operator import attrgetter
 from typing import Any
 
 from hybridrt.base.errors import BackendError, ConfigError, ProviderNotInstalledError
 from hybridrt.kernels.core.launch import compute_keys
-from hybridrt.kernels.core.recording import live
 
 ENVIRONMENT_VARIABLE = "HYBRIDRT_PROVIDERS"
 DEFAULT_CUDA_HOME = "/usr/local/cuda"
@@ -127,19 +126,7 @@ def select(op: str, device_type: str, name: str | None = None) -> Callable[..., 
         ProviderNotInstalledError: a named provider is missing.
         BackendError: it does not run on the device, or nothing does.
     """
-    picked = _pick(op, device_type, name)
-    function = picked.load()
-    return _live(function) if device_type == "cpu" and picked.provider != "torch" else function
-
-
-def _live(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes recordings call it again: interpreted kernels are no torch operations."""
-
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return live(partial(function, *args, **kwargs))
-
-    return call
+    return _pick(op, device_type, name).load()
 
 
 def needs_host(op: str, device_type: str) -> bool:

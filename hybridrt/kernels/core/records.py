@@ -107,13 +107,13 @@ class IntermediateStates(NamedTuple):
             token t of row b. For a conv [R+1, T, C, K-1]: the raw inputs that end at token t,
             oldest first.
         rows: [B].
-        parents: [B, T] a draft tree: the parent (< t) of each node, -1 for the state in the pool.
-            None for a chain.
+        predecessors: [B, T] the token (< t) that each token follows, -1 for the state in the pool.
+            None: the token before it.
     """
 
     stored: Tensor
     rows: Tensor
-    parents: Tensor | None = None
+    predecessors: Tensor | None = None
 
 
 class StateSlots(NamedTuple):
@@ -157,8 +157,8 @@ class FusedStep(NamedTuple):
         conv_weights: with SiLU after the conv.
         conv_state, state: states in the same slots; with a ring, read and write slots are equal.
         ring: the inputs since the checkpoint in the pool.
-        windows: for the draft tree of `state.intermediate`: [R+1, T, C, K-1], the raw conv inputs
-            that end at each node. None for a chain.
+        windows: with predecessors in `state.intermediate`: [R+1, T, C, K-1], the raw conv inputs
+            that end at each token.
     """
 
     conv_weights: ConvWeights
@@ -169,9 +169,9 @@ class FusedStep(NamedTuple):
 
     @property
     def conv_nodes(self) -> IntermediateStates | None:
-        """Where the conv of a draft tree stores its inputs; None for a chain."""
-        tree = self.state.intermediate
-        return None if self.windows is None or tree is None else tree._replace(stored=self.windows)
+        """Where the conv stores its inputs; None: in the ring."""
+        states = self.state.intermediate
+        return None if self.windows is None or states is None else states._replace(stored=self.windows)
 
 
 class SavedStates(NamedTuple):
@@ -321,7 +321,8 @@ class AttentionRows(NamedTuple):
     Attributes:
         rows: [B] request rows.
         seq_lens: [B] keys that the last of the T tokens sees; 0 for padding.
-        tree_mask: [B, T, T] bool, ancestors of each draft-tree node, and itself. None for a chain.
+        mask: [B, T, T] bool, which of the T tokens each of them sees, itself included. None: those
+            before it. A token's position is that of the first plus the number of others it sees.
         num_drafts: [B] int32; tokens after the first 1 + num_drafts[b] are padding without keys.
             None if all T are real.
         max_len: upper bound of seq_lens known on the host; None for the table's width.
@@ -329,7 +330,7 @@ class AttentionRows(NamedTuple):
 
     rows: Tensor
     seq_lens: Tensor
-    tree_mask: Tensor | None = None
+    mask: Tensor | None = None
     num_drafts: Tensor | None = None
     max_len: int | None = None
 

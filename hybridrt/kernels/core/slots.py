@@ -1,6 +1,11 @@
-"""Reads and writes pool rows by slot; slot -1 is padding. Nothing here waits for the device."""
+"""Reads and writes pool rows by slot (-1 is padding), and views of tensors by head and by token.
 
-from collections.abc import Callable
+Nothing here waits for the device. Views and their copies keep strides: Triton compiles kernels by
+the strides of their arguments.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,22 +23,6 @@ def pad_mask(slots: Tensor, ndim: int) -> Tensor:
     return (slots < 0).view(-1, *[1] * (ndim - 1))
 
 
-def neighbours(slots: Tensor) -> tuple[slice, Tensor | None] | None:
-    """CPU slots [B] as a slice of the pool, without a copy, if they are consecutive in any order.
-
-    Also returns the row of each entry, [B] int64; None if they are in order. Returns None otherwise
-    or with padding, and on a GPU, where looking would wait for the device.
-    """
-    if slots.device.type != "cpu":
-        return None
-    numbers = slots.tolist()
-    first, end = min(numbers), min(numbers) + len(numbers)
-    in_order = list(range(first, end))
-    if first < 0 or sorted(numbers) != in_order:
-        return None
-    return slice(first, end), None if numbers == in_order else slots.argsort()
-
-
 def read_rows(pool: Tensor, slots: Tensor) -> Tensor:
     """Copy of pool[slots] [B, ...]; padding rows get the scratch row 0."""
     return pool.index_select(0, slots.clamp(min=0))
@@ -41,7 +30,8 @@ def read_rows(pool: Tensor, slots: Tensor) -> Tensor:
 
 def initial_states(states: Tensor, slots: Tensor, has_initial_state: Tensor) -> Tensor:
     """[B, *state] float32: a copy of states[slots], zeros where has_initial_state [B] is False."""
-    return read_rows(states, slots).float().masked_fill_(~has_initial_state.view(-1, *[1] * (states.ndim - 1)), 0.0)
+    found = states.index_select(0, slots.clamp(min=0)).float()
+    return found.masked_fill_(~has_initial_state.view(-1, *[1] * (states.ndim - 1)), 0.0)
 
 
 def write_rows(pool: Tensor, slots: Tensor, values: Tensor) -> None:
@@ -55,8 +45,8 @@ def write_rows(pool: Tensor, slots: Tensor, values: Tensor) -> None:
 def advance_states(state: StateSlots, tokens: int, step: Callable[[int, Tensor], Tensor]) -> None:
     """Advances the states of B rows by `tokens` tokens each and leaves them where `state` says.
 
-    The state is rounded to its dtype after every token, as in steps of one token. A node of a draft
-    tree starts from its parent's state.
+    The state is rounded to its dtype after every token, as in steps of one token. A token starts
+    from the state after its predecessor.
 
     Args:
         step: (token number, state before it [B, *state] float32, may be overwritten) to the state
@@ -69,13 +59,13 @@ def advance_states(state: StateSlots, tokens: int, step: Callable[[int, Tensor],
             current = step(t, current).to(states.dtype).float()
         write_rows(states, state.write_state_slots, current)
         return
-    stored, rows, parents = state.intermediate.stored, state.intermediate.rows, state.intermediate.parents
+    stored, rows, predecessors = state.intermediate.stored, state.intermediate.rows, state.intermediate.predecessors
     initial = current
     kept = torch.where(state.read_state_slots < 0, -1, rows)
     for t in range(tokens):
-        if parents is not None:
-            found = stored[rows.clamp(min=0), parents[:, t].clamp(min=0)].float()
-            current = torch.where(pad_mask(parents[:, t], found.ndim), initial, found)
+        if predecessors is not None:
+            found = stored[rows.clamp(min=0), predecessors[:, t].clamp(min=0)].float()
+            current = torch.where(pad_mask(predecessors[:, t], found.ndim), initial, found)
         current = step(t, current).to(states.dtype).float()
         write_rows(stored[:, t], kept, current)
 
@@ -93,3 +83,60 @@ def real_tokens(slots: Tensor, query_start_loc: Tensor, num_tokens: int) -> Tens
     tokens = torch.arange(num_tokens, device=slots.device, dtype=query_start_loc.dtype)
     row = torch.searchsorted(query_start_loc[1:].contiguous(), tokens, right=True)
     return (row < len(slots)) & (slots[row.clamp(max=len(slots) - 1)] >= 0)
+
+
+def by_head(channels: Tensor, heads: int, dim: int) -> Tensor:
+    """[..., heads * dim] as [..., heads, dim]. `unflatten` would change the token stride of one
+    token."""
+    *outer, inner = channels.stride()
+    return channels.as_strided((*channels.shape[:-1], heads, dim), (*outer, dim * inner, inner))
+
+
+def split_heads(channels: Tensor, *shapes: tuple[int, int]) -> list[Tensor]:
+    """The neighbouring parts of [..., C], by (heads, dim) each: [..., heads, dim], as `by_head`."""
+    *outer, inner = channels.stride()
+    start, found = channels.storage_offset(), []
+    for heads, dim in shapes:
+        strides = (*outer, dim * inner, inner)
+        found.append(channels.as_strided((*channels.shape[:-1], heads, dim), strides, start))
+        start += heads * dim * inner
+    return found
+
+
+def take_tokens(inputs: Sequence[Tensor | None], tokens: Tensor) -> list[Tensor | None]:
+    """Each input at some tokens, with its own strides. Parts of one projection become parts of one
+    copy.
+
+    Args:
+        inputs: [T, ...] each. If tokens interleave in memory, the copy is dense.
+        tokens: [t] int64.
+    Returns:
+        [t, ...] each; None for None.
+    """
+    merged = defaultdict[tuple[int, int, torch.dtype], dict[int, Tensor]](dict)
+    for i, t in enumerate(inputs):
+        if t is not None:
+            merged[t.untyped_storage().data_ptr(), t.stride(0), t.dtype][i] = t
+    taken: list[Tensor | None] = [None] * len(inputs)
+    for (_, stride, _), parts in merged.items():
+        first = min(t.storage_offset() for t in parts.values())
+        width = max(t.storage_offset() + _span(t) for t in parts.values()) - first
+        if width > stride and len(parts) > 1:
+            for i, t in parts.items():
+                (taken[i],) = take_tokens((t,), tokens)
+            continue
+        if width > stride:  # tokens interleave: no copy has these strides
+            for i, t in parts.items():
+                taken[i] = t.index_select(0, tokens)
+            continue
+        source = next(iter(parts.values()))
+        rows = source.as_strided((len(source), width), (stride, 1), first)
+        copy = source.new_empty_strided((len(tokens), width), (stride, 1))
+        torch.index_select(rows, 0, tokens, out=copy)
+        for i, t in parts.items():
+            taken[i] = copy.as_strided((len(tokens), *t.shape[1:]), t.stride(), t.storage_offset() - first)
+    return taken
+
+
+def _span(t: Tensor) -> int:
+    return 1 + sum((size - 1) * stride for size, stride in zip(t.shape[1:], t.stride()[1:], strict=True))

@@ -11,7 +11,7 @@ from torch import Tensor
 from hybridrt.base.errors import ConfigError
 from hybridrt.kernels.core.operation import By, operation
 from hybridrt.kernels.core.records import DeltaInputs, FusedStep, GateWeights
-from hybridrt.kernels.core.views import by_head
+from hybridrt.kernels.core.slots import split_heads
 from hybridrt.kernels.delta_rule.decode_ring import gdn_replay
 from hybridrt.kernels.delta_rule.delta_rule import gdn_gates, recurrent_gated_delta_rule
 from hybridrt.kernels.state.causal_conv1d import causal_conv1d_update
@@ -56,7 +56,6 @@ def split_qkv(qkv: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     `[S+1, Hv, V, K]`.
     """
     _, value_heads, value_dim, key_dim = states.shape
-    width = (qkv.shape[-1] - value_heads * value_dim) // 2
-    q, k, v = qkv.split((width, width, value_heads * value_dim), -1)
-    keys = (width // key_dim, key_dim)
-    return by_head(q, *keys), by_head(k, *keys), by_head(v, value_heads, value_dim)
+    keys = (qkv.shape[-1] - value_heads * value_dim) // (2 * key_dim), key_dim
+    q, k, v = split_heads(qkv, keys, keys, (value_heads, value_dim))
+    return q, k, v

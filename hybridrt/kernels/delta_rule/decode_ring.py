@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridrt.kernels.core.decay_sums import decay_sums, exp_of
+from hybridrt.kernels.core.chunk_plan import decay_sums, exp_of
 from hybridrt.kernels.core.records import DeltaInputs, StateRing, StateSlots
 from hybridrt.kernels.core.slots import pad_mask, read_rows, write_columns
 from hybridrt.kernels.delta_rule.delta_rule import decayed_products, l2_normalize

@@ -15,7 +15,7 @@ from hybridrt.kernels.delta_rule.decode_classic_triton import decode_classic, ti
 from hybridrt.kernels.delta_rule.decode_ring_few_rows_triton import gdn_few_triton, is_few
 from hybridrt.kernels.delta_rule.decode_ring_triton import gdn_stream_triton
 from hybridrt.kernels.state.causal_conv1d_triton import causal_conv1d_update_triton
-from hybridrt.kernels.state.conv_and_gates_triton import L2_EPS, log_decay, state_of_parent, strides
+from hybridrt.kernels.state.conv_and_gates_triton import L2_EPS, log_decay, state_before, strides
 
 
 @triton.jit
@@ -27,9 +27,9 @@ def _normalized(pointers, mask):  # type: ignore[no-untyped-def]
 @triton.jit
 def _recurrent_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, out_ptr, A_log_ptr, dt_bias_ptr,
-    states_ptr, stored_ptr, read_slots_ptr, write_slots_ptr, rows_ptr, parents_ptr,
+    states_ptr, stored_ptr, read_slots_ptr, write_slots_ptr, rows_ptr, predecessors_ptr,
     q_s: tl.constexpr, k_s: tl.constexpr, v_s: tl.constexpr, a_s: tl.constexpr, b_s: tl.constexpr,
-    states_ss: tl.constexpr, stored_s: tl.constexpr, parents_sb: tl.constexpr,
+    states_ss: tl.constexpr, stored_s: tl.constexpr, predecessors_sb: tl.constexpr,
     T: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BETA_SCALE: tl.constexpr,
     LOWER_BOUND: tl.constexpr, CHANNELS: tl.constexpr, PDL: tl.constexpr,
@@ -53,8 +53,8 @@ def _recurrent_kernel(  # type: ignore[no-untyped-def]
     state = initial
     stored = None if stored_ptr is None else stored_ptr + tl.load(rows_ptr + row).to(tl.int64) * stored_s[0] + tile
     for t in range(T):
-        if parents_ptr is not None:
-            state = state_of_parent(parents_ptr + row * parents_sb, stored, stored_s[1], t, initial, mask)
+        if predecessors_ptr is not None:
+            state = state_before(predecessors_ptr + row * predecessors_sb, stored, stored_s[1], t, initial, mask)
         a_token = a_ptr + row * a_s[0] + t * a_s[1] + (h * a_s[2] if CHANNELS else h)
         b_token = b_ptr + row * b_s[0] + t * b_s[1] + h
         g = tl.load(a_token + i, mask=i_mask, other=0.0) if CHANNELS else tl.load(a_token)
@@ -98,14 +98,14 @@ def recurrent_gated_delta_rule_triton(
 ) -> Tensor:
     """`recurrent_gated_delta_rule` in one launch."""
     v, states, kept = inputs.v, state.states, state.intermediate
-    stored, rows, parents = (None, None, None) if kept is None else (kept.stored, kept.rows, kept.parents)
+    stored, rows, predecessors = (None, None, None) if kept is None else (kept.stored, kept.rows, kept.predecessors)
     A_log, dt_bias = (None, None) if weights is None else (weights.A_log, weights.dt_bias)
     beta_scale, lower_bound = (1.0, None) if weights is None else (weights.beta_scale, weights.lower_bound)
     _, value_heads, value_dim, key_dim = states.shape
     out, tile = torch.empty(v.shape, dtype=v.dtype, device=v.device), recurrent_tile(states)
     _recurrent_kernel[len(v), value_heads, triton.cdiv(value_dim, tile["BLOCK_V"])](
-        *inputs, out, A_log, dt_bias, states, stored, state.read_state_slots, state.write_state_slots, rows, parents,
-        *map(strides, inputs), states.stride(0), strides(stored), strides(parents)[0],
+        *inputs, out, A_log, dt_bias, states, stored, state.read_state_slots, state.write_state_slots, rows,
+        predecessors, *map(strides, inputs), states.stride(0), strides(stored), strides(predecessors)[0],
         T=v.shape[1], HK=inputs.q.shape[2], HV=value_heads, K=key_dim, V=value_dim,
         BETA_SCALE=beta_scale, LOWER_BOUND=lower_bound, CHANNELS=inputs.g.ndim > inputs.beta.ndim, **tile,
         **pdl(v.device),

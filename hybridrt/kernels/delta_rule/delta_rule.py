@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridrt.kernels.core.chunk_plan import ChunkPlan, chunk_tokens, ith_chunks
-from hybridrt.kernels.core.decay_sums import decay_sums, exp_of
+from hybridrt.kernels.core.chunk_plan import ChunkPlan, chunk_tokens, decay_sums, exp_of, ith_chunks
 from hybridrt.kernels.core.operation import By, operation
 from hybridrt.kernels.core.records import L2_NORM_EPS, DeltaInputs, GateWeights, Prompts, StateSlots
 from hybridrt.kernels.core.slots import advance_states, initial_states, pad_mask, write_rows

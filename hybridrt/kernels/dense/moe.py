@@ -3,6 +3,8 @@
 Shapes: T tokens of width D, E experts of inner width I, k experts chosen per token.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -10,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridrt.kernels.core.operation import By, operation
-from hybridrt.kernels.core.recording import live
-from hybridrt.kernels.dense.activation import biased_swiglu, clamped_silu_and_mul, relu2, silu_and_mul
 from hybridrt.kernels.dense.linear import linear
+from hybridrt.kernels.dense.norm_activation import biased_swiglu, clamped_silu_and_mul, relu2, silu_and_mul
 
 
 class SoftmaxChoice(NamedTuple):
@@ -132,28 +133,34 @@ def fused_experts(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor)
     x `[T, D]`; weights `[T, k]` float32; ids `[T, k]` int32, -1 for none. Returns `[T, D]` in x's
     dtype, summed in float32.
     """
-    return live(lambda: _each_expert(x, experts, weights, ids))
+    return each_expert(x, len(experts.w_up), partial(expert_mlp, experts), weights, ids)
 
 
-def _each_expert(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor) -> Tensor:
-    """Reads on the host how many tokens each expert has."""
-    count, top_k = experts.w_up.shape[0], ids.shape[1]
+def each_expert(x: Tensor, count: int, mlp: Callable[[int, Tensor], Tensor], weights: Tensor, ids: Tensor) -> Tensor:
+    """`fused_experts` of `count` experts by mlp(e, x of expert e's tokens). Reads on the host how many
+    tokens each has."""
+    top_k = ids.shape[1]
     flat = ids.flatten().long()
     order = torch.where(flat < 0, count, flat).argsort(stable=True)
     counts = torch.bincount(flat + 1, minlength=count + 1)[1:].tolist()
     tokens, pair_weights = order // top_k, weights.flatten()[order].unsqueeze(-1)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     start = 0
-    for expert, count in enumerate(counts):
-        if count == 0:
+    for expert, length in enumerate(counts):
+        if length == 0:
             continue
-        chosen = tokens[start : start + count]
-        b_up, b_down = (None if bias is None else bias[expert] for bias in (experts.b_up, experts.b_down))
-        hidden = _activate(linear(x[chosen], experts.w_up[expert], b_up), experts)
-        found = linear(hidden, experts.w_down[expert], b_down)
-        out.index_add_(0, chosen, found * pair_weights[start : start + count])
-        start += count
+        chosen = tokens[start : start + length]
+        out.index_add_(0, chosen, mlp(expert, x[chosen]) * pair_weights[start : start + length])
+        start += length
     return out.to(x.dtype)
+
+
+def expert_mlp(experts: ExpertStack, expert: int, x: Tensor) -> Tensor:
+    """w_down act(w_up x + b_up) + b_down of one expert, without its weight: [T, D]."""
+    b_up, b_down = (None if bias is None else bias[expert] for bias in (experts.b_up, experts.b_down))
+    hidden = linear(x, experts.w_up[expert], b_up)
+    hidden = activate(hidden, experts.activation, experts.limit, experts.alpha)
+    return linear(hidden, experts.w_down[expert], b_down)
 
 
 def _without_padding(weights: Tensor, ids: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -163,9 +170,10 @@ def _without_padding(weights: Tensor, ids: Tensor, rows: Tensor | None) -> tuple
     return weights.masked_fill(padding, 0.0), ids.masked_fill(padding, -1)
 
 
-def _activate(hidden: Tensor, experts: ExpertStack) -> Tensor:
-    if experts.limit is not None and experts.alpha is not None:
-        return biased_swiglu(hidden, experts.limit, experts.alpha)
-    if experts.limit is not None:
-        return clamped_silu_and_mul.reference(hidden, experts.limit)
-    return silu_and_mul.reference(hidden) if experts.activation == "silu" else relu2.reference(hidden)
+def activate(hidden: Tensor, activation: Literal["silu", "relu2"], limit: float | None, alpha: float | None) -> Tensor:
+    """The activation of `ExpertStack`."""
+    if limit is not None and alpha is not None:
+        return biased_swiglu(hidden, limit, alpha)
+    if limit is not None:
+        return clamped_silu_and_mul.reference(hidden, limit)
+    return silu_and_mul.reference(hidden) if activation == "silu" else relu2.reference(hidden)

@@ -21,7 +21,7 @@ COMPARED_PAIRS = 12288
 
 
 @triton.jit
-def _activate(hidden, up, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):  # type: ignore[no-untyped-def]
+def activate_experts(hidden, up, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):  # type: ignore[no-untyped-def]
     if ALPHA is not None:
         hidden, up = tl.minimum(hidden, LIMIT), tl.maximum(tl.minimum(up, LIMIT), -LIMIT)
         hidden = hidden * tl.sigmoid(hidden * ALPHA) * (up + 1.0)
@@ -75,7 +75,7 @@ def _gathered_up_kernel(  # type: ignore[no-untyped-def]
         total += tl.load(bias, mask=i < INNER, other=0.0).to(tl.float32)
         if GATED:
             total_up += tl.load(bias + INNER, mask=i < INNER, other=0.0).to(tl.float32)
-    out = _activate(total, total_up, GATED, LIMIT, ALPHA)
+    out = activate_experts(total, total_up, GATED, LIMIT, ALPHA)
     tl.store(hidden_ptr + pair.to(tl.int64) * INNER + i, out.to(hidden_ptr.dtype.element_ty), mask=i < INNER)
 
 
@@ -165,7 +165,7 @@ def _grouped_kernel(  # type: ignore[no-untyped-def]
         if GATED:
             up += tl.load(bias + OUT, mask=n < OUT, other=0.0).to(tl.float32)[None, :]
     if ACTIVATE:
-        total = _activate(total, up, GATED, LIMIT, ALPHA)
+        total = activate_experts(total, up, GATED, LIMIT, ALPHA)
     mask = live[:, None] & (n < OUT)[None, :]
     tl.store(out_ptr + pair[:, None] * OUT + n[None, :], total.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -273,7 +273,7 @@ def gathered_tiles(width: int, inner: int, top_k: int, gated: bool) -> tuple[dic
 
 
 @dataclass(frozen=True)
-class _Blocks:
+class Blocks:
     """n blocks of one expert's pairs: `pairs` [n * size], the number of pairs for none; `experts`
     [n], E for none.
     """
@@ -283,7 +283,7 @@ class _Blocks:
     size: int
 
 
-def _lay_out(ids: Tensor, experts: int) -> _Blocks:
+def lay_out(ids: Tensor, experts: int) -> Blocks:
     """Orders pairs by expert, then by number. Shapes depend on argument shapes alone."""
     pairs = ids.numel()
     size = 16 if pairs <= 16 * experts else 64
@@ -296,10 +296,10 @@ def _lay_out(ids: Tensor, experts: int) -> _Blocks:
     grid, tile = (triton.cdiv(pairs, 8),), {"BLOCK_P": 8, "BLOCK_Q": 256, "num_warps": 4}
     _rank_kernel[grid](ids, ranks, pairs, **tile, **pdl(ids.device))
     _place_kernel[grid](ids, ranks, layout, block_expert, pairs, blocks, experts, SIZE=size, **tile, **pdl(ids.device))
-    return _Blocks(layout, block_expert, size)
+    return Blocks(layout, block_expert, size)
 
 
-def _sorted_blocks(ids: Tensor, experts: int, size: int, blocks: int) -> _Blocks:
+def _sorted_blocks(ids: Tensor, experts: int, size: int, blocks: int) -> Blocks:
     flat = torch.where(ids < 0, experts, ids).long()
     pairs = flat.shape[0]
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=ids.device)
@@ -313,24 +313,30 @@ def _sorted_blocks(ids: Tensor, experts: int, size: int, blocks: int) -> _Blocks
     layout[place.clamp(max=blocks * size)] = order
     ends = padded[:experts].cumsum(0)
     first = torch.arange(blocks, device=ids.device) * size
-    return _Blocks(layout, torch.searchsorted(ends, first, right=True), size)
+    return Blocks(layout, torch.searchsorted(ends, first, right=True), size)
 
 
 def _grouped(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor, hidden: Tensor, out: Tensor) -> None:
-    blocks, (tokens, width), top_k = _lay_out(ids, experts.w_up.shape[0]), x.shape, ids.shape[1]
+    blocks, width, top_k = lay_out(ids, experts.w_up.shape[0]), x.shape[1], ids.shape[1]
     y = torch.empty(ids.numel(), width, dtype=x.dtype, device=x.device)
     act = {"ACTIVATE": True, "GATED": experts.activation == "silu", "LIMIT": experts.limit, "ALPHA": experts.alpha}
     none = {"ACTIVATE": False, "GATED": False, "LIMIT": None, "ALPHA": None}
     _launch_grouped(x, experts.w_up, experts.b_up, blocks, hidden, ids, PAIRS_PER_ROW=top_k, **act)
     _launch_grouped(hidden, experts.w_down, experts.b_down, blocks, y, ids, PAIRS_PER_ROW=1, **none)
+    weighted_sum(y, weights, ids, out)
+
+
+def weighted_sum(y: Tensor, weights: Tensor, ids: Tensor, out: Tensor) -> None:
+    """sum_j weights[t, j] * y[t * k + j] over the pairs with an expert, into out [T, D]. y [T * k, D]."""
+    (tokens, width), top_k = out.shape, ids.shape[1]
     block_d = min(512, triton.next_power_of_2(width))
     _weighted_sum_kernel[(tokens * triton.cdiv(width, block_d),)](
-        y, weights, ids, out, TOP_K=top_k, D=width, BLOCK_D=block_d, num_warps=2, **pdl(x.device)
+        y, weights, ids, out, TOP_K=top_k, D=width, BLOCK_D=block_d, num_warps=2, **pdl(out.device)
     )
 
 
 def _launch_grouped(
-    a: Tensor, w: Tensor, bias: Tensor | None, blocks: _Blocks, out: Tensor, ids: Tensor, **meta: Any
+    a: Tensor, w: Tensor, bias: Tensor | None, blocks: Blocks, out: Tensor, ids: Tensor, **meta: Any
 ) -> None:
     block_n, block_k = (64, 128) if blocks.size == 16 else (128, 64)
     _grouped_kernel[(triton.cdiv(out.shape[1], block_n), blocks.experts.shape[0])](

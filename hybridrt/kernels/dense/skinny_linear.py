@@ -12,8 +12,7 @@ from torch import Tensor
 
 from hybridrt.base.errors import ConfigError
 from hybridrt.kernels.core.operation import By, operation
-from hybridrt.kernels.dense.activation import relu2, silu_and_mul
-from hybridrt.kernels.dense.rms_norm import rms_norm
+from hybridrt.kernels.dense.norm_activation import relu2, rms_norm, silu_and_mul
 
 Activation = Literal["silu_and_mul", "relu2"]
 ACTIVATIONS = {"silu_and_mul": silu_and_mul, "relu2": relu2}

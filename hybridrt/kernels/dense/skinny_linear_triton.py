@@ -11,16 +11,26 @@ over after whole waves, programs share a row block by columns; the last to finis
 order.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.core.codes_triton import (
+    block_sums,
+    decode,
+    dequantized,
+    raw_scale,
+    run_columns,
+    tile_scale,
+)
 from hybridrt.kernels.core.launch import arrival_counters, dot_precision
 from hybridrt.kernels.core.pdl_triton import begin, pdl
-from hybridrt.kernels.dense.rms_norm_triton import add_rms_norm_triton, rms_norm_triton
+from hybridrt.kernels.dense.norm_activation_triton import add_rms_norm_triton, rms_norm_triton
 from hybridrt.kernels.dense.skinny_linear import Activation, InputNorm
 
 MULTIPROCESSORS = 132  # those of the devices that the tiles are for; tiles do not change with the device
@@ -47,10 +57,12 @@ def _activate(y, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _store_output(  # type: ignore[no-untyped-def]
-    y, bias_ptr, out_ptr, block, tokens, N, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr
+    y, bias_ptr, factor_ptr, out_ptr, block, tokens, N, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr
 ):
+    row = _weight_rows(block, N, ACTIVATION, BLOCK_N)
+    if factor_ptr is not None:
+        y *= tl.load(factor_ptr + row, mask=row < N, other=0.0)[None, :]
     if bias_ptr is not None:
-        row = _weight_rows(block, N, ACTIVATION, BLOCK_N)
         y += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)[None, :]
     y = _activate(y, ACTIVATION)
     width = N
@@ -73,41 +85,69 @@ def _input_columns(x_ptr, tail_ptr, column, split):  # type: ignore[no-untyped-d
 def _matvec_kernel(  # type: ignore[no-untyped-def]
     x_ptr, tail_ptr, residual_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, total_ptr, N, split, eps,
     K: tl.constexpr, ACTIVATION: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, scale_ptr=None, zero_ptr=None, factor_ptr=None, CODE: tl.constexpr = None,
+    ROWS: tl.constexpr = 1, COLUMNS: tl.constexpr = 1,
 ):  # fmt: skip
-    """One token. A thread owns 8 neighbouring columns of each row, one 16-byte load."""
+    """One token. A thread owns one 16-byte load of each row: 8 neighbouring columns, 16 of 8 bits, 32 of 4.
+
+    The last arguments are those of a QuantWeight with numbers of CODE in blocks [ROWS, COLUMNS]."""
+    # Numbers of the weight in a word that is loaded, planes of each, and columns that one thread adds up.
+    PLANES: tl.constexpr = 4 if CODE == "int4" or CODE == "e2m1" else 1
+    WORD: tl.constexpr = 1 if CODE is None else 2 * PLANES if PLANES == 4 else 4
+    RUN: tl.constexpr = 16 if WORD == 4 else 8
+    LENGTH: tl.constexpr = (K + 31) // 32 * 4 if WORD == 8 else K // WORD
+    if WORD == 4:  # bytes would be kept in a register each
+        weight_ptr = weight_ptr.to(tl.pointer_type(tl.int32))
+    # Planes that share a scale.
+    SPAN: tl.constexpr = 2 if PLANES == 4 and COLUMNS == 16 else PLANES
     if PARTS > 1:
         x_ptr += tl.program_id(0) * BLOCK_N // (N // PARTS) * K
-    k = tl.arange(0, BLOCK_K)
+    k = tl.arange(0, BLOCK_K // PLANES)
+    word = tl.arange(0, BLOCK_K // WORD)
     # Past the last row it repeats: cheaper than a mask, and never written.
     row = tl.minimum(_weight_rows(tl.program_id(0), N, ACTIVATION, BLOCK_N), N - 1).to(tl.int64)
-    weights = weight_ptr + row[:, None] * K + k[None, :]
-    tile = tl.load(weights, mask=(k < K)[None, :], other=0.0)
+    weights = weight_ptr + row[:, None] * LENGTH + word[None, :]
+    tile = tl.load(weights, mask=(word < LENGTH)[None, :], other=0.0)
     sum_end = tl.where(tl.program_id(0) == 0, K, 0)  # only the first program writes x + residual
     begin(PDL)
-    acc = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
-    squares = tl.zeros([BLOCK_K], tl.float32)
+    acc = tl.zeros([BLOCK_N, BLOCK_K // PLANES // RUN], tl.float32)
+    squares = tl.zeros([BLOCK_K // PLANES], tl.float32)
     for start in range(0, K, BLOCK_K):
-        mask = start + k < K
-        x = tl.load(_input_columns(x_ptr, tail_ptr, start + k, split), mask=mask, other=0.0).to(tl.float32)
-        if residual_ptr is not None:
-            x += tl.load(residual_ptr + start + k, mask=mask, other=0.0).to(tl.float32)
-            rounded = x.to(total_ptr.dtype.element_ty)
-            tl.store(total_ptr + start + k, rounded, mask=start + k < sum_end)
-            x = rounded.to(tl.float32)
-        if norm_ptr is not None:
-            squares += x * x
-            x *= tl.load(norm_ptr + start + k, mask=mask, other=0.0)
-        products = tl.reshape(tile.to(tl.float32) * x[None, :], [BLOCK_N, BLOCK_K // 8, 8])
-        acc += tl.sum(products, axis=2)
+        for plane in tl.static_range(PLANES):
+            column = start + run_columns(k, plane, CODE)
+            mask = column < K
+            x = tl.load(_input_columns(x_ptr, tail_ptr, column, split), mask=mask, other=0.0).to(tl.float32)
+            if residual_ptr is not None:
+                x += tl.load(residual_ptr + column, mask=mask, other=0.0).to(tl.float32)
+                rounded = x.to(total_ptr.dtype.element_ty)
+                tl.store(total_ptr + column, rounded, mask=column < sum_end)
+                x = rounded.to(tl.float32)
+            if norm_ptr is not None:
+                squares += x * x
+                x *= tl.load(norm_ptr + column, mask=mask, other=0.0)
+            if CODE is None:
+                products = tl.reshape(tile.to(tl.float32) * x[None, :], [BLOCK_N, BLOCK_K // 8, 8])
+                acc += tl.sum(products, axis=2)
+            else:
+                x *= raw_scale(CODE)
+                values = decode(tile, plane, CODE, tl.float32, RAW=True)
+                if plane % SPAN == 0:
+                    products, inputs = values * x[None, :], x
+                else:
+                    products += values * x[None, :]
+                    inputs += x
+                if (plane + 1) % SPAN == 0:
+                    acc += block_sums(
+                        products, inputs, scale_ptr, zero_ptr, row, start, plane, K, CODE, ROWS, COLUMNS, RUN
+                    )
         if BLOCK_K < K:
             # Last, to reuse the registers of this piece.
-            following = start + BLOCK_K
-            tile = tl.load(weights + following, mask=(following + k < K)[None, :], other=0.0)
+            following = (start + BLOCK_K) // WORD
+            tile = tl.load(weights + following, mask=(following + word < LENGTH)[None, :], other=0.0)
     y = tl.sum(acc, axis=1)
     if norm_ptr is not None:
         y *= 1.0 / tl.sqrt(tl.sum(squares, axis=0) / K + eps)
-    _store_output(y[None, :], bias_ptr, out_ptr, tl.program_id(0), 1, N, ACTIVATION, BLOCK_N)
+    _store_output(y[None, :], bias_ptr, factor_ptr, out_ptr, tl.program_id(0), 1, N, ACTIVATION, BLOCK_N)
 
 
 @triton.jit(do_not_specialize=["tokens", "whole"])
@@ -115,13 +155,19 @@ def _matmul_kernel(  # type: ignore[no-untyped-def]
     x_ptr, tail_ptr, weight_ptr, bias_ptr, out_ptr, parts_ptr, arrivals_ptr, x_st, tail_st, tokens, N, whole,
     K: tl.constexpr, HEAD: tl.constexpr, T: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr, scale_ptr=None, zero_ptr=None, factor_ptr=None,
+    CODE: tl.constexpr = None, ROWS: tl.constexpr = 1, COLUMNS: tl.constexpr = 1,
 ):  # fmt: skip
     """`whole` programs with a block of rows each, then SPLIT for each block left.
 
     Weight [BLOCK_N, K or its part] x tokens [K, T]: a tensor core takes 64 rows on the left. HEAD:
-    input columns before the tail.
+    input columns before the tail. The last arguments are those of a QuantWeight: if a tile has one
+    block for each row, its products are scaled, else the weights.
     """
+    WORD: tl.constexpr = 8 if CODE == "int4" or CODE == "e2m1" else 1
+    PLANES: tl.constexpr = 4 if WORD == 8 else 1
+    LENGTH: tl.constexpr = (K + 31) // 32 * 4 if WORD == 8 else K
+    ONE: tl.constexpr = COLUMNS % BLOCK_K == 0 or COLUMNS >= K
     PART: tl.constexpr = (K + SPLIT * BLOCK_K - 1) // (SPLIT * BLOCK_K) * BLOCK_K
     block, part, first, end = tl.program_id(0), 0, 0, K
     if SPLIT > 1:
@@ -130,30 +176,43 @@ def _matmul_kernel(  # type: ignore[no-untyped-def]
             block, part = whole + shared // SPLIT, shared % SPLIT
             first = part * PART
             end = tl.minimum(first + PART, K)
-    k, t = tl.arange(0, BLOCK_K), tl.arange(0, T)
+    k, t, word = tl.arange(0, BLOCK_K // PLANES), tl.arange(0, T), tl.arange(0, BLOCK_K // WORD)
     row = tl.minimum(_weight_rows(block, N, ACTIVATION, BLOCK_N), N - 1).to(tl.int64)
-    weights = weight_ptr + row[:, None] * K + k[None, :]
+    weights = weight_ptr + row[:, None] * LENGTH + word[None, :]
     live = (t < tokens)[None, :]
     begin(PDL)
     acc = tl.zeros([BLOCK_N, T], tl.float32)
     for start in tl.range(first, end, BLOCK_K, num_stages=STAGES):
-        if K % BLOCK_K == 0:
-            tile = tl.load(weights + start)
+        if LENGTH % (BLOCK_K // WORD) == 0:
+            tile = tl.load(weights + start // WORD)
         else:
-            tile = tl.load(weights + start, mask=(start + k < K)[None, :], other=0.0)
-        column = (start + k)[:, None]
-        mask = live & (column < K)
-        if HEAD == K:
-            inputs = x_ptr + t[None, :] * x_st + column
-        elif HEAD % BLOCK_K == 0:  # a tile is on one side
-            in_tail = start >= HEAD
-            source = tl.where(in_tail, tail_ptr - HEAD, x_ptr)
-            inputs = source + t[None, :] * tl.where(in_tail, tail_st, x_st) + column
+            tile = tl.load(weights + start // WORD, mask=(start // WORD + word < LENGTH)[None, :], other=0.0)
+        products = acc
+        if ONE and scale_ptr is not None:
+            products = tl.zeros_like(acc)
+        for plane in tl.static_range(PLANES):
+            column = (start + run_columns(k, plane, CODE))[:, None]
+            mask = live & (column < K)
+            if HEAD == K:
+                inputs = x_ptr + t[None, :] * x_st + column
+            elif HEAD % BLOCK_K == 0:  # a tile is on one side
+                in_tail = start >= HEAD
+                source = tl.where(in_tail, tail_ptr - HEAD, x_ptr)
+                inputs = source + t[None, :] * tl.where(in_tail, tail_st, x_st) + column
+            else:
+                head = x_ptr + t[None, :] * x_st
+                inputs = tl.where(column < HEAD, head, tail_ptr - HEAD + t[None, :] * tail_st) + column
+            x = tl.load(inputs, mask=mask, other=0.0)
+            values = tile
+            if CODE is not None:
+                values = dequantized(tile, scale_ptr, zero_ptr, row, start, plane, K, CODE, ROWS, COLUMNS, ONE, x.dtype)
+            products = tl.dot(values, x, products, input_precision=PRECISION)
+        if ONE and scale_ptr is not None:
+            acc += products * tile_scale(scale_ptr, row, start, K, CODE, ROWS, COLUMNS)
         else:
-            inputs = tl.where(column < HEAD, x_ptr + t[None, :] * x_st, tail_ptr - HEAD + t[None, :] * tail_st) + column
-        acc = tl.dot(tile, tl.load(inputs, mask=mask, other=0.0), acc, input_precision=PRECISION)
+            acc = products
     if SPLIT == 1 or block < whole:
-        _store_output(tl.trans(acc), bias_ptr, out_ptr, block, tokens, N, ACTIVATION, BLOCK_N)
+        _store_output(tl.trans(acc), bias_ptr, factor_ptr, out_ptr, block, tokens, N, ACTIVATION, BLOCK_N)
     else:
         cells = parts_ptr + (block - whole).to(tl.int64) * (SPLIT * BLOCK_N * T)
         cells += tl.arange(0, BLOCK_N)[:, None] * T + t[None, :]
@@ -164,7 +223,7 @@ def _matmul_kernel(  # type: ignore[no-untyped-def]
             total = tl.zeros([BLOCK_N, T], tl.float32)
             for other in range(SPLIT):
                 total += tl.load(cells + other * (BLOCK_N * T), cache_modifier=".cg")
-            _store_output(tl.trans(total), bias_ptr, out_ptr, block, tokens, N, ACTIVATION, BLOCK_N)
+            _store_output(tl.trans(total), bias_ptr, factor_ptr, out_ptr, block, tokens, N, ACTIVATION, BLOCK_N)
 
 
 @dataclass(frozen=True)
@@ -192,25 +251,45 @@ def skinny_linear_triton(
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """One launch for one token; several tokens with a norm need one more."""
-    assert weight.is_contiguous() and x.stride(1) == 1
     rows, columns = weight.shape
+    tile = matvec_tile(rows, columns) if x.shape[0] == 1 else matmul_tile(rows, columns, x.shape[0])
+    stored = Stored(weight, rows, columns)
+    return product(x, stored, bias, tile, tail=tail, norm=norm, activation=activation, parts=parts, out=out)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A weight [rows, columns] in memory. `data`: contiguous. `codes`: arguments of the kernels for numbers of few
+    bits."""
+
+    data: Tensor
+    rows: int
+    columns: int
+    codes: Mapping[str, Any] = field(default_factory=dict)
+
+
+def product(
+    x: Tensor, weight: Stored, bias: Tensor | None, tile: Tile, *, tail: Tensor | None, norm: InputNorm | None,
+    activation: Activation | None, parts: int, out: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """`skinny_linear` by tiles of one size, those of `_matvec_kernel` for one token."""
+    assert weight.data.is_contiguous() and x.stride(1) == 1
     norm_weight, eps, residual = (None, 0.0, None) if norm is None else (norm.norm_weight, norm.eps, norm.residual)
-    out_features = rows // (2 if activation == "silu_and_mul" else 1)
     if out is None:
+        out_features = weight.rows // 2 if activation == "silu_and_mul" else weight.rows
         out = torch.empty(x.shape[0], out_features, dtype=x.dtype, device=x.device)
     if x.shape[0] > 1:
         if norm_weight is not None and residual is not None:
             x, residual = add_rms_norm_triton(x, residual, norm_weight, eps)
         elif norm_weight is not None:
             x = rms_norm_triton(x, norm_weight, eps)
-        _matmul(x, tail, weight, bias, activation, out)
+        _matmul(x, tail, weight, bias, activation, tile, out)
         return out, residual
     total = None if residual is None else torch.empty_like(residual)  # programs still read the old one
-    tile = matvec_tile(rows, columns)
-    _matvec_kernel[(triton.cdiv(rows, tile.block_n),)](
-        x, tail, residual, norm_weight, weight, bias, out, total, rows, x.shape[1], eps,
-        K=columns, ACTIVATION=activation, PARTS=parts,
-        BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, num_warps=tile.num_warps, **pdl(x.device),
+    _matvec_kernel[(triton.cdiv(weight.rows, tile.block_n),)](
+        x, tail, residual, norm_weight, weight.data, bias, out, total, weight.rows, x.shape[1], eps,
+        K=weight.columns, ACTIVATION=activation, PARTS=parts,
+        BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, num_warps=tile.num_warps, **weight.codes, **pdl(x.device),
     )  # fmt: skip
     return out, total
 
@@ -227,23 +306,22 @@ def matvec(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
 
 
 def _matmul(
-    x: Tensor, tail: Tensor | None, weight: Tensor, bias: Tensor | None, activation: Activation | None, out: Tensor
-) -> None:
-    rows, columns = weight.shape
-    tile = matmul_tile(rows, columns, x.shape[0])
+    x: Tensor, tail: Tensor | None, weight: Stored, bias: Tensor | None, activation: Activation | None, tile: Tile,
+    out: Tensor,
+) -> None:  # fmt: skip
     tokens, padded = x.shape[0], max(16, triton.next_power_of_2(x.shape[0]))
-    blocks = triton.cdiv(rows, tile.block_n)
+    blocks = triton.cdiv(weight.rows, tile.block_n)
     whole, parts, arrivals = blocks, None, None
     if tile.split > 1:
         shared = blocks if tile.shared is None else tile.shared
         whole = blocks - shared
         parts = torch.empty((shared, tile.split, tile.block_n, padded), dtype=torch.float32, device=x.device)
-        arrivals = arrival_counters(weight, shared)
+        arrivals = arrival_counters(weight.data, shared)
     _matmul_kernel[(whole + (blocks - whole) * tile.split,)](
-        x, tail, weight, bias, out, parts, arrivals, x.stride(0), 0 if tail is None else tail.stride(0), tokens, rows,
-        whole, K=columns, HEAD=x.shape[1], T=padded, ACTIVATION=activation, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        STAGES=tile.stages, SPLIT=tile.split, PRECISION=dot_precision(x.dtype), num_warps=tile.num_warps,
-        **pdl(x.device),
+        x, tail, weight.data, bias, out, parts, arrivals, x.stride(0), 0 if tail is None else tail.stride(0), tokens,
+        weight.rows, whole, K=weight.columns, HEAD=x.shape[1], T=padded, ACTIVATION=activation, BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k, STAGES=tile.stages, SPLIT=tile.split, PRECISION=dot_precision(x.dtype),
+        num_warps=tile.num_warps, **weight.codes, **pdl(x.device),
     )  # fmt: skip
 
 

@@ -30,9 +30,9 @@ GATHER_FROM = 512  # mean queries of a row
 
 
 def attention_decode(q: Tensor, kv: PagedKV, batch: AttentionRows, out: Tensor | None = None) -> Tensor:
-    """Chains only. Context splits depend on the page table's width, so without `max_len` a graph's
+    """No drafts that fork. Context splits depend on the page table's width, so without `max_len` a graph's
     replay and an eager call agree."""
-    refuse(LIBRARY, "attention", "it knows no draft trees" if batch.tree_mask is not None else None)
+    refuse(LIBRARY, "attention", "it verifies no drafts that fork" if batch.mask is not None else None)
     longest = batch.max_len or kv.req_to_token.shape[1]
     result: Tensor = flash_attn_with_kvcache(
         q, kv.k_cache, kv.v_cache, cache_seqlens=batch.seq_lens,
@@ -154,7 +154,7 @@ def causal_conv1d_update(
     read_slots = state.read_state_slots
     refuse(
         LIBRARY, "convolution", _other_taps(weights.weight.shape[1]),
-        "it knows no draft trees" if intermediate is not None else None,
+        "it verifies no drafts that fork" if intermediate is not None else None,
         "it reads and writes the same slot" if read_slots is not state.write_state_slots else None,
     )  # fmt: skip
     out = x.clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""Recurrent Mamba-1 step of T new tokens a row: decode (T = 1), verify of a chain or tree (T > 1).
+"""Recurrent Mamba-1 step of T new tokens a row: decode (T = 1), verify (T > 1).
 
     dt = softplus(dt + dt_bias)
     B, C = rms_norm(B), rms_norm(C)                     if there are norms (Falcon-Mamba, Jamba)
@@ -14,8 +14,8 @@ from torch import Tensor
 from hybridrt.kernels.core.operation import By, operation
 from hybridrt.kernels.core.records import NO_LIMIT, BCNorms, SSMInputs, SSMWeights, StateSlots
 from hybridrt.kernels.core.slots import advance_states, pad_mask
-from hybridrt.kernels.dense.rms_norm import rms_norm
-from hybridrt.kernels.mamba.mamba2_common import skip_and_gate, time_step
+from hybridrt.kernels.dense.norm_activation import rms_norm
+from hybridrt.kernels.mamba.mamba2_scan import skip_and_gate, time_step
 
 
 @operation(By("triton"))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import BCNorms, SSMInputs, SSMWeights, StateSlots
-from hybridrt.kernels.state.conv_and_gates_triton import silu, softplus, state_of_parent, strides
+from hybridrt.kernels.state.conv_and_gates_triton import silu, softplus, state_before, strides
 
 # Elements of a program's states: 8 a thread.
 _TILE = 1024
@@ -26,9 +26,9 @@ def _normed(source, weight, eps, mask, N: tl.constexpr):  # type: ignore[no-unty
 @triton.jit
 def _update_kernel(  # type: ignore[no-untyped-def]
     x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, z_ptr, D_ptr, dt_bias_ptr, out_ptr, states_ptr, stored_ptr,
-    read_slots_ptr, write_slots_ptr, rows_ptr, parents_ptr, B_norm_ptr, C_norm_ptr, norm_eps,
+    read_slots_ptr, write_slots_ptr, rows_ptr, predecessors_ptr, B_norm_ptr, C_norm_ptr, norm_eps,
     x_strides: tl.constexpr, dt_strides: tl.constexpr, B_strides: tl.constexpr, C_strides: tl.constexpr,
-    z_strides: tl.constexpr, states_ss: tl.constexpr, stored_strides: tl.constexpr, parents_sb: tl.constexpr,
+    z_strides: tl.constexpr, states_ss: tl.constexpr, stored_strides: tl.constexpr, predecessors_sb: tl.constexpr,
     T: tl.constexpr, CHANNELS: tl.constexpr, N: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -56,8 +56,8 @@ def _update_kernel(  # type: ignore[no-untyped-def]
     state = initial
     stored = None if stored_ptr is None else stored_ptr + tl.load(rows_ptr + b).to(tl.int64) * stored_strides[0] + tile
     for t in range(T):
-        if parents_ptr is not None:
-            state = state_of_parent(parents_ptr + b * parents_sb, stored, stored_strides[1], t, initial, mask)
+        if predecessors_ptr is not None:
+            state = state_before(predecessors_ptr + b * predecessors_sb, stored, stored_strides[1], t, initial, mask)
         dt = tl.load(dt_ptr + b * dt_strides[0] + t * dt_strides[1] + i, mask=i_mask, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + b * x_strides[0] + t * x_strides[1] + i, mask=i_mask, other=0.0).to(tl.float32)
         z = tl.load(z_ptr + b * z_strides[0] + t * z_strides[1] + i, mask=i_mask, other=0.0).to(tl.float32)
@@ -81,18 +81,18 @@ def mamba1_update_triton(
 ) -> Tensor:
     """`mamba1_update` in one launch."""
     x, states, kept = inputs.x, state.states, state.intermediate
-    stored, rows, parents = (None, None, None) if kept is None else (kept.stored, kept.rows, kept.parents)
+    stored, rows, predecessors = (None, None, None) if kept is None else (kept.stored, kept.rows, kept.predecessors)
     batch, tokens, channels = x.shape
     out = torch.empty((batch, tokens, channels), dtype=x.dtype, device=x.device)
     block_n = triton.next_power_of_2(states.shape[2])
     block_i = max(1, _TILE // block_n)
     _update_kernel[triton.cdiv(channels, block_i), batch](
         x, inputs.dt, weights.A, inputs.B, inputs.C, inputs.z, weights.D, weights.dt_bias, out, states, stored,
-        state.read_state_slots, state.write_state_slots, rows, parents,
+        state.read_state_slots, state.write_state_slots, rows, predecessors,
         *(norms or (None, None, 0.0)),
         strides(x), strides(inputs.dt), strides(inputs.B), strides(inputs.C), strides(inputs.z), states.stride(0),
         strides(stored),
-        strides(parents)[0], T=tokens, CHANNELS=channels, N=states.shape[2], BLOCK_I=block_i, BLOCK_N=block_n,
+        strides(predecessors)[0], T=tokens, CHANNELS=channels, N=states.shape[2], BLOCK_I=block_i, BLOCK_N=block_n,
         num_warps=4, **pdl(x.device),
     )  # fmt: skip
     return out

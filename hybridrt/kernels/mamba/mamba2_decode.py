@@ -6,7 +6,7 @@ A layer without a conv passes weights without taps and conv rings without channe
 - replay, with a `ring`: the state is a checkpoint, the ring holds the inputs since
   (`mamba2_replay.py`);
 - intermediate, with `state.intermediate`: the state after each token is stored there, and the pool
-  is only read. Only in this mode may tokens be the nodes of a draft tree.
+  is only read. Only in this mode may tokens have predecessors.
 """
 
 from typing import Any
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from hybridrt.kernels.core.operation import By, operation
 from hybridrt.kernels.core.records import FusedStep, SSMInputs, SSMWeights
-from hybridrt.kernels.mamba.mamba2_common import split_conv_channels
 from hybridrt.kernels.mamba.mamba2_replay import mamba2_replay
+from hybridrt.kernels.mamba.mamba2_scan import split_conv_channels
 from hybridrt.kernels.mamba.selective_state_update import selective_state_update
 from hybridrt.kernels.state.causal_conv1d import causal_conv1d_update
 from hybridrt.kernels.state.state_ring import check_step

@@ -4,14 +4,13 @@ It equals `mamba2_decode` in classic mode, with half of the operations and no co
 Numbers that are equal in all layers are computed once a step (`PoolRows`).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hybridrt.kernels.core.records import NO_LIMIT, ConvWeights, SSMWeights
-from hybridrt.kernels.core.slots import neighbours
 
 
 @dataclass(frozen=True)
@@ -21,29 +20,31 @@ class PoolRows:
     Attributes:
         run: the slots.
         order: [B] int64, the step's row of each slot; None where the rows are in the order of the slots.
-        positions: [B] int32, of the new tokens, by slot; first: the smallest.
+        columns: of the rings that hold the rows' inputs.
+        first: the smallest position of a new token.
     """
 
     run: slice
     order: Tensor | None
-    positions: Tensor
+    columns: "RingColumns"
     first: int
-    _columns: dict[int, Tensor] = field(default_factory=dict)
 
-    def holds(self, xBC: Tensor, conv: Tensor, states: Tensor, taps: int) -> bool:
-        """Whether the rows of these pools may be updated in place: all is float32, and each row has
-        K - 1 earlier positions (before, its ring has the inputs of another request).
-        """
-        return self.first >= taps - 1 and xBC.dtype == conv.dtype == states.dtype == torch.float32
 
-    def columns(self, width: int) -> Tensor:
-        """[B, 1, Wc] int64: the columns of rings of Wc columns, oldest input first. Computed by the
-        first layer of a step.
-        """
-        if width not in self._columns:
-            positions = self.positions.view(-1, 1, 1) + torch.arange(1 - width, 1)
-            self._columns[width] = positions & width - 1
-        return self._columns[width]
+class RingColumns(dict[int, Tensor]):
+    """[B, 1, Wc] int64 for rings of Wc columns: their columns, oldest input first. Computed by the
+    first layer of a step.
+
+    Args:
+        positions: [B] int32, of the new tokens, by slot.
+    """
+
+    def __init__(self, positions: Tensor) -> None:
+        super().__init__()
+        self._positions = positions
+
+    def __missing__(self, width: int) -> Tensor:
+        found = self[width] = self._positions.view(-1, 1, 1) + torch.arange(1 - width, 1) & width - 1
+        return found
 
 
 def pool_rows(slots: Tensor, start_positions: Tensor) -> PoolRows | None:
@@ -55,14 +56,31 @@ def pool_rows(slots: Tensor, start_positions: Tensor) -> PoolRows | None:
         return None
     run, order = found
     positions = start_positions if order is None else start_positions.index_select(0, order)
-    return PoolRows(run, order, positions, min(positions.tolist()))
+    return PoolRows(run, order, RingColumns(positions), min(positions.tolist()))
+
+
+def neighbours(slots: Tensor) -> tuple[slice, Tensor | None] | None:
+    """CPU slots [B] as a slice of the pool, without a copy, if they are consecutive in any order.
+
+    Also returns the row of each entry, [B] int64; None if they are in order. Returns None otherwise
+    or with padding, and on a GPU, where looking would wait for the device.
+    """
+    if slots.device.type != "cpu":
+        return None
+    numbers = slots.tolist()
+    first, end = min(numbers), min(numbers) + len(numbers)
+    in_order = list(range(first, end))
+    if first < 0 or sorted(numbers) != in_order:
+        return None
+    return slice(first, end), None if numbers == in_order else slots.argsort()
 
 
 def mamba2_in_place(
     xBC: Tensor, dt: Tensor, z: Tensor | None, conv_weights: ConvWeights, weights: SSMWeights, conv: Tensor,
     states: Tensor, rows: PoolRows, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Advances each of B rows by one token.
+    """Advances each of B rows by one token. All is float32, and each row has K - 1 earlier
+    positions (before, its ring has the inputs of another request).
 
     Args:
         xBC: [B, C], dt: [B, H] and z: [B, H * P] or None, as in `mamba2_decode`.
@@ -72,20 +90,11 @@ def mamba2_in_place(
     Returns:
         [B, H * P].
     """
-    rings, states, order = conv[rows.run], states[rows.run], rows.order
-    if order is None:
-        return _step(xBC, dt, z, conv_weights, weights, rings, states, rows, out)
-    sorted_z = None if z is None else z.index_select(0, order)
-    y = _step(
-        xBC.index_select(0, order), dt.index_select(0, order), sorted_z, conv_weights, weights, rings, states, rows
-    )
-    return (torch.empty_like(y) if out is None else out).index_copy_(0, order, y)
-
-
-def _step(
-    xBC: Tensor, dt: Tensor, z: Tensor | None, conv_weights: ConvWeights, weights: SSMWeights, rings: Tensor,
-    states: Tensor, rows: PoolRows, out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    if (order := rows.order) is not None:
+        xBC, dt, z = xBC.index_select(0, order), dt.index_select(0, order), z if z is None else z.index_select(0, order)
+        y = mamba2_in_place(xBC, dt, z, conv_weights, weights, conv, states, replace(rows, order=None))
+        return (torch.empty_like(y) if out is None else out).index_copy_(0, order, y)
+    rings, states = conv[rows.run], states[rows.run]
     batch, heads, dim, columns = states.shape
     width, keys = heads * dim, (xBC.shape[1] - heads * dim) // 2
     conved = F.silu(_conv(xBC, conv_weights, rings, rows) if conv_weights.weight.shape[1] else xBC)
@@ -109,7 +118,7 @@ def _step(
 
 
 def _conv(xBC: Tensor, weights: ConvWeights, rings: Tensor, rows: PoolRows) -> Tensor:
-    columns = rows.columns(rings.shape[2])[..., -weights.weight.shape[1] :].expand(-1, xBC.shape[1], -1)
+    columns = rows.columns[rings.shape[2]][..., -weights.weight.shape[1] :].expand(-1, xBC.shape[1], -1)
     rings.scatter_(2, columns[..., -1:], xBC.unsqueeze(2))
     conved = rings.gather(2, columns).mul_(weights.weight).sum(-1)
     return conved if weights.bias is None else conved.add_(weights.bias)

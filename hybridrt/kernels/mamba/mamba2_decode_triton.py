@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from hybridrt.kernels.core.records import FusedStep, SSMInputs, SSMWeights
-from hybridrt.kernels.mamba.mamba2_common import split_conv_channels
 from hybridrt.kernels.mamba.mamba2_replay_decode_triton import replay_decode_triton
+from hybridrt.kernels.mamba.mamba2_scan import split_conv_channels
 from hybridrt.kernels.mamba.selective_state_update_triton import selective_state_update_triton
 from hybridrt.kernels.state.causal_conv1d_triton import causal_conv1d_update_triton
 

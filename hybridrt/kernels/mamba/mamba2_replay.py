@@ -8,10 +8,10 @@ With s_j the sum of A dt over the ring up to entry j, and S the checkpoint:
 import torch
 from torch import Tensor
 
-from hybridrt.kernels.core.decay_sums import decay_sums, exp_of, finite_rates
+from hybridrt.kernels.core.chunk_plan import decay_sums, exp_of, finite_rates
 from hybridrt.kernels.core.records import SSMInputs, SSMWeights, StateRing, StateSlots
 from hybridrt.kernels.core.slots import pad_mask, read_rows, write_columns
-from hybridrt.kernels.mamba.mamba2_common import skip_and_gate, time_step
+from hybridrt.kernels.mamba.mamba2_scan import skip_and_gate, time_step
 from hybridrt.kernels.state.state_ring import ring_entries
 
 

@@ -53,7 +53,7 @@ def prefix_sum_varlen(x: Tensor, state: StateSlots, query_start_loc: Tensor) -> 
 
 @operation(By("triton"), check=_check)
 def prefix_sum_update(x: Tensor, state: StateSlots) -> Tensor:
-    """Running sums of T new tokens of each row: decode (T = 1), verify of a chain or of a tree (T > 1).
+    """Running sums of T new tokens of each row: decode (T = 1), verify (T > 1).
 
     Args:
         x: [B, T, C].

@@ -50,8 +50,8 @@ def prefix_sum_varlen_triton(x: Tensor, state: StateSlots, query_start_loc: Tens
 
 
 def prefix_sum_update_triton(x: Tensor, state: StateSlots) -> Tensor:
-    """Triton `prefix_sum_update` of chains. Trees are rare and small: the reference serves them."""
-    if state.intermediate is not None and state.intermediate.parents is not None:
+    """Triton `prefix_sum_update`. With predecessors, which are rare, the reference serves."""
+    if state.intermediate is not None and state.intermediate.predecessors is not None:
         return prefix_sum_update.reference(x, state)
     return _launch(x.flatten(0, 1), state, None, x.shape[1]).view(x.shape)
 

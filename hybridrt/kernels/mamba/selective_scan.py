@@ -12,10 +12,10 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from hybridrt.kernels.core.decay_sums import finite_rates
+from hybridrt.kernels.core.chunk_plan import finite_rates
 from hybridrt.kernels.core.operation import By, operation
 from hybridrt.kernels.core.records import Prompts, SSMInputs, SSMWeights, StateSlots
-from hybridrt.kernels.mamba.mamba2_common import scan_prompts
+from hybridrt.kernels.mamba.mamba2_scan import scan_prompts
 
 # Tokens of a block: a chunk runs BLOCK + chunk / BLOCK vectorised steps.
 _BLOCK = 4

@@ -1,4 +1,4 @@
-"""Recurrent Mamba-2 step of T new tokens a row: decode (T = 1), verify of a chain or tree (T > 1).
+"""Recurrent Mamba-2 step of T new tokens a row: decode (T = 1), verify (T > 1).
 
     dt = clamp(softplus(dt + dt_bias), *dt_limit)
     h_t = exp(A dt_t) h_{t-1} + dt_t x_t B_t^T          [P, N] per head
@@ -13,7 +13,7 @@ from torch import Tensor
 from hybridrt.kernels.core.operation import By, operation
 from hybridrt.kernels.core.records import SSMInputs, SSMWeights, StateSlots
 from hybridrt.kernels.core.slots import advance_states, pad_mask
-from hybridrt.kernels.mamba.mamba2_common import skip_and_gate, time_step
+from hybridrt.kernels.mamba.mamba2_scan import skip_and_gate, time_step
 
 
 @operation(By("triton"))

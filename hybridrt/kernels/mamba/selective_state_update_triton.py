@@ -7,16 +7,16 @@ from torch import Tensor
 
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import SSMInputs, SSMWeights, StateSlots
-from hybridrt.kernels.state.conv_and_gates_triton import silu, state_of_parent, strides, time_step
+from hybridrt.kernels.state.conv_and_gates_triton import silu, state_before, strides, time_step
 
 
 @triton.jit
 def _update_kernel(  # type: ignore[no-untyped-def]
     x_ptr, B_ptr, C_ptr, dt_ptr, z_ptr, out_ptr, A_ptr, D_ptr, dt_bias_ptr,
-    states_ptr, stored_ptr, read_slots_ptr, write_slots_ptr, rows_ptr, parents_ptr,
+    states_ptr, stored_ptr, read_slots_ptr, write_slots_ptr, rows_ptr, predecessors_ptr,
     x_strides: tl.constexpr, B_strides: tl.constexpr, C_strides: tl.constexpr, dt_strides: tl.constexpr,
     z_strides: tl.constexpr, out_strides: tl.constexpr, states_ss: tl.constexpr, stored_strides: tl.constexpr,
-    parents_sb: tl.constexpr, dt_min, dt_max,
+    predecessors_sb: tl.constexpr, dt_min, dt_max,
     T: tl.constexpr, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, HEADS_PER_GROUP: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, SILU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -41,8 +41,8 @@ def _update_kernel(  # type: ignore[no-untyped-def]
     state = initial
     stored = None if stored_ptr is None else stored_ptr + tl.load(rows_ptr + b).to(tl.int64) * stored_strides[0] + tile
     for t in range(T):
-        if parents_ptr is not None:
-            state = state_of_parent(parents_ptr + b * parents_sb, stored, stored_strides[1], t, initial, mask)
+        if predecessors_ptr is not None:
+            state = state_before(predecessors_ptr + b * predecessors_sb, stored, stored_strides[1], t, initial, mask)
         dt = time_step(dt_ptr + b * dt_strides[0] + t * dt_strides[1] + h, dt_bias_ptr, h, None, dt_min, dt_max)
         x = _load(x_ptr + b * x_strides[0] + t * x_strides[1] + h * x_strides[2] + p, p_mask, SILU)
         key = _load(B_ptr + b * B_strides[0] + t * B_strides[1] + g * B_strides[2] + n, n_mask, SILU)
@@ -75,16 +75,16 @@ def selective_state_update_triton(
 ) -> Tensor:
     """`selective_state_update` in one launch. With `silu_inputs` x, B and C are taken before their SiLU."""
     x, B, states, kept = inputs.x, inputs.B, state.states, state.intermediate
-    stored, rows, parents = (None, None, None) if kept is None else (kept.stored, kept.rows, kept.parents)
+    stored, rows, predecessors = (None, None, None) if kept is None else (kept.stored, kept.rows, kept.predecessors)
     batch, tokens, heads, dim = x.shape
     if out is None:
         out = torch.empty((batch, tokens, heads, dim), dtype=x.dtype, device=x.device)
     tile = update_tile(tokens, states)
     _update_kernel[triton.cdiv(dim, tile["BLOCK_P"]), heads, batch](
         x, B, inputs.C, inputs.dt, inputs.z, out, weights.A, weights.D, weights.dt_bias, states, stored,
-        state.read_state_slots, state.write_state_slots, rows, parents,
+        state.read_state_slots, state.write_state_slots, rows, predecessors,
         strides(x), strides(B), strides(inputs.C), strides(inputs.dt), strides(inputs.z), strides(out),
-        states.stride(0), strides(stored), strides(parents)[0], *weights.dt_limit,
+        states.stride(0), strides(stored), strides(predecessors)[0], *weights.dt_limit,
         T=tokens, H=heads, P=dim, N=states.shape[3], HEADS_PER_GROUP=heads // B.shape[2], SILU=silu_inputs, **tile,
         **pdl(x.device),
     )  # fmt: skip

@@ -5,13 +5,33 @@ seed and output index). A draft is accepted while it equals the draw, so output 
 for every drafter. A deterministic draft d is accepted with probability p(d), as in rejection
 sampling (Leviathan et al. 2023; for equal random numbers Daliri et al. 2025, Gumbel coupling). In a
 tree, the draw selects the equal child.
+
+A draft tree is known by two relations between the T inputs of a row: which one each follows (its
+parent, before it), and which ones it sees (its ancestors and itself).
 """
 
 import torch
 from torch import Tensor
 
 from hybridrt.kernels.core.operation import By, operation
-from hybridrt.kernels.sampling.draft_tree import node_depths
+
+
+def accept(
+    drawn: Tensor, drafts: Tensor, num_drafts: Tensor, rows: Tensor, last_tokens: Tensor,
+    predecessors: Tensor | None = None, mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Accepts inputs of B rows; arguments as in `accept_chain` and, for trees, `accept_tree`.
+
+    Returns:
+        (tokens [B, T] int64 drawn after the inputs that stay, in order; their number [B] int32;
+            their places [B, T] int64, or None: they are the first ones).
+    """
+    if predecessors is None or mask is None:
+        return drawn, accept_chain(drawn, drafts, num_drafts, rows, last_tokens), None
+    counts, path = accept_tree(drawn, drafts, num_drafts, predecessors, mask)
+    tokens = drawn.gather(1, path)
+    last_tokens[rows] = tokens.gather(1, counts[:, None].long() - 1)[:, 0].int()
+    return tokens, counts, path
 
 
 @operation(By("triton"))
@@ -52,7 +72,7 @@ def accept_tree(
     chosen = drawn.gather(1, parents.clamp(min=0).long())[:, 1:] == drafts
     chosen = torch.cat((torch.ones_like(chosen[:, :1]), chosen), 1) & (nodes <= num_drafts[:, None])
     alive = ~(mask & ~chosen[:, None]).any(-1)
-    depth = node_depths(mask).long()
+    depth = mask.sum(-1) - 1
     last = torch.where(alive, depth, -1).argmax(1, keepdim=True)
     on_path = mask.gather(1, last[:, :, None].expand(-1, -1, mask.shape[2])).squeeze(1)
     # Every node writes itself at its depth; nodes off the path to a column that is cut off.

@@ -108,7 +108,7 @@ def sample(logits: Tensor, filters: LogitFilters, seeds: Tensor, indices: Tensor
 def greedy(logits: Tensor, bitmask: Tensor | None = None) -> Tensor:
     """The most likely allowed token of each row, `[B]` int64; the first of equal ones. -1 if an
     allowed logit is NaN or infinity, or all are -infinity."""
-    return _best(only_allowed(logits, bitmask))
+    return _best(logits if bitmask is None else only_allowed(logits, bitmask))
 
 
 @operation()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybridrt.base.errors import ConfigError
 from hybridrt.kernels.core.operation import By, operation
-from hybridrt.kernels.core.records import Activation, ConvState, ConvWeights, IntermediateStates, SavedStates
+from hybridrt.kernels.core.records import ConvState, ConvWeights, IntermediateStates, SavedStates
 from hybridrt.kernels.core.slots import pad_mask, real_tokens, write_columns, write_rows
 
 
@@ -61,16 +61,17 @@ def causal_conv1d_varlen(
         save_windows(x, taps, state, query_start_loc, saves)
     _write_window(x, window, state, first, end - first)
     dead = ~real_tokens(state.read_state_slots, query_start_loc, num_tokens)
-    return _activate(out[:-1], weights.activation).masked_fill_(dead[:, None], 0.0).to(x.dtype)
+    out = out[:-1] if weights.activation is None else F.silu(out[:-1], inplace=True)
+    return out.masked_fill_(dead[:, None], 0.0).to(x.dtype)
 
 
 def check_update(
     x: Tensor, weights: ConvWeights, state: ConvState, intermediate: IntermediateStates | None = None
 ) -> None:
     """Raises what `causal_conv1d_update` raises."""
-    if intermediate is not None and intermediate.parents is None:
+    if intermediate is not None and intermediate.predecessors is None:
         raise ConfigError(
-            "windows are stored for trees alone: pass parents, or no intermediate (a chain is rolled back)"
+            "windows are stored with predecessors alone: pass these, or no intermediate (a ring is rolled back)"
         )
     check_ring(state.conv, weights.weight.shape[1], x.shape[1] if intermediate is None else 1)
 
@@ -93,7 +94,7 @@ def _write_window(x: Tensor, window: Tensor, state: ConvState, first: Tensor, le
     last = length - before + torch.arange(before, device=x.device)
     carried = window.gather(1, (last + before).clamp(0, before - 1).long()[:, :, None].expand(window.shape))
     tail = torch.where((last >= 0)[:, :, None], x[(first + last).clamp(0, len(x) - 1)], carried)
-    columns = _columns(state.conv, state.start_positions[:, None] + last)
+    columns = state.start_positions[:, None] + last & state.conv.shape[2] - 1
     write_columns(state.conv, state.write_state_slots, columns, tail)
 
 
@@ -101,13 +102,14 @@ def _write_window(x: Tensor, window: Tensor, state: ConvState, first: Tensor, le
 def causal_conv1d_update(
     x: Tensor, weights: ConvWeights, state: ConvState, intermediate: IntermediateStates | None = None
 ) -> Tensor:
-    """Convolves T new tokens of each row: decode (T = 1), verify of a chain or of a tree (T > 1).
+    """Convolves T new tokens of each row: decode (T = 1) or verify (T > 1).
 
-    A chain writes its T raw inputs to the ring. In a tree the taps follow the ancestors, and the ring is not written.
+    Tokens that follow each other write their raw inputs to the ring. With `intermediate` the taps
+    follow its `predecessors`, and the window of each token is stored there, not in the ring.
 
     Args:
-        x: [B, T, C] raw inputs, token t at position start_positions + t (tree: + depth of node t).
-        intermediate: buffers of a tree, where the window of each node is stored.
+        x: [B, T, C] raw inputs. Token t is at position start_positions + t; with predecessors, at
+            start_positions + the length of its path from the first token.
 
     Returns:
         [B, T, C] in x's dtype.
@@ -119,17 +121,18 @@ def causal_conv1d_update(
     num_tokens, taps = x.shape[1], weight.shape[1]
     history = torch.cat([_window(conv, read_slots, state.start_positions, taps), x], dim=1)
     if intermediate is None:
-        offsets = torch.arange(1 - taps, num_tokens, device=x.device)
-        write_columns(conv, state.write_state_slots, _columns(conv, state.start_positions[:, None] + offsets), history)
+        positions = state.start_positions[:, None] + torch.arange(1 - taps, num_tokens, device=x.device)
+        write_columns(conv, state.write_state_slots, positions & conv.shape[2] - 1, history)
         out = _tap_sum(history, weight, bias, num_tokens)
     else:
-        assert intermediate.parents is not None, "what a chain wrote is rolled back by position"
-        inputs = _along_ancestors(history, intermediate.parents, taps)
+        assert intermediate.predecessors is not None, "a ring is rolled back by position"
+        inputs = _along_predecessors(history, intermediate.predecessors, taps)
         out = torch.einsum("btkc,ck->btc", inputs.float(), weight.float())
         out = out if bias is None else out + bias
         rows = torch.where(read_slots < 0, -1, intermediate.rows)
         write_rows(intermediate.stored, rows, inputs[:, :, 1:].transpose(2, 3))
-    return _activate(out, weights.activation).masked_fill_(pad_mask(read_slots, 3), 0.0).to(x.dtype)
+    out = out if weights.activation is None else F.silu(out, inplace=True)
+    return out.masked_fill_(pad_mask(read_slots, 3), 0.0).to(x.dtype)
 
 
 def conv_window(conv: Tensor, slots: Tensor, positions: Tensor, kernel: int) -> Tensor:
@@ -139,7 +142,7 @@ def conv_window(conv: Tensor, slots: Tensor, positions: Tensor, kernel: int) -> 
 
 def _window(conv: Tensor, slots: Tensor, positions: Tensor, taps: int) -> Tensor:
     before = positions[:, None] + torch.arange(1 - taps, 0, device=conv.device)
-    window = conv[slots.clamp(min=0)[:, None], :, _columns(conv, before)]
+    window = conv[slots.clamp(min=0)[:, None], :, before & conv.shape[2] - 1]
     return window.masked_fill_((before < 0)[:, :, None], 0.0)
 
 
@@ -151,10 +154,6 @@ def check_ring(conv: Tensor, kernel: int, tokens: int) -> None:
             f"conv ring of {width} columns cannot serve {kernel} taps and steps of {tokens} tokens; "
             f"it must be a power of two >= {kernel - 1 + tokens}"
         )
-
-
-def _columns(conv: Tensor, positions: Tensor) -> Tensor:
-    return positions & (conv.shape[2] - 1)
 
 
 def _shifted_sum(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -179,18 +178,14 @@ def _tap_sum(history: Tensor, weight: Tensor, bias: Tensor | None, tokens: int) 
     return out if bias is None else out + bias
 
 
-def _along_ancestors(history: Tensor, parents: Tensor, taps: int) -> Tensor:
-    """Inputs [B, T, K, C] of each tree node, oldest first, from history = [window, nodes]."""
-    node = torch.arange(parents.shape[1], device=parents.device).expand(parents.shape)
-    path = [node]
+def _along_predecessors(history: Tensor, predecessors: Tensor, taps: int) -> Tensor:
+    """Inputs [B, T, K, C] of each token, oldest first, from history = [window, tokens]."""
+    token = torch.arange(predecessors.shape[1], device=predecessors.device).expand(predecessors.shape)
+    path = [token]
     for _ in range(taps - 1):
-        # Node -1 is the token before the root, -2 the one before.
-        node = torch.where(node >= 0, parents.gather(1, node.clamp(min=0)), node - 1)
-        path.insert(0, node)
+        # Token -1 is the committed one before the first, -2 the one before.
+        token = torch.where(token >= 0, predecessors.gather(1, token.clamp(min=0)), token - 1)
+        path.insert(0, token)
     index = torch.stack(path, dim=2) + taps - 1
     batch = torch.arange(len(history), device=history.device)[:, None, None]
     return history[batch, index]
-
-
-def _activate(x: Tensor, activation: Activation) -> Tensor:
-    return x if activation is None else F.silu(x, inplace=True)

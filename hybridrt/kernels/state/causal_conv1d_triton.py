@@ -107,8 +107,8 @@ def _input(x, mask, C: tl.constexpr, GATED: tl.constexpr):  # type: ignore[no-un
 @triton.jit
 def _update_kernel(  # type: ignore[no-untyped-def]
     x_ptr, weight_ptr, bias_ptr, conv_ptr, windows_ptr, out_ptr,
-    read_slots_ptr, write_slots_ptr, positions_ptr, rows_ptr, parents_ptr,
-    x_strides: tl.constexpr, conv_ss: tl.constexpr, windows_sr: tl.constexpr, parents_sb: tl.constexpr,
+    read_slots_ptr, write_slots_ptr, positions_ptr, rows_ptr, predecessors_ptr,
+    x_strides: tl.constexpr, conv_ss: tl.constexpr, windows_sr: tl.constexpr, predecessors_sb: tl.constexpr,
     T: tl.constexpr, C: tl.constexpr, TAPS: tl.constexpr, WC: tl.constexpr, SILU: tl.constexpr, GATED: tl.constexpr,
     BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -132,7 +132,7 @@ def _update_kernel(  # type: ignore[no-untyped-def]
         window = windows_ptr + tl.load(rows_ptr + b).to(tl.int64) * windows_sr + channel * (TAPS - 1)
     for t in range(T):
         y = bias_of(bias_ptr, channel, mask)
-        # Node -1 is the token before the root, -2 the one before.
+        # Token -1 is the committed one before the first, -2 the one before.
         node = tl.zeros([BLOCK_C], tl.int32) + t
         for age in tl.static_range(TAPS):
             p = position + node
@@ -143,21 +143,21 @@ def _update_kernel(  # type: ignore[no-untyped-def]
             y += tap * value.to(tl.float32)
             if (windows_ptr is not None) and (age < TAPS - 1):
                 tl.store(window + t * (C * (TAPS - 1)) + (TAPS - 2 - age), value, mask=mask)
-            if parents_ptr is None:
+            if predecessors_ptr is None:
                 node -= 1
             else:
-                parent = tl.load(parents_ptr + b * parents_sb + tl.maximum(node, 0))
-                node = tl.where(node >= 0, parent, node - 1)
+                predecessor = tl.load(predecessors_ptr + b * predecessors_sb + tl.maximum(node, 0))
+                node = tl.where(node >= 0, predecessor, node - 1)
         if SILU:
             y = silu(y)
         y = y.to(dtype)
         if GATED:
             y = (tl.load(x + t * x_strides[1] + C, mask=mask).to(tl.float32) * y.to(tl.float32)).to(dtype)
         tl.store(out + t * C, y, mask=mask)
-        if parents_ptr is None:
+        if predecessors_ptr is None:
             own = _input(x + t * x_strides[1], mask, C, GATED)
             tl.store(write_ring + ((position + t) & (WC - 1)), own, mask=mask)
-    if (parents_ptr is None) and (read != write):
+    if (predecessors_ptr is None) and (read != write):
         for k in tl.static_range(1, TAPS):
             p = position - k + tl.zeros([BLOCK_C], tl.int32)
             old = tl.load(ring + (p & (WC - 1)), mask=mask & (p >= 0), other=0.0)
@@ -193,13 +193,14 @@ def causal_conv1d_update_triton(
     """`causal_conv1d_update` in one launch; `short_conv_update` where x has three times the channels of the ring."""
     conv = state.conv
     windows, rows = (None, None) if intermediate is None else (intermediate.stored, intermediate.rows)
-    parents = None if intermediate is None else intermediate.parents
+    predecessors = None if intermediate is None else intermediate.predecessors
     (batch, tokens, width), channels = x.shape, conv.shape[1]
     out = torch.empty((batch, tokens, channels), dtype=x.dtype, device=x.device)
     block_c = 256
     _update_kernel[triton.cdiv(channels, block_c), batch](
         x, weights.weight, weights.bias, conv, windows, out, state.read_state_slots, state.write_state_slots,
-        state.start_positions, rows, parents, strides(x), conv.stride(0), strides(windows)[0], strides(parents)[0],
+        state.start_positions, rows, predecessors, strides(x), conv.stride(0), strides(windows)[0],
+        strides(predecessors)[0],
         T=tokens, C=channels, TAPS=weights.weight.shape[1], WC=conv.shape[2], SILU=weights.activation == "silu",
         GATED=width > channels, BLOCK_C=block_c, **pdl(x.device),
     )  # fmt: skip

@@ -52,12 +52,12 @@ def time_step(dt_ptr, dt_bias_ptr, h, mask, dt_min, dt_max):  # type: ignore[no-
 
 
 @triton.jit
-def state_of_parent(parents, stored, stored_st, t, initial, mask):  # type: ignore[no-untyped-def]
-    """The state [rows, columns] that node t of a tree starts from, float32: `initial`, or its parent's in `stored`."""
-    parent = tl.load(parents + t)
-    tl.debug_barrier()  # the parent's state was stored by this program
-    inherits = tl.zeros(mask.shape, tl.int32) + parent >= 0
-    inherited = tl.load(stored + tl.maximum(parent, 0) * stored_st, mask=mask & inherits, other=0.0)
+def state_before(predecessors, stored, stored_st, t, initial, mask):  # type: ignore[no-untyped-def]
+    """The state [rows, columns] before token t, float32: `initial`, or the one after its predecessor, in `stored`."""
+    predecessor = tl.load(predecessors + t)
+    tl.debug_barrier()  # this program stored the predecessor's state
+    inherits = tl.zeros(mask.shape, tl.int32) + predecessor >= 0
+    inherited = tl.load(stored + tl.maximum(predecessor, 0) * stored_st, mask=mask & inherits, other=0.0)
     return tl.where(inherits, inherited.to(tl.float32), initial)
 
 

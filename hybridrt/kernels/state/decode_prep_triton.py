@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import DecodeRowInputs, RowTables, TokenInputs
-from hybridrt.kernels.state.decode_metadata import DecodeBuffers
+from hybridrt.kernels.state.row_tables import DecodeBuffers
 
 
 @triton.jit
@@ -87,7 +87,7 @@ def fill_decode_metadata_triton(
     tokens_per_row: int,
     tables: RowTables,
 ) -> None:
-    """See hybridrt.kernels.state.decode_metadata.fill_decode_metadata."""
+    """See hybridrt.kernels.state.row_tables.fill_decode_metadata."""
     rows = out.state_slots.shape[0]
     _fill_decode_metadata_kernel[(triton.cdiv(rows, 128),)](
         *out, req_pool_indices, seq_lens, rows, num_real, tokens_per_row, *tables, BLOCK=128, num_warps=4,

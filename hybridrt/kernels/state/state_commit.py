@@ -20,8 +20,8 @@ def commit_intermediate(
     Args:
         states: [L, S + 1, *state].
         intermediate: `stored` [L, R + 1, T, *state].
-        state_slots, accepted: [B] int32; slot -1 or accepted 0 leaves everything as it is. Of a tree, `accepted` is
-            the last accepted node + 1.
+        state_slots, accepted: [B] int32; slot -1 or accepted 0 leaves everything as it is. With predecessors,
+            `accepted` is the last accepted token + 1.
     """
     kept = state_slots.masked_fill(accepted == 0, -1)
     for layer, stored in zip(states, intermediate.stored):
@@ -32,14 +32,14 @@ def commit_intermediate(
 def commit_conv_window(
     conv: Tensor, intermediate: IntermediateStates, state_slots: Tensor, accepted: Tensor, positions: Tensor
 ) -> None:
-    """The conv inputs that end at the last accepted node of a tree enter the rings of each of L layers, in place.
+    """The conv inputs that end at the last accepted token enter the rings of each of L layers, in place.
 
     Args:
         conv: [L, S + 1, C, Wc] rings; Wc is a power of two.
         intermediate: `stored` [L, R + 1, T, C, K - 1].
-        state_slots, accepted: [B] int32. `accepted` is the node's number + 1; slot -1 or accepted 0
+        state_slots, accepted: [B] int32. `accepted` is the token's number + 1; slot -1 or accepted 0
             leaves everything as it is.
-        positions: [B] int32, absolute position of that node.
+        positions: [B] int32, absolute position of that token.
     """
     offsets = torch.arange(1 - intermediate.stored.shape[-1], 1, device=conv.device)
     columns, kept = (positions[:, None] + offsets) & (conv.shape[-1] - 1), state_slots.masked_fill(accepted == 0, -1)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from hybridrt.base.errors import ConfigError
-from hybridrt.kernels.core.decay_sums import finite_rates
+from hybridrt.kernels.core.chunk_plan import finite_rates
 from hybridrt.kernels.core.operation import By, operation
 from hybridrt.kernels.core.records import FusedStep
 from hybridrt.kernels.core.slots import read_rows, write_rows

@@ -14,27 +14,30 @@ from hybridrt.base.config import (
     ModelConfig,
 )
 from hybridrt.base.errors import ConfigError, MemoryBudgetError, reason, shown
+from hybridrt.base.quantization import PLAIN
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.core.providers import check_overrides
 from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.attention import attention_spec
+from hybridrt.layers.linear import finish
 from hybridrt.layers.weights import Build
 from hybridrt.mem_cache.pools.host_plan import STAGED_BYTES, plan_host
 from hybridrt.mem_cache.pools.kv_pool import KVPool, cell_bytes, page_bytes, page_windows
 from hybridrt.mem_cache.pools.mamba_pool import MambaPool, MambaPoolSpec
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, UnitCosts, plan_memory, share_memory
-from hybridrt.mem_cache.pools.page_demand import PageDemand
+from hybridrt.mem_cache.pools.page_groups import PageDemand
 from hybridrt.mem_cache.pools.pools import Pools
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.models.base import CausalLM
 from hybridrt.models.config.read_config import read_model_config, refuse_gguf
 from hybridrt.models.loading.loader import fill_dummy, has_own_head, load_weights
+from hybridrt.models.loading.stored_modules import scheme_table, with_stored_modules
 from hybridrt.models.registry import model_class
 from hybridrt.recurrent.backends import create_backend
 from hybridrt.runtime.load.draft_needs import draft_needs
 from hybridrt.runtime.load.target import RunTarget
+from hybridrt.runtime.sampling.sampler import prompt_logprob_bytes
 from hybridrt.runtime.step.pack_padded import DECODE_ROWS, PROMPT_ROWS
-from hybridrt.runtime.step.prompt_logprobs import prompt_logprob_bytes
 from hybridrt.runtime.step.sampling_table import SamplingTable
 
 DEFAULT_ROWS = {"cpu": 16, "cuda": 256}
@@ -134,9 +137,18 @@ def empty_model(config: EngineConfig, target: RunTarget, device: torch.device) -
     max_len = min(config.max_model_len or mc.max_position_embeddings, mc.max_position_embeddings)
     max_len += config.num_verify_tokens - 1
     model_cls: Callable[..., CausalLM] = model_class(mc.architecture)
-    model = model_cls(mc, Build(target.tp, target.dtype, device), max_len)
-    draft_needs(config).attach(model)
-    return model
+
+    def built(build: Build) -> CausalLM:
+        model = model_cls(mc, build, max_len)
+        draft_needs(config).attach(model)
+        return model
+
+    build = Build(target.tp, target.dtype, device, quantised=mc.quant is not None)
+    if mc.quant is None:
+        return built(build)
+    # A plain model's map says which module of the checkpoint each part comes from.
+    table = scheme_table(built(replace(build, device=torch.device("meta"))), mc.quant)
+    return built(replace(build, scheme=lambda part: table.get(part, PLAIN)))
 
 
 def build_model(config: EngineConfig, target: RunTarget, path: Path, progress: bool) -> CausalLM:
@@ -148,6 +160,7 @@ def build_model(config: EngineConfig, target: RunTarget, path: Path, progress: b
         model = empty_model(config, target, target.device)
         if config.load_format == "dummy":
             fill_dummy(model, config.seed)
+            finish(model)
         else:
             load_weights(model, path, progress)
     return model.eval()
@@ -158,8 +171,8 @@ def pool_spec(config: EngineConfig, target: RunTarget) -> MambaPoolSpec:
     mc, spec = target.model_config, config.speculative
     groups = {state_shape(c, target.tp.size): mc.linear_layer_ids(kind) for kind, c in mc.linear.items()}
     groups = {shape: ids for shape, ids in groups.items() if ids}
-    tree = spec is not None and spec.topk > 1
-    return MambaPoolSpec(groups, target.dtype, target.state_dtype, config.num_verify_tokens, target.state_mode, tree)
+    forks = spec is not None and spec.forks
+    return MambaPoolSpec(groups, target.dtype, target.state_dtype, config.num_verify_tokens, target.state_mode, forks)
 
 
 def kv_layers(config: EngineConfig, target: RunTarget) -> dict[AttentionSpec, list[int]]:
@@ -331,7 +344,10 @@ def load_target(config: EngineConfig, tp: TPGroup) -> tuple[Path, RunTarget]:
     if tp.size != config.tp_size:
         raise ConfigError(f"tp_size is {config.tp_size}, but this process belongs to a group of {tp.size}")
     path = resolve_model_path(config.model)
-    target = RunTarget.resolve(config, read_model_config(path), tp)
+    model_config = read_model_config(path)
+    if model_config.quant is not None and config.load_format != "dummy":
+        model_config = replace(model_config, quant=with_stored_modules(model_config.quant, path))
+    target = RunTarget.resolve(config, model_config, tp)
     check_overrides(target.device.type)
     return path, target
 

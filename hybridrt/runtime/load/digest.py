@@ -14,6 +14,7 @@ import torch
 from hybridrt.base.config import EngineConfig
 from hybridrt.base.files import CONFIG_BYTES, read_bytes
 from hybridrt.base.files_safetensors import TensorFile
+from hybridrt.models.config.read_quant import OLDER_GPTQ, SIDE_FILE
 from hybridrt.models.loading.weight_files import opened
 
 SAMPLE = 1 << 16
@@ -22,7 +23,8 @@ _PIECE = SAMPLE // PIECES
 
 
 def model_digest(path: Path, config: EngineConfig) -> str:
-    """32 hex digits over config.json and the weights (random weights: their seed).
+    """32 hex digits over config.json, files of a quantisation next to it, and the weights (random
+    weights: their seed).
 
     Of every tensor: name, dtype, shape, and all of its bytes or, above 64 KiB, 16 pieces of 4 KiB
     at equal distances, the first and the last bytes among them. Any change of a small tensor
@@ -33,6 +35,9 @@ def model_digest(path: Path, config: EngineConfig) -> str:
         CheckpointError: a weight file is not a safetensors file.
     """
     digest = hashlib.sha256(read_bytes(path / "config.json", CONFIG_BYTES))
+    for name in (SIDE_FILE, OLDER_GPTQ):
+        if (path / name).exists():
+            digest.update(name.encode() + read_bytes(path / name, CONFIG_BYTES))
     if config.load_format == "dummy":
         digest.update(f"dummy {config.seed}".encode())
     else:

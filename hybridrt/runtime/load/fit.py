@@ -1,23 +1,66 @@
 """Checks before loading whether a model fits the device, and computes the budget of its pools."""
 
-from hybridrt.base.config import EngineConfig
+from dataclasses import replace
+
+import torch
+
+from hybridrt.base.config import DTYPES, EngineConfig
 from hybridrt.base.device import GPUFacts
-from hybridrt.base.errors import MemoryBudgetError
+from hybridrt.base.errors import ConfigError, MemoryBudgetError
+from hybridrt.base.gpus import GPUS
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, gib
 from hybridrt.runtime.load.build import make_plan
 from hybridrt.runtime.load.host_memory import free_host_memory
-from hybridrt.runtime.load.target import RunTarget
+from hybridrt.runtime.load.target import RunTarget, resolve_state_mode
 
 # Defaults of memory_fraction: share of a GPU; divisor of free main memory.
 GPU_SHARE, CPU_SHARE = 0.85, 4
 
 
-def free_bytes(config: EngineConfig, target: RunTarget) -> int:
-    """Bytes that this rank may still use.
+def gpu_bytes(name: str, config: EngineConfig) -> int:
+    """The memory of a GPU by name. ConfigError if there is none, or another device is asked for."""
+    if name not in GPUS:
+        raise ConfigError(f"gpu is {name!r}; it must be one of {', '.join(GPUS)}")
+    if config.device not in ("auto", "cuda"):
+        raise ConfigError(f"device is {config.device!r}; leave it out with gpu, or set it to cuda")
+    return GPUS[name]
+
+
+def as_on_gpu(config: EngineConfig, target: RunTarget) -> RunTarget:
+    """The dtypes and the state mode that a target on a GPU would have."""
+    gpu, mc = torch.device("cuda"), target.model_config
+    return replace(
+        target,
+        dtype=mc.dtype if config.dtype == "auto" else DTYPES[config.dtype],
+        state_dtype=DTYPES[config.mamba_ssm_dtype],
+        state_mode=resolve_state_mode(config, mc.linear, gpu),
+    )
+
+
+def budget_text(config: EngineConfig, target: RunTarget, total_bytes: int | None = None) -> str:
+    """Where `free_bytes` comes from, and which option changes it."""
+    share = f"memory_fraction {config.memory_fraction or (1 if _in_main_memory(target, total_bytes) else GPU_SHARE)}"
+    if _in_main_memory(target, total_bytes):
+        pools = "" if config.memory_fraction else f"; pools take 1/{CPU_SHARE} of what the weights leave"
+        return f"Budget: {share} of the main memory that is free, shared by the ranks{pools}"
+    if total_bytes is not None:
+        return f"Budget: {share} of {gib(total_bytes)}; a run there takes the room for activations and graphs from it"
+    gpu = GPUFacts.of_device(target.device)
+    return f"Budget: {share} of {gib(gpu.total_bytes)}, less {gib(gpu.total_bytes - gpu.free_bytes)} in use"
+
+
+def _in_main_memory(target: RunTarget, total_bytes: int | None) -> bool:
+    return target.device.type != "cuda" and total_bytes is None
+
+
+def free_bytes(config: EngineConfig, target: RunTarget, total_bytes: int | None = None) -> int:
+    """Bytes that this rank may still use. `total_bytes`: of an empty GPU that need not be here.
 
     On a GPU: `memory_fraction` of it, less what is in use (weights, other processes). In main
     memory: `memory_fraction` of what is free, shared equally by the ranks.
     """
+    if total_bytes is not None:
+        return int(total_bytes * _gpu_share(config))
     if target.device.type != "cuda":
         return int(free_host_memory() // target.tp.size * (config.memory_fraction or 1))
     gpu = GPUFacts.of_device(target.device)
@@ -35,22 +78,29 @@ def pool_budget(config: EngineConfig, target: RunTarget, taken: int = 0) -> int:
     return (free_bytes(config, target) - taken) // (CPU_SHARE if shared else 1)
 
 
-def plan_ahead(config: EngineConfig, target: RunTarget, weights: int, budget_bytes: int | None = None) -> MemoryPlan:
+def plan_ahead(
+    config: EngineConfig,
+    target: RunTarget,
+    weights: int,
+    budget_bytes: int | None = None,
+    total_bytes: int | None = None,
+) -> MemoryPlan:
     """The memory plan before loading. On a GPU, a later run measures activations and lowers the
     budget.
 
     Args:
         weights: bytes of this rank's weights.
         budget_bytes: for the pools; None is what the weights leave (`pool_budget`).
+        total_bytes: of a GPU that need not be here.
 
     Raises:
         MemoryBudgetError: weights, or weights and pools, do not fit.
     """
-    free = free_bytes(config, target)
+    free = free_bytes(config, target, total_bytes)
     if weights + rotary_table_bytes(config, target) > free:
         raise MemoryBudgetError(_too_large(config, target, weights, free))
     if budget_bytes is None:
-        budget_bytes = pool_budget(config, target, weights)
+        budget_bytes = free - weights if total_bytes is not None else pool_budget(config, target, weights)
     return make_plan(config, target, budget_bytes=budget_bytes, weights=weights, share=True)
 
 

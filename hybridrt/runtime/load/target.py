@@ -49,7 +49,7 @@ def resolve_state_mode(config: EngineConfig, kinds: Collection[str], device: tor
         check_replay(kinds)
     if asked != "auto":
         return asked
-    # Replay pays only with kernels. Trees need every state.
-    if device.type == "cuda" and replay_pays(kinds) and (spec is None or spec.topk == 1):
+    # Replay pays only with kernels. Drafts that fork need every state.
+    if device.type == "cuda" and replay_pays(kinds) and (spec is None or not spec.forks):
         return "replay"
     return "classic" if spec is None else "intermediate"

@@ -22,7 +22,7 @@ from hybridrt.base.device import GPUFacts
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.core.slots import NO_SLOT, OWN_SLOT
-from hybridrt.mem_cache.pools.page_sets import in_every_group
+from hybridrt.mem_cache.pools.page_groups import in_every_group
 from hybridrt.mem_cache.pools.state_moves import StateMove, When
 from hybridrt.recurrent.backends import backend_class, resolve_attention_name, resolve_prefill_name
 from hybridrt.runtime.load.build import Runtime, empty_model, keeps_prefixes, kv_layers, load_target, weight_bytes
@@ -42,7 +42,7 @@ from hybridrt.runtime.step.plan import (
     PageWrite,
     StepPlan,
 )
-from hybridrt.runtime.step.token_rules import make_rules
+from hybridrt.runtime.step.sampling_table import make_rules
 
 PROMPTS = (1, 15, 16, 100, 512)
 _SAVE = 16

@@ -4,7 +4,6 @@ Making them anew takes a quarter of a small model's time for a few rows. Here nu
 tensors in place, and the backends prepare the step like a graph's.
 """
 
-from collections.abc import Hashable
 from typing import Generic, NamedTuple
 
 import numpy as np
@@ -15,7 +14,7 @@ from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kernels.core.packed import A, map_arrays
 from hybridrt.kernels.core.records import TokenInputs
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
-from hybridrt.runtime.step.batch import make_batch
+from hybridrt.runtime.step.pack import make_batch
 from hybridrt.runtime.step.plan import DecodeRows
 
 
@@ -50,13 +49,16 @@ class CPUDecode:
     ) -> None:
         self._backend = backend
         self._last_tokens, self._tables = last_tokens.numpy(), req_to_token_pool.tables.numpy()
+        self._state_slots, pool = req_to_token_pool.req_to_state_slot.numpy(), req_to_token_pool.mamba_pool
+        self._ring_width = 0 if pool is None else max(stack.conv.shape[-1] for _, stack in pool.stacks)
         self._view = backend.init_cuda_graph_state(req_to_token_pool.num_rows, req_to_token_pool.num_rows)
         self._made: dict[int, _Rows] = {}
 
     def prepare(self, decode: DecodeRows) -> tuple[ForwardBatch, torch.Tensor]:
         """The prepared batch of a step without drafts, and its output indices [n] int32. The next
         step of as many rows overwrites both. The tables must contain the pages of all tokens."""
-        step = self._made.get(len(decode)) or self._make(len(decode))
+        n = len(decode.rows)
+        step = self._made.get(n) or self._make(n)
         columns, rows, computed = step.columns, decode.rows, decode.computed
         columns.positions[:], columns.rows[:], columns.output_indices[:] = computed, rows, decode.output_indices
         np.maximum(self._last_tokens[rows], 0, out=columns.input_ids)  # -1: the logits were not finite
@@ -67,11 +69,12 @@ class CPUDecode:
         self._backend.prepare(step.batch, graph=self._view)
         return step.batch, step.output_indices
 
-    def key(self, batch: ForwardBatch) -> Hashable:
-        """Steps of equal keys are the same operations on the same tensors; None: this one is
-        unique."""
-        key = self._backend.recording_key(batch)
-        return None if key is None else (batch.batch_size, key)
+    def recorded_slot(self, decode: DecodeRows) -> int | None:
+        """The state slot of a step's only row, once its conv rings are full; else None. Steps of
+        the same slot do the same to the same tensors, except for softmax attention."""
+        if len(decode.rows) != 1 or decode.computed[0] < self._ring_width:
+            return None
+        return int(self._state_slots[decode.rows[0]])
 
     def _make(self, n: int) -> _Rows:
         columns, groups = torch.zeros(len(_Columns._fields) - 1, n, dtype=torch.int32), self._tables.shape[1]

@@ -6,6 +6,7 @@ closure tests the metadata of the graph.
 """
 
 import gc
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
@@ -24,8 +25,7 @@ from hybridrt.kernels.core.packed import arrays_of, map_arrays, pack_arrays, pac
 from hybridrt.kernels.core.records import TokenInputs
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
-from hybridrt.runtime.step.batch import fill_decode, make_batch, spec_info_of
-from hybridrt.runtime.step.pack import StagingRing, StepArrays, pack_rows
+from hybridrt.runtime.step.pack import StagingRing, StepArrays, fill_decode, make_batch, pack_rows, spec_info_of
 from hybridrt.runtime.step.plan import NO_INTEGERS, NO_ROWS, DecodeRow, DecodeRows, PageWrite
 
 POISON = -(2**30)  # out of the range of every index
@@ -61,11 +61,11 @@ class StaticBuffers:
     """
 
     def __init__(
-        self, model: StepModel, max_bs: int, tokens: int, seq_len_fill: int, tree: bool, keep_hidden: bool, groups: int
+        self, model: StepModel, max_bs: int, tokens: int, seq_len_fill: int, forks: bool, keep_hidden: bool, groups: int
     ) -> None:
         device, dtype = model.device, model.dtype
         scratch = DecodeRow(row=0, computed=seq_len_fill - 1, output_index=0)
-        row = pack_rows(DecodeRows.from_rows([scratch]), tokens, tree, np.full((1, groups), -1, np.int32))
+        row = pack_rows(DecodeRows.from_rows([scratch]), tokens, forks, np.full((1, groups), -1, np.int32))
         step = map_arrays(lambda array: array.repeat(max_bs, 0), row)
         arrays = arrays_of(step)
         self.padding, self.starts = np.empty(packed_size(arrays), np.int32), section_starts(arrays)
@@ -82,8 +82,8 @@ class StaticBuffers:
         """Makes every value that a replay forgets to fill a visible mistake."""
         for tensor in (self.packed, *self.inputs):
             tensor.fill_(POISON)
-        if self.spec_info is not None and self.spec_info.tree_mask is not None:
-            self.spec_info.tree_mask.fill_(True)
+        if self.spec_info is not None and self.spec_info.mask is not None:
+            self.spec_info.mask.fill_(True)
         self.logits.fill_(float("nan"))
         self.hidden.fill_(float("nan"))
 
@@ -172,7 +172,7 @@ class GraphRunner:
             row.
         max_bs: largest batch captured; capped by the request rows.
         tokens: T of each row: 1 for plain decode, more for verify steps.
-        tree: verify steps are of draft trees, and their parents and masks come with the inputs.
+        forks: drafts may fork, as `pack_rows` takes it.
         keep_hidden: `buffers.hidden` gets the final hidden states.
         recorder: how a step is recorded; by the device's kind if None.
 
@@ -189,24 +189,25 @@ class GraphRunner:
         last_tokens: torch.Tensor,
         max_bs: int,
         tokens: int = 1,
-        tree: bool = False,
+        forks: bool = False,
         keep_hidden: bool = False,
         recorder: Recorder | None = None,
     ) -> None:
         if max_bs < 1:
             raise ConfigError(f"max_bs is {max_bs}; a graph needs at least one row")
         self.model, self.backend, self.pool, self.last_tokens = model, backend, req_to_token_pool, last_tokens
-        self.tokens, self.tree, device = tokens, tree, model.device
+        self.tokens, self.forks, device = tokens, forks, model.device
         self.max_bs = min(max_bs, req_to_token_pool.num_rows)
         self.poisoned = device.type != "cuda"
         self.recorder = recorder or make_recorder(device)
         self.buffers = StaticBuffers(
-            model, self.max_bs, tokens, backend.seq_len_fill, tree, keep_hidden, req_to_token_pool.num_groups
+            model, self.max_bs, tokens, backend.seq_len_fill, forks, keep_hidden, req_to_token_pool.num_groups
         )
         self._staging = StagingRing(device)
         self._starts = torch.arange(self.max_bs + 1, dtype=torch.int32, device=device) * tokens
         self._view = backend.init_cuda_graph_state(self.max_bs, self.max_bs * tokens)
-        self._replays: dict[int, Callable[[], None]] = {}  # graphs by batch size, the smallest first
+        self._replays: dict[int, Callable[[], None]] = {}  # graphs by batch size
+        self._sizes: list[int] = []  # of these, the smallest first
         self._cached_views: dict[int, GraphRows] = {}
         self.captured_bytes = 0
 
@@ -223,11 +224,12 @@ class GraphRunner:
                 self._replays[bs] = self.recorder(self._bind(bs), bool(self._replays))
                 self.captured_bytes = free - free_device_bytes(self.model.device)
                 bar.set_postfix_str(f"{self.captured_bytes / 2**30:.2f} GiB")
-        self._replays = dict(sorted(self._replays.items()))
+        self._sizes = sorted(self._replays)
 
     def bucket(self, rows: int) -> int | None:
         """The smallest captured batch size that holds `rows`; None: the step runs eagerly."""
-        return next((size for size in self._replays if size >= rows), None)
+        at = bisect_left(self._sizes, rows)
+        return self._sizes[at] if at < len(self._sizes) else None
 
     def replay(self, decode: DecodeRows, new_pages: np.ndarray = NO_INTEGERS) -> torch.Tensor:
         """One step, in inference mode: one host-to-device copy, the backends' metadata, the graph.
@@ -239,7 +241,7 @@ class GraphRunner:
         Returns:
             [n * T, vocab] logits, a view that the next replay overwrites.
         """
-        n = len(decode)
+        n = len(decode.rows)
         bs = self.bucket(n)
         assert bs is not None, "bucket() says which batches have a graph"
         if self.poisoned:
@@ -253,7 +255,8 @@ class GraphRunner:
         return views.logits
 
     def _upload(self, decode: DecodeRows, new_pages: np.ndarray) -> None:
-        arrays = arrays_of(pack_rows(decode, self.tokens, self.tree, new_pages))
+        step = pack_rows(decode, self.tokens, self.forks, new_pages)
+        arrays = arrays_of(step) if self.tokens > 1 else step[:4]  # without drafts
         self._staging.copy_rows(self.buffers.packed, arrays, self.buffers.padding, self.buffers.starts)
 
     def _prepare(self, bs: int, num_real: int, lens: list[int] | None) -> None:

@@ -26,8 +26,7 @@ from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.models.base import CausalLM
 from hybridrt.runtime.replay.graph_runner import POISON, Recorder, make_recorder
 from hybridrt.runtime.sampling.sampler import SampledLines
-from hybridrt.runtime.step.batch import fill_decode, make_batch
-from hybridrt.runtime.step.pack import StagingRing, StepArrays, TableChanges
+from hybridrt.runtime.step.pack import StagingRing, StepArrays, TableChanges, fill_decode, make_batch
 from hybridrt.runtime.step.pack_padded import (
     DECODE_ROWS,
     PROMPT_ROWS,

@@ -10,7 +10,7 @@ from hybridrt.runtime.load.build import keeps_prefixes, step_widths
 from hybridrt.runtime.load.draft_needs import DeviceDrafter, DraftTarget
 from hybridrt.runtime.replay.graph_runner import GraphRunner, Recorder, make_recorder
 from hybridrt.runtime.replay.prompt_graphs import PromptGraphs
-from hybridrt.runtime.step.batch import enter_tables
+from hybridrt.runtime.step.pack import enter_tables
 from hybridrt.runtime.step.sampling_table import SamplingTable
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ class GraphParts(DraftTarget, Protocol):
     backend: AttentionBackend
     sampling_table: SamplingTable
     drafter: DeviceDrafter | None
-    trees: bool
+    forks: bool
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def _capture_decode(parts: GraphParts, tokens: int, progress: bool, recorder: Re
         last_tokens=parts.last_tokens,
         max_bs=parts.config.cuda_graph_max_bs or parts.memory_plan.num_rows,
         tokens=tokens,
-        tree=parts.trees and tokens > 1,
+        forks=parts.forks,
         keep_hidden=parts.drafter is not None,
         recorder=recorder,
     )

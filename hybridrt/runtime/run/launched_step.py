@@ -4,7 +4,7 @@ A grammar's bitmask depends on tokens that the host reads while the device compu
 step with constrained rows samples when `sample` gets its masks; others within the launch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -15,14 +15,23 @@ from hybridrt.base.device import PAST, Event, pinned_empty, record_event
 from hybridrt.base.errors import EngineError
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kernels.sampling.sampling import token_logprobs
-from hybridrt.kernels.state.row_tables import enter_tokens
 from hybridrt.models.base import CausalLM
 from hybridrt.runtime.load.draft_needs import DeviceDrafter
-from hybridrt.runtime.sampling.sampler import Accepted, RowRequirements, SampledLines, Sampler, Verification
+from hybridrt.runtime.sampling.sampler import (
+    LINES,
+    Accepted,
+    RowRequirements,
+    SampledLines,
+    Sampler,
+    Verification,
+    Wanted,
+)
 from hybridrt.runtime.step.pack import StagingRing, StepArrays
 from hybridrt.runtime.step.plan import StepPlan, StepResult, TokenLogprobs, int32s
-from hybridrt.runtime.step.prompt_logprobs import LINES, Wanted
+from hybridrt.runtime.step.pooling import Pooled
 from hybridrt.runtime.step.token_scores import TokenScores
+
+EnterTokens = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]  # kernels.state.row_tables.enter_tokens
 
 
 class SamplingRunner(Protocol):
@@ -34,6 +43,7 @@ class SamplingRunner(Protocol):
     required: RowRequirements
     last_tokens: torch.Tensor
     staging: StagingRing
+    enter_tokens: EnterTokens
     drafter: DeviceDrafter | None
 
 
@@ -43,7 +53,8 @@ class ForwardPart(NamedTuple):
     Attributes:
         lines: logits of the decode rows, then of the prompts that end.
         batch, arrays, hidden: the step, its packed arrays and the hidden states [T, hidden]. None
-            where no drafts are verified, no drafter follows and no prompt is scored.
+            where no drafts are verified, no drafter follows and no prompt is scored or pooled.
+        pooled: prompts whose hidden states are summed.
         scored: prompts that get log-probabilities; their places and tokens are in `arrays`.
     """
 
@@ -52,6 +63,7 @@ class ForwardPart(NamedTuple):
     arrays: StepArrays[torch.Tensor] | None = None
     hidden: torch.Tensor | None = None
     scored: Sequence[Wanted] = ()
+    pooled: Sequence[Pooled] = ()
 
 
 class _Drawn(NamedTuple):
@@ -107,14 +119,15 @@ class LaunchedStep:
         self._drawn: list[_Drawn] = []
         self._scored: Sequence[Wanted] = ()
         self._scores: list[Sequence[torch.Tensor]] = []
+        self._pooled: dict[int, torch.Tensor] = {}
         self._event: Event = PAST
         self._problem = "" if masked is None else "give it its masks first"
 
     @classmethod
     def from_tokens(cls, tokens: torch.Tensor) -> "LaunchedStep":
         """A step that gives these tokens, [n, T]."""
-        step = cls()
-        step._copy_drawn(_Drawn(tokens))
+        step, drawn = cls(), _Drawn(tokens)
+        step._drawn.append(step._copy_drawn(drawn) if tokens.is_cuda else drawn)
         return step
 
     def add_part(self, runner: SamplingRunner, part: ForwardPart) -> None:
@@ -178,12 +191,15 @@ class LaunchedStep:
         sampled."""
         if self._problem:
             raise EngineError(f"the step has not sampled: {self._problem}")
-        self._event.synchronize()
+        if self._event is not PAST:
+            self._event.synchronize()
         result = StepResult([], [])
         for drawn in self._drawn:
             _read_drawn(drawn, result)
         if self._scored:
             result.prompt_logprobs = _read_scores(self._scored, self._scores)
+        if self._pooled:
+            result.pooled = {row: total.numpy().copy() for row, total in self._pooled.items()}
         return result
 
     def _sample_part(self, runner: SamplingRunner, part: ForwardPart, bitmask: torch.Tensor | None) -> None:
@@ -194,17 +210,22 @@ class LaunchedStep:
             of_drafts, bitmask = (None, None) if bitmask is None else (bitmask[:split], bitmask[split:])
             decode, lines = _split_lines(part.lines, batch.num_decode_rows, split)
             accepted = self._verify(runner, part, decode, of_drafts)
-        if lines is not None and len(lines.rows):
+        if lines is not None and lines.on_host[0].size:
             parts, wanted = runner.required.required_by_rows(*lines.on_host)
             tokens = runner.sampler(lines.logits, lines.rows, lines.output_indices, parts, bitmask)
-            enter_tokens(lines.rows, tokens, runner.last_tokens)
-            logprobs = _logprobs(lines.logits, tokens, wanted) if wanted else ()
-            self._copy_drawn(_Drawn(tokens[:, None], None, logprobs, wanted))
+            runner.enter_tokens(lines.rows, tokens, runner.last_tokens)
+            drawn = _Drawn(tokens.unsqueeze(1), None, _logprobs(lines.logits, tokens, wanted) if wanted else (), wanted)
+            self._drawn.append(self._copy_drawn(drawn) if tokens.is_cuda else drawn)
         if runner.drafter is not None:
             assert batch is not None and part.arrays is not None and part.hidden is not None
             runner.drafter.follow(batch, part.hidden, accepted, part.arrays.prompts)
         if part.scored:
             self._score_prompts(runner, part)
+        if part.pooled:
+            assert part.hidden is not None
+            sums = {each.row: each.sum(part.hidden) / runner.model.norm_scale for each in part.pooled}
+            self._pooled |= {row: _to_host(total) for row, total in sums.items()}
+            self._event = record_event(part.hidden.device, self._event)
 
     def _verify(
         self, runner: SamplingRunner, part: ForwardPart, lines: SampledLines, bitmask: torch.Tensor | None
@@ -213,25 +234,24 @@ class LaunchedStep:
         n, batch, arrays = len(lines.rows), part.batch, part.arrays
         assert batch is not None and batch.spec_info is not None and arrays is not None and arrays.drafts is not None
         spec, drafts = batch.spec_info, arrays.drafts
-        tree = () if spec.parents is None or spec.tree_mask is None else (spec.parents[:n], spec.tree_mask[:n])
         step = Verification(
             lines.rows, lines.output_indices, batch.positions[: batch.num_decode_tokens].view(n, -1),
-            drafts.tokens[:n], drafts.counts[:n], runner.last_tokens, *tree,
+            drafts.tokens[:n], drafts.counts[:n], runner.last_tokens, *spec.relations(n),
         )  # fmt: skip
         parts, wanted = runner.required.required_by_rows(*lines.on_host)
         kept = runner.sampler.verify(lines.logits, step, parts, bitmask)
         runner.backend.commit(batch, kept.counts, kept.path)
         logprobs = _logprobs(lines.logits, kept.tokens, wanted, kept.path) if wanted else ()
-        self._copy_drawn(_Drawn(kept.tokens, kept.counts, logprobs, wanted))
+        drawn = _Drawn(kept.tokens, kept.counts, logprobs, wanted)
+        self._drawn.append(self._copy_drawn(drawn) if kept.tokens.is_cuda else drawn)
         return kept
 
-    def _copy_drawn(self, drawn: _Drawn) -> None:
-        if drawn.tokens.is_cuda:
-            tokens, accepted = _to_host(drawn.tokens), None if drawn.accepted is None else _to_host(drawn.accepted)
-            logprobs = [_to_host(t) for t in drawn.logprobs]
-            self._event = record_event(drawn.tokens.device, self._event)
-            drawn = _Drawn(tokens, accepted, logprobs, drawn.wanted)
-        self._drawn.append(drawn)
+    def _copy_drawn(self, drawn: _Drawn) -> _Drawn:
+        """Begins the copy to the host."""
+        tokens, accepted = _to_host(drawn.tokens), None if drawn.accepted is None else _to_host(drawn.accepted)
+        logprobs = [_to_host(t) for t in drawn.logprobs]
+        self._event = record_event(drawn.tokens.device, self._event)
+        return _Drawn(tokens, accepted, logprobs, drawn.wanted)
 
     def _score_prompts(self, runner: SamplingRunner, part: ForwardPart) -> None:
         hidden, arrays, top = part.hidden, part.arrays, max(w.top for w in part.scored)

@@ -1,6 +1,8 @@
 """The executor of a real model: loads it, plans its memory, captures its graphs."""
 
 import gc
+import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,8 +13,8 @@ from hybridrt.base.device import begin_peak, peak_bytes, release_kept_memory
 from hybridrt.base.errors import MemoryBudgetError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.collectives.groups import TPGroup
-from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, PageGroup, UnitCosts
-from hybridrt.mem_cache.pools.page_sets import in_every_group
+from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, PageGroup, UnitCosts, gib
+from hybridrt.mem_cache.pools.page_groups import in_every_group
 from hybridrt.models.base import CausalLM
 from hybridrt.runtime.load.build import (
     Runtime,
@@ -32,6 +34,8 @@ from hybridrt.runtime.run.host_copies import HostCopies
 from hybridrt.runtime.run.state_arena import StateArena
 from hybridrt.runtime.run.step_runner import StepRunner
 from hybridrt.runtime.step.plan import Admission, ExtendRow, PageWrite, StepPlan, int32s
+
+log = logging.getLogger("hybridrt.load")
 
 
 class ModelRunner(StepRunner):
@@ -74,6 +78,7 @@ class ModelRunner(StepRunner):
         self, config: EngineConfig, tp: TPGroup, budget_bytes: int | None, plan: MemoryPlan | None, progress: bool,
         kernels: StartKernels,
     ) -> None:  # fmt: skip
+        began = time.monotonic()
         self.model_path, target = load_target(config, tp)
         kernels.start_compiling(target.device, self.model_path)
         if plan is None:
@@ -81,6 +86,7 @@ class ModelRunner(StepRunner):
             plan_ahead(config, target, weights, budget_bytes)  # raises what is known before loading
         with _out_of_memory_as("loading weights", "run it on a larger device, or end what else runs on this one"):
             model = build_model(config, target, self.model_path, progress)
+        log.info("weights: %s in %.1f s", gib(weight_bytes(model)), time.monotonic() - began)
         kernels.wait_for_start()
         tp.minimum(0)  # one rank may compile for all
         with _out_of_memory_as("allocating pools", "lower memory_fraction or chunked_prefill_size"):
@@ -90,9 +96,12 @@ class ModelRunner(StepRunner):
                 self.arena = StateArena(target, self.pools, config.transfer_bytes)
             if plan.host:
                 self.host = HostCopies(self.pools, plan.host, target.device)
+        log.info("memory plan: %s", self.memory_plan.summary())
         if self.device.type == "cuda" and config.cuda_graph:
+            began = time.monotonic()
             with _out_of_memory_as("capturing graphs", "lower memory_fraction or cuda_graph_max_bs"):
                 self.capture(progress)
+            log.info("graphs: %.1f s", time.monotonic() - began)
 
 
 def plan_pools(config: EngineConfig, target: RunTarget, model: CausalLM, budget_bytes: int | None) -> MemoryPlan:

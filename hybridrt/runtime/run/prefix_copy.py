@@ -7,7 +7,7 @@ import torch
 
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.mem_cache.pools.mamba_pool import Shapes
-from hybridrt.mem_cache.pools.page_demand import first_page
+from hybridrt.mem_cache.pools.page_groups import first_page
 from hybridrt.mem_cache.pools.pools import Pools
 
 Tensors = Mapping[str, torch.Tensor]

@@ -9,6 +9,7 @@ import torch
 from hybridrt.base.errors import ConfigError, EngineError
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kernels.core.records import TokenInputs
+from hybridrt.kernels.state.row_tables import enter_tokens
 from hybridrt.mem_cache.pools.bounds import DEBUG
 from hybridrt.mem_cache.pools.state_moves import When
 from hybridrt.runtime.load.build import Runtime
@@ -20,15 +21,23 @@ from hybridrt.runtime.replay.prompt_graphs import PromptGraphs
 from hybridrt.runtime.replay.recordings import Recordings
 from hybridrt.runtime.run.capture import capture_graphs
 from hybridrt.runtime.run.host_copies import HostCopies
-from hybridrt.runtime.run.launched_step import ForwardPart, LaunchedStep, MaskedLines
+from hybridrt.runtime.run.launched_step import EnterTokens, ForwardPart, LaunchedStep, MaskedLines
 from hybridrt.runtime.run.prefix_copy import PrefixPlaces, Tensors, read_prefix, write_prefix
 from hybridrt.runtime.run.state_arena import StateArena
-from hybridrt.runtime.sampling.sampler import RowRequirements, SampledLines, Sampler
-from hybridrt.runtime.step.batch import enter_tables, fill_decode, make_batch, spec_info_of
-from hybridrt.runtime.step.pack import StagingRing, StepArrays, pack_step, pack_tables
+from hybridrt.runtime.sampling.sampler import PromptRequirements, RowRequirements, SampledLines, Sampler
+from hybridrt.runtime.step.pack import (
+    StagingRing,
+    StepArrays,
+    enter_tables,
+    fill_decode,
+    make_batch,
+    pack_step,
+    pack_tables,
+    spec_info_of,
+)
 from hybridrt.runtime.step.pack_padded import Bucket
 from hybridrt.runtime.step.plan import NO_INTEGERS, NO_ROWS, PageWrite, StepHandle, StepPlan
-from hybridrt.runtime.step.prompt_logprobs import PromptRequirements
+from hybridrt.runtime.step.pooling import PoolingRequirements
 from hybridrt.runtime.step.recurrent_arrays import set_recurrent
 from hybridrt.runtime.step.sampling_table import SamplingTable
 
@@ -46,8 +55,8 @@ class StepRunner:
         prompt_graphs: graphs of short prefill and mixed steps; None without.
         arena: images of states for other workers; None without EngineConfig.transfer_bytes.
         host: the prefix cache's tier in main memory; None without one.
-        trees: drafts are trees.
-        recordings: recorded decode steps on a CPU.
+        forks: drafts may fork (`SpeculativeConfig.forks`).
+        recordings: recorded decode steps of one row on a CPU.
         drafter: the device part of a drafter; None without one.
     """
 
@@ -57,15 +66,18 @@ class StepRunner:
         self.config, self.target, self.model = runtime.config, runtime.target, runtime.model
         self.memory_plan, self.pools, self.backend = runtime.plan, runtime.pools, runtime.backend
         self.model_config, self.device = runtime.target.model_config, runtime.target.device
-        self.trees = self.config.speculative is not None and self.config.speculative.topk > 1
+        self.forks = self.config.speculative is not None and self.config.speculative.forks
+        self._verified = self.config.num_verify_tokens
         self.graphs: dict[int, GraphRunner] = {}
         self.prompt_graphs: PromptGraphs | None = None
         self.sampling_table = SamplingTable(self.memory_plan.num_rows, self.model_config.vocab_size, self.device)
         self.sampler = Sampler(self.sampling_table)
         self.last_tokens = torch.zeros(self.memory_plan.num_rows + 1, dtype=torch.int32, device=self.device)
         self.staging = StagingRing(self.device)
+        self.enter_tokens: EnterTokens = enter_tokens.for_device(self.device)
+        self._inference = torch.inference_mode()  # one for all launches: making it takes as long as entering it
         self.required = RowRequirements(self.memory_plan.num_rows)
-        self._prompt_scores = PromptRequirements()
+        self._prompt_scores, self._pooling = PromptRequirements(), PoolingRequirements()
         self._last_masked: LaunchedStep | None = None  # only if it needed masks
         self.arena: StateArena | None = None
         self.host: HostCopies | None = None
@@ -87,7 +99,6 @@ class StepRunner:
         self.graphs.clear()
         self.prompt_graphs = None
 
-    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Launches a plan: moves states, packs, prepares, computes, and samples if no row is
         constrained. Returns at once (see Executor.launch in hybridrt/runtime/step/plan.py).
@@ -101,11 +112,14 @@ class StepRunner:
         if plan.admissions:
             self.required.note_admissions(plan.admissions)
             self._prompt_scores.note_admissions(plan.admissions)
-        tokens = self.config.num_verify_tokens if len(plan.decode.drafts) else 1
+            self._pooling.note_admissions(plan.admissions)
+        tokens = self._verified if len(plan.decode.drafts) else 1
         step = LaunchedStep(MaskedLines.from_plan(plan, tokens) if plan.constrained else None)
         try:
-            self._move_states(plan)
-            self._run_model(plan, tokens, step)
+            with self._inference:
+                if plan.moves or self.host is not None:
+                    self._move_states(plan)
+                self._run_model(plan, tokens, step)
         except BaseException:
             self.backend.drop_step()  # never committed; later steps would raise
             raise
@@ -144,16 +158,14 @@ class StepRunner:
         write_prefix(self.pools, self.target.tp, prefix, data)
 
     def _move_states(self, plan: StepPlan) -> None:
-        self._move_at(plan, When.FIRST)
+        pool = self.pools.req_to_token.mamba_pool
+        if pool is not None and (first := [move for move in plan.moves if move.when is When.FIRST]):
+            pool.move(first, self.staging.upload)
         if self.host is not None:
             self.host.launch(plan.host_copies)
             self.host.wait(plan.after_copies)
-        self._move_at(plan, When.BEFORE_ROWS)
-
-    def _move_at(self, plan: StepPlan, when: When) -> None:
-        pool = self.pools.req_to_token.mamba_pool
-        if plan.moves and pool is not None:
-            pool.move([move for move in plan.moves if move.when is when], self.staging.upload)
+        if pool is not None and (later := [move for move in plan.moves if move.when is When.BEFORE_ROWS]):
+            pool.move(later, self.staging.upload)
 
     def _run_model(self, plan: StepPlan, tokens: int, step: LaunchedStep) -> None:
         """Uses one graph for all rows; or a graph for the decode rows, then the chunks; or the
@@ -170,9 +182,11 @@ class StepRunner:
             self._run_eager(plan, tokens, step)
 
     def _run_eager(self, plan: StepPlan, tokens: int, step: LaunchedStep) -> None:
-        scored, places = self._prompt_scores.wanted_by_rows(plan.extend, len(plan.decode) * tokens)
+        n = len(plan.decode.rows)
+        scored, places = self._prompt_scores.wanted_by_rows(plan.extend, n * tokens)
+        pooled = self._pooling.pooled_by_rows(plan.extend, n * tokens)
         on_host = pack_step(
-            plan, tokens, self.trees, self.drafter is not None, self._chunk_sizes, self.backend.saves_at_chunks, places,
+            plan, tokens, self.forks, self.drafter is not None, self._chunk_sizes, self.backend.saves_at_chunks, places,
             self.pools.req_to_token.num_groups,
         )  # fmt: skip
         arrays: StepArrays[torch.Tensor] = self.staging.upload(on_host)
@@ -180,12 +194,12 @@ class StepRunner:
             enter_tables(self.pools, self.sampling_table, arrays.tables)
         for arrival in plan.imports:
             self.arena.import_state(arrival)  # type: ignore[union-attr]  # launch has checked
-        if not plan.decode and not plan.extend:
+        if not n and not plan.extend:
             return
         batch = self._make_batch(plan, on_host, arrays, tokens)
         self.backend.prepare(batch)
         hidden = self.model(batch)
-        if plan.decode and tokens == 1:
+        if n and tokens == 1:
             self.backend.commit(batch)
         for departure in plan.exports:
             self.arena.export_state(departure)  # type: ignore[union-attr]
@@ -193,18 +207,13 @@ class StepRunner:
         logits = self.model.logits(kept) if len(kept) else kept
         known = on_host.sample_rows, on_host.output_indices
         lines = SampledLines(arrays.sample_rows, arrays.output_indices, known, logits)
-        step.add_part(self, ForwardPart(lines, batch, arrays, hidden, scored))
+        step.add_part(self, ForwardPart(lines, batch, arrays, hidden, scored, pooled))
 
     def _run_cpu_decode(self, plan: StepPlan, steps: CPUDecode, step: LaunchedStep) -> None:
         if plan.admissions or plan.page_writes or plan.page_copies:
             self._enter_tables(plan)
         batch, indices = steps.prepare(plan.decode)
-        key = steps.key(batch)
-        logits = self.recordings.repeat(key)
-        if logits is None:
-            with self.recordings.around(key) as results:
-                logits = self.model.logits(self.model(batch))
-                results.append(logits)
+        logits = self.recordings.run(steps.recorded_slot(plan.decode), batch)
         self.backend.commit(batch)
         on_host = plan.decode.rows, plan.decode.output_indices
         step.add_part(self, ForwardPart(SampledLines(batch.req_pool_indices, indices, on_host, logits)))
@@ -214,8 +223,9 @@ class StepRunner:
         if self.prompt_graphs is None or tokens > 1 or self.drafter is not None:
             return None
         scored, _ = self._prompt_scores.wanted_by_rows(plan.extend, 0)
+        pooled = self._pooling.pooled_by_rows(plan.extend, 0)
         # Other workers' states are copied between the table changes and the model.
-        return None if scored or plan.imports or plan.exports else self.prompt_graphs.bucket(plan)
+        return None if scored or pooled or plan.imports or plan.exports else self.prompt_graphs.bucket(plan)
 
     def _replay_prompts(self, plan: StepPlan, bucket: Bucket, step: LaunchedStep) -> None:
         if not bucket.enters(plan):
@@ -227,7 +237,8 @@ class StepRunner:
     def _graph_of(self, plan: StepPlan, tokens: int) -> tuple[GraphRunner, np.ndarray, list[PageWrite]] | None:
         """Returns the decode rows' graph, its pages, and the other page writes; or None."""
         decode, graphs = plan.decode, self.graphs.get(tokens)
-        if graphs is None or not len(decode) or graphs.bucket(len(decode)) is None:
+        n = len(decode.rows)
+        if graphs is None or not n or graphs.bucket(n) is None:
             return None
         if plan.extend and plan.constrained and tokens > 1:
             return None  # drafts are committed before chunks are launched
@@ -242,7 +253,7 @@ class StepRunner:
         """Runs the chunks afterwards, with the page writes `rest`."""
         decode = plan.decode
         graphs.replay(decode, new_pages)
-        views, on_host = graphs.views_of(len(decode)), (decode.rows, decode.output_indices)
+        views, on_host = graphs.views_of(len(decode.rows)), (decode.rows, decode.output_indices)
         lines = SampledLines(views.batch.req_pool_indices, views.output_indices, on_host, views.logits)
         step.add_part(self, ForwardPart(lines, views.batch, graphs.buffers.arrays, views.hidden))
         if plan.extend:
@@ -253,11 +264,11 @@ class StepRunner:
         if (plan.imports or plan.exports) and self.arena is None:
             raise ConfigError("states cannot come or go without an arena: set transfer_bytes")
         num_drafts = int(plan.decode.num_drafts.max()) if len(plan.decode.drafts) else 0
-        width = self.config.num_verify_tokens
+        width = self._verified
         if num_drafts >= width:
             raise ConfigError(f"{num_drafts} drafts in a row; this runner verifies {width - 1}: raise num_draft_tokens")
-        if not self.trees and plan.decode.parents is not None:
-            raise ConfigError("a draft tree on a runner made for chains: use SpeculativeConfig(topk=2) or more")
+        if not self.forks and plan.decode.predecessors is not None:
+            raise ConfigError("drafts that fork, on a runner made for topk=1: use SpeculativeConfig(topk=2) or more")
 
     def _enter_tables(self, plan: StepPlan) -> None:
         if (changes := pack_tables(plan)) is not None:
@@ -266,7 +277,7 @@ class StepRunner:
     def _make_batch(
         self, plan: StepPlan, on_host: StepArrays[np.ndarray], arrays: StepArrays[torch.Tensor], tokens: int
     ) -> ForwardBatch:
-        n, table, prompts = len(plan.decode), self.pools.req_to_token, arrays.prompts
+        n, table, prompts = len(plan.decode.rows), self.pools.req_to_token, arrays.prompts
         decoded, chunks, spec = None, None, spec_info_of(arrays.drafts, tokens) if n else None
         if n:
             decoded = TokenInputs.allocate(n * tokens, self.device, table.num_groups)

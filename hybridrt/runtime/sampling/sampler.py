@@ -1,4 +1,4 @@
-"""From logits to tokens: draws greedily or by sampling, and verifies drafts."""
+"""From logits to tokens: which rows need which parts, draws, and the verification of drafts."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridrt.base.sampling_params import SamplingParams
-from hybridrt.kernels.sampling.acceptance import accept_chain, accept_tree
+from hybridrt.base.sampling_params import MAX_LOGPROBS, SamplingParams
+from hybridrt.kernels.sampling.acceptance import accept
 from hybridrt.kernels.sampling.sampling import LogitFilters, Penalties, greedy, sample
 from hybridrt.kernels.sampling.token_rules import DrawLines, apply_token_rules
-from hybridrt.runtime.step.plan import Admission
+from hybridrt.runtime.step.pack import ScoredTokens
+from hybridrt.runtime.step.plan import Admission, ExtendRow
 from hybridrt.runtime.step.sampling_table import FLOATS, SamplingTable
 
 # Every set has kernels of its own.
@@ -54,11 +55,6 @@ def _parts(params: SamplingParams) -> int:
     )
 
 
-def takes_best(parts: int) -> bool:
-    """Whether all rows take the likeliest token of logits that only rules change."""
-    return not parts & (DRAWS | PENALTIES)
-
-
 class RowRequirements:
     """The parts of sampling that each request row uses, on the host."""
 
@@ -83,8 +79,9 @@ class RowRequirements:
         parts = reduce(or_, set(self._parts.take(rows).tobytes()), 0)
         if parts & RULES and not (output_indices < self._ruled_until[rows]).any():
             parts &= ~RULES
-        wanted = self._logprobs[rows].tolist() if parts & LOGPROBS else ()
-        return parts, [None if n < 0 else n for n in wanted]
+        if not parts & LOGPROBS:
+            return parts, ()
+        return parts, [None if n < 0 else n for n in self._logprobs[rows].tolist()]
 
 
 class SampledLines(NamedTuple):
@@ -111,7 +108,7 @@ class Verification:
         positions: [n, T] int32 of all inputs: a draw's output index grows with its position.
         drafts: [n, T - 1] int32; the first num_drafts [n] int32 are drafts, the rest is padding.
         last_tokens: [R + 1] int32, which gets each row's next root.
-        parents, tree_mask: those of SpecInfo for a tree; None for chains.
+        predecessors, mask: those of SpecInfo.
     """
 
     rows: Tensor
@@ -120,14 +117,14 @@ class Verification:
     drafts: Tensor
     num_drafts: Tensor
     last_tokens: Tensor
-    parents: Tensor | None = None
-    tree_mask: Tensor | None = None
+    predecessors: Tensor | None = None
+    mask: Tensor | None = None
 
     def earlier(self) -> tuple[Tensor, Tensor]:
         """For the draw after each input, [n * T, T - 1] each: all drafts of its row, int64, and
         whether the input sees them, int32."""
         n, width = self.positions.shape
-        sees = self.tree_mask
+        sees = self.mask
         if sees is None:
             sees = torch.ones(width, width, dtype=torch.bool, device=self.drafts.device).tril().expand(n, -1, -1)
         drafts = self.drafts[:, None].expand(-1, width, -1)
@@ -148,10 +145,10 @@ class Verification:
         undefined."""
         n, width = self.positions.shape
         paths = self.drafts[:, None].expand(-1, width, -1)
-        if self.tree_mask is not None:
+        if self.mask is not None:
             depths = (self.positions[:, 1:] - self.positions[:, :1] - 1)[:, None]
             # Drafts outside the path go to a column that is cut off.
-            places = torch.where(self.tree_mask[:, :, 1:], depths, width - 1).long()
+            places = torch.where(self.mask[:, :, 1:], depths, width - 1).long()
             paths = paths.new_zeros(n, width, width).scatter_(2, places, paths)[:, :, :-1]
         return paths.reshape(n * width, -1)
 
@@ -164,8 +161,7 @@ class Accepted:
         tokens: [n, T] int64 drawn after the inputs that stay, in order; the first `counts` of a row
             are its output, the last of them -1 if its logits were not finite.
         counts: [n] int32 inputs that stay, the root included.
-        path: [n, T] int64 nodes of a tree that stay, the root first; None for chains, which keep
-            their first inputs.
+        path: [n, T] int64 places of the inputs that stay, the root first; None: the first ones.
     """
 
     tokens: Tensor
@@ -183,6 +179,7 @@ class Sampler:
 
     def __init__(self, table: SamplingTable) -> None:
         self.table = table
+        self._greedy = greedy.for_device(table.seeds.device)
 
     def __call__(
         self, logits: Tensor, rows: Tensor, output_indices: Tensor, parts: int, bitmask: Tensor | None = None
@@ -212,7 +209,7 @@ class Sampler:
             logits: [n * T, vocab].
             bitmask: [n * T, ceil(vocab / 32)] as for `__call__`.
         """
-        if parts & RULES or not takes_best(parts):
+        if parts & (RULES | DRAWS | PENALTIES):
             rows, indices = step.keys()
             if parts & RULES:
                 lines = DrawLines(rows, indices, step.known(), step.paths())
@@ -220,8 +217,10 @@ class Sampler:
             earlier = step.earlier() if parts & PENALTIES else None
             tokens = self._draw(logits, rows, indices, parts, earlier, bitmask)
         else:
-            tokens = greedy(logits, bitmask)
-        kept = self._accept(tokens.view(step.positions.shape), step)
+            tokens = self._greedy(logits, bitmask)
+        drawn = tokens.view(step.positions.shape)
+        relations = step.predecessors, step.mask
+        kept = Accepted(*accept(drawn, step.drafts, step.num_drafts, step.rows, step.last_tokens, *relations))
         if parts & (PENALTIES | WORDS):
             self._take(step, kept, parts)
         return kept
@@ -234,16 +233,6 @@ class Sampler:
             self.table.count(rows, kept.tokens.view(-1))
         if parts & WORDS:
             self.table.remember(rows, (step.output_indices[:, None] + places).view(-1), kept.tokens.view(-1))
-
-    @staticmethod
-    def _accept(tokens: Tensor, step: Verification) -> Accepted:
-        if step.parents is None or step.tree_mask is None:
-            counts = accept_chain(tokens, step.drafts, step.num_drafts, step.rows, step.last_tokens)
-            return Accepted(tokens, counts)
-        counts, path = accept_tree(tokens, step.drafts, step.num_drafts, step.parents, step.tree_mask)
-        kept = Accepted(tokens.gather(1, path), counts, path)
-        step.last_tokens[step.rows] = kept.tokens.flatten()[kept.ends()].int()
-        return kept
 
     def draft(self, logits: Tensor, rows: Tensor, output_indices: Tensor, parts: int, drafted: Tensor) -> Tensor:
         """Draws as `__call__` does, after drafts `drafted` [n, k] int64. None of them is counted."""
@@ -261,8 +250,8 @@ class Sampler:
         """`earlier`: tokens before each draw that are not counted yet, [n, k] int64, and how often
         each counts, [n, k] int32.
         """
-        if takes_best(parts):
-            return greedy(logits, bitmask)
+        if not parts & (DRAWS | PENALTIES):  # the likeliest token of logits that only rules change
+            return self._greedy(logits, bitmask)
         table, penalties = self.table, None
         constants = dict(zip(FLOATS, table.floats.index_select(1, rows)))
         if parts & PENALTIES:
@@ -282,3 +271,58 @@ class Sampler:
             bitmask=bitmask,
         )
         return sample(logits, logit_filters, table.seeds[rows], output_indices.long())
+
+
+# Reading the head's weights does not dominate, and the logits are small compared with activations.
+LINES = 128
+
+
+def prompt_logprob_bytes(vocab_size: int, itemsize: int) -> int:
+    """Most bytes on the device: logits, those of all ranks, two copies in float32, and the results."""
+    return LINES * (vocab_size * (2 * itemsize + 8) + (MAX_LOGPROBS + 1) * 12)
+
+
+class Wanted(NamedTuple):
+    """The prompt tokens of a chunk that get log-probabilities, with `top` alternatives each."""
+
+    row: int
+    tokens: Sequence[int]
+    top: int
+
+
+class PromptRequirements:
+    """The request rows that need log-probabilities of their prompts, on the host."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, tuple[int, int]] = {}  # alternatives, and tokens of the prompt
+
+    def note_admissions(self, admissions: Sequence[Admission]) -> None:
+        for a in admissions:
+            self._rows.pop(a.row, None)
+            if a.params.prompt_logprobs is not None:
+                self._rows[a.row] = a.params.prompt_logprobs, a.prompt_len
+
+    def wanted_by_rows(
+        self, extend: Sequence[ExtendRow], decoded: int
+    ) -> tuple[list[Wanted], ScoredTokens[np.ndarray] | None]:
+        """What a step's chunks give.
+
+        Args:
+            decoded: tokens of the decode rows before them.
+
+        Returns:
+            The wanted tokens; and their places in the batch, for the step's record, None where
+                there are none.
+        """
+        wanted, places = list[Wanted](), list[np.ndarray]()
+        for chunk in extend if self._rows else ():
+            top, prompt_len = self._rows.get(chunk.row, (0, 0))
+            count = min(len(chunk.tokens), prompt_len - 1 - chunk.computed)
+            if count > 0:
+                wanted.append(Wanted(chunk.row, [*chunk.tokens[1:], chunk.following][:count], top))
+                places.append(np.arange(decoded, decoded + count, dtype=np.int32))
+            decoded += len(chunk.tokens)
+        if not wanted:
+            return [], None
+        tokens = np.array([token for each in wanted for token in each.tokens], np.int32)
+        return wanted, ScoredTokens(np.concatenate(places), tokens)

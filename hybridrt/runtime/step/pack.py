@@ -1,4 +1,4 @@
-"""Packs a StepPlan into one record of int32 arrays, which goes to the device in one copy.
+"""Packs a StepPlan into one record of int32 arrays, copies it to the device, and makes a batch of it.
 
 The type is the same on host and device, for eager steps and graphs, which pad.
 """
@@ -9,7 +9,9 @@ from typing import Any, Generic, NamedTuple
 import numpy as np
 import torch
 
+from hybridrt.attention.base import AttentionBackend
 from hybridrt.base.device import PAST, Event, pinned_empty, record_event
+from hybridrt.base.forward_batch import ForwardBatch, ForwardMode, SpecInfo
 from hybridrt.kernels.core.packed import (
     A,
     Record,
@@ -20,6 +22,10 @@ from hybridrt.kernels.core.packed import (
     packed_size,
     unpack,
 )
+from hybridrt.kernels.core.records import DecodeRowInputs, TokenInputs
+from hybridrt.kernels.state.decode_inputs import decode_inputs
+from hybridrt.mem_cache.pools.pools import Pools
+from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.runtime.step.plan import DecodeRows, PageWrite, StepPlan
 from hybridrt.runtime.step.recurrent_arrays import RecurrentArrays, recurrent_lists
 from hybridrt.runtime.step.sampling_table import SamplingArrays, SamplingTable
@@ -129,7 +135,7 @@ class StepArrays(NamedTuple, Generic[A]):
 def pack_step(
     plan: StepPlan,
     tokens: int,
-    tree: bool = False,
+    forks: bool = False,
     following: bool = False,
     chunk_sizes: Sequence[int] = (),
     at_chunks: bool = False,
@@ -140,19 +146,19 @@ def pack_step(
 
     Args:
         groups: page groups.
-        tree: drafts are trees.
+        forks: drafts may be trees.
         following: also pack the token after each prompt token, for a prediction head.
         chunk_sizes, at_chunks: arguments of `recurrent_lists`.
     """
-    none = np.full((len(plan.decode), groups), -1, np.int32)
-    step, tables = pack_rows(plan.decode, tokens, tree, none), pack_tables(plan)
+    none = np.full((len(plan.decode.rows), groups), -1, np.int32)
+    step, tables = pack_rows(plan.decode, tokens, forks, none), pack_tables(plan)
     if not plan.extend:
         return StepArrays(step.rows, step.seq_lens, step.output_indices, none, step.drafts, None, tables, scored)
     # Entries of the extend rows. One array is faster than several short ones.
     row, computed, new, indices, sample = int32_array(
         [(r.row, r.computed, len(r.tokens), r.output_index, r.sample) for r in plan.extend]
     ).T
-    sampling, decoded = sample.nonzero()[0], len(plan.decode) * tokens
+    sampling, decoded = sample.nonzero()[0], len(none) * tokens
     ends = decoded + np.cumsum(new, dtype=np.int32)
     starts = np.repeat(computed + new - ends, new)
     following_ids = _flat([[*r.tokens[1:], r.following] for r in plan.extend]) if following else None
@@ -178,9 +184,9 @@ def pack_step(
     )
 
 
-def pack_rows(decode: DecodeRows, tokens: int, tree: bool, new_pages: np.ndarray) -> StepArrays[np.ndarray]:
-    """Decode rows of T `tokens`: all that a decode graph needs. With `tree` their drafts are trees."""
-    drafts = _pack_drafts(decode, tokens, tree) if tokens > 1 else None
+def pack_rows(decode: DecodeRows, tokens: int, forks: bool, new_pages: np.ndarray) -> StepArrays[np.ndarray]:
+    """Decode rows of T `tokens`: all that a decode graph needs. With `forks` drafts may be trees."""
+    drafts = _pack_drafts(decode, tokens, forks) if tokens > 1 else None
     return StepArrays(decode.rows, decode.computed + tokens, decode.output_indices, new_pages, drafts)
 
 
@@ -209,15 +215,15 @@ def _page_entries(writes: Sequence[PageWrite]) -> PageEntries[np.ndarray] | None
     return PageEntries(np.repeat(int32_array(rows), counts), np.concatenate(indices), np.concatenate(pages))
 
 
-def _pack_drafts(decode: DecodeRows, width: int, tree: bool) -> DraftArrays[np.ndarray]:
+def _pack_drafts(decode: DecodeRows, width: int, forks: bool) -> DraftArrays[np.ndarray]:
     real = np.arange(width - 1) < decode.num_drafts[:, None]
     tokens = np.zeros((len(decode), width - 1), np.int32)
     tokens[real] = decode.drafts
-    if not tree:
+    if not forks:
         return DraftArrays(decode.num_drafts, tokens)
     parents = np.tile(np.arange(-1, width - 1, dtype=np.int32), (len(decode), 1))
-    if decode.parents is not None:
-        parents[:, 1:][real] = decode.parents
+    if decode.predecessors is not None:
+        parents[:, 1:][real] = decode.predecessors
     return DraftArrays(decode.num_drafts, tokens, parents, _ancestors(parents))
 
 
@@ -230,6 +236,26 @@ def _ancestors(parents: np.ndarray) -> np.ndarray:
     for node in range(1, width):
         ancestors[:, node] = ancestors[np.arange(n), parents[:, node]] | 1 << node
     return ancestors
+
+
+def spec_info_of(drafts: DraftArrays[torch.Tensor] | None, tokens: int) -> SpecInfo | None:
+    """SpecInfo of a step of T `tokens` a row; None without drafts. `fill_relations` fills its mask."""
+    if drafts is None:
+        return None
+    counts, mask = drafts.counts, None
+    if drafts.parents is not None:
+        mask = torch.zeros(len(counts), tokens, tokens, dtype=torch.bool, device=counts.device)
+    return SpecInfo(tokens, drafts.parents, mask, counts)
+
+
+def fill_relations(spec: SpecInfo, drafts: DraftArrays[torch.Tensor], bs: int, positions: torch.Tensor) -> None:
+    """Writes what the inputs of the first `bs` rows see into `spec`, and their `positions`, which
+    are those of their KV slots before."""
+    if spec.mask is None or drafts.ancestors is None:
+        return
+    inputs = torch.arange(spec.tokens_per_row, dtype=torch.int32, device=positions.device)
+    spec.mask[:bs] = (drafts.ancestors[:bs, :, None] >> inputs & 1).bool()
+    positions.copy_(spec.positions(positions))
 
 
 def _flat(parts: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
@@ -300,3 +326,60 @@ class StagingRing:
         i = self._next
         self._events[i] = record_event(self.device, self._events[i])
         self._next = (i + 1) % len(self._pinned)
+
+
+def enter_tables(pools: Pools, sampling_table: SamplingTable, changes: TableChanges[torch.Tensor]) -> None:
+    """Applies admissions (and zeroes their state slots), page-table entries and page copies."""
+    table = pools.req_to_token
+    if (admissions := changes.admissions) is not None:
+        table.admit(admissions.rows, admissions.state_slots, admissions.phases)
+        sampling_table.enter_rows(admissions.rows.long(), admissions.sampling)
+    if (entries := changes.pages) is not None:
+        table.write_pages(entries.rows, entries.indices, entries.pages)
+    if (copies := changes.copies) is not None:
+        pools.kv.copy_pages(copies.sources.long(), copies.targets.long())
+
+
+def fill_decode(
+    inputs: TokenInputs,
+    arrays: StepArrays[torch.Tensor],
+    bs: int,
+    spec: SpecInfo | None,
+    last_tokens: torch.Tensor,
+    table: HybridReqToTokenPool,
+) -> None:
+    """Computes the inputs of the first `bs` rows, and what they see in `spec`."""
+    drafts = arrays.drafts
+    step = DecodeRowInputs(
+        arrays.rows[:bs], arrays.seq_lens[:bs], arrays.new_pages[:bs],
+        *(() if drafts is None else (drafts.tokens[:bs], drafts.counts[:bs])),
+    )  # fmt: skip
+    decode_inputs(inputs, step, last_tokens, table.tables, table.page_size)
+    if spec is not None and drafts is not None:
+        fill_relations(spec, drafts, bs, inputs.positions)
+
+
+def make_batch(
+    backend: AttentionBackend,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    inputs: TokenInputs,
+    num_decode_rows: int,
+    spec_info: SpecInfo | None,
+    num_real: int | None = None,
+    **of_the_host: Any,
+) -> ForwardBatch:
+    """A step, with the mode of its segments.
+
+    Args:
+        num_real: None: all rows are real.
+        of_the_host: other fields of ForwardBatch.
+    """
+    mode = ForwardMode.TARGET_VERIFY if spec_info else ForwardMode.DECODE
+    if num_decode_rows < len(rows):
+        mode = ForwardMode.MIXED if num_decode_rows else ForwardMode.EXTEND
+    return ForwardBatch(
+        mode, inputs.input_ids, inputs.positions, rows, seq_lens, query_start_loc, inputs.out_cache_loc,
+        len(rows) if num_real is None else num_real, num_decode_rows, backend, spec_info=spec_info, **of_the_host,
+    )  # fmt: skip

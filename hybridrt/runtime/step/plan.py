@@ -131,7 +131,7 @@ class DecodeRow(NamedTuple):
     computed: int
     output_index: int
     drafts: Sequence[int] = ()
-    parents: Sequence[int] | None = None
+    predecessors: Sequence[int] | None = None
 
 
 class DecodeRows(msgspec.Struct, frozen=True, array_like=True, eq=False):
@@ -145,8 +145,8 @@ class DecodeRows(msgspec.Struct, frozen=True, array_like=True, eq=False):
             keys the draw.
         num_drafts: proposed tokens to verify after the input (speculative decoding).
         drafts: [sum(num_drafts)] int32, row after row.
-        parents: None if all drafts are chains; else [sum(num_drafts)] int32, the index of each
-            draft's parent among (input, *drafts) of its row, parents first.
+        predecessors: None if each draft follows the token before it; else [sum(num_drafts)] int32,
+            the index of the token that it follows among (input, *drafts) of its row.
 
     Raises:
         ValueError: the columns do not belong together.
@@ -157,13 +157,13 @@ class DecodeRows(msgspec.Struct, frozen=True, array_like=True, eq=False):
     output_indices: np.ndarray = NO_INTEGERS
     num_drafts: np.ndarray = NO_INTEGERS
     drafts: np.ndarray = NO_INTEGERS
-    parents: np.ndarray | None = None
+    predecessors: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         n, total = len(self.rows), int(self.num_drafts.sum()) if len(self.drafts) else np.count_nonzero(self.num_drafts)
         if not n == len(self.computed) == len(self.output_indices) == len(self.num_drafts):
             raise ValueError(f"columns of {n} decode rows differ in length")
-        if len(self.drafts) != total or (self.parents is not None and len(self.parents) != total):
+        if len(self.drafts) != total or (self.predecessors is not None and len(self.predecessors) != total):
             raise ValueError(f"{len(self.drafts)} drafts where num_drafts counts {total}")
 
     @classmethod
@@ -171,17 +171,17 @@ class DecodeRows(msgspec.Struct, frozen=True, array_like=True, eq=False):
         rows = list(rows)
         lines, computed = int32s(r.row for r in rows), int32s(r.computed for r in rows)
         indices = int32s(r.output_index for r in rows)
-        return cls.with_drafts(lines, computed, indices, [r.drafts for r in rows], [r.parents for r in rows])
+        return cls.with_drafts(lines, computed, indices, [r.drafts for r in rows], [r.predecessors for r in rows])
 
     @classmethod
     def with_drafts(
         cls, rows: np.ndarray, computed: np.ndarray, output_indices: np.ndarray, drafts: Sequence[Sequence[int]],
-        parents: Sequence[Sequence[int] | None],
+        predecessors: Sequence[Sequence[int] | None],
     ) -> "DecodeRows":  # fmt: skip
-        """Columns, and each row's drafts and their parents (None for a chain)."""
+        """Columns, and each row's drafts and their predecessors."""
         flat = None
-        if any(p is not None for p in parents):
-            flat = int32s(i for d, p in zip(drafts, parents) for i in (range(len(d)) if p is None else p))
+        if any(p is not None for p in predecessors):
+            flat = int32s(i for d, p in zip(drafts, predecessors) for i in (range(len(d)) if p is None else p))
         counts, tokens = int32s(map(len, drafts)), int32s(token for d in drafts for token in d)
         return cls(rows, computed, output_indices, counts, tokens, flat)
 
@@ -262,11 +262,14 @@ class StepResult:
     Attributes:
         prompt_logprobs: scores by request row, for each extend row of a request with
             `prompt_logprobs`: those of the prompt tokens that follow the chunk's tokens, in order.
+        pooled: sums of hidden states [hidden] float32 by request row, for chunks of requests with
+            `pooling`.
     """
 
     tokens: list[list[int]]
     logprobs: list[list[TokenLogprobs] | None]
     prompt_logprobs: dict[int, TokenScores] = field(default_factory=dict)
+    pooled: dict[int, np.ndarray] = field(default_factory=dict)
 
 
 class StepHandle(Protocol):

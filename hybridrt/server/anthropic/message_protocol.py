@@ -7,6 +7,80 @@ from pydantic import Discriminator, Field, Tag
 from hybridrt.server.core.protocol import MAX_MESSAGES, Body, ListOf, Rested, Sampling, TextPart, tag_of
 
 
+class PlainSource(Body):
+    """A document as text."""
+
+    type: Literal["text"]
+    data: str
+
+
+class PartsSource(Body):
+    """A document as parts of text."""
+
+    type: Literal["content"]
+    content: str | ListOf[TextPart]
+
+
+Source = Annotated[
+    Annotated[PlainSource, Tag("tagged-text")] | Annotated[PartsSource, Tag("tagged-content")],
+    Discriminator(
+        tag_of(),
+        custom_error_type="source_type",
+        custom_error_message="type must be text or content: this server reads no files and no addresses",
+    ),
+]
+
+
+class Citations(Body):
+    """Whether the answer should cite: it does not."""
+
+    enabled: Literal[False] | None = None
+
+
+class Document(Body):
+    """A text with a title. The model reads it as text."""
+
+    type: Literal["document"]
+    source: Source
+    title: str | None = None
+    context: str | None = None
+    citations: Citations | None = None
+
+    @property
+    def text(self) -> str:
+        """Title and context before the text, an empty line after each."""
+        source = self.source
+        content = source.data if isinstance(source, PlainSource) else source.content
+        body = content if isinstance(content, str) else "\n".join(part.text for part in content)
+        return "\n\n".join(part for part in (self.title, self.context, body) if part)
+
+
+class SearchResult(Body):
+    """What a search of the client has found. The model reads it as text."""
+
+    type: Literal["search_result"]
+    source: str
+    title: str
+    content: ListOf[TextPart]
+    citations: Citations | None = None
+
+    @property
+    def text(self) -> str:
+        """Title and source before the text."""
+        return "\n\n".join([f"{self.title}\n{self.source}", *(part.text for part in self.content)])
+
+
+TextBlock = Annotated[
+    Annotated[TextPart, Tag("tagged-text")]
+    | Annotated[Document, Tag("tagged-document")]
+    | Annotated[SearchResult, Tag("tagged-search_result")],
+    Discriminator(
+        tag_of(), custom_error_type="block_type", custom_error_message="type must be text, document or search_result"
+    ),
+]
+TEXTS = (TextPart, Document, SearchResult)
+
+
 class ToolUse(Body):
     """A call that the model has made."""
 
@@ -21,7 +95,7 @@ class ToolResult(Body):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | ListOf[TextPart] | None = None
+    content: str | ListOf[TextBlock] | None = None
     is_error: bool | None = None
 
 
@@ -40,6 +114,8 @@ class RedactedThinking(Body):
 
 Block = Annotated[
     Annotated[TextPart, Tag("tagged-text")]
+    | Annotated[Document, Tag("tagged-document")]
+    | Annotated[SearchResult, Tag("tagged-search_result")]
     | Annotated[ToolUse, Tag("tagged-tool_use")]
     | Annotated[ToolResult, Tag("tagged-tool_result")]
     | Annotated[Thinking, Tag("tagged-thinking")]
@@ -47,7 +123,8 @@ Block = Annotated[
     Discriminator(
         tag_of(),
         custom_error_type="block_type",
-        custom_error_message="type must be text, tool_use, tool_result, thinking or redacted_thinking",
+        custom_error_message="type must be text, document, search_result, tool_use, tool_result, thinking or "
+        "redacted_thinking",
     ),
 ]
 
@@ -107,6 +184,7 @@ class CountRequest(Sampling):
     tool_choice: MessageToolChoice | None = None
     thinking: ThinkingOptions | None = None
     output_config: OutputOptions | None = None
+    output_format: OutputFormat | None = None  # the older name of output_config.format
     chat_template_kwargs: dict[str, Any] | None = None
 
 

@@ -1,17 +1,21 @@
 """/v1/messages: Anthropic's Messages API, mapped to requests of /v1/chat/completions."""
 
 import json
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from starlette.types import Scope
 
 from hybridrt.server.anthropic.message_protocol import (
+    TEXTS,
     Block,
     CountRequest,
     MessageRequest,
     MessageToolChoice,
     MessageTurn,
+    OutputFormat,
+    TextBlock,
     Thinking,
     ThinkingOptions,
     ToolResult,
@@ -19,7 +23,7 @@ from hybridrt.server.anthropic.message_protocol import (
 )
 from hybridrt.server.anthropic.message_reply import MessageReply
 from hybridrt.server.core.protocol import ChatRequest, TextPart
-from hybridrt.server.core.service import Service
+from hybridrt.server.core.service import Service, check_body
 from hybridrt.server.openai.chat import as_chat_request, conversation_of, function_call, function_tool, prepare_chat
 from hybridrt.server.wire.errors import APIError
 
@@ -34,7 +38,9 @@ async def start_message(service: Service, body: MessageRequest, scope: Scope) ->
     Raises:
         APIError, HybridrtError: it is refused. Nothing has started.
     """
-    chat = await service.off_loop(scope, partial(_as_chat, body))
+    service.check_model(body.model)
+    check_body("messages", body)
+    chat = await service.off_loop(scope, partial(_as_chat, "messages", body, service.chat.reasoning is not None))
     prepared = await prepare_chat(service, chat, scope)
     name, deltas = service.submit([prepared.prompt], "msg_", body, scope)
     return MessageReply(service, name, deltas, body, prepared)
@@ -47,17 +53,20 @@ async def count_tokens(service: Service, body: CountRequest, scope: Scope) -> in
         APIError, HybridrtError: it cannot be rendered, or is too long.
     """
     service.check_model(body.model)
-    conversation = await service.off_loop(scope, lambda: conversation_of(_as_chat(body)))
+    check_body("count", body)
+    conversation = await service.off_loop(scope, lambda: conversation_of(_as_chat("count", body, False)))
     text = await service.render_chat(conversation)
     return len(await service.encode(text, bare=True))
 
 
-def _as_chat(body: CountRequest) -> ChatRequest:
-    thinking, output = body.thinking, body.output_config
+def _as_chat(form_name: str, body: CountRequest, limits_thinking: bool) -> ChatRequest:
+    """`limits_thinking`: the model thinks between tags. Without them a budget has nothing to limit."""
+    thinking, output, form = body.thinking, body.output_config, _form(body)
     effort = "none" if thinking and thinking.type == "disabled" else output and output.effort
     stops = body.stop_sequences if isinstance(body, MessageRequest) else None
     prefilled = _is_prefilled(body.messages[-1])
     return as_chat_request(
+        form_name,
         body,
         messages=_messages(body),
         stop=stops or body.stop,
@@ -65,8 +74,8 @@ def _as_chat(body: CountRequest) -> ChatRequest:
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
         reasoning_effort=effort,
-        thinking_token_budget=thinking and thinking.budget_tokens,
-        response_format=output and output.format and _format(output.format.schema_),
+        thinking_token_budget=thinking and thinking.budget_tokens if limits_thinking else None,
+        response_format=form and _format(form.schema_),
         chat_template_kwargs=_switches(thinking) | (body.chat_template_kwargs or {}),
         add_generation_prompt=not prefilled,
         continue_final_message=prefilled,
@@ -86,6 +95,13 @@ def _tool_choice(choice: MessageToolChoice | None) -> Any:
     if choice.name is None:
         raise APIError(400, "tool_choice of type tool needs the name of a tool", "tool_choice.name")
     return function_tool(choice.name)
+
+
+def _form(body: CountRequest) -> OutputFormat | None:
+    form = body.output_config and body.output_config.format
+    if form is not None and body.output_format is not None:
+        raise APIError(400, "output_format and output_config.format both say what the text looks like", "output_format")
+    return form or body.output_format
 
 
 def _format(schema: dict[str, Any]) -> dict[str, Any]:
@@ -114,7 +130,7 @@ def _messages(body: CountRequest) -> list[dict[str, Any]]:
 
 def _assistant(blocks: list[Block]) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant"}
-    message["content"] = "".join(block.text for block in blocks if isinstance(block, TextPart))
+    message["content"] = "".join(block.text for block in blocks if isinstance(block, TEXTS))
     if thoughts := [block.thinking for block in blocks if isinstance(block, Thinking)]:
         message["reasoning_content"] = "".join(thoughts)
     calls = [function_call(b.id, b.name, json.dumps(b.input)) for b in blocks if isinstance(b, ToolUse)]
@@ -127,12 +143,12 @@ def _user(role: str, blocks: list[Block]) -> list[dict[str, Any]]:
         {"role": "tool", "tool_call_id": block.tool_use_id, "content": _content(block.content or "")}
         for block in results
     ]
-    texts = [block for block in blocks if isinstance(block, TextPart)]
+    texts = [block for block in blocks if isinstance(block, TEXTS)]
     if texts or not results:
         messages.append({"role": role, "content": _content(texts)})
     return messages
 
 
-def _content(content: str | list[TextPart]) -> str | list[dict[str, str]]:
+def _content(content: str | Sequence[TextBlock]) -> str | list[dict[str, str]]:
     """The chat template joins parts."""
     return content if isinstance(content, str) else [{"type": "text", "text": part.text} for part in content]

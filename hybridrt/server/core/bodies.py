@@ -36,6 +36,11 @@ def body_bytes(scope: Scope) -> int:
     return found
 
 
+def add_body_bytes(scope: Scope, more: int) -> None:
+    """Counts bytes that a request has not brought and names, as those of its body."""
+    scope[_BODY_BYTES] = body_bytes(scope) + more
+
+
 def route_class(llm: AsyncLLM) -> type[APIRoute]:
     """Routes whose bodies are limited."""
     most = max(MAX_VALUES, llm.llm.plan.max_model_len + SMALL)

@@ -12,8 +12,11 @@ from hybridrt.chat.registry import REASONING_PARSERS, TOOL_PARSERS, choose
 from hybridrt.server.core.pages import host_name
 
 API_KEY_VARIABLE = "HYBRIDRT_API_KEY"
+LOG_LEVELS = ("debug", "info", "warning", "error")
 _HEADER_TEXT = re.compile(r"[\x21-\x7e]+")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/]+")  # what browsers send
+_ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+")
+MAX_UDS_BYTES = 107  # sockaddr_un
 _HTTP_URL = re.compile(r"https?://[^\s/]+\S*")
 
 
@@ -24,6 +27,8 @@ class ServerConfig:
     Args:
         host: address to listen on. The default is reached from this machine alone.
         port: 0 takes any free one.
+        uds: path of a Unix socket to listen on, instead of `host` and `port`.
+        root_path: what a proxy puts before all paths, such as /llm.
         served_model_names: names of the model in requests; empty: the name under which it was
             loaded.
         api_keys: requests need one of them (`Authorization: Bearer KEY`), except /health and
@@ -34,15 +39,20 @@ class ServerConfig:
             IP address if `host` is 0.0.0.0 or ::.
         allowed_origins: web pages of these origins may call (CORS); "*": all. Empty: none.
         chat_template: Jinja text that replaces the model's own; None keeps that.
+        request_chat_templates: requests may bring a chat template of their own.
         tool_parser, reasoning_parser: names of formats; "auto": by the chat template; "none": off.
         max_waiting: samples that may wait; more are answered with 429.
         max_body_bytes: longer bodies are answered with 413.
         max_prompts: prompts of one request of /v1/completions.
         max_samples: `n` times prompts of one request.
+        max_stored_responses: responses of /v1/responses that are kept for later requests; the
+            oldest make room. 0 keeps none.
+        max_stored_bytes: bytes of all of these.
         request_timeout: seconds that a request may take, its answer's last byte included.
         drain_timeout: seconds that running requests get after SIGTERM.
         step_timeout: seconds after which a step that has not ended makes /health fail.
         stats_interval: seconds between two lines of statistics; 0 writes none.
+        log_level: least level of log lines: debug, info, warning or error.
         access_log: write a line for each request.
         otlp_endpoint: for OpenTelemetry spans, such as http://collector:4318/v1/traces; None makes
             none.
@@ -53,6 +63,8 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    uds: str | None = None
+    root_path: str = ""
     served_model_names: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     tls_certificate: str | None = None
@@ -60,16 +72,20 @@ class ServerConfig:
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     chat_template: str | None = None
+    request_chat_templates: bool = False
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
     max_waiting: int = 4096
     max_body_bytes: int = 16 * 2**20
     max_prompts: int = 1024
     max_samples: int = 1024
+    max_stored_responses: int = 1024
+    max_stored_bytes: int = 64 * 2**20
     request_timeout: float = 600.0
     drain_timeout: float = 30.0
     step_timeout: float = 120.0
     stats_interval: float = 10.0
+    log_level: str = "info"
     access_log: bool = True
     otlp_endpoint: str | None = None
 
@@ -79,11 +95,20 @@ class ServerConfig:
         for name in ("max_waiting", "max_body_bytes", "max_prompts", "max_samples"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("max_stored_responses", "max_stored_bytes"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 or more")
         for name in ("request_timeout", "step_timeout", "drain_timeout", "stats_interval"):
             seconds, zero_is_refused = getattr(self, name), name in ("request_timeout", "step_timeout")
             if not math.isfinite(seconds) or seconds < 0 or (zero_is_refused and seconds == 0):
                 least = "above 0" if zero_is_refused else "0 or more"
                 raise ConfigError(f"{name} is {seconds}; it must be a number of seconds, {least}")
+        if self.log_level not in LOG_LEVELS:
+            raise ConfigError(f"log_level is {self.log_level!r}; it must be one of {', '.join(LOG_LEVELS)}")
+        if self.root_path and not _ROOT_PATH.fullmatch(self.root_path):
+            raise ConfigError(f"root_path is {self.root_path!r}; it must be like /llm, without a slash at its end")
+        if self.uds is not None and not 0 < len(self.uds.encode()) <= MAX_UDS_BYTES:
+            raise ConfigError(f"uds has {len(self.uds.encode())} bytes; a path of a socket has 1 to {MAX_UDS_BYTES}")
         self._check_tls()
         for registry, name in ((TOOL_PARSERS, self.tool_parser), (REASONING_PARSERS, self.reasoning_parser)):
             choose(registry, name, template="")  # raises for an unknown name

@@ -7,6 +7,7 @@ import logging
 import re
 import time
 import uuid
+from itertools import product
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -17,10 +18,10 @@ from hybridrt.server.core.config import ServerConfig
 from hybridrt.server.core.pages import PageRules, check_content_type
 from hybridrt.server.core.refusals import LargeBody, Refusals
 from hybridrt.server.core.respond import CLIENT_GONE, FAILURE, ClientGone
-from hybridrt.server.core.service import RECORD
-from hybridrt.server.wire.errors import ANTHROPIC_PATH, APIError, error_response
+from hybridrt.server.core.service import OWNER, RECORD
+from hybridrt.server.wire.errors import APIError, error_response
 
-OPEN_PATHS = ("/health", "/ready")
+OPEN_PATHS = ("/health", "/ping", "/ready")
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _SECONDS = re.compile(rb"\d{1,9}(\.\d{1,9})?")
 _SENT = "hybridrt.sent"
@@ -57,13 +58,16 @@ class Guard:
                 allow_origins=config.allowed_origins,
                 allow_methods=("GET", "POST"),
                 allow_headers=("*",),
-                expose_headers=("Retry-After", "X-Request-Id"),
+                expose_headers=("Retry-After", "Warning", "X-Request-Id"),
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        root = self._config.root_path
+        if root and scope["path"].startswith(root + "/"):  # a proxy may strip it or not
+            scope["path"] = scope["path"][len(root) :]
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
@@ -74,7 +78,7 @@ class Guard:
             self._pages.check_sender(scope)
             await self._entry(scope, receive, answer)
         except APIError as e:  # before CORS: no page reads it
-            await error_response(e, scope["path"])(scope, receive, answer)
+            await error_response(e, scope)(scope, receive, answer)
         finally:
             scope[RECORD].setdefault("status", answer.status)
             scope.pop(FAILURE, None)  # uvicorn keeps the scope until the next request
@@ -91,7 +95,7 @@ class Guard:
         except ClientGone:
             answer.status = CLIENT_GONE
         except APIError as e:
-            await error_response(e, scope["path"])(scope, receive, send)
+            await error_response(e, scope)(scope, receive, send)
         except asyncio.CancelledError:
             # The event loop closes, after a second signal; uvicorn would write tracebacks.
             log.info("request %s is cut off", answer.request_id.decode())
@@ -111,21 +115,21 @@ class Guard:
         if length.isdigit() and len(length) < 19 and int(length) > self._config.max_body_bytes:
             raise _too_long(self._config.max_body_bytes)
         asked = self._keys and scope["path"] not in OPEN_PATHS
-        key = self._check_key(scope, headers) if asked else b""
+        key = self._check_key(headers) if asked else b""
+        if key:
+            scope[OWNER] = f"key{self._keys.index(key)}/"
         check_content_type(scope)
         return key
 
-    def _check_key(self, scope: Scope, headers: dict[bytes, bytes]) -> bytes:
-        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        if scope["path"].startswith(ANTHROPIC_PATH) and b"x-api-key" in headers:
-            scheme, key = b"bearer", headers[b"x-api-key"]
+    def _check_key(self, headers: dict[bytes, bytes]) -> bytes:
+        scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+        brought = bearer.strip() if scheme.lower() == b"bearer" else b"", headers.get(b"x-api-key", b"").strip()
         # All are compared: the time does not tell which one is near.
-        matches = [hmac.compare_digest(key.strip(), known) for known in self._keys]
-        if scheme.lower() != b"bearer" or not any(matches):
-            raise APIError(
-                401, "a valid API key is needed: send it as Authorization: Bearer KEY", code="invalid_api_key"
-            )
-        return key.strip()
+        matches = [known for key, known in product(brought, self._keys) if hmac.compare_digest(key, known)]
+        if not matches:
+            text = "a valid API key is needed: send it as Authorization: Bearer KEY, or as x-api-key: KEY"
+            raise APIError(401, text, code="invalid_api_key")
+        return matches[0]
 
     def _seconds(self, headers: dict[bytes, bytes]) -> float:
         asked = headers.get(b"x-request-timeout")
@@ -154,10 +158,10 @@ class _Sent:
 
     async def send_end(self, error: APIError, scope: Scope, receive: Receive, send: Send) -> None:
         if not self.status:
-            await error_response(error, scope["path"])(scope, receive, send)
+            await error_response(error, scope)(scope, receive, send)
         elif self.is_stream and not self.ended:
             self.status = error.status
-            last = scope[FAILURE](error, scope["path"])
+            last = scope[FAILURE](error, scope)
             try:
                 async with asyncio.timeout(_SEND_SECONDS):
                     await self._send({"type": "http.response.body", "body": last, "more_body": False})

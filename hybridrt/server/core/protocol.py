@@ -15,6 +15,8 @@ from hybridrt.base.sampling_params import MAX_BIASES
 
 # Limit of one request: more would hold up other requests, and few models have room for as many.
 MAX_MESSAGES = 16384
+MAX_STRUCTURES = 64
+MAX_TEMPLATE = 2**16  # characters
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -85,11 +87,23 @@ class JSONSchema(Body):
     strict: bool | None = None
 
 
-class ResponseFormat(Body):
-    """Text of any form, a JSON object, or JSON that a schema accepts."""
+class Structure(Body):
+    """A tag within text, and the schema of what is in it."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    begin: str
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    end: str
+
+
+class ResponseFormat(Body):
+    """Text of any form, a JSON object, JSON that a schema accepts, or text with tags."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JSONSchema | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")  # llama.cpp's place
+    structures: Annotated[list[Structure], Field(max_length=MAX_STRUCTURES), _FirstError()] | None = None
+    triggers: Annotated[list[str], Field(max_length=MAX_STRUCTURES), _FirstError()] | None = None
+    format: Any = None  # xgrammar's newer form of structural tags, which is refused
 
 
 class StructuredFields(Body):
@@ -100,6 +114,8 @@ class StructuredFields(Body):
     regex: str | None = None
     choice: ListOf[str] | None = None
     grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
 
 
 class Sampling(Body):
@@ -166,8 +182,6 @@ class CompletionRequest(Sampling):
     echo: bool | None = False
     logprobs: int | None = None
     add_special_tokens: bool | None = True
-    best_of: int | None = None
-    suffix: str | None = None
 
 
 class TextPart(Body):
@@ -177,12 +191,37 @@ class TextPart(Body):
     text: str
 
 
+class NamedPart(Body):
+    """The same by the name that another form gives it."""
+
+    type: Literal["input_text", "output_text"]
+    text: str
+
+
+class RefusalPart(Body):
+    """An assistant's refusal, which is text for the model."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("tagged-text")]
+    | Annotated[NamedPart, Tag("tagged-input_text")]
+    | Annotated[NamedPart, Tag("tagged-output_text")]
+    | Annotated[RefusalPart, Tag("tagged-refusal")],
+    Discriminator(
+        tag_of(), custom_error_type="part_type", custom_error_message="type must be text, input_text or output_text"
+    ),
+]
+
+
 class Message(BaseModel):
     """One turn of a conversation. Further fields reach the chat template as they are."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | ListOf[TextPart] | None = None
+    content: str | ListOf[Part] | None = None
 
 
 class ChatFields(BaseModel):
@@ -194,6 +233,7 @@ class ChatFields(BaseModel):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     thinking_token_budget: int | None = None
+    chat_template: Annotated[str | None, Field(min_length=1, max_length=MAX_TEMPLATE)] = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None

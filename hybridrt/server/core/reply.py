@@ -2,16 +2,18 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
+
+from starlette.types import Scope
 
 from hybridrt.chat.events import CallArguments, CallBegin, Content, Event, Reasoning
 from hybridrt.engine.api.async_llm import DeltaStream
 from hybridrt.engine.api.chats import PreparedChat
 from hybridrt.engine.request.outputs import Delta
 from hybridrt.server.core.protocol import Sampling
-from hybridrt.server.core.service import Service
+from hybridrt.server.core.service import Asked, Service
 from hybridrt.server.core.text_tokens import Piece
 from hybridrt.server.wire.errors import APIError, stream_end
 from hybridrt.server.wire.sse import named_events
@@ -28,10 +30,13 @@ class Reply(ABC):
         body: body of the request; `streams` says whether as a stream.
 
     Attributes:
+        warnings: what of the request was left out, for the header `Warning`; ASCII, without quotes.
         in_thread: runs work in a thread that makes large answers. `weight` says what is large.
     """
 
-    def __init__(self, service: Service, name: str, deltas: DeltaStream, body: Sampling) -> None:
+    warnings: Sequence[str] = ()
+
+    def __init__(self, service: Service, name: str, deltas: DeltaStream, body: Asked) -> None:
         self.name, self.deltas, self.streams = name, deltas, bool(body.stream)
         self.model = body.model or service.names[0]
         self.created = int(time.time())
@@ -59,9 +64,9 @@ class Reply(ABC):
     def closing(self) -> Iterator[bytes]:
         """Bytes at the end of a stream, after all tokens."""
 
-    def failure(self, error: APIError, path: str) -> bytes:
+    def failure(self, error: APIError, scope: Scope) -> bytes:
         """Bytes at the end of a stream that an error has ended."""
-        return stream_end(error, path)
+        return stream_end(error, scope)
 
     def weight(self, delta: Delta) -> int:
         """Microseconds or so to make bytes of a delta: the event loop makes small ones itself."""

@@ -39,13 +39,20 @@ async def respond(answer: Reply, request: Request) -> Response:
     """
     record(request.scope, model=answer.model, stream=answer.streams, prompt_tokens=answer.prompt_tokens)
     if answer.streams:
-        return EventStream(answer)
+        return _with_warnings(EventStream(answer), answer)
     try:
         body = await _while_connected(request.receive, _whole(answer))
     finally:
         answer.deltas.close()
     record(request.scope, **answer.facts())
-    return Response(body[0], media_type="application/json") if len(body) == 1 else LargeJSON(body)
+    response = Response(body[0], media_type="application/json") if len(body) == 1 else LargeJSON(body)
+    return _with_warnings(response, answer)
+
+
+def _with_warnings(response: Response, answer: Reply) -> Response:
+    for text in answer.warnings:
+        response.headers.append("Warning", f'299 hybridrt "{text}"')
+    return response
 
 
 async def _whole(answer: Reply) -> list[bytes]:
@@ -128,7 +135,7 @@ class EventStream(Response):
         except HybridrtError as e:
             error = as_api_error(e)
             record(scope, status=error.status)
-            last = answer.failure(error, scope["path"])
+            last = answer.failure(error, scope)
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     def _write_now(self, writer: BodyWriter, delta: Delta) -> bool:

@@ -1,16 +1,21 @@
 """The parts that endpoints share: the model, its names, and the way from a body to a running request."""
 
+import math
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
-from typing import Any
+from hashlib import sha256
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 from starlette.types import Scope
 
 from hybridrt.base.errors import CheckpointError, RequestError
 from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.base.version import __version__
 from hybridrt.chat.chat import Chat
 from hybridrt.chat.conversation import Conversation
 from hybridrt.engine.api.async_llm import AsyncLLM, DeltaStream
@@ -22,13 +27,31 @@ from hybridrt.server.core.answer_size import EntryRoom, check_output, check_repe
 from hybridrt.server.core.bodies import SMALL, body_bytes
 from hybridrt.server.core.config import ServerConfig
 from hybridrt.server.core.protocol import Sampling
+from hybridrt.server.core.request_fields import refuse_fields
+from hybridrt.server.core.response_store import ResponseStore
 from hybridrt.server.core.structured import structured_outputs
 from hybridrt.server.core.token_text import TokenNumbers, TokenText
 from hybridrt.server.wire.errors import APIError
 
 SAMPLING_FIELDS = {f.name for f in fields(SamplingParams)} & set(Sampling.model_fields) - {"structured_outputs"}
-ID_PREFIXES = ("cmpl-", "chatcmpl-", "resp_", "msg_")
+ID_PREFIXES = ("cmpl-", "chatcmpl-", "resp_", "msg_", "embd-")
+KEPT_TEMPLATES = 16  # of requests
+WAIT_SHARE = 0.5  # of `request_timeout` that a request may wait for others; the rest is for its answer
 RECORD = "hybridrt.record"
+OWNER = "hybridrt.owner"  # where a request's scope keeps which key has sent it
+
+
+class Asked(Protocol):
+    """What every body says of its request."""
+
+    @property
+    def model(self) -> str | None: ...
+    @property
+    def stream(self) -> bool | None: ...
+    @property
+    def request_id(self) -> str | None: ...
+    @property
+    def return_token_ids(self) -> bool | None: ...
 
 
 @dataclass
@@ -37,6 +60,8 @@ class Service:
 
     Attributes:
         ready: the model is warm, and the server is not shutting down.
+        running: answers of /v1/responses that have not ended, by owner and id.
+        responses: those that have ended and are kept.
         created: when the server began, in seconds since 1970.
     """
 
@@ -45,11 +70,22 @@ class Service:
     ready: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     entry_room: EntryRoom = field(default_factory=EntryRoom)
+    running: WeakValueDictionary[str, Any] = field(default_factory=WeakValueDictionary)
+
+    def __post_init__(self) -> None:
+        self._foreign = OrderedDict[str, Chat]()
+        self.responses = ResponseStore(self.config.max_stored_responses, self.config.max_stored_bytes)
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the model in requests; answers have the first."""
         return self.config.served_model_names or (self.llm.llm.config.model,)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Tells settings apart with which a seed may give another output."""
+        settings = f"{self.llm.llm.config!r} {self.llm.llm.device} {__version__}"
+        return f"hybridrt-{__version__}-{sha256(settings.encode()).hexdigest()[:8]}"
 
     @cached_property
     def token_text(self) -> TokenText:
@@ -72,6 +108,25 @@ class Service:
         assert self.tokenizer is not None
         return self.llm.llm.chats(self.config.chat_template, self.config.tool_parser, self.config.reasoning_parser)
 
+    def chat_with(self, template: str | None) -> Chat:
+        """The same with a template of a request.
+
+        Raises:
+            APIError: requests may not bring one here.
+        """
+        if template is None:
+            return self.chat
+        if not self.config.request_chat_templates:
+            text = "chat_template is off: start the server with --chat-template, or with --request-chat-templates"
+            raise APIError(400, text, "chat_template", "unsupported")
+        if template not in self._foreign:
+            parsers = {"tool_parser": self.config.tool_parser, "reasoning_parser": self.config.reasoning_parser}
+            self._foreign[template] = Chat(self.tokenizer, template=template, foreign=True, **parsers)
+        self._foreign.move_to_end(template)
+        while len(self._foreign) > KEPT_TEMPLATES:
+            self._foreign.popitem(last=False)
+        return self._foreign[template]
+
     async def start_renderer(self) -> None:
         """Starts the process for chat templates and tries the model's, so that the first chat need
         not wait."""
@@ -79,15 +134,17 @@ class Service:
         if isinstance(tokenizer, HFTokenizer) and (self.config.chat_template or tokenizer.hf.chat_template):
             await self.llm.in_thread(self.chat.examine)
 
-    async def prepare_chat(self, conversation: Conversation, params: SamplingParams) -> PreparedChat:
+    async def prepare_chat(
+        self, conversation: Conversation, params: SamplingParams, template: str | None
+    ) -> PreparedChat:
         """A conversation as the engine takes it.
 
         Raises:
-            APIError: the model has no tokenizer.
+            APIError: the model has no tokenizer, or a request may not bring a `template`.
             RequestError, MemoryBudgetError: it cannot be taken, or the template fails on it.
         """
         try:
-            return await self.llm.prepare_chat(conversation, params, self.chat)
+            return await self.llm.prepare_chat(conversation, params, self.chat_with(template))
         except CheckpointError as e:
             raise RequestError(str(e), "messages") from e
 
@@ -96,24 +153,25 @@ class Service:
         length = body_bytes(scope)
         return work() if length <= SMALL else await self.llm.in_thread(work, lane=lane_of(length))
 
-    async def render_chat(self, conversation: Conversation) -> str:
+    async def render_chat(self, conversation: Conversation, template: str | None = None) -> str:
         """A conversation in the chat template. Raises as `prepare_chat`."""
         check_characters(conversation, (self.llm.llm.plan.max_model_len - 1) * self.tokenizer.characters_per_token)
-        lane = lane_of(LONG_CHARACTERS if is_large_chat(conversation) else 0)
+        chat = self.chat_with(template)
+        lane = "template" if chat.foreign else lane_of(LONG_CHARACTERS if is_large_chat(conversation) else 0)
         try:
-            text: str = await self.llm.in_thread(self.chat.render, conversation, lane=lane)
+            text: str = await self.llm.in_thread(chat.render, conversation, lane=lane)
         except CheckpointError as e:
             raise RequestError(str(e), "messages") from e
         return text
 
     def submit(
-        self, prompts: list[PreparedPrompt], prefix: str, body: Sampling, scope: Scope, forms: int = 1
+        self, prompts: list[PreparedPrompt], prefix: str, body: Asked, scope: Scope, forms: int = 1
     ) -> tuple[str, DeltaStream]:
         """Starts requests. Returns the `id` of their answer, which /abort takes, and their deltas.
         `forms` as in `prompt_entries`.
 
         Raises:
-            APIError: the answer would be too large.
+            APIError: the answer would be too large, or would come too late.
             others: the errors of `AsyncLLM.submit`; QueueFullError also for too many
                 log-probabilities of prompts.
         """
@@ -122,11 +180,26 @@ class Service:
         if body.return_token_ids:
             check_repeated([len(p.tokens) for p in prompts], prompts[0].params.n, "token ids", "return_token_ids")
         self.entry_room.check_room(entries)
+        self._check_wait()
         name = f"{prefix}{body.request_id or uuid.uuid4().hex}"
         record(scope, id=name)
-        deltas = self.llm.submit(prompts, name, stream=bool(body.stream))
+        try:
+            deltas = self.llm.submit(prompts, owner_of(scope) + name, stream=bool(body.stream))
+        except RequestError as e:
+            if e.field == "request_id":
+                text = f"the request id {name!r} is in use; choose another one, or none"
+                raise APIError(400, text, "request_id") from e
+            raise
         self.entry_room.hold(deltas, entries)
         return name, deltas
+
+    def _check_wait(self) -> None:
+        """APIError if a request would wait too long to be answered in time."""
+        seconds, most = self.llm.llm.engine.wait_seconds(), WAIT_SHARE * self.config.request_timeout
+        if seconds > most:
+            text = f"a request waits about {seconds:.0f} seconds now; at most {most:g} leave time to answer it"
+            retry = {"Retry-After": str(math.ceil(seconds - most))}
+            raise APIError(429, f"{text}; send it again later", code="overloaded", headers=retry)
 
     async def encode(self, text: str, *, bare: bool, truncated: bool = False) -> list[int]:
         """Token ids of a text. `bare` and `truncated` as in `encode_prompt`.
@@ -165,15 +238,15 @@ class Service:
         given = {name: value for name, value in given.items() if value is not None}
         return replace(self.llm.llm.default_sampling_params, **{**given, **changes})
 
-    def check_count(self, prompts: int, params: SamplingParams) -> None:
+    def check_count(self, prompts: int, params: SamplingParams, field: str = "prompt") -> None:
         """APIError for more prompts or samples than one request may have, or than may ever run and
         wait."""
         if prompts > self.config.max_prompts:
-            raise APIError(400, f"{prompts} prompts; at most {self.config.max_prompts} at a time", "prompt")
+            raise APIError(400, f"{prompts} prompts; at most {self.config.max_prompts} at a time", field)
         most = min(self.config.max_samples, self.llm.llm.plan.num_rows + self.config.max_waiting)
         if prompts * params.n > most:
             text = f"{prompts} prompts with n = {params.n} samples each; at most {most} in all"
-            raise APIError(400, text, "n" if params.n > 1 else "prompt")
+            raise APIError(400, text, "n" if params.n > 1 else field)
 
 
 def _seed(seed: int | None) -> int | None:
@@ -183,51 +256,21 @@ def _seed(seed: int | None) -> int | None:
     return None if seed == -1 else seed + 2**63
 
 
+def owner_of(scope: Scope) -> str:
+    """What the names of a client's requests and responses begin with on the server: different for
+    each API key, and empty without keys."""
+    found: str = scope.get(OWNER, "")
+    return found
+
+
 def record(scope: Scope, **facts: Any) -> None:
     """Adds to what the access log says of a request."""
     scope.setdefault(RECORD, {}).update(facts)
 
 
-# Unknown fields that would change an output.
-UNSUPPORTED = {
-    "use_beam_search": "use n for several samples",
-    "guided_decoding_backend": "there is one",
-    "guided_whitespace_pattern": 'set "x-guidance" in the schema',
-    "functions": "leave it out",
-    "modalities": "only text is produced",
-    "audio": "only text is produced",
-    "chat_template": "start the server with --chat-template",
-    "documents": "write them into a message",
-    "echo": "leave it out",
-    "add_special_tokens": "the chat template writes them",
-    "prompt_embeds": "send text or token ids",
-    "logprob_token_ids": "logprobs gives the likeliest tokens",
-    "truncation_side": "the end of the prompt is kept, as with left",
-    "repetition_detection": "leave it out",
-    "logits_processors": "logit_bias, bad_words and allowed_token_ids change logits",
-    "watermarking": "leave it out",
-    "regex": "use guided_regex",
-    "ebnf": "use guided_grammar",
-    "json_schema": "use response_format or guided_json",
-    "stop_regex": "stop takes strings",
-    "no_stop_trim": "use include_stop_str_in_output",
-    "custom_logit_processor": "logit_bias, bad_words and allowed_token_ids change logits",
-    "lora_path": "there are no adapters",
-}
-# Values that change nothing.
-_NEUTRAL: tuple[Any, ...] = (None, [], {}, False, 0, "left", ["text"])
-
-
-def refuse_unsupported(body: Sampling) -> None:
-    """APIError for a field of UNSUPPORTED, which would change the output, and for stream options
+def check_body(form: str, body: Sampling) -> None:
+    """APIError for a field that the form refuses (request_fields.py), and for stream options
     without a stream."""
     if body.stream_options is not None and body.stream_options.model_fields_set and not body.stream:
         raise APIError(400, "stream_options goes with stream: set stream to true", "stream_options")
-    refuse_fields(body.model_extra or {})
-
-
-def refuse_fields(given: dict[str, Any]) -> None:
-    """APIError for a field of UNSUPPORTED that the body has and its endpoint does not list."""
-    for name in UNSUPPORTED.keys() & given.keys():
-        if given[name] not in _NEUTRAL:
-            raise APIError(400, f"{name} is not supported: {UNSUPPORTED[name]}", name, "unsupported")
+    refuse_fields(form, body)

@@ -7,6 +7,7 @@ from typing import Any
 from hybridrt.base.errors import RequestError
 from hybridrt.base.structured_outputs import StructuredOutputs
 from hybridrt.server.core.protocol import ResponseFormat, Sampling
+from hybridrt.server.core.structural_tags import read_tags, tag_grammar
 from hybridrt.server.wire.errors import APIError
 
 # vLLM's older fields, and those of StructuredOutputs that they set.
@@ -50,16 +51,25 @@ def _given(body: Sampling) -> dict[str, dict[str, Any]]:
 
 
 def _fields(body: Sampling) -> dict[str, Any] | None:
-    fields = body.structured_outputs
-    return None if fields is None else fields.model_dump(by_alias=True, exclude_none=True)
+    if body.structured_outputs is None:
+        return None
+    fields: dict[str, Any] = body.structured_outputs.model_dump(by_alias=True, exclude_none=True)
+    if fields.pop("json_object", False):
+        fields.setdefault("json", _ANY_OBJECT)
+    if "structural_tag" in fields:
+        fields["grammar"] = tag_grammar(read_tags(fields.pop("structural_tag")))
+    return fields
 
 
 def _format(response_format: ResponseFormat | None) -> dict[str, Any] | None:
     if response_format is None or response_format.type == "text":
         return None
     if response_format.type == "json_object":
-        return {"json": _ANY_OBJECT}
-    schema = response_format.json_schema
-    if schema is None:
+        return {"json": _ANY_OBJECT if response_format.schema_ is None else response_format.schema_}
+    if response_format.type == "structural_tag":
+        return {"grammar": tag_grammar(response_format)}
+    named = response_format.json_schema
+    schema = response_format.schema_ if named is None else named.schema_
+    if named is None and schema is None:
         raise APIError(400, "response_format of type json_schema needs json_schema", "response_format.json_schema")
-    return {"json": _ANY_OBJECT if schema.schema_ is None else schema.schema_}
+    return {"json": _ANY_OBJECT if schema is None else schema}

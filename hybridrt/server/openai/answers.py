@@ -14,6 +14,8 @@ from hybridrt.server.core.reply import Reply
 from hybridrt.server.core.service import Service
 from hybridrt.server.wire.sse import DONE, SLICE, Parts, Slices, encode, fields_of, pieces
 
+# What clients of vLLM expect to be there in an answer that is no stream.
+_NULLS: dict[str, None] = dict.fromkeys(("service_tier", "kv_transfer_params"))
 LEAST_LOGPROB = -9999.0  # instead of minus infinity, which JSON does not have
 
 
@@ -25,7 +27,8 @@ class Answer(Reply):
 
     def __init__(self, service: Service, name: str, deltas: DeltaStream, body: Sampling) -> None:
         super().__init__(service, name, deltas, body)
-        self._token_text = service.token_text
+        self._token_text, self._fingerprint = service.token_text, service.fingerprint
+        self._ends = frozenset(service.llm.llm.model_config.eos_token_ids)
         self._names = service.token_numbers if body.return_tokens_as_token_ids else service.token_text
         self._prompts = {name: prepared.tokens for name, prepared in deltas.requests.items()}
         self._scores: dict[str, list[TokenScores]] = {}
@@ -78,7 +81,7 @@ class Answer(Reply):
         for delta in ended:
             self.count(delta)
         choices = (self._with_facts(self._whole_choice(self._place(d), d), d) for d in ended)
-        return {**self._head(self.whole_kind), "choices": Parts(choices), "usage": self.usage}
+        return {**self._head(self.whole_kind), **_NULLS, "choices": Parts(choices), "usage": self.usage}
 
     def _prompt_logprobs(self, request_id: str) -> dict[str, Any]:
         found = self._scores.get(request_id)
@@ -119,7 +122,13 @@ class Answer(Reply):
             self._scores[delta.request_id] = delta.prompt_scores
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.name, "object": kind, "created": self.created, "model": self.model}
+        return {
+            "id": self.name,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self._fingerprint,
+        }
 
     def _event(
         self, choice: dict[str, Any] | None, facts: Mapping[str, Any] = MappingProxyType({}), large: bool = False
@@ -137,11 +146,16 @@ class Answer(Reply):
             yield b"".join((self._before, encode(choices), *end))
 
     def _with_facts(self, choice: dict[str, Any], delta: Delta) -> dict[str, Any]:
-        """Adds vLLM's fields: what stopped it, and its tokens if wanted."""
+        """Adds vLLM's fields: what stopped it, and its tokens if wanted. SGLang's name for what
+        stopped it includes the end of sequence."""
         if delta.finish_reason is not None:
-            choice["stop_reason"] = delta.stop_reason
+            choice["stop_reason"] = choice["matched_stop"] = delta.stop_reason
+            if delta.stop_reason is None and delta.finish_reason == "stop" and delta.token_ids:
+                choice["matched_stop"] = delta.token_ids[-1] if delta.token_ids[-1] in self._ends else None
         if self._wants_tokens:
             choice["token_ids"] = delta.token_ids
+        elif not self.streams:
+            choice["token_ids"] = None
         return choice
 
 

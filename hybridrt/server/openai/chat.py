@@ -16,7 +16,8 @@ from hybridrt.engine.api.async_llm import DeltaStream
 from hybridrt.engine.api.chats import ChatDelta, ChatReader, PreparedChat
 from hybridrt.engine.request.outputs import Delta
 from hybridrt.server.core.protocol import ChatFields, ChatRequest, Sampling
-from hybridrt.server.core.service import Service, refuse_unsupported
+from hybridrt.server.core.request_fields import refused_in
+from hybridrt.server.core.service import Service, check_body
 from hybridrt.server.openai.answers import Answer, in_slices
 from hybridrt.server.wire.errors import APIError
 from hybridrt.server.wire.sse import SLICE
@@ -57,7 +58,8 @@ class ChatAnswer(Answer):
         if choice["finish_reason"] is None or "tool_calls" not in choice["delta"]:
             yield from self._event(choice, facts, large)
             return
-        ending = {"finish_reason": choice["finish_reason"], "stop_reason": choice.pop("stop_reason")}
+        ending = {"finish_reason": choice["finish_reason"]}
+        ending |= {name: choice.pop(name) for name in ("stop_reason", "matched_stop")}
         last = {"index": choice["index"], "delta": {}, "logprobs": None, **ending}
         yield from self._event(choice | {"finish_reason": None}, facts, large)
         yield from self._event(last)
@@ -68,7 +70,8 @@ class ChatAnswer(Answer):
             yield from self._event(self._first_choice(index), {} if index else self._prompt_tokens())
 
     def whole(self, ended: list[Delta]) -> dict[str, Any]:
-        return super().whole(ended) | self._prompt_logprobs(ended[0].request_id) | self._prompt_tokens()
+        answer = super().whole(ended) | {"prompt_logprobs": None, "prompt_token_ids": None}
+        return answer | self._prompt_logprobs(ended[0].request_id) | self._prompt_tokens()
 
     def _prompt_tokens(self) -> dict[str, Any]:
         (tokens,) = self._prompts.values()
@@ -88,8 +91,10 @@ class ChatAnswer(Answer):
         answer = self._reader.answers[delta.index].message
         calls = [function_call(call.id, call.name, call.arguments) for call in answer.tool_calls]
         content = None if calls and not answer.content else answer.content
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        message |= {"reasoning_content": answer.reasoning} if answer.reasoning and self._shows_reasoning else {}
+        reasoning = answer.reasoning if self._shows_reasoning else ""
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None, "annotations": None}
+        message |= {"audio": None, "function_call": None, "reasoning": reasoning or None}
+        message |= {"reasoning_content": reasoning} if reasoning else {}
         message |= {"tool_calls": calls} if calls else {}
         return self._choice(index, delta, reason) | {"message": message}
 
@@ -142,7 +147,7 @@ def _message_delta(events: Iterable[Event]) -> dict[str, Any]:
             case Content():
                 delta["content"] = delta.get("content", "") + event.text
             case Reasoning():
-                delta["reasoning_content"] = delta.get("reasoning_content", "") + event.text
+                delta["reasoning_content"] = delta["reasoning"] = delta.get("reasoning", "") + event.text
             case CallBegin():
                 calls[event.index] = {"index": event.index, **function_call(event.id, event.name, "")}
             case CallArguments():
@@ -157,34 +162,29 @@ async def start_chat(service: Service, body: ChatRequest, scope: Scope) -> ChatA
     Raises:
         APIError, HybridrtError: it is refused. Nothing has started.
     """
+    service.check_model(body.model)
+    check_body("chat", body)
     prepared = await prepare_chat(service, body, scope)
     name, deltas = service.submit([prepared.prompt], "chatcmpl-", body, scope)
     return ChatAnswer(service, name, deltas, body, prepared)
 
 
-def as_chat_request(body: Sampling, **fields: Any) -> ChatRequest:
+def as_chat_request(form: str, body: Sampling, **fields: Any) -> ChatRequest:
     """The chat request for the body of another endpoint.
 
     Args:
+        form: the endpoint's (request_fields.py).
         fields: fields of ChatRequest, in addition to those of Sampling that the body sets. None:
             not set.
 
     Raises:
-        APIError: the body has an option whose result cannot be part of its answer.
         RequestValidationError: a field is invalid.
     """
-    for name in ("prompt_logprobs", "return_token_ids"):
-        if getattr(body, name):
-            raise APIError(400, f"{name} is an option of /v1/chat/completions", name, "unsupported")
-    for name in ("logprobs", "top_logprobs"):
-        if (body.model_extra or {}).get(name):
-            raise APIError(400, f"{name} is an option of /v1/chat/completions", name, "unsupported")
-    if body.n not in (None, 1):
-        raise APIError(400, f"n is {body.n}; an answer here is one sample: leave n out", "n")
-    shared = {name: getattr(body, name) for name in body.model_fields_set & Sampling.model_fields.keys()}
+    names = (body.model_fields_set & Sampling.model_fields.keys()) - refused_in(form)
+    shared = {name: getattr(body, name) for name in names}
     given = {name: value for name, value in fields.items() if value is not None}
     try:
-        return ChatRequest.model_validate({**(body.model_extra or {}), **shared, **given})
+        return ChatRequest.model_validate({**shared, **given})
     except ValidationError as e:
         raise RequestValidationError([{**error, "loc": ("body", *error["loc"])} for error in e.errors()]) from e
 
@@ -196,11 +196,10 @@ async def prepare_chat(service: Service, body: ChatRequest, scope: Scope) -> Pre
         APIError, HybridrtError: it is refused.
     """
     service.check_model(body.model)
-    refuse_unsupported(body)
     params = await service.off_loop(scope, partial(_params, service, body))
     service.check_count(1, params)
     conversation = await service.off_loop(scope, partial(conversation_of, body))
-    return await service.prepare_chat(conversation, params)
+    return await service.prepare_chat(conversation, params, body.chat_template)
 
 
 def _params(service: Service, body: ChatRequest) -> SamplingParams:

@@ -9,12 +9,12 @@ from typing import Any
 from starlette.types import Scope
 
 from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.engine.request.intake import Prompt
 from hybridrt.engine.request.outputs import Delta
-from hybridrt.engine.text.prompts import Prompt
 from hybridrt.runtime.step.token_scores import TokenScores
 from hybridrt.server.core.answer_size import check_repeated
 from hybridrt.server.core.protocol import CompletionRequest
-from hybridrt.server.core.service import Service, refuse_unsupported
+from hybridrt.server.core.service import Service, check_body
 from hybridrt.server.openai.answers import LEAST_LOGPROB, Answer, sliced
 from hybridrt.server.wire.errors import APIError
 from hybridrt.server.wire.sse import SLICE, Slices
@@ -79,7 +79,8 @@ class CompletionAnswer(Answer):
     def _whole_choice(self, index: int, delta: Delta) -> dict[str, Any]:
         echo = "" if self._echoes is None else self._echoes[index]
         choice = self._choice(index, echo + delta.text, self._logprobs(index, delta), delta.finish_reason)
-        return choice | self._prompt_logprobs(delta.request_id) | self._prompt_tokens(index, delta)
+        known = self._prompt_logprobs(delta.request_id) | self._prompt_tokens(index, delta)
+        return choice | ({} if self.streams else {"prompt_logprobs": None, "prompt_token_ids": None}) | known
 
     def _prompt_tokens(self, index: int, delta: Delta) -> dict[str, Any]:
         if not self._wants_tokens or index in self._opened:
@@ -135,11 +136,7 @@ async def start_completions(service: Service, body: CompletionRequest, scope: Sc
         APIError, HybridrtError: refused. Nothing has started.
     """
     service.check_model(body.model)
-    refuse_unsupported(body)
-    if body.suffix:
-        raise APIError(400, "suffix is not supported: the models continue text, they do not fill gaps", "suffix")
-    if body.best_of not in (None, body.n or 1):
-        raise APIError(400, "best_of is not supported: leave it out, or set it to n", "best_of")
+    check_body("completions", body)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     echo_alone = bool(body.echo) and max_tokens == 0
     most = 1 if echo_alone else max_tokens
@@ -148,10 +145,10 @@ async def start_completions(service: Service, body: CompletionRequest, scope: Sc
     scored = bool(body.echo) and body.logprobs is not None
     if scored:
         params = replace(params, prompt_logprobs=max(body.logprobs or 0, body.prompt_logprobs or 0))
-    prompts = _prompts(body)
+    prompts = read_prompts(body.prompt, "prompt")
     service.check_count(len(prompts), params)
     bare = body.add_special_tokens is False
-    given = [await _bare(service, prompt, params) for prompt in prompts] if bare else prompts
+    given = [await bare_prompt(service, prompt, params) for prompt in prompts] if bare else prompts
     batch = await service.llm.prepare_all(given, params)
     echoes = None
     if body.echo:
@@ -168,16 +165,17 @@ def _texts(service: Service, prompts: list[Prompt]) -> list[str]:
     return [p if isinstance(p, str) else service.tokenizer.decode(list(p), False) for p in prompts]  # type: ignore[arg-type]
 
 
-async def _bare(service: Service, prompt: Prompt, params: SamplingParams) -> Prompt:
+async def bare_prompt(service: Service, prompt: Prompt, params: SamplingParams) -> Prompt:
+    """A text without special tokens, as token ids."""
     if not isinstance(prompt, str):
         return prompt
     return await service.encode(prompt, bare=True, truncated=params.truncate_prompt_tokens is not None)
 
 
-def _prompts(body: CompletionRequest) -> list[Prompt]:
-    prompt = body.prompt
+def read_prompts(prompt: Any, field: str) -> list[Prompt]:
+    """The prompts of a field of type Prompts. APIError for an empty list."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise APIError(400, "prompt is an empty list; it must be text, token ids, or a list of either", "prompt")
+        raise APIError(400, f"{field} is an empty list; it must be text, token ids, or a list of either", field)
     return [prompt] if isinstance(prompt[0], int) else list(prompt)

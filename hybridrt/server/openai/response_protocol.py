@@ -1,5 +1,6 @@
 """Bodies of /v1/responses."""
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
@@ -8,6 +9,18 @@ from hybridrt.server.core.protocol import MAX_MESSAGES, Body, ListOf, Rested, Sa
 
 MAX_METADATA = 1024  # OpenAI takes 16
 
+# OpenAI's tools that a local server cannot run, and the items of history that they leave. Both are left out.
+BUILT_IN_TOOLS = frozenset({
+    "apply_patch", "code_interpreter", "computer", "computer_use_preview", "file_search", "image_generation",
+    "local_shell", "mcp", "programmatic_tool_calling", "shell", "tool_search", "web_search", "web_search_2025_08_26",
+    "web_search_preview", "web_search_preview_2025_03_11",
+})  # fmt: skip
+BUILT_IN_ITEMS = frozenset({
+    "apply_patch_call", "apply_patch_call_output", "code_interpreter_call", "compaction", "computer_call",
+    "computer_call_output", "file_search_call", "image_generation_call", "local_shell_call", "local_shell_call_output",
+    "mcp_approval_request", "mcp_approval_response", "mcp_call", "mcp_list_tools", "program", "program_output",
+    "shell_call", "shell_call_output", "tool_search_call", "tool_search_output", "web_search_call",
+})  # fmt: skip
 LOGPROBS = "message.output_text.logprobs"  # what `include` may ask for
 
 
@@ -46,6 +59,36 @@ class FunctionCallOutput(Body):
     output: Texts
 
 
+class CustomCall(Body):
+    """A call of a custom tool that the model has made."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    input: str
+
+
+class CustomCallOutput(Body):
+    """What that call has returned."""
+
+    type: Literal["custom_tool_call_output"]
+    call_id: str
+    output: Texts
+
+
+class ItemReference(Body):
+    """An item of a stored response."""
+
+    type: Literal["item_reference"]
+    id: str
+
+
+class BuiltIn(Body):
+    """A tool of BUILT_IN_TOOLS, or an item of BUILT_IN_ITEMS."""
+
+    type: str
+
+
 class ReasoningItem(Body):
     """What the model thought."""
 
@@ -53,17 +96,34 @@ class ReasoningItem(Body):
     content: ListOf[InputText] | None = None
 
 
+def _tag_or(built_in: frozenset[str], default: str | None = None) -> Callable[[Any], str]:
+    """`tag_of` with one tag for all built-in kinds."""
+    tag = tag_of(default)
+
+    def found(item: Any) -> str:
+        kind = tag(item)
+        return "tagged-built-in" if kind.removeprefix("tagged-") in built_in else kind
+
+    return found
+
+
 Item = Annotated[
     Annotated[InputMessage, Tag("tagged-message")]
     | Annotated[FunctionCall, Tag("tagged-function_call")]
     | Annotated[FunctionCallOutput, Tag("tagged-function_call_output")]
-    | Annotated[ReasoningItem, Tag("tagged-reasoning")],
+    | Annotated[CustomCall, Tag("tagged-custom_tool_call")]
+    | Annotated[CustomCallOutput, Tag("tagged-custom_tool_call_output")]
+    | Annotated[ItemReference, Tag("tagged-item_reference")]
+    | Annotated[ReasoningItem, Tag("tagged-reasoning")]
+    | Annotated[BuiltIn, Tag("tagged-built-in")],
     Discriminator(
-        tag_of("message"),
+        _tag_or(BUILT_IN_ITEMS, "message"),
         custom_error_type="item_type",
-        custom_error_message="type must be message, function_call, function_call_output or reasoning",
+        custom_error_message="type must be message, function_call, function_call_output, custom_tool_call, "
+        "custom_tool_call_output, item_reference, reasoning or one of OpenAI's own tools",
     ),
 ]
+Items = Annotated[list[Rested[Item]], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
 class FunctionTool(Body):
@@ -74,6 +134,27 @@ class FunctionTool(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+
+class CustomTool(Body):
+    """A tool that takes one text. hybridrt.chat.tools checks its format."""
+
+    type: Literal["custom"]
+    name: str
+    description: str | None = None
+    format: dict[str, Any] | None = None
+
+
+ResponseTool = Annotated[
+    Annotated[FunctionTool, Tag("tagged-function")]
+    | Annotated[CustomTool, Tag("tagged-custom")]
+    | Annotated[BuiltIn, Tag("tagged-built-in")],
+    Discriminator(
+        _tag_or(BUILT_IN_TOOLS),
+        custom_error_type="tool_type",
+        custom_error_message="type must be function, custom or one of OpenAI's own tools",
+    ),
+]
 
 
 class ReasoningOptions(Body):
@@ -101,10 +182,10 @@ class TextOptions(Body):
 class ResponseRequest(Sampling):
     """/v1/responses"""
 
-    input: str | Annotated[list[Rested[Item]], Field(min_length=1, max_length=MAX_MESSAGES)]
+    input: str | Items
     instructions: str | None = None
     max_output_tokens: int | None = None
-    tools: ListOf[FunctionTool] | None = None
+    tools: ListOf[ResponseTool] | None = None
     tool_choice: Any = None  # hybridrt.chat.conversation checks it
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
@@ -114,14 +195,27 @@ class ResponseRequest(Sampling):
     metadata: Annotated[dict[str, str] | None, at_most(MAX_METADATA)] = None
     store: bool | None = None
     previous_response_id: str | None = None
-    conversation: Any = None
-    background: bool | None = None
-    prompt: Any = None
-    truncation: str | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     top_logprobs: int | None = None
     include: ListOf[str] | None = None
+
+    @property
+    def own_tools(self) -> list[FunctionTool | CustomTool]:
+        """The tools that the client runs."""
+        return [tool for tool in self.tools or () if not isinstance(tool, BuiltIn)]
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the response is kept, as at OpenAI unless the request says otherwise."""
+        return self.store is not False
 
     @property
     def wants_logprobs(self) -> bool:
         """Whether log-probabilities are added to the text."""
         return LOGPROBS in (self.include or ())
+
+
+class StoredItems(Body):
+    """Items of earlier responses."""
+
+    input: list[Rested[Item]]

@@ -2,17 +2,22 @@
 
 import uuid
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from pydantic_core import from_json
+from starlette.types import Scope
 
 from hybridrt.base.sampling_params import SamplingParams
-from hybridrt.chat.events import CallBegin
+from hybridrt.chat.events import CallBegin, Content, Event
 from hybridrt.engine.api.async_llm import DeltaStream
 from hybridrt.engine.api.chats import PreparedChat
 from hybridrt.engine.request.outputs import Delta
 from hybridrt.server.core.reply import BlockKind, BlockReply
+from hybridrt.server.core.response_store import ResponseStore, StoredResponse
 from hybridrt.server.core.service import Service
 from hybridrt.server.core.text_tokens import Piece, TextTokens
-from hybridrt.server.openai.response_protocol import ResponseRequest
+from hybridrt.server.openai.response_protocol import CustomTool, ResponseRequest
 from hybridrt.server.wire.errors import APIError
 from hybridrt.server.wire.sse import encode, named_events
 
@@ -21,10 +26,18 @@ _ITEMS: dict[BlockKind, tuple[str, str, str]] = {
     "reasoning": ("reasoning", "rs", "reasoning_text"),
     "call": ("function_call", "fc", "function_call_arguments"),
 }
+_CUSTOM = ("custom_tool_call", "ctc", "custom_tool_call_input")
 _STATUS = {"length": "incomplete", "abort": "cancelled"}
 
 
-def repeated(body: ResponseRequest, params: SamplingParams) -> dict[str, Any]:
+class Repeated(NamedTuple):
+    """The fields of a request that its response repeats, and their length as JSON."""
+
+    fields: dict[str, Any]
+    size: int
+
+
+def repeated(body: ResponseRequest, params: SamplingParams) -> Repeated:
     """The fields of a request that its response repeats.
 
     Raises:
@@ -32,10 +45,9 @@ def repeated(body: ResponseRequest, params: SamplingParams) -> dict[str, Any]:
     """
     asked = _asked(body, params)
     try:
-        encode(asked)
+        return Repeated(asked, len(encode(asked)))
     except (ValueError, OverflowError, RecursionError) as e:
         raise APIError(400, f"a response repeats metadata, tools and text, and these cannot be written: {e}") from e
-    return asked
 
 
 def _asked(body: ResponseRequest, params: SamplingParams) -> dict[str, Any]:
@@ -50,10 +62,33 @@ def _asked(body: ResponseRequest, params: SamplingParams) -> dict[str, Any]:
         if body.text and body.text.format
         else {"format": {"type": "text"}},
         "tool_choice": body.tool_choice or "auto",
-        "tools": [tool.model_dump() for tool in body.tools or ()],
+        "tools": [tool.model_dump() for tool in body.own_tools],
+        "truncation": body.truncation or "disabled",
+        "previous_response_id": body.previous_response_id,
         "top_p": params.top_p,
         "user": body.user,
     }
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Where a response is stored: the store, whose it is, the items of its request, and the
+    response that it continues."""
+
+    store: ResponseStore
+    owner: str
+    input: bytes
+    previous: str | None
+
+
+def _input_of(arguments: str) -> str:
+    """The text of a custom tool's call, which the model writes as {"input": text}."""
+    try:
+        value = from_json(arguments, allow_partial="trailing-strings")
+    except ValueError:
+        return arguments
+    found = value.get("input") if isinstance(value, dict) else None
+    return found if isinstance(found, str) else arguments
 
 
 class ResponseReply(BlockReply):
@@ -61,6 +96,8 @@ class ResponseReply(BlockReply):
 
     Args:
         asked: `repeated`.
+        kept: where it is stored at its end; None: nowhere.
+        forced: the custom tool whose text is the whole answer.
     """
 
     def __init__(
@@ -70,7 +107,9 @@ class ResponseReply(BlockReply):
         deltas: DeltaStream,
         body: ResponseRequest,
         prepared: PreparedChat,
-        asked: dict[str, Any],
+        asked: Repeated,
+        kept: Kept | None = None,
+        forced: str | None = None,
     ) -> None:
         super().__init__(service, name, deltas, body, prepared)
         self._items: list[dict[str, Any]] = []
@@ -80,6 +119,9 @@ class ResponseReply(BlockReply):
         self._sent = 0
         self._error: dict[str, Any] | None = None
         self._asked = asked
+        self._kept, self._stored = kept, kept is not None
+        self._forced = forced
+        self._custom = {tool.name for tool in body.own_tools if isinstance(tool, CustomTool)}
 
     def body(self) -> dict[str, Any]:
         reason = self.reader.finish_reason
@@ -94,14 +136,20 @@ class ResponseReply(BlockReply):
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "model": self.model,
             "output": self._items,
-            "previous_response_id": None,
-            "store": False,
-            "truncation": "disabled",
+            "store": self._stored,
             "usage": self._usage() if reason else None,
-            **self._asked,
+            **self._asked.fields,
         }
 
-    def failure(self, error: APIError, path: str) -> bytes:
+    def weight(self, delta: Delta) -> int:
+        """See Reply.weight. A whole response repeats fields of its request, and is stored."""
+        return super().weight(delta) + (self._asked.size // 32 if delta.finish_reason is not None else 0)
+
+    def closing_weight(self) -> int:
+        """See Reply.closing_weight."""
+        return super().closing_weight() + self._asked.size // 32
+
+    def failure(self, error: APIError, scope: Scope) -> bytes:
         self._error = {"code": "server_error", "message": error.message}
         return b"".join(named_events([self._event("response.failed", response=self.body())]))
 
@@ -114,15 +162,32 @@ class ResponseReply(BlockReply):
             "total_tokens": self.prompt_tokens + self.output_tokens,
         }
 
+    def _keep(self) -> bool:
+        if self._kept is None:
+            return False
+        head = encode({name: value for name, value in self.body().items() if name != "output"})
+        output = {item["id"]: encode(item) for item in self._items}
+        stored = StoredResponse(head, output, self._kept.input, self._kept.previous)
+        return self._kept.store.put(self._kept.owner, self.name, stored)
+
     def _begin(self) -> Iterator[dict[str, Any]]:
         yield self._event("response.created", response=self.body())
         yield self._event("response.in_progress", response=self.body())
 
+    def _take(self, event: Event) -> Iterator[dict[str, Any]]:
+        if self._forced is None or not isinstance(event, Content):
+            yield from super()._take(event)
+            return
+        if self._kind != "call":
+            yield from self._open("call", CallBegin(0, f"call_{uuid.uuid4().hex[:24]}", self._forced))
+        yield from self._add("call", event.text)
+
     def _start_block(self, kind: BlockKind, call: CallBegin | None) -> Iterator[dict[str, Any]]:
-        name, prefix, _ = _ITEMS[kind]
+        custom = call is not None and call.name in self._custom
+        name, prefix, _ = _CUSTOM if custom else _ITEMS[kind]
         item: dict[str, Any] = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": name, "status": "in_progress"}
         if call is not None:
-            item |= {"call_id": call.id, "name": call.name, "arguments": ""}
+            item |= {"call_id": call.id, "name": call.name, "input" if custom else "arguments": ""}
         elif kind == "text":
             item |= {"role": "assistant", "content": []}
         else:
@@ -140,6 +205,8 @@ class ResponseReply(BlockReply):
         self._written += text
         tokens = self._tokens
         found = [] if tokens is None else tokens.tokens_of_text(text) if kind != "call" else tokens.drop()
+        if kind == "call" and "input" in self._items[-1]:
+            return  # known at the end of its JSON text
         if kind != "text":
             yield self._of_text(kind, "delta", delta=text)
             return
@@ -148,7 +215,11 @@ class ResponseReply(BlockReply):
 
     def _end_block(self, kind: BlockKind) -> Iterator[dict[str, Any]]:
         item = self._items[-1]
-        if kind == "call":
+        if kind == "call" and "input" in item:
+            item["input"] = self._written if self._forced else _input_of(self._written)
+            for what, field in (("delta", "delta"), ("done", "input")):
+                yield self._of_item(f"response.{_CUSTOM[2]}.{what}", **{field: item["input"]})
+        elif kind == "call":
             item["arguments"] = self._written
             yield self._of_text(kind, "done", arguments=self._written, name=item["name"])
         else:
@@ -165,6 +236,7 @@ class ResponseReply(BlockReply):
             yield from self._open("text")
             yield from self._close()
         end = "incomplete" if self.reader.finish_reason in _STATUS else "completed"
+        self._stored = self._keep()  # before the client knows of the end
         yield self._event(f"response.{end}", response=self.body())
 
     def _of_text(self, kind: BlockKind, what: str, **fields: Any) -> dict[str, Any]:

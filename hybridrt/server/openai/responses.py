@@ -1,39 +1,42 @@
 """/v1/responses: OpenAI's Responses API, mapped to requests of /v1/chat/completions."""
 
+import json
 from functools import partial
 from typing import Any
 
 from starlette.types import Scope
 
+from hybridrt.base.pace import with_rests
+from hybridrt.chat.tools import NamedTool, read_tool_choice, read_tools
 from hybridrt.server.core.protocol import ChatRequest
-from hybridrt.server.core.service import Service
+from hybridrt.server.core.service import Service, check_body, owner_of
 from hybridrt.server.openai.chat import as_chat_request, function_call, function_tool, prepare_chat
 from hybridrt.server.openai.response_protocol import (
+    BUILT_IN_TOOLS,
     LOGPROBS,
+    BuiltIn,
+    CustomCall,
+    CustomCallOutput,
+    CustomTool,
     FunctionCall,
     FunctionCallOutput,
+    FunctionTool,
     InputMessage,
     Item,
     ReasoningItem,
     ResponseRequest,
     Texts,
 )
-from hybridrt.server.openai.response_reply import ResponseReply, repeated
+from hybridrt.server.openai.response_reply import Kept, ResponseReply, repeated
+from hybridrt.server.openai.stored_responses import whole_input
 from hybridrt.server.wire.errors import APIError
+from hybridrt.server.wire.sse import encode
 
 # Fields of a chat request, as errors name them here.
 RESPONSE_NAMES = {
     "messages": "input", "max_tokens": "max_output_tokens", "response_format": "text", "structured_outputs": "text",
     "reasoning_effort": "reasoning", "logprobs": "top_logprobs", "prompt": "input",
 }  # fmt: skip
-_NO_STORE = "this server stores no responses: send the whole conversation as input"
-_REFUSED = {
-    "store": _NO_STORE,
-    "previous_response_id": _NO_STORE,
-    "conversation": _NO_STORE,
-    "background": "answers are not made in the background: leave it out",
-    "prompt": "this server stores no prompts: send instructions and input",
-}
 
 
 async def start_response(service: Service, body: ResponseRequest, scope: Scope) -> ResponseReply:
@@ -42,31 +45,68 @@ async def start_response(service: Service, body: ResponseRequest, scope: Scope) 
     Raises:
         APIError, HybridrtError: it is refused. Nothing has started.
     """
-    _refuse(body)
-    chat = await service.off_loop(scope, partial(_as_chat, body))
-    prepared = await prepare_chat(service, chat, scope)
-    asked = await service.off_loop(scope, partial(repeated, body, prepared.prompt.params))
-    name, deltas = service.submit([prepared.prompt], "resp_", body, scope)
-    return ResponseReply(service, name, deltas, body, prepared, asked)
-
-
-def _refuse(body: ResponseRequest) -> None:
-    for name, reason in _REFUSED.items():
-        if getattr(body, name):
-            raise APIError(400, f"{name} is not supported: {reason}", name, "unsupported")
-    if body.truncation not in (None, "disabled"):
-        raise APIError(400, "truncation is not supported: shorten the input, or send disabled", "truncation")
+    service.check_model(body.model)
+    check_body("responses", body)
     if body.top_logprobs and not body.wants_logprobs:
         raise APIError(400, f"top_logprobs goes with include: send [{LOGPROBS!r}]", "top_logprobs")
+    before, own = await whole_input(service, body, scope)
+    chat = await service.off_loop(scope, partial(_as_chat, body, [*before, *own]))
+    prepared = await prepare_chat(service, chat, scope)
+    asked = await service.off_loop(scope, partial(repeated, body, prepared.prompt.params))
+    lark, kept = _lark_tools(body), None
+    if body.is_stored:
+        text = await service.off_loop(scope, partial(_input_text, body, own))
+        kept = Kept(service.responses, owner_of(scope), text, body.previous_response_id)
+    name, deltas = service.submit([prepared.prompt], "resp_", body, scope)
+    reply = ResponseReply(service, name, deltas, body, prepared, asked, kept, _named_in(body.tool_choice, lark))
+    reply.warnings = _warnings(body, bool(lark))
+    service.running[owner_of(scope) + name] = reply
+    return reply
 
 
-def _as_chat(body: ResponseRequest) -> ChatRequest:
+def _lark_tools(body: ResponseRequest) -> set[str]:
+    """Custom tools with a grammar that no schema can say."""
+    custom = [_tool(tool) for tool in body.own_tools if isinstance(tool, CustomTool)]
+    return {tool.name for tool in read_tools(custom) if tool.grammar is not None}
+
+
+def _named_in(choice: Any, names: set[str]) -> str | None:
+    """The custom tool whose text is the whole answer (Conversation.forced_form)."""
+    is_named = isinstance(choice, dict) and choice.get("type") in ("function", "custom")
+    named = read_tool_choice(choice) if is_named else None
+    return named.name if isinstance(named, NamedTool) and named.name in names else None
+
+
+def _warnings(body: ResponseRequest, lark: bool) -> list[str]:
+    """What was left out. The words are this server's own."""
+    items = [] if isinstance(body.input, str) else body.input
+    found = []
+    if tools := sorted({tool.type for tool in body.tools or () if isinstance(tool, BuiltIn)}):
+        found.append(f"tools left out, which this server cannot run: {' '.join(tools)}")
+    if kinds := sorted({item.type for item in items if isinstance(item, BuiltIn)}):
+        found.append(f"items of input left out: {' '.join(kinds)}")
+    if lark:
+        found.append("the grammar of a custom tool holds if tool_choice names the tool; else the model only reads it")
+    return found
+
+
+def _input_text(body: ResponseRequest, own: list[Item]) -> bytes:
+    items = _as_items(body) if isinstance(body.input, str) else own
+    return encode([item.model_dump(exclude_none=True) for item in with_rests(items) if not isinstance(item, BuiltIn)])
+
+
+def _as_items(body: ResponseRequest) -> list[Item]:
+    return [InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else []
+
+
+def _as_chat(body: ResponseRequest, items: list[Item]) -> ChatRequest:
     return as_chat_request(
+        "responses",
         body,
-        messages=_messages(body),
+        messages=_messages(body, items),
         max_completion_tokens=body.max_output_tokens,
-        tools=[function_tool(t.name, t.description, t.parameters, t.strict) for t in body.tools or ()] or None,
-        tool_choice=body.tool_choice,
+        tools=[_tool(tool) for tool in body.own_tools] or None,
+        tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=body.reasoning and body.reasoning.effort,
         thinking_token_budget=body.thinking_token_budget,
@@ -74,7 +114,22 @@ def _as_chat(body: ResponseRequest) -> ChatRequest:
         logprobs=body.wants_logprobs,
         top_logprobs=body.top_logprobs if body.wants_logprobs else None,
         chat_template_kwargs=body.chat_template_kwargs,
+        truncate_prompt_tokens=-1 if body.truncation == "auto" else None,
     )
+
+
+def _tool(tool: FunctionTool | CustomTool) -> dict[str, Any]:
+    if isinstance(tool, CustomTool):
+        return {"type": "custom", "custom": tool.model_dump(exclude={"type"}, exclude_none=True)}
+    return function_tool(tool.name, tool.description, tool.parameters, tool.strict)
+
+
+def _tool_choice(choice: Any) -> Any:
+    """Leaves built-in tools out of those that are allowed."""
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
+        own = [t for t in choice["tools"] if not (isinstance(t, dict) and str(t.get("type")) in BUILT_IN_TOOLS)]
+        return choice | {"tools": own}
+    return choice
 
 
 def _response_format(body: ResponseRequest) -> dict[str, Any] | None:
@@ -86,12 +141,11 @@ def _response_format(body: ResponseRequest) -> dict[str, Any] | None:
     return {"type": found.type, "json_schema": found.model_dump(by_alias=True, exclude_none=True, exclude={"type"})}
 
 
-def _messages(body: ResponseRequest) -> list[dict[str, Any]]:
+def _messages(body: ResponseRequest, items: list[Item]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})
-    items: list[Item] = [InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else body.input
-    for item in items:
+    for item in [*items, *_as_items(body)]:
         match item:
             case InputMessage(role="assistant"):
                 _assistant(messages, ("content", "tool_calls"))["content"] = _content(item.content)
@@ -103,7 +157,10 @@ def _messages(body: ResponseRequest) -> list[dict[str, Any]]:
             case FunctionCall():
                 call = function_call(item.call_id, item.name, item.arguments)
                 _assistant(messages, ()).setdefault("tool_calls", []).append(call)
-            case FunctionCallOutput():
+            case CustomCall():
+                call = function_call(item.call_id, item.name, json.dumps({"input": item.input}))
+                _assistant(messages, ()).setdefault("tool_calls", []).append(call)
+            case FunctionCallOutput() | CustomCallOutput():
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)})
     return messages
 

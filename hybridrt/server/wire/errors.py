@@ -6,6 +6,7 @@ from typing import Any
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Scope
 
 from hybridrt.base.errors import (
     GrammarError,
@@ -20,6 +21,7 @@ from hybridrt.base.errors import (
 from hybridrt.server.wire.sse import DONE, encode, event, named_events
 
 ANTHROPIC_PATH = "/v1/messages"
+_EITHER_PATH = "/v1/models"  # the header `anthropic-version` decides
 RETRY_SECONDS = 1
 # Enough to quote a value; a body is not sent back.
 _MESSAGE_CHARACTERS = 2000
@@ -52,14 +54,22 @@ class APIError(Exception):
         super().__init__(message)
         self.status, self.message, self.field, self.code, self.headers = status, message, field, code, headers or {}
 
-    def body(self, path: str) -> dict[str, Any]:
-        """{"error": {"message", "type", "param", "code"}}, or what clients of this path read."""
+    def body(self, anthropic: bool) -> dict[str, Any]:
+        """{"error": {"message", "type", "param", "code"}}, or Anthropic's form."""
         message = self.message[:_MESSAGE_CHARACTERS]
-        if path.startswith(ANTHROPIC_PATH):
+        if anthropic:
             kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
             return {"type": "error", "error": {"type": kind, "message": message}}
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": message, "type": kind, "param": self.field, "code": self.code}}
+
+
+def wants_anthropic(scope: Scope) -> bool:
+    """Whether the client of a request reads Anthropic's forms."""
+    path: str = scope["path"]
+    if path.startswith(_EITHER_PATH):
+        return any(name == b"anthropic-version" for name, _ in scope["headers"])
+    return path.startswith(ANTHROPIC_PATH)
 
 
 def as_api_error(error: BaseException, names: dict[str, str] | None = None) -> APIError:
@@ -97,21 +107,20 @@ def as_api_error(error: BaseException, names: dict[str, str] | None = None) -> A
     return APIError(500, "the server has failed on this request; its log says why")
 
 
-def stream_end(error: APIError, path: str) -> bytes:
+def stream_end(error: APIError, scope: Scope) -> bytes:
     """The end of a stream that has begun."""
-    body = error.body(path)
-    if path.startswith(ANTHROPIC_PATH):
-        return b"".join(named_events([body]))
-    return event(body) + DONE
+    anthropic = wants_anthropic(scope)
+    body = error.body(anthropic)
+    return b"".join(named_events([body])) if anthropic else event(body) + DONE
 
 
-def error_response(error: APIError, path: str) -> Response:
+def error_response(error: APIError, scope: Scope) -> Response:
     headers = dict(error.headers)
     if error.status in (429, 503):
-        headers["Retry-After"] = str(RETRY_SECONDS)
+        headers.setdefault("Retry-After", str(RETRY_SECONDS))
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return Response(encode(error.body(path)), error.status, headers, "application/json")
+    return Response(encode(error.body(wants_anthropic(scope))), error.status, headers, "application/json")
 
 
 def _as_field_error(error: RequestValidationError) -> APIError:

@@ -2,10 +2,15 @@
 
 import asyncio
 import re
+from functools import partial
+from typing import Any
 
 import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from hybridrt.server.wire.errors import APIError
+from hybridrt.server.wire.sse import encode
 
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 256  # each takes more memory than its bytes
@@ -26,10 +31,10 @@ class BodyWriter:
     """Adds to the body of an answer without known length. ASGI's `send` is a coroutine in each
     layer of the application, which takes longer than the write."""
 
-    __slots__ = ("_cycle",)
+    __slots__ = ("_chunked", "_cycle")
 
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
+    def __init__(self, cycle: RequestResponseCycle, chunked: bool) -> None:
+        self._cycle, self._chunked = cycle, chunked
 
     @property
     def ready(self) -> bool:
@@ -39,7 +44,32 @@ class BodyWriter:
     def write(self, data: bytes) -> None:
         """Writes a part of the body, unless the client has gone."""
         if data and not self._cycle.disconnected:
-            self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+            self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+
+
+async def send_unchunked(cycle: RequestResponseCycle, message: Any) -> None:
+    """`cycle.send` for HTTP/1.0, which knows no chunks: the end of the connection is that of a body
+    without a length."""
+    is_start = message["type"] == "http.response.start"
+    lengths = [value for name, value in message.get("headers", ()) if name.lower() == b"content-length"]
+    if cycle.chunked_encoding is None and (not is_start or lengths or cycle.scope["method"] == "HEAD"):
+        await RequestResponseCycle.send(cycle, message)
+        return
+    if cycle.flow.write_paused and not cycle.disconnected:
+        await cycle.flow.drain()
+    if cycle.disconnected:
+        return
+    if is_start:
+        cycle.response_started, cycle.chunked_encoding, cycle.keep_alive = True, True, False
+        lines = [b"%b: %b\r\n" % header for header in message["headers"]]
+        cycle.transport.write(b"".join([STATUS_LINE[message["status"]], *lines, b"connection: close\r\n\r\n"]))
+        return
+    cycle.transport.write(message.get("body", b""))
+    if not message.get("more_body", False):
+        cycle.response_complete = True
+        cycle.message_event.set()
+        cycle.transport.close()
+        cycle.on_response()
 
 
 class Flow(FlowControl):
@@ -88,6 +118,7 @@ class LimitedHttp(HttpToolsProtocol):
         self._held = bytearray()
         self._body_left = 0
         self._parts = 0
+        self._refusal: APIError | None = None
         self._bare_bytes = 0  # since the last byte of a body, or a request's end
         self._in_head, self._is_whole = True, False
         self._next: asyncio.TimerHandle | None = None
@@ -119,8 +150,8 @@ class LimitedHttp(HttpToolsProtocol):
         if not self._in_head:
             return
         if len(self.headers) == MAX_HEADERS:
-            # uvicorn answers 400.
-            raise ValueError(f"more than {MAX_HEADERS} headers")
+            self._refusal = APIError(431, f"the request has more than {MAX_HEADERS} headers: send fewer")
+            raise ValueError("uvicorn then calls send_400_response")
         if name.lower() == b"content-length" and value.isdigit():
             self._body_left = int(value)
         super().on_header(name, value)
@@ -131,7 +162,10 @@ class LimitedHttp(HttpToolsProtocol):
         if not self.url.startswith(b"/"):
             self._take_host(httptools.parse_url(self.url))
         super().on_headers_complete()
-        self.scope["extensions"] = {BODY_WRITER: BodyWriter(self.cycle)}  # type: ignore[dict-item]
+        chunked = self.scope["http_version"] != "1.0"
+        if not chunked:
+            self.cycle.send = partial(send_unchunked, self.cycle)  # type: ignore[method-assign]
+        self.scope["extensions"] = {BODY_WRITER: BodyWriter(self.cycle, chunked)}  # type: ignore[dict-item]
 
     def on_body(self, body: bytes) -> None:
         self._parts += 1
@@ -177,7 +211,8 @@ class LimitedHttp(HttpToolsProtocol):
         self._bare_bytes += len(piece)
         super().data_received(piece)
         if self._bare_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response(f"More than {MAX_HEAD_BYTES} bytes of headers.")
+            self._refusal = APIError(431, f"the headers have more than {MAX_HEAD_BYTES} bytes: send fewer")
+            self.send_400_response("")
 
     def _take_piece(self) -> bytes:
         """Takes the rest of a body, or up to the next blank line: no piece ends one request and
@@ -192,6 +227,14 @@ class LimitedHttp(HttpToolsProtocol):
         piece = bytes(self._held[:size])
         del self._held[:size]
         return piece
+
+    def send_400_response(self, msg: str) -> None:
+        """Ends the connection with an error in OpenAI's form."""
+        error = self._refusal or APIError(400, "this is no HTTP request")
+        body = encode(error.body(anthropic=False))
+        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        self.transport.write(STATUS_LINE[error.status] + head + body)
+        self.transport.close()
 
     def _take_host(self, url: httptools.parser.url_parser.URL) -> None:
         """An address with a host replaces the header (RFC 9112, 3.2.2)."""

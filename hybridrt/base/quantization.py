@@ -1,0 +1,97 @@
+"""How a checkpoint stores its matrices: a scheme for each module, by the module's own name."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How one matrix [out, in] is stored.
+
+    Attributes:
+        method: name of the method of linear layers that keeps and multiplies it.
+        layout: names and packing of its tensors (`hybridrt.layers.quant.layouts`); "" for a method
+            from outside, which names its own.
+        block: outputs and inputs that share a scale; 0: all of them.
+        activations: how inputs may be quantised: "", "token", "tensor" or "group". Products here
+            leave them as they are.
+        options: of a method from outside, the checkpoint's quantization_config.
+        scale_dtype, zeros, indexed: what the file's tensors tell: dtype of the scales, whether there
+            are zero points, and whether a tensor gives the group of each input.
+    """
+
+    method: str = "dense"
+    layout: str = ""
+    block: tuple[int, int] = (0, 0)
+    activations: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    scale_dtype: torch.dtype = torch.float32
+    zeros: bool = False
+    indexed: bool = False
+
+    def __str__(self) -> str:
+        """For people: "fp8 by 128x128", "int4 by 32 inputs"."""
+        if not self.layout:
+            return self.method
+        rows, columns = self.block
+        if rows == 1:
+            return f"{self.method} by {f'{columns} inputs' if columns else 'row'}"
+        return f"{self.method} by {f'{rows}x{columns}' if rows else 'tensor'}"
+
+
+PLAIN = Scheme()
+
+
+class QuantRules(ABC):
+    """What a checkpoint's configuration says of its modules.
+
+    Attributes:
+        name: the configuration's quant_method.
+    """
+
+    name: str
+
+    @abstractmethod
+    def scheme(self, module: str) -> Scheme | None:
+        """The scheme of a module that is quantised; None if the configuration has none for it."""
+
+    @abstractmethod
+    def leaves_plain(self, module: str) -> bool:
+        """Whether the configuration says that a module is not quantised."""
+
+
+@dataclass(frozen=True)
+class StoredModule:
+    """The tensors of a quantised module in the checkpoint: dtype and shape by their last names."""
+
+    name: str
+    scheme: Scheme
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
+class QuantConfig:
+    """A quantised checkpoint.
+
+    Attributes:
+        modules: the quantised modules that the files hold, by name. None: no file was read
+            (load_format="dummy"), and the rules decide alone.
+    """
+
+    rules: QuantRules
+    modules: Mapping[str, StoredModule] | None = None
+
+    def module_of(self, key: str) -> tuple[StoredModule, str] | None:
+        """The quantised module that a checkpoint key belongs to, and the rest of the key."""
+        name, _, last = key.rpartition(".")
+        module = (self.modules or {}).get(name)
+        return None if module is None or not module.scheme.layout or last not in module.tensors else (module, last)
+
+    def weight_key(self, key: str) -> str:
+        """The key of the plain weight that a tensor stands for; other keys as they are."""
+        found = self.module_of(key)
+        return key if found is None else f"{found[0].name}.weight"

@@ -1,0 +1,296 @@
+"""The right to change an engine: one thread at a time, with recovery, undisturbed by its caller.
+
+In a turn Ctrl-C waits, and the caller's torch settings do not apply: autocast, default device, grad
+mode. The default dtype has no guard, because it belongs to the whole process. Instead every tensor
+of hybridrt is made with an explicit dtype.
+"""
+
+import os
+import signal
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import wraps
+from threading import Lock, RLock, get_ident
+from types import FrameType, TracebackType
+from typing import ParamSpec, TypeVar
+from weakref import WeakMethod
+
+import torch
+
+from hybridrt.base.device import gpu_started
+from hybridrt.base.errors import EngineError, UnavailableError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_DEVICE_TYPES = ("cpu", "cuda")
+
+
+class _Nondeterministic:
+    """Switches deterministic algorithms off while at least one thread is inside. The switch belongs
+    to the process. On a GPU it makes libraries raise.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._inside = Lock(), 0
+        self._found: bool | None = None  # None: nothing to put back
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._inside += 1
+            if torch.are_deterministic_algorithms_enabled():
+                self._found = torch.is_deterministic_algorithms_warn_only_enabled()
+                torch.use_deterministic_algorithms(False)
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside and self._found is not None:
+                torch.use_deterministic_algorithms(True, warn_only=self._found)
+                self._found = None
+
+
+_NONDETERMINISTIC = _Nondeterministic()
+
+
+def undisturbed() -> AbstractContextManager[None]:
+    """A context in which this thread has torch's default state. The caller's state is restored
+    afterwards."""
+    # Faster than `torch.get_default_device`.
+    usual = (
+        torch.is_grad_enabled()
+        and not torch.is_inference_mode_enabled()
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.is_autocast_enabled("cuda")
+        and not (torch.are_deterministic_algorithms_enabled() and gpu_started())
+        and not torch._C._len_torch_function_stack()
+    )
+    return nullcontext() if usual else _as_usual()
+
+
+@contextmanager
+def _as_usual() -> Iterator[None]:
+    with ExitStack() as stack:
+        # First, because it sets grad mode. Tensors made here are used outside of it.
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for kind in _DEVICE_TYPES:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(torch.device("cpu"))
+        if gpu_started():
+            stack.enter_context(_NONDETERMINISTIC)
+        yield
+
+
+def in_undisturbed(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, called within `undisturbed`."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with undisturbed():
+            return function(*args, **kwargs)
+
+    return call
+
+
+class _Note:
+    """Notes that SIGINT has come. If its context is garbage, the handler restores Python's own and
+    calls it.
+    """
+
+    def __init__(self, context: "Interrupts") -> None:
+        self.context = weakref.ref(context)
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        context = self.context()
+        if context is None:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.default_int_handler(number, frame)
+        else:
+            context.waiting = True
+
+
+class Interrupts:
+    """Delays SIGINT: the end of the context, or `raise_if_interrupted`, raises KeyboardInterrupt for it.
+
+    It acts only in the main thread, where signals are handled, and only in place of Python's own
+    handler: an application's handler stays. Contexts may nest; only the outermost acts, because
+    installing and removing a handler takes 10 microseconds.
+    """
+
+    _outermost: "weakref.ref[Interrupts] | None" = None
+    _note: _Note | None = None
+    waiting = False
+
+    def __enter__(self) -> "Interrupts":
+        if Interrupts._outermost is not None and Interrupts._outermost() is not None:
+            return self
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        handler = signal.getsignal(signal.SIGINT)
+        if handler is signal.default_int_handler or (isinstance(handler, _Note) and handler.context() is None):
+            self._note = _Note(self)
+            signal.signal(signal.SIGINT, self._note)
+            Interrupts._outermost = self._note.context
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._note is not None:
+            Interrupts._outermost = None
+            if signal.getsignal(signal.SIGINT) is self._note:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+        if self.waiting:
+            self.raise_if_interrupted()
+
+    def raise_if_interrupted(self) -> None:
+        """Raises KeyboardInterrupt if SIGINT has come."""
+        if self.waiting:
+            self.waiting = False
+            raise KeyboardInterrupt
+
+
+_HELD = nullcontext()  # the turn of the thread that has it
+
+
+class Turns:
+    """One thread at a time. `with turns` waits, first come, first served; `with turns.now` does not
+    wait. The owner may enter again. Ctrl-C waits for the end of a turn (`Interrupts`), and the
+    thread's torch settings do not apply in it (`undisturbed`).
+
+    Args:
+        change: a turn recovers first if the one before broke a change off.
+    """
+
+    def __init__(self, change: "Change") -> None:
+        self._change = change
+        self._mutex = RLock()  # reentrant: finalizers may run in here
+        self._line: deque[tuple[Lock, int]] = deque()
+        self._owner: int | None = None
+        self._process = os.getpid()
+        self._entered: list[AbstractContextManager[None]] = []  # turns that the owner has entered with `with turns`
+
+    def __enter__(self) -> None:
+        turn = _HELD if self._owner == get_ident() else self._turn(wait=True)
+        turn.__enter__()
+        self._entered.append(turn)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._entered.pop().__exit__(kind, error, tb)
+
+    @property
+    def in_own_process(self) -> bool:
+        """False in a process that was forked from the one that made this."""
+        return os.getpid() == self._process
+
+    def check_process(self) -> None:
+        """Raises UnavailableError in a forked process: it lacks torch's threads, which a step waits
+        for, and the owner of the turn.
+        """
+        if os.getpid() != self._process:
+            raise UnavailableError(
+                f"this engine belongs to process {self._process}, from which this one was forked, and its threads do "
+                'not survive a fork: build a new LLM here, or start processes with the method "spawn"'
+            )
+
+    @property
+    def now(self) -> AbstractContextManager[None]:
+        """A turn that begins at once: EngineError if it is another thread's."""
+        return _HELD if self._owner == get_ident() else self._turn(wait=False)
+
+    @contextmanager
+    def _turn(self, wait: bool) -> Iterator[None]:
+        with Interrupts():
+            self._take(wait)
+            try:
+                with undisturbed():
+                    if self._change.broken:
+                        self._change.begin()
+                    yield
+            finally:
+                self._hand_on()
+
+    def _take(self, wait: bool) -> None:
+        """Waits for it, or raises EngineError if it is taken and `wait` is False, or in a fork."""
+        if os.getpid() != self._process:
+            self.check_process()
+        with self._mutex:
+            if self._owner is None:
+                self._owner = get_ident()
+                return
+            if not wait:
+                raise EngineError(
+                    f"thread {self._owner} is inside the engine, which takes one thread at a time: call it from one "
+                    "thread, or within `with engine.turns:`, which waits as LLM.generate and LLM.stream do"
+                )
+            gate = Lock()
+            gate.acquire()
+            self._line.append((gate, get_ident()))
+        try:
+            gate.acquire()
+        except BaseException:
+            self._give_up(gate)
+            raise
+
+    def _give_up(self, gate: Lock) -> None:
+        with self._mutex:
+            if (gate, get_ident()) in self._line:
+                self._line.remove((gate, get_ident()))
+            else:
+                self._hand_on()
+
+    def _hand_on(self) -> None:
+        with self._mutex:
+            if self._line:
+                gate, self._owner = self._line.popleft()
+                gate.release()
+            else:
+                self._owner = None
+
+
+class Change:
+    """Wraps a change of bookkeeping. After an exception in the block, `begin` or the next change
+    calls `recover`.
+
+    Attributes:
+        broken: within a change, and after one that an exception has left.
+
+    Raises:
+        EngineError: on entry, if the caller is within a change of its own: a finalizer, or a
+            signal's handler.
+    """
+
+    def __init__(self, recover: Callable[[], None]) -> None:
+        self._recover = recover
+        self._inside = self.broken = False
+
+    def __enter__(self) -> None:
+        if self._inside:
+            raise EngineError("the engine was called from within its own step; call it between two steps")
+        if self.broken:
+            self._recover()
+        self._inside = self.broken = True
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._inside, self.broken = False, kind is not None
+
+    def begin(self) -> None:
+        """Recovers from a broken change, if there was one. Call it at the head of a turn."""
+        self._inside = False
+        if self.broken:
+            with self:
+                pass
+
+
+def weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """A bound method that does not keep its object alive: an object that its own part refers to is
+    freed, with its memory, only by the garbage collector.
+    """
+    found = WeakMethod(method)
+
+    def call() -> None:
+        if (alive := found()) is not None:
+            alive()
+
+    return call

@@ -1,0 +1,144 @@
+"""Waiting requests of all clients, and the order in which a step computes prompts."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from types import MappingProxyType
+
+from hybridrt.engine.core.followers import Followers
+from hybridrt.engine.core.request_queue import AGE_SECONDS, RequestQueue
+from hybridrt.engine.core.step_cost import PromptWork
+from hybridrt.engine.core.traffic_policy import TrafficPolicy
+from hybridrt.engine.request.sample_request import Request
+
+
+class ClientQueues:
+    """A queue for each client. The client that has got the fewest seconds for its weight goes
+    first. One that had nothing to do gets no credit for that time (start-time fair queueing, Goyal,
+    Vin and Cheng 1996).
+
+    Args:
+        policy: of RequestQueue.
+        weights: shares of clients; 1 for others.
+    """
+
+    def __init__(self, policy: TrafficPolicy | None, weights: Mapping[str, float] = MappingProxyType({})) -> None:
+        self.policy, self.weights = policy, weights
+        self._queues = dict[str, RequestQueue]()  # of clients with waiting requests
+        self._spent = dict[str, float]()  # seconds / weight
+        self._now = 0.0  # `_spent` of the client that was served last, before that
+
+    def __bool__(self) -> bool:
+        return bool(self._queues)
+
+    def __len__(self) -> int:
+        return sum([len(queue) for queue in self._queues.values()])
+
+    def __iter__(self) -> Iterator[Request]:
+        clients = sorted(self._queues, key=self.spent)
+        return chain.from_iterable([self._queues[client] for client in clients])
+
+    @property
+    def clients(self) -> Sequence[str]:
+        return tuple(self._queues)
+
+    @property
+    def pending(self) -> PromptWork:
+        """Prompt tokens that waiting requests compute."""
+        return sum([queue.pending for queue in self._queues.values()], PromptWork())
+
+    def best(self, client: str) -> Request | None:
+        return self._queues[client].best() if client in self._queues else None
+
+    def client_of(self, request: Request) -> str:
+        return request.client if self.policy is not None else ""
+
+    def add(self, request: Request, work: PromptWork) -> None:
+        client = self.client_of(request)
+        if client not in self._queues:
+            self._queues[client] = RequestQueue(self.policy)
+            self._spent[client] = max(self.spent(client), self._now)
+        self._queues[client].add(request, work)
+
+    def remove(self, request: Request) -> None:
+        client = self.client_of(request)
+        queue = self._queues[client]
+        queue.remove(request)
+        if not queue:
+            del self._queues[client]
+
+    def spent(self, client: str) -> float:
+        return self._spent.get(client, 0.0)
+
+    def charge(self, request: Request, work: PromptWork) -> None:
+        """A step computes this much of a request's prompt."""
+        if self.policy is not None:
+            client = request.client
+            self._now = self.spent(client)
+            self._spent[client] = self._now + self.policy.prompt_seconds(work) / self.weights.get(client, 1.0)
+
+    def ratio(self, request: Request) -> float:
+        return self._queues[request.client].ratio(request)
+
+    def clear(self) -> None:
+        self._queues.clear()
+
+
+class PromptOrder:
+    """The prompts of a step, in the order of their computation: by client, by priority, by response
+    ratio. Without a policy, admitted ones are first.
+
+    Args:
+        admitted: requests with uncomputed prompts, in order of admission.
+
+    Attributes:
+        admits: False: no more waiting requests.
+    """
+
+    def __init__(self, queues: ClientQueues, followers: Followers, admitted: Sequence[Request]) -> None:
+        self._queues, self._followers, self._policy = queues, followers, queues.policy
+        self.admits = True
+        self._admitted = dict[str, list[Request]]()  # by client
+        for request in admitted:
+            self._admitted.setdefault(queues.client_of(request), []).append(request)
+
+    def next(self) -> Request | None:
+        """An admitted request is returned once; a waiting one until it leaves its queue."""
+        if (client := self._client()) is None:
+            return None
+        admitted, waiting = self._admitted.get(client, []), self._queues.best(client) if self.admits else None
+        if self._policy is None:
+            first = admitted[0] if admitted else waiting
+        else:
+            first = self._first(admitted, waiting)
+        if first is not waiting:
+            admitted.remove(first)  # type: ignore[arg-type]
+            if not admitted:
+                del self._admitted[client]
+        return first
+
+    def _client(self) -> str | None:
+        clients = [*self._admitted, *(self._queues.clients if self.admits else ())]
+        return min(clients, key=self._queues.spent, default=None)
+
+    def _first(self, admitted: Sequence[Request], waiting: Request | None) -> Request | None:
+        ratios = [(self._ratio(request), request) for request in admitted]
+        if waiting is not None:
+            ratios.append((self._queues.ratio(waiting), waiting))
+        top = min(request.params.priority for _, request in ratios)
+        oldest = min((request for _, request in ratios), key=_since)
+        if oldest.params.priority > top:
+            return oldest
+        level = [each for each in ratios if each[1].params.priority == top]
+        first = min((request for _, request in level), key=lambda request: request.arrival)
+        assert self._policy is not None
+        return first if self._policy.is_due(first) else max(level, key=lambda each: each[0])[1]
+
+    def _ratio(self, request: Request) -> float:
+        policy = self._policy
+        assert policy is not None
+        waited = policy.waited(request) + self._followers.waited(request, policy.clock())
+        return policy.ratio(waited, PromptWork.between(request.computed, request.prefill_end))
+
+
+def _since(request: Request) -> float:
+    return request.metrics.arrival_time + AGE_SECONDS * request.params.priority

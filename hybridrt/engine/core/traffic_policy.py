@@ -1,0 +1,159 @@
+"""How long a step with prompts may take, and when it is scheduled."""
+
+import math
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+
+from hybridrt.base.config import EngineConfig
+from hybridrt.engine.core.chunk_budget import ChunkBudget
+from hybridrt.engine.core.step_cost import PromptWork, StepCost, StepWork
+from hybridrt.engine.request.sample_request import Request
+from hybridrt.runtime.step.pack_padded import Bucket
+from hybridrt.runtime.step.plan import DecodeRows, StepPlan
+
+# Part of a bound left free for errors of the prediction: so many median errors.
+MARGIN_ERRORS, MAX_MARGIN = 2, 0.1
+# A step takes at most F / (F - 1) times as long as its decode rows alone if prompts get 1/F of its
+# time: then a prompt takes F times as long as without decode rows. With a number of milliseconds
+# F is NUMBER_FACTOR, without one AUTO_FACTOR.
+NUMBER_FACTOR, AUTO_FACTOR = 11.0, 4 / 3
+# Without a number of milliseconds, a step may take longer if much work waits: a share of that work,
+# up to MOST_STEPS times its decode rows alone and MOST_SECONDS.
+WORK_SHARE, MOST_STEPS, MOST_SECONDS = 1 / 3, 20, 0.075
+# A prompt is due so many times the seconds of the work that was there when it came, and then so many.
+DUE_FACTOR, DUE_SECONDS = 1.5, 1.0
+_LATE_STEPS = 8  # late steps that are observed as one
+# The next step is scheduled this lead before the running one ends. A late launch doubles the lead,
+# other steps shrink it a little.
+_LEAD, _MIN_LEAD, _MAX_LEAD, _SHRINK = 0.004, 0.001, 0.05, 0.998
+
+
+class TrafficPolicy:
+    """Decides how long steps may take: prompts get shorter chunks in steps with decode rows.
+
+    The host does not see the end of a step that samples nothing or ended before it was read: its
+    work is observed together with the next step that is waited for.
+
+    Args:
+        seconds: between tokens; None: by the work that waits.
+        max_ttft_factor: prompts may take so many times longer than without decode rows, whatever
+            `seconds`; None: NUMBER_FACTOR or AUTO_FACTOR.
+        cost: None: one without graphs for prompts.
+        clock: seconds, as `RequestMetrics.arrival_time` has them.
+
+    Attributes:
+        backlog: predicted seconds of all prompts that are not computed, without decode rows.
+    """
+
+    def __init__(
+        self,
+        seconds: float | None = None,
+        *,
+        max_ttft_factor: float | None = None,
+        cost: StepCost | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.seconds, self.cost, self.clock = seconds, cost or StepCost(), clock
+        factor = max_ttft_factor or (AUTO_FACTOR if seconds is None else NUMBER_FACTOR)
+        self._least = factor / (factor - 1)
+        self.backlog = 0.0
+        self._last_end = 0.0
+        self._unseen: list[StepWork] = []  # launched before the next awaited one
+        self._unseen_start = 0.0
+        self._lead = _LEAD
+
+    @classmethod
+    def from_config(
+        cls, config: EngineConfig, device: torch.device, buckets: Iterable[Bucket]
+    ) -> "TrafficPolicy | None":
+        """The policy of `EngineConfig.target_itl_ms`; None if there is none. `buckets`: those of the
+        captured graphs of steps with prompts.
+        """
+        asked = config.target_itl_ms
+        if asked is None or (asked == "auto" and device.type == "cpu"):
+            return None
+        seconds = None if asked == "auto" else float(asked) / 1e3
+        return cls(seconds, max_ttft_factor=config.max_ttft_factor, cost=StepCost(buckets))
+
+    def budget(self, tokens: int, decode: DecodeRows, pending: float = 0.0) -> ChunkBudget:
+        """The budget of a step with these decode rows and at most `tokens` prompt tokens. `pending`:
+        predicted seconds of all prompt tokens that are not computed.
+        """
+        if not len(decode):
+            return ChunkBudget(tokens)
+        work = StepWork.from_plan(StepPlan(decode=decode))
+        seconds, most = self.bound(self.cost.predict(work) or 0.0, pending), 0.0 if self.seconds else MOST_SECONDS
+        return ChunkBudget(tokens, self.cost, seconds, work, most)
+
+    def bound(self, alone: float, pending: float) -> float:
+        """Seconds of a step that would take `alone` without prompts. `pending` as for `budget`."""
+        if self.seconds is not None:
+            return max(self.seconds * (1 - self._margin), self._least * alone)
+        most = min(alone + WORK_SHARE * pending, MOST_STEPS * alone, MOST_SECONDS)
+        return max(self._least * alone, most)
+
+    def prompt_seconds(self, work: PromptWork) -> float:
+        """Predicted seconds of prompts without decode rows."""
+        return self.cost.prompt_seconds(work)
+
+    @property
+    def wait_seconds(self) -> float:
+        """Predicted seconds until all prompts that are there are computed, next to decode rows. Any
+        thread may ask.
+        """
+        return self.backlog if self.seconds is not None else AUTO_FACTOR * self.backlog
+
+    def set_due(self, request: Request, pending: PromptWork) -> None:
+        """A new request becomes due some time after all prompts that were there could have been
+        computed. `pending`: these and its own.
+        """
+        if request.due == math.inf:
+            patience = DUE_FACTOR * self.prompt_seconds(pending) + DUE_SECONDS
+            request.due = request.metrics.arrival_time + patience
+
+    def is_due(self, request: Request) -> bool:
+        return self.clock() > request.due
+
+    def waited(self, request: Request) -> float:
+        return self.clock() - request.metrics.arrival_time
+
+    def ratio(self, waited: float, work: PromptWork) -> float:
+        """The response ratio of a prompt."""
+        return 1 + waited / self.prompt_seconds(work)
+
+    def spare_seconds(self, plan: StepPlan, launched: float) -> float:
+        """How long scheduling of the next step can be put off while this plan runs as the last one:
+        more prompts can join then. 0 if its end is unknown. `launched`: when, by `clock`.
+        """
+        seconds = self.cost.predict(StepWork.from_plan(plan))
+        if seconds is None or self._unseen:
+            return 0.0
+        end = max(launched, self._last_end) + seconds * (1 - self._margin)
+        return max(end - self._lead - self.clock(), 0.0)
+
+    @property
+    def _margin(self) -> float:
+        return min(MARGIN_ERRORS * (self.cost.error or 0.0), MAX_MARGIN)
+
+    def ended(self, plan: StepPlan, launched: float, gained: int, late: bool = False) -> None:
+        """Observes a step that was read. Call it in launch order.
+
+        Args:
+            launched: when, by `clock`.
+            gained: tokens of all its rows; 0: it was not waited for, or failed.
+            late: it had ended before it was read, because the launch of the next one took longer.
+                Its end would be seen too late, and the next step would seem to need no time.
+        """
+        if not self._unseen:
+            self._unseen_start = launched
+        self._unseen.append(StepWork.from_plan(plan))
+        self._lead = min(2 * self._lead, _MAX_LEAD) if late else max(self._lead * _SHRINK, _MIN_LEAD)
+        if not gained or (late and len(self._unseen) < _LATE_STEPS):
+            return
+        now, works = self.clock(), self._unseen
+        start = max(self._unseen_start, self._last_end)
+        self._last_end, self._unseen = now, []
+        if now > start:
+            self.cost.observe(works, now - start)

@@ -1,0 +1,135 @@
+"""Triton kernel of routed experts with weights of 8 and 4 bits: products of blocks of one expert's pairs.
+
+Weights are on the left of a tensor core, as in `_matmul_kernel`: they stay in registers after they
+are decoded.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybridrt.kernels.core.codes_triton import dequantized, run_columns, tile_scale
+from hybridrt.kernels.core.launch import dot_precision
+from hybridrt.kernels.core.pdl_triton import begin, pdl
+from hybridrt.kernels.dense.moe_triton import Blocks, activate_experts, lay_out, weighted_sum
+from hybridrt.kernels.quant.quant_experts import QuantExperts
+from hybridrt.kernels.quant.quant_linear_triton import FOUR_BITS, codes_of
+from hybridrt.kernels.quant.quant_weight import QuantWeight
+
+
+@triton.jit
+def _load_tile(rows, first, WIDTH: tl.constexpr, LENGTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """WIDTH numbers of rows of LENGTH from number `first` on."""
+    i = first + tl.arange(0, WIDTH)[None, :]
+    if LENGTH % WIDTH == 0:
+        tile = tl.load(rows + i)
+    else:
+        tile = tl.load(rows + i, mask=i < LENGTH, other=0.0)
+    return tile
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _quant_grouped_kernel(  # type: ignore[no-untyped-def]
+    a_ptr, w_ptr, bias_ptr, pairs_ptr, block_expert_ptr, out_ptr, a_sr, num_pairs, num_experts,
+    scale_ptr, zero_ptr, factor_ptr, CODE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PAIRS_PER_ROW: tl.constexpr, K: tl.constexpr, OUT: tl.constexpr, ACTIVATE: tl.constexpr, GATED: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out[pair] = act(w[expert] a[pair // PAIRS_PER_ROW] + bias[expert]) for a block of one expert's pairs and BLOCK_N
+    rows of w [E, OUT or 2 OUT, K]."""
+    WORD: tl.constexpr = 8 if CODE == "int4" or CODE == "e2m1" else 1
+    PLANES: tl.constexpr = 4 if WORD == 8 else 1
+    LENGTH: tl.constexpr = (K + 31) // 32 * 4 if WORD == 8 else K
+    ONE: tl.constexpr = COLUMNS % BLOCK_K == 0 or COLUMNS >= K
+    N: tl.constexpr = OUT * 2 if GATED else OUT
+    BLOCKS: tl.constexpr = ((N + ROWS - 1) // ROWS) * ((K + COLUMNS - 1) // COLUMNS)
+    begin(PDL)
+    block = tl.program_id(1)
+    expert = tl.load(block_expert_ptr + block).to(tl.int64)
+    if expert >= num_experts:
+        return
+    pair = tl.load(pairs_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    live = (pair < num_pairs)[None, :]
+    n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K // PLANES)
+    row = tl.minimum(n, OUT - 1).to(tl.int64)
+    if scale_ptr is not None:
+        scale_ptr += expert * BLOCKS
+    if zero_ptr is not None:
+        zero_ptr += expert * BLOCKS
+    w_rows = w_ptr + (expert * N + row)[:, None] * LENGTH
+    a_rows = a_ptr + (pair // PAIRS_PER_ROW * a_sr)[None, :]
+    total, up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32), tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        tile = _load_tile(w_rows, start // WORD, BLOCK_K // WORD, LENGTH)
+        up_tile = tile
+        if GATED:
+            up_tile = _load_tile(w_rows + OUT * LENGTH, start // WORD, BLOCK_K // WORD, LENGTH)
+        products, up_products = total, up
+        if ONE and scale_ptr is not None:
+            products, up_products = tl.zeros_like(total), tl.zeros_like(up)
+        for plane in tl.static_range(PLANES):
+            column = (start + run_columns(k, plane, CODE))[:, None]
+            a = tl.load(a_rows + column, mask=live & (column < K), other=0.0)
+            values = dequantized(tile, scale_ptr, zero_ptr, row, start, plane, K, CODE, ROWS, COLUMNS, ONE, a.dtype)
+            products = tl.dot(values, a, products, input_precision=PRECISION)
+            if GATED:
+                values = dequantized(
+                    up_tile, scale_ptr, zero_ptr, row + OUT, start, plane, K, CODE, ROWS, COLUMNS, ONE, a.dtype
+                )
+                up_products = tl.dot(values, a, up_products, input_precision=PRECISION)
+        if ONE and scale_ptr is not None:
+            total += products * tile_scale(scale_ptr, row, start, K, CODE, ROWS, COLUMNS)
+            if GATED:
+                up += up_products * tile_scale(scale_ptr, row + OUT, start, K, CODE, ROWS, COLUMNS)
+        else:
+            total, up = products, up_products
+    total = _finish(total, factor_ptr, bias_ptr, expert * N + row)
+    if GATED:
+        up = _finish(up, factor_ptr, bias_ptr, expert * N + OUT + row)
+    if ACTIVATE:
+        total = activate_experts(total, up, GATED, LIMIT, ALPHA)
+    out = out_ptr + pair[None, :] * OUT + n[:, None]
+    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=live & (n < OUT)[:, None])
+
+
+@triton.jit
+def _finish(total, factor_ptr, bias_ptr, row):  # type: ignore[no-untyped-def]
+    if factor_ptr is not None:
+        total *= tl.load(factor_ptr + row)[:, None]
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + row).to(tl.float32)[:, None]
+    return total
+
+
+def quant_experts_triton(x: Tensor, experts: QuantExperts, weights: Tensor, ids: Tensor) -> Tensor:
+    """Five launches: two lay out the pairs, two are products, one sums."""
+    up, down = experts.up, experts.down
+    out, (pairs, top_k) = torch.empty(x.shape, dtype=x.dtype, device=x.device), (ids.numel(), ids.shape[1])
+    hidden, y = (torch.empty(pairs, width, dtype=x.dtype, device=x.device) for width in (down.width, x.shape[1]))
+    blocks, gated = lay_out(ids, len(up.data)), experts.activation == "silu"
+    act = {"ACTIVATE": True, "GATED": gated, "LIMIT": experts.limit, "ALPHA": experts.alpha}
+    none = {"ACTIVATE": False, "GATED": False, "LIMIT": None, "ALPHA": None}
+    _launch(x, up, experts.b_up, blocks, hidden, ids, PAIRS_PER_ROW=top_k, **act)
+    _launch(hidden, down, experts.b_down, blocks, y, ids, PAIRS_PER_ROW=1, **none)
+    weighted_sum(y, weights, ids, out)
+    return out
+
+
+def _launch(
+    a: Tensor, w: QuantWeight, bias: Tensor | None, blocks: Blocks, out: Tensor, ids: Tensor, **meta: Any
+) -> None:
+    assert w.data.is_contiguous() and a.stride(1) == 1
+    few = blocks.size == 16
+    block_n, block_k = (64 if few else 128), 128
+    if few and w.code in FOUR_BITS and w.block[1] != 128:
+        block_k = 256
+    block_k = max(64, min(block_k, triton.next_power_of_2(w.width)))
+    _quant_grouped_kernel[(triton.cdiv(out.shape[1], block_n), blocks.experts.shape[0])](
+        a, w.data, bias, blocks.pairs, blocks.experts, out, a.stride(0), ids.numel(), len(w.data), **codes_of(w),
+        K=w.width, OUT=out.shape[1], PRECISION=dot_precision(a.dtype), BLOCK_M=blocks.size, BLOCK_N=block_n,
+        BLOCK_K=block_k, STAGES=3, num_warps=4 if few else 8, **meta, **pdl(a.device),
+    )  # fmt: skip

@@ -1,0 +1,139 @@
+"""Packed weights in the layout that kernels for few tokens read, and products with it."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation
+from hybridrt.kernels.quant.decode import CENTRE_OF_INT4
+from hybridrt.kernels.quant.formats import unpack_pairs
+from hybridrt.kernels.quant.quant_weight import Code, QuantWeight, dequantize, expert_of, pack_planes
+from hybridrt.layers.quant.packed_weight import PackedWeight
+
+CODE: dict[str, Code] = {"fp8": "e4m3", "int8": "int8", "int4": "int4", "fp4": "e2m1"}
+STEPS = (128, 64, 32, 16, 8, 4, 2, 1)
+NUMBERS = 1 << 24  # that a product of many tokens decodes at once
+
+
+def kernel_weight(weight: PackedWeight) -> QuantWeight | None:
+    """The same stack [E, out, in] for kernels; None if they have none for its groups of inputs."""
+    found = _columns(weight)
+    eight = weight.scheme.method in ("fp8", "int8")
+    if found is None or (eight and weight.width % 4):
+        return None
+    wide, columns = found
+    code = CODE[weight.scheme.method]
+    data = weight.codes.data if eight else _planes(weight, code)
+    factor = None if weight.factor is None else weight.factor.data
+    if weight.scales.shape[2] == 1 and weight.zeros is None:
+        rows = weight.starts[-1]
+        scales = _grid(weight.scales.data, _all_rows(weight), None).float()[..., 0].expand(-1, rows)
+        return QuantWeight(data, code, weight.width, factor=scales.contiguous() if factor is None else scales * factor)
+    high, rows_of = _rows(weight)
+    scale = _grid(weight.scales.data, rows_of, columns)
+    scale = scale.view(torch.uint8) if scale.dtype == torch.float8_e8m0fnu else scale
+    zero = None
+    if weight.zeros is not None:
+        zero = _grid(weight.zeros.data, rows_of, columns).short() + (CENTRE_OF_INT4 if code == "int4" else 0)
+    return QuantWeight(data, code, weight.width, (high, wide), scale, zero, factor)
+
+
+def _planes(weight: PackedWeight, code: Code) -> Tensor:
+    """The 4-bit codes as `pack_planes` stores them, one matrix after the other."""
+    found: Tensor | None = None
+    for e, own in enumerate(weight.codes.data):
+        planes = pack_planes(unpack_pairs(own)[:, : weight.width], code)
+        found = planes.new_empty(weight.count, *planes.shape) if found is None else found
+        found[e] = planes
+    assert found is not None
+    return found
+
+
+def _all_rows(weight: PackedWeight) -> Tensor | None:
+    return None if weight.row_of is None else weight.row_of.data.long()
+
+
+def _rows(weight: PackedWeight) -> tuple[int, Tensor | None]:
+    """Rows of a block, and the scale row of each block; None: as they are."""
+    index = _all_rows(weight)
+    if index is None:
+        return (weight.starts[-1] if weight.scales.shape[1] == 1 else 1), None
+    step = next(step for step in STEPS if _constant(index, step))
+    return step, index[::step]
+
+
+def _columns(weight: PackedWeight) -> tuple[int, Tensor | None] | None:
+    """The same for columns. Kernels take groups of 16 and of multiples of 32."""
+    if weight.column_of is None:
+        wide = weight.scheme.block[1] or weight.width
+        return (wide, None) if wide == 16 or wide % 32 == 0 or wide >= weight.width else None
+    if weight.column_of.shape[:2] != (1, 1):
+        return None
+    index = weight.column_of.data[0, 0].long()
+    step = next((step for step in STEPS if step >= 16 and _constant(index, step)), None)
+    return None if step is None else (step, index[::step])
+
+
+def _constant(index: Tensor, step: int) -> bool:
+    """Whether all of an index is constant in runs of `step`."""
+    first = torch.arange(len(index), device=index.device) // step * step
+    return torch.equal(index, index[first])
+
+
+def _grid(grid: Tensor, rows: Tensor | None, columns: Tensor | None) -> Tensor:
+    """Rows and columns of a stack of grids, of any dtype."""
+    taken = grid.view(torch.uint8) if grid.dtype.itemsize == 1 else grid
+    taken = taken if rows is None else taken[:, rows]
+    taken = taken if columns is None else taken[:, :, columns]
+    return taken.contiguous().view(grid.dtype)
+
+
+def finished(weight: PackedWeight) -> QuantWeight | None:
+    """`kernel_weight` with parameters, instead of those of `weight`, which are freed."""
+    found = kernel_weight(weight)
+    if found is None:
+        return None
+    own = found if weight.count > 1 else expert_of(found, 0)
+    weight.clear()
+    tensors = {name: t for name, t in own._asdict().items() if isinstance(t, Tensor)}
+    held: Any = {name: nn.Parameter(t.contiguous(), requires_grad=False) for name, t in tensors.items()}
+    return own._replace(**held)
+
+
+def parameters(weight: QuantWeight) -> dict[str, nn.Parameter]:
+    return {name: t for name, t in weight._asdict().items() if isinstance(t, nn.Parameter)}
+
+
+def product_of_many(weight: QuantWeight, x: Tensor, bias: Tensor | None, activation: Activation | None) -> Tensor:
+    """act(x W^T + b) by blocks of rows, which are decoded."""
+    y = x.new_empty(x.shape[0], weight.rows)
+    step = max(NUMBERS // weight.width // STEPS[0], 1) * STEPS[0]
+    for start in range(0, weight.rows, step):
+        end = min(start + step, weight.rows)
+        own = None if bias is None else bias[start:end]
+        y[:, start:end] = F.linear(x, dequantize(rows_of(weight, start, end)).to(x.dtype), own)
+    return y if activation is None else ACTIVATIONS[activation](y)
+
+
+def rows_of(weight: QuantWeight, start: int, end: int) -> QuantWeight:
+    """Rows from a multiple of 128 on."""
+    high = weight.block[0]
+    at = slice(None) if high >= weight.rows else slice(start // high, -(-end // high))
+    scale, zero = (None if t is None else t[at] for t in (weight.scale, weight.zero))
+    block = (min(high, end - start) if high >= weight.rows else high, weight.block[1])
+    factor = None if weight.factor is None else weight.factor[start:end]
+    return weight._replace(data=weight.data[start:end], block=block, scale=scale, zero=zero, factor=factor)
+
+
+def looked_up(weight: QuantWeight, ids: Tensor) -> Tensor:
+    """float32 [T, in]: rows `ids`."""
+    rows = ids // weight.block[0]
+    scale, zero = (
+        None if t is None else t.view(torch.uint8)[rows].view(t.dtype) if t.dtype.itemsize == 1 else t[rows]
+        for t in (weight.scale, weight.zero)
+    )
+    data = weight.data.view(torch.uint8)[ids].view(weight.data.dtype)
+    factor = None if weight.factor is None else weight.factor[ids]
+    return dequantize(weight._replace(data=data, block=(1, weight.block[1]), scale=scale, zero=zero, factor=factor))

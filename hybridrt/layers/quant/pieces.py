@@ -1,0 +1,269 @@
+"""How a quantised module's tensors fill a packed weight, tensor by tensor in any order."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hybridrt.base.errors import CheckpointError
+from hybridrt.base.quantization import Scheme, StoredModule
+from hybridrt.collectives.groups import TPGroup
+from hybridrt.layers.quant.layouts import (
+    LAYOUTS,
+    Layout,
+    codes_shape,
+    normal_codes,
+    normal_scales,
+    normal_zeros,
+    outputs_of,
+    zeros_shape,
+)
+from hybridrt.layers.quant.packed_weight import Grid, PackedWeight, blocks
+from hybridrt.layers.weights import Build, Transform, unchanged
+
+
+@dataclass(frozen=True)
+class PackedPiece:
+    """A part of a packed weight, filled by one module of the checkpoint or a part of it.
+
+    Attributes:
+        name: unique in the model. The loader checks that each tensor fills it once.
+        e, part: place in the weight.
+        dim, total: `select` takes rows (0) or columns (1) of a matrix that has `total` of them.
+        scale: multiplier.
+    """
+
+    name: str
+    weight: PackedWeight
+    dim: int
+    total: int
+    select: Transform
+    e: int = 0
+    part: int = 0
+    scale: float = 1.0
+    held: dict[str, Tensor] = field(default_factory=dict)
+
+    def fill(self, module: StoredModule, last: str, tensor: Tensor, part: Transform = unchanged) -> None:
+        """Takes the module's tensor `last`, or what `part` selects of its plain weight.
+
+        Raises:
+            CheckpointError: a shape or a value that no such tensor has.
+        """
+        layout, key = LAYOUTS[module.scheme.layout], f"{module.name}.{last}"
+        if last in layout.advice:
+            return check_positive(key, tensor) if last.endswith("scale") else None
+        stacked, rows = self._rows(module, part)
+        count = module.tensors[layout.codes][1][0]
+        if stacked is not None and tensor.shape[:1] == (count,):  # else one for all
+            tensor = tensor[stacked]
+        if last == layout.codes:
+            self._fill_codes(module, key, tensor, rows)
+            return
+        self.held[last] = tensor.cpu().clone() if stacked is not None else tensor.cpu()
+        if self.held.keys() == {name for name in module.tensors if name not in (*layout.advice, layout.codes)}:
+            self._fill_grids(module, rows)
+
+    def _rows(self, module: StoredModule, part: Transform) -> tuple[int | None, Tensor]:
+        """The expert of a stack of matrices, and the rows in the checkpoint of this part's rows."""
+        _, shape = module.tensors[LAYOUTS[module.scheme.layout].codes]
+        count = shape[0] if len(shape) == 3 else 1
+        outputs = outputs_of(module.scheme, shape[-2:])
+        index = torch.arange(count * outputs).view(*shape[:-2], outputs, 1)
+        try:
+            found = part(index)
+            found = (self.select(found) if self.dim == 0 else found).flatten()
+        except (RuntimeError, IndexError) as e:
+            raise CheckpointError(
+                f"{module.name}: {self.name} cannot take its part of {outputs} outputs ({e}); config.json and weights "
+                "do not belong together"
+            ) from e
+        wanted = self.weight.sizes[self.part]
+        if len(found) != wanted:
+            raise CheckpointError(
+                f"{module.name}: {self.name} has {wanted} outputs, the checkpoint's {list(shape)} gives {len(found)}; "
+                "config.json and weights do not belong together"
+            )
+        return (None if len(shape) == 2 else int(found[0]) // outputs), found % outputs
+
+    def _columns(self) -> Tensor | None:
+        """The columns in the checkpoint; None: all."""
+        if self.dim == 0:
+            return None
+        found = self.select(torch.arange(self.total).view(1, -1)).flatten()
+        return None if len(found) == self.total else found
+
+    def _inputs(self) -> int:
+        return self.total if self.dim == 1 else self.weight.width
+
+    def _fill_codes(self, module: StoredModule, key: str, tensor: Tensor, rows: Tensor) -> None:
+        scheme, inputs = module.scheme, self._inputs()
+        check_codes(scheme, key, tensor, inputs)
+        codes = normal_codes(scheme, tensor, inputs)
+        self.weight.fill_codes(self.e, self.part, codes, rows, self._columns())
+
+    def _fill_grids(self, module: StoredModule, rows: Tensor) -> None:
+        shape = module.tensors[LAYOUTS[module.scheme.layout].codes][1]
+        outputs = outputs_of(module.scheme, shape[-2:])
+        found = ModuleScales.read(module, self.held, outputs, self._inputs())
+        self.held.clear()
+        scales, zeros = (
+            None if grid is None else selected(module.scheme, grid, rows, self._columns(), found.index)
+            for grid in (found.scales, found.zeros)
+        )
+        assert scales is not None
+        self.weight.set_grids(self.e, self.part, scales, zeros)
+        self.weight.multiply(self.e, self.part, found.factor * self.scale)
+
+
+def decoded(module: StoredModule, tensors: Mapping[str, Tensor]) -> Tensor:
+    """The float32 matrix of a module's tensors, in the shape of its weight: for layers that take plain
+    weights only (routers, convolutions, latent projections)."""
+    scheme, layout = module.scheme, LAYOUTS[module.scheme.layout]
+    stored = tensors[layout.codes]
+    flat = {last: t.flatten(1) if last == layout.codes else t for last, t in tensors.items()}
+    own = StoredModule(module.name, scheme, {last: (t.dtype, tuple(t.shape)) for last, t in flat.items()})
+    outputs = outputs_of(scheme, flat[layout.codes].shape)
+    inputs = _inputs_of(scheme, layout, flat)
+    weight = PackedWeight(scheme, (outputs,), inputs, Build(TPGroup(), torch.float32, torch.device("cpu")))
+    piece = PackedPiece(module.name, weight, 0, outputs, unchanged)
+    for last, tensor in flat.items():
+        piece.fill(own, last, tensor)
+    dense = weight.dequantize()
+    return dense.view(stored.shape) if stored.dim() > 2 else dense
+
+
+def _inputs_of(scheme: Scheme, layout: Layout, tensors: Mapping[str, Tensor]) -> int:
+    """Inputs of a whole matrix. Packed ones may be fewer than their words hold."""
+    if layout.shape in tensors:
+        return int(tensors[layout.shape].flatten()[-1])
+    shape, bits = tensors[layout.codes].shape, 8 if scheme.method in ("fp8", "int8") else 4
+    if scheme.layout == "awq":
+        return shape[0]
+    if scheme.layout.startswith("gptq"):
+        return shape[0] * 32 // bits
+    return shape[1] * (32 // bits if scheme.layout == "compressed-packed" else 8 // bits)
+
+
+@dataclass(frozen=True)
+class ModuleScales:
+    """A module's scales and zero points [R, C], the group of each input, and a factor of all."""
+
+    scales: Tensor
+    zeros: Tensor | None
+    index: Tensor | None
+    factor: float
+
+    @classmethod
+    def read(cls, module: StoredModule, held: Mapping[str, Tensor], outputs: int, inputs: int) -> "ModuleScales":
+        """Checks and normalises a module's small tensors."""
+        scheme, layout, name = module.scheme, LAYOUTS[module.scheme.layout], module.name
+        grid = grid_of(scheme, name, outputs, inputs)
+        key, found = f"{name}.{layout.scale}", held[layout.scale]
+        scales = normal_scales(scheme, found, grid)
+        if scales is None:
+            raise CheckpointError(
+                f"{key} has shape {list(found.shape)}; a matrix [{outputs}, {inputs}] in blocks of "
+                f"{_shown(scheme)} has {list(grid)} scales"
+            )
+        check_scales(scheme, key, scales)
+        zeros, index, factor = held.get(layout.zeros), held.get(layout.index), held.get(layout.factor)
+        if zeros is not None:
+            check_shape(f"{name}.{layout.zeros}", zeros, zeros_shape(scheme, grid, outputs))
+            zeros = normal_zeros(scheme, zeros, outputs)
+        if index is not None:
+            index = checked_index(f"{name}.{layout.index}", index, inputs, grid[1])
+        if layout.shape in held:
+            check_stored_shape(f"{name}.{layout.shape}", held[layout.shape], (outputs, inputs))
+        return cls(scales, zeros, index, 1.0 if factor is None else _factor(module, factor))
+
+
+def selected(scheme: Scheme, grid: Tensor, rows: Tensor, columns: Tensor | None, index: Tensor | None) -> Grid:
+    """The part of a grid for `rows` and `columns` of its matrix."""
+    high, wide = scheme.block
+    used, row_of = torch.unique_consecutive(rows // high if high else torch.zeros_like(rows), return_inverse=True)
+    grid = _rows_of(grid, used)
+    if columns is None and index is None:
+        return Grid(grid, row_of, None)
+    if index is not None:  # all groups, because parts of a weight have equally many
+        own = index if columns is None else index[columns]
+        regular = columns is None and torch.equal(own, torch.arange(len(own)) // (wide or len(own)))
+        return Grid(grid, row_of, None if regular else own)
+    assert columns is not None
+    kept, column_of = (columns // wide if wide else torch.zeros_like(columns)).unique_consecutive(return_inverse=True)
+    regular = torch.equal(column_of, torch.arange(len(columns)) // (wide or len(columns)))
+    return Grid(_rows_of(grid.t(), kept).t().contiguous(), row_of, None if regular else column_of)
+
+
+def _rows_of(grid: Tensor, rows: Tensor) -> Tensor:
+    if grid.dtype.itemsize > 1:
+        return grid[rows]
+    return grid.contiguous().view(torch.uint8)[rows].view(grid.dtype)
+
+
+def grid_of(scheme: Scheme, name: str, outputs: int, inputs: int) -> tuple[int, int]:
+    """The size of a grid of scales. CheckpointError: groups do not divide the inputs."""
+    wide, partial = scheme.block[1], scheme.method == "fp8" or scheme.layout.startswith("gptq")
+    if wide and inputs % wide and not partial:
+        raise CheckpointError(f"{name} has {inputs} inputs, which group_size {wide} does not divide")
+    return blocks(outputs, scheme.block[0]), blocks(inputs, wide)
+
+
+def check_codes(scheme: Scheme, key: str, tensor: Tensor, inputs: int) -> None:
+    """CheckpointError: codes of another shape, or that are no numbers."""
+    check_shape(key, tensor, codes_shape(scheme, outputs_of(scheme, tensor.shape), inputs))
+    if scheme.method == "fp8" and bool(((tensor.view(torch.uint8) & 0x7F) == 0x7F).any()):
+        raise CheckpointError(f"{key} contains NaN; the file is damaged: download it again")
+
+
+def check_shape(key: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != shape:
+        raise CheckpointError(
+            f"{key} has shape {list(tensor.shape)}; it must be {list(shape)} by config.json and quantization_config"
+        )
+
+
+def check_scales(scheme: Scheme, key: str, scales: Tensor) -> None:
+    """CheckpointError: scales that are not finite; negative ones, or one of zero for a whole
+    matrix."""
+    numbers = scales.float()
+    if not bool(numbers.isfinite().all()):
+        raise CheckpointError(f"{key} contains NaN or infinity; the file is damaged: download it again")
+    if scheme.method in ("fp8", "fp4") and bool((numbers < 0).any()):
+        raise CheckpointError(f"{key} contains negative scales; the file is damaged: download it again")
+    if scales.numel() == 1 and float(numbers) == 0:
+        raise CheckpointError(f"{key} is zero: the whole matrix would be; the file is damaged: download it again")
+
+
+def check_positive(key: str, tensor: Tensor) -> None:
+    numbers = tensor.float()
+    if not bool((numbers.isfinite() & (numbers > 0)).all()):
+        raise CheckpointError(f"{key} is not positive and finite; the file is damaged: download it again")
+
+
+def checked_index(key: str, index: Tensor, inputs: int, groups: int) -> Tensor:
+    check_shape(key, index, (inputs,))
+    low, high = int(index.min()), int(index.max())
+    if low < 0 or high >= groups:
+        raise CheckpointError(f"{key} names groups from {low} to {high}; there are groups 0 to {groups - 1}")
+    return index.long()
+
+
+def check_stored_shape(key: str, tensor: Tensor, shape: tuple[int, int]) -> None:
+    if tuple(tensor.flatten().tolist()) != shape:
+        raise CheckpointError(f"{key} is {tensor.flatten().tolist()}; the packed matrix is {list(shape)}")
+
+
+def _factor(module: StoredModule, tensor: Tensor) -> float:
+    layout = LAYOUTS[module.scheme.layout]
+    key = f"{module.name}.{layout.factor}"
+    if tensor.numel() != 1:
+        raise CheckpointError(f"{key} has shape {list(tensor.shape)}; it must be one number")
+    check_positive(key, tensor)
+    value = float(tensor.double())
+    return 1 / value if layout.divides else value
+
+
+def _shown(scheme: Scheme) -> str:
+    rows, columns = (size or "all" for size in scheme.block)
+    return f"{rows} x {columns}"

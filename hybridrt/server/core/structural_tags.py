@@ -1,0 +1,72 @@
+"""Structural tags: free text, in which each trigger begins a tag whose content a schema accepts."""
+
+import json
+import re
+
+from pydantic import ValidationError
+
+from hybridrt.base.structured_outputs import WHITESPACE
+from hybridrt.server.core.protocol import ResponseFormat, Structure
+from hybridrt.server.wire.errors import APIError
+
+_FIELD = "response_format"
+MAX_TAG_CHARACTERS = 1024
+
+
+def read_tags(text: str) -> ResponseFormat:
+    """vLLM's `structured_outputs.structural_tag`, the JSON text of a response format."""
+    try:
+        return ResponseFormat.model_validate(json.loads(text))
+    except (ValidationError, ValueError, RecursionError) as e:
+        raise APIError(400, "structural_tag must be the JSON text of an object of type structural_tag") from e
+
+
+def tag_grammar(given: ResponseFormat) -> str:
+    """A grammar in llguidance's variant of Lark.
+
+    Raises:
+        APIError: it is not of the form {"structures", "triggers"}, or its tags cannot be told apart.
+    """
+    tags, triggers = given.structures, given.triggers
+    if given.type != "structural_tag" or given.format is not None or not tags or not triggers:
+        text = "structural tags need structures, each with begin, schema and end, and triggers; format is not supported"
+        raise APIError(400, text, _FIELD, "unsupported")
+    _check(tags, triggers)
+    found = [next((t for t in triggers if tag.begin.startswith(t)), None) for tag in tags]
+    if None in found:
+        tag = tags[found.index(None)]
+        raise APIError(400, f"no trigger is the beginning of {tag.begin[:100]!r}: add one", f"{_FIELD}.triggers")
+    used = sorted(set(filter(None, found)))
+    rules = [f"start: ({' | '.join(f'trigger{i}' for i in range(len(used)))})* PLAIN", f"PLAIN: {_without(used)}"]
+    for i, trigger in enumerate(used):
+        others = [other for other in used if other != trigger]
+        bodies = " | ".join(_body(tag, trigger) for tag, each in zip(tags, found, strict=True) if each == trigger)
+        rules += [f"trigger{i}: begin{i} ({bodies})", f"begin{i}[lazy]: BEGIN{i}"]
+        rules += [f"BEGIN{i}: /(?s:.*){_regex(trigger)}/{' & ' + _without(others) if others else ''}"]
+    return "\n".join(rules)
+
+
+def _check(tags: list[Structure], triggers: list[str]) -> None:
+    for text in (*triggers, *(tag.begin for tag in tags), *(tag.end for tag in tags)):
+        if len(text) > MAX_TAG_CHARACTERS:
+            raise APIError(400, f"a tag has {len(text)} characters; at most {MAX_TAG_CHARACTERS}", _FIELD)
+    for trigger in triggers:
+        if not trigger or any(trigger != other and trigger in other for other in triggers):
+            raise APIError(400, f"the trigger {trigger[:100]!r} is empty, or part of another one", f"{_FIELD}.triggers")
+
+
+def _body(tag: Structure, trigger: str) -> str:
+    schema = {} if tag.schema_ is None or tag.schema_ is True else tag.schema_ or {"enum": []}
+    inner = {"x-guidance": {"whitespace_pattern": WHITESPACE}, **schema}
+    ends = [json.dumps(text) for text in (tag.begin[len(trigger) :], tag.end)]
+    parts = [ends[0] if ends[0] != '""' else "", f"%json {json.dumps(inner)}", ends[1] if ends[1] != '""' else ""]
+    return " ".join(filter(None, parts))
+
+
+def _without(triggers: list[str]) -> str:
+    return f"/(?s:.*)/ & ~/(?s:.*)({'|'.join(map(_regex, triggers))})(?s:.*)/" if triggers else "/(?s:.*)/"
+
+
+def _regex(text: str) -> str:
+    escaped = "".join(f"\\{c}" if c in r"\/.*+?()[]{}|^$" else c for c in text)
+    return re.sub(r"\n", r"\\n", escaped)

@@ -1,0 +1,78 @@
+"""Loads of a server in simulated time: first tokens, time between tokens and tokens a second keep their limits."""
+
+import random
+
+import pytest
+
+from benchmarks import simulate_serving
+from benchmarks.traffic_loads import LIMITS, LOADS, Item, figures, mix, tokens
+from hybridrt.engine.core.engine import Engine
+from hybridrt.engine.core.step_cost import PromptWork
+
+QUICK = ("same-text", "very-long")
+
+
+def missed(load: str, seed: int) -> list[str]:
+    found, without = (simulate_serving.play(load, target, seed) for target in ("auto", None))
+    limits = [limit for limit in LIMITS if limit.load == load]
+    return [
+        f"seed {seed}: {limit} is {found[limit.figure]:.1f}, without a policy {without[limit.figure]:.1f}"
+        for limit in limits
+        if not limit.holds(found[limit.figure], without[limit.figure])
+    ]
+
+
+@pytest.mark.parametrize(
+    "load", [load if load in QUICK else pytest.param(load, marks=pytest.mark.slow) for load in LOADS]
+)
+def test_the_policy_keeps_its_limits(load: str) -> None:
+    assert missed(load, 0) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1000, 2000])
+def test_with_other_arrivals_few_limits_are_missed(seed: int) -> None:
+    """They were set for those of seed 0."""
+    found = [text for load in LOADS for text in missed(load, seed)]
+    assert len(found) <= 2, found
+
+
+def test_simulated_times_are_those_that_were_measured() -> None:
+    """A server on an H200 without a target: milliseconds to the first token (mean, greatest) and between tokens."""
+    for load, mean, most, between in (("very-long", 1260, 2100, 286), ("long", 178, 344, 99)):
+        found = simulate_serving.play(load, None)
+        assert found["first mean"] == pytest.approx(mean, rel=0.12)
+        assert found["first max"] == pytest.approx(most, rel=0.12)
+        assert found["between p99"] == pytest.approx(between, rel=0.12)
+
+
+def fairness(flood: int) -> float:
+    """Milliseconds to the first token (p99) of a client that sends four short prompts a second; another one floods."""
+    draw = random.Random(5)
+    quiet = [Item([tokens(draw, 512)], 64, 0.25 * i, tag="quiet", client="quiet") for i in range(24)]
+    others = [Item([tokens(draw, 4096)], 128, 1.0, client="flood") for _ in range(flood)]
+    seen, seconds, _ = simulate_serving.run([*quiet, *others], "auto")
+    return figures(seen, seconds)["quiet first p99"]
+
+
+@pytest.mark.slow
+def test_a_flood_of_one_client_leaves_anothers_first_tokens() -> None:
+    """They wait for the two steps that are launched, not for the 12 seconds of the flood."""
+    assert fairness(flood=0) < 40.0
+    assert fairness(flood=100) < 250.0
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_no_prompt_starves(count: int) -> None:
+    """At 90% of what the device can do, each is computed within its own time, twice the work at its arrival, and a
+    second. Next to decode rows, work takes a third longer than alone."""
+    items, before = mix(7, count, 0.9 * 11.45), dict[int, float]()
+
+    def note(engine: Engine, i: int) -> None:
+        before[i] = engine.wait_seconds()
+
+    seen, _, engine = simulate_serving.run(items, "auto", note)
+    assert engine.target is not None
+    for i, (item, each) in enumerate(zip(items, seen, strict=True)):
+        own = engine.target.prompt_seconds(PromptWork.between(0, len(item.prompt[0])))  # type: ignore[arg-type]
+        assert each.first <= 4 / 3 * own + 2 * before[i] + 1.0, (i, each.first, own, before[i])

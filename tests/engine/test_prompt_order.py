@@ -1,0 +1,156 @@
+"""The order in which a policy computes prompts: by priority, response ratio and client."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.engine.core.client_queues import ClientQueues
+from hybridrt.engine.core.request_queue import AGE_SECONDS, RequestQueue
+from hybridrt.engine.core.step_cost import PromptWork
+from hybridrt.engine.core.traffic_policy import TrafficPolicy
+from hybridrt.engine.request.sample_request import Request
+from tests.engine.test_scheduler import request
+from tests.support.engine_harness import Rig
+
+SECOND = 40_000  # tokens that take a second before steps have run, without pairs
+
+
+class Queue:
+    """One queue at second 100; `add` takes seconds of waiting and of work."""
+
+    def __init__(self) -> None:
+        self.policy = TrafficPolicy(clock=lambda: 100.0)
+        self.queues, self.count = ClientQueues(self.policy), 0
+
+    def add(self, waited: float, seconds: float, priority: int = 0, client: str = "") -> Request:
+        found = request(self.count, 4)
+        found.params, found.client = replace(SamplingParams(), priority=priority), client
+        found.metrics.arrival_time = 100.0 - waited
+        self.count += 1
+        self.queues.add(found, PromptWork(int(SECOND * seconds)))
+        return found
+
+    def order(self) -> list[int]:
+        found = []
+        while (best := self.queues.best("")) is not None:
+            found.append(best.arrival)
+            self.queues.remove(best)
+        return found
+
+
+def test_the_highest_response_ratio_is_first() -> None:
+    queue = Queue()
+    for waited, seconds in ((1.0, 1.0), (0.9, 0.01), (0.5, 0.1), (0.001, 1.0)):
+        queue.add(waited, seconds)
+    assert [each.arrival for each in queue.queues] == [1, 2, 0, 3]
+    assert queue.order() == [1, 2, 0, 3] and not len(queue.queues) and queue.queues.pending == PromptWork()
+
+
+def test_a_request_that_is_due_is_before_later_ones() -> None:
+    queue = Queue()
+    first, _ = queue.add(20.0, 10.0), queue.add(5.0, 0.01)
+    first.due = 100.1
+    assert queue.queues.best("") is not first
+    first.due = 99.9
+    assert queue.order() == [0, 1]
+
+
+def test_work_that_is_there_decides_when_a_request_is_due() -> None:
+    queue = Queue()
+    found = queue.add(0.0, 1.0)
+    queue.policy.set_due(found, PromptWork(4 * SECOND))
+    assert found.due == pytest.approx(100 + 1.5 * 4 + 1)
+    queue.policy.set_due(found, PromptWork())
+    assert found.due == pytest.approx(107), "that of its arrival stays"
+
+
+def test_priority_comes_first_until_a_request_has_aged() -> None:
+    queue = Queue()
+    queue.add(2.0, 0.01, priority=1)
+    queue.add(1.0, 1.0, priority=0)
+    queue.add(AGE_SECONDS + 0.9, 1.0, priority=1)
+    queue.add(0.5, 0.01, priority=-1)
+    assert queue.order() == [3, 1, 0, 2]
+    queue.add(1.0, 1.0, priority=0)
+    queue.add(AGE_SECONDS + 1.1, 1.0, priority=1)
+    queue.add(2 * AGE_SECONDS + 1.0, 1.0, priority=2)
+    assert queue.order() == [5, 4, 6]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 50), st.floats(0.001, 5)), min_size=1, max_size=60))
+def test_heads_of_classes_have_about_the_highest_ratios(items: list[tuple[float, float]]) -> None:
+    queue, found = Queue(), dict[int, Request]()
+    for waited, seconds in sorted(items, reverse=True):
+        each = queue.add(waited, seconds)
+        found[each.arrival] = each
+    while found:
+        best = queue.queues.best("")
+        assert best is not None
+        assert 1.5 * queue.queues.ratio(best) >= max(map(queue.queues.ratio, found.values()))
+        queue.queues.remove(found.pop(best.arrival))
+
+
+def test_without_a_policy_the_first_of_the_first_priority_is_first() -> None:
+    queue = RequestQueue(None)
+    for arrival, priority in ((0, 1), (1, 0), (2, 1), (3, 0)):
+        each = request(arrival, 4)
+        each.params = replace(each.params, priority=priority)
+        queue.add(each, PromptWork(10 * arrival))
+    assert [each.arrival for each in queue] == [1, 3, 0, 2]
+
+
+def test_clients_get_their_shares() -> None:
+    """One floods; the other's requests come between. A client that was idle gets no credit."""
+    queue = Queue()
+    queue.queues.weights = {"b": 2.0}
+    for _ in range(60):
+        queue.add(1.0, 0.1, client="a")
+    served = list[str]()
+    for i in range(50):
+        if i == 20:
+            for _ in range(30):
+                queue.add(0.0, 0.1, client="b")
+        client = min(queue.queues.clients, key=queue.queues.spent)
+        best = queue.queues.best(client)
+        assert best is not None
+        queue.queues.charge(best, PromptWork(SECOND // 10))
+        queue.queues.remove(best)
+        served.append(client)
+    assert set(served[:20]) == {"a"} and served[20:].count("b") in (20, 21) and "b" in served[20:22]
+
+
+def test_the_backlog_is_what_is_left_of_all_prompts() -> None:
+    rig = Rig(rows=2, max_model_len=64, chunk=16, policy=TrafficPolicy())
+    assert rig.engine.wait_seconds() == 0.0
+    for name in "abc":
+        rig.add([3] * 40, name, max_tokens=2, ignore_eos=True)
+    waits = [rig.engine.wait_seconds()]
+    while rig.engine.has_unfinished():
+        rig.step()
+        waits.append(rig.engine.wait_seconds())
+    assert waits[0] == pytest.approx(4 / 3 * 120 / SECOND, rel=0.1)
+    assert waits == sorted(waits, reverse=True) and len(set(waits)) > 5 and waits[-1] == 0.0
+
+
+def test_a_request_waits_for_what_a_running_prompt_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The running prompt leaves a state where the other one parts, and is passed by nobody meanwhile."""
+    monkeypatch.setattr("hybridrt.engine.core.followers.LEAST_SHARED", 8)
+    rig = Rig(
+        rows=3, slots=12, pages=90, max_model_len=64, chunk=8, replay=True, cache=True, grid=4, policy=TrafficPolicy()
+    )
+    text = [int(token) for token in np.arange(40) % 7]
+    rig.add([*text, 1, 2], "first", max_tokens=3, ignore_eos=True)
+    rig.step()
+    rig.add([*text[:30], 9, 9], "second", max_tokens=3, ignore_eos=True)
+    rig.add([9, *text], "other", max_tokens=3, ignore_eos=True)
+    assert rig.engine._scheduler._followers and rig.engine.counters().waiting == 2
+    rig.run()
+    cached = {name: output.metrics.cached_tokens for (name, _), output in rig.outputs.items()}
+    assert cached == {"first": 0, "second": 28, "other": 0}
+    computed = rig.engine.counters().prompt_tokens
+    assert computed == 42 + 4 + 41

@@ -1,0 +1,108 @@
+"""Products with weights of 8 and 4 bits at the shapes of real models in bfloat16: near the float32 reference, always
+alike, and each number of a weight on its own."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridrt.kernels.core import providers
+from hybridrt.kernels.dense.skinny_linear import Activation, InputNorm
+from hybridrt.kernels.quant.quant_experts import QuantExperts, quant_experts
+from hybridrt.kernels.quant.quant_linear import quant_linear
+from hybridrt.kernels.quant.quant_weight import dequantize
+from tests.gpu.rig import DEVICE, GPU
+from tests.support.quant_weights import FORMATS, quant_weight
+
+pytestmark = GPU
+TOLERANCE = 4e-3  # one rounding to bfloat16 is 1.7e-3 in the mean
+# (rows, columns, with a norm, activation) of Falcon-H1-7B, and sizes that fill no tile.
+LAYERS: tuple[tuple[int, int, bool, Activation | None], ...] = (
+    (24576, 3072, True, "silu_and_mul"), (8728, 3072, True, None), (3072, 12288, False, None),
+    (1000, 416, True, "relu2"),
+)  # fmt: skip
+
+
+def inputs(tokens: int, width: int, normed: bool, seed: int = 1) -> tuple[Tensor, InputNorm | None]:
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    x, residual = torch.randn(2, tokens, width, generator=generator, device=DEVICE).bfloat16()
+    norm_weight = torch.rand(width, generator=generator, device=DEVICE) + 0.5
+    return x, InputNorm(norm_weight, 1e-5, residual) if normed else None
+
+
+def copied(norm: InputNorm | None, dtype: torch.dtype = torch.bfloat16) -> InputNorm | None:
+    """The norm with a residual of its own, which a product may overwrite."""
+    if norm is None or norm.residual is None:
+        return norm
+    return norm._replace(residual=norm.residual.to(dtype, copy=True))
+
+
+def error(got: Tensor, wanted: Tensor) -> float:
+    assert got.shape == wanted.shape and bool(got.isfinite().all())
+    return float((got.float() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("tokens", [1, 2, 16, 33, 64, 128])
+def test_products_near_the_reference(name: str, tokens: int, record_property: Any) -> None:
+    """Twice the same bits: programs that share rows add their parts in order."""
+    found = {}
+    for rows, width, normed, activation in LAYERS:
+        weight, (x, norm) = quant_weight(name, rows, width, device=DEVICE), inputs(tokens, width, normed)
+        got = [quant_linear(x, weight, norm=copied(norm), activation=activation) for _ in range(2)]
+        wanted = quant_linear.reference(x.float(), weight, norm=copied(norm, torch.float32), activation=activation)
+        found[f"{rows}x{width}"] = error(got[0][0], wanted[0])
+        assert torch.equal(got[0][0], got[1][0])
+        if got[0][1] is not None and wanted[1] is not None:
+            assert error(got[0][1], wanted[1]) < TOLERANCE
+    record_property("relative errors", str(found))
+    # The norm is rounded to bfloat16 before a product of several tokens, and a gate multiplies two of these.
+    assert max(found.values()) < 1e-2, found
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_each_number_of_a_weight(name: str, tokens: int) -> None:
+    """Tokens that have a single 1 read columns of the weight: what bfloat16 holds comes out exactly."""
+    rows, width = 256, 512
+    weight = quant_weight(name, rows, width, device=DEVICE)
+    wanted = dequantize(weight).t()
+    for first in range(0, width, tokens):
+        x = torch.zeros(tokens, width, dtype=torch.bfloat16, device=DEVICE)
+        x[:, first : first + tokens] = torch.eye(tokens, device=DEVICE)
+        y, _ = quant_linear(x, weight)
+        torch.testing.assert_close(y.float(), wanted[first : first + tokens], rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("tokens", [1, 32, 400, 3000])
+def test_experts_near_the_reference(name: str, tokens: int, record_property: Any) -> None:
+    count, width, inner, top_k = 64, 2048, 512, 8
+    up, down = (quant_weight(name, *shape, count, device=DEVICE) for shape in ((2 * inner, width), (width, inner)))
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    x = torch.randn(tokens, width, generator=generator, device=DEVICE).bfloat16()
+    ids = torch.rand(tokens, count, generator=generator, device=DEVICE).argsort(1)[:, :top_k].int()
+    ids[0, 3] = -1
+    weights = torch.rand(tokens, top_k, generator=generator, device=DEVICE)
+    experts = QuantExperts(up, down, "silu")
+    got, wanted = quant_experts(x, experts, weights, ids), quant_experts.reference(x.float(), experts, weights, ids)
+    record_property("relative error", f"{error(got, wanted):.1e}")
+    assert error(got, wanted) < 1e-2  # hidden activations are rounded to bfloat16 on the way
+    assert torch.equal(got, quant_experts(x, experts, weights, ids))
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "int4", "nvfp4"])
+def test_a_product_that_is_captured_first(name: str) -> None:
+    """Counters of a weight that no step has used before its capture: replays and eager calls agree."""
+    weight, (x, _) = quant_weight(name, 2048, 3072, device=DEVICE), inputs(8, 3072, False)
+    wanted = providers.select("quant_linear", DEVICE)(x, weight._replace(data=weight.data.clone()))[0]
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        captured = quant_linear(x, weight)[0]
+    for _ in range(2):
+        assert torch.equal(quant_linear(x, weight)[0], wanted)
+        captured.zero_()
+        graph.replay()
+        assert torch.equal(captured, wanted)

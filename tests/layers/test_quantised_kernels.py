@@ -1,0 +1,113 @@
+"""Quantised layers in the layout of kernels, with the kernels' references in place of them on a CPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hybridrt.base.errors import BackendError
+from hybridrt.base.quantization import Scheme
+from hybridrt.collectives.groups import TPGroup
+from hybridrt.kernels.quant.quant_weight import check_weight
+from hybridrt.layers.linear import ColumnLinear, Segment, VocabParallelEmbedding, finish
+from hybridrt.layers.moe import Experts
+from hybridrt.layers.norm import RMSNorm
+from hybridrt.layers.quant import methods
+from tests.layers.test_quantised_layers import RANKS, build_of, fill
+from tests.support.quantised import KINDS, awq, gptq, of_fp8, of_integers
+
+F16 = torch.float16
+# Kernels take groups of 16 inputs and of multiples of 32.
+WIDER = {
+    "fp8-blocks": of_fp8(Scheme("fp8", "fp8", (8, 32)), "weight_scale_inv"),
+    "int4-zeros": of_integers(Scheme("int4", "compressed-packed", (1, 32), zeros=True)),
+    "int8-packed": of_integers(Scheme("int8", "compressed-packed", (1, 32))),
+    "awq": awq(Scheme("int4", "awq", (1, 32), scale_dtype=F16, zeros=True)),
+    "gptq8": gptq(Scheme("int8", "gptq", (1, 32), scale_dtype=F16, zeros=True, indexed=True)),
+    **{kind: KINDS[kind] for kind in ("fp8-rows", "fp8-tensor", "mxfp8", "int8-rows", "int4-rows", "nvfp4", "mxfp4")},
+}
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(methods, "KERNELS_ON", ("cpu",))
+
+
+@pytest.mark.parametrize("tp", RANKS, ids=["one", "first", "second"])
+@pytest.mark.parametrize("kind", WIDER)
+def test_linear_layers(kind: str, tp: TPGroup) -> None:
+    """Few tokens and many, with a norm before; q begins and v ends within a block."""
+    torch.manual_seed(1)
+    qk, v = WIDER[kind](24, 96), WIDER[kind](8, 96)
+    segments = [Segment("q", 14), Segment("k", 10, 1), Segment("v", 8)]
+    layer = ColumnLinear("qkv", 96, segments, build=build_of(qk.scheme, tp))
+    fill(layer.targets("qk", ["q", "k"]) | layer.targets("v", ["v"], scale={"v": 3.0}), {"qk": qk, "v": v})
+    finish(layer)
+    method = layer.method
+    assert isinstance(method, methods.QuantMethod) and method.kernel is not None
+    check_weight(method.kernel)
+    assert {name for name, _ in layer.named_parameters()} == set(method.parameters())
+    q, k = qk.dense.split([14, 10])
+    dense = torch.cat([tp.shard(q, 0), k, tp.shard(v.dense, 0) * 3.0])
+    norm = RMSNorm("norm", 96, 1e-5, device=torch.device("cpu"))
+    norm.weight.data.uniform_(0.5, 1.5)
+    for tokens in (3, 130):
+        x, residual = torch.randn(tokens, 96), torch.randn(tokens, 96)
+        torch.testing.assert_close(layer(x, "relu2"), (x @ dense.t()).relu().square(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(layer.method.apply(x[:, :40], None, tail=x[:, 40:]), x @ dense.t())
+        y, total = method.apply_normed(norm, x, residual.clone(), None)
+        torch.testing.assert_close(total, x + residual)
+        torch.testing.assert_close(y, norm(x + residual)[0] @ dense.t())
+
+
+def test_many_tokens_decode_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybridrt.layers.quant.kernel_weight.NUMBERS", 1)  # 128 rows
+    for kind in ("fp8-blocks", "fp8-tensor", "nvfp4"):
+        matrix = WIDER[kind](300, 96)
+        layer = ColumnLinear("up", 96, [Segment("up", 300)], build=build_of(matrix.scheme))
+        fill(layer.targets("up", ["up"]), {"up": matrix})
+        finish(layer)
+        x = torch.randn(130, 96)
+        torch.testing.assert_close(layer(x), x @ matrix.dense.t())
+
+
+@pytest.mark.parametrize("kind", WIDER)
+def test_embeddings(kind: str) -> None:
+    torch.manual_seed(2)
+    matrix = WIDER[kind](32, 96)
+    embed = VocabParallelEmbedding("embed", 32, 96, build=build_of(matrix.scheme))
+    fill(embed.targets("embed"), {"embed": matrix})
+    finish(embed)
+    ids = torch.tensor([3, 31, 0, 3])
+    torch.testing.assert_close(embed(ids), matrix.dense[ids])
+
+
+@pytest.mark.parametrize("tp", RANKS[:2], ids=["one", "first"])
+@pytest.mark.parametrize("kind", WIDER)
+def test_experts(kind: str, tp: TPGroup) -> None:
+    torch.manual_seed(3)
+    made = {f"x.{e}.{name}_proj": WIDER[kind](64, 96) for e in range(3) for name in ("gate", "up")}
+    downs = {f"x.{e}.down_proj": WIDER[kind](96, 64) for e in range(3)}
+    scheme = next(iter(made.values())).scheme
+    layer = Experts("experts", 3, 96, 64, activation="silu", build=build_of(scheme, tp))
+    fill(layer.targets("x"), made | downs)
+    packed = replace(layer.method.up.packed.scheme)  # type: ignore[attr-defined]
+    x, weights = torch.randn(3, 96), torch.rand(3, 2)
+    ids = torch.tensor([[0, 2], [2, 0], [2, -1]], dtype=torch.int32)
+    expected = layer(x, weights, ids)
+    finish(layer)
+    assert layer.method.kernels is not None and packed == scheme  # type: ignore[attr-defined]
+    torch.testing.assert_close(layer(x, weights, ids), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_groups_without_a_kernel() -> None:
+    """A linear layer decodes; experts are refused."""
+    matrix = KINDS["int4-groups"](24, 40)
+    layer = ColumnLinear("up", 40, [Segment("up", 24)], build=build_of(matrix.scheme))
+    fill(layer.targets("up", ["up"]), {"up": matrix})
+    finish(layer)
+    x = torch.randn(3, 40)
+    torch.testing.assert_close(layer(x), x @ matrix.dense.t())
+    experts = Experts("experts", 2, 40, 24, activation="silu", build=build_of(matrix.scheme))
+    with pytest.raises(BackendError, match="groups of 16 inputs"):
+        finish(experts)
