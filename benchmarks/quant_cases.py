@@ -15,7 +15,7 @@ from benchmarks.library_cases import Args, Call, Peers, beside
 from hybridrt.base.config import ModelConfig
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.dense.moe import ExpertStack, fused_experts
-from hybridrt.kernels.dense.rms_norm import add_rms_norm
+from hybridrt.kernels.dense.norm_activation import add_rms_norm
 from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, InputNorm, is_skinny, skinny_linear
 from hybridrt.kernels.quant.quant_linear import MAX_TOKENS
 from hybridrt.kernels.quant.quant_weight import QuantWeight, dequantize, expert_of
