@@ -321,6 +321,7 @@ class RadixCache:
         self.given_up(gone, "superseded")
         self._worths.dropped(node)
         state, node.state, node.state_readers = node.state, None, 0
+        self._enlist_passed(node)
         return state
 
     @property
@@ -595,6 +596,14 @@ class RadixCache:
             last = self._num_passed(node, group, window) == 0
             heapq.heappush(self._in_windows[group], (last, node.used, next(self._order), node))
 
+    def _enlist_passed(self, node: Node) -> None:
+        """Window pages that a dropped state of a node has needed may be the next to go."""
+        for group, window in self._window_groups:
+            for step in node.path:
+                if step.end <= node.end - window:
+                    break
+                self._enlist_window(step, group, window)
+
     def _drop_window(self, node: Node, group: int, end: int, most: int, gone: Gone) -> bool:
         """Removes at most `most` idle pages of a group among the first `end` of a node. False if
         there are none.
@@ -654,7 +663,8 @@ class RadixCache:
         if node.state is not None:
             gone.add_state(node)
             self._worths.dropped(node)
-        node.state = None
+            node.state = None
+            self._enlist_passed(node)
         self._drop_tail(node, gone)
 
     def _drop_tail(self, node: Node, gone: Gone) -> None:

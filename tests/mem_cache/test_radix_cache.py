@@ -465,3 +465,17 @@ def test_a_text_gives_the_states_of_earlier_texts_their_tails() -> None:
     ledger.check()
     ledger.check_match((1, 0, 0))
     assert ledger.tree.match(array((1, 0, 0))).length == 2
+
+
+def test_window_pages_of_a_superseded_state_go_before_those_of_older_texts() -> None:
+    tree, old, new = RadixCache(1, True, windows=(None, 4)), array(range(8)), array(range(20, 28))
+    for slot, text in enumerate((old, new), 1):
+        handles = slot * 10 + np.arange(8)[:, None]
+        tree.insert(text, np.concatenate((handles, handles), 1), {8: Slot(slot, 0)})
+    assert len(tree.evict_passed([0, 16]).pages[1]) == 10, "all but the last three of each text"
+    match = tree.match(np.append(new, 1))
+    tree.lock(match)
+    assert tree.supersede(match) == Slot(2, 0)
+    tree.unlock(match)
+    assert tree.evict_passed([0, 16]).pages[1].indices.tolist() == [25, 26, 27]
+    assert tree.match(np.append(old, 1)).length == 8
