@@ -6,6 +6,7 @@ imported, hence here, before any test module.
 
 import atexit
 import gc
+import logging
 import os
 import random
 import sys
@@ -44,6 +45,17 @@ def _uninitialised_memory_is_nan() -> Iterator[None]:
     assert torch.utils.deterministic.fill_uninitialized_memory
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def _logs_end_with_their_test() -> Iterator[None]:
+    """`serve` within this process writes to a standard error that pytest closes."""
+    loggers = [logging.getLogger(name) for name in (None, "uvicorn", "hybridrt.access")]
+    found = [(logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
+    yield
+    for logger, (handlers, level, propagate) in zip(loggers, found, strict=True):
+        logger.handlers[:], logger.propagate = handlers, propagate
+        logger.setLevel(level)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,6 +1,5 @@
 """One server over the built-in model for all tests that leave it as it was."""
 
-import logging
 from collections.abc import Iterator
 
 import pytest
@@ -24,17 +23,6 @@ def embedded() -> Iterator[LLM]:
 def _server(embedded: LLM) -> Iterator[Served]:
     with serving(embedded) as served:
         yield served
-
-
-@pytest.fixture(autouse=True)
-def _logs_end_with_their_test() -> Iterator[None]:
-    """`serve` within this process writes to a standard error that pytest closes."""
-    loggers = [logging.getLogger(name) for name in (None, "uvicorn", "hybridrt.access")]
-    found = [(logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
-    yield
-    for logger, (handlers, level, propagate) in zip(loggers, found, strict=True):
-        logger.handlers[:], logger.propagate = handlers, propagate
-        logger.setLevel(level)
 
 
 @pytest.fixture
