@@ -139,7 +139,7 @@ def test_errors_of_predictions_make_a_margin() -> None:
     policy = TrafficPolicy(0.01, cost=cost)
     for error, share in ((None, 1.0), (0.015, 0.97), (0.5, 0.9)):
         cost._errors.extend([] if error is None else [error])
-        room = policy.budget(CHUNK, decoding(4), pending=9.0).room()
+        room = policy.budget(CHUNK, decoding(4), pending=0.2).room()
         assert seconds(StepWork(4, 2000).with_chunk(0, room)) == pytest.approx(0.01 * share, rel=0.01)
         cost._errors.clear()
 
@@ -306,7 +306,13 @@ def test_a_policy_is_for_gpus_unless_it_has_a_number() -> None:
 def test_without_a_number_a_step_is_longer_if_more_work_waits(alone: float, pending: float, bound: float) -> None:
     """Four times its decode rows, or a third of the pending work with them: up to 20 times and 75 ms."""
     assert TrafficPolicy().bound(alone, pending) == pytest.approx(bound)
-    assert TrafficPolicy(0.015).bound(alone, pending) == pytest.approx(max(0.015, 1.1 * alone))
+
+
+@pytest.mark.parametrize(("pending", "bound"), [(0.0, 0.015), (0.25, 0.015), (0.375, 0.0225), (0.5, 0.03), (9.0, 0.03)])
+def test_a_number_gives_way_to_a_deep_queue(pending: float, bound: float) -> None:
+    """Up to twice the number; and to decode rows that need it alone."""
+    assert TrafficPolicy(0.015).bound(0.005, pending) == pytest.approx(bound)
+    assert TrafficPolicy(0.015).bound(0.040, pending) == pytest.approx(0.044)
 
 
 def test_prompts_get_a_share_of_the_time_whatever_the_target() -> None:

@@ -106,7 +106,7 @@ def test_they_leave_states_in_graphs(
     """Steps are padded, and the host knows bounds of them alone."""
     monkeypatch.setattr(prompt_columns, "TOKENS_OF_ONE", CHUNK // 4)
     session = session_of(checkpoints[name])
-    graphs = capture_prompts(session.runner, ((3,), (CHUNK,)), saves=True, exact=False)
+    graphs = capture_prompts(session.runner, ((3,), (CHUNK,)), saves=True, exact_lens=False)
     replayed, replay = list[StepPlan](), graphs.replay
 
     def noted(plan: StepPlan, bucket: Bucket) -> Any:

@@ -22,6 +22,9 @@ NUMBER_FACTOR, AUTO_FACTOR = 11.0, 4 / 3
 # Without a number of milliseconds, a step may take longer if much work waits: a share of that work,
 # up to MOST_STEPS times its decode rows alone and MOST_SECONDS.
 WORK_SHARE, MOST_STEPS, MOST_SECONDS = 1 / 3, 20, 0.075
+# With a number of milliseconds, more seconds of waiting work raise the bound in proportion. Otherwise
+# a full server would answer fewer requests than without a bound.
+LATE_SECONDS, LATE_FACTOR = 0.25, 2.0
 # A prompt is due so many times the seconds of the work that was there when it came, and then so many.
 DUE_FACTOR, DUE_SECONDS = 1.5, 1.0
 _LATE_STEPS = 8  # late steps that are observed as one
@@ -90,7 +93,8 @@ class TrafficPolicy:
     def bound(self, alone: float, pending: float) -> float:
         """Seconds of a step that would take `alone` without prompts. `pending` as for `budget`."""
         if self.seconds is not None:
-            return max(self.seconds * (1 - self._margin), self._least * alone)
+            late = min(max(pending / LATE_SECONDS, 1.0), LATE_FACTOR)
+            return max(self.seconds * late * (1 - self._margin), self._least * alone)
         most = min(alone + WORK_SHARE * pending, MOST_STEPS * alone, MOST_SECONDS)
         return max(self._least * alone, most)
 
