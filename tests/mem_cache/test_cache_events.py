@@ -14,16 +14,9 @@ from hybridrt.mem_cache.prefix_tree.prefix_cache import CacheEntries, Gone, Pref
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_drop import drop
 from hybridrt.mem_cache.prefix_tree.radix_node import StateKind
-from tests.mem_cache.test_radix_cache import KINDS, NO_SETS, TEXTS, WINDOWS, Ledger, Text, array
+from tests.mem_cache.test_radix_cache import CASES, NO_SETS, TEXTS, Ledger, Text, array
 from tests.support.cache_replica import Entry, Replica, contents
 from tests.support.levels import drawn
-
-CASES = [
-    (*kind, lookahead, windows)
-    for kind in KINDS
-    for lookahead in (0, 1)
-    for windows in (WINDOWS if kind[0] else WINDOWS[:1])
-]
 
 
 @pytest.mark.parametrize(("page_size", "recurrent", "lookahead", "windows", "examples"), drawn(CASES, 3, 20, 90))

@@ -208,20 +208,15 @@ WINDOWS = (None,), (None, 3), (2,), (None, 1, 5), (3, 6)
 KINDS = [(1, True), (2, True), (4, True), (0, True), (1, False), (4, False)]
 
 
-@pytest.mark.parametrize(
-    ("page_size", "recurrent", "lookahead", "windows", "examples"),
-    drawn(
-        [
-            (*kind, lookahead, windows)
-            for kind in KINDS
-            for lookahead in (0, 1)
-            for windows in (WINDOWS if kind[0] else WINDOWS[:1])
-        ],
-        1,
-        20,
-        90,
-    ),
-)
+CASES = [
+    (*kind, lookahead, windows)
+    for kind in KINDS
+    for lookahead in (0, 1)
+    for windows in (WINDOWS if kind[0] else WINDOWS[:1])
+]
+
+
+@pytest.mark.parametrize(("page_size", "recurrent", "lookahead", "windows", "examples"), drawn(CASES, 1, 20, 90))
 def test_the_tree_is_a_dictionary_of_prefixes(
     page_size: int, recurrent: bool, lookahead: int, windows: tuple[int | None, ...], examples: int
 ) -> None:

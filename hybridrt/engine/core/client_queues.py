@@ -5,7 +5,7 @@ from itertools import chain
 from types import MappingProxyType
 
 from hybridrt.engine.core.followers import Followers
-from hybridrt.engine.core.request_queue import AGE_SECONDS, RequestQueue
+from hybridrt.engine.core.request_queue import RequestQueue, goes_first_from
 from hybridrt.engine.core.step_cost import PromptWork
 from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.engine.request.sample_request import Request
@@ -125,7 +125,7 @@ class PromptOrder:
         if waiting is not None:
             ratios.append((self._queues.ratio(waiting), waiting))
         top = min(request.params.priority for _, request in ratios)
-        oldest = min((request for _, request in ratios), key=_since)
+        oldest = min((request for _, request in ratios), key=goes_first_from)
         if oldest.params.priority > top:
             return oldest
         level = [each for each in ratios if each[1].params.priority == top]
@@ -138,7 +138,3 @@ class PromptOrder:
         assert policy is not None
         waited = policy.waited(request) + self._followers.waited(request, policy.clock())
         return policy.ratio(waited, PromptWork.between(request.computed, request.prefill_end))
-
-
-def _since(request: Request) -> float:
-    return request.metrics.arrival_time + AGE_SECONDS * request.params.priority

@@ -15,6 +15,11 @@ AGE_SECONDS = 30.0  # a request that waits so much longer goes before one of the
 _arrival = attrgetter("arrival")
 
 
+def goes_first_from(request: Request) -> float:
+    """Orders requests of different priorities by age: the lower number goes first."""
+    return request.metrics.arrival_time + AGE_SECONDS * request.params.priority
+
+
 class _Entry(NamedTuple):
     priority: int
     size: int
@@ -113,8 +118,7 @@ class RequestQueue:
         if len(heap) > 64 + 2 * len(self._entries):
             heap[:] = [each for each in heap if each[1] in self._entries and each[1] != request.arrival]
             heapq.heapify(heap)
-        since = request.metrics.arrival_time + AGE_SECONDS * request.params.priority
-        heapq.heappush(heap, (since, request.arrival, request))
+        heapq.heappush(heap, (goes_first_from(request), request.arrival, request))
 
     def _oldest(self) -> Request:
         while self._by_age[0][1] not in self._entries:
