@@ -57,9 +57,10 @@ def fairness(flood: int) -> float:
 
 @pytest.mark.slow
 def test_a_flood_of_one_client_leaves_anothers_first_tokens() -> None:
-    """They wait for the two steps that are launched, not for the 12 seconds of the flood."""
-    assert fairness(flood=0) < 40.0
-    assert fairness(flood=100) < 250.0
+    """They wait for a short step or two, not for the 12 seconds of the flood."""
+    quiet = fairness(flood=0)
+    assert quiet < 40.0
+    assert fairness(flood=100) < 3 * quiet
 
 
 @pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])

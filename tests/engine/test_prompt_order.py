@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrt.base.sampling_params import SamplingParams
-from hybridrt.engine.core.client_queues import ClientQueues
+from hybridrt.engine.core.client_queues import ACTIVE_SECONDS, FLOOD_SECONDS, ClientQueues
 from hybridrt.engine.core.request_queue import AGE_SECONDS, RequestQueue
-from hybridrt.engine.core.step_cost import PromptWork
-from hybridrt.engine.core.traffic_policy import TrafficPolicy
+from hybridrt.engine.core.step_cost import PromptWork, StepWork
+from hybridrt.engine.core.traffic_policy import SHARED_SECONDS, TrafficPolicy
 from hybridrt.engine.request.sample_request import Request
+from hybridrt.runtime.step.plan import NO_ROWS
 from tests.engine.test_scheduler import request
 from tests.support.engine_harness import Rig
 
@@ -122,6 +123,51 @@ def test_clients_get_their_shares() -> None:
         queue.queues.remove(best)
         served.append(client)
     assert set(served[:20]) == {"a"} and served[20:].count("b") in (20, 21) and "b" in served[20:22]
+
+
+def test_steps_are_short_while_one_client_floods_and_another_is_active() -> None:
+    queue, now = Queue(), [100.0]
+    queue.policy.clock = lambda: now[0]
+    flood = [queue.add(0.0, FLOOD_SECONDS / 2, client="flood") for _ in range(2)]
+    assert not queue.queues.flooded, "nobody else is active"
+    queue.queues.remove(queue.add(0.0, 0.1, client="quiet"))
+    assert not queue.queues.flooded, "nobody floods"
+    flood.append(queue.add(0.0, 0.1, client="flood"))
+    assert queue.queues.flooded
+    now[0] += ACTIVE_SECONDS + 1
+    assert not queue.queues.flooded, "the other one has gone"
+    queue.queues.remove(queue.add(0.0, 0.1, client="quiet"))
+    for each in flood[1:]:
+        queue.queues.remove(each)
+    assert queue.queues.flooded, "a flood lasts until nothing waits"
+    queue.queues.remove(flood[0])
+    assert not queue.queues.flooded
+    for _ in range(3):
+        for client in ("flood", "quiet"):
+            queue.add(0.0, FLOOD_SECONDS / 2, client=client)
+    assert not queue.queues.flooded, "both flood"
+
+
+def test_a_step_of_a_flood_is_bounded_without_decode_rows_too() -> None:
+    policy = TrafficPolicy()
+    for tokens in (16, 64, 256, 1024, 2048) * 4:
+        policy.cost.observe([StepWork().with_chunk(0, tokens)], 0.004 + tokens * 5e-5)
+    found = policy.budget(4096, NO_ROWS, 9.0, flooded=True).room()
+    assert found == pytest.approx((SHARED_SECONDS - 0.004) / 5e-5, rel=0.2)
+    assert policy.budget(4096, NO_ROWS, 9.0).room() == 4096
+    assert policy.bound(0.01, 9.0, flooded=True) == pytest.approx(0.01 + SHARED_SECONDS)
+
+
+def test_idle_clients_are_forgotten() -> None:
+    queue, now = Queue(), [100.0]
+    queue.policy.clock = lambda: now[0]
+    for i in range(300):
+        now[0] += 1.0
+        each = queue.add(0.0, 0.1, client=str(i))
+        queue.queues.charge(each, PromptWork(SECOND // 10))
+        queue.queues.remove(each)
+    assert len(queue.queues._active) == len(queue.queues._spent) < 2 * ACTIVE_SECONDS + 10
+    assert queue.queues.spent("0") == 0.0 < queue.queues.spent("299")
 
 
 def test_the_backlog_is_what_is_left_of_all_prompts() -> None:

@@ -10,6 +10,10 @@ from hybridrt.engine.core.step_cost import PromptWork
 from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.engine.request.sample_request import Request
 
+ACTIVE_SECONDS = 60.0  # a client is active for so long after its last request came or was computed
+FLOOD_SECONDS = 3.0  # a client with so many seconds of waiting prompts floods, until none waits
+_FEW_CLIENTS = 64
+
 
 class ClientQueues:
     """A queue for each client. The client that has got the fewest seconds for its weight goes
@@ -26,6 +30,9 @@ class ClientQueues:
         self._queues = dict[str, RequestQueue]()  # of clients with waiting requests
         self._spent = dict[str, float]()  # seconds / weight
         self._now = 0.0  # `_spent` of the client that was served last, before that
+        self._active = dict[str, float]()  # until when, by client
+        self._flooding = set[str]()
+        self._many = _FEW_CLIENTS  # clients from which on idle ones are forgotten
 
     def __bool__(self) -> bool:
         return bool(self._queues)
@@ -58,6 +65,10 @@ class ClientQueues:
             self._queues[client] = RequestQueue(self.policy)
             self._spent[client] = max(self.spent(client), self._now)
         self._queues[client].add(request, work)
+        if self.policy is not None:
+            self._note_active(client, self.policy)
+            if self.policy.prompt_seconds(self._queues[client].pending) > FLOOD_SECONDS:
+                self._flooding.add(client)
 
     def remove(self, request: Request) -> None:
         client = self.client_of(request)
@@ -65,6 +76,7 @@ class ClientQueues:
         queue.remove(request)
         if not queue:
             del self._queues[client]
+            self._flooding.discard(client)
 
     def spent(self, client: str) -> float:
         return self._spent.get(client, 0.0)
@@ -73,14 +85,35 @@ class ClientQueues:
         """A step computes this much of a request's prompt."""
         if self.policy is not None:
             client = request.client
+            self._note_active(client, self.policy)
             self._now = self.spent(client)
             self._spent[client] = self._now + self.policy.prompt_seconds(work) / self.weights.get(client, 1.0)
+
+    @property
+    def flooded(self) -> bool:
+        """A client floods while another one, which does not, is active."""
+        if not self._flooding or self.policy is None:
+            return False
+        now = self.policy.clock()
+        return any(until >= now and client not in self._flooding for client, until in self._active.items())
+
+    def _note_active(self, client: str, policy: TrafficPolicy) -> None:
+        self._active[client] = policy.clock() + ACTIVE_SECONDS
+        if len(self._active) > self._many:
+            self._forget_idle(policy.clock())
+
+    def _forget_idle(self, now: float) -> None:
+        idle = [client for client, until in self._active.items() if until < now and client not in self._queues]
+        for client in idle:
+            del self._active[client], self._spent[client]
+        self._many = max(_FEW_CLIENTS, 2 * len(self._active))
 
     def ratio(self, request: Request) -> float:
         return self._queues[request.client].ratio(request)
 
     def clear(self) -> None:
         self._queues.clear()
+        self._flooding.clear()
 
 
 class PromptOrder:

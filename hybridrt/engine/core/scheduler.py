@@ -407,7 +407,8 @@ class Scheduler:
         tokens = max(self._chunk - len(decode.rows) - len(decode.drafts), (self._chunk + 1) // 2)
         if self._policy is None:
             return ChunkBudget(tokens)
-        return self._policy.budget(tokens, decode, self._policy.prompt_seconds(self.pending))
+        pending = self._policy.prompt_seconds(self.pending)
+        return self._policy.budget(tokens, decode, pending, flooded=self.queues.flooded)
 
     def _schedule_prefill(self, step: ScheduledStep, prefilling: Iterable[Request]) -> None:
         """Admits waiting requests, too. If a decode row found no page, none is free."""
