@@ -268,6 +268,14 @@ class SpeculativeConfig:
         return self.num_draft_tokens + 1
 
 
+_WEIGHT = number(1e-3, 1e3)
+
+
+def _is_weights(value: Any) -> bool:
+    """True for weights of clients by name."""
+    return isinstance(value, dict) and all(isinstance(name, str) and _WEIGHT.holds(value[name]) for name in value)
+
+
 _PAGE_SIZES = [2**i for i in range(11)]
 _ENGINE = {
     "model": FieldType("a checkpoint directory or a hub name, as text", lambda v: isinstance(v, str) and bool(v)),
@@ -284,6 +292,7 @@ _ENGINE = {
     "chunked_prefill_size": integer(1, 2**20),
     "target_itl_ms": _or_none(either(number(0.1, 1e6), one_of("auto"))),
     "max_ttft_factor": _or_none(number(1.01, 1e3)),
+    "client_weights": _or_none(FieldType("a dictionary of names with numbers from 0.001 to 1000", _is_weights)),
     "mamba_ssm_dtype": one_of(*DTYPES),
     "state_mode": one_of("auto", "classic", "replay"),
     "speculative": _or_none(FieldType("a SpeculativeConfig", lambda v: isinstance(v, SpeculativeConfig))),
@@ -319,6 +328,7 @@ class EngineConfig:
             no target.
         max_ttft_factor: with a target, prompts may need so many times longer than without decode
             rows; a step may then take longer than its target. None: 11, or 4/3 with "auto".
+        client_weights: with a target, shares of prompt computation by client; others have 1.
         mamba_ssm_dtype: dtype of the recurrent state.
         state_mode: "classic" writes the recurrent state every step; "replay" keeps a ring of inputs
             and writes it about every 16 steps (kinds with `ring_shapes` only). "auto" picks replay
@@ -353,6 +363,7 @@ class EngineConfig:
     chunked_prefill_size: int = 8192
     target_itl_ms: float | Literal["auto"] | None = None
     max_ttft_factor: float | None = None
+    client_weights: Mapping[str, float] | None = None
     mamba_ssm_dtype: str = "float32"
     state_mode: str = "auto"
     attention_backend: str = "auto"

@@ -128,6 +128,7 @@ class Engine:
             split or runner, coordinator, limits, tokenizer, overlap=overlap, seed=config.seed, drafter=drafter,
             target=TrafficPolicy.from_config(config, runner.device, buckets),
         )  # fmt: skip
+        engine._scheduler.queues.weights = config.client_weights or {}
         engine._samples.folds = FoldCounts.from_pool(runner.pools.req_to_token.mamba_pool)
         return engine
 
@@ -166,7 +167,7 @@ class Engine:
             RequestError: an argument is of the wrong kind, or the id is taken. The engine is
                 unchanged.
         """
-        check_submission(prepared, request_id, export_to, export_from)
+        check_submission(prepared, request_id, export_to, export_from, client)
         with self.turns.now:
             if request_id is None:
                 names = (f"request-{i}" for i in count(self._num_requests))
