@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrt.base.sampling_params import SamplingParams
-from hybridrt.engine.core.client_queues import ACTIVE_SECONDS, FLOOD_SECONDS, ClientQueues
+from hybridrt.engine.core.client_queues import ACTIVE_SECONDS, FLOOD_SECONDS, ClientQueues, PromptOrder
+from hybridrt.engine.core.followers import Followers
 from hybridrt.engine.core.request_queue import AGE_SECONDS, RequestQueue
 from hybridrt.engine.core.step_cost import PromptWork, StepWork
 from hybridrt.engine.core.traffic_policy import SHARED_SECONDS, TrafficPolicy
@@ -37,9 +38,9 @@ class Queue:
 
     def order(self) -> list[int]:
         found = []
-        while (best := self.queues.best("")) is not None:
-            found.append(best.arrival)
-            self.queues.remove(best)
+        while best := self.queues.best(""):
+            found.append(best[0].arrival)
+            self.queues.remove(best[0])
         return found
 
 
@@ -55,9 +56,27 @@ def test_a_request_that_is_due_is_before_later_ones() -> None:
     queue = Queue()
     first, _ = queue.add(20.0, 10.0), queue.add(5.0, 0.01)
     first.due = 100.1
-    assert queue.queues.best("") is not first
+    assert first not in queue.queues.best("")
     first.due = 99.9
     assert queue.order() == [0, 1]
+
+
+def test_short_prompts_pass_one_that_is_due_with_a_part_of_each_step() -> None:
+    queue, store = Queue(), Rig(cache=True).pools.prefixes
+    long, *shorts = [queue.add(9.0, 10.0), *(queue.add(1.0, 0.01) for _ in range(3))]
+    middle = queue.add(1.0, 0.02)
+    long.due = 99.0
+    order = PromptOrder(queue.queues, Followers(store, joins=True), (), 1000)
+    found = list[Request]()
+    for _ in range(3):
+        first = order.next()
+        assert first is not None
+        found.append(first)
+        if first is not long:
+            queue.queues.remove(first)
+    assert found == [*shorts[:2], long], "two of 400 tokens have room, a third one has not"
+    queue.queues.remove(shorts[2])
+    assert middle in queue.queues.best("", 800) and middle not in queue.queues.best("", 799)
 
 
 def test_work_that_is_there_decides_when_a_request_is_due() -> None:
@@ -90,8 +109,7 @@ def test_heads_of_classes_have_about_the_highest_ratios(items: list[tuple[float,
         each = queue.add(waited, seconds)
         found[each.arrival] = each
     while found:
-        best = queue.queues.best("")
-        assert best is not None
+        (best,) = queue.queues.best("")
         assert 1.5 * queue.queues.ratio(best) >= max(map(queue.queues.ratio, found.values()))
         queue.queues.remove(found.pop(best.arrival))
 
@@ -117,8 +135,7 @@ def test_clients_get_their_shares() -> None:
             for _ in range(30):
                 queue.add(0.0, 0.1, client="b")
         client = min(queue.queues.clients, key=queue.queues.spent)
-        best = queue.queues.best(client)
-        assert best is not None
+        (best,) = queue.queues.best(client)
         queue.queues.charge(best, PromptWork(SECOND // 10))
         queue.queues.remove(best)
         served.append(client)

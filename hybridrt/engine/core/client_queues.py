@@ -53,8 +53,9 @@ class ClientQueues:
         """Prompt tokens that waiting requests compute."""
         return sum([queue.pending for queue in self._queues.values()], PromptWork())
 
-    def best(self, client: str) -> Request | None:
-        return self._queues[client].best() if client in self._queues else None
+    def best(self, client: str, passing: int = 0) -> Sequence[Request]:
+        """See RequestQueue.best."""
+        return self._queues[client].best(passing) if client in self._queues else ()
 
     def client_of(self, request: Request) -> str:
         return request.client if self.policy is not None else ""
@@ -111,6 +112,9 @@ class ClientQueues:
     def ratio(self, request: Request) -> float:
         return self._queues[request.client].ratio(request)
 
+    def tokens(self, request: Request) -> int:
+        return self._queues[request.client].tokens(request)
+
     def clear(self) -> None:
         self._queues.clear()
         self._flooding.clear()
@@ -122,12 +126,17 @@ class PromptOrder:
 
     Args:
         admitted: requests with uncomputed prompts, in order of admission.
+        passing: so many tokens of short prompts pass those that are due. So a long prompt that is
+            due does not delay short ones by its own time.
 
     Attributes:
         admits: False: no more waiting requests.
     """
 
-    def __init__(self, queues: ClientQueues, followers: Followers, admitted: Sequence[Request]) -> None:
+    def __init__(
+        self, queues: ClientQueues, followers: Followers, admitted: Sequence[Request], passing: int = 0
+    ) -> None:
+        self._passing = passing
         self._queues, self._followers, self._policy = queues, followers, queues.policy
         self.admits = True
         self._admitted = dict[str, list[Request]]()  # by client
@@ -138,13 +147,11 @@ class PromptOrder:
         """An admitted request is returned once; a waiting one until it leaves its queue."""
         if (client := self._client()) is None:
             return None
-        admitted, waiting = self._admitted.get(client, []), self._queues.best(client) if self.admits else None
-        if self._policy is None:
-            first = admitted[0] if admitted else waiting
-        else:
-            first = self._first(admitted, waiting)
-        if first is not waiting:
-            admitted.remove(first)  # type: ignore[arg-type]
+        admitted = self._admitted.get(client, [])
+        waiting = self._queues.best(client, self._passing) if self.admits else ()
+        first = (admitted or waiting)[0] if self._policy is None else self._first(admitted, waiting)
+        if first not in waiting:
+            admitted.remove(first)
             if not admitted:
                 del self._admitted[client]
         return first
@@ -153,10 +160,9 @@ class PromptOrder:
         clients = [*self._admitted, *(self._queues.clients if self.admits else ())]
         return min(clients, key=self._queues.spent, default=None)
 
-    def _first(self, admitted: Sequence[Request], waiting: Request | None) -> Request | None:
+    def _first(self, admitted: Sequence[Request], waiting: Sequence[Request]) -> Request:
         ratios = [(self._ratio(request), request) for request in admitted]
-        if waiting is not None:
-            ratios.append((self._queues.ratio(waiting), waiting))
+        ratios += [(self._queues.ratio(request), request) for request in waiting]
         top = min(request.params.priority for _, request in ratios)
         oldest = min((request for _, request in ratios), key=goes_first_from)
         if oldest.params.priority > top:
@@ -164,7 +170,17 @@ class PromptOrder:
         level = [each for each in ratios if each[1].params.priority == top]
         first = min((request for _, request in level), key=lambda request: request.arrival)
         assert self._policy is not None
-        return first if self._policy.is_due(first) else max(level, key=lambda each: each[0])[1]
+        if not self._policy.is_due(first):
+            return max(level, key=lambda each: each[0])[1]
+        short = [each for each in level if self._tokens(each[1]) <= self._passing]
+        if short:
+            first = max(short, key=lambda each: each[0])[1]
+            self._passing -= self._tokens(first)
+        return first
+
+    def _tokens(self, request: Request) -> int:
+        """Tokens of its prompt that are to be computed."""
+        return self._queues.tokens(request) if request.row is None else request.prefill_end - request.computed
 
     def _ratio(self, request: Request) -> float:
         policy = self._policy

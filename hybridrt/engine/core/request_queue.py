@@ -3,7 +3,7 @@
 import heapq
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -91,23 +91,30 @@ class RequestQueue:
             del self._levels[entry.priority]
             del self._priorities[bisect_left(self._priorities, entry.priority)]
 
-    def best(self) -> Request | None:
-        """The one to start next."""
+    def best(self, passing: int = 0) -> Sequence[Request]:
+        """The one to start next. After one that is due, also the best one that computes at most
+        `passing` tokens, if there is any.
+        """
         if not self._entries:
-            return None
+            return ()
         if len(self._priorities) > 1 and self._policy is not None:
             oldest = self._oldest()
             if oldest.params.priority > self._priorities[0]:
-                return oldest
+                return (oldest,)
         firsts = [queue[0] for queue in self._levels[self._priorities[0]].values()]
         if self._policy is not None and self._policy.is_due(oldest := min(firsts, key=_arrival)):
-            return oldest
-        return max(firsts, key=self.ratio)
+            short = [first for first in firsts if self._entries[first.arrival].work.tokens <= passing]
+            return (oldest, *([max(short, key=self.ratio)] if short else ()))
+        return (max(firsts, key=self.ratio),)
 
     def ratio(self, request: Request) -> float:
         if self._policy is None:
             return 0.0
         return self._policy.ratio(self._policy.waited(request), self._entries[request.arrival].work)
+
+    def tokens(self, request: Request) -> int:
+        """Tokens of its prompt that are not cached."""
+        return self._entries[request.arrival].work.tokens
 
     def _size(self, work: PromptWork) -> int:
         """The class: seconds differ by up to a factor of 1.4 within one."""

@@ -12,7 +12,7 @@ from hybridrt.engine.core.chunk_budget import ChunkBudget
 from hybridrt.engine.core.client_queues import ClientQueues, PromptOrder
 from hybridrt.engine.core.followers import Followers
 from hybridrt.engine.core.step_cost import PromptWork
-from hybridrt.engine.core.traffic_policy import TrafficPolicy
+from hybridrt.engine.core.traffic_policy import PASSING_SHARE, TrafficPolicy
 from hybridrt.engine.request.sample_request import Request, RowColumns
 from hybridrt.kernels.core.slots import OWN_SLOT
 from hybridrt.runtime.step.plan import DecodeRows, ExtendRow, StateCopy, StepPlan, StepResult, int32s
@@ -133,7 +133,7 @@ class Scheduler:
         """`known`: its tokens that are cached."""
         work = PromptWork.between(known, len(request.prompt) + len(request.output))
         if self._policy is not None:
-            self._policy.set_due(request, self.pending + work)
+            self._policy.set_due(request, self.pending)
         if (place := self._followers.place_for(request)) is not None:
             self._followers.hold(request, place)
         else:
@@ -415,7 +415,7 @@ class Scheduler:
         admitted = [request for request in prefilling if request.row is not None]  # others were just retracted
         self._uncomputed = _uncomputed(admitted)
         budget = self._budget(step.plan.decode)
-        order = PromptOrder(self.queues, self._followers, admitted)
+        order = PromptOrder(self.queues, self._followers, admitted, int(PASSING_SHARE * budget.room()))
         while budget.room() and (request := order.next()) is not None:
             if request.row is None:
                 if not self._start(request, order, step.plan):

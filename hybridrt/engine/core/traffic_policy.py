@@ -30,6 +30,7 @@ SHARED_SECONDS = 0.024
 LATE_SECONDS, LATE_FACTOR = 0.25, 2.0
 # A prompt is due so many times the seconds of the work that was there when it came, and then so many.
 DUE_FACTOR, DUE_SECONDS = 1.5, 1.0
+PASSING_SHARE = 0.25  # of a step's tokens are for short prompts that pass those that are due
 _LATE_STEPS = 8  # late steps that are observed as one
 # The next step is scheduled this lead before the running one ends. A late launch doubles the lead,
 # other steps shrink it a little.
@@ -118,8 +119,8 @@ class TrafficPolicy:
         return self.backlog if self.seconds is not None else AUTO_FACTOR * self.backlog
 
     def set_due(self, request: Request, pending: PromptWork) -> None:
-        """A new request becomes due some time after all prompts that were there could have been
-        computed. `pending`: these and its own.
+        """A new request becomes due some time after all prompts that were there (`pending`) could have
+        been computed.
         """
         if request.due == math.inf:
             patience = DUE_FACTOR * self.prompt_seconds(pending) + DUE_SECONDS
