@@ -301,6 +301,7 @@ _ENGINE = {
     "prefix_cache": FLAG,
     "cache_slots": _or_none(integer(0, 2**24)),
     "host_cache_bytes": integer(0, 2**48),
+    "request_log": _or_none(TEXT),
 }
 
 
@@ -349,6 +350,8 @@ class EngineConfig:
             None: as many as running requests, where memory allows.
         host_cache_bytes: main memory for prefixes that the device has no room for, over all ranks;
             page-locked with a GPU. 0: none.
+        request_log: file that gets the token ids of all requests, and lost cache entries, for
+            `hybridrt explain`. None: none is written.
         seed: seeds dummy weights, and requests without a seed.
     """
 
@@ -379,6 +382,7 @@ class EngineConfig:
     prefix_cache: bool = True
     cache_slots: int | None = None
     host_cache_bytes: int = 0
+    request_log: str | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:

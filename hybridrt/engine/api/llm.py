@@ -100,6 +100,7 @@ class LLM:
         prefix_cache: bool = True,
         cache_slots: int | None = None,
         host_cache_bytes: int = 0,
+        request_log: str | None = None,
         seed: int = 0,
     ) -> None:
         options = dict(locals())  # the fields of EngineConfig

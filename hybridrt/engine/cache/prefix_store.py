@@ -1,5 +1,6 @@
 """Moves pages and states between running requests and the prefix cache."""
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -21,6 +22,7 @@ from hybridrt.mem_cache.prefix_tree.radix_node import Node, StateKind
 from hybridrt.mem_cache.prefix_tree.state_worth import NewState
 from hybridrt.mem_cache.prefix_tree.texts import SeenTexts
 
+log = logging.getLogger("hybridrt.cache")
 GRID = 16
 MAX_SAVES = 3
 MAX_FORKS = 4  # further states of a running prompt, for requests that wait for it
@@ -399,6 +401,9 @@ class PrefixStore:
             request.metrics.cache_miss = self._miss(request, match, lost)
         else:
             request.metrics.cache_miss = CacheMiss("skipped", 0)
+        if (miss := request.metrics.cache_miss) is not None:
+            text = "request %s: %d of %d tokens were cached; from token %d on %d were not (%s); what helps: %s"
+            log.debug(text, request.request_id, match.length, prompt, miss.token, miss.tokens, miss.why, miss.helps)
         if self.tier is not None:
             self.tier.tree.touch(request.ids[: match.length], key)
 

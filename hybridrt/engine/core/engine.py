@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import count
 
 from hybridrt.base.config import EngineConfig
@@ -13,6 +14,7 @@ from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.base.turns import Change, Turns, weakly
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.cache.cache_dump import CacheDump, cache_dump
+from hybridrt.engine.cache.request_log import RequestLog
 from hybridrt.engine.cache.sessions import Sessions
 from hybridrt.engine.core.fold_counts import FoldCounts
 from hybridrt.engine.core.grammar_masks import step_masks
@@ -128,6 +130,9 @@ class Engine:
             split or runner, coordinator, limits, tokenizer, overlap=overlap, seed=config.seed, drafter=drafter,
             target=TrafficPolicy.from_config(config, runner.device, buckets),
         )  # fmt: skip
+        if config.request_log is not None:
+            decode = None if tokenizer is None else partial(_piece, tokenizer)
+            engine._samples.log = RequestLog(config.request_log, engine.prefixes, decode)
         engine._scheduler.queues.weights = config.client_weights or {}
         engine._samples.folds = FoldCounts.from_pool(runner.pools.req_to_token.mamba_pool)
         return engine
@@ -417,3 +422,7 @@ class Engine:
         with self._change:
             self._launched.popleft()
             self._samples.take_result(step, result)
+
+
+def _piece(tokenizer: Tokenizer, token: int) -> str:
+    return tokenizer.decode([token], skip_special_tokens=False)
