@@ -302,6 +302,7 @@ _ENGINE = {
     "cache_slots": _or_none(integer(0, 2**24)),
     "host_cache_bytes": integer(0, 2**48),
     "request_log": _or_none(TEXT),
+    "audit_hits": number(0, 1),
 }
 
 
@@ -352,6 +353,8 @@ class EngineConfig:
             page-locked with a GPU. 0: none.
         request_log: file that gets the token ids of all requests, and lost cache entries, for
             `hybridrt explain`. None: none is written.
+        audit_hits: share of hits of the prefix cache that are computed again when no request runs;
+            entries that differ are dropped.
         seed: seeds dummy weights, and requests without a seed.
     """
 
@@ -383,6 +386,7 @@ class EngineConfig:
     cache_slots: int | None = None
     host_cache_bytes: int = 0
     request_log: str | None = None
+    audit_hits: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -158,6 +158,8 @@ class EngineLoop:
                 self._run_commands()
                 if self._count:
                     self._step()
+                elif self._engine.wants_audit:
+                    self._audit()
             with self._turns:
                 for request_id in list(self._unfinished):
                     self._engine.abort(request_id)
@@ -169,7 +171,14 @@ class EngineLoop:
     def _run_commands(self) -> None:
         with suppress(Empty):
             for _ in range(COMMANDS):
-                self._commands.get(block=not self._count and not self._closing)()
+                idle = not self._count and not self._closing and not self._engine.wants_audit
+                self._commands.get(block=idle)()
+
+    def _audit(self) -> None:
+        """A step of an audit. The next command breaks it off."""
+        with self._turns:
+            if self._engine.audit_step() and not self._engine.wants_audit:
+                self._engine.finish_launched()
 
     def _put_off(self) -> None:
         while not self._closing and (seconds := self._spare_seconds()):

@@ -101,6 +101,7 @@ class LLM:
         cache_slots: int | None = None,
         host_cache_bytes: int = 0,
         request_log: str | None = None,
+        audit_hits: float = 0.0,
         seed: int = 0,
     ) -> None:
         options = dict(locals())  # the fields of EngineConfig

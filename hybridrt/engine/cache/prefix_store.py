@@ -140,11 +140,13 @@ class PrefixStore:
         last ones first.
         """
         prompt = request.prefill_end
-        if not request.metrics.retractions and not request.afresh:
+        if request.audits:
+            request.metrics.cached_tokens = match.length
+        elif not request.metrics.retractions and not request.afresh:
             request.metrics.admission_time = time.monotonic()
             self._count(request, match)
-        request.shared, request.save_at, request.spaced = False, (), ()
-        if self.keeps and self._slots.total:
+        request.shared, request.save_at, request.spaced = request.audits, (), ()
+        if self.keeps and self._slots.total and not request.audits:
             parts = self.tree.waiting.partings(request.ids[:prompt], request.cache_key)
             ends = (prompt - 1, match.fork, *sorted({*parts, *request.boundaries}, reverse=True))
             grid = dict.fromkeys(min(end, prompt - 1) // self.grid * self.grid for end in ends)
@@ -428,7 +430,7 @@ class PrefixStore:
         """Offers nothing of a failed request, whose state may be wrong, nor of one that has added
         nothing.
         """
-        computed, failed = request.computed, request.broken or request.error is not None
+        computed, failed = request.computed, request.broken or request.audits or request.error is not None
         if not self.keeps or failed or computed <= request.prefix.length:
             return CacheEntries()
         ids = request.ids

@@ -19,6 +19,8 @@ from hybridrt.runtime.step.plan import DecodeRows, ExtendRow, StateCopy, StepPla
 from hybridrt.speculative.draft import NO_DRAFT, Draft, draft_columns
 from hybridrt.speculative.drafter import Drafter
 
+AUDIT_CHUNK = 128  # tokens: a request that comes may wait for such a step
+
 
 @dataclass(slots=True)
 class ScheduledStep:
@@ -456,7 +458,8 @@ class Scheduler:
     def _add_extend(self, step: ScheduledStep, request: Request, budget: ChunkBudget) -> None:
         assert request.row is not None
         start = request.computed
-        end = min(start + budget.room(start), request.prefill_end)
+        room = min(budget.room(start), AUDIT_CHUNK) if request.audits else budget.room(start)
+        end = min(start + room, request.prefill_end)
         end = self._coordinator.prefixes.chunk_end(request, start, end)
         end = self._coordinator.use_spare_pages(request, end, step.plan)
         if end <= start:

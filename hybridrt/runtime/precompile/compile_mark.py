@@ -18,7 +18,7 @@ from hybridrt.base.version import __version__
 
 _KERNELS = Path(__file__).parents[2] / "kernels"
 # No kernel depends on these.
-_CONFIG = ("model", "device", "seed", "overlap", "load_format", "client_weights", "request_log")
+_CONFIG = ("model", "device", "seed", "overlap", "load_format", "client_weights", "request_log", "audit_hits")
 _GPU = ("free_bytes", "total_bytes")
 
 
