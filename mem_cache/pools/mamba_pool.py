@@ -9,14 +9,13 @@ import torch
 
 from hybridrt.base.errors import ConfigError, PoolError
 from hybridrt.kernels.core.records import IntermediateStates, RowTables
-from hybridrt.kernels.core.slots import SCRATCH, write_columns
+from hybridrt.kernels.core.slots import SCRATCH, check_range, write_columns
 from hybridrt.kernels.state.causal_conv1d import conv_window
 from hybridrt.kernels.state.row_tables import clear_slots, enter_rows
 from hybridrt.kernels.state.state_commit import commit_conv_window, commit_intermediate
 from hybridrt.kernels.state.state_ring import RingFolds, advance_ring, fold_ring
 from hybridrt.kinds.base import StateShape
 from hybridrt.kinds.registry import check_replay, linear_kind, state_dtype
-from hybridrt.mem_cache.pools.bounds import check_range
 from hybridrt.mem_cache.pools.host_plan import aligned
 from hybridrt.mem_cache.pools.state_moves import StateMove
 

@@ -9,8 +9,8 @@ import torch
 from hybridrt.base.errors import ConfigError, EngineError
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kernels.core.records import TokenInputs
+from hybridrt.kernels.core.slots import DEBUG
 from hybridrt.kernels.state.row_tables import enter_tokens
-from hybridrt.mem_cache.pools.bounds import DEBUG
 from hybridrt.mem_cache.pools.state_moves import When
 from hybridrt.runtime.load.build import Runtime
 from hybridrt.runtime.load.draft_needs import DeviceDrafter, DraftRow, draft_needs
