@@ -202,7 +202,8 @@ class LLM:
                 return ids, ended
             finally:
                 with engine.turns:
-                    engine.abandon(queue)
+                    if len(ended) < total:
+                        engine.abandon(queue)
                     engine.finish_launched()
 
     def embed(
