@@ -17,7 +17,7 @@ from hybridrt.kernels.state.state_ring import RingFolds, advance_ring, fold_ring
 from hybridrt.kinds.base import StateShape
 from hybridrt.kinds.registry import check_replay, linear_kind, state_dtype
 from hybridrt.mem_cache.pools.host_plan import aligned
-from hybridrt.mem_cache.pools.state_moves import StateMove
+from hybridrt.mem_cache.pools.state_moves import StateMove, When
 
 STATE_MODES = ("classic", "replay", "intermediate")
 Upload = Callable[[tuple[np.ndarray, ...]], Sequence[torch.Tensor]]
@@ -229,11 +229,11 @@ class MambaPool:
         Args:
             upload: copies [n] int32 arrays to the pool's device, each to an aligned address.
         """
-        if donors := [move.row for move in moves if move.donates]:
+        if donors := [move.row for move in moves if move.when is When.FIRST]:
             (rows,) = upload((np.array(donors, np.int32),))
             self.fold(rows)
             self.req_to_state_slot.index_fill_(0, rows.long(), SCRATCH)
-        copies, replay = [move for move in moves if not move.donates], self.spec.mode == "replay"
+        copies, replay = [move for move in moves if move.when is When.BEFORE_ROWS], self.spec.mode == "replay"
         for _, cache in self.stacks:
             for tensor in (cache.conv,) if replay else (cache.conv, cache.temporal):
                 for move in copies:

@@ -144,7 +144,8 @@ class Scheduler:
         """The next step, counted as launched from now on; None if nothing can run before a launched
         step ends.
         """
-        self._coordinator.begin_step(self.waiting, len(self.running))
+        if self._coordinator.fetches is not None:
+            self._coordinator.advance_fetches(self.waiting, len(self.running))
         if self._aside:
             self._queue_again()
         step = ScheduledStep()
