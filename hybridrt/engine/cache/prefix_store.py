@@ -138,12 +138,13 @@ class PrefixStore:
         last ones first.
         """
         prompt = request.prefill_end
+        ids = request.ids[:prompt]
         if not request.metrics.retractions and not request.afresh:
             request.metrics.admission_time = time.monotonic()
-            self._count(request, match)
+            self._count(request, ids, match)
         request.shared, request.save_at, request.spaced = False, (), ()
         if self.keeps and self._slots.total:
-            parts = self.tree.waiting.partings(request.ids[:prompt], request.cache_key)
+            parts = self.tree.waiting.partings(ids, request.cache_key)
             ends = (prompt - 1, match.fork, *sorted({*parts, *request.boundaries}, reverse=True))
             grid = dict.fromkeys(min(end, prompt - 1) // self.grid * self.grid for end in ends)
             request.save_at = tuple([end for end in grid if end > match.length][:MAX_SAVES])
@@ -380,31 +381,31 @@ class PrefixStore:
                 found |= {name: pool.num_cached, f"{name}_total": pool.total}
         return found | asdict(self.counts)
 
-    def _count(self, request: Request, match: PrefixMatch) -> None:
-        """Counts a match. No token is lost twice. The last one of a prompt is always computed, so
-        never lost. Requests that skip the match lose nothing.
+    def _count(self, request: Request, ids: np.ndarray, match: PrefixMatch) -> None:
+        """Counts a match of the prompt `ids` [n] int32. No token is lost twice. The last one of a
+        prompt is always computed, so never lost. Requests that skip the match lose nothing.
         """
-        counts, key, prompt = self.counts, request.cache_key, request.prefill_end
+        counts, key, prompt = self.counts, request.cache_key, len(ids)
         request.metrics.cached_tokens = match.length if match.staged is None else match.staged_from
         counts.asked += prompt
         counts.hit += request.metrics.cached_tokens
         if match.staged is not None or not self.keeps:
             return
         if request.params.prompt_logprobs is None and request.params.pooling != "mean":
-            seen = self._seen.length(request.ids[: prompt - 1], key)
+            seen = self._seen.length(ids[:-1], key)
             lost = LostTokens.from_match(match, prompt - 1, seen, self._slots.total > 0)
             counts.without_kv += lost.evicted
             counts.retokenised += lost.changed
             counts.without_state += lost.no_state
-            request.metrics.cache_miss = self._miss(request, match, lost)
+            request.metrics.cache_miss = self._miss(request, ids, match, lost)
         else:
             request.metrics.cache_miss = CacheMiss("skipped", 0)
         if self.tier is not None:
-            self.tier.tree.touch(request.ids[: match.length], key)
+            self.tier.tree.touch(ids[: match.length], key)
 
-    def _miss(self, request: Request, match: PrefixMatch, lost: LostTokens) -> CacheMiss | None:
+    def _miss(self, request: Request, ids: np.ndarray, match: PrefixMatch, lost: LostTokens) -> CacheMiss | None:
         """Why more of the prompt was not reused; None if no more could be."""
-        last, recurrent = request.prefill_end - 1, self.tree.recurrent
+        last, recurrent = len(ids) - 1, self.tree.recurrent
         least = 1 if recurrent else self.tree.page_size + self.tree.lookahead  # tokens that can be reused
         if last - match.length < least:
             return None
@@ -414,7 +415,7 @@ class PrefixStore:
         if gap >= least and not recurrent:
             return CacheMiss("evicted", match.length, gap)  # of a window
         found, key = lost.cause(match), request.cache_key
-        elsewhere, other = self.tree.known_elsewhere(request.ids[:last], key)
+        elsewhere, other = self.tree.known_elsewhere(ids[:last], key)
         gain = elsewhere - match.known - lost.evicted
         # Fewer tokens than the grid have no state: nobody could share them.
         return found if gain <= max(found.tokens, self.grid) else other_key(key, other, match.known, gain)
