@@ -14,8 +14,15 @@ from hybridrt.mem_cache.pools.page_groups import GroupPages, PageAllocators, Pag
 from hybridrt.mem_cache.pools.slots import Slot, SlotAllocator
 from hybridrt.mem_cache.prefix_tree.cache_events import CacheSubscription, Why
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
-from hybridrt.mem_cache.prefix_tree.cache_miss import CacheMiss, LostTokens, other_key
-from hybridrt.mem_cache.prefix_tree.prefix_cache import NO_MATCH, CacheCounts, CacheEntries, PrefixMatch
+from hybridrt.mem_cache.prefix_tree.prefix_cache import (
+    NO_MATCH,
+    CacheCounts,
+    CacheEntries,
+    CacheMiss,
+    LostTokens,
+    PrefixMatch,
+    other_key,
+)
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_node import Node, StateKind
 from hybridrt.mem_cache.prefix_tree.state_worth import NewState

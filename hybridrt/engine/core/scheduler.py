@@ -8,10 +8,9 @@ import numpy as np
 
 from hybridrt.base.errors import EngineError
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
-from hybridrt.engine.core.chunk_budget import ChunkBudget
 from hybridrt.engine.core.client_queues import ClientQueues, PromptOrder
 from hybridrt.engine.core.followers import Followers
-from hybridrt.engine.core.step_cost import PromptWork
+from hybridrt.engine.core.step_cost import ChunkBudget, PromptWork
 from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.engine.request.sample_request import Request, RowColumns
 from hybridrt.kernels.core.slots import OWN_SLOT
