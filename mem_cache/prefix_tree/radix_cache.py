@@ -240,7 +240,7 @@ class RadixCache:
         """
         taken = self.collect("gained")
         answer = len(tokens) if prompt is None else prompt
-        ends = sorted(end for end in states if 0 < end <= len(tokens))
+        ends = sorted([end for end in states if 0 < end <= len(tokens)])
         complete = self.complete(len(tokens))
         last = max(complete * self.page_size + self.lookahead if complete else 0, ends[-1] if ends else 0)
         path = [self._root(key)]

@@ -292,7 +292,8 @@ class CacheCoordinator:
         locked = self.pages.cached_of(held)
         states = self.prefixes.release(request)
         self.pages.unlock(locked)
-        self.pages.free(tuple(request.pages.spare))
+        if self.pages.has_windows:
+            self.pages.free(tuple(request.pages.spare))
         self.pages.free_used(held)  # the prefix cache has the others
         if request.state_slot is not None and request.state_slot in states:
             slot = request.state_slot.index

@@ -153,7 +153,7 @@ class PrefixStore:
         if self.keeps and self._slots.total:
             parts = self.tree.waiting.partings(ids, request.cache_key)
             ends = (prompt - 1, match.fork, *sorted({*parts, *request.boundaries}, reverse=True))
-            grid = dict.fromkeys(min(end, prompt - 1) // self.grid * self.grid for end in ends)
+            grid = dict.fromkeys([min(end, prompt - 1) // self.grid * self.grid for end in ends])
             request.save_at = tuple([end for end in grid if end > match.length][:MAX_SAVES])
             if self.spaces and not self._pages.has_windows:
                 apart = max(SPACED, (prompt - match.length) // MOST_SPACED) // self.grid * self.grid
@@ -451,12 +451,16 @@ class PrefixStore:
             return CacheEntries(pages_of(no_sets(len(self._pages)))), Node(np.empty(0, np.int32), 0, no_sets(0))
         key = request.cache_key
         self._seen.note(ids, key)
-        own = request.save_at
-        kinds = {place: StateKind.ANSWER for place in states if place in request.spaced and place not in own}
-        kinds |= {place: StateKind.FORK for place in states if place in own[1:]}
-        within = {place: StateKind.ANSWER for place, slot in states.items() if slot in self.answers}
+        own, within, kinds = request.save_at, False, dict[int, StateKind]()
+        for place, slot in states.items():
+            if slot in self.answers:
+                within, kinds[place] = True, StateKind.ANSWER
+            elif place in own[1:]:
+                kinds[place] = StateKind.FORK
+            elif place in request.spaced and place not in own:
+                kinds[place] = StateKind.ANSWER
         sets = request.pages.shareable[:num_pages]
-        taken, node = self.tree.insert(ids, sets, states, key, len(request.prompt), kinds | within, why)
+        taken, node = self.tree.insert(ids, sets, states, key, len(request.prompt), kinds, why)
         self._pages.to_cache(taken.pages)
         self._slots.to_cache(taken.states)
         if within:
@@ -468,6 +472,8 @@ class PrefixStore:
         return taken, node
 
     def _free_saves(self, request: Request, states: Mapping[int, Slot], taken: CacheEntries) -> None:
+        if not states:
+            return
         self._slots.free([slot for slot in states.values() if slot not in taken.states])
         request.saves = {place: slot for place, slot in request.saves.items() if place not in states}
 

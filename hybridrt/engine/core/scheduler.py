@@ -210,8 +210,9 @@ class Scheduler:
                 self._coordinator.settle(request, new)
             elif not request.in_flight:
                 self._coordinator.release(request)
-        for request, _ in step.rows[len(decode) :]:
-            self._let_go(request)
+        if extend:
+            for request, _ in step.rows[-len(extend) :]:
+                self._let_go(request)
         if self._drafter is not None:
             moved = [i for i, (r, max_new) in enumerate(step.rows) if max_new and r.arrival in self.running]
             self._drafter.after_step([step.rows[i][0] for i in moved], [gained[i] for i in moved])
@@ -304,7 +305,7 @@ class Scheduler:
         if self._order is None:
             requests = list(self.running.values())
             self._order = requests, np.array([r.row.index for r in requests], np.int64)  # type: ignore[union-attr]
-            self._constrained = any(request.matcher is not None for request in requests)
+            self._constrained = any([request.matcher is not None for request in requests])
         return self._order
 
     def _needs_tokens(self, requests: Sequence[Request], columns: RowColumns, ready: np.ndarray) -> np.ndarray:
