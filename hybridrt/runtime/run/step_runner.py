@@ -15,10 +15,9 @@ from hybridrt.mem_cache.pools.state_moves import When
 from hybridrt.runtime.load.build import Runtime
 from hybridrt.runtime.load.draft_needs import DeviceDrafter, DraftRow, draft_needs
 from hybridrt.runtime.load.start_kernels import StartAhead
-from hybridrt.runtime.replay.cpu_decode import CPUDecode
+from hybridrt.runtime.replay.cpu_steps import CPUDecode, Recordings
 from hybridrt.runtime.replay.graph_runner import GraphRunner, split_page_writes
 from hybridrt.runtime.replay.prompt_graphs import PromptGraphs
-from hybridrt.runtime.replay.recordings import Recordings
 from hybridrt.runtime.run.capture import capture_graphs
 from hybridrt.runtime.run.host_copies import HostCopies
 from hybridrt.runtime.run.launched_step import EnterTokens, ForwardPart, LaunchedStep, MaskedLines
