@@ -26,6 +26,7 @@ from hybridrt.base.errors import EngineError, UnavailableError
 P = ParamSpec("P")
 R = TypeVar("R")
 _DEVICE_TYPES = ("cpu", "cuda")
+_NOTHING = nullcontext()  # to be entered where there is nothing to change
 
 
 class _Nondeterministic:
@@ -62,12 +63,11 @@ def undisturbed() -> AbstractContextManager[None]:
     usual = (
         torch.is_grad_enabled()
         and not torch.is_inference_mode_enabled()
-        and not torch.is_autocast_enabled("cpu")
-        and not torch.is_autocast_enabled("cuda")
+        and not torch._C._is_any_autocast_enabled()
         and not (torch.are_deterministic_algorithms_enabled() and gpu_started())
         and not torch._C._len_torch_function_stack()
     )
-    return nullcontext() if usual else _as_usual()
+    return _NOTHING if usual else _as_usual()
 
 
 @contextmanager
@@ -151,9 +151,6 @@ class Interrupts:
             raise KeyboardInterrupt
 
 
-_HELD = nullcontext()  # the turn of the thread that has it
-
-
 class Turns:
     """One thread at a time. `with turns` waits, first come, first served; `with turns.now` does not
     wait. The owner may enter again. Ctrl-C waits for the end of a turn (`Interrupts`), and the
@@ -172,7 +169,7 @@ class Turns:
         self._depth = 0  # how often the owner has entered again with `with turns`
         # The contexts of the owner's turn.
         self._interrupts = Interrupts()
-        self._settings: AbstractContextManager[None] = _HELD
+        self._settings: AbstractContextManager[None] = _NOTHING
 
     def __enter__(self) -> None:
         if self._owner == get_ident():
@@ -190,7 +187,7 @@ class Turns:
         except BaseException as e:
             interrupts.__exit__(type(e), e, e.__traceback__)
             raise
-        self._interrupts, self._settings = interrupts, _HELD
+        self._interrupts, self._settings = interrupts, _NOTHING
         try:
             settings = undisturbed()
             settings.__enter__()
@@ -230,7 +227,7 @@ class Turns:
     @property
     def now(self) -> AbstractContextManager[None]:
         """A turn that begins at once: EngineError if it is another thread's."""
-        return _HELD if self._owner == get_ident() else _AtOnce(self)
+        return _NOTHING if self._owner == get_ident() else _AtOnce(self)
 
     def _take(self, wait: bool) -> None:
         """Waits for it, or raises EngineError if it is taken and `wait` is False, or in a fork."""
