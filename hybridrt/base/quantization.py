@@ -44,6 +44,17 @@ class Scheme:
 
 
 PLAIN = Scheme()
+# gpt-oss joins them with the name of the matrix.
+_JOINED = ("_blocks", "_scales")
+
+
+def split_key(key: str) -> tuple[str, str]:
+    """The module of a checkpoint key, and the last name of its tensor."""
+    for end in _JOINED:
+        if key.endswith(end):
+            return key.removesuffix(end), end.removeprefix("_")
+    name, _, last = key.rpartition(".")
+    return name, last
 
 
 class QuantRules(ABC):
@@ -87,7 +98,7 @@ class QuantConfig:
 
     def module_of(self, key: str) -> tuple[StoredModule, str] | None:
         """The quantised module that a checkpoint key belongs to, and the rest of the key."""
-        name, _, last = key.rpartition(".")
+        name, last = split_key(key)
         module = (self.modules or {}).get(name)
         return None if module is None or not module.scheme.layout or last not in module.tensors else (module, last)
 

@@ -42,6 +42,7 @@ from hybridrt.runtime.step.sampling_table import SamplingTable
 
 DEFAULT_ROWS = {"cpu": 16, "cuda": 256}
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
+OTHER_FORMS = ["original/*", "metal/*"]  # of the same weights, in gpt-oss's repositories
 EMBEDDED = ("embedded", "embedded_draft")
 ASSETS = Path(__file__).parents[2] / "assets"
 
@@ -121,7 +122,7 @@ def find_checkpoint(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=OTHER_FORMS))
     except Exception as e:  # the hub client's own errors, those of requests, and OS errors
         raise ConfigError(f"{_legible(name)} is no directory here, and the hub does not give it: {reason(e)}") from e
 
