@@ -44,6 +44,7 @@ class Scheme:
 
 
 PLAIN = Scheme()
+ONLINE = ("fp8", "int4")  # how plain checkpoints may be quantised while they are loaded
 # gpt-oss joins them with the name of the matrix.
 _JOINED = ("_blocks", "_scales")
 
@@ -86,15 +87,17 @@ class StoredModule:
 
 @dataclass(frozen=True)
 class QuantConfig:
-    """A quantised checkpoint.
+    """A quantised checkpoint, or a plain one that is quantised while it is loaded.
 
     Attributes:
         modules: the quantised modules that the files hold, by name. None: no file was read
             (load_format="dummy"), and the rules decide alone.
+        online: the files are plain, and the rules say which matrices are quantised.
     """
 
     rules: QuantRules
     modules: Mapping[str, StoredModule] | None = None
+    online: bool = False
 
     def module_of(self, key: str) -> tuple[StoredModule, str] | None:
         """The quantised module that a checkpoint key belongs to, and the rest of the key."""

@@ -1,7 +1,7 @@
 """Which modules of a checkpoint's files are quantised, and which parts of a model they fill."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from hybridrt.base.quantization import PLAIN, QuantConfig, QuantRules, Scheme, S
 from hybridrt.layers.quant.layouts import EXPONENTS, LAYOUTS, scale_dtypes, whole_rows
 from hybridrt.layers.weights import WEIGHT_DTYPES
 from hybridrt.models.base import CausalLM
+from hybridrt.models.config.quant_online import OnlineRules
+from hybridrt.models.loading.online_modules import online_table
 from hybridrt.models.loading.shards import shards_of
 from hybridrt.models.loading.weight_files import opened
 
@@ -115,14 +117,21 @@ def _check_dtypes(name: str, scheme: Scheme, tensors: Tensors) -> None:
         raise CheckpointError(f"{name}.{layout.codes} has shape {list(shape)}; a matrix has two sides")
 
 
-def scheme_table(model: CausalLM, config: QuantConfig) -> dict[str, Scheme]:
+def scheme_table(model: CausalLM, config: QuantConfig, linear: Container[str]) -> dict[str, Scheme]:
     """Schemes of a model's parts, "layer.segment", by the map that loads it. `model` may be on the
-    "meta" device, and be built as a plain one.
+    "meta" device. It is built as a plain one, on one rank.
+
+    Args:
+        linear: the parts of linear layers, and of a layer's first expert.
 
     Raises:
         CheckpointError: experts of a layer are stored in different ways.
+        ConfigError: the checkpoint is to be quantised, and has no matrix for that.
     """
-    targets = model.checkpoint_map() | ({} if model.mtp is None else model.mtp.checkpoint_map())
+    targets = model.all_targets()
+    if config.online:
+        assert isinstance(config.rules, OnlineRules)
+        return online_table(model, targets, config.rules, linear)
     if config.modules is None:
         found = _table_by_rules(model, targets, config.rules)
     else:

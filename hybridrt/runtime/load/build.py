@@ -14,7 +14,7 @@ from hybridrt.base.config import (
     ModelConfig,
 )
 from hybridrt.base.errors import ConfigError, MemoryBudgetError, reason, shown
-from hybridrt.base.quantization import PLAIN
+from hybridrt.base.quantization import PLAIN, QuantConfig, Scheme
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.core.providers import check_overrides
 from hybridrt.kinds.registry import state_shape
@@ -29,6 +29,7 @@ from hybridrt.mem_cache.pools.page_groups import PageDemand
 from hybridrt.mem_cache.pools.pools import Pools
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.models.base import CausalLM
+from hybridrt.models.config.quant_online import OnlineRules
 from hybridrt.models.config.read_config import read_model_config, refuse_gguf
 from hybridrt.models.loading.loader import fill_dummy, has_own_head, load_weights
 from hybridrt.models.loading.stored_modules import scheme_table, with_stored_modules
@@ -148,7 +149,9 @@ def empty_model(config: EngineConfig, target: RunTarget, device: torch.device) -
     if mc.quant is None:
         return built(build)
     # A plain model's map says which module of the checkpoint each part comes from.
-    table = scheme_table(built(replace(build, device=torch.device("meta"))), mc.quant)
+    asked: dict[str, Scheme] = {}
+    plain = replace(build.uncut, device=torch.device("meta"), scheme=lambda part: asked.setdefault(part, PLAIN))
+    table = scheme_table(built(plain), mc.quant, asked)
     return built(replace(build, scheme=lambda part: table.get(part, PLAIN)))
 
 
@@ -346,11 +349,23 @@ def load_target(config: EngineConfig, tp: TPGroup) -> tuple[Path, RunTarget]:
         raise ConfigError(f"tp_size is {config.tp_size}, but this process belongs to a group of {tp.size}")
     path = resolve_model_path(config.model)
     model_config = read_model_config(path)
-    if model_config.quant is not None and config.load_format != "dummy":
+    if config.quantization is not None:
+        model_config = replace(model_config, quant=online(config.quantization, model_config, path))
+    elif model_config.quant is not None and config.load_format != "dummy":
         model_config = replace(model_config, quant=with_stored_modules(model_config.quant, path))
     target = RunTarget.resolve(config, model_config, tp)
     check_overrides(target.device.type)
     return path, target
+
+
+def online(name: str, model_config: ModelConfig, path: Path) -> QuantConfig:
+    """A plain checkpoint that is quantised while it is loaded. ConfigError: it is quantised."""
+    if model_config.quant is not None:
+        raise ConfigError(
+            f"quantization is {name!r}, but {path} is quantised already (by {model_config.quant.rules.name}): leave "
+            "quantization out, or pass the checkpoint that it was made from"
+        )
+    return QuantConfig(OnlineRules(name), online=True)
 
 
 def weight_bytes(model: Any) -> int:
