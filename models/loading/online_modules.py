@@ -32,7 +32,7 @@ def online_table(
             continue
         rows, columns = sum(piece.dest.shape[-2] for piece in pieces), pieces[0].dest.shape[-1]
         scheme = rules.scheme_of(parts[0], rows, columns)
-        if scheme is not None and not rules.leaves_plain(key.removesuffix(".weight")):
+        if scheme is not None:
             found |= dict.fromkeys(parts, scheme)
     _keep_experts_alike(found, targets)
     if not found:

@@ -117,7 +117,7 @@ def _check_dtypes(name: str, scheme: Scheme, tensors: Tensors) -> None:
         raise CheckpointError(f"{name}.{layout.codes} has shape {list(shape)}; a matrix has two sides")
 
 
-def scheme_table(model: CausalLM, config: QuantConfig, linear: Container[str]) -> dict[str, Scheme]:
+def scheme_table(model: CausalLM, linear: Container[str], config: QuantConfig) -> dict[str, Scheme]:
     """Schemes of a model's parts, "layer.segment", by the map that loads it. `model` may be on the
     "meta" device. It is built as a plain one, on one rank.
 

@@ -83,6 +83,15 @@ def write_plain(name: str, path: Path) -> Path:
     return path
 
 
+def with_number(plain: Path, path: Path, value: float) -> Path:
+    """The checkpoint of "falcon" with another number in one matrix."""
+    shutil.copytree(plain, path)
+    tensors = load_file(plain / "model.safetensors")
+    tensors["model.layers.1.feed_forward.up_proj.weight"][3, 5] = value
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
 def write_twin(name: str, scheme: str, plain: Path, path: Path) -> Path:
     """A plain checkpoint of the numbers that `plain` has after quantisation."""
     shutil.copytree(plain, path)

@@ -1,6 +1,6 @@
 """From a model's name to a running model: path, weights, memory plan, pools."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -134,25 +134,34 @@ def _legible(name: str) -> str:
 
 def empty_model(config: EngineConfig, target: RunTarget, device: torch.device) -> CausalLM:
     """The model with unset weights. On the "meta" device it needs no memory and can be measured."""
+    quant = target.model_config.quant
+    build = Build(target.tp, target.dtype, device, quantised=quant is not None)
+    if quant is None:
+        return _built(config, target, build)
+    # A plain model's map says which module of the checkpoint each part comes from.
+    table = scheme_table(*plain_model(config, target), quant)
+    return _built(config, target, replace(build, scheme=lambda part: table.get(part, PLAIN)))
+
+
+def plain_model(config: EngineConfig, target: RunTarget) -> tuple[CausalLM, Collection[str]]:
+    """The model as a plain checkpoint fills it, on one rank and the "meta" device; and the parts of its
+    linear layers, "layer.segment", of experts those of each layer's first one."""
+    asked: dict[str, Scheme] = {}
+    build = Build(
+        TPGroup(), target.dtype, torch.device("meta"), lambda part: asked.setdefault(part, PLAIN), quantised=True
+    )
+    return _built(config, target, build), asked.keys()
+
+
+def _built(config: EngineConfig, target: RunTarget, build: Build) -> CausalLM:
     mc = target.model_config
     # Padding drafts have positions past the last one of a request.
     max_len = min(config.max_model_len or mc.max_position_embeddings, mc.max_position_embeddings)
     max_len += config.num_verify_tokens - 1
     model_cls: Callable[..., CausalLM] = model_class(mc.architecture)
-
-    def built(build: Build) -> CausalLM:
-        model = model_cls(mc, build, max_len)
-        draft_needs(config).attach(model)
-        return model
-
-    build = Build(target.tp, target.dtype, device, quantised=mc.quant is not None)
-    if mc.quant is None:
-        return built(build)
-    # A plain model's map says which module of the checkpoint each part comes from.
-    asked: dict[str, Scheme] = {}
-    plain = replace(build.uncut, device=torch.device("meta"), scheme=lambda part: asked.setdefault(part, PLAIN))
-    table = scheme_table(built(plain), mc.quant, asked)
-    return built(replace(build, scheme=lambda part: table.get(part, PLAIN)))
+    model = model_cls(mc, build, max_len)
+    draft_needs(config).attach(model)
+    return model
 
 
 def build_model(config: EngineConfig, target: RunTarget, path: Path, progress: bool) -> CausalLM:
