@@ -7,9 +7,8 @@ import torch
 from hybridrt.base.quantization import QuantRules, Scheme
 from hybridrt.models.config.quant_names import by_expression
 
-# In all three products read inputs as they are.
 SCHEMES = {
-    "fp8": Scheme("fp8", "compressed", (128, 128)),
+    "fp8": Scheme("fp8", "compressed", (128, 128), "group"),
     "int4": Scheme("int4", "compressed-packed", (1, 128), scale_dtype=torch.bfloat16),
     "nvfp4": Scheme("fp4", "compressed-nvfp4", (1, 16), scale_dtype=torch.float8_e4m3fn),
 }
