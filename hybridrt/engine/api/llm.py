@@ -77,6 +77,7 @@ class LLM:
         device: str = "auto",
         dtype: str = "auto",
         load_format: str = "auto",
+        quantization: str | None = None,
         max_model_len: int | None = None,
         max_running_requests: int | None = None,
         memory_fraction: float | None = None,
