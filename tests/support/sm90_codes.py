@@ -1,4 +1,4 @@
-"""Calls of attention over caches of e4m3 codes, whose kernels are compiled for sm_90: those over plain ones, otherwise."""
+"""Calls of attention over caches of e4m3 codes, whose kernels are compiled for sm_90: those of the plain tables."""
 
 from itertools import chain
 

@@ -253,10 +253,11 @@ def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: T
     req_to_token, mask = kv.req_to_token, batch.mask
     (num_rows, tokens, query_heads, key_dim), (kv_heads, head_dim) = q.shape, kv.v_cache.shape[2:]
     rope, rows_per_head = key_dim - head_dim, tokens * query_heads // kv_heads
-    tile = _tile(rows_per_head, head_dim, q)
+    tile = _tile(rows_per_head, head_dim, q, kv.coded)
     head_blocks = kv_heads * triton.cdiv(rows_per_head, tile["BLOCK_M"])
     walk, joined = _walk(max(num_rows * head_blocks, 1), req_to_token.shape[1], tile, q)
     tile |= walk
+    tile["num_stages"] += kv.coded  # a stage has fewer bytes
     splits, window = tile["SPLITS"], kv.sliding_window or 0
     if out is None:
         out = q.new_empty(*q.shape[:3], head_dim)
@@ -344,15 +345,16 @@ def rope_block(rope: int) -> int:
     return max(16, triton.next_power_of_2(rope))
 
 
-def _tile(rows: int, head_dim: int, q: Tensor) -> dict[str, int]:
+def _tile(rows: int, head_dim: int, q: Tensor, coded: bool) -> dict[str, int]:
+    """Codes are converted in registers, which larger tiles would fill (compiled for sm_90)."""
     block_d, halved = max(16, triton.next_power_of_2(head_dim)), q.dtype == torch.float32
     max_rows = BLOCK_M >> (halved + (block_d > 256))  # registers cannot hold sums of 64 rows of 512 numbers
     block_m = min(max(16, triton.next_power_of_2(rows)), max(16, max_rows))
     return {
         "BLOCK_M": block_m,
-        "BLOCK_N": max(16, BLOCK_N >> halved),
+        "BLOCK_N": max(16, BLOCK_N >> (halved or coded)),
         "BLOCK_D": block_d,
-        "num_warps": 8 if block_m * block_d > 8192 else 4,
+        "num_warps": 8 if block_m * block_d > 8192 or (coded and block_d > 256) else 4,
     }
 
 

@@ -224,6 +224,8 @@ def attention_extend_triton(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out
     copied = 2 * BLOCK_N * sum(blocks) * kv_heads * width_of(dim) * q.element_size()
     gathered = bool(blocks) and not rope and ample(q) and copied <= MAX_GATHERED
     tile = tile_of(q, dim, kv_heads, query_lens, gathered)
+    if kv.coded and not gathered:
+        tile = coded_tile(tile, width_of(dim))
     sources = KeySources(k_cache, v_cache, k_cache[..., dim:] if rope else None)
     if gathered:
         keys, values, total = gather(k_cache, v_cache, kv, batch, blocks, q.dtype)
@@ -291,6 +293,20 @@ def tile_of(q: Tensor, dim: int, kv_heads: int, query_lens: Sequence[int], gathe
     if block_m * block_d >= 128 * 128 and ample(q):
         return tile | {"num_stages": 3} | ({} if wide else {"maxnreg": 128})
     return tile
+
+
+def coded_tile(tile: dict[str, int], block_d: int) -> dict[str, int]:
+    """For pages of codes, which are converted in registers: larger tiles would fill these (compiled
+    for sm_90)."""
+    wide = block_d > 128
+    block_m = min(tile["BLOCK_M"], 32 if block_d > 256 else 64)
+    warps = 8 if wide and block_m * block_d > 8192 else 4
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_N": min(tile["BLOCK_N"], 32 if wide else 64),
+        "num_stages": 3,
+        "num_warps": warps,
+    }
 
 
 def key_blocks(query_lens: Sequence[int], seq_lens: Sequence[int], sliding_window: int | None) -> list[int]:

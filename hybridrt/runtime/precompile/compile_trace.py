@@ -30,7 +30,7 @@ from hybridrt.runtime.load.fit import plan_ahead
 from hybridrt.runtime.load.target import RunTarget
 from hybridrt.runtime.precompile.pretend_gpu import pretended
 from hybridrt.runtime.precompile.replaced import replaced
-from hybridrt.runtime.run.model_runner import probe
+from hybridrt.runtime.run.probe import probe
 from hybridrt.runtime.run.step_runner import StepRunner
 from hybridrt.runtime.sampling.sampler import EVERY_DRAW
 from hybridrt.runtime.step.plan import (
