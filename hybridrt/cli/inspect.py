@@ -55,6 +55,7 @@ class ModelReport:
     device: str
     dtype: str
     state_dtype: str
+    kv_dtype: str
     state_mode: str
     tp_size: int
     num_parameters: int
@@ -148,6 +149,7 @@ def describe_model(config: "EngineConfig", gpu: str | None = None) -> ModelRepor
         device=gpu or str(target.device),
         dtype=dtype_name(target.dtype),
         state_dtype=dtype_name(target.state_dtype),
+        kv_dtype=dtype_name(target.kv_codes or target.dtype),
         state_mode=target.state_mode,
         tp_size=config.tp_size,
         num_parameters=_num_parameters(config, target),
@@ -263,6 +265,7 @@ def _print(report: ModelReport) -> None:
     from hybridrt.cli.tables import bytes_text, console, count_text, print_table
 
     in_dtype = f" in {report.dtype}" if report.quantization is None else ""
+    kv = "" if report.kv_dtype == report.dtype else f", keys and values in {report.kv_dtype}"
     out, ranks = console(), f" of each of {report.tp_size} ranks" if report.tp_size > 1 else ""
     out.print(f"{report.architecture}  {report.model}", style="bold", markup=False)
     if report.plan is None:
@@ -275,7 +278,7 @@ def _print(report: ModelReport) -> None:
     out.print(report.budget, markup=False)
     out.print(
         f"{count_text(report.num_parameters)} parameters, {bytes_text(report.weight_bytes)}{in_dtype} on "
-        f"{report.device}{ranks}; state in {report.state_dtype}, {report.state_mode} mode; vocabulary "
+        f"{report.device}{ranks}; state in {report.state_dtype}, {report.state_mode} mode{kv}; vocabulary "
         f"{report.vocab_size}, hidden size {report.hidden_size}"
     )
     if report.quantization is not None:
