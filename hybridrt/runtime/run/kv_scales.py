@@ -25,6 +25,7 @@ from hybridrt.runtime.load.build import Runtime, kv_layers
 from hybridrt.runtime.load.target import RunTarget
 from hybridrt.runtime.run.probe import prompts_step
 from hybridrt.runtime.run.step_runner import StepRunner
+from hybridrt.runtime.step.plan import StepPlan
 
 TOKENS = 512  # of the prompt that is measured, if the model and `max_model_len` have so many
 # Texts have larger numbers than the prompt. e4m3 loses nothing until numbers are 2^15 times smaller.
@@ -69,8 +70,9 @@ def prompt_ids(count: int, vocab_size: int) -> list[int]:
     return [((i * _GOLDEN) % 2**32 * vocab_size) >> 32 for i in range(count)]
 
 
-def _measured(config: EngineConfig, target: RunTarget, model: CausalLM) -> Mapping[tuple[int, str], float]:
-    """A step over plain pools writes the keys and values of one prompt; a prediction head's too."""
+def measuring_step(config: EngineConfig, target: RunTarget, model: CausalLM) -> tuple[StepRunner, StepPlan]:
+    """A step over plain pools that writes the keys and values of one prompt; a prediction head's
+    too."""
     decode = resolve_attention_name(config.attention_backend, target.device)
     config = replace(config, attention_backend=decode, prefill_attention_backend=None)
     plain = replace(target, kv_codes=None)
@@ -78,7 +80,11 @@ def _measured(config: EngineConfig, target: RunTarget, model: CausalLM) -> Mappi
     # Whatever the chunk size is: workers with another one have the same scales.
     ids = prompt_ids(min(TOKENS, config.max_model_len or limit, limit), target.model_config.vocab_size)
     plan, step = prompts_step(config, plain, 1, ids)
-    runner = StepRunner(Runtime.allocate(config, plain, model, plan))
+    return StepRunner(Runtime.allocate(config, plain, model, plan)), step
+
+
+def _measured(config: EngineConfig, target: RunTarget, model: CausalLM) -> Mapping[tuple[int, str], float]:
+    runner, step = measuring_step(config, target, model)
     runner.launch(step).result()
     largest = _largest(runner.pools.kv, target)
     del runner
