@@ -133,8 +133,7 @@ def describe_model(config: "EngineConfig", gpu: str | None = None) -> ModelRepor
     from hybridrt.runtime.load.build import empty_model, load_target, weight_bytes
     from hybridrt.runtime.load.fit import as_on_gpu, budget_text, free_bytes, gpu_bytes, plan_ahead
 
-    total_bytes = None if gpu is None else gpu_bytes(gpu, config)
-    config = config if gpu is None else replace(config, device="cpu")
+    total_bytes, config = (None, config) if gpu is None else (gpu_bytes(gpu, config), replace(config, device="cpu"))
     path, target = load_target(config, TPGroup(size=config.tp_size))
     target = target if gpu is None else as_on_gpu(config, target)
     model = empty_model(config, target, torch.device("meta"))

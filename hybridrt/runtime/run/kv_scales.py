@@ -28,7 +28,7 @@ from hybridrt.runtime.run.step_runner import StepRunner
 from hybridrt.runtime.step.plan import StepPlan
 
 TOKENS = 512  # of the prompt that is measured, if the model and `max_model_len` have so many
-# Texts have larger numbers than the prompt. e4m3 loses nothing until numbers are 2^15 times smaller.
+# Texts have larger numbers than the prompt. e4m3 loses nothing until numbers are 3,500 times smaller.
 HEADROOM = 4.0
 _GOLDEN = 0x9E3779B1  # 2^32 divided by the golden ratio: multiples are spread evenly
 _LETTERS = ("k", "v")
