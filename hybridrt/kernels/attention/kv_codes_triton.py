@@ -12,21 +12,9 @@ def as_stored(x, inverse, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
     if inverse is None:
         return x.to(DTYPE)
     else:
-        return _encode(x.to(tl.float32) * inverse)
-
-
-@triton.jit
-def _encode(x):  # type: ignore[no-untyped-def]
-    """By integers, since conversions differ: the interpreter's rounds down and knows no NaN."""
-    bits, size = x.to(tl.int32, bitcast=True), tl.abs(x)
-    inside = tl.minimum(size, 448.0)
-    rounded = inside.to(tl.int32, bitcast=True)
-    normal = (rounded + 0x7FFFF + ((rounded >> 20) & 1) - (120 << 23)) >> 20
-    # A sum with 2^14 is a multiple of 2^-9, the distance of the least codes.
-    least = (inside + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    code = tl.where(inside < 0.015625, least, normal)
-    code = tl.where(size < float("inf"), code, 0x7F) | ((bits >> 24) & 0x80)
-    return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        scaled = x.to(tl.float32) * inverse
+        # The conversion saturates at 448, infinities too.
+        return tl.where(tl.abs(scaled) < float("inf"), scaled, float("nan")).to(tl.float8e4nv)
 
 
 @triton.jit
