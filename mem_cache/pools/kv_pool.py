@@ -110,7 +110,8 @@ def _scales(spec: AttentionSpec, given: KVScales) -> KVScales:
 
 
 def _keys_and_values(spec: AttentionSpec, held: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    return held[0].view(spec.dtype), held[-1][..., : spec.v_head_dim].view(spec.dtype)
+    keys, values = held[0], held[-1][..., : spec.v_head_dim]
+    return (keys, values) if keys.dtype == spec.dtype else (keys.view(spec.dtype), values.view(spec.dtype))
 
 
 def _zeros(device: torch.device, group: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
