@@ -97,13 +97,14 @@ def test_prefixes_come_back_from_the_cache_a_file_and_main_memory(
             llm.load_session(tmp_path / "turn")
 
 
-@pytest.mark.parametrize("method", ["ngram", "mtp"])
-def test_drafts_change_no_answer(method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("method", "topk"), [("ngram", 1), ("mtp", 1), ("mtp", 2)])
+def test_drafts_change_no_answer(method: str, topk: int, tmp_path: Path) -> None:
+    """Drafts that fork move the codes of accepted tokens."""
     write_with_head(MAKERS["mamba2 with a head"], tmp_path / "model", seed=0)
     asked = [prompts(24, seed=3)[0], [5, 6, 7, 8] * 6]
     with build(tmp_path / "model") as llm:
         wanted = answers(llm, asked)
-    with build(tmp_path / "model", speculative=SpeculativeConfig(method=method, num_draft_tokens=3)) as llm:
+    with build(tmp_path / "model", speculative=SpeculativeConfig(method=method, num_draft_tokens=4, topk=topk)) as llm:
         assert answers(llm, asked) == wanted
         kv = pool(llm)
         assert len(kv.scales) == len(kv.specs) and all(scale.keys < 1 for scale in kv.scales.values())
