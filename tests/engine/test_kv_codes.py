@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridrt import LLM, SpeculativeConfig
+from hybridrt import LLM, SpeculativeConfig, embedding
 from hybridrt.base.config import EngineConfig
 from hybridrt.base.errors import ConfigError, DeviceError, EngineError, SessionError
 from hybridrt.base.sampling_params import SamplingParams
@@ -137,6 +137,21 @@ def test_numbers_that_are_not_finite_fail_their_request_alone(checkpoints: Check
         with pytest.raises(EngineError, match="not finite"):
             llm.generate([[3, bad, 4]], GREEDY)
         assert answers(llm, [[3, 8, 4]]) == wanted
+
+
+def test_numbers_without_a_scale_are_an_error(checkpoints: CheckpointStore) -> None:
+    runner = Session(checkpoints["falcon-plain"].path, **CODES).runner
+    runner.model.embed.weight.data.fill_(torch.nan)
+    with pytest.raises(ConfigError, match=r'layer 0 gives nan .*kv_scales="one"'):
+        kv_scales.find_kv_scales(runner.config, runner.target, runner.model, runner.model_path)
+
+
+def test_engines_with_a_scheduler_of_their_own_have_the_scales(checkpoints: CheckpointStore) -> None:
+    session = Session(checkpoints["falcon-plain"].path, **CODES)
+    loaded = embedding.load(session.config)
+    runtime = embedding.build(loaded, embedding.plan_memory(loaded, budget_bytes=1 << 22))
+    assert runtime.pools.kv.scales == session.runner.pools.kv.scales
+    assert all(tensor.dtype == torch.uint8 for tensor in runtime.pools.kv.tensors)
 
 
 def test_scales_of_one_need_no_measuring(checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
