@@ -8,9 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrt.base.sampling_params import SamplingParams
-from hybridrt.engine.core.client_queues import ACTIVE_SECONDS, FLOOD_SECONDS, ClientQueues, PromptOrder
+from hybridrt.engine.core.client_queues import (
+    ACTIVE_SECONDS,
+    AGE_SECONDS,
+    FLOOD_SECONDS,
+    ClientQueues,
+    PromptOrder,
+    RequestQueue,
+)
 from hybridrt.engine.core.followers import Followers
-from hybridrt.engine.core.request_queue import AGE_SECONDS, RequestQueue
 from hybridrt.engine.core.step_cost import PromptWork, StepWork
 from hybridrt.engine.core.traffic_policy import SHARED_SECONDS, TrafficPolicy
 from hybridrt.engine.request.sample_request import Request

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hybridrt.engine.cache.request_log import LoggedCache, LoggedRequest, LostEntries
-from hybridrt.mem_cache.prefix_tree.cache_miss import HELPS
+from hybridrt.mem_cache.prefix_tree.prefix_cache import HELPS
 from hybridrt.mem_cache.prefix_tree.texts import in_common
 
 RESUMES = 16  # equal tokens after a difference that show that a text goes on

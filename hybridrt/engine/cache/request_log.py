@@ -17,7 +17,7 @@ from hybridrt.engine.cache.prefix_store import PrefixStore
 from hybridrt.engine.request.sample_request import Request
 from hybridrt.mem_cache.prefix_tree.cache_events import EVENTS
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
-from hybridrt.mem_cache.prefix_tree.cache_miss import MissReason
+from hybridrt.mem_cache.prefix_tree.prefix_cache import MissReason
 
 MAX_BYTES = 1 << 30  # of a file
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
