@@ -96,8 +96,8 @@ def _drawn(config: WorkloadConfig, draw: random.Random) -> Iterator[Work]:
     if config.data == "mix":
         for i in range(config.requests):
             share = draw.random()
-            prompt, output = next(each[1:] for each in MIX if share < each[0])
-            yield Work(_ids(draw.randint(prompt * 3 // 4, prompt * 5 // 4), config, draw), output, i)
+            mean, output = next(each[1:] for each in MIX if share < each[0])
+            yield Work(_ids(draw.randint(mean * 3 // 4, mean * 5 // 4), config, draw), output, i)
         return
     shared = config.data == "shared-prefix"
     prefixes = [_ids(config.prefix_tokens, config, draw) for _ in range(config.prefixes if shared else 1)]

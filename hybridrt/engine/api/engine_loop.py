@@ -177,8 +177,12 @@ class EngineLoop:
     def _audit(self) -> None:
         """A step of an audit. The next command breaks it off."""
         with self._turns:
-            if self._engine.audit_step() and not self._engine.wants_audit:
+            advanced = self._engine.audit_step()
+            if advanced and not self._engine.wants_audit:
                 self._engine.finish_launched()
+        if not advanced:  # other threads use the engine
+            with suppress(Empty):
+                self._commands.get(timeout=ASK_SECONDS)()
 
     def _put_off(self) -> None:
         while not self._closing and (seconds := self._spare_seconds()):

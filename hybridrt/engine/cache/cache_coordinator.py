@@ -148,7 +148,7 @@ class CacheCoordinator:
 
     def has_free(self, num_tokens: int, requests: int) -> bool:
         """Whether so many requests of so many tokens would evict nothing."""
-        need = [requests * demand.whole(num_tokens) for demand in self.pages.demands]
+        need = [requests * (demand.whole(num_tokens) + 1) for demand in self.pages.demands]  # one page of headroom
         slots = self.slots.num_free >= requests or not self.slots.total
         return slots and self.rows.num_free >= requests and not any(self.pages.shortages(need))
 

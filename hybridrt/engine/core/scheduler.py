@@ -459,8 +459,8 @@ class Scheduler:
     def _add_extend(self, step: ScheduledStep, request: Request, budget: ChunkBudget) -> None:
         assert request.row is not None
         start = request.computed
-        room = min(budget.room(start), AUDIT_CHUNK) if request.audits else budget.room(start)
-        end = min(start + room, request.prefill_end)
+        most = AUDIT_CHUNK if request.audits else request.prefill_end
+        end = min(start + min(budget.room(start), most), request.prefill_end)
         end = self._coordinator.prefixes.chunk_end(request, start, end)
         end = self._coordinator.use_spare_pages(request, end, step.plan)
         if end <= start:
