@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hybridrt.attention.base import RecurrentLayer
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kernels.core.records import ConvWeights, DeltaInputs, GateWeights
 from hybridrt.kernels.delta_rule.decode import gdn_decode, split_qkv
@@ -18,7 +19,7 @@ from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands
 from hybridrt.layers.norm import GatedRMSNorm, RMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget, Piece, Transform, parameter, sharded, unchanged, whole
-from hybridrt.recurrent.backend import MambaAttnBackendBase, RecurrentLayer
+from hybridrt.recurrent.backend import MambaAttnBackendBase
 from hybridrt.recurrent.segments import DecodeSegment, ExtendSegment
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
 from hybridrt.attention.base import AttentionBackend, AttentionInputs
-from hybridrt.base.forward_batch import AttentionBackendLike, ForwardBatch
+from hybridrt.base.forward_batch import AttentionBackendLike, ForwardBatch, RoutedLayer
 from hybridrt.kernels.core.providers import ENVIRONMENT_VARIABLE
 from hybridrt.models.base import CausalLM
 from hybridrt.runtime.replay.recording import Recording, missing
@@ -117,7 +117,7 @@ class _AttentionAgain:
     def linear_attn_backend(self) -> Any:
         return self._backend.linear_attn_backend
 
-    def route(self, layer: Any) -> AttentionBackend:
+    def route(self, layer: RoutedLayer) -> AttentionBackend:
         found: AttentionBackend = self._backend.route(layer)
         return found
 
