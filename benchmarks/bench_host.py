@@ -184,13 +184,13 @@ def measure_prefill(prompts: int, length: int, repeats: int) -> dict[str, Any]:
 
 def measure_prefix(page_size: int, length: int, repeats: int) -> dict[str, Any]:
     """Least times over `repeats` new prompts of `length` tokens, and over as many that go on from them: of
-    `CacheCoordinator.admit` (match, locks, pages, the plan), `settle` (the prompt is shared) and `release` (the request
-    is donated), and of the prefix tree's part of them."""
+    `CacheCoordinator.admit_request` (match, locks, pages, the plan), `settle` (the prompt is shared) and `release` (the
+    request is donated), and of the prefix tree's part of them."""
     with tempfile.TemporaryDirectory() as directory, build(directory, 2, length, 8, prefix_pages=page_size) as llm:
         engine, params = llm.engine, SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
         pools: Any = engine._coordinator
         owners = {"match": pools.prefixes.tree, "insert": pools.prefixes.tree}
-        owners |= dict.fromkeys(("admit", "settle", "release"), pools)
+        owners |= dict.fromkeys(("admit_request", "settle", "release"), pools)
         generator = torch.Generator().manual_seed(0)
         found: dict[str, Any] = {"what": f"prefix of {length} tokens, pages of {page_size}"}
         for _ in range(repeats):

@@ -206,7 +206,7 @@ class Turns:
             try:
                 with undisturbed():
                     if self._change.broken:
-                        self._change.begin()
+                        self._change.recover()
                     yield
             finally:
                 self._hand_on()
@@ -250,8 +250,8 @@ class Turns:
 
 
 class Change:
-    """Wraps a change of bookkeeping. After an exception in the block, `begin` or the next change
-    calls `recover`.
+    """Wraps a change of bookkeeping. After an exception in the block, `recover` or the next change
+    calls `recovery`.
 
     Attributes:
         broken: within a change, and after one that an exception has left.
@@ -261,21 +261,21 @@ class Change:
             signal's handler.
     """
 
-    def __init__(self, recover: Callable[[], None]) -> None:
-        self._recover = recover
+    def __init__(self, recovery: Callable[[], None]) -> None:
+        self._recovery = recovery
         self._inside = self.broken = False
 
     def __enter__(self) -> None:
         if self._inside:
             raise EngineError("the engine was called from within its own step; call it between two steps")
         if self.broken:
-            self._recover()
+            self._recovery()
         self._inside = self.broken = True
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._inside, self.broken = False, kind is not None
 
-    def begin(self) -> None:
+    def recover(self) -> None:
         """Recovers from a broken change, if there was one. Call it at the head of a turn."""
         self._inside = False
         if self.broken:

@@ -68,7 +68,7 @@ class EmbeddedRuntime:
         check_equal("rows", lines, "state_slots", places)
         self._owners.check_free(lines, places)
         self._batches.admit_rows(lines, places)
-        self.pools.req_to_token.admit(*self._batches.staging.upload((lines, places)))
+        self.pools.req_to_token.admit_rows(*self._batches.staging.upload((lines, places)))
 
     @in_undisturbed
     @torch.inference_mode()

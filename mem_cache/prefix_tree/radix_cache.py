@@ -269,7 +269,7 @@ class RadixCache:
             self._evict_window(group, window, num_pages[group], gone)
         while len(gone.states) < num_states and (node := self._worths.least(new, self._clock)) is not None:
             if not node.awaited:
-                self._worths.inflation = max(self._worths.inflation, self._worths.of(node))
+                self._worths.inflation = max(self._worths.inflation, self._worths.worth_of(node))
             self._drop_state(node, gone)
             self._prune(node)
         return self.given_up(gone, why)

@@ -268,7 +268,7 @@ def test_a_request_holds_few_states(rows: int) -> None:
     most = 0
     while rig.engine.has_unfinished():
         rig.step()
-        held = Counter(request.request_id for request, _ in rig.pools.prefixes.answers._of.values())
+        held = Counter(request.request_id for request, _ in rig.pools.prefixes.answers._places.values())
         most = max(most, *held.values(), 0)
     assert MOST * (rows == 1) <= most <= MOST
 

@@ -37,16 +37,16 @@ class AnswerStates:
     def __init__(self, num_rows: int) -> None:
         self._due_at = np.full(num_rows + 1, UNLIMITED, np.int32)  # by row: tokens before its next state
         self._gaps = np.full(num_rows + 1, APART, np.int32)  # by row: tokens between its states
-        self._of = dict[Slot, tuple[Request, int]]()  # by slot, the oldest first: its request and token
+        self._places = dict[Slot, tuple[Request, int]]()  # by slot, the oldest first: its request and token
         self._ahead = APART  # tokens that a row may still gain before the next step that leaves states
 
     def __len__(self) -> int:
-        return len(self._of)
+        return len(self._places)
 
     def __contains__(self, slot: object) -> bool:
-        return slot in self._of
+        return slot in self._places
 
-    def begin(self, request: Request) -> None:
+    def begin_answer(self, request: Request) -> None:
         assert request.row is not None
         self._gaps[request.row.index], self._due_at[request.row.index] = APART, request.prefill_end
 
@@ -78,7 +78,7 @@ class AnswerStates:
             slot = take(request, len(left))
             if slot is None or request.state_slot is None:
                 break
-            self._of[slot] = request, length
+            self._places[slot] = request, length
             request.saves[length] = slot
             self._due_at[row] = length + self._gaps[row]
             left.append(StateMove(row, request.state_slot.index, slot.index, When.BEFORE_ROWS))
@@ -92,25 +92,25 @@ class AnswerStates:
         row, saves = request.row.index, request.saves
         gone = [saves.pop(length) for length in sorted(saves)[-2::-2]]
         for slot in gone:
-            del self._of[slot]
+            del self._places[slot]
         apart = (max(saves) - min(saves)) // (len(saves) - 1) if len(saves) > 1 else 0
         self._gaps[row] = max(2 * self._gaps[row], apart)
         return gone
 
     def give_up(self, count: int) -> list[Slot]:
         """Gives up at most `count` states, the oldest first; returns their slots."""
-        slots = list(islice(self._of, count))
+        slots = list(islice(self._places, count))
         for slot in slots:
-            request, length = self._of.pop(slot)
+            request, length = self._places.pop(slot)
             del request.saves[length]
         return slots
 
     def forget(self, slots: Iterable[Slot]) -> None:
         """The cache or the pool has these slots now."""
         for slot in slots:
-            self._of.pop(slot, None)
+            self._places.pop(slot, None)
 
-    def end(self, request: Request) -> None:
+    def end_answer(self, request: Request) -> None:
         """The request releases its row: nothing is due, and its states are freed with its other
         saves.
         """
@@ -119,5 +119,5 @@ class AnswerStates:
             self._due_at[request.row.index] = UNLIMITED
 
     def clear(self) -> None:
-        self._of.clear()
+        self._places.clear()
         self._due_at[:] = UNLIMITED

@@ -143,7 +143,7 @@ class CacheCoordinator:
                     f"{most}: cut prompt + max_tokens to {max_tokens}, or raise memory_fraction"
                 )
 
-    def admit(self, request: Request, headroom: int, plan: StepPlan) -> bool:
+    def admit_request(self, request: Request, headroom: int, plan: StepPlan) -> bool:
         """Lends a row, a slot and the pages that all known tokens of the request need at a time,
         and sets `computed`. False, with nothing taken, if too little is free or fewer than
         `headroom` pages would stay free.
@@ -319,7 +319,7 @@ class CacheCoordinator:
 
     def begin_step(self, waiting: Iterable[Request], headroom: int) -> None:
         """Call before a step is made: adopts completed fetches and starts those of the first
-        waiting requests. `headroom` as for `admit`.
+        waiting requests. `headroom` as for `admit_request`.
         """
         if self.fetches is not None:
             if self.fetches.finish():

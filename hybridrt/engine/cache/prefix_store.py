@@ -211,7 +211,7 @@ class PrefixStore:
         if not self.keeps:
             return
         if self._slots.total and length == request.prefill_end:
-            self.answers.begin(request)
+            self.answers.begin_answer(request)
         # The step that leaves a state within the answer at `length` may not have been read yet.
         answers = self.answers
         states = {k: slot for k, slot in request.saves.items() if k < length + (slot not in answers)}
@@ -230,7 +230,7 @@ class PrefixStore:
         the states that were taken over.
         """
         taken = self._offer(request)
-        self.answers.end(request)
+        self.answers.end_answer(request)
         self._free_saves(request, request.saves, taken)
         self.has_read(request.prefix)
         self.tree.unlock(request.prefix)

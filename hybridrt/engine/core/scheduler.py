@@ -266,12 +266,13 @@ class Scheduler:
         else:
             self.queues.remove(request)
         self._coordinator.prefixes.forget(request)
-        self._aside += self._followers.end(request)
+        self._aside += self._followers.end_leader(request)
 
     def _let_go(self, leader: Request) -> None:
         """Lets the requests go on that have waited for what a consumed step has computed."""
         if leader.finish_reason is None and leader.row is not None:
-            self._aside += self._followers.end(leader) if leader.shared else self._followers.settled(leader)
+            followers = self._followers
+            self._aside += followers.end_leader(leader) if leader.shared else followers.release_ready(leader)
 
     def _queue_again(self) -> None:
         again, self._aside = self._aside, []
@@ -293,9 +294,9 @@ class Scheduler:
         del self.running[request.arrival]
         self._order = None
         if not request.shared:
-            self._aside += self._followers.end(request)
+            self._aside += self._followers.end_leader(request)
         if self._drafter is not None:
-            self._drafter.end(request)
+            self._drafter.end_request(request)
 
     def _running_rows(self) -> tuple[list[Request], np.ndarray]:
         """Returns them in order of admission, [n] int64 (numpy indexes fastest with it), cached
@@ -439,7 +440,7 @@ class Scheduler:
             self._aside.append(request)
             return False
         stamp = request.arrival, len(self.running), *self._coordinator.room_stamp()
-        if self._blocked == stamp or not self._coordinator.admit(request, len(self.running), plan):
+        if self._blocked == stamp or not self._coordinator.admit_request(request, len(self.running), plan):
             self._blocked = stamp  # until something changes
             order.admits = False
             return False
@@ -447,9 +448,9 @@ class Scheduler:
         self._coordinator.prefixes.forget(request)
         self.running[request.arrival], self._order = request, None
         self._constrained |= request.matcher is not None
-        self._followers.lead(request)
+        self._followers.add_leader(request)
         if self._drafter is not None:
-            self._drafter.begin(request)
+            self._drafter.begin_request(request)
         return True
 
     def _add_extend(self, step: ScheduledStep, request: Request, budget: ChunkBudget) -> None:

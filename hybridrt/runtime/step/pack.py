@@ -332,7 +332,7 @@ def enter_tables(pools: Pools, sampling_table: SamplingTable, changes: TableChan
     """Applies admissions (and zeroes their state slots), page-table entries and page copies."""
     table = pools.req_to_token
     if (admissions := changes.admissions) is not None:
-        table.admit(admissions.rows, admissions.state_slots, admissions.phases)
+        table.admit_rows(admissions.rows, admissions.state_slots, admissions.phases)
         sampling_table.enter_rows(admissions.rows.long(), admissions.sampling)
     if (entries := changes.pages) is not None:
         table.write_pages(entries.rows, entries.indices, entries.pages)
