@@ -165,7 +165,7 @@ class GDNAttnBackend(MambaAttnBackendBase[GDNLayer, GDNInputs]):
     def decode(
         self, layer: GDNLayer, inputs: GDNInputs, segment: DecodeSegment, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        qkv, a, b = (segment.by_row(each) for each in inputs)
+        qkv, a, b = segment.by_row(inputs.mixed_qkv), segment.by_row(inputs.a), segment.by_row(inputs.b)
         step = segment.fused_step(layer.conv_weights, self.layer_cache(layer.layer_id))
         y = gdn_decode(qkv, a, b, weights=layer.weights, step=step)
         return y.flatten(0, 1).flatten(1)
