@@ -10,6 +10,7 @@ from hybridrt.base.errors import EngineError
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.core.chunk_budget import ChunkBudget
 from hybridrt.engine.core.client_queues import ClientQueues, PromptOrder
+from hybridrt.engine.core.draft_rows import needs_tokens, propose_drafts
 from hybridrt.engine.core.followers import Followers
 from hybridrt.engine.core.step_cost import PromptWork
 from hybridrt.engine.core.traffic_policy import TrafficPolicy
@@ -53,10 +54,6 @@ class ScheduledStep:
                 raise EngineError(
                     f"row of request {request.request_id!r} gained {len(tokens)} tokens; 1 to {max_new} expected"
                 )
-
-
-def _pending(requests: Sequence[Request], columns: RowColumns) -> np.ndarray:
-    return columns.output_index - int32s([len(request.output) for request in requests])
 
 
 def _uncomputed(admitted: Iterable[Request]) -> PromptWork:
@@ -172,11 +169,11 @@ class Scheduler:
         prefilled = columns.computed >= columns.prefill_end
         ready = prefilled & (columns.output_index < columns.max_output)
         if self._drafter is not None:
-            needs_tokens = self._needs_tokens(requests, columns, ready)
+            waiting = needs_tokens(self._drafter, requests, columns, ready)
             # Otherwise two groups would alternate.
-            if needs_tokens.any() and not needs_tokens[ready].all():
+            if waiting.any() and not waiting[ready].all():
                 return None
-            ready &= ~needs_tokens
+            ready &= ~waiting
         indices, prefilling = ready.nonzero()[0], list[Request]()
         if len(indices) < len(rows):
             prefilling = list(compress(requests, (~prefilled).tolist()))
@@ -308,22 +305,11 @@ class Scheduler:
             self._constrained = any(request.matcher is not None for request in requests)
         return self._order
 
-    def _needs_tokens(self, requests: Sequence[Request], columns: RowColumns, ready: np.ndarray) -> np.ndarray:
-        """Returns [n] bool: tokens that the host has not read."""
-        assert self._drafter is not None
-        pending = _pending(requests, columns)
-        needs_tokens = ready & (pending > 0)
-        for i in needs_tokens.nonzero()[0].tolist():
-            request = requests[i]
-            # After a verify step the next position is unknown.
-            needs_tokens[i] = pending[i] > request.in_flight or self._drafter.waits(request)
-        return needs_tokens
-
     def _schedule_decode(
         self, step: ScheduledStep, requests: list[Request], rows: np.ndarray, columns: RowColumns
     ) -> None:
         """Adds requests that have or get a page. All must be able to decode."""
-        drafts = [] if self._drafter is None else self._propose(requests, columns)
+        drafts = [] if self._drafter is None else propose_drafts(self._drafter, requests, columns)
         ends = columns.computed + int32s([len(draft.tokens) for draft in drafts]) if drafts else columns.computed
         short = (ends >= columns.capacity).nonzero()[0].tolist()
         if short:
@@ -343,23 +329,6 @@ class Scheduler:
             self._coordinator.columns.advance(rows, columns, 1)
             step.rows = list(zip(requests, repeat(1)))
         step.most = len(rows) + len(step.plan.decode.drafts)
-
-    def _propose(self, requests: Sequence[Request], columns: RowColumns) -> list[Draft]:
-        """Returns empty drafts while tokens are pending; [] if all are empty. No draft goes past
-        the end of its request: the state would serve no other request.
-        """
-        assert self._drafter is not None
-        known = (_pending(requests, columns) == 0).nonzero()[0]
-        max_drafts, asked = columns.max_output - columns.output_index - 1, [requests[i] for i in known.tolist()]
-        if not asked:
-            return []
-        drafts = [NO_DRAFT] * len(requests)
-        proposed = self._drafter.propose(asked, max_drafts[known].tolist())
-        for i, request, draft in zip(known.tolist(), asked, proposed, strict=True):
-            if draft.tokens:
-                draft = draft.until(request.ends_within)
-                drafts[i] = draft if request.matcher is None else request.matcher.allowed(draft)
-        return drafts if any(draft.tokens for draft in drafts) else []
 
     def _find_pages(
         self, requests: Sequence[Request], drafts: list[Draft], short: Iterable[int], plan: StepPlan
