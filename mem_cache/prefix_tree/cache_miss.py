@@ -1,10 +1,14 @@
-"""Why a prompt's reuse of the prefix cache ended where it did, and what would help."""
+"""Why a prompt's reuse of the prefix cache ended where it did, what would help, and the sums of it."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
-from hybridrt.mem_cache.prefix_tree.prefix_cache import PrefixMatch
+from hybridrt.mem_cache.prefix_tree.prefix_cache import CacheCounts, PrefixMatch
+from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
+from hybridrt.mem_cache.prefix_tree.texts import SeenTexts
 
 MissReason = Literal[
     "new", "changed", "no_state", "evicted", "no_room", "skipped", "other_salt", "other_weights", "other_adapter"
@@ -72,7 +76,49 @@ class LostTokens(NamedTuple):
         return CacheMiss("evicted" if tokens == self.evicted else "changed", match.known, tokens)
 
 
-def other_key(ours: CacheKey, theirs: CacheKey, token: int, tokens: int) -> CacheMiss:
+class LostReuse:
+    """Counts the tokens that prompts compute although an earlier text had them, by cause. No token
+    is counted twice. The last token of a prompt is always computed, so never lost.
+
+    Args:
+        counts: gets the sums.
+        grid: a prefix of at most so many tokens has no state, so no other text could share it.
+
+    Attributes:
+        texts: all that were given to the cache.
+    """
+
+    def __init__(self, tree: RadixCache, counts: CacheCounts, grid: int) -> None:
+        self._tree, self._counts, self._grid = tree, counts, grid
+        self.texts = SeenTexts()
+
+    def count(self, prompt: np.ndarray, key: CacheKey, match: PrefixMatch) -> CacheMiss | None:
+        """Counts the losses of a prompt [n] int32. Returns their greatest cause; None if no more of
+        the prompt could be reused."""
+        last = len(prompt) - 1
+        lost = LostTokens.from_match(match, last, self.texts.length(prompt[:last], key), self._tree.recurrent)
+        self._counts.without_kv += lost.evicted
+        self._counts.retokenised += lost.changed
+        self._counts.without_state += lost.no_state
+        return self._cause(prompt[:last], key, match, lost)
+
+    def _cause(self, tokens: np.ndarray, key: CacheKey, match: PrefixMatch, lost: LostTokens) -> CacheMiss | None:
+        recurrent = self._tree.recurrent
+        least = 1 if recurrent else self._tree.page_size + self._tree.lookahead  # tokens that can be reused
+        if len(tokens) - match.length < least:
+            return None
+        if match.refused:
+            return CacheMiss("no_room", 0, match.refused)
+        gap = match.known - match.length
+        if gap >= least and not recurrent:
+            return CacheMiss("evicted", match.length, gap)  # of a window
+        found = lost.cause(match)
+        elsewhere, other = self._tree.known_elsewhere(tokens, key)
+        gain = elsewhere - match.known - lost.evicted
+        return found if gain <= max(found.tokens, self._grid) else _other_key(key, other, match.known, gain)
+
+
+def _other_key(ours: CacheKey, theirs: CacheKey, token: int, tokens: int) -> CacheMiss:
     if ours.salt != theirs.salt:
         return CacheMiss("other_salt", token, tokens)
     return CacheMiss("other_weights" if ours.weights != theirs.weights else "other_adapter", token, tokens)

@@ -9,6 +9,7 @@ import torch
 
 from hybridrt.base.errors import SessionError
 from hybridrt.base.turns import Change, Turns
+from hybridrt.engine.cache.adoption import adopt, take_room
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.cache.session_file import MAX_TENSORS, CachedPrefix, Session, SessionReader, write_session
 from hybridrt.engine.cache.session_key import session_key
@@ -170,7 +171,7 @@ class Sessions:
         length, num_pages, num_states = self._room(len(prefix.tokens), len(prefix.positions))
         skipped = len(prefix.positions) - num_states
         self._flush()
-        taken = store.take_room(num_pages, num_states)
+        taken = take_room(store, num_pages, num_states)
         if taken is None:
             raise SessionError("too few pages of the prefix cache can be evicted for the session now: load it later")
         with self._change:
@@ -180,7 +181,7 @@ class Sessions:
             places = PrefixPlaces(length, [held.indices.tolist() for held in pages], copied)
             self._copier.write_prefix(places, _without_states(prefix.tensors, skipped))
             sets = self._sets(length, pages)
-            store.adopt(prefix.tokens, sets, pages, states, key, "loaded")
+            adopt(store, prefix.tokens, sets, pages, states, key, "loaded")
             if store.tier is not None:
                 store.tier.offer(prefix.tokens, sets, states, key)
 
