@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hybridrt.attention.base import AttentionBackend, Branch, RecurrentLayer
-from hybridrt.attention.checks import check_eager_batch, check_graph_batch, check_own
+from hybridrt.attention.checks import check_eager_batch, check_graph_batch, check_states
 from hybridrt.base.errors import BackendError
 from hybridrt.base.forward_batch import ForwardBatch, GraphView, RoutedLayer
 from hybridrt.base.plugins import load_object
@@ -22,7 +22,6 @@ from hybridrt.kernels.core.slots import take_tokens
 from hybridrt.kernels.mamba.mamba2_decode_cpu import pool_rows
 from hybridrt.kernels.state.row_tables import DecodeBuffers, fill_decode_metadata
 from hybridrt.kinds.registry import linear_kind
-from hybridrt.mem_cache.pools.bounds import check_range
 from hybridrt.mem_cache.pools.mamba_pool import LayerCache, MambaPool
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.recurrent.segments import DecodeSegment, ExtendSegment, ForwardMetadata, extend_segments
@@ -205,7 +204,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
         return self._last
 
     def _plan(self, batch: ForwardBatch) -> ForwardMetadata:
-        check_eager_batch(batch, self._check_places)
+        check_eager_batch(batch, partial(check_states, pools=self.pools, num_slots=self.mamba_pool.num_slots))
         plans = self._given_plans(batch)
         if batch.num_extend_rows and not plans:
             lens = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
@@ -215,22 +214,6 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
     @staticmethod
     def _given_plans(batch: ForwardBatch) -> Mapping[int, ChunkPlan]:
         return batch.extend_passes[0].chunk_plans if batch.extend_passes else batch.chunk_plans or {}
-
-    def _check_places(self, batch: ForwardBatch) -> None:
-        """Checks rows and states. Waits for the device."""
-        end = self.mamba_pool.num_slots + 1
-        check_range("req_pool_indices", batch.req_pool_indices, self.pools.num_rows + 1, BackendError)
-        state_slots = self.pools.state_slots(batch.req_pool_indices[: batch.num_real])
-        check_range("req_to_state_slot", state_slots, end, BackendError)
-        check_own("req_to_state_slot", state_slots)
-        if batch.read_state_slots is not None:
-            check_range("read_state_slots", batch.read_state_slots, end, BackendError)
-        for part in batch.extend_passes:
-            for name in ("read_state_slots", "write_state_slots"):
-                check_range(f"{name} of a pass", getattr(part, name).clamp(min=0), end, BackendError)
-        for saved in batch.saved_states.values():
-            check_range("row_slots of saved states", saved.row_slots, end, BackendError)
-            check_range("chunk_slots of saved states", saved.chunk_slots, end, BackendError)
 
     def _plan_graph(self, batch: ForwardBatch, view: GraphView) -> ForwardMetadata:
         """Fills the view's buffers, which the graph reads."""
