@@ -149,7 +149,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
     def _extend_in_passes(
         self, layer: LayerT, inputs: InputsT, segment: ExtendSegment, out: Tensor | None = None
     ) -> Tensor:
-        """Replaces the segment's outputs by those of later ones."""
+        """Outputs of later passes replace those of the whole segment."""
         taken = (take_tokens(inputs, tokens) for tokens, _ in segment.later)
         chosen = [type(inputs)(*parts) for parts in taken]  # type: ignore[arg-type]
         outputs = self.extend(layer, inputs, segment, out)
@@ -198,7 +198,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
             batch.metadata[other] = step
 
     def _uncommitted(self) -> ForwardMetadata | None:
-        """Forgets closed steps after it."""
+        """The last step with a commit to come. Forgets closed ones."""
         while self._last is not None and not self._last.open:
             self._last = self._last.previous
         return self._last
@@ -263,7 +263,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
         return step
 
     def _leaves_state(self, tokens: int) -> bool:
-        """Whether `commit` writes its state."""
+        """Whether `commit` writes the state of a step."""
         mode = self.mamba_pool.spec.mode
         return mode == "replay" or (mode == "intermediate" and tokens > 1)
 
@@ -272,7 +272,6 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
             step.open = False
 
     def _decode_segment(self, batch: ForwardBatch, buffers: DecodeBuffers) -> DecodeSegment:
-        """Adds present slots, positions and ring cursors."""
         split, tokens, spec = batch.num_decode_rows, batch.tokens_per_row, batch.spec_info
         rows, num_real = batch.req_pool_indices[:split], min(batch.num_real, split)
         fill_decode_metadata(buffers, rows, batch.seq_lens[:split], num_real, tokens, self.mamba_pool.tables)

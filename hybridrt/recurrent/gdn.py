@@ -126,9 +126,8 @@ class GDNMixer(nn.Module):
         return found | {f"{key}.{name}.weight": self._conv_target(parts) for name, parts in keys.convs.items()}
 
     def _conv_target(self, names: Sequence[str]) -> CheckpointTarget:
-        """Accepts q, k and v [channels, 1, K] joined, one of them, or a third of all three joined:
-        transformers' save_pretrained splits so.
-        """
+        """Accepts q, k and v [channels, 1, K] joined, one of them, or a third of all three joined,
+        as transformers' save_pretrained writes."""
         sizes = [self.in_proj.segments[name].size for name in "qkv"]
         first, total = "qkv".index(names[0]), sum(sizes)
         third = -(-total // 3)

@@ -162,9 +162,8 @@ def extend_segments(
 
 
 def _pass_segments(passes: Sequence[ExtendPass], state_slots: Tensor, padded: bool) -> dict[int, ExtendSegment]:
-    """Returns the first pass's by chunk size, with later passes attached. `padded`: token 0 in a
-    later pass is padding.
-    """
+    """The segments of the first pass by chunk size, with later passes attached. `padded`: token 0
+    in a later pass is padding."""
     later: dict[int, list[tuple[Tensor, ExtendSegment]]] = {}
     found: dict[int, ExtendSegment] = {}
     for part in passes:

@@ -6,9 +6,8 @@ and at most one recurrent state, that after its last token. Page i is complete o
 to (i + 1) * page_size + lookahead are on the path: the KV of a prediction head depends on the next
 token too (lookahead 1). So a page depends only on tokens of its own path, and a node can be cut
 anywhere. A state in the middle of a page has a tail: the page set with the tokens between the last
-complete page and the state. (A hit copies the tail with the head's KV of the last token before the
-state, which may have been computed with another next token. That can make one draft worse; it
-changes no output token.)
+complete page and the state. (A hit copies the tail. The head's KV of its last token may belong to
+another next token. That can make one draft worse; it changes no output token.)
 
     root ── "You are a helpful ..." ──┬── "Hi"            state, tail
                    state              └── "What is ..." ── ...
@@ -16,8 +15,8 @@ changes no output token.)
 A prefix is usable up to the deepest node with a state (without recurrent layers: up to the last
 complete page), if each window group has the pages that the next token sees. Sets always have the
 pages of layers without a window. Eviction removes sets from the ends of leaves, least recently
-used first, with the states that need them; pages of a window group also alone (_evict_window). It
-removes states in the order of mem_cache/prefix_tree/state_worth.py.
+used first, with the states that need them; also pages of a window group alone (tree_windows.py),
+and states alone (state_worth.py).
 """
 
 import heapq
@@ -380,14 +379,12 @@ class RadixCache:
         return node, known
 
     def _sets(self, node: Node) -> PageSets:
-        """The complete sets of a path: a copy."""
         parts = [step.pages for step in node.path]
         return np.concatenate(parts[::-1]) if parts else no_sets(len(self.windows))
 
     def _seen(self, sets: PageSets, length: int) -> PageSets:
-        """The complete sets of a prefix of `length` tokens, without what the next token's windows
-        have passed. Changes `sets`.
-        """
+        """The complete sets of a prefix of `length` tokens that the next token sees. Changes
+        `sets`."""
         return self._windows.without_passed(sets, length)[
             : self.complete(length) if self.recurrent else length // max(self.page_size, 1)
         ]
@@ -402,10 +399,9 @@ class RadixCache:
         return node
 
     def _tail(self, node: Node) -> tuple[Node, PageSets] | tuple[None, None]:
-        """The [1, G] set with the tokens after a node's last complete page, and its owner; None if
+        """The set [1, G] with the tokens after a node's last complete page, and its owner. None:
         there are no such tokens. The owner is the node, or one below with a page of the same tokens
-        and more. Sets without lacking pages are preferred.
-        """
+        and more. Whole sets are preferred."""
         index = self.complete(node.end)
         if not self.page_size or index * self.page_size == node.end:
             return None, None
@@ -451,7 +447,7 @@ class RadixCache:
         return upper
 
     def _fill_windows(self, node: Node, pages: PageSets, taken: Gone) -> None:
-        """Takes pages that the window groups lack in a node of the text that `pages` [m, G] hold."""
+        """Takes from `pages` [m, G] of a text the pages that window groups lack in a node."""
         first = self.complete(node.start)
         offered = pages[first : first + len(node.pages)]
         fresh = np.where(node.pages[: len(offered)] == 0, offered, 0)
@@ -461,16 +457,13 @@ class RadixCache:
         self._windows.enlist_all(node, self._size)
 
     def _holders(self, key: CacheKey, tokens: np.ndarray) -> list[Node]:
-        """The nodes with states on the path of a text, deepest first. Those of earlier texts may lack
-        their tail, which a window group has given up.
-        """
+        """Nodes with states on the path of a text, deepest first. A window group may have given up
+        the tails of earlier ones."""
         node, known = self._descend(key, tokens)
         return [step for step in node.path if step.state is not None and step.end <= known]
 
     def _keep_tail(self, node: Node, pages: PageSets, taken: Gone) -> None:
-        """Takes the tail of a node's state, if it is offered, unless there is one without lacking
-        pages.
-        """
+        """Takes the offered tail of a node's state, unless the tree has a whole one."""
         index = self.complete(node.end)
         if not self.page_size or index * self.page_size == node.end or node.tail_readers:
             return
@@ -512,9 +505,8 @@ class RadixCache:
         return None
 
     def _evict_window(self, group: int, wanted: int, gone: Gone, passed_only: bool = False) -> None:
-        """Removes pages of a window group in the order of TreeWindows; with `passed_only` those that
-        no request needs. A prefix that lacks a page is not usable any more; its state goes too.
-        """
+        """In the order of TreeWindows; with `passed_only` only pages that no request needs. A
+        prefix that lacks a page is not usable any more; its state goes too."""
         busy = list[Node]()
         while gone.counts[group] < wanted and (found := self._windows.next_node(group)) is not None:
             node, passed = found
@@ -534,9 +526,8 @@ class RadixCache:
             self._prune(holder)
 
     def _drop_window(self, node: Node, group: int, end: int, most: int, gone: Gone) -> bool:
-        """Removes at most `most` idle pages of a group among the first `end` of a node. False if
-        there are none.
-        """
+        """Removes at most `most` idle pages among the first `end` of a node. False if there are
+        none."""
         column = node.pages[:end, group]
         places = column.nonzero()[0]
         if self._idle is not None:
@@ -554,14 +545,13 @@ class RadixCache:
         return True
 
     def _trim(self, node: Node) -> None:
-        """Cuts sets without pages off the end of a leaf, which no request can use any more."""
+        """Cuts sets without pages off the end of a leaf."""
         if not is_idle_leaf(node) or node.state is not None:
             return
         rows = np.flatnonzero(node.pages.any(axis=1))
         self._cut_leaf(node, int(rows[-1]) + 1 if len(rows) else 0)
 
     def _cut_leaf(self, leaf: Node, pages: int) -> None:
-        """Keeps the first `pages` sets of a leaf and their tokens."""
         first = self.complete(leaf.start)
         leaf.pages = leaf.pages[:pages]
         end = (first + pages) * self.page_size + self.lookahead if pages else leaf.start
@@ -597,17 +587,14 @@ class RadixCache:
         self._drop_tail(node, gone)
 
     def _drop_tail(self, node: Node, gone: Gone) -> None:
-        """Releases the tail of a node without a state, unless a request reads it for a state
-        further up.
-        """
+        """Keeps a tail that a request reads for a state further up."""
         if node.tail is not None and not node.tail_readers:
             tail, node.tail = node.tail, None
             self._let_go(node, self.complete(node.end), tail, gone, node.end)
 
     def _let_go(self, node: Node, index: int, page: PageSets, gone: Gone, end: int | None = None) -> None:
-        """Gives up the set `page` with number `index` of `node`. If a state above ends in the
-        middle of it and has no other tail, the set becomes its tail instead. `end`: it is a tail.
-        """
+        """Gives up the set `page`, number `index` of `node`. If a state above ends within it and
+        has no other tail, the set becomes that tail. `end`: it is a tail itself."""
         for step in node.path:
             if step.end <= index * self.page_size:
                 break

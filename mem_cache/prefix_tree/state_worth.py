@@ -22,11 +22,9 @@ own next turn.
 States within answers are evicted before all others, oldest first, and do not reduce what others
 save. Once a request starts from one or awaits it, it counts as a prompt's.
 
-Compared with least recently used, the mean hit rate of the four traces is 76.2% instead of 68.6%.
-With 8 slots for cached states it is 60.7% instead of 50.6% if all requests come at once, and 83.3%
-instead of 81.5% at 60% load. With 80 slots it is 84.4% instead of 78.5% at once, and the same at
-60% load. (python -m benchmarks.bench_policy --slots 1 2 5 20 --seeds 3 --rounds 1, and the same
-with `worth_of` giving Node.used and `_gives_way` giving True.)
+Compared with least recently used, the mean hit rate of the four traces is 76.2% instead of 68.6%
+(python -m benchmarks.bench_policy --slots 1 2 5 20 --seeds 3 --rounds 1, and the same with
+`worth_of` giving Node.used and `_gives_way` giving True).
 """
 
 import heapq
@@ -228,8 +226,7 @@ class StateWorths:
 
     def _of_awaited(self, saved: int, arrivals: Collection[int]) -> float:
         """Worth of a state that saves so many tokens to each of these requests: tokens / requests
-        that are admitted first.
-        """
+        that are admitted before them."""
         ahead = (max(arrival - self.admitted, 1) for arrival in sorted(arrivals))
         return AWAITED + max(saved * uses / n for uses, n in enumerate(ahead, 1))
 
@@ -242,9 +239,8 @@ class StateWorths:
 
 
 def _is_read(node: Node) -> bool:
-    """True if the request that has left the state still runs: it reads the pages up to there or to
-    the end of its prompt.
-    """
+    """True while the request that left the state runs. It reads the pages up to there, or to the
+    end of its prompt."""
     return bool(node.readers) or any(child.readers for child in node.children.values())
 
 

@@ -108,9 +108,8 @@ class TreeWindows:
         return None
 
     def _num_passed(self, node: Node, group: int) -> int:
-        """How many first pages of a node no request needs that goes on from the node's end, or from
-        a state below it, if one of the group is there; else 0.
-        """
+        """First pages of a node that no request needs which goes on from the node's end or from a
+        state below; 0 if the group has none of them."""
         first, end = self._complete(node.start), self._first_needed(node, self.groups[group])
         useless = min(max(end - first, 0), len(node.pages))
         return useless if node.pages[:useless, group].any() else 0

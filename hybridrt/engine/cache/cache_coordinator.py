@@ -168,9 +168,7 @@ class CacheCoordinator:
         )
 
     def _take(self, request: Request, match: PrefixMatch, headroom: int) -> bool:
-        """Lends the rest of what the request needs. False, with nothing taken, if too little is
-        free.
-        """
+        """Lends the rest of the request's needs. False, with nothing taken, if too little is free."""
         self.prefixes.lock(match)
         prefill_end, groups = len(request.prompt) + len(request.output), len(self.pages)
         matched = match.pages if len(match.pages) else no_sets(groups)
@@ -353,7 +351,7 @@ class CacheCoordinator:
         columns.capacity[row] = request.pages.whole_end * self._page_size if self.pages.groups else UNLIMITED
 
     def _lacking(self, request: Request, num_tokens: int) -> list[int]:
-        """Pages of each group that `num_tokens` tokens need in addition to those of the request."""
+        """Pages of each group that `num_tokens` tokens need and the request does not have."""
         ends = zip(self.pages.demands, request.pages.ends)
         return [max(demand.whole(num_tokens) - end, 0) for demand, end in ends]
 
@@ -364,15 +362,12 @@ class CacheCoordinator:
         self.columns.capacity[row] = request.pages.whole_end * self._page_size
 
     def _try_twice(self, take: Callable[[], bool]) -> bool:
-        """Calls `take`, if need be again after all fetches were cancelled. If all requests waited
-        for each other's fetches, none would run.
-        """
+        """Calls `take`, and again after cancelling all fetches: requests that all wait for each
+        other's fetches would never run."""
         return take() or (self.fetches is not None and self.fetches.cancel_all() and take())
 
     def _make_room(self, pages: Sequence[int], slots: int) -> bool:
-        """True if so many pages of each group and slots are free, after evicting what is missing.
-        Evicts nothing if that is not enough.
-        """
+        """Evicts what is missing, or nothing if that would not be enough."""
         return self.prefixes.has_room(pages, slots) and self.prefixes.make_room(pages, slots)
 
     def _plan_admission(self, request: Request, plan: StepPlan) -> None:

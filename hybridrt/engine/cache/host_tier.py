@@ -170,15 +170,15 @@ class HostTier:
             self._read_slots.update({state.slot: self._ticket for state in states})
 
     def _slabs_written(self, pages: Iterable[tuple[int, int]]) -> None:
-        """Makes the next plan, which writes these pages, wait for the copies that read other groups'
-        pages in their slabs."""
+        """The next plan, which writes these pages, waits for copies that read other groups' pages
+        in their slabs."""
         for group, page in pages if self._shares else ():
             readers = self._read_slabs.get(page // self._shares[group].apart, {})
             for other in readers.keys() - {group}:
                 self.wait_for(readers.pop(other))
 
     def _written(self, read: dict[Entry, int], entries: Iterable[Entry]) -> None:
-        """Makes the next plan, which writes these entries, wait for the copies that read them."""
+        """The next plan, which writes these entries, waits for the copies that read them."""
         for entry in entries:
             if entry in read:
                 self.wait_for(read.pop(entry))
@@ -191,5 +191,4 @@ class HostTier:
 
 
 def _numbers(pages: GroupPages) -> list[list[int]]:
-    """Numbers of pages in their pools, by group."""
     return [held.indices.tolist() for held in pages]

@@ -280,10 +280,9 @@ class PrefixStore:
         return not any(self.pages.shortages(pages)) and slots <= self.slots.num_free
 
     def _evict_oldest(self, short: Sequence[int]) -> bool:
-        """Evicts the pages of least use from groups that share memory and lack so many: those that a
-        window has passed, then the ends of texts in all groups, which may empty slabs for others.
-        False if there is nothing that no request reads.
-        """
+        """From groups that share memory and lack so many: evicts pages that a window has passed,
+        then the ends of texts in all groups, which may empty slabs for others. False: requests read
+        all that is left."""
         tree = self.tree
         evictions = (
             partial(tree.evict_passed, short),
@@ -351,9 +350,7 @@ class PrefixStore:
             self.tier.tree.touch(prompt[: match.length], key)
 
     def _offer(self, request: Request) -> CacheEntries:
-        """Offers nothing of a failed request, whose state may be wrong, nor of one that has added
-        nothing.
-        """
+        """Nothing of a failed request, whose state may be wrong, nor of one that has added nothing."""
         computed, failed = request.computed, request.broken or request.error is not None
         if not self.keeps or failed or computed <= request.prefix.length:
             return CacheEntries()
@@ -406,7 +403,7 @@ class PrefixStore:
         return len(gone.states) > 0 or any(map(len, gone.pages))
 
     def _slot_given_up_first(self) -> Slot | None:
-        """A free slot, or that of another state that is given up first."""
+        """A free slot, or that of a state within an answer."""
         if self.room()[1] <= self._rows.num_free:
             return None
         if self.slots.num_free <= self._reserved_slots():
@@ -419,9 +416,8 @@ class PrefixStore:
         return gone.states
 
     def _superseded(self, request: Request) -> Slot | None:
-        """The slot of the state that a request has started from, if no other will use it. The step
-        that leaves a later state there reads the earlier one first.
-        """
+        """The slot of the state that a request has started from, if no other request will use it.
+        The step that leaves a later state there first reads the earlier one."""
         match, lacking = request.prefix, self.room()[1] < self._rows.num_free
         if lacking or (state := self.tree.supersede(match)) is None:
             return None
@@ -447,14 +443,11 @@ class PrefixStore:
         return [0] * len(self.pages)
 
     def _reserved_slots(self) -> int:
-        """Slots that waiting requests need with their rows: otherwise a state of more worth may be
-        evicted for them.
-        """
+        """Slots for waiting requests: else a state of more worth may be evicted for them."""
         return min(self._rows.num_free, len(self.tree.waiting))
 
 
 def _end_of(request: Request) -> Why:
-    """Why a request leaves its entries."""
     if request.finish_reason is None:
         return "retracted"
     return "aborted" if request.finish_reason == "abort" else "finished"

@@ -55,9 +55,8 @@ class ChunkBudget:
             self._rooms.clear()
 
     def _in_time(self, start: int, max_tokens: int) -> int:
-        """Returns at most `max_tokens`. It fills its graph, unless a long context or `max_tokens`
-        prevents that.
-        """
+        """At most `max_tokens`. The chunk fills its graph, unless a long context or `max_tokens`
+        prevents that."""
         assert self._cost is not None
         bound = self._bound(start)
 

@@ -115,7 +115,7 @@ class Followers:
         return gone
 
     def _end_for(self, leader: Request, request: Request, known: int) -> int:
-        """Where the leader leaves, or can leave, its last state that the request may start from."""
+        """Where the leader leaves, or can leave, the last state that the request may start from."""
         shared = in_common(leader.prompt_ids, request.prompt_ids[:-1])
         if shared < known + LEAST_SHARED:
             return 0

@@ -110,7 +110,7 @@ class RequestQueue:
         return self._policy.ratio(self._policy.waited(request), self._entries[request.arrival].work)
 
     def _size(self, work: PromptWork) -> int:
-        """The class: seconds differ by up to a factor of 1.4 within one."""
+        """The size class: seconds within one differ by a factor of at most 1.4."""
         return 0 if self._policy is None else round(2 * math.log2(self._policy.prompt_seconds(work)))
 
     def _note_age(self, request: Request) -> None:

@@ -61,7 +61,7 @@ def _uncomputed(admitted: Iterable[Request]) -> PromptWork:
 
 
 def _priority_key(request: Request) -> tuple[int, int]:
-    """Orders requests: the first is started first, the last retracted first."""
+    """The first is started first; the last is retracted first."""
     return request.params.priority, request.arrival
 
 
@@ -163,7 +163,7 @@ class Scheduler:
         return step
 
     def _schedule_running(self, step: ScheduledStep) -> list[Request] | None:
-        """Returns requests with uncomputed prompts; None means wait."""
+        """Returns requests with uncomputed prompts. None: wait."""
         requests, rows = self._running_rows()
         columns = self._coordinator.columns.select_rows(rows)
         prefilled = columns.computed >= columns.prefill_end
@@ -241,7 +241,7 @@ class Scheduler:
         return True
 
     def _wait_again(self, request: Request) -> None:
-        """Waits until no launched step names it. It offers nothing."""
+        """Queues the request once no launched step names it. It offers nothing to the cache."""
         if not request.in_flight:
             request.broken = True
             self._coordinator.release(request)
@@ -266,7 +266,7 @@ class Scheduler:
         self._aside += self._followers.end_leader(request)
 
     def _let_go(self, leader: Request) -> None:
-        """Lets the requests go on that have waited for what a consumed step has computed."""
+        """The followers that a consumed step has made ready go on."""
         if leader.finish_reason is None and leader.row is not None:
             followers = self._followers
             self._aside += followers.end_leader(leader) if leader.shared else followers.release_ready(leader)
@@ -296,9 +296,8 @@ class Scheduler:
             self._drafter.end_request(request)
 
     def _running_rows(self) -> tuple[list[Request], np.ndarray]:
-        """Returns them in order of admission, [n] int64 (numpy indexes fastest with it), cached
-        until `running` changes.
-        """
+        """Requests in order of admission, and their rows [n] int64 (numpy indexes fastest with it).
+        Cached until `running` changes."""
         if self._order is None:
             requests = list(self.running.values())
             self._order = requests, np.array([r.row.index for r in requests], np.int64)  # type: ignore[union-attr]
@@ -308,7 +307,7 @@ class Scheduler:
     def _schedule_decode(
         self, step: ScheduledStep, requests: list[Request], rows: np.ndarray, columns: RowColumns
     ) -> None:
-        """Adds requests that have or get a page. All must be able to decode."""
+        """Rows without a page are left out. All requests must be able to decode."""
         drafts = [] if self._drafter is None else propose_drafts(self._drafter, requests, columns)
         ends = columns.computed + int32s([len(draft.tokens) for draft in drafts]) if drafts else columns.computed
         short = (ends >= columns.capacity).nonzero()[0].tolist()
@@ -333,9 +332,8 @@ class Scheduler:
     def _find_pages(
         self, requests: Sequence[Request], drafts: list[Draft], short: Iterable[int], plan: StepPlan
     ) -> list[int]:
-        """Lends pages to the requests at `short`, and drops drafts without. Returns those that have
-        a page.
-        """
+        """Lends pages to the requests at `short`; drops drafts that get none. Returns the places of
+        the requests that have a page."""
         lacking = set[int]()
         for i in short:
             request = requests[i]
@@ -380,7 +378,7 @@ class Scheduler:
         return self._policy.budget(tokens, decode, self._policy.prompt_seconds(self.pending))
 
     def _schedule_prefill(self, step: ScheduledStep, prefilling: Iterable[Request]) -> None:
-        """Admits waiting requests, too. If a decode row found no page, none is free."""
+        """Also admits waiting requests, unless a decode row found no page: then none is free."""
         admitted = [request for request in prefilling if request.row is not None]  # others were just retracted
         self._uncomputed = _uncomputed(admitted)
         budget = self._budget(step.plan.decode)
@@ -399,7 +397,7 @@ class Scheduler:
             self._policy.backlog = self._policy.prompt_seconds(self.pending) if self.pending.tokens else 0.0
 
     def _start(self, request: Request, order: PromptOrder, plan: StepPlan) -> bool:
-        """Admits a waiting request. False if it, or all, must wait."""
+        """Admits a waiting request. False: it, or all, must wait."""
         if (place := self._followers.place_for(request)) is not None:
             self.queues.remove(request)
             self._followers.hold(request, place)

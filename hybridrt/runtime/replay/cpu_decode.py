@@ -19,7 +19,7 @@ from hybridrt.runtime.step.plan import DecodeRows
 
 
 class _Columns(NamedTuple, Generic[A]):
-    """The numbers of n rows, [n] int32 each; out_cache_loc is [G, n] with G > 1 page groups."""
+    """Integers of n rows: [n] int32, but out_cache_loc [G, n] with G > 1 page groups."""
 
     input_ids: A
     positions: A

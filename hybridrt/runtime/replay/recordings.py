@@ -1,12 +1,12 @@
 """Decode steps of one row on a CPU that are recorded, and repeated from then on.
 
-CPU time of a step of one row, built-in model, one core: 4.56 ms compared with 5.64 ms without
-(cuda_graph=False). Steps of more rows gained less than 5%, so they are not recorded. torch.compile
-splits the step at each look at a number on the host, and takes longer than eager steps.
+A step of the built-in model on one core takes 4.56 ms instead of 5.64 ms (cuda_graph=False). Steps
+of more rows gained less than 5%, so they are not recorded. torch.compile splits the step at each
+look at a number on the host, and takes longer than eager steps.
 
-What varies from step to step is decided here alone. Layers of softmax attention, whose context
-grows, are called again. A step that reads numbers on the host elsewhere (experts), or has a part
-that is not this package's, which may call libraries that PyTorch does not see, is not recorded.
+This file alone decides what varies between steps. Softmax attention, whose context grows, is called
+again. A step is not recorded if it reads numbers on the host elsewhere (experts), or has a part
+from another package, which may call libraries that PyTorch does not see.
 """
 
 import logging
@@ -108,7 +108,7 @@ class Recordings:
 
 
 class _AttentionAgain:
-    """The backend of a step that is recorded: repetitions call softmax attention again."""
+    """The backend of a recorded step: repetitions call softmax attention again."""
 
     def __init__(self, backend: AttentionBackendLike, recording: Recording) -> None:
         self._backend, self._recording = backend, recording
@@ -127,8 +127,7 @@ class _AttentionAgain:
 
 
 def _unknown_part(model: nn.Module) -> str | None:
-    """Why a model's steps are not recorded: they may call kernels that PyTorch does not see, or keep
-    much. None if they are."""
+    """Why the steps of a model are not recorded; None if they are."""
     if os.environ.get(ENVIRONMENT_VARIABLE):
         return f"{ENVIRONMENT_VARIABLE} may choose kernels that are no operations of PyTorch"
     for part in model.modules():
