@@ -1,4 +1,4 @@
-"""Softmax attention by segments, over KVPool: metadata and writes, backends without a host plan, and plain torch."""
+"""Softmax attention over KVPool: writes, metadata of a step, and backends that plan nothing on the host."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection

@@ -1,4 +1,4 @@
-"""Marks in Triton's cache: it has all kernels of a configuration, which need no trace."""
+"""Marks the configurations of which Triton's cache has all kernels, so that none is traced again."""
 
 import contextlib
 import hashlib

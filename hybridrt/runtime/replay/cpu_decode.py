@@ -1,4 +1,4 @@
-"""Plain decode steps on a CPU, over tensors and batches that are made once per number of rows.
+"""Batches of plain decode steps on a CPU, over tensors that are kept for each number of rows.
 
 Making them anew takes a quarter of a small model's time for a few rows. Here numpy fills the
 tensors in place, and the backends prepare the step like a graph's.

@@ -1,4 +1,4 @@
-"""Decode steps of one row on a CPU that are recorded, and repeated from then on.
+"""Which decode steps of one row on a CPU are recorded, and how many recordings are kept.
 
 A step of the built-in model on one core takes 4.56 ms instead of 5.64 ms (cuda_graph=False). Steps
 of more rows gained less than 5%, so they are not recorded. torch.compile splits the step at each

@@ -1,4 +1,4 @@
-"""Captures a runner's steps as graphs."""
+"""Captures the graphs of a runner: decode and verify steps, then steps with short prompts."""
 
 import logging
 from dataclasses import dataclass
