@@ -29,8 +29,8 @@ from benchmarks.common import environment, save, settle
 from hybridrt import LLM, SamplingParams, SpeculativeConfig
 from hybridrt.base.turns import Interrupts
 from hybridrt.engine.cache.answer_states import MOST
+from hybridrt.mem_cache.pools.entries import Handle, keys_of
 from hybridrt.mem_cache.pools.page_groups import PageSets
-from hybridrt.mem_cache.pools.slots import Slot, keys_of
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_node import StateKind
 from hybridrt.runtime.load.build import ASSETS
@@ -213,7 +213,7 @@ def measure_tree(page_size: int, length: int, count: int, repeats: int) -> dict[
     all but the first and the last within its answer, of matching a prompt that goes on from it, and of inserting that
     prompt with one more state."""
     tokens = np.random.default_rng(0).integers(3, VOCAB, length + 16, np.int32)
-    handles = [Slot(i, 0) for i in range(length + count + 18)]
+    handles = [Handle(i, 0) for i in range(length + count + 18)]
     pages: PageSets = keys_of(handles[: -(-length // page_size) + 16])[:, None]
     states = {length * i // count: handles[-i] for i in range(1, count + 1)}
     kinds = dict.fromkeys(sorted(states)[1:-1], StateKind.ANSWER)

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.kernels.sampling.token_rules import TokenRules
-from hybridrt.mem_cache.pools.slots import Slot
+from hybridrt.mem_cache.pools.entries import Handle
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 from hybridrt.speculative.draft import NO_DRAFT as NO_DRAFT
 from hybridrt.speculative.draft import Draft as Draft
@@ -32,7 +32,7 @@ class DraftRequest(Protocol):
     cache_key: CacheKey
     seed: int
     rules: TokenRules | None
-    row: Slot | None
+    row: Handle | None
 
     @property
     def computed(self) -> int: ...

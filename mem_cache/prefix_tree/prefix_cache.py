@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hybridrt.mem_cache.pools.entries import Handle
 from hybridrt.mem_cache.pools.page_groups import GroupPages, PageSets, no_sets, pages_of
-from hybridrt.mem_cache.pools.slots import Slot
 from hybridrt.mem_cache.prefix_tree.cache_events import EntryLog, What
 from hybridrt.mem_cache.prefix_tree.radix_node import Node
 
@@ -16,7 +16,7 @@ class CacheEntries(NamedTuple):
     """KV pages, by page group, and state slots that change owners together."""
 
     pages: GroupPages = ()
-    states: Sequence[Slot] = ()
+    states: Sequence[Handle] = ()
 
 
 class Gone:
@@ -31,7 +31,7 @@ class Gone:
 
     def __init__(self, groups: int, log: EntryLog | None = None, what: What = "lost") -> None:
         self.counts = [0] * groups
-        self.states: list[Slot] = []
+        self.states: list[Handle] = []
         self.log, self._what = log, what
         self._sets = [no_sets(groups)]
 
@@ -79,7 +79,7 @@ class PrefixMatch:
 
     length: int = 0
     pages: PageSets = field(default_factory=lambda: no_sets(0))
-    state: Slot | None = None
+    state: Handle | None = None
     tail: PageSets | None = None
     known: int = 0
     node: Node | None = None

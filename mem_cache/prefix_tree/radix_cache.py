@@ -26,8 +26,8 @@ from types import MappingProxyType
 
 import numpy as np
 
+from hybridrt.mem_cache.pools.entries import Handle
 from hybridrt.mem_cache.pools.page_groups import PageSets, no_sets
-from hybridrt.mem_cache.pools.slots import Slot
 from hybridrt.mem_cache.prefix_tree.cache_events import CacheEvents, EntryLog, Tier, What, Why
 from hybridrt.mem_cache.prefix_tree.cache_key import DEFAULT_KEY, CacheKey
 from hybridrt.mem_cache.prefix_tree.prefix_cache import CacheEntries, Gone, PrefixMatch
@@ -209,7 +209,7 @@ class RadixCache:
         self,
         tokens: np.ndarray,
         pages: PageSets,
-        states: Mapping[int, Slot],
+        states: Mapping[int, Handle],
         key: CacheKey = DEFAULT_KEY,
         prompt: int | None = None,
         kinds: Mapping[int, StateKind] = MappingProxyType({}),
@@ -302,7 +302,7 @@ class RadixCache:
             self._prune(step, kept=node)
         return self.given_up(gone, "thinned")
 
-    def supersede(self, match: PrefixMatch) -> Slot | None:
+    def supersede(self, match: PrefixMatch) -> Handle | None:
         """Removes the state that a request has started from, so that its slot can hold a later
         state of the request. The request's lock on it ends.
 

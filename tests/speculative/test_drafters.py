@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hybridrt.base.errors import EngineError
 from hybridrt.base.sampling_params import SamplingParams
-from hybridrt.mem_cache.pools.slots import Slot
+from hybridrt.mem_cache.pools.entries import Handle
 from hybridrt.speculative.draft import merge, with_others
 from hybridrt.speculative.drafter import AdaptiveDrafter, Draft, Drafter, DraftRequest, tokens_between
 from hybridrt.speculative.ngram import NgramDrafter
@@ -26,7 +26,7 @@ class Asker:
     params: SamplingParams = field(default_factory=SamplingParams)
     seed: int = 0
     rules: Any = None
-    row: Slot | None = None
+    row: Handle | None = None
     computed: int = 0
     pending: int = 0
     end_page: int = 0

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from hybridrt.engine.cache.prefix_store import PrefixStore
+from hybridrt.mem_cache.pools.entries import Handle
 from hybridrt.mem_cache.pools.page_groups import GroupPages, PageSets
-from hybridrt.mem_cache.pools.slots import Slot
 from hybridrt.mem_cache.prefix_tree.cache_events import Why
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 from hybridrt.mem_cache.prefix_tree.state_worth import NewState
 
 
-def take_room(store: PrefixStore, pages: Sequence[int], num_states: int) -> tuple[GroupPages, Sequence[Slot]] | None:
+def take_room(store: PrefixStore, pages: Sequence[int], num_states: int) -> tuple[GroupPages, Sequence[Handle]] | None:
     """So many pages of each group, and state slots, for `adopt`. None if there are too few: an
     evicted page may become the tail of a state that is kept.
     """
@@ -23,7 +23,7 @@ def take_room(store: PrefixStore, pages: Sequence[int], num_states: int) -> tupl
 
 def take_room_for_fetch(
     store: PrefixStore, pages: Sequence[int], spare_pages: int, new: NewState | None
-) -> tuple[GroupPages, Slot | None] | None:
+) -> tuple[GroupPages, Handle | None] | None:
     """Pages, and a slot if `new` is given, for `adopt`. None if requests may lack them:
     `spare_pages` more pages of each group must be free or evictable.
     """
@@ -37,13 +37,13 @@ def take_room_for_fetch(
     return taken[0], slot
 
 
-def give_up_room(store: PrefixStore, pages: GroupPages, slots: Sequence[Slot]) -> None:
+def give_up_room(store: PrefixStore, pages: GroupPages, slots: Sequence[Handle]) -> None:
     store.pages.free(pages)
     store.slots.free(slots)
 
 
 def adopt(
-    store: PrefixStore, tokens: np.ndarray, sets: PageSets, pages: GroupPages, states: dict[int, Slot], key: CacheKey,
+    store: PrefixStore, tokens: np.ndarray, sets: PageSets, pages: GroupPages, states: dict[int, Handle], key: CacheKey,
     why: Why,
 ) -> None:  # fmt: skip
     """Inserts the text `tokens` [n] int32 into the tree.

@@ -16,7 +16,7 @@ from itertools import islice
 import numpy as np
 
 from hybridrt.engine.request.sample_request import UNLIMITED, Request
-from hybridrt.mem_cache.pools.slots import Slot
+from hybridrt.mem_cache.pools.entries import Handle
 from hybridrt.mem_cache.pools.state_moves import StateMove, When
 from hybridrt.runtime.step.plan import DecodeRows
 
@@ -36,7 +36,7 @@ class AnswerStates:
     def __init__(self, num_rows: int) -> None:
         self._due_at = np.full(num_rows + 1, UNLIMITED, np.int32)  # by row: tokens before its next state
         self._gaps = np.full(num_rows + 1, APART, np.int32)  # by row: tokens between its states
-        self._places = dict[Slot, tuple[Request, int]]()  # by slot, the oldest first: its request and token
+        self._places = dict[Handle, tuple[Request, int]]()  # by slot, the oldest first: its request and token
         self._ahead = APART  # tokens that a row may still gain before the next step that leaves states
 
     def __len__(self) -> int:
@@ -58,7 +58,7 @@ class AnswerStates:
         return True
 
     def leave(
-        self, decode: DecodeRows, rows: Sequence[tuple[Request, int]], take: Callable[[Request, int], Slot | None]
+        self, decode: DecodeRows, rows: Sequence[tuple[Request, int]], take: Callable[[Request, int], Handle | None]
     ) -> list[StateMove]:
         """Selects the decode rows to snapshot before this step: the most overdue first, at most
         AT_ONCE. Others wait for a later step.
@@ -83,7 +83,7 @@ class AnswerStates:
             left.append(StateMove(row, request.state_slot.index, slot.index, When.BEFORE_ROWS))
         return left
 
-    def spread(self, request: Request) -> list[Slot]:
+    def spread(self, request: Request) -> list[Handle]:
         """Gives up every second state of a request, but not the last one; returns their slots. The
         next ones are as far apart as the remaining ones.
         """
@@ -96,7 +96,7 @@ class AnswerStates:
         self._gaps[row] = max(2 * self._gaps[row], apart)
         return gone
 
-    def give_up(self, count: int) -> list[Slot]:
+    def give_up(self, count: int) -> list[Handle]:
         """Gives up at most `count` states, the oldest first; returns their slots."""
         slots = list(islice(self._places, count))
         for slot in slots:
@@ -104,7 +104,7 @@ class AnswerStates:
             del request.saves[length]
         return slots
 
-    def forget(self, slots: Iterable[Slot]) -> None:
+    def forget(self, slots: Iterable[Handle]) -> None:
         """The cache or the pool has these slots now."""
         for slot in slots:
             self._places.pop(slot, None)

@@ -42,6 +42,7 @@ from hybridrt.engine.cache.prefix_store import PrefixStore
 from hybridrt.engine.cache.window_pages import WindowPages, num_partial
 from hybridrt.engine.request.sample_request import UNLIMITED, Request, RowColumns
 from hybridrt.kernels.core.slots import NO_SLOT
+from hybridrt.mem_cache.pools.entries import EntryAllocator
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
 from hybridrt.mem_cache.pools.page_groups import (
     NO_PAGES,
@@ -55,7 +56,6 @@ from hybridrt.mem_cache.pools.page_groups import (
 )
 from hybridrt.mem_cache.pools.slab_plan import SlabPlan
 from hybridrt.mem_cache.pools.slabs import Slabs
-from hybridrt.mem_cache.pools.slots import SlotAllocator
 from hybridrt.mem_cache.pools.state_moves import StateMove, When
 from hybridrt.mem_cache.prefix_tree.prefix_cache import NO_MATCH, PrefixMatch
 from hybridrt.mem_cache.prefix_tree.radix_drop import drop
@@ -95,8 +95,8 @@ class CacheCoordinator:
         page_bytes: Sequence[int] | None = None,
         slabs: SlabPlan | None = None,
     ) -> None:
-        self.rows = SlotAllocator(num_rows, "request row")
-        self.slots = SlotAllocator(num_slots, "state slot")
+        self.rows = EntryAllocator(num_rows, "request row")
+        self.slots = EntryAllocator(num_slots, "state slot")
         ledger, shares = (None, ()) if slabs is None else (Slabs(slabs.num_slabs), slabs.groups)
         self.pages = PageAllocators(num_pages, demands, page_bytes=page_bytes, slabs=ledger, shares=shares)
         self.columns = RowColumns.allocate(num_rows)

@@ -10,8 +10,8 @@ from hybridrt.engine.cache.adoption import adopt, give_up_room, take_room_for_fe
 from hybridrt.engine.cache.host_tier import HostTier
 from hybridrt.engine.cache.prefix_store import PrefixStore
 from hybridrt.engine.request.sample_request import Request
+from hybridrt.mem_cache.pools.entries import Handle
 from hybridrt.mem_cache.pools.page_groups import GroupPages, PageSets, no_sets, pages_of
-from hybridrt.mem_cache.pools.slots import Slot
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 from hybridrt.mem_cache.prefix_tree.prefix_cache import PrefixMatch
 from hybridrt.mem_cache.prefix_tree.state_worth import NewState
@@ -44,7 +44,7 @@ class _Fetch:
     held: PrefixMatch
     sets: PageSets
     pages: GroupPages
-    state: Slot | None
+    state: Handle | None
     ticket: int
     deadline: float
 

@@ -10,8 +10,8 @@ import numpy as np
 from hybridrt.engine.cache.answer_states import MOST, AnswerStates
 from hybridrt.engine.cache.host_tier import HostTier
 from hybridrt.engine.request.sample_request import Request
+from hybridrt.mem_cache.pools.entries import EntryAllocator, Handle
 from hybridrt.mem_cache.pools.page_groups import PageAllocators, no_sets, pages_of
-from hybridrt.mem_cache.pools.slots import Slot, SlotAllocator
 from hybridrt.mem_cache.prefix_tree.cache_events import CacheSubscription, Why
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 from hybridrt.mem_cache.prefix_tree.cache_miss import CacheMiss, LostReuse
@@ -44,7 +44,7 @@ class PrefixStore:
     """
 
     def __init__(
-        self, pages: PageAllocators, slots: SlotAllocator, rows: SlotAllocator, lookahead: int, keeps: bool
+        self, pages: PageAllocators, slots: EntryAllocator, rows: EntryAllocator, lookahead: int, keeps: bool
     ) -> None:
         page_size = pages.demands[0].page_size if pages.groups else 0
         windows = [demand.window for demand in pages.demands]
@@ -226,7 +226,7 @@ class PrefixStore:
             self.tree.lock(PrefixMatch(node=node))
             self.tree.unlock(before)
 
-    def release(self, request: Request) -> Sequence[Slot]:
+    def release(self, request: Request) -> Sequence[Handle]:
         """Offers the request's entries, and unlocks what it has read except for its pages. Returns
         the states that were taken over.
         """
@@ -238,7 +238,7 @@ class PrefixStore:
         request.prefix = NO_MATCH
         return taken.states
 
-    def path(self, tokens: np.ndarray, key: CacheKey) -> tuple[PrefixMatch, list[tuple[int, Slot]]]:
+    def path(self, tokens: np.ndarray, key: CacheKey) -> tuple[PrefixMatch, list[tuple[int, Handle]]]:
         """The cached part of a text [n] int32, up to all of it, and its states as (number of
         tokens, slot) in order. Of states within answers only the last counts. Nothing is locked.
         """
@@ -306,7 +306,7 @@ class PrefixStore:
         self.evict([group.total for group in self.pages.groups], self.slots.total, why="reset")
         return not self.pages.num_cached and not self.slots.num_cached
 
-    def slot_within(self, request: Request, fresh: int) -> Slot | None:
+    def slot_within(self, request: Request, fresh: int) -> Handle | None:
         """A slot for a state within an answer: a free one or that of another such state, first of
         ended requests, then of running ones, but not one of the latest `fresh`.
         """
@@ -364,7 +364,7 @@ class PrefixStore:
         return self._insert(request, ids, states, _end_of(request), num_pages)[0]
 
     def _insert(
-        self, request: Request, ids: np.ndarray, states: dict[int, Slot], why: Why, num_pages: int
+        self, request: Request, ids: np.ndarray, states: dict[int, Handle], why: Why, num_pages: int
     ) -> tuple[CacheEntries, Node]:
         """Offers the first `num_pages` page sets of a request."""
         if request.prefix.node is not None and request.prefix.node.hidden:  # it was computed from what was dropped
@@ -387,11 +387,11 @@ class PrefixStore:
             self.tier.offer(ids, sets, {end: slot for end, slot in states.items() if slot in kept}, key)
         return taken, node
 
-    def _free_saves(self, request: Request, states: Mapping[int, Slot], taken: CacheEntries) -> None:
+    def _free_saves(self, request: Request, states: Mapping[int, Handle], taken: CacheEntries) -> None:
         self.slots.free([slot for slot in states.values() if slot not in taken.states])
         request.saves = {place: slot for place, slot in request.saves.items() if place not in states}
 
-    def _slot_for(self, request: Request, place: int) -> Slot | None:
+    def _slot_for(self, request: Request, place: int) -> Handle | None:
         spare = self.slots.num_free + len(self.answers) + self.tree.num_within
         if spare <= self._reserved_slots() and (slot := self._superseded(request)) is not None:
             return slot
@@ -402,7 +402,7 @@ class PrefixStore:
         self.evicted(gone)
         return len(gone.states) > 0 or any(map(len, gone.pages))
 
-    def _slot_given_up_first(self) -> Slot | None:
+    def _slot_given_up_first(self) -> Handle | None:
         """A free slot, or that of a state within an answer."""
         if self.room()[1] <= self._rows.num_free:
             return None
@@ -410,12 +410,12 @@ class PrefixStore:
             self.evicted(self.tree.evict(self._no_pages, 1, new=NewState(0)))
         return self.slots.alloc_one() if self.slots.num_free > self._reserved_slots() else None
 
-    def evicted(self, gone: CacheEntries) -> Sequence[Slot]:
+    def evicted(self, gone: CacheEntries) -> Sequence[Handle]:
         self.pages.evict(gone.pages)
         self.slots.evict(gone.states)
         return gone.states
 
-    def _superseded(self, request: Request) -> Slot | None:
+    def _superseded(self, request: Request) -> Handle | None:
         """The slot of the state that a request has started from, if no other request will use it.
         The step that leaves a later state there first reads the earlier one."""
         match, lacking = request.prefix, self.room()[1] < self._rows.num_free
@@ -427,7 +427,7 @@ class PrefixStore:
         self.slots.evict([state])
         return self.slots.alloc_one()
 
-    def spare_slot(self, new: NewState) -> Slot | None:
+    def spare_slot(self, new: NewState) -> Handle | None:
         """A slot for a state. As many slots as there are free rows stay free or evictable, so no
         request lacks one.
         """
