@@ -6,7 +6,7 @@ import torch
 
 from hybridrt.base.errors import BackendError
 from hybridrt.base.forward_batch import ForwardBatch, ForwardMode, GraphView
-from hybridrt.mem_cache.pools.bounds import DEBUG, check_range, may_look
+from hybridrt.kernels.core.slots import DEBUG, check_range, may_look
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 
 _GRAPH_MODES = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)

@@ -246,7 +246,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
             BackendError: an earlier step was not committed. This step is dropped: commit, then
                 prepare it again.
         """
-        step: ForwardMetadata = self.lead.planned(batch)
+        step: ForwardMetadata = batch.metadata.get(self) or self.lead.planned(batch)
         if step.begun:
             return step
         if step.previous is not None and step.previous.open:

@@ -85,6 +85,13 @@ def test_weights_of_8_and_4_bits() -> None:
 
 
 @pytest.mark.slow
+def test_products_of_quantised_inputs() -> None:
+    usages = compiled("fp8")
+    assert {u["kernel"] for u in usages} == {"_quantize_kernel", "_fp8_linear_kernel"}
+    check(usages, SHARED, {})
+
+
+@pytest.mark.slow
 def test_attention_gated_delta_net_experts_and_sampling() -> None:
     usages = compiled("others")
     expected = {

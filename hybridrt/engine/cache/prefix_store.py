@@ -14,8 +14,14 @@ from hybridrt.mem_cache.pools.entries import EntryAllocator, Handle
 from hybridrt.mem_cache.pools.page_groups import PageAllocators, no_sets, pages_of
 from hybridrt.mem_cache.prefix_tree.cache_events import CacheSubscription, Why
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
-from hybridrt.mem_cache.prefix_tree.cache_miss import CacheMiss, LostReuse
-from hybridrt.mem_cache.prefix_tree.prefix_cache import NO_MATCH, CacheCounts, CacheEntries, PrefixMatch
+from hybridrt.mem_cache.prefix_tree.prefix_cache import (
+    NO_MATCH,
+    CacheCounts,
+    CacheEntries,
+    CacheMiss,
+    LostReuse,
+    PrefixMatch,
+)
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_node import Node, StateKind
 from hybridrt.mem_cache.prefix_tree.state_worth import NewState
@@ -54,7 +60,8 @@ class PrefixStore:
         self.answers = AnswerStates(rows.total)
         self.spaces = False
         self.grid = max(GRID, page_size)
-        self.lost = LostReuse(self.tree, self.counts, self.grid)
+        least = 1 if self.tree.recurrent else page_size + lookahead
+        self.lost = LostReuse(self.counts, self.tree.recurrent, least, self.grid, self.tree.known_elsewhere)
         self.pages, self.slots, self._rows, self.keeps = pages, slots, rows, keeps
 
     def match(self, request: Request) -> PrefixMatch:
@@ -139,14 +146,15 @@ class PrefixStore:
         last ones first.
         """
         prompt = request.prefill_end
+        ids = request.ids[:prompt]
         if not request.metrics.retractions and not request.afresh:
             request.metrics.admission_time = time.monotonic()
-            self._count(request, match)
+            self._count(request, ids, match)
         request.shared, request.save_at, request.spaced = False, (), ()
         if self.keeps and self.slots.total:
-            parts = self.tree.waiting.partings(request.ids[:prompt], request.cache_key)
+            parts = self.tree.waiting.partings(ids, request.cache_key)
             ends = (prompt - 1, match.fork, *sorted({*parts, *request.boundaries}, reverse=True))
-            grid = dict.fromkeys(min(end, prompt - 1) // self.grid * self.grid for end in ends)
+            grid = dict.fromkeys([min(end, prompt - 1) // self.grid * self.grid for end in ends])
             request.save_at = tuple([end for end in grid if end > match.length][:MAX_SAVES])
             if self.spaces and not self.pages.has_windows:
                 apart = max(SPACED, (prompt - match.length) // MOST_SPACED) // self.grid * self.grid
@@ -336,9 +344,9 @@ class PrefixStore:
                 found |= {name: pool.num_cached, f"{name}_total": pool.total}
         return found | asdict(self.counts)
 
-    def _count(self, request: Request, match: PrefixMatch) -> None:
+    def _count(self, request: Request, prompt: np.ndarray, match: PrefixMatch) -> None:
         """Requests that skip the match lose nothing."""
-        counts, key, prompt = self.counts, request.cache_key, request.ids[: request.prefill_end]
+        counts, key = self.counts, request.cache_key
         request.metrics.cached_tokens = match.length if match.staged is None else match.staged_from
         counts.asked += len(prompt)
         counts.hit += request.metrics.cached_tokens
@@ -371,12 +379,16 @@ class PrefixStore:
             return CacheEntries(pages_of(no_sets(len(self.pages)))), Node(np.empty(0, np.int32), 0, no_sets(0))
         key = request.cache_key
         self.lost.texts.note(ids, key)
-        own = request.save_at
-        kinds = {place: StateKind.ANSWER for place in states if place in request.spaced and place not in own}
-        kinds |= {place: StateKind.FORK for place in states if place in own[1:]}
-        within = {place: StateKind.ANSWER for place, slot in states.items() if slot in self.answers}
+        own, within, kinds = request.save_at, False, dict[int, StateKind]()
+        for place, slot in states.items():
+            if slot in self.answers:
+                within, kinds[place] = True, StateKind.ANSWER
+            elif place in own[1:]:
+                kinds[place] = StateKind.FORK
+            elif place in request.spaced and place not in own:
+                kinds[place] = StateKind.ANSWER
         sets = request.pages.shareable[:num_pages]
-        taken, node = self.tree.insert(ids, sets, states, key, len(request.prompt), kinds | within, why)
+        taken, node = self.tree.insert(ids, sets, states, key, len(request.prompt), kinds, why)
         self.pages.to_cache(taken.pages)
         self.slots.to_cache(taken.states)
         if within:
@@ -388,6 +400,8 @@ class PrefixStore:
         return taken, node
 
     def _free_saves(self, request: Request, states: Mapping[int, Handle], taken: CacheEntries) -> None:
+        if not states:
+            return
         self.slots.free([slot for slot in states.values() if slot not in taken.states])
         request.saves = {place: slot for place, slot in request.saves.items() if place not in states}
 
