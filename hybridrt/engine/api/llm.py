@@ -86,6 +86,8 @@ class LLM:
         target_itl_ms: float | Literal["auto"] | None = None,
         max_ttft_factor: float | None = None,
         mamba_ssm_dtype: str = "float32",
+        kv_cache_dtype: str = "auto",
+        kv_scales: str = "auto",
         state_mode: str = "auto",
         attention_backend: str = "auto",
         prefill_attention_backend: str | None = None,
