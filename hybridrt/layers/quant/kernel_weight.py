@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation
 from hybridrt.kernels.quant.decode import CENTRE_OF_INT4
 from hybridrt.kernels.quant.formats import unpack_pairs
-from hybridrt.kernels.quant.quant_weight import Code, QuantWeight, dequantize, expert_of, pack_planes
+from hybridrt.kernels.quant.quant_weight import Code, QuantWeight, check_weight, dequantize, expert_of, pack_planes
 from hybridrt.layers.quant.packed_weight import PackedWeight, on_host
 
 CODE: dict[str, Code] = {"fp8": "e4m3", "int8": "int8", "int4": "int4", "fp4": "e2m1"}
@@ -95,6 +95,7 @@ def finished(weight: PackedWeight) -> QuantWeight | None:
     found = kernel_weight(weight)
     if found is None:
         return None
+    check_weight(found)
     own = found if weight.count > 1 else expert_of(found, 0)
     weight.clear()
     tensors = {name: t for name, t in own._asdict().items() if isinstance(t, Tensor)}
