@@ -55,6 +55,7 @@ class ModelReport:
     device: str
     dtype: str
     state_dtype: str
+    kv_dtype: str
     state_mode: str
     tp_size: int
     num_parameters: int
@@ -132,8 +133,7 @@ def describe_model(config: "EngineConfig", gpu: str | None = None) -> ModelRepor
     from hybridrt.runtime.load.build import empty_model, load_target, weight_bytes
     from hybridrt.runtime.load.fit import as_on_gpu, budget_text, free_bytes, gpu_bytes, plan_ahead
 
-    total_bytes = None if gpu is None else gpu_bytes(gpu, config)
-    config = config if gpu is None else replace(config, device="cpu")
+    total_bytes, config = (None, config) if gpu is None else (gpu_bytes(gpu, config), replace(config, device="cpu"))
     path, target = load_target(config, TPGroup(size=config.tp_size))
     target = target if gpu is None else as_on_gpu(config, target)
     model = empty_model(config, target, torch.device("meta"))
@@ -148,6 +148,7 @@ def describe_model(config: "EngineConfig", gpu: str | None = None) -> ModelRepor
         device=gpu or str(target.device),
         dtype=dtype_name(target.dtype),
         state_dtype=dtype_name(target.state_dtype),
+        kv_dtype=dtype_name(target.kv_codes or target.dtype),
         state_mode=target.state_mode,
         tp_size=config.tp_size,
         num_parameters=_num_parameters(config, target),
@@ -272,6 +273,7 @@ def _print(report: ModelReport) -> None:
     from hybridrt.cli.tables import bytes_text, console, count_text, print_table
 
     in_dtype = f" in {report.dtype}" if report.quantization is None else ""
+    kv = "" if report.kv_dtype == report.dtype else f", keys and values in {report.kv_dtype}"
     out, ranks = console(), f" of each of {report.tp_size} ranks" if report.tp_size > 1 else ""
     out.print(f"{report.architecture}  {report.model}", style="bold", markup=False)
     if report.plan is None:
@@ -284,7 +286,7 @@ def _print(report: ModelReport) -> None:
     out.print(report.budget, markup=False)
     out.print(
         f"{count_text(report.num_parameters)} parameters, {bytes_text(report.weight_bytes)}{in_dtype} on "
-        f"{report.device}{ranks}; state in {report.state_dtype}, {report.state_mode} mode; vocabulary "
+        f"{report.device}{ranks}; state in {report.state_dtype}, {report.state_mode} mode{kv}; vocabulary "
         f"{report.vocab_size}, hidden size {report.hidden_size}"
     )
     if report.quantization is not None:

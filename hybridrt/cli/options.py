@@ -63,6 +63,8 @@ class EngineOptions(Overrides):
     target_itl_ms: str | None = setting(ITL_TARGET, "none", "MS|auto|none")
     max_ttft_factor: float | None = setting(TTFT_FACTOR, "11, or 4/3 with auto", "X")
     mamba_ssm_dtype: str | None = setting("Of the recurrent state.", "float32", _DTYPES)
+    kv_cache_dtype: str | None = setting("fp8_e4m3: keys and values in one byte each.", "auto", "auto|fp8_e4m3")
+    kv_scales: str | None = setting("Of fp8_e4m3: the checkpoint's or measured; or 1.", "auto", "auto|one")
     state_mode: str | None = setting("How recurrent state is kept while decoding.", "auto", "classic|replay")
     attention_backend: str | None = setting("Softmax attention; `hybridrt doctor` lists the names.", "auto", "NAME")
     prefill_attention_backend: str | None = setting("Another backend for prefill alone.", "the same", "NAME")

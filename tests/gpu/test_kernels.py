@@ -193,7 +193,7 @@ def test_a_thousand_times_the_same(model: str, part: str) -> None:
 
 def as_integers(tensor: Tensor) -> Tensor:
     """The bits of floats, so that NaN equals NaN."""
-    sizes = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.view(sizes[tensor.element_size()])
 
 

@@ -131,6 +131,15 @@ def test_latent_attention_of_absorbed_prompts() -> None:
     check(usages, SHARED, {"_extend_kernel": 776})
 
 
+@pytest.mark.slow
+def test_attention_over_codes() -> None:
+    """Tiles are so small that converted numbers stay in registers. ptxas parks an address of one decode kernel, and of
+    256 queries of a long prompt over latent vectors two numbers, as with plain ones."""
+    usages = compiled("codes")
+    assert {u["kernel"] for u in usages} >= {"_decode_kernel", "_extend_kernel", "_write_kernel", "_rotary_kernel"}
+    check(usages, SHARED, {"_decode_kernel": 8, "_extend_kernel": 8})
+
+
 @pytest.mark.parametrize(
     "table", [pytest.param("optional", marks=pytest.mark.slow), pytest.param("optional whole", marks=pytest.mark.soak)]
 )

@@ -22,7 +22,7 @@ from hybridrt.layers.attention import attention_spec
 from hybridrt.layers.linear import finish
 from hybridrt.layers.weights import Build
 from hybridrt.mem_cache.pools.host_plan import STAGED_BYTES, plan_host
-from hybridrt.mem_cache.pools.kv_pool import KVPool, cell_bytes, page_bytes, page_windows
+from hybridrt.mem_cache.pools.kv_pool import ONES, KVPool, LayerScales, cell_bytes, page_bytes, page_windows
 from hybridrt.mem_cache.pools.mamba_pool import MambaPool, MambaPoolSpec
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, UnitCosts, plan_memory, share_memory
 from hybridrt.mem_cache.pools.page_groups import PageDemand
@@ -64,9 +64,12 @@ class Runtime:
     backend: AttentionBackend
 
     @classmethod
-    def allocate(cls, config: EngineConfig, target: RunTarget, model: CausalLM, plan: MemoryPlan) -> "Runtime":
-        """The model's pools as planned, and a backend over them."""
-        pools = build_pools(config, target, plan)
+    def allocate(
+        cls, config: EngineConfig, target: RunTarget, model: CausalLM, plan: MemoryPlan, kv_scales: LayerScales = ONES
+    ) -> "Runtime":
+        """The model's pools as planned, and a backend over them. `kv_scales`: of a KV cache of
+        codes."""
+        pools = build_pools(config, target, plan, kv_scales)
         backend = create_backend(
             config,
             target.model_config,
@@ -135,7 +138,7 @@ def _legible(name: str) -> str:
 def empty_model(config: EngineConfig, target: RunTarget, device: torch.device) -> CausalLM:
     """The model with unset weights. On the "meta" device it needs no memory and can be measured."""
     quant = target.model_config.quant
-    build = Build(target.tp, target.dtype, device, quantised=quant is not None)
+    build = Build(target.tp, target.dtype, device, quantised=quant is not None, kv_codes=target.kv_codes)
     if quant is None:
         return _built(config, target, build)
     # A plain model's map says which module of the checkpoint each part comes from.
@@ -193,7 +196,8 @@ def kv_layers(config: EngineConfig, target: RunTarget) -> dict[AttentionSpec, li
     mc = target.model_config
     layers: dict[AttentionSpec, list[int]] = {}
     for layer_id in mc.full_attention_layer_ids + draft_needs(config).kv_layers(mc):
-        layers.setdefault(attention_spec(mc.attention_of(layer_id), target.tp, target.dtype), []).append(layer_id)
+        spec = attention_spec(mc.attention_of(layer_id), target.tp, target.dtype, target.kv_codes)
+        layers.setdefault(spec, []).append(layer_id)
     return layers
 
 
@@ -329,13 +333,13 @@ def step_widths(config: EngineConfig) -> list[int]:
     return [1] if widest == 1 else [widest, 1]
 
 
-def build_pools(config: EngineConfig, target: RunTarget, plan: MemoryPlan) -> Pools:
+def build_pools(config: EngineConfig, target: RunTarget, plan: MemoryPlan, kv_scales: LayerScales = ONES) -> Pools:
     """Allocates everything that the plan counts."""
     device, spec = target.device, pool_spec(config, target)
     mamba = MambaPool(spec, num_slots=plan.num_slots, num_rows=plan.num_rows, device=device) if spec.groups else None
     kv = KVPool(
         kv_layers(config, target), num_pages=[group.num_pages for group in plan.groups], page_size=plan.page_size,
-        device=device, own_pages=own_pages(config, plan), slabs=plan.slabs,
+        device=device, own_pages=own_pages(config, plan), slabs=plan.slabs, scales=kv_scales,
     )  # fmt: skip
     table = HybridReqToTokenPool(
         num_rows=plan.num_rows, max_context=_table_length(config, target, plan.max_model_len), page_size=plan.page_size,
