@@ -27,9 +27,8 @@ from hybridrt.kernels.attention.paged_attention import (
 )
 from hybridrt.kernels.core.providers import provider_objection, require, select
 from hybridrt.kernels.core.records import AttentionPrompts, AttentionRows, KVPlaces, PagedKV, Rope
-from hybridrt.kernels.core.slots import by_head
+from hybridrt.kernels.core.slots import by_head, check_range
 from hybridrt.kernels.state.state_commit import move_kv
-from hybridrt.mem_cache.pools.bounds import check_range
 from hybridrt.mem_cache.pools.kv_pool import KVPool
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 

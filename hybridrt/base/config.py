@@ -11,7 +11,7 @@ from hybridrt.base.device import gpu_count, gpu_name, has_bfloat16, has_float8
 from hybridrt.base.draft_methods import load_method
 from hybridrt.base.errors import ConfigError, DeviceError
 from hybridrt.base.errors_foreign import ENGINE, knows_fields
-from hybridrt.base.quantization import QuantConfig
+from hybridrt.base.quantization import ONLINE, QuantConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_CODES = {"fp8_e4m3": torch.float8_e4m3fn}  # codes of numbers that were divided by a scale
@@ -285,6 +285,7 @@ _ENGINE = {
     "seed": integer(-(2**63), 2**63 - 1),
     "dtype": one_of("auto", *DTYPES),
     "load_format": one_of("auto", "dummy"),
+    "quantization": _or_none(one_of(*ONLINE)),
     "max_model_len": _or_none(integer(2, 2**24)),  # one token of prompt and output
     **dict.fromkeys(("max_running_requests", "cuda_graph_max_bs"), _or_none(integer(1, 2**24))),
     "memory_fraction": _or_none(FieldType("a number between 0 and 1", lambda v: type(v) is float and 0 < v < 1)),
@@ -315,6 +316,8 @@ class EngineConfig:
         device: "auto" (CUDA if there is one), "cpu", "cuda" or "cuda:N".
         dtype: weights and activations; "auto" is the checkpoint's on CUDA and float32 on a CPU.
         load_format: "auto" reads safetensors; "dummy" makes seeded random weights from config.json.
+        quantization: quantise a plain checkpoint while it is loaded (docs/quantization.md): "fp8" (e4m3
+            in blocks of 128 x 128), "int4" (groups of 128 inputs); None: keep it as it is.
         max_model_len: most tokens of prompt + output; None: the model's limit, or less if memory
             holds less.
         max_running_requests: requests that decode together; None lets the memory plan choose.
@@ -360,6 +363,7 @@ class EngineConfig:
     device: str = "auto"
     dtype: str = "auto"
     load_format: str = "auto"
+    quantization: str | None = None
     max_model_len: int | None = None
     max_running_requests: int | None = None
     memory_fraction: float | None = None

@@ -44,8 +44,8 @@ class ModelReport:
     """A model under a configuration. Bytes are those of one tensor-parallel rank.
 
     Attributes:
-        quantization: quant_method of a quantised checkpoint.
-        schemes: its matrices by how they are stored; those that are plain are not counted.
+        quantization: quant_method of a quantised checkpoint, or the option.
+        schemes: matrices by how they are stored; those that are plain are not counted.
         free_bytes: memory for weights and pools together; `budget` says where it comes from.
         plan: None if weights and pools need more than `free_bytes`; `plan_error` says why.
     """
@@ -155,7 +155,7 @@ def describe_model(config: "EngineConfig", gpu: str | None = None) -> ModelRepor
         weight_bytes=weight_bytes(model),
         weight_bytes_by_dtype=_bytes_by_dtype(model),
         quantization=None if mc.quant is None else mc.quant.rules.name,
-        schemes=_schemes(mc),
+        schemes=_schemes(mc, model),
         vocab_size=mc.vocab_size,
         hidden_size=mc.hidden_size,
         layers=layers,
@@ -188,9 +188,18 @@ def _bytes_by_dtype(model: Any) -> dict[str, int]:
     return dict(found.most_common())
 
 
-def _schemes(model_config: "ModelConfig") -> dict[str, int]:
-    modules = {} if model_config.quant is None else model_config.quant.modules or {}
-    return dict(Counter(str(module.scheme) for module in modules.values()).most_common())
+def _schemes(model_config: "ModelConfig", model: Any) -> dict[str, int]:
+    from hybridrt.layers.quant.pieces import PackedPiece
+
+    quant = model_config.quant
+    if quant is None:
+        return {}
+    if quant.online:
+        firsts = (pieces[0] for pieces in model.all_targets().values())
+        schemes = [piece.weight.scheme for piece in firsts if isinstance(piece, PackedPiece)]
+    else:
+        schemes = [module.scheme for module in (quant.modules or {}).values()]
+    return dict(Counter(map(str, schemes)).most_common())
 
 
 def _layers(config: "EngineConfig", target: "RunTarget") -> Iterator[LayerReport]:

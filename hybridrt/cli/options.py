@@ -54,6 +54,7 @@ class EngineOptions(Overrides):
     device: str | None = setting("Where to run.", "auto", "cpu|cuda|cuda:N")
     dtype: str | None = setting("Of weights and activations.", "auto", _DTYPES)
     load_format: str | None = setting("dummy: random weights from config.json alone.", "auto", "auto|dummy")
+    quantization: str | None = setting("Quantise a plain checkpoint while it loads.", "off", "fp8|int4")
     max_model_len: int | None = setting("Longest prompt + output, in tokens.", "what fits", "N")
     max_running_requests: int | None = setting("Requests that decode together.", "what fits", "N")
     memory_fraction: float | None = setting("Share of the device's memory to take.", "0.85 of a GPU", "X")

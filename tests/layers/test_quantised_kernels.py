@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hybridrt.base.errors import BackendError
+from hybridrt.base.errors import BackendError, ConfigError
 from hybridrt.base.quantization import Scheme
 from hybridrt.collectives.groups import TPGroup
-from hybridrt.kernels.quant.quant_weight import check_weight
 from hybridrt.layers.linear import ColumnLinear, Segment, VocabParallelEmbedding, finish
 from hybridrt.layers.moe import Experts
 from hybridrt.layers.norm import RMSNorm
@@ -45,7 +44,6 @@ def test_linear_layers(kind: str, tp: TPGroup) -> None:
     finish(layer)
     method = layer.method
     assert isinstance(method, methods.QuantMethod) and method.kernel is not None
-    check_weight(method.kernel)
     assert {name for name, _ in layer.named_parameters()} == set(method.parameters())
     q, k = qk.dense.split([14, 10])
     dense = torch.cat([tp.shard(q, 0), k, tp.shard(v.dense, 0) * 3.0])
@@ -58,6 +56,16 @@ def test_linear_layers(kind: str, tp: TPGroup) -> None:
         y, total = method.apply_normed(norm, x, residual.clone(), None)
         torch.testing.assert_close(total, x + residual)
         torch.testing.assert_close(y, norm(x + residual)[0] @ dense.t())
+
+
+def test_a_weight_that_kernels_would_read_wrongly_is_refused() -> None:
+    matrix = WIDER["fp8-blocks"](24, 96)
+    layer = ColumnLinear("up", 96, [Segment("up", 24)], build=build_of(matrix.scheme))
+    fill(layer.targets("up", ["up"]), {"up": matrix})
+    assert isinstance(layer.method, methods.QuantMethod)
+    layer.method.weight.scales.data = layer.method.weight.scales.data[:, :, :2]
+    with pytest.raises(ConfigError, match=r"the scale of blocks \[8, 32\] is \[3, 3\], not \[3, 2\]"):
+        finish(layer)
 
 
 def test_many_tokens_decode_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,8 @@ class RowContext(NamedTuple):
 def row_context(req_to_token: Tensor, batch: AttentionRows, tokens: int, sliding_window: int | None) -> RowContext:
     seq_lens = batch.seq_lens
     slots, position = _last_slots(req_to_token, batch.rows, seq_lens, tokens, sliding_window, batch.max_len)
-    if tokens == 1 and sliding_window is None and _all_reach(seq_lens, slots.shape[1]):
+    looks = tokens == 1 and sliding_window is None and not seq_lens.is_cuda  # on a GPU it would wait
+    if looks and seq_lens.tolist() == [slots.shape[1]] * len(seq_lens):  # every row sees the whole table: no mask
         return RowContext(_run(slots), None, seq_lens)
     last = seq_lens - 1 if batch.num_drafts is None else seq_lens - tokens + batch.num_drafts
     in_context = (position >= 0) & (position <= last.unsqueeze(1))
@@ -198,13 +199,6 @@ def _run(slots: Tensor) -> Tensor | slice:
     numbers = slots.numpy().reshape(-1)
     first, end = int(numbers[0]), int(numbers[0]) + len(numbers)
     return slice(first, end) if numbers[-1] == end - 1 and (np.diff(numbers) == 1).all() else slots.view(-1)
-
-
-def _all_reach(seq_lens: Tensor, context: int) -> bool:
-    """Whether every context has the table's width: then no mask is needed. False if looking would
-    wait.
-    """
-    return not seq_lens.is_cuda and seq_lens.tolist() == [context] * len(seq_lens)
 
 
 def _by_head(caches: Iterable[Tensor], slots: Tensor | slice, num_rows: int, dtype: torch.dtype) -> list[Tensor]:

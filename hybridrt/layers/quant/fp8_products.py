@@ -11,7 +11,7 @@ from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation
 from hybridrt.kernels.quant.fp8_linear import GROUP, MAX_TOKENS, TokenCodes, fp8_linear
 from hybridrt.kernels.quant.quant_weight import QuantWeight
 
-MULTIPLE = 16  # of rows, for cuBLAS
+MULTIPLE = 128  # of rows: cuBLAS takes multiples of 16, torch checks scales as if blocks were whole
 SCALES_OF = 4  # rows of scales are padded to a multiple
 
 
