@@ -9,7 +9,7 @@ from benchmarks.traffic_loads import LIMITS, LOADS, Item, figures, mix, tokens
 from hybridrt.engine.core.engine import Engine
 from hybridrt.engine.core.step_cost import PromptWork
 
-QUICK = ("same-text", "very-long")
+QUICK = ("same-text",)
 
 
 def missed(load: str, seed: int) -> list[str]:
