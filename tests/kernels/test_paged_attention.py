@@ -275,7 +275,7 @@ def test_programs_of_a_row_where_tables_are_wide(rows: int, programs: int) -> No
     from hybridrt.kernels.attention import paged_attention_triton
 
     q = torch.empty(1, dtype=torch.bfloat16)
-    tile = paged_attention_triton._tile(4, 128, q)
+    tile = paged_attention_triton._tile(4, 128, q, False)
     assert paged_attention_triton._walk(rows, 2**20, tile, q)[0]["SPLITS"] == programs
 
 
