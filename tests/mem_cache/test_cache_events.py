@@ -19,7 +19,7 @@ from tests.support.cache_replica import Entry, Replica, contents
 from tests.support.levels import drawn
 
 
-@pytest.mark.parametrize(("page_size", "recurrent", "lookahead", "windows", "examples"), drawn(CASES, 3, 20, 90))
+@pytest.mark.parametrize(("page_size", "recurrent", "lookahead", "windows", "examples"), drawn(CASES, 3, 10, 40))
 def test_the_events_give_the_contents_of_the_tree(
     page_size: int, recurrent: bool, lookahead: int, windows: tuple[int | None, ...], examples: int
 ) -> None:

@@ -17,7 +17,7 @@ from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 from hybridrt.mem_cache.prefix_tree.prefix_cache import CacheEntries, PrefixMatch
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_node import Node
-from tests.support.levels import drawn
+from tests.support.levels import draw, drawn, examples
 
 Text = tuple[int, ...]
 NO_SETS = no_sets(0)
@@ -216,7 +216,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("page_size", "recurrent", "lookahead", "windows", "examples"), drawn(CASES, 1, 20, 90))
+@pytest.mark.parametrize(("page_size", "recurrent", "lookahead", "windows", "examples"), drawn(CASES, 1, 10, 40))
 def test_the_tree_is_a_dictionary_of_prefixes(
     page_size: int, recurrent: bool, lookahead: int, windows: tuple[int | None, ...], examples: int
 ) -> None:
@@ -287,15 +287,20 @@ def leave(ledger: Ledger, match: PrefixMatch, state: bool) -> None:
 
 
 @pytest.mark.parametrize(("page_size", "lookahead"), [(0, 0), (1, 0), (2, 1), (4, 0), (4, 1)])
-@given(
-    offers=st.lists(st.tuples(TEXTS, st.sets(st.integers(1, 14), min_size=1), st.integers(0, 4)), max_size=8),
-    asked=st.lists(TEXTS, max_size=8),
-)
-def test_all_states_at_once_are_as_one_after_the_other(
-    page_size: int, lookahead: int, offers: list[tuple[Text, set[int], int]], asked: list[Text]
-) -> None:
+@examples(25, 100)
+def test_all_states_at_once_are_as_one_after_the_other(page_size: int, lookahead: int, examples: int) -> None:
     """Some pages are evicted behind each text: what is left of its last edge is no whole one."""
-    at_once, one_by_one = Ledger(page_size, True, lookahead), Ledger(page_size, True, lookahead)
+    offers = st.lists(st.tuples(TEXTS, st.sets(st.integers(1, 14), min_size=1), st.integers(0, 4)), max_size=8)
+
+    def insert(offers: list[tuple[Text, set[int], int]], asked: list[Text]) -> None:
+        insert_both_ways(Ledger(page_size, True, lookahead), Ledger(page_size, True, lookahead), offers, asked)
+
+    draw(examples, insert, offers, st.lists(TEXTS, max_size=8))
+
+
+def insert_both_ways(
+    at_once: Ledger, one_by_one: Ledger, offers: list[tuple[Text, set[int], int]], asked: list[Text]
+) -> None:
     for text, positions, gone in offers:
         at_once.offer(text, tuple(positions))
         for position in sorted(positions, reverse=True):
