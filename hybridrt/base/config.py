@@ -7,13 +7,14 @@ from typing import Any, ClassVar, Literal, TypeVar, cast
 import torch
 
 from hybridrt.base.config_json import FLAG, TEXT, FieldType, check_fields, either, integer, number, one_of
-from hybridrt.base.device import gpu_count, gpu_name, has_bfloat16
+from hybridrt.base.device import capability, gpu_count, gpu_name, has_bfloat16
 from hybridrt.base.draft_methods import load_method
 from hybridrt.base.errors import ConfigError, DeviceError
 from hybridrt.base.errors_foreign import ENGINE, knows_fields
 from hybridrt.base.quantization import QuantConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+STATE_DTYPES = DTYPES | {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 def _or_none(field_type: FieldType) -> FieldType:
@@ -284,7 +285,8 @@ _ENGINE = {
     "chunked_prefill_size": integer(1, 2**20),
     "target_itl_ms": _or_none(either(number(0.1, 1e6), one_of("auto"))),
     "max_ttft_factor": _or_none(number(1.01, 1e3)),
-    "mamba_ssm_dtype": one_of(*DTYPES),
+    "mamba_ssm_dtype": one_of(*STATE_DTYPES),
+    "mamba_ssm_rounding": one_of("auto", "nearest", "stochastic"),
     "state_mode": one_of("auto", "classic", "replay"),
     "speculative": _or_none(FieldType("a SpeculativeConfig", lambda v: isinstance(v, SpeculativeConfig))),
     "tp_size": integer(1, 64),
@@ -319,7 +321,10 @@ class EngineConfig:
             no target.
         max_ttft_factor: with a target, prompts may need so many times longer than without decode
             rows; a step may then take longer than its target. None: 11, or 4/3 with "auto".
-        mamba_ssm_dtype: dtype of the recurrent state.
+        mamba_ssm_dtype: dtype of the recurrent state. "int8" and "fp8" need state mode "replay"
+            (docs/quantization.md).
+        mamba_ssm_rounding: how a state is rounded where it is stored: "nearest", or "stochastic" with
+            state mode "replay". "auto" is "stochastic" with 8 bits.
         state_mode: "classic" writes the recurrent state every step; "replay" keeps a ring of inputs
             and writes it about every 16 steps (kinds with `ring_shapes` only). "auto" picks replay
             on a GPU where it is faster (`replay_pays` of the kind).
@@ -354,6 +359,7 @@ class EngineConfig:
     target_itl_ms: float | Literal["auto"] | None = None
     max_ttft_factor: float | None = None
     mamba_ssm_dtype: str = "float32"
+    mamba_ssm_rounding: str = "auto"
     state_mode: str = "auto"
     attention_backend: str = "auto"
     prefill_attention_backend: str | None = None
@@ -374,6 +380,25 @@ class EngineConfig:
         check_fields(self, _ENGINE)
         if self.host_cache_bytes and not self.prefix_cache:
             raise ConfigError("host_cache_bytes extends the prefix cache, which is off: set prefix_cache=True")
+        self._check_rounding()
+
+    def _check_rounding(self) -> None:
+        dtype, rounding = self.mamba_ssm_dtype, self.mamba_ssm_rounding
+        if rounding == "stochastic" and dtype == "float32":
+            raise ConfigError(
+                'mamba_ssm_rounding="stochastic" has no use for float32 states; set mamba_ssm_dtype to "bfloat16", '
+                '"float16", "int8" or "fp8"'
+            )
+        if rounding == "nearest" and dtype not in DTYPES:
+            raise ConfigError(
+                f'mamba_ssm_rounding="nearest" would lose what a state of mamba_ssm_dtype="{dtype}" gains in 16 tokens; '
+                'use "auto"'
+            )
+
+    @property
+    def rounds_stochastically(self) -> bool:
+        """Whether recurrent states are rounded stochastically where they are stored."""
+        return self.mamba_ssm_rounding == "stochastic" or self.mamba_ssm_dtype not in DTYPES
 
     @property
     def num_verify_tokens(self) -> int:
@@ -410,8 +435,12 @@ def resolve_dtype(name: str, model_dtype: torch.dtype, device: torch.device) -> 
 
 
 def resolve_state_dtype(name: str, device: torch.device) -> torch.dtype:
-    """dtype of the recurrent state. Raises DeviceError as `resolve_dtype` does."""
-    return _on_device("mamba_ssm_dtype", DTYPES[name], device)
+    """dtype of the recurrent state. Raises DeviceError as `resolve_dtype` does, and for "fp8" on a GPU
+    that does not convert such numbers."""
+    dtype = STATE_DTYPES[name]
+    if dtype == torch.float8_e4m3fn and device.type == "cuda" and capability(device) < (8, 9):
+        raise DeviceError(f'{gpu_name(device)} has no fp8; pass mamba_ssm_dtype="int8" or "bfloat16"')
+    return _on_device("mamba_ssm_dtype", dtype, device)
 
 
 def _on_device(option: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -1,6 +1,6 @@
 """The metadata of recurrent layers: a decode segment, then an extend segment."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hybridrt.base.forward_batch import ExtendPass, ForwardBatch
 from hybridrt.kernels.core.chunk_plan import ChunkPlan
+from hybridrt.kernels.core.launch import end_launches
 from hybridrt.kernels.core.records import (
     ConvState,
     ConvWeights,
@@ -20,6 +21,7 @@ from hybridrt.kernels.core.records import (
 )
 from hybridrt.kernels.mamba.mamba2_decode_cpu import PoolRows
 from hybridrt.kernels.state.row_tables import DecodeBuffers
+from hybridrt.kernels.state.state_codes import load_states, store_states
 from hybridrt.mem_cache.pools.mamba_pool import LayerCache
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 
@@ -52,7 +54,7 @@ class DecodeSegment:
         intermediate, state_slots = None, self.buffers.state_slots
         if self.tokens_per_row > 1 and cache.intermediate_ssm is not None:
             intermediate = IntermediateStates(cache.intermediate_ssm, self.rows, self.predecessors)
-        return StateSlots(cache.temporal, state_slots, state_slots, intermediate)
+        return StateSlots(cache.state, state_slots, state_slots, intermediate, cache.codes)
 
     def conv_state(self, cache: LayerCache) -> ConvState:
         state_slots = self.buffers.state_slots
@@ -102,7 +104,39 @@ class ExtendSegment:
     real: Tensor | None = None
 
     def state(self, cache: LayerCache) -> StateSlots:
-        return StateSlots(cache.temporal, self.read_state_slots, self.write_state_slots)
+        return StateSlots(cache.state, self.read_state_slots, self.write_state_slots, codes=cache.codes)
+
+    def scan(self, cache: LayerCache, run: Callable[[StateSlots, Prompts], Tensor]) -> Tensor:
+        """`run` over the states of a layer. States with codes are float32 in between, and rounded
+        where they are stored."""
+        state, rows = self.state(cache), len(self.read_state_slots)
+        if cache.codes is None:
+            return run(state, self.prompts)
+        places = torch.arange(1, rows + 1, device=self.read_state_slots.device, dtype=torch.int32)
+        saves = self.prompts.saves
+        floats = torch.zeros(
+            (1 + rows * (1 if saves is None else 2), *state.states.shape[1:]), device=state.states.device
+        )
+        floats[1 : rows + 1] = load_states(state, self.prompts.has_initial_state)
+        read, write = (places.masked_fill(slots < 0, -1) for slots in (self.read_state_slots, self.write_state_slots))
+        end_launches(floats.device)  # kernels of the scan may read states early
+        out = run(StateSlots(floats, read, write), self._saved_after(rows))
+        starts = self.prompts.query_start_loc
+        store_states(state, floats[1 : rows + 1], (self.start_positions + starts[1:] - starts[:-1]).int())
+        if saves is not None:
+            slots = saves.row_slots.masked_fill(saves.row_slots == 0, -1)
+            saved = state._replace(write_state_slots=slots)
+            store_states(saved, floats[rows + 1 :], (self.start_positions + saves.row_lengths).int())
+        return out
+
+    def _saved_after(self, rows: int) -> Prompts:
+        """The prompts with saves to places after those of the rows, which are 1 to `rows`."""
+        if (saves := self.prompts.saves) is None:
+            return self.prompts
+        own = torch.arange(rows + 1, 2 * rows + 1, device=saves.row_slots.device, dtype=torch.int32)
+        by_chunk = own[self.prompts.plan.seq_idx.clamp(max=rows - 1)].masked_fill(saves.chunk_slots == 0, 0)
+        by_row = own.masked_fill(saves.row_slots == 0, 0)
+        return self.prompts._replace(saves=SavedStates(by_chunk, by_row, saves.row_lengths))
 
     def conv_chunks(
         self, weights: ConvWeights, cache: LayerCache

@@ -85,6 +85,7 @@ class LLM:
         target_itl_ms: float | Literal["auto"] | None = None,
         max_ttft_factor: float | None = None,
         mamba_ssm_dtype: str = "float32",
+        mamba_ssm_rounding: str = "auto",
         state_mode: str = "auto",
         attention_backend: str = "auto",
         prefill_attention_backend: str | None = None,
