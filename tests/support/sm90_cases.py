@@ -14,6 +14,7 @@ from hybridrt.kernels.core.records import SavedStates
 from hybridrt.kernels.sampling.sampling import Penalties
 from hybridrt.kernels.state.state_ring import RingFolds
 from tests.support.quant_weights import FORMATS, empty_weight
+from tests.support.sm90_codes import coded_cases
 
 Args = dict[str, Any]
 Cases = Iterator[tuple[str, Args]]
@@ -390,7 +391,33 @@ def everything_else() -> Cases:
         yield from cases()
 
 
+def codes() -> Cases:
+    """Recurrent layers of Falcon-H1-7B, Nemotron-H-8B, Qwen3-Next and Kimi-Linear, with states in 8 bits."""
+    for shape in MAMBA2_SHAPES:
+        heads, dim, state_dim, groups = shape
+
+        def mamba2_rows(states: Tensor, batch: int, tokens: int, shape: Any = shape) -> tuple[str, Args]:
+            *_, (op, args), _, _ = mamba2_step(shape, torch.bfloat16, batch, tokens, 16 if tokens == 1 else 32)
+            return op, args | {"states": states}
+
+        yield from coded_cases(mamba2_rows, fold, f32(300, heads, dim, state_dim))
+
+    def delta_net_rows(states: Tensor, batch: int, tokens: int) -> tuple[str, Args]:
+        (op, args), _ = delta_net_step(batch, tokens, "replay", torch.bfloat16)
+        return op, args | {"states": states}
+
+    def kimi_rows(states: Tensor, batch: int, tokens: int) -> tuple[str, Args]:
+        width = 32 * DIM
+        qkv, a, b = meta(batch, tokens, 4 * width + 32).split([3 * width, width, 32], -1)
+        args = {"qkv": qkv, "a": a.unflatten(-1, (32, DIM)), "b": b, "A_log": f32(32), "dt_bias": f32(32, DIM)}
+        args |= conv(3 * width, batch) | {"bias": None, "states": states}
+        return "gdn_decode", args | channel_ring(batch, 16 if tokens == 1 else 32, 32)
+
+    for rows in (delta_net_rows, kimi_rows):
+        yield from coded_cases(rows, fold, f32(300, 32, DIM, DIM))
+
+
 TABLES: dict[str, Callable[[], Cases]] = {
     "mamba2": mamba2, "mamba1": mamba1, "skinny_linear": skinny_linear, "quant": quant, "others": everything_else,
-    "latent": latent_attention, "absorbed": absorbed_prompts,
+    "latent": latent_attention, "absorbed": absorbed_prompts, "codes": codes,
 }  # fmt: skip
