@@ -118,8 +118,10 @@ class Layer:
             self.states, scales = split_heads_of_codes(stored, VALUES, KEYS, dtype)
             self.codes = StateCodes(lengths, element_keys(0, 0, HEADS), scales)
         gates = (KEYS,) if kind == "kda" else ()
-        self.ring = torch.zeros(2, HEADS, WIDTH, VALUES), torch.zeros(2, HEADS, WIDTH, KEYS), torch.zeros(
-            2, HEADS, WIDTH, *gates
+        self.ring = (
+            torch.zeros(2, HEADS, WIDTH, VALUES),
+            torch.zeros(2, HEADS, WIDTH, KEYS),
+            torch.zeros(2, HEADS, WIDTH, *gates),
         )
         self.start, self.length = torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
 
@@ -136,7 +138,9 @@ class Layer:
                 out = selective_state_update.reference(inputs, weights, state)
         else:
             tokens = DeltaInputs(q, k, v, gate, beta)
-            out = gdn_replay(tokens, state, ring) if self.replay else recurrent_gated_delta_rule.reference(tokens, state)
+            out = (
+                gdn_replay(tokens, state, ring) if self.replay else recurrent_gated_delta_rule.reference(tokens, state)
+            )
         if self.replay:
             self.fold()
         return out[0, 0]
@@ -211,7 +215,9 @@ def token(kind: str, outliers: Tensor, offset: Tensor, generator: torch.Generato
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=0, help="of held-out text")
-    parser.add_argument("--source", type=Path, default=Path(sysconfig.get_path("stdlib")), help="CPython 3.11.7's library")
+    parser.add_argument(
+        "--source", type=Path, default=Path(sysconfig.get_path("stdlib")), help="CPython 3.11.7's library"
+    )
     parser.add_argument("--drift-steps", type=int, default=0)
     parser.add_argument("--kinds", nargs="+", default=["gdn", "kda", "mamba2"])
     parser.add_argument("--out", type=Path)

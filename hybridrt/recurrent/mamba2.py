@@ -190,7 +190,6 @@ class Mamba2AttnBackend(MambaAttnBackendBase[Mamba2Layer, Mamba2Inputs]):
         place = None if out is None else out.view(x.shape)
         tokens = SSMInputs(x, inputs.dt, B, C, z)
 
-
         def scan(state: StateSlots, prompts: Prompts) -> torch.Tensor:
             return mamba2_chunk_scan(tokens, layer.weights, state, prompts, out=place)
 

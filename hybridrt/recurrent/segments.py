@@ -107,36 +107,20 @@ class ExtendSegment:
         return StateSlots(cache.state, self.read_state_slots, self.write_state_slots, codes=cache.codes)
 
     def scan(self, cache: LayerCache, run: Callable[[StateSlots, Prompts], Tensor]) -> Tensor:
-        """`run` over the states of a layer. States with codes are float32 in between, and rounded
-        where they are stored."""
-        state, rows = self.state(cache), len(self.read_state_slots)
+        """`run` over the states of a layer. States with codes are float32 meanwhile, and are rounded
+        where they are stored. States within prompts are saved by passes then, so that a request
+        continues from what the cache keeps."""
+        state = self.state(cache)
         if cache.codes is None:
             return run(state, self.prompts)
-        places = torch.arange(1, rows + 1, device=self.read_state_slots.device, dtype=torch.int32)
-        saves = self.prompts.saves
-        floats = torch.zeros(
-            (1 + rows * (1 if saves is None else 2), *state.states.shape[1:]), device=state.states.device
-        )
-        floats[1 : rows + 1] = load_states(state, self.prompts.has_initial_state)
+        states = load_states(state, self.prompts.has_initial_state)
+        end_launches(states.device)  # kernels of the scan may read states early
+        places = torch.arange(1, len(states), device=states.device, dtype=torch.int32)
         read, write = (places.masked_fill(slots < 0, -1) for slots in (self.read_state_slots, self.write_state_slots))
-        end_launches(floats.device)  # kernels of the scan may read states early
-        out = run(StateSlots(floats, read, write), self._saved_after(rows))
+        out = run(StateSlots(states, read, write), self.prompts)
         starts = self.prompts.query_start_loc
-        store_states(state, floats[1 : rows + 1], (self.start_positions + starts[1:] - starts[:-1]).int())
-        if saves is not None:
-            slots = saves.row_slots.masked_fill(saves.row_slots == 0, -1)
-            saved = state._replace(write_state_slots=slots)
-            store_states(saved, floats[rows + 1 :], (self.start_positions + saves.row_lengths).int())
+        store_states(state, states[1:], self.start_positions + starts[1:] - starts[:-1])
         return out
-
-    def _saved_after(self, rows: int) -> Prompts:
-        """The prompts with saves to places after those of the rows, which are 1 to `rows`."""
-        if (saves := self.prompts.saves) is None:
-            return self.prompts
-        own = torch.arange(rows + 1, 2 * rows + 1, device=saves.row_slots.device, dtype=torch.int32)
-        by_chunk = own[self.prompts.plan.seq_idx.clamp(max=rows - 1)].masked_fill(saves.chunk_slots == 0, 0)
-        by_row = own.masked_fill(saves.row_slots == 0, 0)
-        return self.prompts._replace(saves=SavedStates(by_chunk, by_row, saves.row_lengths))
 
     def conv_chunks(
         self, weights: ConvWeights, cache: LayerCache

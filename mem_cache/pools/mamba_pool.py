@@ -362,7 +362,12 @@ class MambaPool:
             cursors, sizes = (self.ring_start, self.ring_length), (self.width, self.spec.tokens_per_step)
             self._fold(
                 advance_ring(
-                    *cursors, rows, accepted, state_slots, width=sizes[0], widest=sizes[1],
+                    *cursors,
+                    rows,
+                    accepted,
+                    state_slots,
+                    width=sizes[0],
+                    widest=sizes[1],
                     state_lengths=self.state_lengths,
                 )  # fmt: skip
             )

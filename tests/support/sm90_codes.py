@@ -16,7 +16,9 @@ Cases = Iterator[tuple[str, Args]]
 EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
 
 
-def coded_cases(steps: Callable[[Tensor, int, int], tuple[str, Args]], fold: Callable[..., tuple[str, Args]], state: Tensor) -> Cases:
+def coded_cases(
+    steps: Callable[[Tensor, int, int], tuple[str, Args]], fold: Callable[..., tuple[str, Args]], state: Tensor
+) -> Cases:
     """Decode of many rows and of one, and verification; then a fold, and what a prompt loads and stores.
 
     Args:

@@ -126,10 +126,11 @@ def read_states(state: StateSlots) -> Tensor:
 
 @operation(By("triton"))
 def load_states(state: StateSlots, has_initial_state: Tensor) -> Tensor:
-    """[B, H, P, N] float32: the states in the slots that are read, zeros where `has_initial_state` [B] is False and in
-    padding rows."""
+    """[1 + B, H, P, N] float32: a pool of its own, with row b's state in slot 1 + b. Zeros where `has_initial_state` [B]
+    is False, in padding rows, and in the scratch slot."""
     real = has_initial_state & (state.read_state_slots >= 0)
-    return read_states(state).masked_fill_(~real.view(-1, 1, 1, 1), 0.0)
+    found = read_states(state).masked_fill_(~real.view(-1, 1, 1, 1), 0.0)
+    return torch.cat((found.new_zeros(1, *found.shape[1:]), found))
 
 
 @operation(By("triton"))

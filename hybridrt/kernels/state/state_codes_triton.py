@@ -82,20 +82,23 @@ def _load_kernel(  # type: ignore[no-untyped-def]
     P: tl.constexpr, N: tl.constexpr, NS: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Grid [rows, heads, tiles of P]."""
-    b, h, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    """Grid [1 + rows, heads, tiles of P]: the scratch slot, then the rows."""
+    place, h, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     p, n, s = part * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_S)
-    slot = tl.load(slots_ptr + b).to(tl.int64)
+    b = tl.maximum(place - 1, 0)
+    slot = tl.where(place > 0, tl.load(slots_ptr + b), -1).to(tl.int64)
     rows = tl.where((slot >= 0) & tl.load(has_initial_ptr + b), P, 0)  # without a state, none are read
     mask = (p < P)[:, None] & (n < N)[None, :]
     tile = p[:, None] * N + n[None, :]
-    read = tl.load(states_ptr + tl.maximum(slot, 0) * states_ss + h * states_sh + tile, mask=mask & (p < rows)[:, None], other=0.0)
+    read = tl.load(
+        states_ptr + tl.maximum(slot, 0) * states_ss + h * states_sh + tile, mask=mask & (p < rows)[:, None], other=0.0
+    )
     if scales_ptr is None:
         state = read.to(tl.float32)
     else:
         cells = scales_ptr + tl.maximum(slot, 0) * scales_ss + h * scales_sh + p[:, None] * NS + s[None, :]
         state = decode_tile(read, tl.load(cells, mask=(p < rows)[:, None] & (s < NS)[None, :], other=0))
-    tl.store(out_ptr + (b * tl.num_programs(1) + h) * (P * N) + tile, state, mask=mask)
+    tl.store(out_ptr + (place * tl.num_programs(1) + h) * (P * N) + tile, state, mask=mask)
 
 
 @triton.jit
@@ -153,8 +156,8 @@ def load_states_triton(state: StateSlots, has_initial_state: Tensor) -> Tensor:
     states, slots = state.states, state.read_state_slots
     scales = state_scales(state)
     tile, heads = _tile(states), states.shape[1]
-    out = torch.empty((len(slots), *states.shape[1:]), dtype=torch.float32, device=states.device)
-    _load_kernel[len(slots), heads, triton.cdiv(tile["P"], tile["BLOCK_P"])](
+    out = torch.empty((1 + len(slots), *states.shape[1:]), dtype=torch.float32, device=states.device)
+    _load_kernel[1 + len(slots), heads, triton.cdiv(tile["P"], tile["BLOCK_P"])](
         states, scales, slots, has_initial_state, out, states.stride(0), states.stride(1), *scale_strides(scales),
         num_warps=4, **tile,
     )  # fmt: skip
