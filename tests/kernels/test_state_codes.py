@@ -115,7 +115,7 @@ def test_offsets_are_uniform_and_differ_between_elements() -> None:
     assert abs(float(offsets.var()) - 1 / 12) < 0.002
     flat = offsets.flatten(1) - 0.5
     assert abs(float((flat[:, 1:] * flat[:, :-1]).mean())) < 0.002
-    assert 0 <= float(offsets.min()) and float(offsets.max()) < 1
+    assert float(offsets.min()) >= 0 and float(offsets.max()) < 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -14,7 +14,6 @@ from hybridrt.kernels.core.records import SavedStates
 from hybridrt.kernels.sampling.sampling import Penalties
 from hybridrt.kernels.state.state_ring import RingFolds
 from tests.support.quant_weights import FORMATS, empty_weight
-from tests.support.sm90_codes import coded_cases
 
 Args = dict[str, Any]
 Cases = Iterator[tuple[str, Args]]
@@ -381,9 +380,24 @@ def quant() -> Cases:
         yield "quant_linear", tail | {"weight": empty_weight(name, 3072, 4608)}
         count, width, inner = 128, 2048, 512  # experts of Qwen3-Next, fewer of them
         experts = {"up": empty_weight(name, 2 * inner, width, count), "down": empty_weight(name, width, inner, count)}
-        for tokens in (32, 1024):
+        for tokens in (1, 32, 1024):
             picks = {"weights": f32(tokens, 10), "ids": int32(tokens, 10)}
             yield "quant_experts", {"x": meta(tokens, width), "activation": "silu"} | experts | picks
+
+
+def fp8() -> Cases:
+    """Quantised inputs of the same layers."""
+    for name, groups in (("fp8 blocks", True), ("fp8 rows", False)):
+        for tokens in (1, 32, 64):
+            norm = {"norm_weight": f32(3072), "eps": 1e-5, "residual": meta(tokens, 3072)}
+            yield "quantize_tokens", {"x": meta(tokens, 3072), "group": 128 if groups else 3072} | norm
+            yield "quantize_tokens", {"x": meta(tokens, 12288), "group": 128 if groups else 12288}
+            for rows, width, activation in ((24576, 3072, "silu_and_mul"), (3072, 12288, None)):
+                codes = meta(-(-tokens // 16) * 16, width, dtype=torch.float8_e4m3fn)
+                x = {"codes": codes, "scale": f32(width // 128 if groups else 1, len(codes)), "tokens": tokens}
+                x["group"] = 128 if groups else width
+                weight = empty_weight(name, rows, width)
+                yield "fp8_linear", x | {"weight": weight, "dtype": torch.bfloat16, "activation": activation}
 
 
 def everything_else() -> Cases:
@@ -391,33 +405,7 @@ def everything_else() -> Cases:
         yield from cases()
 
 
-def codes() -> Cases:
-    """Recurrent layers of Falcon-H1-7B, Nemotron-H-8B, Qwen3-Next and Kimi-Linear, with states in 8 bits."""
-    for shape in MAMBA2_SHAPES:
-        heads, dim, state_dim, groups = shape
-
-        def mamba2_rows(states: Tensor, batch: int, tokens: int, shape: Any = shape) -> tuple[str, Args]:
-            *_, (op, args), _, _ = mamba2_step(shape, torch.bfloat16, batch, tokens, 16 if tokens == 1 else 32)
-            return op, args | {"states": states}
-
-        yield from coded_cases(mamba2_rows, fold, f32(300, heads, dim, state_dim))
-
-    def delta_net_rows(states: Tensor, batch: int, tokens: int) -> tuple[str, Args]:
-        (op, args), _ = delta_net_step(batch, tokens, "replay", torch.bfloat16)
-        return op, args | {"states": states}
-
-    def kimi_rows(states: Tensor, batch: int, tokens: int) -> tuple[str, Args]:
-        width = 32 * DIM
-        qkv, a, b = meta(batch, tokens, 4 * width + 32).split([3 * width, width, 32], -1)
-        args = {"qkv": qkv, "a": a.unflatten(-1, (32, DIM)), "b": b, "A_log": f32(32), "dt_bias": f32(32, DIM)}
-        args |= conv(3 * width, batch) | {"bias": None, "states": states}
-        return "gdn_decode", args | channel_ring(batch, 16 if tokens == 1 else 32, 32)
-
-    for rows in (delta_net_rows, kimi_rows):
-        yield from coded_cases(rows, fold, f32(300, 32, DIM, DIM))
-
-
 TABLES: dict[str, Callable[[], Cases]] = {
-    "mamba2": mamba2, "mamba1": mamba1, "skinny_linear": skinny_linear, "quant": quant, "others": everything_else,
-    "latent": latent_attention, "absorbed": absorbed_prompts, "codes": codes,
+    "mamba2": mamba2, "mamba1": mamba1, "skinny_linear": skinny_linear, "quant": quant, "fp8": fp8,
+    "others": everything_else, "latent": latent_attention, "absorbed": absorbed_prompts,
 }  # fmt: skip

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hybridrt.kernels.core.operation import By, operation
-from hybridrt.kernels.core.records import StateCodes, StateSlots
+from hybridrt.kernels.core.records import StateSlots
 from hybridrt.kernels.core.slots import read_rows, write_rows
 
 SCALED = 32  # neighbouring codes of a row that share a scale
@@ -126,8 +126,8 @@ def read_states(state: StateSlots) -> Tensor:
 
 @operation(By("triton"))
 def load_states(state: StateSlots, has_initial_state: Tensor) -> Tensor:
-    """[1 + B, H, P, N] float32: a pool of its own, with row b's state in slot 1 + b. Zeros where `has_initial_state` [B]
-    is False, in padding rows, and in the scratch slot."""
+    """[1 + B, H, P, N] float32: a pool of its own, with row b's state in slot 1 + b. Zeros where
+    `has_initial_state` [B] is False, in padding rows, and in the scratch slot."""
     real = has_initial_state & (state.read_state_slots >= 0)
     found = read_states(state).masked_fill_(~real.view(-1, 1, 1, 1), 0.0)
     return torch.cat((found.new_zeros(1, *found.shape[1:]), found))

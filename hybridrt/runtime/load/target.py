@@ -10,6 +10,7 @@ from hybridrt.base.config import (
     ModelConfig,
     resolve_device,
     resolve_dtype,
+    resolve_kv_codes,
     resolve_state_dtype,
 )
 from hybridrt.collectives.groups import TPGroup
@@ -19,12 +20,19 @@ from hybridrt.mem_cache.pools.stored_states import check_codes
 
 @dataclass(frozen=True)
 class RunTarget:
+    """A model's device and dtypes.
+
+    Attributes:
+        kv_codes: dtype of the KV cache's codes; None: it holds plain numbers in `dtype`.
+    """
+
     model_config: ModelConfig
     device: torch.device
     dtype: torch.dtype
     state_dtype: torch.dtype
     state_mode: str
     tp: TPGroup
+    kv_codes: torch.dtype | None = None
 
     @classmethod
     def resolve(cls, config: EngineConfig, model_config: ModelConfig, tp: TPGroup) -> "RunTarget":
@@ -33,7 +41,8 @@ class RunTarget:
         mode = resolve_state_mode(config, model_config.linear, device)
         state_dtype = resolve_state_dtype(config.mamba_ssm_dtype, device)
         check_codes(model_config.linear, state_dtype, config.rounds_stochastically, mode)
-        return cls(model_config, device, dtype, state_dtype, mode, tp)
+        codes = resolve_kv_codes(config.kv_cache_dtype, device)
+        return cls(model_config, device, dtype, state_dtype, mode, tp, codes)
 
 
 def resolve_state_mode(config: EngineConfig, kinds: Collection[str], device: torch.device) -> str:
