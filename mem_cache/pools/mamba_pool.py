@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -52,6 +52,11 @@ class LayerCache:
     ring_gates: torch.Tensor | None = None
     states: torch.Tensor | None = None
     codes: StateCodes | None = None
+
+    def of_layer(self, layer: int) -> "LayerCache":
+        """One of a stack's layers."""
+        parts: dict[str, Any] = {name: t[layer] for name, t in vars(self).items() if isinstance(t, torch.Tensor)}
+        return LayerCache(**parts, codes=self.codes and self.codes.of_layer(layer))
 
     @property
     def state(self) -> torch.Tensor:
@@ -212,12 +217,11 @@ class MambaPool:
                 for entries, shapes in ((num_slots, spec.slot_shapes(shape)), (num_rows, spec.row_shapes(shape)))
                 for name, (dims, dtype) in shapes.items()
             }
-            stack = self._with_codes(LayerCache(**tensors), shape, layer_ids)
+            stack = self._with_codes(LayerCache(**tensors), shape, layer_ids)  # type: ignore[arg-type]
             self.stacks.append((layer_ids, stack))
             self._shapes |= dict.fromkeys(layer_ids, shape)
             for i, layer_id in enumerate(layer_ids):
-                views = {} if stack.codes is None else {"states": stack.state[i], "codes": stack.codes.of_layer(i)}
-                self._caches[layer_id] = LayerCache(**{name: t[i] for name, t in tensors.items()}, **views)  # type: ignore[arg-type]
+                self._caches[layer_id] = stack.of_layer(i)
 
     def _with_codes(self, stack: LayerCache, shape: StateShape, layer_ids: Sequence[int]) -> LayerCache:
         if self.state_lengths is None or not shape.temporal_numel:

@@ -120,8 +120,8 @@ def _spread(scales: Tensor, columns: int) -> Tensor:
 
 def read_states(state: StateSlots) -> Tensor:
     """[B, *state] float32 of the slots that are read; padding rows get the scratch slot's."""
-    scales = None if state.codes is None else state.codes.state_scales
-    return decode(*(t if t is None else read_rows(t, state.read_state_slots) for t in (state.states, scales)))
+    slots, scales = state.read_state_slots, None if state.codes is None else state.codes.state_scales
+    return decode(read_rows(state.states, slots), None if scales is None else read_rows(scales, slots))
 
 
 @operation(By("triton"))

@@ -53,8 +53,8 @@ class ImageLayout:
             stored, dtype = stored_state(shape, target.state_dtype)
             nbytes = prod(stored) * dtype.itemsize
             dtypes = target.dtype, state_dtype(shape, target.state_dtype)
-            spec = MambaSpec(shapes, dtypes, shape.kind, groups, nbytes)
-            states += derive_mamba_conv_split(spec, tp).sections
+            mamba = MambaSpec(shapes, dtypes, shape.kind, groups, nbytes)
+            states += derive_mamba_conv_split(mamba, tp).sections
         for layer_id in mc.full_attention_layer_ids:
             spec, heads = kv.specs[layer_id], mc.attention_of(layer_id).num_kv_heads
             tokens += [Section(spec.num_kv_heads * dim * spec.dtype.itemsize, heads) for dim in spec.cache_dims]
