@@ -44,7 +44,7 @@ def read(made: MambaPool, slot: int, layer_id: int = 3) -> torch.Tensor:
 def filled(slot: int, length: int, **changed: Any) -> tuple[MambaPool, torch.Tensor]:
     """A pool whose row 2 has the slot, with a state after `length` tokens in layer 3."""
     made, new = pool(**changed), torch.randn(1, *SHAPE.temporal)
-    made.admit(int32(2), int32(slot))
+    made.admit_rows(int32(2), int32(slot))
     store_states(state_of(made, slot), new, int32(length))
     return made, new[0]
 
@@ -61,7 +61,7 @@ def test_a_state_takes_half_of_its_bytes_in_bfloat16_and_its_scales() -> None:
 def test_an_admitted_slot_is_zero_and_no_other() -> None:
     made, new = filled(4, 77)
     store_states(state_of(made, 5), new[None], int32(9))
-    made.admit(int32(1), int32(4))
+    made.admit_rows(int32(1), int32(4))
     assert not read(made, 4).any() and made.state_lengths is not None
     assert made.state_lengths.tolist() == [0, 0, 0, 0, 0, 9, 0]
     assert (read(made, 5) - new).abs().max() < 0.1
@@ -74,7 +74,7 @@ def test_images_carry_codes_scales_and_lengths() -> None:
         (part.shape, part.dtype) for part in made.slot_parts()
     ]
     other = pool()
-    other.admit(int32(1), int32(6))
+    other.admit_rows(int32(1), int32(6))
     other.import_(1, 77, iter(parts))
     assert torch.equal(read(other, 6), read(made, 4))
     assert (read(other, 6) - new).abs().max() < 0.1
@@ -95,7 +95,7 @@ def test_snapshots_moves_and_restored_states_round_at_their_position() -> None:
     assert torch.equal(read(made, 1), read(made, 3))
     made.fold(int32(2))
     assert torch.equal(read(made, 4), read(made, 1)), "the same numbers in the same position are rounded alike"
-    made.admit(int32(1), int32(5))
+    made.admit_rows(int32(1), int32(5))
     made.restore(int32(3), int32(1))
     assert torch.equal(read(made, 5), read(made, 3))
     assert int(made.state_lengths[5]) == 82
