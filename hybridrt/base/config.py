@@ -14,6 +14,7 @@ from hybridrt.base.errors_foreign import ENGINE, knows_fields
 from hybridrt.base.quantization import ONLINE, QuantConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+STATE_DTYPES = DTYPES | {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 KV_CODES = {"fp8_e4m3": torch.float8_e4m3fn}  # codes of numbers that were divided by a scale
 
 
@@ -302,7 +303,8 @@ _ENGINE = {
     "target_itl_ms": _or_none(either(number(0.1, 1e6), one_of("auto"))),
     "max_ttft_factor": _or_none(number(1.01, 1e3)),
     "client_weights": _or_none(FieldType("a dictionary of names with numbers from 0.001 to 1000", _is_weights)),
-    "mamba_ssm_dtype": one_of(*DTYPES),
+    "mamba_ssm_dtype": one_of(*STATE_DTYPES),
+    "mamba_ssm_rounding": one_of("auto", "nearest", "stochastic"),
     "kv_cache_dtype": one_of("auto", *KV_CODES),
     "kv_scales": one_of("auto", "one"),
     "state_mode": one_of("auto", "classic", "replay"),
@@ -344,7 +346,10 @@ class EngineConfig:
         max_ttft_factor: with a target, prompts may need so many times longer than without decode
             rows; a step may then take longer than its target. None: 11, or 4/3 with "auto".
         client_weights: with a target, shares of prompt computation by client; others have 1.
-        mamba_ssm_dtype: dtype of the recurrent state.
+        mamba_ssm_dtype: dtype of the recurrent state. "int8" and "fp8" need state mode "replay"
+            (docs/quantization.md).
+        mamba_ssm_rounding: how a state is rounded where it is stored: "nearest", or "stochastic" with
+            state mode "replay". "auto" is "stochastic" with 8 bits.
         kv_cache_dtype: "auto" keeps keys and values in the model's dtype; "fp8_e4m3" keeps codes of
             one byte with scales for each layer (docs/quantization.md).
         kv_scales: of codes: "auto" takes those of the checkpoint, and measures those that it lacks
@@ -389,6 +394,7 @@ class EngineConfig:
     max_ttft_factor: float | None = None
     client_weights: Mapping[str, float] | None = None
     mamba_ssm_dtype: str = "float32"
+    mamba_ssm_rounding: str = "auto"
     kv_cache_dtype: str = "auto"
     kv_scales: str = "auto"
     state_mode: str = "auto"
@@ -415,6 +421,25 @@ class EngineConfig:
             raise ConfigError("host_cache_bytes extends the prefix cache, which is off: set prefix_cache=True")
         if self.kv_scales != "auto" and self.kv_cache_dtype == "auto":
             raise ConfigError(f'kv_scales is {self.kv_scales!r}, but no codes are kept: set kv_cache_dtype="fp8_e4m3"')
+        self._check_rounding()
+
+    def _check_rounding(self) -> None:
+        dtype, rounding = self.mamba_ssm_dtype, self.mamba_ssm_rounding
+        if rounding == "stochastic" and dtype == "float32":
+            raise ConfigError(
+                'mamba_ssm_rounding="stochastic" has no use for float32 states; set mamba_ssm_dtype to "bfloat16", '
+                '"float16", "int8" or "fp8"'
+            )
+        if rounding == "nearest" and dtype not in DTYPES:
+            raise ConfigError(
+                f'mamba_ssm_rounding="nearest" would lose what a state of mamba_ssm_dtype="{dtype}" gains in 16 '
+                'tokens; use "auto"'
+            )
+
+    @property
+    def rounds_stochastically(self) -> bool:
+        """Whether recurrent states are rounded stochastically where they are stored."""
+        return self.mamba_ssm_rounding == "stochastic" or self.mamba_ssm_dtype not in DTYPES
 
     @property
     def num_verify_tokens(self) -> int:
@@ -451,8 +476,14 @@ def resolve_dtype(name: str, model_dtype: torch.dtype, device: torch.device) -> 
 
 
 def resolve_state_dtype(name: str, device: torch.device) -> torch.dtype:
-    """dtype of the recurrent state. Raises DeviceError as `resolve_dtype` does."""
-    return _on_device("mamba_ssm_dtype", DTYPES[name], device)
+    """dtype of the recurrent state. Raises DeviceError as `resolve_dtype` does, and for "fp8" on a GPU
+    that does not convert such numbers."""
+    dtype = STATE_DTYPES[name]
+    if dtype == torch.float8_e4m3fn and not has_float8(device):
+        raise DeviceError(
+            f'{gpu_name(device)} has no e4m3 numbers (sm_89 and later have); pass mamba_ssm_dtype="int8" or "bfloat16"'
+        )
+    return _on_device("mamba_ssm_dtype", dtype, device)
 
 
 def resolve_kv_codes(name: str, device: torch.device) -> torch.dtype | None:

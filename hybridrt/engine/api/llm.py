@@ -87,6 +87,7 @@ class LLM:
         max_ttft_factor: float | None = None,
         client_weights: Mapping[str, float] | None = None,
         mamba_ssm_dtype: str = "float32",
+        mamba_ssm_rounding: str = "auto",
         kv_cache_dtype: str = "auto",
         kv_scales: str = "auto",
         state_mode: str = "auto",
