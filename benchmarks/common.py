@@ -16,9 +16,10 @@ from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.kda import KDAConfig
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.mamba2 import Mamba2Config
-from hybridrt.kinds.registry import state_dtype, state_shape
+from hybridrt.kinds.registry import state_shape
 from hybridrt.mem_cache.pools.mamba_pool import MambaPoolSpec, ring_width
 from hybridrt.mem_cache.pools.pools import Pools
+from hybridrt.mem_cache.pools.stored_states import stored_state
 from hybridrt.models.base import CausalLM
 from hybridrt.models.config.family import routed_experts
 
@@ -130,7 +131,8 @@ def state_bytes(spec: MambaPoolSpec) -> float:
     total = 0.0
     for shape, layers in spec.groups.items():
         conv = shape.conv_dim * shape.conv_kernel * spec.conv_dtype.itemsize if shape.segments else 0
-        state = shape.temporal_numel * state_dtype(shape, spec.state_dtype).itemsize
+        stored, dtype = stored_state(shape, spec.state_dtype)
+        state = prod(stored) * dtype.itemsize
         moved = 2.0 * state
         if spec.mode == "replay":
             width = ring_width(spec.tokens_per_step)

@@ -14,6 +14,7 @@ from hybridrt.base.errors_foreign import ENGINE, knows_fields
 from hybridrt.base.quantization import ONLINE, QuantConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+STATE_DTYPES = DTYPES | {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 KV_CODES = {"fp8_e4m3": torch.float8_e4m3fn}  # codes of numbers that were divided by a scale
 
 
@@ -276,6 +277,14 @@ class SpeculativeConfig:
         return self.num_draft_tokens + 1
 
 
+_WEIGHT = number(1e-3, 1e3)
+
+
+def _is_weights(value: Any) -> bool:
+    """True for weights of clients by name."""
+    return isinstance(value, dict) and all(isinstance(name, str) and _WEIGHT.holds(value[name]) for name in value)
+
+
 _PAGE_SIZES = [2**i for i in range(11)]
 _ENGINE = {
     "model": FieldType("a checkpoint directory or a hub name, as text", lambda v: isinstance(v, str) and bool(v)),
@@ -293,7 +302,9 @@ _ENGINE = {
     "chunked_prefill_size": integer(1, 2**20),
     "target_itl_ms": _or_none(either(number(0.1, 1e6), one_of("auto"))),
     "max_ttft_factor": _or_none(number(1.01, 1e3)),
-    "mamba_ssm_dtype": one_of(*DTYPES),
+    "client_weights": _or_none(FieldType("a dictionary of names with numbers from 0.001 to 1000", _is_weights)),
+    "mamba_ssm_dtype": one_of(*STATE_DTYPES),
+    "mamba_ssm_rounding": one_of("auto", "nearest", "stochastic"),
     "kv_cache_dtype": one_of("auto", *KV_CODES),
     "kv_scales": one_of("auto", "one"),
     "state_mode": one_of("auto", "classic", "replay"),
@@ -303,6 +314,8 @@ _ENGINE = {
     "prefix_cache": FLAG,
     "cache_slots": _or_none(integer(0, 2**24)),
     "host_cache_bytes": integer(0, 2**48),
+    "request_log": _or_none(TEXT),
+    "audit_hits": number(0, 1),
 }
 
 
@@ -332,7 +345,11 @@ class EngineConfig:
             no target.
         max_ttft_factor: with a target, prompts may need so many times longer than without decode
             rows; a step may then take longer than its target. None: 11, or 4/3 with "auto".
-        mamba_ssm_dtype: dtype of the recurrent state.
+        client_weights: with a target, shares of prompt computation by client; others have 1.
+        mamba_ssm_dtype: dtype of the recurrent state. "int8" and "fp8" need state mode "replay"
+            (docs/quantization.md).
+        mamba_ssm_rounding: how a state is rounded where it is stored: "nearest", or "stochastic" with
+            state mode "replay". "auto" is "stochastic" with 8 bits.
         kv_cache_dtype: "auto" keeps keys and values in the model's dtype; "fp8_e4m3" keeps codes of
             one byte with scales for each layer (docs/quantization.md).
         kv_scales: of codes: "auto" takes those of the checkpoint, and measures those that it lacks
@@ -356,6 +373,10 @@ class EngineConfig:
             None: as many as running requests, where memory allows.
         host_cache_bytes: main memory for prefixes that the device has no room for, over all ranks;
             page-locked with a GPU. 0: none.
+        request_log: file that gets the token ids of all requests, and lost cache entries, for
+            `hybridrt explain`. None: none is written.
+        audit_hits: share of hits of the prefix cache that are computed again when no request runs;
+            entries that differ are dropped.
         seed: seeds dummy weights, and requests without a seed.
     """
 
@@ -371,7 +392,9 @@ class EngineConfig:
     chunked_prefill_size: int = 8192
     target_itl_ms: float | Literal["auto"] | None = None
     max_ttft_factor: float | None = None
+    client_weights: Mapping[str, float] | None = None
     mamba_ssm_dtype: str = "float32"
+    mamba_ssm_rounding: str = "auto"
     kv_cache_dtype: str = "auto"
     kv_scales: str = "auto"
     state_mode: str = "auto"
@@ -388,6 +411,8 @@ class EngineConfig:
     prefix_cache: bool = True
     cache_slots: int | None = None
     host_cache_bytes: int = 0
+    request_log: str | None = None
+    audit_hits: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -396,6 +421,25 @@ class EngineConfig:
             raise ConfigError("host_cache_bytes extends the prefix cache, which is off: set prefix_cache=True")
         if self.kv_scales != "auto" and self.kv_cache_dtype == "auto":
             raise ConfigError(f'kv_scales is {self.kv_scales!r}, but no codes are kept: set kv_cache_dtype="fp8_e4m3"')
+        self._check_rounding()
+
+    def _check_rounding(self) -> None:
+        dtype, rounding = self.mamba_ssm_dtype, self.mamba_ssm_rounding
+        if rounding == "stochastic" and dtype == "float32":
+            raise ConfigError(
+                'mamba_ssm_rounding="stochastic" has no use for float32 states; set mamba_ssm_dtype to "bfloat16", '
+                '"float16", "int8" or "fp8"'
+            )
+        if rounding == "nearest" and dtype not in DTYPES:
+            raise ConfigError(
+                f'mamba_ssm_rounding="nearest" would lose what a state of mamba_ssm_dtype="{dtype}" gains in 16 '
+                'tokens; use "auto"'
+            )
+
+    @property
+    def rounds_stochastically(self) -> bool:
+        """Whether recurrent states are rounded stochastically where they are stored."""
+        return self.mamba_ssm_rounding == "stochastic" or self.mamba_ssm_dtype not in DTYPES
 
     @property
     def num_verify_tokens(self) -> int:
@@ -432,8 +476,14 @@ def resolve_dtype(name: str, model_dtype: torch.dtype, device: torch.device) -> 
 
 
 def resolve_state_dtype(name: str, device: torch.device) -> torch.dtype:
-    """dtype of the recurrent state. Raises DeviceError as `resolve_dtype` does."""
-    return _on_device("mamba_ssm_dtype", DTYPES[name], device)
+    """dtype of the recurrent state. Raises DeviceError as `resolve_dtype` does, and for "fp8" on a GPU
+    that does not convert such numbers."""
+    dtype = STATE_DTYPES[name]
+    if dtype == torch.float8_e4m3fn and not has_float8(device):
+        raise DeviceError(
+            f'{gpu_name(device)} has no e4m3 numbers (sm_89 and later have); pass mamba_ssm_dtype="int8" or "bfloat16"'
+        )
+    return _on_device("mamba_ssm_dtype", dtype, device)
 
 
 def resolve_kv_codes(name: str, device: torch.device) -> torch.dtype | None:

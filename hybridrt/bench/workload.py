@@ -12,6 +12,8 @@ from hybridrt.base.errors import ConfigError, shown
 from hybridrt.base.files import read_lines
 
 _BLOCK = 512  # tokens of one hash in a trace
+# Shares, mean prompts and outputs of a mix. Lengths are within a quarter of the means.
+MIX = ((0.80, 512, 128), (0.95, 4096, 256), (1.0, 32768, 256))
 _FIRST_ID = 3  # ids below are often special
 _MAX_TOKENS = 1 << 22  # tokens of a prompt or an output
 
@@ -32,11 +34,11 @@ class WorkloadConfig:
     """What requests look like.
 
     Args:
-        data: "random": unrelated prompts. "shared-prefix": each begins with one of `prefixes` texts
-            of `prefix_tokens` tokens. Else a file with a line of JSON a request: `input_length`,
-            `output_length`, `timestamp` (milliseconds), and optional `hash_ids`, one for each 512
-            tokens of the prompt: equal hashes are equal tokens (the Mooncake traces, Qin et al.
-            2024).
+        data: "random": unrelated prompts. "mix": such of the lengths of MIX. "shared-prefix": each
+            begins with one of `prefixes` texts of `prefix_tokens` tokens. Else a file with a line
+            of JSON a request: `input_length`, `output_length`, `timestamp` (milliseconds), and
+            optional `hash_ids`, one for each 512 tokens of the prompt: equal hashes are equal
+            tokens (the Mooncake traces, Qin et al. 2024).
         requests: how many; of a file at most so many.
         prompt_tokens, output_tokens: means; lengths are uniform between half and one and a half
             times these.
@@ -74,7 +76,7 @@ def make_work(config: WorkloadConfig) -> list[Work]:
         ConfigError: the trace cannot be read.
     """
     draw = random.Random(config.seed)
-    if config.data in ("random", "shared-prefix"):
+    if config.data in ("random", "shared-prefix", "mix"):
         work = list(_drawn(config, draw))
     else:
         work = list(_traced(config, draw))
@@ -91,6 +93,12 @@ def _drawn(config: WorkloadConfig, draw: random.Random) -> Iterator[Work]:
     def around(mean: int) -> int:
         return mean if config.fixed else max(draw.randint(mean // 2, mean + mean // 2), 1)
 
+    if config.data == "mix":
+        for i in range(config.requests):
+            share = draw.random()
+            mean, output = next(each[1:] for each in MIX if share < each[0])
+            yield Work(_ids(draw.randint(mean * 3 // 4, mean * 5 // 4), config, draw), output, i)
+        return
     shared = config.data == "shared-prefix"
     prefixes = [_ids(config.prefix_tokens, config, draw) for _ in range(config.prefixes if shared else 1)]
     for i in range(config.requests):

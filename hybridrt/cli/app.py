@@ -17,6 +17,7 @@ from hybridrt.cli import bench
 from hybridrt.cli.chat import chat
 from hybridrt.cli.compile import compile
 from hybridrt.cli.doctor import doctor
+from hybridrt.cli.explain import explain
 from hybridrt.cli.generate import generate
 from hybridrt.cli.inspect import inspect
 from hybridrt.cli.option_names import foreign_option, in_options
@@ -136,7 +137,7 @@ def options(
     """Runs hybrid language models: softmax attention mixed with Mamba and Gated Delta Net layers."""
 
 
-for command in (generate, chat, serve, inspect, quantize, compile, doctor):
+for command in (generate, chat, serve, inspect, explain, quantize, compile, doctor):
     app.command(cls=PanelCommand)(with_options(command))
 benchmarks = typer.Typer(no_args_is_help=True, help="Measure a server, or an engine without one.")
 for measurement in (bench.serve, bench.offline):

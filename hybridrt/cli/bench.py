@@ -12,6 +12,8 @@ from typing import Annotated, Any, ClassVar
 import typer
 
 from hybridrt.base.errors import ConfigError, EngineError
+from hybridrt.bench.suites import ALL, COLUMNS, SUITE, Load, page, row
+from hybridrt.bench.suites import chosen as suite_loads
 from hybridrt.bench.timing import Goal, Timing, check_picture, plot, summary
 from hybridrt.bench.workload import WorkloadConfig, make_work
 from hybridrt.cli.options import EMBEDDED, EngineOptions, ModelOption, Overrides, SpeculativeOptions, option, setting
@@ -39,6 +41,12 @@ class LoadOptions(Overrides):
     concurrency: int | None = setting("At most so many at a time.", "no limit", "N")
     vocab: int | None = setting("Token ids are below.", "1000", "N")
     workload_seed: int | None = setting("Of prompts, lengths and arrivals.", "0", "N")
+
+    def suite(self, name: str) -> dict[str, Load]:
+        """Loads by name. Raises ConfigError for other load options than a seed, or another name."""
+        if others := self.given().keys() - {"workload_seed"}:
+            raise ConfigError(f"{min(others)} does not go with suite, which names whole loads: leave one of them out")
+        return suite_loads(name, self.workload_seed)
 
     def workload(self) -> WorkloadConfig:
         """Raises ConfigError for impossible requests."""
@@ -85,6 +93,15 @@ class ResultOptions:
                 raise ConfigError(f"{file} cannot be written; pass a file in a directory that exists")
         if self.picture is not None:
             check_picture(self.picture)
+
+    def show_suite(self, rows: Sequence[Sequence[str]], facts: dict[str, Any]) -> None:
+        """Writes the page of the loads so far, and prints the last of them."""
+        if self.output is not None:
+            Path(self.output).write_text(page(rows, facts))
+        if self.json_only:
+            typer.echo(json.dumps(dict(zip(COLUMNS, rows[-1], strict=True))))
+        else:
+            print_table(console(), "Milliseconds", COLUMNS, rows[-1:], right=COLUMNS[1:])
 
     def show(self, timings: Sequence[Timing], planned: int, load: WorkloadConfig, **facts: Any) -> None:
         """Prints and writes results. Fewer timings than planned: Ctrl-C ended the run.
@@ -141,6 +158,10 @@ def serve(
         str | None, typer.Option("--api-key", envvar="HYBRIDRT_API_KEY", metavar="KEY", help="Sent with each request.")
     ] = None,
     extra_body: Annotated[str | None, option("JSON object: fields added to each request.", "none", "JSON")] = None,
+    suite: Annotated[
+        str | None,
+        option(f"Whole loads; --output is a page: {ALL}, {', '.join(SUITE)}.", "none", "NAME"),
+    ] = None,
     load: LoadOptions = LoadOptions(),
     results: ResultOptions = ResultOptions(),
 ) -> None:
@@ -152,14 +173,23 @@ def serve(
     from hybridrt.cli.openai_server import OpenAIServer
 
     results.check_options()
-    workload = load.workload()
-    work = make_work(workload)
+    chosen = {"": Load(load.workload(), load.concurrency)} if suite is None else load.suite(suite)
+    works = {name: make_work(load.workload) for name, load in chosen.items()}
     target = Target(url, model or OpenAIServer(url, api_key).first_model(), api_key, _object(extra_body))
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        found = runner.run(run_load(target, work, load.concurrency))
-    client = {"client_cpu_share": found.client_cpu_share, "client_loop": found.client_loop}
-    facts = {"url": url, "model": target.model, "concurrency": load.concurrency}
-    results.show(found.timings, len(work), workload, **facts, **client)
+    rows = list[Sequence[str]]()
+    for name, (workload, concurrency) in chosen.items():
+        work = works.pop(name)
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            found = runner.run(run_load(target, work, concurrency))
+        client = {"client_cpu_share": found.client_cpu_share, "client_loop": found.client_loop}
+        facts = {"url": url, "model": target.model, "concurrency": concurrency}
+        if suite is None:
+            results.show(found.timings, len(work), workload, **facts, **client)
+        else:
+            rows.append(row(name, summary(found.timings)))
+            results.show_suite(rows, {"url": url, "model": target.model})
+            if len(found.timings) < len(work):
+                raise typer.Exit(130)
 
 
 def offline(

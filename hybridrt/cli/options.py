@@ -62,7 +62,8 @@ class EngineOptions(Overrides):
     chunked_prefill_size: int | None = setting("Prompt tokens computed in one step.", "8192", "N")
     target_itl_ms: str | None = setting(ITL_TARGET, "none", "MS|auto|none")
     max_ttft_factor: float | None = setting(TTFT_FACTOR, "11, or 4/3 with auto", "X")
-    mamba_ssm_dtype: str | None = setting("Of the recurrent state.", "float32", _DTYPES)
+    mamba_ssm_dtype: str | None = setting("Of the recurrent state.", "float32", f"{_DTYPES}|int8|fp8")
+    mamba_ssm_rounding: str | None = setting("Of states that are stored.", "auto", "nearest|stochastic")
     kv_cache_dtype: str | None = setting("fp8_e4m3: keys and values in one byte each.", "auto", "auto|fp8_e4m3")
     kv_scales: str | None = setting("Of fp8_e4m3: the checkpoint's or measured; or 1.", "auto", "auto|one")
     state_mode: str | None = setting("How recurrent state is kept while decoding.", "auto", "classic|replay")
@@ -76,6 +77,8 @@ class EngineOptions(Overrides):
     prefix_cache: bool | None = setting("Keep prompts and answers for those that begin alike.", "on")
     cache_slots: int | None = setting("Recurrent states kept for prefixes.", "one a request", "N")
     host_cache_bytes: int | None = setting("Main memory for prefixes, in bytes.", "0", "N")
+    request_log: str | None = setting("Write all token ids to a file, for `hybridrt explain`.", "none", "FILE")
+    audit_hits: float | None = setting("Share of cache hits that are computed again when idle.", "0.0", "X")
     tp_size: int | None = setting("Tensor-parallel ranks, each on a GPU of its own.", "1, or torchrun's", "N")
     seed: int | None = setting("Of sampling and of dummy weights.", "0", "N")
 

@@ -37,7 +37,7 @@ class ServerOptions(Overrides):
         "Key that requests must bring; repeatable. Others see a command line: prefer --api-key-file or the variable "
         "HYBRIDRT_API_KEY.", "none", "KEY", "--api-key",
     )  # fmt: skip
-    api_key_file: str | None = setting("File with such keys, one a line.", "none", "FILE")
+    api_key_file: str | None = setting("File with such keys, one a line: KEY client=NAME weight=X.", "none", "FILE")
     tls_certificate: str | None = setting("PEM file: serve HTTPS.", "none", "FILE")
     tls_key: str | None = setting("PEM file of its private key.", "none", "FILE")
     allowed_hosts: list[str] | None = setting(
@@ -69,7 +69,7 @@ class ServerOptions(Overrides):
         Raises:
             ConfigError: a file cannot be read.
         """
-        from hybridrt.server.core.config import read_api_keys
+        from hybridrt.server.core.api_keys import read_api_keys
 
         values = super().given()
         values["api_keys"] = read_api_keys(values.pop("api_keys", None), values.pop("api_key_file", None))
@@ -101,6 +101,7 @@ def serve(
     missing = [name for name in _NEEDS if find_spec(name) is None]
     if missing:
         raise ProviderNotInstalledError(f"{', '.join(missing)} is not installed: pip install '.[serve]'")
+    from hybridrt.server.core.api_keys import client_weights
     from hybridrt.server.core.config import ServerConfig
 
     given = server.given()
@@ -116,4 +117,5 @@ def serve(
         logging.getLogger("hybridrt.server").info(DEMONSTRATION)
     path = str(resolve_model_path(model))
     with bind(config) as listener:
-        run(LLM(path, **engine.given(), **speculation.given(model)), config, listener)
+        weights = client_weights(config.keys)
+        run(LLM(path, client_weights=weights, **engine.given(), **speculation.given(model)), config, listener)

@@ -76,6 +76,8 @@ class LinearKind:
             head or a key channel; another recurrence needs its own fold. If gates are not logs of
             decays, the backend overrides `ring_decay`.
         replay_pays: whether "replay" is the default state mode on a GPU.
+        codes: whether the state, [H, P, N], may be stored in 8 bits, or rounded stochastically. Then
+            `decode` passes `StateSlots.codes` on, and `extend` runs its scan in `ExtendSegment.scan`.
     """
 
     title: str
@@ -90,6 +92,7 @@ class LinearKind:
     state_dtype: torch.dtype | None = None
     ring_shapes: Callable[[StateShape, int], dict[str, tuple[int, ...]]] | None = None
     replay_pays: bool = True
+    codes: bool = False
 
 
 def gated_ring(shape: StateShape, width: int) -> dict[str, tuple[int, ...]]:

@@ -42,4 +42,5 @@ KIND = LinearKind(
     conv_parts={"q": True, "k": True, "v": False},
     temporal_dims=("heads", "head_dim", "state_dim"),
     ring_shapes=gated_ring,
+    codes=True,
 )

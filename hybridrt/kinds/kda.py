@@ -54,5 +54,6 @@ KIND = LinearKind(
     conv_parts={"q": False, "k": False, "v": False},
     temporal_dims=("heads", "head_dim", "state_dim"),
     ring_shapes=_ring,
+    codes=True,
     replay_pays=False,  # Kimi-Linear, 128 rows, H200: 11.8 ms a step, 11.5 without
 )

@@ -46,4 +46,5 @@ KIND = LinearKind(
     conv_parts={"x": False, "B": True, "C": True},
     temporal_dims=("heads", "head_dim", "state_dim"),
     ring_shapes=gated_ring,
+    codes=True,
 )

@@ -71,6 +71,8 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
         self.pools = req_to_token_pool
         self.mamba_pool: MambaPool = req_to_token_pool.mamba_pool
         self.layer_cache: Callable[[int], LayerCache] = self.mamba_pool.layer_cache
+        if self.mamba_pool.spec.rounds:
+            self.saves_at_chunks = False  # a request continues from its saves as they are stored (`ExtendSegment.scan`)
         self.chunk_size = chunk_size
         self.branch = Branch(req_to_token_pool.req_to_state_slot.device)
         self._others: list[RecurrentBackend] = []  # planned and committed by this one

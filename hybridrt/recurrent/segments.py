@@ -1,6 +1,6 @@
 """The metadata of recurrent layers: a decode segment, then an extend segment."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hybridrt.base.forward_batch import ExtendPass, ForwardBatch
 from hybridrt.kernels.core.chunk_plan import ChunkPlan
+from hybridrt.kernels.core.launch import end_launches
 from hybridrt.kernels.core.records import (
     ConvState,
     ConvWeights,
@@ -21,6 +22,7 @@ from hybridrt.kernels.core.records import (
 from hybridrt.kernels.core.slots import OWN_SLOT, PADDING_SLOT, SCRATCH
 from hybridrt.kernels.mamba.mamba2_decode_cpu import PoolRows
 from hybridrt.kernels.state.row_tables import DecodeBuffers
+from hybridrt.kernels.state.state_codes import load_states, store_states
 from hybridrt.mem_cache.pools.mamba_pool import LayerCache
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 
@@ -53,7 +55,7 @@ class DecodeSegment:
         intermediate, state_slots = None, self.buffers.state_slots
         if self.tokens_per_row > 1 and cache.intermediate_ssm is not None:
             intermediate = IntermediateStates(cache.intermediate_ssm, self.rows, self.predecessors)
-        return StateSlots(cache.temporal, state_slots, state_slots, intermediate)
+        return StateSlots(cache.state, state_slots, state_slots, intermediate, cache.codes)
 
     def conv_state(self, cache: LayerCache) -> ConvState:
         state_slots = self.buffers.state_slots
@@ -103,7 +105,25 @@ class ExtendSegment:
     real: Tensor | None = None
 
     def state(self, cache: LayerCache) -> StateSlots:
-        return StateSlots(cache.temporal, self.read_state_slots, self.write_state_slots)
+        return StateSlots(cache.state, self.read_state_slots, self.write_state_slots, codes=cache.codes)
+
+    def scan(self, cache: LayerCache, run: Callable[[StateSlots, Prompts], Tensor]) -> Tensor:
+        """`run` over the states of a layer. States with codes are float32 meanwhile, and are rounded
+        where they are stored. States within prompts are saved by passes then, so that a request
+        continues from what the cache keeps."""
+        state = self.state(cache)
+        if cache.codes is None:
+            return run(state, self.prompts)
+        states = load_states(state, self.prompts.has_initial_state)
+        end_launches(states.device)  # kernels of the scan may read states early
+        places = torch.arange(1, len(states), device=states.device, dtype=torch.int32)
+        read, write = (
+            places.masked_fill(slots < 0, PADDING_SLOT) for slots in (self.read_state_slots, self.write_state_slots)
+        )
+        out = run(StateSlots(states, read, write), self.prompts)
+        starts = self.prompts.query_start_loc
+        store_states(state, states[1:], self.start_positions + starts[1:] - starts[:-1])
+        return out
 
     def conv_chunks(
         self, weights: ConvWeights, cache: LayerCache

@@ -1,14 +1,14 @@
 """States of the recurrent layers, their conv rings and state rings, and every move of them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from hybridrt.base.errors import ConfigError, PoolError
-from hybridrt.kernels.core.records import IntermediateStates, RowTables
+from hybridrt.kernels.core.records import IntermediateStates, RowTables, StateCodes
 from hybridrt.kernels.core.slots import SCRATCH, check_range, write_columns
 from hybridrt.kernels.state.causal_conv1d import conv_window
 from hybridrt.kernels.state.row_tables import clear_slots, enter_rows
@@ -18,6 +18,7 @@ from hybridrt.kinds.base import StateShape
 from hybridrt.kinds.registry import check_replay, linear_kind, state_dtype
 from hybridrt.mem_cache.pools.host_plan import aligned
 from hybridrt.mem_cache.pools.state_moves import StateMove, When
+from hybridrt.mem_cache.pools.stored_states import check_codes, states_of_codes, stored_state
 
 STATE_MODES = ("classic", "replay", "intermediate")
 Upload = Callable[[tuple[np.ndarray, ...]], Sequence[torch.Tensor]]
@@ -31,7 +32,10 @@ class LayerCache:
     Attributes:
         conv: [S + 1, conv_dim, Wc] ring of raw conv inputs; a token's column is its position mod
             Wc.
-        temporal: [S + 1, *temporal] recurrent state; a checkpoint in replay mode.
+        temporal: [S + 1, *temporal] recurrent state, as `stored_state` says; a checkpoint in replay
+            mode.
+        states: what kernels read of it, [S + 1, *temporal] also of states in 8 bits. None: `temporal`.
+        codes: of states that are rounded stochastically.
         intermediate_ssm: [R + 1, T, *temporal] state after each verified token.
         intermediate_conv_window: [R + 1, T, conv_dim, K - 1] conv inputs up to each verified token,
             for drafts that fork.
@@ -46,6 +50,17 @@ class LayerCache:
     ring_values: torch.Tensor | None = None
     ring_keys: torch.Tensor | None = None
     ring_gates: torch.Tensor | None = None
+    states: torch.Tensor | None = None
+    codes: StateCodes | None = None
+
+    def of_layer(self, layer: int) -> "LayerCache":
+        """One of a stack's layers."""
+        parts: dict[str, Any] = {name: t[layer] for name, t in vars(self).items() if isinstance(t, torch.Tensor)}
+        return LayerCache(**parts, codes=self.codes and self.codes.of_layer(layer))
+
+    @property
+    def state(self) -> torch.Tensor:
+        return self.temporal if self.states is None else self.states
 
     @property
     def ring(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -72,6 +87,8 @@ class MambaPoolSpec:
             (a state per verified token).
         forks: drafts may fork. Two of them may have one position, so conv inputs do not roll back by
             position.
+        stochastic: states are rounded stochastically where they are stored; always with 8 bits.
+        rank: of this process among tensor-parallel ranks, which decides the heads that it has.
     """
 
     groups: Mapping[StateShape, Sequence[int]]
@@ -80,6 +97,8 @@ class MambaPoolSpec:
     tokens_per_step: int = 1
     mode: str = "classic"
     forks: bool = False
+    stochastic: bool = False
+    rank: int = 0
 
     def __post_init__(self) -> None:
         if self.mode not in STATE_MODES:
@@ -88,6 +107,12 @@ class MambaPoolSpec:
             raise ConfigError('drafts that fork need state mode "intermediate": "replay" keeps no state after each')
         if self.mode == "replay":
             check_replay(shape.kind for shape in self.groups)
+        check_codes([shape.kind for shape in self.groups], self.state_dtype, self.rounds, self.mode)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether states are rounded stochastically."""
+        return self.stochastic or self.state_dtype.itemsize == 1
 
     @property
     def phases_apart(self) -> int:
@@ -98,7 +123,7 @@ class MambaPoolSpec:
 
     def slot_shapes(self, shape: StateShape) -> Shapes:
         conv = (shape.conv_dim, shape.conv_width(self.tokens_per_step))
-        return {"conv": (conv, self.conv_dtype), "temporal": (shape.temporal, state_dtype(shape, self.state_dtype))}
+        return {"conv": (conv, self.conv_dtype), "temporal": stored_state(shape, self.state_dtype)}
 
     def row_shapes(self, shape: StateShape) -> Shapes:
         """Tensors of a layer for each running request, only while it decodes."""
@@ -125,7 +150,7 @@ class MambaPoolSpec:
     def image_bytes(self) -> int:
         return sum(
             len(ids) * (aligned(shape.conv_dim * (shape.conv_kernel - 1) * self.conv_dtype.itemsize)
-                        + aligned(shape.temporal_numel * state_dtype(shape, self.state_dtype).itemsize))
+                        + aligned(_nbytes({"temporal": stored_state(shape, self.state_dtype)})))
             for shape, ids in self.groups.items()
         )  # fmt: skip
 
@@ -179,6 +204,7 @@ class MambaPool:
         self.tables = RowTables(*torch.zeros((3, num_rows + 1), dtype=torch.int32, device=device))
         self.req_to_state_slot = self.tables.req_to_state_slot
         self.ring_start, self.ring_length = self.tables.ring_start, self.tables.ring_length
+        self.state_lengths = torch.zeros(num_slots + 1, dtype=torch.int32, device=device) if spec.rounds else None
         self.stacks: list[tuple[Sequence[int], LayerCache]] = []
         self._caches: dict[int, LayerCache] = {}
         self.layer_cache: Callable[[int], LayerCache] = self._caches.__getitem__
@@ -191,10 +217,18 @@ class MambaPool:
                 for entries, shapes in ((num_slots, spec.slot_shapes(shape)), (num_rows, spec.row_shapes(shape)))
                 for name, (dims, dtype) in shapes.items()
             }
-            self.stacks.append((layer_ids, LayerCache(**tensors)))
+            stack = self._with_codes(LayerCache(**tensors), shape, layer_ids)  # type: ignore[arg-type]
+            self.stacks.append((layer_ids, stack))
             self._shapes |= dict.fromkeys(layer_ids, shape)
             for i, layer_id in enumerate(layer_ids):
-                self._caches[layer_id] = LayerCache(**{name: tensor[i] for name, tensor in tensors.items()})
+                self._caches[layer_id] = stack.of_layer(i)
+
+    def _with_codes(self, stack: LayerCache, shape: StateShape, layer_ids: Sequence[int]) -> LayerCache:
+        if self.state_lengths is None or not shape.temporal_numel:
+            return stack
+        dtype, first_head = state_dtype(shape, self.spec.state_dtype), self.spec.rank * shape.temporal[0]
+        states, codes = states_of_codes(stack.temporal, shape, dtype, layer_ids, first_head, self.state_lengths)
+        return replace(stack, states=states, codes=codes)
 
     @property
     def layer_ids(self) -> list[int]:
@@ -219,6 +253,8 @@ class MambaPool:
         for _, cache in self.stacks:
             for tensor in (cache.conv, cache.temporal):
                 clear_slots(_as_words(tensor), state_slots)
+        if self.state_lengths is not None:
+            clear_slots(self.state_lengths[None, :, None], state_slots)
         enter_rows(rows, state_slots, phases, self.spec.phases_apart, self.tables)
 
     def move(self, moves: Sequence[StateMove], upload: Upload) -> None:
@@ -263,6 +299,8 @@ class MambaPool:
         for _, cache in self.stacks:
             for tensor in (cache.conv, cache.temporal):
                 tensor.index_copy_(1, own, tensor.index_select(1, source))
+        if self.state_lengths is not None:
+            self.state_lengths.index_copy_(0, own, self.state_lengths.index_select(0, source))
         self._empty_rings(rows)
 
     def export(self, row: int, length: int) -> Iterator[torch.Tensor]:
@@ -290,7 +328,7 @@ class MambaPool:
         for layer_id in self.layer_ids:
             cache, shape = self._caches[layer_id], self._shapes[layer_id]
             yield SlotPart(layer_id, (1, shape.conv_dim, shape.conv_kernel - 1), cache.conv.dtype)
-            yield SlotPart(layer_id, (1, *shape.temporal), cache.temporal.dtype)
+            yield SlotPart(layer_id, (1, *cache.temporal.shape[1:]), cache.temporal.dtype)
 
     def _read_slots(self, slots: torch.Tensor, length: int) -> Iterator[torch.Tensor]:
         for layer_id in self.layer_ids:
@@ -303,6 +341,8 @@ class MambaPool:
             columns = torch.arange(length - inputs, length, device=slots.device) % cache.conv.shape[2]
             write_columns(cache.conv, slots, columns[None], next(parts).transpose(1, 2))
             cache.temporal.index_copy_(0, slots.long(), next(parts))
+        if self.state_lengths is not None:
+            self.state_lengths.index_fill_(0, slots.long(), length)
 
     # -- tokens become state
 
@@ -322,10 +362,8 @@ class MambaPool:
             path: [n, T] places of the accepted tokens in their row, in order. None: the first ones.
         """
         if self.spec.mode == "replay":
-            cursors = self.ring_start, self.ring_length
-            self._fold(
-                advance_ring(*cursors, rows, accepted, state_slots, width=self.width, widest=self.spec.tokens_per_step)
-            )
+            sizes = {"width": self.width, "widest": self.spec.tokens_per_step, "state_lengths": self.state_lengths}
+            self._fold(advance_ring(self.ring_start, self.ring_length, rows, accepted, state_slots, **sizes))  # type: ignore[arg-type]
             return
         last, ends = accepted, None  # the last accepted token's place + 1, 0 for padding
         if path is not None:
@@ -369,13 +407,14 @@ class MambaPool:
 
     def _rings(self, rows: torch.Tensor, write_slots: torch.Tensor | None = None) -> RingFolds:
         count = torch.full_like(self.ring_start[:1], len(rows))
-        cursors = self.ring_start[rows], self.ring_length[rows]
-        return RingFolds(self.req_to_state_slot[rows], rows.int(), *cursors, count, write_slots)
+        slots, start, entries = self.req_to_state_slot[rows], self.ring_start[rows], self.ring_length[rows]
+        lengths = None if self.state_lengths is None else self.state_lengths[slots] + entries
+        return RingFolds(slots, rows.int(), start, entries, count, write_slots, lengths)
 
     def _fold(self, folds: RingFolds) -> None:
         for (_, cache), decay in zip(self.stacks, self.stack_decays(), strict=True):
             if cache.temporal.numel():
-                fold_ring(cache.temporal, *cache.ring, decay, folds)
+                fold_ring(cache.state, *cache.ring, decay, folds, cache.codes)
 
     def _empty_rings(self, rows: torch.Tensor) -> None:
         self.ring_start.index_fill_(0, rows.long(), 0)

@@ -35,12 +35,14 @@ class MambaSpec:
         n_groups: groups of B and C (key heads, of GDN) before sharding. Needed if they are fewer
             than the ranks: then neighbouring ranks hold the same one. None: each rank holds a
             different, equal part.
+        state_nbytes: of the recurrent state, if it has scales next to its numbers.
     """
 
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     dtypes: tuple[torch.dtype, torch.dtype]
     mamba_type: str = "mamba2"
     n_groups: int | None = None
+    state_nbytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -208,8 +210,9 @@ def derive_mamba_conv_split(spec: MambaSpec, local_tp: int) -> MambaConvSplitInf
     _check_shapes(kind, spec)
     dims, groups = _conv_parts(kind, spec, local_tp)
     sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
+    state = sizes[1] if spec.state_nbytes is None else spec.state_nbytes
     return MambaConvSplitInfo(
-        spec.shapes[0][1], dims, spec.dtypes[0].itemsize, (sizes[0], sizes[1]), groups if any(groups) else None,
+        spec.shapes[0][1], dims, spec.dtypes[0].itemsize, (sizes[0], state), groups if any(groups) else None,
         local_tp, None if kind.cut_state else 1,
     )  # fmt: skip
 

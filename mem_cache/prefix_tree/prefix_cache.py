@@ -123,7 +123,7 @@ class CacheCounts:
 MissReason = Literal[
     "new", "changed", "no_state", "evicted", "no_room", "skipped", "other_salt", "other_weights", "other_adapter"
 ]
-_HELPS: dict[MissReason, str] = {
+HELPS: dict[str, str] = {
     "new": "nothing: no earlier text goes on like this",
     "changed": "send the answer's own tokens back: pass token ids, or use a chat template that keeps the whole answer",
     "no_state": "the next prompt that leaves the text here finds a state; more cache_slots keep more of them, and the "
@@ -159,7 +159,7 @@ class CacheMiss:
     @property
     def helps(self) -> str:
         """What would make such a prompt hit."""
-        return _HELPS[self.why]
+        return HELPS[self.why]
 
 
 class LostTokens(NamedTuple):

@@ -90,9 +90,9 @@ def _stored(name: str, tensors: Tensors, rules: QuantRules) -> StoredModule:
         scheme, scale_dtype=torch.float8_e8m0fnu if dtype in EXPONENTS else dtype, zeros=layout.zeros in tensors,
         indexed=layout.index in tensors,
     )  # fmt: skip
-    held = {last: tensors[last] for last in layout.names if last in tensors}
-    held[layout.codes] = tensors[layout.codes][0], whole_rows(scheme, tensors[layout.codes][1])
-    return StoredModule(name, scheme, held)
+    own = {last: tensors[last] for last in layout.names if last in tensors}
+    own[layout.codes] = tensors[layout.codes][0], whole_rows(scheme, tensors[layout.codes][1])
+    return StoredModule(name, scheme, own)
 
 
 def _check_dtypes(name: str, scheme: Scheme, tensors: Tensors) -> None:

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +18,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from hybridrt.base.errors import ConfigError
-from hybridrt.bench import http_load
+from hybridrt.bench import http_load, suites
 from hybridrt.bench.http_load import Received, Target, _Dechunker, run_load
 from hybridrt.bench.timing import Goal, Timing, percentile, plot, summary
 from hybridrt.bench.workload import Work, WorkloadConfig, make_work
@@ -245,6 +246,30 @@ def test_bench_serve(served: Served, tmp_path: Path) -> None:
 def test_bench_says_what_is_wrong(options: list[str], text: str, status: int) -> None:
     result = runner.invoke(app, ["bench", "serve", *options])
     assert result.exit_code == status and text in result.output
+
+
+def test_bench_serve_runs_loads_by_name(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = WorkloadConfig(requests=3, prompt_tokens=8, output_tokens=5)
+    monkeypatch.setattr(suites, "SUITE", {"one": suites.Load(small, 2), "two": suites.Load(small)})
+    common, file = ["bench", "serve", served.url, "--api-key", "key"], tmp_path / "page.md"
+    result = runner.invoke(app, [*common, "--suite", "all", "--output", str(file)])
+    assert result.exit_code == 0, result.output
+    lines = [line.split(" | ") for line in file.read_text().splitlines() if line.startswith("| ")]
+    assert [line[0] for line in lines] == ["| load", "| ---", "| one", "| two"]
+    assert [line[1:3] for line in lines[2:]] == [["3", "0"], ["3", "0"]]
+    (found,) = runner.invoke(app, [*common, "--suite", "two", "--json"]).stdout.splitlines()
+    assert json.loads(found)["load"] == "two"
+    for options, text in ((["--suite", "three"], "one of one, two"), (["--suite", "one", "--rate", "3"], "rate")):
+        result = runner.invoke(app, [*common, *options])
+        assert result.exit_code == 2 and text in result.output
+
+
+def test_the_loads_of_the_suite() -> None:
+    assert {"30/s", "saturated", "very-long", "shared", "mix"} <= suites.SUITE.keys()
+    work = make_work(replace(suites.chosen("mix", 7)["mix"].workload, requests=200))
+    sizes = [len(each.prompt) for each in work]
+    assert 120 < sum(384 <= size <= 640 for size in sizes) < 190 and max(sizes) > 20_000
+    assert work[-1].arrival > 10 and {each.max_tokens for each in work} == {128, 256}
 
 
 def test_bench_serve_says_why_all_failed(served: Served) -> None:

@@ -337,8 +337,8 @@ def test_a_closed_pipe_leaves_no_traceback(tiny: Path) -> None:
 def test_options_name_every_field_once_and_show_its_default() -> None:
     engine = {f.name: f.default for f in fields(EngineConfig)}
     shown = {f.name: f.metadata for f in fields(EngineOptions)}
-    # A transfer needs a second worker, and a drafter is not an option of one line.
-    assert set(engine) - set(shown) == {"model", "transfer_bytes", "speculative"}
+    # A transfer needs a second worker, a drafter is not an option of one line, and clients have keys of a server.
+    assert set(engine) - set(shown) == {"model", "transfer_bytes", "speculative", "client_weights"}
     sampling = {f.name: f.default for f in fields(SamplingParams)}
     # What a request among others needs, or its server.
     served = {"cache_salt", "priority", "truncate_prompt_tokens", "include_stop_str_in_output", "skip_special_tokens"}

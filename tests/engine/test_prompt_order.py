@@ -8,10 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrt.base.sampling_params import SamplingParams
-from hybridrt.engine.core.client_queues import AGE_SECONDS, ClientQueues, RequestQueue
-from hybridrt.engine.core.step_cost import PromptWork
-from hybridrt.engine.core.traffic_policy import TrafficPolicy
+from hybridrt.engine.core.client_queues import (
+    ACTIVE_SECONDS,
+    AGE_SECONDS,
+    FLOOD_SECONDS,
+    ClientQueues,
+    PromptOrder,
+    RequestQueue,
+)
+from hybridrt.engine.core.followers import Followers
+from hybridrt.engine.core.step_cost import PromptWork, StepWork
+from hybridrt.engine.core.traffic_policy import SHARED_SECONDS, TrafficPolicy
 from hybridrt.engine.request.sample_request import Request
+from hybridrt.runtime.step.plan import NO_ROWS
 from tests.engine.test_scheduler import request
 from tests.support.engine_harness import Rig
 
@@ -35,9 +44,9 @@ class Queue:
 
     def order(self) -> list[int]:
         found = []
-        while (best := self.queues.best("")) is not None:
-            found.append(best.arrival)
-            self.queues.remove(best)
+        while best := self.queues.best(""):
+            found.append(best[0].arrival)
+            self.queues.remove(best[0])
         return found
 
 
@@ -53,9 +62,27 @@ def test_a_request_that_is_due_is_before_later_ones() -> None:
     queue = Queue()
     first, _ = queue.add(20.0, 10.0), queue.add(5.0, 0.01)
     first.due = 100.1
-    assert queue.queues.best("") is not first
+    assert first not in queue.queues.best("")
     first.due = 99.9
     assert queue.order() == [0, 1]
+
+
+def test_short_prompts_pass_one_that_is_due_with_a_part_of_each_step() -> None:
+    queue, store = Queue(), Rig(cache=True).pools.prefixes
+    long, *shorts = [queue.add(9.0, 10.0), *(queue.add(1.0, 0.01) for _ in range(3))]
+    middle = queue.add(1.0, 0.02)
+    long.due = 99.0
+    order = PromptOrder(queue.queues, Followers(store, joins=True), (), 1000)
+    found = list[Request]()
+    for _ in range(3):
+        first = order.next()
+        assert first is not None
+        found.append(first)
+        if first is not long:
+            queue.queues.remove(first)
+    assert found == [*shorts[:2], long], "two of 400 tokens have room, a third one has not"
+    queue.queues.remove(shorts[2])
+    assert middle in queue.queues.best("", 800) and middle not in queue.queues.best("", 799)
 
 
 def test_work_that_is_there_decides_when_a_request_is_due() -> None:
@@ -88,8 +115,7 @@ def test_heads_of_classes_have_about_the_highest_ratios(items: list[tuple[float,
         each = queue.add(waited, seconds)
         found[each.arrival] = each
     while found:
-        best = queue.queues.best("")
-        assert best is not None
+        (best,) = queue.queues.best("")
         assert 1.5 * queue.queues.ratio(best) >= max(map(queue.queues.ratio, found.values()))
         queue.queues.remove(found.pop(best.arrival))
 
@@ -115,12 +141,56 @@ def test_clients_get_their_shares() -> None:
             for _ in range(30):
                 queue.add(0.0, 0.1, client="b")
         client = min(queue.queues.clients, key=queue.queues.spent)
-        best = queue.queues.best(client)
-        assert best is not None
+        (best,) = queue.queues.best(client)
         queue.queues.charge(best, PromptWork(SECOND // 10))
         queue.queues.remove(best)
         served.append(client)
     assert set(served[:20]) == {"a"} and served[20:].count("b") in (20, 21) and "b" in served[20:22]
+
+
+def test_steps_are_short_while_one_client_floods_and_another_is_active() -> None:
+    queue, now = Queue(), [100.0]
+    queue.policy.clock = lambda: now[0]
+    flood = [queue.add(0.0, FLOOD_SECONDS / 2, client="flood") for _ in range(2)]
+    assert not queue.queues.flooded, "nobody else is active"
+    queue.queues.remove(queue.add(0.0, 0.1, client="quiet"))
+    assert not queue.queues.flooded, "nobody floods"
+    flood.append(queue.add(0.0, 0.1, client="flood"))
+    assert queue.queues.flooded
+    now[0] += ACTIVE_SECONDS + 1
+    assert not queue.queues.flooded, "the other one has gone"
+    queue.queues.remove(queue.add(0.0, 0.1, client="quiet"))
+    for each in flood[1:]:
+        queue.queues.remove(each)
+    assert queue.queues.flooded, "a flood lasts until nothing waits"
+    queue.queues.remove(flood[0])
+    assert not queue.queues.flooded
+    for _ in range(3):
+        for client in ("flood", "quiet"):
+            queue.add(0.0, FLOOD_SECONDS / 2, client=client)
+    assert not queue.queues.flooded, "both flood"
+
+
+def test_a_step_of_a_flood_is_bounded_without_decode_rows_too() -> None:
+    policy = TrafficPolicy()
+    for tokens in (16, 64, 256, 1024, 2048) * 4:
+        policy.cost.observe([StepWork().with_chunk(0, tokens)], 0.004 + tokens * 5e-5)
+    found = policy.budget(4096, NO_ROWS, 9.0, flooded=True).room()
+    assert found == pytest.approx((SHARED_SECONDS - 0.004) / 5e-5, rel=0.2)
+    assert policy.budget(4096, NO_ROWS, 9.0).room() == 4096
+    assert policy.bound(0.01, 9.0, flooded=True) == pytest.approx(0.01 + SHARED_SECONDS)
+
+
+def test_idle_clients_are_forgotten() -> None:
+    queue, now = Queue(), [100.0]
+    queue.policy.clock = lambda: now[0]
+    for i in range(300):
+        now[0] += 1.0
+        each = queue.add(0.0, 0.1, client=str(i))
+        queue.queues.charge(each, PromptWork(SECOND // 10))
+        queue.queues.remove(each)
+    assert len(queue.queues._active) == len(queue.queues._spent) < 2 * ACTIVE_SECONDS + 10
+    assert queue.queues.spent("0") == 0.0 < queue.queues.spent("299")
 
 
 def test_the_backlog_is_what_is_left_of_all_prompts() -> None:

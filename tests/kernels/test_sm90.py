@@ -140,6 +140,24 @@ def test_attention_over_codes() -> None:
     check(usages, SHARED, {"_decode_kernel": 8, "_extend_kernel": 8})
 
 
+@pytest.mark.slow
+def test_states_in_8_bits() -> None:
+    """A step over codes leaves registers for five programs or more on a multiprocessor. Folds have all registers that
+    there are, as those of other states."""
+    usages = compiled("states")
+    assert {u["kernel"] for u in usages} >= {
+        "_stream_kernel",
+        "_few_kernel",
+        "_fold_kernel",
+        "_load_kernel",
+        "_store_kernel",
+    }
+    check(usages, SHARED // 4)
+    assert all(
+        u["registers"] <= 104 for u in usages if u["kernel"] in ("_stream_kernel", "_few_kernel", "_store_kernel")
+    )
+
+
 @pytest.mark.parametrize(
     "table", [pytest.param("optional", marks=pytest.mark.slow), pytest.param("optional whole", marks=pytest.mark.soak)]
 )

@@ -95,7 +95,7 @@ def stored(kind: Callable[..., Written], rows: int, dtype: torch.dtype) -> Packe
     finish(layer)
     assert isinstance(layer.method, QuantMethod)
     after = {name: p.nbytes for name, p in layer.named_parameters()}
-    assert before["codes"] == after["codes"]
+    assert before["codes"] <= after["codes"] < before["codes"] + 16 * 96, "rows of zeros at most"
     x = torch.randn(3, 192).to(dtype)
     close(layer(x), x.float() @ matrix.dense.t())
     return layer.method.weight
@@ -105,7 +105,7 @@ def test_which_weights_are_stored_anew() -> None:
     """The others are decoded: float32 is exact, and torch's kernel takes no other sizes."""
     assert stored(int4(32), 32, BF16).for_torch is not None
     assert stored(int4(32), 32, torch.float32).for_torch is None
-    assert stored(int4(32), 24, BF16).for_torch is None
+    assert stored(int4(32), 24, BF16).for_torch is not None
     assert stored(int4(16), 32, BF16).for_torch is None
 
 

@@ -121,7 +121,16 @@ def same(a: Tensor, b: Tensor) -> bool:
 @pytest.mark.parametrize(("name", "mode", "saves"), sweep(CASES, 11))
 def test_replay_equals_eager_padded_alike(name: str, mode: str, saves: bool, checkpoints: CheckpointStore) -> None:
     """Bit for bit, step after step, and no other row changes. A replay reads nothing of the step before."""
-    replayed, other = twins(checkpoints[name].path, mode)
+    check_equal(checkpoints[name].path, mode, saves)
+
+
+@pytest.mark.parametrize("name", ["mamba2-plain", "qwen-plain"])
+def test_replays_with_states_in_8_bits_equal_eager_steps(name: str, checkpoints: CheckpointStore) -> None:
+    check_equal(checkpoints[name].path, "replay", True, mamba_ssm_dtype="int8")
+
+
+def check_equal(path: Any, mode: str, saves: bool, **config: Any) -> None:
+    replayed, other = twins(path, mode, **config)
     graphs, before = runner_of(replayed, saves), replayed.snapshot()
     play = Play(dict.fromkeys(range(1, ROWS + 1), 0), SPARE if saves else None, seed=3)
     for _ in range(6):

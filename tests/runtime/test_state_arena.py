@@ -270,3 +270,24 @@ def test_an_image_larger_than_its_room_is_not_written(wrong: str, checkpoints: C
             arena.import_state(StateCopy(2, 20, offset, room))
         arena.export_state(StateCopy(2, 20, end - needed, needed))
     assert (arena.buffer[: end - needed] == 77).all() and not (arena.buffer == 77).all()
+
+
+@pytest.mark.parametrize("name", ["mamba2-plain", "qwen-plain", "kimi-dense_alone"])
+def test_states_in_8_bits_move_as_they_are_stored(name: str, checkpoints: CheckpointStore) -> None:
+    path, tokens = checkpoints[name].path, [7 * i % 131 for i in range(40)]
+    source, sink = (ByHand(path, mode="replay", mamba_ssm_dtype="int8") for _ in range(2))
+    source.admit(2)
+    sink.admit(1)
+    source.extend(Row(2, 0, tokens[:20]))
+    for i in range(20, 27):
+        source.decode(Row(2, i, tokens[i : i + 1]))
+    arenas = [StateArena(hand.target, hand.pools, 1 << 16) for hand in (source, sink)]
+    with torch.inference_mode():
+        arenas[0].export_state(StateCopy(2, 27, 3))
+        arenas[1].buffer.copy_(arenas[0].buffer)
+        arenas[1].import_state(StateCopy(1, 27, 3))
+    for what, held in source.state(2, 27).items():
+        assert torch.equal(sink.state(1, 27)[what], held), what
+    for i in range(27, 40):
+        logits = [hand.decode(Row(row, i, tokens[i : i + 1])) for hand, row in ((source, 2), (sink, 1))]
+        assert torch.allclose(*logits, atol=1e-5)

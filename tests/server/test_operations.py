@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import hybridrt
 from hybridrt.base.errors import ConfigError
 from hybridrt.chat.conversation import read_conversation
-from hybridrt.server.core.config import ServerConfig, read_api_keys
+from hybridrt.server.core.config import ServerConfig
 from hybridrt.server.run import Statistics
 from tests.support.http_server import Served
 
@@ -205,28 +205,3 @@ def test_statistics_say_what_happened(served: Served) -> None:
 def test_settings_that_cannot_be(change: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(text)):
         ServerConfig(**change)
-
-
-def test_keys_come_from_the_command_line_a_file_or_a_variable(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "keys"
-    file.write_text("one\ntwo\n")
-    monkeypatch.setenv("HYBRIDRT_API_KEY", "three")
-    assert read_api_keys(["zero"], None) == ("zero",)
-    assert read_api_keys(None, str(file)) == ("one", "two")
-    assert read_api_keys(None, None) == ("three",)
-    monkeypatch.delenv("HYBRIDRT_API_KEY")
-    assert read_api_keys(None, None) == ()
-    file.write_text("\n")
-    for keys, name, text in (
-        (None, str(file), "holds none"),
-        (None, "/nowhere", "cannot be read"),
-        (["a"], "b", "twice"),
-    ):
-        with pytest.raises(ConfigError, match=text):
-            read_api_keys(keys, name)
-    for blank in ("", " \n"):
-        monkeypatch.setenv("HYBRIDRT_API_KEY", blank)
-        assert read_api_keys(["zero"], None) == ("zero",)
-        with pytest.raises(ConfigError, match="HYBRIDRT_API_KEY is set and holds no key"):
-            read_api_keys(None, None)
-    assert "one-key" not in repr(ServerConfig(api_keys=("one-key",))), "a key is not shown"

@@ -190,7 +190,7 @@ class ByHand:
         found = dict(self._kv())
         for layer_id in self.mamba.layer_ids if self._recurs else ():
             for name, tensor in vars(self.mamba.layer_cache(layer_id)).items():
-                if tensor is not None:
+                if isinstance(tensor, Tensor) and name != "states":  # which are part of "temporal"
                     found[f"{name} {layer_id}"] = tensor[None]
         if self._recurs:
             found |= {"start": self.mamba.ring_start[None], "length": self.mamba.ring_length[None]}

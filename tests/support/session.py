@@ -141,8 +141,8 @@ def spoil(pools: Pools) -> None:
     mamba = pools.req_to_token.mamba_pool
     for layer_id in mamba.layer_ids if mamba is not None else ():
         for tensor in vars(mamba.layer_cache(layer_id)).values():  # type: ignore[union-attr]
-            if tensor is not None:
-                tensor[1:] = torch.nan
+            if isinstance(tensor, Tensor):
+                tensor[1:] = torch.nan if tensor.is_floating_point() else -1 if tensor.dtype == torch.int8 else 255
     pools.req_to_token.tables[1:] = -(2**30)
     pools.req_to_token.req_to_state_slot[1:] = -(2**30)
 

@@ -109,7 +109,11 @@ def recurrent() -> Iterator[tuple[str, Args, Args]]:
     stored_sums = {"stored": f32(SLOTS, T, H), "rows": ROWS}
     yield "prefix_sum_update", sums | {"x": meta(B, T, H)} | dict.fromkeys((*stored_sums, "predecessors")), stored_sums
     cursors = {"start": int32(SLOTS), "length": int32(SLOTS), "rows": ROWS, "accepted": ROWS, "state_slots": ROWS}
-    yield "advance_ring", cursors | {"width": 16, "widest": 1}, {}
+    yield "advance_ring", cursors | {"width": 16, "widest": 1}, {"state_lengths": int32(SLOTS)}
+    coded = {"states": meta(SLOTS, H, P, N), "state_lengths": int32(SLOTS), "element_keys": int32(H)} | SLOT_ARGS
+    scales = {"state_scales": meta(SLOTS, H, P, 1, dtype=torch.int16)}
+    yield "load_states", coded | {"has_initial_state": flags(B)}, scales
+    yield "store_states", coded | {"new": f32(B, H, P, N), "lengths": ROWS}, scales
     layers = {name: part[None] for name, part in ({"states": f32(SLOTS, H, P, N)} | RING).items()}
     folds = {"folds": RingFolds(ROWS, ROWS, ROWS, ROWS, int32(1), ROWS)}
     yield "fold_ring", layers | folds | {"A": None}, {"A": f32(1, H)}

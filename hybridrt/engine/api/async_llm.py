@@ -30,7 +30,7 @@ from hybridrt.engine.api.delta_stream import DeltaStream as DeltaStream
 from hybridrt.engine.api.engine_loop import EngineLoop, StepMessage
 from hybridrt.engine.api.lanes import INLINE, Lane, Lanes, in_parts, is_quick, lane_of, size_of
 from hybridrt.engine.api.llm import LLM
-from hybridrt.engine.request.intake import Known, PreparedPrompt, Prompt, check_name, check_prepared
+from hybridrt.engine.request.intake import Known, PreparedPrompt, Prompt, check_client, check_name, check_prepared
 from hybridrt.engine.request.outputs import Delta, RequestOutput, whole_output
 
 _DRAIN_CHECK_SECONDS = 0.05
@@ -141,13 +141,19 @@ class AsyncLLM:
         return await asyncio.wrap_future(self._lanes.submit(lane, partial(work, *arguments)))
 
     def submit(
-        self, prepared: PreparedPrompt | Sequence[PreparedPrompt], name: str | None = None, *, stream: bool = True
+        self,
+        prepared: PreparedPrompt | Sequence[PreparedPrompt],
+        name: str | None = None,
+        *,
+        stream: bool = True,
+        client: str = "",
     ) -> DeltaStream:
         """Starts one request, or several for one reader.
 
         Args:
             name: the request's id; several requests get the ids name-0, name-1, … None: a new id.
             stream: False: one delta a sample, at its end.
+            client: for whom: with `target_itl_ms`, clients share prompt computation fairly.
 
         Raises (no request has then started):
             QueueFullError: too many samples wait already.
@@ -158,6 +164,7 @@ class AsyncLLM:
         if self.draining:
             raise UnavailableError("the server is shutting down; send the request to another one")
         name = f"async-{next(self._names)}" if name is None else name
+        check_client(client)
         batch = _named(prepared, name)
         self._enter(asyncio.get_running_loop())
         # If a reader has gone, a new request of its id would get its last deltas.
@@ -166,7 +173,7 @@ class AsyncLLM:
         deltas = DeltaStream(self._loop)
         try:
             for request_id, prompt in batch.items():
-                self._loop.submit(prompt, request_id, stream=stream)
+                self._loop.submit(prompt, request_id, stream=stream, client=client)
                 deltas.requests[request_id] = prompt
                 self._left[request_id] = prompt.params.n
                 deltas.running += prompt.params.n
@@ -190,15 +197,17 @@ class AsyncLLM:
         self._events = events
 
     @knows_names("generate", CALLS)
-    async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Delta]:
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, client: str = ""
+    ) -> AsyncIterator[Delta]:
         """Yields deltas as they arrive; with n > 1 those of the samples interleave. If the
-        iteration ends early, the request is aborted.
+        iteration ends early, the request is aborted. `client` as for `submit`.
 
         Raises:
             RequestError, MemoryBudgetError, QueueFullError, UnavailableError: at the first delta.
             EngineError: the request failed.
         """
-        deltas = self.submit(await self.prepare(prompt, params))
+        deltas = self.submit(await self.prepare(prompt, params), client=client)
         try:
             async for delta in deltas:
                 await self._spell_out(delta)
@@ -207,14 +216,16 @@ class AsyncLLM:
             deltas.close()
 
     @knows_names("complete", CALLS)
-    async def complete(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
+    async def complete(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, client: str = ""
+    ) -> RequestOutput:
         """The whole output; with n > 1 `.outputs` has all samples. Raises as `generate`. Cancelling
-        the task aborts the request.
+        the task aborts the request. `client` as for `submit`.
         """
-        return await self._complete(await self.prepare(prompt, params))
+        return await self._complete(await self.prepare(prompt, params), client)
 
-    async def _complete(self, prepared: PreparedPrompt) -> RequestOutput:
-        deltas = self.submit(prepared, stream=False)
+    async def _complete(self, prepared: PreparedPrompt, client: str = "") -> RequestOutput:
+        deltas = self.submit(prepared, stream=False, client=client)
         try:
             ended = {(delta.request_id, delta.index): delta async for delta in deltas}
         finally:

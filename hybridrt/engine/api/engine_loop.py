@@ -88,8 +88,8 @@ class EngineLoop:
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - began
 
-    def submit(self, prepared: PreparedPrompt, request_id: str, *, stream: bool = True) -> None:
-        """Queues a prepared prompt. Its deltas come in later messages. `stream` as for
+    def submit(self, prepared: PreparedPrompt, request_id: str, *, stream: bool = True, client: str = "") -> None:
+        """Queues a prepared prompt. Its deltas come in later messages. `stream` and `client` as for
         `Engine.submit`.
 
         Raises:
@@ -114,7 +114,7 @@ class EngineLoop:
             metrics = RequestMetrics(prompt_tokens=len(prepared.tokens), arrival_time=time.monotonic())
             self._unfinished[request_id] = set(range(n)), metrics
             self._count += n
-            self._commands.put(partial(self._submit, prepared, request_id, stream))
+            self._commands.put(partial(self._submit, prepared, request_id, stream, client))
 
     def abort(self, request_id: str) -> None:
         """Ends a request, if it runs: its samples' last deltas have the reason "abort". Finalizers
@@ -158,6 +158,8 @@ class EngineLoop:
                 self._run_commands()
                 if self._count:
                     self._step()
+                elif self._engine.wants_audit:
+                    self._audit()
             with self._turns:
                 for request_id in list(self._unfinished):
                     self._engine.abort(request_id)
@@ -169,7 +171,18 @@ class EngineLoop:
     def _run_commands(self) -> None:
         with suppress(Empty):
             for _ in range(COMMANDS):
-                self._commands.get(block=not self._count and not self._closing)()
+                idle = not self._count and not self._closing and not self._engine.wants_audit
+                self._commands.get(block=idle)()
+
+    def _audit(self) -> None:
+        """A step of an audit. The next command breaks it off."""
+        with self._turns:
+            advanced = self._engine.audit_step()
+            if advanced and not self._engine.wants_audit:
+                self._engine.finish_launched()
+        if not advanced:  # other threads use the engine
+            with suppress(Empty):
+                self._commands.get(timeout=ASK_SECONDS)()
 
     def _put_off(self) -> None:
         while not self._closing and (seconds := self._spare_seconds()):
@@ -214,10 +227,10 @@ class EngineLoop:
                 if not samples:
                     del self._unfinished[delta.request_id]
 
-    def _submit(self, prepared: PreparedPrompt, request_id: str, stream: bool) -> None:
+    def _submit(self, prepared: PreparedPrompt, request_id: str, stream: bool, client: str) -> None:
         with self._turns:
             try:
-                self._engine.submit(prepared, request_id, stream=stream, queue=self._deltas)
+                self._engine.submit(prepared, request_id, stream=stream, queue=self._deltas, client=client)
             except Exception as e:  # another owner's id, or no memory
                 error = e if isinstance(e, EngineError) else EngineError(f"request {request_id!r} failed: {e}")
                 self._end([request_id], error)

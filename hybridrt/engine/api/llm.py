@@ -36,7 +36,7 @@ from hybridrt.engine.api.sampling_defaults import default_sampling_params
 from hybridrt.engine.cache.cache_dump import write_dump
 from hybridrt.engine.cache.session_file import Session
 from hybridrt.engine.core.engine import Engine
-from hybridrt.engine.request.intake import PreparedPrompt, Prompt, text_or_ids
+from hybridrt.engine.request.intake import PreparedPrompt, Prompt, check_client, text_or_ids
 from hybridrt.engine.request.outputs import Delta, DeltaQueue, RequestOutput, whole_output
 from hybridrt.engine.text.tokenizer import load_tokenizer
 from hybridrt.mem_cache.prefix_tree.cache_events import EVENTS, CacheSubscription
@@ -85,7 +85,9 @@ class LLM:
         chunked_prefill_size: int = 8192,
         target_itl_ms: float | Literal["auto"] | None = None,
         max_ttft_factor: float | None = None,
+        client_weights: Mapping[str, float] | None = None,
         mamba_ssm_dtype: str = "float32",
+        mamba_ssm_rounding: str = "auto",
         kv_cache_dtype: str = "auto",
         kv_scales: str = "auto",
         state_mode: str = "auto",
@@ -102,6 +104,8 @@ class LLM:
         prefix_cache: bool = True,
         cache_slots: int | None = None,
         host_cache_bytes: int = 0,
+        request_log: str | None = None,
+        audit_hits: float = 0.0,
         seed: int = 0,
     ) -> None:
         options = dict(locals())  # the fields of EngineConfig
@@ -137,21 +141,31 @@ class LLM:
 
     @overload
     def generate(
-        self, prompts: Prompt, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        client: str = "",
     ) -> list[RequestOutput]: ...
 
     @overload
-    def generate(self, prompts: Sequence[PreparedPrompt]) -> list[RequestOutput]: ...
+    def generate(self, prompts: Sequence[PreparedPrompt], *, client: str = "") -> list[RequestOutput]: ...
 
     @overload
     def generate(
-        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        client: str = "",
     ) -> list[RequestOutput]: ...
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt] | Sequence[PreparedPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        client: str = "",
         **unknown: Never,
     ) -> list[RequestOutput]:
         """Runs all prompts to their end.
@@ -161,6 +175,7 @@ class LLM:
                 array of numpy or torch), {"prompt": text} or {"prompt_token_ids": ids}. What `Engine.prepare`
                 has returned stays as it is, with its own parameters.
             sampling_params: for all prompts, or one each; None is `default_sampling_params`.
+            client: for whom they are: with `target_itl_ms`, clients share prompt computation fairly.
 
         Returns:
             One output a prompt, in order. With n > 1 it is the first sample, and `.outputs` has all n.
@@ -171,16 +186,17 @@ class LLM:
             EngineError: a step failed. As after an interrupt, what else was started is aborted and nothing is leaked.
         """
         for name in unknown:
-            refuse("generate", name, CALLS, ("prompts", "sampling_params"))
+            refuse("generate", name, CALLS, ("prompts", "sampling_params", "client"))
+        check_client(client)
         params = self.default_sampling_params if sampling_params is None else sampling_params
         batch = self.engine.intake.prepare_all(prompts, params)
-        ids, ended = self._run(batch)
+        ids, ended = self._run(batch, client)
         return [
             whole_output(request_id, prepared.tokens, prepared.params.n, ended)
             for request_id, prepared in zip(ids, batch, strict=True)
         ]
 
-    def _run(self, batch: Sequence[PreparedPrompt]) -> tuple[list[str], dict[tuple[str, int], Delta]]:
+    def _run(self, batch: Sequence[PreparedPrompt], client: str = "") -> tuple[list[str], dict[tuple[str, int], Delta]]:
         """Runs requests to their end. Returns their ids, and the last delta of each sample."""
         engine, queue = self.engine, DeltaQueue()
         total = sum([prepared.params.n for prepared in batch])
@@ -189,7 +205,7 @@ class LLM:
         with Interrupts() as interrupts, tqdm(total=total, disable=hidden, unit="sample", desc="generate") as bar:
             try:
                 with engine.turns:
-                    ids = [engine.submit(prepared, stream=False, queue=queue) for prepared in batch]
+                    ids = [engine.submit(prepared, stream=False, queue=queue, client=client) for prepared in batch]
                 while len(ended) < total:
                     with engine.turns:
                         if not queue.moved:
@@ -239,17 +255,20 @@ class LLM:
         return np.stack([embedding(*each, pooling, dimensions=dimensions, normalize=normalize) for each in sums])
 
     @knows_names("stream", CALLS)
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, client: str = ""
+    ) -> Iterator[Delta]:
         """Yields deltas as steps give them; with n > 1 the samples interleave. Once the iterator is
-        closed or dropped, the engine's next step aborts the request. `prompt` as in `generate`;
-        None means `default_sampling_params`.
+        closed or dropped, the engine's next step aborts the request. `prompt` and `client` as in
+        `generate`; None means `default_sampling_params`.
 
         Raises:
             RequestError, MemoryBudgetError: at once, not at the first delta.
             EngineError: while iterating: a step failed.
         """
         params = self.default_sampling_params if sampling_params is None else sampling_params
-        return self._stream(self.engine.prepare(prompt, params))
+        check_client(client)
+        return self._stream(self.engine.prepare(prompt, params), client)
 
     def chat(
         self,
@@ -439,12 +458,12 @@ class LLM:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def _stream(self, prepared: PreparedPrompt) -> Iterator[Delta]:
+    def _stream(self, prepared: PreparedPrompt, client: str = "") -> Iterator[Delta]:
         """Ends the request if the reader leaves."""
         engine, queue, running = self.engine, DeltaQueue(), prepared.params.n
         try:
             with engine.turns:
-                engine.submit(prepared, queue=queue)
+                engine.submit(prepared, queue=queue, client=client)
             while running:
                 with engine.turns:
                     if not queue.moved:

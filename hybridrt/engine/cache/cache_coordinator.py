@@ -35,6 +35,8 @@ reads the slot.
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
+import numpy as np
+
 from hybridrt.base.errors import MemoryBudgetError, PoolError
 from hybridrt.engine.cache.host_fetches import LOOK_AHEAD, HostFetches
 from hybridrt.engine.cache.host_tier import HostTier
@@ -57,6 +59,7 @@ from hybridrt.mem_cache.pools.page_groups import (
 from hybridrt.mem_cache.pools.slab_plan import SlabPlan
 from hybridrt.mem_cache.pools.slabs import Slabs
 from hybridrt.mem_cache.pools.state_moves import StateMove, When
+from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 from hybridrt.mem_cache.prefix_tree.prefix_cache import NO_MATCH, PrefixMatch
 from hybridrt.mem_cache.prefix_tree.radix_drop import drop
 from hybridrt.runtime.step.plan import Admission, PageCopy, PageWrite, StateCopy, StepPlan
@@ -143,6 +146,12 @@ class CacheCoordinator:
                     f"a request of {num_tokens} tokens (prompt + max_tokens) needs {need} KV pages and there are "
                     f"{most}: cut prompt + max_tokens to {max_tokens}, or raise memory_fraction"
                 )
+
+    def has_free(self, num_tokens: int, requests: int) -> bool:
+        """Whether so many requests of so many tokens would evict nothing."""
+        need = [requests * (demand.whole(num_tokens) + 1) for demand in self.pages.demands]  # one page of headroom
+        slots = self.slots.num_free >= requests or not self.slots.total
+        return slots and self.rows.num_free >= requests and not any(self.pages.shortages(need))
 
     def admit_request(self, request: Request, headroom: int, plan: StepPlan) -> bool:
         """Lends a row, a slot and the pages that all known tokens of the request need at a time,
@@ -269,7 +278,11 @@ class CacheCoordinator:
         """Bans the cached entry after the first `length` tokens of a request and everything
         computed from it; with `whole`, also the entries before it.
         """
-        store, tokens, key = self.prefixes, request.ids[:length], request.cache_key
+        self.drop_text(request.ids[:length], request.cache_key, whole=whole)
+
+    def drop_text(self, tokens: np.ndarray, key: CacheKey, *, whole: bool = True) -> None:
+        """The same for the cached entry of a text [n] int32."""
+        store = self.prefixes
         if self.fetches is not None:
             self.fetches.cancel_all()  # they hold parts of the path, and would bring it back
         store.evicted(drop(store.tree, tokens, key, whole=whole))

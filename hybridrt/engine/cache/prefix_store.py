@@ -1,5 +1,6 @@
 """Moves pages and states between running requests and the prefix cache."""
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -26,6 +27,7 @@ from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_node import Node, StateKind
 from hybridrt.mem_cache.prefix_tree.state_worth import NewState
 
+log = logging.getLogger("hybridrt.cache")
 GRID = 16
 MAX_SAVES = 3
 MAX_FORKS = 4  # further states of a running prompt, for requests that wait for it
@@ -147,11 +149,13 @@ class PrefixStore:
         """
         prompt = request.prefill_end
         ids = request.ids[:prompt]
-        if not request.metrics.retractions and not request.afresh:
+        if request.audits:
+            request.metrics.cached_tokens = match.length
+        elif not request.metrics.retractions and not request.afresh:
             request.metrics.admission_time = time.monotonic()
             self._count(request, ids, match)
-        request.shared, request.save_at, request.spaced = False, (), ()
-        if self.keeps and self.slots.total:
+        request.shared, request.save_at, request.spaced = request.audits, (), ()
+        if self.keeps and self.slots.total and not request.audits:
             parts = self.tree.waiting.partings(ids, request.cache_key)
             ends = (prompt - 1, match.fork, *sorted({*parts, *request.boundaries}, reverse=True))
             grid = dict.fromkeys([min(end, prompt - 1) // self.grid * self.grid for end in ends])
@@ -354,12 +358,16 @@ class PrefixStore:
             return
         skipped = request.params.prompt_logprobs is not None or request.params.pooling == "mean"
         request.metrics.cache_miss = CacheMiss("skipped", 0) if skipped else self.lost.count(prompt, key, match)
+        if (miss := request.metrics.cache_miss) is not None:
+            text = "request %s: %d of %d tokens were cached; from token %d on %d were not (%s); what helps: %s"
+            size = len(prompt)
+            log.debug(text, request.request_id, match.length, size, miss.token, miss.tokens, miss.why, miss.helps)
         if self.tier is not None:
             self.tier.tree.touch(prompt[: match.length], key)
 
     def _offer(self, request: Request) -> CacheEntries:
         """Nothing of a failed request, whose state may be wrong, nor of one that has added nothing."""
-        computed, failed = request.computed, request.broken or request.error is not None
+        computed, failed = request.computed, request.broken or request.audits or request.error is not None
         if not self.keeps or failed or computed <= request.prefix.length:
             return CacheEntries()
         ids = request.ids

@@ -14,6 +14,9 @@ from hybridrt.engine.core.step_cost import PromptWork
 from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.engine.request.sample_request import Request
 
+ACTIVE_SECONDS = 60.0  # a client is active for so long after its last request came or was computed
+FLOOD_SECONDS = 3.0  # a client with so many seconds of waiting prompts floods, until none waits
+_FEW_CLIENTS = 64
 AGE_SECONDS = 30.0  # a request that waits so much longer goes before one of the next priority
 _arrival = attrgetter("arrival")
 
@@ -94,23 +97,30 @@ class RequestQueue:
             del self._levels[entry.priority]
             del self._priorities[bisect_left(self._priorities, entry.priority)]
 
-    def best(self) -> Request | None:
-        """The one to start next."""
+    def best(self, passing: int = 0) -> Sequence[Request]:
+        """The one to start next. After one that is due, also the best one that computes at most
+        `passing` tokens, if there is any.
+        """
         if not self._entries:
-            return None
+            return ()
         if len(self._priorities) > 1 and self._policy is not None:
             oldest = self._oldest()
             if oldest.params.priority > self._priorities[0]:
-                return oldest
+                return (oldest,)
         firsts = [queue[0] for queue in self._levels[self._priorities[0]].values()]
         if self._policy is not None and self._policy.is_due(oldest := min(firsts, key=_arrival)):
-            return oldest
-        return max(firsts, key=self.ratio)
+            short = [first for first in firsts if self._entries[first.arrival].work.tokens <= passing]
+            return (oldest, *([max(short, key=self.ratio)] if short else ()))
+        return (max(firsts, key=self.ratio),)
 
     def ratio(self, request: Request) -> float:
         if self._policy is None:
             return 0.0
         return self._policy.ratio(self._policy.waited(request), self._entries[request.arrival].work)
+
+    def tokens(self, request: Request) -> int:
+        """Tokens of its prompt that are not cached."""
+        return self._entries[request.arrival].work.tokens
 
     def _size(self, work: PromptWork) -> int:
         """The class: seconds differ by up to a factor of 1.4 within one."""
@@ -144,6 +154,9 @@ class ClientQueues:
         self._queues = dict[str, RequestQueue]()  # of clients with waiting requests
         self._spent = dict[str, float]()  # seconds / weight
         self._now = 0.0  # `_spent` of the client that was served last, before that
+        self._active = dict[str, float]()  # until when, by client
+        self._flooding = set[str]()
+        self._many = _FEW_CLIENTS  # clients from which on idle ones are forgotten
 
     def __bool__(self) -> bool:
         return bool(self._queues)
@@ -164,8 +177,9 @@ class ClientQueues:
         """Prompt tokens that waiting requests compute."""
         return sum([queue.pending for queue in self._queues.values()], PromptWork())
 
-    def best(self, client: str) -> Request | None:
-        return self._queues[client].best() if client in self._queues else None
+    def best(self, client: str, passing: int = 0) -> Sequence[Request]:
+        """See RequestQueue.best."""
+        return self._queues[client].best(passing) if client in self._queues else ()
 
     def client_of(self, request: Request) -> str:
         return request.client if self.policy is not None else ""
@@ -176,6 +190,10 @@ class ClientQueues:
             self._queues[client] = RequestQueue(self.policy)
             self._spent[client] = max(self.spent(client), self._now)
         self._queues[client].add(request, work)
+        if self.policy is not None:
+            self._note_active(client, self.policy)
+            if self.policy.prompt_seconds(self._queues[client].pending) > FLOOD_SECONDS:
+                self._flooding.add(client)
 
     def remove(self, request: Request) -> None:
         client = self.client_of(request)
@@ -183,6 +201,7 @@ class ClientQueues:
         queue.remove(request)
         if not queue:
             del self._queues[client]
+            self._flooding.discard(client)
 
     def spent(self, client: str) -> float:
         return self._spent.get(client, 0.0)
@@ -191,14 +210,38 @@ class ClientQueues:
         """A step computes this much of a request's prompt."""
         if self.policy is not None:
             client = request.client
+            self._note_active(client, self.policy)
             self._now = self.spent(client)
             self._spent[client] = self._now + self.policy.prompt_seconds(work) / self.weights.get(client, 1.0)
+
+    @property
+    def flooded(self) -> bool:
+        """A client floods while another one, which does not, is active."""
+        if not self._flooding or self.policy is None:
+            return False
+        now = self.policy.clock()
+        return any(until >= now and client not in self._flooding for client, until in self._active.items())
+
+    def _note_active(self, client: str, policy: TrafficPolicy) -> None:
+        self._active[client] = policy.clock() + ACTIVE_SECONDS
+        if len(self._active) > self._many:
+            self._forget_idle(policy.clock())
+
+    def _forget_idle(self, now: float) -> None:
+        idle = [client for client, until in self._active.items() if until < now and client not in self._queues]
+        for client in idle:
+            del self._active[client], self._spent[client]
+        self._many = max(_FEW_CLIENTS, 2 * len(self._active))
 
     def ratio(self, request: Request) -> float:
         return self._queues[request.client].ratio(request)
 
+    def tokens(self, request: Request) -> int:
+        return self._queues[request.client].tokens(request)
+
     def clear(self) -> None:
         self._queues.clear()
+        self._flooding.clear()
 
 
 class PromptOrder:
@@ -207,12 +250,17 @@ class PromptOrder:
 
     Args:
         admitted: requests with uncomputed prompts, in order of admission.
+        passing: so many tokens of short prompts pass those that are due. So a long prompt that is
+            due does not delay short ones by its own time.
 
     Attributes:
         admits: False: no more waiting requests.
     """
 
-    def __init__(self, queues: ClientQueues, followers: Followers, admitted: Sequence[Request]) -> None:
+    def __init__(
+        self, queues: ClientQueues, followers: Followers, admitted: Sequence[Request], passing: int = 0
+    ) -> None:
+        self._passing = passing
         self._queues, self._followers, self._policy = queues, followers, queues.policy
         self.admits = True
         self._admitted = dict[str, list[Request]]()  # by client
@@ -223,13 +271,11 @@ class PromptOrder:
         """An admitted request is returned once; a waiting one until it leaves its queue."""
         if (client := self._client()) is None:
             return None
-        admitted, waiting = self._admitted.get(client, []), self._queues.best(client) if self.admits else None
-        if self._policy is None:
-            first = admitted[0] if admitted else waiting
-        else:
-            first = self._first(admitted, waiting)
-        if first is not waiting:
-            admitted.remove(first)  # type: ignore[arg-type]
+        admitted = self._admitted.get(client, [])
+        waiting = self._queues.best(client, self._passing) if self.admits else ()
+        first = (admitted or waiting)[0] if self._policy is None else self._first(admitted, waiting)
+        if first not in waiting:
+            admitted.remove(first)
             if not admitted:
                 del self._admitted[client]
         return first
@@ -238,10 +284,9 @@ class PromptOrder:
         clients = [*self._admitted, *(self._queues.clients if self.admits else ())]
         return min(clients, key=self._queues.spent, default=None)
 
-    def _first(self, admitted: Sequence[Request], waiting: Request | None) -> Request | None:
+    def _first(self, admitted: Sequence[Request], waiting: Sequence[Request]) -> Request:
         ratios = [(self._ratio(request), request) for request in admitted]
-        if waiting is not None:
-            ratios.append((self._queues.ratio(waiting), waiting))
+        ratios += [(self._queues.ratio(request), request) for request in waiting]
         top = min(request.params.priority for _, request in ratios)
         oldest = min((request for _, request in ratios), key=goes_first_from)
         if oldest.params.priority > top:
@@ -249,7 +294,17 @@ class PromptOrder:
         level = [each for each in ratios if each[1].params.priority == top]
         first = min((request for _, request in level), key=lambda request: request.arrival)
         assert self._policy is not None
-        return first if self._policy.is_due(first) else max(level, key=lambda each: each[0])[1]
+        if not self._policy.is_due(first):
+            return max(level, key=lambda each: each[0])[1]
+        short = [each for each in level if self._tokens(each[1]) <= self._passing]
+        if short:
+            first = max(short, key=lambda each: each[0])[1]
+            self._passing -= self._tokens(first)
+        return first
+
+    def _tokens(self, request: Request) -> int:
+        """Tokens of its prompt that are to be computed."""
+        return self._queues.tokens(request) if request.row is None else request.prefill_end - request.computed
 
     def _ratio(self, request: Request) -> float:
         policy = self._policy

@@ -5,7 +5,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import count
+
+import torch
 
 from hybridrt.base.config import EngineConfig
 from hybridrt.base.errors import EngineError, RequestError
@@ -13,9 +16,12 @@ from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.base.turns import Change, Turns, weakly
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.cache.cache_dump import CacheDump, cache_dump
+from hybridrt.engine.cache.request_log import RequestLog
 from hybridrt.engine.cache.sessions import Sessions
+from hybridrt.engine.core.audits import Audits
 from hybridrt.engine.core.fold_counts import FoldCounts
 from hybridrt.engine.core.grammar_masks import step_masks
+from hybridrt.engine.core.hit_audit import EXACT_TOLERANCE, LOGPROBS, TOLERANCE, HitAudit
 from hybridrt.engine.core.prefill_source import PrefillSource
 from hybridrt.engine.core.samples import Samples
 from hybridrt.engine.core.scheduler import ScheduledStep, Scheduler
@@ -64,6 +70,7 @@ class Engine:
         turns: `with engine.turns:` waits for the thread that is inside, first come, first served.
         sessions: saves parts of the prefix cache to files, and loads them.
         prefixes: shared entries of requests.
+        audits: compute some cached prefixes again; None: none.
         prefill_source: the PrefillSource that computes the prompts of later requests. None: this
             engine computes them.
     """
@@ -91,6 +98,7 @@ class Engine:
         self._num_requests = 0
         self._arrivals = count()
         self.prefill_source: PrefillSource | None = None
+        self.audits: Audits | None = None
         self._samples = Samples(self._scheduler)
         self._launched: deque[tuple[ScheduledStep, StepHandle]] = deque()
         self._deltas = DeltaQueue()
@@ -128,8 +136,20 @@ class Engine:
             split or runner, coordinator, limits, tokenizer, overlap=overlap, seed=config.seed, drafter=drafter,
             target=TrafficPolicy.from_config(config, runner.device, buckets),
         )  # fmt: skip
+        if config.request_log is not None:
+            decode = None if tokenizer is None else partial(_piece, tokenizer)
+            engine._samples.log = RequestLog(config.request_log, engine.prefixes, decode)
+        if config.audit_hits:
+            tolerance = EXACT_TOLERANCE if runner.target.dtype == torch.float32 else TOLERANCE
+            engine.audit_hits(HitAudit(config.audit_hits, tolerance, config.seed))
+        engine._scheduler.queues.weights = config.client_weights or {}
         engine._samples.folds = FoldCounts.from_pool(runner.pools.req_to_token.mamba_pool)
         return engine
+
+    def audit_hits(self, chosen: HitAudit) -> None:
+        """Also audits hits."""
+        self._samples.audit = chosen
+        self.audits = Audits(chosen, self._samples, self._coordinator, self._change, self._audit_request)
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedPrompt:
         return self.intake.prepare(prompt, params)
@@ -166,8 +186,10 @@ class Engine:
             RequestError: an argument is of the wrong kind, or the id is taken. The engine is
                 unchanged.
         """
-        check_submission(prepared, request_id, export_to, export_from)
+        check_submission(prepared, request_id, export_to, export_from, client)
         with self.turns.now:
+            if self.audits is not None:
+                self.audits.break_off()
             if request_id is None:
                 number = self._num_requests
                 while f"request-{number}" in self._samples:
@@ -252,6 +274,32 @@ class Engine:
                 self._sample_last()
             if len(self._launched) > (self._max_in_flight if scheduled is not None else 0):
                 self._consume()
+
+    @property
+    def wants_audit(self) -> bool:
+        """`audit_step` has something to do once no request runs. Any thread may ask."""
+        return self.audits is not None and self.audits.chosen.wants
+
+    def audit_step(self) -> bool:
+        """A step of an audit of a cached prefix, unless requests run. False if there is none to do. A
+        later request breaks the audit off.
+
+        Raises:
+            EngineError: as `run_step`.
+        """
+        with self.turns.now:
+            if self.audits is None or not self.audits.begin():
+                return False
+            self.run_step()
+            self.audits.note_step()
+            return True
+
+    def _audit_request(self, tokens: Sequence[int], key: CacheKey, name: str, queue: DeltaQueue) -> Request:
+        params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=LOGPROBS)
+        prepared = self.intake.prepare(list(tokens), params)
+        (request,) = new_samples(name, prepared, key, 0, self._arrivals, None)
+        request.audits, request.stream, request.queue = True, False, self._abandoned.watch(queue)
+        return request
 
     def drain(self) -> list[Delta]:
         """Reads every launched step and launches none: afterwards finished requests hold nothing."""
@@ -353,6 +401,7 @@ class Engine:
             kv_bytes_held=pools.pages.held_bytes,
             cached_slots=pools.slots.num_cached - pools.slots.num_locked,
             cached_pages=pools.pages.num_cached - pools.pages.num_locked,
+            **(self.audits.chosen.counters() if self.audits else {}),
             step_cost_error=self.target.cost.error if self.target else None,
             **pools.prefixes.counters(),
         )
@@ -417,3 +466,7 @@ class Engine:
         with self._change:
             self._launched.popleft()
             self._samples.take_result(step, result)
+
+
+def _piece(tokenizer: Tokenizer, token: int) -> str:
+    return tokenizer.decode([token], skip_special_tokens=False)

@@ -48,7 +48,7 @@ class Followers:
 
     def add_leader(self, leader: Request) -> None:
         """The prompt of an admitted request is going to be computed."""
-        if self._joins and (key := self._key(leader)) is not None and leader.reads_cache:
+        if self._joins and (key := self._key(leader)) is not None and leader.reads_cache and not leader.audits:
             self._leaders.setdefault(key, []).append(leader)
 
     def place_for(self, request: Request) -> Place | None:

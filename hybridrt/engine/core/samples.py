@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from hybridrt.base.errors import EngineError, GrammarError, NoTokenLeftError
+from hybridrt.engine.cache.request_log import RequestLog
 from hybridrt.engine.core.fold_counts import FoldCounts
+from hybridrt.engine.core.hit_audit import HitAudit
 from hybridrt.engine.core.scheduler import ScheduledStep, Scheduler
 from hybridrt.engine.request.intake import check_name
 from hybridrt.engine.request.outputs import EngineCounters, FinishReason
@@ -25,11 +27,15 @@ class Samples:
     Attributes:
         totals: counts what samples gain and how they end.
         folds: counts the folds of steps; None for a model without state rings.
+        log: gets samples that end; None: none is written.
+        audit: chooses hits among them; None: none is audited.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.totals = EngineCounters()
         self.folds: FoldCounts | None = None
+        self.log: RequestLog | None = None
+        self.audit: HitAudit | None = None
         self._scheduler = scheduler
         self._samples: dict[str, list[Request]] = {}
         self._not_queued: set[str] = set()  # request ids; their prompts are computed elsewhere
@@ -172,6 +178,10 @@ class Samples:
         request_id = request.request_id
         request.finish(reason, error)
         self.totals.count_end(reason, error)
+        if self.log is not None and not request.audits:
+            self.log.note(request)
+        if self.audit is not None:
+            self.audit.note(request)
         if request_id not in self._not_queued:
             self._scheduler.remove(request)
         _notify(request)

@@ -12,12 +12,14 @@ from hybridrt.engine.core.client_queues import ClientQueues, PromptOrder
 from hybridrt.engine.core.draft_rows import needs_tokens, propose_drafts
 from hybridrt.engine.core.followers import Followers
 from hybridrt.engine.core.step_cost import ChunkBudget, PromptWork
-from hybridrt.engine.core.traffic_policy import TrafficPolicy
+from hybridrt.engine.core.traffic_policy import PASSING_SHARE, TrafficPolicy
 from hybridrt.engine.request.sample_request import Request, RowColumns
 from hybridrt.kernels.core.slots import OWN_SLOT
 from hybridrt.runtime.step.plan import DecodeRows, ExtendRow, StateCopy, StepPlan, StepResult, int32s
 from hybridrt.speculative.draft import NO_DRAFT, Draft, draft_columns
 from hybridrt.speculative.drafter import Drafter
+
+AUDIT_CHUNK = 128  # tokens: a request that comes may wait for such a step
 
 
 @dataclass(slots=True)
@@ -129,7 +131,7 @@ class Scheduler:
         """`known`: its tokens that are cached."""
         work = PromptWork.between(known, len(request.prompt) + len(request.output))
         if self._policy is not None:
-            self._policy.set_due(request, self.pending + work)
+            self._policy.set_due(request, self.pending)
         if (place := self._followers.place_for(request)) is not None:
             self._followers.hold(request, place)
         else:
@@ -376,14 +378,15 @@ class Scheduler:
         tokens = max(self._chunk - len(decode.rows) - len(decode.drafts), (self._chunk + 1) // 2)
         if self._policy is None:
             return ChunkBudget(tokens)
-        return self._policy.budget(tokens, decode, self._policy.prompt_seconds(self.pending))
+        pending = self._policy.prompt_seconds(self.pending)
+        return self._policy.budget(tokens, decode, pending, flooded=self.queues.flooded)
 
     def _schedule_prefill(self, step: ScheduledStep, prefilling: Iterable[Request]) -> None:
         """Also admits waiting requests, unless a decode row found no page: then none is free."""
         admitted = [request for request in prefilling if request.row is not None]  # others were just retracted
         self._uncomputed = _uncomputed(admitted)
         budget = self._budget(step.plan.decode)
-        order = PromptOrder(self.queues, self._followers, admitted)
+        order = PromptOrder(self.queues, self._followers, admitted, int(PASSING_SHARE * budget.room()))
         while budget.room() and (request := order.next()) is not None:
             if request.row is None:
                 if not self._start(request, order, step.plan):
@@ -424,7 +427,8 @@ class Scheduler:
     def _add_extend(self, step: ScheduledStep, request: Request, budget: ChunkBudget) -> None:
         assert request.row is not None
         start = request.computed
-        end = min(start + budget.room(start), request.prefill_end)
+        most = AUDIT_CHUNK if request.audits else request.prefill_end
+        end = min(start + min(budget.room(start), most), request.prefill_end)
         end = self._coordinator.prefixes.chunk_end(request, start, end)
         end = self._coordinator.use_spare_pages(request, end, step.plan)
         if end <= start:

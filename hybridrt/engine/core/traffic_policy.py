@@ -21,11 +21,15 @@ NUMBER_FACTOR, AUTO_FACTOR = 11.0, 4 / 3
 # Without a number of milliseconds, a step may take longer if much work waits: a share of that work,
 # up to MOST_STEPS times its decode rows alone and MOST_SECONDS.
 WORK_SHARE, MOST_STEPS, MOST_SECONDS = 1 / 3, 20, 0.075
+# While one client floods and another one is active, a step takes at most so many seconds more than
+# its decode rows alone: a prompt of the other client waits for a step or two.
+SHARED_SECONDS = 0.024
 # With a number of milliseconds, more seconds of waiting work raise the bound in proportion. Otherwise
 # a full server would answer fewer requests than without a bound.
 LATE_SECONDS, LATE_FACTOR = 0.25, 2.0
 # A prompt is due so many times the seconds of the work that was there when it came, and then so many.
 DUE_FACTOR, DUE_SECONDS = 1.5, 1.0
+PASSING_SHARE = 0.25  # of a step's tokens are for short prompts that pass those that are due
 _LATE_STEPS = 8  # late steps that are observed as one
 # The next step is scheduled this lead before the running one ends. A late launch doubles the lead,
 # other steps shrink it a little.
@@ -79,21 +83,26 @@ class TrafficPolicy:
         seconds = None if asked == "auto" else float(asked) / 1e3
         return cls(seconds, max_ttft_factor=config.max_ttft_factor, cost=StepCost(buckets))
 
-    def budget(self, tokens: int, decode: DecodeRows, pending: float = 0.0) -> ChunkBudget:
-        """The budget of a step with these decode rows and at most `tokens` prompt tokens. `pending`:
-        predicted seconds of all prompt tokens that are not computed.
+    def budget(self, tokens: int, decode: DecodeRows, pending: float = 0.0, *, flooded: bool = False) -> ChunkBudget:
+        """The budget of a step with these decode rows and at most `tokens` prompt tokens.
+
+        Args:
+            pending: predicted seconds of all prompt tokens that are not computed.
+            flooded: a client that does not flood may come while another one does.
         """
-        if not len(decode):
+        if not len(decode) and not flooded:
             return ChunkBudget(tokens)
         work = StepWork.from_plan(StepPlan(decode=decode))
-        seconds, most = self.bound(self.cost.predict(work) or 0.0, pending), 0.0 if self.seconds else MOST_SECONDS
-        return ChunkBudget(tokens, self.cost, seconds, work, most)
+        alone, most = self.cost.predict(work) if len(decode) else 0.0, 0.0 if self.seconds else MOST_SECONDS
+        return ChunkBudget(tokens, self.cost, self.bound(alone or 0.0, pending, flooded), work, most)
 
-    def bound(self, alone: float, pending: float) -> float:
-        """Seconds of a step that would take `alone` without prompts. `pending` as for `budget`."""
+    def bound(self, alone: float, pending: float, flooded: bool = False) -> float:
+        """Seconds of a step that would take `alone` without prompts. The rest as for `budget`."""
         if self.seconds is not None:
             late = min(max(pending / LATE_SECONDS, 1.0), LATE_FACTOR)
             return max(self.seconds * late * (1 - self._margin), self._least * alone)
+        if flooded:
+            return alone + SHARED_SECONDS
         most = min(alone + WORK_SHARE * pending, MOST_STEPS * alone, MOST_SECONDS)
         return max(self._least * alone, most)
 
@@ -109,8 +118,8 @@ class TrafficPolicy:
         return self.backlog if self.seconds is not None else AUTO_FACTOR * self.backlog
 
     def set_due(self, request: Request, pending: PromptWork) -> None:
-        """A new request becomes due some time after all prompts that were there could have been
-        computed. `pending`: these and its own.
+        """A new request becomes due some time after all prompts that were there (`pending`) could have
+        been computed.
         """
         if request.due == math.inf:
             patience = DUE_FACTOR * self.prompt_seconds(pending) + DUE_SECONDS

@@ -393,8 +393,17 @@ def check_name(request_id: object) -> None:
         )
 
 
-def check_submission(prepared: object, request_id: object, export_to: object, export_from: object) -> None:
+def check_client(client: object) -> None:
+    """Raises RequestError unless it is text of at most MAX_NAME_CHARACTERS characters."""
+    if not isinstance(client, str) or len(client) > MAX_NAME_CHARACTERS or not is_text(client):
+        raise RequestError(f"client is {shown(client)}; pass a name of up to {MAX_NAME_CHARACTERS} characters")
+
+
+def check_submission(
+    prepared: object, request_id: object, export_to: object, export_from: object, client: object
+) -> None:
     check_prepared(prepared)
+    check_client(client)
     if request_id is not None:
         check_name(request_id)
     if not is_number(export_from, Integral) or not 0 <= cast(int, export_from) < 2**63:

@@ -89,6 +89,8 @@ class EngineCounters(TokenCounters):
         cached_slots, cached_pages: evictable entries of the prefix cache.
         step_cost_error: median relative error of predicted times; None without `target_itl_ms`, or
             before enough steps have run.
+        audited, audit_differed, audit_error: hits that were computed again, those that were dropped
+            because of it, and the greatest difference of log-probabilities.
         host_pages, host_states: entries of the prefix cache in main memory.
         folds: rings folded over all steps; most_folds: in one step. 0 without rings.
     """
@@ -106,6 +108,9 @@ class EngineCounters(TokenCounters):
     free_pages: int = 0
     total_pages: int = 0
     kv_bytes_held: int = 0
+    audited: int = 0
+    audit_differed: int = 0
+    audit_error: float = 0.0
     cached_slots: int = 0
     cached_pages: int = 0
     cache_asked: int = 0

@@ -122,6 +122,7 @@ class Request:
         afresh: it skips the prefix cache, because with a cached prefix its logits were not finite.
             `suspect`: length of that prefix, until a step with finite logits has shown that it was
             wrong.
+        audits: it compares the cache with a computation. It leaves nothing there.
         restarting: it will be released and wait again, once no launched step names it.
         broken: a step that named it failed, so its state and KV may be wrong.
         in_flight: launched steps that name the request and whose result has not been consumed.
@@ -169,6 +170,7 @@ class Request:
     settled: int = 0
     afresh: bool = False
     suspect: int = 0
+    audits: bool = False
     restarting: bool = False
     broken: bool = False
     in_flight: int = 0

@@ -116,20 +116,42 @@ class IntermediateStates(NamedTuple):
     predecessors: Tensor | None = None
 
 
+class StateCodes(NamedTuple):
+    """What belongs to states in 8 bits, or rounded stochastically (`state_codes.py`).
+
+    Attributes:
+        state_lengths: [S+1] int32, tokens that the state in each slot includes.
+        element_keys: [H] int32, from which the rounding of each head's elements begins.
+        state_scales: [S+1, H, P, n] int16, upper halves of float32 scales of 8-bit codes; None for
+            floats.
+    """
+
+    state_lengths: Tensor
+    element_keys: Tensor
+    state_scales: Tensor | None = None
+
+    def of_layer(self, layer: int) -> "StateCodes":
+        """One of several layers' codes, which have a dimension more in keys and scales."""
+        scales = None if self.state_scales is None else self.state_scales[layer]
+        return StateCodes(self.state_lengths, self.element_keys[layer], scales)
+
+
 class StateSlots(NamedTuple):
     """The recurrent states of B rows.
 
     Attributes:
-        states: [S+1, *state] pool.
+        states: [S+1, *state] pool; with scales in `codes` the codes, int8 or float8_e4m3fn.
         read_state_slots, write_state_slots: [B], slots of the state before and after the step.
         intermediate: buffers of a verify step, which stores states there and does not write the
             pool.
+        codes: of states that `store_states` and `fold_ring` round; None for others.
     """
 
     states: Tensor
     read_state_slots: Tensor
     write_state_slots: Tensor
     intermediate: IntermediateStates | None = None
+    codes: StateCodes | None = None
 
 
 class StateRing(NamedTuple):

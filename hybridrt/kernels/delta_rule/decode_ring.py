@@ -25,8 +25,9 @@ from torch import Tensor
 
 from hybridrt.kernels.core.chunk_plan import decay_sums, exp_of
 from hybridrt.kernels.core.records import DeltaInputs, StateRing, StateSlots
-from hybridrt.kernels.core.slots import pad_mask, read_rows, write_columns
+from hybridrt.kernels.core.slots import pad_mask, write_columns
 from hybridrt.kernels.delta_rule.delta_rule import decayed_products, l2_normalize
+from hybridrt.kernels.state.state_codes import read_states
 from hybridrt.kernels.state.state_ring import ring_entries
 
 
@@ -57,7 +58,7 @@ def gdn_replay(inputs: DeltaInputs, state: StateSlots, ring: StateRing) -> Tenso
     new_keys = l2_normalize(inputs.k).to(keys.dtype).float().transpose(1, 2)
     queries = (l2_normalize(q) * q.shape[-1] ** -0.5).transpose(1, 2)
     sums = decay_sums(g if g.ndim == inputs.v.ndim else g.unsqueeze(-1), 1).transpose(1, 2)
-    checkpoint = read_rows(state.states, slots).float()
+    checkpoint = read_states(state)
     base = _read_past(checkpoint, history, torch.cat((new_keys, queries), 2), torch.cat((sums, sums), 2))
     out, corrected = _new_tokens(base, new_keys, queries, inputs.v, sums, inputs.beta.float(), values.dtype)
     column = ((ring.start + ring.length).unsqueeze(1) + torch.arange(tokens, device=ring.start.device)) % width

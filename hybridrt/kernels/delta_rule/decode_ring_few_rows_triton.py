@@ -21,6 +21,7 @@ from hybridrt.kernels.state.conv_and_gates_triton import (
     push_operands,
     strides,
 )
+from hybridrt.kernels.state.state_codes_triton import decode_tile, load_scales, scale_strides, state_scales
 
 FEW_PROGRAMS = 512  # an H200 has room for some 600
 
@@ -32,10 +33,11 @@ def _sums(a0, a1, b0, b1):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _few_kernel(  # type: ignore[no-untyped-def]
-    qkv_ptr, a_ptr, b_ptr, weight_ptr, bias_ptr, A_log_ptr, dt_bias_ptr, out_ptr, conv_ptr, states_ptr,
+    qkv_ptr, a_ptr, b_ptr, weight_ptr, bias_ptr, A_log_ptr, dt_bias_ptr, out_ptr, conv_ptr, states_ptr, scales_ptr,
     values_ptr, keys_ptr, gates_ptr, slots_ptr, positions_ptr, rows_ptr, start_ptr, length_ptr,
     qkv_strides: tl.constexpr, a_strides: tl.constexpr, b_strides: tl.constexpr, conv_ss: tl.constexpr,
-    states_ss: tl.constexpr, values_sr: tl.constexpr, keys_sr: tl.constexpr, gates_sr: tl.constexpr,
+    states_ss: tl.constexpr, states_sh: tl.constexpr, scales_ss: tl.constexpr, scales_sh: tl.constexpr,
+    values_sr: tl.constexpr, keys_sr: tl.constexpr, gates_sr: tl.constexpr,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, TAPS: tl.constexpr,
     WC: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_W: tl.constexpr, BETA_SCALE: tl.constexpr,
     PDL: tl.constexpr,
@@ -48,8 +50,10 @@ def _few_kernel(  # type: ignore[no-untyped-def]
     row, start, length = tl.load(rows_ptr + b).to(tl.int64), tl.load(start_ptr + b), tl.load(length_ptr + b)
     safe_slot, past, column, newest = tl.maximum(slot, 0), w < length, (start + w) % W, (start + length) % W
 
-    state_cells = states_ptr + safe_slot * states_ss + h * (V * K) + v[:, None] * K + k[None, :]
+    state_cells = states_ptr + safe_slot * states_ss + h * states_sh + v[:, None] * K + k[None, :]
     state = tl.load(state_cells, mask=v_mask[:, None] & k_mask[None, :], other=0.0)
+    if scales_ptr is not None:
+        scales = load_scales(scales_ptr + safe_slot * scales_ss + h * scales_sh, v, 0, V, K, BLOCK_K)
     head, per_key_head = h // (HV // HK), HV // HK
     keys_row = keys_ptr + row * keys_sr + head * (W * K)
     keys = tl.load(keys_row + column[:, None] * K + k[None, :], mask=past[:, None] & k_mask[None, :], other=0.0)
@@ -90,7 +94,11 @@ def _few_kernel(  # type: ignore[no-untyped-def]
     key, scale = ring_key.to(tl.float32), tl.rsqrt(q_norm + L2_EPS) * (K**-0.5)
 
     left, history = tl.exp(total + gate), tl.exp(tl.cumsum(later, axis=0, reverse=True) + gate)
-    keys, values, state = keys.to(tl.float32), values.to(tl.float32), state.to(tl.float32)
+    keys, values = keys.to(tl.float32), values.to(tl.float32)
+    if scales_ptr is None:
+        state = state.to(tl.float32)
+    else:
+        state = decode_tile(state, scales)
     key_scores = tl.sum(keys * key[None, :], axis=1) * history
     query_scores = tl.sum(keys * query[None, :], axis=1) * history
     by_key = left * tl.sum(state * key[None, :], axis=1) + tl.sum(values * key_scores[:, None], axis=0)
@@ -122,13 +130,14 @@ def gdn_few_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, step
     batch, _, channels = qkv.shape
     _, value_heads, value_dim, key_dim = states.shape
     out = torch.empty((batch, 1, value_heads, value_dim), dtype=qkv.dtype, device=qkv.device)
-    block_v = tile_rows(states)
+    block_v, scales = tile_rows(states), state_scales(step.state)
     _few_kernel[triton.cdiv(value_dim, block_v), value_heads, batch](
         qkv, a, b, step.conv_weights.weight, step.conv_weights.bias, weights.A_log, weights.dt_bias, out, conv, states,
-        ring.values, ring.keys, ring.gates,
+        scales, ring.values, ring.keys, ring.gates,
         step.conv_state.read_state_slots, step.conv_state.start_positions, ring.rows, ring.start, ring.length,
         strides(qkv), strides(a), strides(b),
-        conv.stride(0), states.stride(0), ring.values.stride(0), ring.keys.stride(0), ring.gates.stride(0),
+        conv.stride(0), states.stride(0), states.stride(1), *scale_strides(scales),
+        ring.values.stride(0), ring.keys.stride(0), ring.gates.stride(0),
         HK=(channels - value_heads * value_dim) // (2 * key_dim), HV=value_heads, K=key_dim, V=value_dim,
         W=ring.gates.shape[2], TAPS=step.conv_weights.weight.shape[1], WC=conv.shape[2], BLOCK_V=block_v,
         BLOCK_K=triton.next_power_of_2(key_dim), BLOCK_W=triton.next_power_of_2(ring.gates.shape[2]),

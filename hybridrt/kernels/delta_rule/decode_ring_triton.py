@@ -30,7 +30,9 @@ from hybridrt.kernels.state.conv_and_gates_triton import (
     step_input,
     strides,
 )
-from hybridrt.kernels.state.state_ring_triton import exact_dot, multiply_state, products
+from hybridrt.kernels.state.state_codes import SCALED
+from hybridrt.kernels.state.state_codes_triton import TILE, decode_tile, load_scales, scale_strides, state_scales
+from hybridrt.kernels.state.state_ring_triton import exact_dot, multiply_codes, multiply_state, products
 
 
 @triton.jit
@@ -127,17 +129,18 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _stream_kernel(  # type: ignore[no-untyped-def]
-    qkv_ptr, weight_ptr, bias_ptr, out_ptr, conv_ptr, states_ptr, values_ptr,
+    qkv_ptr, weight_ptr, bias_ptr, out_ptr, conv_ptr, states_ptr, scales_ptr, values_ptr,
     vectors_ptr, scores_ptr, decays_ptr, betas_ptr,
     slots_ptr, positions_ptr, rows_ptr, start_ptr, length_ptr,
-    qkv_strides: tl.constexpr, conv_ss: tl.constexpr, states_ss: tl.constexpr, values_sr: tl.constexpr,
+    qkv_strides: tl.constexpr, conv_ss: tl.constexpr, states_ss: tl.constexpr, states_sh: tl.constexpr,
+    scales_ss: tl.constexpr, scales_sh: tl.constexpr, values_sr: tl.constexpr,
     T: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     TAPS: tl.constexpr, WC: tl.constexpr, W: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_W: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid [rows, value heads, tiles of V]: a state [V, K] is read once for 2 T vectors. BLOCK_N is
-    2 for products by element, else at least 16.
+    2 for products by element, else at least 16. In other products of codes, a tile of K has one scale.
     """
     b, h, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     n, k, w = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_W)
@@ -145,11 +148,16 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
     v_mask, n_mask = v < V, n < 2 * T
     slot, position = tl.load(slots_ptr + b).to(tl.int64), tl.load(positions_ptr + b)
     safe_slot = tl.maximum(slot, 0)
-    cells = states_ptr + safe_slot * states_ss + h * (V * K) + v[:, None] * K + k[None, :]
+    cells = states_ptr + safe_slot * states_ss + h * states_sh + v[:, None] * K + k[None, :]
+    CODES: tl.constexpr = scales_ptr is not None
+    if CODES:
+        scales_row = scales_ptr + safe_slot * scales_ss + h * scales_sh
     # The kernel before writes neither states nor v, and waits for all earlier ones.
     WHOLE: tl.constexpr = BLOCK_K >= K
     if WHOLE:
         state = tl.load(cells, mask=v_mask[:, None] & (k < K)[None, :], other=0.0, eviction_policy="evict_first")
+        if CODES:
+            scales = load_scales(scales_row, v, 0, V, K, BLOCK_K)
     st: tl.constexpr = qkv_strides[1]
     channel, live = 2 * HK * K + h * V + v, v < tl.where(slot < 0, 0, V)
     source, conv_row = qkv_ptr + b * qkv_strides[0] + channel, conv_ptr + safe_slot * conv_ss
@@ -182,10 +190,13 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
                 state = tl.load(
                     cells + first, mask=v_mask[:, None] & mask[None, :], other=0.0, eviction_policy="evict_first"
                 )
+                if CODES:
+                    scales = load_scales(scales_row, v, first, V, K, BLOCK_K)
+            numbers = decode_tile(state, scales) if CODES else state.to(tl.float32)
             key = tl.load(vectors_row + first + k, mask=mask, other=0.0).to(tl.float32)
             query = tl.load(vectors_row + K + first + k, mask=mask, other=0.0).to(tl.float32)
-            by_key += state.to(tl.float32) * key[None, :]
-            by_query += state.to(tl.float32) * query[None, :]
+            by_key += numbers * key[None, :]
+            by_query += numbers * query[None, :]
         is_key = (n == 0)[:, None]
         read = tl.where(is_key, tl.sum(by_key, axis=1)[None, :], tl.sum(by_query, axis=1)[None, :]) * decays[:, None]
         key_scores = tl.load(scores_ptr + head * W + w, mask=past, other=0.0)
@@ -202,8 +213,10 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
                 state = tl.load(
                     cells + first, mask=v_mask[:, None] & mask[None, :], other=0.0, eviction_policy="evict_first"
                 )
+                if CODES:
+                    scales = load_scales(scales_row, v, first, V, K, BLOCK_K)
             tile = tl.load(vectors + first, mask=n_mask[:, None] & mask[None, :], other=0.0)
-            acc = multiply_state(state, tile, acc)
+            acc = multiply_codes(state, scales, tile, acc) if CODES else multiply_state(state, tile, acc)
         scores_cells = scores_ptr + (head + n)[:, None] * W + w[None, :]
         scores = tl.load(scores_cells, mask=n_mask[:, None] & past[None, :], other=0.0)
         read = tl.trans(acc) * decays[:, None] + exact_dot(scores, values)
@@ -233,6 +246,7 @@ def gdn_stream_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, s
     _, value_heads, value_dim, key_dim = states.shape
     key_heads, device = (channels - value_heads * value_dim) // (2 * key_dim), qkv.device
     out = torch.empty((batch, tokens, value_heads, value_dim), dtype=qkv.dtype, device=device)
+    scales = state_scales(step.state)
     width = ring.gates.shape[2]
     by_channel = a.ndim == 4
     dtype = torch.float32 if by_channel else ring.keys.dtype
@@ -255,13 +269,25 @@ def gdn_stream_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, s
         num_warps=1 if tokens == 1 and not by_channel else 4, **sizes,
         **({"LOWER_BOUND": weights.lower_bound} if by_channel else own), **pdl(device),
     )  # fmt: skip
-    tile = stream_tile(batch, tokens, states, by_channel)
+    tile = stream_tile(batch, tokens, states, by_channel) if scales is None else codes_tile(tokens, states)
     _stream_kernel[batch, value_heads, triton.cdiv(value_dim, tile["BLOCK_V"])](
-        qkv, weight, step.conv_weights.bias, out, conv, states, ring.values, vectors, scores, decays, betas, *rows,
-        strides(qkv), conv.stride(0), states.stride(0), ring.values.stride(0), V=value_dim, **tile, **sizes,
+        qkv, weight, step.conv_weights.bias, out, conv, states, scales, ring.values, vectors, scores, decays, betas,
+        *rows, strides(qkv), conv.stride(0), states.stride(0), states.stride(1), *scale_strides(scales),
+        ring.values.stride(0), V=value_dim, **tile, **sizes,
         **pdl(device),
     )  # fmt: skip
     return out
+
+
+def codes_tile(tokens: int, states: Tensor) -> dict[str, int]:
+    """Tiles of codes in the second kernel: one token's products are taken element by element, of decoded numbers. Those
+    of several tokens are of whole codes, each block before its scale."""
+    rows, columns = (max(16, triton.next_power_of_2(size)) for size in states.shape[2:])
+    if tokens == 1:
+        block_v = min(rows, max(16, TILE // columns))
+        return {"BLOCK_N": 2, "BLOCK_K": columns, "BLOCK_V": block_v, "STAGES": 1, "num_warps": 4}
+    tile = {"BLOCK_N": max(16, triton.next_power_of_2(2 * tokens)), "BLOCK_K": min(columns, SCALED)}
+    return tile | {"BLOCK_V": min(rows, 64), "STAGES": 3, "num_warps": 4}
 
 
 def stream_tile(batch: int, tokens: int, states: Tensor, by_channel: bool = False) -> dict[str, int]:

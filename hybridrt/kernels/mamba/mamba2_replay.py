@@ -10,8 +10,9 @@ from torch import Tensor
 
 from hybridrt.kernels.core.chunk_plan import decay_sums, exp_of, finite_rates
 from hybridrt.kernels.core.records import SSMInputs, SSMWeights, StateRing, StateSlots
-from hybridrt.kernels.core.slots import pad_mask, read_rows, write_columns
+from hybridrt.kernels.core.slots import pad_mask, write_columns
 from hybridrt.kernels.mamba.mamba2_scan import skip_and_gate, time_step
+from hybridrt.kernels.state.state_codes import read_states
 from hybridrt.kernels.state.state_ring import ring_entries
 
 
@@ -28,7 +29,7 @@ def mamba2_replay(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, rin
     for tensor, entries in ((ring.values, x), (ring.keys, inputs.B), (gates, step)):
         write_columns(tensor, slots, column, entries, ring.rows)
     v, k, g = ring_entries(ring.values, ring.keys, gates, ring.rows, ring.start, length + x.shape[1])
-    y = _read(read_rows(state.states, slots).float(), v, k, g, weights.A, inputs.C.float(), length[:, None] + new)
+    y = _read(read_states(state), v, k, g, weights.A, inputs.C.float(), length[:, None] + new)
     return skip_and_gate(y, x, weights.D, inputs.z).masked_fill_(pad_mask(slots, 4), 0.0).to(x.dtype)
 
 

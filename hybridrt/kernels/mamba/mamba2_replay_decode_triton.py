@@ -28,7 +28,9 @@ from hybridrt.kernels.state.conv_and_gates_triton import (
     strides,
     time_step,
 )
-from hybridrt.kernels.state.state_ring_triton import exact_dot, multiply_state, products
+from hybridrt.kernels.state.state_codes import SCALED
+from hybridrt.kernels.state.state_codes_triton import TILE, load_scales, scale_strides, state_scales
+from hybridrt.kernels.state.state_ring_triton import exact_dot, multiply_codes, multiply_state, products
 
 
 @triton.jit
@@ -141,15 +143,16 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _stream_kernel(  # type: ignore[no-untyped-def]
-    z_ptr, D_ptr, out_ptr, states_ptr, values_ptr, queries_ptr, scores_ptr, decays_ptr,
+    z_ptr, D_ptr, out_ptr, states_ptr, scales_ptr, values_ptr, queries_ptr, scores_ptr, decays_ptr,
     slots_ptr, rows_ptr, start_ptr, length_ptr,
-    z_strides: tl.constexpr, out_strides: tl.constexpr, states_ss: tl.constexpr, values_sr: tl.constexpr,
+    z_strides: tl.constexpr, out_strides: tl.constexpr, states_ss: tl.constexpr, states_sh: tl.constexpr,
+    scales_ss: tl.constexpr, scales_sh: tl.constexpr, values_sr: tl.constexpr,
     T: tl.constexpr, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr, W: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid [rows, heads, tiles of P]: a checkpoint [P, N] is read once for T tokens. BLOCK_T is 1
-    for products by element, else at least 16.
+    for products by element, else at least 16. In other products of codes, a tile of N has one scale.
     """
     b, h, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     t, n, w = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_W)
@@ -158,11 +161,16 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
     slot = tl.load(slots_ptr + b).to(tl.int64)
     row = tl.load(rows_ptr + b).to(tl.int64)
     start, length = tl.load(start_ptr + b), tl.load(length_ptr + b)
-    cells = states_ptr + tl.maximum(slot, 0) * states_ss + h * (P * N) + p[:, None] * N + n[None, :]
+    cells = states_ptr + tl.maximum(slot, 0) * states_ss + h * states_sh + p[:, None] * N + n[None, :]
+    CODES: tl.constexpr = scales_ptr is not None
+    if CODES:
+        scales_row = scales_ptr + tl.maximum(slot, 0) * scales_ss + h * scales_sh
     WHOLE: tl.constexpr = BLOCK_N >= N
     if WHOLE:
         # The kernel before writes no state, and waits for all earlier ones.
         state = tl.load(cells, mask=p_mask[:, None] & (n < N)[None, :], other=0.0)
+        if CODES:
+            scales = load_scales(scales_row, p, 0, P, N, BLOCK_N)
     begin(PDL)
     out = out_ptr + b.to(tl.int64) * out_strides[0] + t[:, None] * out_strides[1] + h * P + p[None, :]
     live = (t < T)[:, None] & p_mask[None, :]
@@ -192,7 +200,8 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
 
     acc = tl.zeros([BLOCK_P, BLOCK_N if BLOCK_T == 1 else BLOCK_T], tl.float32)
     if WHOLE:
-        acc = multiply_state(state, tl.load(queries, mask=(t < T)[:, None] & (n < N)[None, :], other=0.0), acc)
+        vectors = tl.load(queries, mask=(t < T)[:, None] & (n < N)[None, :], other=0.0)
+        acc = multiply_codes(state, scales, vectors, acc) if CODES else multiply_state(state, vectors, acc)
     else:
         for first in tl.range(0, N, BLOCK_N, num_stages=STAGES):
             n_mask = n < N - first
@@ -201,9 +210,11 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
                 state = tl.load(cells + first, eviction_policy="evict_first")
             else:
                 state = tl.load(cells + first, mask=mask, other=0.0, eviction_policy="evict_first")
-            acc = multiply_state(
-                state, tl.load(queries + first, mask=(t < T)[:, None] & n_mask[None, :], other=0.0), acc
-            )
+            vectors = tl.load(queries + first, mask=(t < T)[:, None] & n_mask[None, :], other=0.0)
+            if CODES:
+                acc = multiply_codes(state, load_scales(scales_row, p, first, P, N, BLOCK_N), vectors, acc)
+            else:
+                acc = multiply_state(state, vectors, acc)
     if BLOCK_T == 1:
         y = (tl.sum(acc, axis=1) * tl.sum(decays))[None, :]
         y += tl.sum(values.to(tl.float32) * tl.trans(scores), axis=0)[None, :]
@@ -247,12 +258,25 @@ def replay_decode_triton(
             BLOCK_H=triton.next_power_of_2(heads // groups), PRECISION=dot_precision(xBC.dtype),
             num_warps=4 if section == "values" else warps, **common, **pdl(xBC.device),
         )  # fmt: skip
-    tile = stream_tile(batch, tokens, states)
+    scales = state_scales(step.state)
+    tile = stream_tile(batch, tokens, states) if scales is None else codes_tile(tokens, states)
     _stream_kernel[batch, heads, triton.cdiv(dim, tile["BLOCK_P"])](
-        z, weights.D, out, states, values, queries, scores, decays, slots, *cursors,
-        strides(z), strides(out), states.stride(0), values.stride(0), **tile, **common, **pdl(xBC.device),
+        z, weights.D, out, states, scales, values, queries, scores, decays, slots, *cursors,
+        strides(z), strides(out), states.stride(0), states.stride(1), *scale_strides(scales), values.stride(0),
+        **tile, **common, **pdl(xBC.device),
     )  # fmt: skip
     return out
+
+
+def codes_tile(tokens: int, states: Tensor) -> dict[str, int]:
+    """Tiles of codes in the second kernel: one token's products are taken element by element, of decoded numbers. Those
+    of several tokens are of whole codes, each block before its scale."""
+    rows, columns = (max(16, triton.next_power_of_2(size)) for size in states.shape[2:])
+    if tokens == 1:
+        block_p = min(rows, max(16, TILE // columns))
+        return {"BLOCK_T": 1, "BLOCK_P": block_p, "BLOCK_N": columns, "STAGES": 1, "num_warps": 4}
+    tile = {"BLOCK_T": max(16, triton.next_power_of_2(tokens)), "BLOCK_N": min(columns, SCALED)}
+    return tile | {"BLOCK_P": min(rows, 64), "STAGES": 3, "num_warps": 4}
 
 
 def stream_tile(batch: int, tokens: int, states: Tensor) -> dict[str, int]:

@@ -31,9 +31,10 @@ from torch import Tensor
 from hybridrt.base.errors import ConfigError
 from hybridrt.kernels.core.chunk_plan import finite_rates
 from hybridrt.kernels.core.operation import By, operation
-from hybridrt.kernels.core.records import FusedStep
-from hybridrt.kernels.core.slots import PADDING_SLOT, read_rows, write_rows
+from hybridrt.kernels.core.records import FusedStep, StateCodes, StateSlots
+from hybridrt.kernels.core.slots import PADDING_SLOT, write_rows
 from hybridrt.kernels.state.causal_conv1d import check_update
+from hybridrt.kernels.state.state_codes import read_states, store_states
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class RingFolds:
         state_slots, rows: the state slot and the ring of each.
         start, length: its oldest entry's column, and how many entries become part of the state.
         write_state_slots: where the new states go; None: to state_slots. Nothing is written for slot -1.
+        state_lengths: tokens in each new state, where states have codes.
     """
 
     state_slots: Tensor
@@ -52,9 +54,10 @@ class RingFolds:
     length: Tensor
     count: Tensor
     write_state_slots: Tensor | None = None
+    state_lengths: Tensor | None = None
 
 
-def check_ring_width(*_: Any, width: int, widest: int) -> None:
+def check_ring_width(*_: Any, width: int, widest: int, **__: Any) -> None:
     """Raises ConfigError unless a ring of `width` columns takes a step of `widest` tokens."""
     if width < widest:
         raise ConfigError(f"a state ring of {width} columns cannot take a step of {widest} tokens: build the pool with "
@@ -73,8 +76,9 @@ def check_step(inputs: Tensor, step: FusedStep) -> None:
 
 @operation(By("triton"), check=check_ring_width)
 def advance_ring(
-    start: Tensor, length: Tensor, rows: Tensor, accepted: Tensor, state_slots: Tensor, *, width: int, widest: int
-) -> RingFolds:
+    start: Tensor, length: Tensor, rows: Tensor, accepted: Tensor, state_slots: Tensor, *, width: int, widest: int,
+    state_lengths: Tensor | None = None,
+) -> RingFolds:  # fmt: skip
     """Commits `accepted` [B] new entries of `rows`: moves the cursors `start`, `length` [R+1] in
     place.
 
@@ -84,6 +88,7 @@ def advance_ring(
     Args:
         state_slots: [B] int32, of the rows.
         width: W; widest: tokens of the widest step that may follow.
+        state_lengths: [S+1] int32 tokens in the state of each slot, where states have codes. Moved, too.
     """
     row = rows.long()
     oldest, entries = start[row], length[row] + accepted
@@ -91,18 +96,27 @@ def advance_ring(
     start[row] = torch.where(full, 0, oldest)
     length[row] = torch.where(full, 0, entries)
     order = torch.argsort(full, descending=True, stable=True)
-    count = full.sum(dtype=torch.int32).view(1)
-    return RingFolds(state_slots[order], rows[order], oldest[order], entries[order], count)
+    count, ends = full.sum(dtype=torch.int32).view(1), None
+    if state_lengths is not None:
+        slots = state_slots.clamp(min=0).long()
+        ends = state_lengths[slots] + entries
+        state_lengths[slots] = torch.where(full, ends, state_lengths[slots])
+        ends = ends[order]
+    return RingFolds(state_slots[order], rows[order], oldest[order], entries[order], count, state_lengths=ends)
 
 
 @operation(By("triton"))
-def fold_ring(states: Tensor, values: Tensor, keys: Tensor, gates: Tensor, A: Tensor | None, folds: RingFolds) -> None:
+def fold_ring(
+    states: Tensor, values: Tensor, keys: Tensor, gates: Tensor, A: Tensor | None, folds: RingFolds,
+    codes: StateCodes | None = None,
+) -> None:  # fmt: skip
     """Writes the state after the entries that `folds` names, in L layers. Rings and cursors stay as they are.
 
     Args:
         states: [L, S+1, H, P, N]; values: [L, R+1, H, W, P]; keys: [L, R+1, G, W, N]; gates: [L, R+1, H, W],
             or [L, R+1, H, W, N] where channels of keys decay apart, and G is H.
         A: [L, H] float32 of Mamba-2 layers; None where the gates are logs of decays.
+        codes: of the states, with L layers in front of `element_keys` and `state_scales`.
     """
     if states.device.type == "cpu" and not int(folds.count):
         return  # only on a CPU can this be read without waiting
@@ -112,8 +126,14 @@ def fold_ring(states: Tensor, values: Tensor, keys: Tensor, gates: Tensor, A: Te
     for layer in range(states.shape[0]):
         of_rows = folds.rows, folds.start, folds.length
         entries = ring_entries(values[layer], keys[layer], gates[layer], *of_rows)
-        state = _folded(read_rows(states[layer], read), *entries, None if A is None else A[layer])
-        write_rows(states[layer], write, state)
+        layer_codes = None if codes is None else codes.of_layer(layer)
+        slots = StateSlots(states[layer], read, write, codes=layer_codes)
+        state = _folded(read_states(slots), *entries, None if A is None else A[layer])
+        if layer_codes is None:
+            write_rows(states[layer], write, state)
+        else:
+            assert folds.state_lengths is not None
+            store_states.reference(slots, state, folds.state_lengths)
 
 
 def ring_entries(
@@ -143,4 +163,4 @@ def _folded(state: Tensor, v: Tensor, k: Tensor, g: Tensor, A: Tensor | None) ->
     else:
         v, total = v * (weight if A is None else weight * g)[..., None], total[..., None, None]
     history = v.view(*k.shape[:3], -1).permute(0, 2, 3, 1) @ k.transpose(1, 2)
-    return torch.addcmul(history.view(state.shape), state.float(), total)
+    return torch.addcmul(history.view(state.shape), state, total)

@@ -12,6 +12,17 @@ from torch import Tensor
 from hybridrt.base.device import multiprocessors
 from hybridrt.kernels.core.decay_sums_triton import finite_rate
 from hybridrt.kernels.core.pdl_triton import begin, pdl
+from hybridrt.kernels.core.records import StateCodes
+from hybridrt.kernels.state.state_codes import num_scales
+from hybridrt.kernels.state.state_codes_triton import (
+    TILE,
+    code_blocks,
+    decode_tile,
+    encode_tile,
+    round_to,
+    rounding_offsets,
+    scale_strides,
+)
 from hybridrt.kernels.state.state_ring import RingFolds
 
 PROGRAMS_PER_MULTIPROCESSOR = 6
@@ -19,8 +30,8 @@ PROGRAMS_PER_MULTIPROCESSOR = 6
 
 @triton.jit(do_not_specialize=["batch"])
 def _advance_kernel(  # type: ignore[no-untyped-def]
-    start_ptr, length_ptr, rows_ptr, accepted_ptr, slots_ptr,
-    fold_slots_ptr, fold_rows_ptr, fold_start_ptr, fold_length_ptr, count_ptr, batch,
+    start_ptr, length_ptr, rows_ptr, accepted_ptr, slots_ptr, state_lengths_ptr,
+    fold_slots_ptr, fold_rows_ptr, fold_start_ptr, fold_length_ptr, fold_ends_ptr, count_ptr, batch,
     W: tl.constexpr, WIDEST: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
@@ -36,22 +47,30 @@ def _advance_kernel(  # type: ignore[no-untyped-def]
         tl.store(start_ptr + row, tl.where(full, 0, start), mask=live)
         tl.store(length_ptr + row, tl.where(full, 0, entries), mask=live)
         place = count + tl.cumsum(full.to(tl.int32)) - 1
-        tl.store(fold_slots_ptr + place, tl.load(slots_ptr + b, mask=full, other=-1), mask=full)
+        slots = tl.load(slots_ptr + b, mask=full, other=-1)
+        tl.store(fold_slots_ptr + place, slots, mask=full)
         tl.store(fold_rows_ptr + place, row, mask=full)
         tl.store(fold_start_ptr + place, start, mask=full)
         tl.store(fold_length_ptr + place, entries, mask=full)
+        if state_lengths_ptr is not None:
+            ends = tl.load(state_lengths_ptr + slots, mask=full, other=0) + entries
+            tl.store(state_lengths_ptr + slots, ends, mask=full)
+            tl.store(fold_ends_ptr + place, ends, mask=full)
         count += tl.sum(full.to(tl.int32))
     tl.store(count_ptr, count)
 
 
 @triton.jit
 def _fold_kernel(  # type: ignore[no-untyped-def]
-    A_ptr, states_ptr, values_ptr, keys_ptr, gates_ptr,
-    read_slots_ptr, write_slots_ptr, rows_ptr, start_ptr, length_ptr, count_ptr,
-    states_sl, values_sl, keys_sl, gates_sl,
-    states_ss: tl.constexpr, values_sr: tl.constexpr, keys_sr: tl.constexpr, gates_sr: tl.constexpr,
-    L: tl.constexpr, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr, W: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, CHANNELS: tl.constexpr, PDL: tl.constexpr,
+    A_ptr, states_ptr, scales_ptr, values_ptr, keys_ptr, gates_ptr,
+    read_slots_ptr, write_slots_ptr, rows_ptr, start_ptr, length_ptr, ends_ptr, count_ptr,
+    state_lengths_ptr, element_keys_ptr,
+    states_sl, scales_sl, values_sl, keys_sl, gates_sl,
+    states_ss: tl.constexpr, states_sh: tl.constexpr, scales_ss: tl.constexpr, scales_sh: tl.constexpr,
+    values_sr: tl.constexpr, keys_sr: tl.constexpr, gates_sr: tl.constexpr,
+    L: tl.constexpr, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, NS: tl.constexpr, G: tl.constexpr,
+    W: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_W: tl.constexpr,
+    CHANNELS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
     P_PARTS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
@@ -72,8 +91,13 @@ def _fold_kernel(  # type: ignore[no-untyped-def]
             past = w < tl.load(length_ptr + index)
             column = (tl.load(start_ptr + index) + w) % W
             mask = p_mask[:, None] & n_mask[None, :]
-            cells = states_ptr + layer * states_sl + h * (P * N) + p[:, None] * N + n[None, :]
+            cells = states_ptr + layer * states_sl + h * states_sh + p[:, None] * N + n[None, :]
             state = tl.load(cells + read * states_ss, mask=mask, other=0.0)
+            if scales_ptr is not None:
+                s = tl.arange(0, BLOCK_S)
+                s_mask = p_mask[:, None] & (s < NS)[None, :]
+                scales_cells = scales_ptr + layer * scales_sl + h * scales_sh + p[:, None] * NS + s[None, :]
+                state = decode_tile(state, tl.load(scales_cells + read * scales_ss, mask=s_mask, other=0))
             gates_row = gates_ptr + layer * gates_sl + row * gates_sr
             if not CHANNELS:
                 length = tl.load(length_ptr + index)
@@ -100,7 +124,20 @@ def _fold_kernel(  # type: ignore[no-untyped-def]
                 weight *= tl.exp(tl.cumsum(later, axis=0, reverse=True))
                 history = exact_dot(tl.trans(values.to(tl.float32) * weight[:, None]), keys)
                 folded = state.to(tl.float32) * tl.exp(total) + history
-            tl.store(cells + write * states_ss, folded.to(states_ptr.dtype.element_ty), mask=mask)
+            cells += write * states_ss
+            if element_keys_ptr is None:
+                tl.store(cells, folded.to(states_ptr.dtype.element_ty), mask=mask)
+            else:
+                end = tl.load(ends_ptr + index)
+                key = tl.load(element_keys_ptr + layer * H + h)
+                offsets = rounding_offsets(key, p[:, None] * N + n[None, :], end)
+                if scales_ptr is None:
+                    tl.store(cells, round_to(folded, offsets, states_ptr.dtype.element_ty), mask=mask)
+                else:
+                    codes, scales = encode_tile(folded, offsets, BLOCK_S, states_ptr.dtype.element_ty)
+                    tl.store(cells, codes, mask=mask)
+                    tl.store(scales_cells + write * scales_ss, scales, mask=s_mask)
+                tl.store(state_lengths_ptr + write, end)
 
 
 @triton.jit
@@ -157,36 +194,64 @@ def multiply_state(state, vectors, acc):  # type: ignore[no-untyped-def]
     return acc
 
 
+@triton.jit
+def multiply_codes(codes, scales, vectors, acc):  # type: ignore[no-untyped-def]
+    """As `multiply_state`, of codes [P, N] with int16 scales [P, n]: one a row, unless T is 1. Codes are exact in any
+    dtype of vectors."""
+    if vectors.shape[0] == 1:
+        acc = multiply_state(decode_tile(codes, scales), vectors, acc)
+    else:
+        numbers = (scales.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        acc += multiply_state(codes.to(vectors.dtype), vectors, tl.zeros_like(acc)) * numbers
+    return acc
+
+
 def advance_ring_triton(
-    start: Tensor, length: Tensor, rows: Tensor, accepted: Tensor, state_slots: Tensor, *, width: int, widest: int
-) -> RingFolds:
+    start: Tensor, length: Tensor, rows: Tensor, accepted: Tensor, state_slots: Tensor, *, width: int, widest: int,
+    state_lengths: Tensor | None = None,
+) -> RingFolds:  # fmt: skip
     """Triton `advance_ring`: one launch of one program."""
     batch = len(rows)
-    named = torch.empty((4, batch), dtype=torch.int32, device=rows.device)
-    folds = RingFolds(named[0], named[1], named[2], named[3], start.new_empty(1))
+    named = torch.empty((4 if state_lengths is None else 5, batch), dtype=torch.int32, device=rows.device)
+    ends = None if state_lengths is None else named[4]
+    folds = RingFolds(named[0], named[1], named[2], named[3], start.new_empty(1), state_lengths=ends)
     _advance_kernel[(1,)](
-        start, length, rows, accepted, state_slots,
-        folds.state_slots, folds.rows, folds.start, folds.length, folds.count,
+        start, length, rows, accepted, state_slots, state_lengths,
+        folds.state_slots, folds.rows, folds.start, folds.length, ends, folds.count,
         batch, W=width, WIDEST=widest, BLOCK=128, **pdl(start.device),
     )  # fmt: skip
     return folds
 
 
 def fold_ring_triton(
-    states: Tensor, values: Tensor, keys: Tensor, gates: Tensor, A: Tensor | None, folds: RingFolds
-) -> None:
+    states: Tensor, values: Tensor, keys: Tensor, gates: Tensor, A: Tensor | None, folds: RingFolds,
+    codes: StateCodes | None = None,
+) -> None:  # fmt: skip
     """Triton `fold_ring`: one launch for all layers."""
     layers, _, heads, dim, state_dim = states.shape
-    block_p = min(64, max(16, triton.next_power_of_2(dim)))
-    by_channel = gates.ndim == 5
-    block_n = min(64 if by_channel else 128, max(16, triton.next_power_of_2(state_dim)))
-    tiles = len(folds.state_slots) * layers * heads * triton.cdiv(dim, block_p) * triton.cdiv(state_dim, block_n)
+    by_channel, scales = gates.ndim == 5, None if codes is None else codes.state_scales
+    lengths, element_keys = (None, None) if codes is None else (codes.state_lengths, codes.element_keys)
+    tile = fold_tile(dim, state_dim, by_channel, scales is not None)
+    tiles = triton.cdiv(dim, tile["BLOCK_P"]) * triton.cdiv(state_dim, tile["BLOCK_N"])
+    programs = len(folds.state_slots) * layers * heads * tiles
     targets = folds.state_slots if folds.write_state_slots is None else folds.write_state_slots
-    _fold_kernel[(min(tiles, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(states.device)),)](
-        A, states, values, keys, gates, folds.state_slots, targets, folds.rows, folds.start, folds.length, folds.count,
-        states.stride(0), values.stride(0), keys.stride(0), gates.stride(0),
-        states.stride(1), values.stride(1), keys.stride(1), gates.stride(1),
-        L=layers, H=heads, P=dim, N=state_dim, G=keys.shape[2], W=gates.shape[3],
-        BLOCK_P=block_p, BLOCK_N=block_n, BLOCK_W=max(16, triton.next_power_of_2(gates.shape[3])),
-        CHANNELS=by_channel, num_warps=4, **pdl(states.device),
+    _fold_kernel[(min(programs, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(states.device)),)](
+        A, states, scales, values, keys, gates, folds.state_slots, targets, folds.rows, folds.start, folds.length,
+        folds.state_lengths, folds.count, lengths, element_keys,
+        states.stride(0), 0 if scales is None else scales.stride(0), values.stride(0), keys.stride(0), gates.stride(0),
+        states.stride(1), states.stride(2), *scale_strides(scales),
+        values.stride(1), keys.stride(1), gates.stride(1),
+        L=layers, H=heads, P=dim, N=state_dim, NS=num_scales(state_dim), G=keys.shape[2], W=gates.shape[3],
+        BLOCK_W=max(16, triton.next_power_of_2(gates.shape[3])), CHANNELS=by_channel, num_warps=4, **tile,
+        **pdl(states.device),
     )  # fmt: skip
+
+
+def fold_tile(dim: int, state_dim: int, by_channel: bool, scaled: bool) -> dict[str, int]:
+    """Tiles of a state [P, N]. With scales they have whole rows."""
+    block_p = min(64, max(16, triton.next_power_of_2(dim)))
+    if not scaled:
+        block_n = min(64 if by_channel else 128, max(16, triton.next_power_of_2(state_dim)))
+        return {"BLOCK_P": block_p, "BLOCK_N": block_n, "BLOCK_S": 1}
+    blocks = code_blocks(state_dim)
+    return blocks | {"BLOCK_P": max(16, min(block_p, (TILE if by_channel else 2 * TILE) // blocks["BLOCK_N"]))}

@@ -13,6 +13,7 @@ With float32 inputs the kernels are slower than all of these: float32 models dec
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybridrt.kernels.quant.formats import unpack_pairs
@@ -29,13 +30,15 @@ def repack(weight: PackedWeight, dtype: torch.dtype) -> None:
     size = weight.scheme.block[1] or weight.width
     group = next((each for each in GROUPS if size % each == 0 and weight.width % size == 0), None)
     rows = weight.starts[-1]
+    more = -rows % ROWS  # rows of zeros at the end
     if weight.scheme.method != "int4" or dtype != torch.bfloat16 or weight.codes.device.type != "cpu":
         return
-    if group is None or rows % ROWS or weight.column_of is not None:
+    if group is None or weight.column_of is not None:
         return
-    grids = torch.empty(weight.count, weight.width // group, rows, 2, dtype=dtype)
+    grids = torch.zeros(weight.count, weight.width // group, rows + more, 2, dtype=dtype)
+    weight.codes.data = F.pad(weight.codes.data, (0, 0, 0, more)) if more else weight.codes.data
     for e in range(weight.count):
-        grids[e] = _scales_and_zeros(weight, e, size // group)
+        grids[e, :, :rows] = _scales_and_zeros(weight, e, size // group)
         for start in range(0, rows, AT_ONCE):
             part = weight.codes.data[e, start : start + AT_ONCE]
             part.copy_(torch.ops.aten._convert_weight_to_int4pack_for_cpu(unpack_pairs(part).to(torch.int32), 1))
@@ -58,6 +61,7 @@ def product(weight: PackedWeight, x: Tensor, e: int) -> Tensor | None:
         grids = weight.for_torch[e]
         group = weight.width // grids.shape[0]
         y = torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), weight.codes[e], group, grids)
+        y = y[:, : weight.starts[-1]].contiguous()
         return y if weight.factor is None else y * weight.factor[e].to(y.dtype)
     if weight.scheme.method != "int8" or weight.width % ROWS or weight.starts[-1] % ROWS:
         return None

@@ -188,7 +188,10 @@ def pool_spec(config: EngineConfig, target: RunTarget) -> MambaPoolSpec:
     groups = {state_shape(c, target.tp.size): mc.linear_layer_ids(kind) for kind, c in mc.linear.items()}
     groups = {shape: ids for shape, ids in groups.items() if ids}
     forks = spec is not None and spec.forks
-    return MambaPoolSpec(groups, target.dtype, target.state_dtype, config.num_verify_tokens, target.state_mode, forks)
+    return MambaPoolSpec(
+        groups, target.dtype, target.state_dtype, config.num_verify_tokens, target.state_mode, forks,
+        config.rounds_stochastically, target.tp.rank,
+    )  # fmt: skip
 
 
 def kv_layers(config: EngineConfig, target: RunTarget) -> dict[AttentionSpec, list[int]]:

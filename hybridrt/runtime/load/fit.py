@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from hybridrt.base.config import DTYPES, EngineConfig
+from hybridrt.base.config import DTYPES, STATE_DTYPES, EngineConfig
 from hybridrt.base.device import GPUFacts
 from hybridrt.base.errors import ConfigError, MemoryBudgetError
 from hybridrt.base.gpus import GPUS
@@ -32,7 +32,7 @@ def as_on_gpu(config: EngineConfig, target: RunTarget) -> RunTarget:
     return replace(
         target,
         dtype=mc.dtype if config.dtype == "auto" else DTYPES[config.dtype],
-        state_dtype=DTYPES[config.mamba_ssm_dtype],
+        state_dtype=STATE_DTYPES[config.mamba_ssm_dtype],
         state_mode=resolve_state_mode(config, mc.linear, gpu),
     )
 

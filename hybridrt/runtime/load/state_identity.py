@@ -7,6 +7,7 @@ from hybridrt.base.config import EngineConfig, ModelConfig, dtype_name
 from hybridrt.kinds.base import StateShape
 from hybridrt.kinds.registry import state_shape
 from hybridrt.mem_cache.pools.kv_pool import ONES, LayerScales
+from hybridrt.mem_cache.pools.stored_states import storage_name
 from hybridrt.runtime.load.digest import model_digest
 from hybridrt.runtime.load.target import RunTarget
 
@@ -21,7 +22,7 @@ def state_identity(
     model: a digest of the checkpoint's configuration and of samples of its weights. Equal names may
     be other weights.
     conv_dtype: dtype of conv inputs, keys and values.
-    state_dtype: dtype of the recurrent state.
+    state_dtype: dtype of the recurrent state, and the scales of 8-bit codes.
     conv_layout: kinds of recurrent layer, sub-projections with their widths before sharding, K, and
     which layers.
     kv_layout: attention layers, KV heads before sharding, head dimension, sliding window.
@@ -34,7 +35,7 @@ def state_identity(
     return {
         "model": model_digest(model_path, config),
         "conv_dtype": dtype_name(target.dtype),
-        "state_dtype": dtype_name(target.state_dtype),
+        "state_dtype": storage_name(target.state_dtype),
         "conv_layout": "; ".join(
             f"{_conv(state_shape(c))} in layers {_ids(mc.linear_layer_ids(kind))}" for kind, c in linear
         ),

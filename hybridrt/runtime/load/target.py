@@ -14,7 +14,8 @@ from hybridrt.base.config import (
     resolve_state_dtype,
 )
 from hybridrt.collectives.groups import TPGroup
-from hybridrt.kinds.registry import check_replay, replay_pays
+from hybridrt.kinds.registry import can_replay, check_replay, replay_pays
+from hybridrt.mem_cache.pools.stored_states import check_codes
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,10 @@ class RunTarget:
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, model_config.dtype, device)
         mode = resolve_state_mode(config, model_config.linear, device)
-        state_dtype, codes = resolve_state_dtype(config.mamba_ssm_dtype, device), config.kv_cache_dtype
-        return cls(model_config, device, dtype, state_dtype, mode, tp, resolve_kv_codes(codes, device))
+        state_dtype = resolve_state_dtype(config.mamba_ssm_dtype, device)
+        check_codes(model_config.linear, state_dtype, config.rounds_stochastically, mode)
+        codes = resolve_kv_codes(config.kv_cache_dtype, device)
+        return cls(model_config, device, dtype, state_dtype, mode, tp, codes)
 
 
 def resolve_state_mode(config: EngineConfig, kinds: Collection[str], device: torch.device) -> str:
@@ -58,6 +61,8 @@ def resolve_state_mode(config: EngineConfig, kinds: Collection[str], device: tor
         check_replay(kinds)
     if asked != "auto":
         return asked
+    if config.rounds_stochastically and can_replay(kinds) and (spec is None or not spec.forks):
+        return "replay"
     # Replay pays only with kernels. Drafts that fork need every state.
     if device.type == "cuda" and replay_pays(kinds) and (spec is None or not spec.forks):
         return "replay"

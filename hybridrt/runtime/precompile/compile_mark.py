@@ -18,7 +18,8 @@ from hybridrt.base.version import __version__
 
 _KERNELS = Path(__file__).parents[2] / "kernels"
 # No kernel depends on these.
-_CONFIG, _GPU = ("model", "device", "seed", "overlap", "load_format"), ("free_bytes", "total_bytes")
+_CONFIG = ("model", "device", "seed", "overlap", "load_format", "client_weights", "request_log", "audit_hits")
+_GPU = ("free_bytes", "total_bytes")
 
 
 def find_mark(config: EngineConfig, gpu: GPUFacts) -> Path:

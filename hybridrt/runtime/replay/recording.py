@@ -129,9 +129,11 @@ def _called(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Cal
         if function is not None:
             call = partial(function, *args, **kwargs)
             try:
-                return call, call()
+                result = call()
             except TypeError:  # nothing is computed yet
                 continue
+            if result is not NotImplemented:  # what methods such as __lshift__ return instead
+                return call, result
     return None, None
 
 

@@ -12,6 +12,7 @@ from hybridrt.kinds.registry import state_dtype, state_shape
 from hybridrt.mem_cache.pools.kv_pool import KVPool
 from hybridrt.mem_cache.pools.pools import Pools
 from hybridrt.mem_cache.pools.state_slices import MambaSpec, Section, derive_mamba_conv_split
+from hybridrt.mem_cache.pools.stored_states import stored_state
 from hybridrt.runtime.load.target import RunTarget
 from hybridrt.runtime.step.plan import StateCopy
 
@@ -49,8 +50,11 @@ class ImageLayout:
         for layer_id in sorted(configs):
             shape, groups = state_shape(configs[layer_id], tp), state_shape(configs[layer_id]).groups
             shapes = (shape.conv_dim, shape.conv_kernel - 1), shape.temporal
+            stored, dtype = stored_state(shape, target.state_dtype)
+            nbytes = prod(stored) * dtype.itemsize
             dtypes = target.dtype, state_dtype(shape, target.state_dtype)
-            states += derive_mamba_conv_split(MambaSpec(shapes, dtypes, shape.kind, groups), tp).sections
+            mamba = MambaSpec(shapes, dtypes, shape.kind, groups, nbytes)
+            states += derive_mamba_conv_split(mamba, tp).sections
         for layer_id in mc.full_attention_layer_ids:
             spec, heads = kv.specs[layer_id], mc.attention_of(layer_id).num_kv_heads
             tokens += [Section(spec.num_kv_heads * dim * spec.dtype.itemsize, heads) for dim in spec.cache_dims]

@@ -58,7 +58,7 @@ class Bucket(NamedTuple):
 
     def has_room(self, decode_rows: int, prompts: int, tokens: int) -> bool:
         """Whether such a step fits, if it saves no states."""
-        return decode_rows <= self.decode_rows and prompts <= self.prompts and tokens <= self.tokens
+        return tokens <= self.tokens and decode_rows <= self.decode_rows and prompts <= self.prompts
 
     @property
     def entries(self) -> int:

@@ -1,19 +1,17 @@
 """Settings of a server."""
 
 import math
-import os
 import re
 import ssl
 from dataclasses import dataclass, field
 
 from hybridrt.base.errors import ConfigError
-from hybridrt.base.files import check_file, read_text
+from hybridrt.base.files import check_file
 from hybridrt.chat.registry import REASONING_PARSERS, TOOL_PARSERS, choose
+from hybridrt.server.core.api_keys import ApiKey, client_weights
 from hybridrt.server.core.pages import host_name
 
-API_KEY_VARIABLE = "HYBRIDRT_API_KEY"
 LOG_LEVELS = ("debug", "info", "warning", "error")
-_HEADER_TEXT = re.compile(r"[\x21-\x7e]+")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/]+")  # what browsers send
 _ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 MAX_UDS_BYTES = 107  # sockaddr_un
@@ -32,7 +30,7 @@ class ServerConfig:
         served_model_names: names of the model in requests; empty: the name under which it was
             loaded.
         api_keys: requests need one of them (`Authorization: Bearer KEY`), except /health and
-            /ready. Empty: none needed.
+            /ready. Empty: none needed. Each is a client of its own unless it names one.
         tls_certificate, tls_key: PEM files; both, or neither for plain HTTP.
         allowed_hosts: further names and addresses of the server in `Host`, without a port; "*":
             any. It always answers to localhost, to loopback addresses and to `host`, and to every
@@ -66,7 +64,7 @@ class ServerConfig:
     uds: str | None = None
     root_path: str = ""
     served_model_names: tuple[str, ...] = ()
-    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    api_keys: tuple[str | ApiKey, ...] = field(default=(), repr=False)
     tls_certificate: str | None = None
     tls_key: str | None = None
     allowed_hosts: tuple[str, ...] = ()
@@ -113,8 +111,11 @@ class ServerConfig:
         for registry, name in ((TOOL_PARSERS, self.tool_parser), (REASONING_PARSERS, self.reasoning_parser)):
             choose(registry, name, template="")  # raises for an unknown name
         self._check_addresses()
-        if not all(_HEADER_TEXT.fullmatch(key) for key in self.api_keys):
-            raise ConfigError("an API key is empty, or holds a space or a character that is not ASCII; choose another")
+        client_weights(self.keys)
+
+    @property
+    def keys(self) -> tuple[ApiKey, ...]:
+        return tuple([key if isinstance(key, ApiKey) else ApiKey(key) for key in self.api_keys])
 
     def _check_tls(self) -> None:
         if (self.tls_certificate is None) != (self.tls_key is None):
@@ -147,26 +148,3 @@ class ServerConfig:
             raise ConfigError(
                 f"otlp_endpoint is {self.otlp_endpoint!r}; it must be a URL such as http://collector:4318/v1/traces"
             )
-
-
-def read_api_keys(keys: list[str] | None, file: str | None) -> tuple[str, ...]:
-    """API keys of the command line, else lines of a file, else the variable HYBRIDRT_API_KEY.
-
-    Raises:
-        ConfigError: both are given; or the file or the variable holds none, which would leave the
-            server open.
-    """
-    if keys and file:
-        raise ConfigError("API keys are given twice, by themselves and as a file; pass one of the two")
-    if file is not None:
-        try:
-            keys = read_text(file, 1 << 20).split()
-        except (OSError, ValueError) as e:
-            raise ConfigError(f"the file of API keys, {file}, cannot be read: {e}") from e
-        if not keys:
-            raise ConfigError(f"the file of API keys, {file}, holds none; write one a line")
-    if not keys and (text := os.environ.get(API_KEY_VARIABLE)) is not None:
-        keys = text.split()
-        if not keys:
-            raise ConfigError(f"the variable {API_KEY_VARIABLE} is set and holds no key; set it to one, or unset it")
-    return tuple(keys or ())

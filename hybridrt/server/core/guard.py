@@ -14,11 +14,12 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from hybridrt.server.core.api_keys import client_names
 from hybridrt.server.core.config import ServerConfig
 from hybridrt.server.core.pages import PageRules, check_content_type
 from hybridrt.server.core.refusals import LargeBody, Refusals
 from hybridrt.server.core.respond import CLIENT_GONE, FAILURE, ClientGone
-from hybridrt.server.core.service import OWNER, RECORD
+from hybridrt.server.core.service import CLIENT, OWNER, RECORD
 from hybridrt.server.wire.errors import APIError, error_response
 
 OPEN_PATHS = ("/health", "/ping", "/ready")
@@ -48,7 +49,8 @@ class Guard:
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self._app = app
         self._config = config
-        self._keys = [key.encode() for key in config.api_keys]
+        self._keys = [key.key.encode() for key in config.keys]
+        self._clients = client_names(config.keys)
         self._refusals = Refusals()
         self._pages = PageRules(config.host, config.allowed_hosts, config.allowed_origins)
         self._entry: ASGIApp = self._answer
@@ -117,7 +119,8 @@ class Guard:
         asked = self._keys and scope["path"] not in OPEN_PATHS
         key = self._check_key(headers) if asked else b""
         if key:
-            scope[OWNER] = f"key{self._keys.index(key)}/"
+            number = self._keys.index(key)
+            scope[OWNER], scope[CLIENT] = f"key{number}/", self._clients[number]
         check_content_type(scope)
         return key
 

@@ -40,6 +40,7 @@ KEPT_TEMPLATES = 16  # of requests
 WAIT_SHARE = 0.5  # of `request_timeout` that a request may wait for others; the rest is for its answer
 RECORD = "hybridrt.record"
 OWNER = "hybridrt.owner"  # where a request's scope keeps which key has sent it
+CLIENT = "hybridrt.client"  # and which client the key stands for
 
 
 class Asked(Protocol):
@@ -187,7 +188,8 @@ class Service:
         name = f"{prefix}{body.request_id or uuid.uuid4().hex}"
         record(scope, id=name)
         try:
-            deltas = self.llm.submit(prompts, owner_of(scope) + name, stream=bool(body.stream))
+            client = scope.get(CLIENT, "")
+            deltas = self.llm.submit(prompts, owner_of(scope) + name, stream=bool(body.stream), client=client)
         except RequestError as e:
             if e.field == "request_id":
                 text = f"the request id {name!r} is in use; choose another one, or none"

@@ -1,0 +1,175 @@
+"""Triton kernels of `load_states` and `store_states`, and what kernels share that read or round codes."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybridrt.kernels.core.records import StateSlots
+from hybridrt.kernels.state.state_codes import SCALED, num_scales
+
+_SCALED = tl.constexpr(SCALED)
+TILE = 4096  # elements of a program of four warps
+
+
+@triton.jit
+def decode_tile(codes, scales):  # type: ignore[no-untyped-def]
+    """Codes [P, N] and the int16 scales [P, n] of their blocks as float32 [P, N]."""
+    numbers = (scales.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    blocks = tl.reshape(codes.to(tl.float32), (codes.shape[0], scales.shape[1], codes.shape[1] // scales.shape[1]))
+    return tl.reshape(blocks * numbers[:, :, None], (codes.shape[0], codes.shape[1]))
+
+
+@triton.jit
+def load_scales(slot_scales, row, first, rows, columns: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The scales of rows `row` [P] from column `first` on: [P, BLOCK / SCALED] int16, at least one. Those of rows from
+    `rows` on are 0. `slot_scales` points at those of a head."""
+    count: tl.constexpr = (columns + _SCALED - 1) // _SCALED
+    wanted: tl.constexpr = BLOCK // _SCALED if BLOCK > _SCALED else 1
+    s = first // _SCALED + tl.arange(0, wanted)
+    mask = (row < rows)[:, None] & (s < count)[None, :]
+    return tl.load(slot_scales + row[:, None] * count + s[None, :], mask=mask, other=0)
+
+
+@triton.jit
+def rounding_offsets(key, element, length):  # type: ignore[no-untyped-def]
+    """u in [0, 1) as in `state_codes.rounding_offsets`. key, length: int32 of one head and one row."""
+    x = (key.to(tl.uint32, bitcast=True) + length.to(tl.uint32) // 256 * 0x9E3779B9) + element.to(tl.uint32)
+    x = (x ^ (x >> 16)) * 0x21F0AAAD
+    x = (x ^ (x >> 15)) * 0x735A2D97
+    x = (x ^ (x >> 15)) + length.to(tl.uint32) * 0x09E3779B
+    return (x >> 8).to(tl.float32) * 5.9604644775390625e-08
+
+
+@triton.jit
+def encode_tile(x, offsets, scales_shape: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Codes of float32 [P, N] in `dtype`, and their int16 scales [P, scales_shape]."""
+    LARGEST: tl.constexpr = 127.0 if dtype == tl.int8 else 448.0
+    blocks = tl.reshape(x, (x.shape[0], scales_shape, x.shape[1] // scales_shape))
+    largest, finite = tl.max(tl.abs(blocks), axis=2), tl.sum(blocks - blocks, axis=2) == 0.0
+    up = ((largest / LARGEST).to(tl.int32, bitcast=True) + 0xFFFF) & -65536
+    scales = up.to(tl.float32, bitcast=True)
+    inverse = tl.where(scales > 0.0, 1.0 / tl.where(scales > 0.0, scales, 1.0), 0.0)
+    scaled = tl.reshape(blocks * inverse[:, :, None], (x.shape[0], x.shape[1]))
+    codes = tl.floor(scaled + offsets) if dtype == tl.int8 else round_floats(scaled, offsets, 3, -6)
+    codes = tl.minimum(tl.maximum(codes, -LARGEST), LARGEST)
+    return codes.to(dtype), tl.where(finite, up >> 16, 0x7FC0).to(tl.int16)
+
+
+@triton.jit
+def round_floats(x, offsets, mantissa: tl.constexpr, smallest: tl.constexpr):  # type: ignore[no-untyped-def]
+    """As `state_codes._round_floats`."""
+    exponent = tl.maximum((x.to(tl.int32, bitcast=True) >> 23) & 0xFF, 127 + smallest)
+    step = ((exponent - mantissa) << 23).to(tl.float32, bitcast=True)
+    inverse = ((254 - exponent + mantissa) << 23).to(tl.float32, bitcast=True)
+    return tl.where(exponent < 255, tl.floor(x * inverse + offsets) * step, x)
+
+
+@triton.jit
+def round_to(x, offsets, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """x in float16 or bfloat16, rounded stochastically."""
+    if dtype == tl.bfloat16:
+        rounded = round_floats(x, offsets, 7, -100)
+    else:
+        rounded = round_floats(x, offsets, 10, -14)
+    return rounded.to(dtype)
+
+
+@triton.jit
+def _load_kernel(  # type: ignore[no-untyped-def]
+    states_ptr, scales_ptr, slots_ptr, has_initial_ptr, out_ptr,
+    states_ss: tl.constexpr, states_sh: tl.constexpr, scales_ss: tl.constexpr, scales_sh: tl.constexpr,
+    P: tl.constexpr, N: tl.constexpr, NS: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Grid [1 + rows, heads, tiles of P]: the scratch slot, then the rows."""
+    place, h, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    p, n, s = part * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_S)
+    b = tl.maximum(place - 1, 0)
+    slot = tl.where(place > 0, tl.load(slots_ptr + b), -1).to(tl.int64)
+    rows = tl.where((slot >= 0) & tl.load(has_initial_ptr + b), P, 0)  # without a state, none are read
+    mask = (p < P)[:, None] & (n < N)[None, :]
+    tile = p[:, None] * N + n[None, :]
+    read = tl.load(
+        states_ptr + tl.maximum(slot, 0) * states_ss + h * states_sh + tile, mask=mask & (p < rows)[:, None], other=0.0
+    )
+    if scales_ptr is None:
+        state = read.to(tl.float32)
+    else:
+        cells = scales_ptr + tl.maximum(slot, 0) * scales_ss + h * scales_sh + p[:, None] * NS + s[None, :]
+        state = decode_tile(read, tl.load(cells, mask=(p < rows)[:, None] & (s < NS)[None, :], other=0))
+    tl.store(out_ptr + (place * tl.num_programs(1) + h) * (P * N) + tile, state, mask=mask)
+
+
+@triton.jit
+def _store_kernel(  # type: ignore[no-untyped-def]
+    new_ptr, states_ptr, scales_ptr, slots_ptr, lengths_ptr, state_lengths_ptr, keys_ptr,
+    states_ss: tl.constexpr, states_sh: tl.constexpr, scales_ss: tl.constexpr, scales_sh: tl.constexpr,
+    P: tl.constexpr, N: tl.constexpr, NS: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Grid [rows, heads, tiles of P]."""
+    b, h, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    p, n, s = part * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_S)
+    slot, length = tl.load(slots_ptr + b).to(tl.int64), tl.load(lengths_ptr + b)
+    if slot >= 0:
+        mask = (p < P)[:, None] & (n < N)[None, :]
+        tile = p[:, None] * N + n[None, :]
+        new = tl.load(new_ptr + (b * tl.num_programs(1) + h) * (P * N) + tile, mask=mask, other=0.0)
+        offsets = rounding_offsets(tl.load(keys_ptr + h), tile, length)
+        cells = states_ptr + slot * states_ss + h * states_sh + tile
+        if scales_ptr is None:
+            tl.store(cells, round_to(new, offsets, states_ptr.dtype.element_ty), mask=mask)
+        else:
+            codes, scales = encode_tile(new, offsets, BLOCK_S, states_ptr.dtype.element_ty)
+            tl.store(cells, codes, mask=mask)
+            scales_cells = scales_ptr + slot * scales_ss + h * scales_sh + p[:, None] * NS + s[None, :]
+            tl.store(scales_cells, scales, mask=(p < P)[:, None] & (s < NS)[None, :])
+        tl.store(state_lengths_ptr + slot, length)
+
+
+def code_blocks(columns: int) -> dict[str, int]:
+    """Blocks of a tile with all columns: BLOCK_N of them, and BLOCK_S scales of a row."""
+    block_n = max(16, triton.next_power_of_2(columns))
+    return {"BLOCK_N": block_n, "BLOCK_S": max(1, block_n // SCALED)}
+
+
+def state_scales(state: StateSlots) -> Tensor | None:
+    """Scales of the codes, if the states have 8 bits."""
+    return None if state.codes is None else state.codes.state_scales
+
+
+def scale_strides(scales: Tensor | None) -> tuple[int, int]:
+    """Of a slot and a head, with states of one layer; zeros for None."""
+    return (0, 0) if scales is None else (scales.stride(-4), scales.stride(-3))
+
+
+def _tile(states: Tensor) -> dict[str, int]:
+    _, _, rows, columns = states.shape
+    blocks = code_blocks(columns)
+    block_p = min(triton.next_power_of_2(rows), max(1, TILE // blocks["BLOCK_N"]))
+    return blocks | {"BLOCK_P": block_p, "P": rows, "N": columns, "NS": num_scales(columns)}
+
+
+def load_states_triton(state: StateSlots, has_initial_state: Tensor) -> Tensor:
+    """`load_states` in one launch."""
+    states, slots = state.states, state.read_state_slots
+    scales = state_scales(state)
+    tile, heads = _tile(states), states.shape[1]
+    out = torch.empty((1 + len(slots), *states.shape[1:]), dtype=torch.float32, device=states.device)
+    _load_kernel[1 + len(slots), heads, triton.cdiv(tile["P"], tile["BLOCK_P"])](
+        states, scales, slots, has_initial_state, out, states.stride(0), states.stride(1), *scale_strides(scales),
+        num_warps=4, **tile,
+    )  # fmt: skip
+    return out
+
+
+def store_states_triton(state: StateSlots, new: Tensor, lengths: Tensor) -> None:
+    """`store_states` in one launch."""
+    states, slots, codes = state.states, state.write_state_slots, state.codes
+    assert codes is not None
+    tile, scales = _tile(states), codes.state_scales
+    _store_kernel[len(slots), states.shape[1], triton.cdiv(tile["P"], tile["BLOCK_P"])](
+        new, states, scales, slots, lengths, codes.state_lengths, codes.element_keys,
+        states.stride(0), states.stride(1), *scale_strides(scales), num_warps=4, **tile,
+    )  # fmt: skip
