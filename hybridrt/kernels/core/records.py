@@ -405,9 +405,13 @@ class Rope(NamedTuple):
     Attributes:
         cos_sin: [max_len, rot] float32 (`hybridrt.layers.rotary`): rot/2 cosines, then rot/2 sines.
         q_weight, k_weight: [head_dim] float32, None for no norm; eps is the norm's.
+        sections: pairs of a head that turn by time, row and column, where positions have three axes.
+            The axes take turns: pair i is a row's if i % 3 is 1, a column's if i % 3 is 2, while
+            i < 3 * section (Qwen3-VL's interleaved M-RoPE). Others are time's.
     """
 
     cos_sin: Tensor
     q_weight: Tensor | None = None
     k_weight: Tensor | None = None
     eps: float = 0.0
+    sections: tuple[int, int, int] = (0, 0, 0)

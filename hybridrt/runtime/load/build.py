@@ -365,6 +365,8 @@ def load_target(config: EngineConfig, tp: TPGroup) -> tuple[Path, RunTarget]:
         raise ConfigError(f"tp_size is {config.tp_size}, but this process belongs to a group of {tp.size}")
     path = resolve_model_path(config.model)
     model_config = read_model_config(path)
+    if not config.images:
+        model_config = replace(model_config, vision=None)
     if config.quantization is not None:
         model_config = replace(model_config, quant=online(config.quantization, model_config, path))
     elif model_config.quant is not None and config.load_format != "dummy":
