@@ -100,9 +100,8 @@ def _is_token_id(value: object) -> bool:
 def _only_value(prompt: Mapping[Any, Any]) -> object:
     if list(prompt) == ["prompt"] and isinstance(prompt["prompt"], str):
         return prompt["prompt"]
-    if [name for name in prompt if name != "spans"] == ["prompt_token_ids"] and not isinstance(
-        prompt["prompt_token_ids"], (str, Mapping)
-    ):
+    named = [name for name in prompt if name != "spans"]
+    if named == ["prompt_token_ids"] and not isinstance(prompt["prompt_token_ids"], (str, Mapping)):
         return prompt["prompt_token_ids"]
     held = ", ".join(f"{shown(key)}: {_kind(value)}" for key, value in list(prompt.items())[:4])
     raise RequestError(f"the prompt is a dictionary with {{{held}}}; {ACCEPTED}", "prompt")
@@ -300,7 +299,8 @@ class Intake:
         held = (limits.image_tokens.keys() & set(tokens)) - own
         if not held:
             return
-        what = f"the prompt holds token {min(held)} ({limits.image_tokens[min(held)]}), which stands for an image or a video"
+        named = f"{min(held)} ({limits.image_tokens[min(held)]})"
+        what = f"the prompt holds token {named}, which stands for an image or a video"
         if limits.spans is None:
             raise RequestError(f"{what}; hybridrt runs the text part of this model alone: leave images out", "prompt")
         raise RequestError(f"{what}; pass images with the prompt, and let hybridrt write their tokens", "prompt")

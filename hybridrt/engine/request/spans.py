@@ -42,8 +42,8 @@ def span_limits(config: EngineConfig, model: ModelConfig) -> SpanLimits | None:
         return None
     if config.speculative is not None and load_method(config.speculative.method).takes_model:
         refusal = (
-            f'speculative method "{config.speculative.method}" drafts with a smaller model, which sees no images: leave '
-            'images out, or use method "ngram" or "mtp"'
+            f'speculative method "{config.speculative.method}" drafts with a smaller model, which sees no images: '
+            'leave images out, or use method "ngram" or "mtp"'
         )
     return SpanLimits(spec.token, spec.patch_numbers, spec.merge, config.encoder_cache_tokens, refusal)
 

@@ -11,7 +11,8 @@ from hybridrt.kernels.state.row_tables import DecodeBuffers
 
 @triton.jit
 def _decode_inputs_kernel(  # type: ignore[no-untyped-def]
-    input_ids, positions, out_cache_loc, mrope_positions, mrope_deltas, rows, seq_lens, new_pages, drafts, num_drafts, last_tokens, tables,
+    input_ids, positions, out_cache_loc, mrope_positions, mrope_deltas,
+    rows, seq_lens, new_pages, drafts, num_drafts, last_tokens, tables,
     tables_sr, tables_sg, locs_sg, TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PAGE: tl.constexpr,
     HAS_KV: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -59,8 +60,8 @@ def decode_inputs_triton(
         step = step._replace(drafts=step.rows)  # no draft is read
     groups, locs = tables.shape[1], out.out_cache_loc
     _decode_inputs_kernel[(batch, groups)](
-        *out, mrope_deltas, *step, last_tokens, tables, *tables.stride()[:2], locs.stride(0) if groups > 1 else 0, tokens,
-        triton.next_power_of_2(tokens), page_size, tables.shape[2] > 0, num_warps=1, **pdl(out.input_ids.device),
+        *out, mrope_deltas, *step, last_tokens, tables, *tables.stride()[:2], locs.stride(0) if groups > 1 else 0,
+        tokens, triton.next_power_of_2(tokens), page_size, tables.shape[2] > 0, num_warps=1, **pdl(out.input_ids.device),
     )  # fmt: skip
 
 

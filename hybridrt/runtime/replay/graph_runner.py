@@ -61,8 +61,8 @@ class StaticBuffers:
     """
 
     def __init__(
-        self, model: StepModel, max_bs: int, tokens: int, seq_len_fill: int, forks: bool, keep_hidden: bool, groups: int,
-        mrope: bool,
+        self, model: StepModel, max_bs: int, tokens: int, seq_len_fill: int, forks: bool, keep_hidden: bool,
+        groups: int, mrope: bool,
     ) -> None:  # fmt: skip
         device, dtype = model.device, model.dtype
         scratch = DecodeRow(row=0, computed=seq_len_fill - 1, output_index=0)
