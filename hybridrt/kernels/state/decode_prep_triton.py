@@ -61,7 +61,8 @@ def decode_inputs_triton(
     groups, locs = tables.shape[1], out.out_cache_loc
     _decode_inputs_kernel[(batch, groups)](
         *out, mrope_deltas, *step, last_tokens, tables, *tables.stride()[:2], locs.stride(0) if groups > 1 else 0,
-        tokens, triton.next_power_of_2(tokens), page_size, tables.shape[2] > 0, num_warps=1, **pdl(out.input_ids.device),
+        tokens, triton.next_power_of_2(tokens), page_size, tables.shape[2] > 0, num_warps=1,
+        **pdl(out.input_ids.device),
     )  # fmt: skip
 
 
