@@ -105,6 +105,8 @@ class LLM:
         prefix_cache: bool = True,
         cache_slots: int | None = None,
         host_cache_bytes: int = 0,
+        images: bool = True,
+        encoder_cache_tokens: int = 16384,
         request_log: str | None = None,
         audit_hits: float = 0.0,
         seed: int = 0,
