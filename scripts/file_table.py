@@ -36,6 +36,7 @@ SECTIONS = (
     ("Models", ("models",)),
     ("Models: config.json", ("models/config",)),
     ("Models: weights", ("models/loading",)),
+    ("Models: towers of images", ("models/vision",)),
     ("Runtime: a step's plan, its packed copy and its batch", ("hybridrt/runtime/step",)),
     ("Runtime: sampling", ("hybridrt/runtime/sampling",)),
     ("Runtime: graphs and recordings of steps", ("hybridrt/runtime/replay",)),

@@ -1,0 +1,132 @@
+"""Layers of vision towers: projections, norms, attention within a picture, tables of positions."""
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hybridrt.layers.weights import Build, CheckpointMap, Transform, parameter, unchanged, whole
+
+Rotation = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+class Linear(nn.Module):
+    """x W^T + b, the same on all ranks."""
+
+    def __init__(self, name: str, in_features: int, out_features: int, *, bias: bool = True, build: Build) -> None:
+        super().__init__()
+        self.name = name
+        self.weight = parameter(out_features, in_features, dtype=build.dtype, device=build.device)
+        self.bias = parameter(out_features, dtype=build.dtype, device=build.device, dummy="zeros") if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def targets(self, key: str, select: Transform = unchanged) -> CheckpointMap:
+        """`select` brings the checkpoint's weight to [out, in]."""
+        found = {f"{key}.weight": whole(f"{self.name}.weight", self.weight.data, select)}
+        if self.bias is not None:
+            found[f"{key}.bias"] = whole(f"{self.name}.bias", self.bias.data)
+        return found
+
+
+class JoinedLinear(Linear):
+    """Projections of one input, which the checkpoint stores apart, as one product."""
+
+    def targets_apart(self, keys: Sequence[str]) -> CheckpointMap:
+        """`keys` of the projections, whose outputs are equally wide."""
+        assert self.bias is not None, "these projections have biases"
+        found: CheckpointMap = {}
+        weights, biases = self.weight.data.chunk(len(keys)), self.bias.data.chunk(len(keys))
+        for key, weight, bias in zip(keys, weights, biases):
+            part = f"{self.name}.{key.rpartition('.')[2]}"
+            found |= {f"{key}.weight": whole(f"{part}.weight", weight), f"{key}.bias": whole(f"{part}.bias", bias)}
+        return found
+
+
+class LayerNorm(nn.Module):
+    """Layer norm with weight and bias (Ba et al. 2016)."""
+
+    def __init__(self, name: str, size: int, eps: float, *, build: Build) -> None:
+        super().__init__()
+        self.name, self.eps = name, eps
+        self.weight = parameter(size, dtype=build.dtype, device=build.device, dummy="ones")
+        self.bias = parameter(size, dtype=build.dtype, device=build.device, dummy="zeros")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+    def targets(self, key: str) -> CheckpointMap:
+        parts = {"weight": self.weight, "bias": self.bias}
+        return {f"{key}.{part}": whole(f"{self.name}.{part}", param.data) for part, param in parts.items()}
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + MLP(norm(x)), with attention within each picture
+    (Dosovitskiy et al. 2021)."""
+
+    def __init__(self, name: str, size: int, inner: int, heads: int, eps: float, *, build: Build) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList(LayerNorm(f"{name}.norm{i}", size, eps, build=build) for i in (1, 2))
+        self.qkv = JoinedLinear(f"{name}.qkv", size, 3 * size, build=build)
+        self.proj = Linear(f"{name}.proj", size, size, build=build)
+        self.up = Linear(f"{name}.up", size, inner, build=build)
+        self.down = Linear(f"{name}.down", inner, size, build=build)
+
+    def forward(self, x: torch.Tensor, lengths: Sequence[int], rotation: Rotation | None = None) -> torch.Tensor:
+        """[T, size] of pictures with `lengths` patches; `rotation` turns q and k [T, heads, dim]."""
+        q, k, v = self.qkv(self.norms[0](x)).view(len(x), 3, self.heads, -1).unbind(1)
+        if rotation is not None:
+            q, k = rotation(q, k)
+        x = x + self.proj(attend_within(q, k, v, lengths).flatten(1))
+        return x + self.down(F.gelu(self.up(self.norms[1](x)), approximate="tanh"))
+
+
+def attend_within(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """Softmax attention of patches to all patches of their own picture: [T, heads, dim] each.
+    Neighbours of equal length are one call, so nothing is padded."""
+    found, start = [], 0
+    for length, group in groupby(lengths):
+        count = len(list(group))
+        rows = slice(start, start + count * length)
+        q_rows, k_rows, v_rows = (each[rows].unflatten(0, (count, length)).transpose(1, 2) for each in (q, k, v))
+        found.append(F.scaled_dot_product_attention(q_rows, k_rows, v_rows).transpose(1, 2).flatten(0, 1))
+        start += count * length
+    return torch.cat(found) if len(found) > 1 else found[0]
+
+
+def corner_weights(size: int, side: int, device: torch.device) -> torch.Tensor:
+    """[size, side] float32: linear interpolation from `side` points to `size`, whose ends meet."""
+    index = torch.arange(size, dtype=torch.float32, device=device)
+    centers = index * (side - 1) / max(size - 1, 1)
+    return (1 - (centers[:, None] - torch.arange(side, device=device)).abs()).clamp_(min=0)
+
+
+def area_weights(size: int, side: int, device: torch.device) -> torch.Tensor:
+    """[size, side] float32: linear interpolation of areas, smoothed where it makes them fewer."""
+    scale = side / size
+    centers = (torch.arange(size, dtype=torch.float32, device=device) + 0.5) * scale - 0.5
+    distances = (centers[:, None] - torch.arange(side, device=device)).abs()
+    weights = (1 - distances / max(scale, 1.0)).clamp_(min=0)
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def resized(
+    table: torch.Tensor, grid: tuple[int, int], weights: Callable[[int, int, torch.device], torch.Tensor]
+) -> torch.Tensor:
+    """A table of positions [side * side, size] for a grid: [rows, columns, size] float32."""
+    side = round(len(table) ** 0.5)
+    rows, columns = (weights(size, side, table.device) for size in grid)
+    by_row = torch.einsum("rs,sce->rce", rows, table.float().view(side, side, -1))
+    return torch.einsum("ct,rte->rce", columns, by_row)
+
+
+def in_blocks(patches: torch.Tensor, merge: int) -> torch.Tensor:
+    """[rows, columns, ...] to [rows * columns, ...]: block by block of merge x merge, each row by
+    row."""
+    rows, columns, *rest = patches.shape
+    blocks = patches.view(rows // merge, merge, columns // merge, merge, *rest)
+    return blocks.transpose(1, 2).reshape(rows * columns, *rest)
