@@ -1,4 +1,8 @@
-"""Qwen2-VL's processor: one piece a picture; a patch has the picture twice, as two frames of a film."""
+"""Qwen2-VL's processor: one piece a picture.
+
+Its patches have a picture twice, as two frames of a film. Here they have it once: the tower adds up
+the weights of both (models/vision/qwen3_5.py).
+"""
 
 import torch
 
@@ -31,9 +35,8 @@ def qwen_pieces(pixels: torch.Tensor, settings: QwenImages, low: bool) -> list[P
 
 
 def _patches(picture: torch.Tensor, settings: QwenImages) -> torch.Tensor:
-    """Blocks row by row, in a block patches row by row; a patch is channel, time, y, x."""
+    """Blocks row by row, in a block patches row by row; a patch is channel, y, x."""
     patch, merge = settings.patch, settings.merge
     rows, columns = (side // (patch * merge) for side in picture.shape[1:])
     parts = picture.reshape(3, rows, merge, patch, columns, merge, patch).permute(1, 4, 2, 5, 0, 3, 6)
-    twice = parts[..., None, :, :].expand(-1, -1, -1, -1, -1, settings.temporal, -1, -1)
-    return twice.reshape(rows * columns * merge * merge, 3 * settings.temporal * patch * patch)
+    return parts.reshape(rows * columns * merge * merge, 3 * patch * patch)

@@ -6,11 +6,22 @@ from typing import Any
 
 import msgspec
 
-from hybridrt.base.config_json import FLAG, NULL, OBJECT, TEXT, TRUE, FieldType, check_fields, either, integer, number
-from hybridrt.base.config_json import read_object as read_json
+from hybridrt.base.config_json import (
+    FLAG,
+    NULL,
+    OBJECT,
+    TEXT,
+    TRUE,
+    FieldType,
+    check_fields,
+    either,
+    integer,
+    number,
+    read_object,
+)
 from hybridrt.base.errors import ConfigError, shown
+from hybridrt.models.config.read_vision import read_image_processor
 
-PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
 MAX_PIXELS = 2**26  # of a resized picture: four times the most that is published
 MAX_TILES = 64
 _MODES = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
@@ -21,8 +32,6 @@ _COMMON: Mapping[str, FieldType] = {
     "image_processor_type": TEXT,
     "resample": either(NULL, FieldType("2 (bilinear) or 3 (bicubic)", lambda v: type(v) is int and v in _MODES)),
     "do_resize": _NULL_OR_TRUE,
-    "do_rescale": _NULL_OR_TRUE,
-    "do_normalize": _NULL_OR_TRUE,
     "do_convert_rgb": _NULL_OR_TRUE,
 }
 
@@ -32,14 +41,12 @@ class QwenImages(msgspec.Struct, frozen=True, tag="qwen"):
 
     Attributes:
         merge: patches of a side of the block that becomes a token.
-        temporal: how many times a patch has the picture.
         min_pixels, max_pixels: of the resized picture.
         mode: of torch's interpolate.
     """
 
     patch: int
     merge: int
-    temporal: int
     min_pixels: int
     max_pixels: int
     mode: str
@@ -77,14 +84,9 @@ def read_image_settings(directory: Path) -> ImageSettings | None:
     Raises:
         ConfigError: a file cannot be read, the processor is unknown, or a field cannot be used.
     """
-    whole = read_json(directory / PROCESSOR) if (directory / PROCESSOR).exists() else {}
-    check_fields(whole, {"image_processor": either(NULL, OBJECT), "use_image_special_tokens": either(NULL, FLAG)})
-    file, found = directory / PROCESSOR, whole.get("image_processor")
-    if found is None:
-        file = directory / PREPROCESSOR
-        if not file.exists():
-            return None
-        found = read_json(file)
+    if (read := read_image_processor(directory)) is None:
+        return None
+    found, file = read
     check_fields(found, _COMMON, file)
     name = str(found.get("image_processor_type", "")).removesuffix("Fast")
     if name not in _READERS:
@@ -93,9 +95,17 @@ def read_image_settings(directory: Path) -> ImageSettings | None:
             f"{', '.join(_READERS)}"
         )
     given = {key: value for key, value in found.items() if value is not None}
-    if whole.get("use_image_special_tokens") is not None:
-        given["use_image_special_tokens"] = whole["use_image_special_tokens"]
+    if (marks := _marks(directory)) is not None:
+        given["use_image_special_tokens"] = marks
     return _READERS[name](given, file)
+
+
+def _marks(directory: Path) -> bool | None:
+    """LFM2-VL's option of the whole processor, not of its images."""
+    file = directory / "processor_config.json"
+    whole = read_object(file) if file.exists() else {}
+    check_fields(whole, {"use_image_special_tokens": either(NULL, FLAG)}, file)
+    return whole.get("use_image_special_tokens")
 
 
 def _qwen(given: Mapping[str, Any], file: Path) -> QwenImages:
@@ -103,16 +113,15 @@ def _qwen(given: Mapping[str, Any], file: Path) -> QwenImages:
     check_fields({"size": size}, {"size": OBJECT}, file)
     names = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
     pixels = {name: given.get(name, size.get(edge)) for edge, name in names.items()}
-    defaults = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2, "resample": 3}
+    defaults = {"patch_size": 14, "merge_size": 2, "resample": 3}
     defaults |= {"min_pixels": 56 * 56, "max_pixels": 28 * 28 * 1280}
     fields = {**defaults, **given, **{name: value for name, value in pixels.items() if value is not None}}
     kinds = dict.fromkeys(("min_pixels", "max_pixels"), _PIXELS)
-    check_fields(fields, kinds | dict.fromkeys(("patch_size", "merge_size", "temporal_patch_size"), _SMALL), file)
+    check_fields(fields, kinds | dict.fromkeys(("patch_size", "merge_size"), _SMALL), file)
     _check_order(fields, "min_pixels", "max_pixels", file)
     return QwenImages(
         patch=fields["patch_size"],
         merge=fields["merge_size"],
-        temporal=fields["temporal_patch_size"],
         min_pixels=fields["min_pixels"],
         max_pixels=fields["max_pixels"],
         mode=_MODES[fields["resample"]],

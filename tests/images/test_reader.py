@@ -49,7 +49,7 @@ def test_a_placeholder_becomes_as_many_as_the_picture_has_tokens(reader: ImageRe
     tokens, spans = reader.expand([1, PAD, 2, PAD], sources, 1000)
     assert tokens == [1, *[PAD] * 6, 2, *[PAD] * 4]
     assert [(span.start, span.length, span.grid) for span in spans] == [(1, 6, (2, 3)), (8, 4, (2, 2))]
-    assert spans[0].input.grid == (4, 6) and spans[0].input.patches.shape == (24, 1536)
+    assert spans[0].input.grid == (4, 6) and spans[0].input.patches.shape == (24, 768)
     assert len({span.digest for span in spans}) == 2 and all(len(span.digest) == 32 for span in spans)
 
 
@@ -144,8 +144,8 @@ def test_limits_of_a_prompt(reader: ImageReader) -> None:
         reader.expand([PAD] * 100, [source] * 100, 180)
     with pytest.raises(RequestError, match="129 images; at most 128"):
         reader.expand([PAD] * 129, [source] * 129, 100_000)
-    before, reader.limits = reader.limits, replace(PromptLimits(), patch_bytes=500_000)
-    with pytest.raises(RequestError, match="more than 500000 bytes of patches"):
+    before, reader.limits = reader.limits, replace(PromptLimits(), patch_bytes=250_000)
+    with pytest.raises(RequestError, match="more than 250000 bytes of patches"):
         reader.expand([PAD] * 3, [source] * 3, 1000)
     reader.limits = before
 
