@@ -3,20 +3,23 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
-from hybridrt.base.errors import CheckpointError, PromptTooLongError, RequestError
+from hybridrt.base.errors import CheckpointError, ConfigError, PromptTooLongError, RequestError
 from hybridrt.base.spans import EncoderInput, Span
+from hybridrt.base.vision import VisionSpec
 from hybridrt.images.decode import check_sides, digest_of
 from hybridrt.images.jobs import Job, UnreadablePicture
 from hybridrt.images.lfm2 import END, START, all_marks, lfm2_pieces
 from hybridrt.images.pieces import Piece
 from hybridrt.images.pool import ImagePool, PoolLimits
 from hybridrt.images.qwen import qwen_pieces
-from hybridrt.images.settings import ImageSettings, Lfm2Images, QwenImages
+from hybridrt.images.settings import ImageSettings, Lfm2Images, QwenImages, read_image_settings
 from hybridrt.images.source import Address, ImageSource
 
 _VERSION = "hybridrt image 1"  # of digests
@@ -175,6 +178,26 @@ class ImageReader:
 
     def _mark(self, text: str) -> list[int]:
         return [self._marks[text]] if text in self._marks else []
+
+
+def image_reader(directory: Path, vision: VisionSpec | None, tokenizer: Any) -> ImageReader | None:
+    """The reader of a checkpoint. None: its model has no encoder, or it has no tokenizer.
+
+    Args:
+        tokenizer: transformers'.
+
+    Raises:
+        ConfigError, CheckpointError: its processor cannot be used; the text says why.
+    """
+    if vision is None or tokenizer is None or (settings := read_image_settings(directory)) is None:
+        return None
+    if (settings.patch, settings.merge) != (vision.patch_size, vision.merge):
+        raise ConfigError(
+            f"{directory}: the image processor makes a token of {settings.merge} x {settings.merge} patches of "
+            f"{settings.patch} pixels, and the tower of {vision.merge} x {vision.merge} of {vision.patch_size}; make "
+            "them equal"
+        )
+    return ImageReader(settings, vision.token, tokenizer.get_vocab())
 
 
 def _span(start: int, read: _ReadPiece) -> Span:
