@@ -329,6 +329,7 @@ _ENGINE = {
     "prefix_cache": FLAG,
     "cache_slots": _or_none(integer(0, 2**24)),
     "host_cache_bytes": integer(0, 2**48),
+    "encoder_cache_tokens": integer(1, 2**24),
     "request_log": _or_none(TEXT),
     "audit_hits": number(0, 1),
 }
@@ -389,6 +390,8 @@ class EngineConfig:
             None: as many as running requests, where memory allows.
         host_cache_bytes: main memory for prefixes that the device has no room for, over all ranks;
             page-locked with a GPU. 0: none.
+        encoder_cache_tokens: tokens of images whose embeddings the device keeps, in a model that
+            sees; no image may have more.
         request_log: file that gets the token ids of all requests, and lost cache entries, for
             `hybridrt explain`. None: none is written.
         audit_hits: share of hits of the prefix cache that are computed again when no request runs;
@@ -428,6 +431,7 @@ class EngineConfig:
     prefix_cache: bool = True
     cache_slots: int | None = None
     host_cache_bytes: int = 0
+    encoder_cache_tokens: int = 16384
     request_log: str | None = None
     audit_hits: float = 0.0
     seed: int = 0

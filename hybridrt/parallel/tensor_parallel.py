@@ -94,6 +94,11 @@ class TensorParallelExecutor:
         run."""
         return self.runner.copied(ticket)
 
+    def encoded(self, ticket: int) -> bool:
+        """Whether an encoder task of a launched plan has ended on rank 0. On other ranks it may still
+        run."""
+        return self.runner.encoded(ticket)
+
     def read_prefix(self, prefix: PrefixPlaces) -> dict[str, torch.Tensor]:
         """Calls ModelRunner.read_prefix on all ranks."""
         return self.on_all((PrefixCopy(prefix, write=False),), lambda: self.runner.read_prefix(prefix))

@@ -38,6 +38,7 @@ from hybridrt.engine.cache.session_file import Session
 from hybridrt.engine.core.engine import Engine
 from hybridrt.engine.request.intake import PreparedPrompt, Prompt, check_client, text_or_ids
 from hybridrt.engine.request.outputs import Delta, DeltaQueue, RequestOutput, whole_output
+from hybridrt.engine.request.spans import cache_ids
 from hybridrt.engine.text.tokenizer import load_tokenizer
 from hybridrt.mem_cache.prefix_tree.cache_events import EVENTS, CacheSubscription
 from hybridrt.models.config.read_config import read_model_config
@@ -396,8 +397,10 @@ class LLM:
         file, content = as_path("path", path, SessionError), text_or_ids(prompt)
         if not isinstance(content, str):
             content = content[: self.plan.max_model_len - 1]  # the last token is never computed
+        if isinstance(prompt, Mapping) and prompt.get("spans"):
+            content = {"prompt_token_ids": content, "spans": prompt["spans"]}
         prepared = self.engine.prepare(content, SamplingParams(max_tokens=1, cache_salt=cache_salt))
-        tokens = np.array(prepared.tokens, np.int32)
+        tokens = cache_ids(prepared.tokens, prepared.spans)
         with undisturbed():
             return self.engine.sessions.save(file, tokens, self.engine.cache_key(prepared.params), note)
 
