@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrt import LLM, SamplingParams
 from hybridrt.base.errors import CheckpointError, ConfigError
 from hybridrt.base.spans import EncoderInput
 from hybridrt.base.vision import VisionSpec
