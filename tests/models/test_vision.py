@@ -47,23 +47,19 @@ def normalised(inputs: Sequence[EncoderInput], channel_last: bool) -> list[Tenso
     return found
 
 
-def qwen_features(model: Any, inputs: Sequence[EncoderInput]) -> Sequence[Tensor]:
-    """A picture repeats in time within each channel."""
+def qwen_inputs(inputs: Sequence[EncoderInput]) -> tuple[Tensor, Tensor]:
+    """transformers' pixels and grids. A picture repeats in time within each channel."""
     patches = torch.cat(normalised(inputs, channel_last=False)).unflatten(1, (3, 1, -1))
     grids = torch.tensor([[1, *each.grid] for each in inputs])
-    found: Sequence[Tensor] = model.model.get_image_features(
-        patches.expand(-1, 3, 2, -1).flatten(1), grids
-    ).pooler_output
-    return found
+    return patches.expand(-1, 3, 2, -1).flatten(1), grids
 
 
-def lfm2_features(model: Any, inputs: Sequence[EncoderInput]) -> Sequence[Tensor]:
+def lfm2_inputs(inputs: Sequence[EncoderInput]) -> tuple[Tensor, Tensor, Tensor]:
+    """transformers' padded pixels, grids and mask."""
     patches = normalised(inputs, channel_last=True)
     padded = torch.nn.utils.rnn.pad_sequence(patches, batch_first=True)
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones(len(each), dtype=torch.long) for each in patches], True)
-    shapes = torch.tensor([each.grid for each in inputs])
-    found: Sequence[Tensor] = model.model.get_image_features(padded, shapes, mask).pooler_output
-    return found
+    return padded, torch.tensor([each.grid for each in inputs]), mask
 
 
 @pytest.mark.parametrize("name", [QWEN, QWEN_MOE, LFM2])
@@ -72,12 +68,13 @@ def test_embeddings_are_those_of_transformers(name: str, checkpoints: Checkpoint
     """Every key is consumed, and pictures of other sizes and in another order change nothing."""
     checkpoint = checkpoints[name]
     path = seeing(checkpoint.path, tmp_path / "model")
-    model, features = load(path), lfm2_features if name == LFM2 else qwen_features
+    model = load(path)
     assert model.config.vision is not None
     assert all(key.startswith("model.vision_tower.head.") for key in skipped(path))
     inputs = pictures(model.config.vision, GRIDS)
     for some in (inputs, inputs[1:2], inputs[::-1]):
-        got, want = model.encode(some), features(checkpoint.model, some)
+        given = lfm2_inputs(some) if name == LFM2 else qwen_inputs(some)
+        got, want = model.encode(some), checkpoint.model.model.get_image_features(*given).pooler_output
         for ours, theirs, each in zip(got, want, some, strict=True):
             assert ours.shape == (each.grid[0] * each.grid[1] // 4, model.config.hidden_size)
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
