@@ -172,13 +172,14 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
 # Keys of the text part and of the others, in checkpoints with images.
 SEEING_KEYS = {"model.language_model.": "model."}
 NOT_TEXT = r"model\.(vision_tower|multi_modal_projector)\..*"
+POOLING_HEAD = r"model\.vision_tower\.head\..*"  # of SigLIP2, for one vector of a picture
 
 
 class Lfm2VlForConditionalGeneration(Lfm2ForCausalLM):
     """LFM2 with images."""
 
     spellings: ClassVar[dict[str, str]] = {**SEEING_KEYS, **Lfm2ForCausalLM.spellings}
-    skipped_keys = (MTP_KEYS, NOT_TEXT)
+    skipped_keys = (MTP_KEYS, NOT_TEXT, POOLING_HEAD)
     tower_class, tower_keys = Siglip2Tower, NOT_TEXT
 
     def rename_key(self, key: str) -> str:
