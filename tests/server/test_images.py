@@ -1,5 +1,6 @@
 """Images over every way in: the tokens and answers of all are those of LLM.chat; what is refused names its part."""
 
+import asyncio
 import base64
 import io
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from PIL import Image
 
 from hybridrt import LLM, SamplingParams
 from hybridrt.base.errors import ConfigError, RequestError
+from hybridrt.bench.http_load import Target, run_load
+from hybridrt.bench.workload import WorkloadConfig, make_work
 from tests.support.checkpoints import CheckpointStore
 from tests.support.http_server import Served, serving
 from tests.support.pictures import noise, png
@@ -113,6 +116,16 @@ def test_all_ways_have_the_tokens_of_the_same_prompt(seeing: LLM, served: Served
     assert served.post("/v1/messages/count_tokens", {"messages": turns}).json() == {"input_tokens": len(prompt)}
     found = served.post("/tokenize", {"messages": [{"role": "user", "content": chat_parts(*PARTS)}]}).json()
     assert found["tokens"] == prompt
+
+
+def test_a_load_has_images(served: Served) -> None:
+    load = WorkloadConfig(requests=3, images=2, image_size="60x40", prompt_tokens=4, output_tokens=3, fixed=True)
+    work = make_work(load)
+    assert len({image for each in work for image in each.images}) == 6 and work == make_work(load)
+    timings = asyncio.run(run_load(Target(served.url, "tested"), work, None)).timings
+    assert [timing.error for timing in timings] == [None] * 3
+    assert [timing.output_tokens for timing in timings] == [3] * 3
+    assert all(len(timing.gains) <= 4 for timing in timings), "the first chunk has no token"
 
 
 def test_results_of_tools_hold_images(served: Served) -> None:
