@@ -225,22 +225,28 @@ def plan_memory(
     )  # fmt: skip
 
 
-def share_memory(plan: MemoryPlan, cell_bytes: Sequence[int | None], own_pages: int) -> MemoryPlan:
-    """The plan with all page groups in one memory of the same size, if the longest request fits
-    there too; else the plan itself.
+def share_memory(plan: MemoryPlan, cell_bytes: Sequence[int | None], own_pages: int, slot_bytes: int = 0) -> MemoryPlan:
+    """The plan with all page groups and states in one memory of the same size, if all rows and the
+    longest request fit there too; else the plan itself.
 
     Args:
         cell_bytes: of a page in one tensor of each group; None if its tensors differ.
         own_pages: the drafter's pages of each group, which the plan has charged with the rows.
+        slot_bytes: of a state slot (`MambaPoolSpec.packed_slot_bytes`).
     """
     sizes = [group.page_bytes for group in plan.groups]
     total = sum([(group.num_pages + 1) * group.page_bytes for group in plan.groups]) + own_pages * sum(sizes)
-    slabs = plan_slabs(total, sizes, cell_bytes, own_pages=own_pages, page_size=plan.page_size)
+    total += (plan.num_slots + 1) * plan.costs.slot
+    slabs = plan_slabs(
+        total, sizes, cell_bytes, own_pages=own_pages, page_size=plan.page_size, slot_bytes=slot_bytes
+    )  # fmt: skip
     if slabs is None or not slabs.fits([group.demand for group in plan.groups], plan.max_model_len):
+        return plan
+    if slot_bytes and slabs.num_slots < plan.num_rows:
         return plan
     groups = zip(plan.groups, slabs.groups)
     most = tuple([replace(group, num_pages=slabs.num_slabs * share.per_slab) for group, share in groups])
-    return replace(plan, groups=most, slabs=slabs)
+    return replace(plan, num_slots=slabs.num_slots, groups=most, slabs=slabs)
 
 
 def _page_bytes(costs: UnitCosts, counts: Sequence[int]) -> int:

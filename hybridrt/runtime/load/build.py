@@ -28,6 +28,7 @@ from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, UnitCosts, plan_mem
 from hybridrt.mem_cache.pools.page_groups import PageDemand
 from hybridrt.mem_cache.pools.pools import Pools
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
+from hybridrt.mem_cache.pools.slab_memory import SlabMemory
 from hybridrt.models.base import CausalLM
 from hybridrt.models.config.read_config import read_model_config, refuse_gguf
 from hybridrt.models.loading.loader import fill_dummy, has_own_head, load_weights
@@ -319,10 +320,13 @@ def step_widths(config: EngineConfig) -> list[int]:
 def build_pools(config: EngineConfig, target: RunTarget, plan: MemoryPlan) -> Pools:
     """Allocates everything that the plan counts."""
     device, spec = target.device, pool_spec(config, target)
-    mamba = MambaPool(spec, num_slots=plan.num_slots, num_rows=plan.num_rows, device=device) if spec.groups else None
+    shared = None if plan.slabs is None else SlabMemory(plan.slabs, device)
+    sizes = {"num_slots": plan.num_slots, "num_rows": plan.num_rows}
+    with_states = shared if plan.slabs is not None and plan.slabs.states is not None else None
+    mamba = MambaPool(spec, **sizes, device=device, memory=with_states) if spec.groups else None
     kv = KVPool(
         kv_layers(config, target), num_pages=[group.num_pages for group in plan.groups], page_size=plan.page_size,
-        device=device, own_pages=own_pages(config, plan), slabs=plan.slabs,
+        device=device, own_pages=own_pages(config, plan), memory=shared,
     )  # fmt: skip
     table = HybridReqToTokenPool(
         num_rows=plan.num_rows, max_context=_table_length(config, target, plan.max_model_len), page_size=plan.page_size,
