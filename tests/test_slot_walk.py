@@ -36,6 +36,7 @@ REPLAY = {"speculative": SpeculativeConfig("ngram", num_draft_tokens=2, state_mo
 # Where a slot is one of many numbers that are all treated alike: entries of pools, and checks that are told its name.
 NUMBERS = (
     "mem_cache/pools/slots.py",
+    "mem_cache/pools/slabs.py",
     "mem_cache/pools/bounds.py",
     "attention/checks.py",
 )

@@ -44,3 +44,9 @@ class SlabMemory:
         return view.as_strided(
             (layers, self.plan.num_slot_numbers, *shape), (numbers, slot, *strides), start // dtype.itemsize
         )
+
+    def clear(self, slabs: Sequence[int]) -> None:
+        """Zeroes slabs."""
+        size = self.plan.slab_bytes
+        for slab in slabs:
+            self._buffer[slab * size : (slab + 1) * size].zero_()

@@ -77,11 +77,11 @@ def test_cached_texts_give_way_in_order_of_their_last_use_whichever_group_is_sho
         pools.finish(text, max_tokens=1, seed=number)
     held = [pools.pools.prefixes.tree.match(int32s([*text, 0])).length for text in texts]
     assert held == [16, 16, 16]
-    free = pools.pools.pages.room()
+    free = pools.pools.prefixes.room()
     assert pools.pools.prefixes.make_room([0, 8], 0)
     held = [pools.pools.prefixes.tree.match(int32s([*text, 0])).length for text in texts]
     assert held[0] < 16 and held[2] == 16 and sorted(held) == held
-    assert pools.pools.pages.room() == free, "what can be had at most is as before"
+    assert pools.pools.prefixes.room() == free, "what can be had at most is as before"
     assert pools.engine.reset_prefix_cache()
     assert pools.pools.pages.slabs is not None and pools.pools.pages.slabs.num_free == SLABS
 
@@ -140,3 +140,84 @@ def test_random_requests_in_little_memory_have_their_tokens(seed: int) -> None:
         assert tokens == tokens_alone(prompt, int(name), len(tokens), VOCAB, WINDOWS), name
     assert pools.engine.reset_prefix_cache()
     assert pools.pools.pages.slabs is not None and pools.pools.pages.slabs.num_free == pools.pools.pages.slabs.total
+
+
+# -- states in the same memory
+
+STATES = SlabShare(1, 1)
+
+
+def with_states(slabs: int, **config: object) -> Rig:
+    """Pages of one group, five a slab, or a state."""
+    settings = {"page_size": PAGE, "max_model_len": 90, "chunk": 8, "rows": 12, "cache": True} | config
+    plan = SlabPlan(1, slabs, (SlabShare(5, 6),), states=STATES)
+    return Rig(slabs=plan, **settings)  # type: ignore[arg-type]
+
+
+def test_a_budget_runs_many_short_requests_and_then_few_long_ones() -> None:
+    """Of 22 slabs, twelve short requests need twelve states and 36 pages, eight slabs; a long one needs 58 pages."""
+    short, long = [[number] * 3 for number in range(12)], [[number] * 107 for number in (1, 2)]
+    for states in range(1, 22):
+        fixed = CacheCoordinator(12, states, [5 * (22 - states)], DEMANDS[:1])
+        longest = fixed.pages.bounds(115)[0] * PAGE
+        assert admitted(fixed, [6] * 12) < 12 or longest < 115, "no fixed split has room for both"
+    pools = with_states(22, max_model_len=120, chunk=64)
+    for turn in range(2):
+        asked = {pools.add(prompt, f"{turn} {prompt}", max_tokens=4, ignore_eos=True): prompt for prompt in short}
+        most = 0
+        while pools.engine.has_unfinished():
+            pools.step()
+            most = max(most, pools.pools.rows.num_used)
+        assert most == 12, "all run at a time, with a state each"
+        asked |= {pools.add(prompt, f"{turn} {prompt}", max_tokens=9, ignore_eos=True): prompt for prompt in long}
+        pools.run()
+        assert not pools.engine.counters().failed
+        for name, prompt in asked.items():
+            found = pools.outputs[name, 0].token_ids
+            assert len(found) == (4 if prompt in short else 9)
+    assert pools.engine.reset_prefix_cache()
+    assert pools.pools.slabs is not None and pools.pools.slabs.num_free == 22
+
+
+def test_one_request_leaves_room_for_its_own_state() -> None:
+    pools = with_states(9).pools
+    pools.check_fits(81)
+    with pytest.raises(MemoryBudgetError, match=r"needs 41 KV pages and there are 40: cut .* to 81"):
+        pools.check_fits(82)
+
+
+@pytest.mark.parametrize("seed", sweep(range(12), 6))
+def test_states_and_pages_move_in_random_histories(seed: int) -> None:
+    """Few slabs of odd sizes, windows or none, drafts, rings, and main memory: every request has its tokens, and the
+    executor finds each state and page where it was left."""
+    rng = random.Random(seed)
+    windows = rng.choice(((None,), WINDOWS, (WINDOW,)))
+    shares = tuple(SlabShare(size := rng.randint(1, 5), size + rng.randint(0, 4)) for _ in windows)
+    size = rng.choice((1, 1, 2, 3))
+    demands = [PageDemand(PAGE, window, 8) for window in windows]
+    least = next(n for n in range(1, 99) if SlabPlan(1, n, shares, states=SlabShare(size, size)).fits(demands, 40))
+    plan = SlabPlan(1, least + rng.choice((1, 4, 12)), shares, states=SlabShare(size, size))
+    pools = Rig(
+        windows=windows, slabs=plan, page_size=PAGE, max_model_len=40, chunk=8, late=seed % 3, cache=True, rows=6,
+        drafts=seed % 2 * 3, replay=seed % 3 == 1, host=(40, 6) if seed % 4 > 1 else None, copy_delay=seed % 5, grid=4,
+    )  # fmt: skip
+    asked, had_states, had_pages = {}, set[int](), set[int]()
+    for number in range(40):
+        short = rng.random() < 0.6
+        prompt = [
+            *TEXT[: rng.randint(0, 12)],
+            *(rng.randrange(VOCAB) for _ in range(rng.randint(1, 4 if short else 20))),
+        ]
+        asked[pools.add(prompt, str(number), max_tokens=rng.randint(1, 8), ignore_eos=True, seed=number)] = prompt
+        for _ in range(rng.randint(0, 4)):
+            pools.step()
+            *groups, states = pools.pools.slabs.allocators if pools.pools.slabs is not None else []
+            had_states.update(states.owned())
+            had_pages.update(*[group.owned() for group in groups])
+    pools.run()
+    for name, prompt in asked.items():
+        tokens = pools.outputs[name, 0].token_ids
+        assert tokens == tokens_alone(prompt, int(name), len(tokens), VOCAB, windows), name
+    assert had_states & had_pages, "no slab has had both"
+    assert pools.engine.reset_prefix_cache()
+    assert pools.pools.slabs is not None and pools.pools.slabs.num_free == plan.num_slabs

@@ -11,6 +11,7 @@ from hybridrt.engine.cache.answer_states import MOST, AnswerStates
 from hybridrt.engine.cache.host_tier import HostTier
 from hybridrt.engine.request.sample_request import Request
 from hybridrt.mem_cache.pools.page_groups import GroupPages, PageAllocators, PageSets, no_sets, pages_of
+from hybridrt.mem_cache.pools.room import Room
 from hybridrt.mem_cache.pools.slots import Slot, SlotAllocator
 from hybridrt.mem_cache.prefix_tree.cache_events import CacheSubscription, Why
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
@@ -55,6 +56,7 @@ class PrefixStore:
         self._seen = SeenTexts()
         self.grid = max(GRID, page_size)
         self._pages, self._slots, self._rows, self.keeps = pages, slots, rows, keeps
+        self._room = Room(pages, slots)
 
     def match(self, request: Request) -> PrefixMatch:
         """The part of a waiting request that needs no computing. Nothing is locked."""
@@ -257,36 +259,48 @@ class PrefixStore:
 
     def room(self) -> tuple[tuple[int, ...], int]:
         """Upper bounds of the pages of each group, and the state slots, that are free or evictable."""
-        slots = self._slots
-        return self._pages.room(), slots.num_free + slots.num_cached - slots.num_locked + len(self.answers)
+        pages, slots = self._room.most()
+        return pages, slots + len(self.answers)
 
     def has_room(self, pages: Sequence[int], slots: int) -> bool:
-        """Whether so many pages of each group and slots are free or evictable."""
-        held, lacking = self._slots, slots - len(self.answers)
-        return lacking <= held.num_free + held.num_cached - held.num_locked and self._pages.may_have(pages)
+        """Whether so many pages of each group and slots are free or evictable. In one memory, states
+        within answers of running requests give way first."""
+        if not self._room.one_memory:
+            return self._room.may_have(pages, max(slots - len(self.answers), 0))
+        if not (found := self._room.may_have(pages, slots)) and len(self.answers):
+            self._slots.free(self.answers.give_up(len(self.answers)))
+            found = self._room.may_have(pages, slots)
+        return found
 
     def make_room(self, pages: Sequence[int], slots: int) -> bool:
         """Evicts until so many pages of each group and slots are free. False if there are still too
         few.
         """
-        short, lacking = self._pages.shortages(pages), max(slots - self._slots.num_free, 0)
+        short, lacking = self._room.shortages(pages, slots)
         if not any(short) and not lacking:
             return True
-        shared = self._pages.slabs is not None
-        self.evict(self._no_pages if shared else short, lacking)
-        while shared and any(short) and self._evict_oldest(short):
-            short = self._pages.shortages(pages)
-        return not any(self._pages.shortages(pages)) and slots <= self._slots.num_free
+        if self._room.slabs is None:
+            self.evict(short, lacking)
+            short, lacking = self._room.shortages(pages, slots)
+        while self._room.slabs is not None and (any(short) or lacking) and self._evict_least(short):
+            short, lacking = self._room.shortages(pages, slots)
+        return not any(short) and not lacking
 
-    def _evict_oldest(self, short: Sequence[int]) -> bool:
-        """Evicts the pages of least use from groups that share memory and lack so many: those that a
-        window has passed, then the ends of texts in all groups, which may empty slabs for others.
-        False if there is nothing that no request reads.
+    def _evict_least(self, short: Sequence[int]) -> bool:
+        """Evicts what is worth least, of pages that share memory and lack so many, and states. False
+        if there is nothing that no request reads.
+
+        Pages that a window has passed go first. With recurrent layers, pages are worth what the
+        states after them are: those that no state needs are next, then the state of least worth.
+        Without, the ends of texts go in order of their last use, in all groups, which may empty
+        slabs for others.
         """
-        tree = self.tree
+        tree, some = self.tree, sum(short) or self._pages.shares[0].per_slab
         evictions = (
             partial(tree.evict_passed, short),
-            partial(tree.evict_leaf, sum(short)),
+            *([partial(tree.evict_leaf, some, stateless=True)] if tree.recurrent else ()),
+            partial(tree.evict, self._no_pages, 1 if self._room.one_memory else 0),
+            partial(tree.evict_leaf, some),
             partial(tree.evict, short, 0),  # pages of windows within texts that are read
             partial(tree.evict, [group.total for group in self._pages.groups], 0),
         )
@@ -312,6 +326,9 @@ class PrefixStore:
         taken = None if new is not None and slot is None else self.take_room(pages, 0)
         if taken is None:
             self._slots.free([slot] if slot is not None else [])
+            return None
+        if self._room.slabs is not None and self._room.slabs.unclean:  # the copy may run before they are cleared
+            self.give_up_room(taken[0], [slot] if slot is not None else [])
             return None
         return taken[0], slot
 
@@ -356,12 +373,12 @@ class PrefixStore:
         """
         if len(request.saves) >= MOST:
             self._slots.free(self.answers.spread(request))
-        if self._slots.num_free <= self._reserved_slots() and not self.evicted(
+        if self._room.num_free_slots <= self._reserved_slots() and not self.evicted(
             self.tree.evict(self._no_pages, 1, new=NewState(0))
         ):
             gone = self.answers.spread(request)
             self._slots.free(gone if gone or len(self.answers) <= fresh else self.answers.give_up(1))
-        return self._slots.alloc(1)[0] if self._slots.num_free > self._reserved_slots() else None
+        return self._slots.alloc(1)[0] if self._room.num_free_slots > self._reserved_slots() else None
 
     def subscribe(self, limit: int) -> CacheSubscription:
         trees = [self.tree] if self.tier is None else [self.tree, self.tier.tree]
@@ -464,7 +481,7 @@ class PrefixStore:
         request.saves = {place: slot for place, slot in request.saves.items() if place not in states}
 
     def _slot_for(self, request: Request, place: int) -> Slot | None:
-        spare = self._slots.num_free + len(self.answers) + self.tree.num_within
+        spare = self._room.num_free_slots + len(self.answers) + self.tree.num_within
         if spare <= self._reserved_slots() and (slot := self._superseded(request)) is not None:
             return slot
         arrivals = self.tree.waiting.behind(request.ids[:place], request.cache_key)
@@ -476,11 +493,11 @@ class PrefixStore:
 
     def _slot_given_up_first(self) -> Slot | None:
         """A free slot, or that of another state that is given up first."""
-        if self.room()[1] <= self._rows.num_free:
+        if self.room()[1] <= self._promised_slots():
             return None
-        if self._slots.num_free <= self._reserved_slots():
+        if self._room.num_free_slots <= self._reserved_slots():
             self.evicted(self.tree.evict(self._no_pages, 1, new=NewState(0)))
-        return self._slots.alloc_one() if self._slots.num_free > self._reserved_slots() else None
+        return self._slots.alloc_one() if self._room.num_free_slots > self._reserved_slots() else None
 
     def evicted(self, gone: CacheEntries) -> Sequence[Slot]:
         self._pages.evict(gone.pages)
@@ -491,7 +508,7 @@ class PrefixStore:
         """The slot of the state that a request has started from, if no other will use it. The step
         that leaves a later state there reads the earlier one first.
         """
-        match, lacking = request.prefix, self.room()[1] < self._rows.num_free
+        match, lacking = request.prefix, self.room()[1] < self._promised_slots()
         if lacking or (state := self.tree.supersede(match)) is None:
             return None
         if match.state is not None:
@@ -501,25 +518,34 @@ class PrefixStore:
         return self._slots.alloc_one()
 
     def _spare_slot(self, new: NewState) -> Slot | None:
-        """A slot for a state. As many slots as there are free rows stay free or evictable, so no
-        request lacks one.
-        """
-        if self.room()[1] <= self._rows.num_free:
+        """A slot for a state, if requests that may come do not need it."""
+        if self.room()[1] <= self._promised_slots():
             return None
-        short = self._reserved_slots() + 1 - self._slots.num_free
+        while self._room.one_memory and self._room.num_free_slots <= self._reserved_slots():
+            useless = self.tree.evict_leaf(self._pages.shares[0].per_slab, stateless=True)
+            if not self._any_evicted(useless):
+                break
+        short = self._reserved_slots() + 1 - self._room.num_free_slots
         if short > 0:
             self.evict(self._no_pages, short, new=new)
-        return self._slots.alloc_one() if self._slots.num_free > self._reserved_slots() else None
+        return self._slots.alloc_one() if self._room.num_free_slots > self._reserved_slots() else None
 
     @property
     def _no_pages(self) -> Sequence[int]:
         return [0] * len(self._pages)
 
-    def _reserved_slots(self) -> int:
-        """Slots that waiting requests need with their rows: otherwise a state of more worth may be
-        evicted for them.
+    def _promised_slots(self) -> int:
+        """Slots that stay free or evictable: one for each free row, so no request lacks one. In one
+        memory rows may be more than fit, and requests wait for pages anyway.
         """
-        return min(self._rows.num_free, len(self.tree.waiting))
+        return self._reserved_slots() if self._room.one_memory else self._rows.num_free
+
+    def _reserved_slots(self) -> int:
+        """Free slots that waiting requests need with their rows: otherwise a state of more worth may
+        be evicted for them. In one memory the first request alone: others lack pages too.
+        """
+        waiting = len(self.tree.waiting)
+        return min(self._rows.num_free, waiting, 1 if self._room.one_memory else waiting)
 
 
 def _end_of(request: Request) -> Why:

@@ -231,6 +231,7 @@ class StepPlan:
         host_copies: launched after the donations, on a separate stream. A step waits for them only
             through `after_copies`.
         after_copies: this step and later ones wait for the copies up to this ticket; 0: for none.
+        cleared: slabs that are zeroed after that, before all else.
         constrained: the rows that sample under a bitmask, by their numbers in the step's result. If
             there are any, `launch` launches all but the sampling, which `StepHandle.sample`
             launches.
@@ -246,6 +247,7 @@ class StepPlan:
     page_copies: list[PageCopy] = field(default_factory=list)
     host_copies: list[HostCopy] = field(default_factory=list)
     after_copies: int = 0
+    cleared: list[int] = field(default_factory=list)
     constrained: list[int] = field(default_factory=list)
 
 
