@@ -34,8 +34,8 @@ class Slabs:
     """Which of the slabs 1 to `total` are free. Slab 0 is scratch.
 
     Attributes:
-        unclean: slabs of pages that have been states: the next step clears them (`StepPlan.cleared`).
-            Numbers of states, read as KV, may not be finite, and attention kernels multiply masked
+        unclean: slabs of pages that have been states: the next step, or a copy that comes before it,
+            clears them (`StepPlan.cleared`). Numbers of states, read as KV, may not be finite, and attention kernels multiply masked
             values by zero.
     """
 
@@ -61,6 +61,11 @@ class Slabs:
         self._free += slabs
         if of_states:
             self._of_states.update(slabs)
+
+    def pop_unclean(self) -> list[int]:
+        """Those that somebody clears now."""
+        slabs, self.unclean = sorted(self.unclean), set[int]()
+        return slabs
 
     def shortages(self, counts: Sequence[int]) -> list[int]:
         """How many of `counts` entries of each allocator are not free, if all are lent together."""

@@ -331,6 +331,8 @@ class MockExecutor:
     def run_copies(self, ticket: int) -> None:
         while self.copies and self.copies[0].ticket <= ticket:
             copy = self.copies.pop(0)
+            if self.shared is not None:
+                self.shared.clear_slabs(copy.cleared)
             for group, pages in enumerate(zip(copy.pages, copy.host_pages, strict=True)):
                 for page, place in zip(*(((group, number) for number in numbers) for numbers in pages), strict=True):
                     for i in range(self.page_size):

@@ -351,7 +351,6 @@ class CacheCoordinator:
         del self.donations[: sum(move.donates for move in plan.moves)]
         if self.slabs is not None and plan.cleared:
             self.slabs.unclean.difference_update(plan.cleared)
-            self._num_releases += 1  # a fetch may have waited for it
         if self.prefixes.tier is not None:
             self.prefixes.tier.launched(plan)
 

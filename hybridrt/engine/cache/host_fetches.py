@@ -102,7 +102,7 @@ class HostFetches:
         fetch = self._fetches.pop(arrival, None)
         if fetch is None:
             return False
-        self._tier.withdraw(fetch.ticket)
+        self._store.clear_later(self._tier.withdraw(fetch.ticket))
         self._store.give_up_room(fetch.pages, [] if fetch.state is None else [fetch.state])
         self._store.unlock(fetch.held)
         return True
@@ -140,7 +140,7 @@ class HostFetches:
             column[where] = fresh.keys
         places = pages_of(np.where(lacking, hosted, 0))
         states = [] if found.state is None or slot is None else [HostState(found.length, slot.index, found.state.index)]
-        ticket = self._tier.fetch(pages, places, states)
+        ticket = self._tier.fetch(pages, places, states, store.to_clear())
         tree.touch(tokens, key)
         deadline = time.monotonic() + PATIENCE_S
         self._fetches[request.arrival] = _Fetch(

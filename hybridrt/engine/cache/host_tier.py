@@ -96,22 +96,26 @@ class HostTier:
             [HostState(end, states[end].index, slot.index) for end, slot in places.items() if slot in taken.states],
         )
 
-    def fetch(self, pages: GroupPages, places: GroupPages, states: Sequence[HostState]) -> int:
-        """Copies pages `places` of the tier to `pages` of the device, and states. Returns the
-        copy's ticket.
+    def fetch(self, pages: GroupPages, places: GroupPages, states: Sequence[HostState], cleared: Sequence[int]) -> int:
+        """Copies pages `places` of the tier to `pages` of the device, and states, after it has zeroed
+        slabs. Returns the copy's ticket.
         """
         self._ticket += 1
-        self._pending.append(HostCopy(self._ticket, True, _numbers(pages), _numbers(places), states))
+        self._pending.append(HostCopy(self._ticket, True, _numbers(pages), _numbers(places), states, cleared))
+        if cleared:
+            self.wait_for(self._ticket)  # others have pages there
         return self._ticket
 
-    def withdraw(self, ticket: int) -> None:
+    def withdraw(self, ticket: int) -> Sequence[int]:
         """Cancels a fetch. If its copy was launched, later plans wait for it before they write its
-        targets.
+        targets. Returns the slabs that it has not zeroed.
         """
-        left = [copy for copy in self._pending if copy.ticket != ticket]
-        if len(left) == len(self._pending):
-            self.wait_for(ticket)
-        self._pending = left
+        for copy in self._pending:
+            if copy.ticket == ticket:
+                self._pending.remove(copy)
+                return copy.cleared
+        self.wait_for(ticket)
+        return ()
 
     def wait_for(self, ticket: int) -> None:
         """The next plan runs after the copies up to `ticket`."""

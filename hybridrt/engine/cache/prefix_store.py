@@ -327,10 +327,16 @@ class PrefixStore:
         if taken is None:
             self._slots.free([slot] if slot is not None else [])
             return None
-        if self._room.slabs is not None and self._room.slabs.unclean:  # the copy may run before they are cleared
-            self.give_up_room(taken[0], [slot] if slot is not None else [])
-            return None
         return taken[0], slot
+
+    def to_clear(self) -> list[int]:
+        """Slabs that a copy to the device is to clear first."""
+        return [] if self._room.slabs is None else self._room.slabs.pop_unclean()
+
+    def clear_later(self, slabs: Sequence[int]) -> None:
+        """They have not been cleared."""
+        if self._room.slabs is not None:
+            self._room.slabs.unclean.update(slabs)
 
     def give_up_room(self, pages: GroupPages, slots: Sequence[Slot]) -> None:
         self._pages.free(pages)

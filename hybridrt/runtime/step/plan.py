@@ -115,6 +115,7 @@ class HostCopy(msgspec.Struct, frozen=True, array_like=True):
         ticket: greater than that of every earlier copy.
         pages, host_pages: of each page group: page pages[g][i] of the pool and page
             host_pages[g][i] of the tier.
+        cleared: slabs of the pool that are zeroed first.
     """
 
     ticket: int
@@ -122,6 +123,7 @@ class HostCopy(msgspec.Struct, frozen=True, array_like=True):
     pages: Sequence[Sequence[int]] = ()
     host_pages: Sequence[Sequence[int]] = ()
     states: Sequence[HostState] = ()
+    cleared: Sequence[int] = ()
 
 
 class DecodeRow(NamedTuple):
