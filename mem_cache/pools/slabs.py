@@ -35,8 +35,8 @@ class Slabs:
 
     Attributes:
         unclean: slabs of pages that have been states: the next step, or a copy that comes before it,
-            clears them (`StepPlan.cleared`). Numbers of states, read as KV, may not be finite, and attention kernels multiply masked
-            values by zero.
+            clears them (`StepPlan.cleared`). Numbers of states, read as KV, may not be finite, and
+            attention kernels multiply masked values by zero.
     """
 
     def __init__(self, total: int) -> None:
