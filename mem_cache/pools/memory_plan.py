@@ -155,15 +155,16 @@ class MemoryPlan:
         return "KV cache and recurrent state, shared", f"{pages}, or {self.num_slots} slots", nbytes
 
     def summary(self) -> str:
-        most = "" if self.slabs is None else "at most "
-        pages = "".join(
-            f", {most}{group.num_pages} KV pages"
+        pages = [
+            f"{group.num_pages} KV pages"
             + (f" ({group.num_pages * self.page_size} tokens)" if group.window is None else f" (window {group.window})")
             for group in self.groups
-        )
+        ]
+        states = [f"{self.num_slots} state slots"] if self.slabs is None or self.num_slots else []
+        entries = (", " if self.slabs is None else " or ").join([*states, *pages])
         return (
-            f"{self.num_rows} running requests, {most * bool(self.num_slots)}{self.num_slots} state slots{pages}, "
-            f"{gib(self.pool_bytes)} of {gib(self.budget_bytes)}; requests up to {self.max_model_len} tokens"
+            f"{self.num_rows} running requests, {entries}, {gib(self.pool_bytes)} of {gib(self.budget_bytes)}; "
+            f"requests up to {self.max_model_len} tokens"
         )
 
 
