@@ -1,17 +1,26 @@
 """Page groups that share memory: it goes to the requests that need it, whatever the mix of their lengths."""
 
 import random
+from collections.abc import Callable
 
 import pytest
 
+from hybridrt import LLM, SamplingParams
+from hybridrt.base.config import EngineConfig
 from hybridrt.base.errors import MemoryBudgetError
+from hybridrt.collectives.groups import TPGroup
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
+from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
 from hybridrt.mem_cache.pools.page_groups import PageDemand
 from hybridrt.mem_cache.pools.slab_plan import SlabPlan
 from hybridrt.mem_cache.pools.slabs import SlabShare
+from hybridrt.runtime.load import fit
+from hybridrt.runtime.load.build import load_target, make_plan
+from hybridrt.runtime.run import model_runner
 from hybridrt.runtime.step.plan import PageWrite, StepPlan, int32s
 from tests.engine.test_prefix_states import TEXT
 from tests.engine.test_scheduler import request
+from tests.support.checkpoints import CheckpointStore
 from tests.support.engine_harness import VOCAB, Rig
 from tests.support.levels import sweep
 from tests.support.mock_executor import tokens_alone
@@ -221,3 +230,44 @@ def test_states_and_pages_move_in_random_histories(seed: int) -> None:
     assert had_states & had_pages, "no slab has had both"
     assert pools.engine.reset_prefix_cache()
     assert pools.pools.slabs is not None and pools.pools.slabs.num_free == plan.num_slabs
+
+
+def test_a_model_runs_in_a_budget_without_a_fixed_split(
+    checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight short requests with a state each, then one of 250 tokens; both orders give the tokens of ample memory."""
+    path, rng = str(checkpoints["falcon-plain"].path), random.Random(0)
+    short = [[rng.randrange(3, 90) for _ in range(5)] for _ in range(8)]
+    long = [rng.randrange(3, 90) for _ in range(240)]
+    settings = {"max_running_requests": 8, "max_model_len": 250, "page_size": 4, "device": "cpu", "dtype": "float32"}
+    greedy = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    with LLM(path, **settings) as ample:
+        wanted = [out.token_ids for out in ample.generate([*short, long], greedy)]
+    config = EngineConfig(path, **settings)
+    _, target = load_target(config, TPGroup())
+
+    def plan(budget: int, share: bool) -> MemoryPlan:
+        return make_plan(config, target, budget_bytes=budget, share=share)
+
+    budget = least_budget(lambda budget: plan(budget, True))
+    with pytest.raises(MemoryBudgetError, match="max_running_requests from 8"):
+        plan(budget, False)
+    for module in (fit, model_runner):
+        monkeypatch.setattr(module, "pool_budget", lambda *_: budget)
+    with LLM(path, **settings) as llm:
+        for texts in ([*short, long], [long, *short], short, [long]):
+            outs = llm.generate(texts, greedy)
+            assert [out.token_ids for out in outs] == [wanted[[*short, long].index(text)] for text in texts]
+        assert llm.plan.num_rows == 8 and llm.plan.slabs is not None
+
+
+def least_budget(plan: Callable[[int], MemoryPlan]) -> int:
+    low, high = 0, 10**8
+    while high - low > 1000:
+        middle = (low + high) // 2
+        try:
+            plan(middle)
+            high = middle
+        except MemoryBudgetError:
+            low = middle
+    return high

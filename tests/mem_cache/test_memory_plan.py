@@ -257,6 +257,22 @@ def test_the_plan_prints_itself(checkpoints: CheckpointStore) -> None:
     assert "0 slots" in str(replace(plan, num_slots=0, slabs=None).table())
 
 
+@settings(max_examples=200, deadline=None)
+@given(arguments=plans())
+def test_rows_and_the_longest_request_need_not_fit_at_the_same_time(arguments: dict[str, Any]) -> None:
+    """In one memory. Each of them fits alone, and with memory for both the plan is the usual one."""
+    apart, together = attempt(arguments), attempt({**arguments, "one_memory": True})
+    if not isinstance(apart, str) or isinstance(together, str):
+        assert together == apart
+        return
+    costs, rows, longest = arguments["costs"], together.num_rows, together.max_model_len
+    assert rows == (arguments["max_running_requests"] or 1) and longest == (arguments["max_model_len"] or longest)
+    assert together.pool_bytes <= arguments["budget_bytes"] and costs.slot and together.num_slots == rows
+    need = sum(demand.least(longest) * nbytes for demand, nbytes in zip(arguments["demands"], costs.pages))
+    assert need > sum(group.num_pages * group.page_bytes for group in together.groups), "the pages alone are too few"
+    assert arguments["budget_bytes"] >= (rows + 1) * costs.row + costs.slot + need
+
+
 @given(plans(), st.integers(0, 9), st.data())
 @settings(max_examples=300)
 def test_shared_memory_is_no_larger_and_holds_the_longest_request(
