@@ -9,11 +9,14 @@ from hybridrt import LLM, SamplingParams
 from hybridrt.base.config import EngineConfig
 from hybridrt.base.errors import MemoryBudgetError
 from hybridrt.collectives.groups import TPGroup
+from hybridrt.engine.cache import host_fetches
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
 from hybridrt.mem_cache.pools.page_groups import PageDemand
 from hybridrt.mem_cache.pools.slab_plan import SlabPlan
 from hybridrt.mem_cache.pools.slabs import SlabShare
+from hybridrt.mem_cache.pools.state_moves import StateMove, When
+from hybridrt.mem_cache.prefix_tree.cache_key import DEFAULT_KEY
 from hybridrt.runtime.load import fit
 from hybridrt.runtime.load.build import load_target, make_plan
 from hybridrt.runtime.run import model_runner
@@ -193,6 +196,72 @@ def test_one_request_leaves_room_for_its_own_state() -> None:
     pools.check_fits(81)
     with pytest.raises(MemoryBudgetError, match=r"needs 41 KV pages and there are 40: cut .* to 81"):
         pools.check_fits(82)
+
+
+def test_states_and_pages_wait_for_the_copies_that_read_a_slab() -> None:
+    """A copy reads pages of slab 1, say. A step that leaves a state there, or clears it, waits; so does a page where a
+    copy reads a state."""
+    pools = with_states(12, host=(40, 6), copy_delay=10**6)
+    pools.finish(TEXT[:12], max_tokens=1, seed=1)
+    tier = pools.pools.prefixes.tier
+    assert tier is not None
+
+    def awaited(**plan: object) -> int:
+        made = StepPlan(**plan)  # type: ignore[arg-type]
+        tier.seal(made)
+        tier.launched(made)
+        return made.after_copies
+
+    def leaves(slot: int) -> list[StateMove]:
+        return [StateMove(1, 1, slot, When.BEFORE_ROWS)]
+
+    slabs = {page // 6 for _, page in tier._read_pages}
+    free = next(slab for slab in range(1, 13) if slab not in tier._read_slabs)
+    assert len(slabs) > 1 and awaited(moves=leaves(free)) == awaited(cleared=[free]) == 0
+    assert awaited(moves=leaves(slabs.pop())) == tier.last_ticket
+    assert awaited(cleared=[slabs.pop()]) == tier.last_ticket
+    (state,) = {*tier._read_slots} & {slab for slab, groups in tier._read_slabs.items() if 1 in groups}
+    assert awaited(page_writes=[PageWrite(1, 0, int32s([6 * state])[None])]) == tier.last_ticket
+
+
+def test_a_fetch_clears_the_slabs_that_it_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step waits for it. If the copy is cancelled before, the slabs are still to be cleared."""
+    monkeypatch.setattr(host_fetches, "LEAST_TOKENS", 2)
+    pools = with_states(12, host=(40, 6))
+    pools.finish(TEXT[:20], max_tokens=1, seed=1)
+    coordinator, slabs = pools.pools, pools.pools.slabs
+    assert slabs is not None and coordinator.fetches is not None and coordinator.prefixes.tier is not None
+    coordinator.prefixes.evict([99], 99)
+    coordinator.slots.free(coordinator.slots.alloc(12))
+    waiting = request(0, 24)
+    waiting.prompt_ids[:20] = TEXT[:20]
+    for cancelled in (True, False):
+        coordinator.begin_step([waiting], 0)
+        copy = coordinator.prefixes.tier._pending[-1]
+        assert copy.fetch and copy.cleared and not slabs.unclean
+        if cancelled:
+            coordinator.fetches.cancel_all()
+            assert slabs.unclean == {*copy.cleared}
+    plan = StepPlan()
+    coordinator.seal(plan)
+    assert plan.after_copies == copy.ticket and not plan.cleared
+
+
+def test_pages_that_no_state_needs_go_first() -> None:
+    """Those of the later text, whose state has saved less."""
+    pools = with_states(12)
+    texts = [TEXT[:18], [*reversed(TEXT[10:18])]]
+    for text in texts:
+        pools.finish(text, max_tokens=1)
+    store, (earlier, later) = pools.pools.prefixes, [int32s([*text, 0]) for text in texts]
+    while store.tree.match(later).length:
+        store.evicted(store.tree.evict([0], 1))
+    kept = store.tree.match(earlier).length
+    store.evicted(gone := store.tree.evict_leaf(1, stateless=True))
+    assert len(gone.pages[0]) == 1 and store.tree.match(earlier).length == kept >= 16
+    while store.tree.held(later, DEFAULT_KEY)[0].length:
+        store.evicted(store.tree.evict_leaf(1, stateless=True))
+    assert not store.tree.evict_leaf(1, stateless=True).pages[0], "the earlier text has its state"
 
 
 @pytest.mark.parametrize("seed", sweep(range(12), 6))
