@@ -15,8 +15,8 @@ class Room:
         pages, slots: the allocators. If they share slabs, those of `slots` were made last.
 
     Attributes:
-        slabs: what page groups share; None: nothing.
-        one_memory: state slots share it too.
+        slabs: what page groups, and states, share; None: nothing.
+        one_memory: states share it.
     """
 
     def __init__(self, pages: PageAllocators, slots: SlotAllocator) -> None:
