@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import latent_cases, quant_cases  # noqa: F401  # their cases join those of kernel_cases
+from benchmarks import coded_cases, latent_cases, quant_cases  # noqa: F401  # their cases join those of kernel_cases
 from benchmarks.common import environment, save
 from benchmarks.kernel_cases import DECODE, PREFILL, Case, Cases, Load
 from benchmarks.library_cases import Args

@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.common import PRODUCT_FLOPS_PER_S, environment, prefill_flops, prompts, save, settle, step_bytes
 from benchmarks.short_prompts import measure_short
 from hybridrt import LLM, SamplingParams
-from hybridrt.base.config import DTYPES, EngineConfig
+from hybridrt.base.config import DTYPES, KV_CODES, EngineConfig
 
 FIRST, LAST = 16, 144
 
@@ -124,6 +124,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prefix-cache", action="store_true", help="prompts leave states for others")
     parser.add_argument("--state-dtype", default="bfloat16", choices=sorted(DTYPES))
     parser.add_argument("--state-mode", default="auto", choices=["auto", "classic", "replay"])
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", *KV_CODES])
     parser.add_argument("--attention", default="auto", help="attention_backend of decode, and of prefill but for:")
     parser.add_argument("--prefill-attention", help="prefill_attention_backend, e.g. triton where a library is taken")
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -141,7 +142,7 @@ def main() -> None:
     rows = max([*args.batches, *(count + 4 for count, _ in args.mixed)], default=16)
     llm = LLM(
         args.model, load_format="dummy", max_model_len=longest, mamba_ssm_dtype=args.state_dtype,
-        state_mode=args.state_mode, attention_backend=args.attention,
+        state_mode=args.state_mode, attention_backend=args.attention, kv_cache_dtype=args.kv_cache_dtype,
         prefill_attention_backend=args.prefill_attention, max_running_requests=rows,
         tp_size=args.tp, prefix_cache=args.prefix_cache, chunked_prefill_size=args.chunk,
     )  # fmt: skip

@@ -84,10 +84,10 @@ class Task:
         return prompts, answers
 
 
-def model_config(task: Task, mode: str) -> SwaSsmConfig:
+def model_config(task: Task, mode: str, hidden: int = 64) -> SwaSsmConfig:
     return SwaSsmConfig(
-        vocab_size=task.vocab_size, hidden_size=64, num_hidden_layers=LAYERS, num_attention_heads=4,
-        num_key_value_heads=2, intermediate_size=128, sliding_window=WINDOW, ssm_intermediate_size=128,
+        vocab_size=task.vocab_size, hidden_size=hidden, num_hidden_layers=LAYERS, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=2 * hidden, sliding_window=WINDOW, ssm_intermediate_size=2 * hidden,
         ssm_state_size=16, history_mode=mode, max_position_embeddings=4096,
     )  # fmt: skip
 
@@ -124,13 +124,15 @@ def train(
     return model, curve
 
 
-def evaluate(path: Path, task: Task, distances: Sequence[int], args: argparse.Namespace) -> dict[int, float]:
+def evaluate(
+    path: Path, task: Task, distances: Sequence[int], device: str, count: int, **options: Any
+) -> dict[int, float]:
     """Share of right answers at each distance. Chunks and pages are short: a fact's keys and values have been given
     back, and other prompts write where they stood, long before its question comes."""
     generator, recall = torch.Generator().manual_seed(1234), dict[int, float]()
-    with LLM(str(path), device=args.device, max_running_requests=32, chunked_prefill_size=48, page_size=4) as llm:
+    with LLM(str(path), device=device, max_running_requests=32, chunked_prefill_size=48, page_size=4, **options) as llm:
         for distance in distances:
-            prompts, answers = task.prompts(distance, args.prompts, generator)
+            prompts, answers = task.prompts(distance, count, generator)
             outputs = llm.generate(prompts, SamplingParams(max_tokens=1, temperature=0.0))
             right = sum(o.token_ids[0] == a for o, a in zip(outputs, answers, strict=True))
             recall[distance] = right / len(prompts)
@@ -195,7 +197,7 @@ def main() -> None:
             print(NAMES[mode], flush=True)
             model, curve = train(model_config(task, mode), task, args, path)
             log[mode] = {"parameters": sum(p.numel() for p in model.parameters()), "training": curve}
-        log[mode]["recall"] = evaluate(path, task, distances, args)
+        log[mode]["recall"] = evaluate(path, task, distances, args.device, args.prompts)
         print({distance: round(share, 3) for distance, share in log[mode]["recall"].items()}, flush=True)
     (args.out / "recall.json").write_text(json.dumps(log, indent=1) + "\n")
     plot({mode: log[mode] for mode in NAMES}, args.length, 1 / task.values, args.out / "hybrid-recall.svg")

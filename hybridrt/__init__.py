@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # `as` tells type checkers that the names are public
     from hybridrt.mem_cache.prefix_tree.cache_events import CacheEvent as CacheEvent
     from hybridrt.mem_cache.prefix_tree.cache_events import CacheSubscription as CacheSubscription
     from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey as CacheKey
-    from hybridrt.mem_cache.prefix_tree.cache_miss import CacheMiss as CacheMiss
+    from hybridrt.mem_cache.prefix_tree.prefix_cache import CacheMiss as CacheMiss
 
 _PUBLIC = {
     "hybridrt.chat.events": ("ToolCall",),
@@ -44,7 +44,7 @@ _PUBLIC = {
     "hybridrt.engine.cache.session_file": ("Session",),
     "hybridrt.mem_cache.prefix_tree.cache_events": ("CacheEvent", "CacheSubscription"),
     "hybridrt.mem_cache.prefix_tree.cache_key": ("CacheKey",),
-    "hybridrt.mem_cache.prefix_tree.cache_miss": ("CacheMiss",),
+    "hybridrt.mem_cache.prefix_tree.prefix_cache": ("CacheMiss",),
     "hybridrt.base.sampling_params": ("SamplingParams",),
     "hybridrt.base.structured_outputs": ("StructuredOutputs",),
 }

@@ -124,6 +124,10 @@ class CausalLM(nn.Module, ABC):
             found |= self.head.targets("lm_head")
         return found | self.stack.targets(self.layers_key)
 
+    def all_targets(self) -> CheckpointMap:
+        """The same with the prediction head."""
+        return self.checkpoint_map() | ({} if self.mtp is None else self.mtp.checkpoint_map())
+
     def mixers(self) -> dict[int, Any]:
         return self.stack.mixers()
 

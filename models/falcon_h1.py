@@ -108,21 +108,22 @@ class ParallelMixer(nn.Module):
         self.mamba = Mamba2Mixer(
             f"{name}.mamba", mamba, layer_id, conv_bias=hf.mamba_conv_bias, gated_norm=gated_norm, build=build
         )
-        parts = mamba2_segments(mamba, tp, hf.mamba_proj_bias) + qkv_segments(attention, tp, hf.attention_bias)
+        # dt is last: its few rows would move the others off the blocks in which a weight may be quantised.
+        parts = qkv_segments(attention, tp, hf.attention_bias) + mamba2_segments(mamba, tp, hf.mamba_proj_bias)
         self.in_proj = ColumnLinear(f"{name}.in_proj", hidden, parts, build=build)
         outputs = [
             Segment("attn", attention.num_heads * attention.head_dim, bias=hf.attention_bias),
             Segment("ssm", mamba.intermediate_size, bias=hf.projectors_bias),
         ]
         self.out_proj = RowLinear(f"{name}.out_proj", outputs, hidden, build=build)
-        *of_mamba, q, k, v = self.in_proj.sizes
-        self.sizes = (sum(of_mamba), q, k, v)
+        q, k, v, *of_mamba = self.in_proj.sizes
+        self.sizes = (q, k, v, sum(of_mamba))
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         projected, residual = self.in_proj.method.apply_normed(norm, x, residual, self.in_proj.bias)
         widths = self.out_proj.sizes  # results that are written side by side need no copy
         for_attn, for_ssm = projected.new_empty(len(projected), sum(widths)).split_with_sizes(widths, dim=-1)
-        for_mamba, q, k, v = projected.split_with_sizes(self.sizes, dim=-1)
+        q, k, v, for_mamba = projected.split_with_sizes(self.sizes, dim=-1)
         with self.branch.side_stream() if self.branch else nullcontext():
             ssm = self.mamba(for_mamba, batch, for_ssm)
         attn = batch.attn_backend.run(self.attn, batch, AttentionInputs(q, k, v, rope=self.rope), for_attn)

@@ -3,8 +3,8 @@
     x ─ norm ─ attention ─ + ─ norm ─ experts ─ +
 
 All projections, routers and experts have biases, and experts clamp their SwiGLU (OpenAI 2025,
-arXiv:2508.10925). The published experts are in MXFP4, which is refused by name. This reads the
-bfloat16 form.
+arXiv:2508.10925). The published experts are in MXFP4 (`quant_method` "mxfp4"); their bfloat16 form
+is read too.
 """
 
 from collections.abc import Sequence
@@ -101,27 +101,30 @@ class GptOssForCausalLM(CausalLM):
         return MoE(router, experts, keys={"router": "router", "experts": "experts"})
 
     def parts_of(self, key: str) -> list[TensorPart]:
-        """A tensor of all experts is [E, in, out], or [E, out] of biases. Outputs of gate and up
-        alternate."""
+        """A tensor of all experts is [E, in, out], in MXFP4 [E, out, in] (".weight" is added to its
+        name then), or [E, out] of biases. Outputs of gate and up alternate."""
         stem, _, end = key.rpartition(".experts.")
-        matrices = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}.get(end.removesuffix("_bias"))
+        whole = end.endswith(".weight")
+        named = end.removesuffix("_bias").removesuffix(".weight")
+        matrices = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}.get(named)
         if not stem or matrices is None:
             return super().parts_of(key)
         leaf, count = "bias" if end.endswith("_bias") else "weight", self.config.hf.num_local_experts
         return [
-            (f"{stem}.experts.{e}.{matrix}_proj.{leaf}", _matrix_of(e, i, len(matrices), count))
+            (f"{stem}.experts.{e}.{matrix}_proj.{leaf}", _matrix_of(e, i, len(matrices), count, whole))
             for i, matrix in enumerate(matrices)
             for e in range(count)
         ]
 
 
-def _matrix_of(expert: int, first: int, step: int, count: int) -> Transform:
-    """Every `step`-th output of one expert, from `first` on: [out, in], or [out]."""
+def _matrix_of(expert: int, first: int, step: int, count: int, by_outputs: bool) -> Transform:
+    """Every `step`-th output of one expert, from `first` on: [out, in], or [out]. by_outputs: a
+    matrix is stored so."""
 
     def select(t: torch.Tensor) -> torch.Tensor:
         if t.shape[0] != count:
             raise RuntimeError(f"it holds {t.shape[0]} experts, config.json says {count}")
         own = t[expert]
-        return (own.t() if own.dim() == 2 else own)[first::step]
+        return (own.t() if own.dim() == 2 and not by_outputs else own)[first::step]
 
     return select

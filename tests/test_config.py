@@ -233,7 +233,7 @@ def test_unknown_architectures(
         ("granite-plain", {"num_experts_per_tok": 7}, "num_experts_per_tok"),
         ("bamba-plain", {"attn_layer_indices": ["x"]}, "attn_layer_indices"),
         ("minimax-plain", {"sliding_window": 0}, "sliding_window is 0"),
-        ("gpt_oss-plain", {"quantization_config": {"quant_method": "mxfp4"}}, "quant_method is mxfp4"),
+        ("gpt_oss-plain", {"quantization_config": {"quant_method": "quark"}}, "quant_method is .quark"),
         ("gpt_oss-plain", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ("gpt_oss-plain", {"swiglu_limit": 0}, "swiglu_limit is 0"),
         ("gpt_oss-plain", {"swiglu_alpha": "x"}, "swiglu_alpha is 'x'"),

@@ -37,7 +37,6 @@ REPLAY = {"speculative": SpeculativeConfig("ngram", num_draft_tokens=2, state_mo
 NUMBERS = (
     "mem_cache/pools/slots.py",
     "mem_cache/pools/slabs.py",
-    "mem_cache/pools/bounds.py",
     "attention/checks.py",
 )
 KERNELS = "kernels/"

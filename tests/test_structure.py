@@ -191,8 +191,8 @@ BY_POSITION = {
     "hybridrt/engine/request/sample_request.py "
     "(self.computed, self.output_index, self.prefill_end, self.max_output, self.capacity)",
     "hybridrt/recurrent/mamba1.py (_, b, c)",
-    "hybridrt/runtime/replay/cpu_decode.py (*inputs, rows, seq_lens, output_indices)",
-    "hybridrt/runtime/replay/cpu_decode.py (ids, _, slots, _, lens, _)",
+    "hybridrt/runtime/replay/cpu_steps.py (*inputs, rows, seq_lens, output_indices)",
+    "hybridrt/runtime/replay/cpu_steps.py (ids, _, slots, _, lens, _)",
 }
 
 

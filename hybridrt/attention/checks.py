@@ -6,7 +6,7 @@ import torch
 
 from hybridrt.base.errors import BackendError
 from hybridrt.base.forward_batch import ForwardBatch, ForwardMode, GraphView
-from hybridrt.mem_cache.pools.bounds import DEBUG, may_look
+from hybridrt.kernels.core.slots import DEBUG, may_look
 
 _GRAPH_MODES = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
 

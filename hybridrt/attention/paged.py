@@ -27,9 +27,8 @@ from hybridrt.kernels.attention.paged_attention import (
 )
 from hybridrt.kernels.core.providers import provider_objection, require, select
 from hybridrt.kernels.core.records import AttentionPrompts, AttentionRows, KVPlaces, PagedKV, Rope
-from hybridrt.kernels.core.slots import by_head
+from hybridrt.kernels.core.slots import by_head, check_range
 from hybridrt.kernels.state.state_commit import move_kv
-from hybridrt.mem_cache.pools.bounds import check_range
 from hybridrt.mem_cache.pools.kv_pool import KVPool
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 
@@ -57,6 +56,7 @@ class SegmentedAttnBackend(AttentionBackend):
         auto_decode, auto_prefill: device types on which "auto" may choose it for this phase. The
             first such backend in hybridrt.recurrent.backends is chosen.
         serves_sinks: has kernels for attention sinks.
+        serves_codes: reads and writes KV caches of e4m3 codes.
         branch: in a captured step, runs the decode rows on a second stream if it has a GPU.
     """
 
@@ -64,6 +64,7 @@ class SegmentedAttnBackend(AttentionBackend):
     auto_decode: ClassVar[tuple[str, ...]] = ()
     auto_prefill: ClassVar[tuple[str, ...]] = ()
     serves_sinks: ClassVar[bool] = False
+    serves_codes: ClassVar[bool] = False
     branch = Branch(torch.device("cpu"))
 
     @classmethod
@@ -71,6 +72,8 @@ class SegmentedAttnBackend(AttentionBackend):
         """Why it cannot serve layers of these specs on a device; None if it can."""
         if any(spec.sinks for spec in specs) and not cls.serves_sinks:
             return f'{cls.__name__} has no kernels for attention sinks; use "triton" or "torch"'
+        if any(spec.query_dtype for spec in specs) and not cls.serves_codes:
+            return f'{cls.__name__} reads no KV cache of fp8_e4m3; use "triton" or "torch"'
         return None
 
     def run(self, layer: Layer, batch: ForwardBatch, inputs: AttentionInputs, out: Tensor | None = None) -> Tensor:
@@ -182,8 +185,9 @@ class PagedKVBackend(SegmentedAttnBackend):
                 return f"head_dim is {spec.head_dim} and v_head_dim {spec.v_head_dim}; {cls.__name__} takes equal ones"
             if reason := provider_objection(cls.provider, device.type):
                 return reason
-            if cls.head_dims and spec.dtype.itemsize != 2:
-                return f"the KV cache is {spec.dtype}, it takes bfloat16 and float16"
+            if cls.head_dims and (taken := spec.query_dtype or spec.dtype).itemsize != 2:
+                what = "the KV cache is" if spec.query_dtype is None else "queries are"
+                return f"{what} {taken}, it takes bfloat16 and float16"
             if cls.head_dims and spec.head_dim not in cls.head_dims:
                 return f"head_dim is {spec.head_dim}, it takes {', '.join(map(str, cls.head_dims))}"
         if reason := super().objection(device, specs):
@@ -263,10 +267,10 @@ class PagedKVBackend(SegmentedAttnBackend):
         rotated."""
         if k is None:
             raise BackendError("a layer of latent attention always writes its tokens: pass k, and save_kv_cache=True")
-        (cache,), cos_sin = self.kv_pool.held(layer.layer_id), None if rope is None else rope.cos_sin
-        heads = q.view(q.shape[0], layer.spec.num_heads, -1)
+        cache, cos_sin = self.kv_pool.layer(layer.layer_id)[0], None if rope is None else rope.cos_sin
+        heads, scale = q.view(q.shape[0], layer.spec.num_heads, -1), self.kv_pool.scales[layer.layer_id].keys
         written: Tensor = self._write_latent(
-            heads, k, layer.weights, batch.positions, cos_sin, cache, self.layer_places(layer, batch)
+            heads, k, layer.weights, batch.positions, cos_sin, cache, self.layer_places(layer, batch), scale
         )
         return written.flatten(1)
 
@@ -275,14 +279,18 @@ class PagedKVBackend(SegmentedAttnBackend):
         heads, kv_heads = (-1, spec.num_heads, spec.head_dim), (-1, spec.num_kv_heads, spec.head_dim)
         rotated: Tensor = self._rotary_write_kv(
             q.view(heads), k.view(kv_heads), v.view(kv_heads), batch.positions, rope,
-            KVPlaces(*self.kv_pool.layer(layer.layer_id), self.layer_places(layer, batch)),
+            KVPlaces(
+                *self.kv_pool.layer(layer.layer_id), self.layer_places(layer, batch),
+                *self.kv_pool.scales[layer.layer_id],
+            ),
         )  # fmt: skip
         return rotated.view(q.shape[0], -1)
 
     def save_kv(self, k: Tensor, v: Tensor, layer: Layer, batch: ForwardBatch) -> None:
         k_cache, v_cache = self.kv_pool.layer(layer.layer_id)
         shape = (k.shape[0], layer.spec.num_kv_heads, layer.spec.head_dim)
-        self._write_kv(k.view(shape), v.view(shape), k_cache, v_cache, self.layer_places(layer, batch))
+        places, scales = self.layer_places(layer, batch), self.kv_pool.scales[layer.layer_id]
+        self._write_kv(k.view(shape), v.view(shape), k_cache, v_cache, places, *scales)
 
     def commit(self, batch: ForwardBatch, accepted: Tensor | None = None, path: Tensor | None = None) -> None:
         """Moves the KV of accepted inputs together: `path` says where it is."""
@@ -308,9 +316,12 @@ class PagedAttnBackend(PagedKVBackend):
         self._extend = select("attention_extend", device, self.provider)
         self._decode = select("attention_decode", device, self.provider)
         views = {
-            i: PagedKV(*kv_pool.layer(i), self._tables[kv_pool.group_of(i)], spec.scale, spec.sliding_window)
+            i: PagedKV(
+                *kv_pool.layer(i), self._tables[kv_pool.group_of(i)], spec.scale, spec.sliding_window, None,
+                *kv_pool.scales[i],
+            )
             for i, spec in kv_pool.specs.items()
-        }
+        }  # fmt: skip
         self.layer_kv: Callable[[int], PagedKV] = views.__getitem__  # by layer id, without sinks
         if self.serves_latent:
             self._latent_extend = select("latent_extend", device, self.provider)
@@ -357,7 +368,7 @@ class TorchNativeAttnBackend(PagedAttnBackend):
     is computed once a step."""
 
     provider = "torch"
-    serves_latent = serves_sinks = True
+    serves_latent = serves_sinks = serves_codes = True
     auto_decode = auto_prefill = ("cpu",)
 
     def __init__(self, *, kv_pool: KVPool, req_to_token_pool: HybridReqToTokenPool) -> None:
@@ -386,5 +397,6 @@ class TorchNativeAttnBackend(PagedAttnBackend):
         heads, kv_heads = (-1, spec.num_heads, spec.head_dim), (-1, spec.num_kv_heads, spec.head_dim)
         rotated, key = rotate(q.view(heads), k.view(kv_heads), rope, plan.rotations[table])
         k_cache, v_cache = self.kv_pool.layer(layer.layer_id)
-        store_at(((k_cache, key), (v_cache, v.view(kv_heads))), plan.places[group])
+        k_scale, v_scale = self.kv_pool.scales[layer.layer_id]
+        store_at(((k_cache, key, k_scale), (v_cache, v.view(kv_heads), v_scale)), plan.places[group])
         return rotated.flatten(1)

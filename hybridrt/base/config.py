@@ -7,13 +7,14 @@ from typing import Any, ClassVar, Literal, TypeVar, cast
 import torch
 
 from hybridrt.base.config_json import FLAG, TEXT, FieldType, check_fields, either, integer, number, one_of
-from hybridrt.base.device import gpu_count, gpu_name, has_bfloat16
+from hybridrt.base.device import gpu_count, gpu_name, has_bfloat16, has_float8
 from hybridrt.base.draft_methods import load_method
 from hybridrt.base.errors import ConfigError, DeviceError
 from hybridrt.base.errors_foreign import ENGINE, knows_fields
-from hybridrt.base.quantization import QuantConfig
+from hybridrt.base.quantization import ONLINE, QuantConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KV_CODES = {"fp8_e4m3": torch.float8_e4m3fn}  # codes of numbers that were divided by a scale
 
 
 def _or_none(field_type: FieldType) -> FieldType:
@@ -77,6 +78,7 @@ class AttentionSpec:
         sliding_window, head_dim, v_head_dim, scale, sinks: those of AttentionConfig, with defaults
             filled in.
         dtype: dtype of the KV cache.
+        query_dtype: dtype of queries if the cache holds codes (KV_CODES); None for `dtype`.
         variant: "gqa" keeps keys and values of every KV head. "mla" keeps one latent vector of
             head_dim numbers for a token; its first v_head_dim numbers are the values (DeepSeek-AI
             2024, section 2.1).
@@ -91,6 +93,7 @@ class AttentionSpec:
     dtype: torch.dtype
     variant: str = "gqa"
     sinks: bool = False
+    query_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, {"variant": one_of("gqa", "mla")}, "an attention layer")
@@ -99,6 +102,11 @@ class AttentionSpec:
     def cache_dims(self) -> tuple[int, ...]:
         """Sizes per token and KV head in the cache: keys and values, or the latent vector."""
         return (self.head_dim, self.v_head_dim) if self.variant == "gqa" else (self.head_dim,)
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """dtype of the cache's memory: codes are kept as bytes."""
+        return self.dtype if self.query_dtype is None else torch.uint8
 
     @property
     def token_bytes(self) -> int:
@@ -277,6 +285,7 @@ _ENGINE = {
     "seed": integer(-(2**63), 2**63 - 1),
     "dtype": one_of("auto", *DTYPES),
     "load_format": one_of("auto", "dummy"),
+    "quantization": _or_none(one_of(*ONLINE)),
     "max_model_len": _or_none(integer(2, 2**24)),  # one token of prompt and output
     **dict.fromkeys(("max_running_requests", "cuda_graph_max_bs"), _or_none(integer(1, 2**24))),
     "memory_fraction": _or_none(FieldType("a number between 0 and 1", lambda v: type(v) is float and 0 < v < 1)),
@@ -285,6 +294,8 @@ _ENGINE = {
     "target_itl_ms": _or_none(either(number(0.1, 1e6), one_of("auto"))),
     "max_ttft_factor": _or_none(number(1.01, 1e3)),
     "mamba_ssm_dtype": one_of(*DTYPES),
+    "kv_cache_dtype": one_of("auto", *KV_CODES),
+    "kv_scales": one_of("auto", "one"),
     "state_mode": one_of("auto", "classic", "replay"),
     "speculative": _or_none(FieldType("a SpeculativeConfig", lambda v: isinstance(v, SpeculativeConfig))),
     "tp_size": integer(1, 64),
@@ -305,6 +316,8 @@ class EngineConfig:
         device: "auto" (CUDA if there is one), "cpu", "cuda" or "cuda:N".
         dtype: weights and activations; "auto" is the checkpoint's on CUDA and float32 on a CPU.
         load_format: "auto" reads safetensors; "dummy" makes seeded random weights from config.json.
+        quantization: quantise a plain checkpoint while it is loaded (docs/quantization.md): "fp8" (e4m3
+            in blocks of 128 x 128), "int4" (groups of 128 inputs); None: keep it as it is.
         max_model_len: most tokens of prompt + output; None: the model's limit, or less if memory
             holds less.
         max_running_requests: requests that decode together; None lets the memory plan choose.
@@ -320,6 +333,10 @@ class EngineConfig:
         max_ttft_factor: with a target, prompts may need so many times longer than without decode
             rows; a step may then take longer than its target. None: 11, or 4/3 with "auto".
         mamba_ssm_dtype: dtype of the recurrent state.
+        kv_cache_dtype: "auto" keeps keys and values in the model's dtype; "fp8_e4m3" keeps codes of
+            one byte with scales for each layer (docs/quantization.md).
+        kv_scales: of codes: "auto" takes those of the checkpoint, and measures those that it lacks
+            when the model is loaded; "one" takes 1.
         state_mode: "classic" writes the recurrent state every step; "replay" keeps a ring of inputs
             and writes it about every 16 steps (kinds with `ring_shapes` only). "auto" picks replay
             on a GPU where it is faster (`replay_pays` of the kind).
@@ -346,6 +363,7 @@ class EngineConfig:
     device: str = "auto"
     dtype: str = "auto"
     load_format: str = "auto"
+    quantization: str | None = None
     max_model_len: int | None = None
     max_running_requests: int | None = None
     memory_fraction: float | None = None
@@ -354,6 +372,8 @@ class EngineConfig:
     target_itl_ms: float | Literal["auto"] | None = None
     max_ttft_factor: float | None = None
     mamba_ssm_dtype: str = "float32"
+    kv_cache_dtype: str = "auto"
+    kv_scales: str = "auto"
     state_mode: str = "auto"
     attention_backend: str = "auto"
     prefill_attention_backend: str | None = None
@@ -374,6 +394,8 @@ class EngineConfig:
         check_fields(self, _ENGINE)
         if self.host_cache_bytes and not self.prefix_cache:
             raise ConfigError("host_cache_bytes extends the prefix cache, which is off: set prefix_cache=True")
+        if self.kv_scales != "auto" and self.kv_cache_dtype == "auto":
+            raise ConfigError(f'kv_scales is {self.kv_scales!r}, but no codes are kept: set kv_cache_dtype="fp8_e4m3"')
 
     @property
     def num_verify_tokens(self) -> int:
@@ -412,6 +434,17 @@ def resolve_dtype(name: str, model_dtype: torch.dtype, device: torch.device) -> 
 def resolve_state_dtype(name: str, device: torch.device) -> torch.dtype:
     """dtype of the recurrent state. Raises DeviceError as `resolve_dtype` does."""
     return _on_device("mamba_ssm_dtype", DTYPES[name], device)
+
+
+def resolve_kv_codes(name: str, device: torch.device) -> torch.dtype | None:
+    """dtype of the KV cache's codes; None for plain numbers.
+
+    Raises:
+        DeviceError: a GPU that has no such numbers.
+    """
+    if name != "auto" and not has_float8(device):
+        raise DeviceError(f'{gpu_name(device)} has no e4m3 numbers (sm_89 and later have); pass kv_cache_dtype="auto"')
+    return KV_CODES.get(name)
 
 
 def _on_device(option: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:

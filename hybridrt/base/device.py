@@ -85,6 +85,11 @@ def has_bfloat16(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
+def has_float8(device: torch.device) -> bool:
+    """Whether the device converts float8_e4m3fn numbers in hardware; a CPU does without."""
+    return device.type != "cuda" or capability(device) >= (8, 9)
+
+
 def gpu_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device)
 

@@ -29,6 +29,7 @@ ENGINE: Mapping[str, str] = {
     **dict.fromkeys(("enforce_eager", "disable_cuda_graph"), "cuda_graph=False"),
     **dict.fromkeys(("cuda_graph_sizes", "cuda_graph_bs"), "cuda_graph_max_bs"),
     **dict.fromkeys(("mamba_cache_dtype", "mamba_ssm_cache_dtype"), "mamba_ssm_dtype"),
+    "calculate_kv_scales": "!leave it out: scales of kv_cache_dtype that the checkpoint lacks are measured",
     "random_seed": "seed",
     "device_map": "device",
     **dict.fromkeys(("speculative_config", "speculative_model", "num_speculative_tokens"), _SPECULATIVE),

@@ -44,6 +44,18 @@ class Scheme:
 
 
 PLAIN = Scheme()
+ONLINE = ("fp8", "int4")  # how plain checkpoints may be quantised while they are loaded
+# gpt-oss joins them with the name of the matrix.
+_JOINED = ("_blocks", "_scales")
+
+
+def split_key(key: str) -> tuple[str, str]:
+    """The module of a checkpoint key, and the last name of its tensor."""
+    for end in _JOINED:
+        if key.endswith(end):
+            return key.removesuffix(end), end.removeprefix("_")
+    name, _, last = key.rpartition(".")
+    return name, last
 
 
 class QuantRules(ABC):
@@ -75,19 +87,21 @@ class StoredModule:
 
 @dataclass(frozen=True)
 class QuantConfig:
-    """A quantised checkpoint.
+    """A quantised checkpoint, or a plain one that is quantised while it is loaded.
 
     Attributes:
         modules: the quantised modules that the files hold, by name. None: no file was read
             (load_format="dummy"), and the rules decide alone.
+        online: the files are plain, and the rules say which matrices are quantised.
     """
 
     rules: QuantRules
     modules: Mapping[str, StoredModule] | None = None
+    online: bool = False
 
     def module_of(self, key: str) -> tuple[StoredModule, str] | None:
         """The quantised module that a checkpoint key belongs to, and the rest of the key."""
-        name, _, last = key.rpartition(".")
+        name, last = split_key(key)
         module = (self.modules or {}).get(name)
         return None if module is None or not module.scheme.layout or last not in module.tensors else (module, last)
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from numbers import Integral, Real
 from typing import Any
@@ -182,14 +183,14 @@ class SamplingParams:
             _require(ok, name, bias, f"from {-MAX_BIAS:g} to {MAX_BIAS:g}")
         return dict(zip(_token_ids(name, ids, MAX_BIASES), map(float, given.values())))
 
-    @property
+    @cached_property
     def greedy(self) -> bool:
         return self.temperature < MIN_TEMPERATURE
 
-    @property
+    @cached_property
     def uses_penalties(self) -> bool:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
-    @property
+    @cached_property
     def uses_rules(self) -> bool:
         return self.min_tokens > 0 or bool(self.logit_bias or self.bad_words) or self.allowed_token_ids is not None

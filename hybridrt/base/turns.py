@@ -26,6 +26,7 @@ from hybridrt.base.errors import EngineError, UnavailableError
 P = ParamSpec("P")
 R = TypeVar("R")
 _DEVICE_TYPES = ("cpu", "cuda")
+_NOTHING = nullcontext()  # to be entered where there is nothing to change
 
 
 class _Nondeterministic:
@@ -62,12 +63,11 @@ def undisturbed() -> AbstractContextManager[None]:
     usual = (
         torch.is_grad_enabled()
         and not torch.is_inference_mode_enabled()
-        and not torch.is_autocast_enabled("cpu")
-        and not torch.is_autocast_enabled("cuda")
+        and not torch._C._is_any_autocast_enabled()
         and not (torch.are_deterministic_algorithms_enabled() and gpu_started())
         and not torch._C._len_torch_function_stack()
     )
-    return nullcontext() if usual else _as_usual()
+    return _NOTHING if usual else _as_usual()
 
 
 @contextmanager
@@ -151,9 +151,6 @@ class Interrupts:
             raise KeyboardInterrupt
 
 
-_HELD = nullcontext()  # the turn of the thread that has it
-
-
 class Turns:
     """One thread at a time. `with turns` waits, first come, first served; `with turns.now` does not
     wait. The owner may enter again. Ctrl-C waits for the end of a turn (`Interrupts`), and the
@@ -169,15 +166,48 @@ class Turns:
         self._line: deque[tuple[Lock, int]] = deque()
         self._owner: int | None = None
         self._process = os.getpid()
-        self._entered: list[AbstractContextManager[None]] = []  # turns that the owner has entered with `with turns`
+        self._depth = 0  # how often the owner has entered again with `with turns`
+        # The contexts of the owner's turn.
+        self._interrupts = Interrupts()
+        self._settings: AbstractContextManager[None] = _NOTHING
 
     def __enter__(self) -> None:
-        turn = _HELD if self._owner == get_ident() else self._turn(wait=True)
-        turn.__enter__()
-        self._entered.append(turn)
+        if self._owner == get_ident():
+            self._depth += 1
+        else:
+            self.begin_turn(wait=True)
+
+    def begin_turn(self, wait: bool) -> None:
+        """Begins a turn of this thread, which `__exit__` ends. EngineError if it is another thread's
+        and `wait` is False."""
+        interrupts = Interrupts()
+        interrupts.__enter__()
+        try:
+            self._take(wait)
+        except BaseException as e:
+            interrupts.__exit__(type(e), e, e.__traceback__)
+            raise
+        self._interrupts, self._settings = interrupts, _NOTHING
+        try:
+            settings = undisturbed()
+            settings.__enter__()
+            self._settings = settings
+            if self._change.broken:
+                self._change.begin()
+        except BaseException as e:
+            self.__exit__(type(e), e, e.__traceback__)
+            raise
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._entered.pop().__exit__(kind, error, tb)
+        if self._depth:
+            self._depth -= 1
+            return
+        interrupts = self._interrupts
+        try:
+            self._settings.__exit__(kind, error, tb)
+        finally:
+            self._hand_on()
+            interrupts.__exit__(kind, error, tb)
 
     @property
     def in_own_process(self) -> bool:
@@ -197,19 +227,7 @@ class Turns:
     @property
     def now(self) -> AbstractContextManager[None]:
         """A turn that begins at once: EngineError if it is another thread's."""
-        return _HELD if self._owner == get_ident() else self._turn(wait=False)
-
-    @contextmanager
-    def _turn(self, wait: bool) -> Iterator[None]:
-        with Interrupts():
-            self._take(wait)
-            try:
-                with undisturbed():
-                    if self._change.broken:
-                        self._change.begin()
-                    yield
-            finally:
-                self._hand_on()
+        return _NOTHING if self._owner == get_ident() else _AtOnce(self)
 
     def _take(self, wait: bool) -> None:
         """Waits for it, or raises EngineError if it is taken and `wait` is False, or in a fork."""
@@ -247,6 +265,19 @@ class Turns:
                 gate.release()
             else:
                 self._owner = None
+
+
+class _AtOnce:
+    """A turn that does not wait."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+
+    def __enter__(self) -> None:
+        self._turns.begin_turn(wait=False)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._turns.__exit__(kind, error, tb)
 
 
 class Change:

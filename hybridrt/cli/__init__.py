@@ -1,4 +1,5 @@
-"""The command line: `hybridrt generate`, `chat`, `serve`, `bench`, `inspect`, `doctor`.
+"""The command line: `hybridrt generate`, `chat`, `serve`, `bench`, `inspect`,
+`quantize`, `compile`, `doctor`.
 
 Importing it does not import torch.
 """

@@ -21,6 +21,7 @@ from hybridrt.cli.generate import generate
 from hybridrt.cli.inspect import inspect
 from hybridrt.cli.option_names import foreign_option, in_options
 from hybridrt.cli.options import with_options
+from hybridrt.cli.quantise import quantize
 from hybridrt.cli.serve import serve
 from hybridrt.cli.terminal import discard_output, open_streams
 
@@ -135,7 +136,7 @@ def options(
     """Runs hybrid language models: softmax attention mixed with Mamba and Gated Delta Net layers."""
 
 
-for command in (generate, chat, serve, inspect, compile, doctor):
+for command in (generate, chat, serve, inspect, quantize, compile, doctor):
     app.command(cls=PanelCommand)(with_options(command))
 benchmarks = typer.Typer(no_args_is_help=True, help="Measure a server, or an engine without one.")
 for measurement in (bench.serve, bench.offline):

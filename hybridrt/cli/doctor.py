@@ -34,7 +34,8 @@ class DeviceReport:
 @dataclass(frozen=True)
 class DoctorReport:
     """The output of `hybridrt doctor`. A version is None if the package is missing. `warnings` name
-    untested versions."""
+    untested versions. `kv_codes`: for each attention backend why it cannot serve
+    kv_cache_dtype="fp8_e4m3" on the last device; None if it can."""
 
     platform: str
     python: str
@@ -42,6 +43,7 @@ class DoctorReport:
     warnings: list[str]
     devices: list[DeviceReport]
     attention_backends: list[str]
+    kv_codes: dict[str, str | None]
     operations: "list[ReportRow]"
 
 
@@ -60,8 +62,10 @@ def examine() -> DoctorReport:
     Raises:
         ConfigError: HYBRIDRT_PROVIDERS names what does not exist.
     """
+    import torch
+
     from hybridrt.kernels.core.providers import PROVIDERS, report
-    from hybridrt.recurrent.backends import attention_backend_names
+    from hybridrt.recurrent.backends import attention_backend_names, objections_to_codes
 
     devices = _devices()
     distributions = [p.distribution for p in PROVIDERS.values() if p.distribution]
@@ -75,6 +79,7 @@ def examine() -> DoctorReport:
         warnings=untested(versions, (own.requires if own else None) or []),
         devices=devices,
         attention_backends=attention_backend_names(),
+        kv_codes=objections_to_codes(torch.device(devices[-1].name)),
         operations=report(tuple(dict.fromkeys(d.name.split(":")[0] for d in devices))),
     )
 
@@ -133,6 +138,9 @@ def _print(report: DoctorReport) -> None:
     print_table(out, "Devices", ("name", "what", "memory", "notes"), devices)
     out.print()
     out.print(f"[bold]Attention backends[/]\n{', '.join(report.attention_backends)}\n")
+    codes = [(name, why or "yes") for name, why in report.kv_codes.items()]
+    print_table(out, f"KV cache of fp8_e4m3 on {report.devices[-1].name}", ("backend", "serves it"), codes)
+    out.print()
     print_table(out, "Operations", ("provider", "device", "why not the others", "operations"), _groups(report))
 
 

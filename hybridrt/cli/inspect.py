@@ -44,8 +44,8 @@ class ModelReport:
     """A model under a configuration. Bytes are those of one tensor-parallel rank.
 
     Attributes:
-        quantization: quant_method of a quantised checkpoint.
-        schemes: its matrices by how they are stored; those that are plain are not counted.
+        quantization: quant_method of a quantised checkpoint, or the option.
+        schemes: matrices by how they are stored; those that are plain are not counted.
         free_bytes: memory for weights and pools together; `budget` says where it comes from.
         plan: None if weights and pools need more than `free_bytes`; `plan_error` says why.
     """
@@ -55,6 +55,7 @@ class ModelReport:
     device: str
     dtype: str
     state_dtype: str
+    kv_dtype: str
     state_mode: str
     tp_size: int
     num_parameters: int
@@ -132,8 +133,7 @@ def describe_model(config: "EngineConfig", gpu: str | None = None) -> ModelRepor
     from hybridrt.runtime.load.build import empty_model, load_target, weight_bytes
     from hybridrt.runtime.load.fit import as_on_gpu, budget_text, free_bytes, gpu_bytes, plan_ahead
 
-    total_bytes = None if gpu is None else gpu_bytes(gpu, config)
-    config = config if gpu is None else replace(config, device="cpu")
+    total_bytes, config = (None, config) if gpu is None else (gpu_bytes(gpu, config), replace(config, device="cpu"))
     path, target = load_target(config, TPGroup(size=config.tp_size))
     target = target if gpu is None else as_on_gpu(config, target)
     model = empty_model(config, target, torch.device("meta"))
@@ -148,13 +148,14 @@ def describe_model(config: "EngineConfig", gpu: str | None = None) -> ModelRepor
         device=gpu or str(target.device),
         dtype=dtype_name(target.dtype),
         state_dtype=dtype_name(target.state_dtype),
+        kv_dtype=dtype_name(target.kv_codes or target.dtype),
         state_mode=target.state_mode,
         tp_size=config.tp_size,
         num_parameters=_num_parameters(config, target),
         weight_bytes=weight_bytes(model),
         weight_bytes_by_dtype=_bytes_by_dtype(model),
         quantization=None if mc.quant is None else mc.quant.rules.name,
-        schemes=_schemes(mc),
+        schemes=_schemes(mc, model),
         vocab_size=mc.vocab_size,
         hidden_size=mc.hidden_size,
         layers=layers,
@@ -187,9 +188,18 @@ def _bytes_by_dtype(model: Any) -> dict[str, int]:
     return dict(found.most_common())
 
 
-def _schemes(model_config: "ModelConfig") -> dict[str, int]:
-    modules = {} if model_config.quant is None else model_config.quant.modules or {}
-    return dict(Counter(str(module.scheme) for module in modules.values()).most_common())
+def _schemes(model_config: "ModelConfig", model: Any) -> dict[str, int]:
+    from hybridrt.layers.quant.pieces import PackedPiece
+
+    quant = model_config.quant
+    if quant is None:
+        return {}
+    if quant.online:
+        firsts = (pieces[0] for pieces in model.all_targets().values())
+        schemes = [piece.weight.scheme for piece in firsts if isinstance(piece, PackedPiece)]
+    else:
+        schemes = [module.scheme for module in (quant.modules or {}).values()]
+    return dict(Counter(map(str, schemes)).most_common())
 
 
 def _layers(config: "EngineConfig", target: "RunTarget") -> Iterator[LayerReport]:
@@ -263,6 +273,7 @@ def _print(report: ModelReport) -> None:
     from hybridrt.cli.tables import bytes_text, console, count_text, print_table
 
     in_dtype = f" in {report.dtype}" if report.quantization is None else ""
+    kv = "" if report.kv_dtype == report.dtype else f", keys and values in {report.kv_dtype}"
     out, ranks = console(), f" of each of {report.tp_size} ranks" if report.tp_size > 1 else ""
     out.print(f"{report.architecture}  {report.model}", style="bold", markup=False)
     if report.plan is None:
@@ -275,7 +286,7 @@ def _print(report: ModelReport) -> None:
     out.print(report.budget, markup=False)
     out.print(
         f"{count_text(report.num_parameters)} parameters, {bytes_text(report.weight_bytes)}{in_dtype} on "
-        f"{report.device}{ranks}; state in {report.state_dtype}, {report.state_mode} mode; vocabulary "
+        f"{report.device}{ranks}; state in {report.state_dtype}, {report.state_mode} mode{kv}; vocabulary "
         f"{report.vocab_size}, hidden size {report.hidden_size}"
     )
     if report.quantization is not None:

@@ -14,7 +14,7 @@ from hybridrt.embedding.positions import Positions
 from hybridrt.kernels.core.chunk_plan import chunk_lists
 from hybridrt.kernels.core.packed import A, int32_array, map_arrays
 from hybridrt.kernels.core.records import TokenInputs
-from hybridrt.mem_cache.pools.bounds import may_look
+from hybridrt.kernels.core.slots import may_look
 from hybridrt.mem_cache.pools.page_groups import PageDemand
 from hybridrt.runtime.load.build import Runtime
 from hybridrt.runtime.step.pack import StagingRing, make_batch

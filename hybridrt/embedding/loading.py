@@ -1,6 +1,6 @@
 """Makes an `EmbeddedRuntime` from a configuration: weights, memory plan, pools and backends."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hybridrt.base.config import EngineConfig
 from hybridrt.base.config_json import check_fields, integer
@@ -10,10 +10,12 @@ from hybridrt.collectives.groups import TPGroup
 from hybridrt.embedding.numbers import Numbers, Scratch
 from hybridrt.embedding.runtime import EmbeddedRuntime
 from hybridrt.engine.text.tokenizer import HFTokenizer, load_tokenizer
+from hybridrt.mem_cache.pools.kv_pool import LayerScales
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
 from hybridrt.models.base import CausalLM
 from hybridrt.runtime.load.build import Runtime, build_model, load_target, make_plan, resolve_model_path, weight_bytes
 from hybridrt.runtime.load.target import RunTarget
+from hybridrt.runtime.run.kv_scales import find_kv_scales
 
 
 @dataclass(frozen=True)
@@ -23,11 +25,13 @@ class LoadedModel:
     Attributes:
         target: configuration, device, dtypes and state mode.
         model: the module, in inference mode.
+        kv_scales: scales of a KV cache of codes, by layer.
     """
 
     config: EngineConfig
     target: RunTarget
     model: CausalLM
+    kv_scales: LayerScales = field(default_factory=dict)
 
     def tokenizer(self) -> HFTokenizer | None:
         """The checkpoint's tokenizer; None if it has none.
@@ -59,7 +63,8 @@ def load(config: EngineConfig, *, tp: TPGroup | None = None, progress: bool = Fa
             f"hybridrt.LLM(model, tp_size={config.tp_size}), which splits a model over several and schedules itself"
         )
     path, target = load_target(config, tp or TPGroup())
-    return LoadedModel(config, target, build_model(config, target, path, progress))
+    model = build_model(config, target, path, progress)
+    return LoadedModel(config, target, model, find_kv_scales(config, target, model, path))
 
 
 @in_undisturbed
@@ -98,7 +103,8 @@ def build(loaded: LoadedModel, plan: MemoryPlan, scratch: Scratch | None = None)
     _check_kind("plan", plan, MemoryPlan)
     _check_kind("scratch", scratch or Scratch(), Scratch)
     numbers = Numbers.from_plan(plan, scratch or Scratch())
-    return EmbeddedRuntime(Runtime.allocate(loaded.config, loaded.target, loaded.model, plan), numbers)
+    runtime = Runtime.allocate(loaded.config, loaded.target, loaded.model, plan, loaded.kv_scales)
+    return EmbeddedRuntime(runtime, numbers)
 
 
 def _check_kind(name: str, value: object, kind: type) -> None:

@@ -12,7 +12,7 @@ from hybridrt.base.turns import in_undisturbed
 from hybridrt.embedding.batches import Batches
 from hybridrt.embedding.numbers import Array, Numbers, check_equal, check_on_device, check_within, host_integers
 from hybridrt.embedding.positions import StepRows
-from hybridrt.mem_cache.pools.bounds import check_range, may_look
+from hybridrt.kernels.core.slots import check_range, may_look
 from hybridrt.mem_cache.pools.mamba_pool import MambaPool
 from hybridrt.runtime.load.build import Runtime
 from hybridrt.runtime.replay.graph_runner import GraphRunner

@@ -14,9 +14,11 @@ from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget, parameter, sharded, unchanged
 
 
-def attention_spec(config: AttentionConfig, tp: TPGroup, dtype: torch.dtype) -> AttentionSpec:
-    """The attention of one rank, with a KV cache of `dtype`. Ranks share KV heads if there are
-    fewer.
+def attention_spec(
+    config: AttentionConfig, tp: TPGroup, dtype: torch.dtype, kv_codes: torch.dtype | None = None
+) -> AttentionSpec:
+    """The attention of one rank, with a KV cache of `dtype`, or of codes. Ranks share KV heads if
+    there are fewer.
 
     Raises:
         ConfigError: the heads or the KV heads cannot be split over the ranks.
@@ -28,7 +30,8 @@ def attention_spec(config: AttentionConfig, tp: TPGroup, dtype: torch.dtype) -> 
         v_head_dim=config.v_head_dim or config.head_dim,
         sliding_window=config.sliding_window,
         scale=config.head_dim**-0.5 if config.scale is None else config.scale,
-        dtype=dtype,
+        dtype=kv_codes or dtype,
+        query_dtype=None if kv_codes is None else dtype,
         variant="gqa" if config.latent is None else "mla",
         sinks=config.sinks,
     )
@@ -49,7 +52,7 @@ class AttentionLayer:
 
     def __init__(self, config: AttentionConfig, layer_id: int, build: Build, sinks: torch.Tensor | None = None) -> None:
         self.layer_id = layer_id
-        self.spec = attention_spec(config, build.tp, build.dtype)
+        self.spec = attention_spec(config, build.tp, build.dtype, build.kv_codes)
         if sinks is not None:
             self.sinks = sinks
 

@@ -21,7 +21,7 @@ class LatentAttentionLayer:
 
     def __init__(self, config: AttentionConfig, layer_id: int, weights: LatentWeights, build: Build) -> None:
         self.layer_id, self.weights = layer_id, weights
-        self.spec = attention_spec(config, build.tp, build.dtype)
+        self.spec = attention_spec(config, build.tp, build.dtype, build.kv_codes)
 
 
 class LatentAttention(nn.Module):

@@ -31,6 +31,7 @@ class Build:
             of experts are "layer.expert.matrix".
         quantised: the checkpoint is quantised. Shared experts are then apart from routed ones, which
             may be stored otherwise.
+        kv_codes: dtype of the KV cache's codes; None: it holds plain numbers in `dtype`.
     """
 
     tp: TPGroup
@@ -38,6 +39,7 @@ class Build:
     device: torch.device
     scheme: Callable[[str], Scheme] = lambda part: PLAIN
     quantised: bool = False
+    kv_codes: torch.dtype | None = None
 
     @property
     def uncut(self) -> "Build":

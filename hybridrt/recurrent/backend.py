@@ -18,11 +18,10 @@ from hybridrt.base.plugins import load_object
 from hybridrt.kernels.core.chunk_plan import ChunkPlan, plan_chunks
 from hybridrt.kernels.core.launch import end_launches
 from hybridrt.kernels.core.providers import needs_host
-from hybridrt.kernels.core.slots import take_tokens
+from hybridrt.kernels.core.slots import check_range, take_tokens
 from hybridrt.kernels.mamba.mamba2_decode_cpu import pool_rows
 from hybridrt.kernels.state.row_tables import DecodeBuffers, fill_decode_metadata
 from hybridrt.kinds.registry import linear_kind
-from hybridrt.mem_cache.pools.bounds import check_range
 from hybridrt.mem_cache.pools.mamba_pool import LayerCache, MambaPool
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.recurrent.segments import DecodeSegment, ExtendSegment, ForwardMetadata, extend_segments
@@ -271,7 +270,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
             BackendError: an earlier step was not committed. This step is dropped: commit, then
                 prepare it again.
         """
-        step: ForwardMetadata = self.lead.planned(batch)
+        step: ForwardMetadata = batch.metadata.get(self) or self.lead.planned(batch)
         if step.begun:
             return step
         if step.previous is not None and step.previous.open:

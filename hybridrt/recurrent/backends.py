@@ -51,6 +51,13 @@ def backend_class(name: str) -> type[SegmentedAttnBackend]:
     return BACKENDS.load(name)
 
 
+def objections_to_codes(device: torch.device) -> dict[str, str | None]:
+    """Why each of our backends cannot serve a KV cache of fp8_e4m3 with queries in bfloat16; None if
+    it can. Imports no library."""
+    spec = AttentionSpec(1, 1, 128, 128, None, 1.0, torch.float8_e4m3fn, query_dtype=torch.bfloat16)
+    return {name: backend_class(name).objection(device, [spec]) for name in BACKENDS.built_in}
+
+
 def resolve_attention_name(name: str, device: torch.device) -> str:
     """The backend for decode. "auto": the first with the device in `auto_decode`."""
     if name != "auto":

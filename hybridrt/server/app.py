@@ -1,7 +1,7 @@
 """The application: paths and their functions."""
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -35,7 +35,13 @@ from hybridrt.server.openai.completions import start_completions
 from hybridrt.server.openai.embeddings import EmbeddingRequest, start_embeddings
 from hybridrt.server.openai.response_protocol import ResponseRequest
 from hybridrt.server.openai.responses import RESPONSE_NAMES, start_response
-from hybridrt.server.openai.stored_responses import cancelled_response, deleted_response, shown_response
+from hybridrt.server.openai.stored_responses import (
+    begin_in_background,
+    cancelled_response,
+    deleted_response,
+    input_items,
+    shown_response,
+)
 from hybridrt.server.wire.errors import APIError, as_api_error, error_response, wants_anthropic
 from hybridrt.server.wire.sse import SLICE, Slices, pieces
 
@@ -111,7 +117,8 @@ def _add_openai(app: FastAPI, service: Service) -> None:
     @app.post("/v1/responses", response_class=Response, responses=_EITHER)
     async def responses(body: ResponseRequest, request: Request) -> Response:
         """Answers a conversation, in OpenAI's newer form."""
-        return await respond(await start_response(service, body, request.scope), request)
+        answer = await start_response(service, body, request.scope)
+        return begin_in_background(service, answer) if body.background else await respond(answer, request)
 
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
@@ -132,6 +139,17 @@ def _add_stored(app: FastAPI, service: Service) -> None:
     async def stored_response(response_id: str, request: Request) -> Response:
         """A response that is kept, or that is made now."""
         return shown_response(service, response_id, request.scope)
+
+    @app.get("/v1/responses/{response_id}/input_items", response_class=Response)
+    async def items_of_response(
+        response_id: str,
+        request: Request,
+        limit: int = 20,
+        after: str | None = None,
+        order: Literal["asc", "desc"] = "desc",
+    ) -> Response:
+        """The items that the request of a kept response has brought."""
+        return await input_items(service, response_id, request.scope, limit, after, order == "desc")
 
     @app.delete("/v1/responses/{response_id}")
     async def delete_response(response_id: str, request: Request) -> dict[str, Any]:

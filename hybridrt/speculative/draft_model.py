@@ -254,12 +254,13 @@ def draft_plan(plan: MemoryPlan, slack: int, num_groups: int) -> MemoryPlan:
 
 
 def draft_config(config: EngineConfig) -> EngineConfig:
-    """How the draft model runs: on the same device, on one rank, in state mode "classic"."""
+    """How the draft model runs: on the same device, on one rank, in state mode "classic", with a KV
+    cache of plain numbers, and as its checkpoint is stored."""
     assert config.speculative is not None and config.speculative.draft_model is not None
     return replace(
         config, model=config.speculative.draft_model, speculative=None, max_model_len=None, state_mode="classic",
         attention_backend="auto", prefill_attention_backend=None, linear_attn_backend="auto", transfer_bytes=0,
-        tp_size=1, prefix_cache=False, host_cache_bytes=0,
+        tp_size=1, prefix_cache=False, host_cache_bytes=0, quantization=None, kv_cache_dtype="auto", kv_scales="auto",
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from hybridrt.base.config import EngineConfig
 from hybridrt.base.errors import HandshakeError
 from hybridrt.kinds.registry import state_shape
+from hybridrt.mem_cache.pools.kv_pool import ONES, LayerScales
 from hybridrt.mem_cache.pools.mamba_pool import ring_width
 from hybridrt.runtime.load.state_identity import Identity, first_difference, state_identity
 from hybridrt.runtime.load.target import RunTarget
@@ -15,8 +16,9 @@ VERSION = 5
 Handshake = Identity
 
 
-def handshake_of(config: EngineConfig, target: RunTarget, model_path: Path) -> Handshake:
-    """All that the bytes and the meaning of a state depend on: `state_identity`, and
+def handshake_of(config: EngineConfig, target: RunTarget, model_path: Path, kv_scales: LayerScales = ONES) -> Handshake:
+    """All that the bytes and the meaning of a state depend on: `state_identity` with the scales of
+    the model's layers, and
 
     version: of the messages and the image.
     draft_length: drafts that a verify step may hold.
@@ -24,10 +26,12 @@ def handshake_of(config: EngineConfig, target: RunTarget, model_path: Path) -> H
     page_size: tokens in a KV page.
     """
     tokens = config.num_verify_tokens
+    layers = target.model_config.full_attention_layer_ids  # an image has no layers of a prediction head
+    scales = {i: kv_scales[i] for i in layers if i in kv_scales}
     widths = [state_shape(c).conv_width(tokens) for c in target.model_config.linear.values()]
     return {
         "version": VERSION,
-        **state_identity(config, target, model_path),
+        **state_identity(config, target, model_path, scales),
         "draft_length": tokens - 1,
         "ring_width": f"conv {max(widths, default=0)}, state {ring_width(tokens)}",
         "page_size": config.page_size,

@@ -46,5 +46,5 @@ class WorkerSide:
             raise ConfigError(
                 "this LLM has no arena for states that come or go; build it with transfer_bytes, for example 2**28"
             )
-        handshake = handshake_of(runner.config, runner.target, runner.model_path)
+        handshake = handshake_of(runner.config, runner.target, runner.model_path, runner.pools.kv.scales)
         return cls(llm.engine, handshake, runner.arena.layout, runner.arena.buffer, split)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,6 +12,18 @@ from hybridrt.mem_cache.pools.slab_memory import SlabMemory
 
 # Layer ids by the spec that they share.
 KVLayers = Mapping[AttentionSpec, Sequence[int]]
+
+
+class KVScales(NamedTuple):
+    """What the codes of a layer's keys and values are multiplied by. Latent vectors have one
+    scale, that of keys."""
+
+    keys: float = 1.0
+    values: float = 1.0
+
+
+LayerScales = Mapping[int, KVScales]
+ONES: LayerScales = {}  # layers without an entry have scales of 1
 
 
 class KVPool:
@@ -27,13 +40,16 @@ class KVPool:
         own_pages: further pages of each group, for a drafter.
         memory: what the groups share, instead of `num_pages`; None: each tensor has memory of its
             own.
+        scales: of layers that keep codes (KV_CODES), by layer id.
 
     Attributes:
+        scales: of all layers.
         windows: of each page group, in tokens; None for layers without a window, which come first.
         num_pages: of each page group, the greatest number of a page.
         own: numbers of the drafter's pages, [own_pages] int32 for each group.
         tensors: for each spec its keys, then its values: [A, num_pages + 1, page_size, kv_heads,
-            dim], A layers in the order of `layers`. Specs of variant "mla" have one tensor.
+            dim], A layers in the order of `layers`. Specs of variant "mla" have one tensor. Codes are
+            bytes (uint8) here and in `held`, which torch moves on every device.
         tensor_groups: the page group of each of `tensors`.
         layer: keys and values of one layer by its id: [num_pages + 1, page_size, kv_heads, dim]
             each. The values of a latent cache are the first numbers of its keys.
@@ -41,7 +57,7 @@ class KVPool:
 
     def __init__(
         self, layers: KVLayers, *, num_pages: int | Sequence[int], page_size: int, device: torch.device | str,
-        own_pages: int = 0, memory: SlabMemory | None = None,
+        own_pages: int = 0, memory: SlabMemory | None = None, scales: LayerScales = ONES,
     ) -> None:  # fmt: skip
         self.page_size, self.device = page_size, torch.device(device)
         self.windows = page_windows(layers)
@@ -55,6 +71,9 @@ class KVPool:
             own = [slabs.own_numbers(group) for group in range(len(self.windows))]
         self.own = [np.array(numbers, np.int32) for numbers in own]
         self.specs = {layer_id: spec for spec, layer_ids in layers.items() for layer_id in layer_ids}
+        self.scales = {
+            layer_id: _scales(spec, scales.get(layer_id, KVScales())) for layer_id, spec in self.specs.items()
+        }
         self.tensors: list[torch.Tensor] = []
         self.tensor_groups: list[int] = []
         self._layers: dict[int, tuple[torch.Tensor, ...]] = {}
@@ -63,11 +82,11 @@ class KVPool:
         for spec, layer_ids in layers.items():
             group = self.windows.index(spec.sliding_window)
             shape = (len(layer_ids), self.num_pages[group] + 1, page_size, spec.num_kv_heads)
-            held = [make(group, (*shape, dim), spec.dtype) for dim in spec.cache_dims]
+            held = [make(group, (*shape, dim), spec.stored_dtype) for dim in spec.cache_dims]
             self.tensors += held
             self.tensor_groups += [group] * len(held)
             self._layers |= {layer_id: tuple(t[i] for t in held) for i, layer_id in enumerate(layer_ids)}
-        pairs = {i: (held[0], held[-1][..., : self.specs[i].v_head_dim]) for i, held in self._layers.items()}
+        pairs = {i: _keys_and_values(self.specs[i], held) for i, held in self._layers.items()}
         self.layer: Callable[[int], tuple[torch.Tensor, torch.Tensor]] = pairs.__getitem__
         groups = {layer_id: self.windows.index(spec.sliding_window) for layer_id, spec in self.specs.items()}
         self.group_of: Callable[[int], int] = groups.__getitem__
@@ -84,6 +103,15 @@ class KVPool:
         """
         for tensor, group in zip(self.tensors, self.tensor_groups):
             tensor.index_copy_(1, targets[:, group], tensor.index_select(1, sources[:, group]))
+
+
+def _scales(spec: AttentionSpec, given: KVScales) -> KVScales:
+    return KVScales(given.keys, given.keys) if spec.variant == "mla" else given
+
+
+def _keys_and_values(spec: AttentionSpec, held: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    keys, values = held[0], held[-1][..., : spec.v_head_dim]
+    return (keys, values) if keys.dtype == spec.dtype else (keys.view(spec.dtype), values.view(spec.dtype))
 
 
 def _zeros(device: torch.device, group: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -9,17 +9,16 @@ import torch
 
 from hybridrt.base.errors import ConfigError, PoolError
 from hybridrt.kernels.core.records import IntermediateStates, RowTables
-from hybridrt.kernels.core.slots import SCRATCH, write_columns
+from hybridrt.kernels.core.slots import SCRATCH, check_range, write_columns
 from hybridrt.kernels.state.causal_conv1d import conv_window
 from hybridrt.kernels.state.row_tables import clear_slots, enter_rows
 from hybridrt.kernels.state.state_commit import commit_conv_window, commit_intermediate
 from hybridrt.kernels.state.state_ring import RingFolds, advance_ring, fold_ring
 from hybridrt.kinds.base import StateShape
 from hybridrt.kinds.registry import check_replay, linear_kind, state_dtype
-from hybridrt.mem_cache.pools.bounds import check_range
 from hybridrt.mem_cache.pools.host_plan import aligned
 from hybridrt.mem_cache.pools.slab_memory import SlabMemory
-from hybridrt.mem_cache.pools.state_moves import StateMove
+from hybridrt.mem_cache.pools.state_moves import StateMove, When
 
 STATE_MODES = ("classic", "replay", "intermediate")
 Upload = Callable[[tuple[np.ndarray, ...]], Sequence[torch.Tensor]]
@@ -257,11 +256,11 @@ class MambaPool:
         Args:
             upload: copies [n] int32 arrays to the pool's device, each to an aligned address.
         """
-        if donors := [move.row for move in moves if move.donates]:
+        if donors := [move.row for move in moves if move.when is When.FIRST]:
             (rows,) = upload((np.array(donors, np.int32),))
             self.fold(rows)
             self.req_to_state_slot.index_fill_(0, rows.long(), SCRATCH)
-        copies, replay = [move for move in moves if not move.donates], self.spec.mode == "replay"
+        copies, replay = [move for move in moves if move.when is When.BEFORE_ROWS], self.spec.mode == "replay"
         for _, cache in self.stacks:
             for tensor in (cache.conv,) if replay else (cache.conv, cache.temporal):
                 for move in copies:

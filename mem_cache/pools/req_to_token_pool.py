@@ -2,8 +2,8 @@
 
 import torch
 
+from hybridrt.kernels.core.slots import check_range
 from hybridrt.kernels.state.row_tables import enter_pages
-from hybridrt.mem_cache.pools.bounds import check_range
 from hybridrt.mem_cache.pools.mamba_pool import LayerCache, MambaPool
 
 

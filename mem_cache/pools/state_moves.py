@@ -8,25 +8,21 @@ import msgspec
 class When(IntEnum):
     """When a step makes a move."""
 
-    FIRST = 0  # before admissions and copies to main memory, which may read the slot
-    BEFORE_ROWS = 1  # after copies that the step waits for, which may read the slot, and before its rows
+    FIRST = 0  # a donation: before admissions and copies to main memory, which may read the slot
+    BEFORE_ROWS = 1  # a copy: after copies that the step waits for, which may read the slot, and before its rows
 
 
 class StateMove(msgspec.Struct, frozen=True, array_like=True):
-    """Copies the whole state of a row, ring included, to a slot.
+    """Copies the whole state of a row, ring included, to a slot. In a donation that is the row's own
+    slot, and the row owns none afterwards.
 
     Attributes:
         row: request row.
         source: the slot that the row owns.
-        target: if it is `source`, the row donates its slot and owns none afterwards. Otherwise the
-            row keeps its state.
+        target: the slot that gets the state.
     """
 
     row: int
     source: int
     target: int
     when: When
-
-    @property
-    def donates(self) -> bool:
-        return self.target == self.source

@@ -32,7 +32,14 @@ from hybridrt.mem_cache.pools.slots import Slot
 from hybridrt.mem_cache.prefix_tree.cache_events import CacheEvents, EntryLog, Tier, What, Why
 from hybridrt.mem_cache.prefix_tree.cache_key import DEFAULT_KEY, CacheKey
 from hybridrt.mem_cache.prefix_tree.prefix_cache import CacheEntries, Gone, PrefixMatch
-from hybridrt.mem_cache.prefix_tree.radix_node import Node, StateKind, is_idle_leaf, leaves_prompt, left_answer
+from hybridrt.mem_cache.prefix_tree.radix_node import (
+    Node,
+    StateKind,
+    edges_after,
+    is_idle_leaf,
+    leaves_prompt,
+    left_answer,
+)
 from hybridrt.mem_cache.prefix_tree.state_worth import NewState, StateWorths
 from hybridrt.mem_cache.prefix_tree.texts import in_common
 
@@ -103,7 +110,8 @@ class RadixCache:
         none = no_sets(len(self.windows))
         if not known:
             return PrefixMatch(pages=none)
-        limit, left = len(tokens) - 1, left_answer(node, known, len(tokens))
+        limit, edges = len(tokens) - 1, edges_after(node, known)
+        left = left_answer(edges, known, len(tokens))
         if not self.recurrent:
             sets = self._sets(node)
             pages = self._usable(sets, self.complete(min(known, limit + self.lookahead)))
@@ -111,7 +119,7 @@ class RadixCache:
                 return PrefixMatch(pages=none, known=known, retokenised=left)
             found, length = self._covering(node, pages), pages * self.page_size
             return PrefixMatch(length, self._seen(sets, length), known=known, node=found, retokenised=left)
-        fork, end = known if leaves_prompt(node, known) else 0, min(known, limit)
+        fork, end = known if leaves_prompt(edges, known) else 0, min(known, limit)
         sets = self._sets(node) if self._window_groups else none
         while node.parent is not None and not (node.state and node.end <= end and self._has_windows(node, sets)):
             node = node.parent
@@ -232,7 +240,7 @@ class RadixCache:
         """
         taken = self.collect("gained")
         answer = len(tokens) if prompt is None else prompt
-        ends = sorted(end for end in states if 0 < end <= len(tokens))
+        ends = sorted([end for end in states if 0 < end <= len(tokens)])
         complete = self.complete(len(tokens))
         last = max(complete * self.page_size + self.lookahead if complete else 0, ends[-1] if ends else 0)
         path = [self._root(key)]
@@ -454,7 +462,7 @@ class RadixCache:
             if child is None:
                 fresh = pages[self.complete(node.end) : self.complete(len(tokens))].copy()
                 edge = tokens[node.end :].copy()
-                child = Node(edge, node.end, fresh, node, answer=answer, first=int(edge[0]))
+                child = Node(edge, len(tokens), fresh, node, answer=answer, first=int(edge[0]))
                 node.children[child.first] = child
                 self._size += 1
                 taken.add(fresh, child, self.complete(child.start))
@@ -466,7 +474,7 @@ class RadixCache:
     def _split(self, node: Node, at: int) -> Node:
         kept = node.is_needed or node.children
         if not kept and self.complete(node.start) + len(node.pages) <= self.complete(node.start + at):
-            node.tokens = node.tokens[:at].copy()  # nothing would be left below
+            node.tokens, node.end = node.tokens[:at].copy(), node.start + at  # nothing would be left below
             return node
         self._size += 1
         upper = node.cut(at, self.complete(node.start + at) - self.complete(node.start))
@@ -641,7 +649,7 @@ class RadixCache:
         first = self.complete(leaf.start)
         leaf.pages = leaf.pages[:pages]
         end = (first + pages) * self.page_size + self.lookahead if pages else leaf.start
-        leaf.tokens = leaf.tokens[: end - leaf.start].copy()
+        leaf.tokens, leaf.end = leaf.tokens[: end - leaf.start].copy(), end
         self._prune(leaf)
 
     def shorten(self, leaf: Node, wanted: int | None, gone: Gone) -> None:

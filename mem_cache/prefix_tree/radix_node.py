@@ -26,7 +26,7 @@ class Node:
 
     Attributes:
         tokens: [n] int32 of the edge.
-        start: tokens on the path before the edge.
+        end: tokens on the path up to the edge's end.
         pages: [n, G] page sets of the edge's complete pages, in order.
         state: the slot with the state after the last token.
         tail: [1, G] page set with the tokens after the last complete page, if a state is in the
@@ -49,7 +49,7 @@ class Node:
     """
 
     tokens: np.ndarray
-    start: int
+    end: int
     pages: PageSets
     parent: "Node | None" = None
     children: "dict[int, Node]" = field(default_factory=dict)
@@ -69,8 +69,9 @@ class Node:
     key: CacheKey = DEFAULT_KEY
 
     @property
-    def end(self) -> int:
-        return self.start + len(self.tokens)
+    def start(self) -> int:
+        """Tokens on the path before the edge."""
+        return self.end - len(self.tokens)
 
     @property
     def is_needed(self) -> bool:
@@ -99,10 +100,10 @@ class Node:
         assert self.parent is not None
         above, self.pages = self.pages[:held], self.pages[held:]
         upper = Node(
-            self.tokens[:at], self.start, above, self.parent, used=self.used, answer=self.answer, first=self.first
+            self.tokens[:at], self.start + at, above, self.parent, used=self.used, answer=self.answer, first=self.first
         )
         self.parent.children[self.first] = upper
-        self.tokens, self.start, self.parent = self.tokens[at:], upper.end, upper
+        self.tokens, self.parent = self.tokens[at:], upper
         self.first = int(self.tokens[0])
         upper.children[self.first] = self
         return upper
@@ -118,32 +119,33 @@ class Node:
             return None
         below.tokens = np.concatenate((self.tokens, below.tokens))
         below.pages = np.concatenate((self.pages, below.pages))
-        below.start, below.parent, below.first = self.start, self.parent, self.first
+        below.parent, below.first = self.parent, self.first
         self.parent.children[self.first], self.parent = below, None
         return below
 
 
-def left_answer(node: Node, known: int, asked: int) -> int:
+def edges_after(node: Node, known: int) -> Collection[Node]:
+    """The edges on which texts go on after their first `known` tokens, which end at or in `node`."""
+    return [node] if known < node.end else node.found
+
+
+def left_answer(edges: Collection[Node], known: int, asked: int) -> int:
     """Tokens of a cached answer after the place where a prompt leaves it: the prompt shares at
-    least one token of the answer and differs after `known` tokens.
+    least one token of the answer and differs after `known` tokens, where `edges` go on.
     """
-    edges, end = [edge for edge in _edges_behind(node, known) if edge.answer < known], known
-    while edges:
-        edge = edges.pop()
+    left, end = [edge for edge in edges if edge.answer < known], known
+    while left:
+        edge = left.pop()
         end = max(end, edge.end)
-        edges += (child for child in edge.children.values() if child.answer == edge.answer)
+        left += (child for child in edge.children.values() if child.answer == edge.answer)
     return min(end, asked) - known
 
 
-def leaves_prompt(node: Node, known: int) -> bool:
+def leaves_prompt(edges: Collection[Node], known: int) -> bool:
     """True if another prompt goes on differently after `known` tokens. Answers do not count: the
     same conversation has left them.
     """
-    return any(edge.answer > known for edge in _edges_behind(node, known))
-
-
-def _edges_behind(node: Node, known: int) -> Collection[Node]:
-    return [node] if known < node.end else node.found
+    return max([edge.answer for edge in edges], default=0) > known
 
 
 def is_idle_leaf(node: Node) -> bool:

@@ -160,7 +160,7 @@ class StateWorths:
             self._expected(node, arrivals)
 
     def _compare_classes(self) -> None:
-        self._best = max((each.share for each in self.classes.values() if each.made), default=1.0)
+        self._best = max([each.share for each in self.classes.values() if each.made], default=1.0)
 
     def _expected(self, node: Node, arrivals: Collection[int]) -> None:
         for arrival in arrivals:

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from hybridrt.base.config_fields import FieldTypes
 from hybridrt.base.config_json import (
     FLAG,
@@ -19,7 +21,7 @@ from hybridrt.base.config_json import (
 )
 from hybridrt.base.errors import ConfigError
 from hybridrt.base.quantization import QuantRules, Scheme
-from hybridrt.models.config.quant_names import expression, listed
+from hybridrt.models.config.quant_names import by_wildcard, expression, listed
 
 NAMES = either(NULL, list_of(TEXT))
 BLOCK_SIDE = integer(1, 1 << 20)
@@ -91,6 +93,17 @@ class GptqRules(QuantRules):
         return module == "lm_head" and not self.fields.get("lm_head")
 
 
+@dataclass(frozen=True)
+class StackedExperts(OneScheme):
+    """Only stacks of experts are quantised. Names may have wildcards."""
+
+    def scheme(self, module: str) -> Scheme | None:
+        return self.found if ".experts." in module else None
+
+    def leaves_plain(self, module: str) -> bool:
+        return by_wildcard(self.plain, module) or listed(self.plain, module)
+
+
 def fp8_rules(said: Mapping[str, Any], where: str) -> QuantRules:
     check_fields(said, FP8, where)
     block = said.get("weight_block_size")
@@ -100,6 +113,13 @@ def fp8_rules(said: Mapping[str, Any], where: str) -> QuantRules:
         activations="tensor" if static else "token" if block is None else "group",
     )  # fmt: skip
     return OneScheme("fp8", scheme, _plain(said, "modules_to_not_convert", "ignored_layers"))
+
+
+def mxfp4_rules(said: Mapping[str, Any], where: str) -> QuantRules:
+    """gpt-oss."""
+    check_fields(said, {"modules_to_not_convert": NAMES}, where)
+    scheme = Scheme("fp4", "mxfp4", (1, 32), scale_dtype=torch.float8_e8m0fnu)
+    return StackedExperts("mxfp4", scheme, _plain(said, "modules_to_not_convert"))
 
 
 def awq_rules(said: Mapping[str, Any], where: str) -> QuantRules:

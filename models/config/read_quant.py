@@ -12,7 +12,7 @@ from hybridrt.layers.linear import linear_method
 from hybridrt.models.config.quant_compressed import compressed_rules
 from hybridrt.models.config.quant_modelopt import modelopt_rules
 from hybridrt.models.config.quant_names import listed
-from hybridrt.models.config.quant_simple import awq_rules, fp8_rules, gptq_rules
+from hybridrt.models.config.quant_simple import awq_rules, fp8_rules, gptq_rules, mxfp4_rules
 
 READERS: dict[str, Callable[[Mapping[str, Any], str], QuantRules]] = {
     "fp8": fp8_rules,
@@ -20,13 +20,13 @@ READERS: dict[str, Callable[[Mapping[str, Any], str], QuantRules]] = {
     "modelopt": modelopt_rules,
     "awq": awq_rules,
     "gptq": gptq_rules,
+    "mxfp4": mxfp4_rules,
 }
-INSTEAD = "use the checkpoint that it was made from, or one in fp8, compressed-tensors, AWQ, GPTQ or ModelOpt's formats"
+INSTEAD = "use the checkpoint that it was made from, or one in fp8, compressed-tensors, AWQ, GPTQ, MXFP4 or by ModelOpt"
 # Known methods that are not read, and why.
 REFUSED = {
     "bitsandbytes": "it stores blocks of the flattened matrix",
     "torchao": "what its tensors mean depends on the version of torchao that wrote them",
-    "mxfp4": "no hybrid model is published in gpt-oss's layout",
     "gguf": "it has no config.json of its own",
 }
 SIDE_FILE, OLDER_GPTQ = "hf_quant_config.json", "quantize_config.json"

@@ -12,9 +12,11 @@ from tqdm.auto import tqdm
 from hybridrt.base.errors import CheckpointError, ConfigError
 from hybridrt.base.quantization import QuantConfig
 from hybridrt.layers.linear import finish
+from hybridrt.layers.quant.encoders import encode
 from hybridrt.layers.quant.pieces import PackedPiece, decoded
-from hybridrt.layers.weights import Transform
+from hybridrt.layers.weights import CheckpointTarget, Transform
 from hybridrt.models.base import MTP_KEYS, CausalLM
+from hybridrt.models.loading.online_modules import matrix_of
 from hybridrt.models.loading.shards import shards_of, some
 from hybridrt.models.loading.stored_modules import ADVICE
 from hybridrt.models.loading.weight_files import equal_tensors
@@ -34,9 +36,7 @@ def load_weights(model: CausalLM, path: Path, progress: bool = False) -> list[st
         CheckpointError: no weights, an unreadable shard, keys without a target, parameters that no
             key or two keys fill, or wrong shapes. It lists the offenders.
     """
-    targets = model.checkpoint_map()
-    if model.mtp is not None:
-        targets |= model.mtp.checkpoint_map()
+    targets = model.all_targets()
     shards = shards_of(path)
     _check_keys(model, path, set(targets), {key for keys in shards.values() for key in keys})
     filling, skipped = _Filling(model.config.quant), []
@@ -46,8 +46,7 @@ def load_weights(model: CausalLM, path: Path, progress: bool = False) -> list[st
             plain_key = _plain_key(model, key)
             parts = [part for part in model.parts_of(plain_key) if not _skipped(model, part[0], targets)]
             for name, part in parts:
-                for piece in targets[name]:
-                    filling.fill(piece, key, tensor, part)
+                filling.fill(targets[name], name, key, tensor, part)
             if not parts:
                 skipped.append(key)
                 if _is_zero_bias(model, key) and bool(tensor.any()):
@@ -72,7 +71,20 @@ class _Filling:
         self.counts, self._quant = Counter[str](), quant
         self._waiting: dict[str, dict[str, torch.Tensor]] = {}
 
-    def fill(self, piece: Any, key: str, tensor: torch.Tensor, part: Transform) -> None:
+    def fill(self, pieces: CheckpointTarget, name: str, key: str, tensor: torch.Tensor, part: Transform) -> None:
+        """Fills the pieces of `name`, a key of the map, with a part of a tensor of the checkpoint."""
+        online = self._quant is not None and self._quant.online and isinstance(pieces[0], PackedPiece)
+        if not online:
+            for piece in pieces:
+                self._fill(piece, key, tensor, part)
+            return
+        module, tensors = encode(name.removesuffix(".weight"), pieces[0].weight.scheme, matrix_of(key, tensor, part))
+        for last, made in tensors.items():
+            for piece in pieces:
+                self.counts[f"{piece.name} ({last})"] += 1
+                piece.fill(module, last, made)
+
+    def _fill(self, piece: Any, key: str, tensor: torch.Tensor, part: Transform) -> None:
         found = None if self._quant is None else self._quant.module_of(key)
         if found is None:
             self.counts[piece.name] += 1

@@ -1,7 +1,7 @@
 """Which modules of a checkpoint's files are quantised, and which parts of a model they fill."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,17 +10,19 @@ import torch
 
 from hybridrt.base.errors import CheckpointError
 from hybridrt.base.files_safetensors import DTYPES
-from hybridrt.base.quantization import PLAIN, QuantConfig, QuantRules, Scheme, StoredModule
-from hybridrt.layers.quant.layouts import EXPONENTS, LAYOUTS, scale_dtypes
+from hybridrt.base.quantization import PLAIN, QuantConfig, QuantRules, Scheme, StoredModule, split_key
+from hybridrt.layers.quant.layouts import EXPONENTS, LAYOUTS, scale_dtypes, whole_rows
 from hybridrt.layers.weights import WEIGHT_DTYPES
 from hybridrt.models.base import CausalLM
+from hybridrt.models.config.quant_online import OnlineRules
+from hybridrt.models.loading.online_modules import online_table
 from hybridrt.models.loading.shards import shards_of
 from hybridrt.models.loading.weight_files import opened
 
 Tensors = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.(gate|up|down)")
 # Last names that only quantised modules have, of any layout.
-_SIGNS = ("weight_packed", "qweight")
+_SIGNS = ("weight_packed", "qweight", "blocks")
 _SCALES = frozenset(
     name for each in LAYOUTS.values() for name in (each.scale, each.zeros, each.index, each.shape, each.factor) if name
 )
@@ -39,7 +41,7 @@ def with_stored_modules(config: QuantConfig, path: Path) -> QuantConfig:
     for file, keys in shards_of(path).items():
         with opened(file) as f:
             for key in keys:
-                name, _, last = key.rpartition(".")
+                name, last = split_key(key)
                 entry = f.entry(key)
                 modules.setdefault(name, {})[last] = DTYPES[entry.dtype], entry.shape
     found = {
@@ -88,12 +90,14 @@ def _stored(name: str, tensors: Tensors, rules: QuantRules) -> StoredModule:
         scheme, scale_dtype=torch.float8_e8m0fnu if dtype in EXPONENTS else dtype, zeros=layout.zeros in tensors,
         indexed=layout.index in tensors,
     )  # fmt: skip
-    return StoredModule(name, scheme, {last: tensors[last] for last in layout.names if last in tensors})
+    held = {last: tensors[last] for last in layout.names if last in tensors}
+    held[layout.codes] = tensors[layout.codes][0], whole_rows(scheme, tensors[layout.codes][1])
+    return StoredModule(name, scheme, held)
 
 
 def _check_dtypes(name: str, scheme: Scheme, tensors: Tensors) -> None:
     layout = LAYOUTS[scheme.layout]
-    shape = tensors[layout.codes][1]
+    shape = whole_rows(scheme, tensors[layout.codes][1])
     wanted: Mapping[str, Iterable[torch.dtype]] = {
         layout.codes: (layout.dtypes[scheme.method],),
         layout.scale: scale_dtypes(scheme),
@@ -109,17 +113,25 @@ def _check_dtypes(name: str, scheme: Scheme, tensors: Tensors) -> None:
                 f"{name}.{last} holds {str(tensors[last][0]).removeprefix('torch.')}; as {scheme} it holds {allowed}"
             )
     if len(shape) not in (2, 3):
+        shape = tensors[layout.codes][1]
         raise CheckpointError(f"{name}.{layout.codes} has shape {list(shape)}; a matrix has two sides")
 
 
-def scheme_table(model: CausalLM, config: QuantConfig) -> dict[str, Scheme]:
+def scheme_table(model: CausalLM, linear: Container[str], config: QuantConfig) -> dict[str, Scheme]:
     """Schemes of a model's parts, "layer.segment", by the map that loads it. `model` may be on the
-    "meta" device, and be built as a plain one.
+    "meta" device. It is built as a plain one, on one rank.
+
+    Args:
+        linear: the parts of linear layers, and of a layer's first expert.
 
     Raises:
         CheckpointError: experts of a layer are stored in different ways.
+        ConfigError: the checkpoint is to be quantised, and has no matrix for that.
     """
-    targets = model.checkpoint_map() | ({} if model.mtp is None else model.mtp.checkpoint_map())
+    targets = model.all_targets()
+    if config.online:
+        assert isinstance(config.rules, OnlineRules)
+        return online_table(model, targets, config.rules, linear)
     if config.modules is None:
         found = _table_by_rules(model, targets, config.rules)
     else:

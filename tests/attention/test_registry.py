@@ -76,6 +76,23 @@ def test_what_flash_attention_3_cannot_serve(
     assert message in (Fa3AttnBackend.objection(cuda, [spec, other]) or "")
 
 
+def test_backends_of_e4m3_codes_are_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A backend from outside that says nothing about codes is none of them."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(paged, "provider_objection", lambda provider, device: None)
+    monkeypatch.setattr(registry, "is_installed", lambda provider: provider == "flashinfer")
+    cuda = torch.device("cuda")
+    found = registry.objections_to_codes(cuda)
+    assert [name for name, why in found.items() if why is None] == ["fa3", "triton", "torch"]
+    assert found["flashinfer"] == 'FlashinferAttnBackend reads no KV cache of fp8_e4m3; use "triton" or "torch"'
+    coded = replace(SPEC, dtype=torch.float8_e4m3fn, query_dtype=torch.bfloat16)
+    assert "fp8_e4m3" in (OutsideAttnBackend.objection(cuda, [coded]) or "")
+    single = replace(coded, query_dtype=torch.float32)
+    assert registry.resolve_prefill_name(EngineConfig("x"), cuda, [coded]) == "fa3"
+    assert registry.resolve_prefill_name(EngineConfig("x"), cuda, [single]) == "triton"
+    assert "does not use flashinfer: queries are torch.float32" in caplog.text
+
+
 @pytest.mark.parametrize("name", ["fa3", "flashinfer"])
 def test_libraries_without_latent_attention_say_so(name: str) -> None:
     latent = AttentionSpec(2, 1, 24, 16, None, 0.5, torch.bfloat16, "mla")

@@ -34,11 +34,11 @@ def test_a_prompts_fact_is_at_its_position(distance: int) -> None:
 
 def test_a_trained_model_runs_in_the_runtime(tmp_path: Path) -> None:
     """A few steps make no memory, but what is trained is what is evaluated."""
-    args = argparse.Namespace(seed=0, steps=3, batch=4, length=24, lr=1e-2, device="cpu", prompts=6)
+    args = argparse.Namespace(seed=0, steps=3, batch=4, length=24, lr=1e-2)
     config = model_config(TASK, "enabled")
     model, curve = train(config, TASK, args, tmp_path)
     assert len(curve) == 3 and curve[-1]["loss"] > 0
-    recall = evaluate(tmp_path, TASK, [3, 60], args)
+    recall = evaluate(tmp_path, TASK, [3, 60], "cpu", 6)
     generator = torch.Generator().manual_seed(1234)
     for distance in (3, 60):
         prompts, answers = TASK.prompts(distance, 6, generator)

@@ -76,13 +76,16 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
     return write_tiny(tmp_path, make, tokenizer=False), symbols
 
 
-@pytest.mark.parametrize("options", [{}, {"state_mode": "replay", "mamba_ssm_dtype": "bfloat16"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"state_mode": "replay", "mamba_ssm_dtype": "bfloat16", "kv_cache_dtype": "fp8_e4m3"}]
+)
 def test_report_is_what_a_runner_allocates(model: tuple[Path, str], options: dict[str, Any]) -> None:
     if not can_replay(read_model_config(model[0]).linear):
         options = {k: v for k, v in options.items() if k != "state_mode"}
     config = EngineConfig(str(model[0]), load_format="dummy", **SMALL, **options)
     report, runner = describe_model(config), ModelRunner(config)
     assert report.weight_bytes == build.weight_bytes(runner.model)
+    assert report.kv_dtype == ("float8_e4m3fn" if "kv_cache_dtype" in options else "float32")
     assert report.num_parameters == sum(p.numel() for p in runner.model.parameters())
     kv, mamba = runner.pools.kv, runner.pools.req_to_token.mamba_pool
     assert report.kv_bytes_per_token == sum(layer.kv_bytes_per_token for layer in report.layers)
@@ -250,6 +253,7 @@ def test_doctor_names_the_provider_of_every_operation() -> None:
     assert all(row["picked"] == "torch" for row in report["operations"] if row["device"] == "cpu")
     assert torch.__version__.startswith(report["versions"]["torch"])  # which may name its build too: 2.15.0+cu132
     assert "torch" in report["attention_backends"]
+    assert report["kv_codes"]["torch"] is None and report["kv_codes"]["flashinfer"]
 
 
 def test_doctor_says_why_a_provider_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

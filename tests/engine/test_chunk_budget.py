@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from hybridrt import LLM, AsyncLLM, EngineConfig, SamplingParams
 from hybridrt.base.errors import ConfigError
-from hybridrt.engine.core.chunk_budget import LEAST_TOKENS, ChunkBudget
 from hybridrt.engine.core.scheduler import ScheduledStep, Scheduler
-from hybridrt.engine.core.step_cost import StepCost, StepWork
+from hybridrt.engine.core.step_cost import LEAST_TOKENS, ChunkBudget, StepCost, StepWork
 from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.runtime.step.pack_padded import DECODE_ROWS, PROMPT_TOKENS, Bucket, make_buckets
 from hybridrt.runtime.step.plan import DecodeRow, DecodeRows, ExtendRow, StepPlan

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.cache import host_fetches
 from hybridrt.engine.request.sample_request import Request
+from hybridrt.mem_cache.pools.state_moves import When
 from tests.engine.test_schedules import Abort, Add, Step, run_history, schedules
 from tests.mem_cache.test_radix_cache import text_of
 from tests.support.engine_harness import VOCAB, ByteTokenizer, Rig
@@ -144,7 +145,7 @@ def test_a_donation_outlives_a_launch_that_fails() -> None:
     rig.executor.fail_launch[number] = RuntimeError("no")
     rig.add([1, 1], max_tokens=1, seed=1)
     rig.run()
-    assert [move.donates for move in rig.executor.plans[number].moves] == [True]
+    assert [move.when for move in rig.executor.plans[number].moves] == [When.FIRST]
     text = [*TEXT[:4], *rig.outputs["request-0", 0].token_ids, 6]
     assert rig.finish(text, max_tokens=4, ignore_eos=True, seed=5).token_ids == tokens_alone(text, 5, 4, VOCAB)
     assert computed(rig)[-1] > 0

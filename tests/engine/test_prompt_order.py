@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrt.base.sampling_params import SamplingParams
-from hybridrt.engine.core.client_queues import ClientQueues
-from hybridrt.engine.core.request_queue import AGE_SECONDS, RequestQueue
+from hybridrt.engine.core.client_queues import AGE_SECONDS, ClientQueues, RequestQueue
 from hybridrt.engine.core.step_cost import PromptWork
 from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.engine.request.sample_request import Request

@@ -37,7 +37,12 @@ def call(case: Case, provider: str, args: dict[str, Any]) -> dict[str, Tensor]:
     result = flat(select(case.op, rig.DEVICE, provider), **args)
     outputs = result if isinstance(result, tuple) else (result,)
     found = {f"output {i}": out for i, out in enumerate(outputs) if out is not None}
-    return found | {name: args[name] for name in case.pools}
+    return found | {name: _without_codes(args[name]) for name in case.pools}
+
+
+def _without_codes(tensor: Tensor) -> Tensor:
+    """Few operations take float8."""
+    return tensor.float() if tensor.dtype == torch.float8_e4m3fn else tensor
 
 
 def copied(case: Case) -> dict[str, Any]:
@@ -161,6 +166,7 @@ def other_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
             partial(others.attention_extend, attention, [3000, 1, 700, 1500], window),
         )
     yield "write_kv", partial(others.write_kv, attention)
+    yield from _coded_cases(config)
     if attention.rope is not None:
         yield "qk_norm_rotary", partial(others.rotary, "qk_norm_rotary", config)
         yield "rotary_write_kv", partial(others.rotary, "rotary_write_kv", config)
@@ -212,6 +218,21 @@ def other_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
         yield "fused_experts 1, 2048 to 1792", partial(others.fused_experts, 1, 2048, 1792, 32, 4, 0)
 
 
+def _coded_cases(config: ModelConfig) -> Iterator[tuple[str, Callable[[], Case]]]:
+    """Over caches of e4m3 codes."""
+    attention, codes = config.attention, others.with_codes
+    for tokens, times in ((1, 1), (1, 18), (4, 1), (4, 18)):
+        decode = partial(others.attention_decode, attention, tokens, times)
+        yield f"attention_decode codes {tokens}, {8 * times} rows", partial(codes, decode)
+    for new in ([300, 1, 130, 133], [3000, 1, 700, 1500]):
+        for window in (None, 500):
+            extend = partial(others.attention_extend, attention, new, window)
+            yield f"attention_extend codes {new[0]} window {window}", partial(codes, extend)
+    yield "write_kv codes", partial(codes, partial(others.write_kv, attention))
+    if attention.rope is not None:
+        yield "rotary_write_kv codes", partial(codes, partial(others.rotary, "rotary_write_kv", config))
+
+
 @on_device
 def latent_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
     """(operation and details, how to make it) of a model's latent attention."""
@@ -219,9 +240,16 @@ def latent_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
     for tokens in (1, 4):
         yield f"attention_decode latent {tokens}", partial(others.attention_decode, attention, tokens)
         yield f"attention_decode latent {tokens} full", partial(others.attention_decode, attention, tokens, 18)
+        for times in (1, 18):
+            decode = partial(others.attention_decode, attention, tokens, times)
+            yield f"attention_decode latent codes {tokens}, {8 * times} rows", partial(others.with_codes, decode)
     for what, new in (("few", [3, 1, 13, 8]), ("", [300, 1, 130, 133]), ("long", [3000, 1, 700, 1500])):
-        yield f"latent_extend {what}", partial(others.latent_extend, attention, new)
+        extend = partial(others.latent_extend, attention, new)
+        yield f"latent_extend {what}", extend
+        yield f"latent_extend codes {what}", partial(others.with_codes, extend)
     for op in ("into_latent", "from_latent"):
         yield op, partial(others.latent_product, attention, op)
     for rotated in (False, True):
-        yield f"write_latent {'rotated' * rotated}", partial(others.write_latent, attention, rotated)
+        write = partial(others.write_latent, attention, rotated)
+        yield f"write_latent {'rotated' * rotated}", write
+        yield f"write_latent codes {'rotated' * rotated}", partial(others.with_codes, write)

@@ -10,7 +10,8 @@ from torch import Tensor
 from hybridrt.base.config import AttentionSpec
 from hybridrt.base.errors import HybridrtError
 from hybridrt.base.forward_batch import ForwardBatch, ForwardMode, SpecInfo
-from hybridrt.mem_cache.pools.kv_pool import KVPool
+from hybridrt.kernels.attention.kv_codes import encode
+from hybridrt.mem_cache.pools.kv_pool import KVPool, KVScales
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.recurrent.backends import load_attention_backend
 from tests.gpu.rig import DEVICE, PRODUCTION
@@ -25,10 +26,12 @@ def pools(spec: AttentionSpec) -> dict[str, Any]:
     """Shuffled pages for all rows, and keys and values everywhere."""
     torch.manual_seed(0)
     count = ROWS * CONTEXT // PAGE
-    kv = KVPool({spec: [3, 5]}, num_pages=count, page_size=PAGE, device=DEVICE)
+    scales = {3: KVScales(0.02, 0.03), 5: KVScales(0.01, 0.04)}
+    kv = KVPool({spec: [3, 5]}, num_pages=count, page_size=PAGE, device=DEVICE, scales=scales)
     table = HybridReqToTokenPool(num_rows=ROWS, max_context=CONTEXT, page_size=PAGE, mamba_pool=None, device=DEVICE)
     for cache in kv.tensors:
-        cache.copy_(torch.randn(cache.shape, device=DEVICE).bfloat16())
+        values = torch.randn(cache.shape, device=DEVICE).bfloat16()
+        cache.copy_(values if cache.is_floating_point() else encode(values, 0.02).view(torch.uint8))
     pages = (torch.randperm(count) + 1).view(ROWS, -1).to(DEVICE)
     rows = torch.arange(1, ROWS + 1, device=DEVICE).repeat_interleave(pages.shape[1])
     table.write_pages(rows, torch.arange(pages.shape[1], device=DEVICE).repeat(ROWS), pages.flatten())
@@ -56,13 +59,17 @@ def step(lens: dict[int, tuple[int, int]], decode: int, backend: Any, tokens: in
     )  # fmt: skip
 
 
-def made(name: str, model: str) -> tuple[Any, Any, list[Any]]:
-    """The backend, its oracle, and two layers; skipped with the reason where it cannot run."""
+def made(name: str, model: str, codes: torch.dtype | None = None) -> tuple[Any, Any, list[Any]]:
+    """The backend, its oracle, and two layers; skipped with the reason where it cannot run. `codes`: in both KV
+    caches."""
     heads, kv_heads, head_dim = HEADS[model]
     spec, whole = (
-        AttentionSpec(heads, kv_heads, head_dim, head_dim, None, head_dim**-0.5, dtype)
+        AttentionSpec(
+            heads, kv_heads, head_dim, head_dim, None, head_dim**-0.5, codes or dtype,
+            query_dtype=None if codes is None else dtype,
+        )
         for dtype in (torch.bfloat16, torch.float32)
-    )
+    )  # fmt: skip
     try:
         backend = load_attention_backend(name, torch.device(DEVICE))(**pools(spec))
     except HybridrtError as e:
@@ -82,11 +89,14 @@ def assert_near(got: Tensor, wanted: Tensor) -> None:
     assert error < TOLERANCE, f"relative error {error:.1e}"
 
 
-@pytest.mark.parametrize("name", ["fa3", "flashinfer"])
+@pytest.mark.parametrize(
+    ("name", "codes"),
+    [("fa3", None), ("flashinfer", None), ("fa3", torch.float8_e4m3fn), ("triton", torch.float8_e4m3fn)],
+)
 @pytest.mark.parametrize("model", HEADS)
-def test_eager_steps(name: str, model: str) -> None:
+def test_eager_steps(name: str, codes: torch.dtype | None, model: str) -> None:
     """Prompts, later chunks, single tokens, decode rows beside them, verify rows."""
-    backend, oracle, layers = made(name, model)
+    backend, oracle, layers = made(name, model, codes)
     for lens, decode, tokens in (
         ({1: (0, 700), 4: (0, 1), 2: (0, 64)}, 0, 1),
         ({1: (700, 300), 3: (0, 17)}, 0, 1),
@@ -104,11 +114,11 @@ def test_eager_steps(name: str, model: str) -> None:
             assert_near(*results)
 
 
-@pytest.mark.parametrize("name", ["fa3", "flashinfer"])
+@pytest.mark.parametrize(("name", "codes"), [("fa3", None), ("flashinfer", None), ("triton", torch.float8_e4m3fn)])
 @pytest.mark.parametrize("tokens", [1, 4])
-def test_graphs(name: str, tokens: int) -> None:
+def test_graphs(name: str, codes: torch.dtype | None, tokens: int) -> None:
     """One graph, replayed at many lengths, with padding rows; the newest page is written by the graph itself."""
-    backend, oracle, layers = made(name, "falcon-h1-7b")
+    backend, oracle, layers = made(name, "falcon-h1-7b", codes)
     bs, real, table = 8, 5, backend.req_to_token_pool.req_to_token
     rows, lens, late = (torch.zeros(bs, dtype=torch.int32, device=DEVICE) for _ in range(3))
     lens.fill_(tokens)

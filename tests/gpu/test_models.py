@@ -3,12 +3,13 @@
 from typing import Any
 
 import pytest
+import torch
 
 from hybridrt import LLM, SpeculativeConfig
 from tests.gpu.rig import DECODING, DEVICE, FAMILIES, GPU, MAMBA1, VERIFYING, GpuSession
 from tests.models.test_models_parity import requests
 from tests.support.checkpoints import CheckpointStore
-from tests.support.session import budget, check_sample, greedy
+from tests.support.session import Session, budget, check_sample, greedy
 from tests.support.ties import check_greedy
 
 pytestmark = GPU
@@ -27,6 +28,20 @@ def test_ragged_batch(name: str, state_mode: str, checkpoints: CheckpointStore) 
     for sample in GpuSession(checkpoint.path, state_mode=state_mode).run(requests(*LENGTHS)):
         assert len(sample.tokens) == 64
         check_sample(checkpoint, sample, name)
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("name", ["falcon-plain", "qwen-plain", "kimi-plain", "gpt_oss-plain", "swa_ssm-plain"])
+def test_codes_of_keys_and_values(name: str, graphs: bool, checkpoints: CheckpointStore) -> None:
+    """The scales and, but for numbers in the middle of two codes, the logits of a CPU, until another token is drawn."""
+    path, codes = checkpoints[name].path, {"kv_cache_dtype": "fp8_e4m3"}
+    here, there = GpuSession(path, cuda_graph=graphs, **codes), Session(path, **codes)
+    assert here.runner.pools.kv.scales == there.runner.pools.kv.scales
+    asked = requests(*LENGTHS, steps=12)
+    for ours, theirs in zip(here.run(asked, chunk=19), there.run(asked, chunk=19), strict=True):
+        pairs = zip(ours.tokens, theirs.tokens, strict=True)
+        same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(ours.tokens) - 1) + 1
+        torch.testing.assert_close(ours.logits[:same], theirs.logits[:same], rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("name", UNEVEN)

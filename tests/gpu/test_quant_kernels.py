@@ -5,13 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hybridrt.kernels.core import providers
-from hybridrt.kernels.dense.skinny_linear import Activation, InputNorm
+from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation, InputNorm
+from hybridrt.kernels.quant.fp8_linear import decoded_tokens, quantize_tokens
 from hybridrt.kernels.quant.quant_experts import QuantExperts, quant_experts
 from hybridrt.kernels.quant.quant_linear import quant_linear
 from hybridrt.kernels.quant.quant_weight import dequantize
+from hybridrt.layers.quant.fp8_products import fp8_product, multiply_codes
 from tests.gpu.rig import DEVICE, GPU
 from tests.support.quant_weights import FORMATS, quant_weight
 
@@ -73,6 +76,35 @@ def test_each_number_of_a_weight(name: str, tokens: int) -> None:
         x[:, first : first + tokens] = torch.eye(tokens, device=DEVICE)
         y, _ = quant_linear(x, weight)
         torch.testing.assert_close(y.float(), wanted[first : first + tokens], rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize(("name", "rows"), [("fp8 blocks", None), ("fp8 blocks", 8), ("fp8 rows", None)])
+@pytest.mark.parametrize("tokens", [1, 2, 16, 33, 64, 65, 128, 257, 3000])
+def test_products_of_quantised_inputs(name: str, rows: int | None, tokens: int, record_property: Any) -> None:
+    """By our kernel and by cuBLAS, which take blocks of rows and of 128 x 128, and any number of rows."""
+    found = {}
+    for out, width, normed, activation in (*LAYERS[:3], (1000, 512, True, "relu2")):
+        weight, (x, norm) = quant_weight(name, out, width, device=DEVICE), inputs(tokens, width, normed)
+        if rows is not None:
+            scale = weight.scale
+            assert scale is not None
+            each = scale.repeat_interleave(128 // rows, 0)[: -(-out // rows)].contiguous()
+            weight = weight._replace(scale=each, block=(rows, 128))
+        product = fp8_product(weight)
+        assert product is not None
+        got = []
+        for _ in range(2):
+            codes, total = quantize_tokens(x, product.group, copied(norm))
+            got.append(multiply_codes(product, codes, None, activation, torch.bfloat16))
+        exact, sum_of = quantize_tokens.reference(x, product.group, copied(norm))
+        wanted = F.linear(decoded_tokens(exact), dequantize(weight))
+        wanted = wanted if activation is None else ACTIVATIONS[activation].reference(wanted)
+        found[f"{out}x{width}"] = error(got[0], wanted)
+        assert torch.equal(*got) and (total is None) == (sum_of is None)
+        if total is not None and sum_of is not None:
+            assert torch.equal(total, sum_of)
+    record_property("relative errors", str(found))
+    assert max(found.values()) < 6e-3, found
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -164,3 +164,12 @@ def test_reductions_by_slices(axis: int) -> None:
         for got, want in zip(found, wanted, strict=True):
             assert got.type == want.type and got.handle.data.dtype == want.handle.data.dtype
             assert numpy.array_equal(got.handle.data, want.handle.data)
+
+
+def test_float32_becomes_e4m3_as_on_a_gpu() -> None:
+    """Numbers that round up to a power of two, ties, subnormals, and those too large."""
+    numbers = numpy.float32([1.97, 3.9, -15.5, 1.0625, 1.1875, 2.0**-9, 2.0**-10, 3e-9, 450.0, -1e9, numpy.nan])
+    wanted = torch.tensor([2, 4, -16, 1, 1.25, 2.0**-9, 0, 0, 448, -448, torch.nan])
+    codes = interpreter._convert_float(numbers, tl.float32, tl.float8e4nv, None)
+    found = torch.from_numpy(codes.copy()).view(torch.float8_e4m3fn).float()
+    assert torch.equal(found.nan_to_num(7), wanted.nan_to_num(7))

@@ -85,6 +85,13 @@ def test_weights_of_8_and_4_bits() -> None:
 
 
 @pytest.mark.slow
+def test_products_of_quantised_inputs() -> None:
+    usages = compiled("fp8")
+    assert {u["kernel"] for u in usages} == {"_quantize_kernel", "_fp8_linear_kernel"}
+    check(usages, SHARED, {})
+
+
+@pytest.mark.slow
 def test_attention_gated_delta_net_experts_and_sampling() -> None:
     usages = compiled("others")
     expected = {
@@ -122,6 +129,15 @@ def test_latent_attention_of_absorbed_prompts() -> None:
     usages = [u for u in compiled("absorbed") if u["kernel"] == "_extend_kernel"]
     assert len(usages) == 1
     check(usages, SHARED, {"_extend_kernel": 776})
+
+
+@pytest.mark.slow
+def test_attention_over_codes() -> None:
+    """Tiles are so small that converted numbers stay in registers. ptxas parks an address of one decode kernel, and of
+    256 queries of a long prompt over latent vectors two numbers, as with plain ones."""
+    usages = compiled("codes")
+    assert {u["kernel"] for u in usages} >= {"_decode_kernel", "_extend_kernel", "_write_kernel", "_rotary_kernel"}
+    check(usages, SHARED, {"_decode_kernel": 8, "_extend_kernel": 8})
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hybridrt.base.errors import BackendError
+from hybridrt.base.errors import BackendError, ConfigError
 from hybridrt.base.quantization import Scheme
 from hybridrt.collectives.groups import TPGroup
-from hybridrt.kernels.quant.quant_weight import check_weight
 from hybridrt.layers.linear import ColumnLinear, Segment, VocabParallelEmbedding, finish
 from hybridrt.layers.moe import Experts
 from hybridrt.layers.norm import RMSNorm
@@ -45,7 +44,6 @@ def test_linear_layers(kind: str, tp: TPGroup) -> None:
     finish(layer)
     method = layer.method
     assert isinstance(method, methods.QuantMethod) and method.kernel is not None
-    check_weight(method.kernel)
     assert {name for name, _ in layer.named_parameters()} == set(method.parameters())
     q, k = qk.dense.split([14, 10])
     dense = torch.cat([tp.shard(q, 0), k, tp.shard(v.dense, 0) * 3.0])
@@ -60,6 +58,16 @@ def test_linear_layers(kind: str, tp: TPGroup) -> None:
         torch.testing.assert_close(y, norm(x + residual)[0] @ dense.t())
 
 
+def test_a_weight_that_kernels_would_read_wrongly_is_refused() -> None:
+    matrix = WIDER["fp8-blocks"](24, 96)
+    layer = ColumnLinear("up", 96, [Segment("up", 24)], build=build_of(matrix.scheme))
+    fill(layer.targets("up", ["up"]), {"up": matrix})
+    assert isinstance(layer.method, methods.QuantMethod)
+    layer.method.weight.scales.data = layer.method.weight.scales.data[:, :, :2]
+    with pytest.raises(ConfigError, match=r"the scale of blocks \[8, 32\] is \[3, 3\], not \[3, 2\]"):
+        finish(layer)
+
+
 def test_many_tokens_decode_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybridrt.layers.quant.kernel_weight.NUMBERS", 1)  # 128 rows
     for kind in ("fp8-blocks", "fp8-tensor", "nvfp4"):
@@ -69,6 +77,61 @@ def test_many_tokens_decode_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> N
         finish(layer)
         x = torch.randn(130, 96)
         torch.testing.assert_close(layer(x), x @ matrix.dense.t())
+
+
+def decoded_product(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, kind_a: object, scale_b: torch.Tensor, kind_b: object,
+    *, output_dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    """torch.nn.functional.scaled_mm, with the shapes and strides that cuBLAS takes."""
+    kinds, (tokens, width), rows = torch.nn.functional.ScalingType, a.shape, b.shape[1]
+    assert tokens % 16 == rows % 16 == 0 and a.is_contiguous() and b.t().is_contiguous()
+    if kind_a == kinds.RowWise:
+        assert scale_a.shape == (tokens, 1) and scale_b.shape == (1, rows)
+        x, w = a.float() * scale_a, b.t().float() * scale_b.t()
+    else:
+        assert scale_a.shape == (tokens, width // 128) and scale_a.stride(0) == 1
+        x = a.float() * scale_a.repeat_interleave(128, 1)
+        if kind_b == kinds.BlockWise128x128:
+            padded = -(-width // 512) * 4
+            assert scale_b.shape == (padded, -(-rows // 128)) and scale_b.stride() == (1, padded)
+            each = scale_b[: width // 128].t().repeat_interleave(128, 0)[:rows]
+        else:
+            assert scale_b.shape == (rows, width // 128) and scale_b.stride(0) == 1
+            each = scale_b
+        w = b.t().float() * each.repeat_interleave(128, 1)
+    return (x.nan_to_num() @ w.t()).to(output_dtype)
+
+
+@pytest.mark.parametrize("tokens", [3, 70])
+@pytest.mark.parametrize("rows", [256, 24])
+@pytest.mark.parametrize("kind", ["blocks", "rows", "tensor"])
+def test_quantised_inputs(kind: str, rows: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """v begins within a block. The checkpoint says whether inputs are quantised."""
+    torch.manual_seed(4)
+    monkeypatch.setattr(methods, "multiplies_fp8", lambda device: True)
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", decoded_product)
+    block = {"blocks": (128, 128), "rows": (1, 0), "tensor": (0, 0)}[kind]
+    matrix = of_fp8(Scheme("fp8", "fp8", block, activations="group"), "weight_scale_inv")
+    u, v = matrix(rows, 384), matrix(40, 384)
+    found = []
+    for activations in ("group", ""):
+        build = replace(build_of(replace(u.scheme, activations=activations)), dtype=torch.bfloat16)
+        layer = ColumnLinear("uv", 384, [Segment("u", rows), Segment("v", 40)], build=build)
+        fill(layer.targets("u", ["u"]) | layer.targets("v", ["v"]), {"u": u, "v": v})
+        finish(layer)
+        method = layer.method
+        assert isinstance(method, methods.Fp8) and (method.product is not None) == bool(activations)
+        x = torch.randn(tokens, 384, generator=torch.Generator().manual_seed(5)).bfloat16()
+        norm = RMSNorm("norm", 384, 1e-5, device=torch.device("cpu"))
+        norm.weight.data.fill_(1.0)
+        y, total = method.apply_normed(norm, x, x.clone(), None, "relu2")
+        assert torch.equal(total, x + x)
+        found.append((layer(x).float(), y.float(), method.apply(x[:, :128], None, tail=x[:, 128:]).float()))
+    exact = x.float() @ torch.cat([u.dense, v.dense]).t()
+    for got, wanted in zip(*found, strict=True):
+        assert 0.003 < (got - wanted).norm() / wanted.norm() < 0.06  # inputs have four bits
+    assert (found[1][0] - exact).norm() / exact.norm() < 0.01
 
 
 @pytest.mark.parametrize("kind", WIDER)

@@ -32,3 +32,13 @@ def test_launches_find_what_was_compiled(tmp_path: Path) -> None:
     assert set(made["compiled"]) == {"_rms_norm_kernel", "_states_kernel"} and made["all"] > 40 and made["others"] == 0
     assert {file.suffix for file in cache.glob("*/*.*")} == {".source", ".cubin", ".json"}
     assert ask("launches", model, cache) == {"hit": made["compiled"], "missed": []}
+
+
+def test_kernels_of_a_quantised_model(tmp_path: Path) -> None:
+    """Its layers are those that a start has once weights are loaded: stored for kernels."""
+    config = json.loads((ROOT / "benchmarks/configs/qwen3.5-35b-a3b-like/config.json").read_text())
+    fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    config |= {"num_hidden_layers": 4, "quantization_config": fp8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    names = ask("names", tmp_path, tmp_path / "cache")
+    assert {"_quantize_kernel", "_fp8_linear_kernel", "_quant_grouped_kernel"} <= set(names)

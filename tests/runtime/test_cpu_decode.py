@@ -8,7 +8,7 @@ import torch
 
 from hybridrt.base.config import EngineConfig
 from hybridrt.base.sampling_params import SamplingParams
-from hybridrt.runtime.replay import recordings
+from hybridrt.runtime.replay import cpu_steps
 from hybridrt.runtime.run.model_runner import ModelRunner
 from hybridrt.runtime.run.step_runner import StepRunner
 from hybridrt.runtime.step.plan import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepPlan
@@ -38,7 +38,7 @@ def prefilled(path: Path, mode: str) -> ModelRunner:
 def test_equal_eager_steps(tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows in any order and number, pages that are new, logits that were not finite, recorded steps: the same tokens,
     and the same state bit by bit."""
-    monkeypatch.setattr(recordings, "RECORDS_AFTER", 1)
+    monkeypatch.setattr(cpu_steps, "RECORDS_AFTER", 1)
     path = write_tiny(tmp_path, tokenizer=False)
     kept, eager = prefilled(path, mode), prefilled(path, mode)
     eager._cpu_decode = None

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hybridrt.runtime.replay import recordings
+from hybridrt.runtime.replay import cpu_steps
 from tests.support.checkpoints import CASES
 from tests.support.levels import sweep
 from tests.support.samples import Sample
@@ -51,7 +51,7 @@ SCHEDULES = [
 def test_schedules_give_the_same_samples(
     name: str, changes: dict[str, Any], seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recordings, "RECORDS_AFTER", 1 + seed % 2)
+    monkeypatch.setattr(cpu_steps, "RECORDS_AFTER", 1 + seed % 2)
     path = write_tiny(tmp_path, CASES[name], tokenizer=False)
     runs = [Told(path, seed, device="cpu", load_format="dummy", cuda_graph=on, **changes) for on in (True, False)]
     for run in runs:

@@ -10,8 +10,8 @@ from torch import nn
 from hybridrt import LLM, SamplingParams
 from hybridrt.attention.base import AttentionInputs
 from hybridrt.base.forward_batch import ForwardBatch, ForwardMode
-from hybridrt.runtime.replay import recordings
-from hybridrt.runtime.replay.recordings import RECORDS_AFTER, Recordings
+from hybridrt.runtime.replay import cpu_steps
+from hybridrt.runtime.replay.cpu_steps import RECORDS_AFTER, Recordings
 from tests.models.test_models_parity import state_modes
 from tests.support.checkpoints import CASES
 from tests.support.levels import sweep
@@ -31,7 +31,7 @@ LEFT = [(name, mode) for name in WRITTEN for mode in state_modes(name) if (name,
 @pytest.fixture(autouse=True)
 def known_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules of tests are recorded as if they were parts of this package."""
-    monkeypatch.setattr(recordings, "KNOWN", (*recordings.KNOWN, "tests"))
+    monkeypatch.setattr(cpu_steps, "KNOWN", (*cpu_steps.KNOWN, "tests"))
 
 
 class Doubling(nn.Module):
@@ -102,7 +102,7 @@ def test_every_family_gives_the_same_tokens(
             self.reads = any(type(part).__module__ in HOST_READERS for part in model.modules())
             made.append(self)
 
-    monkeypatch.setattr(recordings, "RECORDS_AFTER", 2)
+    monkeypatch.setattr(cpu_steps, "RECORDS_AFTER", 2)
     monkeypatch.setattr("hybridrt.runtime.run.step_runner.Recordings", Listed)
     assert answers(path, mode, True) == answers(path, mode, False)
     recorded, without = made
@@ -146,14 +146,14 @@ def test_hooks_are_called() -> None:
 @torch.inference_mode()
 def test_the_oldest_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """The result of a step is 8 bytes."""
-    monkeypatch.setattr(recordings, "MOST_BYTES", 16)
-    monkeypatch.setattr(recordings, "RECORDS_AFTER", 1)
+    monkeypatch.setattr(cpu_steps, "MOST_BYTES", 16)
+    monkeypatch.setattr(cpu_steps, "RECORDS_AFTER", 1)
     step = Doubling()
     kept = Recordings(step, True)
     for key in (1, 2, 3):
         run(kept, key, step)
     assert list(kept._kept) == [2, 3]
-    monkeypatch.setattr(recordings, "MOST_BYTES", 4)
+    monkeypatch.setattr(cpu_steps, "MOST_BYTES", 4)
     for _ in range(2):
         run(kept, 4, step)
     assert step.calls == 5 and kept._kept[4] is None
@@ -163,8 +163,8 @@ def test_the_oldest_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
 @torch.inference_mode()
 def test_keys_are_kept_in_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of steps that cannot be repeated too."""
-    monkeypatch.setattr(recordings, "MOST_KEPT", 3)
-    monkeypatch.setattr(recordings, "RECORDS_AFTER", 1)
+    monkeypatch.setattr(cpu_steps, "MOST_KEPT", 3)
+    monkeypatch.setattr(cpu_steps, "RECORDS_AFTER", 1)
     step = Reading()
     kept = Recordings(step, True)
     for key in range(1, 9):
@@ -177,7 +177,7 @@ def test_keys_are_kept_in_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_another_pytorch_records_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that lacks what is not documented."""
     monkeypatch.delattr(torch._C, "_dispatch_has_kernel_for_dispatch_key")
-    monkeypatch.setattr(recordings, "RECORDS_AFTER", 1)
+    monkeypatch.setattr(cpu_steps, "RECORDS_AFTER", 1)
     step = Doubling()
     kept = Recordings(step, True)
     for _ in range(2):
@@ -190,7 +190,7 @@ def test_another_pytorch_records_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_parts_from_outside_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """They may call libraries that PyTorch does not see. So may kernels that are chosen by name."""
     assert not Recordings(Doubling(), True).problems
-    monkeypatch.setattr(recordings, "KNOWN", ("hybridrt", "torch"))
+    monkeypatch.setattr(cpu_steps, "KNOWN", ("hybridrt", "torch"))
     assert Recordings(Doubling(), True).problems == {"Doubling is not part of hybridrt"}
     layer = nn.Identity()
     layer.method = Sum()  # type: ignore[assignment]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from hybridrt.base.config import EngineConfig, SpeculativeConfig
 from hybridrt.base.errors import ConfigError, EngineError
@@ -92,6 +93,21 @@ def test_logits_and_tokens_of_one_process(name: str, size: int, groups: Groups, 
     for sample in samples:
         assert len(sample.tokens) == 12
         check_sample(checkpoint, sample, f"{name} on {size} ranks")
+
+
+@pytest.mark.parametrize("name", sweep(["falcon-split", "kimi-split"], 2))
+def test_codes_of_keys_and_values_have_one_processs_scales(
+    name: str, groups: Groups, checkpoints: CheckpointStore
+) -> None:
+    checkpoint, asked = checkpoints[name], [(prompt, 5) for prompt in prompts(17, 30)]
+    alone = Session(checkpoint.path, page_size=4, kv_cache_dtype="fp8_e4m3")
+    wanted = [sample.logits for sample in alone.run(asked, chunk=7)]
+    with session(groups, checkpoint, 2, kv_cache_dtype="fp8_e4m3") as split:
+        assert split.runner.pools.kv.scales == alone.runner.pools.kv.scales
+        got = [sample.logits for sample in split.run(asked, chunk=7)]
+    for ours, theirs in zip(got, wanted, strict=True):
+        # A number in the middle of two codes may become either: its rounding depends on the order of sums.
+        torch.testing.assert_close(ours, theirs, rtol=0.01, atol=0.01)
 
 
 @pytest.mark.parametrize("name", sweep(["falcon-split", "nemotron-split_groups", "qwen-split", "kimi-split"], 4))

@@ -1,6 +1,7 @@
 """What programs that are written for OpenAI's Responses API send: tools of all kinds, and stored responses."""
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -242,6 +243,58 @@ def test_a_running_response_is_seen_and_cancelled(talker: tuple[Served, Scripted
         client.responses.cancel("resp_nothing")
 
 
+def ended(client: openai.OpenAI, name: str) -> Any:
+    while (found := client.responses.retrieve(name)).status == "in_progress":
+        time.sleep(0.01)
+    return found
+
+
+def test_a_response_in_the_background(talker: tuple[Served, Scripted]) -> None:
+    """It is answered at once, runs though nobody waits, and is cancelled like others."""
+    served, model = talker
+    client = served.client()
+    model.say("One.")
+    with served.llm.engine.turns:  # it cannot end before
+        first = client.responses.create(**HELLO, background=True)
+        assert (first.status, first.background, first.output) == ("in_progress", True, [])
+    found = ended(client, first.id)
+    assert (found.status, found.background, found.output_text) == ("completed", True, "One.")
+    model.say("a" * 7000)
+    with served.llm.engine.turns:
+        second = client.responses.create(**HELLO, background=True)
+        assert client.responses.cancel(second.id).status == "cancelled"
+    assert ended(client, second.id).status == "cancelled"
+    assert not served.service.unwatched
+    for wrong in ({"store": False}, {"stream": True}):
+        with pytest.raises(openai.BadRequestError) as info:
+            client.responses.create(**HELLO | wrong, background=True)
+        assert info.value.param == "background"
+
+
+def test_a_response_in_the_background_that_fails(broken_streams: None, served: Served) -> None:
+    failed = ended(served.client(), served.client().responses.create(**HELLO, background=True).id)
+    assert failed.status == "failed" and failed.error.message
+
+
+def test_the_items_of_an_input_come_in_pages(talker: tuple[Served, Scripted]) -> None:
+    served, model = talker
+    client = served.client()
+    model.say("One.")
+    texts = ["a", "b", "c"]
+    first = client.responses.create(**HELLO | {"input": [{"role": "user", "content": text} for text in texts]})
+    page = client.responses.input_items.list(first.id, limit=2)
+    assert [item.content for item in page.data] == ["c", "b"] and page.has_more  # type: ignore[union-attr]
+    assert [item.content for item in page] == ["c", "b", "a"]  # type: ignore[union-attr]
+    assert [item.content for item in client.responses.input_items.list(first.id, order="asc")] == texts  # type: ignore[union-attr]
+    second = client.responses.create(**HELLO, previous_response_id=first.id)
+    assert [item.content for item in client.responses.input_items.list(second.id)] == ["Hello"]  # type: ignore[union-attr]
+    with pytest.raises(openai.NotFoundError):
+        client.responses.input_items.list("resp_nothing")
+    for wrong in ({"limit": 0}, {"limit": 101}, {"after": "none"}):
+        with pytest.raises(openai.BadRequestError):
+            client.responses.input_items.list(first.id, **wrong)  # type: ignore[arg-type]
+
+
 def test_responses_and_requests_belong_to_their_key(talker: tuple[Served, Scripted]) -> None:
     """Two clients may use one id; none sees, continues, cancels or aborts what another one has."""
     _, model = talker
@@ -255,6 +308,7 @@ def test_responses_and_requests_belong_to_their_key(talker: tuple[Served, Script
             lambda: yours.responses.retrieve(first.id),
             lambda: yours.responses.cancel(first.id),
             lambda: yours.responses.delete(first.id),
+            lambda: yours.responses.input_items.list(first.id),
             lambda: yours.responses.create(**HELLO, previous_response_id=first.id),
             lambda: yours.responses.create(**HELLO | {"input": item}),
         ):

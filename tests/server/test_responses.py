@@ -153,7 +153,6 @@ def test_an_answer_that_is_cut_is_incomplete(talker: tuple[Served, Scripted]) ->
     ("body", "param"),
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"background": True}, "background"),
         ({"truncation": "some"}, "truncation"),
         ({"n": 2}, "n"),
         ({"max_output_tokens": 0}, "max_output_tokens"),

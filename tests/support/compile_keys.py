@@ -2,6 +2,7 @@
 
     python -m tests.support.compile_keys kernels MODEL    compiles kernels as a worker does, and prints which,
                                                           how many there are, and how many more all layers launch
+    python -m tests.support.compile_keys names MODEL      the names of kernels alone, of a model without weights
     python -m tests.support.compile_keys launches MODEL   launches the same without a GPU: prints what the cache lacked
 
 The kernels are those of NAMES; to compile all of them takes a minute.
@@ -11,6 +12,7 @@ import io
 import json
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -40,6 +42,11 @@ def found(config: EngineConfig) -> list[Kernel]:
     # Seconds of a start with an empty cache.
     assert not {"transformers", "torch._dynamo.convert_frame"} & sys.modules.keys()
     return kernels
+
+
+def names(config: EngineConfig) -> list[str]:
+    driver.set_active(CompilingDriver(GPU.capability))  # type: ignore[arg-type]
+    return sorted({kernel.name for kernel in found(replace(config, load_format="dummy", dtype="bfloat16"))})
 
 
 def compile_kernels(config: EngineConfig) -> dict[str, Any]:
@@ -78,7 +85,7 @@ def launch(config: EngineConfig) -> dict[str, list[str]]:
 
 def main() -> None:
     config = EngineConfig(sys.argv[2], device="cuda", max_running_requests=2, max_model_len=64, chunked_prefill_size=32)
-    does: dict[str, Any] = {"kernels": compile_kernels, "launches": launch}
+    does: dict[str, Any] = {"kernels": compile_kernels, "launches": launch, "names": names}
     print(json.dumps(does[sys.argv[1]](config)))
 
 

@@ -13,6 +13,9 @@ Each thing is replaced where this version of Triton has it:
 - A number that is added to a block becomes a block each time.
 - Whether a value is a number is asked of an abstract class, which takes ten times as long as asking for two classes.
 - A reduction with a function of the kernel's own goes through the elements one by one.
+
+One thing is replaced because its results are wrong: float32 numbers that round up to a power of two lose it when they
+become e4m3, where GPUs carry into the exponent and saturate.
 """
 
 import dataclasses
@@ -23,6 +26,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy
+import torch
 import triton.language as tl
 import triton.language.semantic
 from triton.runtime import interpreter
@@ -37,6 +41,7 @@ def spare() -> None:
         replace(interpreter, "_patch_lang", staying)
         replace(interpreter, "_patch_attr", directly)
     replace(interpreter, "_get_np_dtype", by_name)
+    replace(interpreter, "_convert_float", with_carries)
     replace(interpreter.TensorHandle, "__post_init__", once_a_size)
     replace(interpreter.ReduceOps, "generic_reduce", by_slices)
     replace(tl.block_type, "__init__", once_a_type)
@@ -54,6 +59,16 @@ def spare() -> None:
 def replace(owner: Any, name: str, by: Callable[[Any], Any]) -> None:
     if hasattr(owner, name):
         setattr(owner, name, by(getattr(owner, name)))
+
+
+def with_carries(convert: Callable[..., Any]) -> Callable[..., Any]:
+    def converted(numbers: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
+        if source != tl.float32 or target != tl.float8e4nv:
+            return convert(numbers, source, target, rounding_mode)
+        found = torch.from_numpy(numpy.ascontiguousarray(numbers, dtype=numpy.float32))
+        return found.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+    return converted
 
 
 def staying(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridrt.base.config import AttentionConfig, ModelConfig
+from hybridrt.kernels.attention.kv_codes import encode
 from hybridrt.kernels.sampling.sampling import Penalties
 from hybridrt.layers.rotary import rotary_table
 from tests.support.kernel_cases import Case, int32, normal, poisoned
@@ -64,6 +65,22 @@ def attention_extend(config: AttentionConfig, new: list[int], sliding_window: in
         "scale": config.head_dim**-0.5, "query_lens": new, "seq_lens_host": lengths, "sliding_window": sliding_window,
     }  # fmt: skip
     return Case("attention_extend", args, decode=False)
+
+
+def with_codes(make: Callable[[], Case]) -> Case:
+    """A case whose caches hold e4m3 codes of their numbers."""
+    case, scales = make(), (0.02, 0.03)
+    names, latent = [name for name in ("k_cache", "v_cache", "cache") if name in case.args], False
+    for name, scale in zip(names, scales):
+        plain = case.args[name]
+        latent |= name == "v_cache" and not plain.is_contiguous()
+        keys = case.args[names[0]]
+        case.args[name] = keys[..., : plain.shape[-1]] if latent else encode(plain, scale)
+    if names == ["cache"]:
+        case.args["scale"] = scales[0]
+    else:
+        case.args |= {"k_scale": scales[0], "v_scale": scales[0] if latent else scales[1]}
+    return case
 
 
 def with_sinks(make: Callable[[], Case]) -> Case:

@@ -137,7 +137,7 @@ class Session:
 def spoil(pools: Pools) -> None:
     """Fills what is not scratch with garbage: NaN, and in KV, whose hidden entries must be finite, large numbers."""
     for tensor in pools.kv.tensors:
-        tensor[:, 1:] = 1e4
+        tensor[:, 1:] = 1e4 if tensor.is_floating_point() else 0x7E  # 448 * scale
     mamba = pools.req_to_token.mamba_pool
     for layer_id in mamba.layer_ids if mamba is not None else ():
         for tensor in vars(mamba.layer_cache(layer_id)).values():  # type: ignore[union-attr]

@@ -27,9 +27,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hybridrt.kernels.core import providers
 from tests.support.flat import flat
-from tests.support.sm90_cases import TABLES
+from tests.support.sm90_cases import TABLES as PLAIN_TABLES
+from tests.support.sm90_codes import coded_attention
 from tests.support.sm90_optional import others, recurrent
 
+TABLES = PLAIN_TABLES | {"codes": coded_attention}
 _TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64",
     torch.bool: "*i1", torch.uint8: "*u8", torch.int8: "*i8", torch.int16: "*i16", torch.float8_e4m3fn: "*fp8e4nv",

@@ -380,9 +380,24 @@ def quant() -> Cases:
         yield "quant_linear", tail | {"weight": empty_weight(name, 3072, 4608)}
         count, width, inner = 128, 2048, 512  # experts of Qwen3-Next, fewer of them
         experts = {"up": empty_weight(name, 2 * inner, width, count), "down": empty_weight(name, width, inner, count)}
-        for tokens in (32, 1024):
+        for tokens in (1, 32, 1024):
             picks = {"weights": f32(tokens, 10), "ids": int32(tokens, 10)}
             yield "quant_experts", {"x": meta(tokens, width), "activation": "silu"} | experts | picks
+
+
+def fp8() -> Cases:
+    """Quantised inputs of the same layers."""
+    for name, groups in (("fp8 blocks", True), ("fp8 rows", False)):
+        for tokens in (1, 32, 64):
+            norm = {"norm_weight": f32(3072), "eps": 1e-5, "residual": meta(tokens, 3072)}
+            yield "quantize_tokens", {"x": meta(tokens, 3072), "group": 128 if groups else 3072} | norm
+            yield "quantize_tokens", {"x": meta(tokens, 12288), "group": 128 if groups else 12288}
+            for rows, width, activation in ((24576, 3072, "silu_and_mul"), (3072, 12288, None)):
+                codes = meta(-(-tokens // 16) * 16, width, dtype=torch.float8_e4m3fn)
+                x = {"codes": codes, "scale": f32(width // 128 if groups else 1, len(codes)), "tokens": tokens}
+                x["group"] = 128 if groups else width
+                weight = empty_weight(name, rows, width)
+                yield "fp8_linear", x | {"weight": weight, "dtype": torch.bfloat16, "activation": activation}
 
 
 def everything_else() -> Cases:
@@ -391,6 +406,6 @@ def everything_else() -> Cases:
 
 
 TABLES: dict[str, Callable[[], Cases]] = {
-    "mamba2": mamba2, "mamba1": mamba1, "skinny_linear": skinny_linear, "quant": quant, "others": everything_else,
-    "latent": latent_attention, "absorbed": absorbed_prompts,
+    "mamba2": mamba2, "mamba1": mamba1, "skinny_linear": skinny_linear, "quant": quant, "fp8": fp8,
+    "others": everything_else, "latent": latent_attention, "absorbed": absorbed_prompts,
 }  # fmt: skip

@@ -268,6 +268,7 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("conv_dtype", {"dtype": "bfloat16"}),
     ("page_size", {"page_size": 8}),
     ("model", {"seed": 1}),
+    ("kv_codes", {"kv_cache_dtype": "fp8_e4m3"}),
 ]
 
 
@@ -283,6 +284,19 @@ def test_workers_that_differ_refuse_each_other(field: str, change: dict[str, Any
     request_id = decode.engine.add_request(PROMPTS[2], greedy())
     run(decode, prefill)
     assert prefill.worker.counters().computed == 0 and len(decode.tokens(request_id)) == 6
+
+
+def test_codes_of_keys_and_values_move_between_workers_with_equal_scales(model: Path) -> None:
+    hub: dict[str, torch.Tensor] = {}
+    coded: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3"}
+    prefill, decode = Prefiller(build(model, **coded), hub), Decoder(build(model, **coded), hub)
+    prefill.connect(decode)
+    ids = [decode.engine.add_request(prompt, greedy()) for prompt in PROMPTS]
+    run(decode, prefill)
+    assert [decode.tokens(i) for i in ids] == alone(model, PROMPTS, greedy(), **coded)
+    other = Decoder(build(model, kv_scales="one", **coded), hub)
+    with pytest.raises(HandshakeError, match=r"kv_scales is .* here and .* there"):
+        prefill.connect(other)
 
 
 def test_a_prefill_worker_refuses_orders_before_the_handshake(pair: tuple[Prefiller, Decoder]) -> None:

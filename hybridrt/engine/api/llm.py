@@ -77,6 +77,7 @@ class LLM:
         device: str = "auto",
         dtype: str = "auto",
         load_format: str = "auto",
+        quantization: str | None = None,
         max_model_len: int | None = None,
         max_running_requests: int | None = None,
         memory_fraction: float | None = None,
@@ -85,6 +86,8 @@ class LLM:
         target_itl_ms: float | Literal["auto"] | None = None,
         max_ttft_factor: float | None = None,
         mamba_ssm_dtype: str = "float32",
+        kv_cache_dtype: str = "auto",
+        kv_scales: str = "auto",
         state_mode: str = "auto",
         attention_backend: str = "auto",
         prefill_attention_backend: str | None = None,
@@ -180,7 +183,7 @@ class LLM:
     def _run(self, batch: Sequence[PreparedPrompt]) -> tuple[list[str], dict[tuple[str, int], Delta]]:
         """Runs requests to their end. Returns their ids, and the last delta of each sample."""
         engine, queue = self.engine, DeltaQueue()
-        total = sum(prepared.params.n for prepared in batch)
+        total = sum([prepared.params.n for prepared in batch])
         ended: dict[tuple[str, int], Delta] = {}
         hidden = len(batch) < 2 or not _shows_bars()
         with Interrupts() as interrupts, tqdm(total=total, disable=hidden, unit="sample", desc="generate") as bar:
@@ -202,7 +205,8 @@ class LLM:
                 return ids, ended
             finally:
                 with engine.turns:
-                    engine.abandon(queue)
+                    if len(ended) < total:
+                        engine.abandon(queue)
                     engine.finish_launched()
 
     def embed(

@@ -297,7 +297,8 @@ class CacheCoordinator:
         locked = self.pages.cached_of(held)
         states = self.prefixes.release(request)
         self.pages.unlock(locked)
-        self.pages.free(tuple(request.pages.spare))
+        if self.pages.has_windows:
+            self.pages.free(tuple(request.pages.spare))
         self.pages.free_used(held)  # the prefix cache has the others
         if request.state_slot is not None and request.state_slot in states:
             slot = request.state_slot.index
@@ -322,14 +323,14 @@ class CacheCoordinator:
             store.tier.drop(tokens, key, whole=whole)
         self._num_releases += 1
 
-    def begin_step(self, waiting: Iterable[Request], headroom: int) -> None:
-        """Call before a step is made: adopts completed fetches and starts those of the first
-        waiting requests. `headroom` as for `admit`.
+    def advance_fetches(self, waiting: Iterable[Request], headroom: int) -> None:
+        """Call before a step is made, if there are `fetches`: adopts completed ones and starts those
+        of the first waiting requests. `headroom` as for `admit`.
         """
-        if self.fetches is not None:
-            if self.fetches.finish():
-                self._num_releases += 1
-            self.fetches.start(islice(waiting, LOOK_AHEAD), self.room_stamp(), headroom)
+        assert self.fetches is not None
+        if self.fetches.finish():
+            self._num_releases += 1
+        self.fetches.start(islice(waiting, LOOK_AHEAD), self.room_stamp(), headroom)
 
     def waits(self, request: Request) -> bool:
         return self.fetches is not None and self.fetches.awaited(request)
@@ -343,12 +344,11 @@ class CacheCoordinator:
         if len(plan.decode.rows) and self.prefixes.answers.pass_step(plan.decode):
             plan.moves += self.prefixes.answers.leave(plan.decode, rows, self.prefixes.slot_within)
         plan.cleared = [] if self.slabs is None else sorted(self.slabs.unclean)
-        if self.prefixes.tier is not None:
-            self.prefixes.tier.seal(plan)
-        return any(copy.fetch for copy in plan.host_copies)
+        return self.prefixes.tier is not None and self.prefixes.tier.seal(plan)
 
     def launched(self, plan: StepPlan) -> None:
-        del self.donations[: sum(move.donates for move in plan.moves)]
+        if plan.moves:
+            del self.donations[: len([move for move in plan.moves if move.when is When.FIRST])]
         if self.slabs is not None and plan.cleared:
             self.slabs.unclean.difference_update(plan.cleared)
         if self.prefixes.tier is not None:

@@ -8,6 +8,7 @@ import numpy as np
 from hybridrt.mem_cache.pools.page_groups import GroupPages, PageAllocators, PageSets, no_sets, pages_of
 from hybridrt.mem_cache.pools.slabs import SlabShare
 from hybridrt.mem_cache.pools.slots import Slot, SlotAllocator, Slots
+from hybridrt.mem_cache.pools.state_moves import When
 from hybridrt.mem_cache.prefix_tree.cache_events import Why
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
@@ -121,9 +122,9 @@ class HostTier:
         """The next plan runs after the copies up to `ticket`."""
         self._after = max(self._after, ticket)
 
-    def seal(self, plan: StepPlan) -> None:
+    def seal(self, plan: StepPlan) -> bool:
         """Adds pending copies to a plan. The plan waits for copies that read the entries that it
-        writes.
+        writes. True if it fetches a prefix.
         """
         plan.host_copies = list(self._pending)
         if self._read_pages or self._read_slabs:
@@ -134,12 +135,13 @@ class HostTier:
         if self._read_slots or self._read_slabs:
             slots = [admission.state_slot for admission in plan.admissions]
             slots += [slot for row in plan.extend for _, slot in row.saves]
-            slots += [move.target for move in plan.moves if not move.donates]
+            slots += [move.target for move in plan.moves if move.when is When.BEFORE_ROWS]
             self._written(self._read_slots, slots)
             self._slabs_written([(len(self.pages), slot) for slot in slots])
         for slab in plan.cleared:
             self._slab_written(slab, by=None)
         plan.after_copies = self._after
+        return any(copy.fetch for copy in plan.host_copies)
 
     def launched(self, plan: StepPlan) -> None:
         self._after = 0 if self._after <= plan.after_copies else self._after

@@ -15,8 +15,15 @@ from hybridrt.mem_cache.pools.room import Room
 from hybridrt.mem_cache.pools.slots import Slot, SlotAllocator
 from hybridrt.mem_cache.prefix_tree.cache_events import CacheSubscription, Why
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
-from hybridrt.mem_cache.prefix_tree.cache_miss import CacheMiss, LostTokens, other_key
-from hybridrt.mem_cache.prefix_tree.prefix_cache import NO_MATCH, CacheCounts, CacheEntries, PrefixMatch
+from hybridrt.mem_cache.prefix_tree.prefix_cache import (
+    NO_MATCH,
+    CacheCounts,
+    CacheEntries,
+    CacheMiss,
+    LostTokens,
+    PrefixMatch,
+    other_key,
+)
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_node import Node, StateKind
 from hybridrt.mem_cache.prefix_tree.state_worth import NewState
@@ -140,14 +147,15 @@ class PrefixStore:
         last ones first.
         """
         prompt = request.prefill_end
+        ids = request.ids[:prompt]
         if not request.metrics.retractions and not request.afresh:
             request.metrics.admission_time = time.monotonic()
-            self._count(request, match)
+            self._count(request, ids, match)
         request.shared, request.save_at, request.spaced = False, (), ()
         if self.keeps and self._slots.total:
-            parts = self.tree.waiting.partings(request.ids[:prompt], request.cache_key)
+            parts = self.tree.waiting.partings(ids, request.cache_key)
             ends = (prompt - 1, match.fork, *sorted({*parts, *request.boundaries}, reverse=True))
-            grid = dict.fromkeys(min(end, prompt - 1) // self.grid * self.grid for end in ends)
+            grid = dict.fromkeys([min(end, prompt - 1) // self.grid * self.grid for end in ends])
             request.save_at = tuple([end for end in grid if end > match.length][:MAX_SAVES])
             if self.spaces and not self._pages.has_windows:
                 apart = max(SPACED, (prompt - match.length) // MOST_SPACED) // self.grid * self.grid
@@ -403,31 +411,31 @@ class PrefixStore:
                 found |= {name: pool.num_cached, f"{name}_total": pool.total}
         return found | asdict(self.counts)
 
-    def _count(self, request: Request, match: PrefixMatch) -> None:
-        """Counts a match. No token is lost twice. The last one of a prompt is always computed, so
-        never lost. Requests that skip the match lose nothing.
+    def _count(self, request: Request, ids: np.ndarray, match: PrefixMatch) -> None:
+        """Counts a match of the prompt `ids` [n] int32. No token is lost twice. The last one of a
+        prompt is always computed, so never lost. Requests that skip the match lose nothing.
         """
-        counts, key, prompt = self.counts, request.cache_key, request.prefill_end
+        counts, key, prompt = self.counts, request.cache_key, len(ids)
         request.metrics.cached_tokens = match.length if match.staged is None else match.staged_from
         counts.asked += prompt
         counts.hit += request.metrics.cached_tokens
         if match.staged is not None or not self.keeps:
             return
         if request.params.prompt_logprobs is None and request.params.pooling != "mean":
-            seen = self._seen.length(request.ids[: prompt - 1], key)
+            seen = self._seen.length(ids[:-1], key)
             lost = LostTokens.from_match(match, prompt - 1, seen, self._slots.total > 0)
             counts.without_kv += lost.evicted
             counts.retokenised += lost.changed
             counts.without_state += lost.no_state
-            request.metrics.cache_miss = self._miss(request, match, lost)
+            request.metrics.cache_miss = self._miss(request, ids, match, lost)
         else:
             request.metrics.cache_miss = CacheMiss("skipped", 0)
         if self.tier is not None:
-            self.tier.tree.touch(request.ids[: match.length], key)
+            self.tier.tree.touch(ids[: match.length], key)
 
-    def _miss(self, request: Request, match: PrefixMatch, lost: LostTokens) -> CacheMiss | None:
+    def _miss(self, request: Request, ids: np.ndarray, match: PrefixMatch, lost: LostTokens) -> CacheMiss | None:
         """Why more of the prompt was not reused; None if no more could be."""
-        last, recurrent = request.prefill_end - 1, self.tree.recurrent
+        last, recurrent = len(ids) - 1, self.tree.recurrent
         least = 1 if recurrent else self.tree.page_size + self.tree.lookahead  # tokens that can be reused
         if last - match.length < least:
             return None
@@ -437,7 +445,7 @@ class PrefixStore:
         if gap >= least and not recurrent:
             return CacheMiss("evicted", match.length, gap)  # of a window
         found, key = lost.cause(match), request.cache_key
-        elsewhere, other = self.tree.known_elsewhere(request.ids[:last], key)
+        elsewhere, other = self.tree.known_elsewhere(ids[:last], key)
         gain = elsewhere - match.known - lost.evicted
         # Fewer tokens than the grid have no state: nobody could share them.
         return found if gain <= max(found.tokens, self.grid) else other_key(key, other, match.known, gain)
@@ -466,12 +474,16 @@ class PrefixStore:
             return CacheEntries(pages_of(no_sets(len(self._pages)))), Node(np.empty(0, np.int32), 0, no_sets(0))
         key = request.cache_key
         self._seen.note(ids, key)
-        own = request.save_at
-        kinds = {place: StateKind.ANSWER for place in states if place in request.spaced and place not in own}
-        kinds |= {place: StateKind.FORK for place in states if place in own[1:]}
-        within = {place: StateKind.ANSWER for place, slot in states.items() if slot in self.answers}
+        own, within, kinds = request.save_at, False, dict[int, StateKind]()
+        for place, slot in states.items():
+            if slot in self.answers:
+                within, kinds[place] = True, StateKind.ANSWER
+            elif place in own[1:]:
+                kinds[place] = StateKind.FORK
+            elif place in request.spaced and place not in own:
+                kinds[place] = StateKind.ANSWER
         sets = request.pages.shareable[:num_pages]
-        taken, node = self.tree.insert(ids, sets, states, key, len(request.prompt), kinds | within, why)
+        taken, node = self.tree.insert(ids, sets, states, key, len(request.prompt), kinds, why)
         self._pages.to_cache(taken.pages)
         self._slots.to_cache(taken.states)
         if within:
@@ -483,6 +495,8 @@ class PrefixStore:
         return taken, node
 
     def _free_saves(self, request: Request, states: Mapping[int, Slot], taken: CacheEntries) -> None:
+        if not states:
+            return
         self._slots.free([slot for slot in states.values() if slot not in taken.states])
         request.saves = {place: slot for place, slot in request.saves.items() if place not in states}
 

@@ -94,7 +94,8 @@ class Sessions:
         if self._identity is None:
             runner = self._runner()
             layers = {i: [list(t.shape[2:]) for t in runner.pools.kv.held(i)] for i in runner.pools.kv.specs}
-            self._identity = state_identity(runner.config, runner.target, runner.model_path) | {
+            scales = runner.pools.kv.scales
+            self._identity = state_identity(runner.config, runner.target, runner.model_path, scales) | {
                 "tp_size": runner.config.tp_size,
                 "kv_layers": ", ".join(f"{i}: {shapes}" for i, shapes in layers.items()),
             }

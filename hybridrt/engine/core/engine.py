@@ -169,8 +169,10 @@ class Engine:
         check_submission(prepared, request_id, export_to, export_from)
         with self.turns.now:
             if request_id is None:
-                names = (f"request-{i}" for i in count(self._num_requests))
-                request_id = next(name for name in names if name not in self._samples)
+                number = self._num_requests
+                while f"request-{number}" in self._samples:
+                    number += 1
+                request_id = f"request-{number}"
             elif request_id in self._samples:
                 raise RequestError(f"request id {request_id!r} is in use; pass another one, or None to get one")
             seed = derive_seed(self._seed, self._num_requests) if prepared.params.seed is None else prepared.params.seed

@@ -8,10 +8,9 @@ import numpy as np
 
 from hybridrt.base.errors import EngineError
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
-from hybridrt.engine.core.chunk_budget import ChunkBudget
 from hybridrt.engine.core.client_queues import ClientQueues, PromptOrder
 from hybridrt.engine.core.followers import Followers
-from hybridrt.engine.core.step_cost import PromptWork
+from hybridrt.engine.core.step_cost import ChunkBudget, PromptWork
 from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.engine.request.sample_request import Request, RowColumns
 from hybridrt.kernels.core.slots import OWN_SLOT
@@ -144,7 +143,8 @@ class Scheduler:
         """The next step, counted as launched from now on; None if nothing can run before a launched
         step ends.
         """
-        self._coordinator.begin_step(self.waiting, len(self.running))
+        if self._coordinator.fetches is not None:
+            self._coordinator.advance_fetches(self.waiting, len(self.running))
         if self._aside:
             self._queue_again()
         step = ScheduledStep()
@@ -210,8 +210,9 @@ class Scheduler:
                 self._coordinator.settle(request, new)
             elif not request.in_flight:
                 self._coordinator.release(request)
-        for request, _ in step.rows[len(decode) :]:
-            self._let_go(request)
+        if extend:
+            for request, _ in step.rows[-len(extend) :]:
+                self._let_go(request)
         if self._drafter is not None:
             moved = [i for i, (r, max_new) in enumerate(step.rows) if max_new and r.arrival in self.running]
             self._drafter.after_step([step.rows[i][0] for i in moved], [gained[i] for i in moved])
@@ -304,7 +305,7 @@ class Scheduler:
         if self._order is None:
             requests = list(self.running.values())
             self._order = requests, np.array([r.row.index for r in requests], np.int64)  # type: ignore[union-attr]
-            self._constrained = any(request.matcher is not None for request in requests)
+            self._constrained = any([request.matcher is not None for request in requests])
         return self._order
 
     def _needs_tokens(self, requests: Sequence[Request], columns: RowColumns, ready: np.ndarray) -> np.ndarray:

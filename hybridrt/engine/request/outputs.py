@@ -10,7 +10,7 @@ import msgspec
 
 from hybridrt.base.errors import EngineError
 from hybridrt.base.errors_foreign import no_attribute
-from hybridrt.mem_cache.prefix_tree.cache_miss import CacheMiss
+from hybridrt.mem_cache.prefix_tree.prefix_cache import CacheMiss
 from hybridrt.runtime.step.plan import StepPlan
 from hybridrt.runtime.step.token_scores import TokenScores
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybridrt.kernels.attention.kv_codes import as_bytes, numbers
 from hybridrt.kernels.attention.paged_attention import qk_norm_rotary, store
 from hybridrt.kernels.core.operation import By, operation
 from hybridrt.kernels.core.records import AttentionPrompts, LatentWeights, PagedKV, Rope
@@ -24,21 +25,22 @@ from hybridrt.kernels.dense.norm_activation import rms_norm
 @operation(By("triton"))
 def write_latent(
     q: Tensor, k: Tensor, weights: LatentWeights, positions: Tensor, cos_sin: Tensor | None, cache: Tensor,
-    out_cache_loc: Tensor,
+    out_cache_loc: Tensor, scale: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """Normalizes and rotates latent vectors, stores them, and rotates queries.
 
     k `[T, rank + rope]`: the first rank numbers are normalized, the others rotated by positions
     `[T]`, like the last rope numbers of q `[T, H, nope + rope]`; without cos_sin (see Rope) nothing
     is rotated. k goes to token slots out_cache_loc `[T]` of the cache `[pages, page, 1, rank +
-    rope]`, except to page 0 (padding). Returns q, possibly rotated in place.
+    rope]`, except to page 0 (padding), as codes with `scale` in a float8_e4m3fn cache. Returns q,
+    possibly rotated in place.
     """
     (_, nope, rank), tail = weights.up_k.shape, k
     latent, tail = rms_norm.reference(k[:, :rank], weights.norm, weights.norm_eps), k[:, rank:]
     if cos_sin is not None:
         q_tail, turned = qk_norm_rotary.reference(q[..., nope:], tail.unsqueeze(1), positions, Rope(cos_sin))
         q, tail = torch.cat((q[..., :nope], q_tail), dim=-1), turned.squeeze(1)
-    store([(cache, torch.cat((latent, tail), dim=-1).unsqueeze(1))], out_cache_loc)
+    store([(cache, torch.cat((latent, tail), dim=-1).unsqueeze(1), scale)], out_cache_loc)
     return q
 
 
@@ -52,23 +54,23 @@ def latent_extend(q: Tensor, kv: PagedKV, weights: LatentWeights, batch: Attenti
     up_k = weights.up_k
     rank = up_k.shape[2]
     out = q.new_zeros(*q.shape[:2], weights.up_v.shape[2])
-    cells, start = kv.k_cache.flatten(0, 2), 0
+    cells, start, scale = as_bytes(kv.k_cache.flatten(0, 2)), 0, kv.score_scale
     for row, (query_len, seq_len) in enumerate(zip(batch.query_lens, batch.seq_lens_host, strict=True)):
         end, before = start + query_len, seq_len - query_len
         if query_len > 0:
             first = 0 if kv.sliding_window is None else max(before - kv.sliding_window + 1, 0)
             slots = kv.req_to_token[:, first:seq_len].index_select(0, batch.rows[row : row + 1]).view(-1)
-            vectors = cells.index_select(0, slots).to(q.dtype)
+            vectors = numbers(cells.index_select(0, slots).view(kv.k_cache.dtype), q.dtype)
             latents, tail = vectors[:, :rank], vectors[:, rank:].expand(len(up_k), -1, -1)
             keys = torch.cat((latents @ up_k.transpose(1, 2), tail), dim=-1)
             mask = torch.ones(query_len, seq_len - first, dtype=torch.bool, device=q.device).tril_(before - first)
             if kv.sliding_window is not None:
                 mask.triu_(before - first - kv.sliding_window + 1)
             query = q[start:end].transpose(0, 1)
-            result = F.scaled_dot_product_attention(query, keys, latents @ weights.up_v, attn_mask=mask, scale=kv.scale)
+            result = F.scaled_dot_product_attention(query, keys, latents @ weights.up_v, attn_mask=mask, scale=scale)
             out[start:end] = result.transpose(0, 1)
         start = end
-    return out
+    return out.mul_(kv.v_scale) if kv.coded else out
 
 
 @operation(By("triton"))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hybridrt.base.device import multiprocessors, shared_memory
 from hybridrt.kernels.attention import prefill_attention_triton as prefill
+from hybridrt.kernels.attention.kv_codes_triton import as_stored, inverse_scale
 from hybridrt.kernels.attention.latent_attention import from_latent, into_latent
 from hybridrt.kernels.attention.prefill_attention_triton import KeySources, described, width_of
 from hybridrt.kernels.core.pdl_triton import begin, pdl
@@ -35,19 +36,19 @@ def _rotated(x, cos_sin_ptr, position, mask, HALF: tl.constexpr, BLOCK_HALF: tl.
 
 @triton.jit
 def _turn(  # type: ignore[no-untyped-def]
-    x, out, cos_sin_ptr, position, mask, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr
+    x, out, cos_sin_ptr, position, mask, inverse, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr
 ):
     """A thread holds both halves of a pair, so out may be x."""
     first, second = _rotated(x, cos_sin_ptr, position, mask, HALF, BLOCK_HALF)
     i = tl.arange(0, BLOCK_HALF)[None, :]
     mask = mask[:, None] & (i < HALF)
-    tl.store(out[:, None] + i, first.to(out.dtype.element_ty), mask=mask)
-    tl.store(out[:, None] + HALF + i, second.to(out.dtype.element_ty), mask=mask)
+    tl.store(out[:, None] + i, as_stored(first, inverse, out.dtype.element_ty), mask=mask)
+    tl.store(out[:, None] + HALF + i, as_stored(second, inverse, out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _write_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, weight_ptr, positions_ptr, cos_sin_ptr, cache_ptr, slots_ptr, eps, q_st, q_sh, k_st,
+    q_ptr, k_ptr, weight_ptr, positions_ptr, cos_sin_ptr, cache_ptr, slots_ptr, eps, inverse, q_st, q_sh, k_st,
     H: tl.constexpr, NOPE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, HALF: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_HALF: tl.constexpr, PDL: tl.constexpr,
@@ -63,7 +64,7 @@ def _write_kernel(  # type: ignore[no-untyped-def]
         if tl.program_id(1) == 1:
             h = tl.arange(0, BLOCK_H)
             x = q_ptr + t * q_st + NOPE + h * q_sh
-            _turn(x, x, cos_sin_ptr, position, h < H, HALF, BLOCK_HALF)
+            _turn(x, x, cos_sin_ptr, position, h < H, None, HALF, BLOCK_HALF)
             return
     if slot < PAGE:
         return
@@ -72,25 +73,25 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     x = tl.load(source + d, mask=d < RANK, other=0.0).to(tl.float32)
     rest = tl.load(source + RANK + r, mask=r < ROPE)
     x *= 1.0 / tl.sqrt(tl.sum(x * x, 0) / RANK + eps)
-    tl.store(target + d, (x * weight).to(cache_ptr.dtype.element_ty), mask=d < RANK)
-    tl.store(target + RANK + r, rest.to(cache_ptr.dtype.element_ty), mask=r < ROPE)
+    tl.store(target + d, as_stored(x * weight, inverse, cache_ptr.dtype.element_ty), mask=d < RANK)
+    tl.store(target + RANK + r, as_stored(rest, inverse, cache_ptr.dtype.element_ty), mask=r < ROPE)
     if HALF > 0:
         one = tl.arange(0, 1)
-        _turn(source + RANK + one, target + RANK + one, cos_sin_ptr, position, one < 1, HALF,
+        _turn(source + RANK + one, target + RANK + one, cos_sin_ptr, position, one < 1, inverse, HALF,
               BLOCK_HALF)  # fmt: skip
 
 
 def write_latent_triton(
     q: Tensor, k: Tensor, weights: LatentWeights, positions: Tensor, cos_sin: Tensor | None, cache: Tensor,
-    out_cache_loc: Tensor,
+    out_cache_loc: Tensor, scale: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """One launch, in place."""
     (tokens, heads, query_dim), (_, nope, rank) = q.shape, weights.up_k.shape
     half = 0 if cos_sin is None else cos_sin.shape[1] // 2
     if tokens:
         _write_kernel[(tokens, 2 if half else 1)](
-            q, k, weights.norm, positions, cos_sin, cache, out_cache_loc, weights.norm_eps, q.stride(0), q.stride(1),
-            k.stride(0),
+            q, k, weights.norm, positions, cos_sin, cache, out_cache_loc, weights.norm_eps, inverse_scale(cache, scale),
+            q.stride(0), q.stride(1), k.stride(0),
             H=heads, NOPE=nope, RANK=rank, ROPE=query_dim - nope, HALF=half, PAGE=cache.shape[1],
             BLOCK_H=triton.next_power_of_2(heads), BLOCK_D=triton.next_power_of_2(rank),
             BLOCK_R=triton.next_power_of_2(query_dim - nope), BLOCK_HALF=triton.next_power_of_2(max(half, 1)),

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybridrt.kernels.attention.kv_codes import as_bytes, as_stored, numbers
 from hybridrt.kernels.core.operation import By, operation
 from hybridrt.kernels.core.records import AttentionPrompts, AttentionRows, KVPlaces, PagedKV, Rope
 from hybridrt.kernels.dense.norm_activation import rms_norm
@@ -26,14 +27,21 @@ SCORES = 1 << 26  # at most so many scores of prompts with sinks are computed at
 
 
 @operation(By("triton"))
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
+def write_kv(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor, k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:  # fmt: skip
     """Stores k, v `[T, Hkv, D]` at token slots out_cache_loc `[T]` of the caches `[pages, page,
-    Hkv, D]`, in place. Page 0 is padding and not written."""
-    store(((k_cache, k), (v_cache, v)), out_cache_loc)
+    Hkv, D]`, in place; in float8_e4m3fn caches as codes (`kv_codes.py`). Page 0 is padding and not
+    written."""
+    store(((k_cache, k, k_scale), (v_cache, v, v_scale)), out_cache_loc)
 
 
-def store(caches: Iterable[tuple[Tensor, Tensor]], out_cache_loc: Tensor) -> None:
-    """`write_kv` of (cache, values) pairs in plain torch."""
+NewCells = Iterable[tuple[Tensor, Tensor, float]]  # a cache, what enters it, and the scale of codes
+
+
+def store(caches: NewCells, out_cache_loc: Tensor) -> None:
+    """`write_kv` in plain torch."""
     caches = tuple(caches)
     store_at(caches, cell_places(out_cache_loc, caches[0][0].shape[1]))
 
@@ -59,9 +67,9 @@ def cell_places(out_cache_loc: Tensor, page: int) -> CellPlaces:
     return CellPlaces(slots.masked_fill(padding, 0), padding)
 
 
-def store_at(caches: Iterable[tuple[Tensor, Tensor]], places: CellPlaces) -> None:
-    for cache, new in caches:
-        cells, values = cache.view(-1, *cache.shape[2:]), new.to(cache.dtype)
+def store_at(caches: NewCells, places: CellPlaces) -> None:
+    for cache, new, scale in caches:
+        cells, values = (as_bytes(each) for each in (cache.view(-1, *cache.shape[2:]), as_stored(new, cache, scale)))
         if places.padding is not None:
             values = torch.where(places.padding[:, None, None], cells[:1], values)
         cells.index_copy_(0, places.cells, values)
@@ -104,7 +112,7 @@ def attention_extend(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out: Tenso
             attention = _causal_attention(query, keys, values, kv)
             out[start:end] = attention[0].transpose(0, 1)
         start = end
-    return out
+    return out.mul_(kv.v_scale) if kv.coded else out
 
 
 class RowContext(NamedTuple):
@@ -124,7 +132,8 @@ class RowContext(NamedTuple):
 def row_context(req_to_token: Tensor, batch: AttentionRows, tokens: int, sliding_window: int | None) -> RowContext:
     seq_lens = batch.seq_lens
     slots, position = _last_slots(req_to_token, batch.rows, seq_lens, tokens, sliding_window, batch.max_len)
-    if tokens == 1 and sliding_window is None and _all_reach(seq_lens, slots.shape[1]):
+    looks = tokens == 1 and sliding_window is None and not seq_lens.is_cuda  # on a GPU it would wait
+    if looks and seq_lens.tolist() == [slots.shape[1]] * len(seq_lens):  # every row sees the whole table: no mask
         return RowContext(_run(slots), None, seq_lens)
     last = seq_lens - 1 if batch.num_drafts is None else seq_lens - tokens + batch.num_drafts
     in_context = (position >= 0) & (position <= last.unsqueeze(1))
@@ -153,7 +162,7 @@ class RowContexts(dict[int | None, RowContext]):
 
 def attend(q: Tensor, kv: PagedKV, contexts: Mapping[int | None, RowContext], out: Tensor | None = None) -> Tensor:
     """`attention_decode` with known contexts, by window."""
-    k_cache, v_cache, scale, context = kv.k_cache, kv.v_cache, kv.scale, contexts[kv.sliding_window]
+    k_cache, v_cache, scale, context = kv.k_cache, kv.v_cache, kv.score_scale, contexts[kv.sliding_window]
     num_rows, tokens, query_heads, head_dim = q.shape
     kv_heads = k_cache.shape[2]
     groups = query_heads // kv_heads
@@ -172,6 +181,8 @@ def attend(q: Tensor, kv: PagedKV, contexts: Mapping[int | None, RowContext], ou
     else:
         sinks = kv.sinks.view(kv_heads, groups).repeat_interleave(tokens, 1)
         result = _attention_with_sinks(query, keys, values, visible, scale, sinks)
+    if kv.coded:
+        result *= kv.v_scale
     if visible is not None:
         result.masked_fill_((context.seq_lens == 0).view(-1, 1, 1, 1), 0)
     if out is None:
@@ -190,13 +201,6 @@ def _run(slots: Tensor) -> Tensor | slice:
     return slice(first, end) if numbers[-1] == end - 1 and (np.diff(numbers) == 1).all() else slots.view(-1)
 
 
-def _all_reach(seq_lens: Tensor, context: int) -> bool:
-    """Whether every context has the table's width: then no mask is needed. False if looking would
-    wait.
-    """
-    return not seq_lens.is_cuda and seq_lens.tolist() == [context] * len(seq_lens)
-
-
 def _by_head(caches: Iterable[Tensor], slots: Tensor | slice, num_rows: int, dtype: torch.dtype) -> list[Tensor]:
     """[B, Hkv, L, D] of each cache: its entries at slots [B * L]."""
     found = []
@@ -207,8 +211,9 @@ def _by_head(caches: Iterable[Tensor], slots: Tensor | slice, num_rows: int, dty
             shape, strides = (num_rows, heads, length, dim), (length * token, head, token, element)
             cells = cache.as_strided(shape, strides, cache.storage_offset() + slots.start * token)
         else:
-            cells = cache.view(-1, heads * dim).index_select(0, slots).view(num_rows, -1, heads, dim).transpose(1, 2)
-        found.append(cells.to(dtype))
+            taken = as_bytes(cache).view(-1, heads * dim).index_select(0, slots).view(cache.dtype)
+            cells = taken.view(num_rows, -1, heads, dim).transpose(1, 2)
+        found.append(numbers(cells, dtype))
     return found
 
 
@@ -250,7 +255,7 @@ def _causal_attention(query: Tensor, keys: Tensor, values: Tensor, kv: PagedKV) 
             mask.triu_(context - query_len - sliding_window + 1)
     if kv.sinks is None or mask is None:
         return F.scaled_dot_product_attention(
-            query, keys, values, attn_mask=mask, is_causal=mask is None, scale=kv.scale, enable_gqa=True
+            query, keys, values, attn_mask=mask, is_causal=mask is None, scale=kv.score_scale, enable_gqa=True
         )
     out = query.new_empty(*query.shape[:3], values.shape[3])
     rows = max(SCORES // (query.shape[1] * context), 1)
@@ -258,7 +263,7 @@ def _causal_attention(query: Tensor, keys: Tensor, values: Tensor, kv: PagedKV) 
         tokens = query[:, :, part : part + rows].unflatten(1, (keys.shape[1], -1))
         sinks = kv.sinks.view(1, keys.shape[1], -1, 1)
         found = _attention_with_sinks(
-            tokens, keys.unsqueeze(2), values.unsqueeze(2), mask[part : part + rows], kv.scale, sinks
+            tokens, keys.unsqueeze(2), values.unsqueeze(2), mask[part : part + rows], kv.score_scale, sinks
         )
         out[:, :, part : part + rows] = found.flatten(1, 2)
     return out

@@ -6,6 +6,9 @@ GROUPS. Scores are in units of log 2.
 
 Keys of a latent cache have D + ROPE numbers, in two parts so that each width is a power of two; the
 first D are also the values. Other caches have ROPE = 0.
+
+Codes of e4m3 are converted when they are loaded. Their scales are factors of the scores and of the
+sums: `v_scale` is None for plain numbers.
 """
 
 import math
@@ -17,6 +20,7 @@ from torch import Tensor
 
 from hybridrt.base.device import multiprocessors, shared_memory
 from hybridrt.base.errors import ConfigError
+from hybridrt.kernels.attention.kv_codes_triton import as_stored, for_products, inverse_scale
 from hybridrt.kernels.core.launch import (
     LARGE_SHARED_MEMORY,
     arrival_counters,
@@ -64,7 +68,7 @@ def _depth(sees, node, node_mask, sees_st, T: tl.constexpr, BLOCK_T: tl.constexp
 def _decode_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, table_ptr, rows_ptr, seq_lens_ptr, sees_ptr, drafts_ptr, out_ptr, partial_ptr, lse_ptr,
     arrivals_ptr, sinks_ptr, q_sb, q_st, q_sh, table_sr, sees_sb, sees_st, out_st, scale_log2,
-    T: tl.constexpr, HKV: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr,
+    v_scale, T: tl.constexpr, HKV: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr,
     WINDOW: tl.constexpr, SPLITS: tl.constexpr, FEW: tl.constexpr, LEAST: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
@@ -92,10 +96,11 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     d, r = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_R)
     mask = live[:, None] & (d < D)[None, :]
     q_row = q_ptr + b.to(tl.int64) * q_sb + token * q_st + head * q_sh
-    q = tl.load(q_row[:, None] + d[None, :], mask=mask, other=0.0)
+    q = for_products(tl.load(q_row[:, None] + d[None, :], mask=mask, other=0.0), k_ptr.dtype.element_ty)
     q_rope = q
     if ROPE > 0:
         q_rope = tl.load(q_row[:, None] + D + r[None, :], mask=live[:, None] & (r < ROPE)[None, :], other=0.0)
+        q_rope = for_products(q_rope, k_ptr.dtype.element_ty)
     depth = token
     if sees_ptr is not None:
         sees = sees_ptr + b.to(tl.int64) * sees_sb
@@ -154,6 +159,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         row_max, row_sum = new_max, row_sum * rescale + tl.sum(weights, 1)
     row_sum = tl.where(row_sum == 0, 1.0, row_sum)
     y = acc / row_sum[:, None]
+    if v_scale is not None:
+        y *= v_scale
     finished = SPLITS == 1
     if SPLITS > 1:
         parted = True
@@ -246,10 +253,11 @@ def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: T
     req_to_token, mask = kv.req_to_token, batch.mask
     (num_rows, tokens, query_heads, key_dim), (kv_heads, head_dim) = q.shape, kv.v_cache.shape[2:]
     rope, rows_per_head = key_dim - head_dim, tokens * query_heads // kv_heads
-    tile = _tile(rows_per_head, head_dim, q)
+    tile = _tile(rows_per_head, head_dim, q, kv.coded)
     head_blocks = kv_heads * triton.cdiv(rows_per_head, tile["BLOCK_M"])
     walk, joined = _walk(max(num_rows * head_blocks, 1), req_to_token.shape[1], tile, q)
     tile |= walk
+    tile["num_stages"] += kv.coded  # a stage has fewer bytes
     splits, window = tile["SPLITS"], kv.sliding_window or 0
     if out is None:
         out = q.new_empty(*q.shape[:3], head_dim)
@@ -263,7 +271,7 @@ def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: T
         q, kv.k_cache, kv.v_cache, req_to_token, batch.rows, batch.seq_lens, mask, batch.num_drafts, out, partial,
         lse, arrivals, kv.sinks, q.stride(0), q.stride(1), q.stride(2), req_to_token.stride(0),
         0 if mask is None else mask.stride(0), 0 if mask is None else mask.stride(1),
-        token_stride, kv.scale * LOG2_E.value,
+        token_stride, kv.score_scale * LOG2_E.value, kv.v_scale if kv.coded else None,
         T=tokens, HKV=kv_heads, GROUPS=query_heads // kv_heads, D=head_dim, ROPE=rope, WINDOW=window,
         BLOCK_R=rope_block(rope), BLOCK_T=triton.next_power_of_2(tokens), PRECISION=dot_precision(q.dtype), **tile,
         **pdl(q.device),
@@ -337,21 +345,22 @@ def rope_block(rope: int) -> int:
     return max(16, triton.next_power_of_2(rope))
 
 
-def _tile(rows: int, head_dim: int, q: Tensor) -> dict[str, int]:
+def _tile(rows: int, head_dim: int, q: Tensor, coded: bool) -> dict[str, int]:
+    """Codes are converted in registers, which larger tiles would fill (compiled for sm_90)."""
     block_d, halved = max(16, triton.next_power_of_2(head_dim)), q.dtype == torch.float32
     max_rows = BLOCK_M >> (halved + (block_d > 256))  # registers cannot hold sums of 64 rows of 512 numbers
     block_m = min(max(16, triton.next_power_of_2(rows)), max(16, max_rows))
     return {
         "BLOCK_M": block_m,
-        "BLOCK_N": max(16, BLOCK_N >> halved),
+        "BLOCK_N": max(16, BLOCK_N >> (halved or coded)),
         "BLOCK_D": block_d,
-        "num_warps": 8 if block_m * block_d > 8192 else 4,
+        "num_warps": 8 if block_m * block_d > 8192 or (coded and block_d > 256) else 4,
     }
 
 
 @triton.jit
 def _write_kv_kernel(  # type: ignore[no-untyped-def]
-    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr, k_st, k_sh, v_st, v_sh,
+    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr, k_inverse, v_inverse, k_st, k_sh, v_st, v_sh,
     HKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -365,15 +374,19 @@ def _write_kv_kernel(  # type: ignore[no-untyped-def]
     target = slot * (HKV * D) + h * D + d
     k = tl.load(k_ptr + t * k_st + h * k_sh + d, mask=mask)
     v = tl.load(v_ptr + t * v_st + h * v_sh + d, mask=mask)
-    tl.store(k_cache_ptr + target, k.to(k_cache_ptr.dtype.element_ty), mask=mask)
-    tl.store(v_cache_ptr + target, v.to(v_cache_ptr.dtype.element_ty), mask=mask)
+    tl.store(k_cache_ptr + target, as_stored(k, k_inverse, k_cache_ptr.dtype.element_ty), mask=mask)
+    tl.store(v_cache_ptr + target, as_stored(v, v_inverse, v_cache_ptr.dtype.element_ty), mask=mask)
 
 
-def write_kv_triton(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
+def write_kv_triton(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor, k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:  # fmt: skip
     """One program a token."""
     tokens, kv_heads, head_dim = k.shape
     _write_kv_kernel[(tokens,)](
-        k, v, k_cache, v_cache, out_cache_loc, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        k, v, k_cache, v_cache, out_cache_loc, inverse_scale(k_cache, k_scale), inverse_scale(v_cache, v_scale),
+        k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         HKV=kv_heads, D=head_dim, PAGE=k_cache.shape[1], BLOCK_H=triton.next_power_of_2(kv_heads),
         BLOCK_D=triton.next_power_of_2(head_dim), **pdl(k.device),
     )  # fmt: skip

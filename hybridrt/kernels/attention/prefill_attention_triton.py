@@ -6,6 +6,8 @@ pages in place.
 
 Keys have D + ROPE numbers, values DV. The last ROPE numbers are separate, so that each width is a
 power of two: in a latent cache, and in copies of it for all heads (latent_attention_triton.py).
+
+Copies hold the numbers of e4m3 codes, which every dtype has. Scales are applied to scores and sums.
 """
 
 import math
@@ -19,6 +21,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hybridrt.base.device import multiprocessors, shared_memory
+from hybridrt.kernels.attention.kv_codes_triton import for_products
 from hybridrt.kernels.core.launch import LARGE_SHARED_MEMORY, dot_precision
 from hybridrt.kernels.core.records import AttentionPrompts, PagedKV
 
@@ -111,7 +114,7 @@ def _softmax_step(scores, row_max, row_sum, scale_log2):  # type: ignore[no-unty
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr", "seq_lens_ptr"])
 def _extend_kernel(  # type: ignore[no-untyped-def]
     q_ptr, keys, values, ropes, table_ptr, rows_ptr, starts_ptr, seq_lens_ptr, sinks_ptr, out_ptr, q_st, q_sh,
-    table_sr, total, scale_log2,
+    table_sr, total, scale_log2, v_scale,
     HKV: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ROPE: tl.constexpr,
     WINDOW: tl.constexpr, PAGED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, PRECISION: tl.constexpr, OUT_ST: tl.constexpr,
@@ -130,6 +133,9 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
         at = (start + first).to(tl.int64) * q_st + D + (token * q_st + head * q_sh)[:, None] + r[None, :]
         q_rope = tl.load(q_ptr + at, mask=live[:, None] & (r < ROPE)[None, :], other=0.0)
     if PAGED:
+        q = for_products(q, keys.dtype.element_ty)
+        if ROPE > 0:
+            q_rope = for_products(q_rope, keys.dtype.element_ty)
         table, shift, base = table_ptr + tl.load(rows_ptr + b).to(tl.int64) * table_sr, 0, 0
     else:
         base = _gathered_before(starts_ptr, seq_lens_ptr, b, WINDOW, BLOCK_N) - origin
@@ -182,8 +188,10 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
     first, token, head, live = _query_rows(block_m, query_len, kv_head, GROUPS, BLOCK_M)
     e = tl.arange(0, BLOCK_V)
     at = (again + first).to(tl.int64) * OUT_ST + (token * OUT_ST + head * DV)[:, None] + e[None, :]
-    out = (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + at, out, mask=live[:, None] & (e < DV)[None, :])
+    acc /= row_sum[:, None]
+    if v_scale is not None:
+        acc *= v_scale
+    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & (e < DV)[None, :])
 
 
 class KeySources(NamedTuple):
@@ -216,6 +224,8 @@ def attention_extend_triton(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out
     copied = 2 * BLOCK_N * sum(blocks) * kv_heads * width_of(dim) * q.element_size()
     gathered = bool(blocks) and not rope and ample(q) and copied <= MAX_GATHERED
     tile = tile_of(q, dim, kv_heads, query_lens, gathered)
+    if kv.coded and not gathered:
+        tile = coded_tile(tile, width_of(dim))
     sources = KeySources(k_cache, v_cache, k_cache[..., dim:] if rope else None)
     if gathered:
         keys, values, total = gather(k_cache, v_cache, kv, batch, blocks, q.dtype)
@@ -243,7 +253,8 @@ def run_extend(
     blocks = triton.cdiv(max(batch.query_lens) * groups, tile["BLOCK_M"])
     _extend_kernel[(kv_heads, blocks, len(batch.query_lens))](
         q, *sources[:3], kv.req_to_token, batch.rows, batch.query_start_loc, batch.seq_lens, kv.sinks, out,
-        q.stride(0), q.stride(1), kv.req_to_token.stride(0), sources.total, kv.scale * LOG2_E.value,
+        q.stride(0), q.stride(1), kv.req_to_token.stride(0), sources.total, kv.score_scale * LOG2_E.value,
+        kv.v_scale if kv.coded else None,
         HKV=kv_heads, GROUPS=groups, D=dim, DV=value_dim, ROPE=rope, WINDOW=kv.sliding_window or 0,
         PAGED=not sources.total, BLOCK_D=width_of(dim), BLOCK_V=width_of(value_dim), BLOCK_R=width_of(rope),
         PRECISION=dot_precision(q.dtype), OUT_ST=out.stride(0), **tile,
@@ -282,6 +293,20 @@ def tile_of(q: Tensor, dim: int, kv_heads: int, query_lens: Sequence[int], gathe
     if block_m * block_d >= 128 * 128 and ample(q):
         return tile | {"num_stages": 3} | ({} if wide else {"maxnreg": 128})
     return tile
+
+
+def coded_tile(tile: dict[str, int], block_d: int) -> dict[str, int]:
+    """For pages of codes, which are converted in registers: larger tiles would fill these (compiled
+    for sm_90)."""
+    wide = block_d > 128
+    block_m = min(tile["BLOCK_M"], 32 if block_d > 256 else 64)
+    warps = 8 if wide and block_m * block_d > 8192 else 4
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_N": min(tile["BLOCK_N"], 32 if wide else 64),
+        "num_stages": 3,
+        "num_warps": warps,
+    }
 
 
 def key_blocks(query_lens: Sequence[int], seq_lens: Sequence[int], sliding_window: int | None) -> list[int]:

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.attention.kv_codes_triton import as_stored, inverse_scale
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import KVPlaces, Rope
 from hybridrt.kernels.state.conv_and_gates_triton import strides
@@ -12,7 +13,8 @@ from hybridrt.kernels.state.conv_and_gates_triton import strides
 @triton.jit
 def _rotate(  # type: ignore[no-untyped-def]
     x_ptr, x_strides: tl.constexpr, out_ptr, out_strides: tl.constexpr, slots_ptr, positions_ptr, cos_sin_ptr,
-    weight_ptr, eps, first, tokens, HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
+    weight_ptr, eps, inverse, first, tokens,
+    HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Normalizes and rotates BLOCK_R heads from `first`, counted through all tokens. A thread holds
@@ -45,15 +47,15 @@ def _rotate(  # type: ignore[no-untyped-def]
         rest *= scale * tl.load(weight_ptr + j, mask=j < D, other=0.0)
     dtype = out_ptr.dtype.element_ty
     mask, rest_mask = mask & kept[:, None], rest_mask & kept[:, None]
-    tl.store(out + i, (first_half * cos - second_half * sin).to(dtype), mask=mask)
-    tl.store(out + HALF + i, (second_half * cos + first_half * sin).to(dtype), mask=mask)
-    tl.store(out + j, rest.to(dtype), mask=rest_mask)
+    tl.store(out + i, as_stored(first_half * cos - second_half * sin, inverse, dtype), mask=mask)
+    tl.store(out + HALF + i, as_stored(second_half * cos + first_half * sin, inverse, dtype), mask=mask)
+    tl.store(out + j, as_stored(rest, inverse, dtype), mask=rest_mask)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _rotary_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, positions_ptr, cos_sin_ptr, q_weight_ptr, k_weight_ptr,
-    k_cache_ptr, v_cache_ptr, slots_ptr, tokens, eps,
+    k_cache_ptr, v_cache_ptr, slots_ptr, tokens, eps, k_inverse, v_inverse,
     q_strides: tl.constexpr, k_strides: tl.constexpr, v_strides: tl.constexpr,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
@@ -63,16 +65,17 @@ def _rotary_kernel(  # type: ignore[no-untyped-def]
     q_blocks, kv_blocks = tl.cdiv(tokens * HQ, BLOCK_R), tl.cdiv(tokens * HKV, BLOCK_R)
     if block < q_blocks:
         _rotate(q_ptr, q_strides, q_ptr, q_strides, None, positions_ptr, cos_sin_ptr, q_weight_ptr, eps,
-                block * BLOCK_R, tokens, HQ, D, HALF, PAGE, BLOCK_R, BLOCK_HALF, BLOCK_REST, PDL)  # fmt: skip
+                None, block * BLOCK_R, tokens, HQ, D, HALF, PAGE, BLOCK_R, BLOCK_HALF, BLOCK_REST, PDL)  # fmt: skip
         return
     first = (block - q_blocks) * BLOCK_R
     if slots_ptr is None:
         _rotate(k_ptr, k_strides, k_ptr, k_strides, None, positions_ptr, cos_sin_ptr, k_weight_ptr, eps,
-                first, tokens, HKV, D, HALF, PAGE, BLOCK_R, BLOCK_HALF, BLOCK_REST, PDL)  # fmt: skip
+                None, first, tokens, HKV, D, HALF, PAGE, BLOCK_R, BLOCK_HALF, BLOCK_REST, PDL)  # fmt: skip
     else:
         if block < q_blocks + kv_blocks:
-            _rotate(k_ptr, k_strides, k_cache_ptr, (HKV * D, D), slots_ptr, positions_ptr, cos_sin_ptr, k_weight_ptr,
-                    eps, first, tokens, HKV, D, HALF, PAGE, BLOCK_R, BLOCK_HALF, BLOCK_REST, PDL)  # fmt: skip
+            _rotate(k_ptr, k_strides, k_cache_ptr, (HKV * D, D), slots_ptr, positions_ptr, cos_sin_ptr,
+                    k_weight_ptr, eps, k_inverse, first, tokens, HKV, D, HALF, PAGE,
+                    BLOCK_R, BLOCK_HALF, BLOCK_REST, PDL)  # fmt: skip
         else:
             row = first - kv_blocks * BLOCK_R + tl.arange(0, BLOCK_R)
             t, h = row // HKV, row % HKV
@@ -81,7 +84,8 @@ def _rotary_kernel(  # type: ignore[no-untyped-def]
             begin(PDL)
             mask = (slot >= PAGE)[:, None] & (d < D)
             x = tl.load(v_ptr + (t.to(tl.int64) * v_strides[0] + h * v_strides[1])[:, None] + d, mask=mask)
-            tl.store(v_cache_ptr + ((slot * HKV + h) * D)[:, None] + d, x.to(v_cache_ptr.dtype.element_ty), mask=mask)
+            x = as_stored(x, v_inverse, v_cache_ptr.dtype.element_ty)
+            tl.store(v_cache_ptr + ((slot * HKV + h) * D)[:, None] + d, x, mask=mask)
 
 
 def qk_norm_rotary_triton(q: Tensor, k: Tensor, positions: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
@@ -99,14 +103,18 @@ def rotary_write_kv_triton(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, r
 def _launch(
     q: Tensor, k: Tensor, v: Tensor | None, positions: Tensor, rope: Rope, places: KVPlaces | None = None
 ) -> None:
-    k_cache, v_cache = (None, None) if places is None else (places.k_cache, places.v_cache)
+    k_cache = v_cache = k_inverse = v_inverse = None
+    if places is not None:
+        k_cache, v_cache = places.k_cache, places.v_cache
+        k_inverse, v_inverse = inverse_scale(k_cache, places.k_scale), inverse_scale(v_cache, places.v_scale)
     (tokens, query_heads, head_dim), half = q.shape, rope.cos_sin.shape[1] // 2
     kv_heads = k.shape[1]
     rows, warps = rotary_tile(tokens * query_heads, head_dim)
     kv_blocks = triton.cdiv(tokens * kv_heads, rows)
     _rotary_kernel[(triton.cdiv(tokens * query_heads, rows) + (1 if v is None else 2) * kv_blocks,)](
         q, k, v, positions, rope.cos_sin, rope.q_weight, rope.k_weight, k_cache, v_cache,
-        None if places is None else places.out_cache_loc, tokens, rope.eps, strides(q), strides(k), strides(v),
+        None if places is None else places.out_cache_loc, tokens, rope.eps, k_inverse, v_inverse,
+        strides(q), strides(k), strides(v),
         HQ=query_heads, HKV=kv_heads, D=head_dim, HALF=half, PAGE=0 if k_cache is None else k_cache.shape[1],
         BLOCK_R=rows, BLOCK_HALF=triton.next_power_of_2(half),
         BLOCK_REST=triton.next_power_of_2(max(head_dim - 2 * half, 1)), BLOCK_D=triton.next_power_of_2(head_dim),

@@ -58,7 +58,7 @@ def plan_chunks(
     arrays = arrays_of(on_host)
     packed = np.empty(packed_size(arrays), np.int32)
     pack_arrays(arrays, packed)
-    on_device = unpack(on_host, torch.from_numpy(packed).to(device, non_blocking=True))
+    on_device = unpack(on_host, torch.from_numpy(packed).to(device, non_blocking=True), arrays)
     return chunk_plan(on_device, on_host, new, chunk_size)
 
 

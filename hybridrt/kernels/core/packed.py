@@ -69,9 +69,11 @@ def pack_arrays(arrays: Sequence[np.ndarray], out: np.ndarray) -> None:
         np.concatenate(parts, out=out)
 
 
-def unpack(record: Record, flat: torch.Tensor) -> Any:
-    """The record as views of `flat` [packed_size] int32, with the sections of `record`'s arrays."""
-    sizes, arrays, views = list[int](), arrays_of(record), list[torch.Tensor]()
+def unpack(record: Record, flat: torch.Tensor, arrays: Sequence[np.ndarray] | None = None) -> Any:
+    """The record as views of `flat` [packed_size] int32, with the sections of `record`'s arrays, which
+    may be given too."""
+    sizes, views = list[int](), list[torch.Tensor]()
+    arrays = arrays_of(record) if arrays is None else arrays
     for array in arrays:
         sizes += array.size, -array.size % ALIGNED
     for array, view in zip(arrays, flat.split(sizes)[::2] if sizes else ()):

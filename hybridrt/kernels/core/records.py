@@ -285,6 +285,7 @@ class PagedKV(NamedTuple):
     Attributes:
         k_cache, v_cache: [pages, page, Hkv, D] and [pages, page, Hkv, Dv]. Dv is D, or
             less in a latent cache of one head: its values are the first Dv numbers of the keys.
+            Float8_e4m3fn: codes of numbers that were divided by `k_scale` or `v_scale`.
         req_to_token: [R+1, max_context] int32 table of token slots.
         scale: factor of the scores.
         sliding_window: position p sees keys at positions > p - window; None for all earlier keys.
@@ -298,6 +299,18 @@ class PagedKV(NamedTuple):
     scale: float
     sliding_window: int | None = None
     sinks: Tensor | None = None
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of a query's product with the numbers in `k_cache`."""
+        return self.scale * self.k_scale
+
+    @property
+    def coded(self) -> bool:
+        """Whether the caches hold e4m3 codes."""
+        return self.k_cache.dtype == torch.float8_e4m3fn
 
 
 class LatentWeights(NamedTuple):
@@ -355,11 +368,13 @@ class AttentionPrompts(NamedTuple):
 
 class KVPlaces(NamedTuple):
     """Where keys and values go: caches [pages, page, Hkv, D], and token slots out_cache_loc [T]
-    int32."""
+    int32. Scales are those of PagedKV."""
 
     k_cache: Tensor
     v_cache: Tensor
     out_cache_loc: Tensor
+    k_scale: float = 1.0
+    v_scale: float = 1.0
 
 
 class Rope(NamedTuple):

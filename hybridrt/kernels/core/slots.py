@@ -1,26 +1,45 @@
-"""Reads and writes pool rows by slot (-1 is padding), and views of tensors by head and by token.
+"""Reads, writes and checks pool rows by slot (-1 is padding), and views of tensors by head and by token.
 
-Nothing here waits for the device. Views and their copies keep strides: Triton compiles kernels by
-the strides of their arguments.
+Only checks wait for the device. Views and their copies keep strides: Triton compiles kernels by the
+strides of their arguments.
 """
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from hybridrt.base.device import is_capturing
+from hybridrt.base.errors import HybridrtError, PoolError
 from hybridrt.kernels.core.records import StateSlots
 
 # Entry 0 of a pool is scratch, so slot 0 may mean something else.
 SCRATCH = 0  # padding may read and write it: the numbers are finite, and no request gets them
 NO_SLOT = 0  # the model keeps no state, or this one is not saved
 OWN_SLOT = 0
+# With HYBRIDRT_DEBUG=1, values on the device are checked too, which waits for the device.
+DEBUG = os.environ.get("HYBRIDRT_DEBUG") == "1"
 
 
 def pad_mask(slots: Tensor, ndim: int) -> Tensor:
     """True for padding rows: `slots` [B] as [B, 1, ...] with `ndim` dimensions."""
     return (slots < 0).view(-1, *[1] * (ndim - 1))
+
+
+def may_look(device: torch.device) -> bool:
+    """True if the host may read values of a device: always on a CPU, elsewhere with HYBRIDRT_DEBUG=1,
+    but not while a graph is recorded."""
+    return device.type == "cpu" or (DEBUG and not is_capturing())
+
+
+def check_range(name: str, values: Tensor, end: int, error: type[HybridrtError] = PoolError) -> None:
+    """Raises `error` unless all values are in [0, end), if they may be read."""
+    if values.numel() and may_look(values.device):
+        low, high = map(int, torch.aminmax(values))
+        if low < 0 or high >= end:
+            raise error(f"{name} holds {low if low < 0 else high}; valid are 0 to {end - 1}")
 
 
 def read_rows(pool: Tensor, slots: Tensor) -> Tensor:

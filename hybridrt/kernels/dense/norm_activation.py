@@ -1,7 +1,5 @@
 """RMS norm (Zhang and Sennrich 2019), alone and after a residual addition, and element-wise activations."""
 
-from functools import cache
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,7 +14,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x `[..., D]` of any float dtype and stride; weight `[D]` float32 (1 + w of zero-centred norms,
     folded at load time). Returns a new tensor of x's shape and dtype.
     """
-    return _normed(x.float(), weight, eps).to(x.dtype)
+    return torch.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
 
 
 @operation(By("triton"), By("flashinfer", priority=5), By("sgl_kernel", priority=4))
@@ -27,21 +25,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     of the rounded sum, in x's dtype.
     """
     residual.add_(x)
-    return _normed(residual.float(), weight, eps).to(x.dtype), residual
-
-
-def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    if x.device.type == "cpu" and x.numel() == weight.numel() and eps > 0:
-        # torch.rms_norm is six operations on a CPU. For one row, a product does.
-        row = x.reshape(1, -1)
-        scale = torch.addmm(_as_tensor(eps), row, row.t(), alpha=1 / row.shape[1]).rsqrt_()
-        return torch.mul(x, weight).mul_(scale)
-    return torch.rms_norm(x, weight.shape, weight, eps)
-
-
-@cache
-def _as_tensor(eps: float) -> Tensor:
-    return torch.full((1, 1), eps, dtype=torch.float32, device="cpu")
+    return torch.rms_norm(residual.float(), weight.shape, weight, eps).to(x.dtype), residual
 
 
 @operation(By("triton"), By("flashinfer", priority=5), By("sgl_kernel", priority=4))

@@ -37,7 +37,7 @@ MULTIPROCESSORS = 132  # those of the devices that the tiles are for; tiles do n
 
 
 @triton.jit
-def _weight_rows(block, N, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+def weight_rows(block, N, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
     row = block * BLOCK_N + tl.arange(0, BLOCK_N)
     if ACTIVATION == "silu_and_mul":
         row = row // 2 + (row % 2) * (N // 2)
@@ -56,10 +56,10 @@ def _activate(y, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _store_output(  # type: ignore[no-untyped-def]
+def store_output(  # type: ignore[no-untyped-def]
     y, bias_ptr, factor_ptr, out_ptr, block, tokens, N, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    row = _weight_rows(block, N, ACTIVATION, BLOCK_N)
+    row = weight_rows(block, N, ACTIVATION, BLOCK_N)
     if factor_ptr is not None:
         y *= tl.load(factor_ptr + row, mask=row < N, other=0.0)[None, :]
     if bias_ptr is not None:
@@ -105,7 +105,7 @@ def _matvec_kernel(  # type: ignore[no-untyped-def]
     k = tl.arange(0, BLOCK_K // PLANES)
     word = tl.arange(0, BLOCK_K // WORD)
     # Past the last row it repeats: cheaper than a mask, and never written.
-    row = tl.minimum(_weight_rows(tl.program_id(0), N, ACTIVATION, BLOCK_N), N - 1).to(tl.int64)
+    row = tl.minimum(weight_rows(tl.program_id(0), N, ACTIVATION, BLOCK_N), N - 1).to(tl.int64)
     weights = weight_ptr + row[:, None] * LENGTH + word[None, :]
     tile = tl.load(weights, mask=(word < LENGTH)[None, :], other=0.0)
     sum_end = tl.where(tl.program_id(0) == 0, K, 0)  # only the first program writes x + residual
@@ -147,7 +147,7 @@ def _matvec_kernel(  # type: ignore[no-untyped-def]
     y = tl.sum(acc, axis=1)
     if norm_ptr is not None:
         y *= 1.0 / tl.sqrt(tl.sum(squares, axis=0) / K + eps)
-    _store_output(y[None, :], bias_ptr, factor_ptr, out_ptr, tl.program_id(0), 1, N, ACTIVATION, BLOCK_N)
+    store_output(y[None, :], bias_ptr, factor_ptr, out_ptr, tl.program_id(0), 1, N, ACTIVATION, BLOCK_N)
 
 
 @triton.jit(do_not_specialize=["tokens", "whole"])
@@ -177,7 +177,7 @@ def _matmul_kernel(  # type: ignore[no-untyped-def]
             first = part * PART
             end = tl.minimum(first + PART, K)
     k, t, word = tl.arange(0, BLOCK_K // PLANES), tl.arange(0, T), tl.arange(0, BLOCK_K // WORD)
-    row = tl.minimum(_weight_rows(block, N, ACTIVATION, BLOCK_N), N - 1).to(tl.int64)
+    row = tl.minimum(weight_rows(block, N, ACTIVATION, BLOCK_N), N - 1).to(tl.int64)
     weights = weight_ptr + row[:, None] * LENGTH + word[None, :]
     live = (t < tokens)[None, :]
     begin(PDL)
@@ -212,7 +212,7 @@ def _matmul_kernel(  # type: ignore[no-untyped-def]
         else:
             acc = products
     if SPLIT == 1 or block < whole:
-        _store_output(tl.trans(acc), bias_ptr, factor_ptr, out_ptr, block, tokens, N, ACTIVATION, BLOCK_N)
+        store_output(tl.trans(acc), bias_ptr, factor_ptr, out_ptr, block, tokens, N, ACTIVATION, BLOCK_N)
     else:
         cells = parts_ptr + (block - whole).to(tl.int64) * (SPLIT * BLOCK_N * T)
         cells += tl.arange(0, BLOCK_N)[:, None] * T + t[None, :]
@@ -223,7 +223,7 @@ def _matmul_kernel(  # type: ignore[no-untyped-def]
             total = tl.zeros([BLOCK_N, T], tl.float32)
             for other in range(SPLIT):
                 total += tl.load(cells + other * (BLOCK_N * T), cache_modifier=".cg")
-            _store_output(tl.trans(total), bias_ptr, factor_ptr, out_ptr, block, tokens, N, ACTIVATION, BLOCK_N)
+            store_output(tl.trans(total), bias_ptr, factor_ptr, out_ptr, block, tokens, N, ACTIVATION, BLOCK_N)
 
 
 @dataclass(frozen=True)

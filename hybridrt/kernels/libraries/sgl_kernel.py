@@ -12,6 +12,7 @@ from sgl_kernel import silu_and_mul as sgl_silu_and_mul
 from sgl_kernel.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from torch import Tensor
 
+from hybridrt.kernels.attention.kv_codes import as_bytes
 from hybridrt.kernels.core.records import (
     AttentionPrompts,
     AttentionRows,
@@ -32,7 +33,10 @@ GATHER_FROM = 512  # mean queries of a row
 def attention_decode(q: Tensor, kv: PagedKV, batch: AttentionRows, out: Tensor | None = None) -> Tensor:
     """No drafts that fork. Context splits depend on the page table's width, so without `max_len` a graph's
     replay and an eager call agree."""
-    refuse(LIBRARY, "attention", "it verifies no drafts that fork" if batch.mask is not None else None)
+    refuse(
+        LIBRARY, "attention", "it verifies no drafts that fork" if batch.mask is not None else None,
+        "it multiplies e4m3 codes by e4m3 queries only" if kv.coded else None,
+    )  # fmt: skip
     longest = batch.max_len or kv.req_to_token.shape[1]
     result: Tensor = flash_attn_with_kvcache(
         q, kv.k_cache, kv.v_cache, cache_seqlens=batch.seq_lens,
@@ -64,13 +68,19 @@ class ExtendPlan:
     key_starts: Tensor | None
 
 
+def gathers(batch: AttentionPrompts) -> bool:
+    """Whether keys and values are copied first."""
+    return sum(batch.query_lens) >= GATHER_FROM * len(batch.query_lens)
+
+
 def plan_extend(kv: PagedKV, batch: AttentionPrompts) -> ExtendPlan:
     """Needs a batch with at least one new token."""
     query_lens = batch.query_lens
     req_to_token, page_size = kv.req_to_token, kv.k_cache.shape[1]
     real, longest = sum(query_lens), max(batch.seq_lens_host)
     known = (batch.query_start_loc, batch.seq_lens, max(query_lens), longest, real)
-    if real < GATHER_FROM * len(query_lens):
+    if not gathers(batch):
+        refuse(LIBRARY, "attention", "it copies e4m3 codes of long prompts only" if kv.coded else None)
         return ExtendPlan(*known, page_table(req_to_token, batch.rows, page_size, longest), None)
     starts = F.pad(((batch.seq_lens + page_size - 1) // page_size).cumsum(0, dtype=torch.int32), (1, 0))
     count = sum(-(-length // page_size) for length in batch.seq_lens_host)
@@ -84,17 +94,23 @@ def run_extend(plan: ExtendPlan, q: Tensor, kv: PagedKV, out: Tensor) -> Tensor:
     """
     out[plan.real :].zero_()
     common: dict[str, Any] = {
-        "cu_seqlens_q": plan.query_starts, "max_seqlen_q": plan.longest_query, "softmax_scale": kv.scale,
+        "cu_seqlens_q": plan.query_starts, "max_seqlen_q": plan.longest_query, "softmax_scale": kv.score_scale,
         "causal": True, "window_size": _window(kv.sliding_window), "out": out,
     }  # fmt: skip
     if plan.key_starts is None:
         caches = kv.k_cache, kv.v_cache
         flash_attn_with_kvcache(q, *caches, cache_seqlens=plan.seq_lens, page_table=plan.pages, **common)
         return out
-    k, v = (cache.index_select(0, plan.pages).flatten(0, 1) for cache in (kv.k_cache, kv.v_cache))
+    k, v = (_pages(cache, plan.pages, q.dtype) for cache in (kv.k_cache, kv.v_cache))
     keys = {"cu_seqlens_k": plan.key_starts, "seqused_k": plan.seq_lens, "max_seqlen_k": plan.longest}
     flash_attn_varlen_func(q, k, v, **keys, **common)
-    return out
+    return out.mul_(kv.v_scale) if kv.coded else out
+
+
+def _pages(cache: Tensor, pages: Tensor, dtype: torch.dtype) -> Tensor:
+    """[n * page, Hkv, D] numbers of pages [n]; codes without their scale."""
+    taken = as_bytes(cache).index_select(0, pages).flatten(0, 1)
+    return taken.view(cache.dtype).to(dtype) if cache.dtype == torch.float8_e4m3fn else taken
 
 
 def attention_extend(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out: Tensor | None = None) -> Tensor:

@@ -107,20 +107,17 @@ def mamba2_in_place(
     states.mul_((step * weights.A).exp_().view(batch, heads, 1, 1))
     state = states.view(batch, groups, -1, columns)
     state.addcmul_((x * step.unsqueeze(-1)).view(batch, groups, -1, 1), B.reshape(batch, groups, 1, columns))
-    y = _by_group(C.reshape(batch, groups, 1, columns), state).view(batch, heads, dim)
+    # Rows may be any distance apart, so one product takes one group. state x C takes nine times as long for several.
+    C, products = C.reshape(batch, groups, 1, columns), list[Tensor]()
+    for group in range(groups):
+        products.append(torch.bmm(C[:, group], state[:, group].transpose(1, 2)))
+    y = (products[0] if groups == 1 else torch.cat(products, 1)).view(batch, heads, dim)
     if weights.D is not None:
         y.addcmul_(x, weights.D.unsqueeze(-1))
     y = y.view(batch, width)
     if z is None:
         return y if out is None else out.copy_(y)
     return torch.mul(y, F.silu(z), out=y if out is None else out)
-
-
-def _by_group(C: Tensor, states: Tensor) -> Tensor:
-    """C [B, G, 1, N] x states [B, G, M, N] of any distance between rows: [B, G, M]. states x C takes
-    nine times as long for several rows."""
-    products = [torch.bmm(C[:, g], states[:, g].transpose(1, 2)) for g in range(C.shape[1])]
-    return products[0] if len(products) == 1 else torch.cat(products, 1)
 
 
 def _conv(xBC: Tensor, weights: ConvWeights, rings: Tensor, rows: PoolRows) -> Tensor:

@@ -19,6 +19,9 @@ from hybridrt.kernels.quant.quant_experts import QuantExperts
 from hybridrt.kernels.quant.quant_linear_triton import FOUR_BITS, codes_of
 from hybridrt.kernels.quant.quant_weight import QuantWeight
 
+APART = 4  # experts a pair, from which on each pair has a block of its own
+SINGLE = (64, 128, 4)
+
 
 @triton.jit
 def _load_tile(rows, first, WIDTH: tl.constexpr, LENGTH: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -50,9 +53,12 @@ def _quant_grouped_kernel(  # type: ignore[no-untyped-def]
     begin(PDL)
     block = tl.program_id(1)
     expert = tl.load(block_expert_ptr + block).to(tl.int64)
-    if expert >= num_experts:
+    if expert >= num_experts or expert < 0:
         return
-    pair = tl.load(pairs_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    if pairs_ptr is None:  # a block has one pair
+        pair = tl.where(tl.arange(0, BLOCK_M) == 0, block, num_pairs).to(tl.int64)
+    else:
+        pair = tl.load(pairs_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     live = (pair < num_pairs)[None, :]
     n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K // PLANES)
     row = tl.minimum(n, OUT - 1).to(tl.int64)
@@ -106,11 +112,12 @@ def _finish(total, factor_ptr, bias_ptr, row):  # type: ignore[no-untyped-def]
 
 
 def quant_experts_triton(x: Tensor, experts: QuantExperts, weights: Tensor, ids: Tensor) -> Tensor:
-    """Five launches: two lay out the pairs, two are products, one sums."""
+    """Three launches: two are products, one sums. Before them two lay out the pairs, if experts have several."""
     up, down = experts.up, experts.down
     out, (pairs, top_k) = torch.empty(x.shape, dtype=x.dtype, device=x.device), (ids.numel(), ids.shape[1])
     hidden, y = (torch.empty(pairs, width, dtype=x.dtype, device=x.device) for width in (down.width, x.shape[1]))
-    blocks, gated = lay_out(ids, len(up.data)), experts.activation == "silu"
+    apart, gated = pairs * APART <= len(up.data), experts.activation == "silu"
+    blocks = None if apart else lay_out(ids, len(up.data))
     act = {"ACTIVATE": True, "GATED": gated, "LIMIT": experts.limit, "ALPHA": experts.alpha}
     none = {"ACTIVATE": False, "GATED": False, "LIMIT": None, "ALPHA": None}
     _launch(x, up, experts.b_up, blocks, hidden, ids, PAIRS_PER_ROW=top_k, **act)
@@ -120,16 +127,17 @@ def quant_experts_triton(x: Tensor, experts: QuantExperts, weights: Tensor, ids:
 
 
 def _launch(
-    a: Tensor, w: QuantWeight, bias: Tensor | None, blocks: Blocks, out: Tensor, ids: Tensor, **meta: Any
+    a: Tensor, w: QuantWeight, bias: Tensor | None, blocks: Blocks | None, out: Tensor, ids: Tensor, **meta: Any
 ) -> None:
     assert w.data.is_contiguous() and a.stride(1) == 1
-    few = blocks.size == 16
-    block_n, block_k = (64 if few else 128), 128
+    pairs, of_blocks, size = (None, ids, 16) if blocks is None else (blocks.pairs, blocks.experts, blocks.size)
+    few = size == 16
+    block_n, block_k, warps = SINGLE if blocks is None else (64, 128, 4) if few else (128, 128, 8)
     if few and w.code in FOUR_BITS and w.block[1] != 128:
         block_k = 256
     block_k = max(64, min(block_k, triton.next_power_of_2(w.width)))
-    _quant_grouped_kernel[(triton.cdiv(out.shape[1], block_n), blocks.experts.shape[0])](
-        a, w.data, bias, blocks.pairs, blocks.experts, out, a.stride(0), ids.numel(), len(w.data), **codes_of(w),
-        K=w.width, OUT=out.shape[1], PRECISION=dot_precision(a.dtype), BLOCK_M=blocks.size, BLOCK_N=block_n,
-        BLOCK_K=block_k, STAGES=3, num_warps=4 if few else 8, **meta, **pdl(a.device),
+    _quant_grouped_kernel[(triton.cdiv(out.shape[1], block_n), of_blocks.numel())](
+        a, w.data, bias, pairs, of_blocks, out, a.stride(0), ids.numel(), len(w.data), **codes_of(w),
+        K=w.width, OUT=out.shape[1], PRECISION=dot_precision(a.dtype), BLOCK_M=size, BLOCK_N=block_n,
+        BLOCK_K=block_k, STAGES=3, num_warps=warps, **meta, **pdl(a.device),
     )  # fmt: skip

@@ -50,7 +50,7 @@ def enter_pages(rows: Tensor, page_indices: Tensor, pages: Tensor, tables: Tenso
 @operation(By("triton"))
 def enter_tokens(rows: Tensor, tokens: Tensor, last_tokens: Tensor) -> None:
     """`tokens` [n] int64 become the last tokens of `rows` [n] int32, in [R + 1] int32."""
-    last_tokens[rows.long()] = tokens.int()
+    last_tokens.index_copy_(0, rows.long(), tokens.int())
 
 
 class DecodeBuffers(NamedTuple):

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation
 from hybridrt.kernels.quant.decode import CENTRE_OF_INT4
 from hybridrt.kernels.quant.formats import unpack_pairs
-from hybridrt.kernels.quant.quant_weight import Code, QuantWeight, dequantize, expert_of, pack_planes
-from hybridrt.layers.quant.packed_weight import PackedWeight
+from hybridrt.kernels.quant.quant_weight import Code, QuantWeight, check_weight, dequantize, expert_of, pack_planes
+from hybridrt.layers.quant.packed_weight import PackedWeight, on_host
 
 CODE: dict[str, Code] = {"fp8": "e4m3", "int8": "int8", "int4": "int4", "fp4": "e2m1"}
 STEPS = (128, 64, 32, 16, 8, 4, 2, 1)
@@ -52,7 +52,7 @@ def _planes(weight: PackedWeight, code: Code) -> Tensor:
 
 
 def _all_rows(weight: PackedWeight) -> Tensor | None:
-    return None if weight.row_of is None else weight.row_of.data.long()
+    return None if weight.row_of is None else on_host(weight.row_of)
 
 
 def _rows(weight: PackedWeight) -> tuple[int, Tensor | None]:
@@ -71,22 +71,22 @@ def _columns(weight: PackedWeight) -> tuple[int, Tensor | None] | None:
         return (wide, None) if wide == 16 or wide % 32 == 0 or wide >= weight.width else None
     if weight.column_of.shape[:2] != (1, 1):
         return None
-    index = weight.column_of.data[0, 0].long()
+    index = on_host(weight.column_of)[0, 0]
     step = next((step for step in STEPS if step >= 16 and _constant(index, step)), None)
     return None if step is None else (step, index[::step])
 
 
 def _constant(index: Tensor, step: int) -> bool:
     """Whether all of an index is constant in runs of `step`."""
-    first = torch.arange(len(index), device=index.device) // step * step
+    first = torch.arange(len(index)) // step * step
     return torch.equal(index, index[first])
 
 
 def _grid(grid: Tensor, rows: Tensor | None, columns: Tensor | None) -> Tensor:
     """Rows and columns of a stack of grids, of any dtype."""
     taken = grid.view(torch.uint8) if grid.dtype.itemsize == 1 else grid
-    taken = taken if rows is None else taken[:, rows]
-    taken = taken if columns is None else taken[:, :, columns]
+    taken = taken if rows is None else taken.index_select(1, rows.to(grid.device))
+    taken = taken if columns is None else taken.index_select(2, columns.to(grid.device))
     return taken.contiguous().view(grid.dtype)
 
 
@@ -95,6 +95,7 @@ def finished(weight: PackedWeight) -> QuantWeight | None:
     found = kernel_weight(weight)
     if found is None:
         return None
+    check_weight(found)
     own = found if weight.count > 1 else expert_of(found, 0)
     weight.clear()
     tensors = {name: t for name, t in own._asdict().items() if isinstance(t, Tensor)}

@@ -67,6 +67,7 @@ LAYOUTS = {
         "weight_packed", "weight_scale", _PAIRS, factor="weight_global_scale", divides=True,
         advice=("input_global_scale",),
     ),
+    "mxfp4": Layout("blocks", "scales", _PAIRS),
     "modelopt": Layout("weight", "weight_scale", {**_E4M3, **_PAIRS}, advice=("input_scale",)),
     "modelopt-nvfp4": Layout(
         "weight", "weight_scale", _PAIRS, factor="weight_scale_2", advice=("input_scale",),
@@ -82,6 +83,13 @@ def scale_dtypes(scheme: Scheme) -> Sequence[torch.dtype]:
     if scheme.method == "fp4":
         return EXPONENTS if scheme.block == (1, 32) else (torch.float8_e4m3fn,)
     return (*FLOATS, *EXPONENTS) if scheme.method == "fp8" else FLOATS
+
+
+def whole_rows(scheme: Scheme, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of codes with one dimension for a row. gpt-oss has two: groups, and their bytes."""
+    if scheme.layout != "mxfp4":
+        return tuple(shape)
+    return (*shape[:-2], shape[-2] * shape[-1]) if len(shape) > 2 and shape[-1] == 16 else ()
 
 
 def outputs_of(scheme: Scheme, shape: Sequence[int]) -> int:

@@ -11,11 +11,13 @@ from hybridrt.base.quantization import PLAIN, Scheme
 from hybridrt.kernels.dense.linear import linear
 from hybridrt.kernels.dense.moe import activate, each_expert
 from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation, InputNorm
+from hybridrt.kernels.quant.fp8_linear import quantize_tokens
 from hybridrt.kernels.quant.quant_experts import QuantExperts as QuantStack
 from hybridrt.kernels.quant.quant_experts import quant_experts
 from hybridrt.kernels.quant.quant_linear import MAX_TOKENS, quant_linear
 from hybridrt.kernels.quant.quant_weight import QuantWeight
 from hybridrt.layers.linear import side_by_side
+from hybridrt.layers.quant.fp8_products import Fp8Product, fp8_product, multiplies_fp8, multiply_codes
 from hybridrt.layers.quant.kernel_weight import finished, looked_up, parameters, product_of_many
 from hybridrt.layers.quant.packed_weight import PackedWeight
 from hybridrt.layers.quant.pieces import PackedPiece
@@ -175,7 +177,43 @@ class QuantMethod(LinearMethod):
 
 
 class Fp8(QuantMethod):
-    """e4m3 with scales of the tensor, of rows or of blocks (fp8, ModelOpt, compressed-tensors, MXFP8)."""
+    """e4m3 with scales of the tensor, of rows or of blocks (fp8, ModelOpt, compressed-tensors, MXFP8).
+
+    If the checkpoint says that inputs are quantised and the GPU multiplies such numbers, they are:
+    in every product, whatever the number of tokens.
+    """
+
+    product: Fp8Product | None = None
+
+    def __init__(
+        self, out_features: int, in_features: int, build: Build, scheme: Scheme = PLAIN, parts: Sequence[int] = ()
+    ) -> None:
+        super().__init__(out_features, in_features, build, scheme, parts)
+        self.quantises = bool(scheme.activations) and build.dtype == torch.bfloat16 and multiplies_fp8(build.device)
+
+    def finish(self) -> None:
+        super().finish()
+        if self.quantises and self.kernel is not None:
+            self.product = fp8_product(self.kernel)
+            self.kernel = self.kernel if self.product is None else self.product.weight
+
+    def apply(
+        self, x: Tensor, bias: Tensor | None, activation: Activation | None = None, tail: Tensor | None = None
+    ) -> Tensor:
+        if self.product is None:
+            return super().apply(x, bias, activation, tail)
+        x = x if tail is None else side_by_side(x, tail)
+        codes, _ = quantize_tokens(x, self.product.group)
+        return multiply_codes(self.product, codes, bias, activation, x.dtype)
+
+    def apply_normed(
+        self, norm: "RMSNorm", x: Tensor, residual: Tensor | None, bias: Tensor | None,
+        activation: Activation | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        if self.product is None:
+            return super().apply_normed(norm, x, residual, bias, activation)
+        codes, total = quantize_tokens(x, self.product.group, InputNorm(norm.weight, norm.eps, residual))
+        return multiply_codes(self.product, codes, bias, activation, x.dtype), x if total is None else total
 
 
 class Int8(QuantMethod):

@@ -218,9 +218,17 @@ def blocks(size: int, block: int) -> int:
 
 
 def _index(values: Tensor, device: torch.device) -> nn.Parameter:
+    """Numbers on a device; `on_host` gives them again."""
     param = parameter(*values.shape, dtype=torch.int32, device=device, dummy="kept")
     param.data.copy_(values)
+    param.on_host = values  # type: ignore[attr-defined]
     return param
+
+
+def on_host(index: nn.Parameter) -> Tensor:
+    """int64 numbers of a table of rows or columns, also where parameters have no data."""
+    found: Tensor = index.on_host  # type: ignore[attr-defined]
+    return found.long()
 
 
 def _stacked(values: list[list[Tensor]], device: torch.device) -> Tensor:

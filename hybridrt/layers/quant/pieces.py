@@ -58,6 +58,8 @@ class PackedPiece:
         if stacked is not None and tensor.shape[:1] == (count,):  # else one for all
             tensor = tensor[stacked]
         if last == layout.codes:
+            if module.scheme.layout == "mxfp4":
+                tensor = tensor.flatten(-2)
             self._fill_codes(module, key, tensor, rows)
             return
         self.held[last] = tensor.cpu().clone() if stacked is not None else tensor.cpu()

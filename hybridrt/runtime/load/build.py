@@ -1,6 +1,6 @@
 """From a model's name to a running model: path, weights, memory plan, pools."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from hybridrt.base.config import (
     ModelConfig,
 )
 from hybridrt.base.errors import ConfigError, MemoryBudgetError, reason, shown
-from hybridrt.base.quantization import PLAIN
+from hybridrt.base.quantization import PLAIN, QuantConfig, Scheme
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.core.providers import check_overrides
 from hybridrt.kinds.registry import state_shape
@@ -23,7 +23,7 @@ from hybridrt.layers.attention import attention_spec
 from hybridrt.layers.linear import finish
 from hybridrt.layers.weights import Build
 from hybridrt.mem_cache.pools.host_plan import STAGED_BYTES, plan_host
-from hybridrt.mem_cache.pools.kv_pool import KVPool, cell_bytes, page_bytes, page_windows
+from hybridrt.mem_cache.pools.kv_pool import ONES, KVPool, LayerScales, cell_bytes, page_bytes, page_windows
 from hybridrt.mem_cache.pools.mamba_pool import MambaPool, MambaPoolSpec
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, UnitCosts, plan_memory, share_memory
 from hybridrt.mem_cache.pools.page_groups import PageDemand
@@ -31,6 +31,7 @@ from hybridrt.mem_cache.pools.pools import Pools
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.mem_cache.pools.slab_memory import SlabMemory
 from hybridrt.models.base import CausalLM
+from hybridrt.models.config.quant_online import OnlineRules
 from hybridrt.models.config.read_config import read_model_config, refuse_gguf
 from hybridrt.models.loading.loader import fill_dummy, has_own_head, load_weights
 from hybridrt.models.loading.stored_modules import scheme_table, with_stored_modules
@@ -44,6 +45,7 @@ from hybridrt.runtime.step.sampling_table import SamplingTable
 
 DEFAULT_ROWS = {"cpu": 16, "cuda": 256}
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
+OTHER_FORMS = ["original/*", "metal/*"]  # of the same weights, in gpt-oss's repositories
 EMBEDDED = ("embedded", "embedded_draft")
 ASSETS = Path(__file__).parents[2] / "assets"
 
@@ -64,9 +66,12 @@ class Runtime:
     backend: AttentionBackend
 
     @classmethod
-    def allocate(cls, config: EngineConfig, target: RunTarget, model: CausalLM, plan: MemoryPlan) -> "Runtime":
-        """The model's pools as planned, and a backend over them."""
-        pools = build_pools(config, target, plan)
+    def allocate(
+        cls, config: EngineConfig, target: RunTarget, model: CausalLM, plan: MemoryPlan, kv_scales: LayerScales = ONES
+    ) -> "Runtime":
+        """The model's pools as planned, and a backend over them. `kv_scales`: of a KV cache of
+        codes."""
+        pools = build_pools(config, target, plan, kv_scales)
         backend = create_backend(
             config,
             target.model_config,
@@ -123,7 +128,7 @@ def find_checkpoint(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=OTHER_FORMS))
     except Exception as e:  # the hub client's own errors, those of requests, and OS errors
         raise ConfigError(f"{_legible(name)} is no directory here, and the hub does not give it: {reason(e)}") from e
 
@@ -134,23 +139,34 @@ def _legible(name: str) -> str:
 
 def empty_model(config: EngineConfig, target: RunTarget, device: torch.device) -> CausalLM:
     """The model with unset weights. On the "meta" device it needs no memory and can be measured."""
+    quant = target.model_config.quant
+    build = Build(target.tp, target.dtype, device, quantised=quant is not None, kv_codes=target.kv_codes)
+    if quant is None:
+        return _built(config, target, build)
+    # A plain model's map says which module of the checkpoint each part comes from.
+    table = scheme_table(*plain_model(config, target), quant)
+    return _built(config, target, replace(build, scheme=lambda part: table.get(part, PLAIN)))
+
+
+def plain_model(config: EngineConfig, target: RunTarget) -> tuple[CausalLM, Collection[str]]:
+    """The model as a plain checkpoint fills it, on one rank and the "meta" device; and the parts of its
+    linear layers, "layer.segment", of experts those of each layer's first one."""
+    asked: dict[str, Scheme] = {}
+    build = Build(
+        TPGroup(), target.dtype, torch.device("meta"), lambda part: asked.setdefault(part, PLAIN), quantised=True
+    )
+    return _built(config, target, build), asked.keys()
+
+
+def _built(config: EngineConfig, target: RunTarget, build: Build) -> CausalLM:
     mc = target.model_config
     # Padding drafts have positions past the last one of a request.
     max_len = min(config.max_model_len or mc.max_position_embeddings, mc.max_position_embeddings)
     max_len += config.num_verify_tokens - 1
     model_cls: Callable[..., CausalLM] = model_class(mc.architecture)
-
-    def built(build: Build) -> CausalLM:
-        model = model_cls(mc, build, max_len)
-        draft_needs(config).attach(model)
-        return model
-
-    build = Build(target.tp, target.dtype, device, quantised=mc.quant is not None)
-    if mc.quant is None:
-        return built(build)
-    # A plain model's map says which module of the checkpoint each part comes from.
-    table = scheme_table(built(replace(build, device=torch.device("meta"))), mc.quant)
-    return built(replace(build, scheme=lambda part: table.get(part, PLAIN)))
+    model = model_cls(mc, build, max_len)
+    draft_needs(config).attach(model)
+    return model
 
 
 def build_model(config: EngineConfig, target: RunTarget, path: Path, progress: bool) -> CausalLM:
@@ -182,7 +198,8 @@ def kv_layers(config: EngineConfig, target: RunTarget) -> dict[AttentionSpec, li
     mc = target.model_config
     layers: dict[AttentionSpec, list[int]] = {}
     for layer_id in mc.full_attention_layer_ids + draft_needs(config).kv_layers(mc):
-        layers.setdefault(attention_spec(mc.attention_of(layer_id), target.tp, target.dtype), []).append(layer_id)
+        spec = attention_spec(mc.attention_of(layer_id), target.tp, target.dtype, target.kv_codes)
+        layers.setdefault(spec, []).append(layer_id)
     return layers
 
 
@@ -327,7 +344,7 @@ def step_widths(config: EngineConfig) -> list[int]:
     return [1] if widest == 1 else [widest, 1]
 
 
-def build_pools(config: EngineConfig, target: RunTarget, plan: MemoryPlan) -> Pools:
+def build_pools(config: EngineConfig, target: RunTarget, plan: MemoryPlan, kv_scales: LayerScales = ONES) -> Pools:
     """Allocates everything that the plan counts."""
     device, spec = target.device, pool_spec(config, target)
     shared = None if plan.slabs is None else SlabMemory(plan.slabs, device)
@@ -335,7 +352,7 @@ def build_pools(config: EngineConfig, target: RunTarget, plan: MemoryPlan) -> Po
     mamba = MambaPool(spec, **sizes, device=device, memory=shared) if spec.groups else None
     kv = KVPool(
         kv_layers(config, target), num_pages=[group.num_pages for group in plan.groups], page_size=plan.page_size,
-        device=device, own_pages=own_pages(config, plan), memory=shared,
+        device=device, own_pages=own_pages(config, plan), memory=shared, scales=kv_scales,
     )  # fmt: skip
     table = HybridReqToTokenPool(
         num_rows=plan.num_rows, max_context=_table_length(config, target, plan.max_model_len), page_size=plan.page_size,
@@ -358,11 +375,23 @@ def load_target(config: EngineConfig, tp: TPGroup) -> tuple[Path, RunTarget]:
         raise ConfigError(f"tp_size is {config.tp_size}, but this process belongs to a group of {tp.size}")
     path = resolve_model_path(config.model)
     model_config = read_model_config(path)
-    if model_config.quant is not None and config.load_format != "dummy":
+    if config.quantization is not None:
+        model_config = replace(model_config, quant=online(config.quantization, model_config, path))
+    elif model_config.quant is not None and config.load_format != "dummy":
         model_config = replace(model_config, quant=with_stored_modules(model_config.quant, path))
     target = RunTarget.resolve(config, model_config, tp)
     check_overrides(target.device.type)
     return path, target
+
+
+def online(name: str, model_config: ModelConfig, path: Path) -> QuantConfig:
+    """A plain checkpoint that is quantised while it is loaded. ConfigError: it is quantised."""
+    if model_config.quant is not None:
+        raise ConfigError(
+            f"quantization is {name!r}, but {path} is quantised already (by {model_config.quant.rules.name}): leave "
+            "quantization out, or pass the checkpoint that it was made from"
+        )
+    return QuantConfig(OnlineRules(name), online=True)
 
 
 def weight_bytes(model: Any) -> int:

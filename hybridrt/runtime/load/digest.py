@@ -38,6 +38,8 @@ def model_digest(path: Path, config: EngineConfig) -> str:
     for name in (SIDE_FILE, OLDER_GPTQ):
         if (path / name).exists():
             digest.update(name.encode() + read_bytes(path / name, CONFIG_BYTES))
+    if config.quantization is not None:
+        digest.update(f"quantization {config.quantization}".encode())
     if config.load_format == "dummy":
         digest.update(f"dummy {config.seed}".encode())
     else:

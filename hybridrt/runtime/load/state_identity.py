@@ -6,14 +6,17 @@ from pathlib import Path
 from hybridrt.base.config import EngineConfig, ModelConfig, dtype_name
 from hybridrt.kinds.base import StateShape
 from hybridrt.kinds.registry import state_shape
+from hybridrt.mem_cache.pools.kv_pool import ONES, LayerScales
 from hybridrt.runtime.load.digest import model_digest
 from hybridrt.runtime.load.target import RunTarget
 
 Identity = dict[str, int | str]
 
 
-def state_identity(config: EngineConfig, target: RunTarget, model_path: Path) -> Identity:
-    """What every holder of a state must agree on.
+def state_identity(
+    config: EngineConfig, target: RunTarget, model_path: Path, kv_scales: LayerScales = ONES
+) -> Identity:
+    """What every holder of a state must agree on. `kv_scales`: of layers whose codes it holds.
 
     model: a digest of the checkpoint's configuration and of samples of its weights. Equal names may
     be other weights.
@@ -23,6 +26,8 @@ def state_identity(config: EngineConfig, target: RunTarget, model_path: Path) ->
     which layers.
     kv_layout: attention layers, KV heads before sharding, head dimension, sliding window.
     chunk_size: tokens of a scan's chunk: it decides how a prefill rounds.
+    kv_codes, kv_scales: dtype of the codes of keys and values, and their scales by layer. Only where
+    there are codes.
     """
     mc = target.model_config
     linear = sorted(mc.linear.items())
@@ -35,6 +40,7 @@ def state_identity(config: EngineConfig, target: RunTarget, model_path: Path) ->
         ),
         "kv_layout": _kv_layout(mc),
         "chunk_size": max((c.chunk_size for _, c in linear), default=0),
+        **_kv_codes(target, kv_scales),
     }
 
 
@@ -42,6 +48,13 @@ def first_difference(ours: Mapping[str, object], theirs: Mapping[str, object]) -
     """The first name whose values differ or that only one record has; None if they are equal."""
     names = (*ours, *(theirs.keys() - ours.keys()))
     return next((name for name in names if ours.get(name) != theirs.get(name)), None)
+
+
+def _kv_codes(target: RunTarget, scales: LayerScales) -> Identity:
+    if target.kv_codes is None:
+        return {}
+    text = "; ".join(f"{keys:.8g} {values:.8g} in layer {i}" for i, (keys, values) in sorted(scales.items()))
+    return {"kv_codes": dtype_name(target.kv_codes), "kv_scales": text}
 
 
 def _conv(shape: StateShape) -> str:

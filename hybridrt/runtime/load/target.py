@@ -10,6 +10,7 @@ from hybridrt.base.config import (
     ModelConfig,
     resolve_device,
     resolve_dtype,
+    resolve_kv_codes,
     resolve_state_dtype,
 )
 from hybridrt.collectives.groups import TPGroup
@@ -18,19 +19,27 @@ from hybridrt.kinds.registry import check_replay, replay_pays
 
 @dataclass(frozen=True)
 class RunTarget:
+    """A model's device and dtypes.
+
+    Attributes:
+        kv_codes: dtype of the KV cache's codes; None: it holds plain numbers in `dtype`.
+    """
+
     model_config: ModelConfig
     device: torch.device
     dtype: torch.dtype
     state_dtype: torch.dtype
     state_mode: str
     tp: TPGroup
+    kv_codes: torch.dtype | None = None
 
     @classmethod
     def resolve(cls, config: EngineConfig, model_config: ModelConfig, tp: TPGroup) -> "RunTarget":
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, model_config.dtype, device)
         mode = resolve_state_mode(config, model_config.linear, device)
-        return cls(model_config, device, dtype, resolve_state_dtype(config.mamba_ssm_dtype, device), mode, tp)
+        state_dtype, codes = resolve_state_dtype(config.mamba_ssm_dtype, device), config.kv_cache_dtype
+        return cls(model_config, device, dtype, state_dtype, mode, tp, resolve_kv_codes(codes, device))
 
 
 def resolve_state_mode(config: EngineConfig, kinds: Collection[str], device: torch.device) -> str:

@@ -22,6 +22,7 @@ from hybridrt.base.device import GPUFacts
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.core.slots import NO_SLOT, OWN_SLOT
+from hybridrt.layers.linear import finish
 from hybridrt.mem_cache.pools.page_groups import in_every_group
 from hybridrt.mem_cache.pools.state_moves import StateMove, When
 from hybridrt.recurrent.backends import backend_class, resolve_attention_name, resolve_prefill_name
@@ -30,7 +31,8 @@ from hybridrt.runtime.load.fit import plan_ahead
 from hybridrt.runtime.load.target import RunTarget
 from hybridrt.runtime.precompile.pretend_gpu import pretended
 from hybridrt.runtime.precompile.replaced import replaced
-from hybridrt.runtime.run.model_runner import probe
+from hybridrt.runtime.run.kv_scales import measuring_step
+from hybridrt.runtime.run.probe import probe
 from hybridrt.runtime.run.step_runner import StepRunner
 from hybridrt.runtime.sampling.sampler import EVERY_DRAW
 from hybridrt.runtime.step.plan import (
@@ -149,6 +151,8 @@ def trace(
         runner, largest = _runners(config)
         with runner.model.shortened():
             steps: list[_NamedStep] = [("the largest prefill", largest)]
+            if runner.target.kv_codes is not None and config.kv_scales == "auto":
+                steps.append(("the prompt for KV scales", partial(_measure_scales, runner)))
             if config.cuda_graph:
                 steps.append(("graphs", runner.capture))
             make = _Plans(runner)
@@ -179,10 +183,16 @@ def _runners(config: EngineConfig) -> tuple[StepRunner, Callable[[], Any]]:
     _, target = load_target(config, TraceGroup(size=config.tp_size))
     config = _own_kernels(config, target)
     model = empty_model(config, target, target.device).eval()
+    finish(model)
     plan = plan_ahead(config, target, weight_bytes(model))
     small, largest = probe(config, target)
     runtimes = [Runtime.allocate(config, target, model, each) for each in (plan, small)]
     return StepRunner(runtimes[0]), lambda: StepRunner(runtimes[1]).launch(largest)
+
+
+def _measure_scales(runner: StepRunner) -> None:
+    measuring, step = measuring_step(runner.config, runner.target, runner.model)
+    measuring.launch(step)
 
 
 def _own_kernels(config: EngineConfig, target: RunTarget) -> EngineConfig:

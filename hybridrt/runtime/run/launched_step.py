@@ -20,6 +20,7 @@ from hybridrt.runtime.load.draft_needs import DeviceDrafter
 from hybridrt.runtime.sampling.sampler import (
     LINES,
     Accepted,
+    Pooled,
     RowRequirements,
     SampledLines,
     Sampler,
@@ -28,7 +29,6 @@ from hybridrt.runtime.sampling.sampler import (
 )
 from hybridrt.runtime.step.pack import StagingRing, StepArrays
 from hybridrt.runtime.step.plan import StepPlan, StepResult, TokenLogprobs, int32s
-from hybridrt.runtime.step.pooling import Pooled
 from hybridrt.runtime.step.token_scores import TokenScores
 
 EnterTokens = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]  # kernels.state.row_tables.enter_tokens

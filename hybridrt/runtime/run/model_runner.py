@@ -11,10 +11,8 @@ import torch
 from hybridrt.base.config import EngineConfig
 from hybridrt.base.device import begin_peak, peak_bytes, release_kept_memory
 from hybridrt.base.errors import MemoryBudgetError
-from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.collectives.groups import TPGroup
-from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, PageGroup, UnitCosts, gib
-from hybridrt.mem_cache.pools.page_groups import in_every_group
+from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, gib
 from hybridrt.models.base import CausalLM
 from hybridrt.runtime.load.build import (
     Runtime,
@@ -23,7 +21,6 @@ from hybridrt.runtime.load.build import (
     graph_rows,
     load_target,
     make_plan,
-    page_demands,
     weight_bytes,
 )
 from hybridrt.runtime.load.fit import plan_ahead, pool_budget
@@ -31,9 +28,10 @@ from hybridrt.runtime.load.start_kernels import StartAhead, StartKernels, start_
 from hybridrt.runtime.load.target import RunTarget
 from hybridrt.runtime.replay.prompt_graphs import needed_buckets
 from hybridrt.runtime.run.host_copies import HostCopies
+from hybridrt.runtime.run.kv_scales import find_kv_scales
+from hybridrt.runtime.run.probe import probe
 from hybridrt.runtime.run.state_arena import StateArena
 from hybridrt.runtime.run.step_runner import StepRunner
-from hybridrt.runtime.step.plan import Admission, ExtendRow, PageWrite, StepPlan, int32s
 
 log = logging.getLogger("hybridrt.load")
 
@@ -90,8 +88,9 @@ class ModelRunner(StepRunner):
         kernels.wait_for_start()
         tp.minimum(0)  # one rank may compile for all
         with _out_of_memory_as("allocating pools", "lower memory_fraction or chunked_prefill_size"):
+            scales = find_kv_scales(config, target, model, self.model_path)
             plan = plan or plan_pools(config, target, model, budget_bytes)
-            super().__init__(Runtime.allocate(config, target, model, plan))
+            super().__init__(Runtime.allocate(config, target, model, plan, scales))
             if config.transfer_bytes:
                 self.arena = StateArena(target, self.pools, config.transfer_bytes)
             if plan.host:
@@ -147,23 +146,3 @@ def _out_of_memory_as(doing: str, advice: str) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as e:
         raise MemoryBudgetError(f"the device ran out of memory while {doing}: {advice} ({e})") from e
-
-
-def probe(config: EngineConfig, target: RunTarget) -> tuple[MemoryPlan, StepPlan]:
-    """The largest prefill step, without shared pages, and a plan of pools that just hold it."""
-    limit = target.model_config.max_position_embeddings
-    length = min(config.chunked_prefill_size, config.max_model_len or limit, limit)
-    rows = -(-config.chunked_prefill_size // length)
-    demands, pages = page_demands(config, target), -(-length // config.page_size)
-    groups = tuple(PageGroup(demand, rows * pages, 0) for demand in demands)
-    plan = MemoryPlan(rows, rows, groups, config.page_size, length, UnitCosts(slot=0, row=0, pages=()), 0)
-    params, ids = SamplingParams(temperature=0.0), [0] * length
-    return plan, StepPlan(
-        admissions=[Admission.from_prompt(r, r, ids, params, 0) for r in range(1, rows + 1)],
-        page_writes=[
-            PageWrite(r, 0, in_every_group(int32s(range(1 + (r - 1) * pages, 1 + r * pages)), len(groups)))
-            for r in range(1, rows + 1)
-            if groups
-        ],
-        extend=[ExtendRow(r, 0, ids, 0, True) for r in range(1, rows + 1)],
-    )

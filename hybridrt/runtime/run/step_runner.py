@@ -9,16 +9,15 @@ import torch
 from hybridrt.base.errors import ConfigError, EngineError
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kernels.core.records import TokenInputs
+from hybridrt.kernels.core.slots import DEBUG
 from hybridrt.kernels.state.row_tables import enter_tokens
-from hybridrt.mem_cache.pools.bounds import DEBUG
 from hybridrt.mem_cache.pools.state_moves import When
 from hybridrt.runtime.load.build import Runtime
 from hybridrt.runtime.load.draft_needs import DeviceDrafter, DraftRow, draft_needs
 from hybridrt.runtime.load.start_kernels import StartAhead
-from hybridrt.runtime.replay.cpu_decode import CPUDecode
+from hybridrt.runtime.replay.cpu_steps import CPUDecode, Recordings
 from hybridrt.runtime.replay.graph_runner import GraphRunner, split_page_writes
 from hybridrt.runtime.replay.prompt_graphs import PromptGraphs
-from hybridrt.runtime.replay.recordings import Recordings
 from hybridrt.runtime.run.capture import capture_graphs
 from hybridrt.runtime.run.host_copies import HostCopies
 from hybridrt.runtime.run.launched_step import EnterTokens, ForwardPart, LaunchedStep, MaskedLines
@@ -37,7 +36,6 @@ from hybridrt.runtime.step.pack import (
 )
 from hybridrt.runtime.step.pack_padded import Bucket
 from hybridrt.runtime.step.plan import NO_INTEGERS, NO_ROWS, PageWrite, StepHandle, StepPlan
-from hybridrt.runtime.step.pooling import PoolingRequirements
 from hybridrt.runtime.step.recurrent_arrays import set_recurrent
 from hybridrt.runtime.step.sampling_table import SamplingTable
 
@@ -77,7 +75,7 @@ class StepRunner:
         self.enter_tokens: EnterTokens = enter_tokens.for_device(self.device)
         self._inference = torch.inference_mode()  # one for all launches: making it takes as long as entering it
         self.required = RowRequirements(self.memory_plan.num_rows)
-        self._prompt_scores, self._pooling = PromptRequirements(), PoolingRequirements()
+        self._of_prompts = PromptRequirements()
         self._last_masked: LaunchedStep | None = None  # only if it needed masks
         self.arena: StateArena | None = None
         self.host: HostCopies | None = None
@@ -111,8 +109,7 @@ class StepRunner:
         self._check(plan)
         if plan.admissions:
             self.required.note_admissions(plan.admissions)
-            self._prompt_scores.note_admissions(plan.admissions)
-            self._pooling.note_admissions(plan.admissions)
+            self._of_prompts.note_admissions(plan.admissions)
         tokens = self._verified if len(plan.decode.drafts) else 1
         step = LaunchedStep(MaskedLines.from_plan(plan, tokens) if plan.constrained else None)
         try:
@@ -185,8 +182,8 @@ class StepRunner:
 
     def _run_eager(self, plan: StepPlan, tokens: int, step: LaunchedStep) -> None:
         n = len(plan.decode.rows)
-        scored, places = self._prompt_scores.wanted_by_rows(plan.extend, n * tokens)
-        pooled = self._pooling.pooled_by_rows(plan.extend, n * tokens)
+        scored, places = self._of_prompts.wanted_by_rows(plan.extend, n * tokens)
+        pooled = self._of_prompts.pooled_by_rows(plan.extend, n * tokens)
         on_host = pack_step(
             plan, tokens, self.forks, self.drafter is not None, self._chunk_sizes, self.backend.saves_at_chunks, places,
             self.pools.req_to_token.num_groups,
@@ -224,8 +221,8 @@ class StepRunner:
         # Prompt graphs verify no drafts and keep no hidden states.
         if self.prompt_graphs is None or tokens > 1 or self.drafter is not None:
             return None
-        scored, _ = self._prompt_scores.wanted_by_rows(plan.extend, 0)
-        pooled = self._pooling.pooled_by_rows(plan.extend, 0)
+        scored, _ = self._of_prompts.wanted_by_rows(plan.extend, 0)
+        pooled = self._of_prompts.pooled_by_rows(plan.extend, 0)
         # Other workers' states are copied between the table changes and the model.
         return None if scored or pooled or plan.imports or plan.exports else self.prompt_graphs.bucket(plan)
 

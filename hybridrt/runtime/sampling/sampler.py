@@ -1,4 +1,4 @@
-"""From logits to tokens: which rows need which parts, draws, and the verification of drafts."""
+"""From hidden states to results: what each row needs, draws, and the verification of drafts."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -290,17 +290,34 @@ class Wanted(NamedTuple):
     top: int
 
 
+class Pooled(NamedTuple):
+    """The tokens `start` to `end` of a step's batch, whose hidden states are summed for a row."""
+
+    row: int
+    start: int
+    end: int
+
+    def sum(self, hidden: Tensor) -> Tensor:
+        """[T, hidden] to [hidden] float32."""
+        return torch.sum(hidden[self.start : self.end], 0, dtype=torch.float32)
+
+
 class PromptRequirements:
-    """The request rows that need log-probabilities of their prompts, on the host."""
+    """The request rows that need log-probabilities of their prompts, or one vector of them, on the
+    host."""
 
     def __init__(self) -> None:
-        self._rows: dict[int, tuple[int, int]] = {}  # alternatives, and tokens of the prompt
+        self._scored: dict[int, tuple[int, int]] = {}  # alternatives, and tokens of the prompt
+        self._pooled: dict[int, tuple[str, int]] = {}  # kind, and tokens of the prompt
 
     def note_admissions(self, admissions: Sequence[Admission]) -> None:
         for a in admissions:
-            self._rows.pop(a.row, None)
+            self._scored.pop(a.row, None)
+            self._pooled.pop(a.row, None)
             if a.params.prompt_logprobs is not None:
-                self._rows[a.row] = a.params.prompt_logprobs, a.prompt_len
+                self._scored[a.row] = a.params.prompt_logprobs, a.prompt_len
+            if a.params.pooling is not None:
+                self._pooled[a.row] = a.params.pooling, a.prompt_len
 
     def wanted_by_rows(
         self, extend: Sequence[ExtendRow], decoded: int
@@ -315,8 +332,8 @@ class PromptRequirements:
                 there are none.
         """
         wanted, places = list[Wanted](), list[np.ndarray]()
-        for chunk in extend if self._rows else ():
-            top, prompt_len = self._rows.get(chunk.row, (0, 0))
+        for chunk in extend if self._scored else ():
+            top, prompt_len = self._scored.get(chunk.row, (0, 0))
             count = min(len(chunk.tokens), prompt_len - 1 - chunk.computed)
             if count > 0:
                 wanted.append(Wanted(chunk.row, [*chunk.tokens[1:], chunk.following][:count], top))
@@ -326,3 +343,16 @@ class PromptRequirements:
             return [], None
         tokens = np.array([token for each in wanted for token in each.tokens], np.int32)
         return wanted, ScoredTokens(np.concatenate(places), tokens)
+
+    def pooled_by_rows(self, extend: Sequence[ExtendRow], decoded: int) -> list[Pooled]:
+        """What a step's chunks give. `decoded`: tokens of the decode rows before them."""
+        found = list[Pooled]()
+        for chunk in extend if self._pooled else ():
+            kind, prompt_len = self._pooled.get(chunk.row, ("", 0))
+            count = min(len(chunk.tokens), prompt_len - chunk.computed)
+            if kind == "mean" and count > 0:
+                found.append(Pooled(chunk.row, decoded, decoded + count))
+            elif kind == "last" and count > 0 and chunk.computed + count == prompt_len:
+                found.append(Pooled(chunk.row, decoded + count - 1, decoded + count))
+            decoded += len(chunk.tokens)
+        return found

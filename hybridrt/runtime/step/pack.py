@@ -281,7 +281,7 @@ class StagingRing:
         arrays = arrays_of(record)
         into = torch.empty(packed_size(arrays), dtype=torch.int32, device=self.device)
         self.copy(into, arrays)
-        return unpack(record, into)
+        return unpack(record, into, arrays)
 
     def copy(self, into: torch.Tensor, arrays: Sequence[np.ndarray]) -> None:
         """One copy of all arrays into [packed_size] int32."""

@@ -41,7 +41,7 @@ async def respond(answer: Reply, request: Request) -> Response:
     if answer.streams:
         return _with_warnings(EventStream(answer), answer)
     try:
-        body = await _while_connected(request.receive, _whole(answer))
+        body = await _while_connected(request.receive, whole_answer(answer))
     finally:
         answer.deltas.close()
     record(request.scope, **answer.facts())
@@ -55,7 +55,12 @@ def _with_warnings(response: Response, answer: Reply) -> Response:
     return response
 
 
-async def _whole(answer: Reply) -> list[bytes]:
+async def whole_answer(answer: Reply) -> list[bytes]:
+    """The object of an answer in parts, at its end.
+
+    Raises:
+        EngineError: the request has failed.
+    """
     ended = [delta async for delta in answer.deltas]
     return await made_by(answer.in_thread, pieces(partial(answer.whole, ended)), sum(map(answer.weight, ended)))
 

@@ -3,6 +3,7 @@
 import math
 import time
 import uuid
+from asyncio import Task
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
@@ -62,6 +63,7 @@ class Service:
         ready: the model is warm, and the server is not shutting down.
         running: answers of /v1/responses that have not ended, by owner and id.
         responses: those that have ended and are kept.
+        unwatched: tasks of those that nobody waits for.
         created: when the server began, in seconds since 1970.
     """
 
@@ -71,6 +73,7 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     entry_room: EntryRoom = field(default_factory=EntryRoom)
     running: WeakValueDictionary[str, Any] = field(default_factory=WeakValueDictionary)
+    unwatched: set[Task[None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._foreign = OrderedDict[str, Chat]()

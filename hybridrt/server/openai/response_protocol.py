@@ -194,6 +194,7 @@ class ResponseRequest(Sampling):
     chat_template_kwargs: dict[str, Any] | None = None
     metadata: Annotated[dict[str, str] | None, at_most(MAX_METADATA)] = None
     store: bool | None = None
+    background: bool | None = None
     previous_response_id: str | None = None
     truncation: Literal["auto", "disabled"] | None = None
     top_logprobs: int | None = None

@@ -120,8 +120,13 @@ class ResponseReply(BlockReply):
         self._error: dict[str, Any] | None = None
         self._asked = asked
         self._kept, self._stored = kept, kept is not None
-        self._forced = forced
+        self._forced, self._background = forced, bool(body.background)
         self._custom = {tool.name for tool in body.own_tools if isinstance(tool, CustomTool)}
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is complete, cut, cancelled or has failed."""
+        return bool(self.reader.finish_reason or self._error)
 
     def body(self) -> dict[str, Any]:
         reason = self.reader.finish_reason
@@ -131,7 +136,7 @@ class ResponseReply(BlockReply):
             "object": "response",
             "created_at": self.created,
             "status": status,
-            "background": False,
+            "background": self._background,
             "error": self._error,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "model": self.model,
@@ -148,6 +153,11 @@ class ResponseReply(BlockReply):
     def closing_weight(self) -> int:
         """See Reply.closing_weight."""
         return super().closing_weight() + self._asked.size // 32
+
+    def fail(self, error: APIError) -> None:
+        """Keeps a response that has failed, for those who ask for it."""
+        self._error = {"code": "server_error", "message": error.message}
+        self._keep()
 
     def failure(self, error: APIError, scope: Scope) -> bytes:
         self._error = {"code": "server_error", "message": error.message}

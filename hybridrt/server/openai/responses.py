@@ -49,6 +49,10 @@ async def start_response(service: Service, body: ResponseRequest, scope: Scope) 
     check_body("responses", body)
     if body.top_logprobs and not body.wants_logprobs:
         raise APIError(400, f"top_logprobs goes with include: send [{LOGPROBS!r}]", "top_logprobs")
+    if body.background and (body.stream or not body.is_stored):
+        raise APIError(
+            400, "a response in the background is kept, and is no stream: leave out store and stream", "background"
+        )
     before, own = await whole_input(service, body, scope)
     chat = await service.off_loop(scope, partial(_as_chat, body, [*before, *own]))
     prepared = await prepare_chat(service, chat, scope)

@@ -1,17 +1,25 @@
-"""/v1/responses/ID: responses that are kept or that run, and the conversations that they continue."""
+"""/v1/responses/ID: responses that are kept, that run or that nobody waits for, and what they continue."""
 
+import asyncio
+from functools import partial
 from typing import Any
 
+from pydantic_core import from_json
 from starlette.responses import Response
 from starlette.types import Scope
 
+from hybridrt.base.errors import HybridrtError
+from hybridrt.engine.api.lanes import lane_of
 from hybridrt.server.core.bodies import MAX_VALUES, add_body_bytes, read_body
 from hybridrt.server.core.protocol import MAX_MESSAGES
+from hybridrt.server.core.respond import whole_answer
 from hybridrt.server.core.service import Service, owner_of
 from hybridrt.server.openai.response_protocol import Item, ItemReference, ResponseRequest, StoredItems
 from hybridrt.server.openai.response_reply import ResponseReply
-from hybridrt.server.wire.errors import APIError
+from hybridrt.server.wire.errors import APIError, as_api_error
 from hybridrt.server.wire.sse import encode
+
+MOST_ITEMS = 100  # of a page
 
 
 def shown_response(service: Service, name: str, scope: Scope) -> Response:
@@ -35,6 +43,55 @@ def cancelled_response(service: Service, name: str, scope: Scope) -> Response:
     if running is None or not service.llm.abort(owner_of(scope) + name):
         return shown_response(service, name, scope)
     return _json(encode(running.body() | {"output": [], "status": "cancelled"}))
+
+
+async def input_items(
+    service: Service, name: str, scope: Scope, limit: int = 20, after: str | None = None, newest_first: bool = True
+) -> Response:
+    """A page of the items that the request of a kept response has brought, as OpenAI lists them.
+
+    Args:
+        after: the id of an item; the page begins after it.
+
+    Raises:
+        APIError: none of this name is kept, it brought no item `after`, or `limit` is out of range.
+    """
+    if not 1 <= limit <= MOST_ITEMS:
+        raise APIError(400, f"limit is {limit}; it is 1 to {MOST_ITEMS}", "limit")
+    stored = service.responses.get(owner_of(scope), name)
+    if stored is None:
+        raise _missing(name)
+    work = partial(_page, stored.input, name, limit, after, newest_first)
+    return _json(await service.llm.in_thread(work, lane=lane_of(len(stored.input))))
+
+
+def _page(text: bytes, name: str, limit: int, after: str | None, newest_first: bool) -> bytes:
+    items = [{"id": f"{name}_input_{i}", **item} for i, item in enumerate(from_json(text))]
+    items = items[::-1] if newest_first else items
+    names = [str(item["id"]) for item in items]
+    if after is not None and after not in names:
+        raise APIError(400, f"the request brought no item {after[:200]!r}", "after")
+    start = 0 if after is None else names.index(after) + 1
+    page = items[start : start + limit]
+    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
+    return encode({"object": "list", "data": page, **ends, "has_more": start + limit < len(items)})
+
+
+def begin_in_background(service: Service, answer: ResponseReply) -> Response:
+    """Lets a response run to its end, which nobody waits for; GET shows it then. Returns what it is now."""
+    task = asyncio.get_running_loop().create_task(_run(answer))
+    service.unwatched.add(task)
+    task.add_done_callback(service.unwatched.discard)
+    return _json(encode(answer.body()))
+
+
+async def _run(answer: ResponseReply) -> None:
+    try:
+        await whole_answer(answer)
+    except HybridrtError as e:
+        answer.fail(as_api_error(e))
+    finally:
+        answer.deltas.close()
 
 
 def deleted_response(service: Service, name: str, scope: Scope) -> dict[str, Any]:
@@ -87,7 +144,7 @@ async def _parsed(service: Service, texts: list[bytes], scope: Scope) -> list[It
 
 def _running(service: Service, name: str, scope: Scope) -> ResponseReply | None:
     found: ResponseReply | None = service.running.get(owner_of(scope) + name)
-    return None if found is None or found.reader.finish_reason else found
+    return None if found is None or found.has_ended else found
 
 
 def _missing(name: str) -> APIError:

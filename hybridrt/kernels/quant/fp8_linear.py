@@ -1,0 +1,113 @@
+"""A linear layer whose weight and inputs are e4m3: inputs are quantised by token, or by 128 numbers of one."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridrt.base.errors import ConfigError
+from hybridrt.kernels.core.operation import By, operation
+from hybridrt.kernels.dense.norm_activation import rms_norm
+from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation, InputNorm
+from hybridrt.kernels.quant.quant_weight import QuantWeight, dequantize
+
+GROUP = 128
+PADDING = 16  # rows of codes: libraries take multiples
+E4M3_MAX, SMALLEST = 448.0, 1e-12
+MAX_TOKENS = 64
+
+
+class TokenCodes(NamedTuple):
+    """x[t, k] = codes[t, k] * scale[k // group, t] for t below `tokens`.
+
+    Attributes:
+        codes: e4m3 [T, K], T a multiple of PADDING. Rows past `tokens` are not filled.
+        scale: float32 [K / group, T].
+    """
+
+    codes: Tensor
+    scale: Tensor
+    tokens: int
+    group: int
+
+
+def empty_codes(x: Tensor, group: int) -> TokenCodes:
+    """Codes for x [tokens, K], not filled."""
+    (tokens, width), padded = x.shape, -(-x.shape[0] // PADDING) * PADDING
+    codes = torch.empty(padded, width, dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty(width // group, padded, dtype=torch.float32, device=x.device)
+    return TokenCodes(codes, scale, tokens, group)
+
+
+def _check_quantize(x: Tensor, group: int, norm: InputNorm | None = None) -> None:
+    if group not in (GROUP, x.shape[1]) or x.shape[1] % GROUP:
+        raise ConfigError(
+            f"tokens of {x.shape[1]} numbers are quantised by {GROUP} numbers or whole, and have a multiple of {GROUP}"
+        )
+
+
+@operation(By("triton"), check=_check_quantize)
+def quantize_tokens(x: Tensor, group: int, norm: InputNorm | None = None) -> tuple[TokenCodes, Tensor | None]:
+    """Codes of rms_norm(x + residual), and x + residual; norm and residual are optional.
+
+    A scale is the largest size of its numbers / 448, the largest e4m3 number.
+
+    Args:
+        x: [T, K], K a multiple of GROUP.
+        group: GROUP, or K for one scale a token.
+
+    Raises ConfigError for other widths and groups.
+    """
+    residual = None
+    if norm is not None:
+        if norm.residual is not None:
+            x = residual = (x.float() + norm.residual.float()).to(norm.residual.dtype)
+        x = rms_norm.reference(x.float(), norm.norm_weight, norm.eps)
+    found = empty_codes(x, group)
+    numbers = x.float().unflatten(1, (-1, group))
+    scale = numbers.abs().amax(2).clamp(min=SMALLEST) / E4M3_MAX
+    found.codes[: len(x)] = (numbers * (1 / scale).unsqueeze(2)).clamp(-E4M3_MAX, E4M3_MAX).flatten(1)
+    found.scale[:, : len(x)] = scale.t()
+    return found, residual
+
+
+def decoded_tokens(x: TokenCodes) -> Tensor:
+    """float32 [tokens, K]."""
+    numbers = x.codes[: x.tokens].float().unflatten(1, (-1, x.group))
+    return (numbers * x.scale[:, : x.tokens].t().unsqueeze(2)).flatten(1)
+
+
+def _check(x: TokenCodes, weight: QuantWeight, *_: object, **__: object) -> None:
+    if x.codes.shape[1] != weight.width:
+        raise ConfigError(f"a weight of {weight.width} columns takes as many numbers a token, not {x.codes.shape[1]}")
+    if x.tokens > MAX_TOKENS:
+        raise ConfigError(f"fp8_linear takes at most {MAX_TOKENS} tokens, not {x.tokens}")
+    if weight.code != "e4m3" or (weight.scale is not None) != (x.group == GROUP) or weight.zero is not None:
+        raise ConfigError("fp8_linear takes e4m3 weights; those with blocks take inputs in groups of 128, others whole")
+    if weight.scale is not None and weight.block[1] != GROUP:
+        raise ConfigError(f"fp8_linear takes blocks of {GROUP} columns, not {weight.block[1]}")
+
+
+@operation(By("triton"), check=_check)
+def fp8_linear(
+    x: TokenCodes,
+    weight: QuantWeight,
+    bias: Tensor | None = None,
+    *,
+    dtype: torch.dtype,
+    activation: Activation | None = None,
+) -> Tensor:
+    """act(x W^T + b) [T, N] in `dtype`, or [T, N / 2] for "silu_and_mul".
+
+    Products of codes are exact and summed in float32; the kernel applies scales to the sums of 128
+    columns, or of all if neither side has groups.
+
+    Args:
+        weight: e4m3 [N, K]. With blocks of 128 columns x has groups of 128, without it has one
+            scale a token.
+
+    Raises ConfigError for other weights, and for more than MAX_TOKENS tokens.
+    """
+    y = F.linear(decoded_tokens(x), dequantize(weight), None if bias is None else bias.float())
+    return (y if activation is None else ACTIVATIONS[activation].reference(y)).to(dtype)

@@ -1,0 +1,134 @@
+"""Triton kernels of `quantize_tokens` and `fp8_linear`: tensor cores multiply the codes as they are."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybridrt.kernels.core.launch import arrival_counters
+from hybridrt.kernels.core.pdl_triton import begin, pdl
+from hybridrt.kernels.dense.skinny_linear import Activation, InputNorm
+from hybridrt.kernels.dense.skinny_linear_triton import MULTIPROCESSORS, store_output, weight_rows
+from hybridrt.kernels.quant.fp8_linear import GROUP, TokenCodes, empty_codes
+from hybridrt.kernels.quant.quant_weight import QuantWeight
+
+COLUMNS = 2048  # that a program quantises, if the token's sum of squares is not asked for
+
+
+@triton.jit
+def _quantize_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, residual_ptr, norm_ptr, codes_ptr, scale_ptr, x_sr, residual_sr, scale_sr, eps,
+    D: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid [tokens, blocks of columns]."""
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
+    d = first + tl.arange(0, BLOCK)
+    mask = d < D
+    begin(PDL)
+    x = tl.load(x_ptr + row * x_sr + d, mask=mask, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        target = residual_ptr + row * residual_sr + d
+        rounded = (x + tl.load(target, mask=mask, other=0.0).to(tl.float32)).to(residual_ptr.dtype.element_ty)
+        tl.store(target, rounded, mask=mask)
+        x = rounded.to(tl.float32)
+    if norm_ptr is not None:
+        weight = tl.load(norm_ptr + d, mask=mask, other=0.0)
+        x = x * (1.0 / tl.sqrt(tl.sum(x * x, 0) / D + eps)) * weight
+    if GROUP == D:
+        scale = tl.maximum(tl.max(tl.abs(x), 0), 1e-12) / 448.0
+        codes = x * (1.0 / scale)
+        tl.store(scale_ptr + row, scale)
+    else:
+        groups = tl.reshape(x, [BLOCK // GROUP, GROUP])
+        scale = tl.maximum(tl.max(tl.abs(groups), 1), 1e-12) / 448.0
+        codes = tl.reshape(groups * (1.0 / scale)[:, None], [BLOCK])
+        g = first // GROUP + tl.arange(0, BLOCK // GROUP)
+        tl.store(scale_ptr + g * scale_sr + row, scale, mask=g * GROUP < D)
+    tl.store(codes_ptr + row * D + d, codes.to(codes_ptr.dtype.element_ty), mask=mask)
+
+
+def quantize_tokens_triton(x: Tensor, group: int, norm: InputNorm | None = None) -> tuple[TokenCodes, Tensor | None]:
+    """One launch. The residual is overwritten with the sum."""
+    tokens, width = x.shape
+    assert x.stride(1) == 1
+    norm_weight, eps, residual = (None, 0.0, None) if norm is None else (norm.norm_weight, norm.eps, norm.residual)
+    found, whole = empty_codes(x, group), triton.next_power_of_2(width)
+    block = whole if norm is not None or group == width else min(whole, COLUMNS)
+    _quantize_kernel[(tokens, triton.cdiv(width, block))](
+        x, residual, norm_weight, found.codes, found.scale, x.stride(0),
+        0 if residual is None else residual.stride(0), found.scale.stride(0), eps,
+        D=width, GROUP=group, BLOCK=block, num_warps=min(max(block // 512, 1), 16), **pdl(x.device),
+    )  # fmt: skip
+    return found, residual
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _fp8_linear_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, factor_ptr, bias_ptr, out_ptr, parts_ptr, arrivals_ptr,
+    tokens, N, x_scale_sr, K: tl.constexpr, T: tl.constexpr, ROWS: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """SPLIT programs for each block of rows. Weight [BLOCK_N, K or its part] x tokens [K, T]."""
+    PART: tl.constexpr = (K + SPLIT * BLOCK_K - 1) // (SPLIT * BLOCK_K) * BLOCK_K
+    block, part = tl.program_id(0) // SPLIT, tl.program_id(0) % SPLIT
+    first = part * PART
+    end = tl.minimum(first + PART, K)
+    k, t = tl.arange(0, BLOCK_K), tl.arange(0, T)
+    row = tl.minimum(weight_rows(block, N, ACTIVATION, BLOCK_N), N - 1)
+    weights = weight_ptr + row.to(tl.int64)[:, None] * K + k[None, :]
+    inputs = x_ptr + t[None, :] * K + k[:, None]
+    live = t < tokens
+    begin(PDL)
+    acc = tl.zeros([BLOCK_N, T], tl.float32)
+    for start in tl.range(first, end, BLOCK_K, num_stages=STAGES):
+        tile = tl.load(weights + start)
+        x = tl.load(inputs + start, mask=live[None, :], other=0.0)
+        # Tensor cores add products of e4m3 with few bits: sums of BLOCK_K columns are added in float32.
+        products = tl.dot(tile, x)
+        if scale_ptr is not None:
+            scale = tl.load(scale_ptr + row // ROWS * (K // BLOCK_K) + start // BLOCK_K)
+            x_scale = tl.load(x_scale_ptr + start // BLOCK_K * x_scale_sr + t, mask=live, other=0.0)
+            products *= scale[:, None] * x_scale[None, :]
+        acc += products
+    if scale_ptr is None:
+        acc *= tl.load(x_scale_ptr + t, mask=live, other=0.0)[None, :]
+    if SPLIT == 1:
+        store_output(tl.trans(acc), bias_ptr, factor_ptr, out_ptr, block, tokens, N, ACTIVATION, BLOCK_N)
+    else:
+        cells = parts_ptr + block.to(tl.int64) * (SPLIT * BLOCK_N * T)
+        cells += tl.arange(0, BLOCK_N)[:, None] * T + t[None, :]
+        tl.store(cells + part * (BLOCK_N * T), acc)
+        tl.debug_barrier()  # publish stores
+        if tl.atomic_add(arrivals_ptr + block, 1, sem="acq_rel") == SPLIT - 1:
+            tl.store(arrivals_ptr + block, 0)
+            total = tl.zeros([BLOCK_N, T], tl.float32)
+            for other in range(SPLIT):
+                total += tl.load(cells + other * (BLOCK_N * T), cache_modifier=".cg")
+            store_output(tl.trans(total), bias_ptr, factor_ptr, out_ptr, block, tokens, N, ACTIVATION, BLOCK_N)
+
+
+def fp8_linear_triton(
+    x: TokenCodes,
+    weight: QuantWeight,
+    bias: Tensor | None = None,
+    *,
+    dtype: torch.dtype,
+    activation: Activation | None = None,
+) -> Tensor:
+    """One launch. Programs that share rows add their parts in order."""
+    rows, width, device = weight.rows, weight.width, weight.data.device
+    padded = max(16, triton.next_power_of_2(x.tokens))
+    out = torch.empty(x.tokens, rows // 2 if activation == "silu_and_mul" else rows, dtype=dtype, device=device)
+    block_n = 64 if padded <= 32 else 128
+    blocks = triton.cdiv(rows, block_n)
+    split = max(1, min(8, (3 if padded <= 32 else 1) * MULTIPROCESSORS // blocks, width // 512))
+    parts, arrivals = None, None
+    if split > 1:
+        parts = torch.empty((blocks, split, block_n, padded), dtype=torch.float32, device=device)
+        arrivals = arrival_counters(weight.data, blocks)
+    _fp8_linear_kernel[(blocks * split,)](
+        x.codes, x.scale, weight.data, weight.scale, weight.factor, bias, out, parts, arrivals,
+        x.tokens, rows, x.scale.stride(0), K=width, T=padded, ROWS=weight.block[0], ACTIVATION=activation,
+        BLOCK_N=block_n, BLOCK_K=GROUP, STAGES=4, SPLIT=split, num_warps=4, **pdl(device),
+    )  # fmt: skip
+    return out

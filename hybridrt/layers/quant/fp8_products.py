@@ -1,0 +1,87 @@
+"""Products of e4m3 weights with inputs that are quantised too, on GPUs that multiply such numbers."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hybridrt.base.device import capability
+from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation
+from hybridrt.kernels.quant.fp8_linear import GROUP, MAX_TOKENS, TokenCodes, fp8_linear
+from hybridrt.kernels.quant.quant_weight import QuantWeight
+
+MULTIPLE = 128  # of rows: cuBLAS takes multiples of 16, torch checks scales as if blocks were whole
+SCALES_OF = 4  # rows of scales are padded to a multiple
+
+
+class Fp8Product(NamedTuple):
+    """A weight [N, K] and what `torch.nn.functional.scaled_mm` reads of it.
+
+    Attributes:
+        weight: its data are the first rows of `padded`, and its scales those that kernels read.
+        group: numbers of a token that share a scale: GROUP, or K if rows of the weight have one scale.
+        padded: e4m3 [N rounded up to MULTIPLE, K].
+        scale: of blocks of GROUP x GROUP [ceil(N / GROUP), K / GROUP], the columns padded to SCALES_OF;
+            of rows and GROUP columns [K / GROUP, rows of `padded`]; of rows [1, rows of `padded`].
+        square: scales are those of GROUP x GROUP.
+    """
+
+    weight: QuantWeight
+    group: int
+    padded: Tensor
+    scale: Tensor
+    square: bool
+
+
+def multiplies_fp8(device: torch.device) -> bool:
+    """Whether tensor cores and cuBLAS multiply e4m3 by blocks of 128: compute capability 9.0."""
+    return device.type == "cuda" and capability(device) == (9, 0)
+
+
+def fp8_product(weight: QuantWeight) -> Fp8Product | None:
+    """None if products with quantised inputs do not take the weight's blocks."""
+    grid, factor, (rows, width) = weight.scale, weight.factor, weight.data.shape
+    if weight.code != "e4m3" or weight.zero is not None or width % GROUP or (grid is None) == (factor is None):
+        return None
+    if grid is not None and (weight.block[1] != GROUP or grid.dtype != torch.float32):
+        return None
+    padded = _padded(weight.data, -rows % MULTIPLE)
+    weight = weight._replace(data=nn.Parameter(padded[:rows], requires_grad=False))
+    if factor is not None:
+        return Fp8Product(weight, width, padded, F.pad(factor, (0, -rows % MULTIPLE))[None], square=False)
+    assert grid is not None
+    if weight.block[0] == GROUP:
+        return Fp8Product(weight, GROUP, padded, F.pad(grid, (0, -grid.shape[1] % SCALES_OF)), square=True)
+    each = F.pad(grid.repeat_interleave(weight.block[0], 0)[:rows], (0, 0, 0, -rows % MULTIPLE))
+    return Fp8Product(weight, GROUP, padded, each.t().contiguous(), square=False)
+
+
+def _padded(data: Tensor, rows: int) -> Tensor:
+    """Zeros below."""
+    if not rows:
+        return data.detach()
+    found = torch.zeros(len(data) + rows, data.shape[1], dtype=torch.uint8, device=data.device).view(data.dtype)
+    found[: len(data)].view(torch.uint8).copy_(data.view(torch.uint8))
+    return found
+
+
+def multiply_codes(
+    product: Fp8Product, x: TokenCodes, bias: Tensor | None, activation: Activation | None, dtype: torch.dtype
+) -> Tensor:
+    """act(x W^T + b) [T, N], with any row stride. Up to MAX_TOKENS tokens by our kernel, else by cuBLAS."""
+    if x.tokens <= MAX_TOKENS:
+        return fp8_linear(x, product.weight, bias, dtype=dtype, activation=activation)
+    y = _by_library(product, x, dtype)[: x.tokens, : product.weight.rows]
+    y = y if bias is None else y + bias
+    return y if activation is None else ACTIVATIONS[activation](y)
+
+
+def _by_library(product: Fp8Product, x: TokenCodes, dtype: torch.dtype) -> Tensor:
+    kinds, scale = F.ScalingType, product.scale
+    if product.group == GROUP:
+        of_x, of_weight = kinds.BlockWise1x128, kinds.BlockWise128x128 if product.square else kinds.BlockWise1x128
+        scale = scale.t()
+    else:
+        of_x = of_weight = kinds.RowWise
+    return F.scaled_mm(x.codes, product.padded.t(), x.scale.t(), of_x, scale, of_weight, output_dtype=dtype)

@@ -1,0 +1,80 @@
+"""Products of e4m3 codes: quantised inputs, kernels next to their references."""
+
+import pytest
+import torch
+
+from hybridrt.base.errors import ConfigError
+from hybridrt.kernels.dense.skinny_linear import InputNorm
+from hybridrt.kernels.quant.fp8_linear import GROUP, decoded_tokens, fp8_linear, quantize_tokens
+from tests.support.quant_weights import quant_weight
+
+triton = pytest.importorskip("triton")
+
+
+def tokens(count: int, width: int, seed: int = 0) -> torch.Tensor:
+    sizes = torch.logspace(-3, 2, width // GROUP).repeat_interleave(GROUP)
+    return (torch.randn(count, width, generator=torch.Generator().manual_seed(seed)) * sizes).bfloat16()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_quantised_tokens_are_near_and_have_the_scale_of_their_largest_number(whole: bool) -> None:
+    x = tokens(3, 512)
+    group = 512 if whole else GROUP
+    codes, residual = quantize_tokens.reference(x, group)
+    assert residual is None and len(codes.codes) == 16 and codes.tokens == 3
+    largest = x.float().unflatten(1, (-1, group)).abs().amax(2)
+    torch.testing.assert_close(codes.scale[:, :3].t() * 448, largest)
+    limit = (largest / 448).repeat_interleave(group, 1) * 2**-10 + x.float().abs() / 16
+    assert ((decoded_tokens(codes) - x.float()).abs() <= limit).all()
+
+
+def test_a_token_of_zeros_and_one_that_is_not_finite() -> None:
+    x = torch.zeros(2, GROUP, dtype=torch.bfloat16)
+    x[1, 5] = torch.inf
+    found = decoded_tokens(quantize_tokens.reference(x, GROUP)[0])
+    assert (found[0] == 0).all() and not found[1, 5].isfinite()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("width", [256, 2304])
+def test_the_kernel_quantises_as_the_reference(whole: bool, width: int) -> None:
+    from hybridrt.kernels.quant.fp8_linear_triton import quantize_tokens_triton
+
+    x, residual = tokens(5, width), tokens(5, width, 1).float()  # float32: the interpreter rounds to bfloat16 otherwise
+    norm = InputNorm(torch.rand(width) + 0.5, 1e-5, residual)
+    group = width if whole else GROUP
+    for own in (None, norm, norm._replace(residual=None)):
+        wanted, total = quantize_tokens.reference(x, group, own)
+        given = own if own is None or own.residual is None else own._replace(residual=own.residual.clone())
+        got, sum_of = quantize_tokens_triton(x, group, given)
+        torch.testing.assert_close(got.scale[:, :5], wanted.scale[:, :5], rtol=1e-5, atol=0)
+        torch.testing.assert_close(decoded_tokens(got), decoded_tokens(wanted), rtol=0.07, atol=1e-6)
+        assert (got.codes[:5].float() == wanted.codes[:5].float()).float().mean() > 0.98
+        assert (total is None) == (sum_of is None) and (total is None or torch.equal(total, sum_of))
+
+
+@pytest.mark.parametrize("count", [1, 17])
+@pytest.mark.parametrize(("name", "rows", "width"), [("fp8 blocks", 320, 1152), ("fp8 rows", 200, 1152)])
+def test_the_product_is_near_the_reference(name: str, rows: int, width: int, count: int) -> None:
+    from hybridrt.kernels.quant.fp8_linear_triton import fp8_linear_triton
+
+    weight = quant_weight(name, rows, width)
+    codes, _ = quantize_tokens.reference(tokens(count, width), GROUP if weight.scale is not None else width)
+    bias = torch.randn(rows).bfloat16()
+    for activation in (None, "silu_and_mul"):
+        wanted = fp8_linear.reference(codes, weight, bias, dtype=torch.float32, activation=activation)
+        got = fp8_linear_triton(codes, weight, bias, dtype=torch.float32, activation=activation)
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ConfigError, match="multiple of 128"):
+        quantize_tokens(tokens(1, 256)[:, :200], GROUP)
+    x = tokens(1, 256)
+    codes, _ = quantize_tokens(x, GROUP)
+    with pytest.raises(ConfigError, match="a weight of 512 columns"):
+        fp8_linear(codes, quant_weight("fp8 blocks", 64, 512), dtype=x.dtype)
+    with pytest.raises(ConfigError, match="take inputs in groups"):
+        fp8_linear(codes, quant_weight("fp8 rows", 64, 256), dtype=x.dtype)
+    with pytest.raises(ConfigError, match="at most 64"):
+        fp8_linear(quantize_tokens(tokens(65, 256), GROUP)[0], quant_weight("fp8 blocks", 64, 256), dtype=x.dtype)
