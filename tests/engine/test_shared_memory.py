@@ -236,7 +236,7 @@ def test_a_fetch_clears_the_slabs_that_it_takes_over(monkeypatch: pytest.MonkeyP
     waiting = request(0, 24)
     waiting.prompt_ids[:20] = TEXT[:20]
     for cancelled in (True, False):
-        coordinator.begin_step([waiting], 0)
+        coordinator.advance_fetches([waiting], 0)
         copy = coordinator.prefixes.tier._pending[-1]
         assert copy.fetch and copy.cleared and not slabs.unclean
         if cancelled:
@@ -259,8 +259,9 @@ def test_pages_that_no_state_needs_go_first() -> None:
     kept = store.tree.match(earlier).length
     store.evicted(gone := store.tree.evict_leaf(1, stateless=True))
     assert len(gone.pages[0]) == 1 and store.tree.match(earlier).length == kept >= 16
-    while store.tree.held(later, DEFAULT_KEY)[0].length:
+    for _ in range(9):
         store.evicted(store.tree.evict_leaf(1, stateless=True))
+    assert not store.tree.held(later, DEFAULT_KEY)[0].length
     assert not store.tree.evict_leaf(1, stateless=True).pages[0], "the earlier text has its state"
 
 

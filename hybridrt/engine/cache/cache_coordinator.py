@@ -337,8 +337,8 @@ class CacheCoordinator:
 
     def seal(self, plan: StepPlan, rows: Sequence[tuple[Request, int]] = ()) -> bool:
         """Adds to a finished plan the donations, states within answers, slabs to clear, and copies to
-        and from main memory. `rows` as `ScheduledStep.rows`. True if it should be launched even without rows, for
-        a fetch.
+        and from main memory. `rows` as `ScheduledStep.rows`. True if it should be launched even
+        without rows, for a fetch.
         """
         plan.moves = list(self.donations)
         if len(plan.decode.rows) and self.prefixes.answers.pass_step(plan.decode):
