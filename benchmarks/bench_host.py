@@ -29,8 +29,8 @@ from benchmarks.common import environment, save, settle
 from hybridrt import LLM, SamplingParams, SpeculativeConfig
 from hybridrt.base.turns import Interrupts
 from hybridrt.engine.cache.answer_states import MOST
+from hybridrt.mem_cache.pools.entries import Handle, keys_of
 from hybridrt.mem_cache.pools.page_groups import PageSets
-from hybridrt.mem_cache.pools.slots import Slot, keys_of
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_node import StateKind
 from hybridrt.runtime.load.build import ASSETS
@@ -184,13 +184,13 @@ def measure_prefill(prompts: int, length: int, repeats: int) -> dict[str, Any]:
 
 def measure_prefix(page_size: int, length: int, repeats: int) -> dict[str, Any]:
     """Least times over `repeats` new prompts of `length` tokens, and over as many that go on from them: of
-    `CacheCoordinator.admit` (match, locks, pages, the plan), `settle` (the prompt is shared) and `release` (the request
-    is donated), and of the prefix tree's part of them."""
+    `CacheCoordinator.admit_request` (match, locks, pages, the plan), `settle` (the prompt is shared) and `release` (the
+    request is donated), and of the prefix tree's part of them."""
     with tempfile.TemporaryDirectory() as directory, build(directory, 2, length, 8, prefix_pages=page_size) as llm:
         engine, params = llm.engine, SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
         pools: Any = engine._coordinator
         owners = {"match": pools.prefixes.tree, "insert": pools.prefixes.tree}
-        owners |= dict.fromkeys(("admit", "settle", "release"), pools)
+        owners |= dict.fromkeys(("admit_request", "settle", "release"), pools)
         generator = torch.Generator().manual_seed(0)
         found: dict[str, Any] = {"what": f"prefix of {length} tokens, pages of {page_size}"}
         for _ in range(repeats):
@@ -213,7 +213,7 @@ def measure_tree(page_size: int, length: int, count: int, repeats: int) -> dict[
     all but the first and the last within its answer, of matching a prompt that goes on from it, and of inserting that
     prompt with one more state."""
     tokens = np.random.default_rng(0).integers(3, VOCAB, length + 16, np.int32)
-    handles = [Slot(i, 0) for i in range(length + count + 18)]
+    handles = [Handle(i, 0) for i in range(length + count + 18)]
     pages: PageSets = keys_of(handles[: -(-length // page_size) + 16])[:, None]
     states = {length * i // count: handles[-i] for i in range(1, count + 1)}
     kinds = dict.fromkeys(sorted(states)[1:-1], StateKind.ANSWER)

@@ -54,7 +54,7 @@ class Rig:
         share = min([group.num_pages for group in plan.groups], default=0) // plan.num_rows
         pages = torch.arange(plan.num_rows * share, device=self.device)
         sets = (pages + 1)[:, None].repeat(1, table.num_groups)  # the same numbers in each page group
-        table.admit(rows, rows)
+        table.admit_rows(rows, rows)
         table.write_pages(rows.repeat_interleave(share), pages % share, sets)
         # Each row has a token of its own: rows with the same one would pick the same experts.
         own = torch.arange(plan.num_rows + 1, dtype=torch.int32, device=self.device)

@@ -39,6 +39,7 @@ PLAIN = Row("plain", 0.0)
 ROWS = (
     Row("fp8", 0.005, {"quantization": "fp8"}),
     Row("int4", 0.04, {"quantization": "int4"}),
+    Row("kv-fp8", 0.003, {"kv_cache_dtype": "fp8_e4m3"}),
 )
 
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from benchmarks.bench_serving import Clock, percentile
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.bench.workload import WorkloadConfig, make_work
@@ -135,7 +137,14 @@ def figures(seen: Sequence[Seen], seconds: float) -> dict[str, float]:
 
 
 def tokens(draw: random.Random, count: int) -> list[int]:
-    return [draw.randrange(3, VOCAB) for _ in range(count)]
+    """`draw.randrange(3, VOCAB)` for each, in a tenth of the time: the high bits of 32, drawn again where they are too
+    many."""
+    found, choices = list[int](), VOCAB - 3
+    while missing := count - len(found):
+        words = np.frombuffer(draw.getrandbits(32 * missing).to_bytes(4 * missing, "little"), "<u4")
+        drawn = words >> (32 - choices.bit_length())
+        found += (drawn[drawn < choices] + 3).tolist()
+    return found
 
 
 def _arriving(draw: random.Random, items: list[Item], rate: float) -> list[Item]:

@@ -58,7 +58,7 @@ class ByHand:
     def lend_memory(self) -> None:
         """Row i gets state slot i, zeroed, and the i-th share of the pages."""
         rows = torch.arange(1, self.num_rows + 1, device=self.device)
-        self.table.admit(rows, rows)
+        self.table.admit_rows(rows, rows)
         share = MAX_LEN // PAGE_SIZE
         index = torch.arange(share, device=self.device).repeat(self.num_rows)
         pages = torch.arange(1, self.num_rows * share + 1, device=self.device)

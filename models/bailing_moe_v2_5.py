@@ -19,6 +19,7 @@ from hybridrt.base.config_fields import COUNT, OFF, ROPE, SIZE, FieldTypes
 from hybridrt.base.config_json import NULL, TRUE, check_fields, either, one_of
 from hybridrt.base.errors import ConfigError, shown
 from hybridrt.kinds.simple_gla import SimpleGLAConfig
+from hybridrt.layers.norm import LayerPart
 from hybridrt.models.bailing_hybrid import FAMILY as HYBRID
 from hybridrt.models.bailing_hybrid import BailingHybridForCausalLM, check_shared_experts
 from hybridrt.models.config.family import FamilyFields, ffns, interleaved, latent_attention
@@ -90,7 +91,7 @@ FAMILY = replace(
 class BailingMoeV2_5ForCausalLM(BailingHybridForCausalLM):
     gated: ClassVar[bool] = False
 
-    def recurrent(self, layer_id: int, name: str) -> Any:
+    def recurrent(self, layer_id: int, name: str) -> LayerPart:
         config, hf = self.config, self.config.hf
         linear = config.linear_of(SimpleGLAConfig)
         heads = AttentionConfig(linear.num_heads, linear.num_heads, linear.head_dim, dict(hf.rope_parameters))

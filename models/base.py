@@ -1,4 +1,4 @@
-"""The base of all models, and of prediction heads."""
+"""The base of all models: embedding, stack of layers, head; and the base of prediction heads."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Sliding-window attention plus a history branch over all tokens."""
+"""Layers of sliding-window attention with a history branch, a recurrent layer that sees all tokens."""
 
 from collections.abc import Mapping
 from typing import Any

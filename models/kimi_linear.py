@@ -26,7 +26,7 @@ from hybridrt.kinds.kda import KDAConfig
 from hybridrt.layers.linear import MLP
 from hybridrt.layers.mla import LatentAttention
 from hybridrt.layers.moe import Experts, MoE, SigmoidGroupRouter
-from hybridrt.layers.norm import ResidualPart
+from hybridrt.layers.norm import LayerPart, ResidualPart
 from hybridrt.models.base import SWIGLU, CausalLM
 from hybridrt.models.config.family import Family, FamilyFields, derive_ffns, ffns, interleaved, latent_attention
 from hybridrt.recurrent.kda import KDAMixer
@@ -137,7 +137,7 @@ class KimiLinearForCausalLM(CausalLM):
     def layer(self, layer_id: int, name: str) -> Sequence[ResidualPart]:
         config, hf, spec = self.config, self.config.hf, self.config.layer(layer_id)
         hidden, build = config.hidden_size, self.build
-        mixer: Any
+        mixer: LayerPart
         if spec.attention:
             own = config.attention_of(layer_id)
             mixer = LatentAttention(
@@ -146,13 +146,13 @@ class KimiLinearForCausalLM(CausalLM):
             )  # fmt: skip
         else:
             mixer = self.recurrent(layer_id, name)
-        ffn: Any = self._moe(f"{name}.moe", layer_id) if spec.ffn == "moe" else self._mlp(f"{name}.mlp")
+        ffn: LayerPart = self._moe(f"{name}.moe", layer_id) if spec.ffn == "moe" else self._mlp(f"{name}.mlp")
         return [
             ResidualPart("input_layernorm", "self_attn", mixer),
             ResidualPart("post_attention_layernorm", "mlp", ffn),
         ]
 
-    def recurrent(self, layer_id: int, name: str) -> Any:
+    def recurrent(self, layer_id: int, name: str) -> LayerPart:
         config, eps = self.config, self.config.hf.rms_norm_eps
         return KDAMixer(f"{name}.kda", config.linear_of(KDAConfig), layer_id, config.hidden_size, eps, build=self.build)
 

@@ -27,7 +27,7 @@ from hybridrt.kinds.short_conv import ShortConvConfig
 from hybridrt.layers.attention import Attention
 from hybridrt.layers.linear import MLP
 from hybridrt.layers.moe import Experts, MoE, SigmoidGroupRouter
-from hybridrt.layers.norm import ResidualPart
+from hybridrt.layers.norm import LayerPart, ResidualPart
 from hybridrt.models.base import MTP_KEYS, SWIGLU, CausalLM
 from hybridrt.models.config.family import FULL_ROPE, Family, FamilyFields, attention_config, interleaved
 from hybridrt.recurrent.short_conv import ShortConvMixer
@@ -140,7 +140,7 @@ class Lfm2ForCausalLM(CausalLM):
             conv = config.linear_of(ShortConvConfig)
             short = ShortConvMixer(f"{name}.short", conv, layer_id, hidden, bias=hf.conv_bias, build=build)
             mixer = ResidualPart("operator_norm", "conv", short)
-        ffn: Any = self._moe(f"{name}.moe") if spec.ffn == "moe" else self._mlp(f"{name}.mlp")
+        ffn: LayerPart = self._moe(f"{name}.moe") if spec.ffn == "moe" else self._mlp(f"{name}.mlp")
         return [mixer, ResidualPart("ffn_norm", "feed_forward", ffn)]
 
     def _mlp(self, name: str) -> MLP:

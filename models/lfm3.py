@@ -21,7 +21,7 @@ from hybridrt.base.errors import ConfigError
 from hybridrt.kinds.short_conv import ShortConvConfig
 from hybridrt.layers.attention import Attention
 from hybridrt.layers.linear import MLP
-from hybridrt.layers.norm import ResidualPart
+from hybridrt.layers.norm import LayerPart, ResidualPart
 from hybridrt.models.base import MTP_KEYS, SWIGLU, CausalLM
 from hybridrt.models.config.family import Family, FamilyFields, attention_config
 from hybridrt.models.lfm2 import NOT_TEXT, SEEING_KEYS
@@ -130,7 +130,7 @@ class Lfm3ForCausalLM(CausalLM):
         config, hf, build = self.config, self.config.hf, self.build
         hidden = config.hidden_size
         after_mixer, after_mlp = ("post_operator_norm", "post_ffn_norm") if hf.use_sandwich_norm else ("", "")
-        mixer: Any
+        mixer: LayerPart
         if config.layer(layer_id).attention:
             own = config.attention_of(layer_id)
             mixer = Attention(

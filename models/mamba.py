@@ -19,7 +19,7 @@ from hybridrt.base.errors import ConfigError
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.mamba2 import Mamba2Config
-from hybridrt.layers.norm import ResidualPart
+from hybridrt.layers.norm import LayerPart, ResidualPart
 from hybridrt.layers.weights import Build
 from hybridrt.models.base import CausalLM
 from hybridrt.models.config.family import Family, FamilyFields
@@ -124,14 +124,15 @@ class PureMamba(CausalLM):
         self.residual_dtype = torch.float32 if config.hf.residual_in_fp32 else build.dtype
 
     @abstractmethod
-    def mixer(self, layer_id: int, name: str) -> Any: ...
+    def mixer(self, layer_id: int, name: str) -> LayerPart: ...
 
     def layer(self, layer_id: int, name: str) -> Sequence[ResidualPart]:
         return [ResidualPart("norm", "mixer", self.mixer(layer_id, f"{name}.mixer"))]
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        x = self.embed(batch.input_ids)
-        x, residual = torch.zeros_like(x), x.to(self.residual_dtype)
+        embedded = self.embed(batch.input_ids)
+        residual: torch.Tensor | None = embedded.to(self.residual_dtype)
+        x = torch.zeros_like(embedded)
         for norm, part in self.stack:
             x, residual = part(norm, x, residual, batch)
         return self.norm(x, residual)[0]

@@ -28,7 +28,7 @@ from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.layers.attention import Attention
 from hybridrt.layers.linear import MLP
 from hybridrt.layers.moe import Experts, Latent, MoE, SigmoidGroupRouter
-from hybridrt.layers.norm import ResidualPart
+from hybridrt.layers.norm import LayerPart, ResidualPart
 from hybridrt.layers.weights import CheckpointMap
 from hybridrt.models.base import CausalLM, MTPHead
 from hybridrt.models.config.family import Family, FamilyFields, attention_config
@@ -132,7 +132,7 @@ class NemotronHForCausalLM(CausalLM):
     def layer(self, layer_id: int, name: str) -> Sequence[ResidualPart]:
         return [ResidualPart("norm", "mixer", self._part(layer_id, f"{name}.mixer"))]
 
-    def _part(self, layer_id: int, name: str) -> Any:
+    def _part(self, layer_id: int, name: str) -> LayerPart:
         config, hf, spec = self.config, self.config.hf, self.config.layer(layer_id)
         hidden, build = config.hidden_size, self.build
         if spec.attention:

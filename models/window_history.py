@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hybridrt.attention.base import AttentionBackend, AttentionInputs
 from hybridrt.base.errors import BackendError
-from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.base.forward_batch import ForwardBatch, RoutedLayer
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.recurrent.backend import HybridLinearAttnBackend, linear_backends
 
@@ -57,13 +57,15 @@ class WindowHistoryBackend(HybridLinearAttnBackend):
         """The composite of a model. `mixers` are history branches."""
         return cls(full_attn_backend, list(mixers.values()), req_to_token_pool)
 
-    def route(self, layer: Any) -> AttentionBackend:
+    def route(self, layer: RoutedLayer) -> AttentionBackend:
         """This backend serves layers of both branches, and routes others as any composite."""
         return self if hasattr(layer, "ssm_adapter") else super().route(layer)
 
-    def inputs_from(self, q: Any, k: Any, v: Any, save_kv_cache: bool, **kwargs: Any) -> WindowHistoryInputs:
+    def inputs_from(
+        self, q: Tensor | None, k: Tensor | None, v: Tensor | None, save_kv_cache: bool, **kwargs: Any
+    ) -> WindowHistoryInputs:
         hidden_states = kwargs.pop("hidden_states")
-        return WindowHistoryInputs(AttentionInputs(q, k, v, save_kv_cache, **kwargs), hidden_states)
+        return WindowHistoryInputs(super().inputs_from(q, k, v, save_kv_cache, **kwargs), hidden_states)
 
     def run(self, layer: Any, batch: ForwardBatch, inputs: Any, out: Tensor | None = None) -> Tensor:
         """Runs one layer for all rows. A layer of both branches has WindowHistoryInputs.

@@ -1,16 +1,19 @@
 """What runs by default, and in how many processes."""
 
+import gc
 import importlib
 import os
 import sys
 from types import SimpleNamespace
 
+import httpx
 import pytest
 import torch
+from hypothesis import strategies as st
 
 from tests.conftest import pytest_cmdline_main, pytest_collection_modifyitems
 from tests.support.lazily import lazily
-from tests.support.levels import drawn, sweep
+from tests.support.levels import draw, drawn, examples, sweep
 
 Source = pytest.Config.ArgsSource
 
@@ -59,6 +62,18 @@ def test_each_level_draws_more() -> None:
     assert [marks for _, marks in found[3:]] == [["soak"]] * 3
 
 
+def test_properties_draw_more_in_the_slow_level() -> None:
+    quick, slow = examples(3, 9).args[1]
+    assert quick == 3 and slow.values == (9,) and [mark.name for mark in slow.marks] == ["slow"]
+    drawn_numbers: list[int] = []
+
+    def note(number: int) -> None:
+        drawn_numbers.append(number)
+
+    draw(3, note, st.integers(), derandomize=True)
+    assert len(drawn_numbers) == 3
+
+
 def test_what_is_left_to_the_soak_level_does_not_run_in_the_slow_one(request: pytest.FixtureRequest) -> None:
     """One mark may be the provider's, the other one a seed's."""
     item = pytest.Function.from_parent(request.node.parent, name="one", callobj=lambda: None)
@@ -97,3 +112,11 @@ def test_what_pytest_asks_of_a_global_loads_no_library(monkeypatch: pytest.Monke
 
 def test_processes_share_byte_code() -> None:
     assert not sys.dont_write_bytecode and "PYTHONDONTWRITEBYTECODE" not in os.environ
+
+
+def test_the_garbage_collector_rests_during_collection_alone() -> None:
+    assert gc.isenabled() and gc.get_freeze_count()
+
+
+def test_clients_read_no_certificates() -> None:
+    assert httpx.create_ssl_context().get_ca_certs() == []

@@ -216,7 +216,7 @@ def python(site: Path, cwd: Path, *arguments: str) -> str:
     return result.stdout
 
 
-WHERE = "import hybridrt.models.registry as m, hybridrt.mem_cache.pools.slots as c; print(m.__file__, c.__file__)"
+WHERE = "import hybridrt.models.registry as m, hybridrt.mem_cache.pools.entries as c; print(m.__file__, c.__file__)"
 
 
 @pytest.mark.slow

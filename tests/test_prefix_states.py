@@ -164,7 +164,7 @@ def play(
     return session.coordinator.prefixes.counts
 
 
-@pytest.mark.parametrize(("bench", "examples"), drawn(MODELS, 8, 6, 8), indirect=["bench"])
+@pytest.mark.parametrize(("bench", "examples"), drawn(MODELS, 8, 3, 8), indirect=["bench"])
 def test_cached_tokens_equal_uncached_ones(bench: Bench, examples: int) -> None:
     @settings(max_examples=examples, deadline=None, derandomize=True)
     @given(

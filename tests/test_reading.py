@@ -18,6 +18,7 @@ from hybridrt.models.config.read_config import read_model_config
 from hybridrt.models.config.read_fields import read_fields
 from tests.models.test_odd_files import FAMILIES, fields_of
 from tests.support.config_oracle import compared, same_fields, their_fields, their_frequencies
+from tests.support.levels import sweep
 from tests.support.odd_configs import write_fields
 
 FILE = Path("config.json")
@@ -62,7 +63,7 @@ def test_fields_that_a_file_leaves_out(architecture: str) -> None:
     check_same({}, family_of(architecture))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", sweep(LAYOUTS, 3))
 def test_each_field_left_out_in_turn(name: str, tmp_path: Path) -> None:
     fields, family = made(name, tmp_path)
     raw, alike = text_part(fields, family), 0

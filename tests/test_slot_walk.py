@@ -20,7 +20,7 @@ import torch
 
 from hybridrt import LLM, SamplingParams, SpeculativeConfig
 from hybridrt.engine.request.sample_request import Request
-from hybridrt.mem_cache.pools.slots import Slot
+from hybridrt.mem_cache.pools.entries import Handle
 from tests.support.checkpoints import Make, falcon, jamba, nemotron, qwen
 from tests.support.newer_checkpoints import kimi, minimax
 from tests.support.tiny import write_tiny
@@ -35,7 +35,7 @@ CHAIN = {"speculative": SpeculativeConfig("ngram", num_draft_tokens=2, state_mod
 REPLAY = {"speculative": SpeculativeConfig("ngram", num_draft_tokens=2, state_mode="replay")}
 # Where a slot is one of many numbers that are all treated alike: entries of pools, and checks that are told its name.
 NUMBERS = (
-    "mem_cache/pools/slots.py",
+    "mem_cache/pools/entries.py",
     "mem_cache/pools/slabs.py",
     "attention/checks.py",
 )
@@ -100,7 +100,7 @@ class SlotProbe:
 
 def _holds(value: object) -> bool:
     """Whether a value is the slot, or an array of slots with it."""
-    if isinstance(value, Slot):
+    if isinstance(value, Handle):
         return value.index == SLOT
     if isinstance(value, torch.Tensor) and value.dtype in (torch.int32, torch.int64):
         value = value.detach().numpy()

@@ -186,7 +186,6 @@ def test_bare_imports_of_models_are_a_lint_error(tmp_path: Path) -> None:
 SHAPES = ("shape", "shapes", "sizes", "temporal")
 # No records either: arrays, lists, and the arguments that the contract's hooks pass on.
 BY_POSITION = {
-    "hybridrt/attention/paged.py (q, k, v, save, rope)",
     "hybridrt/base/files_safetensors.py (dtype, shape, offsets)",
     "hybridrt/engine/request/sample_request.py "
     "(self.computed, self.output_index, self.prefill_end, self.max_output, self.capacity)",

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from hybridrt.kernels.core.chunk_plan import exp_of
@@ -21,6 +22,7 @@ MOST = {
 }
 
 
+@pytest.mark.slow
 def test_the_way_of_a_prompt_does_not_grow() -> None:
     command = [sys.executable, "scripts/trace_step.py"]
     printed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout

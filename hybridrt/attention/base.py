@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from hybridrt.attention.contract import ContractHooks, check_graph_tokens
-from hybridrt.base.config import AttentionSpec
+from hybridrt.base.config import AttentionSpec, LinearConfig
 from hybridrt.base.device import SideStream, is_capturing
 from hybridrt.base.errors import BackendError
-from hybridrt.base.forward_batch import ForwardBatch, GraphView
+from hybridrt.base.forward_batch import ForwardBatch, GraphView, RoutedLayer
 from hybridrt.kernels.core.records import LatentWeights, Rope
 
 _IN_LINE = nullcontext()
@@ -81,6 +81,17 @@ class Layer(Protocol):
     sinks: Tensor  # [heads] float32, if the spec has sinks
 
 
+class RecurrentLayer(Protocol):
+    """What a backend reads of any mixer. `width`: channels of the backend's result."""
+
+    kind: str
+    layer_id: int
+    width: int
+
+    @property
+    def config(self) -> LinearConfig: ...
+
+
 class AttentionBackend(ContractHooks, ABC):
     """Plans a step once, then runs every layer of it.
 
@@ -103,7 +114,7 @@ class AttentionBackend(ContractHooks, ABC):
         """Sizes for which a batch with extend rows needs chunk plans; () without recurrent layers."""
         return ()
 
-    def route(self, layer: Any) -> "AttentionBackend":
+    def route(self, layer: RoutedLayer) -> "AttentionBackend":
         return self
 
     # -- a step -------------------------------------------------------------------------------------------------
@@ -149,8 +160,12 @@ class AttentionBackend(ContractHooks, ABC):
             BackendError: the batch was not prepared, or an earlier step was not committed.
         """
 
-    def inputs_from(self, q: Any, k: Any, v: Any, save_kv_cache: bool, **kwargs: Any) -> Any:
+    def inputs_from(
+        self, q: Tensor | None, k: Tensor | None, v: Tensor | None, save_kv_cache: bool, **kwargs: Any
+    ) -> Any:
         """The record for `run` from the arguments of `forward`."""
+        if q is None:
+            raise BackendError("q is None; a layer of softmax attention needs q [T, heads * head_dim]")
         return AttentionInputs(q, k, v, save_kv_cache, **kwargs)
 
     def commit(self, batch: ForwardBatch, accepted: Tensor | None = None, path: Tensor | None = None) -> None:

@@ -6,7 +6,8 @@ import torch
 
 from hybridrt.base.errors import BackendError
 from hybridrt.base.forward_batch import ForwardBatch, ForwardMode, GraphView
-from hybridrt.kernels.core.slots import DEBUG, may_look
+from hybridrt.kernels.core.slots import DEBUG, check_range, may_look
+from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 
 _GRAPH_MODES = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
 
@@ -190,3 +191,21 @@ def _check_lengths(batch: ForwardBatch) -> None:
     for row, (total, count) in enumerate(zip(totals[: batch.num_real], new)):
         if not 0 <= count <= total:
             raise BackendError(f"row {row} has {count} new tokens and a length of {total} that counts them")
+
+
+def check_states(batch: ForwardBatch, pools: HybridReqToTokenPool, num_slots: int) -> None:
+    """BackendError unless the rows and state slots of a step exist, and no two rows share a slot.
+    Waits for the device."""
+    end = num_slots + 1
+    check_range("req_pool_indices", batch.req_pool_indices, pools.num_rows + 1, BackendError)
+    state_slots = pools.state_slots(batch.req_pool_indices[: batch.num_real])
+    check_range("req_to_state_slot", state_slots, end, BackendError)
+    check_own("req_to_state_slot", state_slots)
+    if batch.read_state_slots is not None:
+        check_range("read_state_slots", batch.read_state_slots, end, BackendError)
+    for part in batch.extend_passes:
+        for name in ("read_state_slots", "write_state_slots"):
+            check_range(f"{name} of a pass", getattr(part, name).clamp(min=0), end, BackendError)
+    for saved in batch.saved_states.values():
+        check_range("row_slots of saved states", saved.row_slots, end, BackendError)
+        check_range("chunk_slots of saved states", saved.chunk_slots, end, BackendError)

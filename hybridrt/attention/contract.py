@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from hybridrt.base.errors import BackendError
-from hybridrt.base.forward_batch import ForwardBatch, ForwardMode, GraphView, SpecInfo
+from hybridrt.base.forward_batch import ForwardBatch, ForwardMode, GraphView, RoutedLayer, SpecInfo
 
 
 class ContractHooks:
@@ -18,7 +18,7 @@ class ContractHooks:
     prepare: Callable[..., None]
     prepare_in_graph: Callable[[ForwardBatch], None]
     commit: Callable[..., None]
-    route: Callable[[Any], Any]
+    route: Callable[[RoutedLayer], Any]
     seq_len_fill: int
 
     _last_batch: ForwardBatch | None = None
@@ -86,7 +86,7 @@ class ContractHooks:
         q: Tensor | None,
         k: Tensor | None,
         v: Tensor | None,
-        layer: Any,
+        layer: RoutedLayer,
         batch: ForwardBatch,
         save_kv_cache: bool = True,
         *,
@@ -106,7 +106,14 @@ class ContractHooks:
         return result
 
     def forward_decode(
-        self, q: Any, k: Any, v: Any, layer: Any, batch: ForwardBatch, save_kv_cache: bool = True, **kwargs: Any
+        self,
+        q: Tensor | None,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: RoutedLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
     ) -> Tensor:
         """`forward` of a batch without extend rows."""
         if batch.num_extend_rows:
@@ -114,7 +121,14 @@ class ContractHooks:
         return self.forward(q, k, v, layer, batch, save_kv_cache, **kwargs)
 
     def forward_extend(
-        self, q: Any, k: Any, v: Any, layer: Any, batch: ForwardBatch, save_kv_cache: bool = True, **kwargs: Any
+        self,
+        q: Tensor | None,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: RoutedLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
     ) -> Tensor:
         """`forward` of a batch without decode rows."""
         if batch.num_decode_rows:

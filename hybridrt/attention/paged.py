@@ -1,4 +1,4 @@
-"""Softmax attention by segments, over KVPool: metadata and writes, backends without a host plan, and plain torch."""
+"""Softmax attention over KVPool: writes, metadata of a step, and backends that plan nothing on the host."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection
@@ -86,14 +86,14 @@ class SegmentedAttnBackend(AttentionBackend):
         Returns:
             [T, heads * head_dim] in q's dtype; for "mla" [T, heads * value].
         """
-        q, k, v, save, rope = inputs
+        q, k, v, rope = inputs.q, inputs.k, inputs.v, inputs.rope
         split, total, latent = batch.num_decode_tokens, q.shape[0], layer.spec.variant == "mla"
         if total == 0:
             value_dim = layer.weights.up_v.shape[2] if latent else layer.spec.v_head_dim
             return q.new_empty(0, layer.spec.num_heads * value_dim)
         if latent:
-            q = self.save_latent(q, k if save else None, layer, batch, rope)
-        elif save and k is not None and v is not None:
+            q = self.save_latent(q, k if inputs.save else None, layer, batch, rope)
+        elif inputs.save and k is not None and v is not None:
             if rope is None:
                 self.save_kv(k, v, layer, batch)
             else:

@@ -58,13 +58,20 @@ class SpecInfo:
         return places + (mask.sum(-1, dtype=torch.int32) - 1 - order).view(-1)
 
 
+class RoutedLayer(Protocol):
+    """What a composite needs of a layer. Recurrent layers also have a `kind`."""
+
+    @property
+    def layer_id(self) -> int: ...
+
+
 class AttentionBackendLike(Protocol):
     """What a layer needs of its batch's backend (whole interface: hybridrt.attention.base)."""
 
     @property
     def linear_attn_backend(self) -> Any: ...
 
-    def route(self, layer: Any) -> Any: ...
+    def route(self, layer: RoutedLayer) -> Any: ...
 
     @property
     def run(self) -> Callable[..., torch.Tensor]: ...

@@ -193,7 +193,7 @@ class Turns:
             settings.__enter__()
             self._settings = settings
             if self._change.broken:
-                self._change.begin()
+                self._change.recover()
         except BaseException as e:
             self.__exit__(type(e), e, e.__traceback__)
             raise
@@ -281,8 +281,8 @@ class _AtOnce:
 
 
 class Change:
-    """Wraps a change of bookkeeping. After an exception in the block, `begin` or the next change
-    calls `recover`.
+    """Wraps a change of bookkeeping. After an exception in the block, `recover` or the next change
+    calls `recovery`.
 
     Attributes:
         broken: within a change, and after one that an exception has left.
@@ -292,21 +292,21 @@ class Change:
             signal's handler.
     """
 
-    def __init__(self, recover: Callable[[], None]) -> None:
-        self._recover = recover
+    def __init__(self, recovery: Callable[[], None]) -> None:
+        self._recovery = recovery
         self._inside = self.broken = False
 
     def __enter__(self) -> None:
         if self._inside:
             raise EngineError("the engine was called from within its own step; call it between two steps")
         if self.broken:
-            self._recover()
+            self._recovery()
         self._inside = self.broken = True
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._inside, self.broken = False, kind is not None
 
-    def begin(self) -> None:
+    def recover(self) -> None:
         """Recovers from a broken change, if there was one. Call it at the head of a turn."""
         self._inside = False
         if self.broken:

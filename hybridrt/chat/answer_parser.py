@@ -113,7 +113,7 @@ class AnswerParser:
                 else:
                     sink.arguments(e.text)
                     yield from self._until(tools.closes, sink.arguments)
-                sink.end()
+                sink.end_call()
             elif halved or (scanner.cut_off and (sink.count > before or tools.alone)):
                 scanner.skip_rest()
                 self._held.clear()

@@ -191,7 +191,7 @@ def _string(scanner: Scanner, emit: Emit, prefix: str) -> Step[None]:
     plain = re.compile(rf"[^{quote}\\{'{}' if formatted else ''}]*")
     while True:
         yield from scanner.pass_on(plain, lambda text: emit(escaped(text)))
-        letter = yield from scanner.take()
+        letter = yield from scanner.take_chars()
         if letter == quote:
             if len(opened) == 1 or (yield from scanner.accept(2 * quote)):
                 return
@@ -200,25 +200,25 @@ def _string(scanner: Scanner, emit: Emit, prefix: str) -> Step[None]:
             yield from scanner.expect(letter)
             emit(letter)
         elif "r" in prefix:
-            emit(escaped("\\" + (yield from scanner.take())))
+            emit(escaped("\\" + (yield from scanner.take_chars())))
         else:
             emit((yield from _escape(scanner)))
 
 
 def _escape(scanner: Scanner) -> Step[str]:
     """An unknown escape keeps its backslash."""
-    letter = yield from scanner.take()
+    letter = yield from scanner.take_chars()
     if letter in _SIMPLE:
         return escaped(_SIMPLE[letter])
     if letter in _HEX:
-        digits = yield from scanner.take(_HEX[letter])
+        digits = yield from scanner.take_chars(_HEX[letter])
         code = int(digits, 16) if _HEX_DIGITS.fullmatch(digits) else -1
         if not 0 <= code <= 0x10FFFF:
             raise Malformed("\\" + letter + digits)
         return json_character(code)
     if letter in _OCTAL:
         while len(letter) < 3 and (digit := (yield from scanner.peek())) and digit in _OCTAL:
-            letter += yield from scanner.take()
+            letter += yield from scanner.take_chars()
         return escaped(chr(int(letter, 8)))
     if letter == "N":
         yield from scanner.expect("{")

@@ -89,7 +89,7 @@ class Scanner:
         self.cut_off |= self.num_ready < count
         return self._text[self._place : self._place + count]
 
-    def take(self, count: int = 1) -> Step[str]:
+    def take_chars(self, count: int = 1) -> Step[str]:
         """The next `count` characters. Malformed if there are not as many."""
         text = yield from self.peek(count)
         if len(text) < count:

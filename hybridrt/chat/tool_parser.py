@@ -11,7 +11,7 @@ from hybridrt.chat.tools import Tool
 
 
 class CallSink:
-    """Where a format reports a call: `begin`, `arguments` any number of times, `end`.
+    """Where a format reports a call: `begin_call`, `arguments` any number of times, `end_call`.
 
     Args:
         scanner: its mark is set after each whole call, so that other text can become content.
@@ -29,7 +29,7 @@ class CallSink:
         self.inside = False
         self._scanner, self._max_calls = scanner, max_calls
 
-    def begin(self, name: str, call_id: str | None = None) -> None:
+    def begin_call(self, name: str, call_id: str | None = None) -> None:
         """A call of the function `name`; None: the call gets a new id."""
         self._scanner.release()
         self.inside = True
@@ -40,7 +40,7 @@ class CallSink:
         if text:
             self._report(CallArguments(self.count - 1, text))
 
-    def end(self) -> None:
+    def end_call(self) -> None:
         self.inside = False
         self._scanner.mark()
         self._report(CallEnd(self.count - 1))

@@ -64,12 +64,12 @@ def read_value(scanner: Scanner, emit: Emit) -> Step[None]:
 
 def read_string(scanner: Scanner, emit: Emit) -> Step[None]:
     """Reads a string in either kind of quotes; emits the inside of a JSON string."""
-    quote = yield from scanner.take()
+    quote = yield from scanner.take_chars()
     if quote not in _PLAIN:
         raise Malformed
     while True:
         yield from scanner.pass_on(_PLAIN[quote], lambda text: emit(escaped(text)))
-        if (yield from scanner.take()) == quote:
+        if (yield from scanner.take_chars()) == quote:
             return
         emit((yield from _escape(scanner)))
 
@@ -91,7 +91,7 @@ def read_text(scanner: Scanner, max_chars: int = MAX_NAME) -> Step[str]:
 
 
 def _open(scanner: Scanner, emit: Emit, stack: list[str]) -> Step[None]:
-    bracket = yield from scanner.take()
+    bracket = yield from scanner.take_chars()
     doubled = bracket == "{" and (yield from scanner.accept("{"))  # no key begins with a brace
     stack.append(2 * _CLOSES[bracket] if doubled else _CLOSES[bracket])
     emit("{" if bracket == "{" else "[")
@@ -104,7 +104,7 @@ def _close(scanner: Scanner, emit: Emit, stack: list[str]) -> Step[bool]:
     """Closes tuples as lists."""
     if not _is_close((yield from scanner.peek()), stack[-1]):
         return False
-    yield from scanner.take()
+    yield from scanner.take_chars()
     bracket = stack.pop()
     emit(bracket[0])
     yield from scanner.accept(*bracket[1:])  # the rest of a doubled bracket
@@ -164,9 +164,9 @@ def _space(scanner: Scanner, emit: Emit) -> Step[None]:
 
 def _escape(scanner: Scanner) -> Step[str]:
     """Keeps the backslash of an unknown one, as Python does."""
-    letter = yield from scanner.take()
+    letter = yield from scanner.take_chars()
     if letter in _HEX:
-        digits = yield from scanner.take(_HEX[letter])
+        digits = yield from scanner.take_chars(_HEX[letter])
         code = int(digits, 16) if _HEX_DIGITS.fullmatch(digits) else -1
         if not 0 <= code <= 0x10FFFF:
             raise Malformed("\\" + letter + digits)

@@ -9,9 +9,10 @@ docs/embedding.md has the rules and examples.
 
 from hybridrt.base.config import EngineConfig
 from hybridrt.base.forward_batch import ForwardBatch, SpecInfo
+from hybridrt.embedding.decode_graphs import DecodeGraphs
 from hybridrt.embedding.loading import LoadedModel, build, load, plan_memory
 from hybridrt.embedding.numbers import Array, Numbers, Places, Scratch
-from hybridrt.embedding.runtime import DecodeGraphs, EmbeddedRuntime
+from hybridrt.embedding.runtime import EmbeddedRuntime
 from hybridrt.engine.text.tokenizer import load_tokenizer
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
 from hybridrt.runtime.load.build import resolve_model_path

@@ -8,8 +8,10 @@ from hybridrt.base.errors import BackendError, PoolError
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.embedding.numbers import Numbers
 from hybridrt.embedding.page_owners import GroupOwners, Places
+from hybridrt.kernels.core.slots import NO_SLOT, SCRATCH
 
 NOT_ADMITTED = -1
+NOBODY = SCRATCH  # as the row that has a slot
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +54,7 @@ class Owners:
     def __init__(self, rows: int, slots: int, pages: GroupOwners, numbers: Numbers) -> None:
         self._numbers, self.pages = numbers, pages
         self.slot_of = np.full(rows + 1, NOT_ADMITTED, np.int32)
-        self._owner = np.zeros(slots + 1, np.int32)  # the row that has a slot; 0: none
+        self._owner = np.zeros(slots + 1, np.int32)  # the row that has a slot, or NOBODY
         self._tenancy = np.zeros(rows + 1, np.int64)
         self._ahead: list[StepUse] = []
 
@@ -64,7 +66,7 @@ class Owners:
             row = np.isin(lines, step.lines)
             if row.any():
                 self._refuse_ahead("row", self._numbers.rows.outside(int(lines[row.argmax()])))
-            slot = np.isin(slots, (*self.slot_of[step.lines].tolist(), *step.reads.tolist())) & (slots > 0)
+            slot = np.isin(slots, (*self.slot_of[step.lines].tolist(), *step.reads.tolist())) & (slots > NO_SLOT)
             if slot.any():
                 self._refuse_ahead("state slot", self._numbers.state_slots.outside(int(slots[slot.argmax()])))
 
@@ -72,19 +74,19 @@ class Owners:
         old = self.slot_of[lines]
         self.give(old[self._owner[old] == lines])
         self.slot_of[lines] = slots
-        self._owner[slots[slots > 0]] = lines[slots > 0]
+        self._owner[slots[slots > NO_SLOT]] = lines[slots > NO_SLOT]
         self._tenancy[lines] += 1
         self.pages.forget_rows(lines)
 
     def give(self, slots: np.ndarray) -> None:
-        self._owner[slots[slots > 0]] = 0
+        self._owner[slots[slots > NO_SLOT]] = NOBODY
 
     def check_rows(self, lines: np.ndarray) -> None:
         """PoolError for a row that was not admitted, or lost its state slot."""
         slots = self.slot_of[lines]
         if len(missing := np.flatnonzero(slots == NOT_ADMITTED)):
             raise PoolError(f"row {self._row(lines[missing[0]])} was not admitted: call admit first")
-        lost = (slots > 0) & (self._owner[slots] != lines)
+        lost = (slots > NO_SLOT) & (self._owner[slots] != lines)
         if not lost.any():
             return
         if len(np.unique(slots)) < len(slots):

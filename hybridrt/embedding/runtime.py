@@ -10,14 +10,13 @@ from hybridrt.base.errors import BackendError, PoolError
 from hybridrt.base.forward_batch import ForwardBatch, SpecInfo
 from hybridrt.base.turns import in_undisturbed
 from hybridrt.embedding.batches import Batches
+from hybridrt.embedding.decode_graphs import DecodeGraphs
 from hybridrt.embedding.numbers import Array, Numbers, check_equal, check_on_device, check_within, host_integers
-from hybridrt.embedding.positions import StepRows
 from hybridrt.kernels.core.slots import check_range, may_look
 from hybridrt.mem_cache.pools.mamba_pool import MambaPool
 from hybridrt.runtime.load.build import Runtime
 from hybridrt.runtime.replay.graph_runner import GraphRunner
 from hybridrt.runtime.step.pack import PageEntries
-from hybridrt.runtime.step.plan import DecodeRows
 
 
 class EmbeddedRuntime:
@@ -68,7 +67,7 @@ class EmbeddedRuntime:
         check_equal("rows", lines, "state_slots", places)
         self._owners.check_free(lines, places)
         self._batches.admit_rows(lines, places)
-        self.pools.req_to_token.admit(*self._batches.staging.upload((lines, places)))
+        self.pools.req_to_token.admit_rows(*self._batches.staging.upload((lines, places)))
 
     @in_undisturbed
     @torch.inference_mode()
@@ -290,7 +289,7 @@ class EmbeddedRuntime:
         self._open = None
 
     @in_undisturbed
-    def capture(self, max_rows: int | None = None, sizes: Sequence[int] = ()) -> "DecodeGraphs":
+    def capture(self, max_rows: int | None = None, sizes: Sequence[int] = ()) -> DecodeGraphs:
         """Records decode steps of one token a row; see `DecodeGraphs`.
 
         Args:
@@ -303,7 +302,16 @@ class EmbeddedRuntime:
         self._require_commit("capture")
         for size in (*sizes, 1 if max_rows is None else max_rows):
             check_fields({"max_rows and sizes": size}, {"max_rows and sizes": integer(-(2**31), 2**31)})
-        return DecodeGraphs(self, self._batches, self.plan.num_rows if max_rows is None else max_rows, sizes)
+        last_tokens = torch.zeros(self.plan.num_rows + 1, dtype=torch.int32, device=self.device)
+        graphs = GraphRunner(
+            model=self.model,
+            backend=self.backend,
+            req_to_token_pool=self.pools.req_to_token,
+            last_tokens=last_tokens,
+            max_bs=self.plan.num_rows if max_rows is None else max_rows,
+        )
+        graphs.capture(sizes=sizes)
+        return DecodeGraphs(graphs, last_tokens, self._batches, self._require_commit)
 
     # -- checks -------------------------------------------------------------------------------------------------
 
@@ -358,66 +366,3 @@ def _columns(name: str, values: Array, count: int) -> list[np.ndarray]:
             "page group"
         )
     return [host_integers(name, found[:, column]) for column in range(count)]
-
-
-class DecodeGraphs:
-    """Recorded decode steps of one token a row; `EmbeddedRuntime.capture` makes them.
-
-    CUDA graphs on CUDA. On a CPU a replay calls the same function again, over the same buffers.
-    """
-
-    def __init__(self, runtime: EmbeddedRuntime, batches: Batches, max_rows: int, sizes: Sequence[int]) -> None:
-        self._runtime, self._batches = runtime, batches
-        self._last_tokens = torch.zeros(runtime.plan.num_rows + 1, dtype=torch.int32, device=runtime.device)
-        self._graphs = GraphRunner(
-            model=runtime.model,
-            backend=runtime.backend,
-            req_to_token_pool=runtime.pools.req_to_token,
-            last_tokens=self._last_tokens,
-            max_bs=max_rows,
-        )
-        self._graphs.capture(sizes=sizes)
-
-    def fits(self, rows: int) -> bool:
-        """Whether a graph holds so many rows. Other steps run eagerly."""
-        return rows > 0 and self._graphs.bucket(rows) is not None
-
-    @in_undisturbed
-    @torch.inference_mode()
-    def replay(self, *, input_ids: Array, rows: Array, seq_lens: Array) -> torch.Tensor:
-        """Runs and commits a decode step, without prepare, forward or commit.
-
-        Args:
-            input_ids, rows, seq_lens: [n], as for `EmbeddedRuntime.batch`; no padding rows.
-
-        Returns:
-            [n, vocab] logits in the model's dtype, in memory that the next replay overwrites.
-
-        Raises:
-            BackendError, PoolError: the errors of `EmbeddedRuntime.batch`; or no graph holds n
-                rows.
-        """
-        batches = self._batches
-        self._runtime._require_commit("replay", BackendError)
-        lines, lens = batches.numbers.rows.real("rows", rows), host_integers("seq_lens", seq_lens)
-        if not self.fits(len(lines)):
-            raise BackendError(f"no graph holds {len(lines)} rows: capture such a size, or run the step eagerly")
-        ones = np.ones_like(lines)
-        batches.check_lengths(lines, lens, ones)
-        batches.check_rows(lines)
-        batches.owners.check_none_ahead()
-        use = batches.use(lines, lens, ones, len(lines))
-        given, ids = batches.take_ids(input_ids, len(lines))
-        step = None
-        if batches.table.mamba_pool is not None:
-            step = StepRows(lines.tolist(), (lens - ones).tolist(), lens.tolist(), len(lines))
-        batches.positions.check_step(step)
-        index, copied = batches.staging.upload((lines, ids))
-        self._last_tokens.index_copy_(0, index.long(), copied if given is None else given)
-        nothing = np.zeros_like(lines)
-        logits = self._graphs.replay(DecodeRows(lines, lens - ones, nothing, nothing))
-        batches.positions.prepared(step)
-        batches.positions.ran(step)
-        batches.owners.prepared(use)
-        batches.owners.ran(use)
-        return logits

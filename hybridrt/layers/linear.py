@@ -469,6 +469,7 @@ class VocabParallelEmbedding(nn.Module):
         self.rows = -(-vocab_size // self.tp.size)
         self.dtype = build.dtype
         self.method = make_linear(build, name, {"rows": self.rows}, hidden_size, 0)
+        self.method.looks_up = True
         register(self, self.method)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:

@@ -244,12 +244,12 @@ def stacked_experts(key: str, matrices: Sequence[str], count: int) -> list[Tenso
     keys of single experts: `key`.{expert}.{matrix}_proj.weight."""
 
     def part(e: int, i: int) -> Transform:
-        def of(t: torch.Tensor) -> torch.Tensor:
+        def select(t: torch.Tensor) -> torch.Tensor:
             if t.shape[0] != count:
                 raise RuntimeError(f"it holds {t.shape[0]} experts, config.json says {count}")
             return t[e].unflatten(0, (len(matrices), -1))[i]
 
-        return of
+        return select
 
     each = enumerate(matrices)
     return [(f"{key}.{e}.{name}_proj.weight", part(e, i)) for i, name in each for e in range(count)]

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -117,6 +117,22 @@ class GatedRMSNorm(nn.Module):
         return (h * gating if self.norm_before_gate else h).to(x.dtype)
 
 
+class LayerPart(Protocol):
+    """A module of a layer, which adds to x + residual. It returns what it adds and that sum, or all
+    of it and None."""
+
+    def __call__(
+        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch, /
+    ) -> Summands: ...
+
+    def targets(self, key: str, /) -> CheckpointMap:
+        """Targets of its checkpoint tensors, under `key`."""
+
+    def modules(self) -> Iterator[nn.Module]: ...
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+
 @dataclass(frozen=True)
 class ResidualPart:
     """One norm and its part.
@@ -124,14 +140,12 @@ class ResidualPart:
     Attributes:
         norm_key, key: checkpoint keys of norm and part, below the layer's; "" if the part's keys
             are directly below it.
-        part: a module with `targets(key)`, and with `forward(norm, x, residual, batch)`, which
-            returns what it adds to x + residual, and that sum.
         post_key: of a second norm, of what the part adds; "" if there is none.
     """
 
     norm_key: str
     key: str
-    part: Any
+    part: LayerPart
     post_key: str = ""
 
 
@@ -172,7 +186,7 @@ class ResidualStack(nn.Module):
         super().__init__()
         self.norms, self.parts = nn.ModuleList(), nn.ModuleList()
         self.keys: list[tuple[int, str, str]] = []  # each part's layer, its norm's key, its own key
-        self._short: list[tuple[RMSNorm, Any]] | None = None
+        self._short: list[tuple[RMSNorm, LayerPart]] | None = None
         self._between: tuple[frozenset[int], Callable[[], None]] | None = None
         for i, (name, parts) in enumerate(layers.items()):
             for each in parts:
@@ -180,16 +194,18 @@ class ResidualStack(nn.Module):
                 if each.post_key:
                     self.parts.append(Sandwich(each, RMSNorm(f"{name}.{each.post_key}", hidden_size, **norm)))
                 else:
-                    self.parts.append(each.part)
+                    self.parts.append(cast(nn.Module, each.part))
                 self.keys.append((i, each.norm_key, "" if each.post_key else each.key))
 
-    def __iter__(self) -> Iterator[tuple[RMSNorm, Any]]:
+    def __iter__(self) -> Iterator[tuple[RMSNorm, LayerPart]]:
         """Yields (norm, part). A model calls the part itself, which saves a Python frame each."""
         parts: Any = zip(self.norms, self.parts) if self._short is None else self._short
         return iter(parts) if self._between is None else self._with_calls(parts, *self._between)
 
     @staticmethod
-    def _with_calls(parts: Any, places: frozenset[int], call: Callable[[], None]) -> Iterator[tuple[RMSNorm, Any]]:
+    def _with_calls(
+        parts: Iterable[tuple[RMSNorm, LayerPart]], places: frozenset[int], call: Callable[[], None]
+    ) -> Iterator[tuple[RMSNorm, LayerPart]]:
         for i, part in enumerate(parts):
             if i in places:
                 call()

@@ -226,12 +226,14 @@ class LinearMethod(Method, ABC):
         experts: class for stacks of experts, or None.
         merges_inputs: one weight may hold several matrices along the input. False if a scale serves
             a whole row, because each matrix has its own.
+        looks_up: an embedding calls `lookup`.
         adds_from: tokens from which to add a residual of x's dtype in the product (`apply_onto`).
     """
 
     experts: ClassVar[type[ExpertsMethod] | None] = None
     merges_inputs: ClassVar[bool] = False
     adds_from: ClassVar[float] = inf
+    looks_up: bool = False
 
     @abstractmethod
     def __init__(

@@ -4,37 +4,27 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
 
-from hybridrt.attention.base import AttentionBackend, Branch
-from hybridrt.attention.checks import check_eager_batch, check_graph_batch, check_own
+from hybridrt.attention.base import AttentionBackend, Branch, RecurrentLayer
+from hybridrt.attention.checks import check_eager_batch, check_graph_batch, check_states
 from hybridrt.base.errors import BackendError
-from hybridrt.base.forward_batch import ForwardBatch, GraphView
+from hybridrt.base.forward_batch import ForwardBatch, GraphView, RoutedLayer
 from hybridrt.base.plugins import load_object
 from hybridrt.kernels.core.chunk_plan import ChunkPlan, plan_chunks
 from hybridrt.kernels.core.launch import end_launches
 from hybridrt.kernels.core.providers import needs_host
-from hybridrt.kernels.core.slots import check_range, take_tokens
+from hybridrt.kernels.core.slots import take_tokens
 from hybridrt.kernels.mamba.mamba2_decode_cpu import pool_rows
 from hybridrt.kernels.state.row_tables import DecodeBuffers, fill_decode_metadata
 from hybridrt.kinds.registry import linear_kind
 from hybridrt.mem_cache.pools.mamba_pool import LayerCache, MambaPool
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.recurrent.segments import DecodeSegment, ExtendSegment, ForwardMetadata, extend_segments
-
-
-class RecurrentLayer(Protocol):
-    """What recurrent backends read of a mixer."""
-
-    kind: str
-    layer_id: int
-    width: int
-    config: Any
-
 
 LayerT = TypeVar("LayerT", bound=RecurrentLayer)
 # Tensors [T, ...], decode rows first. Only the last may be None.
@@ -83,13 +73,13 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
         self.layer_cache: Callable[[int], LayerCache] = self.mamba_pool.layer_cache
         self.chunk_size = chunk_size
         self.branch = Branch(req_to_token_pool.req_to_state_slot.device)
-        self._others: list[MambaAttnBackendBase[Any, Any]] = []  # planned and committed by this one
-        self._lead: ReferenceType[MambaAttnBackendBase[Any, Any]] | None = None  # None: plans for itself
+        self._others: list[RecurrentBackend] = []  # planned and committed by this one
+        self._lead: ReferenceType[RecurrentBackend] | None = None  # None: plans for itself
         self._last: ForwardMetadata | None = None  # the last step with a commit to come
         self.mamba_pool.set_decays({i: partial(self.ring_decay, layer) for i, layer in layers.items()})
 
     @staticmethod
-    def join(backends: Sequence["MambaAttnBackendBase[Any, Any]"]) -> "MambaAttnBackendBase[Any, Any]":
+    def join(backends: "Sequence[RecurrentBackend]") -> "RecurrentBackend":
         """Makes the first backend plan and commit for all, and returns it. Their layers share slots
         and ring cursors, which a step must move once."""
         first = backends[0]
@@ -100,27 +90,29 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
 
     # A reference to itself would keep the pools until garbage is collected.
     @property
-    def members(self) -> "list[MambaAttnBackendBase[Any, Any]]":
+    def members(self) -> "list[RecurrentBackend]":
         return [self, *self._others]
 
     @members.setter
-    def members(self, members: "list[MambaAttnBackendBase[Any, Any]]") -> None:
+    def members(self, members: "list[RecurrentBackend]") -> None:
         self._others = members[1:]
 
     @property
-    def lead(self) -> "MambaAttnBackendBase[Any, Any]":
+    def lead(self) -> "RecurrentBackend":
         """The backend that plans and commits for this one."""
         lead = self if self._lead is None else self._lead()
         assert lead is not None, "the composite holds it"
         return lead
 
     @lead.setter
-    def lead(self, lead: "MambaAttnBackendBase[Any, Any]") -> None:
+    def lead(self, lead: "RecurrentBackend") -> None:
         self._lead = ref(lead)
 
     # -- one layer ----------------------------------------------------------------------------------------------
 
-    def inputs_from(self, q: Any, k: Any, v: Any, save_kv_cache: bool, **kwargs: Any) -> Any:
+    def inputs_from(
+        self, q: Tensor | None, k: Tensor | None, v: Tensor | None, save_kv_cache: bool, **kwargs: Any
+    ) -> Any:
         return self.inputs(**kwargs)
 
     def run(self, layer: LayerT, batch: ForwardBatch, inputs: InputsT, out: Tensor | None = None) -> Tensor:
@@ -157,7 +149,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
     def _extend_in_passes(
         self, layer: LayerT, inputs: InputsT, segment: ExtendSegment, out: Tensor | None = None
     ) -> Tensor:
-        """Replaces the segment's outputs by those of later ones."""
+        """Outputs of later passes replace those of the whole segment."""
         taken = (take_tokens(inputs, tokens) for tokens, _ in segment.later)
         chosen = [type(inputs)(*parts) for parts in taken]  # type: ignore[arg-type]
         outputs = self.extend(layer, inputs, segment, out)
@@ -170,7 +162,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
         return outputs
 
     @staticmethod
-    def ring_decay(layer: Any) -> Tensor | None:
+    def ring_decay(layer: LayerT) -> Tensor | None:
         """[heads] float32: a ring gate times this factor is a log decay. None: gates are log
         decays."""
         return None
@@ -206,13 +198,13 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
             batch.metadata[other] = step
 
     def _uncommitted(self) -> ForwardMetadata | None:
-        """Forgets closed steps after it."""
+        """The last step with a commit to come. Forgets closed ones."""
         while self._last is not None and not self._last.open:
             self._last = self._last.previous
         return self._last
 
     def _plan(self, batch: ForwardBatch) -> ForwardMetadata:
-        check_eager_batch(batch, self._check_places)
+        check_eager_batch(batch, partial(check_states, pools=self.pools, num_slots=self.mamba_pool.num_slots))
         plans = self._given_plans(batch)
         if batch.num_extend_rows and not plans:
             lens = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
@@ -222,22 +214,6 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
     @staticmethod
     def _given_plans(batch: ForwardBatch) -> Mapping[int, ChunkPlan]:
         return batch.extend_passes[0].chunk_plans if batch.extend_passes else batch.chunk_plans or {}
-
-    def _check_places(self, batch: ForwardBatch) -> None:
-        """Checks rows and states. Waits for the device."""
-        end = self.mamba_pool.num_slots + 1
-        check_range("req_pool_indices", batch.req_pool_indices, self.pools.num_rows + 1, BackendError)
-        state_slots = self.pools.state_slots(batch.req_pool_indices[: batch.num_real])
-        check_range("req_to_state_slot", state_slots, end, BackendError)
-        check_own("req_to_state_slot", state_slots)
-        if batch.read_state_slots is not None:
-            check_range("read_state_slots", batch.read_state_slots, end, BackendError)
-        for part in batch.extend_passes:
-            for name in ("read_state_slots", "write_state_slots"):
-                check_range(f"{name} of a pass", getattr(part, name).clamp(min=0), end, BackendError)
-        for saved in batch.saved_states.values():
-            check_range("row_slots of saved states", saved.row_slots, end, BackendError)
-            check_range("chunk_slots of saved states", saved.chunk_slots, end, BackendError)
 
     def _plan_graph(self, batch: ForwardBatch, view: GraphView) -> ForwardMetadata:
         """Fills the view's buffers, which the graph reads."""
@@ -287,7 +263,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
         return step
 
     def _leaves_state(self, tokens: int) -> bool:
-        """Whether `commit` writes its state."""
+        """Whether `commit` writes the state of a step."""
         mode = self.mamba_pool.spec.mode
         return mode == "replay" or (mode == "intermediate" and tokens > 1)
 
@@ -296,7 +272,6 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
             step.open = False
 
     def _decode_segment(self, batch: ForwardBatch, buffers: DecodeBuffers) -> DecodeSegment:
-        """Adds present slots, positions and ring cursors."""
         split, tokens, spec = batch.num_decode_rows, batch.tokens_per_row, batch.spec_info
         rows, num_real = batch.req_pool_indices[:split], min(batch.num_real, split)
         fill_decode_metadata(buffers, rows, batch.seq_lens[:split], num_real, tokens, self.mamba_pool.tables)
@@ -331,11 +306,14 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
         self.mamba_pool.commit(decode.rows[:n], buf.state_slots[:n], accepted, buf.start_positions[:n], path)
 
 
+RecurrentBackend: TypeAlias = MambaAttnBackendBase[Any, Any]  # of any kind
+
+
 def linear_backends(
-    mixers: Mapping[int, Any], req_to_token_pool: HybridReqToTokenPool
-) -> list[MambaAttnBackendBase[Any, Any]]:
+    mixers: Mapping[int, RecurrentLayer], req_to_token_pool: HybridReqToTokenPool
+) -> list[RecurrentBackend]:
     """One backend for each recurrent kind of `mixers` (by layer id)."""
-    by_kind: dict[str, dict[int, Any]] = {}
+    by_kind: dict[str, dict[int, RecurrentLayer]] = {}
     for layer_id, mixer in mixers.items():
         by_kind.setdefault(mixer.kind, {})[layer_id] = mixer
     found = []
@@ -362,7 +340,7 @@ class HybridLinearAttnBackend(AttentionBackend):
     def __init__(
         self,
         full_attn_backend: AttentionBackend,
-        linear_attn_backend: MambaAttnBackendBase[Any, Any] | Sequence[MambaAttnBackendBase[Any, Any]] | None,
+        linear_attn_backend: RecurrentBackend | Sequence[RecurrentBackend] | None,
         full_attn_layers: Collection[int],
     ) -> None:
         given = linear_attn_backend or ()
@@ -394,7 +372,7 @@ class HybridLinearAttnBackend(AttentionBackend):
         return cls(full_attn_backend, linear_backends(mixers, req_to_token_pool), full_attn_layers)
 
     @property
-    def linear_attn_backend(self) -> MambaAttnBackendBase[Any, Any]:
+    def linear_attn_backend(self) -> RecurrentBackend:
         if len(self.linear_attn_backends) != 1:
             kinds = ", ".join(backend.kind for backend in self.linear_attn_backends) or "no"
             raise BackendError(
@@ -406,7 +384,7 @@ class HybridLinearAttnBackend(AttentionBackend):
     def chunk_sizes(self) -> tuple[int, ...]:
         return tuple(size for backend in self.backends for size in backend.chunk_sizes)
 
-    def route(self, layer: Any) -> AttentionBackend:
+    def route(self, layer: RoutedLayer) -> AttentionBackend:
         """The backend that serves a layer. BackendError if none does."""
         role = layer.layer_id, getattr(layer, "kind", None)
         backend = self.routes.get(role)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hybridrt.attention.base import RecurrentLayer
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kernels.core.records import ConvWeights, DeltaInputs, GateWeights
 from hybridrt.kernels.delta_rule.decode import gdn_decode, split_qkv
@@ -18,7 +19,7 @@ from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands
 from hybridrt.layers.norm import GatedRMSNorm, RMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget, Piece, Transform, parameter, sharded, unchanged, whole
-from hybridrt.recurrent.backend import MambaAttnBackendBase, RecurrentLayer
+from hybridrt.recurrent.backend import MambaAttnBackendBase
 from hybridrt.recurrent.segments import DecodeSegment, ExtendSegment
 
 
@@ -125,9 +126,8 @@ class GDNMixer(nn.Module):
         return found | {f"{key}.{name}.weight": self._conv_target(parts) for name, parts in keys.convs.items()}
 
     def _conv_target(self, names: Sequence[str]) -> CheckpointTarget:
-        """Accepts q, k and v [channels, 1, K] joined, one of them, or a third of all three joined:
-        transformers' save_pretrained splits so.
-        """
+        """Accepts q, k and v [channels, 1, K] joined, one of them, or a third of all three joined,
+        as transformers' save_pretrained writes."""
         sizes = [self.in_proj.segments[name].size for name in "qkv"]
         first, total = "qkv".index(names[0]), sum(sizes)
         third = -(-total // 3)
@@ -164,7 +164,7 @@ class GDNAttnBackend(MambaAttnBackendBase[GDNLayer, GDNInputs]):
     def decode(
         self, layer: GDNLayer, inputs: GDNInputs, segment: DecodeSegment, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        qkv, a, b = (segment.by_row(each) for each in inputs)
+        qkv, a, b = segment.by_row(inputs.mixed_qkv), segment.by_row(inputs.a), segment.by_row(inputs.b)
         step = segment.fused_step(layer.conv_weights, self.layer_cache(layer.layer_id))
         y = gdn_decode(qkv, a, b, weights=layer.weights, step=step)
         return y.flatten(0, 1).flatten(1)

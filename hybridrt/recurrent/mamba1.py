@@ -145,7 +145,9 @@ class Mamba1AttnBackend(MambaAttnBackendBase[Mamba1Mixer, Mamba1Inputs]):
 
     kind, saves_at_chunks, extend_in_graphs = "mamba1", True, True
 
-    def inputs_from(self, q: Any, k: Any, v: Any, save_kv_cache: bool, **kwargs: Any) -> Mamba1Inputs:
+    def inputs_from(
+        self, q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, save_kv_cache: bool, **kwargs: Any
+    ) -> Mamba1Inputs:
         return SSMInputs(**kwargs) if "dt" in kwargs else Mamba1ConvInputs(**kwargs)
 
     def decode(

@@ -5,6 +5,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
+from hybridrt.attention.base import RecurrentLayer
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.core.records import ConvWeights, SSMInputs, SSMWeights
@@ -18,7 +19,7 @@ from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands
 from hybridrt.layers.norm import GatedRMSNorm, RMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget, parameter, sharded, whole
-from hybridrt.recurrent.backend import MambaAttnBackendBase, RecurrentLayer
+from hybridrt.recurrent.backend import MambaAttnBackendBase
 from hybridrt.recurrent.segments import DecodeSegment, ExtendSegment
 
 

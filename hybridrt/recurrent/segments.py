@@ -18,6 +18,7 @@ from hybridrt.kernels.core.records import (
     StateRing,
     StateSlots,
 )
+from hybridrt.kernels.core.slots import OWN_SLOT, PADDING_SLOT, SCRATCH
 from hybridrt.kernels.mamba.mamba2_decode_cpu import PoolRows
 from hybridrt.kernels.state.row_tables import DecodeBuffers
 from hybridrt.mem_cache.pools.mamba_pool import LayerCache
@@ -147,29 +148,28 @@ def extend_segments(
     rows = batch.req_pool_indices[split:]
     state_slots = pools.state_slots(rows)
     if padded:
-        state_slots.masked_fill_(rows == 0, -1)
+        state_slots.masked_fill_(rows == SCRATCH, PADDING_SLOT)
     if batch.extend_passes:
         return _pass_segments(batch.extend_passes, state_slots, padded)
     starts = batch.query_start_loc[split:]
     positions = batch.seq_lens[split:] - (starts[1:] - starts[:-1])
     read_state_slots = state_slots
     if batch.read_state_slots is not None:
-        read_state_slots = torch.where(batch.read_state_slots > 0, batch.read_state_slots, state_slots)
+        read_state_slots = torch.where(batch.read_state_slots > OWN_SLOT, batch.read_state_slots, state_slots)
     runs, saves = (starts - batch.num_decode_tokens, positions > 0), batch.saved_states
     slots = read_state_slots, state_slots, positions
     return {size: ExtendSegment(*slots, Prompts(*runs, plan, saves.get(size))) for size, plan in plans.items()}
 
 
 def _pass_segments(passes: Sequence[ExtendPass], state_slots: Tensor, padded: bool) -> dict[int, ExtendSegment]:
-    """Returns the first pass's by chunk size, with later passes attached. `padded`: token 0 in a
-    later pass is padding.
-    """
+    """The segments of the first pass by chunk size, with later passes attached. `padded`: token 0
+    in a later pass is padding."""
     later: dict[int, list[tuple[Tensor, ExtendSegment]]] = {}
     found: dict[int, ExtendSegment] = {}
     for part in passes:
         own_state_slots, positions = state_slots.index_select(0, part.rows), part.start_positions
-        read_state_slots = torch.where(part.read_state_slots == 0, own_state_slots, part.read_state_slots)
-        write_state_slots = torch.where(part.write_state_slots == 0, own_state_slots, part.write_state_slots)
+        read_state_slots = torch.where(part.read_state_slots == OWN_SLOT, own_state_slots, part.read_state_slots)
+        write_state_slots = torch.where(part.write_state_slots == OWN_SLOT, own_state_slots, part.write_state_slots)
         runs = part.query_start_loc, positions > 0
         tokens = None if part.tokens is None else part.tokens.long()
         real = tokens > 0 if padded and tokens is not None else None

@@ -126,7 +126,7 @@ class DraftModelDrafter(Drafter):
         self._pending = StepPlan()  # admissions of the next launch
         self._staging = StagingRing(self.runner.device)
 
-    def begin(self, request: DraftRequest) -> None:
+    def begin_request(self, request: DraftRequest) -> None:
         key, ids = request.cache_key, np.array([*request.prompt, *request.output], np.int32)
         usable = [self._usable(free, ids, key) for free in self._free]
         best = max(range(len(usable)), key=lambda i: (usable[i], -i))
@@ -146,7 +146,7 @@ class DraftModelDrafter(Drafter):
         same = in_common(free.tokens, ids[:n])
         return 0 if same <= free.start or (self._recurrent and same < held) else same
 
-    def end(self, request: DraftRequest) -> None:
+    def end_request(self, request: DraftRequest) -> None:
         tenant = self._tenants.pop(request.arrival, None)
         if tenant is not None:
             text = np.array(tokens_between(request, 0, tenant.computed), np.int32)

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.kernels.sampling.token_rules import TokenRules
-from hybridrt.mem_cache.pools.slots import Slot
+from hybridrt.mem_cache.pools.entries import Handle
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 from hybridrt.speculative.draft import NO_DRAFT as NO_DRAFT
 from hybridrt.speculative.draft import Draft as Draft
@@ -32,7 +32,7 @@ class DraftRequest(Protocol):
     cache_key: CacheKey
     seed: int
     rules: TokenRules | None
-    row: Slot | None
+    row: Handle | None
 
     @property
     def computed(self) -> int: ...
@@ -61,14 +61,14 @@ def tokens_between(request: DraftRequest, start: int, end: int) -> list[int]:
 class Drafter(ABC):
     """Proposes continuations that a decode step verifies.
 
-    Its data of a request lives from `begin` to `end`, while the request has a row of the target.
+    Its data of a request lives from `begin_request` to `end_request`, while the request has a row of the target.
     """
 
-    def begin(self, request: DraftRequest) -> None:  # noqa: B027  (optional)
+    def begin_request(self, request: DraftRequest) -> None:  # noqa: B027  (optional)
         """The request has got a row; its prompt is not computed yet. After a retraction it begins
         again."""
 
-    def end(self, request: DraftRequest) -> None:  # noqa: B027  (optional)
+    def end_request(self, request: DraftRequest) -> None:  # noqa: B027  (optional)
         """The request has finished or lost its row. Ignored if it has not begun. Must not raise."""
 
     def after_step(self, requests: Sequence[DraftRequest], gained: Sequence[int]) -> None:  # noqa: B027  (optional)
@@ -107,14 +107,14 @@ class AdaptiveDrafter(Drafter):
         self._earned: dict[int, int] = {}  # how long drafts may be
         self._depths: dict[int, int] = {}  # depths of the drafts whose outcome is not known yet
 
-    def begin(self, request: DraftRequest) -> None:
+    def begin_request(self, request: DraftRequest) -> None:
         self._earned[request.arrival] = self.longest
-        self.inner.begin(request)
+        self.inner.begin_request(request)
 
-    def end(self, request: DraftRequest) -> None:
+    def end_request(self, request: DraftRequest) -> None:
         self._earned.pop(request.arrival, None)
         self._depths.pop(request.arrival, None)
-        self.inner.end(request)
+        self.inner.end_request(request)
 
     def after_step(self, requests: Sequence[DraftRequest], gained: Sequence[int]) -> None:
         if self._depths:

@@ -51,10 +51,10 @@ class NgramDrafter(Drafter):
         self.longest, self.shortest, self.topk = longest, shortest, topk
         self._indices: dict[int, list[_Ngrams]] = {}
 
-    def begin(self, request: DraftRequest) -> None:
+    def begin_request(self, request: DraftRequest) -> None:
         self._indices[request.arrival] = [_Ngrams(size) for size in range(self.longest, self.shortest - 1, -1)]
 
-    def end(self, request: DraftRequest) -> None:
+    def end_request(self, request: DraftRequest) -> None:
         self._indices.pop(request.arrival, None)
 
     def propose(self, requests: Sequence[DraftRequest], max_drafts: Sequence[int]) -> list[Draft]:

@@ -1,4 +1,4 @@
-"""A decode rank's reads of images."""
+"""Reads images of states from prefill ranks into the arena of a decode rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -233,7 +233,7 @@ class MambaPool:
 
     # -- moving state between slots and rings
 
-    def admit(self, rows: torch.Tensor, state_slots: torch.Tensor, phases: torch.Tensor | None = None) -> None:
+    def admit_rows(self, rows: torch.Tensor, state_slots: torch.Tensor, phases: torch.Tensor | None = None) -> None:
         """Gives `rows` their slots, zeroed so that no request reads another's state, and empty
         rings. [n] integers each; row 0 with slot 0 is padding.
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from hybridrt.base.errors import OutOfSlotsError
+from hybridrt.mem_cache.pools.entries import EntryAllocator, Handles, indices_of
 from hybridrt.mem_cache.pools.slabs import SlabAllocator, Slabs, SlabShare
-from hybridrt.mem_cache.pools.slots import SlotAllocator, Slots, indices_of
 
 PageSets = np.ndarray
-GroupPages = tuple[Slots, ...]  # pages of each group
+GroupPages = tuple[Handles, ...]  # pages of each group
 
 
 def no_sets(groups: int, count: int = 0) -> PageSets:
@@ -27,7 +27,7 @@ def no_sets(groups: int, count: int = 0) -> PageSets:
 
 def pages_of(sets: PageSets) -> GroupPages:
     """The pages of sets [n, G] by group, in order."""
-    return tuple([Slots.of_keys(column[column > 0]) for column in sets.T])
+    return tuple([Handles.of_keys(column[column > 0]) for column in sets.T])
 
 
 def page_numbers(sets: PageSets) -> np.ndarray:
@@ -139,7 +139,7 @@ class RequestPages:
         self._sets = sets.copy()
         self.starts = list(starts)
         self.ends = [max(len(sets) if group.any() else 0, start) for group, start in zip(sets.T, starts)]
-        self.spare: list[Slots] = [Slots() for _ in starts]
+        self.spare: list[Handles] = [Handles() for _ in starts]
         self.partial = [0] * len(self.starts)
 
     @property
@@ -183,12 +183,12 @@ class RequestPages:
                 self.ends[group] = end + n
         return first
 
-    def leave(self, group: int, end: int) -> Slots:
+    def leave(self, group: int, end: int) -> Handles:
         """Takes the pages before page index `end` out of a group."""
         start, end = self.starts[group], min(end, self.ends[group])
         if end <= start:
-            return Slots()
-        gone = Slots.of_keys(self._sets[start:end, group].copy())
+            return Handles()
+        gone = Handles.of_keys(self._sets[start:end, group].copy())
         self._sets[start:end, group] = 0
         self.starts[group] = end
         return gone
@@ -209,7 +209,7 @@ def matched_starts(sets: PageSets, firsts: Sequence[int]) -> list[int]:
 
 
 class PageAllocators:
-    """One SlotAllocator for each page group. Pages are given by group, as GroupPages.
+    """One EntryAllocator for each page group. Pages are given by group, as GroupPages.
 
     Args:
         totals: pages of each group; none without attention layers.
@@ -238,8 +238,8 @@ class PageAllocators:
         self.has_windows = any(demand.window is not None for demand in demands)
         names = [what if demand.window is None else f"{what} (window {demand.window})" for demand in demands]
         self.slabs, self.shares, self._totals = slabs, tuple(shares), tuple(totals)
-        self.groups: tuple[SlotAllocator, ...] = (
-            tuple([SlotAllocator(total, name) for total, name in zip(totals, names, strict=True)])
+        self.groups: tuple[EntryAllocator, ...] = (
+            tuple([EntryAllocator(total, name) for total, name in zip(totals, names, strict=True)])
             if slabs is None
             else tuple([SlabAllocator(slabs, share, name) for share, name in zip(shares, names, strict=True)])
         )

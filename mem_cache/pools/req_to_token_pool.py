@@ -47,12 +47,12 @@ class HybridReqToTokenPool:
         """Bytes of one row: its page tables and its state slot."""
         return 4 * (-(-max_context // page_size) * page_size * num_groups + 1)
 
-    def admit(self, rows: torch.Tensor, state_slots: torch.Tensor, phases: torch.Tensor | None = None) -> None:
+    def admit_rows(self, rows: torch.Tensor, state_slots: torch.Tensor, phases: torch.Tensor | None = None) -> None:
         """Gives each of `rows` its zeroed state slot. [n] integers each; `phases` and padding as in
         MambaPool. PoolError for a row or a slot that the state pool does not have.
         """
         if self.mamba_pool is not None:
-            self.mamba_pool.admit(rows, state_slots, phases)
+            self.mamba_pool.admit_rows(rows, state_slots, phases)
 
     def write_pages(self, rows: torch.Tensor, page_indices: torch.Tensor, pages: torch.Tensor) -> None:
         """Makes KV page `pages[i, g]` page number `page_indices[i]` of row `rows[i]` in each page

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from hybridrt.mem_cache.pools.entries import EntryAllocator
 from hybridrt.mem_cache.pools.page_groups import PageAllocators
 from hybridrt.mem_cache.pools.slabs import SlabAllocator, Slabs
-from hybridrt.mem_cache.pools.slots import SlotAllocator
 
 
 class Room:
@@ -19,7 +19,7 @@ class Room:
         one_memory: states share it.
     """
 
-    def __init__(self, pages: PageAllocators, slots: SlotAllocator) -> None:
+    def __init__(self, pages: PageAllocators, slots: EntryAllocator) -> None:
         self._pages, self._slots = pages, slots
         self.slabs: Slabs | None = pages.slabs
         self.one_memory = isinstance(slots, SlabAllocator)
@@ -58,6 +58,6 @@ class Room:
         return tuple(found[:-1]), found[-1]
 
 
-def _own(allocator: SlotAllocator) -> int:
+def _own(allocator: EntryAllocator) -> int:
     """Entries that are free or evictable, without those of other slabs."""
     return allocator.num_free + allocator.num_cached - allocator.num_locked

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hybridrt.base.errors import OutOfSlotsError, PoolError
-from hybridrt.mem_cache.pools.slots import FREE, USED, Number, SlotAllocator
+from hybridrt.mem_cache.pools.entries import FREE, USED, EntryAllocator, Number
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,8 @@ class Slabs:
             raise PoolError(f"of slabs 1 to {self.total}, {sorted(held)} are free or owned")
 
 
-class SlabAllocator(SlotAllocator):
-    """A SlotAllocator that takes slabs when it needs entries, and gives empty ones back.
+class SlabAllocator(EntryAllocator):
+    """A EntryAllocator that takes slabs when it needs entries, and gives empty ones back.
 
     It fills one slab at a time, then the one with the fewest free entries, so that others become
     empty.

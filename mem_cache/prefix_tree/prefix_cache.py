@@ -1,23 +1,24 @@
 """Matches, entries and counts that the prefix cache exchanges with its users, and why reuse ended."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
 
+from hybridrt.mem_cache.pools.entries import Handle
 from hybridrt.mem_cache.pools.page_groups import GroupPages, PageSets, no_sets, pages_of
-from hybridrt.mem_cache.pools.slots import Slot
 from hybridrt.mem_cache.prefix_tree.cache_events import EntryLog, What
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 from hybridrt.mem_cache.prefix_tree.radix_node import Node
+from hybridrt.mem_cache.prefix_tree.texts import SeenTexts
 
 
 class CacheEntries(NamedTuple):
     """KV pages, by page group, and state slots that change owners together."""
 
     pages: GroupPages = ()
-    states: Sequence[Slot] = ()
+    states: Sequence[Handle] = ()
 
 
 class Gone:
@@ -32,7 +33,7 @@ class Gone:
 
     def __init__(self, groups: int, log: EntryLog | None = None, what: What = "lost") -> None:
         self.counts = [0] * groups
-        self.states: list[Slot] = []
+        self.states: list[Handle] = []
         self.log, self._what = log, what
         self._sets = [no_sets(groups)]
 
@@ -80,7 +81,7 @@ class PrefixMatch:
 
     length: int = 0
     pages: PageSets = field(default_factory=lambda: no_sets(0))
-    state: Slot | None = None
+    state: Handle | None = None
     tail: PageSets | None = None
     known: int = 0
     node: Node | None = None
@@ -185,7 +186,58 @@ class LostTokens(NamedTuple):
         return CacheMiss("evicted" if tokens == self.evicted else "changed", match.known, tokens)
 
 
-def other_key(ours: CacheKey, theirs: CacheKey, token: int, tokens: int) -> CacheMiss:
+class LostReuse:
+    """Counts the tokens that prompts compute although an earlier text had them, by cause. No token
+    is counted twice. The last token of a prompt is always computed, so never lost.
+
+    Args:
+        counts: gets the sums.
+        recurrent: as of RadixCache.
+        least: the smallest number of tokens that can be reused.
+        grid: a prefix of at most so many tokens has no state, so no other text could share it.
+        known_elsewhere: RadixCache.known_elsewhere.
+
+    Attributes:
+        texts: all that were given to the cache.
+    """
+
+    def __init__(
+        self,
+        counts: CacheCounts,
+        recurrent: bool,
+        least: int,
+        grid: int,
+        known_elsewhere: Callable[[np.ndarray, CacheKey], tuple[int, CacheKey]],
+    ) -> None:
+        self._counts, self._recurrent, self._least, self._grid = counts, recurrent, least, grid
+        self._known_elsewhere = known_elsewhere
+        self.texts = SeenTexts()
+
+    def count(self, prompt: np.ndarray, key: CacheKey, match: PrefixMatch) -> CacheMiss | None:
+        """Counts the losses of a prompt [n] int32. Returns their greatest cause; None if no more of
+        the prompt could be reused."""
+        tokens = prompt[:-1]
+        lost = LostTokens.from_match(match, len(tokens), self.texts.length(tokens, key), self._recurrent)
+        self._counts.without_kv += lost.evicted
+        self._counts.retokenised += lost.changed
+        self._counts.without_state += lost.no_state
+        return self._cause(tokens, key, match, lost)
+
+    def _cause(self, tokens: np.ndarray, key: CacheKey, match: PrefixMatch, lost: LostTokens) -> CacheMiss | None:
+        if len(tokens) - match.length < self._least:
+            return None
+        if match.refused:
+            return CacheMiss("no_room", 0, match.refused)
+        gap = match.known - match.length
+        if gap >= self._least and not self._recurrent:
+            return CacheMiss("evicted", match.length, gap)  # of a window
+        found = lost.cause(match)
+        elsewhere, other = self._known_elsewhere(tokens, key)
+        gain = elsewhere - match.known - lost.evicted
+        return found if gain <= max(found.tokens, self._grid) else _other_key(key, other, match.known, gain)
+
+
+def _other_key(ours: CacheKey, theirs: CacheKey, token: int, tokens: int) -> CacheMiss:
     if ours.salt != theirs.salt:
         return CacheMiss("other_salt", token, tokens)
     return CacheMiss("other_weights" if ours.weights != theirs.weights else "other_adapter", token, tokens)

@@ -6,9 +6,8 @@ and at most one recurrent state, that after its last token. Page i is complete o
 to (i + 1) * page_size + lookahead are on the path: the KV of a prediction head depends on the next
 token too (lookahead 1). So a page depends only on tokens of its own path, and a node can be cut
 anywhere. A state in the middle of a page has a tail: the page set with the tokens between the last
-complete page and the state. (A hit copies the tail with the head's KV of the last token before the
-state, which may have been computed with another next token. That can make one draft worse; it
-changes no output token.)
+complete page and the state. (A hit copies the tail. The head's KV of its last token may belong to
+another next token. That can make one draft worse; it changes no output token.)
 
     root ── "You are a helpful ..." ──┬── "Hi"            state, tail
                    state              └── "What is ..." ── ...
@@ -16,8 +15,8 @@ changes no output token.)
 A prefix is usable up to the deepest node with a state (without recurrent layers: up to the last
 complete page), if each window group has the pages that the next token sees. Sets always have the
 pages of layers without a window. Eviction removes sets from the ends of leaves, least recently
-used first, with the states that need them; pages of a window group also alone (_evict_window). It
-removes states in the order of mem_cache/prefix_tree/state_worth.py.
+used first, with the states that need them; also pages of a window group alone (tree_windows.py),
+and states alone (state_worth.py).
 """
 
 import heapq
@@ -27,8 +26,8 @@ from types import MappingProxyType
 
 import numpy as np
 
-from hybridrt.mem_cache.pools.page_groups import PageSets, first_page, no_sets
-from hybridrt.mem_cache.pools.slots import Slot
+from hybridrt.mem_cache.pools.entries import Handle
+from hybridrt.mem_cache.pools.page_groups import PageSets, no_sets
 from hybridrt.mem_cache.prefix_tree.cache_events import CacheEvents, EntryLog, Tier, What, Why
 from hybridrt.mem_cache.prefix_tree.cache_key import DEFAULT_KEY, CacheKey
 from hybridrt.mem_cache.prefix_tree.prefix_cache import CacheEntries, Gone, PrefixMatch
@@ -42,6 +41,7 @@ from hybridrt.mem_cache.prefix_tree.radix_node import (
 )
 from hybridrt.mem_cache.prefix_tree.state_worth import NewState, StateWorths
 from hybridrt.mem_cache.prefix_tree.texts import in_common
+from hybridrt.mem_cache.prefix_tree.tree_windows import TreeWindows
 
 OTHER_KEYS = 8
 # [n] bool: which of these pages [n] of a group no request has locked.
@@ -73,7 +73,8 @@ class RadixCache:
     ) -> None:
         self.page_size, self.recurrent, self.lookahead = page_size, recurrent, lookahead
         self.windows = tuple(windows) if page_size else ()
-        self._window_groups = [(g, window) for g, window in enumerate(self.windows) if window is not None]
+        self._windows = TreeWindows(self.windows, page_size, recurrent, self.complete)
+        self._windowed = len(self._windows.groups) > 0
         self._idle = idle
         self.events, self.tier = CacheEvents() if events is None else events, tier
         self.clear("reset")
@@ -87,14 +88,13 @@ class RadixCache:
         self.waiting = self._worths.waiting
         self._order = count()
         self._size = 0  # nodes, without roots
-        # Heaps by `used`; entries may be out of date.
-        self._leaves: list[tuple[int, int, Node]] = []
-        self._in_windows: dict[int, list[tuple[bool, int, int, Node]]] = {g: [] for g, _ in self._window_groups}
+        self._leaves: list[tuple[int, int, Node]] = []  # a heap by `used`; entries may be out of date
+        self._windows.clear()
 
     @property
     def has_full_group(self) -> bool:
         """True if a page group has no window, so that a set is never empty."""
-        return len(self._window_groups) < len(self.windows)
+        return len(self._windows.groups) < len(self.windows)
 
     # -- requests
 
@@ -114,13 +114,13 @@ class RadixCache:
         left = left_answer(edges, known, len(tokens))
         if not self.recurrent:
             sets = self._sets(node)
-            pages = self._usable(sets, self.complete(min(known, limit + self.lookahead)))
+            pages = self._windows.usable(sets, self.complete(min(known, limit + self.lookahead)))
             if not pages:
                 return PrefixMatch(pages=none, known=known, retokenised=left)
             found, length = self._covering(node, pages), pages * self.page_size
             return PrefixMatch(length, self._seen(sets, length), known=known, node=found, retokenised=left)
         fork, end = known if leaves_prompt(edges, known) else 0, min(known, limit)
-        sets = self._sets(node) if self._window_groups else none
+        sets = self._sets(node) if self._windowed else none
         while node.parent is not None and not (node.state and node.end <= end and self._has_windows(node, sets)):
             node = node.parent
         if node.parent is None:
@@ -217,7 +217,7 @@ class RadixCache:
         self,
         tokens: np.ndarray,
         pages: PageSets,
-        states: Mapping[int, Slot],
+        states: Mapping[int, Handle],
         key: CacheKey = DEFAULT_KEY,
         prompt: int | None = None,
         kinds: Mapping[int, StateKind] = MappingProxyType({}),
@@ -247,7 +247,7 @@ class RadixCache:
         for end in (*ends, last):
             path.append(self._extend(path[-1], tokens[:end], pages, taken, answer))
         deepest, made = path[-1], [node for node in path[1:-1] if node.state is None]
-        if self._window_groups:
+        if self._windowed:
             for node in deepest.path:
                 self._fill_windows(node, pages, taken)
         # Deepest first: a page of a deeper node may hold the tail of a state above.
@@ -256,7 +256,7 @@ class RadixCache:
             node.kind = kinds.get(node.end, StateKind.END if whole else StateKind.PROMPT)
             node.state = states[node.end]
             taken.add_state(node)
-        for node in self._holders(key, tokens) if self._window_groups else reversed(path[1:-1]):
+        for node in self._holders(key, tokens) if self._windowed else reversed(path[1:-1]):
             self._keep_tail(node, pages, taken)
         self._worths.made(made, tokens, key)
         self._use(deepest)
@@ -273,11 +273,11 @@ class RadixCache:
         if self.has_full_group:
             while gone.counts[0] < num_pages[0] and (leaf := self._oldest_leaf()) is not None:
                 self.shorten(leaf, num_pages[0], gone)
-        for group, window in self._window_groups:
-            self._evict_window(group, window, num_pages[group], gone)
+        for group in self._windows.groups:
+            self._evict_window(group, num_pages[group], gone)
         while len(gone.states) < num_states and (node := self._worths.least(new, self._clock)) is not None:
             if not node.awaited:
-                self._worths.inflation = max(self._worths.inflation, self._worths.of(node))
+                self._worths.inflation = max(self._worths.inflation, self._worths.worth_of(node))
             self._drop_state(node, gone)
             node.used = node.used if node.children else 0  # nobody can use its pages: evict them next
             self._prune(node)
@@ -287,8 +287,8 @@ class RadixCache:
         """Removes and returns up to so many pages of each window group that no request needs which
         goes on from the end of a node."""
         gone = self.collect()
-        for group, window in self._window_groups:
-            self._evict_window(group, window, num_pages[group], gone, passed_only=True)
+        for group in self._windows.groups:
+            self._evict_window(group, num_pages[group], gone, passed_only=True)
         return self.given_up(gone, "evicted")
 
     def evict_leaf(self, num_sets: int, *, stateless: bool = False) -> CacheEntries:
@@ -315,7 +315,7 @@ class RadixCache:
             self._prune(step, kept=node)
         return self.given_up(gone, "thinned")
 
-    def supersede(self, match: PrefixMatch) -> Slot | None:
+    def supersede(self, match: PrefixMatch) -> Handle | None:
         """Removes the state that a request has started from, so that its slot can hold a later
         state of the request. The request's lock on it ends.
 
@@ -334,7 +334,7 @@ class RadixCache:
         self.given_up(gone, "superseded")
         self._worths.dropped(node)
         state, node.state, node.state_readers = node.state, None, 0
-        self._enlist_passed(node)
+        self._windows.enlist_passed(node)
         return state
 
     @property
@@ -392,41 +392,19 @@ class RadixCache:
         return node, known
 
     def _sets(self, node: Node) -> PageSets:
-        """The complete sets of a path: a copy."""
         parts = [step.pages for step in node.path]
         return np.concatenate(parts[::-1]) if parts else no_sets(len(self.windows))
 
     def _seen(self, sets: PageSets, length: int) -> PageSets:
-        """The complete sets of a prefix of `length` tokens, without what the next token's windows
-        have passed. Changes `sets`.
-        """
-        for group, window in self._window_groups:
-            sets[: first_page(length, window, self.page_size), group] = 0
-        return sets[: self.complete(length) if self.recurrent else length // max(self.page_size, 1)]
-
-    def _usable(self, sets: PageSets, most: int) -> int:
-        """The greatest number of first pages, at most `most`, after which no window lacks a page."""
-        if not self._window_groups:
-            return most
-        counts, usable = np.arange(most + 1), np.ones(most + 1, np.bool_)
-        for group, window in self._window_groups:
-            lacking = np.where(sets[:most, group] == 0, counts[:-1], -1)
-            last_lacking = np.maximum.accumulate(np.concatenate(([-1], lacking)))
-            usable &= last_lacking < np.maximum(counts * self.page_size - window + 1, 0) // self.page_size
-        return int(usable.nonzero()[0][-1])
+        """The complete sets of a prefix of `length` tokens that the next token sees. Changes
+        `sets`."""
+        return self._windows.without_passed(sets, length)[
+            : self.complete(length) if self.recurrent else length // max(self.page_size, 1)
+        ]
 
     def _has_windows(self, node: Node, sets: PageSets) -> bool:
-        """Whether all pages are there that the token after a node sees. `sets`: of its path or a
-        longer one.
-        """
-        if not self._window_groups:
-            return True
-        _, tail = self._tail(node)
-        end = self.complete(node.end)
-        if end * self.page_size < node.end and (tail is None or not tail.all()):
-            return False
-        firsts = [(g, first_page(node.end, window, self.page_size)) for g, window in self._window_groups]
-        return all(sets[first:end, g].all() for g, first in firsts)
+        """`sets`: of the node's path or a longer one."""
+        return not self._windowed or self._windows.are_whole(node, sets, self._tail(node)[1])
 
     def _covering(self, node: Node, pages: int) -> Node:
         while node.parent is not None and self.complete(node.parent.end) >= pages:
@@ -434,10 +412,9 @@ class RadixCache:
         return node
 
     def _tail(self, node: Node) -> tuple[Node, PageSets] | tuple[None, None]:
-        """The [1, G] set with the tokens after a node's last complete page, and its owner; None if
+        """The set [1, G] with the tokens after a node's last complete page, and its owner. None:
         there are no such tokens. The owner is the node, or one below with a page of the same tokens
-        and more. Sets without lacking pages are preferred.
-        """
+        and more. Whole sets are preferred."""
         index = self.complete(node.end)
         if not self.page_size or index * self.page_size == node.end:
             return None, None
@@ -478,30 +455,28 @@ class RadixCache:
             return node
         self._size += 1
         upper = node.cut(at, self.complete(node.start + at) - self.complete(node.start))
-        self._enlist_windows(node)
+        if self._windowed:
+            self._windows.enlist_all(node, self._size)
         return upper
 
     def _fill_windows(self, node: Node, pages: PageSets, taken: Gone) -> None:
-        """Takes pages that the window groups lack in a node of the text that `pages` [m, G] hold."""
+        """Takes from `pages` [m, G] of a text the pages that window groups lack in a node."""
         first = self.complete(node.start)
         offered = pages[first : first + len(node.pages)]
         fresh = np.where(node.pages[: len(offered)] == 0, offered, 0)
         if fresh.any():
             node.pages[: len(offered)] += fresh
             taken.add(fresh, node, first)
-        self._enlist_windows(node)
+        self._windows.enlist_all(node, self._size)
 
     def _holders(self, key: CacheKey, tokens: np.ndarray) -> list[Node]:
-        """The nodes with states on the path of a text, deepest first. Those of earlier texts may lack
-        their tail, which a window group has given up.
-        """
+        """Nodes with states on the path of a text, deepest first. A window group may have given up
+        the tails of earlier ones."""
         node, known = self._descend(key, tokens)
         return [step for step in node.path if step.state is not None and step.end <= known]
 
     def _keep_tail(self, node: Node, pages: PageSets, taken: Gone) -> None:
-        """Takes the tail of a node's state, if it is offered, unless there is one without lacking
-        pages.
-        """
+        """Takes the offered tail of a node's state, unless the tree has a whole one."""
         index = self.complete(node.end)
         if not self.page_size or index * self.page_size == node.end or node.tail_readers:
             return
@@ -542,85 +517,30 @@ class RadixCache:
                 heapq.heappush(self._leaves, (node.used, next(self._order), node))
         return None
 
-    def _enlist_windows(self, node: Node) -> None:
-        for group, window in self._window_groups:
-            heap = self._in_windows[group]
-            self._enlist_window(node, group, window)
-            if len(heap) > 64 + 4 * self._size:
-                nodes = dict.fromkeys(entry[3] for entry in heap if entry[3].parent is not None)
-                heap[:] = [(self._num_passed(n, group, window) == 0, n.used, next(self._order), n) for n in nodes]
-                heapq.heapify(heap)
-
-    def _num_passed(self, node: Node, group: int, window: int) -> int:
-        """How many first pages of a node no request needs that goes on from the node's end, or from
-        a state below it, if one of the group is there; else 0.
-        """
-        first, end = self.complete(node.start), self._first_needed(node, window)
-        useless = min(max(end - first, 0), len(node.pages))
-        return useless if node.pages[:useless, group].any() else 0
-
-    def _first_needed(self, node: Node, window: int) -> int:
-        """The first page that a request needs which goes on from a node's end or, with recurrent
-        layers, from the first states at or below it.
-        """
-        end = self.complete(node.end)
-        if not self.recurrent or node.state is not None:
-            return first_page(node.end, window, self.page_size)
-        below, first = node.found, end
-        while below:
-            step = below.pop()
-            if step.state is not None:
-                first = min(first, first_page(step.end, window, self.page_size))
-            elif first_page(step.end, window, self.page_size) < end:
-                below += step.found
-        return first
-
-    def _evict_window(self, group: int, window: int, wanted: int, gone: Gone, passed_only: bool = False) -> None:
-        """Removes pages of a window group: first those that no request needs that goes on from the
-        end of a node, then others unless `passed_only`, least recently used first. A prefix that
-        lacks a page is not usable any more; its state goes too.
-        """
-        heap, busy = self._in_windows[group], list[Node]()
-        while gone.counts[group] < wanted and heap:
-            last, used, _, node = heapq.heappop(heap)
-            if node.parent is None or not node.pages[:, group].any():
-                continue
-            passed = self._num_passed(node, group, window)
-            if (last, used) != (passed == 0, node.used):
-                self._enlist_window(node, group, window)
-            elif last and passed_only:
-                self._enlist_window(node, group, window)
-                break
-            elif not self._drop_window(node, group, passed or len(node.pages), wanted - gone.counts[group], gone):
+    def _evict_window(self, group: int, wanted: int, gone: Gone, passed_only: bool = False) -> None:
+        """In the order of TreeWindows; with `passed_only` only pages that no request needs. A
+        prefix that lacks a page is not usable any more; its state goes too."""
+        busy = list[Node]()
+        while gone.counts[group] < wanted and (found := self._windows.next_node(group)) is not None:
+            node, passed = found
+            if passed_only and not passed:
                 busy.append(node)
+                break
+            if self._drop_window(node, group, passed or len(node.pages), wanted - gone.counts[group], gone):
+                self._windows.enlist(node, group)
             else:
-                self._enlist_window(node, group, window)
+                busy.append(node)
         for node in busy:
-            self._enlist_window(node, group, window)
+            self._windows.enlist(node, group)
         if passed_only:
             return
         while gone.counts[group] < wanted and (holder := self._worths.least(None, self._clock)) is not None:
             self._drop_state(holder, gone)  # the other pages are tails of states
             self._prune(holder)
 
-    def _enlist_window(self, node: Node, group: int, window: int) -> None:
-        """Enters a node that has pages of a group in the order of their eviction."""
-        if node.parent is not None and node.pages[:, group].any():
-            last = self._num_passed(node, group, window) == 0
-            heapq.heappush(self._in_windows[group], (last, node.used, next(self._order), node))
-
-    def _enlist_passed(self, node: Node) -> None:
-        """Window pages that a dropped state of a node has needed may be the next to go."""
-        for group, window in self._window_groups:
-            for step in node.path:
-                if step.end <= node.end - window:
-                    break
-                self._enlist_window(step, group, window)
-
     def _drop_window(self, node: Node, group: int, end: int, most: int, gone: Gone) -> bool:
-        """Removes at most `most` idle pages of a group among the first `end` of a node. False if
-        there are none.
-        """
+        """Removes at most `most` idle pages among the first `end` of a node. False if there are
+        none."""
         column = node.pages[:end, group]
         places = column.nonzero()[0]
         if self._idle is not None:
@@ -638,14 +558,13 @@ class RadixCache:
         return True
 
     def _trim(self, node: Node) -> None:
-        """Cuts sets without pages off the end of a leaf, which no request can use any more."""
+        """Cuts sets without pages off the end of a leaf."""
         if not is_idle_leaf(node) or node.state is not None:
             return
         rows = np.flatnonzero(node.pages.any(axis=1))
         self._cut_leaf(node, int(rows[-1]) + 1 if len(rows) else 0)
 
     def _cut_leaf(self, leaf: Node, pages: int) -> None:
-        """Keeps the first `pages` sets of a leaf and their tokens."""
         first = self.complete(leaf.start)
         leaf.pages = leaf.pages[:pages]
         end = (first + pages) * self.page_size + self.lookahead if pages else leaf.start
@@ -677,21 +596,18 @@ class RadixCache:
             gone.add_state(node)
             self._worths.dropped(node)
             node.state = None
-            self._enlist_passed(node)
+            self._windows.enlist_passed(node)
         self._drop_tail(node, gone)
 
     def _drop_tail(self, node: Node, gone: Gone) -> None:
-        """Releases the tail of a node without a state, unless a request reads it for a state
-        further up.
-        """
+        """Keeps a tail that a request reads for a state further up."""
         if node.tail is not None and not node.tail_readers:
             tail, node.tail = node.tail, None
             self._let_go(node, self.complete(node.end), tail, gone, node.end)
 
     def _let_go(self, node: Node, index: int, page: PageSets, gone: Gone, end: int | None = None) -> None:
-        """Gives up the set `page` with number `index` of `node`. If a state above ends in the
-        middle of it and has no other tail, the set becomes its tail instead. `end`: it is a tail.
-        """
+        """Gives up the set `page`, number `index` of `node`. If a state above ends within it and
+        has no other tail, the set becomes that tail. `end`: it is a tail itself."""
         for step in node.path:
             if step.end <= index * self.page_size:
                 break
@@ -717,5 +633,6 @@ class RadixCache:
         # Without recurrent layers, tokens above may have been used later than those below.
         if self.recurrent and node is not kept and (below := node.join()) is not None:
             self._size -= 1
-            self._enlist_windows(below)
+            if self._windowed:
+                self._windows.enlist_all(below, self._size)
         self._enlist(node)

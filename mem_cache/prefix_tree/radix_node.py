@@ -6,8 +6,8 @@ from enum import IntEnum
 
 import numpy as np
 
+from hybridrt.mem_cache.pools.entries import Handle
 from hybridrt.mem_cache.pools.page_groups import PageSets
-from hybridrt.mem_cache.pools.slots import Slot
 from hybridrt.mem_cache.prefix_tree.cache_key import DEFAULT_KEY, CacheKey
 
 
@@ -53,7 +53,7 @@ class Node:
     pages: PageSets
     parent: "Node | None" = None
     children: "dict[int, Node]" = field(default_factory=dict)
-    state: Slot | None = None
+    state: Handle | None = None
     tail: PageSets | None = None
     readers: int = 0
     state_readers: int = 0

@@ -22,11 +22,9 @@ own next turn.
 States within answers are evicted before all others, oldest first, and do not reduce what others
 save. Once a request starts from one or awaits it, it counts as a prompt's.
 
-Compared with least recently used, the mean hit rate of the four traces is 76.2% instead of 68.6%.
-With 8 slots for cached states it is 60.7% instead of 50.6% if all requests come at once, and 83.3%
-instead of 81.5% at 60% load. With 80 slots it is 84.4% instead of 78.5% at once, and the same at
-60% load. (python -m benchmarks.bench_policy --slots 1 2 5 20 --seeds 3 --rounds 1, and the same
-with `of` giving Node.used and `_gives_way` giving True.)
+Compared with least recently used, the mean hit rate of the four traces is 76.2% instead of 68.6%
+(python -m benchmarks.bench_policy --slots 1 2 5 20 --seeds 3 --rounds 1, and the same with
+`worth_of` giving Node.used and `_gives_way` giving True).
 """
 
 import heapq
@@ -96,7 +94,7 @@ class StateWorths:
         self.answers = dict[Node, None]()
         self._heap: list[tuple[float, int, Node]] = []  # the others by worth; entries may be out of date
 
-    def of(self, node: Node) -> float:
+    def worth_of(self, node: Node) -> float:
         """GreedyDual's value: inflation at the last use (now, while the request that left the state
         runs) plus the tokens since the state before, weighted by how often the class is used.
         """
@@ -122,7 +120,7 @@ class StateWorths:
         while self._heap:
             worth, _, node = heapq.heappop(self._heap)
             if has_idle_state(node):
-                if worth >= self.of(node):
+                if worth >= self.worth_of(node):
                     if new is None or self._gives_way(node, new, clock):
                         return node
                     self.enlist(node)
@@ -132,9 +130,9 @@ class StateWorths:
 
     def enlist(self, node: Node) -> None:
         if self._is_ranked(node):
-            heapq.heappush(self._heap, (self.of(node), next(self._order), node))
+            heapq.heappush(self._heap, (self.worth_of(node), next(self._order), node))
         if len(self._heap) > 64 + 4 * len(self._states):
-            self._heap = [(self.of(n), next(self._order), n) for n in self._states if self._is_ranked(n)]
+            self._heap = [(self.worth_of(n), next(self._order), n) for n in self._states if self._is_ranked(n)]
             heapq.heapify(self._heap)
 
     def made(self, nodes: Sequence[Node], tokens: np.ndarray, key: CacheKey) -> None:
@@ -228,23 +226,21 @@ class StateWorths:
 
     def _of_awaited(self, saved: int, arrivals: Collection[int]) -> float:
         """Worth of a state that saves so many tokens to each of these requests: tokens / requests
-        that are admitted first.
-        """
+        that are admitted before them."""
         ahead = (max(arrival - self.admitted, 1) for arrival in sorted(arrivals))
         return AWAITED + max(saved * uses / n for uses, n in enumerate(ahead, 1))
 
     def _gives_way(self, node: Node, new: NewState, clock: int) -> bool:
         if node.awaited or new.arrivals:
-            return bool(new.arrivals) and self.of(node) < self._of_awaited(new.saved, new.arrivals)
+            return bool(new.arrivals) and self.worth_of(node) < self._of_awaited(new.saved, new.arrivals)
         recent = node.kind is not StateKind.END and clock - node.used < RECENT
         unread = not node.hits and (recent or _is_read(node))
         return not unread or saved_tokens(node) < new.saved
 
 
 def _is_read(node: Node) -> bool:
-    """True if the request that has left the state still runs: it reads the pages up to there or to
-    the end of its prompt.
-    """
+    """True while the request that left the state runs. It reads the pages up to there, or to the
+    end of its prompt."""
     return bool(node.readers) or any(child.readers for child in node.children.values())
 
 

@@ -74,10 +74,10 @@ def _stored(name: str, tensors: Tensors, rules: QuantRules) -> StoredModule:
     layout = LAYOUTS[scheme.layout]
     for last in (layout.codes, layout.scale, layout.factor, *layout.needs, *(layout.zeros,) * scheme.zeros):
         if last and last not in tensors:
-            held = ", ".join(sorted(tensors))
+            there = ", ".join(sorted(tensors))
             raise CheckpointError(
                 f"{name}.{last} is missing: quantization_config ({rules.name}) says {scheme}, which needs it; the file "
-                f"holds {name}.({held})"
+                f"holds {name}.({there})"
             )
     if scheme.indexed and layout.index not in tensors:
         raise CheckpointError(f"{name}.{layout.index} is missing: with desc_act it gives the group of each input")

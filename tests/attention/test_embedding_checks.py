@@ -284,9 +284,9 @@ def test_debugging_finds_it_in_a_graph_too(make: Make, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("what", "numbers", "message"),
     [
-        ("admit", ([1, 5], [1, 2]), "rows holds 5; valid are 0 to 4"),
-        ("admit", ([1, 2], [1, 9]), "slots holds 9; valid are 0 to 8"),
-        ("admit", ([-1, 2], [1, 2]), "rows holds -1"),
+        ("admit_rows", ([1, 5], [1, 2]), "rows holds 5; valid are 0 to 4"),
+        ("admit_rows", ([1, 2], [1, 9]), "slots holds 9; valid are 0 to 8"),
+        ("admit_rows", ([-1, 2], [1, 2]), "rows holds -1"),
         ("write_pages", ([5], [0], [1]), "rows holds 5; valid are 0 to 4"),
         ("write_pages", ([1], [24], [1]), "page_indices holds 24; valid are 0 to 23"),
     ],

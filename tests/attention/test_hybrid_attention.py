@@ -62,7 +62,7 @@ class Bench:
         self.pool = MambaPool(spec, num_slots=8, num_rows=7, device="cpu")
         table = HybridReqToTokenPool(num_rows=7, max_context=64, page_size=4, mamba_pool=self.pool, device="cpu")
         self.slots = torch.arange(8, 0, -1)
-        table.admit(torch.arange(1, 8), self.slots[1:])
+        table.admit_rows(torch.arange(1, 8), self.slots[1:])
         self.backend = WindowHistoryBackend(CopiesTheQuery(), [self.adapter], table)
         self.layer = SimpleNamespace(layer_id=0, attn=SimpleNamespace(layer_id=0), ssm_adapter=self.adapter)
         self.layer.project = lambda attended: attended.clone()

@@ -16,6 +16,7 @@ from hybridrt.recurrent import backend as linear
 from hybridrt.recurrent.gdn import GDNAttnBackend
 from tests.support.by_hand import ByHand, Row, assert_close
 from tests.support.checkpoints import CheckpointStore
+from tests.support.levels import sweep
 
 MODELS = ["falcon-plain", "qwen-plain", "falcon_mamba-plain"]
 STEPS = [
@@ -40,7 +41,7 @@ def fill(batch: ForwardBatch, source: ForwardBatch) -> None:
         getattr(batch, name).copy_(getattr(source, name))
 
 
-@pytest.mark.parametrize(("name", "mode", "tokens"), STEPS)
+@pytest.mark.parametrize(("name", "mode", "tokens"), sweep(STEPS, 2))
 def test_preparing_a_step_ahead_changes_nothing(
     name: str, mode: str, tokens: int, checkpoints: CheckpointStore
 ) -> None:

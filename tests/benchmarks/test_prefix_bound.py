@@ -91,7 +91,9 @@ def served(texts: list[tuple[Text, int]]) -> list[Served]:
     return [Served(np.array(t, np.int32), n, i, i + 0.3, i + 0.6) for i, (t, n) in enumerate(texts)]
 
 
-EXAMPLES = pytest.mark.parametrize("examples", [10, pytest.param(30, marks=pytest.mark.slow)])
+EXAMPLES = pytest.mark.parametrize(
+    "examples", [5, pytest.param(20, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.soak)]
+)
 
 
 @EXAMPLES

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrt.base.errors import HybridrtError
@@ -12,6 +11,7 @@ from hybridrt.embedding.numbers import Numbers, Places
 from hybridrt.embedding.owners import Owners, StepUse
 from hybridrt.embedding.page_owners import GroupOwners, PageOwners
 from hybridrt.mem_cache.pools.page_groups import PageDemand
+from tests.support.levels import draw, examples
 
 ROWS, SLOTS, PAGES, SIZE, LENGTH = 3, 4, 7, 2, 8
 Windows = tuple[int | None, ...]  # of the page groups
@@ -139,13 +139,14 @@ def act(host: Host, what: int, number: int) -> None:
         host.run()
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
-@given(
-    windows=st.sampled_from([(None,), (3,), (None, 3)]),
-    calls=st.lists(st.tuples(st.integers(0, 11), SOME), min_size=30, max_size=150),
-)
-def test_no_row_runs_on_memory_that_has_changed_under_it(windows: Windows, calls: list[tuple[int, int]]) -> None:
+@examples(60, 300)
+def test_no_row_runs_on_memory_that_has_changed_under_it(examples: int) -> None:
     """Whatever a host engine calls: each call is refused, or all rows find what they have written and read."""
+    calls = st.lists(st.tuples(st.integers(0, 11), SOME), min_size=30, max_size=150)
+    draw(examples, call_anything, st.sampled_from([(None,), (3,), (None, 3)]), calls, derandomize=True)
+
+
+def call_anything(windows: Windows, calls: list[tuple[int, int]]) -> None:
     host = Host(windows)
     for what, number in calls:
         try:
@@ -157,10 +158,14 @@ def test_no_row_runs_on_memory_that_has_changed_under_it(windows: Windows, calls
         assert (group._users == counts).all()
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(window=st.sampled_from([None, 3]), draws=st.lists(SOME, min_size=20, max_size=120))
-def test_a_host_that_keeps_the_rules_is_never_refused(window: int | None, draws: list[int]) -> None:
+@examples(40, 150)
+def test_a_host_that_keeps_the_rules_is_never_refused(examples: int) -> None:
     """Requests come, share a full page of one that runs, and end without a word. Their memory is lent again at once."""
+    draws = st.lists(SOME, min_size=20, max_size=120)
+    draw(examples, keep_the_rules, st.sampled_from([None, 3]), draws, derandomize=True)
+
+
+def keep_the_rules(window: int | None, draws: list[int]) -> None:
     host = Host((window,))
     rows, slots, pages = list(range(1, ROWS + 1)), list(range(1, SLOTS + 1)), list(range(1, PAGES + 1))
     running, lent = dict[int, list[int]](), dict[int, int]()  # by row: its pages; by page: its readers

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hybridrt.engine.cache import answer_states
 from hybridrt.engine.cache.answer_states import AT_ONCE, MOST
 from hybridrt.engine.cache.host_tier import HostTier
+from hybridrt.mem_cache.pools.entries import Handle
 from hybridrt.mem_cache.pools.page_groups import PageAllocators, no_sets
-from hybridrt.mem_cache.pools.slots import Slot
 from hybridrt.mem_cache.pools.state_moves import StateMove, When
 from hybridrt.mem_cache.prefix_tree.cache_key import DEFAULT_KEY
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
@@ -250,7 +250,7 @@ def test_a_change_that_was_broken_off_leaves_none() -> None:
 
 def test_a_slot_that_is_being_copied_to_main_memory_is_not_written_before() -> None:
     tier = HostTier(PageAllocators([], []), 2, RadixCache(0, True), lambda _: False)
-    tier.offer(np.array(PROMPT, np.int32), no_sets(0), {4: Slot(5, 0)}, "")
+    tier.offer(np.array(PROMPT, np.int32), no_sets(0), {4: Handle(5, 0)}, "")
     plan = StepPlan(moves=[StateMove(1, 5, 5, When.FIRST)])
     tier.seal(plan)
     assert not plan.after_copies, "the copy is of what the donation leaves there"
@@ -268,7 +268,7 @@ def test_a_request_holds_few_states(rows: int) -> None:
     most = 0
     while rig.engine.has_unfinished():
         rig.step()
-        held = Counter(request.request_id for request, _ in rig.pools.prefixes.answers._of.values())
+        held = Counter(request.request_id for request, _ in rig.pools.prefixes.answers._places.values())
         most = max(most, *held.values(), 0)
     assert MOST * (rows == 1) <= most <= MOST
 

@@ -15,7 +15,13 @@ from tests.support.mock_executor import Windows
 
 @pytest.mark.parametrize("windows", [(None,), (7,), (None, 7)])
 @pytest.mark.parametrize(
-    ("seed", "steps"), [(0, 120), (1, 120), *(pytest.param(s, 2000, marks=pytest.mark.slow) for s in range(4))]
+    ("seed", "steps"),
+    [
+        (0, 120),
+        pytest.param(1, 120, marks=pytest.mark.slow),
+        *(pytest.param(s, 500, marks=pytest.mark.slow) for s in range(4)),
+        *(pytest.param(s, 2000, marks=pytest.mark.soak) for s in range(4)),
+    ],
 )
 def test_dropped_prefixes_leave_the_ledgers_and_the_tokens_right(
     seed: int, steps: int, windows: Windows, monkeypatch: pytest.MonkeyPatch

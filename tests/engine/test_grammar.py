@@ -105,12 +105,14 @@ ALL = [StructuredOutputs(json=schema) for schema in SCHEMAS] + [StructuredOutput
 
 
 def test_masks_are_those_of_a_matcher_fed_token_by_token(compiler: GrammarCompiler) -> None:
-    check_states(compiler, ALL, 1200, seed=0)
+    check_states(compiler, ALL, 500, seed=0)
 
 
-@pytest.mark.slow
-def test_ten_thousand_masks(compiler: GrammarCompiler) -> None:
-    check_states(compiler, ALL, 10_000, seed=1)
+@pytest.mark.parametrize(
+    "count", [pytest.param(4000, marks=pytest.mark.slow), pytest.param(20_000, marks=pytest.mark.soak)]
+)
+def test_thousands_of_masks(count: int, compiler: GrammarCompiler) -> None:
+    check_states(compiler, ALL, count, seed=1)
 
 
 def test_drafts_are_cut_where_the_grammar_or_the_output_ends(compiler: GrammarCompiler) -> None:

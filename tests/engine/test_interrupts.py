@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import hybridrt.base.turns
 import hybridrt.engine.core.engine
-import hybridrt.mem_cache.pools.slots
+import hybridrt.mem_cache.pools.entries
 from hybridrt.base.errors import EngineError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.base.turns import Interrupts
@@ -28,7 +28,7 @@ from tests.support.mock_executor import tokens_alone
 
 ENGINE = Path(hybridrt.engine.core.engine.__file__).parent
 LOCKS = {str(ENGINE / "turns.py"), hybridrt.base.turns.__file__}
-FILES = {str(file) for file in ENGINE.glob("*.py")} | LOCKS | {hybridrt.mem_cache.pools.slots.__file__}
+FILES = {str(file) for file in ENGINE.glob("*.py")} | LOCKS | {hybridrt.mem_cache.pools.entries.__file__}
 # 3 samples of 30 tokens and a prompt of 24 do not fit 32 pages of 4 tokens: one is retracted.
 LONG = SamplingParams(max_tokens=30, ignore_eos=True, seed=3, n=3, stop="never")
 SHORT = SamplingParams(max_tokens=6, ignore_eos=True, seed=4)

@@ -22,9 +22,9 @@ from tests.support.session import Sample, Session, check_sample, greedy
 
 # The text leaves a state at 192. Its second step begins at 100: chunks of 128 tokens end at 128, at 192 and at 200. So
 # the state is that behind neither the step's first chunk nor its last one.
-TEXT, CHUNK = [3 + i * 37 % 120 for i in range(200)], 100
+TEXT, CHUNK = [3 + i * 37 % 120 for i in range(136)], 70
 # Step, prompt, and tokens to generate: two that come while the first one decodes, then one behind the second's state.
-ARRIVALS = ((0, TEXT, 6), (3, [*TEXT[:196], 3, 4], 3), (3, [9], 3), (4, [*TEXT[:195], 5, 6, 7], 2))
+ARRIVALS = ((0, TEXT, 6), (3, [*TEXT[:132], 3, 4], 3), (3, [9], 3), (4, [*TEXT[:131], 5, 6, 7], 2))
 # A checkpoint for each kind of layer and of attention: the smallest that has it. The first one runs by default.
 NAMES = (
     "falcon_mamba-plain", "minimax-lightning_alone", "bamba-mamba_alone", "olmo-attention_first", "kimi-dense_alone",
@@ -74,7 +74,7 @@ def check(session: Session, checkpoint: Checkpoint) -> None:
             if out.metrics is not None:
                 cached[out.request_id] = out.metrics.cached_tokens
         step += 1
-    assert cached == {"0": 0, "1": 192, "2": 0, "3": 192} and session.num_mixed()
+    assert cached == {"0": 0, "1": 128, "2": 0, "3": 128} and session.num_mixed()
     for i, sample in enumerate(samples):
         sample.logits = torch.stack([session.logits[i, k] for k in range(len(sample.tokens))])
         check_sample(checkpoint, sample, checkpoint.path.name)

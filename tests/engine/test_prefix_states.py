@@ -3,16 +3,17 @@
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck
 from hypothesis import strategies as st
 
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.cache import host_fetches
 from hybridrt.engine.request.sample_request import Request
 from hybridrt.mem_cache.pools.state_moves import When
-from tests.engine.test_schedules import Abort, Add, Step, run_history, schedules
+from tests.engine.test_schedules import Abort, Add, Step, run_history
 from tests.mem_cache.test_radix_cache import text_of
 from tests.support.engine_harness import VOCAB, ByteTokenizer, Rig
+from tests.support.levels import draw, examples
 from tests.support.mock_executor import tokens_alone
 
 TEXT = tokens_alone([5, 1, 2], 77, 40, VOCAB)
@@ -201,10 +202,14 @@ def fetches_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_fetches, "LEAST_TOKENS", 2)
 
 
-@schedules
-@given(cache_rigs, st.lists(st.one_of(turns, turns, others), min_size=6, max_size=14))
-def test_cached_tokens_equal_uncached_ones(config: dict, history: list[Add | Step | Abort]) -> None:
+@examples(50, 200)
+def test_cached_tokens_equal_uncached_ones(examples: int) -> None:
     """Hits, retraction, aborts and eviction in any order; the ledgers are compared after every step."""
+    histories = st.lists(st.one_of(turns, turns, others), min_size=6, max_size=14)
+    draw(examples, play, cache_rigs, histories, suppress_health_check=[HealthCheck.too_slow])
+
+
+def play(config: dict, history: list[Add | Step | Abort]) -> None:
     rig = rig_with_cache(max_model_len=40, **config)
     added = run_history(rig, history)
     assert len(added) == sum(isinstance(event, Add) for event in history), "none is refused"

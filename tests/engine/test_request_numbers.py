@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck
 from hypothesis import strategies as st
 
 from hybridrt import LLM, HybridrtError, RequestError, SamplingParams
 from tests.support.engine_harness import Rig
+from tests.support.levels import draw, examples
 from tests.support.tiny import VOCAB, write_tiny
 
 NEIGHBOUR = SamplingParams(max_tokens=4, seed=7, ignore_eos=True)
@@ -62,11 +63,18 @@ def alone(llm: LLM) -> list[int]:
     return llm.generate(PROMPT, NEIGHBOUR)[0].token_ids
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
-@given(values=st.dictionaries(st.sampled_from(list(FIELDS)), st.none(), min_size=1, max_size=3), data=st.data())
-def test_no_number_of_a_request_fails_its_neighbours(llm: LLM, values: dict[str, None], data: st.DataObject) -> None:
+@examples(80, 300)
+def test_no_number_of_a_request_fails_its_neighbours(llm: LLM, examples: int) -> None:
+    names = st.dictionaries(st.sampled_from(list(FIELDS)), st.none(), min_size=1, max_size=3)
+
+    def ask(values: dict[str, None], data: st.DataObject) -> None:
+        ask_beside(llm, {name: data.draw(FIELDS[name], label=name) for name in values})
+
+    draw(examples, ask, names, st.data(), suppress_health_check=list(HealthCheck))
+
+
+def ask_beside(llm: LLM, fields: dict[str, Any]) -> None:
     before = llm.engine.counters()
-    fields = {name: data.draw(FIELDS[name], label=name) for name in values}
     try:
         params = SamplingParams(**{"max_tokens": 2, "n": 1} | fields)
         llm.engine.prepare([9, 8], params)

@@ -197,11 +197,11 @@ class Watching(Drafter):
         self.begun: dict[int, int] = {}
         self.gained: dict[int, int] = {}
 
-    def begin(self, request: DraftRequest) -> None:
+    def begin_request(self, request: DraftRequest) -> None:
         assert request.arrival not in self.begun and request.row is not None
         self.begun[request.arrival] = len(request.output)
 
-    def end(self, request: DraftRequest) -> None:
+    def end_request(self, request: DraftRequest) -> None:
         del self.begun[request.arrival]
 
     def after_step(self, requests: Sequence[DraftRequest], gained: Sequence[int]) -> None:
@@ -365,7 +365,7 @@ def test_locked_pages_are_not_evicted() -> None:
     scheduler = Scheduler(pools, 99)
     first, second, third = request(1, 7), request(1, 7), request(3, 15)
     plan = StepPlan()
-    assert pools.admit(first, 0, plan) and first.computed == 0
+    assert pools.admit_request(first, 0, plan) and first.computed == 0
     set_computed(first, 7)
     pools.release(first)
     assert (pages.num_cached, pages.num_used) == (3, 0), "three whole pages stay"
@@ -374,11 +374,12 @@ def test_locked_pages_are_not_evicted() -> None:
     assert step is not None and [(row.computed, len(row.tokens)) for row in step.plan.extend] == [(6, 1)]
     assert step.plan.page_writes[0].pages.tolist() == [[p.index] for p in second.pages.held[0]]
     assert len(second.prefix.pages) == 3 and second.end_page == 4 and (pages.num_used, pages.num_locked) == (1, 3)
-    assert not pools.admit(third, 0, StepPlan()) and pages.num_cached == 3
-    assert not pools.admit(request(1, 15), 0, StepPlan()) and pages.num_locked == 3, "a refused admission locks nothing"
+    assert not pools.admit_request(third, 0, StepPlan()) and pages.num_cached == 3
+    assert not pools.admit_request(request(1, 15), 0, StepPlan())
+    assert pages.num_locked == 3, "a refused admission locks nothing"
     scheduler.step_consumed(step, [1])
     pools.release(second)
     assert (pages.num_cached, pages.num_used, pages.num_locked) == (3, 0, 0)
-    assert pools.admit(third, 0, StepPlan()), "unlocked ones give way"
+    assert pools.admit_request(third, 0, StepPlan()), "unlocked ones give way"
     pools.release(third)
     pools.check()

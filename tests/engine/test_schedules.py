@@ -97,7 +97,7 @@ long_prompts = st.builds(
     st.builds(SamplingParams, max_tokens=st.sampled_from([1, 3, 12]), seed=st.integers(0, 2**63 - 1)),
 )
 schedules = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-by_level = pytest.mark.parametrize("examples", [40, pytest.param(200, marks=pytest.mark.slow)])
+by_level = pytest.mark.parametrize("examples", [20, pytest.param(200, marks=pytest.mark.slow)])
 
 
 @by_level

@@ -45,7 +45,7 @@ def rig(slabs: int = SLABS, **config: object) -> Rig:
 def admitted(pools: CacheCoordinator, lengths: list[int]) -> int:
     """How many requests of these lengths run at a time."""
     requests = [request(number, length) for number, length in enumerate(lengths)]
-    running = [each for each in requests if pools.admit(each, 0, StepPlan())]
+    running = [each for each in requests if pools.admit_request(each, 0, StepPlan())]
     for each in running:
         pools.release(each)
     pools.check()
@@ -105,7 +105,7 @@ def test_nothing_is_evicted_for_what_could_not_run_anyway() -> None:
     pools.add([9] * 9, "runs", max_tokens=40, ignore_eos=True, seed=2)
     pools.step()
     plan = StepPlan()
-    assert not pools.pools.admit(request(7, 84), 4, plan) and pools.pools.pages.num_cached >= cached
+    assert not pools.pools.admit_request(request(7, 84), 4, plan) and pools.pools.pages.num_cached >= cached
     pools.run()
 
 

@@ -40,7 +40,7 @@ def test_a_long_prompt_holds_few_pages_and_hands_them_down() -> None:
 
 def test_a_prompt_keeps_only_the_pages_that_its_rest_needs() -> None:
     pools, r, plan = CacheCoordinator(1, 0, [50], [PageDemand(1, 2, 9)]), request(0, 24), StepPlan()
-    assert pools.admit(r, 0, plan) and r.end_page == 19, "24 tokens; a window and two chunks of 9 are 19"
+    assert pools.admit_request(r, 0, plan) and r.end_page == 19, "24 tokens; a window and two chunks of 9 are 19"
     for kept, settled in ((1, 2), (3, 4), (5, 6), (5, 8), (5, 10)):
         pools.settle(r, 2)
         assert (r.settled, len(r.pages.spare[0]), pools.pages.num_used) == (settled, kept, 19 - (settled - 1) + kept)
@@ -113,7 +113,7 @@ def test_rows_of_a_window_mix_hold_little_more_than_their_windows() -> None:
     for number, each in enumerate(requests):
         each.prompt[0] = number + 7  # no prefix is shared
         plan = StepPlan()
-        assert pools.admit(each, 0, plan)
+        assert pools.admit_request(each, 0, plan)
         for end in range(8192, length + 1, 8192):
             assert pools.use_spare_pages(each, end, plan) == end
             set_computed(each, end)

@@ -34,8 +34,9 @@ def test_ragged_batch(name: str, state_mode: str, checkpoints: CheckpointStore) 
 @pytest.mark.parametrize("name", ["falcon-plain", "qwen-plain", "kimi-plain", "gpt_oss-plain", "swa_ssm-plain"])
 def test_codes_of_keys_and_values(name: str, graphs: bool, checkpoints: CheckpointStore) -> None:
     """The scales and, but for numbers in the middle of two codes, the logits of a CPU, until another token is drawn."""
-    path, codes = checkpoints[name].path, {"kv_cache_dtype": "fp8_e4m3"}
-    here, there = GpuSession(path, cuda_graph=graphs, **codes), Session(path, **codes)
+    path, codes = checkpoints[name].path, "fp8_e4m3"
+    here = GpuSession(path, cuda_graph=graphs, kv_cache_dtype=codes)
+    there = Session(path, kv_cache_dtype=codes)
     assert here.runner.pools.kv.scales == there.runner.pools.kv.scales
     asked = requests(*LENGTHS, steps=12)
     for ours, theirs in zip(here.run(asked, chunk=19), there.run(asked, chunk=19), strict=True):

@@ -51,7 +51,7 @@ class Requests:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("taps", "width"), sweep([(2, 2), (3, 4), (4, 4), (1, 1), (1, 4), (4, 16), (7, 8)], 3))
+@pytest.mark.parametrize(("taps", "width"), sweep([(2, 2), (3, 4), (4, 4), (1, 1), (1, 4), (4, 16), (7, 8)], 4))
 @pytest.mark.parametrize("separate", [False, True])
 def test_varlen_equals_loop(dtype: torch.dtype, taps: int, width: int, separate: bool) -> None:
     requests = Requests([0, 1, 2, 9, 1000, 3, 0, 6], [1, 2, 63, 3, 17, 1, 5, 0], taps, width, dtype)

@@ -9,6 +9,7 @@ from hybridrt.kernels.delta_rule.delta_rule import gdn_gates
 from hybridrt.kernels.state.causal_conv1d import conv_window
 from tests.support.flat import flat
 from tests.support.gdn_loops import Tokens, relative_error, slow_delta_rule
+from tests.support.levels import sweep
 from tests.support.mamba2_oracle import changed_rows, conv_loop, int32, poisoned, same_bytes
 from tests.support.ring_steps import commit
 from tests.support.step_trees import check_draft_tree, check_windows_of_a_chain
@@ -174,7 +175,7 @@ def test_replay_streams_in_tiles(provider, monkeypatch, tokens, vectors, block_v
             done[b] += count
 
 
-@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize("few", sweep([True, False], 2))
 def test_replay_of_one_token_in_one_launch_and_in_two(provider, monkeypatch, few):
     """Tiles with ragged ends, through folds, beside a row that is padding. What one step writes, and nothing else, is
     the same."""

@@ -145,7 +145,7 @@ def test_parts_of_a_row_of_wide_vectors():
     q, found = torch.empty(1, dtype=torch.bfloat16), {}
     for programs in (1, 44, 45, 66, 67, 140):
         for context in (4096, 2**17):
-            walk, joined = module._walk(programs, context, module._tile(32, 512, q), q)
+            walk, joined = module._walk(programs, context, module._tile(32, 512, q, False), q)
             found[programs, context] = walk["SPLITS"], joined
     assert [found[programs, 4096] for programs in (1, 44, 45, 66, 67, 140)] == [
         (64, False), (3, False), (2, False), (2, False), (1, True), (1, True),

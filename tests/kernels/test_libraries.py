@@ -65,6 +65,26 @@ def test_steps_of_every_kind(backend: str, checkpoints: CheckpointStore) -> None
         torch.testing.assert_close(step(hand), step(plain), rtol=0, atol=1e-5)
 
 
+def test_flash_attention_copies_long_prompts_of_codes(
+    checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Our kernels compute short prompts and decode."""
+    hand, plain = both(checkpoints, "fa3", kv_cache_dtype="fp8_e4m3")
+    library, copied = importlib.import_module("hybridrt.kernels.libraries.sgl_kernel"), list[int]()
+    monkeypatch.setattr(library, "GATHER_FROM", 6)
+    pages = library._pages
+    monkeypatch.setattr(library, "_pages", lambda *args: copied.append(1) or pages(*args))
+    for step, copies in (
+        (lambda h: h.extend(Row(1, 0, [*range(5, 25)]), padding=2), True),
+        (lambda h: h.extend(Row(1, 20, [7, 8])), False),
+        (lambda h: h.decode(Row(1, 22, [9]), extend=[Row(4, 0, [*range(9, 20)])]), True),
+        (lambda h: h.decode(Row(1, 23, [9]), Row(4, 11, [3])), False),
+    ):
+        copied.clear()
+        torch.testing.assert_close(step(hand), step(plain), rtol=0, atol=1e-5)
+        assert bool(copied) == copies
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_verify_steps(backend: str, checkpoints: CheckpointStore) -> None:
     hand, plain = both(checkpoints, backend, tokens=4, mode="replay")

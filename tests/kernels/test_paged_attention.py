@@ -240,7 +240,7 @@ def test_sinks_of_contexts_split_among_programs(monkeypatch, small_tiles, slidin
 
 @pytest.mark.parametrize("sliding_window", [None, 20])
 @pytest.mark.parametrize(
-    ("multiprocessors", "long"), sweep([(1, 4096), (1, 32), (100, 4096), (12, 128), (200, 4096)], 2)
+    ("multiprocessors", "long"), sweep([(1, 4096), (1, 32), (100, 4096), (12, 128), (200, 4096)], 4)
 )
 def test_decode_of_contexts_split_among_programs(monkeypatch, small_tiles, sliding_window, multiprocessors, long):
     """A device that is full or not, contexts that are long for it or not; parts joined by more programs than it has
@@ -275,7 +275,7 @@ def test_programs_of_a_row_where_tables_are_wide(rows: int, programs: int) -> No
     from hybridrt.kernels.attention import paged_attention_triton
 
     q = torch.empty(1, dtype=torch.bfloat16)
-    tile = paged_attention_triton._tile(4, 128, q)
+    tile = paged_attention_triton._tile(4, 128, q, False)
     assert paged_attention_triton._walk(rows, 2**20, tile, q)[0]["SPLITS"] == programs
 
 

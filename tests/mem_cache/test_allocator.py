@@ -5,21 +5,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrt.base.errors import OutOfSlotsError, PoolError
-from hybridrt.mem_cache.pools.slots import Slot, SlotAllocator
+from hybridrt.mem_cache.pools.entries import EntryAllocator, Handle
 
 
-def counts(pool: SlotAllocator) -> tuple[int, int, int]:
+def counts(pool: EntryAllocator) -> tuple[int, int, int]:
     pool.check()
     return pool.num_free, pool.num_used, pool.num_cached
 
 
 def test_never_hands_out_index_0() -> None:
-    pool = SlotAllocator(3, "slot")
+    pool = EntryAllocator(3, "slot")
     assert sorted(slot.index for slot in pool.alloc(3)) == [1, 2, 3]
 
 
 def test_short_allocation_takes_nothing() -> None:
-    pool = SlotAllocator(3, "KV page")
+    pool = EntryAllocator(3, "KV page")
     pool.alloc(1)
     with pytest.raises(OutOfSlotsError, match="3 x KV page wanted, 2 of 3 free"):
         pool.alloc(3)
@@ -27,10 +27,10 @@ def test_short_allocation_takes_nothing() -> None:
 
 
 def test_one_entry_is_taken_as_one_of_several_is() -> None:
-    single, several = SlotAllocator(3, "slot"), SlotAllocator(3, "slot")
+    single, several = EntryAllocator(3, "slot"), EntryAllocator(3, "slot")
     for _ in range(2):
         one, (other,) = single.alloc_one(), several.alloc(1)
-        assert isinstance(one, Slot) and one == other and counts(single) == counts(several)
+        assert isinstance(one, Handle) and one == other and counts(single) == counts(several)
         single.free([one])
         several.free([other])
     single.alloc(3)
@@ -40,7 +40,7 @@ def test_one_entry_is_taken_as_one_of_several_is() -> None:
 
 
 def test_double_free_frees_nothing() -> None:
-    pool = SlotAllocator(3, "slot")
+    pool = EntryAllocator(3, "slot")
     a, b = pool.alloc(2)
     pool.free([a])
     with pytest.raises(PoolError, match="stale"):
@@ -52,7 +52,7 @@ def test_double_free_frees_nothing() -> None:
 
 
 def test_stale_handle_of_a_reused_entry_is_refused() -> None:
-    pool = SlotAllocator(1, "slot")
+    pool = EntryAllocator(1, "slot")
     (old,) = pool.alloc(1)
     pool.free([old])
     (new,) = pool.alloc(1)
@@ -60,15 +60,15 @@ def test_stale_handle_of_a_reused_entry_is_refused() -> None:
     with pytest.raises(PoolError, match="stale"):
         pool.free([old])
     with pytest.raises(PoolError, match="does not exist"):
-        pool.free([Slot(0, 0)])
-    for wrong in ([new, Slot(2, 0)], [Slot(2, 0)]):
+        pool.free([Handle(0, 0)])
+    for wrong in ([new, Handle(2, 0)], [Handle(2, 0)]):
         with pytest.raises(PoolError, match="slot 2 does not exist"):
             pool.free(wrong)
     pool.free([new])
 
 
 def test_an_entry_is_a_requests_or_the_caches_never_both() -> None:
-    pool = SlotAllocator(2, "slot")
+    pool = EntryAllocator(2, "slot")
     a, b = pool.alloc(2)
     pool.to_cache([a])
     assert counts(pool) == (0, 1, 1)
@@ -83,7 +83,7 @@ def test_an_entry_is_a_requests_or_the_caches_never_both() -> None:
 
 
 def test_the_cache_cannot_give_up_what_requests_have_locked() -> None:
-    pool = SlotAllocator(2, "slot")
+    pool = EntryAllocator(2, "slot")
     a, b = pool.alloc(2)
     with pytest.raises(PoolError, match="not owned by the cache"):
         pool.lock([a])
@@ -102,7 +102,7 @@ def test_the_cache_cannot_give_up_what_requests_have_locked() -> None:
 
 
 def test_reclaim_frees_everything_and_makes_all_handles_stale() -> None:
-    pool = SlotAllocator(3, "slot")
+    pool = EntryAllocator(3, "slot")
     a, b = pool.alloc(2)
     pool.to_cache([a])
     pool.lock([a])
@@ -116,12 +116,12 @@ def test_reclaim_frees_everything_and_makes_all_handles_stale() -> None:
 
 
 def test_check_notices_a_ledger_that_disagrees() -> None:
-    pool = SlotAllocator(3, "slot")
+    pool = EntryAllocator(3, "slot")
     pool.alloc(1)
     pool.num_free += 1  # the entry that was handed out last is in the list once more
     with pytest.raises(PoolError):
         pool.check()
-    pool = SlotAllocator(3, "slot")
+    pool = EntryAllocator(3, "slot")
     pool._free[0] = pool._free[1]
     with pytest.raises(PoolError, match="twice"):
         pool.check()
@@ -130,9 +130,9 @@ def test_check_notices_a_ledger_that_disagrees() -> None:
 @settings(deadline=None)
 @given(st.integers(0, 6), st.lists(st.tuples(st.sampled_from(["alloc", "free", "cache", "evict"]), st.integers(0, 4))))
 def test_conservation_over_random_histories(total: int, history: list[tuple[str, int]]) -> None:
-    pool = SlotAllocator(total, "slot")
-    used: list[Slot] = []
-    cached: list[Slot] = []
+    pool = EntryAllocator(total, "slot")
+    used: list[Handle] = []
+    cached: list[Handle] = []
     for op, n in history:
         if op == "alloc" and n <= pool.num_free:
             used += pool.alloc(n)

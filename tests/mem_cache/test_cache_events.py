@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrt.mem_cache.pools.slots import Slot
+from hybridrt.mem_cache.pools.entries import Handle
 from hybridrt.mem_cache.prefix_tree.cache_events import What
 from hybridrt.mem_cache.prefix_tree.cache_key import DEFAULT_KEY, CacheKey
 from hybridrt.mem_cache.prefix_tree.prefix_cache import CacheEntries, Gone, PrefixMatch
@@ -19,7 +19,7 @@ from tests.support.cache_replica import Entry, Replica, contents
 from tests.support.levels import drawn
 
 
-@pytest.mark.parametrize(("page_size", "recurrent", "lookahead", "windows", "examples"), drawn(CASES, 3, 20, 90))
+@pytest.mark.parametrize(("page_size", "recurrent", "lookahead", "windows", "examples"), drawn(CASES, 3, 10, 40))
 def test_the_events_give_the_contents_of_the_tree(
     page_size: int, recurrent: bool, lookahead: int, windows: tuple[int | None, ...], examples: int
 ) -> None:
@@ -81,14 +81,14 @@ def subscribed(tree: RadixCache, limit: int = 10_000) -> Replica:
 
 def offer(tree: RadixCache, text: Text, key: CacheKey = DEFAULT_KEY) -> None:
     """A text with a state at its end, in a tree without pages."""
-    tree.insert(array(text), NO_SETS, {len(text): Slot(len(text), 0)}, key)
+    tree.insert(array(text), NO_SETS, {len(text): Handle(len(text), 0)}, key)
 
 
 def test_an_event_says_what_and_why() -> None:
     tree = RadixCache(2, True)
     events = tree.events.subscribe([], 10)
-    sets = np.array([[Slot(i, 0)] for i in (1, 2, 3)])
-    tree.insert(array((1, 2, 3, 4, 5)), sets, {5: Slot(9, 0)}, CacheKey("a"), why="finished")
+    sets = np.array([[Handle(i, 0)] for i in (1, 2, 3)])
+    tree.insert(array((1, 2, 3, 4, 5)), sets, {5: Handle(9, 0)}, CacheKey("a"), why="finished")
     tree.evict([0], 1)
     gained, lost = events.read()
     for event, what, why in ((gained, "gained", "finished"), (lost, "lost", "evicted")):
@@ -100,7 +100,7 @@ def test_an_event_says_what_and_why() -> None:
 
 def test_what_a_state_needs_of_an_evicted_page_is_kept() -> None:
     tree = RadixCache(4, True)
-    tree.insert(array((1, 2, 3, 4, 5)), np.array([[Slot(1, 0)], [Slot(2, 0)]]), {3: Slot(8, 0), 5: Slot(9, 0)})
+    tree.insert(array((1, 2, 3, 4, 5)), np.array([[Handle(1, 0)], [Handle(2, 0)]]), {3: Handle(8, 0), 5: Handle(9, 0)})
     reader, page = subscribed(tree), Entry(DEFAULT_KEY, (1, 2, 3, 4), 0, 0)
     reader.update()
     assert page in reader.held["device"]
@@ -117,10 +117,10 @@ def test_what_a_state_needs_of_an_evicted_page_is_kept() -> None:
 def test_a_tail_is_lost_once_it_has_been_read() -> None:
     """The state that it was kept for has gone before, so what the state above needs of it is kept."""
     tree = RadixCache(4, True)
-    tree.insert(array((1, 2, 3)), np.array([[Slot(1, 0)]]), {2: Slot(8, 0), 3: Slot(9, 0)})
+    tree.insert(array((1, 2, 3)), np.array([[Handle(1, 0)]]), {2: Handle(8, 0), 3: Handle(9, 0)})
     reader, tail = subscribed(tree), Entry(DEFAULT_KEY, (1, 2, 3), 0, 0)
     tree.lock(match := tree.match(array((1, 2, 9))))
-    assert tree.evict([0], 1).states == [Slot(9, 0)]
+    assert tree.evict([0], 1).states == [Handle(9, 0)]
     reader.update()
     assert tail in reader.held["device"]
     tree.unlock_state(match)
@@ -131,7 +131,7 @@ def test_a_tail_is_lost_once_it_has_been_read() -> None:
 
 def test_thinned_states_are_lost() -> None:
     tree = RadixCache(0, True)
-    states = {end: Slot(end, 0) for end in (2, 4, 6)}
+    states = {end: Handle(end, 0) for end in (2, 4, 6)}
     _, node = tree.insert(array((1, 2, 3, 4, 5, 6)), NO_SETS, states, kinds=dict.fromkeys(states, StateKind.ANSWER))
     reader = subscribed(tree)
     tree.thin(node, 1)

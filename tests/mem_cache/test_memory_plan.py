@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from hybridrt.runtime.sampling.sampler import prompt_logprob_bytes
 from hybridrt.speculative.draft_model import DraftModelDrafter
 from hybridrt.speculative.head import HeadRunner
 from tests.support.checkpoints import VOCAB, CheckpointStore
+from tests.support.levels import draw, examples
 from tests.support.mtp_oracle import HEADS, write_with_head
 from tests.support.session import Session, budget
 
@@ -62,9 +63,12 @@ def attempt(arguments: dict[str, Any]) -> MemoryPlan | str:
         return str(error)
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
-@given(arguments=plans())
-def test_a_plan_keeps_its_promises(arguments: dict[str, Any]) -> None:
+@examples(80, 400)
+def test_a_plan_keeps_its_promises(examples: int) -> None:
+    draw(examples, check_promises, plans(), derandomize=True)
+
+
+def check_promises(arguments: dict[str, Any]) -> None:
     plan = attempt(arguments)
     assume(isinstance(plan, MemoryPlan))
     assert isinstance(plan, MemoryPlan)
@@ -86,9 +90,12 @@ def test_a_plan_keeps_its_promises(arguments: dict[str, Any]) -> None:
     assert ample or plan.pool_bytes + 2 * sum(plan.costs.pages) > plan.budget_bytes, "no page is wasted"
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
-@given(arguments=plans())
-def test_an_error_names_numbers_that_work(arguments: dict[str, Any]) -> None:
+@examples(80, 400)
+def test_an_error_names_numbers_that_work(examples: int) -> None:
+    draw(examples, check_advice, plans(), derandomize=True)
+
+
+def check_advice(arguments: dict[str, Any]) -> None:
     text = attempt(arguments)
     assume(isinstance(text, str))
     assert isinstance(text, str)
@@ -107,10 +114,13 @@ def test_an_error_names_numbers_that_work(arguments: dict[str, Any]) -> None:
     assert isinstance(attempt({**arguments, "budget_bytes": int(needed[1]) - 1}), str), "it is the least that works"
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(arguments=plans())
-def test_rows_beyond_the_request_never_make_a_plan_fail(arguments: dict[str, Any]) -> None:
+@examples(40, 150)
+def test_rows_beyond_the_request_never_make_a_plan_fail(examples: int) -> None:
     """Where one request fits, the plan chooses a number of rows that fits, too."""
+    draw(examples, check_rows, plans(), derandomize=True)
+
+
+def check_rows(arguments: dict[str, Any]) -> None:
     one = attempt({**arguments, "max_running_requests": 1})
     assume(isinstance(one, MemoryPlan))
     assert isinstance(attempt({**arguments, "max_running_requests": None}), MemoryPlan)
@@ -257,10 +267,13 @@ def test_the_plan_prints_itself(checkpoints: CheckpointStore) -> None:
     assert "0 slots" in str(replace(plan, num_slots=0, slabs=None).table())
 
 
-@settings(max_examples=200, deadline=None)
-@given(arguments=plans())
-def test_rows_and_the_longest_request_need_not_fit_at_the_same_time(arguments: dict[str, Any]) -> None:
+@examples(60, 300)
+def test_rows_and_the_longest_request_need_not_fit_at_the_same_time(examples: int) -> None:
     """In one memory. Each of them fits alone, and with memory for both the plan is the usual one."""
+    draw(examples, check_one_memory, plans())
+
+
+def check_one_memory(arguments: dict[str, Any]) -> None:
     apart, together = attempt(arguments), attempt({**arguments, "one_memory": True})
     if not isinstance(apart, str) or isinstance(together, str):
         assert together == apart
@@ -273,12 +286,13 @@ def test_rows_and_the_longest_request_need_not_fit_at_the_same_time(arguments: d
     assert arguments["budget_bytes"] >= (rows + 1) * costs.row + costs.slot + need
 
 
-@given(plans(), st.integers(0, 9), st.data())
-@settings(max_examples=300)
-def test_shared_memory_is_no_larger_and_holds_the_longest_request(
-    arguments: dict[str, Any], own: int, data: st.DataObject
-) -> None:
+@examples(60, 300)
+def test_shared_memory_is_no_larger_and_holds_the_longest_request(examples: int) -> None:
     """Groups whose pages have up to 6 tensors each."""
+    draw(examples, check_shared, plans(), st.integers(0, 9), st.data())
+
+
+def check_shared(arguments: dict[str, Any], own: int, data: st.DataObject) -> None:
     tensors = [data.draw(st.integers(1, 6)) for _ in arguments["demands"]]
     costs = arguments["costs"]
     sizes = [16 * size * count for size, count in zip(costs.pages, tensors)]

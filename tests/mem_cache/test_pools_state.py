@@ -81,7 +81,7 @@ def test_three_kinds_of_state_in_one_pool() -> None:
     assert cache.intermediate_ssm is not None and cache.intermediate_ssm.shape == (4, 2, 9, 4)
     for layer_id in pool.layer_ids:
         pool.layer_cache(layer_id).temporal[1:] = layer_id
-    pool.admit(torch.tensor([1]), torch.tensor([2]))
+    pool.admit_rows(torch.tensor([1]), torch.tensor([2]))
     for layer_id in pool.layer_ids:
         found = [t.unique().tolist() for t in pool.layer_cache(layer_id).temporal]
         assert found == [[0], [layer_id], [0], *[[layer_id]] * 3]
@@ -104,7 +104,7 @@ def test_a_new_tenant_gets_zeros_and_no_other_row_does() -> None:
     pool.ring_start.fill_(7)
     pool.ring_length.fill_(9)
     table = HybridReqToTokenPool(num_rows=3, max_context=8, page_size=4, mamba_pool=pool, device="cpu")
-    table.admit(torch.tensor([3, 1]), torch.tensor([2, 5]))
+    table.admit_rows(torch.tensor([3, 1]), torch.tensor([2, 5]))
     for layer_id in pool.layer_ids:
         for tensor in (pool.layer_cache(layer_id).conv, pool.layer_cache(layer_id).temporal):
             zeroed = [i for i in range(6) if not tensor[i].any()]
@@ -115,7 +115,7 @@ def test_a_new_tenant_gets_zeros_and_no_other_row_does() -> None:
     for slots in (table.state_slots(rows), table.get_mamba_indices(rows)):
         assert slots.tolist() == [5, 2, 0] and slots.dtype == torch.int32
     assert table.mamba2_layer_cache(1) is pool.layer_cache(1)
-    table.admit(torch.tensor([3, 1]), torch.tensor([2, 5]), torch.tensor([19, 31]))
+    table.admit_rows(torch.tensor([3, 1]), torch.tensor([2, 5]), torch.tensor([19, 31]))
     assert pool.spec.phases_apart == 16 - 1 + 1 and pool.ring_start.tolist() == [7, 15, 7, 3]
 
 

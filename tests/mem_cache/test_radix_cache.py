@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridrt.mem_cache.pools.entries import Handle
 from hybridrt.mem_cache.pools.page_groups import no_sets, pages_of
-from hybridrt.mem_cache.pools.slots import Slot
 from hybridrt.mem_cache.prefix_tree import radix_cache
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 from hybridrt.mem_cache.prefix_tree.prefix_cache import CacheEntries, PrefixMatch
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_node import Node
-from tests.support.levels import drawn
+from tests.support.levels import draw, drawn, examples
 
 Text = tuple[int, ...]
 NO_SETS = no_sets(0)
@@ -42,8 +42,8 @@ class Ledger:
     recurrent: bool
     lookahead: int = 0
     windows: tuple[int | None, ...] = (None,)
-    pages: dict[int, dict[Slot, Page]] = field(default_factory=lambda: defaultdict(dict))
-    states: dict[Slot, Text] = field(default_factory=dict)
+    pages: dict[int, dict[Handle, Page]] = field(default_factory=lambda: defaultdict(dict))
+    states: dict[Handle, Text] = field(default_factory=dict)
     next: int = 0
 
     def __post_init__(self) -> None:
@@ -57,9 +57,9 @@ class Ledger:
     def idle(self, group: int, keys: np.ndarray) -> np.ndarray:
         return np.array([not self.locked[group, key] for key in keys.tolist()], np.bool_)
 
-    def slot(self) -> Slot:
+    def slot(self) -> Handle:
         self.next += 1
-        return Slot(self.next, 0)
+        return Handle(self.next, 0)
 
     def offer(
         self, text: Text, positions: tuple[int, ...] = (), match: PrefixMatch | None = None, start: int = 0
@@ -140,7 +140,7 @@ class Ledger:
             if not key:
                 assert self.windows[group] is not None
                 continue
-            page = self.pages[group][Slot(key & 0xFFFFFFFF, 0)]
+            page = self.pages[group][Handle(key & 0xFFFFFFFF, 0)]
             assert page.text[:end] == text[:end] and len(page.text) >= end > index * self.page_size
             assert page.index == index
 
@@ -216,7 +216,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("page_size", "recurrent", "lookahead", "windows", "examples"), drawn(CASES, 1, 20, 90))
+@pytest.mark.parametrize(("page_size", "recurrent", "lookahead", "windows", "examples"), drawn(CASES, 1, 10, 40))
 def test_the_tree_is_a_dictionary_of_prefixes(
     page_size: int, recurrent: bool, lookahead: int, windows: tuple[int | None, ...], examples: int
 ) -> None:
@@ -287,15 +287,20 @@ def leave(ledger: Ledger, match: PrefixMatch, state: bool) -> None:
 
 
 @pytest.mark.parametrize(("page_size", "lookahead"), [(0, 0), (1, 0), (2, 1), (4, 0), (4, 1)])
-@given(
-    offers=st.lists(st.tuples(TEXTS, st.sets(st.integers(1, 14), min_size=1), st.integers(0, 4)), max_size=8),
-    asked=st.lists(TEXTS, max_size=8),
-)
-def test_all_states_at_once_are_as_one_after_the_other(
-    page_size: int, lookahead: int, offers: list[tuple[Text, set[int], int]], asked: list[Text]
-) -> None:
+@examples(25, 100)
+def test_all_states_at_once_are_as_one_after_the_other(page_size: int, lookahead: int, examples: int) -> None:
     """Some pages are evicted behind each text: what is left of its last edge is no whole one."""
-    at_once, one_by_one = Ledger(page_size, True, lookahead), Ledger(page_size, True, lookahead)
+    offers = st.lists(st.tuples(TEXTS, st.sets(st.integers(1, 14), min_size=1), st.integers(0, 4)), max_size=8)
+
+    def insert(offers: list[tuple[Text, set[int], int]], asked: list[Text]) -> None:
+        insert_both_ways(Ledger(page_size, True, lookahead), Ledger(page_size, True, lookahead), offers, asked)
+
+    draw(examples, insert, offers, st.lists(TEXTS, max_size=8))
+
+
+def insert_both_ways(
+    at_once: Ledger, one_by_one: Ledger, offers: list[tuple[Text, set[int], int]], asked: list[Text]
+) -> None:
     for text, positions, gone in offers:
         at_once.offer(text, tuple(positions))
         for position in sorted(positions, reverse=True):
@@ -353,7 +358,7 @@ def test_recent_use_counts() -> None:
 def test_keys_share_nothing(field: str) -> None:
     """Whichever field differs."""
     tree, a, b = RadixCache(2, False), CacheKey(**{field: "a"}), CacheKey(**{field: "b"})
-    tree.insert(array((1, 2, 3, 4)), np.array([[Slot(1, 0)], [Slot(2, 0)]]), {}, a)
+    tree.insert(array((1, 2, 3, 4)), np.array([[Handle(1, 0)], [Handle(2, 0)]]), {}, a)
     assert tree.match(array((1, 2, 3, 4, 5)), a).length == 4
     assert not tree.match(array((1, 2, 3, 4, 5)), b).length and not tree.match(array((1, 2, 3))).length
     tree.evict([2], 0)
@@ -374,7 +379,7 @@ def read(ledger: Ledger, prompt: Text) -> None:
 
 def test_a_place_where_an_answer_goes_on_is_no_fork() -> None:
     tree = RadixCache(0, True)
-    tree.insert(array((1, 2, 3, 4, 5, 6)), NO_SETS, {6: Slot(1, 0)}, prompt=4)
+    tree.insert(array((1, 2, 3, 4, 5, 6)), NO_SETS, {6: Handle(1, 0)}, prompt=4)
     found = {
         prompt: tree.match(array(prompt)).fork for prompt in ((1, 2, 9), (1, 2, 3, 4, 9), (1, 2, 3, 4, 5, 9), (9,))
     }
@@ -441,8 +446,8 @@ def test_pages_that_no_state_needs_leave_a_window_first() -> None:
     """The window of the state after 8 tokens reaches into the node above, which has no state of its own."""
     tree, first, second = RadixCache(1, True, windows=(4,)), [*range(1, 9)], [*range(1, 7), *range(20, 30)]
     handles = np.arange(1, 25)[:, None]
-    tree.insert(array(second), np.concatenate((handles[:6], handles[8:18])), {16: Slot(2, 0)})
-    tree.insert(array(first), handles[:8], {8: Slot(1, 0)})
+    tree.insert(array(second), np.concatenate((handles[:6], handles[8:18])), {16: Handle(2, 0)})
+    tree.insert(array(first), handles[:8], {8: Handle(1, 0)})
 
     def cached() -> list[int]:
         return [tree.match(array((*text, 0))).length for text in (first, second)]
@@ -466,11 +471,11 @@ def test_window_pages_of_a_superseded_state_go_before_those_of_older_texts() -> 
     tree, old, new = RadixCache(1, True, windows=(None, 4)), array(range(8)), array(range(20, 28))
     for slot, text in enumerate((old, new), 1):
         handles = slot * 10 + np.arange(8)[:, None]
-        tree.insert(text, np.concatenate((handles, handles), 1), {8: Slot(slot, 0)})
+        tree.insert(text, np.concatenate((handles, handles), 1), {8: Handle(slot, 0)})
     assert len(tree.evict_passed([0, 16]).pages[1]) == 10, "all but the last three of each text"
     match = tree.match(np.append(new, 1))
     tree.lock(match)
-    assert tree.supersede(match) == Slot(2, 0)
+    assert tree.supersede(match) == Handle(2, 0)
     tree.unlock(match)
     assert tree.evict_passed([0, 16]).pages[1].indices.tolist() == [25, 26, 27]
     assert tree.match(np.append(old, 1)).length == 8

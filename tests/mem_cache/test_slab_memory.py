@@ -76,7 +76,7 @@ def test_moves_of_states_in_slabs_leave_pages_alone() -> None:
     first, second = numbers(plan, 1, 2)[0], numbers(plan, 3, 2)[0]
     for tensor in kv.tensors:
         tensor.fill_(5)  # all slabs have been pages
-    states.admit(torch.tensor([1]), torch.tensor([first]))
+    states.admit_rows(torch.tensor([1]), torch.tensor([first]))
     assert not any(tensor[:, first].any() for tensor in state_tensors(states)), "a new tenant has zeros"
     for tensor in state_tensors(states):
         tensor[:, first] = torch.randn(tensor[:, first].shape).to(tensor.dtype)
@@ -85,7 +85,7 @@ def test_moves_of_states_in_slabs_leave_pages_alone() -> None:
     for tensor in state_tensors(states):
         assert tensor[:, first].any() and torch.equal(tensor[:, first], tensor[:, second])
     image = [part.clone() for part in states.read_slot(first, 9)]
-    states.admit(torch.tensor([2]), torch.tensor([second]))
+    states.admit_rows(torch.tensor([2]), torch.tensor([second]))
     states.write_slot(second, 9, iter(image))
     assert all(map(torch.equal, states.read_slot(second, 9), image))
     for tensor, group, before in zip(kv.tensors, kv.tensor_groups, pages):

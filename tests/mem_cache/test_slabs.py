@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrt.base.errors import OutOfSlotsError, PoolError
+from hybridrt.mem_cache.pools.entries import Handle
 from hybridrt.mem_cache.pools.page_groups import PageAllocators, PageDemand
 from hybridrt.mem_cache.pools.slabs import SlabAllocator, Slabs, SlabShare
-from hybridrt.mem_cache.pools.slots import Slot
 
 SHARES = SlabShare(3, 5), SlabShare(1, 1), SlabShare(4, 9)
 TOTAL = 5
@@ -27,7 +27,7 @@ def made() -> tuple[Slabs, list[SlabAllocator]]:
     return slabs, [SlabAllocator(slabs, share, f"entry {i}") for i, share in enumerate(SHARES)]
 
 
-def check(slabs: Slabs, held: list[dict[Slot, str]], allocators: list[SlabAllocator]) -> None:
+def check(slabs: Slabs, held: list[dict[Handle, str]], allocators: list[SlabAllocator]) -> None:
     """Numbers name bytes of slabs that may be lent, and each slab has entries of one allocator."""
     slabs.check()
     owners: dict[int, int] = {}
@@ -48,8 +48,8 @@ def check(slabs: Slabs, held: list[dict[Slot, str]], allocators: list[SlabAlloca
 @settings(deadline=None)
 def test_no_slab_has_two_owners_and_all_come_back(history: list[tuple[str, int, int, Any]]) -> None:
     slabs, allocators = made()
-    held: list[dict[Slot, str]] = [{} for _ in SHARES]
-    gone: list[tuple[int, Slot]] = []
+    held: list[dict[Handle, str]] = [{} for _ in SHARES]
+    gone: list[tuple[int, Handle]] = []
     sources = {"free": "used", "to_cache": "used", "lock": "cached", "unlock": "locked", "evict": "cached"}
     for what, i, count, rng in history:
         allocator, entries = allocators[i], held[i]
@@ -88,7 +88,7 @@ def test_a_number_between_the_entries_of_two_slabs_is_refused() -> None:
     first.alloc(1)
     for number in (0, 3, 4, 8, 9, 13, 30, 10**6):
         with pytest.raises(PoolError, match=f"{number} does not exist|handle of entry 0 {number}:"):
-            first.free([Slot(number, 0)])
+            first.free([Handle(number, 0)])
 
 
 def test_the_fullest_slab_is_filled_first() -> None:

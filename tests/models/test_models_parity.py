@@ -55,7 +55,7 @@ def requests(*lengths: int, steps: int = STEPS) -> list[tuple[list[int], int]]:
     return [(prompt, steps) for prompt in prompts(*lengths)]
 
 
-@pytest.mark.parametrize("name", sweep(CASES, 3))
+@pytest.mark.parametrize("name", sweep(CASES, 4))
 def test_ragged_batch(name: str, checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole prompts of several lengths in one step, whose products end with the residual, then decode steps, whose
     products do not."""
@@ -67,7 +67,7 @@ def test_ragged_batch(name: str, checkpoints: CheckpointStore, monkeypatch: pyte
         check_sample(checkpoint, sample, name)
 
 
-@pytest.mark.parametrize("name", sweep(CASES, 12))
+@pytest.mark.parametrize("name", sweep(CASES, 18))
 def test_chunks_mixed_batches_and_retraction(name: str, checkpoints: CheckpointStore) -> None:
     """Arrivals one after the other, chunks of 7 tokens, and KV for one or two requests out of three."""
     checkpoint = checkpoints[name]
@@ -86,7 +86,7 @@ def test_chunks_mixed_batches_and_retraction(name: str, checkpoints: CheckpointS
         check_sample(checkpoint, sample, name)
 
 
-@with_modes(BASES, 3)
+@with_modes(BASES, 5)
 def test_single_request(name: str, state_mode: str, checkpoints: CheckpointStore) -> None:
     checkpoint = checkpoints[name]
     session = Session(checkpoint.path, max_running_requests=1, state_mode=state_mode)
@@ -116,7 +116,7 @@ def test_parallel_branches_leave_their_results_side_by_side(
 
 
 @pytest.mark.parametrize(
-    ("name", "chunk"), sweep([(name, chunk) for name in BASES for chunk in (1, 2, 3, 15, 16, 17, 31, 50)], 15)
+    ("name", "chunk"), sweep([(name, chunk) for name in BASES for chunk in (1, 2, 3, 15, 16, 17, 31, 50)], 21)
 )
 def test_any_chunk_size(name: str, chunk: int, checkpoints: CheckpointStore) -> None:
     """Chunks below, at and above the conv's taps and the scan's own chunk (16 tokens; 64 for the delta rule)."""
@@ -134,7 +134,7 @@ def test_prompts_longer_than_every_chunk(name: str, checkpoints: CheckpointStore
         check_sample(checkpoint, sample, name)
 
 
-@pytest.mark.parametrize("name", sweep(BASES, 4))
+@pytest.mark.parametrize("name", sweep(BASES, 7))
 def test_overlap_and_other_pages_change_nothing(name: str, checkpoints: CheckpointStore) -> None:
     checkpoint = checkpoints[name]
     asked = requests(*LENGTHS, steps=24)

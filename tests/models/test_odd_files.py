@@ -38,6 +38,7 @@ from tests.support.checkpoints import (
     swa_ssm,
     write,
 )
+from tests.support.levels import sweep
 from tests.support.newer_checkpoints import NEWER, QWEN35
 from tests.support.odd_configs import DEEP, changes, some, write_fields
 from tests.support.published import PUBLISHED
@@ -82,7 +83,7 @@ def check_config(path: Path, fields: dict[str, Any]) -> None:
         raise AssertionError(f"{str(fields)[:2000]}") from e
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sweep(FAMILIES, 3))
 def test_odd_configs_end_in_typed_errors(family: str, tmp_path: Path) -> None:
     fields = fields_of(family, tmp_path)
     for change in some(fields, 40, family):

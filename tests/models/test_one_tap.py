@@ -7,6 +7,7 @@ import pytest
 from hybridrt import LLM, SamplingParams, SpeculativeConfig
 from tests.models.test_models_parity import prompts, requests
 from tests.support.checkpoints import Checkpoint, Make, falcon, falcon_mamba, jamba, lfm2, qwen, write
+from tests.support.levels import sweep
 from tests.support.newer_checkpoints import kimi
 from tests.support.session import Session, check_sample
 from tests.support.ties import check_greedy
@@ -24,7 +25,7 @@ MODES = {name: ("classic",) if name in ("mamba1", "attention-free") else ("class
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [40], [9, 9, 9, 9, 9]]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sweep(MODELS, 2))
 def test_chunks_and_mixed_steps(name: str, tmp_path: Path) -> None:
     checkpoint = Checkpoint(tmp_path, write(MODELS[name], tmp_path))
     for mode in MODES[name]:
@@ -34,7 +35,7 @@ def test_chunks_and_mixed_steps(name: str, tmp_path: Path) -> None:
         assert session.num_mixed() > 0
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sweep(MODELS, 2))
 def test_verify_steps(name: str, tmp_path: Path) -> None:
     """Chains in each state mode that there is, and trees."""
     write(MODELS[name], tmp_path)

@@ -47,15 +47,20 @@ SCHEDULES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "changes", "seed"), sweep(SCHEDULES, 15, len(SCHEDULES) // 4))
+# The soak level has other seeds, and longer runs.
+@pytest.mark.parametrize(
+    ("name", "changes", "seed", "steps"),
+    sweep([(*schedule, 70) for schedule in SCHEDULES[: len(SCHEDULES) // 4]], 15)
+    + [pytest.param(*schedule, 120, marks=pytest.mark.soak) for schedule in SCHEDULES],
+)
 def test_schedules_give_the_same_samples(
-    name: str, changes: dict[str, Any], seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, changes: dict[str, Any], seed: int, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu_steps, "RECORDS_AFTER", 1 + seed % 2)
     path = write_tiny(tmp_path, CASES[name], tokenizer=False)
     runs = [Told(path, seed, device="cpu", load_format="dummy", cuda_graph=on, **changes) for on in (True, False)]
     for run in runs:
-        run.run(120)
+        run.run(steps)
     kept = runs[0].runner.recordings
     assert kept._kept and not kept.problems and not runs[1].runner.recordings._kept
     assert runs[0].told == runs[1].told

@@ -99,7 +99,7 @@ class Side:
         self.arena = StateArena(target, self.pools, 10_000)
         self.slot = ROWS + 1 - row
         pages = torch.randperm(ROWS * 16, generator=torch.Generator().manual_seed(rank + 7 * tp))[:16] + 1
-        self.pools.req_to_token.admit(torch.tensor([row]), torch.tensor([self.slot]))
+        self.pools.req_to_token.admit_rows(torch.tensor([row]), torch.tensor([self.slot]))
         self.pools.req_to_token.write_pages(torch.full((16,), row), torch.arange(16), pages)
 
     def fill(self, whole: Whole) -> None:

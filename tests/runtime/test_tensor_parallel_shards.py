@@ -25,6 +25,7 @@ from hybridrt.runtime.load.build import empty_model, load_target
 from hybridrt.runtime.run.model_runner import ModelRunner
 from tests.models.test_models_parity import requests
 from tests.support.checkpoints import SPLIT, CheckpointStore, Make, falcon, falcon_mamba, jamba, lfm2, nemotron, qwen
+from tests.support.levels import sweep
 from tests.support.ling25 import ling25
 from tests.support.session import Session, spoil
 from tests.support.tiny import write_tiny
@@ -123,18 +124,14 @@ def test_a_collective_after_close_is_an_error() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "falcon-split",
-        "nemotron-split_groups",
-        "qwen-split",
-        "jamba-split",
-        "lfm2_moe-split",
-        "zamba2-split",
-        "minimax-split",
-        "minimax_published-split",
-        "ling25-split",
-    ],
-)
+    sweep(
+        [
+            "falcon-split", "nemotron-split_groups", "qwen-split", "jamba-split", "lfm2_moe-split", "zamba2-split",
+            "minimax-split", "minimax_published-split", "ling25-split",
+        ],
+        4,
+    ),
+)  # fmt: skip
 def test_ranks_draw_the_same_tokens(name: str, checkpoints: CheckpointStore) -> None:
     """The steps of a run in one process, on two ranks that do not exchange what they draw."""
     session = Session(checkpoints[name].path, page_size=4)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hybridrt.base.errors import EngineError
 from hybridrt.base.sampling_params import SamplingParams
-from hybridrt.mem_cache.pools.slots import Slot
+from hybridrt.mem_cache.pools.entries import Handle
 from hybridrt.speculative.draft import merge, with_others
 from hybridrt.speculative.drafter import AdaptiveDrafter, Draft, Drafter, DraftRequest, tokens_between
 from hybridrt.speculative.ngram import NgramDrafter
@@ -26,7 +26,7 @@ class Asker:
     params: SamplingParams = field(default_factory=SamplingParams)
     seed: int = 0
     rules: Any = None
-    row: Slot | None = None
+    row: Handle | None = None
     computed: int = 0
     pending: int = 0
     end_page: int = 0
@@ -46,7 +46,7 @@ class AsMany(Drafter):
 def lengths(drafter: AdaptiveDrafter, request: Asker, kept: Sequence[int]) -> list[int]:
     """Drafts of one step after the other, of which `kept` stay (at most those that were proposed)."""
     found = []
-    drafter.begin(request)
+    drafter.begin_request(request)
     for count in kept:
         (draft,) = drafter.propose([request], [99])
         found.append(len(draft))
@@ -56,7 +56,7 @@ def lengths(drafter: AdaptiveDrafter, request: Asker, kept: Sequence[int]) -> li
 
 def proposed(drafter: Drafter, request: Asker, most: int) -> Draft:
     """The first proposal for a request."""
-    drafter.begin(request)
+    drafter.begin_request(request)
     (draft,) = drafter.propose([request], [most])
     return draft
 
@@ -83,7 +83,7 @@ def test_drafts_that_all_stay_become_twice_as_many() -> None:
 def test_a_request_that_has_earned_no_drafts_waits_for_no_tokens() -> None:
     """Until the token at which one draft is tried again, pending ones counted."""
     drafter, request = AdaptiveDrafter(AsMany(), 4, patience=8), Asker([1])
-    drafter.begin(request)
+    drafter.begin_request(request)
     waits = []
     for _ in range(12):
         drafter.propose([request], [9])
@@ -96,21 +96,21 @@ def test_a_request_that_has_earned_no_drafts_waits_for_no_tokens() -> None:
 
 def test_each_request_earns_for_itself_and_is_forgotten_when_it_ends() -> None:
     drafter, lucky, unlucky = AdaptiveDrafter(AsMany(), 4), Asker([1]), Asker([2], arrival=1)
-    drafter.begin(lucky)
-    drafter.begin(unlucky)
+    drafter.begin_request(lucky)
+    drafter.begin_request(unlucky)
     for wanted in ([4, 4], [4, 2], [4, 1], [4, 0]):
         assert [len(d) for d in drafter.propose([lucky, unlucky], [9, 9])] == wanted
         gain(drafter, [lucky, unlucky], [5, 1])
-    drafter.end(lucky)
+    drafter.end_request(lucky)
     assert list(drafter._earned) == [unlucky.arrival]
-    drafter.begin(lucky)
+    drafter.begin_request(lucky)
     assert [len(d) for d in drafter.propose([lucky, unlucky], [9, 9])] == [4, 0]
 
 
 def test_a_request_that_gained_nothing_keeps_its_length() -> None:
     """Its drafts were thrown away, not refused."""
     drafter, request = AdaptiveDrafter(AsMany(), 4), Asker([1])
-    drafter.begin(request)
+    drafter.begin_request(request)
     assert [len(drafter.propose([request], [9])[0]) for _ in range(5)] == [4] * 5
 
 
@@ -179,14 +179,14 @@ def test_an_index_finds_what_a_scan_of_the_whole_text_finds(
 ) -> None:
     """However many tokens a step gains, across retractions, and where a request is not asked in some steps."""
     drafter, request = NgramDrafter(topk=topk), Asker(text[: len(text) // 2 + 1])
-    drafter.begin(request)
+    drafter.begin_request(request)
     for gained, event in [(0, ""), *steps]:
         done = len(request.prompt) + len(request.output)
         request.output += text[done : done + gained]
         drafter.after_step([request], [gained])
         if event == "retracted":
-            drafter.end(request)
-            drafter.begin(request)
+            drafter.end_request(request)
+            drafter.begin_request(request)
         if event != "not asked":
             known = [*request.prompt, *request.output]
             assert drafter.propose([request], [5]) == [scanned(known, 5, topk)]
@@ -212,7 +212,7 @@ def test_prompt_lookup_reads_the_new_tokens_alone() -> None:
     for length in (100, 10_000):
         drafter, request = NgramDrafter(), Asker(Counted(i % 7 for i in range(length)))
         output = request.output = Counted()
-        drafter.begin(request)
+        drafter.begin_request(request)
         drafter.propose([request], [4])
         prompt = request.prompt
         assert isinstance(prompt, Counted)
@@ -226,9 +226,9 @@ def test_prompt_lookup_reads_the_new_tokens_alone() -> None:
 
 def test_indices_of_finished_requests_go() -> None:
     drafter, request = NgramDrafter(), Asker([1, 2, 1, 2])
-    drafter.begin(request)
-    drafter.end(request)
-    drafter.end(request)
+    drafter.begin_request(request)
+    drafter.end_request(request)
+    drafter.end_request(request)
     assert not drafter._indices
 
 

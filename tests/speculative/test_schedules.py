@@ -204,11 +204,11 @@ class Repeated(Drafter):
     inner: Drafter
     asked: int = 0
 
-    def begin(self, request: DraftRequest) -> None:
-        self.inner.begin(request)
+    def begin_request(self, request: DraftRequest) -> None:
+        self.inner.begin_request(request)
 
-    def end(self, request: DraftRequest) -> None:
-        self.inner.end(request)
+    def end_request(self, request: DraftRequest) -> None:
+        self.inner.end_request(request)
 
     def propose(self, requests: Sequence[DraftRequest], max_drafts: Sequence[int]) -> list[Draft]:
         first = self.inner.propose(requests, max_drafts)

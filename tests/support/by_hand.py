@@ -82,7 +82,7 @@ class ByHand:
     def admit(self, *rows: int) -> None:
         """Gives rows their slots, cleared, and all their pages."""
         index = torch.tensor(rows)
-        self.pools.req_to_token.admit(index, self._slots[index - 1])
+        self.pools.req_to_token.admit_rows(index, self._slots[index - 1])
         pages = self._pages[index - 1]
         count = pages.shape[1]
         which = torch.arange(count).repeat(len(rows))

@@ -5,8 +5,8 @@ from collections import Counter
 import numpy as np
 
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
+from hybridrt.mem_cache.pools.entries import EntryAllocator, Handle, Handles
 from hybridrt.mem_cache.pools.page_groups import PageAllocators, no_sets, pages_of
-from hybridrt.mem_cache.pools.slots import Slot, SlotAllocator, Slots
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_node import Node
 
@@ -22,7 +22,7 @@ def check_cache(pools: CacheCoordinator) -> None:
     for node in nodes:
         if node.state is not None:
             assert bool(node.state_readers) == bool(pools.slots._locks[node.state.index])
-    answers = pools.prefixes.answers._of
+    answers = pools.prefixes.answers._places
     assert all(pools.slots._find(slot, 1) for slot in answers), "a state within an answer is in a slot of no request"
     for slot, (request, length) in answers.items():
         assert request.row is not None and request.saves[length] == slot, "a state within an answer has no owner"
@@ -31,7 +31,7 @@ def check_cache(pools: CacheCoordinator) -> None:
         assert not any(node.readers or node.state_readers for node in nodes) and not pools.pages.num_locked
 
 
-def check_tree(tree: RadixCache, pages: PageAllocators, states: SlotAllocator) -> list[Node]:
+def check_tree(tree: RadixCache, pages: PageAllocators, states: EntryAllocator) -> list[Node]:
     """What the allocators say the cache has is what the tree has, once each. Returns the tree's nodes."""
     nodes = list(tree.nodes())
     sets = [held for node in nodes for held in (node.pages, node.tail) if held is not None]
@@ -43,6 +43,6 @@ def check_tree(tree: RadixCache, pages: PageAllocators, states: SlotAllocator) -
     return nodes
 
 
-def cached(pool: SlotAllocator) -> list[Slot]:
+def cached(pool: EntryAllocator) -> list[Handle]:
     """The entries that an allocator says are the cache's."""
-    return [*Slots.of_keys(pool._handles[pool._state == 2])]
+    return [*Handles.of_keys(pool._handles[pool._state == 2])]

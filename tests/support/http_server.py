@@ -1,6 +1,5 @@
 """A server in a thread of the tests' process, on a port of its own."""
 
-import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -25,7 +24,6 @@ else:
     openai = lazily("openai")
 
 WAIT = 120  # seconds after which a test gives up
-TLS = ssl.create_default_context()  # each client would read the system's certificates again, for 30 ms
 # A template as checkpoints bring them: roles in tags, one that fails on a request's fault, one variable.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -46,19 +44,17 @@ class Served:
 
     def client(self, **options: Any) -> "openai.OpenAI":
         """OpenAI's own client of it."""
-        http_client = openai.DefaultHttpxClient(verify=TLS)
-        options = {"api_key": "none", "max_retries": 0, "timeout": WAIT, "http_client": http_client} | options
+        options = {"api_key": "none", "max_retries": 0, "timeout": WAIT} | options
         return openai.OpenAI(base_url=f"{self.url}/v1", **options)
 
     def async_client(self, **options: Any) -> "openai.AsyncOpenAI":
         """The same for asyncio."""
-        http_client = openai.DefaultAsyncHttpxClient(verify=TLS)
-        options = {"api_key": "none", "max_retries": 0, "timeout": WAIT, "http_client": http_client} | options
+        options = {"api_key": "none", "max_retries": 0, "timeout": WAIT} | options
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", **options)
 
     def http(self) -> httpx.Client:
         """A plain client."""
-        return httpx.Client(base_url=self.url, timeout=WAIT, verify=TLS)
+        return httpx.Client(base_url=self.url, timeout=WAIT)
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         """One request."""

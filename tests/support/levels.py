@@ -1,9 +1,10 @@
 """Long sweeps over parameters: some of the values belong to the default level, the others are slow."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
 
 
 def sweep(values: Iterable[Any], every: int, most: int | None = None) -> list[Any]:
@@ -24,3 +25,13 @@ def drawn(values: Iterable[Any], every: int, quick: int, most: int) -> list[Any]
     slow = [each for i, each in enumerate(packed) if most > quick or i % every]
     more = [(slow, most, pytest.mark.slow), (packed, 5 * most, pytest.mark.soak)]
     return some + [pytest.param(*each, count, marks=mark) for these, count, mark in more for each in these]
+
+
+def examples(quick: int, most: int) -> pytest.MarkDecorator:
+    """A test that draws `quick` examples by default and `most` in the slow level. It gets `examples`, for `draw`."""
+    return pytest.mark.parametrize("examples", [quick, pytest.param(most, marks=pytest.mark.slow)])
+
+
+def draw(examples: int, check: Callable[..., None], *strategies: Any, **more: Any) -> None:
+    """Calls `check` with so many examples; `more` settings of hypothesis."""
+    settings(max_examples=examples, deadline=None, **more)(given(*strategies)(check))()

@@ -14,11 +14,11 @@ class MockDrafter(Drafter):
         self.width, self.vocab, self._seen = width, vocab, (windows, has_state)
         self.begun: set[int] = set()
 
-    def begin(self, request: DraftRequest) -> None:
+    def begin_request(self, request: DraftRequest) -> None:
         assert request.arrival not in self.begun and request.row is not None
         self.begun.add(request.arrival)
 
-    def end(self, request: DraftRequest) -> None:
+    def end_request(self, request: DraftRequest) -> None:
         self.begun.remove(request.arrival)
 
     def after_step(self, requests: Sequence[DraftRequest], gained: Sequence[int]) -> None:

@@ -18,10 +18,10 @@ class FirstFollowers(Drafter):
         self.followers: dict[int, dict[int, int]] = {}
         self.known: dict[int, int] = {}
 
-    def begin(self, request: DraftRequest) -> None:
+    def begin_request(self, request: DraftRequest) -> None:
         self.followers[request.arrival], self.known[request.arrival] = {}, 1
 
-    def end(self, request: DraftRequest) -> None:
+    def end_request(self, request: DraftRequest) -> None:
         self.followers.pop(request.arrival, None)
         self.known.pop(request.arrival, None)
 

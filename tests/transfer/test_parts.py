@@ -140,6 +140,8 @@ def test_another_version_is_refused(model: Path) -> None:
         assert caught.value.field == field
     with pytest.raises(HandshakeError, match="None there"):
         check_handshake(ours, {})
+    with pytest.raises(HandshakeError, match="more 0 is None here"):
+        check_handshake(ours, ours | {f"more {i}": i for i in range(9, -1, -1)})
 
 
 def nixl(buffer: torch.Tensor, serve: bool) -> NixlTransport:

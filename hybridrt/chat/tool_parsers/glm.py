@@ -71,9 +71,9 @@ class Glm(ToolParser):
         found = yield from scanner.accept(_KEY)
         if not name or (not found and (name not in self.tools or not (yield from _ends_here(scanner)))):
             raise Malformed
-        sink.begin(name)
+        sink.begin_call(name)
         yield from self._parameters(scanner, sink, name, found)
-        sink.end()
+        sink.end_call()
 
     def _parameters(self, scanner: Scanner, sink: CallSink, name: str, found: str) -> Step[None]:
         schema = self.tools.get(name, {})

@@ -31,6 +31,6 @@ class Harmony(ToolParser):
         yield from scanner.space()
         if function is None or (yield from scanner.peek()) != "{":
             raise Malformed
-        sink.begin(function[1])
+        sink.begin_call(function[1])
         yield from read_value(scanner, sink.arguments)
-        sink.end()
+        sink.end_call()

@@ -85,16 +85,16 @@ def read_call(scanner: Scanner, sink: CallSink) -> Step[None]:
         yield from scanner.expect("}")
         if not name:
             raise Malformed
-        sink.begin(name)
+        sink.begin_call(name)
         sink.arguments(early or "{}")
     yield from scanner.run(_CLOSES)  # left out, or written too often
-    sink.end()
+    sink.end_call()
 
 
 def _stream_arguments(scanner: Scanner, sink: CallSink, name: str) -> Step[None]:
     if (yield from scanner.peek()) != "{":
         text = yield from _whole_arguments(scanner)
-        sink.begin(name)
+        sink.begin_call(name)
         sink.arguments(text)
         return
     begun = list[str]()
@@ -106,7 +106,7 @@ def _stream_arguments(scanner: Scanner, sink: CallSink, name: str) -> Step[None]
             return
         begun.append(text)
         if len("".join(begun).rstrip()) > 1:
-            sink.begin(name)
+            sink.begin_call(name)
             sink.arguments("".join(begun))
 
     yield from read_value(scanner, emit)

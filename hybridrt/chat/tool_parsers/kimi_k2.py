@@ -41,11 +41,11 @@ class KimiK2(ToolParser):
             yield from scanner.space()
             if not name or (yield from scanner.peek()) != "{":
                 raise Malformed
-            sink.begin(name, called)
+            sink.begin_call(name, called)
             yield from read_value(scanner, sink.arguments)
             yield from scanner.space()
             found = yield from scanner.expect(_END, _BEGIN, *self.closes)  # some models leave it out
-            sink.end()
+            sink.end_call()
             if found == _END:
                 yield from scanner.space()
                 found = yield from scanner.accept(_BEGIN)

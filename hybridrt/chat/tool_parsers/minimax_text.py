@@ -40,7 +40,7 @@ class MinimaxText(ToolParser):
             yield from scanner.space()
             if not name or (yield from scanner.peek()) not in ("{", ")"):
                 raise Malformed
-            sink.begin(name)
+            sink.begin_call(name)
             if (yield from scanner.peek()) == "{":
                 yield from read_value(scanner, sink.arguments)
             else:
@@ -48,7 +48,7 @@ class MinimaxText(ToolParser):
             yield from scanner.space()
             yield from scanner.expect(")")
             yield from scanner.accept(";")
-            sink.end()
+            sink.end_call()
             yield from scanner.space()
             found = yield from scanner.accept("functions.")
 

@@ -82,7 +82,7 @@ def _call(scanner: Scanner, sink: CallSink) -> Step[None]:
         if not keyword:
             raise Malformed
         if not sink.inside:
-            sink.begin(name)
+            sink.begin_call(name)
         sink.arguments(f'{before}"{escaped(keyword)}": ')
         yield from read_literal(scanner, sink.arguments)
         yield from scanner.space()
@@ -91,6 +91,6 @@ def _call(scanner: Scanner, sink: CallSink) -> Step[None]:
             raise Malformed
         yield from scanner.space()
     if not sink.inside:
-        sink.begin(name)
+        sink.begin_call(name)
     sink.arguments("}" if keyword else "{}")
-    sink.end()
+    sink.end_call()

@@ -80,9 +80,9 @@ class Qwen3Coder(ToolParser):
             raise Malformed
         yield from scanner.space()
         found = yield from scanner.expect(*_TAGS.opens, "</function>")
-        sink.begin(name)
+        sink.begin_call(name)
         yield from self._parameters(scanner, sink, name, found)
-        sink.end()
+        sink.end_call()
 
     def _parameters(self, scanner: Scanner, sink: CallSink, name: str, found: str) -> Step[None]:
         schema = self.tools.get(name, {})

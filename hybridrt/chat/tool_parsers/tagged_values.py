@@ -76,7 +76,7 @@ def read_name(scanner: Scanner, tags: Tags, known: Collection[str]) -> Step[str]
         raise Malformed
     if name.strip() not in known and not _NAME.fullmatch(name.strip()):
         return ""
-    yield from scanner.take(len(name) + len(tags.name_close))
+    yield from scanner.take_chars(len(name) + len(tags.name_close))
     return name.strip()
 
 

@@ -1,11 +1,10 @@
 """States that requests leave within their answer while they decode, for histories that leave the
 answer there.
 
-A copy of a state takes time of a step, and a slot that only such a history needs. So only one step
-in `APART` leaves states, of all rows that are due, and their slots are given up before others. The
-states of an answer are few and evenly spaced: at the limit, or if slots are short, every second one
-is given up and the gap doubles. With n states, a history computes at most 1/n of the answer again.
-More would save little, and every later request on this path walks through each.
+A copy of a state takes time, and its slot serves only such a history. So only one step in `APART`
+leaves states, of all rows that are due, and their slots are given up before others. The states of
+an answer are few and evenly spaced: at the limit, or if slots are short, every second one is given
+up and the gap doubles. With n states, a history computes at most 1/n of the answer again.
 
 Value compared with no such states: 16 requests that keep a random part of an answer of 500 tokens
 compute 4,212 instead of 4,835 tokens of their prompts (built-in model, 4 rows, default slots).
@@ -17,7 +16,7 @@ from itertools import islice
 import numpy as np
 
 from hybridrt.engine.request.sample_request import UNLIMITED, Request
-from hybridrt.mem_cache.pools.slots import Slot
+from hybridrt.mem_cache.pools.entries import Handle
 from hybridrt.mem_cache.pools.state_moves import StateMove, When
 from hybridrt.runtime.step.plan import DecodeRows
 
@@ -37,16 +36,16 @@ class AnswerStates:
     def __init__(self, num_rows: int) -> None:
         self._due_at = np.full(num_rows + 1, UNLIMITED, np.int32)  # by row: tokens before its next state
         self._gaps = np.full(num_rows + 1, APART, np.int32)  # by row: tokens between its states
-        self._of = dict[Slot, tuple[Request, int]]()  # by slot, the oldest first: its request and token
+        self._places = dict[Handle, tuple[Request, int]]()  # by slot, the oldest first: its request and token
         self._ahead = APART  # tokens that a row may still gain before the next step that leaves states
 
     def __len__(self) -> int:
-        return len(self._of)
+        return len(self._places)
 
     def __contains__(self, slot: object) -> bool:
-        return slot in self._of
+        return slot in self._places
 
-    def begin(self, request: Request) -> None:
+    def begin_answer(self, request: Request) -> None:
         assert request.row is not None
         self._gaps[request.row.index], self._due_at[request.row.index] = APART, request.prefill_end
 
@@ -59,7 +58,7 @@ class AnswerStates:
         return True
 
     def leave(
-        self, decode: DecodeRows, rows: Sequence[tuple[Request, int]], take: Callable[[Request, int], Slot | None]
+        self, decode: DecodeRows, rows: Sequence[tuple[Request, int]], take: Callable[[Request, int], Handle | None]
     ) -> list[StateMove]:
         """Selects the decode rows to snapshot before this step: the most overdue first, at most
         AT_ONCE. Others wait for a later step.
@@ -78,13 +77,13 @@ class AnswerStates:
             slot = take(request, len(left))
             if slot is None or request.state_slot is None:
                 break
-            self._of[slot] = request, length
+            self._places[slot] = request, length
             request.saves[length] = slot
             self._due_at[row] = length + self._gaps[row]
             left.append(StateMove(row, request.state_slot.index, slot.index, When.BEFORE_ROWS))
         return left
 
-    def spread(self, request: Request) -> list[Slot]:
+    def spread(self, request: Request) -> list[Handle]:
         """Gives up every second state of a request, but not the last one; returns their slots. The
         next ones are as far apart as the remaining ones.
         """
@@ -92,25 +91,25 @@ class AnswerStates:
         row, saves = request.row.index, request.saves
         gone = [saves.pop(length) for length in sorted(saves)[-2::-2]]
         for slot in gone:
-            del self._of[slot]
+            del self._places[slot]
         apart = (max(saves) - min(saves)) // (len(saves) - 1) if len(saves) > 1 else 0
         self._gaps[row] = max(2 * self._gaps[row], apart)
         return gone
 
-    def give_up(self, count: int) -> list[Slot]:
+    def give_up(self, count: int) -> list[Handle]:
         """Gives up at most `count` states, the oldest first; returns their slots."""
-        slots = list(islice(self._of, count))
+        slots = list(islice(self._places, count))
         for slot in slots:
-            request, length = self._of.pop(slot)
+            request, length = self._places.pop(slot)
             del request.saves[length]
         return slots
 
-    def forget(self, slots: Iterable[Slot]) -> None:
+    def forget(self, slots: Iterable[Handle]) -> None:
         """The cache or the pool has these slots now."""
         for slot in slots:
-            self._of.pop(slot, None)
+            self._places.pop(slot, None)
 
-    def end(self, request: Request) -> None:
+    def end_answer(self, request: Request) -> None:
         """The request releases its row: nothing is due, and its states are freed with its other
         saves.
         """
@@ -119,5 +118,5 @@ class AnswerStates:
             self._due_at[request.row.index] = UNLIMITED
 
     def clear(self) -> None:
-        self._of.clear()
+        self._places.clear()
         self._due_at[:] = UNLIMITED

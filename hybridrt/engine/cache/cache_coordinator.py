@@ -28,9 +28,8 @@ launched step names. It first offers the request's entries to the prefix cache. 
 the slot, the next step starts by folding the row's ring into it (`donations`), before anything
 reads the slot.
 
-`settle` gives up the pages of a window group that the windows of all later tokens have passed.
-First it offers them to the prefix cache, if another prompt may need them. While the prompt still
-needs pages, the request keeps as many, so an admitted prompt never lacks pages.
+`settle` gives up the pages of a window group that the windows of all later tokens have passed
+(hybridrt/engine/cache/window_pages.py).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -40,8 +39,10 @@ from hybridrt.base.errors import MemoryBudgetError, PoolError
 from hybridrt.engine.cache.host_fetches import LOOK_AHEAD, HostFetches
 from hybridrt.engine.cache.host_tier import HostTier
 from hybridrt.engine.cache.prefix_store import PrefixStore
+from hybridrt.engine.cache.window_pages import WindowPages, num_partial
 from hybridrt.engine.request.sample_request import UNLIMITED, Request, RowColumns
 from hybridrt.kernels.core.slots import NO_SLOT
+from hybridrt.mem_cache.pools.entries import EntryAllocator
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
 from hybridrt.mem_cache.pools.page_groups import (
     NO_PAGES,
@@ -55,7 +56,6 @@ from hybridrt.mem_cache.pools.page_groups import (
 )
 from hybridrt.mem_cache.pools.slab_plan import SlabPlan
 from hybridrt.mem_cache.pools.slabs import SlabAllocator, Slabs
-from hybridrt.mem_cache.pools.slots import SlotAllocator
 from hybridrt.mem_cache.pools.state_moves import StateMove, When
 from hybridrt.mem_cache.prefix_tree.prefix_cache import NO_MATCH, PrefixMatch
 from hybridrt.mem_cache.prefix_tree.radix_drop import drop
@@ -95,11 +95,11 @@ class CacheCoordinator:
         page_bytes: Sequence[int] | None = None,
         slabs: SlabPlan | None = None,
     ) -> None:
-        self.rows = SlotAllocator(num_rows, "request row")
+        self.rows = EntryAllocator(num_rows, "request row")
         self.slabs, shares = (None, ()) if slabs is None else (Slabs(slabs.num_slabs), slabs.groups)
         self.pages = PageAllocators(num_pages, demands, page_bytes=page_bytes, slabs=self.slabs, shares=shares)
         self.slots = (
-            SlotAllocator(num_slots, "state slot")
+            EntryAllocator(num_slots, "state slot")
             if self.slabs is None or slabs is None or slabs.states is None
             else SlabAllocator(self.slabs, slabs.states, "state slot", of_states=True)
         )
@@ -108,6 +108,7 @@ class CacheCoordinator:
         self._num_releases = 0  # counts events that may make room
         self._page_size = demands[0].page_size if demands else 0
         self.prefixes = PrefixStore(self.pages, self.slots, self.rows, lookahead, prefix_cache)
+        self._windows = WindowPages(self.pages, self.prefixes)
         self.fetches: HostFetches | None = None
 
     @classmethod
@@ -148,7 +149,7 @@ class CacheCoordinator:
                     f"{most}: cut prompt + max_tokens to {max_tokens}, or raise memory_fraction"
                 )
 
-    def admit(self, request: Request, headroom: int, plan: StepPlan) -> bool:
+    def admit_request(self, request: Request, headroom: int, plan: StepPlan) -> bool:
         """Lends a row, a slot and the pages that all known tokens of the request need at a time,
         and sets `computed`. False, with nothing taken, if too little is free or fewer than
         `headroom` pages would stay free.
@@ -172,9 +173,7 @@ class CacheCoordinator:
         )
 
     def _take(self, request: Request, match: PrefixMatch, headroom: int) -> bool:
-        """Lends the rest of what the request needs. False, with nothing taken, if too little is
-        free.
-        """
+        """Lends the rest of the request's needs. False, with nothing taken, if too little is free."""
         self.prefixes.lock(match)
         prefill_end, groups = len(request.prompt) + len(request.output), len(self.pages)
         matched = match.pages if len(match.pages) else no_sets(groups)
@@ -188,7 +187,7 @@ class CacheCoordinator:
             self.prefixes.unlock(match)
             return False
         if match.staged is not None:
-            pages.partial = [self._num_partial(demand, match.length) for demand in self.pages.demands]
+            pages.partial = [num_partial(demand, match.length) for demand in self.pages.demands]
         request.prefix, request.prefill_end, request.arrived = match, prefill_end, None
         request.settled, request.pages = match.length, pages
         request.row = self.rows.alloc_one()
@@ -197,14 +196,6 @@ class CacheCoordinator:
         self._fill_columns(request)
         self.prefixes.admitted(request, match)
         return True
-
-    @staticmethod
-    def _num_partial(demand: PageDemand, length: int) -> int:
-        """First pages that lack tokens if a prefix came from elsewhere with only the tokens of the
-        next token's window.
-        """
-        passed = demand.window is not None and length >= demand.window
-        return demand.first_page(length) + 1 if passed else 0
 
     def room_stamp(self) -> tuple[int, ...]:
         return self.rows.num_free, self.slots.most_free, self.pages.num_free, self._num_releases
@@ -224,15 +215,11 @@ class CacheCoordinator:
     def use_spare_pages(self, request: Request, num_tokens: int, plan: StepPlan) -> int:
         """Lends the request's spare pages to the first `num_tokens` tokens of its prompt. Returns
         how many of them have pages: fewer only if launched steps still read pages that the window
-        will release. Lends others if `settle` found too few.
+        will release.
         """
         if not self.pages.has_windows:  # admission has lent all
             return num_tokens
-        pages, need = request.pages, self._lacking(request, num_tokens)
-        lent = [end - start + len(kept) for start, end, kept in zip(pages.starts, pages.ends, pages.spare)]
-        may = [demand.prefilling(request.prefill_end) - count for demand, count in zip(self.pages.demands, lent)]
-        self._add_spare(request, [max(min(n - len(k), m), 0) for n, k, m in zip(need, pages.spare, may)])
-        fresh = pages.take_spare(need)
+        fresh = self._windows.lend_spare(request, self._lacking(request, num_tokens))
         if any(map(len, fresh)):
             self._append(request, fresh, plan)
         return min(num_tokens, request.pages.whole_end * self._page_size)
@@ -248,39 +235,11 @@ class CacheCoordinator:
             request.prefix = self.prefixes.has_read(request.prefix)
             self._num_releases += 1
         if self.pages.has_windows:
-            self._leave_windows(request)
+            self._num_releases += self._windows.leave(request)
         if not request.shared and request.settled >= request.prefill_end:
             self.prefixes.share(request, request.prefill_end)
             request.shared = True
             self._num_releases += 1
-
-    def _leave_windows(self, request: Request) -> None:
-        """Gives up the pages that the windows of all later tokens have passed."""
-        pages, firsts = request.pages, [demand.first_held(request.settled) for demand in self.pages.demands]
-        passed = [max(min(first, end) - start, 0) for first, start, end in zip(firsts, pages.starts, pages.ends)]
-        if not any(passed):
-            return
-        spare = [
-            min(max(demand.whole(request.prefill_end) - end - len(kept), 0), count)
-            for demand, end, kept, count in zip(self.pages.demands, pages.ends, pages.spare, passed)
-        ]
-        if (request.saves or not request.shared) and self.prefixes.wants(request, firsts):
-            self.prefixes.share(request, request.settled)
-        gone = tuple([pages.leave(group, first) for group, first in enumerate(firsts)])
-        own = [group.are_used(held) for group, held in zip(self.pages.groups, gone)]
-        used = [held.at(mask) for held, mask in zip(gone, own)]
-        self.pages.unlock(tuple([held.at(~mask) for held, mask in zip(gone, own)]))
-        for kept, held, count in zip(pages.spare, used, spare):
-            kept.extend(held[:count])
-        self.pages.free(tuple([held[count:] for held, count in zip(used, spare)]))
-        # Others take the place of those that the cache has now: it may give up as many.
-        self._add_spare(request, [max(count - len(held), 0) for held, count in zip(used, spare)])
-        self._num_releases += 1
-
-    def _add_spare(self, request: Request, counts: Sequence[int]) -> None:
-        if any(counts) and self._make_room(counts, 0):
-            for kept, fresh in zip(request.pages.spare, self.pages.alloc(counts)):
-                kept.extend(fresh)
 
     def release(self, request: Request) -> None:
         """Takes everything back; the prefix cache may keep pages of computed tokens.
@@ -325,7 +284,7 @@ class CacheCoordinator:
 
     def advance_fetches(self, waiting: Iterable[Request], headroom: int) -> None:
         """Call before a step is made, if there are `fetches`: adopts completed ones and starts those
-        of the first waiting requests. `headroom` as for `admit`.
+        of the first waiting requests. `headroom` as for `admit_request`.
         """
         assert self.fetches is not None
         if self.fetches.finish():
@@ -400,7 +359,7 @@ class CacheCoordinator:
         columns.capacity[row] = request.pages.whole_end * self._page_size if self.pages.groups else UNLIMITED
 
     def _lacking(self, request: Request, num_tokens: int) -> list[int]:
-        """Pages of each group that `num_tokens` tokens need in addition to those of the request."""
+        """Pages of each group that `num_tokens` tokens need and the request does not have."""
         ends = zip(self.pages.demands, request.pages.ends)
         return [max(demand.whole(num_tokens) - end, 0) for demand, end in ends]
 
@@ -411,15 +370,12 @@ class CacheCoordinator:
         self.columns.capacity[row] = request.pages.whole_end * self._page_size
 
     def _try_twice(self, take: Callable[[], bool]) -> bool:
-        """Calls `take`, if need be again after all fetches were cancelled. If all requests waited
-        for each other's fetches, none would run.
-        """
+        """Calls `take`, and again after cancelling all fetches: requests that all wait for each
+        other's fetches would never run."""
         return take() or (self.fetches is not None and self.fetches.cancel_all() and take())
 
     def _make_room(self, pages: Sequence[int], slots: int) -> bool:
-        """True if so many pages of each group and slots are free, after evicting what is missing.
-        Evicts nothing if that is not enough.
-        """
+        """Evicts what is missing, or nothing if that would not be enough."""
         return self.prefixes.has_room(pages, slots) and self.prefixes.make_room(pages, slots)
 
     def _plan_admission(self, request: Request, plan: StepPlan) -> None:

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hybridrt.engine.cache.adoption import adopt, clear_later, give_up_room, slabs_to_clear, take_room_for_fetch
 from hybridrt.engine.cache.host_tier import HostTier
 from hybridrt.engine.cache.prefix_store import PrefixStore
 from hybridrt.engine.request.sample_request import Request
+from hybridrt.mem_cache.pools.entries import Handle
 from hybridrt.mem_cache.pools.page_groups import GroupPages, PageSets, no_sets, pages_of
-from hybridrt.mem_cache.pools.slots import Slot
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 from hybridrt.mem_cache.prefix_tree.prefix_cache import PrefixMatch
 from hybridrt.mem_cache.prefix_tree.state_worth import NewState
@@ -43,7 +44,7 @@ class _Fetch:
     held: PrefixMatch
     sets: PageSets
     pages: GroupPages
-    state: Slot | None
+    state: Handle | None
     ticket: int
     deadline: float
 
@@ -76,7 +77,7 @@ class HostFetches:
             fetch, store = self._fetches.pop(arrival), self._store
             self._tier.wait_for(fetch.ticket)  # other ranks may not have ended
             states = {} if fetch.state is None else {fetch.length: fetch.state}
-            store.adopt(fetch.tokens, fetch.sets, fetch.pages, states, fetch.key, "fetched")
+            adopt(store, fetch.tokens, fetch.sets, fetch.pages, states, fetch.key, "fetched")
             store.unlock(fetch.held)
             store.counts.fetched += fetch.gain
         return bool(over)
@@ -102,8 +103,8 @@ class HostFetches:
         fetch = self._fetches.pop(arrival, None)
         if fetch is None:
             return False
-        self._store.clear_later(self._tier.withdraw(fetch.ticket))
-        self._store.give_up_room(fetch.pages, [] if fetch.state is None else [fetch.state])
+        clear_later(self._store, self._tier.withdraw(fetch.ticket))
+        give_up_room(self._store, fetch.pages, [] if fetch.state is None else [fetch.state])
         self._store.unlock(fetch.held)
         return True
 
@@ -131,7 +132,7 @@ class HostFetches:
         lacking = (hosted > 0) & (sets == 0)
         store.lock(held)
         new = None if found.state is None else NewState(gain, [request.arrival])
-        room = store.room_for_fetch(np.count_nonzero(lacking, axis=0).tolist(), spare_pages, new)
+        room = take_room_for_fetch(store, np.count_nonzero(lacking, axis=0).tolist(), spare_pages, new)
         if room is None:
             store.unlock(held)
             return False
@@ -140,7 +141,7 @@ class HostFetches:
             column[where] = fresh.keys
         places = pages_of(np.where(lacking, hosted, 0))
         states = [] if found.state is None or slot is None else [HostState(found.length, slot.index, found.state.index)]
-        ticket = self._tier.fetch(pages, places, states, store.to_clear())
+        ticket = self._tier.fetch(pages, places, states, slabs_to_clear(store))
         tree.touch(tokens, key)
         deadline = time.monotonic() + PATIENCE_S
         self._fetches[request.arrival] = _Fetch(

@@ -5,9 +5,9 @@ from typing import TypeVar
 
 import numpy as np
 
+from hybridrt.mem_cache.pools.entries import EntryAllocator, Handle, Handles
 from hybridrt.mem_cache.pools.page_groups import GroupPages, PageAllocators, PageSets, no_sets, pages_of
 from hybridrt.mem_cache.pools.slabs import SlabShare
-from hybridrt.mem_cache.pools.slots import Slot, SlotAllocator, Slots
 from hybridrt.mem_cache.pools.state_moves import When
 from hybridrt.mem_cache.prefix_tree.cache_events import Why
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
@@ -43,7 +43,7 @@ class HostTier:
             device.page_size, device.recurrent, device.lookahead, device.windows, pages.are_idle, device.events, "host"
         )
         self.pages = pages
-        self.slots = SlotAllocator(num_states, "state in main memory")
+        self.slots = EntryAllocator(num_states, "state in main memory")
         self._copied = copied
         self._pending: list[HostCopy] = []
         self._ticket = 0  # of the latest copy
@@ -62,7 +62,7 @@ class HostTier:
     def has_copied(self, ticket: int) -> bool:
         return not any(copy.ticket <= ticket for copy in self._pending) and self._copied(ticket)
 
-    def offer(self, tokens: np.ndarray, pages: PageSets, states: Mapping[int, Slot], key: CacheKey) -> None:
+    def offer(self, tokens: np.ndarray, pages: PageSets, states: Mapping[int, Handle], key: CacheKey) -> None:
         """Copies the new parts of a text [n] int32: KV from the device's sets `pages` [m, G] (from
         the first token on) and states by number of tokens. Nothing if there is no room.
         """
@@ -92,7 +92,7 @@ class HostTier:
         kept = [~group.free_used(own) for group, own in zip(self.pages.groups, fresh)]
         self.slots.free([slot for slot in slots if slot not in taken.states])
         self._store(
-            tuple(Slots.of_keys(pages[:last, g][lacking[:, g]]).at(kept[g]) for g in range(len(kept))),
+            tuple(Handles.of_keys(pages[:last, g][lacking[:, g]]).at(kept[g]) for g in range(len(kept))),
             tuple(own.at(mask) for own, mask in zip(fresh, kept)),
             [HostState(end, states[end].index, slot.index) for end, slot in places.items() if slot in taken.states],
         )
@@ -193,7 +193,7 @@ class HostTier:
             self.wait_for(readers.pop(other))
 
     def _written(self, read: dict[Entry, int], entries: Iterable[Entry]) -> None:
-        """Makes the next plan, which writes these entries, wait for the copies that read them."""
+        """The next plan, which writes these entries, waits for the copies that read them."""
         for entry in entries:
             if entry in read:
                 self.wait_for(read.pop(entry))
@@ -206,5 +206,4 @@ class HostTier:
 
 
 def _numbers(pages: GroupPages) -> list[list[int]]:
-    """Numbers of pages in their pools, by group."""
     return [held.indices.tolist() for held in pages]

@@ -10,9 +10,9 @@ import numpy as np
 from hybridrt.engine.cache.answer_states import MOST, AnswerStates
 from hybridrt.engine.cache.host_tier import HostTier
 from hybridrt.engine.request.sample_request import Request
-from hybridrt.mem_cache.pools.page_groups import GroupPages, PageAllocators, PageSets, no_sets, pages_of
+from hybridrt.mem_cache.pools.entries import EntryAllocator, Handle
+from hybridrt.mem_cache.pools.page_groups import PageAllocators, no_sets, pages_of
 from hybridrt.mem_cache.pools.room import Room
-from hybridrt.mem_cache.pools.slots import Slot, SlotAllocator
 from hybridrt.mem_cache.prefix_tree.cache_events import CacheSubscription, Why
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 from hybridrt.mem_cache.prefix_tree.prefix_cache import (
@@ -20,14 +20,12 @@ from hybridrt.mem_cache.prefix_tree.prefix_cache import (
     CacheCounts,
     CacheEntries,
     CacheMiss,
-    LostTokens,
+    LostReuse,
     PrefixMatch,
-    other_key,
 )
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_node import Node, StateKind
 from hybridrt.mem_cache.prefix_tree.state_worth import NewState
-from hybridrt.mem_cache.prefix_tree.texts import SeenTexts
 
 GRID = 16
 MAX_SAVES = 3
@@ -46,12 +44,14 @@ class PrefixStore:
         grid: prompts leave states at multiples of so many tokens. It is a whole number of pages: a
             request that continues writing its last page can give the pages before it away.
         tier: entries in main memory; None: nothing.
+        pages, slots: the ledgers of the device's pages and states.
+        lost: counts why requests compute what earlier texts had.
         answers: states of running requests within their answers. Their slots are given up first.
         spaces: prompts also leave spaced states, and a chunk saves at most one state.
     """
 
     def __init__(
-        self, pages: PageAllocators, slots: SlotAllocator, rows: SlotAllocator, lookahead: int, keeps: bool
+        self, pages: PageAllocators, slots: EntryAllocator, rows: EntryAllocator, lookahead: int, keeps: bool
     ) -> None:
         page_size = pages.demands[0].page_size if pages.groups else 0
         windows = [demand.window for demand in pages.demands]
@@ -60,10 +60,11 @@ class PrefixStore:
         self.tier: HostTier | None = None
         self.answers = AnswerStates(rows.total)
         self.spaces = False
-        self._seen = SeenTexts()
         self.grid = max(GRID, page_size)
-        self._pages, self._slots, self._rows, self.keeps = pages, slots, rows, keeps
-        self._room = Room(pages, slots)
+        least = 1 if self.tree.recurrent else page_size + lookahead
+        self.lost = LostReuse(self.counts, self.tree.recurrent, least, self.grid, self.tree.known_elsewhere)
+        self.pages, self.slots, self._rows, self.keeps = pages, slots, rows, keeps
+        self.room_left = Room(pages, slots)
 
     def match(self, request: Request) -> PrefixMatch:
         """The part of a waiting request that needs no computing. Nothing is locked."""
@@ -92,7 +93,7 @@ class PrefixStore:
             return found
         known = request.ids[: found.staged_from + self.tree.lookahead]
         held, _ = self.tree.held(known, request.cache_key)
-        for group, demand in enumerate(self._pages.demands):
+        for group, demand in enumerate(self.pages.demands):
             if demand.window is not None:
                 held.pages[:, group] = 0  # what the windows need came whole
         return replace(found, pages=held.pages, node=held.node) if held.length == found.staged_from else None
@@ -112,22 +113,22 @@ class PrefixStore:
         """True if a prompt of so many tokens may leave something for another one of the same
         tokens.
         """
-        return self.keeps and num_tokens > (self.grid if self._slots.total else self.tree.page_size)
+        return self.keeps and num_tokens > (self.grid if self.slots.total else self.tree.page_size)
 
     def lock(self, match: PrefixMatch) -> None:
         """Keeps the entries of a match: for a request that holds its pages, or until `unlock`."""
         if match.node is None:
             return
         self.tree.lock(match)
-        self._pages.lock(pages_of(match.pages))
+        self.pages.lock(pages_of(match.pages))
         if match.tail is not None:
-            self._pages.lock(pages_of(match.tail))
-        self._slots.lock(() if match.state is None else (match.state,))
+            self.pages.lock(pages_of(match.tail))
+        self.slots.lock(() if match.state is None else (match.state,))
 
     def unlock(self, match: PrefixMatch) -> None:
         self.has_read(match)
         if match.node is not None:
-            self._pages.unlock(pages_of(match.pages))
+            self.pages.unlock(pages_of(match.pages))
         self.tree.unlock(match)
 
     def has_read(self, match: PrefixMatch) -> PrefixMatch:
@@ -136,9 +137,9 @@ class PrefixStore:
             return match
         freed = self.tree.unlock_state(match)
         if match.tail is not None:
-            self._pages.unlock(pages_of(match.tail))
-        self._slots.unlock((match.state,))
-        self._pages.evict(freed.pages)
+            self.pages.unlock(pages_of(match.tail))
+        self.slots.unlock((match.state,))
+        self.pages.evict(freed.pages)
         return replace(match, state=None, tail=None, tail_node=None)
 
     def admitted(self, request: Request, match: PrefixMatch) -> None:
@@ -152,12 +153,12 @@ class PrefixStore:
             request.metrics.admission_time = time.monotonic()
             self._count(request, ids, match)
         request.shared, request.save_at, request.spaced = False, (), ()
-        if self.keeps and self._slots.total:
+        if self.keeps and self.slots.total:
             parts = self.tree.waiting.partings(ids, request.cache_key)
             ends = (prompt - 1, match.fork, *sorted({*parts, *request.boundaries}, reverse=True))
             grid = dict.fromkeys([min(end, prompt - 1) // self.grid * self.grid for end in ends])
             request.save_at = tuple([end for end in grid if end > match.length][:MAX_SAVES])
-            if self.spaces and not self._pages.has_windows:
+            if self.spaces and not self.pages.has_windows:
                 apart = max(SPACED, (prompt - match.length) // MOST_SPACED) // self.grid * self.grid
                 request.spaced = range((match.length // apart + 1) * apart, prompt, apart)
 
@@ -166,7 +167,7 @@ class PrefixStore:
         0 if there is none.
         """
         fork, start = most // self.grid * self.grid, request.computed
-        if not self._slots.total:
+        if not self.slots.total:
             return fork
         places = [place for place in (*request.save_at, *request.saves) if place <= most]
         places = [place for place in places if place > start or place in request.saves]
@@ -176,7 +177,7 @@ class PrefixStore:
 
     def leave_at(self, request: Request, place: int) -> None:
         """A running prompt shall leave a state at a `last_place`."""
-        if self._slots.total and request.computed < place < request.prefill_end and place not in request.save_at:
+        if self.slots.total and request.computed < place < request.prefill_end and place not in request.save_at:
             request.save_at = (*request.save_at, place)
 
     def chunk_end(self, request: Request, start: int, end: int) -> int:
@@ -207,11 +208,11 @@ class PrefixStore:
         """Whether another prompt may need computed pages before page `firsts` of each group: those
         that the next token sees at a place where the text can be left.
         """
-        if not self.keeps or not self._slots.total:
+        if not self.keeps or not self.slots.total:
             return self.keeps
         places = [place for place in request.saves if place <= request.settled]
         return any(
-            demand.first_page(place) < first for demand, first in zip(self._pages.demands, firsts) for place in places
+            demand.first_page(place) < first for demand, first in zip(self.pages.demands, firsts) for place in places
         )
 
     def share(self, request: Request, length: int) -> None:
@@ -220,14 +221,14 @@ class PrefixStore:
         """
         if not self.keeps:
             return
-        if self._slots.total and length == request.prefill_end:
-            self.answers.begin(request)
+        if self.slots.total and length == request.prefill_end:
+            self.answers.begin_answer(request)
         # The step that leaves a state within the answer at `length` may not have been read yet.
         answers = self.answers
         states = {k: slot for k, slot in request.saves.items() if k < length + (slot not in answers)}
         # The request still fills the page after the complete ones.
         taken, node = self._insert(request, request.ids[:length], states, "computed", self.tree.complete(length))
-        self._pages.lock(taken.pages)
+        self.pages.lock(taken.pages)
         answers.forget(states.values())
         self._free_saves(request, states, taken)
         if node.parent is not None:
@@ -235,19 +236,19 @@ class PrefixStore:
             self.tree.lock(PrefixMatch(node=node))
             self.tree.unlock(before)
 
-    def release(self, request: Request) -> Sequence[Slot]:
+    def release(self, request: Request) -> Sequence[Handle]:
         """Offers the request's entries, and unlocks what it has read except for its pages. Returns
         the states that were taken over.
         """
         taken = self._offer(request)
-        self.answers.end(request)
+        self.answers.end_answer(request)
         self._free_saves(request, request.saves, taken)
         self.has_read(request.prefix)
         self.tree.unlock(request.prefix)
         request.prefix = NO_MATCH
         return taken.states
 
-    def path(self, tokens: np.ndarray, key: CacheKey) -> tuple[PrefixMatch, list[tuple[int, Slot]]]:
+    def path(self, tokens: np.ndarray, key: CacheKey) -> tuple[PrefixMatch, list[tuple[int, Handle]]]:
         """The cached part of a text [n] int32, up to all of it, and its states as (number of
         tokens, slot) in order. Of states within answers only the last counts. Nothing is locked.
         """
@@ -267,31 +268,31 @@ class PrefixStore:
 
     def room(self) -> tuple[tuple[int, ...], int]:
         """Upper bounds of the pages of each group, and the state slots, that are free or evictable."""
-        pages, slots = self._room.most()
+        pages, slots = self.room_left.most()
         return pages, slots + len(self.answers)
 
     def has_room(self, pages: Sequence[int], slots: int) -> bool:
         """Whether so many pages of each group and slots are free or evictable. In one memory, states
         within answers of running requests give way first."""
-        if not self._room.one_memory:
-            return self._room.may_have(pages, max(slots - len(self.answers), 0))
-        if not (found := self._room.may_have(pages, slots)) and len(self.answers):
-            self._slots.free(self.answers.give_up(len(self.answers)))
-            found = self._room.may_have(pages, slots)
+        if not self.room_left.one_memory:
+            return self.room_left.may_have(pages, max(slots - len(self.answers), 0))
+        if not (found := self.room_left.may_have(pages, slots)) and len(self.answers):
+            self.slots.free(self.answers.give_up(len(self.answers)))
+            found = self.room_left.may_have(pages, slots)
         return found
 
     def make_room(self, pages: Sequence[int], slots: int) -> bool:
         """Evicts until so many pages of each group and slots are free. False if there are still too
         few.
         """
-        short, lacking = self._room.shortages(pages, slots)
+        short, lacking = self.room_left.shortages(pages, slots)
         if not any(short) and not lacking:
             return True
-        if self._room.slabs is None:
+        if self.room_left.slabs is None:
             self.evict(short, lacking)
-            short, lacking = self._room.shortages(pages, slots)
-        while self._room.slabs is not None and (any(short) or lacking) and self._evict_least(short):
-            short, lacking = self._room.shortages(pages, slots)
+            short, lacking = self.room_left.shortages(pages, slots)
+        while self.room_left.slabs is not None and (any(short) or lacking) and self._evict_least(short):
+            short, lacking = self.room_left.shortages(pages, slots)
         return not any(short) and not lacking
 
     def _evict_least(self, short: Sequence[int]) -> bool:
@@ -303,96 +304,43 @@ class PrefixStore:
         Without, the ends of texts go in order of their last use, in all groups, which may empty
         slabs for others.
         """
-        tree, some = self.tree, sum(short) or self._pages.shares[0].per_slab
+        tree, some = self.tree, sum(short) or self.pages.shares[0].per_slab
         evictions = (
             partial(tree.evict_passed, short),
             *([partial(tree.evict_leaf, some, stateless=True)] if tree.recurrent else ()),
-            partial(tree.evict, self._no_pages, 1 if self._room.one_memory else 0),
+            partial(tree.evict, self._no_pages, 1 if self.room_left.one_memory else 0),
             partial(tree.evict_leaf, some),
             partial(tree.evict, short, 0),  # pages of windows within texts that are read
-            partial(tree.evict, [group.total for group in self._pages.groups], 0),
+            partial(tree.evict, [group.total for group in self.pages.groups], 0),
         )
         return any(self._any_evicted(evict()) for evict in evictions)
-
-    def take_room(self, pages: Sequence[int], num_states: int) -> tuple[GroupPages, Sequence[Slot]] | None:
-        """Pages and state slots for `adopt`. None if there are too few: an evicted page may become
-        the tail of a state that is kept.
-        """
-        if not self.make_room(pages, num_states):
-            return None
-        return self._pages.alloc(pages), self._slots.alloc(num_states)
-
-    def room_for_fetch(
-        self, pages: Sequence[int], spare_pages: int, new: NewState | None
-    ) -> tuple[GroupPages, Slot | None] | None:
-        """Pages, and a slot if `new` is given, for `adopt`. None if requests may lack them:
-        `spare_pages` more pages of each group must be free or evictable.
-        """
-        if not self.has_room([count + spare_pages for count in pages], 0):
-            return None
-        slot = None if new is None else self._spare_slot(new)
-        taken = None if new is not None and slot is None else self.take_room(pages, 0)
-        if taken is None:
-            self._slots.free([slot] if slot is not None else [])
-            return None
-        return taken[0], slot
-
-    def to_clear(self) -> list[int]:
-        """Slabs that a copy to the device is to clear first."""
-        return [] if self._room.slabs is None else self._room.slabs.pop_unclean()
-
-    def clear_later(self, slabs: Sequence[int]) -> None:
-        """They have not been cleared."""
-        if self._room.slabs is not None:
-            self._room.slabs.unclean.update(slabs)
-
-    def give_up_room(self, pages: GroupPages, slots: Sequence[Slot]) -> None:
-        self._pages.free(pages)
-        self._slots.free(slots)
-
-    def adopt(
-        self, tokens: np.ndarray, sets: PageSets, pages: GroupPages, states: dict[int, Slot], key: CacheKey, why: Why
-    ) -> None:
-        """Inserts `tokens` into the tree.
-
-        Args:
-            sets: [n, G] sets of the text.
-            pages, states: entries among them that were reserved with `take_room`; the tree owns the
-                others already. Those that another insertion has made redundant are freed.
-        """
-        self._seen.note(tokens, key)
-        taken, _ = self.tree.insert(tokens, sets, states, key, why=why)
-        self._pages.to_cache(taken.pages)
-        self._slots.to_cache(taken.states)
-        self._pages.free_used(pages)
-        self._slots.free([slot for slot in states.values() if slot not in taken.states])
 
     def evict(self, pages: Sequence[int], states: int, *, new: NewState | None = None, why: Why = "evicted") -> None:
         """Frees so many entries that no request reads, or all there are; `new` and `why` as in
         RadixCache.evict.
         """
-        self._slots.free(given_up := self.answers.give_up(states))
+        self.slots.free(given_up := self.answers.give_up(states))
         self.evicted(self.tree.evict(pages, states - len(given_up), new=new, why=why))
 
     def reset(self) -> bool:
-        self._seen.clear()
+        self.lost.texts.clear()
         if self.tier is not None:
             self.tier.clear("reset")
-        self.evict([group.total for group in self._pages.groups], self._slots.total, why="reset")
-        return not self._pages.num_cached and not self._slots.num_cached
+        self.evict([group.total for group in self.pages.groups], self.slots.total, why="reset")
+        return not self.pages.num_cached and not self.slots.num_cached
 
-    def slot_within(self, request: Request, fresh: int) -> Slot | None:
+    def slot_within(self, request: Request, fresh: int) -> Handle | None:
         """A slot for a state within an answer: a free one or that of another such state, first of
         ended requests, then of running ones, but not one of the latest `fresh`.
         """
         if len(request.saves) >= MOST:
-            self._slots.free(self.answers.spread(request))
-        if self._room.num_free_slots <= self._reserved_slots() and not self.evicted(
+            self.slots.free(self.answers.spread(request))
+        if self.room_left.num_free_slots <= self._reserved_slots() and not self.evicted(
             self.tree.evict(self._no_pages, 1, new=NewState(0))
         ):
             gone = self.answers.spread(request)
-            self._slots.free(gone if gone or len(self.answers) <= fresh else self.answers.give_up(1))
-        return self._slots.alloc(1)[0] if self._room.num_free_slots > self._reserved_slots() else None
+            self.slots.free(gone if gone or len(self.answers) <= fresh else self.answers.give_up(1))
+        return self.slots.alloc(1)[0] if self.room_left.num_free_slots > self._reserved_slots() else None
 
     def subscribe(self, limit: int) -> CacheSubscription:
         trees = [self.tree] if self.tier is None else [self.tree, self.tier.tree]
@@ -411,49 +359,21 @@ class PrefixStore:
                 found |= {name: pool.num_cached, f"{name}_total": pool.total}
         return found | asdict(self.counts)
 
-    def _count(self, request: Request, ids: np.ndarray, match: PrefixMatch) -> None:
-        """Counts a match of the prompt `ids` [n] int32. No token is lost twice. The last one of a
-        prompt is always computed, so never lost. Requests that skip the match lose nothing.
-        """
-        counts, key, prompt = self.counts, request.cache_key, len(ids)
+    def _count(self, request: Request, prompt: np.ndarray, match: PrefixMatch) -> None:
+        """Requests that skip the match lose nothing."""
+        counts, key = self.counts, request.cache_key
         request.metrics.cached_tokens = match.length if match.staged is None else match.staged_from
-        counts.asked += prompt
+        counts.asked += len(prompt)
         counts.hit += request.metrics.cached_tokens
         if match.staged is not None or not self.keeps:
             return
-        if request.params.prompt_logprobs is None and request.params.pooling != "mean":
-            seen = self._seen.length(ids[:-1], key)
-            lost = LostTokens.from_match(match, prompt - 1, seen, self._slots.total > 0)
-            counts.without_kv += lost.evicted
-            counts.retokenised += lost.changed
-            counts.without_state += lost.no_state
-            request.metrics.cache_miss = self._miss(request, ids, match, lost)
-        else:
-            request.metrics.cache_miss = CacheMiss("skipped", 0)
+        skipped = request.params.prompt_logprobs is not None or request.params.pooling == "mean"
+        request.metrics.cache_miss = CacheMiss("skipped", 0) if skipped else self.lost.count(prompt, key, match)
         if self.tier is not None:
-            self.tier.tree.touch(ids[: match.length], key)
-
-    def _miss(self, request: Request, ids: np.ndarray, match: PrefixMatch, lost: LostTokens) -> CacheMiss | None:
-        """Why more of the prompt was not reused; None if no more could be."""
-        last, recurrent = len(ids) - 1, self.tree.recurrent
-        least = 1 if recurrent else self.tree.page_size + self.tree.lookahead  # tokens that can be reused
-        if last - match.length < least:
-            return None
-        if match.refused:
-            return CacheMiss("no_room", 0, match.refused)
-        gap = match.known - match.length
-        if gap >= least and not recurrent:
-            return CacheMiss("evicted", match.length, gap)  # of a window
-        found, key = lost.cause(match), request.cache_key
-        elsewhere, other = self.tree.known_elsewhere(ids[:last], key)
-        gain = elsewhere - match.known - lost.evicted
-        # Fewer tokens than the grid have no state: nobody could share them.
-        return found if gain <= max(found.tokens, self.grid) else other_key(key, other, match.known, gain)
+            self.tier.tree.touch(prompt[: match.length], key)
 
     def _offer(self, request: Request) -> CacheEntries:
-        """Offers nothing of a failed request, whose state may be wrong, nor of one that has added
-        nothing.
-        """
+        """Nothing of a failed request, whose state may be wrong, nor of one that has added nothing."""
         computed, failed = request.computed, request.broken or request.error is not None
         if not self.keeps or failed or computed <= request.prefix.length:
             return CacheEntries()
@@ -467,13 +387,13 @@ class PrefixStore:
         return self._insert(request, ids, states, _end_of(request), num_pages)[0]
 
     def _insert(
-        self, request: Request, ids: np.ndarray, states: dict[int, Slot], why: Why, num_pages: int
+        self, request: Request, ids: np.ndarray, states: dict[int, Handle], why: Why, num_pages: int
     ) -> tuple[CacheEntries, Node]:
         """Offers the first `num_pages` page sets of a request."""
         if request.prefix.node is not None and request.prefix.node.hidden:  # it was computed from what was dropped
-            return CacheEntries(pages_of(no_sets(len(self._pages)))), Node(np.empty(0, np.int32), 0, no_sets(0))
+            return CacheEntries(pages_of(no_sets(len(self.pages)))), Node(np.empty(0, np.int32), 0, no_sets(0))
         key = request.cache_key
-        self._seen.note(ids, key)
+        self.lost.texts.note(ids, key)
         own, within, kinds = request.save_at, False, dict[int, StateKind]()
         for place, slot in states.items():
             if slot in self.answers:
@@ -484,8 +404,8 @@ class PrefixStore:
                 kinds[place] = StateKind.ANSWER
         sets = request.pages.shareable[:num_pages]
         taken, node = self.tree.insert(ids, sets, states, key, len(request.prompt), kinds, why)
-        self._pages.to_cache(taken.pages)
-        self._slots.to_cache(taken.states)
+        self.pages.to_cache(taken.pages)
+        self.slots.to_cache(taken.states)
         if within:
             self.evicted(self.tree.thin(node, MOST))
         if self.tier is not None:
@@ -494,37 +414,37 @@ class PrefixStore:
             self.tier.offer(ids, sets, {end: slot for end, slot in states.items() if slot in kept}, key)
         return taken, node
 
-    def _free_saves(self, request: Request, states: Mapping[int, Slot], taken: CacheEntries) -> None:
+    def _free_saves(self, request: Request, states: Mapping[int, Handle], taken: CacheEntries) -> None:
         if not states:
             return
-        self._slots.free([slot for slot in states.values() if slot not in taken.states])
+        self.slots.free([slot for slot in states.values() if slot not in taken.states])
         request.saves = {place: slot for place, slot in request.saves.items() if place not in states}
 
-    def _slot_for(self, request: Request, place: int) -> Slot | None:
-        spare = self._room.num_free_slots + len(self.answers) + self.tree.num_within
+    def _slot_for(self, request: Request, place: int) -> Handle | None:
+        spare = self.room_left.num_free_slots + len(self.answers) + self.tree.num_within
         if spare <= self._reserved_slots() and (slot := self._superseded(request)) is not None:
             return slot
         arrivals = self.tree.waiting.behind(request.ids[:place], request.cache_key)
-        return self._spare_slot(NewState(place - request.prefix.length, arrivals))
+        return self.spare_slot(NewState(place - request.prefix.length, arrivals))
 
     def _any_evicted(self, gone: CacheEntries) -> bool:
         self.evicted(gone)
         return len(gone.states) > 0 or any(map(len, gone.pages))
 
-    def _slot_given_up_first(self) -> Slot | None:
+    def _slot_given_up_first(self) -> Handle | None:
         """A free slot, or that of another state that is given up first."""
         if self.room()[1] <= self._promised_slots():
             return None
-        if self._room.num_free_slots <= self._reserved_slots():
+        if self.room_left.num_free_slots <= self._reserved_slots():
             self.evicted(self.tree.evict(self._no_pages, 1, new=NewState(0)))
-        return self._slots.alloc_one() if self._room.num_free_slots > self._reserved_slots() else None
+        return self.slots.alloc_one() if self.room_left.num_free_slots > self._reserved_slots() else None
 
-    def evicted(self, gone: CacheEntries) -> Sequence[Slot]:
-        self._pages.evict(gone.pages)
-        self._slots.evict(gone.states)
+    def evicted(self, gone: CacheEntries) -> Sequence[Handle]:
+        self.pages.evict(gone.pages)
+        self.slots.evict(gone.states)
         return gone.states
 
-    def _superseded(self, request: Request) -> Slot | None:
+    def _superseded(self, request: Request) -> Handle | None:
         """The slot of the state that a request has started from, if no other will use it. The step
         that leaves a later state there reads the earlier one first.
         """
@@ -532,44 +452,43 @@ class PrefixStore:
         if lacking or (state := self.tree.supersede(match)) is None:
             return None
         if match.state is not None:
-            self._slots.unlock([state])
+            self.slots.unlock([state])
             request.prefix = replace(match, state=None)
-        self._slots.evict([state])
-        return self._slots.alloc_one()
+        self.slots.evict([state])
+        return self.slots.alloc_one()
 
-    def _spare_slot(self, new: NewState) -> Slot | None:
+    def spare_slot(self, new: NewState) -> Handle | None:
         """A slot for a state, if requests that may come do not need it."""
         if self.room()[1] <= self._promised_slots():
             return None
-        while self._room.one_memory and self._room.num_free_slots <= self._reserved_slots():
-            useless = self.tree.evict_leaf(self._pages.shares[0].per_slab, stateless=True)
+        while self.room_left.one_memory and self.room_left.num_free_slots <= self._reserved_slots():
+            useless = self.tree.evict_leaf(self.pages.shares[0].per_slab, stateless=True)
             if not self._any_evicted(useless):
                 break
-        short = self._reserved_slots() + 1 - self._room.num_free_slots
+        short = self._reserved_slots() + 1 - self.room_left.num_free_slots
         if short > 0:
             self.evict(self._no_pages, short, new=new)
-        return self._slots.alloc_one() if self._room.num_free_slots > self._reserved_slots() else None
+        return self.slots.alloc_one() if self.room_left.num_free_slots > self._reserved_slots() else None
 
     @property
     def _no_pages(self) -> Sequence[int]:
-        return [0] * len(self._pages)
+        return [0] * len(self.pages)
 
     def _promised_slots(self) -> int:
         """Slots that stay free or evictable: one for each free row, so no request lacks one. In one
         memory rows may be more than fit, and requests wait for pages anyway.
         """
-        return self._reserved_slots() if self._room.one_memory else self._rows.num_free
+        return self._reserved_slots() if self.room_left.one_memory else self._rows.num_free
 
     def _reserved_slots(self) -> int:
         """Free slots that waiting requests need with their rows: otherwise a state of more worth may
         be evicted for them. In one memory the first request alone: others lack pages too.
         """
         waiting = len(self.tree.waiting)
-        return min(self._rows.num_free, waiting, 1 if self._room.one_memory else waiting)
+        return min(self._rows.num_free, waiting, 1 if self.room_left.one_memory else waiting)
 
 
 def _end_of(request: Request) -> Why:
-    """Why a request leaves its entries."""
     if request.finish_reason is None:
         return "retracted"
     return "aborted" if request.finish_reason == "abort" else "finished"

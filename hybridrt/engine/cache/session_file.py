@@ -242,7 +242,7 @@ def _signature(checksum: str, key: bytes) -> str:
 
 
 def _checksum(tensors: Tensors, metadata: Mapping[str, str]) -> str:
-    """SHA-256 of names, dtypes, shapes and bytes of the tensors, and of the metadata."""
+    """SHA-256 of the metadata, and of names, dtypes, shapes and bytes of the tensors."""
     texts = {name: text for name, text in metadata.items() if name not in ("checksum", "signature")}
     digest = hashlib.sha256(repr(sorted(texts.items())).encode())
     for name, tensor in sorted(tensors.items()):

@@ -42,7 +42,7 @@ def session_key() -> bytes:
 
 
 def _make(file: Path) -> None:
-    """Another process may make it at the same time: the first one wins."""
+    """Of two processes at the same time, the first one wins."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     beside = file.parent / f".{secrets.token_hex(8)}.part"
     with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:

@@ -9,6 +9,7 @@ import torch
 
 from hybridrt.base.errors import SessionError
 from hybridrt.base.turns import Change, Turns
+from hybridrt.engine.cache.adoption import adopt, take_room
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.cache.session_file import MAX_TENSORS, CachedPrefix, Session, SessionReader, write_session
 from hybridrt.engine.cache.session_key import session_key
@@ -143,9 +144,8 @@ class Sessions:
             self._pools.launched(plan)
 
     def _room(self, num_tokens: int, num_states: int) -> tuple[int, list[int], int]:
-        """For a prefix of so many token ids: tokens with KV, their pages in each page group, and how
-        many of its states fit. SessionError if the pools have no room for it.
-        """
+        """Tokens with KV, their pages in each group, and how many of its states fit, for a prefix
+        of so many tokens. SessionError without room."""
         pools, store = self._pools, self._pools.prefixes
         if not store.keeps:
             raise SessionError("this LLM keeps no prefixes: build it with prefix_cache=True")
@@ -172,14 +172,13 @@ class Sessions:
         )
 
     def _write(self, prefix: CachedPrefix, key: CacheKey) -> None:
-        """Copies a prefix into the pools and gives it to the cache. Without room for all states,
-        keeps the last ones.
-        """
+        """Copies a prefix into the pools and gives it to the cache. Keeps the last states that have
+        room."""
         store = self._pools.prefixes
         length, num_pages, num_states = self._room(len(prefix.tokens), len(prefix.positions))
         skipped = len(prefix.positions) - num_states
         self._flush()
-        taken = store.take_room(num_pages, num_states)
+        taken = take_room(store, num_pages, num_states)
         if taken is None:
             raise SessionError("too few pages of the prefix cache can be evicted for the session now: load it later")
         with self._change:
@@ -190,12 +189,12 @@ class Sessions:
             places = PrefixPlaces(length, [held.indices.tolist() for held in pages], copied)
             self._copier.write_prefix(places, _without_states(prefix.tensors, skipped))
             sets = self._sets(length, pages)
-            store.adopt(prefix.tokens, sets, pages, states, key, "loaded")
+            adopt(store, prefix.tokens, sets, pages, states, key, "loaded")
             if store.tier is not None:
                 store.tier.offer(prefix.tokens, sets, states, key)
 
     def _sets(self, length: int, pages: GroupPages) -> PageSets:
-        """The page sets of a prefix of `length` tokens, of which `pages` are the last ones."""
+        """The page sets of `length` tokens, of which `pages` are the last ones."""
         demands = self._pools.pages.demands
         sets = no_sets(len(demands), demands[0].whole(length) if demands else 0)
         for column, held in zip(sets.T, pages):

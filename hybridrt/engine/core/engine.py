@@ -383,9 +383,8 @@ class Engine:
         self._samples.clear()
 
     def _sample_last(self) -> None:
-        """If it waits for masks, reads the steps before it, which decide the masks, while the
-        device computes.
-        """
+        """A step that waits for masks needs the results of the steps before it: reads them while
+        the device computes."""
         if not self._launched or not self._launched[-1][1].needs_masks:
             return
         while len(self._launched) > 1:
@@ -400,7 +399,7 @@ class Engine:
         self._consume(failure)
 
     def _consume(self, failure: Exception | None = None) -> None:
-        """Reads even a failed one. An interrupt leaves it launched."""
+        """Also reads a step that failed. After an interrupt it is still launched."""
         step, handle = self._launched[0]
         try:
             if failure is not None:

@@ -46,7 +46,7 @@ class Followers:
     def __contains__(self, request: Request) -> bool:
         return request.arrival in self._leader_of
 
-    def lead(self, leader: Request) -> None:
+    def add_leader(self, leader: Request) -> None:
         """The prompt of an admitted request is going to be computed."""
         if self._joins and (key := self._key(leader)) is not None and leader.reads_cache:
             self._leaders.setdefault(key, []).append(leader)
@@ -84,7 +84,7 @@ class Followers:
         """Seconds that all followers have waited."""
         return sum(now - request.metrics.arrival_time for request, _ in self._held.get(leader.arrival, ()))
 
-    def settled(self, leader: Request) -> list[Request]:
+    def release_ready(self, leader: Request) -> list[Request]:
         """Call after reading a step of a running prompt. Returns the followers that can go on."""
         if leader.arrival not in self._held:
             return []
@@ -93,7 +93,7 @@ class Followers:
             self._store.share(leader, leader.settled)
         return self._release(leader, ends)
 
-    def end(self, leader: Request) -> list[Request]:
+    def end_leader(self, leader: Request) -> list[Request]:
         """The prompt is computed, or will not be. Returns all followers."""
         key = self._key(leader) if self._leaders else None
         if key is not None and leader in (leaders := self._leaders.get(key, [])):
@@ -115,7 +115,7 @@ class Followers:
         return gone
 
     def _end_for(self, leader: Request, request: Request, known: int) -> int:
-        """Where the leader leaves, or can leave, its last state that the request may start from."""
+        """Where the leader leaves, or can leave, the last state that the request may start from."""
         shared = in_common(leader.prompt_ids, request.prompt_ids[:-1])
         if shared < known + LEAST_SHARED:
             return 0

@@ -71,9 +71,8 @@ def fill_masks(rows: Sequence[MaskedRow], words: int, executor: "LLExecutor") ->
 
 
 def _fill_together(places: Sequence[_Place], masks: np.ndarray, executor: "LLExecutor") -> None:
-    """If it takes too long, measures the remaining rows, and all rows of the next step. A thread
-    gets neighbours of one root: two would wait for its lexer.
-    """
+    """A thread gets neighbours of one root: two would wait for its lexer. If masks take too long,
+    times each of the remaining rows, and all rows of the next step."""
     ordered = sorted(places, key=lambda place: place[0].root)
     slices = -(-len(ordered) // _SLICE)
     began = time.monotonic()
@@ -104,7 +103,7 @@ def _fill_slice(places: Sequence[_Place], masks: np.ndarray, executor: "LLExecut
 
 
 def _fill_measured(places: Sequence[_Place], masks: np.ndarray) -> None:
-    """Goes one by one, light requests first. Heavy ones without room in the step's time fail."""
+    """Light requests come first. A heavy one fails if the step's time is over."""
     spent = 0.0
     for matcher, draft, start in sorted(places, key=lambda place: place[0].allowance.last):
         if matcher.allowance.heavy and spent > STEP_SECONDS:

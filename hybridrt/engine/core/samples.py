@@ -161,9 +161,8 @@ class Samples:
         totals.output_tokens += len(request.output) - known
 
     def _go_on(self, request: Request) -> None:
-        """Makes text in parts, also without a stream: all at the end would delay every other
-        sample.
-        """
+        """Makes text in parts, also without a stream: all of it at the end would delay other
+        samples."""
         if request.detokenizer is not None and (request.stream or len(request.output) - request.decoded >= UNREAD):
             request.read_text()
         if request.stream:

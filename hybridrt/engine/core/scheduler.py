@@ -9,6 +9,7 @@ import numpy as np
 from hybridrt.base.errors import EngineError
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.core.client_queues import ClientQueues, PromptOrder
+from hybridrt.engine.core.draft_rows import needs_tokens, propose_drafts
 from hybridrt.engine.core.followers import Followers
 from hybridrt.engine.core.step_cost import ChunkBudget, PromptWork
 from hybridrt.engine.core.traffic_policy import TrafficPolicy
@@ -54,16 +55,12 @@ class ScheduledStep:
                 )
 
 
-def _pending(requests: Sequence[Request], columns: RowColumns) -> np.ndarray:
-    return columns.output_index - int32s([len(request.output) for request in requests])
-
-
 def _uncomputed(admitted: Iterable[Request]) -> PromptWork:
     return sum([PromptWork.between(request.computed, request.prefill_end) for request in admitted], PromptWork())
 
 
 def _priority_key(request: Request) -> tuple[int, int]:
-    """Orders requests: the first is started first, the last retracted first."""
+    """The first is started first; the last is retracted first."""
     return request.params.priority, request.arrival
 
 
@@ -166,17 +163,17 @@ class Scheduler:
         return step
 
     def _schedule_running(self, step: ScheduledStep) -> list[Request] | None:
-        """Returns requests with uncomputed prompts; None means wait."""
+        """Returns requests with uncomputed prompts. None: wait."""
         requests, rows = self._running_rows()
         columns = self._coordinator.columns.select_rows(rows)
         prefilled = columns.computed >= columns.prefill_end
         ready = prefilled & (columns.output_index < columns.max_output)
         if self._drafter is not None:
-            needs_tokens = self._needs_tokens(requests, columns, ready)
+            waiting = needs_tokens(self._drafter, requests, columns, ready)
             # Otherwise two groups would alternate.
-            if needs_tokens.any() and not needs_tokens[ready].all():
+            if waiting.any() and not waiting[ready].all():
                 return None
-            ready &= ~needs_tokens
+            ready &= ~waiting
         indices, prefilling = ready.nonzero()[0], list[Request]()
         if len(indices) < len(rows):
             prefilling = list(compress(requests, (~prefilled).tolist()))
@@ -245,7 +242,7 @@ class Scheduler:
         return True
 
     def _wait_again(self, request: Request) -> None:
-        """Waits until no launched step names it. It offers nothing."""
+        """Queues the request once no launched step names it. It offers nothing to the cache."""
         if not request.in_flight:
             request.broken = True
             self._coordinator.release(request)
@@ -267,12 +264,13 @@ class Scheduler:
         else:
             self.queues.remove(request)
         self._coordinator.prefixes.forget(request)
-        self._aside += self._followers.end(request)
+        self._aside += self._followers.end_leader(request)
 
     def _let_go(self, leader: Request) -> None:
-        """Lets the requests go on that have waited for what a consumed step has computed."""
+        """The followers that a consumed step has made ready go on."""
         if leader.finish_reason is None and leader.row is not None:
-            self._aside += self._followers.end(leader) if leader.shared else self._followers.settled(leader)
+            followers = self._followers
+            self._aside += followers.end_leader(leader) if leader.shared else followers.release_ready(leader)
 
     def _queue_again(self) -> None:
         again, self._aside = self._aside, []
@@ -294,36 +292,24 @@ class Scheduler:
         del self.running[request.arrival]
         self._order = None
         if not request.shared:
-            self._aside += self._followers.end(request)
+            self._aside += self._followers.end_leader(request)
         if self._drafter is not None:
-            self._drafter.end(request)
+            self._drafter.end_request(request)
 
     def _running_rows(self) -> tuple[list[Request], np.ndarray]:
-        """Returns them in order of admission, [n] int64 (numpy indexes fastest with it), cached
-        until `running` changes.
-        """
+        """Requests in order of admission, and their rows [n] int64 (numpy indexes fastest with it).
+        Cached until `running` changes."""
         if self._order is None:
             requests = list(self.running.values())
             self._order = requests, np.array([r.row.index for r in requests], np.int64)  # type: ignore[union-attr]
             self._constrained = any([request.matcher is not None for request in requests])
         return self._order
 
-    def _needs_tokens(self, requests: Sequence[Request], columns: RowColumns, ready: np.ndarray) -> np.ndarray:
-        """Returns [n] bool: tokens that the host has not read."""
-        assert self._drafter is not None
-        pending = _pending(requests, columns)
-        needs_tokens = ready & (pending > 0)
-        for i in needs_tokens.nonzero()[0].tolist():
-            request = requests[i]
-            # After a verify step the next position is unknown.
-            needs_tokens[i] = pending[i] > request.in_flight or self._drafter.waits(request)
-        return needs_tokens
-
     def _schedule_decode(
         self, step: ScheduledStep, requests: list[Request], rows: np.ndarray, columns: RowColumns
     ) -> None:
-        """Adds requests that have or get a page. All must be able to decode."""
-        drafts = [] if self._drafter is None else self._propose(requests, columns)
+        """Rows without a page are left out. All requests must be able to decode."""
+        drafts = [] if self._drafter is None else propose_drafts(self._drafter, requests, columns)
         ends = columns.computed + int32s([len(draft.tokens) for draft in drafts]) if drafts else columns.computed
         short = (ends >= columns.capacity).nonzero()[0].tolist()
         if short:
@@ -344,29 +330,11 @@ class Scheduler:
             step.rows = list(zip(requests, repeat(1)))
         step.most = len(rows) + len(step.plan.decode.drafts)
 
-    def _propose(self, requests: Sequence[Request], columns: RowColumns) -> list[Draft]:
-        """Returns empty drafts while tokens are pending; [] if all are empty. No draft goes past
-        the end of its request: the state would serve no other request.
-        """
-        assert self._drafter is not None
-        known = (_pending(requests, columns) == 0).nonzero()[0]
-        max_drafts, asked = columns.max_output - columns.output_index - 1, [requests[i] for i in known.tolist()]
-        if not asked:
-            return []
-        drafts = [NO_DRAFT] * len(requests)
-        proposed = self._drafter.propose(asked, max_drafts[known].tolist())
-        for i, request, draft in zip(known.tolist(), asked, proposed, strict=True):
-            if draft.tokens:
-                draft = draft.until(request.ends_within)
-                drafts[i] = draft if request.matcher is None else request.matcher.allowed(draft)
-        return drafts if any(draft.tokens for draft in drafts) else []
-
     def _find_pages(
         self, requests: Sequence[Request], drafts: list[Draft], short: Iterable[int], plan: StepPlan
     ) -> list[int]:
-        """Lends pages to the requests at `short`, and drops drafts without. Returns those that have
-        a page.
-        """
+        """Lends pages to the requests at `short`; drops drafts that get none. Returns the places of
+        the requests that have a page."""
         lacking = set[int]()
         for i in short:
             request = requests[i]
@@ -411,7 +379,7 @@ class Scheduler:
         return self._policy.budget(tokens, decode, self._policy.prompt_seconds(self.pending))
 
     def _schedule_prefill(self, step: ScheduledStep, prefilling: Iterable[Request]) -> None:
-        """Admits waiting requests, too. If a decode row found no page, none is free."""
+        """Also admits waiting requests, unless a decode row found no page: then none is free."""
         admitted = [request for request in prefilling if request.row is not None]  # others were just retracted
         self._uncomputed = _uncomputed(admitted)
         budget = self._budget(step.plan.decode)
@@ -430,7 +398,7 @@ class Scheduler:
             self._policy.backlog = self._policy.prompt_seconds(self.pending) if self.pending.tokens else 0.0
 
     def _start(self, request: Request, order: PromptOrder, plan: StepPlan) -> bool:
-        """Admits a waiting request. False if it, or all, must wait."""
+        """Admits a waiting request. False: it, or all, must wait."""
         if (place := self._followers.place_for(request)) is not None:
             self.queues.remove(request)
             self._followers.hold(request, place)
@@ -440,7 +408,7 @@ class Scheduler:
             self._aside.append(request)
             return False
         stamp = request.arrival, len(self.running), *self._coordinator.room_stamp()
-        if self._blocked == stamp or not self._coordinator.admit(request, len(self.running), plan):
+        if self._blocked == stamp or not self._coordinator.admit_request(request, len(self.running), plan):
             self._blocked = stamp  # until something changes
             order.admits = False
             return False
@@ -448,9 +416,9 @@ class Scheduler:
         self._coordinator.prefixes.forget(request)
         self.running[request.arrival], self._order = request, None
         self._constrained |= request.matcher is not None
-        self._followers.lead(request)
+        self._followers.add_leader(request)
         if self._drafter is not None:
-            self._drafter.begin(request)
+            self._drafter.begin_request(request)
         return True
 
     def _add_extend(self, step: ScheduledStep, request: Request, budget: ChunkBudget) -> None:

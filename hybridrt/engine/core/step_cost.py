@@ -195,8 +195,7 @@ def _has_room(bucket: Bucket, work: StepWork) -> bool:
 
 def _nonnegative_costs(squares: np.ndarray, moments: np.ndarray) -> np.ndarray:
     """The x >= 0 that minimises x^T squares x / 2 - moments^T x (Lawson & Hanson 1974, chapter 23).
-    Features that no step had cost nothing.
-    """
+    Features that no step had cost nothing."""
     scale = np.sqrt(squares.diagonal())
     seen = scale > 0
     scale = np.where(seen, scale, 1.0)

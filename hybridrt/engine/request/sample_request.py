@@ -15,8 +15,8 @@ from hybridrt.engine.request.intake import PreparedPrompt
 from hybridrt.engine.request.outputs import Delta, DeltaQueue, FinishReason, RequestMetrics
 from hybridrt.engine.text.tokenizer import Detokenizer, Tokenizer
 from hybridrt.kernels.sampling.token_rules import TokenRules
+from hybridrt.mem_cache.pools.entries import Handle
 from hybridrt.mem_cache.pools.page_groups import NO_PAGES, RequestPages
-from hybridrt.mem_cache.pools.slots import Slot
 from hybridrt.mem_cache.prefix_tree.cache_key import DEFAULT_KEY, CacheKey
 from hybridrt.mem_cache.prefix_tree.prefix_cache import NO_MATCH, PrefixMatch
 from hybridrt.runtime.step.plan import TokenLogprobs, int32s
@@ -149,11 +149,11 @@ class Request:
     pooled: np.ndarray | None = None
     finish_reason: FinishReason | None = None
     error: EngineError | None = None
-    row: Slot | None = None
-    state_slot: Slot | None = None
+    row: Handle | None = None
+    state_slot: Handle | None = None
     pages: RequestPages = NO_PAGES
     prefix: PrefixMatch = NO_MATCH
-    saves: dict[int, Slot] = field(default_factory=dict)
+    saves: dict[int, Handle] = field(default_factory=dict)
     save_at: Sequence[int] = ()
     spaced: Sequence[int] = ()
     shared: bool = False

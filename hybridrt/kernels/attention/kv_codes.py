@@ -14,11 +14,6 @@ from torch import Tensor
 E4M3_MAX = 448.0
 
 
-def as_stored(x: Tensor, cache: Tensor, scale: float) -> Tensor:
-    """x in the dtype of `cache`: plain numbers, or codes of x / scale."""
-    return encode(x, scale) if cache.dtype == torch.float8_e4m3fn else x.to(cache.dtype)
-
-
 def encode(x: Tensor, scale: float) -> Tensor:
     """float8_e4m3fn codes of x / scale."""
     scaled = x.float() * (1.0 / scale)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridrt.kernels.attention.kv_codes import as_bytes, as_stored, numbers
+from hybridrt.kernels.attention.kv_codes import as_bytes, encode, numbers
 from hybridrt.kernels.core.operation import By, operation
 from hybridrt.kernels.core.records import AttentionPrompts, AttentionRows, KVPlaces, PagedKV, Rope
 from hybridrt.kernels.dense.norm_activation import rms_norm
@@ -69,7 +69,11 @@ def cell_places(out_cache_loc: Tensor, page: int) -> CellPlaces:
 
 def store_at(caches: NewCells, places: CellPlaces) -> None:
     for cache, new, scale in caches:
-        cells, values = (as_bytes(each) for each in (cache.view(-1, *cache.shape[2:]), as_stored(new, cache, scale)))
+        cells = cache.view(-1, *cache.shape[2:])
+        if cells.dtype == torch.float8_e4m3fn:
+            cells, values = as_bytes(cells), as_bytes(encode(new, scale))
+        else:
+            values = new.to(cells.dtype)
         if places.padding is not None:
             values = torch.where(places.padding[:, None, None], cells[:1], values)
         cells.index_copy_(0, places.cells, values)
@@ -112,7 +116,7 @@ def attention_extend(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out: Tenso
             attention = _causal_attention(query, keys, values, kv)
             out[start:end] = attention[0].transpose(0, 1)
         start = end
-    return out.mul_(kv.v_scale) if kv.coded else out
+    return out if kv.v_scale == 1.0 else out.mul_(kv.v_scale)
 
 
 class RowContext(NamedTuple):
@@ -162,7 +166,8 @@ class RowContexts(dict[int | None, RowContext]):
 
 def attend(q: Tensor, kv: PagedKV, contexts: Mapping[int | None, RowContext], out: Tensor | None = None) -> Tensor:
     """`attention_decode` with known contexts, by window."""
-    k_cache, v_cache, scale, context = kv.k_cache, kv.v_cache, kv.score_scale, contexts[kv.sliding_window]
+    k_cache, v_cache, context = kv.k_cache, kv.v_cache, contexts[kv.sliding_window]
+    scale = kv.scale * kv.k_scale
     num_rows, tokens, query_heads, head_dim = q.shape
     kv_heads = k_cache.shape[2]
     groups = query_heads // kv_heads
@@ -181,7 +186,7 @@ def attend(q: Tensor, kv: PagedKV, contexts: Mapping[int | None, RowContext], ou
     else:
         sinks = kv.sinks.view(kv_heads, groups).repeat_interleave(tokens, 1)
         result = _attention_with_sinks(query, keys, values, visible, scale, sinks)
-    if kv.coded:
+    if kv.v_scale != 1.0:
         result *= kv.v_scale
     if visible is not None:
         result.masked_fill_((context.seq_lens == 0).view(-1, 1, 1, 1), 0)
@@ -211,9 +216,10 @@ def _by_head(caches: Iterable[Tensor], slots: Tensor | slice, num_rows: int, dty
             shape, strides = (num_rows, heads, length, dim), (length * token, head, token, element)
             cells = cache.as_strided(shape, strides, cache.storage_offset() + slots.start * token)
         else:
-            taken = as_bytes(cache).view(-1, heads * dim).index_select(0, slots).view(cache.dtype)
+            movable = as_bytes(cache) if cache.dtype == torch.float8_e4m3fn else cache
+            taken = movable.view(-1, heads * dim).index_select(0, slots).view(cache.dtype)
             cells = taken.view(num_rows, -1, heads, dim).transpose(1, 2)
-        found.append(numbers(cells, dtype))
+        found.append(cells if cells.dtype == dtype else numbers(cells, dtype))
     return found
 
 
@@ -255,7 +261,7 @@ def _causal_attention(query: Tensor, keys: Tensor, values: Tensor, kv: PagedKV) 
             mask.triu_(context - query_len - sliding_window + 1)
     if kv.sinks is None or mask is None:
         return F.scaled_dot_product_attention(
-            query, keys, values, attn_mask=mask, is_causal=mask is None, scale=kv.score_scale, enable_gqa=True
+            query, keys, values, attn_mask=mask, is_causal=mask is None, scale=kv.scale * kv.k_scale, enable_gqa=True
         )
     out = query.new_empty(*query.shape[:3], values.shape[3])
     rows = max(SCORES // (query.shape[1] * context), 1)
@@ -263,7 +269,7 @@ def _causal_attention(query: Tensor, keys: Tensor, values: Tensor, kv: PagedKV) 
         tokens = query[:, :, part : part + rows].unflatten(1, (keys.shape[1], -1))
         sinks = kv.sinks.view(1, keys.shape[1], -1, 1)
         found = _attention_with_sinks(
-            tokens, keys.unsqueeze(2), values.unsqueeze(2), mask[part : part + rows], kv.score_scale, sinks
+            tokens, keys.unsqueeze(2), values.unsqueeze(2), mask[part : part + rows], kv.scale * kv.k_scale, sinks
         )
         out[:, :, part : part + rows] = found.flatten(1, 2)
     return out

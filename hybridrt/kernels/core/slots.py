@@ -18,7 +18,8 @@ from hybridrt.kernels.core.records import StateSlots
 # Entry 0 of a pool is scratch, so slot 0 may mean something else.
 SCRATCH = 0  # padding may read and write it: the numbers are finite, and no request gets them
 NO_SLOT = 0  # the model keeps no state, or this one is not saved
-OWN_SLOT = 0
+OWN_SLOT = 0  # the slot of the row itself
+PADDING_SLOT = -1  # kernels read zeros for the row and write nothing
 # With HYBRIDRT_DEBUG=1, values on the device are checked too, which waits for the device.
 DEBUG = os.environ.get("HYBRIDRT_DEBUG") == "1"
 
@@ -80,7 +81,7 @@ def advance_states(state: StateSlots, tokens: int, step: Callable[[int, Tensor],
         return
     stored, rows, predecessors = state.intermediate.stored, state.intermediate.rows, state.intermediate.predecessors
     initial = current
-    kept = torch.where(state.read_state_slots < 0, -1, rows)
+    kept = torch.where(state.read_state_slots < 0, PADDING_SLOT, rows)
     for t in range(tokens):
         if predecessors is not None:
             found = stored[rows.clamp(min=0), predecessors[:, t].clamp(min=0)].float()

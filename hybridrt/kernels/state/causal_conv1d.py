@@ -16,7 +16,7 @@ from torch import Tensor
 from hybridrt.base.errors import ConfigError
 from hybridrt.kernels.core.operation import By, operation
 from hybridrt.kernels.core.records import ConvState, ConvWeights, IntermediateStates, SavedStates
-from hybridrt.kernels.core.slots import pad_mask, real_tokens, write_columns, write_rows
+from hybridrt.kernels.core.slots import NO_SLOT, PADDING_SLOT, pad_mask, real_tokens, write_columns, write_rows
 
 
 def _check_varlen(x: Tensor, weights: ConvWeights, state: ConvState, *_: Any, **__: Any) -> None:
@@ -81,7 +81,7 @@ def save_windows(x: Tensor, taps: int, state: ConvState, query_start_loc: Tensor
     read.
     """
     window = _window(state.conv, state.read_state_slots, state.start_positions, taps)
-    slots = torch.where(saves.row_slots > 0, saves.row_slots, -1)
+    slots = torch.where(saves.row_slots > NO_SLOT, saves.row_slots, PADDING_SLOT)
     first, length = query_start_loc[:-1, None], saves.row_lengths[:, None]
     _write_window(x, window, state._replace(write_state_slots=slots), first, length)
 
@@ -129,7 +129,7 @@ def causal_conv1d_update(
         inputs = _along_predecessors(history, intermediate.predecessors, taps)
         out = torch.einsum("btkc,ck->btc", inputs.float(), weight.float())
         out = out if bias is None else out + bias
-        rows = torch.where(read_slots < 0, -1, intermediate.rows)
+        rows = torch.where(read_slots < 0, PADDING_SLOT, intermediate.rows)
         write_rows(intermediate.stored, rows, inputs[:, :, 1:].transpose(2, 3))
     out = out if weights.activation is None else F.silu(out, inplace=True)
     return out.masked_fill_(pad_mask(read_slots, 3), 0.0).to(x.dtype)

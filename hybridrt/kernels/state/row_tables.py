@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hybridrt.kernels.core.operation import By, operation
 from hybridrt.kernels.core.records import RowTables
+from hybridrt.kernels.core.slots import NO_SLOT, PADDING_SLOT
 
 
 @operation(By("triton"))
@@ -30,7 +31,7 @@ def clear_slots(states: Tensor, state_slots: Tensor) -> None:
         states: [L, S + 1, n] pool of any dtype, each slot of a layer contiguous.
         state_slots: [b] integers.
     """
-    states.index_fill_(1, state_slots[state_slots > 0].long(), 0)
+    states.index_fill_(1, state_slots[state_slots > NO_SLOT].long(), 0)
 
 
 @operation(By("triton"))
@@ -99,6 +100,6 @@ def fill_decode_metadata(
     torch.index_select(tables.ring_length, 0, req_pool_indices, out=out.ring_length)
     out.accepted.fill_(1)
     if num_real < out.state_slots.shape[0]:
-        out.state_slots[num_real:] = -1
+        out.state_slots[num_real:] = PADDING_SLOT
         out.start_positions[num_real:] = 0
         out.accepted[num_real:] = 0

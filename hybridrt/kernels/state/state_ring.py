@@ -32,7 +32,7 @@ from hybridrt.base.errors import ConfigError
 from hybridrt.kernels.core.chunk_plan import finite_rates
 from hybridrt.kernels.core.operation import By, operation
 from hybridrt.kernels.core.records import FusedStep
-from hybridrt.kernels.core.slots import read_rows, write_rows
+from hybridrt.kernels.core.slots import PADDING_SLOT, read_rows, write_rows
 from hybridrt.kernels.state.causal_conv1d import check_update
 
 
@@ -108,7 +108,7 @@ def fold_ring(states: Tensor, values: Tensor, keys: Tensor, gates: Tensor, A: Te
         return  # only on a CPU can this be read without waiting
     targets = folds.state_slots if folds.write_state_slots is None else folds.write_state_slots
     meant = torch.arange(len(folds.state_slots), device=states.device) < folds.count
-    read, write = (torch.where(meant, slots, -1) for slots in (folds.state_slots, targets))
+    read, write = (torch.where(meant, slots, PADDING_SLOT) for slots in (folds.state_slots, targets))
     for layer in range(states.shape[0]):
         of_rows = folds.rows, folds.start, folds.length
         entries = ring_entries(values[layer], keys[layer], gates[layer], *of_rows)

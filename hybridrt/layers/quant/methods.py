@@ -17,6 +17,7 @@ from hybridrt.kernels.quant.quant_experts import quant_experts
 from hybridrt.kernels.quant.quant_linear import MAX_TOKENS, quant_linear
 from hybridrt.kernels.quant.quant_weight import QuantWeight
 from hybridrt.layers.linear import side_by_side
+from hybridrt.layers.quant.cpu_product import product, repack
 from hybridrt.layers.quant.fp8_products import Fp8Product, fp8_product, multiplies_fp8, multiply_codes
 from hybridrt.layers.quant.kernel_weight import finished, looked_up, parameters, product_of_many
 from hybridrt.layers.quant.packed_weight import PackedWeight
@@ -48,12 +49,15 @@ class QuantExperts(ExpertsMethod):
         self, count: int, rows: int, in_features: int, size: int, build: Build, up: Scheme = PLAIN,
         down: Scheme = PLAIN,
     ) -> None:  # fmt: skip
-        self.on_gpu = build.device.type in KERNELS_ON
+        self.on_gpu, self.dtype = build.device.type in KERNELS_ON, build.dtype
         self.up = _Stack(up, (size,) * (rows // size), in_features, build, count)
         self.down = _Stack(down, (in_features,), size, build, count)
 
     def finish(self) -> None:
         if not self.on_gpu:
+            for stack in (self.up, self.down):
+                if stack.packed is not None:
+                    repack(stack.packed, self.dtype)
             return
         found = [None if stack.packed is None else finished(stack.packed) for stack in (self.up, self.down)]
         if found[0] is None or found[1] is None:
@@ -131,11 +135,13 @@ class QuantMethod(LinearMethod):
         self, out_features: int, in_features: int, build: Build, scheme: Scheme = PLAIN, parts: Sequence[int] = ()
     ) -> None:
         self.weight = PackedWeight(scheme, tuple(parts) or (out_features,), in_features, build)
-        self.on_gpu = build.device.type in KERNELS_ON
+        self.on_gpu, self.dtype = build.device.type in KERNELS_ON, build.dtype
 
     def finish(self) -> None:
         if self.on_gpu:
             self.kernel = finished(self.weight)
+        elif not self.looks_up:
+            repack(self.weight, self.dtype)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         return self.weight.parameters() if self.kernel is None else parameters(self.kernel)
@@ -229,7 +235,10 @@ class Fp4(QuantMethod):
 
 
 def multiply(weight: PackedWeight, x: Tensor, bias: Tensor | None, e: int = 0) -> Tensor:
-    """x W^T + b: x [T, in] to [T, out]. Decodes a block of rows at a time."""
+    """x W^T + b: x [T, in] to [T, out]. Decodes a block of rows at a time, unless torch has a kernel."""
+    found = product(weight, x, e)
+    if found is not None:
+        return found if bias is None else found.add_(bias)
     y = x.new_empty(x.shape[0], weight.starts[-1])
     for start, end in weight.blocks():
         part, own = y[:, start:end], None if bias is None else bias[start:end]

@@ -71,6 +71,7 @@ class PackedWeight:
         self.factor = self._ones() if LAYOUTS[scheme.layout].factor else None
         self.row_of = None if grid[0] in (1, rows) else _index(self._regular_rows(), device)
         self.column_of: nn.Parameter | None = None
+        self.for_torch: nn.Parameter | None = None  # scales and zero points, if the codes are stored for torch's kernel
         self._grids: dict[tuple[int, int], tuple[Grid, Grid | None]] = {}
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -191,6 +192,20 @@ class PackedWeight:
             paired = self.scheme.method in ("int4", "fp4")
             taken = take_pairs(taken, columns.to(taken.device)) if paired else taken[:, _as_slice(columns)]
         place.copy_(taken)
+
+    def grids(self, e: int) -> tuple[Tensor, Tensor | None]:
+        """float32 scales and zero points of a matrix, [rows or 1, C]."""
+        end = self.starts[-1]
+        zeros = None if self.zeros is None else self._rows(self.zeros, e, 0, end).float()
+        return self._rows(self.scales, e, 0, end).float(), zeros
+
+    def hand_over(self, grids: nn.Parameter) -> None:
+        """The codes are now in torch's layout, and `grids` has scales and zero points: no other can be
+        decoded."""
+        self.for_torch, self.row_of = grids, None
+        for grid in (self.scales, self.zeros):
+            if grid is not None:
+                grid.data = grid.data.new_empty(0)
 
     def clear(self) -> None:
         """Frees the tensors, which another layout has now."""

@@ -24,9 +24,8 @@ def total_host_memory() -> int:
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """(limit, bytes in use) of each limited group. Page cache that can be dropped counts as free:
-    reading weights fills it.
-    """
+    """(limit, bytes in use) of each group with a limit. Page cache counts as free: reading weights
+    fills it."""
     for folder, (limit_file, used_file, cache) in _groups():
         limit, used = _number(folder / limit_file), _number(folder / used_file)
         if limit is not None and used is not None:
@@ -34,7 +33,7 @@ def _limits() -> Iterator[tuple[int, int]]:
 
 
 def _groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """The process's group and its parents, where visible: a container's path may start higher."""
+    """The process's group and its visible parents: a container's path may start higher."""
     try:
         lines = MEMBERSHIP.read_text().splitlines()
     except OSError:  # not Linux

@@ -45,8 +45,9 @@ def state_identity(
 
 
 def first_difference(ours: Mapping[str, object], theirs: Mapping[str, object]) -> str | None:
-    """The first name whose values differ or that only one record has; None if they are equal."""
-    names = (*ours, *(theirs.keys() - ours.keys()))
+    """The first name whose values differ or that only one record has; None if they are equal. Names
+    that `ours` lacks come last, in alphabetical order."""
+    names = (*ours, *sorted(theirs.keys() - ours.keys()))
     return next((name for name in names if ours.get(name) != theirs.get(name)), None)
 
 

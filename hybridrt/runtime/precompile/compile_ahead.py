@@ -145,7 +145,7 @@ class CompileAhead:
         self._jobs.put((not self._all_to_start, job))
 
     def _serve(self, process: "subprocess.Popen[bytes]", gpu: GPUFacts, traces: bool) -> None:
-        """Feeds one process, in its own thread: the trace, if it traces, then kernels."""
+        """Feeds one process, in a thread of its own: the trace if it traces, then kernels."""
         doing = "it started"
         try:
             try:
@@ -189,7 +189,7 @@ class CompileAhead:
             self.report.seconds["trace"] = answer["seconds"]
 
     def _know_start(self) -> None:
-        """Later kernels are not needed by the start."""
+        """The start does not need later kernels."""
         with self._changed:
             self._all_to_start = True
             self._changed.notify_all()
@@ -215,9 +215,7 @@ def _send(process: "subprocess.Popen[bytes]", request: dict[str, Any]) -> None:
 
 
 def _read(process: "subprocess.Popen[bytes]") -> dict[str, Any]:
-    """`CompileAhead.wait` ends silent processes, and the pipe with them. DecodeError: the process
-    has ended.
-    """
+    """DecodeError once the process has ended. `CompileAhead.wait` ends silent processes."""
     assert process.stdout is not None
     return msgspec.json.decode(process.stdout.readline(), type=dict[str, Any])
 
@@ -303,7 +301,7 @@ def _launches(config: EngineConfig) -> bool:
 
 
 def _start(config: EngineConfig, tp: TPGroup, key: TritonKey | None) -> CompileAhead | None:
-    """Returns None if the cache may have all kernels."""
+    """None if the cache may have all kernels."""
     path = Path(config.model)
     if key is None or not _wanted(config, tp) or not (path / "config.json").is_file():
         return None

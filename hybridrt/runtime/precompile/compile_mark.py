@@ -1,4 +1,4 @@
-"""Marks in Triton's cache: it has all kernels of a configuration, which need no trace."""
+"""Marks the configurations of which Triton's cache has all kernels, so that none is traced again."""
 
 import contextlib
 import hashlib
@@ -33,7 +33,6 @@ def has_marks(config: EngineConfig) -> bool:
 
 
 def _folder(config: EngineConfig) -> Path:
-    """The path of a configuration's mark, with these versions."""
     import triton
 
     fields = {name: value for name, value in asdict(config).items() if name not in _CONFIG}
@@ -45,7 +44,7 @@ def _folder(config: EngineConfig) -> Path:
 
 @cache
 def _sources() -> bytes:
-    """A digest of this package's kernels. Cached: opening a file may take milliseconds."""
+    """Digest of this package's kernels. Cached: opening a file may take milliseconds."""
     digest = hashlib.sha256()
     for file in sorted(_KERNELS.rglob("*.py")):
         digest.update(file.read_bytes())

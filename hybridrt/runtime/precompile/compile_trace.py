@@ -79,11 +79,8 @@ class TraceGroup(TPGroup):
 
 @dataclass(frozen=True)
 class _Address:
-    """What Triton asks of a tensor.
-
-    A tensor without memory begins at address 0, a view at its offset; real allocations begin at
-    multiples of 512.
-    """
+    """A tensor as Triton sees it. Without memory a tensor begins at address 0, a view at its
+    offset; real allocations begin at multiples of 512."""
 
     dtype: torch.dtype
     offset: int
@@ -205,7 +202,7 @@ def _own_kernels(config: EngineConfig, target: RunTarget) -> EngineConfig:
 
 
 def _first_steps(make: "_Plans") -> Iterator[_NamedStep]:
-    """Steps by name: prompts of several lengths, and one greedy token more."""
+    """Steps by name: prompts of several lengths, and one more greedy token."""
     greedy = SamplingParams(temperature=0.0)
     for tokens in make.lengths:
         yield f"prompts of {tokens} tokens", partial(make.run, make.prompts([tokens], greedy))

@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def _own_output() -> TextIO:
-    """Reserves standard output for answers: other prints go to the standard error."""
+    """Reserves standard output for answers. Other prints go to standard error."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     return answers
@@ -99,7 +99,7 @@ class _Worker:
 
 
 def _compile(module: str, name: str, specialisation: str) -> None:
-    """Compiles a kernel and, where Triton has one per kernel, its launcher."""
+    """Compiles a kernel and its launcher, where Triton has one per kernel."""
     from triton.backends.nvidia import driver
 
     from hybridrt.kernels.core.launch import compute_keys

@@ -143,7 +143,7 @@ class CudaGraphRecorder:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Collection might destroy another engine's graph, which ends a capture."""
+    """The collector might destroy another engine's graph, which would end a capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -278,9 +278,8 @@ class GraphRunner:
         return self._cached_views[n]
 
     def _bind(self, bs: int) -> Callable[[], None]:
-        """Refers only to static buffers: a cycle with this object would keep the pools until
-        garbage is collected.
-        """
+        """The closure holds static buffers alone: a cycle with this object would keep the pools
+        until garbage is collected."""
         buffers, total, batch = self.buffers, bs * self.tokens, self.views_of(bs).batch
         model, backend, pool, last_tokens = self.model, self.backend, self.pool, self.last_tokens
 

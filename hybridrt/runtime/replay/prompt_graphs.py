@@ -1,12 +1,12 @@
-"""Prefill and mixed steps of few tokens as graphs: launching their kernels takes too long.
+"""Prefill and mixed steps of few tokens as graphs: launching their kernels would take too long.
 
-A graph has a fixed number of decode rows, prompts and tokens, its bucket; `PaddedStep` pads a step
-to it. Tensors on the device hold what differs between steps. Kernels see only bounds on the host,
-because a graph is captured with one padding row that has all of the bucket's tokens: grids fit
-every step.
+A graph has a fixed number of decode rows, prompts and tokens: its bucket. `PaddedStep` pads a step
+to it. A graph is captured with one padding row that has all of the bucket's tokens. Kernels see
+only these bounds on the host, so their grids fit every step; what differs between steps is in
+tensors.
 
-Before the graph run one copy of the step's integers and the planning for its decode rows; after it,
-sampling. Table changes and the rest of the planning (`prepare_in_graph`) are recorded.
+The graph contains the table changes and the planning of prompts (`prepare_in_graph`). One copy of
+integers and the planning of decode rows come before it, sampling after it.
 """
 
 from collections.abc import Callable, Sequence
@@ -167,7 +167,7 @@ class PromptGraphs:
         graph.batch.num_real = len(plan.decode)
 
     def _set_host_lengths(self, graph: PromptGraph) -> None:
-        """A capture has one row with all tokens: bounds for all replays."""
+        """Bounds for all replays: a capture has one row with all tokens."""
         batch, arrays, prompts = graph.batch, graph.host.arrays, graph.host.arrays.prompts
         assert prompts is not None and graph.arrays.prompts is not None
         batch.query_lens_cpu = np.diff(prompts.query_start_loc).tolist()
@@ -181,9 +181,8 @@ class PromptGraphs:
         graph.logits.fill_(float("nan"))
 
     def _bind(self, graph: PromptGraph) -> Callable[[], None]:
-        """Refers neither to this object nor to the graph: a cycle would keep the pools until
-        garbage is collected.
-        """
+        """The closure holds neither this object nor the graph: a cycle would keep the pools until
+        garbage is collected."""
         arrays, batch, decoded = graph.arrays, graph.batch, graph.bucket.decode_rows
         extend, changes = arrays.prompts, arrays.tables
         assert extend is not None and changes is not None

@@ -1,9 +1,8 @@
 """Records the operations of a CPU step once and repeats them over the same tensors.
 
-In a small model's step, Python layers, views and allocations cost more than most operations.
-
-Reads of numbers on the host, and operations that cannot be repeated, are a `problem`, unless they
-are made within `call_again`. Libraries that are given addresses are not seen.
+In a small model's step, layers in Python, views and allocations take longer than most operations. A
+read of a number on the host, or an operation that cannot be repeated, is a `problem`, unless it is
+within `call_again`. Calls of libraries with addresses are not seen.
 """
 
 from collections.abc import Callable, Sequence
@@ -124,9 +123,7 @@ class Recording(TorchDispatchMode):
 
 
 def _called(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Callable[[], object] | None, Any]:
-    """Finds the faster Python function of an operation, and its result; (None, None) if there is
-    none.
-    """
+    """The faster Python function of an operation, and its result; (None, None) if there is none."""
     for owner in _OWNERS:
         function = getattr(owner, name, None)
         if function is not None:
@@ -139,7 +136,7 @@ def _called(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Cal
 
 
 def _is_steady(func: Any, name: str, args: Sequence[Any]) -> bool:
-    """Whether an operation does the same to other numbers."""
+    """Whether an operation does the same with other numbers."""
     if "::" in name or name in _HOST:
         return False
     if name == "index":  # tagged because of masks

@@ -1,4 +1,4 @@
-"""Captures a runner's steps as graphs."""
+"""Captures the graphs of a runner: decode and verify steps, then steps with short prompts."""
 
 import logging
 from dataclasses import dataclass
@@ -77,7 +77,7 @@ def _capture_decode(parts: GraphParts, tokens: int, progress: bool, recorder: Re
 
 
 def _capture_prompts(parts: GraphParts, progress: bool, recorder: Recorder) -> PromptGraphs | None:
-    """Returns None if configured off, or if the backend cannot be captured."""
+    """None if they are switched off, or the backend cannot be captured."""
     config = parts.config
     if not config.cuda_graph_prompts:
         return None

@@ -100,7 +100,7 @@ class HostCopies:
                 host[run.host].copy_(staged[run.staged], non_blocking=True)
 
     def _page_images(self, group: int, staged: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The KVPool's tensors of a page group, and [n, layers, page_size, heads, dim] views of
+        """Tensors of a page group in KVPool, and views [n, layers, page_size, heads, dim] of the
         staged pages."""
         start = 0
         for tensor, its_group in zip(self._kv.tensors, self._kv.tensor_groups):

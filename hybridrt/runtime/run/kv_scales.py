@@ -7,7 +7,6 @@ and workers have the same ones, and graphs hold them as numbers.
 import gc
 import logging
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -83,7 +82,7 @@ def measuring_step(config: EngineConfig, target: RunTarget, model: CausalLM) -> 
     return StepRunner(Runtime.allocate(config, plain, model, plan)), step
 
 
-def _measured(config: EngineConfig, target: RunTarget, model: CausalLM) -> Mapping[tuple[int, str], float]:
+def _measured(config: EngineConfig, target: RunTarget, model: CausalLM) -> dict[tuple[int, str], float]:
     runner, step = measuring_step(config, target, model)
     runner.launch(step).result()
     largest = _largest(runner.pools.kv, target)

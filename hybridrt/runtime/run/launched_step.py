@@ -247,7 +247,6 @@ class LaunchedStep:
         return kept
 
     def _copy_drawn(self, drawn: _Drawn) -> _Drawn:
-        """Begins the copy to the host."""
         tokens, accepted = _to_host(drawn.tokens), None if drawn.accepted is None else _to_host(drawn.accepted)
         logprobs = [_to_host(t) for t in drawn.logprobs]
         self._event = record_event(drawn.tokens.device, self._event)
@@ -265,7 +264,7 @@ class LaunchedStep:
 
 
 def _upload(masks: np.ndarray, masked: MaskedLines, staging: StagingRing) -> torch.Tensor:
-    """Copies once; a line without a mask allows all tokens."""
+    """One copy. A line without a mask allows all tokens."""
     if len(masked.lines) == masked.total:
         whole: torch.Tensor = staging.upload((masks,))[0]
         return whole
@@ -275,7 +274,6 @@ def _upload(masks: np.ndarray, masked: MaskedLines, staging: StagingRing) -> tor
 
 
 def _split_lines(lines: SampledLines, n: int, split: int) -> tuple[SampledLines, SampledLines | None]:
-    """Splits off the lines of n decode rows, `split` each."""
     if len(lines.rows) == n:
         return lines, None
     rows, indices = lines.on_host
@@ -311,7 +309,6 @@ def _read_drawn(drawn: _Drawn, result: StepResult) -> None:
 
 
 def _read_scores(scored: Sequence[Wanted], found: Sequence[Sequence[torch.Tensor]]) -> dict[int, TokenScores]:
-    """The log-probabilities of prompt tokens by request row."""
     (own, ids, best), end = (torch.cat(parts).numpy() for parts in zip(*found)), 0
     scores = {}
     for each in scored:
@@ -323,7 +320,7 @@ def _read_scores(scored: Sequence[Wanted], found: Sequence[Sequence[torch.Tensor
 
 
 def _to_host(t: torch.Tensor) -> torch.Tensor:
-    """The copy is in pinned memory, and complete when the stream has come so far."""
+    """The copy is in pinned memory. It is complete once the stream has come so far."""
     if not t.is_cuda:
         return t
     return pinned_empty(t.shape, t.dtype).copy_(t, non_blocking=True)

@@ -117,9 +117,8 @@ def plan_pools(config: EngineConfig, target: RunTarget, model: CausalLM, budget_
 
 
 def _graph_activations(config: EngineConfig, target: RunTarget, peak: int) -> int:
-    """Estimates bytes from the step that needed `peak`. Prompt graphs are the largest; others use
-    the same memory.
-    """
+    """Bytes, estimated from the step that needed `peak`. Prompt graphs are the largest, and all
+    share one memory."""
     if not (config.cuda_graph and config.cuda_graph_prompts):
         return 0
     buckets = needed_buckets(graph_rows(config, target), config.chunked_prefill_size)
@@ -127,8 +126,8 @@ def _graph_activations(config: EngineConfig, target: RunTarget, peak: int) -> in
 
 
 def _measure_activations(config: EngineConfig, target: RunTarget, model: CausalLM) -> int:
-    """Bytes that the largest prefill step needs in addition to weights and pools, measured over
-    small pools."""
+    """Bytes that the largest prefill step needs besides weights and pools, measured with small
+    pools."""
     plan, step = probe(config, target)
     runner = StepRunner(Runtime.allocate(config, target, model, plan))
     before = begin_peak(target.device)

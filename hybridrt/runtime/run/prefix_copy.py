@@ -75,13 +75,13 @@ def write_prefix(pools: Pools, tp: TPGroup, prefix: PrefixPlaces, data: Tensors 
 
 
 def _first_tokens(pools: Pools, length: int) -> list[int]:
-    """Of each page group, the first copied token of a prefix."""
+    """By page group: the first token of a prefix that is copied."""
     size = pools.kv.page_size
     return [0 if window is None else first_page(length, window, size) * size for window in pools.kv.windows]
 
 
 def _token_places(pools: Pools, prefix: PrefixPlaces) -> list[torch.Tensor]:
-    """Of each page group [n] int64: the copied tokens in the pool's pages."""
+    """By page group: slots of the copied tokens, [n] int64."""
     size, device, found = pools.kv.page_size, pools.req_to_token.tables.device, list[torch.Tensor]()
     for numbers, first in zip(prefix.pages, _first_tokens(pools, prefix.length)):
         pages = torch.tensor(numbers, dtype=torch.int64, device=device)
@@ -90,15 +90,14 @@ def _token_places(pools: Pools, prefix: PrefixPlaces) -> list[torch.Tensor]:
 
 
 def _kv_tensors(pools: Pools) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """Name, page group and tensor [pages, page_size, ...] of all KV layers, those of prediction
-    heads too."""
+    """(name, page group, [pages, page_size, ...]) of all KV layers, prediction heads included."""
     for layer_id in pools.kv.specs:
         for what, tensor in zip(("keys", "values"), pools.kv.held(layer_id)):
             yield f"layers.{layer_id}.{what}", pools.kv.group_of(layer_id), tensor
 
 
 def _state_parts(pools: Pools, num_states: int) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
-    """Yields name, shape and dtype in the state pool's order."""
+    """(name, shape, dtype) in the order of the state pool."""
     if pools.req_to_token.mamba_pool is None:
         return
     parts = list(pools.req_to_token.mamba_pool.slot_parts())

@@ -122,7 +122,7 @@ class StateArena:
             tensor.flatten(0, 1).index_copy_(0, places[group], heads.transpose(0, 1))
 
     def _check_room(self, copy: StateCopy) -> None:
-        """Raises PoolError if not: another worker may be reading the bytes around it."""
+        """PoolError if it does not fit: another worker may be reading the bytes next to it."""
         needed, end = self.layout.image_bytes(copy.length, copy.start), self.buffer.numel()
         room = end - copy.offset if copy.room is None else copy.room
         if copy.offset < 0 or needed > room or copy.offset + needed > end:
@@ -132,7 +132,7 @@ class StateArena:
             )
 
     def _places(self, copy: StateCopy) -> list[torch.Tensor]:
-        """Of each page group, the slots of the image's tokens."""
+        """By page group: slots of the image's tokens."""
         counts = [kv_tokens(window, copy.length, copy.start) for window in self._windows]
         tables = self._table.tables[copy.row]
         return [table[copy.length - count : copy.length].long() for table, count in zip(tables, counts)]

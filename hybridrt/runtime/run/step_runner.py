@@ -146,12 +146,11 @@ class StepRunner:
         return self.drafter.draft(rows, steps, topk)
 
     def read_prefix(self, prefix: PrefixPlaces) -> dict[str, torch.Tensor]:
-        """hybridrt.runtime.run.prefix_copy.read_prefix over this runner's pools. All ranks call it."""
+        """`prefix_copy.read_prefix` of this runner's pools. All ranks call it."""
         return read_prefix(self.pools, self.target.tp, prefix)
 
     def write_prefix(self, prefix: PrefixPlaces, data: Tensors | None = None) -> None:
-        """hybridrt.runtime.run.prefix_copy.write_prefix over this runner's pools. All ranks call
-        it."""
+        """`prefix_copy.write_prefix` to this runner's pools. All ranks call it."""
         write_prefix(self.pools, self.target.tp, prefix, data)
 
     def _move_states(self, plan: StepPlan) -> None:
@@ -167,9 +166,6 @@ class StepRunner:
             pool.move(later, self.staging.upload)
 
     def _run_model(self, plan: StepPlan, tokens: int, step: LaunchedStep) -> None:
-        """Uses one graph for all rows; or a graph for the decode rows, then the chunks; or the
-        model itself, over kept tensors for plain decode on a CPU.
-        """
         plain = tokens == 1 and len(plan.decode.rows) and not (plan.extend or plan.imports or plan.exports)
         if self.prompt_graphs is not None and (bucket := self._prompt_bucket(plan, tokens)) is not None:
             self._replay_prompts(plan, bucket, step)
@@ -234,7 +230,8 @@ class StepRunner:
         step.add_part(self, ForwardPart(self.prompt_graphs.replay(plan, bucket)))
 
     def _graph_of(self, plan: StepPlan, tokens: int) -> tuple[GraphRunner, np.ndarray, list[PageWrite]] | None:
-        """Returns the decode rows' graph, its pages, and the other page writes; or None."""
+        """The graph of the decode rows, their new pages, and the other page writes. None: no graph
+        fits."""
         decode, graphs = plan.decode, self.graphs.get(tokens)
         n = len(decode.rows)
         if graphs is None or not n or graphs.bucket(n) is None:
@@ -249,7 +246,7 @@ class StepRunner:
     def _replay_decode(
         self, plan: StepPlan, graphs: GraphRunner, new_pages: np.ndarray, rest: list[PageWrite], step: LaunchedStep
     ) -> None:
-        """Runs the chunks afterwards, with the page writes `rest`."""
+        """Prompt chunks run afterwards, with the page writes `rest`."""
         decode = plan.decode
         graphs.replay(decode, new_pages)
         views, on_host = graphs.views_of(len(decode.rows)), (decode.rows, decode.output_indices)

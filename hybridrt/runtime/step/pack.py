@@ -228,9 +228,8 @@ def _pack_drafts(decode: DecodeRows, width: int, forks: bool) -> DraftArrays[np.
 
 
 def _ancestors(parents: np.ndarray) -> np.ndarray:
-    """Bits, the node's own included; [n, width] int32, as `parents` (-1 for the root). Padding
-    continues a row as a chain.
-    """
+    """Bits of each node's ancestors and itself, [n, width] int32 like `parents` (-1: the root).
+    Padding continues a row as a chain."""
     n, width = parents.shape
     ancestors = np.ones((n, width), np.int32)
     for node in range(1, width):
@@ -307,7 +306,7 @@ class StagingRing:
         self._copy(into, staging)
 
     def _staging(self, into: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
-        """Returns pinned memory, as tensor and array; on a CPU `into` itself."""
+        """Pinned memory as tensor and array; on a CPU `into` itself."""
         if self.device.type == "cpu":
             return into, into.numpy()
         i, size = self._next, into.numel()
@@ -332,7 +331,7 @@ def enter_tables(pools: Pools, sampling_table: SamplingTable, changes: TableChan
     """Applies admissions (and zeroes their state slots), page-table entries and page copies."""
     table = pools.req_to_token
     if (admissions := changes.admissions) is not None:
-        table.admit(admissions.rows, admissions.state_slots, admissions.phases)
+        table.admit_rows(admissions.rows, admissions.state_slots, admissions.phases)
         sampling_table.enter_rows(admissions.rows.long(), admissions.sampling)
     if (entries := changes.pages) is not None:
         table.write_pages(entries.rows, entries.indices, entries.pages)

@@ -1,7 +1,7 @@
 """Pads a step with prompts to the sizes of its bucket, so that one graph serves all steps that fit.
 
-Padding belongs to request row 0 and to no state slot. After the prompts comes one padding row with
-all remaining tokens, then rows without tokens: the rows' tokens add up to the bucket's.
+Padding has request row 0 and no state slot. One padding row after the prompts has all remaining
+tokens of the bucket; later ones have none.
 """
 
 from collections.abc import Iterable, Sequence
@@ -187,14 +187,13 @@ class PaddedStep:
         return self.arrays.prompts
 
     def _recurrent(self, extend: Sequence[ExtendRow]) -> RecurrentArrays[list[int]]:
-        """Starts with the prompts and the padding row."""
         if self._saves is StateSaves.SECOND_PASS:
             return RecurrentArrays(passes=_pass_lists(extend, self._bucket, self._sizes))
         return one_pass_lists(extend, self._sizes)
 
 
 def _fill(into: Record, values: Record) -> None:
-    """Copies lists to the starts of arrays; None leaves padding."""
+    """Copies lists to the starts of arrays. None: keeps the padding."""
     for part, value in zip(into, values):
         if isinstance(value, tuple):
             _fill(part, value)
@@ -245,7 +244,7 @@ def _padding_passes(bucket: Bucket, sizes: Sequence[int]) -> RecurrentArrays[np.
 
 
 def _padding_pass(runs: int, tokens: int, sizes: Sequence[int], *, covers_all: bool) -> PassArrays[np.ndarray]:
-    """`covers_all`: the pass has all tokens of its segment, so it needs no list of them."""
+    """`covers_all`: the pass has all tokens of its segment and needs no list of them."""
     return PassArrays(
         rows=_zeros(runs),
         read_state_slots=_zeros(runs),

@@ -156,7 +156,6 @@ def _chunk_plans(
     new: Sequence[int],
     sizes: Sequence[int],
 ) -> Mapping[int, ChunkPlan]:
-    """Chunk plans by chunk size."""
     return {size: chunk_plan(device, host, new, size) for size, device, host in zip(sizes, on_device, on_host)}
 
 

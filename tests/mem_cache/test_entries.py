@@ -4,18 +4,18 @@ import numpy as np
 import pytest
 
 from hybridrt.base.errors import PoolError
-from hybridrt.mem_cache.pools.slots import Slot, SlotAllocator, Slots
+from hybridrt.mem_cache.pools.entries import EntryAllocator, Handle, Handles
 
 
 def test_a_handle_is_an_index_and_a_generation() -> None:
-    slot = Slot(7, 3)
-    assert (slot.index, slot.generation, repr(slot)) == (7, 3, "Slot(7, 3)")
-    assert slot == Slot(7, 3) != Slot(7, 4) and {slot: "x"}[Slot(7, 3)] == "x"
+    slot = Handle(7, 3)
+    assert (slot.index, slot.generation, repr(slot)) == (7, 3, "Handle(7, 3)")
+    assert slot == Handle(7, 3) != Handle(7, 4) and {slot: "x"}[Handle(7, 3)] == "x"
 
 
 def test_slices_and_joined_lists_are_copies() -> None:
-    numbers = [Slot(i, i % 3) for i in range(40)]
-    slots = Slots(numbers[:5], (), Slots(numbers[5:10]))
+    numbers = [Handle(i, i % 3) for i in range(40)]
+    slots = Handles(numbers[:5], (), Handles(numbers[5:10]))
     part = slots[2:4]
     for slot in numbers[10:]:
         slots.append(slot)
@@ -24,11 +24,11 @@ def test_slices_and_joined_lists_are_copies() -> None:
     assert slots.cut(3) == numbers[37:] and slots == numbers[:37]
     slots.append(numbers[0])
     assert slots[37:] == [numbers[0]] and slots.at(np.arange(38) % 10 == 7) == [*numbers[7:37:10], numbers[0]]
-    assert not Slots() and Slots() == [] and Slots() != [Slot(1, 0)]
+    assert not Handles() and Handles() == [] and Handles() != [Handle(1, 0)]
 
 
 def test_entries_that_requests_still_use_are_freed() -> None:
-    pool = SlotAllocator(5, "KV page")
+    pool = EntryAllocator(5, "KV page")
     slots = pool.alloc(4)
     pool.to_cache(slots[1:3])
     with pytest.raises(PoolError, match="twice"):

@@ -14,14 +14,14 @@ _NONE = np.empty(0, np.int64)
 GENERATION = 1 << _BITS  # from a handle to that of the entry's next tenancy
 
 
-class Slot(int):
+class Handle(int):
     """One tenancy of a pool entry: index and generation in one integer. The generation grows when
     the entry is freed, so an old handle is recognised.
     """
 
     __slots__ = ()
 
-    def __new__(cls, index: int, generation: int) -> "Slot":
+    def __new__(cls, index: int, generation: int) -> "Handle":
         return int.__new__(cls, generation << _BITS | index)
 
     @property
@@ -33,13 +33,13 @@ class Slot(int):
         return self >> _BITS
 
     def __repr__(self) -> str:
-        return f"Slot({self.index}, {self.generation})"
+        return f"Handle({self.index}, {self.generation})"
 
 
-slot_of = partial(int.__new__, Slot)  # from an integer that is a handle already
+handle_of = partial(int.__new__, Handle)  # from an integer that is a handle already
 
 
-class Slots(Sequence[Slot]):
+class Handles(Sequence[Handle]):
     """A list of handles as one array, so that tens of thousands cost little. A slice is a copy.
 
     Args:
@@ -48,12 +48,12 @@ class Slots(Sequence[Slot]):
 
     __slots__ = ("_keys", "_size")
 
-    def __init__(self, *parts: Sequence[Slot]) -> None:
+    def __init__(self, *parts: Sequence[Handle]) -> None:
         self._keys = np.concatenate([keys_of(part) for part in parts]) if parts else _NONE
         self._size = len(self._keys)
 
     @classmethod
-    def of_keys(cls, keys: np.ndarray) -> "Slots":
+    def of_keys(cls, keys: np.ndarray) -> "Handles":
         """The list that owns `keys` [n] int64."""
         made = cls.__new__(cls)
         made._keys, made._size = keys, len(keys)
@@ -69,11 +69,11 @@ class Slots(Sequence[Slot]):
         """[n] int32 indices of the entries."""
         return indices_of(self.keys).astype(np.int32)
 
-    def at(self, mask: np.ndarray) -> "Slots":
-        return Slots.of_keys(self.keys[mask])
+    def at(self, mask: np.ndarray) -> "Handles":
+        return Handles.of_keys(self.keys[mask])
 
-    def extend(self, slots: Sequence[Slot]) -> None:
-        keys = keys_of(slots)
+    def extend(self, handles: Sequence[Handle]) -> None:
+        keys = keys_of(handles)
         end = self._size + len(keys)
         if end > len(self._keys):
             room = np.empty(max(end, 2 * self._size), np.int64)
@@ -82,10 +82,10 @@ class Slots(Sequence[Slot]):
         self._keys[self._size : end] = keys
         self._size = end
 
-    def append(self, slot: Slot) -> None:
-        self.extend((slot,))
+    def append(self, handle: Handle) -> None:
+        self.extend((handle,))
 
-    def cut(self, count: int) -> "Slots":
+    def cut(self, count: int) -> "Handles":
         taken = self[self._size - count :]
         self._size -= count
         return taken
@@ -93,16 +93,16 @@ class Slots(Sequence[Slot]):
     def __len__(self) -> int:
         return self._size
 
-    def __iter__(self) -> Iterator[Slot]:
-        return map(slot_of, self.keys.tolist())
+    def __iter__(self) -> Iterator[Handle]:
+        return map(handle_of, self.keys.tolist())
 
     @overload
-    def __getitem__(self, place: int) -> Slot: ...
+    def __getitem__(self, place: int) -> Handle: ...
     @overload
-    def __getitem__(self, place: slice) -> "Slots": ...
-    def __getitem__(self, place: int | slice) -> "Slot | Slots":
+    def __getitem__(self, place: slice) -> "Handles": ...
+    def __getitem__(self, place: int | slice) -> "Handle | Handles":
         found = self.keys[place]
-        return Slots.of_keys(found.copy()) if isinstance(place, slice) else slot_of(int(found))
+        return Handles.of_keys(found.copy()) if isinstance(place, slice) else handle_of(int(found))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
@@ -110,12 +110,12 @@ class Slots(Sequence[Slot]):
     __hash__ = None  # type: ignore[assignment]  # a list
 
     def __repr__(self) -> str:
-        return f"Slots({list(self)})"
+        return f"Handles({list(self)})"
 
 
-def keys_of(slots: Sequence[Slot]) -> np.ndarray:
+def keys_of(handles: Sequence[Handle]) -> np.ndarray:
     """[n] int64 handles."""
-    return slots.keys if type(slots) is Slots else np.array(slots, np.int64)
+    return handles.keys if type(handles) is Handles else np.array(handles, np.int64)
 
 
 def indices_of(keys: np.ndarray) -> np.ndarray:
@@ -129,15 +129,15 @@ Number = TypeVar("Number", int, np.ndarray)
 _NAMES = ("free", "used by a request", "owned by the cache")
 
 
-class SlotAllocator:
-    """Hands out the indices 1 to num_slots of a pool. Index 0 is scratch for padding.
+class EntryAllocator:
+    """Hands out the indices 1 to num_entries of a pool. Index 0 is scratch for padding.
 
     Every entry is free, used by one request, or owned by the cache: free + used + cached == total.
     Requests lock entries of the cache that they read; locks count. Entries are reused last in,
     first out. Each method checks all its arguments before it changes anything.
 
     Args:
-        num_slots: entries that can be handed out.
+        num_entries: entries that can be handed out.
         what: name of one entry, for error messages ("KV page").
 
     Attributes:
@@ -147,12 +147,12 @@ class SlotAllocator:
 
     _gap = 0  # numbers after each part of the pool that no entry has
 
-    def __init__(self, num_slots: int, what: str) -> None:
-        self.total = num_slots
+    def __init__(self, num_entries: int, what: str) -> None:
+        self.total = num_entries
         self._what = what
-        self._make_entries(np.arange(1 + num_slots), 1)
-        self._free = np.arange(num_slots, 0, -1)  # its first `num_free` are free
-        self.num_free = num_slots
+        self._make_entries(np.arange(1 + num_entries), 1)
+        self._free = np.arange(num_entries, 0, -1)  # its first `num_free` are free
+        self.num_free = num_entries
 
     def _make_entries(self, numbers: np.ndarray, scratch: int) -> None:
         """`numbers` [n] int64 of the entries in their pool; the first `scratch` belong to nobody."""
@@ -172,7 +172,7 @@ class SlotAllocator:
         """Entries that could be taken now."""
         return self.num_free
 
-    def alloc(self, n: int) -> Slots:
+    def alloc(self, n: int) -> Handles:
         """Takes n entries.
 
         Raises:
@@ -181,43 +181,43 @@ class SlotAllocator:
         self.check_free(n)
         indices = self._take_free(n)
         self._state[indices] = USED
-        return Slots.of_keys(self._handles[indices])
+        return Handles.of_keys(self._handles[indices])
 
-    def alloc_one(self) -> Slot:
-        """`alloc` of one entry, without arrays: each request needs a row and a state slot."""
+    def alloc_one(self) -> Handle:
+        """`alloc` of one entry, without arrays: each request needs a row and a state handle."""
         self.check_free(1)
         index = self._take_one()
         self._state[index] = USED
-        return slot_of(self._handles.item(index))
+        return handle_of(self._handles.item(index))
 
-    def free(self, slots: Sequence[Slot]) -> None:
+    def free(self, handles: Sequence[Handle]) -> None:
         """Frees entries of requests.
 
         Raises:
             PoolError: an entry is not used by a request, or its handle is stale; nothing was freed.
         """
-        if len(slots) == 1 and (index := self._find(slots[0], USED)):  # each request frees a row and a state slot
+        if len(handles) == 1 and (index := self._find(handles[0], USED)):  # each request frees a row and a state handle
             self._state[index] = FREE
             self._handles[index] += GENERATION
             self._add_one(index)
-        elif len(slots):
-            self._give_back(self._checked(slots, USED))
+        elif len(handles):
+            self._give_back(self._checked(handles, USED))
 
-    def free_used(self, slots: Sequence[Slot]) -> np.ndarray:
+    def free_used(self, handles: Sequence[Handle]) -> np.ndarray:
         """Frees those entries that requests use. Returns the mask of these, [n] bool; the others
         are the cache's. PoolError if a handle is stale.
         """
-        indices = self._indices(slots)
+        indices = self._indices(handles)
         used: np.ndarray = self._state[indices] == USED
         self._give_back(self._once(indices[used]))
         return used
 
-    def are_used(self, slots: Sequence[Slot]) -> np.ndarray:
+    def are_used(self, handles: Sequence[Handle]) -> np.ndarray:
         """[n] bool: which entries are used by requests; the others are the cache's. PoolError if a
         handle is stale."""
-        if not len(slots):
+        if not len(handles):
             return _NOTHING
-        used: np.ndarray = self._state[self._indices(slots)] == USED
+        used: np.ndarray = self._state[self._indices(handles)] == USED
         return used
 
     def are_idle(self, keys: np.ndarray) -> np.ndarray:
@@ -225,22 +225,22 @@ class SlotAllocator:
         idle: np.ndarray = self._locks[self._index(indices_of(keys))] == 0
         return idle
 
-    def to_cache(self, slots: Sequence[Slot]) -> None:
+    def to_cache(self, handles: Sequence[Handle]) -> None:
         """Makes the cache the owner of requests' entries. The handles stay valid. PoolError as in
         `free`.
         """
-        if not len(slots):
+        if not len(handles):
             return
-        self._state[self._checked(slots, USED)] = CACHED
-        self.num_cached += len(slots)
+        self._state[self._checked(handles, USED)] = CACHED
+        self.num_cached += len(handles)
 
-    def evict(self, slots: Sequence[Slot]) -> None:
+    def evict(self, handles: Sequence[Handle]) -> None:
         """Frees entries of the cache. PoolError if one is not the cache's, or is locked; nothing
         was freed.
         """
-        if not len(slots):
+        if not len(handles):
             return
-        indices = self._checked(slots, CACHED)
+        indices = self._checked(handles, CACHED)
         locks = self._locks[indices]
         if np.count_nonzero(locks):
             first = self._number(indices[locks.argmax()])
@@ -248,20 +248,20 @@ class SlotAllocator:
         self.num_cached -= len(indices)
         self._give_back(indices)
 
-    def lock(self, slots: Sequence[Slot]) -> None:
+    def lock(self, handles: Sequence[Handle]) -> None:
         """Keeps entries of the cache from eviction. PoolError if one is not the cache's."""
-        if not len(slots):
+        if not len(handles):
             return
-        indices = self._checked(slots, CACHED)
+        indices = self._checked(handles, CACHED)
         locks = self._locks[indices]
         self.num_locked += len(locks) - int(np.count_nonzero(locks))
         self._locks[indices] = locks + 1
 
-    def unlock(self, slots: Sequence[Slot]) -> None:
+    def unlock(self, handles: Sequence[Handle]) -> None:
         """Takes one lock off each entry. PoolError if one is not locked; nothing has changed."""
-        if not len(slots):
+        if not len(handles):
             return
-        indices = self._checked(slots, CACHED)
+        indices = self._checked(handles, CACHED)
         locks = self._locks[indices]
         if np.count_nonzero(locks) < len(locks):
             raise PoolError(f"{self._what} {self._number(indices[locks.argmin()])} is not locked")
@@ -291,14 +291,14 @@ class SlotAllocator:
 
     def __repr__(self) -> str:
         return (
-            f"SlotAllocator({self._what!r}: {self.num_free} free + {self.num_used} used + {self.num_cached} cached "
+            f"EntryAllocator({self._what!r}: {self.num_free} free + {self.num_used} used + {self.num_cached} cached "
             f"of {self.total})"
         )
 
-    def _find(self, slot: Slot, source: int) -> int:
+    def _find(self, handle: Handle, source: int) -> int:
         """The index of an entry, if its handle and owner are right; else 0."""
-        index = self._index(slot.index) if self._gap else slot.index
-        right = index < len(self._handles) and self._handles.item(index) == slot and self._state.item(index) == source
+        index = self._index(handle.index) if self._gap else handle.index
+        right = index < len(self._handles) and self._handles.item(index) == handle and self._state.item(index) == source
         return index if right else 0
 
     def check_free(self, n: int) -> None:
@@ -345,10 +345,10 @@ class SlotAllocator:
     def _number(self, index: np.ndarray) -> np.ndarray:
         return indices_of(self._handles[index])
 
-    def _checked(self, slots: Sequence[Slot], source: int) -> np.ndarray:
-        if len(slots) == 1 and (index := self._find(slots[0], source)):
+    def _checked(self, handles: Sequence[Handle], source: int) -> np.ndarray:
+        if len(handles) == 1 and (index := self._find(handles[0], source)):
             return np.array([index])
-        indices = self._indices(slots)
+        indices = self._indices(handles)
         right = self._state[indices] == source
         if np.count_nonzero(right) < len(right):
             index = indices[right.argmin()]
@@ -363,8 +363,8 @@ class SlotAllocator:
                 raise PoolError(f"the same {self._what} twice in one call: {self._number(indices).tolist()}")
         return indices
 
-    def _indices(self, slots: Sequence[Slot]) -> np.ndarray:
-        keys = keys_of(slots)
+    def _indices(self, handles: Sequence[Handle]) -> np.ndarray:
+        keys = keys_of(handles)
         numbers = indices_of(keys)
         indices = self._index(numbers) if self._gap else numbers
         try:
