@@ -42,6 +42,7 @@ class Slabs:
     def __init__(self, total: int) -> None:
         self.total = total
         self.allocators: list[SlabAllocator] = []
+        self.unclean, self._of_states = set[int](), set[int]()
         self.reclaim()
 
     @property
@@ -64,7 +65,7 @@ class Slabs:
 
     def pop_unclean(self) -> list[int]:
         """Those that somebody clears now."""
-        slabs, self.unclean = sorted(self.unclean), set[int]()
+        slabs, self.unclean = sorted(self.unclean), set()
         return slabs
 
     def shortages(self, counts: Sequence[int]) -> list[int]:
@@ -102,8 +103,8 @@ class Slabs:
     def reclaim(self) -> None:
         """Frees all slabs. Their owners have been told."""
         self._free = list(range(self.total, 0, -1))
-        self._of_states = {*self._free} if any([a.of_states for a in self.allocators]) else set[int]()
-        self.unclean = set[int]()
+        self._of_states = {*self._free} if any([a.of_states for a in self.allocators]) else set()
+        self.unclean = set()
 
     def check(self) -> None:
         """Raises PoolError unless each slab is free or has exactly one owner."""

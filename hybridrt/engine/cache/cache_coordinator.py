@@ -96,7 +96,8 @@ class CacheCoordinator:
         slabs: SlabPlan | None = None,
     ) -> None:
         self.rows = EntryAllocator(num_rows, "request row")
-        self.slabs, shares = (None, ()) if slabs is None else (Slabs(slabs.num_slabs), slabs.groups)
+        self.slabs = None if slabs is None else Slabs(slabs.num_slabs)
+        shares = () if slabs is None else slabs.groups
         self.pages = PageAllocators(num_pages, demands, page_bytes=page_bytes, slabs=self.slabs, shares=shares)
         self.slots = (
             EntryAllocator(num_slots, "state slot")
