@@ -227,7 +227,7 @@ class MambaPool:
         self.tables = RowTables(*torch.zeros((3, num_rows + 1), dtype=torch.int32, device=device))
         self.req_to_state_slot = self.tables.req_to_state_slot
         self.ring_start, self.ring_length = self.tables.ring_start, self.tables.ring_length
-        self.state_lengths = torch.zeros(num_slots + 1, dtype=torch.int32, device=device) if spec.rounds else None
+        self.state_lengths = torch.zeros(self.num_slots + 1, dtype=torch.int32, device=device) if spec.rounds else None
         self.stacks: list[tuple[Sequence[int], LayerCache]] = []
         self._caches: dict[int, LayerCache] = {}
         self.layer_cache: Callable[[int], LayerCache] = self._caches.__getitem__

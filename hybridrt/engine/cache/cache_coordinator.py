@@ -156,8 +156,8 @@ class CacheCoordinator:
     def has_free(self, num_tokens: int, requests: int) -> bool:
         """Whether so many requests of so many tokens would evict nothing."""
         need = [requests * (demand.whole(num_tokens) + 1) for demand in self.pages.demands]  # one page of headroom
-        slots = self.slots.num_free >= requests or not self.slots.total
-        return slots and self.rows.num_free >= requests and not any(self.pages.shortages(need))
+        pages, slots = self.prefixes.room_left.shortages(need, requests if self.slots.total else 0)
+        return self.rows.num_free >= requests and not any(pages) and not slots
 
     def admit_request(self, request: Request, headroom: int, plan: StepPlan) -> bool:
         """Lends a row, a slot and the pages that all known tokens of the request need at a time,
