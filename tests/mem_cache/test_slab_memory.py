@@ -23,10 +23,10 @@ LAYERS = {
 }
 
 
-def plan_of(budget: int = 200_000, own_pages: int = 3) -> SlabPlan:
+def plan_of(budget: int = 200_000, own_pages: int = 3, slot_bytes: int = STATES.packed_slot_bytes()) -> SlabPlan:
     plan = plan_slabs(
         budget, page_bytes(LAYERS, SIZE), cell_bytes(LAYERS, SIZE), own_pages=own_pages, page_size=SIZE,
-        slot_bytes=STATES.packed_slot_bytes(),
+        slot_bytes=slot_bytes,
     )  # fmt: skip
     assert plan is not None and plan.nbytes <= budget and plan.states is not None
     return plan
@@ -68,6 +68,17 @@ def test_no_byte_is_in_two_entries() -> None:
     for tensor, number, wanted in written:
         assert torch.equal(tensor[:, number], wanted)
     assert not any(tensor[:, 0].any() for tensor, _ in tensors), "scratch"
+
+
+def test_states_in_8_bits_have_a_length_for_each_number() -> None:
+    """`num_slots` counts slots that may be lent; numbers begin after the scratch slab's."""
+    spec = MambaPoolSpec({GDN: (1,)}, torch.bfloat16, torch.int8, mode="replay")
+    plan = plan_of(slot_bytes=spec.packed_slot_bytes())
+    slots = plan.num_slots
+    pool = MambaPool(spec, num_slots=slots, num_rows=2, device="cpu", memory=SlabMemory(plan, "cpu"))
+    last = numbers(plan, plan.num_slabs, 2)[-1]
+    assert last > slots and pool.state_lengths is not None and len(pool.state_lengths) == last + 1
+    pool.admit_rows(torch.tensor([1]), torch.tensor([last]))
 
 
 def test_moves_of_states_in_slabs_leave_pages_alone() -> None:
