@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.common import PRODUCT_FLOPS_PER_S, environment, prefill_flops, prompts, save, settle, step_bytes
 from benchmarks.short_prompts import measure_short
 from hybridrt import LLM, SamplingParams
-from hybridrt.base.config import DTYPES, KV_CODES, EngineConfig
+from hybridrt.base.config import KV_CODES, STATE_DTYPES, EngineConfig
 
 FIRST, LAST = 16, 144
 
@@ -122,7 +122,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--first-token", type=sizes, default=[], help="tokens of prompts, e.g. 128,512")
     parser.add_argument("--mixed", type=shapes, default=[], help="decode rows and tokens of a chunk, e.g. 32x256")
     parser.add_argument("--prefix-cache", action="store_true", help="prompts leave states for others")
-    parser.add_argument("--state-dtype", default="bfloat16", choices=sorted(DTYPES))
+    parser.add_argument("--state-dtype", default="bfloat16", choices=sorted(STATE_DTYPES))
     parser.add_argument("--state-mode", default="auto", choices=["auto", "classic", "replay"])
     parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", *KV_CODES])
     parser.add_argument("--attention", default="auto", help="attention_backend of decode, and of prefill but for:")

@@ -21,7 +21,7 @@ from benchmarks.common import prompts
 from benchmarks.short_prompts import add_chunks, decoding
 from benchmarks.timeline import Span, draw
 from hybridrt import LLM, SamplingParams
-from hybridrt.base.config import DTYPES
+from hybridrt.base.config import STATE_DTYPES
 
 
 def kernel_table(prof: profile, steps: int) -> list[tuple[str, float, float]]:
@@ -134,7 +134,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ctx", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rows", type=int, default=25)
-    parser.add_argument("--state-dtype", default="bfloat16", choices=sorted(DTYPES))
+    parser.add_argument("--state-dtype", default="bfloat16", choices=sorted(STATE_DTYPES))
     parser.add_argument("--state-mode", default="auto", choices=["auto", "classic", "replay"])
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--prefill", type=shapes, default=[], help="profile prefills instead, e.g. 1x8192,16x2048")

@@ -174,10 +174,11 @@ def serve(
 
     results.check_options()
     chosen = {"": Load(load.workload(), load.concurrency)} if suite is None else load.suite(suite)
+    works = {name: make_work(load.workload) for name, load in chosen.items()}
     target = Target(url, model or OpenAIServer(url, api_key).first_model(), api_key, _object(extra_body))
     rows = list[Sequence[str]]()
     for name, (workload, concurrency) in chosen.items():
-        work = make_work(workload)
+        work = works.pop(name)
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             found = runner.run(run_load(target, work, concurrency))
         client = {"client_cpu_share": found.client_cpu_share, "client_loop": found.client_loop}

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -60,6 +61,11 @@ def test_the_event_loop_goes_on_while_a_model_is_built(slow: None) -> None:
         assert SlowLLM.closed.is_set() and served.draining
 
     asyncio.run(asyncio.wait_for(main(), WAIT))
+
+
+def test_documents_build_no_model_within_an_event_loop() -> None:
+    for file in [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.py")]:
+        assert not re.search(r"with AsyncLLM\(", file.read_text()), file
 
 
 def test_a_model_that_nobody_waits_for_any_more_is_closed(slow: None) -> None:

@@ -122,7 +122,7 @@ def test_graphs(name: str, codes: torch.dtype | None, tokens: int) -> None:
     bs, real, table = 8, 5, backend.req_to_token_pool.req_to_token
     rows, lens, late = (torch.zeros(bs, dtype=torch.int32, device=DEVICE) for _ in range(3))
     lens.fill_(tokens)
-    q = torch.zeros(bs * tokens, layers[0].num_heads * 128, dtype=torch.bfloat16, device=DEVICE)
+    q = torch.zeros(bs * tokens, layers[0].spec.num_heads * 128, dtype=torch.bfloat16, device=DEVICE)
     spec, saved, outs = SpecInfo(tokens) if tokens > 1 else None, table.clone(), [torch.empty_like(q) for _ in layers]
     mode = ForwardMode.TARGET_VERIFY if spec else ForwardMode.DECODE
     view = backend.init_cuda_graph_state(bs, bs * tokens)

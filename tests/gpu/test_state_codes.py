@@ -1,6 +1,6 @@
 """States in 8 bits and stochastic rounding on a GPU: kernels against the reference, and engines against float32."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,13 @@ LAYERS: dict[str, tuple[Any, Callable[..., Case]]] = {
 }
 
 
+@pytest.fixture
+def on_device() -> Iterator[None]:
+    """Tensors are made on the GPU."""
+    with torch.device(DEVICE):
+        yield
+
+
 def case_of(model: str, tokens: int, batch: int) -> Case:
     config = model_config(model)
     of, make = LAYERS[model]
@@ -46,6 +53,7 @@ def relative(got: Tensor, wanted: Tensor) -> float:
 @pytest.mark.parametrize(("tokens", "batch"), [(1, 3), (1, 30), (5, 18)])
 @pytest.mark.parametrize("dtype", EIGHT_BITS)
 @pytest.mark.parametrize("model", LAYERS)
+@pytest.mark.usefixtures("on_device")
 def test_a_step_reads_what_the_codes_say(model: str, dtype: torch.dtype, tokens: int, batch: int) -> None:
     torch.manual_seed(0)
     case = case_of(model, tokens, batch)
@@ -60,6 +68,7 @@ def test_a_step_reads_what_the_codes_say(model: str, dtype: torch.dtype, tokens:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("model", LAYERS)
+@pytest.mark.usefixtures("on_device")
 def test_folds_and_stores_round_as_the_reference(model: str, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     of, _ = LAYERS[model]

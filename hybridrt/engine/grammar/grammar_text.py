@@ -10,7 +10,9 @@ from hybridrt.base.structured_outputs import WHITESPACE, StructuredOutputs
 # gigabytes. Powers of ten cost nothing. Combined parts of a schema have the least common multiple.
 MAX_REMAINDERS = 100_000
 _MOST_DIGITS = 40  # llguidance itself refuses more
-_KEY_AND_NUMBER = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:\s*(-?[0-9][0-9.]*)')
+# Begins at the end of a key: a search that reads keys and other strings holds up the other threads.
+_NUMBER_OF_KEY = re.compile(r'"\s*:\s*(-?[0-9][0-9.]*)')
+_LONGEST_KEY = len("multipleOf") * len(r"\u006d") + 1
 # If only one text can follow, llguidance would walk through all of it for each mask. This option
 # allows any token that begins the text. The last such line counts.
 NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
@@ -43,9 +45,10 @@ def remainders(grammar: str) -> int:
     zeros; MAX_REMAINDERS + 1 if it is more.
     """
     found = 1
-    for key, number in _KEY_AND_NUMBER.findall(grammar):
+    for match in _NUMBER_OF_KEY.finditer(grammar):
+        key, number = grammar[max(0, match.start() - _LONGEST_KEY) : match.start()].rpartition('"')[2], match[1]
         digits = number.replace(".", "").replace("-", "").strip("0")
-        if "multipleOf" not in (key, _unescaped(key)) or not digits or len(digits) > _MOST_DIGITS:
+        if (_unescaped(key) if "\\" in key else key) != "multipleOf" or not digits or len(digits) > _MOST_DIGITS:
             continue
         found = math.lcm(found, int(digits))
         if found > MAX_REMAINDERS:
