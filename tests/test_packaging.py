@@ -228,7 +228,7 @@ def test_the_installed_package_needs_no_checkout(installed: Path, tmp_path: Path
 @pytest.mark.slow
 def test_checkout_hides_an_installed_package_whole(installed: Path) -> None:
     files = python(installed, ROOT, "-c", WHERE).split()
-    assert files == [str(ROOT / "models" / "registry.py"), str(ROOT / "mem_cache" / "pools" / "slots.py")]
+    assert files == [str(ROOT / "models" / "registry.py"), str(ROOT / "mem_cache" / "pools" / "entries.py")]
 
 
 @pytest.mark.slow

@@ -225,18 +225,23 @@ def test_sizes_that_do_not_divide_are_refused() -> None:
         tp_ratio(3, 2)
 
 
+def arenas_after_27_tokens(source: ByHand, sink: ByHand, tokens: list[int]) -> list[StateArena]:
+    """Row 2 of the source has a prompt of 20 and has decoded 7; row 1 of the sink is admitted."""
+    source.admit(2)
+    sink.admit(1)
+    source.extend(Row(2, 0, tokens[:20]))
+    for i in range(20, 27):
+        source.decode(Row(2, i, tokens[i : i + 1]))
+    return [StateArena(hand.target, hand.pools, 1 << 16) for hand in (source, sink)]
+
+
 @pytest.mark.parametrize("name", ["falcon-plain", "qwen-plain", "kimi-dense_alone"])
 @pytest.mark.parametrize("ours, theirs", [("replay", "classic"), ("classic", "replay")])
 def test_a_request_that_decodes_can_be_moved(name: str, ours: str, theirs: str, checkpoints: CheckpointStore) -> None:
     """In replay mode the state is checkpoint and ring: the image holds what both come to."""
     path, tokens = checkpoints[name].path, [7 * i % 131 for i in range(40)]
     source, sink = ByHand(path, mode=ours), ByHand(path, mode=theirs)
-    source.admit(2)
-    sink.admit(1)
-    source.extend(Row(2, 0, tokens[:20]))
-    for i in range(20, 27):
-        source.decode(Row(2, i, tokens[i : i + 1]))
-    arenas = [StateArena(hand.target, hand.pools, 1 << 16) for hand in (source, sink)]
+    arenas = arenas_after_27_tokens(source, sink, tokens)
     state, before = source.state(2, 27), source.snapshot()
     with torch.inference_mode():
         arenas[0].export_state(StateCopy(2, 27, 3))
@@ -276,12 +281,7 @@ def test_an_image_larger_than_its_room_is_not_written(wrong: str, checkpoints: C
 def test_states_in_8_bits_move_as_they_are_stored(name: str, checkpoints: CheckpointStore) -> None:
     path, tokens = checkpoints[name].path, [7 * i % 131 for i in range(40)]
     source, sink = (ByHand(path, mode="replay", mamba_ssm_dtype="int8") for _ in range(2))
-    source.admit(2)
-    sink.admit(1)
-    source.extend(Row(2, 0, tokens[:20]))
-    for i in range(20, 27):
-        source.decode(Row(2, i, tokens[i : i + 1]))
-    arenas = [StateArena(hand.target, hand.pools, 1 << 16) for hand in (source, sink)]
+    arenas = arenas_after_27_tokens(source, sink, tokens)
     with torch.inference_mode():
         arenas[0].export_state(StateCopy(2, 27, 3))
         arenas[1].buffer.copy_(arenas[0].buffer)

@@ -176,6 +176,12 @@ def others() -> Iterator[tuple[str, Args, Args]]:
             yield "quant_linear", linear, {"bias": meta(32)} | normed
         picks = {"ids": int32(2, 2), "weights": f32(2, 2), "x": meta(2, 64)}
         yield "quant_experts", picks | experts, biases | {"limit": 4.0, "alpha": 1.7}
+    for name, group in (("fp8 blocks", 128), ("fp8 rows", 256)):
+        tokens = {"x": meta(3, 256), "group": group}
+        yield "quantize_tokens", tokens, {"norm_weight": f32(256), "residual": meta(3, 256)}
+        codes = {"codes": meta(16, 256, dtype=torch.float8_e4m3fn), "scale": f32(256 // group, 16), "tokens": 3}
+        product = codes | {"group": group, "weight": empty_weight(name, 64, 256), "dtype": torch.bfloat16}
+        yield "fp8_linear", product, {"bias": meta(64), "activation": "silu_and_mul"}
     shared = {"shared_gate": meta(B), "shared": 1, "rows": ROWS}
     yield "router_softmax", {"logits": meta(B, 8), "top_k": 2, "renormalize": True}, shared
     scores = {"logits": f32(B, 8), "correction_bias": f32(8), "top_k": 2, "n_group": 2, "topk_group": 1}
