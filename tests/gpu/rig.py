@@ -134,15 +134,17 @@ class Rows:
         """Gives the rows slots and pages, in a random order, as the allocators of an engine would."""
         runner = self.runner
         lender, groups = CacheCoordinator.from_plan(runner.memory_plan, runner.copied), runner.pools.kv.windows
+        each = runner.pools.req_to_token.max_context // self.config.page_size if groups else 0
         slots = [*range(1, count + 1)]
         if lender.slots.total:
-            most = min(count + SPARE, lender.slots.most_free)
-            slots = sorted(handle.index for handle in lender.slots.alloc(most))
-        self.slots, self.spare = places.sample(slots[:count], count), slots[count:]
-        each = runner.pools.req_to_token.max_context // self.config.page_size if groups else 0
+            slots = [handle.index for handle in lender.slots.alloc(count)]
         while any(lender.pages.shortages([each * count] * len(groups))):
             each -= 1
         lent = [handles.indices for handles in lender.pages.alloc([each * count] * len(groups))]
+        if lender.slots.total:  # the rows come first: spare slots may take the memory of their pages
+            slots += [handle.index for handle in lender.slots.alloc(min(SPARE, lender.slots.most_free))]
+        slots.sort()
+        self.slots, self.spare = places.sample(slots[:count], count), slots[count:]
         for tensor, group in zip(runner.pools.kv.tensors, runner.pools.kv.tensor_groups):
             # Pages of slabs that have been states were cleared: hidden entries are finite.
             tensor[:, torch.from_numpy(lent[group]).long().to(tensor.device)] = (
