@@ -46,6 +46,7 @@ SECTIONS = (
     ("Speculative decoding", ("hybridrt/speculative",)),
     ("Tensor-parallel ranks", ("hybridrt/parallel",)),
     ("The surface for other engines", ("hybridrt/embedding",)),
+    ("Images: pictures of requests as spans", ("hybridrt/images",)),
     ("Chat: conversations, tool calls, reasoning", ("hybridrt/chat", "hybridrt/chat/tool_parsers")),
     ("Engine: text", ("hybridrt/engine/text",)),
     ("Engine: grammars", ("hybridrt/engine/grammar",)),

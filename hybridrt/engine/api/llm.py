@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Never, NoReturn, Unpack, overload
 
@@ -39,7 +40,8 @@ from hybridrt.engine.core.engine import Engine
 from hybridrt.engine.request.intake import PreparedPrompt, Prompt, check_client, text_or_ids
 from hybridrt.engine.request.outputs import Delta, DeltaQueue, RequestOutput, whole_output
 from hybridrt.engine.request.spans import cache_ids
-from hybridrt.engine.text.tokenizer import load_tokenizer
+from hybridrt.engine.text.tokenizer import HFTokenizer, load_tokenizer
+from hybridrt.images.reader import image_reader
 from hybridrt.mem_cache.prefix_tree.cache_events import EVENTS, CacheSubscription
 from hybridrt.models.config.read_config import read_model_config
 from hybridrt.parallel.tensor_parallel import TensorParallelExecutor, check_world
@@ -105,6 +107,8 @@ class LLM:
         prefix_cache: bool = True,
         cache_slots: int | None = None,
         host_cache_bytes: int = 0,
+        images: bool = True,
+        encoder_cache_tokens: int = 16384,
         request_log: str | None = None,
         audit_hits: float = 0.0,
         seed: int = 0,
@@ -130,7 +134,9 @@ class LLM:
         self.plan = runner.memory_plan
         self.device = runner.device
         self.default_sampling_params = default_sampling_params(runner.model_path)
-        self.chats = Chats(self.tokenizer)
+        hf = self.tokenizer.hf if isinstance(self.tokenizer, HFTokenizer) else None
+        self.image_reader = image_reader(Path(runner.model_path), self.model_config.vision, hf)
+        self.chats = Chats(self.tokenizer, self.image_reader)
         self._engine: Engine | None = Engine.from_config(config, runner, self.tokenizer, split=self._split)
 
     @property
@@ -445,6 +451,8 @@ class LLM:
             try:
                 if engine is not None and engine.turns.in_own_process:
                     engine.intake.compiler.close()
+                    if self.image_reader is not None:
+                        self.image_reader.close()
                     with engine.turns:
                         engine.abort_all()
                         engine.finish_launched()

@@ -22,7 +22,7 @@ from hybridrt.mem_cache.prefix_tree.prefix_cache import MissReason
 MAX_BYTES = 1 << 30  # of a file
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Skips = Literal["", "prompt_logprobs", "pooling"]
-Tokens = list[Annotated[int, msgspec.Meta(ge=0, lt=2**63)]]  # ids of the prefix cache
+Tokens = list[Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]]  # ids of the prefix cache
 log = logging.getLogger("hybridrt.cache")
 
 

@@ -238,18 +238,7 @@ def make_plan(
     mc, spec = target.model_config, pool_spec(config, target)
     cache_slots = config.cache_slots if cache_slots is None and config.prefix_cache else cache_slots
     limit = mc.max_position_embeddings
-    scores = prompt_logprob_bytes(mc.vocab_size, target.dtype.itemsize)
-    costs = UnitCosts(
-        slot=spec.slot_bytes(),
-        row=row_bytes(config, target, config.max_model_len or limit),
-        pages=page_bytes(kv_layers(config, target), config.page_size),
-        fixed=graph_bytes(config, target)
-        + draft_needs(config).fixed_bytes(config, target)
-        + scores
-        + staged_bytes(config, target),
-        transfer=config.transfer_bytes,
-        encoder=encoder_bytes(config, target),
-    )
+    costs = _unit_costs(config, target, spec)
     plan = plan_memory(
         budget_bytes=budget_bytes,
         costs=costs,
@@ -276,6 +265,22 @@ def make_plan(
     # Page tables are as long as requests, which may have been cut to fit.
     plan = replace(plan, host=host, costs=replace(costs, row=row_bytes(config, target, plan.max_model_len)))
     return _in_slabs(config, target, plan) if share else plan
+
+
+def _unit_costs(config: EngineConfig, target: RunTarget, spec: MambaPoolSpec) -> UnitCosts:
+    mc = target.model_config
+    scores = prompt_logprob_bytes(mc.vocab_size, target.dtype.itemsize)
+    return UnitCosts(
+        slot=spec.slot_bytes(),
+        row=row_bytes(config, target, config.max_model_len or mc.max_position_embeddings),
+        pages=page_bytes(kv_layers(config, target), config.page_size),
+        fixed=graph_bytes(config, target)
+        + draft_needs(config).fixed_bytes(config, target)
+        + scores
+        + staged_bytes(config, target),
+        transfer=config.transfer_bytes,
+        encoder=encoder_bytes(config, target),
+    )
 
 
 def _in_slabs(config: EngineConfig, target: RunTarget, plan: MemoryPlan) -> MemoryPlan:

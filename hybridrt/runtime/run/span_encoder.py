@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from hybridrt.base.device import Event, SideStream, record_event, wait_in_stream
@@ -28,8 +29,10 @@ class SpanEncoder:
         """Queues tasks, in order of their tickets. All spans are encoded together."""
         with self._side.after_current():
             made = torch.cat(self._model.encode([task.input for task in tasks]))
-            rows = torch.cat([torch.from_numpy(task.rows) for task in tasks]).long()
-            self._kept.index_copy_(0, rows.to(self._device), made)
+            rows = torch.from_numpy(np.concatenate([task.rows for task in tasks])).long()
+            if self._device.type == "cuda":  # pinned: other copies to the device wait for the stream
+                rows = rows.pin_memory().to(self._device, non_blocking=True)
+            self._kept.index_copy_(0, rows, made)
             self._running[tasks[-1].ticket] = record_event(self._device)
 
     def wait(self, ticket: int) -> None:
