@@ -99,7 +99,7 @@ def bad(path: Path) -> dict[str, tuple[Made, str]]:
         "digest": (altered(fine, digest=b"short"), "pass 32 bytes"),
         "no spans": (fine | {"spans": [5]}, "pass a list of"),
         "video": (fine | {"prompt_token_ids": [VIDEO, *ids[1:]]}, "video_token_id"),
-        "other names": (fine | {"images": []}, "a prompt is a string"),
+        "other names": (fine | {"images": []}, "images go with prompt"),
     }  # fmt: skip
 
 
