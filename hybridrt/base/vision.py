@@ -11,18 +11,22 @@ class VisionSpec:
     Attributes:
         tower: its sort. "qwen3_5" takes patches block by block of `merge` x `merge`, rows first in
             and between blocks, with numbers by channel, y, x (once: a picture does not move).
-            "siglip2" takes them row by row, with numbers by y, x, channel.
+            "lfm3" does, too. "siglip2" takes them row by row, with numbers by y, x, channel.
         token: the placeholder of an image's tokens.
         num_layers, hidden_size, intermediate_size, num_heads, norm_eps: its transformer.
         patch_size: pixels of a patch's side.
         merge: patches of the side of a block, which becomes one token.
-        table_side: rows and columns of its table of positions.
+        table_side: rows and columns of its table of positions; 0: it has none.
         projector_size: width between the two projections to the text model, which has `out_size`.
         projector_norm, projector_bias: whether the projector has them.
+        rope_theta: base of rotary embeddings by row and column; 0: it has none.
+        num_kv_heads: heads of keys and values; 0: as many as of queries.
+        convolutions: the layers that convolve a picture instead of attending to it, by kernels with
+            a side of `kernel_size` patches.
         mean, std: of the channels red, green and blue, in parts of 255.
     """
 
-    tower: Literal["qwen3_5", "siglip2"]
+    tower: Literal["qwen3_5", "siglip2", "lfm3"]
     token: int
     num_layers: int
     hidden_size: int
@@ -36,6 +40,10 @@ class VisionSpec:
     norm_eps: float = 1e-6
     projector_norm: bool = True
     projector_bias: bool = True
+    rope_theta: float = 0.0
+    num_kv_heads: int = 0
+    convolutions: frozenset[int] = frozenset()
+    kernel_size: int = 0
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
 

@@ -6,7 +6,19 @@ from math import isqrt
 from pathlib import Path
 from typing import Any
 
-from hybridrt.base.config_json import NULL, OBJECT, TRUE, FieldType, check_fields, either, list_of, number, read_object
+from hybridrt.base.config_fields import ROPE
+from hybridrt.base.config_json import (
+    NULL,
+    OBJECT,
+    TRUE,
+    FieldType,
+    check_fields,
+    either,
+    list_of,
+    number,
+    one_of,
+    read_object,
+)
 from hybridrt.base.errors import ConfigError
 from hybridrt.base.vision import VisionSpec
 from hybridrt.models.config.family import Family
@@ -68,3 +80,12 @@ def table_side(name: str, entries: int) -> int:
     if isqrt(entries) ** 2 != entries:
         raise ConfigError(f"vision_config: {name} is {entries}; it must be a square number")
     return isqrt(entries)
+
+
+def rope_theta(fields: Mapping[str, Any], default: float) -> float:
+    """The base of a tower's rotary embeddings, which turn by row and column. ConfigError."""
+    found = fields.get("rope_parameters") or {}
+    check_fields({"rope_parameters": found}, {"rope_parameters": OBJECT}, "vision_config")
+    known = {"rope_type": either(NULL, one_of("axial", "default")), "rope_theta": either(NULL, ROPE["rope_theta"])}
+    check_fields(found, known, "vision_config: rope_parameters")
+    return float(found.get("rope_theta") or default)

@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hybridrt.base.vision import VisionSpec
+from hybridrt.kernels.attention.paged_attention import qk_norm_rotary
+from hybridrt.kernels.core.records import Rope
 from hybridrt.layers.weights import Build, CheckpointMap, Transform, parameter, unchanged, whole
-
-Rotation = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 class Linear(nn.Module):
@@ -33,16 +35,19 @@ class Linear(nn.Module):
 
 
 class JoinedLinear(Linear):
-    """Projections of one input, which the checkpoint stores apart, as one product."""
+    """Projections of one input, `sizes` wide, as one product."""
+
+    def __init__(self, name: str, in_features: int, sizes: Sequence[int], *, bias: bool = True, build: Build) -> None:
+        super().__init__(name, in_features, sum(sizes), bias=bias, build=build)
+        self.sizes = list(sizes)
 
     def targets_apart(self, keys: Sequence[str]) -> CheckpointMap:
-        """`keys` of the projections, whose outputs are equally wide."""
-        assert self.bias is not None, "these projections have biases"
+        """`keys` of the projections, which the checkpoint stores apart."""
         found: CheckpointMap = {}
-        weights, biases = self.weight.data.chunk(len(keys)), self.bias.data.chunk(len(keys))
-        for key, weight, bias in zip(keys, weights, biases):
-            part = f"{self.name}.{key.rpartition('.')[2]}"
-            found |= {f"{key}.weight": whole(f"{part}.weight", weight), f"{key}.bias": whole(f"{part}.bias", bias)}
+        for end, param in (("weight", self.weight), ("bias", self.bias)):
+            parts = () if param is None else param.data.split(self.sizes)
+            for key, part in zip(keys, parts):
+                found[f"{key}.{end}"] = whole(f"{self.name}.{key.rpartition('.')[2]}.{end}", part)
         return found
 
 
@@ -63,37 +68,58 @@ class LayerNorm(nn.Module):
         return {f"{key}.{part}": whole(f"{self.name}.{part}", param.data) for part, param in parts.items()}
 
 
+class Pictures(NamedTuple):
+    """Pictures whose patches lie one after the other.
+
+    Attributes:
+        grids: rows and columns of patches of each.
+        cos_sin: [T, dim] cosines and sines of the patches' places, for queries and keys; None: they
+            are not turned. order: [T], 0 to T - 1.
+    """
+
+    grids: Sequence[tuple[int, int]]
+    cos_sin: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+
+    @property
+    def lengths(self) -> list[int]:
+        return [rows * columns for rows, columns in self.grids]
+
+
 class Block(nn.Module):
     """x + attention(norm(x)), then x + MLP(norm(x)), with attention within each picture
     (Dosovitskiy et al. 2021)."""
 
-    def __init__(self, name: str, size: int, inner: int, heads: int, eps: float, *, build: Build) -> None:
+    def __init__(self, name: str, spec: VisionSpec, *, build: Build) -> None:
         super().__init__()
-        self.heads = heads
-        self.norms = nn.ModuleList(LayerNorm(f"{name}.norm{i}", size, eps, build=build) for i in (1, 2))
-        self.qkv = JoinedLinear(f"{name}.qkv", size, 3 * size, build=build)
+        self.heads, size = spec.num_heads, spec.hidden_size
+        self.norms = nn.ModuleList(LayerNorm(f"{name}.norm{i}", size, spec.norm_eps, build=build) for i in (1, 2))
+        self.qkv = JoinedLinear(f"{name}.qkv", size, [size] * 3, build=build)
         self.proj = Linear(f"{name}.proj", size, size, build=build)
-        self.up = Linear(f"{name}.up", size, inner, build=build)
-        self.down = Linear(f"{name}.down", inner, size, build=build)
+        self.up = Linear(f"{name}.up", size, spec.intermediate_size, build=build)
+        self.down = Linear(f"{name}.down", spec.intermediate_size, size, build=build)
 
-    def forward(self, x: torch.Tensor, lengths: Sequence[int], rotation: Rotation | None = None) -> torch.Tensor:
-        """[T, size] of pictures with `lengths` patches; `rotation` turns q and k [T, heads, dim]."""
+    def forward(self, x: torch.Tensor, pictures: Pictures) -> torch.Tensor:
+        """[T, size]."""
         q, k, v = self.qkv(self.norms[0](x)).view(len(x), 3, self.heads, -1).unbind(1)
-        if rotation is not None:
-            q, k = rotation(q, k)
-        x = x + self.proj(attend_within(q, k, v, lengths).flatten(1))
+        if pictures.cos_sin is not None:
+            q, k = qk_norm_rotary(q, k, pictures.order, Rope(pictures.cos_sin))
+        x = x + self.proj(attend_within(q, k, v, pictures.lengths).flatten(1))
         return x + self.down(F.gelu(self.up(self.norms[1](x)), approximate="tanh"))
 
 
 def attend_within(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """Softmax attention of patches to all patches of their own picture: [T, heads, dim] each.
-    Neighbours of equal length are one call, so nothing is padded."""
+    """Softmax attention of patches to all patches of their own picture: q [T, heads, dim], k and v
+    with as many heads or a part of them. Neighbours of equal length are one call, so nothing is
+    padded."""
     found, start = [], 0
     for length, group in groupby(lengths):
         count = len(list(group))
         rows = slice(start, start + count * length)
         q_rows, k_rows, v_rows = (each[rows].unflatten(0, (count, length)).transpose(1, 2) for each in (q, k, v))
-        found.append(F.scaled_dot_product_attention(q_rows, k_rows, v_rows).transpose(1, 2).flatten(0, 1))
+        shared = k.shape[1] < q.shape[1]
+        attended = F.scaled_dot_product_attention(q_rows, k_rows, v_rows, enable_gqa=shared)
+        found.append(attended.transpose(1, 2).flatten(0, 1))
         start += count * length
     return torch.cat(found) if len(found) > 1 else found[0]
 
@@ -124,9 +150,26 @@ def resized(
     return torch.einsum("ct,rte->rce", columns, by_row)
 
 
+def axial_turns(grid: tuple[int, int], head_dim: int, theta: float, device: torch.device) -> torch.Tensor:
+    """[rows, columns, head_dim] float32: cosines, then sines of half a head's pairs by row, and of
+    the others by column."""
+    pairs = head_dim // 4
+    turns = theta ** -(torch.arange(pairs, dtype=torch.float32, device=device) / pairs)
+    places = torch.meshgrid(*(torch.arange(size, device=device) for size in grid), indexing="ij")
+    angles = torch.cat([place[..., None] * turns for place in places], -1)
+    return torch.cat((angles.cos(), angles.sin()), -1)
+
+
 def in_blocks(patches: torch.Tensor, merge: int) -> torch.Tensor:
     """[rows, columns, ...] to [rows * columns, ...]: block by block of merge x merge, each row by
     row."""
     rows, columns, *rest = patches.shape
     blocks = patches.view(rows // merge, merge, columns // merge, merge, *rest)
     return blocks.transpose(1, 2).reshape(rows * columns, *rest)
+
+
+def out_of_blocks(patches: torch.Tensor, grid: tuple[int, int], merge: int) -> torch.Tensor:
+    """The way back: [rows * columns, ...], to row by row."""
+    rows, columns = grid
+    blocks = patches.view(rows // merge, columns // merge, merge, merge, *patches.shape[1:])
+    return blocks.transpose(1, 2).reshape(patches.shape)

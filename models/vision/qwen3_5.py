@@ -13,15 +13,22 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hybridrt.base.config_fields import EPSILON, LAYERS, SIZE, FieldTypes
-from hybridrt.base.config_json import NULL, FieldType, check_fields, either, integer, one_of
+from hybridrt.base.config_fields import LAYERS, SIZE, FieldTypes
+from hybridrt.base.config_json import FieldType, check_fields, integer, one_of
 from hybridrt.base.errors import ConfigError
 from hybridrt.base.vision import VisionSpec
-from hybridrt.kernels.attention.paged_attention import qk_norm_rotary
-from hybridrt.kernels.core.records import Rope
 from hybridrt.layers.weights import Build, CheckpointMap
-from hybridrt.models.config.read_vision import table_side
-from hybridrt.models.vision.layers import Block, LayerNorm, Linear, corner_weights, in_blocks, resized
+from hybridrt.models.config.read_vision import rope_theta, table_side
+from hybridrt.models.vision.layers import (
+    Block,
+    LayerNorm,
+    Linear,
+    Pictures,
+    axial_turns,
+    corner_weights,
+    in_blocks,
+    resized,
+)
 from hybridrt.models.vision.tower import Tower
 
 KEY = "model.visual"
@@ -38,7 +45,6 @@ FIELDS: FieldTypes = {
     "deepstack_visual_indexes": FieldType(
         "absent or empty: features of inner layers (DeepStack) are not supported", lambda v: not v
     ),
-    "layer_norm_eps": either(NULL, EPSILON),
 }
 DEFAULTS: dict[str, Any] = {
     "depth": 27, "hidden_size": 1152, "hidden_act": "gelu_pytorch_tanh", "intermediate_size": 4304, "num_heads": 16,
@@ -73,6 +79,7 @@ def read(raw: Mapping[str, Any], hidden_size: int) -> VisionSpec:
         merge=merge,
         table_side=table_side("num_position_embeddings", fields["num_position_embeddings"]),
         projector_size=size * merge**2,
+        rope_theta=rope_theta(fields, THETA),
         out_size=hidden_size,
         mean=(0.48145466, 0.4578275, 0.40821073),  # of transformers' class
         std=(0.26862954, 0.26130258, 0.27577711),
@@ -85,34 +92,26 @@ class Qwen3_5Tower(Tower):
         plain, size = self.build, spec.hidden_size
         self.patch = Linear("visual.patch", spec.patch_numbers, size, build=plain)
         self.table = Linear("visual.table", size, spec.table_side**2, bias=False, build=plain)
-        self.blocks = nn.ModuleList(
-            Block(f"visual.{i}", size, spec.intermediate_size, spec.num_heads, spec.norm_eps, build=plain)
-            for i in range(spec.num_layers)
-        )
+        self.blocks = nn.ModuleList(Block(f"visual.{i}", spec, build=plain) for i in range(spec.num_layers))
         self.norm = LayerNorm("visual.norm", size, spec.norm_eps, build=plain)
         self.fc1 = Linear("visual.fc1", spec.projector_size, spec.projector_size, build=plain)
         self.fc2 = Linear("visual.fc2", spec.projector_size, spec.out_size, build=plain)
 
-    def forward(self, patches: torch.Tensor, grids: Sequence[tuple[int, int]]) -> torch.Tensor:
-        x = self.patch(patches)
+    def begin(self, patches: torch.Tensor, grids: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, Pictures]:
         places = {grid: self._placed(grid) for grid in dict.fromkeys(grids)}
-        x = x + torch.cat([places[grid][0] for grid in grids])
-        rope = Rope(torch.cat([places[grid][1] for grid in grids]))
-        order, lengths = torch.arange(len(x), device=x.device), [rows * columns for rows, columns in grids]
-        for block in self.blocks:
-            x = block(x, lengths, lambda q, k: qk_norm_rotary(q, k, order, rope))
-        merged = self.norm(x).view(-1, self.spec.projector_size)
-        return self.fc2(F.gelu(self.fc1(merged)))
+        x = self.patch(patches).add_(torch.cat([places[grid][0] for grid in grids]))
+        return x, Pictures(grids, torch.cat([places[grid][1] for grid in grids]), torch.arange(len(x), device=x.device))
 
     def _placed(self, grid: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the patches of a grid: embeddings of their places [n, size]; cosines, then sines
-        [n, dim]."""
-        device, merge, pairs = self.build.device, self.spec.merge, self.spec.head_dim // 4
-        table = in_blocks(resized(self.table.weight, grid, corner_weights), merge).to(self.build.dtype)
-        places = torch.stack(torch.meshgrid(*(torch.arange(n, device=device) for n in grid), indexing="ij"), -1)
-        turns = THETA ** -(torch.arange(pairs, dtype=torch.float32, device=device) / pairs)
-        angles = (in_blocks(places, merge)[:, :, None] * turns).flatten(1)
-        return table, torch.cat((angles.cos(), angles.sin()), -1)
+        """Embeddings of the places of a grid's patches [n, size], and their `axial_turns` [n, dim]."""
+        merge, device = self.spec.merge, self.build.device
+        table = resized(self.table.weight, grid, corner_weights).to(self.build.dtype)
+        turns = axial_turns(grid, self.spec.head_dim, self.spec.rope_theta, device)
+        return in_blocks(table, merge), in_blocks(turns, merge)
+
+    def finish(self, x: torch.Tensor, grids: Sequence[tuple[int, int]]) -> torch.Tensor:
+        merged = self.norm(x).view(-1, self.spec.projector_size)
+        return self.fc2(F.gelu(self.fc1(merged)))
 
     def checkpoint_map(self) -> CheckpointMap:
         found = {

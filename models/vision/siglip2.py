@@ -19,7 +19,7 @@ from hybridrt.base.errors import ConfigError
 from hybridrt.base.vision import VisionSpec
 from hybridrt.layers.weights import Build, CheckpointMap
 from hybridrt.models.config.read_vision import table_side
-from hybridrt.models.vision.layers import Block, LayerNorm, Linear, area_weights, in_blocks, resized
+from hybridrt.models.vision.layers import Block, LayerNorm, Linear, Pictures, area_weights, in_blocks, resized
 from hybridrt.models.vision.tower import Tower
 
 KEY, PROJECTOR = "model.vision_tower", "model.multi_modal_projector"
@@ -83,10 +83,7 @@ class Siglip2Tower(Tower):
         plain, size = self.build, spec.hidden_size
         self.patch = Linear("vision_tower.patch", spec.patch_numbers, size, build=plain)
         self.table = Linear("vision_tower.table", size, spec.table_side**2, bias=False, build=plain)
-        self.blocks = nn.ModuleList(
-            Block(f"vision_tower.{i}", size, spec.intermediate_size, spec.num_heads, spec.norm_eps, build=plain)
-            for i in range(spec.num_layers)
-        )
+        self.blocks = nn.ModuleList(Block(f"vision_tower.{i}", spec, build=plain) for i in range(spec.num_layers))
         self.norm = LayerNorm("vision_tower.norm", size, spec.norm_eps, build=plain)
         joined = size * spec.merge**2
         self.joined_norm = (
@@ -95,14 +92,12 @@ class Siglip2Tower(Tower):
         self.linear_1 = Linear("projector.1", joined, spec.projector_size, bias=spec.projector_bias, build=plain)
         self.linear_2 = Linear("projector.2", spec.projector_size, spec.out_size, bias=spec.projector_bias, build=plain)
 
-    def forward(self, patches: torch.Tensor, grids: Sequence[tuple[int, int]]) -> torch.Tensor:
-        x = self.patch(patches)
+    def begin(self, patches: torch.Tensor, grids: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, Pictures]:
         places = {grid: self._places(grid) for grid in dict.fromkeys(grids)}
-        x = x + torch.cat([places[grid] for grid in grids])
-        lengths = [rows * columns for rows, columns in grids]
-        for block in self.blocks:
-            x = block(x, lengths)
-        parts = zip(self.norm(x).split(lengths), grids)
+        return self.patch(patches).add_(torch.cat([places[grid] for grid in grids])), Pictures(grids)
+
+    def finish(self, x: torch.Tensor, grids: Sequence[tuple[int, int]]) -> torch.Tensor:
+        parts = zip(self.norm(x).split(Pictures(grids).lengths), grids)
         joined = torch.cat([in_blocks(part.unflatten(0, grid), self.spec.merge) for part, grid in parts])
         joined = joined.view(-1, self.linear_1.weight.shape[1])
         if self.joined_norm is not None:

@@ -1,9 +1,10 @@
 """The base of all towers: from the patches of pictures to embeddings of the text model."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from operator import itemgetter
+from typing import cast
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from hybridrt.base.quantization import PLAIN
 from hybridrt.base.spans import EncoderInput
 from hybridrt.base.vision import VisionSpec
 from hybridrt.layers.weights import Build, CheckpointMap
+from hybridrt.models.vision.layers import Pictures
 
 
 def on_device(parts: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
@@ -31,9 +33,11 @@ class Tower(nn.Module, ABC):
 
     Attributes:
         channel_last: the three channels of a pixel are neighbours in a patch.
+        blocks: its transformer.
     """
 
     channel_last: bool = False
+    blocks: nn.ModuleList
 
     def __init__(self, spec: VisionSpec, build: Build) -> None:
         super().__init__()
@@ -48,18 +52,34 @@ class Tower(nn.Module, ABC):
     def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor]:
         """Embeddings of each input's span, [length, hidden] in the model's dtype. Does not wait for
         the device."""
+        slices = self.slices(inputs)
+        while True:
+            try:
+                next(slices)
+            except StopIteration as end:
+                return cast("list[torch.Tensor]", end.value)
+
+    def slices(self, inputs: Sequence[EncoderInput]) -> Generator[None, None, list[torch.Tensor]]:
+        """`encode`, one block of layers between two yields, for a caller that launches other work
+        between them."""
         order = sorted(range(len(inputs)), key=lambda i: inputs[i].grid)  # equal grids share calls of attention
         grids = [inputs[i].grid for i in order]
         patches = on_device([inputs[i].patches for i in order], self.build.device)
-        normed = patches.float().sub_(self.mean).div_(self.std).to(self.build.dtype)
-        block = self.spec.merge**2
-        found = self(normed, grids).split([rows * columns // block for rows, columns in grids])
+        x, pictures = self.begin(patches.float().sub_(self.mean).div_(self.std).to(self.build.dtype), grids)
+        for block in self.blocks:
+            x = block(x, pictures)
+            yield
+        block_size = self.spec.merge**2
+        found = self.finish(x, grids).split([length // block_size for length in pictures.lengths])
         return [part for _, part in sorted(zip(order, found), key=itemgetter(0))]
 
     @abstractmethod
-    def forward(self, patches: torch.Tensor, grids: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """[T, numbers of a patch] of pictures with `grids`, one after the other, to [T / merge^2,
-        hidden size of the text model]."""
+    def begin(self, patches: torch.Tensor, grids: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, Pictures]:
+        """From patches [T, numbers of a patch] to the input of the first block, [T, hidden_size]."""
+
+    @abstractmethod
+    def finish(self, x: torch.Tensor, grids: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """From the output of the last block to embeddings [T / merge^2, out_size]."""
 
     @abstractmethod
     def checkpoint_map(self) -> CheckpointMap:

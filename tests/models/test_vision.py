@@ -18,7 +18,7 @@ from tests.models.test_loader import edit, load, skipped
 from tests.models.test_models_parity import rewrite
 from tests.support.checkpoints import CheckpointStore
 
-QWEN, QWEN_MOE, LFM2 = "qwen35-seeing_tied", "qwen35-seeing_experts", "seeing-lfm2_vl"
+QWEN, QWEN_MOE, LFM2, LFM3 = "qwen35-seeing_tied", "qwen35-seeing_experts", "seeing-lfm2_vl", "seeing-lfm3_vl"
 GRIDS = [(4, 6), (2, 8), (4, 6), (6, 6)]
 MEAN, STD = (0.4, 0.5, 0.6), (0.3, 0.25, 0.2)
 
@@ -62,7 +62,7 @@ def lfm2_inputs(inputs: Sequence[EncoderInput]) -> tuple[Tensor, Tensor, Tensor]
     return padded, torch.tensor([each.grid for each in inputs]), mask
 
 
-@pytest.mark.parametrize("name", [QWEN, QWEN_MOE, LFM2])
+@pytest.mark.parametrize("name", [QWEN, QWEN_MOE, LFM2, LFM3])
 @torch.no_grad()
 def test_embeddings_are_those_of_transformers(name: str, checkpoints: CheckpointStore, tmp_path: Path) -> None:
     """Every key is consumed, and pictures of other sizes and in another order change nothing."""
@@ -137,6 +137,10 @@ def test_older_names_of_the_tower_of_lfm2(checkpoints: CheckpointStore, tmp_path
     (LFM2, {"num_patches": 17}, "num_patches is 17; it must be a square"),
     (LFM2, {"num_attention_heads": 3}, "hidden_size is 16; it must be a multiple of num_attention_heads 3"),
     (LFM2, {"patch_size": 0}, "patch_size is 0"),
+    (LFM3, {"layer_types": ["conv"]}, "layer_types has 1 entries; there are 3 layers"),
+    (LFM3, {"num_key_value_heads": 3}, "num_attention_heads 2 and num_key_value_heads 3"),
+    (LFM3, {"conv_kernel_size": 2}, "conv_kernel_size is 2; it must be an odd number"),
+    (LFM3, {"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters: rope_type is 'yarn'"),
 ])  # fmt: skip
 def test_towers_that_are_refused(
     name: str, change: dict[str, Any], text: str, checkpoints: CheckpointStore, tmp_path: Path

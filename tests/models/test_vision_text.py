@@ -16,7 +16,7 @@ from hybridrt.models.config.read_config import read_model_config
 from hybridrt.speculative.drafter import Draft, DraftRequest
 from hybridrt.speculative.head import HeadStep, _along_path
 from hybridrt.speculative.mtp import MTPDrafter
-from tests.models.test_vision import LFM2, QWEN, QWEN_MOE, lfm2_inputs, pictures, qwen_inputs, seeing
+from tests.models.test_vision import LFM2, LFM3, QWEN, QWEN_MOE, lfm2_inputs, pictures, qwen_inputs, seeing
 from tests.support.checkpoints import CheckpointStore
 from tests.support.mtp_oracle import NaiveHead, write_with_head
 from tests.support.newer_checkpoints import qwen35_seeing
@@ -57,8 +57,9 @@ def check(model: Any, name: str, tokens: list[int], inputs: Sequence[EncoderInpu
         given = dict(zip(("pixel_values", "spatial_shapes", "pixel_attention_mask"), lfm2_inputs(inputs)))
     elif inputs:
         given = dict(zip(("pixel_values", "image_grid_thw"), qwen_inputs(inputs)))
-        given["mm_token_type_ids"] = (ids == IMAGE).int()
-        model.model.rope_deltas = None
+        if name != LFM3:
+            given["mm_token_type_ids"] = (ids == IMAGE).int()
+            model.model.rope_deltas = None
     logits: Tensor = model(input_ids=ids, use_cache=False, **given).logits[0, len(tokens) - 1 :]
     short = logits.max(-1).values - logits.gather(1, torch.tensor(output)[:, None])[:, 0]
     assert short.max() < 1e-4, (name, tokens, output, short)
@@ -89,6 +90,7 @@ def sample_prompts(path: Path) -> tuple[list[tuple[list[int], list[Span]]], list
         (QWEN, {"speculative": SpeculativeConfig("ngram", num_draft_tokens=3, topk=2)}),
         (LFM2, {}),
         (LFM2, {"chunked_prefill_size": 5}),
+        (LFM3, {}),
     ],
 )
 def test_greedy_tokens_are_those_of_transformers(
