@@ -156,8 +156,11 @@ class ImageReader:
 
     def _pieces(self, pixels: np.ndarray, digest: bytes, low: bool) -> list[_ReadPiece]:
         settings = self._settings
-        make = qwen_pieces if isinstance(settings, QwenImages) else lfm2_pieces
-        pieces = make(torch.from_numpy(pixels).permute(2, 0, 1), settings, low)
+        picture = torch.from_numpy(pixels).permute(2, 0, 1)
+        if isinstance(settings, QwenImages):
+            pieces = qwen_pieces(picture, settings, low)
+        else:
+            pieces = lfm2_pieces(picture, settings, low)
         framed = [[_VERSION, settings, digest, low, i] for i in range(len(pieces))]
         return [_ReadPiece(piece, sha256(msgspec.msgpack.encode(each)).digest()) for piece, each in zip(pieces, framed)]
 

@@ -1,6 +1,6 @@
 """How a checkpoint's processor cuts pictures into patches: preprocessor_config.json or processor_config.json."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -172,4 +172,6 @@ def _check_order(fields: Mapping[str, Any], low: str, high: str, file: Path) -> 
         raise ConfigError(f"{file}: {low} is {fields[low]}; it must be at most {high}, {fields[high]}")
 
 
-_READERS = {"Qwen2VLImageProcessor": _qwen, "Lfm2VlImageProcessor": _lfm2}
+_READERS: dict[str, Callable[[Mapping[str, Any], Path], ImageSettings]] = {
+    "Qwen2VLImageProcessor": _qwen, "Lfm2VlImageProcessor": _lfm2,
+}  # fmt: skip
