@@ -33,6 +33,7 @@ from hybridrt.engine.api.chats import (
     read_output,
 )
 from hybridrt.engine.api.embeddings import check_dimensions, embedding, pooling_params
+from hybridrt.engine.api.image_prompts import read_images
 from hybridrt.engine.api.sampling_defaults import default_sampling_params
 from hybridrt.engine.cache.cache_dump import write_dump
 from hybridrt.engine.cache.session_file import Session
@@ -179,8 +180,8 @@ class LLM:
 
         Args:
             prompts: one prompt or several, of any kinds: each a string, token ids (a list, a tuple, or a 1-D integer
-                array of numpy or torch), {"prompt": text} or {"prompt_token_ids": ids}. What `Engine.prepare`
-                has returned stays as it is, with its own parameters.
+                array of numpy or torch), {"prompt": text}, {"prompt": text, "images": [...]} or
+                {"prompt_token_ids": ids}. What `Engine.prepare` has returned stays as it is, with its own parameters.
             sampling_params: for all prompts, or one each; None is `default_sampling_params`.
             client: for whom they are: with `target_itl_ms`, clients share prompt computation fairly.
 
@@ -196,7 +197,7 @@ class LLM:
             refuse("generate", name, CALLS, ("prompts", "sampling_params", "client"))
         check_client(client)
         params = self.default_sampling_params if sampling_params is None else sampling_params
-        batch = self.engine.intake.prepare_all(prompts, params)
+        batch = self.engine.intake.prepare_all(self.with_spans(prompts), params)
         ids, ended = self._run(batch, client)
         return [
             whole_output(request_id, prepared.tokens, prepared.params.n, ended)
@@ -256,7 +257,7 @@ class LLM:
             RequestError, EngineError: as `generate`.
         """
         check_dimensions(dimensions, self.model_config.hidden_size)
-        batch = self.engine.intake.prepare_all(prompts, pooling_params(pooling))
+        batch = self.engine.intake.prepare_all(self.with_spans(prompts), pooling_params(pooling))
         ids, ended = self._run(batch)
         sums = [(ended[request_id, 0].pooled, len(p.tokens)) for request_id, p in zip(ids, batch, strict=True)]
         return np.stack([embedding(*each, pooling, dimensions=dimensions, normalize=normalize) for each in sums])
@@ -275,7 +276,12 @@ class LLM:
         """
         params = self.default_sampling_params if sampling_params is None else sampling_params
         check_client(client)
-        return self._stream(self.engine.prepare(prompt, params), client)
+        return self._stream(self.engine.prepare(self.with_spans(prompt), params), client)
+
+    def with_spans(self, prompts: Any) -> Any:
+        """One prompt or several, those with images as token ids and spans. Others stay as they are.
+        RequestError: an image cannot be taken."""
+        return read_images(prompts, self.image_reader, self.tokenizer, self.plan.max_model_len - 1)
 
     def chat(
         self,

@@ -43,10 +43,17 @@ class SpansPrompt(TokensPrompt):
     spans: Sequence[Span]
 
 
-Prompt = str | TokenIds | TextPrompt | TokensPrompt | SpansPrompt
+class ImagesPrompt(TextPrompt):
+    """Text with a placeholder for each of its images: see hybridrt/images/source.py for these.
+    `LLM` makes a SpansPrompt of it."""
+
+    images: Sequence[Any]
+
+
+Prompt = str | TokenIds | TextPrompt | TokensPrompt | SpansPrompt | ImagesPrompt
 ACCEPTED = (
-    'a prompt is a string, token ids (a list, a tuple, or a 1-D integer array of numpy or torch), {"prompt": text} or '
-    '{"prompt_token_ids": ids}'
+    'a prompt is a string, token ids (a list, a tuple, or a 1-D integer array of numpy or torch), {"prompt": text}, '
+    '{"prompt": text, "images": [...]} or {"prompt_token_ids": ids}'
 )
 Ids = Sequence[Any] | npt.NDArray[Any] | torch.Tensor
 

@@ -123,7 +123,7 @@ class StepRunner:
                     self._enter_mrope_deltas(plan, self.pools.req_to_token.mrope_deltas)
                 if self.encoder is not None:
                     self._encode(plan, self.encoder)
-                if plan.moves or self.host is not None:
+                if plan.moves or plan.cleared or self.host is not None:
                     self._move_states(plan)
                 self._run_model(plan, tokens, step)
         except BaseException:
@@ -173,6 +173,8 @@ class StepRunner:
         if self.host is not None:
             self.host.launch(plan.host_copies)
             self.host.wait(plan.after_copies)
+        if self.pools.shared is not None:
+            self.pools.shared.clear(plan.cleared)
         if pool is not None and (later := [move for move in plan.moves if move.when is When.BEFORE_ROWS]):
             pool.move(later, self.staging.upload)
 
