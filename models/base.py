@@ -155,6 +155,9 @@ class CausalLM(nn.Module, ABC):
             found |= {} if part is None else part.checkpoint_map()
         return found
 
+    def check_skipped(self, key: str, tensor: torch.Tensor) -> None:
+        """CheckpointError if a tensor that is skipped would change the model."""
+
     def mixers(self) -> dict[int, Any]:
         return self.stack.mixers()
 

@@ -14,8 +14,8 @@ class EncoderInput(msgspec.Struct, frozen=True, array_like=True, eq=False):
     """What an encoder reads for one span.
 
     Attributes:
-        patches: [rows * columns, numbers of a patch] uint8, before normalisation, in the order in
-            which the family's processor lists patches.
+        patches: [rows * columns, numbers of a patch] of `VisionSpec.patch_dtype`, before
+            normalisation, in the order in which the family's processor lists patches.
         grid: rows and columns of patches.
     """
 

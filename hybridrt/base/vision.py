@@ -11,7 +11,8 @@ class VisionSpec:
     Attributes:
         tower: its sort. "qwen3_5" takes patches block by block of `merge` x `merge`, rows first in
             and between blocks, with numbers by channel, y, x (once: a picture does not move).
-            "lfm3" does, too. "siglip2" takes them row by row, with numbers by y, x, channel.
+            "lfm3" does, too. "siglip2" takes them row by row, with numbers by y, x, channel, "radio"
+            row by row, by channel, y, x.
         token: the placeholder of an image's tokens.
         num_layers, hidden_size, intermediate_size, num_heads, norm_eps: its transformer.
         patch_size: pixels of a patch's side.
@@ -23,10 +24,13 @@ class VisionSpec:
         num_kv_heads: heads of keys and values; 0: as many as of queries.
         convolutions: the layers that convolve a picture instead of attending to it, by kernels with
             a side of `kernel_size` patches.
+        num_prefix: learned tokens before each picture, which are dropped after the transformer.
+        exact_gelu: its MLP has the GELU itself, not its tanh approximation.
+        final_norm: a layer norm without weights follows the transformer.
         mean, std: of the channels red, green and blue, in parts of 255.
     """
 
-    tower: Literal["qwen3_5", "siglip2", "lfm3"]
+    tower: Literal["qwen3_5", "siglip2", "lfm3", "radio"]
     token: int
     num_layers: int
     hidden_size: int
@@ -44,12 +48,21 @@ class VisionSpec:
     num_kv_heads: int = 0
     convolutions: frozenset[int] = frozenset()
     kernel_size: int = 0
+    num_prefix: int = 0
+    exact_gelu: bool = False
+    final_norm: bool = False
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
 
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_heads
+
+    @property
+    def patch_dtype(self) -> Literal["uint8", "float32"]:
+        """dtype of patches, which have numbers from 0 to 255. Nemotron's processor keeps what a bicubic
+        resize has beyond them."""
+        return "float32" if self.tower == "radio" else "uint8"
 
     @property
     def patch_numbers(self) -> int:

@@ -24,8 +24,8 @@ from hybridrt.base.vision import VisionSpec
 from hybridrt.models.config.family import Family
 
 NORMS = {
-    "image_mean": either(NULL, list_of(number(0, 1), 3)),
-    "image_std": either(NULL, list_of(number(1e-3, 1e3), 3)),
+    **dict.fromkeys(("image_mean", "norm_mean"), either(NULL, list_of(number(0, 1), 3))),
+    **dict.fromkeys(("image_std", "norm_std"), either(NULL, list_of(number(1e-3, 1e3), 3))),
     "rescale_factor": FieldType("1/255", lambda v: v is None or (type(v) is float and abs(255 * v - 1) < 1e-3)),
     **dict.fromkeys(("do_rescale", "do_normalize"), either(NULL, TRUE)),
 }
@@ -51,7 +51,7 @@ def read_image_processor(path: Path) -> tuple[dict[str, Any], Path] | None:
 
 def read_vision(path: Path, raw: Mapping[str, Any], family: Family, hidden_size: int) -> VisionSpec | None:
     """The tower of a checkpoint with config.json `raw`. None: hybridrt runs the family's text part
-    only, or the checkpoint has no tower or no image processor.
+    only, or the checkpoint has no tower, no placeholder of images or no image processor.
 
     Raises:
         ConfigError: fields that cannot be used.
@@ -62,16 +62,18 @@ def read_vision(path: Path, raw: Mapping[str, Any], family: Family, hidden_size:
         return None
     processor, processor_file = found
     check_fields(processor, NORMS, processor_file)
-    if raw.get("image_token_id") is None:
-        raw = {**raw, "image_token_id": family.defaults["image_token_id"]}
+    token = raw.get("image_token_id", family.defaults.get("image_token_id"))
+    if token is None:
+        return None
+    raw = {**raw, "image_token_id": token}
     try:
         spec = family.vision(raw, hidden_size)
     except ConfigError as e:
         raise ConfigError(f"{file}: {e}") from e
     return replace(
         spec,
-        mean=tuple(processor.get("image_mean") or spec.mean),
-        std=tuple(processor.get("image_std") or spec.std),
+        mean=tuple(processor.get("image_mean") or processor.get("norm_mean") or spec.mean),
+        std=tuple(processor.get("image_std") or processor.get("norm_std") or spec.std),
     )
 
 

@@ -73,6 +73,7 @@ class Pictures(NamedTuple):
 
     Attributes:
         grids: rows and columns of patches of each.
+        num_prefix: further tokens before the patches of each picture.
         cos_sin: [T, dim] cosines and sines of the patches' places, for queries and keys; None: they
             are not turned. order: [T], 0 to T - 1.
     """
@@ -80,10 +81,12 @@ class Pictures(NamedTuple):
     grids: Sequence[tuple[int, int]]
     cos_sin: torch.Tensor | None = None
     order: torch.Tensor | None = None
+    num_prefix: int = 0
 
     @property
     def lengths(self) -> list[int]:
-        return [rows * columns for rows, columns in self.grids]
+        """Tokens of each."""
+        return [self.num_prefix + rows * columns for rows, columns in self.grids]
 
 
 class Block(nn.Module):
@@ -93,6 +96,7 @@ class Block(nn.Module):
     def __init__(self, name: str, spec: VisionSpec, *, build: Build) -> None:
         super().__init__()
         self.heads, size = spec.num_heads, spec.hidden_size
+        self.gelu = "none" if spec.exact_gelu else "tanh"
         self.norms = nn.ModuleList(LayerNorm(f"{name}.norm{i}", size, spec.norm_eps, build=build) for i in (1, 2))
         self.qkv = JoinedLinear(f"{name}.qkv", size, [size] * 3, build=build)
         self.proj = Linear(f"{name}.proj", size, size, build=build)
@@ -105,7 +109,7 @@ class Block(nn.Module):
         if pictures.cos_sin is not None:
             q, k = qk_norm_rotary(q, k, pictures.order, Rope(pictures.cos_sin))
         x = x + self.proj(attend_within(q, k, v, pictures.lengths).flatten(1))
-        return x + self.down(F.gelu(self.up(self.norms[1](x)), approximate="tanh"))
+        return x + self.down(F.gelu(self.up(self.norms[1](x)), approximate=self.gelu))
 
 
 def attend_within(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
@@ -138,6 +142,13 @@ def area_weights(size: int, side: int, device: torch.device) -> torch.Tensor:
     distances = (centers[:, None] - torch.arange(side, device=device)).abs()
     weights = (1 - distances / max(scale, 1.0)).clamp_(min=0)
     return weights / weights.sum(-1, keepdim=True)
+
+
+def linear_weights(size: int, side: int, device: torch.device) -> torch.Tensor:
+    """[size, side] float32: linear interpolation of areas, without smoothing."""
+    centers = (torch.arange(size, dtype=torch.float32, device=device) + 0.5) * (side / size) - 0.5
+    distances = centers.clamp_(0, side - 1)[:, None] - torch.arange(side, device=device)
+    return (1 - distances.abs_()).clamp_(min=0)
 
 
 def resized(

@@ -19,10 +19,11 @@ from hybridrt.models.vision.layers import Pictures
 
 
 def on_device(parts: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
-    """All rows of `parts` [n, numbers] uint8; to a GPU by one copy that the host does not wait for."""
+    """All rows of `parts` [n, numbers]; to a GPU by one copy that the host does not wait for."""
     if device.type == "cpu":
         return torch.from_numpy(np.concatenate(parts))
-    staged = pinned_empty((sum(map(len, parts)), parts[0].shape[1]), torch.uint8)
+    dtype = torch.uint8 if parts[0].dtype == np.uint8 else torch.float32
+    staged = pinned_empty((sum(map(len, parts)), parts[0].shape[1]), dtype)
     np.concatenate(parts, out=staged.numpy())
     return staged.to(device, non_blocking=True)
 
@@ -65,12 +66,14 @@ class Tower(nn.Module, ABC):
         order = sorted(range(len(inputs)), key=lambda i: inputs[i].grid)  # equal grids share calls of attention
         grids = [inputs[i].grid for i in order]
         patches = on_device([inputs[i].patches for i in order], self.build.device)
-        x, pictures = self.begin(patches.float().sub_(self.mean).div_(self.std).to(self.build.dtype), grids)
+        x, pictures = self.begin(
+            patches.to(torch.float32, copy=True).sub_(self.mean).div_(self.std).to(self.build.dtype), grids
+        )
         for block in self.blocks:
             x = block(x, pictures)
             yield
         block_size = self.spec.merge**2
-        found = self.finish(x, grids).split([length // block_size for length in pictures.lengths])
+        found = self.finish(x, grids).split([rows * columns // block_size for rows, columns in grids])
         return [part for _, part in sorted(zip(order, found), key=itemgetter(0))]
 
     @abstractmethod

@@ -1,6 +1,7 @@
 """Towers of images: their embeddings are transformers', their keys are consumed, and what is refused."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from tests.models.test_loader import edit, load, skipped
 from tests.models.test_models_parity import rewrite
 from tests.support.checkpoints import CheckpointStore
 
-QWEN, QWEN_MOE, LFM2, LFM3 = "qwen35-seeing_tied", "qwen35-seeing_experts", "seeing-lfm2_vl", "seeing-lfm3_vl"
+QWEN, QWEN_MOE = "qwen35-seeing_tied", "qwen35-seeing_experts"
+LFM2, LFM3, OMNI = "seeing-lfm2_vl", "seeing-lfm3_vl", "seeing-nemotron_omni"
+IDLE = r"model\.vision_tower\.head\..*|vision_model\..*(layer_scale\d\.lambda1|summary_idxs|video_embedder\.weight)"
 GRIDS = [(4, 6), (2, 8), (4, 6), (6, 6)]
 MEAN, STD = (0.4, 0.5, 0.6), (0.3, 0.25, 0.2)
 
@@ -33,7 +36,10 @@ def seeing(path: Path, to: Path, **processor: Any) -> Path:
 
 def pictures(spec: VisionSpec, grids: Sequence[tuple[int, int]]) -> list[EncoderInput]:
     rng = np.random.default_rng(0)
-    return [EncoderInput(rng.integers(0, 256, (h * w, spec.patch_numbers), dtype=np.uint8), (h, w)) for h, w in grids]
+    numbers = [rng.integers(0, 256, (h * w, spec.patch_numbers), dtype=np.uint8) for h, w in grids]
+    if spec.patch_dtype == "float32":
+        numbers = [each.astype(np.float32) * 1.1 - 10 for each in numbers]
+    return [EncoderInput(each, grid) for each, grid in zip(numbers, grids)]
 
 
 def normalised(inputs: Sequence[EncoderInput], channel_last: bool) -> list[Tensor]:
@@ -62,7 +68,19 @@ def lfm2_inputs(inputs: Sequence[EncoderInput]) -> tuple[Tensor, Tensor, Tensor]
     return padded, torch.tensor([each.grid for each in inputs]), mask
 
 
-@pytest.mark.parametrize("name", [QWEN, QWEN_MOE, LFM2, LFM3])
+def omni_inputs(inputs: Sequence[EncoderInput]) -> tuple[Tensor, Tensor]:
+    """transformers' pixels and grids."""
+    return torch.cat(normalised(inputs, channel_last=False)), torch.tensor([each.grid for each in inputs])
+
+
+def features(model: Any, name: str, inputs: Sequence[EncoderInput]) -> Sequence[Tensor]:
+    """Embeddings of pictures by transformers."""
+    given: Any = {LFM2: lfm2_inputs, OMNI: omni_inputs}.get(name, qwen_inputs)(inputs)
+    found: Sequence[Tensor] = (model if name == OMNI else model.model).get_image_features(*given).pooler_output
+    return found
+
+
+@pytest.mark.parametrize("name", [QWEN, QWEN_MOE, LFM2, LFM3, OMNI])
 @torch.no_grad()
 def test_embeddings_are_those_of_transformers(name: str, checkpoints: CheckpointStore, tmp_path: Path) -> None:
     """Every key is consumed, and pictures of other sizes and in another order change nothing."""
@@ -70,11 +88,10 @@ def test_embeddings_are_those_of_transformers(name: str, checkpoints: Checkpoint
     path = seeing(checkpoint.path, tmp_path / "model")
     model = load(path)
     assert model.config.vision is not None
-    assert all(key.startswith("model.vision_tower.head.") for key in skipped(path))
+    assert all(re.fullmatch(IDLE, key) for key in skipped(path))
     inputs = pictures(model.config.vision, GRIDS)
     for some in (inputs, inputs[1:2], inputs[::-1]):
-        given = lfm2_inputs(some) if name == LFM2 else qwen_inputs(some)
-        got, want = model.encode(some), checkpoint.model.model.get_image_features(*given).pooler_output
+        got, want = model.encode(some), features(checkpoint.model, name, some)
         for ours, theirs, each in zip(got, want, some, strict=True):
             assert ours.shape == (each.grid[0] * each.grid[1] // 4, model.config.hidden_size)
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
@@ -126,6 +143,30 @@ def test_older_names_of_the_tower_of_lfm2(checkpoints: CheckpointStore, tmp_path
     assert torch.equal(model.encode(inputs)[0], other.encode(inputs)[0])
 
 
+@torch.no_grad()
+def test_a_final_norm_of_the_tower_of_nemotron_omni(checkpoints: CheckpointStore, tmp_path: Path) -> None:
+    """Checkpoints with a prediction head have one; they may hold its weights, which do nothing."""
+    checkpoint = checkpoints[OMNI]
+    path = seeing(checkpoint.path, tmp_path / "model")
+    fields = json.loads((path / "config.json").read_text())
+    path = rewrite(path, tmp_path / "other", text_config=fields["text_config"] | {"num_nextn_predict_layers": 1})
+    norm = {"vision_final_layernorm.weight": torch.ones(16), "vision_final_layernorm.bias": torch.zeros(16)}
+    edit(path, lambda tensors: tensors.update(norm))
+    model = load(path)
+    assert model.config.vision is not None
+    inputs = pictures(model.config.vision, GRIDS[:2])
+    checkpoint.model.vision_final_layernorm = torch.nn.LayerNorm(16, eps=1e-6)
+    try:
+        want = features(checkpoint.model, OMNI, inputs)
+    finally:
+        checkpoint.model.vision_final_layernorm = None
+    for ours, theirs in zip(model.encode(inputs), want, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    edit(path, lambda tensors: tensors["vision_final_layernorm.bias"].add_(1))
+    with pytest.raises(CheckpointError, match=r"vision_final_layernorm\.bias is not 0 everywhere"):
+        load(path)
+
+
 @pytest.mark.parametrize(("name", "change", "text"), [
     (QWEN, {"deepstack_visual_indexes": [1]}, r"deepstack_visual_indexes is \[1\]; .*DeepStack.* not supported"),
     (QWEN, {"num_position_embeddings": 17}, "num_position_embeddings is 17; it must be a square"),
@@ -137,6 +178,8 @@ def test_older_names_of_the_tower_of_lfm2(checkpoints: CheckpointStore, tmp_path
     (LFM2, {"num_patches": 17}, "num_patches is 17; it must be a square"),
     (LFM2, {"num_attention_heads": 3}, "hidden_size is 16; it must be a multiple of num_attention_heads 3"),
     (LFM2, {"patch_size": 0}, "patch_size is 0"),
+    (OMNI, {"use_swiglu_ffn": True}, "use_swiglu_ffn is True"),
+    (OMNI, {"hidden_size": 32}, "hidden_size is 32; it must be .* vision_hidden_size, which is 16"),
     (LFM3, {"layer_types": ["conv"]}, "layer_types has 1 entries; there are 3 layers"),
     (LFM3, {"num_key_value_heads": 3}, "num_attention_heads 2 and num_key_value_heads 3"),
     (LFM3, {"conv_kernel_size": 2}, "conv_kernel_size is 2; it must be an odd number"),

@@ -16,7 +16,18 @@ from hybridrt.models.config.read_config import read_model_config
 from hybridrt.speculative.drafter import Draft, DraftRequest
 from hybridrt.speculative.head import HeadStep, _along_path
 from hybridrt.speculative.mtp import MTPDrafter
-from tests.models.test_vision import LFM2, LFM3, QWEN, QWEN_MOE, lfm2_inputs, pictures, qwen_inputs, seeing
+from tests.models.test_vision import (
+    LFM2,
+    LFM3,
+    OMNI,
+    QWEN,
+    QWEN_MOE,
+    lfm2_inputs,
+    omni_inputs,
+    pictures,
+    qwen_inputs,
+    seeing,
+)
 from tests.support.checkpoints import CheckpointStore
 from tests.support.mtp_oracle import NaiveHead, write_with_head
 from tests.support.newer_checkpoints import qwen35_seeing
@@ -55,6 +66,8 @@ def check(model: Any, name: str, tokens: list[int], inputs: Sequence[EncoderInpu
     given: dict[str, Any] = {}
     if inputs and name == LFM2:
         given = dict(zip(("pixel_values", "spatial_shapes", "pixel_attention_mask"), lfm2_inputs(inputs)))
+    elif inputs and name == OMNI:
+        given = dict(zip(("pixel_values", "image_grid_hw"), omni_inputs(inputs)))
     elif inputs:
         given = dict(zip(("pixel_values", "image_grid_thw"), qwen_inputs(inputs)))
         if name != LFM3:
@@ -91,6 +104,7 @@ def sample_prompts(path: Path) -> tuple[list[tuple[list[int], list[Span]]], list
         (LFM2, {}),
         (LFM2, {"chunked_prefill_size": 5}),
         (LFM3, {}),
+        (OMNI, {"chunked_prefill_size": 5}),
     ],
 )
 def test_greedy_tokens_are_those_of_transformers(

@@ -22,7 +22,7 @@ class SpanLimits:
 
     Attributes:
         token: placeholder of a span's tokens.
-        patch_size: numbers of a patch.
+        patch_size, patch_dtype: numbers of a patch, and their dtype.
         merge: a token has merge * merge patches.
         most_tokens: longest span: the device keeps so many embeddings.
         refusal: why no span is taken; "" if some are.
@@ -30,6 +30,7 @@ class SpanLimits:
 
     token: int
     patch_size: int
+    patch_dtype: str
     merge: int
     most_tokens: int
     refusal: str = ""
@@ -45,7 +46,9 @@ def span_limits(config: EngineConfig, model: ModelConfig) -> SpanLimits | None:
             f'speculative method "{config.speculative.method}" drafts with a smaller model, which sees no images: '
             'leave images out, or use method "ngram" or "mtp"'
         )
-    return SpanLimits(spec.token, spec.patch_numbers, spec.merge, config.encoder_cache_tokens, refusal)
+    return SpanLimits(
+        spec.token, spec.patch_numbers, spec.patch_dtype, spec.merge, config.encoder_cache_tokens, refusal
+    )
 
 
 def check_spans(spans: object, tokens: Sequence[int], limits: SpanLimits | None) -> tuple[Span, ...]:
@@ -89,8 +92,8 @@ def _check_span(i: int, span: Span, limits: SpanLimits) -> None:
     if not isinstance(given, EncoderInput) or tuple(_pair(given.grid)) != wanted:
         raise _refused(f"span {i} of {rows} x {columns} tokens has no input of {wanted[0]} x {wanted[1]} patches")
     shape, held = (wanted[0] * wanted[1], limits.patch_size), given.patches
-    if not isinstance(held, np.ndarray) or held.dtype != np.uint8 or held.shape != shape:
-        raise _refused(f"the patches of span {i} are no uint8 array of {shape[0]} x {shape[1]}")
+    if not isinstance(held, np.ndarray) or held.dtype != limits.patch_dtype or held.shape != shape:
+        raise _refused(f"the patches of span {i} are no {limits.patch_dtype} array of {shape[0]} x {shape[1]}")
 
 
 def _pair(value: object) -> Sequence[Any]:
