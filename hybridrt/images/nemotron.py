@@ -21,15 +21,13 @@ def nemotron_pieces(pixels: torch.Tensor, settings: NemotronImages, low: bool) -
         pixels: [3, h, w] uint8.
 
     Raises:
-        UnreadablePicture: it is so narrow that it would have more than the most patches.
+        UnreadablePicture: within the limit of patches it would be narrower than one.
     """
     height, width = pixels.shape[1:]
     most = max(settings.min_patches, min(LOW_PATCHES, settings.max_patches)) if low else settings.max_patches
     rows, columns = _grid(height, width, settings, most)
-    if rows * columns > most + settings.merge * (rows + columns) or not rows * columns:
-        raise UnreadablePicture(
-            f"its aspect ratio is too large: {width} x {height} would have more than {most} patches"
-        )
+    if not rows * columns:
+        raise UnreadablePicture(f"its aspect ratio is too large: {width} x {height} has less than a patch across")
     picture, sides = pixels.float().contiguous(), (rows * settings.patch, columns * settings.patch)
     if (height, width) != sides:
         options = {"mode": settings.mode, "align_corners": False, "antialias": True}

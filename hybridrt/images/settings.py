@@ -178,8 +178,8 @@ def _lfm2(given: Mapping[str, Any], file: Path) -> Lfm2Images:
 
 
 _NEMOTRON_DEFAULTS = {
-    "patch_size": 16, "downsample_ratio": 0.5, "min_num_patches": 1024, "max_num_patches": 13312, "max_model_len": 16384,
-    "resample": 3,
+    "patch_size": 16, "downsample_ratio": 0.5, "min_num_patches": 1024, "max_num_patches": 13312,
+    "max_model_len": 16384, "resample": 3,
 }  # fmt: skip
 _NEMOTRON_FIELDS: Mapping[str, FieldType] = {
     "patch_size": _SMALL,

@@ -165,5 +165,7 @@ def test_an_impossible_aspect_is_refused() -> None:
     assert qwen_pieces(picture(400, 2), QWEN, low=False)
     with pytest.raises(UnreadablePicture, match="aspect ratio is above 200"):
         qwen_pieces(picture(402, 2), QWEN, low=False)
+    with pytest.raises(UnreadablePicture, match="less than a patch"):
+        nemotron_pieces(picture(9000, 1), NEMOTRON, low=False)
     with pytest.raises(UnreadablePicture, match="more than 16 tokens"):
         lfm2_pieces(picture(3000, 16), LFM2, low=False)
