@@ -16,8 +16,8 @@ PACKAGES = {"hybridrt": "hybridrt", "models": "hybridrt.models", "mem_cache": "h
 # A folder imports from itself and from those before it. Files of `server` and `cli` without a folder of their own come
 # last there, and so do the public modules next to `base`.
 ORDER = (
-    "base", "channel", "collectives", "kinds", "kernels.core", "kernels.state", "kernels.dense", "kernels.quant",
-    "kernels.attention", "kernels.sampling", "kernels.mamba", "kernels.delta_rule", "kernels.libraries",
+    "base", "channel", "kinds", "kernels.core", "kernels.state", "kernels.dense", "kernels.quant",
+    "kernels.attention", "kernels.sampling", "kernels.mamba", "kernels.delta_rule", "kernels.libraries", "collectives",
     "mem_cache.pools", "mem_cache.prefix_tree", "attention", "layers", "recurrent", "models", "runtime.step",
     "runtime.sampling", "runtime.replay", "runtime.load", "runtime.run", "runtime.precompile", "speculative",
     "parallel", "engine.text", "embedding", "chat", "engine.grammar", "engine.request", "engine.cache", "engine.core",
