@@ -37,7 +37,8 @@ class ChatAnswer(Answer):
         super().__init__(service, name, deltas, body)
         self._reader = ChatReader(prepared)
         self._reasoning = 0  # tokens
-        self._most = prepared.prompt.params.logprobs or 0
+        params = prepared.prompt.params
+        self._most = (params.alternatives or 0) + (params.logprob_token_ids is not None)  # the token itself
         self._shows_reasoning = body.include_reasoning is not False
 
     def usage(self) -> dict[str, Any]:
@@ -205,9 +206,12 @@ async def prepare_chat(service: Service, body: ChatRequest, scope: Scope) -> Pre
 def _params(service: Service, body: ChatRequest) -> SamplingParams:
     if body.top_logprobs and not body.logprobs:  # vLLM's clients send its default, 0
         raise APIError(400, "top_logprobs goes with logprobs: set logprobs to true", "top_logprobs")
+    if body.logprob_token_ids and not body.logprobs:
+        raise APIError(400, "logprob_token_ids goes with logprobs: set logprobs to true", "logprob_token_ids")
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return service.sampling_params(body, max_tokens=max_tokens, logprobs=logprobs)
+    ids = body.logprob_token_ids
+    return service.sampling_params(body, max_tokens=max_tokens, logprobs=logprobs, logprob_token_ids=ids)
 
 
 def conversation_of(body: ChatFields) -> Conversation:
