@@ -76,7 +76,7 @@ _DONE = (
     *_done("embeddings", normalize="false: not to length 1", use_activation="vLLM's name of normalize"),
     *_done(_CLAUDE, system="the system prompt", thinking="on, off, and the budget of models with tags of reasoning"),
     *_done(_CLAUDE, output_config="effort and format", output_format="the older name of output_config.format"),
-    *_done("chat responses messages count", tools="functions; in responses also custom tools"),
+    *_done("chat responses messages count", tools="functions; of OpenAI also custom tools"),
     *_done(_TALK, tool_choice="auto, none, required or one; of OpenAI also allowed_tools"),
     *_done("chat responses", parallel_tool_calls="false: one call an answer"),
     *_done("chat", reasoning_effort="for the chat template", include_reasoning="false: reasoning is left out"),
