@@ -124,8 +124,8 @@ class Conversation:
     @property
     def forced_custom(self) -> str | None:
         """The name of that tool."""
-        forced = isinstance(self.tool_choice, NamedTool) and self.forced_form is not None
-        return self.tool_choice.name if forced else None
+        choice = self.tool_choice
+        return choice.name if isinstance(choice, NamedTool) and self.forced_form is not None else None
 
 
 def read_conversation(messages: object, tools: object = None, tool_choice: object = None, **rest: Any) -> Conversation:
@@ -208,7 +208,7 @@ def _earlier_calls(calls: object, place: str) -> list[dict[str, Any]]:
     return found
 
 
-def _as_function(call: object) -> object:
+def _as_function(call: Any) -> Any:
     """A call of a custom tool as the model sees it."""
     custom = call.get("custom") if isinstance(call, Mapping) and call.get("type") == "custom" else None
     if not isinstance(custom, Mapping) or not isinstance(custom.get("input"), str):
