@@ -1,5 +1,5 @@
 """The command line: `hybridrt generate`, `chat`, `serve`, `bench`, `inspect`,
-`quantize`, `compile`, `doctor`.
+`quantize`, `compile`, `verify`, `doctor`.
 
 Importing it does not import torch.
 """

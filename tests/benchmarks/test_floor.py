@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.common import state_bytes
+from hybridrt.bench.floor import state_bytes
 from hybridrt.kinds.base import StateShape
 from hybridrt.mem_cache.pools.mamba_pool import MambaPoolSpec
 
