@@ -10,6 +10,7 @@ from hybridrt.verify.results import Result
 from hybridrt.verify.tensor_stats import TensorStats
 
 _TABLE = re.compile(r"embed|lm_head|wte|head\.weight")
+_DERIVED = re.compile(r"slope_rate$|inv_freq$")  # from the number of a layer, or from config.json
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 ALONE = math.log(30)  # distance of a matrix without siblings from all other matrices
 CLEAR, SLIGHT = math.log(4), math.log(1.5)  # distances from the siblings, beyond their own spread
@@ -23,6 +24,8 @@ def judge(stats: Sequence[TensorStats], result: Result) -> None:
     not have: the tensors of the same shape and name, but for numbers of layers and experts."""
     groups = defaultdict(list)
     for each in stats:
+        if _DERIVED.search(each.key) and not each.not_finite:
+            continue
         groups[_NUMBER.sub("#", each.key), each.shape].append(each)
     matrices = [each for each in stats if _is_matrix(each) and each.rms]
     for group in groups.values():
