@@ -28,8 +28,8 @@ PUBLIC = ("config", "errors", "sampling_params", "structured_outputs", "version"
 MAX_FUNCTION_LINES = 40
 OUTSIDE = ("models", "mem_cache", "tests", "benchmarks", "examples", "experiments")
 OPTIONAL = (
-    "flashinfer", "mamba_ssm", "causal_conv1d", "sgl_kernel", "fla", "nixl", "llguidance", "matplotlib", "hypothesis",
-    "pytest",
+    "flashinfer", "mamba_ssm", "causal_conv1d", "sgl_kernel", "fla", "nixl", "llguidance", "matplotlib", "pynvml",
+    "hypothesis", "pytest",
 )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from hybridrt.verify.tensor_stats import TensorStats
 _TABLE = re.compile(r"embed|lm_head|wte|head\.weight")
 _DERIVED = re.compile(r"slope_rate$|inv_freq$")  # from the number of a layer, or from config.json
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-ALONE = math.log(30)  # distance of a matrix without siblings from all other matrices
+ALONE = math.log(30)  # distance of a matrix from all other matrices, or from its only sibling
 CLEAR, SLIGHT = math.log(4), math.log(1.5)  # distances from the siblings, beyond their own spread
 PEAK, SEGMENT = 8.0, 8.0  # times the siblings'
 MANY = 1 / 16  # of a tensor's pieces
@@ -90,7 +90,8 @@ def _judge_scale(
         f"{each.key}: its numbers have size {each.rms:.3g}; those of {_named(siblings)} have {math.exp(low):.3g} to "
         f"{math.exp(high):.3g} ({each.file})"
     )
-    if away > CLEAR + (2 if len(each.shape) > 1 else 4) * spread and len(sizes) > 1:
+    clear = CLEAR + (2 if len(each.shape) > 1 else 4) * spread if len(sizes) > 1 else ALONE
+    if away > clear and (len(sizes) > 1 or _is_matrix(each)):
         result.fail(text)
     elif away > SLIGHT + spread and (len(sizes) > 1 or away > CLEAR):
         result.warn(text)
