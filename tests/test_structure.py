@@ -21,15 +21,15 @@ ORDER = (
     "mem_cache.pools", "mem_cache.prefix_tree", "attention", "layers", "recurrent", "models", "runtime.step",
     "runtime.sampling", "runtime.replay", "runtime.load", "runtime.run", "runtime.precompile", "speculative",
     "parallel", "engine.text", "embedding", "chat", "engine.grammar", "engine.request", "engine.cache", "engine.core",
-    "engine.api", "transfer", "bench",
+    "engine.api", "transfer", "bench", "verify",
     "server.wire", "server.core", "server.openai", "server.anthropic", "server", "cli",
 )  # fmt: skip
 PUBLIC = ("config", "errors", "sampling_params", "structured_outputs", "version")  # of one line each, from `base`
 MAX_FUNCTION_LINES = 40
 OUTSIDE = ("models", "mem_cache", "tests", "benchmarks", "examples", "experiments")
 OPTIONAL = (
-    "flashinfer", "mamba_ssm", "causal_conv1d", "sgl_kernel", "fla", "nixl", "llguidance", "matplotlib", "hypothesis",
-    "pytest",
+    "flashinfer", "mamba_ssm", "causal_conv1d", "sgl_kernel", "fla", "nixl", "llguidance", "matplotlib", "pynvml",
+    "hypothesis", "pytest",
 )  # fmt: skip
 
 
