@@ -19,6 +19,7 @@ ORDER = (
     "base", "channel", "collectives", "kinds", "kernels.core", "kernels.state", "kernels.dense", "kernels.quant",
     "kernels.attention", "kernels.sampling", "kernels.mamba", "kernels.delta_rule", "kernels.libraries",
     "mem_cache.pools", "mem_cache.prefix_tree", "fleet.prefix_mirror", "fleet.placement",
+    "fleet.cache_messages",
     "attention", "layers", "recurrent", "models", "runtime.step",
     "runtime.sampling", "runtime.replay", "runtime.load", "runtime.run", "runtime.precompile", "speculative",
     "parallel", "engine.text", "embedding", "chat", "engine.grammar", "engine.request", "engine.cache", "engine.core",

@@ -62,6 +62,10 @@ class ServerOptions(Overrides):
     log_level: str | None = setting("Least level of log lines.", "info", "debug|info|warning|error")
     access_log: bool | None = setting("A JSON line for each request.", "on")
     otlp_endpoint: str | None = setting("Where OpenTelemetry spans go.", "none", "URL")
+    fleet_key_file: str | None = setting(
+        "File with the key of routers, which may read what is cached; else the variable HYBRIDRT_FLEET_KEY.", "none",
+        "FILE",
+    )  # fmt: skip
 
     def given(self) -> dict[str, Any]:
         """Arguments of ServerConfig.
@@ -69,9 +73,11 @@ class ServerOptions(Overrides):
         Raises:
             ConfigError: a file cannot be read.
         """
+        from hybridrt.channel.keys import find_fleet_key
         from hybridrt.server.core.api_keys import read_api_keys
 
         values = super().given()
+        values["fleet_key"] = find_fleet_key(values.pop("fleet_key_file", None))
         values["api_keys"] = read_api_keys(values.pop("api_keys", None), values.pop("api_key_file", None))
         if "chat_template" in values:
             values["chat_template"] = read_text("--chat-template", values["chat_template"])

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from hybridrt.base.errors import ConfigError
 from hybridrt.base.files import check_file
+from hybridrt.channel.auth import check_key
 from hybridrt.chat.registry import REASONING_PARSERS, TOOL_PARSERS, choose
 from hybridrt.server.core.api_keys import ApiKey, client_weights
 from hybridrt.server.core.pages import host_name
@@ -54,6 +55,8 @@ class ServerConfig:
         access_log: write a line for each request.
         otlp_endpoint: for OpenTelemetry spans, such as http://collector:4318/v1/traces; None makes
             none.
+        fleet_key: routers need it to read the events of the prefix cache (/fleet/cache_events),
+            which hold token ids of all clients. None: nobody can.
 
     Raises:
         ConfigError: a field cannot be used; the text says which.
@@ -86,6 +89,7 @@ class ServerConfig:
     log_level: str = "info"
     access_log: bool = True
     otlp_endpoint: str | None = None
+    fleet_key: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -112,6 +116,8 @@ class ServerConfig:
             choose(registry, name, template="")  # raises for an unknown name
         self._check_addresses()
         client_weights(self.keys)
+        if self.fleet_key is not None:
+            check_key("the fleet key", ApiKey(self.fleet_key).key.encode())
 
     @property
     def keys(self) -> tuple[ApiKey, ...]:

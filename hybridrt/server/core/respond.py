@@ -41,7 +41,7 @@ async def respond(answer: Reply, request: Request) -> Response:
     if answer.streams:
         return _with_warnings(EventStream(answer), answer)
     try:
-        body = await _while_connected(request.receive, whole_answer(answer))
+        body = await while_connected(request.receive, whole_answer(answer))
     finally:
         answer.deltas.close()
     record(request.scope, **answer.facts())
@@ -116,7 +116,7 @@ class EventStream(Response):
         scope[FAILURE] = self._answer.failure
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await _while_connected(receive, self._write(send, scope))
+            await while_connected(receive, self._write(send, scope))
         finally:
             self._answer.deltas.close()
             record(scope, **self._answer.facts())
@@ -154,8 +154,8 @@ def _part(body: bytes) -> dict[str, Any]:
     return {"type": "http.response.body", "body": body, "more_body": True}
 
 
-async def _while_connected(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
-    """Raises ClientGone if the client has gone."""
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of work. Raises ClientGone if the client has gone."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_until_gone(receive))
     try:

@@ -65,12 +65,14 @@ class Service:
         running: answers of /v1/responses that have not ended, by owner and id.
         responses: those that have ended and are kept.
         unwatched: tasks of those that nobody waits for.
+        cache_readers: of the events of the prefix cache.
         created: when the server began, in seconds since 1970.
     """
 
     llm: AsyncLLM
     config: ServerConfig
     ready: bool = False
+    cache_readers: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
     entry_room: EntryRoom = field(default_factory=EntryRoom)
     running: WeakValueDictionary[str, Any] = field(default_factory=WeakValueDictionary)
