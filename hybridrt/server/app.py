@@ -257,7 +257,7 @@ def _add_operations(app: FastAPI, service: Service, metrics: Metrics) -> None:
         """Forgets cached prefixes that no running request reads. True: none is left."""
         return {"reset": await service.llm.in_thread(service.llm.llm.reset_prefix_cache)}
 
-    @app.get("/fleet/cache_events", response_class=Response)
+    @app.get("/fleet/cache_events", response_class=Response, include_in_schema=False)
     async def cache_events() -> Response:
         """What the prefix cache gains and loses, as server-sent events, for routers with the fleet key."""
         return CacheStream(service)

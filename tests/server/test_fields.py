@@ -138,6 +138,7 @@ COMPLETIONS: Effects = {
     "prompt": ({"prompt": [G]}, lambda seen: seen.json["usage"]["prompt_tokens"] == 1),
     "echo": ({"echo": True}, lambda seen: seen.text.startswith(PROMPT)),
     "logprobs": ({"logprobs": 2}, lambda seen: seen.choice["logprobs"] is not None),
+    "resume_token_ids": ({"resume_token_ids": [G, G]}, lambda seen: seen.params.resume_token_ids == (G, G)),
 }
 PROMPTS: Effects = {  # of conversations
     "messages": ({"messages": [USER, USER]}, lambda seen: seen.rendered.count("Hello") == 2),

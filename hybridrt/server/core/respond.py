@@ -23,6 +23,7 @@ AT_ONCE = 100  # deltas before others have their turn
 PART_BYTES = 2**18  # bytes of a large answer that are sent at a time
 CLIENT_GONE = 499  # the status of nginx's logs; never sent
 FAILURE = "hybridrt.failure"
+COUNT_HEADER = b"x-hybridrt-count"  # of routers: says how many tokens a stream has given
 _EVENT_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -39,7 +40,8 @@ async def respond(answer: Reply, request: Request) -> Response:
     """
     record(request.scope, model=answer.model, stream=answer.streams, prompt_tokens=answer.prompt_tokens)
     if answer.streams:
-        return _with_warnings(EventStream(answer), answer)
+        counts = any(name == COUNT_HEADER for name, _ in request.scope["headers"])
+        return _with_warnings(EventStream(answer, counts), answer)
     try:
         body = await while_connected(request.receive, whole_answer(answer))
     finally:
@@ -104,13 +106,14 @@ class LargeJSON(Response):
 
 
 class EventStream(Response):
-    """Server-sent events. While the client does not read, deltas wait, joined, in their stream.
+    """Server-sent events. With `counts` a comment after each one says how many tokens of the answer
+    have come. While the client does not read, deltas wait, joined, in their stream.
     While it does, each is written when it comes, without a switch to another task."""
 
-    def __init__(self, answer: Reply) -> None:
+    def __init__(self, answer: Reply, counts: bool = False) -> None:
         super().__init__(media_type="text/event-stream", headers=_EVENT_HEADERS)
         del self.headers["content-length"]
-        self._answer = answer
+        self._answer, self._counts = answer, counts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[FAILURE] = self._answer.failure
@@ -133,7 +136,7 @@ class EventStream(Response):
             async for delta in answer.deltas:
                 gain = await made_by(answer.in_thread, answer.gain(delta), answer.weight(delta))
                 if any(gain):
-                    await send(_part(b"".join(gain)))  # an error may follow whole events alone
+                    await send(_part(b"".join(gain) + self._count()))  # an error may follow whole events alone
                 await asyncio.sleep(0)  # no call here waits
             closing = await made_by(answer.in_thread, answer.closing(), answer.closing_weight())
             last = b"".join(closing)
@@ -145,9 +148,13 @@ class EventStream(Response):
 
     def _write_now(self, writer: BodyWriter, delta: Delta) -> bool:
         if writer.ready and self._answer.weight(delta) <= AT_ONCE:
-            writer.write(b"".join(self._answer.gain(delta)))
+            if gain := b"".join(self._answer.gain(delta)):
+                writer.write(gain + self._count())
             return True
         return False
+
+    def _count(self) -> bytes:
+        return b": tokens %d\n\n" % self._answer.output_tokens if self._counts else b""
 
 
 def _part(body: bytes) -> dict[str, Any]:

@@ -140,7 +140,8 @@ async def start_completions(service: Service, body: CompletionRequest, scope: Sc
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     echo_alone = bool(body.echo) and max_tokens == 0
     most = 1 if echo_alone else max_tokens
-    settings = partial(service.sampling_params, body, max_tokens=most, logprobs=body.logprobs)
+    changes = {"max_tokens": most, "logprobs": body.logprobs, "resume_token_ids": body.resume_token_ids or ()}
+    settings = partial(service.sampling_params, body, **changes)
     params = await service.off_loop(scope, settings)
     scored = bool(body.echo) and body.logprobs is not None
     if scored:
