@@ -19,6 +19,7 @@ from hybridrt.cli.options import (
 )
 
 _NEEDS = ("fastapi", "uvicorn", "prometheus_client")
+ARENA_BYTES = 2**28  # for states on their way, with a role
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,10 @@ class ServerOptions(Overrides):
         "File with the key of routers, which may read what is cached; else the variable HYBRIDRT_FLEET_KEY.", "none",
         "FILE",
     )  # fmt: skip
+    role: str | None = setting("Computes prompts for others, or has its own computed.", "both", "both|prefill|decode")
+    prefill_urls: list[str] | None = setting("Of --role decode: a server with --role prefill; repeatable.", "none",
+        "URL", "--prefill-url")  # fmt: skip
+    transfer_port: int | None = setting("Of --role prefill: where decode servers connect.", "a free one", "N")
 
     def given(self) -> dict[str, Any]:
         """Arguments of ServerConfig.
@@ -78,6 +83,10 @@ class ServerOptions(Overrides):
 
         values = super().given()
         values["fleet_key"] = find_fleet_key(values.pop("fleet_key_file", None))
+        if values.get("role", "both") != "both":
+            from hybridrt.transfer.keys import find_key as find_transfer_key
+
+            values["transfer_key"] = find_transfer_key(None)
         values["api_keys"] = read_api_keys(values.pop("api_keys", None), values.pop("api_key_file", None))
         if "chat_template" in values:
             values["chat_template"] = read_text("--chat-template", values["chat_template"])
@@ -123,5 +132,7 @@ def serve(
         logging.getLogger("hybridrt.server").info(DEMONSTRATION)
     path = str(resolve_model_path(model))
     with bind(config) as listener:
-        weights = client_weights(config.keys)
-        run(LLM(path, client_weights=weights, **engine.given(), **speculation.given(model)), config, listener)
+        options = {"client_weights": client_weights(config.keys)} | engine.given() | speculation.given(model)
+        if config.role != "both":
+            options.setdefault("transfer_bytes", ARENA_BYTES)
+        run(LLM(path, **options), config, listener)

@@ -262,6 +262,13 @@ def _add_operations(app: FastAPI, service: Service, metrics: Metrics) -> None:
         """What the prefix cache gains and loses, as server-sent events, for routers with the fleet key."""
         return CacheStream(service)
 
+    @app.get("/fleet/transfer", include_in_schema=False)
+    async def transfer() -> dict[str, int]:
+        """Where a prefill worker listens for decode workers."""
+        if service.transfer_port is None:
+            raise APIError(404, "this server computes no prompts for others: start it with --role prefill")
+        return {"port": service.transfer_port}
+
     @app.get("/metrics", response_class=Response)
     @app.head("/metrics", include_in_schema=False)
     async def show_metrics() -> Response:

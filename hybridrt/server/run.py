@@ -24,6 +24,7 @@ from hybridrt.server.app import make_app
 from hybridrt.server.core.config import ServerConfig
 from hybridrt.server.core.metrics import Metrics
 from hybridrt.server.core.service import Service
+from hybridrt.server.roles import PrefillRole, playing
 from hybridrt.server.warm_up import warm_up
 from hybridrt.server.wire.http_limits import LimitedHttp
 
@@ -213,8 +214,8 @@ def serve(llm: LLM, config: ServerConfig, listener: socket.socket) -> None:
     """Serves until a signal ends it. The LLM is closed at the end."""
     sys.setswitchinterval(SWITCH_SECONDS)
     raise_file_limit()
-    with llm, AsyncLLM(llm, max_waiting=config.max_waiting) as served:
-        service = Service(served, config)
+    with llm, AsyncLLM(llm, max_waiting=config.max_waiting) as served, playing(llm, config) as role:
+        service = Service(served, config, transfer_port=role.port if isinstance(role, PrefillRole) else None)
         log.info("model: %s", summary(service))
         try:
             Server(make_app(service, Metrics(served, service.names[0])), service).run(sockets=[listener])
