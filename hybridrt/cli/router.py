@@ -19,6 +19,7 @@ class RouterOptions(Overrides):
 
     panel: ClassVar = "Router"
     replicas: list[str] | None = setting("URL of a replica; repeatable.", "none", "URL", "--replica")
+    discover: str | None = setting("Name that stands for all replicas in DNS.", "none", "URL")
     tokenizer: str | None = setting("Model whose tokenizer the replicas have.", "none: token ids alone", "MODEL")
 
 
@@ -43,7 +44,7 @@ def router(routing: RouterOptions = RouterOptions(), server: ServerOptions = Ser
     asked = routing.given()
     tokenizer = str(resolve_model_path(asked["tokenizer"])) if "tokenizer" in asked else None
     key = os.environ.get(REPLICA_KEY_VARIABLE) or None
-    routes = RouterConfig(config, tuple(asked.get("replicas", ())), key, fleet_key, tokenizer)
+    routes = RouterConfig(config, tuple(asked.get("replicas", ())), key, fleet_key, tokenizer, asked.get("discover"))
     write_logs(config.log_level)
     with bind(config) as listener:
         raise_file_limit()

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import FrameType
@@ -30,6 +31,7 @@ from hybridrt.server.wire.errors import APIError, error_response
 TRIES = 4  # replicas that a request is sent to, one after the other
 TO_ALL = ("/abort", "/reset_prefix_cache")
 STORED = "/v1/responses/"
+FIND_SECONDS = 2.0  # between two questions to DNS
 CONNECT_SECONDS, WRITE_SECONDS, ANSWER_SECONDS = 2.0, 30.0, 5.0
 MAX_REPLICAS = 256
 log = logging.getLogger("hybridrt.router")
@@ -45,6 +47,8 @@ class RouterConfig:
         replica_key: API key for replicas. None: the key that a client has brought.
         fleet_key: of the replicas. None: nothing is known of their caches, and requests go where
             there is room.
+        discover: a URL whose name stands for the addresses of all replicas in DNS, such as a
+            headless service of Kubernetes. They may come and go.
         tokenizer: directory of the model. None: text is not tokenised, so only prompts of token ids
             are matched with caches.
 
@@ -57,11 +61,13 @@ class RouterConfig:
     replica_key: str | None = field(default=None, repr=False)
     fleet_key: str | None = field(default=None, repr=False)
     tokenizer: str | None = None
+    discover: str | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < len(self.replicas) <= MAX_REPLICAS:
-            raise ConfigError(f"{len(self.replicas)} replicas; pass 1 to {MAX_REPLICAS}, each with --replica URL")
-        for url in self.replicas:
+        given = (*self.replicas, *(() if self.discover is None else (self.discover,)))
+        if not 0 < len(given) <= MAX_REPLICAS:
+            raise ConfigError(f"{len(given)} replicas; pass 1 to {MAX_REPLICAS}, each with --replica URL")
+        for url in given:
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or "@" in parts.netloc:
                 raise ConfigError(f"replica {url!r}: it must be a URL such as http://127.0.0.1:8001")
@@ -82,22 +88,70 @@ class Router:
         seconds = httpx.Timeout(None, connect=CONNECT_SECONDS, write=WRITE_SECONDS)
         self._client = httpx.AsyncClient(limits=limits, timeout=seconds, trust_env=False, follow_redirects=False)
         self._config = config
-        urls = [url.rstrip("/") for url in config.replicas]
-        self.replicas = [ReplicaClient(url, self._client, config.fleet_key) for url in urls]
         self._placement, self._names = Placement(), PromptNames(config.tokenizer, config.server)
-        for replica in self.replicas:
-            self._placement.add(replica.placed)
+        self._known: dict[str, ReplicaClient] = {}
+        self._watches: dict[str, list[asyncio.Task[None]]] = {}
+        self._finder: asyncio.Task[None] | None = None
         self.metrics = RouterMetrics()
         self.draining, self.open = False, 0
 
-    async def start(self) -> list["asyncio.Task[None]"]:
-        """Asks all replicas once, then begins to watch them."""
+    @property
+    def replicas(self) -> list[ReplicaClient]:
+        return list(self._known.values())
+
+    async def start(self) -> None:
+        """Asks all replicas once, then watches them until `close`."""
+        for url in self._config.replicas:
+            self._add(url.rstrip("/"))
+        if self._config.discover is not None:
+            await self._find(self._config.discover)
+            self._finder = asyncio.create_task(self._find_again(self._config.discover))
         await asyncio.gather(*(replica.ask() for replica in self.replicas))
-        watches = [replica.watch() for replica in self.replicas] + [replica.follow() for replica in self.replicas]
-        return [asyncio.create_task(watch) for watch in watches]
 
     async def close(self) -> None:
+        tasks = [task for watches in self._watches.values() for task in watches]
+        tasks += [] if self._finder is None else [self._finder]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._client.aclose()
+
+    def _add(self, url: str) -> None:
+        replica = self._known[url] = ReplicaClient(url, self._client, self._config.fleet_key)
+        self._placement.add(replica.placed)
+        self._watches[url] = [asyncio.create_task(replica.watch()), asyncio.create_task(replica.follow())]
+
+    def _remove(self, url: str) -> None:
+        """What runs there goes on."""
+        log.info("replica %s has gone", url)
+        self._known.pop(url).ready = False
+        self._placement.remove(url)
+        for task in self._watches.pop(url):
+            task.cancel()
+
+    async def _find_again(self, url: str) -> None:
+        while True:
+            await asyncio.sleep(FIND_SECONDS)
+            await self._find(url)
+
+    async def _find(self, url: str) -> None:
+        """Compares the replicas with the addresses of a name. If DNS fails they stay as they are."""
+        parts = urlsplit(url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                loop = asyncio.get_running_loop()
+                found = await loop.getaddrinfo(str(parts.hostname), port, type=socket.SOCK_STREAM)
+        except (OSError, TimeoutError) as e:
+            log.warning("the addresses of %s are not found: %s", parts.hostname, e or type(e).__name__)
+            return
+        hosts = [f"[{address[4][0]}]" if ":" in str(address[4][0]) else str(address[4][0]) for address in found]
+        urls = {f"{parts.scheme}://{host}:{port}" for host in hosts[:MAX_REPLICAS]}
+        fixed = {url.rstrip("/") for url in self._config.replicas}
+        for gone in self._known.keys() - urls - fixed:
+            self._remove(gone)
+        for fresh in sorted(urls - self._known.keys()):
+            self._add(fresh)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
@@ -235,7 +289,7 @@ class RouterServer(uvicorn.Server):
         guarded = Guard(self.router, config.server)
         super().__init__(http_settings(guarded, config.server))
         self._settings = config.server
-        self._tasks: list[asyncio.Task[None]] = []
+        self._drain: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.router.draining:
@@ -244,7 +298,8 @@ class RouterServer(uvicorn.Server):
         self.router.draining = True
 
     async def startup(self, sockets: Sequence[Any] | None = None) -> None:
-        self._tasks = [*await self.router.start(), asyncio.create_task(self._end_when_drained())]
+        await self.router.start()
+        self._drain = asyncio.create_task(self._end_when_drained())
         for listener in sockets or ():
             listener.listen(self.config.backlog)
         await super().startup(list(sockets) if sockets else None)
@@ -253,9 +308,8 @@ class RouterServer(uvicorn.Server):
 
     async def shutdown(self, sockets: Any = None) -> None:
         await super().shutdown(sockets)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._drain is not None:
+            self._drain.cancel()
         await self.router.close()
 
     async def _end_when_drained(self) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from hybridrt.base.errors import ConfigError
 from hybridrt.engine.api.llm import LLM
+from hybridrt.fleet import router as router_module
 from hybridrt.fleet.fleet_metrics import merged
 from hybridrt.fleet.router import RouterConfig
 from hybridrt.runtime.load.build import resolve_model_path
@@ -197,3 +198,20 @@ def test_bodies_are_bounded(replica: Served) -> None:
     body: dict[str, Any] = BODY | {"prompt": "x" * 5000}
     with routing(replica.url, max_body_bytes=1000) as router:
         assert router.post("/v1/completions", body, headers=KEY).status_code == 413
+
+
+def test_replicas_that_dns_names_come_and_go(replica: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_module, "FIND_SECONDS", 0.05)
+    port = replica.url.rpartition(":")[2]
+    with routing(discover=f"http://localhost:{port}") as router:
+        router.wait_for(1)
+        assert router.post("/v1/completions", BODY, headers=KEY).status_code == 200
+
+        async def nowhere(*arguments: Any, **named: Any) -> list[Any]:
+            return []
+
+        with monkeypatch.context() as patched:
+            patched.setattr("uvloop.Loop.getaddrinfo", nowhere, raising=True)
+            Routed.wait_until(lambda: not router.router.replicas)
+            assert router.post("/v1/completions", BODY, headers=KEY).status_code == 503
+        router.wait_for(1)

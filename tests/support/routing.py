@@ -52,10 +52,14 @@ class Routed:
 
 @contextmanager
 def routing(
-    *replicas: str, tokenizer: str | None = None, replica_key: str | None = None, **settings: Any
+    *replicas: str,
+    tokenizer: str | None = None,
+    replica_key: str | None = None,
+    discover: str | None = None,
+    **settings: Any,
 ) -> Iterator[Routed]:
     server_config = ServerConfig(**{"port": 0, "access_log": False, "fleet_key": FLEET_KEY} | settings)
-    config = RouterConfig(server_config, replicas, replica_key, server_config.fleet_key, tokenizer)
+    config = RouterConfig(server_config, replicas, replica_key, server_config.fleet_key, tokenizer, discover)
     ready = threading.Event()
     with bind(server_config) as listener:
         server = RouterServer(config)
