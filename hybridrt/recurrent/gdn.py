@@ -10,7 +10,7 @@ from torch import nn
 
 from hybridrt.attention.base import RecurrentLayer
 from hybridrt.base.forward_batch import ForwardBatch
-from hybridrt.kernels.core.records import ConvWeights, DeltaInputs, GateWeights, Prompts, StateSlots
+from hybridrt.kernels.core.records import ConvWeights, DeltaInputs, GateWeights
 from hybridrt.kernels.delta_rule.decode import gdn_decode, split_qkv
 from hybridrt.kernels.delta_rule.delta_rule import chunk_gated_delta_rule
 from hybridrt.kernels.state.causal_conv1d import causal_conv1d_varlen
@@ -175,9 +175,9 @@ class GDNAttnBackend(MambaAttnBackendBase[GDNLayer, GDNInputs]):
     ) -> torch.Tensor:
         cache = self.layer_cache(layer.layer_id)
         conved = causal_conv1d_varlen(inputs.mixed_qkv, *segment.conv_chunks(layer.conv_weights, cache))
-        tokens = DeltaInputs(*split_qkv(conved, cache.state), inputs.a, inputs.b)
-
-        def scan(state: StateSlots, prompts: Prompts) -> torch.Tensor:
-            return chunk_gated_delta_rule(tokens, state, prompts, layer.weights)
-
-        return segment.scan(cache, scan).flatten(1)
+        state = segment.state(cache)
+        tokens = DeltaInputs(*split_qkv(conved, state.states), inputs.a, inputs.b)
+        y = chunk_gated_delta_rule(tokens, state, segment.prompts, layer.weights)
+        if cache.codes is not None:
+            segment.round_states(cache, state)
+        return y.flatten(1)
