@@ -25,6 +25,7 @@ ENGINE: Mapping[str, str] = {
     "disable_radix_cache": "prefix_cache=False",
     **dict.fromkeys(("model_path", "model_name_or_path", "model_id"), "model"),
     **dict.fromkeys(("torch_dtype", "precision"), "dtype"),
+    **dict.fromkeys(("enable_expert_parallel", "enable_ep_moe"), "expert_parallel"),
     "block_size": "page_size",
     **dict.fromkeys(("enforce_eager", "disable_cuda_graph"), "cuda_graph=False"),
     **dict.fromkeys(("cuda_graph_sizes", "cuda_graph_bs"), "cuda_graph_max_bs"),

@@ -80,6 +80,7 @@ class EngineOptions(Overrides):
     request_log: str | None = setting("Write all token ids to a file, for `hybridrt explain`.", "none", "FILE")
     audit_hits: float | None = setting("Share of cache hits that are computed again when idle.", "0.0", "X")
     tp_size: int | None = setting("Tensor-parallel ranks, each on a GPU of its own.", "1, or torchrun's", "N")
+    expert_parallel: bool | None = setting("Each rank holds whole experts.", "off")
     seed: int | None = setting("Of sampling and of dummy weights.", "0", "N")
 
     def given(self) -> dict[str, Any]:

@@ -100,6 +100,7 @@ class LLM:
         overlap: bool = True,
         speculative: SpeculativeConfig | None = None,
         tp_size: int = 1,
+        expert_parallel: bool = False,
         transfer_bytes: int = 0,
         prefix_cache: bool = True,
         cache_slots: int | None = None,
@@ -430,6 +431,11 @@ class LLM:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise no_attribute(self, name, LLM_ATTRIBUTES)
+
+    def expert_tokens(self) -> list[list[int]]:
+        """Tokens that each rank's experts have computed, [layers][ranks], counted once for each
+        expert; [] without `expert_parallel`. Any thread may call it; it waits for no step."""
+        return self._split.runner.expert_loads.read() if self._split else []
 
     def close(self) -> None:
         """Aborts all requests and frees the model and the pools at once, without a garbage
