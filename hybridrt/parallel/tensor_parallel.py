@@ -72,6 +72,7 @@ class TensorParallelExecutor:
         except BaseException:
             _end(self.ranks, lambda: None, started)
             raise
+        self.ranks.loading = False
         self._finalizer = weakref.finalize(self, _end, self.ranks, self.runner.drop_graphs, started)
 
     def launch(self, plan: StepPlan) -> StepHandle:
