@@ -59,6 +59,7 @@ SECTIONS = (
     ("Server: OpenAI's protocols", ("hybridrt/server/openai",)),
     ("Server: Anthropic's protocol", ("hybridrt/server/anthropic",)),
     ("Server: the application", ("hybridrt/server",)),
+    ("Several replicas", ("hybridrt/fleet",)),
     ("Command line", ("hybridrt/cli",)),
     ("Benchmarks, examples and scripts", ("benchmarks", "examples", "scripts")),
 )

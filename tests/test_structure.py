@@ -18,11 +18,12 @@ PACKAGES = {"hybridrt": "hybridrt", "models": "hybridrt.models", "mem_cache": "h
 ORDER = (
     "base", "channel", "collectives", "kinds", "kernels.core", "kernels.state", "kernels.dense", "kernels.quant",
     "kernels.attention", "kernels.sampling", "kernels.mamba", "kernels.delta_rule", "kernels.libraries",
-    "mem_cache.pools", "mem_cache.prefix_tree", "attention", "layers", "recurrent", "models", "runtime.step",
+    "mem_cache.pools", "mem_cache.prefix_tree", "fleet.prefix_mirror", "fleet.placement",
+    "attention", "layers", "recurrent", "models", "runtime.step",
     "runtime.sampling", "runtime.replay", "runtime.load", "runtime.run", "runtime.precompile", "speculative",
     "parallel", "engine.text", "embedding", "chat", "engine.grammar", "engine.request", "engine.cache", "engine.core",
     "engine.api", "transfer", "bench",
-    "server.wire", "server.core", "server.openai", "server.anthropic", "server", "cli",
+    "server.wire", "server.core", "server.openai", "server.anthropic", "server", "fleet", "cli",
 )  # fmt: skip
 PUBLIC = ("config", "errors", "sampling_params", "structured_outputs", "version")  # of one line each, from `base`
 MAX_FUNCTION_LINES = 40
