@@ -4,6 +4,7 @@ import gc
 import json
 import platform
 import subprocess
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hybridrt.base.config import ModelConfig
+from hybridrt.base.config import AttentionSpec, ModelConfig
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.kda import KDAConfig
 from hybridrt.kinds.mamba1 import Mamba1Config
@@ -110,7 +111,7 @@ def step_bytes(model: CausalLM, pools: Pools, batch: int, context: int) -> StepB
     """The bytes that a plain decode step moves at least in the state mode of its pools, on one tensor-parallel rank.
 
     Weights: each matrix once, the embedding table only as the head; of routed experts those that `batch` tokens
-    are expected to touch. KV: the whole context once. State: see `state_bytes`.
+    are expected to touch. KV: see `kv_bytes`. State: see `state_bytes`.
     """
     config, weights = model.config, 0.0
     for name, p in model.named_parameters():
@@ -120,8 +121,12 @@ def step_bytes(model: CausalLM, pools: Pools, batch: int, context: int) -> StepB
         weights += config.vocab_size * config.hidden_size * model.dtype.itemsize / model.tp.size
     pool = pools.req_to_token.mamba_pool
     state = state_bytes(pool.spec) if pool is not None else 0.0
-    kv = sum(spec.token_bytes for spec in pools.kv.specs.values())
-    return StepBytes(weights, batch * state, float(batch * context * kv))
+    return StepBytes(weights, batch * state, float(batch * kv_bytes(pools.kv.specs.values(), context)))
+
+
+def kv_bytes(layers: Iterable[AttentionSpec], context: int) -> int:
+    """Bytes that one row's step reads of layers with these specs: the whole context once, or the part in a window."""
+    return sum(spec.token_bytes * min(context, spec.sliding_window or context) for spec in layers)
 
 
 def state_bytes(spec: MambaPoolSpec) -> float:

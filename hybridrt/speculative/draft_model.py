@@ -249,7 +249,8 @@ def draft_plan(plan: MemoryPlan, slack: int, num_groups: int) -> MemoryPlan:
     row at its longest."""
     pages = -(-(plan.max_model_len + slack) // plan.page_size)
     groups = tuple(PageGroup(PageDemand(plan.page_size), plan.num_rows * pages, 0) for _ in range(num_groups))
-    return replace(plan, num_slots=2 * plan.num_rows, groups=groups, max_model_len=plan.max_model_len + slack)
+    length = plan.max_model_len + slack
+    return replace(plan, num_slots=2 * plan.num_rows, groups=groups, max_model_len=length, slabs=None)
 
 
 def draft_config(config: EngineConfig) -> EngineConfig:

@@ -167,6 +167,11 @@ class EntryAllocator:
     def num_used(self) -> int:
         return self.total - self.num_free - self.num_cached
 
+    @property
+    def most_free(self) -> int:
+        """Entries that could be taken now."""
+        return self.num_free
+
     def alloc(self, n: int) -> Handles:
         """Takes n entries.
 

@@ -132,7 +132,7 @@ def test_metrics_count_what_happened(served: Served) -> None:
     assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
     assert after["vllm:kv_cache_usage_perc"] == 0 and after["vllm:cache_config_info"] == 1
     free = after["hybridrt:state_slots_free"] + after["hybridrt:state_slots_cached"]
-    assert after["hybridrt:state_slots"] == free == served.llm.plan.num_slots
+    assert after["hybridrt:state_slots"] == served.llm.plan.num_slots >= free > 0, "cached pages take memory, too"
     assert "process_resident_memory_bytes" in after
 
 
