@@ -61,7 +61,10 @@ def test_tokens_of_one_engine(checkpoints: CheckpointStore, monkeypatch: pytest.
         wanted = [llm.generate(*each) for each in asked]
     with replicated(path, monkeypatch) as llm:
         got = [llm.generate(*each) for each in asked]
-        assert min(steps(llm)) > 0 and llm.engine.counters().finished == 4 + 8 + 2
+        counters, plan = llm.engine.counters(), llm.engine._replicas.llms[0].plan  # type: ignore[attr-defined]
+        assert min(steps(llm)) > 0 and counters.finished == 4 + 8 + 2
+        assert counters.free_rows == llm.plan.num_rows == 2 * plan.num_rows
+        assert (llm.plan.num_pages, llm.plan.num_slots) == (2 * plan.num_pages, 2 * plan.num_slots)
         assert not llm.engine.has_unfinished()
     for ours, theirs in zip(got, wanted, strict=True):
         for one, other in zip(ours, theirs, strict=True):

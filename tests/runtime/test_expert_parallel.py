@@ -12,7 +12,7 @@ from torch import Tensor
 from hybridrt import LLM
 from hybridrt.base.config import EngineConfig, SpeculativeConfig
 from hybridrt.base.errors import ConfigError
-from hybridrt.collectives.groups import Communicator, TPGroup
+from hybridrt.collectives.groups import TPGroup
 from hybridrt.layers.moe import experts_of
 from hybridrt.models.base import CausalLM
 from hybridrt.models.loading import loader
@@ -25,13 +25,13 @@ from hybridrt.speculative.drafter import AdaptiveDrafter
 from hybridrt.speculative.method import make_drafter
 from tests.models.test_models_parity import prompts, requests
 from tests.runtime.test_tensor_parallel import Groups, config, outputs, session
-from tests.runtime.test_tensor_parallel_shards import CPU, in_threads
+from tests.runtime.test_tensor_parallel_shards import CPU, replayed
 from tests.support.checkpoints import Checkpoint, CheckpointStore, Make, falcon, nemotron, qwen, write
 from tests.support.levels import sweep
 from tests.support.mtp_oracle import HEADS, write_with_head
 from tests.support.online import MODELS
 from tests.support.samples import Samples
-from tests.support.session import Session, check_sample, greedy, spoil
+from tests.support.session import Session, check_sample, greedy
 from tests.support.speculation import Scripted, shifted
 from tests.support.ties import check_greedy
 from tests.support.tiny import write_tiny
@@ -93,27 +93,13 @@ def test_each_expert_is_whole_on_one_rank(
     assert all(read.count(key) == (1 if key in own_keys else 2) for key in all_keys), "no rank reads another's"
 
 
-def run_in_threads(alone: Session, size: int, **changes: Any) -> list[ModelRunner]:
-    """The steps of a session's last run, on ranks that do not exchange what they draw."""
-
-    def run(comm: Communicator) -> ModelRunner:
-        asked = replace(alone.config, tp_size=size, expert_parallel=True, **changes)
-        runner = ModelRunner(asked, tp=TPGroup(comm.rank, comm.size, comm))
-        spoil(runner.pools)
-        for plan in alone.plans:
-            runner.launch(plan)
-        return runner
-
-    return in_threads(size, run)
-
-
 @pytest.mark.parametrize(
     ("name", "size"), [*sweep([(name, 2) for name in FAMILIES], 5), pytest.param("qwen-split", 4)]
 )  # fmt: skip
 def test_ranks_draw_the_tokens_of_one(name: str, size: int, checkpoints: CheckpointStore) -> None:
-    alone = Session(checkpoints[name].path, page_size=4)
+    alone = Session(checkpoints[name].path, page_size=4, cache_slots=1)
     alone.run(requests(1, 17, 30, steps=12), chunk=7, gap=3)
-    for runner in run_in_threads(alone, size):
+    for runner in replayed(alone, size, expert_parallel=True):
         assert torch.equal(runner.last_tokens, alone.runner.last_tokens)
 
 
@@ -126,17 +112,17 @@ def test_codes_of_one_process(name: str, quantization: str, tmp_path: Path) -> N
     model, cls = MODELS[name][0]()
     setattr(model, {"qwen": "num_experts", "gpt_oss": "num_local_experts"}[name], 4)
     write(lambda: (model, cls), tmp_path)
-    alone = Session(tmp_path, page_size=4, quantization=quantization)
+    alone = Session(tmp_path, page_size=4, cache_slots=1, quantization=quantization)
     alone.run(requests(1, 17, 30, steps=12), chunk=7, gap=3)
-    for runner in run_in_threads(alone, 2):
+    for runner in replayed(alone, 2, expert_parallel=True):
         assert torch.equal(runner.last_tokens, alone.runner.last_tokens)
 
 
 def test_tokens_are_counted_by_expert(checkpoints: CheckpointStore) -> None:
     """Those of all ranks, on each rank; padding is left out, and so is what the start computes (scales of codes)."""
-    alone = Session(checkpoints["qwen-split"].path, page_size=4)
+    alone = Session(checkpoints["qwen-split"].path, page_size=4, cache_slots=1)
     alone.run(requests(1, 17, 30, steps=12), chunk=7, gap=3)
-    first, second = run_in_threads(alone, 2, kv_cache_dtype="fp8_e4m3")
+    first, second = replayed(alone, 2, expert_parallel=True, kv_cache_dtype="fp8_e4m3")
     tokens = 1 + 17 + 30 + 3 * 11  # the last token of a request is no input
     found, chosen = first.expert_loads.read(), alone.runner.model_config.hf.num_experts_per_tok
     assert found == second.expert_loads.read() and alone.runner.expert_loads.read() == []

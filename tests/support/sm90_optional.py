@@ -184,7 +184,7 @@ def others() -> Iterator[tuple[str, Args, Args]]:
         yield "fp8_linear", product, {"bias": meta(64), "activation": "silu_and_mul"}
     shared = {"shared_gate": meta(B), "shared": 1, "rows": ROWS}
     yield "router_softmax", {"logits": meta(B, 8), "top_k": 2, "renormalize": True}, shared
-    held = {"first": 4, "count": 4, "load": meta(8, dtype=torch.int64)}
+    held = {"first": 4, "held": 4, "load": meta(8, dtype=torch.int64)}
     yield "router_softmax", {"logits": meta(B, 8), "top_k": 2, "renormalize": True} | held, {}
     scores = {"logits": f32(B, 8), "correction_bias": f32(8), "top_k": 2, "n_group": 2, "topk_group": 1}
     yield "router_sigmoid_grouped", scores | {"renormalize": True, "scaling": 2.5}, {"rows": ROWS, "shared": 1}

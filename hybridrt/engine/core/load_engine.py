@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from hybridrt.base.config import EngineConfig
 from hybridrt.engine.core.engine import Engine
-from hybridrt.engine.text.tokenizer import Tokenizer, load_tokenizer
+from hybridrt.engine.text.tokenizer import HFTokenizer, load_tokenizer
 from hybridrt.models.config.read_config import read_model_config
 from hybridrt.parallel.tensor_parallel import TensorParallelExecutor
 from hybridrt.runtime.load.build import find_checkpoint
@@ -20,11 +20,11 @@ class LoadedEngine:
 
     engine: Engine
     runner: ModelRunner
-    tokenizer: Tokenizer | None
+    tokenizer: HFTokenizer | None
     split: TensorParallelExecutor | None
 
 
-def read_tokenizer(config: EngineConfig) -> Tokenizer | None:
+def read_tokenizer(config: EngineConfig) -> HFTokenizer | None:
     """A model's tokenizer. Raises what can be said of the model's config.json before it is loaded."""
     path = find_checkpoint(config.model)
     if path.is_dir():  # if not, the runner says so

@@ -3,6 +3,7 @@
 import queue
 import time
 import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any, NoReturn
@@ -24,6 +25,7 @@ from hybridrt.engine.request.sample_request import derive_seed
 from hybridrt.engine.text.tokenizer import Tokenizer
 from hybridrt.fleet.placement import Placed, Placement, Replica
 from hybridrt.fleet.prefix_mirror import PrefixMirror, names_of
+from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 
 WAIT_S = 0.002  # of a step for news of the replicas: later requests and aborts wait as long
@@ -35,17 +37,19 @@ class RunningRequest:
     """A request at its replica, and what its samples have gained since they were read."""
 
     def __init__(self, request_id: str, prepared: PreparedPrompt, queue: "weakref.ref[DeltaQueue]") -> None:
-        self.request_id, self.queue = request_id, queue
+        self.request_id = request_id
         self.placed: Placed | None = None
         self.metrics = RequestMetrics(len(prepared.tokens), time.monotonic())
-        self.samples = {index: GainedSample() for index in range(prepared.params.n)}
+        self.samples = {index: GainedSample(request_id, queue) for index in range(prepared.params.n)}
         self.aborted = False
 
 
 class GainedSample:
     """Deltas of one sample, joined until they are read."""
 
-    def __init__(self) -> None:
+    def __init__(self, request_id: str, queue: "weakref.ref[DeltaQueue]") -> None:
+        self.request_id = request_id
+        self.queue: weakref.ref[DeltaQueue] | None = queue
         self._gained: Delta | None = None
 
     def add(self, delta: Delta) -> None:
@@ -61,6 +65,13 @@ class GainedSample:
         return gained
 
 
+def _together(smallest: MemoryPlan, plans: Sequence[MemoryPlan]) -> MemoryPlan:
+    pages = [sum(group.num_pages for group in groups) for groups in zip(*(plan.groups for plan in plans), strict=True)]
+    groups = [replace(group, num_pages=count) for group, count in zip(smallest.groups, pages, strict=True)]
+    rows, slots = sum(plan.num_rows for plan in plans), sum(plan.num_slots for plan in plans)
+    return replace(smallest, num_rows=rows, num_slots=slots, groups=tuple(groups))
+
+
 class ReplicatedEngine:
     """What LLM, AsyncLLM and servers call of an `Engine`, over `config.dp_size` replicas of it.
 
@@ -71,7 +82,7 @@ class ReplicatedEngine:
         model: for limits of requests.
 
     Attributes:
-        plan: memory of each replica.
+        plan: rows, slots and pages of all replicas; the rest of it is that of the smallest.
     """
 
     drafter = target = audits = prefill_source = None
@@ -79,13 +90,15 @@ class ReplicatedEngine:
 
     def __init__(self, config: EngineConfig, model: ModelConfig, tokenizer: Tokenizer | None) -> None:
         self._replicas = Replicas(config)
-        self.plan = min((each.plan for each in self._replicas.ready), key=lambda plan: plan.max_model_len)
+        plans = [each.plan for each in self._replicas.ready]
+        smallest = min(plans, key=lambda plan: plan.max_model_len)
+        self.plan = _together(smallest, plans)
         limits = EngineLimits(
-            model.vocab_size, self.plan.max_model_len, config.chunked_prefill_size, model.eos_token_ids,
+            model.vocab_size, smallest.max_model_len, config.chunked_prefill_size, model.eos_token_ids,
             model.image_tokens,
         )  # fmt: skip
         compiler = GrammarCompiler(tokenizer, limits.vocab_size, limits.eos_token_ids)
-        fits = CacheCoordinator.from_plan(self.plan, lambda ticket: True).check_fits
+        fits = CacheCoordinator.from_plan(smallest, lambda ticket: True).check_fits
         self.intake = Intake(limits, tokenizer, compiler, fits)
         self._placement = Placement()
         for number, ready in enumerate(self._replicas.ready):
@@ -246,8 +259,9 @@ class ReplicatedEngine:
 
     def _abort_abandoned(self) -> None:
         if self._abandoned.notes:
-            for request in self._abandoned.take_abandoned(list(self._running.values())):
-                self.abort(request.request_id)
+            samples = [sample for request in self._running.values() for sample in request.samples.values()]
+            for sample in self._abandoned.take_abandoned(samples):
+                self.abort(sample.request_id)
 
     def _take_news(self, wait_s: float) -> None:
         with suppress(queue.Empty):
@@ -278,7 +292,8 @@ class ReplicatedEngine:
         request = self._running.get(delta.request_id)
         if request is None:
             return
-        sample, reader = request.samples[delta.index], request.queue()
+        sample = request.samples[delta.index]
+        reader = None if sample.queue is None else sample.queue()
         sample.add(delta)
         if reader is not None:
             reader.put(sample)

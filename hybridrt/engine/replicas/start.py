@@ -142,8 +142,10 @@ def as_error(number: int, message: Failed | Lost) -> HybridrtError:
     if isinstance(message, Lost):
         return EngineError(f"replica {number} was lost: {message}; build a new LLM")
     kind = vars(errors).get(message.kind)
-    known = isinstance(kind, type) and issubclass(kind, HybridrtError) and kind.__init__ is HybridrtError.__init__
-    return (kind if known else EngineError)(f"replica {number}: {message.reason}")  # type: ignore[operator]
+    if not (isinstance(kind, type) and issubclass(kind, HybridrtError) and kind.__init__ is HybridrtError.__init__):
+        kind = EngineError
+    found: HybridrtError = kind(f"replica {number}: {message.reason}")
+    return found
 
 
 def _end(

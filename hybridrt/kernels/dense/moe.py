@@ -42,7 +42,7 @@ class GroupedChoice(NamedTuple):
 
 
 class ExpertShare(NamedTuple):
-    """The experts that this rank holds: `first` to `first + count`.
+    """The experts that this rank holds: `first` to `first + held`.
 
     Attributes:
         load: `[E]` int64. A router adds to it how many tokens have chosen each expert, those of all
@@ -50,7 +50,7 @@ class ExpertShare(NamedTuple):
     """
 
     first: int
-    count: int
+    held: int
     load: Tensor | None = None
 
 
@@ -193,7 +193,7 @@ def _held(weights: Tensor, ids: Tensor, share: ExpertShare | None) -> tuple[Tens
         flat = ids.flatten().long()
         share.load.scatter_add_(0, flat.clamp(min=0), (flat >= 0).long())
     own = ids - share.first
-    return weights, own.masked_fill((own < 0) | (own >= share.count), -1)
+    return weights, own.masked_fill((own < 0) | (own >= share.held), -1)
 
 
 def activate(hidden: Tensor, activation: Literal["silu", "relu2"], limit: float | None, alpha: float | None) -> Tensor:

@@ -212,7 +212,7 @@ def _route(
         kernel[(tokens,)](
             logits, of_experts, weights, ids, rows, share.load, logits.stride(0), number, share.first,
             TOKENS=1 if rows is None else tokens // rows.shape[0], E=experts, TOP_K=choice.top_k, SHARED=choice.shared,
-            RENORMALIZE=choice.renormalize, HELD=share.count, BLOCK_E=triton.next_power_of_2(experts),
+            RENORMALIZE=choice.renormalize, HELD=share.held, BLOCK_E=triton.next_power_of_2(experts),
             BLOCK_K=triton.next_power_of_2(chosen), **own, **pdl(logits.device),
         )  # fmt: skip
     return weights, ids
