@@ -223,8 +223,12 @@ class SideStream:
             yield
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        with self.next_to_current():
             yield
+
+    def next_to_current(self) -> AbstractContextManager[object]:
+        """Work launched inside waits for no work of other streams."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def join(self) -> None:
         """Work launched from here on runs after all work of this stream."""

@@ -32,6 +32,7 @@ class Build:
             of experts are "layer.expert.matrix".
         quantised: the checkpoint is quantised. Shared experts are then apart from routed ones, which
             may be stored otherwise.
+        expert_parallel: each rank holds whole routed experts, instead of a part of each.
         kv_codes: dtype of the KV cache's codes; None: it holds plain numbers in `dtype`.
     """
 
@@ -40,12 +41,18 @@ class Build:
     device: torch.device
     scheme: Callable[[str], Scheme] = lambda part: PLAIN
     quantised: bool = False
+    expert_parallel: bool = False
     kv_codes: torch.dtype | None = None
 
     @property
     def uncut(self) -> "Build":
         """The same without tensor parallelism."""
-        return replace(self, tp=TPGroup())
+        return replace(self, tp=TPGroup(), expert_parallel=False)
+
+    @property
+    def shared_apart(self) -> bool:
+        """Whether shared experts are no experts of the routed ones' stack."""
+        return self.quantised or self.expert_parallel
 
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
@@ -118,7 +125,7 @@ class Piece:
             self.dest.copy_(taken)
 
 
-# Also pieces of quantised matrices (hybridrt.layers.quant.pieces), which have other arguments.
+# Also pieces of quantised matrices (hybridrt.layers.quant.pieces), which have other arguments. (): another rank's.
 CheckpointTarget = tuple[Any, ...]
 CheckpointMap = dict[str, CheckpointTarget]
 

@@ -267,6 +267,16 @@ def test_a_silent_rank_is_lost(links: tuple[Link, Link]) -> None:
     assert "rank 1 was lost: it has sent no heartbeat for 0.1 seconds" in wait_for_loss(leader(links[0], 0.1))
 
 
+def test_a_silent_rank_has_more_time_while_a_model_is_loaded(
+    links: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hybridrt.parallel.ranks.LOADING_S", 0.5)
+    ranks = leader(links[0])
+    ranks.loading, ranks._timeout = True, 0.1
+    links[1].send(pack(Beat()))
+    assert "rank 1 was lost: it has sent no heartbeat for 0.5 seconds" in wait_for_loss(ranks)
+
+
 def test_a_rank_whose_connection_ends_is_lost(links: tuple[Link, Link]) -> None:
     ranks = leader(links[0])
     links[1].close()
