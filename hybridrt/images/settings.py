@@ -1,6 +1,6 @@
 """How a checkpoint's processor cuts pictures into patches: preprocessor_config.json or processor_config.json."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,17 @@ class Lfm2Images(msgspec.Struct, frozen=True, tag="lfm2"):
     mode: str
 
 
-ImageSettings = QwenImages | Lfm2Images
+class NemotronImages(msgspec.Struct, frozen=True, tag="nemotron"):
+    """Nemotron Omni's processor. `merge` as in QwenImages."""
+
+    patch: int
+    merge: int
+    min_patches: int
+    max_patches: int
+    mode: str
+
+
+ImageSettings = QwenImages | Lfm2Images | NemotronImages
 
 
 def read_image_settings(directory: Path) -> ImageSettings | None:
@@ -167,9 +177,35 @@ def _lfm2(given: Mapping[str, Any], file: Path) -> Lfm2Images:
     )
 
 
+_NEMOTRON_DEFAULTS = {
+    "patch_size": 16, "downsample_ratio": 0.5, "min_num_patches": 1024, "max_num_patches": 13312,
+    "max_model_len": 16384, "resample": 3,
+}  # fmt: skip
+_NEMOTRON_FIELDS: Mapping[str, FieldType] = {
+    "patch_size": _SMALL,
+    "downsample_ratio": number(1 / 64, 1),
+    "min_num_patches": integer(1, 2**16),
+    "max_num_patches": integer(0, 2**16),
+    "max_model_len": integer(8, 2**24),
+}
+
+
+def _nemotron(given: Mapping[str, Any], file: Path) -> NemotronImages:
+    """The limit of patches follows from the length of the model's context, and `max_num_patches`."""
+    fields = {**_NEMOTRON_DEFAULTS, **given}
+    check_fields(fields, _NEMOTRON_FIELDS, file)
+    merge = round(1 / fields["downsample_ratio"])
+    least, most = fields["min_num_patches"], (fields["max_model_len"] - 4) * merge**2
+    most = max(min(most, fields["max_num_patches"] or most, MAX_PIXELS // fields["patch_size"] ** 2), least)
+    return NemotronImages(fields["patch_size"], merge, least, most, _MODES[fields["resample"]])
+
+
 def _check_order(fields: Mapping[str, Any], low: str, high: str, file: Path) -> None:
     if fields[low] > fields[high]:
         raise ConfigError(f"{file}: {low} is {fields[low]}; it must be at most {high}, {fields[high]}")
 
 
-_READERS = {"Qwen2VLImageProcessor": _qwen, "Lfm2VlImageProcessor": _lfm2}
+_READERS: dict[str, Callable[[Mapping[str, Any], Path], ImageSettings]] = {
+    "Qwen2VLImageProcessor": _qwen, "Lfm2VlImageProcessor": _lfm2,
+    "NemotronH_Omni_Reasoning_V3ImageProcessor": _nemotron,
+}  # fmt: skip

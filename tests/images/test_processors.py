@@ -11,9 +11,10 @@ from msgspec.structs import replace
 
 from hybridrt.images.jobs import UnreadablePicture
 from hybridrt.images.lfm2 import lfm2_pieces
+from hybridrt.images.nemotron import nemotron_pieces
 from hybridrt.images.pieces import Piece
 from hybridrt.images.qwen import qwen_pieces
-from hybridrt.images.settings import Lfm2Images, QwenImages
+from hybridrt.images.settings import Lfm2Images, NemotronImages, QwenImages
 from tests.support.pictures import noise
 
 QWEN = QwenImages(patch=16, merge=2, min_pixels=64 * 64, max_pixels=256 * 256, mode="bicubic")
@@ -102,6 +103,25 @@ def test_lfm2_patches_are_those_of_transformers(
         np.testing.assert_array_equal(piece.patches, as_bytes(values))
 
 
+NEMOTRON = NemotronImages(patch=16, merge=2, min_patches=16, max_patches=256, mode="bicubic")
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_nemotron_patches_are_those_of_transformers(transformers: ModuleType, width: int, height: int) -> None:
+    name = "NemotronH_Omni_Reasoning_V3ImageProcessor"
+    if not hasattr(transformers, name):
+        pytest.skip("this transformers does not know the family")
+    half = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    processor = getattr(transformers, name)(min_num_patches=16, max_num_patches=256, **half)
+    pixels = picture(width, height)
+    (piece,) = nemotron_pieces(pixels, NEMOTRON, low=False)
+    found = processor([pixels], return_tensors="pt")
+    assert found["image_grid_hw"].tolist() == [list(piece.grid)]
+    assert piece.patches.dtype == np.float32
+    values = (torch.from_numpy(piece.patches) - 127.5) / 127.5
+    torch.testing.assert_close(values, found["pixel_values"], rtol=0, atol=1e-6)
+
+
 # Computed once, with torch 2.13 and equal to transformers 5.23.
 def fingerprint(pieces: list[Piece]) -> str:
     hashed = sha256()
@@ -145,5 +165,7 @@ def test_an_impossible_aspect_is_refused() -> None:
     assert qwen_pieces(picture(400, 2), QWEN, low=False)
     with pytest.raises(UnreadablePicture, match="aspect ratio is above 200"):
         qwen_pieces(picture(402, 2), QWEN, low=False)
+    with pytest.raises(UnreadablePicture, match="less than a patch"):
+        nemotron_pieces(picture(9000, 1), NEMOTRON, low=False)
     with pytest.raises(UnreadablePicture, match="more than 16 tokens"):
         lfm2_pieces(picture(3000, 16), LFM2, low=False)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hybridrt.base.errors import ConfigError
-from hybridrt.images.settings import Lfm2Images, QwenImages, read_image_settings
+from hybridrt.images.settings import Lfm2Images, NemotronImages, QwenImages, read_image_settings
 
 QWEN = {"image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 16, "merge_size": 2}
 LFM2 = {"image_processor_type": "Lfm2VlImageProcessor"}
@@ -28,6 +28,13 @@ def test_published_fields_and_defaults(tmp_path: Path) -> None:
     limits = {"min_pixels": 4096, "max_pixels": 8192, "resample": 2}
     assert read(tmp_path, QWEN | {"size": size} | limits) == QwenImages(16, 2, 4096, 8192, "bilinear")
     assert read(tmp_path, LFM2) == Lfm2Images(16, 2, 512, 2, 10, True, 64, 256, 2.0, True, "bilinear")
+
+
+def test_nemotron_has_a_budget_of_patches(tmp_path: Path) -> None:
+    fields = {"image_processor_type": "NemotronH_Omni_Reasoning_V3ImageProcessor", "norm_mean": [0.5] * 3}
+    assert read(tmp_path, fields) == NemotronImages(16, 2, 1024, 13312, "bicubic")
+    limits = {"max_model_len": 1028, "max_num_patches": 0}
+    assert read(tmp_path, fields | limits) == NemotronImages(16, 2, 1024, 4096, "bicubic")
 
 
 def test_the_whole_processors_file_comes_first(tmp_path: Path) -> None:

@@ -406,11 +406,13 @@ class LLM:
             SessionError: nothing of it is cached, `path` is no path, or the note is invalid.
             OSError: the file cannot be written.
         """
-        file, content = as_path("path", path, SessionError), text_or_ids(prompt)
+        given = self.with_spans(prompt)
+        file = as_path("path", path, SessionError)
+        content: Any = text_or_ids(given)
         if not isinstance(content, str):
             content = content[: self.plan.max_model_len - 1]  # the last token is never computed
-        if isinstance(prompt, Mapping) and prompt.get("spans"):
-            content = {"prompt_token_ids": content, "spans": prompt["spans"]}
+        if isinstance(given, Mapping) and given.get("spans"):
+            content = {**given, "prompt_token_ids": content}
         prepared = self.engine.prepare(content, SamplingParams(max_tokens=1, cache_salt=cache_salt))
         tokens = cache_ids(prepared.tokens, prepared.spans)
         with undisturbed():
