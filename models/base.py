@@ -1,7 +1,7 @@
 """The base of all models: embedding, stack of layers, head; and the base of prediction heads."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -117,11 +117,6 @@ class CausalLM(nn.Module, ABC):
         """Embeddings of spans, [length, hidden] in the model's dtype each."""
         assert self.tower is not None, "only a model with `vision` encodes"
         return self.tower.encode(inputs)
-
-    def encode_in_slices(self, inputs: Sequence[EncoderInput]) -> Generator[None, None, list[torch.Tensor]]:
-        """`encode`, as `Tower.slices`."""
-        assert self.tower is not None, "only a model with `vision` encodes"
-        return self.tower.slices(inputs)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states after the final norm, times norm_scale: [T, hidden]."""

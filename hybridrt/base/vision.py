@@ -64,11 +64,6 @@ class VisionSpec:
         resize has beyond them."""
         return "float32" if self.tower == "radio" else "uint8"
 
-    def block_flops(self, patches: int) -> float:
-        """Floating-point operations of one block of layers for a picture, about."""
-        products = 4 * self.hidden_size**2 + 2 * self.hidden_size * self.intermediate_size
-        return 2.0 * patches * products + 4.0 * patches**2 * self.hidden_size
-
     @property
     def patch_numbers(self) -> int:
         """Numbers of a patch, three for each pixel."""

@@ -34,7 +34,7 @@ class EncoderTasks:
 
     Args:
         cache: the ledger of the embeddings on the device.
-        encoded: whether all of a task has been launched, by its ticket.
+        encoded: whether a task has ended, by its ticket.
         mrope: tokens of spans have positions on three axes.
     """
 

@@ -122,13 +122,10 @@ class StepRunner:
                 if plan.admissions and self.pools.req_to_token.mrope_deltas is not None:
                     self._enter_mrope_deltas(plan, self.pools.req_to_token.mrope_deltas)
                 if self.encoder is not None:
-                    self.encoder.queue(plan.encode, len(plan.decode.rows) > 0)
-                    self.encoder.finish(plan.after_encoder)
+                    self._encode(plan, self.encoder)
                 if plan.moves or plan.cleared or self.host is not None:
                     self._move_states(plan)
                 self._run_model(plan, tokens, step)
-                if self.encoder is not None:  # after the rows, which do not wait for what they do not need
-                    self.encoder.advance(len(plan.decode.rows) > 0)
         except BaseException:
             self.backend.drop_step()  # never committed; later steps would raise
             raise
@@ -152,7 +149,7 @@ class StepRunner:
         return self.host is None or self.host.copied(ticket)
 
     def encoded(self, ticket: int) -> bool:
-        """Whether all of an encoder task has been launched, on this rank."""
+        """Whether an encoder task of a launched plan has ended, on this rank."""
         return self.encoder is None or self.encoder.encoded(ticket)
 
     def draft(self, rows: Sequence[DraftRow], steps: int, topk: int = 1) -> StepHandle:
@@ -180,6 +177,12 @@ class StepRunner:
             self.pools.shared.clear(plan.cleared)
         if pool is not None and (later := [move for move in plan.moves if move.when is When.BEFORE_ROWS]):
             pool.move(later, self.staging.upload)
+
+    def _encode(self, plan: StepPlan, encoder: SpanEncoder) -> None:
+        if plan.encode:
+            encoder.launch(plan.encode)
+        if plan.after_encoder:
+            encoder.wait(plan.after_encoder)
 
     def _enter_mrope_deltas(self, plan: StepPlan, deltas: torch.Tensor) -> None:
         """Text has 0, so that few admissions change anything."""

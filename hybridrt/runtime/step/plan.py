@@ -263,9 +263,8 @@ class StepPlan:
             through `after_copies`.
         after_copies: this step and later ones wait for the copies up to this ticket; 0: for none.
         cleared: slabs that are zeroed after that, before all else.
-        encode: tasks of the encoder. They are launched after the rows; next to decode rows a part
-            of them in each step.
-        after_encoder: the tasks up to this ticket are launched before the rows; 0: none.
+        encode: tasks of the encoder, launched before the rows, on a separate stream.
+        after_encoder: this step and later ones wait for the tasks up to this ticket; 0: for none.
         constrained: the rows that sample under a bitmask, by their numbers in the step's result. If
             there are any, `launch` launches all but the sampling, which `StepHandle.sample`
             launches.
@@ -363,4 +362,4 @@ class Executor(Protocol):
         """Whether a host copy of a launched plan has ended."""
 
     def encoded(self, ticket: int) -> bool:
-        """Whether all of an encoder task has been launched."""
+        """Whether an encoder task of a launched plan has ended."""
