@@ -92,7 +92,7 @@ def read_image_settings(directory: Path) -> ImageSettings | None:
     if name not in _READERS:
         raise ConfigError(
             f"{file}: image_processor_type is {shown(found.get('image_processor_type'))}; hybridrt knows "
-            f"{', '.join(_READERS)}"
+            f"{', '.join(_READERS)}: for text alone, load the model with images=False"
         )
     given = {key: value for key, value in found.items() if value is not None}
     if (marks := _marks(directory)) is not None:

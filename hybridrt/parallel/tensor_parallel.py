@@ -96,8 +96,7 @@ class TensorParallelExecutor:
         return self.runner.copied(ticket)
 
     def encoded(self, ticket: int) -> bool:
-        """Whether an encoder task of a launched plan has ended on rank 0. On other ranks it may still
-        run."""
+        """Whether steps may read what an encoder task of a launched plan makes: on all ranks alike."""
         return self.runner.encoded(ticket)
 
     def read_prefix(self, prefix: PrefixPlaces) -> dict[str, torch.Tensor]:

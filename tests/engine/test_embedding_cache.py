@@ -96,6 +96,8 @@ def test_a_chunk_takes_the_part_of_a_span_that_it_has() -> None:
     rest = tasks.take_rows(one, 5, 20, later)
     assert rest is not None and rest.places.tolist() == [0, 1, 2, 3]
     assert [*first.rows, *rest.rows] == plan.encode[0].rows.tolist()
+    assert tasks.cache.find(key(1)).readers, "tasks of the same step may not take its rows"  # type: ignore[union-attr]
+    tasks.begin_step()
     assert not tasks.cache._pinned[1], "the prompt is past its span"
 
 

@@ -1,5 +1,6 @@
 """Requests with spans through the engine: intake, the prefix cache, retraction, batches, sessions."""
 
+import asyncio
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -14,9 +15,11 @@ from hybridrt import LLM, SamplingParams, SpeculativeConfig
 from hybridrt.base.config import EngineConfig
 from hybridrt.base.errors import RequestError
 from hybridrt.base.spans import EncoderInput, Span
+from hybridrt.engine.api.async_llm import AsyncLLM
 from hybridrt.engine.request.spans import KEY_BIT, cache_ids, span_limits
 from hybridrt.models.config.read_config import read_model_config
 from hybridrt.runtime.step.plan import StepPlan
+from hybridrt.server.warm_up import see_images
 from hybridrt.speculative.ngram import NgramDrafter
 from tests.models.test_vision import QWEN, seeing
 from tests.support.checkpoints import CheckpointStore
@@ -99,7 +102,7 @@ def bad(path: Path) -> dict[str, tuple[Made, str]]:
         "digest": (altered(fine, digest=b"short"), "pass 32 bytes"),
         "no spans": (fine | {"spans": [5]}, "pass a list of"),
         "video": (fine | {"prompt_token_ids": [VIDEO, *ids[1:]]}, "video_token_id"),
-        "other names": (fine | {"images": []}, "a prompt is a string"),
+        "other names": (fine | {"images": []}, "images go with prompt"),
     }  # fmt: skip
 
 
@@ -282,3 +285,20 @@ def test_prompt_lookup_neither_finds_nor_proposes_placeholders() -> None:
     assert proposed(5, 6, 7, IMAGE, IMAGE, 8, 5, 6) == [7]
     assert proposed(IMAGE, 6, 7, 8, IMAGE, 6) == []
     assert proposed(5, 6, 7, 8, 5, 6) == [7, 8, 5, 6]
+
+
+def test_a_warm_up_sees_images(path: Path) -> None:
+    with engine(path) as llm:
+        asyncio.run(see_images(AsyncLLM(llm)))
+        counts = llm.engine.counters()
+        assert (counts.encoded_spans, counts.encoded_tokens) == (2, 2 * 12**2) and counts.failed == 0
+
+
+def test_the_memory_plan_counts_the_encoder(path: Path) -> None:
+    with engine(path) as seeing_model, engine(path, images=False) as blind, engine(path, encoder_cache_tokens=1) as few:
+        names = [{name for name, _, _ in llm.plan.table()} for llm in (seeing_model, blind)]
+        assert names[0] - names[1] == {"image encoder: workspace, embeddings"}
+        assert seeing_model.plan.weight_bytes > blind.plan.weight_bytes
+        assert seeing_model.plan.costs.encoder == 16384 * few.plan.costs.encoder > 0
+        kept = seeing_model.engine.executor.encoder._kept  # type: ignore[attr-defined]
+        assert seeing_model.plan.costs.encoder > kept.nbytes

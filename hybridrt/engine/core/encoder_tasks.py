@@ -30,11 +30,11 @@ class EncoderTasks:
     """The encoder's tasks, and the embeddings that chunks take.
 
     A chunk ends in front of a span whose embeddings do not exist yet. Without decode rows in the
-    step, a chunk may also need those that the step's own tasks make: nobody else waits then.
+    step, a chunk may also need those that the step's own tasks make: it runs all tasks then.
 
     Args:
         cache: the ledger of the embeddings on the device.
-        encoded: whether a task has ended, by its ticket.
+        encoded: whether steps may read what a task makes, by its ticket.
         mrope: tokens of spans have positions on three axes.
     """
 
@@ -44,6 +44,7 @@ class EncoderTasks:
         self._ticket = 0
         self._done = 0  # tasks up to this ticket have ended
         self._tokens = self._bytes = 0  # of the step's tasks
+        self._passed: list[tuple[SpanKey, int]] = []  # pins that the latest step needed last
 
     def counters(self) -> dict[str, Any]:
         """Fields of EngineCounters."""
@@ -54,6 +55,11 @@ class EncoderTasks:
         }  # fmt: skip
 
     def begin_step(self) -> None:
+        """The pins of spans that the latest step has passed end only now: its own tasks run before
+        its rows, and would overwrite what these read."""
+        for key, arrival in self._passed:
+            self.cache.unpin(key, arrival)
+        self._passed.clear()
         self._tokens = self._bytes = 0
 
     def chunk_end(self, request: Request, start: int, end: int, plan: StepPlan) -> int:
@@ -72,8 +78,7 @@ class EncoderTasks:
         return stop
 
     def take_rows(self, request: Request, start: int, end: int, plan: StepPlan) -> SpanRows | None:
-        """The embeddings of a planned chunk; None if it has none. Pins of spans that the chunk ends
-        are given up: the step reads their rows before later tasks write them."""
+        """The embeddings of a planned chunk; None if it has none."""
         places, rows = list[np.ndarray](), list[np.ndarray]()
         for span in _spans_between(request.spans, start, end):
             entry = self.cache.find(key := _key(request, span))
@@ -83,7 +88,7 @@ class EncoderTasks:
             rows.append(entry.rows[first - span.start : last - span.start])
             plan.after_encoder = max(plan.after_encoder, entry.ticket)
             if last == span.start + span.length:
-                self.cache.unpin(key, request.arrival)
+                self._passed.append((key, request.arrival))
         return SpanRows(np.concatenate(places), np.concatenate(rows)) if places else None
 
     def forget(self, request: Request) -> None:

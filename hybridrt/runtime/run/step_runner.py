@@ -122,7 +122,7 @@ class StepRunner:
                 if plan.admissions and self.pools.req_to_token.mrope_deltas is not None:
                     self._enter_mrope_deltas(plan, self.pools.req_to_token.mrope_deltas)
                 if self.encoder is not None:
-                    self._encode(plan, self.encoder)
+                    self.encoder.advance(plan)
                 if plan.moves or plan.cleared or self.host is not None:
                     self._move_states(plan)
                 self._run_model(plan, tokens, step)
@@ -149,7 +149,7 @@ class StepRunner:
         return self.host is None or self.host.copied(ticket)
 
     def encoded(self, ticket: int) -> bool:
-        """Whether an encoder task of a launched plan has ended, on this rank."""
+        """Whether steps may read what an encoder task of a launched plan makes."""
         return self.encoder is None or self.encoder.encoded(ticket)
 
     def draft(self, rows: Sequence[DraftRow], steps: int, topk: int = 1) -> StepHandle:
@@ -177,12 +177,6 @@ class StepRunner:
             self.pools.shared.clear(plan.cleared)
         if pool is not None and (later := [move for move in plan.moves if move.when is When.BEFORE_ROWS]):
             pool.move(later, self.staging.upload)
-
-    def _encode(self, plan: StepPlan, encoder: SpanEncoder) -> None:
-        if plan.encode:
-            encoder.launch(plan.encode)
-        if plan.after_encoder:
-            encoder.wait(plan.after_encoder)
 
     def _enter_mrope_deltas(self, plan: StepPlan, deltas: torch.Tensor) -> None:
         """Text has 0, so that few admissions change anything."""

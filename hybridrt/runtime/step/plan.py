@@ -263,8 +263,9 @@ class StepPlan:
             through `after_copies`.
         after_copies: this step and later ones wait for the copies up to this ticket; 0: for none.
         cleared: slabs that are zeroed after that, before all else.
-        encode: tasks of the encoder, launched before the rows, on a separate stream.
-        after_encoder: this step and later ones wait for the tasks up to this ticket; 0: for none.
+        encode: tasks of the encoder, which run in order, before the rows of this step and of later
+            ones: a step with decode rows runs only a part.
+        after_encoder: the tasks up to this ticket end before the rows; 0: none need to.
         constrained: the rows that sample under a bitmask, by their numbers in the step's result. If
             there are any, `launch` launches all but the sampling, which `StepHandle.sample`
             launches.
@@ -362,4 +363,4 @@ class Executor(Protocol):
         """Whether a host copy of a launched plan has ended."""
 
     def encoded(self, ticket: int) -> bool:
-        """Whether an encoder task of a launched plan has ended."""
+        """Whether steps may read what an encoder task of a launched plan makes."""
