@@ -13,13 +13,14 @@ import torch
 from hybridrt.base.errors import CheckpointError, ConfigError, PromptTooLongError, RequestError
 from hybridrt.base.spans import EncoderInput, Span
 from hybridrt.base.vision import VisionSpec
+from hybridrt.images import nemotron
 from hybridrt.images.decode import check_sides, digest_of
 from hybridrt.images.jobs import Job, UnreadablePicture
 from hybridrt.images.lfm2 import END, START, all_marks, lfm2_pieces
 from hybridrt.images.pieces import Piece
 from hybridrt.images.pool import ImagePool, PoolLimits
 from hybridrt.images.qwen import qwen_pieces
-from hybridrt.images.settings import ImageSettings, Lfm2Images, QwenImages, read_image_settings
+from hybridrt.images.settings import ImageSettings, Lfm2Images, NemotronImages, QwenImages, read_image_settings
 from hybridrt.images.source import Address, ImageSource
 
 _VERSION = "hybridrt image 1"  # of digests
@@ -83,6 +84,10 @@ class ImageReader:
             raise CheckpointError(f"the tokenizer has no token {placeholder}, the config's placeholder of images")
         self.text = names[placeholder]
         marks = all_marks(settings) if isinstance(settings, Lfm2Images) else []
+        self._around = START, END
+        if isinstance(settings, NemotronImages):
+            self._around = nemotron.START, nemotron.END
+            marks = list(self._around)
         if missing := [mark for mark in marks if mark not in vocabulary]:
             raise CheckpointError(f"the tokenizer has no token {missing[0]}, which images of this model need")
         self._marks = {mark: vocabulary[mark] for mark in marks}
@@ -156,8 +161,13 @@ class ImageReader:
 
     def _pieces(self, pixels: np.ndarray, digest: bytes, low: bool) -> list[_ReadPiece]:
         settings = self._settings
-        make = qwen_pieces if isinstance(settings, QwenImages) else lfm2_pieces
-        pieces = make(torch.from_numpy(pixels).permute(2, 0, 1), settings, low)
+        picture = torch.from_numpy(pixels).permute(2, 0, 1)
+        if isinstance(settings, QwenImages):
+            pieces = qwen_pieces(picture, settings, low)
+        elif isinstance(settings, NemotronImages):
+            pieces = nemotron.nemotron_pieces(picture, settings, low)
+        else:
+            pieces = lfm2_pieces(picture, settings, low)
         framed = [[_VERSION, settings, digest, low, i] for i in range(len(pieces))]
         return [_ReadPiece(piece, sha256(msgspec.msgpack.encode(each)).digest()) for piece, each in zip(pieces, framed)]
 
@@ -168,12 +178,12 @@ class ImageReader:
         for place, picture in zip(places, pictures, strict=True):
             found += tokens[done:place]
             done = place + 1
-            found += self._mark(START)
+            found += self._mark(self._around[0])
             for read in picture:
                 found += self._mark(read.piece.before)
                 spans.append(_span(len(found), read))
                 found += [self.placeholder] * spans[-1].length
-            found += self._mark(END)
+            found += self._mark(self._around[1])
         return [*found, *tokens[done:]], tuple(spans)
 
     def _mark(self, text: str) -> list[int]:

@@ -75,7 +75,23 @@ class Lfm2Images(msgspec.Struct, frozen=True, tag="lfm2"):
     mode: str
 
 
-ImageSettings = QwenImages | Lfm2Images
+class NemotronImages(msgspec.Struct, frozen=True, tag="nemotron"):
+    """Nemotron Omni's processor.
+
+    Attributes:
+        merge: patches of a side of the block that becomes a token.
+        min_patches, max_patches: of a resized picture.
+        mode: of torch's interpolate.
+    """
+
+    patch: int
+    merge: int
+    min_patches: int
+    max_patches: int
+    mode: str
+
+
+ImageSettings = QwenImages | Lfm2Images | NemotronImages
 
 
 def read_image_settings(directory: Path) -> ImageSettings | None:
@@ -167,9 +183,44 @@ def _lfm2(given: Mapping[str, Any], file: Path) -> Lfm2Images:
     )
 
 
+_NEMOTRON_DEFAULTS = {
+    "patch_size": 16, "downsample_ratio": 0.5, "min_num_patches": 1024, "max_num_patches": 13312,
+    "max_model_len": 16384, "resample": 3,
+}  # fmt: skip
+_NEMOTRON_FIELDS: Mapping[str, FieldType] = {
+    "patch_size": _SMALL,
+    "downsample_ratio": number(1 / 16, 1),
+    "min_num_patches": integer(1, 2**18),
+    "max_num_patches": integer(0, 2**18),
+    "max_model_len": integer(1, 2**24),
+}
+
+
+def _nemotron(given: Mapping[str, Any], file: Path) -> NemotronImages:
+    """A picture has as many patches as max_model_len tokens need, within the other two limits."""
+    fields = {**_NEMOTRON_DEFAULTS, **given}
+    check_fields(fields, _NEMOTRON_FIELDS, file)
+    merge = round(1 / fields["downsample_ratio"])
+    most = (fields["max_model_len"] - 4) * merge**2
+    if fields["max_num_patches"]:  # 0: no limit of its own
+        most = min(most, fields["max_num_patches"])
+    least = fields["min_num_patches"]
+    return NemotronImages(
+        patch=fields["patch_size"],
+        merge=merge,
+        min_patches=least,
+        max_patches=max(least, min(most, MAX_PIXELS // fields["patch_size"] ** 2)),
+        mode=_MODES[fields["resample"]],
+    )
+
+
 def _check_order(fields: Mapping[str, Any], low: str, high: str, file: Path) -> None:
     if fields[low] > fields[high]:
         raise ConfigError(f"{file}: {low} is {fields[low]}; it must be at most {high}, {fields[high]}")
 
 
-_READERS = {"Qwen2VLImageProcessor": _qwen, "Lfm2VlImageProcessor": _lfm2}
+_READERS = {
+    "Qwen2VLImageProcessor": _qwen,
+    "Lfm2VlImageProcessor": _lfm2,
+    "NemotronH_Omni_Reasoning_V3ImageProcessor": _nemotron,
+}
