@@ -20,9 +20,7 @@ class RouterMetrics:
         self.requests = Counter("hybridrt_router_requests", "Requests by replica.", ["replica"], registry=at)
         self.retries = Counter("hybridrt_router_retries", "Requests that were sent to another replica.", registry=at)
         self.cut = Counter("hybridrt_router_cut_streams", "Streams whose replica has gone.", registry=at)
-        self.prompt_tokens = Counter(
-            "hybridrt_router_prompt_tokens", "Prompt tokens that the router knows.", registry=at
-        )
+        self.prompt_tokens = Counter("hybridrt_router_prompt_tokens", "Prompt tokens, as far as known.", registry=at)
         self.prefix_tokens = Counter(
             "hybridrt_router_prefix_tokens", "Prompt tokens that the chosen replicas had, as far as known.", registry=at
         )

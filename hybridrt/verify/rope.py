@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from hybridrt.base.errors import shown
 from hybridrt.verify.results import Result
@@ -67,7 +67,7 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, str) or _is_number(value)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -112,7 +112,7 @@ def _check_reach(attention: Any, context: int, result: Result) -> None:
 
 
 def _check_factor(rope: Mapping[str, Any], context: int, result: Result) -> None:
-    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
+    factor, original = (rope.get(name) for name in ("factor", "original_max_position_embeddings"))
     if rope.get("rope_type", "default") == "default" or not (_is_number(factor) and _is_number(original)):
         return
     reach = factor * original
