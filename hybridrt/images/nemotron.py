@@ -30,8 +30,7 @@ def nemotron_pieces(pixels: torch.Tensor, settings: NemotronImages, low: bool) -
         raise UnreadablePicture(f"its aspect ratio is too large: {width} x {height} has less than a patch across")
     picture, sides = pixels.float().contiguous(), (rows * settings.patch, columns * settings.patch)
     if (height, width) != sides:
-        options = {"mode": settings.mode, "align_corners": False, "antialias": True}
-        picture = F.interpolate(picture[None], sides, **options)[0]
+        picture = F.interpolate(picture[None], sides, mode=settings.mode, align_corners=False, antialias=True)[0]
     parts = picture.reshape(3, rows, settings.patch, columns, settings.patch).permute(1, 3, 0, 2, 4)
     patches = parts.reshape(rows * columns, 3 * settings.patch**2)
     return [Piece("", patches.numpy(), (rows, columns), (rows // settings.merge, columns // settings.merge))]

@@ -137,8 +137,7 @@ class LLM:
             self.plan, self.device = runner.memory_plan, runner.device
         self.default_sampling_params = default_sampling_params(path)
         hf = self.tokenizer.hf if isinstance(self.tokenizer, HFTokenizer) else None
-        vision = None if self._replicas else self.model_config.vision  # replicas take token ids alone
-        self.image_reader = image_reader(Path(path), vision, hf)
+        self.image_reader = image_reader(Path(path), self.model_config.vision, hf)
         self.chats = Chats(self.tokenizer, self.image_reader)
 
     def _load_replicas(self) -> Path:
