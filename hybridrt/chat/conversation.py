@@ -205,9 +205,9 @@ def _part(part: object, place: str, images: list[ImageSource]) -> dict[str, str]
         names = ", ".join((*TEXT_PARTS, *IMAGE_PARTS[:-1]))
         raise RequestError(f"{place}: type is {shown(kind)}; it must be one of {names}", f"{place}.type")
     name = "refusal" if kind == "refusal" else "text"
-    if not isinstance(text := part.get(name), str):
-        raise RequestError(f"{place}.{name} is {shown(text)}; it must be text", f"{place}.{name}")
-    return {"type": "text", "text": text}
+    if not isinstance(written := part.get(name), str):
+        raise RequestError(f"{place}.{name} is {shown(written)}; it must be text", f"{place}.{name}")
+    return {"type": "text", "text": written}
 
 
 def _earlier_calls(calls: object, place: str) -> list[dict[str, Any]]:

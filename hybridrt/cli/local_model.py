@@ -45,7 +45,7 @@ class LocalModel:
         dicts = [message.to_dict() for message in messages]
         talk = read_conversation(dicts, add_generation_prompt=False)
         found = self._chat.prompt(talk, self._params)
-        prompt = {"prompt_token_ids": found.tokens, "spans": found.spans} if found.spans else found.tokens
+        prompt: Any = {"prompt_token_ids": found.tokens, "spans": found.spans} if found.spans else found.tokens
         self._llm.save_session(file, prompt, note=encoded(messages).decode())
 
     def load_session(self, file: Path) -> list[Message]:

@@ -58,7 +58,7 @@ def _answer(request: bytes) -> Parts:
     try:
         job = msgspec.msgpack.decode(request, type=Job)
         pixels = decode(_unpacked(job), job.max_pixels)
-        facts = msgspec.msgpack.encode(Decoded(*pixels.shape[:2], digest_of(pixels)))
+        facts = msgspec.msgpack.encode(Decoded(pixels.shape[0], pixels.shape[1], digest_of(pixels)))
         return [b"+", len(facts).to_bytes(4, "little"), facts, pixels.data.cast("B")]
     except MemoryError:
         return [b"!it needs too much memory"]

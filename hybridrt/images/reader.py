@@ -16,7 +16,8 @@ from hybridrt.base.vision import VisionSpec
 from hybridrt.images import nemotron
 from hybridrt.images.decode import check_sides, digest_of
 from hybridrt.images.jobs import Job, UnreadablePicture
-from hybridrt.images.lfm2 import END, START, all_marks, lfm2_pieces
+from hybridrt.images.lfm2 import all_marks, lfm2_pieces
+from hybridrt.images.nemotron import nemotron_pieces
 from hybridrt.images.pieces import Piece
 from hybridrt.images.pool import ImagePool, PoolLimits
 from hybridrt.images.qwen import qwen_pieces
@@ -83,11 +84,8 @@ class ImageReader:
         if placeholder not in names:
             raise CheckpointError(f"the tokenizer has no token {placeholder}, the config's placeholder of images")
         self.text = names[placeholder]
-        marks = all_marks(settings) if isinstance(settings, Lfm2Images) else []
-        self._around = START, END
-        if isinstance(settings, NemotronImages):
-            self._around = nemotron.START, nemotron.END
-            marks = list(self._around)
+        self._start, self._end, *tiles = _marks_of(settings)
+        marks = [mark for mark in (self._start, self._end, *tiles) if mark]
         if missing := [mark for mark in marks if mark not in vocabulary]:
             raise CheckpointError(f"the tokenizer has no token {missing[0]}, which images of this model need")
         self._marks = {mark: vocabulary[mark] for mark in marks}
@@ -164,10 +162,10 @@ class ImageReader:
         picture = torch.from_numpy(pixels).permute(2, 0, 1)
         if isinstance(settings, QwenImages):
             pieces = qwen_pieces(picture, settings, low)
-        elif isinstance(settings, NemotronImages):
-            pieces = nemotron.nemotron_pieces(picture, settings, low)
-        else:
+        elif isinstance(settings, Lfm2Images):
             pieces = lfm2_pieces(picture, settings, low)
+        else:
+            pieces = nemotron_pieces(picture, settings, low)
         framed = [[_VERSION, settings, digest, low, i] for i in range(len(pieces))]
         return [_ReadPiece(piece, sha256(msgspec.msgpack.encode(each)).digest()) for piece, each in zip(pieces, framed)]
 
@@ -178,16 +176,23 @@ class ImageReader:
         for place, picture in zip(places, pictures, strict=True):
             found += tokens[done:place]
             done = place + 1
-            found += self._mark(self._around[0])
+            found += self._mark(self._start)
             for read in picture:
                 found += self._mark(read.piece.before)
                 spans.append(_span(len(found), read))
                 found += [self.placeholder] * spans[-1].length
-            found += self._mark(self._around[1])
+            found += self._mark(self._end)
         return [*found, *tokens[done:]], tuple(spans)
 
     def _mark(self, text: str) -> list[int]:
         return [self._marks[text]] if text in self._marks else []
+
+
+def _marks_of(settings: ImageSettings) -> list[str]:
+    """Texts of tokens: before a picture, after it ("" if none), and in it."""
+    if isinstance(settings, NemotronImages):
+        return [nemotron.START, nemotron.END]
+    return (all_marks(settings) if isinstance(settings, Lfm2Images) else []) or ["", ""]
 
 
 def image_reader(directory: Path, vision: VisionSpec | None, tokenizer: Any) -> ImageReader | None:

@@ -1,6 +1,6 @@
 """How a checkpoint's processor cuts pictures into patches: preprocessor_config.json or processor_config.json."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,13 +76,7 @@ class Lfm2Images(msgspec.Struct, frozen=True, tag="lfm2"):
 
 
 class NemotronImages(msgspec.Struct, frozen=True, tag="nemotron"):
-    """Nemotron Omni's processor.
-
-    Attributes:
-        merge: patches of a side of the block that becomes a token.
-        min_patches, max_patches: of a resized picture.
-        mode: of torch's interpolate.
-    """
+    """Nemotron Omni's processor. `merge` as in QwenImages."""
 
     patch: int
     merge: int
@@ -189,29 +183,21 @@ _NEMOTRON_DEFAULTS = {
 }  # fmt: skip
 _NEMOTRON_FIELDS: Mapping[str, FieldType] = {
     "patch_size": _SMALL,
-    "downsample_ratio": number(1 / 16, 1),
-    "min_num_patches": integer(1, 2**18),
-    "max_num_patches": integer(0, 2**18),
-    "max_model_len": integer(1, 2**24),
+    "downsample_ratio": number(1 / 64, 1),
+    "min_num_patches": integer(1, 2**16),
+    "max_num_patches": integer(0, 2**16),
+    "max_model_len": integer(8, 2**24),
 }
 
 
 def _nemotron(given: Mapping[str, Any], file: Path) -> NemotronImages:
-    """A picture has as many patches as max_model_len tokens need, within the other two limits."""
+    """The limit of patches follows from the length of the model's context, and `max_num_patches`."""
     fields = {**_NEMOTRON_DEFAULTS, **given}
     check_fields(fields, _NEMOTRON_FIELDS, file)
     merge = round(1 / fields["downsample_ratio"])
-    most = (fields["max_model_len"] - 4) * merge**2
-    if fields["max_num_patches"]:  # 0: no limit of its own
-        most = min(most, fields["max_num_patches"])
-    least = fields["min_num_patches"]
-    return NemotronImages(
-        patch=fields["patch_size"],
-        merge=merge,
-        min_patches=least,
-        max_patches=max(least, min(most, MAX_PIXELS // fields["patch_size"] ** 2)),
-        mode=_MODES[fields["resample"]],
-    )
+    least, most = fields["min_num_patches"], (fields["max_model_len"] - 4) * merge**2
+    most = max(min(most, fields["max_num_patches"] or most, MAX_PIXELS // fields["patch_size"] ** 2), least)
+    return NemotronImages(fields["patch_size"], merge, least, most, _MODES[fields["resample"]])
 
 
 def _check_order(fields: Mapping[str, Any], low: str, high: str, file: Path) -> None:
@@ -219,8 +205,7 @@ def _check_order(fields: Mapping[str, Any], low: str, high: str, file: Path) -> 
         raise ConfigError(f"{file}: {low} is {fields[low]}; it must be at most {high}, {fields[high]}")
 
 
-_READERS = {
-    "Qwen2VLImageProcessor": _qwen,
-    "Lfm2VlImageProcessor": _lfm2,
+_READERS: dict[str, Callable[[Mapping[str, Any], Path], ImageSettings]] = {
+    "Qwen2VLImageProcessor": _qwen, "Lfm2VlImageProcessor": _lfm2,
     "NemotronH_Omni_Reasoning_V3ImageProcessor": _nemotron,
-}
+}  # fmt: skip

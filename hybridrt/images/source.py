@@ -109,7 +109,7 @@ def _from_text(text: str, place: str) -> str | Address:
         return text[found.end() :]
     scheme = _SCHEME.match(text[:64])
     name = scheme[1].lower() if scheme else ""
-    if name == "https" and text[:1] == scheme[1][:1]:
+    if name == "https" and not text[0].isspace():
         return _address(text, place)
     if name == "data":
         raise RequestError(f"{place}: the data: URI has no comma before its data; it must be {FORMS}", place)
@@ -149,7 +149,7 @@ def _from_array(array: np.ndarray, place: str) -> np.ndarray:
     if shaped.shape[2] == 4:
         from PIL import Image
 
-        return _from_pillow(Image.fromarray(np.ascontiguousarray(shaped), "RGBA"), place)
+        return _from_pillow(Image.fromarray(np.ascontiguousarray(shaped)), place)
     return np.array(np.broadcast_to(shaped, (*shaped.shape[:2], 3)))  # a copy: the caller may change its own
 
 

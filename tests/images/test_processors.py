@@ -22,7 +22,6 @@ LFM2 = Lfm2Images(
     patch=16, merge=2, tile=64, min_tiles=2, max_tiles=4, thumbnail=True, min_tokens=4, max_tokens=16, tolerance=2.0,
     marks=True, mode="bilinear",
 )  # fmt: skip
-NEMOTRON = NemotronImages(patch=16, merge=2, min_patches=16, max_patches=100, mode="bicubic")
 SIZES = [
     (96, 64),
     (97, 75),
@@ -104,17 +103,23 @@ def test_lfm2_patches_are_those_of_transformers(
         np.testing.assert_array_equal(piece.patches, as_bytes(values))
 
 
+NEMOTRON = NemotronImages(patch=16, merge=2, min_patches=16, max_patches=256, mode="bicubic")
+
+
 @pytest.mark.parametrize(("width", "height"), SIZES)
 def test_nemotron_patches_are_those_of_transformers(transformers: ModuleType, width: int, height: int) -> None:
-    """Resized numbers are not rounded, nor cut at 0 and 255."""
-    processor = transformers.NemotronH_Omni_Reasoning_V3ImageProcessor(
-        patch_size=16, min_num_patches=16, max_num_patches=100, max_model_len=4096
-    )
+    name = "NemotronH_Omni_Reasoning_V3ImageProcessor"
+    if not hasattr(transformers, name):
+        pytest.skip("this transformers does not know the family")
+    half = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    processor = getattr(transformers, name)(min_num_patches=16, max_num_patches=256, **half)
     pixels = picture(width, height)
     (piece,) = nemotron_pieces(pixels, NEMOTRON, low=False)
-    found = processor([pixels], return_tensors="pt", image_mean=[0.0] * 3, image_std=[1.0] * 3)
+    found = processor([pixels], return_tensors="pt")
     assert found["image_grid_hw"].tolist() == [list(piece.grid)]
-    np.testing.assert_allclose(piece.patches / 255, found["pixel_values"].numpy(), rtol=0, atol=1e-6)
+    assert piece.patches.dtype == np.float32
+    values = (torch.from_numpy(piece.patches) - 127.5) / 127.5
+    torch.testing.assert_close(values, found["pixel_values"], rtol=0, atol=1e-6)
 
 
 # Computed once, with torch 2.13 and equal to transformers 5.23.
@@ -141,28 +146,6 @@ def test_patches_stay_as_they_were(width: int, height: int, qwen: str, lfm2: str
     assert fingerprint(lfm2_pieces(pixels, LFM2, low=False)) == lfm2
 
 
-def test_a_resized_picture_of_nemotron_keeps_what_lies_beyond_its_bytes() -> None:
-    edge = torch.zeros(3, 31, 33, dtype=torch.uint8)
-    edge[:, :, 16:] = 255
-    (piece,) = nemotron_pieces(edge, NEMOTRON, low=False)
-    assert (piece.grid, piece.tokens) == ((4, 6), (2, 3))
-    assert piece.patches.dtype == np.float32 and piece.patches.min() < 0 and piece.patches.max() > 255
-    pixels = picture(96, 64)
-    (whole,) = nemotron_pieces(pixels, NEMOTRON, low=False)
-    assert whole.grid == (4, 6)
-    second = pixels[:, :16, 16:32]  # channel, y, x
-    np.testing.assert_array_equal(whole.patches[1], second.flatten().float().numpy())
-
-
-@pytest.mark.parametrize(
-    ("width", "height", "grid"),
-    [(160, 160, (10, 10)), (176, 176, (10, 10)), (1600, 160, (2, 32)), (1, 1, (4, 4)), (17, 300, (20, 2))],
-)
-def test_grids_of_nemotron(width: int, height: int, grid: tuple[int, int]) -> None:
-    (piece,) = nemotron_pieces(picture(width, height), NEMOTRON, low=False)
-    assert piece.grid == grid
-
-
 def test_a_large_picture_of_lfm2_is_tiles_and_a_thumbnail() -> None:
     pieces = lfm2_pieces(picture(500, 340), LFM2, low=False)
     tiles = [f"<|img_row_{row}_col_{column}|>" for row in (1, 2) for column in (1, 2)]
@@ -182,7 +165,7 @@ def test_an_impossible_aspect_is_refused() -> None:
     assert qwen_pieces(picture(400, 2), QWEN, low=False)
     with pytest.raises(UnreadablePicture, match="aspect ratio is above 200"):
         qwen_pieces(picture(402, 2), QWEN, low=False)
-    with pytest.raises(UnreadablePicture, match="aspect ratio is too large: 3000 x 4"):
-        nemotron_pieces(picture(3000, 4), NEMOTRON, low=False)
+    with pytest.raises(UnreadablePicture, match="less than a patch"):
+        nemotron_pieces(picture(9000, 1), NEMOTRON, low=False)
     with pytest.raises(UnreadablePicture, match="more than 16 tokens"):
         lfm2_pieces(picture(3000, 16), LFM2, low=False)

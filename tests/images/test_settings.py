@@ -11,7 +11,6 @@ from hybridrt.images.settings import Lfm2Images, NemotronImages, QwenImages, rea
 
 QWEN = {"image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 16, "merge_size": 2}
 LFM2 = {"image_processor_type": "Lfm2VlImageProcessor"}
-NEMOTRON = {"image_processor_type": "NemotronH_Omni_Reasoning_V3ImageProcessor"}
 
 
 def read(directory: Path, fields: dict[str, Any], **whole: Any) -> Any:
@@ -31,11 +30,11 @@ def test_published_fields_and_defaults(tmp_path: Path) -> None:
     assert read(tmp_path, LFM2) == Lfm2Images(16, 2, 512, 2, 10, True, 64, 256, 2.0, True, "bilinear")
 
 
-def test_limits_of_nemotron_share_the_length_of_the_model(tmp_path: Path) -> None:
-    assert read(tmp_path, NEMOTRON) == NemotronImages(16, 2, 1024, 13312, "bicubic")
-    assert read(tmp_path, NEMOTRON | {"max_model_len": 1004}).max_patches == 4000
-    assert read(tmp_path, NEMOTRON | {"max_num_patches": 0}).max_patches == 65520
-    assert read(tmp_path, NEMOTRON | {"max_model_len": 5}).max_patches == 1024
+def test_nemotron_has_a_budget_of_patches(tmp_path: Path) -> None:
+    fields = {"image_processor_type": "NemotronH_Omni_Reasoning_V3ImageProcessor", "norm_mean": [0.5] * 3}
+    assert read(tmp_path, fields) == NemotronImages(16, 2, 1024, 13312, "bicubic")
+    limits = {"max_model_len": 1028, "max_num_patches": 0}
+    assert read(tmp_path, fields | limits) == NemotronImages(16, 2, 1024, 4096, "bicubic")
 
 
 def test_the_whole_processors_file_comes_first(tmp_path: Path) -> None:
@@ -57,11 +56,10 @@ def test_the_whole_processors_file_comes_first(tmp_path: Path) -> None:
         (QWEN | {"resample": 1}, "resample is 1; it must be"),
         (QWEN | {"do_resize": False}, "do_resize is False"),
         (LFM2 | {"max_tiles": 1000}, "max_tiles is 1000"),
-        (NEMOTRON | {"downsample_ratio": 0}, "downsample_ratio is 0"),
         (LFM2 | {"tile_size": 100}, "tile_size is 100; it must be a multiple of 32"),
         (LFM2 | {"min_tiles": 9, "max_tiles": 4}, "min_tiles is 9; it must be at most max_tiles, 4"),
     ],
-    ids=range(12),
+    ids=range(11),
 )
 def test_fields_that_cannot_be_used_are_refused(tmp_path: Path, fields: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):

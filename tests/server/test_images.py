@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import io
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from hybridrt import LLM, SamplingParams
 from hybridrt.base.errors import ConfigError, RequestError
 from hybridrt.bench.http_load import Target, run_load
 from hybridrt.bench.workload import WorkloadConfig, make_work
+from tests.images.test_decode import mutated, seeds
 from tests.support.checkpoints import CheckpointStore
 from tests.support.http_server import Served, serving
 from tests.support.pictures import noise, png
@@ -126,6 +128,21 @@ def test_a_load_has_images(served: Served) -> None:
     assert [timing.error for timing in timings] == [None] * 3
     assert [timing.output_tokens for timing in timings] == [3] * 3
     assert all(len(timing.gains) <= 4 for timing in timings), "the first chunk has no token"
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_random_files_are_answered_or_refused(served: Served, count: int) -> None:
+    rng, given, seen = random.Random(count), seeds(), set[int]()
+    reader = served.llm.image_reader
+    assert reader is not None
+    reader.pool.start()
+    before = [worker.start().pid for worker in reader.pool._workers]
+    with served.http() as client:
+        for _ in range(count):
+            body = chat(chat_parts(mutated(rng.choice(given), rng), "look")) | {"max_tokens": 1}
+            seen.add(client.post("/v1/chat/completions", json=body).status_code)
+    assert seen == {200, 400}
+    assert [worker.start().pid for worker in reader.pool._workers] == before, "no process is lost"
 
 
 def test_results_of_tools_hold_images(served: Served) -> None:

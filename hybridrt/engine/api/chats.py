@@ -48,8 +48,13 @@ class Chats:
         if key not in self._made:
             if self._tokenizer is None:
                 raise RequestError("this model has no tokenizer, and so no chat template: pass token ids without one")
-            parsers = {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
-            self._made[key] = Chat(self._tokenizer, template=template, images=self._images, **parsers)
+            self._made[key] = Chat(
+                self._tokenizer,
+                template=template,
+                tool_parser=tool_parser,
+                reasoning_parser=reasoning_parser,
+                images=self._images,
+            )
         return self._made[key]
 
 

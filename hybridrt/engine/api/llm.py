@@ -103,12 +103,12 @@ class LLM:
         cuda_graph_prompts: bool = True,
         overlap: bool = True,
         speculative: SpeculativeConfig | None = None,
+        images: bool = True,
         tp_size: int = 1,
         transfer_bytes: int = 0,
         prefix_cache: bool = True,
         cache_slots: int | None = None,
         host_cache_bytes: int = 0,
-        images: bool = True,
         encoder_cache_tokens: int = 16384,
         request_log: str | None = None,
         audit_hits: float = 0.0,
@@ -406,11 +406,13 @@ class LLM:
             SessionError: nothing of it is cached, `path` is no path, or the note is invalid.
             OSError: the file cannot be written.
         """
-        file, content = as_path("path", path, SessionError), text_or_ids(prompt)
+        given = self.with_spans(prompt)
+        file = as_path("path", path, SessionError)
+        content: Any = text_or_ids(given)
         if not isinstance(content, str):
             content = content[: self.plan.max_model_len - 1]  # the last token is never computed
-        if isinstance(prompt, Mapping) and prompt.get("spans"):
-            content = {"prompt_token_ids": content, "spans": prompt["spans"]}
+        if isinstance(given, Mapping) and given.get("spans"):
+            content = {**given, "prompt_token_ids": content}
         prepared = self.engine.prepare(content, SamplingParams(max_tokens=1, cache_salt=cache_salt))
         tokens = cache_ids(prepared.tokens, prepared.spans)
         with undisturbed():
