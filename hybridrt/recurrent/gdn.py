@@ -16,8 +16,9 @@ from hybridrt.kernels.delta_rule.delta_rule import chunk_gated_delta_rule
 from hybridrt.kernels.state.causal_conv1d import causal_conv1d_varlen
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.registry import state_shape
-from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands
+from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment
 from hybridrt.layers.norm import GatedRMSNorm, RMSNorm
+from hybridrt.layers.summands import Hidden, Summands
 from hybridrt.layers.weights import Build, CheckpointTarget, Piece, Transform, parameter, sharded, unchanged, whole
 from hybridrt.recurrent.backend import MambaAttnBackendBase
 from hybridrt.recurrent.segments import DecodeSegment, ExtendSegment
@@ -95,7 +96,7 @@ class GDNMixer(nn.Module):
         # Repeated: the norm can read z as a view of the projection.
         self.norm = GatedRMSNorm(self.width, norm_eps, group_size=head_dim, norm_before_gate=True, build=build)
 
-    def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
+    def forward(self, norm: RMSNorm, x: Hidden, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         projected, residual = self.in_proj.method.apply_normed(norm, x, residual, self.in_proj.bias)
         mixed_qkv, z, b, a = projected.split([self.shape.conv_dim, *self.in_proj.sizes[3:]], dim=-1)
         y = batch.attn_backend.run(self, batch, GDNInputs(mixed_qkv, a, b))

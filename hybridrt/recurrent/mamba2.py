@@ -16,8 +16,9 @@ from hybridrt.kernels.mamba.mamba2_scan import mamba2_chunk_scan, split_conv_cha
 from hybridrt.kernels.state.causal_conv1d import causal_conv1d_varlen
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.kinds.registry import state_shape
-from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands
+from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment
 from hybridrt.layers.norm import GatedRMSNorm, RMSNorm
+from hybridrt.layers.summands import Hidden, Summands
 from hybridrt.layers.weights import Build, CheckpointTarget, parameter, sharded, whole
 from hybridrt.recurrent.backend import MambaAttnBackendBase
 from hybridrt.recurrent.segments import DecodeSegment, ExtendSegment
@@ -146,7 +147,7 @@ class Mamba2Block(nn.Module):
         output = [Segment("x", config.intermediate_size, bias=bias)]
         self.out_proj = RowLinear(f"{name}.out_proj", output, hidden_size, build=build)
 
-    def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
+    def forward(self, norm: RMSNorm, x: Hidden, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         projected, residual = self.in_proj.method.apply_normed(norm, x, residual, self.in_proj.bias)
         return self.out_proj.onto(residual, self.mixer(projected, batch))
 
