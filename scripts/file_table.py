@@ -55,6 +55,7 @@ SECTIONS = (
     ("Engine: what users call", ("hybridrt/engine/api",)),
     ("State transfer", ("hybridrt/transfer",)),
     ("Benchmarks of the command line", ("hybridrt/bench",)),
+    ("Checks of a checkpoint", ("hybridrt/verify",)),
     ("Server: bytes and errors", ("hybridrt/server/wire",)),
     ("Server: what all protocols share", ("hybridrt/server/core",)),
     ("Server: OpenAI's protocols", ("hybridrt/server/openai",)),

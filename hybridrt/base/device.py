@@ -145,6 +145,11 @@ def page_lock(buffer: torch.Tensor) -> int:
     return int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0))
 
 
+def reaches(device: torch.device, other: int) -> bool:
+    """Whether kernels of a GPU can use the memory of GPU number `other`."""
+    return device.index == other or torch.cuda.can_device_access_peer(device.index, other)
+
+
 def synchronize(device: torch.device) -> None:
     """Waits for all work launched on a device."""
     if device.type == "cuda":

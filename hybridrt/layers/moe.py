@@ -18,16 +18,9 @@ from hybridrt.kernels.dense.moe import (
     router_softmax,
 )
 from hybridrt.kernels.dense.skinny_linear import Activation
-from hybridrt.layers.linear import (
-    MLP,
-    ColumnLinear,
-    DenseMethod,
-    Segment,
-    Summands,
-    make_experts,
-    register,
-)
+from hybridrt.layers.linear import MLP, ColumnLinear, DenseMethod, Segment, make_experts, register
 from hybridrt.layers.norm import RMSNorm
+from hybridrt.layers.summands import Hidden, Summands, summed_later
 from hybridrt.layers.weights import (
     Build,
     CheckpointTarget,
@@ -314,23 +307,31 @@ class MoE(nn.Module):
         self.router, self.experts, self.latent, self.keys = router, experts, latent, keys
         self.shared = experts.shared if shared is None else shared
 
-    def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
+    def forward(self, norm: RMSNorm, x: Hidden, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         h, residual = norm(x, residual)
-        return self.summand(h, batch), residual
+        if self.latent is not None:
+            return self.summand(h, batch), residual
+        return summed_later(self._of_rank(h, batch), self.experts.tp), residual
 
     def summand(self, h: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        weights, ids = self.router(h, batch, self.experts.share)
         all_reduce = self.experts.tp.all_reduce
-        if self.latent is not None:  # the projection needs whole sums
-            routed = self.latent.back(all_reduce(self.experts(self.latent.into(h), weights, ids)))
-            return routed if self.shared is None else routed + self.shared.summand(h, reduce=True)
+        if self.latent is None:
+            return all_reduce(self._of_rank(h, batch))
+        # The projection needs whole sums.
+        weights, ids = self.router(h, batch, self.experts.share)
+        routed = self.latent.back(all_reduce(self.experts(self.latent.into(h), weights, ids)))
+        return routed if self.shared is None else routed + self.shared.summand(h, reduce=True)
+
+    def _of_rank(self, h: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """What this rank adds to the sum."""
+        weights, ids = self.router(h, batch, self.experts.share)
         routed = self.experts(h, weights, ids)
         if self.shared is None:
-            return all_reduce(routed)
+            return routed
         shared = self.shared.summand(h)
         if self.experts.shared is not None and isinstance(self.router, SoftmaxRouter):
             shared = (shared * self.router.shared_weight(h)).to(h.dtype)
-        return all_reduce(routed + shared)
+        return routed + shared
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         at = {what: f"{key}.{below}" for what, below in self.keys.items()}

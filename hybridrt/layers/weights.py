@@ -17,6 +17,7 @@ from hybridrt.base.errors import BackendError, CheckpointError
 from hybridrt.base.quantization import PLAIN, Scheme
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.dense.skinny_linear import Activation
+from hybridrt.layers.summands import Hidden
 
 if TYPE_CHECKING:
     from hybridrt.layers.norm import RMSNorm
@@ -271,7 +272,7 @@ class LinearMethod(Method, ABC):
         return residual.add_(self.apply(x, None, tail=tail))
 
     def apply_normed(
-        self, norm: "RMSNorm", x: torch.Tensor, residual: torch.Tensor | None, bias: torch.Tensor | None,
+        self, norm: "RMSNorm", x: Hidden, residual: torch.Tensor | None, bias: torch.Tensor | None,
         activation: Activation | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """(act(norm(x + residual) W^T + b), x + residual), without a residual as in `norm`."""

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def load_weights(model: CausalLM, path: Path, progress: bool = False) -> list[st
     """
     targets = model.all_targets()
     shards = shards_of(path)
-    _check_keys(model, path, set(targets), {key for keys in shards.values() for key in keys})
+    check_keys(model, path, {key for keys in shards.values() for key in keys})
     filling, skipped = _Filling(model.config.quant), []
     shards = {file: [key for key in keys if not _elsewhere(model, key, targets)] for file, keys in shards.items()}
     with tqdm(total=sum(map(len, shards.values())), desc="loading", unit="tensor", disable=not progress) as bar:
@@ -138,8 +139,18 @@ def _skipped(model: CausalLM, key: str, targets: object) -> bool:
     return not known and (any(re.fullmatch(p, key) for p in patterns) or _is_zero_bias(model, key))
 
 
-def _check_keys(model: CausalLM, path: Path, wanted: set[str], present: set[str]) -> None:
-    named = {name for key in present for name, _ in model.parts_of(_plain_key(model, key))}
+def check_keys(model: CausalLM, path: Path, present: Collection[str]) -> list[str]:
+    """Compares the keys of a checkpoint with the model's map, without reading a tensor.
+
+    Returns:
+        The keys that the model skips on purpose.
+
+    Raises:
+        CheckpointError: keys are missing, or nothing consumes them.
+    """
+    wanted = set(model.all_targets())
+    places = {key: [name for name, _ in model.parts_of(_plain_key(model, key))] for key in present}
+    named = {name for names in places.values() for name in names}
     if model.mtp is not None and not any(re.fullmatch(MTP_KEYS, key) for key in named):
         raise CheckpointError(
             f'{path} holds no mtp.* weights, which method "mtp" needs: use a checkpoint that kept its prediction '
@@ -157,6 +168,7 @@ def _check_keys(model: CausalLM, path: Path, wanted: set[str], present: set[str]
         problems.append(f"{len(left_over)} that nothing consumes: {some(left_over)}")
     if problems:
         raise CheckpointError(f"{path} does not fit {model.config.architecture}: {'; '.join(problems)}")
+    return [key for key, names in places.items() if not wanted & set(names)]
 
 
 @torch.no_grad()

@@ -99,7 +99,13 @@ def test_an_admission_does_not_carry_the_prompt(params: SamplingParams) -> None:
 
 def test_rules_about_tokens_survive_the_way() -> None:
     params = SamplingParams(
-        min_tokens=2, logit_bias={5: -1.5}, allowed_token_ids=[5, 6], bad_words=["a"], prompt_logprobs=1
+        min_tokens=2,
+        logit_bias={5: -1.5},
+        allowed_token_ids=[5, 6],
+        bad_words=["a"],
+        prompt_logprobs=1,
+        logprobs=0,
+        logprob_token_ids=[5],
     )
     rules = make_rules(params, [3, 4], [[1, 2, 3]], 40)
     (found,) = decode(encode(StepPlan([Admission.from_prompt(1, 1, [5], params, 3, rules)]))).admissions
