@@ -36,6 +36,7 @@ REPLAY = {"speculative": SpeculativeConfig("ngram", num_draft_tokens=2, state_mo
 # Where a slot is one of many numbers that are all treated alike: entries of pools, and checks that are told its name.
 NUMBERS = (
     "mem_cache/pools/entries.py",
+    "mem_cache/pools/slabs.py",
     "attention/checks.py",
 )
 KERNELS = "kernels/"

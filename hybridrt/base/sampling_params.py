@@ -25,6 +25,7 @@ MAX_BIAS = 100.0
 MAX_ALLOWED_TOKEN_IDS = 2**20
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARACTERS = 256
+MAX_RESUMED = 2**21
 MIN_TEMPERATURE = 1e-5  # logits may overflow beyond it, or its reciprocal
 MAX_REPETITION = 100.0
 _INT32_MAX = 2**31 - 1
@@ -124,6 +125,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     logprob_token_ids: Sequence[int] | None = None
     structured_outputs: StructuredOutputs | None = None
+    resume_token_ids: Sequence[int] = ()
     pooling: str | None = None  # LLM.embed sets it
 
     def __post_init__(self) -> None:
@@ -140,6 +142,11 @@ class SamplingParams:
         _require(self.pooling in (None, *POOLINGS), "pooling", self.pooling, f"one of {', '.join(POOLINGS)}, or None")
         longest = _INT32_MAX if self.max_tokens is None else self.max_tokens
         _require(self.min_tokens <= longest, "min_tokens", self.min_tokens, f"at most max_tokens, {longest}")
+        name, given = "resume_token_ids", self.resume_token_ids
+        _require(not given or self.n == 1, "n", self.n, f"1 with {name}")
+        alone = self.prompt_logprobs is None and self.pooling is None
+        _require(not given or alone, name, given, "empty with prompt_logprobs or pooling")
+        _require(len(given) < longest, "max_tokens", longest, f"above {len(given)}, the number of {name}")
         structured = self.structured_outputs
         if structured is not None:
             name = "structured_outputs"
@@ -158,7 +165,8 @@ class SamplingParams:
         salt = self.cache_salt
         ok = salt is None or (isinstance(salt, str) and 0 < len(salt) <= MAX_SALT_CHARACTERS and is_text(salt))
         _require(ok, "cache_salt", salt, f"a string of 1 to {MAX_SALT_CHARACTERS} characters, or None")
-        return {"stop": stop, "stop_token_ids": ids}
+        resumed = _token_ids("resume_token_ids", self.resume_token_ids, MAX_RESUMED)
+        return {"stop": stop, "stop_token_ids": ids, "resume_token_ids": resumed}
 
     def _rules(self) -> dict[str, Any]:
         words = _entries("bad_words", self.bad_words, MAX_BAD_WORDS)

@@ -127,7 +127,8 @@ class Batches:
             padded: first rows whose drafts may be padding, which needs no page.
 
         Raises:
-            PoolError: a row has lost its slot or a page, or a token has no page.
+            PoolError: a row has lost its slot or a page, or a token of the step, or one that it sees,
+                has no page.
         """
         ends, starts = lens[: len(real)], (lens - new)[: len(real)]
         if reads is None or len(reads) != len(lens) - decodes:  # the backend refuses another number
@@ -138,6 +139,7 @@ class Batches:
             if missing.any():
                 missing &= ~np.isin(writes.lines, real[:padded])
                 self._refuse_missing(use, writes, missing)
+        self.owners.check_seen(use)
         return use
 
     def _refuse_missing(self, use: StepUse, writes: Places, missing: np.ndarray) -> None:

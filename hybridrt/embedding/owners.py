@@ -139,6 +139,11 @@ class Owners:
         if self.pages.known:
             self.pages.check_pages(step.lines, step.ends, step.writes)
 
+    def check_seen(self, step: StepUse | None) -> None:
+        """PoolError if a row has no page for a token that the step sees."""
+        if step is not None and step not in self._ahead and self.pages.known:
+            self.pages.check_seen(step.lines, step.starts)
+
     def check_none_ahead(self) -> None:
         """BackendError if a step is ahead: the next one would run before it."""
         if self._ahead:

@@ -51,11 +51,13 @@ class PageOwners:
         self._reach = np.zeros(rows + 1, np.int64)  # tokens, with prepared steps
         self._floor = np.zeros(rows + 1, np.int64)  # where its next step may begin
         self._lost = np.zeros((rows + 1, 2), np.int32)  # a lost page, and the row that has it
+        self._whole = np.zeros((rows + 1, 2), np.int64)  # the page indices from .. to, which all have pages
 
     def forget_rows(self, lines: np.ndarray) -> None:
         for line in lines.tolist():
             self._drop(line)
         self._reach[lines] = self._floor[lines] = 0
+        self._whole[lines] = 0
         self._lost[lines] = 0
 
     def checked(self, lines: np.ndarray, indices: np.ndarray, pages: np.ndarray, ahead: np.ndarray) -> Places:
@@ -89,6 +91,7 @@ class PageOwners:
         for line, index in self._held_elsewhere(new):  # the row's window has left it
             self._unmap(np.array([line]), np.array([index]))
         self._unmap(new.lines, new.indices)
+        self._whole[new.lines] = 0
         self.page_of[new.lines, new.indices] = new.pages
         real = new.pages > 0
         np.add.at(self._users, new.pages[real], 1)
@@ -157,6 +160,22 @@ class PageOwners:
                         f"row {self._row(line)} writes it: rows may share a page once it is full; give one of them "
                         "another page"
                     )
+
+    def check_seen(self, lines: np.ndarray, starts: np.ndarray) -> None:
+        """PoolError: a row whose step begins at starts[i] has no page for a token that it sees."""
+        ends = -(-starts // self._size)
+        window = self._demand.window
+        firsts = np.zeros_like(ends) if window is None else np.maximum(starts - window + 1, 0) // self._size
+        own = self._whole[lines]
+        for i in np.flatnonzero((firsts < own[:, 0]) | (ends > own[:, 1])).tolist():
+            line, first = int(lines[i]), int(firsts[i])
+            missing = np.flatnonzero(self.page_of[line, first : ends[i]] == 0)
+            if len(missing):
+                raise PoolError(
+                    f"row {self._row(line)} has no page for page index {first + int(missing[0])}, and its token at "
+                    f"position {starts[i]} sees it: call write_pages, with the scratch page only before the window"
+                )
+            self._whole[line] = first, ends[i]
 
     def take_pages(
         self, lines: np.ndarray, starts: np.ndarray, ends: np.ndarray, writes: Places, rolls_back: int
@@ -269,6 +288,10 @@ class GroupOwners:
     def check_pages(self, lines: np.ndarray, ends: np.ndarray, writes: Sequence[Places]) -> None:
         for group, places in zip(self.groups, writes):
             group.check_pages(lines, ends, places)
+
+    def check_seen(self, lines: np.ndarray, starts: np.ndarray) -> None:
+        for group in self.groups:
+            group.check_seen(lines, starts)
 
     def take_pages(
         self, lines: np.ndarray, starts: np.ndarray, ends: np.ndarray, writes: Sequence[Places], rolls_back: int

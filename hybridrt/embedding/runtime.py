@@ -225,6 +225,7 @@ class EmbeddedRuntime:
         step, use = self._positions.step_of_batch(batch), self._owners.use_of_batch(batch)
         self._positions.check_step(step)
         self._owners.check_step(use)
+        self._owners.check_seen(use)
         self.backend.prepare(batch)
         self._positions.prepared(step)
         self._owners.prepared(use)

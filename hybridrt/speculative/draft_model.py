@@ -249,7 +249,8 @@ def draft_plan(plan: MemoryPlan, slack: int, num_groups: int) -> MemoryPlan:
     row at its longest."""
     pages = -(-(plan.max_model_len + slack) // plan.page_size)
     groups = tuple(PageGroup(PageDemand(plan.page_size), plan.num_rows * pages, 0) for _ in range(num_groups))
-    return replace(plan, num_slots=2 * plan.num_rows, groups=groups, max_model_len=plan.max_model_len + slack)
+    length = plan.max_model_len + slack
+    return replace(plan, num_slots=2 * plan.num_rows, groups=groups, max_model_len=length, slabs=None)
 
 
 def draft_config(config: EngineConfig) -> EngineConfig:
@@ -261,7 +262,8 @@ def draft_config(config: EngineConfig) -> EngineConfig:
         mamba_ssm_dtype=config.mamba_ssm_dtype if config.mamba_ssm_dtype in DTYPES else "float32",
         mamba_ssm_rounding="auto",
         attention_backend="auto", prefill_attention_backend=None, linear_attn_backend="auto", transfer_bytes=0,
-        tp_size=1, prefix_cache=False, host_cache_bytes=0, quantization=None, kv_cache_dtype="auto", kv_scales="auto",
+        tp_size=1, dp_size=1, expert_parallel=False, prefix_cache=False, host_cache_bytes=0, quantization=None,
+        kv_cache_dtype="auto", kv_scales="auto",
     )  # fmt: skip
 
 

@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from math import prod
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from hybridrt.base.config import AttentionSpec
-from hybridrt.mem_cache.pools.slab_plan import SlabPlan
+from hybridrt.mem_cache.pools.slab_memory import SlabMemory
 
 # Layer ids by the spec that they share.
 KVLayers = Mapping[AttentionSpec, Sequence[int]]
@@ -39,8 +38,8 @@ class KVPool:
         num_pages: pages of each group that an allocator may hand out (1 to num_pages). One number:
             of every group.
         own_pages: further pages of each group, for a drafter.
-        slabs: memory that the groups share, instead of `num_pages`; None: each tensor has memory
-            of its own.
+        memory: what the groups share, instead of `num_pages`; None: each tensor has memory of its
+            own.
         scales: of layers that keep codes (KV_CODES), by layer id.
 
     Attributes:
@@ -58,15 +57,16 @@ class KVPool:
 
     def __init__(
         self, layers: KVLayers, *, num_pages: int | Sequence[int], page_size: int, device: torch.device | str,
-        own_pages: int = 0, slabs: SlabPlan | None = None, scales: LayerScales = ONES,
+        own_pages: int = 0, memory: SlabMemory | None = None, scales: LayerScales = ONES,
     ) -> None:  # fmt: skip
         self.page_size, self.device = page_size, torch.device(device)
         self.windows = page_windows(layers)
         lent = (num_pages,) * len(self.windows) if isinstance(num_pages, int) else tuple(num_pages)
-        if slabs is None:
+        if memory is None:
             self.num_pages = tuple([count + own_pages for count in lent])
             own = [[*range(count + 1, count + 1 + own_pages)] for count in lent]
         else:
+            slabs = memory.plan
             self.num_pages = tuple([(slabs.total - 1) * share.apart + share.per_slab - 1 for share in slabs.groups])
             own = [slabs.own_numbers(group) for group in range(len(self.windows))]
         self.own = [np.array(numbers, np.int32) for numbers in own]
@@ -78,7 +78,7 @@ class KVPool:
         self.tensor_groups: list[int] = []
         self._layers: dict[int, tuple[torch.Tensor, ...]] = {}
         # Kernels of other libraries multiply masked values by zero, and 0 * NaN is NaN.
-        make = partial(_zeros, torch.device(device)) if slabs is None else _TensorsInSlabs(slabs, device).make
+        make = partial(_zeros, torch.device(device)) if memory is None else memory.page_tensor
         for spec, layer_ids in layers.items():
             group = self.windows.index(spec.sliding_window)
             shape = (len(layer_ids), self.num_pages[group] + 1, page_size, spec.num_kv_heads)
@@ -116,22 +116,6 @@ def _keys_and_values(spec: AttentionSpec, held: Sequence[torch.Tensor]) -> tuple
 
 def _zeros(device: torch.device, group: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(*shape, dtype=dtype, device=device)
-
-
-class _TensorsInSlabs:
-    """Page tensors over one buffer of slabs. In a slab, they follow each other as they are made."""
-
-    def __init__(self, slabs: SlabPlan, device: torch.device | str) -> None:
-        self._buffer = torch.zeros(slabs.nbytes, dtype=torch.uint8, device=device)
-        self._per_slab = [share.per_slab for share in slabs.groups]
-        self._next = [0] * len(slabs.groups)  # place of a group's next tensor in a slab, in pages
-
-    def make(self, group: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of `shape` [A, pages, page_size, kv_heads, dim]."""
-        first, per_slab, cell = self._next[group], self._per_slab[group], prod(shape[2:])
-        self._next[group] += shape[0] * per_slab
-        strides = per_slab * cell, cell, prod(shape[3:]), shape[4], 1
-        return self._buffer.view(dtype).as_strided(shape, strides, first * cell)
 
 
 def page_windows(layers: Iterable[AttentionSpec]) -> tuple[int | None, ...]:

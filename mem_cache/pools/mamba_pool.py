@@ -17,6 +17,7 @@ from hybridrt.kernels.state.state_ring import RingFolds, advance_ring, fold_ring
 from hybridrt.kinds.base import StateShape
 from hybridrt.kinds.registry import check_replay, linear_kind, state_dtype
 from hybridrt.mem_cache.pools.host_plan import aligned
+from hybridrt.mem_cache.pools.slab_memory import SlabMemory
 from hybridrt.mem_cache.pools.state_moves import StateMove, When
 from hybridrt.mem_cache.pools.stored_states import check_codes, states_of_codes, stored_state
 
@@ -147,6 +148,14 @@ class MambaPoolSpec:
     def slot_bytes(self) -> int:
         return sum(_nbytes(self.slot_shapes(s)) * len(ids) for s, ids in self.groups.items())
 
+    def packed_slot_bytes(self) -> int:
+        """Bytes of a slot whose tensors are next to each other (`SlabMemory.slot_tensor`)."""
+        return sum(
+            aligned(len(ids) * _nbytes({name: each}))
+            for shape, ids in self.groups.items()
+            for name, each in self.slot_shapes(shape).items()
+        )
+
     def image_bytes(self) -> int:
         return sum(
             len(ids) * (aligned(shape.conv_dim * (shape.conv_kernel - 1) * self.conv_dtype.itemsize)
@@ -172,6 +181,12 @@ def _nbytes(shapes: Shapes) -> int:
     return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes.values())
 
 
+def _zeros(
+    layers: int, entries: int, dims: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
+) -> torch.Tensor:
+    return torch.zeros((layers, entries + 1, *dims), dtype=dtype, device=device)
+
+
 class SlotPart(NamedTuple):
     """One tensor of `MambaPool.read_slot`."""
 
@@ -189,6 +204,11 @@ class MambaPool:
     of its ring. Methods queue device work and wait for nothing. Rows and slots are [n] integer
     tensors on the pool's device.
 
+    Args:
+        num_slots: slots 1 to num_slots; with `memory`, its plan says which of them exist.
+        memory: what slots share with KV pages; None: they have memory of their own. Then the slots
+            of a tensor are next to each other; kernels rely on neither.
+
     Attributes:
         req_to_state_slot: [R + 1] int32, the slot of each row.
         ring_start, ring_length: [R + 1] int32 ring cursors of each row, shared by all layers.
@@ -196,15 +216,18 @@ class MambaPool:
         stacks: layers of equal shape; their tensors have a leading dimension for the layer.
     """
 
-    def __init__(self, spec: MambaPoolSpec, *, num_slots: int, num_rows: int, device: torch.device | str) -> None:
+    def __init__(
+        self, spec: MambaPoolSpec, *, num_slots: int, num_rows: int, device: torch.device | str,
+        memory: SlabMemory | None = None,
+    ) -> None:  # fmt: skip
         self.spec = spec
-        self.num_slots = num_slots
+        self.num_slots = num_slots if memory is None else memory.plan.num_slot_numbers - 1
         self.num_rows = num_rows
         self.width = ring_width(spec.tokens_per_step)
         self.tables = RowTables(*torch.zeros((3, num_rows + 1), dtype=torch.int32, device=device))
         self.req_to_state_slot = self.tables.req_to_state_slot
         self.ring_start, self.ring_length = self.tables.ring_start, self.tables.ring_length
-        self.state_lengths = torch.zeros(num_slots + 1, dtype=torch.int32, device=device) if spec.rounds else None
+        self.state_lengths = torch.zeros(self.num_slots + 1, dtype=torch.int32, device=device) if spec.rounds else None
         self.stacks: list[tuple[Sequence[int], LayerCache]] = []
         self._caches: dict[int, LayerCache] = {}
         self.layer_cache: Callable[[int], LayerCache] = self._caches.__getitem__
@@ -213,9 +236,13 @@ class MambaPool:
         self._decays: list[torch.Tensor | None] | None = None
         for shape, layer_ids in spec.groups.items():
             tensors = {
-                name: torch.zeros((len(layer_ids), entries + 1, *dims), dtype=dtype, device=device)
-                for entries, shapes in ((num_slots, spec.slot_shapes(shape)), (num_rows, spec.row_shapes(shape)))
-                for name, (dims, dtype) in shapes.items()
+                name: _zeros(len(layer_ids), num_slots, dims, dtype, device)
+                if memory is None
+                else memory.slot_tensor(len(layer_ids), dims, dtype)
+                for name, (dims, dtype) in spec.slot_shapes(shape).items()
+            } | {
+                name: _zeros(len(layer_ids), num_rows, dims, dtype, device)
+                for name, (dims, dtype) in spec.row_shapes(shape).items()
             }
             stack = self._with_codes(LayerCache(**tensors), shape, layer_ids)  # type: ignore[arg-type]
             self.stacks.append((layer_ids, stack))

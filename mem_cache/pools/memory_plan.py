@@ -48,7 +48,7 @@ class PageGroup:
 
     Attributes:
         demand: how many pages a request holds at a time.
-        num_pages: pages that may be lent; with shared memory, if no other group has any.
+        num_pages: pages that may be lent; with shared memory, if there are no others and no states.
         page_bytes: of a page, over the layers.
     """
 
@@ -67,10 +67,11 @@ class MemoryPlan:
 
     Attributes:
         num_rows: R, requests that run together.
-        num_slots: S, state slots of rows and cached prefixes; 0 without recurrent layers.
+        num_slots: S, state slots of rows and cached prefixes; with shared memory, if there are no
+            pages. 0 without recurrent layers.
         groups: page groups, with pages of `page_size` tokens; none without attention layers.
         max_model_len: longest prompt + output of one request.
-        slabs: memory that the page groups share; None: each has memory of its own.
+        slabs: memory that the page groups and the states share; None: each has memory of its own.
         budget_bytes: limit of the pools, without weight_bytes and activation_bytes.
         host: the prefix cache's part in main memory.
 
@@ -120,15 +121,19 @@ class MemoryPlan:
         ]
 
     def _pools(self) -> list[tuple[str, str, int]]:
-        slots = self.num_slots + 1 if self.num_slots else 0
-        cached = f", {self.cache_slots} of them for cached prefixes" if self.cache_slots else ""
+        one_memory = self.slabs is not None and self.slabs.states is not None
         return [
-            ("recurrent state", f"{self.num_slots} slots{cached}", slots * self.costs.slot),
+            *([] if one_memory else [self._slot_pool()]),
             ("running requests", f"{self.num_rows} rows", (self.num_rows + 1) * self.costs.row),
             *(self._kv_pools() if self.slabs is None else [self._shared_pool(self.slabs)]),
             ("graph buffers, draft model", "", self.costs.fixed),
             *([("state transfer", "", self.costs.transfer)] if self.costs.transfer else []),
         ]
+
+    def _slot_pool(self) -> tuple[str, str, int]:
+        slots = self.num_slots + 1 if self.num_slots else 0
+        cached = f", {self.cache_slots} of them for cached prefixes" if self.cache_slots else ""
+        return "recurrent state", f"{self.num_slots} slots{cached}", slots * self.costs.slot
 
     def _kv_pools(self) -> list[tuple[str, str, int]]:
         return [
@@ -144,18 +149,22 @@ class MemoryPlan:
         """Pages of drafters are charged with the rows."""
         counts = " or ".join([f"{group.num_pages}" for group in self.groups])
         nbytes = slabs.nbytes - slabs.own_pages * sum([group.page_bytes for group in self.groups])
-        return "KV cache, shared", f"{counts} pages of {self.page_size} tokens", nbytes
+        pages = f"{counts} pages of {self.page_size} tokens"
+        if slabs.states is None:
+            return "KV cache, shared", pages, nbytes
+        return "KV cache and recurrent state, shared", f"{pages}, or {self.num_slots} slots", nbytes
 
     def summary(self) -> str:
-        most = "" if self.slabs is None else "at most "
-        pages = "".join(
-            f", {most}{group.num_pages} KV pages"
+        pages = [
+            f"{group.num_pages} KV pages"
             + (f" ({group.num_pages * self.page_size} tokens)" if group.window is None else f" (window {group.window})")
             for group in self.groups
-        )
+        ]
+        states = [f"{self.num_slots} state slots"] if self.slabs is None or self.num_slots else []
+        entries = (", " if self.slabs is None else " or ").join([*states, *pages])
         return (
-            f"{self.num_rows} running requests, {self.num_slots} state slots{pages}, {gib(self.pool_bytes)} "
-            f"of {gib(self.budget_bytes)}; requests up to {self.max_model_len} tokens"
+            f"{self.num_rows} running requests, {entries}, {gib(self.pool_bytes)} of {gib(self.budget_bytes)}; "
+            f"requests up to {self.max_model_len} tokens"
         )
 
 
@@ -172,6 +181,7 @@ def plan_memory(
     cache_slots: int = 0,
     share_slots: bool = False,
     keeps_prefixes: bool = False,
+    one_memory: bool = False,
     weight_bytes: int = 0,
     activation_bytes: int = 0,
 ) -> MemoryPlan:
@@ -188,6 +198,8 @@ def plan_memory(
         share_slots: adds as many slots for cached prefixes as there are rows, for at most half of
             the bytes that the rows and one request of the greatest length do not need.
         keeps_prefixes: window groups get pages for cached prefixes.
+        one_memory: `share_memory` follows. The rows that are asked for, and one request of
+            max_model_len, need not fit at the same time: then there are too few pages for it.
 
     Raises:
         MemoryBudgetError: cache_slots is negative; or the rows asked for, the slots for cached
@@ -205,10 +217,16 @@ def plan_memory(
     fitting_rows = (available - need) // max(per_request, 1)
     share = int(available * STATE_SHARE) // max(per_request, 1)
     rows = max_running_requests or max(min(default_rows, share, fitting_rows), 1)
+    moves = False  # memory between states and the longest request
     if available < rows * per_request + need:
-        raise MemoryBudgetError(
-            _too_small(budget_bytes, available, per_request, costs, demands, rows, max_model_len or 1, cached)
-        )
+        borrowed = available + cached * costs.slot
+        together = rows * per_request + _page_bytes(costs, [demand.least(1) for demand in demands])
+        moves = one_memory and borrowed >= max(together, rows * costs.row + costs.slot + need)
+        if not moves:
+            raise MemoryBudgetError(
+                _too_small(budget_bytes, available, per_request, costs, demands, rows, max_model_len or 1, cached)
+            )
+        cached, available, share_slots = 0, borrowed, False
     longest = max_model_len or model_limit
     if share_slots and costs.slot:
         spare = available - rows * per_request - _page_bytes(costs, [demand.least(longest) for demand in demands])
@@ -216,7 +234,7 @@ def plan_memory(
         shared = max(min(rows, int(spare * STATE_SHARE) // kept), 0)
         cached, available = cached + shared, available - shared * costs.slot
     pages = _plan_pages(costs, demands, available - rows * per_request, rows, longest, cached, keeps_prefixes)
-    fits = all(demand.least(longest) <= count for demand, count in zip(demands, pages))
+    fits = moves or all(demand.least(longest) <= count for demand, count in zip(demands, pages))
     length = longest if fits else min(demand.fitting(count) for demand, count in zip(demands, pages))
     groups = tuple(PageGroup(*group) for group in zip(demands, pages, costs.pages))
     return MemoryPlan(
@@ -225,22 +243,30 @@ def plan_memory(
     )  # fmt: skip
 
 
-def share_memory(plan: MemoryPlan, cell_bytes: Sequence[int | None], own_pages: int) -> MemoryPlan:
-    """The plan with all page groups in one memory of the same size, if the longest request fits
-    there too; else the plan itself.
+def share_memory(
+    plan: MemoryPlan, cell_bytes: Sequence[int | None], own_pages: int, slot_bytes: int = 0
+) -> MemoryPlan | None:
+    """The plan with all page groups and states in one memory of the same size; None if they cannot
+    share it, or if the longest request, or a state for each row, does not fit there.
 
     Args:
         cell_bytes: of a page in one tensor of each group; None if its tensors differ.
         own_pages: the drafter's pages of each group, which the plan has charged with the rows.
+        slot_bytes: of a state slot (`MambaPoolSpec.packed_slot_bytes`).
     """
     sizes = [group.page_bytes for group in plan.groups]
     total = sum([(group.num_pages + 1) * group.page_bytes for group in plan.groups]) + own_pages * sum(sizes)
-    slabs = plan_slabs(total, sizes, cell_bytes, own_pages=own_pages, page_size=plan.page_size)
+    total += (plan.num_slots + 1) * plan.costs.slot
+    slabs = plan_slabs(
+        total, sizes, cell_bytes, own_pages=own_pages, page_size=plan.page_size, slot_bytes=slot_bytes
+    )  # fmt: skip
     if slabs is None or not slabs.fits([group.demand for group in plan.groups], plan.max_model_len):
-        return plan
+        return None
+    if slot_bytes and slabs.num_slots < plan.num_rows:
+        return None
     groups = zip(plan.groups, slabs.groups)
     most = tuple([replace(group, num_pages=slabs.num_slabs * share.per_slab) for group, share in groups])
-    return replace(plan, groups=most, slabs=slabs)
+    return replace(plan, num_slots=slabs.num_slots, groups=most, slabs=slabs)
 
 
 def _page_bytes(costs: UnitCosts, counts: Sequence[int]) -> int:

@@ -276,20 +276,6 @@ class PageAllocators:
         """
         return sum([(g.num_used + g.num_locked) * nbytes for g, nbytes in zip(self.groups, self._page_bytes)])
 
-    def room(self) -> tuple[int, ...]:
-        """Pages of each group that are free, or that the cache may give up, if only one group takes
-        them."""
-        if self.slabs is None:
-            return tuple([group.num_free + group.num_cached - group.num_locked for group in self.groups])
-        slabs, own = self.slabs.room()
-        return tuple([count + slabs * share.per_slab for count, share in zip(own, self.shares)])
-
-    def may_have(self, counts: Sequence[int]) -> bool:
-        """Whether so many pages of each group are free, or the cache may give them up."""
-        if self.slabs is not None:
-            return self.slabs.may_have(counts)
-        return all([count <= most for count, most in zip(counts, self.room())])
-
     def shortages(self, counts: Sequence[int]) -> list[int]:
         """How many of `counts` pages of each group are not free."""
         if self.slabs is not None:
@@ -302,7 +288,8 @@ class PageAllocators:
         if self.slabs is None:
             return self._totals
         least = [share.slabs(demand.least(num_tokens)) for share, demand in zip(self.shares, self.demands)]
-        spare, found = self.slabs.total - sum(least), list[int]()
+        of_state = any([allocator.of_states for allocator in self.slabs.allocators])
+        spare, found = self.slabs.total - of_state - sum(least), list[int]()
         for share, demand, count in zip(self.shares, self.demands, least):
             more = max(min(share.slabs(demand.prefilling(num_tokens)) - count, spare), min(spare, 0))
             spare -= more

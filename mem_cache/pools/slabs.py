@@ -31,22 +31,42 @@ class SlabShare:
 
 
 class Slabs:
-    """Which of the slabs 1 to `total` are free. Slab 0 is scratch."""
+    """Which of the slabs 1 to `total` are free. Slab 0 is scratch.
+
+    Attributes:
+        unclean: slabs of pages that have been states: the next step, or a copy that comes before it,
+            clears them (`StepPlan.cleared`). Numbers of states, read as KV, may not be finite, and
+            attention kernels multiply masked values by zero.
+    """
 
     def __init__(self, total: int) -> None:
         self.total = total
         self.allocators: list[SlabAllocator] = []
+        self.unclean, self._of_states = set[int](), set[int]()
         self.reclaim()
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
-    def take(self) -> int:
-        return self._free.pop()
+    def take(self, *, for_states: bool = False) -> int:
+        slab = self._free.pop()
+        if for_states:
+            self.unclean.discard(slab)
+        elif slab in self._of_states:
+            self._of_states.remove(slab)
+            self.unclean.add(slab)
+        return slab
 
-    def give_back(self, slabs: Sequence[int]) -> None:
+    def give_back(self, slabs: Sequence[int], *, of_states: bool = False) -> None:
         self._free += slabs
+        if of_states:
+            self._of_states.update(slabs)
+
+    def pop_unclean(self) -> list[int]:
+        """Those that somebody clears now."""
+        slabs, self.unclean = sorted(self.unclean), set()
+        return slabs
 
     def shortages(self, counts: Sequence[int]) -> list[int]:
         """How many of `counts` entries of each allocator are not free, if all are lent together."""
@@ -83,6 +103,8 @@ class Slabs:
     def reclaim(self) -> None:
         """Frees all slabs. Their owners have been told."""
         self._free = list(range(self.total, 0, -1))
+        self._of_states = {*self._free} if any([a.of_states for a in self.allocators]) else set()
+        self.unclean = set()
 
     def check(self) -> None:
         """Raises PoolError unless each slab is free or has exactly one owner."""
@@ -97,14 +119,17 @@ class SlabAllocator(EntryAllocator):
     It fills one slab at a time, then the one with the fewest free entries, so that others become
     empty.
 
+    Args:
+        of_states: its entries are states.
+
     Attributes:
         num_free: free entries of its slabs.
         num_slabs: slabs that it owns.
         total: entries of all slabs.
     """
 
-    def __init__(self, slabs: Slabs, share: SlabShare, what: str) -> None:
-        self.share, self.slabs, self._what = share, slabs, what
+    def __init__(self, slabs: Slabs, share: SlabShare, what: str, *, of_states: bool = False) -> None:
+        self.share, self.slabs, self._what, self.of_states = share, slabs, what, of_states
         self._gap = share.apart - share.per_slab
         self.total = slabs.total * share.per_slab
         end = 1 + slabs.total
@@ -179,7 +204,7 @@ class SlabAllocator(EntryAllocator):
             partly = self._free_counts.nonzero()[0]
             self._filling = partly.item(self._free_counts[partly].argmin())
             return self._filling
-        self._filling = slab = self.slabs.take()
+        self._filling = slab = self.slabs.take(for_states=self.of_states)
         per_slab = self.share.per_slab
         self._stacks[slab] = np.arange((slab + 1) * per_slab - 1, slab * per_slab - 1, -1)
         self._free_counts[slab], self._owned[slab] = per_slab, True
@@ -214,7 +239,7 @@ class SlabAllocator(EntryAllocator):
         self._free_counts[slabs], self._owned[slabs] = 0, False
         self.num_slabs -= len(slabs)
         self.num_free -= len(slabs) * self.share.per_slab
-        self.slabs.give_back(slabs.tolist())
+        self.slabs.give_back(slabs.tolist(), of_states=self.of_states)
 
     def _free_all(self) -> None:
         """`Slabs.reclaim` follows."""

@@ -279,6 +279,7 @@ class RadixCache:
             if not node.awaited:
                 self._worths.inflation = max(self._worths.inflation, self._worths.worth_of(node))
             self._drop_state(node, gone)
+            node.used = node.used if node.children else 0  # nobody can use its pages: evict them next
             self._prune(node)
         return self.given_up(gone, why)
 
@@ -290,12 +291,16 @@ class RadixCache:
             self._evict_window(group, num_pages[group], gone, passed_only=True)
         return self.given_up(gone, "evicted")
 
-    def evict_leaf(self, num_sets: int) -> CacheEntries:
+    def evict_leaf(self, num_sets: int, *, stateless: bool = False) -> CacheEntries:
         """Removes and returns about so many sets from the end of the idle leaf that was used least
-        recently, and its state. If it has none to give, the next leaf's; nothing if no leaf is idle.
+        recently, and its state. If it has none to give, the next leaf's; nothing if no leaf is idle,
+        or, with `stateless`, if it has a state.
         """
         gone = self.collect()
         while not any(gone.counts) and (leaf := self._oldest_leaf()) is not None:
+            if stateless and leaf.state is not None:
+                self._enlist(leaf)
+                break
             self.shorten(leaf, num_sets, gone)
         return self.given_up(gone, "evicted")
 

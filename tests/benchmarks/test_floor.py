@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from benchmarks.common import state_bytes
+from hybridrt.base.config import AttentionSpec
+from hybridrt.bench.floor import kv_bytes, state_bytes
 from hybridrt.kinds.base import StateShape
 from hybridrt.mem_cache.pools.mamba_pool import MambaPoolSpec
 
@@ -25,3 +26,10 @@ ENTRY = 2 * 4 * 2 + 4 * 2 + 2 * 4  # values and keys in bfloat16, gates in float
 def test_state_bytes(shape: StateShape, mode: str, expected: float) -> None:
     spec = MambaPoolSpec({shape: [0, 3]}, torch.bfloat16, torch.float32, mode=mode)
     assert state_bytes(spec) == 2 * expected
+
+
+def test_kv_bytes_of_windows() -> None:
+    """A layer with a window reads no more than its window, keys and values of two heads of 8 numbers each."""
+    layers = [AttentionSpec(2, 2, 8, 8, window, 1.0, torch.bfloat16) for window in (None, 100, 100)]
+    token = 2 * 2 * 8 * 2
+    assert kv_bytes(layers, 60) == 3 * 60 * token and kv_bytes(layers, 1000) == (1000 + 2 * 100) * token

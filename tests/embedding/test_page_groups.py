@@ -104,6 +104,29 @@ def test_a_new_token_needs_a_page_of_each_group(runtime: EmbeddedRuntime) -> Non
         runtime.batch(input_ids=[5], rows=[0], seq_lens=[5])
 
 
+@pytest.mark.parametrize("scratch", [True, False])
+def test_a_page_within_the_window_is_missed(scratch: bool, runtime: EmbeddedRuntime) -> None:
+    """The token at position 13 sees positions 9 to 13: page index 2 is needed, 1 is not. A row that begins after a
+    prefix may lack it, too."""
+    none = runtime.plan.groups[1].num_pages
+    runtime.admit([0, 1])
+    runtime.write_pages([0] * 4, range(4), [[0, 0], [1, 1], [2, 2], [3, 3]])
+    prefill(runtime, 0, PROMPT)
+    runtime.write_pages([0, 0], [0, 1], [[0, none], [1, none]])
+    step: dict[str, Any] = {"input_ids": [5], "rows": [0], "seq_lens": [14]}
+    made = runtime.batch(**step)
+    row = 0
+    if scratch:
+        runtime.write_pages([0], [2], [[2, none]])
+        with pytest.raises(PoolError, match="row 0 has no page for page index 2, and its token at position 13"):
+            runtime.prepare(made)
+    else:
+        row = 1
+        runtime.write_pages([1, 1], [0, 3], [[4, none], [5, 4]])
+    with pytest.raises(PoolError, match=f"row {row} has no page for page index {'2' if scratch else '1'}, and"):
+        runtime.batch(**(step | {"rows": [row]}))
+
+
 SHAPE = r"shape \(%s\); .*\[n, 2\]"
 WRONG: dict[str, tuple[Callable[[EmbeddedRuntime], object], type[HybridrtError], str]] = {
     "one page": (lambda r: r.write_pages([0, 0], [0, 1], [0, 1]), BackendError, SHAPE % "2,"),

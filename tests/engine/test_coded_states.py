@@ -1,11 +1,14 @@
 """Engines whose states are in 8 bits or rounded stochastically: near transformers, and alike in any batch."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from hybridrt.base.config import SpeculativeConfig
 from hybridrt.base.errors import ConfigError
+from hybridrt.engine.cache import host_fetches
 from tests.support.checkpoints import VOCAB, CheckpointStore
 from tests.support.session import Session, greedy
 
@@ -57,6 +60,40 @@ def test_a_cached_prefix_changes_nothing(name: str, checkpoints: CheckpointStore
                     assert out.metrics.cached_tokens == cached
         logits.append(torch.stack([session.logits[7, i] for i in range(24)]))
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen-dense", "falcon-plain"])
+def test_memory_that_pages_share_changes_nothing(
+    name: str, checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States and pages come and go in slabs full of NaN; the first text comes back from main memory at last."""
+    monkeypatch.setattr(host_fetches, "LEAST_TOKENS", 2)
+    options: dict[str, Any] = {
+        "mamba_ssm_dtype": "int8",
+        "prefix_cache": True,
+        "page_size": 4,
+        "host_cache_bytes": 1 << 20,
+    }
+    options |= {"max_running_requests": 2, "max_model_len": 64}
+    own = Session(checkpoints[name].path, **options, cache_slots=3)
+    shared = Session(checkpoints[name].path, **options, budget_bytes=own.plan.pool_bytes)
+    assert own.plan.slabs is None and shared.plan.slabs is not None and shared.plan.slabs.states is not None
+    texts = [*[prompt(45, seed) for seed in range(12)], prompt(45, 0)]
+    fetched, texts_saved = 0, {*range(12)}
+    for session in (own, shared):
+        engine = session.engine(prefix_cache=True)
+        for i, text in enumerate(texts):
+            engine.add_request(text, greedy(12, seed=i), str(i))
+            while engine.has_unfinished():
+                for out in engine.step():
+                    assert out.error is None, out.error
+            session.coordinator.check()
+        # A chunk ends where a state is saved, and there is room for nearly all of them.
+        texts_saved &= {plan.admissions[0].seed for plan in session.plans if plan.extend and plan.extend[0].saves}
+        fetched = engine.counters().cache_fetched
+    assert fetched and len(texts_saved) > 9
+    for key in [key for key in own.logits if key[0] in {*texts_saved, 12}]:
+        torch.testing.assert_close(shared.logits[key], own.logits[key], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -103,7 +103,7 @@ def soak(
     assert talks.rig.pools.fetches is None or not talks.rig.pools.fetches._looked
     assert talks.rig.engine.reset_prefix_cache()
     for pool in (talks.rig.pools.slots, talks.rig.pools.pages):
-        assert pool.num_free == pool.total
+        assert not pool.num_used and not pool.num_cached
     talks.replica.check(talks.rig.pools)
     assert not any(talks.replica.held.values()) and not talks.replica.events.missed
     return {"checked": talks.checked, "hit": counters.cache_hit, "fetched": counters.cache_fetched}
@@ -149,9 +149,10 @@ def test_random_conversations_in_windows_for_a_while(
 
 
 SHARED = {
-    (None, 7): SlabPlan(1, 40, (SlabShare(4, 9), SlabShare(2, 5))),
-    (None, 3, 11): SlabPlan(1, 60, (SlabShare(3, 3), SlabShare(2, 4), SlabShare(1, 7))),
-    (3, 11): SlabPlan(1, 30, (SlabShare(5, 6), SlabShare(2, 8))),
+    (None,): SlabPlan(1, 30, (SlabShare(4, 5),), states=SlabShare(1, 1)),
+    (None, 7): SlabPlan(1, 40, (SlabShare(4, 9), SlabShare(2, 5)), states=SlabShare(1, 1)),
+    (None, 3, 11): SlabPlan(1, 60, (SlabShare(3, 3), SlabShare(2, 4), SlabShare(1, 7)), states=SlabShare(2, 2)),
+    (3, 11): SlabPlan(1, 30, (SlabShare(5, 6), SlabShare(2, 8)), states=SlabShare(1, 1)),
 }
 
 

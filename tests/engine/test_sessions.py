@@ -156,7 +156,8 @@ def test_there_must_be_room(checkpoints: CheckpointStore, tmp_path: Path) -> Non
         stream.close()
     with build(path, prefix_cache=False) as llm, pytest.raises(SessionError, match="prefix_cache=True"):
         llm.load_session(file)
-    with build(path, max_model_len=16, max_running_requests=1) as llm, pytest.raises(SessionError, match="KV pages"):
+    small = {"max_model_len": 16, "max_running_requests": 1, "cache_slots": 0}
+    with build(path, **small) as llm, pytest.raises(SessionError, match="KV pages"):
         llm.load_session(file)
 
 

@@ -1,17 +1,29 @@
 """Page groups that share memory: it goes to the requests that need it, whatever the mix of their lengths."""
 
 import random
+from collections.abc import Callable
 
 import pytest
 
+from hybridrt import LLM, SamplingParams
+from hybridrt.base.config import EngineConfig
 from hybridrt.base.errors import MemoryBudgetError
+from hybridrt.collectives.groups import TPGroup
+from hybridrt.engine.cache import host_fetches
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
+from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
 from hybridrt.mem_cache.pools.page_groups import PageDemand
 from hybridrt.mem_cache.pools.slab_plan import SlabPlan
 from hybridrt.mem_cache.pools.slabs import SlabShare
+from hybridrt.mem_cache.pools.state_moves import StateMove, When
+from hybridrt.mem_cache.prefix_tree.cache_key import DEFAULT_KEY
+from hybridrt.runtime.load import fit
+from hybridrt.runtime.load.build import load_target, make_plan
+from hybridrt.runtime.run import model_runner
 from hybridrt.runtime.step.plan import PageWrite, StepPlan, int32s
 from tests.engine.test_prefix_states import TEXT
 from tests.engine.test_scheduler import request
+from tests.support.checkpoints import CheckpointStore
 from tests.support.engine_harness import VOCAB, Rig
 from tests.support.levels import sweep
 from tests.support.mock_executor import tokens_alone
@@ -77,11 +89,11 @@ def test_cached_texts_give_way_in_order_of_their_last_use_whichever_group_is_sho
         pools.finish(text, max_tokens=1, seed=number)
     held = [pools.pools.prefixes.tree.match(int32s([*text, 0])).length for text in texts]
     assert held == [16, 16, 16]
-    free = pools.pools.pages.room()
+    free = pools.pools.prefixes.room()
     assert pools.pools.prefixes.make_room([0, 8], 0)
     held = [pools.pools.prefixes.tree.match(int32s([*text, 0])).length for text in texts]
     assert held[0] < 16 and held[2] == 16 and sorted(held) == held
-    assert pools.pools.pages.room() == free, "what can be had at most is as before"
+    assert pools.pools.prefixes.room() == free, "what can be had at most is as before"
     assert pools.engine.reset_prefix_cache()
     assert pools.pools.pages.slabs is not None and pools.pools.pages.slabs.num_free == SLABS
 
@@ -140,3 +152,192 @@ def test_random_requests_in_little_memory_have_their_tokens(seed: int) -> None:
         assert tokens == tokens_alone(prompt, int(name), len(tokens), VOCAB, WINDOWS), name
     assert pools.engine.reset_prefix_cache()
     assert pools.pools.pages.slabs is not None and pools.pools.pages.slabs.num_free == pools.pools.pages.slabs.total
+
+
+# -- states in the same memory
+
+STATES = SlabShare(1, 1)
+
+
+def with_states(slabs: int, **config: object) -> Rig:
+    """Pages of one group, five a slab, or a state."""
+    settings = {"page_size": PAGE, "max_model_len": 90, "chunk": 8, "rows": 12, "cache": True} | config
+    plan = SlabPlan(1, slabs, (SlabShare(5, 6),), states=STATES)
+    return Rig(slabs=plan, **settings)  # type: ignore[arg-type]
+
+
+def test_a_budget_runs_many_short_requests_and_then_few_long_ones() -> None:
+    """Of 22 slabs, twelve short requests need twelve states and 36 pages, eight slabs; a long one needs 58 pages."""
+    short, long = [[number] * 3 for number in range(12)], [[number] * 107 for number in (1, 2)]
+    for states in range(1, 22):
+        fixed = CacheCoordinator(12, states, [5 * (22 - states)], DEMANDS[:1])
+        longest = fixed.pages.bounds(115)[0] * PAGE
+        assert admitted(fixed, [6] * 12) < 12 or longest < 115, "no fixed split has room for both"
+    pools = with_states(22, max_model_len=120, chunk=64)
+    for turn in range(2):
+        asked = {pools.add(prompt, f"{turn} {prompt}", max_tokens=4, ignore_eos=True): prompt for prompt in short}
+        most = 0
+        while pools.engine.has_unfinished():
+            pools.step()
+            most = max(most, pools.pools.rows.num_used)
+        assert most == 12, "all run at a time, with a state each"
+        asked |= {pools.add(prompt, f"{turn} {prompt}", max_tokens=9, ignore_eos=True): prompt for prompt in long}
+        pools.run()
+        assert not pools.engine.counters().failed
+        for name, prompt in asked.items():
+            found = pools.outputs[name, 0].token_ids
+            assert len(found) == (4 if prompt in short else 9)
+    assert pools.engine.reset_prefix_cache()
+    assert pools.pools.slabs is not None and pools.pools.slabs.num_free == 22
+
+
+def test_one_request_leaves_room_for_its_own_state() -> None:
+    pools = with_states(9).pools
+    pools.check_fits(81)
+    with pytest.raises(MemoryBudgetError, match=r"needs 41 KV pages and there are 40: cut .* to 81"):
+        pools.check_fits(82)
+
+
+def test_states_and_pages_wait_for_the_copies_that_read_a_slab() -> None:
+    """A copy reads pages of slab 1, say. A step that leaves a state there, or clears it, waits; so does a page where a
+    copy reads a state."""
+    pools = with_states(12, host=(40, 6), copy_delay=10**6)
+    pools.finish(TEXT[:12], max_tokens=1, seed=1)
+    tier = pools.pools.prefixes.tier
+    assert tier is not None
+
+    def awaited(**plan: object) -> int:
+        made = StepPlan(**plan)  # type: ignore[arg-type]
+        tier.seal(made)
+        tier.launched(made)
+        return made.after_copies
+
+    def leaves(slot: int) -> list[StateMove]:
+        return [StateMove(1, 1, slot, When.BEFORE_ROWS)]
+
+    slabs = {page // 6 for _, page in tier._read_pages}
+    free = next(slab for slab in range(1, 13) if slab not in tier._read_slabs)
+    assert len(slabs) > 1 and awaited(moves=leaves(free)) == awaited(cleared=[free]) == 0
+    assert awaited(moves=leaves(slabs.pop())) == tier.last_ticket
+    assert awaited(cleared=[slabs.pop()]) == tier.last_ticket
+    (state,) = {*tier._read_slots} & {slab for slab, groups in tier._read_slabs.items() if 1 in groups}
+    assert awaited(page_writes=[PageWrite(1, 0, int32s([6 * state])[None])]) == tier.last_ticket
+
+
+def test_a_fetch_clears_the_slabs_that_it_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step waits for it. If the copy is cancelled before, the slabs are still to be cleared."""
+    monkeypatch.setattr(host_fetches, "LEAST_TOKENS", 2)
+    pools = with_states(12, host=(40, 6))
+    pools.finish(TEXT[:20], max_tokens=1, seed=1)
+    coordinator, slabs = pools.pools, pools.pools.slabs
+    assert slabs is not None and coordinator.fetches is not None and coordinator.prefixes.tier is not None
+    coordinator.prefixes.evict([99], 99)
+    coordinator.slots.free(coordinator.slots.alloc(12))
+    waiting = request(0, 24)
+    waiting.prompt_ids[:20] = TEXT[:20]
+    for cancelled in (True, False):
+        coordinator.advance_fetches([waiting], 0)
+        copy = coordinator.prefixes.tier._pending[-1]
+        assert copy.fetch and copy.cleared and not slabs.unclean
+        if cancelled:
+            coordinator.fetches.cancel_all()
+            assert slabs.unclean == {*copy.cleared}
+    plan = StepPlan()
+    coordinator.seal(plan)
+    assert plan.after_copies == copy.ticket and not plan.cleared
+
+
+def test_pages_that_no_state_needs_go_first() -> None:
+    """Those of the later text, whose state has saved less."""
+    pools = with_states(12)
+    texts = [TEXT[:18], [*reversed(TEXT[10:18])]]
+    for text in texts:
+        pools.finish(text, max_tokens=1)
+    store, (earlier, later) = pools.pools.prefixes, [int32s([*text, 0]) for text in texts]
+    while store.tree.match(later).length:
+        store.evicted(store.tree.evict([0], 1))
+    kept = store.tree.match(earlier).length
+    store.evicted(gone := store.tree.evict_leaf(1, stateless=True))
+    assert len(gone.pages[0]) == 1 and store.tree.match(earlier).length == kept >= 16
+    for _ in range(9):
+        store.evicted(store.tree.evict_leaf(1, stateless=True))
+    assert not store.tree.held(later, DEFAULT_KEY)[0].length
+    assert not store.tree.evict_leaf(1, stateless=True).pages[0], "the earlier text has its state"
+
+
+@pytest.mark.parametrize("seed", sweep(range(12), 6))
+def test_states_and_pages_move_in_random_histories(seed: int) -> None:
+    """Few slabs of odd sizes, windows or none, drafts, rings, and main memory: every request has its tokens, and the
+    executor finds each state and page where it was left."""
+    rng = random.Random(seed)
+    windows = rng.choice(((None,), WINDOWS, (WINDOW,)))
+    shares = tuple(SlabShare(size := rng.randint(1, 5), size + rng.randint(0, 4)) for _ in windows)
+    size = rng.choice((1, 1, 2, 3))
+    demands = [PageDemand(PAGE, window, 8) for window in windows]
+    least = next(n for n in range(1, 99) if SlabPlan(1, n, shares, states=SlabShare(size, size)).fits(demands, 40))
+    plan = SlabPlan(1, least + rng.choice((1, 4, 12)), shares, states=SlabShare(size, size))
+    pools = Rig(
+        windows=windows, slabs=plan, page_size=PAGE, max_model_len=40, chunk=8, late=seed % 3, cache=True, rows=6,
+        drafts=seed % 2 * 3, replay=seed % 3 == 1, host=(40, 6) if seed % 4 > 1 else None, copy_delay=seed % 5, grid=4,
+    )  # fmt: skip
+    asked, had_states, had_pages = {}, set[int](), set[int]()
+    for number in range(40):
+        short = rng.random() < 0.6
+        prompt = [
+            *TEXT[: rng.randint(0, 12)],
+            *(rng.randrange(VOCAB) for _ in range(rng.randint(1, 4 if short else 20))),
+        ]
+        asked[pools.add(prompt, str(number), max_tokens=rng.randint(1, 8), ignore_eos=True, seed=number)] = prompt
+        for _ in range(rng.randint(0, 4)):
+            pools.step()
+            *groups, states = pools.pools.slabs.allocators if pools.pools.slabs is not None else []
+            had_states.update(states.owned())
+            had_pages.update(*[group.owned() for group in groups])
+    pools.run()
+    for name, prompt in asked.items():
+        tokens = pools.outputs[name, 0].token_ids
+        assert tokens == tokens_alone(prompt, int(name), len(tokens), VOCAB, windows), name
+    assert had_states & had_pages, "no slab has had both"
+    assert pools.engine.reset_prefix_cache()
+    assert pools.pools.slabs is not None and pools.pools.slabs.num_free == plan.num_slabs
+
+
+def test_a_model_runs_in_a_budget_without_a_fixed_split(
+    checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight short requests with a state each, then one of 250 tokens; both orders give the tokens of ample memory."""
+    path, rng = str(checkpoints["falcon-plain"].path), random.Random(0)
+    short = [[rng.randrange(3, 90) for _ in range(5)] for _ in range(8)]
+    long = [rng.randrange(3, 90) for _ in range(240)]
+    settings = {"max_running_requests": 8, "max_model_len": 250, "page_size": 4, "device": "cpu", "dtype": "float32"}
+    greedy = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    with LLM(path, **settings) as ample:
+        wanted = [out.token_ids for out in ample.generate([*short, long], greedy)]
+    config = EngineConfig(path, **settings)
+    _, target = load_target(config, TPGroup())
+
+    def plan(budget: int, share: bool) -> MemoryPlan:
+        return make_plan(config, target, budget_bytes=budget, share=share)
+
+    budget = least_budget(lambda budget: plan(budget, True))
+    with pytest.raises(MemoryBudgetError, match="max_running_requests from 8"):
+        plan(budget, False)
+    for module in (fit, model_runner):
+        monkeypatch.setattr(module, "pool_budget", lambda *_: budget)
+    with LLM(path, **settings) as llm:
+        for texts in ([*short, long], [long, *short], short, [long]):
+            outs = llm.generate(texts, greedy)
+            assert [out.token_ids for out in outs] == [wanted[[*short, long].index(text)] for text in texts]
+        assert llm.plan.num_rows == 8 and llm.plan.slabs is not None
+
+
+def least_budget(plan: Callable[[int], MemoryPlan]) -> int:
+    low, high = 0, 10**8
+    while high - low > 1000:
+        middle = (low + high) // 2
+        try:
+            plan(middle)
+            high = middle
+        except MemoryBudgetError:
+            low = middle
+    return high

@@ -12,6 +12,7 @@ from hybridrt.base.errors import RequestError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.api.llm import LLM
 from hybridrt.engine.request.outputs import RequestOutput
+from hybridrt.mem_cache.pools.page_groups import GroupPages
 from tests.support.levels import sweep
 
 PROMPT = "def main():\n    import "
@@ -28,6 +29,13 @@ MODES: dict[str, dict[str, Any]] = {
 def load(**options: Any) -> LLM:
     options = {"device": "cpu", "dtype": "float32", "max_running_requests": 6, "max_model_len": 128} | options
     return LLM("embedded", **options)
+
+
+def hold_pages(llm: LLM, left: int) -> GroupPages:
+    """Takes all KV pages but `left` and those of three slabs, which states need."""
+    pages = llm.engine._coordinator.pages
+    slabs = 0 if pages.slabs is None else 3 * pages.shares[0].per_slab
+    return pages.alloc([pages.num_free - left - slabs])
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +125,7 @@ def test_every_way_of_running_gives_the_same_tokens(
     params, want = zip(*alone, strict=True)
     with load(**options) as llm:
         if pages is not None:  # too few for all of them together
-            held = llm.engine._coordinator.pages.alloc([llm.engine._coordinator.pages.num_free - pages])
+            held = hold_pages(llm, pages)
         got = llm.generate([PROMPT] * len(params), params)
         if pages is not None:
             assert llm.engine.counters().retractions > 0
@@ -147,7 +155,7 @@ def test_prompts_have_the_log_probabilities_that_generation_gave(plain: LLM, mod
     params = [replace(SCORED, prompt_logprobs=k, n=n) for k, n in ((3, 2), (3, 1), (0, 1))] + [SCORED]
     with load(**options) as llm:
         if pages is not None:
-            held = llm.engine._coordinator.pages.alloc([llm.engine._coordinator.pages.num_free - 14])
+            held = hold_pages(llm, 14)
         first, short, none, without = llm.generate(prompts, params)
         if pages is not None:
             assert llm.engine.counters().retractions > 0

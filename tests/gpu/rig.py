@@ -1,17 +1,19 @@
 """Tiny models on a GPU, driven without waiting for it; what their pools hold, by name."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from hybridrt.base.config import EngineConfig
 from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.mem_cache.pools.pools import Pools
 from hybridrt.runtime.run.model_runner import ModelRunner
 from hybridrt.runtime.step.plan import (
@@ -24,8 +26,7 @@ from hybridrt.runtime.step.plan import (
     StepPlan,
 )
 from tests.support.checkpoints import VOCAB
-from tests.support.page_sets import page_sets
-from tests.support.session import Sample, Session, spoil
+from tests.support.session import LARGE, LARGE_CODE, Sample, Session, in_slabs, spoil
 
 DEVICE = "cuda"
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -48,6 +49,7 @@ VERIFYING = [
     *((name, mode) for name in (*FAMILIES, *SHORT_CONV) for mode in ("intermediate", "replay")),
     *((name, "intermediate") for name in (*MAMBA1, *LATENT)),
 ]
+SPARE = 8  # state slots of no row
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
@@ -108,7 +110,8 @@ class GpuSession(Session):
 
 
 class Rows:
-    """A ModelRunner, all of whose request rows run: row r has slot slots[r - 1] and its share of the pages.
+    """A ModelRunner, all of whose request rows run: row r has slot slots[r - 1] and its share of the pages, an array
+    [n, G] of numbers. `spare` are slots of no row.
 
     Args:
         lengths: prompt tokens of rows 1, 2, ...
@@ -121,16 +124,35 @@ class Rows:
         self.runner = ModelRunner(self.config)
         spoil(self.runner.pools)
         self.random, places = random.Random(7), random.Random(8)
-        self.slots = places.sample(range(1, len(lengths) + 1), len(lengths))
-        longest = self.runner.pools.req_to_token.max_context // self.config.page_size
-        least = min([group.num_pages for group in self.runner.memory_plan.groups], default=0)
-        count = min(least // len(lengths), longest)
-        pages = places.sample(range(1, least + 1), count * len(lengths))
-        self.pages = {row: pages[(row - 1) * count : row * count] for row in range(1, len(lengths) + 1)}
+        self._lend(len(lengths), places)
         self.prompts: dict[int, list[int]] = {}
         self.computed: dict[int, int] = {}
         for row, length in enumerate(lengths, 1):
             self.admit(row, length)
+
+    def _lend(self, count: int, places: random.Random) -> None:
+        """Gives the rows slots and pages, in a random order, as the allocators of an engine would."""
+        runner = self.runner
+        lender, groups = CacheCoordinator.from_plan(runner.memory_plan, runner.copied), runner.pools.kv.windows
+        each = runner.pools.req_to_token.max_context // self.config.page_size if groups else 0
+        slots = [*range(1, count + 1)]
+        if lender.slots.total:
+            slots = [handle.index for handle in lender.slots.alloc(count)]
+        while any(lender.pages.shortages([each * count] * len(groups))):
+            each -= 1
+        lent = [handles.indices for handles in lender.pages.alloc([each * count] * len(groups))]
+        if lender.slots.total:  # the rows come first: spare slots may take the memory of their pages
+            slots += [handle.index for handle in lender.slots.alloc(min(SPARE, lender.slots.most_free))]
+        slots.sort()
+        self.slots, self.spare = places.sample(slots[:count], count), slots[count:]
+        for tensor, group in zip(runner.pools.kv.tensors, runner.pools.kv.tensor_groups):
+            # Pages of slabs that have been states were cleared: hidden entries are finite.
+            tensor[:, torch.from_numpy(lent[group]).long().to(tensor.device)] = (
+                LARGE if tensor.is_floating_point() else LARGE_CODE
+            )
+        order = places.sample(range(each * count), each * count)
+        pages = np.stack([numbers[order] for numbers in lent], 1) if lent else np.zeros((0, 1), np.int32)
+        self.pages = {row: pages[(row - 1) * each : row * each] for row in range(1, count + 1)}
 
     def admit(self, row: int, length: int, params: SamplingParams = GREEDY) -> None:
         """A random prompt of `length` tokens for a row, computed in a step of its own."""
@@ -144,8 +166,8 @@ class Rows:
         self.computed[row] = length
 
     def page_write(self, row: int) -> PageWrite:
-        """All pages of a row, of the same numbers in each page group."""
-        return PageWrite(row, 0, page_sets(*[self.pages[row]] * self.runner.pools.req_to_token.num_groups))
+        """All pages of a row."""
+        return PageWrite(row, 0, self.pages[row])
 
     def prompt(self, length: int) -> list[int]:
         return [self.random.randrange(3, VOCAB) for _ in range(length)]
@@ -164,17 +186,57 @@ class Rows:
 
 
 def pool_tensors(pools: Pools) -> dict[str, Tensor]:
-    """Every tensor that outlives a step and holds anything, [layer, entry, ...]; entry 0 is scratch."""
+    """Every tensor that outlives a step and holds anything, [layer, entry, ...]; entry 0 is scratch. Memory that pages
+    and states share is one of them, "slabs" [1, slabs, bytes]: see `Owned`."""
     table, mamba = pools.req_to_token, pools.req_to_token.mamba_pool
     found = {f"KV tensor {i}": tensor for i, tensor in enumerate(pools.kv.tensors)}
     found |= {"tokens": table.req_to_token[None], "slots": table.req_to_state_slot[None]}
-    if mamba is None:
-        return found
-    for layer_id in mamba.layer_ids:
-        views = vars(mamba.layer_cache(layer_id)).items()
-        found |= {f"{name} of layer {layer_id}": tensor[None] for name, tensor in views if tensor is not None}
-    found |= {"ring start": mamba.ring_start[None], "ring length": mamba.ring_length[None]}
-    return {name: tensor for name, tensor in found.items() if tensor.numel()}
+    if mamba is not None:
+        for layer_id in mamba.layer_ids:
+            views = vars(mamba.layer_cache(layer_id)).items()
+            found |= {f"{name} of layer {layer_id}": t[None] for name, t in views if isinstance(t, Tensor)}
+        found |= {"ring start": mamba.ring_start[None], "ring length": mamba.ring_length[None]}
+    found = {name: tensor for name, tensor in found.items() if tensor.numel() and not in_slabs(pools, tensor)}
+    if pools.shared is not None:
+        found["slabs"] = pools.shared._buffer.view(1, -1, pools.shared.plan.slab_bytes)
+    return found
+
+
+class Owned:
+    """What pages and state slots have of the memory that they share.
+
+    Args:
+        pages: numbers of each page group.
+        slots: numbers of state slots.
+    """
+
+    def __init__(self, pools: Pools, pages: Sequence[Collection[int]], slots: Collection[int]) -> None:
+        tensors = zip(pools.kv.tensors, [pages[group] for group in pools.kv.tensor_groups])
+        found = [(f"KV tensor {i}", tensor, [*numbers]) for i, (tensor, numbers) in enumerate(tensors)]
+        mamba = pools.req_to_token.mamba_pool
+        for layer_ids, stack in mamba.stacks if mamba is not None else ():
+            layers = f"of layers {list(layer_ids)}"
+            found += [(f"conv {layers}", stack.conv, [*slots]), (f"temporal {layers}", stack.temporal, [*slots])]
+        self._parts = [part for part in found if part[1].numel() and in_slabs(pools, part[1])]
+
+    def numbers(self, slabs: Tensor) -> dict[str, Tensor]:
+        """[layer, entry, ...] copies of the owned numbers, by tensor. `slabs`: a snapshot of the memory."""
+        return {name: _like(tensor, slabs)[:, entries] for name, tensor, entries in self._parts}
+
+    def others_changed(self, before: Tensor, after: Tensor) -> int:
+        """How many bytes differ that are not owned."""
+        owned = torch.zeros_like(before)
+        for _, tensor, entries in self._parts:
+            _like(tensor, owned).view(INTEGERS[tensor.element_size()])[:, entries] = -1
+        return int(((before != after) & (owned == 0)).sum())
+
+
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+
+
+def _like(tensor: Tensor, slabs: Tensor) -> Tensor:
+    """The view of a snapshot that `tensor` is of the memory itself."""
+    return slabs.view(-1).view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def entry_bytes(tensor: Tensor) -> Tensor:

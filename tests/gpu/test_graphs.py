@@ -13,10 +13,9 @@ from hybridrt.base.config import SpeculativeConfig
 from hybridrt.base.forward_batch import ForwardBatch, ForwardMode, SpecInfo
 from hybridrt.runtime.replay.graph_runner import CudaGraphRecorder, GraphRunner
 from hybridrt.runtime.step.plan import DecodeRow, DecodeRows
-from tests.gpu.rig import DECODING, DEVICE, PRODUCTION, VERIFYING, Rows, changed_entries, pool_tensors, same_bits
+from tests.gpu.rig import DECODING, DEVICE, PRODUCTION, VERIFYING, Owned, Rows, changed_entries, pool_tensors, same_bits
 from tests.support.checkpoints import CheckpointStore
 from tests.support.decode_rows import rows_of
-from tests.support.page_sets import page_sets
 
 pytestmark = PRODUCTION
 LENGTHS = [1 + 7 * i % 40 for i in range(17)]  # more rows than the bucket of 16 holds
@@ -49,13 +48,12 @@ class Twin:
     def last_pages(self, inputs: DecodeRows) -> np.ndarray:
         """The pages of each row's last draft, [n, G] int32. Every page is known already; a graph must cope with hearing
         of one again."""
-        size, groups = self.runner.memory_plan.page_size, self.runner.pools.req_to_token.num_groups
-        return page_sets(*[[self.page(r.row, r.computed + len(r.drafts), size) for r in rows_of(inputs)]] * groups)
+        return np.array([self.page(r.row, r.computed + len(r.drafts)) for r in rows_of(inputs)], np.int32)
 
-    def page(self, row: int, position: int, page_size: int) -> int:
-        """The KV page of a position; -1 in a model without attention, whose requests have no pages."""
+    def page(self, row: int, position: int) -> list[int]:
+        """The KV page of a position in each page group; -1 in a model without attention, whose requests have none."""
         pages = self.rows.pages[row]
-        return pages[position // page_size] if pages else -1
+        return pages[position // self.runner.memory_plan.page_size].tolist() if len(pages) else [-1]
 
     @torch.inference_mode()
     def replay(self, inputs: DecodeRows, bucket: int, accepted: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -119,19 +117,35 @@ class Twin:
         touched = self.touched(inputs)
         for name, tensor in after.items():
             assert not changed_entries(wanted[name], tensor), f"{what}: {name} differs"
+            if name == "slabs":
+                others = self.owned(inputs).others_changed(self.before[name], tensor)
+                assert not others, f"{what}: {others} bytes of others' pages and slots changed"
+                continue
             changed = changed_entries(self.before[name], tensor)
-            allowed = touched.get(name.rstrip(" 0123456789").partition(" of ")[0], set())
+            allowed = touched.get(name.partition(" of ")[0], set())
             assert changed <= allowed, f"{what}: {name}, entries {changed}"
+
+    def pages_of(self, inputs: DecodeRows) -> list[set[int]]:
+        """The pages of each page group that a step of these rows may change."""
+        places = [self.page(r.row, r.computed + i) for r in rows_of(inputs) for i in range(len(r.drafts) + 1)]
+        return [{*group} for group in zip(*places)]
+
+    def slots_of(self, inputs: DecodeRows) -> set[int]:
+        return {self.rows.slots[row - 1] for row in inputs.rows.tolist()}
+
+    def owned(self, inputs: DecodeRows) -> Owned:
+        return Owned(self.runner.pools, self.pages_of(inputs), self.slots_of(inputs))
 
     def touched(self, inputs: DecodeRows) -> dict[str, set[int]]:
         """Entries that a step of these rows may change. Padding leaves no trace."""
-        page_size, rows = self.runner.memory_plan.page_size, set(inputs.rows.tolist())
-        pages: set[int] = set()
-        for r in rows_of(inputs):
-            pages |= {self.page(r.row, r.computed + i, page_size) for i in range(len(r.drafts) + 1)}
-        slots = {self.rows.slots[row - 1] for row in rows}
+        rows, pages = {*inputs.rows.tolist()}, self.pages_of(inputs)
+        groups = self.runner.pools.kv.tensor_groups
         of_rows = ("ring start", "ring length", "ring_values", "ring_keys", "ring_gates", "intermediate_ssm")
-        return {"KV tensor": pages} | dict.fromkeys(("conv", "temporal"), slots) | dict.fromkeys(of_rows, rows)
+        return (
+            {f"KV tensor {i}": pages[group] for i, group in enumerate(groups)}
+            | dict.fromkeys(("conv", "temporal"), self.slots_of(inputs))
+            | dict.fromkeys(of_rows, rows)
+        )
 
 
 def make_twin(path: Path, tokens: int, **config: Any) -> Twin:

@@ -198,6 +198,7 @@ def as_integers(tensor: Tensor) -> Tensor:
     return tensor.view(sizes[tensor.element_size()])
 
 
+GAP = 1024  # numbers between far slots
 FAR_SLOTS = 4200  # from 4096 on, the offset of a state of 2 MiB passes 2^31
 
 
@@ -226,14 +227,12 @@ def slot_dim(case: Case) -> int:
 
 
 def moved_to_far_slots(case: Case) -> dict[str, object]:
-    """Arguments whose slot s is slot FAR_SLOTS - SLOTS + s of a larger pool."""
+    """Arguments whose slot s is slot FAR_SLOTS - SLOTS + s of a larger pool, with gaps between slots as in slabs."""
     args = copied(case)
     for name in ("states", "conv"):
         if name in args:
             small = args[name]
-            shape = list(small.shape)
-            shape[slot_dim(case)] = FAR_SLOTS + 1
-            args[name] = small.new_full(shape, torch.nan)
+            args[name] = with_gaps(small, slot_dim(case))
             args[name].narrow(slot_dim(case), FAR_SLOTS - SLOTS, SLOTS + 1).copy_(small)
     for name in ("read_state_slots", "write_state_slots"):
         if name in args:
@@ -243,6 +242,15 @@ def moved_to_far_slots(case: Case) -> dict[str, object]:
         written = far_slots(folds.write_state_slots)
         args["folds"] = replace(folds, state_slots=far_slots(folds.state_slots), write_state_slots=written)
     return args
+
+
+def with_gaps(small: Tensor, dim: int) -> Tensor:
+    """The larger pool [..., FAR_SLOTS + 1, ...], of NaN. `dim`: that of slots; the one before it has one layer."""
+    numbers = small.numel() // small.shape[dim]
+    memory = small.new_full((FAR_SLOTS + 1, numbers + GAP), torch.nan)
+    shape, strides = list(small.shape), list(small.stride())
+    shape[dim], strides[dim] = FAR_SLOTS + 1, numbers + GAP
+    return memory.as_strided(shape, strides)
 
 
 def far_slots(slots: Tensor) -> Tensor:

@@ -213,8 +213,16 @@ def test_conv_of_prompts() -> None:
     torch.testing.assert_close(*rings)
 
 
+@pytest.mark.parametrize("reach", [2**32, 5 * 6 * 8 - 1])
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_conv_of_decode_steps(tokens: int) -> None:
+def test_conv_of_decode_steps(tokens: int, reach: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of rings that are farther apart than the library reaches."""
+    module = importlib.import_module("hybridrt.kernels.libraries.sgl_kernel")
+    monkeypatch.setattr(module, "REACH", reach)
+    update, largest = module.sgl_conv_update, list[int]()
+    monkeypatch.setattr(
+        module, "sgl_conv_update", lambda x, ring, *more: (largest.append(ring.numel()), update(x, ring, *more))
+    )
     torch.manual_seed(0)
     slots = torch.tensor([4, -1, 2], dtype=torch.int32)
     merged = torch.randn(3, tokens, 10)
@@ -227,6 +235,7 @@ def test_conv_of_decode_steps(tokens: int) -> None:
     got = flat(select("causal_conv1d_update", "cpu", "sgl_kernel"), **args, conv=rings[0])
     torch.testing.assert_close(got, flat(causal_conv1d_update.reference, **args, conv=rings[1]))
     torch.testing.assert_close(*rings)
+    assert largest == [5 * 6 * 8 if reach == 2**32 else 3 * 6 * 8]
     with pytest.raises(BackendError, match="same slot"):
         args |= {"conv": rings[0], "write_state_slots": slots + 0}
         flat(select("causal_conv1d_update", "cpu", "sgl_kernel"), **args)

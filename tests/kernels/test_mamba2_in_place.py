@@ -15,7 +15,7 @@ from hybridrt.recurrent import mamba2
 from hybridrt.recurrent.mamba2 import Mamba2AttnBackend, Mamba2Inputs
 from hybridrt.recurrent.segments import DecodeSegment
 from tests.support.flat import flat
-from tests.support.mamba2_oracle import changed_rows, int32
+from tests.support.mamba2_oracle import changed_rows, int32, with_gaps
 
 P, N, K, SLOTS = 3, 5, 4, 9
 
@@ -36,7 +36,7 @@ def inputs(batch: int, heads: int, groups: int, width: int, **changed: Any) -> d
 
 def in_place(terms: dict[str, Any], slots: list[int]) -> list[torch.Tensor]:
     """Output, conv rings and states after one step."""
-    conv, states, z = terms["conv"].clone(), terms["states"].clone(), terms["z"]
+    conv, states, z = with_gaps(terms["conv"]), with_gaps(terms["states"]), terms["z"]
     rows = pool_rows(int32(*slots), terms["start_positions"])
     assert rows is not None and rows.first >= K - 1
     weights = SSMWeights(*(terms[name] for name in ("A", "D", "dt_bias")), terms.get("dt_limit", NO_LIMIT))

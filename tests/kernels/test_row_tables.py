@@ -37,6 +37,13 @@ def test_slots_are_cleared_in_all_layers(size: int, dtype: torch.dtype) -> None:
     assert (states[:, [1, 4]] == 0).all() and (states[:, [0, 2, 3, 5]] == 7).all()
 
 
+def test_slots_are_cleared_where_they_are_apart_in_memory() -> None:
+    memory = torch.full((6, 40), 7.0)
+    states = memory.as_strided((3, 6, 5), (8, 40, 1), 2)  # three layers in each slot of 40 numbers
+    clear_slots(states, int32(4, 1))
+    assert (states[:, [1, 4]] == 0).all() and memory.sum() == 7 * (240 - 30)
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("groups", [1, 2, 3])
 def test_pages(dtype: torch.dtype, groups: int) -> None:

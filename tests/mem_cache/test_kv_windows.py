@@ -6,6 +6,7 @@ import torch
 from hybridrt.base.config import AttentionSpec
 from hybridrt.mem_cache.pools.kv_pool import KVPool, cell_bytes, page_bytes, page_windows
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
+from hybridrt.mem_cache.pools.slab_memory import SlabMemory
 from hybridrt.mem_cache.pools.slab_plan import SlabPlan, plan_slabs
 
 
@@ -85,7 +86,8 @@ ALIKE = {
 def in_slabs(own_pages: int = 0, budget: int = 40_000) -> tuple[KVPool, SlabPlan]:
     plan = plan_slabs(budget, page_bytes(ALIKE, SIZE), cell_bytes(ALIKE, SIZE), own_pages=own_pages, page_size=SIZE)
     assert plan is not None and plan.nbytes <= budget
-    return KVPool(ALIKE, num_pages=0, page_size=SIZE, device="cpu", own_pages=own_pages, slabs=plan), plan
+    memory = SlabMemory(plan, "cpu")
+    return KVPool(ALIKE, num_pages=0, page_size=SIZE, device="cpu", own_pages=own_pages, memory=memory), plan
 
 
 def pages_of_slab(plan: SlabPlan, group: int, slab: int) -> list[int]:

@@ -140,7 +140,8 @@ def allocated(session: Session | DraftModelDrafter) -> int:
     """Bytes of everything that the runner allocated for requests, and of what prompts' log-probabilities may take."""
     runner = session.runner
     table = runner.pools.req_to_token
-    tensors = [*runner.pools.kv.tensors, table.tables, table.req_to_state_slot, runner.last_tokens]
+    shared = runner.pools.shared
+    tensors = [*([] if shared else runner.pools.kv.tensors), table.tables, table.req_to_state_slot, runner.last_tokens]
     sampling = [*vars(runner.sampling_table).values(), *runner.sampling_table.rules]
     tensors += [part for part in sampling if isinstance(part, Tensor) and part._base is None]
     if isinstance(head := runner.drafter, HeadRunner):
@@ -148,9 +149,13 @@ def allocated(session: Session | DraftModelDrafter) -> int:
     if (mamba := table.mamba_pool) is not None:
         tensors += [mamba.ring_start, mamba.ring_length]
         for layer_id in mamba.layer_ids:
-            tensors += [t for t in vars(mamba.layer_cache(layer_id)).values() if t is not None]
+            cache = vars(mamba.layer_cache(layer_id))
+            tensors += [
+                t for name, t in cache.items() if t is not None and not (shared and name in ("conv", "temporal"))
+            ]
     scores = prompt_logprob_bytes(runner.model_config.vocab_size, runner.target.dtype.itemsize)
-    return sum(t.numel() * t.element_size() for t in tensors) + (scores if isinstance(session, Session) else 0)
+    held = sum(t.numel() * t.element_size() for t in tensors) + (scores if isinstance(session, Session) else 0)
+    return held + (shared.plan.nbytes if shared else 0)
 
 
 SETTINGS: list[dict[str, Any]] = [
@@ -250,9 +255,35 @@ def test_slots_for_cached_prefixes_are_never_negative() -> None:
 def test_the_plan_prints_itself(checkpoints: CheckpointStore) -> None:
     plan = Session(checkpoints["falcon-plain"].path).plan
     assert "4 running requests" in plan.summary() and "160 tokens" in plan.summary()
-    assert {what for what, _, _ in plan.table()} >= {"recurrent state", "weights", "running requests"}
+    assert {what for what, _, _ in plan.table()} >= {
+        "KV cache and recurrent state, shared",
+        "weights",
+        "running requests",
+    }
     assert sum(size for _, _, size in plan.table()) == plan.pool_bytes + plan.weight_bytes
-    assert "0 slots" in str(replace(plan, num_slots=0).table())
+    assert plan.slabs is not None and f"or {plan.num_slots} slots" in str(plan.table())
+    apart = replace(plan, slabs=None).table()
+    assert {what for what, _, _ in apart} >= {"recurrent state", "KV cache"}
+    assert "0 slots" in str(replace(plan, num_slots=0, slabs=None).table())
+
+
+@examples(60, 300)
+def test_rows_and_the_longest_request_need_not_fit_at_the_same_time(examples: int) -> None:
+    """In one memory. Each of them fits alone, and with memory for both the plan is the usual one."""
+    draw(examples, check_one_memory, plans())
+
+
+def check_one_memory(arguments: dict[str, Any]) -> None:
+    apart, together = attempt(arguments), attempt({**arguments, "one_memory": True})
+    if not isinstance(apart, str) or isinstance(together, str):
+        assert together == apart
+        return
+    costs, rows, longest = arguments["costs"], together.num_rows, together.max_model_len
+    assert rows == (arguments["max_running_requests"] or 1) and longest == (arguments["max_model_len"] or longest)
+    assert together.pool_bytes <= arguments["budget_bytes"] and costs.slot and together.num_slots == rows
+    need = sum(demand.least(longest) * nbytes for demand, nbytes in zip(arguments["demands"], costs.pages))
+    assert need > sum(group.num_pages * group.page_bytes for group in together.groups), "the pages alone are too few"
+    assert arguments["budget_bytes"] >= (rows + 1) * costs.row + costs.slot + need
 
 
 @examples(60, 300)
@@ -269,18 +300,18 @@ def check_shared(arguments: dict[str, Any], own: int, data: st.DataObject) -> No
     assume(not isinstance(plan, str))
     assert isinstance(plan, MemoryPlan)
     cells = [16 * size for size in costs.pages]
-    shared = share_memory(plan, cells, own)
-    slabs = shared.slabs
-    if slabs is None:
-        assert shared == plan
+    shared = share_memory(plan, cells, own, costs.slot)
+    if shared is None:
         return
-    assert len(plan.groups) > 1 and shared.pool_bytes <= plan.pool_bytes
+    slabs = shared.slabs
+    assert slabs is not None and len(plan.groups) + bool(costs.slot) > 1 and shared.pool_bytes <= plan.pool_bytes
     assert shared.max_model_len == plan.max_model_len and shared.num_rows == plan.num_rows
     need = [
         -(-group.demand.least(plan.max_model_len) // share.per_slab) for group, share in zip(plan.groups, slabs.groups)
     ]
-    assert sum(need) <= slabs.num_slabs
+    assert sum(need) + bool(costs.slot) <= slabs.num_slabs
+    assert slabs.num_slots == shared.num_slots and (not costs.slot or shared.num_slots >= shared.num_rows)
     for group, share, size, cell in zip(shared.groups, slabs.groups, sizes, cells):
         assert share.per_slab * size <= slabs.slab_bytes == share.apart * cell
         assert group.num_pages == slabs.num_slabs * share.per_slab
-    assert any(name == "KV cache, shared" for name, _, _ in shared.table()) and "at most" in shared.summary()
+    assert any(name.endswith(", shared") for name, _, _ in shared.table()) and " or " in shared.summary()

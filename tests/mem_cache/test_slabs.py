@@ -154,3 +154,28 @@ def test_a_broken_ledger_is_reported(broken: str) -> None:
     with pytest.raises(PoolError):
         for part in (first, second, slabs):
             part.check()
+
+
+def test_slabs_of_states_are_cleared_before_they_hold_pages() -> None:
+    slabs = Slabs(3)
+    pages, states = SlabAllocator(slabs, SlabShare(2, 2), "page"), SlabAllocator(
+        slabs, SlabShare(1, 1), "state", of_states=True
+    )  # fmt: skip
+    pages.free(pages.alloc(6))
+    assert not slabs.unclean, "new memory is zero"
+    states.free(states.alloc(2))
+    held = pages.alloc(6)
+    assert len(slabs.unclean) == 2
+    cleared = slabs.pop_unclean()
+    pages.free(held)
+    pages.free(pages.alloc(6))
+    assert len(cleared) == 2 and not slabs.unclean, "once is enough"
+    states.free(states.alloc(1))
+    pages.free(pages.alloc(6))
+    assert len(slabs.unclean) == 1, "it is cleared, whoever has it until then"
+    states.alloc(3)
+    assert not slabs.unclean, "but for states"
+    states.reclaim()
+    slabs.reclaim()
+    pages.alloc(1)
+    assert len(slabs.unclean) == 1, "nobody knows who had it"

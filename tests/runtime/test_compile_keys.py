@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hybridrt.runtime.precompile.compile_ahead import ENVIRONMENT
-from tests.support.checkpoints import nemotron
+from tests.support.checkpoints import nemotron, qwen
 from tests.support.tiny import write_tiny
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +31,13 @@ def test_launches_find_what_was_compiled(tmp_path: Path) -> None:
     made = ask("kernels", model, cache)
     assert set(made["compiled"]) == {"_rms_norm_kernel", "_states_kernel"} and made["all"] > 40 and made["others"] == 0
     assert {file.suffix for file in cache.glob("*/*.*")} == {".source", ".cubin", ".json"}
-    assert ask("launches", model, cache) == {"hit": made["compiled"], "missed": []}
+    assert ask("launches", model, cache) == {"hit": made["compiled"], "missed": [], "late": []}
+
+
+def test_keys_are_computed_before_launches(tmp_path: Path) -> None:
+    """Also those of files that an operation reaches through another file."""
+    model = write_tiny(tmp_path / "model", qwen(), tokenizer=False)
+    assert ask("launches", model, tmp_path / "cache")["late"] == []
 
 
 def test_kernels_of_a_quantised_model(tmp_path: Path) -> None:

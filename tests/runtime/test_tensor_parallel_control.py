@@ -68,10 +68,10 @@ def test_plans_survive_the_way(checkpoints: CheckpointStore) -> None:
     rows = DecodeRows.from_rows([DecodeRow(1, 2, 3, [4, 5], [0, 0])] * 64)
     full = replace(session.plans[0], decode=rows, imports=[StateCopy(1, 2, 8, 9, 1)], constrained=[0])
     full.page_copies = [PageCopy(int32s([3, 4]), int32s([5, 6]))]
-    full.host_copies = [HostCopy(5, True, [[6], []], [[7], []], [HostState(8, 9, 10)])]
+    full.host_copies = [HostCopy(5, True, [[6], []], [[7], []], [HostState(8, 9, 10)], [4])]
     full.after_copies, full.moves = 5, [StateMove(1, 2, 3, When.BEFORE_ROWS)]
     full.extend = [ExtendRow(1, 2, [3, 4, 5], 0, True, 0, 6, [(1, 7), (2, 8)])]
-    full.exports = full.imports * 2
+    full.exports, full.cleared = full.imports * 2, [3]
     assert all(getattr(full, field.name) for field in fields(full))
     for plan in [StepPlan(), full, *session.plans]:
         found = decode(encode(plan))
@@ -265,6 +265,16 @@ def wait_for_loss(ranks: Ranks) -> str:
 
 def test_a_silent_rank_is_lost(links: tuple[Link, Link]) -> None:
     assert "rank 1 was lost: it has sent no heartbeat for 0.1 seconds" in wait_for_loss(leader(links[0], 0.1))
+
+
+def test_a_silent_rank_has_more_time_while_a_model_is_loaded(
+    links: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hybridrt.parallel.ranks.LOADING_S", 0.5)
+    ranks = leader(links[0])
+    ranks.loading, ranks._timeout = True, 0.1
+    links[1].send(pack(Beat()))
+    assert "rank 1 was lost: it has sent no heartbeat for 0.5 seconds" in wait_for_loss(ranks)
 
 
 def test_a_rank_whose_connection_ends_is_lost(links: tuple[Link, Link]) -> None:

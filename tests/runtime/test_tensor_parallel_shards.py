@@ -21,7 +21,8 @@ from hybridrt.layers.weights import Piece
 from hybridrt.models.base import CausalLM
 from hybridrt.models.loading.loader import load_weights
 from hybridrt.parallel import tensor_parallel
-from hybridrt.runtime.load.build import empty_model, load_target
+from hybridrt.runtime.load.build import empty_model, load_target, make_plan
+from hybridrt.runtime.load.fit import pool_budget
 from hybridrt.runtime.run.model_runner import ModelRunner
 from tests.models.test_models_parity import requests
 from tests.support.checkpoints import SPLIT, CheckpointStore, Make, falcon, falcon_mamba, jamba, lfm2, nemotron, qwen
@@ -133,19 +134,30 @@ def test_a_collective_after_close_is_an_error() -> None:
     ),
 )  # fmt: skip
 def test_ranks_draw_the_same_tokens(name: str, checkpoints: CheckpointStore) -> None:
-    """The steps of a run in one process, on two ranks that do not exchange what they draw."""
-    session = Session(checkpoints[name].path, page_size=4)
+    """The steps of a run in one process, on two ranks that do not exchange what they draw. Pages and states have
+    memory of their own: in slabs, they have other numbers on one rank than on two."""
+    session = Session(checkpoints[name].path, page_size=4, cache_slots=1)
+    assert session.plan.slabs is None
     session.run(requests(1, 17, 30, steps=12), chunk=7, gap=3)
 
-    def run(comm: Communicator) -> Tensor:
-        runner = ModelRunner(replace(session.config, tp_size=2), tp=TPGroup(comm.rank, comm.size, comm))
+    for runner in replayed(session, 2):
+        assert torch.equal(runner.last_tokens, session.runner.last_tokens)
+
+
+def replayed(session: Session, size: int, **changes: Any) -> list[ModelRunner]:
+    """The steps of a session's last run on ranks that do not exchange what they draw. The session has `cache_slots`."""
+
+    def run(comm: Communicator) -> ModelRunner:
+        config, tp = replace(session.config, tp_size=size, **changes), TPGroup(comm.rank, comm.size, comm)
+        target = load_target(config, tp)[1]
+        plan = make_plan(config, target, budget_bytes=pool_budget(config, target), cache_slots=1)
+        runner = ModelRunner(config, tp=tp, plan=plan)
         spoil(runner.pools)
         for plan in session.plans:
             runner.launch(plan)
-        return runner.last_tokens
+        return runner
 
-    for tokens in in_threads(2, run):
-        assert torch.equal(tokens, session.runner.last_tokens)
+    return in_threads(size, run)
 
 
 def test_the_poorest_rank_decides_for_all(checkpoints: CheckpointStore) -> None:

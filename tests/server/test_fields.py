@@ -142,6 +142,7 @@ COMPLETIONS: Effects = {
         {"logprobs": 0, "logprob_token_ids": [3, 4]},
         lambda seen: len(seen.choice["logprobs"]["top_logprobs"][0]) > 1,
     ),
+    "resume_token_ids": ({"resume_token_ids": [G, G]}, lambda seen: seen.params.resume_token_ids == (G, G)),
 }
 PROMPTS: Effects = {  # of conversations
     "messages": ({"messages": [USER, USER]}, lambda seen: seen.rendered.count("Hello") == 2),

@@ -3,7 +3,8 @@
     python -m tests.support.compile_keys kernels MODEL    compiles kernels as a worker does, and prints which,
                                                           how many there are, and how many more all layers launch
     python -m tests.support.compile_keys names MODEL      the names of kernels alone, of a model without weights
-    python -m tests.support.compile_keys launches MODEL   launches the same without a GPU: prints what the cache lacked
+    python -m tests.support.compile_keys launches MODEL   launches the same without a GPU: prints what the cache lacked,
+                                                          and whose keys were computed too late
 
 The kernels are those of NAMES; to compile all of them takes a minute.
 """
@@ -66,12 +67,15 @@ def compile_kernels(config: EngineConfig) -> dict[str, Any]:
 def launch(config: EngineConfig) -> dict[str, list[str]]:
     """Launches by Triton's own path: what it finds in the cache, and what not."""
     names: dict[bool, list[str]] = {True: [], False: []}
+    late: set[str] = set()
     run = JITFunction.run
 
     def listen(src: Any, metadata: Any, metadata_group: Any, times: Any, cache_hit: bool) -> None:
         names[cache_hit].append(src.name)
 
     def warm(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        if self.hash is None:
+            late.add(self.__name__)
         if self.__name__ in NAMES:
             addresses = {name: compile_trace._address(value) for name, value in kwargs.items()}
             run(self, *map(compile_trace._address, args), grid=grid, warmup=True, **addresses)
@@ -80,7 +84,7 @@ def launch(config: EngineConfig) -> dict[str, list[str]]:
     triton.knobs.compilation.listener = listen  # type: ignore[assignment]
     with mock.patch.object(JITFunction, "run", warm), mock.patch.object(compile_trace, "noted", mock.MagicMock()):
         assert trace(config, GPU, lambda kernel: None) == []
-    return {"hit": sorted(names[True]), "missed": sorted(names[False])}
+    return {"hit": sorted(names[True]), "missed": sorted(names[False]), "late": sorted(late)}
 
 
 def main() -> None:

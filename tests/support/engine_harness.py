@@ -66,6 +66,7 @@ class Rig:
         slots = rows if slots is None else slots
         if slabs is not None:  # the page groups share them, instead of `pages` of each
             pages = max((slabs.num_slabs + 1) * share.apart for share in slabs.groups)
+            slots = slabs.num_slots
         self.executor = MockExecutor(
             num_rows=rows, num_slots=slots, num_pages=pages, page_size=page_size, vocab=vocab, late=late,
             windows=windows, replay=replay, slabs=slabs,

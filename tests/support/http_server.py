@@ -72,10 +72,9 @@ class Served:
             counters = self.llm.engine.counters()
             assert (counters.running, counters.waiting) == (0, 0)
             assert counters.free_rows == self.llm.plan.num_rows
-            assert counters.free_slots + counters.cached_slots == self.llm.plan.num_slots
-            pages = sum(group.num_pages for group in self.llm.plan.groups)
-            assert counters.free_pages + counters.cached_pages == pages
-            self.llm.engine._coordinator.check()
+            held = self.llm.engine._coordinator
+            assert not any(pool.num_used or pool.num_locked for pool in (held.slots, held.pages))
+            held.check()
 
 
 @contextmanager

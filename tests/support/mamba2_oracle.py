@@ -22,6 +22,12 @@ def changed_rows(before: Tensor, after: Tensor) -> set[int]:
     return {i for i in range(len(before)) if not same_bytes(before[i], after[i])}
 
 
+def with_gaps(pool: Tensor) -> Tensor:
+    """A copy of a pool whose entries are apart in memory, as in a pool that shares memory."""
+    size = pool[0].numel()
+    return poisoned(len(pool), size + 24, dtype=pool.dtype)[:, :size].unflatten(1, pool.shape[1:]).copy_(pool)
+
+
 def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """A pool full of NaN, except for row 0, the scratch row."""
     pool = torch.full(shape, math.nan, dtype=dtype)

@@ -61,30 +61,72 @@ def tokens_alone(
 
 
 class SlabMemory(dict[tuple[Page, int], int]):
-    """KV of pages that share slabs: a group's first write to a slab destroys what others have there."""
+    """KV of pages, and states, that share slabs: a group's first write to a slab destroys what others have there.
+
+    Attributes:
+        states, texts: by state slot.
+    """
 
     def __init__(self, slabs: SlabPlan) -> None:
-        self._slabs = slabs
-        self._written: dict[int, tuple[int, list[tuple[Page, int]]]] = {}  # by slab: the group, and its keys
+        self._slabs, self.states, self.texts = slabs, SharedStates(self), dict[int, list[int]]()
+        self._written: dict[int, tuple[int, list[Any]]] = {}  # by slab: the group, and its keys
+        self._unclean = set[int]()  # slabs that have been states
+
+    def clear_slabs(self, slabs: Sequence[int]) -> None:
+        for slab in slabs:
+            assert 1 <= slab <= self._slabs.num_slabs
+            self._destroy(slab)
+            self._unclean.discard(slab)
+
+    def write_state(self, slot: int) -> None:
+        """A step or copy writes a state."""
+        self._unclean.add(self._enter(len(self._slabs.groups), slot, slot))
 
     def __setitem__(self, key: tuple[Page, int], token: int) -> None:
         (group, number), _ = key
-        share = self._slabs.groups[group]
-        slab, place = divmod(number, share.apart)
-        assert 1 <= slab <= self._slabs.num_slabs and place < share.per_slab, f"page {number} is in no slab"
-        owner, keys = self._written.get(slab, (group, []))
-        if owner != group:
-            for other in keys:
-                self.pop(other, None)
-            keys = []
-        keys.append(key)
-        self._written[slab] = group, keys
+        slab = self._enter(group, number, key)
+        assert slab not in self._unclean, f"page {number} has numbers of states"
         super().__setitem__(key, token)
+
+    def slab_of(self, group: int, number: int) -> int:
+        share = [*self._slabs.groups, self._slabs.states][group]
+        assert share is not None
+        slab, place = divmod(number, share.apart)
+        assert 1 <= slab <= self._slabs.num_slabs and place < share.per_slab, f"entry {number} is in no slab"
+        return slab
+
+    def _enter(self, group: int, number: int, key: Any) -> int:
+        slab = self.slab_of(group, number)
+        if self._written.get(slab, (group, []))[0] != group:
+            self._destroy(slab)
+        self._written.setdefault(slab, (group, []))[1].append(key)
+        return slab
+
+    def _destroy(self, slab: int) -> None:
+        group, keys = self._written.pop(slab, (0, []))
+        for key in keys:
+            if group == len(self._slabs.groups):
+                self.states.pop(key, None)
+                self.texts.pop(key, None)
+            else:
+                self.pop(key, None)
 
     def __ior__(self, more: Any) -> "SlabMemory":
         for key, token in more.items():
             self[key] = token
         return self
+
+
+class SharedStates(dict[int, int]):
+    """States by slot. Rows of models without states have places of their own, which are negative."""
+
+    def __init__(self, memory: SlabMemory) -> None:
+        self._memory = memory
+
+    def __setitem__(self, slot: int, state: int) -> None:
+        if slot > 0:
+            self._memory.write_state(slot)
+        super().__setitem__(slot, state)
 
 
 @dataclass
@@ -178,16 +220,19 @@ class MockExecutor:
         self.replay = replay
         self.vocab, self.page_size, self.late, self.windows = vocab, page_size, late, tuple(windows)
         self.has_state = num_slots > 0 or not num_pages or None in self.windows
-        self.limits = {"row": num_rows, "slot": num_slots, "page": num_pages}
+        slot_numbers = num_slots if slabs is None else max(slabs.num_slot_numbers - 1, 0)
+        self.limits = {"row": num_rows, "slot": slot_numbers, "page": num_pages}
         self.rows: dict[int, Tenant] = {}
         self.owner: dict[tuple[str, int], Tenant] = {}
         self.page_owner: dict[Page, tuple[Tenant, int]] = {}
         self.borrowers: dict[Page, list[Tenant]] = {}
         self.slot_readers: dict[int, list[tuple[MockHandle, Tenant]]] = {}
         self.saved: dict[int, MockHandle] = {}  # by state slot: the step that leaves a state there
-        self.kv: dict[tuple[Page, int], int] = {} if slabs is None else SlabMemory(slabs)
-        self.state: dict[int, int] = {}
-        self.text: dict[int, list[int]] = {}  # by state slot: the tokens in its state
+        self.shared = None if slabs is None else SlabMemory(slabs)
+        self.kv: dict[tuple[Page, int], int] = {} if self.shared is None else self.shared
+        self.state: dict[int, int] = {} if self.shared is None else self.shared.states
+        # By state slot: the tokens in its state.
+        self.text: dict[int, list[int]] = {} if self.shared is None else self.shared.texts
         self.queue: list[MockHandle] = []
         self.unread: list[MockHandle] = []
         self.plans: list[StepPlan] = []
@@ -241,7 +286,7 @@ class MockExecutor:
             self.name(row, handle)
         assert plan.decode or plan.extend or any(copy.fetch for copy in plan.host_copies), "an empty step"
         for copy in plan.host_copies:
-            self.note_copy(copy)
+            self.note_copy(copy, plan.cleared)
         self.queue.append(handle)
         self.unread.append(handle)
         self.max_in_flight = max(self.max_in_flight, len(self.unread))
@@ -252,11 +297,12 @@ class MockExecutor:
         while len(self.queue) > self.late and self.queue[0].masks is not None:
             self.run_oldest()
 
-    def note_copy(self, copy: HostCopy) -> None:
-        """No launched step may name a page that is fetched into."""
+    def note_copy(self, copy: HostCopy, cleared: Sequence[int]) -> None:
+        """No launched step may name a page that is fetched into, nor does this one clear it."""
         for group, pages in enumerate(copy.pages if copy.fetch else ()):
             for page in pages:
                 self.keep_page((group, page))
+                assert self.shared is None or self.shared.slab_of(group, page) not in cleared
         for state in copy.states if copy.fetch else ():
             readers = self.slot_readers.pop(state.slot, [])
             assert all(step.consumed for step, _ in readers), f"slot {state.slot} fetched too early"
@@ -285,6 +331,8 @@ class MockExecutor:
     def run_copies(self, ticket: int) -> None:
         while self.copies and self.copies[0].ticket <= ticket:
             copy = self.copies.pop(0)
+            if self.shared is not None:
+                self.shared.clear_slabs(copy.cleared)
             for group, pages in enumerate(zip(copy.pages, copy.host_pages, strict=True)):
                 for page, place in zip(*(((group, number) for number in numbers) for numbers in pages), strict=True):
                     for i in range(self.page_size):
@@ -405,6 +453,8 @@ class MockExecutor:
             self.fold(donor)
         self.copies += plan.host_copies
         self.run_copies(plan.after_copies)
+        if self.shared is not None:
+            self.shared.clear_slabs(plan.cleared)
         for tenant, slot in handle.copied_states:
             self.text[slot] = self.text[tenant.state] + tenant.ring
             self.state[slot] = self.mixed(tenant)

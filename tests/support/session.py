@@ -27,6 +27,8 @@ from hybridrt.runtime.step.plan import StepHandle, StepPlan
 from tests.support.checkpoints import Checkpoint
 from tests.support.ties import check_greedy
 
+LARGE, LARGE_CODE = 1e4, 0x7E  # garbage in KV; the code is 448 * scale
+
 
 @dataclass
 class Sample:
@@ -92,6 +94,8 @@ class Session:
         groups = [replace(group, demand=replace(group.demand, step_tokens=chunk)) for group in plan.groups]
         pools = replace(plan, groups=tuple(groups), host=plan.host if prefix_cache else NO_HOST_PLAN)
         self.coordinator = CacheCoordinator.from_plan(pools, self.runner.copied, prefix_cache=prefix_cache)
+        if self.coordinator.slabs is not None:
+            self.coordinator.slabs.reclaim()  # slabs have garbage, or what an earlier engine left there
         self.coordinator.prefixes.grid = grid
         limits = EngineLimits(model.vocab_size, plan.max_model_len, chunk, model.eos_token_ids)
         return Engine(self, self.coordinator, limits, overlap=overlap)
@@ -135,16 +139,28 @@ class Session:
 
 
 def spoil(pools: Pools) -> None:
-    """Fills what is not scratch with garbage: NaN, and in KV, whose hidden entries must be finite, large numbers."""
+    """Fills what is not scratch with garbage: NaN, and in KV, whose hidden entries must be finite, large numbers.
+    Slabs that may be lent have NaN: a step must clear those of pages (`CacheCoordinator.slabs.reclaim`)."""
     for tensor in pools.kv.tensors:
-        tensor[:, 1:] = 1e4 if tensor.is_floating_point() else 0x7E  # 448 * scale
+        tensor[:, 1:] = LARGE if tensor.is_floating_point() else LARGE_CODE
+    if pools.shared is not None:
+        plan, memory = pools.shared.plan, pools.shared._buffer
+        memory[: plan.slab_bytes] = 0
+        if plan.states is not None:
+            memory[plan.slab_bytes : (1 + plan.num_slabs) * plan.slab_bytes] = 255  # NaN in every dtype
     mamba = pools.req_to_token.mamba_pool
     for layer_id in mamba.layer_ids if mamba is not None else ():
         for tensor in vars(mamba.layer_cache(layer_id)).values():  # type: ignore[union-attr]
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and not in_slabs(pools, tensor):
                 tensor[1:] = torch.nan if tensor.is_floating_point() else -1 if tensor.dtype == torch.int8 else 255
     pools.req_to_token.tables[1:] = -(2**30)
     pools.req_to_token.req_to_state_slot[1:] = -(2**30)
+
+
+def in_slabs(pools: Pools, tensor: Tensor) -> bool:
+    """Whether a tensor is a view of the memory that pages and states share."""
+    shared = pools.shared
+    return shared is not None and tensor.untyped_storage().data_ptr() == shared._buffer.untyped_storage().data_ptr()
 
 
 def budget(path: Path, *, rows: int, pages: int, cache_slots: int = 0, **config: Any) -> int:

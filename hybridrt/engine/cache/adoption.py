@@ -37,6 +37,18 @@ def take_room_for_fetch(
     return taken[0], slot
 
 
+def slabs_to_clear(store: PrefixStore) -> list[int]:
+    """Those that a copy to the device is to clear first."""
+    slabs = store.room_left.slabs
+    return [] if slabs is None else slabs.pop_unclean()
+
+
+def clear_later(store: PrefixStore, slabs: Sequence[int]) -> None:
+    """They have not been cleared."""
+    if store.room_left.slabs is not None:
+        store.room_left.slabs.unclean.update(slabs)
+
+
 def give_up_room(store: PrefixStore, pages: GroupPages, slots: Sequence[Handle]) -> None:
     store.pages.free(pages)
     store.slots.free(slots)

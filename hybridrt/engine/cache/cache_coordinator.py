@@ -57,7 +57,7 @@ from hybridrt.mem_cache.pools.page_groups import (
     page_numbers,
 )
 from hybridrt.mem_cache.pools.slab_plan import SlabPlan
-from hybridrt.mem_cache.pools.slabs import Slabs
+from hybridrt.mem_cache.pools.slabs import SlabAllocator, Slabs
 from hybridrt.mem_cache.pools.state_moves import StateMove, When
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 from hybridrt.mem_cache.prefix_tree.prefix_cache import NO_MATCH, PrefixMatch
@@ -74,7 +74,7 @@ class CacheCoordinator:
         num_pages: KV pages of each page group; none without attention layers.
         demands: how many pages of each group requests hold.
         page_bytes: of a page of each group; None: not known.
-        slabs: memory that page groups share; None: each has the pages of `num_pages`.
+        slabs: memory that page groups and states share; None: `num_pages` of each and `num_slots`.
         prefix_cache: keep the entries of ended requests.
         lookahead: 1 if the KV of a token depends on the next one (prediction heads), else 0.
 
@@ -99,9 +99,14 @@ class CacheCoordinator:
         slabs: SlabPlan | None = None,
     ) -> None:
         self.rows = EntryAllocator(num_rows, "request row")
-        self.slots = EntryAllocator(num_slots, "state slot")
-        ledger, shares = (None, ()) if slabs is None else (Slabs(slabs.num_slabs), slabs.groups)
-        self.pages = PageAllocators(num_pages, demands, page_bytes=page_bytes, slabs=ledger, shares=shares)
+        self.slabs = None if slabs is None else Slabs(slabs.num_slabs)
+        shares = () if slabs is None else slabs.groups
+        self.pages = PageAllocators(num_pages, demands, page_bytes=page_bytes, slabs=self.slabs, shares=shares)
+        self.slots = (
+            EntryAllocator(num_slots, "state slot")
+            if self.slabs is None or slabs is None or slabs.states is None
+            else SlabAllocator(self.slabs, slabs.states, "state slot", of_states=True)
+        )
         self.columns = RowColumns.allocate(num_rows)
         self.donations: list[StateMove] = []
         self._num_releases = 0  # counts events that may make room
@@ -130,7 +135,8 @@ class CacheCoordinator:
         """
         pages = PageAllocators([num_pages] * len(self.pages), self.pages.demands, "KV page in main memory")
         num_states = num_states if self.slots.total else 0
-        self.prefixes.tier = HostTier(pages, num_states, self.prefixes.tree, copied, self.pages.shares)
+        shares = () if self.slabs is None else [allocator.share for allocator in self.slabs.allocators]
+        self.prefixes.tier = HostTier(pages, num_states, self.prefixes.tree, copied, shares)
         self.fetches = HostFetches(self.prefixes, self.prefixes.tier)
 
     def check_fits(self, num_tokens: int) -> None:
@@ -150,8 +156,8 @@ class CacheCoordinator:
     def has_free(self, num_tokens: int, requests: int) -> bool:
         """Whether so many requests of so many tokens would evict nothing."""
         need = [requests * (demand.whole(num_tokens) + 1) for demand in self.pages.demands]  # one page of headroom
-        slots = self.slots.num_free >= requests or not self.slots.total
-        return slots and self.rows.num_free >= requests and not any(self.pages.shortages(need))
+        pages, slots = self.prefixes.room_left.shortages(need, requests if self.slots.total else 0)
+        return self.rows.num_free >= requests and not any(pages) and not slots
 
     def admit_request(self, request: Request, headroom: int, plan: StepPlan) -> bool:
         """Lends a row, a slot and the pages that all known tokens of the request need at a time,
@@ -202,7 +208,7 @@ class CacheCoordinator:
         return True
 
     def room_stamp(self) -> tuple[int, ...]:
-        return self.rows.num_free, self.slots.num_free, self.pages.num_free, self._num_releases
+        return self.rows.num_free, self.slots.most_free, self.pages.num_free, self._num_releases
 
     def grow(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
         """Lends pages until KV of `num_tokens` tokens fits. False, with nothing taken, if there are
@@ -303,18 +309,21 @@ class CacheCoordinator:
         return self.fetches is not None and self.fetches.awaited(request)
 
     def seal(self, plan: StepPlan, rows: Sequence[tuple[Request, int]] = ()) -> bool:
-        """Adds to a finished plan the donations, states within answers, and copies to and from main
-        memory. `rows` as `ScheduledStep.rows`. True if it should be launched even without rows, for
-        a fetch.
+        """Adds to a finished plan the donations, states within answers, slabs to clear, and copies to
+        and from main memory. `rows` as `ScheduledStep.rows`. True if it should be launched even
+        without rows, for a fetch.
         """
         plan.moves = list(self.donations)
         if len(plan.decode.rows) and self.prefixes.answers.pass_step(plan.decode):
             plan.moves += self.prefixes.answers.leave(plan.decode, rows, self.prefixes.slot_within)
+        plan.cleared = [] if self.slabs is None else sorted(self.slabs.unclean)
         return self.prefixes.tier is not None and self.prefixes.tier.seal(plan)
 
     def launched(self, plan: StepPlan) -> None:
         if plan.moves:
             del self.donations[: len([move for move in plan.moves if move.when is When.FIRST])]
+        if self.slabs is not None and plan.cleared:
+            self.slabs.unclean.difference_update(plan.cleared)
         if self.prefixes.tier is not None:
             self.prefixes.tier.launched(plan)
 

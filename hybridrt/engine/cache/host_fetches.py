@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hybridrt.engine.cache.adoption import adopt, give_up_room, take_room_for_fetch
+from hybridrt.engine.cache.adoption import adopt, clear_later, give_up_room, slabs_to_clear, take_room_for_fetch
 from hybridrt.engine.cache.host_tier import HostTier
 from hybridrt.engine.cache.prefix_store import PrefixStore
 from hybridrt.engine.request.sample_request import Request
@@ -103,7 +103,7 @@ class HostFetches:
         fetch = self._fetches.pop(arrival, None)
         if fetch is None:
             return False
-        self._tier.withdraw(fetch.ticket)
+        clear_later(self._store, self._tier.withdraw(fetch.ticket))
         give_up_room(self._store, fetch.pages, [] if fetch.state is None else [fetch.state])
         self._store.unlock(fetch.held)
         return True
@@ -141,7 +141,7 @@ class HostFetches:
             column[where] = fresh.keys
         places = pages_of(np.where(lacking, hosted, 0))
         states = [] if found.state is None or slot is None else [HostState(found.length, slot.index, found.state.index)]
-        ticket = self._tier.fetch(pages, places, states)
+        ticket = self._tier.fetch(pages, places, states, slabs_to_clear(store))
         tree.touch(tokens, key)
         deadline = time.monotonic() + PATIENCE_S
         self._fetches[request.arrival] = _Fetch(

@@ -31,7 +31,8 @@ class HostTier:
         num_states: states of the tier.
         device: the tree of the entries on the device.
         copied: whether the copies of a ticket have ended (`Executor.copied`).
-        shares: how the device's page groups see the memory that they share, if they do.
+        shares: how the device's page groups, then its states, see the memory that they share, if
+            they do.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class HostTier:
         self._after = 0  # the next plan waits for the copies up to this ticket
         self._shares = tuple(shares)
         # Device entries that copies read, and the last copy's ticket. Pages by group and number,
-        # and by slab and group.
+        # and all by slab and group; the states are the group after the last one.
         self._read_pages: dict[tuple[int, int], int] = {}
         self._read_slabs: dict[int, dict[int, int]] = {}
         self._read_slots: dict[int, int] = {}
@@ -96,22 +97,26 @@ class HostTier:
             [HostState(end, states[end].index, slot.index) for end, slot in places.items() if slot in taken.states],
         )
 
-    def fetch(self, pages: GroupPages, places: GroupPages, states: Sequence[HostState]) -> int:
-        """Copies pages `places` of the tier to `pages` of the device, and states. Returns the
-        copy's ticket.
+    def fetch(self, pages: GroupPages, places: GroupPages, states: Sequence[HostState], cleared: Sequence[int]) -> int:
+        """Copies pages `places` of the tier to `pages` of the device, and states, after it has zeroed
+        slabs. Returns the copy's ticket.
         """
         self._ticket += 1
-        self._pending.append(HostCopy(self._ticket, True, _numbers(pages), _numbers(places), states))
+        self._pending.append(HostCopy(self._ticket, True, _numbers(pages), _numbers(places), states, cleared))
+        if cleared:
+            self.wait_for(self._ticket)  # others have pages there
         return self._ticket
 
-    def withdraw(self, ticket: int) -> None:
+    def withdraw(self, ticket: int) -> Sequence[int]:
         """Cancels a fetch. If its copy was launched, later plans wait for it before they write its
-        targets.
+        targets. Returns the slabs that it has not zeroed.
         """
-        left = [copy for copy in self._pending if copy.ticket != ticket]
-        if len(left) == len(self._pending):
-            self.wait_for(ticket)
-        self._pending = left
+        for copy in self._pending:
+            if copy.ticket == ticket:
+                self._pending.remove(copy)
+                return copy.cleared
+        self.wait_for(ticket)
+        return ()
 
     def wait_for(self, ticket: int) -> None:
         """The next plan runs after the copies up to `ticket`."""
@@ -122,15 +127,19 @@ class HostTier:
         writes. True if it fetches a prefix.
         """
         plan.host_copies = list(self._pending)
-        if self._read_pages:
+        if self._read_pages or self._read_slabs:
             pages = [(g, page) for write in plan.page_writes for g, column in enumerate(write.pages.T)
                      for page in column.tolist() if page]  # fmt: skip
             self._written(self._read_pages, pages)
             self._slabs_written(pages)
-        if self._read_slots:
-            self._written(self._read_slots, (admission.state_slot for admission in plan.admissions))
-            self._written(self._read_slots, (slot for row in plan.extend for _, slot in row.saves))
-            self._written(self._read_slots, (move.target for move in plan.moves if move.when is When.BEFORE_ROWS))
+        if self._read_slots or self._read_slabs:
+            slots = [admission.state_slot for admission in plan.admissions]
+            slots += [slot for row in plan.extend for _, slot in row.saves]
+            slots += [move.target for move in plan.moves if move.when is When.BEFORE_ROWS]
+            self._written(self._read_slots, slots)
+            self._slabs_written([(len(self.pages), slot) for slot in slots])
+        for slab in plan.cleared:
+            self._slab_written(slab, by=None)
         plan.after_copies = self._after
         return any(copy.fetch for copy in plan.host_copies)
 
@@ -167,17 +176,21 @@ class HostTier:
             self._pending.append(HostCopy(self._ticket, False, sources, _numbers(places), states))
             read = [(g, page) for g, numbers in enumerate(sources) for page in numbers]
             self._read_pages.update(dict.fromkeys(read, self._ticket))
-            for group, page in read if self._shares else ():
-                self._read_slabs.setdefault(page // self._shares[group].apart, {})[group] = self._ticket
             self._read_slots.update({state.slot: self._ticket for state in states})
+            read += [(len(self.pages), state.slot) for state in states]
+            for group, number in read if self._shares else ():
+                self._read_slabs.setdefault(number // self._shares[group].apart, {})[group] = self._ticket
 
-    def _slabs_written(self, pages: Iterable[tuple[int, int]]) -> None:
-        """The next plan, which writes these pages, waits for copies that read other groups' pages
-        in their slabs."""
-        for group, page in pages if self._shares else ():
-            readers = self._read_slabs.get(page // self._shares[group].apart, {})
-            for other in readers.keys() - {group}:
-                self.wait_for(readers.pop(other))
+    def _slabs_written(self, entries: Iterable[tuple[int, int]]) -> None:
+        """Makes the next plan, which writes these pages or states, wait for the copies that read what
+        others had in their slabs."""
+        for group, number in entries if self._shares else ():
+            self._slab_written(number // self._shares[group].apart, by=group)
+
+    def _slab_written(self, slab: int, by: int | None) -> None:
+        readers = self._read_slabs.get(slab, {})
+        for other in readers.keys() - {by}:
+            self.wait_for(readers.pop(other))
 
     def _written(self, read: dict[Entry, int], entries: Iterable[Entry]) -> None:
         """The next plan, which writes these entries, waits for the copies that read them."""

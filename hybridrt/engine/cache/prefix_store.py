@@ -13,6 +13,7 @@ from hybridrt.engine.cache.host_tier import HostTier
 from hybridrt.engine.request.sample_request import Request
 from hybridrt.mem_cache.pools.entries import EntryAllocator, Handle
 from hybridrt.mem_cache.pools.page_groups import PageAllocators, no_sets, pages_of
+from hybridrt.mem_cache.pools.room import Room
 from hybridrt.mem_cache.prefix_tree.cache_events import CacheSubscription, Why
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 from hybridrt.mem_cache.prefix_tree.prefix_cache import (
@@ -65,6 +66,7 @@ class PrefixStore:
         least = 1 if self.tree.recurrent else page_size + lookahead
         self.lost = LostReuse(self.counts, self.tree.recurrent, least, self.grid, self.tree.known_elsewhere)
         self.pages, self.slots, self._rows, self.keeps = pages, slots, rows, keeps
+        self.room_left = Room(pages, slots)
 
     def match(self, request: Request) -> PrefixMatch:
         """The part of a waiting request that needs no computing. Nothing is locked."""
@@ -270,35 +272,48 @@ class PrefixStore:
 
     def room(self) -> tuple[tuple[int, ...], int]:
         """Upper bounds of the pages of each group, and the state slots, that are free or evictable."""
-        slots = self.slots
-        return self.pages.room(), slots.num_free + slots.num_cached - slots.num_locked + len(self.answers)
+        pages, slots = self.room_left.most()
+        return pages, slots + len(self.answers)
 
     def has_room(self, pages: Sequence[int], slots: int) -> bool:
-        """Whether so many pages of each group and slots are free or evictable."""
-        held, lacking = self.slots, slots - len(self.answers)
-        return lacking <= held.num_free + held.num_cached - held.num_locked and self.pages.may_have(pages)
+        """Whether so many pages of each group and slots are free or evictable. In one memory, states
+        within answers of running requests give way first."""
+        if not self.room_left.one_memory:
+            return self.room_left.may_have(pages, max(slots - len(self.answers), 0))
+        if not (found := self.room_left.may_have(pages, slots)) and len(self.answers):
+            self.slots.free(self.answers.give_up(len(self.answers)))
+            found = self.room_left.may_have(pages, slots)
+        return found
 
     def make_room(self, pages: Sequence[int], slots: int) -> bool:
         """Evicts until so many pages of each group and slots are free. False if there are still too
         few.
         """
-        short, lacking = self.pages.shortages(pages), max(slots - self.slots.num_free, 0)
+        short, lacking = self.room_left.shortages(pages, slots)
         if not any(short) and not lacking:
             return True
-        shared = self.pages.slabs is not None
-        self.evict(self._no_pages if shared else short, lacking)
-        while shared and any(short) and self._evict_oldest(short):
-            short = self.pages.shortages(pages)
-        return not any(self.pages.shortages(pages)) and slots <= self.slots.num_free
+        if self.room_left.slabs is None:
+            self.evict(short, lacking)
+            short, lacking = self.room_left.shortages(pages, slots)
+        while self.room_left.slabs is not None and (any(short) or lacking) and self._evict_least(short):
+            short, lacking = self.room_left.shortages(pages, slots)
+        return not any(short) and not lacking
 
-    def _evict_oldest(self, short: Sequence[int]) -> bool:
-        """From groups that share memory and lack so many: evicts pages that a window has passed,
-        then the ends of texts in all groups, which may empty slabs for others. False: requests read
-        all that is left."""
-        tree = self.tree
+    def _evict_least(self, short: Sequence[int]) -> bool:
+        """Evicts what is worth least, of pages that share memory and lack so many, and states. False
+        if there is nothing that no request reads.
+
+        Pages that a window has passed go first. With recurrent layers, pages are worth what the
+        states after them are: those that no state needs are next, then the state of least worth.
+        Without, the ends of texts go in order of their last use, in all groups, which may empty
+        slabs for others.
+        """
+        tree, some = self.tree, sum(short) or self.pages.shares[0].per_slab
         evictions = (
             partial(tree.evict_passed, short),
-            partial(tree.evict_leaf, sum(short)),
+            *([partial(tree.evict_leaf, some, stateless=True)] if tree.recurrent else ()),
+            partial(tree.evict, self._no_pages, 1 if self.room_left.one_memory else 0),
+            partial(tree.evict_leaf, some),
             partial(tree.evict, short, 0),  # pages of windows within texts that are read
             partial(tree.evict, [group.total for group in self.pages.groups], 0),
         )
@@ -324,12 +339,12 @@ class PrefixStore:
         """
         if len(request.saves) >= MOST:
             self.slots.free(self.answers.spread(request))
-        if self.slots.num_free <= self._reserved_slots() and not self.evicted(
+        if self.room_left.num_free_slots <= self._reserved_slots() and not self.evicted(
             self.tree.evict(self._no_pages, 1, new=NewState(0))
         ):
             gone = self.answers.spread(request)
             self.slots.free(gone if gone or len(self.answers) <= fresh else self.answers.give_up(1))
-        return self.slots.alloc(1)[0] if self.slots.num_free > self._reserved_slots() else None
+        return self.slots.alloc(1)[0] if self.room_left.num_free_slots > self._reserved_slots() else None
 
     def subscribe(self, limit: int) -> CacheSubscription:
         trees = [self.tree] if self.tier is None else [self.tree, self.tier.tree]
@@ -414,7 +429,7 @@ class PrefixStore:
         request.saves = {place: slot for place, slot in request.saves.items() if place not in states}
 
     def _slot_for(self, request: Request, place: int) -> Handle | None:
-        spare = self.slots.num_free + len(self.answers) + self.tree.num_within
+        spare = self.room_left.num_free_slots + len(self.answers) + self.tree.num_within
         if spare <= self._reserved_slots() and (slot := self._superseded(request)) is not None:
             return slot
         arrivals = self.tree.waiting.behind(request.ids[:place], request.cache_key)
@@ -425,12 +440,12 @@ class PrefixStore:
         return len(gone.states) > 0 or any(map(len, gone.pages))
 
     def _slot_given_up_first(self) -> Handle | None:
-        """A free slot, or that of a state within an answer."""
-        if self.room()[1] <= self._rows.num_free:
+        """A free slot, or that of another state that is given up first."""
+        if self.room()[1] <= self._promised_slots():
             return None
-        if self.slots.num_free <= self._reserved_slots():
+        if self.room_left.num_free_slots <= self._reserved_slots():
             self.evicted(self.tree.evict(self._no_pages, 1, new=NewState(0)))
-        return self.slots.alloc_one() if self.slots.num_free > self._reserved_slots() else None
+        return self.slots.alloc_one() if self.room_left.num_free_slots > self._reserved_slots() else None
 
     def evicted(self, gone: CacheEntries) -> Sequence[Handle]:
         self.pages.evict(gone.pages)
@@ -438,9 +453,10 @@ class PrefixStore:
         return gone.states
 
     def _superseded(self, request: Request) -> Handle | None:
-        """The slot of the state that a request has started from, if no other request will use it.
-        The step that leaves a later state there first reads the earlier one."""
-        match, lacking = request.prefix, self.room()[1] < self._rows.num_free
+        """The slot of the state that a request has started from, if no other will use it. The step
+        that leaves a later state there reads the earlier one first.
+        """
+        match, lacking = request.prefix, self.room()[1] < self._promised_slots()
         if lacking or (state := self.tree.supersede(match)) is None:
             return None
         if match.state is not None:
@@ -450,23 +466,34 @@ class PrefixStore:
         return self.slots.alloc_one()
 
     def spare_slot(self, new: NewState) -> Handle | None:
-        """A slot for a state. As many slots as there are free rows stay free or evictable, so no
-        request lacks one.
-        """
-        if self.room()[1] <= self._rows.num_free:
+        """A slot for a state, if requests that may come do not need it."""
+        if self.room()[1] <= self._promised_slots():
             return None
-        short = self._reserved_slots() + 1 - self.slots.num_free
+        while self.room_left.one_memory and self.room_left.num_free_slots <= self._reserved_slots():
+            useless = self.tree.evict_leaf(self.pages.shares[0].per_slab, stateless=True)
+            if not self._any_evicted(useless):
+                break
+        short = self._reserved_slots() + 1 - self.room_left.num_free_slots
         if short > 0:
             self.evict(self._no_pages, short, new=new)
-        return self.slots.alloc_one() if self.slots.num_free > self._reserved_slots() else None
+        return self.slots.alloc_one() if self.room_left.num_free_slots > self._reserved_slots() else None
 
     @property
     def _no_pages(self) -> Sequence[int]:
         return [0] * len(self.pages)
 
+    def _promised_slots(self) -> int:
+        """Slots that stay free or evictable: one for each free row, so no request lacks one. In one
+        memory rows may be more than fit, and requests wait for pages anyway.
+        """
+        return self._reserved_slots() if self.room_left.one_memory else self._rows.num_free
+
     def _reserved_slots(self) -> int:
-        """Slots for waiting requests: else a state of more worth may be evicted for them."""
-        return min(self._rows.num_free, len(self.tree.waiting))
+        """Free slots that waiting requests need with their rows: otherwise a state of more worth may
+        be evicted for them. In one memory the first request alone: others lack pages too.
+        """
+        waiting = len(self.tree.waiting)
+        return min(self._rows.num_free, waiting, 1 if self.room_left.one_memory else waiting)
 
 
 def _end_of(request: Request) -> Why:

@@ -130,14 +130,15 @@ class Sessions:
         return max((MAX_TENSORS - len(names)) // max(of_state, 1), 1)
 
     def _flush(self) -> None:
-        """Launches pending donations and waits for copies of the tier, as the next step would.
-        Afterwards each cached slot has the tokens of its ring, and no copy reads a page that may be
-        written."""
+        """Launches pending donations, clears slabs and waits for the tier's copies, as the next step
+        would. Then no slot of the cache lacks tokens of a ring, and no copy reads a page that may be
+        written.
+        """
         plan, tier = StepPlan(), self._pools.prefixes.tier
         if tier is not None:
             tier.wait_for(tier.last_ticket)
         self._pools.seal(plan)
-        if plan.moves or plan.after_copies:
+        if plan.moves or plan.after_copies or plan.cleared:
             self._settle()
             self._executor.launch(plan)
             self._pools.launched(plan)
@@ -161,7 +162,14 @@ class Sessions:
                 )
         if num_states and not free_states:
             raise SessionError("the session needs a state slot, and running requests hold all of them: load it later")
-        return length, pages, min(num_states, free_states)
+        least = min(num_states, 1)
+        for count in range(min(num_states, free_states), least - 1, -1):
+            if store.has_room(pages, count):
+                return length, pages, count
+        raise SessionError(
+            f"the session needs {pages} KV pages and {least} state slots together, more than running requests leave: "
+            "load it when fewer run, or raise memory_fraction"
+        )
 
     def _write(self, prefix: CachedPrefix, key: CacheKey) -> None:
         """Copies a prefix into the pools and gives it to the cache. Keeps the last states that have
@@ -174,6 +182,7 @@ class Sessions:
         if taken is None:
             raise SessionError("too few pages of the prefix cache can be evicted for the session now: load it later")
         with self._change:
+            self._flush()  # the pages may be in slabs to clear
             pages, slots = taken
             states = dict(zip(prefix.positions[skipped:], slots, strict=True))
             copied = [(position, slot.index) for position, slot in states.items()]

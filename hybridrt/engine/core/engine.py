@@ -395,7 +395,7 @@ class Engine:
             running=len(scheduler.running),
             waiting=scheduler.num_waiting,
             free_rows=pools.rows.num_free,
-            free_slots=pools.slots.num_free,
+            free_slots=pools.slots.most_free,
             free_pages=pools.pages.num_free,
             total_pages=pools.pages.total,
             kv_bytes_held=pools.pages.held_bytes,

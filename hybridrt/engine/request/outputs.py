@@ -84,6 +84,7 @@ class EngineCounters(TokenCounters):
 
     Attributes:
         cache_asked .. cache_dropped: hybridrt.mem_cache.prefix_tree.prefix_cache.CacheCounts.
+        free_slots: state slots; free memory that is shared with KV pages counts too.
         free_pages, total_pages: KV pages of all page groups; free memory that they share counts as
             pages of the first group. kv_bytes_held: bytes of those that running requests hold.
         cached_slots, cached_pages: evictable entries of the prefix cache.

@@ -62,13 +62,16 @@ def end_launches(device: torch.device) -> None:
 
 @cache
 def compute_keys(module: ModuleType) -> None:
-    """Computes Triton's cache keys in a fixed order: imported functions first, then by definition.
+    """Computes Triton's cache keys in a fixed order: files that this one imports from first, then by
+    definition.
 
     Triton adds a called function's global constants to a key only if that function's key was
     computed before. Otherwise processes that launch in another order would miss the cache.
     """
     for function in list(vars(module).values()):
-        if hasattr(type(function), "cache_key"):  # interpreted functions have none
-            if function.__module__ != module.__name__:
-                compute_keys(sys.modules[function.__module__])
+        home = getattr(function, "__module__", None) or module.__name__
+        has_key = hasattr(type(function), "cache_key")  # interpreted functions have none
+        if home != module.__name__ and (has_key or home.endswith("_triton")):
+            compute_keys(sys.modules[home])
+        if has_key:
             _ = function.cache_key

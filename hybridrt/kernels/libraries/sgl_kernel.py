@@ -22,12 +22,13 @@ from hybridrt.kernels.core.records import (
     PagedKV,
     SavedStates,
 )
-from hybridrt.kernels.core.slots import pad_mask, real_tokens, write_columns
+from hybridrt.kernels.core.slots import pad_mask, read_rows, real_tokens, write_columns, write_rows
 from hybridrt.kernels.libraries.common import page_numbers, page_table, refuse
 from hybridrt.kernels.state.causal_conv1d import conv_window, save_windows
 
 LIBRARY, TAPS, PADDING = "sglang-kernel", range(2, 5), -1
 GATHER_FROM = 512  # mean queries of a row
+REACH = 2**32  # numbers from the first conv ring to the end of the last one
 
 
 def attention_decode(q: Tensor, kv: PagedKV, batch: AttentionRows, out: Tensor | None = None) -> Tensor:
@@ -166,18 +167,24 @@ def causal_conv1d_varlen(
 def causal_conv1d_update(
     x: Tensor, weights: ConvWeights, state: ConvState, intermediate: IntermediateStates | None = None
 ) -> Tensor:
-    """Chains only, in place in the ring (columns of negative positions must be zero)."""
-    read_slots = state.read_state_slots
+    """Chains only, in place in the ring (columns of negative positions must be zero). The library's
+    offsets have 32 bits, so rings that are farther apart are copied there and back."""
+    conv, read_slots = state.conv, state.read_state_slots
     refuse(
         LIBRARY, "convolution", _other_taps(weights.weight.shape[1]),
         "it verifies no drafts that fork" if intermediate is not None else None,
         "it reads and writes the same slot" if read_slots is not state.write_state_slots else None,
     )  # fmt: skip
-    out = x.clone(memory_format=torch.contiguous_format)
+    out, slots = x.clone(memory_format=torch.contiguous_format), read_slots
+    if far := len(conv) * conv.stride(0) > REACH:
+        conv = read_rows(conv, read_slots)
+        slots = torch.arange(len(conv), dtype=torch.int32, device=x.device).masked_fill_(read_slots < 0, PADDING)
     sgl_conv_update(
-        out.transpose(1, 2), state.conv, weights.weight, weights.bias, weights.activation == "silu",
-        state.start_positions, read_slots, PADDING,
+        out.transpose(1, 2), conv, weights.weight, weights.bias, weights.activation == "silu", state.start_positions,
+        slots, PADDING,
     )  # fmt: skip
+    if far:
+        write_rows(state.conv, read_slots, conv)
     return out.masked_fill_(pad_mask(read_slots, 3), 0.0)
 
 

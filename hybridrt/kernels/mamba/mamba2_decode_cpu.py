@@ -84,7 +84,7 @@ def mamba2_in_place(
 
     Args:
         xBC: [B, C], dt: [B, H] and z: [B, H * P] or None, as in `mamba2_decode`.
-        conv: [S+1, C, Wc] and states: [S+1, H, P, N], the pools.
+        conv: [S+1, C, Wc] and states: [S+1, H, P, N], the pools, of any distance between slots.
         out: [B, H * P] of any row stride, where the result is to be left.
 
     Returns:
@@ -103,12 +103,15 @@ def mamba2_in_place(
     step = F.softplus(dt if weights.dt_bias is None else dt + weights.dt_bias)
     if weights.dt_limit != NO_LIMIT:
         step = step.clamp_(*weights.dt_limit)
-    groups = batch * keys // columns
+    groups = keys // columns
     states.mul_((step * weights.A).exp_().view(batch, heads, 1, 1))
-    state = states.view(groups, -1, columns)
-    state.addcmul_((x * step.unsqueeze(-1)).view(groups, -1, 1), B.reshape(groups, 1, columns))
-    # state x C takes nine times as long for several rows.
-    y = torch.bmm(C.reshape(groups, 1, columns), state.transpose(1, 2)).view(batch, heads, dim)
+    state = states.view(batch, groups, -1, columns)
+    state.addcmul_((x * step.unsqueeze(-1)).view(batch, groups, -1, 1), B.reshape(batch, groups, 1, columns))
+    # Rows may be any distance apart, so one product takes one group. state x C takes nine times as long for several.
+    C, products = C.reshape(batch, groups, 1, columns), list[Tensor]()
+    for group in range(groups):
+        products.append(torch.bmm(C[:, group], state[:, group].transpose(1, 2)))
+    y = (products[0] if groups == 1 else torch.cat(products, 1)).view(batch, heads, dim)
     if weights.D is not None:
         y.addcmul_(x, weights.D.unsqueeze(-1))
     y = y.view(batch, width)

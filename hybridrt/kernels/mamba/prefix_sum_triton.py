@@ -14,7 +14,7 @@ COLUMNS, TOKENS = 32, 64  # columns of a program, and most tokens of one of its 
 
 @triton.jit
 def _prefix_sum_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, out_ptr, states_ptr, read_ptr, write_ptr, starts_ptr, stored_ptr, rows_ptr, x_st, stored_sr,
+    x_ptr, out_ptr, states_ptr, read_ptr, write_ptr, starts_ptr, stored_ptr, rows_ptr, x_st, states_ss, stored_sr,
     T: tl.constexpr, C: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Rows of T tokens each, or between starts[b] and starts[b + 1] where T is 0."""
@@ -27,7 +27,7 @@ def _prefix_sum_kernel(  # type: ignore[no-untyped-def]
         return
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     column = c < C
-    total = tl.load(states_ptr + read * C + c, mask=column, other=0.0)
+    total = tl.load(states_ptr + read * states_ss + c, mask=column, other=0.0)
     for start in range(first, end, BLOCK_T):
         token = start + tl.arange(0, BLOCK_T)
         at, mask = token.to(tl.int64)[:, None], (token < end)[:, None] & column[None, :]
@@ -41,7 +41,7 @@ def _prefix_sum_kernel(  # type: ignore[no-untyped-def]
         last = tl.arange(0, BLOCK_T) == BLOCK_T - 1
         total = tl.sum(tl.where(last[:, None], sums, 0.0), 0)
     if stored_ptr is None:
-        tl.store(states_ptr + write * C + c, total, mask=column)
+        tl.store(states_ptr + write * states_ss + c, total, mask=column)
 
 
 def prefix_sum_varlen_triton(x: Tensor, state: StateSlots, query_start_loc: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ def _launch(x: Tensor, state: StateSlots, starts: Tensor | None, tokens: int) ->
     out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     _prefix_sum_kernel[batch, triton.cdiv(columns, COLUMNS)](
         x, out, state.states, state.read_state_slots, state.write_state_slots, starts, stored, rows, x.stride(0),
-        strides(stored)[0],
+        state.states.stride(0), strides(stored)[0],
         T=tokens, C=columns, BLOCK_T=triton.next_power_of_2(tokens or TOKENS), BLOCK_C=COLUMNS, num_warps=4,
     )  # fmt: skip
     return out

@@ -28,7 +28,7 @@ def clear_slots(states: Tensor, state_slots: Tensor) -> None:
     """Zeroes slots in all layers. The scratch slot 0, which pads them, stays as it is.
 
     Args:
-        states: [L, S + 1, n] pool of any dtype, contiguous.
+        states: [L, S + 1, n] pool of any dtype, each slot of a layer contiguous.
         state_slots: [b] integers.
     """
     states.index_fill_(1, state_slots[state_slots > NO_SLOT].long(), 0)

@@ -41,11 +41,11 @@ def _pages_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _clear_kernel(  # type: ignore[no-untyped-def]
-    states_ptr, slots_ptr, states_sl, SIZE: tl.constexpr, BLOCK: tl.constexpr
+    states_ptr, slots_ptr, states_sl, states_ss: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
     slot = tl.load(slots_ptr + tl.program_id(2)).to(tl.int64)
     if slot > 0:
-        numbers = states_ptr + tl.program_id(1).to(tl.int64) * states_sl + slot * SIZE
+        numbers = states_ptr + tl.program_id(1).to(tl.int64) * states_sl + slot * states_ss
         for start in range(tl.program_id(0) * BLOCK, SIZE, tl.num_programs(0) * BLOCK):
             i = start + tl.arange(0, BLOCK)
             tl.store(numbers + i, tl.zeros([BLOCK], states_ptr.dtype.element_ty), mask=i < SIZE)
@@ -76,7 +76,7 @@ def clear_slots_triton(states: Tensor, state_slots: Tensor) -> None:
     if states.numel() and len(state_slots):
         programs = min(triton.cdiv(size, CLEARED), 16)
         _clear_kernel[programs, layers, len(state_slots)](
-            states, state_slots, states.stride(0), SIZE=size, BLOCK=CLEARED, num_warps=4
+            states, state_slots, *states.stride()[:2], SIZE=size, BLOCK=CLEARED, num_warps=4
         )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, UnitCosts, plan_mem
 from hybridrt.mem_cache.pools.page_groups import PageDemand
 from hybridrt.mem_cache.pools.pools import Pools
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
+from hybridrt.mem_cache.pools.slab_memory import SlabMemory
 from hybridrt.models.base import CausalLM
 from hybridrt.models.config.quant_online import OnlineRules
 from hybridrt.models.config.read_config import read_model_config, refuse_gguf
@@ -138,7 +140,10 @@ def _legible(name: str) -> str:
 def empty_model(config: EngineConfig, target: RunTarget, device: torch.device) -> CausalLM:
     """The model with unset weights. On the "meta" device it needs no memory and can be measured."""
     quant = target.model_config.quant
-    build = Build(target.tp, target.dtype, device, quantised=quant is not None, kv_codes=target.kv_codes)
+    build = Build(
+        target.tp, target.dtype, device, quantised=quant is not None, expert_parallel=config.expert_parallel,
+        kv_codes=target.kv_codes,
+    )  # fmt: skip
     if quant is None:
         return _built(config, target, build)
     # A plain model's map says which module of the checkpoint each part comes from.
@@ -232,24 +237,14 @@ def make_plan(
     """The memory plan for pools of `budget_bytes`.
 
     Args:
-        share: page groups share memory. Their pages are then lent by CacheCoordinator only.
+        share: page groups and states share memory. Then CacheCoordinator alone lends them.
         cache_slots: state slots for cached prefixes; None takes a share if the prefix cache is on.
     """
     mc, spec = target.model_config, pool_spec(config, target)
     cache_slots = config.cache_slots if cache_slots is None and config.prefix_cache else cache_slots
-    limit = mc.max_position_embeddings
-    scores = prompt_logprob_bytes(mc.vocab_size, target.dtype.itemsize)
-    costs = UnitCosts(
-        slot=spec.slot_bytes(),
-        row=row_bytes(config, target, config.max_model_len or limit),
-        pages=page_bytes(kv_layers(config, target), config.page_size),
-        fixed=graph_bytes(config, target)
-        + draft_needs(config).fixed_bytes(config, target)
-        + scores
-        + staged_bytes(config, target),
-        transfer=config.transfer_bytes,
-    )
-    plan = plan_memory(
+    costs = unit_costs(config, target)
+    plan = partial(
+        plan_memory,
         budget_bytes=budget_bytes,
         costs=costs,
         demands=page_demands(config, target),
@@ -257,7 +252,7 @@ def make_plan(
         max_running_requests=config.max_running_requests,
         default_rows=DEFAULT_ROWS[target.device.type],
         max_model_len=config.max_model_len,
-        model_limit=limit,
+        model_limit=mc.max_position_embeddings,
         cache_slots=cache_slots or 0,
         share_slots=cache_slots is None and keeps_prefixes(config, mc),
         keeps_prefixes=keeps_prefixes(config, mc),
@@ -272,13 +267,32 @@ def make_plan(
             f"host_cache_bytes is {config.host_cache_bytes}; a KV page and a state take "
             f"{2 * max(sum(costs.pages), spec.image_bytes()) * target.tp.size} bytes: raise it"
         )
-    # Page tables are as long as requests, which may have been cut to fit.
-    plan = replace(plan, host=host, costs=replace(costs, row=row_bytes(config, target, plan.max_model_len)))
-    return _in_slabs(config, target, plan) if share else plan
+
+    def fitted(plan: MemoryPlan) -> MemoryPlan:
+        """Page tables are as long as requests, which may have been cut to fit."""
+        return replace(plan, host=host, costs=replace(costs, row=row_bytes(config, target, plan.max_model_len)))
+
+    shared = _in_slabs(config, target, fitted(plan(one_memory=True))) if share else None
+    return shared or fitted(plan())
 
 
-def _in_slabs(config: EngineConfig, target: RunTarget, plan: MemoryPlan) -> MemoryPlan:
-    return share_memory(plan, cell_bytes(kv_layers(config, target), config.page_size), own_pages(config, plan))
+def unit_costs(config: EngineConfig, target: RunTarget) -> UnitCosts:
+    """Bytes of the entries of the pools, with page tables for the longest request."""
+    mc, drafts = target.model_config, draft_needs(config)
+    scores = prompt_logprob_bytes(mc.vocab_size, target.dtype.itemsize)
+    fixed = graph_bytes(config, target) + drafts.fixed_bytes(config, target) + scores + staged_bytes(config, target)
+    return UnitCosts(
+        slot=pool_spec(config, target).slot_bytes(),
+        row=row_bytes(config, target, config.max_model_len or mc.max_position_embeddings),
+        pages=page_bytes(kv_layers(config, target), config.page_size),
+        fixed=fixed,
+        transfer=config.transfer_bytes,
+    )
+
+
+def _in_slabs(config: EngineConfig, target: RunTarget, plan: MemoryPlan) -> MemoryPlan | None:
+    cells, slot = cell_bytes(kv_layers(config, target), config.page_size), pool_spec(config, target).packed_slot_bytes()
+    return share_memory(plan, cells, own_pages(config, plan), slot)
 
 
 def own_pages(config: EngineConfig, plan: MemoryPlan) -> int:
@@ -339,16 +353,18 @@ def step_widths(config: EngineConfig) -> list[int]:
 def build_pools(config: EngineConfig, target: RunTarget, plan: MemoryPlan, kv_scales: LayerScales = ONES) -> Pools:
     """Allocates everything that the plan counts."""
     device, spec = target.device, pool_spec(config, target)
-    mamba = MambaPool(spec, num_slots=plan.num_slots, num_rows=plan.num_rows, device=device) if spec.groups else None
+    shared = None if plan.slabs is None else SlabMemory(plan.slabs, device)
+    sizes = {"num_slots": plan.num_slots, "num_rows": plan.num_rows}
+    mamba = MambaPool(spec, **sizes, device=device, memory=shared) if spec.groups else None
     kv = KVPool(
         kv_layers(config, target), num_pages=[group.num_pages for group in plan.groups], page_size=plan.page_size,
-        device=device, own_pages=own_pages(config, plan), slabs=plan.slabs, scales=kv_scales,
+        device=device, own_pages=own_pages(config, plan), memory=shared, scales=kv_scales,
     )  # fmt: skip
     table = HybridReqToTokenPool(
         num_rows=plan.num_rows, max_context=_table_length(config, target, plan.max_model_len), page_size=plan.page_size,
         mamba_pool=mamba, device=device, num_groups=max(len(plan.groups), 1),
     )  # fmt: skip
-    return Pools(kv, table)
+    return Pools(kv, table, shared)
 
 
 def load_target(config: EngineConfig, tp: TPGroup) -> tuple[Path, RunTarget]:

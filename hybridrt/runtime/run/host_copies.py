@@ -38,6 +38,7 @@ class HostCopies:
                 f"host_cache_bytes asks for {plan.nbytes} bytes of main memory on this rank; {free} are free: lower it"
             )
         self._kv, self._mamba, self._device = pools.kv, pools.req_to_token.mamba_pool, device
+        self._shared = pools.shared
         self._pages = [_pinned(plan.num_pages + 1, nbytes, device) for nbytes in plan.page_bytes]
         self._states = _pinned(plan.num_states + 1, plan.state_bytes, device)
         self._at_once = [max(STAGED_BYTES // nbytes, 1) for nbytes in plan.page_bytes]
@@ -73,6 +74,8 @@ class HostCopies:
         return True
 
     def _copy(self, copy: HostCopy) -> None:
+        if self._shared is not None:
+            self._shared.clear(copy.cleared)
         for group, (pages, places) in enumerate(zip(copy.pages, copy.host_pages)):
             for start in range(0, len(pages), self._at_once[group]):
                 part = slice(start, start + self._at_once[group])

@@ -114,7 +114,7 @@ class StepRunner:
         step = LaunchedStep(MaskedLines.from_plan(plan, tokens) if plan.constrained else None)
         try:
             with self._inference:
-                if plan.moves or self.host is not None:
+                if plan.moves or plan.cleared or self.host is not None:
                     self._move_states(plan)
                 self._run_model(plan, tokens, step)
         except BaseException:
@@ -160,6 +160,8 @@ class StepRunner:
         if self.host is not None:
             self.host.launch(plan.host_copies)
             self.host.wait(plan.after_copies)
+        if self.pools.shared is not None:
+            self.pools.shared.clear(plan.cleared)
         if pool is not None and (later := [move for move in plan.moves if move.when is When.BEFORE_ROWS]):
             pool.move(later, self.staging.upload)
 

@@ -115,6 +115,7 @@ class HostCopy(msgspec.Struct, frozen=True, array_like=True):
         ticket: greater than that of every earlier copy.
         pages, host_pages: of each page group: page pages[g][i] of the pool and page
             host_pages[g][i] of the tier.
+        cleared: slabs of the pool that are zeroed first.
     """
 
     ticket: int
@@ -122,6 +123,7 @@ class HostCopy(msgspec.Struct, frozen=True, array_like=True):
     pages: Sequence[Sequence[int]] = ()
     host_pages: Sequence[Sequence[int]] = ()
     states: Sequence[HostState] = ()
+    cleared: Sequence[int] = ()
 
 
 class DecodeRow(NamedTuple):
@@ -231,6 +233,7 @@ class StepPlan:
         host_copies: launched after the donations, on a separate stream. A step waits for them only
             through `after_copies`.
         after_copies: this step and later ones wait for the copies up to this ticket; 0: for none.
+        cleared: slabs that are zeroed after that, before all else.
         constrained: the rows that sample under a bitmask, by their numbers in the step's result. If
             there are any, `launch` launches all but the sampling, which `StepHandle.sample`
             launches.
@@ -246,6 +249,7 @@ class StepPlan:
     page_copies: list[PageCopy] = field(default_factory=list)
     host_copies: list[HostCopy] = field(default_factory=list)
     after_copies: int = 0
+    cleared: list[int] = field(default_factory=list)
     constrained: list[int] = field(default_factory=list)
 
 

@@ -183,6 +183,7 @@ class CompletionRequest(Sampling):
     echo: bool | None = False
     logprobs: int | None = None
     add_special_tokens: bool | None = True
+    resume_token_ids: ListOf[int] | None = None
 
 
 class TextPart(Body):

@@ -118,6 +118,8 @@ _DONE = (
         "completions chat", "", "responses messages"),
     Row("return_token_ids", "tokens of prompt and answer; an option of /v1/chat/completions", "completions chat", "",
         "responses messages"),
+    Row("resume_token_ids", "first tokens of an answer that was cut; the rest alone comes", "completions", "",
+        "chat responses messages"),
     Row("return_tokens_as_token_ids", "token_id:5 for a token's text", "completions chat", "", "responses messages"),
     Row("add_special_tokens", "of the prompt's text; a chat template writes them itself", "completions embeddings", "",
         "chat"),

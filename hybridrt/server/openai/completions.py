@@ -142,8 +142,11 @@ async def start_completions(service: Service, body: CompletionRequest, scope: Sc
     most = 1 if echo_alone else max_tokens
     if body.logprob_token_ids and body.logprobs is None:
         raise APIError(400, "logprob_token_ids goes with logprobs: set logprobs to 0", "logprob_token_ids")
-    scores = {"logprobs": body.logprobs, "logprob_token_ids": body.logprob_token_ids}
-    settings = partial(service.sampling_params, body, max_tokens=most, **scores)
+    changes = {
+        "max_tokens": most, "logprobs": body.logprobs, "logprob_token_ids": body.logprob_token_ids,
+        "resume_token_ids": body.resume_token_ids or (),
+    }  # fmt: skip
+    settings = partial(service.sampling_params, body, **changes)
     params = await service.off_loop(scope, settings)
     scored = bool(body.echo) and body.logprobs is not None
     if scored:
