@@ -16,6 +16,7 @@ from hybridrt.layers.linear import RowLinear, Segment, VocabParallelEmbedding
 from hybridrt.layers.moe import STACKS, stacked_experts
 from hybridrt.layers.norm import ResidualPart, ResidualStack, RMSNorm
 from hybridrt.layers.rotary import rotary_table
+from hybridrt.layers.summands import Hidden
 from hybridrt.layers.weights import Build, CheckpointMap, TensorPart, Transform
 from hybridrt.models.config.family import routed_experts
 from hybridrt.models.vision.tower import Tower
@@ -120,7 +121,8 @@ class CausalLM(nn.Module, ABC):
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states after the final norm, times norm_scale: [T, hidden]."""
-        x, residual = self.embedded(batch), None
+        x: Hidden = self.embedded(batch)
+        residual = None
         for norm, part in self.stack:
             x, residual = part(norm, x, residual, batch)
         return self.norm(x, residual)[0]

@@ -13,7 +13,7 @@ class Piece(msgspec.Struct, frozen=True, eq=False):
 
     Attributes:
         before: text of the token that comes before the piece's placeholders; "" if none.
-        patches: [rows * columns, numbers of a patch] uint8 or float32 (`VisionSpec.patch_dtype`).
+        patches: [rows * columns, numbers of a patch] uint8.
         grid: rows and columns of patches.
         tokens: rows and columns of placeholders.
     """

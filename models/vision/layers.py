@@ -68,25 +68,47 @@ class LayerNorm(nn.Module):
         return {f"{key}.{part}": whole(f"{self.name}.{part}", param.data) for part, param in parts.items()}
 
 
+class Turns(NamedTuple):
+    """How the patches' places turn queries and keys: [T, dim] float32 cosines and sines, and [T]
+    int32, 0 to T - 1."""
+
+    cos_sin: torch.Tensor
+    order: torch.Tensor
+
+    @classmethod
+    def from_parts(cls, parts: Sequence[torch.Tensor]) -> "Turns":
+        cos_sin = torch.cat(list(parts))
+        return cls(cos_sin, torch.arange(len(cos_sin), dtype=torch.int32, device=cos_sin.device))
+
+
 class Pictures(NamedTuple):
     """Pictures whose patches lie one after the other.
 
     Attributes:
         grids: rows and columns of patches of each.
         num_prefix: further tokens before the patches of each picture.
-        cos_sin: [T, dim] cosines and sines of the patches' places, for queries and keys; None: they
-            are not turned. order: [T], 0 to T - 1.
+        turns: None: places turn nothing.
     """
 
     grids: Sequence[tuple[int, int]]
-    cos_sin: torch.Tensor | None = None
-    order: torch.Tensor | None = None
+    turns: Turns | None = None
     num_prefix: int = 0
 
     @property
     def lengths(self) -> list[int]:
         """Tokens of each."""
         return [self.num_prefix + rows * columns for rows, columns in self.grids]
+
+
+class BlockKeys(NamedTuple):
+    """Keys of a block's parts; `qkv` of one tensor, or of three."""
+
+    norm1: str
+    norm2: str
+    qkv: str | Sequence[str]
+    proj: str
+    up: str
+    down: str
 
 
 class Block(nn.Module):
@@ -97,7 +119,7 @@ class Block(nn.Module):
         super().__init__()
         self.heads, size = spec.num_heads, spec.hidden_size
         self.gelu = "none" if spec.exact_gelu else "tanh"
-        self.norms = nn.ModuleList(LayerNorm(f"{name}.norm{i}", size, spec.norm_eps, build=build) for i in (1, 2))
+        self.norm1, self.norm2 = (LayerNorm(f"{name}.norm{i}", size, spec.norm_eps, build=build) for i in (1, 2))
         self.qkv = JoinedLinear(f"{name}.qkv", size, [size] * 3, build=build)
         self.proj = Linear(f"{name}.proj", size, size, build=build)
         self.up = Linear(f"{name}.up", size, spec.intermediate_size, build=build)
@@ -105,11 +127,22 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor, pictures: Pictures) -> torch.Tensor:
         """[T, size]."""
-        q, k, v = self.qkv(self.norms[0](x)).view(len(x), 3, self.heads, -1).unbind(1)
-        if pictures.cos_sin is not None:
-            q, k = qk_norm_rotary(q, k, pictures.order, Rope(pictures.cos_sin))
+        q, k, v = self.qkv(self.norm1(x)).view(len(x), 3, self.heads, -1).unbind(1)
+        if pictures.turns is not None:
+            q, k = qk_norm_rotary(q, k, pictures.turns.order, Rope(pictures.turns.cos_sin))
         x = x + self.proj(attend_within(q, k, v, pictures.lengths).flatten(1))
-        return x + self.down(F.gelu(self.up(self.norms[1](x)), approximate=self.gelu))
+        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate=self.gelu))
+
+    def targets(self, keys: BlockKeys) -> CheckpointMap:
+        qkv = self.qkv.targets(keys.qkv) if isinstance(keys.qkv, str) else self.qkv.targets_apart(keys.qkv)
+        return {
+            **self.norm1.targets(keys.norm1),
+            **self.norm2.targets(keys.norm2),
+            **qkv,
+            **self.proj.targets(keys.proj),
+            **self.up.targets(keys.up),
+            **self.down.targets(keys.down),
+        }
 
 
 def attend_within(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:

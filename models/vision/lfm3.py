@@ -7,9 +7,9 @@
 Patches come as those of Qwen3.5 (Liquid AI 2026).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,7 @@ from hybridrt.models.vision.layers import (
     LayerNorm,
     Linear,
     Pictures,
+    Turns,
     attend_within,
     axial_turns,
     in_blocks,
@@ -139,8 +140,8 @@ class GroupedAttention(nn.Module):
         size, kv_size = spec.hidden_size, spec.num_kv_heads * spec.head_dim
         self.head_dim, self.eps = spec.head_dim, spec.norm_eps
         self.qkv = JoinedLinear(f"{name}.qkv", size, [size, kv_size, kv_size], bias=False, build=build)
-        self.norms = nn.ModuleList(
-            RMSNorm(f"{name}.{p}", spec.head_dim, spec.norm_eps, device=build.device) for p in "qk"
+        self.q_norm, self.k_norm = (
+            RMSNorm(f"{name}.{part}_norm", spec.head_dim, spec.norm_eps, device=build.device) for part in "qk"
         )
         self.out = Linear(f"{name}.out", size, size, bias=False, build=build)
 
@@ -148,14 +149,14 @@ class GroupedAttention(nn.Module):
         """[T, size]."""
         parts = self.qkv(x).split(self.qkv.sizes, -1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
-        rope = Rope(pictures.cos_sin, self.norms[0].weight, self.norms[1].weight, self.eps)
-        q, k = qk_norm_rotary(q, k, pictures.order, rope)
+        assert pictures.turns is not None, "this tower turns queries and keys"
+        rope = Rope(pictures.turns.cos_sin, self.q_norm.weight, self.k_norm.weight, self.eps)
+        q, k = qk_norm_rotary(q, k, pictures.turns.order, rope)
         return self.out(attend_within(q, k, v, pictures.lengths).flatten(1))
 
     def targets(self, key: str) -> CheckpointMap:
         found = self.qkv.targets_apart([f"{key}.{part}_proj" for part in "qkv"])
-        for norm, part in zip(self.norms, "qk"):
-            found |= norm.targets(f"{key}.{part}_norm")
+        found |= {**self.q_norm.targets(f"{key}.q_norm"), **self.k_norm.targets(f"{key}.k_norm")}
         return found | self.out.targets(f"{key}.out_proj")
 
 
@@ -165,7 +166,8 @@ class Layer(nn.Module):
     def __init__(self, name: str, spec: VisionSpec, convolves: bool, *, build: Build) -> None:
         super().__init__()
         size, eps, inner = spec.hidden_size, spec.norm_eps, spec.intermediate_size
-        self.mixer = (GatedConv if convolves else GroupedAttention)(f"{name}.mixer", spec, build=build)
+        kind: type[GatedConv] | type[GroupedAttention] = GatedConv if convolves else GroupedAttention
+        self.mixer = kind(f"{name}.mixer", spec, build=build)
         self.mixer_norm = RMSNorm(f"{name}.mixer_norm", size, eps, device=build.device)
         self.mlp_norm = RMSNorm(f"{name}.mlp_norm", size, eps, device=build.device)
         self.up = JoinedLinear(f"{name}.up", size, [inner, inner], bias=False, build=build)
@@ -210,7 +212,7 @@ class Lfm3Tower(Tower):
             for grid in dict.fromkeys(grids)
         }
         x = self.first_norm(self.patch(in_rows))[0]
-        return x, Pictures(grids, torch.cat([turns[grid] for grid in grids]), torch.arange(len(x), device=device))
+        return x, Pictures(grids, Turns.from_parts([turns[grid] for grid in grids]))
 
     def finish(self, x: torch.Tensor, grids: Sequence[tuple[int, int]]) -> torch.Tensor:
         parts = zip(self.norm(x).split(Pictures(grids).lengths), grids)
@@ -226,7 +228,7 @@ class Lfm3Tower(Tower):
             **self.linear_1.targets(f"{PROJECTOR}.linear_1"),
             **self.linear_2.targets(f"{PROJECTOR}.linear_2"),
         }
-        for i, block in enumerate(self.blocks):
+        for i, block in enumerate(cast("Iterable[Layer]", self.blocks)):
             found |= block.targets(f"{KEY}.layers.{i}")
         return found
 

@@ -6,8 +6,8 @@ Patches come in blocks of four, and with their numbers by channel, row, column (
 arXiv:2511.21631, without its DeepStack).
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +21,11 @@ from hybridrt.layers.weights import Build, CheckpointMap
 from hybridrt.models.config.read_vision import rope_theta, table_side
 from hybridrt.models.vision.layers import (
     Block,
+    BlockKeys,
     LayerNorm,
     Linear,
     Pictures,
+    Turns,
     axial_turns,
     corner_weights,
     in_blocks,
@@ -100,7 +102,7 @@ class Qwen3_5Tower(Tower):
     def begin(self, patches: torch.Tensor, grids: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, Pictures]:
         places = {grid: self._placed(grid) for grid in dict.fromkeys(grids)}
         x = self.patch(patches).add_(torch.cat([places[grid][0] for grid in grids]))
-        return x, Pictures(grids, torch.cat([places[grid][1] for grid in grids]), torch.arange(len(x), device=x.device))
+        return x, Pictures(grids, Turns.from_parts([places[grid][1] for grid in grids]))
 
     def _placed(self, grid: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Embeddings of the places of a grid's patches [n, size], and their `axial_turns` [n, dim]."""
@@ -122,9 +124,8 @@ class Qwen3_5Tower(Tower):
             **self.fc1.targets(f"{KEY}.merger.linear_fc1"),
             **self.fc2.targets(f"{KEY}.merger.linear_fc2"),
         }
-        for i, block in enumerate(self.blocks):
+        for i, block in enumerate(cast("Iterable[Block]", self.blocks)):
             key = f"{KEY}.blocks.{i}"
-            found |= {**block.norms[0].targets(f"{key}.norm1"), **block.norms[1].targets(f"{key}.norm2")}
-            found |= {**block.qkv.targets(f"{key}.attn.qkv"), **block.proj.targets(f"{key}.attn.proj")}
-            found |= {**block.up.targets(f"{key}.mlp.linear_fc1"), **block.down.targets(f"{key}.mlp.linear_fc2")}
+            ends = "norm1", "norm2", "attn.qkv", "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2"
+            found |= block.targets(BlockKeys(*(f"{key}.{end}" for end in ends)))
         return found

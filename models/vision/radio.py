@@ -6,8 +6,8 @@ Patches come row by row, and with their numbers by channel, row, column (Ranzing
 arXiv:2312.06709; NVIDIA 2026).
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from hybridrt.base.errors import ConfigError
 from hybridrt.base.vision import VisionSpec
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointMap, parameter, whole
-from hybridrt.models.vision.layers import Block, Linear, Pictures, in_blocks, linear_weights, resized
+from hybridrt.models.vision.layers import Block, BlockKeys, Linear, Pictures, in_blocks, linear_weights, resized
 from hybridrt.models.vision.tower import Tower
 
 KEY = "vision_model.radio_model.model"
@@ -128,9 +128,7 @@ class RadioTower(Tower):
             **self.linear_1.targets("mlp1.1"),
             **self.linear_2.targets("mlp1.3"),
         }
-        for i, block in enumerate(self.blocks):
-            key = f"{KEY}.blocks.{i}"
-            found |= {**block.norms[0].targets(f"{key}.norm1"), **block.norms[1].targets(f"{key}.norm2")}
-            found |= {**block.qkv.targets(f"{key}.attn.qkv"), **block.proj.targets(f"{key}.attn.proj")}
-            found |= {**block.up.targets(f"{key}.mlp.fc1"), **block.down.targets(f"{key}.mlp.fc2")}
+        for i, block in enumerate(cast("Iterable[Block]", self.blocks)):
+            ends = "norm1", "norm2", "attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"
+            found |= block.targets(BlockKeys(*(f"{KEY}.blocks.{i}.{end}" for end in ends)))
         return found

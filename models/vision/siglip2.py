@@ -6,8 +6,8 @@ Patches come row by row, and with their numbers by row, column, channel (Tschann
 arXiv:2502.14786).
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,16 @@ from hybridrt.base.errors import ConfigError
 from hybridrt.base.vision import VisionSpec
 from hybridrt.layers.weights import Build, CheckpointMap
 from hybridrt.models.config.read_vision import table_side
-from hybridrt.models.vision.layers import Block, LayerNorm, Linear, Pictures, area_weights, in_blocks, resized
+from hybridrt.models.vision.layers import (
+    Block,
+    BlockKeys,
+    LayerNorm,
+    Linear,
+    Pictures,
+    area_weights,
+    in_blocks,
+    resized,
+)
 from hybridrt.models.vision.tower import Tower
 
 KEY, PROJECTOR = "model.vision_tower", "model.multi_modal_projector"
@@ -117,10 +126,11 @@ class Siglip2Tower(Tower):
         }
         if self.joined_norm is not None:
             found |= self.joined_norm.targets(f"{PROJECTOR}.layer_norm")
-        for i, block in enumerate(self.blocks):
+        for i, block in enumerate(cast("Iterable[Block]", self.blocks)):
             key = f"{KEY}.encoder.layers.{i}"
-            found |= {**block.norms[0].targets(f"{key}.layer_norm1"), **block.norms[1].targets(f"{key}.layer_norm2")}
-            found |= block.qkv.targets_apart([f"{key}.self_attn.{part}_proj" for part in "qkv"])
-            found |= block.proj.targets(f"{key}.self_attn.out_proj")
-            found |= {**block.up.targets(f"{key}.mlp.fc1"), **block.down.targets(f"{key}.mlp.fc2")}
+            keys = BlockKeys(
+                f"{key}.layer_norm1", f"{key}.layer_norm2", [f"{key}.self_attn.{part}_proj" for part in "qkv"],
+                f"{key}.self_attn.out_proj", f"{key}.mlp.fc1", f"{key}.mlp.fc2",
+            )  # fmt: skip
+            found |= block.targets(keys)
         return found

@@ -39,6 +39,8 @@ class Tower(nn.Module, ABC):
 
     channel_last: bool = False
     blocks: nn.ModuleList
+    mean: torch.Tensor
+    std: torch.Tensor
 
     def __init__(self, spec: VisionSpec, build: Build) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ from hybridrt.images.lfm2 import all_marks
 from hybridrt.images.pool import PoolLimits
 from hybridrt.images.reader import ImageReader, PromptLimits
 from hybridrt.images.source import ImageSource, read_image, read_image_part
-from tests.images.test_processors import LFM2, NEMOTRON, QWEN
+from tests.images.test_processors import LFM2, QWEN
 from tests.support.pictures import noise, png
 
 PAD = 7
@@ -62,16 +62,6 @@ def test_tiles_are_spans_after_their_marks(tiles: ImageReader) -> None:
     assert all(set(tokens[span.start : span.start + span.length]) == {PAD} for span in spans)
     tokens, spans = tiles.expand([PAD], [read_image(png(1, 96, 64), "a")], 1000)
     assert tokens == [MARKS["<|image_start|>"], *[PAD] * 6, MARKS["<|image_end|>"]] and spans[0].start == 1
-
-
-def test_a_picture_of_nemotron_has_a_mark_before_and_after_it() -> None:
-    made = ImageReader(NEMOTRON, PAD, {"<image>": PAD, "<img>": 3, "</img>": 4}, pool_limits=PoolLimits(children=1))
-    try:
-        tokens, spans = made.expand([1, PAD, 2], [read_image(noise(1, 96, 64), "a")], 1000)
-    finally:
-        made.close()
-    assert tokens == [1, 3, *[PAD] * 6, 4, 2] and spans[0].start == 2
-    assert spans[0].input.patches.dtype == np.float32
 
 
 def test_all_forms_of_a_picture_have_one_digest(reader: ImageReader, tmp_path: Path) -> None:

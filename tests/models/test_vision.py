@@ -80,7 +80,7 @@ def features(model: Any, name: str, inputs: Sequence[EncoderInput]) -> Sequence[
     return found
 
 
-@pytest.mark.parametrize("name", [QWEN, QWEN_MOE, LFM2, LFM3, OMNI])
+@pytest.mark.parametrize("name", [QWEN, pytest.param(QWEN_MOE, marks=pytest.mark.slow), LFM2, LFM3, OMNI])
 @torch.no_grad()
 def test_embeddings_are_those_of_transformers(name: str, checkpoints: CheckpointStore, tmp_path: Path) -> None:
     """Every key is consumed, and pictures of other sizes and in another order change nothing."""

@@ -96,12 +96,12 @@ def sample_prompts(path: Path) -> tuple[list[tuple[list[int], list[Span]]], list
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        (QWEN, {}),
-        (QWEN_MOE, {"chunked_prefill_size": 5}),
+        pytest.param(QWEN, {}, marks=pytest.mark.slow),
+        pytest.param(QWEN_MOE, {"chunked_prefill_size": 5}, marks=pytest.mark.slow),
         (QWEN, {"chunked_prefill_size": 3, "cuda_graph": False}),
-        (QWEN, {"speculative": SpeculativeConfig("ngram", num_draft_tokens=3)}),
+        pytest.param(QWEN, {"speculative": SpeculativeConfig("ngram", num_draft_tokens=3)}, marks=pytest.mark.slow),
         (QWEN, {"speculative": SpeculativeConfig("ngram", num_draft_tokens=3, topk=2)}),
-        (LFM2, {}),
+        pytest.param(LFM2, {}, marks=pytest.mark.slow),
         (LFM2, {"chunked_prefill_size": 5}),
         (LFM3, {}),
         (OMNI, {"chunked_prefill_size": 5}),
@@ -148,7 +148,7 @@ class SeeingHead(NaiveHead):
         return places[axes].T * turns
 
 
-@pytest.mark.parametrize("topk", [1, 2])
+@pytest.mark.parametrize("topk", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_prediction_head_sees_images(topk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In prompts, after accepted and refused drafts, and drafting ahead; and it changes no token."""
     make = qwen35_seeing(num_hidden_layers=2, full_attention_interval=2, mtp_num_hidden_layers=1)

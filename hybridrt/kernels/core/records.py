@@ -46,13 +46,13 @@ class TokenInputs(NamedTuple):
 
     def then(self, other: "TokenInputs") -> "TokenInputs":
         """Both, or neither, have mrope_positions."""
-        joined = [torch.cat(pair, -1) for pair in zip(self[:3], other[:3])]
+        ids, positions, places = (torch.cat(pair, -1) for pair in zip(self[:3], other[:3]))
         mrope, others = self.mrope_positions, other.mrope_positions
         if mrope is None or others is None:
-            return TokenInputs(*joined)
+            return TokenInputs(ids, positions, places)
         if others.dim() == 2:
             mrope = mrope.expand(3, -1)
-        return TokenInputs(*joined, torch.cat((mrope, others), -1))
+        return TokenInputs(ids, positions, places, torch.cat((mrope, others), -1))
 
 
 class DecodeRowInputs(NamedTuple):

@@ -197,7 +197,7 @@ class PromptGraphs:
             if decoded:
                 fill_decode(decoding, arrays, decoded, None, last_tokens, pool)
             found = extend.input_ids, extend.positions, pool.token_slots(extend.rows, extend.positions)
-            for into, values in zip(prompts, found):
+            for into, values in zip(prompts[:3], found, strict=True):
                 into.copy_(values)
             if prompts.mrope_positions is not None:
                 prompts.mrope_positions.copy_(extend.positions)
