@@ -51,6 +51,7 @@ SECTIONS = (
     ("Engine: requests", ("hybridrt/engine/request",)),
     ("Engine: the prefix cache and sessions", ("hybridrt/engine/cache",)),
     ("Engine: the schedule and the loop of steps", ("hybridrt/engine/core",)),
+    ("Engine: replicas behind one engine", ("hybridrt/engine/replicas",)),
     ("Engine: what users call", ("hybridrt/engine/api",)),
     ("State transfer", ("hybridrt/transfer",)),
     ("Benchmarks of the command line", ("hybridrt/bench",)),
@@ -60,6 +61,7 @@ SECTIONS = (
     ("Server: OpenAI's protocols", ("hybridrt/server/openai",)),
     ("Server: Anthropic's protocol", ("hybridrt/server/anthropic",)),
     ("Server: the application", ("hybridrt/server",)),
+    ("Several replicas", ("hybridrt/fleet",)),
     ("Command line", ("hybridrt/cli",)),
     ("Benchmarks, examples and scripts", ("benchmarks", "examples", "scripts")),
 )

@@ -17,6 +17,7 @@ MAX_STOP_STRINGS = 32
 MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGPROBS = 64
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_SAMPLES = 1024
 MAX_SALT_CHARACTERS = 256
 MAX_BIASES = 1024
@@ -24,6 +25,7 @@ MAX_BIAS = 100.0
 MAX_ALLOWED_TOKEN_IDS = 2**20
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARACTERS = 256
+MAX_RESUMED = 2**21
 MIN_TEMPERATURE = 1e-5  # logits may overflow beyond it, or its reciprocal
 MAX_REPETITION = 100.0
 _INT32_MAX = 2**31 - 1
@@ -121,7 +123,9 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()
     prompt_logprobs: int | None = None
+    logprob_token_ids: Sequence[int] | None = None
     structured_outputs: StructuredOutputs | None = None
+    resume_token_ids: Sequence[int] = ()
     pooling: str | None = None  # LLM.embed sets it
 
     def __post_init__(self) -> None:
@@ -138,6 +142,11 @@ class SamplingParams:
         _require(self.pooling in (None, *POOLINGS), "pooling", self.pooling, f"one of {', '.join(POOLINGS)}, or None")
         longest = _INT32_MAX if self.max_tokens is None else self.max_tokens
         _require(self.min_tokens <= longest, "min_tokens", self.min_tokens, f"at most max_tokens, {longest}")
+        name, given = "resume_token_ids", self.resume_token_ids
+        _require(not given or self.n == 1, "n", self.n, f"1 with {name}")
+        alone = self.prompt_logprobs is None and self.pooling is None
+        _require(not given or alone, name, given, "empty with prompt_logprobs or pooling")
+        _require(len(given) < longest, "max_tokens", longest, f"above {len(given)}, the number of {name}")
         structured = self.structured_outputs
         if structured is not None:
             name = "structured_outputs"
@@ -156,7 +165,8 @@ class SamplingParams:
         salt = self.cache_salt
         ok = salt is None or (isinstance(salt, str) and 0 < len(salt) <= MAX_SALT_CHARACTERS and is_text(salt))
         _require(ok, "cache_salt", salt, f"a string of 1 to {MAX_SALT_CHARACTERS} characters, or None")
-        return {"stop": stop, "stop_token_ids": ids}
+        resumed = _token_ids("resume_token_ids", self.resume_token_ids, MAX_RESUMED)
+        return {"stop": stop, "stop_token_ids": ids, "resume_token_ids": resumed}
 
     def _rules(self) -> dict[str, Any]:
         words = _entries("bad_words", self.bad_words, MAX_BAD_WORDS)
@@ -168,7 +178,16 @@ class SamplingParams:
         if allowed is not None:
             allowed = _token_ids(name, allowed, MAX_ALLOWED_TOKEN_IDS)
             _require(bool(allowed), name, allowed, "at least one token id, or None to allow all")
-        return {"bad_words": words, "allowed_token_ids": allowed, "logit_bias": self._biases()}
+        return {"bad_words": words, "allowed_token_ids": allowed, "logit_bias": self._biases()} | self._scored_ids()
+
+    def _scored_ids(self) -> dict[str, Any]:
+        name = "logprob_token_ids"
+        if self.logprob_token_ids is None:
+            return {}
+        ids = _token_ids(name, self.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS)
+        _require(bool(ids), name, ids, "at least one token id, or None for the likeliest tokens")
+        _require(self.logprobs is not None, "logprobs", None, f"set, such as to 0, where {name} names tokens")
+        return {name: ids}
 
     def _biases(self) -> dict[int, float] | None:
         given, name = self.logit_bias, "logit_bias"
@@ -186,6 +205,11 @@ class SamplingParams:
     @cached_property
     def greedy(self) -> bool:
         return self.temperature < MIN_TEMPERATURE
+
+    @cached_property
+    def alternatives(self) -> int | None:
+        """How many other tokens' log-probabilities a token of the output has; None: not even its own."""
+        return self.logprobs if self.logprob_token_ids is None else len(self.logprob_token_ids)
 
     @cached_property
     def uses_penalties(self) -> bool:

@@ -19,6 +19,7 @@ from hybridrt.cli.options import (
 )
 
 _NEEDS = ("fastapi", "uvicorn", "prometheus_client")
+ARENA_BYTES = 2**28  # for states on their way, with a role
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,14 @@ class ServerOptions(Overrides):
     log_level: str | None = setting("Least level of log lines.", "info", "debug|info|warning|error")
     access_log: bool | None = setting("A JSON line for each request.", "on")
     otlp_endpoint: str | None = setting("Where OpenTelemetry spans go.", "none", "URL")
+    fleet_key_file: str | None = setting(
+        "File with the key of routers, which may read what is cached; else the variable HYBRIDRT_FLEET_KEY.", "none",
+        "FILE",
+    )  # fmt: skip
+    role: str | None = setting("Computes prompts for others, or has its own computed.", "both", "both|prefill|decode")
+    prefill_urls: list[str] | None = setting("Of --role decode: a server with --role prefill; repeatable.", "none",
+        "URL", "--prefill-url")  # fmt: skip
+    transfer_port: int | None = setting("Of --role prefill: where decode servers connect.", "a free one", "N")
 
     def given(self) -> dict[str, Any]:
         """Arguments of ServerConfig.
@@ -69,9 +78,15 @@ class ServerOptions(Overrides):
         Raises:
             ConfigError: a file cannot be read.
         """
+        from hybridrt.channel.keys import find_fleet_key
         from hybridrt.server.core.api_keys import read_api_keys
 
         values = super().given()
+        values["fleet_key"] = find_fleet_key(values.pop("fleet_key_file", None))
+        if values.get("role", "both") != "both":
+            from hybridrt.transfer.keys import find_key as find_transfer_key
+
+            values["transfer_key"] = find_transfer_key(None)
         values["api_keys"] = read_api_keys(values.pop("api_keys", None), values.pop("api_key_file", None))
         if "chat_template" in values:
             values["chat_template"] = read_text("--chat-template", values["chat_template"])
@@ -117,5 +132,7 @@ def serve(
         logging.getLogger("hybridrt.server").info(DEMONSTRATION)
     path = str(resolve_model_path(model))
     with bind(config) as listener:
-        weights = client_weights(config.keys)
-        run(LLM(path, client_weights=weights, **engine.given(), **speculation.given(model)), config, listener)
+        options = {"client_weights": client_weights(config.keys)} | engine.given() | speculation.given(model)
+        if config.role != "both":
+            options.setdefault("transfer_bytes", ARENA_BYTES)
+        run(LLM(path, **options), config, listener)

@@ -14,6 +14,7 @@ from hybridrt.base.version import __version__
 from hybridrt.server.about import add_about
 from hybridrt.server.anthropic.message_protocol import CountRequest, MessageRequest
 from hybridrt.server.anthropic.messages import MESSAGE_NAMES, count_tokens, start_message
+from hybridrt.server.cache_stream import CacheStream
 from hybridrt.server.core.bodies import route_class
 from hybridrt.server.core.guard import Guard
 from hybridrt.server.core.metrics import CONTENT_TYPE, Metrics
@@ -255,6 +256,18 @@ def _add_operations(app: FastAPI, service: Service, metrics: Metrics) -> None:
     async def reset_prefix_cache() -> dict[str, bool]:
         """Forgets cached prefixes that no running request reads. True: none is left."""
         return {"reset": await service.llm.in_thread(service.llm.llm.reset_prefix_cache)}
+
+    @app.get("/fleet/cache_events", response_class=Response, include_in_schema=False)
+    async def cache_events() -> Response:
+        """What the prefix cache gains and loses, as server-sent events, for routers with the fleet key."""
+        return CacheStream(service)
+
+    @app.get("/fleet/transfer", include_in_schema=False)
+    async def transfer() -> dict[str, int]:
+        """Where a prefill worker listens for decode workers."""
+        if service.transfer_port is None:
+            raise APIError(404, "this server computes no prompts for others: start it with --role prefill")
+        return {"port": service.transfer_port}
 
     @app.get("/metrics", response_class=Response)
     @app.head("/metrics", include_in_schema=False)

@@ -24,6 +24,7 @@ from hybridrt.server.app import make_app
 from hybridrt.server.core.config import ServerConfig
 from hybridrt.server.core.metrics import Metrics
 from hybridrt.server.core.service import Service
+from hybridrt.server.roles import PrefillRole, playing
 from hybridrt.server.warm_up import warm_up
 from hybridrt.server.wire.http_limits import LimitedHttp
 
@@ -36,29 +37,30 @@ SWITCH_SECONDS = 0.0002
 MAX_FILES = 65536  # many systems allow 1,024
 
 
+def http_settings(app: ASGIApp, settings: ServerConfig) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        ssl_certfile=settings.tls_certificate,
+        ssl_keyfile=settings.tls_key,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=1,  # requests have ended before
+        access_log=False,
+        log_config=None,
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        http=LimitedHttp,
+        loop="uvloop",
+    )
+
+
 class Server(uvicorn.Server):
     """Serves until SIGTERM or Ctrl-C, then lets running requests end. A second signal ends at once."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
-        settings = service.config
-        super().__init__(
-            uvicorn.Config(
-                app,
-                host=settings.host,
-                port=settings.port,
-                ssl_certfile=settings.tls_certificate,
-                ssl_keyfile=settings.tls_key,
-                timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=1,  # requests have ended before
-                access_log=False,
-                log_config=None,
-                lifespan="off",
-                ws="none",
-                server_header=False,
-                http=LimitedHttp,
-                loop="uvloop",
-            )
-        )
+        super().__init__(http_settings(app, service.config))
         self._service = service
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -211,9 +213,9 @@ def write_logs(level: str) -> None:
 def serve(llm: LLM, config: ServerConfig, listener: socket.socket) -> None:
     """Serves until a signal ends it. The LLM is closed at the end."""
     sys.setswitchinterval(SWITCH_SECONDS)
-    _raise_file_limit()
-    with llm, AsyncLLM(llm, max_waiting=config.max_waiting) as served:
-        service = Service(served, config)
+    raise_file_limit()
+    with llm, AsyncLLM(llm, max_waiting=config.max_waiting) as served, playing(llm, config) as role:
+        service = Service(served, config, transfer_port=role.port if isinstance(role, PrefillRole) else None)
         log.info("model: %s", summary(service))
         try:
             Server(make_app(service, Metrics(served, service.names[0])), service).run(sockets=[listener])
@@ -222,7 +224,7 @@ def serve(llm: LLM, config: ServerConfig, listener: socket.socket) -> None:
                 Path(config.uds).unlink(missing_ok=True)
 
 
-def _raise_file_limit() -> None:
+def raise_file_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -134,7 +134,14 @@ class DecodeWorker:
         self._totals = DecodeCounters()
         side.engine.prefill_source = self
 
-    def connect(self, channel: SocketChannel) -> str:
+    def greeting(self, channel: SocketChannel) -> PrefillHello:
+        """A worker's first message. Waits for it, and changes nothing. Raises PeerGoneError."""
+        return unpack(channel.expect(self._timeout), PrefillHello)
+
+    def is_connected(self, name: str) -> bool:
+        return name in self._workers
+
+    def connect(self, channel: SocketChannel, hello: PrefillHello | None = None) -> str:
         """Adds a prefill worker if both sides agree on what they run. Returns its name.
 
         Raises:
@@ -145,7 +152,7 @@ class DecodeWorker:
         name = f"worker-{next(self._numbers)}"
         with ExitStack() as undo:
             undo.callback(channel.close)
-            hello = unpack(channel.expect(self._timeout), PrefillHello)
+            hello = self.greeting(channel) if hello is None else hello
             check_handshake(self._handshake, hello.handshake)
             tp_ratio(self._layout.tp_size, len(hello.ranks))
             for reader in self._readers:

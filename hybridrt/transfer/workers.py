@@ -7,10 +7,11 @@ from collections.abc import Iterable, Sequence
 
 from hybridrt.base.errors import ConfigError
 from hybridrt.channel.channel import TIMEOUT_S, SocketChannel
+from hybridrt.channel.keys import Key
 from hybridrt.channel.listener import Listener
 from hybridrt.engine.api.llm import LLM
 from hybridrt.transfer.decode import DecodeWorker
-from hybridrt.transfer.keys import VARIABLE, Key, find_key
+from hybridrt.transfer.keys import VARIABLE, find_key
 from hybridrt.transfer.prefill import TIMEOUT_S as FETCH_S
 from hybridrt.transfer.prefill import PrefillWorker
 from hybridrt.transfer.ranks import open_ranks

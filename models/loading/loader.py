@@ -15,7 +15,7 @@ from hybridrt.base.quantization import QuantConfig
 from hybridrt.layers.linear import finish
 from hybridrt.layers.quant.encoders import encode
 from hybridrt.layers.quant.pieces import PackedPiece, decoded
-from hybridrt.layers.weights import CheckpointTarget, Transform
+from hybridrt.layers.weights import CheckpointMap, CheckpointTarget, Transform
 from hybridrt.models.base import MTP_KEYS, CausalLM
 from hybridrt.models.loading.online_modules import matrix_of
 from hybridrt.models.loading.shards import shards_of, some
@@ -41,12 +41,15 @@ def load_weights(model: CausalLM, path: Path, progress: bool = False) -> list[st
     shards = shards_of(path)
     check_keys(model, path, {key for keys in shards.values() for key in keys})
     filling, skipped = _Filling(model.config.quant), []
+    shards = {file: [key for key in keys if not _elsewhere(model, key, targets)] for file, keys in shards.items()}
     with tqdm(total=sum(map(len, shards.values())), desc="loading", unit="tensor", disable=not progress) as bar:
         for key, tensor in read_tensors(shards, model.device):
             bar.update()
             plain_key = _plain_key(model, key)
             parts = [part for part in model.parts_of(plain_key) if not _skipped(model, part[0], targets)]
             for name, part in parts:
+                if not targets[name]:
+                    continue  # an expert of another rank
                 filling.fill(targets[name], name, key, tensor, part)
             if not parts:
                 skipped.append(key)
@@ -116,6 +119,11 @@ def has_own_head(path: Path) -> bool:
 def _plain_key(model: CausalLM, key: str) -> str:
     """The key that stands for a tensor in the model's map: of a quantised module that of its weight."""
     return key if model.config.quant is None else model.config.quant.weight_key(key)
+
+
+def _elsewhere(model: CausalLM, key: str, targets: CheckpointMap) -> bool:
+    """Whether a tensor holds only experts of other ranks."""
+    return all(targets.get(name) == () for name, _ in model.parts_of(_plain_key(model, key)))
 
 
 def _is_zero_bias(model: CausalLM, key: str) -> bool:

@@ -244,6 +244,7 @@ class Intake:
         assert made is not None, "it was made for these parameters"
         longest = self.limits.max_model_len
         max_len = longest if params.max_tokens is None else min(longest, len(tokens) + params.max_tokens)
+        _check_resumed(len(tokens) + len(params.resume_token_ids), max_len)
         structured = params.structured_outputs
         matcher = None if structured is None else self.compiler.matcher(structured, params.n)
         if made.rules is not None:
@@ -307,7 +308,7 @@ class Intake:
         for name, instead in (("stop", "stop_token_ids"), ("bad_words", "logit_bias")):
             if getattr(params, name) and self.tokenizer is None:
                 raise RequestError(f"{name} needs a tokenizer and this model has none; use {instead}", name)
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids", "resume_token_ids"):
             last = max(getattr(params, name) or (), default=0)
             if last >= vocab:
                 raise RequestError(f"{name} holds {last}; the vocabulary ends at {vocab - 1}: remove it", name)
@@ -362,6 +363,12 @@ def _check_constants(params: SamplingParams, rules: TokenRules | None) -> None:
         SamplingTable.constants(params, params.seed or 0, rules)
     except (struct.error, OverflowError, TypeError) as e:
         raise RequestError(f"sampling_params holds a number that no buffer of the device holds: {e}") from e
+
+
+def _check_resumed(num_tokens: int, max_len: int) -> None:
+    if num_tokens >= max_len:
+        text = f"prompt and resume_token_ids have {num_tokens} tokens, and the answer ends at {max_len}"
+        raise RequestError(f"{text}: there is nothing to resume", "resume_token_ids")
 
 
 def _check_first(params: SamplingParams, rules: TokenRules, matcher: Matcher | None) -> None:

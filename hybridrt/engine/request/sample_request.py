@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from hybridrt.base.errors import EngineError, NoTokenLeftError
+from hybridrt.base.errors import EngineError, NoTokenLeftError, RequestError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.grammar.matcher import Matcher
 from hybridrt.engine.request.intake import PreparedPrompt
@@ -260,6 +260,21 @@ class Request:
                 return "length"
         return None
 
+    def resume(self, tokens: Sequence[int]) -> None:
+        """Begins with the first tokens of an answer that another run has given: no delta has them.
+
+        Raises:
+            RequestError: the answer has ended within them.
+            GrammarError: they do not fit the grammar.
+        """
+        ended = self.append(tokens, None) is not None or len(self.output) < len(tokens)
+        if ended or self.read_text():
+            at = len(self.output)
+            raise RequestError(f"the answer has ended with token {at} of resume_token_ids", "resume_token_ids")
+        if self.detokenizer is not None:
+            self.detokenizer.take_text(False)
+        self.told = len(self.output)
+
     def ends_within(self, tokens: Sequence[int]) -> bool:
         """True if these tokens, coming next, would end the request: by a stop token, a stop string,
         or an error of the text.
@@ -354,6 +369,8 @@ def new_samples(
     ]
     for request in samples[1:]:
         request.leader = samples[0]
+    if params.resume_token_ids:
+        samples[0].resume(params.resume_token_ids)
     return samples
 
 

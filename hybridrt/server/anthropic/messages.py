@@ -40,7 +40,7 @@ async def start_message(service: Service, body: MessageRequest, scope: Scope) ->
     """
     service.check_model(body.model)
     check_body("messages", body)
-    chat = await service.off_loop(scope, partial(_as_chat, "messages", body, service.chat.reasoning is not None))
+    chat = await service.off_loop(scope, partial(as_chat, "messages", body, service.chat.reasoning is not None))
     prepared = await prepare_chat(service, chat, scope)
     name, deltas = service.submit([prepared.prompt], "msg_", body, scope)
     return MessageReply(service, name, deltas, body, prepared)
@@ -54,12 +54,12 @@ async def count_tokens(service: Service, body: CountRequest, scope: Scope) -> in
     """
     service.check_model(body.model)
     check_body("count", body)
-    conversation = await service.off_loop(scope, lambda: conversation_of(_as_chat("count", body, False)))
+    conversation = await service.off_loop(scope, lambda: conversation_of(as_chat("count", body, False)))
     text = await service.render_chat(conversation)
     return len(await service.encode(text, bare=True))
 
 
-def _as_chat(form_name: str, body: CountRequest, limits_thinking: bool) -> ChatRequest:
+def as_chat(form_name: str, body: CountRequest, limits_thinking: bool) -> ChatRequest:
     """`limits_thinking`: the model thinks between tags. Without them a budget has nothing to limit."""
     thinking, output, form = body.thinking, body.output_config, _form(body)
     effort = "none" if thinking and thinking.type == "disabled" else output and output.effort

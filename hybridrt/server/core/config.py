@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 
 from hybridrt.base.errors import ConfigError
 from hybridrt.base.files import check_file
+from hybridrt.channel.auth import check_key
 from hybridrt.chat.registry import REASONING_PARSERS, TOOL_PARSERS, choose
 from hybridrt.server.core.api_keys import ApiKey, client_weights
 from hybridrt.server.core.pages import host_name
 
+ROLES = ("both", "prefill", "decode")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/]+")  # what browsers send
 _ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+")
@@ -54,6 +56,13 @@ class ServerConfig:
         access_log: write a line for each request.
         otlp_endpoint: for OpenTelemetry spans, such as http://collector:4318/v1/traces; None makes
             none.
+        fleet_key: routers need it to read the events of the prefix cache (/fleet/cache_events),
+            which hold token ids of all clients. None: nobody can.
+        role: "prefill" also computes prompts for servers with the role "decode"; these have their
+            prompts computed by the servers at `prefill_urls`, and compute them themselves while
+            none of those answers. "both": neither.
+        transfer_port: where a prefill worker listens for decode workers, at `host`; 0: a free port.
+        transfer_key: of prefill and decode workers.
 
     Raises:
         ConfigError: a field cannot be used; the text says which.
@@ -86,6 +95,11 @@ class ServerConfig:
     log_level: str = "info"
     access_log: bool = True
     otlp_endpoint: str | None = None
+    fleet_key: str | None = field(default=None, repr=False)
+    role: str = "both"
+    prefill_urls: tuple[str, ...] = ()
+    transfer_port: int = 0
+    transfer_key: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -112,10 +126,26 @@ class ServerConfig:
             choose(registry, name, template="")  # raises for an unknown name
         self._check_addresses()
         client_weights(self.keys)
+        self._check_role()
+        if self.fleet_key is not None:
+            check_key("the fleet key", ApiKey(self.fleet_key).key.encode())
 
     @property
     def keys(self) -> tuple[ApiKey, ...]:
         return tuple([key if isinstance(key, ApiKey) else ApiKey(key) for key in self.api_keys])
+
+    def _check_role(self) -> None:
+        if self.role not in ROLES:
+            raise ConfigError(f"role is {self.role!r}; it must be one of {', '.join(ROLES)}")
+        if (self.role == "decode") != bool(self.prefill_urls):
+            raise ConfigError("prefill URLs go with the role decode, which needs at least one")
+        if self.role != "both" and (self.fleet_key is None or self.transfer_key is None):
+            raise ConfigError(f"the role {self.role} needs a fleet key and a transfer key (HYBRIDRT_TRANSFER_KEY)")
+        for url in self.prefill_urls:
+            if not _HTTP_URL.fullmatch(url):
+                raise ConfigError(f"prefill URL {url!r}: it must be like http://127.0.0.1:8001")
+        if not 0 <= self.transfer_port <= 65535:
+            raise ConfigError(f"transfer_port is {self.transfer_port}; it must be 0 to 65535")
 
     def _check_tls(self) -> None:
         if (self.tls_certificate is None) != (self.tls_key is None):

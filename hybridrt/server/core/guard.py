@@ -7,6 +7,7 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -23,6 +24,7 @@ from hybridrt.server.core.service import CLIENT, OWNER, RECORD
 from hybridrt.server.wire.errors import APIError, error_response
 
 OPEN_PATHS = ("/health", "/ping", "/ready")
+FLEET_PATH = "/fleet/"
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _SECONDS = re.compile(rb"\d{1,9}(\.\d{1,9})?")
 _SENT = "hybridrt.sent"
@@ -39,7 +41,8 @@ class Guard:
     - A request that names another host, comes from a page that may not call, or has a body that is
       not JSON is refused before its body is read, on every path (hybridrt/server/core/pages.py).
     - Pages of the allowed origins can read every answer, errors included (CORS).
-    - Without a valid key only OPEN_PATHS answer. Keys are compared in constant time.
+    - Without a valid key only OPEN_PATHS answer. Keys are compared in constant time. Below
+      FLEET_PATH the fleet key is needed, and there is no limit of time.
     - A body that is too long is refused, before it is read if possible. The client then rests
       (hybridrt/server/core/refusals.py).
     - A request that takes too long ends with 504, or with an error event in a stream. The header
@@ -92,7 +95,8 @@ class Guard:
         body = LargeBody(self._refusals, headers, receive)
         try:
             body.client = (scope.get("client") or ("",))[0], self._check(scope, headers)
-            async with asyncio.timeout(self._seconds(headers)):
+            endless = scope["path"].startswith(FLEET_PATH)
+            async with asyncio.timeout(None if endless else self._seconds(headers)):
                 await self._app(scope, _limited(body.receive, self._config.max_body_bytes), send)
         except ClientGone:
             answer.status = CLIENT_GONE
@@ -116,19 +120,26 @@ class Guard:
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and len(length) < 19 and int(length) > self._config.max_body_bytes:
             raise _too_long(self._config.max_body_bytes)
+        if scope["path"].startswith(FLEET_PATH):
+            return self._check_fleet_key(headers)
         asked = self._keys and scope["path"] not in OPEN_PATHS
-        key = self._check_key(headers) if asked else b""
+        key = self._check_key(headers, self._keys) if asked else b""
         if key:
             number = self._keys.index(key)
             scope[OWNER], scope[CLIENT] = f"key{number}/", self._clients[number]
         check_content_type(scope)
         return key
 
-    def _check_key(self, headers: dict[bytes, bytes]) -> bytes:
+    def _check_fleet_key(self, headers: dict[bytes, bytes]) -> bytes:
+        if self._config.fleet_key is None:
+            raise APIError(404, "routers are not wanted here: start the server with a fleet key")
+        return self._check_key(headers, [self._config.fleet_key.encode()])
+
+    def _check_key(self, headers: dict[bytes, bytes], keys: Sequence[bytes]) -> bytes:
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
         brought = bearer.strip() if scheme.lower() == b"bearer" else b"", headers.get(b"x-api-key", b"").strip()
         # All are compared: the time does not tell which one is near.
-        matches = [known for key, known in product(brought, self._keys) if hmac.compare_digest(key, known)]
+        matches = [known for key, known in product(brought, keys) if hmac.compare_digest(key, known)]
         if not matches:
             text = "a valid API key is needed: send it as Authorization: Bearer KEY, or as x-api-key: KEY"
             raise APIError(401, text, code="invalid_api_key")

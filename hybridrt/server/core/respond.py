@@ -23,6 +23,7 @@ AT_ONCE = 100  # deltas before others have their turn
 PART_BYTES = 2**18  # bytes of a large answer that are sent at a time
 CLIENT_GONE = 499  # the status of nginx's logs; never sent
 FAILURE = "hybridrt.failure"
+COUNT_HEADER = b"x-hybridrt-count"  # of routers: says how many tokens a stream has given
 _EVENT_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -39,9 +40,10 @@ async def respond(answer: Reply, request: Request) -> Response:
     """
     record(request.scope, model=answer.model, stream=answer.streams, prompt_tokens=answer.prompt_tokens)
     if answer.streams:
-        return _with_warnings(EventStream(answer), answer)
+        counts = any(name == COUNT_HEADER for name, _ in request.scope["headers"])
+        return _with_warnings(EventStream(answer, counts), answer)
     try:
-        body = await _while_connected(request.receive, whole_answer(answer))
+        body = await while_connected(request.receive, whole_answer(answer))
     finally:
         answer.deltas.close()
     record(request.scope, **answer.facts())
@@ -104,19 +106,20 @@ class LargeJSON(Response):
 
 
 class EventStream(Response):
-    """Server-sent events. While the client does not read, deltas wait, joined, in their stream.
+    """Server-sent events. With `counts` a comment after each one says how many tokens of the answer
+    have come. While the client does not read, deltas wait, joined, in their stream.
     While it does, each is written when it comes, without a switch to another task."""
 
-    def __init__(self, answer: Reply) -> None:
+    def __init__(self, answer: Reply, counts: bool = False) -> None:
         super().__init__(media_type="text/event-stream", headers=_EVENT_HEADERS)
         del self.headers["content-length"]
-        self._answer = answer
+        self._answer, self._counts = answer, counts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[FAILURE] = self._answer.failure
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await _while_connected(receive, self._write(send, scope))
+            await while_connected(receive, self._write(send, scope))
         finally:
             self._answer.deltas.close()
             record(scope, **self._answer.facts())
@@ -133,7 +136,7 @@ class EventStream(Response):
             async for delta in answer.deltas:
                 gain = await made_by(answer.in_thread, answer.gain(delta), answer.weight(delta))
                 if any(gain):
-                    await send(_part(b"".join(gain)))  # an error may follow whole events alone
+                    await send(_part(b"".join(gain) + self._count()))  # an error may follow whole events alone
                 await asyncio.sleep(0)  # no call here waits
             closing = await made_by(answer.in_thread, answer.closing(), answer.closing_weight())
             last = b"".join(closing)
@@ -145,17 +148,21 @@ class EventStream(Response):
 
     def _write_now(self, writer: BodyWriter, delta: Delta) -> bool:
         if writer.ready and self._answer.weight(delta) <= AT_ONCE:
-            writer.write(b"".join(self._answer.gain(delta)))
+            if gain := b"".join(self._answer.gain(delta)):
+                writer.write(gain + self._count())
             return True
         return False
+
+    def _count(self) -> bytes:
+        return b": tokens %d\n\n" % self._answer.output_tokens if self._counts else b""
 
 
 def _part(body: bytes) -> dict[str, Any]:
     return {"type": "http.response.body", "body": body, "more_body": True}
 
 
-async def _while_connected(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
-    """Raises ClientGone if the client has gone."""
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of work. Raises ClientGone if the client has gone."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_until_gone(receive))
     try:

@@ -65,12 +65,16 @@ class Service:
         running: answers of /v1/responses that have not ended, by owner and id.
         responses: those that have ended and are kept.
         unwatched: tasks of those that nobody waits for.
+        cache_readers: of the events of the prefix cache.
+        transfer_port: where a prefill worker listens for decode workers; None: this is none.
         created: when the server began, in seconds since 1970.
     """
 
     llm: AsyncLLM
     config: ServerConfig
     ready: bool = False
+    cache_readers: int = 0
+    transfer_port: int | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     entry_room: EntryRoom = field(default_factory=EntryRoom)
     running: WeakValueDictionary[str, Any] = field(default_factory=WeakValueDictionary)

@@ -1,0 +1,140 @@
+"""The message that says what a replica's prefix cache has gained or lost, for routers.
+
+Names of fields follow the KV events of vLLM, which llm-d and Dynamo read; states are new.
+docs/scale.md has the whole form.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from hybridrt.base.errors import MessageError
+from hybridrt.fleet.prefix_mirror import BLOCK, CacheLayout, PrefixMirror, PrefixNames, names_of
+from hybridrt.mem_cache.prefix_tree.cache_events import CacheEvent, Tier, What
+
+MAX_TOKENS = 2**21  # of a text
+MAX_GROUPS = 64
+_MEDIUM: dict[Tier, Literal["GPU", "CPU"]] = {"device": "GPU", "host": "CPU"}
+_TIERS: dict[str, Tier] = {"GPU": "device", "CPU": "host"}
+
+
+class LayoutMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The first message of a stream: what CacheLayout says, and the length of a block of the chain."""
+
+    page_size: int
+    recurrent: bool
+    lookahead: int
+    windows: list[int | None]
+    chain: int = BLOCK
+
+    def layout(self) -> CacheLayout:
+        """Raises MessageError where no cache is like this."""
+        windows = [window for window in self.windows if window is not None]
+        sizes = 0 <= self.page_size <= MAX_TOKENS and self.lookahead in (0, 1) and len(self.windows) <= MAX_GROUPS
+        if not sizes or self.chain != BLOCK or not all(0 < window <= MAX_TOKENS for window in windows):
+            raise MessageError(f"no prefix cache has the layout {self}")
+        return CacheLayout(self.page_size, self.recurrent, self.lookahead, tuple(self.windows))
+
+
+class CacheMessage(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One event.
+
+    Attributes:
+        start: tokens of the text before `token_ids`, a multiple of the chain's block.
+        parent_block_hash: name of these, 16 hexadecimal digits. A name of a text under a key is a
+            chain of BLAKE2b hashes; the first is that of the key.
+        token_ids: of the text, from `start` to the last entry.
+        pages: page group, page index, and tokens that decide the page's content.
+        block_hashes: names of those tokens, for each page.
+        states: numbers of first tokens of the text after which there is a state.
+        state_hashes: their names.
+        medium: GPU, or CPU for main memory.
+    """
+
+    type: Literal["BlockStored", "BlockRemoved", "AllBlocksCleared"]
+    medium: Literal["GPU", "CPU"]
+    why: str = ""
+    start: int = 0
+    parent_block_hash: str = ""
+    token_ids: list[int] = []
+    block_size: int = 0
+    pages: list[tuple[int, int, int]] = []
+    block_hashes: list[str] = []
+    states: list[int] = []
+    state_hashes: list[str] = []
+
+
+def layout_message(layout: CacheLayout) -> bytes:
+    message = LayoutMessage(layout.page_size, layout.recurrent, layout.lookahead, list(layout.windows))
+    return msgspec.json.encode(message)
+
+
+def cache_message(event: CacheEvent, layout: CacheLayout) -> bytes:
+    medium = _MEDIUM[event.tier]
+    if event.what == "cleared":
+        return msgspec.json.encode(CacheMessage("AllBlocksCleared", medium, event.why))
+    names, size = names_of(event.tokens, event.key), max(layout.page_size, 1)
+    # A state is found by the block before it, a page by its first token.
+    first = min([end - end % BLOCK for end in event.states] + [index * size for index in event.pages[:, 1].tolist()])
+    start, end = first - first % BLOCK, max((*event.states, *event.pages[:, 2].tolist()))
+    kind: Literal["BlockStored", "BlockRemoved"] = "BlockRemoved" if event.what == "lost" else "BlockStored"
+    pages = [(group, index, after) for group, index, after in event.pages.tolist()]
+    made = CacheMessage(
+        kind, medium, event.why, start, _hex(names, start), event.tokens[start:end].tolist(), layout.page_size,
+        pages, [_hex(names, after) for _, _, after in pages],
+        list(event.states), [_hex(names, after) for after in event.states],
+    )  # fmt: skip
+    return msgspec.json.encode(made)
+
+
+def read_layout(data: bytes) -> CacheLayout:
+    """Raises MessageError."""
+    return _decoded(data, LayoutMessage).layout()
+
+
+def apply_message(data: bytes, mirror: PrefixMirror) -> None:
+    """Changes a mirror as a message says.
+
+    Raises:
+        MessageError: it is no such message, or says what no cache can hold. Nothing is changed.
+    """
+    message = _decoded(data, CacheMessage)
+    what: What = {"BlockStored": "gained", "BlockRemoved": "lost"}.get(message.type, "cleared")  # type: ignore[assignment]
+    names = PrefixNames(np.empty(0, np.int32), 0)
+    if what != "cleared":
+        names = _checked(message, mirror.layout)
+    pages = np.array(message.pages, np.int32).reshape(-1, 3)
+    mirror.change(what, _TIERS[message.medium], names, pages, message.states)
+
+
+def _checked(message: CacheMessage, layout: CacheLayout) -> PrefixNames:
+    end, size = message.start + len(message.token_ids), max(layout.page_size, 1)
+    fits = 0 <= message.start <= end <= MAX_TOKENS and message.start % BLOCK == 0
+    fits = fits and all(message.start <= after - after % BLOCK and 0 < after <= end for after in message.states)
+    fits = fits and all(
+        0 <= group < len(layout.windows) and message.start <= index * size < after <= min(end, (index + 2) * size)
+        for group, index, after in message.pages
+    )
+    if not fits or not all(0 <= token < 2**31 for token in message.token_ids):
+        raise MessageError("an event of a prefix cache has entries that its text does not have")
+    try:
+        parent = int(message.parent_block_hash, 16)
+    except ValueError:
+        parent = -1
+    if not 0 <= parent < 2**64:
+        raise MessageError(f"{message.parent_block_hash[:40]!r} is no hash of 16 hexadecimal digits")
+    return PrefixNames(np.array(message.token_ids, np.int32), parent, message.start)
+
+
+def _decoded(data: bytes, kind: Any) -> Any:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.MsgspecError as e:
+        raise MessageError(f"no event of a prefix cache: {e}") from e
+    except UnicodeDecodeError as e:
+        raise MessageError(f"no event of a prefix cache: {e}") from e
+
+
+def _hex(names: PrefixNames, length: int) -> str:
+    return f"{names.at(length):016x}"

@@ -1,0 +1,54 @@
+"""Metrics of a router, and those of all its replicas under one name each."""
+
+import re
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+
+from hybridrt.fleet.replica_client import ReplicaClient
+
+_SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (\S+)")
+MAX_BYTES = 2**22  # of one replica's
+
+
+class RouterMetrics:
+    """Counters of a router."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        made = {"registry": self.registry}
+        self.requests = Counter("hybridrt_router_requests", "Requests by replica.", ["replica"], **made)
+        self.retries = Counter("hybridrt_router_retries", "Requests that were sent to another replica.", **made)
+        self.cut = Counter("hybridrt_router_cut_streams", "Streams whose replica has gone.", **made)
+        self.prompt_tokens = Counter("hybridrt_router_prompt_tokens", "Prompt tokens that the router knows.", **made)
+        self.prefix_tokens = Counter(
+            "hybridrt_router_prefix_tokens", "Prompt tokens that the chosen replicas had, as far as known.", **made
+        )
+        self.ready = Gauge("hybridrt_router_replica_ready", "1: the replica gets requests.", ["replica"], **made)
+        self.load = Gauge("hybridrt_router_replica_requests", "Requests that have not ended.", ["replica"], **made)
+
+    def text(self, replicas: Iterable[ReplicaClient]) -> str:
+        for replica in replicas:
+            self.ready.labels(replica.url).set(replica.wants_requests)
+            self.load.labels(replica.url).set(replica.placed.requests)
+        return generate_latest(self.registry).decode()
+
+
+def merged(texts: dict[str, str]) -> str:
+    """Metrics of several replicas [url → Prometheus' text], each sample with its replica as a label."""
+    heads, samples = dict[str, str](), dict[str, list[str]]()
+    for url, text in texts.items():
+        name = ""
+        for line in text[:MAX_BYTES].splitlines():
+            if line.startswith("# "):
+                _, kind, name, *_ = [*line.split(" ", 3), "", ""]
+                heads.setdefault(f"{name} {kind}", line)
+                samples.setdefault(name, [])
+            elif (found := _SAMPLE.fullmatch(line)) is not None:
+                own = f'replica="{url}"' + (f",{found[2]}" if found[2] else "")
+                samples.setdefault(name, []).append(f"{found[1]}{{{own}}} {found[3]}")
+    lines = list[str]()
+    for name, found_lines in samples.items():
+        lines += [heads[key] for key in (f"{name} HELP", f"{name} TYPE") if key in heads]
+        lines += found_lines
+    return "\n".join(lines) + "\n" if lines else ""

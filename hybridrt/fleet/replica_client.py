@@ -1,0 +1,126 @@
+"""A router's view of one replica: whether it answers, what it has cached, and what runs there."""
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+
+import httpx
+
+from hybridrt.base.errors import MessageError
+from hybridrt.fleet.cache_messages import apply_message, read_layout
+from hybridrt.fleet.placement import Replica
+from hybridrt.fleet.prefix_mirror import PrefixMirror
+
+HEALTH_SECONDS = 1.0  # between two questions
+ANSWER_SECONDS = 1.5  # that an answer may take
+LEFT_AFTER = 2  # answers that did not come: the replica gets no more requests
+DEAD_SECONDS = 10.0  # without an answer: streams that have begun are given up
+EVENT_SECONDS = 5.0  # a line of events comes each second
+MAX_EVENT_BYTES = 2**26
+MAX_ENTRIES = 2**23  # of a mirror
+log = logging.getLogger("hybridrt.router")
+
+
+@dataclass(eq=False)
+class Exchange:
+    """A request at a replica, and the task that waits for its answer. `begun`: the client has got
+    bytes of it."""
+
+    task: "asyncio.Task[None]"
+    begun: bool = False
+
+
+@dataclass(eq=False)
+class ReplicaClient:
+    """One replica.
+
+    Attributes:
+        url: without a slash at its end.
+        placed: its load and its mirror.
+        ready: it answers and wants requests.
+        drained: the operator sends it no more.
+        exchanges: what runs there.
+    """
+
+    url: str
+    client: httpx.AsyncClient
+    fleet_key: str | None = None
+    ready: bool = False
+    drained: bool = False
+    exchanges: set[Exchange] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.placed = Replica(self.url)
+        self._silent, self._answered = 0, time.monotonic()
+
+    @property
+    def wants_requests(self) -> bool:
+        return self.ready and not self.drained
+
+    async def watch(self) -> None:
+        """Asks again and again whether it is ready. Runs until it is cancelled."""
+        while True:
+            await self.ask()
+            await asyncio.sleep(0 if 0 < self._silent < LEFT_AFTER else HEALTH_SECONDS)
+
+    async def ask(self) -> None:
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                answer = await self.client.get(f"{self.url}/ready")
+        except (httpx.HTTPError, TimeoutError):
+            self._silent += 1
+            if self._silent >= LEFT_AFTER:
+                self.leave("it does not answer")
+            return
+        self._silent, self._answered = 0, time.monotonic()
+        if self.ready != (answer.status_code == 200):
+            self.ready = answer.status_code == 200
+            log.info("replica %s is %s", self.url, "ready" if self.ready else "not ready")
+
+    def leave(self, why: str) -> None:
+        """Sends it no more requests. Ends those of which the client has got nothing, and after
+        DEAD_SECONDS the others too."""
+        if self.ready:
+            log.warning("replica %s is left: %s", self.url, why)
+        self.ready = False
+        dead = time.monotonic() - self._answered >= DEAD_SECONDS
+        for exchange in list(self.exchanges):
+            if dead or not exchange.begun:
+                exchange.task.cancel()
+
+    async def follow(self) -> None:
+        """Keeps the mirror of its prefix cache up to date. Runs until it is cancelled."""
+        while self.fleet_key is not None:
+            try:
+                await self._read_events()
+            except (httpx.HTTPError, TimeoutError, MessageError) as e:
+                if self.ready:
+                    log.warning("the events of replica %s: %s", self.url, e or type(e).__name__)
+            self.placed.mirror = None
+            await asyncio.sleep(HEALTH_SECONDS)
+
+    async def _read_events(self) -> None:
+        headers = {"Authorization": f"Bearer {self.fleet_key}"}
+        seconds = httpx.Timeout(EVENT_SECONDS)
+        async with self.client.stream("GET", f"{self.url}/fleet/cache_events", headers=headers, timeout=seconds) as r:
+            if r.status_code != 200:
+                raise MessageError(f"/fleet/cache_events answers {r.status_code}: does it have the same fleet key?")
+            held, mirror = b"", None
+            async for chunk in r.aiter_raw():
+                *events, held = (held + chunk).split(b"\n\n")
+                for event in events:
+                    mirror = self._take(event, mirror)
+                if len(held) > MAX_EVENT_BYTES:
+                    raise MessageError(f"an event has more than {MAX_EVENT_BYTES} bytes")
+
+    def _take(self, event: bytes, mirror: PrefixMirror | None) -> PrefixMirror | None:
+        kind, _, data = event.rpartition(b"data: ")
+        if kind.startswith(b"event: layout"):
+            self.placed.mirror = PrefixMirror(read_layout(data))
+            return self.placed.mirror
+        if mirror is not None and data and not event.startswith(b":"):
+            apply_message(data, mirror)
+            if len(mirror) > MAX_ENTRIES:
+                raise MessageError(f"the prefix cache has more than {MAX_ENTRIES} entries")
+        return mirror

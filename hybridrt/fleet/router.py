@@ -1,0 +1,357 @@
+"""The router: one address in front of several replicas of a model."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import httpx
+import msgspec
+import uvicorn
+from starlette.responses import JSONResponse, Response
+from starlette.types import Message, Receive, Scope, Send
+
+from hybridrt.base.errors import ConfigError
+from hybridrt.fleet.fleet_metrics import RouterMetrics, merged
+from hybridrt.fleet.forward import Forward, NothingSent, headers_for
+from hybridrt.fleet.placement import Placement
+from hybridrt.fleet.prompt_names import PromptNames
+from hybridrt.fleet.replica_client import ReplicaClient
+from hybridrt.server.core.config import ServerConfig
+from hybridrt.server.core.guard import Guard
+from hybridrt.server.core.metrics import CONTENT_TYPE
+from hybridrt.server.core.respond import while_connected
+from hybridrt.server.run import http_settings
+from hybridrt.server.wire.errors import APIError, error_response
+
+TRIES = 4  # replicas that a request is sent to, one after the other
+TO_ALL = ("/abort", "/reset_prefix_cache")
+STORED = "/v1/responses/"
+FIND_SECONDS = 2.0  # between two questions to DNS
+CONNECT_SECONDS, WRITE_SECONDS, ANSWER_SECONDS = 2.0, 30.0, 5.0
+MAX_REPLICAS = 256
+log = logging.getLogger("hybridrt.router")
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """Settings of a router.
+
+    Args:
+        server: where it listens, its keys and limits.
+        replicas: URLs of the replicas, such as http://10.0.0.1:8000.
+        replica_key: API key for replicas. None: the key that a client has brought.
+        fleet_key: of the replicas. None: nothing is known of their caches, and requests go where
+            there is room.
+        discover: a URL whose name stands for the addresses of all replicas in DNS, such as a
+            headless service of Kubernetes. They may come and go.
+        tokenizer: directory of the model. None: text is not tokenised, so only prompts of token ids
+            are matched with caches.
+
+    Raises:
+        ConfigError: a field cannot be used.
+    """
+
+    server: ServerConfig
+    replicas: tuple[str, ...]
+    replica_key: str | None = field(default=None, repr=False)
+    fleet_key: str | None = field(default=None, repr=False)
+    tokenizer: str | None = None
+    discover: str | None = None
+
+    def __post_init__(self) -> None:
+        given = (*self.replicas, *(() if self.discover is None else (self.discover,)))
+        if not 0 < len(given) <= MAX_REPLICAS:
+            raise ConfigError(f"{len(given)} replicas; pass 1 to {MAX_REPLICAS}, each with --replica URL")
+        for url in given:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or "@" in parts.netloc:
+                raise ConfigError(f"replica {url!r}: it must be a URL such as http://127.0.0.1:8001")
+        if len({url.rstrip("/") for url in self.replicas}) < len(self.replicas):
+            raise ConfigError("a replica is there twice; remove one of them")
+
+
+class Router:
+    """An ASGI application that forwards requests.
+
+    Attributes:
+        draining: no further request is taken.
+        open: requests that have not ended.
+    """
+
+    def __init__(self, config: RouterConfig) -> None:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=1024)
+        seconds = httpx.Timeout(None, connect=CONNECT_SECONDS, write=WRITE_SECONDS)
+        self._client = httpx.AsyncClient(limits=limits, timeout=seconds, trust_env=False, follow_redirects=False)
+        self._config = config
+        self._placement, self._names = Placement(), PromptNames(config.tokenizer, config.server)
+        self._known: dict[str, ReplicaClient] = {}
+        self._watches: dict[str, list[asyncio.Task[None]]] = {}
+        self._finder: asyncio.Task[None] | None = None
+        self.metrics = RouterMetrics()
+        self.draining, self.open = False, 0
+
+    @property
+    def replicas(self) -> list[ReplicaClient]:
+        return list(self._known.values())
+
+    async def start(self) -> None:
+        """Asks all replicas once, then watches them until `close`."""
+        for url in self._config.replicas:
+            self._add(url.rstrip("/"))
+        if self._config.discover is not None:
+            await self._find(self._config.discover)
+            self._finder = asyncio.create_task(self._find_again(self._config.discover))
+        await asyncio.gather(*(replica.ask() for replica in self.replicas))
+
+    async def close(self) -> None:
+        tasks = [task for watches in self._watches.values() for task in watches]
+        tasks += [] if self._finder is None else [self._finder]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._client.aclose()
+
+    def _add(self, url: str) -> None:
+        replica = self._known[url] = ReplicaClient(url, self._client, self._config.fleet_key)
+        self._placement.add(replica.placed)
+        self._watches[url] = [asyncio.create_task(replica.watch()), asyncio.create_task(replica.follow())]
+
+    def _remove(self, url: str) -> None:
+        """What runs there goes on."""
+        log.info("replica %s has gone", url)
+        self._known.pop(url).ready = False
+        self._placement.remove(url)
+        for task in self._watches.pop(url):
+            task.cancel()
+
+    async def _find_again(self, url: str) -> None:
+        while True:
+            await asyncio.sleep(FIND_SECONDS)
+            await self._find(url)
+
+    async def _find(self, url: str) -> None:
+        """Compares the replicas with the addresses of a name. If DNS fails they stay as they are."""
+        parts = urlsplit(url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                loop = asyncio.get_running_loop()
+                found = await loop.getaddrinfo(str(parts.hostname), port, type=socket.SOCK_STREAM)
+        except (OSError, TimeoutError) as e:
+            log.warning("the addresses of %s are not found: %s", parts.hostname, e or type(e).__name__)
+            return
+        hosts = [f"[{address[4][0]}]" if ":" in str(address[4][0]) else str(address[4][0]) for address in found]
+        urls = {f"{parts.scheme}://{host}:{port}" for host in hosts[:MAX_REPLICAS]}
+        fixed = {url.rstrip("/") for url in self._config.replicas}
+        for gone in self._known.keys() - urls - fixed:
+            self._remove(gone)
+        for fresh in sorted(urls - self._known.keys()):
+            self._add(fresh)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        if not path.startswith("/"):
+            raise APIError(404, "a path begins with a slash")
+        if path in ("/health", "/ping", "/ready", "/metrics", "/fleet/replicas"):
+            answer = await self._own(path, scope)
+            await answer(scope, receive, send)
+            return
+        if self.draining:
+            raise APIError(503, "the router is shutting down; send the request to another one", code="unavailable")
+        body = await _read(receive)
+        self.open += 1
+        try:
+            await while_connected(receive, self._route(scope, send, body))
+        finally:
+            self.open -= 1
+
+    async def _own(self, path: str, scope: Scope) -> Response:
+        if path == "/metrics":
+            text = self.metrics.text(self.replicas) + merged(await self._texts("/metrics", scope))
+            return Response(text, media_type=CONTENT_TYPE)
+        if path == "/fleet/replicas":
+            return JSONResponse([self._facts(replica) for replica in self.replicas])
+        ready = not self.draining and any(replica.wants_requests for replica in self.replicas)
+        if path == "/ready" and not ready:
+            return error_response(APIError(503, "no replica is ready", code="not_ready"), scope)
+        return Response()
+
+    def _facts(self, replica: ReplicaClient) -> dict[str, Any]:
+        mirror = replica.placed.mirror
+        return {
+            "url": replica.url, "ready": replica.ready, "drained": replica.drained,
+            "requests": replica.placed.requests, "waiting_tokens": replica.placed.tokens,
+            "cache_entries": None if mirror is None else len(mirror),
+        }  # fmt: skip
+
+    async def _texts(self, path: str, scope: Scope) -> dict[str, str]:
+        """What each replica that answers says to GET."""
+        headers = headers_for(scope, self._config.replica_key)
+
+        async def one(replica: ReplicaClient) -> tuple[str, str | None]:
+            try:
+                async with asyncio.timeout(ANSWER_SECONDS):
+                    answer = await self._client.get(replica.url + path, headers=headers)
+            except (httpx.HTTPError, TimeoutError):
+                return replica.url, None
+            return replica.url, answer.text if answer.status_code == 200 else None
+
+        found = await asyncio.gather(*(one(replica) for replica in self.replicas if replica.ready))
+        return {url: text for url, text in found if text is not None}
+
+    async def _route(self, scope: Scope, send: Send, body: bytes) -> None:
+        path, fields = scope["path"], _fields(body)
+        if path == "/fleet/drain":
+            await self._drain(scope, send, fields)
+        elif path in TO_ALL or path.startswith(STORED):
+            await self._ask_all(scope, send, body)
+        else:
+            names = await self._names.of_request(path, fields)
+            among = await self._with_response(scope, fields)
+            await self._forward(scope, send, body, names, _session(scope, fields), among)
+
+    async def _forward(self, scope: Scope, send: Send, body: bytes, names: Any, session: Any, among: Any) -> None:
+        forward = Forward(scope, send, body, headers_for(scope, self._config.replica_key))
+        left, refusal = {replica.url: replica for replica in self.replicas}, None
+        for attempt in range(TRIES):
+            wanted = {url for url, replica in left.items() if replica.wants_requests}
+            wanted = wanted if among is None else wanted & among
+            if not wanted:
+                break
+            placed, first = self._placement.place(names, session, wanted), asyncio.Event()
+            replica = left.pop(placed.replica.name)
+            self._count(placed.replica.name, names.length, placed.prefix, attempt)
+            watch = asyncio.create_task(_when(first, placed.computed))
+            try:
+                await forward.send_to(replica, first)
+                return
+            except NothingSent as e:
+                log.info("a request goes to another replica: %s", e)
+                refusal = e.answer or refusal
+            finally:
+                watch.cancel()
+                placed.ended()
+        if refusal is None:
+            raise APIError(503, "no replica takes the request now; send it again later", code="unavailable")
+        await refusal(scope, _nothing, send)
+
+    def _count(self, name: str, tokens: int, prefix: int, attempt: int) -> None:
+        self.metrics.requests.labels(name).inc()
+        self.metrics.prompt_tokens.inc(tokens if attempt == 0 else 0)
+        self.metrics.prefix_tokens.inc(prefix if attempt == 0 else 0)
+        self.metrics.retries.inc(attempt > 0)
+
+    async def _with_response(self, scope: Scope, fields: dict[str, Any]) -> set[str] | None:
+        """Replicas that keep the response which a request continues. None: it continues none."""
+        name = fields.get("previous_response_id")
+        if not isinstance(name, str) or scope["path"] != "/v1/responses":
+            return None
+        found = await self._texts(STORED + quote(name[:256], safe=""), scope)
+        return set(found) or None
+
+    async def _ask_all(self, scope: Scope, send: Send, body: bytes) -> None:
+        """For what only one replica knows: the first answer that is not "unknown" counts."""
+        headers, answers = headers_for(scope, self._config.replica_key), list[httpx.Response]()
+        for replica in [replica for replica in self.replicas if replica.ready]:
+            url = f"{replica.url}{scope['path']}?{scope.get('query_string', b'').decode('latin-1')}"
+            try:
+                async with asyncio.timeout(ANSWER_SECONDS):
+                    answers.append(
+                        await self._client.request(scope["method"], url, headers=headers, content=body or None)
+                    )
+            except (httpx.HTTPError, TimeoutError):
+                continue
+        if not answers:
+            raise APIError(503, "no replica answers; send the request again later", code="unavailable")
+        best = min(answers, key=lambda each: (each.status_code >= 300, b"false" in each.content[:64]))
+        kind = best.headers.get("content-type")
+        await Response(best.content, best.status_code, media_type=kind)(scope, _nothing, send)
+
+    async def _drain(self, scope: Scope, send: Send, fields: dict[str, Any]) -> None:
+        url, drained = fields.get("url"), fields.get("drained", True)
+        found = [replica for replica in self.replicas if replica.url == url]
+        if not found or not isinstance(drained, bool):
+            raise APIError(400, "url must be that of a replica, as in --replica, and drained true or false", "url")
+        found[0].drained = drained
+        await JSONResponse(self._facts(found[0]))(scope, _nothing, send)
+
+
+class RouterServer(uvicorn.Server):
+    """Serves until SIGTERM or Ctrl-C, then lets requests end. A second signal ends at once."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self.router = Router(config)
+        guarded = Guard(self.router, config.server)
+        super().__init__(http_settings(guarded, config.server))
+        self._settings = config.server
+        self._drain: asyncio.Task[None] | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.router.draining:
+            self.should_exit = self.force_exit = True
+            return
+        self.router.draining = True
+
+    async def startup(self, sockets: Sequence[Any] | None = None) -> None:
+        await self.router.start()
+        self._drain = asyncio.create_task(self._end_when_drained())
+        for listener in sockets or ():
+            listener.listen(self.config.backlog)
+        await super().startup(list(sockets) if sockets else None)
+        ready = sum(replica.ready for replica in self.router.replicas)
+        log.info("routing to %d replicas, %d of them ready", len(self.router.replicas), ready)
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        await super().shutdown(sockets)
+        if self._drain is not None:
+            self._drain.cancel()
+        await self.router.close()
+
+    async def _end_when_drained(self) -> None:
+        while not self.router.draining:
+            await asyncio.sleep(0.1)
+        try:
+            async with asyncio.timeout(self._settings.drain_timeout):
+                while self.router.open:
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            log.warning("%d requests have not ended", self.router.open)
+        self.should_exit = True
+
+
+async def _when(event: asyncio.Event, call: Any) -> None:
+    await event.wait()
+    call()
+
+
+async def _nothing() -> Message:
+    return {"type": "http.request", "body": b"", "more_body": False}
+
+
+async def _read(receive: Receive) -> bytes:
+    """The guard limits its length."""
+    parts, more = list[bytes](), True
+    while more:
+        message = await receive()
+        parts.append(message.get("body", b""))
+        more = message["type"] == "http.request" and message.get("more_body", False)
+    return b"".join(parts)
+
+
+def _fields(body: bytes) -> dict[str, Any]:
+    """{} for what is no JSON object: the replica says what is wrong."""
+    try:
+        found = msgspec.json.decode(body) if body else {}
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _session(scope: Scope, fields: dict[str, Any]) -> str | None:
+    given = dict(scope["headers"]).get(b"x-session-id", b"").decode("latin-1") or fields.get("prompt_cache_key")
+    return given[:256] if isinstance(given, str) and given else None

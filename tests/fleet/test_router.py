@@ -1,0 +1,217 @@
+"""The router in front of real servers of the built-in model, and of replicas that fail."""
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from hybridrt.base.errors import ConfigError
+from hybridrt.engine.api.llm import LLM
+from hybridrt.fleet import router as router_module
+from hybridrt.fleet.fleet_metrics import merged
+from hybridrt.fleet.router import RouterConfig
+from hybridrt.runtime.load.build import resolve_model_path
+from hybridrt.server.core.config import ServerConfig
+from tests.support.http_server import Served, serving
+from tests.support.routing import FLEET_KEY, Routed, routing
+
+BODY = {"model": "tested", "prompt": "def read_lines(path):", "max_tokens": 12, "temperature": 0}
+KEY = {"Authorization": "Bearer client-key"}
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Iterator[LLM]:
+    with LLM(str(resolve_model_path("embedded")), device="cpu", max_running_requests=8, max_model_len=256) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def replica(embedded: LLM) -> Iterator[Served]:
+    with serving(embedded, fleet_key=FLEET_KEY, api_keys=("client-key",)) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def routed(replica: Served) -> Iterator[Routed]:
+    tokenizer = str(resolve_model_path("embedded"))
+    with routing(replica.url, tokenizer=tokenizer, api_keys=("client-key",)) as router:
+        router.wait_for(1)
+        router.wait_for_caches()
+        yield router
+
+
+def test_answers_are_those_of_the_replica(routed: Routed, replica: Served) -> None:
+    own, through = replica.post("/v1/completions", BODY, headers=KEY), routed.post("/v1/completions", BODY, headers=KEY)
+    assert through.status_code == 200
+    assert through.json()["choices"] == own.json()["choices"]
+    with (
+        routed.http() as client,
+        client.stream("POST", "/v1/completions", json=BODY | {"stream": True}, headers=KEY) as r,
+    ):
+        text = r.read().decode()
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    assert "".join(event["choices"][0]["text"] for event in events) == own.json()["choices"][0]["text"]
+    assert text.endswith("data: [DONE]\n\n") and ": tokens" not in text
+
+
+def test_the_replica_says_what_is_wrong(routed: Routed) -> None:
+    answer = routed.post("/v1/completions", BODY | {"max_tokens": -1}, headers=KEY)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "max_tokens"
+    assert routed.post("/v1/completions", BODY).status_code == 401
+    assert routed.post("/v1/nothing", BODY, headers=KEY).status_code == 404
+
+
+def test_text_and_conversations_are_known_by_their_tokens(routed: Routed, replica: Served) -> None:
+    """The router finds in its mirror what the replica then hits."""
+    prefix = routed.router.metrics.prefix_tokens
+    prompt = "def parse(text):\n    return [line.split(',') for line in text.splitlines() if line and line[0] != '#']\n"
+    for _ in range(2):
+        routed.post("/v1/completions", BODY | {"prompt": prompt}, headers=KEY)
+        Routed.wait_until(lambda: not replica.llm.engine.has_unfinished())
+    Routed.wait_until(lambda: len(routed.router.replicas[0].placed.mirror or ()) > 0)
+    before = prefix._value.get()
+    usage = routed.post("/v1/completions", BODY | {"prompt": prompt}, headers=KEY).json()["usage"]
+    assert prefix._value.get() - before == usage["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_metrics_of_all_and_the_state_of_replicas(routed: Routed, replica: Served) -> None:
+    with routed.http() as client:
+        text = client.get("/metrics", headers=KEY).text
+        facts = client.get("/fleet/replicas", headers={"Authorization": f"Bearer {FLEET_KEY}"}).json()
+        assert client.get("/fleet/replicas", headers=KEY).status_code == 401
+    assert f'replica="{replica.url}"' in text and "hybridrt_router_requests_total" in text
+    assert [fact["url"] for fact in facts] == [replica.url] and facts[0]["ready"]
+
+
+def test_merged_metrics_have_one_head_and_a_label_each() -> None:
+    text = '# HELP a says what\n# TYPE a gauge\na{b="c"} 1\na 2.5\nwrong line here\n'
+    assert merged({"http://x": text, "http://y": text}).splitlines() == [
+        "# HELP a says what", "# TYPE a gauge", 'a{replica="http://x",b="c"} 1', 'a{replica="http://x"} 2.5',
+        'a{replica="http://y",b="c"} 1', 'a{replica="http://y"} 2.5',
+    ]  # fmt: skip
+
+
+@contextmanager
+def failing(*answers: bytes) -> Iterator[str]:
+    """A replica that is ready, sends these bytes to each request, one after the other, and ends the connection."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=answer, args=(connection,), daemon=True).start()
+
+    def answer(connection: socket.socket) -> None:
+        with connection:
+            head = connection.recv(65536)
+            if head.startswith(b"GET /ready"):
+                connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+                return
+            if b"/fleet/" in head.split(b"\r\n")[0]:
+                return
+            for part in answers:
+                connection.sendall(part)
+
+    threading.Thread(target=serve, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        listener.close()
+
+
+STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\ncontent-length: 9999\r\n\r\n"
+CHUNK = b'data: {"choices":[{"index":0,"text":"x"}]}\n\n'
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [(), (STREAM,), (STREAM, CHUNK), (b"HTTP/1.1 503 Busy\r\ncontent-length: 2\r\n\r\n{}",), (b"no http\r\n\r\n",)],
+)
+def test_a_request_of_which_nothing_was_sent_goes_elsewhere(replica: Served, answers: tuple[bytes, ...]) -> None:
+    with failing(*answers) as bad, routing(bad, replica.url) as router:
+        router.wait_for(2)
+        for stream in (False, True):
+            for _ in range(2):  # one of them begins at the failing one
+                text = router.post("/v1/completions", BODY | {"stream": stream}, headers=KEY).text
+                assert '"text"' in text and "error" not in text
+        assert router.router.metrics.retries._value.get() >= 1
+        Routed.wait_until(lambda: all(not r.placed.requests and not r.placed.tokens for r in router.router.replicas))
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+def test_a_stream_that_is_cut_says_where_to_resume(path: str) -> None:
+    with failing(STREAM, CHUNK + b": tokens 1\n\n" + CHUNK + b": tokens 3\n\n") as bad, routing(bad) as router:
+        router.wait_for(1)
+        text = router.post(path, BODY | {"stream": True}).text
+        *_, last = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+        assert last["error"]["resume_from"] == 3 and text.count('"text":"x"') == 2 and ": tokens" not in text
+        assert path == "/v1/messages" or last["error"]["code"] == "stream_cut"
+
+
+def test_without_a_replica_that_takes_it_the_last_refusal_is_the_answer(replica: Served) -> None:
+    refusal = b"HTTP/1.1 429 Full\r\nretry-after: 7\r\ncontent-length: 2\r\n\r\n{}"
+    with failing(refusal) as bad, routing(bad) as router:
+        router.wait_for(1)
+        answer = router.post("/v1/completions", BODY)
+        assert answer.status_code == 429 and answer.headers["retry-after"] == "7"
+    with routing("http://127.0.0.1:9") as router:
+        assert router.post("/v1/completions", BODY).status_code == 503
+        with router.http() as client:
+            assert client.get("/health").status_code == 200 and client.get("/ready").status_code == 503
+
+
+def test_a_drained_replica_gets_no_more(replica: Served) -> None:
+    fleet = {"Authorization": f"Bearer {FLEET_KEY}"}
+    with routing(replica.url) as router:
+        router.wait_for(1)
+        for drained, status in ((True, 503), (False, 200)):
+            told = router.post("/fleet/drain", {"url": replica.url, "drained": drained}, headers=fleet)
+            assert told.json()["drained"] is drained
+            assert router.post("/v1/completions", BODY, headers=KEY).status_code == status
+        assert router.post("/fleet/drain", {"url": "http://other"}, headers=fleet).status_code == 400
+        assert router.post("/fleet/drain", {"url": replica.url}).status_code == 401
+
+
+def test_a_key_for_replicas_replaces_the_clients(replica: Served) -> None:
+    with routing(replica.url, replica_key="client-key", api_keys=("outside",)) as router:
+        router.wait_for(1)
+        assert router.post("/v1/completions", BODY, headers={"x-api-key": "outside"}).status_code == 200
+        assert router.post("/v1/completions", BODY, headers=KEY).status_code == 401
+
+
+@pytest.mark.parametrize(
+    "replicas", [(), ("127.0.0.1:8000",), ("http://a:b@c",), ("ftp://a",), ("http://a", "http://a/"), ("http://a?b",)]
+)
+def test_wrong_replicas(replicas: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match="replica"):
+        RouterConfig(ServerConfig(), replicas)
+
+
+def test_bodies_are_bounded(replica: Served) -> None:
+    body: dict[str, Any] = BODY | {"prompt": "x" * 5000}
+    with routing(replica.url, max_body_bytes=1000) as router:
+        assert router.post("/v1/completions", body, headers=KEY).status_code == 413
+
+
+def test_replicas_that_dns_names_come_and_go(replica: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_module, "FIND_SECONDS", 0.05)
+    port = replica.url.rpartition(":")[2]
+    with routing(discover=f"http://localhost:{port}") as router:
+        router.wait_for(1)
+        assert router.post("/v1/completions", BODY, headers=KEY).status_code == 200
+
+        async def nowhere(*arguments: Any, **named: Any) -> list[Any]:
+            return []
+
+        with monkeypatch.context() as patched:
+            patched.setattr("uvloop.Loop.getaddrinfo", nowhere, raising=True)
+            Routed.wait_until(lambda: not router.router.replicas)
+            assert router.post("/v1/completions", BODY, headers=KEY).status_code == 503
+        router.wait_for(1)

@@ -1,0 +1,111 @@
+"""Servers with roles: one computes the prompts of another, and may go away and come back."""
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+
+from hybridrt.base.errors import ConfigError
+from hybridrt.engine.api.llm import LLM
+from hybridrt.runtime.load.build import resolve_model_path
+from hybridrt.server.core.config import ServerConfig
+from hybridrt.server.roles import DecodeRole, PrefillRole
+from hybridrt.transfer import workers
+from hybridrt.transfer.ranks import Reader
+from hybridrt.transfer.reader import ImageReader
+from hybridrt.transfer.side import WorkerSide
+from tests.support.http_server import WAIT, Served, serving
+from tests.support.in_process import InProcessTransport
+
+KEYS = {"fleet_key": "f" * 32, "transfer_key": "t" * 32}
+BODY = {"model": "tested", "max_tokens": 6, "temperature": 0}
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
+    """Arenas of this process instead of NIXL's."""
+    arenas: dict[str, torch.Tensor] = {}
+
+    def open_ranks(side: WorkerSide, serve: bool, devices: str) -> list[Reader]:
+        name = f"arena {len(arenas)} {time.monotonic()}"
+        return [ImageReader(InProcessTransport(arenas, name, side.arena), side.layout)]
+
+    monkeypatch.setattr(workers, "open_ranks", open_ranks)
+    return arenas
+
+
+@pytest.fixture(scope="module")
+def llms() -> Iterator[tuple[LLM, LLM]]:
+    path = str(resolve_model_path("embedded"))
+    options: dict[str, Any] = {"device": "cpu", "max_running_requests": 4, "max_model_len": 256}
+    with ExitStack() as stack:
+        made = [stack.enter_context(LLM(path, transfer_bytes=2**24, **options)) for _ in range(2)]
+        yield made[0], made[1]
+
+
+def until(holds: Any) -> None:
+    deadline = time.monotonic() + WAIT
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def answer(served: Served, prompt: list[int]) -> list[int]:
+    got = served.post("/v1/completions", BODY | {"prompt": prompt, "return_token_ids": True})
+    assert got.status_code == 200, got.text
+    tokens: list[int] = got.json()["choices"][0]["token_ids"]
+    return tokens
+
+
+def prompts(count: int) -> list[list[int]]:
+    return [list(range(20 + i, 90 + 2 * i)) for i in range(count)]
+
+
+def test_prompts_are_computed_elsewhere_and_here_while_nobody_is_there(
+    llms: tuple[LLM, LLM], hub: dict[str, torch.Tensor]
+) -> None:
+    computing, decoding = llms
+    asked = prompts(4)
+    with serving(computing, **KEYS) as front:
+        expected = [answer(front, prompt) for prompt in asked]
+        config = ServerConfig(port=0, role="decode", prefill_urls=(front.url,), **KEYS)
+        role = DecodeRole(decoding, config)
+        with serving(decoding) as served:
+            assert answer(served, asked[0]) == expected[0]
+            assert role.worker.counters().computed_here == 1 and not role.worker.counters().workers
+            for number, prompt in enumerate(asked[1:3], 1):  # the prefill worker comes, goes, and comes back
+                prefill = PrefillRole(computing, ServerConfig(port=0, role="prefill", **KEYS))
+                front.service.transfer_port = prefill.port
+                until(lambda: role.worker.counters().workers == 1)
+                assert answer(served, prompt) == expected[number]
+                assert role.worker.counters().fetched == number
+                assert answer(front, prompt) == expected[number], "the prefill worker serves HTTP too"
+                prefill.close()
+                until(lambda: answer(served, asked[3]) == expected[3] and not role.worker.counters().workers)
+                decoding.reset_prefix_cache()
+            role.close()
+            assert answer(served, asked[3]) == expected[3]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"role": "other"}, "role"), ({"role": "decode"}, "prefill URLs"), ({"prefill_urls": ("http://a",)}, "prefill"),
+        ({"role": "prefill", "transfer_key": None}, "transfer key"),
+        ({"role": "prefill", "fleet_key": None}, "fleet key"),
+        ({"role": "decode", "prefill_urls": ("a:1",)}, "prefill URL"),
+        ({"role": "prefill", "transfer_port": -1}, "port"),
+    ],
+)  # fmt: skip
+def test_settings_of_roles_that_do_not_go_together(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        ServerConfig(**{**KEYS, **wrong})
+
+
+def test_a_server_without_the_role_computes_for_nobody(served: Served, llms: tuple[LLM, LLM], hub: Any) -> None:
+    with serving(llms[0], fleet_key=KEYS["fleet_key"]) as other, other.http() as client:
+        answer = client.get("/fleet/transfer", headers={"Authorization": f"Bearer {KEYS['fleet_key']}"})
+        assert answer.status_code == 404 and "--role prefill" in answer.text

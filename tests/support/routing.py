@@ -1,0 +1,81 @@
+"""A router in a thread of the tests' process."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from hybridrt.fleet.router import Router, RouterConfig, RouterServer
+from hybridrt.server.core.config import ServerConfig
+from hybridrt.server.run import bind
+from tests.support.http_server import WAIT
+
+FLEET_KEY = "f" * 32
+
+
+@dataclass
+class Routed:
+    """A router that runs."""
+
+    server: RouterServer
+    url: str
+
+    @property
+    def router(self) -> Router:
+        return self.server.router
+
+    def http(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=WAIT)
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        with self.http() as client:
+            return client.post(path, json=body, **options)
+
+    def wait_for(self, ready: int) -> None:
+        """Until so many replicas are ready."""
+        self.wait_until(lambda: sum(replica.ready for replica in self.router.replicas) == ready)
+
+    def wait_for_caches(self) -> None:
+        self.wait_until(lambda: all(replica.placed.mirror is not None for replica in self.router.replicas))
+
+    @staticmethod
+    def wait_until(holds: Any, seconds: float = WAIT) -> None:
+        deadline = time.monotonic() + seconds
+        while not holds():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+@contextmanager
+def routing(
+    *replicas: str,
+    tokenizer: str | None = None,
+    replica_key: str | None = None,
+    discover: str | None = None,
+    **settings: Any,
+) -> Iterator[Routed]:
+    server_config = ServerConfig(**{"port": 0, "access_log": False, "fleet_key": FLEET_KEY} | settings)
+    config = RouterConfig(server_config, replicas, replica_key, server_config.fleet_key, tokenizer, discover)
+    ready = threading.Event()
+    with bind(server_config) as listener:
+        server = RouterServer(config)
+        startup = server.startup
+
+        async def noting(sockets: Any = None) -> None:
+            await startup(sockets)
+            ready.set()
+
+        server.startup = noting  # type: ignore[method-assign]
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        try:
+            assert ready.wait(WAIT), "the router does not start"
+            yield Routed(server, f"http://127.0.0.1:{listener.getsockname()[1]}")
+        finally:
+            server.handle_exit(15, None)
+            thread.join(WAIT)
+            assert not thread.is_alive(), "the router does not end"
