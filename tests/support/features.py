@@ -13,7 +13,7 @@ import torch
 from hybridrt import LLM, SamplingParams, SpeculativeConfig, StructuredOutputs
 from hybridrt.runtime.load.build import ASSETS
 from tests.support.mtp_oracle import write_with_head
-from tests.support.newer_checkpoints import qwen35
+from tests.support.newer_checkpoints import qwen35_moe
 from tests.support.transfer_pair import Decoder, Prefiller, run
 
 Tokens = list[list[int]]
@@ -50,6 +50,8 @@ FEATURES: dict[str, Feature] = {
     "fp8 KV": Feature({"kv_cache_dtype": "fp8_e4m3"}, ("kv_cache_dtype", "kv_scales"), exact=False),
     "8-bit states": Feature({"mamba_ssm_dtype": "int8"}, ("mamba_ssm_dtype", "mamba_ssm_rounding"), exact=False),
     "tp": Feature({"tp_size": 2}, ("tp_size",)),
+    "ep": Feature({"tp_size": 2, "expert_parallel": True}, ("expert_parallel",)),
+    "dp": Feature({"dp_size": 2}, ("dp_size",)),
     "ngram": drafts("ngram"),
     "draft": drafts("draft"),
     "mtp": drafts("mtp"),
@@ -74,10 +76,11 @@ PAIRS = tuple(combinations(FEATURES, 2))
 
 
 def write_model(path: Path) -> Path:
-    """A tiny model with recurrent layers, attention, a prediction head, and matrices that are large enough to be
+    """A tiny model with recurrent layers, attention, experts, a prediction head, and matrices that are large enough to be
     quantised; its tokenizer is the built-in model's."""
-    make = qwen35(
-        vocab_size=4096, hidden_size=128, intermediate_size=128, num_hidden_layers=2, full_attention_interval=2,
+    make = qwen35_moe(
+        vocab_size=4096, hidden_size=128, moe_intermediate_size=128, shared_expert_intermediate_size=128,
+        num_experts=4, num_hidden_layers=2, full_attention_interval=2,
         mtp_num_hidden_layers=1, linear_key_head_dim=32, linear_value_head_dim=32, eos_token_id=0, bos_token_id=0,
     )  # fmt: skip
     write_with_head(make, path)
