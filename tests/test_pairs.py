@@ -6,11 +6,12 @@
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hybridrt.base.config import EngineConfig
-from hybridrt.base.errors import ConfigError, RequestError
+from hybridrt.base.errors import ConfigError, HybridrtError, RequestError
 from hybridrt.chat.conversation import read_conversation
 from hybridrt.engine.api.llm import LLM
 from tests.support.features import FEATURES, PAIRS, USUAL, Tokens, outputs, write_model
@@ -22,18 +23,27 @@ Pair = tuple[str, str]
 # compared with those of a run without.
 RUNS: frozenset[Pair] = frozenset({
     ("8-bit states", "ngram"), ("8-bit states", "draft"), ("8-bit states", "mtp"), ("8-bit states", "transfer"),
+    ("8-bit states", "dp"),
 })  # fmt: skip
 # Pairs that another test has, "file::test", or that an option cannot ask for.
 ELSEWHERE: dict[Pair, str] = {
     ("tp", "transfer"): "tests/transfer/test_nixl.py::test_other_numbers_of_ranks",
+    ("ep", "transfer"): "tests/transfer/test_nixl.py::test_other_numbers_of_ranks",
     **{pair: "one option: speculative" for pair in PAIRS if set(pair) <= set(DRAFTERS)},
 }
+# What an error says of a pair that is refused.
+REFUSED: dict[Pair, str] = {
+    ("dp", "sessions"): "no sessions here: it belongs to one engine",
+    ("dp", "transfer"): "transfer_bytes belongs to one engine",
+}
+# Their pairs start processes, for tens of seconds: most of them are tried by hand, before a release.
+RANKS = ("tp", "ep", "dp")
 # Features that are not there, and what refuses them or shows that they are not.
 ABSENT = {
     "adapters": "test_adapters_are_refused_by_name", "images": "test_images_are_refused_by_name",
-    "ep": "", "deterministic": "", "updates": "",
+    "deterministic": "", "updates": "",
 }  # fmt: skip
-TRIED = [pair for pair in PAIRS if pair not in ELSEWHERE]
+TRIED = [pair for pair in PAIRS if pair not in ELSEWHERE and pair not in REFUSED]
 
 
 def test_each_option_of_an_engine_is_a_feature_or_usual() -> None:
@@ -44,7 +54,7 @@ def test_each_option_of_an_engine_is_a_feature_or_usual() -> None:
 
 
 def test_each_pair_has_a_cell() -> None:
-    assert set(TRIED) | ELSEWHERE.keys() == set(PAIRS) and set(TRIED) >= RUNS
+    assert set(TRIED) | ELSEWHERE.keys() | REFUSED.keys() == set(PAIRS) and set(TRIED) >= RUNS
     for told in ELSEWHERE.values():
         file, _, name = told.partition("::")
         assert not name or f"def {name}(" in (ROOT / file).read_text(), told
@@ -74,8 +84,25 @@ def plainest(model: Path, names: tuple[str, ...]) -> Tokens:
     return outputs(model, names, model)
 
 
+def _levels() -> list[Any]:
+    """Pairs without ranks in the slow level, and each sixth one with ranks; the others in the soak level."""
+    ranks = [pair for pair in TRIED if set(pair) & set(RANKS)]
+    slow = {*TRIED} - {*ranks} | {*ranks[::6]}
+    names = {pair: "-".join(pair).replace(" ", "_") for pair in TRIED}
+    return [
+        pytest.param(pair, id=names[pair], marks=pytest.mark.slow if pair in slow else pytest.mark.soak)
+        for pair in TRIED
+    ]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", TRIED, ids=lambda pair: "-".join(pair).replace(" ", "_"))
+@pytest.mark.parametrize("pair", REFUSED)
+def test_two_features_that_are_refused_by_name(model: Path, tmp_path: Path, pair: Pair) -> None:
+    with pytest.raises(HybridrtError, match=REFUSED[pair]):
+        outputs(model, pair, tmp_path)
+
+
+@pytest.mark.parametrize("pair", _levels())
 def test_two_features_together(model: Path, tmp_path: Path, pair: Pair) -> None:
     """Two turns of three requests. Features that change no number change no token."""
     found = outputs(model, pair, tmp_path)
@@ -97,6 +124,8 @@ def _cell(row: str, column: str) -> str:
     pair = next((pair for pair in PAIRS if set(pair) == {row, column}), None)
     if pair is None:
         return ""
+    if pair in REFUSED:
+        return "refused"
     if pair in ELSEWHERE:
         return "one at a time" if "::" not in ELSEWHERE[pair] else "own test"
     return "runs" if pair in RUNS else "equal"
@@ -107,10 +136,10 @@ HEAD = """# Features together
 Each pair of features is tried on a tiny model: two turns of three requests, on a CPU. "equal": the
 tokens are those of a run without the features that change no number. "runs": both features round at
 other places together than alone, so tokens are not compared. "own test": another test has the pair.
-"one at a time": one option chooses between them.
+"one at a time": one option chooses between them. "refused": an error names the two.
 
 Adapters and images are refused by name. `python -m tests.test_pairs` writes this page, and
-`pytest -m slow tests/test_pairs.py` tries the pairs. A new option of the engine that has no row
+`pytest -m "slow or soak" tests/test_pairs.py` tries the pairs. A new option of the engine that has no row
 fails a test.
 
 """

@@ -76,7 +76,7 @@ PAIRS = tuple(combinations(FEATURES, 2))
 
 
 def write_model(path: Path) -> Path:
-    """A tiny model with recurrent layers, attention, experts, a prediction head, and matrices that are large enough to be
+    """A tiny model with recurrent layers, attention, experts and a prediction head. Its matrices are large enough to be
     quantised; its tokenizer is the built-in model's."""
     make = qwen35_moe(
         vocab_size=4096, hidden_size=128, moe_intermediate_size=128, shared_expert_intermediate_size=128,
