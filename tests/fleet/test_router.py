@@ -155,19 +155,30 @@ def test_a_stream_that_is_cut_says_where_to_resume(path: str) -> None:
         assert path == "/v1/messages" or last["error"]["code"] == "stream_cut"
 
 
-def test_without_a_replica_that_takes_it_the_last_refusal_is_the_answer(replica: Served) -> None:
+def test_without_a_replica_that_takes_it_the_last_refusal_is_the_answer(
+    replica: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     refusal = b"HTTP/1.1 429 Full\r\nretry-after: 7\r\ncontent-length: 2\r\n\r\n{}"
     with failing(refusal) as bad, routing(bad) as router:
         router.wait_for(1)
         answer = router.post("/v1/completions", BODY)
         assert answer.status_code == 429 and answer.headers["retry-after"] == "7"
+    monkeypatch.setattr(router_module, "READY_SECONDS", 0.1)
     with routing("http://127.0.0.1:9") as router:
         assert router.post("/v1/completions", BODY).status_code == 503
         with router.http() as client:
             assert client.get("/health").status_code == 200 and client.get("/ready").status_code == 503
 
 
-def test_a_drained_replica_gets_no_more(replica: Served) -> None:
+def test_a_request_waits_for_the_only_replica(replica: Served) -> None:
+    with routing(replica.url) as router:
+        router.wait_for(1)
+        router.router.replicas[0].ready = False  # until the next answer
+        assert router.post("/v1/completions", BODY, headers=KEY).status_code == 200
+
+
+def test_a_drained_replica_gets_no_more(replica: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_module, "READY_SECONDS", 0.1)
     fleet = {"Authorization": f"Bearer {FLEET_KEY}"}
     with routing(replica.url) as router:
         router.wait_for(1)
@@ -202,6 +213,7 @@ def test_bodies_are_bounded(replica: Served) -> None:
 
 def test_replicas_that_dns_names_come_and_go(replica: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router_module, "FIND_SECONDS", 0.05)
+    monkeypatch.setattr(router_module, "READY_SECONDS", 0.1)
     port = replica.url.rpartition(":")[2]
     with routing(discover=f"http://localhost:{port}") as router:
         router.wait_for(1)
