@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hybridrt.base.structured_outputs import MAX_CHARACTERS
+
 COUNTER = b"%%%%%%%%"  # replaced by a number of as many digits, another one each time that a request is sent
 MAX_FILE_BYTES = 1 << 28
 
@@ -86,9 +88,17 @@ def _schemas() -> list[Attack]:
         body = {"prompt": [5], "max_tokens": 4, "guided_json": {"type": "object", "properties": properties}}
         return request("/v1/completions", body)
 
+    def enumeration(characters: int) -> bytes:
+        values = [counter, *(f"{i:05}" * 4 for i in range(characters // 23))]
+        form = {"type": "json_schema", "json_schema": {"name": "form", "schema": {"enum": values}}}
+        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "response_format": form}
+        return request("/v1/chat/completions", body)
+
     return [
         Attack("large-schemas", (schema(5000, {"type": "string"}),), 10),
         Attack("schemas-of-patterns", (schema(300, {"type": "string", "pattern": "^[a-z]{1,200}$"}),), 10),
+        Attack("long-enumerations", (enumeration(400_000),), 8),
+        Attack("enumerations-at-the-limit", (enumeration(MAX_CHARACTERS - 1000),), 8),
     ]
 
 

@@ -18,10 +18,11 @@ import time
 from itertools import pairwise
 from typing import Any
 
-from benchmarks.common import PRODUCT_FLOPS_PER_S, environment, prefill_flops, prompts, save, settle, step_bytes
+from benchmarks.common import HBM_BYTES_PER_S, PRODUCT_FLOPS_PER_S, environment, prompts, save, settle
 from benchmarks.short_prompts import measure_short
 from hybridrt import LLM, SamplingParams
 from hybridrt.base.config import KV_CODES, STATE_DTYPES, EngineConfig
+from hybridrt.bench.floor import prefill_flops, step_bytes
 
 FIRST, LAST = 16, 144
 
@@ -84,7 +85,7 @@ def measure(args: argparse.Namespace, llm: LLM) -> list[dict[str, Any]]:
         each = list[list[float]]()
         times = [decode_ms(llm, batch, args.ctx, params, each) for _ in range(args.repeats)]
         ms = statistics.median(times)
-        floor = step_bytes(runner.model, runner.pools, batch, args.ctx).floor_ms()
+        floor = step_bytes(runner.model, runner.pools, batch, args.ctx).floor_ms(HBM_BYTES_PER_S)
         rows.append({"what": f"decode batch {batch}", "ms": ms, "tok/s": batch / ms * 1e3, "floor_ms": floor,
                      "slowest": slowest(each)})  # fmt: skip
         print(f"{rows[-1]['what']:24} {ms:9.3f} ms {batch / ms * 1e3:10.0f} tok/s  floor {floor:7.3f} ms "

@@ -132,6 +132,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("model")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--ctx", type=int, default=1024)
+    parser.add_argument("--tp", type=int, default=1, help="ranks, a GPU each: the table is that of rank 0")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rows", type=int, default=25)
     parser.add_argument("--state-dtype", default="bfloat16", choices=sorted(STATE_DTYPES))
@@ -149,7 +150,7 @@ def main() -> None:
     longest = max([args.ctx, *(length for _, length in [*args.prefill, *args.mixed])])
     most = max([args.batch, *(rows + 2 for rows, _ in args.mixed)])
     llm = LLM(
-        args.model, load_format="dummy", max_model_len=longest + 512, state_mode=args.state_mode,
+        args.model, load_format="dummy", max_model_len=longest + 512, state_mode=args.state_mode, tp_size=args.tp,
         mamba_ssm_dtype=args.state_dtype, max_running_requests=most, cuda_graph_max_bs=most,
         prefix_cache=False,
     )  # fmt: skip

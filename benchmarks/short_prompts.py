@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from benchmarks.common import HBM_BYTES_PER_S, PRODUCT_FLOPS_PER_S, prefill_flops, prompts, step_bytes
+from benchmarks.common import HBM_BYTES_PER_S, PRODUCT_FLOPS_PER_S, prompts
 from hybridrt import LLM, SamplingParams
+from hybridrt.bench.floor import prefill_flops, step_bytes
 from hybridrt.mem_cache.pools.pools import Pools
 from hybridrt.models.base import CausalLM
 

@@ -22,8 +22,9 @@ from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kernels.core.records import Rope
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.layers.attention import AttentionLayer, qkv_segments
-from hybridrt.layers.linear import MLP, ColumnLinear, RowLinear, Segment, Summands
+from hybridrt.layers.linear import MLP, ColumnLinear, RowLinear, Segment
 from hybridrt.layers.norm import ResidualPart, RMSNorm
+from hybridrt.layers.summands import Hidden, Summands
 from hybridrt.layers.weights import Build, CheckpointMap
 from hybridrt.models.base import CausalLM
 from hybridrt.models.config.family import (
@@ -119,7 +120,7 @@ class ParallelMixer(nn.Module):
         q, k, v, *of_mamba = self.in_proj.sizes
         self.sizes = (q, k, v, sum(of_mamba))
 
-    def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
+    def forward(self, norm: RMSNorm, x: Hidden, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         projected, residual = self.in_proj.method.apply_normed(norm, x, residual, self.in_proj.bias)
         widths = self.out_proj.sizes  # results that are written side by side need no copy
         for_attn, for_ssm = projected.new_empty(len(projected), sum(widths)).split_with_sizes(widths, dim=-1)

@@ -16,8 +16,8 @@ from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.prefix_sum import PrefixSumConfig
 from hybridrt.kinds.registry import linear_kind
 from hybridrt.layers.attention import Attention
-from hybridrt.layers.linear import Summands
 from hybridrt.layers.norm import RMSNorm
+from hybridrt.layers.summands import Hidden, Summands
 from hybridrt.layers.weights import Build, CheckpointTarget
 from hybridrt.models.window_history import WindowHistoryInputs
 
@@ -131,7 +131,7 @@ class HybridAttentionLayer(Attention):
         super().__init__(name, config, layer_id, hidden_size, cos_sin=cos_sin, build=build)
         self.ssm_adapter, self.tp = ssm_adapter, build.tp
 
-    def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
+    def forward(self, norm: RMSNorm, x: Hidden, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         h, residual = norm(x, residual)
         q, k, v = self.qkv(h).split(self.sizes, dim=-1)
         out = batch.attn_backend.run(self, batch, WindowHistoryInputs(AttentionInputs(q, k, v, rope=self.rope), h))

@@ -20,6 +20,7 @@ from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.layers.norm import LayerPart, ResidualPart
+from hybridrt.layers.summands import Hidden
 from hybridrt.layers.weights import Build
 from hybridrt.models.base import CausalLM
 from hybridrt.models.config.family import Family, FamilyFields
@@ -132,7 +133,7 @@ class PureMamba(CausalLM):
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         embedded = self.embed(batch.input_ids)
         residual: torch.Tensor | None = embedded.to(self.residual_dtype)
-        x = torch.zeros_like(embedded)
+        x: Hidden = torch.zeros_like(embedded)
         for norm, part in self.stack:
             x, residual = part(norm, x, residual, batch)
         return self.norm(x, residual)[0]

@@ -22,9 +22,9 @@ from hybridrt.base.errors import ConfigError
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kinds.lightning import LightningConfig
 from hybridrt.layers.attention import Attention
-from hybridrt.layers.linear import Summands
 from hybridrt.layers.moe import Experts, MoE, SoftmaxRouter
 from hybridrt.layers.norm import ResidualPart, RMSNorm
+from hybridrt.layers.summands import Hidden, Summands
 from hybridrt.layers.weights import CheckpointMap
 from hybridrt.models.base import MTP_KEYS, SWIGLU, CausalLM
 from hybridrt.models.config.family import FULL_ROPE, Family, FamilyFields, attention_config, interleaved
@@ -123,7 +123,7 @@ class OntoNormed(nn.Module):
         super().__init__()
         self.part, self.alpha = part, alpha
 
-    def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
+    def forward(self, norm: RMSNorm, x: Hidden, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         h = norm(x, residual)[0]
         return self.part.summand(h, batch), h if self.alpha == 1.0 else h * self.alpha
 

@@ -19,8 +19,9 @@ from hybridrt.base.config_json import FLAG, NULL, either
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.layers.attention import Attention
-from hybridrt.layers.linear import MLP, Summands
+from hybridrt.layers.linear import MLP
 from hybridrt.layers.norm import ResidualPart, RMSNorm, SharedRMSNorm
+from hybridrt.layers.summands import Hidden, Summands, summed
 from hybridrt.layers.weights import Build, CheckpointMap
 from hybridrt.models.base import CausalLM
 from hybridrt.models.config.family import (
@@ -124,8 +125,8 @@ class PostNormed(nn.Module):
         super().__init__()
         self.part, self.summand = part, summand
 
-    def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
-        total = x if residual is None else x + residual
+    def forward(self, norm: RMSNorm, x: Hidden, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
+        total = summed(x) if residual is None else summed(x) + residual
         return norm(self.summand(total, batch))[0], total
 
     def targets(self, key: str) -> CheckpointMap:

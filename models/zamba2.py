@@ -31,9 +31,10 @@ from hybridrt.base.config_json import FLAG, NULL, FieldType, either, list_of, nu
 from hybridrt.base.errors import ConfigError
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kinds.mamba2 import Mamba2Config
-from hybridrt.layers.linear import ColumnLinear, Segment, Summands
+from hybridrt.layers.linear import ColumnLinear, Segment
 from hybridrt.layers.norm import ResidualPart, ResidualStack, RMSNorm
 from hybridrt.layers.shared_block import SharedBlock
+from hybridrt.layers.summands import Hidden, Summands, summed
 from hybridrt.layers.weights import Build, CheckpointMap
 from hybridrt.models.base import CausalLM
 from hybridrt.models.config.family import FULL_ROPE, Family, FamilyFields, check_heads
@@ -133,10 +134,10 @@ class HybridPart(nn.Module):
         self.linear = ColumnLinear(f"{name}.linear", hidden, [Segment("x", hidden)], build=build.uncut)
 
     def forward(
-        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch, embedded: torch.Tensor
+        self, norm: RMSNorm, x: Hidden, residual: torch.Tensor | None, batch: ForwardBatch, embedded: torch.Tensor
     ) -> Summands:
         """Mamba-2 of norm(x + residual + projected block), and x + residual."""
-        x = x if residual is None else x + residual
+        x = summed(x) if residual is None else summed(x) + residual
         seen = self.linear(self.block(self.i, x, embedded, batch)).add_(x)
         projected, _ = self.mamba.in_proj.method.apply_normed(norm, seen, None, self.mamba.in_proj.bias)
         return self.mamba.out_proj.onto(x, self.mamba.mixer(projected, batch))

@@ -90,17 +90,10 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What a sweep leaves to the slow level runs there with programs in a shuffled order, and in their own order in the
-    soak level: it would be the same computation twice. What it leaves to the soak level is not slow, although a
-    shuffled order is."""
+    """What is left to the soak level is not slow, too: one mark may be a parameter's, the other one the test's."""
     for item in items:
         if any(mark.name == "soak" for mark in item.own_markers):
             item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "slow"]
-        spec = getattr(item, "callspec", None)
-        own = [mark for mark in item.own_markers if mark.name != "slow"]
-        if spec is not None and spec.params.get("provider") == "triton" and len(own) < len(item.own_markers):
-            item.own_markers[:] = own
-            item.add_marker("soak")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -145,10 +138,14 @@ def _interpreter_problem() -> str | None:
     return None
 
 
-@pytest.fixture(params=["torch", "triton", pytest.param("triton-shuffled", marks=pytest.mark.slow)])
+PROVIDERS = ["torch", "triton-shuffled", pytest.param("triton", marks=pytest.mark.soak)]
+
+
+@pytest.fixture(params=PROVIDERS)
 def provider(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Runs a test with the torch path of every operation, with the Triton kernels where they exist, and with these in
-    a shuffled order of their programs (the interpreter runs one after another, which hides races)."""
+    """Runs a test with the torch path of every operation, and with the Triton kernels where they exist, in a shuffled
+    order of their programs. The interpreter runs one after another, and their own order hides races. It would be the
+    same computation again, so it is left to the soak level."""
     if request.param != "torch":
         if problem := _interpreter_problem():
             pytest.skip(problem)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from tests.conftest import pytest_cmdline_main, pytest_collection_modifyitems
+from tests.conftest import PROVIDERS, pytest_cmdline_main, pytest_collection_modifyitems
 from tests.support.lazily import lazily
 from tests.support.levels import draw, drawn, examples, sweep
 
@@ -75,7 +75,7 @@ def test_properties_draw_more_in_the_slow_level() -> None:
 
 
 def test_what_is_left_to_the_soak_level_does_not_run_in_the_slow_one(request: pytest.FixtureRequest) -> None:
-    """One mark may be the provider's, the other one a seed's."""
+    """One mark may be the provider's, the other one the test's."""
     item = pytest.Function.from_parent(request.node.parent, name="one", callobj=lambda: None)
     item.add_marker("slow")
     item.add_marker("soak")
@@ -83,21 +83,9 @@ def test_what_is_left_to_the_soak_level_does_not_run_in_the_slow_one(request: py
     assert [each.name for each in item.own_markers] == ["soak"]
 
 
-@pytest.mark.parametrize(
-    ("provider", "mark", "wanted"),
-    [
-        ("triton", "slow", ["soak"]), ("triton-shuffled", "slow", ["slow"]), ("torch", "slow", ["slow"]),
-        ("triton", "gpu", ["gpu"]),
-    ],
-)  # fmt: skip
-def test_kernels_of_the_slow_level_run_in_a_shuffled_order_alone(
-    provider: str, mark: str, wanted: list[str], request: pytest.FixtureRequest
-) -> None:
-    item = pytest.Function.from_parent(request.node.parent, name="one", callobj=lambda: None)
-    item.callspec = SimpleNamespace(params={"provider": provider})  # type: ignore[assignment]
-    item.add_marker(mark)
-    pytest_collection_modifyitems([item])
-    assert [each.name for each in item.own_markers] == wanted
+def test_kernels_run_in_a_shuffled_order_in_every_level_but_the_last() -> None:
+    values = {getattr(each, "values", (each,))[0]: [m.name for m in getattr(each, "marks", ())] for each in PROVIDERS}
+    assert values == {"torch": [], "triton-shuffled": [], "triton": ["soak"]}
 
 
 def test_what_pytest_asks_of_a_global_loads_no_library(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -310,6 +310,8 @@ _ENGINE = {
     "state_mode": one_of("auto", "classic", "replay"),
     "speculative": _or_none(FieldType("a SpeculativeConfig", lambda v: isinstance(v, SpeculativeConfig))),
     "tp_size": integer(1, 64),
+    "expert_parallel": FLAG,
+    "dp_size": integer(1, 64),
     "transfer_bytes": integer(0, 2**44),
     "prefix_cache": FLAG,
     "cache_slots": _or_none(integer(0, 2**24)),
@@ -366,6 +368,9 @@ class EngineConfig:
         overlap: launch a step before the tokens of the previous step have reached the host.
         speculative: a SpeculativeConfig, or None.
         tp_size: tensor-parallel ranks, each a process with a shard of the model and its own GPU.
+        expert_parallel: each rank holds whole routed experts, instead of a part of every expert.
+        dp_size: replicas of the model, each with `tp_size` ranks, pools and a prefix cache of its own
+            (docs/several-gpus.md).
         transfer_bytes: size of the arena through which states move between workers; 0: none.
         prefix_cache: keep KV and states of prompts and answers, for requests that begin with the
             same tokens (docs/prefix-cache.md).
@@ -407,6 +412,8 @@ class EngineConfig:
     overlap: bool = True
     speculative: SpeculativeConfig | None = None
     tp_size: int = 1
+    expert_parallel: bool = False
+    dp_size: int = 1
     transfer_bytes: int = 0
     prefix_cache: bool = True
     cache_slots: int | None = None
@@ -421,7 +428,15 @@ class EngineConfig:
             raise ConfigError("host_cache_bytes extends the prefix cache, which is off: set prefix_cache=True")
         if self.kv_scales != "auto" and self.kv_cache_dtype == "auto":
             raise ConfigError(f'kv_scales is {self.kv_scales!r}, but no codes are kept: set kv_cache_dtype="fp8_e4m3"')
+        if self.expert_parallel and self.tp_size == 1:
+            raise ConfigError("expert_parallel shares experts over ranks, and tp_size is 1: set it to 2 or more")
+        self._check_replicas()
         self._check_rounding()
+
+    def _check_replicas(self) -> None:
+        for name, none in (("transfer_bytes", 0), ("request_log", None)):
+            if self.dp_size > 1 and getattr(self, name) != none:
+                raise ConfigError(f"{name} belongs to one engine, and dp_size is {self.dp_size}: leave one of them out")
 
     def _check_rounding(self) -> None:
         dtype, rounding = self.mamba_ssm_dtype, self.mamba_ssm_rounding

@@ -145,6 +145,11 @@ def page_lock(buffer: torch.Tensor) -> int:
     return int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0))
 
 
+def reaches(device: torch.device, other: int) -> bool:
+    """Whether kernels of a GPU can use the memory of GPU number `other`."""
+    return device.index == other or torch.cuda.can_device_access_peer(device.index, other)
+
+
 def synchronize(device: torch.device) -> None:
     """Waits for all work launched on a device."""
     if device.type == "cuda":
@@ -218,8 +223,12 @@ class SideStream:
             yield
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        with self.next_to_current():
             yield
+
+    def next_to_current(self) -> AbstractContextManager[object]:
+        """Work launched inside waits for no work of other streams."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def join(self) -> None:
         """Work launched from here on runs after all work of this stream."""

@@ -25,6 +25,7 @@ ENGINE: Mapping[str, str] = {
     "disable_radix_cache": "prefix_cache=False",
     **dict.fromkeys(("model_path", "model_name_or_path", "model_id"), "model"),
     **dict.fromkeys(("torch_dtype", "precision"), "dtype"),
+    **dict.fromkeys(("enable_expert_parallel", "enable_ep_moe"), "expert_parallel"),
     "block_size": "page_size",
     **dict.fromkeys(("enforce_eager", "disable_cuda_graph"), "cuda_graph=False"),
     **dict.fromkeys(("cuda_graph_sizes", "cuda_graph_bs"), "cuda_graph_max_bs"),
@@ -38,7 +39,8 @@ ENGINE: Mapping[str, str] = {
     **dict.fromkeys(("disable_overlap_schedule", "async_scheduling"), "overlap"),
     "trust_remote_code": "!leave it out: code of a checkpoint is never run",
     "enable_chunked_prefill": "!leave it out: prompts are always computed in chunks (chunked_prefill_size)",
-    **dict.fromkeys(("pipeline_parallel_size", "data_parallel_size"), "!leave it out: tp_size alone splits a model"),
+    "pipeline_parallel_size": "!leave it out: tp_size alone splits a model",
+    **dict.fromkeys(("data_parallel_size", "dp"), "dp_size"),
     **dict.fromkeys(("tokenizer", "tokenizer_mode"), "!leave it out: the tokenizer is the checkpoint's own"),
     **dict.fromkeys(("enable_lora", "lora_modules"), "!leave it out: adapters are not supported; merge them"),
 }

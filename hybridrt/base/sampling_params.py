@@ -17,6 +17,7 @@ MAX_STOP_STRINGS = 32
 MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGPROBS = 64
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_SAMPLES = 1024
 MAX_SALT_CHARACTERS = 256
 MAX_BIASES = 1024
@@ -122,6 +123,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()
     prompt_logprobs: int | None = None
+    logprob_token_ids: Sequence[int] | None = None
     structured_outputs: StructuredOutputs | None = None
     resume_token_ids: Sequence[int] = ()
     pooling: str | None = None  # LLM.embed sets it
@@ -176,7 +178,16 @@ class SamplingParams:
         if allowed is not None:
             allowed = _token_ids(name, allowed, MAX_ALLOWED_TOKEN_IDS)
             _require(bool(allowed), name, allowed, "at least one token id, or None to allow all")
-        return {"bad_words": words, "allowed_token_ids": allowed, "logit_bias": self._biases()}
+        return {"bad_words": words, "allowed_token_ids": allowed, "logit_bias": self._biases()} | self._scored_ids()
+
+    def _scored_ids(self) -> dict[str, Any]:
+        name = "logprob_token_ids"
+        if self.logprob_token_ids is None:
+            return {}
+        ids = _token_ids(name, self.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS)
+        _require(bool(ids), name, ids, "at least one token id, or None for the likeliest tokens")
+        _require(self.logprobs is not None, "logprobs", None, f"set, such as to 0, where {name} names tokens")
+        return {name: ids}
 
     def _biases(self) -> dict[int, float] | None:
         given, name = self.logit_bias, "logit_bias"
@@ -194,6 +205,11 @@ class SamplingParams:
     @cached_property
     def greedy(self) -> bool:
         return self.temperature < MIN_TEMPERATURE
+
+    @cached_property
+    def alternatives(self) -> int | None:
+        """How many other tokens' log-probabilities a token of the output has; None: not even its own."""
+        return self.logprobs if self.logprob_token_ids is None else len(self.logprob_token_ids)
 
     @cached_property
     def uses_penalties(self) -> bool:

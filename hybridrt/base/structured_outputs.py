@@ -1,21 +1,19 @@
 """The form that an output must have: JSON schema, regular expression, choice or grammar."""
 
 import json
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hybridrt.base.errors import RequestError, is_text, shown
 from hybridrt.base.errors_foreign import knows_fields
 
-MAX_CHARACTERS = 2**19  # characters of a schema, an expression or a grammar, and of all choices together
+# Characters of a schema, an expression or a grammar, and of all choices together. Reading, writing
+# and searching such a text holds up the other threads for less than 3 ms each time.
+MAX_CHARACTERS = 2**17
 MAX_CHOICES = 4096
-MAX_TEXT = 2**16  # characters of one choice, literal, name or value
 # A model may write nothing else without a limit.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
-# A string of JSON or Lark, or an expression of Lark.
-_LITERAL = re.compile(r'"(?:[^"\\\n]|\\.)*+"?|/(?:[^/\\\n]|\\.)*+/?')
 _FIELD = "structured_outputs"
 _KINDS = ("json", "regex", "choice", "grammar")
 
@@ -52,8 +50,8 @@ class StructuredOutputs:
         thinking: the output may begin with reasoning. Chats set it.
 
     Raises:
-        RequestError: not exactly one field is set, one has the wrong type, all of it has more than
-            MAX_CHARACTERS (2**19) characters, or one of its texts more than MAX_TEXT (2**16).
+        RequestError: not exactly one field is set, one has the wrong type, or it has more than
+            MAX_CHARACTERS (2**17) characters.
     """
 
     json: str | dict[str, Any] | bool | None = None
@@ -72,12 +70,6 @@ class StructuredOutputs:
         length = sum(map(len, value)) if kind == "choice" else len(value)
         if length > MAX_CHARACTERS:
             raise _refused(f"has {length} characters in {kind}; at most {MAX_CHARACTERS} are taken: make it smaller")
-        longest = max(map(len, _texts(kind, value)), default=0)
-        if longest > MAX_TEXT:
-            raise _refused(
-                f"has a text of {longest} characters in {kind}; a choice, an expression, a literal, or a name or value "
-                f"of a schema may have {MAX_TEXT}: make it shorter"
-            )
 
     @property
     def kind(self) -> str:
@@ -100,15 +92,6 @@ def _text(kind: str, value: object) -> str:
     if not isinstance(value, str) or not value or not is_text(value):
         raise _refused(f"has {kind}={shown(value)}; it must be text, and not empty")
     return value
-
-
-def _texts(kind: str, value: Any) -> Iterable[str]:
-    """Texts of a grammar have their quotes."""
-    if kind == "choice":
-        return value
-    if kind == "regex":
-        return (value,)
-    return _LITERAL.findall(value) if len(value) > MAX_TEXT else ()
 
 
 def _choices(kind: str, value: object) -> tuple[str, ...]:

@@ -46,11 +46,14 @@ class Target:
     extra: dict[str, Any] | None = None
 
     def request(self, work: Work) -> bytes:
-        parts = urlsplit(self.url)
         fields = {"model": self.model, "prompt": work.prompt, "max_tokens": work.max_tokens, "seed": work.seed}
         options = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
-        body = msgspec.json.encode(fields | options | (self.extra or {}))
-        path = parts.path.rstrip("/").removesuffix("/v1") + "/v1/completions"
+        return self.post("completions", msgspec.json.encode(fields | options | (self.extra or {})))
+
+    def post(self, endpoint: str, body: bytes) -> bytes:
+        """The bytes of a request to /v1/`endpoint`."""
+        parts = urlsplit(self.url)
+        path = parts.path.rstrip("/").removesuffix("/v1") + f"/v1/{endpoint}"
         lines = [f"POST {path} HTTP/1.1", f"Host: {parts.netloc}", "Connection: close"]
         lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
         lines += [f"Authorization: Bearer {self.api_key}"] if self.api_key else []
@@ -150,7 +153,7 @@ async def run_load(target: Target, work: Sequence[Work], concurrency: int | None
     cpu, start = time.process_time(), time.perf_counter()
     gc.disable()  # a collection would delay all stamps
     try:
-        answers = await _at_arrivals(work, partial(_request, target), concurrency)
+        answers = await at_arrivals(work, partial(send_request, target), concurrency)
     finally:
         gc.enable()
     share = (time.process_time() - cpu) / (time.perf_counter() - start)
@@ -158,7 +161,7 @@ async def run_load(target: Target, work: Sequence[Work], concurrency: int | None
     return Load([_read(answer, timing) for timing, answer in answers], share, loop)
 
 
-async def _at_arrivals(work: Sequence[Work], send: Send, concurrency: int | None) -> list[tuple[Timing, Received]]:
+async def at_arrivals(work: Sequence[Work], send: Send, concurrency: int | None) -> list[tuple[Timing, Received]]:
     """Calls `send(work, now)` when a request is due. Cancelled, returns those that have ended."""
     start = time.perf_counter()
     places = asyncio.Semaphore(concurrency or len(work) or 1)
@@ -209,7 +212,7 @@ def _finish(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-async def _request(target: Target, work: Work, now: Callable[[], float]) -> Received:
+async def send_request(target: Target, work: Work, now: Callable[[], float]) -> Received:
     answer = Received(now)
     try:
         transport = await target.connect(lambda: answer)
@@ -225,7 +228,7 @@ async def _request(target: Target, work: Work, now: Callable[[], float]) -> Rece
 
 def _read(answer: Received, timing: Timing) -> Timing:
     try:
-        for now, event in _events(answer.parts):
+        for now, event in events(answer.parts):
             _take(event, timing, now)
         if not timing.gains:
             raise ValueError("the answer has no tokens")
@@ -250,7 +253,7 @@ def _take(event: bytes, timing: Timing, now: float) -> None:
         timing.output_tokens = chunk["usage"]["completion_tokens"]
 
 
-def _events(parts: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
+def events(parts: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
     """Yields events up to [DONE], and when each was whole. ValueError for any other answer."""
     head, body = _cut_head(parts)
     status, dechunk, held = head.split(b" ", 2)[1], _Dechunker() if b"chunked" in head.lower() else bytes, b""

@@ -12,7 +12,8 @@ from hybridrt.base.errors import ConfigError
 from hybridrt.channel.channel import SocketChannel
 
 TIMEOUT_VARIABLE = "HYBRIDRT_RANK_TIMEOUT"
-TIMEOUT_S = 60.0
+TIMEOUT_S = 10.0
+LOADING_S = 60.0  # at least, while a model is loaded: libraries may keep a process's other threads from running
 BEATS = 6  # heartbeats that a rank sends within a time-out
 
 

@@ -1,11 +1,13 @@
 """Reads one sample's answer: events, the message so far, and the number of reasoning tokens."""
 
-from collections.abc import Callable, Sequence
+import json
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from hybridrt.chat.answer_parser import AnswerParser
-from hybridrt.chat.events import ChatMessage, Event
+from hybridrt.chat.events import CallArguments, CallBegin, CallEnd, ChatMessage, Content, Event
 
 ChatFinishReason = Literal["stop", "length", "abort", "tool_calls"]
 
@@ -21,16 +23,23 @@ class AnswerReader:
 
     Args:
         tags: None: reasoning is counted by encoding its text.
+        forced: the custom tool whose text is the whole content; the content becomes a call of it.
 
     Attributes:
         message: the sum of the events so far.
         finish_reason: "tool_calls" if the model stopped after a call; None before the end.
     """
 
-    def __init__(self, parser: AnswerParser, tags: TokenTags | None, encode: Callable[[str], list[int]]) -> None:
+    def __init__(
+        self,
+        parser: AnswerParser,
+        tags: TokenTags | None,
+        encode: Callable[[str], list[int]],
+        forced: str | None = None,
+    ) -> None:
         self.message = ChatMessage()
         self.finish_reason: ChatFinishReason | None = None
-        self._parser, self._tags, self._encode = parser, tags, encode
+        self._parser, self._tags, self._encode, self._forced = parser, tags, encode, forced
         self._counting = parser.in_reasoning
         self._counted = 0
         self._encoded: int | None = None
@@ -45,8 +54,10 @@ class AnswerReader:
         events = self._parser.feed(text)
         if finish_reason is not None:
             events += self._parser.finish(truncated=finish_reason != "stop")
-            called = finish_reason == "stop" and self._parser.num_calls
+            called = finish_reason == "stop" and (self._parser.num_calls or self._forced)
             self.finish_reason = "tool_calls" if called else finish_reason
+        if self._forced is not None:
+            events = [*self._as_call(self._forced, events, finish_reason)]
         self.message.extend(events)
         if finish_reason is not None and self._counting and not self._parser.in_reasoning:
             self._counted = len(self._encode(self.message.reasoning))  # a call has ended it, and no tag
@@ -66,6 +77,23 @@ class AnswerReader:
     def uncounted(self) -> int:
         """Characters to be encoded at the end to count their tokens."""
         return len(self.message.reasoning) if self._tags is None and self._encoded is None else 0
+
+    def _as_call(self, name: str, events: list[Event], finish_reason: str | None) -> Iterator[Event]:
+        """The call's arguments are {"input": content}, not closed if the answer was cut off."""
+        begun = bool(self.message.tool_calls)
+        for event in [*events, *([Content("")] if finish_reason == "stop" else [])]:
+            if not isinstance(event, Content):
+                yield event
+                continue
+            if not begun:
+                yield CallBegin(0, f"call_{uuid.uuid4().hex[:24]}", name)
+                yield CallArguments(0, '{"input": "')
+                begun = True
+            yield CallArguments(0, json.dumps(event.text, ensure_ascii=False)[1:-1])
+        if finish_reason is not None and begun:
+            if finish_reason == "stop":
+                yield CallArguments(0, '"}')
+            yield CallEnd(0)
 
     def _count(self, token_ids: Sequence[int], tags: TokenTags) -> None:
         for token in token_ids:

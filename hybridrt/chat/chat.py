@@ -153,7 +153,7 @@ class Chat:
         def new_answer() -> AnswerReader:
             read = HarmonyParser if isinstance(reasoning, Channels) else AnswerParser
             parser = read(tools, reasoning, in_reasoning=inside, max_calls=max_calls, dropped=dropped)
-            return AnswerReader(parser, token_tags, self._tokenizer.encode_bare)
+            return AnswerReader(parser, token_tags, self._tokenizer.encode_bare, conversation.forced_custom)
 
         return ChatPrompt(tokens, params, self._boundaries(conversation, tokens), new_answer)
 

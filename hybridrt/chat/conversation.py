@@ -121,6 +121,12 @@ class Conversation:
         named = [tool for tool in self.tools if isinstance(choice, NamedTool) and tool.name == choice.name]
         return named[0].grammar if named else None
 
+    @property
+    def forced_custom(self) -> str | None:
+        """The name of that tool."""
+        choice = self.tool_choice
+        return choice.name if isinstance(choice, NamedTool) and self.forced_form is not None else None
+
 
 def read_conversation(messages: object, tools: object = None, tool_choice: object = None, **rest: Any) -> Conversation:
     """A conversation from plain data in OpenAI's form.
@@ -130,7 +136,7 @@ def read_conversation(messages: object, tools: object = None, tool_choice: objec
             assistant also `tool_calls`, of a tool `tool_call_id`. Further keys reach the template
             as they are.
         tools: a list of {"type": "function", "function": {"name", "description", "parameters",
-            "strict"}}.
+            "strict"}}, or of {"type": "custom", "custom": {"name", "description", "format"}}.
         tool_choice: "auto" (also None), "none", "required", {"type": "function", "function":
             {"name"}}, or {"type": "allowed_tools", "mode", "tools"}, which offers these alone.
         rest: other fields of Conversation. None: the default.
@@ -189,7 +195,7 @@ def _earlier_calls(calls: object, place: str) -> list[dict[str, Any]]:
     if not isinstance(calls, Iterable) or isinstance(calls, (str, bytes, Mapping)):
         raise RequestError(f"{place} is {shown(calls)}; it must be a list of calls", place)
     found = []
-    for i, call in enumerate(calls):
+    for i, call in enumerate(map(_as_function, calls)):
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise RequestError(
@@ -200,6 +206,15 @@ def _earlier_calls(calls: object, place: str) -> list[dict[str, Any]]:
         arguments = function.get("arguments")
         found.append({**call, "function": {**function, "arguments": _arguments(arguments, f"{place}.{i}")}})
     return found
+
+
+def _as_function(call: Any) -> Any:
+    """A call of a custom tool as the model sees it."""
+    custom = call.get("custom") if isinstance(call, Mapping) and call.get("type") == "custom" else None
+    if not isinstance(custom, Mapping) or not isinstance(custom.get("input"), str):
+        return call
+    function = {"name": custom.get("name"), "arguments": {"input": custom["input"]}}
+    return {"id": call.get("id"), "type": "function", "function": function}
 
 
 def _arguments(arguments: object, place: str) -> dict[str, Any]:

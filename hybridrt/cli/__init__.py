@@ -1,5 +1,5 @@
 """The command line: `hybridrt generate`, `chat`, `serve`, `bench`, `inspect`,
-`quantize`, `compile`, `doctor`.
+`quantize`, `compile`, `verify`, `compare`, `doctor`.
 
 Importing it does not import torch.
 """

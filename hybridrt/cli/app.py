@@ -15,6 +15,7 @@ import hybridrt
 from hybridrt.base.errors import EngineError, HybridrtError, PoolError, RequestError, ServerError, TransferError
 from hybridrt.cli import bench
 from hybridrt.cli.chat import chat
+from hybridrt.cli.compare import compare
 from hybridrt.cli.compile import compile
 from hybridrt.cli.doctor import doctor
 from hybridrt.cli.explain import explain
@@ -26,6 +27,7 @@ from hybridrt.cli.quantise import quantize
 from hybridrt.cli.router import router
 from hybridrt.cli.serve import serve
 from hybridrt.cli.terminal import discard_output, open_streams
+from hybridrt.cli.verify import verify
 
 RUNTIME_FAILURES = (EngineError, PoolError, ServerError, TransferError)
 COMPLETION = {"--install-completion": install_callback, "--show-completion": show_callback}
@@ -138,7 +140,7 @@ def options(
     """Runs hybrid language models: softmax attention mixed with Mamba and Gated Delta Net layers."""
 
 
-for command in (generate, chat, serve, router, inspect, explain, quantize, compile, doctor):
+for command in (generate, chat, serve, router, inspect, explain, quantize, compile, verify, compare, doctor):
     app.command(cls=PanelCommand)(with_options(command))
 benchmarks = typer.Typer(no_args_is_help=True, help="Measure a server, or an engine without one.")
 for measurement in (bench.serve, bench.offline):

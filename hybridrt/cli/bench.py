@@ -4,7 +4,8 @@ import asyncio
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -12,6 +13,7 @@ from typing import Annotated, Any, ClassVar
 import typer
 
 from hybridrt.base.errors import ConfigError, EngineError
+from hybridrt.bench.energy import Energy, measured, nvml
 from hybridrt.bench.suites import ALL, COLUMNS, SUITE, Load, page, row
 from hybridrt.bench.suites import chosen as suite_loads
 from hybridrt.bench.timing import Goal, Timing, check_picture, plot, summary
@@ -69,6 +71,9 @@ class ResultOptions:
     slo_e2e: float | None = setting("Goodput: milliseconds of a request at most.", "any", "MS")
     output: str | None = setting("File for the results as JSON.", "none", "FILE")
     picture: str | None = setting("File for a picture of the times.", "none", "FILE")
+    energy: Annotated[
+        bool, typer.Option("--energy", help="Joules a token and a request, of all GPUs of this machine (NVML).")
+    ] = False
     json_only: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False
 
     def goal(self) -> Goal | None:
@@ -94,6 +99,15 @@ class ResultOptions:
         if self.picture is not None:
             check_picture(self.picture)
 
+    @contextmanager
+    def metered(self) -> Iterator[Energy | None]:
+        """None without --energy. Raises as hybridrt.bench.energy.nvml."""
+        if not self.energy:
+            yield None
+            return
+        with nvml() as read, measured(read) as energy:
+            yield energy
+
     def show_suite(self, rows: Sequence[Sequence[str]], facts: dict[str, Any]) -> None:
         """Writes the page of the loads so far, and prints the last of them."""
         if self.output is not None:
@@ -103,7 +117,9 @@ class ResultOptions:
         else:
             print_table(console(), "Milliseconds", COLUMNS, rows[-1:], right=COLUMNS[1:])
 
-    def show(self, timings: Sequence[Timing], planned: int, load: WorkloadConfig, **facts: Any) -> None:
+    def show(
+        self, timings: Sequence[Timing], planned: int, load: WorkloadConfig, energy: Energy | None, **facts: Any
+    ) -> None:
         """Prints and writes results. Fewer timings than planned: Ctrl-C ended the run.
 
         Raises:
@@ -112,6 +128,8 @@ class ResultOptions:
         """
         found = {**facts, "workload": _plain(asdict(load))}
         found |= {"interrupted": len(timings) < planned} | summary(timings, self.goal())
+        if energy is not None:
+            found["energy"] = energy.figures(found)
         text = json.dumps(found, indent=2)
         if self.output is not None:
             Path(self.output).write_text(text + "\n")
@@ -143,6 +161,11 @@ def _print(found: dict[str, Any]) -> None:
         typer.echo(f"the client itself has computed for {100 * share:.0f}% of the time: it may be what limits the load")
     if found["goodput_requests_per_second"] is not None:
         typer.echo(f"goodput {found['goodput_requests_per_second']:.2f} requests/s")
+    if (energy := found.get("energy")) is not None:
+        typer.echo(
+            f"energy without idle ({energy['idle_watts']:.0f} W): {energy['joules_per_output_token']:.3f} J an output "
+            f"token, {energy['joules_per_request']:.1f} J a request; {energy['mean_watts']:.0f} W in the mean"
+        )
     for error in found["errors"]:
         typer.echo(f"failed: {error}")
     columns = list(found[_KINDS[0]])
@@ -173,18 +196,20 @@ def serve(
     from hybridrt.cli.openai_server import OpenAIServer
 
     results.check_options()
+    if results.energy and suite is not None:
+        raise ConfigError("energy does not go with suite: measure one load at a time")
     chosen = {"": Load(load.workload(), load.concurrency)} if suite is None else load.suite(suite)
     works = {name: make_work(load.workload) for name, load in chosen.items()}
     target = Target(url, model or OpenAIServer(url, api_key).first_model(), api_key, _object(extra_body))
     rows = list[Sequence[str]]()
     for name, (workload, concurrency) in chosen.items():
         work = works.pop(name)
-        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        with results.metered() as energy, asyncio.Runner(loop_factory=new_event_loop) as runner:
             found = runner.run(run_load(target, work, concurrency))
         client = {"client_cpu_share": found.client_cpu_share, "client_loop": found.client_loop}
         facts = {"url": url, "model": target.model, "concurrency": concurrency}
         if suite is None:
-            results.show(found.timings, len(work), workload, **facts, **client)
+            results.show(found.timings, len(work), workload, energy, **facts, **client)
         else:
             rows.append(row(name, summary(found.timings)))
             results.show_suite(rows, {"url": url, "model": target.model})
@@ -212,8 +237,9 @@ def offline(
     with LLM(str(resolve_model_path(model)), **engine.given(), **speculation.given(model)) as llm:
         # The first steps compile.
         timings = run_engine(llm, work[:1], 1, temperature=temperature)
-        timings = timings and run_engine(llm, work, load.concurrency, temperature=temperature)
-    results.show(timings, len(work), workload, model=model, concurrency=load.concurrency)
+        with results.metered() as energy:
+            timings = timings and run_engine(llm, work, load.concurrency, temperature=temperature)
+    results.show(timings, len(work), workload, energy, model=model, concurrency=load.concurrency)
 
 
 def _object(text: str | None) -> dict[str, Any] | None:

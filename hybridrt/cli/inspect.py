@@ -195,7 +195,7 @@ def _schemes(model_config: "ModelConfig", model: Any) -> dict[str, int]:
     if quant is None:
         return {}
     if quant.online:
-        firsts = (pieces[0] for pieces in model.all_targets().values())
+        firsts = (pieces[0] for pieces in model.all_targets().values() if pieces)
         schemes = [piece.weight.scheme for piece in firsts if isinstance(piece, PackedPiece)]
     else:
         schemes = [module.scheme for module in (quant.modules or {}).values()]

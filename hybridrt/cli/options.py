@@ -81,6 +81,8 @@ class EngineOptions(Overrides):
     audit_hits: float | None = setting("Share of cache hits that are computed again when idle.", "0.0", "X")
     transfer_bytes: int | None = setting("Memory for states that come from, or go to, other workers.", "0", "N")
     tp_size: int | None = setting("Tensor-parallel ranks, each on a GPU of its own.", "1, or torchrun's", "N")
+    expert_parallel: bool | None = setting("Each rank holds whole experts.", "off")
+    dp_size: int | None = setting("Replicas of the model, each with ranks of its own.", "1", "N")
     seed: int | None = setting("Of sampling and of dummy weights.", "0", "N")
 
     def given(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from hybridrt.base.device import synchronize, use_gpu
 from hybridrt.base.errors import ConfigError, RankError
 from hybridrt.channel.control import disown_in_child
+from hybridrt.collectives.peer_memory import PeerMemory
 
 COLLECTIVE = timedelta(minutes=10)  # how long a rank waits for the others
 CHECK = timedelta(milliseconds=200)  # time between checks of the other ranks
@@ -43,6 +44,7 @@ class Communicator:
         self.check_ranks: Callable[[], None] = lambda: None
         self._groups: dict[str, Any] = {}  # process groups by the type of their tensors' device
         self._aborting: threading.Thread | None = None
+        self._peers: PeerMemory | None = None
         self._loopback = loopback
         disown_in_child(self)
         with _interface(loopback):
@@ -52,6 +54,8 @@ class Communicator:
                 use_gpu(device)
                 cuda = dist.PrefixStore("hybridrt/cuda", store)
                 self._groups["cuda"] = dist.ProcessGroupNCCL(cuda, rank, size, dist.ProcessGroupNCCL.Options())
+                if loopback:
+                    self._peers = PeerMemory.connect(dist.PrefixStore("hybridrt/peers", store), rank, size, device)
 
     def connect(self) -> None:
         """Opens the connections among GPUs, as NCCL does in the first collective. All ranks call
@@ -62,10 +66,25 @@ class Communicator:
 
     def all_reduce(self, x: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
         """Reduces over the ranks, in place. Every rank gets the same bits."""
+        if self._peers is not None and x.is_cuda and op == dist.ReduceOp.SUM and self._peers.serves(x):
+            return self._peers.all_reduce(x)
         options = dist.AllreduceOptions()
         options.reduceOp, options.asyncOp = dist.ReduceOp(op), not x.is_cuda  # NCCL runs in the current stream
         self._run(x, lambda group: group.allreduce([x], options))
         return x
+
+    def sums_with_norm(self, x: torch.Tensor) -> bool:
+        """Whether `sum_add_rms_norm` serves x [T, D]."""
+        return self._peers is not None and x.is_cuda and self._peers.serves_norm(x)
+
+    def sum_add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`add_rms_norm` (hybridrt.kernels.dense.norm_activation) of the sum of x over the ranks, which
+        `sums_with_norm`. residual has x's dtype."""
+        if self._peers is None:
+            raise RankError("this tensor-parallel group is closed; build a new LLM")
+        return self._peers.sum_add_rms_norm(x, residual, weight, eps)
 
     def all_gather_last(self, x: torch.Tensor) -> torch.Tensor:
         """[..., n] of each rank to [..., size * n], in rank order."""
@@ -82,6 +101,8 @@ class Communicator:
     def abort(self) -> None:
         """Stops this rank's kernels that wait for another rank. Does not wait; any thread may call
         it."""
+        if self._peers is not None:
+            self._peers.abort()
         nccl = self._groups.get("cuda")
         if nccl is not None and self._aborting is None:
             # NCCL returns once no graph exists that was captured with it.
@@ -93,7 +114,12 @@ class Communicator:
         self.abort()
         if self._aborting is not None:
             self._aborting.join(LEAVING_S)
-        self._groups = {}
+        if self._peers is not None:
+            # In a thread, because a device that hangs would keep this one for ever.
+            leaving = threading.Thread(target=self._peers.close, daemon=True)
+            leaving.start()
+            leaving.join(LEAVING_S)
+        self._groups, self._peers = {}, None
 
     def disown(self) -> None:
         """Never destroys the group: its destructor waits for threads, which may wait for a rank
@@ -157,6 +183,16 @@ class TPGroup:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks, in place."""
         return x if self.size == 1 else self._comm().all_reduce(x)
+
+    def sums_with_norm(self, x: torch.Tensor) -> bool:
+        """Whether `sum_add_rms_norm` serves x [T, D]: few rows, on GPUs that reach each other's memory."""
+        return self.comm is not None and self.comm.sums_with_norm(x)
+
+    def sum_add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As of `Communicator`."""
+        return self._comm().sum_add_rms_norm(x, residual, weight, eps)
 
     def all_gather_last(self, x: torch.Tensor) -> torch.Tensor:
         """[..., n] of each rank to [..., size * n], in rank order."""

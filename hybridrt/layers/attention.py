@@ -9,8 +9,9 @@ from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.core.records import Rope
 from hybridrt.kernels.dense.norm_activation import sigmoid_mul
-from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands
+from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment
 from hybridrt.layers.norm import RMSNorm
+from hybridrt.layers.summands import Hidden, Summands
 from hybridrt.layers.weights import Build, CheckpointTarget, parameter, sharded, unchanged
 
 
@@ -111,7 +112,7 @@ class Attention(nn.Module):
             if self.rope is not None:
                 self.rope = Rope(self.rope.cos_sin, self.q_norm.weight, self.k_norm.weight, eps)
 
-    def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
+    def forward(self, norm: RMSNorm, x: Hidden, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         projected, residual = self.qkv.method.apply_normed(norm, x, residual, self.qkv.bias)
         return self.o_proj.onto(residual, self._attend(projected, batch))
 

@@ -24,6 +24,7 @@ from hybridrt.kernels.dense.linear import ONEDNN_FROM, add_linear, linear, store
 from hybridrt.kernels.dense.moe import ExpertStack, fused_experts
 from hybridrt.kernels.dense.norm_activation import clamped_silu_and_mul
 from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation, InputNorm, is_skinny, skinny_linear
+from hybridrt.layers.summands import Hidden, Summands, Unsummed, summed, summed_later
 from hybridrt.layers.weights import (
     Build,
     CheckpointMap,
@@ -119,9 +120,13 @@ class DenseMethod(LinearMethod):
         return add_linear(residual, x if tail is None else side_by_side(x, tail), self.weight)
 
     def apply_normed(
-        self, norm: "RMSNorm", x: torch.Tensor, residual: torch.Tensor | None, bias: torch.Tensor | None,
+        self, norm: "RMSNorm", x: Hidden, residual: torch.Tensor | None, bias: torch.Tensor | None,
         activation: Activation | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        if isinstance(x, Unsummed) and len(x.summand) > 1:  # the product of one token has its norm
+            h, residual = x.normed(norm, residual)
+            return self.apply(h, bias, activation), residual
+        x = summed(x)
         if not self.skinny or not is_skinny(x, self.weight, activation):
             h, residual = norm(x) if residual is None else norm.add(x, residual, norm.weight, norm.eps)
             return self.apply(h, bias, activation), residual
@@ -271,10 +276,6 @@ def side_by_side(x: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
     return torch.cat((x, tail), dim=-1)
 
 
-# What a block adds, and the residual [T, hidden]; None: already added.
-Summands = tuple[torch.Tensor, torch.Tensor | None]
-
-
 @dataclass(frozen=True)
 class Segment:
     """`size` rows (columns of a RowLinear), sharded over `shards` ranks. None: all ranks. Fewer:
@@ -395,7 +396,9 @@ class RowLinear(_SegmentedLinear):
             y = self.method.apply_onto(residual, x, tail)
         else:
             y = self.method.apply(x, self.bias if self.tp.rank == 0 else None, tail=tail)
-        return y if self.tp.size == 1 else self.tp.all_reduce(y), None if adds else residual
+        if self.tp.size == 1 or adds:
+            return self.tp.all_reduce(y), None if adds else residual
+        return summed_later(y, self.tp), residual
 
     def targets(self, key: str, name: str, *, scale: float = 1.0) -> CheckpointMap:
         """Targets of `key`.weight (and .bias), which reads segment `name`. `scale`: factor of its
@@ -429,7 +432,7 @@ class MLP(nn.Module):
         self.up = ColumnLinear(f"{name}.{'_'.join(parts)}", hidden_size, into, build=build)
         self.down = RowLinear(f"{name}.down", [Segment("x", intermediate_size, bias=bias)], hidden_size, build=build)
 
-    def forward(self, norm: "RMSNorm", x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
+    def forward(self, norm: "RMSNorm", x: Hidden, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         """MLP of norm(x + residual), and x + residual. `batch` is only for experts."""
         h, residual = self.up.method.apply_normed(norm, x, residual, self.up.bias, self.activation)
         return self.down.onto(residual, h if self.limit is None else clamped_silu_and_mul(h, self.limit))

@@ -9,8 +9,9 @@ from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kernels.core.records import LatentWeights, Rope
 from hybridrt.kernels.dense.norm_activation import sigmoid_mul
 from hybridrt.layers.attention import attention_spec
-from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands
+from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment
 from hybridrt.layers.norm import RMSNorm
+from hybridrt.layers.summands import Hidden, Summands
 from hybridrt.layers.weights import Build, CheckpointTarget, Piece, Transform, parameter
 
 NORM_EPS = 1e-6  # epsilon of latent vectors and compressed queries; rms_norm_eps is for other norms
@@ -64,7 +65,7 @@ class LatentAttention(nn.Module):
         weights = LatentWeights(self.up_k, self.up_v, self.norm.weight, NORM_EPS)
         self.attn = LatentAttentionLayer(config, layer_id, weights, build)
 
-    def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
+    def forward(self, norm: RMSNorm, x: Hidden, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         projected, residual = self.into.method.apply_normed(norm, x, residual, self.into.bias)
         q, k, *gate = projected.split(self.sizes, dim=-1)
         if self.q_norm is not None and self.q_up is not None:

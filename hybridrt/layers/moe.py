@@ -8,7 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.dense.moe import (
+    ExpertShare,
     GroupedChoice,
     SoftmaxChoice,
     router_product,
@@ -16,16 +18,9 @@ from hybridrt.kernels.dense.moe import (
     router_softmax,
 )
 from hybridrt.kernels.dense.skinny_linear import Activation
-from hybridrt.layers.linear import (
-    MLP,
-    ColumnLinear,
-    DenseMethod,
-    Segment,
-    Summands,
-    make_experts,
-    register,
-)
+from hybridrt.layers.linear import MLP, ColumnLinear, DenseMethod, Segment, make_experts, register
 from hybridrt.layers.norm import RMSNorm
+from hybridrt.layers.summands import Hidden, Summands, summed_later
 from hybridrt.layers.weights import (
     Build,
     CheckpointTarget,
@@ -58,7 +53,7 @@ class SoftmaxRouter(nn.Module):
         self.name, self.num_experts, self.shared_experts = name, num_experts, shared_experts
         self.choice = SoftmaxChoice(top_k, renormalize, shared_experts)
         # Eight rows for one gate align accesses to 16 bytes. Routers are kept plain.
-        rows = num_experts + (8 if shared_experts or build.quantised else 0)
+        rows = num_experts + (8 if shared_experts or build.shared_apart else 0)
         self.method = None if exact else DenseMethod(rows, hidden_size, build)
         if self.method is None:
             self.weight = parameter(rows, hidden_size, dtype=torch.float32, device=build.device)
@@ -70,12 +65,14 @@ class SoftmaxRouter(nn.Module):
             self.bias = parameter(rows, dtype=build.dtype, device=build.device, dummy="zeros")
             self.bias.data.zero_()
 
-    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor, batch: ForwardBatch, share: ExpertShare | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, hidden] to weights [T, k + shared experts] float32 and expert ids, int32. Padding has
-        no expert."""
+        no expert. `share` as in `router_softmax`."""
         logits = self._logits(x)
         gate = logits[:, self.num_experts] if self.shared_experts else None
-        return router_softmax(logits[:, : self.num_experts], self.choice, gate, batch.padded_rows)
+        return router_softmax(logits[:, : self.num_experts], self.choice, gate, batch.padded_rows, share)
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         if self.method is not None:
@@ -123,9 +120,11 @@ class SigmoidGroupRouter(nn.Module):
         else:
             self.register_buffer("correction", torch.zeros(num_experts, dtype=torch.float32, device=build.device))
 
-    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor, batch: ForwardBatch, share: ExpertShare | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         logits = router_product(x, self.weight)
-        return router_sigmoid_grouped(logits, self.correction, self.choice, batch.padded_rows)
+        return router_sigmoid_grouped(logits, self.correction, self.choice, batch.padded_rows, share)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         found = {f"{key}.weight": whole(f"{self.name}.weight", self.weight.data)}
@@ -135,16 +134,21 @@ class SigmoidGroupRouter(nn.Module):
 
 
 class Experts(nn.Module):
-    """E stacked experts of intermediate size I, which is sharded.
+    """E stacked experts of intermediate size I. Ranks cut I, or each holds E / ranks whole experts
+    (`Build.expert_parallel`).
 
     Args:
         activation: "silu": SwiGLU, with the gate's rows before those of up. "relu2": squared ReLU.
         shared_size: intermediate size of an MLP for every token. It is stored as `num_shared`
-            experts E, E + 1, ... of size I, the last one padded with zeros; in quantised checkpoints,
-            `shared` is that MLP.
+            experts E, E + 1, ... of size I, the last one padded with zeros; with
+            `Build.shared_apart`, `shared` is that MLP.
         scales: multipliers of the outputs of experts and of that MLP, applied to weights.
         limit, alpha: of SwiGLU, as in ExpertStack.
         bias: all matrices of routed experts have biases.
+
+    Attributes:
+        held, share: how many routed experts this rank holds, and which; None: all.
+        cut: the ranks that share the channels of each.
     """
 
     def __init__(
@@ -155,20 +159,25 @@ class Experts(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.name, self.num_experts, self.tp, self.scales = name, num_experts, build.tp, scales
+        self.share, self.held, self.cut = None, num_experts, self.tp
+        if build.expert_parallel:
+            self.held, self.cut = self.tp.divide("experts", num_experts), TPGroup()
+            load = torch.zeros(num_experts, dtype=torch.int64, device=build.device)
+            self.share = ExpertShare(self.tp.rank * self.held, self.held, load)
         self.limit, self.alpha = limit, alpha
         self.activation: Literal["silu", "relu2"] = activation
         self.matrices = ("gate", "up") if activation == "silu" else ("up",)
-        self.local = self.tp.divide("channels of an expert", intermediate_size)
+        self.local = self.cut.divide("channels of an expert", intermediate_size)
         self.shared_size, self.num_shared = shared_size, -(-shared_size // intermediate_size)
         self.shared: MLP | None = None
-        if build.quantised and shared_size:
+        if build.shared_apart and shared_size:
             form: Activation = "silu_and_mul" if activation == "silu" else "relu2"
             scale = (1.0, scales[1])
             self.num_shared = 0
             self.shared = MLP(
                 f"{name}.shared", size, shared_size, activation=form, scales=scale, limit=limit, build=build
             )
-        count, rows = num_experts + self.num_shared, self.local * len(self.matrices)
+        count, rows = self.held + self.num_shared, self.local * len(self.matrices)
         self.method = make_experts(build, name, self.matrices, count, rows, size, self.local)
         register(self, self.method)
         self.biases: tuple[nn.Parameter, nn.Parameter | None] | None = None
@@ -179,7 +188,7 @@ class Experts(nn.Module):
             for param in (self.up_bias, self.down_bias):
                 param.data.zero_()
             # One rank adds that of down, so that the sum over ranks has it once.
-            self.biases = (self.up_bias, self.down_bias if self.tp.rank == 0 else None)
+            self.biases = (self.up_bias, self.down_bias if self.cut.rank == 0 else None)
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """[T, in] to this rank's summand of [T, in]."""
@@ -190,23 +199,26 @@ class Experts(nn.Module):
     def _targets(
         self, key: str, name: str, first: int, count: int, up: Transform, down: Transform
     ) -> dict[str, CheckpointTarget]:
-        """Maps `key`.{gate,up,down}_proj.weight to `count` experts from `first` on."""
+        """Maps `key`.{gate,up,down}_proj.weight to `count` experts from `first` on, as in the stack."""
         found: dict[str, CheckpointTarget] = {}
         for i, matrix in enumerate(self.matrices):
-            total = self.local * self.tp.size
+            total = self.local * self.cut.size
             part = ExpertPart(f"{name}.{matrix}", "up", first, count, i * self.local, self.local, up, total)
             found |= self.method.targets(f"{key}.{matrix}_proj", part)
-        scale = self.scales[first >= self.num_experts]
-        total = self.local * self.tp.size
+        scale = self.scales[first >= self.held]
+        total = self.local * self.cut.size
         part = ExpertPart(f"{name}.down", "down", first, count, 0, self.local, down, total, scale)
         return found | self.method.targets(f"{key}.down_proj", part)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         found: dict[str, CheckpointTarget] = {}
         for e in range(self.num_experts):
-            up, down = (lambda t: self.tp.shard(t, 0)[None]), (lambda t: self.tp.shard(t, 1)[None])
-            found |= self._targets(f"{key}.{e}", f"{self.name}.{e}", e, 1, up, down)
-            found |= self._bias_targets(f"{key}.{e}", f"{self.name}.{e}", e)
+            up, down = (lambda t: self.cut.shard(t, 0)[None]), (lambda t: self.cut.shard(t, 1)[None])
+            place = e % self.held
+            targets = self._targets(f"{key}.{e}", f"{self.name}.{e}", place, 1, up, down)
+            targets |= self._bias_targets(f"{key}.{e}", f"{self.name}.{e}", place)
+            elsewhere = self.share is not None and e // self.held != self.tp.rank
+            found |= dict.fromkeys(targets, ()) if elsewhere else targets
         return found
 
     def _bias_targets(self, key: str, name: str, e: int) -> dict[str, CheckpointTarget]:
@@ -215,7 +227,7 @@ class Experts(nn.Module):
         found: dict[str, CheckpointTarget] = {}
         for i, matrix in enumerate(self.matrices):
             place = self.up_bias.data[e, i * self.local : (i + 1) * self.local]
-            found[f"{key}.{matrix}_proj.bias"] = sharded(self.tp, f"{name}.{matrix}.bias", place)
+            found[f"{key}.{matrix}_proj.bias"] = sharded(self.cut, f"{name}.{matrix}.bias", place)
         return found | {f"{key}.down_proj.bias": whole(f"{name}.down.bias", self.down_bias.data[e])}
 
     def shared_targets(self, key: str) -> dict[str, CheckpointTarget]:
@@ -228,7 +240,7 @@ class Experts(nn.Module):
             return self.tp.shard(padded.unflatten(0, (self.num_shared, size)), 1)
 
         name, down = f"{self.name}.shared", (lambda t: by_expert(t.t()).transpose(1, 2))
-        return self._targets(key, name, self.num_experts, self.num_shared, by_expert, down)
+        return self._targets(key, name, self.held, self.num_shared, by_expert, down)
 
 
 # Newer transformers stack all experts.
@@ -272,6 +284,11 @@ class Latent(nn.Module):
         }
 
 
+def experts_of(model: nn.Module) -> list[Experts]:
+    """The experts of each layer, in order."""
+    return [module for module in model.modules() if isinstance(module, Experts)]
+
+
 class MoE(nn.Module):
     """A mixture of experts instead of an MLP.
 
@@ -290,23 +307,31 @@ class MoE(nn.Module):
         self.router, self.experts, self.latent, self.keys = router, experts, latent, keys
         self.shared = experts.shared if shared is None else shared
 
-    def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
+    def forward(self, norm: RMSNorm, x: Hidden, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         h, residual = norm(x, residual)
-        return self.summand(h, batch), residual
+        if self.latent is not None:
+            return self.summand(h, batch), residual
+        return summed_later(self._of_rank(h, batch), self.experts.tp), residual
 
     def summand(self, h: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        weights, ids = self.router(h, batch)
         all_reduce = self.experts.tp.all_reduce
-        if self.latent is not None:  # the projection needs whole sums
-            routed = self.latent.back(all_reduce(self.experts(self.latent.into(h), weights, ids)))
-            return routed if self.shared is None else routed + self.shared.summand(h, reduce=True)
+        if self.latent is None:
+            return all_reduce(self._of_rank(h, batch))
+        # The projection needs whole sums.
+        weights, ids = self.router(h, batch, self.experts.share)
+        routed = self.latent.back(all_reduce(self.experts(self.latent.into(h), weights, ids)))
+        return routed if self.shared is None else routed + self.shared.summand(h, reduce=True)
+
+    def _of_rank(self, h: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """What this rank adds to the sum."""
+        weights, ids = self.router(h, batch, self.experts.share)
         routed = self.experts(h, weights, ids)
         if self.shared is None:
-            return all_reduce(routed)
+            return routed
         shared = self.shared.summand(h)
         if self.experts.shared is not None and isinstance(self.router, SoftmaxRouter):
             shared = (shared * self.router.shared_weight(h)).to(h.dtype)
-        return all_reduce(routed + shared)
+        return routed + shared
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         at = {what: f"{key}.{below}" for what, below in self.keys.items()}

@@ -15,7 +15,8 @@ from torch import nn
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kernels.dense.gated_norm import GATE_ACTIVATIONS, GateActivation, gated_rms_norm
 from hybridrt.kernels.dense.norm_activation import add_rms_norm, rms_norm
-from hybridrt.layers.linear import RowLinear, Summands
+from hybridrt.layers.linear import RowLinear
+from hybridrt.layers.summands import Hidden, Summands, Unsummed, summed
 from hybridrt.layers.weights import Build, CheckpointMap, CheckpointTarget, parameter, whole
 
 
@@ -45,8 +46,10 @@ class RMSNorm(nn.Module):
             self.register_buffer("weight", torch.ones(size, dtype=torch.float32, device=device))
         self._norm, self.add = rms_norm.for_device(device), add_rms_norm.for_device(device)
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: Hidden, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + residual), x + residual); without a residual (norm(x), x)."""
+        if isinstance(x, Unsummed):
+            return x.normed(self, residual)
         if residual is None:
             return self._norm(x, self.weight, self.eps), x
         return self.add(x, residual, self.weight, self.eps)
@@ -67,7 +70,8 @@ class SharedRMSNorm(RMSNorm):
         super().__init__(name, size // shards, eps, device=build.device)
         self.tp, self.size, self.shards = build.tp, size, shards
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: Hidden, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        x = summed(x)
         if self.shards == 1:
             return super().forward(x, residual)
         h = x.float()
@@ -121,9 +125,7 @@ class LayerPart(Protocol):
     """A module of a layer, which adds to x + residual. It returns what it adds and that sum, or all
     of it and None."""
 
-    def __call__(
-        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch, /
-    ) -> Summands: ...
+    def __call__(self, norm: RMSNorm, x: Hidden, residual: torch.Tensor | None, batch: ForwardBatch, /) -> Summands: ...
 
     def targets(self, key: str, /) -> CheckpointMap:
         """Targets of its checkpoint tensors, under `key`."""
@@ -164,7 +166,7 @@ class Sandwich(nn.Module):
             if isinstance(module, RowLinear):
                 module.adds = False
 
-    def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
+    def forward(self, norm: RMSNorm, x: Hidden, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         added, residual = self.part(norm, x, residual, batch)
         return self.post(added)[0], residual
 

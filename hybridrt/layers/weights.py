@@ -17,6 +17,7 @@ from hybridrt.base.errors import BackendError, CheckpointError
 from hybridrt.base.quantization import PLAIN, Scheme
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.dense.skinny_linear import Activation
+from hybridrt.layers.summands import Hidden
 
 if TYPE_CHECKING:
     from hybridrt.layers.norm import RMSNorm
@@ -31,6 +32,7 @@ class Build:
             of experts are "layer.expert.matrix".
         quantised: the checkpoint is quantised. Shared experts are then apart from routed ones, which
             may be stored otherwise.
+        expert_parallel: each rank holds whole routed experts, instead of a part of each.
         kv_codes: dtype of the KV cache's codes; None: it holds plain numbers in `dtype`.
     """
 
@@ -39,12 +41,18 @@ class Build:
     device: torch.device
     scheme: Callable[[str], Scheme] = lambda part: PLAIN
     quantised: bool = False
+    expert_parallel: bool = False
     kv_codes: torch.dtype | None = None
 
     @property
     def uncut(self) -> "Build":
         """The same without tensor parallelism."""
-        return replace(self, tp=TPGroup())
+        return replace(self, tp=TPGroup(), expert_parallel=False)
+
+    @property
+    def shared_apart(self) -> bool:
+        """Whether shared experts are no experts of the routed ones' stack."""
+        return self.quantised or self.expert_parallel
 
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
@@ -117,7 +125,7 @@ class Piece:
             self.dest.copy_(taken)
 
 
-# Also pieces of quantised matrices (hybridrt.layers.quant.pieces), which have other arguments.
+# Also pieces of quantised matrices (hybridrt.layers.quant.pieces), which have other arguments. (): another rank's.
 CheckpointTarget = tuple[Any, ...]
 CheckpointMap = dict[str, CheckpointTarget]
 
@@ -264,7 +272,7 @@ class LinearMethod(Method, ABC):
         return residual.add_(self.apply(x, None, tail=tail))
 
     def apply_normed(
-        self, norm: "RMSNorm", x: torch.Tensor, residual: torch.Tensor | None, bias: torch.Tensor | None,
+        self, norm: "RMSNorm", x: Hidden, residual: torch.Tensor | None, bias: torch.Tensor | None,
         activation: Activation | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """(act(norm(x + residual) W^T + b), x + residual), without a residual as in `norm`."""

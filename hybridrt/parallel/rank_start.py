@@ -81,7 +81,7 @@ def start_ranks(size: int, kind: str, ahead: StartAhead | None = None) -> Ranks:
         RankError: a rank ended before it was connected.
     """
     timeout, found_as = rank_timeout(), name_of(ahead)
-    place, listener = _open_here()
+    place, listener = open_place()
     assert place.directory is not None
     with closing(listener), ExitStack() as undo:
         undo.callback(shutil.rmtree, place.directory, ignore_errors=True)
@@ -141,7 +141,7 @@ def torchrun_ranks(world: World, kind: str) -> Ranks:
     key, timeout = _torchrun_key(world), rank_timeout()
     store = _torchrun_store()
     if key is None:
-        place, listener = _open_here()
+        place, listener = open_place()
     else:
         listener = Listener((master_host(), 0), key)
         place = Place(master_host(), listener.port, key, store)
@@ -157,7 +157,7 @@ def _lead(
     processes: Sequence["subprocess.Popen[bytes]"] = (),
 ) -> Ranks:  # fmt: skip
     """Waits until all have connected."""
-    links = _await(listener, size, processes)
+    links = accept_links(listener, size, processes)
     ranks = Ranks(place.communicator(0, size, device), links, processes, place.directory, timeout)
     with ranks.together():
         ranks.comm.connect()
@@ -183,7 +183,7 @@ def _torchrun_store() -> dist.Store:
     return store
 
 
-def _open_here() -> tuple[Place, Listener]:
+def open_place() -> tuple[Place, Listener]:
     """Makes a directory that only this user can read."""
     directory = tempfile.mkdtemp(prefix="hybridrt-")
     key = secrets.token_bytes(32)
@@ -199,7 +199,14 @@ def _start(rank: int, size: int, directory: str, kind: str, ahead: str | None) -
     return start_child("hybridrt.parallel.follower", given, environment, stdin=subprocess.DEVNULL)
 
 
-def _await(listener: Listener, size: int, processes: Sequence["subprocess.Popen[bytes]"]) -> list[Link]:
+def accept_links(
+    listener: Listener, size: int, processes: Sequence["subprocess.Popen[bytes]"], name: str = "tensor-parallel rank"
+) -> list[Link]:
+    """The links of processes 1 to `size` - 1, called `name` in errors, in their order.
+
+    Raises:
+        RankError: one has ended, or did not come.
+    """
     links: dict[int, Link] = {}
     deadline = time.monotonic() + STARTING_S
     while len(links) < size - 1:
@@ -211,12 +218,10 @@ def _await(listener: Listener, size: int, processes: Sequence["subprocess.Popen[
                 links[rank] = Link(channel)
         for rank, process in enumerate(processes, 1):
             if process.poll() is not None:
-                raise RankError(
-                    f"tensor-parallel rank {rank} did not start: status {process.returncode}; see its output"
-                )
+                raise RankError(f"{name} {rank} did not start: status {process.returncode}; see its output")
         if time.monotonic() > deadline:
             missing = sorted(set(range(1, size)) - links.keys())
-            raise RankError(f"tensor-parallel ranks {missing} did not come within {STARTING_S:g} seconds")
+            raise RankError(f"{name}s {missing} did not come within {STARTING_S:g} seconds")
         time.sleep(_POLL_S)
     return [links[rank] for rank in range(1, size)]
 

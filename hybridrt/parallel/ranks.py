@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 
 from hybridrt.base.errors import ConfigError, HybridrtError, PeerGoneError, RankError
 from hybridrt.channel.codec import unpack
-from hybridrt.channel.control import TIMEOUT_S, Link, disown_in_child
+from hybridrt.channel.control import LOADING_S, TIMEOUT_S, Link, disown_in_child
 from hybridrt.collectives.groups import Communicator
 from hybridrt.parallel.messages import Failed, FromRank, encode
 from hybridrt.parallel.torchrun import master_host
@@ -29,7 +29,10 @@ class Ranks:
         links: to ranks 1, 2, ...
         processes: the ranks started here; none under torchrun, which watches its own.
         directory: where the ranks found each other; `close` removes it.
-        timeout: seconds after which a silent rank counts as lost.
+        timeout: seconds after which a silent rank counts as lost; LOADING_S at least while `loading`.
+
+    Attributes:
+        loading: the ranks load a model.
     """
 
     def __init__(
@@ -45,7 +48,7 @@ class Ranks:
         self._timeout, self._pid = timeout, os.getpid()
         self._error: RankError | None = None
         self._lock, self._named = threading.Lock(), threading.Event()
-        self._serving = self._leaving = False
+        self._serving = self._leaving = self.loading = False
         comm.check_ranks = self.check_alive
         disown_in_child(self)
         for rank, link in enumerate(links, 1):
@@ -98,7 +101,7 @@ class Ranks:
         encoded = encode(message)
         with self.together():
             self.send(encoded)
-        self._serving = True
+        self._serving = self.loading = True
 
     def end_service(self) -> None:
         """Stops the service. Returns when the others have freed what they held."""
@@ -133,11 +136,11 @@ class Ranks:
         """Runs in a thread: receives heartbeats, or `Failed`. If the rank has failed or is lost,
         ends the other ranks."""
         try:
-            while messages := link.listen(self._timeout):
+            while messages := link.listen(patience := max(self._timeout, LOADING_S * self.loading)):
                 for message in (unpack(data, FromRank) for data in messages):
                     if isinstance(message, Failed):
                         self._fail(rank, message.reason)
-            reason = f"it has sent no heartbeat for {self._timeout:g} seconds"
+            reason = f"it has sent no heartbeat for {patience:g} seconds"
         except PeerGoneError as e:
             reason = self._ending(rank) or str(e)
         if not self._leaving:

@@ -14,6 +14,7 @@ from hybridrt.base.device import gpu_count
 from hybridrt.base.errors import ConfigError, DeviceError
 from hybridrt.base.turns import Interrupts
 from hybridrt.collectives.groups import TPGroup
+from hybridrt.layers.moe import experts_of
 from hybridrt.parallel.follower import serve
 from hybridrt.parallel.messages import encode
 from hybridrt.parallel.rank_start import rank_device, start_ranks, torchrun_place, torchrun_ranks
@@ -71,6 +72,7 @@ class TensorParallelExecutor:
         except BaseException:
             _end(self.ranks, lambda: None, started)
             raise
+        self.ranks.loading = False
         self._finalizer = weakref.finalize(self, _end, self.ranks, self.runner.drop_graphs, started)
 
     def launch(self, plan: StepPlan) -> StepHandle:
@@ -153,7 +155,7 @@ def check_split(config: EngineConfig) -> str:
     """The kind of the ranks' devices, "cpu" or "cuda". Allocates nothing.
 
     Raises:
-        ConfigError: the model cannot be cut into `tp_size` shards.
+        ConfigError: the model cannot be cut into `tp_size` shards, or has no experts to share.
         DeviceError: fewer GPUs than ranks.
     """
     device = resolve_device(config.device)
@@ -165,7 +167,9 @@ def check_split(config: EngineConfig) -> str:
     if device.type == "cuda" and (count := gpu_count()) < config.tp_size:
         raise DeviceError(f"tp_size is {config.tp_size}, but torch sees {count} CUDA devices; lower tp_size")
     _, target = load_target(config, TPGroup(size=config.tp_size))
-    empty_model(config, target, torch.device("meta"))
+    model = empty_model(config, target, torch.device("meta"))
+    if config.expert_parallel and not experts_of(model):
+        raise ConfigError(f"expert_parallel is on, and {target.model_config.architecture} has no experts; leave it out")
     return device.type
 
 

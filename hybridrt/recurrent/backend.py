@@ -207,8 +207,10 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
 
     def _plan(self, batch: ForwardBatch) -> ForwardMetadata:
         check_eager_batch(batch, partial(check_states, pools=self.pools, num_slots=self.mamba_pool.num_slots))
+        if not batch.num_extend_rows:
+            return ForwardMetadata({})
         plans = self._given_plans(batch)
-        if batch.num_extend_rows and not plans:
+        if not plans:
             lens = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
             plans = {size: plan_chunks(*lens, size, batch.seq_lens.device) for size in self.chunk_sizes}
         return ForwardMetadata(plans)
@@ -228,7 +230,8 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
             if bs not in by_size:
                 by_size[bs] = by_size[view.max_bs].prefix(bs)
             decode = self._decode_segment(batch, by_size[bs])
-        return ForwardMetadata(self._given_plans(batch), decode, begun=True)
+        plans = self._given_plans(batch) if batch.num_extend_rows else {}
+        return ForwardMetadata(plans, decode, begun=True)
 
     @property
     def captures_prompts(self) -> bool:  # type: ignore[override]

@@ -10,14 +10,15 @@ from torch import nn
 
 from hybridrt.attention.base import RecurrentLayer
 from hybridrt.base.forward_batch import ForwardBatch
-from hybridrt.kernels.core.records import ConvWeights, DeltaInputs, GateWeights, Prompts, StateSlots
+from hybridrt.kernels.core.records import ConvWeights, DeltaInputs, GateWeights
 from hybridrt.kernels.delta_rule.decode import gdn_decode, split_qkv
 from hybridrt.kernels.delta_rule.delta_rule import chunk_gated_delta_rule
 from hybridrt.kernels.state.causal_conv1d import causal_conv1d_varlen
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.registry import state_shape
-from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands
+from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment
 from hybridrt.layers.norm import GatedRMSNorm, RMSNorm
+from hybridrt.layers.summands import Hidden, Summands
 from hybridrt.layers.weights import Build, CheckpointTarget, Piece, Transform, parameter, sharded, unchanged, whole
 from hybridrt.recurrent.backend import MambaAttnBackendBase
 from hybridrt.recurrent.segments import DecodeSegment, ExtendSegment
@@ -95,7 +96,7 @@ class GDNMixer(nn.Module):
         # Repeated: the norm can read z as a view of the projection.
         self.norm = GatedRMSNorm(self.width, norm_eps, group_size=head_dim, norm_before_gate=True, build=build)
 
-    def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
+    def forward(self, norm: RMSNorm, x: Hidden, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         projected, residual = self.in_proj.method.apply_normed(norm, x, residual, self.in_proj.bias)
         mixed_qkv, z, b, a = projected.split([self.shape.conv_dim, *self.in_proj.sizes[3:]], dim=-1)
         y = batch.attn_backend.run(self, batch, GDNInputs(mixed_qkv, a, b))
@@ -174,9 +175,9 @@ class GDNAttnBackend(MambaAttnBackendBase[GDNLayer, GDNInputs]):
     ) -> torch.Tensor:
         cache = self.layer_cache(layer.layer_id)
         conved = causal_conv1d_varlen(inputs.mixed_qkv, *segment.conv_chunks(layer.conv_weights, cache))
-        tokens = DeltaInputs(*split_qkv(conved, cache.state), inputs.a, inputs.b)
-
-        def scan(state: StateSlots, prompts: Prompts) -> torch.Tensor:
-            return chunk_gated_delta_rule(tokens, state, prompts, layer.weights)
-
-        return segment.scan(cache, scan).flatten(1)
+        state = segment.state(cache)
+        tokens = DeltaInputs(*split_qkv(conved, state.states), inputs.a, inputs.b)
+        y = chunk_gated_delta_rule(tokens, state, segment.prompts, layer.weights)
+        if cache.codes is not None:
+            segment.round_states(cache, state)
+        return y.flatten(1)

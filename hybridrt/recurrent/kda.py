@@ -8,8 +8,9 @@ from hybridrt.kernels.core.records import ConvWeights, GateWeights
 from hybridrt.kernels.core.slots import by_head
 from hybridrt.kinds.kda import KDAConfig
 from hybridrt.kinds.registry import state_shape
-from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands
+from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment
 from hybridrt.layers.norm import GatedRMSNorm, RMSNorm
+from hybridrt.layers.summands import Hidden, Summands
 from hybridrt.layers.weights import Build, CheckpointMap, Piece, parameter, whole
 from hybridrt.recurrent.gdn import GDNAttnBackend, GDNInputs
 
@@ -49,7 +50,7 @@ class KDAMixer(nn.Module):
             activation="sigmoid", build=build,
         )  # fmt: skip
 
-    def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
+    def forward(self, norm: RMSNorm, x: Hidden, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         projected, residual = self.in_proj.method.apply_normed(norm, x, residual, self.in_proj.bias)
         mixed_qkv, decay, gate, b = projected.split([self.shape.conv_dim, *self.in_proj.sizes[3:]], dim=-1)
         if self.gate_projs is not None:

@@ -8,7 +8,7 @@ from torch import nn
 from hybridrt.attention.base import RecurrentLayer
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.collectives.groups import TPGroup
-from hybridrt.kernels.core.records import ConvWeights, Prompts, SSMInputs, SSMWeights, StateSlots
+from hybridrt.kernels.core.records import ConvWeights, SSMInputs, SSMWeights
 from hybridrt.kernels.core.slots import by_head
 from hybridrt.kernels.mamba.mamba2_decode import mamba2_decode
 from hybridrt.kernels.mamba.mamba2_decode_cpu import mamba2_in_place
@@ -16,8 +16,9 @@ from hybridrt.kernels.mamba.mamba2_scan import mamba2_chunk_scan, split_conv_cha
 from hybridrt.kernels.state.causal_conv1d import causal_conv1d_varlen
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.kinds.registry import state_shape
-from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands
+from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment
 from hybridrt.layers.norm import GatedRMSNorm, RMSNorm
+from hybridrt.layers.summands import Hidden, Summands
 from hybridrt.layers.weights import Build, CheckpointTarget, parameter, sharded, whole
 from hybridrt.recurrent.backend import MambaAttnBackendBase
 from hybridrt.recurrent.segments import DecodeSegment, ExtendSegment
@@ -146,7 +147,7 @@ class Mamba2Block(nn.Module):
         output = [Segment("x", config.intermediate_size, bias=bias)]
         self.out_proj = RowLinear(f"{name}.out_proj", output, hidden_size, build=build)
 
-    def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
+    def forward(self, norm: RMSNorm, x: Hidden, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         projected, residual = self.in_proj.method.apply_normed(norm, x, residual, self.in_proj.bias)
         return self.out_proj.onto(residual, self.mixer(projected, batch))
 
@@ -184,17 +185,17 @@ class Mamba2AttnBackend(MambaAttnBackendBase[Mamba2Layer, Mamba2Inputs]):
     ) -> torch.Tensor:
         cache = self.layer_cache(layer.layer_id)
         conved, z = self.conved_chunks(layer, segment, inputs.xBC), None
-        x, B, C = split_conv_channels(conved, cache.state.shape)
+        state = segment.state(cache)
+        x, B, C = split_conv_channels(conved, state.states.shape)
         if layer.gates:
             assert inputs.z is not None
             z = by_head(inputs.z, layer.heads, layer.head_dim)
         place = None if out is None else out.view(x.shape)
         tokens = SSMInputs(x, inputs.dt, B, C, z)
-
-        def scan(state: StateSlots, prompts: Prompts) -> torch.Tensor:
-            return mamba2_chunk_scan(tokens, layer.weights, state, prompts, out=place)
-
-        return segment.scan(cache, scan).flatten(1)
+        y = mamba2_chunk_scan(tokens, layer.weights, state, segment.prompts, out=place)
+        if cache.codes is not None:
+            segment.round_states(cache, state)
+        return y.flatten(1)
 
     def conved_chunks(self, layer: Mamba2Layer, segment: ExtendSegment, xBC: torch.Tensor) -> torch.Tensor:
         """Prompt chunks of xBC after the conv."""

@@ -1,6 +1,6 @@
 """The metadata of recurrent layers: a decode segment, then an extend segment."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -105,25 +105,23 @@ class ExtendSegment:
     real: Tensor | None = None
 
     def state(self, cache: LayerCache) -> StateSlots:
-        return StateSlots(cache.state, self.read_state_slots, self.write_state_slots, codes=cache.codes)
-
-    def scan(self, cache: LayerCache, run: Callable[[StateSlots, Prompts], Tensor]) -> Tensor:
-        """`run` over the states of a layer. States with codes are float32 meanwhile, and are rounded
-        where they are stored. States within prompts are saved by passes then, so that a request
-        continues from what the cache keeps."""
-        state = self.state(cache)
+        """A layer's states. Those with codes are copies in float32, which `round_states` stores after
+        the scan. Their saves are passes, so that a request continues from what the cache keeps."""
+        read, write = self.read_state_slots, self.write_state_slots
         if cache.codes is None:
-            return run(state, self.prompts)
-        states = load_states(state, self.prompts.has_initial_state)
+            return StateSlots(cache.temporal, read, write)
+        stored = StateSlots(cache.state, read, write, codes=cache.codes)
+        states = load_states(stored, self.prompts.has_initial_state)
         end_launches(states.device)  # kernels of the scan may read states early
         places = torch.arange(1, len(states), device=states.device, dtype=torch.int32)
-        read, write = (
-            places.masked_fill(slots < 0, PADDING_SLOT) for slots in (self.read_state_slots, self.write_state_slots)
-        )
-        out = run(StateSlots(states, read, write), self.prompts)
+        read, write = (places.masked_fill(slots < 0, PADDING_SLOT) for slots in (read, write))
+        return StateSlots(states, read, write)
+
+    def round_states(self, cache: LayerCache, scanned: StateSlots) -> None:
+        """Stores the states with codes that a scan has left."""
+        stored = StateSlots(cache.state, self.read_state_slots, self.write_state_slots, codes=cache.codes)
         starts = self.prompts.query_start_loc
-        store_states(state, states[1:], self.start_positions + starts[1:] - starts[:-1])
-        return out
+        store_states(stored, scanned.states[1:], self.start_positions + starts[1:] - starts[:-1])
 
     def conv_chunks(
         self, weights: ConvWeights, cache: LayerCache

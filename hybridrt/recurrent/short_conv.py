@@ -11,8 +11,9 @@ from hybridrt.kernels.state.causal_conv1d import causal_conv1d_update, causal_co
 from hybridrt.kernels.state.short_conv import short_conv_update
 from hybridrt.kinds.registry import state_shape
 from hybridrt.kinds.short_conv import ShortConvConfig
-from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands
+from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment
 from hybridrt.layers.norm import RMSNorm
+from hybridrt.layers.summands import Hidden, Summands
 from hybridrt.layers.weights import Build, CheckpointTarget, parameter, sharded
 from hybridrt.recurrent.backend import MambaAttnBackendBase
 from hybridrt.recurrent.segments import DecodeSegment, ExtendSegment
@@ -46,7 +47,7 @@ class ShortConvMixer(nn.Module):
         channels = [Segment("x", config.channels, bias=bias)]
         self.out_proj = RowLinear(f"{name}.out_proj", channels, hidden_size, build=build)
 
-    def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
+    def forward(self, norm: RMSNorm, x: Hidden, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         projected, residual = self.in_proj.method.apply_normed(norm, x, residual, self.in_proj.bias)
         y = batch.attn_backend.run(self, batch, ShortConvInputs(projected))
         return self.out_proj.onto(residual, y)

@@ -14,8 +14,9 @@ from hybridrt.kernels.mamba.selective_state_update import selective_state_update
 from hybridrt.kinds.base import check_divides
 from hybridrt.kinds.registry import state_shape
 from hybridrt.kinds.simple_gla import SimpleGLAConfig
-from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands
+from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment
 from hybridrt.layers.norm import GatedRMSNorm, RMSNorm
+from hybridrt.layers.summands import Hidden, Summands
 from hybridrt.layers.weights import Build, CheckpointTarget, sharded
 from hybridrt.recurrent.backend import MambaAttnBackendBase
 from hybridrt.recurrent.segments import DecodeSegment, ExtendSegment
@@ -75,7 +76,7 @@ class SimpleGLAMixer(nn.Module):
         self.register_buffer("A", -build.tp.shard(rates, 0).to(build.device))
         self.register_buffer("steps", torch.zeros_like(self.A))
 
-    def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
+    def forward(self, norm: RMSNorm, x: Hidden, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         projected, residual = self.in_proj.method.apply_normed(norm, x, residual, self.in_proj.bias)
         *parts, gate = projected.split(self.width, dim=-1)
         q, k, v = (by_head(part, self.heads, self.head_dim) for part in parts)

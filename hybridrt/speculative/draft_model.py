@@ -262,7 +262,8 @@ def draft_config(config: EngineConfig) -> EngineConfig:
         mamba_ssm_dtype=config.mamba_ssm_dtype if config.mamba_ssm_dtype in DTYPES else "float32",
         mamba_ssm_rounding="auto",
         attention_backend="auto", prefill_attention_backend=None, linear_attn_backend="auto", transfer_bytes=0,
-        tp_size=1, prefix_cache=False, host_cache_bytes=0, quantization=None, kv_cache_dtype="auto", kv_scales="auto",
+        tp_size=1, dp_size=1, expert_parallel=False, prefix_cache=False, host_cache_bytes=0, quantization=None,
+        kv_cache_dtype="auto", kv_scales="auto",
     )  # fmt: skip
 
 

@@ -282,7 +282,7 @@ class EntryAllocator:
         counts = [len(free), *[np.count_nonzero(state == each) for each in (USED, CACHED)]]
         if counts != [self.num_free, self.num_used, self.num_cached]:
             raise PoolError(f"{self._what}: {counts} are free, used, cached, but the counters say {self!r}")
-        if len(np.unique(free)) != len(free) or self._state[free].any():
+        if (np.bincount(free) > 1).any() or self._state[free].any():
             raise PoolError(f"the free list of {self._what} holds an entry twice or one that is in use: {self!r}")
         if self.num_locked != np.count_nonzero(self._locks):
             raise PoolError(f"{self.num_locked} of {self._what} are said to be locked: {self!r}")

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hybridrt.base.quantization import QuantConfig
 from hybridrt.layers.linear import finish
 from hybridrt.layers.quant.encoders import encode
 from hybridrt.layers.quant.pieces import PackedPiece, decoded
-from hybridrt.layers.weights import CheckpointTarget, Transform
+from hybridrt.layers.weights import CheckpointMap, CheckpointTarget, Transform
 from hybridrt.models.base import MTP_KEYS, CausalLM
 from hybridrt.models.loading.online_modules import matrix_of
 from hybridrt.models.loading.shards import shards_of, some
@@ -38,14 +39,17 @@ def load_weights(model: CausalLM, path: Path, progress: bool = False) -> list[st
     """
     targets = model.all_targets()
     shards = shards_of(path)
-    _check_keys(model, path, set(targets), {key for keys in shards.values() for key in keys})
+    check_keys(model, path, {key for keys in shards.values() for key in keys})
     filling, skipped = _Filling(model.config.quant), []
+    shards = {file: [key for key in keys if not _elsewhere(model, key, targets)] for file, keys in shards.items()}
     with tqdm(total=sum(map(len, shards.values())), desc="loading", unit="tensor", disable=not progress) as bar:
         for key, tensor in read_tensors(shards, model.device):
             bar.update()
             plain_key = _plain_key(model, key)
             parts = [part for part in model.parts_of(plain_key) if not _skipped(model, part[0], targets)]
             for name, part in parts:
+                if not targets[name]:
+                    continue  # an expert of another rank
                 filling.fill(targets[name], name, key, tensor, part)
             if not parts:
                 skipped.append(key)
@@ -117,6 +121,11 @@ def _plain_key(model: CausalLM, key: str) -> str:
     return key if model.config.quant is None else model.config.quant.weight_key(key)
 
 
+def _elsewhere(model: CausalLM, key: str, targets: CheckpointMap) -> bool:
+    """Whether a tensor holds only experts of other ranks."""
+    return all(targets.get(name) == () for name, _ in model.parts_of(_plain_key(model, key)))
+
+
 def _is_zero_bias(model: CausalLM, key: str) -> bool:
     """GPTQ's older writers store a bias for layers that have none."""
     modules = {} if model.config.quant is None else model.config.quant.modules or {}
@@ -130,8 +139,18 @@ def _skipped(model: CausalLM, key: str, targets: object) -> bool:
     return not known and (any(re.fullmatch(p, key) for p in patterns) or _is_zero_bias(model, key))
 
 
-def _check_keys(model: CausalLM, path: Path, wanted: set[str], present: set[str]) -> None:
-    named = {name for key in present for name, _ in model.parts_of(_plain_key(model, key))}
+def check_keys(model: CausalLM, path: Path, present: Collection[str]) -> list[str]:
+    """Compares the keys of a checkpoint with the model's map, without reading a tensor.
+
+    Returns:
+        The keys that the model skips on purpose.
+
+    Raises:
+        CheckpointError: keys are missing, or nothing consumes them.
+    """
+    wanted = set(model.all_targets())
+    places = {key: [name for name, _ in model.parts_of(_plain_key(model, key))] for key in present}
+    named = {name for names in places.values() for name in names}
     if model.mtp is not None and not any(re.fullmatch(MTP_KEYS, key) for key in named):
         raise CheckpointError(
             f'{path} holds no mtp.* weights, which method "mtp" needs: use a checkpoint that kept its prediction '
@@ -149,6 +168,7 @@ def _check_keys(model: CausalLM, path: Path, wanted: set[str], present: set[str]
         problems.append(f"{len(left_over)} that nothing consumes: {some(left_over)}")
     if problems:
         raise CheckpointError(f"{path} does not fit {model.config.architecture}: {'; '.join(problems)}")
+    return [key for key, names in places.items() if not wanted & set(names)]
 
 
 @torch.no_grad()

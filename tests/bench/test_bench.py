@@ -298,7 +298,7 @@ def test_every_kind_of_data_ends(data: str, arrivals: list[str], served: Served,
 @pytest.mark.parametrize("ended", [0, 2])
 def test_an_interrupt_gives_what_has_ended(ended: int, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """The connections of the others are closed, and the server forgets their requests."""
-    receive, request = Received.data_received, http_load._request
+    receive, request = Received.data_received, http_load.send_request
     done, struck = list[Received](), list[bool]()
 
     async def note(target: Target, work: Work, now: Any) -> Received:
@@ -311,7 +311,7 @@ def test_an_interrupt_gives_what_has_ended(ended: int, served: Served, monkeypat
             struck.append(True)
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(http_load, "_request", note)
+    monkeypatch.setattr(http_load, "send_request", note)
     monkeypatch.setattr(Received, "data_received", strike)
     work = [Work([5] * (i + 1), 2 if i < 2 else 100, i) for i in range(6)]
     monkeypatch.setattr("hybridrt.cli.bench.make_work", lambda config: work)

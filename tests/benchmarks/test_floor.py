@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from benchmarks.common import kv_bytes, state_bytes
 from hybridrt.base.config import AttentionSpec
+from hybridrt.bench.floor import kv_bytes, state_bytes
 from hybridrt.kinds.base import StateShape
 from hybridrt.mem_cache.pools.mamba_pool import MambaPoolSpec
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hybridrt.base.errors import GrammarError, RequestError
-from hybridrt.base.structured_outputs import MAX_TEXT, StructuredOutputs
+from hybridrt.base.structured_outputs import MAX_CHARACTERS, StructuredOutputs
 from hybridrt.engine.core import grammar_masks
 from hybridrt.engine.core.grammar_masks import fill_masks
 from hybridrt.engine.grammar import compile_child
@@ -18,7 +18,7 @@ from hybridrt.engine.text.tokenizer import load_tokenizer
 from hybridrt.runtime.load.build import resolve_model_path
 from hybridrt.speculative.drafter import Draft
 
-LONG = "a" * MAX_TEXT
+LONG = "a" * MAX_CHARACTERS
 EOS = (0, 2)
 
 
@@ -30,7 +30,7 @@ def compiler() -> GrammarCompiler:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"choice": ["b", LONG + "a"]},
+        {"choice": ["b", LONG]},
         {"regex": LONG + "a"},
         {"json": {"enum": [1, LONG + "a"]}},
         {"json": {"properties": {LONG + "a": {}}}},
@@ -40,8 +40,8 @@ def compiler() -> GrammarCompiler:
     ],
     ids=lambda fields: str(fields)[:30],
 )
-def test_a_text_that_is_too_long_is_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(RequestError, match=rf"{MAX_TEXT}.*shorter"):
+def test_a_form_that_is_too_long_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=rf"{MAX_CHARACTERS}.*smaller"):
         StructuredOutputs(**fields)
 
 
@@ -81,13 +81,24 @@ def test_an_enumeration_of_a_usual_size_can_be_followed(compiler: GrammarCompile
         matcher.advance(token)
 
 
-def test_a_grammar_whose_masks_are_slow_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_whose_masks_or_tokens_are_slow_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """What measures them, with a limit that any mask exceeds."""
     compiler = GrammarCompiler(load_tokenizer(resolve_model_path("embedded")), 4103, EOS)
     root = compiler.matcher(StructuredOutputs(regex="(a|b)*c"))._grammar.roots[0]
-    assert compile_child._slow(root, set(EOS)) == ""
-    monkeypatch.setattr(compile_child, "MASK_SECONDS", 0.0)
-    assert "ms of CPU time, more than 0" in compile_child._slow(root, set(EOS))
+    assert compile_child._unfit(root, set(EOS)) == ""
+    for limit, text in (("TOKEN_SECONDS", "reading a token of it"), ("MASK_SECONDS", "a mask of it")):
+        monkeypatch.setattr(compile_child, limit, 0.0)
+        found = compile_child._unfit(root, set(EOS))
+        assert found.startswith(text) and "ms of CPU time, more than 0" in found
+
+
+def test_an_object_of_too_many_optional_properties_is_refused(compiler: GrammarCompiler) -> None:
+    """Its first token cannot be followed, and would hold the interpreter."""
+    properties = {f"p{i}": {"type": "string"} for i in range(700)}
+    with pytest.raises(RequestError, match=r"row has .* items.*simpler"):
+        compiler.matcher(StructuredOutputs(json={"type": "object", "properties": properties}))
+    required = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    compiler.matcher(StructuredOutputs(json=required))
 
 
 class Slow(Matcher):

@@ -22,7 +22,7 @@ from hybridrt import (
     UnknownNameError,
 )
 from hybridrt.embedding import load
-from hybridrt.engine.api import llm as llm_module
+from hybridrt.engine.core import load_engine as load_module
 from hybridrt.engine.request.intake import MAX_NAME_CHARACTERS
 from hybridrt.engine.text.tokenizer import load_tokenizer
 from hybridrt.kernels.core import providers
@@ -213,7 +213,7 @@ def test_a_config_that_transformers_refuses_is_named_before_the_weights(
     path = write_tiny(tmp_path)
     file = path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    monkeypatch.setattr(llm_module, "ModelRunner", lambda *_, **__: pytest.fail("the model was loaded first"))
+    monkeypatch.setattr(load_module, "ModelRunner", lambda *_, **__: pytest.fail("the model was loaded first"))
     with pytest.raises(ConfigError, match=rf"config\.json: transformers.*{next(iter(change))}"):
         LLM(str(path), load_format="dummy", device="cpu")
 
@@ -221,7 +221,7 @@ def test_a_config_that_transformers_refuses_is_named_before_the_weights(
 def test_a_broken_tokenizer_is_named_before_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_tiny(tmp_path)
     (path / "tokenizer.json").write_text("{}")
-    monkeypatch.setattr(llm_module, "ModelRunner", lambda *_, **__: pytest.fail("the model was loaded first"))
+    monkeypatch.setattr(load_module, "ModelRunner", lambda *_, **__: pytest.fail("the model was loaded first"))
     with pytest.raises(CheckpointError, match="tokenizer"):
         LLM(str(path), load_format="dummy", device="cpu")
     with pytest.raises(CheckpointError, match="tokenizer"):

@@ -1,6 +1,9 @@
 """Two GPUs: the tokens of one, collectives inside the graphs, and a lost rank, which blocks no other."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,6 +39,13 @@ def test_logits_and_tokens_of_one_process(name: str, pair: Ranks, checkpoints: C
     session.split.close()
     for sample in samples:
         check_sample(checkpoint, sample, name)
+
+
+def test_sums_through_the_memory_of_peers() -> None:
+    """Ranks that come at random times, in steps and graphs, of all sizes; the program compares."""
+    command = [sys.executable, "-m", "benchmarks.bench_collectives", "--rounds", "50"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_drafts_and_a_killed_rank(checkpoints: CheckpointStore) -> None:

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from hybridrt.kernels.dense.moe import (
+    ExpertShare,
     ExpertStack,
     GroupedChoice,
     SoftmaxChoice,
@@ -109,6 +110,23 @@ def test_padding_rows_go_to_no_expert(tokens_per_row):
         (weights, ids), plain = route(rows), route(None)
         assert (ids[padding] == -1).all() and (weights[padding] == 0).all()
         assert torch.equal(ids[~padding], plain[1][~padding]) and torch.equal(weights[~padding], plain[0][~padding])
+
+
+def test_experts_of_other_ranks_are_none_and_all_are_counted():
+    torch.manual_seed(0)
+    rows = torch.tensor([7, 0, 2], dtype=torch.int32)
+    logits, bias = torch.randn(3, 12), torch.randn(12)
+    for route in (
+        lambda share: router_softmax(logits, SoftmaxChoice(3, True), None, rows, share),
+        lambda share: router_sigmoid_grouped(logits, bias, GroupedChoice(3, 4, 2, True, 2.5), rows, share),
+    ):
+        (weights, ids), load = route(None), torch.arange(12)
+        for first in (0, 4, 8):
+            own_weights, own = route(ExpertShare(first, 4, load))
+            assert torch.equal(own, torch.where((ids >= first) & (ids < first + 4), ids - first, -1))
+            assert torch.equal(own_weights, weights)
+        counted = torch.bincount(ids[rows > 0].flatten(), minlength=12)
+        assert torch.equal(load, torch.arange(12) + 3 * counted)
 
 
 @pytest.mark.parametrize("experts", [40, 10])
@@ -231,8 +249,8 @@ def test_a_token_s_result_does_not_depend_on_its_neighbours():
 @pytest.mark.parametrize(("tokens", "experts"), [(40, 6), (9, 40), (70, 2), (300, 5)])
 def test_pairs_are_laid_out_by_expert_in_blocks(provider, monkeypatch, compared, tokens, experts):
     """By comparing all with all, or by a sort: block after block of one expert, in the order of the pairs."""
-    if provider == "torch" or (provider == "triton-shuffled" and not compared):
-        pytest.skip("one path, no programs")
+    if provider == "torch":
+        pytest.skip("one path")
     from hybridrt.kernels.dense import moe_triton
 
     monkeypatch.setattr(moe_triton, "COMPARED_PAIRS", tokens * 3 if compared else 0)

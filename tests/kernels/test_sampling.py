@@ -417,7 +417,7 @@ def test_logits_that_are_not_finite_give_no_token(small_blocks, monkeypatch, mul
         drawn = flat(sample, logits, **arguments)
         assert drawn[1] == -1 and drawn[[0, 2]].tolist() == flat(sample, sound, **arguments)[[0, 2]].tolist()
     if value != -torch.inf:
-        assert token_logprobs(logits, torch.tensor([1, -1, 1]), 2)[0][[0, 2]].isfinite().all()
+        assert token_logprobs(logits, torch.tensor([[1], [-1], [1]]), 2)[0][[0, 2]].isfinite().all()
 
 
 def test_a_tiny_uniform_wins_only_as_much_as_it_should():
@@ -436,12 +436,12 @@ def test_a_tiny_uniform_wins_only_as_much_as_it_should():
 def test_token_logprobs():
     torch.manual_seed(0)
     logits = torch.randn(3, 9).bfloat16()
-    tokens = torch.tensor([4, 0, 8])
+    tokens = torch.tensor([[4, 1], [0, 0], [8, 3]])
     logprob, top_ids, top_logprobs = token_logprobs(logits, tokens, 2)
     for b in range(3):
         row = logits[b].double().tolist()
         log_total = math.log(sum(map(math.exp, row)))
-        assert float(logprob[b]) == pytest.approx(row[tokens[b]] - log_total, rel=1e-5)
+        assert logprob[b].tolist() == pytest.approx([row[token] - log_total for token in tokens[b]], rel=1e-5)
         best = sorted(row, reverse=True)[:2]
         assert [row[i] for i in top_ids[b].tolist()] == best
         torch.testing.assert_close(top_logprobs[b], torch.tensor([value - log_total for value in best]))

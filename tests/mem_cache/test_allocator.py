@@ -26,6 +26,13 @@ def test_short_allocation_takes_nothing() -> None:
     assert counts(pool) == (2, 1, 0)
 
 
+def test_a_free_list_with_an_entry_twice_is_found() -> None:
+    pool = EntryAllocator(3, "slot")
+    pool._free[0] = pool._free[1]
+    with pytest.raises(PoolError, match="holds an entry twice"):
+        pool.check()
+
+
 def test_one_entry_is_taken_as_one_of_several_is() -> None:
     single, several = EntryAllocator(3, "slot"), EntryAllocator(3, "slot")
     for _ in range(2):

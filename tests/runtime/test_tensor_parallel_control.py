@@ -99,7 +99,13 @@ def test_an_admission_does_not_carry_the_prompt(params: SamplingParams) -> None:
 
 def test_rules_about_tokens_survive_the_way() -> None:
     params = SamplingParams(
-        min_tokens=2, logit_bias={5: -1.5}, allowed_token_ids=[5, 6], bad_words=["a"], prompt_logprobs=1
+        min_tokens=2,
+        logit_bias={5: -1.5},
+        allowed_token_ids=[5, 6],
+        bad_words=["a"],
+        prompt_logprobs=1,
+        logprobs=0,
+        logprob_token_ids=[5],
     )
     rules = make_rules(params, [3, 4], [[1, 2, 3]], 40)
     (found,) = decode(encode(StepPlan([Admission.from_prompt(1, 1, [5], params, 3, rules)]))).admissions
@@ -259,6 +265,16 @@ def wait_for_loss(ranks: Ranks) -> str:
 
 def test_a_silent_rank_is_lost(links: tuple[Link, Link]) -> None:
     assert "rank 1 was lost: it has sent no heartbeat for 0.1 seconds" in wait_for_loss(leader(links[0], 0.1))
+
+
+def test_a_silent_rank_has_more_time_while_a_model_is_loaded(
+    links: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hybridrt.parallel.ranks.LOADING_S", 0.5)
+    ranks = leader(links[0])
+    ranks.loading, ranks._timeout = True, 0.1
+    links[1].send(pack(Beat()))
+    assert "rank 1 was lost: it has sent no heartbeat for 0.5 seconds" in wait_for_loss(ranks)
 
 
 def test_a_rank_whose_connection_ends_is_lost(links: tuple[Link, Link]) -> None:

@@ -20,7 +20,7 @@ from hybridrt import LLM
 from hybridrt.base.config import EngineConfig
 from hybridrt.base.errors import CheckpointError, EngineError, RankError
 from hybridrt.base.turns import Interrupts
-from hybridrt.channel.control import TIMEOUT_VARIABLE
+from hybridrt.channel.control import TIMEOUT_S, TIMEOUT_VARIABLE
 from hybridrt.parallel import tensor_parallel
 from hybridrt.parallel.rank_start import KEY_VARIABLE, start_ranks
 from hybridrt.parallel.ranks import LOST, Ranks
@@ -92,7 +92,8 @@ def test_a_killed_rank_is_named_and_ends_the_others(started: list[Ranks], checkp
 def test_a_stopped_rank_is_named_and_an_interrupt_is_taken(
     started: list[Ranks], checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 used to wait for it for a year, deaf to SIGINT."""
+    """Within ten seconds. Rank 0 used to wait for it for a year, deaf to SIGINT."""
+    assert TIMEOUT_S == 10 and TIMEOUT_VARIABLE not in os.environ
     monkeypatch.setenv(TIMEOUT_VARIABLE, "4")
     llm = make(checkpoints["falcon-split"].path)
     tokens(llm)

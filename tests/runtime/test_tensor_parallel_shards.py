@@ -140,18 +140,24 @@ def test_ranks_draw_the_same_tokens(name: str, checkpoints: CheckpointStore) -> 
     assert session.plan.slabs is None
     session.run(requests(1, 17, 30, steps=12), chunk=7, gap=3)
 
-    def run(comm: Communicator) -> Tensor:
-        config, tp = replace(session.config, tp_size=2), TPGroup(comm.rank, comm.size, comm)
+    for runner in replayed(session, 2):
+        assert torch.equal(runner.last_tokens, session.runner.last_tokens)
+
+
+def replayed(session: Session, size: int, **changes: Any) -> list[ModelRunner]:
+    """The steps of a session's last run on ranks that do not exchange what they draw. The session has `cache_slots`."""
+
+    def run(comm: Communicator) -> ModelRunner:
+        config, tp = replace(session.config, tp_size=size, **changes), TPGroup(comm.rank, comm.size, comm)
         target = load_target(config, tp)[1]
         plan = make_plan(config, target, budget_bytes=pool_budget(config, target), cache_slots=1)
         runner = ModelRunner(config, tp=tp, plan=plan)
         spoil(runner.pools)
         for plan in session.plans:
             runner.launch(plan)
-        return runner.last_tokens
+        return runner
 
-    for tokens in in_threads(2, run):
-        assert torch.equal(tokens, session.runner.last_tokens)
+    return in_threads(size, run)
 
 
 def test_the_poorest_rank_decides_for_all(checkpoints: CheckpointStore) -> None:

@@ -38,19 +38,19 @@ def test_a_thinking_budget_limits_a_model_that_thinks(talker: tuple[Served, Scri
     assert 0 < len(got.content[0].thinking) <= 8  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/completions", "/v1/chat/completions", "/tokenize", "/metrics"])
-def test_x_api_key_on_every_path(path: str, talker: tuple[Served, Scripted]) -> None:
-    with serving(talker[1].llm, chat_template=None, api_keys=("secret", "other")) as locked:
+def test_x_api_key_on_every_path(talker: tuple[Served, Scripted]) -> None:
+    with serving(talker[1].llm, chat_template=None, api_keys=("secret", "other")) as locked, locked.http() as http:
 
-        def status(**headers: str) -> int:
-            return httpx.get(
-                locked.url + path, headers={k.replace("_", "-"): v for k, v in headers.items()}
-            ).status_code
+        def status(path: str, **headers: str) -> int:
+            return http.get(path, headers={k.replace("_", "-"): v for k, v in headers.items()}).status_code
 
-        assert status() == status(x_api_key="guessed") == status(authorization="Basic secret") == 401
-        reached = {status(x_api_key="other"), status(authorization="Bearer secret")}
-        reached |= {status(x_api_key="none", authorization="Bearer other")}
-        assert len(reached) == 1 and 401 not in reached
+        for path in ("/v1/models", "/v1/completions", "/v1/chat/completions", "/tokenize", "/metrics"):
+            assert (
+                status(path) == status(path, x_api_key="guessed") == status(path, authorization="Basic secret") == 401
+            )
+            reached = {status(path, x_api_key="other"), status(path, authorization="Bearer secret")}
+            reached |= {status(path, x_api_key="none", authorization="Bearer other")}
+            assert len(reached) == 1 and 401 not in reached, path
 
 
 def test_models_in_anthropics_form(served: Served) -> None:

@@ -138,6 +138,10 @@ COMPLETIONS: Effects = {
     "prompt": ({"prompt": [G]}, lambda seen: seen.json["usage"]["prompt_tokens"] == 1),
     "echo": ({"echo": True}, lambda seen: seen.text.startswith(PROMPT)),
     "logprobs": ({"logprobs": 2}, lambda seen: seen.choice["logprobs"] is not None),
+    "logprob_token_ids": (
+        {"logprobs": 0, "logprob_token_ids": [3, 4]},
+        lambda seen: len(seen.choice["logprobs"]["top_logprobs"][0]) > 1,
+    ),
     "resume_token_ids": ({"resume_token_ids": [G, G]}, lambda seen: seen.params.resume_token_ids == (G, G)),
 }
 PROMPTS: Effects = {  # of conversations
@@ -166,6 +170,10 @@ CHAT: Effects = PROMPTS | {
     "logprobs": ({"logprobs": True}, lambda seen: seen.choice["logprobs"] is not None),
     "top_logprobs": (
         {"logprobs": True, "top_logprobs": 2},
+        lambda seen: len(seen.choice["logprobs"]["content"][0]["top_logprobs"]) >= 2,
+    ),
+    "logprob_token_ids": (
+        {"logprobs": True, "logprob_token_ids": [3, 4]},
         lambda seen: len(seen.choice["logprobs"]["content"][0]["top_logprobs"]) >= 2,
     ),
 }

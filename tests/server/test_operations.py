@@ -11,6 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import hybridrt
+from hybridrt import LLM
 from hybridrt.base.errors import ConfigError
 from hybridrt.chat.conversation import read_conversation
 from hybridrt.server.core.config import ServerConfig
@@ -27,7 +28,7 @@ def metrics(served: Served) -> dict[str, float]:
     found = {}
     for family in text_string_to_metric_families(answer.text):
         for sample in family.samples:
-            reason = sample.labels.get("finished_reason") or sample.labels.get("le")
+            reason = sample.labels.get("finished_reason") or sample.labels.get("le") or sample.labels.get("rank")
             found[sample.name + (f"[{reason}]" if reason else "")] = sample.value
             if sample.name.startswith(("vllm:", "hybridrt:")):
                 assert sample.labels["model_name"] == "tested"
@@ -98,6 +99,14 @@ def test_abort_ends_a_request_by_its_id(stream: bool, served: Served) -> None:
         thread.join()
         assert answers[0].status_code == 200 and answers[0].text.count('"finish_reason":"abort"') == 8
         assert served.post("/abort", {"request_id": name}).json() == {"aborted": False}
+
+
+def test_metrics_of_experts_on_several_ranks(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not any("expert" in name for name in metrics(served))
+    monkeypatch.setattr(LLM, "expert_tokens", lambda llm: [[30, 10], [20, 20], [0, 0]])
+    found = {name: value for name, value in metrics(served).items() if "expert" in name}
+    tokens = {"hybridrt:expert_tokens_total[0]": 50.0, "hybridrt:expert_tokens_total[1]": 30.0}
+    assert found == tokens | {"hybridrt:expert_imbalance": 1.25}
 
 
 def test_metrics_count_what_happened(served: Served) -> None:

@@ -10,6 +10,8 @@ from hybridrt.engine.request.outputs import Delta
 from tests.support.http_server import Served
 
 PROMPT = "import os"
+USER = [{"role": "user", "content": "Hi"}]
+CHAT_PROMPT = "# user: Hi\n# assistant:"
 BODY = {"model": "tested", "prompt": PROMPT, "max_tokens": 6, "temperature": 0}
 
 
@@ -52,6 +54,35 @@ def test_echo_brings_the_log_probabilities_of_the_prompt(served: Served, stream:
     assert [len(found) >= 2 for found in logprobs["top_logprobs"][1:]] == [True] * (len(tokens) - 1)
     assert "".join(logprobs["tokens"][: len(want.prompt_token_ids)]) == PROMPT
     assert logprobs["text_offset"][:2] == [0, len(logprobs["tokens"][0])]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_named_tokens_are_those_of_the_library(served: Served, stream: bool) -> None:
+    ids = [300, 17, 40, 41]
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=0, logprob_token_ids=ids)
+    (want,), (chat,) = served.llm.generate(PROMPT, params), served.llm.generate(CHAT_PROMPT, params)
+    names = served.service.token_text
+    client, more = served.client(), {"extra_body": {"logprob_token_ids": ids}}
+    answers: Any = client.completions.create(**BODY, logprobs=0, stream=stream, **more)  # type: ignore[call-overload]
+    found = [e for a in (answers if stream else [answers]) for e in a.choices[0].logprobs.top_logprobs]
+    assert found == [
+        pytest.approx({names.text(t): value for t, value in each.items()}, abs=1e-4) for each in want.logprobs or ()
+    ]
+    body: Any = {"model": "tested", "messages": USER, "max_tokens": 6, "temperature": 0, "top_logprobs": 2}
+    answers = client.chat.completions.create(**body, logprobs=True, stream=stream, **more)
+    parts = [a.choices[0].logprobs for a in (answers if stream else [answers])]
+    entries = [entry for part in parts if part is not None for entry in part.content or ()]
+    for entry, each in zip(entries, chat.logprobs or (), strict=True):
+        likeliest = sorted(each.items(), key=lambda found: -found[1])
+        assert [top.token for top in entry.top_logprobs] == [names.text(token) for token, _ in likeliest]
+        assert [top.logprob for top in entry.top_logprobs] == pytest.approx([v for _, v in likeliest], abs=1e-4)
+
+
+def test_named_tokens_go_with_log_probabilities(served: Served) -> None:
+    for path, body, scored in (("/v1/completions", BODY, 0), ("/v1/chat/completions", {"messages": USER}, True)):
+        for wrong in ({"logprob_token_ids": [5]}, {"logprob_token_ids": [9999], "logprobs": scored}):
+            answer = served.post(path, body | wrong)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "logprob_token_ids"), answer.text
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -134,7 +134,7 @@ def test_prompts_without_special_tokens(served: Served, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("prompt_embeds", "AAAA"), ("logprob_token_ids", [5]), ("truncation_side", "right"), ("watermarking", True),
+        ("prompt_embeds", "AAAA"), ("truncation_side", "right"), ("watermarking", True),
         ("repetition_detection", {"max_pattern_size": 3}), ("logits_processors", ["x"]), ("use_beam_search", True),
         ("modalities", ["text", "audio"]), ("regex", "a+"), ("ebnf", "root ::= 'a'"), ("json_schema", "{}"),
         ("stop_regex", "a+"), ("no_stop_trim", True), ("custom_logit_processor", "x"), ("lora_path", "x"),

@@ -18,7 +18,7 @@ from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from tests.support import swa_ssm as swa
 from tests.support.newer_checkpoints import NEWER, NEWER_SPLIT
 from tests.support.published import PUBLISHED, PUBLISHED_SPLIT
-from tests.support.seeing_checkpoints import SEEING
+from tests.support.seeing_checkpoints import SEEING, SEEING_SPLIT
 from tests.support.sizes import LENGTH, TOKENS, VOCAB, Make
 from tests.support.windowed_checkpoints import WINDOWED, WINDOWED_SPLIT
 
@@ -364,6 +364,12 @@ SPLIT: dict[str, Make] = {
     "lfm2-split": lfm2(conv_bias=True, tie_word_embeddings=True, num_key_value_heads=1),
     "lfm2_moe-split": lfm2_moe(),
     "swa_ssm-split": CASES["swa_ssm-plain"],
+    "nemotron-split_puzzle": puzzle("ME*E-", {
+        1: {"moe_intermediate_size": 16, "num_experts_per_tok": 2},
+        3: {"moe_intermediate_size": 40, "num_experts_per_tok": 4, "n_routed_experts": 6},
+        4: {"intermediate_size": 20},
+    }, moe_latent_size=20, mamba_num_heads=8, n_groups=4),
+    **SEEING_SPLIT,
     **NEWER_SPLIT,
     **PUBLISHED_SPLIT,
     **WINDOWED_SPLIT,

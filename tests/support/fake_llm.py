@@ -8,8 +8,8 @@ import torch
 
 from hybridrt.base.config import EngineConfig
 from hybridrt.base.sampling_params import SamplingParams
-from hybridrt.engine.api import llm as llm_module
 from hybridrt.engine.api.llm import LLM
+from hybridrt.engine.core import load_engine as load_module
 from hybridrt.mem_cache.pools.host_plan import NO_HOST_PLAN
 from hybridrt.mem_cache.pools.memory_plan import PageGroup
 from hybridrt.mem_cache.pools.page_groups import PageDemand
@@ -50,9 +50,9 @@ def make(monkeypatch: pytest.MonkeyPatch, tokenizer: Any = None, **config: Any) 
     def split(config: EngineConfig, **kwargs: Any) -> SimpleNamespace:
         return SimpleNamespace(runner=build(config, **kwargs), close=lambda: None)
 
-    monkeypatch.setattr(llm_module, "ModelRunner", build)
-    monkeypatch.setattr(llm_module, "TensorParallelExecutor", split)
-    monkeypatch.setattr(llm_module, "load_tokenizer", lambda path: tokenizer)
+    monkeypatch.setattr(load_module, "ModelRunner", build)
+    monkeypatch.setattr(load_module, "TensorParallelExecutor", split)
+    monkeypatch.setattr(load_module, "load_tokenizer", lambda path: tokenizer)
     return LLM("somewhere", **config), runners[0]
 
 

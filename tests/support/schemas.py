@@ -126,7 +126,7 @@ def _choice(rng: random.Random, depth: int) -> dict[str, Any]:
     return {"anyOf": [_random(rng, depth) for _ in range(2)]}
 
 
-# Behind its first token the parser needs more items than llguidance's limit.
+# After its first tokens the parser needs more items than llguidance's limit.
 MANY_RULES = "\n".join(
-    ['start: "a" (' + " | ".join(f'"b" r{i}' for i in range(2500)) + ")", *(f'r{i}: "{i}"' for i in range(2500))]
+    ['start: "aéa" (' + " | ".join(f'"b" r{i}' for i in range(2500)) + ")", *(f'r{i}: "{i}"' for i in range(2500))]
 )

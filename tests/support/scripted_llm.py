@@ -11,8 +11,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hybridrt.base.config import EngineConfig
-from hybridrt.engine.api import llm as llm_module
 from hybridrt.engine.api.llm import LLM
+from hybridrt.engine.core import load_engine as load_module
 from hybridrt.engine.text.tokenizer import HFTokenizer
 from hybridrt.mem_cache.pools.host_plan import NO_HOST_PLAN
 from hybridrt.mem_cache.pools.memory_plan import PageGroup
@@ -100,8 +100,8 @@ def scripted() -> Iterator[Scripted]:
         return runners[0]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm_module, "ModelRunner", build)
-        patch.setattr(llm_module, "load_tokenizer", lambda path: tokenizer)
+        patch.setattr(load_module, "ModelRunner", build)
+        patch.setattr(load_module, "load_tokenizer", lambda path: tokenizer)
         llm = LLM("somewhere")
     with llm:
         yield Scripted(llm, runners[0], tokenizer)

@@ -64,3 +64,10 @@ SEEING: dict[str, Make] = {
     "minicpm_v_4_7": minicpm_v("4_7"),
     "nemotron_omni": nemotron_omni(),
 }
+SEEING_SPLIT: dict[str, Make] = {
+    "lfm2_vl-split": lfm2_vl(),
+    "lfm3_vl-split": lfm3_vl(),
+    "minicpm_v_4_6-split": minicpm_v("4_6", linear_num_key_heads=4, linear_num_value_heads=8),
+    "minicpm_v_4_7-split": minicpm_v("4_7", linear_num_key_heads=4, linear_num_value_heads=8),
+    "nemotron_omni-split": nemotron_omni(mamba_num_heads=8, n_groups=4),
+}

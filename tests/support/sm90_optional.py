@@ -184,8 +184,11 @@ def others() -> Iterator[tuple[str, Args, Args]]:
         yield "fp8_linear", product, {"bias": meta(64), "activation": "silu_and_mul"}
     shared = {"shared_gate": meta(B), "shared": 1, "rows": ROWS}
     yield "router_softmax", {"logits": meta(B, 8), "top_k": 2, "renormalize": True}, shared
+    held = {"first": 4, "held": 4, "load": meta(8, dtype=torch.int64)}
+    yield "router_softmax", {"logits": meta(B, 8), "top_k": 2, "renormalize": True} | held, {}
     scores = {"logits": f32(B, 8), "correction_bias": f32(8), "top_k": 2, "n_group": 2, "topk_group": 1}
     yield "router_sigmoid_grouped", scores | {"renormalize": True, "scaling": 2.5}, {"rows": ROWS, "shared": 1}
+    yield "router_sigmoid_grouped", scores | {"renormalize": True, "scaling": 2.5} | held, {}
     yield "router_product", {"x": meta(TOKENS, 64), "weight": f32(8, 64)}, {"x": meta(2, 512), "weight": f32(8, 512)}
     for tokens in (2, 400):
         picks = {"ids": int32(tokens, 2), "weights": f32(tokens, 2), "x": meta(tokens, 64)}

@@ -4,8 +4,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Never, NoReturn, Unpack, overload
+from typing import Any, Literal, Never, NoReturn, Unpack, cast, overload
 
 import numpy as np
 from tqdm.auto import tqdm
@@ -20,6 +21,7 @@ from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.base.turns import Interrupts, undisturbed
 from hybridrt.chat.chat import Chat
 from hybridrt.chat.conversation import ChatOptions, Conversation, read_conversation
+from hybridrt.collectives.groups import TPGroup
 from hybridrt.engine.api.chats import (
     ChatDelta,
     ChatOutput,
@@ -36,15 +38,13 @@ from hybridrt.engine.api.sampling_defaults import default_sampling_params
 from hybridrt.engine.cache.cache_dump import write_dump
 from hybridrt.engine.cache.session_file import Session
 from hybridrt.engine.core.engine import Engine
+from hybridrt.engine.core.load_engine import load_engine, read_tokenizer
+from hybridrt.engine.replicas.replicated_engine import ReplicatedEngine
 from hybridrt.engine.request.intake import PreparedPrompt, Prompt, check_client, text_or_ids
 from hybridrt.engine.request.outputs import Delta, DeltaQueue, RequestOutput, whole_output
-from hybridrt.engine.text.tokenizer import load_tokenizer
 from hybridrt.mem_cache.prefix_tree.cache_events import EVENTS, CacheSubscription
-from hybridrt.models.config.read_config import read_model_config
 from hybridrt.parallel.tensor_parallel import TensorParallelExecutor, check_world
-from hybridrt.runtime.load.build import find_checkpoint
-from hybridrt.runtime.precompile.compile_ahead import KernelsAhead
-from hybridrt.runtime.run.model_runner import ModelRunner
+from hybridrt.runtime.load.build import load_target
 
 
 class LLM:
@@ -100,6 +100,8 @@ class LLM:
         overlap: bool = True,
         speculative: SpeculativeConfig | None = None,
         tp_size: int = 1,
+        expert_parallel: bool = False,
+        dp_size: int = 1,
         transfer_bytes: int = 0,
         prefix_cache: bool = True,
         cache_slots: int | None = None,
@@ -116,21 +118,29 @@ class LLM:
             self._load(_shows_bars())
 
     def _load(self, progress: bool) -> None:
-        config = self.config
-        path = find_checkpoint(config.model)
-        if path.is_dir():  # if not, the runner says so
-            read_model_config(path)
-        self.tokenizer = load_tokenizer(path)  # read before the weights
-        start: dict[str, Any] = {"progress": progress, "ahead": KernelsAhead}
-        # The executor over several ranks, which `close` ends; None with one rank.
-        self._split = TensorParallelExecutor(config, **start) if config.tp_size > 1 else None
-        runner = self._split.runner if self._split else ModelRunner(config, **start)
-        self.model_config = runner.model_config
-        self.plan = runner.memory_plan
-        self.device = runner.device
-        self.default_sampling_params = default_sampling_params(runner.model_path)
+        # What `close` ends: the executor over several ranks, or the replicas; None with one rank.
+        self._split: TensorParallelExecutor | None = None
+        self._replicas: ReplicatedEngine | None = None
+        self._engine: Engine | None
+        if self.config.dp_size > 1:
+            path = self._load_replicas()
+        else:
+            loaded = load_engine(self.config, progress)
+            runner, self.tokenizer, self._split = loaded.runner, loaded.tokenizer, loaded.split
+            self._engine, self.model_config, path = loaded.engine, runner.model_config, runner.model_path
+            self.plan, self.device = runner.memory_plan, runner.device
+        self.default_sampling_params = default_sampling_params(path)
         self.chats = Chats(self.tokenizer)
-        self._engine: Engine | None = Engine.from_config(config, runner, self.tokenizer, split=self._split)
+
+    def _load_replicas(self) -> Path:
+        config = self.config
+        self.tokenizer = read_tokenizer(config)
+        path, target = load_target(config, TPGroup(size=config.tp_size))
+        self.model_config, self.device = target.model_config, target.device
+        self._replicas = ReplicatedEngine(config, target.model_config, self.tokenizer)
+        self.plan = self._replicas.plan
+        self._engine = cast(Engine, self._replicas)  # what is called of it here and by servers
+        return path
 
     @property
     def engine(self) -> Engine:
@@ -431,6 +441,11 @@ class LLM:
     def __getattr__(self, name: str) -> NoReturn:
         raise no_attribute(self, name, LLM_ATTRIBUTES)
 
+    def expert_tokens(self) -> list[list[int]]:
+        """Tokens that each rank's experts have computed, [layers][ranks], counted once for each
+        expert; [] without `expert_parallel`. Any thread may call it; it waits for no step."""
+        return self._split.runner.expert_loads.read() if self._split else []
+
     def close(self) -> None:
         """Aborts all requests and frees the model and the pools at once, without a garbage
         collection. A second call completes what an exception has interrupted. With tensor
@@ -451,6 +466,9 @@ class LLM:
                 if self._split:
                     self._split.close()
                     self._split = None
+                if self._replicas:
+                    self._replicas.close()
+                    self._replicas = None
 
     def __enter__(self) -> "LLM":
         return self

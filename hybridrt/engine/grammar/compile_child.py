@@ -26,7 +26,9 @@ LIMITS = {"step_lexer_fuel": 50_000, "step_max_items": 10_000, "max_lexer_states
 # some 20,000 levels of 8 KB. Untouched pages need no memory.
 STACK_BYTES = 2**29
 MAX_BYTES = 2**29  # bytes of memory, beyond the process's at its start
-MASK_SECONDS = 0.03  # CPU time: a grammar with a slower mask is refused
+# CPU time: a grammar with a slower mask or token is refused. llguidance reads a token without
+# letting go of the interpreter, so no other thread runs meanwhile.
+MASK_SECONDS, TOKEN_SECONDS = 0.03, 0.01
 TIME, BUSY, MEMORY = "time", "busy", "memory"  # why it ended: CPU time, wall time, or else
 NICE = 5  # the server goes first
 _WALKS, _STEPS = 3, 12
@@ -100,7 +102,7 @@ def _child(tokenizer: "LLTokenizer", number: int, cpu: float, wall: float, text:
         try:
             matcher = build(tokenizer, text)
             seconds = time.thread_time() - began
-            error = matcher.get_error() if matcher.is_error() else _slow(matcher, eos)
+            error = matcher.get_error() if matcher.is_error() else _unfit(matcher, eos)
             _write(number, "-" if error else f"+{seconds:.6f}", error.encode(errors="replace"))
         except BaseException as e:  # llguidance's failed assertion
             _write(number, "-", f"{type(e).__name__}: {e}".encode(errors="replace"))
@@ -111,22 +113,30 @@ def _child(tokenizer: "LLTokenizer", number: int, cpu: float, wall: float, text:
     os._exit(0 if done else 1)
 
 
-def _slow(root: "LLMatcher", eos: set[int]) -> str:
-    """Tries a few outputs; returns "" if their masks are fast."""
-    rng, worst = random.Random(0), 0.0
+def _unfit(root: "LLMatcher", eos: set[int]) -> str:
+    """Tries a few outputs; returns "" if their masks and tokens are fast, and none fails at once."""
+    rng = random.Random(0)
     for _ in range(_WALKS):
         matcher = root.deep_copy()
-        for _ in range(_STEPS):
+        for step in range(_STEPS):
             began = time.thread_time()
             mask = matcher.compute_bitmask()
-            if matcher.is_error():
-                return ""  # fails only its request
+            masked = time.thread_time()
             token = _token(mask, rng)
-            if token in eos or not matcher.consume_token(token) or matcher.is_stopped():
+            going = not matcher.is_error() and token not in eos and matcher.consume_token(token)
+            if matcher.is_error():
+                if step == 0:
+                    reason = matcher.get_error().partition("\n")[0]
+                    return f"the first token of an output is too much for llguidance ({reason}); make it simpler"
+                break  # fails only its request
+            for what, seconds, most in (
+                ("a mask of", masked - began, MASK_SECONDS),
+                ("reading a token of", time.thread_time() - masked, TOKEN_SECONDS),
+            ):
+                if seconds > most:
+                    return f"{what} it takes {1000 * seconds:.0f} ms of CPU time, more than {1000 * most:g}"
+            if not going or matcher.is_stopped():
                 break
-            worst = max(worst, time.thread_time() - began)
-            if worst > MASK_SECONDS:
-                return f"a mask of it takes {1000 * worst:.0f} ms of CPU time, more than {1000 * MASK_SECONDS:g}"
     return ""
 
 

@@ -308,7 +308,7 @@ class Intake:
         for name, instead in (("stop", "stop_token_ids"), ("bad_words", "logit_bias")):
             if getattr(params, name) and self.tokenizer is None:
                 raise RequestError(f"{name} needs a tokenizer and this model has none; use {instead}", name)
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "resume_token_ids"):
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids", "resume_token_ids"):
             last = max(getattr(params, name) or (), default=0)
             if last >= vocab:
                 raise RequestError(f"{name} holds {last}; the vocabulary ends at {vocab - 1}: remove it", name)

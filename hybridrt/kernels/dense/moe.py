@@ -41,6 +41,19 @@ class GroupedChoice(NamedTuple):
     shared: int = 0
 
 
+class ExpertShare(NamedTuple):
+    """The experts that this rank holds: `first` to `first + held`.
+
+    Attributes:
+        load: `[E]` int64. A router adds to it how many tokens have chosen each expert, those of all
+            ranks, padding left out. None: it counts nothing.
+    """
+
+    first: int
+    held: int
+    load: Tensor | None = None
+
+
 class ExpertStack(NamedTuple):
     """E routed experts of one layer.
 
@@ -64,14 +77,16 @@ class ExpertStack(NamedTuple):
 
 @operation(By("triton", "hybridrt.kernels.dense.moe_router_triton:router_softmax_triton"))
 def router_softmax(
-    logits: Tensor, choice: SoftmaxChoice, shared_gate: Tensor | None = None, rows: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, choice: SoftmaxChoice, shared_gate: Tensor | None = None, rows: Tensor | None = None,
+    share: ExpertShare | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The top_k experts by softmax probability (Qwen3-Next, Jamba), then the shared ones.
 
     Args:
         logits: `[T, E]`, rows of any stride.
         shared_gate: `[T]`; its sigmoid is the weight of the shared experts.
         rows: `[B]` int32, each with T / B tokens. Tokens of row 0 are padding: weight 0, id -1.
+        share: ids count from its first expert; those of other experts are -1. No expert is shared.
 
     Returns:
         weights `[T, k + shared]` float32 and ids `[T, k + shared]` int32.
@@ -83,13 +98,14 @@ def router_softmax(
     if shared_gate is not None:
         weights = torch.cat((weights, torch.sigmoid(shared_gate.float()).unsqueeze(1).expand(-1, choice.shared)), 1)
         ids = torch.cat((ids, (experts + ids_of_shared).expand(tokens, -1)), 1)
-    return _without_padding(weights, ids.int(), rows)
+    return _held(*_without_padding(weights, ids.int(), rows), share)
 
 
 @operation(By("triton", "hybridrt.kernels.dense.moe_router_triton:router_sigmoid_grouped_triton"))
 def router_sigmoid_grouped(
-    logits: Tensor, correction_bias: Tensor, choice: GroupedChoice, rows: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, correction_bias: Tensor, choice: GroupedChoice, rows: Tensor | None = None,
+    share: ExpertShare | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The top_k experts within the topk_group best groups (DeepSeek-V3, section 2.1.2; Nemotron-H).
 
     A group's score is the sum of its two best scores.
@@ -97,7 +113,7 @@ def router_sigmoid_grouped(
     Args:
         logits: `[T, E]`.
         correction_bias: `[E]` float32, added to the sigmoid scores for the choice, not for weights.
-        rows: those of `router_softmax`.
+        rows, share: those of `router_softmax`.
 
     Returns:
         weights `[T, k + shared]` float32 and ids `[T, k + shared]` int32.
@@ -116,7 +132,7 @@ def router_sigmoid_grouped(
         tokens, experts = logits.shape
         weights = torch.cat((weights, weights.new_ones(tokens, shared)), 1)
         ids = torch.cat((ids, torch.arange(experts, experts + shared, device=ids.device).expand(tokens, -1)), 1)
-    return _without_padding(weights, ids.int(), rows)
+    return _held(*_without_padding(weights, ids.int(), rows), share)
 
 
 @operation(By("triton", "hybridrt.kernels.dense.moe_router_triton:router_product_triton"))
@@ -168,6 +184,16 @@ def _without_padding(weights: Tensor, ids: Tensor, rows: Tensor | None) -> tuple
         return weights, ids
     padding = (rows == 0).repeat_interleave(ids.shape[0] // rows.shape[0]).unsqueeze(1)
     return weights.masked_fill(padding, 0.0), ids.masked_fill(padding, -1)
+
+
+def _held(weights: Tensor, ids: Tensor, share: ExpertShare | None) -> tuple[Tensor, Tensor]:
+    if share is None:
+        return weights, ids
+    if share.load is not None:
+        flat = ids.flatten().long()
+        share.load.scatter_add_(0, flat.clamp(min=0), (flat >= 0).long())
+    own = ids - share.first
+    return weights, own.masked_fill((own < 0) | (own >= share.held), -1)
 
 
 def activate(hidden: Tensor, activation: Literal["silu", "relu2"], limit: float | None, alpha: float | None) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from hybridrt.base.device import multiprocessors
 from hybridrt.kernels.core.launch import arrival_counters
 from hybridrt.kernels.core.pdl_triton import begin, pdl
-from hybridrt.kernels.dense.moe import GroupedChoice, SoftmaxChoice, router_product
+from hybridrt.kernels.dense.moe import ExpertShare, GroupedChoice, SoftmaxChoice, router_product
 from hybridrt.kernels.dense.skinny_linear_triton import Tile, matvec
 
 PRODUCT_TOKENS = 256  # up to here launches bound a product
@@ -37,11 +37,17 @@ def _keys(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _store_routing(  # type: ignore[no-untyped-def]
-    weights_ptr, ids_ptr, rows_ptr, weights, ids, t, j, COUNT: tl.constexpr, TOKENS: tl.constexpr
-):
+    weights_ptr, ids_ptr, rows_ptr, load_ptr, weights, ids, t, j, COUNT: tl.constexpr, TOKENS: tl.constexpr,
+    first_held, HELD: tl.constexpr,
+):  # fmt: skip
     if rows_ptr is not None:
         real = tl.load(rows_ptr + t // TOKENS) != 0
         weights, ids = tl.where(real, weights, 0.0), tl.where(real, ids, -1)
+    if load_ptr is not None:
+        chosen = (j < COUNT) & (ids >= 0)
+        tl.atomic_add(load_ptr + ids, tl.full(j.shape, 1, tl.int64), mask=chosen, sem="relaxed")
+    own = ids - first_held
+    ids = tl.where((own >= 0) & (own < HELD), own, -1)
     tl.store(weights_ptr + t * COUNT + j, weights, mask=j < COUNT)
     tl.store(ids_ptr + t * COUNT + j, ids, mask=j < COUNT)
 
@@ -81,11 +87,11 @@ def _product_kernel(  # type: ignore[no-untyped-def]
             tl.store(out, total, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_held"])
 def _router_softmax_kernel(  # type: ignore[no-untyped-def]
-    logits_ptr, shared_gate_ptr, weights_ptr, ids_ptr, rows_ptr, logits_sr, shared_gate_sr, TOKENS: tl.constexpr,
-    E: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, RENORMALIZE: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    logits_ptr, shared_gate_ptr, weights_ptr, ids_ptr, rows_ptr, load_ptr, logits_sr, shared_gate_sr, first_held,
+    TOKENS: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, RENORMALIZE: tl.constexpr,
+    HELD: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     e, j = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
@@ -105,14 +111,17 @@ def _router_softmax_kernel(  # type: ignore[no-untyped-def]
     if RENORMALIZE:
         weights /= tl.sum(weights, 0)
     weights = tl.where(j < TOP_K, weights, tl.sigmoid(gate))
-    _store_routing(weights_ptr, ids_ptr, rows_ptr, weights, ids, t, j, TOP_K + SHARED, TOKENS)
+    _store_routing(
+        weights_ptr, ids_ptr, rows_ptr, load_ptr, weights, ids, t, j, TOP_K + SHARED, TOKENS, first_held, HELD
+    )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_held"])
 def _router_sigmoid_kernel(  # type: ignore[no-untyped-def]
-    logits_ptr, bias_ptr, weights_ptr, ids_ptr, rows_ptr, logits_sr, scaling, TOKENS: tl.constexpr,
-    E: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    RENORMALIZE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    logits_ptr, bias_ptr, weights_ptr, ids_ptr, rows_ptr, load_ptr, logits_sr, scaling, first_held,
+    TOKENS: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, RENORMALIZE: tl.constexpr, HELD: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     size: tl.constexpr = E // GROUPS
@@ -145,7 +154,9 @@ def _router_sigmoid_kernel(  # type: ignore[no-untyped-def]
     if RENORMALIZE:
         weights /= tl.sum(weights, 0) + 1e-20
     weights = tl.where(j < TOP_K, weights * scaling, 1.0)
-    _store_routing(weights_ptr, ids_ptr, rows_ptr, weights, ids, t, j, TOP_K + SHARED, TOKENS)
+    _store_routing(
+        weights_ptr, ids_ptr, rows_ptr, load_ptr, weights, ids, t, j, TOP_K + SHARED, TOKENS, first_held, HELD
+    )
 
 
 def router_product_triton(x: Tensor, weight: Tensor) -> Tensor:
@@ -171,34 +182,37 @@ def router_product_triton(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def router_softmax_triton(
-    logits: Tensor, choice: SoftmaxChoice, shared_gate: Tensor | None = None, rows: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, choice: SoftmaxChoice, shared_gate: Tensor | None = None, rows: Tensor | None = None,
+    share: ExpertShare | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     gate_stride = 0 if shared_gate is None else shared_gate.stride(0)
-    return _route(_router_softmax_kernel, logits, shared_gate, gate_stride, choice, rows, num_warps=1)
+    return _route(_router_softmax_kernel, logits, shared_gate, gate_stride, choice, rows, share, num_warps=1)
 
 
 def router_sigmoid_grouped_triton(
-    logits: Tensor, correction_bias: Tensor, choice: GroupedChoice, rows: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, correction_bias: Tensor, choice: GroupedChoice, rows: Tensor | None = None,
+    share: ExpertShare | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     groups, top_groups = choice.n_group, choice.topk_group
     return _route(
-        _router_sigmoid_kernel, logits, correction_bias, choice.scaling, choice, rows, GROUPS=groups,
+        _router_sigmoid_kernel, logits, correction_bias, choice.scaling, choice, rows, share, GROUPS=groups,
         TOP_GROUPS=top_groups, BLOCK_G=triton.next_power_of_2(groups), num_warps=1 if groups == top_groups else 4,
     )  # fmt: skip
 
 
 def _route(
     kernel: Any, logits: Tensor, of_experts: Tensor | None, number: float, choice: SoftmaxChoice | GroupedChoice,
-    rows: Tensor | None, **own: int,
+    rows: Tensor | None, share: ExpertShare | None, **own: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     (tokens, experts), chosen = logits.shape, choice.top_k + choice.shared
+    share = share or ExpertShare(0, experts + choice.shared)
     weights = torch.empty((tokens, chosen), dtype=torch.float32, device=logits.device)
     ids = torch.empty((tokens, chosen), dtype=torch.int32, device=logits.device)
     if tokens:
         kernel[(tokens,)](
-            logits, of_experts, weights, ids, rows, logits.stride(0), number,
+            logits, of_experts, weights, ids, rows, share.load, logits.stride(0), number, share.first,
             TOKENS=1 if rows is None else tokens // rows.shape[0], E=experts, TOP_K=choice.top_k, SHARED=choice.shared,
-            RENORMALIZE=choice.renormalize, BLOCK_E=triton.next_power_of_2(experts),
+            RENORMALIZE=choice.renormalize, HELD=share.held, BLOCK_E=triton.next_power_of_2(experts),
             BLOCK_K=triton.next_power_of_2(chosen), **own, **pdl(logits.device),
         )  # fmt: skip
     return weights, ids

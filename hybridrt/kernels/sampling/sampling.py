@@ -113,14 +113,14 @@ def greedy(logits: Tensor, bitmask: Tensor | None = None) -> Tensor:
 
 @operation()
 def token_logprobs(logits: Tensor, tokens: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """log softmax(logits) at tokens `[B]` int64, and of the top_n best. Undefined for a token -1.
+    """log softmax(logits) at tokens `[B, k]` int64, and of the top_n best. Undefined for a token -1.
 
-    Returns (logprob `[B]` float32, top_ids `[B, top_n]` int64, top_logprobs `[B, top_n]` float32).
+    Returns (logprobs `[B, k]` float32, top_ids `[B, top_n]` int64, top_logprobs `[B, top_n]` float32).
     """
     logits = logits.float()
     log_total = logits.logsumexp(-1, keepdim=True)
     top_logits, top_ids = logits.topk(top_n, -1)
-    return (logits.gather(1, tokens.clamp(min=0).unsqueeze(1)) - log_total).squeeze(1), top_ids, top_logits - log_total
+    return logits.gather(1, tokens.clamp(min=0)) - log_total, top_ids, top_logits - log_total
 
 
 def signed_64(value: int) -> int:

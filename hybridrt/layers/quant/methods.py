@@ -22,6 +22,7 @@ from hybridrt.layers.quant.fp8_products import Fp8Product, fp8_product, multipli
 from hybridrt.layers.quant.kernel_weight import finished, looked_up, parameters, product_of_many
 from hybridrt.layers.quant.packed_weight import PackedWeight
 from hybridrt.layers.quant.pieces import PackedPiece
+from hybridrt.layers.summands import Hidden, summed
 from hybridrt.layers.weights import (
     Build,
     CheckpointMap,
@@ -167,9 +168,10 @@ class QuantMethod(LinearMethod):
         return y if activation is None else ACTIVATIONS[activation](y)
 
     def apply_normed(
-        self, norm: "RMSNorm", x: Tensor, residual: Tensor | None, bias: Tensor | None,
+        self, norm: "RMSNorm", x: Hidden, residual: Tensor | None, bias: Tensor | None,
         activation: Activation | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        x = summed(x)
         if self.kernel is None or x.shape[0] > MAX_TOKENS:
             return super().apply_normed(norm, x, residual, bias, activation)
         before = InputNorm(norm.weight, norm.eps, residual)
@@ -213,11 +215,12 @@ class Fp8(QuantMethod):
         return multiply_codes(self.product, codes, bias, activation, x.dtype)
 
     def apply_normed(
-        self, norm: "RMSNorm", x: Tensor, residual: Tensor | None, bias: Tensor | None,
+        self, norm: "RMSNorm", x: Hidden, residual: Tensor | None, bias: Tensor | None,
         activation: Activation | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         if self.product is None:
             return super().apply_normed(norm, x, residual, bias, activation)
+        x = summed(x)
         codes, total = quantize_tokens(x, self.product.group, InputNorm(norm.weight, norm.eps, residual))
         return multiply_codes(self.product, codes, bias, activation, x.dtype), x if total is None else total
 

@@ -140,7 +140,10 @@ def _legible(name: str) -> str:
 def empty_model(config: EngineConfig, target: RunTarget, device: torch.device) -> CausalLM:
     """The model with unset weights. On the "meta" device it needs no memory and can be measured."""
     quant = target.model_config.quant
-    build = Build(target.tp, target.dtype, device, quantised=quant is not None, kv_codes=target.kv_codes)
+    build = Build(
+        target.tp, target.dtype, device, quantised=quant is not None, expert_parallel=config.expert_parallel,
+        kv_codes=target.kv_codes,
+    )  # fmt: skip
     if quant is None:
         return _built(config, target, build)
     # A plain model's map says which module of the checkpoint each part comes from.

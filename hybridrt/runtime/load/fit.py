@@ -57,12 +57,12 @@ def free_bytes(config: EngineConfig, target: RunTarget, total_bytes: int | None 
     """Bytes that this rank may still use. `total_bytes`: of an empty GPU that need not be here.
 
     On a GPU: `memory_fraction` of it, less what is in use (weights, other processes). In main
-    memory: `memory_fraction` of what is free, shared equally by the ranks.
+    memory: `memory_fraction` of what is free, shared equally by the ranks of all replicas.
     """
     if total_bytes is not None:
         return int(total_bytes * _gpu_share(config))
     if target.device.type != "cuda":
-        return int(free_host_memory() // target.tp.size * (config.memory_fraction or 1))
+        return int(free_host_memory() // (target.tp.size * config.dp_size) * (config.memory_fraction or 1))
     gpu = GPUFacts.of_device(target.device)
     return int(gpu.total_bytes * _gpu_share(config)) - (gpu.total_bytes - gpu.free_bytes)
 

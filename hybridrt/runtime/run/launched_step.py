@@ -71,16 +71,18 @@ class _Drawn(NamedTuple):
 
     Attributes:
         tokens: [n, T]; accepted: [n], how many of a row's tokens count, None for all.
-        logprobs: log-probability of each token [n * T], then ids and log-probabilities of the
-            likeliest [n * T, k]; or empty.
+        logprobs: log-probability of each token and of those that its row has named [n * T, 1 + m],
+            then ids and log-probabilities of the likeliest [n * T, k]; or empty.
         wanted: how many alternatives each row gets, None for no log-probabilities; empty if no row
             gets any.
+        named: the tokens that each row has named; empty if no row has.
     """
 
     tokens: torch.Tensor
     accepted: torch.Tensor | None = None
     logprobs: Sequence[torch.Tensor] = ()
     wanted: Sequence[int | None] = ()
+    named: Sequence[Sequence[int]] = ()
 
 
 class MaskedLines(NamedTuple):
@@ -214,7 +216,7 @@ class LaunchedStep:
             parts, wanted = runner.required.required_by_rows(*lines.on_host)
             tokens = runner.sampler(lines.logits, lines.rows, lines.output_indices, parts, bitmask)
             runner.enter_tokens(lines.rows, tokens, runner.last_tokens)
-            drawn = _Drawn(tokens.unsqueeze(1), None, _logprobs(lines.logits, tokens, wanted) if wanted else (), wanted)
+            drawn = _with_logprobs(runner, lines, _Drawn(tokens.unsqueeze(1), None, (), wanted))
             self._drawn.append(self._copy_drawn(drawn) if tokens.is_cuda else drawn)
         if runner.drafter is not None:
             assert batch is not None and part.arrays is not None and part.hidden is not None
@@ -241,8 +243,7 @@ class LaunchedStep:
         parts, wanted = runner.required.required_by_rows(*lines.on_host)
         kept = runner.sampler.verify(lines.logits, step, parts, bitmask)
         runner.backend.commit(batch, kept.counts, kept.path)
-        logprobs = _logprobs(lines.logits, kept.tokens, wanted, kept.path) if wanted else ()
-        drawn = _Drawn(kept.tokens, kept.counts, logprobs, wanted)
+        drawn = _with_logprobs(runner, lines, _Drawn(kept.tokens, kept.counts, (), wanted), kept.path)
         self._drawn.append(self._copy_drawn(drawn) if kept.tokens.is_cuda else drawn)
         return kept
 
@@ -250,7 +251,7 @@ class LaunchedStep:
         tokens, accepted = _to_host(drawn.tokens), None if drawn.accepted is None else _to_host(drawn.accepted)
         logprobs = [_to_host(t) for t in drawn.logprobs]
         self._event = record_event(drawn.tokens.device, self._event)
-        return _Drawn(tokens, accepted, logprobs, drawn.wanted)
+        return drawn._replace(tokens=tokens, accepted=accepted, logprobs=logprobs)
 
     def _score_prompts(self, runner: SamplingRunner, part: ForwardPart) -> None:
         hidden, arrays, top = part.hidden, part.arrays, max(w.top for w in part.scored)
@@ -258,7 +259,7 @@ class LaunchedStep:
         # One after the other, as the memory plan counts.
         for at, following in zip(arrays.scored.places.split(LINES), arrays.scored.tokens.split(LINES)):
             logits = runner.model.logits(hidden.index_select(0, at))
-            self._scores.append([_to_host(t) for t in token_logprobs(logits, following.long(), top)])
+            self._scores.append([_to_host(t) for t in token_logprobs(logits, following.long().unsqueeze(1), top)])
         self._scored = part.scored
         self._event = record_event(hidden.device, self._event)
 
@@ -282,13 +283,26 @@ def _split_lines(lines: SampledLines, n: int, split: int) -> tuple[SampledLines,
     return decode, others
 
 
-def _logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, wanted: Sequence[int | None], path: torch.Tensor | None = None
-) -> Sequence[torch.Tensor]:
-    """`_Drawn.logprobs` of tokens [n * T] or [n, T] and their logits; path: see `Accepted.path`."""
+def _with_logprobs(
+    runner: SamplingRunner, lines: SampledLines, drawn: _Drawn, path: torch.Tensor | None = None
+) -> _Drawn:
+    """With what its `wanted` and the rows' named tokens ask for; path: see `Accepted.path`."""
+    if not drawn.wanted:
+        return drawn
+    logits, tokens = lines.logits, drawn.tokens.reshape(-1, 1)
     if path is not None:
         logits = logits.view(*path.shape, -1).take_along_dim(path.unsqueeze(-1), 1).flatten(0, 1)
-    return token_logprobs(logits, tokens.flatten(), max(n for n in wanted if n is not None))
+    named = runner.required.scored_ids(lines.on_host[0])
+    if named:
+        ids = np.zeros((len(named), max(map(len, named))), np.int32)
+        for row, each in zip(ids, named):
+            row[: len(each)] = each
+        (uploaded,) = runner.staging.upload((ids,))
+        width = drawn.tokens.shape[1]
+        repeated = uploaded.long().repeat_interleave(width, 0, output_size=len(named) * width)
+        tokens = torch.cat((tokens, repeated), 1)
+    top = max(n for n in drawn.wanted if n is not None)
+    return drawn._replace(logprobs=token_logprobs(logits, tokens, top), named=named)
 
 
 def _read_drawn(drawn: _Drawn, result: StepResult) -> None:
@@ -302,14 +316,18 @@ def _read_drawn(drawn: _Drawn, result: StepResult) -> None:
     (own, top_ids, top), width = (t.tolist() for t in drawn.logprobs), drawn.tokens.shape[1]
 
     def entries(row: int, n: int) -> list[TokenLogprobs]:
-        lines = enumerate(rows[row], row * width)
-        return [{token: own[i], **dict(zip(top_ids[i][:n], top[i][:n]))} for i, token in lines]
+        named, lines = drawn.named[row] if drawn.named else (), enumerate(rows[row], row * width)
+        return [
+            {token: own[i][0], **dict(zip(named, own[i][1:])), **dict(zip(top_ids[i][:n], top[i][:n]))}
+            for i, token in lines
+        ]
 
     result.logprobs += [None if n is None else entries(i, n) for i, n in enumerate(drawn.wanted)]
 
 
 def _read_scores(scored: Sequence[Wanted], found: Sequence[Sequence[torch.Tensor]]) -> dict[int, TokenScores]:
     (own, ids, best), end = (torch.cat(parts).numpy() for parts in zip(*found)), 0
+    own = own[:, 0]
     scores = {}
     for each in scored:
         at, end = slice(end, end + len(each.tokens)), end + len(each.tokens)

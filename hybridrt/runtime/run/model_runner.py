@@ -27,6 +27,7 @@ from hybridrt.runtime.load.fit import plan_ahead, pool_budget
 from hybridrt.runtime.load.start_kernels import StartAhead, StartKernels, start_kernels
 from hybridrt.runtime.load.target import RunTarget
 from hybridrt.runtime.replay.prompt_graphs import needed_buckets
+from hybridrt.runtime.run.expert_loads import ExpertLoads
 from hybridrt.runtime.run.host_copies import HostCopies
 from hybridrt.runtime.run.kv_scales import find_kv_scales
 from hybridrt.runtime.run.probe import probe
@@ -55,6 +56,7 @@ class ModelRunner(StepRunner):
     Attributes:
         model_path, model_config: the checkpoint's directory and its config.
         plan: rows, slots and pages that a scheduler may lend.
+        expert_loads: tokens that each rank's experts have computed.
         backend, pools: for callers that run the model themselves.
     """
 
@@ -101,6 +103,7 @@ class ModelRunner(StepRunner):
             with _out_of_memory_as("capturing graphs", "lower memory_fraction or cuda_graph_max_bs"):
                 self.capture(progress)
             log.info("graphs: %.1f s", time.monotonic() - began)
+        self.expert_loads = ExpertLoads(model)
 
 
 def plan_pools(config: EngineConfig, target: RunTarget, model: CausalLM, budget_bytes: int | None) -> MemoryPlan:

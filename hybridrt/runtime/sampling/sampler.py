@@ -61,20 +61,26 @@ class RowRequirements:
     def __init__(self, num_rows: int) -> None:
         self._parts = np.zeros(num_rows + 1, np.uint8)
         self._logprobs = np.full(num_rows + 1, -1, np.int64)
+        self._scored_ids: dict[int, Sequence[int]] = {}
         self._ruled_until = np.zeros(num_rows + 1, np.int64)
 
     def note_admissions(self, admissions: Iterable[Admission]) -> None:
         for a in admissions:
             self._ruled_until[a.row] = 0 if a.rules is None else a.rules.until
             self._parts[a.row] = _parts(a.params)
-            self._logprobs[a.row] = -1 if a.params.logprobs is None else a.params.logprobs
+            ids = a.params.logprob_token_ids
+            self._logprobs[a.row] = -1 if a.params.logprobs is None else a.params.logprobs if ids is None else 0
+            self._scored_ids.pop(a.row, None)
+            if ids is not None:
+                self._scored_ids[a.row] = ids
 
     def required_by_rows(self, rows: np.ndarray, output_indices: np.ndarray) -> tuple[int, Sequence[int | None]]:
         """What rows [n] need for tokens from those output indices [n] on.
 
         Returns:
             The parts of sampling that any of them uses; and how many alternatives each row wants,
-                None for no log-probabilities, or empty if no row wants any.
+                None for no log-probabilities, or empty if no row wants any. Those that `scored_ids`
+                gives are not counted.
         """
         parts = reduce(or_, set(self._parts.take(rows).tobytes()), 0)
         if parts & RULES and not (output_indices < self._ruled_until[rows]).any():
@@ -82,6 +88,11 @@ class RowRequirements:
         if not parts & LOGPROBS:
             return parts, ()
         return parts, [None if n < 0 else n for n in self._logprobs[rows].tolist()]
+
+    def scored_ids(self, rows: np.ndarray) -> Sequence[Sequence[int]]:
+        """The tokens that each row has named, whose log-probabilities it gets. Empty if no row has."""
+        found = [self._scored_ids.get(row, ()) for row in rows.tolist()] if self._scored_ids else []
+        return found if any(found) else ()
 
 
 class SampledLines(NamedTuple):

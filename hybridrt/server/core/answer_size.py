@@ -44,9 +44,9 @@ def prompt_entries(prompts: Iterable[PreparedPrompt], forms: int) -> int:
 def check_output(prompts: Iterable[PreparedPrompt]) -> None:
     """Raises APIError for outputs whose log-probabilities may become more than MAX_OUTPUT_ENTRIES."""
     found = sum(
-        (p.max_len - len(p.tokens)) * (1 + p.params.logprobs) * p.params.n
+        (p.max_len - len(p.tokens)) * (1 + p.params.alternatives) * p.params.n
         for p in prompts
-        if p.params.logprobs is not None
+        if p.params.alternatives is not None
     )
     if found > MAX_OUTPUT_ENTRIES:
         raise APIError(

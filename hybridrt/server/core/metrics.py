@@ -162,6 +162,7 @@ class Metrics(Collector):
         counters = self._llm.llm.engine.counters()
         yield from self._gauges(counters)
         yield from self._counters(counters)
+        yield from self._experts(self._llm.llm.expert_tokens())
         for histogram in (self._first, self._between, self._steps, *self._at_end.values()):
             yield histogram.family(self._labels)
         ends = CounterMetricFamily(
@@ -217,6 +218,19 @@ class Metrics(Collector):
             ("hybridrt:samples_failed", "Samples that ended with an error.", now.failed),
         ):
             yield self._family(CounterMetricFamily, name, text, float(value))
+
+    def _experts(self, tokens: list[list[int]]) -> Iterator[Family]:
+        """Balance of experts over ranks. Of a layer, the busiest rank decides how long a step takes."""
+        if not tokens:
+            return
+        name, text = "hybridrt:expert_tokens", "Tokens that a rank's experts have computed, over all layers."
+        family = CounterMetricFamily(name, text, labels=[*self._labels, "rank"])
+        for rank, totals in enumerate(zip(*tokens, strict=True)):
+            family.add_metric([*self._labels.values(), str(rank)], sum(totals))
+        yield family
+        ratios = [max(layer) * len(layer) / sum(layer) for layer in tokens if sum(layer)]
+        mean, text = sum(ratios) / len(ratios) if ratios else 1.0, "The busiest rank's tokens over the mean, by layer."
+        yield self._family(GaugeMetricFamily, "hybridrt:expert_imbalance", text, mean)
 
     def _family(self, kind: type[Family], name: str, text: str, value: float) -> Family:
         family = kind(name, text, labels=list(self._labels))

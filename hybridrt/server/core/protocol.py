@@ -179,6 +179,7 @@ class CompletionRequest(Sampling):
     """/v1/completions"""
 
     prompt: Prompts
+    logprob_token_ids: ListOf[int] | None = None
     echo: bool | None = False
     logprobs: int | None = None
     add_special_tokens: bool | None = True
@@ -246,6 +247,7 @@ class ChatRequest(ChatFields, Sampling):
     messages: Annotated[list[Rested[Message]], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = None
     include_reasoning: bool | None = True
+    logprob_token_ids: ListOf[int] | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = None
 

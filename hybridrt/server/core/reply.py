@@ -43,7 +43,7 @@ class Reply(ABC):
         self.prompt_tokens = sum(len(prepared.tokens) for prepared in deltas.requests.values())
         self.output_tokens = self.cached_tokens = 0
         self.in_thread = partial(service.llm.in_thread, lane="answer")
-        asked = [p.params.logprobs for p in deltas.requests.values() if p.params.logprobs is not None]
+        asked = [p.params.alternatives for p in deltas.requests.values() if p.params.alternatives is not None]
         self._entries = 1 + max(asked) if asked else 0
         self._reasons: list[str] = []
         self._first: float | None = None

@@ -11,7 +11,7 @@ from starlette.types import Scope
 from hybridrt.base.pace import with_rests
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.chat.conversation import Conversation, read_conversation
-from hybridrt.chat.events import CallArguments, CallBegin, Content, Event, Reasoning
+from hybridrt.chat.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
 from hybridrt.engine.api.async_llm import DeltaStream
 from hybridrt.engine.api.chats import ChatDelta, ChatReader, PreparedChat
 from hybridrt.engine.request.outputs import Delta
@@ -19,6 +19,7 @@ from hybridrt.server.core.protocol import ChatFields, ChatRequest, Sampling
 from hybridrt.server.core.request_fields import refused_in
 from hybridrt.server.core.service import Service, check_body
 from hybridrt.server.openai.answers import Answer, in_slices
+from hybridrt.server.openai.custom_calls import custom_call, custom_tools, grammar_warnings, input_of
 from hybridrt.server.wire.errors import APIError
 from hybridrt.server.wire.sse import SLICE
 
@@ -37,7 +38,10 @@ class ChatAnswer(Answer):
         super().__init__(service, name, deltas, body)
         self._reader = ChatReader(prepared)
         self._reasoning = 0  # tokens
-        self._most = prepared.prompt.params.logprobs or 0
+        params = prepared.prompt.params
+        self._most = (params.alternatives or 0) + (params.logprob_token_ids is not None)  # the token itself
+        self._custom = {tool["custom"]["name"] for tool in custom_tools(body.tools or ())}
+        self._open: dict[tuple[int, int], str] = {}  # arguments so far of calls of custom tools, by choice and call
         self._shows_reasoning = body.include_reasoning is not False
 
     def usage(self) -> dict[str, Any]:
@@ -84,12 +88,17 @@ class ChatAnswer(Answer):
     def _chunk_choice(self, index: int, delta: Delta) -> dict[str, Any]:
         gain = self._read(delta)
         events = (e for e in gain.events if self._shows_reasoning or not isinstance(e, Reasoning))
-        return self._choice(index, delta, gain.finish_reason) | {"delta": _message_delta(events)}
+        return self._choice(index, delta, gain.finish_reason) | {"delta": self._message_delta(index, events)}
 
     def _whole_choice(self, index: int, delta: Delta) -> dict[str, Any]:
         reason = self._read(delta).finish_reason
         answer = self._reader.answers[delta.index].message
-        calls = [function_call(call.id, call.name, call.arguments) for call in answer.tool_calls]
+        calls = [
+            custom_call(call.id, call.name, input_of(call.arguments))
+            if call.name in self._custom
+            else function_call(call.id, call.name, call.arguments)
+            for call in answer.tool_calls
+        ]
         content = None if calls and not answer.content else answer.content
         reasoning = answer.reasoning if self._shows_reasoning else ""
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None, "annotations": None}
@@ -97,6 +106,31 @@ class ChatAnswer(Answer):
         message |= {"reasoning_content": reasoning} if reasoning else {}
         message |= {"tool_calls": calls} if calls else {}
         return self._choice(index, delta, reason) | {"message": message}
+
+    def _message_delta(self, index: int, events: Iterable[Event]) -> dict[str, Any]:
+        """The text of a custom tool's call is known at the end of its JSON text."""
+        delta: dict[str, Any] = {}
+        calls: dict[int, dict[str, Any]] = {}
+        for event in events:
+            match event:
+                case Content():
+                    delta["content"] = delta.get("content", "") + event.text
+                case Reasoning():
+                    delta["reasoning_content"] = delta["reasoning"] = delta.get("reasoning", "") + event.text
+                case CallBegin() if event.name in self._custom:
+                    self._open[index, event.index] = ""
+                    calls[event.index] = {"index": event.index, **custom_call(event.id, event.name, "")}
+                case CallBegin():
+                    calls[event.index] = {"index": event.index, **function_call(event.id, event.name, "")}
+                case CallArguments() if (index, event.index) in self._open:
+                    self._open[index, event.index] += event.text
+                case CallArguments():
+                    call = calls.setdefault(event.index, {"index": event.index, "function": {"arguments": ""}})
+                    call["function"]["arguments"] += event.text
+                case CallEnd() if (index, event.index) in self._open:
+                    call = calls.setdefault(event.index, {"index": event.index, "custom": {}})
+                    call["custom"]["input"] = input_of(self._open.pop((index, event.index)))
+        return delta | ({"tool_calls": list(calls.values())} if calls else {})
 
     def _read(self, delta: Delta) -> ChatDelta:
         """Counts reasoning here: summing over all samples takes long."""
@@ -139,23 +173,6 @@ def function_tool(
     return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
 
 
-def _message_delta(events: Iterable[Event]) -> dict[str, Any]:
-    delta: dict[str, Any] = {}
-    calls: dict[int, dict[str, Any]] = {}
-    for event in events:
-        match event:
-            case Content():
-                delta["content"] = delta.get("content", "") + event.text
-            case Reasoning():
-                delta["reasoning_content"] = delta["reasoning"] = delta.get("reasoning", "") + event.text
-            case CallBegin():
-                calls[event.index] = {"index": event.index, **function_call(event.id, event.name, "")}
-            case CallArguments():
-                call = calls.setdefault(event.index, {"index": event.index, "function": {"arguments": ""}})
-                call["function"]["arguments"] += event.text
-    return delta | ({"tool_calls": list(calls.values())} if calls else {})
-
-
 async def start_chat(service: Service, body: ChatRequest, scope: Scope) -> ChatAnswer:
     """Starts the request of a body.
 
@@ -166,7 +183,9 @@ async def start_chat(service: Service, body: ChatRequest, scope: Scope) -> ChatA
     check_body("chat", body)
     prepared = await prepare_chat(service, body, scope)
     name, deltas = service.submit([prepared.prompt], "chatcmpl-", body, scope)
-    return ChatAnswer(service, name, deltas, body, prepared)
+    answer = ChatAnswer(service, name, deltas, body, prepared)
+    answer.warnings = grammar_warnings(body.tools or ())
+    return answer
 
 
 def as_chat_request(form: str, body: Sampling, **fields: Any) -> ChatRequest:
@@ -205,9 +224,12 @@ async def prepare_chat(service: Service, body: ChatRequest, scope: Scope) -> Pre
 def _params(service: Service, body: ChatRequest) -> SamplingParams:
     if body.top_logprobs and not body.logprobs:  # vLLM's clients send its default, 0
         raise APIError(400, "top_logprobs goes with logprobs: set logprobs to true", "top_logprobs")
+    if body.logprob_token_ids and not body.logprobs:
+        raise APIError(400, "logprob_token_ids goes with logprobs: set logprobs to true", "logprob_token_ids")
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return service.sampling_params(body, max_tokens=max_tokens, logprobs=logprobs)
+    ids = body.logprob_token_ids
+    return service.sampling_params(body, max_tokens=max_tokens, logprobs=logprobs, logprob_token_ids=ids)
 
 
 def conversation_of(body: ChatFields) -> Conversation:

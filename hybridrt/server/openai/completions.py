@@ -140,7 +140,12 @@ async def start_completions(service: Service, body: CompletionRequest, scope: Sc
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     echo_alone = bool(body.echo) and max_tokens == 0
     most = 1 if echo_alone else max_tokens
-    changes = {"max_tokens": most, "logprobs": body.logprobs, "resume_token_ids": body.resume_token_ids or ()}
+    if body.logprob_token_ids and body.logprobs is None:
+        raise APIError(400, "logprob_token_ids goes with logprobs: set logprobs to 0", "logprob_token_ids")
+    changes = {
+        "max_tokens": most, "logprobs": body.logprobs, "logprob_token_ids": body.logprob_token_ids,
+        "resume_token_ids": body.resume_token_ids or (),
+    }  # fmt: skip
     settings = partial(service.sampling_params, body, **changes)
     params = await service.off_loop(scope, settings)
     scored = bool(body.echo) and body.logprobs is not None

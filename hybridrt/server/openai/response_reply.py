@@ -5,11 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pydantic_core import from_json
 from starlette.types import Scope
 
 from hybridrt.base.sampling_params import SamplingParams
-from hybridrt.chat.events import CallBegin, Content, Event
+from hybridrt.chat.events import CallBegin
 from hybridrt.engine.api.async_llm import DeltaStream
 from hybridrt.engine.api.chats import PreparedChat
 from hybridrt.engine.request.outputs import Delta
@@ -17,6 +16,7 @@ from hybridrt.server.core.reply import BlockKind, BlockReply
 from hybridrt.server.core.response_store import ResponseStore, StoredResponse
 from hybridrt.server.core.service import Service
 from hybridrt.server.core.text_tokens import Piece, TextTokens
+from hybridrt.server.openai.custom_calls import input_of
 from hybridrt.server.openai.response_protocol import CustomTool, ResponseRequest
 from hybridrt.server.wire.errors import APIError
 from hybridrt.server.wire.sse import encode, named_events
@@ -81,23 +81,12 @@ class Kept:
     previous: str | None
 
 
-def _input_of(arguments: str) -> str:
-    """The text of a custom tool's call, which the model writes as {"input": text}."""
-    try:
-        value = from_json(arguments, allow_partial="trailing-strings")
-    except ValueError:
-        return arguments
-    found = value.get("input") if isinstance(value, dict) else None
-    return found if isinstance(found, str) else arguments
-
-
 class ResponseReply(BlockReply):
     """A response. Its events are numbered from 0.
 
     Args:
         asked: `repeated`.
         kept: where it is stored at its end; None: nowhere.
-        forced: the custom tool whose text is the whole answer.
     """
 
     def __init__(
@@ -109,7 +98,6 @@ class ResponseReply(BlockReply):
         prepared: PreparedChat,
         asked: Repeated,
         kept: Kept | None = None,
-        forced: str | None = None,
     ) -> None:
         super().__init__(service, name, deltas, body, prepared)
         self._items: list[dict[str, Any]] = []
@@ -120,7 +108,7 @@ class ResponseReply(BlockReply):
         self._error: dict[str, Any] | None = None
         self._asked = asked
         self._kept, self._stored = kept, kept is not None
-        self._forced, self._background = forced, bool(body.background)
+        self._background = bool(body.background)
         self._custom = {tool.name for tool in body.own_tools if isinstance(tool, CustomTool)}
 
     @property
@@ -184,14 +172,6 @@ class ResponseReply(BlockReply):
         yield self._event("response.created", response=self.body())
         yield self._event("response.in_progress", response=self.body())
 
-    def _take(self, event: Event) -> Iterator[dict[str, Any]]:
-        if self._forced is None or not isinstance(event, Content):
-            yield from super()._take(event)
-            return
-        if self._kind != "call":
-            yield from self._open("call", CallBegin(0, f"call_{uuid.uuid4().hex[:24]}", self._forced))
-        yield from self._add("call", event.text)
-
     def _start_block(self, kind: BlockKind, call: CallBegin | None) -> Iterator[dict[str, Any]]:
         custom = call is not None and call.name in self._custom
         name, prefix, _ = _CUSTOM if custom else _ITEMS[kind]
@@ -226,7 +206,7 @@ class ResponseReply(BlockReply):
     def _end_block(self, kind: BlockKind) -> Iterator[dict[str, Any]]:
         item = self._items[-1]
         if kind == "call" and "input" in item:
-            item["input"] = self._written if self._forced else _input_of(self._written)
+            item["input"] = input_of(self._written)
             for what, field in (("delta", "delta"), ("done", "input")):
                 yield self._of_item(f"response.{_CUSTOM[2]}.{what}", **{field: item["input"]})
         elif kind == "call":

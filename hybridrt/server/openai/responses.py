@@ -7,10 +7,10 @@ from typing import Any
 from starlette.types import Scope
 
 from hybridrt.base.pace import with_rests
-from hybridrt.chat.tools import NamedTool, read_tool_choice, read_tools
 from hybridrt.server.core.protocol import ChatRequest
 from hybridrt.server.core.service import Service, check_body, owner_of
 from hybridrt.server.openai.chat import as_chat_request, function_call, function_tool, prepare_chat
+from hybridrt.server.openai.custom_calls import grammar_warnings
 from hybridrt.server.openai.response_protocol import (
     BUILT_IN_TOOLS,
     LOGPROBS,
@@ -57,31 +57,18 @@ async def start_response(service: Service, body: ResponseRequest, scope: Scope) 
     chat = await service.off_loop(scope, partial(_as_chat, body, [*before, *own]))
     prepared = await prepare_chat(service, chat, scope)
     asked = await service.off_loop(scope, partial(repeated, body, prepared.prompt.params))
-    lark, kept = _lark_tools(body), None
+    kept = None
     if body.is_stored:
         text = await service.off_loop(scope, partial(_input_text, body, own))
         kept = Kept(service.responses, owner_of(scope), text, body.previous_response_id)
     name, deltas = service.submit([prepared.prompt], "resp_", body, scope)
-    reply = ResponseReply(service, name, deltas, body, prepared, asked, kept, _named_in(body.tool_choice, lark))
-    reply.warnings = _warnings(body, bool(lark))
+    reply = ResponseReply(service, name, deltas, body, prepared, asked, kept)
+    reply.warnings = _warnings(body)
     service.running[owner_of(scope) + name] = reply
     return reply
 
 
-def _lark_tools(body: ResponseRequest) -> set[str]:
-    """Custom tools with a grammar that no schema can say."""
-    custom = [_tool(tool) for tool in body.own_tools if isinstance(tool, CustomTool)]
-    return {tool.name for tool in read_tools(custom) if tool.grammar is not None}
-
-
-def _named_in(choice: Any, names: set[str]) -> str | None:
-    """The custom tool whose text is the whole answer (Conversation.forced_form)."""
-    is_named = isinstance(choice, dict) and choice.get("type") in ("function", "custom")
-    named = read_tool_choice(choice) if is_named else None
-    return named.name if isinstance(named, NamedTool) and named.name in names else None
-
-
-def _warnings(body: ResponseRequest, lark: bool) -> list[str]:
+def _warnings(body: ResponseRequest) -> list[str]:
     """What was left out. The words are this server's own."""
     items = [] if isinstance(body.input, str) else body.input
     found = []
@@ -89,9 +76,7 @@ def _warnings(body: ResponseRequest, lark: bool) -> list[str]:
         found.append(f"tools left out, which this server cannot run: {' '.join(tools)}")
     if kinds := sorted({item.type for item in items if isinstance(item, BuiltIn)}):
         found.append(f"items of input left out: {' '.join(kinds)}")
-    if lark:
-        found.append("the grammar of a custom tool holds if tool_choice names the tool; else the model only reads it")
-    return found
+    return found + grammar_warnings(map(_tool, body.own_tools))
 
 
 def _input_text(body: ResponseRequest, own: list[Item]) -> bytes:

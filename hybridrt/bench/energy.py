@@ -1,0 +1,89 @@
+"""Energy of this machine's GPUs during a load, from NVML's counters."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from hybridrt.base.errors import DeviceError, ProviderNotInstalledError
+
+IDLE_SECONDS = 5.0
+Read = Callable[[], Sequence[float]]
+
+
+@dataclass
+class Energy:
+    """Energy of a load.
+
+    Attributes:
+        gpus: how many were measured.
+        idle_watts: of all of them before the load, with the model in memory.
+        joules, seconds: of the load.
+    """
+
+    gpus: int = 0
+    idle_watts: float = 0.0
+    joules: float = 0.0
+    seconds: float = 0.0
+
+    def figures(self, summary: Mapping[str, Any]) -> dict[str, float]:
+        """Joules for each token and request, less what an idle machine uses. `summary`: of
+        hybridrt.bench.timing.summary."""
+        net = max(self.joules - self.idle_watts * self.seconds, 0.0)
+        done = summary["requests"] - summary["failed"]
+        tokens = summary["prompt_tokens"] + summary["output_tokens"]
+
+        def each(count: int) -> float:
+            return net / count if count else 0.0
+
+        return {
+            "gpus": self.gpus, "idle_watts": self.idle_watts, "mean_watts": self.joules / max(self.seconds, 1e-9),
+            "joules": self.joules, "joules_without_idle": net, "joules_per_request": each(done),
+            "joules_per_output_token": each(summary["output_tokens"]), "joules_per_token": each(tokens),
+        }  # fmt: skip
+
+
+@contextmanager
+def nvml() -> Iterator[Read]:
+    """A function that reads the joules of each GPU since its driver was loaded.
+
+    Raises:
+        ProviderNotInstalledError: nvidia-ml-py is missing.
+        DeviceError: there is no GPU of NVIDIA, or one has no such counter (before Volta).
+    """
+    try:
+        import pynvml
+    except ImportError as e:
+        raise ProviderNotInstalledError(f"--energy needs nvidia-ml-py ({e}): pip install '.[energy]'") from e
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as e:
+        raise DeviceError(f"--energy needs a GPU of NVIDIA and its driver: {e}") from e
+    try:
+        gpus = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+
+        def read() -> list[float]:
+            return [pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1000 for gpu in gpus]
+
+        read()
+        yield read
+    except pynvml.NVMLError as e:
+        raise DeviceError(f"a GPU does not tell its energy: {e}") from e
+    finally:
+        pynvml.nvmlShutdown()
+
+
+@contextmanager
+def measured(read: Read, idle_seconds: float = IDLE_SECONDS) -> Iterator[Energy]:
+    """Measures the idle machine first, then what runs inside. The record is whole at the end."""
+    energy = Energy()
+    before, start = read(), time.perf_counter()
+    time.sleep(idle_seconds)
+    after, end = read(), time.perf_counter()
+    energy.gpus, energy.idle_watts = len(after), (sum(after) - sum(before)) / (end - start)
+    try:
+        yield energy
+    finally:
+        energy.seconds = time.perf_counter() - end
+        energy.joules = sum(read()) - sum(after)

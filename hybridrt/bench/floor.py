@@ -1,0 +1,106 @@
+"""The fewest bytes that a decode step can move, and the useful flops of prompts: what limits a device."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+from hybridrt.base.config import AttentionSpec, ModelConfig
+from hybridrt.kinds.registry import state_shape
+from hybridrt.mem_cache.pools.mamba_pool import MambaPoolSpec, ring_width
+from hybridrt.mem_cache.pools.pools import Pools
+from hybridrt.mem_cache.pools.stored_states import stored_state
+from hybridrt.models.base import CausalLM
+from hybridrt.models.config.family import routed_experts
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """Bytes that one decode step reads and writes at least."""
+
+    weights: float
+    state: float
+    kv: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.state + self.kv
+
+    def floor_ms(self, bytes_per_s: float) -> float:
+        return self.total / bytes_per_s * 1e3
+
+
+def step_bytes(model: CausalLM, pools: Pools, batch: int, context: int) -> StepBytes:
+    """The bytes that a plain decode step moves at least in the state mode of its pools, on one tensor-parallel rank.
+
+    Weights: each matrix once, the embedding table only as the head; of routed experts those that `batch` tokens
+    are expected to touch. KV: see `kv_bytes`. State: see `state_bytes`.
+    """
+    config, weights = model.config, 0.0
+    for name, p in model.named_parameters():
+        share = _touched_share(config, len(p), batch) if ".experts." in name else 0.0 if name == "embed.weight" else 1.0
+        weights += p.numel() * p.element_size() * share
+    if config.tie_word_embeddings:
+        weights += config.vocab_size * config.hidden_size * model.dtype.itemsize / model.tp.size
+    pool = pools.req_to_token.mamba_pool
+    state = state_bytes(pool.spec) if pool is not None else 0.0
+    return StepBytes(weights, batch * state, float(batch * kv_bytes(pools.kv.specs.values(), context)))
+
+
+def kv_bytes(layers: Iterable[AttentionSpec], context: int) -> int:
+    """Bytes that one row's step reads of layers with these specs: the whole context once, or the part in a window."""
+    return sum(spec.token_bytes * min(context, spec.sliding_window or context) for spec in layers)
+
+
+def state_bytes(spec: MambaPoolSpec) -> float:
+    """Of one row and one token, over all layers: K - 1 columns of the conv ring are read and one is written. The state
+    is read and written; with replay it is read alone, with the entries of the state ring that are there (W - 1 to 0,
+    equally often), and an entry is written. Every W tokens a fold reads the whole ring and the state, and writes it."""
+    total = 0.0
+    for shape, layers in spec.groups.items():
+        conv = shape.conv_dim * shape.conv_kernel * spec.conv_dtype.itemsize if shape.segments else 0
+        stored, dtype = stored_state(shape, spec.state_dtype)
+        state = prod(stored) * dtype.itemsize
+        moved = 2.0 * state
+        if spec.mode == "replay":
+            width = ring_width(spec.tokens_per_step)
+            entry = sum(prod(dims) * dtype.itemsize for dims, dtype in spec.row_shapes(shape).values()) / width
+            moved = state + 2 * state / width + entry * ((width - 1) / 2 + 1 + 1)
+        total += len(layers) * (conv + moved)
+    return total
+
+
+def prefill_flops(model: CausalLM, count: int, length: int) -> float:
+    """Useful flops of `count` prompts of `length` tokens, on one tensor-parallel rank: two for each number of a matrix
+    that a token meets (of routed experts those that it picks; the output head for the last token alone), scores and
+    values of the tokens that attention shows, and the outer product and the readout of each recurrent state."""
+    config, tokens = model.config, count * length
+    per_token = sum(
+        2.0 * p.numel() * (_picked_share(config, len(p)) if ".experts." in name else 1.0)
+        for name, p in model.named_parameters()
+        if p.ndim > 1 and not name.startswith(("embed.", "head."))
+    )
+    for kind, linear in config.linear.items():
+        layers = sum(spec.linear == kind for spec in config.layers)
+        per_token += 4.0 * layers * state_shape(linear).temporal_numel / model.tp.size
+    seen = 0.0
+    for i in config.full_attention_layer_ids:
+        attention = config.attention_of(i)
+        window, latent = min(attention.sliding_window or length, length), attention.latent
+        keys = latent.nope_dim + latent.rope_dim if latent else attention.head_dim
+        values = latent.value_dim if latent else attention.v_head_dim or attention.head_dim
+        pairs = count * (length * window - window * (window - 1) / 2)
+        seen += 2.0 * pairs * attention.num_heads * (keys + values) / model.tp.size
+    return tokens * per_token + seen + 2.0 * count * config.vocab_size * config.hidden_size / model.tp.size
+
+
+def _picked_share(config: ModelConfig, stacked: int) -> float:
+    """Share of `stacked` experts that one token meets: those that it picks, and those that are shared by all tokens."""
+    return (stacked - routed_experts(config.hf) + config.hf.num_experts_per_tok) / stacked
+
+
+def _touched_share(config: ModelConfig, stacked: int, batch: int) -> float:
+    """Expected share of `stacked` experts that at least one of `batch` tokens picks, if picks are uniform among the
+    routed ones; the others are shared by all tokens."""
+    routed = routed_experts(config.hf)
+    untouched = routed * (1.0 - config.hf.num_experts_per_tok / routed) ** batch
+    return 1.0 - untouched / stacked

@@ -1,0 +1,42 @@
+"""From a configuration to an engine over one rank or several."""
+
+from dataclasses import dataclass
+
+from hybridrt.base.config import EngineConfig
+from hybridrt.engine.core.engine import Engine
+from hybridrt.engine.text.tokenizer import HFTokenizer, load_tokenizer
+from hybridrt.models.config.read_config import read_model_config
+from hybridrt.parallel.tensor_parallel import TensorParallelExecutor
+from hybridrt.runtime.load.build import find_checkpoint
+from hybridrt.runtime.precompile.compile_ahead import KernelsAhead
+from hybridrt.runtime.run.model_runner import ModelRunner
+
+
+@dataclass(frozen=True)
+class LoadedEngine:
+    """Attributes:
+    split: the executor over several ranks, to be closed at the end; None with one rank.
+    """
+
+    engine: Engine
+    runner: ModelRunner
+    tokenizer: HFTokenizer | None
+    split: TensorParallelExecutor | None
+
+
+def read_tokenizer(config: EngineConfig) -> HFTokenizer | None:
+    """A model's tokenizer. Raises what can be said of the model's config.json before it is loaded."""
+    path = find_checkpoint(config.model)
+    if path.is_dir():  # if not, the runner says so
+        read_model_config(path)
+    return load_tokenizer(path)
+
+
+def load_engine(config: EngineConfig, progress: bool) -> LoadedEngine:
+    """Loads the model on `config.tp_size` ranks. Raises what `LLM` raises."""
+    tokenizer = read_tokenizer(config)  # read before the weights
+    split = None
+    if config.tp_size > 1:
+        split = TensorParallelExecutor(config, progress=progress, ahead=KernelsAhead)
+    runner = split.runner if split else ModelRunner(config, progress=progress, ahead=KernelsAhead)
+    return LoadedEngine(Engine.from_config(config, runner, tokenizer, split=split), runner, tokenizer, split)

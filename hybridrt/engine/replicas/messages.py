@@ -1,0 +1,125 @@
+"""Messages between a data-parallel engine and its replicas."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from hybridrt.base.config import EngineConfig
+from hybridrt.base.errors import EngineError, MessageError
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.channel.codec import Message, unpack
+from hybridrt.engine.request.outputs import Delta, EngineCounters
+from hybridrt.fleet.prefix_mirror import CacheLayout
+from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
+from hybridrt.mem_cache.prefix_tree.cache_events import Tier, What
+from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
+
+
+class Start(Message):
+    """The first message to a replica: what it runs."""
+
+    config: EngineConfig
+
+
+class Submit(Message):
+    """A request. `tokens`: int32 of its prompt; the others are those of `Engine.submit`."""
+
+    request_id: str
+    tokens: bytes
+    params: SamplingParams
+    boundaries: tuple[int, ...]
+    stream: bool
+    client: str
+
+
+class Abort(Message):
+    """Ends a request."""
+
+    request_id: str
+
+
+class Reset(Message):
+    """Empties the prefix cache."""
+
+
+ToReplica = Start | Submit | Abort | Reset
+
+
+class Beat(Message):
+    """A heartbeat."""
+
+
+class Ready(Message):
+    """The model is loaded. `layout`: of the prefix cache; None: it keeps nothing."""
+
+    plan: MemoryPlan
+    layout: CacheLayout | None
+
+
+class Event(Message):
+    """A CacheEvent; arrays as int32 bytes."""
+
+    what: What
+    tier: Tier
+    key: CacheKey = CacheKey()
+    tokens: bytes = b""
+    pages: bytes = b""
+    states: tuple[int, ...] = ()
+
+
+class Stepped(Message):
+    """What a step has given, and what the replica is now."""
+
+    deltas: list[Delta]
+    counters: EngineCounters
+    wait_seconds: float
+    events: list[Event]
+
+
+class WasReset(Message):
+    """The answer to Reset: whether the cache was emptied."""
+
+    done: bool
+
+
+class Failed(Message):
+    """Why a replica ends: the name of a class of hybridrt.errors, and its text."""
+
+    kind: str
+    reason: str
+
+
+FromReplica = Beat | Ready | Stepped | WasReset | Failed
+
+
+def encode(message: ToReplica | FromReplica) -> bytes:
+    """MessageError if msgpack cannot encode it."""
+    try:
+        return _ENCODER.encode(message)
+    except (TypeError, ValueError, OverflowError) as e:
+        raise MessageError(f"this cannot be sent as a message: {e}") from e
+
+
+def decode(data: bytes, kinds: Any) -> Any:
+    """The message that these bytes are, of the union `kinds`. MessageError: they are none."""
+    return unpack(data, kinds, _hook)
+
+
+def array(data: bytes, *shape: int) -> np.ndarray:
+    """An int32 array that was sent as bytes."""
+    return np.frombuffer(data, "<i4").reshape(shape or (-1,))
+
+
+def _plain(value: Any) -> Any:
+    """An error as its text, an integer of NumPy as one of Python."""
+    return str(value) if isinstance(value, EngineError) else value.item()
+
+
+def _hook(kind: type, value: Any) -> Any:
+    if kind is EngineError and isinstance(value, str):
+        return EngineError(value)
+    raise ValueError(f"a {kind.__name__} is not sent")
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)

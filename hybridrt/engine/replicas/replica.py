@@ -1,0 +1,185 @@
+"""A replica of a data-parallel engine: a process that loads the model and steps an engine of its own."""
+
+import os
+import queue
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import replace
+
+import torch
+
+from hybridrt.base.errors import EngineError, HybridrtError, MessageError, PeerGoneError, RankError
+from hybridrt.base.turns import undisturbed
+from hybridrt.channel.control import BEATS, Link, rank_timeout
+from hybridrt.engine.core.engine import Engine
+from hybridrt.engine.core.load_engine import load_engine
+from hybridrt.engine.replicas.messages import (
+    Abort,
+    Beat,
+    Event,
+    Failed,
+    FromReplica,
+    Ready,
+    Reset,
+    Start,
+    Stepped,
+    Submit,
+    ToReplica,
+    WasReset,
+    array,
+    decode,
+    encode,
+)
+from hybridrt.engine.request.outputs import Delta, DeltaQueue, RequestMetrics
+from hybridrt.fleet.prefix_mirror import CacheLayout
+from hybridrt.mem_cache.prefix_tree.cache_events import EVENTS, CacheEvent
+from hybridrt.parallel.rank_start import find_place
+from hybridrt.parallel.ranks import LOST
+
+_FATAL = (RankError, torch.AcceleratorError)  # no later step can succeed
+
+
+class Front:
+    """The process that started this replica, as the replica sees it. This process ends when it is
+    gone."""
+
+    def __init__(self, link: Link) -> None:
+        self._link, self._interval = link, rank_timeout() / BEATS
+        self._inbox: queue.SimpleQueue[ToReplica] = queue.SimpleQueue()
+        threading.Thread(target=self._receive, daemon=True).start()
+
+    def receive(self, wait: bool) -> ToReplica | None:
+        """The next message; None if there is none and `wait` is False."""
+        try:
+            return self._inbox.get(wait)
+        except queue.Empty:
+            return None
+
+    def send(self, message: FromReplica) -> None:
+        self._link.send(encode(message))
+
+    def _receive(self) -> None:
+        beat_at = time.monotonic()
+        try:
+            while True:
+                if time.monotonic() >= beat_at:
+                    beat_at = time.monotonic() + self._interval
+                    self.send(Beat())
+                for message in self._link.listen(max(0.0, beat_at - time.monotonic())):
+                    self._inbox.put(decode(message, ToReplica))
+        except PeerGoneError:
+            os._exit(LOST)
+
+
+class Replica:
+    """Steps an engine, and tells the front of each step."""
+
+    def __init__(self, front: Front, engine: Engine) -> None:
+        self._front, self._engine, self._deltas = front, engine, DeltaQueue()
+        self._events = engine.cache_events(EVENTS)
+
+    def run(self) -> None:
+        """Until this process ends."""
+        engine = self._engine
+        while True:
+            idle = not engine.has_unfinished() and not engine.wants_audit
+            while message := self._front.receive(wait=idle):
+                self._take(message)
+                idle = False
+            with engine.turns:
+                if engine.has_unfinished():
+                    engine.run_step()
+                elif engine.wants_audit:
+                    engine.audit_step()
+            self._tell()
+
+    def _take(self, message: ToReplica) -> None:
+        engine = self._engine
+        with engine.turns:
+            if isinstance(message, Submit):
+                self._submit(message)
+            elif isinstance(message, Abort):
+                engine.abort(message.request_id)
+            elif isinstance(message, Reset):
+                self._front.send(WasReset(engine.reset_prefix_cache()))
+            else:
+                raise MessageError(f"a replica that runs was sent {type(message).__name__}")
+
+    def _submit(self, message: Submit) -> None:
+        tokens = array(message.tokens).tolist()
+        try:
+            prepared = replace(self._engine.prepare(tokens, message.params), boundaries=message.boundaries)
+            self._engine.submit(
+                prepared, message.request_id, queue=self._deltas, stream=message.stream, client=message.client
+            )
+        except HybridrtError as e:  # grammars are compiled here, too
+            metrics, error = RequestMetrics(len(tokens), time.monotonic()), EngineError(str(e))
+            failed = [
+                Delta(message.request_id, index, [], "", None, "abort", metrics, error)
+                for index in range(message.params.n)
+            ]
+            self._front.send(Stepped(failed, self._engine.counters(), self._engine.wait_seconds(), []))
+
+    def _tell(self) -> None:
+        engine = self._engine
+        with engine.turns:
+            deltas = self._deltas.take_deltas()
+            if not engine.has_unfinished():
+                engine.finish_launched()
+        events = self._read_events()
+        if deltas or events:
+            self._front.send(Stepped(deltas, engine.counters(), engine.wait_seconds(), events))
+        for delta in deltas:
+            if delta.error is not None and isinstance(delta.error.__cause__, _FATAL):
+                raise delta.error
+
+    def _read_events(self) -> list[Event]:
+        found = [_event(event) for event in self._events.read()]
+        if not self._events.missed:
+            return found
+        self._events.close()
+        self._events = self._engine.cache_events(EVENTS)
+        cleared = [Event("cleared", "device"), Event("cleared", "host")]
+        return cleared + [_event(event) for event in self._events.read()]
+
+
+def _event(event: CacheEvent) -> Event:
+    tokens, pages = (each.astype("<i4", copy=False).tobytes() for each in (event.tokens, event.pages))
+    return Event(event.what, event.tier, event.key, tokens, pages, tuple(map(int, event.states)))
+
+
+def _layout(engine: Engine) -> CacheLayout | None:
+    tree = engine.prefixes.tree
+    if not engine.prefixes.keeps:
+        return None
+    return CacheLayout(tree.page_size, tree.recurrent, tree.lookahead, tree.windows)
+
+
+def _serve(front: Front) -> None:
+    start = front.receive(wait=True)
+    if not isinstance(start, Start):
+        raise MessageError(f"a replica was sent {type(start).__name__} first")
+    loaded = load_engine(start.config, progress=False)
+    front.send(Ready(loaded.runner.memory_plan, _layout(loaded.engine)))
+    Replica(front, loaded.engine).run()
+
+
+def main(directory: str, number: int) -> None:
+    """The process that `hybridrt.engine.replicas.start` starts."""
+    try:
+        front = Front(find_place(directory).join(number))
+    except (PeerGoneError, FileNotFoundError):  # the front ended while this process started
+        os._exit(LOST)
+    try:
+        with undisturbed():
+            _serve(front)
+    except BaseException as e:
+        if not isinstance(e, HybridrtError):
+            traceback.print_exc()
+        with suppress(PeerGoneError):
+            front.send(Failed(type(e).__name__, str(e)[:10_000]))
+    sys.stdout.flush()
+    os._exit(1)

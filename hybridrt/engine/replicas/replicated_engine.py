@@ -1,0 +1,324 @@
+"""Several engines behind one: each request goes to the replica with the longest usable prefix."""
+
+import queue
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import fields, replace
+from typing import Any, NoReturn
+
+import numpy as np
+
+from hybridrt.base.config import EngineConfig, ModelConfig
+from hybridrt.base.errors import EngineError, RankError, RequestError
+from hybridrt.base.errors_foreign import no_attribute
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.base.turns import Change, Turns, weakly
+from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
+from hybridrt.engine.grammar.grammar_compiler import GrammarCompiler
+from hybridrt.engine.replicas.messages import Abort, Event, Reset, Stepped, Submit, WasReset, array
+from hybridrt.engine.replicas.start import ReplicaLink, Replicas, as_error
+from hybridrt.engine.request.intake import EngineLimits, Intake, PreparedPrompt, Prompt, check_submission
+from hybridrt.engine.request.outputs import Abandonment, Delta, DeltaQueue, EngineCounters, RequestMetrics
+from hybridrt.engine.request.sample_request import derive_seed
+from hybridrt.engine.text.tokenizer import Tokenizer
+from hybridrt.fleet.placement import Placed, Placement, Replica
+from hybridrt.fleet.prefix_mirror import PrefixMirror, names_of
+from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
+from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
+
+WAIT_S = 0.002  # of a step for news of the replicas: later requests and aborts wait as long
+_MOST = ("audit_error", "most_folds", "step_cost_error")  # counters of which the greatest counts
+_ELSEWHERE = "it belongs to one engine, and dp_size is above 1: build the LLM with dp_size=1"
+
+
+class RunningRequest:
+    """A request at its replica, and what its samples have gained since they were read."""
+
+    def __init__(self, request_id: str, prepared: PreparedPrompt, queue: "weakref.ref[DeltaQueue]") -> None:
+        self.request_id = request_id
+        self.placed: Placed | None = None
+        self.metrics = RequestMetrics(len(prepared.tokens), time.monotonic())
+        self.samples = {index: GainedSample(request_id, queue) for index in range(prepared.params.n)}
+        self.aborted = False
+
+
+class GainedSample:
+    """Deltas of one sample, joined until they are read."""
+
+    def __init__(self, request_id: str, queue: "weakref.ref[DeltaQueue]") -> None:
+        self.request_id = request_id
+        self.queue: weakref.ref[DeltaQueue] | None = queue
+        self._gained: Delta | None = None
+
+    def add(self, delta: Delta) -> None:
+        if self._gained is None:
+            self._gained = delta
+        else:
+            self._gained.extend(delta)
+
+    def delta(self) -> Delta:
+        """What it has gained since the last call."""
+        gained, self._gained = self._gained, None
+        assert gained is not None, "a queue names it once for each gain"
+        return gained
+
+
+def _together(smallest: MemoryPlan, plans: Sequence[MemoryPlan]) -> MemoryPlan:
+    pages = [sum(group.num_pages for group in groups) for groups in zip(*(plan.groups for plan in plans), strict=True)]
+    groups = [replace(group, num_pages=count) for group, count in zip(smallest.groups, pages, strict=True)]
+    rows, slots = sum(plan.num_rows for plan in plans), sum(plan.num_slots for plan in plans)
+    return replace(smallest, num_rows=rows, num_slots=slots, groups=tuple(groups))
+
+
+class ReplicatedEngine:
+    """What LLM, AsyncLLM and servers call of an `Engine`, over `config.dp_size` replicas of it.
+
+    A step of it waits for news of the replicas, which step at their own pace. A replica that is lost
+    ends its requests with an error; the others go on.
+
+    Args:
+        model: for limits of requests.
+
+    Attributes:
+        plan: rows, slots and pages of all replicas; the rest of it is that of the smallest.
+    """
+
+    drafter = target = audits = prefill_source = None
+    wants_audit = False
+
+    def __init__(self, config: EngineConfig, model: ModelConfig, tokenizer: Tokenizer | None) -> None:
+        self._replicas = Replicas(config)
+        plans = [each.plan for each in self._replicas.ready]
+        smallest = min(plans, key=lambda plan: plan.max_model_len)
+        self.plan = _together(smallest, plans)
+        limits = EngineLimits(
+            model.vocab_size, smallest.max_model_len, config.chunked_prefill_size, model.eos_token_ids,
+            model.image_tokens,
+        )  # fmt: skip
+        compiler = GrammarCompiler(tokenizer, limits.vocab_size, limits.eos_token_ids)
+        fits = CacheCoordinator.from_plan(smallest, lambda ticket: True).check_fits
+        self.intake = Intake(limits, tokenizer, compiler, fits)
+        self._placement = Placement()
+        for number, ready in enumerate(self._replicas.ready):
+            mirror = None if ready.layout is None else PrefixMirror(ready.layout)
+            self._placement.add(Replica(str(number), mirror))
+        count = len(self._replicas.links)
+        self._counters, self._waits = [EngineCounters()] * count, [0.0] * count
+        self._running: dict[str, RunningRequest] = {}
+        self._deltas, self._abandoned, self._resets = DeltaQueue(), Abandonment(), list[bool]()
+        self._seed, self._num_requests = config.seed, 0
+        self.turns = Turns(Change(weakly(self.abort_all)))
+
+    def prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedPrompt:
+        return self.intake.prepare(prompt, params)
+
+    def add_request(
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, *, stream: bool = True
+    ) -> str:
+        """As `Engine.add_request`."""
+        return self.submit(self.prepare(prompt, params), request_id, stream=stream)
+
+    def submit(
+        self, prepared: PreparedPrompt, request_id: str | None = None, *, stream: bool = True,
+        queue: DeltaQueue | None = None, client: str = "",
+    ) -> str:  # fmt: skip
+        """As `Engine.submit`."""
+        check_submission(prepared, request_id, None, 0, client)
+        with self.turns.now:
+            name = self._free_name() if request_id is None else request_id
+            if name in self._running:
+                raise RequestError(f"request id {name!r} is in use; pass another one, or None to get one")
+            self._take_news(0.0)  # of lost replicas
+            params = prepared.params
+            if params.seed is None:  # as one engine draws it, wherever the request goes
+                params = replace(params, seed=derive_seed(self._seed, self._num_requests))
+            tokens = np.array(prepared.tokens, "<i4")
+            request = RunningRequest(name, prepared, self._abandoned.watch(self._deltas if queue is None else queue))
+            self._running[name] = request
+            self._num_requests += 1
+            if self._placement.replicas:
+                request.placed = self._placement.place(names_of(tokens, self.cache_key(params)))
+                message = Submit(name, tokens.tobytes(), params, prepared.boundaries, stream, client)
+                self._link(request).send(message)
+            else:
+                self._fail(request, RankError("every replica was lost; build a new LLM"))
+        return name
+
+    def cache_key(self, params: SamplingParams) -> CacheKey:
+        """As `Engine.cache_key`."""
+        return CacheKey(params.cache_salt or "")
+
+    def step(self) -> list[Delta]:
+        """As `Engine.step`."""
+        self.run_step()
+        return self._deltas.take_deltas()
+
+    def run_step(self) -> None:
+        """Waits up to WAIT_S for news, and takes all that there is."""
+        with self.turns.now:
+            self._abort_abandoned()
+            self._take_news(WAIT_S)
+
+    def drain(self) -> list[Delta]:
+        """As `Engine.drain`."""
+        self.finish_launched()
+        return self._deltas.take_deltas()
+
+    def finish_launched(self) -> None:
+        """Waits until aborted requests have ended."""
+        with self.turns.now:
+            self._abort_abandoned()
+            while any(request.aborted for request in self._running.values()):
+                self._take_news(WAIT_S)
+
+    def abort(self, request_id: str) -> bool:
+        """As `Engine.abort`, but the last deltas come once the replica has ended its step."""
+        with self.turns.now:
+            request = self._running.get(request_id)
+            if request is None:
+                return False
+            if not request.aborted:
+                request.aborted = True
+                self._link(request).send(Abort(request_id))
+            return True
+
+    def abort_all(self) -> None:
+        for request_id in list(self._running):
+            self.abort(request_id)
+
+    def abandon(self, queue: DeltaQueue) -> None:
+        """As `Engine.abandon`."""
+        self._abandoned.note(queue)
+
+    def reset_prefix_cache(self) -> bool:
+        """As `Engine.reset_prefix_cache`, of all replicas."""
+        with self.turns.now:
+            self._resets.clear()
+            for name in self._placement.replicas:
+                self._replicas.links[int(name)].send(Reset())
+            while len(self._resets) < len(self._placement.replicas):
+                self._take_news(WAIT_S)
+            return all(self._resets)
+
+    def has_unfinished(self) -> bool:
+        return bool(self._running or self._deltas.moved)
+
+    def device_is_busy(self) -> bool:
+        """False: this engine launches nothing itself."""
+        return False
+
+    def spare_seconds(self) -> float:
+        """0: replicas choose their own prompts."""
+        return 0.0
+
+    def audit_step(self) -> bool:
+        """False: replicas audit their own hits."""
+        return False
+
+    def wait_seconds(self) -> float:
+        """The shortest of the replicas'."""
+        return min(self._waits)
+
+    def counters(self) -> EngineCounters:
+        """The sums of the replicas'."""
+        found = EngineCounters()
+        for field in fields(EngineCounters):
+            values = [value for each in self._counters if (value := getattr(each, field.name)) is not None]
+            total = max if field.name in _MOST else sum
+            setattr(found, field.name, total(values) if values else None)
+        return found
+
+    def cache_events(self, limit: int) -> NoReturn:
+        raise EngineError(f"no cache_events here: {_ELSEWHERE}")
+
+    def cache_dump(self, *, text: bool = False) -> NoReturn:
+        raise EngineError(f"no cache_dump here: {_ELSEWHERE}")
+
+    @property
+    def sessions(self) -> NoReturn:
+        raise EngineError(f"no sessions here: {_ELSEWHERE}")
+
+    def close(self) -> None:
+        """Ends the replicas. May be repeated."""
+        self._replicas.close()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise no_attribute(self, name, {name: _ELSEWHERE})
+
+    def _link(self, request: RunningRequest) -> ReplicaLink:
+        assert request.placed is not None, "it was placed when it was submitted"
+        return self._replicas.links[int(request.placed.replica.name)]
+
+    def _free_name(self) -> str:
+        number = self._num_requests
+        while f"request-{number}" in self._running:
+            number += 1
+        return f"request-{number}"
+
+    def _abort_abandoned(self) -> None:
+        if self._abandoned.notes:
+            samples = [sample for request in self._running.values() for sample in request.samples.values()]
+            for sample in self._abandoned.take_abandoned(samples):
+                self.abort(sample.request_id)
+
+    def _take_news(self, wait_s: float) -> None:
+        with suppress(queue.Empty):
+            self._take(*self._replicas.inbox.get(wait_s > 0, wait_s))
+            while True:
+                self._take(*self._replicas.inbox.get_nowait())
+
+    def _take(self, number: int, message: Any) -> None:
+        if isinstance(message, Stepped):
+            self._counters[number], self._waits[number] = message.counters, message.wait_seconds
+            self._update_mirror(number, message.events)
+            for delta in message.deltas:
+                self._gain(delta)
+        elif isinstance(message, WasReset):
+            self._resets.append(message.done)
+        else:
+            self._lose(number, as_error(number, message))
+
+    def _update_mirror(self, number: int, events: list[Event]) -> None:
+        replica = self._placement.replicas.get(str(number))
+        if replica is None or replica.mirror is None:
+            return
+        for event in events:
+            names = names_of(array(event.tokens), event.key)
+            replica.mirror.change(event.what, event.tier, names, array(event.pages, -1, 3), event.states)
+
+    def _gain(self, delta: Delta) -> None:
+        request = self._running.get(delta.request_id)
+        if request is None:
+            return
+        sample = request.samples[delta.index]
+        reader = None if sample.queue is None else sample.queue()
+        sample.add(delta)
+        if reader is not None:
+            reader.put(sample)
+        if request.placed is not None:
+            request.placed.computed()
+        if delta.finish_reason is not None:
+            del request.samples[delta.index]
+            if not request.samples:
+                del self._running[delta.request_id]
+                if request.placed is not None:
+                    request.placed.ended()
+
+    def _lose(self, number: int, error: Exception) -> None:
+        """Ends the requests of a replica. Without another one, no later request can succeed."""
+        self._placement.remove(str(number))
+        if not self._placement.replicas:
+            error = RankError(f"{error}; every other replica was lost before")
+        self._counters[number] = EngineCounters()
+        for request in list(self._running.values()):
+            if request.placed is not None and request.placed.replica.name == str(number):
+                self._fail(request, error)
+
+    def _fail(self, request: RunningRequest, error: Exception) -> None:
+        request.metrics.finish_time = time.monotonic()
+        for index in list(request.samples):
+            failed = EngineError(f"request {request.request_id!r} failed: {error}")
+            failed.__cause__ = error
+            self._gain(Delta(request.request_id, index, [], "", None, "abort", request.metrics, failed))

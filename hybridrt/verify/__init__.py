@@ -1,0 +1,1 @@
+"""Checks of a checkpoint on this machine, and of two servers against each other."""

@@ -1,0 +1,115 @@
+"""Runs of hybridrt that are compared: with transformers, and with each other."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridrt.base.config import SpeculativeConfig
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.engine.api.llm import LLM
+from hybridrt.verify.oracle import Told
+from hybridrt.verify.results import Result
+
+TOP = 8  # likely tokens that are compared
+LEAST = -8.0  # log-probability of those
+# Largest difference of a log-probability, and of two that are a tie, without a float32 run to compare with.
+TOLERANCE = {torch.float32: (2e-3, 1e-3), torch.float16: (0.1, 0.1), torch.bfloat16: (0.5, 0.5)}
+ROUNDING = 3.0  # times transformers' own error in the same dtype
+SMALLEST = 0.05  # log-probability; for models that round little by chance
+DRAFTS = 3
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Greedy tokens with the log-probabilities of likely ones before each, and of a prompt those of its own tokens."""
+
+    tokens: list[int]
+    likely: list[dict[int, float]]
+    prompt: list[dict[int, float] | None]
+    cached_tokens: int
+
+
+@contextmanager
+def engine(subject: Any, path: Path | None = None, **options: Any) -> Iterator[LLM]:
+    """An LLM with small pools. `path`: instead of the checkpoint's."""
+    limit = min(1024, subject.config.max_position_embeddings)
+    usual = {"device": subject.device, "dtype": subject.dtype, "max_model_len": limit, "max_running_requests": 8}
+    with LLM(str(path or subject.path), **{**usual, **options}) as llm:
+        yield llm
+
+
+def answers(
+    llm: Any, prompts: Sequence[Sequence[int]], count: int, *, together: bool = False, salt: str | None = None,
+    scored: bool = False,
+) -> list[Answer]:  # fmt: skip
+    """Greedy answers, one request after the other or all at once. `scored`: with those of prompts."""
+    params = SamplingParams(
+        max_tokens=count, temperature=0.0, ignore_eos=True, logprobs=TOP, prompt_logprobs=0 if scored else None,
+        cache_salt=salt,
+    )  # fmt: skip
+    given = [list(prompt) for prompt in prompts]
+    outputs = llm.generate(given, params) if together else [llm.generate([p], params)[0] for p in given]
+    return [
+        Answer(list(o.token_ids), list(o.logprobs or []), list(o.prompt_logprobs or []), o.metrics.cached_tokens)
+        for o in outputs
+    ]
+
+
+def speculative(method: str) -> SpeculativeConfig:
+    model = "embedded_draft" if method == "draft" else None
+    return SpeculativeConfig(method=method, num_draft_tokens=DRAFTS, draft_model=model)
+
+
+def within(dtype: torch.dtype, told: Sequence[Told], exact: Sequence[Told] | None) -> tuple[float, float]:
+    """Allowed differences of a run in `dtype`: from transformers' own rounding, if it ran in float32 too."""
+    if dtype == torch.float32 or exact is None:
+        return TOLERANCE[dtype]
+    own = max(float(_at_likely(a.scores, b.scores).max()) for a, b in zip(told, exact))
+    limit = max(ROUNDING * own, SMALLEST)
+    return limit, limit
+
+
+def _at_likely(scores: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    likely = exact > LEAST
+    return (scores - exact).abs().where(likely, 0.0)
+
+
+def compare_with_theirs(
+    what: str, prompt: Sequence[int], ours: Answer, theirs: Told, limits: tuple[float, float], result: Result
+) -> float:
+    """Log-probabilities up to the first token that differs, and greedy tokens but for ties. Returns the
+    largest difference."""
+    found = [
+        abs(scores[token] - float(theirs.scores[i, token]))
+        for i, (scores, token) in enumerate(zip(ours.prompt[1:], prompt[1:]))
+        if scores and float(theirs.scores[i, token]) > LEAST
+    ]
+    if max(found, default=0.0) > limits[0]:
+        where = found.index(max(found)) + 1
+        result.fail(f"{what}: log-probabilities differ from transformers' by {max(found):.3g}, first at token {where}")
+    for step, (a, b) in enumerate(zip(ours.tokens, theirs.tokens)):
+        exact = theirs.steps[step]
+        found += [abs(score - float(exact[t])) for t, score in ours.likely[step].items() if float(exact[t]) > LEAST]
+        if a != b:
+            margin = float(exact[b] - exact[a])
+            if margin > limits[1]:
+                result.fail(f"{what}: greedy token {step} is {a}; transformers' is {b}, likelier by {margin:.3g}")
+            break
+    if max(found, default=0.0) > limits[0]:
+        result.fail(f"{what}: log-probabilities of the answer differ from transformers' by {max(found):.3g}")
+    return max(found, default=0.0)
+
+
+def compare_runs(what: str, first: Answer, other: Answer, limits: tuple[float, float], result: Result) -> bool:
+    """Whether two runs of hybridrt gave the same tokens. Fails if they differ where there was no tie."""
+    for step, (a, b) in enumerate(zip(first.tokens, other.tokens)):
+        if a != b:
+            margin = first.likely[step][a] - first.likely[step].get(b, float("-inf"))
+            if margin > limits[1]:
+                result.fail(f"{what}: token {step} is {b}; it was {a}, likelier by {margin:.3g}")
+            return False
+    return len(first.tokens) == len(other.tokens)

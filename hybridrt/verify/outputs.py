@@ -1,0 +1,195 @@
+"""Checks of a model's outputs: next to transformers', and of each way to run next to the plainest."""
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from hybridrt.base.config import dtype_name
+from hybridrt.base.errors import HybridrtError, UnsupportedModelError
+from hybridrt.collectives.groups import TPGroup
+from hybridrt.engine.api.llm import LLM
+from hybridrt.layers.rotary import rotary_table
+from hybridrt.runtime.load.build import EMBEDDED, empty_model, load_target
+from hybridrt.verify import oracle
+from hybridrt.verify.decoded_copy import write_decoded
+from hybridrt.verify.ours import (
+    TOLERANCE,
+    Answer,
+    answers,
+    compare_runs,
+    compare_with_theirs,
+    engine,
+    speculative,
+    within,
+)
+from hybridrt.verify.prompts import prompts_of, random_tokens
+from hybridrt.verify.results import Result
+from hybridrt.verify.subject import Subject
+
+FLOAT32 = torch.float32
+TOKENS, QUICK_TOKENS = 24, 8
+CHUNK = 16
+
+
+def check_transformers(subject: Subject, result: Result) -> None:
+    """Log-probabilities and greedy tokens next to transformers', in float32 if that fits and in the dtype of the
+    run."""
+    if subject.broken or subject.config is None:
+        return result.leave_out(subject.broken or "config.json cannot be read")
+    device, count = subject.torch_device, QUICK_TOKENS if subject.quick else TOKENS
+    prompts = prompts_of(subject)
+    try:
+        with _plain_checkpoint(subject, result) as path:
+            told = _ask_all(subject, path, prompts, count, device, result)
+    except UnsupportedModelError as e:
+        return result.leave_out(f"not compared: {e}")
+    for dtype, found in told.items():
+        _compare(subject, dtype, prompts, found, told, count, result)
+
+
+@contextmanager
+def _plain_checkpoint(subject: Subject, result: Result) -> Iterator[Path]:
+    """The checkpoint; of a quantised one a decoded copy, as long as it is needed."""
+    assert subject.config is not None, "it was read"
+    if subject.config.quant is None:
+        yield subject.path
+        return
+    needed = 4 * _parameters(subject)
+    if not oracle.fits(2 * needed, torch.device("cpu")):
+        raise UnsupportedModelError(f"the decoded weights need {needed:,} bytes twice, and memory has less")
+    with TemporaryDirectory(prefix="hybridrt-verify-") as folder:
+        subject.progress("decoding quantised weights")
+        count = write_decoded(subject.path, Path(folder))
+        result.notes.append(f"transformers ran a copy in which {count} quantised matrices were decoded to float32")
+        yield Path(folder)
+
+
+def _parameters(subject: Subject) -> int:
+    config = subject.engine_config(load_format="dummy")
+    _, target = load_target(config, TPGroup())
+    return sum(p.numel() for p in empty_model(config, target, torch.device("meta")).parameters())
+
+
+def _ask_all(
+    subject: Subject, path: Path, prompts: Sequence[list[int]], count: int, device: torch.device, result: Result
+) -> dict[torch.dtype, list[oracle.Told]]:
+    """What transformers says, by dtype."""
+    assert subject.config is not None, "it was read"
+    told: dict[torch.dtype, list[oracle.Told]] = {}
+    quantised = subject.config.quant is not None
+    for dtype in dict.fromkeys((FLOAT32,) if quantised else (FLOAT32, subject.torch_dtype)):
+        needed = _parameters(subject) * dtype.itemsize
+        if not oracle.fits(needed, device):
+            result.notes.append(
+                f"transformers in {dtype_name(dtype)} needs {needed:,} bytes, which do not fit: left out"
+            )
+            continue
+        subject.progress(f"transformers in {dtype_name(dtype)}")
+        with oracle.loaded(path, subject.config.architecture, dtype, device) as model:
+            if not told:
+                _compare_rope(subject, model, result)
+            told[dtype] = [oracle.ask(model, prompt, count) for prompt in prompts]
+    return told
+
+
+def _compare_rope(subject: Subject, model: torch.nn.Module, result: Result) -> None:
+    """Frequencies of rotary embeddings, taken from both models."""
+    assert subject.config is not None, "it was read"
+    config, theirs = subject.config, oracle.frequencies(model)
+    if not theirs:
+        return
+    for i in config.full_attention_layer_ids:
+        attention = config.attention_of(i)
+        if attention.rope is None:
+            continue
+        cosines, sines = rotary_table(config, attention, 2, torch.device("cpu"))[1].chunk(2)
+        ours = torch.atan2(sines, cosines)
+        if not any(len(own) == len(ours) and torch.allclose(own, ours, rtol=1e-4, atol=1e-7) for _, own in theirs):
+            return result.fail(
+                f"rope: layer {i} turns by {ours[:3].tolist()}... in hybridrt and by {theirs[0][1][:3].tolist()}... in "
+                "transformers: they read config.json in different ways"
+            )
+    result.notes.append("rotary frequencies equal transformers'")
+
+
+def _compare(
+    subject: Subject, dtype: torch.dtype, prompts: Sequence[list[int]], told: Sequence[oracle.Told],
+    all_told: dict[torch.dtype, list[oracle.Told]], count: int, result: Result,
+) -> None:  # fmt: skip
+    name, exact = dtype_name(dtype), all_told.get(FLOAT32)
+    subject.progress(f"hybridrt in {name}")
+    with engine(subject, dtype=name, prefix_cache=False) as llm:
+        ours = answers(llm, prompts, count, scored=True)
+    limits = within(dtype, told, exact)
+    reference = told if exact is None else exact
+    largest = max(
+        compare_with_theirs(f"prompt {i} in {name}", prompt, a, b, limits, result)
+        for i, (prompt, a, b) in enumerate(zip(prompts, ours, reference))
+    )
+    result.figures[f"largest_difference_{name}"] = largest
+    against = "in float32 " if reference is exact else ""
+    result.done(
+        f"{name}: {len(prompts)} prompts and {count} greedy tokens each, log-probabilities within {largest:.2g} of "
+        f"transformers' {against}(allowed: {limits[0]:.2g})"
+    )
+
+
+def check_ways(subject: Subject, result: Result) -> None:
+    """Batches, chunks, cached prefixes and drafts give the tokens of requests that run alone."""
+    if subject.broken or subject.config is None:
+        return result.leave_out(subject.broken or "config.json cannot be read")
+    fits = oracle.fits(4 * _parameters(subject), subject.torch_device)
+    dtype = FLOAT32 if fits and subject.config.quant is None else subject.torch_dtype
+    count, prompts = QUICK_TOKENS if subject.quick else TOKENS, prompts_of(subject)
+    limits, name = TOLERANCE[dtype], dtype_name(dtype)
+    with engine(subject, dtype=name) as llm:
+        subject.progress("alone, cached, batched")
+        alone = answers(llm, prompts, count, salt="alone")
+        _check_cached(subject, llm, prompts, alone, limits, result)
+        _same("batched", alone, answers(llm, prompts, count, together=True, salt="batched"), limits, result)
+    with engine(subject, dtype=name, chunked_prefill_size=CHUNK, prefix_cache=False) as llm:
+        subject.progress("chunked")
+        _same(f"chunks of {CHUNK}", alone, answers(llm, prompts, count), limits, result)
+    for method in _methods(subject):
+        subject.progress(f"drafts: {method}")
+        try:
+            with engine(subject, dtype=name, speculative=speculative(method)) as llm:
+                _same(f"drafts ({method})", alone, answers(llm, prompts, count), limits, result)
+        except HybridrtError as e:
+            result.fail(f"drafts ({method}): {e}")
+    result.notes.append(f"all of these in {name}")
+
+
+def _methods(subject: Subject) -> list[str]:
+    assert subject.config is not None, "it was read"
+    has_head = bool(subject.config.mtp_layers) and any("mtp" in key for key in subject.hashes["tensors"])
+    return ["ngram", *["mtp"] * has_head, *["draft"] * (subject.model in EMBEDDED[:1])]
+
+
+def _same(
+    what: str, alone: Sequence[Answer], others: Sequence[Answer], limits: tuple[float, float], result: Result
+) -> None:
+    equal = sum(
+        compare_runs(f"{what}, prompt {i}", a, b, limits, result) for i, (a, b) in enumerate(zip(alone, others))
+    )
+    rest = "" if equal == len(alone) else "; the others differ at a tie"
+    result.done(f"{what}: {equal} of {len(alone)} answers have equal tokens{rest}")
+
+
+def _check_cached(
+    subject: Subject, llm: LLM, prompts: Sequence[list[int]], alone: Sequence[Answer], limits: tuple[float, float],
+    result: Result,
+) -> None:  # fmt: skip
+    """A second turn that finds its beginning in the cache, and one that does not."""
+    draw = random.Random(1)
+    images = subject.config.image_tokens if subject.config else {}
+    said = [[token for token in a.tokens if token not in images] for a in alone]
+    turns = [[*p, *tokens, *random_tokens(subject, 5, draw)] for p, tokens in zip(prompts, said)]
+    cached = answers(llm, turns, QUICK_TOKENS, salt="alone")
+    fresh = answers(llm, turns, QUICK_TOKENS, salt="fresh")
+    hits = sum(each.cached_tokens > 0 for each in cached)
+    _same(f"cached ({hits} of {len(turns)} found their beginning)", fresh, cached, limits, result)

@@ -1,0 +1,84 @@
+"""Results of checks, and the exit status that they give together."""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+PASSED, WARNED, FAILED, LEFT_OUT = "passed", "warned", "failed", "left out"
+_ORDER = (LEFT_OUT, PASSED, WARNED, FAILED)
+MOST_LINES = 20  # of one check
+
+
+@dataclass
+class Result:
+    """The result of one check.
+
+    Attributes:
+        status: the worst that was found.
+        findings: what is wrong, or may be. A finding names the file, field or tensor.
+        notes: what was done, and what could not be.
+        figures: numbers for programs.
+    """
+
+    name: str
+    status: str = LEFT_OUT
+    findings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def done(self, note: str) -> None:
+        """The check has run."""
+        self.notes.append(note)
+        self._raise_to(PASSED)
+
+    def leave_out(self, why: str) -> None:
+        self.notes.append(why)
+
+    def warn(self, finding: str) -> None:
+        self._found(WARNED, finding)
+
+    def fail(self, finding: str) -> None:
+        self._found(FAILED, finding)
+
+    def _found(self, status: str, finding: str) -> None:
+        self._raise_to(status)
+        if len(self.findings) < MOST_LINES:
+            self.findings.append(f"{status}: {finding}")
+        else:
+            self.figures["more_findings"] = self.figures.get("more_findings", 0) + 1
+
+    def _raise_to(self, status: str) -> None:
+        self.status = max(self.status, status, key=_ORDER.index)
+
+
+@dataclass
+class Report:
+    """All results for one model.
+
+    Attributes:
+        model: as it was named. note: of the person who ran it.
+        subject: facts of the checkpoint. machine: of this machine.
+        hashes: sha256 of files and of tensors, for comparison with another report.
+        config: the fields of config.json.
+    """
+
+    model: str
+    quick: bool
+    subject: dict[str, Any]
+    machine: dict[str, Any]
+    results: list[Result] = field(default_factory=list)
+    hashes: dict[str, dict[str, str]] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    note: str = ""
+
+    @property
+    def status(self) -> str:
+        return worst(result.status for result in self.results)
+
+    def as_json(self) -> dict[str, Any]:
+        return {"status": self.status, **asdict(self)}
+
+
+def worst(statuses: Iterable[str]) -> str:
+    return max(statuses, key=_ORDER.index, default=LEFT_OUT)

@@ -1,0 +1,104 @@
+"""All checks of one checkpoint, in order."""
+
+import platform
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from hybridrt.base.device import gpu_name
+from hybridrt.base.errors import HybridrtError
+from hybridrt.base.version import __version__
+from hybridrt.verify.against import compare_reports
+from hybridrt.verify.files import check_config, check_hashes, check_keys_of, check_tensors
+from hybridrt.verify.outputs import check_transformers, check_ways
+from hybridrt.verify.results import Report, Result
+from hybridrt.verify.rope import check_rope
+from hybridrt.verify.rope_fit import check_rope_fit
+from hybridrt.verify.speed import check_speed
+from hybridrt.verify.subject import Subject
+from hybridrt.verify.tasks import check_tasks
+from hybridrt.verify.text import check_template, check_tokenizer
+
+PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
+Check = Callable[[Subject, Result], None]
+CHECKS: dict[str, Check] = {
+    "config": check_config, "rope": check_rope, "tokenizer": check_tokenizer, "template": check_template,
+    "hashes": check_hashes, "keys": check_keys_of, "tensors": check_tensors, "transformers": check_transformers,
+    "ways to run": check_ways, "speed": check_speed, "rope by text": check_rope_fit,
+}  # fmt: skip
+LONG = ("rope by text",)  # not in a quick run
+FATAL = ("config", "keys")  # without them no model is made
+
+
+def verify(
+    subject: Subject, *, tasks: Sequence[str] = (), limit: int | None = None, against: dict[str, Any] | None = None,
+    begin: Callable[[str], None] = lambda name: None,
+) -> Report:  # fmt: skip
+    """Runs all checks. A check that raises has failed, and the others go on.
+
+    Args:
+        tasks, limit: of lm-eval, and questions of each.
+        against: another report of the same checkpoint.
+        begin: gets each check's name before it runs.
+    """
+    checks = {name: check for name, check in CHECKS.items() if not (subject.quick and name in LONG)}
+    if tasks:
+        checks["tasks"] = partial(check_tasks, tasks=tasks, limit=limit)
+    if against is not None:
+        checks["other report"] = partial(compare_reports, report=against)
+    results = []
+    for name, check in checks.items():
+        begin(name)
+        results.append(_run(name, check, subject))
+    return Report(subject.model, subject.quick, _facts(subject), machine(subject), results, subject.hashes, subject.raw)
+
+
+def names(quick: bool, tasks: bool, against: bool) -> list[str]:
+    """The checks that such a run has."""
+    found = [name for name in CHECKS if not (quick and name in LONG)]
+    return found + ["tasks"] * tasks + ["other report"] * against
+
+
+def _run(name: str, check: Check, subject: Subject) -> Result:
+    result, start = Result(name), time.perf_counter()
+    try:
+        check(subject, result)
+    except HybridrtError as e:
+        result.fail(" ".join(str(e).split()))
+        if name in FATAL:
+            subject.broken = f"not run: the check {name!r} has failed"
+    result.seconds = round(time.perf_counter() - start, 3)
+    return result
+
+
+def machine(subject: Subject) -> dict[str, Any]:
+    """This machine, and the versions of what runs."""
+    device = subject.torch_device
+    cpu = platform.processor() or platform.machine()
+    found: dict[str, Any] = {
+        "device": gpu_name(device) if device.type == "cuda" else f"CPU {cpu}, {torch.get_num_threads()} threads",
+        "platform": platform.platform(), "python": platform.python_version(), "hybridrt": __version__,
+        "cuda": torch.version.cuda, "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+    }  # fmt: skip
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _facts(subject: Subject) -> dict[str, Any]:
+    config = subject.config
+    if config is None:
+        return {"architectures": subject.raw.get("architectures")}
+    return {
+        "architecture": config.architecture, "layers": len(config.layers), "vocab_size": config.vocab_size,
+        "dtype": str(subject.torch_dtype).removeprefix("torch."),
+        "quantization": None if config.quant is None else config.quant.rules.name,
+    }  # fmt: skip

@@ -1,0 +1,72 @@
+"""The checkpoint that is checked, and how."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridrt.base.config import EngineConfig, ModelConfig, resolve_device, resolve_dtype
+from hybridrt.base.config_json import read_object
+from hybridrt.models.config.read_config import read_model_config
+from hybridrt.runtime.load.build import resolve_model_path
+
+
+@dataclass
+class Subject:
+    """A checkpoint on this machine.
+
+    Args:
+        model: directory or hub name.
+        quick: fewer and shorter runs; large tensors are read at some places.
+        progress: gets a text before each part of a long check.
+
+    Attributes:
+        config: what hybridrt reads of config.json; None until it could be read.
+        raw: the fields of config.json.
+        hashes: sha256 by name, of files and of tensors.
+        doubts: what config.json alone cannot settle about rotary embeddings.
+        broken: why no model can be made of the checkpoint; "" if one can.
+    """
+
+    model: str
+    device: str = "auto"
+    dtype: str = "auto"
+    quick: bool = False
+    progress: Callable[[str], None] = lambda text: None
+    path: Path = field(init=False)
+    raw: dict[str, Any] = field(init=False)
+    config: ModelConfig | None = None
+    hashes: dict[str, dict[str, str]] = field(default_factory=lambda: {"files": {}, "tensors": {}})
+    broken: str = ""
+    tokenizer: Any = None
+    doubts: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.path = resolve_model_path(self.model)
+        self.raw = read_object(self.path / "config.json")
+
+    def read_config(self) -> ModelConfig:
+        self.config = read_model_config(self.path)
+        return self.config
+
+    @property
+    def torch_device(self) -> torch.device:
+        return resolve_device(self.device)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        assert self.config is not None, "it was read"
+        return resolve_dtype(self.dtype, self.config.dtype, self.torch_device)
+
+    def engine_config(self, **options: Any) -> EngineConfig:
+        return EngineConfig(str(self.path), **{"device": self.device, "dtype": self.dtype, **options})
+
+    @property
+    def text_fields(self) -> Mapping[str, Any]:
+        """The fields of the text part."""
+        for name in ("text_config", "llm_config"):
+            if isinstance(part := self.raw.get(name), dict):
+                return part
+        return self.raw

@@ -1,0 +1,316 @@
+"""Several replicas behind one engine: the tokens of one, a prefix's own replica, and what becomes of a lost one."""
+
+import asyncio
+import gc
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from hybridrt import LLM, AsyncLLM, SamplingParams
+from hybridrt.base.errors import CheckpointError, ConfigError, DeviceError, EngineError, RankError
+from hybridrt.channel.control import TIMEOUT_VARIABLE
+from hybridrt.engine.replicas import replicated_engine, start
+from hybridrt.engine.replicas.messages import Failed, FromReplica, Stepped, decode, encode
+from hybridrt.engine.replicas.start import Lost, Replicas
+from hybridrt.engine.request.outputs import Delta, EngineCounters, RequestMetrics
+from hybridrt.mem_cache.prefix_tree.prefix_cache import CacheMiss
+from tests.support.checkpoints import CheckpointStore
+from tests.support.replicas_in_threads import ThreadReplicas
+from tests.support.session import greedy
+
+TEXTS = [[5, 6, 7], [9] * 20, [11, 4, 3, 8], [30, 31]]
+
+
+@contextmanager
+def replicated(path: Path, monkeypatch: pytest.MonkeyPatch, count: int = 2, **options: Any) -> Iterator[LLM]:
+    """An LLM over replicas that are threads."""
+    given = {"device": "cpu", "max_model_len": 128, "max_running_requests": 4, "page_size": 4} | options
+    monkeypatch.setattr(
+        replicated_engine, "Replicas", lambda config: ThreadReplicas(lambda: LLM(str(path), **given), config)
+    )
+    with LLM(str(path), dp_size=count, **given) as llm:
+        yield llm
+
+
+def alone(path: Path, **options: Any) -> LLM:
+    return LLM(str(path), device="cpu", max_model_len=128, max_running_requests=4, page_size=4, **options)
+
+
+def steps(llm: LLM) -> list[int]:
+    """Of each replica."""
+    return [each.steps for each in llm.engine._counters]  # type: ignore[attr-defined]
+
+
+def test_tokens_of_one_engine(checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn ones too, without seeds: which replica takes a request changes nothing."""
+    path = checkpoints["falcon-split"].path
+    drawn = SamplingParams(max_tokens=6, n=2, logprobs=2, ignore_eos=True)
+    asked: list[Any] = [
+        (TEXTS, greedy(8)),
+        (TEXTS, drawn),
+        (TEXTS[:2], SamplingParams(max_tokens=3, prompt_logprobs=1)),
+    ]
+    with alone(path) as llm:
+        wanted = [llm.generate(*each) for each in asked]
+    with replicated(path, monkeypatch) as llm:
+        got = [llm.generate(*each) for each in asked]
+        counters, plan = llm.engine.counters(), llm.engine._replicas.llms[0].plan  # type: ignore[attr-defined]
+        assert min(steps(llm)) > 0 and counters.finished == 4 + 8 + 2
+        assert counters.free_rows == llm.plan.num_rows == 2 * plan.num_rows
+        assert (llm.plan.num_pages, llm.plan.num_slots) == (2 * plan.num_pages, 2 * plan.num_slots)
+        assert not llm.engine.has_unfinished()
+    for ours, theirs in zip(got, wanted, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert [o.token_ids for o in one.outputs] == [o.token_ids for o in other.outputs]
+            assert [o.finish_reason for o in one.outputs] == [o.finish_reason for o in other.outputs]
+            assert [len(o.logprobs or ()) for o in one.outputs] == [len(o.logprobs or ()) for o in other.outputs]
+            assert len(one.prompt_logprobs or ()) == len(other.prompt_logprobs or ())
+
+
+def test_a_conversation_stays_where_its_states_are(
+    checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with replicated(checkpoints["falcon-split"].path, monkeypatch) as llm:
+        talks = [[i, i + 1, *range(3, 20)] for i in range(4)]
+        for turn in range(3):
+            outputs = llm.generate(talks, greedy(5))
+            for talk, output in zip(talks, outputs, strict=True):
+                assert output.metrics.cached_tokens >= (len(talk) - 2 if turn else 0)
+                talk += [*output.token_ids[:-1], 7]
+        assert min(steps(llm)) > 0
+        assert llm.reset_prefix_cache()
+        llm.engine.run_step()
+        outputs = llm.generate(talks, greedy(1))
+        assert [output.metrics.cached_tokens for output in outputs] == [0] * 4
+
+
+def test_an_aborted_request_ends_at_its_replica(checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    with replicated(checkpoints["falcon-split"].path, monkeypatch) as llm:
+        engine = llm.engine
+        engine.add_request([5, 6], greedy(100), "a")
+        found: list[Delta] = []
+        while not found:
+            found = engine.step()
+        assert engine.abort("a") and not engine.abort("b")
+        found = engine.drain()
+        assert (found[-1].finish_reason, found[-1].error) == ("abort", None) and not engine.has_unfinished()
+        stream = llm.stream([5, 6], greedy(100))
+        next(stream)
+        del stream
+        gc.collect()
+        engine.drain()
+        assert not engine.has_unfinished() and engine.counters().aborted == 2
+
+
+def test_a_lost_replica_ends_its_requests_alone(checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    with replicated(checkpoints["falcon-split"].path, monkeypatch) as llm:
+        engine: Any = llm.engine
+        inbox = engine._replicas.inbox
+        for name in ("a", "b"):
+            engine.add_request([5, 6], greedy(40), name)
+        first, second = (int(request.placed.replica.name) for request in engine._running.values())
+        assert first != second
+        inbox.put((second, Lost("its process was killed by SIGKILL")))
+        ended: dict[str, Delta] = {}
+        while engine.has_unfinished():
+            ended |= {delta.request_id: delta for delta in engine.step() if delta.finish_reason}
+        assert ended["a"].finish_reason == "length"
+        assert f"replica {second} was lost: its process was killed by SIGKILL" in str(ended["b"].error)
+        assert len(llm.generate([[7, 8], [9]], greedy(3))) == 2
+        inbox.put((first, Failed("RankError", "rank 1 was lost")))
+        with pytest.raises(EngineError, match="every replica was lost") as caught:
+            llm.generate([5], greedy(3))
+        assert isinstance(caught.value.__cause__, RankError), "no later request can succeed: a loop ends"
+
+
+def test_what_a_replica_refuses_ends_that_request(
+    checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with replicated(checkpoints["falcon-split"].path, monkeypatch, count=2) as llm:
+        prepared = llm.engine.prepare([5, 6], greedy(3))
+        monkeypatch.setattr("hybridrt.engine.replicas.replica.array", lambda data: _Beyond())
+        with pytest.raises(EngineError, match="token id 100000 is outside the vocabulary"):
+            llm.generate([prepared], greedy(3))  # type: ignore[list-item]
+
+
+class _Beyond:
+    def tolist(self) -> list[int]:
+        return [100_000]
+
+
+def test_what_belongs_to_one_engine_is_refused(checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    with replicated(checkpoints["falcon-split"].path, monkeypatch) as llm:
+        for call in (llm.cache_events, lambda: llm.save_session("x", [5]), lambda: llm.load_session("x")):
+            with pytest.raises(EngineError, match="belongs to one engine, and dp_size is above 1"):
+                call()  # type: ignore[operator]
+        with pytest.raises(AttributeError, match="belongs to one engine"):
+            _ = llm.engine.executor
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"transfer_bytes": 1 << 20}, "transfer_bytes belongs to one engine"),
+        ({"request_log": "log"}, "request_log belongs to one engine"),
+        ({"dp_size": 65}, "dp_size"),
+    ],
+)
+def test_options_that_do_not_go_together(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        LLM("embedded", **{"device": "cpu", "dp_size": 2, **options})
+
+
+def test_each_replica_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def config(**options: Any) -> Any:
+        return start.EngineConfig("embedded", **{"device": "cuda", "dp_size": 2, "tp_size": 2, **options})
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in start._environments(config())] == ["0,1", "2,3"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,GPU-3,1")
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in start._environments(config())] == ["7,5", "GPU-3,1"]
+    with pytest.raises(DeviceError, match="dp_size 3 and tp_size 2 need 6 GPUs, but torch sees 4"):
+        start._environments(config(dp_size=3))
+    with pytest.raises(ConfigError, match="each replica takes GPUs of its own"):
+        start._environments(config(device="cuda:1"))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="under torchrun"):
+        start._environments(config())
+
+
+def test_deltas_arrive_as_they_were_sent() -> None:
+    metrics = RequestMetrics(3, 1.5, cached_tokens=2, cache_miss=CacheMiss("no_state", 1, 2), output_tokens=1)
+    sent = Delta("a", 1, [5], "é", [{5: -0.5}], "stop", metrics, EngineError("no"), [None, {7: -1.0}], 9, None, b"\0")
+    message = decode(encode(Stepped([sent], EngineCounters(steps=3), 0.5, [])), FromReplica)
+    (got,) = message.deltas
+    assert str(got.error) == "no" and isinstance(got.error, EngineError)
+    got.error = sent.error
+    assert got == sent and message.counters.steps == 3
+
+
+# Replicas as processes
+
+
+def start_replicas(path: Path, **options: Any) -> LLM:
+    return LLM(str(path), device="cpu", max_model_len=128, max_running_requests=4, page_size=4, dp_size=2, **options)
+
+
+def processes(llm: LLM) -> list[Any]:
+    return [link.process for link in llm.engine._replicas.links]  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"tp_size": 2}, {"tp_size": 2, "expert_parallel": True}])
+def test_processes_give_the_tokens_of_one(options: dict[str, Any], checkpoints: CheckpointStore) -> None:
+    path = checkpoints["qwen-split"].path
+    with alone(path) as llm:
+        wanted = [output.token_ids for output in llm.generate(TEXTS, greedy(8))]
+    with start_replicas(path, **options) as llm:
+        assert [output.token_ids for output in llm.generate(TEXTS, greedy(8))] == wanted
+        assert min(steps(llm)) > 0
+        held = processes(llm)
+    assert [process.poll() for process in held] == [-signal.SIGKILL] * 2
+
+
+@pytest.mark.slow
+def test_a_killed_and_a_stopped_replica_are_named(
+    checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TIMEOUT_VARIABLE, "4")
+    llm = start_replicas(checkpoints["falcon-split"].path)
+    engine: Any = llm.engine
+    for process in processes(llm):
+        process.send_signal(signal.SIGSTOP)
+    for name in ("a", "b"):
+        engine.add_request([5, 6], greedy(40), name)
+    first, second = (int(request.placed.replica.name) for request in engine._running.values())
+    processes(llm)[first].kill()
+    errors: dict[str, str] = {}
+    while engine.has_unfinished():
+        errors |= {delta.request_id: str(delta.error) for delta in engine.step()}
+    assert f"replica {first} was lost: its process was killed by SIGKILL" in errors["a"]
+    assert f"replica {second} was lost: it has sent no heartbeat in time" in errors["b"]
+    held = processes(llm)
+    llm.close()
+    assert [process.poll() for process in held] == [-signal.SIGKILL] * 2
+
+
+@pytest.mark.slow
+def test_what_fails_at_the_start_is_raised_as_it_is(checkpoints: CheckpointStore, tmp_path: Path) -> None:
+    checkpoint = checkpoints["falcon-split"].path
+    for file in checkpoint.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.final_layernorm.weight"]
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"replica .: .*final_layernorm"):
+        start_replicas(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_forgotten_llm_ends_its_replicas_and_a_forked_child_does_not(checkpoints: CheckpointStore) -> None:
+    llm = start_replicas(checkpoints["falcon-split"].path)
+    held = processes(llm)
+    child = os.fork()
+    if not child:
+        llm.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert len(llm.generate([5, 6], greedy(3))[0].token_ids) == 3
+    del llm
+    gc.collect()
+    assert [process.poll() for process in held] == [-signal.SIGKILL] * 2
+
+
+@pytest.mark.slow
+def test_an_async_llm_over_replicas(checkpoints: CheckpointStore) -> None:
+    asyncio.run(_serve_and_lose(checkpoints["falcon-split"].path))
+
+
+async def _serve_and_lose(path: Path) -> None:
+    with start_replicas(path) as llm:
+        wanted = [output.token_ids for output in llm.generate(TEXTS, greedy(8))]
+        async with AsyncLLM(llm) as served:
+            streams = [served.submit(await served.prepare(text, greedy(8))) for text in TEXTS]
+            got = [[token async for delta in stream for token in delta.token_ids] for stream in streams]
+            assert got == wanted
+            stream = served.submit(await served.prepare([5], greedy(100)), "long")
+            await anext(stream)
+            assert served.abort("long")
+            assert [delta.finish_reason async for delta in stream][-1] == "abort"
+            for process in processes(llm):
+                process.kill()
+            with pytest.raises(EngineError, match="lost"):
+                await served.complete([5], greedy(100))
+            deadline = time.monotonic() + 20
+            while served.failure is None and time.monotonic() < deadline:
+                with pytest.raises(EngineError):
+                    await served.complete([5], greedy(100))
+            assert "every" in str(served.failure)
+
+
+def test_replicas_that_end_while_others_start_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "start_child", lambda *args, **options: _Ended())
+    with pytest.raises(RankError, match="replica 1 did not start: status 3"):
+        Replicas(start.EngineConfig("embedded", device="cpu", dp_size=2))
+
+
+class _Ended:
+    returncode = 3
+
+    def poll(self) -> int:
+        return 3
+
+    def kill(self) -> None: ...
+
+    def wait(self) -> int:
+        return 3

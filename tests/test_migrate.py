@@ -1,0 +1,69 @@
+"""docs/migrate.md: whatever its columns of hybridrt name is there, in the help, the routes and the metrics."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from hybridrt.cli.app import app
+
+ROOT = Path(__file__).parents[1]
+DOCUMENT = ROOT / "docs" / "migrate.md"
+NOTHING = {"-", "not there"}
+
+
+def rows(title: str) -> list[list[str]]:
+    """The cells of the table under a heading."""
+    text = DOCUMENT.read_text().split(f"## {title}\n")[1].split("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def named(cell: str) -> set[str]:
+    return set(re.findall(r"`([^`]+)`", cell))
+
+
+def test_options_of_ours_are_in_the_help() -> None:
+    command: Any = typer.main.get_command(app)
+    serve = command.commands["serve"]
+    known = {option for parameter in serve.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    for title in ("vllm serve", "sglang.launch_server"):
+        table = rows(title)
+        assert len(table) > 30
+        for theirs, ours, remark in table:
+            assert named(theirs) and (named(ours) or ours in NOTHING), theirs
+            assert ours != "-" or remark, f"{theirs}: say why there is nothing to set"
+            for name in named(ours) | {word for word in named(remark) if re.fullmatch(r"--[a-z-]+", word)}:
+                assert name in known or name == "MODEL", name
+
+
+def test_each_option_of_serve_that_others_have_is_named() -> None:
+    """Options that only hybridrt has are listed here."""
+    own = {
+        "--max-body-bytes", "--max-stored-responses", "--max-stored-bytes", "--request-timeout", "--drain-timeout",
+        "--mamba-ssm-rounding", "--kv-scales", "--state-mode", "--cuda-graph-prompts", "--audit-hits", "--device",
+        "--help",
+    }  # fmt: skip
+    command: Any = typer.main.get_command(app)
+    told = {name for title in ("vllm serve", "sglang.launch_server") for row in rows(title) for name in named(row[1])}
+    told |= {name for row in rows("vllm serve") for name in named(row[2])} | own
+    options = [parameter for parameter in command.commands["serve"].params if parameter.param_type_name == "option"]
+    untold = [option.opts[0] for option in options if not told & {*option.opts, *option.secondary_opts}]
+    assert untold == [], "docs/migrate.md: name these, or add them to `own` here"
+
+
+def test_endpoints_of_ours_are_routes() -> None:
+    text = (ROOT / "hybridrt" / "server" / "app.py").read_text()
+    routes = set(re.findall(r'@app\.\w+\("([^"]+)"', text))
+    for _, ours, _ in rows("Endpoints"):
+        assert named(ours) <= routes and (named(ours) or ours in NOTHING), ours
+
+
+def test_metrics_of_ours_are_there() -> None:
+    text = (ROOT / "hybridrt" / "server" / "core" / "metrics.py").read_text()
+    table = rows("Metrics")
+    assert len(table) > 10
+    for _, _, ours in table:
+        for name in named(ours):
+            assert f'"{name}"' in text or f'"{name.removeprefix("vllm:")}"' in text, name
