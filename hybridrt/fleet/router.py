@@ -23,13 +23,14 @@ from hybridrt.fleet.placement import Placement
 from hybridrt.fleet.prompt_names import PromptNames
 from hybridrt.fleet.replica_client import ReplicaClient
 from hybridrt.server.core.config import ServerConfig
-from hybridrt.server.core.guard import Guard
+from hybridrt.server.core.guard import FLEET_PATH, Guard
 from hybridrt.server.core.metrics import CONTENT_TYPE
 from hybridrt.server.core.respond import while_connected
 from hybridrt.server.run import http_settings
 from hybridrt.server.wire.errors import APIError, error_response
 
 TRIES = 4  # replicas that a request is sent to, one after the other
+FLEET = ("/fleet/replicas", "/fleet/drain")
 TO_ALL = ("/abort", "/reset_prefix_cache")
 STORED = "/v1/responses/"
 READY_SECONDS = 10.0  # that a request waits for a replica while none is ready
@@ -157,8 +158,8 @@ class Router:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
-        if not path.startswith("/"):
-            raise APIError(404, "a path begins with a slash")
+        if not path.startswith("/") or (path.startswith(FLEET_PATH) and path not in FLEET):
+            raise APIError(404, "the router has no such path")
         if path in ("/health", "/ping", "/ready", "/metrics", "/fleet/replicas"):
             answer = await self._own(path, scope)
             await answer(scope, receive, send)

@@ -83,6 +83,7 @@ def test_metrics_of_all_and_the_state_of_replicas(routed: Routed, replica: Serve
         text = client.get("/metrics", headers=KEY).text
         facts = client.get("/fleet/replicas", headers={"Authorization": f"Bearer {FLEET_KEY}"}).json()
         assert client.get("/fleet/replicas", headers=KEY).status_code == 401
+        assert client.get("/fleet/cache_events", headers={"Authorization": f"Bearer {FLEET_KEY}"}).status_code == 404
     assert f'replica="{replica.url}"' in text and "hybridrt_router_requests_total" in text
     assert [fact["url"] for fact in facts] == [replica.url] and facts[0]["ready"]
 
