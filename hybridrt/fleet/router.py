@@ -234,6 +234,7 @@ class Router:
             watch = asyncio.create_task(_when(first, placed.computed))
             try:
                 await forward.send_to(replica, first)
+                self.metrics.cut.inc(forward.cut)
                 return
             except NothingSent as e:
                 log.info("a request goes to another replica: %s", e)

@@ -154,6 +154,7 @@ def test_a_stream_that_is_cut_says_where_to_resume(path: str) -> None:
         *_, last = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
         assert last["error"]["resume_from"] == 3 and text.count('"text":"x"') == 2 and ": tokens" not in text
         assert path == "/v1/messages" or last["error"]["code"] == "stream_cut"
+        Routed.wait_until(lambda: router.router.metrics.cut._value.get() == 1)
 
 
 def test_without_a_replica_that_takes_it_the_last_refusal_is_the_answer(
