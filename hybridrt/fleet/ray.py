@@ -59,7 +59,7 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Replica:
     """One engine, and its HTTP application."""
 
-    async def __init__(self, model: str, engine: dict[str, Any]) -> None:
+    async def __init__(self, model: str, engine: dict[str, Any]) -> None:  # type: ignore[misc]  # Ray Serve awaits it
         self._llm = await AsyncLLM.create(str(resolve_model_path(model)), **engine)
         # Ray's proxy decides who may connect, under which name.
         config = ServerConfig(served_model_names=(model,), allowed_hosts=("*",), api_keys=read_api_keys(None, None))
