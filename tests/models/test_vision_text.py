@@ -80,7 +80,7 @@ def check(model: Any, name: str, tokens: list[int], inputs: Sequence[EncoderInpu
 
 def run(path: Path, prompts: list[tuple[list[int], list[Span]]], **options: Any) -> list[list[int]]:
     params = SamplingParams(max_tokens=STEPS, temperature=0.0, ignore_eos=True)
-    with LLM(str(path), device="cpu", max_model_len=96, **options) as llm:
+    with LLM(str(path), **{"device": "cpu", "max_model_len": 96, **options}) as llm:
         given: list[Any] = [{"prompt_token_ids": tokens, "spans": spans} for tokens, spans in prompts]
         return [out.token_ids for out in llm.generate(given, params)]
 
