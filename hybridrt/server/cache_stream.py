@@ -1,7 +1,7 @@
 """Publishes the events of the prefix cache to routers, as server-sent events."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from starlette.responses import Response
@@ -55,7 +55,7 @@ class CacheStream(Response):
                     await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _parts(self) -> AsyncIterator[bytes]:
+    async def _parts(self) -> AsyncGenerator[bytes]:
         llm, number, quiet = self._service.llm, 0, 0.0
         tree = llm.llm.engine.prefixes.tree
         layout = CacheLayout(tree.page_size, tree.recurrent, tree.lookahead, tree.windows)
