@@ -16,16 +16,16 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        made = {"registry": self.registry}
-        self.requests = Counter("hybridrt_router_requests", "Requests by replica.", ["replica"], **made)
-        self.retries = Counter("hybridrt_router_retries", "Requests that were sent to another replica.", **made)
-        self.cut = Counter("hybridrt_router_cut_streams", "Streams whose replica has gone.", **made)
-        self.prompt_tokens = Counter("hybridrt_router_prompt_tokens", "Prompt tokens that the router knows.", **made)
+        at = self.registry
+        self.requests = Counter("hybridrt_router_requests", "Requests by replica.", ["replica"], registry=at)
+        self.retries = Counter("hybridrt_router_retries", "Requests that were sent to another replica.", registry=at)
+        self.cut = Counter("hybridrt_router_cut_streams", "Streams whose replica has gone.", registry=at)
+        self.prompt_tokens = Counter("hybridrt_router_prompt_tokens", "Prompt tokens, as far as known.", registry=at)
         self.prefix_tokens = Counter(
-            "hybridrt_router_prefix_tokens", "Prompt tokens that the chosen replicas had, as far as known.", **made
+            "hybridrt_router_prefix_tokens", "Prompt tokens that the chosen replicas had, as far as known.", registry=at
         )
-        self.ready = Gauge("hybridrt_router_replica_ready", "1: the replica gets requests.", ["replica"], **made)
-        self.load = Gauge("hybridrt_router_replica_requests", "Requests that have not ended.", ["replica"], **made)
+        self.ready = Gauge("hybridrt_router_replica_ready", "1: the replica gets requests.", ["replica"], registry=at)
+        self.load = Gauge("hybridrt_router_replica_requests", "Requests that have not ended.", ["replica"], registry=at)
 
     def text(self, replicas: Iterable[ReplicaClient]) -> str:
         for replica in replicas:

@@ -1,7 +1,7 @@
 """Publishes the events of the prefix cache to routers, as server-sent events."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from starlette.responses import Response
@@ -33,6 +33,8 @@ class CacheStream(Response):
         del self.headers["content-length"]
         if service.cache_readers >= MAX_READERS:
             raise APIError(429, f"{MAX_READERS} readers have the events of the prefix cache; close one of them")
+        if service.llm.llm.config.dp_size > 1:
+            raise APIError(404, "an engine of several replicas publishes no events: it places requests by them itself")
         self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -53,7 +55,7 @@ class CacheStream(Response):
                     await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _parts(self) -> AsyncIterator[bytes]:
+    async def _parts(self) -> AsyncGenerator[bytes]:
         llm, number, quiet = self._service.llm, 0, 0.0
         tree = llm.llm.engine.prefixes.tree
         layout = CacheLayout(tree.page_size, tree.recurrent, tree.lookahead, tree.windows)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from hybridrt.base.errors import shown
 from hybridrt.verify.results import Result
@@ -64,7 +64,11 @@ def _check_places(subject: Subject, result: Result) -> None:
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, int | float) and not isinstance(value, bool))
+    return isinstance(value, str) or _is_number(value)
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _check_default(subject: Subject, result: Result) -> None:
@@ -108,10 +112,10 @@ def _check_reach(attention: Any, context: int, result: Result) -> None:
 
 
 def _check_factor(rope: Mapping[str, Any], context: int, result: Result) -> None:
-    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
-    if not (_is_plain(factor) and _is_plain(original)) or rope.get("rope_type", "default") == "default":
+    factor, original = (rope.get(name) for name in ("factor", "original_max_position_embeddings"))
+    if rope.get("rope_type", "default") == "default" or not (_is_number(factor) and _is_number(original)):
         return
-    reach = float(factor) * float(original)
+    reach = factor * original
     if context > 1.01 * reach:
         result.fail(
             f"config.json: max_position_embeddings is {context}, but rope_type {rope['rope_type']} reaches "

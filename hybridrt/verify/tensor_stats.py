@@ -70,7 +70,7 @@ def _stats(file: TensorFile, entry: Entry, path: Path, sampled: bool) -> TensorS
         raw = torch.empty(size, dtype=torch.uint8)
         file.fill(entry.start + start, raw)
         if whole:
-            digest.update(raw.numpy())
+            digest.update(raw.numpy().data)
         zeros += not bool(raw.any())
         square, largest, strange = _sizes(raw, DTYPES[entry.dtype])
         sums.append(square)
