@@ -57,9 +57,11 @@ class Communicator:
                 cuda = dist.PrefixStore("hybridrt/cuda", store)
                 self._groups["cuda"] = dist.ProcessGroupNCCL(cuda, rank, size, dist.ProcessGroupNCCL.Options())
                 if loopback:
-                    from hybridrt.collectives.peer_memory import PeerMemory  # needs Triton
+                    from hybridrt.collectives import peer_memory  # needs Triton
 
-                    self._peers = PeerMemory.connect(dist.PrefixStore("hybridrt/peers", store), rank, size, device)
+                    self._peers = peer_memory.PeerMemory.connect(
+                        dist.PrefixStore("hybridrt/peers", store), rank, size, device
+                    )
 
     def connect(self) -> None:
         """Opens the connections among GPUs, as NCCL does in the first collective. All ranks call
