@@ -123,10 +123,11 @@ class DenseMethod(LinearMethod):
         self, norm: "RMSNorm", x: Hidden, residual: torch.Tensor | None, bias: torch.Tensor | None,
         activation: Activation | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        if isinstance(x, Unsummed) and len(x.summand) > 1:  # the product of one token has its norm
-            h, residual = x.normed(norm, residual)
-            return self.apply(h, bias, activation), residual
-        x = summed(x)
+        if isinstance(x, Unsummed):
+            if len(x.summand) > 1:  # the product of one token has its norm
+                h, residual = x.normed(norm, residual)
+                return self.apply(h, bias, activation), residual
+            x = summed(x)
         if not self.skinny or not is_skinny(x, self.weight, activation):
             h, residual = norm(x) if residual is None else norm.add(x, residual, norm.weight, norm.eps)
             return self.apply(h, bias, activation), residual
@@ -396,9 +397,11 @@ class RowLinear(_SegmentedLinear):
             y = self.method.apply_onto(residual, x, tail)
         else:
             y = self.method.apply(x, self.bias if self.tp.rank == 0 else None, tail=tail)
-        if self.tp.size == 1 or adds:
-            return self.tp.all_reduce(y), None if adds else residual
-        return summed_later(y, self.tp), residual
+        if self.tp.size > 1:
+            if not adds:
+                return summed_later(y, self.tp), residual
+            y = self.tp.all_reduce(y)
+        return y, None if adds else residual
 
     def targets(self, key: str, name: str, *, scale: float = 1.0) -> CheckpointMap:
         """Targets of `key`.weight (and .bias), which reads segment `name`. `scale`: factor of its

@@ -142,6 +142,7 @@ def test_a_draft_tree_equals_the_loop_along_each_path(small_blocks):
     check_draft_tree(Layer([7, 39], 6, conv_width=4), TAPS, near)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokens", "vectors", "block_v", "block_k", "dims"),
     [

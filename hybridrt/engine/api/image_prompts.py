@@ -22,7 +22,10 @@ def read_images(prompts: Any, reader: ImageReader | None, tokenizer: Tokenizer |
     """
     if has_images(prompts):
         return _read(prompts, reader, tokenizer, max_tokens)
-    if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Sequence) or not any(map(has_images, prompts)):
+    if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Sequence):
+        return prompts
+    # Of token ids only the first is looked at: a prompt may have very many.
+    if not prompts or isinstance(prompts[0], int) or not any(map(has_images, prompts)):
         return prompts
     return [_read(each, reader, tokenizer, max_tokens) if has_images(each) else each for each in prompts]
 

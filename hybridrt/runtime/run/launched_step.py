@@ -216,7 +216,9 @@ class LaunchedStep:
             parts, wanted = runner.required.required_by_rows(*lines.on_host)
             tokens = runner.sampler(lines.logits, lines.rows, lines.output_indices, parts, bitmask)
             runner.enter_tokens(lines.rows, tokens, runner.last_tokens)
-            drawn = _with_logprobs(runner, lines, _Drawn(tokens.unsqueeze(1), None, (), wanted))
+            drawn = _Drawn(tokens.unsqueeze(1), None, (), wanted)
+            if wanted:
+                drawn = _with_logprobs(runner, lines, drawn)
             self._drawn.append(self._copy_drawn(drawn) if tokens.is_cuda else drawn)
         if runner.drafter is not None:
             assert batch is not None and part.arrays is not None and part.hidden is not None
@@ -243,7 +245,9 @@ class LaunchedStep:
         parts, wanted = runner.required.required_by_rows(*lines.on_host)
         kept = runner.sampler.verify(lines.logits, step, parts, bitmask)
         runner.backend.commit(batch, kept.counts, kept.path)
-        drawn = _with_logprobs(runner, lines, _Drawn(kept.tokens, kept.counts, (), wanted), kept.path)
+        drawn = _Drawn(kept.tokens, kept.counts, (), wanted)
+        if wanted:
+            drawn = _with_logprobs(runner, lines, drawn, kept.path)
         self._drawn.append(self._copy_drawn(drawn) if kept.tokens.is_cuda else drawn)
         return kept
 
@@ -287,8 +291,6 @@ def _with_logprobs(
     runner: SamplingRunner, lines: SampledLines, drawn: _Drawn, path: torch.Tensor | None = None
 ) -> _Drawn:
     """With what its `wanted` and the rows' named tokens ask for; path: see `Accepted.path`."""
-    if not drawn.wanted:
-        return drawn
     logits, tokens = lines.logits, drawn.tokens.reshape(-1, 1)
     if path is not None:
         logits = logits.view(*path.shape, -1).take_along_dim(path.unsqueeze(-1), 1).flatten(0, 1)
