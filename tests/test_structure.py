@@ -32,7 +32,7 @@ MAX_FUNCTION_LINES = 40
 OUTSIDE = ("models", "mem_cache", "tests", "benchmarks", "examples", "experiments")
 OPTIONAL = (
     "flashinfer", "mamba_ssm", "causal_conv1d", "sgl_kernel", "fla", "nixl", "llguidance", "matplotlib", "pynvml",
-    "hypothesis", "pytest",
+    "hypothesis", "pytest", "ray",
 )  # fmt: skip
 
 

@@ -50,12 +50,12 @@ class Forward:
 
     Attributes:
         tokens: that the client has got in a stream, as far as the replica has said.
-        first: called when the first token has come.
+        cut: the replica has gone in the middle of the stream, and the client knows.
     """
 
     def __init__(self, scope: Scope, send: Send, body: bytes, headers: Mapping[str, str]) -> None:
         self._scope, self._send, self._body, self._headers = scope, send, body, dict(headers)
-        self.tokens = 0
+        self.tokens, self.cut = 0, False
         self._begun = self._streams = False
 
     async def send_to(self, replica: ReplicaClient, placed_first: asyncio.Event) -> None:
@@ -130,6 +130,7 @@ class Forward:
             raise NothingSent(why)
         if not self._streams:
             raise ConnectionError(f"{why} in the middle of an answer")  # the client's connection ends
+        self.cut = True
         text = f"{why}; the answer is cut after {self.tokens} tokens: resume from token {self.tokens}"
         body = APIError(502, text, code="stream_cut").body(wants_anthropic(self._scope))
         body["error"]["resume_from"] = self.tokens

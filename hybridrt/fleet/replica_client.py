@@ -52,7 +52,7 @@ class ReplicaClient:
 
     def __post_init__(self) -> None:
         self.placed = Replica(self.url)
-        self._silent, self._answered = 0, time.monotonic()
+        self._silent, self._answered, self._said = 0, time.monotonic(), ""
 
     @property
     def wants_requests(self) -> bool:
@@ -95,8 +95,9 @@ class ReplicaClient:
             try:
                 await self._read_events()
             except (httpx.HTTPError, TimeoutError, MessageError) as e:
-                if self.ready:
-                    log.warning("the events of replica %s: %s", self.url, e or type(e).__name__)
+                if self.ready and self._said != (text := str(e) or type(e).__name__):
+                    log.warning("the events of replica %s: %s", self.url, text)
+                    self._said = text
             self.placed.mirror = None
             await asyncio.sleep(HEALTH_SECONDS)
 

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import FrameType
@@ -22,15 +23,17 @@ from hybridrt.fleet.placement import Placement
 from hybridrt.fleet.prompt_names import PromptNames
 from hybridrt.fleet.replica_client import ReplicaClient
 from hybridrt.server.core.config import ServerConfig
-from hybridrt.server.core.guard import Guard
+from hybridrt.server.core.guard import FLEET_PATH, Guard
 from hybridrt.server.core.metrics import CONTENT_TYPE
 from hybridrt.server.core.respond import while_connected
 from hybridrt.server.run import http_settings
 from hybridrt.server.wire.errors import APIError, error_response
 
 TRIES = 4  # replicas that a request is sent to, one after the other
+FLEET = ("/fleet/replicas", "/fleet/drain")
 TO_ALL = ("/abort", "/reset_prefix_cache")
 STORED = "/v1/responses/"
+READY_SECONDS = 10.0  # that a request waits for a replica while none is ready
 FIND_SECONDS = 2.0  # between two questions to DNS
 CONNECT_SECONDS, WRITE_SECONDS, ANSWER_SECONDS = 2.0, 30.0, 5.0
 MAX_REPLICAS = 256
@@ -155,8 +158,8 @@ class Router:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
-        if not path.startswith("/"):
-            raise APIError(404, "a path begins with a slash")
+        if not path.startswith("/") or (path.startswith(FLEET_PATH) and path not in FLEET):
+            raise APIError(404, "the router has no such path")
         if path in ("/health", "/ping", "/ready", "/metrics", "/fleet/replicas"):
             answer = await self._own(path, scope)
             await answer(scope, receive, send)
@@ -217,18 +220,21 @@ class Router:
 
     async def _forward(self, scope: Scope, send: Send, body: bytes, names: Any, session: Any, among: Any) -> None:
         forward = Forward(scope, send, body, headers_for(scope, self._config.replica_key))
-        left, refusal = {replica.url: replica for replica in self.replicas}, None
+        tried, refusal = set[str](), None
         for attempt in range(TRIES):
-            wanted = {url for url, replica in left.items() if replica.wants_requests}
-            wanted = wanted if among is None else wanted & among
+            wanted = self._wanted(among) - tried
+            if not wanted and refusal is None and await self._one_is_ready(among):
+                wanted, tried = self._wanted(among), set()
             if not wanted:
                 break
             placed, first = self._placement.place(names, session, wanted), asyncio.Event()
-            replica = left.pop(placed.replica.name)
+            replica = self._known[placed.replica.name]
+            tried.add(replica.url)
             self._count(placed.replica.name, names.length, placed.prefix, attempt)
             watch = asyncio.create_task(_when(first, placed.computed))
             try:
                 await forward.send_to(replica, first)
+                self.metrics.cut.inc(forward.cut)
                 return
             except NothingSent as e:
                 log.info("a request goes to another replica: %s", e)
@@ -239,6 +245,17 @@ class Router:
         if refusal is None:
             raise APIError(503, "no replica takes the request now; send it again later", code="unavailable")
         await refusal(scope, _nothing, send)
+
+    def _wanted(self, among: set[str] | None) -> set[str]:
+        ready = {replica.url for replica in self.replicas if replica.wants_requests}
+        return ready if among is None else ready & among
+
+    async def _one_is_ready(self, among: set[str] | None) -> bool:
+        """Waits for a while: a replica may be starting again, or be slow to say that it is ready."""
+        deadline = time.monotonic() + READY_SECONDS
+        while not (found := bool(self._wanted(among))) and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        return found
 
     def _count(self, name: str, tokens: int, prefix: int, attempt: int) -> None:
         self.metrics.requests.labels(name).inc()

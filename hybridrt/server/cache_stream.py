@@ -33,6 +33,8 @@ class CacheStream(Response):
         del self.headers["content-length"]
         if service.cache_readers >= MAX_READERS:
             raise APIError(429, f"{MAX_READERS} readers have the events of the prefix cache; close one of them")
+        if service.llm.llm.config.dp_size > 1:
+            raise APIError(404, "an engine of several replicas publishes no events: it places requests by them itself")
         self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

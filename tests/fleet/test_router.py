@@ -83,6 +83,7 @@ def test_metrics_of_all_and_the_state_of_replicas(routed: Routed, replica: Serve
         text = client.get("/metrics", headers=KEY).text
         facts = client.get("/fleet/replicas", headers={"Authorization": f"Bearer {FLEET_KEY}"}).json()
         assert client.get("/fleet/replicas", headers=KEY).status_code == 401
+        assert client.get("/fleet/cache_events", headers={"Authorization": f"Bearer {FLEET_KEY}"}).status_code == 404
     assert f'replica="{replica.url}"' in text and "hybridrt_router_requests_total" in text
     assert [fact["url"] for fact in facts] == [replica.url] and facts[0]["ready"]
 
@@ -153,21 +154,33 @@ def test_a_stream_that_is_cut_says_where_to_resume(path: str) -> None:
         *_, last = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
         assert last["error"]["resume_from"] == 3 and text.count('"text":"x"') == 2 and ": tokens" not in text
         assert path == "/v1/messages" or last["error"]["code"] == "stream_cut"
+        Routed.wait_until(lambda: router.router.metrics.cut._value.get() == 1)
 
 
-def test_without_a_replica_that_takes_it_the_last_refusal_is_the_answer(replica: Served) -> None:
+def test_without_a_replica_that_takes_it_the_last_refusal_is_the_answer(
+    replica: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     refusal = b"HTTP/1.1 429 Full\r\nretry-after: 7\r\ncontent-length: 2\r\n\r\n{}"
     with failing(refusal) as bad, routing(bad) as router:
         router.wait_for(1)
         answer = router.post("/v1/completions", BODY)
         assert answer.status_code == 429 and answer.headers["retry-after"] == "7"
+    monkeypatch.setattr(router_module, "READY_SECONDS", 0.1)
     with routing("http://127.0.0.1:9") as router:
         assert router.post("/v1/completions", BODY).status_code == 503
         with router.http() as client:
             assert client.get("/health").status_code == 200 and client.get("/ready").status_code == 503
 
 
-def test_a_drained_replica_gets_no_more(replica: Served) -> None:
+def test_a_request_waits_for_the_only_replica(replica: Served) -> None:
+    with routing(replica.url) as router:
+        router.wait_for(1)
+        router.router.replicas[0].ready = False  # until the next answer
+        assert router.post("/v1/completions", BODY, headers=KEY).status_code == 200
+
+
+def test_a_drained_replica_gets_no_more(replica: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_module, "READY_SECONDS", 0.1)
     fleet = {"Authorization": f"Bearer {FLEET_KEY}"}
     with routing(replica.url) as router:
         router.wait_for(1)
@@ -202,6 +215,7 @@ def test_bodies_are_bounded(replica: Served) -> None:
 
 def test_replicas_that_dns_names_come_and_go(replica: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router_module, "FIND_SECONDS", 0.05)
+    monkeypatch.setattr(router_module, "READY_SECONDS", 0.1)
     port = replica.url.rpartition(":")[2]
     with routing(discover=f"http://localhost:{port}") as router:
         router.wait_for(1)

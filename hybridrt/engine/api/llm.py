@@ -415,9 +415,9 @@ class LLM:
         self, path: str | PathLike[str], *, cache_salt: str | None = None, trusted: bool = False
     ) -> Session:
         """Puts a file of `save_session` into the prefix cache. Requests with this `cache_salt` that
-        begin with its tokens compute only the rest. Model, weights, dtypes and tp_size must be
-        those of the LLM that saved it; `page_size`, drafting without prediction heads, and the
-        device may differ.
+        begin with its tokens compute only the rest. Model, weights and dtypes must be those of the
+        LLM that saved it; `tp_size`, `page_size`, drafting without prediction heads, and the device
+        may differ.
 
         The numbers of a file are used as weights are: its writer decides what requests get. So a
         file that this user has not signed serves only requests with a salt of its own, the result's

@@ -22,13 +22,15 @@ from hybridrt.mem_cache.pools.mamba_pool import Shapes
 from hybridrt.runtime.load.state_identity import Identity, first_difference
 from hybridrt.runtime.run.prefix_copy import Tensors
 
-FORMAT = "hybridrt session 1"
+FORMAT = "hybridrt session 2"
 TOKENS, POSITIONS, NOTE = "tokens", "positions", "note"
 MAX_NOTE = 1 << 20  # characters
 _NOTE_IN_HEADER = 1 << 14  # characters; a longer note is a tensor of its UTF-8 bytes, so that headers stay short
 _ENTRY = 160  # most bytes of a header per tensor
 MAX_TENSORS = SESSION_HEADER_BYTES // _ENTRY - 1024
-_CHECKS = "format", "note", "checksum", "signature"
+_RANKS = "tp_size"  # of those that wrote a file
+_MOST_RANKS = 64
+_CHECKS = "format", "note", "checksum", "signature", _RANKS
 _DTYPES = {
     torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int32: "I32", torch.uint8: "U8",
     torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
@@ -66,12 +68,13 @@ class CachedPrefix:
     tensors: Tensors
 
 
-def write_session(path: Path, prefix: CachedPrefix, identity: Identity, note: str, key: bytes) -> None:
+def write_session(path: Path, prefix: CachedPrefix, identity: Identity, note: str, key: bytes, ranks: int) -> None:
     """Writes a temporary file next to `path` and renames it, so readers see the old file or the
     whole new one.
 
     Args:
         key: signs it.
+        ranks: that the tensors are cut over.
 
     Raises:
         SessionError: the note is no text, or too long; or the path is a device, a pipe or a socket,
@@ -88,7 +91,8 @@ def write_session(path: Path, prefix: CachedPrefix, identity: Identity, note: st
         POSITIONS: torch.tensor(prefix.positions, dtype=torch.int32),
         **{name: tensor.contiguous() for name, tensor in prefix.tensors.items()},
     }
-    metadata = {name: str(value) for name, value in identity.items()} | {"format": FORMAT, "note": note}
+    metadata = {name: str(value) for name, value in identity.items()}
+    metadata |= {"format": FORMAT, "note": note, _RANKS: str(ranks)}
     if len(note) > _NOTE_IN_HEADER:
         metadata["note"], tensors[NOTE] = "", torch.frombuffer(bytearray(note.encode()), dtype=torch.uint8)
     metadata["checksum"] = _checksum(tensors, metadata)
@@ -115,6 +119,7 @@ class SessionReader:
 
     Attributes:
         num_tokens, num_states: numbers of token ids and recurrent states.
+        num_ranks: that the tensors are cut over.
     """
 
     def __init__(self, path: Path, identity: Identity) -> None:
@@ -129,6 +134,7 @@ class SessionReader:
         try:
             self._metadata = dict(self._file.metadata)
             self._check_identity()
+            self.num_ranks = self._read_ranks()
             self.num_tokens, self.num_states = self._length(TOKENS), self._length(POSITIONS)
         except BaseException:
             self._file.close()
@@ -199,6 +205,13 @@ class SessionReader:
                 f"{self._path} belongs to another model, or to one that runs otherwise: {differs} is "
                 f"{shown(ours.get(differs))} here and {shown(theirs.get(differs))} there"
             )
+
+    def _read_ranks(self) -> int:
+        text = self._metadata.get(_RANKS, "")
+        ranks = int(text) if text.isascii() and text.isdigit() and len(text) < 4 else 0
+        if not 1 <= ranks <= _MOST_RANKS:
+            raise SessionError(f"{self._path} has {_RANKS} {shown(text)}; it must be a number from 1 to {_MOST_RANKS}")
+        return ranks
 
     def _length(self, name: str) -> int:
         shape, dtype = self._described(name)

@@ -1,24 +1,27 @@
 """Copies prefixes from the prefix cache to main memory and files, and back."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from hybridrt.base.errors import SessionError
+from hybridrt.base.errors import ConfigError, SessionError
 from hybridrt.base.turns import Change, Turns
 from hybridrt.engine.cache.adoption import adopt, take_room
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.cache.session_file import MAX_TENSORS, CachedPrefix, Session, SessionReader, write_session
 from hybridrt.engine.cache.session_key import session_key
+from hybridrt.mem_cache.pools.mamba_pool import Shapes
 from hybridrt.mem_cache.pools.page_groups import GroupPages, PageSets, no_sets, pages_of
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 from hybridrt.parallel.tensor_parallel import TensorParallelExecutor
 from hybridrt.runtime.load.state_identity import Identity, state_identity
 from hybridrt.runtime.run.model_runner import ModelRunner
 from hybridrt.runtime.run.prefix_copy import PrefixPlaces, Tensors, prefix_shapes
+from hybridrt.runtime.run.prefix_cut import PrefixCut
 from hybridrt.runtime.step.plan import Executor, StepPlan
 
 
@@ -51,7 +54,7 @@ class Sessions:
         identity = self._identify(key)
         with self._turns:
             prefix = self._read(tokens, key)
-        write_session(path, prefix, identity, note, session_key())
+        write_session(path, prefix, identity, note, session_key(), self._runner().target.tp.size)
         return Session(prefix.tokens.tolist(), note, key.salt)
 
     def load(self, path: Path, key: CacheKey, trusted: bool) -> Session:
@@ -71,8 +74,11 @@ class Sessions:
         with SessionReader(path, identity) as reader:
             with self._turns:  # checked before memory is allocated for the contents
                 length = self._room(reader.num_tokens, reader.num_states)[0]
-            shapes = prefix_shapes(runner.pools, runner.target.tp.size, length, reader.num_states)
-            prefix, note = reader.read(shapes, runner.model_config.vocab_size)
+            ranks = runner.target.tp.size
+            cut = PrefixCut(runner.model_config, ranks)
+            shapes = prefix_shapes(runner.pools, ranks, length, reader.num_states)
+            prefix, note = reader.read(_shapes_of(reader, cut, shapes), runner.model_config.vocab_size)
+            prefix = replace(prefix, tensors=cut.recut(prefix.tensors))
             if not (key.salt or trusted or reader.signed_with(session_key())):
                 key = key._replace(salt=reader.own_salt)
         with self._turns:
@@ -94,10 +100,13 @@ class Sessions:
         """What must be equal in a file. The first call reads a part of every weight."""
         if self._identity is None:
             runner = self._runner()
-            layers = {i: [list(t.shape[2:]) for t in runner.pools.kv.held(i)] for i in runner.pools.kv.specs}
+            cut = PrefixCut(runner.model_config, 1)
+            layers = {
+                i: [[*cut.widths(f"layers.{i}.keys", 1), *t.shape[3:]] for t in runner.pools.kv.held(i)]
+                for i in runner.pools.kv.specs
+            }
             scales = runner.pools.kv.scales
             self._identity = state_identity(runner.config, runner.target, runner.model_path, scales) | {
-                "tp_size": runner.config.tp_size,
                 "kv_layers": ", ".join(f"{i}: {shapes}" for i, shapes in layers.items()),
             }
             if any(window is not None for window in runner.pools.kv.windows):
@@ -200,6 +209,14 @@ class Sessions:
         for column, held in zip(sets.T, pages):
             column[len(column) - len(held) :] = held.keys
         return sets
+
+
+def _shapes_of(reader: SessionReader, cut: PrefixCut, shapes: Shapes) -> Shapes:
+    """Of the tensors of a file, which any number of ranks may have written."""
+    try:
+        return cut.shapes(shapes, reader.num_ranks)
+    except ConfigError as e:
+        raise SessionError(f"the file was not written by {reader.num_ranks} ranks of this model: {e}") from e
 
 
 def _without_states(tensors: Tensors, skipped: int) -> Tensors:
