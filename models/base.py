@@ -10,13 +10,16 @@ from torch import nn
 
 from hybridrt.base.config import AttentionConfig, ModelConfig
 from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.base.spans import EncoderInput
 from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.linear import RowLinear, Segment, VocabParallelEmbedding
 from hybridrt.layers.moe import STACKS, stacked_experts
 from hybridrt.layers.norm import ResidualPart, ResidualStack, RMSNorm
 from hybridrt.layers.rotary import rotary_table
+from hybridrt.layers.summands import Hidden
 from hybridrt.layers.weights import Build, CheckpointMap, TensorPart, Transform
 from hybridrt.models.config.family import routed_experts
+from hybridrt.models.vision.tower import Tower
 from hybridrt.recurrent.backend import HybridLinearAttnBackend
 
 MTP_KEYS = r"mtp\..*"
@@ -43,6 +46,9 @@ class CausalLM(nn.Module, ABC):
     spellings: ClassVar[Mapping[str, str]] = {}
     # A checkpoint tensor may hold joined convolutions of q, k and v.
     joined_convs: ClassVar[bool] = False
+    # The tower of images, and what its keys match.
+    tower_class: ClassVar[type[Tower] | None] = None
+    tower_keys: ClassVar[str] = ""
     # The config's epsilon field; whether norms are stored as w - 1.
     eps_field: ClassVar[str] = "rms_norm_eps"
     zero_centered: ClassVar[bool] = False
@@ -56,6 +62,7 @@ class CausalLM(nn.Module, ABC):
         eps = getattr(config.hf, self.eps_field)
         self.norm_options: dict[str, Any] = {"eps": eps, "device": build.device, "zero_centered": self.zero_centered}
         self.mtp: MTPHead | None = None
+        self.tower = self._make_tower()
         self._rotary: list[tuple[AttentionConfig, torch.Tensor]] = []
         tables = (config.vocab_size, config.hidden_size)
         self.embed = VocabParallelEmbedding("embed", *tables, multiplier=embed_scale, build=build)
@@ -64,6 +71,12 @@ class CausalLM(nn.Module, ABC):
         self.stack = self.make_stack(range(len(config.layers)))
         self.norm_scale = norm_scale
         self.norm = RMSNorm("norm", config.hidden_size, scale=norm_scale, **self.norm_options)
+
+    def _make_tower(self) -> Tower | None:
+        if self.tower_class is None or self.config.vision is None:
+            return None
+        self.skipped_keys = tuple(keys for keys in self.skipped_keys if keys != self.tower_keys)
+        return self.tower_class(self.config.vision, self.build)
 
     @abstractmethod
     def layer(self, layer_id: int, name: str) -> Sequence[ResidualPart]:
@@ -92,11 +105,24 @@ class CausalLM(nn.Module, ABC):
         """The prediction head on hidden states [T, hidden] and the next tokens, which the batch
         has: [T, hidden]."""
         assert self.mtp is not None, "attach_mtp comes first"
-        return self.mtp(self.embed(batch.input_ids), hidden, batch)
+        return self.mtp(self.embedded(batch), hidden, batch)
+
+    def embedded(self, batch: ForwardBatch) -> torch.Tensor:
+        """[T, hidden] embeddings of a batch's tokens: those of the table, or of an encoder."""
+        x = self.embed(batch.input_ids)
+        if batch.embeddings is not None:
+            x.index_copy_(0, batch.embeddings.places.long(), batch.embeddings.rows)
+        return x
+
+    def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor]:
+        """Embeddings of spans, [length, hidden] in the model's dtype each."""
+        assert self.tower is not None, "only a model with `vision` encodes"
+        return self.tower.encode(inputs)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states after the final norm, times norm_scale: [T, hidden]."""
-        x, residual = self.embed(batch.input_ids), None
+        x: Hidden = self.embedded(batch)
+        residual = None
         for norm, part in self.stack:
             x, residual = part(norm, x, residual, batch)
         return self.norm(x, residual)[0]
@@ -118,15 +144,21 @@ class CausalLM(nn.Module, ABC):
             out.copy_(self.logits(hidden))
 
     def checkpoint_map(self) -> CheckpointMap:
-        """Every checkpoint key and its target, without the prediction head."""
+        """Every checkpoint key of the text model and its target, without the prediction head."""
         found = {**self.embed.targets(self.embed_key), **self.norm.targets(self.norm_key)}
         if self.head is not self.embed:
             found |= self.head.targets("lm_head")
         return found | self.stack.targets(self.layers_key)
 
     def all_targets(self) -> CheckpointMap:
-        """The same with the prediction head."""
-        return self.checkpoint_map() | ({} if self.mtp is None else self.mtp.checkpoint_map())
+        """The same with the prediction head and the tower."""
+        found = self.checkpoint_map()
+        for part in (self.mtp, self.tower):
+            found |= {} if part is None else part.checkpoint_map()
+        return found
+
+    def check_skipped(self, key: str, tensor: torch.Tensor) -> None:
+        """CheckpointError if a tensor that is skipped would change the model."""
 
     def mixers(self) -> dict[int, Any]:
         return self.stack.mixers()

@@ -3,9 +3,10 @@
     x ─ norm ─ short conv or attention ─ + ─ norm ─ MLP or MoE ─ +
 
 Heads of q and k are normed before rotation (Liquid AI 2025, arXiv:2511.23404). Checkpoints of
-LFM2-VL hold the text part under `model.language_model`. The rest is skipped.
+LFM2-VL hold the text part under `model.language_model`, and a tower next to it.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -30,6 +31,7 @@ from hybridrt.layers.moe import Experts, MoE, SigmoidGroupRouter
 from hybridrt.layers.norm import LayerPart, ResidualPart
 from hybridrt.models.base import MTP_KEYS, SWIGLU, CausalLM
 from hybridrt.models.config.family import FULL_ROPE, Family, FamilyFields, attention_config, interleaved
+from hybridrt.models.vision.siglip2 import Siglip2Tower, read
 from hybridrt.recurrent.short_conv import ShortConvMixer
 
 SHARED: FieldTypes = {
@@ -105,6 +107,7 @@ SEEING = replace(
     section="text_config",
     outer_older=OLDER,
     image_tokens=("image_token_id",),
+    vision=read,
 )
 MOE_FAMILY = Family(
     model="hybridrt.models.lfm2:Lfm2MoeForCausalLM",
@@ -169,10 +172,17 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
 # Keys of the text part and of the others, in checkpoints with images.
 SEEING_KEYS = {"model.language_model.": "model."}
 NOT_TEXT = r"model\.(vision_tower|multi_modal_projector)\..*"
+POOLING_HEAD = r"model\.vision_tower\.head\..*"  # of SigLIP2, for one vector of a picture
 
 
 class Lfm2VlForConditionalGeneration(Lfm2ForCausalLM):
-    """The text part of LFM2-VL."""
+    """LFM2 with images."""
 
     spellings: ClassVar[dict[str, str]] = {**SEEING_KEYS, **Lfm2ForCausalLM.spellings}
-    skipped_keys = (MTP_KEYS, NOT_TEXT)
+    skipped_keys = (MTP_KEYS, NOT_TEXT, POOLING_HEAD)
+    tower_class, tower_keys = Siglip2Tower, NOT_TEXT
+
+    def rename_key(self, key: str) -> str:
+        if re.fullmatch(NOT_TEXT, key):  # older files have one more name
+            return key.replace(".vision_tower.vision_model.", ".vision_tower.")
+        return super().rename_key(key)

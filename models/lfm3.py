@@ -6,10 +6,11 @@ each followed by an MLP.
 Layers with a window and without rotate in ways of their own, and a sigmoid multiplies each head's
 output (Liquid AI 2026). Published files name the type of a rotary embedding that turns a part of a
 head "default". transformers 5.23 turns whole heads then; the publisher's code and this one read it
-as "proportional". Checkpoints of LFM3-VL hold the text part under `model.language_model`. The rest
-is skipped.
+as "proportional". Checkpoints of LFM3-VL hold the text part under `model.language_model`, and a tower
+next to it.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -25,6 +26,7 @@ from hybridrt.layers.norm import LayerPart, ResidualPart
 from hybridrt.models.base import MTP_KEYS, SWIGLU, CausalLM
 from hybridrt.models.config.family import Family, FamilyFields, attention_config
 from hybridrt.models.lfm2 import NOT_TEXT, SEEING_KEYS
+from hybridrt.models.vision.lfm3 import Lfm3Tower, read
 from hybridrt.recurrent.short_conv import ShortConvMixer
 
 FULL, SLIDING, CONV = "full_attention", "sliding_attention", "conv"
@@ -118,6 +120,7 @@ SEEING = replace(
     defaults={**DEFAULTS, "image_token_id": 125030, "video_token_id": 125029},
     section="text_config",
     image_tokens=("image_token_id", "video_token_id"),
+    vision=read,
 )
 
 
@@ -147,7 +150,13 @@ class Lfm3ForCausalLM(CausalLM):
 
 
 class Lfm3VlForConditionalGeneration(Lfm3ForCausalLM):
-    """The text part of LFM3-VL."""
+    """LFM3 with images."""
 
     spellings: ClassVar[dict[str, str]] = {**SEEING_KEYS, **Lfm3ForCausalLM.spellings}
     skipped_keys = (MTP_KEYS, NOT_TEXT)
+    tower_class, tower_keys = Lfm3Tower, NOT_TEXT
+
+    def rename_key(self, key: str) -> str:
+        if not re.fullmatch(NOT_TEXT, key):
+            return super().rename_key(key)
+        return key.replace("_layernorm.", "_norm.").replace(".patchifier.", ".patch_embed.")

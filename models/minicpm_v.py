@@ -8,10 +8,15 @@ is only text.
 from dataclasses import replace
 
 from hybridrt.models.base import MTP_KEYS
-from hybridrt.models.qwen3_5 import SEEING, Qwen3_5ForCausalLM
+from hybridrt.models.qwen3_5 import DEFAULTS, SEEING, Qwen3_5ForCausalLM
 
-V4_6 = replace(SEEING, model="hybridrt.models.minicpm_v:MiniCPMV4_6ForConditionalGeneration")
-V4_7 = replace(SEEING, model="hybridrt.models.minicpm_v:MiniCPMV4_7ForConditionalGeneration")
+V4_6 = replace(
+    SEEING,
+    model="hybridrt.models.minicpm_v:MiniCPMV4_6ForConditionalGeneration",
+    defaults=DEFAULTS,
+    vision=None,
+)
+V4_7 = replace(V4_6, model="hybridrt.models.minicpm_v:MiniCPMV4_7ForConditionalGeneration")
 
 
 class MiniCPMV4_6ForConditionalGeneration(Qwen3_5ForCausalLM):

@@ -1,14 +1,20 @@
-"""Nemotron Omni: the text part, which is Nemotron-H.
+"""Nemotron Omni: a tower of images, and the text part, which is Nemotron-H.
 
-Checkpoints hold it under `language_model`. Everything of images and of sound is skipped (NVIDIA
-2026). Published checkpoints and transformers name fields, tensors and the architecture differently.
+Checkpoints hold the text part under `language_model`. Everything of sound is skipped, and of images
+what serves videos (NVIDIA 2026). Published checkpoints and transformers name fields and the
+architecture differently.
 """
 
+import re
 from dataclasses import replace
 
+import torch
+
+from hybridrt.base.errors import CheckpointError
 from hybridrt.models.base import MTP_KEYS
 from hybridrt.models.nemotron_h import FAMILY as NEMOTRON_H
 from hybridrt.models.nemotron_h import NemotronHForCausalLM
+from hybridrt.models.vision.radio import RadioTower, read
 
 FAMILY = replace(
     NEMOTRON_H,
@@ -17,25 +23,47 @@ FAMILY = replace(
     outer_older={
         "llm_config": "text_config", "img_context_token_id": "image_token_id",
         "video_context_token_id": "video_token_id", "sound_context_token_id": "audio_token_id",
+        "vit_hidden_size": "vision_hidden_size",
     },
     image_tokens=("image_token_id", "video_token_id", "audio_token_id"),
+    vision=read,
 )  # fmt: skip
 NANO = replace(FAMILY, model="hybridrt.models.nemotron_omni:NemotronH_Nano_Omni_Reasoning_V3")
 TEXT = "language_model."
 
 
+TOWER_KEYS = r"(vision_model|mlp1)\..*"
+# Tensors that do nothing where they are stored, and what they hold then.
+IDLE = {
+    r"vision_model\..*\.layer_scale[12]\.lambda1": 1.0,
+    r"(vision_projector\.)?vision_final_layernorm\.weight": 1.0,
+    r"(vision_projector\.)?vision_final_layernorm\.bias": 0.0,
+}
+
+
 class NemotronH_Omni_Reasoning_V3(NemotronHForCausalLM):  # the architecture's name
-    """The text part by transformers' name."""
+    """Nemotron Omni by transformers' name."""
 
     skipped_keys = (
         MTP_KEYS,
-        r"(vision_model|vision_final_layernorm|multi_modal_projector|mlp1)\..*",
+        TOWER_KEYS,
+        *IDLE,
+        r"vision_model\.radio_model\.(input_conditioner\..*|summary_idxs)",
+        r"vision_model\.radio_model\.model\.patch_generator\.video_embedder\..*",
         r"(audio_tower|embed_audio|sound_encoder|sound_projection)\..*",
     )
+    tower_class, tower_keys = RadioTower, TOWER_KEYS
 
     def rename_key(self, key: str) -> str:
         return super().rename_key(key.removeprefix(TEXT)) if key.startswith(TEXT) else key
 
+    def check_skipped(self, key: str, tensor: torch.Tensor) -> None:
+        idle = next((value for keys, value in IDLE.items() if re.fullmatch(keys, key)), None)
+        if self.tower is not None and idle is not None and bool((tensor != idle).any()):
+            raise CheckpointError(
+                f"{key} is not {idle:g} everywhere, and the tower of {self.config.architecture} has none"
+            )
+
 
 class NemotronH_Nano_Omni_Reasoning_V3(NemotronH_Omni_Reasoning_V3):
-    """The text part of Nemotron 3 Nano Omni by its published name."""
+    """Nemotron 3 Nano Omni by its published name."""

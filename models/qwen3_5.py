@@ -2,8 +2,8 @@
 
     x ─ norm ─ GDN or gated attention ─ + ─ norm ─ MLP or MoE ─ +
 
-Checkpoints with images hold the text part under `model.language_model`. The rest is skipped (Qwen
-team 2026).
+Checkpoints with images hold the text part under `model.language_model`, and a tower under
+`model.visual` (Qwen team 2026).
 """
 
 from dataclasses import replace
@@ -24,6 +24,7 @@ from hybridrt.models.config.family import (
     interleaved,
 )
 from hybridrt.models.qwen3_next import Qwen3NextForCausalLM
+from hybridrt.models.vision.qwen3_5 import Qwen3_5Tower, read
 from hybridrt.recurrent.gdn import GDNKeys
 
 FIELDS: FieldTypes = {
@@ -50,6 +51,7 @@ DEFAULTS: dict[str, Any] = {
     "rms_norm_eps": 1e-06, "tie_word_embeddings": False, "rope_parameters": None, "partial_rotary_factor": 0.25,
     "attention_bias": False,
 }  # fmt: skip
+MROPE_SECTION = (11, 11, 10)
 MOE_DEFAULTS: dict[str, Any] = {
     **DEFAULTS,
     "hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2, "moe_intermediate_size": 512,
@@ -59,9 +61,11 @@ MOE_DEFAULTS: dict[str, Any] = {
 
 def _describe(hf: Any, ffn: str) -> FamilyFields:
     one_head = getattr(hf, "mtp_num_hidden_layers", 0) == 1 and not getattr(hf, "mtp_use_dedicated_embeddings", False)
-    # In text, all three positions of mrope_section are equal.
     head = (LayerSpec(True, None, ffn),) if one_head else ()
-    return interleaved(hf, gdn_config(hf), attention_config(hf), ffn) | {"mtp_layers": head}
+    sections = hf.rope_parameters.get("mrope_section") or MROPE_SECTION
+    attention = attention_config(hf)
+    attention = replace(attention, rope={**(attention.rope or {}), "mrope_section": sections})
+    return interleaved(hf, gdn_config(hf), attention, ffn) | {"mtp_layers": head}
 
 
 DENSE = Family(
@@ -82,23 +86,32 @@ MOE = replace(
     describe=lambda hf: _describe(hf, "moe"),
 )
 IMAGES = ("image_token_id", "video_token_id")
+IMAGE_DEFAULTS = {"image_token_id": 248056, "video_token_id": 248057}
 SEEING = replace(
     DENSE,
     model="hybridrt.models.qwen3_5:Qwen3_5ForConditionalGeneration",
+    defaults={**DEFAULTS, **IMAGE_DEFAULTS},
     section="text_config",
     image_tokens=IMAGES,
+    vision=read,
 )
 SEEING_MOE = replace(
     MOE,
     model="hybridrt.models.qwen3_5:Qwen3_5MoeForConditionalGeneration",
+    defaults={**MOE_DEFAULTS, **IMAGE_DEFAULTS},
     section="text_config",
     image_tokens=IMAGES,
+    vision=read,
 )
+
+
+TOWER_KEYS = r"model\.visual\..*"
 
 
 class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
     gdn_keys: ClassVar[GDNKeys] = GDNKeys({"in_proj_qkv": "qkv", "in_proj_z": "z", "in_proj_b": "b", "in_proj_a": "a"})
-    skipped_keys = (MTP_KEYS, r"model\.visual\..*")
+    skipped_keys = (MTP_KEYS, TOWER_KEYS)
+    tower_class, tower_keys = Qwen3_5Tower, TOWER_KEYS
     spellings: ClassVar[dict[str, str]] = {"model.language_model.": "model."}
 
     def renormalizes(self) -> bool:
@@ -110,8 +123,8 @@ class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
 
 
 class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
-    """The text part of Qwen3.5."""
+    """Qwen3.5 with images."""
 
 
 class Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeForCausalLM):
-    """The text part of Qwen3.5 with experts."""
+    """Qwen3.5 with experts and images."""

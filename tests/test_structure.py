@@ -22,9 +22,8 @@ ORDER = (
     "fleet.cache_messages",
     "attention", "layers", "recurrent", "models", "runtime.step",
     "runtime.sampling", "runtime.replay", "runtime.load", "runtime.run", "runtime.precompile", "speculative",
-    "parallel", "engine.text", "embedding", "chat", "engine.grammar", "engine.request", "engine.cache", "engine.core",
-    "engine.replicas",
-    "engine.api", "transfer", "bench", "verify",
+    "parallel", "engine.text", "embedding", "images", "chat", "engine.grammar", "engine.request", "engine.cache",
+    "engine.core", "engine.replicas", "engine.api", "transfer", "bench", "verify",
     "server.wire", "server.core", "server.openai", "server.anthropic", "server", "fleet", "cli",
 )  # fmt: skip
 PUBLIC = ("config", "errors", "sampling_params", "structured_outputs", "version")  # of one line each, from `base`

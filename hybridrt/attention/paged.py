@@ -126,7 +126,7 @@ class SegmentedAttnBackend(AttentionBackend):
     def _rotate(q: Tensor, k: Tensor, layer: Layer, batch: ForwardBatch, rope: Rope) -> tuple[Tensor, Tensor]:
         dim = layer.spec.head_dim
         heads, kv_heads = (t.view(t.shape[0], t.shape[1] // dim, dim) for t in (q, k))
-        heads, kv_heads = qk_norm_rotary(heads, kv_heads, batch.positions, rope)
+        heads, kv_heads = qk_norm_rotary(heads, kv_heads, batch.rope_positions, rope)
         return heads.flatten(1), kv_heads.flatten(1)
 
     @abstractmethod
@@ -278,7 +278,7 @@ class PagedKVBackend(SegmentedAttnBackend):
         spec: AttentionSpec = layer.spec
         heads, kv_heads = (-1, spec.num_heads, spec.head_dim), (-1, spec.num_kv_heads, spec.head_dim)
         rotated: Tensor = self._rotary_write_kv(
-            q.view(heads), k.view(kv_heads), v.view(kv_heads), batch.positions, rope,
+            q.view(heads), k.view(kv_heads), v.view(kv_heads), batch.rope_positions, rope,
             KVPlaces(
                 *self.kv_pool.layer(layer.layer_id), self.layer_places(layer, batch),
                 *self.kv_pool.scales[layer.layer_id],
@@ -390,7 +390,7 @@ class TorchNativeAttnBackend(PagedAttnBackend):
         step: PagedMetadata = batch.metadata.get(self) or self.planned(batch)
         plan, spec, table = step.plans.get(0) or TorchPlan(), layer.spec, rope.cos_sin.data_ptr()
         if table not in plan.rotations:
-            plan.rotations[table] = rotations(rope.cos_sin, batch.positions)
+            plan.rotations[table] = rotations(rope, batch.rope_positions)
         group = self.kv_pool.group_of(layer.layer_id)
         if group not in plan.places:
             plan.places[group] = cell_places(self._places(group, batch), self.kv_pool.page_size)

@@ -12,6 +12,7 @@ from hybridrt.base.draft_methods import load_method
 from hybridrt.base.errors import ConfigError, DeviceError
 from hybridrt.base.errors_foreign import ENGINE, knows_fields
 from hybridrt.base.quantization import ONLINE, QuantConfig
+from hybridrt.base.vision import VisionSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 STATE_DTYPES = DTYPES | {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -64,6 +65,13 @@ class AttentionConfig:
     scale: float | None = None
     latent: LatentConfig | None = None
     sinks: bool = False
+
+    @property
+    def mrope_section(self) -> tuple[int, int, int] | None:
+        """Pairs that turn by time, row and column (`kernels.core.records.Rope`); None: positions
+        have one axis."""
+        section = (self.rope or {}).get("mrope_section")
+        return None if section is None else tuple(section)
 
     @property
     def rotary_dim(self) -> int:
@@ -162,6 +170,7 @@ class ModelConfig:
         image_tokens: placeholders of images, with the names of their fields. A prompt that contains
             one is refused.
         quant: how a quantised checkpoint stores its matrices; None for a plain one.
+        vision: its tower for images; None: it takes text only.
     """
 
     architecture: str
@@ -178,6 +187,12 @@ class ModelConfig:
     mtp_layers: tuple[LayerSpec, ...] = ()
     image_tokens: Mapping[int, str] = field(default_factory=dict, compare=False)
     quant: QuantConfig | None = field(default=None, repr=False, compare=False)
+    vision: VisionSpec | None = None
+
+    @property
+    def mrope(self) -> bool:
+        """Whether tokens of images have positions on three axes."""
+        return self.vision is not None and self.attention.mrope_section is not None
 
     @property
     def full_attention_layer_ids(self) -> tuple[int, ...]:
@@ -290,7 +305,7 @@ _ENGINE = {
     "model": FieldType("a checkpoint directory or a hub name, as text", lambda v: isinstance(v, str) and bool(v)),
     **dict.fromkeys(("device", "attention_backend", "linear_attn_backend"), TEXT),
     "prefill_attention_backend": _or_none(TEXT),
-    **dict.fromkeys(("cuda_graph", "cuda_graph_prompts", "overlap"), FLAG),
+    **dict.fromkeys(("cuda_graph", "cuda_graph_prompts", "overlap", "images"), FLAG),
     "seed": integer(-(2**63), 2**63 - 1),
     "dtype": one_of("auto", *DTYPES),
     "load_format": one_of("auto", "dummy"),
@@ -316,6 +331,7 @@ _ENGINE = {
     "prefix_cache": FLAG,
     "cache_slots": _or_none(integer(0, 2**24)),
     "host_cache_bytes": integer(0, 2**48),
+    "encoder_cache_tokens": integer(1, 2**24),
     "request_log": _or_none(TEXT),
     "audit_hits": number(0, 1),
 }
@@ -367,6 +383,7 @@ class EngineConfig:
         cuda_graph_prompts: capture steps with up to 1024 prompt tokens too.
         overlap: launch a step before the tokens of the previous step have reached the host.
         speculative: a SpeculativeConfig, or None.
+        images: load the tower of a model that sees, and take images. False saves its memory.
         tp_size: tensor-parallel ranks, each a process with a shard of the model and its own GPU.
         expert_parallel: each rank holds whole routed experts, instead of a part of every expert.
         dp_size: replicas of the model, each with `tp_size` ranks, pools and a prefix cache of its own
@@ -378,6 +395,8 @@ class EngineConfig:
             None: as many as running requests, where memory allows.
         host_cache_bytes: main memory for prefixes that the device has no room for, over all ranks;
             page-locked with a GPU. 0: none.
+        encoder_cache_tokens: tokens of images whose embeddings the device keeps, in a model that
+            sees; no image may have more.
         request_log: file that gets the token ids of all requests, and lost cache entries, for
             `hybridrt explain`. None: none is written.
         audit_hits: share of hits of the prefix cache that are computed again when no request runs;
@@ -411,6 +430,7 @@ class EngineConfig:
     cuda_graph_prompts: bool = True
     overlap: bool = True
     speculative: SpeculativeConfig | None = None
+    images: bool = True
     tp_size: int = 1
     expert_parallel: bool = False
     dp_size: int = 1
@@ -418,6 +438,7 @@ class EngineConfig:
     prefix_cache: bool = True
     cache_slots: int | None = None
     host_cache_bytes: int = 0
+    encoder_cache_tokens: int = 16384
     request_log: str | None = None
     audit_hits: float = 0.0
     seed: int = 0

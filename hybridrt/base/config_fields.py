@@ -63,6 +63,7 @@ ROPE: FieldTypes = {
     **dict.fromkeys(("high_freq_factor", "low_freq_factor"), either(NULL, MULTIPLIER)),
     **dict.fromkeys(("long_factor", "short_factor"), either(NULL, list_of(MULTIPLIER))),
     "truncate": either(NULL, FLAG),
+    "mrope_section": either(NULL, list_of(COUNT, 3)),
 }
 
 COMMON: FieldTypes = {

@@ -32,6 +32,7 @@ ENGINE: Mapping[str, str] = {
     **dict.fromkeys(("mamba_cache_dtype", "mamba_ssm_cache_dtype"), "mamba_ssm_dtype"),
     "calculate_kv_scales": "!leave it out: scales of kv_cache_dtype that the checkpoint lacks are measured",
     "random_seed": "seed",
+    **dict.fromkeys(("language_model_only", "limit_mm_per_prompt"), "images=False"),
     "device_map": "device",
     **dict.fromkeys(("speculative_config", "speculative_model", "num_speculative_tokens"), _SPECULATIVE),
     **dict.fromkeys(("speculative_algorithm", "speculative_num_draft_tokens"), _SPECULATIVE),

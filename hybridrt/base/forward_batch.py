@@ -7,7 +7,7 @@ Shapes: N tokens, B rows (requests), T tokens verified a row. A batch is a *deco
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -124,6 +124,18 @@ class ExtendPass:
     chunk_plans: Mapping[int, Any]
 
 
+class Embeddings(NamedTuple):
+    """Embeddings of prompt tokens that an encoder made (`CausalLM.encode`).
+
+    Attributes:
+        rows: [n, hidden_size] in the model's dtype.
+        places: [n] int32, their tokens in the batch; none of a decode row.
+    """
+
+    rows: torch.Tensor
+    places: torch.Tensor
+
+
 @dataclass
 class ForwardBatch:
     """One step of the model, as tensors on its device and the host copies of the lengths.
@@ -149,6 +161,11 @@ class ForwardBatch:
             read_state_slots are not read. Empty: each chunk is computed at once.
         saved_states: `kernels.core.records.SavedStates` of the extend rows by chunk size, for
             backends that save states without a further pass (`saves_at_chunks`).
+        embeddings: tokens that do not take their embeddings from the table; None: all do. Not in a
+            graph.
+        mrope_positions: int32, where rotary embeddings place the tokens if not at `positions`: [N],
+            or [3, N] for a place in time, a row and a column (Qwen team 2025, arXiv:2502.13923).
+            None: at `positions`. Decode rows have three equal numbers.
         metadata: what each backend planned for this batch, by backend; `prepare` fills it.
             hybridrt.embedding stores its rows here too. A copy by `dataclasses.replace` starts
             without any.
@@ -174,6 +191,8 @@ class ForwardBatch:
     read_state_slots: torch.Tensor | None = None
     extend_passes: Sequence[ExtendPass] = ()
     saved_states: Mapping[int, Any] = field(default_factory=dict)
+    embeddings: Embeddings | None = None
+    mrope_positions: torch.Tensor | None = None
     metadata: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     batch_size: int = field(init=False, repr=False, compare=False)
     tokens_per_row: int = field(init=False, repr=False, compare=False)
@@ -185,6 +204,11 @@ class ForwardBatch:
         self.tokens_per_row = self.spec_info.tokens_per_row if self.spec_info else 1
         self.num_decode_tokens = self.num_decode_rows * self.tokens_per_row
         self.num_extend_rows = self.batch_size - self.num_decode_rows
+
+    @property
+    def rope_positions(self) -> torch.Tensor:
+        """[N] or [3, N] int32: by what rotary embeddings turn."""
+        return self.positions if self.mrope_positions is None else self.mrope_positions
 
     @property
     def padded_rows(self) -> torch.Tensor | None:

@@ -34,7 +34,8 @@ class Target:
     """A server.
 
     Args:
-        url: such as http://127.0.0.1:8000; /v1/completions is added.
+        url: such as http://127.0.0.1:8000; /v1/completions is added, or /v1/chat/completions for a
+            request with images.
         model: its name there.
         api_key: sent as a bearer token.
         extra: fields added to each request.
@@ -46,9 +47,11 @@ class Target:
     extra: dict[str, Any] | None = None
 
     def request(self, work: Work) -> bytes:
-        fields = {"model": self.model, "prompt": work.prompt, "max_tokens": work.max_tokens, "seed": work.seed}
+        fields = {"model": self.model, "max_tokens": work.max_tokens, "seed": work.seed}
+        fields |= {"messages": _messages(work)} if work.images else {"prompt": work.prompt}
         options = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
-        return self.post("completions", msgspec.json.encode(fields | options | (self.extra or {})))
+        endpoint = "chat/completions" if work.images else "completions"
+        return self.post(endpoint, msgspec.json.encode(fields | options | (self.extra or {})))
 
     def post(self, endpoint: str, body: bytes) -> bytes:
         """The bytes of a request to /v1/`endpoint`."""
@@ -74,6 +77,13 @@ class Target:
         loop = asyncio.get_running_loop()
         transport, _ = await loop.create_connection(protocol, parts.hostname, port, ssl=secure)
         return transport
+
+
+def _messages(work: Work) -> list[dict[str, Any]]:
+    """A user's message with the images, then a word for each token of the prompt."""
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": uri}} for uri in work.images]
+    parts.append({"type": "text", "text": " ".join(map(str, work.prompt))})
+    return [{"role": "user", "content": parts}]
 
 
 class Received(asyncio.Protocol):
@@ -246,11 +256,16 @@ def _take(event: bytes, timing: Timing, now: float) -> None:
     chunk = msgspec.json.decode(event)
     if "error" in chunk:
         raise ValueError(chunk["error"].get("message", "an error without a message"))
-    if chunk.get("choices"):
+    if chunk.get("choices") and _has_gain(chunk["choices"][0]):
         tokens = chunk["choices"][0].get("token_ids")
         timing.gains.append((now, len(tokens) if tokens else 1))
     if chunk.get("usage"):
         timing.output_tokens = chunk["usage"]["completion_tokens"]
+
+
+def _has_gain(choice: dict[str, Any]) -> bool:
+    """False for the first chunk of a chat, which names the role before there is a token."""
+    return "role" not in choice.get("delta", ()) or bool(choice["delta"].get("content"))
 
 
 def events(parts: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:

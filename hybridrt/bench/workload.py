@@ -1,8 +1,11 @@
 """Requests of a benchmark: prompts, lengths, and when each is due."""
 
+import base64
+import io
 import json
 import math
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -16,17 +19,20 @@ _BLOCK = 512  # tokens of one hash in a trace
 MIX = ((0.80, 512, 128), (0.95, 4096, 256), (1.0, 32768, 256))
 _FIRST_ID = 3  # ids below are often special
 _MAX_TOKENS = 1 << 22  # tokens of a prompt or an output
+_MAX_IMAGES = 128
+_SIZE = re.compile(r"[1-9]\d{0,3}x[1-9]\d{0,3}")
 
 
 @dataclass(frozen=True)
 class Work:
     """One request. `arrival`: seconds since the start of the run; 0 for requests that come at once,
-    or in turn."""
+    or in turn. `images`: data: URIs, for a server."""
 
     prompt: list[int]
     max_tokens: int
     seed: int
     arrival: float = 0.0
+    images: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,8 @@ class WorkloadConfig:
         rate: requests a second, a Poisson process; infinite: all at once. None for a file: its
             timestamps.
         vocab: token ids are below.
+        images: pictures of a request, each another one.
+        image_size: their width and height, such as 1024x768.
     """
 
     data: str = "random"
@@ -58,8 +66,14 @@ class WorkloadConfig:
     rate: float | None = None
     vocab: int = 1000
     seed: int = 0
+    images: int = 0
+    image_size: str = "512x512"
 
     def __post_init__(self) -> None:
+        if not 0 <= self.images <= _MAX_IMAGES:
+            raise ConfigError(f"images is {self.images}; it must be from 0 to {_MAX_IMAGES}")
+        if not _SIZE.fullmatch(self.image_size):
+            raise ConfigError(f"image_size is {self.image_size!r}; it must be like 1024x768, each from 1 to 9999")
         for name in ("requests", "prompt_tokens", "output_tokens", "prefixes", "prefix_tokens"):
             if not 1 <= getattr(self, name) <= _MAX_TOKENS:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be from 1 to {_MAX_TOKENS}")
@@ -80,6 +94,8 @@ def make_work(config: WorkloadConfig) -> list[Work]:
         work = list(_drawn(config, draw))
     else:
         work = list(_traced(config, draw))
+    if config.images:
+        work = [replace(each, images=_images(config, i)) for i, each in enumerate(work)]
     if config.rate is None or math.isinf(config.rate):
         return work
     now, due = 0.0, []
@@ -87,6 +103,20 @@ def make_work(config: WorkloadConfig) -> list[Work]:
         now += draw.expovariate(config.rate)
         due.append(replace(each, arrival=now))
     return due
+
+
+def _images(config: WorkloadConfig, request: int) -> tuple[str, ...]:
+    """Smooth pictures, which make short files."""
+    from PIL import Image
+
+    width, height = map(int, config.image_size.split("x"))
+    found = []
+    for i in range(config.images):
+        few = random.Random(f"{config.seed} {request} {i}").randbytes(12 * 9 * 3)
+        file = io.BytesIO()
+        Image.frombytes("RGB", (12, 9), few).resize((width, height), Image.Resampling.BICUBIC).save(file, "JPEG")
+        found.append(f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}")
+    return tuple(found)
 
 
 def _drawn(config: WorkloadConfig, draw: random.Random) -> Iterator[Work]:

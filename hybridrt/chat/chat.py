@@ -13,6 +13,7 @@ import numpy as np
 
 from hybridrt.base.errors import CheckpointError, RequestError
 from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.base.spans import Span
 from hybridrt.chat.answer_parser import AnswerParser
 from hybridrt.chat.answer_reader import AnswerReader, TokenTags
 from hybridrt.chat.constraints import Constraints, forces_calls
@@ -23,9 +24,10 @@ from hybridrt.chat.reasoning import Channels, ReasoningTags
 from hybridrt.chat.registry import REASONING_PARSERS, TOOL_PARSERS, choose
 from hybridrt.chat.renderer import FOREIGN_RENDERER, LARGE_RENDERER, RENDERER, Renderer
 from hybridrt.chat.sizes import is_large
-from hybridrt.chat.template_traits import TemplateTraits, find_traits, fitted, fitted_tool
+from hybridrt.chat.template_traits import TemplateTraits, find_traits, fitted, fitted_tool, has_images
 from hybridrt.chat.tool_parser import ToolParser
 from hybridrt.chat.tool_parsers.forced import ForcedCalls
+from hybridrt.images.reader import ImageReader
 
 _KNOWN_STARTS = 32
 
@@ -46,12 +48,14 @@ class ChatPrompt:
         params: the caller's, with those of the parsers and the tool choice.
         boundaries: token counts at which other conversations may differ: the system prompt's end.
         new_answer: makes the reader of one sample's answer.
+        spans: tokens of images.
     """
 
     tokens: list[int]
     params: SamplingParams
     boundaries: tuple[int, ...]
     new_answer: Callable[[], AnswerReader]
+    spans: tuple[Span, ...] = ()
 
 
 class Chat:
@@ -63,6 +67,7 @@ class Chat:
             template; "none": off.
         foreign: the template came with a request. It runs apart from others, which it may not hold
             up.
+        images: reads pictures; None: the model takes none.
 
     Raises:
         ConfigError: there is no parser of such a name.
@@ -76,8 +81,9 @@ class Chat:
         tool_parser: str = "auto",
         reasoning_parser: str = "auto",
         foreign: bool = False,
+        images: ImageReader | None = None,
     ) -> None:
-        self.foreign = foreign
+        self.foreign, self._images = foreign, images
         self._tokenizer, self._template = tokenizer, template
         self._templates = [template] if template else _all_templates(tokenizer.hf.chat_template)
         everything = "\n".join(self._templates)
@@ -120,14 +126,19 @@ class Chat:
         return self._renderer(large).render(template, conversation.messages, options)
 
     def prompt(
-        self, conversation: Conversation, params: SamplingParams, encode: Callable[[str], list[int]] | None = None
+        self,
+        conversation: Conversation,
+        params: SamplingParams,
+        encode: Callable[[str], list[int]] | None = None,
+        max_tokens: int = 2**31,
     ) -> ChatPrompt:
-        """The engine's prompt and the reader of its answer. Takes milliseconds: call it off an
-        event loop.
+        """The engine's prompt and the reader of its answer. Takes milliseconds, and longer with
+        images: call it off an event loop.
 
         Args:
             encode: text to token ids; None: the tokenizer's `encode_bare`. One that refuses long
                 text bounds the work.
+            max_tokens: of a prompt; more tokens of images are refused.
 
         Raises:
             CheckpointError: the errors of `render`.
@@ -137,6 +148,7 @@ class Chat:
         conversation = self._fitted(conversation)
         text = self.render(conversation)
         tokens = (encode or self._tokenizer.encode_bare)(text)
+        tokens, spans = self._with_spans(tokens, conversation, max_tokens)
         inside = reasoning is not None and reasoning.opened_by(text, conversation.continued)
         special = set(self._special_tokens)
         tags = {*(tools.opens if tools else ()), *(tools.closes if tools else ())}
@@ -155,7 +167,20 @@ class Chat:
             parser = read(tools, reasoning, in_reasoning=inside, max_calls=max_calls, dropped=dropped)
             return AnswerReader(parser, token_tags, self._tokenizer.encode_bare, conversation.forced_custom)
 
-        return ChatPrompt(tokens, params, self._boundaries(conversation, tokens), new_answer)
+        return ChatPrompt(tokens, params, self._boundaries(conversation, tokens), new_answer, spans)
+
+    def _with_spans(
+        self, tokens: list[int], conversation: Conversation, max_tokens: int
+    ) -> tuple[list[int], tuple[Span, ...]]:
+        if not conversation.images:
+            return tokens, ()
+        assert self._images is not None, "render has refused images"
+        try:
+            return self._images.expand(tokens, conversation.images, max_tokens)
+        except RequestError as e:
+            if e.field == "prompt":
+                e.field = "messages"
+            raise
 
     def _renderer(self, large: bool) -> Renderer:
         return FOREIGN_RENDERER if self.foreign else LARGE_RENDERER if large else RENDERER
@@ -166,13 +191,16 @@ class Chat:
     def _traits_of(self, template: str) -> TemplateTraits:
         with self._examining:
             if template not in self._traits:
-                self._traits[template] = find_traits(
-                    template, self._tokenizer.hf.special_tokens_map, self._renderer(large=False)
-                )
+                variables, renderer = self._tokenizer.hf.special_tokens_map, self._renderer(large=False)
+                placeholder = self._images.text if self._images else None
+                self._traits[template] = find_traits(template, variables, renderer, placeholder)
             return self._traits[template]
 
     def _fitted(self, conversation: Conversation) -> Conversation:
         """Replaces the messages by those that the template gets."""
+        if conversation.images and self._images is None:
+            place = conversation.images[0].place
+            raise RequestError(f"{place}: this model reads text alone here; leave images out", place)
         traits = self._traits_of(self._template_for(conversation))
         messages = fitted(conversation.messages, traits, continued=conversation.continue_final_message)
         return replace(conversation, messages=messages)
@@ -218,6 +246,8 @@ class Chat:
         head = conversation.messages[:1]
         if head[0]["role"] not in ("system", "developer"):
             head = ()
+        if any(map(has_images, head)):
+            return ()
         if not head and not conversation.offered:
             return ()
         other = replace(

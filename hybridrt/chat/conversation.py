@@ -14,10 +14,18 @@ from hybridrt.base.structured_outputs import StructuredOutputs
 from hybridrt.chat.efforts import EFFORTS
 from hybridrt.chat.sizes import check_sizes
 from hybridrt.chat.tools import NamedTool, Tool, ToolChoice, allowed_tools, read_tool_choice, read_tools
+from hybridrt.images.source import IMAGE_PARTS, ImageSource, read_image_part
 
 MAX_DEPTH = 64  # depth of objects and lists within arguments of earlier calls
 BROKEN = "arguments"
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")  # types of parts that are text
+IMAGE = {"type": "image"}  # what templates get of an image
+# Types of parts that clients know, and what they are.
+UNSUPPORTED = {
+    **dict.fromkeys(("video", "video_url", "input_video"), "video"),
+    **dict.fromkeys(("audio", "audio_url", "input_audio"), "audio"),
+    **dict.fromkeys(("file", "input_file"), "a file"),
+}
 # Arguments of apply_chat_template and of ours.
 RESERVED = {
     "self", "messages", "template", "conversation", "conversations", "tools", "documents", "chat_template",
@@ -42,8 +50,9 @@ class Conversation:
     """Checked input of a chat; `read_conversation` makes it.
 
     Attributes:
-        messages: plain data. Content is text or a list of text parts; arguments of earlier calls
-            are objects.
+        messages: plain data. Content is text or a list of parts, which are texts or IMAGE;
+            arguments of earlier calls are objects.
+        images: those of the parts, in order.
         parallel_tool_calls: False: at most one call an answer.
         reasoning_effort: one of EFFORTS; templates get the nearest that they know. "none" turns
             reasoning off.
@@ -52,6 +61,7 @@ class Conversation:
     """
 
     messages: Sequence[Mapping[str, Any]]
+    images: Sequence[ImageSource] = ()
     tools: Sequence[Tool] = ()
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
@@ -108,7 +118,7 @@ class Conversation:
     def continued(self) -> str:
         """Text that the answer continues."""
         content = self.messages[-1].get("content", "") if self.continue_final_message else ""
-        return content if isinstance(content, str) else "".join(part["text"] for part in content)
+        return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
     @property
     def offered(self) -> Sequence[Tool]:
@@ -132,9 +142,9 @@ def read_conversation(messages: object, tools: object = None, tool_choice: objec
     """A conversation from plain data in OpenAI's form.
 
     Args:
-        messages: mappings with `role` and `content`, text or a list of parts of type "text"; of an
-            assistant also `tool_calls`, of a tool `tool_call_id`. Further keys reach the template
-            as they are.
+        messages: mappings with `role` and `content`, text or a list of parts, which are texts or
+            images (hybridrt/images/source.py); of an assistant also `tool_calls`, of a tool
+            `tool_call_id`. Further keys reach the template as they are.
         tools: a list of {"type": "function", "function": {"name", "description", "parameters",
             "strict"}}, or of {"type": "custom", "custom": {"name", "description", "format"}}.
         tool_choice: "auto" (also None), "none", "required", {"type": "function", "function":
@@ -151,17 +161,20 @@ def read_conversation(messages: object, tools: object = None, tool_choice: objec
         raise RequestError(f"messages is {shown(messages)}; pass a list of at least one message", "messages")
     check_sizes(messages, tools, rest.get("chat_template_kwargs"))
     offered, tool_choice = allowed_tools(read_tools(tools), tool_choice)
+    images = list[ImageSource]()
     return Conversation(
-        messages=[read_message(message, f"messages.{i}") for i, message in enumerate(with_rests(messages))],
+        messages=[read_message(message, f"messages.{i}", images) for i, message in enumerate(with_rests(messages))],
+        images=images,
         tools=offered,
         tool_choice=read_tool_choice(tool_choice),
         **{name: value for name, value in rest.items() if value is not None},
     )
 
 
-def read_message(message: object, place: str) -> dict[str, Any]:
-    """A message as plain data. Drops keys with None or an empty list: templates ask whether a key
-    is defined. Every message has content: templates concatenate it without a check."""
+def read_message(message: object, place: str, images: list[ImageSource]) -> dict[str, Any]:
+    """A message as plain data; its images are added to `images`. Drops keys with None or an empty
+    list: templates ask whether a key is defined. Every message has content: templates concatenate
+    it without a check."""
     if not isinstance(message, Mapping) or not all(isinstance(key, str) for key in message):
         raise RequestError(f"{place} is {shown(message)}; it must be an object with role and content", place)
     role = message.get("role")
@@ -172,7 +185,7 @@ def read_message(message: object, place: str) -> dict[str, Any]:
         plain.setdefault("reasoning_content", plain["reasoning"])
     content = plain.setdefault("content", "")
     if isinstance(content, Sequence) and not isinstance(content, (str, bytes)):
-        plain["content"] = [_part(part, f"{place}.content.{i}") for i, part in enumerate(content)]
+        plain["content"] = [_part(part, f"{place}.content.{i}", images) for i, part in enumerate(content)]
     elif not isinstance(content, str):
         raise RequestError(
             f"{place}.content is {shown(content)}; it must be text or a list of parts", f"{place}.content"
@@ -182,12 +195,25 @@ def read_message(message: object, place: str) -> dict[str, Any]:
     return plain
 
 
-def _part(part: object, place: str) -> dict[str, str]:
+def _part(part: object, place: str, images: list[ImageSource]) -> dict[str, str]:
     kind = part.get("type") if isinstance(part, Mapping) else None
-    text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, Mapping) else None
-    if kind in TEXT_PARTS and isinstance(text, str):
-        return {"type": "text", "text": text}
-    raise RequestError(f'{place} is {shown(part)}; hybridrt reads {{"type": "text", "text": ...}} alone', place)
+    if not isinstance(part, Mapping) or not isinstance(kind, str):
+        raise RequestError(
+            f'{place} is {shown(part)}; it must be an object such as {{"type": "text", "text": ...}}', place
+        )
+    if kind in IMAGE_PARTS:
+        images.append(read_image_part(part, place))
+        return IMAGE
+    if kind in UNSUPPORTED:
+        text = f"{place}: {UNSUPPORTED[kind]} (a part of type {kind}) is not supported; send text and images"
+        raise RequestError(text, place)
+    if kind not in TEXT_PARTS:
+        names = ", ".join((*TEXT_PARTS, *IMAGE_PARTS[:-1]))
+        raise RequestError(f"{place}: type is {shown(kind)}; it must be one of {names}", f"{place}.type")
+    name = "refusal" if kind == "refusal" else "text"
+    if not isinstance(written := part.get(name), str):
+        raise RequestError(f"{place}.{name} is {shown(written)}; it must be text", f"{place}.{name}")
+    return {"type": "text", "text": written}
 
 
 def _earlier_calls(calls: object, place: str) -> list[dict[str, Any]]:

@@ -6,12 +6,9 @@ transformers' sandbox limits neither loops nor sizes, and a process that compute
 
 import atexit
 import os
-import select
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -19,6 +16,7 @@ from typing import Any
 import msgspec
 
 from hybridrt.base.errors import CheckpointError, RequestError
+from hybridrt.base.frames import end_child, read_frame, write_frame
 
 TIMEOUT_S = 10.0
 START_TIMEOUT_S = 120.0
@@ -85,8 +83,8 @@ class Renderer:
         """Returns "-" and an error if it failed; such a child is ended."""
         try:
             child = self._running()
-            _write_frame(child, data, TIMEOUT_S)
-            answer = _read_frame(child, TIMEOUT_S)
+            write_frame(child, data, TIMEOUT_S)
+            answer = bytes(read_frame(child, TIMEOUT_S))
         except TimeoutError:
             self._end()
             return f"-it has not ended within {TIMEOUT_S:g} seconds".encode()
@@ -110,7 +108,7 @@ class Renderer:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
         )
         try:
-            _read_frame(self._child, START_TIMEOUT_S)
+            read_frame(self._child, START_TIMEOUT_S)
         except (EOFError, TimeoutError) as e:
             self._end()
             raise CheckpointError(f"the process for chat templates does not start; try {' '.join(command)}") from e
@@ -119,12 +117,7 @@ class Renderer:
     def _end(self) -> None:
         child, self._child = self._child, None
         if child is not None:
-            child.kill()
-            child.wait()
-            for pipe in (child.stdin, child.stdout):
-                assert pipe is not None, "it is a pipe"
-                with suppress(OSError):  # closing flushes what was written
-                    pipe.close()
+            end_child(child)
 
 
 def _unfit(messages: Any, tools: Any) -> str:
@@ -134,39 +127,6 @@ def _unfit(messages: Any, tools: Any) -> str:
         except (TypeError, ValueError, OverflowError, RecursionError):
             return name
     return "chat_template_kwargs"
-
-
-def _write_frame(child: subprocess.Popen[bytes], data: bytes, seconds: float) -> None:
-    """Raises TimeoutError, or OSError if the child has ended."""
-    assert child.stdin is not None, "it is a pipe"
-    fd, deadline = child.stdin.fileno(), time.monotonic() + seconds
-    left, poll = memoryview(len(data).to_bytes(4, "little") + data), select.poll()
-    poll.register(fd, select.POLLOUT)
-    os.set_blocking(fd, False)
-    while left:
-        if not poll.poll(max(0.0, 1000 * (deadline - time.monotonic()))):
-            raise TimeoutError
-        left = left[os.write(fd, left) :]
-
-
-def _read_frame(child: subprocess.Popen[bytes], seconds: float) -> bytes:
-    """Raises TimeoutError, or EOFError if the child has ended."""
-    assert child.stdout is not None, "it is a pipe"
-    fd, deadline = child.stdout.fileno(), time.monotonic() + seconds
-    return _read(fd, int.from_bytes(_read(fd, 4, deadline), "little"), deadline)
-
-
-def _read(fd: int, count: int, deadline: float) -> bytes:
-    data, poll = bytearray(), select.poll()
-    poll.register(fd, select.POLLIN)
-    while len(data) < count:
-        if not poll.poll(max(0.0, 1000 * (deadline - time.monotonic()))):
-            raise TimeoutError
-        piece = os.read(fd, min(count - len(data), 1 << 20))
-        if not piece:
-            raise EOFError
-        data += piece
-    return bytes(data)
 
 
 RENDERER, LARGE_RENDERER, FOREIGN_RENDERER = Renderer(), Renderer(), Renderer()

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridrt.base.errors import CheckpointError
+from hybridrt.base.errors import CheckpointError, RequestError
 from hybridrt.base.pace import with_rests
 from hybridrt.chat.efforts import supported_efforts
 from hybridrt.chat.renderer import RENDERER, Renderer
@@ -40,6 +40,7 @@ class TemplateTraits:
         late: roles of instructions that it writes after other messages.
         parts: roles for which it writes a list of text parts.
         only_parts: those of them for which it does not write plain text.
+        images: roles for which it writes one placeholder for an image among the parts.
         needs_description: it fails on a tool without description.
         efforts: the effort to pass for each that a caller may ask for.
     """
@@ -49,6 +50,7 @@ class TemplateTraits:
     late: frozenset[str] = frozenset()
     parts: frozenset[str] = frozenset()
     only_parts: frozenset[str] = frozenset()
+    images: frozenset[str] = frozenset()
     needs_description: bool = True
     efforts: Mapping[str, str] = field(default_factory=dict)
 
@@ -86,11 +88,14 @@ class _Trials:
         return found is not None and all(mark in found for mark in wanted)
 
 
-def find_traits(template: str, variables: Mapping[str, Any], renderer: Renderer = RENDERER) -> TemplateTraits:
+def find_traits(
+    template: str, variables: Mapping[str, Any], renderer: Renderer = RENDERER, placeholder: str | None = None
+) -> TemplateTraits:
     """Tries a template, in milliseconds; at most MAX_SECONDS and one rendering.
 
     Args:
         variables: for every rendering, such as the special tokens.
+        placeholder: text of the token that it writes for an image; None: the model takes none.
 
     Raises:
         CheckpointError: the process for templates does not start.
@@ -108,6 +113,7 @@ def find_traits(template: str, variables: Mapping[str, Any], renderer: Renderer 
         late=frozenset(role for role in instructions if _writes_late(trials, role)),
         parts=parts,
         only_parts=frozenset(role for role in parts if not trials.writes(*_turns(role, _A))),
+        images=frozenset(role for role in ROLES if placeholder and _writes_images(trials, role, placeholder)),
         needs_description=_needs_description(trials),
         efforts=supported_efforts(lambda **options: trials.render([_said("user")], **options)),
     )
@@ -168,7 +174,11 @@ def _with_content(message: Message, traits: TemplateTraits, continued: bool) -> 
     content, role = message.get("content"), _kind(message["role"])
     if isinstance(content, str):
         return {**message, "content": [{"type": "text", "text": content}]} if role in traits.only_parts else message
-    if content is None or (role in traits.parts and not continued):
+    if content is None:
+        return message
+    if has_images(message) and role not in traits.images:
+        raise RequestError(f"the model's chat template writes no images into messages of role {role}", "messages")
+    if role in traits.parts and not continued:
         return message
     return _with_content({**message, "content": _joined(content, traits, role)}, traits, False)
 
@@ -177,7 +187,16 @@ def _joined(content: Any, traits: TemplateTraits, role: str) -> str:
     """Templates that read lists write parts next to each other; for others a part is a line."""
     if isinstance(content, str):
         return content
+    if any(part["type"] != "text" for part in content):
+        raise RequestError(
+            "images cannot be in instructions that are joined, nor in a message that goes on", "messages"
+        )
     return ("" if _kind(role) in traits.parts else "\n").join(part["text"] for part in content)
+
+
+def has_images(message: Message) -> bool:
+    content = message.get("content")
+    return not isinstance(content, str) and any(part["type"] == "image" for part in content or ())
 
 
 def _kind(role: str) -> str:
@@ -220,6 +239,11 @@ def _writes_parts(trials: _Trials, role: str) -> bool:
     """Looks for the texts, and not for the parts as data."""
     found = trials.render(_turns(role, _PARTS))
     return found is not None and _A in found and _B in found and _DUMPED not in found
+
+
+def _writes_images(trials: _Trials, role: str, placeholder: str) -> bool:
+    found = trials.render(_turns(role, [{"type": "text", "text": _A}, {"type": "image"}]))
+    return found is not None and _A in found and found.count(placeholder) == 1
 
 
 def _needs_description(trials: _Trials) -> bool:

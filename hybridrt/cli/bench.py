@@ -62,6 +62,14 @@ class LoadOptions(Overrides):
 
 
 @dataclass(frozen=True)
+class ServerLoadOptions(LoadOptions):
+    """The same for a server, whose requests may have images."""
+
+    images: int | None = setting("Pictures of a request, each another one.", "0", "N")
+    image_size: str | None = setting("Their width and height.", "512x512", "WxH")
+
+
+@dataclass(frozen=True)
 class ResultOptions:
     """What is done with the times."""
 
@@ -185,7 +193,7 @@ def serve(
         str | None,
         option(f"Whole loads; --output is a page: {ALL}, {', '.join(SUITE)}.", "none", "NAME"),
     ] = None,
-    load: LoadOptions = LoadOptions(),
+    load: ServerLoadOptions = ServerLoadOptions(),
     results: ResultOptions = ResultOptions(),
 ) -> None:
     """Load a server and measure its answers.

@@ -114,7 +114,7 @@ def _remote(remote: RemoteOptions, model: str | None, fields: dict[str, Any]) ->
 def _local(
     stack: ExitStack, model: str, format: FormatOptions, sampling: dict[str, Any], options: dict[str, Any]
 ) -> "ChatModel":
-    from hybridrt.chat.chat import Chat
+    from hybridrt.chat.registry import REASONING_PARSERS, choose
     from hybridrt.cli.local_model import LocalModel
     from hybridrt.cli.repl import Screen
     from hybridrt.engine.api.llm import LLM
@@ -130,7 +130,9 @@ def _local(
     tokenizer = load_tokenizer(path)
     if tokenizer is None or not (template or tokenizer.hf.chat_template):
         raise ConfigError("the model brings no chat template; pass one with --chat-template, or use hybridrt generate")
-    chat = Chat(tokenizer, template=template, reasoning_parser=format.reasoning_parser or "auto")
+    parser = format.reasoning_parser or "auto"
+    choose(REASONING_PARSERS, parser, template="")  # raises for an unknown name, before anything is loaded
     if model == EMBEDDED:
         Screen().note(DEMONSTRATION)
-    return LocalModel(path.name, stack.enter_context(LLM(str(path), **options)), params, chat)
+    llm = stack.enter_context(LLM(str(path), **options))
+    return LocalModel(path.name, llm, params, llm.chats(template, reasoning_parser=parser))

@@ -1,29 +1,65 @@
 """Data of `hybridrt chat`: messages, pieces of an answer, and files of conversations."""
 
+import base64
 import os
+import re
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
 from hybridrt.base.errors import RequestError, is_text
+from hybridrt.base.files import read_bytes
 
 MAX_FILE_BYTES = 64 * 2**20
+MAX_IMAGE_BYTES = 12 * 2**20  # servers take bodies of 16 MiB
+_KINDS = {"png": rb"\x89PNG", "jpeg": rb"\xff\xd8\xff", "gif": rb"GIF8", "webp": rb"RIFF....WEBP", "bmp": rb"BM"}
+
+
+class TextPart(msgspec.Struct, tag="text", tag_field="type"):
+    """A text among the parts of a message."""
+
+    text: str
+
+
+class ImageURL(msgspec.Struct):
+    """Where an image is: a data: URI."""
+
+    url: str
+
+
+class ImagePart(msgspec.Struct, tag="image_url", tag_field="type"):
+    """An image among the parts of a message, in OpenAI's form."""
+
+    image_url: ImageURL
+
+
+Parts = list[TextPart | ImagePart]
 
 
 class Message(msgspec.Struct, omit_defaults=True):
     """One message. `reasoning_content` is what an assistant wrote before its answer."""
 
     role: Literal["system", "user", "assistant"]
-    content: str
+    content: str | Parts
     reasoning_content: str | None = None
 
-    def to_dict(self) -> dict[str, str]:
+    def to_dict(self) -> dict[str, Any]:
         """The message in the form that templates and servers read, without reasoning: models are
         trained without that of earlier answers."""
-        return {"role": self.role, "content": self.content}
+        return {"role": self.role, "content": msgspec.to_builtins(self.content)}
+
+    @property
+    def text(self) -> str:
+        """All that it holds of text."""
+        parts = [self.content] if isinstance(self.content, str) else map(_text, self.content)
+        return "".join(parts) + (self.reasoning_content or "")
+
+
+def _text(part: TextPart | ImagePart) -> str:
+    return part.text if isinstance(part, TextPart) else part.image_url.url
 
 
 class _File(msgspec.Struct):
@@ -100,9 +136,22 @@ def decoded(content: bytes | str, file: Path) -> list[Message]:
     for i, message in enumerate(messages):
         if message.role == "system" and i:
             raise RequestError(f"{file}: message {i} is a system message; only the first message may be one")
-        if not is_text(message.content + (message.reasoning_content or "")):
+        if not is_text(message.text):
             raise RequestError(f"{file}: message {i} holds half of a surrogate pair, which is no text")
     return messages
+
+
+def image_part(file: Path) -> ImagePart:
+    """An image of a file as a part of a message.
+
+    Raises:
+        RequestError: it is no image. OSError: it cannot be read.
+    """
+    data = read_bytes(file, MAX_IMAGE_BYTES)
+    kind = next((kind for kind, begins in _KINDS.items() if re.match(begins, data, re.DOTALL)), None)
+    if kind is None:
+        raise RequestError(f"{file} is no image of a known format: {', '.join(_KINDS)}")
+    return ImagePart(ImageURL(f"data:image/{kind};base64,{base64.b64encode(data).decode()}"))
 
 
 def save(file: Path, messages: list[Message]) -> None:

@@ -44,8 +44,9 @@ class LocalModel:
             raise RequestError("nothing was said yet, so there are no states to save: say something first")
         dicts = [message.to_dict() for message in messages]
         talk = read_conversation(dicts, add_generation_prompt=False)
-        tokens = self._chat.prompt(talk, self._params).tokens
-        self._llm.save_session(file, tokens, note=encoded(messages).decode())
+        found = self._chat.prompt(talk, self._params)
+        prompt: Any = {"prompt_token_ids": found.tokens, "spans": found.spans} if found.spans else found.tokens
+        self._llm.save_session(file, prompt, note=encoded(messages).decode())
 
     def load_session(self, file: Path) -> list[Message]:
         session = self._llm.load_session(file)

@@ -7,16 +7,28 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
+import msgspec
 import typer
 
 from hybridrt.base.errors import HybridrtError, RequestError, is_text
 from hybridrt.base.turns import Interrupts
-from hybridrt.cli.conversation import ChatModel, Message, Piece, Totals, load, save
+from hybridrt.cli.conversation import (
+    ChatModel,
+    ImagePart,
+    Message,
+    Piece,
+    TextPart,
+    Totals,
+    image_part,
+    load,
+    save,
+)
 from hybridrt.cli.line_reader import LineReader
 
 COMMANDS = {
     "/help": "list the commands",
     "/system": "TEXT: set the system prompt; without TEXT remove it",
+    "/image": "FILE: the next message has this image; repeatable",
     "/reset": "forget the conversation, but not the system prompt",
     "/save": "FILE: write the conversation as JSON; if FILE ends in .safetensors, with the model's cached states",
     "/load": "FILE: read such a file, and go on with it",
@@ -86,10 +98,11 @@ class Repl:
 
     def __init__(self, model: ChatModel, reader: LineReader, screen: Screen) -> None:
         self.messages: list[Message] = []
+        self._images: list[ImagePart] = []  # of the next message
         self._model, self._reader, self._screen = model, reader, screen
         self._actions: dict[str, Callable[[str], None]] = {
-            "/help": self._help, "/system": self._set_system, "/reset": self._reset, "/save": self._save,
-            "/load": self._load,
+            "/help": self._help, "/system": self._set_system, "/image": self._add_image, "/reset": self._reset,
+            "/save": self._save, "/load": self._load,
         }  # fmt: skip
 
     def run(self) -> None:
@@ -131,7 +144,9 @@ class Repl:
             name, *rest = text.split(maxsplit=1)
             self._action(name)(rest[0].strip() if rest else "")
         elif text.strip():
-            self._answer(Message("user", text.strip()))
+            images = self._images
+            self._answer(Message("user", [*images, TextPart(text.strip())] if images else text.strip()))
+            self._images = []
 
     def _action(self, name: str) -> Callable[[str], None]:
         if name in self._actions:
@@ -143,14 +158,14 @@ class Repl:
     def _answer(self, question: Message) -> None:
         """Ctrl-C keeps the text so far; without text the question is dropped, too."""
         asked, reply, stopped = [*self.messages, question], Message("assistant", ""), False
-        totals: Totals | None = None
+        text, totals = "", None
         try:
             with closing(self._model.answer(asked)) as pieces:
                 for piece in pieces:
                     if isinstance(piece, Totals):
                         totals = piece
                         continue
-                    reply.content += piece.text
+                    text += piece.text
                     reply.reasoning_content = (reply.reasoning_content or "") + piece.reasoning or None
                     self._screen.write(piece)
         except KeyboardInterrupt:
@@ -159,10 +174,10 @@ class Repl:
             with _deaf():
                 self._screen.end_answer()
         with _deaf():
-            if reply.content or not stopped:
-                self.messages = [*asked, reply]
+            if text or not stopped:
+                self.messages = [*asked, msgspec.structs.replace(reply, content=text)]
             if stopped:
-                self._screen.note("stopped" if reply.content else "stopped: the question is forgotten, too")
+                self._screen.note("stopped" if text else "stopped: the question is forgotten, too")
             elif totals is not None:
                 self._screen.note(str(totals))
 
@@ -173,8 +188,12 @@ class Repl:
         system = [Message("system", text)] if text else []
         self.messages = [*system, *self.messages[len(self._system()) :]]
 
+    def _add_image(self, name: str) -> None:
+        self._images.append(image_part(_file("/image", name)))
+        self._screen.note(f"{len(self._images)} images go with the next message")
+
     def _reset(self, rest: str) -> None:
-        self.messages = self._system()
+        self.messages, self._images = self._system(), []
 
     def _system(self) -> list[Message]:
         return [message for message in self.messages[:1] if message.role == "system"]

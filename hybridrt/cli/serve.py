@@ -48,6 +48,9 @@ class ServerOptions(Overrides):
     allowed_origins: list[str] | None = setting(
         "Pages that may call (CORS); repeatable.", "none", "URL", "--allowed-origin"
     )
+    allow_image_urls: list[str] | None = setting(
+        "Host from which https addresses of images are fetched; repeatable.", "none", "HOST", "--allow-image-url"
+    )
     chat_template: str | None = setting("File that replaces the model's chat template.", "none", "FILE")
     request_chat_templates: bool | None = setting("Requests may bring a chat template of their own.", "off")
     tool_parser: str | None = setting("How the model writes tool calls.", "auto", "NAME")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,9 @@ import torch.distributed as dist
 from hybridrt.base.device import synchronize, use_gpu
 from hybridrt.base.errors import ConfigError, RankError
 from hybridrt.channel.control import disown_in_child
-from hybridrt.collectives.peer_memory import PeerMemory
+
+if TYPE_CHECKING:
+    from hybridrt.collectives.peer_memory import PeerMemory
 
 COLLECTIVE = timedelta(minutes=10)  # how long a rank waits for the others
 CHECK = timedelta(milliseconds=200)  # time between checks of the other ranks
@@ -55,6 +57,8 @@ class Communicator:
                 cuda = dist.PrefixStore("hybridrt/cuda", store)
                 self._groups["cuda"] = dist.ProcessGroupNCCL(cuda, rank, size, dist.ProcessGroupNCCL.Options())
                 if loopback:
+                    from hybridrt.collectives.peer_memory import PeerMemory  # needs Triton
+
                     self._peers = PeerMemory.connect(dist.PrefixStore("hybridrt/peers", store), rank, size, device)
 
     def connect(self) -> None:

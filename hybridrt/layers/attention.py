@@ -101,7 +101,8 @@ class Attention(nn.Module):
         self.qkv = ColumnLinear(f"{name}.qkv", hidden_size, parts, build=build)
         self.sizes = self.qkv.sizes
         self.o_proj = RowLinear(f"{name}.o_proj", [Segment("x", width, bias=bias)], hidden_size, build=build)
-        self.rope = None if cos_sin is None else Rope(cos_sin)
+        sections = config.mrope_section or (0, 0, 0)
+        self.rope = None if cos_sin is None else Rope(cos_sin, sections=sections)
         self.q_norm = self.k_norm = None
         if qk_norm is not None:
             eps, zero_centered = qk_norm
@@ -109,8 +110,8 @@ class Attention(nn.Module):
                 RMSNorm(f"{name}.{part}_norm", config.head_dim, eps, device=build.device, zero_centered=zero_centered)
                 for part in ("q", "k")
             )
-            if self.rope is not None:
-                self.rope = Rope(self.rope.cos_sin, self.q_norm.weight, self.k_norm.weight, eps)
+            if cos_sin is not None:
+                self.rope = Rope(cos_sin, self.q_norm.weight, self.k_norm.weight, eps, sections)
 
     def forward(self, norm: RMSNorm, x: Hidden, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         projected, residual = self.qkv.method.apply_normed(norm, x, residual, self.qkv.bias)

@@ -24,7 +24,7 @@ from hybridrt.collectives.groups import Communicator, TPGroup
 from hybridrt.parallel.messages import Beat, Failed, decode
 from hybridrt.parallel.rank_start import Place, find_place, rank_device
 from hybridrt.parallel.ranks import LOST
-from hybridrt.parallel.tasks import DropTask, MaskTask
+from hybridrt.parallel.tasks import DropTask, MaskTask, PatchTask, with_patches
 from hybridrt.runtime.load.start_kernels import StartAhead
 from hybridrt.runtime.run.launched_step import LaunchedStep
 from hybridrt.runtime.run.model_runner import ModelRunner
@@ -109,11 +109,14 @@ def _serve(leader: Leader, comm: Communicator, ahead: StartAhead | None) -> None
 
 
 def _run_tasks(leader: Leader, runner: ModelRunner) -> None:
-    """Ends at None. Masks are for the last launched step."""
-    step, masks = LaunchedStep(), list[np.ndarray]()
+    """Ends at None. Masks are for the last launched step, patches for the next one."""
+    step, masks, patches = LaunchedStep(), list[np.ndarray](), list[bytes]()
     while (message := leader.receive()) is not None:
         if isinstance(message, StepPlan):
-            step = runner.launch(message)
+            step = runner.launch(with_patches(message, patches) if message.encode else message)
+            patches.clear()
+        elif isinstance(message, PatchTask):
+            patches.append(message.patches)
         elif isinstance(message, MaskTask):
             masks.append(message.masks())
             if not message.more:

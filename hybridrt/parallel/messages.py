@@ -15,6 +15,7 @@ KINDS = {
     "serve": "hybridrt.base.config:EngineConfig",
     "step": "hybridrt.runtime.step.plan:StepPlan",
     "prefix": "hybridrt.parallel.tasks:PrefixCopy",
+    "patches": "hybridrt.parallel.tasks:PatchTask",
     "masks": "hybridrt.parallel.tasks:MaskTask",
     "drop": "hybridrt.parallel.tasks:DropTask",
     "draft": "hybridrt.parallel.tasks:DraftTask",

@@ -19,7 +19,7 @@ from hybridrt.parallel.follower import serve
 from hybridrt.parallel.messages import encode
 from hybridrt.parallel.rank_start import rank_device, start_ranks, torchrun_place, torchrun_ranks
 from hybridrt.parallel.ranks import Ranks
-from hybridrt.parallel.tasks import DraftTask, DropTask, PrefixCopy, mask_tasks
+from hybridrt.parallel.tasks import DraftTask, DropTask, PrefixCopy, mask_tasks, patch_tasks, without_patches
 from hybridrt.parallel.torchrun import world
 from hybridrt.runtime.load.build import empty_model, load_target
 from hybridrt.runtime.load.draft_needs import DraftRow
@@ -79,7 +79,8 @@ class TensorParallelExecutor:
         """Calls ModelRunner.launch on all ranks. Ctrl-C is raised before or after it: ranks that
         stop within a step cannot go on."""
         self.runner.check_sampled()
-        return _SplitStep(self.on_all((plan,), lambda: self.runner.launch(plan)), self)
+        tasks = (*patch_tasks(plan.encode), without_patches(plan))
+        return _SplitStep(self.on_all(tasks, lambda: self.runner.launch(plan)), self)
 
     def draft(self, rows: Sequence[DraftRow], steps: int, topk: int = 1) -> StepHandle:
         """Calls ModelRunner.draft on all ranks."""
@@ -95,6 +96,10 @@ class TensorParallelExecutor:
         """Whether a host copy of a launched plan has ended on rank 0. On other ranks it may still
         run."""
         return self.runner.copied(ticket)
+
+    def encoded(self, ticket: int) -> bool:
+        """Whether steps may read what an encoder task of a launched plan makes: on all ranks alike."""
+        return self.runner.encoded(ticket)
 
     def read_prefix(self, prefix: PrefixPlaces) -> dict[str, torch.Tensor]:
         """Calls ModelRunner.read_prefix on all ranks."""

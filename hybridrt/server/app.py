@@ -185,7 +185,7 @@ def _add_text(app: FastAPI, service: Service) -> None:
             raise APIError(400, "pass prompt or messages, and one of them alone", "prompt")
         if body.messages is not None:
             conversation = await service.off_loop(request.scope, partial(conversation_of, body))
-            tokens = await service.encode(await service.render_chat(conversation, body.chat_template), bare=True)
+            tokens = await service.chat_tokens(conversation, body.chat_template)
         else:
             tokens = await service.encode(body.prompt or "", bare=not body.add_special_tokens)
         limit = service.llm.llm.plan.max_model_len

@@ -2,17 +2,22 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import replace
 from itertools import count, product
 from typing import Any
 
+import numpy as np
 import torch
 
 from hybridrt.base.errors import RequestError
 from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.base.spans import EncoderInput, Span
 from hybridrt.base.structured_outputs import StructuredOutputs
+from hybridrt.base.vision import VisionSpec
 from hybridrt.engine.api.async_llm import AsyncLLM
+from hybridrt.engine.request.intake import SpansPrompt
 from hybridrt.engine.request.outputs import RequestOutput
 from hybridrt.runtime.sampling.sampler import EVERY_DRAW
 from hybridrt.speculative.drafter import AdaptiveDrafter
@@ -33,6 +38,7 @@ _PROMPTS = (32, 100, 256, 512, 1024, 2048, 4096)
 _SPARE = ((1 << 19, 64), (20 << 20, 4))  # bytes and numbers of blocks
 _Work = tuple[int, SamplingParams]
 _DECODED = 64
+_SIDE = 16  # of an image, in tokens
 
 
 async def warm_up(llm: AsyncLLM) -> None:
@@ -41,6 +47,7 @@ async def warm_up(llm: AsyncLLM) -> None:
     max_prompt = llm.llm.plan.max_model_len - _OUTPUT - 1
     if llm.llm.device.type == "cuda":
         await _compile(llm, max_prompt)
+        await see_images(llm)
         _keep_spare_memory(llm.llm.device)
     else:
         await llm.complete([0], SamplingParams(max_tokens=_OUTPUT))  # shows that the engine works
@@ -94,6 +101,30 @@ async def _run_all(llm: AsyncLLM, max_prompt: int, draws: list[SamplingParams], 
     works = [*((length, params) for params, length in product(draws, lengths)), *constrained]
     for start in range(0, len(works), rows):
         await asyncio.gather(*(run(*work) for work in works[start : start + rows]))
+
+
+async def see_images(llm: AsyncLLM) -> None:
+    """An image alone, one next to a decoding request, and both images again, from the caches. Nothing
+    in a model that takes text only."""
+    spec = llm.llm.model_config.vision
+    limits = llm.llm.engine.intake.limits.spans
+    if spec is None or limits is None or limits.refusal:
+        return
+    side = min(_SIDE, math.isqrt(min(limits.most_tokens, llm.llm.plan.max_model_len - _OUTPUT - 2)))
+    text = next(_tokens(llm))
+    seen = [_image(spec, text, side, shade) for shade in (0, 255)]
+    params = SamplingParams(max_tokens=_OUTPUT, ignore_eos=True)
+    await llm.complete(seen[0], params)
+    await asyncio.gather(*(llm.complete(each, params) for each in ([text], seen[1])))
+    await asyncio.gather(*(llm.complete(each, params) for each in seen))
+
+
+def _image(spec: VisionSpec, text: int, side: int, shade: int) -> SpansPrompt:
+    """A grey image of side * side tokens between two tokens of text."""
+    rows = spec.merge * side
+    patches = np.full((rows * rows, spec.patch_numbers), shade, np.uint8)
+    span = Span(1, side * side, bytes([shade]) * 32, (side, side), EncoderInput(patches, (rows, rows)))
+    return {"prompt_token_ids": [text, *[spec.token] * span.length, text], "spans": [span]}
 
 
 def _tokens(llm: AsyncLLM) -> Iterator[int]:

@@ -13,7 +13,7 @@ from typing import Generic, NamedTuple
 import numpy as np
 import torch
 
-from hybridrt.base.forward_batch import ForwardBatch, ForwardMode, SpecInfo
+from hybridrt.base.forward_batch import Embeddings, ForwardBatch, ForwardMode, SpecInfo
 from hybridrt.kernels.core.packed import A, int32_array
 from hybridrt.kernels.core.records import TokenInputs
 from hybridrt.models.base import CausalLM
@@ -115,7 +115,11 @@ class HeadRunner:
             ids, ends, rows = torch.cat((ids, following)), torch.cat((ends, at)), prompts.sample_rows
         # -1: the logits are not finite.
         ids = ids.clamp(min=0)
-        step = replace(batch, forward_mode=ForwardMode.DRAFT_EXTEND, input_ids=ids, attn_backend=self.backend)
+        embeddings = _of_next_tokens(batch, batch.embeddings, self.model.embed(ids)) if batch.embeddings else None
+        step = replace(
+            batch, forward_mode=ForwardMode.DRAFT_EXTEND, input_ids=ids, attn_backend=self.backend,
+            embeddings=embeddings,
+        )  # fmt: skip
         self.backend.prepare(step)
         self.hidden[rows] = self.model.predict(hidden, step).index_select(0, ends)
 
@@ -149,7 +153,9 @@ class HeadRunner:
             return graphs.replay(DecodeRows.from_rows(DecodeRow(r.row, r.computed + step - 1, 0) for r in rows))
         index, positions = step_rows.rows, step_rows.computed + (step - 1)
         ids = self.tokens[index].clamp(min=0)
-        inputs = TokenInputs(ids, positions, self.table.token_slots(index, positions))
+        deltas = self.table.mrope_deltas
+        turning = None if deltas is None else positions + deltas[index]
+        inputs = TokenInputs(ids, positions, self.table.token_slots(index, positions), turning)
         starts = torch.arange(n + 1, dtype=torch.int32, device=index.device)
         batch = make_batch(
             self.backend, index, positions + 1, starts, inputs, n, None,
@@ -159,16 +165,32 @@ class HeadRunner:
         return self.ahead.logits(self.ahead(batch))
 
 
+def _of_next_tokens(batch: ForwardBatch, given: Embeddings, table: torch.Tensor) -> Embeddings:
+    """Embeddings of the tokens after a step's. Those in the same row that the step took from an
+    encoder are the same here, and all others are `table` [T, hidden].
+    """
+    sources = torch.full((len(table) + 1,), -1, dtype=torch.int64, device=table.device)
+    sources[given.places.long()] = torch.arange(len(given.rows), device=table.device)
+    sources[batch.query_start_loc.long()] = -1  # a row's first token follows none of the step
+    after = sources[1:]
+    rows = torch.where((after >= 0)[:, None], given.rows.index_select(0, after.clamp(min=0)), table)
+    return Embeddings(rows, torch.arange(len(table), dtype=torch.int32, device=table.device))
+
+
 def _along_path(batch: ForwardBatch, hidden: torch.Tensor, path: torch.Tensor) -> tuple[ForwardBatch, torch.Tensor]:
     """A verified step whose inputs are the accepted ones, in order, as their KV is now."""
     (n, width), split = path.shape, batch.num_decode_tokens
     order = torch.arange(width, dtype=torch.int32, device=path.device)
     places = (batch.seq_lens[:n, None] - width + order).flatten().to(batch.positions.dtype)
     kept = hidden[:split].view(n, width, -1).take_along_dim(path[:, :, None], 1).flatten(0, 1)
-    num_drafts = batch.spec_info.num_drafts if batch.spec_info else None
+    num_drafts, turning = batch.spec_info.num_drafts if batch.spec_info else None, batch.mrope_positions
+    if turning is not None:  # all inputs of a row are as far from their positions
+        moved = places + turning[..., :split] - batch.positions[:split]
+        turning = torch.cat((moved, turning[..., split:]), -1)
     kept_batch = replace(
         batch,
         positions=torch.cat((places, batch.positions[split:])),
+        mrope_positions=turning,
         spec_info=SpecInfo(width, num_drafts=num_drafts),
     )
     return kept_batch, torch.cat((kept, hidden[split:]))

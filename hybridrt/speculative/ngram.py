@@ -1,7 +1,8 @@
 """Prompt lookup: proposes what followed an earlier occurrence of the last tokens (Saxena 2023)."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import takewhile
 
 from hybridrt.runtime.load.draft_needs import DraftTarget, Everywhere
 from hybridrt.speculative.draft import Draft, merge
@@ -14,8 +15,8 @@ class _Ngrams:
     none. Hashes are compared: a collision only makes a draft fail.
     """
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, excluded: Collection[int] = ()) -> None:
+        self.size, self._excluded = size, frozenset(excluded)
         self._latest: dict[int, int] = {}  # end by hash
         self.earlier = array("i")  # for each n-gram in order, the end of its earlier occurrence
 
@@ -24,8 +25,12 @@ class _Ngrams:
         latest, earlier = self._latest, self.earlier
         new = text[len(earlier) - start :]
         ngrams = zip(*[new[i:] for i in range(self.size)])
-        for end, key in enumerate(map(hash, ngrams), len(earlier) + self.size):
-            earlier.append(latest.get(key, 0))
+        held = {token for token in self._excluded if token in new}
+        for end, ngram in enumerate(ngrams, len(earlier) + self.size):
+            if held and not held.isdisjoint(ngram):
+                earlier.append(0)
+                continue
+            earlier.append(latest.get(key := hash(ngram), 0))
             latest[key] = end
 
     def matches(self, count: int) -> list[int]:
@@ -45,21 +50,23 @@ class NgramDrafter(Drafter):
 
     Args:
         topk: matches to propose together: the latest ones of the longest n-gram first.
+        excluded: placeholders of images, which are neither looked up nor proposed.
     """
 
-    def __init__(self, longest: int = 4, shortest: int = 2, topk: int = 1) -> None:
-        self.longest, self.shortest, self.topk = longest, shortest, topk
+    def __init__(self, longest: int = 4, shortest: int = 2, topk: int = 1, excluded: Collection[int] = ()) -> None:
+        self.longest, self.shortest, self.topk, self.excluded = longest, shortest, topk, frozenset(excluded)
         self._indices: dict[int, list[_Ngrams]] = {}
 
     def begin_request(self, request: DraftRequest) -> None:
-        self._indices[request.arrival] = [_Ngrams(size) for size in range(self.longest, self.shortest - 1, -1)]
+        sizes = range(self.longest, self.shortest - 1, -1)
+        self._indices[request.arrival] = [_Ngrams(size, self.excluded) for size in sizes]
 
     def end_request(self, request: DraftRequest) -> None:
         self._indices.pop(request.arrival, None)
 
     def propose(self, requests: Sequence[DraftRequest], max_drafts: Sequence[int]) -> list[Draft]:
         return [
-            merge([_continue(request, after, n) for after in self._matches(request)], n)
+            merge([self._continue(request, after, n) for after in self._matches(request)], n)
             for request, n in zip(requests, max_drafts, strict=True)
         ]
 
@@ -73,20 +80,19 @@ class NgramDrafter(Drafter):
             found += [end for end in ngrams.matches(self.topk) if end not in found]
         return found[: self.topk]
 
-
-def _continue(request: DraftRequest, after: int, max_drafts: int) -> list[int]:
-    """A match that reaches the text's end continues with its own predictions."""
-    drafts = tokens_between(request, after, after + max_drafts)
-    period = num_tokens(request) - after
-    while len(drafts) < max_drafts:
-        drafts.append(drafts[-period])
-    return drafts
+    def _continue(self, request: DraftRequest, after: int, max_drafts: int) -> list[int]:
+        """A match that reaches the text's end continues with its own predictions."""
+        drafts = tokens_between(request, after, after + max_drafts)
+        period = num_tokens(request) - after
+        while len(drafts) < max_drafts:
+            drafts.append(drafts[-period])
+        return list(takewhile(lambda token: token not in self.excluded, drafts)) if self.excluded else drafts
 
 
 class NgramMethod(DraftMethod):
     def drafter(self, runner: DraftTarget, everywhere: Everywhere) -> Drafter:
         assert runner.config.speculative is not None
-        return NgramDrafter(topk=runner.config.speculative.topk)
+        return NgramDrafter(topk=runner.config.speculative.topk, excluded=runner.model_config.image_tokens.keys())
 
 
 METHOD = NgramMethod()

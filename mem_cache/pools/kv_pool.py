@@ -102,7 +102,8 @@ class KVPool:
         page in each page group; no page is in both, but for page 0.
         """
         for tensor, group in zip(self.tensors, self.tensor_groups):
-            tensor.index_copy_(1, targets[:, group], tensor.index_select(1, sources[:, group]))
+            # On a CPU index_select would copy all of a tensor that is a view of slabs.
+            tensor.index_copy_(1, targets[:, group], tensor[:, sources[:, group]])
 
 
 def _scales(spec: AttentionSpec, given: KVScales) -> KVScales:

@@ -316,7 +316,7 @@ class MambaPool:
         replay = self.spec.mode == "replay"
         for _, cache in self.stacks:
             for tensor in (cache.conv,) if replay else (cache.conv, cache.temporal):
-                tensor.index_copy_(1, target, tensor.index_select(1, own))
+                tensor.index_copy_(1, target, tensor[:, own])
         if replay:
             self._fold(self._rings(rows, slots.int()))
 
@@ -325,7 +325,7 @@ class MambaPool:
         own, source = self.req_to_state_slot[rows].long(), slots.long()
         for _, cache in self.stacks:
             for tensor in (cache.conv, cache.temporal):
-                tensor.index_copy_(1, own, tensor.index_select(1, source))
+                tensor.index_copy_(1, own, tensor[:, source])
         if self.state_lengths is not None:
             self.state_lengths.index_copy_(0, own, self.state_lengths.index_select(0, source))
         self._empty_rings(rows)

@@ -32,7 +32,8 @@ WINDOW_SHARE = 0.25
 class UnitCosts:
     """Bytes of one state slot (conv ring and recurrent state of all layers), one running row (rings
     or intermediate states, tables, its drafter's data) and one KV page of each page group. `fixed`:
-    graph buffers and a draft model's weights. Also the arena of state transfer.
+    graph buffers and a draft model's weights. Also the arena of state transfer, and an encoder's
+    workspace with the embeddings that are kept.
     """
 
     slot: int
@@ -40,6 +41,7 @@ class UnitCosts:
     pages: Sequence[int]
     fixed: int = 0
     transfer: int = 0
+    encoder: int = 0
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,7 @@ class MemoryPlan:
             *(self._kv_pools() if self.slabs is None else [self._shared_pool(self.slabs)]),
             ("graph buffers, draft model", "", self.costs.fixed),
             *([("state transfer", "", self.costs.transfer)] if self.costs.transfer else []),
+            *([("image encoder: workspace, embeddings", "", self.costs.encoder)] if self.costs.encoder else []),
         ]
 
     def _slot_pool(self) -> tuple[str, str, int]:
@@ -212,7 +215,7 @@ def plan_memory(
     per_request = costs.row + costs.slot
     cached = cache_slots if costs.slot else 0
     scratch = per_request + sum(costs.pages)  # row 0, slot 0 and page 0 of each group
-    available = budget_bytes - costs.fixed - costs.transfer - cached * costs.slot - scratch
+    available = budget_bytes - costs.fixed - costs.transfer - costs.encoder - cached * costs.slot - scratch
     need = _page_bytes(costs, [demand.least(max_model_len or 1) for demand in demands])
     fitting_rows = (available - need) // max(per_request, 1)
     share = int(available * STATE_SHARE) // max(per_request, 1)

@@ -13,6 +13,7 @@ class HybridReqToTokenPool:
 
     Args:
         num_groups: page groups of the KV pool.
+        mrope: positions have three axes.
 
     Attributes:
         tables: [R + 1, G, max_context] int32 token slots in each page group, contiguous within a
@@ -20,6 +21,8 @@ class HybridReqToTokenPool:
         req_to_token: [R + 1, max_context], the table of the first page group.
         req_to_state_slot: [R + 1] int32 state slots, which the state pool owns if there is one.
         mamba_pool: None for a model without recurrent layers.
+        mrope_deltas: [R + 1] int32, position of a row's generated token, less its index; None:
+            without `mrope`.
     """
 
     def __init__(
@@ -31,6 +34,7 @@ class HybridReqToTokenPool:
         mamba_pool: MambaPool | None,
         device: torch.device | str,
         num_groups: int = 1,
+        mrope: bool = False,
     ) -> None:
         self.num_rows = num_rows
         self.page_size = page_size
@@ -39,6 +43,7 @@ class HybridReqToTokenPool:
         self.num_groups = num_groups
         self.tables = torch.zeros((num_rows + 1, num_groups, self.max_context), dtype=torch.int32, device=device)
         self.req_to_token = self.tables[:, 0]
+        self.mrope_deltas = torch.zeros(num_rows + 1, dtype=torch.int32, device=device) if mrope else None
         no_slots = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
         self.req_to_state_slot = no_slots if mamba_pool is None else mamba_pool.req_to_state_slot
 

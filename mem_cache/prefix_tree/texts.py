@@ -100,7 +100,7 @@ class SeenTexts:
 
 
 def _hashes(tokens: np.ndarray, key: CacheKey) -> list[int]:
-    data, size, before, found = tokens.tobytes(), BLOCK * tokens.itemsize, hash(key), list[int]()
+    data, size, before, found = tokens.astype(np.int64).tobytes(), BLOCK * 8, hash(key), list[int]()
     for start in range(0, len(data) - size + 1, size):
         before = hash((before, data[start : start + size]))
         found.append(before)

@@ -10,6 +10,7 @@ from hybridrt.base.config import AttentionConfig, LatentConfig, LayerSpec, Linea
 from hybridrt.base.config_fields import CHUNK, DT_LIMIT, MULTIPLIER, SIZE, STATE, TAPS, FieldTypes
 from hybridrt.base.config_json import FLAG, FieldType, list_of, one_of
 from hybridrt.base.errors import ConfigError, shown
+from hybridrt.base.vision import VisionSpec
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.mamba2 import Mamba2Config
 
@@ -67,12 +68,13 @@ class Family:
             fields. Raises ConfigError.
         activation: hidden_act that the model implements.
         mtp_head: "module:class" of its multi-token-prediction head.
-        section: config.json's object of the text part of a model with images. Only the text part
-            runs.
+        section: config.json's object of the text part of a model with images.
         outer_older: older names of the fields next to `section`, its own included. They win, unless
             null.
         image_tokens: config.json fields with the tokens that stand for images. `defaults` may have
             them.
+        vision: (config.json's object with its image_token_id, the text part's hidden_size) to the
+            tower. Raises ConfigError. None: only the text part runs.
         rope_kinds: layer types with rotary embeddings of their own: `rope_parameters` has an object
             for each. (): one object is for all layers.
     """
@@ -91,6 +93,7 @@ class Family:
     section: str | None = None
     outer_older: Mapping[str, str] = field(default_factory=dict)
     image_tokens: tuple[str, ...] = ()
+    vision: Callable[[Mapping[str, Any], int], VisionSpec] | None = None
     rope_kinds: tuple[str, ...] = ()
 
     @property

@@ -18,6 +18,7 @@ from hybridrt.models.config.family import Family, FamilyFields, check_experts, r
 from hybridrt.models.config.family_registry import family_of
 from hybridrt.models.config.read_fields import read_fields
 from hybridrt.models.config.read_quant import read_quant_config
+from hybridrt.models.config.read_vision import read_vision
 
 _GGUF = re.compile(r"[.\-_]gguf/?$", re.IGNORECASE)
 # Models without positions have this.
@@ -67,6 +68,7 @@ def read_model_config(path: Path) -> ModelConfig:
         eos_token_ids=_eos_ids(path, raw),
         hf=hf,
         image_tokens=images,
+        vision=read_vision(path, whole, family, hf.hidden_size),
         quant=quant,
         **fields,
     )

@@ -53,6 +53,7 @@ def load_weights(model: CausalLM, path: Path, progress: bool = False) -> list[st
                 filling.fill(targets[name], name, key, tensor, part)
             if not parts:
                 skipped.append(key)
+                model.check_skipped(key, tensor)
                 if _is_zero_bias(model, key) and bool(tensor.any()):
                     raise CheckpointError(
                         f"{key} is not zero, and this layer of {model.config.architecture} has no bias"

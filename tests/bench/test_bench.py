@@ -84,7 +84,10 @@ def test_traces(tmp_path: Path) -> None:
         make_work(WorkloadConfig(data="/nowhere"))
 
 
-@pytest.mark.parametrize("change", [{"requests": 0}, {"output_tokens": 0}, {"vocab": 2}, {"rate": 0.0}])
+@pytest.mark.parametrize(
+    "change",
+    [{"requests": 0}, {"output_tokens": 0}, {"vocab": 2}, {"rate": 0.0}, {"images": 129}, {"image_size": "0x5"}],
+)
 def test_workloads_that_cannot_be(change: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(change))):
         WorkloadConfig(**change)

@@ -38,7 +38,14 @@ def rendering() -> Iterator[Renderer]:
         ({"messages": [{"content": "x"}]}, "messages.0.role", "'user'"),
         ({"messages": [USER, 5]}, "messages.1", "role and content"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "text or"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0", "text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0.image", "it must be"),
+        ({"messages": [{"role": "user", "content": [{"type": "x"}]}]}, "messages.0.content.0.type", "'x'; it must be"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "video"}]}]},
+            "messages.0.content.0",
+            "video .* supported",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text", "must be text"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "messages.0.tool_calls.0", "function"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}]},

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,6 +24,7 @@ from typer.testing import CliRunner, Result
 
 from hybridrt.base.errors import RequestError
 from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.chat.conversation import read_conversation
 from hybridrt.cli import conversation, line_reader
 from hybridrt.cli.app import app
 from hybridrt.cli.conversation import Message, Piece, Totals, load
@@ -31,6 +33,7 @@ from hybridrt.cli.openai_server import RemoteModel
 from hybridrt.cli.repl import Repl, Screen
 from tests.cli.test_terminal import shell
 from tests.support.http_server import serving
+from tests.support.pictures import png
 from tests.support.scripted_llm import scripted
 from tests.support.tiny import CHAT_TEMPLATE, write_tiny
 
@@ -81,6 +84,37 @@ def test_a_conversation_with_commands(tmp_path: Path, capsys: pytest.CaptureFixt
     assert shown(talk.messages) == [("user", "hello\nyou"), ("assistant", "Hi there")]
     assert json.loads(file.read_text())["messages"][0] == {"role": "system", "content": "Be brief."}
     assert file.stat().st_mode & 0o077 == 0 and [f.name for f in tmp_path.iterdir()] == ["talk.json"]
+
+
+def test_images_go_with_the_next_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    talk, model = repl(*HI)
+    picture, file = tmp_path / "a.png", tmp_path / "talk.json"
+    picture.write_bytes(png(1, 20, 10))
+    for text in (
+        f"/image {picture}",
+        f"/image {picture}",
+        "look",
+        "and now",
+        f"/save {file}",
+        "/reset",
+        f"/load {file}",
+    ):
+        talk.answer_line(text)
+    first = model.asked[0][0].to_dict()["content"]
+    assert [part["type"] for part in first] == ["image_url", "image_url", "text"]
+    assert (
+        read_conversation([{"role": "user", "content": first}]).images[0].content == b64encode(png(1, 20, 10)).decode()
+    )
+    assert model.asked[1][2].content == "and now"
+    assert talk.messages[0].to_dict()["content"] == first
+    (tmp_path / "b.txt").write_text("no image")
+    with pytest.raises(RequestError, match="no image of a known format: png, jpeg"):
+        talk.answer_line(f"/image {tmp_path / 'b.txt'}")
+    talk.answer_line(f"/image {picture}")
+    talk.answer_line("/reset")
+    talk.answer_line("text")
+    assert model.asked[2][0].content == "text"
+    assert "2 images go with the next message" in capsys.readouterr().err
 
 
 def test_reasoning_is_kept_apart(capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,6 +60,17 @@ def test_decode_inputs(provider: str, tokens: int, context: int, groups: int) ->
         assert context == 0 or not torch.equal(args["tables"][:, group], before[:, group])
 
 
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_rows_turn_by_their_own_distance(provider: str, tokens: int) -> None:
+    """Positions of rotary embeddings differ from places by a constant of the row."""
+    args, deltas = inputs(tokens), -torch.arange(ROWS + 1, dtype=torch.int32)
+    del args["buffers"]
+    turning = torch.full((5 * tokens + 3,), POISON, dtype=torch.int32)
+    flat(decode_inputs, **args | {"mrope_positions": turning[: 5 * tokens], "mrope_deltas": deltas})
+    assert (turning[5 * tokens :] == POISON).all()
+    assert torch.equal(turning[: 5 * tokens], args["positions"] - args["rows"].repeat_interleave(tokens))
+
+
 @pytest.mark.parametrize("groups", [2, 3])
 def test_places_of_each_page_group(provider: str, groups: int) -> None:
     """Row 1 has a new page in the last group alone; row 2 has one in all. Other groups read their own tables."""

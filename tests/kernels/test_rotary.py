@@ -44,6 +44,28 @@ def test_rotates_the_first_dims_of_views_of_a_merged_projection(dtype, rot, posi
     assert torch.equal(merged[:, 5 * 16 :], other)
 
 
+@pytest.mark.parametrize("sections", [(3, 3, 2), (5, 2, 1), (0, 0, 0)])
+def test_three_axes_take_turns(sections):
+    """By a loop over pairs, each turned by its axis alone; equal axes are one."""
+    torch.manual_seed(0)
+    q, k, rot = torch.randn(5, 3, 20), torch.randn(5, 2, 20), 16
+    places = torch.tensor([[0, 7, 3, 3, 11], [1, 2, 3, 4, 5], [9, 9, 0, 6, 2]], dtype=torch.int32)
+    buffer = torch.full((4, 9), 99, dtype=torch.int32)
+    positions = buffer[:3, :5]  # views of wider buffers are fine
+    positions.copy_(places)
+    by_axis = [[slow_rotary(x, axis, rot) for axis in places] for x in (q, k)]
+    want = [turned[0].clone() for turned in by_axis]
+    for i in range(rot // 2):
+        axis = i % 3 if i < 3 * sections[i % 3] else 0
+        for out, turned in zip(want, by_axis, strict=True):
+            out[:, :, [i, i + rot // 2]] = turned[axis][:, :, [i, i + rot // 2]]
+    rope = Rope(table(12, rot), sections=sections)
+    got = qk_norm_rotary(q.clone(), k.clone(), positions, rope)
+    torch.testing.assert_close([x.double() for x in got], want, rtol=1e-6, atol=1e-6)
+    equal = qk_norm_rotary(q.clone(), k.clone(), places[:1].expand(3, -1).contiguous(), rope)
+    torch.testing.assert_close(equal, qk_norm_rotary(q.clone(), k.clone(), places[0], rope))
+
+
 def test_norm_per_head_comes_first():
     torch.manual_seed(0)
     q, k, positions = torch.randn(4, 3, 8), torch.randn(4, 1, 8), torch.tensor([5, 0, 2, 9])
@@ -55,14 +77,15 @@ def test_norm_per_head_comes_first():
 
 
 @pytest.mark.parametrize("normed", [True, False])
-@pytest.mark.parametrize("rot", [8, 12])
-def test_rotated_keys_and_values_land_in_their_slots(normed, rot):
+@pytest.mark.parametrize(("rot", "axes"), [(8, 1), (12, 1), (12, 3)])
+def test_rotated_keys_and_values_land_in_their_slots(normed, rot, axes):
     torch.manual_seed(0)
     merged, positions = torch.randn(4, (3 + 2) * 12), torch.tensor([5, 0, 2, 9])
     q, k = (x.unflatten(-1, (-1, 12)) for x in merged.split([36, 24], -1))
     v = torch.randn(4, 2, 20)[..., :12]
     weights = (torch.randn(12), torch.randn(12)) if normed else (None, None)
-    rope = Rope(table(10, rot), *weights, 1e-6)
+    rope = Rope(table(10, rot), *weights, 1e-6, (2, 2, 1))
+    positions = torch.stack((positions, positions.flip(0), positions)) if axes == 3 else positions
     want_q, want_k = qk_norm_rotary.reference(q, k, positions, rope)
     want_v = v.clone()
     k_cache, v_cache = (torch.full((3, 8, 2, 12), torch.nan) for _ in range(2))

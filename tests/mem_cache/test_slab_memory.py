@@ -1,9 +1,13 @@
 """State slots and KV pages over one buffer of slabs: each has bytes of its own."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from hybridrt.base.config import AttentionSpec
+from hybridrt.kernels.state.state_commit import move_kv
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.kinds.registry import state_shape
@@ -119,3 +123,28 @@ def test_one_group_shares_memory_with_states() -> None:
     plan = plan_slabs(10**9, (8192,), (1024,), **sizes, slot_bytes=10**6)
     assert plan is not None and len(plan.groups) == 1
     assert plan.fits([], 1) and plan_slabs(10**6, (), (), **sizes, slot_bytes=10**4) is None
+
+
+def allocated(work: Callable[[], object]) -> int:
+    """Most bytes that one operator of `work` allocates."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        work()
+    return max(event.cpu_memory_usage for event in seen.events())
+
+
+def test_copies_of_few_entries_copy_these_alone() -> None:
+    """Views of slabs are not contiguous, and torch's index_select first copies all of such a tensor."""
+    plan = plan_of()
+    states, kv = pools(plan)
+    first, second = numbers(plan, 1, 2)[0], numbers(plan, 3, 2)[0]
+    states.admit_rows(torch.tensor([1]), torch.tensor([first]))
+    few, row, slot = torch.tensor([[1, 1]]), torch.tensor([1]), torch.tensor([second], dtype=torch.int32)
+    cells = torch.tensor([1], dtype=torch.int32)
+    most = max(tensor[:, :2].nbytes for tensor in (*kv.tensors, *state_tensors(states)))
+    for work in (
+        lambda: kv.copy_pages(few, few + 1),
+        lambda: states.snapshot(row, slot),
+        lambda: states.restore(slot, row),
+        lambda: [move_kv(tensor, cells, cells + 1) for tensor in kv.tensors],
+    ):
+        assert allocated(work) <= most

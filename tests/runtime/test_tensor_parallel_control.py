@@ -20,15 +20,25 @@ import pytest
 from hybridrt.base.config import EngineConfig, SpeculativeConfig
 from hybridrt.base.errors import ConfigError, MessageError, PeerGoneError, RankError
 from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.base.spans import EncoderInput
 from hybridrt.channel.channel import SocketChannel
 from hybridrt.channel.codec import pack
 from hybridrt.channel.control import TIMEOUT_VARIABLE, Link, rank_timeout
 from hybridrt.channel.listener import Listener
 from hybridrt.mem_cache.pools.state_moves import StateMove, When
-from hybridrt.parallel import rank_start
+from hybridrt.parallel import rank_start, tasks
 from hybridrt.parallel.messages import KINDS, Beat, Failed, Task, decode, encode
 from hybridrt.parallel.ranks import Ranks
-from hybridrt.parallel.tasks import DraftTask, DropTask, MaskTask, PrefixCopy
+from hybridrt.parallel.tasks import (
+    DraftTask,
+    DropTask,
+    MaskTask,
+    PatchTask,
+    PrefixCopy,
+    patch_tasks,
+    with_patches,
+    without_patches,
+)
 from hybridrt.parallel.torchrun import World
 from hybridrt.runtime.load.draft_needs import DraftRow
 from hybridrt.runtime.run.prefix_copy import PrefixPlaces
@@ -36,11 +46,13 @@ from hybridrt.runtime.step.plan import (
     Admission,
     DecodeRow,
     DecodeRows,
+    EncoderTask,
     ExtendRow,
     HostCopy,
     HostState,
     PageCopy,
     PageWrite,
+    SpanRows,
     StateCopy,
     StepPlan,
     int32s,
@@ -70,7 +82,10 @@ def test_plans_survive_the_way(checkpoints: CheckpointStore) -> None:
     full.page_copies = [PageCopy(int32s([3, 4]), int32s([5, 6]))]
     full.host_copies = [HostCopy(5, True, [[6], []], [[7], []], [HostState(8, 9, 10)], [4])]
     full.after_copies, full.moves = 5, [StateMove(1, 2, 3, When.BEFORE_ROWS)]
-    full.extend = [ExtendRow(1, 2, [3, 4, 5], 0, True, 0, 6, [(1, 7), (2, 8)])]
+    seen = SpanRows(int32s([1, 2]), int32s([30, 31])), np.arange(9, dtype=np.int32).reshape(3, 3)
+    full.extend = [ExtendRow(1, 2, [3, 4, 5], 0, True, 0, 6, [(1, 7), (2, 8)], *seen)]
+    patches = np.empty((0, 6), np.int32)  # they come before the step
+    full.encode, full.after_encoder = [EncoderTask(3, EncoderInput(patches, (2, 2)), int32s([30]))], 3
     full.exports, full.cleared = full.imports * 2, [3]
     assert all(getattr(full, field.name) for field in fields(full))
     for plan in [StepPlan(), full, *session.plans]:
@@ -78,6 +93,20 @@ def test_plans_survive_the_way(checkpoints: CheckpointStore) -> None:
         assert plain(found) == plain(plan) and type(found) is StepPlan
     assert type(decode(encode(full)).admissions[0].params) is SamplingParams
     assert len(encode(session.plans[-1])) < 250
+
+
+def test_patches_come_before_their_step_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "_MESSAGE_BYTES", 50)
+    data = np.random.default_rng(1).integers(0, 256, (20, 6), np.uint8)
+    inputs = [EncoderInput(data[:4], (2, 2)), EncoderInput(data[4:], (4, 4))]
+    plan = StepPlan(encode=[EncoderTask(i, given, int32s([i])) for i, given in enumerate(inputs)])
+    *parts, bare = [decode(encode(task)) for task in (*patch_tasks(plan.encode), without_patches(plan))]
+    assert [len(part.patches) for part in parts] == [24, 50, 46] and not bare.encode[1].input.patches.size
+    found = with_patches(bare, [part.patches for part in parts])
+    assert plain(found) == plain(plan)
+    for wrong in (parts[:2], [*parts, parts[0]]):
+        with pytest.raises(MessageError, match="patches"):
+            with_patches(bare, [part.patches for part in wrong])
 
 
 @pytest.mark.parametrize(
@@ -119,6 +148,7 @@ def test_rules_about_tokens_survive_the_way() -> None:
         DraftTask([DraftRow(1, 2, 3, 4, PARAMS)], 3, 2),
         MaskTask(b"\1\0\0\0\2\0\0\0", 2, True),
         DropTask(),
+        PatchTask(b"\0\1"),
         PrefixCopy(PrefixPlaces(5, [[1, 2], [3]], [(4, 3)]), write=True),
         None,
     ],

@@ -66,7 +66,7 @@ def test_options_and_metrics_that_it_names_exist(served: Served) -> None:
     assert {line.split()[0].partition("=")[0] for line in commands} > {"ENTRYPOINT", "ExecStart", "hybridrt"}
     named = set(re.findall(r"`(--[a-z-]+)", ours)) | set(re.findall(r"[ \"](--[a-z-]+)", "\n".join(commands)))
     others = {"--rate", "--concurrency", "--data", "--slo-", "--step-ms", "--no-prefix-cache", "--suite", "--output"}
-    assert named - others <= options | {"--api-key", "--allowed-host", "--allowed-origin"}, named - others - options
+    assert named - others <= options | {"--api-key", "--allowed-host", "--allowed-origin", "--allow-image-url"}, named - others - options
     known = {re.sub(r"_(total|count|sum|bucket)?(\[.*)?$", "", name) for name in metrics(served)}
     known |= set(metrics(served))
     dashboard = (DOCS / "grafana.json").read_text()

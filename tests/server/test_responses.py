@@ -158,7 +158,7 @@ def test_an_answer_that_is_cut_is_incomplete(talker: tuple[Served, Scripted]) ->
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"reasoning": {"effort": "much"}}, "reasoning"),
         ({"tools": [{"type": "telepathy"}]}, "tools.0"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.image_url"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.id"),
         ({"input": [{"type": "dream"}]}, "input.0"),
         ({"input": []}, "input"),

@@ -23,7 +23,7 @@ from tests.support.checkpoints import falcon, nemotron, write
 from tests.support.levels import sweep
 from tests.support.mtp_oracle import HEAD_KEYS, HEADS, NaiveHead, without_head, write_with_head
 from tests.support.samples import Sample
-from tests.support.speculation import Ask, Rig, assert_same, bushy
+from tests.support.speculation import Ask, Rig, assert_same, bushy, first_children
 
 PROMPTS = ([5, 6, 7, 8, 9, 10, 11, 12, 13], [40], [3, 99, 3, 99, 3], [77, 21, 60])
 Chain = tuple[tuple[int, ...], tuple[int, ...]]
@@ -120,16 +120,6 @@ class Watched(Drafter):
             chain = [*coming[:right], *((t + 1) % 131 for t in coming[right:])][: len(draft)]
             proposed.append((Draft(chain) if self.inner.topk == 1 else bushy(chain, request)).first(len(draft)))
         return proposed
-
-
-def first_children(draft: Draft) -> tuple[int, ...]:
-    """The chain of a draft: from the root, each node's first child."""
-    parents = list(range(len(draft))) if draft.parents is None else list(draft.parents)
-    chain, node = [], 0
-    while node in parents:
-        node = parents.index(node) + 1
-        chain.append(draft.tokens[node - 1])
-    return tuple(chain)
 
 
 def watch(rig: Rig, futures: Outputs, drafts: int, topk: int = 1) -> Watched:

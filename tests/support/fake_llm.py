@@ -30,7 +30,9 @@ class FakeRunner(MockExecutor):
         rows = config.max_running_requests or 4
         super().__init__(num_rows=rows, num_slots=rows, num_pages=32, page_size=4, vocab=VOCAB, late=1)
         self.model_path = config.model
-        self.model_config = SimpleNamespace(vocab_size=VOCAB, eos_token_ids=(EOS,), image_tokens={})
+        self.model_config = SimpleNamespace(
+            vocab_size=VOCAB, eos_token_ids=(EOS,), image_tokens={}, vision=None, mrope=False
+        )
         self.memory_plan = SimpleNamespace(
             slabs=None,
             host=NO_HOST_PLAN,

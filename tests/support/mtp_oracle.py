@@ -41,7 +41,8 @@ def write_with_head(make: Make, path: Path, *, seed: int = 0) -> Any:
     """A checkpoint as transformers writes it, and random `mtp.*` weights beside; returns transformers' model."""
     model = write(make, path, seed=seed)
     of_family = {"nemotron_h": _nemotron_shapes, "bailing_hybrid": _ling_shapes}
-    shapes = of_family.get(model.config.model_type, _qwen_shapes)(model.config)
+    config = model.config.get_text_config()
+    shapes = of_family.get(config.model_type, _qwen_shapes)(config)
     generator = torch.Generator().manual_seed(seed + 1)
     weights = {name: _random(name, shape, generator) for name, shape in shapes.items()}
     file = path / "model.safetensors"
@@ -165,14 +166,14 @@ class NaiveHead:
     model: Any
 
     def __post_init__(self) -> None:
-        self.config = self.model.config
+        self.config = self.model.config.get_text_config()
         self.weights: Weights = load_file(self.path / "model.safetensors")
         self.is_qwen, self.is_ling = is_qwen(self.config), self.config.model_type == "bailing_hybrid"
 
     @torch.no_grad()
     def logits(self, tokens: list[int], drafts: list[int]) -> Tensor:
         """What each draft behind `tokens` is drawn from, the drafts before it given: [len(drafts) + 1, vocab]."""
-        states = list(self.model.base_model(torch.tensor([tokens]), use_cache=False).last_hidden_state[0, :-1])
+        states = list(self.states(tokens)[:-1])
         behind, found = tokens[1:], []
         for draft in [*drafts, None]:
             states.append(self.hidden(torch.stack(states[: len(behind)]), behind)[-1])
@@ -180,6 +181,20 @@ class NaiveHead:
             # The head's own output takes the place of the hidden state that only the model could give.
             behind = [*behind, draft]  # type: ignore[list-item]
         return torch.stack(found)
+
+    def states(self, tokens: list[int]) -> Tensor:
+        """The model's hidden states, [n, hidden]."""
+        found: Tensor = self.model.base_model(torch.tensor([tokens]), use_cache=False).last_hidden_state[0]
+        return found
+
+    def embedded(self, tokens: list[int]) -> Tensor:
+        """Embeddings of tokens from the second on."""
+        found: Tensor = self.model.get_input_embeddings()(torch.tensor(tokens))
+        return found
+
+    def angles(self, count: int, turns: Tensor) -> Tensor:
+        """[count, pairs] of the first tokens, whose pairs turn by `turns` at each position."""
+        return torch.arange(count)[:, None] * turns
 
     def hidden(self, hidden: Tensor, tokens: list[int]) -> Tensor:
         """The head over [n, hidden] states and the tokens behind them."""
@@ -190,8 +205,7 @@ class NaiveHead:
             last = len(self.config.mtp_layers_block_type) - 1
             parts = ("0.enorm", "0.hnorm", "0.eh_proj", f"{last}.final_layernorm")
             names = tuple(f"mtp.layers.{part}" for part in parts)  # type: ignore[assignment]
-        embedded = self.model.get_input_embeddings()(torch.tensor(tokens))
-        both = torch.cat((self.norm(embedded, names[0]), self.norm(hidden, names[1])), -1)
+        both = torch.cat((self.norm(self.embedded(tokens), names[0]), self.norm(hidden, names[1])), -1)
         x = self.linear(both, names[2])
         block = self.ling_block if self.is_ling else self.qwen_block if self.is_qwen else self.nemotron_blocks
         return self.norm(block(x), names[3])
@@ -223,7 +237,7 @@ class NaiveHead:
         rot)."""
         rope = self.config.rope_parameters
         rot = int(self.config.head_dim * rope["partial_rotary_factor"])
-        angles = torch.arange(len(x))[:, None] * rope["rope_theta"] ** (-torch.arange(0, rot, 2) / rot)
+        angles = self.angles(len(x), rope["rope_theta"] ** (-torch.arange(0, rot, 2) / rot))
         cos, sin = angles.cos()[:, None], angles.sin()[:, None]
         first, second, rest = x.split((rot // 2, rot // 2, x.shape[-1] - rot), -1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)

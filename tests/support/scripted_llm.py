@@ -58,7 +58,9 @@ class ScriptedRunner(MockExecutor):
         self.end = tokenizer.hf.convert_tokens_to_ids(END)
         self.script: list[int] = []
         self.model_path = config.model
-        self.model_config = SimpleNamespace(vocab_size=vocab, eos_token_ids=(self.end,), image_tokens={})
+        self.model_config = SimpleNamespace(
+            vocab_size=vocab, eos_token_ids=(self.end,), image_tokens={}, vision=None, mrope=False
+        )
         self.memory_plan = SimpleNamespace(
             slabs=None,
             num_rows=8,

@@ -270,6 +270,8 @@ def attention() -> Cases:
         places = {"k_cache": cache["k_cache"], "v_cache": cache["v_cache"], "out_cache_loc": int32(8192)}
         rope = {"cos_sin": f32(4096, rot), "q_weight": f32(dim), "k_weight": f32(dim), "eps": 1e-6}
         yield "rotary_write_kv", {"q": q, "k": k, "v": k, "positions": int32(8192)} | rope | places
+        sections = {"sections": (rot // 6 + 1, rot // 6 + 1, rot // 6)}
+        yield "rotary_write_kv", {"q": q, "k": k, "v": k, "positions": int32(3, 8192)} | rope | sections | places
         yield "write_kv", {"k": k, "v": k} | places
 
 

@@ -216,6 +216,7 @@ def others() -> Iterator[tuple[str, Args, Args]]:
     yield "decode_inputs", plain, drafted
     windows = {"out_cache_loc": int32(2, B), "new_pages": int32(B, 2), "tables": int32(SLOTS, 2, 64)}
     yield "decode_inputs", plain | windows, {}
+    yield "decode_inputs", plain | {"mrope_positions": int32(B), "mrope_deltas": int32(SLOTS)}, {}
     buffers = DecodeBuffers(*int32(5, B))
     rows = {"req_pool_indices": ROWS, "seq_lens": ROWS, "num_real": 2, "tokens_per_row": 1}
     pools = {"req_to_state_slot": int32(SLOTS), "ring_start": int32(SLOTS), "ring_length": int32(SLOTS)}

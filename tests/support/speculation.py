@@ -288,3 +288,13 @@ class AtRandom(Drafter):
     def _next(self) -> int:
         self.state = derive_seed(self.state, 0)
         return self.state % self.vocab
+
+
+def first_children(draft: Draft) -> tuple[int, ...]:
+    """The chain of a draft: from the root, each node's first child."""
+    parents = list(range(len(draft))) if draft.parents is None else list(draft.parents)
+    chain, node = [], 0
+    while node in parents:
+        node = parents.index(node) + 1
+        chain.append(draft.tokens[node - 1])
+    return tuple(chain)

@@ -28,6 +28,7 @@ from hybridrt.engine.api.chats import (
 )
 from hybridrt.engine.api.delta_stream import DeltaStream as DeltaStream
 from hybridrt.engine.api.engine_loop import EngineLoop, StepMessage
+from hybridrt.engine.api.image_prompts import has_images
 from hybridrt.engine.api.lanes import INLINE, Lane, Lanes, in_parts, is_quick, lane_of, size_of
 from hybridrt.engine.api.llm import LLM
 from hybridrt.engine.request.intake import Known, PreparedPrompt, Prompt, check_client, check_name, check_prepared
@@ -122,8 +123,9 @@ class AsyncLLM:
         params = self.llm.default_sampling_params if params is None else params
         sizes = list(map(size_of, prompts))
         compiles = isinstance(params, SamplingParams) and params.structured_outputs is not None
-        inline = sum(sizes) <= INLINE and is_quick(params)
-        lane = "compile" if compiles else lane_of(sum(sizes))
+        sees = any(map(has_images, prompts))
+        inline = sum(sizes) <= INLINE and is_quick(params) and not sees
+        lane: Lane = "images" if sees else "compile" if compiles else lane_of(sum(sizes))
         known, found = Known(), list[PreparedPrompt]()
         for start, end in in_parts(sizes):
             work = partial(self._prepare_some, prompts[start:end], params, known)
@@ -131,7 +133,7 @@ class AsyncLLM:
         return found
 
     def _prepare_some(self, prompts: Sequence[Prompt], params: SamplingParams, known: Known) -> list[PreparedPrompt]:
-        return [self.llm.engine.intake.prepare(prompt, params, known) for prompt in prompts]
+        return [self.llm.engine.intake.prepare(each, params, known) for each in self.llm.with_spans(prompts)]
 
     async def in_thread(self, work: Callable[..., Any], *arguments: Any, lane: Lane = "text") -> Any:
         """Runs work (tokenising, a chat template) in a thread of a lane, so that the event loop
@@ -250,6 +252,8 @@ class AsyncLLM:
             lane = "long text"  # must not wait among small grammars
         if chat.foreign:
             lane = "template"
+        if conversation.images:
+            lane = "images"
         return await self.in_thread(self.llm.prepare_chat, conversation, params, chat, lane=lane)
 
     async def stream_chat(

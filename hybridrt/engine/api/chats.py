@@ -13,9 +13,10 @@ from hybridrt.chat.conversation import Conversation, read_conversation
 from hybridrt.chat.events import Event, ToolCall
 from hybridrt.chat.sizes import is_large
 from hybridrt.engine.core.engine import Engine
-from hybridrt.engine.request.intake import PreparedPrompt
+from hybridrt.engine.request.intake import PreparedPrompt, Prompt
 from hybridrt.engine.request.outputs import Delta, RequestMetrics, RequestOutput
 from hybridrt.engine.text.tokenizer import HFTokenizer, encode_prompt
+from hybridrt.images.reader import ImageReader
 
 Messages = Sequence[Mapping[str, Any]]
 _OUTPUT_NAMES = {
@@ -34,8 +35,8 @@ class Chats:
         ConfigError: unknown parser.
     """
 
-    def __init__(self, tokenizer: HFTokenizer | None) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: HFTokenizer | None, images: ImageReader | None = None) -> None:
+        self._tokenizer, self._images = tokenizer, images
         self._made: dict[tuple[str | None, str, str], Chat] = {}
 
     def __call__(self, template: str | None = None, tool_parser: str = "auto", reasoning_parser: str = "auto") -> Chat:
@@ -48,7 +49,11 @@ class Chats:
             if self._tokenizer is None:
                 raise RequestError("this model has no tokenizer, and so no chat template: pass token ids without one")
             self._made[key] = Chat(
-                self._tokenizer, template=template, tool_parser=tool_parser, reasoning_parser=reasoning_parser
+                self._tokenizer,
+                template=template,
+                tool_parser=tool_parser,
+                reasoning_parser=reasoning_parser,
+                images=self._images,
             )
         return self._made[key]
 
@@ -86,14 +91,16 @@ def prepare_chat(
 
     if params.truncate_prompt_tokens is None:
         check_characters(conversation, max_prompt * tokenizer.characters_per_token)
-    prompt = chat.prompt(conversation, params, encode)
+    prompt = chat.prompt(conversation, params, encode, max_prompt)
     given, wanted = params.structured_outputs, prompt.params.structured_outputs
     _check_grammars(engine, conversation)
     if given is not None and wanted is not given:
         # Within a larger grammar, an impossible form would fail only after the reasoning.
         engine.intake.compiler.grammar(given)
     try:
-        prepared = engine.prepare(prompt.tokens, prompt.params)
+        plain: Prompt = prompt.tokens
+        seeing: Prompt = {"prompt_token_ids": prompt.tokens, "spans": prompt.spans}
+        prepared = engine.prepare(seeing if prompt.spans else plain, prompt.params)
     except RequestError as e:
         if e.field == "structured_outputs" and wanted is not given and conversation.offered:
             raise RequestError(f"what the tools ask for cannot be enforced: {e}", "tools") from e

@@ -11,10 +11,12 @@ from hybridrt.engine.grammar.grammar_compiler import WAITING
 
 # "long text": its threads rest most of the time (hybridrt/base/pace.py), else they would hold up
 # running requests. "compile": waits for grammars. "template": runs chat templates of requests.
-# "answer": makes large answers, a part at a time.
-Lane = Literal["text", "long text", "compile", "template", "answer"]
+# "answer": makes large answers, a part at a time. "images": waits for processes that decode.
+Lane = Literal["text", "long text", "images", "compile", "template", "answer"]
 _COMPILING = 16  # threads besides those for large grammars
-THREADS: dict[Lane, int] = {"text": 2, "long text": 2, "compile": WAITING + _COMPILING, "template": 2, "answer": 2}
+THREADS: dict[Lane, int] = {
+    "text": 2, "long text": 2, "images": 4, "compile": WAITING + _COMPILING, "template": 2, "answer": 2,
+}  # fmt: skip
 LONG_CHARACTERS = 2**16  # tens of milliseconds
 # Takes as long as a switch of threads.
 INLINE, _IDS_PER_CHARACTER = 1000, 10

@@ -34,6 +34,7 @@ from hybridrt.engine.api.chats import (
     read_output,
 )
 from hybridrt.engine.api.embeddings import check_dimensions, embedding, pooling_params
+from hybridrt.engine.api.image_prompts import read_images
 from hybridrt.engine.api.sampling_defaults import default_sampling_params
 from hybridrt.engine.cache.cache_dump import write_dump
 from hybridrt.engine.cache.session_file import Session
@@ -42,6 +43,9 @@ from hybridrt.engine.core.load_engine import load_engine, read_tokenizer
 from hybridrt.engine.replicas.replicated_engine import ReplicatedEngine
 from hybridrt.engine.request.intake import PreparedPrompt, Prompt, check_client, text_or_ids
 from hybridrt.engine.request.outputs import Delta, DeltaQueue, RequestOutput, whole_output
+from hybridrt.engine.request.spans import cache_ids
+from hybridrt.engine.text.tokenizer import HFTokenizer
+from hybridrt.images.reader import image_reader
 from hybridrt.mem_cache.prefix_tree.cache_events import EVENTS, CacheSubscription
 from hybridrt.parallel.tensor_parallel import TensorParallelExecutor, check_world
 from hybridrt.runtime.load.build import load_target
@@ -99,6 +103,7 @@ class LLM:
         cuda_graph_prompts: bool = True,
         overlap: bool = True,
         speculative: SpeculativeConfig | None = None,
+        images: bool = True,
         tp_size: int = 1,
         expert_parallel: bool = False,
         dp_size: int = 1,
@@ -106,6 +111,7 @@ class LLM:
         prefix_cache: bool = True,
         cache_slots: int | None = None,
         host_cache_bytes: int = 0,
+        encoder_cache_tokens: int = 16384,
         request_log: str | None = None,
         audit_hits: float = 0.0,
         seed: int = 0,
@@ -130,7 +136,9 @@ class LLM:
             self._engine, self.model_config, path = loaded.engine, runner.model_config, runner.model_path
             self.plan, self.device = runner.memory_plan, runner.device
         self.default_sampling_params = default_sampling_params(path)
-        self.chats = Chats(self.tokenizer)
+        hf = self.tokenizer.hf if isinstance(self.tokenizer, HFTokenizer) else None
+        self.image_reader = image_reader(Path(path), self.model_config.vision, hf)
+        self.chats = Chats(self.tokenizer, self.image_reader)
 
     def _load_replicas(self) -> Path:
         config = self.config
@@ -182,8 +190,8 @@ class LLM:
 
         Args:
             prompts: one prompt or several, of any kinds: each a string, token ids (a list, a tuple, or a 1-D integer
-                array of numpy or torch), {"prompt": text} or {"prompt_token_ids": ids}. What `Engine.prepare`
-                has returned stays as it is, with its own parameters.
+                array of numpy or torch), {"prompt": text}, {"prompt": text, "images": [...]} or
+                {"prompt_token_ids": ids}. What `Engine.prepare` has returned stays as it is, with its own parameters.
             sampling_params: for all prompts, or one each; None is `default_sampling_params`.
             client: for whom they are: with `target_itl_ms`, clients share prompt computation fairly.
 
@@ -199,7 +207,7 @@ class LLM:
             refuse("generate", name, CALLS, ("prompts", "sampling_params", "client"))
         check_client(client)
         params = self.default_sampling_params if sampling_params is None else sampling_params
-        batch = self.engine.intake.prepare_all(prompts, params)
+        batch = self.engine.intake.prepare_all(self.with_spans(prompts), params)
         ids, ended = self._run(batch, client)
         return [
             whole_output(request_id, prepared.tokens, prepared.params.n, ended)
@@ -259,7 +267,7 @@ class LLM:
             RequestError, EngineError: as `generate`.
         """
         check_dimensions(dimensions, self.model_config.hidden_size)
-        batch = self.engine.intake.prepare_all(prompts, pooling_params(pooling))
+        batch = self.engine.intake.prepare_all(self.with_spans(prompts), pooling_params(pooling))
         ids, ended = self._run(batch)
         sums = [(ended[request_id, 0].pooled, len(p.tokens)) for request_id, p in zip(ids, batch, strict=True)]
         return np.stack([embedding(*each, pooling, dimensions=dimensions, normalize=normalize) for each in sums])
@@ -278,7 +286,12 @@ class LLM:
         """
         params = self.default_sampling_params if sampling_params is None else sampling_params
         check_client(client)
-        return self._stream(self.engine.prepare(prompt, params), client)
+        return self._stream(self.engine.prepare(self.with_spans(prompt), params), client)
+
+    def with_spans(self, prompts: Any) -> Any:
+        """One prompt or several, those with images as token ids and spans. Others stay as they are.
+        RequestError: an image cannot be taken."""
+        return read_images(prompts, self.image_reader, self.tokenizer, self.plan.max_model_len - 1)
 
     def chat(
         self,
@@ -403,11 +416,15 @@ class LLM:
             SessionError: nothing of it is cached, `path` is no path, or the note is invalid.
             OSError: the file cannot be written.
         """
-        file, content = as_path("path", path, SessionError), text_or_ids(prompt)
+        given = self.with_spans(prompt)
+        file = as_path("path", path, SessionError)
+        content: Any = text_or_ids(given)
         if not isinstance(content, str):
             content = content[: self.plan.max_model_len - 1]  # the last token is never computed
+        if isinstance(given, Mapping) and given.get("spans"):
+            content = {**given, "prompt_token_ids": content}
         prepared = self.engine.prepare(content, SamplingParams(max_tokens=1, cache_salt=cache_salt))
-        tokens = np.array(prepared.tokens, np.int32)
+        tokens = cache_ids(prepared.tokens, prepared.spans)
         with undisturbed():
             return self.engine.sessions.save(file, tokens, self.engine.cache_key(prepared.params), note)
 
@@ -457,6 +474,8 @@ class LLM:
             try:
                 if engine is not None and engine.turns.in_own_process:
                     engine.intake.compiler.close()
+                    if self.image_reader is not None:
+                        self.image_reader.close()
                     with engine.turns:
                         engine.abort_all()
                         engine.finish_launched()

@@ -396,7 +396,8 @@ class CacheCoordinator:
         assert request.row is not None
         row, state_slot = request.row.index, request.state_slot.index if request.state_slot else NO_SLOT
         settings = request.params, request.seed, request.rules
-        plan.admissions.append(Admission.from_prompt(row, state_slot, request.prompt, *settings, request.output))
+        known = request.output, request.mrope_delta
+        plan.admissions.append(Admission.from_prompt(row, state_slot, request.prompt, *settings, *known))
         sets = page_numbers(request.pages.sets)
         if len(sets):
             first = min(request.pages.starts)

@@ -11,6 +11,7 @@ import msgspec
 from hybridrt.base.errors import CacheDumpError
 from hybridrt.base.files import read_bytes
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
+from hybridrt.engine.request.spans import without_keys
 from hybridrt.mem_cache.prefix_tree.cache_key import DEFAULT_KEY
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_node import Node
@@ -103,7 +104,7 @@ def _dumped_nodes(tree: RadixCache, decode: Callable[[Sequence[int]], str] | Non
 
 
 def _dumped(node: Node, parent: int, salt: int, decode: Callable[[Sequence[int]], str] | None) -> DumpedNode:
-    text = None if decode is None else decode(node.tokens.tolist())
+    text = None if decode is None else decode(without_keys(node.tokens).tolist())
     return DumpedNode(
         parent, node.start, node.end, len(node.pages), node.state is not None, node.tail is not None, node.readers,
         node.used, salt, text,

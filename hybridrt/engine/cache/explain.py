@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hybridrt.engine.cache.request_log import LoggedCache, LoggedRequest, LostEntries
+from hybridrt.engine.request.spans import KEY_BIT
 from hybridrt.mem_cache.prefix_tree.prefix_cache import HELPS
 from hybridrt.mem_cache.prefix_tree.texts import in_common
 
@@ -69,7 +70,7 @@ class _Text:
 def explain(cache: LoggedCache, lines: Sequence[LoggedRequest | LostEntries]) -> Iterator[Explanation]:
     """Of each request that was started, in the order of their ends."""
     requests = [line for line in lines if isinstance(line, LoggedRequest)]
-    texts = [(each, np.array([*each.prompt, *each.answer], np.int32)) for each in requests]
+    texts = [(each, np.array([*each.prompt, *each.answer], np.int64)) for each in requests]
     pieces = {token: text for each in requests for token, text in each.pieces.items()}
     for place, line in enumerate(lines):
         if isinstance(line, LoggedRequest) and line.admitted is not None:
@@ -89,7 +90,7 @@ class _Case:
         pieces: dict[int, str],
     ) -> None:
         self._cache, self._line, self._lost, self._pieces = cache, line, lost, pieces
-        self._prompt = np.array(line.prompt, np.int32)
+        self._prompt = np.array(line.prompt, np.int64)
         admitted = line.admitted or 0.0
         self._texts = [
             _Text(each, tokens, self._common(tokens)) for each, tokens in texts
@@ -122,14 +123,14 @@ class _Case:
         if known < self._cache.grid:
             return "too_short"
         for lost in reversed(self._lost):
-            shared = self._common(np.array(lost.tokens, np.int32))
+            shared = self._common(np.array(lost.tokens, np.int64))
             if any(self._line.cached < place <= min(shared, known) for place in lost.states):
                 return _STATES.get(lost.why, lost.why)
         return "no_state"
 
     def _lost_by(self, token: int, otherwise: str) -> str:
         """Why the entries after a token of the prompt were lost."""
-        gone = (lost for lost in reversed(self._lost) if self._common(np.array(lost.tokens, np.int32)) > token)
+        gone = (lost for lost in reversed(self._lost) if self._common(np.array(lost.tokens, np.int64)) > token)
         return next((lost.why for lost in gone if lost.pages or lost.states), otherwise)
 
     def _by_text(self) -> tuple[str, int, int]:
@@ -178,9 +179,13 @@ class _Case:
 
     def _same_text(self, ours: np.ndarray, theirs: np.ndarray) -> bool:
         """Whether different tokens are the same text."""
-        first, second = ([self._pieces.get(token, "") for token in ids[:32].tolist()] for ids in (ours, theirs))
+        first, second = ([self._piece(token) for token in ids[:32].tolist()] for ids in (ours, theirs))
         most = max(len(first[0]), len(second[0]))
         return most > 0 and "".join(first)[:most] == "".join(second)[:most]
+
+    def _piece(self, token: int) -> str:
+        """Of an image's token something that no other one has."""
+        return self._pieces.get(token, "") if token < KEY_BIT else f"<{token}>"
 
     def _common(self, tokens: np.ndarray) -> int:
         return in_common(tokens, self._prompt[:-1])

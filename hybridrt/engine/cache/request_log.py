@@ -22,7 +22,7 @@ from hybridrt.mem_cache.prefix_tree.prefix_cache import MissReason
 MAX_BYTES = 1 << 30  # of a file
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Skips = Literal["", "prompt_logprobs", "pooling"]
-Tokens = list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]
+Tokens = list[Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]]  # ids of the prefix cache
 log = logging.getLogger("hybridrt.cache")
 
 
@@ -104,7 +104,8 @@ class RequestLog:
         skips: Skips = "pooling" if params.pooling == "mean" else ""
         skips = skips if params.prompt_logprobs is None else "prompt_logprobs"
         line = LoggedRequest(
-            request.request_id, self._number(request.cache_key), request.prompt, request.output,
+            request.request_id, self._number(request.cache_key),
+            request.prompt_ids.tolist() if request.spans else request.prompt, request.output,
             metrics.admission_time, metrics.finish_time or 0.0, metrics.cached_tokens, request.error is not None,
             skips, pieces=self._new_pieces(request),
         )  # fmt: skip

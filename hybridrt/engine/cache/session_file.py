@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from hybridrt.base.errors import SessionError, is_text, shown
 from hybridrt.base.files import SESSION_HEADER_BYTES
 from hybridrt.base.files_safetensors import DamagedFileError, TensorFile
+from hybridrt.engine.request.spans import without_keys
 from hybridrt.mem_cache.pools.mamba_pool import Shapes
 from hybridrt.runtime.load.state_identity import Identity, first_difference
 from hybridrt.runtime.run.prefix_copy import Tensors
@@ -58,7 +59,7 @@ class CachedPrefix:
     """The cached part of a text, copied to main memory.
 
     Attributes:
-        tokens: [n] int32 token ids.
+        tokens: [n] ids of the prefix cache, int32, with images int64.
         positions: numbers of tokens that have a recurrent state after them, in order.
         tensors: as hybridrt.runtime.run.prefix_copy.prefix_shapes says.
     """
@@ -87,7 +88,7 @@ def write_session(path: Path, prefix: CachedPrefix, identity: Identity, note: st
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise SessionError(f"{path} is not a regular file, and is not replaced; choose another name")
     tensors = {
-        TOKENS: torch.from_numpy(prefix.tokens.astype(np.int32)),
+        TOKENS: torch.from_numpy(prefix.tokens),
         POSITIONS: torch.tensor(prefix.positions, dtype=torch.int32),
         **{name: tensor.contiguous() for name, tensor in prefix.tensors.items()},
     }
@@ -135,7 +136,8 @@ class SessionReader:
             self._metadata = dict(self._file.metadata)
             self._check_identity()
             self.num_ranks = self._read_ranks()
-            self.num_tokens, self.num_states = self._length(TOKENS), self._length(POSITIONS)
+            # Ids of images' tokens have 64 bits.
+            self.num_tokens, self.num_states = self._length(TOKENS, "I32", "I64"), self._length(POSITIONS, "I32")
         except BaseException:
             self._file.close()
             raise
@@ -172,7 +174,7 @@ class SessionReader:
             raise SessionError(f"{self._path} is damaged: its contents do not match their checksum")
         note = self._note(found)
         tokens, positions = found.pop(TOKENS).numpy(), found.pop(POSITIONS).tolist()
-        if tokens.min() < 0 or tokens.max() >= vocab_size:
+        if tokens.min() < 0 or without_keys(tokens).max(initial=0) >= vocab_size:
             raise SessionError(f"{self._path} holds token ids outside the vocabulary of {vocab_size}")
         ordered = [0, *positions, self.num_tokens + 1]
         if any(a >= b for a, b in pairwise(ordered)):
@@ -213,10 +215,12 @@ class SessionReader:
             raise SessionError(f"{self._path} has {_RANKS} {shown(text)}; it must be a number from 1 to {_MOST_RANKS}")
         return ranks
 
-    def _length(self, name: str) -> int:
+    def _length(self, name: str, *dtypes: str) -> int:
         shape, dtype = self._described(name)
-        if len(shape) != 1 or dtype != "I32":
-            raise SessionError(f"{name} of {self._path} is {dtype} {list(shape)}; it must be a list of I32")
+        if len(shape) != 1 or dtype not in dtypes:
+            raise SessionError(
+                f"{name} of {self._path} is {dtype} {list(shape)}; it must be a list of {' or '.join(dtypes)}"
+            )
         return shape[0]
 
     def _check_shapes(self, shapes: Shapes) -> None:

@@ -14,6 +14,7 @@ from hybridrt.engine.cache.adoption import adopt, take_room
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.cache.session_file import MAX_TENSORS, CachedPrefix, Session, SessionReader, write_session
 from hybridrt.engine.cache.session_key import session_key
+from hybridrt.engine.request.spans import with_placeholders
 from hybridrt.mem_cache.pools.mamba_pool import Shapes
 from hybridrt.mem_cache.pools.page_groups import GroupPages, PageSets, no_sets, pages_of
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
@@ -44,7 +45,7 @@ class Sessions:
         self._identity: Identity | None = None
 
     def save(self, path: Path, tokens: np.ndarray, key: CacheKey, note: str) -> Session:
-        """Writes the longest cached prefix of a text [n] int32 with this key.
+        """Writes the longest cached prefix of a text [n] (`cache_ids`) with this key.
 
         Raises:
             SessionError: nothing of it is cached, or the note is no text or too long. There is no
@@ -55,7 +56,7 @@ class Sessions:
         with self._turns:
             prefix = self._read(tokens, key)
         write_session(path, prefix, identity, note, session_key(), self._runner().target.tp.size)
-        return Session(prefix.tokens.tolist(), note, key.salt)
+        return Session(with_placeholders(prefix.tokens, self._runner().model_config), note, key.salt)
 
     def load(self, path: Path, key: CacheKey, trusted: bool) -> Session:
         """Puts a file of `save`, of this or another process, into the prefix cache.
@@ -83,7 +84,7 @@ class Sessions:
                 key = key._replace(salt=reader.own_salt)
         with self._turns:
             self._write(prefix, key)
-        return Session(prefix.tokens.tolist(), note, key.salt)
+        return Session(with_placeholders(prefix.tokens, runner.model_config), note, key.salt)
 
     def _runner(self) -> ModelRunner:
         executor = self._executor

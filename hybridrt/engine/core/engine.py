@@ -16,9 +16,11 @@ from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.base.turns import Change, Turns, weakly
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.cache.cache_dump import CacheDump, cache_dump
+from hybridrt.engine.cache.embedding_cache import EmbeddingCache
 from hybridrt.engine.cache.request_log import RequestLog
 from hybridrt.engine.cache.sessions import Sessions
 from hybridrt.engine.core.audits import Audits
+from hybridrt.engine.core.encoder_tasks import EncoderTasks
 from hybridrt.engine.core.fold_counts import FoldCounts
 from hybridrt.engine.core.grammar_masks import step_masks
 from hybridrt.engine.core.hit_audit import EXACT_TOLERANCE, LOGPROBS, TOLERANCE, HitAudit
@@ -30,6 +32,7 @@ from hybridrt.engine.grammar.grammar_compiler import GrammarCompiler
 from hybridrt.engine.request.intake import EngineLimits, Intake, PreparedPrompt, Prompt, check_arrived, check_submission
 from hybridrt.engine.request.outputs import Abandonment, Delta, DeltaQueue, EngineCounters
 from hybridrt.engine.request.sample_request import Request, derive_seed, new_samples
+from hybridrt.engine.request.spans import span_limits
 from hybridrt.engine.text.tokenizer import Tokenizer
 from hybridrt.mem_cache.prefix_tree.cache_events import CacheSubscription
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
@@ -64,6 +67,7 @@ class Engine:
             sample 0 gets s itself.
         drafter: proposes drafts for speculative decoding.
         target: decides how long steps may take and which prompts they compute.
+        encoder: plans the tasks of an encoder; None: requests have no spans.
 
     Attributes:
         intake: checks prompts and parameters before they are queued.
@@ -86,13 +90,14 @@ class Engine:
         seed: int = 0,
         drafter: Drafter | None = None,
         target: TrafficPolicy | None = None,
+        encoder: EncoderTasks | None = None,
     ) -> None:
         self.executor = executor
         self._coordinator, self.prefixes = coordinator, coordinator.prefixes
         compiler = GrammarCompiler(tokenizer, limits.vocab_size, limits.eos_token_ids)
         self.intake = Intake(limits, tokenizer, compiler, coordinator.check_fits)
         self.target, self.drafter = target, drafter
-        self._scheduler = Scheduler(coordinator, limits.chunked_prefill_size, drafter, target)
+        self._scheduler = Scheduler(coordinator, limits.chunked_prefill_size, drafter, target, encoder)
         self._max_in_flight = 1 if overlap else 0
         self._seed = seed
         self._num_requests = 0
@@ -123,7 +128,13 @@ class Engine:
         """
         plan, model = runner.memory_plan, runner.model_config
         chunk = config.chunked_prefill_size
-        limits = EngineLimits(model.vocab_size, plan.max_model_len, chunk, model.eos_token_ids, model.image_tokens)
+        spans = span_limits(config, model)
+        limits = EngineLimits(
+            model.vocab_size, plan.max_model_len, chunk, model.eos_token_ids, model.image_tokens, spans, model.mrope
+        )
+        encoder = None
+        if spans is not None:
+            encoder = EncoderTasks(EmbeddingCache(spans.most_tokens), runner.encoded, model.mrope)
         overlap = config.overlap and runner.device.type == "cuda" if overlap is None else overlap
         drafter = make_drafter(runner, split.draft if split else None) if config.speculative else None
         # A prediction head's KV depends on the next token.
@@ -134,7 +145,7 @@ class Engine:
         buckets = runner.prompt_graphs.captured if runner.prompt_graphs else ()
         engine = cls(
             split or runner, coordinator, limits, tokenizer, overlap=overlap, seed=config.seed, drafter=drafter,
-            target=TrafficPolicy.from_config(config, runner.device, buckets),
+            target=TrafficPolicy.from_config(config, runner.device, buckets), encoder=encoder,
         )  # fmt: skip
         if config.request_log is not None:
             decode = None if tokenizer is None else partial(_piece, tokenizer)
@@ -264,6 +275,7 @@ class Engine:
                         self._samples.totals.count_launch(scheduled.plan)
                     except Exception as e:
                         self._coordinator.failed()
+                        self._scheduler.failed()
                         self._samples.fail_step(scheduled, e)
             if scheduled is None and not self._launched and self._samples.any_queued():
                 if self._coordinator.fetches:
@@ -402,6 +414,7 @@ class Engine:
             cached_slots=pools.slots.num_cached - pools.slots.num_locked,
             cached_pages=pools.pages.num_cached - pools.pages.num_locked,
             **(self.audits.chosen.counters() if self.audits else {}),
+            **({} if scheduler.encoder is None else scheduler.encoder.counters()),
             step_cost_error=self.target.cost.error if self.target else None,
             **pools.prefixes.counters(),
         )

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 from hybridrt.engine.cache.prefix_store import PrefixStore
 from hybridrt.engine.request.sample_request import Request
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
@@ -125,4 +127,4 @@ class Followers:
     def _key(request: Request) -> tuple[CacheKey, bytes] | None:
         if len(request.prompt) <= LEAST_SHARED:
             return None
-        return request.cache_key, request.prompt_ids[:LEAST_SHARED].tobytes()
+        return request.cache_key, request.prompt_ids[:LEAST_SHARED].astype(np.int64).tobytes()

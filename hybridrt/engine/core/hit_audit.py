@@ -74,6 +74,8 @@ class HitAudit:
         cached = request.metrics.cached_tokens
         if not cached or request.audits or request.error is not None:
             return
+        if request.spans and request.spans[0].start <= cached:
+            return  # an audit has no images
         self._hits += 1
         if derive_seed(self._seed, self._hits) < self.fraction * 2**63:
             self._waiting.append(Hit(request.tokens[: cached + 1], request.cache_key))

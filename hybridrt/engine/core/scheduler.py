@@ -7,9 +7,11 @@ from itertools import chain, compress, repeat
 import numpy as np
 
 from hybridrt.base.errors import EngineError
+from hybridrt.base.spans import mrope_positions
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.core.client_queues import ClientQueues, PromptOrder
 from hybridrt.engine.core.draft_rows import needs_tokens, propose_drafts
+from hybridrt.engine.core.encoder_tasks import EncoderTasks
 from hybridrt.engine.core.followers import Followers
 from hybridrt.engine.core.step_cost import ChunkBudget, PromptWork
 from hybridrt.engine.core.traffic_policy import PASSING_SHARE, TrafficPolicy
@@ -84,6 +86,7 @@ class Scheduler:
         drafter: proposes drafts; a step then waits for the tokens that they follow, and all rows
             decode together.
         policy: decides how long steps may take and which prompts they compute.
+        encoder: plans the tasks of an encoder; None: requests have no spans.
 
     Attributes:
         queues: waiting requests that may be started.
@@ -95,7 +98,9 @@ class Scheduler:
         chunked_prefill_size: int,
         drafter: Drafter | None = None,
         policy: TrafficPolicy | None = None,
+        encoder: EncoderTasks | None = None,
     ) -> None:
+        self.encoder = encoder
         self.queues = ClientQueues(policy)
         self.running: dict[int, Request] = {}  # requests by arrival, in order of admission
         self.num_retractions = 0
@@ -282,7 +287,13 @@ class Scheduler:
             else:
                 self._queue(request, self._coordinator.prefixes.match(request).length)
 
+    def failed(self) -> None:
+        """A launch failed. It is unknown which of its encoder tasks run."""
+        if self.encoder is not None:
+            self.encoder.cache.clear()
+
     def clear(self) -> None:
+        self.failed()
         self.queues.clear()
         self._followers.clear()
         self._aside.clear()
@@ -293,6 +304,8 @@ class Scheduler:
     def _stop_running(self, request: Request) -> None:
         del self.running[request.arrival]
         self._order = None
+        if request.spans and self.encoder is not None:
+            self.encoder.forget(request)
         if not request.shared:
             self._aside += self._followers.end_leader(request)
         if self._drafter is not None:
@@ -384,6 +397,8 @@ class Scheduler:
     def _schedule_prefill(self, step: ScheduledStep, prefilling: Iterable[Request]) -> None:
         """Also admits waiting requests, unless a decode row found no page: then none is free."""
         admitted = [request for request in prefilling if request.row is not None]  # others were just retracted
+        if self.encoder is not None:
+            self.encoder.begin_step()
         self._uncomputed = _uncomputed(admitted)
         budget = self._budget(step.plan.decode)
         order = PromptOrder(self.queues, self._followers, admitted, int(PASSING_SHARE * budget.room()))
@@ -429,6 +444,8 @@ class Scheduler:
         start = request.computed
         most = AUDIT_CHUNK if request.audits else request.prefill_end
         end = min(start + min(budget.room(start), most), request.prefill_end)
+        if request.spans and self.encoder is not None:
+            end = self.encoder.chunk_end(request, start, end, step.plan)
         end = self._coordinator.prefixes.chunk_end(request, start, end)
         end = self._coordinator.use_spare_pages(request, end, step.plan)
         if end <= start:
@@ -443,9 +460,16 @@ class Scheduler:
         state = request.prefix.state
         read_state_slot = state.index if state is not None and start == request.prefix.length else OWN_SLOT
         saves = self._coordinator.prefixes.save(request, start, end)
+        embeddings = mrope = None
+        if request.spans and self.encoder is not None:
+            embeddings = self.encoder.take_rows(request, start, end, step.plan)
+            mrope = mrope_positions(request.spans, start, end) if self.encoder.mrope else None
         step.plan.extend.append(
-            ExtendRow(row, start, tokens[start:end], len(request.output), last, following, read_state_slot, saves)
-        )
+            ExtendRow(
+                row, start, tokens[start:end], len(request.output), last, following, read_state_slot, saves, embeddings,
+                mrope,
+            )
+        )  # fmt: skip
         step.rows.append((request, int(last)))
         step.most += last
         if last and request.export_to is not None:

@@ -22,6 +22,7 @@ from hybridrt.engine.replicas.start import ReplicaLink, Replicas, as_error
 from hybridrt.engine.request.intake import EngineLimits, Intake, PreparedPrompt, Prompt, check_submission
 from hybridrt.engine.request.outputs import Abandonment, Delta, DeltaQueue, EngineCounters, RequestMetrics
 from hybridrt.engine.request.sample_request import derive_seed
+from hybridrt.engine.request.spans import span_limits
 from hybridrt.engine.text.tokenizer import Tokenizer
 from hybridrt.fleet.placement import Placed, Placement, Replica
 from hybridrt.fleet.prefix_mirror import PrefixMirror, names_of
@@ -95,7 +96,7 @@ class ReplicatedEngine:
         self.plan = _together(smallest, plans)
         limits = EngineLimits(
             model.vocab_size, smallest.max_model_len, config.chunked_prefill_size, model.eos_token_ids,
-            model.image_tokens,
+            model.image_tokens, span_limits(config, model), model.mrope,
         )  # fmt: skip
         compiler = GrammarCompiler(tokenizer, limits.vocab_size, limits.eos_token_ids)
         fits = CacheCoordinator.from_plan(smallest, lambda ticket: True).check_fits

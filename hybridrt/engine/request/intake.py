@@ -12,8 +12,10 @@ import torch
 
 from hybridrt.base.errors import PromptTooLongError, RequestError, is_text, shown
 from hybridrt.base.sampling_params import SamplingParams, is_number
+from hybridrt.base.spans import Span, mrope_delta
 from hybridrt.engine.grammar.grammar_compiler import GrammarCompiler
 from hybridrt.engine.grammar.matcher import Matcher
+from hybridrt.engine.request.spans import SpanLimits, check_spans
 from hybridrt.engine.text.stop_strings import StopStrings
 from hybridrt.engine.text.tokenizer import Tokenizer, encode_prompt
 from hybridrt.kernels.sampling.token_rules import TokenRules
@@ -35,10 +37,23 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: TokenIds
 
 
-Prompt = str | TokenIds | TextPrompt | TokensPrompt
+class SpansPrompt(TokensPrompt):
+    """Token ids, and the spans of those that take their embeddings from an encoder."""
+
+    spans: Sequence[Span]
+
+
+class ImagesPrompt(TextPrompt):
+    """Text with a placeholder for each of its images: see hybridrt/images/source.py for these.
+    `LLM` makes a SpansPrompt of it."""
+
+    images: Sequence[Any]
+
+
+Prompt = str | TokenIds | TextPrompt | TokensPrompt | SpansPrompt | ImagesPrompt
 ACCEPTED = (
-    'a prompt is a string, token ids (a list, a tuple, or a 1-D integer array of numpy or torch), {"prompt": text} or '
-    '{"prompt_token_ids": ids}'
+    'a prompt is a string, token ids (a list, a tuple, or a 1-D integer array of numpy or torch), {"prompt": text}, '
+    '{"prompt": text, "images": [...]} or {"prompt_token_ids": ids}'
 )
 Ids = Sequence[Any] | npt.NDArray[Any] | torch.Tensor
 
@@ -92,7 +107,8 @@ def _is_token_id(value: object) -> bool:
 def _only_value(prompt: Mapping[Any, Any]) -> object:
     if list(prompt) == ["prompt"] and isinstance(prompt["prompt"], str):
         return prompt["prompt"]
-    if list(prompt) == ["prompt_token_ids"] and not isinstance(prompt["prompt_token_ids"], (str, Mapping)):
+    named = [name for name in prompt if name != "spans"]
+    if named == ["prompt_token_ids"] and not isinstance(prompt["prompt_token_ids"], (str, Mapping)):
         return prompt["prompt_token_ids"]
     held = ", ".join(f"{shown(key)}: {_kind(value)}" for key, value in list(prompt.items())[:4])
     raise RequestError(f"the prompt is a dictionary with {{{held}}}; {ACCEPTED}", "prompt")
@@ -141,6 +157,8 @@ class PreparedPrompt:
         matcher: follows `structured_outputs`, before the first token; None without. Each sample
             gets a copy.
         stop: finds `params.stop`; None without. Samples share it.
+        spans: tokens that take their embeddings from an encoder.
+        mrope_delta: position of a generated token, less its index.
     """
 
     tokens: list[int]
@@ -151,11 +169,14 @@ class PreparedPrompt:
     boundaries: tuple[int, ...] = ()
     matcher: Matcher | None = None
     stop: StopStrings | None = None
+    spans: tuple[Span, ...] = ()
+    mrope_delta: int = 0
 
     @property
     def may_travel(self) -> bool:
         """All of the prompt except its last token may be computed elsewhere."""
-        return len(self.tokens) > 1 and self.params.prompt_logprobs is None and self.params.pooling is None
+        plain = self.params.prompt_logprobs is None and self.params.pooling is None and not self.spans
+        return len(self.tokens) > 1 and plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +205,8 @@ class EngineLimits:
         chunked_prefill_size: tokens of one step.
         eos_token_ids: end a request unless it says `ignore_eos`.
         image_tokens: those of ModelConfig.
+        spans: the spans that requests may have; None: no encoder runs.
+        mrope: tokens of spans have positions on three axes.
     """
 
     vocab_size: int
@@ -191,6 +214,8 @@ class EngineLimits:
     chunked_prefill_size: int
     eos_token_ids: Sequence[int] = ()
     image_tokens: Mapping[int, str] = field(default_factory=dict)
+    spans: SpanLimits | None = None
+    mrope: bool = False
 
     def check_length(self, num_tokens: int) -> None:
         longest = self.max_model_len - 1
@@ -236,7 +261,9 @@ class Intake:
         """
         if not isinstance(params, SamplingParams):
             raise _no_params(params)
-        tokens = self._tokens(prompt, params)
+        given = prompt.get("spans") if isinstance(prompt, Mapping) else None
+        tokens = self._tokens(prompt, params, placeholders=bool(given))
+        spans = check_spans(given, tokens, self.limits.spans) if given else ()
         known = Known() if known is None else known
         if known.params is not params:
             known.params, known.made = params, self._of_model(params)
@@ -250,9 +277,14 @@ class Intake:
         if made.rules is not None:
             _check_first(params, made.rules, matcher)
         self.check_fits(max_len)
-        return PreparedPrompt(tokens, params, max_len, made.stop_ids, made.rules, matcher=matcher, stop=made.stop)
+        delta = mrope_delta(spans) if self.limits.mrope else 0
+        return PreparedPrompt(
+            tokens, params, max_len, made.stop_ids, made.rules, matcher=matcher, stop=made.stop, spans=spans,
+            mrope_delta=delta,
+        )  # fmt: skip
 
-    def _tokens(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+    def _tokens(self, prompt: Prompt, params: SamplingParams, placeholders: bool) -> list[int]:
+        """`placeholders`: tokens of images are allowed; `check_spans` follows."""
         limits = self.limits
         self._check_params(params)
         tokens = self._encode(prompt, params)
@@ -263,14 +295,23 @@ class Intake:
             raise RequestError(
                 f"token id {shown(bad)} is outside the vocabulary; valid ids are 0 to {limits.vocab_size - 1}", "prompt"
             )
-        if limits.image_tokens and (held := limits.image_tokens.keys() & set(tokens)):
-            raise RequestError(
-                f"the prompt holds token {min(held)} ({limits.image_tokens[min(held)]}), which stands for an image or "
-                "a video; hybridrt runs the text part of this model alone: leave images out",
-                "prompt",
-            )
+        if limits.image_tokens:
+            self._check_placeholders(tokens, placeholders)
         limits.check_length(len(tokens))
         return tokens
+
+    def _check_placeholders(self, tokens: list[int], allowed: bool) -> None:
+        limits, own = self.limits, set[int]()
+        if allowed and limits.spans is not None:
+            own = {limits.spans.token}
+        held = (limits.image_tokens.keys() & set(tokens)) - own
+        if not held:
+            return
+        named = f"{min(held)} ({limits.image_tokens[min(held)]})"
+        what = f"the prompt holds token {named}, which stands for an image or a video"
+        if limits.spans is None:
+            raise RequestError(f"{what}; hybridrt runs the text part of this model alone: leave images out", "prompt")
+        raise RequestError(f"{what}; pass images with the prompt, and let hybridrt write their tokens", "prompt")
 
     def _of_model(self, params: SamplingParams) -> ModelParams:
         limits = self.limits
@@ -339,6 +380,12 @@ class Intake:
         if kept is not None:
             kept = self.limits.max_model_len - 1 if kept < 0 else kept
         if not isinstance(content, str):
+            if kept is not None and kept < len(content) and isinstance(prompt, Mapping) and prompt.get("spans"):
+                raise RequestError(
+                    f"truncate_prompt_tokens would cut a prompt of {len(content)} tokens with images to {kept}: leave "
+                    "it out",
+                    "truncate_prompt_tokens",
+                )
             content = content if kept is None else content[-kept:]
             self.limits.check_length(len(content))
             return token_ids(content)

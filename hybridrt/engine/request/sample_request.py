@@ -10,9 +10,11 @@ import numpy as np
 
 from hybridrt.base.errors import EngineError, NoTokenLeftError, RequestError
 from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.base.spans import Span
 from hybridrt.engine.grammar.matcher import Matcher
 from hybridrt.engine.request.intake import PreparedPrompt
 from hybridrt.engine.request.outputs import Delta, DeltaQueue, FinishReason, RequestMetrics
+from hybridrt.engine.request.spans import cache_ids
 from hybridrt.engine.text.tokenizer import Detokenizer, Tokenizer
 from hybridrt.kernels.sampling.token_rules import TokenRules
 from hybridrt.mem_cache.pools.entries import Handle
@@ -99,7 +101,8 @@ class Request:
         told: tokens that are in deltas already.
         decoded: tokens that the detokenizer has read.
         queue: its reader's queue, while there is one.
-        prompt_ids: `prompt` as [n] int32, one array for all samples.
+        prompt_ids: `prompt` for the prefix cache (`cache_ids`), one array for all samples.
+        mrope_delta: position of a generated token, less its index.
         row, state_slot, pages, prefix: lent by the cache coordinator; see there.
         saves: slots with states of its prompt, by the number of tokens, and then of its answer
             (hybridrt.engine.cache.answer_states); save_at: where its prompt leaves such states;
@@ -139,6 +142,8 @@ class Request:
     stop_ids: frozenset[int]
     metrics: RequestMetrics
     cache_key: CacheKey = DEFAULT_KEY
+    spans: Sequence[Span] = ()
+    mrope_delta: int = 0
     rules: TokenRules | None = None
     matcher: Matcher | None = None
     stream: bool = True
@@ -185,7 +190,7 @@ class Request:
 
     @property
     def ids(self) -> np.ndarray:
-        """`tokens` as [n] int32."""
+        """`tokens` for the prefix cache."""
         return np.concatenate((self.prompt_ids, int32s(self.output))) if self.output else self.prompt_ids
 
     @property
@@ -343,7 +348,7 @@ def new_samples(
     tokenizer: Tokenizer | None,
 ) -> list[Request]:
     """The `n` samples of a prompt. Only the first gets the log-probabilities of the prompt."""
-    tokens, params, ids = prepared.tokens, prepared.params, np.array(prepared.tokens, np.int32)
+    tokens, params, ids = prepared.tokens, prepared.params, cache_ids(prepared.tokens, prepared.spans)
     others = params if params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
     samples = [
         Request(
@@ -357,6 +362,8 @@ def new_samples(
             max_len=prepared.max_len,
             stop_ids=prepared.stop_ids,
             cache_key=key,
+            spans=prepared.spans,
+            mrope_delta=prepared.mrope_delta,
             rules=prepared.rules,
             boundaries=prepared.boundaries,
             matcher=None if prepared.matcher is None else prepared.matcher.copy(),

@@ -288,9 +288,18 @@ def _attention_with_sinks(
     return (weights @ values.float()).to(query.dtype)
 
 
-def rotations(cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [T, 1, rot / 2] at `positions` [T], equal in all layers of a table."""
-    cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+def rotations(rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [T, 1, rot / 2] at `positions` [T] or [3, T], equal in all layers of a
+    table."""
+    found = rope.cos_sin.index_select(0, positions.flatten())
+    if positions.dim() == 2:
+        half = torch.arange(rope.cos_sin.shape[1] // 2, device=found.device)
+        axes = torch.zeros_like(half)
+        for axis in (1, 2):
+            axes[(half % 3 == axis) & (half < 3 * rope.sections[axis])] = axis
+        by_axis = found.view(*positions.shape, -1)
+        found = by_axis.gather(0, axes.repeat(2).expand(1, *by_axis.shape[1:]))[0]
+    cos, sin = found.unsqueeze(1).chunk(2, dim=-1)
     return cos, sin
 
 
@@ -314,10 +323,11 @@ def qk_norm_rotary(q: Tensor, k: Tensor, positions: Tensor, rope: Rope) -> tuple
     """Normalizes q and k per head if there are weights (Qwen3-Next), then rotates the first `rot`
     dims by position.
 
-    q `[T, Hq, D]`, k `[T, Hkv, D]` (strided views are fine), positions `[T]` int32 or int64.
+    q `[T, Hq, D]`, k `[T, Hkv, D]` (strided views are fine), positions `[T]` or `[3, T]` int32 or
+    int64: `Rope.sections` says which axis turns a pair.
     Returns (q, k) in their dtypes: changed in place, or possibly views of one tensor.
     """
-    return rotate(q, k, rope, rotations(rope.cos_sin, positions))
+    return rotate(q, k, rope, rotations(rope, positions))
 
 
 @operation(By("triton", "hybridrt.kernels.attention.rotary_triton:rotary_write_kv_triton"))

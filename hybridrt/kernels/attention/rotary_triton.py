@@ -12,16 +12,16 @@ from hybridrt.kernels.state.conv_and_gates_triton import strides
 
 @triton.jit
 def _rotate(  # type: ignore[no-untyped-def]
-    x_ptr, x_strides: tl.constexpr, out_ptr, out_strides: tl.constexpr, slots_ptr, positions_ptr, cos_sin_ptr,
-    weight_ptr, eps, inverse, first, tokens,
+    x_ptr, x_strides: tl.constexpr, out_ptr, out_strides: tl.constexpr, slots_ptr, positions_ptr, axis_stride,
+    cos_sin_ptr, weight_ptr, eps, inverse, first, tokens, SECTIONS: tl.constexpr,
     HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Normalizes and rotates BLOCK_R heads from `first`, counted through all tokens. A thread holds
     both halves of a pair, so out may be x.
     """
-    row = first + tl.arange(0, BLOCK_R)
-    t, h = row // HEADS, row % HEADS
+    line = first + tl.arange(0, BLOCK_R)
+    t, h = line // HEADS, line % HEADS
     live = t < tokens
     place, kept = t, live
     if slots_ptr is not None:
@@ -31,7 +31,13 @@ def _rotate(  # type: ignore[no-untyped-def]
     out = out_ptr + (place.to(tl.int64) * out_strides[0] + h * out_strides[1])[:, None]
     i = tl.arange(0, BLOCK_HALF)[None, :]
     mask = live[:, None] & (i < HALF)
-    angles = cos_sin_ptr + (tl.load(positions_ptr + t, mask=live, other=0).to(tl.int64) * (2 * HALF))[:, None] + i
+    position = tl.load(positions_ptr + t, mask=live, other=0)[:, None]
+    if axis_stride is not None:  # time's; then the pairs of rows and of columns
+        row = tl.load(positions_ptr + axis_stride + t, mask=live, other=0)[:, None]
+        column = tl.load(positions_ptr + 2 * axis_stride + t, mask=live, other=0)[:, None]
+        position = tl.where((i % 3 == 1) & (i < 3 * SECTIONS[1]), row, position)
+        position = tl.where((i % 3 == 2) & (i < 3 * SECTIONS[2]), column, position)
+    angles = cos_sin_ptr + position.to(tl.int64) * (2 * HALF) + i
     cos, sin = tl.load(angles, mask=mask, other=0.0), tl.load(angles + HALF, mask=mask, other=0.0)
     begin(PDL)
     first_half = tl.load(x + i, mask=mask, other=0.0).to(tl.float32)
@@ -52,10 +58,10 @@ def _rotate(  # type: ignore[no-untyped-def]
     tl.store(out + j, as_stored(rest, inverse, dtype), mask=rest_mask)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "axis_stride"])
 def _rotary_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, positions_ptr, cos_sin_ptr, q_weight_ptr, k_weight_ptr,
-    k_cache_ptr, v_cache_ptr, slots_ptr, tokens, eps, k_inverse, v_inverse,
+    q_ptr, k_ptr, v_ptr, positions_ptr, axis_stride, cos_sin_ptr, q_weight_ptr, k_weight_ptr,
+    k_cache_ptr, v_cache_ptr, slots_ptr, tokens, eps, k_inverse, v_inverse, SECTIONS: tl.constexpr,
     q_strides: tl.constexpr, k_strides: tl.constexpr, v_strides: tl.constexpr,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
@@ -64,17 +70,18 @@ def _rotary_kernel(  # type: ignore[no-untyped-def]
     block = tl.program_id(0)
     q_blocks, kv_blocks = tl.cdiv(tokens * HQ, BLOCK_R), tl.cdiv(tokens * HKV, BLOCK_R)
     if block < q_blocks:
-        _rotate(q_ptr, q_strides, q_ptr, q_strides, None, positions_ptr, cos_sin_ptr, q_weight_ptr, eps,
-                None, block * BLOCK_R, tokens, HQ, D, HALF, PAGE, BLOCK_R, BLOCK_HALF, BLOCK_REST, PDL)  # fmt: skip
+        _rotate(q_ptr, q_strides, q_ptr, q_strides, None, positions_ptr, axis_stride, cos_sin_ptr, q_weight_ptr, eps,
+                None, block * BLOCK_R, tokens, SECTIONS, HQ, D, HALF, PAGE,
+                BLOCK_R, BLOCK_HALF, BLOCK_REST, PDL)  # fmt: skip
         return
     first = (block - q_blocks) * BLOCK_R
     if slots_ptr is None:
-        _rotate(k_ptr, k_strides, k_ptr, k_strides, None, positions_ptr, cos_sin_ptr, k_weight_ptr, eps,
-                None, first, tokens, HKV, D, HALF, PAGE, BLOCK_R, BLOCK_HALF, BLOCK_REST, PDL)  # fmt: skip
+        _rotate(k_ptr, k_strides, k_ptr, k_strides, None, positions_ptr, axis_stride, cos_sin_ptr, k_weight_ptr, eps,
+                None, first, tokens, SECTIONS, HKV, D, HALF, PAGE, BLOCK_R, BLOCK_HALF, BLOCK_REST, PDL)  # fmt: skip
     else:
         if block < q_blocks + kv_blocks:
-            _rotate(k_ptr, k_strides, k_cache_ptr, (HKV * D, D), slots_ptr, positions_ptr, cos_sin_ptr,
-                    k_weight_ptr, eps, k_inverse, first, tokens, HKV, D, HALF, PAGE,
+            _rotate(k_ptr, k_strides, k_cache_ptr, (HKV * D, D), slots_ptr, positions_ptr, axis_stride, cos_sin_ptr,
+                    k_weight_ptr, eps, k_inverse, first, tokens, SECTIONS, HKV, D, HALF, PAGE,
                     BLOCK_R, BLOCK_HALF, BLOCK_REST, PDL)  # fmt: skip
         else:
             row = first - kv_blocks * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -108,13 +115,13 @@ def _launch(
         k_cache, v_cache = places.k_cache, places.v_cache
         k_inverse, v_inverse = inverse_scale(k_cache, places.k_scale), inverse_scale(v_cache, places.v_scale)
     (tokens, query_heads, head_dim), half = q.shape, rope.cos_sin.shape[1] // 2
-    kv_heads = k.shape[1]
+    kv_heads, axis_stride = k.shape[1], positions.stride(0) if positions.dim() == 2 else None
     rows, warps = rotary_tile(tokens * query_heads, head_dim)
     kv_blocks = triton.cdiv(tokens * kv_heads, rows)
     _rotary_kernel[(triton.cdiv(tokens * query_heads, rows) + (1 if v is None else 2) * kv_blocks,)](
-        q, k, v, positions, rope.cos_sin, rope.q_weight, rope.k_weight, k_cache, v_cache,
+        q, k, v, positions, axis_stride, rope.cos_sin, rope.q_weight, rope.k_weight, k_cache, v_cache,
         None if places is None else places.out_cache_loc, tokens, rope.eps, k_inverse, v_inverse,
-        strides(q), strides(k), strides(v),
+        None if axis_stride is None else rope.sections, strides(q), strides(k), strides(v),
         HQ=query_heads, HKV=kv_heads, D=head_dim, HALF=half, PAGE=0 if k_cache is None else k_cache.shape[1],
         BLOCK_R=rows, BLOCK_HALF=triton.next_power_of_2(half),
         BLOCK_REST=triton.next_power_of_2(max(head_dim - 2 * half, 1)), BLOCK_D=triton.next_power_of_2(head_dim),

@@ -26,25 +26,33 @@ L2_NORM_EPS = 1e-6  # added to squared norms
 
 class TokenInputs(NamedTuple):
     """The model's inputs by token, [T] int32 each; see ForwardBatch. out_cache_loc is [G, T] with
-    G > 1 page groups."""
+    G > 1 page groups. mrope_positions: None, [T] or [3, T]."""
 
     input_ids: Tensor
     positions: Tensor
     out_cache_loc: Tensor
+    mrope_positions: Tensor | None = None
 
     @classmethod
-    def allocate(cls, count: int, device: torch.device, groups: int = 1) -> "TokenInputs":
-        made = torch.zeros(2 + groups, count, dtype=torch.int32, device=device)
-        return cls(made[0], made[1], made[2] if groups == 1 else made[2:])
+    def allocate(cls, count: int, device: torch.device, groups: int = 1, *, mrope: bool = False) -> "TokenInputs":
+        made = torch.zeros(2 + groups + mrope, count, dtype=torch.int32, device=device)
+        return cls(made[0], made[1], made[2] if groups == 1 else made[2 : 2 + groups], made[-1] if mrope else None)
 
     def first(self, count: int) -> "TokenInputs":
-        return TokenInputs(*(part[..., :count] for part in self))
+        return TokenInputs(*(None if part is None else part[..., :count] for part in self))  # type: ignore[arg-type]
 
     def from_token(self, start: int) -> "TokenInputs":
-        return TokenInputs(*(part[..., start:] for part in self))
+        return TokenInputs(*(None if part is None else part[..., start:] for part in self))  # type: ignore[arg-type]
 
     def then(self, other: "TokenInputs") -> "TokenInputs":
-        return TokenInputs(*(torch.cat(pair, -1) for pair in zip(self, other)))
+        """Both, or neither, have mrope_positions."""
+        ids, positions, places = (torch.cat(pair, -1) for pair in zip(self[:3], other[:3]))
+        mrope, others = self.mrope_positions, other.mrope_positions
+        if mrope is None or others is None:
+            return TokenInputs(ids, positions, places)
+        if others.dim() == 2:
+            mrope = mrope.expand(3, -1)
+        return TokenInputs(ids, positions, places, torch.cat((mrope, others), -1))
 
 
 class DecodeRowInputs(NamedTuple):
@@ -405,9 +413,13 @@ class Rope(NamedTuple):
     Attributes:
         cos_sin: [max_len, rot] float32 (`hybridrt.layers.rotary`): rot/2 cosines, then rot/2 sines.
         q_weight, k_weight: [head_dim] float32, None for no norm; eps is the norm's.
+        sections: pairs of a head that turn by time, row and column, where positions have three axes.
+            The axes take turns: pair i is a row's if i % 3 is 1, a column's if i % 3 is 2, while
+            i < 3 * section (Qwen3-VL's interleaved M-RoPE). Others are time's.
     """
 
     cos_sin: Tensor
     q_weight: Tensor | None = None
     k_weight: Tensor | None = None
     eps: float = 0.0
+    sections: tuple[int, int, int] = (0, 0, 0)

@@ -8,7 +8,10 @@ from hybridrt.kernels.core.records import DecodeRowInputs, TokenInputs
 
 
 @operation(By("triton", "hybridrt.kernels.state.decode_prep_triton:decode_inputs_triton"))
-def decode_inputs(out: TokenInputs, step: DecodeRowInputs, last_tokens: Tensor, tables: Tensor, page_size: int) -> None:
+def decode_inputs(
+    out: TokenInputs, step: DecodeRowInputs, last_tokens: Tensor, tables: Tensor, page_size: int,
+    mrope_deltas: Tensor | None = None,
+) -> None:  # fmt: skip
     """Fills `out` with the tokens of a step's decode rows.
 
     Padding drafts get KV slot 0, which is never written, and repeat the last sampled token, which
@@ -19,6 +22,8 @@ def decode_inputs(out: TokenInputs, step: DecodeRowInputs, last_tokens: Tensor, 
             not finite, is read as 0.
         tables: [R + 1, G, max_context] int32 token slots in each page group; those of new pages are
             entered first. max_context is 0 for a model without KV: every slot is 0 then.
+        mrope_deltas: [R + 1] int32 by request row: what `out.mrope_positions`, which is filled too,
+            have more than the positions. None: neither exists.
     """
     rows, num_drafts = step.rows, step.num_drafts
     batch = rows.shape[0]
@@ -29,6 +34,8 @@ def decode_inputs(out: TokenInputs, step: DecodeRowInputs, last_tokens: Tensor, 
         real = torch.arange(tokens - 1, device=rows.device) < num_drafts[:, None]
         ids[:, 1:] = torch.where(real, step.drafts, ids[:, 1:])
     where.copy_(step.seq_lens[:, None] + torch.arange(-tokens, 0, dtype=torch.int32, device=rows.device))
+    if mrope_deltas is not None and out.mrope_positions is not None:
+        torch.add(where, mrope_deltas[rows, None], out=out.mrope_positions.view(batch, tokens))
     if not tables.shape[2]:
         out.out_cache_loc.zero_()
         return

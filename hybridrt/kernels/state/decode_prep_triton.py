@@ -11,7 +11,8 @@ from hybridrt.kernels.state.row_tables import DecodeBuffers
 
 @triton.jit
 def _decode_inputs_kernel(  # type: ignore[no-untyped-def]
-    input_ids, positions, out_cache_loc, rows, seq_lens, new_pages, drafts, num_drafts, last_tokens, tables,
+    input_ids, positions, out_cache_loc, mrope_positions, mrope_deltas,
+    rows, seq_lens, new_pages, drafts, num_drafts, last_tokens, tables,
     tables_sr, tables_sg, locs_sg, TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PAGE: tl.constexpr,
     HAS_KV: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -41,14 +42,17 @@ def _decode_inputs_kernel(  # type: ignore[no-untyped-def]
     slot = tl.where(fresh, page * PAGE + position % PAGE, known)
     tl.store(out_cache_loc + group * locs_sg + b * TOKENS + t, tl.where(real, slot, 0), mask=live)
     tl.store(positions + b * TOKENS + t, position, mask=live)
+    if mrope_deltas is not None:
+        tl.store(mrope_positions + b * TOKENS + t, position + tl.load(mrope_deltas + row), mask=live)
     proposed = tl.load(drafts + b * (TOKENS - 1) + t - 1, mask=real & (t > 0), other=0)
     last = tl.maximum(tl.load(last_tokens + row), 0)
     tl.store(input_ids + b * TOKENS + t, tl.where(real & (t > 0), proposed, last), mask=live)
 
 
 def decode_inputs_triton(
-    out: TokenInputs, step: DecodeRowInputs, last_tokens: Tensor, tables: Tensor, page_size: int
-) -> None:
+    out: TokenInputs, step: DecodeRowInputs, last_tokens: Tensor, tables: Tensor, page_size: int,
+    mrope_deltas: Tensor | None = None,
+) -> None:  # fmt: skip
     """See hybridrt.kernels.state.decode_inputs.decode_inputs."""
     batch = step.rows.shape[0]
     tokens = out.input_ids.shape[0] // batch
@@ -56,8 +60,9 @@ def decode_inputs_triton(
         step = step._replace(drafts=step.rows)  # no draft is read
     groups, locs = tables.shape[1], out.out_cache_loc
     _decode_inputs_kernel[(batch, groups)](
-        *out, *step, last_tokens, tables, *tables.stride()[:2], locs.stride(0) if groups > 1 else 0, tokens,
-        triton.next_power_of_2(tokens), page_size, tables.shape[2] > 0, num_warps=1, **pdl(out.input_ids.device),
+        *out, mrope_deltas, *step, last_tokens, tables, *tables.stride()[:2], locs.stride(0) if groups > 1 else 0,
+        tokens, triton.next_power_of_2(tokens), page_size, tables.shape[2] > 0, num_warps=1,
+        **pdl(out.input_ids.device),
     )  # fmt: skip
 
 

@@ -55,4 +55,4 @@ def move_kv(cache: Tensor, source: Tensor, destination: Tensor) -> None:
         cache: [A, pages, page_size, heads, dim]; source, destination: [n] int32 token slots.
     """
     slots = cache.flatten(1, 2)
-    slots.index_copy_(1, destination.long(), slots.index_select(1, source))
+    slots.index_copy_(1, destination.long(), slots[:, source.long()])

@@ -287,6 +287,7 @@ def unit_costs(config: EngineConfig, target: RunTarget) -> UnitCosts:
         pages=page_bytes(kv_layers(config, target), config.page_size),
         fixed=fixed,
         transfer=config.transfer_bytes,
+        encoder=encoder_bytes(config, target),
     )
 
 
@@ -337,6 +338,19 @@ def staged_bytes(config: EngineConfig, target: RunTarget) -> int:
     return 2 * max(STAGED_BYTES, set_bytes(config, target)) + 2 * pool_spec(config, target).image_bytes()
 
 
+def encoder_bytes(config: EngineConfig, target: RunTarget) -> int:
+    """Embeddings that are kept, and what the encoder needs for as many tokens at once."""
+    spec, itemsize = target.model_config.vision, target.dtype.itemsize
+    if spec is None:
+        return 0
+    # The patches as bytes, in float32 twice and in the dtype; then the stream, its norm, q, k and v rotated,
+    # attention's output, and the MLP before and after its activation.
+    numbers = 8 * spec.hidden_size + 2 * spec.intermediate_size + 2 * spec.projector_size // spec.merge**2
+    patch = spec.patch_numbers * (9 + itemsize) + numbers * itemsize
+    token = patch * spec.merge**2 + 3 * spec.out_size * itemsize
+    return config.encoder_cache_tokens * token
+
+
 def graph_rows(config: EngineConfig, target: RunTarget) -> int:
     """Rows of the largest graph that a run may capture; 0 without graphs."""
     if target.device.type != "cuda" or not config.cuda_graph:
@@ -362,7 +376,7 @@ def build_pools(config: EngineConfig, target: RunTarget, plan: MemoryPlan, kv_sc
     )  # fmt: skip
     table = HybridReqToTokenPool(
         num_rows=plan.num_rows, max_context=_table_length(config, target, plan.max_model_len), page_size=plan.page_size,
-        mamba_pool=mamba, device=device, num_groups=max(len(plan.groups), 1),
+        mamba_pool=mamba, device=device, num_groups=max(len(plan.groups), 1), mrope=target.model_config.mrope,
     )  # fmt: skip
     return Pools(kv, table, shared)
 
@@ -381,6 +395,8 @@ def load_target(config: EngineConfig, tp: TPGroup) -> tuple[Path, RunTarget]:
         raise ConfigError(f"tp_size is {config.tp_size}, but this process belongs to a group of {tp.size}")
     path = resolve_model_path(config.model)
     model_config = read_model_config(path)
+    if not config.images:
+        model_config = replace(model_config, vision=None)
     if config.quantization is not None:
         model_config = replace(model_config, quant=online(config.quantization, model_config, path))
     elif model_config.quant is not None and config.load_format != "dummy":

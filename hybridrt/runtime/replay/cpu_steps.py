@@ -44,7 +44,8 @@ KNOWN = ("hybridrt", "torch")  # packages whose parts are known to call operatio
 
 
 class _Columns(NamedTuple, Generic[A]):
-    """The numbers of n rows, [n] int32 each; out_cache_loc is [G, n] with G > 1 page groups."""
+    """The numbers of n rows, [n] int32 each; out_cache_loc is [G, n] with G > 1 page groups, and
+    mrope_positions None in models without positions on three axes."""
 
     input_ids: A
     positions: A
@@ -52,6 +53,7 @@ class _Columns(NamedTuple, Generic[A]):
     rows: A
     seq_lens: A
     output_indices: A
+    mrope_positions: A | None
 
 
 class _Rows(NamedTuple):
@@ -75,6 +77,8 @@ class CPUDecode:
         self._backend = backend
         self._last_tokens, self._tables = last_tokens.numpy(), req_to_token_pool.tables.numpy()
         self._state_slots, pool = req_to_token_pool.req_to_state_slot.numpy(), req_to_token_pool.mamba_pool
+        deltas = req_to_token_pool.mrope_deltas
+        self._mrope_deltas = None if deltas is None else deltas.numpy()
         self._ring_width = 0 if pool is None else max(stack.conv.shape[-1] for _, stack in pool.stacks)
         self._view = backend.init_cuda_graph_state(req_to_token_pool.num_rows, req_to_token_pool.num_rows)
         self._made: dict[int, _Rows] = {}
@@ -88,6 +92,8 @@ class CPUDecode:
         columns.positions[:], columns.rows[:], columns.output_indices[:] = computed, rows, decode.output_indices
         np.maximum(self._last_tokens[rows], 0, out=columns.input_ids)  # -1: the logits were not finite
         np.add(computed, 1, out=columns.seq_lens)
+        if columns.mrope_positions is not None and self._mrope_deltas is not None:
+            np.add(computed, self._mrope_deltas[rows], out=columns.mrope_positions)
         if self._tables.shape[2]:
             columns.out_cache_loc[:] = self._tables[rows, :, computed].T
         step.batch.seq_lens_cpu = columns.seq_lens.tolist()
@@ -103,10 +109,11 @@ class CPUDecode:
 
     def _make(self, n: int) -> _Rows:
         columns, groups = torch.zeros(len(_Columns._fields) - 1, n, dtype=torch.int32), self._tables.shape[1]
+        mrope = None if self._mrope_deltas is None else columns[5]
         places = torch.zeros(*(groups,) * (groups > 1), n, dtype=torch.int32)
-        made = _Columns(columns[0], columns[1], places, columns[2], columns[3], columns[4])
+        made = _Columns(columns[0], columns[1], places, columns[2], columns[3], columns[4], mrope)
         starts = torch.arange(n + 1, dtype=torch.int32)
-        inputs = TokenInputs(made.input_ids, made.positions, made.out_cache_loc)
+        inputs = TokenInputs(made.input_ids, made.positions, made.out_cache_loc, mrope)
         batch = make_batch(self._backend, made.rows, made.seq_lens, starts, inputs, n, None)
         self._made[n] = _Rows(map_arrays(torch.Tensor.numpy, made), batch, made.output_indices)
         return self._made[n]

@@ -61,8 +61,9 @@ class StaticBuffers:
     """
 
     def __init__(
-        self, model: StepModel, max_bs: int, tokens: int, seq_len_fill: int, forks: bool, keep_hidden: bool, groups: int
-    ) -> None:
+        self, model: StepModel, max_bs: int, tokens: int, seq_len_fill: int, forks: bool, keep_hidden: bool,
+        groups: int, mrope: bool,
+    ) -> None:  # fmt: skip
         device, dtype = model.device, model.dtype
         scratch = DecodeRow(row=0, computed=seq_len_fill - 1, output_index=0)
         row = pack_rows(DecodeRows.from_rows([scratch]), tokens, forks, np.full((1, groups), -1, np.int32))
@@ -72,7 +73,7 @@ class StaticBuffers:
         pack_arrays(arrays, self.padding)
         self.packed = torch.zeros(len(self.padding), dtype=torch.int32, device=device)
         self.arrays: StepArrays[torch.Tensor] = unpack(step, self.packed)
-        self.inputs = TokenInputs.allocate(max_bs * tokens, device, groups)
+        self.inputs = TokenInputs.allocate(max_bs * tokens, device, groups, mrope=mrope)
         self.spec_info = spec_info_of(self.arrays.drafts, tokens)
         self.logits = torch.zeros(max_bs * tokens, model.config.vocab_size, dtype=dtype, device=device)
         kept = max_bs * tokens if keep_hidden else 0
@@ -81,7 +82,8 @@ class StaticBuffers:
     def poison(self) -> None:
         """Makes every value that a replay forgets to fill a visible mistake."""
         for tensor in (self.packed, *self.inputs):
-            tensor.fill_(POISON)
+            if tensor is not None:
+                tensor.fill_(POISON)
         if self.spec_info is not None and self.spec_info.mask is not None:
             self.spec_info.mask.fill_(True)
         self.logits.fill_(float("nan"))
@@ -201,8 +203,9 @@ class GraphRunner:
         self.poisoned = device.type != "cuda"
         self.recorder = recorder or make_recorder(device)
         self.buffers = StaticBuffers(
-            model, self.max_bs, tokens, backend.seq_len_fill, forks, keep_hidden, req_to_token_pool.num_groups
-        )
+            model, self.max_bs, tokens, backend.seq_len_fill, forks, keep_hidden, req_to_token_pool.num_groups,
+            req_to_token_pool.mrope_deltas is not None,
+        )  # fmt: skip
         self._staging = StagingRing(device)
         self._starts = torch.arange(self.max_bs + 1, dtype=torch.int32, device=device) * tokens
         self._view = backend.init_cuda_graph_state(self.max_bs, self.max_bs * tokens)

@@ -156,7 +156,8 @@ class PromptGraphs:
         packed = torch.zeros(len(host.flat), dtype=torch.int32, device=device)
         arrays: StepArrays[torch.Tensor] = unpack(host.arrays, packed)
         assert arrays.prompts is not None
-        inputs = TokenInputs.allocate(rows + tokens, device, self.pool.num_groups)
+        mrope = self.pool.mrope_deltas is not None
+        inputs = TokenInputs.allocate(rows + tokens, device, self.pool.num_groups, mrope=mrope)
         starts = arrays.prompts.query_start_loc
         batch = make_batch(self.backend, arrays.rows, arrays.seq_lens, starts, inputs, rows, None, 0)
         return PromptGraph(bucket, host, packed, arrays, inputs, batch, self._logits[: rows + bucket.prompts])
@@ -177,7 +178,8 @@ class PromptGraphs:
     @staticmethod
     def _poison(graph: PromptGraph) -> None:
         for tensor in (graph.packed, *graph.inputs):
-            tensor.fill_(POISON)
+            if tensor is not None:
+                tensor.fill_(POISON)
         graph.logits.fill_(float("nan"))
 
     def _bind(self, graph: PromptGraph) -> Callable[[], None]:
@@ -195,8 +197,10 @@ class PromptGraphs:
             if decoded:
                 fill_decode(decoding, arrays, decoded, None, last_tokens, pool)
             found = extend.input_ids, extend.positions, pool.token_slots(extend.rows, extend.positions)
-            for into, values in zip(prompts, found, strict=True):
+            for into, values in zip(prompts[:3], found, strict=True):
                 into.copy_(values)
+            if prompts.mrope_positions is not None:
+                prompts.mrope_positions.copy_(extend.positions)
             backend.prepare_in_graph(batch)
             hidden = model(batch)
             model.logits_into(logits, hidden.index_select(0, extend.sample_at))

@@ -94,7 +94,7 @@ class HostCopies:
             if fetch:
                 tensor.index_copy_(1, index, image.transpose(0, 1))
             else:
-                image.copy_(tensor.index_select(1, index).transpose(0, 1))
+                image.copy_(tensor[:, index].transpose(0, 1))
         if not fetch:
             for run in runs:
                 host[run.host].copy_(staged[run.staged], non_blocking=True)

@@ -31,6 +31,7 @@ from hybridrt.runtime.run.expert_loads import ExpertLoads
 from hybridrt.runtime.run.host_copies import HostCopies
 from hybridrt.runtime.run.kv_scales import find_kv_scales
 from hybridrt.runtime.run.probe import probe
+from hybridrt.runtime.run.span_encoder import SpanEncoder
 from hybridrt.runtime.run.state_arena import StateArena
 from hybridrt.runtime.run.step_runner import StepRunner
 
@@ -95,6 +96,8 @@ class ModelRunner(StepRunner):
             super().__init__(Runtime.allocate(config, target, model, plan, scales))
             if config.transfer_bytes:
                 self.arena = StateArena(target, self.pools, config.transfer_bytes)
+            if target.model_config.vision is not None:
+                self.encoder = SpanEncoder(model, config.encoder_cache_tokens, self.staging)
             if plan.host:
                 self.host = HostCopies(self.pools, plan.host, target.device)
         log.info("memory plan: %s", self.memory_plan.summary())

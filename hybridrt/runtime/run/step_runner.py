@@ -8,6 +8,7 @@ import torch
 
 from hybridrt.base.errors import ConfigError, EngineError
 from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.kernels.core.packed import int32_array
 from hybridrt.kernels.core.records import TokenInputs
 from hybridrt.kernels.core.slots import DEBUG
 from hybridrt.kernels.state.row_tables import enter_tokens
@@ -22,6 +23,7 @@ from hybridrt.runtime.run.capture import capture_graphs
 from hybridrt.runtime.run.host_copies import HostCopies
 from hybridrt.runtime.run.launched_step import EnterTokens, ForwardPart, LaunchedStep, MaskedLines
 from hybridrt.runtime.run.prefix_copy import PrefixPlaces, Tensors, read_prefix, write_prefix
+from hybridrt.runtime.run.span_encoder import SpanEncoder
 from hybridrt.runtime.run.state_arena import StateArena
 from hybridrt.runtime.sampling.sampler import PromptRequirements, RowRequirements, SampledLines, Sampler
 from hybridrt.runtime.step.pack import (
@@ -53,6 +55,7 @@ class StepRunner:
         prompt_graphs: graphs of short prefill and mixed steps; None without.
         arena: images of states for other workers; None without EngineConfig.transfer_bytes.
         host: the prefix cache's tier in main memory; None without one.
+        encoder: makes embeddings of images; None for a model that takes text only.
         forks: drafts may fork (`SpeculativeConfig.forks`).
         recordings: recorded decode steps of one row on a CPU.
         drafter: the device part of a drafter; None without one.
@@ -79,6 +82,8 @@ class StepRunner:
         self._last_masked: LaunchedStep | None = None  # only if it needed masks
         self.arena: StateArena | None = None
         self.host: HostCopies | None = None
+        self.encoder: SpanEncoder | None = None
+        self._mrope_deltas = np.zeros(self.memory_plan.num_rows + 1, np.int32)  # as on the device
         self.drafter: DeviceDrafter | None = draft_needs(self.config).device_drafter(self)
         self._chunk_sizes = self.backend.chunk_sizes
         # With HYBRIDRT_DEBUG=1 backends look at all numbers: eagerly.
@@ -114,6 +119,10 @@ class StepRunner:
         step = LaunchedStep(MaskedLines.from_plan(plan, tokens) if plan.constrained else None)
         try:
             with self._inference:
+                if plan.admissions and self.pools.req_to_token.mrope_deltas is not None:
+                    self._enter_mrope_deltas(plan, self.pools.req_to_token.mrope_deltas)
+                if self.encoder is not None:
+                    self.encoder.advance(plan)
                 if plan.moves or plan.cleared or self.host is not None:
                     self._move_states(plan)
                 self._run_model(plan, tokens, step)
@@ -138,6 +147,10 @@ class StepRunner:
     def copied(self, ticket: int) -> bool:
         """Whether a host copy of a launched plan has ended, on this rank."""
         return self.host is None or self.host.copied(ticket)
+
+    def encoded(self, ticket: int) -> bool:
+        """Whether steps may read what an encoder task of a launched plan makes."""
+        return self.encoder is None or self.encoder.encoded(ticket)
 
     def draft(self, rows: Sequence[DraftRow], steps: int, topk: int = 1) -> StepHandle:
         """Launches drafts (see DeviceDrafter.draft). ConfigError without a device drafter."""
@@ -164,6 +177,15 @@ class StepRunner:
             self.pools.shared.clear(plan.cleared)
         if pool is not None and (later := [move for move in plan.moves if move.when is When.BEFORE_ROWS]):
             pool.move(later, self.staging.upload)
+
+    def _enter_mrope_deltas(self, plan: StepPlan, deltas: torch.Tensor) -> None:
+        """Text has 0, so that few admissions change anything."""
+        changed = [(a.row, a.mrope_delta) for a in plan.admissions if a.mrope_delta != self._mrope_deltas[a.row]]
+        if changed:
+            rows, values = int32_array(changed).T
+            self._mrope_deltas[rows] = values
+            on_device = self.staging.upload((rows, values))
+            deltas.index_copy_(0, on_device[0].long(), on_device[1])
 
     def _run_model(self, plan: StepPlan, tokens: int, step: LaunchedStep) -> None:
         plain = tokens == 1 and len(plan.decode.rows) and not (plan.extend or plan.imports or plan.exports)
@@ -219,6 +241,8 @@ class StepRunner:
             return None
         scored, _ = self._of_prompts.wanted_by_rows(plan.extend, 0)
         pooled = self._of_prompts.pooled_by_rows(plan.extend, 0)
+        if any(row.embeddings is not None or row.mrope is not None for row in plan.extend):
+            return None
         # Other workers' states are copied between the table changes and the model.
         return None if scored or pooled or plan.imports or plan.exports else self.prompt_graphs.bucket(plan)
 
@@ -257,6 +281,8 @@ class StepRunner:
             self._run_model(replace(plan, page_writes=rest, decode=NO_ROWS), 1, step)
 
     def _check(self, plan: StepPlan) -> None:
+        if self.encoder is None and (plan.encode or any(row.embeddings is not None for row in plan.extend)):
+            raise ConfigError("a step with images, on a runner without an encoder")
         if (plan.imports or plan.exports) and self.arena is None:
             raise ConfigError("states cannot come or go without an arena: set transfer_bytes")
         num_drafts = int(plan.decode.num_drafts.max()) if len(plan.decode.drafts) else 0
@@ -276,13 +302,15 @@ class StepRunner:
         n, table, prompts = len(plan.decode.rows), self.pools.req_to_token, arrays.prompts
         decoded, chunks, spec = None, None, spec_info_of(arrays.drafts, tokens) if n else None
         if n:
-            decoded = TokenInputs.allocate(n * tokens, self.device, table.num_groups)
+            mrope = table.mrope_deltas is not None
+            decoded = TokenInputs.allocate(n * tokens, self.device, table.num_groups, mrope=mrope)
             fill_decode(decoded, arrays, n, spec, self.last_tokens, table)
         if prompts is None:
             starts = torch.arange(0, n * tokens + 1, tokens, dtype=torch.int32, device=self.device)
         else:
             starts, kv_places = prompts.query_start_loc, table.token_slots(prompts.rows, prompts.positions)
-            chunks = TokenInputs(prompts.input_ids, prompts.positions, kv_places)
+            turning = prompts.positions if decoded is not None and prompts.mrope is None else prompts.mrope
+            chunks = TokenInputs(prompts.input_ids, prompts.positions, kv_places, turning)
         inputs = decoded.then(chunks) if decoded and chunks else decoded or chunks
         assert inputs is not None, "a step has rows"
         batch = make_batch(
@@ -296,6 +324,8 @@ class StepRunner:
             seq_lens_cpu=on_host.seq_lens.tolist(),
             query_lens_cpu=[tokens] * n + [len(r.tokens) for r in plan.extend],
         )
+        if prompts is not None and prompts.embedded is not None:
+            batch.embeddings = self.encoder.embeddings(prompts.embedded)  # type: ignore[union-attr]  # launch has checked
         if prompts is not None and on_host.prompts is not None:
             set_recurrent(batch, on_host.prompts.recurrent, prompts.recurrent, self._chunk_sizes)
         return batch

@@ -26,7 +26,7 @@ from hybridrt.kernels.core.records import DecodeRowInputs, TokenInputs
 from hybridrt.kernels.state.decode_inputs import decode_inputs
 from hybridrt.mem_cache.pools.pools import Pools
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
-from hybridrt.runtime.step.plan import DecodeRows, PageWrite, StepPlan
+from hybridrt.runtime.step.plan import DecodeRows, ExtendRow, PageWrite, StepPlan
 from hybridrt.runtime.step.recurrent_arrays import RecurrentArrays, recurrent_lists
 from hybridrt.runtime.step.sampling_table import SamplingArrays, SamplingTable
 
@@ -76,6 +76,13 @@ class DraftArrays(NamedTuple, Generic[A]):
     ancestors: A | None = None
 
 
+class EmbeddedTokens(NamedTuple, Generic[A]):
+    """Tokens [n] of a step by their places in the batch, and rows [n] of the embedding cache."""
+
+    places: A
+    rows: A
+
+
 class PromptArrays(NamedTuple, Generic[A]):
     """Further arrays of a step with extend rows.
 
@@ -86,6 +93,8 @@ class PromptArrays(NamedTuple, Generic[A]):
         input_ids, rows, positions: [t], of the extend rows' tokens.
         following_ids: [t], the token after each of them, 0 where it is sampled; None: no prediction
             head needs them.
+        embedded: tokens with embeddings of an encoder; None: there are none.
+        mrope: [3, t], positions of these tokens on three axes; None: three times `positions`.
     """
 
     query_start_loc: A
@@ -96,6 +105,8 @@ class PromptArrays(NamedTuple, Generic[A]):
     positions: A
     following_ids: A | None
     recurrent: RecurrentArrays[A]
+    embedded: EmbeddedTokens[A] | None = None
+    mrope: A | None = None
 
 
 class ScoredTokens(NamedTuple, Generic[A]):
@@ -171,6 +182,8 @@ def pack_step(
         np.arange(decoded, decoded + len(starts), dtype=np.int32) + starts,
         following_ids,
         map_arrays(int32_array, recurrent_lists(plan.extend, chunk_sizes, at_chunks)),
+        _pack_embedded(plan.extend, decoded),
+        _pack_mrope(plan.extend),
     )
     return StepArrays(
         np.concatenate((step.rows, row)),
@@ -182,6 +195,28 @@ def pack_step(
         tables,
         scored,
     )
+
+
+def _pack_embedded(extend: Sequence[ExtendRow], decoded: int) -> EmbeddedTokens[np.ndarray] | None:
+    """`decoded`: tokens of decode rows, which come first."""
+    places, rows, start = list[np.ndarray](), list[np.ndarray](), decoded
+    for row in extend:
+        if row.embeddings is not None:
+            places.append(row.embeddings.places + np.int32(start))
+            rows.append(row.embeddings.rows)
+        start += len(row.tokens)
+    return EmbeddedTokens(np.concatenate(places), np.concatenate(rows)) if places else None
+
+
+def _pack_mrope(extend: Sequence[ExtendRow]) -> np.ndarray | None:
+    if all([row.mrope is None for row in extend]):
+        return None
+    return np.concatenate([row.mrope if row.mrope is not None else _equal_axes(row) for row in extend], axis=1)
+
+
+def _equal_axes(row: ExtendRow) -> np.ndarray:
+    """[3, n] int32."""
+    return np.tile(np.arange(row.computed, row.computed + len(row.tokens), dtype=np.int32), (3, 1))
 
 
 def pack_rows(decode: DecodeRows, tokens: int, forks: bool, new_pages: np.ndarray) -> StepArrays[np.ndarray]:
@@ -247,14 +282,15 @@ def spec_info_of(drafts: DraftArrays[torch.Tensor] | None, tokens: int) -> SpecI
     return SpecInfo(tokens, drafts.parents, mask, counts)
 
 
-def fill_relations(spec: SpecInfo, drafts: DraftArrays[torch.Tensor], bs: int, positions: torch.Tensor) -> None:
-    """Writes what the inputs of the first `bs` rows see into `spec`, and their `positions`, which
-    are those of their KV slots before."""
+def fill_relations(spec: SpecInfo, drafts: DraftArrays[torch.Tensor], bs: int, *positions: torch.Tensor) -> None:
+    """Writes what the inputs of the first `bs` rows see into `spec`, and their `positions`, in each
+    of these tensors, which are those of their KV slots before."""
     if spec.mask is None or drafts.ancestors is None:
         return
-    inputs = torch.arange(spec.tokens_per_row, dtype=torch.int32, device=positions.device)
+    inputs = torch.arange(spec.tokens_per_row, dtype=torch.int32, device=spec.mask.device)
     spec.mask[:bs] = (drafts.ancestors[:bs, :, None] >> inputs & 1).bool()
-    positions.copy_(spec.positions(positions))
+    for each in positions:
+        each.copy_(spec.positions(each))
 
 
 def _flat(parts: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
@@ -353,9 +389,10 @@ def fill_decode(
         arrays.rows[:bs], arrays.seq_lens[:bs], arrays.new_pages[:bs],
         *(() if drafts is None else (drafts.tokens[:bs], drafts.counts[:bs])),
     )  # fmt: skip
-    decode_inputs(inputs, step, last_tokens, table.tables, table.page_size)
+    decode_inputs(inputs, step, last_tokens, table.tables, table.page_size, table.mrope_deltas)
     if spec is not None and drafts is not None:
-        fill_relations(spec, drafts, bs, inputs.positions)
+        turning = () if inputs.mrope_positions is None else (inputs.mrope_positions,)
+        fill_relations(spec, drafts, bs, inputs.positions, *turning)
 
 
 def make_batch(
@@ -380,5 +417,6 @@ def make_batch(
         mode = ForwardMode.MIXED if num_decode_rows else ForwardMode.EXTEND
     return ForwardBatch(
         mode, inputs.input_ids, inputs.positions, rows, seq_lens, query_start_loc, inputs.out_cache_loc,
-        len(rows) if num_real is None else num_real, num_decode_rows, backend, spec_info=spec_info, **of_the_host,
+        len(rows) if num_real is None else num_real, num_decode_rows, backend, spec_info=spec_info,
+        mrope_positions=inputs.mrope_positions, **of_the_host,
     )  # fmt: skip

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.base.spans import EncoderInput
 from hybridrt.kernels.core.slots import OWN_SLOT
 from hybridrt.kernels.sampling.token_rules import TokenRules
 from hybridrt.mem_cache.pools.state_moves import StateMove
@@ -34,6 +35,8 @@ class Admission(msgspec.Struct, frozen=True, array_like=True, eq=False):
         counted: [n] int32 distinct tokens of the prompt, for penalties; empty if there are none.
         output: [n] int32 tokens generated so far, for penalties and rules; empty if there are none.
             A retracted request has some.
+        mrope_delta: position of a generated token, less its index. Not 0 after a prompt with spans,
+            in a model with positions on three axes.
     """
 
     row: int
@@ -45,18 +48,19 @@ class Admission(msgspec.Struct, frozen=True, array_like=True, eq=False):
     rules: TokenRules | None = None
     counted: np.ndarray = NO_INTEGERS
     output: np.ndarray = NO_INTEGERS
+    mrope_delta: int = 0
 
     @classmethod
     def from_prompt(
         cls, row: int, state_slot: int, prompt: Sequence[int], params: SamplingParams, seed: int,
-        rules: TokenRules | None = None, output: Sequence[int] = (),
+        rules: TokenRules | None = None, output: Sequence[int] = (), mrope_delta: int = 0,
     ) -> "Admission":  # fmt: skip
         """The admission of a request, with only the tokens that the executor needs."""
         penalties = params.uses_penalties
         counted = int32s(set(prompt)) if penalties else NO_INTEGERS
         known = int32s(output) if penalties or rules is not None else NO_INTEGERS
         phase = fold_phase(prompt, params, seed)
-        return cls(row, state_slot, len(prompt), params, seed, phase, rules, counted, known)
+        return cls(row, state_slot, len(prompt), params, seed, phase, rules, counted, known, mrope_delta)
 
 
 def fold_phase(prompt: Sequence[int], params: SamplingParams, seed: int) -> int:
@@ -199,6 +203,26 @@ def int32s(values: Iterable[int]) -> np.ndarray:
     return np.fromiter(values, np.int32)
 
 
+class EncoderTask(msgspec.Struct, frozen=True, array_like=True, eq=False):
+    """The embeddings of a span go to `rows` [n] int32 of the device's embedding cache.
+
+    Attributes:
+        ticket: greater than that of every earlier task.
+    """
+
+    ticket: int
+    input: EncoderInput
+    rows: np.ndarray
+
+
+class SpanRows(msgspec.Struct, frozen=True, array_like=True, eq=False):
+    """Tokens of a chunk that take their embeddings from the device's embedding cache: [n] int32
+    places within the chunk, and [n] int32 rows of the cache."""
+
+    places: np.ndarray
+    rows: np.ndarray
+
+
 class ExtendRow(msgspec.Struct, frozen=True, array_like=True):
     """A chunk of a prompt. `sample` is set on the last chunk, and its last position gives the next
     token; on others `following` is the prompt's next token.
@@ -208,6 +232,9 @@ class ExtendRow(msgspec.Struct, frozen=True, array_like=True):
             after the chunk goes to the row's own slot.
         saves: (number of tokens, slot), in order: the state after so many of the chunk's tokens, 1
             to len(tokens) - 1, is saved in this slot.
+        embeddings: tokens that do not take theirs from the table; None: all do.
+        mrope: [3, n] int32 positions in time, rows and columns; None: three equal ones, which count
+            from 0.
     """
 
     row: int
@@ -218,6 +245,8 @@ class ExtendRow(msgspec.Struct, frozen=True, array_like=True):
     following: int = 0
     read_state_slot: int = OWN_SLOT
     saves: Sequence[tuple[int, int]] = ()
+    embeddings: SpanRows | None = None
+    mrope: np.ndarray | None = None
 
 
 @dataclass(slots=True)
@@ -234,6 +263,9 @@ class StepPlan:
             through `after_copies`.
         after_copies: this step and later ones wait for the copies up to this ticket; 0: for none.
         cleared: slabs that are zeroed after that, before all else.
+        encode: tasks of the encoder, which run in order, before the rows of this step and of later
+            ones: a step with decode rows runs only a part.
+        after_encoder: the tasks up to this ticket end before the rows; 0: none need to.
         constrained: the rows that sample under a bitmask, by their numbers in the step's result. If
             there are any, `launch` launches all but the sampling, which `StepHandle.sample`
             launches.
@@ -250,6 +282,8 @@ class StepPlan:
     host_copies: list[HostCopy] = field(default_factory=list)
     after_copies: int = 0
     cleared: list[int] = field(default_factory=list)
+    encode: list[EncoderTask] = field(default_factory=list)
+    after_encoder: int = 0
     constrained: list[int] = field(default_factory=list)
 
 
@@ -327,3 +361,6 @@ class Executor(Protocol):
 
     def copied(self, ticket: int) -> bool:
         """Whether a host copy of a launched plan has ended."""
+
+    def encoded(self, ticket: int) -> bool:
+        """Whether steps may read what an encoder task of a launched plan makes."""

@@ -26,7 +26,8 @@ Source = Annotated[
     Discriminator(
         tag_of(),
         custom_error_type="source_type",
-        custom_error_message="type must be text or content: this server reads no files and no addresses",
+        custom_error_message="the source of a document must be text or content: this server reads no files and no "
+        "addresses",
     ),
 ]
 
@@ -70,12 +71,22 @@ class SearchResult(Body):
         return "\n\n".join([f"{self.title}\n{self.source}", *(part.text for part in self.content)])
 
 
+class ImageBlock(Body):
+    """An image. hybridrt.chat.conversation checks what becomes of its source."""
+
+    type: Literal["image"]
+    source: dict[str, Any]
+
+
 TextBlock = Annotated[
     Annotated[TextPart, Tag("tagged-text")]
     | Annotated[Document, Tag("tagged-document")]
-    | Annotated[SearchResult, Tag("tagged-search_result")],
+    | Annotated[SearchResult, Tag("tagged-search_result")]
+    | Annotated[ImageBlock, Tag("tagged-image")],
     Discriminator(
-        tag_of(), custom_error_type="block_type", custom_error_message="type must be text, document or search_result"
+        tag_of(),
+        custom_error_type="block_type",
+        custom_error_message="type must be text, image, document or search_result",
     ),
 ]
 TEXTS = (TextPart, Document, SearchResult)
@@ -116,6 +127,7 @@ Block = Annotated[
     Annotated[TextPart, Tag("tagged-text")]
     | Annotated[Document, Tag("tagged-document")]
     | Annotated[SearchResult, Tag("tagged-search_result")]
+    | Annotated[ImageBlock, Tag("tagged-image")]
     | Annotated[ToolUse, Tag("tagged-tool_use")]
     | Annotated[ToolResult, Tag("tagged-tool_result")]
     | Annotated[Thinking, Tag("tagged-thinking")]
@@ -123,7 +135,7 @@ Block = Annotated[
     Discriminator(
         tag_of(),
         custom_error_type="block_type",
-        custom_error_message="type must be text, document, search_result, tool_use, tool_result, thinking or "
+        custom_error_message="type must be text, image, document, search_result, tool_use, tool_result, thinking or "
         "redacted_thinking",
     ),
 ]

@@ -7,10 +7,12 @@ from typing import Any
 
 from starlette.types import Scope
 
+from hybridrt.base.errors import shown
 from hybridrt.server.anthropic.message_protocol import (
     TEXTS,
     Block,
     CountRequest,
+    ImageBlock,
     MessageRequest,
     MessageToolChoice,
     MessageTurn,
@@ -29,6 +31,7 @@ from hybridrt.server.wire.errors import APIError
 
 # Fields of a chat request, as errors name them here.
 MESSAGE_NAMES = {"stop": "stop_sequences", "structured_outputs": "output_config", "thinking_token_budget": "thinking"}
+_MEDIA_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -55,8 +58,7 @@ async def count_tokens(service: Service, body: CountRequest, scope: Scope) -> in
     service.check_model(body.model)
     check_body("count", body)
     conversation = await service.off_loop(scope, lambda: conversation_of(as_chat("count", body, False)))
-    text = await service.render_chat(conversation)
-    return len(await service.encode(text, bare=True))
+    return len(await service.chat_tokens(conversation))
 
 
 def as_chat(form_name: str, body: CountRequest, limits_thinking: bool) -> ChatRequest:
@@ -129,6 +131,8 @@ def _messages(body: CountRequest) -> list[dict[str, Any]]:
 
 
 def _assistant(blocks: list[Block]) -> dict[str, Any]:
+    if any(isinstance(block, ImageBlock) for block in blocks):
+        raise APIError(400, "messages: an assistant's message holds no image; send it in a user's", "messages")
     message: dict[str, Any] = {"role": "assistant"}
     message["content"] = "".join(block.text for block in blocks if isinstance(block, TEXTS))
     if thoughts := [block.thinking for block in blocks if isinstance(block, Thinking)]:
@@ -143,12 +147,29 @@ def _user(role: str, blocks: list[Block]) -> list[dict[str, Any]]:
         {"role": "tool", "tool_call_id": block.tool_use_id, "content": _content(block.content or "")}
         for block in results
     ]
-    texts = [block for block in blocks if isinstance(block, TEXTS)]
-    if texts or not results:
-        messages.append({"role": role, "content": _content(texts)})
+    parts = [block for block in blocks if isinstance(block, (*TEXTS, ImageBlock))]
+    if parts or not results:
+        messages.append({"role": role, "content": _content(parts)})
     return messages
 
 
-def _content(content: str | Sequence[TextBlock]) -> str | list[dict[str, str]]:
+def _content(content: str | Sequence[TextBlock]) -> str | list[dict[str, Any]]:
     """The chat template joins parts."""
-    return content if isinstance(content, str) else [{"type": "text", "text": part.text} for part in content]
+    return content if isinstance(content, str) else [_part(block) for block in content]
+
+
+def _part(block: TextBlock) -> dict[str, Any]:
+    if not isinstance(block, ImageBlock):
+        return {"type": "text", "text": block.text}
+    kind, media, data, url = (block.source.get(name) for name in ("type", "media_type", "data", "url"))
+    if kind == "base64" and media not in (None, *_MEDIA_TYPES):
+        text = f"the source of an image has the media_type {shown(media)}; it must be one of {', '.join(_MEDIA_TYPES)}"
+        raise APIError(400, text, "messages")
+    if kind == "base64" and isinstance(data, str) and data[:5].lower() != "data:":
+        return {"type": "image_url", "image_url": f"data:;base64,{data}"}
+    if kind == "url" and isinstance(url, str):
+        return {"type": "image_url", "image_url": url}
+    if kind == "base64":
+        raise APIError(400, "the source of an image has no data, or data that is no base64", "messages")
+    text = f"the source of an image is of type {shown(kind)}; it must be base64: this server keeps no files"
+    raise APIError(400, text, "messages")

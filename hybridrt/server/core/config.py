@@ -9,6 +9,7 @@ from hybridrt.base.errors import ConfigError
 from hybridrt.base.files import check_file
 from hybridrt.channel.auth import check_key
 from hybridrt.chat.registry import REASONING_PARSERS, TOOL_PARSERS, choose
+from hybridrt.images.fetch import allowed_host
 from hybridrt.server.core.api_keys import ApiKey, client_weights
 from hybridrt.server.core.pages import host_name
 
@@ -38,6 +39,8 @@ class ServerConfig:
             any. It always answers to localhost, to loopback addresses and to `host`, and to every
             IP address if `host` is 0.0.0.0 or ::.
         allowed_origins: web pages of these origins may call (CORS); "*": all. Empty: none.
+        allow_image_urls: hosts from which https addresses of images are fetched; NAME or NAME:PORT.
+            Empty: none.
         chat_template: Jinja text that replaces the model's own; None keeps that.
         request_chat_templates: requests may bring a chat template of their own.
         tool_parser, reasoning_parser: names of formats; "auto": by the chat template; "none": off.
@@ -78,6 +81,7 @@ class ServerConfig:
     tls_key: str | None = None
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
+    allow_image_urls: tuple[str, ...] = ()
     chat_template: str | None = None
     request_chat_templates: bool = False
     tool_parser: str = "auto"
@@ -171,6 +175,8 @@ class ServerConfig:
         for host in self.allowed_hosts:
             if host != "*" and host_name(host) is None:
                 raise ConfigError(f"allowed host {host!r}: it must be * or a name without a port, like api.example.org")
+        for host in self.allow_image_urls:
+            allowed_host(host)
         for origin in self.allowed_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ConfigError(f"allowed origin {origin!r}: it must be * or like https://example.org")

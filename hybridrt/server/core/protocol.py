@@ -207,14 +207,31 @@ class RefusalPart(Body):
     refusal: str
 
 
+class OtherPart(Body):
+    """A part that is no text. hybridrt.chat.conversation checks it: an image, or refused by name."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: str
+
+
+def part_tag(*texts: str) -> Callable[[Any], str]:
+    """`tag_of` with one tag for all parts that are none of these texts."""
+    tag = tag_of()
+
+    def found(part: Any) -> str:
+        kind = tag(part)
+        return kind if kind.removeprefix("tagged-") in texts else "tagged-other"
+
+    return found
+
+
 Part = Annotated[
     Annotated[TextPart, Tag("tagged-text")]
     | Annotated[NamedPart, Tag("tagged-input_text")]
     | Annotated[NamedPart, Tag("tagged-output_text")]
-    | Annotated[RefusalPart, Tag("tagged-refusal")],
-    Discriminator(
-        tag_of(), custom_error_type="part_type", custom_error_message="type must be text, input_text or output_text"
-    ),
+    | Annotated[RefusalPart, Tag("tagged-refusal")]
+    | Annotated[OtherPart, Tag("tagged-other")],
+    Discriminator(part_tag("text", "input_text", "output_text", "refusal")),
 ]
 
 

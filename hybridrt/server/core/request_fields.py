@@ -26,7 +26,6 @@ _MAKE = "completions chat responses messages"
 _RUN = "completions chat responses messages embeddings"
 _TALK = "chat responses messages count"
 _OPENAI = "completions chat responses"
-_IMAGES = "completions chat responses embeddings"
 _CLAUDE = "messages count"
 # Values of a refused field that ask for nothing.
 _NEUTRAL: tuple[Any, ...] = (None, [], {}, False, 0, "")
@@ -136,7 +135,7 @@ _IGNORED = (
     *_ignored("chat responses", prompt_cache_retention="every prompt is cached"),
     *_ignored("chat", prediction="it only makes an answer faster"),
     *_ignored("responses", max_tool_calls="it bounds OpenAI's own tools", access_programs="there are none"),
-    *_ignored("responses", background_options="answers do not depend on it", image="images are refused"),
+    *_ignored("responses", background_options="answers do not depend on it", image="images are parts of the input"),
     *_ignored(_CLAUDE, cache_control="every prompt is cached", speed="answers do not depend on it"),
     *_ignored(_CLAUDE, user_profile_id="answers do not depend on it", workspace_id="answers do not depend on it"),
     *_ignored(_CLAUDE, betas="a form of the client's alone"),
@@ -148,7 +147,6 @@ _IGNORED = (
         "completions chat", length_penalty="it goes with beam search", session_id="prefixes are found by their text"
     ),
     *_ignored(_OPENAI, spaces_between_special_tokens="tokenizers add none"),
-    *_ignored(_IMAGES, mm_processor_kwargs="images are refused", media_io_kwargs="images are refused"),
     *_ignored("embeddings", add_generation_prompt="of messages", continue_final_message="of messages"),
     *_ignored("embeddings", chat_template="of messages", chat_template_kwargs="of messages"),
     *_ignored("completions chat", stream_interval="a chunk comes when its tokens do"),
@@ -156,6 +154,9 @@ _IGNORED = (
     *_ignored("completions chat", return_token_offsets="of render endpoints", return_mm_kwargs="of render endpoints"),
 )
 _REFUSED = (
+    Row("mm_processor_kwargs", "pixels of images are limited by the checkpoint; detail low takes fewer", "",
+        "embeddings", _OPENAI),
+    Row("media_io_kwargs", "images are decoded in one way", "", "embeddings", _OPENAI),
     *_refused("completions", suffix="the models continue text, they do not fill gaps"),
     Row("best_of", "use n for several samples", refused="completions chat", neutral=(1,)),
     *_refused("completions chat", use_beam_search="use n for several samples"),

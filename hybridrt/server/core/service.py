@@ -24,6 +24,7 @@ from hybridrt.engine.api.chats import PreparedChat, check_characters, is_large_c
 from hybridrt.engine.api.lanes import LONG_CHARACTERS, lane_of
 from hybridrt.engine.request.intake import PreparedPrompt
 from hybridrt.engine.text.tokenizer import HFTokenizer, encode_prompt
+from hybridrt.images.fetch import Fetcher
 from hybridrt.server.core.answer_size import EntryRoom, check_output, check_repeated, prompt_entries
 from hybridrt.server.core.bodies import SMALL, body_bytes
 from hybridrt.server.core.config import ServerConfig
@@ -129,18 +130,23 @@ class Service:
             raise APIError(400, text, "chat_template", "unsupported")
         if template not in self._foreign:
             parsers = {"tool_parser": self.config.tool_parser, "reasoning_parser": self.config.reasoning_parser}
-            self._foreign[template] = Chat(self.tokenizer, template=template, foreign=True, **parsers)
+            images = self.llm.llm.image_reader
+            self._foreign[template] = Chat(self.tokenizer, template=template, foreign=True, images=images, **parsers)
         self._foreign.move_to_end(template)
         while len(self._foreign) > KEPT_TEMPLATES:
             self._foreign.popitem(last=False)
         return self._foreign[template]
 
     async def start_renderer(self) -> None:
-        """Starts the process for chat templates and tries the model's, so that the first chat need
-        not wait."""
+        """Starts the processes for chat templates and images, and tries the model's template, so
+        that the first chat need not wait."""
         tokenizer = self.llm.llm.tokenizer
         if isinstance(tokenizer, HFTokenizer) and (self.config.chat_template or tokenizer.hf.chat_template):
             await self.llm.in_thread(self.chat.examine)
+        if (images := self.llm.llm.image_reader) is not None:
+            if self.config.allow_image_urls:
+                images.fetch = Fetcher(self.config.allow_image_urls)
+            await self.llm.in_thread(images.pool.start)
 
     async def prepare_chat(
         self, conversation: Conversation, params: SamplingParams, template: str | None
@@ -171,6 +177,13 @@ class Service:
         except CheckpointError as e:
             raise RequestError(str(e), "messages") from e
         return text
+
+    async def chat_tokens(self, conversation: Conversation, template: str | None = None) -> list[int]:
+        """Token ids of a conversation, those of its images included. Raises as `prepare_chat`."""
+        if conversation.images:
+            prepared = await self.prepare_chat(conversation, SamplingParams(max_tokens=1), template)
+            return prepared.prompt.tokens
+        return await self.encode(await self.render_chat(conversation, template), bare=True)
 
     def submit(
         self, prompts: list[PreparedPrompt], prefix: str, body: Asked, scope: Scope, forms: int = 1

@@ -5,7 +5,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from hybridrt.server.core.protocol import MAX_MESSAGES, Body, ListOf, Rested, Sampling, at_most, tag_of
+from hybridrt.server.core.protocol import (
+    MAX_MESSAGES,
+    Body,
+    ListOf,
+    OtherPart,
+    Rested,
+    Sampling,
+    at_most,
+    part_tag,
+    tag_of,
+)
 
 MAX_METADATA = 1024  # OpenAI takes 16
 
@@ -31,7 +41,19 @@ class InputText(Body):
     text: str
 
 
+_kinds = part_tag("input_text", "output_text", "text", "reasoning_text", "summary_text")
+
+
 Texts = str | ListOf[InputText]
+Contents = (
+    str
+    | ListOf[
+        Annotated[
+            Annotated[InputText, Tag("tagged-text")] | Annotated[OtherPart, Tag("tagged-other")],
+            Discriminator(lambda part: "tagged-other" if _kinds(part) == "tagged-other" else "tagged-text"),
+        ]
+    ]
+)
 
 
 class InputMessage(Body):
@@ -39,7 +61,7 @@ class InputMessage(Body):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: Texts
+    content: Contents
 
 
 class FunctionCall(Body):
@@ -56,7 +78,7 @@ class FunctionCallOutput(Body):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: Texts
+    output: Contents
 
 
 class CustomCall(Body):
@@ -73,7 +95,7 @@ class CustomCallOutput(Body):
 
     type: Literal["custom_tool_call_output"]
     call_id: str
-    output: Texts
+    output: Contents
 
 
 class ItemReference(Body):

@@ -7,7 +7,7 @@ from typing import Any
 from starlette.types import Scope
 
 from hybridrt.base.pace import with_rests
-from hybridrt.server.core.protocol import ChatRequest
+from hybridrt.server.core.protocol import ChatRequest, OtherPart
 from hybridrt.server.core.service import Service, check_body, owner_of
 from hybridrt.server.openai.chat import as_chat_request, function_call, function_tool, prepare_chat
 from hybridrt.server.openai.custom_calls import grammar_warnings
@@ -15,6 +15,7 @@ from hybridrt.server.openai.response_protocol import (
     BUILT_IN_TOOLS,
     LOGPROBS,
     BuiltIn,
+    Contents,
     CustomCall,
     CustomCallOutput,
     CustomTool,
@@ -22,6 +23,7 @@ from hybridrt.server.openai.response_protocol import (
     FunctionCallOutput,
     FunctionTool,
     InputMessage,
+    InputText,
     Item,
     ReasoningItem,
     ResponseRequest,
@@ -162,9 +164,13 @@ def _assistant(messages: list[dict[str, Any]], without: tuple[str, ...]) -> dict
     return messages[-1]
 
 
-def _content(texts: Texts) -> str | list[dict[str, str]]:
+def _content(parts: Contents) -> str | list[dict[str, Any]]:
     """The chat template joins parts."""
-    return texts if isinstance(texts, str) else [{"type": "text", "text": part.text} for part in texts]
+    return parts if isinstance(parts, str) else [_part(part) for part in parts]
+
+
+def _part(part: InputText | OtherPart) -> dict[str, Any]:
+    return {"type": "text", "text": part.text} if isinstance(part, InputText) else part.model_dump()
 
 
 def _text(texts: Texts) -> str:

@@ -1,0 +1,66 @@
+"""Settings of processors: published fields, defaults, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridrt.base.errors import ConfigError
+from hybridrt.images.settings import Lfm2Images, NemotronImages, QwenImages, read_image_settings
+
+QWEN = {"image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 16, "merge_size": 2}
+LFM2 = {"image_processor_type": "Lfm2VlImageProcessor"}
+
+
+def read(directory: Path, fields: dict[str, Any], **whole: Any) -> Any:
+    if whole:
+        (directory / "processor_config.json").write_text(json.dumps({"image_processor": fields, **whole}))
+    else:
+        (directory / "preprocessor_config.json").write_text(json.dumps(fields))
+    return read_image_settings(directory)
+
+
+def test_published_fields_and_defaults(tmp_path: Path) -> None:
+    assert read_image_settings(tmp_path) is None
+    size = {"shortest_edge": 65536, "longest_edge": 16777216}
+    assert read(tmp_path, QWEN | {"size": size}) == QwenImages(16, 2, 65536, 16777216, "bicubic")
+    limits = {"min_pixels": 4096, "max_pixels": 8192, "resample": 2}
+    assert read(tmp_path, QWEN | {"size": size} | limits) == QwenImages(16, 2, 4096, 8192, "bilinear")
+    assert read(tmp_path, LFM2) == Lfm2Images(16, 2, 512, 2, 10, True, 64, 256, 2.0, True, "bilinear")
+
+
+def test_nemotron_has_a_budget_of_patches(tmp_path: Path) -> None:
+    fields = {"image_processor_type": "NemotronH_Omni_Reasoning_V3ImageProcessor", "norm_mean": [0.5] * 3}
+    assert read(tmp_path, fields) == NemotronImages(16, 2, 1024, 13312, "bicubic")
+    limits = {"max_model_len": 1028, "max_num_patches": 0}
+    assert read(tmp_path, fields | limits) == NemotronImages(16, 2, 1024, 4096, "bicubic")
+
+
+def test_the_whole_processors_file_comes_first(tmp_path: Path) -> None:
+    read(tmp_path, QWEN)
+    fields = LFM2 | {"do_image_splitting": False}
+    found = read(tmp_path, fields, use_image_special_tokens=False)
+    assert found == Lfm2Images(16, 2, 512, 1, 1, True, 64, 256, 2.0, False, "bilinear")
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"image_processor_type": "CLIPImageProcessor"}, "'CLIPImageProcessor'; hybridrt knows Qwen2VLImageProcessor"),
+        ({"patch_size": 16}, "image_processor_type is None"),
+        (QWEN | {"patch_size": 0}, "patch_size is 0"),
+        (QWEN | {"size": 5}, "size is 5"),
+        (QWEN | {"max_pixels": 2**40}, "max_pixels is 1099511627776"),
+        (QWEN | {"min_pixels": 9999999}, "min_pixels is 9999999; it must be at most max_pixels"),
+        (QWEN | {"resample": 1}, "resample is 1; it must be"),
+        (QWEN | {"do_resize": False}, "do_resize is False"),
+        (LFM2 | {"max_tiles": 1000}, "max_tiles is 1000"),
+        (LFM2 | {"tile_size": 100}, "tile_size is 100; it must be a multiple of 32"),
+        (LFM2 | {"min_tiles": 9, "max_tiles": 4}, "min_tiles is 9; it must be at most max_tiles, 4"),
+    ],
+    ids=range(11),
+)
+def test_fields_that_cannot_be_used_are_refused(tmp_path: Path, fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        read(tmp_path, fields)
