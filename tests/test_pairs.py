@@ -19,11 +19,12 @@ from tests.support.features import FEATURES, PAIRS, USUAL, Tokens, outputs, writ
 ROOT = Path(__file__).parents[1]
 DRAFTERS = ("ngram", "draft", "mtp")
 Pair = tuple[str, str]
-# Codes of states are rounded where a state is stored, which drafts and moves do at other tokens: outputs are not
-# compared with those of a run without.
+# Codes of states are rounded where a state is stored. Drafts, moves, cached prefixes and replicas store states after
+# other tokens, so outputs are not compared with those of a run without.
 RUNS: frozenset[Pair] = frozenset({
     ("8-bit states", "ngram"), ("8-bit states", "draft"), ("8-bit states", "mtp"), ("8-bit states", "transfer"),
-    ("8-bit states", "dp"),
+    ("8-bit states", "dp"), ("8-bit states", "prefix cache"), ("8-bit states", "host tier"),
+    ("8-bit states", "sessions"),
 })  # fmt: skip
 # Pairs that another test has, "file::test", or that an option cannot ask for.
 ELSEWHERE: dict[Pair, str] = {

@@ -9,10 +9,12 @@ from tempfile import TemporaryDirectory
 import torch
 
 from hybridrt.base.config import dtype_name
-from hybridrt.base.errors import HybridrtError, UnsupportedModelError
+from hybridrt.base.errors import CheckpointError, HybridrtError, UnsupportedModelError
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.engine.api.llm import LLM
 from hybridrt.layers.rotary import rotary_table
+from hybridrt.models.loading.loader import check_keys
+from hybridrt.models.loading.shards import shards_of
 from hybridrt.runtime.load.build import EMBEDDED, empty_model, load_target
 from hybridrt.verify import oracle
 from hybridrt.verify.decoded_copy import write_decoded
@@ -165,9 +167,22 @@ def check_ways(subject: Subject, result: Result) -> None:
 
 
 def _methods(subject: Subject) -> list[str]:
+    return ["ngram", *["mtp"] * _has_head(subject), *["draft"] * (subject.model in EMBEDDED[:1])]
+
+
+def _has_head(subject: Subject) -> bool:
+    """Whether the checkpoint has kept its prediction head: config.json alone does not say."""
     assert subject.config is not None, "it was read"
-    has_head = bool(subject.config.mtp_layers) and any("mtp" in key for key in subject.hashes["tensors"])
-    return ["ngram", *["mtp"] * has_head, *["draft"] * (subject.model in EMBEDDED[:1])]
+    if not subject.config.mtp_layers:
+        return False
+    config = subject.engine_config(speculative=speculative("mtp"))
+    _, target = load_target(config, TPGroup())
+    keys = {key for keys in shards_of(subject.path).values() for key in keys}
+    try:
+        check_keys(empty_model(config, target, torch.device("meta")), subject.path, keys)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _same(
