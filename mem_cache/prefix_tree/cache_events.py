@@ -40,7 +40,8 @@ class CacheEvent:
             "superseded" by a later state of the conversation, "thinned" (too many states within
             answers), "dropped" (not finite), "reset". For "cleared": "reset" or "failed".
         tier: "device", or "host" for main memory.
-        key, tokens: the text; tokens [n] int32 end with the last of the entries or after it.
+        key, tokens: the text; tokens [n] int32 end with the last of the entries or after it. They are
+            int64 if some are of images, which have ids from 2**62 on.
         pages: [m, 3] int32: page group, page index in the text, and how many first tokens of the
             text are its content: the KV of a page may depend on one token after it.
         states: numbers of first tokens after which there is a state.

@@ -103,7 +103,7 @@ class RadixCache:
         logits.
 
         Args:
-            tokens: [n] int32.
+            tokens: [n] ids of the prefix cache: int32, or int64 where some name tokens of images.
             key: texts share nothing with those of another key.
         """
         node, known = self._descend(key, tokens)
@@ -226,7 +226,7 @@ class RadixCache:
         """Offers KV and states of a text.
 
         Args:
-            tokens: [n] int32, those whose KV the pages hold; the last page may be partly filled.
+            tokens: [n] ids, those whose KV the pages hold; the last page may be partly filled.
             pages: [m, G] sets of the text, from its first page on. The tree recognises by their
                 index and group those that it already has. Window groups may lack pages.
             states: slots by the number of tokens in the state.

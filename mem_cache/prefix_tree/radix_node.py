@@ -25,7 +25,7 @@ class Node:
     """One edge of the tree and the entries at its end.
 
     Attributes:
-        tokens: [n] int32 of the edge.
+        tokens: [n] ids of the edge.
         end: tokens on the path up to the edge's end.
         pages: [n, G] page sets of the edge's complete pages, in order.
         state: the slot with the state after the last token.
