@@ -118,32 +118,29 @@ class Rows:
         config: of EngineConfig; max_model_len and dtype have defaults.
     """
 
-    def __init__(self, path: Path, lengths: Sequence[int], **config: Any) -> None:
+    def __init__(self, path: Path, lengths: Sequence[int], spare: int = SPARE, **config: Any) -> None:
         defaults = {"device": DEVICE, "dtype": "float32", "max_model_len": 160, "page_size": 4}
         self.config = EngineConfig(str(path), **{**defaults, **config}, max_running_requests=len(lengths))
         self.runner = ModelRunner(self.config)
         spoil(self.runner.pools)
         self.random, places = random.Random(7), random.Random(8)
-        self._lend(len(lengths), places)
+        self._lend(len(lengths), spare, places)
         self.prompts: dict[int, list[int]] = {}
         self.computed: dict[int, int] = {}
         for row, length in enumerate(lengths, 1):
             self.admit(row, length)
 
-    def _lend(self, count: int, places: random.Random) -> None:
+    def _lend(self, count: int, spare: int, places: random.Random) -> None:
         """Gives the rows slots and pages, in a random order, as the allocators of an engine would."""
         runner = self.runner
         lender, groups = CacheCoordinator.from_plan(runner.memory_plan, runner.copied), runner.pools.kv.windows
         each = runner.pools.req_to_token.max_context // self.config.page_size if groups else 0
         slots = [*range(1, count + 1)]
         if lender.slots.total:
-            slots = [handle.index for handle in lender.slots.alloc(count)]
+            slots = sorted(handle.index for handle in lender.slots.alloc(min(count + spare, lender.slots.most_free)))
         while any(lender.pages.shortages([each * count] * len(groups))):
             each -= 1
         lent = [handles.indices for handles in lender.pages.alloc([each * count] * len(groups))]
-        if lender.slots.total:  # the rows come first: spare slots may take the memory of their pages
-            slots += [handle.index for handle in lender.slots.alloc(min(SPARE, lender.slots.most_free))]
-        slots.sort()
         self.slots, self.spare = places.sample(slots[:count], count), slots[count:]
         for tensor, group in zip(runner.pools.kv.tensors, runner.pools.kv.tensor_groups):
             # Pages of slabs that have been states were cleared: hidden entries are finite.

@@ -34,7 +34,7 @@ BOUNDS = {
 @torch.inference_mode()
 def forced_logits(path: Path, tokens: list[int], **config: Any) -> Tensor:
     """Logits [n, vocab] after each of `tokens`, fed one by one in decode steps behind a prompt of one token."""
-    rows = Rows(path, [1], max_model_len=len(tokens) + 8, page_size=16, **config)
+    rows = Rows(path, [1], spare=0, max_model_len=len(tokens) + 8, page_size=16, **config)
     runner, teacher = rows.runner, torch.tensor(tokens, dtype=torch.int32, device=rows.runner.device)
     logits = torch.empty(len(tokens), runner.model_config.vocab_size, device=runner.device)
     for i in range(len(tokens)):
@@ -59,7 +59,7 @@ def test_drift_over_thousands_of_steps(
     checkpoint = Checkpoint(tmp_path, write(MODELS[model], tmp_path))
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(3, 131, (STEPS,), generator=generator).tolist()
-    prompt = Rows(tmp_path, [1], max_model_len=16).prompts[1]  # every Rows draws the same one
+    prompt = Rows(tmp_path, [1], spare=0, max_model_len=16).prompts[1]  # every Rows draws the same one
     oracle = checkpoint.logits([*prompt, tokens[0]], [*tokens[1:], 0])
     found = {}
     for dtype, mode in BOUNDS:

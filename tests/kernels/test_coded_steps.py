@@ -90,6 +90,16 @@ def test_a_step_reads_what_the_codes_say(kind: str, dtype: torch.dtype, size: tu
     assert not out[1].any()
 
 
+@pytest.mark.parametrize("size", [(20, 72), (70, 160)])
+def test_tiles_of_many_rows_of_mamba2(size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    from hybridrt.kernels.mamba import mamba2_replay_decode_triton
+
+    layer = Layer("mamba2", torch.int8, size)
+    few = layer.step(1, layer.pool, layer.codes)
+    monkeypatch.setattr(mamba2_replay_decode_triton, "FEW_ROWS", 0)
+    torch.testing.assert_close(layer.step(1, layer.pool, layer.codes), few, rtol=2e-5, atol=2e-5)
+
+
 def test_many_programs_and_few_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     from hybridrt.kernels.delta_rule import decode_ring_few_rows_triton
 

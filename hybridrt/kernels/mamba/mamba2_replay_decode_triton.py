@@ -32,6 +32,8 @@ from hybridrt.kernels.state.state_codes import SCALED
 from hybridrt.kernels.state.state_codes_triton import TILE, load_scales, scale_strides, state_scales
 from hybridrt.kernels.state.state_ring_triton import exact_dot, multiply_codes, multiply_state, products
 
+FEW_ROWS = 1 << 16  # rows of all states [P, N], up to which small programs are faster
+
 
 @triton.jit
 def _prepare_kernel(  # type: ignore[no-untyped-def]
@@ -259,7 +261,7 @@ def replay_decode_triton(
             num_warps=4 if section == "values" else warps, **common, **pdl(xBC.device),
         )  # fmt: skip
     scales = state_scales(step.state)
-    tile = stream_tile(batch, tokens, states) if scales is None else codes_tile(tokens, states)
+    tile = stream_tile(batch, tokens, states) if scales is None else codes_tile(batch, tokens, states)
     _stream_kernel[batch, heads, triton.cdiv(dim, tile["BLOCK_P"])](
         z, weights.D, out, states, scales, values, queries, scores, decays, slots, *cursors,
         strides(z), strides(out), states.stride(0), states.stride(1), *scale_strides(scales), values.stride(0),
@@ -268,14 +270,19 @@ def replay_decode_triton(
     return out
 
 
-def codes_tile(tokens: int, states: Tensor) -> dict[str, int]:
-    """Tiles of codes in the second kernel: one token's products are taken element by element, of decoded numbers. Those
-    of several tokens are of whole codes, each block before its scale."""
-    rows, columns = (max(16, triton.next_power_of_2(size)) for size in states.shape[2:])
-    if tokens == 1:
+def codes_tile(batch: int, tokens: int, states: Tensor) -> dict[str, int]:
+    """Tiles of codes in the second kernel, as measured on an H200. One token's products are taken element by element,
+    of decoded numbers: of many rows, 64 columns at a time with three loads in flight. Those of several tokens are of
+    whole codes, each block before its scale."""
+    _, heads, dim, state_dim = states.shape
+    rows, columns = (max(16, triton.next_power_of_2(size)) for size in (dim, state_dim))
+    if tokens == 1 and batch * heads * dim <= FEW_ROWS:
         block_p = min(rows, max(16, TILE // columns))
         return {"BLOCK_T": 1, "BLOCK_P": block_p, "BLOCK_N": columns, "STAGES": 1, "num_warps": 4}
-    tile = {"BLOCK_T": max(16, triton.next_power_of_2(tokens)), "BLOCK_N": min(columns, SCALED)}
+    if tokens == 1:
+        tile = {"BLOCK_T": 1, "BLOCK_N": min(columns, 64)}
+    else:
+        tile = {"BLOCK_T": max(16, triton.next_power_of_2(tokens)), "BLOCK_N": min(columns, SCALED)}
     return tile | {"BLOCK_P": min(rows, 64), "STAGES": 3, "num_warps": 4}
 
 
@@ -291,7 +298,7 @@ def stream_tile(batch: int, tokens: int, states: Tensor) -> dict[str, int]:
     wide = states.element_size() == 4
     rows, columns = (max(16, triton.next_power_of_2(size)) for size in (dim, state_dim))
     tile = {"BLOCK_T": 1 if tokens == 1 and wide else max(16, triton.next_power_of_2(tokens))}
-    if batch * heads * dim <= 1 << 16:
+    if batch * heads * dim <= FEW_ROWS:
         return tile | {"BLOCK_P": 16, "BLOCK_N": columns, "STAGES": 1, "num_warps": 2}
     block_p, block_n = (64, 32 if tokens > 1 else 64) if wide else (128, 64)
     stages = 4 if wide and tokens > 1 else 3
