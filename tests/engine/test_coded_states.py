@@ -62,6 +62,21 @@ def test_a_cached_prefix_changes_nothing(name: str, checkpoints: CheckpointStore
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_a_prompt_is_kept_as_its_request_stored_it(name: str, checkpoints: CheckpointStore) -> None:
+    """Nothing is rounded again where a request ends with its prompt. A run without a cache has a chunk that ends there."""
+    session = Session(checkpoints[name].path, mamba_ssm_dtype="int8", cache_slots=4, prefix_cache=True)
+    (chunked,) = session.run([(prompt(15), 24)], chunk=11)
+    engine = session.engine(prefix_cache=True)
+    for i, (text, count) in enumerate([(prompt(15)[:11], 1), (prompt(15), 24)]):
+        engine.add_request(text, greedy(count, seed=i), str(i))
+        while engine.has_unfinished():
+            for out in engine.step():
+                assert out.metrics is None or out.metrics.cached_tokens == 11 * i
+    found = torch.stack([session.logits[1, i] for i in range(24)])
+    torch.testing.assert_close(found, chunked.logits, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["qwen-dense", "falcon-plain"])
 def test_memory_that_pages_share_changes_nothing(
     name: str, checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch

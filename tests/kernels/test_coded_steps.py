@@ -129,6 +129,20 @@ def test_a_fold_rounds_by_position(kind: str, dtype: torch.dtype, size: tuple[in
     assert layer.codes.state_lengths.tolist() == [5, 5, 5, 5, 300, 77]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_fold_of_an_empty_ring_copies(dtype: torch.dtype) -> None:
+    """In place and to another slot, next to a row that is folded."""
+    layer = Layer("gdn", dtype, (20, 72))
+    stored = [part.view(torch.uint8) for part in (layer.pool, layer.codes.state_scales) if part is not None]
+    before = [part.clone() for part in stored]
+    of_rows = int32(4, 2, 3), int32(1, 3, 0), int32(3, 14, 0), int32(0, 0, 9), int32(3), int32(4, 5, 3)
+    layer.fold(layer.pool, layer.codes, RingFolds(*of_rows, state_lengths=int32(5, 5, 14)))
+    for now, old in zip(stored, before, strict=True):
+        assert torch.equal(now[[0, 1, 2, 4, 5]], old[[0, 1, 2, 4, 2]])
+        assert not torch.equal(now[3], old[3])
+    assert layer.codes.state_lengths.tolist() == [5, 5, 5, 14, 5, 5]
+
+
 def coded_numbers(states: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
     pool, scales = encode(states, offsets, dtype)
     return numbers(pool, StateCodes(int32(), int32(), scales))

@@ -17,6 +17,7 @@ from tests.support.newer_checkpoints import qwen35_moe
 from tests.support.transfer_pair import Decoder, Prefiller, run
 
 Tokens = list[list[int]]
+Answer = tuple[list[int], list[float]]  # tokens, and their log-probabilities
 TEXTS = ("def f(x):\n    return x", "import os, sys, re", "a b c a b c a b c a b c a b")
 COUNT, MORE = 10, [7, 8, 9, 300]
 SMALL: dict[str, Any] = {
@@ -48,7 +49,10 @@ def drafts(method: str) -> Feature:
 FEATURES: dict[str, Feature] = {
     "quantised": Feature({"quantization": "int4"}, ("quantization",), exact=False),
     "fp8 KV": Feature({"kv_cache_dtype": "fp8_e4m3"}, ("kv_cache_dtype", "kv_scales"), exact=False),
-    "8-bit states": Feature({"mamba_ssm_dtype": "int8"}, ("mamba_ssm_dtype", "mamba_ssm_rounding"), exact=False),
+    # A chunk's end rounds states, and where small chunks end depends on the batch. So prompts are one chunk.
+    "8-bit states": Feature(
+        {"mamba_ssm_dtype": "int8", "chunked_prefill_size": 128}, ("mamba_ssm_dtype", "mamba_ssm_rounding"), exact=False
+    ),
     "tp": Feature({"tp_size": 2}, ("tp_size",)),
     "ep": Feature({"tp_size": 2, "expert_parallel": True}, ("expert_parallel",)),
     "dp": Feature({"dp_size": 2}, ("dp_size",)),
@@ -89,9 +93,9 @@ def write_model(path: Path) -> Path:
     return path
 
 
-def outputs(model: Path, names: Sequence[str], folder: Path) -> Tokens:
-    """Tokens of two turns of some requests, with these features."""
-    options, params = dict(SMALL), {"max_tokens": COUNT, "temperature": 0.0, "ignore_eos": True}
+def outputs(model: Path, names: Sequence[str], folder: Path) -> list[Answer]:
+    """Answers of two turns of some requests, with these features."""
+    options, params = dict(SMALL), {"max_tokens": COUNT, "temperature": 0.0, "ignore_eos": True, "logprobs": 0}
     for name in names:
         options |= FEATURES[name].options
         params |= FEATURES[name].params
@@ -104,26 +108,62 @@ def outputs(model: Path, names: Sequence[str], folder: Path) -> Tokens:
     return _talked(build, SamplingParams(**params), folder if "sessions" in names else None)
 
 
-def _talked(build: Any, params: SamplingParams, folder: Path | None) -> Tokens:
+def in_two_chunks(model: Path, names: Sequence[str], found: Sequence[Answer]) -> list[Answer]:
+    """Answers of `found`, each of a request alone. The second chunk of its prompt is the last token, which a worker that
+    fetches a prompt's state computes, too."""
+    options, answers = dict(SMALL), []
+    for name in names:
+        options |= FEATURES[name].options
+    params = SamplingParams(max_tokens=COUNT, temperature=0.0, ignore_eos=True, logprobs=0)
+    with LLM(str(model), **SMALL) as llm:
+        prompts = [llm.tokenizer.encode(text) for text in TEXTS]
+    for prompt in [*prompts, *_turns(prompts, found[: len(prompts)])]:
+        with LLM(str(model), **options | {"chunked_prefill_size": len(prompt) - 1}) as llm:
+            answers += _generate(llm, [prompt], params)
+    return answers
+
+
+def _talked(build: Any, params: SamplingParams, folder: Path | None) -> list[Answer]:
     """With `folder` another LLM answers the second turn, from saved sessions."""
     with build() as llm:
         prompts = [llm.tokenizer.encode(text) for text in TEXTS]
-        first = [output.token_ids for output in llm.generate(prompts, params)]
-        turns = [[*prompt, *answer, *MORE] for prompt, answer in zip(prompts, first)]
+        first = _generate(llm, prompts, params)
+        turns = _turns(prompts, first)
         if folder is None:
-            return first + [output.token_ids for output in llm.generate(turns, params)]
+            return first + _generate_twice(llm, turns, params)
         files = [folder / f"{i}.safetensors" for i in range(len(turns))]
-        for file, prompt, answer in zip(files, prompts, first):
+        for file, prompt, (answer, _) in zip(files, prompts, first):
             llm.save_session(file, [*prompt, *answer])
     with build() as llm:
         for file in files:
             llm.load_session(file, trusted=True)
-        found = llm.generate(turns, params)
-        assert all(output.metrics.cached_tokens for output in found), "no session was used"
-        return first + [output.token_ids for output in found]
+        return first + _generate_twice(llm, turns, params, cached=True)
 
 
-def _moved(build: Any, params: SamplingParams, folder: Path | None) -> Tokens:
+def _turns(prompts: Tokens, first: Sequence[Answer]) -> Tokens:
+    return [[*prompt, *answer, *MORE] for prompt, (answer, _) in zip(prompts, first)]
+
+
+def _generate(llm: LLM, prompts: Tokens, params: SamplingParams, *, cached: bool = False) -> list[Answer]:
+    found = llm.generate(prompts, params)
+    assert not cached or all(output.metrics.cached_tokens for output in found), "nothing was kept"
+    return [_answer(output.token_ids, output.logprobs) for output in found]
+
+
+def _generate_twice(llm: LLM, prompts: Tokens, params: SamplingParams, *, cached: bool = False) -> list[Answer]:
+    """A hit gives what the request gave that left the state."""
+    found = _generate(llm, prompts, params, cached=cached)
+    if llm.config.prefix_cache:
+        again = _generate(llm, prompts, params)
+        assert [tokens for tokens, _ in again] == [tokens for tokens, _ in found], "asked again"
+    return found
+
+
+def _answer(tokens: list[int], logprobs: Any) -> Answer:
+    return tokens, [step[token] for token, step in zip(tokens, logprobs, strict=True)]
+
+
+def _moved(build: Any, params: SamplingParams, folder: Path | None) -> list[Answer]:
     """One worker computes prompts, another one goes on."""
     hub: dict[str, torch.Tensor] = {}
     with build() as one, build() as other:
@@ -132,16 +172,15 @@ def _moved(build: Any, params: SamplingParams, folder: Path | None) -> Tokens:
         prompts = [other.tokenizer.encode(text) for text in TEXTS]
         first = _answers(prefill, decode, prompts, params)
         if folder is not None:
-            for i, (prompt, answer) in enumerate(zip(prompts, first)):
+            for i, (prompt, (answer, _)) in enumerate(zip(prompts, first)):
                 other.save_session(folder / f"{i}.safetensors", [*prompt, *answer])
                 other.load_session(folder / f"{i}.safetensors", trusted=True)
-        turns = [[*prompt, *answer, *MORE] for prompt, answer in zip(prompts, first)]
-        found = first + _answers(prefill, decode, turns, params)
+        found = first + _answers(prefill, decode, _turns(prompts, first), params)
         assert decode.worker.counters().fetched, "nothing was moved"
         return found
 
 
-def _answers(prefill: Prefiller, decode: Decoder, prompts: Tokens, params: SamplingParams) -> Tokens:
+def _answers(prefill: Prefiller, decode: Decoder, prompts: Tokens, params: SamplingParams) -> list[Answer]:
     ids = [decode.engine.add_request(prompt, params) for prompt in prompts]
     run(decode, prefill)
-    return [decode.tokens(i) for i in ids]
+    return [_answer(sample.token_ids, sample.logprobs) for sample in (decode.outputs[i, 0] for i in ids)]

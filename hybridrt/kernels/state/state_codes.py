@@ -153,6 +153,17 @@ def store_states(state: StateSlots, new: Tensor, lengths: Tensor) -> None:
     write_rows(codes.state_lengths, slots, lengths)
 
 
+def copy_states(state: StateSlots, lengths: Tensor) -> None:
+    """Copies codes and scales from the slots that are read to those that are written, with `lengths` [B] int32
+    tokens."""
+    assert state.codes is not None
+    read, write, codes = state.read_state_slots, state.write_state_slots, state.codes
+    for stored in (_as_bytes(state.states), codes.state_scales):
+        if stored is not None:
+            write_rows(stored, write, read_rows(stored, read))
+    write_rows(codes.state_lengths, write, lengths)
+
+
 def _as_bytes(codes: Tensor) -> Tensor:
     """index_copy_ does not know 8-bit floats on a CPU."""
     return codes.view(torch.int8) if codes.element_size() == 1 else codes

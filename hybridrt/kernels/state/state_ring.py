@@ -34,7 +34,7 @@ from hybridrt.kernels.core.operation import By, operation
 from hybridrt.kernels.core.records import FusedStep, StateCodes, StateSlots
 from hybridrt.kernels.core.slots import PADDING_SLOT, write_rows
 from hybridrt.kernels.state.causal_conv1d import check_update
-from hybridrt.kernels.state.state_codes import read_states, store_states
+from hybridrt.kernels.state.state_codes import copy_states, read_states, store_states
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,9 @@ def fold_ring(
 ) -> None:  # fmt: skip
     """Writes the state after the entries that `folds` names, in L layers. Rings and cursors stay as they are.
 
+    Codes of a row without entries are copied. Rounding them again would change them: the largest code
+    of a block may be less than the largest of the dtype, and then its scale falls.
+
     Args:
         states: [L, S+1, H, P, N]; values: [L, R+1, H, W, P]; keys: [L, R+1, G, W, N]; gates: [L, R+1, H, W],
             or [L, R+1, H, W, N] where channels of keys decay apart, and G is H.
@@ -133,7 +136,10 @@ def fold_ring(
             write_rows(states[layer], write, state)
         else:
             assert folds.state_lengths is not None
-            store_states.reference(slots, state, folds.state_lengths)
+            empty = folds.length == 0
+            copied, rounded = write.where(empty, PADDING_SLOT), write.where(~empty, PADDING_SLOT)
+            copy_states(slots._replace(write_state_slots=copied), folds.state_lengths)
+            store_states.reference(slots._replace(write_state_slots=rounded), state, folds.state_lengths)
 
 
 def ring_entries(

@@ -133,6 +133,10 @@ def _fold_kernel(  # type: ignore[no-untyped-def]
                 offsets = rounding_offsets(key, p[:, None] * N + n[None, :], end)
                 if scales_ptr is None:
                     tl.store(cells, round_to(folded, offsets, states_ptr.dtype.element_ty), mask=mask)
+                elif tl.load(length_ptr + index) == 0:
+                    tl.store(cells, tl.load(cells + (read - write) * states_ss, mask=mask), mask=mask)
+                    kept_scales = tl.load(scales_cells + read * scales_ss, mask=s_mask)
+                    tl.store(scales_cells + write * scales_ss, kept_scales, mask=s_mask)
                 else:
                     codes, scales = encode_tile(folded, offsets, BLOCK_S, states_ptr.dtype.element_ty)
                     tl.store(cells, codes, mask=mask)
