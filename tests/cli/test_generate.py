@@ -343,7 +343,10 @@ def test_options_name_every_field_once_and_show_its_default() -> None:
     # What a request among others needs, or its server.
     served = {"cache_salt", "priority", "truncate_prompt_tokens", "include_stop_str_in_output", "skip_special_tokens"}
     # Rules about token ids, and scores of a prompt, are for programs.
-    programs = {"min_tokens", "logit_bias", "allowed_token_ids", "bad_words", "prompt_logprobs", "pooling"}
+    programs = {
+        "min_tokens", "logit_bias", "allowed_token_ids", "bad_words", "prompt_logprobs", "pooling", "logprob_token_ids",
+        "resume_token_ids",
+    }  # fmt: skip
     forms = {"structured_outputs"}  # which --json-schema and --regex set
     assert set(sampling) - {f.name for f in fields(PromptSampling)} == {"seed", *served, *programs, *forms}
     text = " ".join(CliRunner().invoke(app, ["generate", "--help"]).stdout.split())
