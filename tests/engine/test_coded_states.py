@@ -64,7 +64,7 @@ def test_a_cached_prefix_changes_nothing(name: str, checkpoints: CheckpointStore
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_prompt_is_kept_as_its_request_stored_it(name: str, checkpoints: CheckpointStore) -> None:
-    """Nothing is rounded again where a request ends with its prompt. A run without a cache has a chunk that ends there."""
+    """Nothing is rounded again where a request ends with its prompt. Without a cache a chunk ends there."""
     session = Session(checkpoints[name].path, mamba_ssm_dtype="int8", cache_slots=4, prefix_cache=True)
     (chunked,) = session.run([(prompt(15), 24)], chunk=11)
     engine = session.engine(prefix_cache=True)

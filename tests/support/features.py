@@ -18,7 +18,8 @@ from tests.support.transfer_pair import Decoder, Prefiller, run
 
 Tokens = list[list[int]]
 Answer = tuple[list[int], list[float]]  # tokens, and their log-probabilities
-TEXTS = ("def f(x):\n    return x", "import os, sys, re", "a b c a b c a b c a b c a b")
+# No second turn leaves a state on the cache's grid: whether there is a slot for it differs, and it is rounded there.
+TEXTS = ("def f(x):\n    return x", "import os, sys, re\n", "a b c a b c a b c a b c a b")
 COUNT, MORE = 10, [7, 8, 9, 300]
 SMALL: dict[str, Any] = {
     "device": "cpu", "max_model_len": 128, "max_running_requests": 4, "page_size": 4, "state_mode": "replay",
@@ -61,7 +62,7 @@ FEATURES: dict[str, Feature] = {
     "mtp": drafts("mtp"),
     "prefix cache": Feature({"prefix_cache": True}, ("prefix_cache", "cache_slots", "audit_hits")),
     "host tier": Feature(
-        {"prefix_cache": True, "cache_slots": 2, "host_cache_bytes": 1 << 24}, ("host_cache_bytes",)
+        {"prefix_cache": True, "cache_slots": 4, "host_cache_bytes": 1 << 24}, ("host_cache_bytes",)
     ),
     "sessions": Feature({"prefix_cache": True}),
     "transfer": Feature({"transfer_bytes": 1 << 22}, ("transfer_bytes",)),
@@ -110,8 +111,8 @@ def outputs(model: Path, names: Sequence[str], folder: Path) -> list[Answer]:
 
 
 def in_two_chunks(model: Path, names: Sequence[str], found: Sequence[Answer]) -> list[Answer]:
-    """Answers of `found`, each of a request alone. The second chunk of its prompt is the last token, which a worker that
-    fetches a prompt's state computes, too."""
+    """Answers of the prompts of `found`, each alone. The second chunk is the last token, which a worker that fetches a
+    prompt's state computes, too."""
     options, answers = dict(SMALL), []
     for name in names:
         options |= FEATURES[name].options
@@ -152,11 +153,15 @@ def _generate(llm: LLM, prompts: Tokens, params: SamplingParams, *, cached: bool
 
 
 def _generate_twice(llm: LLM, prompts: Tokens, params: SamplingParams, *, cached: bool = False) -> list[Answer]:
-    """A hit gives what the request gave that left the state."""
+    """A hit gives what the request gave that left the state. With a host tier, hits come from main memory."""
+    if llm.config.host_cache_bytes:
+        llm.generate([[token] * 20 for token in range(3, 15)], SamplingParams(max_tokens=1))
     found = _generate(llm, prompts, params, cached=cached)
     if llm.config.prefix_cache:
         again = _generate(llm, prompts, params)
         assert [tokens for tokens, _ in again] == [tokens for tokens, _ in found], "asked again"
+    if llm.config.host_cache_bytes and llm.config.dp_size == 1:
+        assert llm.engine.counters().cache_fetched, "nothing came from main memory"
     return found
 
 

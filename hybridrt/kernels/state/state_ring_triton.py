@@ -86,7 +86,18 @@ def _fold_kernel(  # type: ignore[no-untyped-def]
         p_mask, n_mask = p < P, n < N
         read = tl.load(read_slots_ptr + index).to(tl.int64)
         write = tl.load(write_slots_ptr + index).to(tl.int64)
-        if (read >= 0) & (write >= 0):
+        live = (read >= 0) & (write >= 0)
+        if scales_ptr is not None:
+            empty = tl.load(length_ptr + index) == 0
+            if live & empty:
+                states_head = states_ptr + layer * states_sl + h * states_sh
+                copy_tile(states_head + read * states_ss, states_head + write * states_ss, p, n, P, N)
+                s = tl.arange(0, BLOCK_S)
+                scales_head = scales_ptr + layer * scales_sl + h * scales_sh
+                copy_tile(scales_head + read * scales_ss, scales_head + write * scales_ss, p, s, P, NS)
+                tl.store(state_lengths_ptr + write, tl.load(ends_ptr + index))
+                live = False
+        if live:
             row = tl.load(rows_ptr + index).to(tl.int64)
             past = w < tl.load(length_ptr + index)
             column = (tl.load(start_ptr + index) + w) % W
@@ -133,15 +144,18 @@ def _fold_kernel(  # type: ignore[no-untyped-def]
                 offsets = rounding_offsets(key, p[:, None] * N + n[None, :], end)
                 if scales_ptr is None:
                     tl.store(cells, round_to(folded, offsets, states_ptr.dtype.element_ty), mask=mask)
-                elif tl.load(length_ptr + index) == 0:
-                    tl.store(cells, tl.load(cells + (read - write) * states_ss, mask=mask), mask=mask)
-                    kept_scales = tl.load(scales_cells + read * scales_ss, mask=s_mask)
-                    tl.store(scales_cells + write * scales_ss, kept_scales, mask=s_mask)
                 else:
                     codes, scales = encode_tile(folded, offsets, BLOCK_S, states_ptr.dtype.element_ty)
                     tl.store(cells, codes, mask=mask)
                     tl.store(scales_cells + write * scales_ss, scales, mask=s_mask)
                 tl.store(state_lengths_ptr + write, end)
+
+
+@triton.jit
+def copy_tile(source, target, p, n, P: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Copies rows `p` and columns `n` of a matrix [P, N]."""
+    cells, mask = p[:, None] * N + n[None, :], (p < P)[:, None] & (n < N)[None, :]
+    tl.store(target + cells, tl.load(source + cells, mask=mask), mask=mask)
 
 
 @triton.jit
