@@ -79,7 +79,7 @@ def plainest(model: Path, names: tuple[str, ...]) -> Tokens:
 
 
 def _levels() -> list[Any]:
-    """Each second pair without ranks in the slow level, and each eighth one with ranks; the others in the soak level."""
+    """Each second pair without ranks, and each eighth one with ranks, in the slow level; the others in the soak one."""
     ranks = [pair for pair in TRIED if set(pair) & set(RANKS)]
     slow = {*[pair for pair in TRIED if pair not in ranks][::2], *ranks[::8]}
     names = {pair: "-".join(pair).replace(" ", "_") for pair in TRIED}
