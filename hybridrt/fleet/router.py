@@ -14,6 +14,7 @@ from urllib.parse import quote, urlsplit
 import httpx
 import msgspec
 import uvicorn
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -21,9 +22,10 @@ from hybridrt.base.errors import ConfigError, MessageError
 from hybridrt.fleet.fleet_metrics import MAX_BYTES, RouterMetrics, merged
 from hybridrt.fleet.forward import Forward, NothingSent, headers_for, target_of
 from hybridrt.fleet.placement import Placement
-from hybridrt.fleet.prompt_names import PromptNames
+from hybridrt.fleet.prompt_names import MAX_TOKENS, PromptNames
 from hybridrt.fleet.replica_client import ReplicaClient
 from hybridrt.fleet.short_answer import short_answer
+from hybridrt.server.core.bodies import SMALL, check_body
 from hybridrt.server.core.config import ServerConfig
 from hybridrt.server.core.guard import FLEET_PATH, Guard
 from hybridrt.server.core.metrics import CONTENT_TYPE
@@ -39,6 +41,7 @@ READY_SECONDS = 10.0  # that a request waits for a replica while none is ready
 FIND_SECONDS = 2.0  # between two questions to DNS
 CONNECT_SECONDS, WRITE_SECONDS, ANSWER_SECONDS = 2.0, 30.0, 5.0
 MAX_REPLICAS = 256
+MAX_LISTS = 2**17  # of a body, or brackets of its text; reading one takes a microsecond
 MAX_STORED = 2**26  # bytes of a stored response
 log = logging.getLogger("hybridrt.router")
 
@@ -218,7 +221,8 @@ class Router:
         return {url: body for url, body in found if body is not None}
 
     async def _route(self, scope: Scope, send: Send, body: bytes) -> None:
-        path, fields = scope["path"], _fields(body)
+        path = scope["path"]
+        fields = _fields(body) if len(body) <= SMALL else await asyncio.to_thread(_fields, body)
         if path == "/fleet/drain":
             await self._drain(scope, send, fields)
         elif path in TO_ALL or path.startswith(STORED):
@@ -368,10 +372,14 @@ async def _read(receive: Receive) -> bytes:
 
 
 def _fields(body: bytes) -> dict[str, Any]:
-    """{} for what is no JSON object: the replica says what is wrong."""
+    """{} for what is no JSON object, or has too many values: the replica says what is wrong. Reading
+    keeps Python's lock to its end, so values are counted before."""
+    if body.count(b"[") > MAX_LISTS:
+        return {}
     try:
+        check_body(body, MAX_TOKENS + SMALL)
         found = msgspec.json.decode(body) if body else {}
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, HTTPException):
         return {}
     return found if isinstance(found, dict) else {}
 

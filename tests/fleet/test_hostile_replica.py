@@ -11,7 +11,7 @@ from hybridrt.base.errors import MessageError
 from hybridrt.fleet import replica_client
 from hybridrt.fleet.forward import Forward, target_of
 from hybridrt.fleet.replica_client import ReplicaClient
-from hybridrt.fleet.router import Router, RouterConfig
+from hybridrt.fleet.router import Router, RouterConfig, _fields
 from hybridrt.fleet.short_answer import short_answer
 from hybridrt.server.core.config import ServerConfig
 from hybridrt.server.wire.errors import APIError
@@ -82,6 +82,12 @@ def test_a_path_that_leads_up_is_refused(path: str) -> None:
     router = Router(RouterConfig(ServerConfig(port=0), (URL,)))
     with pytest.raises(APIError, match="no such path"):
         asyncio.run(router(scope(path), None, None))  # type: ignore[arg-type]
+
+
+def test_a_body_of_very_many_values_is_not_read() -> None:
+    assert _fields(b'{"prompt":[' + b"1," * 5000 + b'1],"cache_salt":"a"}')["cache_salt"] == "a"
+    assert _fields(b'{"prompt":[' + b"1," * 1_200_000 + b'1],"cache_salt":"a"}') == {}
+    assert _fields(b'{"prompt":[' + b"[]," * 140_000 + b'1],"cache_salt":"a"}') == {}
 
 
 def test_a_quoted_path_stays_a_path() -> None:
