@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hybridrt.cli.options import JsonOption, ModelArgument
+from hybridrt.cli.options import EMBEDDED, JsonOption, ModelArgument
 
 if TYPE_CHECKING:
     from hybridrt.verify.results import Report
@@ -16,7 +16,7 @@ _COLOURS = {"passed": "green", "warned": "yellow", "failed": "red", "left out": 
 
 
 def verify(
-    model: ModelArgument,
+    model: ModelArgument = EMBEDDED,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer and shorter runs: about a minute.")] = False,
     out: Annotated[str | None, typer.Option(metavar="NAME", help="Write NAME.md and NAME.json.")] = None,
     against: Annotated[

@@ -107,15 +107,18 @@ class ExtendSegment:
     def state(self, cache: LayerCache) -> StateSlots:
         """A layer's states. Those with codes are copies in float32, which `round_states` stores after
         the scan. Their saves are passes, so that a request continues from what the cache keeps."""
-        read, write = self.read_state_slots, self.write_state_slots
+        read_state_slots, write_state_slots = self.read_state_slots, self.write_state_slots
         if cache.codes is None:
-            return StateSlots(cache.temporal, read, write)
-        stored = StateSlots(cache.state, read, write, codes=cache.codes)
+            return StateSlots(cache.temporal, read_state_slots, write_state_slots)
+        stored = StateSlots(cache.state, read_state_slots, write_state_slots, codes=cache.codes)
         states = load_states(stored, self.prompts.has_initial_state)
         end_launches(states.device)  # kernels of the scan may read states early
         places = torch.arange(1, len(states), device=states.device, dtype=torch.int32)
-        read, write = (places.masked_fill(slots < 0, PADDING_SLOT) for slots in (read, write))
-        return StateSlots(states, read, write)
+        return StateSlots(
+            states,
+            read_state_slots=places.masked_fill(read_state_slots < 0, PADDING_SLOT),
+            write_state_slots=places.masked_fill(write_state_slots < 0, PADDING_SLOT),
+        )
 
     def round_states(self, cache: LayerCache, scanned: StateSlots) -> None:
         """Stores the states with codes that a scan has left."""

@@ -21,6 +21,7 @@ TOLERANCE = {torch.float32: (2e-3, 1e-3), torch.float16: (0.1, 0.1), torch.bfloa
 ROUNDING = 3.0  # times transformers' own error in the same dtype
 SMALLEST = 0.05  # log-probability; for models that round little by chance
 DRAFTS = 3
+DRAFT_MODELS = {"draft": "embedded_draft"}  # by the method that needs one
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,7 @@ def answers(
 
 
 def speculative(method: str) -> SpeculativeConfig:
-    model = "embedded_draft" if method == "draft" else None
-    return SpeculativeConfig(method=method, num_draft_tokens=DRAFTS, draft_model=model)
+    return SpeculativeConfig(method=method, num_draft_tokens=DRAFTS, draft_model=DRAFT_MODELS.get(method))
 
 
 def within(dtype: torch.dtype, told: Sequence[Told], exact: Sequence[Told] | None) -> tuple[float, float]:

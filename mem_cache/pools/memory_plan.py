@@ -224,7 +224,7 @@ def plan_memory(
     if available < rows * per_request + need:
         borrowed = available + cached * costs.slot
         together = rows * per_request + _page_bytes(costs, [demand.least(1) for demand in demands])
-        moves = one_memory and borrowed >= max(together, rows * costs.row + costs.slot + need)
+        moves = one_memory and bool(demands) and borrowed >= max(together, rows * costs.row + costs.slot + need)
         if not moves:
             raise MemoryBudgetError(
                 _too_small(budget_bytes, available, per_request, costs, demands, rows, max_model_len or 1, cached)

@@ -185,7 +185,7 @@ def test_a_missing_default_model_is_said(tmp_path: Path, monkeypatch: pytest.Mon
 def test_engine_options_reach_the_engine(tiny: Path) -> None:
     result = run(tiny, "ab", "--max-model-len", "33", "--page-size", "8", "--max-tokens", "2", "--verbose")
     assert "4 running requests" in result.stderr
-    assert "pages (160 tokens)" in result.stderr, "5 pages of 8 tokens for each of 4 requests"
+    assert "32 KV pages (256 tokens)" in result.stderr, "pages of 8 tokens"
     assert "requests up to 33 tokens" in result.stderr
 
 
@@ -337,20 +337,24 @@ def test_a_closed_pipe_leaves_no_traceback(tiny: Path) -> None:
 def test_options_name_every_field_once_and_show_its_default() -> None:
     engine = {f.name: f.default for f in fields(EngineConfig)}
     shown = {f.name: f.metadata for f in fields(EngineOptions)}
-    # A transfer needs a second worker, a drafter is not an option of one line, and clients have keys of a server.
-    assert set(engine) - set(shown) == {"model", "transfer_bytes", "speculative", "client_weights"}
+    # A drafter is not an option of one line, and clients have keys of a server.
+    assert set(engine) - set(shown) == {"model", "speculative", "client_weights"}
     sampling = {f.name: f.default for f in fields(SamplingParams)}
     # What a request among others needs, or its server.
     served = {"cache_salt", "priority", "truncate_prompt_tokens", "include_stop_str_in_output", "skip_special_tokens"}
     # Rules about token ids, and scores of a prompt, are for programs.
-    programs = {"min_tokens", "logit_bias", "allowed_token_ids", "bad_words", "prompt_logprobs", "pooling"}
+    programs = {
+        "min_tokens", "logit_bias", "allowed_token_ids", "bad_words", "prompt_logprobs", "pooling", "logprob_token_ids",
+        "resume_token_ids",
+    }  # fmt: skip
     forms = {"structured_outputs"}  # which --json-schema and --regex set
     assert set(sampling) - {f.name for f in fields(PromptSampling)} == {"seed", *served, *programs, *forms}
     text = " ".join(CliRunner().invoke(app, ["generate", "--help"]).stdout.split())
     for name in shown:
         if engine[name] not in (None, True, MISSING):
             after = text.split(f"--{name.replace('_', '-')} ", 1)[1]
-            assert after.split("[", 1)[1].startswith(f"{engine[name]}]"), name
+            default = "off" if engine[name] is False else engine[name]
+            assert after.split("[", 1)[1].startswith(f"{default}]"), name
 
 
 def test_help_and_version() -> None:

@@ -136,9 +136,14 @@ def expert_session(groups: Groups, checkpoints: CheckpointStore, name: str, size
     return session(groups, checkpoints[name], size, expert_parallel=True, **options)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "size"), [*((name, 2) for name in FAMILIES), *((n, 4) for n in FAMILIES if n not in SIX)]
+    ("name", "size"),
+    [
+        pytest.param(name, size, marks=pytest.mark.soak if (i + size // 2) % 4 else pytest.mark.slow)
+        for size in (2, 4)
+        for i, name in enumerate(FAMILIES)
+        if size == 2 or name not in SIX
+    ],
 )
 def test_logits_and_tokens_of_one_process(name: str, size: int, groups: Groups, checkpoints: CheckpointStore) -> None:
     """Steps of every kind, in processes."""

@@ -55,9 +55,14 @@ def groups() -> Iterator[Groups]:
     started.close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("saving", "loading"), [(2, 1), (1, 2), (2, 4), (4, 1)])
-@pytest.mark.parametrize("name", ["falcon-split", "qwen-split", "kimi-split", "lfm2-split", "swa_ssm-split"])
+@pytest.mark.parametrize(
+    ("name", "saving", "loading"),
+    [
+        pytest.param(name, *sizes, marks=pytest.mark.soak if (i + j) % 4 else pytest.mark.slow)
+        for i, name in enumerate(["falcon-split", "qwen-split", "kimi-split", "lfm2-split", "swa_ssm-split"])
+        for j, sizes in enumerate([(2, 1), (1, 2), (2, 4), (4, 1)])
+    ],
+)
 def test_a_session_of_other_ranks_continues(
     name: str, saving: int, loading: int, groups: Groups, checkpoints: CheckpointStore, tmp_path: Path
 ) -> None:

@@ -79,9 +79,8 @@ def session(groups: Groups, checkpoint: Checkpoint, size: int, **config: Any) ->
 @pytest.mark.parametrize(
     ("name", "size"),
     [
-        pytest.param(name, size, marks=[] if size == 2 and name in ON_TWO else [pytest.mark.slow])
-        for name in SPLIT
-        for size in (2, 4)
+        *(pytest.param(name, 2, marks=[] if name in ON_TWO else [pytest.mark.slow]) for name in SPLIT),
+        *(pytest.param(n, 4, marks=pytest.mark.soak if i % 3 else pytest.mark.slow) for i, n in enumerate(SPLIT)),
     ],
 )
 def test_logits_and_tokens_of_one_process(name: str, size: int, groups: Groups, checkpoints: CheckpointStore) -> None:

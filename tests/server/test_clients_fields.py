@@ -110,7 +110,7 @@ def test_parts_of_other_forms_are_text(served: Served) -> None:
     want, *others = map(tokens, [*texts, {"type": "refusal", "refusal": "Hello"}])
     assert others == [want] * 3
     wrong = served.post("/tokenize", {"messages": [{"role": "user", "content": [{"type": "input_image"}]}]})
-    assert wrong.json()["error"]["param"] == "messages.0.content.0"
+    assert wrong.json()["error"]["param"] == "messages.0.content.0.image_url"
 
 
 SEVEN = {"type": "object", "properties": {"a": {"enum": [7]}}, "required": ["a"], "additionalProperties": False}
