@@ -25,6 +25,8 @@ from hybridrt.bench.workload import Work
 
 _DONE = re.compile(rb"\ndata: ?\[DONE\]")  # JSON holds no line end
 _DONE_BYTES = 16
+MOST_BYTES, PART_BYTES = 2**28, 128  # of an answer in memory; each part counts for more
+SILENT_SECONDS = 1800.0  # then an answer is given up
 _STATUS_BYTES = 13
 _HEAD_END = b"\r\n\r\n"
 
@@ -103,11 +105,16 @@ class Received(asyncio.Protocol):
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.failure: Exception | None = None
         self._now = now
+        self._size = 0
         self._last = b""  # a mark may lie in two parts
         self._status = b""  # such as HTTP/1.1 200 OK
 
     def data_received(self, data: bytes) -> None:
         self.parts.append((self._now(), data))
+        self._size += len(data) + PART_BYTES
+        if self._size > MOST_BYTES:
+            self.give_up(f"the answer has more than {MOST_BYTES} bytes")
+            return
         if len(self._status) < _STATUS_BYTES:
             self._status += data[:_STATUS_BYTES]
         data = self._last + data
@@ -119,8 +126,21 @@ class Received(asyncio.Protocol):
             _finish(self.ended)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.failure = exc
+        self.failure = self.failure or exc
         _finish(self.ended)
+
+    def give_up(self, why: str) -> None:
+        self.failure = self.failure or ConnectionError(why)
+        _finish(self.ended)
+
+    async def wait(self) -> None:
+        """Until it has ended, or nothing comes for SILENT_SECONDS."""
+        seen = -1
+        while not self.ended.done():
+            if len(self.parts) == seen:
+                self.give_up(f"nothing came for {SILENT_SECONDS:g} seconds")
+            seen = len(self.parts)
+            await asyncio.wait((self.ended,), timeout=SILENT_SECONDS)
 
 
 Send = Callable[[Work, Callable[[], float]], Awaitable[Received]]
@@ -228,7 +248,7 @@ async def send_request(target: Target, work: Work, now: Callable[[], float]) -> 
         transport = await target.connect(lambda: answer)
         try:
             transport.write(target.request(work))
-            await answer.ended
+            await answer.wait()
         finally:
             transport.close()
     except OSError as e:

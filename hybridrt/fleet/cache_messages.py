@@ -32,6 +32,8 @@ class LayoutMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Raises MessageError where no cache is like this."""
         windows = [window for window in self.windows if window is not None]
         sizes = 0 <= self.page_size <= MAX_TOKENS and self.lookahead in (0, 1) and len(self.windows) <= MAX_GROUPS
+        # Without pages only states can be found.
+        sizes = sizes and (self.page_size > 0 or (self.recurrent and not self.windows))
         if not sizes or self.chain != BLOCK or not all(0 < window <= MAX_TOKENS for window in windows):
             raise MessageError(f"no prefix cache has the layout {self}")
         return CacheLayout(self.page_size, self.recurrent, self.lookahead, tuple(self.windows))
@@ -101,10 +103,9 @@ def apply_message(data: bytes, mirror: PrefixMirror) -> None:
     """
     message = _decoded(data, CacheMessage)
     what: What = {"BlockStored": "gained", "BlockRemoved": "lost"}.get(message.type, "cleared")  # type: ignore[assignment]
-    names = PrefixNames(np.empty(0, np.int32), 0)
+    names, pages = PrefixNames(np.empty(0, np.int32), 0), np.empty((0, 3), np.int32)
     if what != "cleared":
-        names = _checked(message, mirror.layout)
-    pages = np.array(message.pages, np.int32).reshape(-1, 3)
+        names, pages = _checked(message, mirror.layout), np.array(message.pages, np.int32).reshape(-1, 3)
     mirror.change(what, _TIERS[message.medium], names, pages, message.states)
 
 
@@ -116,6 +117,10 @@ def _checked(message: CacheMessage, layout: CacheLayout) -> PrefixNames:
         0 <= group < len(layout.windows) and message.start <= index * size < after <= min(end, (index + 2) * size)
         for group, index, after in message.pages
     )
+    # A page is counted for each of its tokens: what the pages have together is bounded by the text.
+    counted = sum(after - index * size for _, index, after in message.pages)
+    fits = fits and counted <= 2 * len(message.token_ids) * len(layout.windows)
+    fits = fits and len(message.states) <= len(message.token_ids) + 1
     if not fits or not all(0 <= token < 2**31 for token in message.token_ids):
         raise MessageError("an event of a prefix cache has entries that its text does not have")
     try:

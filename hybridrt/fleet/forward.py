@@ -3,6 +3,7 @@
 import asyncio
 import re
 from collections.abc import Mapping
+from urllib.parse import quote
 
 import httpx
 from starlette.responses import Response
@@ -14,6 +15,7 @@ from hybridrt.server.wire.errors import APIError, stream_end, wants_anthropic
 from hybridrt.server.wire.sse import DONE, event, named_events
 
 HELD_BYTES = 2**20  # of an answer, before the client gets any
+COUNT_BYTES = 40  # of a line that counts tokens, at most
 BUSY = (429, 502, 503)  # another replica may have room
 _PASSED_ON = (
     "accept", "anthropic-beta", "anthropic-version", "authorization", "content-type", "traceparent", "tracestate",
@@ -22,7 +24,7 @@ _PASSED_ON = (
 _PASSED_BACK = (
     b"cache-control", b"content-type", b"retry-after", b"warning", b"www-authenticate", b"x-accel-buffering",
 )  # fmt: skip
-_COUNT = re.compile(rb"^: tokens (\d+)\n\n", re.MULTILINE)
+_COUNT = re.compile(rb"^: tokens (\d{1,18})\n\n", re.MULTILINE)
 
 
 class NothingSent(Exception):
@@ -43,6 +45,13 @@ def headers_for(scope: Scope, replica_key: str | None) -> dict[str, str]:
         passed.pop("x-api-key", None)
         passed["authorization"] = f"Bearer {replica_key}"
     return passed | {COUNT_HEADER.decode(): "1"}
+
+
+def target_of(scope: Scope) -> str:
+    """Path and query of the request at a replica. The path is quoted anew: what was quoted in it is
+    no query there."""
+    query = scope.get("query_string", b"").decode("latin-1")
+    return quote(scope["path"], safe="/:@!$&'()*+,;=~") + (f"?{query}" if query else "")
 
 
 class Forward:
@@ -83,8 +92,7 @@ class Forward:
             replica.exchanges.discard(exchange)
 
     async def _exchange(self, replica: ReplicaClient, first: asyncio.Event) -> None:
-        path, query = self._scope["path"], self._scope.get("query_string", b"").decode("latin-1")
-        url = f"{replica.url}{path}" + (f"?{query}" if query else "")
+        url = replica.url + target_of(self._scope)
         async with replica.client.stream(
             self._scope["method"], url, headers=self._headers, content=self._body or None
         ) as answer:
@@ -94,8 +102,8 @@ class Forward:
                 raise NothingSent(f"{replica.url} answers {answer.status_code}", self._response(answer, held))
             held, whole = b"", True
             async for chunk in answer.aiter_raw():
-                held += chunk
-                if self._streams and self._counted(held):
+                held, new = held + chunk, max(len(held) - COUNT_BYTES, 0)
+                if self._streams and self._counted(held, new):
                     first.set()
                 elif not self._begun and len(held) <= HELD_BYTES:
                     continue  # until the first token has come
@@ -106,8 +114,8 @@ class Forward:
             else:
                 await self._send({"type": "http.response.body", "body": held, "more_body": False})
 
-    def _counted(self, data: bytes) -> bool:
-        counts = _COUNT.findall(data)
+    def _counted(self, data: bytes, start: int) -> bool:
+        counts = _COUNT.findall(data, start)
         self.tokens = int(counts[-1]) if counts else self.tokens
         return bool(counts)
 

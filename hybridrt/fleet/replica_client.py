@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 import httpx
@@ -11,13 +12,15 @@ from hybridrt.base.errors import MessageError
 from hybridrt.fleet.cache_messages import apply_message, read_layout
 from hybridrt.fleet.placement import Replica
 from hybridrt.fleet.prefix_mirror import PrefixMirror
+from hybridrt.fleet.short_answer import short_answer
 
 HEALTH_SECONDS = 1.0  # between two questions
 ANSWER_SECONDS = 1.5  # that an answer may take
 LEFT_AFTER = 2  # answers that did not come: the replica gets no more requests
 DEAD_SECONDS = 10.0  # without an answer: streams that have begun are given up
 EVENT_SECONDS = 5.0  # a line of events comes each second
-MAX_EVENT_BYTES = 2**26
+MAX_READY_BYTES = 2**16
+MAX_EVENT_BYTES = 2**24
 MAX_ENTRIES = 2**23  # of a mirror
 log = logging.getLogger("hybridrt.router")
 
@@ -67,15 +70,15 @@ class ReplicaClient:
     async def ask(self) -> None:
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                answer = await self.client.get(f"{self.url}/ready")
-        except (httpx.HTTPError, TimeoutError):
+                answer = await short_answer(self.client, "GET", f"{self.url}/ready", MAX_READY_BYTES)
+        except (httpx.HTTPError, TimeoutError, MessageError):
             self._silent += 1
             if self._silent >= LEFT_AFTER:
                 self.leave("it does not answer")
             return
         self._silent, self._answered = 0, time.monotonic()
-        if self.ready != (answer.status_code == 200):
-            self.ready = answer.status_code == 200
+        if self.ready != (answer.status == 200):
+            self.ready = answer.status == 200
             log.info("replica %s is %s", self.url, "ready" if self.ready else "not ready")
 
     def leave(self, why: str) -> None:
@@ -107,13 +110,9 @@ class ReplicaClient:
         async with self.client.stream("GET", f"{self.url}/fleet/cache_events", headers=headers, timeout=seconds) as r:
             if r.status_code != 200:
                 raise MessageError(f"/fleet/cache_events answers {r.status_code}: does it have the same fleet key?")
-            held, mirror = b"", None
-            async for chunk in r.aiter_raw():
-                *events, held = (held + chunk).split(b"\n\n")
-                for event in events:
-                    mirror = self._take(event, mirror)
-                if len(held) > MAX_EVENT_BYTES:
-                    raise MessageError(f"an event has more than {MAX_EVENT_BYTES} bytes")
+            mirror = None
+            async for event in _events(r):
+                mirror = self._take(event, mirror)
 
     def _take(self, event: bytes, mirror: PrefixMirror | None) -> PrefixMirror | None:
         kind, _, data = event.rpartition(b"data: ")
@@ -125,3 +124,17 @@ class ReplicaClient:
             if len(mirror) > MAX_ENTRIES:
                 raise MessageError(f"the prefix cache has more than {MAX_ENTRIES} entries")
         return mirror
+
+
+async def _events(answer: httpx.Response) -> AsyncIterator[bytes]:
+    """Each byte is looked at once, however few come at a time. MessageError for one that is too long."""
+    held = bytearray()
+    async for chunk in answer.aiter_raw():
+        searched = max(len(held) - 1, 0)
+        held += chunk
+        if held.find(b"\n\n", searched) >= 0:
+            *whole, held = held.split(b"\n\n")
+            for event in whole:
+                yield bytes(event)
+        if len(held) > MAX_EVENT_BYTES:
+            raise MessageError(f"an event has more than {MAX_EVENT_BYTES} bytes")

@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from types import FrameType
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -13,15 +14,18 @@ from urllib.parse import quote, urlsplit
 import httpx
 import msgspec
 import uvicorn
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
-from hybridrt.base.errors import ConfigError
-from hybridrt.fleet.fleet_metrics import RouterMetrics, merged
-from hybridrt.fleet.forward import Forward, NothingSent, headers_for
+from hybridrt.base.errors import ConfigError, MessageError
+from hybridrt.fleet.fleet_metrics import MAX_BYTES, RouterMetrics, merged
+from hybridrt.fleet.forward import Forward, NothingSent, headers_for, target_of
 from hybridrt.fleet.placement import Placement
-from hybridrt.fleet.prompt_names import PromptNames
+from hybridrt.fleet.prompt_names import MAX_TOKENS, PromptNames
 from hybridrt.fleet.replica_client import ReplicaClient
+from hybridrt.fleet.short_answer import short_answer
+from hybridrt.server.core.bodies import SMALL, check_body
 from hybridrt.server.core.config import ServerConfig
 from hybridrt.server.core.guard import FLEET_PATH, Guard
 from hybridrt.server.core.metrics import CONTENT_TYPE
@@ -37,6 +41,8 @@ READY_SECONDS = 10.0  # that a request waits for a replica while none is ready
 FIND_SECONDS = 2.0  # between two questions to DNS
 CONNECT_SECONDS, WRITE_SECONDS, ANSWER_SECONDS = 2.0, 30.0, 5.0
 MAX_REPLICAS = 256
+MAX_LISTS = 2**17  # of a body, or brackets of its text; reading one takes a microsecond
+MAX_STORED = 2**26  # bytes of a stored response
 log = logging.getLogger("hybridrt.router")
 
 
@@ -89,7 +95,11 @@ class Router:
     def __init__(self, config: RouterConfig) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=1024)
         seconds = httpx.Timeout(None, connect=CONNECT_SECONDS, write=WRITE_SECONDS)
-        self._client = httpx.AsyncClient(limits=limits, timeout=seconds, trust_env=False, follow_redirects=False)
+        self._client = httpx.AsyncClient(
+            limits=limits, timeout=seconds, trust_env=False, follow_redirects=False,
+            headers={"Accept-Encoding": "identity"},  # answers are passed on as they come
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # one client's are no other's
+        )  # fmt: skip
         self._config = config
         self._placement, self._names = Placement(), PromptNames(config.tokenizer, config.server)
         self._known: dict[str, ReplicaClient] = {}
@@ -158,7 +168,9 @@ class Router:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
-        if not path.startswith("/") or (path.startswith(FLEET_PATH) and path not in FLEET):
+        own = path in FLEET or not path.startswith(FLEET_PATH)
+        # A path that leads up would be another one at the replica.
+        if not path.startswith("/") or not {".", ".."}.isdisjoint(path.split("/")) or not own:
             raise APIError(404, "the router has no such path")
         if path in ("/health", "/ping", "/ready", "/metrics", "/fleet/replicas"):
             answer = await self._own(path, scope)
@@ -175,8 +187,9 @@ class Router:
 
     async def _own(self, path: str, scope: Scope) -> Response:
         if path == "/metrics":
-            text = self.metrics.text(self.replicas) + merged(await self._texts("/metrics", scope))
-            return Response(text, media_type=CONTENT_TYPE)
+            found = await self._answers("/metrics", scope, MAX_BYTES)
+            text = await asyncio.to_thread(merged, {url: body.decode(errors="replace") for url, body in found.items()})
+            return Response(self.metrics.text(self.replicas) + text, media_type=CONTENT_TYPE)
         if path == "/fleet/replicas":
             return JSONResponse([self._facts(replica) for replica in self.replicas])
         ready = not self.draining and any(replica.wants_requests for replica in self.replicas)
@@ -192,23 +205,24 @@ class Router:
             "cache_entries": None if mirror is None else len(mirror),
         }  # fmt: skip
 
-    async def _texts(self, path: str, scope: Scope) -> dict[str, str]:
-        """What each replica that answers says to GET."""
+    async def _answers(self, path: str, scope: Scope, most: int | None) -> dict[str, bytes]:
+        """What each replica that answers says to GET. `most` as in `short_answer`."""
         headers = headers_for(scope, self._config.replica_key)
 
-        async def one(replica: ReplicaClient) -> tuple[str, str | None]:
+        async def one(replica: ReplicaClient) -> tuple[str, bytes | None]:
             try:
                 async with asyncio.timeout(ANSWER_SECONDS):
-                    answer = await self._client.get(replica.url + path, headers=headers)
-            except (httpx.HTTPError, TimeoutError):
+                    answer = await short_answer(self._client, "GET", replica.url + path, most, headers)
+            except (httpx.HTTPError, TimeoutError, MessageError):
                 return replica.url, None
-            return replica.url, answer.text if answer.status_code == 200 else None
+            return replica.url, answer.body if answer.status == 200 else None
 
         found = await asyncio.gather(*(one(replica) for replica in self.replicas if replica.ready))
-        return {url: text for url, text in found if text is not None}
+        return {url: body for url, body in found if body is not None}
 
     async def _route(self, scope: Scope, send: Send, body: bytes) -> None:
-        path, fields = scope["path"], _fields(body)
+        path = scope["path"]
+        fields = _fields(body) if len(body) <= SMALL else await asyncio.to_thread(_fields, body)
         if path == "/fleet/drain":
             await self._drain(scope, send, fields)
         elif path in TO_ALL or path.startswith(STORED):
@@ -268,26 +282,23 @@ class Router:
         name = fields.get("previous_response_id")
         if not isinstance(name, str) or scope["path"] != "/v1/responses":
             return None
-        found = await self._texts(STORED + quote(name[:256], safe=""), scope)
+        found = await self._answers(STORED + quote(name[:256], safe=""), scope, None)
         return set(found) or None
 
     async def _ask_all(self, scope: Scope, send: Send, body: bytes) -> None:
         """For what only one replica knows: the first answer that is not "unknown" counts."""
-        headers, answers = headers_for(scope, self._config.replica_key), list[httpx.Response]()
+        headers, best = headers_for(scope, self._config.replica_key), None
         for replica in [replica for replica in self.replicas if replica.ready]:
-            url = f"{replica.url}{scope['path']}?{scope.get('query_string', b'').decode('latin-1')}"
+            url = replica.url + target_of(scope)
             try:
                 async with asyncio.timeout(ANSWER_SECONDS):
-                    answers.append(
-                        await self._client.request(scope["method"], url, headers=headers, content=body or None)
-                    )
-            except (httpx.HTTPError, TimeoutError):
+                    found = await short_answer(self._client, scope["method"], url, MAX_STORED, headers, body or None)
+            except (httpx.HTTPError, TimeoutError, MessageError):
                 continue
-        if not answers:
+            best = min(best or found, found, key=lambda each: (each.status >= 300, b"false" in each.body[:64]))
+        if best is None:
             raise APIError(503, "no replica answers; send the request again later", code="unavailable")
-        best = min(answers, key=lambda each: (each.status_code >= 300, b"false" in each.content[:64]))
-        kind = best.headers.get("content-type")
-        await Response(best.content, best.status_code, media_type=kind)(scope, _nothing, send)
+        await Response(best.body, best.status, media_type=best.kind)(scope, _nothing, send)
 
     async def _drain(self, scope: Scope, send: Send, fields: dict[str, Any]) -> None:
         url, drained = fields.get("url"), fields.get("drained", True)
@@ -361,10 +372,14 @@ async def _read(receive: Receive) -> bytes:
 
 
 def _fields(body: bytes) -> dict[str, Any]:
-    """{} for what is no JSON object: the replica says what is wrong."""
+    """{} for what is no JSON object, or has too many values: the replica says what is wrong. Reading
+    keeps Python's lock to its end, so values are counted before."""
+    if body.count(b"[") > MAX_LISTS:
+        return {}
     try:
+        check_body(body, MAX_TOKENS + SMALL)
         found = msgspec.json.decode(body) if body else {}
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, HTTPException):
         return {}
     return found if isinstance(found, dict) else {}
 

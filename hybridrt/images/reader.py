@@ -1,5 +1,6 @@
 """Pictures of a prompt to spans of it."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -10,11 +11,12 @@ import msgspec
 import numpy as np
 import torch
 
-from hybridrt.base.errors import CheckpointError, ConfigError, PromptTooLongError, RequestError
+from hybridrt.base.errors import CheckpointError, ConfigError, PromptTooLongError, QueueFullError, RequestError
 from hybridrt.base.spans import EncoderInput, Span
 from hybridrt.base.vision import VisionSpec
 from hybridrt.images import nemotron
 from hybridrt.images.decode import check_sides, digest_of
+from hybridrt.images.held_bytes import HeldBytes
 from hybridrt.images.jobs import Job, UnreadablePicture
 from hybridrt.images.lfm2 import all_marks, lfm2_pieces
 from hybridrt.images.nemotron import nemotron_pieces
@@ -33,10 +35,12 @@ class PromptLimits:
     Attributes:
         images: of one prompt.
         patch_bytes: bytes of patches of one prompt.
+        seconds: that its images may keep processes and threads busy, all together.
     """
 
     images: int = 128
     patch_bytes: int = 1 << 28
+    seconds: float = 60.0
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ class ImageReader:
 
     Attributes:
         fetch: gets the bytes of an address.
+        most_held: bytes of patches of all prompts that somebody keeps; None: no limit.
     """
 
     def __init__(
@@ -90,6 +95,8 @@ class ImageReader:
             raise CheckpointError(f"the tokenizer has no token {missing[0]}, which images of this model need")
         self._marks = {mark: vocabulary[mark] for mark in marks}
         self.fetch: Fetch = fetch_nothing
+        self.most_held: int | None = None
+        self._held = HeldBytes()
         self._settings = settings
         self.pool = ImagePool(pool_limits or PoolLimits())
 
@@ -109,6 +116,7 @@ class ImageReader:
         Raises:
             RequestError: numbers of placeholders and pictures differ, a picture cannot be read, or
                 there are too many. PromptTooLongError: the prompt would be too long.
+            QueueFullError: prompts that have not ended keep more than `most_held` bytes.
         """
         places = [i for i, token in enumerate(tokens) if token == self.placeholder]
         if len(places) != len(sources):
@@ -125,9 +133,12 @@ class ImageReader:
         if len(sources) > self.limits.images:
             raise RequestError(f"the prompt has {len(sources)} images; at most {self.limits.images}", "prompt")
         found: list[list[_ReadPiece]] = []
-        step, length, size = self.pool.limits.children, 0, 0
+        step, length, size, seconds = self.pool.limits.children, 0, 0, 0.0
         for start in range(0, len(sources), step):
-            found += self.pool.threads.map(self._read, sources[start : start + step])
+            self._check_held()
+            for picture, taken in self.pool.threads.map(self._timed, sources[start : start + step]):
+                found.append(picture)
+                seconds += taken
             pieces = [read.piece for picture in found[start:] for read in picture]
             length += sum(piece.tokens[0] * piece.tokens[1] for piece in pieces)
             size += sum(piece.patches.nbytes for piece in pieces)
@@ -140,7 +151,22 @@ class ImageReader:
             if size > self.limits.patch_bytes:
                 text = f"the images of the prompt have more than {self.limits.patch_bytes} bytes of patches; send fewer"
                 raise RequestError(text, "prompt")
+            if seconds > self.limits.seconds and len(found) < len(sources):
+                text = f"the first {len(found)} of {len(sources)} images of the prompt took {seconds:.0f} seconds"
+                raise RequestError(f"{text}, and {self.limits.seconds:g} may be spent: send fewer or smaller", "prompt")
         return found
+
+    def _timed(self, source: ImageSource) -> tuple[list[_ReadPiece], float]:
+        """Without the time that it has waited for a thread."""
+        began = time.monotonic()
+        return self._read(source), time.monotonic() - began
+
+    def _check_held(self) -> None:
+        if self.most_held is not None and (held := self._held.total()) > self.most_held:
+            raise QueueFullError(
+                f"the images of requests that have not ended have {held} bytes of patches, and {self.most_held} may be "
+                "there at a time: try again later"
+            )
 
     def _read(self, source: ImageSource) -> list[_ReadPiece]:
         content, place, most = source.content, source.place, self.pool.limits.max_pixels
@@ -166,6 +192,8 @@ class ImageReader:
             pieces = lfm2_pieces(picture, settings, low)
         else:
             pieces = nemotron_pieces(picture, settings, low)
+        for piece in pieces:
+            self._held.add(piece.patches)
         framed = [[_VERSION, settings, digest, low, i] for i in range(len(pieces))]
         return [_ReadPiece(piece, sha256(msgspec.msgpack.encode(each)).digest()) for piece, each in zip(pieces, framed)]
 

@@ -24,6 +24,7 @@ from hybridrt.models.config.read_vision import read_image_processor
 
 MAX_PIXELS = 2**26  # of a resized picture: four times the most that is published
 MAX_TILES = 64
+MAX_BLOCK = 256  # pixels of the side of what becomes a token: a small picture is enlarged to one
 _MODES = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
 _PIXELS = integer(1, MAX_PIXELS)
 _SMALL = integer(1, 64)
@@ -129,6 +130,7 @@ def _qwen(given: Mapping[str, Any], file: Path) -> QwenImages:
     kinds = dict.fromkeys(("min_pixels", "max_pixels"), _PIXELS)
     check_fields(fields, kinds | dict.fromkeys(("patch_size", "merge_size"), _SMALL), file)
     _check_order(fields, "min_pixels", "max_pixels", file)
+    _check_block("patch_size", fields["patch_size"], fields["merge_size"], file)
     return QwenImages(
         patch=fields["patch_size"],
         merge=fields["merge_size"],
@@ -159,6 +161,9 @@ def _lfm2(given: Mapping[str, Any], file: Path) -> Lfm2Images:
     _check_order(fields, "min_tiles", "max_tiles", file)
     _check_order(fields, "min_image_tokens", "max_image_tokens", file)
     block = fields["encoder_patch_size"] * fields["downsample_factor"]
+    _check_block("encoder_patch_size", fields["encoder_patch_size"], fields["downsample_factor"], file)
+    _check_area("max_image_tokens", fields["max_image_tokens"], block, file)
+    _check_area("max_tiles", fields["max_tiles"], fields["tile_size"], file)
     if fields["tile_size"] % block:
         raise ConfigError(f"{file}: tile_size is {fields['tile_size']}; it must be a multiple of {block}")
     splits = fields["do_image_splitting"]
@@ -195,6 +200,8 @@ def _nemotron(given: Mapping[str, Any], file: Path) -> NemotronImages:
     fields = {**_NEMOTRON_DEFAULTS, **given}
     check_fields(fields, _NEMOTRON_FIELDS, file)
     merge = round(1 / fields["downsample_ratio"])
+    _check_block("patch_size", fields["patch_size"], merge, file)
+    _check_area("min_num_patches", fields["min_num_patches"], fields["patch_size"], file)
     least, most = fields["min_num_patches"], (fields["max_model_len"] - 4) * merge**2
     most = max(min(most, fields["max_num_patches"] or most, MAX_PIXELS // fields["patch_size"] ** 2), least)
     return NemotronImages(fields["patch_size"], merge, least, most, _MODES[fields["resample"]])
@@ -203,6 +210,22 @@ def _nemotron(given: Mapping[str, Any], file: Path) -> NemotronImages:
 def _check_order(fields: Mapping[str, Any], low: str, high: str, file: Path) -> None:
     if fields[low] > fields[high]:
         raise ConfigError(f"{file}: {low} is {fields[low]}; it must be at most {high}, {fields[high]}")
+
+
+def _check_block(name: str, patch: int, merge: int, file: Path) -> None:
+    if patch * merge > MAX_BLOCK:
+        raise ConfigError(
+            f"{file}: {name} is {patch}; a token of {merge} x {merge} patches may have {MAX_BLOCK} pixels a side: it "
+            f"must be at most {MAX_BLOCK // merge}"
+        )
+
+
+def _check_area(name: str, count: int, side: int, file: Path) -> None:
+    """Of `count` squares of a picture."""
+    if count * side * side > MAX_PIXELS:
+        raise ConfigError(
+            f"{file}: {name} is {count}, each of {side} x {side} pixels; it must be at most {MAX_PIXELS // side**2}"
+        )
 
 
 _READERS: dict[str, Callable[[Mapping[str, Any], Path], ImageSettings]] = {

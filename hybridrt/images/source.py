@@ -18,6 +18,7 @@ DETAILS = ("auto", "low", "high", "original")
 IMAGE_PARTS = ("image_url", "image", "input_image", "image_pil")
 FORMS = 'a "data:image/png;base64,..." URI'
 _DATA = re.compile(r"data:([^,;]*)((?:;[^,;]*)*?)(;base64)?,", re.IGNORECASE)
+_HEAD_CHARACTERS = 1024  # of a data: URI, before its data
 _SCHEME = re.compile(r"\s*([a-zA-Z][a-zA-Z0-9+.-]*):")
 
 
@@ -102,7 +103,7 @@ def read_image(value: object, place: str, low: bool = False) -> ImageSource:
 
 
 def _from_text(text: str, place: str) -> str | Address:
-    found = _DATA.match(text)
+    found = _DATA.match(text, 0, _HEAD_CHARACTERS)
     if found is not None:
         if found[3] is None:
             raise RequestError(f"{place}: the data: URI of an image has no base64 data; it must be {FORMS}", place)
@@ -112,7 +113,9 @@ def _from_text(text: str, place: str) -> str | Address:
     if name == "https" and not text[0].isspace():
         return _address(text, place)
     if name == "data":
-        raise RequestError(f"{place}: the data: URI has no comma before its data; it must be {FORMS}", place)
+        raise RequestError(
+            f"{place}: the data: URI has no comma within {_HEAD_CHARACTERS} characters; it must be {FORMS}", place
+        )
     if name == "http":
         raise RequestError(f"{place}: http: addresses of images are never fetched; pass {FORMS}", place)
     if name:

@@ -1,7 +1,9 @@
 """A server that computes prompts for others (role prefill), or has its prompts computed (role decode)."""
 
+import json
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from urllib.parse import urlsplit
@@ -113,16 +115,27 @@ class DecodeRole:
 
     def _address(self, url: str) -> tuple[str, int]:
         headers = {"Authorization": f"Bearer {self._config.fleet_key}"}
-        answer = self._client.get(f"{url.rstrip('/')}/fleet/transfer", headers=headers)
+        with self._client.stream("GET", f"{url.rstrip('/')}/fleet/transfer", headers=headers) as answer:
+            content = read_short(answer)
         port = None
-        with suppress(ValueError, AttributeError):
-            port = answer.json().get("port") if len(answer.content) <= MAX_ANSWER_BYTES else None
+        with suppress(ValueError, AttributeError, RecursionError):
+            port = json.loads(content).get("port")
         if answer.status_code != 200 or not isinstance(port, int) or not 0 < port < 65536:
             raise TransferError(f"/fleet/transfer answers {answer.status_code}: is it a server with --role prefill?")
         return str(urlsplit(url).hostname), port
 
 
 Role = PrefillRole | DecodeRole | None
+
+
+def read_short(answer: httpx.Response) -> bytes:
+    """Raises TransferError for a body that is too long, or takes too long."""
+    body, deadline = b"", time.monotonic() + ANSWER_SECONDS
+    for chunk in answer.iter_raw():
+        body += chunk
+        if len(body) > MAX_ANSWER_BYTES or time.monotonic() > deadline:
+            raise TransferError(f"its answer has more than {MAX_ANSWER_BYTES} bytes, or takes too long")
+    return body
 
 
 @contextmanager

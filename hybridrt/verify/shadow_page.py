@@ -5,12 +5,14 @@ from html import escape
 from typing import Any
 
 from hybridrt.bench.timing import Timing
+from hybridrt.verify.page import cell
 
 WIDTH, HEIGHT, MARGIN = 420, 240, 44
 COLOURS = ("#1f77b4", "#d95f02")
 POINTS = 200  # of a curve
 _TIMES = ("time_to_first_token_ms", "inter_token_latency_ms", "end_to_end_latency_ms")
 LISTED = 50
+LETTERS = 200  # of a text
 
 
 def page(found: Mapping[str, Any], urls: Sequence[str], picture: str | None) -> str:
@@ -42,8 +44,7 @@ def page(found: Mapping[str, Any], urls: Sequence[str], picture: str | None) -> 
 
 
 def _cell(value: Any) -> str:
-    text = " ".join(str(value).split())[:200]
-    return text.replace("|", "\\|").replace("<", "&lt;").replace("`", "'")
+    return cell(str(value)[:LETTERS])
 
 
 def svg(timings: Sequence[Sequence[Timing]], names: Sequence[str]) -> str:

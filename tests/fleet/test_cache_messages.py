@@ -76,6 +76,7 @@ def message(**changes: Any) -> bytes:
         {"pages": [(2, 0, 4)]}, {"pages": [(-1, 0, 4)]}, {"pages": [(1, 2, 5)]}, {"pages": [(1, 0, 9)]},
         {"token_ids": [1, 2, 3, 4, -5]}, {"token_ids": [1, 2, 3, 4, 2**31]}, {"token_ids": "text"},
         {"parent_block_hash": "x"}, {"parent_block_hash": "1" * 17}, {"states": [1.5]},
+        {"pages": [(1, 0, 4)] * 6}, {"states": [5] * 7},
     ],
 )  # fmt: skip
 def test_a_wrong_message_changes_nothing(wrong: dict[str, Any]) -> None:
@@ -87,6 +88,13 @@ def test_a_wrong_message_changes_nothing(wrong: dict[str, Any]) -> None:
     assert len(mirror) > 0
 
 
+def test_numbers_that_nobody_reads_are_no_error() -> None:
+    mirror = PrefixMirror(LAYOUT)
+    apply_message(message(), mirror)
+    apply_message(message(type="AllBlocksCleared", pages=[(2**40, 2**40, 2**40)]), mirror)
+    assert len(mirror) == 0
+
+
 @pytest.mark.parametrize("data", [b"", b"[]", b"\xff\xfe", b'{"page_size": -1}', b"{" * 5000])
 def test_what_is_no_message(data: bytes) -> None:
     for read in (read_layout, lambda data: apply_message(data, PrefixMirror(LAYOUT))):
@@ -95,8 +103,10 @@ def test_what_is_no_message(data: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"page_size": 2**30}, {"lookahead": 2}, {"windows": [0]}, {"windows": [None] * 65}, {"chain": 16}]
-)
+    "wrong",
+    [{"page_size": 2**30}, {"lookahead": 2}, {"windows": [0]}, {"windows": [None] * 65}, {"chain": 16},
+     {"page_size": 0}, {"page_size": 0, "recurrent": False, "windows": []}],
+)  # fmt: skip
 def test_a_layout_that_no_cache_has(wrong: dict[str, Any]) -> None:
     fields = {"page_size": 16, "recurrent": True, "lookahead": 0, "windows": [None]}
     assert read_layout(msgspec.json.encode(fields)) == CacheLayout(16, True)

@@ -13,6 +13,7 @@ from hybridrt.base.errors import ConfigError
 from hybridrt.engine.api.llm import LLM
 from hybridrt.fleet import router as router_module
 from hybridrt.fleet.fleet_metrics import merged
+from hybridrt.fleet.prefix_mirror import PrefixMirror
 from hybridrt.fleet.router import RouterConfig
 from hybridrt.runtime.load.build import resolve_model_path
 from hybridrt.server.core.config import ServerConfig
@@ -72,7 +73,11 @@ def test_text_and_conversations_are_known_by_their_tokens(routed: Routed, replic
     for _ in range(2):
         routed.post("/v1/completions", BODY | {"prompt": prompt}, headers=KEY)
         Routed.wait_until(lambda: not replica.llm.engine.has_unfinished())
-    Routed.wait_until(lambda: len(routed.router.replicas[0].placed.mirror or ()) > 0)
+    mirror = routed.router.replicas[0].placed.mirror
+    assert mirror is not None
+    present = PrefixMirror(mirror.layout)
+    present.update(replica.llm.cache_events(limit=4096).read())
+    Routed.wait_until(lambda: len(mirror) == len(present) > 0)
     before = prefix._value.get()
     usage = routed.post("/v1/completions", BODY | {"prompt": prompt}, headers=KEY).json()["usage"]
     assert prefix._value.get() - before == usage["prompt_tokens_details"]["cached_tokens"] > 0

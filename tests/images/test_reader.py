@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hybridrt.base.errors import CheckpointError, PromptTooLongError, RequestError
+from hybridrt.base.errors import CheckpointError, PromptTooLongError, QueueFullError, RequestError
 from hybridrt.images.lfm2 import all_marks
 from hybridrt.images.pool import PoolLimits
 from hybridrt.images.reader import ImageReader, PromptLimits
@@ -101,6 +101,7 @@ def test_a_grey_array_is_a_picture(reader: ImageReader) -> None:
         ("ftp://localhost/a.png", "scheme ftp:"),
         ("javascript:alert(1)", "scheme javascript:"),
         ("data:image/png;base64", "no comma"),
+        ("data:image/png" + ";" * 1024 + ";base64,AAAA", "no comma within 1024"),
         ("data:image/png,%89PNG", "no base64"),
         ("https://user:secret@example.org/a.png", "no https address"),
         ("https:///a.png", "no https address"),
@@ -111,7 +112,7 @@ def test_a_grey_array_is_a_picture(reader: ImageReader) -> None:
         (np.zeros((0, 4, 3), np.uint8), "an image is uint8"),
         (Path("/no/such/picture.png"), "cannot be read"),
     ],
-    ids=range(20),
+    ids=range(21),
 )
 def test_other_values_are_refused(value: object, text: str) -> None:
     with pytest.raises(RequestError, match=text) as caught:
@@ -201,3 +202,29 @@ def test_tokens_that_pictures_need_are_in_the_vocabulary() -> None:
     fewer = {mark: token for mark, token in MARKS.items() if mark != "<|img_row_2_col_1|>"}
     with pytest.raises(CheckpointError, match="img_row_2_col_1"):
         ImageReader(LFM2, PAD, {"<image>": PAD, **fewer})
+
+
+def test_patches_of_all_prompts_are_limited_while_they_are_kept(reader: ImageReader) -> None:
+    source = read_image(png(1, 96, 64), "a")
+    kept = [reader.expand([PAD], [source], 1000) for _ in range(2)]
+    reader.most_held = held = reader._held.total()
+    assert held == 2 * 24 * 768
+    kept.append(reader.expand([PAD], [source], 1000))
+    try:
+        with pytest.raises(QueueFullError, match=f"{held + 24 * 768} bytes of patches, and {held} may"):
+            reader.expand([PAD], [source], 1000)
+        kept.pop()
+        reader.expand([PAD], [source], 1000)
+    finally:
+        reader.most_held = None
+    kept.clear()
+    assert reader._held.total() == 0
+
+
+def test_slow_pictures_of_one_prompt_are_given_up(reader: ImageReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = [read_image(png(1, 96, 64), "a")] * 3
+    monkeypatch.setattr(reader, "limits", PromptLimits(seconds=0))
+    with pytest.raises(RequestError, match="first 1 of 3 images") as caught:
+        reader.expand([PAD] * 3, sources, 1000)
+    assert caught.value.field == "prompt"
+    reader.expand([PAD], sources[:1], 1000)  # it is there

@@ -11,6 +11,7 @@ from hybridrt.images.settings import Lfm2Images, NemotronImages, QwenImages, rea
 
 QWEN = {"image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 16, "merge_size": 2}
 LFM2 = {"image_processor_type": "Lfm2VlImageProcessor"}
+NEMOTRON = {"image_processor_type": "NemotronH_Omni_Reasoning_V3ImageProcessor"}
 
 
 def read(directory: Path, fields: dict[str, Any], **whole: Any) -> Any:
@@ -58,8 +59,14 @@ def test_the_whole_processors_file_comes_first(tmp_path: Path) -> None:
         (LFM2 | {"max_tiles": 1000}, "max_tiles is 1000"),
         (LFM2 | {"tile_size": 100}, "tile_size is 100; it must be a multiple of 32"),
         (LFM2 | {"min_tiles": 9, "max_tiles": 4}, "min_tiles is 9; it must be at most max_tiles, 4"),
+        (LFM2 | {"tile_size": 4096, "max_tiles": 8}, "max_tiles is 8, each of 4096 x 4096 .* at most 4$"),
+        (LFM2 | {"max_image_tokens": 65536, "encoder_patch_size": 32}, "max_image_tokens is 65536.* at most 16384$"),
+        (LFM2 | {"encoder_patch_size": 64, "downsample_factor": 8}, "encoder_patch_size is 64.* at most 32$"),
+        (QWEN | {"patch_size": 64, "merge_size": 64}, "patch_size is 64.* at most 4$"),
+        (NEMOTRON | {"min_num_patches": 2**16, "patch_size": 64}, "min_num_patches is 65536.* at most 16384$"),
+        (NEMOTRON | {"downsample_ratio": 1 / 64}, "patch_size is 16.* at most 4$"),
     ],
-    ids=range(11),
+    ids=range(17),
 )
 def test_fields_that_cannot_be_used_are_refused(tmp_path: Path, fields: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):

@@ -15,6 +15,7 @@ from hybridrt import LLM, SamplingParams
 from hybridrt.base.errors import ConfigError, RequestError
 from hybridrt.bench.http_load import Target, run_load
 from hybridrt.bench.workload import WorkloadConfig, make_work
+from hybridrt.engine.api.async_llm import MAX_PATCH_BYTES
 from tests.images.test_decode import mutated, seeds
 from tests.support.checkpoints import CheckpointStore
 from tests.support.http_server import Served, serving
@@ -200,6 +201,54 @@ def test_a_refused_source_is_named(served: Served, source: dict[str, Any], text:
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": message_blocks(DATA)}]
     answer = served.post("/v1/messages", {"max_tokens": 4, "messages": turns})
     assert answer.status_code == 400 and "assistant" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("instructions", [{}, {"instructions": "be kind"}])
+def test_a_refusal_names_the_item_of_a_response(served: Served, instructions: dict[str, Any]) -> None:
+    def refused(*items: Any) -> tuple[str, str]:
+        answer = served.post("/v1/responses", instructions | {"input": list(items), "max_output_tokens": 4})
+        assert answer.status_code == 400
+        return answer.json()["error"]["param"], answer.json()["error"]["message"]
+
+    broken = response_parts("look", DATA[:99])
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    question = {"role": "user", "content": "a"}
+    output = {"type": "function_call_output", "call_id": "c", "output": broken}
+    for items, place in (
+        ([{"role": "user", "content": broken}], "input.0.content.1.image_url"),
+        ([question, {"type": "reasoning", "summary": []}, call, output], "input.3.output.1.image_url"),
+    ):
+        field, text = refused(*items)
+        assert field == place and text.startswith(f"{place}: the image cannot be read")
+    field, text = refused(question, {"role": "user", "content": [{"type": "input_audio"}]})
+    assert field == "input.1.content.0" and text.startswith(f"{field}: audio")
+
+
+@pytest.mark.parametrize("system", [{}, {"system": "be kind"}])
+def test_a_refusal_names_the_block_of_a_message(served: Served, system: dict[str, Any]) -> None:
+    broken = message_blocks("look", DATA[:99])
+    use = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": broken}
+    asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": [use]}]
+    for turns, place in (
+        ([{"role": "user", "content": broken}], "messages.0.content.1.source"),
+        ([*asked, {"role": "user", "content": [result]}], "messages.2.content.0.content.1.source"),
+        (
+            [*asked, {"role": "user", "content": [result | {"content": "b"}, *broken]}],
+            "messages.2.content.2.source",
+        ),
+    ):
+        for path, more in (("/v1/messages", {"max_tokens": 4}), ("/v1/messages/count_tokens", {})):
+            error = served.post(path, system | more | {"messages": turns}).json()["error"]
+            assert error["message"].startswith(f"{place}: the image cannot be read")
+
+
+def test_patches_of_other_requests_may_fill_the_memory(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = served.llm.image_reader
+    assert reader is not None and reader.most_held == MAX_PATCH_BYTES
+    monkeypatch.setattr(reader, "most_held", -1)
+    answer = served.post("/v1/chat/completions", chat(chat_parts(DATA)))
+    assert answer.status_code == 429 and "bytes of patches" in answer.json()["error"]["message"]
 
 
 def test_placeholders_are_the_images_of_a_prompt(seeing: LLM) -> None:

@@ -170,7 +170,10 @@ def test_why_an_answer_ends(stream: bool, talker: tuple[Served, Scripted]) -> No
         ({"messages": []}, "messages: "),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"n": 2}, "one sample"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "source of an image"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            "messages.0.content.0.source: type is None",
+        ),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type: "),
         ({"tool_choice": {"type": "tool"}, "tools": FUNCTIONS}, "needs the name of a tool"),
         ({"tool_choice": {"type": "tool", "name": "none"}, "tools": FUNCTIONS}, "none of tools"),

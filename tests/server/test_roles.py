@@ -3,16 +3,18 @@
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import count
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
-from hybridrt.base.errors import ConfigError
+from hybridrt.base.errors import ConfigError, TransferError
 from hybridrt.engine.api.llm import LLM
 from hybridrt.runtime.load.build import resolve_model_path
 from hybridrt.server.core.config import ServerConfig
-from hybridrt.server.roles import DecodeRole, PrefillRole
+from hybridrt.server.roles import DecodeRole, PrefillRole, read_short
 from hybridrt.transfer import workers
 from hybridrt.transfer.ranks import Reader
 from hybridrt.transfer.reader import ImageReader
@@ -109,3 +111,11 @@ def test_a_server_without_the_role_computes_for_nobody(served: Served, llms: tup
     with serving(llms[0], fleet_key=KEYS["fleet_key"]) as other, other.http() as client:
         answer = client.get("/fleet/transfer", headers={"Authorization": f"Bearer {KEYS['fleet_key']}"})
         assert answer.status_code == 404 and "--role prefill" in answer.text
+
+
+def test_an_answer_without_an_end_is_left() -> None:
+    sent = count()
+    endless = (b"x" * 1000 for _ in sent)
+    with pytest.raises(TransferError, match="more than 4096 bytes"):
+        read_short(httpx.Response(200, content=endless))
+    assert next(sent) == 5

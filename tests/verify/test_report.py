@@ -89,10 +89,13 @@ def test_a_damaged_file_is_named_and_the_others_are_checked(model: Path) -> None
 def test_the_page_has_all_checks_and_no_markdown_of_the_checkpoint() -> None:
     result = Result("rope")
     result.fail("config.json: `x` | <img src=y>")
-    report = Report("m", False, {"layers": 2}, {"device": "CPU", "torch": "2"}, [result], {"files": {"a": "1" * 64}})
+    result.fail("![a](https://b/c) \\| d")
+    files = {"a": "1" * 64, "b\n# ![c](d)": "2" * 64}
+    report = Report("m", False, {"layers": 2}, {"device": "CPU", "torch": "2"}, [result], {"files": files})
     text = page(report.as_json())
     assert "| rope | **FAILED** |" in text and "failed: config.json: 'x' \\| &lt;img src=y>" in text
-    assert f"`a` {'1' * 64}" in text
+    assert f"- a {'1' * 64}" in text and f"- b # !\\[c\\](d) {'2' * 64}" in text
+    assert r"!\[a\](https://b/c) \\\| d" in text
 
 
 @pytest.mark.parametrize(("found", "status"), [

@@ -35,6 +35,7 @@ from hybridrt.engine.request.intake import Known, PreparedPrompt, Prompt, check_
 from hybridrt.engine.request.outputs import Delta, RequestOutput, whole_output
 
 _DRAIN_CHECK_SECONDS = 0.05
+MAX_PATCH_BYTES = 2**31  # of images of all requests that have not ended
 _PUBLIC = {
     "abort", "abort_all", "chat", "close", "complete", "create", "drain", "failure", "generate", "llm", "prepare",
     "prepare_all", "stream_chat", "submit", "unfinished",
@@ -53,7 +54,7 @@ class AsyncLLM:
         model: the first argument of `LLM`, or an LLM. `close` does not close an LLM that was
             passed, and other threads may go on calling its `generate` and `stream`.
         max_waiting: samples that may wait in addition to those that run; more are refused with
-            QueueFullError.
+            QueueFullError, and so are images if those of other requests fill MAX_PATCH_BYTES.
         options: further arguments of `LLM`, if `model` is not an LLM.
 
     Raises:
@@ -78,6 +79,8 @@ class AsyncLLM:
         self.draining = False
         self._events: asyncio.AbstractEventLoop | None = None
         self._lanes = Lanes()
+        if self.llm.image_reader is not None:
+            self.llm.image_reader.most_held = MAX_PATCH_BYTES
         self._loop = EngineLoop(self.llm.engine, self._deliver, self.llm.plan.num_rows + max_waiting)
 
     @classmethod

@@ -24,6 +24,7 @@ from hybridrt.server.anthropic.message_protocol import (
     ToolUse,
 )
 from hybridrt.server.anthropic.message_reply import MessageReply
+from hybridrt.server.core.places import Turn, named_in
 from hybridrt.server.core.protocol import ChatRequest, TextPart
 from hybridrt.server.core.service import Service, check_body
 from hybridrt.server.openai.chat import as_chat_request, conversation_of, function_call, function_tool, prepare_chat
@@ -44,7 +45,8 @@ async def start_message(service: Service, body: MessageRequest, scope: Scope) ->
     service.check_model(body.model)
     check_body("messages", body)
     chat = await service.off_loop(scope, partial(as_chat, "messages", body, service.chat.reasoning is not None))
-    prepared = await prepare_chat(service, chat, scope)
+    with named_in(lambda: _turns(body)):
+        prepared = await prepare_chat(service, chat, scope)
     name, deltas = service.submit([prepared.prompt], "msg_", body, scope)
     return MessageReply(service, name, deltas, body, prepared)
 
@@ -57,8 +59,10 @@ async def count_tokens(service: Service, body: CountRequest, scope: Scope) -> in
     """
     service.check_model(body.model)
     check_body("count", body)
-    conversation = await service.off_loop(scope, lambda: conversation_of(as_chat("count", body, False)))
-    return len(await service.chat_tokens(conversation))
+    chat = await service.off_loop(scope, partial(as_chat, "count", body, False))
+    with named_in(lambda: _turns(body)):
+        conversation = await service.off_loop(scope, partial(conversation_of, chat))
+        return len(await service.chat_tokens(conversation))
 
 
 def as_chat(form_name: str, body: CountRequest, limits_thinking: bool) -> ChatRequest:
@@ -70,7 +74,7 @@ def as_chat(form_name: str, body: CountRequest, limits_thinking: bool) -> ChatRe
     return as_chat_request(
         form_name,
         body,
-        messages=_messages(body),
+        messages=[turn.message for turn in _turns(body)],
         stop=stops or body.stop,
         tools=[function_tool(t.name, t.description, t.input_schema, t.strict) for t in body.tools or ()] or None,
         tool_choice=_tool_choice(body.tool_choice),
@@ -116,23 +120,25 @@ def _is_prefilled(last: MessageTurn) -> bool:
     return isinstance(last.content, str) or all(isinstance(block, TextPart) for block in last.content)
 
 
-def _messages(body: CountRequest) -> list[dict[str, Any]]:
-    messages = []
+def _turns(body: CountRequest) -> list[Turn]:
+    turns = []
     if body.system:
-        messages.append({"role": "system", "content": _content(body.system)})
-    for turn in body.messages:
+        turns.append(_turn({"role": "system"}, "system", body.system))
+    for i, turn in enumerate(body.messages):
+        place = f"messages.{i}.content"
         if isinstance(turn.content, str):
-            messages.append({"role": turn.role, "content": turn.content})
+            turns.append(Turn({"role": turn.role, "content": turn.content}, place))
         elif turn.role == "assistant":
-            messages.append(_assistant(turn.content))
+            turns.append(Turn(_assistant(turn.content, place), place))
         else:
-            messages += _user(turn.role, turn.content)
-    return messages
+            turns += _user(turn.role, turn.content, place)
+    return turns
 
 
-def _assistant(blocks: list[Block]) -> dict[str, Any]:
-    if any(isinstance(block, ImageBlock) for block in blocks):
-        raise APIError(400, "messages: an assistant's message holds no image; send it in a user's", "messages")
+def _assistant(blocks: list[Block], place: str) -> dict[str, Any]:
+    if images := [i for i, block in enumerate(blocks) if isinstance(block, ImageBlock)]:
+        where = f"{place}.{images[0]}"
+        raise APIError(400, f"{where}: an assistant's message holds no image; send it in a user's", where)
     message: dict[str, Any] = {"role": "assistant"}
     message["content"] = "".join(block.text for block in blocks if isinstance(block, TEXTS))
     if thoughts := [block.thinking for block in blocks if isinstance(block, Thinking)]:
@@ -141,35 +147,44 @@ def _assistant(blocks: list[Block]) -> dict[str, Any]:
     return message | ({"tool_calls": calls} if calls else {})
 
 
-def _user(role: str, blocks: list[Block]) -> list[dict[str, Any]]:
-    results = [block for block in blocks if isinstance(block, ToolResult)]
-    messages: list[dict[str, Any]] = [
-        {"role": "tool", "tool_call_id": block.tool_use_id, "content": _content(block.content or "")}
-        for block in results
+def _user(role: str, blocks: list[Block], place: str) -> list[Turn]:
+    results = [(block, f"{place}.{i}.content") for i, block in enumerate(blocks) if isinstance(block, ToolResult)]
+    turns = [
+        _turn({"role": "tool", "tool_call_id": block.tool_use_id}, where, block.content or "")
+        for block, where in results
     ]
-    parts = [block for block in blocks if isinstance(block, (*TEXTS, ImageBlock))]
-    if parts or not results:
-        messages.append({"role": role, "content": _content(parts)})
-    return messages
+    kept = {f"{place}.{i}": block for i, block in enumerate(blocks) if isinstance(block, (*TEXTS, ImageBlock))}
+    if kept or not results:
+        turns.append(_turn({"role": role}, place, list(kept.values()), list(kept)))
+    return turns
 
 
-def _content(content: str | Sequence[TextBlock]) -> str | list[dict[str, Any]]:
-    """The chat template joins parts."""
-    return content if isinstance(content, str) else [_part(block) for block in content]
+def _turn(
+    message: dict[str, Any], place: str, content: str | Sequence[TextBlock], places: Sequence[str] | None = None
+) -> Turn:
+    """A message with content; the chat template joins its parts. `places`: of these; None: in order
+    at `place`."""
+    if isinstance(content, str):
+        return Turn(message | {"content": content}, place)
+    found = places if places is not None else [f"{place}.{i}" for i in range(len(content))]
+    parts = [_part(block, where) for block, where in zip(content, found, strict=True)]
+    sources = [f"{where}.source" if isinstance(b, ImageBlock) else where for b, where in zip(content, found)]
+    return Turn(message | {"content": parts}, place, sources)
 
 
-def _part(block: TextBlock) -> dict[str, Any]:
+def _part(block: TextBlock, place: str) -> dict[str, Any]:
     if not isinstance(block, ImageBlock):
         return {"type": "text", "text": block.text}
+    where = f"{place}.source"
     kind, media, data, url = (block.source.get(name) for name in ("type", "media_type", "data", "url"))
     if kind == "base64" and media not in (None, *_MEDIA_TYPES):
-        text = f"the source of an image has the media_type {shown(media)}; it must be one of {', '.join(_MEDIA_TYPES)}"
-        raise APIError(400, text, "messages")
+        text = f"{where}: media_type is {shown(media)}; it must be one of {', '.join(_MEDIA_TYPES)}"
+        raise APIError(400, text, where)
     if kind == "base64" and isinstance(data, str) and data[:5].lower() != "data:":
         return {"type": "image_url", "image_url": f"data:;base64,{data}"}
     if kind == "url" and isinstance(url, str):
         return {"type": "image_url", "image_url": url}
     if kind == "base64":
-        raise APIError(400, "the source of an image has no data, or data that is no base64", "messages")
-    text = f"the source of an image is of type {shown(kind)}; it must be base64: this server keeps no files"
-    raise APIError(400, text, "messages")
+        raise APIError(400, f"{where}: the image has no data, or data that is no base64", where)
+    text = f"{where}: type is {shown(kind)}; it must be base64: this server keeps no files"
+    raise APIError(400, text, where)

@@ -7,6 +7,7 @@ from typing import Any
 from starlette.types import Scope
 
 from hybridrt.base.pace import with_rests
+from hybridrt.server.core.places import Turn, named_in
 from hybridrt.server.core.protocol import ChatRequest, OtherPart
 from hybridrt.server.core.service import Service, check_body, owner_of
 from hybridrt.server.openai.chat import as_chat_request, function_call, function_tool, prepare_chat
@@ -56,8 +57,9 @@ async def start_response(service: Service, body: ResponseRequest, scope: Scope) 
             400, "a response in the background is kept, and is no stream: leave out store and stream", "background"
         )
     before, own = await whole_input(service, body, scope)
-    chat = await service.off_loop(scope, partial(_as_chat, body, [*before, *own]))
-    prepared = await prepare_chat(service, chat, scope)
+    chat = await service.off_loop(scope, partial(_as_chat, body, before, own))
+    with named_in(lambda: _turns(body, before, own)):
+        prepared = await prepare_chat(service, chat, scope)
     asked = await service.off_loop(scope, partial(repeated, body, prepared.prompt.params))
     kept = None
     if body.is_stored:
@@ -90,11 +92,11 @@ def _as_items(body: ResponseRequest) -> list[Item]:
     return [InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else []
 
 
-def _as_chat(body: ResponseRequest, items: list[Item]) -> ChatRequest:
+def _as_chat(body: ResponseRequest, before: list[Item], own: list[Item]) -> ChatRequest:
     return as_chat_request(
         "responses",
         body,
-        messages=_messages(body, items),
+        messages=[turn.message for turn in _turns(body, before, own)],
         max_completion_tokens=body.max_output_tokens,
         tools=[_tool(tool) for tool in body.own_tools] or None,
         tool_choice=_tool_choice(body.tool_choice),
@@ -132,36 +134,47 @@ def _response_format(body: ResponseRequest) -> dict[str, Any] | None:
     return {"type": found.type, "json_schema": found.model_dump(by_alias=True, exclude_none=True, exclude={"type"})}
 
 
-def _messages(body: ResponseRequest, items: list[Item]) -> list[dict[str, Any]]:
-    messages: list[dict[str, Any]] = []
+def _turns(body: ResponseRequest, before: list[Item], own: list[Item]) -> list[Turn]:
+    """`before`: items of the responses that this one continues."""
+    turns: list[Turn] = []
     if body.instructions:
-        messages.append({"role": "system", "content": body.instructions})
-    for item in [*items, *_as_items(body)]:
+        turns.append(Turn({"role": "system", "content": body.instructions}, "instructions"))
+    items = [(item, "previous_response_id") for item in before]
+    items += [(item, f"input.{i}") for i, item in enumerate(own)] + [(item, "input") for item in _as_items(body)]
+    for item, place in items:
         match item:
             case InputMessage(role="assistant"):
-                _assistant(messages, ("content", "tool_calls"))["content"] = _content(item.content)
+                _assistant(turns, place, ("content", "tool_calls"))["content"] = _content(item.content)
+                turns[-1] = turns[-1]._replace(place=_within(place, "content"))
             case InputMessage():
-                messages.append({"role": item.role, "content": _content(item.content)})
+                message = {"role": item.role, "content": _content(item.content)}
+                turns.append(Turn(message, _within(place, "content")))
             case ReasoningItem():
-                earlier = _assistant(messages, ("content", "tool_calls", "reasoning_content"))
+                earlier = _assistant(turns, place, ("content", "tool_calls", "reasoning_content"))
                 earlier["reasoning_content"] = _text(item.content or [])
             case FunctionCall():
                 call = function_call(item.call_id, item.name, item.arguments)
-                _assistant(messages, ()).setdefault("tool_calls", []).append(call)
+                _assistant(turns, place, ()).setdefault("tool_calls", []).append(call)
             case CustomCall():
                 call = function_call(item.call_id, item.name, json.dumps({"input": item.input}))
-                _assistant(messages, ()).setdefault("tool_calls", []).append(call)
+                _assistant(turns, place, ()).setdefault("tool_calls", []).append(call)
             case FunctionCallOutput() | CustomCallOutput():
-                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)})
-    return messages
+                message = {"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)}
+                turns.append(Turn(message, _within(place, "output")))
+    return turns
 
 
-def _assistant(messages: list[dict[str, Any]], without: tuple[str, ...]) -> dict[str, Any]:
+def _within(place: str, field: str) -> str:
+    """Of an item that the body does not hold, its name alone is known."""
+    return f"{place}.{field}" if "." in place else place
+
+
+def _assistant(turns: list[Turn], place: str, without: tuple[str, ...]) -> dict[str, Any]:
     """Continues the last message if it has none of these fields."""
-    last = messages[-1] if messages else {}
+    last = turns[-1].message if turns else {}
     if last.get("role") != "assistant" or any(field in last for field in without):
-        messages.append({"role": "assistant"})
-    return messages[-1]
+        turns.append(Turn({"role": "assistant"}, place))
+    return turns[-1].message
 
 
 def _content(parts: Contents) -> str | list[dict[str, Any]]:
