@@ -237,7 +237,8 @@ def plan_memory(
         shared = max(min(rows, int(spare * STATE_SHARE) // kept), 0)
         cached, available = cached + shared, available - shared * costs.slot
     pages = _plan_pages(costs, demands, available - rows * per_request, rows, longest, cached, keeps_prefixes)
-    fits = moves or all(demand.least(longest) <= count for demand, count in zip(demands, pages))
+    promised = moves and max_model_len is not None  # fits in the memory of all
+    fits = promised or all(demand.least(longest) <= count for demand, count in zip(demands, pages))
     length = longest if fits else min(demand.fitting(count) for demand, count in zip(demands, pages))
     groups = tuple(PageGroup(*group) for group in zip(demands, pages, costs.pages))
     return MemoryPlan(

@@ -282,7 +282,8 @@ def check_one_memory(arguments: dict[str, Any]) -> None:
     assert rows == (arguments["max_running_requests"] or 1) and longest == (arguments["max_model_len"] or longest)
     assert together.pool_bytes <= arguments["budget_bytes"] and costs.slot and together.num_slots == rows
     need = sum(demand.least(longest) * nbytes for demand, nbytes in zip(arguments["demands"], costs.pages))
-    assert need > sum(group.num_pages * group.page_bytes for group in together.groups), "the pages alone are too few"
+    pages = sum(group.num_pages * group.page_bytes for group in together.groups)
+    assert need > pages or arguments["cache_slots"], "the pages alone are too few, or slots of prefixes were in the way"
     assert arguments["budget_bytes"] >= (rows + 1) * costs.row + costs.slot + need
 
 
