@@ -98,7 +98,7 @@ def _watch(clock: Clock) -> dict[str, list[float]]:
         (compile_ahead, "CompileAhead", "starting compilers"), (runner, "build_model", "weights"),
         (compile_ahead.KernelsAhead, "wait_for_start", "waiting for kernels"), (runner, "plan_pools", "memory plan"),
         (compile_ahead.CompileAhead, "wait", "waiting for the rest"), (Runtime, "allocate", "pools"),
-        (runner.ModelRunner, "capture", "graphs"), (llm, "load_tokenizer", "tokenizer"),
+        (runner.ModelRunner, "capture", "graphs"), (llm, "read_tokenizer", "tokenizer"),
     ):  # fmt: skip
         setattr(module, name, clock.time(part, getattr(module, name)))
     _watch_graphs(clock)

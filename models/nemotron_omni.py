@@ -50,6 +50,7 @@ class NemotronH_Omni_Reasoning_V3(NemotronHForCausalLM):  # the architecture's n
         *IDLE,
         r"vision_model\.radio_model\.(input_conditioner\..*|summary_idxs)",
         r"vision_model\.radio_model\.model\.patch_generator\.video_embedder\..*",
+        r"multi_modal_projector\..*",  # mlp1, by the name of transformers' modules
         r"(audio_tower|embed_audio|sound_encoder|sound_projection)\..*",
     )
     tower_class, tower_keys = RadioTower, TOWER_KEYS

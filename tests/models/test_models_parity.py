@@ -80,7 +80,8 @@ def test_chunks_mixed_batches_and_retraction(name: str, checkpoints: CheckpointS
     session = Session(checkpoint.path, budget_bytes=budget(checkpoint.path, rows=3, pages=pages, **config), **config)
     samples = session.run(requests(*LENGTHS, steps=40), chunk=7, gap=3)
     assert session.num_mixed() > 0
-    if len(session.plan.groups) == 1:  # so few pages of a window group let requests wait instead
+    # So few pages of a window group let requests wait instead, and pages may take the memory of states.
+    if len(session.plan.groups) == 1 and session.plan.slabs is None:
         assert sum(sample.retractions for sample in samples) > 0
     for sample in samples:
         check_sample(checkpoint, sample, name)

@@ -65,7 +65,7 @@ class Rig:
 
     Attributes:
         grid: where prompts leave states; a multiple of PAGE.
-        lent: pages and state slots that engines have.
+        lent: pages and state slots that engines have, where these share no memory.
         hosted: engines keep prefixes in main memory, too, and forget those on the device every few steps.
     """
 
@@ -105,8 +105,12 @@ class Rig:
         demands = [replace(group.demand, step_tokens=chunk) for group in plan.groups]
         pages, slots = self.lent
         head = int(self.runner.drafter is not None)
+        shared: dict[str, Any] = {}
+        if plan.slabs is not None:  # numbers of pages and slots are those of one memory, all of which engines have
+            pages, slots = [group.num_pages for group in plan.groups], plan.num_slots
+            shared = {"page_bytes": [group.page_bytes for group in plan.groups], "slabs": plan.slabs}
         pools = plan.num_rows, slots, pages, demands
-        self.coordinator = CacheCoordinator(*pools, prefix_cache=self.cached, lookahead=head)
+        self.coordinator = CacheCoordinator(*pools, prefix_cache=self.cached, lookahead=head, **shared)
         self.coordinator.prefixes.grid = self.grid
         if self.hosted:
             self.coordinator.add_tier(plan.host.num_pages, plan.host.num_states, self.runner.copied)
@@ -163,7 +167,8 @@ class Rig:
 
     def _assert_done(self, found: dict[Key, Sample]) -> None:
         for pool in (self.coordinator.rows, self.coordinator.slots, self.coordinator.pages):
-            assert pool.num_free + pool.num_cached == pool.total, f"leaked: {pool}"
+            if self.coordinator.slabs is None:  # in one memory, what is free depends on who takes it
+                assert pool.num_free + pool.num_cached == pool.total, f"leaked: {pool}"
             assert self.cached or not pool.num_cached
         metrics, counters = [o.metrics for o in found.values()], self.counters
         assert counters.output_tokens == sum(m.output_tokens for m in metrics)
