@@ -107,7 +107,7 @@ AT_ONCE = Case("chat", Shape(32, 4, 400, 10, VOCAB, 0), 0.0, 4, 40)
 LOADED = [Case(trace, Shape(192, 4, 400, 100, VOCAB, 0), 7.5, 16, 60, 20.0) for trace in ("chat", "agents", "shared")]
 
 
-@pytest.mark.parametrize("case", [AT_ONCE, *(pytest.param(case, marks=pytest.mark.slow) for case in LOADED)])
+@pytest.mark.parametrize("case", [AT_ONCE, *(pytest.param(case, marks=pytest.mark.soak) for case in LOADED)])
 def test_hit_rate_and_queues(case: Case) -> None:
     """Of eight replicas, or four in the small form, compared with one engine that has the memory of all."""
     prefix, turns = measure(case, 4 if case is AT_ONCE else 8, ["prefix", "round robin"])

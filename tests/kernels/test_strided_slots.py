@@ -21,8 +21,8 @@ from tests.support.kernel_cases import Case, Prompts
 pytestmark = pytest.mark.usefixtures("provider")
 GAP = 48  # numbers between slots
 MODELS = [
-    "minimax-plain", "falcon_mamba-plain", "lfm2-plain",
-    *[pytest.param(name, marks=pytest.mark.slow) for name in ("falcon-plain", "qwen-plain", "kimi-plain")],
+    "falcon_mamba-plain", "lfm2-plain",
+    *[pytest.param(n, marks=pytest.mark.slow) for n in ("minimax-plain", "falcon-plain", "qwen-plain", "kimi-plain")],
 ]  # fmt: skip
 
 

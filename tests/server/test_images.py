@@ -131,7 +131,7 @@ def test_a_load_has_images(served: Served) -> None:
     assert all(len(timing.gains) <= 4 for timing in timings), "the first chunk has no token"
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [40, pytest.param(10_000, marks=pytest.mark.soak)])
 def test_random_files_are_answered_or_refused(served: Served, count: int) -> None:
     rng, given, seen = random.Random(count), seeds(), set[int]()
     reader = served.llm.image_reader
