@@ -5,7 +5,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrt.base.errors import MessageError
@@ -14,7 +13,7 @@ from hybridrt.fleet.cache_messages import apply_message, cache_message, layout_m
 from hybridrt.fleet.prefix_mirror import CacheLayout, PrefixMirror, names_of
 from hybridrt.mem_cache.prefix_tree.cache_events import CacheEvent
 from hybridrt.mem_cache.prefix_tree.prefix_cache import PrefixMatch
-from tests.mem_cache.test_cache_events import act
+from tests.mem_cache.test_cache_events import act, play_trees
 from tests.mem_cache.test_radix_cache import CASES, TEXTS, Ledger
 from tests.support.levels import drawn
 
@@ -29,12 +28,7 @@ def test_messages_carry_the_events(
     for module in (prefix_mirror, cache_messages):
         monkeypatch.setattr(module, "BLOCK", 4)
 
-    @settings(max_examples=examples, deadline=None)
-    @given(data=st.data())
-    def actions(data: st.DataObject) -> None:
-        play(Ledger(page_size, recurrent, lookahead if page_size else 0, windows), data)
-
-    actions()
+    play_trees(play, examples, page_size, recurrent, lookahead, windows)
 
 
 def play(ledger: Ledger, data: st.DataObject) -> None:

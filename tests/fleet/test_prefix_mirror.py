@@ -2,14 +2,13 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrt.fleet import prefix_mirror
 from hybridrt.fleet.prefix_mirror import CacheLayout, PrefixMirror, PrefixNames, names_of
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 from hybridrt.mem_cache.prefix_tree.prefix_cache import PrefixMatch
-from tests.mem_cache.test_cache_events import act, offer
+from tests.mem_cache.test_cache_events import act, offer, play_trees
 from tests.mem_cache.test_radix_cache import CASES, TEXTS, Ledger, array
 from tests.support.levels import drawn
 
@@ -21,12 +20,7 @@ def test_a_mirror_answers_as_the_tree_does(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(prefix_mirror, "BLOCK", 4)
 
-    @settings(max_examples=examples, deadline=None)
-    @given(data=st.data())
-    def actions(data: st.DataObject) -> None:
-        play(Ledger(page_size, recurrent, lookahead if page_size else 0, windows), data)
-
-    actions()
+    play_trees(play, examples, page_size, recurrent, lookahead, windows)
 
 
 def play(ledger: Ledger, data: st.DataObject) -> None:

@@ -1,6 +1,7 @@
 """The stream of events says what the tree holds, at every time and to every reader."""
 
 import gc
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -19,16 +20,25 @@ from tests.support.cache_replica import Entry, Replica, contents
 from tests.support.levels import drawn
 
 
-@pytest.mark.parametrize(("page_size", "recurrent", "lookahead", "windows", "examples"), drawn(CASES, 3, 10, 40))
-def test_the_events_give_the_contents_of_the_tree(
-    page_size: int, recurrent: bool, lookahead: int, windows: tuple[int | None, ...], examples: int
-) -> None:
+def play_trees(
+    play: Callable[[Ledger, st.DataObject], None], examples: int, page_size: int, recurrent: bool, lookahead: int,
+    windows: tuple[int | None, ...],
+) -> None:  # fmt: skip
+    """Plays with `examples` new trees of these parameters."""
+
     @settings(max_examples=examples, deadline=None)
     @given(data=st.data())
     def actions(data: st.DataObject) -> None:
         play(Ledger(page_size, recurrent, lookahead if page_size else 0, windows), data)
 
     actions()
+
+
+@pytest.mark.parametrize(("page_size", "recurrent", "lookahead", "windows", "examples"), drawn(CASES, 3, 10, 40))
+def test_the_events_give_the_contents_of_the_tree(
+    page_size: int, recurrent: bool, lookahead: int, windows: tuple[int | None, ...], examples: int
+) -> None:
+    play_trees(play, examples, page_size, recurrent, lookahead, windows)
 
 
 def play(ledger: Ledger, data: st.DataObject) -> None:
