@@ -20,7 +20,7 @@ from hybridrt.kernels.dense.moe import (
 from hybridrt.kernels.dense.skinny_linear import Activation
 from hybridrt.layers.linear import MLP, ColumnLinear, DenseMethod, Segment, make_experts, register
 from hybridrt.layers.norm import RMSNorm
-from hybridrt.layers.summands import Hidden, Summands, summed_later
+from hybridrt.layers.summands import Arriving, Hidden, Summands, arriving, summed_later
 from hybridrt.layers.weights import (
     Build,
     CheckpointTarget,
@@ -308,6 +308,9 @@ class MoE(nn.Module):
         self.shared = experts.shared if shared is None else shared
 
     def forward(self, norm: RMSNorm, x: Hidden, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
+        if isinstance(x, Arriving) and self.latent is None and batch.padded_rows is None:
+            pieces = (norm(*piece) for piece in x.with_rows(residual))
+            return arriving(((self._of_rank(h, batch), rest) for h, rest in pieces), self.experts.tp)
         h, residual = norm(x, residual)
         if self.latent is not None:
             return self.summand(h, batch), residual
