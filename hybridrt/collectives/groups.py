@@ -4,7 +4,7 @@ import ctypes
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -57,6 +57,7 @@ class Communicator:
         store: through which the processes find each other.
         device: this rank's. A GPU adds NCCL and becomes the process's current device.
         loopback: all ranks run on this host, and no connection listens on a network.
+        peers: sums may use the other GPUs' memory, all of which this process sees.
 
     Attributes:
         overlap_from: rank 0's HYBRIDRT_OVERLAP_FROM, for all ranks; infinite for 0.
@@ -64,7 +65,10 @@ class Communicator:
             rank is lost.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, *, loopback: bool = True) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, device: torch.device, *, loopback: bool = True,
+        peers: bool = True,
+    ) -> None:  # fmt: skip
         self.rank, self.size, self.device = rank, size, device
         self.check_ranks: Callable[[], None] = lambda: None
         self._groups: dict[str, Any] = {}  # process groups by the type of their tensors' device
@@ -82,7 +86,7 @@ class Communicator:
                 # A sum next to a product would else wait for the product's last blocks.
                 options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
                 self._groups["cuda"] = dist.ProcessGroupNCCL(cuda, rank, size, options)
-                if loopback:
+                if loopback and peers:
                     from hybridrt.collectives import peer_memory  # needs Triton
 
                     self._peers = peer_memory.PeerMemory.connect(
@@ -130,6 +134,14 @@ class Communicator:
         found = x.new_empty((*x.shape[:-1], self.size * x.shape[-1]))
         parts = list(found.split(x.shape[-1], dim=-1))
         self._run(x, lambda group: group.allgather([parts], [x.contiguous()]))
+        return found
+
+    def all_to_all(self, x: torch.Tensor, sends: Sequence[int] = (), gets: Sequence[int] = ()) -> torch.Tensor:
+        """Rows of x, `sends[r]` of them to rank r, in order; returns `gets[r]` rows from each rank r. (): as many
+        to each."""
+        found, options = x.new_empty((sum(gets) if gets else len(x), *x.shape[1:])), dist.AllToAllOptions()
+        options.asyncOp = not x.is_cuda
+        self._run(x, lambda group: group.alltoall_base(found, x.contiguous(), list(gets), list(sends), options))
         return found
 
     def barrier(self) -> None:
@@ -240,11 +252,14 @@ class TPGroup:
 
     Attributes:
         comm: None: the group only says what a rank holds.
+        replicas: this rank among the same ranks of all replicas of the model, which share experts; None: it has
+            all experts of its shard.
     """
 
     rank: int = 0
     size: int = 1
     comm: Communicator | None = None
+    replicas: "TPGroup | None" = None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks, in place."""
@@ -274,6 +289,14 @@ class TPGroup:
     def all_gather_last(self, x: torch.Tensor) -> torch.Tensor:
         """[..., n] of each rank to [..., size * n], in rank order."""
         return x if self.size == 1 else self._comm().all_gather_last(x)
+
+    def all_to_all(self, x: torch.Tensor, sends: Sequence[int] = (), gets: Sequence[int] = ()) -> torch.Tensor:
+        """As of `Communicator`."""
+        return self._comm().all_to_all(x, sends, gets)
+
+    def count(self, value: int) -> int:
+        """The sum over the ranks, which wait for each other."""
+        return int(self._comm().all_reduce(torch.tensor(value, dtype=torch.int64)))
 
     def minimum(self, value: int) -> int:
         return (

@@ -19,6 +19,7 @@ from hybridrt.base.device import gpu_count
 from hybridrt.base.errors import ConfigError, DeviceError, EngineError, HybridrtError, PeerGoneError
 from hybridrt.channel.control import LOADING_S, Link, disown_in_child, rank_timeout
 from hybridrt.engine.replicas.messages import Beat, Failed, FromReplica, Ready, Start, ToReplica, decode, encode
+from hybridrt.parallel.expert_ranks import ExpertPlace
 from hybridrt.parallel.rank_start import accept_links, open_place
 from hybridrt.parallel.torchrun import world
 
@@ -115,7 +116,8 @@ class Replicas:
                 links = accept_links(listener, len(processes) + 1, processes, "replica")
             for number, (link, process) in enumerate(zip(links, processes, strict=True)):
                 self.links.append(ReplicaLink(number, link, process, self.inbox, timeout))
-            self.ready = self._load(replace(config, device=resolve_device(config.device).type))
+            assert place.directory is not None, "replicas are on this host"
+            self.ready = self._load(replace(config, device=resolve_device(config.device).type), place.directory)
         except BaseException:
             self.close()
             raise
@@ -124,10 +126,10 @@ class Replicas:
         """Ends all of them. May be repeated."""
         self._finalizer()
 
-    def _load(self, config: EngineConfig) -> Sequence[Ready]:
+    def _load(self, config: EngineConfig, directory: str) -> Sequence[Ready]:
         """Returns when all have loaded the model, at the same time."""
         for link in self.links:
-            link.send(Start(config))
+            link.send(Start(config, ExpertPlace(directory, link.number) if config.expert_parallel else None))
         ready: dict[int, Ready] = {}
         while len(ready) < len(self.links):
             number, message = self.inbox.get()

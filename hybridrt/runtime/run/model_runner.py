@@ -101,7 +101,7 @@ class ModelRunner(StepRunner):
             if plan.host:
                 self.host = HostCopies(self.pools, plan.host, target.device)
         log.info("memory plan: %s", self.memory_plan.summary())
-        if self.device.type == "cuda" and config.cuda_graph:
+        if self.device.type == "cuda" and config.cuda_graph and self.lock_step is None:
             began = time.monotonic()
             with _out_of_memory_as("capturing graphs", "lower memory_fraction or cuda_graph_max_bs"):
                 self.capture(progress)

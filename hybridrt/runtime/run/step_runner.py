@@ -1,6 +1,7 @@
 """Runs steps: turns a StepPlan into tokens, over a model, its pools and its backend."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -22,6 +23,7 @@ from hybridrt.runtime.replay.prompt_graphs import PromptGraphs
 from hybridrt.runtime.run.capture import capture_graphs
 from hybridrt.runtime.run.host_copies import HostCopies
 from hybridrt.runtime.run.launched_step import EnterTokens, ForwardPart, LaunchedStep, MaskedLines
+from hybridrt.runtime.run.lock_step import LockStep
 from hybridrt.runtime.run.prefix_copy import PrefixPlaces, Tensors, read_prefix, write_prefix
 from hybridrt.runtime.run.span_encoder import SpanEncoder
 from hybridrt.runtime.run.state_arena import StateArena
@@ -58,6 +60,7 @@ class StepRunner:
         encoder: makes embeddings of images; None for a model that takes text only.
         forks: drafts may fork (`SpeculativeConfig.forks`).
         recordings: recorded decode steps of one row on a CPU.
+        lock_step: of replicas that share experts; None: steps of this one wait for no other.
         drafter: the device part of a drafter; None without one.
     """
 
@@ -89,8 +92,11 @@ class StepRunner:
         # With HYBRIDRT_DEBUG=1 backends look at all numbers: eagerly.
         kept = self.device.type == "cpu" and not DEBUG and self.drafter is None
         self._cpu_decode = CPUDecode(self.backend, self.pools.req_to_token, self.last_tokens) if kept else None
-        # A recording would miss sums over ranks.
-        self.recordings = Recordings(self.model, self.config.cuda_graph and self.config.tp_size == 1)
+        replicas = self.target.tp.replicas
+        self.lock_step = None if replicas is None else LockStep(self.model, replicas)
+        # A recording would miss sums over ranks, and tokens for other replicas.
+        alone = self.config.tp_size == 1 and self.lock_step is None
+        self.recordings = Recordings(self.model, self.config.cuda_graph and alone)
 
     def capture(self, progress: bool = False) -> None:
         """Records steps as graphs (hybridrt.runtime.run.capture)."""
@@ -125,12 +131,19 @@ class StepRunner:
                     self.encoder.advance(plan)
                 if plan.moves or plan.cleared or self.host is not None:
                     self._move_states(plan)
-                self._run_model(plan, tokens, step)
+                meets = self.lock_step is not None and (len(plan.decode.rows) or plan.extend)
+                with self.lock_step.step() if self.lock_step is not None and meets else nullcontext():
+                    self._run_model(plan, tokens, step)
         except BaseException:
             self.backend.drop_step()  # never committed; later steps would raise
             raise
         self._last_masked = step if step.needs_masks else None
         return step
+
+    def join(self) -> bool:
+        """As of `LockStep`, which this runner has."""
+        assert self.lock_step is not None, "only replicas that share experts join others"
+        return self.lock_step.join()
 
     def check_sampled(self) -> None:
         """EngineError if the last step still needs masks. Changes nothing."""
