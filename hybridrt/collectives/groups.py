@@ -294,9 +294,8 @@ class TPGroup:
         """As of `Communicator`."""
         return self._comm().all_to_all(x, sends, gets)
 
-    def count(self, value: int) -> int:
-        """The sum over the ranks, which wait for each other."""
-        return int(self._comm().all_reduce(torch.tensor(value, dtype=torch.int64)))
+    def maximum(self, value: int) -> int:
+        return -self.minimum(-value)
 
     def minimum(self, value: int) -> int:
         return (

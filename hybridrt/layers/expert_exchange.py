@@ -17,12 +17,14 @@ class ExpertExchange:
     What other replicas add is summed in the order of replicas.
 
     Attributes:
-        sent_rows: tokens and sums that this replica has sent to others.
+        fixed: all replicas have equally many tokens, and each gets those of all. The host reads no
+            numbers, so a graph can contain it.
+        sent_rows: tokens and sums that this replica has sent to others, without those of graphs.
     """
 
     def __init__(self, group: TPGroup, held: int) -> None:
         self._group, self._held = group, held
-        self.sent_rows = 0
+        self.fixed, self.sent_rows = False, 0
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, compute: Compute) -> torch.Tensor:
         """What the experts add to x [T, D].
@@ -31,21 +33,46 @@ class ExpertExchange:
             weights, ids: [T, k] float32 and int32, as of a router; -1: no expert of these replicas.
             compute: from tokens, weights and ids of this replica's experts to their sum.
         """
-        group, held = self._group, self._held
-        owners = ids.div(held, rounding_mode="floor")
-        wanted = torch.stack([(owners == replica).any(1) for replica in range(group.size)])
-        counts = torch.stack((wanted.sum(1), group.all_to_all(wanted.sum(1))))
-        sends, gets = counts.tolist()  # the sizes of the next messages
-        rows = wanted.nonzero()[:, 1]
-        choice = torch.cat((ids[rows], weights[rows].view(torch.int32)), 1)
-        came, choice = (group.all_to_all(each, sends, gets) for each in (x[rows], choice))
-        ids, weights = choice.chunk(2, 1)
-        first = group.rank * held
-        own = torch.where((ids >= first) & (ids < first + held), ids - first, -1)
-        y = compute(came, weights.contiguous().view(torch.float32), own) if len(came) else came
-        back = group.all_to_all(y, gets, sends)
-        self.sent_rows += len(rows) - sends[group.rank] + len(y) - gets[group.rank]
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for added, of in zip(back.split(sends), rows.split(sends), strict=True):
-            total.index_add_(0, of, added.float())  # no row twice in a replica's part
+        if self.fixed:
+            size = self._group.size
+            came = self._group.all_to_all(_packed(x, weights, ids).repeat(size, 1))
+            y = self._computed(came, x, weights, compute)
+            for added in self._group.all_to_all(y).chunk(size):
+                total += added
+        else:
+            rows, sends, gets = self._routes(ids)
+            came = self._group.all_to_all(_packed(x[rows], weights[rows], ids[rows]), sends, gets)
+            y = self._computed(came, x, weights, compute)
+            back = self._group.all_to_all(y, gets, sends)
+            for added, of in zip(back.split(sends), rows.split(sends), strict=True):
+                total.index_add_(0, of, added.float())  # no row twice in a replica's part
         return total.to(x.dtype)
+
+    def _routes(self, ids: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
+        """Which tokens go to the replicas, one after the other; how many to each, and from each."""
+        group = self._group
+        owners = ids.div(self._held, rounding_mode="floor")
+        wanted = torch.stack([(owners == replica).any(1) for replica in range(group.size)])
+        counts = wanted.sum(1)
+        sends, gets = torch.stack((counts, group.all_to_all(counts))).tolist()  # sizes of messages
+        rows = wanted.nonzero()[:, 1]
+        self.sent_rows += sum(sends) - sends[group.rank] + sum(gets) - gets[group.rank]
+        return rows, sends, gets
+
+    def _computed(self, came: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, compute: Compute) -> torch.Tensor:
+        """What this replica's experts add to tokens that came as `_packed`, like x and weights."""
+        if not len(came):
+            return x.new_empty(0, x.shape[1])
+        width, top_k = x.shape[1] * x.element_size(), weights.shape[1]
+        tokens, weights, ids = (
+            part.contiguous().view(dtype)
+            for part, dtype in zip(came.split((width, 4 * top_k, 4 * top_k), 1), (x.dtype, torch.float32, torch.int32))
+        )
+        first = self._group.rank * self._held
+        return compute(tokens, weights, torch.where((ids >= first) & (ids < first + self._held), ids - first, -1))
+
+
+def _packed(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """[T, bytes] of each token and its choice, one message instead of three."""
+    return torch.cat([each.contiguous().view(torch.uint8) for each in (x, weights, ids)], 1)

@@ -22,7 +22,9 @@ from hybridrt.layers.expert_exchange import ExpertExchange
 from hybridrt.layers.moe import experts_of
 from hybridrt.runtime.load.build import load_target, make_plan
 from hybridrt.runtime.load.fit import pool_budget
+from hybridrt.runtime.replay.graph_runner import GraphRunner
 from hybridrt.runtime.run.model_runner import ModelRunner
+from hybridrt.runtime.step.plan import NO_INTEGERS
 from tests.models.test_models_parity import requests
 from tests.runtime.test_expert_parallel import FAMILIES, SIX
 from tests.support.checkpoints import CheckpointStore, Make, falcon, qwen, write
@@ -102,7 +104,7 @@ def test_tokens_travel_to_their_experts_and_back(size: int) -> None:
     assert sum(sent for _, _, sent in results) <= 1.2 * 2 * routed * width * 4
 
 
-def replayed(sessions: list[Session], tp_size: int = 1) -> list[list[ModelRunner]]:
+def replayed(sessions: list[Session], tp_size: int = 1, *, graphs: bool = False) -> list[list[ModelRunner]]:
     """The last runs of sessions on replicas that share experts, `tp_size` ranks each; a replica that has ended joins
     the steps of the others. The runners of each replica."""
     store, count = dist.HashStore(), len(sessions)
@@ -117,6 +119,8 @@ def replayed(sessions: list[Session], tp_size: int = 1) -> list[list[ModelRunner
         target = load_target(config, tp)[1]
         plan = make_plan(config, target, budget_bytes=pool_budget(config, target), cache_slots=1)
         runner = ModelRunner(config, tp=tp, plan=plan)
+        if graphs:
+            runner.capture()
         spoil(runner.pools)
         for step in session.plans:
             runner.launch(step)
@@ -129,11 +133,11 @@ def replayed(sessions: list[Session], tp_size: int = 1) -> list[list[ModelRunner
     return [found[i * tp_size : (i + 1) * tp_size] for i in range(count)]
 
 
-def sessions_of(path: Path, **options: Any) -> list[Session]:
-    """Two of different lengths."""
+def sessions_of(path: Path, second: int = 3, **options: Any) -> list[Session]:
+    """Two of different lengths. `second`: tokens of the other one."""
     sessions = [Session(path, page_size=4, cache_slots=1, **options) for _ in range(2)]
     sessions[0].run(requests(1, 17, 30, steps=8), chunk=7, gap=3)
-    sessions[1].run(requests(9, steps=3), chunk=7, gap=3)
+    sessions[1].run(requests(9, steps=second), chunk=7, gap=3)
     return sessions
 
 
@@ -154,6 +158,27 @@ def test_replicas_draw_the_tokens_of_one(name: str, tp_size: int, checkpoints: C
     assert all(len(layer) == 2 * tp_size and all(layer) for layer in first)
     assert replicas[0][0].lock_step is not None and replicas[1][0].lock_step is not None
     assert replicas[0][0].lock_step.rounds == replicas[1][0].lock_step.rounds
+
+
+@pytest.mark.parametrize(
+    ("name", "tp_size"), sweep([("nemotron-split", 1), ("qwen-split", 2), ("gpt_oss-split", 1), ("ling25-split", 1)], 4)
+)
+def test_all_replicas_replay_the_graph_of_the_largest_step(
+    name: str, tp_size: int, checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If none has a prompt; one without a step replays it without rows."""
+    sessions, seen, replay = sessions_of(checkpoints[name].path, second=20), list[tuple[int, int]](), GraphRunner.replay
+
+    def noted(self: GraphRunner, decode: Any, new_pages: Any = NO_INTEGERS, least: int = 0) -> Tensor:
+        seen.append((len(decode), least))
+        return replay(self, decode, new_pages, least)
+
+    monkeypatch.setattr(GraphRunner, "replay", noted)
+    for session, runners in zip(sessions, replayed(sessions, tp_size, graphs=True), strict=True):
+        for runner in runners:
+            assert torch.equal(runner.last_tokens, session.runner.last_tokens)
+    assert all(least >= rows for rows, least in seen)
+    assert {rows for rows, _ in seen} >= {0, 1, 2} and any(least > rows > 0 for rows, least in seen)
 
 
 @pytest.mark.slow

@@ -46,7 +46,6 @@ def load_engine(config: EngineConfig, progress: bool, experts: ExpertPlace | Non
         split = TensorParallelExecutor(config, progress=progress, ahead=ahead, experts=experts)
         runner = split.runner
     else:
-        device = resolve_device(config.device)
-        replicas = None if experts is None else experts.connect(config, 0, device)
+        replicas = None if experts is None else experts.connect(config, 0, resolve_device(config.device))
         runner = ModelRunner(config, tp=TPGroup(replicas=replicas), progress=progress, ahead=ahead)
     return LoadedEngine(Engine.from_config(config, runner, tokenizer, split=split), runner, tokenizer, split)

@@ -101,7 +101,7 @@ class ModelRunner(StepRunner):
             if plan.host:
                 self.host = HostCopies(self.pools, plan.host, target.device)
         log.info("memory plan: %s", self.memory_plan.summary())
-        if self.device.type == "cuda" and config.cuda_graph and self.lock_step is None:
+        if self.device.type == "cuda" and config.cuda_graph:
             began = time.monotonic()
             with _out_of_memory_as("capturing graphs", "lower memory_fraction or cuda_graph_max_bs"):
                 self.capture(progress)
@@ -117,6 +117,8 @@ def plan_pools(config: EngineConfig, target: RunTarget, model: CausalLM, budget_
         peak += _graph_activations(config, target, peak)
     # One scheduler serves all ranks: the smallest decides.
     budget_bytes = target.tp.minimum(pool_budget(config, target, peak) if budget_bytes is None else budget_bytes)
+    if target.tp.replicas is not None:  # which replay graphs of the same rows
+        budget_bytes = target.tp.replicas.minimum(budget_bytes)
     return make_plan(
         config, target, budget_bytes=budget_bytes, weights=weight_bytes(model), activations=peak, share=True
     )
