@@ -57,7 +57,6 @@ class Communicator:
         store: through which the processes find each other.
         device: this rank's. A GPU adds NCCL and becomes the process's current device.
         loopback: all ranks run on this host, and no connection listens on a network.
-        peers: sums may use the other GPUs' memory, all of which this process sees.
 
     Attributes:
         overlap_from: rank 0's HYBRIDRT_OVERLAP_FROM, for all ranks; infinite for 0.
@@ -65,10 +64,7 @@ class Communicator:
             rank is lost.
     """
 
-    def __init__(
-        self, store: dist.Store, rank: int, size: int, device: torch.device, *, loopback: bool = True,
-        peers: bool = True,
-    ) -> None:  # fmt: skip
+    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, *, loopback: bool = True) -> None:
         self.rank, self.size, self.device = rank, size, device
         self.check_ranks: Callable[[], None] = lambda: None
         self._groups: dict[str, Any] = {}  # process groups by the type of their tensors' device
@@ -86,7 +82,7 @@ class Communicator:
                 # A sum next to a product would else wait for the product's last blocks.
                 options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
                 self._groups["cuda"] = dist.ProcessGroupNCCL(cuda, rank, size, options)
-                if loopback and peers:
+                if loopback:
                     from hybridrt.collectives import peer_memory  # needs Triton
 
                     self._peers = peer_memory.PeerMemory.connect(
@@ -143,6 +139,23 @@ class Communicator:
         options.asyncOp = not x.is_cuda
         self._run(x, lambda group: group.alltoall_base(found, x.contiguous(), list(gets), list(sends), options))
         return found
+
+    def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, D] of all ranks, in their order: [size * T, D]. All have as many rows."""
+        if self._peers is not None and x.is_cuda and self._peers.serves_exchange(x):
+            return self._peers.gather(x)
+        return self.all_to_all(x.repeat(self.size, 1))
+
+    def scatter_sum(self, y: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks of this rank's rows of y [size * T, D], in their order: [T, D]."""
+        own = y[: len(y) // self.size]
+        if self._peers is not None and y.is_cuda and y.is_contiguous() and self._peers.serves(own):
+            return self._peers.scatter_sum(y)
+        first, *others = self.all_to_all(y).chunk(self.size)
+        total = first.float()
+        for each in others:
+            total += each
+        return total.to(y.dtype)
 
     def barrier(self) -> None:
         """Returns when every rank has come and its launched work is done."""
@@ -293,6 +306,14 @@ class TPGroup:
     def all_to_all(self, x: torch.Tensor, sends: Sequence[int] = (), gets: Sequence[int] = ()) -> torch.Tensor:
         """As of `Communicator`."""
         return self._comm().all_to_all(x, sends, gets)
+
+    def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """As of `Communicator`."""
+        return self._comm().gather_rows(x)
+
+    def scatter_sum(self, y: torch.Tensor) -> torch.Tensor:
+        """As of `Communicator`."""
+        return self._comm().scatter_sum(y)
 
     def maximum(self, value: int) -> int:
         return -self.minimum(-value)

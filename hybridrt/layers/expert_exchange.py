@@ -33,20 +33,15 @@ class ExpertExchange:
             weights, ids: [T, k] float32 and int32, as of a router; -1: no expert of these replicas.
             compute: from tokens, weights and ids of this replica's experts to their sum.
         """
-        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         if self.fixed:
-            size = self._group.size
-            came = self._group.all_to_all(_packed(x, weights, ids).repeat(size, 1))
-            y = self._computed(came, x, weights, compute)
-            for added in self._group.all_to_all(y).chunk(size):
-                total += added
-        else:
-            rows, sends, gets = self._routes(ids)
-            came = self._group.all_to_all(_packed(x[rows], weights[rows], ids[rows]), sends, gets)
-            y = self._computed(came, x, weights, compute)
-            back = self._group.all_to_all(y, gets, sends)
-            for added, of in zip(back.split(sends), rows.split(sends), strict=True):
-                total.index_add_(0, of, added.float())  # no row twice in a replica's part
+            came = self._group.gather_rows(_packed(x, weights, ids))
+            return self._group.scatter_sum(self._computed(came, x, weights, compute))
+        rows, sends, gets = self._routes(ids)
+        came = self._group.all_to_all(_packed(x[rows], weights[rows], ids[rows]), sends, gets)
+        back = self._group.all_to_all(self._computed(came, x, weights, compute), gets, sends)
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for added, of in zip(back.split(sends), rows.split(sends), strict=True):
+            total.index_add_(0, of, added.float())  # no row twice in a replica's part
         return total.to(x.dtype)
 
     def _routes(self, ids: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:

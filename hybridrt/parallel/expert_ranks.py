@@ -22,9 +22,9 @@ class ExpertPlace(Message):
 
     def connect(self, config: EngineConfig, rank: int, device: torch.device) -> TPGroup:
         """Tensor-parallel rank `rank` of this replica among those of all replicas, which call this
-        too. Each replica sees its own GPUs only, so sums use no memory of others."""
+        too."""
         store = dist.PrefixStore(f"hybridrt/experts/{rank}", find_place(self.directory).store)
-        comm = Communicator(store, self.replica, config.dp_size, device, peers=False)
+        comm = Communicator(store, self.replica, config.dp_size, device)
         comm.connect()
         return TPGroup(self.replica, config.dp_size, comm)
 

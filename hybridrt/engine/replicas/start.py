@@ -179,5 +179,7 @@ def _environments(config: EngineConfig) -> list[dict[str, str]]:
     if (found := gpu_count()) < need:
         raise DeviceError(f"dp_size {count} and tp_size {config.tp_size} need {need} GPUs, but torch sees {found}")
     names = os.environ.get(_VISIBLE, ",".join(map(str, range(found)))).split(",")
-    size = config.tp_size
-    return [{_VISIBLE: ",".join(names[i * size : (i + 1) * size])} for i in range(count)]
+    own = [names[i * config.tp_size : (i + 1) * config.tp_size] for i in range(count)]
+    # Kernels of replicas that share experts write to the memory of the others' GPUs, so they see them, after their own.
+    others = [[each for each in names[:need] if each not in mine] if config.expert_parallel else [] for mine in own]
+    return [{_VISIBLE: ",".join(mine + more)} for mine, more in zip(own, others, strict=True)]
