@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import HandshakeError
 from hybridrt.kinds.registry import state_shape
 from hybridrt.mem_cache.pools.kv_pool import ONES, LayerScales

@@ -10,9 +10,10 @@ from torch import Tensor
 from hybridrt.attention.base import AttentionBackend, AttentionInputs
 from hybridrt.attention.paged import SegmentedAttnBackend, TorchNativeAttnBackend
 from hybridrt.attention.prefill_decode import HybridAttnBackend, PrefillDecodeAttnBackend
-from hybridrt.base.config import AttentionSpec, EngineConfig, SpeculativeConfig
+from hybridrt.base.engine_config import EngineConfig, SpeculativeConfig
 from hybridrt.base.errors import BackendError, ConfigError
 from hybridrt.base.forward_batch import ForwardBatch, ForwardMode, GraphView, SpecInfo
+from hybridrt.base.model_config import AttentionSpec
 from hybridrt.mem_cache.pools.kv_pool import KVPool
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.recurrent import backends as registry

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybridrt.attention.base import AttentionBackend, AttentionInputs
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import BackendError, ConfigError
 from hybridrt.base.forward_batch import ForwardBatch, ForwardMode, GraphView, SpecInfo
 from hybridrt.collectives.groups import TPGroup

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybridrt.base.config import AttentionSpec
+from hybridrt.base.model_config import AttentionSpec
 from hybridrt.bench.floor import kv_bytes, state_bytes
 from hybridrt.kinds.base import StateShape
 from hybridrt.mem_cache.pools.mamba_pool import MambaPoolSpec

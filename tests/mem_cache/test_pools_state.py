@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrt.base.config import AttentionSpec
 from hybridrt.base.errors import ConfigError
+from hybridrt.base.model_config import AttentionSpec
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.mamba2 import Mamba2Config

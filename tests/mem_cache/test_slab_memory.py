@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from hybridrt.base.config import AttentionSpec
+from hybridrt.base.model_config import AttentionSpec
 from hybridrt.kernels.state.state_commit import move_kv
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.mamba2 import Mamba2Config

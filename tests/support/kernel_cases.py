@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import mamba1_of, mamba2_of
-from hybridrt.base.config import ModelConfig
+from hybridrt.base.model_config import ModelConfig
 from hybridrt.kernels.core.chunk_plan import plan_chunks
 from hybridrt.kernels.delta_rule.decode import split_qkv
 from hybridrt.kernels.mamba.mamba2_scan import split_conv_channels

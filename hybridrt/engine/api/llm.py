@@ -12,8 +12,8 @@ import numpy as np
 from tqdm.auto import tqdm
 from tqdm.notebook import tqdm_notebook
 
-from hybridrt.base.config import EngineConfig, SpeculativeConfig
 from hybridrt.base.config_json import check_fields, integer
+from hybridrt.base.engine_config import EngineConfig, SpeculativeConfig
 from hybridrt.base.errors import EngineError, SessionError
 from hybridrt.base.errors_foreign import CALLS, ENGINE, LLM_ATTRIBUTES, knows_names, no_attribute, refuse
 from hybridrt.base.files import as_path

@@ -10,7 +10,7 @@ from itertools import count
 
 import torch
 
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import EngineError, RequestError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.base.turns import Change, Turns, weakly

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.engine.core.step_cost import ChunkBudget, PromptWork, StepCost, StepWork
 from hybridrt.engine.request.sample_request import Request
 from hybridrt.runtime.step.pack_padded import Bucket

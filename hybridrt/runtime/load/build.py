@@ -9,12 +9,9 @@ from typing import Any
 import torch
 
 from hybridrt.attention.base import AttentionBackend
-from hybridrt.base.config import (
-    AttentionSpec,
-    EngineConfig,
-    ModelConfig,
-)
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import ConfigError, MemoryBudgetError, reason, shown
+from hybridrt.base.model_config import AttentionSpec, ModelConfig
 from hybridrt.base.quantization import PLAIN, QuantConfig, Scheme
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.core.providers import check_overrides

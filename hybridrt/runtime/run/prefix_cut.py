@@ -7,7 +7,7 @@ first dimension of a recurrent state. Where pieces are fewer than ranks, neighbo
 import torch
 from torch import Tensor
 
-from hybridrt.base.config import ModelConfig
+from hybridrt.base.model_config import ModelConfig
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.attention import attention_spec
