@@ -205,7 +205,6 @@ class LLM:
         """
         for name in unknown:
             refuse("generate", name, CALLS, ("prompts", "sampling_params", "client"))
-        check_client(client)
         params = self.default_sampling_params if sampling_params is None else sampling_params
         batch = self.engine.intake.prepare_all(self.with_spans(prompts), params)
         ids, ended = self._run(batch, client)
@@ -217,18 +216,21 @@ class LLM:
     def _run(self, batch: Sequence[PreparedPrompt], client: str = "") -> tuple[list[str], dict[tuple[str, int], Delta]]:
         """Runs requests to their end. Returns their ids, and the last delta of each sample."""
         engine, queue = self.engine, DeltaQueue()
-        total = sum([prepared.params.n for prepared in batch])
+        total = left = sum([prepared.params.n for prepared in batch])
         ended: dict[tuple[str, int], Delta] = {}
         hidden = len(batch) < 2 or not _shows_bars()
         with Interrupts() as interrupts, tqdm(total=total, disable=hidden, unit="sample", desc="generate") as bar:
             try:
                 with engine.turns:
                     ids = [engine.submit(prepared, stream=False, queue=queue, client=client) for prepared in batch]
-                while len(ended) < total:
+                while left:
                     with engine.turns:
                         if not queue.moved:
                             engine.run_step()
                         deltas = queue.take_deltas()
+                        left -= len(deltas)
+                        if not left:
+                            engine.finish_launched()
                     for delta in deltas:
                         if delta.error is not None:
                             raise delta.error
@@ -237,11 +239,11 @@ class LLM:
                         interrupts.raise_if_interrupted()
                     bar.update(len(deltas))
                 return ids, ended
-            finally:
+            except BaseException:
                 with engine.turns:
-                    if len(ended) < total:
-                        engine.abandon(queue)
+                    engine.abandon(queue)
                     engine.finish_launched()
+                raise
 
     def embed(
         self,
@@ -291,6 +293,8 @@ class LLM:
     def with_spans(self, prompts: Any) -> Any:
         """One prompt or several, those with images as token ids and spans. Others stay as they are.
         RequestError: an image cannot be taken."""
+        if self.image_reader is None or self.tokenizer is None:
+            return prompts  # the intake refuses images
         return read_images(prompts, self.image_reader, self.tokenizer, self.plan.max_model_len - 1)
 
     def chat(

@@ -348,7 +348,8 @@ def new_samples(
     tokenizer: Tokenizer | None,
 ) -> list[Request]:
     """The `n` samples of a prompt. Only the first gets the log-probabilities of the prompt."""
-    tokens, params, ids = prepared.tokens, prepared.params, cache_ids(prepared.tokens, prepared.spans)
+    tokens, params, spans = prepared.tokens, prepared.params, prepared.spans
+    ids = cache_ids(tokens, spans) if spans else np.array(tokens, np.int32)
     others = params if params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
     samples = [
         Request(
@@ -362,7 +363,7 @@ def new_samples(
             max_len=prepared.max_len,
             stop_ids=prepared.stop_ids,
             cache_key=key,
-            spans=prepared.spans,
+            spans=spans,
             mrope_delta=prepared.mrope_delta,
             rules=prepared.rules,
             boundaries=prepared.boundaries,
