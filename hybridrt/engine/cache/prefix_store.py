@@ -14,6 +14,7 @@ from hybridrt.engine.request.sample_request import Request
 from hybridrt.mem_cache.pools.entries import EntryAllocator, Handle
 from hybridrt.mem_cache.pools.page_groups import PageAllocators, no_sets, pages_of
 from hybridrt.mem_cache.pools.room import Room
+from hybridrt.mem_cache.pools.slabs import SlabAllocator
 from hybridrt.mem_cache.prefix_tree.cache_events import CacheSubscription, Why
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 from hybridrt.mem_cache.prefix_tree.prefix_cache import (
@@ -47,6 +48,8 @@ class PrefixStore:
             request that continues writing its last page can give the pages before it away.
         tier: entries in main memory; None: nothing.
         pages, slots: the ledgers of the device's pages and states.
+        slabs: what page groups share; None: nothing. one_memory: states share it too.
+        room_left: what could be lent.
         lost: counts why requests compute what earlier texts had.
         answers: states of running requests within their answers. Their slots are given up first.
         spaces: prompts also leave spaced states, and a chunk saves at most one state.
@@ -66,7 +69,8 @@ class PrefixStore:
         least = 1 if self.tree.recurrent else page_size + lookahead
         self.lost = LostReuse(self.counts, self.tree.recurrent, least, self.grid, self.tree.known_elsewhere)
         self.pages, self.slots, self._rows, self.keeps = pages, slots, rows, keeps
-        self.room_left = Room(pages, slots)
+        self.slabs, self.one_memory = pages.slabs, isinstance(slots, SlabAllocator)
+        self.room_left = pages.slabs if pages.slabs is not None and self.one_memory else Room(pages, slots)
 
     def match(self, request: Request) -> PrefixMatch:
         """The part of a waiting request that needs no computing. Nothing is locked."""
@@ -272,32 +276,35 @@ class PrefixStore:
 
     def room(self) -> tuple[tuple[int, ...], int]:
         """Upper bounds of the pages of each group, and the state slots, that are free or evictable."""
-        pages, slots = self.room_left.most()
-        return pages, slots + len(self.answers)
+        *pages, slots = self.room_left.most()
+        return tuple(pages), slots + len(self.answers)
 
     def has_room(self, pages: Sequence[int], slots: int) -> bool:
         """Whether so many pages of each group and slots are free or evictable. In one memory, states
         within answers of running requests give way first."""
-        if not self.room_left.one_memory:
-            return self.room_left.may_have(pages, max(slots - len(self.answers), 0))
-        if not (found := self.room_left.may_have(pages, slots)) and len(self.answers):
+        if not self.one_memory:
+            return self.room_left.may_have([*pages, max(slots - len(self.answers), 0)])
+        if not (found := self.room_left.may_have([*pages, slots])) and len(self.answers):
             self.slots.free(self.answers.give_up(len(self.answers)))
-            found = self.room_left.may_have(pages, slots)
+            found = self.room_left.may_have([*pages, slots])
         return found
 
     def make_room(self, pages: Sequence[int], slots: int) -> bool:
-        """Evicts until so many pages of each group and slots are free. False if there are still too
-        few.
+        """Evicts until so many pages of each group and slots are free. False, with nothing evicted,
+        if that would not be enough. Also False if an evicted page became the tail of a state.
         """
-        short, lacking = self.room_left.shortages(pages, slots)
-        if not any(short) and not lacking:
+        wanted = [*pages, slots]
+        short = self.room_left.shortages(wanted)
+        if not any(short):
             return True
-        if self.room_left.slabs is None:
-            self.evict(short, lacking)
-            short, lacking = self.room_left.shortages(pages, slots)
-        while self.room_left.slabs is not None and (any(short) or lacking) and self._evict_least(short):
-            short, lacking = self.room_left.shortages(pages, slots)
-        return not any(short) and not lacking
+        if not self.has_room(pages, slots):
+            return False
+        if self.slabs is None:
+            self.evict(short[:-1], short[-1])
+            short = self.room_left.shortages(wanted)
+        while self.slabs is not None and any(short) and self._evict_least(short[:-1]):
+            short = self.room_left.shortages(wanted)
+        return not any(short)
 
     def _evict_least(self, short: Sequence[int]) -> bool:
         """Evicts what is worth least, of pages that share memory and lack so many, and states. False
@@ -312,7 +319,7 @@ class PrefixStore:
         evictions = (
             partial(tree.evict_passed, short),
             *([partial(tree.evict_leaf, some, stateless=True)] if tree.recurrent else ()),
-            partial(tree.evict, self._no_pages, 1 if self.room_left.one_memory else 0),
+            partial(tree.evict, self._no_pages, 1 if self.one_memory else 0),
             partial(tree.evict_leaf, some),
             partial(tree.evict, short, 0),  # pages of windows within texts that are read
             partial(tree.evict, [group.total for group in self.pages.groups], 0),
@@ -339,12 +346,12 @@ class PrefixStore:
         """
         if len(request.saves) >= MOST:
             self.slots.free(self.answers.spread(request))
-        if self.room_left.num_free_slots <= self._reserved_slots() and not self.evicted(
+        if self.slots.most_free <= self._reserved_slots() and not self.evicted(
             self.tree.evict(self._no_pages, 1, new=NewState(0))
         ):
             gone = self.answers.spread(request)
             self.slots.free(gone if gone or len(self.answers) <= fresh else self.answers.give_up(1))
-        return self.slots.alloc(1)[0] if self.room_left.num_free_slots > self._reserved_slots() else None
+        return self.slots.alloc(1)[0] if self.slots.most_free > self._reserved_slots() else None
 
     def subscribe(self, limit: int) -> CacheSubscription:
         trees = [self.tree] if self.tier is None else [self.tree, self.tier.tree]
@@ -429,7 +436,7 @@ class PrefixStore:
         request.saves = {place: slot for place, slot in request.saves.items() if place not in states}
 
     def _slot_for(self, request: Request, place: int) -> Handle | None:
-        spare = self.room_left.num_free_slots + len(self.answers) + self.tree.num_within
+        spare = self.slots.most_free + len(self.answers) + self.tree.num_within
         if spare <= self._reserved_slots() and (slot := self._superseded(request)) is not None:
             return slot
         arrivals = self.tree.waiting.behind(request.ids[:place], request.cache_key)
@@ -443,9 +450,9 @@ class PrefixStore:
         """A free slot, or that of another state that is given up first."""
         if self.room()[1] <= self._promised_slots():
             return None
-        if self.room_left.num_free_slots <= self._reserved_slots():
+        if self.slots.most_free <= self._reserved_slots():
             self.evicted(self.tree.evict(self._no_pages, 1, new=NewState(0)))
-        return self.slots.alloc_one() if self.room_left.num_free_slots > self._reserved_slots() else None
+        return self.slots.alloc_one() if self.slots.most_free > self._reserved_slots() else None
 
     def evicted(self, gone: CacheEntries) -> Sequence[Handle]:
         self.pages.evict(gone.pages)
@@ -469,14 +476,14 @@ class PrefixStore:
         """A slot for a state, if requests that may come do not need it."""
         if self.room()[1] <= self._promised_slots():
             return None
-        while self.room_left.one_memory and self.room_left.num_free_slots <= self._reserved_slots():
+        while self.one_memory and self.slots.most_free <= self._reserved_slots():
             useless = self.tree.evict_leaf(self.pages.shares[0].per_slab, stateless=True)
             if not self._any_evicted(useless):
                 break
-        short = self._reserved_slots() + 1 - self.room_left.num_free_slots
+        short = self._reserved_slots() + 1 - self.slots.most_free
         if short > 0:
             self.evict(self._no_pages, short, new=new)
-        return self.slots.alloc_one() if self.room_left.num_free_slots > self._reserved_slots() else None
+        return self.slots.alloc_one() if self.slots.most_free > self._reserved_slots() else None
 
     @property
     def _no_pages(self) -> Sequence[int]:
@@ -486,14 +493,14 @@ class PrefixStore:
         """Slots that stay free or evictable: one for each free row, so no request lacks one. In one
         memory rows may be more than fit, and requests wait for pages anyway.
         """
-        return self._reserved_slots() if self.room_left.one_memory else self._rows.num_free
+        return self._reserved_slots() if self.one_memory else self._rows.num_free
 
     def _reserved_slots(self) -> int:
         """Free slots that waiting requests need with their rows: otherwise a state of more worth may
         be evicted for them. In one memory the first request alone: others lack pages too.
         """
         waiting = len(self.tree.waiting)
-        return min(self._rows.num_free, waiting, 1 if self.room_left.one_memory else waiting)
+        return min(self._rows.num_free, waiting, 1 if self.one_memory else waiting)
 
 
 def _end_of(request: Request) -> Why:
