@@ -72,7 +72,7 @@ def test_short_prompts_pass_one_that_is_due_with_a_part_of_each_step() -> None:
     long, *shorts = [queue.add(9.0, 10.0), *(queue.add(1.0, 0.01) for _ in range(3))]
     middle = queue.add(1.0, 0.02)
     long.due = 99.0
-    order = PromptOrder(queue.queues, Followers(store, joins=True), (), 1000)
+    order = PromptOrder(queue.queues, Followers(store), (), 1000)
     found = list[Request]()
     for _ in range(3):
         first = order.next()

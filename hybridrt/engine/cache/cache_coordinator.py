@@ -314,8 +314,11 @@ class CacheCoordinator:
         without rows, for a fetch.
         """
         plan.moves = list(self.donations)
-        if len(plan.decode.rows) and self.prefixes.answers.pass_step(plan.decode):
-            plan.moves += self.prefixes.answers.leave(plan.decode, rows, self.prefixes.slot_within)
+        decode, answers = plan.decode, self.prefixes.answers
+        if len(decode.rows):
+            answers.ahead -= 1 + (int(decode.num_drafts.max()) if len(decode.drafts) else 0)
+            if answers.ahead <= 0:
+                plan.moves += answers.leave(decode, rows, self.prefixes.slot_within)
         plan.cleared = [] if self.slabs is None else sorted(self.slabs.unclean)
         return self.prefixes.tier is not None and self.prefixes.tier.seal(plan)
 
@@ -346,7 +349,7 @@ class CacheCoordinator:
             request.row = request.state_slot = request.columns = None
             request.pages, request.prefix, request.saves = NO_PAGES, NO_MATCH, {}
         self.donations.clear()
-        self.prefixes.answers.clear()
+        self.prefixes.answers.places.clear()
         self.prefixes.tree.clear("failed")
         if self.fetches is not None and self.prefixes.tier is not None:
             self.fetches.clear()

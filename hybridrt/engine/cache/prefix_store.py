@@ -10,7 +10,7 @@ import numpy as np
 
 from hybridrt.engine.cache.answer_states import MOST, AnswerStates
 from hybridrt.engine.cache.host_tier import HostTier
-from hybridrt.engine.request.sample_request import Request
+from hybridrt.engine.request.sample_request import UNLIMITED, Request
 from hybridrt.mem_cache.pools.entries import EntryAllocator, Handle
 from hybridrt.mem_cache.pools.page_groups import PageAllocators, no_sets, pages_of
 from hybridrt.mem_cache.pools.room import Room
@@ -63,7 +63,7 @@ class PrefixStore:
         self.tree = RadixCache(page_size, slots.total > 0, lookahead, windows, pages.are_idle)
         self.counts = CacheCounts()
         self.tier: HostTier | None = None
-        self.answers = AnswerStates(rows.total)
+        self.answers = AnswerStates()
         self.spaces = False
         self.grid = max(GRID, page_size)
         least = 1 if self.tree.recurrent else page_size + lookahead
@@ -160,7 +160,7 @@ class PrefixStore:
         elif not request.metrics.retractions and not request.afresh:
             request.metrics.admission_time = time.monotonic()
             self._count(request, ids, match)
-        request.shared, request.save_at, request.spaced = request.audits, (), ()
+        request.shared, request.save_at, request.spaced, request.answer_due = request.audits, (), (), UNLIMITED
         if self.keeps and self.slots.total and not request.audits:
             parts = self.tree.waiting.partings(ids, request.cache_key)
             ends = (prompt - 1, match.fork, *sorted({*parts, *request.boundaries}, reverse=True))
@@ -230,15 +230,14 @@ class PrefixStore:
         if not self.keeps:
             return
         if self.slots.total and length == request.prefill_end:
-            self.answers.begin_answer(request)
+            request.answer_due, request.answer_gap = length, self.answers.apart
         # The step that leaves a state within the answer at `length` may not have been read yet.
-        answers = self.answers
+        answers = self.answers.places
         states = {k: slot for k, slot in request.saves.items() if k < length + (slot not in answers)}
         # The request still fills the page after the complete ones.
         taken, node = self._insert(request, request.ids[:length], states, "computed", self.tree.complete(length))
         self.pages.lock(taken.pages)
-        answers.forget(states.values())
-        self._free_saves(request, states, taken)
+        self._end_saves(request, states, taken)
         if node.parent is not None:
             before, request.prefix = request.prefix, replace(request.prefix, node=node)
             self.tree.lock(PrefixMatch(node=node))
@@ -249,8 +248,7 @@ class PrefixStore:
         the states that were taken over.
         """
         taken = self._offer(request)
-        self.answers.end_answer(request)
-        self._free_saves(request, request.saves, taken)
+        self._end_saves(request, request.saves, taken)
         self.has_read(request.prefix)
         self.tree.unlock(request.prefix)
         request.prefix = NO_MATCH
@@ -277,15 +275,15 @@ class PrefixStore:
     def room(self) -> tuple[tuple[int, ...], int]:
         """Upper bounds of the pages of each group, and the state slots, that are free or evictable."""
         *pages, slots = self.room_left.most()
-        return tuple(pages), slots + len(self.answers)
+        return tuple(pages), slots + len(self.answers.places)
 
     def has_room(self, pages: Sequence[int], slots: int) -> bool:
         """Whether so many pages of each group and slots are free or evictable. In one memory, states
         within answers of running requests give way first."""
         if not self.one_memory:
-            return self.room_left.may_have([*pages, max(slots - len(self.answers), 0)])
-        if not (found := self.room_left.may_have([*pages, slots])) and len(self.answers):
-            self.slots.free(self.answers.give_up(len(self.answers)))
+            return self.room_left.may_have([*pages, max(slots - len(self.answers.places), 0)])
+        if not (found := self.room_left.may_have([*pages, slots])) and len(self.answers.places):
+            self.slots.free(self.answers.give_up(len(self.answers.places)))
             found = self.room_left.may_have([*pages, slots])
         return found
 
@@ -350,7 +348,7 @@ class PrefixStore:
             self.tree.evict(self._no_pages, 1, new=NewState(0))
         ):
             gone = self.answers.spread(request)
-            self.slots.free(gone if gone or len(self.answers) <= fresh else self.answers.give_up(1))
+            self.slots.free(gone if gone or len(self.answers.places) <= fresh else self.answers.give_up(1))
         return self.slots.alloc(1)[0] if self.slots.most_free > self._reserved_slots() else None
 
     def subscribe(self, limit: int) -> CacheSubscription:
@@ -380,7 +378,7 @@ class PrefixStore:
             return
         skipped = request.params.prompt_logprobs is not None or request.params.pooling == "mean"
         request.metrics.cache_miss = CacheMiss("skipped", 0) if skipped else self.lost.count(prompt, key, match)
-        if (miss := request.metrics.cache_miss) is not None:
+        if (miss := request.metrics.cache_miss) is not None and log.isEnabledFor(logging.DEBUG):
             text = "request %s: %d of %d tokens were cached; from token %d on %d were not (%s); what helps: %s"
             size = len(prompt)
             log.debug(text, request.request_id, match.length, size, miss.token, miss.tokens, miss.why, miss.helps)
@@ -411,7 +409,7 @@ class PrefixStore:
         self.lost.texts.note(ids, key)
         own, within, kinds = request.save_at, False, dict[int, StateKind]()
         for place, slot in states.items():
-            if slot in self.answers:
+            if slot in self.answers.places:
                 within, kinds[place] = True, StateKind.ANSWER
             elif place in own[1:]:
                 kinds[place] = StateKind.FORK
@@ -425,18 +423,20 @@ class PrefixStore:
             self.evicted(self.tree.thin(node, MOST))
         if self.tier is not None:
             # Once the cache has a slot and its ring is folded, the state in it is complete.
-            kept = {slot for slot in (*taken.states, *request.saves.values()) if slot not in self.answers}
+            kept = {slot for slot in (*taken.states, *request.saves.values()) if slot not in self.answers.places}
             self.tier.offer(ids, sets, {end: slot for end, slot in states.items() if slot in kept}, key)
         return taken, node
 
-    def _free_saves(self, request: Request, states: Mapping[int, Handle], taken: CacheEntries) -> None:
+    def _end_saves(self, request: Request, states: Mapping[int, Handle], taken: CacheEntries) -> None:
+        """These states have been offered to the cache: those that it has not taken are freed."""
         if not states:
             return
+        self.answers.forget(states.values())
         self.slots.free([slot for slot in states.values() if slot not in taken.states])
         request.saves = {place: slot for place, slot in request.saves.items() if place not in states}
 
     def _slot_for(self, request: Request, place: int) -> Handle | None:
-        spare = self.slots.most_free + len(self.answers) + self.tree.num_within
+        spare = self.slots.most_free + len(self.answers.places) + self.tree.num_within
         if spare <= self._reserved_slots() and (slot := self._superseded(request)) is not None:
             return slot
         arrivals = self.tree.waiting.behind(request.ids[:place], request.cache_key)

@@ -12,7 +12,7 @@ from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.core.client_queues import ClientQueues, PromptOrder
 from hybridrt.engine.core.draft_rows import needs_tokens, propose_drafts
 from hybridrt.engine.core.encoder_tasks import EncoderTasks
-from hybridrt.engine.core.followers import Followers
+from hybridrt.engine.core.followers import Followers, Place
 from hybridrt.engine.core.step_cost import ChunkBudget, PromptWork
 from hybridrt.engine.core.traffic_policy import PASSING_SHARE, TrafficPolicy
 from hybridrt.engine.request.sample_request import Request, RowColumns
@@ -108,7 +108,7 @@ class Scheduler:
         self._chunk = chunked_prefill_size
         self._drafter = drafter
         self._policy = policy
-        self._followers = Followers(coordinator.prefixes, joins=policy is not None)
+        self._followers = Followers(coordinator.prefixes)
         # Requests that will be queued at the next step whose fetch is over, if there is one.
         self._aside: list[Request] = []
         self._uncomputed = PromptWork()  # of admitted requests
@@ -137,11 +137,17 @@ class Scheduler:
         work = PromptWork.between(known, len(request.prompt) + len(request.output))
         if self._policy is not None:
             self._policy.set_due(request, self.pending)
-        if (place := self._followers.place_for(request)) is not None:
+        if (place := self._place_for(request)) is not None:
             self._followers.hold(request, place)
         else:
             self.queues.add(request, work)
         self._note_backlog()
+
+    def _place_for(self, request: Request) -> Place | None:
+        """Where a request should wait for a running prompt. None: it should not wait. Without a policy
+        only samples of one request wait for each other."""
+        may_wait = self._policy is not None or request.leader is not None
+        return self._followers.place_for(request) if may_wait else None
 
     def schedule(self) -> ScheduledStep | None:
         """The next step, counted as launched from now on; None if nothing can run before a launched
@@ -214,8 +220,8 @@ class Scheduler:
                 self._coordinator.settle(request, new)
             elif not request.in_flight:
                 self._coordinator.release(request)
-        if extend:
-            for request, _ in step.rows[-len(extend) :]:
+        for request, _ in step.rows[-len(extend) :] if extend else ():
+            if request.leads:
                 self._let_go(request)
         if self._drafter is not None:
             moved = [i for i, (r, max_new) in enumerate(step.rows) if max_new and r.arrival in self.running]
@@ -306,7 +312,7 @@ class Scheduler:
         self._order = None
         if request.spans and self.encoder is not None:
             self.encoder.forget(request)
-        if not request.shared:
+        if request.leads and not request.shared:
             self._aside += self._followers.end_leader(request)
         if self._drafter is not None:
             self._drafter.end_request(request)
@@ -417,7 +423,7 @@ class Scheduler:
 
     def _start(self, request: Request, order: PromptOrder, plan: StepPlan) -> bool:
         """Admits a waiting request. False: it, or all, must wait."""
-        if (place := self._followers.place_for(request)) is not None:
+        if (place := self._place_for(request)) is not None:
             self.queues.remove(request)
             self._followers.hold(request, place)
             return False
@@ -434,7 +440,8 @@ class Scheduler:
         self._coordinator.prefixes.forget(request)
         self.running[request.arrival], self._order = request, None
         self._constrained |= request.matcher is not None
-        self._followers.add_leader(request)
+        if self._policy is not None:
+            self._followers.add_leader(request)
         if self._drafter is not None:
             self._drafter.begin_request(request)
         return True

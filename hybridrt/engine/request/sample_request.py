@@ -107,10 +107,12 @@ class Request:
         saves: slots with states of its prompt, by the number of tokens, and then of its answer
             (hybridrt.engine.cache.answer_states); save_at: where its prompt leaves such states;
             spaced: where it leaves further ones, which are given up first.
+        answer_due: tokens before its next state within the answer. answer_gap: tokens between these.
         shared: its prompt has been offered to the prefix cache.
         pooled: sum of the hidden states so far, [hidden] float32.
         leader: the first sample of the same prompt, whose prompt this one waits for; None: it is
             the first.
+        leads: others wait for its prompt, or may (hybridrt.engine.core.followers).
         client: name of who sent it.
         due: when its prompt is to be computed before those of all later arrivals, in seconds of
             `RequestMetrics.arrival_time`.
@@ -162,8 +164,11 @@ class Request:
     saves: dict[int, Handle] = field(default_factory=dict)
     save_at: Sequence[int] = ()
     spaced: Sequence[int] = ()
+    answer_due: int = UNLIMITED
+    answer_gap: int = 0
     shared: bool = False
     leader: "Request | None" = None
+    leads: bool = False
     client: str = ""
     due: float = math.inf
     boundaries: Sequence[int] = ()
