@@ -223,7 +223,7 @@ class MambaPool:
         self.spec = spec
         self.num_slots = num_slots if memory is None else memory.plan.num_slot_numbers - 1
         self.num_rows = num_rows
-        self.width = ring_width(spec.tokens_per_step)
+        self.width, self._phases_apart = ring_width(spec.tokens_per_step), spec.phases_apart
         self.tables = RowTables(*torch.zeros((3, num_rows + 1), dtype=torch.int32, device=device))
         self.req_to_state_slot = self.tables.req_to_state_slot
         self.ring_start, self.ring_length = self.tables.ring_start, self.tables.ring_length
@@ -249,6 +249,11 @@ class MambaPool:
             self._shapes |= dict.fromkeys(layer_ids, shape)
             for i, layer_id in enumerate(layer_ids):
                 self._caches[layer_id] = stack.of_layer(i)
+        self._enter_rows = enter_rows.for_device(self.req_to_state_slot.device)
+        self._clear_slots = clear_slots.for_device(self.req_to_state_slot.device)
+        self._cleared = [_as_words(tensor) for _, cache in self.stacks for tensor in (cache.conv, cache.temporal)]
+        if self.state_lengths is not None:
+            self._cleared.append(self.state_lengths[None, :, None])
 
     def _with_codes(self, stack: LayerCache, shape: StateShape, layer_ids: Sequence[int]) -> LayerCache:
         if self.state_lengths is None or not shape.temporal_numel:
@@ -277,12 +282,9 @@ class MambaPool:
         """
         check_range("rows", rows, self.num_rows + 1)
         check_range("state_slots", state_slots, self.num_slots + 1)
-        for _, cache in self.stacks:
-            for tensor in (cache.conv, cache.temporal):
-                clear_slots(_as_words(tensor), state_slots)
-        if self.state_lengths is not None:
-            clear_slots(self.state_lengths[None, :, None], state_slots)
-        enter_rows(rows, state_slots, phases, self.spec.phases_apart, self.tables)
+        for tensor in self._cleared:
+            self._clear_slots(tensor, state_slots)
+        self._enter_rows(rows, state_slots, phases, self._phases_apart, self.tables)
 
     def move(self, moves: Sequence[StateMove], upload: Upload) -> None:
         """Carries out moves that the host knows, donations first. A row that donates its slot owns
