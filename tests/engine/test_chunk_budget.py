@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hybridrt import LLM, AsyncLLM, EngineConfig, SamplingParams
 from hybridrt.base.errors import ConfigError
+from hybridrt.engine.core.policy_scheduler import PolicyScheduler
 from hybridrt.engine.core.scheduler import ScheduledStep, Scheduler
 from hybridrt.engine.core.step_cost import LEAST_TOKENS, ChunkBudget, StepCost, StepWork
 from hybridrt.engine.core.traffic_policy import TrafficPolicy
@@ -57,7 +58,10 @@ class Device(Bench):
         super().__init__(lengths, **{"rows": 16, "pages": 9999, "page": 16, "chunk": CHUNK} | sizes)
         self.now = 0.0
         self.target = None if target is None else TrafficPolicy(target, cost=cost, clock=lambda: self.now)
-        self.scheduler = Scheduler(self.pools, sizes.get("chunk", CHUNK), policy=self.target)
+        chunk = sizes.get("chunk", CHUNK)
+        self.scheduler = (
+            Scheduler(self.pools, chunk) if self.target is None else PolicyScheduler(self.pools, chunk, self.target)
+        )
         for r in self.requests:
             self.scheduler.add(r)
 

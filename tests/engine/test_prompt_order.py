@@ -14,9 +14,9 @@ from hybridrt.engine.core.client_queues import (
     FLOOD_SECONDS,
     ClientQueues,
     PromptOrder,
-    RequestQueue,
 )
 from hybridrt.engine.core.followers import Followers
+from hybridrt.engine.core.scheduler import Scheduler
 from hybridrt.engine.core.step_cost import PromptWork, StepWork
 from hybridrt.engine.core.traffic_policy import SHARED_SECONDS, TrafficPolicy
 from hybridrt.engine.request.sample_request import Request
@@ -121,18 +121,18 @@ def test_heads_of_classes_have_about_the_highest_ratios(items: list[tuple[float,
 
 
 def test_without_a_policy_the_first_of_the_first_priority_is_first() -> None:
-    queue = RequestQueue(None)
+    scheduler = Scheduler(Rig().pools, 99)
     for arrival, priority in ((0, 1), (1, 0), (2, 1), (3, 0)):
         each = request(arrival, 4)
         each.params = replace(each.params, priority=priority)
-        queue.add(each, PromptWork(10 * arrival))
-    assert [each.arrival for each in queue] == [1, 3, 0, 2]
+        scheduler.add(each)
+    assert [each.arrival for each in scheduler.queues] == [1, 3, 0, 2]
 
 
 def test_clients_get_their_shares() -> None:
     """One floods; the other's requests come between. A client that was idle gets no credit."""
     queue = Queue()
-    queue.queues.weights = {"b": 2.0}
+    queue.policy.weights = {"b": 2.0}
     for _ in range(60):
         queue.add(1.0, 0.1, client="a")
     served = list[str]()

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -48,6 +48,7 @@ class TrafficPolicy:
         max_ttft_factor: prompts may take so many times longer than without decode rows, whatever
             `seconds`; None: NUMBER_FACTOR or AUTO_FACTOR.
         cost: None: one without graphs for prompts.
+        weights: shares of clients in prompt computation; 1 for others.
         clock: seconds, as `RequestMetrics.arrival_time` has them.
 
     Attributes:
@@ -60,9 +61,10 @@ class TrafficPolicy:
         *,
         max_ttft_factor: float | None = None,
         cost: StepCost | None = None,
+        weights: Mapping[str, float] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.seconds, self.cost, self.clock = seconds, cost or StepCost(), clock
+        self.seconds, self.cost, self.weights, self.clock = seconds, cost or StepCost(), weights or {}, clock
         factor = max_ttft_factor or (AUTO_FACTOR if seconds is None else NUMBER_FACTOR)
         self._least = factor / (factor - 1)
         self.backlog = 0.0
@@ -82,7 +84,9 @@ class TrafficPolicy:
         if asked is None or (asked == "auto" and device.type == "cpu"):
             return None
         seconds = None if asked == "auto" else float(asked) / 1e3
-        return cls(seconds, max_ttft_factor=config.max_ttft_factor, cost=StepCost(buckets))
+        return cls(
+            seconds, max_ttft_factor=config.max_ttft_factor, cost=StepCost(buckets), weights=config.client_weights
+        )
 
     def budget(self, tokens: int, decode: DecodeRows, pending: float = 0.0, *, flooded: bool = False) -> ChunkBudget:
         """The budget of a step with these decode rows and at most `tokens` prompt tokens.
