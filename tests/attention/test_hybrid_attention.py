@@ -20,7 +20,8 @@ from hybridrt.base.forward_batch import ForwardBatch, ForwardMode, GraphView, Sp
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.weights import Build
-from hybridrt.mem_cache.pools.mamba_pool import MambaPool, MambaPoolSpec
+from hybridrt.mem_cache.pools.mamba_pool import MambaPool
+from hybridrt.mem_cache.pools.mamba_pool_spec import MambaPoolSpec
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.models.hybrid_attention import HISTORY_MODES, HybridSSMAdapter
 from hybridrt.models.loading.loader import fill_dummy

@@ -19,7 +19,7 @@ from hybridrt.kernels.mamba.mamba2_scan import split_conv_channels
 from hybridrt.kernels.state.state_ring import RingFolds
 from hybridrt.kinds.base import StateShape
 from hybridrt.kinds.registry import linear_kind, state_shape
-from hybridrt.mem_cache.pools.mamba_pool import ring_width
+from hybridrt.mem_cache.pools.mamba_pool_spec import ring_width
 from hybridrt.recurrent.lightning import decay_rates
 
 SLOTS, ROWS = 31, 30  # entries of the pools, scratch apart

@@ -21,7 +21,8 @@ from hybridrt.layers.linear import finish
 from hybridrt.layers.weights import Build
 from hybridrt.mem_cache.pools.host_plan import STAGED_BYTES, plan_host
 from hybridrt.mem_cache.pools.kv_pool import ONES, KVPool, LayerScales, cell_bytes, page_bytes, page_windows
-from hybridrt.mem_cache.pools.mamba_pool import MambaPool, MambaPoolSpec
+from hybridrt.mem_cache.pools.mamba_pool import MambaPool
+from hybridrt.mem_cache.pools.mamba_pool_spec import MambaPoolSpec
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, UnitCosts, plan_memory, share_memory
 from hybridrt.mem_cache.pools.page_groups import PageDemand
 from hybridrt.mem_cache.pools.pools import Pools
