@@ -77,7 +77,7 @@ def play(url: str, load: str, seed: int) -> dict[str, float | str]:
     target = Target(url, "m", None, {"return_token_ids": True, "temperature": 1.0})
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         timings = runner.run(run_load(target, make_work(workload), concurrency)).timings
-    for error in {t.error for t in timings if t.error is not None}:
+    for error in sorted({t.error for t in timings if t.error is not None})[:3]:
         print(f"failed: {error}", file=sys.stderr)
     return row(load, timings)
 
