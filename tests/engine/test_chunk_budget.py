@@ -158,6 +158,17 @@ def test_nothing_is_known_at_first_and_chunks_grow_with_what_is_seen() -> None:
     assert sizes[8:] == [32, 64, 128, 256]
 
 
+def test_a_prompt_that_is_given_up_is_no_longer_pending() -> None:
+    device = Device([3 * CHUNK], 1.0, Known())
+    (request,) = device.requests
+    assert device.scheduler.schedule() is not None and isinstance(device.scheduler, PolicyScheduler)
+    assert device.target is not None and device.target.backlog > 0
+    assert device.scheduler.pending.tokens == 3 * CHUNK - request.computed > 0
+    request.finish_reason = "abort"
+    device.scheduler.remove(request)
+    assert not device.scheduler.pending.tokens and device.target.backlog == 0
+
+
 def test_prompts_that_join_do_not_stop_the_others() -> None:
     """Learnt while it runs: after that no step with decode rows takes longer than the target, and prompts end."""
 
