@@ -319,7 +319,8 @@ class CacheCoordinator:
             answers.ahead -= 1 + (int(decode.num_drafts.max()) if len(decode.drafts) else 0)
             if answers.ahead <= 0:
                 plan.moves += answers.leave(decode, rows, self.prefixes.slot_within)
-        plan.cleared = [] if self.slabs is None else sorted(self.slabs.unclean)
+        if self.slabs is not None and self.slabs.unclean:
+            plan.cleared = sorted(self.slabs.unclean)
         return self.prefixes.tier is not None and self.prefixes.tier.seal(plan)
 
     def launched(self, plan: StepPlan) -> None:

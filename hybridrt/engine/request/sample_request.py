@@ -48,7 +48,9 @@ class RowColumns:
 
     def __init__(self, table: np.ndarray) -> None:
         self.table = table
-        self.computed, self.output_index, self.prefill_end, self.max_output, self.capacity = table
+        # Faster than unpacking, which makes an iterator: each step selects rows.
+        self.computed, self.output_index, self.prefill_end = table[0], table[1], table[2]
+        self.max_output, self.capacity = table[3], table[4]
 
     @classmethod
     def allocate(cls, num_rows: int) -> "RowColumns":

@@ -188,15 +188,16 @@ class StepRunner:
             deltas.index_copy_(0, on_device[0].long(), on_device[1])
 
     def _run_model(self, plan: StepPlan, tokens: int, step: LaunchedStep) -> None:
-        plain = tokens == 1 and len(plan.decode.rows) and not (plan.extend or plan.imports or plan.exports)
         if self.prompt_graphs is not None and (bucket := self._prompt_bucket(plan, tokens)) is not None:
             self._replay_prompts(plan, bucket, step)
         elif self.graphs and (found := self._graph_of(plan, tokens)) is not None:
             self._replay_decode(plan, *found, step)
-        elif self._cpu_decode is not None and plain:
-            self._run_cpu_decode(plan, self._cpu_decode, step)
         else:
-            self._run_eager(plan, tokens, step)
+            plain = tokens == 1 and len(plan.decode.rows) and not (plan.extend or plan.imports or plan.exports)
+            if plain and self._cpu_decode is not None:
+                self._run_cpu_decode(plan, self._cpu_decode, step)
+            else:
+                self._run_eager(plan, tokens, step)
 
     def _run_eager(self, plan: StepPlan, tokens: int, step: LaunchedStep) -> None:
         n = len(plan.decode.rows)

@@ -340,7 +340,8 @@ class StagingRing:
         staging, flat = self._staging(into)
         flat[:] = padding
         for array, start in zip(arrays, starts):
-            flat[start : start + array.size] = array if array.ndim == 1 else array.reshape(-1)
+            if size := array.size:
+                flat[start : start + size] = array if array.ndim == 1 else array.reshape(-1)
         self._copy(into, staging)
 
     def _staging(self, into: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
