@@ -30,9 +30,9 @@ SECOND = 40_000  # tokens that take a second before steps have run, without pair
 class Queue:
     """One queue at second 100; `add` takes seconds of waiting and of work."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, timed: bool = True) -> None:
         self.policy = TrafficPolicy(clock=lambda: 100.0)
-        self.queues, self.count = ClientQueues(self.policy), 0
+        self.queues, self.count = ClientQueues(self.policy if timed else None), 0
 
     def add(self, waited: float, seconds: float, priority: int = 0, client: str = "") -> Request:
         found = request(self.count, 4)
@@ -94,8 +94,10 @@ def test_work_that_is_there_decides_when_a_request_is_due() -> None:
     assert found.due == pytest.approx(107), "that of its arrival stays"
 
 
-def test_priority_comes_first_until_a_request_has_aged() -> None:
-    queue = Queue()
+@pytest.mark.parametrize("timed", [True, False], ids=["target", "no-target"])
+def test_priority_comes_first_until_a_request_has_aged(timed: bool) -> None:
+    """Without a target, too: nobody waits for ever for requests of a higher priority."""
+    queue = Queue(timed=timed)
     queue.add(2.0, 0.01, priority=1)
     queue.add(1.0, 1.0, priority=0)
     queue.add(AGE_SECONDS + 0.9, 1.0, priority=1)

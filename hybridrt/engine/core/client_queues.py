@@ -40,7 +40,8 @@ class RequestQueue:
     so only the first request of each class is compared, however many wait.
 
     Args:
-        policy: predicts seconds and has the clock. None: first come, first served.
+        policy: predicts seconds and has the clock. None: first come, first served within a
+            priority.
 
     Attributes:
         pending: prompt tokens that these requests compute.
@@ -82,8 +83,7 @@ class RequestQueue:
         if priority not in self._levels:
             insort(self._priorities, priority)
         insort(self._levels.setdefault(priority, {}).setdefault(entry.size, []), request, key=_arrival)
-        if self._policy is not None:
-            self._note_age(request)
+        self._note_age(request)
 
     def remove(self, request: Request) -> None:
         entry = self._entries.pop(request.arrival)
@@ -103,7 +103,7 @@ class RequestQueue:
         """
         if not self._entries:
             return ()
-        if len(self._priorities) > 1 and self._policy is not None:
+        if len(self._priorities) > 1:
             oldest = self._oldest()
             if oldest.params.priority > self._priorities[0]:
                 return (oldest,)
