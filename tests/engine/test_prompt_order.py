@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.core.client_queues import (
     ACTIVE_SECONDS,
-    AGE_SECONDS,
     FLOOD_SECONDS,
     ClientQueues,
     PromptOrder,
 )
 from hybridrt.engine.core.followers import Followers
-from hybridrt.engine.core.scheduler import Scheduler
+from hybridrt.engine.core.scheduler import AGE_SECONDS, Scheduler
 from hybridrt.engine.core.step_cost import PromptWork, StepWork
 from hybridrt.engine.core.traffic_policy import SHARED_SECONDS, TrafficPolicy
 from hybridrt.engine.request.sample_request import Request
@@ -120,13 +119,16 @@ def test_heads_of_classes_have_about_the_highest_ratios(items: list[tuple[float,
         queue.queues.remove(found.pop(best.arrival))
 
 
-def test_without_a_policy_the_first_of_the_first_priority_is_first() -> None:
+def test_without_a_policy_priorities_come_first_and_age_too() -> None:
+    """Nobody waits for ever for requests of a higher priority."""
     scheduler = Scheduler(Rig().pools, 99)
-    for arrival, priority in ((0, 1), (1, 0), (2, 1), (3, 0)):
+    for arrival, (seconds, priority) in enumerate(
+        [(0.0, 1), (1.0, 0), (1.0, 0), (2.0, 1), (AGE_SECONDS - 0.1, 0), (AGE_SECONDS + 0.1, 0)]
+    ):
         each = request(arrival, 4)
-        each.params = replace(each.params, priority=priority)
+        each.params, each.metrics.arrival_time = replace(each.params, priority=priority), seconds
         scheduler.add(each)
-    assert [each.arrival for each in scheduler.queues] == [1, 3, 0, 2]
+    assert [each.arrival for each in scheduler.queues] == [1, 2, 4, 0, 5, 3]
 
 
 def test_clients_get_their_shares() -> None:

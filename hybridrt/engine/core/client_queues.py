@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from hybridrt.engine.core.followers import Followers
+from hybridrt.engine.core.scheduler import goes_first_from
 from hybridrt.engine.core.step_cost import PromptWork
 from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.engine.request.sample_request import Request
@@ -16,13 +17,7 @@ from hybridrt.engine.request.sample_request import Request
 ACTIVE_SECONDS = 60.0  # a client is active for so long after its last request came or was computed
 FLOOD_SECONDS = 3.0  # a client with so many seconds of waiting prompts floods, until none waits
 _FEW_CLIENTS = 64
-AGE_SECONDS = 30.0  # a request that waits so much longer goes before one of the next priority
 _arrival = attrgetter("arrival")
-
-
-def goes_first_from(request: Request) -> float:
-    """Orders requests of different priorities by age: the lower number goes first."""
-    return request.metrics.arrival_time + AGE_SECONDS * request.params.priority
 
 
 class _Entry(NamedTuple):

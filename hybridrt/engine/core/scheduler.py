@@ -21,6 +21,7 @@ from hybridrt.speculative.draft import NO_DRAFT, Draft, draft_columns
 from hybridrt.speculative.drafter import Drafter
 
 AUDIT_CHUNK = 128  # tokens: a request that comes may wait for such a step
+AGE_SECONDS = 30.0  # a request that waits so much longer goes before one of the next priority
 
 
 @dataclass(slots=True)
@@ -67,13 +68,22 @@ class WaitingRequests(Protocol):
     def clear(self) -> None: ...
 
 
+def goes_first_from(request: Request) -> float:
+    """Orders requests of different priorities by age: the lower number goes first."""
+    return request.metrics.arrival_time + AGE_SECONDS * request.params.priority
+
+
+def _first_come_key(request: Request) -> tuple[float, int]:
+    return goes_first_from(request), request.arrival
+
+
 def _priority_key(request: Request) -> tuple[int, int]:
-    """The first is started first; the last is retracted first."""
+    """The last is retracted first."""
     return request.params.priority, request.arrival
 
 
 class Scheduler:
-    """Continuous batching with chunked prefill: by priority, then first come, first served.
+    """Continuous batching with chunked prefill: by priority, which ages, then first come, first served.
     `PolicyScheduler` has another order.
 
     Every step includes all running requests that can decode. Prefill gets the rest of
@@ -102,7 +112,7 @@ class Scheduler:
         encoder: EncoderTasks | None = None,
     ) -> None:
         self.encoder = encoder
-        self._first_come: list[Request] = []  # by priority, then by arrival
+        self._first_come: list[Request] = []  # in order
         self.queues: WaitingRequests = self._first_come
         self.running: dict[int, Request] = {}  # requests by arrival, in order of admission
         self.num_retractions = 0
@@ -136,7 +146,7 @@ class Scheduler:
         if (place := self._place_for(request)) is not None:
             self._followers.hold(request, place)
         else:
-            insort(self._first_come, request, key=_priority_key)
+            insort(self._first_come, request, key=_first_come_key)
 
     def _place_for(self, request: Request) -> Place | None:
         """Where a request should wait for the first sample of the same prompt. None: it should not."""
