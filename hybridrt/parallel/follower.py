@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import HybridrtError, MessageError, PeerGoneError, RankError
 from hybridrt.base.plugins import load_object
 from hybridrt.base.turns import undisturbed

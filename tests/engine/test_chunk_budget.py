@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hybridrt import LLM, AsyncLLM, EngineConfig, SamplingParams
 from hybridrt.base.errors import ConfigError
+from hybridrt.engine.core.policy_scheduler import PolicyScheduler
 from hybridrt.engine.core.scheduler import ScheduledStep, Scheduler
 from hybridrt.engine.core.step_cost import LEAST_TOKENS, ChunkBudget, StepCost, StepWork
 from hybridrt.engine.core.traffic_policy import TrafficPolicy
@@ -57,7 +58,10 @@ class Device(Bench):
         super().__init__(lengths, **{"rows": 16, "pages": 9999, "page": 16, "chunk": CHUNK} | sizes)
         self.now = 0.0
         self.target = None if target is None else TrafficPolicy(target, cost=cost, clock=lambda: self.now)
-        self.scheduler = Scheduler(self.pools, sizes.get("chunk", CHUNK), policy=self.target)
+        chunk = sizes.get("chunk", CHUNK)
+        self.scheduler = (
+            Scheduler(self.pools, chunk) if self.target is None else PolicyScheduler(self.pools, chunk, self.target)
+        )
         for r in self.requests:
             self.scheduler.add(r)
 
@@ -175,6 +179,17 @@ def test_nothing_is_known_at_first_and_chunks_grow_with_what_is_seen() -> None:
         cost.observe([StepWork(4, 2000).with_chunk(0, sizes[-1])], 0.01)
     assert sizes[:8] == [LEAST_TOKENS] * 8
     assert sizes[8:] == [32, 64, 128, 256]
+
+
+def test_a_prompt_that_is_given_up_is_no_longer_pending() -> None:
+    device = Device([3 * CHUNK], 1.0, Known())
+    (request,) = device.requests
+    assert device.scheduler.schedule() is not None and isinstance(device.scheduler, PolicyScheduler)
+    assert device.target is not None and device.target.backlog > 0
+    assert device.scheduler.pending.tokens == 3 * CHUNK - request.computed > 0
+    request.finish_reason = "abort"
+    device.scheduler.remove(request)
+    assert not device.scheduler.pending.tokens and device.target.backlog == 0
 
 
 def test_prompts_that_join_do_not_stop_the_others() -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybridrt.base.config import AttentionSpec
+from hybridrt.base.model_config import AttentionSpec
 from hybridrt.mem_cache.pools.kv_pool import KVPool, cell_bytes, page_bytes, page_windows
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.mem_cache.pools.slab_memory import SlabMemory

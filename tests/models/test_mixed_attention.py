@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridrt.base.config import SpeculativeConfig
+from hybridrt.base.engine_config import SpeculativeConfig
 from hybridrt.base.errors import BackendError
 from hybridrt.cli.inspect import describe_model
 from hybridrt.runtime.run.state_arena import StateArena

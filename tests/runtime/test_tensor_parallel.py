@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybridrt.base.config import EngineConfig, SpeculativeConfig
+from hybridrt.base.engine_config import EngineConfig, SpeculativeConfig
 from hybridrt.base.errors import ConfigError, EngineError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.cache import host_fetches

@@ -157,7 +157,11 @@ def test_completions_name_what_is_wrong(change: dict[str, Any], field: str | Non
         ),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "tokenize"),
         ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs", "chat_template"),
-        ({"continue_final_message": True}, "continue_final_message", "add_generation_prompt=false"),
+        (
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+            "add_generation_prompt=false",
+        ),
         ({"chat_template_kwargs": {"x": 2**70}}, "chat_template_kwargs", "ints"),
         ({"messages": [{"role": "user", "x": 2**70}]}, "messages", "ints"),
         ({"max_completion_tokens": 0}, "max_completion_tokens", "0"),

@@ -14,8 +14,8 @@ from typing import Any
 
 from hybridrt.base import errors
 from hybridrt.base.child_process import start_child
-from hybridrt.base.config import EngineConfig, resolve_device
-from hybridrt.base.device import gpu_count
+from hybridrt.base.device import gpu_count, resolve_device
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import ConfigError, DeviceError, EngineError, HybridrtError, PeerGoneError
 from hybridrt.channel.control import LOADING_S, Link, disown_in_child, rank_timeout
 from hybridrt.engine.replicas.messages import Beat, Failed, FromReplica, Ready, Start, ToReplica, decode, encode
