@@ -185,7 +185,7 @@ def assert_same(got: Sequence[Sample], want: Sequence[Sample]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "mode", "drafts", "topk", "graphs", "chunk"),
-    sweep(PAIRED + LEFT, 9, len(PAIRED)),
+    sweep(PAIRED + LEFT, 9, len(PAIRED), thin=5),
 )
 def test_nothing_reads_what_no_request_of_its_own_wrote(
     name: str, mode: str, drafts: int, topk: int, graphs: bool, chunk: int, rigs: Rigs
@@ -206,7 +206,7 @@ def test_nothing_reads_what_no_request_of_its_own_wrote(
 
 @pytest.mark.parametrize(
     ("name", "mode", "drafts", "topk", "graphs"),
-    sweep([(*way, bool(i % 2)) for first in (0, 1) for i, way in enumerate(WAYS, first)], 9, len(WAYS)),
+    sweep([(*way, bool(i % 2)) for first in (0, 1) for i, way in enumerate(WAYS, first)], 9, len(WAYS), thin=3),
 )
 def test_nan_stays_with_its_request(name: str, mode: str, drafts: int, topk: int, graphs: bool, rigs: Rigs) -> None:
     """Before, beside and after requests that compute NaN, in rows, slots and pages that they have left."""
