@@ -73,14 +73,14 @@ def test_ragged_batch(name: str, checkpoints: CheckpointStore, monkeypatch: pyte
 def test_chunks_mixed_batches_and_retraction(name: str, checkpoints: CheckpointStore) -> None:
     """Arrivals one after the other, chunks of 7 tokens, and KV for one or two requests out of three."""
     checkpoint = checkpoints[name]
-    config: dict[str, Any] = {"page_size": 4, "max_model_len": 88, "max_running_requests": 3}
+    config: dict[str, Any] = {"page_size": 4, "max_model_len": 64, "max_running_requests": 3}
     config["state_mode"] = state_modes(name)[-1]
     model = read_model_config(checkpoint.path)
     windows = {model.attention_of(i).sliding_window for i in model.full_attention_layer_ids}
     window = max(windows) if windows and None not in windows else None  # type: ignore[type-var]
-    pages = PageDemand(4, window).least(88) + 1 if window else 24
+    pages = PageDemand(4, window).least(64) + 1 if window else 17
     session = Session(checkpoint.path, budget_bytes=budget(checkpoint.path, rows=3, pages=pages, **config), **config)
-    samples = session.run(requests(*LENGTHS, steps=40), chunk=7, gap=3)
+    samples = session.run(requests(*LENGTHS, steps=22), chunk=7, gap=3)
     assert session.num_mixed() > 0
     # So few pages of a window group let requests wait instead, and pages may take the memory of states.
     if len(session.plan.groups) == 1 and session.plan.slabs is None:
