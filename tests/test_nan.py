@@ -239,7 +239,7 @@ def histories(draw: st.DrawFn) -> list[Ask]:
 
 @pytest.mark.parametrize(
     ("name", "mode", "drafts", "topk", "examples"),
-    drawn([w for w in WAYS if w[0] in ("mamba2", "gdn", "history")], 4, 4, 8),
+    drawn([w for w in WAYS if w[0] in ("mamba2", "gdn", "history")], 4, 3, 4, 40),
 )
 def test_neighbours_of_a_nan_token_are_as_if_alone(
     name: str, mode: str, drafts: int, topk: int, examples: int, rigs: Rigs

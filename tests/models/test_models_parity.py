@@ -57,7 +57,7 @@ def requests(*lengths: int, steps: int = STEPS) -> list[tuple[list[int], int]]:
 
 # Of the configurations that the default level leaves out, the slow level compares each second one in whole prompts, and
 # the others in chunks.
-@pytest.mark.parametrize("name", sweep(CASES, 8, thin=2))
+@pytest.mark.parametrize("name", sweep(CASES, 12, thin=2))
 def test_ragged_batch(name: str, checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole prompts of several lengths in one step, whose products end with the residual, then decode steps, whose
     products do not."""
@@ -89,7 +89,7 @@ def test_chunks_mixed_batches_and_retraction(name: str, checkpoints: CheckpointS
         check_sample(checkpoint, sample, name)
 
 
-@with_modes(BASES, 5, thin=3)
+@with_modes(BASES, 7, thin=3)
 def test_single_request(name: str, state_mode: str, checkpoints: CheckpointStore) -> None:
     checkpoint = checkpoints[name]
     session = Session(checkpoint.path, max_running_requests=1, state_mode=state_mode)

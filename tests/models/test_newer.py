@@ -49,7 +49,7 @@ def test_speculation_changes_no_text(family: str, state_mode: str, checkpoints: 
     assert drafted == plain_texts(path)
 
 
-@pytest.mark.parametrize("name", [name for name in HEADS if name.startswith(("qwen35", "ling"))])
+@pytest.mark.parametrize("name", sweep([name for name in HEADS if name.startswith(("qwen35", "ling"))], 3))
 def test_a_prediction_head_changes_no_text(name: str, tmp_path: Path) -> None:
     write_with_head(HEADS[name], tmp_path)
     assert texts(tmp_path, speculative=SpeculativeConfig("mtp", num_draft_tokens=2)) == texts(tmp_path)

@@ -248,7 +248,7 @@ def test_decode_and_verify_graphs_share_a_backend(checkpoints: CheckpointStore) 
             assert_close(hand.state(row, lengths[row]), eager.state(row, lengths[row]), 0.0)
 
 
-@with_modes(BASES, 4)
+@with_modes(BASES, 7, thin=3)
 def test_an_engine_on_graphs_gives_the_same_tokens(name: str, state_mode: str, checkpoints: CheckpointStore) -> None:
     """Decode steps replay graphs, also in mixed steps; larger batches than the largest bucket run eagerly."""
     checkpoint = checkpoints[name]

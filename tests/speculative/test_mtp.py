@@ -168,7 +168,8 @@ def test_drafts_are_those_of_the_naive_head(
     assert_chains(heads.naive(name), seen, drafts)
 
 
-@pytest.mark.parametrize("graphs", sweep([True, False], 2))
+@pytest.mark.slow
+@pytest.mark.parametrize("graphs", [True, False])
 def test_behind_trees_the_head_follows_the_path_that_stays(graphs: bool, heads: Store) -> None:
     rig = Rig(heads.path("qwen"), mode="intermediate", drafts=7, topk=2, graphs=graphs, method="mtp")
     seen = watched_run(rig, greedy_asks(), 7, topk=2, chunk=4)
