@@ -56,7 +56,11 @@ def states(rig: Rig, kind: StateKind = StateKind.ANSWER) -> list[int]:
 
 @pytest.mark.parametrize(
     ("drafts", "overlap", "page_size", "replay"),
-    sweep([(*way, r) for way in ((0, True, 1), (0, False, 4), (3, True, 1), (3, False, 4)) for r in (False, True)], 7),
+    sweep(
+        [(*way, r) for way in ((0, True, 1), (0, False, 4), (3, True, 1), (3, False, 4)) for r in (False, True)],
+        7,
+        thin=3,
+    ),
 )
 def test_wherever_a_history_leaves_an_answer_the_grid_bounds_what_is_computed_again(
     drafts: int, overlap: bool, page_size: int, replay: bool
@@ -190,7 +194,9 @@ TURNS = given(
 )
 
 
-@pytest.mark.parametrize("examples", [20, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "examples", [20, pytest.param(50, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.soak)]
+)
 def test_any_turns_get_what_they_get_alone(examples: int) -> None:
     settings(max_examples=examples, deadline=None)(TURNS(play_turns))()
 
