@@ -117,11 +117,19 @@ def test_a_lost_replica_ends_its_requests_alone(checkpoints: CheckpointStore, mo
             engine.add_request([5, 6], greedy(40), name)
         first, second = (int(request.placed.replica.name) for request in engine._running.values())
         assert first != second
+        engine._waits[second] = 0.0
+        engine._waits[first] = 5.0
+        steps_before = engine.counters().steps
         inbox.put((second, Lost("its process was killed by SIGKILL")))
         ended: dict[str, Delta] = {}
         while engine.has_unfinished():
             ended |= {delta.request_id: delta for delta in engine.step() if delta.finish_reason}
         assert ended["a"].finish_reason == "length"
+        engine._waits[first] = 5.0
+        assert engine.wait_seconds() == 5.0, "a lost replica takes no request"
+        counters = engine.counters()
+        assert counters.steps >= steps_before and counters.failed == 1
+        assert counters.free_rows == engine._counters[first].free_rows, "its pools are gone"
         assert f"replica {second} was lost: its process was killed by SIGKILL" in str(ended["b"].error)
         assert len(llm.generate([[7, 8], [9]], greedy(3))) == 2
         inbox.put((first, Failed("RankError", "rank 1 was lost")))

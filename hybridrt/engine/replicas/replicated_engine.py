@@ -30,6 +30,11 @@ from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 
 WAIT_S = 0.002  # of a step for news of the replicas: later requests and aborts wait as long
+# Counters of the present: a lost replica has none of these.
+_NOW = (
+    "running", "waiting", "free_rows", "free_slots", "free_pages", "total_pages", "kv_bytes_held", "cached_slots",
+    "cached_pages", "host_pages", "host_states",
+)  # fmt: skip
 _MOST = ("audit_error", "most_folds", "step_cost_error")  # counters of which the greatest counts
 _ELSEWHERE = "it belongs to one engine, and dp_size is above 1: build the LLM with dp_size=1"
 
@@ -108,7 +113,7 @@ class ReplicatedEngine:
         count = len(self._replicas.links)
         self._counters, self._waits = [EngineCounters()] * count, [0.0] * count
         self._running: dict[str, RunningRequest] = {}
-        self._deltas, self._abandoned, self._resets = DeltaQueue(), Abandonment(), list[bool]()
+        self._deltas, self._abandoned, self._resets = DeltaQueue(), Abandonment(), dict[str, bool]()
         self._seed, self._num_requests = config.seed, 0
         self.turns = Turns(Change(weakly(self.abort_all)))
 
@@ -199,9 +204,9 @@ class ReplicatedEngine:
             self._resets.clear()
             for name in self._placement.replicas:
                 self._replicas.links[int(name)].send(Reset())
-            while len(self._resets) < len(self._placement.replicas):
+            while not self._placement.replicas.keys() <= self._resets.keys():
                 self._take_news(WAIT_S)
-            return all(self._resets)
+            return all(self._resets.values())
 
     def has_unfinished(self) -> bool:
         return bool(self._running or self._deltas.moved)
@@ -220,7 +225,7 @@ class ReplicatedEngine:
 
     def wait_seconds(self) -> float:
         """The shortest of the replicas'."""
-        return min(self._waits)
+        return min([self._waits[int(name)] for name in self._placement.replicas], default=0.0)
 
     def counters(self) -> EngineCounters:
         """The sums of the replicas'."""
@@ -271,13 +276,15 @@ class ReplicatedEngine:
                 self._take(*self._replicas.inbox.get_nowait())
 
     def _take(self, number: int, message: Any) -> None:
+        if str(number) not in self._placement.replicas:
+            return  # it is lost: its requests have ended
         if isinstance(message, Stepped):
             self._counters[number], self._waits[number] = message.counters, message.wait_seconds
             self._update_mirror(number, message.events)
             for delta in message.deltas:
                 self._gain(delta)
         elif isinstance(message, WasReset):
-            self._resets.append(message.done)
+            self._resets[str(number)] = message.done
         else:
             self._lose(number, as_error(number, message))
 
@@ -312,10 +319,12 @@ class ReplicatedEngine:
         self._placement.remove(str(number))
         if not self._placement.replicas:
             error = RankError(f"{error}; every other replica was lost before")
-        self._counters[number] = EngineCounters()
+        lost = replace(self._counters[number], **dict.fromkeys(_NOW, 0), step_cost_error=None)
         for request in list(self._running.values()):
             if request.placed is not None and request.placed.replica.name == str(number):
+                lost.failed += len(request.samples)
                 self._fail(request, error)
+        self._counters[number] = lost
 
     def _fail(self, request: RunningRequest, error: Exception) -> None:
         request.metrics.finish_time = time.monotonic()
