@@ -280,7 +280,7 @@ def _take(event: bytes, timing: Timing, now: float) -> None:
         tokens = chunk["choices"][0].get("token_ids")
         timing.gains.append((now, len(tokens) if tokens else 1))
     if chunk.get("usage"):
-        timing.output_tokens = chunk["usage"]["completion_tokens"]
+        timing.output_tokens = int(chunk["usage"]["completion_tokens"])
 
 
 def _has_gain(choice: dict[str, Any]) -> bool:

@@ -17,7 +17,7 @@ def prompts_of(subject: Any) -> list[list[int]]:
     config, found = subject.config, list[list[int]]()
     if subject.tokenizer is not None:
         texts = TEXTS[:1] if subject.quick else TEXTS
-        found = [ids for ids in map(subject.tokenizer.encode, texts) if max(ids) < config.vocab_size]
+        found = [ids for ids in map(subject.tokenizer.encode, texts) if ids and max(ids) < config.vocab_size]
     draw = random.Random(0)
     for length in _QUICK if subject.quick else _LENGTHS:
         found.append(random_tokens(subject, length, draw))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hybridrt.base.device import gpu_name
-from hybridrt.base.errors import HybridrtError
+from hybridrt.base.errors import HybridrtError, reason
 from hybridrt.base.version import __version__
 from hybridrt.verify.against import compare_reports
 from hybridrt.verify.files import check_config, check_hashes, check_keys_of, check_tensors
@@ -68,8 +68,9 @@ def _run(name: str, check: Check, subject: Subject) -> Result:
     result, start = Result(name), time.perf_counter()
     try:
         check(subject, result)
-    except HybridrtError as e:
-        result.fail(" ".join(str(e).split()))
+    except Exception as e:  # of packages too, which raise anything for an odd checkpoint
+        known = isinstance(e, HybridrtError)
+        result.fail(" ".join((str(e) if known else f"{type(e).__name__}: {reason(e)}").split()))
         if name in FATAL:
             subject.broken = f"not run: the check {name!r} has failed"
     result.seconds = round(time.perf_counter() - start, 3)

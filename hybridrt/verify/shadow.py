@@ -80,7 +80,7 @@ def _take(chunk: dict[str, Any], answer: Answered, now: float) -> None:
     if "error" in chunk:
         raise ValueError(str(chunk["error"]))
     if chunk.get("usage"):
-        answer.timing.output_tokens = chunk["usage"]["completion_tokens"]
+        answer.timing.output_tokens = int(chunk["usage"]["completion_tokens"])
     if not chunk.get("choices"):
         return
     choice = chunk["choices"][0]
@@ -95,15 +95,19 @@ def _take(chunk: dict[str, Any], answer: Answered, now: float) -> None:
 
 
 def _take_scores(scores: Any, answer: Answered) -> None:
-    """In the form of completions, or of chat completions."""
+    """In the form of completions, or of chat completions. ValueError, TypeError or LookupError for any other."""
     if not scores:
         return
     if scores.get("content") is not None:
-        for entry in scores["content"]:
-            answer.tokens.append(entry["token"])
-            answer.scores.append(entry["logprob"])
-            answer.others.append({other["token"]: other["logprob"] for other in entry.get("top_logprobs") or []})
-    elif scores.get("tokens"):
-        answer.tokens += scores["tokens"]
-        answer.scores += [0.0 if score is None else score for score in scores["token_logprobs"]]
-        answer.others += [dict(entry or {}) for entry in scores.get("top_logprobs") or [{}] * len(scores["tokens"])]
+        found = [
+            (entry["token"], entry["logprob"], {o["token"]: o["logprob"] for o in entry.get("top_logprobs") or []})
+            for entry in scores["content"]
+        ]
+    else:
+        tokens = scores.get("tokens") or []
+        told = scores.get("token_logprobs") or [], scores.get("top_logprobs") or [{}] * len(tokens)
+        found = list(zip(tokens, *told, strict=True))
+    for token, score, others in found:
+        answer.tokens.append(str(token))
+        answer.scores.append(0.0 if score is None else float(score))
+        answer.others.append({other: float(value) for other, value in (others or {}).items()})
