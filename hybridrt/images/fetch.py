@@ -27,7 +27,7 @@ _PIECE = 1 << 16
 class FetchLimits:
     """
     Attributes:
-        seconds: for a whole fetch after its name is resolved.
+        seconds: to connect, after the name is resolved; then for the whole answer.
         max_bytes: of an image.
     """
 
@@ -108,19 +108,22 @@ def _resolved(address: Address) -> str:
     return found[0]
 
 
-def is_public(address: str) -> bool:
-    """False for private, loopback, link-local, multicast and reserved addresses, and for those of
-    IPv4 within IPv6 that are not public."""
-    known = ipaddress.ip_address(address.partition("%")[0])
-    inner = [known]
-    if isinstance(known, ipaddress.IPv6Address):
-        inner += [each for each in (known.ipv4_mapped, known.sixtofour, *(known.teredo or ())) if each is not None]
-        if known in _NAT64:
-            inner.append(ipaddress.IPv4Address(int(known) & 0xFFFFFFFF))
-    return all(each.is_global and not each.is_multicast for each in inner)
-
-
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+_UNICAST = ipaddress.IPv6Network("2000::/3")
+
+
+def is_public(address: str) -> bool:
+    """False for private, loopback, link-local, site-local, multicast and reserved addresses, and for
+    those of IPv4 within IPv6 that are not public."""
+    known = ipaddress.ip_address(address.partition("%")[0])
+    found = [known]
+    if isinstance(known, ipaddress.IPv6Address):
+        if known in _NAT64:
+            found.append(ipaddress.IPv4Address(int(known) & 0xFFFFFFFF))
+        elif known.ipv4_mapped is None and known not in _UNICAST:
+            return False
+        found += [each for each in (known.ipv4_mapped, known.sixtofour, *(known.teredo or ())) if each is not None]
+    return all(each.is_global and not each.is_multicast for each in found)
 
 
 def _end(connection: socket.socket) -> None:
