@@ -5,7 +5,8 @@ import os
 import select
 import threading
 import time
-from typing import Protocol
+from collections.abc import Callable
+from typing import NoReturn, Protocol
 from weakref import WeakSet
 
 from hybridrt.base.errors import ConfigError
@@ -57,6 +58,17 @@ class Link:
                 messages = self._channel.receive()
             if messages or left <= 0:
                 return messages
+
+    def listen_and_beat(self, beat: bytes, interval: float, take: Callable[[bytes], object]) -> NoReturn:
+        """Gives each message to `take`, and sends `beat` every `interval` seconds. PeerGoneError once
+        the other end is gone."""
+        beat_at = time.monotonic()
+        while True:
+            if time.monotonic() >= beat_at:
+                beat_at = time.monotonic() + interval
+                self.send(beat)
+            for message in self.listen(max(0.0, beat_at - time.monotonic())):
+                take(message)
 
     def close(self) -> None:
         with self._lock:

@@ -5,7 +5,6 @@ import queue
 import shutil
 import sys
 import threading
-import time
 import traceback
 from contextlib import suppress
 from dataclasses import replace
@@ -56,14 +55,8 @@ class Leader:
             self._link.send(pack(Failed(f"{type(error).__name__}: {error}"[:10_000])))
 
     def _receive_tasks(self) -> None:
-        beat_at = time.monotonic()
         try:
-            while True:
-                if time.monotonic() >= beat_at:
-                    beat_at = time.monotonic() + self._interval
-                    self._link.send(pack(Beat()))
-                for message in self._link.listen(max(0.0, beat_at - time.monotonic())):
-                    self._inbox.put(message)
+            self._link.listen_and_beat(pack(Beat()), self._interval, self._inbox.put)
         except PeerGoneError:
             if self.leaving:
                 return

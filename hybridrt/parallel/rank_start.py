@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hybridrt.base.child_process import start_child
+from hybridrt.base.child_process import ending_of, start_child
 from hybridrt.base.errors import PeerGoneError, RankError
 from hybridrt.channel.auth import check_key
 from hybridrt.channel.channel import SocketChannel
@@ -218,7 +218,9 @@ def accept_links(
                 links[rank] = Link(channel)
         for rank, process in enumerate(processes, 1):
             if process.poll() is not None:
-                raise RankError(f"{name} {rank} did not start: status {process.returncode}; see its output")
+                raise RankError(
+                    f"{name} {rank} did not start: its process {ending_of(process.returncode)}; see its output"
+                )
         if time.monotonic() > deadline:
             missing = sorted(set(range(1, size)) - links.keys())
             raise RankError(f"{name}s {missing} did not come within {STARTING_S:g} seconds")

@@ -2,12 +2,12 @@
 
 import os
 import shutil
-import signal
 import subprocess
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+from hybridrt.base.child_process import ending_of
 from hybridrt.base.errors import ConfigError, HybridrtError, PeerGoneError, RankError
 from hybridrt.channel.codec import unpack
 from hybridrt.channel.control import LOADING_S, TIMEOUT_S, Link, disown_in_child
@@ -157,8 +157,7 @@ class Ranks:
             return None
         if status == LOST:  # that rank's own thread names it soon
             self._named.wait(NAMING_S)
-        ending = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-        return f"its process {ending}"
+        return f"its process {ending_of(status)}"
 
     def _lost_rank(self, e: BaseException) -> RankError | None:
         """Returns it in place of `e`, if a lost rank caused that."""

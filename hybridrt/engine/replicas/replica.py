@@ -61,15 +61,12 @@ class Front:
     def send(self, message: FromReplica) -> None:
         self._link.send(encode(message))
 
+    def _put(self, message: bytes) -> None:
+        self._inbox.put(decode(message, ToReplica))
+
     def _receive(self) -> None:
-        beat_at = time.monotonic()
         try:
-            while True:
-                if time.monotonic() >= beat_at:
-                    beat_at = time.monotonic() + self._interval
-                    self.send(Beat())
-                for message in self._link.listen(max(0.0, beat_at - time.monotonic())):
-                    self._inbox.put(decode(message, ToReplica))
+            self._link.listen_and_beat(encode(Beat()), self._interval, self._put)
         except PeerGoneError:
             os._exit(LOST)
 

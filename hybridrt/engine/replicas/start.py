@@ -3,7 +3,6 @@
 import os
 import queue
 import shutil
-import signal
 import subprocess
 import threading
 import weakref
@@ -13,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from hybridrt.base import errors
-from hybridrt.base.child_process import start_child
+from hybridrt.base.child_process import ending_of, start_child
 from hybridrt.base.config import EngineConfig, resolve_device
 from hybridrt.base.device import gpu_count
 from hybridrt.base.errors import ConfigError, DeviceError, EngineError, HybridrtError, PeerGoneError
@@ -83,9 +82,7 @@ class ReplicaLink:
             status = self.process.wait(_NAMING_S)
         except subprocess.TimeoutExpired:
             return None
-        return (
-            f"its process {f'was killed by {signal.Signals(-status).name}' if status < 0 else f'ended with {status}'}"
-        )
+        return f"its process {ending_of(status)}"
 
 
 class Replicas:
