@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from PIL import Image
 
+from hybridrt.base.child_process import ending_of
 from hybridrt.channel import request_child
 from hybridrt.channel.request_child import ChildNotStartedError, RequestChild, RequestRefusedError
 from hybridrt.images.jobs import Job
@@ -135,6 +136,15 @@ def test_a_forked_process_leaves_it_to_its_parent(child: RequestChild) -> None:
                 os._exit(ended)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert works(child) and pid_of(child) == before
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [(0, "ended with status 0"), (-9, "was killed by SIGKILL"), (-40, "was killed by signal 40")],
+)
+def test_the_ending_of_a_process_has_a_name(status: int, text: str) -> None:
+    """Real-time signals have none, and a thread that watches a rank must not die of that."""
+    assert ending_of(status) == text
 
 
 def test_a_module_that_does_not_start_is_said() -> None:

@@ -218,9 +218,7 @@ def accept_links(
                 links[rank] = Link(channel)
         for rank, process in enumerate(processes, 1):
             if process.poll() is not None:
-                raise RankError(
-                    f"{name} {rank} did not start: its process {ending_of(process.returncode)}; see its output"
-                )
+                raise RankError(f"{name} {rank} did not start: it {ending_of(process.returncode)}; see its output")
         if time.monotonic() > deadline:
             missing = sorted(set(range(1, size)) - links.keys())
             raise RankError(f"{name}s {missing} did not come within {STARTING_S:g} seconds")

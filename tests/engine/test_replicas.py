@@ -308,7 +308,7 @@ async def _serve_and_lose(path: Path) -> None:
 
 def test_replicas_that_end_while_others_start_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "start_child", lambda *args, **options: _Ended())
-    with pytest.raises(RankError, match="replica 1 did not start: status 3"):
+    with pytest.raises(RankError, match="replica 1 did not start: it ended with status 3"):
         Replicas(start.EngineConfig("embedded", device="cpu", dp_size=2))
 
 
