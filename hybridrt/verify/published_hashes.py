@@ -1,4 +1,4 @@
-"""Hashes that the hub has published for a checkpoint's files, as its client keeps them on the disk."""
+"""The hub's hashes of a checkpoint's files, which its client keeps on the disk."""
 
 import hashlib
 import re

@@ -31,7 +31,7 @@ CHECKS: dict[str, Check] = {
     "hashes": check_hashes, "keys": check_keys_of, "tensors": check_tensors, "transformers": check_transformers,
     "ways to run": check_ways, "speed": check_speed, "rope by text": check_rope_fit,
 }  # fmt: skip
-LONG = ("rope by text",)  # not in a quick run
+LONG = ("rope by text",)
 FATAL = ("config", "keys")  # without them no model is made
 
 
@@ -68,7 +68,7 @@ def _run(name: str, check: Check, subject: Subject) -> Result:
     result, start = Result(name), time.perf_counter()
     try:
         check(subject, result)
-    except Exception as e:  # of packages too, which raise anything for an odd checkpoint
+    except Exception as e:  # packages raise anything for an odd checkpoint
         known = isinstance(e, HybridrtError)
         result.fail(" ".join((str(e) if known else f"{type(e).__name__}: {reason(e)}").split()))
         if name in FATAL:

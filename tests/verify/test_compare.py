@@ -14,8 +14,8 @@ from hybridrt.bench.timing import Timing
 from hybridrt.cli.app import app
 from hybridrt.engine.api.llm import LLM
 from hybridrt.verify.differences import Comparison
-from hybridrt.verify.shadow import Answered, _take
 from hybridrt.verify.trace import ComparedTarget, read_trace
+from hybridrt.verify.two_servers import Answered, _read_chunk
 from tests.support.echo_server import echoing, usual
 from tests.support.http_server import serving
 
@@ -136,7 +136,7 @@ def test_odd_chunks_are_an_answers_failure() -> None:
         for answer in pair:
             chunk = changed({"choices": [rng.choice([good, chat])], "usage": {"completion_tokens": 1}})
             try:
-                _take(chunk if isinstance(chunk, dict) else {}, answer, 1.0)
+                _read_chunk(chunk if isinstance(chunk, dict) else {}, answer, 1.0)
             except (ValueError, LookupError, TypeError, AttributeError) as e:
                 answer.timing.error, refused = type(e).__name__, refused + 1
         comparison.add([pair[0]], [pair[1]])

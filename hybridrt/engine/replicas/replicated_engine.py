@@ -1,4 +1,4 @@
-"""Several engines behind one: each request goes to the replica with the longest usable prefix."""
+"""The data-parallel engine: each request goes to the replica with the longest usable prefix."""
 
 import queue
 import time
@@ -29,13 +29,13 @@ from hybridrt.fleet.prefix_mirror import PrefixMirror, names_of
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 
-WAIT_S = 0.002  # of a step for news of the replicas: later requests and aborts wait as long
+WAIT_S = 0.002  # for news of replicas in a step: new requests and aborts wait as long
 # Counters of the present: a lost replica has none of these.
 _NOW = (
     "running", "waiting", "free_rows", "free_slots", "free_pages", "total_pages", "kv_bytes_held", "cached_slots",
     "cached_pages", "host_pages", "host_states",
 )  # fmt: skip
-_MOST = ("audit_error", "most_folds", "step_cost_error")  # counters of which the greatest counts
+_MOST = ("audit_error", "most_folds", "step_cost_error")  # the greatest counts
 _ELSEWHERE = "it belongs to one engine, and dp_size is above 1: build the LLM with dp_size=1"
 
 
@@ -79,10 +79,10 @@ def _together(smallest: MemoryPlan, plans: Sequence[MemoryPlan]) -> MemoryPlan:
 
 
 class ReplicatedEngine:
-    """What LLM, AsyncLLM and servers call of an `Engine`, over `config.dp_size` replicas of it.
+    """The methods of `Engine` that LLM, AsyncLLM and servers call, over `config.dp_size` replicas.
 
-    A step of it waits for news of the replicas, which step at their own pace. A replica that is lost
-    ends its requests with an error; the others go on.
+    Replicas step at their own pace; `step` waits for their news. If a replica is lost, its requests
+    end with an error and the others go on.
 
     Args:
         model: for limits of requests.
@@ -271,11 +271,11 @@ class ReplicatedEngine:
 
     def _take_news(self, wait_s: float) -> None:
         with suppress(queue.Empty):
-            self._take(*self._replicas.inbox.get(wait_s > 0, wait_s))
+            self._handle(*self._replicas.inbox.get(wait_s > 0, wait_s))
             while True:
-                self._take(*self._replicas.inbox.get_nowait())
+                self._handle(*self._replicas.inbox.get_nowait())
 
-    def _take(self, number: int, message: Any) -> None:
+    def _handle(self, number: int, message: Any) -> None:
         if str(number) not in self._placement.replicas:
             return  # it is lost: its requests have ended
         if isinstance(message, Stepped):
@@ -315,7 +315,7 @@ class ReplicatedEngine:
                     request.placed.ended()
 
     def _lose(self, number: int, error: Exception) -> None:
-        """Ends the requests of a replica. Without another one, no later request can succeed."""
+        """Ends the requests of a lost replica."""
         self._placement.remove(str(number))
         if not self._placement.replicas:
             error = RankError(f"{error}; every other replica was lost before")

@@ -100,7 +100,6 @@ class Replicas:
         timeout = rank_timeout()
         place, listener = open_place()
         processes: list[subprocess.Popen[bytes]] = []
-        # Also where this object is forgotten.
         self._finalizer = weakref.finalize(self, _end, self.links, processes, place.directory, os.getpid())
         try:
             with closing(listener):
@@ -122,7 +121,7 @@ class Replicas:
         self._finalizer()
 
     def _load(self, config: EngineConfig) -> Sequence[Ready]:
-        """Returns when all have loaded the model, at the same time."""
+        """All load the model at the same time."""
         for link in self.links:
             link.send(Start(config))
         ready: dict[int, Ready] = {}
