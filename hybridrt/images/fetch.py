@@ -1,8 +1,7 @@
 """Fetches images from https addresses of hosts that an operator allows.
 
-A host's name is resolved once, and the connection goes to that address, which must be a public one:
-a name that resolves to another address the second time leads nowhere else. Redirects are refused.
-No proxy, cookie or password is used.
+A name is resolved once. The connection goes to that address, which must be public: a name that later
+resolves to another address leads nowhere else. There are no redirects, proxies, cookies or passwords.
 """
 
 import http.client
@@ -100,7 +99,7 @@ class Fetcher:
 
 
 def _resolved(address: Address) -> str:
-    """The first address of a host. Raises OSError, also if one of them is not public."""
+    """A host's first address. OSError if one of them is not public."""
     found = [str(info[4][0]) for info in socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)]
     for each in found:
         if not is_public(each):

@@ -18,7 +18,7 @@ def main(max_bytes: int) -> None:
 
 
 def _import_all() -> None:
-    """Decodes pictures of all formats, whole and cut: modules are imported while files can be opened."""
+    """Decodes pictures of all formats, whole and cut, which imports all modules."""
     exif = Image.Exif()
     exif[0x0112] = 6  # a turned picture
     for form in (*FORMATS, "MPO"):
@@ -30,7 +30,7 @@ def _import_all() -> None:
 
 
 def _compute(request: bytes) -> Parts:
-    """Length of the facts, the facts, and the pixels."""
+    """Length of the facts; facts; pixels."""
     job = msgspec.msgpack.decode(request, type=Job)
     pixels = decode(_unpacked(job), job.max_pixels)
     facts = msgspec.msgpack.encode(Decoded(pixels.shape[0], pixels.shape[1], digest_of(pixels)))
