@@ -88,7 +88,7 @@ def serve(place: Place, rank: int, size: int, device: torch.device, ahead: Start
 
 
 def _serve(leader: Leader, comm: Communicator, ahead: StartAhead | None) -> None:
-    """Gets each model's configuration, steps and tasks, None. Then None."""
+    """Gets, for each model, its configuration, steps and tasks, and None. None ends the service."""
     while (config := leader.receive()) is not None:
         if not isinstance(config, EngineConfig):
             raise MessageError(f"rank 0 sent {type(config).__name__} where a configuration belongs")
@@ -102,7 +102,7 @@ def _serve(leader: Leader, comm: Communicator, ahead: StartAhead | None) -> None
 
 
 def _run_tasks(leader: Leader, runner: ModelRunner) -> None:
-    """Ends at None. Masks are for the last launched step, patches for the next one."""
+    """Until None. Masks belong to the last launched step, patches to the next one."""
     step, masks, patches = LaunchedStep(), list[np.ndarray](), list[bytes]()
     while (message := leader.receive()) is not None:
         if isinstance(message, StepPlan):

@@ -82,7 +82,7 @@ def decode(data: bytes) -> Any:
 
 
 def _plain(value: Any) -> int | list[Any] | bytes:
-    """A column, page sets, a range or a NumPy integer of a plan, in a form that msgpack has."""
+    """Columns, page sets, ranges and NumPy integers of a plan, for msgpack."""
     if isinstance(value, np.ndarray):
         data = value.astype("<i4", casting="safe", copy=False).tobytes()
         return data if value.ndim == 1 else [value.shape[1], data]
@@ -90,7 +90,7 @@ def _plain(value: Any) -> int | list[Any] | bytes:
 
 
 def _column(kind: type, value: Any) -> np.ndarray:
-    """[n] int32 that were sent as bytes, or [n, G] that were sent as [G, bytes]; each 0 or more."""
+    """[n] int32 of bytes, or [n, G] of [G, bytes]; no number is negative."""
     shape: tuple[int, ...] = (-1,)
     if isinstance(value, list) and len(value) == 2 and type(value[0]) is int and value[0] > 0:
         shape, value = (-1, value[0]), value[1]

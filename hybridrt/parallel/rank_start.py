@@ -125,7 +125,7 @@ def torchrun_place(world: World) -> Place:
     store = _torchrun_store()
     try:
         where = store.get(_PLACE).decode()
-    except RuntimeError as e:  # errors of torch.distributed are such
+    except RuntimeError as e:  # torch.distributed's error
         raise RankError(f"tensor-parallel rank 0 did not come: {e}") from e
     return find_place(where) if key is None else Place(master_host(), int(where), key, store)
 
@@ -174,7 +174,7 @@ def _torchrun_key(world: World) -> bytes | None:
 
 
 def _torchrun_store() -> dist.Store:
-    """Raises RankError if it cannot be opened or reached, ConfigError without its address."""
+    """RankError if it cannot be reached, ConfigError without its address."""
     where = f"{master_host()}:{os.environ.get('MASTER_PORT')}"
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=STARTING_S)))
@@ -193,7 +193,7 @@ def open_place() -> tuple[Place, Listener]:
 
 
 def _start(rank: int, size: int, directory: str, kind: str, ahead: str | None) -> "subprocess.Popen[bytes]":
-    # Threads decide how sums are split, and all ranks must draw the same tokens.
+    # Threads split sums, and all ranks must draw the same tokens.
     environment = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
     given = {"directory": directory, "rank": rank, "size": size, "kind": kind, "ahead": ahead}
     return start_child("hybridrt.parallel.follower", given, environment, stdin=subprocess.DEVNULL)
@@ -227,7 +227,7 @@ def accept_links(
 
 
 def _presented(channel: SocketChannel) -> int | None:
-    """Returns None without a first message that says it."""
+    """The rank of its first message; None without one."""
     try:
         hello: Hello = unpack(channel.expect(_HELLO_S), Hello)
     except PeerGoneError:

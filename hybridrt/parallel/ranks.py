@@ -133,8 +133,7 @@ class Ranks:
         self._links, self._processes, self._directory, self._leaving = (), (), None, True
 
     def _read_messages(self, rank: int, link: Link) -> None:
-        """Runs in a thread: receives heartbeats, or `Failed`. If the rank has failed or is lost,
-        ends the other ranks."""
+        """Runs in a thread. If the rank fails or is lost, ends the others."""
         try:
             while messages := link.listen(patience := max(self._timeout, LOADING_S * self.loading)):
                 for message in (unpack(data, FromRank) for data in messages):
@@ -160,14 +159,14 @@ class Ranks:
         return f"its process {ending_of(status)}"
 
     def _lost_rank(self, e: BaseException) -> RankError | None:
-        """Returns it in place of `e`, if a lost rank caused that."""
+        """The error to raise instead of `e`, if a lost rank caused it."""
         if isinstance(e, RankError):
             self._named.wait(NAMING_S)
             return self._error
         return self._error if isinstance(e, Exception) and not isinstance(e, HybridrtError) else None
 
     def _fail(self, rank: int, reason: str) -> None:
-        """Ends the other ranks, and this rank's kernels that wait for them."""
+        """Ends the other ranks, and kernels here that wait for them."""
         with self._lock:
             if self._error is not None:
                 return

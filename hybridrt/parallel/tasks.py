@@ -1,4 +1,4 @@
-"""Tasks from rank 0 to the other ranks that are no steps: masks, drafts, copies of a prefix."""
+"""Tasks from rank 0 to the others, next to steps: masks, patches, drafts, copies of a prefix."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence

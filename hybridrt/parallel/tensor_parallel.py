@@ -124,7 +124,7 @@ class TensorParallelExecutor:
 
 
 class _SplitStep:
-    """Raises RankError instead of waiting for a lost rank."""
+    """A step of all ranks: RankError instead of waiting for a lost one."""
 
     def __init__(self, step: StepHandle, split: TensorParallelExecutor) -> None:
         self._step, self._split = step, split
@@ -134,13 +134,11 @@ class _SplitStep:
         return self._step.needs_masks
 
     def sample(self, masks: np.ndarray) -> None:
-        """Calls LaunchedStep.sample on all ranks."""
         assert isinstance(self._step, LaunchedStep)
         self._step.check_masks(masks)
         self._split.on_all(mask_tasks(masks), lambda: self._step.sample(masks))
 
     def drop(self) -> None:
-        """Calls LaunchedStep.drop on all ranks."""
         if self._step.needs_masks:
             self._step.drop()  # also where the others are lost
             self._split.on_all((DropTask(),), lambda: None)

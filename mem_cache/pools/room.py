@@ -1,4 +1,4 @@
-"""How many KV pages and state slots can be lent together."""
+"""Room: KV pages and state slots that can be lent together."""
 
 from collections.abc import Sequence
 
@@ -59,5 +59,5 @@ class Room:
 
 
 def _own(allocator: EntryAllocator) -> int:
-    """Entries that are free or evictable, without those of other slabs."""
+    """Free and evictable entries of slabs that it owns."""
     return allocator.num_free + allocator.num_cached - allocator.num_locked
