@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
-from hybridrt.base.config import AttentionSpec
+from hybridrt.base.config import AttentionConfig
 from hybridrt.base.errors import shown
 from hybridrt.verify.results import Result
 from hybridrt.verify.subject import Subject
@@ -30,10 +30,10 @@ def check_rope(subject: Subject, result: Result) -> None:
     result.done(f"rotary embeddings: {'; '.join(sorted(shown_ropes))}")
 
 
-def _ropes(subject: Subject) -> list[AttentionSpec]:
+def _ropes(subject: Subject) -> list[AttentionConfig]:
     config = subject.config
     assert config is not None, "it was read"
-    found: list[AttentionSpec] = []
+    found: list[AttentionConfig] = []
     for i in config.full_attention_layer_ids:
         attention = config.attention_of(i)
         if attention.rope is not None and attention not in found:
@@ -97,7 +97,7 @@ def _check_default(subject: Subject, result: Result) -> None:
             result.warn(doubt)
 
 
-def _check_reach(attention: AttentionSpec, context: int, result: Result) -> None:
+def _check_reach(attention: AttentionConfig, context: int, result: Result) -> None:
     rope = dict(attention.rope or {})
     if rope.get("rope_type", "default") != "default" or context >= 1 << 20:
         return
