@@ -211,11 +211,12 @@ def accept_links(
     deadline = time.monotonic() + STARTING_S
     while len(links) < size - 1:
         for channel in listener.accept():
-            rank = _presented(channel)
+            link = Link(channel)
+            rank = _presented(link)
             if rank is None or rank not in range(1, size) or rank in links:
-                channel.close()
+                link.close()
             else:
-                links[rank] = Link(channel)
+                links[rank] = link
         for rank, process in enumerate(processes, 1):
             if process.poll() is not None:
                 raise RankError(f"{name} {rank} did not start: it {ending_of(process.returncode)}; see its output")
@@ -226,10 +227,10 @@ def accept_links(
     return [links[rank] for rank in range(1, size)]
 
 
-def _presented(channel: SocketChannel) -> int | None:
+def _presented(link: Link) -> int | None:
     """The rank of its first message; None without one."""
     try:
-        hello: Hello = unpack(channel.expect(_HELLO_S), Hello)
+        first = link.listen(_HELLO_S)[:1]  # heartbeats may follow
+        return unpack(first[0], Hello).rank if first else None
     except PeerGoneError:
         return None
-    return hello.rank

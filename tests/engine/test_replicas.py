@@ -1,6 +1,7 @@
 """Several replicas behind one engine: the tokens of one, a prefix's own replica, and what becomes of a lost one."""
 
 import asyncio
+import dataclasses
 import gc
 import os
 import signal
@@ -14,7 +15,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from hybridrt import LLM, AsyncLLM, SamplingParams
-from hybridrt.base.errors import CheckpointError, ConfigError, DeviceError, EngineError, RankError
+from hybridrt.base.errors import CheckpointError, ConfigError, DeviceError, EngineError, MessageError, RankError
 from hybridrt.channel.control import TIMEOUT_VARIABLE
 from hybridrt.engine.replicas import replicated_engine, start
 from hybridrt.engine.replicas.messages import Failed, FromReplica, Stepped, decode, encode
@@ -151,6 +152,19 @@ def test_what_a_replica_refuses_ends_that_request(
 class _Beyond:
     def tolist(self) -> list[int]:
         return [100_000]
+
+
+def test_a_request_that_cannot_be_sent_is_not_kept(
+    checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with replicated(checkpoints["falcon-split"].path, monkeypatch) as llm:
+        prepared = llm.engine.prepare([5, 6], greedy(3))
+        with pytest.raises(MessageError, match="cannot be sent"):
+            llm.engine.submit(dataclasses.replace(prepared, boundaries=(2**70,)))
+        assert not llm.engine.has_unfinished()
+        placement = llm.engine._placement  # type: ignore[attr-defined]
+        assert [(each.requests, each.tokens) for each in placement.replicas.values()] == [(0, 0)] * 2
+        assert len(llm.generate([[7, 8]], greedy(3))) == 1
 
 
 def test_what_belongs_to_one_engine_is_refused(checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:

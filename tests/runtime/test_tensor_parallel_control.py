@@ -21,9 +21,10 @@ from hybridrt.base.config import EngineConfig, SpeculativeConfig
 from hybridrt.base.errors import ConfigError, MessageError, PeerGoneError, RankError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.base.spans import EncoderInput
+from hybridrt.channel import control
 from hybridrt.channel.channel import SocketChannel
 from hybridrt.channel.codec import pack
-from hybridrt.channel.control import TIMEOUT_VARIABLE, Link, rank_timeout
+from hybridrt.channel.control import PART_BYTES, TIMEOUT_VARIABLE, Link, rank_timeout
 from hybridrt.channel.listener import Listener
 from hybridrt.mem_cache.pools.state_moves import StateMove, When
 from hybridrt.parallel import rank_start, tasks
@@ -269,6 +270,31 @@ def links() -> Iterator[tuple[Link, Link]]:
     listener.close()
     for link in ends:
         link.close()
+
+
+def test_messages_longer_than_the_channels_arrive_whole(
+    links: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of 40 MB, such as log-probabilities of a long prompt; heartbeats of another thread come between messages."""
+    sent = [b"", b"a", random.Random(0).randbytes(40_000_000), b"b" * (2 * PART_BYTES)]
+    beats = threading.Thread(target=lambda: [links[1].send(b"beat") for _ in range(50)])
+    sender = threading.Thread(target=lambda: [links[1].send(message) for message in sent])
+    beats.start()
+    sender.start()
+    got: list[bytes] = []
+    while len(got) < len(sent) + 50:
+        more = links[0].listen(10.0)
+        assert more
+        got += more
+    sender.join()
+    assert [message for message in got if message != b"beat"] == sent
+    monkeypatch.setattr(control, "MAX_LINK_BYTES", 2 * PART_BYTES)
+    with pytest.raises(MessageError, match="may have"):
+        links[1].send(bytes(2 * PART_BYTES + 1))
+    for _ in range(4):
+        links[1]._channel.send(b"\1")
+    with pytest.raises(MessageError, match="more than"):
+        links[0].listen(10.0)
 
 
 def test_a_large_message_arrives_while_the_sender_does_something_else(links: tuple[Link, Link]) -> None:

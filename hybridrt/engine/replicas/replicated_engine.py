@@ -17,7 +17,7 @@ from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.base.turns import Change, Turns, weakly
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.grammar.grammar_compiler import GrammarCompiler
-from hybridrt.engine.replicas.messages import Abort, Event, Reset, Stepped, Submit, WasReset, array
+from hybridrt.engine.replicas.messages import Abort, Event, Reset, Stepped, Submit, WasReset, array, encode
 from hybridrt.engine.replicas.start import ReplicaLink, Replicas, as_error
 from hybridrt.engine.request.intake import EngineLimits, Intake, PreparedPrompt, Prompt, check_submission
 from hybridrt.engine.request.outputs import Abandonment, Delta, DeltaQueue, EngineCounters, RequestMetrics
@@ -130,7 +130,7 @@ class ReplicatedEngine:
         self, prepared: PreparedPrompt, request_id: str | None = None, *, stream: bool = True,
         queue: DeltaQueue | None = None, client: str = "",
     ) -> str:  # fmt: skip
-        """As `Engine.submit`."""
+        """As `Engine.submit`. MessageError if it cannot be sent; nothing has changed then."""
         check_submission(prepared, request_id, None, 0, client)
         with self.turns.now:
             name = self._free_name() if request_id is None else request_id
@@ -141,13 +141,14 @@ class ReplicatedEngine:
             if params.seed is None:  # as one engine draws it, wherever the request goes
                 params = replace(params, seed=derive_seed(self._seed, self._num_requests))
             tokens = np.array(prepared.tokens, "<i4")
+            message = Submit(name, tokens.tobytes(), params, prepared.boundaries, stream, client)
+            data = encode(message)  # before anything changes
             request = RunningRequest(name, prepared, self._abandoned.watch(self._deltas if queue is None else queue))
             self._running[name] = request
             self._num_requests += 1
             if self._placement.replicas:
                 request.placed = self._placement.place(names_of(tokens, self.cache_key(params)))
-                message = Submit(name, tokens.tobytes(), params, prepared.boundaries, stream, client)
-                self._link(request).send(message)
+                self._link(request).send(data)
             else:
                 self._fail(request, RankError("every replica was lost; build a new LLM"))
         return name
@@ -187,7 +188,7 @@ class ReplicatedEngine:
                 return False
             if not request.aborted:
                 request.aborted = True
-                self._link(request).send(Abort(request_id))
+                self._link(request).send(encode(Abort(request_id)))
             return True
 
     def abort_all(self) -> None:
@@ -203,7 +204,7 @@ class ReplicatedEngine:
         with self.turns.now:
             self._resets.clear()
             for name in self._placement.replicas:
-                self._replicas.links[int(name)].send(Reset())
+                self._replicas.links[int(name)].send(encode(Reset()))
             while not self._placement.replicas.keys() <= self._resets.keys():
                 self._take_news(WAIT_S)
             return all(self._resets.values())

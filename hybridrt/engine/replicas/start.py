@@ -7,7 +7,7 @@ import subprocess
 import threading
 import weakref
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +15,9 @@ from hybridrt.base import errors
 from hybridrt.base.child_process import ending_of, start_child
 from hybridrt.base.config import EngineConfig, resolve_device
 from hybridrt.base.device import gpu_count
-from hybridrt.base.errors import ConfigError, DeviceError, EngineError, HybridrtError, PeerGoneError
+from hybridrt.base.errors import ConfigError, DeviceError, EngineError, HybridrtError, MessageError, PeerGoneError
 from hybridrt.channel.control import LOADING_S, Link, disown_in_child, rank_timeout
-from hybridrt.engine.replicas.messages import Beat, Failed, FromReplica, Ready, Start, ToReplica, decode, encode
+from hybridrt.engine.replicas.messages import Beat, Failed, FromReplica, Ready, Start, decode, encode
 from hybridrt.parallel.rank_start import accept_links, open_place
 from hybridrt.parallel.torchrun import world
 
@@ -46,10 +46,15 @@ class ReplicaLink:
         disown_in_child(self)
         threading.Thread(target=self._receive, daemon=True).start()
 
-    def send(self, message: ToReplica) -> None:
-        """Nothing if the replica is gone: its `Lost` is in the inbox, or soon is."""
-        with suppress(PeerGoneError):
-            self._link.send(encode(message))
+    def send(self, message: bytes) -> None:
+        """Sends an encoded ToReplica. Does nothing if the replica is gone: its `Lost` is in the inbox, or
+        soon is."""
+        try:
+            self._link.send(message)
+        except MessageError:
+            raise
+        except PeerGoneError:
+            pass
 
     def end(self) -> None:
         """The process ends at once, and its ranks with it. May be repeated."""
@@ -123,7 +128,7 @@ class Replicas:
     def _load(self, config: EngineConfig) -> Sequence[Ready]:
         """All load the model at the same time."""
         for link in self.links:
-            link.send(Start(config))
+            link.send(encode(Start(config)))
         ready: dict[int, Ready] = {}
         while len(ready) < len(self.links):
             number, message = self.inbox.get()
