@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from hybridrt.base.config import EngineConfig
@@ -23,7 +22,7 @@ from hybridrt.collectives.groups import Communicator, TPGroup
 from hybridrt.parallel.messages import Beat, Failed, decode
 from hybridrt.parallel.rank_start import Place, find_place, rank_device
 from hybridrt.parallel.ranks import LOST
-from hybridrt.parallel.tasks import DropTask, MaskTask, PatchTask, with_patches
+from hybridrt.parallel.tasks import DropTask, MaskTask
 from hybridrt.runtime.load.start_kernels import StartAhead
 from hybridrt.runtime.run.launched_step import LaunchedStep
 from hybridrt.runtime.run.model_runner import ModelRunner
@@ -102,19 +101,13 @@ def _serve(leader: Leader, comm: Communicator, ahead: StartAhead | None) -> None
 
 
 def _run_tasks(leader: Leader, runner: ModelRunner) -> None:
-    """Until None. Masks belong to the last launched step, patches to the next one."""
-    step, masks, patches = LaunchedStep(), list[np.ndarray](), list[bytes]()
+    """Until None. Masks belong to the last launched step."""
+    step = LaunchedStep()
     while (message := leader.receive()) is not None:
         if isinstance(message, StepPlan):
-            step = runner.launch(with_patches(message, patches) if message.encode else message)
-            patches.clear()
-        elif isinstance(message, PatchTask):
-            patches.append(message.patches)
+            step = runner.launch(message)
         elif isinstance(message, MaskTask):
-            masks.append(message.masks())
-            if not message.more:
-                step.sample(np.concatenate(masks))
-                masks.clear()
+            step.sample(message.masks())
         elif isinstance(message, DropTask):
             step.drop()
         else:

@@ -27,18 +27,14 @@ from hybridrt.channel.codec import pack
 from hybridrt.channel.control import PART_BYTES, TIMEOUT_VARIABLE, Link, rank_timeout
 from hybridrt.channel.listener import Listener
 from hybridrt.mem_cache.pools.state_moves import StateMove, When
-from hybridrt.parallel import rank_start, tasks
-from hybridrt.parallel.messages import KINDS, Beat, Failed, Task, decode, encode
+from hybridrt.parallel import rank_start
+from hybridrt.parallel.messages import KINDS, Beat, Failed, Task, _column, decode, encode
 from hybridrt.parallel.ranks import Ranks
 from hybridrt.parallel.tasks import (
     DraftTask,
     DropTask,
     MaskTask,
-    PatchTask,
     PrefixCopy,
-    patch_tasks,
-    with_patches,
-    without_patches,
 )
 from hybridrt.parallel.torchrun import World
 from hybridrt.runtime.load.draft_needs import DraftRow
@@ -96,18 +92,16 @@ def test_plans_survive_the_way(checkpoints: CheckpointStore) -> None:
     assert len(encode(session.plans[-1])) < 250
 
 
-def test_patches_come_before_their_step_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "_MESSAGE_BYTES", 50)
-    data = np.random.default_rng(1).integers(0, 256, (20, 6), np.uint8)
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+def test_patches_survive_the_way(dtype: type[np.generic]) -> None:
+    data = np.random.default_rng(1).integers(0, 256, (20, 6)).astype(dtype)
     inputs = [EncoderInput(data[:4], (2, 2)), EncoderInput(data[4:], (4, 4))]
     plan = StepPlan(encode=[EncoderTask(i, given, int32s([i])) for i, given in enumerate(inputs)])
-    *parts, bare = [decode(encode(task)) for task in (*patch_tasks(plan.encode), without_patches(plan))]
-    assert [len(part.patches) for part in parts] == [24, 50, 46] and not bare.encode[1].input.patches.size
-    found = with_patches(bare, [part.patches for part in parts])
-    assert plain(found) == plain(plan)
-    for wrong in (parts[:2], [*parts, parts[0]]):
-        with pytest.raises(MessageError, match="patches"):
-            with_patches(bare, [part.patches for part in wrong])
+    found = decode(encode(plan))
+    assert plain(found) == plain(plan) and found.encode[1].input.patches.dtype == dtype
+    for wrong in ([6, "|O", b""], [0, "|u1", b"12"], [4, "<f4", b"12345"], [3, "|u1", "abc"]):
+        with pytest.raises(ValueError):
+            _column(np.ndarray, wrong)
 
 
 @pytest.mark.parametrize(
@@ -147,9 +141,8 @@ def test_rules_about_tokens_survive_the_way() -> None:
     [
         EngineConfig("m", tp_size=2, speculative=SpeculativeConfig("mtp", num_draft_tokens=3), max_model_len=7),
         DraftTask([DraftRow(1, 2, 3, 4, PARAMS)], 3, 2),
-        MaskTask(b"\1\0\0\0\2\0\0\0", 2, True),
+        MaskTask(b"\1\0\0\0\2\0\0\0", 2),
         DropTask(),
-        PatchTask(b"\0\1"),
         PrefixCopy(PrefixPlaces(5, [[1, 2], [3]], [(4, 3)]), write=True),
         None,
     ],
