@@ -95,7 +95,7 @@ def _column(kind: type, value: Any) -> np.ndarray:
     """[n] int32 of bytes, or [n, G] of [G, bytes], without negative numbers; of patches [width, dtype,
     bytes]."""
     if kind is np.ndarray and isinstance(value, list) and len(value) == 3:
-        return _patches(value)
+        return _patches(*value)
     shape: tuple[int, ...] = (-1,)
     if isinstance(value, list) and len(value) == 2 and type(value[0]) is int and value[0] > 0:
         shape, value = (-1, value[0]), value[1]
@@ -107,8 +107,7 @@ def _column(kind: type, value: Any) -> np.ndarray:
     return column.reshape(shape)
 
 
-def _patches(parts: list[Any]) -> np.ndarray:
-    width, dtype, data = parts
+def _patches(width: Any, dtype: Any, data: Any) -> np.ndarray:
     if type(width) is not int or width < 1 or dtype not in _PATCHES or not isinstance(data, bytes):
         raise ValueError("these are no patches")
     return np.frombuffer(data, dtype).reshape(-1, width)
