@@ -18,6 +18,7 @@ from hybridrt.runtime.step.plan import int32s
 from hybridrt.transfer.handshake import check_handshake
 from hybridrt.transfer.messages import (
     MAX_JOBS,
+    MAX_TOKENS,
     DecodeHello,
     Done,
     Failed,
@@ -165,7 +166,10 @@ class DecodeWorker:
     def request(self, request_id: str, tokens: Sequence[int], key: CacheKey) -> None:
         self._cancel(request_id)
         pull = _Pull(request_id, int32s(tokens), key)
-        if not self._starts_from_cache(pull):
+        if len(pull.tokens) > MAX_TOKENS:
+            text = f"a prompt of {len(pull.tokens)} tokens is too long for a message, which may have {MAX_TOKENS}"
+            self._without_worker(pull, TransferError(text))
+        elif not self._starts_from_cache(pull):
             self._waiting.append(pull)
 
     def _starts_from_cache(self, pull: _Pull) -> bool:
