@@ -96,6 +96,22 @@ def test_a_chunk_is_the_longest_that_ends_in_time(
     assert budget.room(start) == budget.room(start) == max([least, *in_time[-1:]])
 
 
+@pytest.mark.parametrize(("launch", "least", "most"), [(0.03, 1025, 1500), (0.07, 1024, 1024)])
+def test_the_chunk_that_computes_the_most_tokens_a_second(launch: float, least: int, most: int) -> None:
+    """A graph, although a longer chunk without one would end in time: the host takes longer to launch it than the
+    graph runs."""
+
+    class Launched(Known):
+        def predict(self, work: StepWork) -> float:
+            eager = bool(work.prompt_tokens) and self._bucket(work) is None
+            return max(super().predict(work), launch if eager else 0.0)
+
+    budget = ChunkBudget(1500, Launched(8192, BUCKETS), 0.075, StepWork(100, 500))
+    assert least <= budget.room() <= most
+    budget = ChunkBudget(1500, Launched(8192, BUCKETS), 0.075, StepWork(400, 500))
+    assert budget.room() > 1024, "no graph has so many decode rows"
+
+
 def test_a_chunk_without_a_graph_is_taken_where_graphs_take_longer() -> None:
     """Attention of the few tokens of a graph may take longer after a long context than that of many."""
 

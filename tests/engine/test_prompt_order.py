@@ -18,7 +18,7 @@ from hybridrt.engine.core.client_queues import (
 )
 from hybridrt.engine.core.followers import Followers
 from hybridrt.engine.core.step_cost import PromptWork, StepWork
-from hybridrt.engine.core.traffic_policy import SHARED_SECONDS, TrafficPolicy
+from hybridrt.engine.core.traffic_policy import MOST_PASSING, SHARED_SECONDS, TrafficPolicy
 from hybridrt.engine.request.sample_request import Request
 from hybridrt.runtime.step.plan import NO_ROWS
 from tests.engine.test_scheduler import request
@@ -72,7 +72,8 @@ def test_short_prompts_pass_one_that_is_due_with_a_part_of_each_step() -> None:
     long, *shorts = [queue.add(9.0, 10.0), *(queue.add(1.0, 0.01) for _ in range(3))]
     middle = queue.add(1.0, 0.02)
     long.due = 99.0
-    order = PromptOrder(queue.queues, Followers(store, joins=True), (), 1000)
+    queue.policy.passing = 1000
+    order = PromptOrder(queue.queues, Followers(store, joins=True), ())
     found = list[Request]()
     for _ in range(3):
         first = order.next()
@@ -81,6 +82,11 @@ def test_short_prompts_pass_one_that_is_due_with_a_part_of_each_step() -> None:
         if first is not long:
             queue.queues.remove(first)
     assert found == [*shorts[:2], long], "two of 400 tokens have room, a third one has not"
+    assert order.passing == 200
+    queue.policy.note_passing(order.passing, 1001)
+    assert queue.policy.passing == 451, "a quarter of each step's tokens, whole prompts at a time"
+    queue.policy.note_passing(2000, 8192)
+    assert queue.policy.passing == MOST_PASSING
     queue.queues.remove(shorts[2])
     assert middle in queue.queues.best("", 800) and middle not in queue.queues.best("", 799)
 

@@ -250,17 +250,15 @@ class PromptOrder:
 
     Args:
         admitted: requests with uncomputed prompts, in order of admission.
-        passing: so many tokens of short prompts pass those that are due. So a long prompt that is
-            due does not delay short ones by its own time.
 
     Attributes:
         admits: False: no more waiting requests.
+        passing: so many tokens of short prompts pass those that are due. So a long prompt that is
+            due does not delay short ones by its own time.
     """
 
-    def __init__(
-        self, queues: ClientQueues, followers: Followers, admitted: Sequence[Request], passing: int = 0
-    ) -> None:
-        self._passing = passing
+    def __init__(self, queues: ClientQueues, followers: Followers, admitted: Sequence[Request]) -> None:
+        self.passing = 0 if queues.policy is None else queues.policy.passing
         self._queues, self._followers, self._policy = queues, followers, queues.policy
         self.admits = True
         self._admitted = dict[str, list[Request]]()  # by client
@@ -272,7 +270,7 @@ class PromptOrder:
         if (client := self._client()) is None:
             return None
         admitted = self._admitted.get(client, [])
-        waiting = self._queues.best(client, self._passing) if self.admits else ()
+        waiting = self._queues.best(client, self.passing) if self.admits else ()
         first = (admitted or waiting)[0] if self._policy is None else self._first(admitted, waiting)
         if first not in waiting:
             admitted.remove(first)
@@ -296,10 +294,10 @@ class PromptOrder:
         assert self._policy is not None
         if not self._policy.is_due(first):
             return max(level, key=lambda each: each[0])[1]
-        short = [each for each in level if self._tokens(each[1]) <= self._passing]
+        short = [each for each in level if self._tokens(each[1]) <= self.passing]
         if short:
             first = max(short, key=lambda each: each[0])[1]
-            self._passing -= self._tokens(first)
+            self.passing -= self._tokens(first)
         return first
 
     def _tokens(self, request: Request) -> int:

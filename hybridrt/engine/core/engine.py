@@ -271,6 +271,8 @@ class Engine:
                 if (scheduled := self._scheduler.schedule()) is not None:
                     try:
                         self._launched.append((scheduled, self.executor.launch(scheduled.plan)))
+                        if self.target is not None:
+                            self.target.note_launch(scheduled.plan, scheduled.launched)
                         self._coordinator.launched(scheduled.plan)
                         self._samples.totals.count_launch(scheduled.plan)
                     except Exception as e:

@@ -14,7 +14,7 @@ from hybridrt.engine.core.draft_rows import needs_tokens, propose_drafts
 from hybridrt.engine.core.encoder_tasks import EncoderTasks
 from hybridrt.engine.core.followers import Followers
 from hybridrt.engine.core.step_cost import ChunkBudget, PromptWork
-from hybridrt.engine.core.traffic_policy import PASSING_SHARE, TrafficPolicy
+from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.engine.request.sample_request import Request, RowColumns
 from hybridrt.kernels.core.slots import OWN_SLOT
 from hybridrt.runtime.step.plan import DecodeRows, ExtendRow, StateCopy, StepPlan, StepResult, int32s
@@ -401,7 +401,7 @@ class Scheduler:
             self.encoder.begin_step()
         self._uncomputed = _uncomputed(admitted)
         budget = self._budget(step.plan.decode)
-        order = PromptOrder(self.queues, self._followers, admitted, int(PASSING_SHARE * budget.room()))
+        order = PromptOrder(self.queues, self._followers, admitted)
         while budget.room() and (request := order.next()) is not None:
             if request.row is None:
                 if not self._start(request, order, step.plan):
@@ -409,6 +409,8 @@ class Scheduler:
                 admitted.append(request)
             self._add_extend(step, request, budget)
         self._uncomputed = _uncomputed(admitted)
+        if self._policy is not None:
+            self._policy.note_passing(order.passing, sum(len(row.tokens) for row in step.plan.extend))
         self._note_backlog()
 
     def _note_backlog(self) -> None:

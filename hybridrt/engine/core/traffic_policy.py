@@ -30,7 +30,9 @@ SHARED_SECONDS = 0.016
 LATE_SECONDS, LATE_FACTOR = 0.25, 2.0
 # A prompt is due so many times the seconds of the work that was there when it came, and then so many.
 DUE_FACTOR, DUE_SECONDS = 1.5, 1.0
-PASSING_SHARE = 0.25  # of a step's tokens are for short prompts that pass those that are due
+# This share of prompt tokens is for short prompts that pass those that are due. Steps without such
+# prompts save it for later ones, up to so many tokens: the longest prompt that may pass.
+PASSING_SHARE, MOST_PASSING = 0.25, 2048
 _LATE_STEPS = 8  # late steps that are observed as one
 # The next step is scheduled this lead before the running one ends. A late launch doubles the lead,
 # other steps shrink it a little.
@@ -52,6 +54,7 @@ class TrafficPolicy:
 
     Attributes:
         backlog: predicted seconds of all prompts that are not computed, without decode rows.
+        passing: tokens of short prompts that may pass those that are due.
     """
 
     def __init__(
@@ -65,7 +68,7 @@ class TrafficPolicy:
         self.seconds, self.cost, self.clock = seconds, cost or StepCost(), clock
         factor = max_ttft_factor or (AUTO_FACTOR if seconds is None else NUMBER_FACTOR)
         self._least = factor / (factor - 1)
-        self.backlog = 0.0
+        self.backlog, self.passing = 0.0, MOST_PASSING
         self._last_end = 0.0
         self._unseen: list[StepWork] = []  # launched before the next awaited one
         self._unseen_start = 0.0
@@ -129,6 +132,10 @@ class TrafficPolicy:
     def is_due(self, request: Request) -> bool:
         return self.clock() > request.due
 
+    def note_passing(self, left: int, tokens: int) -> None:
+        """A step has these prompt tokens. It has left so many of `passing`."""
+        self.passing = min(left + math.ceil(PASSING_SHARE * tokens), MOST_PASSING)
+
     def waited(self, request: Request) -> float:
         return self.clock() - request.metrics.arrival_time
 
@@ -149,6 +156,11 @@ class TrafficPolicy:
     @property
     def _margin(self) -> float:
         return min(MARGIN_ERRORS * (self.cost.error or 0.0), MAX_MARGIN)
+
+    def note_launch(self, plan: StepPlan, launched: float) -> None:
+        """A step was launched just now. `launched`: when that began, by `clock`."""
+        if plan.extend:
+            self.cost.note_launch(StepWork.from_plan(plan), self.clock() - launched)
 
     def ended(self, plan: StepPlan, launched: float, gained: int, late: bool = False) -> None:
         """Observes a step that was read. Call it in launch order.
