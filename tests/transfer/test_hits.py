@@ -82,9 +82,8 @@ def test_a_prompt_that_is_cached_whole_is_not_asked_for(model: Path) -> None:
 def test_a_prompt_that_no_message_can_hold_is_computed_here(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would end the connections to one worker after the other."""
     prefill, decode = connected(model)
-    monkeypatch.setattr("hybridrt.channel.channel.MAX_MESSAGE_BYTES", 1000)
     monkeypatch.setattr("hybridrt.transfer.decode.MAX_TOKENS", 30)
-    tokens = [7] * 31
+    tokens = [7] * 32
     assert finish(prefill, decode, tokens) == alone(model, [tokens], greedy())[0]
     counters = decode.worker.counters()
     assert (counters.workers, counters.fetched, counters.computed_here) == (1, 0, 1)
