@@ -1,4 +1,4 @@
-"""The checkpoint that is checked, and how."""
+"""The checkpoint under check, and options of the run."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -68,7 +68,7 @@ class LayerCache:
 
 
 def _as_words(tensor: torch.Tensor) -> torch.Tensor:
-    """[L, S+1, ...] as [L, S+1, n], of int64 where that fits: each element costs the same to fill."""
+    """[L, S+1, n], of int64 where that fits: an element costs the same to fill."""
     flat = tensor.flatten(2)
     return flat.view(torch.int64) if flat.numel() and flat.shape[2] * flat.element_size() % 8 == 0 else flat
 

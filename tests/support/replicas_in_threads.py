@@ -46,7 +46,7 @@ class ThreadReplica:
         if threading.current_thread() is self._thread:
             self._inbox.put((self.number, decode(encode(message), FromReplica)))
         else:
-            self._commands.put(encode(message))
+            self._commands.put(message)
 
     def stop(self) -> None:
         self._commands.put(None)
