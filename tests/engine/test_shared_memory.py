@@ -270,7 +270,7 @@ def test_states_and_pages_move_in_random_histories(seed: int) -> None:
     """Few slabs of odd sizes, windows or none, drafts, rings, and main memory: every request has its tokens, and the
     executor finds each state and page where it was left."""
     rng = random.Random(seed)
-    windows = rng.choice(((None,), WINDOWS, (WINDOW,)))
+    windows = rng.choice(((None,), WINDOWS, (WINDOW,), (None, None, 1, 8)))
     shares = tuple(SlabShare(size := rng.randint(1, 5), size + rng.randint(0, 4)) for _ in windows)
     size = rng.choice((1, 1, 2, 3))
     demands = [PageDemand(PAGE, window, 8) for window in windows]
