@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybridrt import LLM
 from hybridrt.base.config import SpeculativeConfig
 from hybridrt.base.errors import BackendError
 from hybridrt.cli.inspect import describe_model
+from hybridrt.engine.cache import host_fetches
 from hybridrt.runtime.run.state_arena import StateArena
 from hybridrt.runtime.step.plan import StateCopy
 from hybridrt.transfer.handshake import handshake_of
@@ -143,3 +145,17 @@ def test_states_leave_and_arrive(model: tuple) -> None:
         "2 x 8, window 5 in layers 0,3; 2 x 8, window None in layers 1; 1 x 12, window None in layers 2; "
         "4 x 12, window 9 in layers 4"
     )
+
+
+def test_prefixes_come_back_from_main_memory(model: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four groups share the device's memory, and the model has no states."""
+    monkeypatch.setattr(host_fetches, "LEAST_TOKENS", 2)
+    path, expected, _ = model
+    settings = {"device": "cpu", "dtype": "float32", "page_size": 4, "max_model_len": 80, "max_running_requests": 2}
+    with LLM(str(path), host_cache_bytes=1 << 20, **settings) as llm:
+        assert llm.plan.slabs is not None
+        for fetched in (False, True):
+            outs = llm.generate(PROMPTS, greedy(COUNT))
+            assert [out.token_ids for out in outs] == expected
+            assert bool(llm.engine.counters().cache_fetched) == fetched
+            llm.engine.prefixes.evict([group.total for group in llm.engine._coordinator.pages.groups], 0)
