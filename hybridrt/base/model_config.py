@@ -201,14 +201,6 @@ class ModelConfig:
         assert own, f"layer {layer_id} has no attention"
         return self.attention if own is True else own
 
-    @property
-    def sliding_window(self) -> int | None:
-        """The widest window of all attention layers; None if a layer sees all keys, or there is
-        none."""
-        ids = (*self.full_attention_layer_ids, *self.mtp_attention_layer_ids)
-        windows = [self.attention_of(i).sliding_window for i in ids]
-        return max((w for w in windows if w is not None), default=None) if None not in windows else None
-
     def linear_of(self, cls: type[Linear]) -> Linear:
         """The configuration of the model's recurrent layers of one kind, by its class."""
         config = self.linear[cls.kind]

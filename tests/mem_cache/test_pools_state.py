@@ -145,7 +145,7 @@ def test_kv_pools_start_finite_and_know_their_bytes() -> None:
     (vectors,), (keys, values) = pool.held(5), pool.layer(5)
     assert keys is vectors and values.shape == (5, 2, 1, 6) and values.data_ptr() == vectors.data_ptr()
     assert pool.specs == {3: gqa, 7: gqa, 4: wide, 5: list(groups)[2]}
-    assert (5 * page_bytes(groups, 2)[0],) == (sum(tensor.nbytes for tensor in pool.tensors),)
+    assert (5 * sum(page_bytes(groups, 2)),) == (sum(tensor.nbytes for tensor in pool.tensors),)
     with pytest.raises(ConfigError, match="variant is 'mqa'; it must be one of gqa, mla"):
         AttentionSpec(6, 3, 5, 5, variant="mqa", **half)
 

@@ -29,7 +29,7 @@ the slot, the next step starts by folding the row's ring into it (`donations`), 
 reads the slot.
 
 `settle` gives up the pages of a window group that the windows of all later tokens have passed
-(hybridrt/engine/cache/window_pages.py).
+(hybridrt/engine/cache/passed_pages.py).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -40,8 +40,8 @@ import numpy as np
 from hybridrt.base.errors import MemoryBudgetError, PoolError
 from hybridrt.engine.cache.host_fetches import LOOK_AHEAD, HostFetches
 from hybridrt.engine.cache.host_tier import HostTier
+from hybridrt.engine.cache.passed_pages import PassedPages, num_partial
 from hybridrt.engine.cache.prefix_store import PrefixStore
-from hybridrt.engine.cache.window_pages import WindowPages, num_partial
 from hybridrt.engine.request.sample_request import UNLIMITED, Request, RowColumns
 from hybridrt.kernels.core.slots import NO_SLOT
 from hybridrt.mem_cache.pools.entries import EntryAllocator
@@ -112,7 +112,7 @@ class CacheCoordinator:
         self._num_releases = 0  # counts events that may make room
         self._page_size = demands[0].page_size if demands else 0
         self.prefixes = PrefixStore(self.pages, self.slots, self.rows, lookahead, prefix_cache)
-        self._windows = WindowPages(self.pages, self.prefixes)
+        self._passed = PassedPages(self.pages, self.prefixes)
         self.fetches: HostFetches | None = None
 
     @classmethod
@@ -229,7 +229,7 @@ class CacheCoordinator:
         """
         if not self.pages.has_windows:  # admission has lent all
             return num_tokens
-        fresh = self._windows.lend_spare(request, self._lacking(request, num_tokens))
+        fresh = self._passed.lend_spare(request, self._lacking(request, num_tokens))
         if any(map(len, fresh)):
             self._append(request, fresh, plan)
         return min(num_tokens, request.pages.whole_end * self._page_size)
@@ -245,7 +245,7 @@ class CacheCoordinator:
             request.prefix = self.prefixes.has_read(request.prefix)
             self._num_releases += 1
         if self.pages.has_windows:
-            self._num_releases += self._windows.leave(request)
+            self._num_releases += self._passed.leave(request)
         if not request.shared and request.settled >= request.prefill_end:
             self.prefixes.share(request, request.prefill_end)
             request.shared = True

@@ -20,7 +20,7 @@ from hybridrt.layers.attention import attention_spec
 from hybridrt.layers.linear import finish
 from hybridrt.layers.weights import Build
 from hybridrt.mem_cache.pools.host_plan import STAGED_BYTES, plan_host
-from hybridrt.mem_cache.pools.kv_pool import ONES, KVPool, LayerScales, cell_bytes, page_bytes, page_windows
+from hybridrt.mem_cache.pools.kv_pool import ONES, KVPool, LayerScales, cell_bytes, layer_groups, page_bytes
 from hybridrt.mem_cache.pools.mamba_pool import MambaPool
 from hybridrt.mem_cache.pools.mamba_pool_spec import MambaPoolSpec
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, UnitCosts, plan_memory, share_memory
@@ -213,7 +213,7 @@ def page_demands(config: EngineConfig, target: RunTarget) -> list[PageDemand]:
     # Without recurrent layers, a prefix is usable at whole pages alone: one more page makes its last one usable.
     back = config.page_size - 1 if config.prefix_cache and not recurs(mc) else 0
     sizes = config.chunked_prefill_size, config.num_verify_tokens
-    windows = page_windows(kv_layers(config, target))
+    windows = [group.window for group in layer_groups(kv_layers(config, target))]
     return [PageDemand(config.page_size, window, *sizes, 0 if window is None else back) for window in windows]
 
 

@@ -11,7 +11,7 @@ from hybridrt.engine.request.sample_request import Request
 from hybridrt.mem_cache.pools.page_groups import GroupPages, PageAllocators, PageDemand
 
 
-class WindowPages:
+class PassedPages:
     """The pages of window groups that running requests give up and keep as spare."""
 
     def __init__(self, pages: PageAllocators, prefixes: PrefixStore) -> None:
