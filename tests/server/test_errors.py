@@ -210,7 +210,8 @@ def test_bodies_that_are_no_request(content: bytes, served: Served) -> None:
 
 def test_ways_that_lead_nowhere(served: Served) -> None:
     with served.http() as client:
-        assert_error(client.get("/nowhere"), 404, None, "Not Found")
+        assert_error(client.get("/nowhere"), 404, None, "GET /docs")
+        assert_error(client.post("/chat/completions", json={}), 404, None, "begin with /v1")
         wrong = client.get("/v1/completions")
         assert_error(wrong, 405, None, "Method Not Allowed")
         assert wrong.headers["allow"] == "POST"
