@@ -3,8 +3,8 @@
 import torch
 from torch import distributed
 
-from hybridrt.base.config import resolve_device
 from hybridrt.base.config_json import check_fields, integer
+from hybridrt.base.device import resolve_device
 from hybridrt.base.errors import ConfigError, shown
 from hybridrt.collectives.groups import Communicator, TPGroup
 

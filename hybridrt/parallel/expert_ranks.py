@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.channel.codec import Message
 from hybridrt.collectives.groups import Communicator, TPGroup
 from hybridrt.parallel.rank_start import find_place

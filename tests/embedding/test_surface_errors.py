@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridrt.base.config import SpeculativeConfig
+from hybridrt.base.engine_config import SpeculativeConfig
 from hybridrt.base.errors import BackendError, ConfigError, HybridrtError, MemoryBudgetError, PoolError
 from hybridrt.embedding import EmbeddedRuntime, Scratch, SpecInfo, plan_memory
 from tests.support.embedded import LENGTH, ROWS, Models, decode, make, run, start

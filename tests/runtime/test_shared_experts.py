@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridrt import LLM
-from hybridrt.base.config import SpeculativeConfig
+from hybridrt.base.engine_config import SpeculativeConfig
 from hybridrt.base.errors import ConfigError, EngineError
 from hybridrt.channel.control import TIMEOUT_VARIABLE
 from hybridrt.collectives.groups import Communicator, TPGroup

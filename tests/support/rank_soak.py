@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.collectives.groups import Communicator, TPGroup
 from hybridrt.runtime.run.launched_step import LaunchedStep
 from hybridrt.runtime.run.model_runner import ModelRunner

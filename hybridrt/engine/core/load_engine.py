@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from hybridrt.base.config import EngineConfig, resolve_device
+from hybridrt.base.device import resolve_device
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.engine.core.engine import Engine
 from hybridrt.engine.text.tokenizer import HFTokenizer, load_tokenizer

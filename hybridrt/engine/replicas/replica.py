@@ -1,4 +1,4 @@
-"""A replica of a data-parallel engine: a process that loads the model and steps an engine of its own."""
+"""A replica of a data-parallel engine: a process with the model and an engine of its own."""
 
 import os
 import queue
@@ -65,15 +65,12 @@ class Front:
     def send(self, message: FromReplica) -> None:
         self._link.send(encode(message))
 
+    def _put(self, message: bytes) -> None:
+        self._inbox.put(decode(message, ToReplica))
+
     def _receive(self) -> None:
-        beat_at = time.monotonic()
         try:
-            while True:
-                if time.monotonic() >= beat_at:
-                    beat_at = time.monotonic() + self._interval
-                    self.send(Beat())
-                for message in self._link.listen(max(0.0, beat_at - time.monotonic())):
-                    self._inbox.put(decode(message, ToReplica))
+            self._link.listen_and_beat(encode(Beat()), self._interval, self._put)
         except PeerGoneError:
             os._exit(LOST)
 
@@ -123,7 +120,7 @@ class Replica:
         while True:
             wait_s = 0.0 if engine.has_unfinished() or engine.wants_audit else self._patience()
             while message := self._front.receive(wait_s):
-                self._take(message)
+                self._handle(message)
                 wait_s = 0.0
             with engine.turns:
                 if engine.has_unfinished():
@@ -140,7 +137,7 @@ class Replica:
             return None
         return IDLE_S if self._rounds.resting else 0.0
 
-    def _take(self, message: ToReplica) -> None:
+    def _handle(self, message: ToReplica) -> None:
         engine = self._engine
         with engine.turns:
             if isinstance(message, Submit):
