@@ -24,7 +24,7 @@ import torch
 from benchmarks import traffic_loads
 from benchmarks.bench_policy import NUM_PAGES, PAGE_SIZE, NoMasks, SimulatedExecutor
 from benchmarks.bench_serving import measure, show, sizes, targets
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.core.engine import Engine
 from hybridrt.engine.core.traffic_policy import TrafficPolicy

@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
-from hybridrt.base.config import AttentionSpec, ModelConfig
+from hybridrt.base.model_config import AttentionSpec, ModelConfig
 from hybridrt.kinds.registry import state_shape
-from hybridrt.mem_cache.pools.mamba_pool import MambaPoolSpec, ring_width
+from hybridrt.mem_cache.pools.mamba_pool_spec import MambaPoolSpec, ring_width
 from hybridrt.mem_cache.pools.pools import Pools
 from hybridrt.mem_cache.pools.stored_states import stored_state
 from hybridrt.models.base import CausalLM

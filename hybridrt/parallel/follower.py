@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import HybridrtError, MessageError, PeerGoneError, RankError
 from hybridrt.base.plugins import load_object
 from hybridrt.base.turns import undisturbed

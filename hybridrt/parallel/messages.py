@@ -12,7 +12,7 @@ from hybridrt.channel.codec import Message, pack, unpack
 
 # Types above the runtime are imported with their first task.
 KINDS = {
-    "serve": "hybridrt.base.config:EngineConfig",
+    "serve": "hybridrt.base.engine_config:EngineConfig",
     "step": "hybridrt.runtime.step.plan:StepPlan",
     "prefix": "hybridrt.parallel.tasks:PrefixCopy",
     "masks": "hybridrt.parallel.tasks:MaskTask",

@@ -9,8 +9,8 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from hybridrt.base.config import EngineConfig, resolve_device
-from hybridrt.base.device import gpu_count
+from hybridrt.base.device import gpu_count, resolve_device
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import ConfigError, DeviceError
 from hybridrt.base.turns import Interrupts
 from hybridrt.collectives.groups import TPGroup

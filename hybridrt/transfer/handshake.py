@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import HandshakeError
 from hybridrt.kinds.registry import state_shape
 from hybridrt.mem_cache.pools.kv_pool import ONES, LayerScales
-from hybridrt.mem_cache.pools.mamba_pool import ring_width
+from hybridrt.mem_cache.pools.mamba_pool_spec import ring_width
 from hybridrt.runtime.load.state_identity import Identity, first_difference, state_identity
 from hybridrt.runtime.load.target import RunTarget
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hybridrt.base.config import SpeculativeConfig
+from hybridrt.base.engine_config import SpeculativeConfig
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.api.llm import LLM
 from hybridrt.verify.oracle import OracleAnswer

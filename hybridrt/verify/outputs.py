@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from hybridrt.base.config import dtype_name
+from hybridrt.base.dtypes import dtype_name
 from hybridrt.base.errors import CheckpointError, HybridrtError, UnsupportedModelError
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.engine.api.llm import LLM

@@ -46,7 +46,7 @@ class UnitCosts:
 
 @dataclass(frozen=True)
 class PageGroup:
-    """The KV pages of the layers of one window.
+    """The KV pages of the layers of one page group.
 
     Attributes:
         demand: how many pages a request holds at a time.
@@ -253,7 +253,7 @@ def share_memory(
     share it, or if the longest request, or a state for each row, does not fit there.
 
     Args:
-        cell_bytes: of a page in one tensor of each group; None if its tensors differ.
+        cell_bytes: of a page in one tensor of each group; None if keys and values differ.
         own_pages: the drafter's pages of each group, which the plan has charged with the rows.
         slot_bytes: of a state slot (`MambaPoolSpec.packed_slot_bytes`).
     """

@@ -1,8 +1,8 @@
 """KV pages by page group: their ledgers, what requests need, and what they have.
 
-A page group has the attention layers of one window, and pages of its own. Layers without a window
-are the first group. A page index of a text has one page in each group. A window group gives its page
-up when all windows of later tokens have passed it.
+A page group has attention layers of one window and of one size of a token, and pages of its own.
+Groups without a window come first. A page index of a text has one page in each group. A window group
+gives its page up when all windows of later tokens have passed it.
 
 Page sets are an array [n, G] int64 of handles; 0: the group has no page there.
 """

@@ -90,7 +90,7 @@ def plan_slabs(
 
     Args:
         page_bytes: of a page of each group, over its tensors.
-        cell_bytes: of a page in one tensor of each group; None if its tensors differ.
+        cell_bytes: of a page in one tensor of each group; None if keys and values differ.
         slot_bytes: of a state slot (`MambaPoolSpec.packed_slot_bytes`); 0 if there are no states.
 
     Returns:

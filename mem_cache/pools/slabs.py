@@ -89,6 +89,12 @@ class Slabs:
             entries.append(int((allocator.share.per_slab - kept).sum()))
         return slabs, entries
 
+    def most(self) -> list[int]:
+        """Entries of each allocator, if only one of them lends some and the cache gives up everything
+        that nobody reads."""
+        slabs, entries = self.room()
+        return [own + slabs * a.share.per_slab for a, own in zip(self.allocators, entries)]
+
     def may_have(self, counts: Sequence[int]) -> bool:
         """Whether so many entries of each allocator can be lent together, if the cache gives up
         everything that nobody reads."""

@@ -36,11 +36,12 @@ SMALL = ["--requests", "6", "--prompt-tokens", "8", "--output-tokens", "5", "--j
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    from hybridrt.runtime.load.build import resolve_model_path
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    from tests.support.one_layer import write_first_layer
 
+    path = write_first_layer(tmp_path_factory.mktemp("bench") / "embedded")
     with (
-        LLM(str(resolve_model_path("embedded")), device="cpu", max_running_requests=8, max_model_len=128) as llm,
+        LLM(str(path), device="cpu", max_running_requests=8, max_model_len=128) as llm,
         serving(llm, api_keys=("key",)) as served,
     ):
         yield served

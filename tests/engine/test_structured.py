@@ -12,7 +12,7 @@ import jsonschema
 import numpy as np
 import pytest
 
-from hybridrt.base.config import SpeculativeConfig
+from hybridrt.base.engine_config import SpeculativeConfig
 from hybridrt.base.errors import EngineError, GrammarError, NoTokenLeftError, RequestError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.base.structured_outputs import StructuredOutputs

@@ -19,6 +19,7 @@ from hybridrt.fleet.router import RouterConfig
 from hybridrt.runtime.load.build import resolve_model_path
 from hybridrt.server.core.config import ServerConfig
 from tests.support.http_server import Served, serving
+from tests.support.one_layer import write_first_layer
 from tests.support.routing import FLEET_KEY, Routed, routing
 
 BODY = {"model": "tested", "prompt": "def read_lines(path):", "max_tokens": 12, "temperature": 0}
@@ -26,8 +27,9 @@ KEY = {"Authorization": "Bearer client-key"}
 
 
 @pytest.fixture(scope="module")
-def embedded() -> Iterator[LLM]:
-    with LLM(str(resolve_model_path("embedded")), device="cpu", max_running_requests=8, max_model_len=256) as llm:
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    path = write_first_layer(tmp_path_factory.mktemp("router") / "embedded")
+    with LLM(str(path), device="cpu", max_running_requests=8, max_model_len=256) as llm:
         yield llm
 
 

@@ -118,7 +118,7 @@ def same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5))
 
 
-@pytest.mark.parametrize(("name", "mode", "saves"), sweep(CASES, 11))
+@pytest.mark.parametrize(("name", "mode", "saves"), sweep(CASES, 11, thin=3))
 def test_replay_equals_eager_padded_alike(name: str, mode: str, saves: bool, checkpoints: CheckpointStore) -> None:
     """Bit for bit, step after step, and no other row changes. A replay reads nothing of the step before."""
     check_equal(checkpoints[name].path, mode, saves)

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from hybridrt.base.config import EngineConfig, SpeculativeConfig
+from hybridrt.base.engine_config import EngineConfig, SpeculativeConfig
 from hybridrt.base.errors import ConfigError, MessageError, PeerGoneError, RankError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.base.spans import EncoderInput

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hybridrt import LLM
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.engine.core.engine import Engine
 from hybridrt.engine.replicas import replica
 from hybridrt.engine.replicas.messages import FromReplica, Ready, ToReplica, decode, encode

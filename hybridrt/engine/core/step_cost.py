@@ -138,17 +138,17 @@ class StepCost:
         if self._costs is None:
             return None
         device = sum(cost * feature for cost, feature in zip(self._costs, self._features(work), strict=True))
-        return max(device, self._launch) if self._is_launched_by_host(work) else device
+        return device if self.has_graph(work) else max(device, self._launch)
 
     def note_launch(self, work: StepWork, seconds: float) -> None:
         """The host has launched a step in so many seconds."""
-        if self._is_launched_by_host(work):
+        if not self.has_graph(work):
             self._launches.append(seconds)
             self._launch = median(self._launches)
 
-    def _is_launched_by_host(self, work: StepWork) -> bool:
-        """Whether no graph runs a step with prompts."""
-        return bool(work.prompt_tokens) and self._bucket(work) is None
+    def has_graph(self, work: StepWork) -> bool:
+        """Whether a graph runs a step. Decode rows alone count as such."""
+        return not work.prompt_tokens or self._bucket(work) is not None
 
     def observe(self, works: Sequence[StepWork], seconds: float) -> None:
         """Fits the costs to steps that together took `seconds` (more than 0)."""
@@ -304,9 +304,10 @@ class ChunkBudget:
 
         ends = [0, *(fill for fill in self._cost.fills(self._work) if fill < max_tokens), max_tokens]
         if len(ends) > 2 and not late(ends[-2] + 1):
-            without_graph = bisect_left(range(max_tokens + 1), True, lo=ends[-2] + 2, key=late) - 1
-            if late(ends[-2]) or self._rate(start, without_graph) >= self._rate(start, ends[-2]):
-                return without_graph
+            longest = bisect_left(range(max_tokens + 1), True, lo=ends[-2] + 2, key=late) - 1
+            graph = self._cost.has_graph(self._work.with_chunk(start, longest))
+            if graph or late(ends[-2]) or self._rate(start, longest) >= self._rate(start, ends[-2]):
+                return longest
             ends.pop()
         found = bisect_left(ends, True, lo=1, key=late)
         low = ends[found - 1]

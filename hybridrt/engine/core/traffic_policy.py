@@ -2,11 +2,11 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.engine.core.step_cost import ChunkBudget, PromptWork, StepCost, StepWork
 from hybridrt.engine.request.sample_request import Request
 from hybridrt.runtime.step.pack_padded import Bucket
@@ -50,6 +50,7 @@ class TrafficPolicy:
         max_ttft_factor: prompts may take so many times longer than without decode rows, whatever
             `seconds`; None: NUMBER_FACTOR or AUTO_FACTOR.
         cost: None: one without graphs for prompts.
+        weights: shares of clients in prompt computation; 1 for others.
         clock: seconds, as `RequestMetrics.arrival_time` has them.
 
     Attributes:
@@ -63,9 +64,10 @@ class TrafficPolicy:
         *,
         max_ttft_factor: float | None = None,
         cost: StepCost | None = None,
+        weights: Mapping[str, float] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.seconds, self.cost, self.clock = seconds, cost or StepCost(), clock
+        self.seconds, self.cost, self.weights, self.clock = seconds, cost or StepCost(), weights or {}, clock
         factor = max_ttft_factor or (AUTO_FACTOR if seconds is None else NUMBER_FACTOR)
         self._least = factor / (factor - 1)
         self.backlog, self.passing = 0.0, MOST_PASSING
@@ -85,7 +87,9 @@ class TrafficPolicy:
         if asked is None or (asked == "auto" and device.type == "cpu"):
             return None
         seconds = None if asked == "auto" else float(asked) / 1e3
-        return cls(seconds, max_ttft_factor=config.max_ttft_factor, cost=StepCost(buckets))
+        return cls(
+            seconds, max_ttft_factor=config.max_ttft_factor, cost=StepCost(buckets), weights=config.client_weights
+        )
 
     def budget(self, tokens: int, decode: DecodeRows, pending: float = 0.0, *, flooded: bool = False) -> ChunkBudget:
         """The budget of a step with these decode rows and at most `tokens` prompt tokens.

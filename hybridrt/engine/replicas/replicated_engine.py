@@ -10,9 +10,10 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from hybridrt.base.config import EngineConfig, ModelConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import EngineError, RankError, RequestError
 from hybridrt.base.errors_foreign import no_attribute
+from hybridrt.base.model_config import ModelConfig
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.base.turns import Change, Turns, weakly
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator

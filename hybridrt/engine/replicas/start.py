@@ -13,8 +13,8 @@ from typing import Any
 
 from hybridrt.base import errors
 from hybridrt.base.child_process import ending_of, start_child
-from hybridrt.base.config import EngineConfig, resolve_device
-from hybridrt.base.device import gpu_count
+from hybridrt.base.device import gpu_count, resolve_device
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import ConfigError, DeviceError, EngineError, HybridrtError, MessageError, PeerGoneError
 from hybridrt.channel.control import LOADING_S, Link, disown_in_child, rank_timeout
 from hybridrt.engine.replicas.messages import Beat, Failed, FromReplica, Ready, Start, decode, encode
