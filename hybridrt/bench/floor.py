@@ -47,7 +47,8 @@ def step_bytes(model: CausalLM, pools: Pools, batch: int, context: int) -> StepB
 
 
 def kv_bytes(layers: Iterable[AttentionSpec], context: int) -> int:
-    """Bytes that one row's step reads of layers with these specs: the whole context once, or the part in a window."""
+    """Bytes that one row's step reads of layers with these specs: the whole context once, or the
+    part in a window."""
     return sum(spec.token_bytes * min(context, spec.sliding_window or context) for spec in layers)
 
 
