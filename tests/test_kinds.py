@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from hybridrt.base import plugins
-from hybridrt.base.config import AttentionConfig, EngineConfig, LayerSpec, LinearConfig, ModelConfig, SpeculativeConfig
+from hybridrt.base.engine_config import EngineConfig, SpeculativeConfig
 from hybridrt.base.errors import BackendError, ConfigError, UnsupportedLayerError
 from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.base.model_config import AttentionConfig, LayerSpec, LinearConfig, ModelConfig
 from hybridrt.base.plugins import load_object
 from hybridrt.cli.inspect import _symbol
 from hybridrt.collectives.groups import TPGroup

@@ -186,13 +186,13 @@ def test_servers_that_keep_the_connection() -> None:
 
 def test_tokens_are_stamped_before_any_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk that takes long to parse does not delay the stamps of those behind it."""
-    take = http_load._take
+    take = http_load._read_chunk
 
     def slow(event: bytes, timing: Timing, now: float) -> None:
         time.sleep(0.2)
         take(event, timing, now)
 
-    monkeypatch.setattr(http_load, "_take", slow)
+    monkeypatch.setattr(http_load, "_read_chunk", slow)
     events = [(EVENT % text).encode() for text in "abc"]
     timing = answers_of([b"HTTP/1.1 200 OK\r\n\r\n", *events, b"data: [DONE]\n\n"])
     assert timing.output_tokens == 3 and timing.end < 0.2

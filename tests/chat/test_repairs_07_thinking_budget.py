@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hybridrt.base.config import SpeculativeConfig
+from hybridrt.base.engine_config import SpeculativeConfig
 from hybridrt.base.errors import GrammarError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.base.structured_outputs import StructuredOutputs, Thinking

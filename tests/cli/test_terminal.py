@@ -154,7 +154,7 @@ def test_a_chat_template_that_does_not_end_is_cut_off(
 @pytest.mark.slow
 def test_a_chat_template_that_fills_the_memory_is_cut_off(tmp_path: Path) -> None:
     result = run(with_template(tmp_path, "{{ 'ab' * (2 ** 30) }}"), "--chat", "hi")
-    check_one_line(result, "the model's chat template fails (MemoryError")
+    check_one_line(result, "the model's chat template fails (it needs too much memory")
 
 
 @pytest.mark.usefixtures("no_model")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrt.base.config import SpeculativeConfig
+from hybridrt.base.engine_config import SpeculativeConfig
 from hybridrt.base.errors import ConfigError
 from hybridrt.engine.cache import host_fetches
 from tests.support.checkpoints import VOCAB, CheckpointStore

@@ -152,6 +152,9 @@ SHARED = {
     (None,): SlabPlan(1, 30, (SlabShare(4, 5),), states=SlabShare(1, 1)),
     (None, 7): SlabPlan(1, 40, (SlabShare(4, 9), SlabShare(2, 5)), states=SlabShare(1, 1)),
     (None, 3, 11): SlabPlan(1, 60, (SlabShare(3, 3), SlabShare(2, 4), SlabShare(1, 7)), states=SlabShare(2, 2)),
+    (None, None, 1, 12, 12): SlabPlan(
+        1, 90, (*[SlabShare(4, 5)] * 2, SlabShare(2, 6), *[SlabShare(1, 3)] * 2), states=SlabShare(2, 2)
+    ),
     (3, 11): SlabPlan(1, 30, (SlabShare(5, 6), SlabShare(2, 8)), states=SlabShare(1, 1)),
 }
 

@@ -10,7 +10,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybridrt.base.config import SpeculativeConfig
+from hybridrt.base.engine_config import SpeculativeConfig
 from hybridrt.base.errors import MemoryBudgetError
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, PageGroup, UnitCosts, plan_memory, share_memory
 from hybridrt.mem_cache.pools.page_groups import PageDemand

@@ -204,7 +204,7 @@ def in_common(a: Text, b: Text) -> int:
 TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=14).map(tuple)
 
 
-WINDOWS = (None,), (None, 3), (2,), (None, 1, 5), (3, 6)
+WINDOWS = (None,), (None, 3), (2,), (None, None, 1, 5, 5), (3, 6)
 KINDS = [(1, True), (2, True), (4, True), (0, True), (1, False), (4, False)]
 
 
@@ -455,6 +455,14 @@ def test_pages_that_no_state_needs_leave_a_window_first() -> None:
     useless = 5 + 7  # of the node that both share, and of the second text
     assert len(tree.evict([useless], 0).pages[0]) == useless and cached() == [8, 16]
     assert len(tree.evict([1], 0).pages[0]) == 1 and cached() == [8, 0]
+
+
+def test_sets_go_until_no_group_without_a_window_lacks_pages() -> None:
+    tree = RadixCache(1, False, windows=(None, None))
+    tree.insert(array(range(8)), np.arange(1, 9)[:, None].repeat(2, 1), {})
+    gone = tree.evict([1, 3], 0)
+    assert [pages.indices.tolist() for pages in gone.pages] == [[6, 7, 8]] * 2
+    assert tree.match(array(range(9))).length == 5
 
 
 def test_a_text_gives_the_states_of_earlier_texts_their_tails() -> None:

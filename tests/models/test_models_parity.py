@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrt.base.config import SpeculativeConfig
+from hybridrt.base.engine_config import SpeculativeConfig
 from hybridrt.base.errors import ConfigError
 from hybridrt.layers import linear
 from hybridrt.mem_cache.pools.page_groups import PageDemand

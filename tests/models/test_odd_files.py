@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import CheckpointError, ConfigError, UnsupportedModelError
 from hybridrt.cli.inspect import describe_model
 from hybridrt.engine.text.tokenizer import load_tokenizer

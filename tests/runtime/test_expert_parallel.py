@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridrt import LLM
-from hybridrt.base.config import EngineConfig, SpeculativeConfig
+from hybridrt.base.engine_config import EngineConfig, SpeculativeConfig
 from hybridrt.base.errors import ConfigError
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.layers.moe import experts_of

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybridrt.base.config import EngineConfig, SpeculativeConfig
+from hybridrt.base.engine_config import EngineConfig, SpeculativeConfig
 from hybridrt.base.errors import ConfigError, EngineError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.cache import host_fetches
@@ -19,7 +19,6 @@ from hybridrt.engine.cache.sessions import Sessions
 from hybridrt.engine.core.engine import Engine
 from hybridrt.engine.request.intake import EngineLimits
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
-from hybridrt.parallel import tasks
 from hybridrt.parallel.rank_start import start_ranks
 from hybridrt.parallel.ranks import Ranks
 from hybridrt.parallel.tensor_parallel import TensorParallelExecutor
@@ -249,12 +248,11 @@ def test_every_kind_of_sampling_draws_alike_on_all_ranks(groups: Groups, checkpo
         assert ours == pytest.approx(theirs, abs=1e-3)
 
 
-def test_masks_reach_all_ranks(groups: Groups, checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In several messages. A launch before them, or masks of another shape, are refused before other ranks hear of it;
+def test_masks_reach_all_ranks(groups: Groups, checkpoints: CheckpointStore) -> None:
+    """A launch before them, or masks of another shape, are refused before other ranks hear of it;
     a step that is given up is given up everywhere."""
     executor = TensorParallelExecutor(config(checkpoints["falcon-split"], tp_size=2), ranks=groups[2])
     words = -(-executor.runner.model_config.vocab_size // 32)
-    monkeypatch.setattr(tasks, "_MESSAGE_BYTES", 4 * words)  # of one mask
     params, pages = SamplingParams(temperature=0.0), executor.runner.pools.kv.page_size
     prompt = StepPlan(
         [Admission.from_prompt(row, row, [row, 5], params, 0) for row in (1, 2)],
