@@ -10,10 +10,10 @@ from torch import Tensor
 
 from hybridrt.attention.base import AttentionBackend, AttentionInputs, Branch, Layer
 from hybridrt.attention.checks import check_eager_batch, check_graph_batch, check_own, check_written_places
-from hybridrt.base.config import AttentionSpec
 from hybridrt.base.device import capability
 from hybridrt.base.errors import BackendError
 from hybridrt.base.forward_batch import ForwardBatch, GraphView
+from hybridrt.base.model_config import AttentionSpec
 from hybridrt.kernels.attention.latent_attention import from_latent, into_latent
 from hybridrt.kernels.attention.paged_attention import (
     CellPlaces,

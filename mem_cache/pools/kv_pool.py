@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hybridrt.base.config import AttentionSpec
+from hybridrt.base.model_config import AttentionSpec
 from hybridrt.mem_cache.pools.slab_memory import SlabMemory
 
 # Layer ids by the spec that they share.

@@ -258,7 +258,8 @@ class RadixCache:
             taken.add_state(node)
         for node in self._holders(key, tokens) if self._windowed else reversed(path[1:-1]):
             self._keep_tail(node, pages, taken)
-        self._worths.made(made, tokens, key)
+        if made:
+            self._worths.made(made, tokens, key)
         self._use(deepest)
         self._prune(deepest, kept=deepest)
         return self.given_up(taken, why), deepest

@@ -116,7 +116,7 @@ def test_random_conversations_for_a_while(seed: int, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("windows", [(None,), pytest.param((None, 7), marks=pytest.mark.slow)])
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.soak)])
 def test_random_conversations_with_a_policy(seed: int, windows: Windows, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts wait for each other and leave spaced states."""
     held, hold = list[str](), followers.Followers.hold
@@ -140,7 +140,7 @@ def test_random_conversations_in_windows(seed: int, windows: Windows, monkeypatc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("windows", WINDOWS)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_random_conversations_in_windows_for_a_while(
     seed: int, windows: Windows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,7 +161,7 @@ SHARED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("windows", SHARED)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_random_conversations_in_shared_memory_for_a_while(
     seed: int, windows: Windows, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from hybridrt import LLM, SamplingParams
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import MemoryBudgetError
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.engine.cache import host_fetches

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hybridrt.base.config import AttentionSpec
+from hybridrt.base.model_config import AttentionSpec
 from hybridrt.mem_cache.pools.kv_pool import KVPool, cell_bytes, layer_groups, page_bytes
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.mem_cache.pools.slab_memory import SlabMemory

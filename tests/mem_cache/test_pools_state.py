@@ -6,14 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrt.base.config import AttentionSpec
 from hybridrt.base.errors import ConfigError
+from hybridrt.base.model_config import AttentionSpec
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.kinds.registry import state_shape
 from hybridrt.mem_cache.pools.kv_pool import KVPool, page_bytes
-from hybridrt.mem_cache.pools.mamba_pool import MambaPool, MambaPoolSpec, ring_width
+from hybridrt.mem_cache.pools.mamba_pool import MambaPool
+from hybridrt.mem_cache.pools.mamba_pool_spec import MambaPoolSpec, ring_width
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 from tests.support.by_hand import ByHand, Row
 from tests.support.checkpoints import CheckpointStore

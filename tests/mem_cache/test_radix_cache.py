@@ -216,7 +216,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("page_size", "recurrent", "lookahead", "windows", "examples"), drawn(CASES, 1, 10, 40))
+@pytest.mark.parametrize(("page_size", "recurrent", "lookahead", "windows", "examples"), drawn(CASES, 1, 3, 20, 200))
 def test_the_tree_is_a_dictionary_of_prefixes(
     page_size: int, recurrent: bool, lookahead: int, windows: tuple[int | None, ...], examples: int
 ) -> None:
@@ -287,7 +287,7 @@ def leave(ledger: Ledger, match: PrefixMatch, state: bool) -> None:
 
 
 @pytest.mark.parametrize(("page_size", "lookahead"), [(0, 0), (1, 0), (2, 1), (4, 0), (4, 1)])
-@examples(25, 100)
+@examples(10, 100)
 def test_all_states_at_once_are_as_one_after_the_other(page_size: int, lookahead: int, examples: int) -> None:
     """Some pages are evicted behind each text: what is left of its last edge is no whole one."""
     offers = st.lists(st.tuples(TEXTS, st.sets(st.integers(1, 14), min_size=1), st.integers(0, 4)), max_size=8)

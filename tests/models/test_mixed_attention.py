@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybridrt import LLM
-from hybridrt.base.config import SpeculativeConfig
+from hybridrt.base.engine_config import SpeculativeConfig
 from hybridrt.base.errors import BackendError
 from hybridrt.cli.inspect import describe_model
 from hybridrt.engine.cache import host_fetches

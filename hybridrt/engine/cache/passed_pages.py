@@ -53,7 +53,7 @@ class PassedPages:
 
     def _add_spare(self, request: Request, counts: Sequence[int]) -> None:
         store = self._prefixes
-        if any(counts) and store.has_room(counts, 0) and store.make_room(counts, 0):
+        if any(counts) and store.make_room(counts, 0):
             for kept, fresh in zip(request.pages.spare, self._pages.alloc(counts)):
                 kept.extend(fresh)
 

@@ -9,12 +9,9 @@ from typing import Any
 import torch
 
 from hybridrt.attention.base import AttentionBackend
-from hybridrt.base.config import (
-    AttentionSpec,
-    EngineConfig,
-    ModelConfig,
-)
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import ConfigError, MemoryBudgetError, reason, shown
+from hybridrt.base.model_config import AttentionSpec, ModelConfig
 from hybridrt.base.quantization import PLAIN, QuantConfig, Scheme
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.core.providers import check_overrides
@@ -24,7 +21,8 @@ from hybridrt.layers.linear import finish
 from hybridrt.layers.weights import Build
 from hybridrt.mem_cache.pools.host_plan import STAGED_BYTES, plan_host
 from hybridrt.mem_cache.pools.kv_pool import ONES, KVPool, LayerScales, cell_bytes, layer_groups, page_bytes
-from hybridrt.mem_cache.pools.mamba_pool import MambaPool, MambaPoolSpec
+from hybridrt.mem_cache.pools.mamba_pool import MambaPool
+from hybridrt.mem_cache.pools.mamba_pool_spec import MambaPoolSpec
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, UnitCosts, plan_memory, share_memory
 from hybridrt.mem_cache.pools.page_groups import PageDemand
 from hybridrt.mem_cache.pools.pools import Pools
