@@ -4,10 +4,14 @@ An image is one span, or several where a family cuts images into tiles. Nothing 
 and the code that reads pictures knows what a span shows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 import numpy as np
+
+from hybridrt.base.errors import MessageError
+
+PART_BYTES = 2**23
 
 
 class EncoderInput(msgspec.Struct, frozen=True, array_like=True, eq=False):
@@ -69,3 +73,28 @@ def mrope_positions(spans: Sequence[Span], start: int, end: int) -> np.ndarray:
 def mrope_delta(spans: Sequence[Span]) -> int:
     """What is added to the index of a token after all `spans`: zero or less."""
     return sum(max(span.grid) - span.length for span in spans)
+
+
+def patch_parts(inputs: Iterable[EncoderInput]) -> Iterator[bytes]:
+    """The patches of inputs, one after the other, in parts that fit a message."""
+    for given in inputs:
+        data = given.patches.tobytes()
+        for start in range(0, len(data), PART_BYTES):
+            yield data[start : start + PART_BYTES]
+
+
+def inputs_of_parts(
+    grids: Sequence[tuple[int, int]], parts: Sequence[bytes], numbers: int, dtype: str
+) -> list[EncoderInput]:
+    """Inputs of these grids, of their `patch_parts`. MessageError if they do not belong together.
+
+    Args:
+        numbers, dtype: `VisionSpec.patch_numbers` and `patch_dtype`.
+    """
+    data = np.frombuffer(b"".join(parts), np.uint8)
+    ends = np.cumsum([rows * columns for rows, columns in grids])
+    width = numbers * np.dtype(dtype).itemsize
+    if len(data) != (expected := int(ends[-1]) * width if len(ends) else 0):
+        raise MessageError(f"encoder inputs of {expected} bytes came with {len(data)} bytes of patches")
+    patches = np.split(data.view(dtype).reshape(-1, numbers), ends[:-1])
+    return [EncoderInput(part, grid) for part, grid in zip(patches, grids)]

@@ -113,7 +113,9 @@ def _run_tasks(leader: Leader, runner: ModelRunner) -> None:
     step, masks, patches = LaunchedStep(), list[np.ndarray](), list[bytes]()
     while (message := leader.receive()) is not None:
         if isinstance(message, StepPlan):
-            step = runner.launch(with_patches(message, patches) if message.encode else message)
+            if message.encode:
+                message = with_patches(message, patches, runner.model_config.vision)
+            step = runner.launch(message)
             patches.clear()
         elif isinstance(message, PatchTask):
             patches.append(message.patches)

@@ -8,10 +8,12 @@ import numpy as np
 from msgspec.structs import replace
 
 from hybridrt.base.errors import MessageError
+from hybridrt.base.spans import inputs_of_parts, patch_parts
+from hybridrt.base.vision import VisionSpec
 from hybridrt.runtime.load.draft_needs import DraftRow
 from hybridrt.runtime.run.model_runner import ModelRunner
 from hybridrt.runtime.run.prefix_copy import PrefixPlaces
-from hybridrt.runtime.step.plan import EncoderTask, StepPlan
+from hybridrt.runtime.step.plan import NO_INTEGERS, EncoderTask, StepPlan
 
 _MESSAGE_BYTES = 2**23
 
@@ -65,33 +67,25 @@ class PrefixCopy(msgspec.Struct, frozen=True):
 
 def patch_tasks(tasks: Sequence[EncoderTask]) -> Iterator[PatchTask]:
     """The patches of a step in parts that fit a message. They come before the step."""
-    for task in tasks:
-        data = task.input.patches.tobytes()
-        for start in range(0, len(data), _MESSAGE_BYTES):
-            yield PatchTask(data[start : start + _MESSAGE_BYTES])
+    return map(PatchTask, patch_parts(task.input for task in tasks))
 
 
 def without_patches(plan: StepPlan) -> StepPlan:
-    """The step as a message, after its `patch_tasks`. An input keeps the numbers of a patch."""
+    """The step as a message, after its `patch_tasks`."""
     if not plan.encode:
         return plan
-    bare = [replace(task, input=replace(task.input, patches=task.input.patches[:0])) for task in plan.encode]
+    bare = [replace(task, input=replace(task.input, patches=NO_INTEGERS)) for task in plan.encode]
     return dataclasses.replace(plan, encode=bare)
 
 
-def with_patches(plan: StepPlan, parts: Sequence[bytes]) -> StepPlan:
+def with_patches(plan: StepPlan, parts: Sequence[bytes], spec: VisionSpec | None) -> StepPlan:
     """The step that was sent as `parts` and `without_patches`. MessageError if they do not belong
     together."""
-    data, made, start = np.frombuffer(b"".join(parts), np.uint8), list[EncoderTask](), 0
-    for task in plan.encode:
-        rows, columns = task.input.grid
-        end = start + rows * columns * (width := task.input.patches.shape[1])
-        if end > len(data):
-            raise MessageError(f"an encoder task of {rows} x {columns} patches came with {len(data) - start} bytes")
-        made.append(replace(task, input=replace(task.input, patches=data[start:end].reshape(-1, width))))
-        start = end
-    if start < len(data):
-        raise MessageError(f"{len(data) - start} bytes of patches belong to no encoder task")
+    if spec is None:
+        raise MessageError("rank 0 sent an encoder task, and this model has no encoder")
+    grids = [task.input.grid for task in plan.encode]
+    inputs = inputs_of_parts(grids, parts, spec.patch_numbers, spec.patch_dtype)
+    made = [replace(task, input=given) for task, given in zip(plan.encode, inputs)]
     return dataclasses.replace(plan, encode=made)
 
 

@@ -105,6 +105,8 @@ def sample_prompts(path: Path) -> tuple[list[tuple[list[int], list[Span]]], list
         (LFM2, {"chunked_prefill_size": 5}),
         (LFM3, {}),
         (OMNI, {"chunked_prefill_size": 5}),
+        pytest.param(QWEN, {"tp_size": 2, "chunked_prefill_size": 5}, marks=pytest.mark.slow),
+        pytest.param(OMNI, {"tp_size": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_greedy_tokens_are_those_of_transformers(

@@ -8,6 +8,7 @@ import numpy as np
 from hybridrt.base.config import EngineConfig
 from hybridrt.base.errors import EngineError, MessageError
 from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.base.spans import Span
 from hybridrt.channel.codec import Message, unpack
 from hybridrt.engine.request.outputs import Delta, EngineCounters
 from hybridrt.fleet.prefix_mirror import CacheLayout
@@ -22,11 +23,32 @@ class Start(Message):
     config: EngineConfig
 
 
+class Patches(Message):
+    """A part of the patches of the next request's spans, which are sent one after the other."""
+
+    data: bytes
+
+
+class SentSpan(msgspec.Struct, frozen=True):
+    """A span without its patches. `patches`: their rows and columns."""
+
+    start: int
+    length: int
+    digest: bytes
+    grid: tuple[int, int]
+    patches: tuple[int, int]
+
+    @classmethod
+    def from_span(cls, span: Span) -> "SentSpan":
+        return cls(span.start, span.length, span.digest, span.grid, span.input.grid)
+
+
 class Submit(Message):
     """A request. `tokens`: int32 of its prompt; the others are those of `Engine.submit`."""
 
     request_id: str
     tokens: bytes
+    spans: tuple[SentSpan, ...]
     params: SamplingParams
     boundaries: tuple[int, ...]
     stream: bool
@@ -43,7 +65,7 @@ class Reset(Message):
     """Empties the prefix cache."""
 
 
-ToReplica = Start | Submit | Abort | Reset
+ToReplica = Start | Patches | Submit | Abort | Reset
 
 
 class Beat(Message):
@@ -58,7 +80,7 @@ class Ready(Message):
 
 
 class Event(Message):
-    """A CacheEvent; arrays as int32 bytes."""
+    """A CacheEvent; arrays as int32 bytes: of tokens of images, the lower half of their ids."""
 
     what: What
     tier: Tier

@@ -6,12 +6,14 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 import torch
 
 from hybridrt.base.errors import EngineError, HybridrtError, MessageError, PeerGoneError, RankError
+from hybridrt.base.spans import Span, inputs_of_parts
 from hybridrt.base.turns import undisturbed
 from hybridrt.channel.control import BEATS, Link, rank_timeout
 from hybridrt.engine.core.engine import Engine
@@ -22,8 +24,10 @@ from hybridrt.engine.replicas.messages import (
     Event,
     Failed,
     FromReplica,
+    Patches,
     Ready,
     Reset,
+    SentSpan,
     Start,
     Stepped,
     Submit,
@@ -33,6 +37,7 @@ from hybridrt.engine.replicas.messages import (
     decode,
     encode,
 )
+from hybridrt.engine.request.intake import Prompt
 from hybridrt.engine.request.outputs import Delta, DeltaQueue, RequestMetrics
 from hybridrt.fleet.prefix_mirror import CacheLayout
 from hybridrt.mem_cache.prefix_tree.cache_events import EVENTS, CacheEvent
@@ -80,6 +85,7 @@ class Replica:
     def __init__(self, front: Front, engine: Engine) -> None:
         self._front, self._engine, self._deltas = front, engine, DeltaQueue()
         self._events = engine.cache_events(EVENTS)
+        self._patches: list[bytes] = []  # of the next request
 
     def run(self) -> None:
         """Until this process ends."""
@@ -99,7 +105,9 @@ class Replica:
     def _take(self, message: ToReplica) -> None:
         engine = self._engine
         with engine.turns:
-            if isinstance(message, Submit):
+            if isinstance(message, Patches):
+                self._patches.append(message.data)
+            elif isinstance(message, Submit):
                 self._submit(message)
             elif isinstance(message, Abort):
                 engine.abort(message.request_id)
@@ -109,9 +117,13 @@ class Replica:
                 raise MessageError(f"a replica that runs was sent {type(message).__name__}")
 
     def _submit(self, message: Submit) -> None:
-        tokens = array(message.tokens).tolist()
+        tokens, parts = array(message.tokens).tolist(), self._patches
+        self._patches = []
         try:
-            prepared = replace(self._engine.prepare(tokens, message.params), boundaries=message.boundaries)
+            prompt: Prompt = tokens
+            if message.spans:
+                prompt = {"prompt_token_ids": tokens, "spans": self._spans(message.spans, parts)}
+            prepared = replace(self._engine.prepare(prompt, message.params), boundaries=message.boundaries)
             self._engine.submit(
                 prepared, message.request_id, queue=self._deltas, stream=message.stream, client=message.client
             )
@@ -122,6 +134,13 @@ class Replica:
                 for index in range(message.params.n)
             ]
             self._front.send(Stepped(failed, self._engine.counters(), self._engine.wait_seconds(), []))
+
+    def _spans(self, sent: Sequence[SentSpan], parts: Sequence[bytes]) -> list[Span]:
+        limits = self._engine.intake.limits.spans
+        if limits is None:
+            raise MessageError("a replica without an encoder was sent spans")
+        inputs = inputs_of_parts([span.patches for span in sent], parts, limits.patch_size, limits.patch_dtype)
+        return [Span(s.start, s.length, s.digest, s.grid, given) for s, given in zip(sent, inputs)]
 
     def _tell(self) -> None:
         engine = self._engine

@@ -46,10 +46,6 @@ def span_limits(config: EngineConfig, model: ModelConfig) -> SpanLimits | None:
             f'speculative method "{config.speculative.method}" drafts with a smaller model, which sees no images: '
             'leave images out, or use method "ngram" or "mtp"'
         )
-    if config.dp_size > 1:
-        refusal = (
-            f"dp_size is {config.dp_size}, and replicas take no images: leave images out, or start an LLM for each"
-        )
     return SpanLimits(
         spec.token, spec.patch_numbers, spec.patch_dtype, spec.merge, config.encoder_cache_tokens, refusal
     )
