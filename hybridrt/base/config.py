@@ -332,6 +332,7 @@ _ENGINE = {
     "cache_slots": _or_none(integer(0, 2**24)),
     "host_cache_bytes": integer(0, 2**48),
     "encoder_cache_tokens": integer(1, 2**24),
+    "encoder_host_tokens": integer(0, 2**26),
     "request_log": _or_none(TEXT),
     "audit_hits": number(0, 1),
 }
@@ -397,6 +398,8 @@ class EngineConfig:
             page-locked with a GPU. 0: none.
         encoder_cache_tokens: tokens of images whose embeddings the device keeps, in a model that
             sees; no image may have more.
+        encoder_host_tokens: tokens of images whose embeddings each rank keeps in main memory, for
+            images that come again later; page-locked with a GPU. 0: none.
         request_log: file that gets the token ids of all requests, and lost cache entries, for
             `hybridrt explain`. None: none is written.
         audit_hits: share of hits of the prefix cache that are computed again when no request runs;
@@ -439,6 +442,7 @@ class EngineConfig:
     cache_slots: int | None = None
     host_cache_bytes: int = 0
     encoder_cache_tokens: int = 16384
+    encoder_host_tokens: int = 0
     request_log: str | None = None
     audit_hits: float = 0.0
     seed: int = 0

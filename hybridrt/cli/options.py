@@ -79,6 +79,7 @@ class EngineOptions(Overrides):
     host_cache_bytes: int | None = setting("Main memory for prefixes, in bytes.", "0", "N")
     images: bool | None = setting("Load the tower of a model that sees, and take images.", "on")
     encoder_cache_tokens: int | None = setting("Tokens of images whose embeddings are kept.", "16384", "N")
+    encoder_host_tokens: int | None = setting("Tokens of images whose embeddings main memory keeps.", "0", "N")
     request_log: str | None = setting("Write all token ids to a file, for `hybridrt explain`.", "none", "FILE")
     audit_hits: float | None = setting("Share of cache hits that are computed again when idle.", "0.0", "X")
     transfer_bytes: int | None = setting("Memory for states that come from, or go to, other workers.", "0", "N")

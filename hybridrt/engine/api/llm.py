@@ -112,6 +112,7 @@ class LLM:
         cache_slots: int | None = None,
         host_cache_bytes: int = 0,
         encoder_cache_tokens: int = 16384,
+        encoder_host_tokens: int = 0,
         request_log: str | None = None,
         audit_hits: float = 0.0,
         seed: int = 0,

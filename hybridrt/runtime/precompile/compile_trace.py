@@ -158,7 +158,7 @@ def trace(
             if config.cuda_graph:
                 steps.append(("graphs", runner.capture))
             if runner.model_config.vision is not None:
-                runner.encoder = SpanEncoder(runner.model, config.encoder_cache_tokens, runner.staging)
+                runner.encoder = SpanEncoder(runner.model, config.encoder_cache_tokens, 0, runner.staging)
             make = _Plans(runner)
             problems = _run_all([*steps, *_first_steps(make)])
             started()
@@ -279,8 +279,8 @@ class _Plans:
 
     def image(self, tokens: int, params: SamplingParams) -> StepPlan:
         """A prompt of one image, a row of tokens."""
-        config = self.runner.model_config
-        assert (spec := config.vision) is not None, "its runner has an encoder"
+        config, spec = self.runner.model_config, self.runner.model_config.vision
+        assert spec is not None, "its runner has an encoder"
         patches = np.zeros((tokens * spec.merge**2, spec.patch_numbers), spec.patch_dtype)
         given, rows = EncoderInput(patches, (spec.merge, tokens * spec.merge)), np.arange(tokens, dtype=np.int32)
         span = Span(0, tokens, b"", (1, tokens), given)
