@@ -295,7 +295,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     llm = make_llm(args, images=True)
     print(llm.plan.summary())
     llm.generate([[5, 6, 7]], ENDS)
-    print(f"{environment()}; a slice has {SLICE_PATCHES} patches", flush=True)
+    print(f"{environment()}; patches of a slice: {SLICE_PATCHES}", flush=True)
     settle()
     bench = Bench(args, llm)
     bench.encoder()

@@ -242,7 +242,7 @@ def test_images_come_back_from_main_memory(tp: int, llm: LLM, path: Path) -> Non
 
 def test_a_task_does_not_overwrite_what_was_fetched(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was given up before it ended, and has lost some of its rows."""
-    monkeypatch.setattr(span_encoder, "SLICE_PATCHES", 1)
+    monkeypatch.setitem(span_encoder.SLICE_PATCHES, "cpu", 1)
     spans = prompt(path, 0, (1, 2, 3), (2, 1, 2))["spans"]
     with engine(path, encoder_host_tokens=8) as llm:
         encoder = llm.engine.executor.encoder

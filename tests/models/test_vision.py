@@ -207,3 +207,20 @@ def test_processors_that_are_refused(
     path = seeing(checkpoints[QWEN].path, tmp_path / "model", **change)
     with pytest.raises(ConfigError, match=f"preprocessor_config.json: {text}"):
         read_model_config(path)
+
+
+@pytest.mark.parametrize("name", [QWEN, pytest.param(LFM2, marks=pytest.mark.slow), LFM3, OMNI])
+def test_slices_of_a_large_picture_are_the_whole(name: str, checkpoints: CheckpointStore, tmp_path: Path) -> None:
+    tower = load(seeing(checkpoints[name].path, tmp_path / "model")).tower
+    assert tower is not None
+    given = pictures(tower.spec, [(6, 8)])
+    slices, costs = tower.slices(given, most=5), list[int]()
+    with torch.inference_mode():
+        (whole,) = tower.encode(given)
+        while True:
+            try:
+                costs.append(next(slices))
+            except StopIteration as end:
+                torch.testing.assert_close(end.value[0], whole, rtol=1e-5, atol=1e-5)
+                break
+    assert set(costs) == {5} and len(costs) > 20 * tower.spec.num_layers - 20 * len(tower.spec.convolutions)

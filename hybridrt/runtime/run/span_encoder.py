@@ -14,15 +14,16 @@ from hybridrt.runtime.step.plan import EmbeddingFetch, EncoderTask, StepPlan
 
 # Patches that pass through one block of the encoder in a step with decode rows: by its operations 0.6 ms on an H100
 # with a tower of 0.45 billion weights (not measured), where a decode step of 9 billion weights takes 7 ms.
-SLICE_PATCHES = 4096
-BATCH_PATCHES = 4 * SLICE_PATCHES  # most patches at once, or one span
+# On a CPU with both, 256 are about a tenth of a decode step.
+SLICE_PATCHES = {"cuda": 4096, "cpu": 256}
+BATCH_PATCHES = 1 << 14  # most patches at once, or one span
 
 
 class SpanEncoder:
     """The embedding cache [num_rows, hidden], and tasks that fill its rows.
 
     Tasks run in order on the steps' stream, each step before its rows. A step with decode rows runs
-    a slice of them: some blocks of layers. Other steps run all.
+    a slice of them: some blocks of layers, or a part of one of a large picture. Other steps run all.
     """
 
     def __init__(self, model: CausalLM, num_rows: int, host_rows: int, staging: StagingRing) -> None:
@@ -33,6 +34,7 @@ class SpanEncoder:
         self._kept = torch.zeros(num_rows, hidden, dtype=model.dtype, device=model.device)
         self._waiting = deque[EncoderTask]()
         self._batch: list[EncoderTask] = []  # those that are being encoded
+        self._slice_patches = SLICE_PATCHES[model.device.type]
         self._slices = self._tower.slices(())
         self._done = 0
         self._outdated = set[int]()  # tickets of unfinished tasks of which some rows have other embeddings now
@@ -46,10 +48,9 @@ class SpanEncoder:
         try:
             while self._batch or self._waiting:
                 if not self._batch:
-                    self._begin(SLICE_PATCHES if decoding else BATCH_PATCHES)
-                patches += _num_patches(self._batch)
-                self._run_block()
-                if decoding and patches >= SLICE_PATCHES and plan.after_encoder <= self._done:
+                    self._begin(self._slice_patches if decoding else None)
+                patches += self._run_slice()
+                if decoding and patches >= self._slice_patches and plan.after_encoder <= self._done:
                     return
         except BaseException:
             self._waiting.clear()
@@ -64,17 +65,18 @@ class SpanEncoder:
     def embeddings(self, tokens: EmbeddedTokens[torch.Tensor]) -> Embeddings:
         return Embeddings(self._kept.index_select(0, tokens.rows), tokens.places)
 
-    def _begin(self, most: int) -> None:
-        """The next tasks of up to `most` patches, or one."""
+    def _begin(self, most: int | None) -> None:
+        """The next tasks of up to `most` patches, or one, in slices of as many; None: as many as go
+        at once."""
         self._batch = [self._waiting.popleft()]
-        while self._waiting and _num_patches([*self._batch, self._waiting[0]]) <= most:
+        while self._waiting and _num_patches([*self._batch, self._waiting[0]]) <= (most or BATCH_PATCHES):
             self._batch.append(self._waiting.popleft())
-        self._slices = self._tower.slices([task.input for task in self._batch])
+        self._slices = self._tower.slices([task.input for task in self._batch], most)
 
-    def _run_block(self) -> None:
-        """After the last one, stores the embeddings."""
+    def _run_slice(self) -> int:
+        """Returns its patches. After the last one, stores the embeddings."""
         try:
-            next(self._slices)
+            return next(self._slices)
         except StopIteration as end:
             for task, part in zip(self._batch, end.value, strict=True):
                 if self._host is not None and len(task.host_rows):
@@ -83,7 +85,9 @@ class SpanEncoder:
             if made:
                 rows, parts = zip(*made)
                 self._store(np.concatenate(rows), torch.cat(parts))
+            patches = _num_patches(self._batch)
             self._done, self._batch = self._batch[-1].ticket, []
+            return patches
 
     def _is_outdated(self, task: EncoderTask) -> bool:
         found = task.ticket in self._outdated
