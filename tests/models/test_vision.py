@@ -180,6 +180,7 @@ def test_a_final_norm_of_the_tower_of_nemotron_omni(checkpoints: CheckpointStore
     (LFM2, {"patch_size": 0}, "patch_size is 0"),
     (OMNI, {"use_swiglu_ffn": True}, "use_swiglu_ffn is True"),
     (OMNI, {"hidden_size": 32}, "hidden_size is 32; it must be .* vision_hidden_size, which is 16"),
+    (OMNI, {"args": {"model": "vit_giant"}}, "model is 'vit_giant'; it must be one of vit_base"),
     (LFM3, {"layer_types": ["conv"]}, "layer_types has 1 entries; there are 3 layers"),
     (LFM3, {"num_key_value_heads": 3}, "num_attention_heads 2 and num_key_value_heads 3"),
     (LFM3, {"conv_kernel_size": 2}, "conv_kernel_size is 2; it must be an odd number"),
