@@ -104,6 +104,14 @@ class Pictures(NamedTuple):
         return [self.num_prefix + rows * columns for rows, columns in self.grids]
 
 
+class QKV(NamedTuple):
+    """Queries, keys and values [T, heads, dim] of patches; keys and values may have fewer heads."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
 class BlockKeys(NamedTuple):
     """Keys of a block's parts; `qkv` of one tensor, or of three."""
 
@@ -125,8 +133,8 @@ class AnyBlock(nn.Module, ABC):
     attends = True
 
     @abstractmethod
-    def inputs(self, x: torch.Tensor, turns: Turns | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values [T, heads, dim] of patches [T, size]."""
+    def inputs(self, x: torch.Tensor, turns: Turns | None) -> QKV:
+        """Of patches [T, size]."""
 
     @abstractmethod
     def joined(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
@@ -157,11 +165,11 @@ class Block(AnyBlock):
         self.up = Linear(f"{name}.up", size, spec.intermediate_size, build=build)
         self.down = Linear(f"{name}.down", spec.intermediate_size, size, build=build)
 
-    def inputs(self, x: torch.Tensor, turns: Turns | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def inputs(self, x: torch.Tensor, turns: Turns | None) -> QKV:
         q, k, v = self.qkv(self.norm1(x)).view(len(x), 3, self.heads, -1).unbind(1)
         if turns is not None:
             q, k = qk_norm_rotary(q, k, turns.order, Rope(turns.cos_sin))
-        return q, k, v
+        return QKV(q, k, v)
 
     def joined(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         return x + self.proj(attended.flatten(1))

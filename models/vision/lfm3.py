@@ -26,6 +26,7 @@ from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointMap, parameter, whole
 from hybridrt.models.config.read_vision import rope_theta
 from hybridrt.models.vision.layers import (
+    QKV,
     AnyBlock,
     JoinedLinear,
     LayerNorm,
@@ -145,12 +146,12 @@ class GroupedAttention(nn.Module):
         )
         self.out = Linear(f"{name}.out", size, size, bias=False, build=build)
 
-    def inputs(self, x: torch.Tensor, turns: Turns | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def inputs(self, x: torch.Tensor, turns: Turns | None) -> QKV:
         parts = self.qkv(x).split(self.qkv.sizes, -1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         assert turns is not None, "this tower turns queries and keys"
         rope = Rope(turns.cos_sin, self.q_norm.weight, self.k_norm.weight, self.eps)
-        return *qk_norm_rotary(q, k, turns.order, rope), v
+        return QKV(*qk_norm_rotary(q, k, turns.order, rope), v)
 
     def targets(self, key: str) -> CheckpointMap:
         found = self.qkv.targets_apart([f"{key}.{part}_proj" for part in "qkv"])
@@ -171,7 +172,7 @@ class Layer(AnyBlock):
         self.up = JoinedLinear(f"{name}.up", size, [inner, inner], bias=False, build=build)
         self.down = Linear(f"{name}.down", inner, size, bias=False, build=build)
 
-    def inputs(self, x: torch.Tensor, turns: Turns | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def inputs(self, x: torch.Tensor, turns: Turns | None) -> QKV:
         assert isinstance(self.mixer, GroupedAttention), "convolutions have no queries"
         return self.mixer.inputs(self.mixer_norm(x)[0], turns)
 

@@ -15,7 +15,7 @@ from hybridrt.base.quantization import PLAIN
 from hybridrt.base.spans import EncoderInput
 from hybridrt.base.vision import VisionSpec
 from hybridrt.layers.weights import Build, CheckpointMap
-from hybridrt.models.vision.layers import AnyBlock, Pictures, attend
+from hybridrt.models.vision.layers import QKV, AnyBlock, Pictures, attend
 
 
 def on_device(parts: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
@@ -107,7 +107,7 @@ class Tower(nn.Module, ABC):
             for part in _ranges(len(x), most):
                 made.append(block.inputs(x[part], pictures.turns and pictures.turns.of_part(part)))
                 yield most
-            qkv, rows = tuple(map(torch.cat, zip(*made))), _rows_at_once(self.spec, len(x), most)
+            qkv, rows = QKV(*map(torch.cat, zip(*made))), _rows_at_once(self.spec, len(x), most)
         else:
             x = block.mixed(x, pictures)
             yield most
@@ -115,8 +115,8 @@ class Tower(nn.Module, ABC):
         for part in _ranges(len(x), rows):
             of_part = x[part]
             if qkv is not None:
-                q, k, v = qkv
-                of_part = block.joined(of_part, attend(q[None, part], k[None], v[None])[0])
+                attended = attend(qkv.q[None, part], qkv.k[None], qkv.v[None])
+                of_part = block.joined(of_part, attended[0])
             found.append(block.mlp(of_part))
             yield most
         return torch.cat(found)
