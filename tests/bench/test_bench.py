@@ -275,6 +275,16 @@ def test_the_loads_of_the_suite() -> None:
     assert work[-1].arrival > 10 and {each.max_tokens for each in work} == {128, 256}
 
 
+def test_loads_of_the_suite_have_no_prompt_in_common() -> None:
+    """Else a server would have the prompts of a load from the one before."""
+    short = [
+        make_work(replace(suites.chosen(suites.ALL)[name].workload, requests=5)) for name in ("10/s", "20/s", "30/s")
+    ]
+    first = [each.prompt[0] for work in short for each in work]
+    assert len(set(first)) == len(first)
+    assert suites.chosen("20/s", 1)["20/s"] != suites.chosen("20/s", 0)["20/s"] == suites.chosen(suites.ALL)["20/s"]
+
+
 def test_bench_serve_says_why_all_failed(served: Served) -> None:
     result = runner.invoke(app, ["bench", "serve", served.url, *SMALL, "--model", "other", "--api-key", "key"])
     assert result.exit_code == 1 and "every request has failed" in result.output
