@@ -305,7 +305,7 @@ _ENGINE = {
     "model": FieldType("a checkpoint directory or a hub name, as text", lambda v: isinstance(v, str) and bool(v)),
     **dict.fromkeys(("device", "attention_backend", "linear_attn_backend"), TEXT),
     "prefill_attention_backend": _or_none(TEXT),
-    **dict.fromkeys(("cuda_graph", "cuda_graph_prompts", "overlap", "images"), FLAG),
+    **dict.fromkeys(("cuda_graph", "cuda_graph_prompts", "overlap", "images", "prompt_embeds"), FLAG),
     "seed": integer(-(2**63), 2**63 - 1),
     "dtype": one_of("auto", *DTYPES),
     "load_format": one_of("auto", "dummy"),
@@ -385,6 +385,8 @@ class EngineConfig:
         overlap: launch a step before the tokens of the previous step have reached the host.
         speculative: a SpeculativeConfig, or None.
         images: load the tower of a model that sees, and take images. False saves its memory.
+        prompt_embeds: take embeddings [n, hidden] as prompts, in Python. `encoder_cache_tokens` is the
+            longest.
         tp_size: tensor-parallel ranks, each a process with a shard of the model and its own GPU.
         expert_parallel: each rank holds whole routed experts, instead of a part of every expert.
         dp_size: replicas of the model, each with `tp_size` ranks, pools and a prefix cache of its own
@@ -434,6 +436,7 @@ class EngineConfig:
     overlap: bool = True
     speculative: SpeculativeConfig | None = None
     images: bool = True
+    prompt_embeds: bool = False
     tp_size: int = 1
     expert_parallel: bool = False
     dp_size: int = 1

@@ -21,10 +21,13 @@ class EncoderInput(msgspec.Struct, frozen=True, array_like=True, eq=False):
         patches: [rows * columns, numbers of a patch] of `VisionSpec.patch_dtype`, before
             normalisation, in the order in which the family's processor lists patches.
         grid: rows and columns of patches.
+        embeds: there is nothing to encode: `patches` [length, hidden] float32 are the embeddings
+            themselves, of text, with positions of text. The grid is (1, length).
     """
 
     patches: np.ndarray
     grid: tuple[int, int]
+    embeds: bool = False
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True, eq=False):
@@ -58,6 +61,8 @@ def mrope_positions(spans: Sequence[Span], start: int, end: int) -> np.ndarray:
     for span in spans:
         if span.start >= end:
             break
+        if span.input.embeds:
+            continue
         last, (rows, columns) = span.start + span.length, span.grid
         if last > start:
             inside = np.arange(max(span.start, start), min(last, end), dtype=np.int32)
@@ -72,7 +77,7 @@ def mrope_positions(spans: Sequence[Span], start: int, end: int) -> np.ndarray:
 
 def mrope_delta(spans: Sequence[Span]) -> int:
     """What is added to the index of a token after all `spans`: zero or less."""
-    return sum(max(span.grid) - span.length for span in spans)
+    return sum(max(span.grid) - span.length for span in spans if not span.input.embeds)
 
 
 def patch_parts(inputs: Iterable[EncoderInput]) -> Iterator[bytes]:
@@ -84,17 +89,26 @@ def patch_parts(inputs: Iterable[EncoderInput]) -> Iterator[bytes]:
 
 
 def inputs_of_parts(
-    grids: Sequence[tuple[int, int]], parts: Sequence[bytes], numbers: int, dtype: str
+    bare: Sequence[EncoderInput], parts: Sequence[bytes], form: tuple[int, str], hidden: int
 ) -> list[EncoderInput]:
-    """Inputs of these grids, of their `patch_parts`. MessageError if they do not belong together.
+    """Inputs without patches with those of `patch_parts`. MessageError if they do not belong together.
 
     Args:
-        numbers, dtype: `VisionSpec.patch_numbers` and `patch_dtype`.
+        form: numbers of a patch, and their dtype.
+        hidden: numbers of an embedding.
     """
-    data = np.frombuffer(b"".join(parts), np.uint8)
-    ends = np.cumsum([rows * columns for rows, columns in grids])
-    width = numbers * np.dtype(dtype).itemsize
-    if len(data) != (expected := int(ends[-1]) * width if len(ends) else 0):
-        raise MessageError(f"encoder inputs of {expected} bytes came with {len(data)} bytes of patches")
-    patches = np.split(data.view(dtype).reshape(-1, numbers), ends[:-1])
-    return [EncoderInput(part, grid) for part, grid in zip(patches, grids)]
+    data, found, start = b"".join(parts), list[EncoderInput](), 0
+    for given in bare:
+        numbers, dtype = (hidden, "float32") if given.embeds else form
+        count = given.grid[0] * given.grid[1]
+        end = start + count * numbers * np.dtype(dtype).itemsize
+        if end > len(data):
+            raise MessageError(
+                f"an encoder input of {end - start} bytes came with {len(data) - start} bytes of patches"
+            )
+        patches = np.frombuffer(data[start:end], dtype).reshape(count, numbers)
+        found.append(msgspec.structs.replace(given, patches=patches))
+        start = end
+    if start < len(data):
+        raise MessageError(f"{len(data) - start} bytes of patches belong to no encoder input")
+    return found

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+NO_PATCHES = 0, "uint8"
+
 
 @dataclass(frozen=True)
 class VisionSpec:
@@ -68,3 +70,8 @@ class VisionSpec:
     def patch_numbers(self) -> int:
         """Numbers of a patch, three for each pixel."""
         return 3 * self.patch_size**2
+
+
+def patch_form(spec: VisionSpec | None) -> tuple[int, str]:
+    """Numbers of a patch and their dtype; none without a tower."""
+    return NO_PATCHES if spec is None else (spec.patch_numbers, spec.patch_dtype)

@@ -78,6 +78,7 @@ class EngineOptions(Overrides):
     cache_slots: int | None = setting("Recurrent states kept for prefixes.", "one a request", "N")
     host_cache_bytes: int | None = setting("Main memory for prefixes, in bytes.", "0", "N")
     images: bool | None = setting("Load the tower of a model that sees, and take images.", "on")
+    prompt_embeds: bool | None = setting("Take embeddings as prompts, in Python.", "off")
     encoder_cache_tokens: int | None = setting("Tokens of images whose embeddings are kept.", "16384", "N")
     encoder_host_tokens: int | None = setting("Tokens of images whose embeddings main memory keeps.", "0", "N")
     request_log: str | None = setting("Write all token ids to a file, for `hybridrt explain`.", "none", "FILE")

@@ -18,6 +18,7 @@ from hybridrt.base.config import EngineConfig
 from hybridrt.base.errors import HybridrtError, MessageError, PeerGoneError, RankError
 from hybridrt.base.plugins import load_object
 from hybridrt.base.turns import undisturbed
+from hybridrt.base.vision import patch_form
 from hybridrt.channel.codec import pack
 from hybridrt.channel.control import BEATS, Link, rank_timeout
 from hybridrt.collectives.groups import Communicator, TPGroup
@@ -114,7 +115,8 @@ def _run_tasks(leader: Leader, runner: ModelRunner) -> None:
     while (message := leader.receive()) is not None:
         if isinstance(message, StepPlan):
             if message.encode:
-                message = with_patches(message, patches, runner.model_config.vision)
+                config = runner.model_config
+                message = with_patches(message, patches, patch_form(config.vision), config.hidden_size)
             step = runner.launch(message)
             patches.clear()
         elif isinstance(message, PatchTask):

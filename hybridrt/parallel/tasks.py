@@ -7,9 +7,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from hybridrt.base.errors import MessageError
 from hybridrt.base.spans import inputs_of_parts, patch_parts
-from hybridrt.base.vision import VisionSpec
 from hybridrt.runtime.load.draft_needs import DraftRow
 from hybridrt.runtime.run.model_runner import ModelRunner
 from hybridrt.runtime.run.prefix_copy import PrefixPlaces
@@ -78,13 +76,10 @@ def without_patches(plan: StepPlan) -> StepPlan:
     return dataclasses.replace(plan, encode=bare)
 
 
-def with_patches(plan: StepPlan, parts: Sequence[bytes], spec: VisionSpec | None) -> StepPlan:
-    """The step that was sent as `parts` and `without_patches`. MessageError if they do not belong
-    together."""
-    if spec is None:
-        raise MessageError("rank 0 sent an encoder task, and this model has no encoder")
-    grids = [task.input.grid for task in plan.encode]
-    inputs = inputs_of_parts(grids, parts, spec.patch_numbers, spec.patch_dtype)
+def with_patches(plan: StepPlan, parts: Sequence[bytes], form: tuple[int, str], hidden: int) -> StepPlan:
+    """The step that was sent as `parts` and `without_patches`; `form` and `hidden` as in
+    `inputs_of_parts`. MessageError if they do not belong together."""
+    inputs = inputs_of_parts([task.input for task in plan.encode], parts, form, hidden)
     made = [replace(task, input=given) for task, given in zip(plan.encode, inputs)]
     return dataclasses.replace(plan, encode=made)
 

@@ -192,8 +192,9 @@ class Block(AnyBlock):
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Of queries to all keys of their own picture: q [pictures, Tq, heads, dim], k and v [pictures,
     Tk, heads or a part of them, dim]."""
-    given = (each.transpose(1, 2) for each in (q, k, v))
-    return F.scaled_dot_product_attention(*given, enable_gqa=k.shape[2] < q.shape[2]).transpose(1, 2)
+    shared = k.shape[2] < q.shape[2]
+    by_head = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return F.scaled_dot_product_attention(*by_head, enable_gqa=shared).transpose(1, 2)
 
 
 def attend_within(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:

@@ -45,7 +45,12 @@ def test_images_come_back_from_main_memory(checkpoints: CheckpointStore, tmp_pat
     prompts, _ = sample_prompts(path)
     given: list[Any] = [{"prompt_token_ids": tokens, "spans": spans} for tokens, spans in prompts]
     params = SamplingParams(max_tokens=STEPS, temperature=0.0, ignore_eos=True)
-    options = {"encoder_cache_tokens": 6, "encoder_host_tokens": 64, "prefix_cache": False, "max_running_requests": 2}
+    options: dict[str, Any] = {
+        "encoder_cache_tokens": 6,
+        "encoder_host_tokens": 64,
+        "prefix_cache": False,
+        "max_running_requests": 2,
+    }
     with LLM(str(path), device=DEVICE, dtype="float32", max_model_len=96, **options) as llm:
         turns = [[llm.generate(each, params)[0].token_ids for each in given] for _ in range(3)]
         assert turns[0] == turns[1] == turns[2]

@@ -77,7 +77,7 @@ USUAL = frozenset((
     "prefill_attention_backend", "linear_attn_backend", "cuda_graph", "cuda_graph_max_bs", "cuda_graph_prompts",
     "overlap", "request_log", "seed",
     # Features that have no row yet: the model here sees nothing.
-    "images", "encoder_cache_tokens", "encoder_host_tokens",
+    "images", "prompt_embeds", "encoder_cache_tokens", "encoder_host_tokens",
 ))  # fmt: skip
 PAIRS = tuple(combinations(FEATURES, 2))
 

@@ -34,7 +34,7 @@ from hybridrt.engine.api.chats import (
     read_output,
 )
 from hybridrt.engine.api.embeddings import check_dimensions, embedding, pooling_params
-from hybridrt.engine.api.image_prompts import read_images
+from hybridrt.engine.api.image_prompts import read_images, with_embeddings
 from hybridrt.engine.api.sampling_defaults import default_sampling_params
 from hybridrt.engine.cache.cache_dump import write_dump
 from hybridrt.engine.cache.session_file import Session
@@ -104,6 +104,7 @@ class LLM:
         overlap: bool = True,
         speculative: SpeculativeConfig | None = None,
         images: bool = True,
+        prompt_embeds: bool = False,
         tp_size: int = 1,
         expert_parallel: bool = False,
         dp_size: int = 1,
@@ -191,8 +192,9 @@ class LLM:
 
         Args:
             prompts: one prompt or several, of any kinds: each a string, token ids (a list, a tuple, or a 1-D integer
-                array of numpy or torch), {"prompt": text}, {"prompt": text, "images": [...]} or
-                {"prompt_token_ids": ids}. What `Engine.prepare` has returned stays as it is, with its own parameters.
+                array of numpy or torch), {"prompt": text}, {"prompt": text, "images": [...]},
+                {"prompt_token_ids": ids}, or with the option `prompt_embeds` {"prompt_embeds": floats [n, hidden]}.
+                What `Engine.prepare` has returned stays as it is, with its own parameters.
             sampling_params: for all prompts, or one each; None is `default_sampling_params`.
             client: for whom they are: with `target_itl_ms`, clients share prompt computation fairly.
 
@@ -292,7 +294,8 @@ class LLM:
     def with_spans(self, prompts: Any) -> Any:
         """One prompt or several, those with images as token ids and spans. Others stay as they are.
         RequestError: an image cannot be taken."""
-        return read_images(prompts, self.image_reader, self.tokenizer, self.plan.max_model_len - 1)
+        given = with_embeddings(prompts)
+        return read_images(given, self.image_reader, self.tokenizer, self.plan.max_model_len - 1)
 
     def chat(
         self,

@@ -30,17 +30,18 @@ class Patches(Message):
 
 
 class SentSpan(msgspec.Struct, frozen=True):
-    """A span without its patches. `patches`: their rows and columns."""
+    """A span, and its input without patches."""
 
     start: int
     length: int
     digest: bytes
     grid: tuple[int, int]
-    patches: tuple[int, int]
+    patch_grid: tuple[int, int]
+    embeds: bool
 
     @classmethod
     def from_span(cls, span: Span) -> "SentSpan":
-        return cls(span.start, span.length, span.digest, span.grid, span.input.grid)
+        return cls(span.start, span.length, span.digest, span.grid, span.input.grid, span.input.embeds)
 
 
 class Submit(Message):

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from hybridrt.base.errors import EngineError, HybridrtError, MessageError, PeerGoneError, RankError
-from hybridrt.base.spans import Span, inputs_of_parts
+from hybridrt.base.spans import EncoderInput, Span, inputs_of_parts
 from hybridrt.base.turns import undisturbed
 from hybridrt.channel.control import BEATS, Link, rank_timeout
 from hybridrt.engine.core.engine import Engine
@@ -43,6 +43,7 @@ from hybridrt.fleet.prefix_mirror import CacheLayout
 from hybridrt.mem_cache.prefix_tree.cache_events import EVENTS, CacheEvent
 from hybridrt.parallel.rank_start import find_place
 from hybridrt.parallel.ranks import LOST
+from hybridrt.runtime.step.plan import NO_INTEGERS
 
 _FATAL = (RankError, torch.AcceleratorError)  # no later step can succeed
 
@@ -139,7 +140,8 @@ class Replica:
         limits = self._engine.intake.limits.spans
         if limits is None:
             raise MessageError("a replica without an encoder was sent spans")
-        inputs = inputs_of_parts([span.patches for span in sent], parts, limits.patch_size, limits.patch_dtype)
+        bare = [EncoderInput(NO_INTEGERS, span.patch_grid, span.embeds) for span in sent]
+        inputs = inputs_of_parts(bare, parts, (limits.patch_size, limits.patch_dtype), limits.hidden)
         return [Span(s.start, s.length, s.digest, s.grid, given) for s, given in zip(sent, inputs)]
 
     def _tell(self) -> None:

@@ -1,13 +1,15 @@
 """Runs the encoder of a model that sees: embeddings of spans, in a cache on the device."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 import numpy as np
 import torch
 
 from hybridrt.base.forward_batch import Embeddings
+from hybridrt.base.spans import EncoderInput
 from hybridrt.models.base import CausalLM
+from hybridrt.models.vision.tower import on_device
 from hybridrt.runtime.run.host_embeddings import HostEmbeddings
 from hybridrt.runtime.step.pack import EmbeddedTokens, StagingRing
 from hybridrt.runtime.step.plan import EmbeddingFetch, EncoderTask, StepPlan
@@ -27,15 +29,14 @@ class SpanEncoder:
     """
 
     def __init__(self, model: CausalLM, num_rows: int, host_rows: int, staging: StagingRing) -> None:
-        assert model.tower is not None, "only a model with a tower has an encoder"
         hidden = model.config.hidden_size
         self._host = HostEmbeddings(host_rows, hidden, model.dtype, model.device) if host_rows else None
-        self._tower, self._staging = model.tower, staging
+        self._tower, self._staging, self._multiplier = model.tower, staging, model.embed.multiplier
         self._kept = torch.zeros(num_rows, hidden, dtype=model.dtype, device=model.device)
         self._waiting = deque[EncoderTask]()
         self._batch: list[EncoderTask] = []  # those that are being encoded
         self._slice_patches = SLICE_PATCHES[model.device.type]
-        self._slices = self._tower.slices(())
+        self._slices = self._made_already(())
         self._done = 0
         self._outdated = set[int]()  # tickets of unfinished tasks of which some rows have other embeddings now
 
@@ -69,9 +70,25 @@ class SpanEncoder:
         """The next tasks of up to `most` patches, or one, in slices of as many; None: as many as go
         at once."""
         self._batch = [self._waiting.popleft()]
-        while self._waiting and _num_patches([*self._batch, self._waiting[0]]) <= (most or BATCH_PATCHES):
+        embeds = self._batch[0].input.embeds
+        while (
+            self._waiting
+            and self._waiting[0].input.embeds == embeds
+            and _num_patches([*self._batch, self._waiting[0]]) <= (most or BATCH_PATCHES)
+        ):
             self._batch.append(self._waiting.popleft())
-        self._slices = self._tower.slices([task.input for task in self._batch], most)
+        inputs = [task.input for task in self._batch]
+        if embeds:
+            self._slices = self._made_already(inputs)
+        else:
+            assert self._tower is not None, "images are refused without a tower"
+            self._slices = self._tower.slices(inputs, most)
+
+    def _made_already(self, inputs: Sequence[EncoderInput]) -> Generator[int, None, list[torch.Tensor]]:
+        """Inputs that are embeddings themselves, as `Tower.slices`."""
+        yield from ()
+        found = on_device([given.patches for given in inputs], self._kept.device) * self._multiplier
+        return list(found.to(self._kept.dtype).split([len(given.patches) for given in inputs]))
 
     def _run_slice(self) -> int:
         """Returns its patches. After the last one, stores the embeddings."""
