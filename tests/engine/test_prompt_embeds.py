@@ -1,5 +1,7 @@
 """Embeddings as prompts: those of the model's own table give the tokens of its token ids."""
 
+import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybridrt import LLM, SamplingParams
+from hybridrt import LLM, AsyncLLM, SamplingParams
 from hybridrt.base.errors import RequestError
 from tests.models.test_vision import QWEN, seeing
 from tests.models.test_vision_text import sample_prompts
@@ -89,3 +91,21 @@ def test_they_are_an_option_and_are_not_scored(checkpoints: CheckpointStore) -> 
             llm.generate({"prompt_embeds": rows}, SamplingParams(max_tokens=1, prompt_logprobs=1))
     with load(path, prompt_embeds=False) as llm, pytest.raises(RequestError, match="embeddings as prompts are off"):
         llm.generate({"prompt_embeds": rows}, greedy(2))
+
+
+def test_they_are_read_off_the_event_loop(checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    with load(checkpoints["falcon-plain"].path) as llm:
+        wanted, rows = llm.generate(TEXTS[0], greedy(3))[0].token_ids, table(llm)[torch.tensor(TEXTS[0])]
+        threads, read = set[str](), llm.with_spans
+
+        def noted(given: Any) -> Any:
+            threads.add(threading.current_thread().name)
+            return read(given)
+
+        monkeypatch.setattr(llm, "with_spans", noted)
+
+        async def ask() -> list[int]:
+            async with AsyncLLM(llm) as model:
+                return (await model.complete({"prompt_embeds": rows}, greedy(3))).token_ids
+
+        assert asyncio.run(ask()) == wanted and threading.current_thread().name not in threads and threads

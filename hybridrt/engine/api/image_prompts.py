@@ -19,19 +19,24 @@ def has_images(prompt: object) -> bool:
     return isinstance(prompt, Mapping) and "images" in prompt
 
 
+def takes_time(prompt: object) -> bool:
+    """Whether it has something to decode or to hash."""
+    return has_images(prompt) or has_embeddings(prompt)
+
+
 def with_embeddings(prompts: Any) -> Any:
     """One prompt or several, {"prompt_embeds": [n, hidden]} as token ids and a span. Others stay as
     they are. RequestError: it is no such array."""
-    if _has_embeddings(prompts):
+    if has_embeddings(prompts):
         return _embedded(prompts)
     if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Sequence):
         return prompts
-    if not prompts or isinstance(prompts[0], int) or not any(map(_has_embeddings, prompts)):
+    if not prompts or isinstance(prompts[0], int) or not any(map(has_embeddings, prompts)):
         return prompts
-    return [_embedded(each) if _has_embeddings(each) else each for each in prompts]
+    return [_embedded(each) if has_embeddings(each) else each for each in prompts]
 
 
-def _has_embeddings(prompt: object) -> bool:
+def has_embeddings(prompt: object) -> bool:
     return isinstance(prompt, Mapping) and "prompt_embeds" in prompt
 
 
