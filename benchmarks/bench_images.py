@@ -29,7 +29,8 @@ from benchmarks.bench_offline import decode_ms, most_tokens, sizes
 from benchmarks.common import PRODUCT_FLOPS_PER_S, environment, plain_vocab, prompts, save, settle
 from benchmarks.short_prompts import WARM, decoding, first_token_ms
 from hybridrt import LLM, SamplingParams
-from hybridrt.base.config import STATE_DTYPES, EngineConfig
+from hybridrt.base.dtypes import STATE_DTYPES
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.spans import EncoderInput
 from hybridrt.base.vision import VisionSpec
 from hybridrt.bench.floor import encoder_flops

@@ -4,14 +4,10 @@ An image is one span, or several where a family cuts images into tiles. Nothing 
 and the code that reads pictures knows what a span shows.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
-
-from hybridrt.base.errors import MessageError
-
-PART_BYTES = 2**23
 
 
 class EncoderInput(msgspec.Struct, frozen=True, array_like=True, eq=False):
@@ -78,37 +74,3 @@ def mrope_positions(spans: Sequence[Span], start: int, end: int) -> np.ndarray:
 def mrope_delta(spans: Sequence[Span]) -> int:
     """What is added to the index of a token after all `spans`: zero or less."""
     return sum(max(span.grid) - span.length for span in spans if not span.input.embeds)
-
-
-def patch_parts(inputs: Iterable[EncoderInput]) -> Iterator[bytes]:
-    """The patches of inputs, one after the other, in parts that fit a message."""
-    for given in inputs:
-        data = given.patches.tobytes()
-        for start in range(0, len(data), PART_BYTES):
-            yield data[start : start + PART_BYTES]
-
-
-def inputs_of_parts(
-    bare: Sequence[EncoderInput], parts: Sequence[bytes], form: tuple[int, str], hidden: int
-) -> list[EncoderInput]:
-    """Inputs without patches with those of `patch_parts`. MessageError if they do not belong together.
-
-    Args:
-        form: numbers of a patch, and their dtype.
-        hidden: numbers of an embedding.
-    """
-    data, found, start = b"".join(parts), list[EncoderInput](), 0
-    for given in bare:
-        numbers, dtype = (hidden, "float32") if given.embeds else form
-        count = given.grid[0] * given.grid[1]
-        end = start + count * numbers * np.dtype(dtype).itemsize
-        if end > len(data):
-            raise MessageError(
-                f"an encoder input of {end - start} bytes came with {len(data) - start} bytes of patches"
-            )
-        patches = np.frombuffer(data[start:end], dtype).reshape(count, numbers)
-        found.append(msgspec.structs.replace(given, patches=patches))
-        start = end
-    if start < len(data):
-        raise MessageError(f"{len(data) - start} bytes of patches belong to no encoder input")
-    return found

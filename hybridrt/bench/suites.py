@@ -1,4 +1,4 @@
-"""Loads of a server by name, and their figures as a page."""
+"""Named loads of a server, and a page of their figures."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
@@ -26,6 +27,12 @@ class RouterMetrics:
         )
         self.ready = Gauge("hybridrt_router_replica_ready", "1: the replica gets requests.", ["replica"], registry=at)
         self.load = Gauge("hybridrt_router_replica_requests", "Requests that have not ended.", ["replica"], registry=at)
+
+    def forget(self, url: str) -> None:
+        """A replica that has gone is neither ready nor loaded. What it got stays counted."""
+        for gauge in (self.ready, self.load):
+            with suppress(KeyError):  # never shown
+                gauge.remove(url)
 
     def text(self, replicas: Iterable[ReplicaClient]) -> str:
         for replica in replicas:

@@ -16,6 +16,7 @@ from hybridrt.server.wire.sse import DONE, event, named_events
 
 HELD_BYTES = 2**20  # of an answer, before the client gets any
 COUNT_BYTES = 40  # of a line that counts tokens, at most
+MAX_TARGET = 2**15  # characters of a path and its query
 BUSY = (429, 502, 503)  # another replica may have room
 _PASSED_ON = (
     "accept", "anthropic-beta", "anthropic-version", "authorization", "content-type", "traceparent", "tracestate",
@@ -49,9 +50,12 @@ def headers_for(scope: Scope, replica_key: str | None) -> dict[str, str]:
 
 def target_of(scope: Scope) -> str:
     """Path and query of the request at a replica. The path is quoted anew: what was quoted in it is
-    no query there."""
-    query = scope.get("query_string", b"").decode("latin-1")
-    return quote(scope["path"], safe="/:@!$&'()*+,;=~") + (f"?{query}" if query else "")
+    no query there. APIError if it is longer than a URL may be."""
+    query = quote(scope.get("query_string", b""), safe="%/:@!$&'()*+,;=~?[]")
+    target = quote(scope["path"], safe="/:@!$&'()*+,;=~") + (f"?{query}" if query else "")
+    if len(target) > MAX_TARGET:
+        raise APIError(414, f"the path is too long: {len(target)} characters at a replica, at most {MAX_TARGET}")
+    return target
 
 
 class Forward:
@@ -64,6 +68,7 @@ class Forward:
 
     def __init__(self, scope: Scope, send: Send, body: bytes, headers: Mapping[str, str]) -> None:
         self._scope, self._send, self._body, self._headers = scope, send, body, dict(headers)
+        self._target = target_of(scope)
         self.tokens, self.cut = 0, False
         self._begun = self._streams = False
 
@@ -92,7 +97,7 @@ class Forward:
             replica.exchanges.discard(exchange)
 
     async def _exchange(self, replica: ReplicaClient, first: asyncio.Event) -> None:
-        url = replica.url + target_of(self._scope)
+        url = replica.url + self._target
         async with replica.client.stream(
             self._scope["method"], url, headers=self._headers, content=self._body or None
         ) as answer:

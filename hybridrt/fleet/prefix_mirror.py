@@ -5,6 +5,7 @@ A name is a hash of a cache key and of a text's first tokens. Whoever knows the 
 
 import hashlib
 import json
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ class PrefixNames:
     def __init__(self, tokens: np.ndarray, parent: int, start: int = 0) -> None:
         self._bytes, self._start = np.ascontiguousarray(tokens, "<i4").tobytes(), start
         self._chain, self._known = [parent], dict[int, int]()
+        self._blocks = dict[int, int]()
         self.length = start + len(tokens)
 
     def at(self, length: int) -> int:
@@ -52,6 +54,13 @@ class PrefixNames:
             name = self._next(blocks * BLOCK, blocks * BLOCK + rest) if rest else self._chain[blocks]
             self._known[length] = name
         return name
+
+    def blocks(self) -> dict[int, int]:
+        """Lengths of all whole blocks, by name."""
+        if not self._blocks:
+            self.at(self.length - self.length % BLOCK)
+            self._blocks = {name: self._start + i * BLOCK for i, name in enumerate(self._chain)}
+        return self._blocks
 
     def _next(self, begin: int, end: int) -> int:
         parent = self._chain[begin // BLOCK].to_bytes(8, "little")
@@ -135,33 +144,39 @@ class _TierMirror:
     def match(self, names: PrefixNames) -> int:
         if not self._layout.recurrent:
             return self._match_pages(names) if self._pages else 0
-        limit = names.length - 1
-        for start in range(limit - limit % BLOCK, -1, -BLOCK) if self._states else ():
-            for rest in sorted(self._rests.get(names.at(start), ()), reverse=True):
+        limit, blocks = names.length - 1, names.blocks() if self._states else {}
+        # One intersection of names: a look-up for each block would hold up the router's event loop.
+        for start in sorted((blocks[name] for name in self._rests.keys() & blocks.keys()), reverse=True):
+            for rest in sorted(self._rests[names.at(start)], reverse=True):
                 end = start + rest
                 if end <= limit and names.at(end) in self._states and self._sees(names, end):
                     return end
         return 0
 
     def _match_pages(self, names: PrefixNames) -> int:
-        size = self._layout.page_size
-        lengths = range((names.length - 1) // size * size, 0, -size)
-        return next((length for length in lengths if self._sees(names, length)), 0)
+        size, windows = self._layout.page_size, self._layout.windows
+        lengths = range(size, names.length, size)
+        if None in windows:  # that group has the pages of a text up to some length
+            group = windows.index(None)
+            lengths = lengths[: bisect_left(lengths, True, key=lambda n: not self._group_sees(names, n, group))]
+        return next((length for length in reversed(lengths) if self._sees(names, length)), 0)
 
     def _sees(self, names: PrefixNames, length: int) -> bool:
-        """Whether the pages are there that the token after `length` tokens sees."""
-        layout = self._layout
-        for group, window in enumerate(layout.windows):
-            after = -(-length // layout.page_size)
-            if window is None:
-                seen = range(0 if layout.recurrent else after - 1, 0 if layout.recurrent else after)
-            else:
-                seen = range(first_page(length, window, layout.page_size), after)
-            for index in seen:
-                end = (index + 1) * layout.page_size + layout.lookahead
-                end = min(end, length) if layout.recurrent else end
-                if (group, index, names.at(end)) not in self._pages:
-                    return False
+        return all(self._group_sees(names, length, group) for group in range(len(self._layout.windows)))
+
+    def _group_sees(self, names: PrefixNames, length: int, group: int) -> bool:
+        """Whether those pages of a group are there that the token after `length` tokens sees."""
+        layout, window = self._layout, self._layout.windows[group]
+        after = -(-length // layout.page_size)
+        if window is not None:
+            seen = range(first_page(length, window, layout.page_size), after)
+        else:
+            seen = range(0) if layout.recurrent else range(after - 1, after)
+        for index in seen:
+            end = (index + 1) * layout.page_size + layout.lookahead
+            end = min(end, length) if layout.recurrent else end
+            if (group, index, names.at(end)) not in self._pages:
+                return False
         return True
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from hybridrt.base.config_fields import EPSILON, LAYERS, SIZE, FieldTypes
 from hybridrt.base.config_json import FLAG, NULL, FieldType, check_fields, either, integer, list_of, one_of
 from hybridrt.base.errors import ConfigError
-from hybridrt.base.vision import VisionSpec
+from hybridrt.base.vision import CLIP_MEAN, CLIP_STD, VisionSpec
 from hybridrt.kernels.attention.paged_attention import qk_norm_rotary
 from hybridrt.kernels.core.records import Rope
 from hybridrt.kernels.dense.norm_activation import silu_and_mul
@@ -32,8 +32,8 @@ from hybridrt.models.vision.layers import (
     LayerNorm,
     Linear,
     Pictures,
-    Turns,
-    axial_turns,
+    Rotations,
+    axial_rotations,
     in_blocks,
     out_of_blocks,
 )
@@ -96,8 +96,8 @@ def read(raw: Mapping[str, Any], hidden_size: int) -> VisionSpec:
         num_kv_heads=kv_heads,
         convolutions=frozenset(i for i, kind in enumerate(kinds) if kind == CONV),
         kernel_size=fields["conv_kernel_size"],
-        mean=(0.48145466, 0.4578275, 0.40821073),  # of transformers' class
-        std=(0.26862954, 0.26130258, 0.27577711),
+        mean=CLIP_MEAN,
+        std=CLIP_STD,
     )
 
 
@@ -146,12 +146,12 @@ class GroupedAttention(nn.Module):
         )
         self.out = Linear(f"{name}.out", size, size, bias=False, build=build)
 
-    def inputs(self, x: torch.Tensor, turns: Turns | None) -> QKV:
+    def inputs(self, x: torch.Tensor, rotations: Rotations | None) -> QKV:
         parts = self.qkv(x).split(self.qkv.sizes, -1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
-        assert turns is not None, "this tower turns queries and keys"
-        rope = Rope(turns.cos_sin, self.q_norm.weight, self.k_norm.weight, self.eps)
-        return QKV(*qk_norm_rotary(q, k, turns.order, rope), v)
+        assert rotations is not None, "this tower turns queries and keys"
+        rope = Rope(rotations.cos_sin, self.q_norm.weight, self.k_norm.weight, self.eps)
+        return QKV(*qk_norm_rotary(q, k, rotations.order, rope), v)
 
     def targets(self, key: str) -> CheckpointMap:
         found = self.qkv.targets_apart([f"{key}.{part}_proj" for part in "qkv"])
@@ -172,9 +172,9 @@ class Layer(AnyBlock):
         self.up = JoinedLinear(f"{name}.up", size, [inner, inner], bias=False, build=build)
         self.down = Linear(f"{name}.down", inner, size, bias=False, build=build)
 
-    def inputs(self, x: torch.Tensor, turns: Turns | None) -> QKV:
+    def inputs(self, x: torch.Tensor, rotations: Rotations | None) -> QKV:
         assert isinstance(self.mixer, GroupedAttention), "convolutions have no queries"
-        return self.mixer.inputs(self.mixer_norm(x)[0], turns)
+        return self.mixer.inputs(self.mixer_norm(x)[0], rotations)
 
     def joined(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         return x + self.mixer.out(attended.flatten(1))
@@ -217,12 +217,12 @@ class Lfm3Tower(Tower):
         spec, device = self.spec, patches.device
         blocks = zip(patches.split(Pictures(grids).lengths), grids)
         in_rows = torch.cat([out_of_blocks(part, grid, spec.merge) for part, grid in blocks])
-        turns = {
-            grid: axial_turns(grid, spec.head_dim, spec.rope_theta, device).flatten(0, 1)
+        rotations = {
+            grid: axial_rotations(grid, spec.head_dim, spec.rope_theta, device).flatten(0, 1)
             for grid in dict.fromkeys(grids)
         }
         x = self.first_norm(self.patch(in_rows))[0]
-        return x, Pictures(grids, Turns.from_parts([turns[grid] for grid in grids]))
+        return x, Pictures(grids, Rotations.from_parts([rotations[grid] for grid in grids]))
 
     def finish(self, x: torch.Tensor, grids: Sequence[tuple[int, int]]) -> torch.Tensor:
         parts = zip(self.norm(x).split(Pictures(grids).lengths), grids)
@@ -231,7 +231,7 @@ class Lfm3Tower(Tower):
 
     def checkpoint_map(self) -> CheckpointMap:
         found = {
-            # A still picture repeats in time: one product with the sum.
+            # A picture is two equal frames: one product with the sum of their weights.
             **self.patch.targets(f"{KEY}.patch_embed", self._patch_weights),
             **self.first_norm.targets(f"{KEY}.embedding_norm"),
             **self.norm.targets(f"{PROJECTOR}.layer_norm"),

@@ -105,7 +105,7 @@ class Tower(nn.Module, ABC):
         if block.attends:
             made = []
             for part in _ranges(len(x), most):
-                made.append(block.inputs(x[part], pictures.turns and pictures.turns.of_part(part)))
+                made.append(block.inputs(x[part], pictures.rotations and pictures.rotations.of_part(part)))
                 yield most
             qkv, rows = QKV(*map(torch.cat, zip(*made))), _rows_at_once(self.spec, len(x), most)
         else:

@@ -1,14 +1,14 @@
 """Messages between a data-parallel engine and its replicas."""
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import EngineError, MessageError
 from hybridrt.base.sampling_params import SamplingParams
-from hybridrt.base.spans import Span
+from hybridrt.base.spans import EncoderInput, Span
 from hybridrt.channel.codec import Message, unpack
 from hybridrt.engine.request.outputs import Delta, EngineCounters
 from hybridrt.fleet.prefix_mirror import CacheLayout
@@ -23,14 +23,8 @@ class Start(Message):
     config: EngineConfig
 
 
-class Patches(Message):
-    """A part of the patches of the next request's spans, which are sent one after the other."""
-
-    data: bytes
-
-
 class SentSpan(msgspec.Struct, frozen=True):
-    """A span, and its input without patches."""
+    """A span; its input's fields are next to its own. `patches`: bytes of this dtype."""
 
     start: int
     length: int
@@ -38,10 +32,24 @@ class SentSpan(msgspec.Struct, frozen=True):
     grid: tuple[int, int]
     patch_grid: tuple[int, int]
     embeds: bool
+    dtype: Literal["uint8", "float32"]
+    patches: bytes
 
     @classmethod
     def from_span(cls, span: Span) -> "SentSpan":
-        return cls(span.start, span.length, span.digest, span.grid, span.input.grid, span.input.embeds)
+        given, dtype = span.input, "uint8" if span.input.patches.dtype == np.uint8 else "float32"
+        rest = given.grid, given.embeds, dtype, given.patches.tobytes()
+        return cls(span.start, span.length, span.digest, span.grid, *rest)  # type: ignore[arg-type]
+
+    def as_span(self) -> Span:
+        """MessageError: the patches are not as many as the grid says."""
+        rows, columns = self.patch_grid
+        data = np.frombuffer(self.patches, np.uint8)
+        if rows * columns < 1 or len(data) % (rows * columns * np.dtype(self.dtype).itemsize):
+            raise MessageError(f"{len(data)} bytes are no {rows} x {columns} patches")
+        patches = data.view(self.dtype).reshape(rows * columns, -1)
+        given = EncoderInput(patches, self.patch_grid, self.embeds)
+        return Span(self.start, self.length, self.digest, self.grid, given)
 
 
 class Submit(Message):
@@ -66,7 +74,7 @@ class Reset(Message):
     """Empties the prefix cache."""
 
 
-ToReplica = Start | Patches | Submit | Abort | Reset
+ToReplica = Start | Submit | Abort | Reset
 
 
 class Beat(Message):

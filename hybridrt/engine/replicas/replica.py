@@ -1,4 +1,4 @@
-"""A replica of a data-parallel engine: a process that loads the model and steps an engine of its own."""
+"""A replica of a data-parallel engine: a process with the model and an engine of its own."""
 
 import os
 import queue
@@ -6,14 +6,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 import torch
 
 from hybridrt.base.errors import EngineError, HybridrtError, MessageError, PeerGoneError, RankError
-from hybridrt.base.spans import EncoderInput, Span, inputs_of_parts
 from hybridrt.base.turns import undisturbed
 from hybridrt.channel.control import BEATS, Link, rank_timeout
 from hybridrt.engine.core.engine import Engine
@@ -24,10 +22,8 @@ from hybridrt.engine.replicas.messages import (
     Event,
     Failed,
     FromReplica,
-    Patches,
     Ready,
     Reset,
-    SentSpan,
     Start,
     Stepped,
     Submit,
@@ -43,7 +39,6 @@ from hybridrt.fleet.prefix_mirror import CacheLayout
 from hybridrt.mem_cache.prefix_tree.cache_events import EVENTS, CacheEvent
 from hybridrt.parallel.rank_start import find_place
 from hybridrt.parallel.ranks import LOST
-from hybridrt.runtime.step.plan import NO_INTEGERS
 
 _FATAL = (RankError, torch.AcceleratorError)  # no later step can succeed
 
@@ -67,26 +62,22 @@ class Front:
     def send(self, message: FromReplica) -> None:
         self._link.send(encode(message))
 
+    def _put(self, message: bytes) -> None:
+        self._inbox.put(decode(message, ToReplica))
+
     def _receive(self) -> None:
-        beat_at = time.monotonic()
         try:
-            while True:
-                if time.monotonic() >= beat_at:
-                    beat_at = time.monotonic() + self._interval
-                    self.send(Beat())
-                for message in self._link.listen(max(0.0, beat_at - time.monotonic())):
-                    self._inbox.put(decode(message, ToReplica))
+            self._link.listen_and_beat(encode(Beat()), self._interval, self._put)
         except PeerGoneError:
             os._exit(LOST)
 
 
 class Replica:
-    """Steps an engine, and tells the front of each step."""
+    """Steps an engine, and sends the front each step's result."""
 
     def __init__(self, front: Front, engine: Engine) -> None:
         self._front, self._engine, self._deltas = front, engine, DeltaQueue()
         self._events = engine.cache_events(EVENTS)
-        self._patches: list[bytes] = []  # of the next request
 
     def run(self) -> None:
         """Until this process ends."""
@@ -94,7 +85,7 @@ class Replica:
         while True:
             idle = not engine.has_unfinished() and not engine.wants_audit
             while message := self._front.receive(wait=idle):
-                self._take(message)
+                self._handle(message)
                 idle = False
             with engine.turns:
                 if engine.has_unfinished():
@@ -103,12 +94,10 @@ class Replica:
                     engine.audit_step()
             self._tell()
 
-    def _take(self, message: ToReplica) -> None:
+    def _handle(self, message: ToReplica) -> None:
         engine = self._engine
         with engine.turns:
-            if isinstance(message, Patches):
-                self._patches.append(message.data)
-            elif isinstance(message, Submit):
+            if isinstance(message, Submit):
                 self._submit(message)
             elif isinstance(message, Abort):
                 engine.abort(message.request_id)
@@ -118,12 +107,11 @@ class Replica:
                 raise MessageError(f"a replica that runs was sent {type(message).__name__}")
 
     def _submit(self, message: Submit) -> None:
-        tokens, parts = array(message.tokens).tolist(), self._patches
-        self._patches = []
+        tokens = array(message.tokens).tolist()
         try:
             prompt: Prompt = tokens
             if message.spans:
-                prompt = {"prompt_token_ids": tokens, "spans": self._spans(message.spans, parts)}
+                prompt = {"prompt_token_ids": tokens, "spans": [span.as_span() for span in message.spans]}
             prepared = replace(self._engine.prepare(prompt, message.params), boundaries=message.boundaries)
             self._engine.submit(
                 prepared, message.request_id, queue=self._deltas, stream=message.stream, client=message.client
@@ -135,14 +123,6 @@ class Replica:
                 for index in range(message.params.n)
             ]
             self._front.send(Stepped(failed, self._engine.counters(), self._engine.wait_seconds(), []))
-
-    def _spans(self, sent: Sequence[SentSpan], parts: Sequence[bytes]) -> list[Span]:
-        limits = self._engine.intake.limits.spans
-        if limits is None:
-            raise MessageError("a replica without an encoder was sent spans")
-        bare = [EncoderInput(NO_INTEGERS, span.patch_grid, span.embeds) for span in sent]
-        inputs = inputs_of_parts(bare, parts, (limits.patch_size, limits.patch_dtype), limits.hidden)
-        return [Span(s.start, s.length, s.digest, s.grid, given) for s, given in zip(sent, inputs)]
 
     def _tell(self) -> None:
         engine = self._engine

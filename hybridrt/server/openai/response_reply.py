@@ -100,6 +100,7 @@ class ResponseReply(BlockReply):
         kept: Kept | None = None,
     ) -> None:
         super().__init__(service, name, deltas, body, prepared)
+        self.shows_reasoning = body.include_reasoning is not False
         self._items: list[dict[str, Any]] = []
         self._written = ""  # text that the open item has written
         self._tokens = TextTokens(service.token_text, body.top_logprobs or 0) if body.wants_logprobs else None
