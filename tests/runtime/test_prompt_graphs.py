@@ -295,7 +295,7 @@ def test_the_option_leaves_them_out(checkpoints: CheckpointStore) -> None:
 def test_common_steps_are_padded_little() -> None:
     """By at most an eighth, or to so few tokens that padding costs no time."""
     found = prompt_columns.make_buckets(prompt_columns.DECODE_ROWS, prompt_columns.PROMPT_TOKENS)
-    assert len(found) <= 30
+    assert len(found) <= 33
     for rows, n in product((0, 8, 32, 64, 128), (128, 256, 512, 1024)):
         padded = min(sum(bucket) for bucket in found if bucket.decode_rows >= rows and bucket.tokens >= n)
         assert padded <= max(1.125 * (rows + n), 200), (rows, n)

@@ -20,7 +20,7 @@ MARGIN_ERRORS, MAX_MARGIN = 2, 0.1
 NUMBER_FACTOR, AUTO_FACTOR = 11.0, 4 / 3
 # Without a number of milliseconds, a step may take longer if much work waits: a share of that work,
 # up to MOST_STEPS times its decode rows alone and MOST_SECONDS.
-WORK_SHARE, MOST_STEPS, MOST_SECONDS = 1 / 3, 20, 0.075
+WORK_SHARE, MOST_STEPS, MOST_SECONDS = 1 / 3, 25, 0.085
 # While one client floods and another one is active, a step takes at most so many seconds more than
 # its decode rows alone: a prompt of the other client waits for a step or two. More time would compute
 # long prompts of the flood faster (0.024: 13%), and first tokens of the other client 1.3 to 2 times later.
