@@ -33,6 +33,7 @@ from hybridrt.engine.replicas.messages import (
     decode,
     encode,
 )
+from hybridrt.engine.request.intake import Prompt
 from hybridrt.engine.request.outputs import Delta, DeltaQueue, RequestMetrics
 from hybridrt.fleet.prefix_mirror import CacheLayout
 from hybridrt.mem_cache.prefix_tree.cache_events import EVENTS, CacheEvent
@@ -108,7 +109,10 @@ class Replica:
     def _submit(self, message: Submit) -> None:
         tokens = array(message.tokens).tolist()
         try:
-            prepared = replace(self._engine.prepare(tokens, message.params), boundaries=message.boundaries)
+            prompt: Prompt = tokens
+            if message.spans:
+                prompt = {"prompt_token_ids": tokens, "spans": [span.as_span() for span in message.spans]}
+            prepared = replace(self._engine.prepare(prompt, message.params), boundaries=message.boundaries)
             self._engine.submit(
                 prepared, message.request_id, queue=self._deltas, stream=message.stream, client=message.client
             )

@@ -15,15 +15,16 @@ from hybridrt.base.errors import EngineError, RankError, RequestError
 from hybridrt.base.errors_foreign import no_attribute
 from hybridrt.base.model_config import ModelConfig
 from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.base.spans import Span
 from hybridrt.base.turns import Change, Turns, weakly
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.grammar.grammar_compiler import GrammarCompiler
-from hybridrt.engine.replicas.messages import Abort, Event, Reset, Stepped, Submit, WasReset, array, encode
+from hybridrt.engine.replicas.messages import Abort, Event, Reset, SentSpan, Stepped, Submit, WasReset, array, encode
 from hybridrt.engine.replicas.start import ReplicaLink, Replicas, as_error
 from hybridrt.engine.request.intake import EngineLimits, Intake, PreparedPrompt, Prompt, check_submission
 from hybridrt.engine.request.outputs import Abandonment, Delta, DeltaQueue, EngineCounters, RequestMetrics
 from hybridrt.engine.request.sample_request import derive_seed
-from hybridrt.engine.request.spans import span_limits
+from hybridrt.engine.request.spans import cache_ids, span_limits
 from hybridrt.engine.text.tokenizer import Tokenizer
 from hybridrt.fleet.placement import Placed, Placement, Replica
 from hybridrt.fleet.prefix_mirror import PrefixMirror, names_of
@@ -41,7 +42,11 @@ _ELSEWHERE = "it belongs to one engine, and dp_size is above 1: build the LLM wi
 
 
 class RunningRequest:
-    """A request at its replica, and what its samples have gained since they were read."""
+    """A request at its replica, and what its samples have gained since they were read.
+
+    Attributes:
+        spans: kept to the end, so that `ImageReader.most_held` counts what the replica keeps.
+    """
 
     def __init__(self, request_id: str, prepared: PreparedPrompt, queue: "weakref.ref[DeltaQueue]") -> None:
         self.request_id = request_id
@@ -49,6 +54,7 @@ class RunningRequest:
         self.metrics = RequestMetrics(len(prepared.tokens), time.monotonic())
         self.samples = {index: GainedSample(request_id, queue) for index in range(prepared.params.n)}
         self.aborted = False
+        self.spans: tuple[Span, ...] = prepared.spans
 
 
 class GainedSample:
@@ -141,14 +147,15 @@ class ReplicatedEngine:
             params = prepared.params
             if params.seed is None:  # as one engine draws it, wherever the request goes
                 params = replace(params, seed=derive_seed(self._seed, self._num_requests))
-            tokens = np.array(prepared.tokens, "<i4")
-            message = Submit(name, tokens.tobytes(), params, prepared.boundaries, stream, client)
+            tokens, spans = np.array(prepared.tokens, "<i4"), tuple(map(SentSpan.from_span, prepared.spans))
+            message = Submit(name, tokens.tobytes(), spans, params, prepared.boundaries, stream, client)
             data = encode(message)  # before anything changes
             request = RunningRequest(name, prepared, self._abandoned.watch(self._deltas if queue is None else queue))
             self._running[name] = request
             self._num_requests += 1
             if self._placement.replicas:
-                request.placed = self._placement.place(names_of(tokens, self.cache_key(params)))
+                ids = cache_ids(prepared.tokens, prepared.spans).astype("<i4")
+                request.placed = self._placement.place(names_of(ids, self.cache_key(params)))
                 self._link(request).send(data)
             else:
                 self._fail(request, RankError("every replica was lost; build a new LLM"))
