@@ -173,7 +173,8 @@ class EngineConfig:
         prompt_embeds: take embeddings [n, hidden] as prompts, in Python. `encoder_cache_tokens` is the
             longest.
         tp_size: tensor-parallel ranks, each a process with a shard of the model and its own GPU.
-        expert_parallel: each rank holds whole routed experts, instead of a part of every expert.
+        expert_parallel: each rank holds whole routed experts, instead of a part of every expert;
+            with dp_size each rank of all replicas.
         dp_size: replicas of the model, each with `tp_size` ranks, pools and a prefix cache of its own
             (docs/several-gpus.md).
         transfer_bytes: size of the arena through which states move between workers; 0: none.
@@ -241,7 +242,7 @@ class EngineConfig:
             raise ConfigError("host_cache_bytes extends the prefix cache, which is off: set prefix_cache=True")
         if self.kv_scales != "auto" and self.kv_cache_dtype == "auto":
             raise ConfigError(f'kv_scales is {self.kv_scales!r}, but no codes are kept: set kv_cache_dtype="fp8_e4m3"')
-        if self.expert_parallel and self.tp_size == 1:
+        if self.expert_parallel and self.tp_size == self.dp_size == 1:
             raise ConfigError("expert_parallel shares experts over ranks, and tp_size is 1: set it to 2 or more")
         self._check_replicas()
         self._check_rounding()
@@ -250,6 +251,12 @@ class EngineConfig:
         for name, none in (("transfer_bytes", 0), ("request_log", None)):
             if self.dp_size > 1 and getattr(self, name) != none:
                 raise ConfigError(f"{name} belongs to one engine, and dp_size is {self.dp_size}: leave one of them out")
+        drafts_alone = self.speculative is None or self.speculative.method != "mtp"
+        if self.expert_parallel and self.dp_size > 1 and not drafts_alone:
+            raise ConfigError(
+                "replicas that share experts step together, and a prediction head drafts between steps: leave out "
+                'speculative method "mtp" or expert_parallel'
+            )
 
     def _check_rounding(self) -> None:
         dtype, rounding = self.mamba_ssm_dtype, self.mamba_ssm_rounding

@@ -226,6 +226,8 @@ def test_each_replica_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     assert [each["CUDA_VISIBLE_DEVICES"] for each in start._environments(config())] == ["0,1", "2,3"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,GPU-3,1")
     assert [each["CUDA_VISIBLE_DEVICES"] for each in start._environments(config())] == ["7,5", "GPU-3,1"]
+    shared = [each["CUDA_VISIBLE_DEVICES"] for each in start._environments(config(expert_parallel=True))]
+    assert shared == ["7,5,GPU-3,1", "GPU-3,1,7,5"], "kernels write to the others' memory"
     with pytest.raises(DeviceError, match="dp_size 3 and tp_size 2 need 6 GPUs, but torch sees 4"):
         start._environments(config(dp_size=3))
     with pytest.raises(ConfigError, match="each replica takes GPUs of its own"):

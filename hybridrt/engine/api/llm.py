@@ -42,7 +42,7 @@ from hybridrt.engine.request.intake import PreparedPrompt, Prompt, check_client
 from hybridrt.engine.request.outputs import Delta, DeltaQueue, RequestOutput, whole_output
 from hybridrt.engine.text.tokenizer import HFTokenizer
 from hybridrt.images.reader import image_reader
-from hybridrt.parallel.tensor_parallel import TensorParallelExecutor, check_world
+from hybridrt.parallel.tensor_parallel import TensorParallelExecutor, check_shards, check_world
 from hybridrt.runtime.load.build import load_target
 
 
@@ -141,6 +141,8 @@ class LLM(PrefixCacheCalls):
         config = self.config
         self.tokenizer = read_tokenizer(config)
         path, target = load_target(config, TPGroup(size=config.tp_size))
+        if config.expert_parallel:
+            check_shards(config)
         self.model_config, self.device = target.model_config, target.device
         self._replicas = ReplicatedEngine(config, target.model_config, self.tokenizer)
         self.plan = self._replicas.plan
@@ -371,6 +373,8 @@ class LLM(PrefixCacheCalls):
     def expert_tokens(self) -> list[list[int]]:
         """Tokens that each rank's experts have computed, [layers][ranks], counted once for each
         expert; [] without `expert_parallel`. Any thread may call it; it waits for no step."""
+        if self._replicas is not None:
+            return self._replicas.expert_tokens
         return self._split.runner.expert_loads.read() if self._split else []
 
     def close(self) -> None:

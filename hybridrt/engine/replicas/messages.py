@@ -1,5 +1,6 @@
 """Messages between a data-parallel engine and its replicas."""
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -15,12 +16,14 @@ from hybridrt.fleet.prefix_mirror import CacheLayout
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
 from hybridrt.mem_cache.prefix_tree.cache_events import Tier, What
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
+from hybridrt.parallel.expert_ranks import ExpertPlace
 
 
 class Start(Message):
-    """The first message to a replica: what it runs."""
+    """The first message to a replica: what it runs. `experts`: where replicas meet that share them."""
 
     config: EngineConfig
+    experts: ExpertPlace | None = None
 
 
 class SentSpan(msgspec.Struct, frozen=True):
@@ -100,12 +103,14 @@ class Event(Message):
 
 
 class Stepped(Message):
-    """What a step has given, and what the replica is now."""
+    """What a step has given, and what the replica is now. `expert_tokens`: as of `ExpertLoads.read`;
+    (): as before."""
 
     deltas: list[Delta]
     counters: EngineCounters
     wait_seconds: float
     events: list[Event]
+    expert_tokens: Sequence[Sequence[int]] = ()
 
 
 class WasReset(Message):

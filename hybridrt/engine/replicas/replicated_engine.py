@@ -119,6 +119,8 @@ class ReplicatedEngine:
             self._placement.add(Replica(str(number), mirror))
         count = len(self._replicas.links)
         self._counters, self._waits = [EngineCounters()] * count, [0.0] * count
+        self._expert_tokens: list[Sequence[Sequence[int]]] = [()] * count
+        self._shares_experts = config.expert_parallel
         self._running: dict[str, RunningRequest] = {}
         self._deltas, self._abandoned, self._resets = DeltaQueue(), Abandonment(), dict[str, bool]()
         self._seed, self._num_requests = config.seed, 0
@@ -245,6 +247,13 @@ class ReplicatedEngine:
             setattr(found, field.name, total(values) if values else None)
         return found
 
+    @property
+    def expert_tokens(self) -> list[list[int]]:
+        """[layers][ranks of all replicas] tokens that each rank's experts have computed, as of half a second ago or
+        less; [] if experts are not shared."""
+        known = [each for each in self._expert_tokens if each]
+        return [[sum(counts) for counts in zip(*layers, strict=True)] for layers in zip(*known, strict=True)]
+
     def cache_events(self, limit: int) -> NoReturn:
         raise EngineError(f"no cache_events here: {_ELSEWHERE}")
 
@@ -289,6 +298,7 @@ class ReplicatedEngine:
             return  # it is lost: its requests have ended
         if isinstance(message, Stepped):
             self._counters[number], self._waits[number] = message.counters, message.wait_seconds
+            self._expert_tokens[number] = message.expert_tokens or self._expert_tokens[number]
             self._update_mirror(number, message.events)
             for delta in message.deltas:
                 self._gain(delta)
@@ -324,16 +334,22 @@ class ReplicatedEngine:
                     request.placed.ended()
 
     def _lose(self, number: int, error: Exception) -> None:
-        """Ends the requests of a lost replica."""
-        self._placement.remove(str(number))
-        if not self._placement.replicas:
+        """Ends the requests of a lost replica, and of the others if they share its experts."""
+        names = [str(number), *self._placement.replicas] if self._shares_experts else [str(number)]
+        for name in names:
+            self._placement.remove(name)
+        if not self._placement.replicas and not self._shares_experts:
             error = RankError(f"{error}; every other replica was lost before")
-        lost = replace(self._counters[number], **dict.fromkeys(_NOW, 0), step_cost_error=None)
+        for name in dict.fromkeys(names):
+            self._end_requests(name, error)
+
+    def _end_requests(self, name: str, error: Exception) -> None:
+        lost = replace(self._counters[int(name)], **dict.fromkeys(_NOW, 0), step_cost_error=None)
         for request in list(self._running.values()):
-            if request.placed is not None and request.placed.replica.name == str(number):
+            if request.placed is not None and request.placed.replica.name == name:
                 lost.failed += len(request.samples)
                 self._fail(request, error)
-        self._counters[number] = lost
+        self._counters[int(name)] = lost
 
     def _fail(self, request: RunningRequest, error: Exception) -> None:
         request.metrics.finish_time = time.monotonic()

@@ -117,6 +117,8 @@ def plan_pools(config: EngineConfig, target: RunTarget, model: CausalLM, budget_
         peak += _graph_activations(config, target, peak)
     # One scheduler serves all ranks: the smallest decides.
     budget_bytes = target.tp.minimum(pool_budget(config, target, peak) if budget_bytes is None else budget_bytes)
+    if target.tp.replicas is not None:  # which replay graphs of the same rows
+        budget_bytes = target.tp.replicas.minimum(budget_bytes)
     return make_plan(
         config, target, budget_bytes=budget_bytes, weights=weight_bytes(model), activations=peak, share=True
     )
