@@ -6,8 +6,10 @@ A name is a hash of a cache key and of a text's first tokens. Whoever knows the 
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import get_args
 
 import numpy as np
 
@@ -16,16 +18,19 @@ from hybridrt.mem_cache.prefix_tree.cache_events import CacheEvent, Tier, What
 from hybridrt.mem_cache.prefix_tree.cache_key import DEFAULT_KEY, CacheKey
 
 BLOCK = 64  # tokens of a step in the chain of hashes
+LOOKS = 2**14  # entries that a match looks up; a microsecond or two each
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """What decides which cached entries a prefix needs. Attributes as the arguments of RadixCache."""
+    """What decides which cached entries a prefix needs. Attributes as the arguments of RadixCache.
+    `ranks`: engines of the replica, each with a cache of its own."""
 
     page_size: int
     recurrent: bool
     lookahead: int = 0
     windows: tuple[int | None, ...] = (None,)
+    ranks: int = 1
 
 
 class PrefixNames:
@@ -53,6 +58,16 @@ class PrefixNames:
             self._known[length] = name
         return name
 
+    @cached_property
+    def blocks(self) -> dict[int, int]:
+        """Every whole block's end by its name, 0 for none. Making it hashes the whole text."""
+        lengths = range(self._start, self.length + 1, BLOCK)
+        return {self.at(length): length for length in lengths}
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Of the text."""
+        return np.frombuffer(self._bytes, "<i4")[start - self._start : end - self._start].tolist()
+
     def _next(self, begin: int, end: int) -> int:
         parent = self._chain[begin // BLOCK].to_bytes(8, "little")
         return _hash(self._bytes[begin * 4 : end * 4], parent)
@@ -72,27 +87,32 @@ def _hash(data: bytes, parent: bytes = b"") -> int:
 
 
 class PrefixMirror:
-    """The contents of both tiers of a replica's prefix cache."""
+    """The contents of both tiers of a replica's prefix cache, for each of its engines."""
 
     def __init__(self, layout: CacheLayout) -> None:
         self.layout = layout
-        self._tiers: dict[Tier, _TierMirror] = {"device": _TierMirror(layout), "host": _TierMirror(layout)}
+        self._tiers = {(rank, tier): _TierMirror(layout) for rank in range(layout.ranks) for tier in get_args(Tier)}
 
     def update(self, events: Iterable[CacheEvent]) -> None:
         """Takes events in their order, the first ones of a subscription included."""
         for event in events:
-            self.change(event.what, event.tier, names_of(event.tokens, event.key), event.pages, event.states)
+            names = names_of(event.tokens, event.key)
+            self.change(event.what, event.tier, names, event.pages, event.states, event.rank)
 
-    def change(self, what: What, tier: Tier, names: PrefixNames, pages: np.ndarray, states: Iterable[int]) -> None:
+    def change(
+        self, what: What, tier: Tier, names: PrefixNames, pages: np.ndarray, states: Iterable[int], rank: int = 0
+    ) -> None:
         """One event. Attributes as of CacheEvent; `names` are those of its text."""
         if what == "cleared":
-            self._tiers[tier] = _TierMirror(self.layout)
+            self._tiers[rank, tier] = _TierMirror(self.layout)
         else:
-            self._tiers[tier].count(-1 if what == "lost" else 1, names, pages, states)
+            self._tiers[rank, tier].count(-1 if what == "lost" else 1, names, pages, states)
 
-    def match(self, names: PrefixNames) -> int:
-        """Tokens of the longest usable prefix of a prompt, at most all but its last one."""
-        return max(tier.match(names) for tier in self._tiers.values())
+    def match(self, names: PrefixNames, looks: int = LOOKS) -> int:
+        """Tokens of the longest usable prefix of a prompt, at most all but its last one. `looks`:
+        entries that it may look up, a share of them in each tier; then 0, even if there is one.
+        """
+        return max(tier.match(names, looks // len(self._tiers)) for tier in self._tiers.values())
 
     def __len__(self) -> int:
         """Entries that it stores, a measure of its memory."""
@@ -112,6 +132,7 @@ class _TierMirror:
         self._layout = layout
         self._states = Counter[int]()
         self._rests: dict[int, Counter[int]] = {}
+        self._looks = 0  # that the match which runs has left
         self._pages = Counter[tuple[int, int, int]]()  # group, page index, name
 
     def __len__(self) -> int:
@@ -132,21 +153,40 @@ class _TierMirror:
             elif not self._layout.recurrent:
                 _count(self._pages, (group, index, names.at(end)), by)
 
-    def match(self, names: PrefixNames) -> int:
-        if not self._layout.recurrent:
-            return self._match_pages(names) if self._pages else 0
-        limit = names.length - 1
-        for start in range(limit - limit % BLOCK, -1, -BLOCK) if self._states else ():
-            for rest in sorted(self._rests.get(names.at(start), ()), reverse=True):
-                end = start + rest
-                if end <= limit and names.at(end) in self._states and self._sees(names, end):
-                    return end
-        return 0
+    def match(self, names: PrefixNames, looks: int) -> int:
+        if not (self._states if self._layout.recurrent else self._pages):
+            return 0
+        self._looks = looks
+        ends = self._state_ends(names) if self._layout.recurrent else self._page_ends(names)
+        return next((end for end in ends if self._sees(names, end) and self._looks > 0), 0)
 
-    def _match_pages(self, names: PrefixNames) -> int:
-        size = self._layout.page_size
-        lengths = range((names.length - 1) // size * size, 0, -size)
-        return next((length for length in lengths if self._sees(names, length)), 0)
+    def _state_ends(self, names: PrefixNames) -> Iterator[int]:
+        """Lengths after which there is a state, the longest first, while looks are left."""
+        known = names.blocks
+        for start in sorted((known[name] for name in self._rests.keys() & known.keys()), reverse=True):
+            for rest in sorted(self._rests[names.at(start)], reverse=True):
+                self._looks -= 1
+                if self._looks <= 0:
+                    return
+                end = start + rest
+                if end < names.length and names.at(end) in self._states:
+                    yield end
+
+    def _page_ends(self, names: PrefixNames) -> Iterator[int]:
+        """Lengths in whole pages, the longest first, while looks are left. Of layers without a
+        window a page is there if a later one is: the last one is found by halving.
+        """
+        size, most = self._layout.page_size, (names.length - 1) // self._layout.page_size
+        if None in self._layout.windows:
+            group, least = self._layout.windows.index(None), 0
+            while least < most:
+                middle = (least + most + 1) // 2
+                found = (group, middle - 1, names.at(middle * size + self._layout.lookahead)) in self._pages
+                least, most = (middle, most) if found else (least, middle - 1)
+        for length in range(most * size, 0, -size):
+            if self._looks <= 0:
+                return
+            yield length
 
     def _sees(self, names: PrefixNames, length: int) -> bool:
         """Whether the pages are there that the token after `length` tokens sees."""
@@ -160,7 +200,8 @@ class _TierMirror:
             for index in seen:
                 end = (index + 1) * layout.page_size + layout.lookahead
                 end = min(end, length) if layout.recurrent else end
-                if (group, index, names.at(end)) not in self._pages:
+                self._looks -= 1
+                if self._looks <= 0 or (group, index, names.at(end)) not in self._pages:
                     return False
         return True
 

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from hybridrt.fleet.cache_messages import cache_message, layout_message
+from hybridrt.fleet.cache_messages import cache_messages, layout_message
 from hybridrt.fleet.prefix_mirror import CacheLayout
 from hybridrt.mem_cache.prefix_tree.cache_events import CacheEvent, CacheSubscription
 from hybridrt.server.core.respond import FAILURE, while_connected
@@ -25,7 +25,7 @@ _RESET = b'data: {"type":"AllBlocksCleared","medium":"GPU","why":"resend"}\n\n' 
 
 
 class CacheStream(Response):
-    """First the layout, then the present contents, then each change. `id` counts the events. A
+    """First the layout, then the present contents, then each change. `id` counts the messages. A
     reader that was too slow is told to forget everything, and gets the present contents again."""
 
     def __init__(self, service: Service) -> None:
@@ -70,8 +70,10 @@ class CacheStream(Response):
                     yield _RESET
                     continue
                 for start in range(0, len(found), PART):
-                    yield await llm.in_thread(_encoded, found[start : start + PART], layout, number + start)
-                number, quiet = number + len(found), 0.0 if found else quiet + READ_SECONDS
+                    parts = await llm.in_thread(_encoded, found[start : start + PART], layout, number)
+                    number += len(parts)
+                    yield b"".join(parts)
+                quiet = 0.0 if found else quiet + READ_SECONDS
                 if quiet >= BEAT_SECONDS:
                     yield b": beat\n\n"
                     quiet = 0.0
@@ -89,7 +91,6 @@ def _subscription(service: Service) -> CacheSubscription:
     return service.llm.llm.cache_events(limit=HELD)
 
 
-def _encoded(events: list[CacheEvent], layout: CacheLayout, number: int) -> bytes:
-    return b"".join(
-        b"id: %d\ndata: %b\n\n" % (number + i, cache_message(event, layout)) for i, event in enumerate(events)
-    )
+def _encoded(events: list[CacheEvent], layout: CacheLayout, number: int) -> list[bytes]:
+    messages = (message for event in events for message in cache_messages(event, layout))
+    return [b"id: %d\ndata: %b\n\n" % (number + i, message) for i, message in enumerate(messages)]

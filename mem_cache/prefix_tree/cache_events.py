@@ -45,6 +45,7 @@ class CacheEvent:
         pages: [m, 3] int32: page group, page index in the text, and how many first tokens of the
             text are its content: the KV of a page may depend on one token after it.
         states: numbers of first tokens after which there is a state.
+        rank: of the engine that it belongs to, with `dp_size` engines.
     """
 
     number: int
@@ -55,6 +56,7 @@ class CacheEvent:
     tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     pages: np.ndarray = field(default_factory=lambda: np.empty((0, 3), np.int32))
     states: tuple[int, ...] = ()
+    rank: int = 0
 
 
 class CacheSubscription:
