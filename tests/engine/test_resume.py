@@ -9,7 +9,7 @@ import pytest
 from hybridrt.base.errors import EngineError, RequestError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.api.llm import LLM
-from hybridrt.engine.request.output_text import resumed_text
+from hybridrt.engine.request.output_text import new_detokenizer, resumed_text
 from hybridrt.runtime.load.build import resolve_model_path
 from tests.support.levels import sweep
 
@@ -93,4 +93,8 @@ def test_text_before_half_a_character_has_come(llm: LLM, kept: int) -> None:
     assert len(whole.token_ids) > 10
     rest = llm.generate(PROMPT, SamplingParams(resume_token_ids=whole.token_ids[:kept], **params))[0]
     prepared = llm.engine.prepare(PROMPT, SamplingParams(resume_token_ids=whole.token_ids[:kept], **params))
+    told = new_detokenizer(llm.tokenizer, prepared)
+    for token in whole.token_ids[:kept]:  # as it came, a token a step
+        told.advance([token])
+    assert resumed_text(llm.tokenizer, prepared) == told.take_text(False)
     assert resumed_text(llm.tokenizer, prepared) + rest.text == whole.text == "a日本x😀b"
