@@ -33,9 +33,10 @@ class CacheStream(Response):
         del self.headers["content-length"]
         if service.cache_readers >= MAX_READERS:
             raise APIError(429, f"{MAX_READERS} readers have the events of the prefix cache; close one of them")
-        if service.llm.llm.config.dp_size > 1:
-            raise APIError(404, "an engine of several replicas publishes no events: it places requests by them itself")
-        self._service = service
+        layout = service.llm.llm.engine.cache_layout()
+        if layout is None:
+            raise APIError(404, "this server keeps no prefixes")
+        self._service, self._layout = service, layout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[FAILURE] = stream_end
@@ -56,9 +57,7 @@ class CacheStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _parts(self) -> AsyncGenerator[bytes]:
-        llm, number, quiet = self._service.llm, 0, 0.0
-        tree = llm.llm.engine.prefixes.tree
-        layout = CacheLayout(tree.page_size, tree.recurrent, tree.lookahead, tree.windows)
+        llm, layout, number, quiet = self._service.llm, self._layout, 0, 0.0
         yield b"event: layout\ndata: %b\n\n" % layout_message(layout)
         events = await self._subscribe()
         try:

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import numpy as np
 
@@ -17,7 +17,18 @@ from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.base.turns import Change, Turns, weakly
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.grammar.grammar_compiler import GrammarCompiler
-from hybridrt.engine.replicas.messages import Abort, Event, Reset, Stepped, Submit, WasReset, array
+from hybridrt.engine.replicas.messages import (
+    Abort,
+    Contents,
+    Event,
+    Reset,
+    Stepped,
+    Submit,
+    Tell,
+    WasReset,
+    array,
+    read_event,
+)
 from hybridrt.engine.replicas.start import ReplicaLink, Replicas, as_error
 from hybridrt.engine.request.intake import EngineLimits, Intake, PreparedPrompt, Prompt, check_submission
 from hybridrt.engine.request.outputs import Abandonment, Delta, DeltaQueue, EngineCounters, RequestMetrics
@@ -25,8 +36,9 @@ from hybridrt.engine.request.sample_request import derive_seed
 from hybridrt.engine.request.spans import span_limits
 from hybridrt.engine.text.tokenizer import Tokenizer
 from hybridrt.fleet.placement import Placed, Placement, Replica
-from hybridrt.fleet.prefix_mirror import PrefixMirror, names_of
+from hybridrt.fleet.prefix_mirror import CacheLayout, PrefixMirror, names_of
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
+from hybridrt.mem_cache.prefix_tree.cache_events import CacheEvent, CacheEvents, CacheSubscription, Tier
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 
 WAIT_S = 0.002  # of a step for news of the replicas: later requests and aborts wait as long
@@ -109,6 +121,8 @@ class ReplicatedEngine:
         self._counters, self._waits = [EngineCounters()] * count, [0.0] * count
         self._running: dict[str, RunningRequest] = {}
         self._deltas, self._abandoned, self._resets = DeltaQueue(), Abandonment(), list[bool]()
+        self._events = CacheEvents()
+        self._present: dict[int, list[CacheEvent]] | None = None  # of a subscription that begins, by replica
         self._seed, self._num_requests = config.seed, 0
         self.turns = Turns(Change(weakly(self.abort_all)))
 
@@ -231,8 +245,21 @@ class ReplicatedEngine:
             setattr(found, field.name, total(values) if values else None)
         return found
 
-    def cache_events(self, limit: int) -> NoReturn:
-        raise EngineError(f"no cache_events here: {_ELSEWHERE}")
+    def cache_layout(self) -> CacheLayout | None:
+        """As `Engine.cache_layout`, of all replicas."""
+        layout = self._replicas.ready[0].layout
+        return None if layout is None else replace(layout, ranks=len(self._replicas.links))
+
+    def cache_events(self, limit: int) -> CacheSubscription:
+        """As `Engine.cache_events`, of all replicas."""
+        with self.turns.now:
+            self._present = {}
+            for name in self._placement.replicas:
+                self._replicas.links[int(name)].send(Tell())
+            while not self._present.keys() >= {int(name) for name in self._placement.replicas}:
+                self._take_news(WAIT_S)
+            present, self._present = self._present, None
+            return self._events.subscribe_after([event for events in present.values() for event in events], limit)
 
     def cache_dump(self, *, text: bool = False) -> NoReturn:
         raise EngineError(f"no cache_dump here: {_ELSEWHERE}")
@@ -278,6 +305,9 @@ class ReplicatedEngine:
                 self._gain(delta)
         elif isinstance(message, WasReset):
             self._resets.append(message.done)
+        elif isinstance(message, Contents):
+            if self._present is not None:
+                self._present[number] = [read_event(event, self._events.number, number) for event in message.events]
         else:
             self._lose(number, as_error(number, message))
 
@@ -288,6 +318,11 @@ class ReplicatedEngine:
         for event in events:
             names = names_of(array(event.tokens), event.key)
             replica.mirror.change(event.what, event.tier, names, array(event.pages, -1, 3), event.states)
+            made = read_event(event, self._events.number, number)
+            if self._present is not None and number in self._present:
+                self._present[number].append(made)
+            if self._events.readers:
+                self._events.put(made)
 
     def _gain(self, delta: Delta) -> None:
         request = self._running.get(delta.request_id)
@@ -310,6 +345,8 @@ class ReplicatedEngine:
     def _lose(self, number: int, error: Exception) -> None:
         """Ends the requests of a replica. Without another one, no later request can succeed."""
         self._placement.remove(str(number))
+        for tier in get_args(Tier):
+            self._events.cleared("failed", tier, number)
         if not self._placement.replicas:
             error = RankError(f"{error}; every other replica was lost before")
         self._counters[number] = EngineCounters()
