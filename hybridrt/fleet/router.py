@@ -62,6 +62,7 @@ class RouterConfig:
             are matched with caches.
         resume: a stream whose replica is lost goes on at another one. False: it ends with an error
             that says how the client can resume it.
+        changing: `Router.replace` says which replicas there are.
 
     Raises:
         ConfigError: a field cannot be used.
@@ -74,10 +75,11 @@ class RouterConfig:
     tokenizer: str | None = None
     discover: str | None = None
     resume: bool = False
+    changing: bool = False
 
     def __post_init__(self) -> None:
         given = (*self.replicas, *(() if self.discover is None else (self.discover,)))
-        if not 0 < len(given) <= MAX_REPLICAS:
+        if not (self.changing or len(given) > 0) or len(given) > MAX_REPLICAS:
             raise ConfigError(f"{len(given)} replicas; pass 1 to {MAX_REPLICAS}, each with --replica URL")
         for url in given:
             parts = urlsplit(url)
@@ -171,7 +173,11 @@ class Router:
             log.warning("the addresses of %s are not found: %s", parts.hostname, e or type(e).__name__)
             return
         hosts = [f"[{address[4][0]}]" if ":" in str(address[4][0]) else str(address[4][0]) for address in found]
-        urls = {f"{parts.scheme}://{host}:{port}" for host in hosts[:MAX_REPLICAS]}
+        self.replace([f"{parts.scheme}://{host}:{port}" for host in hosts])
+
+    def replace(self, found: Sequence[str]) -> None:
+        """From now on the replicas are these, in addition to those of the configuration."""
+        urls = set(found[:MAX_REPLICAS])
         fixed = {url.rstrip("/") for url in self._config.replicas}
         for gone in self._known.keys() - urls - fixed:
             self._remove(gone)
