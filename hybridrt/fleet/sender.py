@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from starlette.responses import Response
 from starlette.types import Message, Scope, Send
 
 from hybridrt.fleet.counted_stream import MAX_IDS
@@ -84,13 +85,12 @@ class Sender:
         """
         body = self._named(asked, scope["path"])
         forward = Forward(scope, send, body, headers_for(scope, self._replica_key), asked.resumed)
-        failure = _Failure()
-        tried, again = set[str](), True
+        failure, tried = _Failure(), set[str]()
         for attempt in range(TRIES):
             wanted = self._wanted(asked.among) - tried
             if not wanted and failure.refusal is None and await self._one_is_ready(asked.among):
                 wanted, tried = self._wanted(asked.among), set()
-            if not wanted or not again:
+            if not wanted:
                 break
             try:
                 await self._send_to_one(forward, asked, wanted, tried, attempt)
@@ -98,7 +98,9 @@ class Sender:
                 return
             except NotAnswered as e:
                 log.info("a request is not answered: %s", e)
-                again = failure.add(e) and await self._may_go_on(e, forward, asked, scope["path"], body)
+                failure.add(e)
+                if not await self._may_go_on(failure, forward, asked, scope["path"], body):
+                    break
         await self._give_up(failure, forward, scope, send)
 
     async def _send_to_one(
@@ -123,23 +125,25 @@ class Sender:
         more = {"seed": secrets.randbits(63), "request_id": secrets.token_hex(16)}
         return with_fields(asked.body, {name: v for name, v in more.items() if asked.fields.get(name) is None})
 
-    async def _may_go_on(self, e: NotAnswered, forward: Forward, asked: Asked, path: str, body: bytes) -> bool:
+    async def _may_go_on(self, failure: "_Failure", forward: Forward, asked: Asked, path: str, body: bytes) -> bool:
         """Whether another replica may have the request, or the rest of its stream."""
-        if e.lost and await self._suspects.add_loss(path, asked.body) > 1:
+        lost = failure.last is not None and failure.last.lost
+        if lost and max(await self._suspects.add_loss(path, asked.body), failure.losses) > 1:
+            failure.blamed = True
             return False
         if not forward.begun:
             return True
         if not (self._resumes and asked.can_go_on(path)) or not (ids := forward.ids):
             return False
         forward.body = with_fields(body, {"resume_token_ids": ids})
-        self._metrics.resumed.inc(e.lost)
+        self._metrics.resumed.inc(lost)
         return True
 
     async def _give_up(self, failure: "_Failure", forward: Forward, scope: Scope, send: Send) -> None:
         if forward.begun:
             self._metrics.cut.inc()
             await forward.end_cut(failure.why)
-        elif failure.losses:
+        elif failure.blamed:
             text = f"{failure.why}. The request may be the reason, so it is sent to no other replica"
             raise APIError(502, text, code="replica_lost")
         elif failure.refusal is not None:
@@ -160,15 +164,20 @@ class Sender:
 
 
 class _Failure:
-    """Why a request is not answered yet. `refusal`: what a replica has said; `losses`: of replicas."""
+    """Why a request is not answered yet. `refusal`: what a replica has said; `blamed`: the request may
+    be the reason why replicas were lost."""
 
     def __init__(self) -> None:
-        self.why, self.refusal, self.losses = "no replica is ready", None, 0
+        self.last: NotAnswered | None = None
+        self.refusal: Response | None = None
+        self.losses, self.blamed = 0, False
 
-    def add(self, e: NotAnswered) -> bool:
-        """Whether it may be tried again."""
-        self.why, self.refusal, self.losses = str(e), e.answer or self.refusal, self.losses + e.lost
-        return self.losses < 2
+    @property
+    def why(self) -> str:
+        return "no replica is ready" if self.last is None else str(self.last)
+
+    def add(self, e: NotAnswered) -> None:
+        self.last, self.refusal, self.losses = e, e.answer or self.refusal, self.losses + e.lost
 
 
 def with_fields(body: bytes, fields: Mapping[str, Any]) -> bytes:
