@@ -21,7 +21,7 @@ from benchmarks.common import environment, save
 from benchmarks.kernel_cases import DECODE, PREFILL, Case, Cases, Load
 from benchmarks.library_cases import Args
 from benchmarks.step_peers import register_peers
-from hybridrt.base.config import ModelConfig
+from hybridrt.base.model_config import ModelConfig
 from hybridrt.kernels.core import providers
 from hybridrt.models.config.read_config import read_model_config
 from tests.support.flat import flat

@@ -21,7 +21,8 @@ from typing import Any
 from benchmarks.common import HBM_BYTES_PER_S, PRODUCT_FLOPS_PER_S, environment, prompts, save, settle
 from benchmarks.short_prompts import measure_short
 from hybridrt import LLM, SamplingParams
-from hybridrt.base.config import KV_CODES, STATE_DTYPES, EngineConfig
+from hybridrt.base.dtypes import KV_CODES, STATE_DTYPES
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.bench.floor import prefill_flops, step_bytes
 
 FIRST, LAST = 16, 144

@@ -11,7 +11,7 @@ import argparse
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import torch
@@ -24,10 +24,14 @@ from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.core.engine import Engine
 from hybridrt.engine.request.intake import EngineLimits
 from hybridrt.mem_cache.pools.page_groups import PageDemand
+from hybridrt.mem_cache.pools.slab_plan import SlabPlan, plan_slabs
 from hybridrt.runtime.step.plan import StepHandle, StepPlan, StepResult
 
 VOCAB, PAGE_SIZE, NUM_PAGES, LONGEST = 50_000, 16, 2**17, 2**20
 TOKEN_SECONDS = 0.004  # of a prompt. A step takes a second beside
+# Of a model whose page groups and states share memory: attention layers, of which one has no window if others have one;
+# bytes of a token in the keys of a layer; tokens in all layers without windows that have the bytes of a state.
+ATTENTION_LAYERS, KEY_BYTES, STATE_TOKENS = 6, 1024, 1024
 
 
 class NoMasks:
@@ -98,6 +102,8 @@ class Case:
         think: mean seconds between an answer and the next turn.
         windows: of the attention layers, by page group; None: no window. A window group has the pages
             that the memory plan gives it: those of running requests, and the window of each state.
+        tokens: page groups and states share memory: that of `rows` + `slots` states, and of so many tokens in
+            all layers without windows. 0: each has memory of its own, and pages are ample.
     """
 
     trace: str
@@ -107,6 +113,7 @@ class Case:
     slots: int
     think: float = 0.0
     windows: tuple[int | None, ...] = (None,)
+    tokens: int = 0
 
     def items(self) -> list[Item]:
         items, draw = TRACES[self.trace](self.shape), random.Random(self.shape.seed)
@@ -126,9 +133,25 @@ class Case:
             NUM_PAGES if demand.window is None else demand.pool(self.rows, LONGEST) + self.slots * demand.kept
             for demand in demands
         ]
-        pools = CacheCoordinator(self.rows, self.rows + self.slots, pages, demands, prefix_cache=True)
+        slabs = self.slabs() if self.tokens else None
+        slots = self.rows + self.slots if slabs is None else slabs.num_slots
+        pools = CacheCoordinator(self.rows, slots, pages, demands, prefix_cache=True, slabs=slabs)
         engine = Engine(executor, pools, EngineLimits(VOCAB, LONGEST, chunk))
         return Player(engine, self.items(), clock=executor).play()[0]
+
+    def slabs(self) -> SlabPlan:
+        """The memory that `tokens` asks for."""
+        others = max(len(self.windows) - 1, 1)
+        parts = [(ATTENTION_LAYERS - 1) * i // others for i in range(others + 1)]
+        layers = [1, *[end - start for start, end in pairwise(parts)]]
+        layers = layers if len(self.windows) > 1 else [ATTENTION_LAYERS]
+        cell, token = PAGE_SIZE * KEY_BYTES, 2 * ATTENTION_LAYERS * KEY_BYTES
+        plan = plan_slabs(
+            (self.tokens + (self.rows + self.slots) * STATE_TOKENS) * token, [2 * n * cell for n in layers],
+            [cell] * len(layers), own_pages=0, page_size=PAGE_SIZE, slot_bytes=STATE_TOKENS * token,
+        )  # fmt: skip
+        assert plan is not None
+        return plan
 
 
 def measure(case: Case, rounds: int = prefix_bound.ROUNDS) -> dict[str, Any]:
@@ -139,7 +162,7 @@ def measure(case: Case, rounds: int = prefix_bound.ROUNDS) -> dict[str, Any]:
     hit, bound = sum(r.metrics.cached_tokens for r in ran) / asked, prefix_bound.bound(program, rounds) / asked
     return {
         "trace": case.trace, "seed": case.shape.seed, "load": case.load, "rows": case.rows, "slots": case.slots,
-        "think": case.think, "windows": case.windows, "hit rate": hit, "bound": bound,
+        "think": case.think, "windows": case.windows, "tokens": case.tokens, "hit rate": hit, "bound": bound,
         "unlimited": program.unlimited / asked,
         "of bound": hit / bound if bound else 1.0, "redone mean": sum(redone) / len(redone), "redone max": max(redone),
     }  # fmt: skip
@@ -167,6 +190,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--windows", type=int, nargs="+", default=[0], help="tokens that the layers of each page group see; 0: all"
     )
+    parser.add_argument(
+        "--tokens", type=int, default=0,
+        help="page groups and states share memory: so many tokens in all layers without windows, and the states",
+    )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=prefix_bound.ROUNDS, help="descent of the bound")
     parser.add_argument("--name", help="write benchmarks/results/NAME.json")
     return parser.parse_args(arguments)
@@ -178,7 +205,9 @@ def main() -> None:
     for slots, load, trace in product(args.slots, args.loads, args.traces):
         shapes = [Shape(args.units, args.turns, args.prompt, args.output, VOCAB, seed) for seed in range(args.seeds)]
         windows = tuple([window or None for window in args.windows])
-        cases = [Case(trace, shape, load, args.rows, slots * args.rows, args.think, windows) for shape in shapes]
+        cases = [
+            Case(trace, shape, load, args.rows, slots * args.rows, args.think, windows, args.tokens) for shape in shapes
+        ]
         rows = [measure(case, args.rounds) for case in cases]
         show(rows)
         found += rows

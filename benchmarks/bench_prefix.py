@@ -29,7 +29,7 @@ from benchmarks.common import environment, free, save, settle
 from benchmarks.prefix_bound import Served
 from benchmarks.traces import TRACES, Item, Shape
 from hybridrt import LLM, SamplingParams, SpeculativeConfig
-from hybridrt.base.config import DTYPES
+from hybridrt.base.dtypes import DTYPES
 from hybridrt.base.errors import ConfigError
 from hybridrt.engine.core.engine import Engine
 from hybridrt.engine.request.outputs import RequestMetrics

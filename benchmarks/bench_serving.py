@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from benchmarks.common import environment, free, save, settle
 from hybridrt import LLM, SamplingParams
-from hybridrt.base.config import DTYPES
+from hybridrt.base.dtypes import DTYPES
 from hybridrt.engine.core.engine import Engine
 
 LEAST_CONTEXT = 2048  # tokens of max_model_len, as deployments have: graphs of prompts are no larger than it

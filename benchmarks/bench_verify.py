@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.common import environment, save
 from benchmarks.profile_step import kernel_table
 from hybridrt import EngineConfig, SpeculativeConfig
-from hybridrt.base.config import DTYPES
+from hybridrt.base.dtypes import DTYPES
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.sampling.acceptance import accept_chain
 from hybridrt.kernels.sampling.sampling import greedy

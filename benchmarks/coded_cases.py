@@ -7,7 +7,7 @@ from itertools import chain
 from benchmarks.kernel_cases import Case, Load, attention_decode, attention_extend, decode_op, prefill_op
 from benchmarks.latent_cases import latent_decode, latent_extend
 from benchmarks.library_cases import Args
-from hybridrt.base.config import ModelConfig
+from hybridrt.base.model_config import ModelConfig
 from hybridrt.kernels.attention.kv_codes import encode
 
 SCALE = 0.02

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hybridrt.base.config import ModelConfig
+from hybridrt.base.model_config import ModelConfig
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.kda import KDAConfig
 from hybridrt.kinds.mamba1 import Mamba1Config

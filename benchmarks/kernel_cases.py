@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.common import gdn_of, kda_of, mamba1_of, mamba2_of
 from benchmarks.library_cases import CHUNK_KDA, CHUNK_LIGHTNING, KDA_STEP, LIGHTNING_STEP, Args, beside
-from hybridrt.base.config import ModelConfig
+from hybridrt.base.model_config import ModelConfig
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.dense.norm_activation import add_rms_norm, relu2, silu_and_mul
 from hybridrt.kernels.dense.skinny_linear import MAX_TOKENS, Activation

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from benchmarks.kernel_cases import Case, Load, decode_op, int32, normal, prefill_op
 from benchmarks.library_cases import Args, Peers, beside
-from hybridrt.base.config import AttentionConfig, ModelConfig
+from hybridrt.base.model_config import AttentionConfig, ModelConfig
 
 PAGE = 64  # the only one that FlashMLA takes
 WORKSPACE_BYTES = 128 << 20

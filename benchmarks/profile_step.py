@@ -21,7 +21,7 @@ from benchmarks.common import prompts
 from benchmarks.short_prompts import add_chunks, decoding
 from benchmarks.timeline import Span, draw
 from hybridrt import LLM, SamplingParams
-from hybridrt.base.config import STATE_DTYPES
+from hybridrt.base.dtypes import STATE_DTYPES
 
 
 def kernel_table(prof: profile, steps: int) -> list[tuple[str, float, float]]:

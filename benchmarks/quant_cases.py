@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.kernel_cases import Case, Load, decode_op, int32, linears, normal
 from benchmarks.library_cases import Args, Call, Peers, beside
-from hybridrt.base.config import ModelConfig
+from hybridrt.base.model_config import ModelConfig
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.dense.moe import ExpertStack, fused_experts
 from hybridrt.kernels.dense.norm_activation import add_rms_norm

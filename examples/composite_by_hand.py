@@ -13,7 +13,8 @@ from hybridrt.base.forward_batch import ForwardBatch, ForwardMode
 from hybridrt.embedding import EngineConfig, LoadedModel, load
 from hybridrt.kinds.registry import state_shape
 from hybridrt.mem_cache.pools.kv_pool import KVPool
-from hybridrt.mem_cache.pools.mamba_pool import MambaPool, MambaPoolSpec
+from hybridrt.mem_cache.pools.mamba_pool import MambaPool
+from hybridrt.mem_cache.pools.mamba_pool_spec import MambaPoolSpec
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.recurrent.backend import HybridLinearAttnBackend
 from hybridrt.recurrent.backends import load_attention_backend

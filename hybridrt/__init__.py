@@ -11,8 +11,8 @@ from hybridrt.base.version import __version__ as __version__
 from hybridrt.errors import *  # noqa: F403  # every error is public
 
 if TYPE_CHECKING:  # `as` tells type checkers that the names are public
-    from hybridrt.base.config import EngineConfig as EngineConfig
-    from hybridrt.base.config import SpeculativeConfig as SpeculativeConfig
+    from hybridrt.base.engine_config import EngineConfig as EngineConfig
+    from hybridrt.base.engine_config import SpeculativeConfig as SpeculativeConfig
     from hybridrt.base.sampling_params import SamplingParams as SamplingParams
     from hybridrt.base.structured_outputs import StructuredOutputs as StructuredOutputs
     from hybridrt.chat.events import ToolCall as ToolCall
@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # `as` tells type checkers that the names are public
 
 _PUBLIC = {
     "hybridrt.chat.events": ("ToolCall",),
-    "hybridrt.base.config": ("EngineConfig", "SpeculativeConfig"),
+    "hybridrt.base.engine_config": ("EngineConfig", "SpeculativeConfig"),
     "hybridrt.engine.api.async_llm": ("AsyncLLM",),
     "hybridrt.engine.api.chats": ("ChatDelta", "ChatOutput"),
     "hybridrt.engine.core.engine": ("Engine",),

@@ -7,7 +7,7 @@ NAMES = {
     "KVPool": "hybridrt.mem_cache.pools.kv_pool:KVPool",
     "LayerCache": "hybridrt.mem_cache.pools.mamba_pool:LayerCache",
     "MambaPool": "hybridrt.mem_cache.pools.mamba_pool:MambaPool",
-    "MambaPoolSpec": "hybridrt.mem_cache.pools.mamba_pool:MambaPoolSpec",
+    "MambaPoolSpec": "hybridrt.mem_cache.pools.mamba_pool_spec:MambaPoolSpec",
     "Pools": "hybridrt.mem_cache.pools.pools:Pools",
 }
 __getattr__ = lazy_names(__name__, NAMES)

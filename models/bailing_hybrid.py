@@ -10,10 +10,10 @@ last layers of Ling-3.0-flash clamp their experts' SwiGLU, as in Ant Group's bra
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from hybridrt.base.config import LayerSpec
 from hybridrt.base.config_fields import OFF, PERIOD, SIZE, TAPS, FieldTypes
 from hybridrt.base.config_json import FLAG, NULL, OBJECT, TRUE, either, integer, list_of, number, one_of
 from hybridrt.base.errors import ConfigError
+from hybridrt.base.model_config import LayerSpec
 from hybridrt.kinds.kda import KDAConfig
 from hybridrt.layers.weights import CheckpointMap
 from hybridrt.models.base import MTPHead

@@ -14,10 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hybridrt.base.config import AttentionConfig, LayerSpec
 from hybridrt.base.config_fields import COUNT, OFF, ROPE, SIZE, FieldTypes
 from hybridrt.base.config_json import NULL, TRUE, check_fields, either, one_of
 from hybridrt.base.errors import ConfigError, shown
+from hybridrt.base.model_config import AttentionConfig, LayerSpec
 from hybridrt.kinds.simple_gla import SimpleGLAConfig
 from hybridrt.layers.norm import LayerPart
 from hybridrt.models.bailing_hybrid import FAMILY as HYBRID

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from hybridrt.base.config import AttentionConfig, ModelConfig
 from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.base.model_config import AttentionConfig, ModelConfig
 from hybridrt.base.spans import EncoderInput
 from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.linear import RowLinear, Segment, VocabParallelEmbedding

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from hybridrt.attention.base import AttentionInputs, Branch
-from hybridrt.base.config import LayerSpec, ModelConfig
 from hybridrt.base.config_fields import ATTENTION, COMMON, EPSILON, MULTIPLIER, SIZE, FieldTypes
 from hybridrt.base.config_json import FLAG, NULL, TRUE, either, list_of
 from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.base.model_config import LayerSpec, ModelConfig
 from hybridrt.kernels.core.records import Rope
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.layers.attention import AttentionLayer, qkv_segments

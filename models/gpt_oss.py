@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from hybridrt.base.config import LayerSpec
 from hybridrt.base.config_fields import ATTENTION, COMMON, EPSILON, MAX_EXPERTS, SIZE, FieldTypes
 from hybridrt.base.config_json import FLAG, integer, list_of, number, one_of
+from hybridrt.base.model_config import LayerSpec
 from hybridrt.layers.attention import Attention
 from hybridrt.layers.moe import Experts, MoE, SoftmaxRouter
 from hybridrt.layers.norm import ResidualPart

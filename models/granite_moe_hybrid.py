@@ -9,9 +9,9 @@ norms at loading (IBM 2025).
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from hybridrt.base.config import ModelConfig
 from hybridrt.base.config_fields import ATTENTION, COMMON, COUNT, EPSILON, MULTIPLIER, SIZE, FieldTypes
 from hybridrt.base.config_json import FLAG, NULL, either, list_of, number, one_of
+from hybridrt.base.model_config import ModelConfig
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.layers.attention import Attention
 from hybridrt.layers.linear import MLP

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from hybridrt.attention.base import AttentionInputs
-from hybridrt.base.config import AttentionConfig
 from hybridrt.base.errors import BackendError, ConfigError
 from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.base.model_config import AttentionConfig
 from hybridrt.base.plugins import load_object
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kinds.mamba1 import Mamba1Config

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from hybridrt.base.config import LayerSpec
 from hybridrt.base.config_fields import ATTENTION, COMMON, EPSILON, MAX_EXPERTS, SIZE, FieldTypes
 from hybridrt.base.config_json import FLAG, NULL, OBJECT, FieldType, either, integer, list_of, one_of
+from hybridrt.base.model_config import LayerSpec
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.layers.attention import Attention
 from hybridrt.layers.moe import SHARED_WEIGHT, Experts, MoE, SoftmaxRouter

@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from hybridrt.base.config import AttentionConfig, LayerSpec
 from hybridrt.base.config_fields import ATTENTION, COMMON, EPSILON, POSITIONS, TAPS, FieldTypes
 from hybridrt.base.config_json import FLAG, NULL, FieldType, either, integer, list_of, one_of
 from hybridrt.base.errors import ConfigError
+from hybridrt.base.model_config import AttentionConfig, LayerSpec
 from hybridrt.kinds.short_conv import ShortConvConfig
 from hybridrt.layers.attention import Attention
 from hybridrt.layers.linear import MLP

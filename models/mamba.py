@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from hybridrt.base.config import AttentionConfig, LayerSpec, LinearConfig, ModelConfig
 from hybridrt.base.config_fields import CHUNK, COMMON, DT_LIMIT, EPSILON, POSITIONS, SIZE, STATE, TAPS, FieldTypes
 from hybridrt.base.config_json import FLAG, NULL, either
 from hybridrt.base.errors import ConfigError
 from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.base.model_config import AttentionConfig, LayerSpec, LinearConfig, ModelConfig
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.layers.norm import LayerPart, ResidualPart

@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from hybridrt.base.config import AttentionConfig
 from hybridrt.base.config_fields import ATTENTION, COMMON, EPSILON, MAX_EXPERTS, MULTIPLIER, SIZE, FieldTypes
 from hybridrt.base.config_json import NULL, TRUE, check_fields, either, integer, list_of, one_of
 from hybridrt.base.errors import ConfigError
 from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.base.model_config import AttentionConfig
 from hybridrt.kinds.lightning import LightningConfig
 from hybridrt.layers.attention import Attention
 from hybridrt.layers.moe import Experts, MoE, SoftmaxRouter

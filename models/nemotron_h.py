@@ -9,7 +9,6 @@ import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from hybridrt.base.config import LayerSpec
 from hybridrt.base.config_fields import (
     ATTENTION,
     CHUNK,
@@ -24,6 +23,7 @@ from hybridrt.base.config_fields import (
     FieldTypes,
 )
 from hybridrt.base.config_json import FLAG, NULL, FieldType, check_fields, either, integer, list_of, one_of
+from hybridrt.base.model_config import LayerSpec
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.layers.attention import Attention
 from hybridrt.layers.linear import MLP

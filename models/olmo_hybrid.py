@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from hybridrt.attention.base import AttentionInputs
-from hybridrt.base.config import AttentionConfig
 from hybridrt.base.config_fields import ATTENTION, COMMON, EPSILON, FieldTypes
 from hybridrt.base.config_json import FLAG, NULL, either
 from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.base.model_config import AttentionConfig
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.layers.attention import Attention
 from hybridrt.layers.linear import MLP

@@ -9,9 +9,9 @@ Checkpoints with images hold the text part under `model.language_model`, and a t
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from hybridrt.base.config import LayerSpec
 from hybridrt.base.config_fields import ATTENTION, COMMON, COUNT, EPSILON, OUTPUT_GATES, PERIOD, SIZE, FieldTypes
 from hybridrt.base.config_json import FLAG, NULL, OBJECT, either
+from hybridrt.base.model_config import LayerSpec
 from hybridrt.models.base import MTP_KEYS
 from hybridrt.models.config.family import (
     GDN,

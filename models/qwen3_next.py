@@ -9,7 +9,6 @@ output (Qwen team 2025).
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from hybridrt.base.config import LayerSpec
 from hybridrt.base.config_fields import (
     ATTENTION,
     COMMON,
@@ -22,6 +21,7 @@ from hybridrt.base.config_fields import (
     FieldTypes,
 )
 from hybridrt.base.config_json import FLAG, NULL, OBJECT, either, integer, list_of
+from hybridrt.base.model_config import LayerSpec
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.layers.attention import Attention
 from hybridrt.layers.linear import MLP

@@ -1,7 +1,7 @@
 """Finds the model and prediction-head classes of an architecture."""
 
-from hybridrt.base.config import ModelConfig
 from hybridrt.base.errors import ConfigError
+from hybridrt.base.model_config import ModelConfig
 from hybridrt.base.plugins import load_object
 from hybridrt.models.base import CausalLM, MTPHead
 from hybridrt.models.config.family_registry import family_of

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from hybridrt.base.config import AttentionConfig, LayerSpec, LinearConfig, ModelConfig
 from hybridrt.base.config_fields import (
     ATTENTION,
     COMMON,
@@ -28,6 +27,7 @@ from hybridrt.base.config_fields import (
 )
 from hybridrt.base.config_json import NULL, check_fields, either, list_of, one_of
 from hybridrt.base.errors import ConfigError, shown
+from hybridrt.base.model_config import AttentionConfig, LayerSpec, LinearConfig, ModelConfig
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.prefix_sum import PrefixSumConfig
 from hybridrt.layers.linear import MLP

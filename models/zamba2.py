@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybridrt.base.config import AttentionConfig, LayerSpec, ModelConfig
 from hybridrt.base.config_fields import (
     CHUNK,
     COMMON,
@@ -30,6 +29,7 @@ from hybridrt.base.config_fields import (
 from hybridrt.base.config_json import FLAG, NULL, FieldType, either, list_of, number, one_of
 from hybridrt.base.errors import ConfigError
 from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.base.model_config import AttentionConfig, LayerSpec, ModelConfig
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.layers.linear import ColumnLinear, Segment
 from hybridrt.layers.norm import ResidualPart, ResidualStack, RMSNorm

@@ -10,15 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from hybridrt.base.config import (
-    EngineConfig,
-    LayerSpec,
-    SpeculativeConfig,
-    resolve_device,
-    resolve_dtype,
-    resolve_state_dtype,
-)
+from hybridrt.base.device import resolve_device
+from hybridrt.base.dtypes import resolve_dtype, resolve_state_dtype
+from hybridrt.base.engine_config import EngineConfig, SpeculativeConfig
 from hybridrt.base.errors import ConfigError, DeviceError, HybridrtError, UnsupportedModelError
+from hybridrt.base.model_config import LayerSpec
 from hybridrt.kinds.base import next_power_of_two
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.mamba1 import Mamba1Config

@@ -10,8 +10,8 @@ import pytest
 from hybridrt import LLM, SamplingParams, SpeculativeConfig
 from hybridrt.base import draft_methods as registry
 from hybridrt.base import plugins
-from hybridrt.base.config import EngineConfig
 from hybridrt.base.draft_methods import BUILT_IN, DRAFTERS, load_method
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import BackendError, ConfigError
 from hybridrt.base.plugins import load_object
 from hybridrt.runtime.load.draft_needs import DraftRow

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hybridrt.base import plugins
-from hybridrt.base.config import SpeculativeConfig
+from hybridrt.base.engine_config import SpeculativeConfig
 from hybridrt.base.errors import BackendError
 from hybridrt.base.plugins import Plugins, load_object
 from hybridrt.kinds.registry import linear_kind

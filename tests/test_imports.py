@@ -61,6 +61,7 @@ def test_every_operation_is_reported(found: tuple[object, list[str], list[str]])
     assert set(picked) == {"torch"}
 
 
+@pytest.mark.slow
 def test_a_start_without_text_does_not_import_transformers(tmp_path: Path) -> None:
     """It takes seconds, more where opening a file is slow."""
     write_tiny(tmp_path, tokenizer=False)

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from hybridrt.base import plugins
-from hybridrt.base.config import AttentionConfig, EngineConfig, LayerSpec, LinearConfig, ModelConfig, SpeculativeConfig
+from hybridrt.base.engine_config import EngineConfig, SpeculativeConfig
 from hybridrt.base.errors import BackendError, ConfigError, UnsupportedLayerError
 from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.base.model_config import AttentionConfig, LayerSpec, LinearConfig, ModelConfig
 from hybridrt.base.plugins import load_object
 from hybridrt.cli.inspect import _symbol
 from hybridrt.collectives.groups import TPGroup
@@ -38,6 +39,7 @@ from hybridrt.recurrent.mamba2 import mamba2_segments
 from hybridrt.runtime.load.build import build_pools
 from hybridrt.runtime.load.target import RunTarget
 from tests.support.by_hand import ByHand, Row, assert_close
+from tests.support.levels import sweep
 from tests.support.outside_kind import OUTSIDE, OutsideConfig
 from tests.support.session import spoil
 
@@ -181,7 +183,7 @@ MIXES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kinds", "mode"), MIXES)
+@pytest.mark.parametrize(("kinds", "mode"), sweep(MIXES, 2))
 def test_a_model_of_several_kinds_equals_its_layers_run_alone(kinds: tuple[str, ...], mode: str) -> None:
     """Chunks, mixed steps and decode, more of it than a ring holds, against each layer's whole prefill in a pool of its
     own, in outputs and states."""

@@ -51,6 +51,8 @@ def test_what_a_sweep_leaves_out_is_slow() -> None:
     assert {mark.name for each in found for mark in each.marks} == {"slow"}
     marks = [[mark.name for mark in each.marks] for each in sweep(range(5), 2, 3)]
     assert marks == [[], ["slow"], [], ["soak"], ["soak"]]
+    marks = [[mark.name for mark in each.marks] for each in sweep(range(7), 4, thin=2)]
+    assert marks == [[], ["soak"], ["slow"], ["soak"], [], ["soak"], ["slow"]]
 
 
 def test_each_level_draws_more() -> None:
@@ -60,6 +62,8 @@ def test_each_level_draws_more() -> None:
     found = [(each.values, [mark.name for mark in each.marks]) for each in drawn("abc", 2, 4, 4)]
     assert found[:3] == [(("a", 4), []), (("c", 4), []), (("b", 4), ["slow"])], "not what the default level draws"
     assert [marks for _, marks in found[3:]] == [["soak"]] * 3
+    found = [(each.values, [mark.name for mark in each.marks]) for each in drawn("ab", 2, 4, 1)]
+    assert found == [(("a", 4), []), (("b", 1), ["slow"]), (("a", 20), ["soak"]), (("b", 20), ["soak"])]
 
 
 def test_properties_draw_more_in_the_slow_level() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import ConfigError, HybridrtError
 from hybridrt.engine.api.llm import LLM
 from hybridrt.engine.cache import host_fetches

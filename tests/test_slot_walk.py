@@ -174,12 +174,14 @@ def kernels(stations: list[Station]) -> set[str]:
     ("make", "options", "given"),
     [
         (falcon(), {}, {"mamba2_chunk_scan", "pool_rows"}),
-        (falcon(), {"mamba_ssm_dtype": "bfloat16"}, {"mamba2_chunk_scan", "mamba2_decode"}),
+        pytest.param(
+            falcon(), {"mamba_ssm_dtype": "bfloat16"}, {"mamba2_chunk_scan", "mamba2_decode"}, marks=pytest.mark.slow
+        ),
         (nemotron("M*-ME"), CHAIN, {"mamba2_chunk_scan", "mamba2_decode", "commit_intermediate"}),
         (qwen(), REPLAY, {"chunk_gated_delta_rule", "gdn_decode", "advance_ring"}),
         (jamba(), {}, {"selective_scan", "mamba1_update"}),
-        (kimi(), {}, {"chunk_gated_delta_rule", "gdn_decode"}),
-        (minimax(), {}, {"mamba2_chunk_scan", "pool_rows"}),
+        pytest.param(kimi(), {}, {"chunk_gated_delta_rule", "gdn_decode"}, marks=pytest.mark.slow),
+        pytest.param(minimax(), {}, {"mamba2_chunk_scan", "pool_rows"}, marks=pytest.mark.slow),
     ],
     ids=["falcon", "bfloat16", "nemotron", "qwen", "jamba", "kimi", "minimax"],
 )

@@ -108,7 +108,8 @@ def test_imports_point_one_way(module: str) -> None:
 @pytest.mark.parametrize("module", PUBLIC)
 def test_public_modules_hold_names_of_base_alone(module: str) -> None:
     """And nothing below the package itself imports them: a name has one home."""
-    assert set(imports(SOURCES[f"hybridrt.{module}"])) - {"typing"} == {f"hybridrt.base.{module}"}
+    homes = set(imports(SOURCES[f"hybridrt.{module}"])) - {"typing"}
+    assert homes and all(home.startswith("hybridrt.base.") for home in homes)
     users = [name for name, file in SOURCES.items() if f"hybridrt.{module}" in set(imports(file)) - {name}]
     users = [name for name in users if name != "hybridrt"]
     assert users == []

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from hybridrt.attention.contract import ContractHooks, check_graph_tokens
-from hybridrt.base.config import AttentionSpec, LinearConfig
 from hybridrt.base.device import SideStream, is_capturing
 from hybridrt.base.errors import BackendError
 from hybridrt.base.forward_batch import ForwardBatch, GraphView, RoutedLayer
+from hybridrt.base.model_config import AttentionSpec, LinearConfig
 from hybridrt.kernels.core.records import LatentWeights, Rope
 
 _IN_LINE = nullcontext()

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from hybridrt.attention.base import Layer
 from hybridrt.attention.paged import PagedKVBackend
-from hybridrt.base.config import AttentionSpec
 from hybridrt.base.device import PAST, Event, record_event
 from hybridrt.base.errors import BackendError
 from hybridrt.base.forward_batch import ForwardBatch, GraphView
+from hybridrt.base.model_config import AttentionSpec
 from hybridrt.mem_cache.pools.kv_pool import KVPool
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 

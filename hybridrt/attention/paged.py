@@ -10,10 +10,10 @@ from torch import Tensor
 
 from hybridrt.attention.base import AttentionBackend, AttentionInputs, Branch, Layer
 from hybridrt.attention.checks import check_eager_batch, check_graph_batch, check_own, check_written_places
-from hybridrt.base.config import AttentionSpec
 from hybridrt.base.device import capability
 from hybridrt.base.errors import BackendError
 from hybridrt.base.forward_batch import ForwardBatch, GraphView
+from hybridrt.base.model_config import AttentionSpec
 from hybridrt.kernels.attention.latent_attention import from_latent, into_latent
 from hybridrt.kernels.attention.paged_attention import (
     CellPlaces,
@@ -373,7 +373,7 @@ class TorchNativeAttnBackend(PagedAttnBackend):
 
     def __init__(self, *, kv_pool: KVPool, req_to_token_pool: HybridReqToTokenPool) -> None:
         super().__init__(kv_pool=kv_pool, req_to_token_pool=req_to_token_pool)
-        self._by_window = dict(zip(kv_pool.windows, self._tables))
+        self._windows = dict(zip(self._tables, kv_pool.windows))
         self._shares = kv_pool.device.type == "cpu"  # a graph would keep values
         if self._shares:
             self._decode = attend
@@ -384,7 +384,7 @@ class TorchNativeAttnBackend(PagedAttnBackend):
             step: PagedMetadata = batch.metadata[self]
             step.plans[0] = TorchPlan()  # of all page groups
             if step.decode is not None:
-                step.decode = RowContexts(self._by_window, step.decode, batch.tokens_per_row)
+                step.decode = RowContexts(self._windows, step.decode, batch.tokens_per_row)
 
     def rotate_and_save(self, q: Tensor, k: Tensor, v: Tensor, layer: Layer, batch: ForwardBatch, rope: Rope) -> Tensor:
         step: PagedMetadata = batch.metadata.get(self) or self.planned(batch)

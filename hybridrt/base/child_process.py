@@ -5,6 +5,7 @@ multiprocessing would run the caller's main module once more.
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -25,6 +26,16 @@ sys.modules["hybridrt"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sys.modules["hybridrt"])
 importlib.import_module(given.pop("module")).main(**given)
 """
+
+
+def ending_of(status: int) -> str:
+    """How a process ended, by its exit status as subprocess has it."""
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:  # a real-time signal has no name
+        return f"was killed by signal {-status}"
 
 
 def start_child(

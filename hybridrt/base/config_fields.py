@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-from hybridrt.base.config import DTYPES
 from hybridrt.base.config_json import (
     FALSE,
     FLAG,
@@ -17,6 +16,7 @@ from hybridrt.base.config_json import (
     number,
     one_of,
 )
+from hybridrt.base.dtypes import DTYPES
 
 FieldTypes = Mapping[str, FieldType]
 # So stacked matrices have fewer than 2**63 bytes.

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hybridrt.base.errors import ConfigError
+from hybridrt.base.errors import ConfigError, DeviceError
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,24 @@ def visible_gpus() -> int:
 def gpu_started() -> bool:
     """Whether this process uses a GPU."""
     return torch.cuda.is_initialized()
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device of a name: "cpu", "cuda" or "cuda:N". "auto" is the first GPU, or the CPU without
+    one. DeviceError if the name is another one or the device does not exist."""
+    if name == "auto":
+        name = "cuda" if gpu_count() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as e:
+        raise DeviceError(f'device is {name!r}; use "auto", "cpu", "cuda" or "cuda:N"') from e
+    if device.type not in ("cpu", "cuda"):
+        raise DeviceError(f'device is {name!r}; hybridrt runs on "cpu" and "cuda"')
+    if device.type == "cuda":
+        if (device.index or 0) >= (count := gpu_count()):
+            raise DeviceError(f'device is {name!r}, but torch sees {count} CUDA devices; use device="cpu"')
+        device = torch.device("cuda", device.index or 0)
+    return device
 
 
 def use_gpu(device: torch.device) -> None:

@@ -161,7 +161,7 @@ class Turns:
     """
 
     def __init__(self, change: "Change") -> None:
-        self._change = change
+        self._change, self._at_once = change, _AtOnce(self)
         self._mutex = RLock()  # reentrant: finalizers may run in here
         self._line: deque[tuple[Lock, int]] = deque()
         self._owner: int | None = None
@@ -227,7 +227,7 @@ class Turns:
     @property
     def now(self) -> AbstractContextManager[None]:
         """A turn that begins at once: EngineError if it is another thread's."""
-        return _NOTHING if self._owner == get_ident() else _AtOnce(self)
+        return _NOTHING if self._owner == get_ident() else self._at_once
 
     def _take(self, wait: bool) -> None:
         """Waits for it, or raises EngineError if it is taken and `wait` is False, or in a fork."""

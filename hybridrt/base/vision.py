@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
 
 @dataclass(frozen=True)
 class VisionSpec:
@@ -27,7 +29,7 @@ class VisionSpec:
         num_prefix: learned tokens before each picture, which are dropped after the transformer.
         exact_gelu: its MLP has the GELU itself, not its tanh approximation.
         final_norm: a layer norm without weights follows the transformer.
-        mean, std: of the channels red, green and blue, in parts of 255.
+        mean, std: of the channels red, green and blue, in parts of 255, as in transformers' class.
     """
 
     tower: Literal["qwen3_5", "siglip2", "lfm3", "radio"]

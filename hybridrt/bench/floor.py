@@ -1,12 +1,12 @@
-"""The fewest bytes that a decode step can move, and the useful flops of prompts: what limits a device."""
+"""Floors of a device: the fewest bytes of a decode step, and the useful flops of prompts."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
-from hybridrt.base.config import AttentionSpec, ModelConfig
+from hybridrt.base.model_config import AttentionSpec, ModelConfig
 from hybridrt.kinds.registry import state_shape
-from hybridrt.mem_cache.pools.mamba_pool import MambaPoolSpec, ring_width
+from hybridrt.mem_cache.pools.mamba_pool_spec import MambaPoolSpec, ring_width
 from hybridrt.mem_cache.pools.pools import Pools
 from hybridrt.mem_cache.pools.stored_states import stored_state
 from hybridrt.models.base import CausalLM
@@ -52,9 +52,12 @@ def kv_bytes(layers: Iterable[AttentionSpec], context: int) -> int:
 
 
 def state_bytes(spec: MambaPoolSpec) -> float:
-    """Of one row and one token, over all layers: K - 1 columns of the conv ring are read and one is written. The state
-    is read and written; with replay it is read alone, with the entries of the state ring that are there (W - 1 to 0,
-    equally often), and an entry is written. Every W tokens a fold reads the whole ring and the state, and writes it."""
+    """Bytes of one row and one token, over all layers.
+
+    K - 1 columns of the conv ring are read and one is written. The state is read and written. With
+    replay it is read, with the ring's entries (0 to W - 1, equally often), and an entry is written.
+    Every W tokens a fold reads the ring and the state, and writes the state.
+    """
     total = 0.0
     for shape, layers in spec.groups.items():
         conv = shape.conv_dim * shape.conv_kernel * spec.conv_dtype.itemsize if shape.segments else 0
@@ -94,13 +97,13 @@ def prefill_flops(model: CausalLM, count: int, length: int) -> float:
 
 
 def _picked_share(config: ModelConfig, stacked: int) -> float:
-    """Share of `stacked` experts that one token meets: those that it picks, and those that are shared by all tokens."""
+    """Share of `stacked` experts that one token meets: picked and shared ones."""
     return (stacked - routed_experts(config.hf) + config.hf.num_experts_per_tok) / stacked
 
 
 def _touched_share(config: ModelConfig, stacked: int, batch: int) -> float:
-    """Expected share of `stacked` experts that at least one of `batch` tokens picks, if picks are uniform among the
-    routed ones; the others are shared by all tokens."""
+    """Expected share of `stacked` experts that `batch` tokens meet, if they pick uniformly among routed
+    ones."""
     routed = routed_experts(config.hf)
     untouched = routed * (1.0 - config.hf.num_experts_per_tok / routed) ** batch
     return 1.0 - untouched / stacked

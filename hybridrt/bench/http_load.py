@@ -1,7 +1,7 @@
-"""A client that reads many streams and does little else: the load must not limit a benchmark.
+"""A client that reads many streams at little cost, so that it does not limit a benchmark.
 
-Bytes are parsed after the load: parsing 50 chunks that come together takes milliseconds, so the
-last one would be stamped late.
+Bytes are parsed after the load. Parsing 50 chunks that come together takes milliseconds: the last
+one would be stamped late.
 """
 
 import asyncio
@@ -25,8 +25,8 @@ from hybridrt.bench.workload import Work
 
 _DONE = re.compile(rb"\ndata: ?\[DONE\]")  # JSON holds no line end
 _DONE_BYTES = 16
-MOST_BYTES, PART_BYTES = 2**28, 128  # of an answer in memory; each part counts for more
-SILENT_SECONDS = 1800.0  # then an answer is given up
+MOST_BYTES, PART_BYTES = 2**28, 128  # of an answer in memory, and more for each part
+SILENT_SECONDS = 1800.0  # without a byte of an answer
 _STATUS_BYTES = 13
 _HEAD_END = b"\r\n\r\n"
 
@@ -82,7 +82,7 @@ class Target:
 
 
 def _messages(work: Work) -> list[dict[str, Any]]:
-    """A user's message with the images, then a word for each token of the prompt."""
+    """One message: the images, then a word for each token of the prompt."""
     parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": uri}} for uri in work.images]
     parts.append({"type": "text", "text": " ".join(map(str, work.prompt))})
     return [{"role": "user", "content": parts}]
@@ -147,7 +147,7 @@ Send = Callable[[Work, Callable[[], float]], Awaitable[Received]]
 
 
 @dataclass
-class Load:
+class LoadResult:
     """The result of a load.
 
     Attributes:
@@ -172,7 +172,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
-async def run_load(target: Target, work: Sequence[Work], concurrency: int | None) -> Load:
+async def run_load(target: Target, work: Sequence[Work], concurrency: int | None) -> LoadResult:
     """Sends each request at its arrival, at most `concurrency` at a time. When cancelled, it closes
     the connections and returns the requests that have ended.
 
@@ -188,7 +188,7 @@ async def run_load(target: Target, work: Sequence[Work], concurrency: int | None
         gc.enable()
     share = (time.process_time() - cpu) / (time.perf_counter() - start)
     loop = type(asyncio.get_running_loop()).__module__.partition(".")[0]
-    return Load([_read(answer, timing) for timing, answer in answers], share, loop)
+    return LoadResult([_read(answer, timing) for timing, answer in answers], share, loop)
 
 
 async def at_arrivals(work: Sequence[Work], send: Send, concurrency: int | None) -> list[tuple[Timing, Received]]:
@@ -218,7 +218,7 @@ async def at_arrivals(work: Sequence[Work], send: Send, concurrency: int | None)
 
 @contextmanager
 def _ringing(arrivals: Sequence[float], now: Callable[[], float]) -> Iterator[list[asyncio.Future[None]]]:
-    """Uses a thread: event loops wake up to the millisecond."""
+    """A thread rings: event loops are exact to a millisecond only."""
     loop, stopped = asyncio.get_running_loop(), threading.Event()
     due = [loop.create_future() for _ in arrivals]
 
@@ -259,7 +259,7 @@ async def send_request(target: Target, work: Work, now: Callable[[], float]) -> 
 def _read(answer: Received, timing: Timing) -> Timing:
     try:
         for now, event in events(answer.parts):
-            _take(event, timing, now)
+            _read_chunk(event, timing, now)
         if not timing.gains:
             raise ValueError("the answer has no tokens")
         if timing.output_tokens == 0:
@@ -272,7 +272,7 @@ def _read(answer: Received, timing: Timing) -> Timing:
     return timing
 
 
-def _take(event: bytes, timing: Timing, now: float) -> None:
+def _read_chunk(event: bytes, timing: Timing, now: float) -> None:
     chunk = msgspec.json.decode(event)
     if "error" in chunk:
         raise ValueError(chunk["error"].get("message", "an error without a message"))
@@ -280,11 +280,11 @@ def _take(event: bytes, timing: Timing, now: float) -> None:
         tokens = chunk["choices"][0].get("token_ids")
         timing.gains.append((now, len(tokens) if tokens else 1))
     if chunk.get("usage"):
-        timing.output_tokens = chunk["usage"]["completion_tokens"]
+        timing.output_tokens = int(chunk["usage"]["completion_tokens"])
 
 
 def _has_gain(choice: dict[str, Any]) -> bool:
-    """False for the first chunk of a chat, which names the role before there is a token."""
+    """False for the first chunk of a chat, which has the role and no token."""
     return "role" not in choice.get("delta", ()) or bool(choice["delta"].get("content"))
 
 
@@ -319,7 +319,7 @@ class _Dechunker:
 
     def __init__(self) -> None:
         self._held = b""
-        self._left = 0  # bytes of the chunk and of the line end after it
+        self._left = 0  # bytes of the chunk and its line end
 
     def __call__(self, data: bytes) -> bytes:
         data, out = self._held + data, b""

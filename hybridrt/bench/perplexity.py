@@ -7,8 +7,7 @@ from hybridrt.base.errors import RequestError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.api.llm import LLM
 
-WINDOW = 1024  # tokens that are read at once
-BATCH = 64  # windows
+WINDOW, BATCH = 1024, 64  # tokens of a window; windows at a time
 
 
 def perplexity(llm: LLM, tokens: Sequence[int], window: int = WINDOW) -> float:

@@ -1,4 +1,4 @@
-"""Loads of a server by name, and their figures as a page."""
+"""Named loads of a server, and a page of their figures."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -42,13 +42,19 @@ COLUMNS = ("load", "requests", "failed", "seconds", "tokens/s", "first mean", "f
 
 
 def chosen(name: str, seed: int | None = None) -> dict[str, Load]:
-    """One load, or all. ConfigError for another name."""
+    """One load, or all. ConfigError for another name.
+
+    Each load has a seed of its own. With one seed, prompts of equal length would be the same in
+    several loads, and a server with a prefix cache would have them already.
+    """
     if name != ALL and name not in SUITE:
         raise ConfigError(f"suite is {name!r}; it must be {ALL} or one of {', '.join(SUITE)}")
-    loads = SUITE if name == ALL else {name: SUITE[name]}
-    if seed is None:
-        return dict(loads)
-    return {name: load._replace(workload=replace(load.workload, seed=seed)) for name, load in loads.items()}
+    first = len(SUITE) * (seed or 0)
+    loads = {
+        each: load._replace(workload=replace(load.workload, seed=first + i))
+        for i, (each, load) in enumerate(SUITE.items())
+    }
+    return loads if name == ALL else {name: loads[name]}
 
 
 def row(name: str, found: Mapping[str, Any]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Times of a benchmark's tokens, and statistics of them."""
+"""Times of a benchmark's tokens, and their statistics."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Requests of a benchmark: prompts, lengths, and when each is due."""
+"""Requests of a benchmark: prompts, lengths and arrivals."""
 
 import base64
 import io
@@ -15,7 +15,7 @@ from hybridrt.base.errors import ConfigError, shown
 from hybridrt.base.files import read_lines
 
 _BLOCK = 512  # tokens of one hash in a trace
-# Shares, mean prompts and outputs of a mix. Lengths are within a quarter of the means.
+# Of a mix: shares up to here, mean tokens of prompts (within a quarter) and outputs.
 MIX = ((0.80, 512, 128), (0.95, 4096, 256), (1.0, 32768, 256))
 _FIRST_ID = 3  # ids below are often special
 _MAX_TOKENS = 1 << 22  # tokens of a prompt or an output
@@ -106,7 +106,7 @@ def make_work(config: WorkloadConfig) -> list[Work]:
 
 
 def _images(config: WorkloadConfig, request: int) -> tuple[str, ...]:
-    """Smooth pictures, which make short files."""
+    """Smooth pictures: their files are short."""
     from PIL import Image
 
     width, height = map(int, config.image_size.split("x"))

@@ -5,15 +5,18 @@ import os
 import select
 import threading
 import time
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import NoReturn, Protocol
 from weakref import WeakSet
 
-from hybridrt.base.errors import ConfigError
+from hybridrt.base.errors import ConfigError, MessageError
 from hybridrt.channel.channel import SocketChannel
 
 TIMEOUT_VARIABLE = "HYBRIDRT_RANK_TIMEOUT"
 TIMEOUT_S = 10.0
 LOADING_S = 60.0  # at least, while a model is loaded: libraries may keep a process's other threads from running
+PART_BYTES, MAX_LINK_BYTES = 2**23, 2**30
+_LAST, _MORE = b"\0", b"\1"
 BEATS = 6  # heartbeats that a rank sends within a time-out
 
 
@@ -31,21 +34,32 @@ def rank_timeout() -> float:
 
 
 class Link:
-    """A channel between rank 0 and another rank. One thread may listen while others send."""
+    """A channel between rank 0 and another rank. One thread may listen while others send.
+
+    Messages may be longer than those of a channel: they are sent in parts. The first byte of a part
+    says whether it is the last one.
+    """
 
     def __init__(self, channel: SocketChannel) -> None:
-        self._channel, self._lock = channel, threading.Lock()
+        self._channel, self._lock, self._sending = channel, threading.Lock(), threading.Lock()
+        self._parts = list[bytes]()  # of a message that has not come to its end
         disown_in_child(self)
 
     def send(self, message: bytes) -> None:
-        """Returns when the operating system has the message. Raises PeerGoneError."""
-        with self._lock:
-            self._channel.send(message)
-            self._channel.drain(TIMEOUT_S)
+        """Returns when the operating system has the message. PeerGoneError; MessageError if it is too
+        long, before any of it is sent."""
+        if len(message) > MAX_LINK_BYTES:
+            raise MessageError(f"a message has {len(message)} bytes; it may have {MAX_LINK_BYTES}")
+        with self._sending:
+            for start in range(0, max(len(message), 1), PART_BYTES):
+                end = start + PART_BYTES
+                with self._lock:
+                    self._channel.send((_LAST if end >= len(message) else _MORE) + message[start:end])
+                    self._channel.drain(TIMEOUT_S)
 
     def listen(self, seconds: float) -> list[bytes]:
-        """Waits for messages, at most so many seconds; empty if none came. PeerGoneError if the
-        other end is gone."""
+        """Waits for messages, at most so many seconds after the last part; empty if none came.
+        PeerGoneError if the other end is gone."""
         deadline = time.monotonic() + seconds
         while True:
             left = deadline - time.monotonic()
@@ -54,9 +68,34 @@ class Link:
                 poll.register(self._channel, select.POLLIN)
                 poll.poll(1000 * max(0.0, left))
             with self._lock:
-                messages = self._channel.receive()
-            if messages or left <= 0:
+                parts = self._channel.receive()
+            messages = self._joined(parts)
+            if messages or (left <= 0 and not parts):
                 return messages
+            if parts:
+                deadline = time.monotonic() + seconds
+
+    def _joined(self, parts: Sequence[bytes]) -> list[bytes]:
+        found = list[bytes]()
+        for part in parts:
+            self._parts.append(part[1:])
+            if len(self._parts) * PART_BYTES > MAX_LINK_BYTES + PART_BYTES:
+                raise MessageError(f"a message of more than {MAX_LINK_BYTES} bytes comes")
+            if part[:1] == _LAST:
+                found.append(b"".join(self._parts))
+                self._parts = []
+        return found
+
+    def listen_and_beat(self, beat: bytes, interval: float, take: Callable[[bytes], object]) -> NoReturn:
+        """Gives each message to `take`, and sends `beat` every `interval` seconds. PeerGoneError once
+        the other end is gone."""
+        beat_at = time.monotonic()
+        while True:
+            if time.monotonic() >= beat_at:
+                beat_at = time.monotonic() + interval
+                self.send(beat)
+            for message in self.listen(max(0.0, beat_at - time.monotonic())):
+                take(message)
 
     def close(self) -> None:
         with self._lock:

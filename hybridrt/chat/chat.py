@@ -95,6 +95,11 @@ class Chat:
         self._traits = dict[str, TemplateTraits]()
         self._lock, self._examining = Lock(), Lock()
 
+    @property
+    def limits_reasoning(self) -> bool:
+        """Whether a thinking budget can hold for this model."""
+        return self.reasoning is not None and self._constraints.limits(self.reasoning)
+
     def examine(self) -> None:
         """Finds what the templates support before the first conversation needs it.
 

@@ -38,6 +38,10 @@ class Constraints:
 
     tokens: Mapping[str, int]
 
+    def limits(self, tags: ReasoningTags) -> bool:
+        """Whether a thinking budget can hold: the reasoning begins and ends with single tokens."""
+        return any(tag in self.tokens for tag in tags.opens) and all(tag in self.tokens for tag in tags.closes)
+
     def grammar(
         self,
         conversation: Conversation,

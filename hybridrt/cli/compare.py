@@ -69,7 +69,7 @@ def _run(targets: Any, work: Any, concurrency: int) -> "Comparison":
     from tqdm.auto import tqdm
 
     from hybridrt.verify.differences import Comparison
-    from hybridrt.verify.shadow import ask_both
+    from hybridrt.verify.two_servers import ask_both
 
     comparison = Comparison()
     with tqdm(total=len(work), desc="compare", unit="request", disable=None) as bar:
@@ -87,7 +87,7 @@ def _run(targets: Any, work: Any, concurrency: int) -> "Comparison":
 
 
 def _write(name: str, comparison: "Comparison", found: dict[str, Any]) -> None:
-    from hybridrt.verify.shadow_page import page, svg
+    from hybridrt.verify.two_servers_page import page, svg
 
     urls = found["url_a"], found["url_b"]
     Path(f"{name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

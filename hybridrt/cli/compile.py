@@ -13,8 +13,8 @@ from hybridrt.base.errors import ConfigError, DeviceError, EngineError
 from hybridrt.cli.options import EMBEDDED, EngineOptions, JsonOption, ModelArgument, SpeculativeOptions
 
 if TYPE_CHECKING:
-    from hybridrt.base.config import EngineConfig
     from hybridrt.base.device import GPUFacts
+    from hybridrt.base.engine_config import EngineConfig
     from hybridrt.runtime.precompile.compile_ahead import CompileReport
 
 
@@ -47,7 +47,7 @@ def compile(
     Needs a C compiler, and with --gpu no GPU. Reads config.json alone. The options are those of the later run: others
     may need other kernels. The cache works only at the path where it was filled.
     """
-    from hybridrt.base.config import EngineConfig
+    from hybridrt.base.engine_config import EngineConfig
 
     config = EngineConfig(model, **engine.given(), **speculation.given(model))
     made = compile_model(config, gpu, cache_dir, workers)
@@ -98,8 +98,7 @@ def compile_model(config: "EngineConfig", gpu: str | None, cache_dir: str | None
 
 
 def _gpu(config: "EngineConfig", name: str | None) -> "GPUFacts":
-    from hybridrt.base.config import resolve_device
-    from hybridrt.base.device import GPUFacts, gpu_count, known_gpu
+    from hybridrt.base.device import GPUFacts, gpu_count, known_gpu, resolve_device
 
     if name is not None:
         return known_gpu(name)

@@ -13,7 +13,8 @@ from hybridrt.base.gpus import GPUS
 from hybridrt.cli.options import EMBEDDED, EngineOptions, JsonOption, ModelArgument, SpeculativeOptions
 
 if TYPE_CHECKING:
-    from hybridrt.base.config import EngineConfig, LayerSpec, ModelConfig
+    from hybridrt.base.engine_config import EngineConfig
+    from hybridrt.base.model_config import LayerSpec, ModelConfig
     from hybridrt.kinds.base import StateShape
     from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
     from hybridrt.runtime.load.target import RunTarget
@@ -92,7 +93,7 @@ def inspect(
 
     Reads config.json alone, and of quantised checkpoints the names and shapes of tensors.
     """
-    from hybridrt.base.config import EngineConfig
+    from hybridrt.base.engine_config import EngineConfig
 
     if cache is not None or svg is not None:
         return _draw_cache(cache, svg, as_json)
@@ -128,7 +129,7 @@ def describe_model(config: "EngineConfig", gpu: str | None = None) -> ModelRepor
     """
     import torch
 
-    from hybridrt.base.config import dtype_name
+    from hybridrt.base.dtypes import dtype_name
     from hybridrt.collectives.groups import TPGroup
     from hybridrt.runtime.load.build import empty_model, load_target, weight_bytes
     from hybridrt.runtime.load.fit import as_on_gpu, budget_text, free_bytes, gpu_bytes, plan_ahead

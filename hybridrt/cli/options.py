@@ -126,7 +126,7 @@ class SpeculativeOptions:
             return {}
         if model == EMBEDDED and load_method(self.speculative).takes_model:
             fields.setdefault("draft_model", EMBEDDED_DRAFT)
-        from hybridrt.base.config import SpeculativeConfig
+        from hybridrt.base.engine_config import SpeculativeConfig
 
         return {"speculative": SpeculativeConfig(method=self.speculative, **fields)}  # type: ignore[arg-type]
 

@@ -1,7 +1,7 @@
-"""Memory of a GPU that another process opens: the driver's cuIpc functions, which torch does not have.
+"""Memory of a GPU that another process opens, by the driver's cuIpc functions.
 
-torch's own sharing of tensors (torch.multiprocessing) counts users across processes, and warns when
-a process ends before the others.
+torch.multiprocessing shares tensors too, but counts users across processes, and warns when a process
+ends before the others.
 """
 
 import ctypes

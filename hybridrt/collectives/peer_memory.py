@@ -1,4 +1,4 @@
-"""Memory of GPUs of one host that the other ranks write, for sums of few numbers in one launch."""
+"""Sums of few numbers over the GPUs of one host in one launch: ranks write each other's memory."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -19,11 +19,11 @@ from hybridrt.kernels.core.pdl_triton import pdl
 logger = logging.getLogger(__name__)
 
 BLOCK = 512  # words of a program
-PROGRAMS = 1024  # all of them are resident at once, so that none waits for one that cannot start
+PROGRAMS = 1024  # all are resident at once: none waits for one that cannot start
 MOST_BYTES = 4 * BLOCK * PROGRAMS
 MOST_ROWS, ROW_WORDS = 256, 4096  # of sums with a norm; a program has a row
 _NONE = "-"
-SPINS = 1024  # looks at a box, of about a microsecond each, between looks at main memory
+SPINS = 1024  # looks at a box (a microsecond each) per look at main memory
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -71,7 +71,7 @@ class PeerMemory:
             if reached:
                 addresses[peer], shared[peer] = open_shared(other), other
         peers = cls(box, addresses, rank, {addresses[peer]: other for peer, other in shared.items()})
-        # Every rank hears whether all others reach all boxes, so that all decide alike.
+        # All ranks decide alike: each hears whether all others reach all boxes.
         store.set(f"reach/{rank}", "1" if reached else _NONE)
         if all(store.get(f"reach/{peer}") == b"1" for peer in range(size)):
             return peers

@@ -1,12 +1,12 @@
 """A sum over ranks in one launch: each rank writes its numbers into the others' memory.
 
-A rank has a box for each sender. A word of a box has 8 bytes: 4 of data, and the number of the round
-as a flag. 8 bytes arrive at once, so a word with the right flag is complete, and needs no second
-message (the LL protocol of NCCL). Every rank adds the same numbers in the order of ranks, in float32.
+A rank has a box, with a part for each sender. A word of it has 8 bytes: 4 of data, and the number of
+the round as a flag. 8 bytes arrive at once, so a word with the right flag is complete (the LL protocol
+of NCCL). Every rank adds the same numbers in the order of ranks, in float32.
 
-A program has the same words in every launch, and counts its own rounds. Rounds alternate between two
-halves of a box. That is enough: a rank sends for round k + 2 after it has received round k + 1, which
-its peer sent after it had read round k.
+A program has the same words in every launch, and counts its rounds, which alternate between two halves
+of a box. That is enough: a rank sends for round k + 2 after it has received round k + 1, which its peer
+sent after it had read round k.
 """
 
 import triton
@@ -17,7 +17,7 @@ from hybridrt.kernels.core.pdl_triton import begin
 
 @triton.jit
 def _as_floats(words, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The first and the second number of each 4 bytes, as float32. Of float32, both are the first."""
+    """The two numbers of each word as float32; the same one twice if they are float32."""
     if dtype == tl.float32:
         first = words.to(tl.float32, bitcast=True)
         second = first
@@ -39,7 +39,7 @@ def _as_words(first, second, dtype: tl.constexpr):  # type: ignore[no-untyped-de
 
 @triton.jit
 def _received(cells, mask, epoch, stop_ptr, SPINS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The words of a sender, once all of them have come. Garbage after a stop."""
+    """A sender's words, when all have come; garbage after a stop."""
     found = tl.load(cells, mask=mask, other=0, volatile=True)
     late = tl.sum(((found >> 32) != epoch).to(tl.int32) * mask.to(tl.int32))
     tries = 0
@@ -49,7 +49,7 @@ def _received(cells, mask, epoch, stop_ptr, SPINS: tl.constexpr):  # type: ignor
         tries += 1
         if tries == SPINS:
             tries = 0
-            late = tl.where(tl.load(stop_ptr, volatile=True) == 0, late, 0)  # in main memory, which is far
+            late = tl.where(tl.load(stop_ptr, volatile=True) == 0, late, 0)  # in main memory
     return found.to(tl.int32)
 
 
@@ -58,13 +58,13 @@ def _sum_of_ranks(  # type: ignore[no-untyped-def]
     own, place, mask, first_box, boxes_ptr, epoch, stop_ptr,
     RANK: tl.constexpr, SIZE: tl.constexpr, ROOM: tl.constexpr, DTYPE: tl.constexpr, SPINS: tl.constexpr,
 ):  # fmt: skip
-    """The first and the second number of each word, summed over the ranks in float32.
+    """The two numbers of each word, summed over the ranks in float32.
 
     Args:
-        own: this rank's words; `place`: where they are in the part of a sender.
-        first_box: where the parts of senders begin in a box. ROOM: words of a sender in one half.
+        own: this rank's words; `place`: of these in the part of a sender.
+        first_box: first word of the parts in a box. ROOM: words of a sender in one half.
         boxes_ptr: [SIZE] int64 addresses of the ranks' boxes.
-        epoch: number of the round.
+        epoch: the round.
     """
     number = epoch.to(tl.int64)
     place += first_box + (epoch & 1) * (SIZE * ROOM)
@@ -124,7 +124,7 @@ def sum_add_norm_kernel(  # type: ignore[no-untyped-def]
     first, second = _sum_of_ranks(
         own, row * ROW + w, mask, FIRST, boxes_ptr, epoch, stop_ptr, RANK, SIZE, ROOM, DTYPE, SPINS
     )
-    # Rounded twice, as by a sum and a norm of their own.
+    # Rounded twice, as by a sum and a norm apart.
     first, second = _as_floats(_as_words(first, second, DTYPE), DTYPE)
     first_before, second_before = _as_floats(before, DTYPE)
     total = _as_words(first + first_before, second + second_before, DTYPE)

@@ -7,7 +7,7 @@
 docs/embedding.md has the rules and examples.
 """
 
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.forward_batch import ForwardBatch, SpecInfo
 from hybridrt.embedding.decode_graphs import DecodeGraphs
 from hybridrt.embedding.loading import LoadedModel, build, load, plan_memory

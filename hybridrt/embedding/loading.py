@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from hybridrt.base.config import EngineConfig
 from hybridrt.base.config_json import check_fields, integer
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import ConfigError, shown
 from hybridrt.base.turns import in_undisturbed
 from hybridrt.collectives.groups import TPGroup

@@ -76,9 +76,9 @@ class EmbeddedRuntime:
         Does nothing without attention layers.
 
         Args:
-            pages: [n], or [n, G] for a model whose layers have G different windows: a page of each
-                page group (`plan.groups`). A window group may have the scratch page where all
-                windows of later tokens have passed.
+            pages: [n], or [n, G] for a model with G page groups: a page of each group
+                (`plan.groups`). A window group may have the scratch page where all windows of later
+                tokens have passed.
 
         Raises:
             PoolError: a row or page is scratch or outside its table; a row would have a page at two
@@ -362,7 +362,6 @@ def _columns(name: str, values: Array, count: int) -> list[np.ndarray]:
         raise BackendError(f"{name} is no array of integers: {e}") from e
     if found.ndim != 2 or found.shape[1] != count:
         raise BackendError(
-            f"{name} has shape {tuple(found.shape)}; layers of {count} windows need [n, {count}], a page of each "
-            "page group"
+            f"{name} has shape {tuple(found.shape)}; {count} page groups need [n, {count}], a page of each"
         )
     return [host_integers(name, found[:, column]) for column in range(count)]

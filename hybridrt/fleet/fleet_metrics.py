@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
@@ -38,6 +39,12 @@ class RouterMetrics:
         self.prompt_tokens.inc(tokens if attempt == 0 else 0)
         self.prefix_tokens.inc(prefix if attempt == 0 else 0)
         self.retries.inc(attempt > 0)
+
+    def forget(self, url: str) -> None:
+        """A replica that has gone is neither ready nor loaded. What it got stays counted."""
+        for gauge in (self.ready, self.load):
+            with suppress(KeyError):  # never shown
+                gauge.remove(url)
 
     def text(self, replicas: Iterable[ReplicaClient]) -> str:
         for replica in replicas:

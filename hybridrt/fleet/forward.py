@@ -14,6 +14,7 @@ from hybridrt.server.core.respond import COUNT_HEADER, FAILURE
 from hybridrt.server.wire.errors import APIError, stream_end, wants_anthropic
 from hybridrt.server.wire.sse import DONE, event, named_events
 
+MAX_TARGET = 2**15  # characters of a path and its query
 BUSY = (429, 502, 503)  # another replica may have room
 _PASSED_ON = (
     "accept", "anthropic-beta", "anthropic-version", "authorization", "content-type", "traceparent", "tracestate",
@@ -50,9 +51,12 @@ def headers_for(scope: Scope, replica_key: str | None) -> dict[str, str]:
 
 def target_of(scope: Scope) -> str:
     """Path and query of the request at a replica. The path is quoted anew: what was quoted in it is
-    no query there."""
-    query = scope.get("query_string", b"").decode("latin-1")
-    return quote(scope["path"], safe="/:@!$&'()*+,;=~") + (f"?{query}" if query else "")
+    no query there. APIError if it is longer than a URL may be."""
+    query = quote(scope.get("query_string", b""), safe="%/:@!$&'()*+,;=~?[]")
+    target = quote(scope["path"], safe="/:@!$&'()*+,;=~") + (f"?{query}" if query else "")
+    if len(target) > MAX_TARGET:
+        raise APIError(414, f"the path is too long: {len(target)} characters at a replica, at most {MAX_TARGET}")
+    return target
 
 
 class Forward:
@@ -71,7 +75,7 @@ class Forward:
     ) -> None:
         self._scope, self._send, self._headers = scope, send, dict(headers)
         self.body, self.begun, self._streams = body, False, False
-        self._stream = CountedStream(ids)
+        self._stream, self._target = CountedStream(ids), target_of(scope)
 
     @property
     def ids(self) -> list[int] | None:
@@ -121,7 +125,7 @@ class Forward:
         await self._send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _exchange(self, replica: ReplicaClient, first: asyncio.Event) -> None:
-        url = replica.url + target_of(self._scope)
+        url = replica.url + self._target
         async with replica.client.stream(
             self._scope["method"], url, headers=self._headers, content=self.body or None
         ) as answer:

@@ -48,7 +48,7 @@ class Addresses:
 def addresses(name: str) -> Any:
     """The actor of an application. It is made if it is not there."""
     options = {"name": name, "namespace": "hybridrt", "get_if_exists": True, "num_cpus": 0}
-    return ray.remote(Addresses).options(**options, lifetime="detached", max_restarts=-1).remote()  # type: ignore[attr-defined]
+    return ray.remote(Addresses).options(**options, lifetime="detached", max_restarts=-1).remote()
 
 
 class Replica:

@@ -82,11 +82,21 @@ class RouterConfig:
         if not (self.changing or len(given) > 0) or len(given) > MAX_REPLICAS:
             raise ConfigError(f"{len(given)} replicas; pass 1 to {MAX_REPLICAS}, each with --replica URL")
         for url in given:
-            parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or "@" in parts.netloc:
+            if not _is_base_url(url):
                 raise ConfigError(f"replica {url!r}: it must be a URL such as http://127.0.0.1:8001")
         if len({url.rstrip("/") for url in self.replicas}) < len(self.replicas):
             raise ConfigError("a replica is there twice; remove one of them")
+
+
+def _is_base_url(text: str) -> bool:
+    """Whether it names a server, and nothing of it."""
+    try:
+        parts, known = urlsplit(text), httpx.URL(text)
+        host = known.host.encode("idna")  # as DNS is asked; its parts have at most 63 characters
+    except (ValueError, httpx.InvalidURL):
+        return False
+    bare = not (parts.query or parts.fragment or "@" in parts.netloc) and text.isprintable()
+    return bare and parts.scheme in ("http", "https") and bool(host) and (known.port is None or 0 < known.port < 2**16)
 
 
 class Router:
@@ -146,6 +156,7 @@ class Router:
     def _remove(self, url: str) -> None:
         """What runs there goes on."""
         log.info("replica %s has gone", url)
+        self.metrics.forget(url)
         self._known.pop(url).ready = False
         self._placement.remove(url)
         for task in self._watches.pop(url):

@@ -48,8 +48,9 @@ class Asked:
     def resumed(self) -> list[int]:
         """First tokens of the answer that the client has already."""
         ids = self.fields.get("resume_token_ids")
-        known = isinstance(ids, list) and len(ids) <= MAX_IDS
-        return ids if known and all(isinstance(i, int) and 0 <= i < 2**31 for i in ids) else []
+        if not isinstance(ids, list) or len(ids) > MAX_IDS:
+            return []
+        return ids if all(isinstance(i, int) and 0 <= i < 2**31 for i in ids) else []
 
     def can_go_on(self, path: str) -> bool:
         """Whether another replica can continue its stream."""

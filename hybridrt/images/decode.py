@@ -1,4 +1,4 @@
-"""Bytes of a picture to pixels, with Pillow. Runs in a child process (pool.py)."""
+"""Decodes a picture with Pillow, in a child process."""
 
 import io
 import warnings
@@ -24,13 +24,13 @@ def decode(data: bytes, max_pixels: int) -> np.ndarray:
     if not data:
         raise UnreadablePicture("it is empty")
     ImageFile.LOAD_TRUNCATED_IMAGES = False
-    Image.MAX_IMAGE_PIXELS = None  # the sides are checked here
+    Image.MAX_IMAGE_PIXELS = None  # check_sides follows
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             with Image.open(io.BytesIO(data), formats=FORMATS) as image:
                 check_sides(*image.size, max_pixels)
-                Image.MAX_IMAGE_PIXELS = max_pixels // 2  # raises at twice as many: a frame of a GIF may be larger
+                Image.MAX_IMAGE_PIXELS = max_pixels // 2  # raises at twice as many: frames of a GIF may be larger
                 image.load()
                 check_sides(*image.size, max_pixels)
                 return pixels_of(image)
@@ -40,7 +40,7 @@ def decode(data: bytes, max_pixels: int) -> np.ndarray:
             raise UnreadablePicture(f"it has more than {max_pixels} pixels") from e
         except (MemoryError, UnreadablePicture):
             raise
-        except Exception as e:  # Pillow raises many kinds for broken files
+        except Exception as e:  # of any type
             raise UnreadablePicture(f"it is broken or truncated ({type(e).__name__}: {str(e)[:200]})") from e
 
 
@@ -62,7 +62,7 @@ def check_sides(width: int, height: int, max_pixels: int) -> None:
 def pixels_of(image: Image.Image) -> np.ndarray:
     """[h, w, 3] uint8 of an opened picture. Raises what Pillow raises."""
     image = ImageOps.exif_transpose(image)
-    if image.mode.startswith("I;16"):  # Pillow's conversion would cut values at 255
+    if image.mode.startswith("I;16"):  # Pillow would cut values at 255
         upper = (np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)
         return np.repeat(upper[..., None], 3, axis=2)
     if image.mode in ("I", "F"):

@@ -1,8 +1,7 @@
 """Fetches images from https addresses of hosts that an operator allows.
 
-A host's name is resolved once, and the connection goes to that address, which must be a public one:
-a name that resolves to another address the second time leads nowhere else. Redirects are refused.
-No proxy, cookie or password is used.
+A name is resolved once. The connection goes to that address, which must be public: a name that later
+resolves to another address leads nowhere else. There are no redirects, proxies, cookies or passwords.
 """
 
 import http.client
@@ -27,7 +26,7 @@ _PIECE = 1 << 16
 class FetchLimits:
     """
     Attributes:
-        seconds: for a whole fetch after its name is resolved.
+        seconds: to connect, after the name is resolved; then for the whole answer.
         max_bytes: of an image.
     """
 
@@ -100,7 +99,7 @@ class Fetcher:
 
 
 def _resolved(address: Address) -> str:
-    """The first address of a host. Raises OSError, also if one of them is not public."""
+    """A host's first address. OSError if one of them is not public."""
     found = [str(info[4][0]) for info in socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)]
     for each in found:
         if not is_public(each):
@@ -108,19 +107,22 @@ def _resolved(address: Address) -> str:
     return found[0]
 
 
-def is_public(address: str) -> bool:
-    """False for private, loopback, link-local, multicast and reserved addresses, and for those of
-    IPv4 within IPv6 that are not public."""
-    known = ipaddress.ip_address(address.partition("%")[0])
-    inner = [known]
-    if isinstance(known, ipaddress.IPv6Address):
-        inner += [each for each in (known.ipv4_mapped, known.sixtofour, *(known.teredo or ())) if each is not None]
-        if known in _NAT64:
-            inner.append(ipaddress.IPv4Address(int(known) & 0xFFFFFFFF))
-    return all(each.is_global and not each.is_multicast for each in inner)
-
-
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+_UNICAST = ipaddress.IPv6Network("2000::/3")
+
+
+def is_public(address: str) -> bool:
+    """False for private, loopback, link-local, site-local, multicast and reserved addresses, and for
+    those of IPv4 within IPv6 that are not public."""
+    known = ipaddress.ip_address(address.partition("%")[0])
+    found = [known]
+    if isinstance(known, ipaddress.IPv6Address):
+        if known in _NAT64:
+            found.append(ipaddress.IPv4Address(int(known) & 0xFFFFFFFF))
+        elif known.ipv4_mapped is None and known not in _UNICAST:
+            return False
+        found += [each for each in (known.ipv4_mapped, known.sixtofour, *(known.teredo or ())) if each is not None]
+    return all(each.is_global and not each.is_multicast for each in found)
 
 
 def _end(connection: socket.socket) -> None:

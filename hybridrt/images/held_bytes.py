@@ -1,4 +1,4 @@
-"""Counts the bytes of arrays for as long as anybody keeps them."""
+"""Counts the bytes of arrays until they are garbage."""
 
 from queue import Empty, SimpleQueue
 from threading import Lock
@@ -12,7 +12,7 @@ class HeldBytes:
 
     def __init__(self) -> None:
         self._lock, self._total = Lock(), 0
-        # A finalizer may run anywhere, also while this thread has the lock: it takes none.
+        # A finalizer takes no lock: this thread may have it.
         self._released: SimpleQueue[int] = SimpleQueue()
 
     def add(self, array: np.ndarray) -> None:

@@ -4,8 +4,10 @@ from typing import Literal
 
 import msgspec
 
+from hybridrt.channel.request_child import RequestRefusedError
 
-class UnreadablePicture(Exception):
+
+class UnreadablePicture(RequestRefusedError):
     """No pixels can be had of a picture. The text says why."""
 
 

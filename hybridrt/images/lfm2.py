@@ -69,8 +69,8 @@ def _is_large(height: int, width: int, settings: Lfm2Images) -> bool:
 
 
 def _grid(height: int, width: int, settings: Lfm2Images) -> tuple[int, int]:
-    """Tiles across and down of the nearest aspect. Of equally near ones a later, larger one wins if
-    the picture has more than half of its pixels."""
+    """Tiles across and down, of the nearest aspect. Of equally near ones the larger wins if the picture
+    has more than half of its pixels."""
     area, tile = width * height, settings.tile * settings.tile
     best, nearest = (1, 1), float("inf")
     for across, down in _grids(settings.min_tiles, settings.max_tiles):
@@ -82,8 +82,7 @@ def _grid(height: int, width: int, settings: Lfm2Images) -> tuple[int, int]:
 
 @cache
 def _grids(least: int, most: int) -> list[tuple[int, int]]:
-    """By number of tiles; of equal numbers in the order of transformers' set, which its results
-    depend on."""
+    """By number of tiles, then in the order of transformers' set, which decides between equal ones."""
     counts = range(least, most + 1)
     made = [(w, h) for n in counts for w in range(1, n + 1) for h in range(1, n + 1) if least <= w * h <= most]
     return sorted(set(made), key=lambda grid: grid[0] * grid[1])

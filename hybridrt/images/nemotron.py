@@ -1,6 +1,4 @@
-"""Nemotron Omni's processor: one piece a picture, resized in float32. What a bicubic resize has
-beyond 0 and 255 is kept.
-"""
+"""Nemotron Omni's processor: one piece a picture, resized in float32 without a clamp to 0 to 255."""
 
 import math
 
@@ -12,7 +10,7 @@ from hybridrt.images.pieces import Piece
 from hybridrt.images.settings import NemotronImages
 
 START, END = "<img>", "</img>"
-LOW_PATCHES = 1024  # of a picture in low detail, unless the model's maximum is less
+LOW_PATCHES = 1024  # in low detail
 
 
 def nemotron_pieces(pixels: torch.Tensor, settings: NemotronImages, low: bool) -> list[Piece]:
@@ -37,8 +35,8 @@ def nemotron_pieces(pixels: torch.Tensor, settings: NemotronImages, low: bool) -
 
 
 def _grid(height: int, width: int, settings: NemotronImages, most: int) -> tuple[int, int]:
-    """Rows and columns of patches: about those of the picture, within the limits, multiples of
-    `merge`. The limit of patches may be passed where both sides are enlarged."""
+    """Rows and columns of patches, multiples of `merge`. They may pass the limit if both sides are
+    enlarged."""
     rows, columns = (round(side / settings.patch + 0.5) for side in (height, width))
     factor = min(math.sqrt(most / (rows * columns)), 1.0)
     rows, columns = math.floor(factor * rows), math.floor(factor * columns)

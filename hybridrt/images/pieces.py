@@ -1,4 +1,4 @@
-"""What a processor makes of one picture, and operations that processors share."""
+"""Pieces, which are the results of processors, and resizing that processors share."""
 
 import math
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 
 class Piece(msgspec.Struct, frozen=True, eq=False):
-    """What one sequence of an encoder reads: a picture, a tile of it, or its thumbnail.
+    """One sequence for an encoder: a picture, a tile of it, or its thumbnail.
 
     Attributes:
         before: text of the token that comes before the piece's placeholders; "" if none.

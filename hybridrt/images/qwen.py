@@ -1,7 +1,7 @@
 """Qwen2-VL's processor: one piece a picture.
 
-Its patches have a picture twice, as two frames of a film. Here they have it once: the tower adds up
-the weights of both (models/vision/qwen3_5.py).
+There, patches have a picture twice, as two frames. Here they have it once, and the tower adds up the
+weights (models/vision/qwen3_5.py).
 """
 
 import torch
@@ -11,7 +11,7 @@ from hybridrt.images.pieces import Piece, fitted_size, resized
 from hybridrt.images.settings import QwenImages
 
 MAX_ASPECT = 200
-LOW_PIXELS = 512 * 512  # of a picture in low detail, unless the model's maximum is less
+LOW_PIXELS = 512 * 512  # in low detail
 
 
 def qwen_pieces(pixels: torch.Tensor, settings: QwenImages, low: bool) -> list[Piece]:

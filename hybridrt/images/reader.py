@@ -1,4 +1,4 @@
-"""Pictures of a prompt to spans of it."""
+"""Reads the pictures of a prompt: placeholders become spans with patches."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -129,7 +129,7 @@ class ImageReader:
         return self._joined(tokens, places, pictures)
 
     def _read_all(self, sources: Sequence[ImageSource], room: int) -> list[list[_ReadPiece]]:
-        """Reads as many at a time as there are processes: other prompts get their turn between."""
+        """Reads as many at a time as there are processes, so that other prompts get their turn."""
         if len(sources) > self.limits.images:
             raise RequestError(f"the prompt has {len(sources)} images; at most {self.limits.images}", "prompt")
         found: list[list[_ReadPiece]] = []
@@ -157,7 +157,7 @@ class ImageReader:
         return found
 
     def _timed(self, source: ImageSource) -> tuple[list[_ReadPiece], float]:
-        """Without the time that it has waited for a thread."""
+        """Does not count the wait for a thread."""
         began = time.monotonic()
         return self._read(source), time.monotonic() - began
 
@@ -217,7 +217,7 @@ class ImageReader:
 
 
 def _marks_of(settings: ImageSettings) -> list[str]:
-    """Texts of tokens: before a picture, after it ("" if none), and in it."""
+    """Texts of tokens before a picture, after it ("" if none), and in it."""
     if isinstance(settings, NemotronImages):
         return [nemotron.START, nemotron.END]
     return (all_marks(settings) if isinstance(settings, Lfm2Images) else []) or ["", ""]

@@ -1,4 +1,4 @@
-"""How a checkpoint's processor cuts pictures into patches: preprocessor_config.json or processor_config.json."""
+"""Settings of a checkpoint's image processor: preprocessor_config.json or processor_config.json."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,9 +22,9 @@ from hybridrt.base.config_json import (
 from hybridrt.base.errors import ConfigError, shown
 from hybridrt.models.config.read_vision import read_image_processor
 
-MAX_PIXELS = 2**26  # of a resized picture: four times the most that is published
+MAX_PIXELS = 2**26  # of a resized picture: four times the published maximum
 MAX_TILES = 64
-MAX_BLOCK = 256  # pixels of the side of what becomes a token: a small picture is enlarged to one
+MAX_BLOCK = 256  # side of a token in pixels: small pictures are enlarged to one
 _MODES = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
 _PIXELS = integer(1, MAX_PIXELS)
 _SMALL = integer(1, 64)
@@ -112,7 +112,7 @@ def read_image_settings(directory: Path) -> ImageSettings | None:
 
 
 def _marks(directory: Path) -> bool | None:
-    """LFM2-VL's option of the whole processor, not of its images."""
+    """An option of LFM2-VL's whole processor."""
     file = directory / "processor_config.json"
     whole = read_object(file) if file.exists() else {}
     check_fields(whole, {"use_image_special_tokens": either(NULL, FLAG)}, file)
@@ -196,7 +196,7 @@ _NEMOTRON_FIELDS: Mapping[str, FieldType] = {
 
 
 def _nemotron(given: Mapping[str, Any], file: Path) -> NemotronImages:
-    """The limit of patches follows from the length of the model's context, and `max_num_patches`."""
+    """The context length limits patches, too."""
     fields = {**_NEMOTRON_DEFAULTS, **given}
     check_fields(fields, _NEMOTRON_FIELDS, file)
     merge = round(1 / fields["downsample_ratio"])
@@ -221,7 +221,6 @@ def _check_block(name: str, patch: int, merge: int, file: Path) -> None:
 
 
 def _check_area(name: str, count: int, side: int, file: Path) -> None:
-    """Of `count` squares of a picture."""
     if count * side * side > MAX_PIXELS:
         raise ConfigError(
             f"{file}: {name} is {count}, each of {side} x {side} pixels; it must be at most {MAX_PIXELS // side**2}"

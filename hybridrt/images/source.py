@@ -1,4 +1,4 @@
-"""Pictures as callers give them: data: URIs, bytes, files, arrays, Pillow's images, https addresses."""
+"""Pictures of requests: data: URIs, bytes, files, arrays, Pillow's images, https addresses."""
 
 import os
 import re
@@ -153,7 +153,7 @@ def _from_array(array: np.ndarray, place: str) -> np.ndarray:
         from PIL import Image
 
         return _from_pillow(Image.fromarray(np.ascontiguousarray(shaped)), place)
-    return np.array(np.broadcast_to(shaped, (*shaped.shape[:2], 3)))  # a copy: the caller may change its own
+    return np.array(np.broadcast_to(shaped, (*shaped.shape[:2], 3)))  # the caller may change its own
 
 
 def _from_pillow(image: Any, place: str) -> np.ndarray:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from hybridrt.base.config import LinearConfig
 from hybridrt.base.errors import ConfigError
+from hybridrt.base.model_config import LinearConfig
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from hybridrt.base.config import LinearConfig
 from hybridrt.base.errors import ConfigError
+from hybridrt.base.model_config import LinearConfig
 from hybridrt.kinds.base import LinearKind, StateShape, gated_ring, split_over
 
 

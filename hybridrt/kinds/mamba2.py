@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hybridrt.base.config import LinearConfig
+from hybridrt.base.model_config import LinearConfig
 from hybridrt.kinds.base import LinearKind, StateShape, check_divides, gated_ring, split_over
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hybridrt.base.config import LinearConfig
+from hybridrt.base.model_config import LinearConfig
 from hybridrt.kinds.base import LinearKind, StateShape
 
 

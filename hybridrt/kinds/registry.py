@@ -7,8 +7,8 @@ from pkgutil import iter_modules
 import torch
 
 from hybridrt import kinds
-from hybridrt.base.config import LinearConfig
 from hybridrt.base.errors import BackendError, ConfigError, UnsupportedLayerError
+from hybridrt.base.model_config import LinearConfig
 from hybridrt.base.plugins import Plugins
 from hybridrt.kinds.base import LinearKind, StateShape
 

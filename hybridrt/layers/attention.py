@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from hybridrt.attention.base import AttentionInputs
-from hybridrt.base.config import AttentionConfig, AttentionSpec
 from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.base.model_config import AttentionConfig, AttentionSpec
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.core.records import Rope
 from hybridrt.kernels.dense.norm_activation import sigmoid_mul

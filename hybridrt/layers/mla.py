@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from hybridrt.attention.base import AttentionInputs
-from hybridrt.base.config import AttentionConfig, LatentConfig
 from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.base.model_config import AttentionConfig, LatentConfig
 from hybridrt.kernels.core.records import LatentWeights, Rope
 from hybridrt.kernels.dense.norm_activation import sigmoid_mul
 from hybridrt.layers.attention import attention_spec

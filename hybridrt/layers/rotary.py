@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from hybridrt.base.config import AttentionConfig, ModelConfig
 from hybridrt.base.errors import ConfigError, shown
+from hybridrt.base.model_config import AttentionConfig, ModelConfig
 
 
 def rotary_table(config: ModelConfig, attention: AttentionConfig, max_len: int, device: torch.device) -> torch.Tensor:

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from hybridrt.attention.base import AttentionInputs
-from hybridrt.base.config import AttentionConfig
 from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.base.model_config import AttentionConfig
 from hybridrt.kernels.core.records import Rope
 from hybridrt.layers.attention import AttentionLayer, qkv_segments
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment

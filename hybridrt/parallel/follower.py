@@ -5,16 +5,14 @@ import queue
 import shutil
 import sys
 import threading
-import time
 import traceback
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import HybridrtError, MessageError, PeerGoneError, RankError
 from hybridrt.base.plugins import load_object
 from hybridrt.base.turns import undisturbed
@@ -24,7 +22,7 @@ from hybridrt.collectives.groups import Communicator, TPGroup
 from hybridrt.parallel.messages import Beat, Failed, decode
 from hybridrt.parallel.rank_start import Place, find_place, rank_device
 from hybridrt.parallel.ranks import LOST
-from hybridrt.parallel.tasks import DropTask, MaskTask, PatchTask, with_patches
+from hybridrt.parallel.tasks import DropTask, MaskTask
 from hybridrt.runtime.load.start_kernels import StartAhead
 from hybridrt.runtime.run.launched_step import LaunchedStep
 from hybridrt.runtime.run.model_runner import ModelRunner
@@ -56,14 +54,8 @@ class Leader:
             self._link.send(pack(Failed(f"{type(error).__name__}: {error}"[:10_000])))
 
     def _receive_tasks(self) -> None:
-        beat_at = time.monotonic()
         try:
-            while True:
-                if time.monotonic() >= beat_at:
-                    beat_at = time.monotonic() + self._interval
-                    self._link.send(pack(Beat()))
-                for message in self._link.listen(max(0.0, beat_at - time.monotonic())):
-                    self._inbox.put(message)
+            self._link.listen_and_beat(pack(Beat()), self._interval, self._inbox.put)
         except PeerGoneError:
             if self.leaving:
                 return
@@ -95,7 +87,7 @@ def serve(place: Place, rank: int, size: int, device: torch.device, ahead: Start
 
 
 def _serve(leader: Leader, comm: Communicator, ahead: StartAhead | None) -> None:
-    """Gets each model's configuration, steps and tasks, None. Then None."""
+    """Gets, for each model, its configuration, steps and tasks, and None. None ends the service."""
     while (config := leader.receive()) is not None:
         if not isinstance(config, EngineConfig):
             raise MessageError(f"rank 0 sent {type(config).__name__} where a configuration belongs")
@@ -109,19 +101,13 @@ def _serve(leader: Leader, comm: Communicator, ahead: StartAhead | None) -> None
 
 
 def _run_tasks(leader: Leader, runner: ModelRunner) -> None:
-    """Ends at None. Masks are for the last launched step, patches for the next one."""
-    step, masks, patches = LaunchedStep(), list[np.ndarray](), list[bytes]()
+    """Until None. Masks belong to the last launched step."""
+    step = LaunchedStep()
     while (message := leader.receive()) is not None:
         if isinstance(message, StepPlan):
-            step = runner.launch(with_patches(message, patches) if message.encode else message)
-            patches.clear()
-        elif isinstance(message, PatchTask):
-            patches.append(message.patches)
+            step = runner.launch(message)
         elif isinstance(message, MaskTask):
-            masks.append(message.masks())
-            if not message.more:
-                step.sample(np.concatenate(masks))
-                masks.clear()
+            step.sample(message.masks())
         elif isinstance(message, DropTask):
             step.drop()
         else:

@@ -12,10 +12,9 @@ from hybridrt.channel.codec import Message, pack, unpack
 
 # Types above the runtime are imported with their first task.
 KINDS = {
-    "serve": "hybridrt.base.config:EngineConfig",
+    "serve": "hybridrt.base.engine_config:EngineConfig",
     "step": "hybridrt.runtime.step.plan:StepPlan",
     "prefix": "hybridrt.parallel.tasks:PrefixCopy",
-    "patches": "hybridrt.parallel.tasks:PatchTask",
     "masks": "hybridrt.parallel.tasks:MaskTask",
     "drop": "hybridrt.parallel.tasks:DropTask",
     "draft": "hybridrt.parallel.tasks:DraftTask",
@@ -23,6 +22,7 @@ KINDS = {
 }
 _NAMES = {place: name for name, place in KINDS.items()}
 _END = "end"
+_PATCHES = ("|u1", "<f4")  # dtypes of EncoderInput.patches
 
 
 class Task(Message):
@@ -82,7 +82,9 @@ def decode(data: bytes) -> Any:
 
 
 def _plain(value: Any) -> int | list[Any] | bytes:
-    """A column, page sets, a range or a NumPy integer of a plan, in a form that msgpack has."""
+    """Columns, page sets, patches, ranges and NumPy integers of a plan, for msgpack."""
+    if isinstance(value, np.ndarray) and value.dtype.str in _PATCHES:
+        return [value.shape[1], value.dtype.str, value.tobytes()]
     if isinstance(value, np.ndarray):
         data = value.astype("<i4", casting="safe", copy=False).tobytes()
         return data if value.ndim == 1 else [value.shape[1], data]
@@ -90,7 +92,10 @@ def _plain(value: Any) -> int | list[Any] | bytes:
 
 
 def _column(kind: type, value: Any) -> np.ndarray:
-    """[n] int32 that were sent as bytes, or [n, G] that were sent as [G, bytes]; each 0 or more."""
+    """[n] int32 of bytes, or [n, G] of [G, bytes], without negative numbers; of patches [width, dtype,
+    bytes]."""
+    if kind is np.ndarray and isinstance(value, list) and len(value) == 3:
+        return _patches(*value)
     shape: tuple[int, ...] = (-1,)
     if isinstance(value, list) and len(value) == 2 and type(value[0]) is int and value[0] > 0:
         shape, value = (-1, value[0]), value[1]
@@ -100,6 +105,12 @@ def _column(kind: type, value: Any) -> np.ndarray:
     if column.size and column.min() < 0:
         raise ValueError(f"a column holds {column.min()}")
     return column.reshape(shape)
+
+
+def _patches(width: Any, dtype: Any, data: Any) -> np.ndarray:
+    if type(width) is not int or width < 1 or dtype not in _PATCHES or not isinstance(data, bytes):
+        raise ValueError("these are no patches")
+    return np.frombuffer(data, dtype).reshape(-1, width)
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)

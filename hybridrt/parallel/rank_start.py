@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hybridrt.base.child_process import start_child
+from hybridrt.base.child_process import ending_of, start_child
 from hybridrt.base.errors import PeerGoneError, RankError
 from hybridrt.channel.auth import check_key
 from hybridrt.channel.channel import SocketChannel
@@ -125,7 +125,7 @@ def torchrun_place(world: World) -> Place:
     store = _torchrun_store()
     try:
         where = store.get(_PLACE).decode()
-    except RuntimeError as e:  # errors of torch.distributed are such
+    except RuntimeError as e:  # torch.distributed's error
         raise RankError(f"tensor-parallel rank 0 did not come: {e}") from e
     return find_place(where) if key is None else Place(master_host(), int(where), key, store)
 
@@ -174,7 +174,7 @@ def _torchrun_key(world: World) -> bytes | None:
 
 
 def _torchrun_store() -> dist.Store:
-    """Raises RankError if it cannot be opened or reached, ConfigError without its address."""
+    """RankError if it cannot be reached, ConfigError without its address."""
     where = f"{master_host()}:{os.environ.get('MASTER_PORT')}"
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=STARTING_S)))
@@ -193,7 +193,7 @@ def open_place() -> tuple[Place, Listener]:
 
 
 def _start(rank: int, size: int, directory: str, kind: str, ahead: str | None) -> "subprocess.Popen[bytes]":
-    # Threads decide how sums are split, and all ranks must draw the same tokens.
+    # Threads split sums, and all ranks must draw the same tokens.
     environment = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
     given = {"directory": directory, "rank": rank, "size": size, "kind": kind, "ahead": ahead}
     return start_child("hybridrt.parallel.follower", given, environment, stdin=subprocess.DEVNULL)
@@ -211,14 +211,15 @@ def accept_links(
     deadline = time.monotonic() + STARTING_S
     while len(links) < size - 1:
         for channel in listener.accept():
-            rank = _presented(channel)
+            link = Link(channel)
+            rank = _presented(link)
             if rank is None or rank not in range(1, size) or rank in links:
-                channel.close()
+                link.close()
             else:
-                links[rank] = Link(channel)
+                links[rank] = link
         for rank, process in enumerate(processes, 1):
             if process.poll() is not None:
-                raise RankError(f"{name} {rank} did not start: status {process.returncode}; see its output")
+                raise RankError(f"{name} {rank} did not start: it {ending_of(process.returncode)}; see its output")
         if time.monotonic() > deadline:
             missing = sorted(set(range(1, size)) - links.keys())
             raise RankError(f"{name}s {missing} did not come within {STARTING_S:g} seconds")
@@ -226,10 +227,10 @@ def accept_links(
     return [links[rank] for rank in range(1, size)]
 
 
-def _presented(channel: SocketChannel) -> int | None:
-    """Returns None without a first message that says it."""
+def _presented(link: Link) -> int | None:
+    """The rank of its first message; None without one."""
     try:
-        hello: Hello = unpack(channel.expect(_HELLO_S), Hello)
+        first = link.listen(_HELLO_S)[:1]  # heartbeats may follow
+        return unpack(first[0], Hello).rank if first else None
     except PeerGoneError:
         return None
-    return hello.rank

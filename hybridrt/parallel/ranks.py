@@ -2,12 +2,12 @@
 
 import os
 import shutil
-import signal
 import subprocess
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+from hybridrt.base.child_process import ending_of
 from hybridrt.base.errors import ConfigError, HybridrtError, PeerGoneError, RankError
 from hybridrt.channel.codec import unpack
 from hybridrt.channel.control import LOADING_S, TIMEOUT_S, Link, disown_in_child
@@ -133,8 +133,7 @@ class Ranks:
         self._links, self._processes, self._directory, self._leaving = (), (), None, True
 
     def _read_messages(self, rank: int, link: Link) -> None:
-        """Runs in a thread: receives heartbeats, or `Failed`. If the rank has failed or is lost,
-        ends the other ranks."""
+        """Runs in a thread. If the rank fails or is lost, ends the others."""
         try:
             while messages := link.listen(patience := max(self._timeout, LOADING_S * self.loading)):
                 for message in (unpack(data, FromRank) for data in messages):
@@ -157,18 +156,17 @@ class Ranks:
             return None
         if status == LOST:  # that rank's own thread names it soon
             self._named.wait(NAMING_S)
-        ending = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-        return f"its process {ending}"
+        return f"its process {ending_of(status)}"
 
     def _lost_rank(self, e: BaseException) -> RankError | None:
-        """Returns it in place of `e`, if a lost rank caused that."""
+        """The error to raise instead of `e`, if a lost rank caused it."""
         if isinstance(e, RankError):
             self._named.wait(NAMING_S)
             return self._error
         return self._error if isinstance(e, Exception) and not isinstance(e, HybridrtError) else None
 
     def _fail(self, rank: int, reason: str) -> None:
-        """Ends the other ranks, and this rank's kernels that wait for them."""
+        """Ends the other ranks, and kernels here that wait for them."""
         with self._lock:
             if self._error is not None:
                 return

@@ -1,38 +1,30 @@
-"""Tasks from rank 0 to the other ranks that are no steps: masks, drafts, copies of a prefix."""
+"""Tasks from rank 0 to the others, next to steps: masks, drafts, copies of a prefix."""
 
-import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Self
 
 import msgspec
 import numpy as np
-from msgspec.structs import replace
 
-from hybridrt.base.errors import MessageError
 from hybridrt.runtime.load.draft_needs import DraftRow
 from hybridrt.runtime.run.model_runner import ModelRunner
 from hybridrt.runtime.run.prefix_copy import PrefixPlaces
-from hybridrt.runtime.step.plan import EncoderTask, StepPlan
-
-_MESSAGE_BYTES = 2**23
 
 
 class MaskTask(msgspec.Struct, frozen=True):
-    """Masks of the last launched step: `words` of int32, `width` a mask. `more`: others follow."""
+    """Masks of the last launched step: `words` of int32, `width` a mask."""
 
     words: bytes
     width: int
-    more: bool
+
+    @classmethod
+    def from_masks(cls, masks: np.ndarray) -> Self:
+        """Of [m, width] int32."""
+        return cls(masks.tobytes(), masks.shape[1])
 
     def masks(self) -> np.ndarray:
         """[m, width] int32."""
         return np.frombuffer(self.words, np.int32).reshape(-1, self.width)
-
-
-class PatchTask(msgspec.Struct, frozen=True):
-    """Patches of the next step's encoder tasks, in order: bytes that go on where the task before
-    ended."""
-
-    patches: bytes
 
 
 class DropTask(msgspec.Struct, frozen=True):
@@ -61,43 +53,3 @@ class PrefixCopy(msgspec.Struct, frozen=True):
             runner.write_prefix(self.prefix)
         else:
             runner.read_prefix(self.prefix)
-
-
-def patch_tasks(tasks: Sequence[EncoderTask]) -> Iterator[PatchTask]:
-    """The patches of a step in parts that fit a message. They come before the step."""
-    for task in tasks:
-        data = task.input.patches.tobytes()
-        for start in range(0, len(data), _MESSAGE_BYTES):
-            yield PatchTask(data[start : start + _MESSAGE_BYTES])
-
-
-def without_patches(plan: StepPlan) -> StepPlan:
-    """The step as a message, after its `patch_tasks`. An input keeps the numbers of a patch."""
-    if not plan.encode:
-        return plan
-    bare = [replace(task, input=replace(task.input, patches=task.input.patches[:0])) for task in plan.encode]
-    return dataclasses.replace(plan, encode=bare)
-
-
-def with_patches(plan: StepPlan, parts: Sequence[bytes]) -> StepPlan:
-    """The step that was sent as `parts` and `without_patches`. MessageError if they do not belong
-    together."""
-    data, made, start = np.frombuffer(b"".join(parts), np.uint8), list[EncoderTask](), 0
-    for task in plan.encode:
-        rows, columns = task.input.grid
-        end = start + rows * columns * (width := task.input.patches.shape[1])
-        if end > len(data):
-            raise MessageError(f"an encoder task of {rows} x {columns} patches came with {len(data) - start} bytes")
-        made.append(replace(task, input=replace(task.input, patches=data[start:end].reshape(-1, width))))
-        start = end
-    if start < len(data):
-        raise MessageError(f"{len(data) - start} bytes of patches belong to no encoder task")
-    return dataclasses.replace(plan, encode=made)
-
-
-def mask_tasks(masks: np.ndarray) -> Iterator[MaskTask]:
-    """Masks [m, width] in parts that fit a message."""
-    width = masks.shape[1]
-    rows = max(_MESSAGE_BYTES // (4 * width), 1)
-    for start in range(0, len(masks), rows):
-        yield MaskTask(masks[start : start + rows].tobytes(), width, start + rows < len(masks))

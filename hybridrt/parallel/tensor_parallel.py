@@ -9,8 +9,8 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from hybridrt.base.config import EngineConfig, resolve_device
-from hybridrt.base.device import gpu_count
+from hybridrt.base.device import gpu_count, resolve_device
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import ConfigError, DeviceError
 from hybridrt.base.turns import Interrupts
 from hybridrt.collectives.groups import TPGroup
@@ -19,7 +19,7 @@ from hybridrt.parallel.follower import serve
 from hybridrt.parallel.messages import encode
 from hybridrt.parallel.rank_start import rank_device, start_ranks, torchrun_place, torchrun_ranks
 from hybridrt.parallel.ranks import Ranks
-from hybridrt.parallel.tasks import DraftTask, DropTask, PrefixCopy, mask_tasks, patch_tasks, without_patches
+from hybridrt.parallel.tasks import DraftTask, DropTask, MaskTask, PrefixCopy
 from hybridrt.parallel.torchrun import world
 from hybridrt.runtime.load.build import empty_model, load_target
 from hybridrt.runtime.load.draft_needs import DraftRow
@@ -79,8 +79,7 @@ class TensorParallelExecutor:
         """Calls ModelRunner.launch on all ranks. Ctrl-C is raised before or after it: ranks that
         stop within a step cannot go on."""
         self.runner.check_sampled()
-        tasks = (*patch_tasks(plan.encode), without_patches(plan))
-        return _SplitStep(self.on_all(tasks, lambda: self.runner.launch(plan)), self)
+        return _SplitStep(self.on_all((plan,), lambda: self.runner.launch(plan)), self)
 
     def draft(self, rows: Sequence[DraftRow], steps: int, topk: int = 1) -> StepHandle:
         """Calls ModelRunner.draft on all ranks."""
@@ -124,7 +123,7 @@ class TensorParallelExecutor:
 
 
 class _SplitStep:
-    """Raises RankError instead of waiting for a lost rank."""
+    """A step of all ranks: RankError instead of waiting for a lost one."""
 
     def __init__(self, step: StepHandle, split: TensorParallelExecutor) -> None:
         self._step, self._split = step, split
@@ -134,13 +133,11 @@ class _SplitStep:
         return self._step.needs_masks
 
     def sample(self, masks: np.ndarray) -> None:
-        """Calls LaunchedStep.sample on all ranks."""
         assert isinstance(self._step, LaunchedStep)
         self._step.check_masks(masks)
-        self._split.on_all(mask_tasks(masks), lambda: self._step.sample(masks))
+        self._split.on_all((MaskTask.from_masks(masks),), lambda: self._step.sample(masks))
 
     def drop(self) -> None:
-        """Calls LaunchedStep.drop on all ranks."""
         if self._step.needs_masks:
             self._step.drop()  # also where the others are lost
             self._split.on_all((DropTask(),), lambda: None)

@@ -1,4 +1,4 @@
-"""Reads torchrun's environment variables."""
+"""The environment variables of torchrun."""
 
 import os
 from dataclasses import dataclass

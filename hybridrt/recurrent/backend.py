@@ -74,7 +74,9 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
         if self.mamba_pool.spec.rounds:
             self.saves_at_chunks = False  # a request continues from its saves as they are stored (`ExtendSegment.scan`)
         self.chunk_size = chunk_size
-        self.branch = Branch(req_to_token_pool.req_to_state_slot.device)
+        self.device = req_to_token_pool.req_to_state_slot.device
+        self.branch = Branch(self.device)
+        self.fill_decode_metadata = fill_decode_metadata.for_device(self.device)
         self._others: list[RecurrentBackend] = []  # planned and committed by this one
         self._lead: ReferenceType[RecurrentBackend] | None = None  # None: plans for itself
         self._last: ForwardMetadata | None = None  # the last step with a commit to come
@@ -235,7 +237,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
 
     @property
     def captures_prompts(self) -> bool:  # type: ignore[override]
-        device = self.pools.req_to_state_slot.device.type
+        device = self.device.type
         return all(m.extend_in_graphs and not (m.scan and needs_host(m.scan, device)) for m in self.members)
 
     def prepare_in_graph(self, batch: ForwardBatch) -> None:
@@ -279,7 +281,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
     def _decode_segment(self, batch: ForwardBatch, buffers: DecodeBuffers) -> DecodeSegment:
         split, tokens, spec = batch.num_decode_rows, batch.tokens_per_row, batch.spec_info
         rows, num_real = batch.req_pool_indices[:split], min(batch.num_real, split)
-        fill_decode_metadata(buffers, rows, batch.seq_lens[:split], num_real, tokens, self.mamba_pool.tables)
+        self.fill_decode_metadata(buffers, rows, batch.seq_lens[:split], num_real, tokens, self.mamba_pool.tables)
         predecessors = spec.relations(split)[0] if spec else None
         neighbours = None if tokens > 1 else pool_rows(buffers.state_slots, buffers.start_positions)
         return DecodeSegment(rows, buffers, tokens, predecessors, neighbours)
@@ -291,7 +293,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
     # -- graphs -------------------------------------------------------------------------------------------------
 
     def allocate_graph(self, view: GraphView) -> None:
-        view.buffers[self] = {view.max_bs: DecodeBuffers.allocate(view.max_bs, self.pools.req_to_state_slot.device)}
+        view.buffers[self] = {view.max_bs: DecodeBuffers.allocate(view.max_bs, self.device)}
         if self.mamba_pool.spec.mode == "replay":
             self.mamba_pool.stack_decays()  # a capture must not build them
 

@@ -9,8 +9,9 @@ import torch
 from hybridrt.attention.base import AttentionBackend
 from hybridrt.attention.paged import SegmentedAttnBackend
 from hybridrt.attention.prefill_decode import PrefillDecodeAttnBackend
-from hybridrt.base.config import AttentionSpec, EngineConfig, ModelConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import BackendError
+from hybridrt.base.model_config import AttentionSpec, ModelConfig
 from hybridrt.base.plugins import Plugins
 from hybridrt.kernels.core.providers import is_installed, require
 from hybridrt.kinds.registry import kind_names

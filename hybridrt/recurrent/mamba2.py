@@ -1,5 +1,6 @@
 """Mamba-2 (arXiv:2405.21060, figure 6): mixer, block with projections, and backend."""
 
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 import torch
@@ -13,13 +14,14 @@ from hybridrt.kernels.core.slots import by_head
 from hybridrt.kernels.mamba.mamba2_decode import mamba2_decode
 from hybridrt.kernels.mamba.mamba2_decode_cpu import mamba2_in_place
 from hybridrt.kernels.mamba.mamba2_scan import mamba2_chunk_scan, split_conv_channels
-from hybridrt.kernels.state.causal_conv1d import causal_conv1d_varlen
+from hybridrt.kernels.state.causal_conv1d import causal_conv1d_varlen, check_ring
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment
 from hybridrt.layers.norm import GatedRMSNorm, RMSNorm
 from hybridrt.layers.summands import Hidden, Summands
 from hybridrt.layers.weights import Build, CheckpointTarget, parameter, sharded, whole
+from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.recurrent.backend import MambaAttnBackendBase
 from hybridrt.recurrent.segments import DecodeSegment, ExtendSegment
 
@@ -163,6 +165,16 @@ class Mamba2AttnBackend(MambaAttnBackendBase[Mamba2Layer, Mamba2Inputs]):
     inputs = Mamba2Inputs
     kind, scan, saves_at_chunks, extend_in_graphs = "mamba2", "mamba2_chunk_scan", True, True
 
+    def __init__(
+        self, *, layers: Mapping[int, Mamba2Layer], req_to_token_pool: HybridReqToTokenPool, chunk_size: int
+    ) -> None:
+        super().__init__(layers=layers, req_to_token_pool=req_to_token_pool, chunk_size=chunk_size)
+        for layer_id, layer in layers.items():
+            if (ring := self.layer_cache(layer_id).conv).numel():
+                check_ring(ring, layer.conv_weights.weight.shape[1], 1)
+        self._conv = causal_conv1d_varlen.for_device(self.device, checked=True)
+        self._scan = mamba2_chunk_scan.for_device(self.device)
+
     def decode(
         self, layer: Mamba2Layer, inputs: Mamba2Inputs, segment: DecodeSegment, out: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -192,7 +204,7 @@ class Mamba2AttnBackend(MambaAttnBackendBase[Mamba2Layer, Mamba2Inputs]):
             z = by_head(inputs.z, layer.heads, layer.head_dim)
         place = None if out is None else out.view(x.shape)
         tokens = SSMInputs(x, inputs.dt, B, C, z)
-        y = mamba2_chunk_scan(tokens, layer.weights, state, segment.prompts, out=place)
+        y = self._scan(tokens, layer.weights, state, segment.prompts, out=place)
         if cache.codes is not None:
             segment.round_states(cache, state)
         return y.flatten(1)
@@ -200,7 +212,7 @@ class Mamba2AttnBackend(MambaAttnBackendBase[Mamba2Layer, Mamba2Inputs]):
     def conved_chunks(self, layer: Mamba2Layer, segment: ExtendSegment, xBC: torch.Tensor) -> torch.Tensor:
         """Prompt chunks of xBC after the conv."""
         cache = self.layer_cache(layer.layer_id)
-        return causal_conv1d_varlen(xBC, *segment.conv_chunks(layer.conv_weights, cache))
+        return self._conv(xBC, *segment.conv_chunks(layer.conv_weights, cache))
 
     @staticmethod
     def ring_decay(layer: Mamba2Layer) -> torch.Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.responses import Response
 
-from hybridrt.base.config import dtype_name, resolve_dtype
+from hybridrt.base.dtypes import dtype_name, resolve_dtype
 from hybridrt.base.version import __version__
 from hybridrt.server.core.service import Service
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from hybridrt.base.config import DTYPES, EngineConfig
+from hybridrt.base.dtypes import DTYPES
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import ConfigError
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, PageGroup

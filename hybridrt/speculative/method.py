@@ -2,8 +2,8 @@
 
 from abc import ABC, abstractmethod
 
-from hybridrt.base.config import SpeculativeConfig
 from hybridrt.base.draft_methods import load_method
+from hybridrt.base.engine_config import SpeculativeConfig
 from hybridrt.base.errors import BackendError
 from hybridrt.runtime.load.draft_needs import DraftNeeds, DraftTarget, Everywhere
 from hybridrt.runtime.run.step_runner import StepRunner

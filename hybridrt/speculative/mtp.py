@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from hybridrt.base.config import EngineConfig, ModelConfig
+from hybridrt.base.engine_config import EngineConfig
+from hybridrt.base.model_config import ModelConfig
 from hybridrt.models.base import CausalLM
 from hybridrt.models.registry import make_mtp_head
 from hybridrt.runtime.load.build import graph_rows, step_widths

@@ -1,4 +1,4 @@
-"""The decode worker: prefill workers compute its prompts, and it fetches the states."""
+"""The decode worker: prefill workers compute its prompts, and it fetches their states."""
 
 import time
 from collections import deque
@@ -18,6 +18,7 @@ from hybridrt.runtime.step.plan import int32s
 from hybridrt.transfer.handshake import check_handshake
 from hybridrt.transfer.messages import (
     MAX_JOBS,
+    MAX_TOKENS,
     DecodeHello,
     Done,
     Failed,
@@ -39,7 +40,7 @@ _IDLE_SECONDS = 0.0005
 
 @dataclass(slots=True, eq=False)
 class _Pull:
-    """A prompt [n] int32 to be computed elsewhere, and how many attempts have begun."""
+    """A prompt [n] int32 for prefill workers, and the number of its attempts."""
 
     request_id: str
     tokens: np.ndarray
@@ -49,17 +50,16 @@ class _Pull:
 
 @dataclass(slots=True, eq=False)
 class _Attempt:
-    """A prompt on its way through a prefill worker.
+    """A prompt at a prefill worker.
 
     Attributes:
-        key: names it in messages and reads. Unlike request ids, keys are never used again.
-        worker: the prefill worker that computes it.
+        key: its name in messages and reads. Never used again, unlike a request id.
         offset: first byte of its image in the arena.
-        pull: the prompt; None after the attempt failed or was cancelled.
-        start: first tokens whose KV is in the cache here, and not in the image.
+        pull: None after the attempt failed or was cancelled.
+        start: first tokens of which the image has no KV: it is in the cache here.
         reading: readers that may still write to the image.
-        error: why a read failed; None: none has.
-        deadline: when reads that have not ended count as failed.
+        error: of a failed read.
+        deadline: of the reads.
     """
 
     key: str
@@ -74,7 +74,7 @@ class _Attempt:
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """A prefill worker, the time of its last message, and of a `Ping` that it has not answered."""
+    """A prefill worker, and the times of its last message and of a `Ping` without an answer."""
 
     channel: SocketChannel
     received: float
@@ -166,7 +166,10 @@ class DecodeWorker:
     def request(self, request_id: str, tokens: Sequence[int], key: CacheKey) -> None:
         self._cancel(request_id)
         pull = _Pull(request_id, int32s(tokens), key)
-        if not self._starts_from_cache(pull):
+        if len(pull.tokens) > MAX_TOKENS:
+            text = f"a prompt of {len(pull.tokens)} tokens is too long for a message, which may have {MAX_TOKENS}"
+            self._without_worker(pull, TransferError(text))
+        elif not self._starts_from_cache(pull):
             self._waiting.append(pull)
 
     def _starts_from_cache(self, pull: _Pull) -> bool:
@@ -179,8 +182,8 @@ class DecodeWorker:
     def advance(self) -> None:
         self._free()
         over = self._ended_reads()
-        # A prefill worker closes its channel before it uses the memory of an image again. A read that ended by now has
-        # valid bytes only if the channel is still open, so messages are read before the read counts.
+        # A prefill worker closes its channel before it uses an image's memory again. So a read that has
+        # ended is valid only if the channel is open afterwards: messages come between.
         received = [self._receive(name, peer) for name, peer in list(self._workers.items())]
         self._end_reads(over)
         self._end_overdue()
@@ -233,7 +236,7 @@ class DecodeWorker:
             return
         attempt = self._attempts.get(message.key)
         if attempt is None or attempt.worker != name or attempt.pull is None:
-            return  # an answer to what was cancelled
+            return  # it was cancelled
         if attempt.reading:
             raise MessageError("the prefill worker answers twice")
         if isinstance(message, Failed):
@@ -248,7 +251,7 @@ class DecodeWorker:
             reader.fetch(Order(attempt.key, attempt.worker, length, source, attempt.offset, attempt.start))
 
     def _ended_reads(self) -> list[_Attempt]:
-        """Attempts whose last read has ended. `_end_reads` takes them out of `reading`."""
+        """Attempts of which the last read has ended, still in `reading`."""
         over = []
         for i, reader in enumerate(self._readers):
             for key, error in reader.poll().items():
@@ -282,8 +285,7 @@ class DecodeWorker:
         self._engine.start(pull.request_id, match)
 
     def _fail_attempt(self, attempt: _Attempt, error: TransferError) -> None:
-        """The prompt of a failed attempt gets another one, or none. Memory is freed after the reads
-        end."""
+        """Tries the prompt again, or gives up. Memory is freed after the last read."""
         pull, attempt.pull = attempt.pull, None
         self._release(attempt)
         if pull is None:
@@ -300,7 +302,6 @@ class DecodeWorker:
             self._forget(attempt)
 
     def _forget(self, attempt: _Attempt) -> None:
-        """Ends an attempt, and tells the worker that its image is not needed any more."""
         del self._attempts[attempt.key]
         if attempt.worker in self._workers:
             self._send(attempt.worker, Done(attempt.key))
@@ -314,7 +315,7 @@ class DecodeWorker:
             self._engine.fail(pull.request_id, error)
 
     def _free(self) -> None:
-        """Frees images that the engine has copied, and what ended requests hold."""
+        """Frees images that the engine has copied, and those of ended requests."""
         pulls = [*self._waiting, *(a.pull for a in self._attempts.values() if a.pull is not None)]
         for request_id in {*self._arriving, *(pull.request_id for pull in pulls)}:
             gained = self._engine.gained(request_id)
@@ -324,7 +325,6 @@ class DecodeWorker:
                 self.regions.free(self._arriving.pop(request_id))
 
     def _cancel(self, request_id: str) -> None:
-        """Cancels the work for a request that has ended, or whose id is used again."""
         if request_id in self._arriving:
             self._engine.finish_launched()
             self.regions.free(self._arriving.pop(request_id))
@@ -335,8 +335,8 @@ class DecodeWorker:
                 self._release(attempt)
 
     def _end_overdue(self) -> None:
-        """Drops silent workers and fails overdue reads. A silent worker with prompts of ours gets a
-        `Ping` first. The time between two calls does not count: answers wait in the channel."""
+        """Drops silent workers, after a `Ping`, and fails overdue reads. The time between two calls does
+        not count: answers wait in the channel."""
         now = time.monotonic()
         for name, peer in list(self._workers.items()):
             if peer.pinged is not None and now - peer.pinged > 0.75 * self._timeout:
@@ -349,10 +349,10 @@ class DecodeWorker:
                 self._fail_attempt(attempt, TransferError(f"an image could not be read within {self._timeout:g} s"))
 
     def _send_prompts(self) -> None:
-        """Sends prompts, oldest first, to the worker with the fewest, while the arena has room."""
+        """Sends the oldest prompts to the worker with the fewest, while the arena has room."""
         while self._waiting:
             pull, name = self._waiting[0], min(self._workers, key=self._load, default=None)
-            if self._starts_from_cache(pull):  # another request has computed the prompt in the meantime
+            if self._starts_from_cache(pull):  # since another request has computed it
                 self._waiting.popleft()
                 continue
             try:
@@ -384,8 +384,7 @@ class DecodeWorker:
             self._drop_worker(name, e)
 
     def _drop_worker(self, name: str, error: PeerGoneError) -> None:
-        """Forgets a worker and what it computed, even if that is being read: its memory may be
-        reused."""
+        """Images are lost too, even while they are read: the worker may reuse their memory."""
         self._workers.pop(name).channel.close()
         for reader in self._readers:
             reader.disconnect(name)

@@ -1,12 +1,12 @@
-"""What two workers must agree on before a state moves between them."""
+"""The handshake: two workers agree on everything that a state's bytes depend on."""
 
 from pathlib import Path
 
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import HandshakeError
 from hybridrt.kinds.registry import state_shape
 from hybridrt.mem_cache.pools.kv_pool import ONES, LayerScales
-from hybridrt.mem_cache.pools.mamba_pool import ring_width
+from hybridrt.mem_cache.pools.mamba_pool_spec import ring_width
 from hybridrt.runtime.load.state_identity import Identity, first_difference, state_identity
 from hybridrt.runtime.load.target import RunTarget
 
@@ -26,7 +26,7 @@ def handshake_of(config: EngineConfig, target: RunTarget, model_path: Path, kv_s
     page_size: tokens in a KV page.
     """
     tokens = config.num_verify_tokens
-    layers = target.model_config.full_attention_layer_ids  # an image has no layers of a prediction head
+    layers = target.model_config.full_attention_layer_ids  # images have none of a prediction head
     scales = {i: kv_scales[i] for i in layers if i in kv_scales}
     widths = [state_shape(c).conv_width(tokens) for c in target.model_config.linear.values()]
     return {

@@ -1,4 +1,4 @@
-"""Finds the key that all workers of a transfer share."""
+"""The key that all workers of a transfer share."""
 
 from hybridrt.channel import keys
 from hybridrt.channel.keys import Key

@@ -9,6 +9,7 @@ from hybridrt.channel.codec import Message
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 
 MAX_JOBS = 1024  # prompts of a decode worker at one prefill worker
+MAX_TOKENS = 3_000_000  # of a prompt: an integer has up to 5 bytes, and a message of a channel 2**24
 MAX_TEXT = 1 << 10  # characters
 MAX_RANKS = 1 << 10
 

@@ -15,7 +15,7 @@ import torch
 from hybridrt.base.errors import ConfigError, ProviderNotInstalledError, TransferError
 from hybridrt.mem_cache.pools.state_slices import RangeRead
 
-# The metadata of an agent, then of its arena the address, the device, and the kind of memory.
+# Metadata of an agent; address, device and kind of memory of its arena.
 _Description = tuple[bytes, int, int, Literal["DRAM", "VRAM"]]
 
 
@@ -135,7 +135,7 @@ class NixlRead:
 
 
 def _described(description: str) -> _Description:
-    """Raises TransferError for a text that `describe` cannot have made."""
+    """Raises TransferError if `describe` cannot have made it."""
     try:
         return msgspec.json.decode(description, type=_Description)
     except (ValueError, RecursionError) as e:  # msgspec's own errors are ValueErrors

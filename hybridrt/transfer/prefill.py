@@ -1,4 +1,4 @@
-"""The prefill worker: computes prompts for decode workers and keeps each state until it has been fetched."""
+"""The prefill worker: computes prompts for decode workers, and keeps states until they are fetched."""
 
 import time
 from collections import deque
@@ -43,14 +43,14 @@ MAX_PEERS = 256
 TIMEOUT_S = 120.0
 LINGER_S = 1.0
 
-# The token that is drawn after a prefill is dropped: the decode side computes the prompt's last token itself.
+# The drawn token is dropped: the decode side computes the prompt's last token itself.
 _PREFILL = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 _IDLE_SECONDS = 0.0005
 
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """A decode worker, its prompts by key, and the time by which it must agree with us."""
+    """A decode worker, its prompts by key, and when it must have agreed."""
 
     channel: SocketChannel
     deadline: float
@@ -63,9 +63,8 @@ class _Job:
     """A prompt.
 
     Attributes:
-        start: first tokens whose KV is not wanted.
+        start: first tokens of which the KV is not wanted.
         offset: first byte of its image; None before there is room.
-        request_id: the engine's name for it.
         deadline: when an image that was not fetched is dropped.
     """
 
@@ -129,7 +128,7 @@ class PrefillWorker:
         self._peers: list[_Peer] = []
         self._waiting: deque[_Job] = deque()
         self._computing: dict[str, _Job] = {}
-        self._lingering: deque[tuple[float, int]] = deque()  # regions of lost connections: when freed, and the offset
+        self._lingering: deque[tuple[float, int]] = deque()  # of lost connections: when to free, offset
         self._totals = PrefillCounters()
 
     def attach(self, channel: SocketChannel) -> None:
@@ -157,7 +156,7 @@ class PrefillWorker:
             self.attach(channel)
         received = [self._receive(peer) for peer in list(self._peers)]
         self._end_overdue()
-        self._begin()
+        self._start_prompts()
         busy = self._engine.has_unfinished()
         if busy:
             self._report(self._engine.step())
@@ -200,12 +199,12 @@ class PrefillWorker:
         if isinstance(message, Ping):
             peer.channel.send(pack(Pong()))
         elif isinstance(message, Prefill):
-            self._take(peer, message)
+            self._queue_prompt(peer, message)
         elif message.key in peer.jobs:  # Done
             self._release(peer.jobs[message.key])
 
-    def _take(self, peer: _Peer, asked: Prefill) -> None:
-        """Queues a prompt. The engine says how many tokens it computes, which sizes the region."""
+    def _queue_prompt(self, peer: _Peer, asked: Prefill) -> None:
+        """Its number of tokens sizes the region."""
         if asked.key in peer.jobs or len(peer.jobs) >= MAX_JOBS:
             raise MessageError(f"a prompt has a key that is in use, or {MAX_JOBS} are under way")
         length = len(asked.tokens)
@@ -233,7 +232,7 @@ class PrefillWorker:
         while self._lingering and self._lingering[0][0] <= now:
             self.regions.free(self._lingering.popleft()[1])
 
-    def _begin(self) -> None:
+    def _start_prompts(self) -> None:
         while self._waiting:
             job = self._waiting[0]
             assert job.prompt is not None, "what waits was prepared"
@@ -277,7 +276,7 @@ class PrefillWorker:
             self._drop_peer(peer)
 
     def _drop_peer(self, peer: _Peer) -> None:
-        """Images that the other side may be reading stay until it has been told."""
+        """Images that the other side may read stay until it knows."""
         if peer not in self._peers:
             return
         self._peers.remove(peer)
@@ -301,7 +300,7 @@ class PrefillWorker:
 
 
 def _check_key(ours: CacheKey, theirs: CacheKey) -> None:
-    """Raises TransferError if a prompt is for other weights or another adapter than this worker has."""
+    """Raises TransferError if a prompt is for other weights or another adapter."""
     differs = first_difference(ours._asdict(), theirs._asdict())
     if differs is not None:
         raise TransferError(

@@ -1,5 +1,4 @@
-"""The ranks of a tensor-parallel worker: each opens its arena to the network and reads what rank 0
-says."""
+"""Ranks of a tensor-parallel worker: each opens its arena, and reads images as rank 0 orders."""
 
 import secrets
 import threading
@@ -105,7 +104,7 @@ def serve_reads(channel: SocketChannel, reader: ImageReader) -> None:
 
 
 def _handle(channel: SocketChannel, reader: ImageReader, message: ToRank) -> None:
-    """Acts on one message of rank 0. Only Connect is answered."""
+    """Only Connect is answered."""
     if isinstance(message, Order):
         reader.fetch(message)
     elif isinstance(message, Disconnect):

@@ -35,7 +35,7 @@ def image_reads(
 
 
 def _joined(reads: Iterable[RangeRead]) -> list[RangeRead]:
-    """Joins neighbours; drops reads of no bytes. With equal numbers of ranks one read is left."""
+    """Joins neighbours. With equal numbers of ranks one read is left."""
     joined: list[RangeRead] = []
     for read in (read for read in reads if read.nbytes):
         last = joined[-1] if joined else None

@@ -1,4 +1,4 @@
-"""The parts of a worker that a transfer needs, on the prefill side and the decode side."""
+"""The parts of an LLM that a transfer needs, on both sides."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Makes prefill and decode workers over NIXL and TCP."""
+"""Makes prefill and decode workers of an LLM."""
 
 import ipaddress
 import os

@@ -1,4 +1,4 @@
-"""Writes a quantised checkpoint as a plain one in float32, which transformers reads without other packages."""
+"""Writes a quantised checkpoint as a float32 one, which transformers reads without other packages."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ _QUANT = ("quantization_config", "compression_config")
 
 
 def write_decoded(path: Path, out: Path) -> int:
-    """Decodes every quantised matrix. Returns how many there are. Memory holds the plain model once.
+    """Decodes every quantised matrix and returns their number. Needs memory for the float32 model.
 
     Raises:
         CheckpointError: a quantised module is not whole.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridrt.bench.timing import Timing, summary
-from hybridrt.verify.shadow import Answered
+from hybridrt.verify.two_servers import Answered
 
 TIE = 0.1  # difference of two log-probabilities
 MOST_CHANGED = 1000  # that are listed
@@ -20,7 +20,7 @@ class Changed:
         request: its number in the trace, from 0.
         place: the first token that differs.
         a, b: the tokens there, or texts around it.
-        margin: how much likelier the first server held its own token; None if it does not tell.
+        margin: how much likelier the first server held its own token; None if unknown.
     """
 
     request: int
@@ -105,7 +105,7 @@ class Comparison:
 
 
 def _comparable(a: Answered, b: Answered) -> tuple[str, Sequence[Any], Sequence[Any]]:
-    """Ids if both servers tell them, else the tokens' texts, else the whole texts."""
+    """Token ids if both servers send them, else texts of tokens, else whole texts."""
     if a.ids and b.ids:
         return "ids", a.ids, b.ids
     if a.tokens and b.tokens:

@@ -35,10 +35,10 @@ def _compare_fields(subject: Subject, result: Result) -> None:
     try:
         theirs = AutoConfig.from_pretrained(str(subject.path), local_files_only=True, trust_remote_code=False)
         theirs = theirs.get_text_config()
-    except Exception as e:  # transformers raises anything
+    except Exception as e:  # of any type
         result.notes.append(f"transformers does not read config.json ({shown(e)}): fields were not compared")
         return
-    # The head of a model with images is told next to its text part.
+    # A model with images has this field outside of its text part.
     compared, skipped = 0, ("tie_word_embeddings",) if subject.text_fields is not subject.raw else ()
     for name in ("vocab_size", "hidden_size", *vars(subject.config.hf)):
         a, b = getattr(subject.config.hf, name, None), getattr(theirs, name, None)
@@ -69,7 +69,7 @@ def check_keys_of(subject: Subject, result: Result) -> None:
 
 
 def check_tensors(subject: Subject, result: Result) -> None:
-    """Numbers of each tensor, next to those of its siblings in other layers."""
+    """Numbers of each tensor, compared with its siblings in other layers."""
     shards = shards_of(subject.path)
     stats: list[TensorStats] = []
     for each in scan(shards, sampled=subject.quick):
@@ -90,7 +90,7 @@ def check_hashes(subject: Subject, result: Result) -> None:
         subject.progress(f"hash of {file.name}")
         subject.hashes["files"][file.name] = sha256_of(file)
     for file, wanted in known.items():
-        if not has_hash(file, wanted):
+        if not has_hash(file, wanted, subject.hashes["files"][file.name]):
             result.fail(f"{file.name} differs from what the hub published: its hash is not {wanted}")
     _check_index_size(subject, result)
     result.figures |= {"files": len(files), "published": len(known)}

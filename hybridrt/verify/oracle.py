@@ -1,4 +1,4 @@
-"""transformers' own model as the oracle: log-probabilities of prompts, and greedy tokens without a cache."""
+"""transformers' model as the oracle: log-probabilities of prompts, and greedy tokens without a cache."""
 
 import gc
 from collections.abc import Iterator, Sequence
@@ -14,12 +14,12 @@ from hybridrt.base.device import free_device_bytes, release_kept_memory
 from hybridrt.base.errors import UnsupportedModelError, reason
 from hybridrt.runtime.load.host_memory import free_host_memory
 
-ROOM = 1.3  # times the weights that a model needs, with its activations
+ROOM = 1.3  # times the weights: activations need memory too
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a model says of one prompt.
+class OracleAnswer:
+    """transformers' result for one prompt.
 
     Attributes:
         scores: [n, vocab] float32 log-probabilities after each of the prompt's tokens.
@@ -65,7 +65,7 @@ def loaded(path: Path, architecture: str, dtype: torch.dtype, device: torch.devi
             str(path), dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
         )
         model = model.eval().to(device)
-    except Exception as e:  # of many types
+    except Exception as e:  # of any type
         raise UnsupportedModelError(f"transformers does not load this checkpoint: {reason(e)}") from e
     try:
         yield model
@@ -77,7 +77,7 @@ def loaded(path: Path, architecture: str, dtype: torch.dtype, device: torch.devi
 
 
 def _hush() -> None:
-    """Without bars and advice: the check has a bar of its own."""
+    """The check has a progress bar of its own."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -85,7 +85,7 @@ def _hush() -> None:
 
 
 @torch.inference_mode()
-def ask(model: Any, prompt: Sequence[int], count: int) -> Told:
+def ask(model: Any, prompt: Sequence[int], count: int) -> OracleAnswer:
     """A full forward for each token: no cache is trusted."""
     ids, steps, scores = list(prompt), list[Tensor](), None
     device = next(model.parameters()).device
@@ -96,7 +96,7 @@ def ask(model: Any, prompt: Sequence[int], count: int) -> Told:
         steps.append(found[-1])
         ids.append(int(found[-1].argmax()))
     assert scores is not None, "count is at least 1"
-    return Told(scores, ids[len(prompt) :], steps)
+    return OracleAnswer(scores, ids[len(prompt) :], steps)
 
 
 def frequencies(model: Any) -> list[tuple[str, Tensor]]:

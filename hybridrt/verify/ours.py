@@ -1,4 +1,4 @@
-"""Runs of hybridrt that are compared: with transformers, and with each other."""
+"""Answers of hybridrt, and how they are compared with transformers' and with each other."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,25 +8,31 @@ from typing import Any
 
 import torch
 
-from hybridrt.base.config import SpeculativeConfig
+from hybridrt.base.engine_config import SpeculativeConfig
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.api.llm import LLM
-from hybridrt.verify.oracle import Told
+from hybridrt.verify.oracle import OracleAnswer
 from hybridrt.verify.results import Result
+from hybridrt.verify.subject import Subject
 
 TOP = 8  # likely tokens that are compared
 LEAST = -8.0  # log-probability of those
-# Largest difference of a log-probability, and of two that are a tie, without a float32 run to compare with.
+# By dtype, without a float32 run: the largest difference of log-probabilities, and that of a tie.
 TOLERANCE = {torch.float32: (2e-3, 1e-3), torch.float16: (0.1, 0.1), torch.bfloat16: (0.5, 0.5)}
 ROUNDING = 3.0  # times transformers' own error in the same dtype
-SMALLEST = 0.05  # log-probability; for models that round little by chance
+SMALLEST = 0.05  # limit: some models round little by chance
 DRAFTS = 3
-DRAFT_MODELS = {"draft": "embedded_draft"}  # by the method that needs one
+DRAFT_MODELS = {"draft": "embedded_draft"}  # by method
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Greedy tokens with the log-probabilities of likely ones before each, and of a prompt those of its own tokens."""
+    """A greedy answer.
+
+    Attributes:
+        likely: log-probabilities of likely tokens at each of `tokens`.
+        prompt: log-probabilities of the prompt's own tokens.
+    """
 
     tokens: list[int]
     likely: list[dict[int, float]]
@@ -35,8 +41,9 @@ class Answer:
 
 
 @contextmanager
-def engine(subject: Any, path: Path | None = None, **options: Any) -> Iterator[LLM]:
+def engine(subject: Subject, path: Path | None = None, **options: Any) -> Iterator[LLM]:
     """An LLM with small pools. `path`: instead of the checkpoint's."""
+    assert subject.config is not None, "it was read"
     limit = min(1024, subject.config.max_position_embeddings)
     usual = {"device": subject.device, "dtype": subject.dtype, "max_model_len": limit, "max_running_requests": 8}
     with LLM(str(path or subject.path), **{**usual, **options}) as llm:
@@ -44,7 +51,7 @@ def engine(subject: Any, path: Path | None = None, **options: Any) -> Iterator[L
 
 
 def answers(
-    llm: Any, prompts: Sequence[Sequence[int]], count: int, *, together: bool = False, salt: str | None = None,
+    llm: LLM, prompts: Sequence[Sequence[int]], count: int, *, together: bool = False, salt: str | None = None,
     scored: bool = False,
 ) -> list[Answer]:  # fmt: skip
     """Greedy answers, one request after the other or all at once. `scored`: with those of prompts."""
@@ -64,8 +71,12 @@ def speculative(method: str) -> SpeculativeConfig:
     return SpeculativeConfig(method=method, num_draft_tokens=DRAFTS, draft_model=DRAFT_MODELS.get(method))
 
 
-def within(dtype: torch.dtype, told: Sequence[Told], exact: Sequence[Told] | None) -> tuple[float, float]:
-    """Allowed differences of a run in `dtype`: from transformers' own rounding, if it ran in float32 too."""
+def within(
+    dtype: torch.dtype, told: Sequence[OracleAnswer], exact: Sequence[OracleAnswer] | None
+) -> tuple[float, float]:
+    """Allowed differences of a run in `dtype`. If transformers ran in float32 too, its own rounding
+    decides.
+    """
     if dtype == torch.float32 or exact is None:
         return TOLERANCE[dtype]
     own = max(float(_at_likely(a.scores, b.scores).max()) for a, b in zip(told, exact))
@@ -79,10 +90,10 @@ def _at_likely(scores: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
 
 
 def compare_with_theirs(
-    what: str, prompt: Sequence[int], ours: Answer, theirs: Told, limits: tuple[float, float], result: Result
+    what: str, prompt: Sequence[int], ours: Answer, theirs: OracleAnswer, limits: tuple[float, float], result: Result
 ) -> float:
-    """Log-probabilities up to the first token that differs, and greedy tokens but for ties. Returns the
-    largest difference."""
+    """Compares log-probabilities up to the first token that differs, and greedy tokens but for ties.
+    Returns the largest difference."""
     found = [
         abs(scores[token] - float(theirs.scores[i, token]))
         for i, (scores, token) in enumerate(zip(ours.prompt[1:], prompt[1:]))

@@ -1,4 +1,4 @@
-"""Checks of a model's outputs: next to transformers', and of each way to run next to the plainest."""
+"""Checks of outputs: compared with transformers', and each way to run with the plainest one."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from hybridrt.base.config import dtype_name
+from hybridrt.base.dtypes import dtype_name
 from hybridrt.base.errors import CheckpointError, HybridrtError, UnsupportedModelError
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.engine.api.llm import LLM
@@ -38,8 +38,8 @@ CHUNK = 16
 
 
 def check_transformers(subject: Subject, result: Result) -> None:
-    """Log-probabilities and greedy tokens next to transformers', in float32 if that fits and in the dtype of the
-    run."""
+    """Log-probabilities and greedy tokens equal transformers': in float32 if that fits, and in the dtype
+    of the run."""
     if subject.broken or subject.config is None:
         return result.leave_out(subject.broken or "config.json cannot be read")
     device, count = subject.torch_device, QUICK_TOKENS if subject.quick else TOKENS
@@ -55,7 +55,7 @@ def check_transformers(subject: Subject, result: Result) -> None:
 
 @contextmanager
 def _plain_checkpoint(subject: Subject, result: Result) -> Iterator[Path]:
-    """The checkpoint; of a quantised one a decoded copy, as long as it is needed."""
+    """The checkpoint, or a decoded copy of a quantised one."""
     assert subject.config is not None, "it was read"
     if subject.config.quant is None:
         yield subject.path
@@ -78,10 +78,9 @@ def _parameters(subject: Subject) -> int:
 
 def _ask_all(
     subject: Subject, path: Path, prompts: Sequence[list[int]], count: int, device: torch.device, result: Result
-) -> dict[torch.dtype, list[oracle.Told]]:
-    """What transformers says, by dtype."""
+) -> dict[torch.dtype, list[oracle.OracleAnswer]]:
     assert subject.config is not None, "it was read"
-    told: dict[torch.dtype, list[oracle.Told]] = {}
+    told: dict[torch.dtype, list[oracle.OracleAnswer]] = {}
     quantised = subject.config.quant is not None
     for dtype in dict.fromkeys((FLOAT32,) if quantised else (FLOAT32, subject.torch_dtype)):
         needed = _parameters(subject) * dtype.itemsize
@@ -99,7 +98,6 @@ def _ask_all(
 
 
 def _compare_rope(subject: Subject, model: torch.nn.Module, result: Result) -> None:
-    """Frequencies of rotary embeddings, taken from both models."""
     assert subject.config is not None, "it was read"
     config, theirs = subject.config, oracle.frequencies(model)
     if not theirs:
@@ -119,8 +117,8 @@ def _compare_rope(subject: Subject, model: torch.nn.Module, result: Result) -> N
 
 
 def _compare(
-    subject: Subject, dtype: torch.dtype, prompts: Sequence[list[int]], told: Sequence[oracle.Told],
-    all_told: dict[torch.dtype, list[oracle.Told]], count: int, result: Result,
+    subject: Subject, dtype: torch.dtype, prompts: Sequence[list[int]], told: Sequence[oracle.OracleAnswer],
+    all_told: dict[torch.dtype, list[oracle.OracleAnswer]], count: int, result: Result,
 ) -> None:  # fmt: skip
     name, exact = dtype_name(dtype), all_told.get(FLOAT32)
     subject.progress(f"hybridrt in {name}")
@@ -171,7 +169,7 @@ def _methods(subject: Subject) -> list[str]:
 
 
 def _has_head(subject: Subject) -> bool:
-    """Whether the checkpoint has kept its prediction head: config.json alone does not say."""
+    """Checks the keys: checkpoints leave prediction heads out that their config.json names."""
     assert subject.config is not None, "it was read"
     if not subject.config.mtp_layers:
         return False
@@ -199,7 +197,7 @@ def _check_cached(
     subject: Subject, llm: LLM, prompts: Sequence[list[int]], alone: Sequence[Answer], limits: tuple[float, float],
     result: Result,
 ) -> None:  # fmt: skip
-    """A second turn that finds its beginning in the cache, and one that does not."""
+    """A second turn from a cached prefix gives the tokens of one that is computed anew."""
     draw = random.Random(1)
     images = subject.config.image_tokens if subject.config else {}
     said = [[token for token in a.tokens if token not in images] for a in alone]

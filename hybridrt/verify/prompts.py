@@ -1,7 +1,8 @@
-"""Prompts of the runs that are compared."""
+"""Prompts for checks of outputs: texts, and random tokens."""
 
 import random
-from typing import Any
+
+from hybridrt.verify.subject import Subject
 
 TEXTS = (
     "def read_lines(path):\n    ",
@@ -12,21 +13,24 @@ _FIRST_ID = 3  # ids below are often special
 _LENGTHS, _QUICK = (1, 17, 45), (17,)
 
 
-def prompts_of(subject: Any) -> list[list[int]]:
+def prompts_of(subject: Subject) -> list[list[int]]:
     """Texts, if there is a tokenizer, and random tokens. Equal for each run of a checkpoint."""
     config, found = subject.config, list[list[int]]()
+    assert config is not None, "it was read"
     if subject.tokenizer is not None:
         texts = TEXTS[:1] if subject.quick else TEXTS
-        found = [ids for ids in map(subject.tokenizer.encode, texts) if max(ids) < config.vocab_size]
+        found = [ids for ids in map(subject.tokenizer.encode, texts) if ids and max(ids) < config.vocab_size]
     draw = random.Random(0)
     for length in _QUICK if subject.quick else _LENGTHS:
         found.append(random_tokens(subject, length, draw))
     return found
 
 
-def random_tokens(subject: Any, length: int, draw: random.Random) -> list[int]:
+def random_tokens(subject: Subject, length: int, draw: random.Random) -> list[int]:
     """Ids of text: none that ends an answer or is the place of an image."""
-    config, size = subject.config, subject.config.vocab_size
+    config = subject.config
+    assert config is not None, "it was read"
+    size = config.vocab_size
     if subject.tokenizer is not None:
         size = min(size, len(subject.tokenizer.hf.get_vocab()))
     special = {*config.eos_token_ids, *config.image_tokens}

@@ -1,4 +1,4 @@
-"""Hashes that the hub has published for a checkpoint's files, as its client keeps them on the disk."""
+"""The hub's hashes of a checkpoint's files, which its client keeps on the disk."""
 
 import hashlib
 import re
@@ -50,10 +50,10 @@ def published_hash(file: Path) -> str | None:
     return etag if _SHA256.fullmatch(etag) or _GIT.fullmatch(etag) else None
 
 
-def has_hash(file: Path, wanted: str) -> bool:
-    """Whether a file has a hash of the hub."""
+def has_hash(file: Path, wanted: str, sha256: str) -> bool:
+    """Whether a file has a hash of the hub. `sha256`: the file's."""
     if len(wanted) == 64:
-        return sha256_of(file) == wanted
+        return sha256 == wanted
     return _digest(file, hashlib.sha1(f"blob {file.stat().st_size}\0".encode(), usedforsecurity=False)) == wanted
 
 

@@ -1,4 +1,4 @@
-"""Results of checks, and the exit status that they give together."""
+"""Results of checks, and the report of all of them."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field

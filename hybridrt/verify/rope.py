@@ -1,16 +1,17 @@
-"""Checks of rotary embeddings: places of config.json that disagree, and values that serve no such context."""
+"""Checks of rotary embeddings: fields of config.json that disagree, or do not fit the context length."""
 
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
+from hybridrt.base.config import AttentionConfig
 from hybridrt.base.errors import shown
 from hybridrt.verify.results import Result
 from hybridrt.verify.subject import Subject
 
 _SETS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 _DEPTH = 4  # of objects within config.json
-SHORT = 1.0  # turns of the slowest pair within the context; more than this is unusual
+SHORT = 1.0  # turns of the slowest pair within the context: more is unusual
 
 
 def check_rope(subject: Subject, result: Result) -> None:
@@ -29,10 +30,10 @@ def check_rope(subject: Subject, result: Result) -> None:
     result.done(f"rotary embeddings: {'; '.join(sorted(shown_ropes))}")
 
 
-def _ropes(subject: Subject) -> list[Any]:
+def _ropes(subject: Subject) -> list[AttentionConfig]:
     config = subject.config
     assert config is not None, "it was read"
-    found: list[Any] = []
+    found: list[AttentionConfig] = []
     for i in config.full_attention_layer_ids:
         attention = config.attention_of(i)
         if attention.rope is not None and attention not in found:
@@ -40,13 +41,15 @@ def _ropes(subject: Subject) -> list[Any]:
     return found
 
 
-def told(raw: Mapping[str, Any], name: str, where: str = "config.json", depth: int = 0) -> Iterator[tuple[str, Any]]:
+def fields_named(
+    raw: Mapping[str, Any], name: str, where: str = "config.json", depth: int = 0
+) -> Iterator[tuple[str, Any]]:
     """(place, value) of each field of that name, in objects too."""
     if raw.get(name) is not None and not isinstance(raw[name], Mapping):
         yield f"{where}: {name}", raw[name]
     for key, value in raw.items():
         if isinstance(value, Mapping) and depth < _DEPTH and not key.startswith(("vision", "audio", "visual")):
-            yield from told(value, name, f"{where}: {key}", depth + 1)
+            yield from fields_named(value, name, f"{where}: {key}", depth + 1)
 
 
 def _check_places(subject: Subject, result: Result) -> None:
@@ -54,9 +57,9 @@ def _check_places(subject: Subject, result: Result) -> None:
     if isinstance(by_kind, Mapping) and any(isinstance(value, Mapping) for value in by_kind.values()):
         return  # each kind of layer has its own
     for name in ("rope_theta", "rope_type", "factor", "original_max_position_embeddings", "partial_rotary_factor"):
-        places = [place for place in told(subject.raw, name) if "rope" in place[0] or "rotary" in place[0]]
+        places = [place for place in fields_named(subject.raw, name) if "rope" in place[0] or "rotary" in place[0]]
         if name == "original_max_position_embeddings":
-            places = list(told(subject.raw, name))
+            places = list(fields_named(subject.raw, name))
         values = {value if isinstance(value, str) else float(value) for _, value in places if _is_plain(value)}
         if len(values) > 1:
             listed = ", ".join(f"{place} is {shown(value)}" for place, value in places)
@@ -72,7 +75,7 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 
 def _check_default(subject: Subject, result: Result) -> None:
-    """Rotary embeddings of a new object of transformers' class."""
+    """Compares rope_theta with the default of transformers' class."""
     from transformers import AutoConfig
 
     kind = subject.text_fields.get("model_type")
@@ -94,8 +97,7 @@ def _check_default(subject: Subject, result: Result) -> None:
             result.warn(doubt)
 
 
-def _check_reach(attention: Any, context: int, result: Result) -> None:
-    """The slowest pair should not turn whole rounds within the context."""
+def _check_reach(attention: AttentionConfig, context: int, result: Result) -> None:
     rope = dict(attention.rope or {})
     if rope.get("rope_type", "default") != "default" or context >= 1 << 20:
         return

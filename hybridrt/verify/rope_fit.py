@@ -1,4 +1,4 @@
-"""Whether a text is likelier with another rope_theta than the one of config.json."""
+"""Checks rope_theta by a text: is it likelier with another value?"""
 
 import inspect
 import json
@@ -14,7 +14,7 @@ from typing import Any
 from hybridrt.bench.perplexity import perplexity
 from hybridrt.verify.ours import engine
 from hybridrt.verify.results import Result
-from hybridrt.verify.rope import told
+from hybridrt.verify.rope import fields_named
 from hybridrt.verify.subject import Subject
 
 FACTORS = (1 / 64, 1 / 8, 8.0, 64.0)
@@ -26,7 +26,7 @@ def check_rope_fit(subject: Subject, result: Result) -> None:
     """Trained weights know their rotary embedding: a text is likeliest with it. Random weights do not."""
     if subject.broken or subject.config is None:
         return result.leave_out(subject.broken or "config.json cannot be read")
-    thetas = {float(value) for _, value in told(subject.raw, "rope_theta")}
+    thetas = {float(value) for _, value in fields_named(subject.raw, "rope_theta")}
     if subject.tokenizer is None or len(thetas) != 1:
         _keep_doubts(subject, result)
         return result.leave_out("it needs a tokenizer and one rope_theta in config.json")
@@ -50,7 +50,7 @@ def _keep_doubts(subject: Subject, result: Result) -> None:
 
 
 def _judge(own: float, found: dict[float, float], vocabulary: int, result: Result) -> bool:
-    """Whether the weights tell."""
+    """Returns whether the weights can tell."""
     best, worst = min(found, key=lambda theta: found[theta]), max(found.values())
     if found[own] > vocabulary**0.9 or math.log(worst / found[best]) < CLEAR:
         result.done("these weights do not tell rope_theta: the text is as likely with others, as with random weights")
@@ -67,7 +67,7 @@ def _judge(own: float, found: dict[float, float], vocabulary: int, result: Resul
 
 @contextmanager
 def _with_theta(subject: Subject, theta: float) -> Iterator[Path]:
-    """A directory with links to the checkpoint's files, and another config.json."""
+    """Links to the checkpoint's files, next to another config.json."""
     with TemporaryDirectory(prefix="hybridrt-verify-") as folder:
         for file in subject.path.iterdir():
             if file.is_file() and file.name != "config.json":

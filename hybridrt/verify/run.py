@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hybridrt.base.device import gpu_name
-from hybridrt.base.errors import HybridrtError
+from hybridrt.base.errors import HybridrtError, reason
 from hybridrt.base.version import __version__
 from hybridrt.verify.against import compare_reports
 from hybridrt.verify.files import check_config, check_hashes, check_keys_of, check_tensors
@@ -31,7 +31,7 @@ CHECKS: dict[str, Check] = {
     "hashes": check_hashes, "keys": check_keys_of, "tensors": check_tensors, "transformers": check_transformers,
     "ways to run": check_ways, "speed": check_speed, "rope by text": check_rope_fit,
 }  # fmt: skip
-LONG = ("rope by text",)  # not in a quick run
+LONG = ("rope by text",)
 FATAL = ("config", "keys")  # without them no model is made
 
 
@@ -68,8 +68,9 @@ def _run(name: str, check: Check, subject: Subject) -> Result:
     result, start = Result(name), time.perf_counter()
     try:
         check(subject, result)
-    except HybridrtError as e:
-        result.fail(" ".join(str(e).split()))
+    except Exception as e:  # packages raise anything for an odd checkpoint
+        known = isinstance(e, HybridrtError)
+        result.fail(" ".join((str(e) if known else f"{type(e).__name__}: {reason(e)}").split()))
         if name in FATAL:
             subject.broken = f"not run: the check {name!r} has failed"
     result.seconds = round(time.perf_counter() - start, 3)

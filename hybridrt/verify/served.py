@@ -1,4 +1,4 @@
-"""A server of a checkpoint in another process, for as long as it is needed."""
+"""Runs `hybridrt serve` for a check."""
 
 import socket
 import subprocess

@@ -1,4 +1,4 @@
-"""Speed of decode steps and prompts next to what the device could do at best."""
+"""Speed of decode steps and prompts, compared with the floor of the device."""
 
 import statistics
 import time
@@ -90,8 +90,8 @@ def product_speed(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _decode_seconds(llm: LLM, prompt: list[int]) -> float:
-    """The slope between two lengths of the answer."""
-    _generate(llm, prompt, LAST)  # compiles
+    """The slope of the time over the length of the answer."""
+    _generate(llm, prompt, LAST)  # warms up
     slopes = [(_generate(llm, prompt, LAST) - _generate(llm, prompt, FIRST)) / (LAST - FIRST) for _ in range(REPEATS)]
     return max(statistics.median(slopes), 1e-9)
 
@@ -103,7 +103,7 @@ def _generate(llm: LLM, prompt: list[int], count: int) -> float:
 
 
 def _best(run: Callable[[], object]) -> float:
-    """Seconds of the fastest of some runs, after one that warms up."""
+    """Seconds of the fastest run, after one that warms up."""
     run()
     times = []
     for _ in range(REPEATS):

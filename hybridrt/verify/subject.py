@@ -1,4 +1,4 @@
-"""The checkpoint that is checked, and how."""
+"""The checkpoint under check, and options of the run."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 
-from hybridrt.base.config import EngineConfig, ModelConfig, resolve_device, resolve_dtype
 from hybridrt.base.config_json import read_object
+from hybridrt.base.device import resolve_device
+from hybridrt.base.dtypes import resolve_dtype
+from hybridrt.base.engine_config import EngineConfig
+from hybridrt.base.model_config import ModelConfig
 from hybridrt.models.config.read_config import read_model_config
 from hybridrt.runtime.load.build import resolve_model_path
 

@@ -28,7 +28,7 @@ def check_tasks(subject: Subject, result: Result, tasks: Sequence[str], limit: i
                 model="local-completions", model_args=arguments, tasks=list(tasks), limit=limit,
                 confirm_run_unsafe_code=False,
             )  # fmt: skip
-        except Exception as e:  # of many types
+        except Exception as e:  # of any type
             return result.fail(f"lm-eval: {type(e).__name__}: {reason(e)}")
     result.figures["tasks"] = {name: dict(scores) for name, scores in found["results"].items()}
     result.done(f"{len(tasks)} tasks" + ("" if limit is None else f", {limit} questions each"))

@@ -10,10 +10,10 @@ from hybridrt.verify.results import Result
 from hybridrt.verify.tensor_stats import TensorStats
 
 _TABLE = re.compile(r"embed|lm_head|wte|head\.weight")
-_DERIVED = re.compile(r"slope_rate$|inv_freq$")  # from the number of a layer, or from config.json
+_DERIVED = re.compile(r"slope_rate$|inv_freq$")  # computed, not trained
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-ALONE = math.log(30)  # distance of a matrix from all other matrices, or from its only sibling
-CLEAR, SLIGHT = math.log(4), math.log(1.5)  # distances from the siblings, beyond their own spread
+ALONE = math.log(30)  # from all other matrices, or from the only sibling
+CLEAR, SLIGHT = math.log(4), math.log(1.5)  # from the siblings, beyond their own spread
 PEAK, SEGMENT = 8.0, 8.0  # times the siblings'
 MANY = 1 / 16  # of a tensor's pieces
 LEAST_PEAK = 30.0  # peak by rms; normal numbers have 4 to 6
@@ -46,7 +46,7 @@ def _is_matrix(each: TensorStats) -> bool:
 
 
 def _gain(each: TensorStats) -> float:
-    """log of the size of outputs for inputs of size 1."""
+    """Logarithm of the size of outputs for inputs of size 1."""
     return math.log(each.rms) + 0.5 * math.log(each.count / max(each.shape[0], 1))
 
 
@@ -98,7 +98,7 @@ def _judge_scale(
 
 
 def _judge_alone(each: TensorStats, matrices: Sequence[TensorStats], result: Result) -> None:
-    """Next to all other matrices, and to those of the same module."""
+    """Compares with all other matrices, and with those of the same module."""
     others = [other for other in matrices if other is not each]
     module = each.key.rsplit(".", 2)[0]
     own = [other for other in others if other.key.rsplit(".", 2)[0] == module]
@@ -115,13 +115,12 @@ def _judge_alone(each: TensorStats, matrices: Sequence[TensorStats], result: Res
 
 
 def _beyond(each: TensorStats, others: Sequence[TensorStats]) -> tuple[float, float]:
-    """How far a matrix is from the range of others, and how wide that is; logarithms."""
+    """Distance of a matrix from the range of others, and the width of that range, as logarithms."""
     gains = [_gain(other) for other in others]
     return max(min(gains) - _gain(each), _gain(each) - max(gains)), max(gains) - min(gains)
 
 
 def _judge_places(each: TensorStats, siblings: Iterable[TensorStats], result: Result) -> None:
-    """A single large number, or a stretch of other numbers."""
     if not each.rms:
         return
     siblings = [other for other in siblings if other.rms]

@@ -13,7 +13,7 @@ from hybridrt.models.loading.weight_files import Shards, opened
 
 SEGMENTS = 64
 LEAST_BYTES, MOST_BYTES = 64, 1 << 24  # of a segment
-SAMPLE, SAMPLES = 1 << 16, 16  # bytes and number of the segments that a sampled tensor is read by
+SAMPLE, SAMPLES = 1 << 16, 16  # bytes and number of segments of a sampled tensor
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def _stats(file: TensorFile, entry: Entry, path: Path, sampled: bool) -> TensorS
 
 
 def _places(size: int, sampled: bool) -> list[tuple[int, int]]:
-    """(first byte, bytes) of each segment; multiples of 16 bytes, but for the last one."""
+    """(first byte, bytes) of each segment. All but the last are multiples of 16 bytes."""
     if sampled and size > SAMPLE * SAMPLES:
         step = (size - SAMPLE) // (SAMPLES - 1)
         return [(i * step // 16 * 16, SAMPLE) for i in range(SAMPLES)]

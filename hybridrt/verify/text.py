@@ -25,7 +25,8 @@ _THINKING = re.compile(r"\s*</?think[^>]*>\s*")
 
 
 def check_tokenizer(subject: Subject, result: Result) -> None:
-    """The tokenizer loads without code of the checkpoint, fits the vocabulary, and reads its own text back."""
+    """The tokenizer loads without code of the checkpoint, fits the vocabulary, and decodes what it has
+    encoded."""
     subject.tokenizer = tokenizer = load_tokenizer(subject.path)
     if tokenizer is None:
         return result.leave_out("the checkpoint has no tokenizer")
@@ -44,7 +45,6 @@ def check_tokenizer(subject: Subject, result: Result) -> None:
 
 
 def _compare_tokens(subject: Subject, result: Result) -> None:
-    """Ours next to a tokenizer that transformers loads on its own."""
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(str(subject.path), local_files_only=True, trust_remote_code=False)
@@ -68,7 +68,7 @@ def _check_special(subject: Subject, result: Result) -> None:
 
 
 def check_template(subject: Subject, result: Result) -> None:
-    """The template renders as transformers renders it, keeps what is said, and fits the vocabulary."""
+    """The template renders as in transformers, keeps all messages, and fits the vocabulary."""
     if subject.tokenizer is None:
         return result.leave_out("without a tokenizer no template is used")
     template = subject.tokenizer.hf.chat_template
@@ -90,7 +90,7 @@ def check_template(subject: Subject, result: Result) -> None:
 
 
 def _conversations() -> dict[str, tuple[Sequence[Mapping[str, Any]], bool]]:
-    """Messages, and whether an answer is asked for."""
+    """Messages, and whether an answer follows."""
     system = {"role": "system", "content": SYSTEM}
     first, answer = {"role": "user", "content": FIRST}, {"role": "assistant", "content": ANSWER}
     second = {"role": "user", "content": SECOND}
@@ -109,7 +109,7 @@ def _render(subject: Subject, messages: Sequence[Mapping[str, Any]], asked: bool
 
 
 def _compare_renderings(subject: Subject, texts: Mapping[str, Any], result: Result) -> int:
-    """Both run in the child process for templates: transformers' sandbox has no limits of its own."""
+    """Both run in the child process, which has limits; transformers' sandbox has none."""
     hf, count = subject.tokenizer.hf, 0
     template = hf.chat_template if isinstance(hf.chat_template, str) else hf.chat_template.get("default", "")
     for name, (messages, asked) in _conversations().items():
@@ -117,7 +117,7 @@ def _compare_renderings(subject: Subject, texts: Mapping[str, Any], result: Resu
         try:
             theirs: str | None = RENDERER.render(template, [dict(m) for m in messages], options)
         except HybridrtError:
-            theirs = None  # ours fits messages to templates that refuse them
+            theirs = None  # ours adapts messages that the template refuses
         if theirs is not None and texts[name] != theirs:
             result.fail(f"chat template: {name} is {shown(texts[name])}; transformers renders {shown(theirs)}")
         count += theirs is not None
@@ -146,7 +146,7 @@ def _check_contents(texts: Mapping[str, Any], result: Result) -> None:
 
 
 def _check_prompt(texts: Mapping[str, Any], result: Result) -> None:
-    """The prompt for an answer is the beginning of the conversation with an answer."""
+    """A prompt is a prefix of the same conversation with its answer."""
     question, said, answered = texts["question"], texts["said"], texts["answered"]
     if not (isinstance(answered, str) and ANSWER in answered):
         return
@@ -166,7 +166,7 @@ def _check_prompt(texts: Mapping[str, Any], result: Result) -> None:
 
 
 def _plain(text: str) -> str:
-    """Without thinking tags, which templates write at the beginning of some answers."""
+    """Without thinking tags: templates begin some answers with them."""
     return _THINKING.sub("", text).rstrip()
 
 
@@ -182,7 +182,7 @@ def _check_markers(subject: Subject, texts: Mapping[str, Any], result: Result) -
 
 
 def _check_end(subject: Subject, texts: Mapping[str, Any], result: Result) -> None:
-    """The token after an answer is one that ends generation."""
+    """A token that ends generation follows an answer."""
     answered = texts["answered"]
     if not (isinstance(answered, str) and ANSWER in answered) or subject.config is None:
         return
@@ -197,7 +197,7 @@ def _check_end(subject: Subject, texts: Mapping[str, Any], result: Result) -> No
 
 
 def _compare_sources(subject: Subject, result: Result) -> None:
-    """A template may be in chat_template.jinja, in chat_template.json and in tokenizer_config.json."""
+    """A template may be in three files."""
     found: dict[str, str] = {}
     file = subject.path / "chat_template.jinja"
     if file.is_file():

@@ -1,4 +1,4 @@
-"""Recorded requests, and traces of lengths, as requests to two servers."""
+"""Reads traces: recorded requests, or lengths alone."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -13,9 +13,9 @@ from hybridrt.base.files import read_lines
 from hybridrt.bench.http_load import Target
 from hybridrt.bench.workload import Work, WorkloadConfig, make_work
 
-ALTERNATIVES = 5  # log-probabilities of other tokens that are asked for
+ALTERNATIVES = 5  # other tokens with log-probabilities
 MAX_REQUESTS = 1_000_000
-# Fields of a recorded body that are not sent: they would change the form of the answer, or its length.
+# Fields of a recorded body that would change the form of the answer, or its length.
 _DROPPED = ("n", "best_of", "stream", "stream_options", "logprobs", "top_logprobs", "model", "user")
 
 

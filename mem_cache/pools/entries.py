@@ -1,4 +1,4 @@
-"""Handles of pool entries, arrays of handles, and the ledger of who owns which entry, on the host."""
+"""Handles of pool entries, and the ledger of who owns which entry, on the host."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -11,7 +11,7 @@ from hybridrt.base.errors import OutOfSlotsError, PoolError
 _BITS = 32
 _INDEX = (1 << _BITS) - 1
 _NONE = np.empty(0, np.int64)
-GENERATION = 1 << _BITS  # from a handle to that of the entry's next tenancy
+GENERATION = 1 << _BITS  # to the handle of the next tenancy
 
 
 class Handle(int):
@@ -36,7 +36,7 @@ class Handle(int):
         return f"Handle({self.index}, {self.generation})"
 
 
-handle_of = partial(int.__new__, Handle)  # from an integer that is a handle already
+handle_of = partial(int.__new__, Handle)  # of an integer that is one
 
 
 class Handles(Sequence[Handle]):
@@ -155,12 +155,12 @@ class EntryAllocator:
         self.num_free = num_entries
 
     def _make_entries(self, numbers: np.ndarray, scratch: int) -> None:
-        """`numbers` [n] int64 of the entries in their pool; the first `scratch` belong to nobody."""
+        """`numbers` [n] int64 of the entries in their pool; nobody has the first `scratch`."""
         self._state = np.zeros(len(numbers), np.uint8)
         self._handles = numbers  # of free entries: the handle of the next tenancy
         self._handles[:scratch] = -1
         self._locks = np.zeros(len(numbers), np.int32)
-        self._places = np.empty(len(numbers), np.int32)  # by entry: its place among the arguments of a call
+        self._places = np.empty(len(numbers), np.int32)  # of entries among the arguments of a call
         self.num_cached, self.num_locked = 0, 0
 
     @property
@@ -196,7 +196,7 @@ class EntryAllocator:
         Raises:
             PoolError: an entry is not used by a request, or its handle is stale; nothing was freed.
         """
-        if len(handles) == 1 and (index := self._find(handles[0], USED)):  # each request frees a row and a state handle
+        if len(handles) == 1 and (index := self._find(handles[0], USED)):  # fast path: rows, state slots
             self._state[index] = FREE
             self._handles[index] += GENERATION
             self._add_one(index)
@@ -296,7 +296,7 @@ class EntryAllocator:
         )
 
     def _find(self, handle: Handle, source: int) -> int:
-        """The index of an entry, if its handle and owner are right; else 0."""
+        """The entry's index; 0 if its handle or owner is wrong."""
         index = self._index(handle.index) if self._gap else handle.index
         right = index < len(self._handles) and self._handles.item(index) == handle and self._state.item(index) == source
         return index if right else 0

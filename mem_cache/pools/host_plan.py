@@ -1,10 +1,10 @@
-"""How many KV pages and states the prefix cache keeps in main memory."""
+"""Numbers of KV pages and states that the prefix cache keeps in main memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-ALIGNED = 16  # bytes: each tensor of an image starts at a multiple of this
-STAGED_BYTES = 32 << 20  # bytes of pages that are gathered on the device at a time
+ALIGNED = 16  # bytes: tensors of an image start at multiples
+STAGED_BYTES = 32 << 20  # of pages that are gathered on the device at a time
 STATE_SHARE = 0.5  # of the bytes, if a model has KV and states
 
 

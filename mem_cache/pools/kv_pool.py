@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hybridrt.base.config import AttentionSpec
+from hybridrt.base.model_config import AttentionSpec
 from hybridrt.mem_cache.pools.slab_memory import SlabMemory
 
 # Layer ids by the spec that they share.
@@ -29,7 +29,7 @@ ONES: LayerScales = {}  # layers without an entry have scales of 1
 class KVPool:
     """KV cache of the attention layers. Recurrent layers need no room here.
 
-    Layers of one window form a page group, which has pages of its own: a page of the group's
+    Layers form page groups (`layer_groups`), which have pages of their own: a page of a group's
     allocator is a page in each of its layers. Page 0 is padding and stays zero. A token's KV is at
     page * page_size + offset.
 
@@ -45,6 +45,7 @@ class KVPool:
     Attributes:
         scales: of all layers.
         windows: of each page group, in tokens; None for layers without a window, which come first.
+            Several groups may have the same one.
         num_pages: of each page group, the greatest number of a page.
         own: numbers of the drafter's pages, [own_pages] int32 for each group.
         tensors: for each spec its keys, then its values: [A, num_pages + 1, page_size, kv_heads,
@@ -60,7 +61,8 @@ class KVPool:
         own_pages: int = 0, memory: SlabMemory | None = None, scales: LayerScales = ONES,
     ) -> None:  # fmt: skip
         self.page_size, self.device = page_size, torch.device(device)
-        self.windows = page_windows(layers)
+        found = layer_groups(layers)
+        self.windows = tuple([group.window for group in found])
         lent = (num_pages,) * len(self.windows) if isinstance(num_pages, int) else tuple(num_pages)
         if memory is None:
             self.num_pages = tuple([count + own_pages for count in lent])
@@ -80,7 +82,7 @@ class KVPool:
         # Kernels of other libraries multiply masked values by zero, and 0 * NaN is NaN.
         make = partial(_zeros, torch.device(device)) if memory is None else memory.page_tensor
         for spec, layer_ids in layers.items():
-            group = self.windows.index(spec.sliding_window)
+            group = found.index(LayerGroup.of_spec(spec))
             shape = (len(layer_ids), self.num_pages[group] + 1, page_size, spec.num_kv_heads)
             held = [make(group, (*shape, dim), spec.stored_dtype) for dim in spec.cache_dims]
             self.tensors += held
@@ -88,7 +90,7 @@ class KVPool:
             self._layers |= {layer_id: tuple(t[i] for t in held) for i, layer_id in enumerate(layer_ids)}
         pairs = {i: _keys_and_values(self.specs[i], held) for i, held in self._layers.items()}
         self.layer: Callable[[int], tuple[torch.Tensor, torch.Tensor]] = pairs.__getitem__
-        groups = {layer_id: self.windows.index(spec.sliding_window) for layer_id, spec in self.specs.items()}
+        groups = {layer_id: found.index(LayerGroup.of_spec(spec)) for layer_id, spec in self.specs.items()}
         self.group_of: Callable[[int], int] = groups.__getitem__
 
     def held(self, layer_id: int) -> tuple[torch.Tensor, ...]:
@@ -119,25 +121,39 @@ def _zeros(device: torch.device, group: int, shape: Sequence[int], dtype: torch.
     return torch.zeros(*shape, dtype=dtype, device=device)
 
 
-def page_windows(layers: Iterable[AttentionSpec]) -> tuple[int | None, ...]:
-    """The windows of the page groups of layers with these specs, in order."""
-    windows = {spec.sliding_window for spec in layers}
-    return tuple(sorted(windows, key=lambda window: -1 if window is None else window))
+class LayerGroup(NamedTuple):
+    """What the layers of one page group have in common.
+
+    Attributes:
+        window: in tokens; None: all.
+        sizes: bytes of a token in the tensors of a layer, each size once. With one size, slabs of the
+            group can be memory of other groups (slab_plan.py).
+    """
+
+    window: int | None
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of_spec(cls, spec: AttentionSpec) -> "LayerGroup":
+        sizes = {spec.num_kv_heads * dim * spec.dtype.itemsize for dim in spec.cache_dims}
+        return cls(spec.sliding_window, tuple(sorted(sizes)))
+
+
+def layer_groups(layers: Iterable[AttentionSpec]) -> tuple[LayerGroup, ...]:
+    """The page groups of layers with these specs. Those without a window come first, then windows in
+    order; groups of one window are in the order of their layers."""
+    groups = dict.fromkeys([LayerGroup.of_spec(spec) for spec in layers])
+    return tuple(sorted(groups, key=lambda group: -1 if group.window is None else group.window))
 
 
 def cell_bytes(layers: KVLayers, page_size: int) -> tuple[int | None, ...]:
-    """Bytes of a page in one tensor, of each page group; None if its tensors differ."""
-    found: dict[int | None, set[int]] = {window: set() for window in page_windows(layers)}
-    for spec in layers:
-        found[spec.sliding_window] |= {
-            page_size * spec.num_kv_heads * dim * spec.dtype.itemsize for dim in spec.cache_dims
-        }
-    return tuple([next(iter(sizes)) if len(sizes) == 1 else None for sizes in found.values()])
+    """Bytes of a page in one tensor, of each page group; None if keys and values differ in size."""
+    return tuple([page_size * group.sizes[0] if len(group.sizes) == 1 else None for group in layer_groups(layers)])
 
 
 def page_bytes(layers: KVLayers, page_size: int) -> tuple[int, ...]:
     """Bytes of a page of each page group."""
-    found = dict.fromkeys(page_windows(layers), 0)
+    found = dict.fromkeys(layer_groups(layers), 0)
     for spec, layer_ids in layers.items():
-        found[spec.sliding_window] += page_size * len(layer_ids) * spec.token_bytes
+        found[LayerGroup.of_spec(spec)] += page_size * len(layer_ids) * spec.token_bytes
     return tuple(found.values())

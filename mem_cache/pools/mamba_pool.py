@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hybridrt.base.errors import ConfigError, PoolError
+from hybridrt.base.errors import PoolError
 from hybridrt.kernels.core.records import IntermediateStates, RowTables, StateCodes
 from hybridrt.kernels.core.slots import SCRATCH, check_range, write_columns
 from hybridrt.kernels.state.causal_conv1d import conv_window
@@ -15,15 +15,13 @@ from hybridrt.kernels.state.row_tables import clear_slots, enter_rows
 from hybridrt.kernels.state.state_commit import commit_conv_window, commit_intermediate
 from hybridrt.kernels.state.state_ring import RingFolds, advance_ring, fold_ring
 from hybridrt.kinds.base import StateShape
-from hybridrt.kinds.registry import check_replay, linear_kind, state_dtype
-from hybridrt.mem_cache.pools.host_plan import aligned
+from hybridrt.kinds.registry import state_dtype
+from hybridrt.mem_cache.pools.mamba_pool_spec import MambaPoolSpec, ring_width
 from hybridrt.mem_cache.pools.slab_memory import SlabMemory
 from hybridrt.mem_cache.pools.state_moves import StateMove, When
-from hybridrt.mem_cache.pools.stored_states import check_codes, states_of_codes, stored_state
+from hybridrt.mem_cache.pools.stored_states import states_of_codes
 
-STATE_MODES = ("classic", "replay", "intermediate")
 Upload = Callable[[tuple[np.ndarray, ...]], Sequence[torch.Tensor]]
-Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]  # tensors by name: dimensions and dtype
 
 
 @dataclass(frozen=True)
@@ -69,116 +67,10 @@ class LayerCache:
         return self.ring_values, self.ring_keys, self.ring_gates
 
 
-def ring_width(tokens_per_step: int) -> int:
-    """W, columns of a state ring: 16 for plain decode, 32 for steps of up to 8 tokens a row, 64 for
-    wider steps (at most 16 tokens: `SpeculativeConfig`).
-    """
-    return 16 if tokens_per_step == 1 else 32 if tokens_per_step <= 8 else 64
-
-
-@dataclass(frozen=True)
-class MambaPoolSpec:
-    """Sizes of a MambaPool: enough to build it and to compute its bytes.
-
-    Args:
-        groups: layers of equal state shape. All share slot ids, so a model may mix kinds of
-            recurrent layer.
-        tokens_per_step: T, most tokens that one decode or verify step runs per request.
-        mode: "classic" (state written every step), "replay" (checkpoint + ring) or "intermediate"
-            (a state per verified token).
-        forks: drafts may fork. Two of them may have one position, so conv inputs do not roll back by
-            position.
-        stochastic: states are rounded stochastically where they are stored; always with 8 bits.
-        rank: of this process among tensor-parallel ranks, which decides the heads that it has.
-    """
-
-    groups: Mapping[StateShape, Sequence[int]]
-    conv_dtype: torch.dtype
-    state_dtype: torch.dtype
-    tokens_per_step: int = 1
-    mode: str = "classic"
-    forks: bool = False
-    stochastic: bool = False
-    rank: int = 0
-
-    def __post_init__(self) -> None:
-        if self.mode not in STATE_MODES:
-            raise ConfigError(f"state mode is {self.mode!r}; it must be one of {', '.join(STATE_MODES)}")
-        if self.forks and self.mode == "replay":
-            raise ConfigError('drafts that fork need state mode "intermediate": "replay" keeps no state after each')
-        if self.mode == "replay":
-            check_replay(shape.kind for shape in self.groups)
-        check_codes([shape.kind for shape in self.groups], self.state_dtype, self.rounds, self.mode)
-
-    @property
-    def rounds(self) -> bool:
-        """Whether states are rounded stochastically."""
-        return self.stochastic or self.state_dtype.itemsize == 1
-
-    @property
-    def phases_apart(self) -> int:
-        """Number of columns at which a ring may start, and so of steps over which folds are
-        distributed.
-        """
-        return ring_width(self.tokens_per_step) - self.tokens_per_step + 1
-
-    def slot_shapes(self, shape: StateShape) -> Shapes:
-        conv = (shape.conv_dim, shape.conv_width(self.tokens_per_step))
-        return {"conv": (conv, self.conv_dtype), "temporal": stored_state(shape, self.state_dtype)}
-
-    def row_shapes(self, shape: StateShape) -> Shapes:
-        """Tensors of a layer for each running request, only while it decodes."""
-        tokens = self.tokens_per_step
-        shapes: Shapes = {}
-        if self.mode == "intermediate":
-            shapes["intermediate_ssm"] = ((tokens, *shape.temporal), state_dtype(shape, self.state_dtype))
-        if self.forks:
-            window = (tokens, shape.conv_dim, shape.conv_kernel - 1)
-            shapes["intermediate_conv_window"] = (window, self.conv_dtype)
-        if self.mode == "replay":
-            ring_shapes = linear_kind(shape.kind).ring_shapes
-            assert ring_shapes is not None, "checked when the spec was made"
-            for name, dims in ring_shapes(shape, ring_width(tokens)).items():
-                shapes[name] = dims, torch.float32 if name == "ring_gates" else self.conv_dtype
-        return shapes
-
-    def layer_bytes(self, shape: StateShape) -> int:
-        return _nbytes(self.slot_shapes(shape)) + _nbytes(self.row_shapes(shape))
-
-    def slot_bytes(self) -> int:
-        return sum(_nbytes(self.slot_shapes(s)) * len(ids) for s, ids in self.groups.items())
-
-    def packed_slot_bytes(self) -> int:
-        """Bytes of a slot whose tensors are next to each other (`SlabMemory.slot_tensor`)."""
-        return sum(
-            aligned(len(ids) * _nbytes({name: each}))
-            for shape, ids in self.groups.items()
-            for name, each in self.slot_shapes(shape).items()
-        )
-
-    def image_bytes(self) -> int:
-        return sum(
-            len(ids) * (aligned(shape.conv_dim * (shape.conv_kernel - 1) * self.conv_dtype.itemsize)
-                        + aligned(_nbytes({"temporal": stored_state(shape, self.state_dtype)})))
-            for shape, ids in self.groups.items()
-        )  # fmt: skip
-
-    def row_bytes(self) -> int:
-        """Bytes of one running request in addition to its slot, over all layers, ring cursors
-        included.
-        """
-        layers = sum(_nbytes(self.row_shapes(s)) * len(ids) for s, ids in self.groups.items())
-        return layers + 8 if self.groups else 0
-
-
 def _as_words(tensor: torch.Tensor) -> torch.Tensor:
-    """[L, S+1, ...] as [L, S+1, n], of int64 where that fits: each element costs the same to fill."""
+    """[L, S+1, n], of int64 where that fits: an element costs the same to fill."""
     flat = tensor.flatten(2)
     return flat.view(torch.int64) if flat.numel() and flat.shape[2] * flat.element_size() % 8 == 0 else flat
-
-
-def _nbytes(shapes: Shapes) -> int:
-    return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes.values())
 
 
 def _zeros(
@@ -223,7 +115,7 @@ class MambaPool:
         self.spec = spec
         self.num_slots = num_slots if memory is None else memory.plan.num_slot_numbers - 1
         self.num_rows = num_rows
-        self.width = ring_width(spec.tokens_per_step)
+        self.width, self._phases_apart = ring_width(spec.tokens_per_step), spec.phases_apart
         self.tables = RowTables(*torch.zeros((3, num_rows + 1), dtype=torch.int32, device=device))
         self.req_to_state_slot = self.tables.req_to_state_slot
         self.ring_start, self.ring_length = self.tables.ring_start, self.tables.ring_length
@@ -249,6 +141,11 @@ class MambaPool:
             self._shapes |= dict.fromkeys(layer_ids, shape)
             for i, layer_id in enumerate(layer_ids):
                 self._caches[layer_id] = stack.of_layer(i)
+        self._enter_rows = enter_rows.for_device(self.req_to_state_slot.device)
+        self._clear_slots = clear_slots.for_device(self.req_to_state_slot.device)
+        self._cleared = [_as_words(tensor) for _, cache in self.stacks for tensor in (cache.conv, cache.temporal)]
+        if self.state_lengths is not None:
+            self._cleared.append(self.state_lengths[None, :, None])
 
     def _with_codes(self, stack: LayerCache, shape: StateShape, layer_ids: Sequence[int]) -> LayerCache:
         if self.state_lengths is None or not shape.temporal_numel:
@@ -277,12 +174,9 @@ class MambaPool:
         """
         check_range("rows", rows, self.num_rows + 1)
         check_range("state_slots", state_slots, self.num_slots + 1)
-        for _, cache in self.stacks:
-            for tensor in (cache.conv, cache.temporal):
-                clear_slots(_as_words(tensor), state_slots)
-        if self.state_lengths is not None:
-            clear_slots(self.state_lengths[None, :, None], state_slots)
-        enter_rows(rows, state_slots, phases, self.spec.phases_apart, self.tables)
+        for tensor in self._cleared:
+            self._clear_slots(tensor, state_slots)
+        self._enter_rows(rows, state_slots, phases, self._phases_apart, self.tables)
 
     def move(self, moves: Sequence[StateMove], upload: Upload) -> None:
         """Carries out moves that the host knows, donations first. A row that donates its slot owns

@@ -46,7 +46,7 @@ class UnitCosts:
 
 @dataclass(frozen=True)
 class PageGroup:
-    """The KV pages of the layers of one window.
+    """The KV pages of the layers of one page group.
 
     Attributes:
         demand: how many pages a request holds at a time.
@@ -220,12 +220,12 @@ def plan_memory(
     fitting_rows = (available - need) // max(per_request, 1)
     share = int(available * STATE_SHARE) // max(per_request, 1)
     rows = max_running_requests or max(min(default_rows, share, fitting_rows), 1)
-    moves = False  # memory between states and the longest request
+    lends = False  # states lend memory to the longest request
     if available < rows * per_request + need:
         borrowed = available + cached * costs.slot
         together = rows * per_request + _page_bytes(costs, [demand.least(1) for demand in demands])
-        moves = one_memory and bool(demands) and borrowed >= max(together, rows * costs.row + costs.slot + need)
-        if not moves:
+        lends = one_memory and bool(demands) and borrowed >= max(together, rows * costs.row + costs.slot + need)
+        if not lends:
             raise MemoryBudgetError(
                 _too_small(budget_bytes, available, per_request, costs, demands, rows, max_model_len or 1, cached)
             )
@@ -233,12 +233,11 @@ def plan_memory(
     longest = max_model_len or model_limit
     if share_slots and costs.slot:
         spare = available - rows * per_request - _page_bytes(costs, [demand.least(longest) for demand in demands])
-        kept = costs.slot + _page_bytes(costs, [demand.kept for demand in demands])
-        shared = max(min(rows, int(spare * STATE_SHARE) // kept), 0)
+        shared = _shared_slots(costs, demands, spare, rows)
         cached, available = cached + shared, available - shared * costs.slot
     pages = _plan_pages(costs, demands, available - rows * per_request, rows, longest, cached, keeps_prefixes)
-    promised = moves and max_model_len is not None  # fits in the memory of all
-    fits = promised or all(demand.least(longest) <= count for demand, count in zip(demands, pages))
+    fits_alone = lends and max_model_len is not None  # in the memory of all
+    fits = fits_alone or all(demand.least(longest) <= count for demand, count in zip(demands, pages))
     length = longest if fits else min(demand.fitting(count) for demand, count in zip(demands, pages))
     groups = tuple(PageGroup(*group) for group in zip(demands, pages, costs.pages))
     return MemoryPlan(
@@ -254,7 +253,7 @@ def share_memory(
     share it, or if the longest request, or a state for each row, does not fit there.
 
     Args:
-        cell_bytes: of a page in one tensor of each group; None if its tensors differ.
+        cell_bytes: of a page in one tensor of each group; None if keys and values differ.
         own_pages: the drafter's pages of each group, which the plan has charged with the rows.
         slot_bytes: of a state slot (`MambaPoolSpec.packed_slot_bytes`).
     """
@@ -271,6 +270,12 @@ def share_memory(
     groups = zip(plan.groups, slabs.groups)
     most = tuple([replace(group, num_pages=slabs.num_slabs * share.per_slab) for group, share in groups])
     return replace(plan, num_slots=slabs.num_slots, groups=most, slabs=slabs)
+
+
+def _shared_slots(costs: UnitCosts, demands: Sequence[PageDemand], spare: int, rows: int) -> int:
+    """State slots for cached prefixes, with the pages that they need, for STATE_SHARE of `spare` bytes."""
+    kept = costs.slot + _page_bytes(costs, [demand.kept for demand in demands])
+    return max(min(rows, int(spare * STATE_SHARE) // kept), 0)
 
 
 def _page_bytes(costs: UnitCosts, counts: Sequence[int]) -> int:

@@ -1,10 +1,10 @@
-"""KV pages by page group: sets of pages, how many a request needs, those that it has, and their ledgers.
+"""KV pages by page group: their ledgers, what requests need, and what they have.
 
-A page group has the attention layers of one window, and pages of its own. Layers without a window
-are the first group. A page index of a text has one page in each group, which hold its tokens, but a
-window group gives its page up when all windows of later tokens have passed it.
+A page group has attention layers of one window and of one size of a token, and pages of its own.
+Groups without a window come first. A page index of a text has one page in each group. A window group
+gives its page up when all windows of later tokens have passed it.
 
-Sets of pages are an array [n, G] int64 of handles; 0 means that the group has no page there.
+Page sets are an array [n, G] int64 of handles; 0: the group has no page there.
 """
 
 from collections.abc import Sequence
@@ -110,8 +110,7 @@ class PageDemand:
     def _bounded(self, num_tokens: int, step_tokens: int, spare: int = 0) -> int:
         if self.window is None:
             return self.whole(num_tokens)
-        # The step's first token sees window - 1 before it; n adjacent tokens touch at most this
-        # many pages.
+        # The step's first token sees window - 1 tokens before it. So many adjacent tokens touch these pages.
         span = self.window - 1 + self.back + step_tokens
         return min(self.whole(num_tokens), (span + self.page_size - 2) // self.page_size + 1 + spare)
 
@@ -135,7 +134,7 @@ class RequestPages:
     """
 
     def __init__(self, sets: PageSets, starts: Sequence[int]) -> None:
-        """`sets` [n, G] hold the pages from `starts` on, of a match or of none."""
+        """`sets` [n, G]: pages of a match from `starts` on."""
         self._sets = sets.copy()
         self.starts = list(starts)
         self.ends = [max(len(sets) if group.any() else 0, start) for group, start in zip(sets.T, starts)]
@@ -200,7 +199,7 @@ class RequestPages:
         return taken
 
 
-NO_PAGES = RequestPages(no_sets(0), [])  # those of a request that has none
+NO_PAGES = RequestPages(no_sets(0), [])
 
 
 def matched_starts(sets: PageSets, firsts: Sequence[int]) -> list[int]:

@@ -43,6 +43,7 @@ class HybridReqToTokenPool:
         self.num_groups = num_groups
         self.tables = torch.zeros((num_rows + 1, num_groups, self.max_context), dtype=torch.int32, device=device)
         self.req_to_token = self.tables[:, 0]
+        self._enter_pages = enter_pages.for_device(self.tables.device)
         self.mrope_deltas = torch.zeros(num_rows + 1, dtype=torch.int32, device=device) if mrope else None
         no_slots = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
         self.req_to_state_slot = no_slots if mamba_pool is None else mamba_pool.req_to_state_slot
@@ -71,7 +72,7 @@ class HybridReqToTokenPool:
             return
         check_range("rows", rows, self.num_rows + 1)
         check_range("page_indices", page_indices, self.max_context // self.page_size)
-        enter_pages(rows, page_indices, pages.view(len(pages), self.num_groups), self.tables, self.page_size)
+        self._enter_pages(rows, page_indices, pages.view(len(pages), self.num_groups), self.tables, self.page_size)
 
     def state_slots(self, req_pool_indices: torch.Tensor) -> torch.Tensor:
         """State slots of rows: [B] int32 to [B] int32."""

@@ -1,63 +1,42 @@
-"""How many KV pages and state slots can be lent together."""
+"""How many KV pages and state slots can be lent together, where states have memory of their own."""
 
 from collections.abc import Sequence
 
 from hybridrt.mem_cache.pools.entries import EntryAllocator
 from hybridrt.mem_cache.pools.page_groups import PageAllocators
-from hybridrt.mem_cache.pools.slabs import SlabAllocator, Slabs
 
 
 class Room:
     """What is free in the allocators of an engine, or would be if the cache gave up everything that
-    nobody reads.
+    nobody reads. `Slabs` answers the same questions where states share the memory of pages.
 
-    Args:
-        pages, slots: the allocators. If they share slabs, those of `slots` were made last.
-
-    Attributes:
-        slabs: what page groups, and states, share; None: nothing.
-        one_memory: states share it.
+    Counts are those of each page group, then that of state slots.
     """
 
     def __init__(self, pages: PageAllocators, slots: EntryAllocator) -> None:
         self._pages, self._slots = pages, slots
-        self.slabs: Slabs | None = pages.slabs
-        self.one_memory = isinstance(slots, SlabAllocator)
 
-    @property
-    def num_free_slots(self) -> int:
-        return self._slots.most_free
+    def shortages(self, counts: Sequence[int]) -> list[int]:
+        """How many of these entries are not free, if all are lent together."""
+        *pages, slots = counts
+        return [*self._pages.shortages(pages), max(slots - self._slots.num_free, 0)]
 
-    def shortages(self, pages: Sequence[int], slots: int) -> tuple[list[int], int]:
-        """How many of `pages` of each group and of `slots` are not free, if all are lent together."""
-        if self.slabs is not None and self.one_memory:
-            *short, lacking = self.slabs.shortages([*pages, slots])
-            return short, lacking
-        return self._pages.shortages(pages), max(slots - self._slots.num_free, 0)
-
-    def may_have(self, pages: Sequence[int], slots: int) -> bool:
-        """Whether so many pages of each group and slots can be lent together."""
-        if self.slabs is not None and self.one_memory:
-            return self.slabs.may_have([*pages, slots])
+    def may_have(self, counts: Sequence[int]) -> bool:
+        """Whether so many entries can be lent together."""
+        *pages, slots = counts
         if slots > _own(self._slots):
             return False
-        if self.slabs is not None:
-            return self.slabs.may_have(pages)
+        if self._pages.slabs is not None:
+            return self._pages.slabs.may_have(pages)
         return all([count <= _own(group) for count, group in zip(pages, self._pages.groups)])
 
-    def most(self) -> tuple[tuple[int, ...], int]:
-        """Pages of each group, and slots, if only one of them is lent."""
-        pools = (*self._pages.groups, self._slots)
-        free_slabs, own = (0, list(map(_own, pools))) if self.slabs is None else self.slabs.room()
-        if self.slabs is not None and not self.one_memory:
-            own.append(_own(self._slots))
-        found = [
-            count + free_slabs * pool.share.per_slab if isinstance(pool, SlabAllocator) else count
-            for count, pool in zip(own, pools)
-        ]
-        return tuple(found[:-1]), found[-1]
+    def most(self) -> list[int]:
+        """Entries of each pool, if only one of them is lent."""
+        slabs = self._pages.slabs
+        pages = list(map(_own, self._pages.groups)) if slabs is None else slabs.most()
+        return [*pages, _own(self._slots)]
 
 
 def _own(allocator: EntryAllocator) -> int:
-    """Entries that are free or evictable, without those of other slabs."""
+    """Entries that are free or evictable."""
     return allocator.num_free + allocator.num_cached - allocator.num_locked

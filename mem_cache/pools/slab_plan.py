@@ -1,18 +1,17 @@
 """Cuts the memory of page groups and recurrent states into slabs that they share (slabs.py).
 
-A slab of a group has the pages of its first tensor (keys of a layer, say), then those of the next one.
-Slabs are whole numbers of such pages, so kernels see each tensor as pages without gaps, from its own
-first byte on. A page's number is its place there, the same in all tensors of the group. Most places of
-this view are in other tensors or other groups' slabs, and no page has their numbers:
+A slab of a group has the pages of its first tensor (a layer's keys, say), then those of the next one.
+Kernels see each tensor as pages without gaps, from its own first byte on, because a slab is a whole
+number of such pages. A page's number is its place there, the same in all tensors of the group. Most
+places are in other tensors or other groups' slabs, and no page has their numbers:
 
     slab             | 0, scratch | 1: three pages of the group     | 2: two of another group  | 3 ...
     memory           |            | k k k v v v k' k' k' v' v' v' - | k k v v k' k' v' v' -    |
     numbers in k     | 0          | 13 14 15                        |                          | 39 ...
     numbers in v     |       0    |       13 14 15                  |                          |       39 ...
 
-A slab of states has whole slots, one after the other. A slot has all tensors of all layers, and is
-padded so that slabs are whole numbers of slots and of pages. So kernels see the slots of a tensor at
-equal distances, but with gaps.
+A slab of states has whole slots, each with all tensors of all layers. Slots are padded, so that slabs
+are whole numbers of slots and of pages. Kernels see a tensor's slots at equal distances, with gaps.
 """
 
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from hybridrt.mem_cache.pools.host_plan import ALIGNED
 from hybridrt.mem_cache.pools.page_groups import PageDemand
 from hybridrt.mem_cache.pools.slabs import SlabShare
 
-SLOT_PARTS = 64  # most parts of the unit of slabs to which a slot is padded
+SLOT_PARTS = 64  # of the unit of slabs, to which slots are padded
 MOST_SLABS = 4096  # more would make the ledger slow
 FEWEST_SLABS = 64  # fewer would leave too much of a partly used slab
 TRIED = 256  # sizes of slabs that are compared
@@ -91,7 +90,7 @@ def plan_slabs(
 
     Args:
         page_bytes: of a page of each group, over its tensors.
-        cell_bytes: of a page in one tensor of each group; None if its tensors differ.
+        cell_bytes: of a page in one tensor of each group; None if keys and values differ.
         slot_bytes: of a state slot (`MambaPoolSpec.packed_slot_bytes`); 0 if there are no states.
 
     Returns:
@@ -120,7 +119,7 @@ def plan_slabs(
 
 def _slab_sizes(budget_bytes: int, page_bytes: int, unit: int, slot_bytes: int) -> list[tuple[int, int]]:
     """Possible bytes of a slab and of a padded state slot (0 without states). A slab is a whole number
-    of units, has a page of `page_bytes`, and is a whole number of slots."""
+    of units and of slots, and has room for `page_bytes`."""
     found = list[tuple[int, int]]()
     for parts in [n for n in range(1, SLOT_PARTS + 1) if slot_bytes and unit % (n * ALIGNED) == 0] or [1]:
         slot = -(-slot_bytes // (unit // parts)) * (unit // parts)

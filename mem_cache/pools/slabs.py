@@ -1,7 +1,6 @@
 """Slabs: equal parts of one memory that pools share, and the ledgers of their owners.
 
-A slab belongs to one pool at a time, which fills it with entries of its own. It is free again as soon
-as all of its entries are.
+A slab belongs to one pool at a time, which fills it with entries. It is free when all of these are.
 """
 
 from collections.abc import Sequence
@@ -90,6 +89,12 @@ class Slabs:
             entries.append(int((allocator.share.per_slab - kept).sum()))
         return slabs, entries
 
+    def most(self) -> list[int]:
+        """Entries of each allocator, if only one of them lends some and the cache gives up everything
+        that nobody reads."""
+        slabs, entries = self.room()
+        return [own + slabs * a.share.per_slab for a, own in zip(self.allocators, entries)]
+
     def may_have(self, counts: Sequence[int]) -> bool:
         """Whether so many entries of each allocator can be lent together, if the cache gives up
         everything that nobody reads."""
@@ -114,7 +119,7 @@ class Slabs:
 
 
 class SlabAllocator(EntryAllocator):
-    """A EntryAllocator that takes slabs when it needs entries, and gives empty ones back.
+    """An EntryAllocator that takes slabs when it needs entries, and gives empty ones back.
 
     It fills one slab at a time, then the one with the fewest free entries, so that others become
     empty.
@@ -135,10 +140,10 @@ class SlabAllocator(EntryAllocator):
         end = 1 + slabs.total
         numbers = np.arange(end)[:, None] * share.apart + np.arange(share.per_slab)
         self._make_entries(numbers.ravel(), share.per_slab)
-        # By slab: its free entries, in a stack, their number, and whether it is owned.
+        # By slab: a stack of its free entries, their number, and whether it is owned.
         self._stacks = np.empty((end, share.per_slab), np.int64)
         self._free_counts, self._owned = np.zeros(end, np.int64), np.zeros(end, np.bool_)
-        self.num_slabs = self._filling = 0  # the latter is the slab that is filled; 0: none yet
+        self.num_slabs = self._filling = 0  # _filling: a slab; 0: none
         self._free_all()
         slabs.allocators.append(self)
 
@@ -184,7 +189,7 @@ class SlabAllocator(EntryAllocator):
         return self._stacks.item(slab, self._free_counts.item(slab))
 
     def _take_free(self, n: int) -> np.ndarray:
-        if n == 1:  # fast path: a decoding request needs one page of each group
+        if n == 1:  # fast path: decode steps
             return np.array([self._take_one()])
         parts = list[np.ndarray]()
         while n:

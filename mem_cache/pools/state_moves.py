@@ -1,4 +1,4 @@
-"""Moves of recurrent state that the plan of a step contains."""
+"""Moves of recurrent states in the plan of a step."""
 
 from enum import IntEnum
 
@@ -8,8 +8,8 @@ import msgspec
 class When(IntEnum):
     """When a step makes a move."""
 
-    FIRST = 0  # a donation: before admissions and copies to main memory, which may read the slot
-    BEFORE_ROWS = 1  # a copy: after copies that the step waits for, which may read the slot, and before its rows
+    FIRST = 0  # a donation: admissions and copies to main memory may read the slot
+    BEFORE_ROWS = 1  # a copy: after those that the step waits for, which may read the slot
 
 
 class StateMove(msgspec.Struct, frozen=True, array_like=True):

@@ -1,9 +1,9 @@
-"""Which bytes a decode rank reads of a prefill rank's state block if their numbers of ranks differ.
+"""Bytes that a decode rank reads of a prefill rank's state block if their numbers of ranks differ.
 
-A state block [conv | temporal] is one recurrent layer's state of one request on one rank: the conv
-inputs [conv_dim, K - 1], then the recurrent state. The conv inputs consist of sub-projections (x,
-B, C of Mamba-2; q, k, v of Gated Delta Net). Each is cut over the ranks by itself, so a rank's
-share of a larger block is a piece of each. Names and the signed ratio follow vLLM's NIXL connector:
+A state block [conv | temporal] is one recurrent layer's state of one request on one rank: conv inputs
+[conv_dim, K - 1], then the recurrent state. Conv inputs consist of sub-projections (x, B, C of Mamba-2;
+q, k, v of Gated Delta Net), each cut over the ranks by itself. So a rank's share of a larger block is
+a piece of each. Names and the signed ratio are those of vLLM's NIXL connector:
 
     tp_ratio >= 1    decode runs on tp_ratio times as many ranks as prefill: read a share of one block
     tp_ratio <= -1   prefill runs on -tp_ratio times as many: read that many smaller blocks, each whole

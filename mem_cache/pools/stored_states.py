@@ -1,4 +1,4 @@
-"""How a pool stores recurrent states: as tensors of a dtype, or as codes of 8 bits with their scales."""
+"""How a pool stores recurrent states: in their shape, or as bytes of codes and scales."""
 
 from collections.abc import Collection, Sequence
 

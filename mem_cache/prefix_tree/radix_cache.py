@@ -55,7 +55,7 @@ class RadixCache:
         page_size: tokens of a KV page; 0 for a model without attention layers.
         recurrent: the model has recurrent layers, so a prefix needs a state.
         lookahead: 1 if the KV of a token depends on the next one (prediction heads), else 0.
-        windows: of each page group, in tokens; None for that of layers without a window, which is
+        windows: of each page group, in tokens; None for those of layers without a window, which are
             the first. Empty without attention layers.
         idle: None: no request locks pages.
         events: gets what the tree gains and loses, as entries of `tier`.
@@ -258,7 +258,8 @@ class RadixCache:
             taken.add_state(node)
         for node in self._holders(key, tokens) if self._windowed else reversed(path[1:-1]):
             self._keep_tail(node, pages, taken)
-        self._worths.made(made, tokens, key)
+        if made:
+            self._worths.made(made, tokens, key)
         self._use(deepest)
         self._prune(deepest, kept=deepest)
         return self.given_up(taken, why), deepest
@@ -271,8 +272,9 @@ class RadixCache:
         """
         gone = self.collect()
         if self.has_full_group:
-            while gone.counts[0] < num_pages[0] and (leaf := self._oldest_leaf()) is not None:
-                self.shorten(leaf, num_pages[0], gone)
+            most = max([count for count, window in zip(num_pages, self.windows) if window is None])
+            while gone.counts[0] < most and (leaf := self._oldest_leaf()) is not None:
+                self.shorten(leaf, most, gone)
         for group in self._windows.groups:
             self._evict_window(group, num_pages[group], gone)
         while len(gone.states) < num_states and (node := self._worths.least(new, self._clock)) is not None:

@@ -137,11 +137,7 @@ class StateWorths:
 
     def made(self, nodes: Sequence[Node], tokens: np.ndarray, key: CacheKey) -> None:
         """Nodes of one path have got states, the highest first. Waiting requests that go on from
-        there await them.
-
-        Args:
-            tokens: [n] int32, those of the path and maybe more.
-        """
+        there await them. `tokens` [n] int32: those of the path, and maybe more."""
         for node in nodes:  # all are counted first: the worths depend on the shares of classes
             self._states[node] = None
             node.base, node.hits, node.passed = self.inflation, 0, False

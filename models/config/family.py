@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hybridrt.base.config import AttentionConfig, LatentConfig, LayerSpec, LinearConfig
 from hybridrt.base.config_fields import CHUNK, DT_LIMIT, MULTIPLIER, SIZE, STATE, TAPS, FieldTypes
 from hybridrt.base.config_json import FLAG, FieldType, list_of, one_of
 from hybridrt.base.errors import ConfigError, shown
+from hybridrt.base.model_config import AttentionConfig, LatentConfig, LayerSpec, LinearConfig
 from hybridrt.base.vision import VisionSpec
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.mamba2 import Mamba2Config

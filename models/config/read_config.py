@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridrt.base.config import DTYPES, AttentionConfig, ModelConfig
 from hybridrt.base.config_fields import EOS, MAX_LAYERS, MAX_WIDTH, NAMES, RAW, ROPE
 from hybridrt.base.config_json import NULL, check_fields, either, integer, read_object
+from hybridrt.base.dtypes import DTYPES
 from hybridrt.base.errors import ConfigError, UnsupportedModelError, shown
+from hybridrt.base.model_config import AttentionConfig, ModelConfig
 from hybridrt.kinds.registry import state_shape
 from hybridrt.models.config.family import Family, FamilyFields, check_experts, routed_experts
 from hybridrt.models.config.family_registry import family_of

@@ -1,4 +1,4 @@
-"""Layers of vision towers: projections, norms, attention within a picture, tables of positions."""
+"""Layers that vision towers share: projections, norms, attention within a picture, positions."""
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
@@ -68,15 +68,15 @@ class LayerNorm(nn.Module):
         return {f"{key}.{part}": whole(f"{self.name}.{part}", param.data) for part, param in parts.items()}
 
 
-class Turns(NamedTuple):
-    """How the patches' places turn queries and keys: [T, dim] float32 cosines and sines, and [T]
-    int32, 0 to T - 1."""
+class Rotations(NamedTuple):
+    """Rotary embeddings of the patches' places: [T, dim] float32 cosines, then sines, and [T] int32, 0 to
+    T - 1."""
 
     cos_sin: torch.Tensor
     order: torch.Tensor
 
     @classmethod
-    def from_parts(cls, parts: Sequence[torch.Tensor]) -> "Turns":
+    def from_parts(cls, parts: Sequence[torch.Tensor]) -> "Rotations":
         cos_sin = torch.cat(list(parts))
         return cls(cos_sin, torch.arange(len(cos_sin), dtype=torch.int32, device=cos_sin.device))
 
@@ -87,11 +87,11 @@ class Pictures(NamedTuple):
     Attributes:
         grids: rows and columns of patches of each.
         num_prefix: further tokens before the patches of each picture.
-        turns: None: places turn nothing.
+        rotations: of queries and keys. None: the tower has none.
     """
 
     grids: Sequence[tuple[int, int]]
-    turns: Turns | None = None
+    rotations: Rotations | None = None
     num_prefix: int = 0
 
     @property
@@ -128,8 +128,8 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor, pictures: Pictures) -> torch.Tensor:
         """[T, size]."""
         q, k, v = self.qkv(self.norm1(x)).view(len(x), 3, self.heads, -1).unbind(1)
-        if pictures.turns is not None:
-            q, k = qk_norm_rotary(q, k, pictures.turns.order, Rope(pictures.turns.cos_sin))
+        if pictures.rotations is not None:
+            q, k = qk_norm_rotary(q, k, pictures.rotations.order, Rope(pictures.rotations.cos_sin))
         x = x + self.proj(attend_within(q, k, v, pictures.lengths).flatten(1))
         return x + self.down(F.gelu(self.up(self.norm2(x)), approximate=self.gelu))
 
@@ -184,7 +184,7 @@ def linear_weights(size: int, side: int, device: torch.device) -> torch.Tensor:
     return (1 - distances.abs_()).clamp_(min=0)
 
 
-def resized(
+def resized_table(
     table: torch.Tensor, grid: tuple[int, int], weights: Callable[[int, int, torch.device], torch.Tensor]
 ) -> torch.Tensor:
     """A table of positions [side * side, size] for a grid: [rows, columns, size] float32."""
@@ -194,13 +194,13 @@ def resized(
     return torch.einsum("ct,rte->rce", columns, by_row)
 
 
-def axial_turns(grid: tuple[int, int], head_dim: int, theta: float, device: torch.device) -> torch.Tensor:
+def axial_rotations(grid: tuple[int, int], head_dim: int, theta: float, device: torch.device) -> torch.Tensor:
     """[rows, columns, head_dim] float32: cosines, then sines of half a head's pairs by row, and of
     the others by column."""
     pairs = head_dim // 4
-    turns = theta ** -(torch.arange(pairs, dtype=torch.float32, device=device) / pairs)
+    frequencies = theta ** -(torch.arange(pairs, dtype=torch.float32, device=device) / pairs)
     places = torch.meshgrid(*(torch.arange(size, device=device) for size in grid), indexing="ij")
-    angles = torch.cat([place[..., None] * turns for place in places], -1)
+    angles = torch.cat([place[..., None] * frequencies for place in places], -1)
     return torch.cat((angles.cos(), angles.sin()), -1)
 
 

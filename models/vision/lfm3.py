@@ -18,7 +18,7 @@ from torch import nn
 from hybridrt.base.config_fields import EPSILON, LAYERS, SIZE, FieldTypes
 from hybridrt.base.config_json import FLAG, NULL, FieldType, check_fields, either, integer, list_of, one_of
 from hybridrt.base.errors import ConfigError
-from hybridrt.base.vision import VisionSpec
+from hybridrt.base.vision import CLIP_MEAN, CLIP_STD, VisionSpec
 from hybridrt.kernels.attention.paged_attention import qk_norm_rotary
 from hybridrt.kernels.core.records import Rope
 from hybridrt.kernels.dense.norm_activation import silu_and_mul
@@ -30,9 +30,9 @@ from hybridrt.models.vision.layers import (
     LayerNorm,
     Linear,
     Pictures,
-    Turns,
+    Rotations,
     attend_within,
-    axial_turns,
+    axial_rotations,
     in_blocks,
     out_of_blocks,
 )
@@ -95,8 +95,8 @@ def read(raw: Mapping[str, Any], hidden_size: int) -> VisionSpec:
         num_kv_heads=kv_heads,
         convolutions=frozenset(i for i, kind in enumerate(kinds) if kind == CONV),
         kernel_size=fields["conv_kernel_size"],
-        mean=(0.48145466, 0.4578275, 0.40821073),  # of transformers' class
-        std=(0.26862954, 0.26130258, 0.27577711),
+        mean=CLIP_MEAN,
+        std=CLIP_STD,
     )
 
 
@@ -149,9 +149,9 @@ class GroupedAttention(nn.Module):
         """[T, size]."""
         parts = self.qkv(x).split(self.qkv.sizes, -1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
-        assert pictures.turns is not None, "this tower turns queries and keys"
-        rope = Rope(pictures.turns.cos_sin, self.q_norm.weight, self.k_norm.weight, self.eps)
-        q, k = qk_norm_rotary(q, k, pictures.turns.order, rope)
+        assert pictures.rotations is not None, "this tower has them"
+        rope = Rope(pictures.rotations.cos_sin, self.q_norm.weight, self.k_norm.weight, self.eps)
+        q, k = qk_norm_rotary(q, k, pictures.rotations.order, rope)
         return self.out(attend_within(q, k, v, pictures.lengths).flatten(1))
 
     def targets(self, key: str) -> CheckpointMap:
@@ -207,12 +207,12 @@ class Lfm3Tower(Tower):
         spec, device = self.spec, patches.device
         blocks = zip(patches.split(Pictures(grids).lengths), grids)
         in_rows = torch.cat([out_of_blocks(part, grid, spec.merge) for part, grid in blocks])
-        turns = {
-            grid: axial_turns(grid, spec.head_dim, spec.rope_theta, device).flatten(0, 1)
+        rotations = {
+            grid: axial_rotations(grid, spec.head_dim, spec.rope_theta, device).flatten(0, 1)
             for grid in dict.fromkeys(grids)
         }
         x = self.first_norm(self.patch(in_rows))[0]
-        return x, Pictures(grids, Turns.from_parts([turns[grid] for grid in grids]))
+        return x, Pictures(grids, Rotations.from_parts([rotations[grid] for grid in grids]))
 
     def finish(self, x: torch.Tensor, grids: Sequence[tuple[int, int]]) -> torch.Tensor:
         parts = zip(self.norm(x).split(Pictures(grids).lengths), grids)
@@ -221,7 +221,7 @@ class Lfm3Tower(Tower):
 
     def checkpoint_map(self) -> CheckpointMap:
         found = {
-            # A still picture repeats in time: one product with the sum.
+            # A picture is two equal frames: one product with the sum of their weights.
             **self.patch.targets(f"{KEY}.patch_embed", self._patch_weights),
             **self.first_norm.targets(f"{KEY}.embedding_norm"),
             **self.norm.targets(f"{PROJECTOR}.layer_norm"),

@@ -1,4 +1,4 @@
-"""The tower of Qwen3.5: a ViT that turns queries and keys by row and column, and a merger.
+"""The tower of Qwen3.5: a ViT with rotary embeddings by row and column, and a merger.
 
     patches ─ projection ─ + position ─ blocks ─ norm ─ four neighbours as one ─ MLP
 
@@ -16,7 +16,7 @@ from torch import nn
 from hybridrt.base.config_fields import LAYERS, SIZE, FieldTypes
 from hybridrt.base.config_json import FieldType, check_fields, integer, one_of
 from hybridrt.base.errors import ConfigError
-from hybridrt.base.vision import VisionSpec
+from hybridrt.base.vision import CLIP_MEAN, CLIP_STD, VisionSpec
 from hybridrt.layers.weights import Build, CheckpointMap
 from hybridrt.models.config.read_vision import rope_theta, table_side
 from hybridrt.models.vision.layers import (
@@ -25,11 +25,11 @@ from hybridrt.models.vision.layers import (
     LayerNorm,
     Linear,
     Pictures,
-    Turns,
-    axial_turns,
+    Rotations,
+    axial_rotations,
     corner_weights,
     in_blocks,
-    resized,
+    resized_table,
 )
 from hybridrt.models.vision.tower import Tower
 
@@ -83,8 +83,8 @@ def read(raw: Mapping[str, Any], hidden_size: int) -> VisionSpec:
         projector_size=size * merge**2,
         rope_theta=rope_theta(fields, THETA),
         out_size=hidden_size,
-        mean=(0.48145466, 0.4578275, 0.40821073),  # of transformers' class
-        std=(0.26862954, 0.26130258, 0.27577711),
+        mean=CLIP_MEAN,
+        std=CLIP_STD,
     )
 
 
@@ -102,14 +102,14 @@ class Qwen3_5Tower(Tower):
     def begin(self, patches: torch.Tensor, grids: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, Pictures]:
         places = {grid: self._placed(grid) for grid in dict.fromkeys(grids)}
         x = self.patch(patches).add_(torch.cat([places[grid][0] for grid in grids]))
-        return x, Pictures(grids, Turns.from_parts([places[grid][1] for grid in grids]))
+        return x, Pictures(grids, Rotations.from_parts([places[grid][1] for grid in grids]))
 
     def _placed(self, grid: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Embeddings of the places of a grid's patches [n, size], and their `axial_turns` [n, dim]."""
+        """Position embeddings [n, size] of a grid's patches, and `axial_rotations` [n, dim]."""
         merge, device = self.spec.merge, self.build.device
-        table = resized(self.table.weight, grid, corner_weights).to(self.build.dtype)
-        turns = axial_turns(grid, self.spec.head_dim, self.spec.rope_theta, device)
-        return in_blocks(table, merge), in_blocks(turns, merge)
+        table = resized_table(self.table.weight, grid, corner_weights).to(self.build.dtype)
+        rotations = axial_rotations(grid, self.spec.head_dim, self.spec.rope_theta, device)
+        return in_blocks(table, merge), in_blocks(rotations, merge)
 
     def finish(self, x: torch.Tensor, grids: Sequence[tuple[int, int]]) -> torch.Tensor:
         merged = self.norm(x).view(-1, self.spec.projector_size)
@@ -117,7 +117,7 @@ class Qwen3_5Tower(Tower):
 
     def checkpoint_map(self) -> CheckpointMap:
         found = {
-            # A still picture repeats in time: one product with the sum.
+            # A picture is two equal frames: one product with the sum of their weights.
             **self.patch.targets(f"{KEY}.patch_embed.proj", lambda t: t.sum(2).flatten(1)),
             **self.table.targets(f"{KEY}.pos_embed"),
             **self.norm.targets(f"{KEY}.merger.norm"),

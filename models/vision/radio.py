@@ -16,10 +16,10 @@ from torch import nn
 from hybridrt.base.config_fields import COUNT, EPSILON, LAYERS, SIZE, FieldTypes
 from hybridrt.base.config_json import FALSE, TRUE, FieldType, check_fields, integer, number, one_of
 from hybridrt.base.errors import ConfigError
-from hybridrt.base.vision import VisionSpec
+from hybridrt.base.vision import CLIP_MEAN, CLIP_STD, VisionSpec
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointMap, parameter, whole
-from hybridrt.models.vision.layers import Block, BlockKeys, Linear, Pictures, in_blocks, linear_weights, resized
+from hybridrt.models.vision.layers import Block, BlockKeys, Linear, Pictures, in_blocks, linear_weights, resized_table
 from hybridrt.models.vision.tower import Tower
 
 KEY = "vision_model.radio_model.model"
@@ -77,9 +77,9 @@ def read(raw: Mapping[str, Any], hidden_size: int) -> VisionSpec:
         norm_eps=fields["layer_norm_eps"],
         num_prefix=fields["num_cls_tokens"] + fields["num_registers"],
         exact_gelu=True,
-        final_norm=predicts > 0,  # the training code gives every part a norm then
-        mean=(0.48145466, 0.4578275, 0.40821073),  # of transformers' class
-        std=(0.26862954, 0.26130258, 0.27577711),
+        final_norm=predicts > 0,  # as in the training code
+        mean=CLIP_MEAN,
+        std=CLIP_STD,
     )
 
 
@@ -102,9 +102,9 @@ class RadioTower(Tower):
         return torch.cat([part for pair in sequences for part in pair]), Pictures(grids, num_prefix=len(self.prefix))
 
     def _places(self, grid: tuple[int, int]) -> torch.Tensor:
-        """The table is resized to a square of the longer side, and cut."""
+        """Resizes the table to a square of the longer side, and cuts it."""
         longest = max(grid)
-        found = resized(self.table, grid, lambda size, side, device: linear_weights(longest, side, device)[:size])
+        found = resized_table(self.table, grid, lambda size, side, device: linear_weights(longest, side, device)[:size])
         return found.flatten(0, 1).to(self.build.dtype)
 
     def finish(self, x: torch.Tensor, grids: Sequence[tuple[int, int]]) -> torch.Tensor:

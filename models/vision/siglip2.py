@@ -27,7 +27,7 @@ from hybridrt.models.vision.layers import (
     Pictures,
     area_weights,
     in_blocks,
-    resized,
+    resized_table,
 )
 from hybridrt.models.vision.tower import Tower
 
@@ -114,7 +114,7 @@ class Siglip2Tower(Tower):
         return self.linear_2(F.gelu(self.linear_1(joined)))
 
     def _places(self, grid: tuple[int, int]) -> torch.Tensor:
-        return resized(self.table.weight, grid, area_weights).flatten(0, 1).to(self.build.dtype)
+        return resized_table(self.table.weight, grid, area_weights).flatten(0, 1).to(self.build.dtype)
 
     def checkpoint_map(self) -> CheckpointMap:
         found = {

@@ -10,9 +10,10 @@ from torch import Tensor
 from hybridrt.attention.base import AttentionBackend, AttentionInputs
 from hybridrt.attention.paged import SegmentedAttnBackend, TorchNativeAttnBackend
 from hybridrt.attention.prefill_decode import HybridAttnBackend, PrefillDecodeAttnBackend
-from hybridrt.base.config import AttentionSpec, EngineConfig, SpeculativeConfig
+from hybridrt.base.engine_config import EngineConfig, SpeculativeConfig
 from hybridrt.base.errors import BackendError, ConfigError
 from hybridrt.base.forward_batch import ForwardBatch, ForwardMode, GraphView, SpecInfo
+from hybridrt.base.model_config import AttentionSpec
 from hybridrt.mem_cache.pools.kv_pool import KVPool
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.recurrent import backends as registry
@@ -280,6 +281,16 @@ def test_a_recurrent_backend_needs_state_pools(checkpoints: CheckpointStore) -> 
     table = HybridReqToTokenPool(num_rows=2, max_context=8, page_size=4, mamba_pool=None, device="cpu")
     with pytest.raises(BackendError, match="MambaPool"):
         Mamba2AttnBackend(layers=hand.model.mixers(), req_to_token_pool=table, chunk_size=16)
+
+
+def test_a_ring_that_is_too_narrow_for_a_layer_is_refused_when_built(checkpoints: CheckpointStore) -> None:
+    """Steps do not look at it again."""
+    hand = ByHand(checkpoints["falcon-plain"].path)
+    mixers: Any = hand.model.mixers()
+    layer = next(iter(mixers.values()))
+    layer.conv_weights = layer.conv_weights._replace(weight=torch.zeros(layer.shape.conv_dim, 64))
+    with pytest.raises(ConfigError, match="cannot serve 64 taps"):
+        Mamba2AttnBackend(layers=mixers, req_to_token_pool=hand.pools.req_to_token, chunk_size=16)
 
 
 @pytest.mark.parametrize("numbers", [(4, 6), (4, 3), (0, 0), (4, 0)])

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybridrt.attention.base import AttentionBackend, AttentionInputs
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import BackendError, ConfigError
 from hybridrt.base.forward_batch import ForwardBatch, ForwardMode, GraphView, SpecInfo
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.weights import Build
-from hybridrt.mem_cache.pools.mamba_pool import MambaPool, MambaPoolSpec
+from hybridrt.mem_cache.pools.mamba_pool import MambaPool
+from hybridrt.mem_cache.pools.mamba_pool_spec import MambaPoolSpec
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.models.hybrid_attention import HISTORY_MODES, HybridSSMAdapter
 from hybridrt.models.loading.loader import fill_dummy

@@ -96,7 +96,8 @@ def test_the_first_layer_of_an_eager_step_may_read_its_metadata_early(
         called = getattr(place, name)
         monkeypatch.setattr(place, name, lambda *args: (found.append(name), called(*args))[1])
 
-    for place, name in ((linear, "fill_decode_metadata"), (linear, "end_launches"), (GDNAttnBackend, "decode")):
+    filler = hand.backend.linear_attn_backend
+    for place, name in ((filler, "fill_decode_metadata"), (linear, "end_launches"), (GDNAttnBackend, "decode")):
         note(place, name)
     hand.forward(hand.batch([Row(1, 5, [4])]))
     assert found[:3] == ["fill_decode_metadata", "end_launches", "decode"]

@@ -11,8 +11,9 @@ from hybridrt.attention import paged
 from hybridrt.attention.fa3 import Fa3AttnBackend
 from hybridrt.attention.paged import TorchNativeAttnBackend
 from hybridrt.base import plugins
-from hybridrt.base.config import AttentionSpec, EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import BackendError, ProviderNotInstalledError
+from hybridrt.base.model_config import AttentionSpec
 from hybridrt.models.config.read_config import read_model_config
 from hybridrt.recurrent import backends as registry
 from tests.support.checkpoints import CheckpointStore

@@ -36,11 +36,12 @@ SMALL = ["--requests", "6", "--prompt-tokens", "8", "--output-tokens", "5", "--j
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    from hybridrt.runtime.load.build import resolve_model_path
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    from tests.support.one_layer import write_first_layer
 
+    path = write_first_layer(tmp_path_factory.mktemp("bench") / "embedded")
     with (
-        LLM(str(resolve_model_path("embedded")), device="cpu", max_running_requests=8, max_model_len=128) as llm,
+        LLM(str(path), device="cpu", max_running_requests=8, max_model_len=128) as llm,
         serving(llm, api_keys=("key",)) as served,
     ):
         yield served
@@ -185,13 +186,13 @@ def test_servers_that_keep_the_connection() -> None:
 
 def test_tokens_are_stamped_before_any_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk that takes long to parse does not delay the stamps of those behind it."""
-    take = http_load._take
+    take = http_load._read_chunk
 
     def slow(event: bytes, timing: Timing, now: float) -> None:
         time.sleep(0.2)
         take(event, timing, now)
 
-    monkeypatch.setattr(http_load, "_take", slow)
+    monkeypatch.setattr(http_load, "_read_chunk", slow)
     events = [(EVENT % text).encode() for text in "abc"]
     timing = answers_of([b"HTTP/1.1 200 OK\r\n\r\n", *events, b"data: [DONE]\n\n"])
     assert timing.output_tokens == 3 and timing.end < 0.2
@@ -273,6 +274,16 @@ def test_the_loads_of_the_suite() -> None:
     sizes = [len(each.prompt) for each in work]
     assert 120 < sum(384 <= size <= 640 for size in sizes) < 190 and max(sizes) > 20_000
     assert work[-1].arrival > 10 and {each.max_tokens for each in work} == {128, 256}
+
+
+def test_loads_of_the_suite_have_no_prompt_in_common() -> None:
+    """Else a server would have the prompts of a load from the one before."""
+    short = [
+        make_work(replace(suites.chosen(suites.ALL)[name].workload, requests=5)) for name in ("10/s", "20/s", "30/s")
+    ]
+    first = [each.prompt[0] for work in short for each in work]
+    assert len(set(first)) == len(first)
+    assert suites.chosen("20/s", 1)["20/s"] != suites.chosen("20/s", 0)["20/s"] == suites.chosen(suites.ALL)["20/s"]
 
 
 def test_bench_serve_says_why_all_failed(served: Served) -> None:

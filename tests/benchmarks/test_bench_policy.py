@@ -2,10 +2,12 @@
 
 import pytest
 
+from benchmarks import bench_policy
 from benchmarks.bench_policy import VOCAB, Case, measure
 from benchmarks.bench_prefix import recomputed
 from benchmarks.traces import Shape
 from hybridrt.engine.cache.prefix_store import GRID
+from tests.support.levels import sweep
 
 
 @pytest.mark.parametrize(("trace", "least"), [("chat", 0.85), ("branching", 0.9), ("agents", 0.93), ("shared", 0.99)])
@@ -31,3 +33,22 @@ def test_a_turn_computes_its_new_tokens_and_little_else(load: float) -> None:
     redone = {each.item.id: count for each, count in zip(by_admission, recomputed(ran), strict=True)}
     assert max(count for request, count in redone.items() if not request.endswith(".0")) <= GRID
     assert sum(count > GRID for count in redone.values()) == (load > 0)
+
+
+@pytest.mark.parametrize("trace", sweep(["chat", "branching", "agents", "shared"], 4))
+def test_windows_hit_as_much_as_full_attention_in_the_same_memory(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Page groups and states share it; the tree keeps no more of a window than the next token sees. And one memory is
+    worth as much as the best fixed split of it."""
+    monkeypatch.setattr(bench_policy, "LONGEST", 1024)
+    monkeypatch.setattr(bench_policy, "STATE_TOKENS", 128)
+    tokens, rows, slots, shape = 2048, 2, 4, Shape(8, 3, 160, 20, VOCAB, 0)
+
+    def hit(split: int = 0, windows: tuple[int | None, ...] = (None,)) -> int:
+        pages = (tokens + (rows + slots - split) * 128) // 16
+        monkeypatch.setattr(bench_policy, "NUM_PAGES", pages)
+        case = Case(trace, shape, 0.0, rows, split - rows if split else slots, 0.0, windows, 0 if split else tokens)
+        return sum(ran.metrics.cached_tokens for ran in case.play())
+
+    full = hit()
+    assert full >= 0.95 * max(hit(split) for split in (6, 12)), "slabs are a twentieth of the memory"
+    assert min(hit(windows=(None, 64)), hit(windows=(None, 16, 128))) >= full

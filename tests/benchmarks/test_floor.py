@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from hybridrt.base.config import AttentionSpec
+from hybridrt.base.model_config import AttentionSpec
 from hybridrt.bench.floor import kv_bytes, state_bytes
 from hybridrt.kinds.base import StateShape
-from hybridrt.mem_cache.pools.mamba_pool import MambaPoolSpec
+from hybridrt.mem_cache.pools.mamba_pool_spec import MambaPoolSpec
 
 MAMBA2 = StateShape("mamba2", (("x", 8), ("B", 4), ("C", 4)), 4, (2, 4, 4), 1)
 SHORT_CONV = StateShape("short_conv", (("x", 8),), 3, (0,), 1)

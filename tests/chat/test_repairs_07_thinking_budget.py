@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hybridrt.base.config import SpeculativeConfig
+from hybridrt.base.engine_config import SpeculativeConfig
 from hybridrt.base.errors import GrammarError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.base.structured_outputs import StructuredOutputs, Thinking
@@ -148,7 +148,8 @@ def answers(path: Path, drafted: bool = False, **options: Any) -> Iterator[Any]:
         assert not drafted or engine.counters().accepted > 0
 
 
-@pytest.mark.parametrize("mode", ["ngram", *(pytest.param(m, marks=pytest.mark.slow) for m in ("tree", "overlap"))])
+@pytest.mark.parametrize("mode", ["ngram", "tree", "overlap"])
+@pytest.mark.slow
 def test_the_same_tokens_as_without_drafts(mode: str, path: Path, plain: list[Any]) -> None:
     assert list(answers(path, mode != "overlap", **MODES[mode])) == plain
 

@@ -94,7 +94,7 @@ def test_contents_that_no_prompt_has_room_for_are_not_rendered(
 
 def test_a_small_chat_waits_for_no_large_one(talker: Scripted) -> None:
     """All threads for long texts and for answers are taken, and the process that renders large conversations too."""
-    release, lock = threading.Event(), chat_module.LARGE_RENDERER._lock
+    release, lock = threading.Event(), chat_module.LARGE_RENDERER._child._lock
 
     async def main() -> None:
         with AsyncLLM(talker.llm) as served:

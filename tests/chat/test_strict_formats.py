@@ -16,6 +16,7 @@ from hybridrt.chat.events import ChatMessage
 from hybridrt.chat.registry import TOOL_PARSERS
 from hybridrt.engine.grammar.grammar_compiler import GrammarCompiler
 from hybridrt.engine.grammar.matcher import Matcher
+from tests.support.levels import sweep
 from tests.support.scripted_llm import END, byte_tokenizer
 
 USER = {"role": "user", "content": "Hi"}
@@ -119,7 +120,7 @@ def check(name: str, compiler: GrammarCompiler, count: int, schema: dict[str, An
     assert found >= count / 4
 
 
-@pytest.mark.parametrize("name", STRICT)
+@pytest.mark.parametrize("name", sweep(STRICT, 3))
 def test_what_the_grammar_allows_is_read_as_valid_arguments(name: str, compiler: GrammarCompiler) -> None:
     check(name, compiler, 2)
     check(name, compiler, 2, LITERALS)

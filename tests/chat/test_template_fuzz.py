@@ -75,7 +75,7 @@ def attack(folder: Path, examples: int) -> None:
     touch = f"{shutil.which('touch')} {made}"
     own = Renderer()
     own.start()
-    child = own._child
+    child = own._child.process
 
     @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(templates)
@@ -89,7 +89,7 @@ def attack(folder: Path, examples: int) -> None:
 
     try:
         one()
-        assert own.render("{{ messages[0].content }}", [USER], {}) == "Hi" and own._child is child
+        assert own.render("{{ messages[0].content }}", [USER], {}) == "Hi" and own._child.process is child
     finally:
         own.close()
 

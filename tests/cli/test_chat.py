@@ -463,6 +463,7 @@ def test_a_model_in_this_process(tmp_path: Path) -> None:
     assert later.exit_code == 2 and "exists; choose another name" in later.stderr
 
 
+@pytest.mark.slow
 def test_closed_input_and_a_terminal_that_lacks_characters() -> None:
     done = shell("$H chat --url http://127.0.0.1:9 x <&-")
     assert (done.returncode, done.stdout, done.stderr.count(b"\n")) == (2, b"", 1)

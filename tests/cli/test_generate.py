@@ -285,6 +285,7 @@ def start(tiny: Path, *arguments: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1)
 
 
+@pytest.mark.slow
 def test_control_c_leaves_no_traceback(tiny: Path) -> None:
     process = start(tiny, "--token-ids", "5 6", "--max-tokens", "4000")
     assert process.stdout is not None

@@ -36,6 +36,7 @@ from tests.support.checkpoints import (
     qwen,
     swa_ssm,
 )
+from tests.support.levels import sweep
 from tests.support.ling25 import ling25
 from tests.support.newer_checkpoints import bamba, granite, kimi, lfm3, ling, minimax, olmo, qwen35_moe, zamba2
 from tests.support.tiny import write_tiny
@@ -70,7 +71,7 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, [*arguments])
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=sweep(FAMILIES, 3))
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
     make, symbols = FAMILIES[request.param]
     return write_tiny(tmp_path, make, tokenizer=False), symbols

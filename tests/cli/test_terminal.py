@@ -139,7 +139,8 @@ LOOP = "{% for i in range(99999) %}"
 ENDLESS = f"{LOOP * 3}{'{% endfor %}' * 3}"
 
 
-@pytest.mark.parametrize("template", [ENDLESS, pytest.param("{{ 9 ** (9 ** 9) }}", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("template", [ENDLESS, "{{ 9 ** (9 ** 9) }}"])
 @pytest.mark.usefixtures("no_model")
 def test_a_chat_template_that_does_not_end_is_cut_off(
     template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -153,7 +154,7 @@ def test_a_chat_template_that_does_not_end_is_cut_off(
 @pytest.mark.slow
 def test_a_chat_template_that_fills_the_memory_is_cut_off(tmp_path: Path) -> None:
     result = run(with_template(tmp_path, "{{ 'ab' * (2 ** 30) }}"), "--chat", "hi")
-    check_one_line(result, "the model's chat template fails (MemoryError")
+    check_one_line(result, "the model's chat template fails (it needs too much memory")
 
 
 @pytest.mark.usefixtures("no_model")

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrt.base.config import LinearConfig
 from hybridrt.base.errors import ConfigError, UnsupportedLayerError
+from hybridrt.base.model_config import LinearConfig
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kinds.base import StateShape
 from hybridrt.kinds.gdn import GDNConfig

@@ -139,7 +139,7 @@ def act(host: Host, what: int, number: int) -> None:
         host.run()
 
 
-@examples(60, 300)
+@examples(20, 300)
 def test_no_row_runs_on_memory_that_has_changed_under_it(examples: int) -> None:
     """Whatever a host engine calls: each call is refused, or all rows find what they have written and read."""
     calls = st.lists(st.tuples(st.integers(0, 11), SOME), min_size=30, max_size=150)
@@ -158,7 +158,7 @@ def call_anything(windows: Windows, calls: list[tuple[int, int]]) -> None:
         assert (group._users == counts).all()
 
 
-@examples(40, 150)
+@examples(15, 150)
 def test_a_host_that_keeps_the_rules_is_never_refused(examples: int) -> None:
     """Requests come, share a full page of one that runs, and end without a word. Their memory is lent again at once."""
     draws = st.lists(SOME, min_size=20, max_size=120)

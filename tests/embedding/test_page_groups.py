@@ -19,7 +19,7 @@ PROMPT, OTHER = [7, 3, 50, 11, 2, 9, 9, 40, 21, 5, 33, 18, 27], [60, 1, 13, 14, 
 @pytest.fixture
 def reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[outside_mixed.Reference]:
     """The model in plain torch, of two page groups: no window, and one of 5 tokens."""
-    monkeypatch.setattr(outside_mixed, "LAYERS", outside_mixed.LAYERS[:4])
+    monkeypatch.setattr(outside_mixed, "LAYERS", tuple(outside_mixed.LAYERS[i] for i in (0, 1, 3)))
     with outside_mixed.installed():
         yield outside_mixed.write_checkpoint(tmp_path)
 
@@ -70,6 +70,18 @@ def test_pages_that_a_window_has_passed_serve_another_row(
         logits = recorded.replay(**step) if recorded else run(runtime, runtime.batch(**step))
         for text, own in zip(texts, logits):
             check(reference, text, own)
+
+
+def test_layers_without_a_window_and_of_two_sizes_have_pages_each(tmp_path: Path) -> None:
+    with outside_mixed.installed():
+        model = outside_mixed.write_checkpoint(tmp_path)
+        config = EngineConfig(str(tmp_path), device="cpu", dtype="float32", page_size=PAGE, max_running_requests=2)
+        loaded = load(config)
+        found = build(loaded, plan_memory(loaded, budget_bytes=2**22))
+        assert [group.window for group in found.plan.groups] == [None, None, WINDOW, 9]
+        found.admit([0])
+        found.write_pages([0] * 4, range(4), [[0, 3, 1, 2], [1, 2, 0, 3], [2, 0, 3, 1], [3, 1, 2, 0]])
+        torch.testing.assert_close(prefill(found, 0, PROMPT), model.logits(PROMPT), rtol=1e-4, atol=1e-4)
 
 
 def test_a_table_of_the_device_has_places_of_each_group(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybridrt.base.config import SpeculativeConfig
+from hybridrt.base.engine_config import SpeculativeConfig
 from hybridrt.base.errors import PoolError
 from hybridrt.embedding import EmbeddedRuntime, ForwardBatch, Scratch, SpecInfo
 from tests.support.checkpoints import Make, falcon_mamba, nemotron

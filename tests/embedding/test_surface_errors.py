@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridrt.base.config import SpeculativeConfig
+from hybridrt.base.engine_config import SpeculativeConfig
 from hybridrt.base.errors import BackendError, ConfigError, HybridrtError, MemoryBudgetError, PoolError
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.embedding import EmbeddedRuntime, EngineConfig, Scratch, SpecInfo, load, plan_memory

@@ -56,7 +56,11 @@ def states(rig: Rig, kind: StateKind = StateKind.ANSWER) -> list[int]:
 
 @pytest.mark.parametrize(
     ("drafts", "overlap", "page_size", "replay"),
-    sweep([(*way, r) for way in ((0, True, 1), (0, False, 4), (3, True, 1), (3, False, 4)) for r in (False, True)], 7),
+    sweep(
+        [(*way, r) for way in ((0, True, 1), (0, False, 4), (3, True, 1), (3, False, 4)) for r in (False, True)],
+        7,
+        thin=3,
+    ),
 )
 def test_wherever_a_history_leaves_an_answer_the_grid_bounds_what_is_computed_again(
     drafts: int, overlap: bool, page_size: int, replay: bool
@@ -103,7 +107,7 @@ def test_a_running_request_gives_them_up_for_others() -> None:
     rig.add(PROMPT, "long", max_tokens=100, ignore_eos=True, seed=1)
     for _ in range(25):
         rig.step()
-    assert len(rig.pools.prefixes.answers) == 6 and not rig.pools.slots.num_free
+    assert len(rig.pools.prefixes.answers.places) == 6 and not rig.pools.slots.num_free
     rig.add([7, 7, 7, 7, 7, 7], "next", max_tokens=2, ignore_eos=True, seed=2)
     for _ in range(8):
         rig.step()
@@ -121,7 +125,7 @@ def test_no_conversation_gives_up_the_state_that_it_started_from_for_their_sake(
     rig.add(PROMPT, "long", max_tokens=100, ignore_eos=True, seed=1)
     for _ in range(40):
         rig.step()
-    assert len(rig.pools.prefixes.answers) > 3 and states(rig, StateKind.END) == [7]
+    assert len(rig.pools.prefixes.answers.places) > 3 and states(rig, StateKind.END) == [7]
     rig.add([*turn, *range(10, 20)], "next", max_tokens=2, ignore_eos=True, seed=3)
     for _ in range(8):
         rig.step()
@@ -190,7 +194,9 @@ TURNS = given(
 )
 
 
-@pytest.mark.parametrize("examples", [20, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "examples", [20, pytest.param(50, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.soak)]
+)
 def test_any_turns_get_what_they_get_alone(examples: int) -> None:
     settings(max_examples=examples, deadline=None)(TURNS(play_turns))()
 
@@ -231,7 +237,7 @@ def test_no_request_waits_for_them() -> None:
     rig.pools.prefixes.evict([0], 3)
     for _ in range(20):
         rig.step()
-    assert len(rig.pools.prefixes.answers) == 2 and not rig.pools.slots.num_cached
+    assert len(rig.pools.prefixes.answers.places) == 2 and not rig.pools.slots.num_cached
     rig.add([7, 7], "next", max_tokens=2, ignore_eos=True, seed=2)
     rig.step()
     assert not rig.engine.counters().waiting
@@ -243,7 +249,7 @@ def test_a_change_that_was_broken_off_leaves_none() -> None:
     rig.add(PROMPT, max_tokens=100, ignore_eos=True, seed=1)
     for _ in range(20):
         rig.step()
-    assert len(rig.pools.prefixes.answers) > 2
+    assert len(rig.pools.prefixes.answers.places) > 2
     rig.engine._recover()
     check_cache(rig.pools)
 
@@ -268,7 +274,7 @@ def test_a_request_holds_few_states(rows: int) -> None:
     most = 0
     while rig.engine.has_unfinished():
         rig.step()
-        held = Counter(request.request_id for request, _ in rig.pools.prefixes.answers._places.values())
+        held = Counter(request.request_id for request, _ in rig.pools.prefixes.answers.places.values())
         most = max(most, *held.values(), 0)
     assert MOST * (rows == 1) <= most <= MOST
 

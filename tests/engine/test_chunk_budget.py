@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hybridrt import LLM, AsyncLLM, EngineConfig, SamplingParams
 from hybridrt.base.errors import ConfigError
+from hybridrt.engine.core.policy_scheduler import PolicyScheduler
 from hybridrt.engine.core.scheduler import ScheduledStep, Scheduler
 from hybridrt.engine.core.step_cost import LEAST_TOKENS, ChunkBudget, StepCost, StepWork
 from hybridrt.engine.core.traffic_policy import TrafficPolicy
@@ -57,7 +58,10 @@ class Device(Bench):
         super().__init__(lengths, **{"rows": 16, "pages": 9999, "page": 16, "chunk": CHUNK} | sizes)
         self.now = 0.0
         self.target = None if target is None else TrafficPolicy(target, cost=cost, clock=lambda: self.now)
-        self.scheduler = Scheduler(self.pools, sizes.get("chunk", CHUNK), policy=self.target)
+        chunk = sizes.get("chunk", CHUNK)
+        self.scheduler = (
+            Scheduler(self.pools, chunk) if self.target is None else PolicyScheduler(self.pools, chunk, self.target)
+        )
         for r in self.requests:
             self.scheduler.add(r)
 
@@ -81,7 +85,7 @@ def decoding(rows: int) -> DecodeRows:
     st.integers(1, 64), st.integers(0, 3000), st.integers(0, CHUNK), st.floats(1e-3, 5e-2), st.integers(1, 4096),
     st.integers(0, 900),
 )  # fmt: skip
-def test_a_chunk_is_the_longest_that_ends_in_time(
+def test_a_chunk_is_the_longest_that_ends_in_time_or_the_longest_of_a_graph(
     buckets: Sequence[Bucket], rows: int, start: int, tokens: int, target: float, most: int, before: int
 ) -> None:
     """But for the tokens that a step takes whatever they cost, and no more than twice what has been seen. So it fills
@@ -93,7 +97,30 @@ def test_a_chunk_is_the_longest_that_ends_in_time(
     work = work.with_chunk(0, before) if before else work
     least, known = min(max(LEAST_TOKENS - before, 0), tokens), min(tokens, 2 * most - before)
     in_time = [n for n in range(1, known + 1) if cost.predict(work.with_chunk(start, n)) <= target]
+    of_graphs = [n for n in in_time if cost.has_graph(work.with_chunk(start, n))]
+
+    def rate(n: int) -> float:
+        return (before + n) / cost.predict(work.with_chunk(start, n))
+
+    if of_graphs and rate(of_graphs[-1]) > rate(in_time[-1]):
+        in_time = of_graphs
     assert budget.room(start) == budget.room(start) == max([least, *in_time[-1:]])
+
+
+@pytest.mark.parametrize(("launch", "least", "most"), [(0.03, 1025, 1500), (0.07, 1024, 1024)])
+def test_the_chunk_that_computes_the_most_tokens_a_second(launch: float, least: int, most: int) -> None:
+    """A graph, although a longer chunk without one would end in time: the host takes longer to launch it than the
+    graph runs."""
+
+    class Launched(Known):
+        def predict(self, work: StepWork) -> float:
+            eager = bool(work.prompt_tokens) and self._bucket(work) is None
+            return max(super().predict(work), launch if eager else 0.0)
+
+    budget = ChunkBudget(1500, Launched(8192, BUCKETS), 0.075, StepWork(100, 500))
+    assert least <= budget.room() <= most
+    budget = ChunkBudget(1500, Launched(8192, BUCKETS), 0.075, StepWork(400, 500))
+    assert budget.room() > 1024, "no graph has so many decode rows"
 
 
 def test_a_chunk_without_a_graph_is_taken_where_graphs_take_longer() -> None:
@@ -104,7 +131,7 @@ def test_a_chunk_without_a_graph_is_taken_where_graphs_take_longer() -> None:
             graph = bool(work.prompt_tokens) and self._bucket(work) is not None
             return seconds(work) + (1e-6 * work.prompt_context if graph else 0.0)
 
-    for bound, start, least in ((0.075, 30_000, 1025), (0.075, 100, 1025), (0.016, 100, 100)):
+    for bound, start, least in ((0.075, 30_000, 1025), (0.075, 100, 1000), (0.016, 100, 100)):
         budget = ChunkBudget(8192, Deep(8192, BUCKETS), bound, StepWork(1, 500))
         work = StepWork(1, 500).with_chunk(start, budget.room(start))
         assert work.prompt_tokens >= least and Deep(8192, BUCKETS).predict(work) <= bound
@@ -152,6 +179,17 @@ def test_nothing_is_known_at_first_and_chunks_grow_with_what_is_seen() -> None:
         cost.observe([StepWork(4, 2000).with_chunk(0, sizes[-1])], 0.01)
     assert sizes[:8] == [LEAST_TOKENS] * 8
     assert sizes[8:] == [32, 64, 128, 256]
+
+
+def test_a_prompt_that_is_given_up_is_no_longer_pending() -> None:
+    device = Device([3 * CHUNK], 1.0, Known())
+    (request,) = device.requests
+    assert device.scheduler.schedule() is not None and isinstance(device.scheduler, PolicyScheduler)
+    assert device.target is not None and device.target.backlog > 0
+    assert device.scheduler.pending.tokens == 3 * CHUNK - request.computed > 0
+    request.finish_reason = "abort"
+    device.scheduler.remove(request)
+    assert not device.scheduler.pending.tokens and device.target.backlog == 0
 
 
 def test_prompts_that_join_do_not_stop_the_others() -> None:

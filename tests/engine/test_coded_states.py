@@ -1,15 +1,17 @@
 """Engines whose states are in 8 bits or rounded stochastically: near transformers, and alike in any batch."""
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from hybridrt.base.config import SpeculativeConfig
+from hybridrt.base.engine_config import SpeculativeConfig
 from hybridrt.base.errors import ConfigError
 from hybridrt.engine.cache import host_fetches
 from tests.support.checkpoints import VOCAB, CheckpointStore
+from tests.support.levels import sweep
 from tests.support.session import Session, greedy
 
 # GDN, Mamba-2, KDA; how much more errors may grow, as other experts run.
@@ -29,8 +31,8 @@ def error(logits: Tensor, oracle: Tensor) -> float:
     return ((logits - oracle).abs().mean() / oracle.std()).item()
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", MODELS)
+# By default each model runs in one way, and each way with one model.
+@pytest.mark.parametrize(("name", "way"), sweep(product(MODELS, WAYS), len(WAYS) + 1))
 def test_logits_stay_near_and_do_not_depend_on_the_batch(name: str, way: str, checkpoints: CheckpointStore) -> None:
     """Alone in row 1; and in row 3 of a batch, with other lengths before it."""
     checkpoint, (options, tolerance) = checkpoints[name], WAYS[way]

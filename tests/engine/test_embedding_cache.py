@@ -40,7 +40,7 @@ def encoder(num_rows: int, ended: int = 10**6) -> EncoderTasks:
 STEPS = st.tuples(st.sampled_from(["add", "pin", "unpin", "unpin_all"]), st.integers(0, 5), st.integers(0, 3))
 
 
-@examples(quick=60, most=1000)
+@examples(quick=30, most=1000)
 def test_rows_are_never_lost_shared_or_taken_from_a_reader(examples: int) -> None:
     draw(examples, check_ledger, st.lists(STEPS))
 

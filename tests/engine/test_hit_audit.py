@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hybridrt import LLM, AsyncLLM, SamplingParams
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import ConfigError
 from hybridrt.engine.core.hit_audit import EXACT_TOLERANCE, HitAudit, difference
 from hybridrt.engine.core.scheduler import AUDIT_CHUNK

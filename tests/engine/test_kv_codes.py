@@ -9,7 +9,7 @@ import torch
 
 from hybridrt import LLM, SpeculativeConfig, embedding
 from hybridrt.attention import paged
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import ConfigError, DeviceError, EngineError, SessionError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.kernels.attention import paged_attention
@@ -177,11 +177,11 @@ def test_what_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
         EngineConfig("x", kv_scales="two", **CODES)
     with pytest.raises(ConfigError, match='set kv_cache_dtype="fp8_e4m3"'):
         EngineConfig("x", kv_scales="one")
-    from hybridrt.base import config, device
+    from hybridrt.base import device, dtypes
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.setattr(config, "gpu_name", lambda device: "an A100")
+    monkeypatch.setattr(dtypes, "gpu_name", lambda device: "an A100")
     assert not device.has_float8(torch.device("cuda")) and device.has_float8(torch.device("cpu"))
-    assert config.resolve_kv_codes("auto", torch.device("cuda")) is None
+    assert dtypes.resolve_kv_codes("auto", torch.device("cuda")) is None
     with pytest.raises(DeviceError, match="an A100 has no e4m3"):
-        config.resolve_kv_codes("fp8_e4m3", torch.device("cuda"))
+        dtypes.resolve_kv_codes("fp8_e4m3", torch.device("cuda"))

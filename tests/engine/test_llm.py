@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import EngineError, HybridrtError, MemoryBudgetError, RequestError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.api import llm as llm_module

@@ -202,7 +202,7 @@ def fetches_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_fetches, "LEAST_TOKENS", 2)
 
 
-@examples(50, 200)
+@examples(20, 200)
 def test_cached_tokens_equal_uncached_ones(examples: int) -> None:
     """Hits, retraction, aborts and eviction in any order; the ledgers are compared after every step."""
     histories = st.lists(st.one_of(turns, turns, others), min_size=6, max_size=14)

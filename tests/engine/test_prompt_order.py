@@ -10,15 +10,14 @@ from hypothesis import strategies as st
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.core.client_queues import (
     ACTIVE_SECONDS,
-    AGE_SECONDS,
     FLOOD_SECONDS,
     ClientQueues,
     PromptOrder,
-    RequestQueue,
 )
 from hybridrt.engine.core.followers import Followers
+from hybridrt.engine.core.scheduler import AGE_SECONDS, Scheduler
 from hybridrt.engine.core.step_cost import PromptWork, StepWork
-from hybridrt.engine.core.traffic_policy import SHARED_SECONDS, TrafficPolicy
+from hybridrt.engine.core.traffic_policy import MOST_PASSING, SHARED_SECONDS, TrafficPolicy
 from hybridrt.engine.request.sample_request import Request
 from hybridrt.runtime.step.plan import NO_ROWS
 from tests.engine.test_scheduler import request
@@ -72,7 +71,8 @@ def test_short_prompts_pass_one_that_is_due_with_a_part_of_each_step() -> None:
     long, *shorts = [queue.add(9.0, 10.0), *(queue.add(1.0, 0.01) for _ in range(3))]
     middle = queue.add(1.0, 0.02)
     long.due = 99.0
-    order = PromptOrder(queue.queues, Followers(store, joins=True), (), 1000)
+    queue.policy.passing = 1000
+    order = PromptOrder(queue.queues, Followers(store), ())
     found = list[Request]()
     for _ in range(3):
         first = order.next()
@@ -81,6 +81,11 @@ def test_short_prompts_pass_one_that_is_due_with_a_part_of_each_step() -> None:
         if first is not long:
             queue.queues.remove(first)
     assert found == [*shorts[:2], long], "two of 400 tokens have room, a third one has not"
+    assert order.passing == 200
+    queue.policy.note_passing(order.passing, 1001)
+    assert queue.policy.passing == 451, "a quarter of each step's tokens, whole prompts at a time"
+    queue.policy.note_passing(2000, 8192)
+    assert queue.policy.passing == MOST_PASSING
     queue.queues.remove(shorts[2])
     assert middle in queue.queues.best("", 800) and middle not in queue.queues.best("", 799)
 
@@ -120,19 +125,22 @@ def test_heads_of_classes_have_about_the_highest_ratios(items: list[tuple[float,
         queue.queues.remove(found.pop(best.arrival))
 
 
-def test_without_a_policy_the_first_of_the_first_priority_is_first() -> None:
-    queue = RequestQueue(None)
-    for arrival, priority in ((0, 1), (1, 0), (2, 1), (3, 0)):
+def test_without_a_policy_priorities_come_first_and_age_too() -> None:
+    """Nobody waits for ever for requests of a higher priority."""
+    scheduler = Scheduler(Rig().pools, 99)
+    for arrival, (seconds, priority) in enumerate(
+        [(0.0, 1), (1.0, 0), (1.0, 0), (2.0, 1), (AGE_SECONDS - 0.1, 0), (AGE_SECONDS + 0.1, 0)]
+    ):
         each = request(arrival, 4)
-        each.params = replace(each.params, priority=priority)
-        queue.add(each, PromptWork(10 * arrival))
-    assert [each.arrival for each in queue] == [1, 3, 0, 2]
+        each.params, each.metrics.arrival_time = replace(each.params, priority=priority), seconds
+        scheduler.add(each)
+    assert [each.arrival for each in scheduler.queues] == [1, 2, 4, 0, 5, 3]
 
 
 def test_clients_get_their_shares() -> None:
     """One floods; the other's requests come between. A client that was idle gets no credit."""
     queue = Queue()
-    queue.queues.weights = {"b": 2.0}
+    queue.policy.weights = {"b": 2.0}
     for _ in range(60):
         queue.add(1.0, 0.1, client="a")
     served = list[str]()

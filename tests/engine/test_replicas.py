@@ -1,6 +1,7 @@
 """Several replicas behind one engine: the tokens of one, a prefix's own replica, and what becomes of a lost one."""
 
 import asyncio
+import dataclasses
 import gc
 import os
 import signal
@@ -14,7 +15,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from hybridrt import LLM, AsyncLLM, SamplingParams
-from hybridrt.base.errors import CheckpointError, ConfigError, DeviceError, EngineError, RankError
+from hybridrt.base.errors import CheckpointError, ConfigError, DeviceError, EngineError, MessageError, RankError
 from hybridrt.channel.control import TIMEOUT_VARIABLE
 from hybridrt.engine.replicas import replicated_engine, start
 from hybridrt.engine.replicas.messages import Failed, FromReplica, Stepped, decode, encode
@@ -118,11 +119,19 @@ def test_a_lost_replica_ends_its_requests_alone(checkpoints: CheckpointStore, mo
             engine.add_request([5, 6], greedy(40), name)
         first, second = (int(request.placed.replica.name) for request in engine._running.values())
         assert first != second
+        engine._waits[second] = 0.0
+        engine._waits[first] = 5.0
+        steps_before = engine.counters().steps
         inbox.put((second, Lost("its process was killed by SIGKILL")))
         ended: dict[str, Delta] = {}
         while engine.has_unfinished():
             ended |= {delta.request_id: delta for delta in engine.step() if delta.finish_reason}
         assert ended["a"].finish_reason == "length"
+        engine._waits[first] = 5.0
+        assert engine.wait_seconds() == 5.0, "a lost replica takes no request"
+        counters = engine.counters()
+        assert counters.steps >= steps_before and counters.failed == 1
+        assert counters.free_rows == engine._counters[first].free_rows, "its pools are gone"
         assert f"replica {second} was lost: its process was killed by SIGKILL" in str(ended["b"].error)
         assert len(llm.generate([[7, 8], [9]], greedy(3))) == 2
         inbox.put((first, Failed("RankError", "rank 1 was lost")))
@@ -167,6 +176,19 @@ def test_events_of_all_replicas_are_one_stream(checkpoints: CheckpointStore, mon
         llm.engine._lose(0, RankError("it is gone"))
         for events in (early, late):
             assert [(event.what, event.rank) for event in events.read()] == [("cleared", 0)] * 2
+
+
+def test_a_request_that_cannot_be_sent_is_not_kept(
+    checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with replicated(checkpoints["falcon-split"].path, monkeypatch) as llm:
+        prepared = llm.engine.prepare([5, 6], greedy(3))
+        with pytest.raises(MessageError, match="cannot be sent"):
+            llm.engine.submit(dataclasses.replace(prepared, boundaries=(2**70,)))
+        assert not llm.engine.has_unfinished()
+        placement = llm.engine._placement  # type: ignore[attr-defined]
+        assert [(each.requests, each.tokens) for each in placement.replicas.values()] == [(0, 0)] * 2
+        assert len(llm.generate([[7, 8]], greedy(3))) == 1
 
 
 def test_what_belongs_to_one_engine_is_refused(checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,7 +346,7 @@ async def _serve_and_lose(path: Path) -> None:
 
 def test_replicas_that_end_while_others_start_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "start_child", lambda *args, **options: _Ended())
-    with pytest.raises(RankError, match="replica 1 did not start: status 3"):
+    with pytest.raises(RankError, match="replica 1 did not start: it ended with status 3"):
         Replicas(start.EngineConfig("embedded", device="cpu", dp_size=2))
 
 

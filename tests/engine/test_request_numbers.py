@@ -63,7 +63,7 @@ def alone(llm: LLM) -> list[int]:
     return llm.generate(PROMPT, NEIGHBOUR)[0].token_ids
 
 
-@examples(80, 300)
+@examples(30, 300)
 def test_no_number_of_a_request_fails_its_neighbours(llm: LLM, examples: int) -> None:
     names = st.dictionaries(st.sampled_from(list(FIELDS)), st.none(), min_size=1, max_size=3)
 

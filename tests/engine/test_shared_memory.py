@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from hybridrt import LLM, SamplingParams
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import MemoryBudgetError
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.engine.cache import host_fetches
@@ -130,14 +130,15 @@ def test_another_group_waits_for_the_copies_that_read_a_slab() -> None:
 
 @pytest.mark.parametrize("seed", sweep(range(8), 4))
 def test_random_requests_in_little_memory_have_their_tokens(seed: int) -> None:
-    """Of few slabs of odd sizes, as few as the longest request needs."""
+    """Of few slabs of odd sizes, as few as the longest request needs; without states, in main memory, too."""
     rng = random.Random(seed)
     shares = tuple(SlabShare(size := rng.randint(1, 5), size + rng.randint(0, 4)) for _ in WINDOWS)
     demands = [PageDemand(PAGE, window, 8, back=(PAGE - 1) * (window is not None)) for window in WINDOWS]
     least = next(n for n in range(1, 99) if SlabPlan(1, n, shares).fits(demands, 40))
     pools = Rig(
         windows=WINDOWS, slabs=SlabPlan(1, least + rng.choice((0, 1, 4)), shares), slots=0, page_size=PAGE,
-        max_model_len=40, chunk=8, late=1, cache=True, drafts=seed % 2 * 3,
+        max_model_len=40, chunk=8, late=1, cache=True, drafts=seed % 2 * 3, host=(40, 0) if seed % 4 < 2 else None,
+        copy_delay=seed % 3,
     )  # fmt: skip
     asked = {}
     for number in range(25):
@@ -270,7 +271,7 @@ def test_states_and_pages_move_in_random_histories(seed: int) -> None:
     """Few slabs of odd sizes, windows or none, drafts, rings, and main memory: every request has its tokens, and the
     executor finds each state and page where it was left."""
     rng = random.Random(seed)
-    windows = rng.choice(((None,), WINDOWS, (WINDOW,)))
+    windows = rng.choice(((None,), WINDOWS, (WINDOW,), (None, None, 1, 8)))
     shares = tuple(SlabShare(size := rng.randint(1, 5), size + rng.randint(0, 4)) for _ in windows)
     size = rng.choice((1, 1, 2, 3))
     demands = [PageDemand(PAGE, window, 8) for window in windows]

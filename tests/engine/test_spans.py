@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from hybridrt import LLM, SamplingParams, SpeculativeConfig
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import RequestError
 from hybridrt.base.spans import EncoderInput, Span
 from hybridrt.engine.api.async_llm import AsyncLLM

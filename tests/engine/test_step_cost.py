@@ -139,7 +139,22 @@ def test_what_fills_a_graph() -> None:
     assert cost.fills(StepWork(100).with_chunk(0, 300)) == [212, 468, 724]
     three = StepWork(20).with_chunk(0, 5).with_chunk(0, 5)
     assert cost.fills(three) == [246, 342, 502, 758, 1014], "a graph of 128 tokens has room for two prompts"
-    assert cost.fills(StepWork(129)) == StepCost().fills(StepWork(1)) == []
+    assert cost.fills(StepWork(257)) == StepCost().fills(StepWork(1)) == []
+
+
+def test_a_step_without_a_graph_takes_as_long_as_its_launch() -> None:
+    """Next to a server's threads the host needs longer than the device. A slow launch among others does not count."""
+    cost, decode = StepCost(BUCKETS), StepWork(20, 2000)
+    for i in range(64):
+        work = decode.with_chunk(0, 100 + 40 * i)
+        cost.observe([work], 5e-3 + 2e-5 * work.prompt_tokens)
+    graph, eager, long = (decode.with_chunk(0, tokens) for tokens in (1000, 1500, 8000))
+    before = [cost.predict(work) for work in (decode, graph, eager, long)]
+    for seconds in (0.09, 2.0, 0.09):
+        cost.note_launch(eager, seconds)
+        cost.note_launch(graph, 5.0)
+        cost.note_launch(decode, 5.0)
+    assert [cost.predict(work) for work in (decode, graph, eager, long)] == [*before[:2], 0.09, before[3]]
 
 
 def test_steps_that_ended_together() -> None:

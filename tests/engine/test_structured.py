@@ -12,14 +12,14 @@ import jsonschema
 import numpy as np
 import pytest
 
-from hybridrt.base.config import SpeculativeConfig
+from hybridrt.base.engine_config import SpeculativeConfig
 from hybridrt.base.errors import EngineError, GrammarError, NoTokenLeftError, RequestError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.base.structured_outputs import StructuredOutputs
+from hybridrt.channel import control
 from hybridrt.engine.api.llm import LLM
 from hybridrt.engine.core import engine as engine_module
 from hybridrt.kernels.core.operation import Operation
-from hybridrt.parallel import tasks
 from hybridrt.parallel.tensor_parallel import _SplitStep
 from hybridrt.runtime.run.launched_step import LaunchedStep, MaskedLines
 from tests.support.schemas import MANY_RULES, SCHEMAS
@@ -337,8 +337,8 @@ SPLIT: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 def test_ranks_and_draft_models_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a trained model, so that drafts are accepted. The other rank gets masks in several messages."""
-    monkeypatch.setattr(tasks, "_MESSAGE_BYTES", 1000)
+    """On a trained model, so that drafts are accepted. The other rank gets masks in several parts."""
+    monkeypatch.setattr(control, "PART_BYTES", 1000)
     params = [SamplingParams(temperature=0.0, max_tokens=24)] + [
         SamplingParams(temperature=t, seed=3, max_tokens=24, structured_outputs=StructuredOutputs(**form))
         for form in FORMS

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hybridrt.base.config import SpeculativeConfig
+from hybridrt.base.engine_config import SpeculativeConfig
 from hybridrt.base.errors import RequestError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.api.llm import LLM
@@ -116,7 +116,7 @@ def alone(plain: LLM) -> list[tuple[SamplingParams, RequestOutput]]:
     return [(params, plain.generate(PROMPT, params)[0]) for params in cases(plain)]
 
 
-@pytest.mark.parametrize("mode", sweep(list(MODES)[1:], 3))
+@pytest.mark.parametrize("mode", sweep(list(MODES)[1:], len(MODES)))
 def test_every_way_of_running_gives_the_same_tokens(
     alone: list[tuple[SamplingParams, RequestOutput]], mode: str
 ) -> None:

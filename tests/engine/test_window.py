@@ -6,6 +6,7 @@ import pytest
 from hybridrt.base.errors import MemoryBudgetError
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.mem_cache.pools.page_groups import PageDemand
+from hybridrt.mem_cache.pools.slab_plan import plan_slabs
 from hybridrt.runtime.step.plan import StepPlan
 from tests.engine.test_scheduler import Bench, request
 from tests.support.engine_harness import Rig, set_computed
@@ -104,11 +105,18 @@ def test_retraction_starts_over() -> None:
     assert bench.running() == [1] and steps[-1].plan.decode
 
 
-def test_rows_of_a_window_mix_hold_little_more_than_their_windows() -> None:
-    """32 rows of 32,768 tokens of five window layers to one without: what all layers hold while they decode."""
-    rows, length, page, window, sizes = 32, 32_768, 16, 1024, [1, 5]
+@pytest.mark.parametrize("shared", [False, True])
+def test_rows_of_a_window_mix_hold_little_more_than_their_windows(shared: bool) -> None:
+    """32 rows of 32,768 tokens of five window layers to one without: what all layers hold while they decode, in pages
+    of their own, and in the slabs of one memory."""
+    rows, length, page, window, layers, cell = 32, 32_768, 16, 1024, [1, 5], 2**15
+    sizes = [2 * count * cell for count in layers]
     demands = [PageDemand(page, None, 8192), PageDemand(page, window, 8192, back=page - 1)]
-    pools = CacheCoordinator(rows, 0, [70_000, 4_000], demands, prefix_cache=True, page_bytes=sizes)
+    budget = 70_000 * sizes[0] + 4_000 * sizes[1]
+    slabs = plan_slabs(budget, sizes, [cell] * 2, own_pages=0, page_size=page) if shared else None
+    pools = CacheCoordinator(
+        rows, 0, [70_000, 4_000], demands, prefix_cache=True, page_bytes=sizes, slabs=slabs
+    )  # fmt: skip
     requests = [request(number, length) for number in range(rows)]
     for number, each in enumerate(requests):
         each.prompt[0] = number + 7  # no prefix is shared
@@ -123,6 +131,9 @@ def test_rows_of_a_window_mix_hold_little_more_than_their_windows() -> None:
             set_computed(each, length + token + 1)
             pools.settle(each, 1)
     need = rows * ((length + 40) * sizes[0] + window * sizes[1]) / page
-    assert need <= pools.pages.held_bytes <= 1.1 * need
-    shared = rows * (length + 40) * sum(sizes) / page
-    assert pools.pages.held_bytes < 0.25 * shared, "what one page table for all layers would hold"
+    held = pools.pages.held_bytes
+    if slabs is not None and pools.slabs is not None:
+        free, _ = pools.slabs.room()  # the cache would give up the others
+        held = (slabs.num_slabs - free) * slabs.slab_bytes
+    assert need <= held <= 1.1 * need
+    assert held < 0.25 * rows * (length + 40) * sum(sizes) / page, "what one page table for all layers would hold"

@@ -133,7 +133,7 @@ window_rigs = st.fixed_dictionaries(
         "overlap": st.booleans(),
         "drafts": st.sampled_from([0, 0, 4]),
         "replay": st.booleans(),
-        "windows": st.sampled_from([(1,), (4,), (9,), (None, 1), (None, 3), (None, 7), (2, 6), (None, 2, 5)]),
+        "windows": st.sampled_from([(1,), (4,), (9,), (None, 1), (None, 3), (None, 7), (2, 6), (None, None, 2, 5, 5)]),
     }
 )
 

@@ -13,7 +13,7 @@ from tests.mem_cache.test_radix_cache import CASES, TEXTS, Ledger, array
 from tests.support.levels import drawn
 
 
-@pytest.mark.parametrize(("page_size", "recurrent", "lookahead", "windows", "examples"), drawn(CASES, 6, 6, 40))
+@pytest.mark.parametrize(("page_size", "recurrent", "lookahead", "windows", "examples"), drawn(CASES, 6, 3, 15, 200))
 def test_a_mirror_answers_as_the_tree_does(
     page_size: int, recurrent: bool, lookahead: int, windows: tuple[int | None, ...], examples: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -109,3 +109,22 @@ def test_a_mirror_forgets_what_was_lost() -> None:
     ledger.evict(9, 9)
     mirror.update(events.read())
     assert len(mirror) == 0 and not any(tier._rests for tier in mirror._tiers.values())
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_a_long_prompt_costs_few_look_ups(recurrent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 64 replicas, one after the other: the router serves nobody else meanwhile."""
+    mirror, text = PrefixMirror(CacheLayout(16, recurrent)), np.arange(100_000, dtype=np.int32)
+    kept = names_of(text[:50_000])
+    pages = np.array([(0, index, 16 * index + 16) for index in range(3125)], np.int32)
+    mirror.change("gained", "device", kept, pages, [100, 49_990])
+    asked, at = [0], PrefixNames.at
+
+    def counted(names: PrefixNames, length: int) -> int:
+        asked[0] += 1
+        return at(names, length)
+
+    monkeypatch.setattr(PrefixNames, "at", counted)
+    assert mirror.match(names_of(text)) == (49_990 if recurrent else 50_000)
+    assert mirror.match(names_of(text + 1)) == 0
+    assert asked[0] < 100

@@ -1,5 +1,6 @@
 """The router in front of real servers of the built-in model, and of replicas that fail."""
 
+import http.client
 import json
 import socket
 import threading
@@ -19,6 +20,7 @@ from hybridrt.fleet.router import RouterConfig
 from hybridrt.runtime.load.build import resolve_model_path
 from hybridrt.server.core.config import ServerConfig
 from tests.support.http_server import Served, serving
+from tests.support.one_layer import write_first_layer
 from tests.support.routing import FLEET_KEY, Routed, routing
 
 BODY = {"model": "tested", "prompt": "def read_lines(path):", "max_tokens": 12, "temperature": 0}
@@ -26,8 +28,9 @@ KEY = {"Authorization": "Bearer client-key"}
 
 
 @pytest.fixture(scope="module")
-def embedded() -> Iterator[LLM]:
-    with LLM(str(resolve_model_path("embedded")), device="cpu", max_running_requests=8, max_model_len=256) as llm:
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    path = write_first_layer(tmp_path_factory.mktemp("router") / "embedded")
+    with LLM(str(path), device="cpu", max_running_requests=8, max_model_len=256) as llm:
         yield llm
 
 
@@ -253,11 +256,41 @@ def test_a_key_for_replicas_replaces_the_clients(replica: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    "replicas", [(), ("127.0.0.1:8000",), ("http://a:b@c",), ("ftp://a",), ("http://a", "http://a/"), ("http://a?b",)]
-)
+    "replicas",
+    [
+        (), ("127.0.0.1:8000",), ("http://a:b@c",), ("ftp://a",), ("http://a", "http://a/"), ("http://a?b",),
+        ("http://a:99999",), ("http://a:x",), ("http://[::1",), (f"http://{'a' * 70}.org",), ("http://a\n",),
+    ],
+)  # fmt: skip
 def test_wrong_replicas(replicas: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match="replica"):
         RouterConfig(ServerConfig(), replicas)
+    if len(replicas) == 1:
+        with pytest.raises(ConfigError, match="replica"):
+            RouterConfig(ServerConfig(), (), discover=replicas[0])
+
+
+def test_a_path_that_no_request_can_have_is_refused(routed: Routed) -> None:
+    """A quote is three characters at the replica."""
+    connection = http.client.HTTPConnection(*routed.url.removeprefix("http://").split(":"), timeout=30)
+    for path in ("/v1/models/", "/v1/responses/"):
+        connection.request("GET", path + '"' * 25_000, headers=KEY)
+        answer = connection.getresponse()
+        assert answer.status == 414 and b"too long" in answer.read()
+    connection.close()
+
+
+def test_odd_bodies_have_no_names_and_reach_the_replica(routed: Routed) -> None:
+    for path, body in (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+        ("/v1/chat/completions", {"messages": [{"role": 5}], "tools": [{}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "tool_choice": {"a": []}}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "chat_template": 5}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "image", "source": 5}]}]}),
+        ("/v1/completions", {"prompt": [[5, "x", None]]}),
+        ("/v1/completions", {"prompt": {"a": 1}}),
+    ):
+        assert routed.post(path, {"model": "tested", "max_tokens": 1, **body}, headers=KEY).status_code == 400, body
 
 
 def test_bodies_are_bounded(replica: Served) -> None:
@@ -273,6 +306,7 @@ def test_replicas_that_dns_names_come_and_go(replica: Served, monkeypatch: pytes
     with routing(discover=f"http://localhost:{port}") as router:
         router.wait_for(1)
         assert router.post("/v1/completions", BODY, headers=KEY).status_code == 200
+        assert "replica_ready{" in router.router.metrics.text(router.router.replicas)
 
         async def nowhere(*arguments: Any, **named: Any) -> list[Any]:
             return []
@@ -280,5 +314,6 @@ def test_replicas_that_dns_names_come_and_go(replica: Served, monkeypatch: pytes
         with monkeypatch.context() as patched:
             patched.setattr("uvloop.Loop.getaddrinfo", nowhere, raising=True)
             Routed.wait_until(lambda: not router.router.replicas)
+            assert "replica_ready{" not in router.router.metrics.text([]), "it is there no more"
             assert router.post("/v1/completions", BODY, headers=KEY).status_code == 503
         router.wait_for(1)

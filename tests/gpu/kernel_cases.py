@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import gdn_of, kda_of, mamba1_of, mamba2_of
-from hybridrt.base.config import ModelConfig
+from hybridrt.base.model_config import ModelConfig
 from hybridrt.kernels.core.providers import select
 from hybridrt.kinds.registry import state_shape
 from hybridrt.models.config.read_config import read_model_config

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.mem_cache.pools.pools import Pools

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrt.base.config import AttentionSpec
 from hybridrt.base.errors import HybridrtError
 from hybridrt.base.forward_batch import ForwardBatch, ForwardMode, SpecInfo
+from hybridrt.base.model_config import AttentionSpec
 from hybridrt.kernels.attention.kv_codes import encode
 from hybridrt.mem_cache.pools.kv_pool import KVPool, KVScales
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybridrt import LLM, SamplingParams
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import DeviceError, MemoryBudgetError
 from hybridrt.runtime.run.model_runner import ModelRunner
 from hybridrt.runtime.run.step_runner import StepRunner

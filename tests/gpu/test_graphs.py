@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrt.base.config import SpeculativeConfig
+from hybridrt.base.engine_config import SpeculativeConfig
 from hybridrt.base.forward_batch import ForwardBatch, ForwardMode, SpecInfo
 from hybridrt.runtime.replay.graph_runner import CudaGraphRecorder, GraphRunner
 from hybridrt.runtime.step.plan import DecodeRow, DecodeRows

@@ -143,13 +143,13 @@ def test_hosts_at_private_addresses_are_refused(monkeypatch: pytest.MonkeyPatch)
 PRIVATE = [
     "127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "0.0.0.0", "100.64.0.1", "224.0.0.1",
     "255.255.255.255", "::1", "::", "fe80::1%eth0", "fc00::1", "::ffff:127.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::",
-    "ff02::1", "2001:db8::1",
+    "ff02::1", "2001:db8::1", "fec0::1", "::10.0.0.1", "::ffff:0:10.0.0.1", "64:ff9b:1::a00:1", "4000::1",
 ]  # fmt: skip
 
 
 def test_public_addresses() -> None:
     assert [ip for ip in PRIVATE if is_public(ip)] == []
-    assert all(map(is_public, ("1.1.1.1", "2606:4700:4700::1111", "64:ff9b::101:101")))
+    assert all(map(is_public, ("1.1.1.1", "2606:4700:4700::1111", "64:ff9b::101:101", "::ffff:1.1.1.1")))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import base64
 import io
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -151,20 +152,10 @@ def test_limits_of_a_prompt(reader: ImageReader) -> None:
     reader.limits = before
 
 
-def test_a_lost_process_is_replaced(reader: ImageReader) -> None:
-    source = read_image(png(1, 96, 64), "p")
-    before = reader.expand([PAD], [source], 1000)[1][0].digest
-    worker = reader.pool._workers[0]
-    child = worker.start()
-    child.kill()
-    child.wait()
-    assert reader.expand([PAD], [source], 1000)[1][0].digest == before
-
-
 def test_a_process_lost_while_it_decodes_is_the_pictures_fault(reader: ImageReader) -> None:
-    source, child = read_image(png(1, 96, 64), "p"), reader.pool._workers[0].start()
-    os.kill(child.pid, signal.SIGSTOP)
-    timer = threading.Timer(0.2, os.kill, (child.pid, signal.SIGKILL))
+    source, pid = read_image(png(1, 96, 64), "p"), started(reader).pid
+    os.kill(pid, signal.SIGSTOP)
+    timer = threading.Timer(0.2, os.kill, (pid, signal.SIGKILL))
     timer.start()
     with pytest.raises(RequestError, match="p: the image cannot be read: decoding it has ended its process"):
         reader.expand([PAD], [source], 1000)
@@ -172,15 +163,21 @@ def test_a_process_lost_while_it_decodes_is_the_pictures_fault(reader: ImageRead
 
 
 def test_a_process_that_hangs_is_replaced(reader: ImageReader, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, worker = read_image(png(1, 96, 64), "p"), reader.pool._workers[0]
-    child = worker.start()
+    source, child = read_image(png(1, 96, 64), "p"), started(reader)
     os.kill(child.pid, signal.SIGSTOP)
-    monkeypatch.setattr(worker, "_limits", replace(worker._limits, seconds=0.2))
+    monkeypatch.setattr(reader.pool, "limits", replace(reader.pool.limits, seconds=0.2))
     with pytest.raises(RequestError, match=r"takes more than 0.2 seconds"):
         reader.expand([PAD], [source], 1000)
     monkeypatch.undo()
     assert child.poll() is not None
     assert reader.expand([PAD], [source], 1000)[1]
+
+
+def started(reader: ImageReader) -> "subprocess.Popen[bytes]":
+    reader.pool.start()
+    process = reader.pool._children[0].process
+    assert process is not None
+    return process
 
 
 def test_memory_of_a_process_is_limited() -> None:

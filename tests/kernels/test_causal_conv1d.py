@@ -111,7 +111,7 @@ def test_varlen_in_two_chunks_equals_whole(split: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("tokens", [1, 2, 5])
+@pytest.mark.parametrize("tokens", sweep([1, 2, 5], 2))
 @pytest.mark.parametrize("separate", [False, True])
 def test_update_equals_loop(dtype: torch.dtype, tokens: int, separate: bool) -> None:
     requests = Requests([0, 1, 2, 7, 1000], [tokens] * 5, dtype=dtype)

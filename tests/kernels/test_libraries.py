@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.step_peers import register_peers
-from hybridrt.base.config import EngineConfig, SpeculativeConfig
+from hybridrt.base.engine_config import EngineConfig, SpeculativeConfig
 from hybridrt.base.errors import BackendError
 from hybridrt.base.forward_batch import SpecInfo
 from hybridrt.base.sampling_params import SamplingParams

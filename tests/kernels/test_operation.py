@@ -52,6 +52,12 @@ def test_arguments_are_checked_before_an_implementation_sees_them(doubled):
     assert doubled.reference(torch.ones(3), limit=2).tolist() == [2, 2, 2]
 
 
+def test_a_layer_keeps_an_implementation_and_makes_its_check_itself(doubled):
+    cpu = torch.device("cpu")
+    assert doubled.for_device(cpu) is doubled and doubled.for_device(torch.device("meta"), checked=True) is doubled
+    assert doubled.for_device(cpu, checked=True) is doubled.reference
+
+
 def test_an_operation_shows_its_signature_and_documentation():
     assert list(inspect.signature(rms_norm).parameters) == ["x", "weight", "eps"]
     assert "over the last dim" in str(rms_norm.__doc__)

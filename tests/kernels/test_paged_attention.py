@@ -38,12 +38,13 @@ class Cache:
 def slow_attention(query, keys, values, visible, sinks=None):
     """query [Hq, D], keys and values [L, Hkv, D], visible: positions, sinks [Hq]. Returns [Hq, D]."""
     out = torch.zeros(query.shape, dtype=torch.float64)
+    visible = list(visible)
     for head in range(query.shape[0]):
         kv_head = head // (query.shape[0] // keys.shape[1])
-        scores = torch.stack([keys[i, kv_head] @ query[head].double() for i in visible]) * SCALE
+        scores = keys[visible, kv_head] @ query[head].double() * SCALE
         weights = (scores - scores.max()).exp()
         total = weights.sum() + (0 if sinks is None else (sinks[head].double() - scores.max()).exp())
-        out[head] = sum(w * values[i, kv_head] for w, i in zip(weights / total, visible, strict=True))
+        out[head] = weights / total @ values[visible, kv_head]
     return out
 
 

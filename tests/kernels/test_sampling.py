@@ -195,7 +195,7 @@ def spread_logits(shape, n):
 SHAPES = ["flat", "sharp", "peak", "equal", "steps", "forbidden", "two groups", "far below", "huge", "tiny"]
 
 
-@pytest.mark.parametrize("shape", sweep(SHAPES, 2))
+@pytest.mark.parametrize("shape", sweep(SHAPES, 3))
 def test_filters_by_definition_on_rows_of_every_shape(shape, monkeypatch):
     from hybridrt.kernels.sampling import sampling_filters_triton, sampling_triton
 
@@ -398,7 +398,7 @@ FILTERS = {"top_k": torch.tensor([3], dtype=torch.int32), "top_p": torch.tensor(
 
 @pytest.mark.parametrize(
     ("multiprocessors", "value", "filters"),
-    sweep(product([1, 8], [torch.nan, torch.inf, -torch.inf], [(), ("top_k",), ("top_k", "top_p"), ("min_p",)]), 5),
+    sweep(product([1, 8], [torch.nan, torch.inf, -torch.inf], [(), ("top_k",), ("top_k", "top_p"), ("min_p",)]), 7),
 )
 def test_logits_that_are_not_finite_give_no_token(small_blocks, monkeypatch, multiprocessors, value, filters):
     """A NaN or infinity anywhere; -infinity only everywhere. The row beside it draws what it draws alone."""

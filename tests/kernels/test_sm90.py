@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,43 @@ ROOT = Path(__file__).parents[2]
 SHARED = 227 * 1024  # bytes of a multiprocessor
 
 
-def compiled(table: str) -> list[dict[str, Any]]:
-    """What each kernel of a table uses, in a process without Triton's interpreter."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.support.sm90", table]
-    found = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stderr[-2000:]
-    return [json.loads(line) for line in found.stdout.splitlines()]
+class Compiler:
+    """A process without Triton's interpreter, which all tables share, because it takes longer to start than to compile
+    most of them."""
+
+    def __init__(self, errors: Path) -> None:
+        self._errors = errors
+        self._process: subprocess.Popen[str] | None = None
+
+    def __call__(self, table: str) -> list[dict[str, Any]]:
+        """What each kernel of a table uses."""
+        if self._process is None or self._process.poll() is not None:
+            self._process = self._start()
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(table, file=self._process.stdin, flush=True)
+        found = []
+        while (line := self._process.stdout.readline()) != "\n":
+            assert line, self._errors.read_text()[-2000:]
+            found.append(json.loads(line))
+        return found
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.communicate()
+
+    def _start(self) -> subprocess.Popen[str]:
+        env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        command = [sys.executable, "-m", "tests.support.sm90"]
+        with self._errors.open("w") as errors:
+            pipe = subprocess.PIPE
+            return subprocess.Popen(command, cwd=ROOT, env=env, stdin=pipe, stdout=pipe, stderr=errors, text=True)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiler]:
+    compiler = Compiler(tmp_path_factory.mktemp("sm90") / "errors")
+    yield compiler
+    compiler.close()
 
 
 def check(usages: list[dict[str, Any]], shared: int, spills: dict[str, int] | None = None) -> None:
@@ -34,7 +65,7 @@ def check(usages: list[dict[str, Any]], shared: int, spills: dict[str, int] | No
 
 
 @pytest.mark.slow
-def test_mamba2() -> None:
+def test_mamba2(compiled: Compiler) -> None:
     """Two programs or more share a multiprocessor, but for those that walk through a prompt with what comes next on its
     way. Their registers are full, and a few addresses are parked."""
     usages = compiled("mamba2")
@@ -53,7 +84,7 @@ def test_mamba2() -> None:
 
 
 @pytest.mark.slow
-def test_mamba1() -> None:
+def test_mamba1(compiled: Compiler) -> None:
     """The scan keeps a channel in one thread, so that its loops over tokens need no shared memory and so few registers
     that twenty programs share a multiprocessor's 64 K."""
     usages = compiled("mamba1")
@@ -66,7 +97,7 @@ def test_mamba1() -> None:
 
 
 @pytest.mark.slow
-def test_skinny_linear() -> None:
+def test_skinny_linear(compiled: Compiler) -> None:
     """The kernel of one token leaves registers for eight programs of its kind on a multiprocessor. ptxas parks an
     address or two of the other one, far from any limit, to fit one more program."""
     usages = compiled("skinny_linear")
@@ -77,7 +108,7 @@ def test_skinny_linear() -> None:
 
 
 @pytest.mark.slow
-def test_weights_of_8_and_4_bits() -> None:
+def test_weights_of_8_and_4_bits(compiled: Compiler) -> None:
     """ptxas parks two values of int8 experts with zero points, in blocks of 64 pairs."""
     usages = compiled("quant")
     assert {u["kernel"] for u in usages} >= {"_matvec_kernel", "_matmul_kernel", "_quant_grouped_kernel"}
@@ -85,14 +116,14 @@ def test_weights_of_8_and_4_bits() -> None:
 
 
 @pytest.mark.slow
-def test_products_of_quantised_inputs() -> None:
+def test_products_of_quantised_inputs(compiled: Compiler) -> None:
     usages = compiled("fp8")
     assert {u["kernel"] for u in usages} == {"_quantize_kernel", "_fp8_linear_kernel"}
     check(usages, SHARED, {})
 
 
 @pytest.mark.slow
-def test_attention_gated_delta_net_experts_and_sampling() -> None:
+def test_attention_gated_delta_net_experts_and_sampling(compiled: Compiler) -> None:
     usages = compiled("others")
     expected = {
         "_decode_kernel",
@@ -113,7 +144,7 @@ def test_attention_gated_delta_net_experts_and_sampling() -> None:
 
 
 @pytest.mark.slow
-def test_latent_attention() -> None:
+def test_latent_attention(compiled: Compiler) -> None:
     """The accumulator of 512 numbers a head fills the registers, and does not leave them. That of 256 queries of a long
     prompt does too; Triton 3.9 parks two numbers of it."""
     usages = compiled("latent")
@@ -123,7 +154,7 @@ def test_latent_attention() -> None:
 
 
 @pytest.mark.slow
-def test_latent_attention_of_absorbed_prompts() -> None:
+def test_latent_attention_of_absorbed_prompts(compiled: Compiler) -> None:
     """Four warps have all registers that there are, and Triton 3.9 parks some. With Triton 3.6 no tile of eleven was
     faster."""
     usages = [u for u in compiled("absorbed") if u["kernel"] == "_extend_kernel"]
@@ -132,7 +163,7 @@ def test_latent_attention_of_absorbed_prompts() -> None:
 
 
 @pytest.mark.slow
-def test_attention_over_codes() -> None:
+def test_attention_over_codes(compiled: Compiler) -> None:
     """Tiles are so small that converted numbers stay in registers. ptxas parks an address of one decode kernel, and of
     256 queries of a long prompt over latent vectors two numbers, as with plain ones."""
     usages = compiled("codes")
@@ -141,7 +172,7 @@ def test_attention_over_codes() -> None:
 
 
 @pytest.mark.slow
-def test_states_in_8_bits() -> None:
+def test_states_in_8_bits(compiled: Compiler) -> None:
     """A step over codes leaves registers for five programs or more on a multiprocessor. Folds have all registers that
     there are, as those of other states."""
     usages = compiled("states")
@@ -161,7 +192,7 @@ def test_states_in_8_bits() -> None:
 @pytest.mark.parametrize(
     "table", [pytest.param("optional", marks=pytest.mark.slow), pytest.param("optional whole", marks=pytest.mark.soak)]
 )
-def test_every_kernel_compiles_with_and_without_its_optional_arguments(table: str) -> None:
+def test_every_kernel_compiles_with_and_without_its_optional_arguments(table: str, compiled: Compiler) -> None:
     """Triton's front end tells whether a branch fits its arguments. The tests above compile most kernels to the end:
     here that is left to the soak level, but for kernels that they do not launch."""
     names = {f"{usage['module']} {usage['kernel']}" for usage in compiled(table)}

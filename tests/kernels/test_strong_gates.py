@@ -69,7 +69,7 @@ def run(states: Tensor, tokens: Tokens, lengths: list[int], computed: list[int],
 
 @EACH_DELTA
 @pytest.mark.parametrize(
-    ("what", "chunk_size"), [*sweep([(what, size) for what in GATES for size in (64, 32)], 2), ("closed", 7)]
+    ("what", "chunk_size"), [*sweep([(what, size) for what in GATES for size in (64, 32)], 3), ("closed", 7)]
 )
 def test_delta_rules_equal_the_loop(delta: Delta, what: str, chunk_size: int) -> None:
     """Odd lengths, whose first chunk ends where those of the prefix do."""

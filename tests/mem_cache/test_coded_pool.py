@@ -12,7 +12,8 @@ from hybridrt.kernels.state.state_codes import element_keys, load_states, store_
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.registry import state_shape
-from hybridrt.mem_cache.pools.mamba_pool import MambaPool, MambaPoolSpec
+from hybridrt.mem_cache.pools.mamba_pool import MambaPool
+from hybridrt.mem_cache.pools.mamba_pool_spec import MambaPoolSpec
 from hybridrt.mem_cache.pools.state_moves import StateMove, When
 
 SHAPE = state_shape(GDNConfig(num_k_heads=2, num_v_heads=4, head_k_dim=32, head_v_dim=16, conv_kernel=4))

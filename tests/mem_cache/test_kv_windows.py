@@ -1,10 +1,12 @@
 """Pools of layers with several windows: a page group for each."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from hybridrt.base.config import AttentionSpec
-from hybridrt.mem_cache.pools.kv_pool import KVPool, cell_bytes, page_bytes, page_windows
+from hybridrt.base.model_config import AttentionSpec
+from hybridrt.mem_cache.pools.kv_pool import KVPool, cell_bytes, layer_groups, page_bytes
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.mem_cache.pools.slab_memory import SlabMemory
 from hybridrt.mem_cache.pools.slab_plan import SlabPlan, plan_slabs
@@ -14,23 +16,26 @@ def spec(kv_heads: int, dim: int, window: int | None, **more: str) -> AttentionS
     return AttentionSpec(4, kv_heads, dim, dim, window, 1.0, torch.float16, **more)
 
 
-# Two specs of one window, and a latent cache; not in the order of the windows.
+# Layers of one window with tokens of two sizes, and a latent cache; not in the order of the windows. Layer 6 is of
+# another shape and of the same size as layers 0 and 3.
 LAYERS = {
     spec(2, 8, 9): [0, 3], spec(2, 8, None): [1], spec(1, 4, 9): [4], spec(2, 8, 5): [2],
-    spec(1, 6, None, variant="mla"): [5],
+    spec(1, 6, None, variant="mla"): [5], spec(1, 16, 9): [6],
 }  # fmt: skip
-GROUPS = {1: 0, 5: 0, 2: 1, 0: 2, 3: 2, 4: 2}
-PAGES, SIZE = (6, 4, 3), 2
+WINDOWS = (None, None, 5, 9, 9)
+GROUPS = {1: 0, 5: 1, 2: 2, 0: 3, 3: 3, 6: 3, 4: 4}
+PAGES, SIZE = (6, 4, 3, 5, 2), 2
 
 
-def test_layers_of_a_window_share_pages() -> None:
-    """A group has as many pages as were asked for, and layers of a window that differ in shape are one group."""
+def test_layers_of_a_window_and_of_a_size_share_pages() -> None:
+    """A group has as many pages as were asked for."""
     pool = KVPool(LAYERS, num_pages=PAGES, page_size=SIZE, device="cpu")
-    assert pool.windows == page_windows(LAYERS) == (None, 5, 9) and pool.num_pages == PAGES
+    assert pool.windows == tuple(group.window for group in layer_groups(LAYERS)) == WINDOWS
+    assert pool.num_pages == PAGES
     assert {layer: pool.group_of(layer) for layer in GROUPS} == GROUPS
-    assert pool.tensor_groups == [2, 2, 0, 0, 2, 2, 1, 1, 0]
-    shapes = [(2, 4, 2, 2, 8)] * 2 + [(1, 7, 2, 2, 8)] * 2 + [(1, 4, 2, 1, 4)] * 2 + [(1, 5, 2, 2, 8)] * 2
-    assert [tuple(tensor.shape) for tensor in pool.tensors] == [*shapes, (1, 7, 2, 1, 6)]
+    assert pool.tensor_groups == [3, 3, 0, 0, 4, 4, 2, 2, 1, 3, 3]
+    shapes = [(2, 6, 2, 2, 8)] * 2 + [(1, 7, 2, 2, 8)] * 2 + [(1, 3, 2, 1, 4)] * 2 + [(1, 4, 2, 2, 8)] * 2
+    assert [tuple(tensor.shape) for tensor in pool.tensors] == [*shapes, (1, 5, 2, 1, 6), *[(1, 6, 2, 1, 16)] * 2]
     for layer, group in GROUPS.items():
         assert all(len(tensor) == PAGES[group] + 1 for tensor in pool.held(layer))
     for group, nbytes in enumerate(page_bytes(LAYERS, SIZE)):
@@ -39,7 +44,7 @@ def test_layers_of_a_window_share_pages() -> None:
 
 
 def test_one_number_of_pages_is_that_of_every_group() -> None:
-    assert KVPool(LAYERS, num_pages=2, page_size=SIZE, device="cpu").num_pages == (2, 2, 2)
+    assert KVPool(LAYERS, num_pages=2, page_size=SIZE, device="cpu").num_pages == (2,) * 5
     assert KVPool({}, num_pages=2, page_size=SIZE, device="cpu").num_pages == page_bytes({}, SIZE) == ()
 
 
@@ -49,8 +54,9 @@ def test_pages_are_copied_in_each_group() -> None:
     for tensor in pool.tensors:
         tensor[:, 1:].copy_(torch.randn(tensor[:, 1:].shape))
     before = [tensor.clone() for tensor in pool.tensors]
-    copies = {0: {2: 6, 5: 1}, 1: {4: 1}, 2: {3: 2}}  # by group: targets of sources
-    sources, targets = torch.tensor([[2, 4, 0], [5, 0, 3]]), torch.tensor([[6, 1, 0], [1, 0, 2]])
+    copies = {0: {2: 6, 5: 1}, 1: {4: 1}, 2: {3: 2}, 3: {5: 3, 1: 4}, 4: {}}  # by group: targets of sources
+    sources = torch.tensor([[2, 4, 0, 5, 0], [5, 0, 3, 1, 0]])
+    targets = torch.tensor([[6, 1, 0, 3, 0], [1, 0, 2, 4, 0]])
     pool.copy_pages(sources, targets)
     for tensor, old, group in zip(pool.tensors, before, pool.tensor_groups):
         wanted = {target: source for source, target in copies[group].items()}
@@ -76,18 +82,11 @@ def test_a_table_has_token_slots_of_each_group(groups: int) -> None:
     assert row == table.tables[0].nbytes + table.req_to_state_slot[:1].nbytes
 
 
-# The layers of a window have tensors of one size, but for their shape and dtype.
-ALIKE = {
-    spec(2, 8, 9): [0, 3], spec(2, 8, None): [1], spec(1, 16, 9): [4], spec(2, 12, 5): [2],
-    spec(1, 16, None, variant="mla"): [5],
-}  # fmt: skip
-
-
-def in_slabs(own_pages: int = 0, budget: int = 40_000) -> tuple[KVPool, SlabPlan]:
-    plan = plan_slabs(budget, page_bytes(ALIKE, SIZE), cell_bytes(ALIKE, SIZE), own_pages=own_pages, page_size=SIZE)
+def in_slabs(own_pages: int = 0, budget: int = 80_000) -> tuple[KVPool, SlabPlan]:
+    plan = plan_slabs(budget, page_bytes(LAYERS, SIZE), cell_bytes(LAYERS, SIZE), own_pages=own_pages, page_size=SIZE)
     assert plan is not None and plan.nbytes <= budget
     memory = SlabMemory(plan, "cpu")
-    return KVPool(ALIKE, num_pages=0, page_size=SIZE, device="cpu", own_pages=own_pages, memory=memory), plan
+    return KVPool(LAYERS, num_pages=0, page_size=SIZE, device="cpu", own_pages=own_pages, memory=memory), plan
 
 
 def pages_of_slab(plan: SlabPlan, group: int, slab: int) -> list[int]:
@@ -99,10 +98,10 @@ def test_groups_share_memory_and_no_byte_is_in_two_pages() -> None:
     """Slabs go to the groups in turn. Each page of each tensor keeps what was written to it alone, and page 0 is
     zero. Kernels need tokens of a layer without gaps."""
     pool, plan = in_slabs(own_pages=7)
-    pages: dict[int, list[int]] = {group: pool.own[group].tolist() for group in range(3)}
+    pages: dict[int, list[int]] = {group: pool.own[group].tolist() for group in range(5)}
     assert all(len({*numbers}) == 7 for numbers in pages.values())
     for slab in range(1, 1 + plan.num_slabs):
-        pages[slab % 3] += pages_of_slab(plan, slab % 3, slab)
+        pages[slab % 5] += pages_of_slab(plan, slab % 5, slab)
     torch.manual_seed(0)
     written = {}
     for layer in GROUPS:
@@ -118,8 +117,8 @@ def test_groups_share_memory_and_no_byte_is_in_two_pages() -> None:
 
 def test_pages_in_slabs_are_copied_in_each_group() -> None:
     pool, plan = in_slabs()
-    sources = torch.tensor([[pages_of_slab(plan, g, 1 + g)[0] for g in range(3)]])
-    targets = torch.tensor([[pages_of_slab(plan, g, 5 + g)[0] for g in range(3)]])
+    sources = torch.tensor([[pages_of_slab(plan, g, 1 + g)[0] for g in range(5)]])
+    targets = torch.tensor([[pages_of_slab(plan, g, 5 + g)[0] for g in range(5)]])
     for tensor, group in zip(pool.tensors, pool.tensor_groups):
         tensor[:, sources[0, group]] = torch.randn(tensor[:, 0].shape).to(tensor.dtype)
     pool.copy_pages(sources, targets)
@@ -128,10 +127,13 @@ def test_pages_in_slabs_are_copied_in_each_group() -> None:
         assert torch.equal(tensor[:, targets[0, group]], tensor[:, sources[0, group]])
 
 
-def test_tensors_of_two_sizes_in_a_group_share_nothing() -> None:
+def test_keys_and_values_of_two_sizes_share_nothing() -> None:
+    """A page would have one number in the keys and another one in the values. No backend takes such layers."""
     sizes = {"own_pages": 0, "page_size": SIZE}
-    assert cell_bytes(LAYERS, SIZE) == (None, 64, None) and cell_bytes(ALIKE, SIZE) == (64, 96, 64)
-    assert plan_slabs(40_000, page_bytes(LAYERS, SIZE), cell_bytes(LAYERS, SIZE), **sizes) is None
+    assert cell_bytes(LAYERS, SIZE) == (64, 24, 64, 64, 16)
+    narrow = {replace(spec(2, 8, 9), v_head_dim=4): [7], **LAYERS}
+    assert cell_bytes(narrow, SIZE) == (64, 24, 64, None, 64, 16)
+    assert plan_slabs(80_000, page_bytes(narrow, SIZE), cell_bytes(narrow, SIZE), **sizes) is None
     assert plan_slabs(40_000, (64,), (64,), **sizes) is None, "one group alone"
 
 

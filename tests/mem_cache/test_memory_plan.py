@@ -10,7 +10,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybridrt.base.config import SpeculativeConfig
+from hybridrt.base.engine_config import SpeculativeConfig
 from hybridrt.base.errors import MemoryBudgetError
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, PageGroup, UnitCosts, plan_memory, share_memory
 from hybridrt.mem_cache.pools.page_groups import PageDemand
@@ -63,7 +63,7 @@ def attempt(arguments: dict[str, Any]) -> MemoryPlan | str:
         return str(error)
 
 
-@examples(80, 400)
+@examples(30, 400)
 def test_a_plan_keeps_its_promises(examples: int) -> None:
     draw(examples, check_promises, plans(), derandomize=True)
 
@@ -90,7 +90,7 @@ def check_promises(arguments: dict[str, Any]) -> None:
     assert ample or plan.pool_bytes + 2 * sum(plan.costs.pages) > plan.budget_bytes, "no page is wasted"
 
 
-@examples(80, 400)
+@examples(30, 400)
 def test_an_error_names_numbers_that_work(examples: int) -> None:
     draw(examples, check_advice, plans(), derandomize=True)
 
@@ -114,7 +114,7 @@ def check_advice(arguments: dict[str, Any]) -> None:
     assert isinstance(attempt({**arguments, "budget_bytes": int(needed[1]) - 1}), str), "it is the least that works"
 
 
-@examples(40, 150)
+@examples(15, 150)
 def test_rows_beyond_the_request_never_make_a_plan_fail(examples: int) -> None:
     """Where one request fits, the plan chooses a number of rows that fits, too."""
     draw(examples, check_rows, plans(), derandomize=True)
@@ -267,7 +267,7 @@ def test_the_plan_prints_itself(checkpoints: CheckpointStore) -> None:
     assert "0 slots" in str(replace(plan, num_slots=0, slabs=None).table())
 
 
-@examples(60, 300)
+@examples(20, 300)
 def test_rows_and_the_longest_request_need_not_fit_at_the_same_time(examples: int) -> None:
     """In one memory. Each of them fits alone, and with memory for both the plan is the usual one."""
     draw(examples, check_one_memory, plans())
@@ -287,7 +287,7 @@ def check_one_memory(arguments: dict[str, Any]) -> None:
     assert arguments["budget_bytes"] >= (rows + 1) * costs.row + costs.slot + need
 
 
-@examples(60, 300)
+@examples(20, 300)
 def test_shared_memory_is_no_larger_and_holds_the_longest_request(examples: int) -> None:
     """Groups whose pages have up to 6 tensors each."""
     draw(examples, check_shared, plans(), st.integers(0, 9), st.data())

@@ -6,14 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrt.base.config import AttentionSpec
 from hybridrt.base.errors import ConfigError
+from hybridrt.base.model_config import AttentionSpec
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.kinds.registry import state_shape
 from hybridrt.mem_cache.pools.kv_pool import KVPool, page_bytes
-from hybridrt.mem_cache.pools.mamba_pool import MambaPool, MambaPoolSpec, ring_width
+from hybridrt.mem_cache.pools.mamba_pool import MambaPool
+from hybridrt.mem_cache.pools.mamba_pool_spec import MambaPoolSpec, ring_width
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 from tests.support.by_hand import ByHand, Row
 from tests.support.checkpoints import CheckpointStore
@@ -144,7 +145,7 @@ def test_kv_pools_start_finite_and_know_their_bytes() -> None:
     (vectors,), (keys, values) = pool.held(5), pool.layer(5)
     assert keys is vectors and values.shape == (5, 2, 1, 6) and values.data_ptr() == vectors.data_ptr()
     assert pool.specs == {3: gqa, 7: gqa, 4: wide, 5: list(groups)[2]}
-    assert (5 * page_bytes(groups, 2)[0],) == (sum(tensor.nbytes for tensor in pool.tensors),)
+    assert (5 * sum(page_bytes(groups, 2)),) == (sum(tensor.nbytes for tensor in pool.tensors),)
     with pytest.raises(ConfigError, match="variant is 'mqa'; it must be one of gqa, mla"):
         AttentionSpec(6, 3, 5, 5, variant="mqa", **half)
 

@@ -204,7 +204,7 @@ def in_common(a: Text, b: Text) -> int:
 TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=14).map(tuple)
 
 
-WINDOWS = (None,), (None, 3), (2,), (None, 1, 5), (3, 6)
+WINDOWS = (None,), (None, 3), (2,), (None, None, 1, 5, 5), (3, 6)
 KINDS = [(1, True), (2, True), (4, True), (0, True), (1, False), (4, False)]
 
 
@@ -216,7 +216,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("page_size", "recurrent", "lookahead", "windows", "examples"), drawn(CASES, 1, 10, 40))
+@pytest.mark.parametrize(("page_size", "recurrent", "lookahead", "windows", "examples"), drawn(CASES, 1, 3, 20, 200))
 def test_the_tree_is_a_dictionary_of_prefixes(
     page_size: int, recurrent: bool, lookahead: int, windows: tuple[int | None, ...], examples: int
 ) -> None:
@@ -287,7 +287,7 @@ def leave(ledger: Ledger, match: PrefixMatch, state: bool) -> None:
 
 
 @pytest.mark.parametrize(("page_size", "lookahead"), [(0, 0), (1, 0), (2, 1), (4, 0), (4, 1)])
-@examples(25, 100)
+@examples(10, 100)
 def test_all_states_at_once_are_as_one_after_the_other(page_size: int, lookahead: int, examples: int) -> None:
     """Some pages are evicted behind each text: what is left of its last edge is no whole one."""
     offers = st.lists(st.tuples(TEXTS, st.sets(st.integers(1, 14), min_size=1), st.integers(0, 4)), max_size=8)
@@ -455,6 +455,14 @@ def test_pages_that_no_state_needs_leave_a_window_first() -> None:
     useless = 5 + 7  # of the node that both share, and of the second text
     assert len(tree.evict([useless], 0).pages[0]) == useless and cached() == [8, 16]
     assert len(tree.evict([1], 0).pages[0]) == 1 and cached() == [8, 0]
+
+
+def test_sets_go_until_no_group_without_a_window_lacks_pages() -> None:
+    tree = RadixCache(1, False, windows=(None, None))
+    tree.insert(array(range(8)), np.arange(1, 9)[:, None].repeat(2, 1), {})
+    gone = tree.evict([1, 3], 0)
+    assert [pages.indices.tolist() for pages in gone.pages] == [[6, 7, 8]] * 2
+    assert tree.match(array(range(9))).length == 5
 
 
 def test_a_text_gives_the_states_of_earlier_texts_their_tails() -> None:

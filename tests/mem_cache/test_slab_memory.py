@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from hybridrt.base.config import AttentionSpec
+from hybridrt.base.model_config import AttentionSpec
 from hybridrt.kernels.state.state_commit import move_kv
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.kinds.registry import state_shape
 from hybridrt.mem_cache.pools.kv_pool import KVPool, cell_bytes, page_bytes
-from hybridrt.mem_cache.pools.mamba_pool import MambaPool, MambaPoolSpec
+from hybridrt.mem_cache.pools.mamba_pool import MambaPool
+from hybridrt.mem_cache.pools.mamba_pool_spec import MambaPoolSpec
 from hybridrt.mem_cache.pools.slab_memory import SlabMemory
 from hybridrt.mem_cache.pools.slab_plan import SlabPlan, plan_slabs
 from hybridrt.mem_cache.pools.state_moves import StateMove, When

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from hybridrt.base.config import AttentionConfig, LayerSpec
 from hybridrt.base.errors import CheckpointError, ConfigError
+from hybridrt.base.model_config import AttentionConfig, LayerSpec
 from hybridrt.kinds.short_conv import ShortConvConfig
 from hybridrt.layers.rotary import rotary_table
 from hybridrt.models.config.read_config import read_model_config

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import CheckpointError, ConfigError
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.models.base import CausalLM
@@ -58,7 +58,7 @@ def edit(path: Path, change: Callable[[Tensors], object], file: str = "model.saf
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / file)
 
 
-@pytest.mark.parametrize("name", sweep(CASES, 3))
+@pytest.mark.parametrize("name", sweep(CASES, 6, thin=2))
 def test_every_key_is_used_once_and_every_parameter_filled(name: str, checkpoints: CheckpointStore) -> None:
     """What nothing fills stays NaN: uninitialised memory is NaN in tests."""
     path = checkpoints[name].path
@@ -73,7 +73,7 @@ def test_every_key_is_used_once_and_every_parameter_filled(name: str, checkpoint
         assert parameter.isfinite().all(), f"{parameter_name} is not filled"
 
 
-@pytest.mark.parametrize("name", sweep(CASES, 3))
+@pytest.mark.parametrize("name", sweep(CASES, 6, thin=2))
 def test_no_two_keys_fill_one_place(name: str, checkpoints: CheckpointStore) -> None:
     """Pieces have names of their own, and the elements they fill do not overlap (biases that add up, apart)."""
     model = empty(checkpoints[name].path)
@@ -304,7 +304,7 @@ def test_stored_dtypes_are_converted(copy_of: Callable[[str], Path]) -> None:
     assert half["stack.parts.0.mamba.A"] == half["norm.weight"] == torch.float32
 
 
-@pytest.mark.parametrize("name", sweep(CASES, 3))
+@pytest.mark.parametrize("name", sweep(CASES, 6, thin=2))
 def test_dummy_weights_are_seeded_and_finite(name: str, checkpoints: CheckpointStore, tmp_path: Path) -> None:
     """config.json is all they need; another seed gives others, and long prompts stay finite."""
     (tmp_path / "config.json").write_bytes((checkpoints[name].path / "config.json").read_bytes())

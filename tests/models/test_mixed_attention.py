@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridrt.base.config import SpeculativeConfig
+from hybridrt import LLM
+from hybridrt.base.engine_config import SpeculativeConfig
 from hybridrt.base.errors import BackendError
 from hybridrt.cli.inspect import describe_model
+from hybridrt.engine.cache import host_fetches
 from hybridrt.runtime.run.state_arena import StateArena
 from hybridrt.runtime.step.plan import StateCopy
 from hybridrt.transfer.handshake import handshake_of
@@ -54,32 +56,36 @@ def test_tokens_are_the_reference_s(model: tuple, chunk: int, gap: int, options:
 
 
 def test_tokens_survive_preemption(model: tuple) -> None:
+    """Four groups share what is too little for all requests, two of them without a window."""
     path, expected, _ = model
     config = {"page_size": 4, "max_model_len": 60, "max_running_requests": 4, "chunked_prefill_size": 8}
     plan = Session(path, **config).plan
-    pages = [20, *[group.demand.pool(4, 60) + 1 for group in plan.groups[1:]]]
+    pages = [group.demand.least(60) + 2 for group in plan.groups]
     budget = plan.costs.fixed + 5 * plan.costs.row + sum(map(mul, pages, plan.costs.pages))
     session = Session(path, budget_bytes=budget, **config)
-    assert 15 <= session.plan.num_pages < 35  # 39 for all at once
+    assert session.plan.slabs is not None and session.plan.max_model_len == 60
     samples = session.run([(prompt, COUNT) for prompt in PROMPTS], chunk=6)
     assert [sample.tokens for sample in samples] == expected
     assert sum(sample.retractions for sample in samples)
 
 
-def test_layers_of_one_window_share_a_group_and_the_plan_charges_all(model: tuple) -> None:
+def test_layers_of_one_window_and_size_share_a_group_and_the_plan_charges_all(model: tuple) -> None:
     session = Session(model[0])
     pool = session.runner.pools.kv
-    assert pool.windows == tuple(group.window for group in session.plan.groups) == (None, 5, 9)
-    assert [pool.group_of(i) for i in range(len(LAYERS))] == [1, 0, 0, 1, 2]
-    assert pool.tensor_groups == [1, 1, 0, 0, 0, 0, 2, 2]
+    assert pool.windows == tuple(group.window for group in session.plan.groups) == (None, None, 5, 9)
+    assert [pool.group_of(i) for i in range(len(LAYERS))] == [2, 0, 1, 2, 3]
+    assert pool.tensor_groups == [2, 2, 0, 0, 1, 1, 3, 3]
     assert [tensor.shape[0] for tensor in pool.tensors] == [2, 2, 1, 1, 1, 1, 1, 1]
     for i, own in enumerate(LAYERS):
         spec, shape = pool.specs[i], pool.layer(i)[0].shape
         assert (spec.num_heads, spec.sliding_window) == (own.num_heads, own.sliding_window)
         assert shape[2:] == (own.num_kv_heads, own.head_dim)
-    charged = [(group.num_pages + 1) * group.page_bytes for group in session.plan.groups]
-    for group, nbytes in enumerate(charged):
-        assert nbytes == sum(t.nbytes for t, own in zip(pool.tensors, pool.tensor_groups) if own == group)
+    slabs = session.plan.slabs
+    assert slabs is not None and ("KV cache, shared", slabs.nbytes) in {
+        (row[0], row[2]) for row in session.plan.table()
+    }
+    assert {tensor.untyped_storage().data_ptr() for tensor in pool.tensors} == {pool.tensors[0].data_ptr()}
+    assert pool.tensors[0].untyped_storage().nbytes() == slabs.nbytes
     report = describe_model(session.config)
     assert [layer.kv_bytes_per_token for layer in report.layers] == [8 * o.num_kv_heads * o.head_dim for o in LAYERS]
     assert report.layers[4].mixer == "attention (4 heads, 4 KV heads, head_dim 12, window 9)"
@@ -102,7 +108,7 @@ def test_a_window_group_holds_its_windows_alone(model: tuple) -> None:
         held.append(tuple(group.num_used for group in session.coordinator.pages.groups))
     most = [max(counts) for counts in zip(*held)]
     bounds = [demand.prefilling(160) for demand in session.coordinator.pages.demands]
-    assert bounds == [40, 6, 7] and most == bounds
+    assert bounds == [40, 40, 6, 7] and most == bounds
 
 
 def test_values_narrower_than_keys_are_refused_when_built(model: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,9 +119,14 @@ def test_values_narrower_than_keys_are_refused_when_built(model: tuple, monkeypa
 
 def test_states_leave_and_arrive(model: tuple) -> None:
     """Keys and values of all groups, each with its own shape and pages; with windows, those that are still seen."""
-    sides = [Session(model[0], page_size=4, transfer_bytes=10**5).runner for _ in range(2)]
+    sessions = [Session(model[0], page_size=4, transfer_bytes=10**5) for _ in range(2)]
+    sides = [session.runner for session in sessions]
     arenas = [StateArena(side.target, side.pools, 10**5) for side in sides]
-    pages = ([[3, 1, 7], [7, 3, 1], [4, 5, 6]], [[2, 9, 4], [5, 1, 2], [9, 4, 2]])  # of each page group
+    for session in sessions:
+        session.engine()
+    sessions[1].coordinator.pages.alloc([1, 5, 2, 3])  # so that the two sides have other pages
+    lent = [session.coordinator.pages.alloc([3] * 4) for session in sessions]
+    pages = [[[page.index for page in group] for group in own] for own in lent]
     for side, own in zip(sides, pages, strict=True):
         side.pools.req_to_token.write_pages(torch.tensor([1, 1, 1]), torch.arange(3), torch.tensor(own).T)
         for tensor in side.pools.kv.tensors:
@@ -134,3 +145,17 @@ def test_states_leave_and_arrive(model: tuple) -> None:
         "2 x 8, window 5 in layers 0,3; 2 x 8, window None in layers 1; 1 x 12, window None in layers 2; "
         "4 x 12, window 9 in layers 4"
     )
+
+
+def test_prefixes_come_back_from_main_memory(model: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four groups share the device's memory, and the model has no states."""
+    monkeypatch.setattr(host_fetches, "LEAST_TOKENS", 2)
+    path, expected, _ = model
+    settings = {"device": "cpu", "dtype": "float32", "page_size": 4, "max_model_len": 80, "max_running_requests": 2}
+    with LLM(str(path), host_cache_bytes=1 << 20, **settings) as llm:
+        assert llm.plan.slabs is not None
+        for fetched in (False, True):
+            outs = llm.generate(PROMPTS, greedy(COUNT))
+            assert [out.token_ids for out in outs] == expected
+            assert bool(llm.engine.counters().cache_fetched) == fetched
+            llm.engine.prefixes.evict([group.total for group in llm.engine._coordinator.pages.groups], 0)

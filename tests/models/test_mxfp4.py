@@ -13,7 +13,7 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import CheckpointError, ConfigError
 from hybridrt.cli.inspect import describe_model
 from hybridrt.collectives.groups import TPGroup

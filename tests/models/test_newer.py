@@ -42,14 +42,14 @@ plain_texts = cache(texts)
 @pytest.mark.parametrize(("family", "state_mode"), sweep([
     (family, mode) for family in (*NEWER, *PUBLISHED, *WINDOWED, "lfm2", "lfm2_moe", "mamba", "mamba2")
     for mode in ("intermediate", "replay")[: 1 + has_replay(f"{family}-plain")]
-], 6))  # fmt: skip
+], 10, thin=3))  # fmt: skip
 def test_speculation_changes_no_text(family: str, state_mode: str, checkpoints: CheckpointStore) -> None:
     path = checkpoints[f"{family}-plain"].path
     drafted = texts(path, speculative=SpeculativeConfig("ngram", num_draft_tokens=3, state_mode=state_mode))
     assert drafted == plain_texts(path)
 
 
-@pytest.mark.parametrize("name", [name for name in HEADS if name.startswith(("qwen35", "ling"))])
+@pytest.mark.parametrize("name", sweep([name for name in HEADS if name.startswith(("qwen35", "ling"))], 3))
 def test_a_prediction_head_changes_no_text(name: str, tmp_path: Path) -> None:
     write_with_head(HEADS[name], tmp_path)
     assert texts(tmp_path, speculative=SpeculativeConfig("mtp", num_draft_tokens=2)) == texts(tmp_path)

@@ -10,7 +10,6 @@ from hybridrt.base.errors import BackendError, CheckpointError
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.layers.moe import SoftmaxRouter
 from hybridrt.layers.weights import Build
-from hybridrt.models.config.read_config import read_model_config
 from tests.models.test_loader import load
 from tests.models.test_models_parity import requests, rewrite
 from tests.support.checkpoints import CheckpointStore
@@ -55,11 +54,6 @@ def test_sinks_need_a_backend_that_has_them(checkpoints: CheckpointStore, monkey
     monkeypatch.setattr("hybridrt.attention.paged.TorchNativeAttnBackend.serves_sinks", False)
     with pytest.raises(BackendError, match="no kernels for attention sinks"):
         Session(checkpoints["gpt_oss-plain"].path)
-
-
-def test_windows_of_all_layers_let_pages_go(checkpoints: CheckpointStore) -> None:
-    for name, window in (("gpt_oss-windows_alone", 6), ("gpt_oss-plain", None), ("minimax-windows", 9)):
-        assert read_model_config(checkpoints[name].path).sliding_window == window
 
 
 def test_exact_logits_of_a_router_are_not_rounded() -> None:

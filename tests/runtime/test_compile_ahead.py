@@ -15,8 +15,8 @@ import torch
 import triton
 from triton.runtime import cache
 
-from hybridrt.base.config import EngineConfig, SpeculativeConfig
 from hybridrt.base.device import KNOWN, GPUFacts, known_gpu
+from hybridrt.base.engine_config import EngineConfig, SpeculativeConfig
 from hybridrt.base.errors import ConfigError
 from hybridrt.base.plugins import load_object
 from hybridrt.collectives.groups import TPGroup

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.runtime.replay import cpu_steps
 from hybridrt.runtime.run.model_runner import ModelRunner

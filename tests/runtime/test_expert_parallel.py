@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridrt import LLM
-from hybridrt.base.config import EngineConfig, SpeculativeConfig
+from hybridrt.base.engine_config import EngineConfig, SpeculativeConfig
 from hybridrt.base.errors import ConfigError
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.layers.moe import experts_of
@@ -154,7 +154,7 @@ def test_logits_and_tokens_of_one_process(name: str, size: int, groups: Groups, 
         check_sample(checkpoints[name], sample, f"{name} on {size} ranks")
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # eight processes take half a minute to start
 def test_eight_ranks(groups: Groups, tmp_path: Path) -> None:
     """One expert each; KV heads and groups are held by several ranks."""
     model = write(

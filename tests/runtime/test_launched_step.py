@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybridrt.base.config import EngineConfig, SpeculativeConfig
+from hybridrt.base.engine_config import EngineConfig, SpeculativeConfig
 from hybridrt.base.errors import EngineError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.mem_cache.pools.state_moves import StateMove, When

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.engine.cache.sessions import Sessions
 from hybridrt.engine.core.engine import Engine

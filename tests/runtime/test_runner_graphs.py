@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hybridrt.base.config import EngineConfig, SpeculativeConfig
+from hybridrt.base.engine_config import EngineConfig, SpeculativeConfig
 from hybridrt.base.forward_batch import ForwardMode, SpecInfo
 from hybridrt.runtime.replay import graph_runner, prompt_graphs
 from hybridrt.runtime.replay.graph_runner import GraphRunner

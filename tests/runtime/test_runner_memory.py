@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import MemoryBudgetError
 from hybridrt.runtime.load import build
 from hybridrt.runtime.run import model_runner

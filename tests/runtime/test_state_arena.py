@@ -9,16 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybridrt.base.config import (
-    AttentionConfig,
-    EngineConfig,
-    LatentConfig,
-    LayerSpec,
-    LinearConfig,
-    ModelConfig,
-    SpeculativeConfig,
-)
+from hybridrt.base.engine_config import EngineConfig, SpeculativeConfig
 from hybridrt.base.errors import PoolError, TransferError
+from hybridrt.base.model_config import AttentionConfig, LatentConfig, LayerSpec, LinearConfig, ModelConfig
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.kda import KDAConfig

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.forward_batch import SpecInfo
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.kernels.core.chunk_plan import plan_chunks

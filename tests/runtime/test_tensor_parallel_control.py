@@ -17,27 +17,24 @@ import msgspec
 import numpy as np
 import pytest
 
-from hybridrt.base.config import EngineConfig, SpeculativeConfig
+from hybridrt.base.engine_config import EngineConfig, SpeculativeConfig
 from hybridrt.base.errors import ConfigError, MessageError, PeerGoneError, RankError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.base.spans import EncoderInput
+from hybridrt.channel import control
 from hybridrt.channel.channel import SocketChannel
 from hybridrt.channel.codec import pack
-from hybridrt.channel.control import TIMEOUT_VARIABLE, Link, rank_timeout
+from hybridrt.channel.control import PART_BYTES, TIMEOUT_VARIABLE, Link, rank_timeout
 from hybridrt.channel.listener import Listener
 from hybridrt.mem_cache.pools.state_moves import StateMove, When
-from hybridrt.parallel import rank_start, tasks
-from hybridrt.parallel.messages import KINDS, Beat, Failed, Task, decode, encode
+from hybridrt.parallel import rank_start
+from hybridrt.parallel.messages import KINDS, Beat, Failed, Task, _column, decode, encode
 from hybridrt.parallel.ranks import Ranks
 from hybridrt.parallel.tasks import (
     DraftTask,
     DropTask,
     MaskTask,
-    PatchTask,
     PrefixCopy,
-    patch_tasks,
-    with_patches,
-    without_patches,
 )
 from hybridrt.parallel.torchrun import World
 from hybridrt.runtime.load.draft_needs import DraftRow
@@ -95,18 +92,16 @@ def test_plans_survive_the_way(checkpoints: CheckpointStore) -> None:
     assert len(encode(session.plans[-1])) < 250
 
 
-def test_patches_come_before_their_step_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "_MESSAGE_BYTES", 50)
-    data = np.random.default_rng(1).integers(0, 256, (20, 6), np.uint8)
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+def test_patches_survive_the_way(dtype: type[np.generic]) -> None:
+    data = np.random.default_rng(1).integers(0, 256, (20, 6)).astype(dtype)
     inputs = [EncoderInput(data[:4], (2, 2)), EncoderInput(data[4:], (4, 4))]
     plan = StepPlan(encode=[EncoderTask(i, given, int32s([i])) for i, given in enumerate(inputs)])
-    *parts, bare = [decode(encode(task)) for task in (*patch_tasks(plan.encode), without_patches(plan))]
-    assert [len(part.patches) for part in parts] == [24, 50, 46] and not bare.encode[1].input.patches.size
-    found = with_patches(bare, [part.patches for part in parts])
-    assert plain(found) == plain(plan)
-    for wrong in (parts[:2], [*parts, parts[0]]):
-        with pytest.raises(MessageError, match="patches"):
-            with_patches(bare, [part.patches for part in wrong])
+    found = decode(encode(plan))
+    assert plain(found) == plain(plan) and found.encode[1].input.patches.dtype == dtype
+    for wrong in ([6, "|O", b""], [0, "|u1", b"12"], [4, "<f4", b"12345"], [3, "|u1", "abc"]):
+        with pytest.raises(ValueError):
+            _column(np.ndarray, wrong)
 
 
 @pytest.mark.parametrize(
@@ -146,9 +141,8 @@ def test_rules_about_tokens_survive_the_way() -> None:
     [
         EngineConfig("m", tp_size=2, speculative=SpeculativeConfig("mtp", num_draft_tokens=3), max_model_len=7),
         DraftTask([DraftRow(1, 2, 3, 4, PARAMS)], 3, 2),
-        MaskTask(b"\1\0\0\0\2\0\0\0", 2, True),
+        MaskTask(b"\1\0\0\0\2\0\0\0", 2),
         DropTask(),
-        PatchTask(b"\0\1"),
         PrefixCopy(PrefixPlaces(5, [[1, 2], [3]], [(4, 3)]), write=True),
         None,
     ],
@@ -269,6 +263,31 @@ def links() -> Iterator[tuple[Link, Link]]:
     listener.close()
     for link in ends:
         link.close()
+
+
+def test_messages_longer_than_the_channels_arrive_whole(
+    links: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of 40 MB, such as log-probabilities of a long prompt; heartbeats of another thread come between messages."""
+    sent = [b"", b"a", random.Random(0).randbytes(40_000_000), b"b" * (2 * PART_BYTES)]
+    beats = threading.Thread(target=lambda: [links[1].send(b"beat") for _ in range(50)])
+    sender = threading.Thread(target=lambda: [links[1].send(message) for message in sent])
+    beats.start()
+    sender.start()
+    got: list[bytes] = []
+    while len(got) < len(sent) + 50:
+        more = links[0].listen(10.0)
+        assert more
+        got += more
+    sender.join()
+    assert [message for message in got if message != b"beat"] == sent
+    monkeypatch.setattr(control, "MAX_LINK_BYTES", 2 * PART_BYTES)
+    with pytest.raises(MessageError, match="may have"):
+        links[1].send(bytes(2 * PART_BYTES + 1))
+    for _ in range(4):
+        links[1]._channel.send(b"\1")
+    with pytest.raises(MessageError, match="more than"):
+        links[0].listen(10.0)
 
 
 def test_a_large_message_arrives_while_the_sender_does_something_else(links: tuple[Link, Link]) -> None:

@@ -35,14 +35,17 @@ def launch(checkpoints: CheckpointStore, tmp_path_factory: pytest.TempPathFactor
     return {**json.loads(run.stdout.splitlines()[-1]), **found}
 
 
+@pytest.mark.slow
 def test_ranks_import_nothing_from_the_current_directory(launch: dict[str, Any]) -> None:
     assert launch["imported"] == ""
 
 
+@pytest.mark.slow
 def test_ranks_on_one_host_listen_on_loopback_alone(launch: dict[str, Any]) -> None:
     assert launch["addresses"] and set(launch["addresses"]) <= LOOPBACK
 
 
+@pytest.mark.slow
 def test_a_forked_child_of_rank_0_ends_and_leaves_the_ranks_alone(
     launch: dict[str, Any], checkpoints: CheckpointStore
 ) -> None:
@@ -53,6 +56,7 @@ def test_a_forked_child_of_rank_0_ends_and_leaves_the_ranks_alone(
     assert launch["before"] == launch["after"] == alone
 
 
+@pytest.mark.slow
 def test_the_place_where_ranks_meet_goes_with_them(launch: dict[str, Any]) -> None:
     assert launch["directory"] is not None and not Path(launch["directory"]).exists()
 

@@ -17,7 +17,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from hybridrt import LLM
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import CheckpointError, EngineError, RankError
 from hybridrt.base.turns import Interrupts
 from hybridrt.channel.control import TIMEOUT_S, TIMEOUT_VARIABLE
@@ -142,7 +142,7 @@ def test_a_forgotten_llm_lets_its_ranks_go(started: list[Ranks], checkpoints: Ch
 
 FOLLOWERS = """
 import sys, time
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.parallel.rank_start import start_ranks
 
 ranks = start_ranks(3, "cpu")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridrt import LLM
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import ConfigError, DeviceError, RankError
 from hybridrt.collectives.groups import Communicator, TPGroup
 from hybridrt.kinds.registry import state_shape

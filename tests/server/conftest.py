@@ -11,11 +11,12 @@ from tests.support.http_server import Served, serving
 
 
 @pytest.fixture(scope="session")
-def embedded() -> Iterator[LLM]:
-    """The built-in model, loaded once."""
-    from hybridrt.runtime.load.build import resolve_model_path
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """The first layer of the built-in model, loaded once."""
+    from tests.support.one_layer import write_first_layer
 
-    with LLM(str(resolve_model_path("embedded")), device="cpu", max_running_requests=32, max_model_len=256) as llm:
+    path = write_first_layer(tmp_path_factory.mktemp("server") / "embedded")
+    with LLM(str(path), device="cpu", max_running_requests=32, max_model_len=256) as llm:
         yield llm
 
 

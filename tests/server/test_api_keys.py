@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import ConfigError, RequestError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.api.llm import LLM
@@ -114,9 +114,9 @@ def test_requests_belong_to_the_clients_of_their_keys(embedded: LLM, monkeypatch
 
 
 def test_clients_of_an_llm(monkeypatch: pytest.MonkeyPatch) -> None:
-    llm, _ = make(monkeypatch, client_weights={"web": 2.0})
+    llm, _ = make(monkeypatch, client_weights={"web": 2.0}, target_itl_ms=1e3)
     found, params = noted_clients(monkeypatch), SamplingParams(max_tokens=1)
-    assert llm.engine._scheduler.queues.weights == {"web": 2.0}
+    assert llm.engine.target is not None and llm.engine.target.weights == {"web": 2.0}
     llm.generate([[1, 2], [3]], params, client="web")
     list(llm.stream([1, 2], params, client="batch"))
     llm.generate([1, 2], params)

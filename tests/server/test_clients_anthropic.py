@@ -6,6 +6,8 @@ from typing import Any
 import httpx
 import pytest
 
+from hybridrt.engine.api.llm import LLM
+from hybridrt.server.anthropic.messages import NO_BUDGET
 from tests.server.test_messages import CITY, HELLO, anthropic, client
 from tests.support.http_server import Served, serving
 from tests.support.scripted_llm import Scripted, scripted
@@ -28,6 +30,17 @@ def test_thinking_is_enabled_where_there_is_nothing_to_limit(path: str, served: 
     """Some clients send it with every request. The built-in model has no tags of reasoning."""
     answer = served.post(path, ASK | {"thinking": {"type": "enabled", "budget_tokens": 1024}})
     assert answer.status_code == 200, answer.text
+
+
+def test_a_thinking_budget_that_cannot_hold_is_ignored_with_a_warning(embedded: LLM) -> None:
+    """The built-in model's own template has tags of reasoning, which are no single tokens."""
+    body = ASK | {"model": "embedded", "thinking": {"type": "enabled", "budget_tokens": 10}}
+    with serving(embedded, chat_template=None, served_model_names=("embedded",)) as own:
+        answer = own.post("/v1/messages", body)
+        assert answer.status_code == 200 and NO_BUDGET in answer.headers["warning"], answer.text
+        assert "warning" not in own.post("/v1/messages", body | {"thinking": {"type": "enabled"}}).headers
+        assert own.post("/v1/messages/count_tokens", body).status_code == 200
+        own.wait_until_idle()
 
 
 def test_a_thinking_budget_limits_a_model_that_thinks(talker: tuple[Served, Scripted]) -> None:

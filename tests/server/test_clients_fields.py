@@ -114,14 +114,15 @@ def test_parts_of_other_forms_are_text(served: Served) -> None:
 
 
 SEVEN = {"type": "object", "properties": {"a": {"enum": [7]}}, "required": ["a"], "additionalProperties": False}
+SHORT = SEVEN | {"x-guidance": {"whitespace_flexible": False}}  # or a small model goes on with spaces
 
 
 @pytest.mark.parametrize(
     "given",
     [
-        {"response_format": {"type": "json_object", "schema": SEVEN}},
-        {"response_format": {"type": "json_schema", "schema": SEVEN}},
-        {"structured_outputs": {"json": SEVEN, "json_object": False}},
+        {"response_format": {"type": "json_object", "schema": SHORT}},
+        {"response_format": {"type": "json_schema", "schema": SHORT}},
+        {"structured_outputs": {"json": SHORT, "json_object": False}},
     ],
 )
 def test_a_schema_in_another_place_holds(given: Any, served: Served) -> None:
@@ -189,16 +190,26 @@ def test_structural_tags_of_a_chat(talker: tuple[Served, Scripted]) -> None:
 BAD = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
 
-def test_a_chat_template_of_a_request(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Off by default. A template that never ends holds up no other request, not even one with large messages."""
-    monkeypatch.setattr(renderer, "TIMEOUT_S", 1.0)
+def test_a_chat_template_of_a_request(served: Served) -> None:
+    """Off by default."""
     refused = served.post("/v1/chat/completions", CHAT | {"chat_template": "G"}).json()["error"]
     assert (refused["param"], refused["code"]) == ("chat_template", "unsupported")
-    with serving(served.llm, request_chat_templates=True) as own, ThreadPoolExecutor(4) as threads:
+    with serving(served.llm, request_chat_templates=True) as own:
         for i in range(20):
             template = {"chat_template": "{# " + str(i) + " #}GG"}
             assert own.post("/tokenize", {"messages": USER} | template).json()["tokens"] == [G, G]
         assert len(own.service._foreign) == KEPT_TEMPLATES
+        for wrong in ("", "{% if %}", "x" * 2**17):
+            assert own.post("/v1/chat/completions", CHAT | {"chat_template": wrong}).status_code == 400
+
+
+@pytest.mark.slow
+def test_a_chat_template_that_never_ends_holds_up_no_other_request(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even one with large messages."""
+    monkeypatch.setattr(renderer, "TIMEOUT_S", 1.0)
+    with serving(served.llm, request_chat_templates=True) as own, ThreadPoolExecutor(4) as threads:
         stuck = [
             threads.submit(own.post, "/v1/chat/completions", CHAT | {"chat_template": BAD + "x" * i}) for i in range(2)
         ]
@@ -206,5 +217,3 @@ def test_a_chat_template_of_a_request(served: Served, monkeypatch: pytest.Monkey
         assert own.post("/tokenize", {"messages": USER * 100}).status_code == 200
         assert not all(each.done() for each in stuck)
         assert {each.result().status_code for each in stuck} == {400}
-        for wrong in ("", "{% if %}", "x" * 2**17):
-            assert own.post("/v1/chat/completions", CHAT | {"chat_template": wrong}).status_code == 400

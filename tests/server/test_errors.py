@@ -157,7 +157,11 @@ def test_completions_name_what_is_wrong(change: dict[str, Any], field: str | Non
         ),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "tokenize"),
         ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs", "chat_template"),
-        ({"continue_final_message": True}, "continue_final_message", "add_generation_prompt=false"),
+        (
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+            "add_generation_prompt=false",
+        ),
         ({"chat_template_kwargs": {"x": 2**70}}, "chat_template_kwargs", "ints"),
         ({"messages": [{"role": "user", "x": 2**70}]}, "messages", "ints"),
         ({"max_completion_tokens": 0}, "max_completion_tokens", "0"),
@@ -206,7 +210,8 @@ def test_bodies_that_are_no_request(content: bytes, served: Served) -> None:
 
 def test_ways_that_lead_nowhere(served: Served) -> None:
     with served.http() as client:
-        assert_error(client.get("/nowhere"), 404, None, "Not Found")
+        assert_error(client.get("/nowhere"), 404, None, "GET /docs")
+        assert_error(client.post("/chat/completions", json={}), 404, None, "begin with /v1")
         wrong = client.get("/v1/completions")
         assert_error(wrong, 405, None, "Method Not Allowed")
         assert wrong.headers["allow"] == "POST"

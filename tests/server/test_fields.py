@@ -151,7 +151,7 @@ PROMPTS: Effects = {  # of conversations
     "reasoning_effort": ({"reasoning_effort": "low"}, lambda seen: "low" in seen.rendered),
     "add_generation_prompt": ({"add_generation_prompt": False}, lambda seen: "A:" not in seen.rendered),
     "continue_final_message": (
-        {"messages": [USER, SAID], "add_generation_prompt": False, "continue_final_message": True},
+        {"messages": [USER, SAID], "continue_final_message": True},
         lambda seen: seen.rendered.endswith("Well"),
     ),
     "chat_template_kwargs": ({"chat_template_kwargs": {"greeting": "Hey"}}, lambda seen: "Hey" in seen.rendered),
@@ -275,6 +275,7 @@ WITHOUT_EFFECT: dict[str, set[str]] = {
     "/v1/completions": {"add_special_tokens"},
     "/v1/embeddings": {"add_special_tokens"},
     "/v1/chat/completions": {"include_reasoning"},
+    "/v1/responses": {"include_reasoning"},
     "/tokenize": {"add_special_tokens", "parallel_tool_calls", "thinking_token_budget"},
     "/v1/messages/count_tokens": set(Sampling.model_fields) - {"model"} | {"output_format"},
     "/abort": {"request_id"},

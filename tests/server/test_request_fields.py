@@ -43,8 +43,8 @@ VLLM: dict[str, str] = {
         spaces_between_special_tokens truncate_prompt_tokens truncation_side allowed_token_ids prompt_logprobs
         logprob_token_ids bad_words prompt_embeds add_special_tokens response_format structured_outputs priority
         request_id session_id return_tokens_as_token_ids return_token_ids routed_experts_prompt_start
-        return_token_offsets return_mm_kwargs cache_salt kv_transfer_params ec_transfer_params vllm_xargs
-        repetition_detection thinking_token_budget stream_interval""",
+        return_token_offsets return_mm_kwargs mm_payload return_weight_versions cache_salt kv_transfer_params
+        ec_transfer_params vllm_xargs repetition_detection thinking_token_budget stream_interval""",
     "chat": """messages model frequency_penalty logit_bias logprobs top_logprobs max_tokens max_completion_tokens n
         presence_penalty response_format seed stop stream stream_options temperature top_p tools tool_choice
         reasoning_effort thinking_token_budget include_reasoning parallel_tool_calls user use_beam_search top_k min_p
@@ -53,17 +53,21 @@ VLLM: dict[str, str] = {
         logprob_token_ids allowed_token_ids bad_words echo add_generation_prompt continue_final_message
         add_special_tokens documents chat_template chat_template_kwargs media_io_kwargs mm_processor_kwargs
         structured_outputs priority request_id session_id return_tokens_as_token_ids return_token_ids
-        routed_experts_prompt_start return_token_offsets return_prompt_text return_mm_kwargs cache_salt
-        kv_transfer_params ec_transfer_params vllm_xargs repetition_detection stream_interval""",
+        routed_experts_prompt_start return_token_offsets return_prompt_text return_mm_kwargs mm_payload
+        return_weight_versions cache_salt kv_transfer_params ec_transfer_params vllm_xargs repetition_detection
+        stream_interval""",
     "responses": """background include input instructions max_output_tokens max_tool_calls metadata model logit_bias
         parallel_tool_calls previous_response_id prompt reasoning service_tier store stream temperature text
         tool_choice tools top_logprobs top_p top_k truncation user skip_special_tokens include_stop_str_in_output
         prompt_cache_key request_id mm_processor_kwargs priority cache_salt enable_response_messages
         previous_input_messages previous_response structured_outputs repetition_penalty seed stop ignore_eos
-        vllm_xargs""",
+        vllm_xargs chat_template_kwargs ec_transfer_params frequency_penalty include_reasoning kv_transfer_params
+        media_io_kwargs min_p mm_payload presence_penalty prompt_cache_options prompt_cache_retention return_mm_kwargs
+        safety_identifier session_id spaces_between_special_tokens stop_token_ids watermarking""",
     "messages": """model messages max_tokens metadata output_config stop_sequences stream system temperature
-        tool_choice tools top_k top_p kv_transfer_params chat_template_kwargs""",
-    "count": "model messages system tool_choice tools chat_template_kwargs",
+        tool_choice tools top_k top_p kv_transfer_params chat_template_kwargs cache_salt ec_transfer_params mm_payload
+        return_mm_kwargs thinking vllm_xargs watermarking""",
+    "count": "model messages system tool_choice tools chat_template_kwargs output_config thinking",
     "embeddings": """model user truncate_prompt_tokens padding truncation_side request_id priority mm_processor_kwargs
         cache_salt input add_special_tokens encoding_format embed_dtype endianness dimensions use_activation messages
         add_generation_prompt continue_final_message chat_template chat_template_kwargs media_io_kwargs""",

@@ -113,6 +113,18 @@ def test_items_of_an_answer(talker: tuple[Served, Scripted]) -> None:
     assert got.usage is not None and got.usage.output_tokens_details.reasoning_tokens > 0
 
 
+def test_reasoning_can_be_left_out(talker: tuple[Served, Scripted]) -> None:
+    """vLLM's field. The tokens of the reasoning are counted as before."""
+    served, model = talker
+    model.say(SAID)
+    options: Any = {"model": "tested", "input": "Hello", "extra_body": {"include_reasoning": False}}
+    got = served.client().responses.create(**options)
+    assert [item.type for item in got.output] == ["message"]
+    assert got.usage is not None and got.usage.output_tokens_details.reasoning_tokens > 0
+    events = list(served.client().responses.create(**options, stream=True))
+    assert not any("reasoning" in event.type for event in events)
+
+
 def test_a_conversation_continues_with_its_own_items(talker: tuple[Served, Scripted]) -> None:
     """What was answered is input of the next request, and the template sees one message of the assistant."""
     served, model = talker

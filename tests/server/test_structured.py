@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
-from hybridrt.base.config import SpeculativeConfig
+from hybridrt.base.engine_config import SpeculativeConfig
 from hybridrt.engine.api.llm import LLM
 from tests.support.http_server import Served, serving
 from tests.support.schemas import MANY_RULES, SCHEMAS, SUITE, random_schema

@@ -156,7 +156,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     yield Bench(Rigs(tmp_path_factory.mktemp("models")))
 
 
-@pytest.mark.parametrize(("name", "mode", "topk", "method", "examples"), drawn(CELLS, 6, 3, 8))
+@pytest.mark.parametrize(("name", "mode", "topk", "method", "examples"), drawn(CELLS, 6, 2, 3, 40))
 def test_cached_equals_uncached(
     name: str, mode: str, topk: int, method: str | None, examples: int, bench: Bench
 ) -> None:

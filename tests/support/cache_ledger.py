@@ -22,7 +22,7 @@ def check_cache(pools: CacheCoordinator) -> None:
     for node in nodes:
         if node.state is not None:
             assert bool(node.state_readers) == bool(pools.slots._locks[node.state.index])
-    answers = pools.prefixes.answers._places
+    answers = pools.prefixes.answers.places
     assert all(pools.slots._find(slot, 1) for slot in answers), "a state within an answer is in a slot of no request"
     for slot, (request, length) in answers.items():
         assert request.row is not None and request.saves[length] == slot, "a state within an answer has no owner"

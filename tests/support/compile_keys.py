@@ -21,8 +21,8 @@ import triton
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from hybridrt.base.config import EngineConfig
 from hybridrt.base.device import KNOWN
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.layers.norm import ResidualStack
 from hybridrt.runtime.precompile import compile_trace
 from hybridrt.runtime.precompile.compile_trace import Kernel, trace

@@ -9,8 +9,8 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from hybridrt.base.config import AttentionConfig
 from hybridrt.base.errors import ConfigError
+from hybridrt.base.model_config import AttentionConfig
 from hybridrt.models.config.family import Family
 
 CLASSES = {

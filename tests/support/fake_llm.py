@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.api.llm import LLM
 from hybridrt.engine.core import load_engine as load_module

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import mamba1_of, mamba2_of
-from hybridrt.base.config import ModelConfig
+from hybridrt.base.model_config import ModelConfig
 from hybridrt.kernels.core.chunk_plan import plan_chunks
 from hybridrt.kernels.delta_rule.decode import split_qkv
 from hybridrt.kernels.mamba.mamba2_scan import split_conv_channels
 from hybridrt.kernels.state.state_ring import RingFolds
 from hybridrt.kinds.base import StateShape
 from hybridrt.kinds.registry import linear_kind, state_shape
-from hybridrt.mem_cache.pools.mamba_pool import ring_width
+from hybridrt.mem_cache.pools.mamba_pool_spec import ring_width
 from hybridrt.recurrent.lightning import decay_rates
 
 SLOTS, ROWS = 31, 30  # entries of the pools, scratch apart

@@ -7,23 +7,27 @@ import pytest
 from hypothesis import given, settings
 
 
-def sweep(values: Iterable[Any], every: int, most: int | None = None) -> list[Any]:
+def sweep(values: Iterable[Any], every: int, most: int | None = None, thin: int = 1) -> list[Any]:
     """`values` for `parametrize`, of which each `every`-th runs by default, the first among them. The others are slow;
-    those behind the first `most` values, which repeat these with other seeds, are left to the soak level."""
+    those behind the first `most` values, which repeat these with other seeds, are left to the soak level. Of a long
+    list the slow level takes each `thin`-th one of the others, too: `thin` has no divisor in common with the number of
+    values of an inner loop, so that each of them stays."""
     packed = [value if isinstance(value, tuple) else (value,) for value in values]
     usual, more = packed[:most], packed[most:] if most else []
-    found = [pytest.param(*each, marks=[pytest.mark.slow] if i % every else []) for i, each in enumerate(usual)]
+    levels = {i: [] if i % every == 0 else [pytest.mark.slow] if i % thin == 0 else [pytest.mark.soak]
+              for i in range(len(usual))}  # fmt: skip
+    found = [pytest.param(*each, marks=levels[i]) for i, each in enumerate(usual)]
     return found + [pytest.param(*each, marks=pytest.mark.soak) for each in more]
 
 
-def drawn(values: Iterable[Any], every: int, quick: int, most: int) -> list[Any]:
+def drawn(values: Iterable[Any], every: int, quick: int, most: int, soak: int = 0) -> list[Any]:
     """A sweep of a test that draws examples, whose number is its last parameter: each `every`-th value draws `quick` by
-    default, and each value draws `most` in the slow level and five times as many in the soak level. Examples are the
-    same ones each time, so the slow level leaves out what the default level draws as many of."""
+    default, each value `most` in the slow level, and `soak` in the soak level, or five times the greater of both.
+    Examples are the same ones each time, so the slow level leaves out what the default level draws as many of."""
     packed = [value if isinstance(value, tuple) else (value,) for value in values]
     some = [pytest.param(*each, quick) for each in packed[::every]]
     slow = [each for i, each in enumerate(packed) if most > quick or i % every]
-    more = [(slow, most, pytest.mark.slow), (packed, 5 * most, pytest.mark.soak)]
+    more = [(slow, most, pytest.mark.slow), (packed, soak or 5 * max(quick, most), pytest.mark.soak)]
     return some + [pytest.param(*each, count, marks=mark) for these, count, mark in more for each in these]
 
 

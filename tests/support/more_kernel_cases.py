@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrt.base.config import AttentionConfig, ModelConfig
+from hybridrt.base.model_config import AttentionConfig, ModelConfig
 from hybridrt.kernels.attention.kv_codes import encode
 from hybridrt.kernels.sampling.sampling import Penalties
 from hybridrt.layers.rotary import rotary_table

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from hybridrt.attention.paged import PagedAttnBackend
-from hybridrt.base.config import AttentionSpec
 from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.base.model_config import AttentionSpec
 
 
 class OutsideAttnBackend(PagedAttnBackend):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.runtime.load.draft_needs import Everywhere
 from hybridrt.runtime.load.target import RunTarget
 from hybridrt.runtime.run.model_runner import ModelRunner

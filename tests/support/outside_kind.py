@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hybridrt.base.config import LinearConfig
 from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.base.model_config import LinearConfig
 from hybridrt.kernels.core.records import ConvWeights
 from hybridrt.kernels.state.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen
 from hybridrt.kinds.base import LinearKind, StateShape, split_over

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hybridrt.base import plugins
-from hybridrt.base.config import AttentionConfig, LayerSpec
+from hybridrt.base.model_config import AttentionConfig, LayerSpec
 from hybridrt.layers.attention import Attention
 from hybridrt.layers.linear import MLP
 from hybridrt.layers.norm import ResidualPart

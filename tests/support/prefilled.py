@@ -1,6 +1,6 @@
 """A runner of four rows, three of which hold a prompt."""
 
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.runtime.run.model_runner import ModelRunner
 from hybridrt.runtime.step.plan import Admission, ExtendRow, PageWrite, StepPlan

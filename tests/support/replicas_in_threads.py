@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hybridrt import LLM
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.engine.core.engine import Engine
 from hybridrt.engine.replicas.messages import FromReplica, Ready, ToReplica, decode, encode
 from hybridrt.engine.replicas.replica import Replica
@@ -45,7 +45,7 @@ class ThreadReplica:
         if threading.current_thread() is self._thread:
             self._inbox.put((self.number, decode(encode(message), FromReplica)))
         else:
-            self._commands.put(encode(message))
+            self._commands.put(message)
 
     def stop(self) -> None:
         self._commands.put(None)

@@ -10,7 +10,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.engine.api.llm import LLM
 from hybridrt.engine.core import load_engine as load_module
 from hybridrt.engine.text.tokenizer import HFTokenizer

@@ -1,9 +1,9 @@
 """Compiles the Triton kernels of operations for sm_90, without a GPU, and prints what they need of the hardware.
 
-    python -m tests.support.sm90 TABLE
+    echo TABLE | python -m tests.support.sm90
 
-TABLE is one of `sm90_cases.py`, "optional" or "optional whole". It runs where Triton's interpreter is off, so tests
-start it as another process.
+TABLE is one of `sm90_cases.py`, "optional" or "optional whole". Each line that is read is one, and an empty line ends
+what is printed of it. It runs where Triton's interpreter is off, so tests start it as another process.
 """
 
 import json
@@ -109,7 +109,12 @@ def cases(table: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def main() -> None:
     providers._import_operations()
-    table = sys.argv[1]
+    for line in sys.stdin:
+        compile_all(line.strip())
+        print(flush=True)
+
+
+def compile_all(table: str) -> None:
     elsewhere: set[JITFunction] = set()  # kernels that other tables compile for the GPU, at the sizes of real models
     if table == "optional":
         with launches(lambda fn, *_: elsewhere.add(fn)):

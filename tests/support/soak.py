@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hybridrt import SamplingParams, SpeculativeConfig
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.engine.core.engine import Engine
 from hybridrt.runtime.run.model_runner import ModelRunner
 from tests.support.checkpoints import VOCAB, CheckpointStore

@@ -79,6 +79,17 @@ def test_a_prompt_that_is_cached_whole_is_not_asked_for(model: Path) -> None:
     assert (counters.fetched, counters.cached) == (1, 1) and prefill.worker.counters().computed == 1
 
 
+def test_a_prompt_that_no_message_can_hold_is_computed_here(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would end the connections to one worker after the other."""
+    prefill, decode = connected(model)
+    monkeypatch.setattr("hybridrt.transfer.decode.MAX_TOKENS", 30)
+    tokens = [7] * 32
+    assert finish(prefill, decode, tokens) == alone(model, [tokens], greedy())[0]
+    counters = decode.worker.counters()
+    assert (counters.workers, counters.fetched, counters.computed_here) == (1, 0, 1)
+    assert finish(prefill, decode, FIRST[:20]) and decode.worker.counters().fetched == 1
+
+
 def test_a_prompt_that_is_cached_while_it_waits_is_not_asked_for(tmp_path: Path) -> None:
     """The model has attention alone: nothing is left to ask for, and a worker ends the connection if it is."""
     path, prompt = write_tiny(tmp_path, OTHERS["attention"], tokenizer=False), [*FIRST, 9]

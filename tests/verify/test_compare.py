@@ -1,6 +1,7 @@
 """`hybridrt compare` finds what differs between two servers, and names it."""
 
 import json
+import random
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,12 @@ import pytest
 from typer.testing import CliRunner
 
 from hybridrt.base.errors import ConfigError
+from hybridrt.bench.timing import Timing
 from hybridrt.cli.app import app
 from hybridrt.engine.api.llm import LLM
+from hybridrt.verify.differences import Comparison
 from hybridrt.verify.trace import ComparedTarget, read_trace
+from hybridrt.verify.two_servers import Answered, _read_chunk
 from tests.support.echo_server import echoing, usual
 from tests.support.http_server import serving
 
@@ -110,3 +114,31 @@ def test_traces_that_cannot_be_read(tmp_path: Path, text: str) -> None:
     (tmp_path / "t").write_text(text)
     with pytest.raises(ConfigError):
         read_trace(str(tmp_path / "t"), None, 10)
+
+
+def test_odd_chunks_are_an_answers_failure() -> None:
+    """A server's numbers may be texts or missing: the answer counts as failed, and the comparison goes on."""
+    good: dict[str, Any] = {"text": "a", "token_ids": [1], "logprobs": {"tokens": ["a"], "token_logprobs": [-0.5]}}
+    chat: dict[str, Any] = {"logprobs": {"content": [{"token": "a", "logprob": -1, "top_logprobs": [{"token": "b"}]}]}}
+    odd: list[Any] = [None, "x", 5, [], {}, [None], [[1]], {"a": "x"}, float("nan")]
+    rng, comparison = random.Random(0), Comparison()
+
+    def changed(value: Any) -> Any:
+        if rng.random() < 0.2:
+            return rng.choice(odd)
+        if isinstance(value, dict):
+            return {key: changed(each) for key, each in value.items()}
+        return [changed(each) for each in value] if isinstance(value, list) else value
+
+    refused = 0
+    for _ in range(600):
+        pair = Answered(Timing(0.0, 1)), Answered(Timing(0.0, 1))
+        for answer in pair:
+            chunk = changed({"choices": [rng.choice([good, chat])], "usage": {"completion_tokens": 1}})
+            try:
+                _read_chunk(chunk if isinstance(chunk, dict) else {}, answer, 1.0)
+            except (ValueError, LookupError, TypeError, AttributeError) as e:
+                answer.timing.error, refused = type(e).__name__, refused + 1
+        comparison.add([pair[0]], [pair[1]])
+    assert comparison.requests == 600 and refused > 100
+    assert json.dumps(comparison.as_json())

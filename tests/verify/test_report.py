@@ -78,6 +78,29 @@ def test_a_hash_of_the_hub_is_compared(model: Path, way: str) -> None:
     assert "model.safetensors differs from what the hub published" in reported(model).results[1].findings[0]
 
 
+def test_a_file_is_read_once_for_its_hashes(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights have gigabytes."""
+    read: list[str] = []
+    monkeypatch.setattr("hybridrt.verify.files.published_hash", lambda file: "0" * 64)
+    monkeypatch.setattr("hybridrt.verify.files.sha256_of", lambda file: read.append(file.name) or "1" * 64)
+    monkeypatch.setattr("hybridrt.verify.published_hashes._digest", None)
+    subject, result = Subject(str(model)), Result("hashes")
+    check_hashes(subject, result)
+    assert len(read) == len(set(read)) == len(result.findings) > 2
+
+
+def test_a_check_that_breaks_off_has_failed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packages raise anything for an odd checkpoint."""
+
+    def broken(subject: Subject, result: Result) -> None:
+        raise KeyError("model.vocab")
+
+    monkeypatch.setattr(run, "CHECKS", {"tokenizer": broken, "config": check_config})
+    found = run.verify(Subject(str(model)))
+    assert [result.status for result in found.results] == ["failed", found.results[1].status]
+    assert "KeyError" in found.results[0].findings[0] and "model.vocab" in found.results[0].findings[0]
+
+
 def test_a_damaged_file_is_named_and_the_others_are_checked(model: Path) -> None:
     whole = (model / "model.safetensors").read_bytes()
     (model / "model.safetensors").write_bytes(whole[:-5])

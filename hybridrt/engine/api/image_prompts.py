@@ -13,12 +13,12 @@ def has_images(prompt: object) -> bool:
     return isinstance(prompt, Mapping) and "images" in prompt
 
 
-def read_images(prompts: Any, reader: ImageReader | None, tokenizer: Tokenizer | None, max_tokens: int) -> Any:
+def read_images(prompts: Any, reader: ImageReader, tokenizer: Tokenizer, max_tokens: int) -> Any:
     """One prompt or several, with images decoded. Those without images stay as they are.
 
     Raises:
-        RequestError: the model takes no images, one cannot be read, or the text has not as many
-            placeholders as there are images.
+        RequestError: an image cannot be read, or the text has not as many placeholders as there
+            are images.
     """
     if has_images(prompts):
         return _read(prompts, reader, tokenizer, max_tokens)
@@ -30,17 +30,13 @@ def read_images(prompts: Any, reader: ImageReader | None, tokenizer: Tokenizer |
     return [_read(each, reader, tokenizer, max_tokens) if has_images(each) else each for each in prompts]
 
 
-def _read(
-    prompt: Mapping[str, Any], reader: ImageReader | None, tokenizer: Tokenizer | None, max_tokens: int
-) -> dict[str, Any]:
+def _read(prompt: Mapping[str, Any], reader: ImageReader, tokenizer: Tokenizer, max_tokens: int) -> dict[str, Any]:
     text, images = prompt.get("prompt"), prompt["images"]
     if set(prompt) != {"prompt", "images"} or not isinstance(text, str):
         held = ", ".join(map(str, prompt))
         raise RequestError(f"the prompt is a dictionary of {held}; images go with prompt, a text, alone", "prompt")
     if isinstance(images, (str, bytes, Mapping)) or not isinstance(images, Sequence):
         raise RequestError(f"images is {shown(images)}; pass a list of images", "images")
-    if reader is None or tokenizer is None:
-        raise RequestError("images: this model reads text alone here; leave images out", "images")
     sources = [read_image(image, f"images.{i}") for i, image in enumerate(images)]
     tokens, spans = reader.expand(encode_prompt(tokenizer, text, max_tokens), sources, max_tokens)
     return {"prompt_token_ids": tokens, "spans": spans}

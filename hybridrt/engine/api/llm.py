@@ -12,11 +12,9 @@ import numpy as np
 from tqdm.auto import tqdm
 from tqdm.notebook import tqdm_notebook
 
-from hybridrt.base.config import EngineConfig, SpeculativeConfig
-from hybridrt.base.config_json import check_fields, integer
-from hybridrt.base.errors import EngineError, SessionError
+from hybridrt.base.engine_config import EngineConfig, SpeculativeConfig
+from hybridrt.base.errors import EngineError
 from hybridrt.base.errors_foreign import CALLS, ENGINE, LLM_ATTRIBUTES, knows_names, no_attribute, refuse
-from hybridrt.base.files import as_path
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.base.turns import Interrupts, undisturbed
 from hybridrt.chat.chat import Chat
@@ -35,23 +33,20 @@ from hybridrt.engine.api.chats import (
 )
 from hybridrt.engine.api.embeddings import check_dimensions, embedding, pooling_params
 from hybridrt.engine.api.image_prompts import read_images
+from hybridrt.engine.api.llm_cache import PrefixCacheCalls
 from hybridrt.engine.api.sampling_defaults import default_sampling_params
-from hybridrt.engine.cache.cache_dump import write_dump
-from hybridrt.engine.cache.session_file import Session
 from hybridrt.engine.core.engine import Engine
 from hybridrt.engine.core.load_engine import load_engine, read_tokenizer
 from hybridrt.engine.replicas.replicated_engine import ReplicatedEngine
-from hybridrt.engine.request.intake import PreparedPrompt, Prompt, check_client, text_or_ids
+from hybridrt.engine.request.intake import PreparedPrompt, Prompt, check_client
 from hybridrt.engine.request.outputs import Delta, DeltaQueue, RequestOutput, whole_output
-from hybridrt.engine.request.spans import cache_ids
 from hybridrt.engine.text.tokenizer import HFTokenizer
 from hybridrt.images.reader import image_reader
-from hybridrt.mem_cache.prefix_tree.cache_events import EVENTS, CacheSubscription
 from hybridrt.parallel.tensor_parallel import TensorParallelExecutor, check_world
 from hybridrt.runtime.load.build import load_target
 
 
-class LLM:
+class LLM(PrefixCacheCalls):
     """Loads a model and generates with it. `close` (or `with`) gives the memory back.
 
     Several threads may call `generate`, `stream` and `close`: they take turns, a step each, and
@@ -205,7 +200,6 @@ class LLM:
         """
         for name in unknown:
             refuse("generate", name, CALLS, ("prompts", "sampling_params", "client"))
-        check_client(client)
         params = self.default_sampling_params if sampling_params is None else sampling_params
         batch = self.engine.intake.prepare_all(self.with_spans(prompts), params)
         ids, ended = self._run(batch, client)
@@ -217,18 +211,21 @@ class LLM:
     def _run(self, batch: Sequence[PreparedPrompt], client: str = "") -> tuple[list[str], dict[tuple[str, int], Delta]]:
         """Runs requests to their end. Returns their ids, and the last delta of each sample."""
         engine, queue = self.engine, DeltaQueue()
-        total = sum([prepared.params.n for prepared in batch])
+        total = left = sum([prepared.params.n for prepared in batch])
         ended: dict[tuple[str, int], Delta] = {}
         hidden = len(batch) < 2 or not _shows_bars()
         with Interrupts() as interrupts, tqdm(total=total, disable=hidden, unit="sample", desc="generate") as bar:
             try:
                 with engine.turns:
                     ids = [engine.submit(prepared, stream=False, queue=queue, client=client) for prepared in batch]
-                while len(ended) < total:
+                while left:
                     with engine.turns:
                         if not queue.moved:
                             engine.run_step()
                         deltas = queue.take_deltas()
+                        left -= len(deltas)
+                        if not left:
+                            engine.finish_launched()
                     for delta in deltas:
                         if delta.error is not None:
                             raise delta.error
@@ -237,11 +234,11 @@ class LLM:
                         interrupts.raise_if_interrupted()
                     bar.update(len(deltas))
                 return ids, ended
-            finally:
+            except BaseException:
                 with engine.turns:
-                    if len(ended) < total:
-                        engine.abandon(queue)
+                    engine.abandon(queue)
                     engine.finish_launched()
+                raise
 
     def embed(
         self,
@@ -291,6 +288,8 @@ class LLM:
     def with_spans(self, prompts: Any) -> Any:
         """One prompt or several, those with images as token ids and spans. Others stay as they are.
         RequestError: an image cannot be taken."""
+        if self.image_reader is None or self.tokenizer is None:
+            return prompts  # the intake refuses images
         return read_images(prompts, self.image_reader, self.tokenizer, self.plan.max_model_len - 1)
 
     def chat(
@@ -361,99 +360,6 @@ class LLM:
         """Checks and tokenises a conversation. Raises what `chat` raises before it starts."""
         assert self.tokenizer is not None, "there is no Chat without a tokenizer"
         return prepare_chat(self.engine, self.tokenizer, chat, conversation, params)
-
-    def reset_prefix_cache(self) -> bool:
-        with self.engine.turns:
-            return self.engine.reset_prefix_cache()
-
-    def cache_events(self, *, limit: int = EVENTS) -> CacheSubscription:
-        """Subscribes to what the prefix cache and its main memory gain, lose and move. The first
-        `read` begins with what they hold now, so the events say at every time what is cached.
-
-        Args:
-            limit: events that are kept until they are read. More push the oldest ones out
-                (`CacheSubscription.missed`).
-
-        Raises:
-            ConfigError: `limit` is no integer from 1 to 2**31 - 1.
-        """
-        check_fields({"limit": limit}, {"limit": integer(1, 2**31 - 1)})
-        with self.engine.turns:
-            return self.engine.cache_events(limit)
-
-    def dump_cache(self, path: str | PathLike[str], *, text: bool = False) -> None:
-        """Writes the present contents of the prefix cache to a JSON file, for `hybridrt inspect
-        --cache`.
-
-        Args:
-            text: also write the cached texts, if there is a tokenizer.
-
-        Raises:
-            RequestError: `path` is no path. OSError: the file cannot be written.
-        """
-        file = as_path("path", path)
-        with self.engine.turns:
-            dump = self.engine.cache_dump(text=text)
-        write_dump(file, dump)
-
-    def save_session(
-        self, path: str | PathLike[str], prompt: Prompt, *, cache_salt: str | None = None, note: str = ""
-    ) -> Session:
-        """Writes KV and states of a text's longest cached prefix to a file, for `load_session`.
-
-        Args:
-            path: path of a safetensors file, which is replaced as a whole.
-            prompt: most often prompt and answer of a request that has ended, best as token ids.
-            cache_salt: the salt of that request.
-            note: text of the caller's own, up to 2**20 characters.
-
-        Returns:
-            What was saved. Its `token_ids` may be fewer than the prompt's: the last token of an
-                answer has no state.
-
-        Raises:
-            RequestError: `prompt` is no prompt, or `cache_salt` no text.
-            SessionError: nothing of it is cached, `path` is no path, or the note is invalid.
-            OSError: the file cannot be written.
-        """
-        given = self.with_spans(prompt)
-        file = as_path("path", path, SessionError)
-        content: Any = text_or_ids(given)
-        if not isinstance(content, str):
-            content = content[: self.plan.max_model_len - 1]  # the last token is never computed
-        if isinstance(given, Mapping) and given.get("spans"):
-            content = {**given, "prompt_token_ids": content}
-        prepared = self.engine.prepare(content, SamplingParams(max_tokens=1, cache_salt=cache_salt))
-        tokens = cache_ids(prepared.tokens, prepared.spans)
-        with undisturbed():
-            return self.engine.sessions.save(file, tokens, self.engine.cache_key(prepared.params), note)
-
-    def load_session(
-        self, path: str | PathLike[str], *, cache_salt: str | None = None, trusted: bool = False
-    ) -> Session:
-        """Puts a file of `save_session` into the prefix cache. Requests with this `cache_salt` that
-        begin with its tokens compute only the rest. Model, weights and dtypes must be those of the
-        LLM that saved it; `tp_size`, `page_size`, drafting without prediction heads, and the device
-        may differ.
-
-        The numbers of a file are used as weights are: its writer decides what requests get. So a
-        file that this user has not signed serves only requests with a salt of its own, the result's
-        `cache_salt`.
-
-        Args:
-            cache_salt: None: none for a file that this user's `save_session` has written, else the
-                file's own.
-            trusted: treat the file as one that this user has written.
-
-        Raises:
-            SessionError: `path` is no path, the file is damaged or belongs to another model, or
-                there is no room. Nothing has changed.
-            RequestError: `cache_salt` is no text.
-            OSError: the file cannot be opened.
-        """
-        key = self.engine.cache_key(SamplingParams(cache_salt=cache_salt))
-        with undisturbed():
-            return self.engine.sessions.load(as_path("path", path, SessionError), key, trusted)
 
     def __getattr__(self, name: str) -> NoReturn:
         raise no_attribute(self, name, LLM_ATTRIBUTES)

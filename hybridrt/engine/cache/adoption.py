@@ -39,14 +39,13 @@ def take_room_for_fetch(
 
 def slabs_to_clear(store: PrefixStore) -> list[int]:
     """Those that a copy to the device is to clear first."""
-    slabs = store.room_left.slabs
-    return [] if slabs is None else slabs.pop_unclean()
+    return [] if store.slabs is None else store.slabs.pop_unclean()
 
 
 def clear_later(store: PrefixStore, slabs: Sequence[int]) -> None:
     """They have not been cleared."""
-    if store.room_left.slabs is not None:
-        store.room_left.slabs.unclean.update(slabs)
+    if store.slabs is not None:
+        store.slabs.unclean.update(slabs)
 
 
 def give_up_room(store: PrefixStore, pages: GroupPages, slots: Sequence[Handle]) -> None:

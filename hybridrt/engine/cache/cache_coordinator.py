@@ -29,7 +29,7 @@ the slot, the next step starts by folding the row's ring into it (`donations`), 
 reads the slot.
 
 `settle` gives up the pages of a window group that the windows of all later tokens have passed
-(hybridrt/engine/cache/window_pages.py).
+(hybridrt/engine/cache/passed_pages.py).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -40,8 +40,8 @@ import numpy as np
 from hybridrt.base.errors import MemoryBudgetError, PoolError
 from hybridrt.engine.cache.host_fetches import LOOK_AHEAD, HostFetches
 from hybridrt.engine.cache.host_tier import HostTier
+from hybridrt.engine.cache.passed_pages import PassedPages, num_partial
 from hybridrt.engine.cache.prefix_store import PrefixStore
-from hybridrt.engine.cache.window_pages import WindowPages, num_partial
 from hybridrt.engine.request.sample_request import UNLIMITED, Request, RowColumns
 from hybridrt.kernels.core.slots import NO_SLOT
 from hybridrt.mem_cache.pools.entries import EntryAllocator
@@ -112,7 +112,7 @@ class CacheCoordinator:
         self._num_releases = 0  # counts events that may make room
         self._page_size = demands[0].page_size if demands else 0
         self.prefixes = PrefixStore(self.pages, self.slots, self.rows, lookahead, prefix_cache)
-        self._windows = WindowPages(self.pages, self.prefixes)
+        self._passed = PassedPages(self.pages, self.prefixes)
         self.fetches: HostFetches | None = None
 
     @classmethod
@@ -156,8 +156,8 @@ class CacheCoordinator:
     def has_free(self, num_tokens: int, requests: int) -> bool:
         """Whether so many requests of so many tokens would evict nothing."""
         need = [requests * (demand.whole(num_tokens) + 1) for demand in self.pages.demands]  # one page of headroom
-        pages, slots = self.prefixes.room_left.shortages(need, requests if self.slots.total else 0)
-        return self.rows.num_free >= requests and not any(pages) and not slots
+        short = self.prefixes.room_left.shortages([*need, requests if self.slots.total else 0])
+        return self.rows.num_free >= requests and not any(short)
 
     def admit_request(self, request: Request, headroom: int, plan: StepPlan) -> bool:
         """Lends a row, a slot and the pages that all known tokens of the request need at a time,
@@ -193,7 +193,7 @@ class CacheCoordinator:
             min(demand.whole(prefill_end) - end, demand.prefilling(prefill_end), most)
             for demand, end, most in zip(self.pages.demands, pages.ends, self.pages.bounds(prefill_end))
         ]
-        if not self._make_room([count + headroom for count in need], 1 if self.slots.total else 0):
+        if not self.prefixes.make_room([count + headroom for count in need], 1 if self.slots.total else 0):
             self.prefixes.unlock(match)
             return False
         if match.staged is not None:
@@ -217,7 +217,7 @@ class CacheCoordinator:
         need = self._lacking(request, num_tokens)
         if not any(need):
             return True
-        if not self._try_twice(lambda: self._make_room(need, 0)):
+        if not self._try_twice(lambda: self.prefixes.make_room(need, 0)):
             return False
         self._append(request, self.pages.alloc(need), plan)
         return True
@@ -229,7 +229,7 @@ class CacheCoordinator:
         """
         if not self.pages.has_windows:  # admission has lent all
             return num_tokens
-        fresh = self._windows.lend_spare(request, self._lacking(request, num_tokens))
+        fresh = self._passed.lend_spare(request, self._lacking(request, num_tokens))
         if any(map(len, fresh)):
             self._append(request, fresh, plan)
         return min(num_tokens, request.pages.whole_end * self._page_size)
@@ -245,7 +245,7 @@ class CacheCoordinator:
             request.prefix = self.prefixes.has_read(request.prefix)
             self._num_releases += 1
         if self.pages.has_windows:
-            self._num_releases += self._windows.leave(request)
+            self._num_releases += self._passed.leave(request)
         if not request.shared and request.settled >= request.prefill_end:
             self.prefixes.share(request, request.prefill_end)
             request.shared = True
@@ -314,9 +314,13 @@ class CacheCoordinator:
         without rows, for a fetch.
         """
         plan.moves = list(self.donations)
-        if len(plan.decode.rows) and self.prefixes.answers.pass_step(plan.decode):
-            plan.moves += self.prefixes.answers.leave(plan.decode, rows, self.prefixes.slot_within)
-        plan.cleared = [] if self.slabs is None else sorted(self.slabs.unclean)
+        decode, answers = plan.decode, self.prefixes.answers
+        if len(decode.rows):
+            answers.ahead -= 1 + (int(decode.num_drafts.max()) if len(decode.drafts) else 0)
+            if answers.ahead <= 0:
+                plan.moves += answers.leave(decode, rows, self.prefixes.slot_within)
+        if self.slabs is not None and self.slabs.unclean:
+            plan.cleared = sorted(self.slabs.unclean)
         return self.prefixes.tier is not None and self.prefixes.tier.seal(plan)
 
     def launched(self, plan: StepPlan) -> None:
@@ -346,7 +350,7 @@ class CacheCoordinator:
             request.row = request.state_slot = request.columns = None
             request.pages, request.prefix, request.saves = NO_PAGES, NO_MATCH, {}
         self.donations.clear()
-        self.prefixes.answers.clear()
+        self.prefixes.answers.places.clear()
         self.prefixes.tree.clear("failed")
         if self.fetches is not None and self.prefixes.tier is not None:
             self.fetches.clear()
@@ -387,10 +391,6 @@ class CacheCoordinator:
         """Calls `take`, and again after cancelling all fetches: requests that all wait for each
         other's fetches would never run."""
         return take() or (self.fetches is not None and self.fetches.cancel_all() and take())
-
-    def _make_room(self, pages: Sequence[int], slots: int) -> bool:
-        """Evicts what is missing, or nothing if that would not be enough."""
-        return self.prefixes.has_room(pages, slots) and self.prefixes.make_room(pages, slots)
 
     def _plan_admission(self, request: Request, plan: StepPlan) -> None:
         assert request.row is not None

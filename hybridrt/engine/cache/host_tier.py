@@ -5,6 +5,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from hybridrt.kernels.core.slots import NO_SLOT
 from hybridrt.mem_cache.pools.entries import EntryAllocator, Handle, Handles
 from hybridrt.mem_cache.pools.page_groups import GroupPages, PageAllocators, PageSets, no_sets, pages_of
 from hybridrt.mem_cache.pools.slabs import SlabShare
@@ -136,6 +137,7 @@ class HostTier:
             slots = [admission.state_slot for admission in plan.admissions]
             slots += [slot for row in plan.extend for _, slot in row.saves]
             slots += [move.target for move in plan.moves if move.when is When.BEFORE_ROWS]
+            slots = [slot for slot in slots if slot != NO_SLOT]
             self._written(self._read_slots, slots)
             self._slabs_written([(len(self.pages), slot) for slot in slots])
         for slab in plan.cleared:

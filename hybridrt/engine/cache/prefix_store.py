@@ -4,16 +4,15 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 
 import numpy as np
 
-from hybridrt.engine.cache.answer_states import MOST, AnswerStates
+from hybridrt.engine.cache.answer_states import MOST
+from hybridrt.engine.cache.cache_room import CacheRoom
 from hybridrt.engine.cache.host_tier import HostTier
-from hybridrt.engine.request.sample_request import Request
+from hybridrt.engine.request.sample_request import UNLIMITED, Request
 from hybridrt.mem_cache.pools.entries import EntryAllocator, Handle
 from hybridrt.mem_cache.pools.page_groups import PageAllocators, no_sets, pages_of
-from hybridrt.mem_cache.pools.room import Room
 from hybridrt.mem_cache.prefix_tree.cache_events import CacheSubscription, Why
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 from hybridrt.mem_cache.prefix_tree.prefix_cache import (
@@ -26,7 +25,6 @@ from hybridrt.mem_cache.prefix_tree.prefix_cache import (
 )
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_node import Node, StateKind
-from hybridrt.mem_cache.prefix_tree.state_worth import NewState
 
 log = logging.getLogger("hybridrt.cache")
 GRID = 16
@@ -35,7 +33,7 @@ MAX_FORKS = 4  # further states of a running prompt, for requests that wait for 
 SPACED, MOST_SPACED = 2048, 16  # tokens between the spaced states of a prompt, and how many it leaves
 
 
-class PrefixStore:
+class PrefixStore(CacheRoom):
     """Moves pages and slots between requests and the radix tree, in the ledgers of the allocators.
 
     Args:
@@ -46,9 +44,7 @@ class PrefixStore:
         grid: prompts leave states at multiples of so many tokens. It is a whole number of pages: a
             request that continues writing its last page can give the pages before it away.
         tier: entries in main memory; None: nothing.
-        pages, slots: the ledgers of the device's pages and states.
         lost: counts why requests compute what earlier texts had.
-        answers: states of running requests within their answers. Their slots are given up first.
         spaces: prompts also leave spaced states, and a chunk saves at most one state.
     """
 
@@ -57,16 +53,14 @@ class PrefixStore:
     ) -> None:
         page_size = pages.demands[0].page_size if pages.groups else 0
         windows = [demand.window for demand in pages.demands]
-        self.tree = RadixCache(page_size, slots.total > 0, lookahead, windows, pages.are_idle)
+        tree = RadixCache(page_size, slots.total > 0, lookahead, windows, pages.are_idle)
+        super().__init__(tree, pages, slots, rows)
         self.counts = CacheCounts()
         self.tier: HostTier | None = None
-        self.answers = AnswerStates(rows.total)
-        self.spaces = False
+        self.keeps, self.spaces = keeps, False
         self.grid = max(GRID, page_size)
-        least = 1 if self.tree.recurrent else page_size + lookahead
-        self.lost = LostReuse(self.counts, self.tree.recurrent, least, self.grid, self.tree.known_elsewhere)
-        self.pages, self.slots, self._rows, self.keeps = pages, slots, rows, keeps
-        self.room_left = Room(pages, slots)
+        least = 1 if tree.recurrent else page_size + lookahead
+        self.lost = LostReuse(self.counts, tree.recurrent, least, self.grid, tree.known_elsewhere)
 
     def match(self, request: Request) -> PrefixMatch:
         """The part of a waiting request that needs no computing. Nothing is locked."""
@@ -145,26 +139,27 @@ class PrefixStore:
         return replace(match, state=None, tail=None, tail_node=None)
 
     def admitted(self, request: Request, match: PrefixMatch) -> None:
-        """Counts a match and chooses where the rest of the prompt leaves states: at its last place
-        on the grid, where a cached or waiting prompt leaves its path, and at marked boundaries, the
-        last ones first.
-        """
-        prompt = request.prefill_end
-        ids = request.ids[:prompt]
+        """Counts a match, and chooses where the rest of the prompt leaves states."""
+        ids = request.ids[: request.prefill_end]
         if request.audits:
             request.metrics.cached_tokens = match.length
         elif not request.metrics.retractions and not request.afresh:
             request.metrics.admission_time = time.monotonic()
             self._count(request, ids, match)
-        request.shared, request.save_at, request.spaced = request.audits, (), ()
+        request.shared, request.save_at, request.spaced, request.answer_due = request.audits, (), (), UNLIMITED
         if self.keeps and self.slots.total and not request.audits:
-            parts = self.tree.waiting.partings(ids, request.cache_key)
-            ends = (prompt - 1, match.fork, *sorted({*parts, *request.boundaries}, reverse=True))
-            grid = dict.fromkeys([min(end, prompt - 1) // self.grid * self.grid for end in ends])
-            request.save_at = tuple([end for end in grid if end > match.length][:MAX_SAVES])
-            if self.spaces and not self.pages.has_windows:
-                apart = max(SPACED, (prompt - match.length) // MOST_SPACED) // self.grid * self.grid
-                request.spaced = range((match.length // apart + 1) * apart, prompt, apart)
+            self._choose_places(request, ids, match)
+
+    def _choose_places(self, request: Request, ids: np.ndarray, match: PrefixMatch) -> None:
+        """A prompt leaves states at its last place on the grid, where a cached or waiting prompt leaves
+        its path, and at marked boundaries, the last ones first."""
+        prompt, parts = len(ids), self.tree.waiting.partings(ids, request.cache_key)
+        ends = (prompt - 1, match.fork, *sorted({*parts, *request.boundaries}, reverse=True))
+        grid = dict.fromkeys([min(end, prompt - 1) // self.grid * self.grid for end in ends])
+        request.save_at = tuple([end for end in grid if end > match.length][:MAX_SAVES])
+        if self.spaces and not self.pages.has_windows:
+            apart = max(SPACED, (prompt - match.length) // MOST_SPACED) // self.grid * self.grid
+            request.spaced = range((match.length // apart + 1) * apart, prompt, apart)
 
     def last_place(self, request: Request, most: int) -> int:
         """The last place of a running prompt, at most `most`, where it leaves or can leave a state;
@@ -226,15 +221,14 @@ class PrefixStore:
         if not self.keeps:
             return
         if self.slots.total and length == request.prefill_end:
-            self.answers.begin_answer(request)
+            request.answer_due, request.answer_gap = length, self.answers.apart
         # The step that leaves a state within the answer at `length` may not have been read yet.
-        answers = self.answers
+        answers = self.answers.places
         states = {k: slot for k, slot in request.saves.items() if k < length + (slot not in answers)}
         # The request still fills the page after the complete ones.
         taken, node = self._insert(request, request.ids[:length], states, "computed", self.tree.complete(length))
         self.pages.lock(taken.pages)
-        answers.forget(states.values())
-        self._free_saves(request, states, taken)
+        self._end_saves(request, states, taken)
         if node.parent is not None:
             before, request.prefix = request.prefix, replace(request.prefix, node=node)
             self.tree.lock(PrefixMatch(node=node))
@@ -245,8 +239,7 @@ class PrefixStore:
         the states that were taken over.
         """
         taken = self._offer(request)
-        self.answers.end_answer(request)
-        self._free_saves(request, request.saves, taken)
+        self._end_saves(request, request.saves, taken)
         self.has_read(request.prefix)
         self.tree.unlock(request.prefix)
         request.prefix = NO_MATCH
@@ -270,61 +263,9 @@ class PrefixStore:
     def length_of(self, num_tokens: int) -> int:
         return num_tokens if self.tree.recurrent else num_tokens - self.tree.lookahead
 
-    def room(self) -> tuple[tuple[int, ...], int]:
-        """Upper bounds of the pages of each group, and the state slots, that are free or evictable."""
-        pages, slots = self.room_left.most()
-        return pages, slots + len(self.answers)
-
-    def has_room(self, pages: Sequence[int], slots: int) -> bool:
-        """Whether so many pages of each group and slots are free or evictable. In one memory, states
-        within answers of running requests give way first."""
-        if not self.room_left.one_memory:
-            return self.room_left.may_have(pages, max(slots - len(self.answers), 0))
-        if not (found := self.room_left.may_have(pages, slots)) and len(self.answers):
-            self.slots.free(self.answers.give_up(len(self.answers)))
-            found = self.room_left.may_have(pages, slots)
-        return found
-
     def make_room(self, pages: Sequence[int], slots: int) -> bool:
-        """Evicts until so many pages of each group and slots are free. False if there are still too
-        few.
-        """
-        short, lacking = self.room_left.shortages(pages, slots)
-        if not any(short) and not lacking:
-            return True
-        if self.room_left.slabs is None:
-            self.evict(short, lacking)
-            short, lacking = self.room_left.shortages(pages, slots)
-        while self.room_left.slabs is not None and (any(short) or lacking) and self._evict_least(short):
-            short, lacking = self.room_left.shortages(pages, slots)
-        return not any(short) and not lacking
-
-    def _evict_least(self, short: Sequence[int]) -> bool:
-        """Evicts what is worth least, of pages that share memory and lack so many, and states. False
-        if there is nothing that no request reads.
-
-        Pages that a window has passed go first. With recurrent layers, pages are worth what the
-        states after them are: those that no state needs are next, then the state of least worth.
-        Without, the ends of texts go in order of their last use, in all groups, which may empty
-        slabs for others.
-        """
-        tree, some = self.tree, sum(short) or self.pages.shares[0].per_slab
-        evictions = (
-            partial(tree.evict_passed, short),
-            *([partial(tree.evict_leaf, some, stateless=True)] if tree.recurrent else ()),
-            partial(tree.evict, self._no_pages, 1 if self.room_left.one_memory else 0),
-            partial(tree.evict_leaf, some),
-            partial(tree.evict, short, 0),  # pages of windows within texts that are read
-            partial(tree.evict, [group.total for group in self.pages.groups], 0),
-        )
-        return any(self._any_evicted(evict()) for evict in evictions)
-
-    def evict(self, pages: Sequence[int], states: int, *, new: NewState | None = None, why: Why = "evicted") -> None:
-        """Frees so many entries that no request reads, or all there are; `new` and `why` as in
-        RadixCache.evict.
-        """
-        self.slots.free(given_up := self.answers.give_up(states))
-        self.evicted(self.tree.evict(pages, states - len(given_up), new=new, why=why))
+        """Whether so many pages of each group and slots are free, if need be by `evict_for`."""
+        return not any(self.room_left.shortages([*pages, slots])) or self.evict_for(pages, slots)
 
     def reset(self) -> bool:
         self.lost.texts.clear()
@@ -332,19 +273,6 @@ class PrefixStore:
             self.tier.clear("reset")
         self.evict([group.total for group in self.pages.groups], self.slots.total, why="reset")
         return not self.pages.num_cached and not self.slots.num_cached
-
-    def slot_within(self, request: Request, fresh: int) -> Handle | None:
-        """A slot for a state within an answer: a free one or that of another such state, first of
-        ended requests, then of running ones, but not one of the latest `fresh`.
-        """
-        if len(request.saves) >= MOST:
-            self.slots.free(self.answers.spread(request))
-        if self.room_left.num_free_slots <= self._reserved_slots() and not self.evicted(
-            self.tree.evict(self._no_pages, 1, new=NewState(0))
-        ):
-            gone = self.answers.spread(request)
-            self.slots.free(gone if gone or len(self.answers) <= fresh else self.answers.give_up(1))
-        return self.slots.alloc(1)[0] if self.room_left.num_free_slots > self._reserved_slots() else None
 
     def subscribe(self, limit: int) -> CacheSubscription:
         trees = [self.tree] if self.tier is None else [self.tree, self.tier.tree]
@@ -373,7 +301,7 @@ class PrefixStore:
             return
         skipped = request.params.prompt_logprobs is not None or request.params.pooling == "mean"
         request.metrics.cache_miss = CacheMiss("skipped", 0) if skipped else self.lost.count(prompt, key, match)
-        if (miss := request.metrics.cache_miss) is not None:
+        if (miss := request.metrics.cache_miss) is not None and log.isEnabledFor(logging.DEBUG):
             text = "request %s: %d of %d tokens were cached; from token %d on %d were not (%s); what helps: %s"
             size = len(prompt)
             log.debug(text, request.request_id, match.length, size, miss.token, miss.tokens, miss.why, miss.helps)
@@ -404,7 +332,7 @@ class PrefixStore:
         self.lost.texts.note(ids, key)
         own, within, kinds = request.save_at, False, dict[int, StateKind]()
         for place, slot in states.items():
-            if slot in self.answers:
+            if slot in self.answers.places:
                 within, kinds[place] = True, StateKind.ANSWER
             elif place in own[1:]:
                 kinds[place] = StateKind.FORK
@@ -418,82 +346,17 @@ class PrefixStore:
             self.evicted(self.tree.thin(node, MOST))
         if self.tier is not None:
             # Once the cache has a slot and its ring is folded, the state in it is complete.
-            kept = {slot for slot in (*taken.states, *request.saves.values()) if slot not in self.answers}
+            kept = {slot for slot in (*taken.states, *request.saves.values()) if slot not in self.answers.places}
             self.tier.offer(ids, sets, {end: slot for end, slot in states.items() if slot in kept}, key)
         return taken, node
 
-    def _free_saves(self, request: Request, states: Mapping[int, Handle], taken: CacheEntries) -> None:
+    def _end_saves(self, request: Request, states: Mapping[int, Handle], taken: CacheEntries) -> None:
+        """These states have been offered to the cache: those that it has not taken are freed."""
         if not states:
             return
+        self.answers.forget(states.values())
         self.slots.free([slot for slot in states.values() if slot not in taken.states])
         request.saves = {place: slot for place, slot in request.saves.items() if place not in states}
-
-    def _slot_for(self, request: Request, place: int) -> Handle | None:
-        spare = self.room_left.num_free_slots + len(self.answers) + self.tree.num_within
-        if spare <= self._reserved_slots() and (slot := self._superseded(request)) is not None:
-            return slot
-        arrivals = self.tree.waiting.behind(request.ids[:place], request.cache_key)
-        return self.spare_slot(NewState(place - request.prefix.length, arrivals))
-
-    def _any_evicted(self, gone: CacheEntries) -> bool:
-        self.evicted(gone)
-        return len(gone.states) > 0 or any(map(len, gone.pages))
-
-    def _slot_given_up_first(self) -> Handle | None:
-        """A free slot, or that of another state that is given up first."""
-        if self.room()[1] <= self._promised_slots():
-            return None
-        if self.room_left.num_free_slots <= self._reserved_slots():
-            self.evicted(self.tree.evict(self._no_pages, 1, new=NewState(0)))
-        return self.slots.alloc_one() if self.room_left.num_free_slots > self._reserved_slots() else None
-
-    def evicted(self, gone: CacheEntries) -> Sequence[Handle]:
-        self.pages.evict(gone.pages)
-        self.slots.evict(gone.states)
-        return gone.states
-
-    def _superseded(self, request: Request) -> Handle | None:
-        """The slot of the state that a request has started from, if no other will use it. The step
-        that leaves a later state there reads the earlier one first.
-        """
-        match, lacking = request.prefix, self.room()[1] < self._promised_slots()
-        if lacking or (state := self.tree.supersede(match)) is None:
-            return None
-        if match.state is not None:
-            self.slots.unlock([state])
-            request.prefix = replace(match, state=None)
-        self.slots.evict([state])
-        return self.slots.alloc_one()
-
-    def spare_slot(self, new: NewState) -> Handle | None:
-        """A slot for a state, if requests that may come do not need it."""
-        if self.room()[1] <= self._promised_slots():
-            return None
-        while self.room_left.one_memory and self.room_left.num_free_slots <= self._reserved_slots():
-            useless = self.tree.evict_leaf(self.pages.shares[0].per_slab, stateless=True)
-            if not self._any_evicted(useless):
-                break
-        short = self._reserved_slots() + 1 - self.room_left.num_free_slots
-        if short > 0:
-            self.evict(self._no_pages, short, new=new)
-        return self.slots.alloc_one() if self.room_left.num_free_slots > self._reserved_slots() else None
-
-    @property
-    def _no_pages(self) -> Sequence[int]:
-        return [0] * len(self.pages)
-
-    def _promised_slots(self) -> int:
-        """Slots that stay free or evictable: one for each free row, so no request lacks one. In one
-        memory rows may be more than fit, and requests wait for pages anyway.
-        """
-        return self._reserved_slots() if self.room_left.one_memory else self._rows.num_free
-
-    def _reserved_slots(self) -> int:
-        """Free slots that waiting requests need with their rows: otherwise a state of more worth may
-        be evicted for them. In one memory the first request alone: others lack pages too.
-        """
-        waiting = len(self.tree.waiting)
-        return min(self._rows.num_free, waiting, 1 if self.room_left.one_memory else waiting)
 
 
 def _end_of(request: Request) -> Why:

@@ -19,7 +19,7 @@ from hybridrt.base.errors import SessionError, is_text, shown
 from hybridrt.base.files import SESSION_HEADER_BYTES
 from hybridrt.base.files_safetensors import DamagedFileError, TensorFile
 from hybridrt.engine.request.spans import without_keys
-from hybridrt.mem_cache.pools.mamba_pool import Shapes
+from hybridrt.mem_cache.pools.mamba_pool_spec import Shapes
 from hybridrt.runtime.load.state_identity import Identity, first_difference
 from hybridrt.runtime.run.prefix_copy import Tensors
 

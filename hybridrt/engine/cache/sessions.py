@@ -15,7 +15,7 @@ from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.cache.session_file import MAX_TENSORS, CachedPrefix, Session, SessionReader, write_session
 from hybridrt.engine.cache.session_key import session_key
 from hybridrt.engine.request.spans import with_placeholders
-from hybridrt.mem_cache.pools.mamba_pool import Shapes
+from hybridrt.mem_cache.pools.mamba_pool_spec import Shapes
 from hybridrt.mem_cache.pools.page_groups import GroupPages, PageSets, no_sets, pages_of
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 from hybridrt.parallel.tensor_parallel import TensorParallelExecutor

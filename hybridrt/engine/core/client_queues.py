@@ -3,13 +3,13 @@
 import heapq
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
-from types import MappingProxyType
 from typing import NamedTuple
 
 from hybridrt.engine.core.followers import Followers
+from hybridrt.engine.core.scheduler import goes_first_from
 from hybridrt.engine.core.step_cost import PromptWork
 from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.engine.request.sample_request import Request
@@ -17,13 +17,7 @@ from hybridrt.engine.request.sample_request import Request
 ACTIVE_SECONDS = 60.0  # a client is active for so long after its last request came or was computed
 FLOOD_SECONDS = 3.0  # a client with so many seconds of waiting prompts floods, until none waits
 _FEW_CLIENTS = 64
-AGE_SECONDS = 30.0  # a request that waits so much longer goes before one of the next priority
 _arrival = attrgetter("arrival")
-
-
-def goes_first_from(request: Request) -> float:
-    """Orders requests of different priorities by age: the lower number goes first."""
-    return request.metrics.arrival_time + AGE_SECONDS * request.params.priority
 
 
 class _Entry(NamedTuple):
@@ -40,13 +34,13 @@ class RequestQueue:
     so only the first request of each class is compared, however many wait.
 
     Args:
-        policy: predicts seconds and has the clock. None: first come, first served.
+        policy: predicts seconds and has the clock.
 
     Attributes:
         pending: prompt tokens that these requests compute.
     """
 
-    def __init__(self, policy: TrafficPolicy | None) -> None:
+    def __init__(self, policy: TrafficPolicy) -> None:
         self.pending = PromptWork()
         self._policy = policy
         self._entries = dict[int, _Entry]()  # by arrival
@@ -82,8 +76,7 @@ class RequestQueue:
         if priority not in self._levels:
             insort(self._priorities, priority)
         insort(self._levels.setdefault(priority, {}).setdefault(entry.size, []), request, key=_arrival)
-        if self._policy is not None:
-            self._note_age(request)
+        self._note_age(request)
 
     def remove(self, request: Request) -> None:
         entry = self._entries.pop(request.arrival)
@@ -103,19 +96,17 @@ class RequestQueue:
         """
         if not self._entries:
             return ()
-        if len(self._priorities) > 1 and self._policy is not None:
+        if len(self._priorities) > 1:
             oldest = self._oldest()
             if oldest.params.priority > self._priorities[0]:
                 return (oldest,)
         firsts = [queue[0] for queue in self._levels[self._priorities[0]].values()]
-        if self._policy is not None and self._policy.is_due(oldest := min(firsts, key=_arrival)):
+        if self._policy.is_due(oldest := min(firsts, key=_arrival)):
             short = [first for first in firsts if self._entries[first.arrival].work.tokens <= passing]
             return (oldest, *([max(short, key=self.ratio)] if short else ()))
         return (max(firsts, key=self.ratio),)
 
     def ratio(self, request: Request) -> float:
-        if self._policy is None:
-            return 0.0
         return self._policy.ratio(self._policy.waited(request), self._entries[request.arrival].work)
 
     def tokens(self, request: Request) -> int:
@@ -124,7 +115,7 @@ class RequestQueue:
 
     def _size(self, work: PromptWork) -> int:
         """The class: seconds differ by up to a factor of 1.4 within one."""
-        return 0 if self._policy is None else round(2 * math.log2(self._policy.prompt_seconds(work)))
+        return round(2 * math.log2(self._policy.prompt_seconds(work)))
 
     def _note_age(self, request: Request) -> None:
         heap = self._by_age
@@ -145,12 +136,11 @@ class ClientQueues:
     Vin and Cheng 1996).
 
     Args:
-        policy: of RequestQueue.
-        weights: shares of clients; 1 for others.
+        policy: of RequestQueue. It also has the shares of clients.
     """
 
-    def __init__(self, policy: TrafficPolicy | None, weights: Mapping[str, float] = MappingProxyType({})) -> None:
-        self.policy, self.weights = policy, weights
+    def __init__(self, policy: TrafficPolicy) -> None:
+        self.policy = policy
         self._queues = dict[str, RequestQueue]()  # of clients with waiting requests
         self._spent = dict[str, float]()  # seconds / weight
         self._now = 0.0  # `_spent` of the client that was served last, before that
@@ -181,22 +171,18 @@ class ClientQueues:
         """See RequestQueue.best."""
         return self._queues[client].best(passing) if client in self._queues else ()
 
-    def client_of(self, request: Request) -> str:
-        return request.client if self.policy is not None else ""
-
     def add(self, request: Request, work: PromptWork) -> None:
-        client = self.client_of(request)
+        client = request.client
         if client not in self._queues:
             self._queues[client] = RequestQueue(self.policy)
             self._spent[client] = max(self.spent(client), self._now)
         self._queues[client].add(request, work)
-        if self.policy is not None:
-            self._note_active(client, self.policy)
-            if self.policy.prompt_seconds(self._queues[client].pending) > FLOOD_SECONDS:
-                self._flooding.add(client)
+        self._note_active(client)
+        if self.policy.prompt_seconds(self._queues[client].pending) > FLOOD_SECONDS:
+            self._flooding.add(client)
 
     def remove(self, request: Request) -> None:
-        client = self.client_of(request)
+        client = request.client
         queue = self._queues[client]
         queue.remove(request)
         if not queue:
@@ -208,24 +194,23 @@ class ClientQueues:
 
     def charge(self, request: Request, work: PromptWork) -> None:
         """A step computes this much of a request's prompt."""
-        if self.policy is not None:
-            client = request.client
-            self._note_active(client, self.policy)
-            self._now = self.spent(client)
-            self._spent[client] = self._now + self.policy.prompt_seconds(work) / self.weights.get(client, 1.0)
+        client = request.client
+        self._note_active(client)
+        self._now = self.spent(client)
+        self._spent[client] = self._now + self.policy.prompt_seconds(work) / self.policy.weights.get(client, 1.0)
 
     @property
     def flooded(self) -> bool:
         """A client floods while another one, which does not, is active."""
-        if not self._flooding or self.policy is None:
+        if not self._flooding:
             return False
         now = self.policy.clock()
         return any(until >= now and client not in self._flooding for client, until in self._active.items())
 
-    def _note_active(self, client: str, policy: TrafficPolicy) -> None:
-        self._active[client] = policy.clock() + ACTIVE_SECONDS
+    def _note_active(self, client: str) -> None:
+        self._active[client] = self.policy.clock() + ACTIVE_SECONDS
         if len(self._active) > self._many:
-            self._forget_idle(policy.clock())
+            self._forget_idle(self.policy.clock())
 
     def _forget_idle(self, now: float) -> None:
         idle = [client for client, until in self._active.items() if until < now and client not in self._queues]
@@ -246,34 +231,32 @@ class ClientQueues:
 
 class PromptOrder:
     """The prompts of a step, in the order of their computation: by client, by priority, by response
-    ratio. Without a policy, admitted ones are first.
+    ratio.
 
     Args:
         admitted: requests with uncomputed prompts, in order of admission.
-        passing: so many tokens of short prompts pass those that are due. So a long prompt that is
-            due does not delay short ones by its own time.
 
     Attributes:
         admits: False: no more waiting requests.
+        passing: so many tokens of short prompts pass those that are due. So a long prompt that is
+            due does not delay short ones by its own time.
     """
 
-    def __init__(
-        self, queues: ClientQueues, followers: Followers, admitted: Sequence[Request], passing: int = 0
-    ) -> None:
-        self._passing = passing
+    def __init__(self, queues: ClientQueues, followers: Followers, admitted: Sequence[Request]) -> None:
+        self.passing = queues.policy.passing
         self._queues, self._followers, self._policy = queues, followers, queues.policy
         self.admits = True
         self._admitted = dict[str, list[Request]]()  # by client
         for request in admitted:
-            self._admitted.setdefault(queues.client_of(request), []).append(request)
+            self._admitted.setdefault(request.client, []).append(request)
 
     def next(self) -> Request | None:
         """An admitted request is returned once; a waiting one until it leaves its queue."""
         if (client := self._client()) is None:
             return None
         admitted = self._admitted.get(client, [])
-        waiting = self._queues.best(client, self._passing) if self.admits else ()
-        first = (admitted or waiting)[0] if self._policy is None else self._first(admitted, waiting)
+        waiting = self._queues.best(client, self.passing) if self.admits else ()
+        first = self._first(admitted, waiting)
         if first not in waiting:
             admitted.remove(first)
             if not admitted:
@@ -293,13 +276,12 @@ class PromptOrder:
             return oldest
         level = [each for each in ratios if each[1].params.priority == top]
         first = min((request for _, request in level), key=lambda request: request.arrival)
-        assert self._policy is not None
         if not self._policy.is_due(first):
             return max(level, key=lambda each: each[0])[1]
-        short = [each for each in level if self._tokens(each[1]) <= self._passing]
+        short = [each for each in level if self._tokens(each[1]) <= self.passing]
         if short:
             first = max(short, key=lambda each: each[0])[1]
-            self._passing -= self._tokens(first)
+            self.passing -= self._tokens(first)
         return first
 
     def _tokens(self, request: Request) -> int:
@@ -308,6 +290,5 @@ class PromptOrder:
 
     def _ratio(self, request: Request) -> float:
         policy = self._policy
-        assert policy is not None
         waited = policy.waited(request) + self._followers.waited(request, policy.clock())
         return policy.ratio(waited, PromptWork.between(request.computed, request.prefill_end))

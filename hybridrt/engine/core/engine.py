@@ -10,7 +10,7 @@ from itertools import count
 
 import torch
 
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import EngineError, RequestError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.base.turns import Change, Turns, weakly
@@ -24,6 +24,7 @@ from hybridrt.engine.core.encoder_tasks import EncoderTasks
 from hybridrt.engine.core.fold_counts import FoldCounts
 from hybridrt.engine.core.grammar_masks import step_masks
 from hybridrt.engine.core.hit_audit import EXACT_TOLERANCE, LOGPROBS, TOLERANCE, HitAudit
+from hybridrt.engine.core.policy_scheduler import PolicyScheduler
 from hybridrt.engine.core.prefill_source import PrefillSource
 from hybridrt.engine.core.samples import Samples
 from hybridrt.engine.core.scheduler import ScheduledStep, Scheduler
@@ -98,7 +99,12 @@ class Engine:
         compiler = GrammarCompiler(tokenizer, limits.vocab_size, limits.eos_token_ids)
         self.intake = Intake(limits, tokenizer, compiler, coordinator.check_fits)
         self.target, self.drafter = target, drafter
-        self._scheduler = Scheduler(coordinator, limits.chunked_prefill_size, drafter, target, encoder)
+        chunk = limits.chunked_prefill_size
+        self._scheduler = (
+            Scheduler(coordinator, chunk, drafter, encoder)
+            if target is None
+            else PolicyScheduler(coordinator, chunk, target, drafter, encoder)
+        )
         self._max_in_flight = 1 if overlap else 0
         self._seed = seed
         self._num_requests = 0
@@ -154,7 +160,6 @@ class Engine:
         if config.audit_hits:
             tolerance = EXACT_TOLERANCE if runner.target.dtype == torch.float32 else TOLERANCE
             engine.audit_hits(HitAudit(config.audit_hits, tolerance, config.seed))
-        engine._scheduler.queues.weights = config.client_weights or {}
         engine._samples.folds = FoldCounts.from_pool(runner.pools.req_to_token.mamba_pool)
         return engine
 
@@ -272,6 +277,8 @@ class Engine:
                 if (scheduled := self._scheduler.schedule()) is not None:
                     try:
                         self._launched.append((scheduled, self.executor.launch(scheduled.plan)))
+                        if self.target is not None:
+                            self.target.note_launch(scheduled.plan, scheduled.launched)
                         self._coordinator.launched(scheduled.plan)
                         self._samples.totals.count_launch(scheduled.plan)
                     except Exception as e:

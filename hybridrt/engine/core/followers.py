@@ -30,11 +30,10 @@ class Followers:
 
     Args:
         store: where prompts leave states.
-        joins: False: only samples of the same request wait for each other.
     """
 
-    def __init__(self, store: PrefixStore, joins: bool) -> None:
-        self._store, self._joins = store, joins
+    def __init__(self, store: PrefixStore) -> None:
+        self._store = store
         self._leaders = dict[tuple[CacheKey, bytes], list[Request]]()  # running prompts by their beginning
         self._held = dict[int, list[tuple[Request, int]]]()  # by the leader's arrival, with ends of places
         self._leader_of = dict[int, Place]()  # by the follower's arrival
@@ -50,8 +49,9 @@ class Followers:
 
     def add_leader(self, leader: Request) -> None:
         """The prompt of an admitted request is going to be computed."""
-        if self._joins and (key := self._key(leader)) is not None and leader.reads_cache and not leader.audits:
+        if (key := self._key(leader)) is not None and leader.reads_cache and not leader.audits:
             self._leaders.setdefault(key, []).append(leader)
+            leader.leads = True
 
     def place_for(self, request: Request) -> Place | None:
         """The place that a waiting request should wait for. None: it should not wait."""
@@ -70,6 +70,7 @@ class Followers:
         return best if best.end >= known + LEAST_SHARED else None
 
     def hold(self, request: Request, place: Place) -> None:
+        place.leader.leads = True
         self._store.leave_at(place.leader, place.end)
         self._held.setdefault(place.leader.arrival, []).append((request, place.end))
         self._leader_of[request.arrival] = place
@@ -97,6 +98,7 @@ class Followers:
 
     def end_leader(self, leader: Request) -> list[Request]:
         """The prompt is computed, or will not be. Returns all followers."""
+        leader.leads = False
         key = self._key(leader) if self._leaders else None
         if key is not None and leader in (leaders := self._leaders.get(key, [])):
             leaders.remove(leader)

@@ -1,20 +1,19 @@
 """Chooses the requests and tokens of the next step. Host integers only; never waits for the device."""
 
+from bisect import insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress, repeat
+from typing import Protocol
 
 import numpy as np
 
 from hybridrt.base.errors import EngineError
 from hybridrt.base.spans import mrope_positions
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
-from hybridrt.engine.core.client_queues import ClientQueues, PromptOrder
 from hybridrt.engine.core.draft_rows import needs_tokens, propose_drafts
 from hybridrt.engine.core.encoder_tasks import EncoderTasks
-from hybridrt.engine.core.followers import Followers
-from hybridrt.engine.core.step_cost import ChunkBudget, PromptWork
-from hybridrt.engine.core.traffic_policy import PASSING_SHARE, TrafficPolicy
+from hybridrt.engine.core.followers import Followers, Place
 from hybridrt.engine.request.sample_request import Request, RowColumns
 from hybridrt.kernels.core.slots import OWN_SLOT
 from hybridrt.runtime.step.plan import DecodeRows, ExtendRow, StateCopy, StepPlan, StepResult, int32s
@@ -22,6 +21,7 @@ from hybridrt.speculative.draft import NO_DRAFT, Draft, draft_columns
 from hybridrt.speculative.drafter import Drafter
 
 AUDIT_CHUNK = 128  # tokens: a request that comes may wait for such a step
+AGE_SECONDS = 30.0  # a request that waits so much longer goes before one of the next priority
 
 
 @dataclass(slots=True)
@@ -59,19 +59,32 @@ class ScheduledStep:
                 )
 
 
-def _uncomputed(admitted: Iterable[Request]) -> PromptWork:
-    return sum([PromptWork.between(request.computed, request.prefill_end) for request in admitted], PromptWork())
+class WaitingRequests(Protocol):
+    """Requests that may be started, in their present order."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Request]: ...
+    def remove(self, request: Request, /) -> None: ...
+    def clear(self) -> None: ...
+
+
+def goes_first_from(request: Request) -> float:
+    """Orders requests of different priorities by age: the lower number goes first."""
+    return request.metrics.arrival_time + AGE_SECONDS * request.params.priority
+
+
+def _first_come_key(request: Request) -> tuple[float, int]:
+    return goes_first_from(request), request.arrival
 
 
 def _priority_key(request: Request) -> tuple[int, int]:
-    """The first is started first; the last is retracted first."""
+    """The last is retracted first."""
     return request.params.priority, request.arrival
 
 
 class Scheduler:
-    """Continuous batching with chunked prefill. Without a policy: by priority, then first come,
-    first served. With one: in the order of PromptOrder, and a request waits for a running prompt
-    that computes a part of its own.
+    """Continuous batching with chunked prefill: by priority, which ages, then first come, first served.
+    `PolicyScheduler` has another order.
 
     Every step includes all running requests that can decode. Prefill gets the rest of
     `chunked_prefill_size`, but never less than half of `chunked_prefill_size`. A
@@ -85,7 +98,6 @@ class Scheduler:
         chunked_prefill_size: tokens of a step, decode rows counted with their drafts.
         drafter: proposes drafts; a step then waits for the tokens that they follow, and all rows
             decode together.
-        policy: decides how long steps may take and which prompts they compute.
         encoder: plans the tasks of an encoder; None: requests have no spans.
 
     Attributes:
@@ -97,22 +109,19 @@ class Scheduler:
         coordinator: CacheCoordinator,
         chunked_prefill_size: int,
         drafter: Drafter | None = None,
-        policy: TrafficPolicy | None = None,
         encoder: EncoderTasks | None = None,
     ) -> None:
         self.encoder = encoder
-        self.queues = ClientQueues(policy)
+        self._first_come: list[Request] = []  # in order
+        self.queues: WaitingRequests = self._first_come
         self.running: dict[int, Request] = {}  # requests by arrival, in order of admission
         self.num_retractions = 0
         self._coordinator = coordinator
         self._chunk = chunked_prefill_size
         self._drafter = drafter
-        self._policy = policy
-        self._followers = Followers(coordinator.prefixes, joins=policy is not None)
+        self._followers = Followers(coordinator.prefixes)
         # Requests that will be queued at the next step whose fetch is over, if there is one.
         self._aside: list[Request] = []
-        self._uncomputed = PromptWork()  # of admitted requests
-        coordinator.prefixes.spaces = policy is not None
         self._in_flight = 0
         self._order: tuple[list[Request], np.ndarray] | None = None
         self._constrained = False
@@ -134,14 +143,14 @@ class Scheduler:
 
     def _queue(self, request: Request, known: int) -> None:
         """`known`: its tokens that are cached."""
-        work = PromptWork.between(known, len(request.prompt) + len(request.output))
-        if self._policy is not None:
-            self._policy.set_due(request, self.pending)
-        if (place := self._followers.place_for(request)) is not None:
+        if (place := self._place_for(request)) is not None:
             self._followers.hold(request, place)
         else:
-            self.queues.add(request, work)
-        self._note_backlog()
+            insort(self._first_come, request, key=_first_come_key)
+
+    def _place_for(self, request: Request) -> Place | None:
+        """Where a request should wait for the first sample of the same prompt. None: it should not."""
+        return None if request.leader is None else self._followers.place_for(request)
 
     def schedule(self) -> ScheduledStep | None:
         """The next step, counted as launched from now on; None if nothing can run before a launched
@@ -155,7 +164,7 @@ class Scheduler:
         prefilling = self._schedule_running(step) if self.running else []
         if prefilling is None:
             return None
-        if prefilling or self.queues or self._uncomputed.tokens:
+        if prefilling or self.queues:
             self._schedule_prefill(step, prefilling)
         if not self._coordinator.seal(step.plan, step.rows) and not step.rows:
             return None
@@ -163,8 +172,6 @@ class Scheduler:
             sampling = (request for request, max_new in step.rows if max_new)
             step.plan.constrained = [i for i, request in enumerate(sampling) if request.matcher is not None]
         self._in_flight += 1
-        if self._policy is not None:
-            step.launched = self._policy.clock()
         for request, _ in step.rows:
             request.in_flight += 1
         return step
@@ -184,11 +191,8 @@ class Scheduler:
         indices, prefilling = ready.nonzero()[0], list[Request]()
         if len(indices) < len(rows):
             prefilling = list(compress(requests, (~prefilled).tolist()))
-            requests, rows, columns = (
-                [requests[i] for i in indices.tolist()],
-                rows[indices],
-                columns.select_rows(indices),
-            )
+            requests = [requests[i] for i in indices.tolist()]
+            rows, columns = rows[indices], columns.select_rows(indices)
         if len(indices):
             self._schedule_decode(step, requests, rows, columns)
         return prefilling
@@ -198,8 +202,6 @@ class Scheduler:
         requests that no other launched step names.
         """
         self._in_flight -= 1
-        if self._policy is not None:
-            self._policy.ended(step.plan, step.launched, sum(gained), step.late)
         decode, extend = step.plan.decode, step.plan.extend
         if sum(gained) < step.most:
             lost = [max_new - tokens for (_, max_new), tokens in zip(step.rows, gained, strict=True)]
@@ -214,8 +216,8 @@ class Scheduler:
                 self._coordinator.settle(request, new)
             elif not request.in_flight:
                 self._coordinator.release(request)
-        if extend:
-            for request, _ in step.rows[-len(extend) :]:
+        for request, _ in step.rows[-len(extend) :] if extend else ():
+            if request.leads:
                 self._let_go(request)
         if self._drafter is not None:
             moved = [i for i, (r, max_new) in enumerate(step.rows) if max_new and r.arrival in self.running]
@@ -306,7 +308,7 @@ class Scheduler:
         self._order = None
         if request.spans and self.encoder is not None:
             self.encoder.forget(request)
-        if not request.shared:
+        if request.leads and not request.shared:
             self._aside += self._followers.end_leader(request)
         if self._drafter is not None:
             self._drafter.end_request(request)
@@ -382,76 +384,64 @@ class Scheduler:
         self.add(victim)
         return victim
 
-    @property
-    def pending(self) -> PromptWork:
-        """What is to be computed of all prompts."""
-        return self._uncomputed + self.queues.pending
-
-    def _budget(self, decode: DecodeRows) -> ChunkBudget:
-        tokens = max(self._chunk - len(decode.rows) - len(decode.drafts), (self._chunk + 1) // 2)
-        if self._policy is None:
-            return ChunkBudget(tokens)
-        pending = self._policy.prompt_seconds(self.pending)
-        return self._policy.budget(tokens, decode, pending, flooded=self.queues.flooded)
+    def _most_tokens(self, decode: DecodeRows) -> int:
+        """Prompt tokens that a step may get next to these rows."""
+        return max(self._chunk - len(decode.rows) - len(decode.drafts), (self._chunk + 1) // 2)
 
     def _schedule_prefill(self, step: ScheduledStep, prefilling: Iterable[Request]) -> None:
         """Also admits waiting requests, unless a decode row found no page: then none is free."""
-        admitted = [request for request in prefilling if request.row is not None]  # others were just retracted
         if self.encoder is not None:
             self.encoder.begin_step()
-        self._uncomputed = _uncomputed(admitted)
-        budget = self._budget(step.plan.decode)
-        order = PromptOrder(self.queues, self._followers, admitted, int(PASSING_SHARE * budget.room()))
-        while budget.room() and (request := order.next()) is not None:
-            if request.row is None:
-                if not self._start(request, order, step.plan):
-                    continue
-                admitted.append(request)
-            self._add_extend(step, request, budget)
-        self._uncomputed = _uncomputed(admitted)
-        self._note_backlog()
+        left, waiting = self._most_tokens(step.plan.decode), self._first_come
+        for request in prefilling:
+            if left and request.row is not None:  # others were just retracted
+                left -= self._add_extend(step, request, left)
+        while left and waiting:
+            request = waiting[0]
+            if self._waits_for_others(request):
+                continue
+            if not self._admit(request, step.plan):
+                return
+            left -= self._add_extend(step, request, left)
 
-    def _note_backlog(self) -> None:
-        if self._policy is not None:
-            self._policy.backlog = self._policy.prompt_seconds(self.pending) if self.pending.tokens else 0.0
-
-    def _start(self, request: Request, order: PromptOrder, plan: StepPlan) -> bool:
-        """Admits a waiting request. False: it, or all, must wait."""
-        if (place := self._followers.place_for(request)) is not None:
+    def _waits_for_others(self, request: Request) -> bool:
+        """A request that should wait for another prompt, or for main memory, leaves the queue."""
+        if (place := self._place_for(request)) is not None:
             self.queues.remove(request)
             self._followers.hold(request, place)
-            return False
+            return True
         if self._coordinator.waits(request):
             self.queues.remove(request)
             self._aside.append(request)
-            return False
+            return True
+        return False
+
+    def _admit(self, request: Request, plan: StepPlan) -> bool:
+        """Admits a waiting request. False: it, and others, must wait."""
         stamp = request.arrival, len(self.running), *self._coordinator.room_stamp()
         if self._blocked == stamp or not self._coordinator.admit_request(request, len(self.running), plan):
             self._blocked = stamp  # until something changes
-            order.admits = False
             return False
         self.queues.remove(request)
         self._coordinator.prefixes.forget(request)
         self.running[request.arrival], self._order = request, None
         self._constrained |= request.matcher is not None
-        self._followers.add_leader(request)
         if self._drafter is not None:
             self._drafter.begin_request(request)
         return True
 
-    def _add_extend(self, step: ScheduledStep, request: Request, budget: ChunkBudget) -> None:
+    def _add_extend(self, step: ScheduledStep, request: Request, most: int) -> int:
+        """Adds a chunk of at most so many tokens of an admitted request. Returns its tokens; 0 if none
+        of them has a page."""
         assert request.row is not None
         start = request.computed
-        most = AUDIT_CHUNK if request.audits else request.prefill_end
-        end = min(start + min(budget.room(start), most), request.prefill_end)
+        end = min(start + (min(most, AUDIT_CHUNK) if request.audits else most), request.prefill_end)
         if request.spans and self.encoder is not None:
             end = self.encoder.chunk_end(request, start, end, step.plan)
         end = self._coordinator.prefixes.chunk_end(request, start, end)
         end = self._coordinator.use_spare_pages(request, end, step.plan)
         if end <= start:
-            return
-        budget.spend_tokens(start, end - start)
-        self.queues.charge(request, PromptWork.between(start, end))
+            return 0
         tokens, row, columns = request.tokens, request.row.index, self._coordinator.columns
         last = end == request.prefill_end
         columns.computed[row] = end
@@ -475,3 +465,4 @@ class Scheduler:
         if last and request.export_to is not None:
             room = request.export_to
             step.plan.exports.append(StateCopy(row, end, room.start, len(room), request.export_from))
+        return end - start

@@ -1,5 +1,6 @@
 """Predicts the seconds of a step, from costs fitted to earlier steps, and the prompt tokens that fit in a time."""
 
+import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -18,7 +19,7 @@ _KINDS = ("decode", "prefill", "mixed")
 _OF_KIND = {kind: tuple(float(kind == other) for other in _KINDS) for kind in _KINDS}
 _DECAY = 0.98  # weight after each later step of its kind
 _RIDGE = 1e-6  # ridge of normalised features: makes the fit unique
-_ENOUGH, _FIT_EVERY, _REMEMBERED = 8, 32, 128  # steps
+_ENOUGH, _FIT_EVERY, _REMEMBERED, _LAUNCHES = 8, 32, 128, 16  # steps
 
 
 class PromptWork(NamedTuple):
@@ -107,9 +108,10 @@ class StepCost:
 
     A graph's time is that of its full bucket, so a step counts its bucket's tokens. Its few tokens
     use a part of the device for attention, so context and pairs have further costs there. A step
-    without a graph needs longer to launch than to run: it has a cost of its own, and counts at
-    least as many tokens as the largest graph. Each saved state of a prompt but the first needs
-    another launch of the recurrent layers; graphs have none of that.
+    without a graph has a cost of its own, and counts at least as many tokens as the largest graph.
+    It takes at least as long as the host launches such steps (`note_launch`): next to a server's
+    threads that is often longer than the device needs. Each saved state of a prompt but the first
+    needs another launch of the recurrent layers; graphs have none of that.
 
     Args:
         buckets: sizes of the graphs of steps with prompts. Empty: no such step runs as a graph.
@@ -128,12 +130,25 @@ class StepCost:
         self._moments = np.zeros((len(_KINDS), _SIZE))
         self._count = 0
         self._errors: deque[float] = deque(maxlen=_REMEMBERED)
+        self._launches: deque[float] = deque(maxlen=_LAUNCHES)
+        self._launch = 0.0
 
     def predict(self, work: StepWork) -> float | None:
         """Seconds of a step; None before enough steps have run."""
         if self._costs is None:
             return None
-        return sum(cost * feature for cost, feature in zip(self._costs, self._features(work), strict=True))
+        device = sum(cost * feature for cost, feature in zip(self._costs, self._features(work), strict=True))
+        return device if self.has_graph(work) else max(device, self._launch)
+
+    def note_launch(self, work: StepWork, seconds: float) -> None:
+        """The host has launched a step in so many seconds."""
+        if not self.has_graph(work):
+            self._launches.append(seconds)
+            self._launch = median(self._launches)
+
+    def has_graph(self, work: StepWork) -> bool:
+        """Whether a graph runs a step. Decode rows alone count as such."""
+        return not work.prompt_tokens or self._bucket(work) is not None
 
     def observe(self, works: Sequence[StepWork], seconds: float) -> None:
         """Fits the costs to steps that together took `seconds` (more than 0)."""
@@ -289,13 +304,24 @@ class ChunkBudget:
 
         ends = [0, *(fill for fill in self._cost.fills(self._work) if fill < max_tokens), max_tokens]
         if len(ends) > 2 and not late(ends[-2] + 1):
-            # A chunk without a graph. After a long context it may take less time than a graph.
-            return bisect_left(range(max_tokens + 1), True, lo=ends[-2] + 2, key=late) - 1
+            longest = bisect_left(range(max_tokens + 1), True, lo=ends[-2] + 2, key=late) - 1
+            graph = self._cost.has_graph(self._work.with_chunk(start, longest))
+            if graph or late(ends[-2]) or self._rate(start, longest) >= self._rate(start, ends[-2]):
+                return longest
+            ends.pop()
         found = bisect_left(ends, True, lo=1, key=late)
         low = ends[found - 1]
         if found == len(ends) or late(low + 1):
             return low
         return bisect_left(range(ends[found]), True, lo=low + 1, key=late) - 1
+
+    def _rate(self, start: int, tokens: int) -> float:
+        """Tokens a second of prompts if the step gets this chunk. The host launches a step without a
+        graph, which may take longer than the device needs: then a shorter chunk with a graph is faster.
+        """
+        assert self._cost is not None
+        seconds = self._cost.predict(self._work.with_chunk(start, tokens, saves=1))
+        return (self._work.prompt_tokens + tokens) / seconds if seconds else math.inf
 
     def _bound(self, start: int) -> float:
         """Seconds of a step with a chunk after `start` tokens."""

@@ -2,11 +2,11 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.engine.core.step_cost import ChunkBudget, PromptWork, StepCost, StepWork
 from hybridrt.engine.request.sample_request import Request
 from hybridrt.runtime.step.pack_padded import Bucket
@@ -30,7 +30,9 @@ SHARED_SECONDS = 0.016
 LATE_SECONDS, LATE_FACTOR = 0.25, 2.0
 # A prompt is due so many times the seconds of the work that was there when it came, and then so many.
 DUE_FACTOR, DUE_SECONDS = 1.5, 1.0
-PASSING_SHARE = 0.25  # of a step's tokens are for short prompts that pass those that are due
+# This share of prompt tokens is for short prompts that pass those that are due. Steps without such
+# prompts save it for later ones, up to so many tokens: the longest prompt that may pass.
+PASSING_SHARE, MOST_PASSING = 0.25, 2048
 _LATE_STEPS = 8  # late steps that are observed as one
 # The next step is scheduled this lead before the running one ends. A late launch doubles the lead,
 # other steps shrink it a little.
@@ -48,10 +50,12 @@ class TrafficPolicy:
         max_ttft_factor: prompts may take so many times longer than without decode rows, whatever
             `seconds`; None: NUMBER_FACTOR or AUTO_FACTOR.
         cost: None: one without graphs for prompts.
+        weights: shares of clients in prompt computation; 1 for others.
         clock: seconds, as `RequestMetrics.arrival_time` has them.
 
     Attributes:
         backlog: predicted seconds of all prompts that are not computed, without decode rows.
+        passing: tokens of short prompts that may pass those that are due.
     """
 
     def __init__(
@@ -60,12 +64,13 @@ class TrafficPolicy:
         *,
         max_ttft_factor: float | None = None,
         cost: StepCost | None = None,
+        weights: Mapping[str, float] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.seconds, self.cost, self.clock = seconds, cost or StepCost(), clock
+        self.seconds, self.cost, self.weights, self.clock = seconds, cost or StepCost(), weights or {}, clock
         factor = max_ttft_factor or (AUTO_FACTOR if seconds is None else NUMBER_FACTOR)
         self._least = factor / (factor - 1)
-        self.backlog = 0.0
+        self.backlog, self.passing = 0.0, MOST_PASSING
         self._last_end = 0.0
         self._unseen: list[StepWork] = []  # launched before the next awaited one
         self._unseen_start = 0.0
@@ -82,7 +87,9 @@ class TrafficPolicy:
         if asked is None or (asked == "auto" and device.type == "cpu"):
             return None
         seconds = None if asked == "auto" else float(asked) / 1e3
-        return cls(seconds, max_ttft_factor=config.max_ttft_factor, cost=StepCost(buckets))
+        return cls(
+            seconds, max_ttft_factor=config.max_ttft_factor, cost=StepCost(buckets), weights=config.client_weights
+        )
 
     def budget(self, tokens: int, decode: DecodeRows, pending: float = 0.0, *, flooded: bool = False) -> ChunkBudget:
         """The budget of a step with these decode rows and at most `tokens` prompt tokens.
@@ -129,6 +136,10 @@ class TrafficPolicy:
     def is_due(self, request: Request) -> bool:
         return self.clock() > request.due
 
+    def note_passing(self, left: int, tokens: int) -> None:
+        """A step has these prompt tokens. It has left so many of `passing`."""
+        self.passing = min(left + math.ceil(PASSING_SHARE * tokens), MOST_PASSING)
+
     def waited(self, request: Request) -> float:
         return self.clock() - request.metrics.arrival_time
 
@@ -149,6 +160,11 @@ class TrafficPolicy:
     @property
     def _margin(self) -> float:
         return min(MARGIN_ERRORS * (self.cost.error or 0.0), MAX_MARGIN)
+
+    def note_launch(self, plan: StepPlan, launched: float) -> None:
+        """A step was launched just now. `launched`: when that began, by `clock`."""
+        if plan.extend:
+            self.cost.note_launch(StepWork.from_plan(plan), self.clock() - launched)
 
     def ended(self, plan: StepPlan, launched: float, gained: int, late: bool = False) -> None:
         """Observes a step that was read. Call it in launch order.

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import EngineError, MessageError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.channel.codec import Message, unpack

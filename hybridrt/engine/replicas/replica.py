@@ -1,4 +1,4 @@
-"""A replica of a data-parallel engine: a process that loads the model and steps an engine of its own."""
+"""A replica of a data-parallel engine: a process with the model and an engine of its own."""
 
 import os
 import queue
@@ -63,21 +63,18 @@ class Front:
     def send(self, message: FromReplica) -> None:
         self._link.send(encode(message))
 
+    def _put(self, message: bytes) -> None:
+        self._inbox.put(decode(message, ToReplica))
+
     def _receive(self) -> None:
-        beat_at = time.monotonic()
         try:
-            while True:
-                if time.monotonic() >= beat_at:
-                    beat_at = time.monotonic() + self._interval
-                    self.send(Beat())
-                for message in self._link.listen(max(0.0, beat_at - time.monotonic())):
-                    self._inbox.put(decode(message, ToReplica))
+            self._link.listen_and_beat(encode(Beat()), self._interval, self._put)
         except PeerGoneError:
             os._exit(LOST)
 
 
 class Replica:
-    """Steps an engine, and tells the front of each step."""
+    """Steps an engine, and sends the front each step's result."""
 
     def __init__(self, front: Front, engine: Engine) -> None:
         self._front, self._engine, self._deltas = front, engine, DeltaQueue()
@@ -89,7 +86,7 @@ class Replica:
         while True:
             idle = not engine.has_unfinished() and not engine.wants_audit
             while message := self._front.receive(wait=idle):
-                self._take(message)
+                self._handle(message)
                 idle = False
             with engine.turns:
                 if engine.has_unfinished():
@@ -98,7 +95,7 @@ class Replica:
                     engine.audit_step()
             self._tell()
 
-    def _take(self, message: ToReplica) -> None:
+    def _handle(self, message: ToReplica) -> None:
         engine = self._engine
         with engine.turns:
             if isinstance(message, Submit):

@@ -1,4 +1,4 @@
-"""Several engines behind one: each request goes to the replica with the longest usable prefix."""
+"""The data-parallel engine: each request goes to the replica with the longest usable prefix."""
 
 import queue
 import time
@@ -10,9 +10,10 @@ from typing import Any, NoReturn, get_args
 
 import numpy as np
 
-from hybridrt.base.config import EngineConfig, ModelConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import EngineError, RankError, RequestError
 from hybridrt.base.errors_foreign import no_attribute
+from hybridrt.base.model_config import ModelConfig
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.base.turns import Change, Turns, weakly
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
@@ -27,6 +28,7 @@ from hybridrt.engine.replicas.messages import (
     Tell,
     WasReset,
     array,
+    encode,
     read_event,
 )
 from hybridrt.engine.replicas.start import ReplicaLink, Replicas, as_error
@@ -41,8 +43,13 @@ from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
 from hybridrt.mem_cache.prefix_tree.cache_events import CacheEvent, CacheEvents, CacheSubscription, Tier
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 
-WAIT_S = 0.002  # of a step for news of the replicas: later requests and aborts wait as long
-_MOST = ("audit_error", "most_folds", "step_cost_error")  # counters of which the greatest counts
+WAIT_S = 0.002  # for news of replicas in a step: new requests and aborts wait as long
+# Counters of the present: a lost replica has none of these.
+_NOW = (
+    "running", "waiting", "free_rows", "free_slots", "free_pages", "total_pages", "kv_bytes_held", "cached_slots",
+    "cached_pages", "host_pages", "host_states",
+)  # fmt: skip
+_MOST = ("audit_error", "most_folds", "step_cost_error")  # the greatest counts
 _ELSEWHERE = "it belongs to one engine, and dp_size is above 1: build the LLM with dp_size=1"
 
 
@@ -86,10 +93,10 @@ def _together(smallest: MemoryPlan, plans: Sequence[MemoryPlan]) -> MemoryPlan:
 
 
 class ReplicatedEngine:
-    """What LLM, AsyncLLM and servers call of an `Engine`, over `config.dp_size` replicas of it.
+    """The methods of `Engine` that LLM, AsyncLLM and servers call, over `config.dp_size` replicas.
 
-    A step of it waits for news of the replicas, which step at their own pace. A replica that is lost
-    ends its requests with an error; the others go on.
+    Replicas step at their own pace; `step` waits for their news. If a replica is lost, its requests
+    end with an error and the others go on.
 
     Args:
         model: for limits of requests.
@@ -120,7 +127,7 @@ class ReplicatedEngine:
         count = len(self._replicas.links)
         self._counters, self._waits = [EngineCounters()] * count, [0.0] * count
         self._running: dict[str, RunningRequest] = {}
-        self._deltas, self._abandoned, self._resets = DeltaQueue(), Abandonment(), list[bool]()
+        self._deltas, self._abandoned, self._resets = DeltaQueue(), Abandonment(), dict[str, bool]()
         self._events = CacheEvents()
         self._present: dict[int, list[CacheEvent]] | None = None  # of a subscription that begins, by replica
         self._seed, self._num_requests = config.seed, 0
@@ -139,7 +146,7 @@ class ReplicatedEngine:
         self, prepared: PreparedPrompt, request_id: str | None = None, *, stream: bool = True,
         queue: DeltaQueue | None = None, client: str = "",
     ) -> str:  # fmt: skip
-        """As `Engine.submit`."""
+        """As `Engine.submit`. MessageError if it cannot be sent; nothing has changed then."""
         check_submission(prepared, request_id, None, 0, client)
         with self.turns.now:
             name = self._free_name() if request_id is None else request_id
@@ -150,13 +157,14 @@ class ReplicatedEngine:
             if params.seed is None:  # as one engine draws it, wherever the request goes
                 params = replace(params, seed=derive_seed(self._seed, self._num_requests))
             tokens = np.array(prepared.tokens, "<i4")
+            message = Submit(name, tokens.tobytes(), params, prepared.boundaries, stream, client)
+            data = encode(message)  # before anything changes
             request = RunningRequest(name, prepared, self._abandoned.watch(self._deltas if queue is None else queue))
             self._running[name] = request
             self._num_requests += 1
             if self._placement.replicas:
                 request.placed = self._placement.place(names_of(tokens, self.cache_key(params)))
-                message = Submit(name, tokens.tobytes(), params, prepared.boundaries, stream, client)
-                self._link(request).send(message)
+                self._link(request).send(data)
             else:
                 self._fail(request, RankError("every replica was lost; build a new LLM"))
         return name
@@ -196,7 +204,7 @@ class ReplicatedEngine:
                 return False
             if not request.aborted:
                 request.aborted = True
-                self._link(request).send(Abort(request_id))
+                self._link(request).send(encode(Abort(request_id)))
             return True
 
     def abort_all(self) -> None:
@@ -212,10 +220,10 @@ class ReplicatedEngine:
         with self.turns.now:
             self._resets.clear()
             for name in self._placement.replicas:
-                self._replicas.links[int(name)].send(Reset())
-            while len(self._resets) < len(self._placement.replicas):
+                self._replicas.links[int(name)].send(encode(Reset()))
+            while not self._placement.replicas.keys() <= self._resets.keys():
                 self._take_news(WAIT_S)
-            return all(self._resets)
+            return all(self._resets.values())
 
     def has_unfinished(self) -> bool:
         return bool(self._running or self._deltas.moved)
@@ -234,7 +242,7 @@ class ReplicatedEngine:
 
     def wait_seconds(self) -> float:
         """The shortest of the replicas'."""
-        return min(self._waits)
+        return min([self._waits[int(name)] for name in self._placement.replicas], default=0.0)
 
     def counters(self) -> EngineCounters:
         """The sums of the replicas'."""
@@ -293,18 +301,20 @@ class ReplicatedEngine:
 
     def _take_news(self, wait_s: float) -> None:
         with suppress(queue.Empty):
-            self._take(*self._replicas.inbox.get(wait_s > 0, wait_s))
+            self._handle(*self._replicas.inbox.get(wait_s > 0, wait_s))
             while True:
-                self._take(*self._replicas.inbox.get_nowait())
+                self._handle(*self._replicas.inbox.get_nowait())
 
-    def _take(self, number: int, message: Any) -> None:
+    def _handle(self, number: int, message: Any) -> None:
+        if str(number) not in self._placement.replicas:
+            return  # it is lost: its requests have ended
         if isinstance(message, Stepped):
             self._counters[number], self._waits[number] = message.counters, message.wait_seconds
             self._update_mirror(number, message.events)
             for delta in message.deltas:
                 self._gain(delta)
         elif isinstance(message, WasReset):
-            self._resets.append(message.done)
+            self._resets[str(number)] = message.done
         elif isinstance(message, Contents):
             if self._present is not None:
                 self._present[number] = [read_event(event, self._events.number, number) for event in message.events]
@@ -343,16 +353,18 @@ class ReplicatedEngine:
                     request.placed.ended()
 
     def _lose(self, number: int, error: Exception) -> None:
-        """Ends the requests of a replica. Without another one, no later request can succeed."""
+        """Ends the requests of a lost replica."""
         self._placement.remove(str(number))
         for tier in get_args(Tier):
             self._events.cleared("failed", tier, number)
         if not self._placement.replicas:
             error = RankError(f"{error}; every other replica was lost before")
-        self._counters[number] = EngineCounters()
+        lost = replace(self._counters[number], **dict.fromkeys(_NOW, 0), step_cost_error=None)
         for request in list(self._running.values()):
             if request.placed is not None and request.placed.replica.name == str(number):
+                lost.failed += len(request.samples)
                 self._fail(request, error)
+        self._counters[number] = lost
 
     def _fail(self, request: RunningRequest, error: Exception) -> None:
         request.metrics.finish_time = time.monotonic()

@@ -3,22 +3,21 @@
 import os
 import queue
 import shutil
-import signal
 import subprocess
 import threading
 import weakref
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
 from hybridrt.base import errors
-from hybridrt.base.child_process import start_child
-from hybridrt.base.config import EngineConfig, resolve_device
-from hybridrt.base.device import gpu_count
-from hybridrt.base.errors import ConfigError, DeviceError, EngineError, HybridrtError, PeerGoneError
+from hybridrt.base.child_process import ending_of, start_child
+from hybridrt.base.device import gpu_count, resolve_device
+from hybridrt.base.engine_config import EngineConfig
+from hybridrt.base.errors import ConfigError, DeviceError, EngineError, HybridrtError, MessageError, PeerGoneError
 from hybridrt.channel.control import LOADING_S, Link, disown_in_child, rank_timeout
-from hybridrt.engine.replicas.messages import Beat, Failed, FromReplica, Ready, Start, ToReplica, decode, encode
+from hybridrt.engine.replicas.messages import Beat, Failed, FromReplica, Ready, Start, decode, encode
 from hybridrt.parallel.rank_start import accept_links, open_place
 from hybridrt.parallel.torchrun import world
 
@@ -47,10 +46,15 @@ class ReplicaLink:
         disown_in_child(self)
         threading.Thread(target=self._receive, daemon=True).start()
 
-    def send(self, message: ToReplica) -> None:
-        """Nothing if the replica is gone: its `Lost` is in the inbox, or soon is."""
-        with suppress(PeerGoneError):
-            self._link.send(encode(message))
+    def send(self, message: bytes) -> None:
+        """Sends an encoded ToReplica. Does nothing if the replica is gone: its `Lost` is in the inbox, or
+        soon is."""
+        try:
+            self._link.send(message)
+        except MessageError:
+            raise
+        except PeerGoneError:
+            pass
 
     def end(self) -> None:
         """The process ends at once, and its ranks with it. May be repeated."""
@@ -83,9 +87,7 @@ class ReplicaLink:
             status = self.process.wait(_NAMING_S)
         except subprocess.TimeoutExpired:
             return None
-        return (
-            f"its process {f'was killed by {signal.Signals(-status).name}' if status < 0 else f'ended with {status}'}"
-        )
+        return f"its process {ending_of(status)}"
 
 
 class Replicas:
@@ -103,7 +105,6 @@ class Replicas:
         timeout = rank_timeout()
         place, listener = open_place()
         processes: list[subprocess.Popen[bytes]] = []
-        # Also where this object is forgotten.
         self._finalizer = weakref.finalize(self, _end, self.links, processes, place.directory, os.getpid())
         try:
             with closing(listener):
@@ -125,9 +126,9 @@ class Replicas:
         self._finalizer()
 
     def _load(self, config: EngineConfig) -> Sequence[Ready]:
-        """Returns when all have loaded the model, at the same time."""
+        """All load the model at the same time."""
         for link in self.links:
-            link.send(Start(config))
+            link.send(encode(Start(config)))
         ready: dict[int, Ready] = {}
         while len(ready) < len(self.links):
             number, message = self.inbox.get()

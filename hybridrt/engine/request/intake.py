@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from hybridrt.base.errors import PromptTooLongError, RequestError, is_text, shown
-from hybridrt.base.sampling_params import SamplingParams, is_number
+from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.base.spans import Span, mrope_delta
 from hybridrt.engine.grammar.grammar_compiler import GrammarCompiler
 from hybridrt.engine.grammar.matcher import Matcher
@@ -101,7 +101,12 @@ def _is_token_id(value: object) -> bool:
     """True for Python, numpy and torch, but not for a bool."""
     if isinstance(value, (np.ndarray, torch.Tensor)):
         return value.ndim == 0 and _is_integer_array(value)
-    return is_number(value, Integral)
+    return _is_integer(value)
+
+
+def _is_integer(value: object) -> bool:
+    """True for Python and numpy, but not for a bool, or a duration of numpy, which is an integer there."""
+    return isinstance(value, Integral) and not isinstance(value, (bool, np.timedelta64))
 
 
 def _only_value(prompt: Mapping[Any, Any]) -> object:
@@ -110,6 +115,10 @@ def _only_value(prompt: Mapping[Any, Any]) -> object:
     named = [name for name in prompt if name != "spans"]
     if named == ["prompt_token_ids"] and not isinstance(prompt["prompt_token_ids"], (str, Mapping)):
         return prompt["prompt_token_ids"]
+    if "images" in prompt:
+        raise RequestError(
+            "images go with prompt, a text, and this model reads text alone here: leave images out", "images"
+        )
     held = ", ".join(f"{shown(key)}: {_kind(value)}" for key, value in list(prompt.items())[:4])
     raise RequestError(f"the prompt is a dictionary with {{{held}}}; {ACCEPTED}", "prompt")
 
@@ -457,10 +466,11 @@ def check_submission(
     prepared: object, request_id: object, export_to: object, export_from: object, client: object
 ) -> None:
     check_prepared(prepared)
-    check_client(client)
+    if type(client) is not str or client:  # most requests name none
+        check_client(client)
     if request_id is not None:
         check_name(request_id)
-    if not is_number(export_from, Integral) or not 0 <= cast(int, export_from) < 2**63:
+    if not _is_integer(export_from) or not 0 <= cast(int, export_from) < 2**63:
         raise RequestError(f"export_from is {shown(export_from)}; pass a number of tokens")
     if export_to is not None and not (isinstance(export_to, range) and 0 <= export_to.start < export_to.stop < 2**63):
         raise RequestError(f"export_to is {shown(export_to)}; pass a range of bytes in the arena, or None")

@@ -49,7 +49,9 @@ class RowColumns:
 
     def __init__(self, table: np.ndarray) -> None:
         self.table = table
-        self.computed, self.output_index, self.prefill_end, self.max_output, self.capacity = table
+        # Faster than unpacking, which makes an iterator: each step selects rows.
+        self.computed, self.output_index, self.prefill_end = table[0], table[1], table[2]
+        self.max_output, self.capacity = table[3], table[4]
 
     @classmethod
     def allocate(cls, num_rows: int) -> "RowColumns":
@@ -108,10 +110,12 @@ class Request:
         saves: slots with states of its prompt, by the number of tokens, and then of its answer
             (hybridrt.engine.cache.answer_states); save_at: where its prompt leaves such states;
             spaced: where it leaves further ones, which are given up first.
+        answer_due: tokens before its next state within the answer. answer_gap: tokens between these.
         shared: its prompt has been offered to the prefix cache.
         pooled: sum of the hidden states so far, [hidden] float32.
         leader: the first sample of the same prompt, whose prompt this one waits for; None: it is
             the first.
+        leads: others wait for its prompt, or may (hybridrt.engine.core.followers).
         client: name of who sent it.
         due: when its prompt is to be computed before those of all later arrivals, in seconds of
             `RequestMetrics.arrival_time`.
@@ -163,8 +167,11 @@ class Request:
     saves: dict[int, Handle] = field(default_factory=dict)
     save_at: Sequence[int] = ()
     spaced: Sequence[int] = ()
+    answer_due: int = UNLIMITED
+    answer_gap: int = 0
     shared: bool = False
     leader: "Request | None" = None
+    leads: bool = False
     client: str = ""
     due: float = math.inf
     boundaries: Sequence[int] = ()
@@ -349,7 +356,8 @@ def new_samples(
     tokenizer: Tokenizer | None,
 ) -> list[Request]:
     """The `n` samples of a prompt. Only the first gets the log-probabilities of the prompt."""
-    tokens, params, ids = prepared.tokens, prepared.params, cache_ids(prepared.tokens, prepared.spans)
+    tokens, params, spans = prepared.tokens, prepared.params, prepared.spans
+    ids = cache_ids(tokens, spans) if spans else np.array(tokens, np.int32)
     others = params if params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
     samples = [
         Request(
@@ -363,7 +371,7 @@ def new_samples(
             max_len=prepared.max_len,
             stop_ids=prepared.stop_ids,
             cache_key=key,
-            spans=prepared.spans,
+            spans=spans,
             mrope_delta=prepared.mrope_delta,
             rules=prepared.rules,
             boundaries=prepared.boundaries,

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from hybridrt.base.config import EngineConfig, ModelConfig
 from hybridrt.base.draft_methods import load_method
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import RequestError, shown
+from hybridrt.base.model_config import ModelConfig
 from hybridrt.base.spans import EncoderInput, Span
 
 KEY_BIT = np.int64(1 << 62)  # ids of the prefix cache from here on name tokens of spans

@@ -90,7 +90,7 @@ def attention_decode(q: Tensor, kv: PagedKV, batch: AttentionRows, out: Tensor |
     zeros. ConfigError: a kernel cannot write to the strides of `out`.
     """
     context = row_context(kv.req_to_token, batch, q.shape[1], kv.sliding_window)
-    return attend(q, kv, {kv.sliding_window: context}, out)
+    return attend(q, kv, {kv.req_to_token: context}, out)
 
 
 @operation(
@@ -120,7 +120,7 @@ def attention_extend(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out: Tenso
 
 
 class RowContext(NamedTuple):
-    """The keys of B rows of T tokens, equal in all layers of a window.
+    """The keys of B rows of T tokens, equal in all layers of a page table.
 
     Attributes:
         slots: [B * L] token slots; a slice on a CPU if adjacent and all visible.
@@ -151,22 +151,22 @@ def row_context(req_to_token: Tensor, batch: AttentionRows, tokens: int, sliding
     return RowContext(slots, _visible(in_context, node, tokens, sliding_window, batch.mask), seq_lens)
 
 
-class RowContexts(dict[int | None, RowContext]):
-    """The contexts of a step's rows by window, computed by the first layer of each. Layers of a
-    window have one page table, of `tables`; the other arguments are those of `row_context`."""
+class RowContexts(dict[Tensor, RowContext]):
+    """The contexts of a step's rows by page table, computed by the first layer of each. `windows` has
+    the window of each table's layers; the other arguments are those of `row_context`."""
 
-    def __init__(self, tables: Mapping[int | None, Tensor], batch: AttentionRows, tokens: int) -> None:
+    def __init__(self, windows: Mapping[Tensor, int | None], batch: AttentionRows, tokens: int) -> None:
         super().__init__()
-        self._tables, self._step = tables, (batch, tokens)
+        self._windows, self._step = windows, (batch, tokens)
 
-    def __missing__(self, sliding_window: int | None) -> RowContext:
-        found = self[sliding_window] = row_context(self._tables[sliding_window], *self._step, sliding_window)
+    def __missing__(self, table: Tensor) -> RowContext:
+        found = self[table] = row_context(table, *self._step, self._windows[table])
         return found
 
 
-def attend(q: Tensor, kv: PagedKV, contexts: Mapping[int | None, RowContext], out: Tensor | None = None) -> Tensor:
-    """`attention_decode` with known contexts, by window."""
-    k_cache, v_cache, context = kv.k_cache, kv.v_cache, contexts[kv.sliding_window]
+def attend(q: Tensor, kv: PagedKV, contexts: Mapping[Tensor, RowContext], out: Tensor | None = None) -> Tensor:
+    """`attention_decode` with known contexts, by page table."""
+    k_cache, v_cache, context = kv.k_cache, kv.v_cache, contexts[kv.req_to_token]
     scale = kv.scale * kv.k_scale
     num_rows, tokens, query_heads, head_dim = q.shape
     kv_heads = k_cache.shape[2]

@@ -34,10 +34,12 @@ class Operation(Generic[P, R]):
         tensor = first if isinstance(first, Tensor) else first[0]
         return select(self.name, tensor.device.type)(*args, **kwargs)
 
-    def for_device(self, device: torch.device) -> Callable[P, R]:
+    def for_device(self, device: torch.device, *, checked: bool = False) -> Callable[P, R]:
         """The implementation for a device: a layer that keeps it looks nothing up in its calls.
-        The operation itself if a check goes first, or on "meta", where nothing runs."""
-        return self if self._check is not None or device.type == "meta" else select(self.name, device.type)
+        The operation itself on "meta", where nothing runs, or if a check goes first and the caller has
+        not made it (`checked`)."""
+        looks = device.type == "meta" or (self._check is not None and not checked)
+        return self if looks else select(self.name, device.type)
 
 
 def operation(*others: By, check: Callable[..., None] | None = None) -> Callable[[Callable[P, R]], Operation[P, R]]:

@@ -2,9 +2,8 @@
 
     y[p] = act(bias + sum_k weight[:, k] * x[p - (K-1) + k])
 
-The raw input of absolute position p is in column p mod Wc of conv[slot]; Wc is a power of two, at
-least K - 1 + T. A step is rolled back by position alone: columns of rejected tokens are overwritten
-before they are read.
+The input of position p is in column p mod Wc of conv[slot]; Wc is a power of two, at least K - 1 + T.
+A roll-back needs a position alone: columns of rejected tokens are overwritten before they are read.
 """
 
 from typing import Any
@@ -87,8 +86,8 @@ def save_windows(x: Tensor, taps: int, state: ConvState, query_start_loc: Tensor
 
 
 def _write_window(x: Tensor, window: Tensor, state: ConvState, first: Tensor, length: Tensor) -> None:
-    """Writes the K - 1 inputs before position `length` [B, 1] of each row to the rings. Rows begin
-    at `first` [B, 1] of x, after `window` [B, K - 1, C].
+    """Writes each row's K - 1 inputs before position `length` [B, 1] to the rings. Its inputs are `window`
+    [B, K - 1, C], then x from `first` [B, 1] on.
     """
     before = window.shape[1]
     last = length - before + torch.arange(before, device=x.device)
@@ -157,7 +156,7 @@ def check_ring(conv: Tensor, kernel: int, tokens: int) -> None:
 
 
 def _shifted_sum(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Convolves x [T, C] as one row that starts at position 0."""
+    """The conv of x [T, C] as one row from position 0."""
     taps = weight.float().t().contiguous()
     torch.mul(x, taps[-1], out=out)
     for shift in range(1, len(taps)):

@@ -18,9 +18,8 @@ def _varlen_kernel(  # type: ignore[no-untyped-def]
     BLOCK_B: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
-    # The blocks of row b are numbered from query_start_loc[b] // BLOCK_T + b on: room for all, and
-    # at least one, which carries the ring of a row without tokens. Past the last row is a padding
-    # row.
+    # Row b has the blocks from query_start_loc[b] // BLOCK_T + b on: at least one, which carries the
+    # ring of a row without tokens. Past the last row is a padding row.
     rows = tl.arange(0, BLOCK_B)
     numbers = tl.load(query_start_loc_ptr + rows, mask=rows <= batch, other=0) // BLOCK_T + rows
     b = tl.sum(((numbers <= tl.program_id(1)) & (rows <= batch)).to(tl.int32), axis=0) - 1
@@ -48,8 +47,7 @@ def _varlen_kernel(  # type: ignore[no-untyped-def]
     bias = bias_of(bias_ptr, channel, c_mask)
     y = tl.zeros((BLOCK_T, BLOCK_C), tl.float32) + bias[None, :]
     if block == 0:
-        # Inputs in the ring are a sum's first terms, so sums are the same bits however a prompt was
-        # cut.
+        # Inputs in the ring come first: sums are the same bits however a prompt is cut.
         for t in tl.static_range(TAPS - 1):
             head = bias
             for k in tl.static_range(TAPS - 1 - t):
@@ -81,8 +79,8 @@ def _close_row(  # type: ignore[no-untyped-def]
     x, read_ring, write_ring, position, length, mask,
     x_st: tl.constexpr, TAPS: tl.constexpr, WC: tl.constexpr,
 ):  # fmt: skip
-    """Writes the K - 1 inputs that end a row to its ring. The row's first program does it, once
-    every thread has read the old columns.
+    """Writes the K - 1 inputs that end a row to its ring: in its first program, after all threads have
+    read the old columns.
     """
     column = tl.arange(0, WC)
     age = (position + length - 1 - column) & (WC - 1)

@@ -1,4 +1,4 @@
-"""Triton kernels of the small launches at the head of a decode step."""
+"""Triton kernels of `decode_inputs` and `fill_decode_metadata`, at the head of a decode step."""
 
 import triton
 import triton.language as tl
@@ -33,7 +33,7 @@ def _decode_inputs_kernel(  # type: ignore[no-untyped-def]
     t = tl.arange(0, BLOCK_TOKENS)
     live = t < TOKENS
     position = length - TOKENS + t
-    # Read from the page itself: this program's own store is not awaited.
+    # Not from the table: this program's store there is not awaited.
     fresh = position // PAGE == tl.where(page >= 0, last_index, -1)
     real = live & (t <= drafted)
     known = tl.zeros([BLOCK_TOKENS], tl.int32)
@@ -66,7 +66,7 @@ def decode_inputs_triton(
     )  # fmt: skip
 
 
-# Specialising on changing row counts would compile in the middle of serving.
+# Specialising on row counts would compile while serving.
 @triton.jit(do_not_specialize=["num_rows", "num_real"])
 def _fill_decode_metadata_kernel(  # type: ignore[no-untyped-def]
     slots, start_positions, accepted, ring_start_out, ring_length_out, req_pool_indices, seq_lens,

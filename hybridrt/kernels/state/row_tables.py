@@ -1,4 +1,4 @@
-"""Tables of request rows: entries around a step, and the inputs of recurrent decode, one launch each on a GPU."""
+"""Entries in the tables of request rows, and the inputs of recurrent decode."""
 
 from typing import NamedTuple
 

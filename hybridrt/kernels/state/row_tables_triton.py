@@ -1,4 +1,4 @@
-"""Triton kernels of the entries in the tables of request rows."""
+"""Triton kernels of row_tables.py."""
 
 import triton
 import triton.language as tl

@@ -1,19 +1,18 @@
-"""Recurrent states in 8 bits, and states that are rounded stochastically where they are stored.
+"""Recurrent states as codes: of 8 bits with scales, or floats that are rounded stochastically.
 
-A head's state [P, N] is stored as P * N codes, int8 or e4m3, and a scale for each `SCALED` codes of
-a row. A number is code * scale. A scale is the largest number of its block over the largest code,
-rounded up to the upper half of a float32.
+A head's state [P, N] has P * N codes, int8 or e4m3, and a scale for each `SCALED` codes of a row. A
+number is code * scale. A scale is the block's largest number over the largest code, rounded up to the
+upper half of a float32. Codes in float16 and bfloat16 have no scales.
 
-A state that is folded every 16 tokens gains less than one step of its codes where decays are slow.
-Rounding to nearest would lose all of it. So a number x / scale becomes floor(x / scale + u), with u
-in [0, 1) from a counter: a hash of layer, global head, element and stretch of 256 tokens, plus the
-number of tokens in the state times a constant. Nothing else changes u: not the slot, the row, the
-batch or the number of ranks. The constant turns u by the golden ratio in 16 tokens (a Kronecker
-sequence; Niederreiter 1992, chapter 3). So the roundings of an element within a stretch nearly
-cancel each other, as with error feedback, and need no memory. Stretches are independent. Without
-them u and a state that changes very slowly could go in step.
+Where decays are slow, a state gains less than one step of its codes from fold to fold. Rounding to
+nearest would lose all of it. So x / scale becomes floor(x / scale + u), with u in [0, 1) from a hash
+of layer, global head, element and stretch of 256 tokens, plus the number of tokens times a constant.
+Nothing else changes u: not the slot, the row, the batch or the number of ranks.
 
-States in float16 and bfloat16 may be rounded so, too. They have no scales.
+The constant turns u by the golden ratio in 16 tokens (a Kronecker sequence; Niederreiter 1992,
+chapter 3). So an element's roundings within a stretch nearly cancel each other, as with error
+feedback, and need no memory. Stretches are independent: otherwise u and a state that changes very
+slowly could go in step.
 """
 
 import torch
@@ -24,9 +23,9 @@ from hybridrt.kernels.core.records import StateSlots
 from hybridrt.kernels.core.slots import read_rows, write_rows
 
 SCALED = 32  # neighbouring codes of a row that share a scale
-TURN, STRETCH = 0x09E3779B, 256  # of 2^32 for each token: 16 tokens turn by the golden ratio; tokens
+TURN, STRETCH = 0x09E3779B, 256  # of 2^32 a token: the golden ratio in 16; tokens
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # codes
-# Of floats: bits of the mantissa, and the exponent below which steps stay equal.
+# Bits of the mantissa, and the exponent below which steps are equal.
 STEPS = {torch.float8_e4m3fn: (3, -6), torch.float16: (10, -14), torch.bfloat16: (7, -100)}
 _WORD, _ODD = 0xFFFFFFFF, 0x9E3779B9
 
@@ -60,7 +59,7 @@ def element_keys(layer_id: int, first_head: int, heads: int) -> Tensor:
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """A hash of 32 bits, in int64 (the constants are of lowbias32, C. Wellons 2018)."""
+    """A hash of 32 bits, in int64 (lowbias32, C. Wellons 2018)."""
     x = x & _WORD
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _WORD
     x = ((x ^ (x >> 15)) * 0x735A2D97) & _WORD
@@ -93,13 +92,13 @@ def encode(states: Tensor, offsets: Tensor, dtype: torch.dtype) -> tuple[Tensor,
 
 
 def _rounded_up(scales: Tensor) -> Tensor:
-    """To numbers of which the lower half is zero; NaN if not finite."""
+    """With zeros in the lower half; NaN if not finite."""
     up = ((scales.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
     return torch.where(scales.isfinite(), up, torch.nan)
 
 
 def _round_floats(x: Tensor, offsets: Tensor, mantissa: int, smallest: int) -> Tensor:
-    """x as floor(x / step + offset) * step, with the step of a float of such a mantissa and exponent."""
+    """floor(x / step + offset) * step, with the step of a float of such a mantissa."""
     exponent = ((x.view(torch.int32) >> 23) & 0xFF).clamp_(min=127 + smallest)
     step, inverse = (
         (power << 23).view(torch.float32) for power in (exponent - mantissa, 254 - exponent + mantissa)

@@ -1,4 +1,4 @@
-"""Triton kernels of `load_states` and `store_states`, and what kernels share that read or round codes."""
+"""Triton kernels of `load_states` and `store_states`, and device functions for codes."""
 
 import torch
 import triton

@@ -1,6 +1,6 @@
 """Commits a verify step: recurrent states, conv inputs and KV of accepted tokens, in place.
 
-Slots of -1 and rows that accepted nothing are padding: only scratch entries may change.
+Slot -1 and rows that accepted nothing are padding: only scratch entries may change.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """The state ring: a checkpoint of the recurrent state and the inputs since (after ReplaySSM).
 
-The pool holds the state after some committed token, the checkpoint. The inputs of the `length`
-tokens since are in a ring of W columns per running request, the oldest in column `start`:
+The pool has the state after some committed token, the checkpoint. A running request has a ring of W
+columns with the inputs of the `length` tokens since, the oldest in column `start`:
 
                              Mamba-2                              Gated Delta Net
     values [R+1, H, W, P]    x after the conv                     u = beta (v - S k), S decayed
@@ -9,17 +9,16 @@ tokens since are in a ring of W columns per running request, the oldest in colum
     gates  [R+1, H, W]       dt after softplus and clamp          log of the decay
 
 In Kimi Delta Attention gates are [R+1, H, W, N], one for each channel of a key. A step enters its T
-tokens at columns start + length + t and does not write the state. At its end `advance_ring` commits
-the accepted tokens. Rows without room for another step (start + length + widest > W) are folded, in
-all layers at once (`fold_ring`), and begin again at column 0:
+tokens at columns start + length + t. At its end `advance_ring` commits the accepted ones. Rows without
+room for another step (start + length + widest > W) are folded by `fold_ring`, in all layers at once,
+and begin again at column 0:
 
     S <- exp(a_1 + ... + a_n) S + sum_i w_i exp(a_{i+1} + ... + a_n) value_i key_i^T
 
 with a_i = A dt_i and w_i = dt_i in Mamba-2, a_i = log of the decay and w_i = 1 in the Gated Delta
 Net (in Kimi Delta Attention a row [N], for the columns of S).
 
-A row is admitted with a start in [0, W - widest]: rows with different starts fold in different
-steps.
+Rows are admitted with starts in [0, W - widest], so that they fold in different steps.
 """
 
 from dataclasses import dataclass
@@ -122,7 +121,7 @@ def fold_ring(
         codes: of the states, with L layers in front of `element_keys` and `state_scales`.
     """
     if states.device.type == "cpu" and not int(folds.count):
-        return  # only on a CPU can this be read without waiting
+        return  # a GPU would have to be awaited
     targets = folds.state_slots if folds.write_state_slots is None else folds.write_state_slots
     meant = torch.arange(len(folds.state_slots), device=states.device) < folds.count
     read, write = (torch.where(meant, slots, PADDING_SLOT) for slots in (folds.state_slots, targets))
@@ -160,7 +159,7 @@ def ring_entries(
 
 
 def _folded(state: Tensor, v: Tensor, k: Tensor, g: Tensor, A: Tensor | None) -> Tensor:
-    """Returns the states [B, H, P, N] after a ring's entries, float32."""
+    """The states [B, H, P, N] after their rings, float32."""
     # Sums from the end: a difference of sums from the start would round away.
     since = (g if A is None else g * finite_rates(A)).flip(1).cumsum(1).flip(1)
     weight, total = torch.cat((since[:, 1:], torch.zeros_like(since[:, :1])), 1).exp(), since[:, 0].exp()

@@ -1,7 +1,7 @@
-"""Triton kernels of `advance_ring` and `fold_ring`: one launch for cursors, one for all layers' folds.
+"""Triton kernels of `advance_ring` and `fold_ring`: one launch each for all layers.
 
-Few rows fold in a step, and only the device knows which. So the first launch lists them, and the
-second's programs, as many as the device holds, take tiles of states from that list.
+Few rows fold in a step, and only the device knows which. The first launch lists them. The second has
+as many programs as the device holds, which take tiles of states from that list.
 """
 
 import torch

@@ -9,12 +9,9 @@ from typing import Any
 import torch
 
 from hybridrt.attention.base import AttentionBackend
-from hybridrt.base.config import (
-    AttentionSpec,
-    EngineConfig,
-    ModelConfig,
-)
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import ConfigError, MemoryBudgetError, reason, shown
+from hybridrt.base.model_config import AttentionSpec, ModelConfig
 from hybridrt.base.quantization import PLAIN, QuantConfig, Scheme
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.core.providers import check_overrides
@@ -23,8 +20,9 @@ from hybridrt.layers.attention import attention_spec
 from hybridrt.layers.linear import finish
 from hybridrt.layers.weights import Build
 from hybridrt.mem_cache.pools.host_plan import STAGED_BYTES, plan_host
-from hybridrt.mem_cache.pools.kv_pool import ONES, KVPool, LayerScales, cell_bytes, page_bytes, page_windows
-from hybridrt.mem_cache.pools.mamba_pool import MambaPool, MambaPoolSpec
+from hybridrt.mem_cache.pools.kv_pool import ONES, KVPool, LayerScales, cell_bytes, layer_groups, page_bytes
+from hybridrt.mem_cache.pools.mamba_pool import MambaPool
+from hybridrt.mem_cache.pools.mamba_pool_spec import MambaPoolSpec
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, UnitCosts, plan_memory, share_memory
 from hybridrt.mem_cache.pools.page_groups import PageDemand
 from hybridrt.mem_cache.pools.pools import Pools
@@ -217,7 +215,7 @@ def page_demands(config: EngineConfig, target: RunTarget) -> list[PageDemand]:
     # Without recurrent layers, a prefix is usable at whole pages alone: one more page makes its last one usable.
     back = config.page_size - 1 if config.prefix_cache and not recurs(mc) else 0
     sizes = config.chunked_prefill_size, config.num_verify_tokens
-    windows = page_windows(kv_layers(config, target))
+    windows = [group.window for group in layer_groups(kv_layers(config, target))]
     return [PageDemand(config.page_size, window, *sizes, 0 if window is None else back) for window in windows]
 
 

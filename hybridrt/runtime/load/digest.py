@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.files import CONFIG_BYTES, read_bytes
 from hybridrt.base.files_safetensors import TensorFile
 from hybridrt.models.config.read_quant import OLDER_GPTQ, SIDE_FILE

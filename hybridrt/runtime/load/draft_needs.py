@@ -6,10 +6,11 @@ from typing import Protocol
 import msgspec
 import torch
 
-from hybridrt.base.config import EngineConfig, ModelConfig
 from hybridrt.base.draft_methods import DraftMethodBase, load_method
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import BackendError
 from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.base.model_config import ModelConfig
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
 from hybridrt.mem_cache.pools.pools import Pools

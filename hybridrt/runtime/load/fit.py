@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import torch
 
-from hybridrt.base.config import DTYPES, STATE_DTYPES, EngineConfig
 from hybridrt.base.device import GPUFacts
+from hybridrt.base.dtypes import DTYPES, STATE_DTYPES
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import ConfigError, MemoryBudgetError
 from hybridrt.base.gpus import GPUS
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, gib

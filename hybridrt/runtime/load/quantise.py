@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from hybridrt.base.config import EngineConfig
 from hybridrt.base.config_json import read_object
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import ConfigError, reason
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.models.config.quant_online import OnlineRules

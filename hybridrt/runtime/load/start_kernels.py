@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import ConfigError
 from hybridrt.base.plugins import load_object
 from hybridrt.collectives.groups import TPGroup

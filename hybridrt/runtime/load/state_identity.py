@@ -3,7 +3,9 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hybridrt.base.config import EngineConfig, ModelConfig, dtype_name
+from hybridrt.base.dtypes import dtype_name
+from hybridrt.base.engine_config import EngineConfig
+from hybridrt.base.model_config import ModelConfig
 from hybridrt.kinds.base import StateShape
 from hybridrt.kinds.registry import state_shape
 from hybridrt.mem_cache.pools.kv_pool import ONES, LayerScales

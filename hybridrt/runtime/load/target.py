@@ -5,14 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
-from hybridrt.base.config import (
-    EngineConfig,
-    ModelConfig,
-    resolve_device,
-    resolve_dtype,
-    resolve_kv_codes,
-    resolve_state_dtype,
-)
+from hybridrt.base.device import resolve_device
+from hybridrt.base.dtypes import resolve_dtype, resolve_kv_codes, resolve_state_dtype
+from hybridrt.base.engine_config import EngineConfig
+from hybridrt.base.model_config import ModelConfig
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kinds.registry import can_replay, check_replay, replay_pays
 from hybridrt.mem_cache.pools.stored_states import check_codes

@@ -21,8 +21,8 @@ import msgspec
 import torch
 
 from hybridrt.base.child_process import start_child
-from hybridrt.base.config import EngineConfig
 from hybridrt.base.device import GPUFacts, visible_gpus
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import ConfigError
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.core.providers import is_installed

@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 import torch
 
-from hybridrt.base.config import EngineConfig
 from hybridrt.base.device import GPUFacts
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.files import CONFIG_BYTES, read_bytes
 from hybridrt.base.version import __version__
 

@@ -17,8 +17,8 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-from hybridrt.base.config import EngineConfig
 from hybridrt.base.device import GPUFacts
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.core.slots import NO_SLOT, OWN_SLOT

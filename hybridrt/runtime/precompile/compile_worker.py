@@ -23,8 +23,8 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from hybridrt.base.config import EngineConfig, SpeculativeConfig
 from hybridrt.base.device import GPUFacts
+from hybridrt.base.engine_config import EngineConfig, SpeculativeConfig
 from hybridrt.runtime.precompile.no_dynamo import leave_out_dynamo
 from hybridrt.runtime.precompile.pretend_gpu import CompilingDriver, Nothing
 from hybridrt.runtime.precompile.replaced import replaced

@@ -16,10 +16,10 @@ import torch
 from tqdm.auto import tqdm
 
 from hybridrt.attention.base import AttentionBackend
-from hybridrt.base.config import ModelConfig
 from hybridrt.base.device import GraphCapture, free_device_bytes
 from hybridrt.base.errors import ConfigError
 from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.base.model_config import ModelConfig
 from hybridrt.kernels.core.launch import reserve_counters
 from hybridrt.kernels.core.packed import arrays_of, map_arrays, pack_arrays, packed_size, section_starts, unpack
 from hybridrt.kernels.core.records import TokenInputs

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from hybridrt.base.config import EngineConfig
 from hybridrt.base.device import release_kept_memory
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import ConfigError
 from hybridrt.kernels.attention.kv_codes import E4M3_MAX
 from hybridrt.mem_cache.pools.kv_pool import ONES, KVPool, KVScales, LayerScales

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
-from hybridrt.base.config import EngineConfig
 from hybridrt.base.device import begin_peak, peak_bytes, release_kept_memory
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import MemoryBudgetError
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, gib

@@ -6,7 +6,7 @@ import msgspec
 import torch
 
 from hybridrt.collectives.groups import TPGroup
-from hybridrt.mem_cache.pools.mamba_pool import Shapes
+from hybridrt.mem_cache.pools.mamba_pool_spec import Shapes
 from hybridrt.mem_cache.pools.page_groups import first_page
 from hybridrt.mem_cache.pools.pools import Pools
 

@@ -7,11 +7,11 @@ first dimension of a recurrent state. Where pieces are fewer than ranks, neighbo
 import torch
 from torch import Tensor
 
-from hybridrt.base.config import ModelConfig
+from hybridrt.base.model_config import ModelConfig
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.attention import attention_spec
-from hybridrt.mem_cache.pools.mamba_pool import Shapes
+from hybridrt.mem_cache.pools.mamba_pool_spec import Shapes
 from hybridrt.runtime.run.prefix_copy import Tensors
 
 

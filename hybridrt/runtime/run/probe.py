@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, PageGroup, UnitCosts
 from hybridrt.mem_cache.pools.page_groups import in_every_group

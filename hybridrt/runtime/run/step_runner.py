@@ -85,7 +85,7 @@ class StepRunner:
         self.encoder: SpanEncoder | None = None
         self._mrope_deltas = np.zeros(self.memory_plan.num_rows + 1, np.int32)  # as on the device
         self.drafter: DeviceDrafter | None = draft_needs(self.config).device_drafter(self)
-        self._chunk_sizes = self.backend.chunk_sizes
+        self._chunk_sizes, self._saves_at_chunks = self.backend.chunk_sizes, self.backend.saves_at_chunks
         # With HYBRIDRT_DEBUG=1 backends look at all numbers: eagerly.
         kept = self.device.type == "cpu" and not DEBUG and self.drafter is None
         self._cpu_decode = CPUDecode(self.backend, self.pools.req_to_token, self.last_tokens) if kept else None
@@ -173,8 +173,8 @@ class StepRunner:
         if self.host is not None:
             self.host.launch(plan.host_copies)
             self.host.wait(plan.after_copies)
-        if self.pools.shared is not None:
-            self.pools.shared.clear(plan.cleared)
+        if plan.cleared:
+            self.pools.shared.clear(plan.cleared)  # type: ignore[union-attr]  # pages and states share memory
         if pool is not None and (later := [move for move in plan.moves if move.when is When.BEFORE_ROWS]):
             pool.move(later, self.staging.upload)
 
@@ -188,23 +188,23 @@ class StepRunner:
             deltas.index_copy_(0, on_device[0].long(), on_device[1])
 
     def _run_model(self, plan: StepPlan, tokens: int, step: LaunchedStep) -> None:
-        plain = tokens == 1 and len(plan.decode.rows) and not (plan.extend or plan.imports or plan.exports)
         if self.prompt_graphs is not None and (bucket := self._prompt_bucket(plan, tokens)) is not None:
             self._replay_prompts(plan, bucket, step)
         elif self.graphs and (found := self._graph_of(plan, tokens)) is not None:
             self._replay_decode(plan, *found, step)
-        elif self._cpu_decode is not None and plain:
-            self._run_cpu_decode(plan, self._cpu_decode, step)
         else:
-            self._run_eager(plan, tokens, step)
+            plain = tokens == 1 and len(plan.decode.rows) and not (plan.extend or plan.imports or plan.exports)
+            if plain and self._cpu_decode is not None:
+                self._run_cpu_decode(plan, self._cpu_decode, step)
+            else:
+                self._run_eager(plan, tokens, step)
 
     def _run_eager(self, plan: StepPlan, tokens: int, step: LaunchedStep) -> None:
         n = len(plan.decode.rows)
-        scored, places = self._of_prompts.wanted_by_rows(plan.extend, n * tokens)
-        pooled = self._of_prompts.pooled_by_rows(plan.extend, n * tokens)
+        scored, pooled, places = self._of_prompts.wanted_by_rows(plan.extend, n * tokens)
         on_host = pack_step(
-            plan, tokens, self.forks, self.drafter is not None, self._chunk_sizes, self.backend.saves_at_chunks, places,
-            self.pools.req_to_token.num_groups,
+            plan, tokens, self.forks, self.drafter is not None, self._chunk_sizes, self._saves_at_chunks, places,
+            self.pools.req_to_token.num_groups, spans=self.encoder is not None,
         )  # fmt: skip
         arrays: StepArrays[torch.Tensor] = self.staging.upload(on_host)
         if arrays.tables is not None:
@@ -239,8 +239,7 @@ class StepRunner:
         # Prompt graphs verify no drafts and keep no hidden states.
         if self.prompt_graphs is None or tokens > 1 or self.drafter is not None:
             return None
-        scored, _ = self._of_prompts.wanted_by_rows(plan.extend, 0)
-        pooled = self._of_prompts.pooled_by_rows(plan.extend, 0)
+        scored, pooled, _ = self._of_prompts.wanted_by_rows(plan.extend, 0)
         if any(row.embeddings is not None or row.mrope is not None for row in plan.extend):
             return None
         # Other workers' states are copied between the table changes and the model.
@@ -281,7 +280,8 @@ class StepRunner:
             self._run_model(replace(plan, page_writes=rest, decode=NO_ROWS), 1, step)
 
     def _check(self, plan: StepPlan) -> None:
-        if self.encoder is None and (plan.encode or any(row.embeddings is not None for row in plan.extend)):
+        embedded = plan.extend and self.encoder is None and any([row.embeddings is not None for row in plan.extend])
+        if self.encoder is None and (plan.encode or embedded):
             raise ConfigError("a step with images, on a runner without an encoder")
         if (plan.imports or plan.exports) and self.arena is None:
             raise ConfigError("states cannot come or go without an arena: set transfer_bytes")

@@ -332,16 +332,24 @@ class PromptRequirements:
 
     def wanted_by_rows(
         self, extend: Sequence[ExtendRow], decoded: int
-    ) -> tuple[list[Wanted], ScoredTokens[np.ndarray] | None]:
+    ) -> tuple[list[Wanted], list[Pooled], ScoredTokens[np.ndarray] | None]:
         """What a step's chunks give.
 
         Args:
             decoded: tokens of the decode rows before them.
 
         Returns:
-            The wanted tokens; and their places in the batch, for the step's record, None where
-                there are none.
+            Scored tokens, and vectors; and the places of the former in the batch, for the step's
+                record, None where there are none.
         """
+        if not self._scored and not self._pooled:
+            return [], [], None
+        scored, places = self._scored_by_rows(extend, decoded)
+        return scored, self._pooled_by_rows(extend, decoded), places
+
+    def _scored_by_rows(
+        self, extend: Sequence[ExtendRow], decoded: int
+    ) -> tuple[list[Wanted], ScoredTokens[np.ndarray] | None]:
         wanted, places = list[Wanted](), list[np.ndarray]()
         for chunk in extend if self._scored else ():
             top, prompt_len = self._scored.get(chunk.row, (0, 0))
@@ -355,8 +363,7 @@ class PromptRequirements:
         tokens = np.array([token for each in wanted for token in each.tokens], np.int32)
         return wanted, ScoredTokens(np.concatenate(places), tokens)
 
-    def pooled_by_rows(self, extend: Sequence[ExtendRow], decoded: int) -> list[Pooled]:
-        """What a step's chunks give. `decoded`: tokens of the decode rows before them."""
+    def _pooled_by_rows(self, extend: Sequence[ExtendRow], decoded: int) -> list[Pooled]:
         found = list[Pooled]()
         for chunk in extend if self._pooled else ():
             kind, prompt_len = self._pooled.get(chunk.row, ("", 0))

@@ -152,11 +152,13 @@ def pack_step(
     at_chunks: bool = False,
     scored: ScoredTokens[np.ndarray] | None = None,
     groups: int = 1,
+    spans: bool = False,
 ) -> StepArrays[np.ndarray]:
     """An eager step with decode rows of T `tokens`.
 
     Args:
         groups: page groups.
+        spans: prompts may have tokens with embeddings of an encoder.
         forks: drafts may be trees.
         following: also pack the token after each prompt token, for a prediction head.
         chunk_sizes, at_chunks: arguments of `recurrent_lists`.
@@ -182,8 +184,8 @@ def pack_step(
         np.arange(decoded, decoded + len(starts), dtype=np.int32) + starts,
         following_ids,
         map_arrays(int32_array, recurrent_lists(plan.extend, chunk_sizes, at_chunks)),
-        _pack_embedded(plan.extend, decoded),
-        _pack_mrope(plan.extend),
+        _pack_embedded(plan.extend, decoded) if spans else None,
+        _pack_mrope(plan.extend) if spans else None,
     )
     return StepArrays(
         np.concatenate((step.rows, row)),
@@ -338,7 +340,8 @@ class StagingRing:
         staging, flat = self._staging(into)
         flat[:] = padding
         for array, start in zip(arrays, starts):
-            flat[start : start + array.size] = array if array.ndim == 1 else array.reshape(-1)
+            if size := array.size:
+                flat[start : start + size] = array if array.ndim == 1 else array.reshape(-1)
         self._copy(into, staging)
 
     def _staging(self, into: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:

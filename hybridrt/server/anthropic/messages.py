@@ -34,6 +34,7 @@ from hybridrt.server.wire.errors import APIError
 MESSAGE_NAMES = {"stop": "stop_sequences", "structured_outputs": "output_config", "thinking_token_budget": "thinking"}
 _MEDIA_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+NO_BUDGET = "budget_tokens of thinking is ignored: the tags of reasoning of this model are not single tokens"
 
 
 async def start_message(service: Service, body: MessageRequest, scope: Scope) -> MessageReply:
@@ -44,11 +45,19 @@ async def start_message(service: Service, body: MessageRequest, scope: Scope) ->
     """
     service.check_model(body.model)
     check_body("messages", body)
-    chat = await service.off_loop(scope, partial(as_chat, "messages", body, service.chat.reasoning is not None))
+    chat = await service.off_loop(scope, partial(as_chat, "messages", body, service.chat.limits_reasoning))
     with named_in(lambda: _turns(body)):
         prepared = await prepare_chat(service, chat, scope)
     name, deltas = service.submit([prepared.prompt], "msg_", body, scope)
-    return MessageReply(service, name, deltas, body, prepared)
+    reply = MessageReply(service, name, deltas, body, prepared)
+    reply.warnings = _warnings(service, body)
+    return reply
+
+
+def _warnings(service: Service, body: MessageRequest) -> list[str]:
+    """A model that shows its reasoning has something to limit."""
+    asked = body.thinking is not None and body.thinking.budget_tokens is not None
+    return [NO_BUDGET] if asked and service.chat.reasoning is not None and not service.chat.limits_reasoning else []
 
 
 async def count_tokens(service: Service, body: CountRequest, scope: Scope) -> int:
@@ -66,7 +75,7 @@ async def count_tokens(service: Service, body: CountRequest, scope: Scope) -> in
 
 
 def as_chat(form_name: str, body: CountRequest, limits_thinking: bool) -> ChatRequest:
-    """`limits_thinking`: the model thinks between tags. Without them a budget has nothing to limit."""
+    """`limits_thinking`: a budget can hold. Else it is left out, because some clients always send one."""
     thinking, output, form = body.thinking, body.output_config, _form(body)
     effort = "none" if thinking and thinking.type == "disabled" else output and output.effort
     stops = body.stop_sequences if isinstance(body, MessageRequest) else None

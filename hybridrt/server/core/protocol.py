@@ -253,7 +253,7 @@ class ChatFields(BaseModel):
     reasoning_effort: str | None = None
     thinking_token_budget: int | None = None
     chat_template: Annotated[str | None, Field(min_length=1, max_length=MAX_TEMPLATE)] = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None  # None: unless the last message is continued
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
 

@@ -125,7 +125,10 @@ class BlockReply(Reply):
 
     Attributes:
         reader: parses the answer; holds the message so far.
+        shows_reasoning: whether blocks of reasoning are sent.
     """
+
+    shows_reasoning = True
 
     def __init__(
         self, service: Service, name: str, deltas: DeltaStream, body: Sampling, prepared: PreparedChat
@@ -195,6 +198,8 @@ class BlockReply(Reply):
                 yield from self._open("call", event)
             case CallArguments():
                 yield from self._add("call", event.text)
+            case Reasoning() if not self.shows_reasoning:
+                return
             case Content() | Reasoning():
                 kind: BlockKind = "text" if isinstance(event, Content) else "reasoning"
                 if self._kind != kind:

@@ -78,8 +78,10 @@ _DONE = (
     *_done("chat responses messages count", tools="functions; of OpenAI also custom tools"),
     *_done(_TALK, tool_choice="auto, none, required or one; of OpenAI also allowed_tools"),
     *_done("chat responses", parallel_tool_calls="false: one call an answer"),
-    *_done("chat", reasoning_effort="for the chat template", include_reasoning="false: reasoning is left out"),
-    *_done("chat responses", thinking_token_budget="tokens of reasoning"),
+    *_done("chat", reasoning_effort="for the chat template"),
+    *_done(
+        "chat responses", thinking_token_budget="tokens of reasoning", include_reasoning="false: reasoning is left out"
+    ),
     *_done("responses", reasoning="effort; a summary is not made", text="format"),
     *_done("responses", include="message.output_text.logprobs"),
     *_done("responses", store="false: the response is not kept", previous_response_id="continues a kept response"),
@@ -142,15 +144,15 @@ _IGNORED = (
     *_ignored(_CLAUDE, billing_policy="nothing is billed"),
     *_ignored("messages", fallbacks="there is one model"),
     *_ignored("messages", fallback_credit_token="there is one model"),
-    *_ignored(
-        "completions chat", length_penalty="it goes with beam search", session_id="prefixes are found by their text"
-    ),
+    *_ignored("completions chat", length_penalty="it goes with beam search"),
+    *_ignored(_OPENAI, session_id="prefixes are found by their text"),
     *_ignored(_OPENAI, spaces_between_special_tokens="tokenizers add none"),
     *_ignored("embeddings", add_generation_prompt="of messages", continue_final_message="of messages"),
     *_ignored("embeddings", chat_template="of messages", chat_template_kwargs="of messages"),
     *_ignored("completions chat", stream_interval="a chunk comes when its tokens do"),
     *_ignored("completions chat", routed_experts_prompt_start="experts are not told"),
-    *_ignored("completions chat", return_token_offsets="of render endpoints", return_mm_kwargs="of render endpoints"),
+    *_ignored("completions chat", return_token_offsets="of render endpoints"),
+    *_ignored(_MAKE, mm_payload="of render endpoints", return_mm_kwargs="of render endpoints"),
 )
 _REFUSED = (
     Row("mm_processor_kwargs", "pixels of images are limited by the checkpoint; detail low takes fewer", "",
@@ -183,6 +185,7 @@ _REFUSED = (
     *_refused(_MAKE, watermarking="texts are not marked", structural_tag="use response_format"),
     *_refused(_MAKE, kv_transfer_params="the engine's own transfer is set up with the server"),
     *_refused(_MAKE, ec_transfer_params="there are no encoders", vllm_xargs="there are no plugins of vLLM"),
+    *_refused("completions chat", return_weight_versions="weights do not change while the server runs"),
     *_refused("completions chat", return_prompt_text="POST /tokenize gives the prompt's tokens"),
     *_refused(_MAKE, logits_processors="logit_bias, bad_words and allowed_token_ids change logits"),
     *_refused(_MAKE, guided_decoding_backend="there is one"),
@@ -196,7 +199,11 @@ _REFUSED = (
     Row("n_predict", "use max_tokens", refused=_MAKE, neutral=(-1,)),
     *_refused(_MAKE, mirostat="use top_p or min_p", xtc_probability="use temperature"),
     Row("typical_p", "use top_p or min_p", refused=_MAKE, neutral=(1,)),
-    *_refused(_MAKE, dry_multiplier="use frequency_penalty"),
+    *_refused(_MAKE, dry_multiplier="use frequency_penalty", dynatemp_range="use temperature"),
+    Row("repeat_penalty", "use repetition_penalty", refused=_MAKE, neutral=(1,)),
+    Row("top_n_sigma", "use top_p or min_p", refused=_MAKE, neutral=(-1,)),
+    *_refused(_MAKE, samplers="filters have one order", return_hidden_states="POST /v1/embeddings gives vectors"),
+    *_refused("completions chat", input_embeds="send text or token ids", n_probs="use logprobs"),
 )  # fmt: skip
 ROWS = (*_DONE, *_IGNORED, *_REFUSED)
 _BY_FORM = {form: {row.name: row for row in ROWS if row.state(form) == "refused"} for form in FORMS}

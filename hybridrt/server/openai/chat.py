@@ -240,6 +240,7 @@ def conversation_of(body: ChatFields) -> Conversation:
     Raises:
         RequestError: something in it is wrong.
     """
+    asked, continued = body.add_generation_prompt, body.continue_final_message
     return read_conversation(
         [message.model_dump(exclude_unset=True) for message in with_rests(body.messages or ())],
         body.tools,
@@ -247,7 +248,7 @@ def conversation_of(body: ChatFields) -> Conversation:
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=body.reasoning_effort,
         thinking_budget=body.thinking_token_budget,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
+        add_generation_prompt=not continued if asked is None else asked,
+        continue_final_message=continued,
         chat_template_kwargs=body.chat_template_kwargs,
     )

@@ -211,6 +211,7 @@ class ResponseRequest(Sampling):
     tool_choice: Any = None  # hybridrt.chat.conversation checks it
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
+    include_reasoning: bool | None = True
     thinking_token_budget: int | None = None
     text: TextOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -100,6 +100,7 @@ class ResponseReply(BlockReply):
         kept: Kept | None = None,
     ) -> None:
         super().__init__(service, name, deltas, body, prepared)
+        self.shows_reasoning = body.include_reasoning is not False
         self._items: list[dict[str, Any]] = []
         self._written = ""  # text that the open item has written
         self._tokens = TextTokens(service.token_text, body.top_logprobs or 0) if body.wants_logprobs else None
@@ -191,8 +192,9 @@ class ResponseReply(BlockReply):
             yield self._of_item("response.content_part.added", content_index=0, part=self._part(kind))
 
     def _pieces(self, delta: Delta) -> Iterator[Piece]:
-        unscored = self._tokens is None or delta.logprobs is None  # as those of another run are
-        return super()._pieces(delta) if unscored else self._tokens.pieces(delta)
+        if self._tokens is None or delta.logprobs is None:  # those of another run have none
+            return super()._pieces(delta)
+        return self._tokens.pieces(delta)
 
     def _add(self, kind: BlockKind, text: str) -> Iterator[dict[str, Any]]:
         self._written += text

@@ -23,6 +23,7 @@ from hybridrt.server.wire.sse import DONE, encode, event, named_events
 ANTHROPIC_PATH = "/v1/messages"
 _EITHER_PATH = "/v1/models"  # the header `anthropic-version` decides
 RETRY_SECONDS = 1
+NO_PATH = "there is no such path: GET /docs lists all of them, and those of OpenAI and Anthropic begin with /v1"
 # Enough to quote a value; a body is not sent back.
 _MESSAGE_CHARACTERS = 2000
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
@@ -100,6 +101,8 @@ def as_api_error(error: BaseException, names: dict[str, str] | None = None) -> A
         case HTTPException(status_code=400):  # FastAPI could not read the body
             text = "the body is no JSON: send UTF-8 that is not compressed, with numbers of up to 4,300 digits"
             return APIError(400, text)
+        case HTTPException(status_code=404):
+            return APIError(404, NO_PATH)
         case HTTPException():
             return APIError(error.status_code, str(error.detail), headers=error.headers)
         case HybridrtError():

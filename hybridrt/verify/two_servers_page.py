@@ -1,4 +1,4 @@
-"""A comparison of two servers as a page in Markdown, and a picture of their times as SVG."""
+"""Page (Markdown) and diagram (SVG) of a comparison of two servers."""
 
 from collections.abc import Mapping, Sequence
 from html import escape

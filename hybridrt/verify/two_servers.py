@@ -1,4 +1,4 @@
-"""Sends the same requests to two servers, and reads their tokens, log-probabilities and times."""
+"""Sends the same requests to two servers, and reads their answers."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from hybridrt.bench.http_load import Received, at_arrivals, events, new_event_lo
 from hybridrt.bench.timing import Timing
 from hybridrt.verify.trace import Asked, ComparedTarget
 
-BATCH = 512  # requests whose answers are in memory as bytes
+BATCH = 512  # requests; their answers are held as bytes
 
 
 @dataclass
@@ -38,8 +38,8 @@ def ask_both(
     targets: tuple[ComparedTarget, ComparedTarget], work: Sequence[Asked], concurrency: int,
     took: Callable[[Sequence[Answered], Sequence[Answered]], object],
 ) -> None:  # fmt: skip
-    """Calls `took` with the answers of both servers to some requests, until all are asked. Servers take turns: they
-    may share a machine, and the one that comes first changes with each batch.
+    """Calls `took` with the answers of both servers to each batch. Servers take turns, because they may
+    share a machine. The first one changes with each batch.
 
     Raises:
         OSError: no server listens.
@@ -66,7 +66,7 @@ def _read(received: Received, timing: Timing) -> Answered:
     answer = Answered(timing)
     try:
         for now, event in events(received.parts):
-            _take(msgspec.json.decode(event), answer, now)
+            _read_chunk(msgspec.json.decode(event), answer, now)
         if not timing.gains:
             raise ValueError("the answer has no tokens")
     except (ValueError, LookupError, TypeError, AttributeError, msgspec.MsgspecError) as e:
@@ -76,17 +76,17 @@ def _read(received: Received, timing: Timing) -> Answered:
     return answer
 
 
-def _take(chunk: dict[str, Any], answer: Answered, now: float) -> None:
+def _read_chunk(chunk: dict[str, Any], answer: Answered, now: float) -> None:
     if "error" in chunk:
         raise ValueError(str(chunk["error"]))
     if chunk.get("usage"):
-        answer.timing.output_tokens = chunk["usage"]["completion_tokens"]
+        answer.timing.output_tokens = int(chunk["usage"]["completion_tokens"])
     if not chunk.get("choices"):
         return
     choice = chunk["choices"][0]
     ids, before = choice.get("token_ids") or [], len(answer.tokens)
     answer.ids += ids
-    _take_scores(choice.get("logprobs"), answer)
+    _read_scores(choice.get("logprobs"), answer)
     delta = choice.get("delta") or {}
     text = choice.get("text") or "".join(delta.get(name) or "" for name in ("reasoning_content", "content"))
     answer.text += text
@@ -94,16 +94,20 @@ def _take(chunk: dict[str, Any], answer: Answered, now: float) -> None:
         answer.timing.gains.append((now, count))
 
 
-def _take_scores(scores: Any, answer: Answered) -> None:
-    """In the form of completions, or of chat completions."""
+def _read_scores(scores: Any, answer: Answered) -> None:
+    """Of completions or chat completions. ValueError, TypeError or LookupError for any other form."""
     if not scores:
         return
     if scores.get("content") is not None:
-        for entry in scores["content"]:
-            answer.tokens.append(entry["token"])
-            answer.scores.append(entry["logprob"])
-            answer.others.append({other["token"]: other["logprob"] for other in entry.get("top_logprobs") or []})
-    elif scores.get("tokens"):
-        answer.tokens += scores["tokens"]
-        answer.scores += [0.0 if score is None else score for score in scores["token_logprobs"]]
-        answer.others += [dict(entry or {}) for entry in scores.get("top_logprobs") or [{}] * len(scores["tokens"])]
+        found = [
+            (entry["token"], entry["logprob"], {o["token"]: o["logprob"] for o in entry.get("top_logprobs") or []})
+            for entry in scores["content"]
+        ]
+    else:
+        tokens = scores.get("tokens") or []
+        told = scores.get("token_logprobs") or [], scores.get("top_logprobs") or [{}] * len(tokens)
+        found = list(zip(tokens, *told, strict=True))
+    for token, score, others in found:
+        answer.tokens.append(str(token))
+        answer.scores.append(0.0 if score is None else float(score))
+        answer.others.append({other: float(value) for other, value in (others or {}).items()})

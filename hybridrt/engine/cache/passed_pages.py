@@ -11,7 +11,7 @@ from hybridrt.engine.request.sample_request import Request
 from hybridrt.mem_cache.pools.page_groups import GroupPages, PageAllocators, PageDemand
 
 
-class WindowPages:
+class PassedPages:
     """The pages of window groups that running requests give up and keep as spare."""
 
     def __init__(self, pages: PageAllocators, prefixes: PrefixStore) -> None:
@@ -53,7 +53,7 @@ class WindowPages:
 
     def _add_spare(self, request: Request, counts: Sequence[int]) -> None:
         store = self._prefixes
-        if any(counts) and store.has_room(counts, 0) and store.make_room(counts, 0):
+        if any(counts) and store.make_room(counts, 0):
             for kept, fresh in zip(request.pages.spare, self._pages.alloc(counts)):
                 kept.extend(fresh)
 

@@ -1,0 +1,111 @@
+"""The scheduler of an engine with a target for the time between tokens (`TrafficPolicy`)."""
+
+from collections.abc import Iterable, Sequence
+
+from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
+from hybridrt.engine.core.client_queues import ClientQueues, PromptOrder
+from hybridrt.engine.core.encoder_tasks import EncoderTasks
+from hybridrt.engine.core.followers import Place
+from hybridrt.engine.core.scheduler import ScheduledStep, Scheduler
+from hybridrt.engine.core.step_cost import PromptWork
+from hybridrt.engine.core.traffic_policy import TrafficPolicy
+from hybridrt.engine.request.sample_request import Request
+from hybridrt.runtime.step.plan import StepPlan
+from hybridrt.speculative.drafter import Drafter
+
+
+class PolicyScheduler(Scheduler):
+    """Prompts in the order of PromptOrder, in chunks that let a step end in time. A request waits for
+    a running prompt that computes a part of its own.
+
+    Args:
+        policy: decides how long steps may take and which prompts they compute.
+        coordinator, chunked_prefill_size, drafter, encoder: as in Scheduler.
+    """
+
+    def __init__(
+        self,
+        coordinator: CacheCoordinator,
+        chunked_prefill_size: int,
+        policy: TrafficPolicy,
+        drafter: Drafter | None = None,
+        encoder: EncoderTasks | None = None,
+    ) -> None:
+        super().__init__(coordinator, chunked_prefill_size, drafter, encoder)
+        self._policy = policy
+        self.queues: ClientQueues = ClientQueues(policy)
+        self._uncomputed = PromptWork()  # of admitted requests
+        coordinator.prefixes.spaces = True
+
+    @property
+    def pending(self) -> PromptWork:
+        """What is to be computed of all prompts."""
+        return self._uncomputed + self.queues.pending
+
+    def _queue(self, request: Request, known: int) -> None:
+        self._policy.set_due(request, self.pending)
+        if (place := self._place_for(request)) is not None:
+            self._followers.hold(request, place)
+        else:
+            self.queues.add(request, PromptWork.between(known, len(request.prompt) + len(request.output)))
+        self._note_backlog()
+
+    def _place_for(self, request: Request) -> Place | None:
+        return self._followers.place_for(request)
+
+    def schedule(self) -> ScheduledStep | None:
+        step = super().schedule()
+        if step is not None:
+            step.launched = self._policy.clock()
+        return step
+
+    def step_consumed(self, step: ScheduledStep, gained: Sequence[int]) -> None:
+        self._policy.ended(step.plan, step.launched, sum(gained), step.late)
+        super().step_consumed(step, gained)
+
+    def clear(self) -> None:
+        super().clear()
+        self._uncomputed = PromptWork()
+
+    def _stop_running(self, request: Request) -> None:
+        if request.row is not None and (start := request.computed) < request.prefill_end:
+            self._uncomputed -= PromptWork.between(start, request.prefill_end)
+            self._note_backlog()
+        super()._stop_running(request)
+
+    def _schedule_prefill(self, step: ScheduledStep, prefilling: Iterable[Request]) -> None:
+        admitted = [request for request in prefilling if request.row is not None]  # others were just retracted
+        if self.encoder is not None:
+            self.encoder.begin_step()
+        self._uncomputed = _uncomputed(admitted)
+        decode, pending = step.plan.decode, self._policy.prompt_seconds(self.pending)
+        budget = self._policy.budget(self._most_tokens(decode), decode, pending, flooded=self.queues.flooded)
+        order = PromptOrder(self.queues, self._followers, admitted)
+        while budget.room() and (request := order.next()) is not None:
+            if request.row is None:
+                if self._waits_for_others(request):
+                    continue
+                if not self._admit(request, step.plan):
+                    order.admits = False
+                    continue
+                admitted.append(request)
+            start = request.computed
+            if tokens := self._add_extend(step, request, budget.room(start)):
+                budget.spend_tokens(start, tokens)
+                self.queues.charge(request, PromptWork.between(start, start + tokens))
+        self._uncomputed = _uncomputed(admitted)
+        self._policy.note_passing(order.passing, sum(len(row.tokens) for row in step.plan.extend))
+        self._note_backlog()
+
+    def _admit(self, request: Request, plan: StepPlan) -> bool:
+        if not super()._admit(request, plan):
+            return False
+        self._followers.add_leader(request)
+        return True
+
+    def _note_backlog(self) -> None:
+        self._policy.backlog = self._policy.prompt_seconds(self.pending) if self.pending.tokens else 0.0
+
+
+def _uncomputed(admitted: Iterable[Request]) -> PromptWork:
+    return sum([PromptWork.between(request.computed, request.prefill_end) for request in admitted], PromptWork())
