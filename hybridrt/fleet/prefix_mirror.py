@@ -61,8 +61,8 @@ class PrefixNames:
     @cached_property
     def blocks(self) -> dict[int, int]:
         """Every whole block's end by its name, 0 for none. Making it hashes the whole text."""
-        lengths = range(self._start, self.length + 1, BLOCK)
-        return {self.at(length): length for length in lengths}
+        self.at(self.length - self.length % BLOCK)
+        return {name: self._start + i * BLOCK for i, name in enumerate(self._chain)}
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Of the text."""
