@@ -19,7 +19,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from benchmarks.common import HBM_BYTES_PER_S, PRODUCT_FLOPS_PER_S, environment, prompts, save, settle
+from benchmarks.common import HBM_BYTES_PER_S, PRODUCT_FLOPS_PER_S, environment, plain_vocab, prompts, save, settle
 from benchmarks.short_prompts import measure_short
 from hybridrt import LLM, SamplingParams
 from hybridrt.base.dtypes import KV_CODES, STATE_DTYPES
@@ -36,7 +36,7 @@ def decode_ms(
     `each`."""
     engine = llm.engine
     length = max(context - (FIRST + LAST) // 2, 1)
-    ids = [engine.add_request(p, params) for p in prompts(batch, length, llm.model_config.vocab_size)]
+    ids = [engine.add_request(p, params) for p in prompts(batch, length, plain_vocab(llm.model_config))]
     fewest = run_until(llm, ids, FIRST)
     ends = [time.perf_counter()]
     steps = run_until(llm, ids, fewest + LAST - FIRST, ends) - fewest
@@ -77,7 +77,7 @@ def slowest(each: list[list[float]]) -> float:
 
 def prefill_tokens_per_s(llm: LLM, count: int, length: int) -> float:
     """Prompt tokens per second: `count` prompts of `length` tokens to their first token each."""
-    batch = prompts(count, length, llm.model_config.vocab_size, seed=1)
+    batch = prompts(count, length, plain_vocab(llm.model_config), seed=1)
     start = time.perf_counter()
     llm.generate(batch, SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
     return count * length / (time.perf_counter() - start)

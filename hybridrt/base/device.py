@@ -259,6 +259,11 @@ class SideStream:
         """Work launched inside waits for no work of other streams."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
+    def uses(self, tensor: torch.Tensor) -> None:
+        """The tensor's memory is taken again only after what was launched on this stream."""
+        if self._stream is not None:
+            tensor.record_stream(self._stream)
+
     def join(self) -> None:
         """Work launched from here on runs after all work of this stream."""
         if self._stream is not None:

@@ -1,7 +1,7 @@
 """Messages between a data-parallel engine and its replicas."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -9,11 +9,12 @@ import numpy as np
 from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import EngineError, MessageError
 from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.base.spans import EncoderInput, Span
 from hybridrt.channel.codec import Message, unpack
 from hybridrt.engine.request.outputs import Delta, EngineCounters
 from hybridrt.fleet.prefix_mirror import CacheLayout
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
-from hybridrt.mem_cache.prefix_tree.cache_events import Tier, What
+from hybridrt.mem_cache.prefix_tree.cache_events import CacheEvent, Tier, What, Why
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 from hybridrt.parallel.expert_ranks import ExpertPlace
 
@@ -25,11 +26,41 @@ class Start(Message):
     experts: ExpertPlace | None = None
 
 
+class SentSpan(msgspec.Struct, frozen=True):
+    """A span; its input's fields are next to its own. `patches`: bytes of this dtype."""
+
+    start: int
+    length: int
+    digest: bytes
+    grid: tuple[int, int]
+    patch_grid: tuple[int, int]
+    embeds: bool
+    dtype: Literal["uint8", "float32"]
+    patches: bytes
+
+    @classmethod
+    def from_span(cls, span: Span) -> "SentSpan":
+        given, dtype = span.input, "uint8" if span.input.patches.dtype == np.uint8 else "float32"
+        rest = given.grid, given.embeds, dtype, given.patches.tobytes()
+        return cls(span.start, span.length, span.digest, span.grid, *rest)  # type: ignore[arg-type]
+
+    def as_span(self) -> Span:
+        """MessageError: the patches are not as many as the grid says."""
+        rows, columns = self.patch_grid
+        data = np.frombuffer(self.patches, np.uint8)
+        if rows * columns < 1 or len(data) % (rows * columns * np.dtype(self.dtype).itemsize):
+            raise MessageError(f"{len(data)} bytes are no {rows} x {columns} patches")
+        patches = data.view(self.dtype).reshape(rows * columns, -1)
+        given = EncoderInput(patches, self.patch_grid, self.embeds)
+        return Span(self.start, self.length, self.digest, self.grid, given)
+
+
 class Submit(Message):
     """A request. `tokens`: int32 of its prompt; the others are those of `Engine.submit`."""
 
     request_id: str
     tokens: bytes
+    spans: tuple[SentSpan, ...]
     params: SamplingParams
     boundaries: tuple[int, ...]
     stream: bool
@@ -46,7 +77,11 @@ class Reset(Message):
     """Empties the prefix cache."""
 
 
-ToReplica = Start | Submit | Abort | Reset
+class Tell(Message):
+    """Asks for the present contents of the prefix cache."""
+
+
+ToReplica = Start | Submit | Abort | Reset | Tell
 
 
 class Beat(Message):
@@ -61,9 +96,10 @@ class Ready(Message):
 
 
 class Event(Message):
-    """A CacheEvent; arrays as int32 bytes."""
+    """A CacheEvent; arrays as int32 bytes: of tokens of images, the lower half of their ids."""
 
     what: What
+    why: Why
     tier: Tier
     key: CacheKey = CacheKey()
     tokens: bytes = b""
@@ -88,6 +124,12 @@ class WasReset(Message):
     done: bool
 
 
+class Contents(Message):
+    """The answer to Tell: events that empty the cache, then those of its contents."""
+
+    events: list[Event]
+
+
 class Failed(Message):
     """Why a replica ends: the name of a class of hybridrt.errors, and its text."""
 
@@ -95,7 +137,7 @@ class Failed(Message):
     reason: str
 
 
-FromReplica = Beat | Ready | Stepped | WasReset | Failed
+FromReplica = Beat | Ready | Stepped | WasReset | Contents | Failed
 
 
 def encode(message: ToReplica | FromReplica) -> bytes:
@@ -109,6 +151,16 @@ def encode(message: ToReplica | FromReplica) -> bytes:
 def decode(data: bytes, kinds: Any) -> Any:
     """The message that these bytes are, of the union `kinds`. MessageError: they are none."""
     return unpack(data, kinds, _hook)
+
+
+def as_event(event: CacheEvent) -> Event:
+    tokens, pages = (each.astype("<i4", copy=False).tobytes() for each in (event.tokens, event.pages))
+    return Event(event.what, event.why, event.tier, event.key, tokens, pages, tuple(map(int, event.states)))
+
+
+def read_event(event: Event, number: int, rank: int) -> CacheEvent:
+    tokens, pages = array(event.tokens), array(event.pages, -1, 3)
+    return CacheEvent(number, event.what, event.why, event.tier, event.key, tokens, pages, event.states, rank)
 
 
 def array(data: bytes, *shape: int) -> np.ndarray:

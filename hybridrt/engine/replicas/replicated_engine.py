@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import numpy as np
 
@@ -15,19 +15,35 @@ from hybridrt.base.errors import EngineError, RankError, RequestError
 from hybridrt.base.errors_foreign import no_attribute
 from hybridrt.base.model_config import ModelConfig
 from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.base.spans import Span
 from hybridrt.base.turns import Change, Turns, weakly
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.grammar.grammar_compiler import GrammarCompiler
-from hybridrt.engine.replicas.messages import Abort, Event, Failed, Reset, Stepped, Submit, WasReset, array, encode
+from hybridrt.engine.replicas.messages import (
+    Abort,
+    Contents,
+    Event,
+    Failed,
+    Reset,
+    SentSpan,
+    Stepped,
+    Submit,
+    Tell,
+    WasReset,
+    array,
+    encode,
+    read_event,
+)
 from hybridrt.engine.replicas.start import Lost, ReplicaLink, Replicas, as_error
 from hybridrt.engine.request.intake import EngineLimits, Intake, PreparedPrompt, Prompt, check_submission
 from hybridrt.engine.request.outputs import Abandonment, Delta, DeltaQueue, EngineCounters, RequestMetrics
 from hybridrt.engine.request.sample_request import derive_seed
-from hybridrt.engine.request.spans import span_limits
+from hybridrt.engine.request.spans import cache_ids, span_limits
 from hybridrt.engine.text.tokenizer import Tokenizer
 from hybridrt.fleet.placement import Placed, Placement, Replica
-from hybridrt.fleet.prefix_mirror import PrefixMirror, names_of
+from hybridrt.fleet.prefix_mirror import CacheLayout, PrefixMirror, names_of
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
+from hybridrt.mem_cache.prefix_tree.cache_events import CacheEvent, CacheEvents, CacheSubscription, Tier
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 
 NAMING_S = 5.0  # for a lost replica to be named, after others have failed because of it
@@ -42,7 +58,11 @@ _ELSEWHERE = "it belongs to one engine, and dp_size is above 1: build the LLM wi
 
 
 class RunningRequest:
-    """A request at its replica, and what its samples have gained since they were read."""
+    """A request at its replica, and what its samples have gained since they were read.
+
+    Attributes:
+        spans: kept to the end, so that `ImageReader.most_held` counts what the replica keeps.
+    """
 
     def __init__(self, request_id: str, prepared: PreparedPrompt, queue: "weakref.ref[DeltaQueue]") -> None:
         self.request_id = request_id
@@ -50,6 +70,7 @@ class RunningRequest:
         self.metrics = RequestMetrics(len(prepared.tokens), time.monotonic())
         self.samples = {index: GainedSample(request_id, queue) for index in range(prepared.params.n)}
         self.aborted = False
+        self.spans: tuple[Span, ...] = prepared.spans
 
 
 class GainedSample:
@@ -118,6 +139,8 @@ class ReplicatedEngine:
         self._shares_experts = config.expert_parallel
         self._running: dict[str, RunningRequest] = {}
         self._deltas, self._abandoned, self._resets = DeltaQueue(), Abandonment(), dict[str, bool]()
+        self._events = CacheEvents()
+        self._present: dict[int, list[CacheEvent]] | None = None  # of a subscription that begins, by replica
         self._seed, self._num_requests = config.seed, 0
         self.turns = Turns(Change(weakly(self.abort_all)))
 
@@ -144,14 +167,15 @@ class ReplicatedEngine:
             params = prepared.params
             if params.seed is None:  # as one engine draws it, wherever the request goes
                 params = replace(params, seed=derive_seed(self._seed, self._num_requests))
-            tokens = np.array(prepared.tokens, "<i4")
-            message = Submit(name, tokens.tobytes(), params, prepared.boundaries, stream, client)
+            tokens, spans = np.array(prepared.tokens, "<i4"), tuple(map(SentSpan.from_span, prepared.spans))
+            message = Submit(name, tokens.tobytes(), spans, params, prepared.boundaries, stream, client)
             data = encode(message)  # before anything changes
             request = RunningRequest(name, prepared, self._abandoned.watch(self._deltas if queue is None else queue))
             self._running[name] = request
             self._num_requests += 1
             if self._placement.replicas:
-                request.placed = self._placement.place(names_of(tokens, self.cache_key(params)))
+                ids = cache_ids(prepared.tokens, prepared.spans).astype("<i4")
+                request.placed = self._placement.place(names_of(ids, self.cache_key(params)))
                 self._link(request).send(data)
             else:
                 self._fail(request, RankError("every replica was lost; build a new LLM"))
@@ -248,8 +272,21 @@ class ReplicatedEngine:
         known = [each for each in self._expert_tokens if each]
         return [[sum(counts) for counts in zip(*layers, strict=True)] for layers in zip(*known, strict=True)]
 
-    def cache_events(self, limit: int) -> NoReturn:
-        raise EngineError(f"no cache_events here: {_ELSEWHERE}")
+    def cache_layout(self) -> CacheLayout | None:
+        """As `Engine.cache_layout`, of all replicas."""
+        layout = self._replicas.ready[0].layout
+        return None if layout is None else replace(layout, ranks=len(self._replicas.links))
+
+    def cache_events(self, limit: int) -> CacheSubscription:
+        """As `Engine.cache_events`, of all replicas."""
+        with self.turns.now:
+            self._present = {}
+            for name in self._placement.replicas:
+                self._replicas.links[int(name)].send(Tell())
+            while not self._present.keys() >= {int(name) for name in self._placement.replicas}:
+                self._take_news(WAIT_S)
+            present, self._present = self._present, None
+            return self._events.subscribe_after([event for events in present.values() for event in events], limit)
 
     def cache_dump(self, *, text: bool = False) -> NoReturn:
         raise EngineError(f"no cache_dump here: {_ELSEWHERE}")
@@ -298,6 +335,9 @@ class ReplicatedEngine:
                 self._gain(delta)
         elif isinstance(message, WasReset):
             self._resets[str(number)] = message.done
+        elif isinstance(message, Contents):
+            if self._present is not None:
+                self._present[number] = [read_event(event, self._events.number, number) for event in message.events]
         else:
             if self._shares_experts and isinstance(message, Failed):
                 number, message = self._cause(number, message)
@@ -310,6 +350,11 @@ class ReplicatedEngine:
         for event in events:
             names = names_of(array(event.tokens), event.key)
             replica.mirror.change(event.what, event.tier, names, array(event.pages, -1, 3), event.states)
+            made = read_event(event, self._events.number, number)
+            if self._present is not None and number in self._present:
+                self._present[number].append(made)
+            if self._events.readers:
+                self._events.put(made)
 
     def _gain(self, delta: Delta) -> None:
         request = self._running.get(delta.request_id)
@@ -345,8 +390,10 @@ class ReplicatedEngine:
     def _lose(self, number: int, error: Exception) -> None:
         """Ends the requests of a lost replica, and of the others if they share its experts."""
         names = [str(number), *self._placement.replicas] if self._shares_experts else [str(number)]
-        for name in names:
+        for name in dict.fromkeys(names):
             self._placement.remove(name)
+            for tier in get_args(Tier):
+                self._events.cleared("failed", tier, int(name))
         if not self._placement.replicas and not self._shares_experts:
             error = RankError(f"{error}; every other replica was lost before")
         for name in dict.fromkeys(names):

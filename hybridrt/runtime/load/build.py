@@ -32,6 +32,7 @@ from hybridrt.models.base import CausalLM
 from hybridrt.models.config.quant_online import OnlineRules
 from hybridrt.models.config.read_config import read_model_config, refuse_gguf
 from hybridrt.models.loading.loader import fill_dummy, has_own_head, load_weights
+from hybridrt.models.loading.prepared_weights import load_or_map
 from hybridrt.models.loading.stored_modules import scheme_table, with_stored_modules
 from hybridrt.models.registry import model_class
 from hybridrt.recurrent.backends import create_backend
@@ -181,7 +182,8 @@ def build_model(config: EngineConfig, target: RunTarget, path: Path, progress: b
             fill_dummy(model, config.seed)
             finish(model)
         else:
-            load_weights(model, path, progress)
+            decided = (target.dtype, target.tp.rank, target.tp.size, config.expert_parallel)
+            load_or_map(model, path, decided, partial(load_weights, model, path, progress))
     return model.eval()
 
 
@@ -340,7 +342,8 @@ def encoder_bytes(config: EngineConfig, target: RunTarget) -> int:
     """Embeddings that are kept, and what the encoder needs for as many tokens at once."""
     spec, itemsize = target.model_config.vision, target.dtype.itemsize
     if spec is None:
-        return 0
+        # Kept, and on their way in float32 and in the dtype.
+        return config.encoder_cache_tokens * target.model_config.hidden_size * (4 + 2 * itemsize) * config.prompt_embeds
     # The patches as bytes, in float32 twice and in the dtype; then the stream, its norm, q, k and v rotated,
     # attention's output, and the MLP before and after its activation.
     numbers = 8 * spec.hidden_size + 2 * spec.intermediate_size + 2 * spec.projector_size // spec.merge**2

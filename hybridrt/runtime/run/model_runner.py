@@ -96,8 +96,8 @@ class ModelRunner(StepRunner):
             super().__init__(Runtime.allocate(config, target, model, plan, scales))
             if config.transfer_bytes:
                 self.arena = StateArena(target, self.pools, config.transfer_bytes)
-            if target.model_config.vision is not None:
-                self.encoder = SpanEncoder(model, config.encoder_cache_tokens, self.staging)
+            if target.model_config.vision is not None or config.prompt_embeds:
+                self.encoder = SpanEncoder(model, config.encoder_cache_tokens, config.encoder_host_tokens, self.staging)
             if plan.host:
                 self.host = HostCopies(self.pools, plan.host, target.device)
         log.info("memory plan: %s", self.memory_plan.summary())

@@ -55,6 +55,10 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
+    @property
+    def total(self) -> int:
+        return sum(self.counts)
+
     def family(self, labels: dict[str, str]) -> HistogramMetricFamily:
         total, buckets = 0, []
         for bound, count in zip([*map(str, map(float, self.bounds)), "+Inf"], self.counts, strict=True):
@@ -83,6 +87,10 @@ class Metrics(Collector):
         for collector in (self, ProcessCollector(registry=None), PlatformCollector(registry=None)):
             self._registry.register(collector)
         llm.watchers.append(self.watch)
+
+    def first_tokens(self) -> tuple[int, float]:
+        """How many first tokens there were, and the seconds to all of them."""
+        return self._first.total, self._first.sum
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
@@ -217,6 +225,7 @@ class Metrics(Collector):
             ("hybridrt:encoded_images", "Images, or their tiles, that the encoder has read.", now.encoded_spans),
             ("hybridrt:encoded_image_tokens", "Their tokens.", now.encoded_tokens),
             ("hybridrt:encoder_cache_hits", "Images whose embeddings were still there.", now.encoder_hits),
+            ("hybridrt:encoder_host_hits", "Images whose embeddings were in main memory.", now.encoder_host_hits),
             ("hybridrt:encoder_waits", "Prompt chunks that ended in front of an image.", now.encoder_waits),
             ("hybridrt:prefill_tokens", "Prompt tokens computed, those computed again included.", now.prompt_tokens),
             ("hybridrt:samples_failed", "Samples that ended with an error.", now.failed),
