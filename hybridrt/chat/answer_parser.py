@@ -54,6 +54,13 @@ class AnswerParser:
     def num_calls(self) -> int:
         return self._sink.count
 
+    def name_calls(self, answer: str) -> None:
+        """Ids of calls follow from the answer's id."""
+        self._sink.answer = answer
+
+    def call_id(self, index: int) -> str:
+        return self._sink.call_id(index)
+
     def feed(self, text: str) -> list[Event]:
         """The events that a piece of text adds."""
         if text:

@@ -1,7 +1,6 @@
 """Reads one sample's answer: events, the message so far, and the number of reasoning tokens."""
 
 import json
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -45,6 +44,10 @@ class AnswerReader:
         self._encoded: int | None = None
         self._may_open = not parser.in_reasoning
 
+    def name_calls(self, answer: str) -> None:
+        """Ids of calls follow from the answer's id. Call it before `read`. Without it they are random."""
+        self._parser.name_calls(answer)
+
     def read(
         self, text: str, token_ids: Sequence[int] = (), finish_reason: Literal["stop", "length", "abort"] | None = None
     ) -> list[Event]:
@@ -86,7 +89,7 @@ class AnswerReader:
                 yield event
                 continue
             if not begun:
-                yield CallBegin(0, f"call_{uuid.uuid4().hex[:24]}", name)
+                yield CallBegin(0, self._parser.call_id(0), name)
                 yield CallArguments(0, '{"input": "')
                 begun = True
             yield CallArguments(0, json.dumps(event.text, ensure_ascii=False)[1:-1])

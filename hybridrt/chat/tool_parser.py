@@ -3,6 +3,7 @@
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import sha256
 from typing import Any, ClassVar
 
 from hybridrt.chat.events import CallArguments, CallBegin, CallEnd, Event
@@ -21,12 +22,14 @@ class CallSink:
         events: reported and not taken yet.
         count: calls that have begun.
         inside: a call has begun and not ended.
+        answer: from which ids of calls follow.
     """
 
     def __init__(self, scanner: Scanner, max_calls: int | None = None) -> None:
         self.events: list[Event] = []
         self.count = 0
         self.inside = False
+        self.answer = uuid.uuid4().hex
         self._scanner, self._max_calls = scanner, max_calls
 
     def begin_call(self, name: str, call_id: str | None = None) -> None:
@@ -34,7 +37,11 @@ class CallSink:
         self._scanner.release()
         self.inside = True
         self.count += 1
-        self._report(CallBegin(self.count - 1, call_id or f"call_{uuid.uuid4().hex[:24]}", name))
+        self._report(CallBegin(self.count - 1, call_id or self.call_id(self.count - 1), name))
+
+    def call_id(self, index: int) -> str:
+        """The id of a call to which the model gives none."""
+        return f"call_{sha256(f'{self.answer}/{index}'.encode()).hexdigest()[:24]}"
 
     def arguments(self, text: str) -> None:
         if text:

@@ -21,6 +21,7 @@ class RouterOptions(Overrides):
     replicas: list[str] | None = setting("URL of a replica; repeatable.", "none", "URL", "--replica")
     discover: str | None = setting("Name that stands for all replicas in DNS.", "none", "URL")
     tokenizer: str | None = setting("Model whose tokenizer the replicas have.", "none: token ids alone", "MODEL")
+    resume: bool | None = setting("A stream whose replica is lost goes on at another one.", "off: an error")
 
 
 def router(routing: RouterOptions = RouterOptions(), server: ServerOptions = ServerOptions()) -> None:  # noqa: B008
@@ -44,7 +45,8 @@ def router(routing: RouterOptions = RouterOptions(), server: ServerOptions = Ser
     asked = routing.given()
     tokenizer = str(resolve_model_path(asked["tokenizer"])) if "tokenizer" in asked else None
     key = os.environ.get(REPLICA_KEY_VARIABLE) or None
-    routes = RouterConfig(config, tuple(asked.get("replicas", ())), key, fleet_key, tokenizer, asked.get("discover"))
+    replicas, resume = tuple(asked.get("replicas", ())), asked.get("resume", False)
+    routes = RouterConfig(config, replicas, key, fleet_key, tokenizer, asked.get("discover"), resume)
     write_logs(config.log_level)
     with bind(config) as listener:
         raise_file_limit()

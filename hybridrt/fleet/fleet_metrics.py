@@ -20,13 +20,25 @@ class RouterMetrics:
         at = self.registry
         self.requests = Counter("hybridrt_router_requests", "Requests by replica.", ["replica"], registry=at)
         self.retries = Counter("hybridrt_router_retries", "Requests that were sent to another replica.", registry=at)
-        self.cut = Counter("hybridrt_router_cut_streams", "Streams whose replica has gone.", registry=at)
+        self.cut = Counter(
+            "hybridrt_router_cut_streams",
+            "Streams that ended with their replica.",
+            registry=at,
+        )
+        self.resumed = Counter("hybridrt_router_resumed_streams", "Streams that went on elsewhere.", registry=at)
         self.prompt_tokens = Counter("hybridrt_router_prompt_tokens", "Prompt tokens, as far as known.", registry=at)
         self.prefix_tokens = Counter(
             "hybridrt_router_prefix_tokens", "Prompt tokens that the chosen replicas had, as far as known.", registry=at
         )
         self.ready = Gauge("hybridrt_router_replica_ready", "1: the replica gets requests.", ["replica"], registry=at)
         self.load = Gauge("hybridrt_router_replica_requests", "Requests that have not ended.", ["replica"], registry=at)
+
+    def count(self, replica: str, tokens: int, prefix: int, attempt: int) -> None:
+        """A request goes to a replica; of its prompt, `prefix` tokens are there."""
+        self.requests.labels(replica).inc()
+        self.prompt_tokens.inc(tokens if attempt == 0 else 0)
+        self.prefix_tokens.inc(prefix if attempt == 0 else 0)
+        self.retries.inc(attempt > 0)
 
     def forget(self, url: str) -> None:
         """A replica that has gone is neither ready nor loaded. What it got stays counted."""

@@ -1,21 +1,19 @@
 """Sends a request to a replica and its answer back; to another replica if nothing has come back yet."""
 
 import asyncio
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from urllib.parse import quote
 
 import httpx
 from starlette.responses import Response
 from starlette.types import Scope, Send
 
+from hybridrt.fleet.counted_stream import MAX_HELD_BYTES, CountedStream
 from hybridrt.fleet.replica_client import Exchange, ReplicaClient
 from hybridrt.server.core.respond import COUNT_HEADER, FAILURE
 from hybridrt.server.wire.errors import APIError, stream_end, wants_anthropic
 from hybridrt.server.wire.sse import DONE, event, named_events
 
-HELD_BYTES = 2**20  # of an answer, before the client gets any
-COUNT_BYTES = 40  # of a line that counts tokens, at most
 MAX_TARGET = 2**15  # characters of a path and its query
 BUSY = (429, 502, 503)  # another replica may have room
 _PASSED_ON = (
@@ -25,16 +23,19 @@ _PASSED_ON = (
 _PASSED_BACK = (
     b"cache-control", b"content-type", b"retry-after", b"warning", b"www-authenticate", b"x-accel-buffering",
 )  # fmt: skip
-_COUNT = re.compile(rb"^: tokens (\d{1,18})\n\n", re.MULTILINE)
 
 
-class NothingSent(Exception):
-    """The replica has not answered, or has no room. The client has got nothing. `answer`: the
-    replica's, if there is one."""
+class NotAnswered(Exception):
+    """Another replica can have the request, or the rest of its stream.
 
-    def __init__(self, why: str, answer: Response | None = None) -> None:
+    Attributes:
+        answer: the replica's refusal, if there is one.
+        lost: the replica has got the request, and has ended or does not answer.
+    """
+
+    def __init__(self, why: str, answer: Response | None = None, *, lost: bool = False) -> None:
         super().__init__(why)
-        self.answer = answer
+        self.answer, self.lost = answer, lost
 
 
 def headers_for(scope: Scope, replica_key: str | None) -> dict[str, str]:
@@ -59,24 +60,33 @@ def target_of(scope: Scope) -> str:
 
 
 class Forward:
-    """One request on its way. `send_to` may be called again after NothingSent.
+    """One request on its way. `send_to` may be called again after NotAnswered.
+
+    Args:
+        body: of the request; it may be replaced before the next call of `send_to`.
+        ids: first tokens of the answer that the client has already.
 
     Attributes:
-        tokens: that the client has got in a stream, as far as the replica has said.
-        cut: the replica has gone in the middle of the stream, and the client knows.
+        begun: the client has got the beginning of an answer.
     """
 
-    def __init__(self, scope: Scope, send: Send, body: bytes, headers: Mapping[str, str]) -> None:
-        self._scope, self._send, self._body, self._headers = scope, send, body, dict(headers)
-        self._target = target_of(scope)
-        self.tokens, self.cut = 0, False
-        self._begun = self._streams = False
+    def __init__(
+        self, scope: Scope, send: Send, body: bytes, headers: Mapping[str, str], ids: Sequence[int] = ()
+    ) -> None:
+        self._scope, self._send, self._headers = scope, send, dict(headers)
+        self.body, self.begun, self._streams = body, False, False
+        self._stream, self._target = CountedStream(ids), target_of(scope)
+
+    @property
+    def ids(self) -> list[int] | None:
+        """Tokens of the stream that the client has got; None: they are not known."""
+        return self._stream.ids
 
     async def send_to(self, replica: ReplicaClient, placed_first: asyncio.Event) -> None:
         """Sends the request to a replica and its answer to the client.
 
         Raises:
-            NothingSent: another replica can have the request.
+            NotAnswered: another replica can have the request, or `end_cut` ends it.
         """
         exchange = Exchange(asyncio.ensure_future(self._exchange(replica, placed_first)))
         self._exchange_now = exchange
@@ -88,67 +98,80 @@ class Forward:
                 exchange.task.cancel()
                 await asyncio.gather(exchange.task, return_exceptions=True)
                 raise
-            await self._cut(f"replica {replica.url} does not answer")
-        except httpx.HTTPError as e:
+            self._lose(f"replica {replica.url} does not answer")
+        except (httpx.ConnectError, httpx.ConnectTimeout) as e:
             if isinstance(e, httpx.ConnectError):
                 replica.leave(str(e))
-            await self._cut(f"replica {replica.url} has ended the connection ({type(e).__name__})")
+            raise NotAnswered(f"replica {replica.url} takes no connection") from e
+        except httpx.HTTPError as e:
+            self._lose(f"replica {replica.url} has ended the connection ({type(e).__name__})")
         finally:
             replica.exchanges.discard(exchange)
+
+    def _lose(self, why: str) -> None:
+        if self.begun and not self._streams:
+            raise ConnectionError(f"{why} in the middle of an answer")  # the client's connection ends
+        raise NotAnswered(why, lost=True)
+
+    async def end_cut(self, why: str) -> None:
+        """Ends a stream that has begun, and says how it can go on."""
+        tokens, ids = self._stream.tokens, self._stream.ids
+        text = f"{why}; the answer is cut after {tokens} tokens: resume from token {tokens}"
+        body = APIError(502, text, code="stream_cut").body(wants_anthropic(self._scope))
+        body["error"]["resume_from"] = tokens
+        if ids:
+            body["error"]["resume_token_ids"] = ids
+        last = b"".join(named_events([body])) if wants_anthropic(self._scope) else event(body) + DONE
+        await self._send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _exchange(self, replica: ReplicaClient, first: asyncio.Event) -> None:
         url = replica.url + self._target
         async with replica.client.stream(
-            self._scope["method"], url, headers=self._headers, content=self._body or None
+            self._scope["method"], url, headers=self._headers, content=self.body or None
         ) as answer:
-            self._streams = answer.headers.get("content-type", "").startswith("text/event-stream")
-            if answer.status_code in BUSY:
+            streams = answer.headers.get("content-type", "").startswith("text/event-stream")
+            if answer.status_code in BUSY or (self.begun and not (streams and answer.status_code == 200)):
                 held = await _limited(answer)
-                raise NothingSent(f"{replica.url} answers {answer.status_code}", self._response(answer, held))
-            held, whole = b"", True
-            async for chunk in answer.aiter_raw():
-                held, new = held + chunk, max(len(held) - COUNT_BYTES, 0)
-                if self._streams and self._counted(held, new):
-                    first.set()
-                elif not self._begun and len(held) <= HELD_BYTES:
-                    continue  # until the first token has come
-                held, whole = await self._pass_on(answer, held), False
-            first.set()
-            if whole:
-                await self._response(answer, _COUNT.sub(b"", held))(self._scope, self._no_body, self._send)
-            else:
-                await self._send({"type": "http.response.body", "body": held, "more_body": False})
+                raise NotAnswered(f"{replica.url} answers {answer.status_code}", self._response(answer, held))
+            self._streams = streams
+            await (self._pass_stream if streams else self._pass_whole)(answer, first)
 
-    def _counted(self, data: bytes, start: int) -> bool:
-        counts = _COUNT.findall(data, start)
-        self.tokens = int(counts[-1]) if counts else self.tokens
-        return bool(counts)
+    async def _pass_stream(self, answer: httpx.Response, first: asyncio.Event) -> None:
+        """What no count has told stays here: if the replica is lost, another one writes it anew."""
+        stream = self._stream = CountedStream(self._stream.ids or ())
+        async for chunk in answer.aiter_raw():
+            ready = stream.feed(chunk)
+            if stream.counted:
+                first.set()
+            if ready:
+                await self._pass_on(answer, ready)
+                stream.given()
+        await self._end(answer, stream.rest(), first)
 
-    async def _pass_on(self, answer: httpx.Response, data: bytes) -> bytes:
-        """Returns the end of `data` that is no whole event yet, if there is one."""
-        if not self._begun:
-            self._begun = self._exchange_now.begun = True
+    async def _pass_whole(self, answer: httpx.Response, first: asyncio.Event) -> None:
+        held = bytearray()
+        async for chunk in answer.aiter_raw():
+            held += chunk
+            if self.begun or len(held) > MAX_HELD_BYTES:
+                await self._pass_on(answer, bytes(held))
+                held.clear()
+        await self._end(answer, bytes(held), first)
+
+    async def _pass_on(self, answer: httpx.Response, data: bytes) -> None:
+        self._exchange_now.begun = True
+        if not self.begun:
+            self.begun = True
             self._scope[FAILURE] = stream_end
             headers = self._headers_back(answer)
             await self._send({"type": "http.response.start", "status": answer.status_code, "headers": headers})
-        events, end, rest = data.rpartition(b"\n\n")
-        if not end and len(rest) > HELD_BYTES:
-            events, rest = rest, b""
-        await self._send({"type": "http.response.body", "body": _COUNT.sub(b"", events + end), "more_body": True})
-        return rest
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
-    async def _cut(self, why: str) -> None:
-        """The replica is gone in the middle of an answer."""
-        if not self._begun:
-            raise NothingSent(why)
-        if not self._streams:
-            raise ConnectionError(f"{why} in the middle of an answer")  # the client's connection ends
-        self.cut = True
-        text = f"{why}; the answer is cut after {self.tokens} tokens: resume from token {self.tokens}"
-        body = APIError(502, text, code="stream_cut").body(wants_anthropic(self._scope))
-        body["error"]["resume_from"] = self.tokens
-        last = b"".join(named_events([body])) if wants_anthropic(self._scope) else event(body) + DONE
-        await self._send({"type": "http.response.body", "body": last, "more_body": False})
+    async def _end(self, answer: httpx.Response, data: bytes, first: asyncio.Event) -> None:
+        first.set()
+        if self.begun:
+            await self._send({"type": "http.response.body", "body": data, "more_body": False})
+        else:
+            await self._response(answer, data)(self._scope, self._no_body, self._send)
 
     def _response(self, answer: httpx.Response, body: bytes) -> Response:
         made = Response(body, answer.status_code)
@@ -165,9 +188,9 @@ class Forward:
 
 async def _limited(answer: httpx.Response) -> bytes:
     """The body of a refusal."""
-    found = b""
+    found = bytearray()
     async for chunk in answer.aiter_raw():
         found += chunk
-        if len(found) > HELD_BYTES:
+        if len(found) > MAX_HELD_BYTES:
             return b""
-    return found
+    return bytes(found)

@@ -11,6 +11,9 @@ MOST_OVER_MEAN = 1.35  # requests of a replica, compared with the mean of all
 # A waiting token of another request delays this one once. A token that is computed again delays all.
 WAITING = 1 / 16  # waiting tokens, compared with tokens that are computed again
 SESSIONS = 65_536  # that are remembered
+# Entries that a request may look up in all mirrors, and in one of very many: replicas that say much
+# more than their caches hold cost no more.
+MOST_LOOKS, LEAST_LOOKS = 2**15, 2**11
 
 
 @dataclass(eq=False)
@@ -91,7 +94,8 @@ class Placement:
             raise ConfigError(f"none of {len(self.replicas)} replicas may take a request")
         most = self._most_requests(some)
         free = [r for r in some if r.requests < most]
-        prefixes = {r.name: r.mirror.match(names) if r.mirror is not None else 0 for r in free}
+        looks = max(MOST_LOOKS // len(free), LEAST_LOOKS)
+        prefixes = {r.name: r.mirror.match(names, looks) if r.mirror is not None else 0 for r in free}
         last, self._turn = self._sessions.get(session or ""), self._turn + 1
 
         def cost(place: int) -> tuple[float, bool, int, int]:

@@ -5,10 +5,11 @@ A name is a hash of a cache key and of a text's first tokens. Whoever knows the 
 
 import hashlib
 import json
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import get_args
 
 import numpy as np
 
@@ -17,16 +18,19 @@ from hybridrt.mem_cache.prefix_tree.cache_events import CacheEvent, Tier, What
 from hybridrt.mem_cache.prefix_tree.cache_key import DEFAULT_KEY, CacheKey
 
 BLOCK = 64  # tokens of a step in the chain of hashes
+LOOKS = 2**14  # entries that a match looks up; a microsecond or two each
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """What decides which cached entries a prefix needs. Attributes as the arguments of RadixCache."""
+    """What decides which cached entries a prefix needs. Attributes as the arguments of RadixCache.
+    `ranks`: engines of the replica, each with a cache of its own."""
 
     page_size: int
     recurrent: bool
     lookahead: int = 0
     windows: tuple[int | None, ...] = (None,)
+    ranks: int = 1
 
 
 class PrefixNames:
@@ -40,7 +44,6 @@ class PrefixNames:
     def __init__(self, tokens: np.ndarray, parent: int, start: int = 0) -> None:
         self._bytes, self._start = np.ascontiguousarray(tokens, "<i4").tobytes(), start
         self._chain, self._known = [parent], dict[int, int]()
-        self._blocks = dict[int, int]()
         self.length = start + len(tokens)
 
     def at(self, length: int) -> int:
@@ -55,12 +58,15 @@ class PrefixNames:
             self._known[length] = name
         return name
 
+    @cached_property
     def blocks(self) -> dict[int, int]:
-        """Lengths of all whole blocks, by name."""
-        if not self._blocks:
-            self.at(self.length - self.length % BLOCK)
-            self._blocks = {name: self._start + i * BLOCK for i, name in enumerate(self._chain)}
-        return self._blocks
+        """Every whole block's end by its name, 0 for none. Making it hashes the whole text."""
+        self.at(self.length - self.length % BLOCK)
+        return {name: self._start + i * BLOCK for i, name in enumerate(self._chain)}
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Of the text."""
+        return np.frombuffer(self._bytes, "<i4")[start - self._start : end - self._start].tolist()
 
     def _next(self, begin: int, end: int) -> int:
         parent = self._chain[begin // BLOCK].to_bytes(8, "little")
@@ -81,27 +87,32 @@ def _hash(data: bytes, parent: bytes = b"") -> int:
 
 
 class PrefixMirror:
-    """The contents of both tiers of a replica's prefix cache."""
+    """The contents of both tiers of a replica's prefix cache, for each of its engines."""
 
     def __init__(self, layout: CacheLayout) -> None:
         self.layout = layout
-        self._tiers: dict[Tier, _TierMirror] = {"device": _TierMirror(layout), "host": _TierMirror(layout)}
+        self._tiers = {(rank, tier): _TierMirror(layout) for rank in range(layout.ranks) for tier in get_args(Tier)}
 
     def update(self, events: Iterable[CacheEvent]) -> None:
         """Takes events in their order, the first ones of a subscription included."""
         for event in events:
-            self.change(event.what, event.tier, names_of(event.tokens, event.key), event.pages, event.states)
+            names = names_of(event.tokens, event.key)
+            self.change(event.what, event.tier, names, event.pages, event.states, event.rank)
 
-    def change(self, what: What, tier: Tier, names: PrefixNames, pages: np.ndarray, states: Iterable[int]) -> None:
+    def change(
+        self, what: What, tier: Tier, names: PrefixNames, pages: np.ndarray, states: Iterable[int], rank: int = 0
+    ) -> None:
         """One event. Attributes as of CacheEvent; `names` are those of its text."""
         if what == "cleared":
-            self._tiers[tier] = _TierMirror(self.layout)
+            self._tiers[rank, tier] = _TierMirror(self.layout)
         else:
-            self._tiers[tier].count(-1 if what == "lost" else 1, names, pages, states)
+            self._tiers[rank, tier].count(-1 if what == "lost" else 1, names, pages, states)
 
-    def match(self, names: PrefixNames) -> int:
-        """Tokens of the longest usable prefix of a prompt, at most all but its last one."""
-        return max(tier.match(names) for tier in self._tiers.values())
+    def match(self, names: PrefixNames, looks: int = LOOKS) -> int:
+        """Tokens of the longest usable prefix of a prompt, at most all but its last one. `looks`:
+        entries that it may look up, a share of them in each tier; then 0, even if there is one.
+        """
+        return max(tier.match(names, looks // len(self._tiers)) for tier in self._tiers.values())
 
     def __len__(self) -> int:
         """Entries that it stores, a measure of its memory."""
@@ -121,6 +132,7 @@ class _TierMirror:
         self._layout = layout
         self._states = Counter[int]()
         self._rests: dict[int, Counter[int]] = {}
+        self._looks = 0  # that the match which runs has left
         self._pages = Counter[tuple[int, int, int]]()  # group, page index, name
 
     def __len__(self) -> int:
@@ -141,42 +153,56 @@ class _TierMirror:
             elif not self._layout.recurrent:
                 _count(self._pages, (group, index, names.at(end)), by)
 
-    def match(self, names: PrefixNames) -> int:
-        if not self._layout.recurrent:
-            return self._match_pages(names) if self._pages else 0
-        limit, blocks = names.length - 1, names.blocks() if self._states else {}
-        # One intersection of names: a look-up for each block would hold up the router's event loop.
-        for start in sorted((blocks[name] for name in self._rests.keys() & blocks.keys()), reverse=True):
-            for rest in sorted(self._rests[names.at(start)], reverse=True):
-                end = start + rest
-                if end <= limit and names.at(end) in self._states and self._sees(names, end):
-                    return end
-        return 0
+    def match(self, names: PrefixNames, looks: int) -> int:
+        if not (self._states if self._layout.recurrent else self._pages):
+            return 0
+        self._looks = looks
+        ends = self._state_ends(names) if self._layout.recurrent else self._page_ends(names)
+        return next((end for end in ends if self._sees(names, end) and self._looks > 0), 0)
 
-    def _match_pages(self, names: PrefixNames) -> int:
-        size, windows = self._layout.page_size, self._layout.windows
-        lengths = range(size, names.length, size)
-        if None in windows:  # that group has the pages of a text up to some length
-            group = windows.index(None)
-            lengths = lengths[: bisect_left(lengths, True, key=lambda n: not self._group_sees(names, n, group))]
-        return next((length for length in reversed(lengths) if self._sees(names, length)), 0)
+    def _state_ends(self, names: PrefixNames) -> Iterator[int]:
+        """Lengths after which there is a state, the longest first, while looks are left."""
+        known = names.blocks
+        for start in sorted((known[name] for name in self._rests.keys() & known.keys()), reverse=True):
+            for rest in sorted(self._rests[names.at(start)], reverse=True):
+                self._looks -= 1
+                if self._looks <= 0:
+                    return
+                end = start + rest
+                if end < names.length and names.at(end) in self._states:
+                    yield end
+
+    def _page_ends(self, names: PrefixNames) -> Iterator[int]:
+        """Lengths in whole pages, the longest first, while looks are left. Of layers without a
+        window a page is there if a later one is: the last one is found by halving.
+        """
+        size, most = self._layout.page_size, (names.length - 1) // self._layout.page_size
+        if None in self._layout.windows:
+            group, least = self._layout.windows.index(None), 0
+            while least < most:
+                middle = (least + most + 1) // 2
+                found = (group, middle - 1, names.at(middle * size + self._layout.lookahead)) in self._pages
+                least, most = (middle, most) if found else (least, middle - 1)
+        for length in range(most * size, 0, -size):
+            if self._looks <= 0:
+                return
+            yield length
 
     def _sees(self, names: PrefixNames, length: int) -> bool:
-        return all(self._group_sees(names, length, group) for group in range(len(self._layout.windows)))
-
-    def _group_sees(self, names: PrefixNames, length: int, group: int) -> bool:
-        """Whether those pages of a group are there that the token after `length` tokens sees."""
-        layout, window = self._layout, self._layout.windows[group]
-        after = -(-length // layout.page_size)
-        if window is not None:
-            seen = range(first_page(length, window, layout.page_size), after)
-        else:
-            seen = range(0) if layout.recurrent else range(after - 1, after)
-        for index in seen:
-            end = (index + 1) * layout.page_size + layout.lookahead
-            end = min(end, length) if layout.recurrent else end
-            if (group, index, names.at(end)) not in self._pages:
-                return False
+        """Whether the pages are there that the token after `length` tokens sees."""
+        layout = self._layout
+        for group, window in enumerate(layout.windows):
+            after = -(-length // layout.page_size)
+            if window is None:
+                seen = range(0 if layout.recurrent else after - 1, 0 if layout.recurrent else after)
+            else:
+                seen = range(first_page(length, window, layout.page_size), after)
+            for index in seen:
+                end = (index + 1) * layout.page_size + layout.lookahead
+                end = min(end, length) if layout.recurrent else end
+                self._looks -= 1
+                if self._looks <= 0 or (group, index, names.at(end)) not in self._pages:
+                    return False
         return True
 
 

@@ -69,7 +69,9 @@ class PromptNames:
     def _names(self, path: str, body: Body, key: CacheKey) -> PrefixNames:
         """What is wrong with a body is the replica's to say."""
         try:
-            return names_of(self._tokens(path, body), key)
+            names = names_of(self._tokens(path, body), key)
+            _ = names.blocks  # hashed here, and not in the event loop
+            return names
         except (HybridrtError, ValueError, TypeError, OverflowError) as e:
             log.debug("a prompt is not tokenised: %s", e)
             return names_of([], key)

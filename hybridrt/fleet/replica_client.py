@@ -20,8 +20,11 @@ LEFT_AFTER = 2  # answers that did not come: the replica gets no more requests
 DEAD_SECONDS = 10.0  # without an answer: streams that have begun are given up
 EVENT_SECONDS = 5.0  # a line of events comes each second
 MAX_READY_BYTES = 2**16
-MAX_EVENT_BYTES = 2**24
-MAX_ENTRIES = 2**23  # of a mirror
+EVENT_PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)  # after events that cannot be, one after the other
+# Events may take a quarter of the event loop's time: the stream then waits, and the replica with it.
+TURN_SECONDS, PAUSE = 0.002, 3
+MAX_EVENT_BYTES = 2**20
+MAX_ENTRIES = 2**24  # of all mirrors together; each takes about 150 bytes
 log = logging.getLogger("hybridrt.router")
 
 
@@ -44,6 +47,7 @@ class ReplicaClient:
         ready: it answers and wants requests.
         drained: the operator sends it no more.
         exchanges: what runs there.
+        max_entries: of its mirror.
     """
 
     url: str
@@ -52,6 +56,7 @@ class ReplicaClient:
     ready: bool = False
     drained: bool = False
     exchanges: set[Exchange] = field(default_factory=set)
+    max_entries: int = MAX_ENTRIES
 
     def __post_init__(self) -> None:
         self.placed = Replica(self.url)
@@ -94,15 +99,18 @@ class ReplicaClient:
 
     async def follow(self) -> None:
         """Keeps the mirror of its prefix cache up to date. Runs until it is cancelled."""
+        wrong = 0
         while self.fleet_key is not None:
             try:
                 await self._read_events()
+                wrong = 0
             except (httpx.HTTPError, TimeoutError, MessageError) as e:
+                wrong = wrong + 1 if isinstance(e, MessageError) and self.placed.mirror is not None else 0
                 if self.ready and self._said != (text := str(e) or type(e).__name__):
                     log.warning("the events of replica %s: %s", self.url, text)
                     self._said = text
             self.placed.mirror = None
-            await asyncio.sleep(HEALTH_SECONDS)
+            await asyncio.sleep(EVENT_PAUSES[min(wrong, len(EVENT_PAUSES) - 1)])
 
     async def _read_events(self) -> None:
         headers = {"Authorization": f"Bearer {self.fleet_key}"}
@@ -121,20 +129,25 @@ class ReplicaClient:
             return self.placed.mirror
         if mirror is not None and data and not event.startswith(b":"):
             apply_message(data, mirror)
-            if len(mirror) > MAX_ENTRIES:
-                raise MessageError(f"the prefix cache has more than {MAX_ENTRIES} entries")
+            if len(mirror) > self.max_entries:
+                raise MessageError(f"the prefix cache has more than {self.max_entries} entries")
         return mirror
 
 
 async def _events(answer: httpx.Response) -> AsyncIterator[bytes]:
-    """Each byte is looked at once, however few come at a time. MessageError for one that is too long."""
+    """Each byte is looked at once, however few come at a time; others have their turn between two.
+    MessageError for one that is too long."""
     held = bytearray()
     async for chunk in answer.aiter_raw():
+        began = time.monotonic()
         searched = max(len(held) - 1, 0)
         held += chunk
         if held.find(b"\n\n", searched) >= 0:
             *whole, held = held.split(b"\n\n")
             for event in whole:
                 yield bytes(event)
+                if (spent := time.monotonic() - began) > TURN_SECONDS:
+                    await asyncio.sleep(PAUSE * spent)
+                    began = time.monotonic()
         if len(held) > MAX_EVENT_BYTES:
             raise MessageError(f"an event has more than {MAX_EVENT_BYTES} bytes")

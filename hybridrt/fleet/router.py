@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import socket
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from http.cookiejar import CookieJar, DefaultCookiePolicy
@@ -16,14 +15,16 @@ import msgspec
 import uvicorn
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from hybridrt.base.errors import ConfigError, MessageError
+from hybridrt.fleet.body_room import BodyRoom
 from hybridrt.fleet.fleet_metrics import MAX_BYTES, RouterMetrics, merged
-from hybridrt.fleet.forward import Forward, NothingSent, headers_for, target_of
+from hybridrt.fleet.forward import headers_for, target_of
 from hybridrt.fleet.placement import Placement
 from hybridrt.fleet.prompt_names import MAX_TOKENS, PromptNames
-from hybridrt.fleet.replica_client import ReplicaClient
+from hybridrt.fleet.replica_client import MAX_ENTRIES, ReplicaClient
+from hybridrt.fleet.sender import Asked, Sender, nothing
 from hybridrt.fleet.short_answer import short_answer
 from hybridrt.server.core.bodies import SMALL, check_body
 from hybridrt.server.core.config import ServerConfig
@@ -33,14 +34,13 @@ from hybridrt.server.core.respond import while_connected
 from hybridrt.server.run import http_settings
 from hybridrt.server.wire.errors import APIError, error_response
 
-TRIES = 4  # replicas that a request is sent to, one after the other
 FLEET = ("/fleet/replicas", "/fleet/drain")
 TO_ALL = ("/abort", "/reset_prefix_cache")
 STORED = "/v1/responses/"
-READY_SECONDS = 10.0  # that a request waits for a replica while none is ready
 FIND_SECONDS = 2.0  # between two questions to DNS
 CONNECT_SECONDS, WRITE_SECONDS, ANSWER_SECONDS = 2.0, 30.0, 5.0
 MAX_REPLICAS = 256
+METRICS_AT_ONCE = 4  # questions for the metrics of all replicas
 MAX_LISTS = 2**17  # of a body, or brackets of its text; reading one takes a microsecond
 MAX_STORED = 2**26  # bytes of a stored response
 log = logging.getLogger("hybridrt.router")
@@ -60,6 +60,9 @@ class RouterConfig:
             headless service of Kubernetes. They may come and go.
         tokenizer: directory of the model. None: text is not tokenised, so only prompts of token ids
             are matched with caches.
+        resume: a stream whose replica is lost goes on at another one. False: it ends with an error
+            that says how the client can resume it.
+        changing: `Router.replace` says which replicas there are.
 
     Raises:
         ConfigError: a field cannot be used.
@@ -71,10 +74,12 @@ class RouterConfig:
     fleet_key: str | None = field(default=None, repr=False)
     tokenizer: str | None = None
     discover: str | None = None
+    resume: bool = False
+    changing: bool = False
 
     def __post_init__(self) -> None:
         given = (*self.replicas, *(() if self.discover is None else (self.discover,)))
-        if not 0 < len(given) <= MAX_REPLICAS:
+        if not (self.changing or len(given) > 0) or len(given) > MAX_REPLICAS:
             raise ConfigError(f"{len(given)} replicas; pass 1 to {MAX_REPLICAS}, each with --replica URL")
         for url in given:
             if not _is_base_url(url):
@@ -116,6 +121,9 @@ class Router:
         self._watches: dict[str, list[asyncio.Task[None]]] = {}
         self._finder: asyncio.Task[None] | None = None
         self.metrics = RouterMetrics()
+        self._sender = Sender(self._known, self._placement, self.metrics, config.replica_key, config.resume)
+        self._asking_metrics = asyncio.Semaphore(METRICS_AT_ONCE)
+        self._room = BodyRoom()
         self.draining, self.open = False, 0
 
     @property
@@ -143,6 +151,7 @@ class Router:
         replica = self._known[url] = ReplicaClient(url, self._client, self._config.fleet_key)
         self._placement.add(replica.placed)
         self._watches[url] = [asyncio.create_task(replica.watch()), asyncio.create_task(replica.follow())]
+        self._share_entries()
 
     def _remove(self, url: str) -> None:
         """What runs there goes on."""
@@ -152,6 +161,11 @@ class Router:
         self._placement.remove(url)
         for task in self._watches.pop(url):
             task.cancel()
+        self._share_entries()
+
+    def _share_entries(self) -> None:
+        for replica in self._known.values():
+            replica.max_entries = MAX_ENTRIES // len(self._known)
 
     async def _find_again(self, url: str) -> None:
         while True:
@@ -170,7 +184,11 @@ class Router:
             log.warning("the addresses of %s are not found: %s", parts.hostname, e or type(e).__name__)
             return
         hosts = [f"[{address[4][0]}]" if ":" in str(address[4][0]) else str(address[4][0]) for address in found]
-        urls = {f"{parts.scheme}://{host}:{port}" for host in hosts[:MAX_REPLICAS]}
+        self.replace([f"{parts.scheme}://{host}:{port}" for host in hosts])
+
+    def replace(self, found: Sequence[str]) -> None:
+        """From now on the replicas are these, in addition to those of the configuration."""
+        urls = set(found[:MAX_REPLICAS])
         fixed = {url.rstrip("/") for url in self._config.replicas}
         for gone in self._known.keys() - urls - fixed:
             self._remove(gone)
@@ -189,16 +207,17 @@ class Router:
             return
         if self.draining:
             raise APIError(503, "the router is shutting down; send the request to another one", code="unavailable")
-        body = await _read(receive)
         self.open += 1
         try:
-            await while_connected(receive, self._route(scope, send, body))
+            async with self._room.read(receive) as body:
+                await while_connected(receive, self._route(scope, send, body))
         finally:
             self.open -= 1
 
     async def _own(self, path: str, scope: Scope) -> Response:
         if path == "/metrics":
-            found = await self._answers("/metrics", scope, MAX_BYTES)
+            async with self._asking_metrics:
+                found = await self._answers("/metrics", scope, MAX_BYTES)
             text = await asyncio.to_thread(merged, {url: body.decode(errors="replace") for url, body in found.items()})
             return Response(self.metrics.text(self.replicas) + text, media_type=CONTENT_TYPE)
         if path == "/fleet/replicas":
@@ -241,52 +260,7 @@ class Router:
         else:
             names = await self._names.of_request(path, fields)
             among = await self._with_response(scope, fields)
-            await self._forward(scope, send, body, names, _session(scope, fields), among)
-
-    async def _forward(self, scope: Scope, send: Send, body: bytes, names: Any, session: Any, among: Any) -> None:
-        forward = Forward(scope, send, body, headers_for(scope, self._config.replica_key))
-        tried, refusal = set[str](), None
-        for attempt in range(TRIES):
-            wanted = self._wanted(among) - tried
-            if not wanted and refusal is None and await self._one_is_ready(among):
-                wanted, tried = self._wanted(among), set()
-            if not wanted:
-                break
-            placed, first = self._placement.place(names, session, wanted), asyncio.Event()
-            replica = self._known[placed.replica.name]
-            tried.add(replica.url)
-            self._count(placed.replica.name, names.length, placed.prefix, attempt)
-            watch = asyncio.create_task(_when(first, placed.computed))
-            try:
-                await forward.send_to(replica, first)
-                self.metrics.cut.inc(forward.cut)
-                return
-            except NothingSent as e:
-                log.info("a request goes to another replica: %s", e)
-                refusal = e.answer or refusal
-            finally:
-                watch.cancel()
-                placed.ended()
-        if refusal is None:
-            raise APIError(503, "no replica takes the request now; send it again later", code="unavailable")
-        await refusal(scope, _nothing, send)
-
-    def _wanted(self, among: set[str] | None) -> set[str]:
-        ready = {replica.url for replica in self.replicas if replica.wants_requests}
-        return ready if among is None else ready & among
-
-    async def _one_is_ready(self, among: set[str] | None) -> bool:
-        """Waits for a while: a replica may be starting again, or be slow to say that it is ready."""
-        deadline = time.monotonic() + READY_SECONDS
-        while not (found := bool(self._wanted(among))) and time.monotonic() < deadline:
-            await asyncio.sleep(0.05)
-        return found
-
-    def _count(self, name: str, tokens: int, prefix: int, attempt: int) -> None:
-        self.metrics.requests.labels(name).inc()
-        self.metrics.prompt_tokens.inc(tokens if attempt == 0 else 0)
-        self.metrics.prefix_tokens.inc(prefix if attempt == 0 else 0)
-        self.metrics.retries.inc(attempt > 0)
+            await self._sender.send(Asked(body, fields, names, _session(scope, fields), among), scope, send)
 
     async def _with_response(self, scope: Scope, fields: dict[str, Any]) -> set[str] | None:
         """Replicas that keep the response which a request continues. None: it continues none."""
@@ -309,7 +283,7 @@ class Router:
             best = min(best or found, found, key=lambda each: (each.status >= 300, b"false" in each.body[:64]))
         if best is None:
             raise APIError(503, "no replica answers; send the request again later", code="unavailable")
-        await Response(best.body, best.status, media_type=best.kind)(scope, _nothing, send)
+        await Response(best.body, best.status, media_type=best.kind)(scope, nothing, send)
 
     async def _drain(self, scope: Scope, send: Send, fields: dict[str, Any]) -> None:
         url, drained = fields.get("url"), fields.get("drained", True)
@@ -317,7 +291,7 @@ class Router:
         if not found or not isinstance(drained, bool):
             raise APIError(400, "url must be that of a replica, as in --replica, and drained true or false", "url")
         found[0].drained = drained
-        await JSONResponse(self._facts(found[0]))(scope, _nothing, send)
+        await JSONResponse(self._facts(found[0]))(scope, nothing, send)
 
 
 class RouterServer(uvicorn.Server):
@@ -361,25 +335,6 @@ class RouterServer(uvicorn.Server):
         except TimeoutError:
             log.warning("%d requests have not ended", self.router.open)
         self.should_exit = True
-
-
-async def _when(event: asyncio.Event, call: Any) -> None:
-    await event.wait()
-    call()
-
-
-async def _nothing() -> Message:
-    return {"type": "http.request", "body": b"", "more_body": False}
-
-
-async def _read(receive: Receive) -> bytes:
-    """The guard limits its length."""
-    parts, more = list[bytes](), True
-    while more:
-        message = await receive()
-        parts.append(message.get("body", b""))
-        more = message["type"] == "http.request" and message.get("more_body", False)
-    return b"".join(parts)
 
 
 def _fields(body: bytes) -> dict[str, Any]:

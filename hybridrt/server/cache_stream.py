@@ -7,7 +7,7 @@ from contextlib import aclosing
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from hybridrt.fleet.cache_messages import cache_message, layout_message
+from hybridrt.fleet.cache_messages import cache_messages, layout_message
 from hybridrt.fleet.prefix_mirror import CacheLayout
 from hybridrt.mem_cache.prefix_tree.cache_events import CacheEvent, CacheSubscription
 from hybridrt.server.core.respond import FAILURE, while_connected
@@ -25,7 +25,7 @@ _RESET = b'data: {"type":"AllBlocksCleared","medium":"GPU","why":"resend"}\n\n' 
 
 
 class CacheStream(Response):
-    """First the layout, then the present contents, then each change. `id` counts the events. A
+    """First the layout, then the present contents, then each change. `id` counts the messages. A
     reader that was too slow is told to forget everything, and gets the present contents again."""
 
     def __init__(self, service: Service) -> None:
@@ -33,9 +33,10 @@ class CacheStream(Response):
         del self.headers["content-length"]
         if service.cache_readers >= MAX_READERS:
             raise APIError(429, f"{MAX_READERS} readers have the events of the prefix cache; close one of them")
-        if service.llm.llm.config.dp_size > 1:
-            raise APIError(404, "an engine of several replicas publishes no events: it places requests by them itself")
-        self._service = service
+        layout = service.llm.llm.engine.cache_layout()
+        if layout is None:
+            raise APIError(404, "this server keeps no prefixes")
+        self._service, self._layout = service, layout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[FAILURE] = stream_end
@@ -56,9 +57,7 @@ class CacheStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _parts(self) -> AsyncGenerator[bytes]:
-        llm, number, quiet = self._service.llm, 0, 0.0
-        tree = llm.llm.engine.prefixes.tree
-        layout = CacheLayout(tree.page_size, tree.recurrent, tree.lookahead, tree.windows)
+        llm, layout, number, quiet = self._service.llm, self._layout, 0, 0.0
         yield b"event: layout\ndata: %b\n\n" % layout_message(layout)
         events = await self._subscribe()
         try:
@@ -70,8 +69,10 @@ class CacheStream(Response):
                     yield _RESET
                     continue
                 for start in range(0, len(found), PART):
-                    yield await llm.in_thread(_encoded, found[start : start + PART], layout, number + start)
-                number, quiet = number + len(found), 0.0 if found else quiet + READ_SECONDS
+                    parts = await llm.in_thread(_encoded, found[start : start + PART], layout, number)
+                    number += len(parts)
+                    yield b"".join(parts)
+                quiet = 0.0 if found else quiet + READ_SECONDS
                 if quiet >= BEAT_SECONDS:
                     yield b": beat\n\n"
                     quiet = 0.0
@@ -89,7 +90,6 @@ def _subscription(service: Service) -> CacheSubscription:
     return service.llm.llm.cache_events(limit=HELD)
 
 
-def _encoded(events: list[CacheEvent], layout: CacheLayout, number: int) -> bytes:
-    return b"".join(
-        b"id: %d\ndata: %b\n\n" % (number + i, cache_message(event, layout)) for i, event in enumerate(events)
-    )
+def _encoded(events: list[CacheEvent], layout: CacheLayout, number: int) -> list[bytes]:
+    messages = (message for event in events for message in cache_messages(event, layout))
+    return [b"id: %d\ndata: %b\n\n" % (number + i, message) for i, message in enumerate(messages)]

@@ -45,6 +45,7 @@ class CacheEvent:
         pages: [m, 3] int32: page group, page index in the text, and how many first tokens of the
             text are its content: the KV of a page may depend on one token after it.
         states: numbers of first tokens after which there is a state.
+        rank: of the engine that it belongs to, with `dp_size` engines.
     """
 
     number: int
@@ -55,6 +56,7 @@ class CacheEvent:
     tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     pages: np.ndarray = field(default_factory=lambda: np.empty((0, 3), np.int32))
     states: tuple[int, ...] = ()
+    rank: int = 0
 
 
 class CacheSubscription:
@@ -157,29 +159,35 @@ class CacheEvents:
 
     Attributes:
         readers: while it is empty, nothing needs to be noted.
+        number: of the next event.
     """
 
     def __init__(self) -> None:
         self.readers: list[weakref.ref[CacheSubscription]] = []
-        self._number = 0
+        self.number = 0
 
     def publish(self, log: EntryLog, why: Why, tier: Tier) -> None:
         for record in log.records:
-            self._put(record.event(self._number, why, tier))
+            self.put(record.event(self.number, why, tier))
 
-    def cleared(self, why: Why, tier: Tier) -> None:
+    def cleared(self, why: Why, tier: Tier, rank: int = 0) -> None:
         if self.readers:
-            self._put(CacheEvent(self._number, "cleared", why, tier))
+            self.put(CacheEvent(self.number, "cleared", why, tier, rank=rank))
 
     def subscribe(self, present: Iterable[tuple[EntryLog, Tier]], limit: int) -> CacheSubscription:
         """`present`: the entries of each tier now."""
-        events = [record.event(self._number, "present", tier) for log, tier in present for record in log.records]
-        made = CacheSubscription(events, self._number, limit)
+        found = [record.event(self.number, "present", tier) for log, tier in present for record in log.records]
+        return self.subscribe_after(found, limit)
+
+    def subscribe_after(self, present: list[CacheEvent], limit: int) -> CacheSubscription:
+        """The same with events of what is there now."""
+        made = CacheSubscription(present, self.number, limit)
         self.readers.append(weakref.ref(made))
         return made
 
-    def _put(self, event: CacheEvent) -> None:
-        self._number += 1
+    def put(self, event: CacheEvent) -> None:
+        """Publishes the event with the number `number`."""
+        self.number += 1
         readers: Sequence[CacheSubscription | None] = [reader() for reader in self.readers]
         open_ones = [reader for reader in readers if reader is not None and not reader.closed]
         if len(open_ones) < len(readers):

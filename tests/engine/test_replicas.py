@@ -21,6 +21,7 @@ from hybridrt.engine.replicas import replicated_engine, start
 from hybridrt.engine.replicas.messages import Failed, FromReplica, Stepped, decode, encode
 from hybridrt.engine.replicas.start import Lost, Replicas
 from hybridrt.engine.request.outputs import Delta, EngineCounters, RequestMetrics
+from hybridrt.fleet.prefix_mirror import PrefixMirror, names_of
 from hybridrt.mem_cache.prefix_tree.prefix_cache import CacheMiss
 from tests.models.test_vision import OMNI, QWEN, seeing
 from tests.models.test_vision_text import sample_prompts
@@ -181,6 +182,29 @@ class _Beyond:
         return [100_000]
 
 
+def test_events_of_all_replicas_are_one_stream(checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An early reader and a late one know of each replica what the engine itself knows."""
+    with replicated(checkpoints["falcon-split"].path, monkeypatch) as llm:
+        early = llm.cache_events()
+        llm.generate(TEXTS, greedy(3))
+        late = llm.cache_events()
+        llm.generate([text[::-1] for text in TEXTS], greedy(3))
+        layout = llm.engine.cache_layout()
+        assert layout is not None and layout.ranks == 2
+        for events in (early, late):
+            mirror = PrefixMirror(layout)
+            found = events.read()
+            mirror.update(found)
+            assert not events.missed and {event.rank for event in found} == {0, 1}
+            for text in ([*text, 1, 2] for text in TEXTS):
+                own = [each.mirror.match(names_of(text)) for each in llm.engine._placement.replicas.values()]
+                assert mirror.match(names_of(text)) == max(own)
+            assert len(mirror) == sum(len(each.mirror) for each in llm.engine._placement.replicas.values()) > 0
+        llm.engine._lose(0, RankError("it is gone"))
+        for events in (early, late):
+            assert [(event.what, event.rank) for event in events.read()] == [("cleared", 0)] * 2
+
+
 def test_a_request_that_cannot_be_sent_is_not_kept(
     checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,7 +220,7 @@ def test_a_request_that_cannot_be_sent_is_not_kept(
 
 def test_what_belongs_to_one_engine_is_refused(checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     with replicated(checkpoints["falcon-split"].path, monkeypatch) as llm:
-        for call in (llm.cache_events, lambda: llm.save_session("x", [5]), lambda: llm.load_session("x")):
+        for call in (lambda: llm.save_session("x", [5]), lambda: llm.load_session("x")):
             with pytest.raises(EngineError, match="belongs to one engine, and dp_size is above 1"):
                 call()  # type: ignore[operator]
         with pytest.raises(AttributeError, match="belongs to one engine"):

@@ -9,6 +9,7 @@ import pytest
 from hybridrt.base.errors import EngineError, RequestError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.api.llm import LLM
+from hybridrt.engine.request.output_text import new_detokenizer, resumed_text
 from hybridrt.runtime.load.build import resolve_model_path
 from tests.support.levels import sweep
 
@@ -79,3 +80,21 @@ def test_a_form_holds_from_the_first_token_on(llm: LLM) -> None:
     wrong = llm.tokenizer.encode_bare("xyz")
     with pytest.raises((RequestError, EngineError)):
         llm.generate(PROMPT, SamplingParams(resume_token_ids=wrong, **params))
+
+
+@pytest.mark.parametrize("kept", range(1, 10))
+def test_text_before_half_a_character_has_come(llm: LLM, kept: int) -> None:
+    """The embedded model writes characters that it does not know byte by byte."""
+    pytest.importorskip("llguidance")
+    from hybridrt.structured_outputs import StructuredOutputs
+
+    params = {"temperature": 0.0, "max_tokens": 16, "structured_outputs": StructuredOutputs(choice=["a日本x😀b"])}
+    whole = llm.generate(PROMPT, SamplingParams(**params))[0]
+    assert len(whole.token_ids) > 10
+    rest = llm.generate(PROMPT, SamplingParams(resume_token_ids=whole.token_ids[:kept], **params))[0]
+    prepared = llm.engine.prepare(PROMPT, SamplingParams(resume_token_ids=whole.token_ids[:kept], **params))
+    told = new_detokenizer(llm.tokenizer, prepared)
+    for token in whole.token_ids[:kept]:  # as it came, a token a step
+        told.advance([token])
+    assert resumed_text(llm.tokenizer, prepared) == told.take_text(False)
+    assert resumed_text(llm.tokenizer, prepared) + rest.text == whole.text == "a日本x😀b"

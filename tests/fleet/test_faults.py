@@ -155,8 +155,6 @@ async def ask_all(url: str, asked: list[list[int]], together: int, trouble: Any 
                 assert got.error["code"] == "stream_cut" and got.error["resume_from"] == len(got.tokens), got
                 before = got.tokens
                 got = await ask(client, prompt, before)
-                if got.error is not None:
-                    got.error["resume_from"] += len(before)
             return got
 
     async with httpx.AsyncClient(base_url=url, timeout=WAIT) as client:

@@ -2,14 +2,19 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import httpx
 import pytest
 
 from hybridrt.base.errors import MessageError
-from hybridrt.fleet import replica_client
+from hybridrt.fleet import body_room, counted_stream, replica_client
+from hybridrt.fleet.body_room import BodyRoom
+from hybridrt.fleet.cache_messages import layout_message
+from hybridrt.fleet.counted_stream import CountedStream
 from hybridrt.fleet.forward import Forward, target_of
+from hybridrt.fleet.prefix_mirror import CacheLayout
 from hybridrt.fleet.replica_client import ReplicaClient
 from hybridrt.fleet.router import Router, RouterConfig, _fields
 from hybridrt.fleet.short_answer import short_answer
@@ -104,7 +109,93 @@ def test_a_count_that_is_no_number_is_text() -> None:
     body = Drip(b": tokens " + b"9" * 5000 + b"\n\n", 1, b": tokens 7\n\n")
     forward = Forward(scope("/v1/completions"), send, b"", {})
     asyncio.run(_forwarded(forward, ReplicaClient(URL, replica_with(body, "text/event-stream"))))
-    assert forward.tokens == 7 and sent[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
+    assert forward._stream.tokens == 7 and sent[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+def test_a_stream_is_given_out_up_to_its_counts(size: int) -> None:
+    text = b'data: {"a":1}\n\n: tokens 2 5 6\n\n: beat\n\ndata: {"b":": tokens 9"}\n\n: tokens 3 7\n\ndata: half'
+    stream, given = CountedStream(), bytearray()
+    for start in range(0, len(text), size):
+        given += stream.feed(text[start : start + size])
+    assert stream.tokens == 0 and stream.counted
+    stream.given()
+    assert (stream.tokens, stream.ids) == (3, [5, 6, 7]) and stream.rest() == b"data: half"
+    assert given == b'data: {"a":1}\n\n: beat\n\ndata: {"b":": tokens 9"}\n\n'
+
+
+def test_what_no_count_has_told_cannot_be_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counted_stream, "MAX_HELD_BYTES", 50)
+    stream = CountedStream([4])
+    assert stream.ids == [4] and stream.feed(b"x" * 51) == b"x" * 51 and stream.ids is None
+    other = CountedStream()
+    other.feed(b": tokens 4 5\n\n")
+    other.given()
+    assert other.tokens == 4 and other.ids is None
+
+
+def test_events_leave_time_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_client, "TURN_SECONDS", 0)
+    others = 0
+
+    async def read() -> None:
+        nonlocal others
+        async with replica_with(Drip(b"a\n\n" * 20, 1)).stream("GET", URL) as answer:
+            async for _ in replica_client._events(answer):
+                asyncio.get_running_loop().call_soon(count)
+
+    def count() -> None:
+        nonlocal others
+        others += 1
+
+    asyncio.run(read())
+    assert others >= 19
+
+
+def test_events_that_cannot_be_are_read_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_client, "EVENT_PAUSES", (0.0, 0.01, 0.02, 9.0))
+    event = b"event: layout\ndata: %b\n\ndata: wrong\n\n" % layout_message(CacheLayout(1, True, windows=()))
+    asked = 0
+
+    def answer(_: httpx.Request) -> httpx.Response:
+        nonlocal asked
+        asked += 1
+        return httpx.Response(200, stream=Drip(event, 1))
+
+    async def follow() -> None:
+        client = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+        with suppress(TimeoutError):
+            await asyncio.wait_for(ReplicaClient(URL, client, "key").follow(), 0.5)
+
+    asyncio.run(follow())
+    assert asked == 3
+
+
+def test_large_bodies_have_bounded_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_room, "MAX_BYTES", 100_000)
+    room, parts = BodyRoom(), [b"x" * 40_000, b"x" * 40_000]
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": parts.pop(), "more_body": bool(parts)}
+
+    async def fill() -> None:
+        async with room.read(receive) as body:
+            assert len(body) == room.used == 80_000
+            parts[:] = [b"x" * 10_000]
+            async with room.read(receive) as small:
+                assert len(small) == 10_000
+            parts[:] = [b"x" * 40_000]
+            with pytest.raises(APIError, match="memory"):
+                async with room.read(receive):
+                    raise AssertionError("it has no room")
+            assert room.used == 80_000
+        assert room.used == 0
+        monkeypatch.setattr(body_room, "BODY_SECONDS", 0.01)
+        with pytest.raises(APIError, match="has not come"):
+            async with room.read(asyncio.Event().wait):  # type: ignore[arg-type]
+                raise AssertionError("it never comes")
+
+    asyncio.run(fill())
 
 
 async def _forwarded(forward: Forward, replica: ReplicaClient) -> None:

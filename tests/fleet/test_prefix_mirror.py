@@ -5,7 +5,7 @@ import pytest
 from hypothesis import strategies as st
 
 from hybridrt.fleet import prefix_mirror
-from hybridrt.fleet.prefix_mirror import CacheLayout, PrefixMirror, PrefixNames, names_of
+from hybridrt.fleet.prefix_mirror import CacheLayout, PrefixMirror, PrefixNames, names_of, root_name
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 from hybridrt.mem_cache.prefix_tree.prefix_cache import PrefixMatch
 from tests.mem_cache.test_cache_events import act, offer, play_trees
@@ -63,6 +63,39 @@ def test_a_cleared_tier_is_empty_and_keys_share_nothing() -> None:
     tree.clear("reset")
     mirror.update(events.read())
     assert mirror.match(names_of(prompt, CacheKey("a"))) == 0 and len(mirror) == 0
+
+
+class Counted(PrefixNames):
+    """Counts the names that are asked for."""
+
+    asked = 0
+
+    def at(self, length: int) -> int:
+        self.asked += 1
+        return super().at(length)
+
+
+LONG = np.arange(2**16, dtype=np.int32)
+
+
+def test_what_a_match_looks_up_is_bounded() -> None:
+    """Of a replica that says that it has states everywhere, and lacks a page before each of them."""
+    mirror = PrefixMirror(CacheLayout(4, True, 0, (64,)))
+    pages = np.array([(0, i, 4 * i + 4) for i in range(2**14) if i % 16], np.int32)
+    mirror.change("gained", "device", names_of(LONG), pages, range(4, 2**16, 4))
+    names = Counted(LONG, root_name())
+    assert names.blocks and mirror.match(names, 2000) == 0 and names.asked < 2**10 + 2 * 2000 + 2
+    mirror.change("gained", "device", names_of(LONG), np.array([(0, 2**14 - 16, 2**16 - 60)], np.int32), ())
+    assert mirror.match(names, 2000) == 2**16 - 4
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_the_last_page_of_a_long_text_is_found_by_halving(lookahead: int) -> None:
+    mirror = PrefixMirror(CacheLayout(4, False, lookahead))
+    pages = np.array([(0, i, 4 * i + 4 + lookahead) for i in range(1000)], np.int32)
+    mirror.change("gained", "device", names_of(LONG), pages, ())
+    names = Counted(LONG, root_name())
+    assert mirror.match(names, 100) == 4000 and names.asked < 30
 
 
 def test_a_mirror_forgets_what_was_lost() -> None:

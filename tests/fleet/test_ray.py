@@ -2,7 +2,9 @@
 
 import json
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import httpx
 import pytest
@@ -20,38 +22,80 @@ BODY = {"prompt": "def read_lines(path):", "max_tokens": 12, "temperature": 0}
 ENGINE = json.dumps({"max_running_requests": 4, "max_model_len": 256})
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+@contextmanager
+def running(**arguments: object) -> Iterator[str]:
+    """An application; its address."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    port = 18765
-    serve.start(http_options={"host": "127.0.0.1", "port": port})
-    made = app(
-        {"model": "embedded", "gpus": "0", "cpus": "0.1", "min_replicas": "2", "max_replicas": "2", "engine": ENGINE}
-    )
-    serve.run(made)
-    yield f"http://127.0.0.1:{port}"
-    serve.shutdown()
-    ray.shutdown()
+    # Devices that are only counted: engines are on the CPU.
+    ray.init(num_cpus=4, num_gpus=4, include_dashboard=False, log_to_driver=False)
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": 18765})
+        serve.run(app({"model": "embedded", "cpus": "0.1", "engine": ENGINE, **arguments}))
+        yield "http://127.0.0.1:18765"
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def asked(client: httpx.Client) -> str:
+    text: str = client.post("/v1/completions", json=BODY).json()["choices"][0]["text"]
+    return text
 
 
 @pytest.mark.slow
-def test_answers_are_the_offline_ones(url: str) -> None:
+def test_answers_are_the_offline_ones() -> None:
+    """Through the router, which follows the events of both replicas; one that is killed is replaced."""
     with LLM(str(resolve_model_path("embedded")), device="cpu", max_running_requests=4, max_model_len=256) as llm:
         expected = llm.generate(BODY["prompt"], SamplingParams(max_tokens=12, temperature=0))[0].text
-    with httpx.Client(base_url=url, timeout=120) as client:
+    with (
+        running(gpus="0", min_replicas="2", max_replicas="2") as url,
+        httpx.Client(base_url=url, timeout=120) as client,
+    ):
+        until(lambda: sum(" 1.0" in line for line in lines(client, "hybridrt_router_replica_ready{")) == 2)
         for _ in range(8):
-            assert client.post("/v1/completions", json=BODY).json()["choices"][0]["text"] == expected
+            assert asked(client) == expected
         text = client.post("/v1/completions", json=BODY | {"stream": True}).text
         events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
         assert "".join(event["choices"][0]["text"] for event in events) == expected and len(events) > 3
         assert client.post("/v1/completions", json=BODY | {"max_tokens": -1}).status_code == 400
         assert client.get("/ready").status_code == 200
-    assert len(serve.status().applications["default"].deployments["hybridrt"].replica_states) == 1
+        # The second answer comes from the replica whose events have told of the first.
+        long = BODY | {
+            "prompt": "def parse(text):\n    return [line.split(',') for line in text.splitlines() if line]\n" * 2
+        }
+        until(lambda: client.post("/v1/completions", json=long).is_success and prefix_tokens(client) > 0)
+
+
+def lines(client: httpx.Client, begin: str) -> list[str]:
+    return [line for line in client.get("/metrics").text.splitlines() if line.startswith(begin)]
+
+
+def prefix_tokens(client: httpx.Client) -> float:
+    return float(lines(client, "hybridrt_router_prefix_tokens_total")[0].split()[-1])
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+
+
+@pytest.mark.slow
+def test_the_ranks_of_a_replica_have_a_placement_group() -> None:
+    engine = json.dumps({"max_running_requests": 4, "max_model_len": 256, "device": "cpu"})
+    with running(gpus="2", max_replicas="1", engine=engine) as url, httpx.Client(base_url=url, timeout=120) as client:
+        until(lambda: client.get("/ready").status_code == 200)
+        assert len(asked(client)) > 5
+        groups = [group for group in ray.util.placement_group_table().values() if group["state"] == "CREATED"]
+        assert [(group["strategy"], list(group["bundles"].values())) for group in groups] == [
+            ("STRICT_PACK", [{"CPU": 0.1, "GPU": 2.0}])
+        ]
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"modle": "x"}, {"gpus": "-1"}, {"min_replicas": 0}, {"engine": "no"}, {"cpus": "many"}]
+    "wrong",
+    [{"modle": "x"}, {"gpus": "-1"}, {"min_replicas": 0}, {"engine": "no"}, {"cpus": "many"}, {"target_waiting": 0}],
 )
 def test_wrong_arguments(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError):

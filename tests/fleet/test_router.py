@@ -13,6 +13,7 @@ import pytest
 from hybridrt.base.errors import ConfigError
 from hybridrt.engine.api.llm import LLM
 from hybridrt.fleet import router as router_module
+from hybridrt.fleet import sender
 from hybridrt.fleet.fleet_metrics import merged
 from hybridrt.fleet.prefix_mirror import PrefixMirror
 from hybridrt.fleet.router import RouterConfig
@@ -165,6 +166,53 @@ def test_a_stream_that_is_cut_says_where_to_resume(path: str) -> None:
         Routed.wait_until(lambda: router.router.metrics.cut._value.get() == 1)
 
 
+def test_a_request_that_ends_its_replicas_is_tried_on_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repetition is tried on one. What has ended well since is no suspect."""
+    with failing() as a, failing() as b, failing() as c, failing() as d, routing(a, b, c, d) as router:
+        router.wait_for(4)
+        for asked in (2, 3):
+            answer = router.post("/v1/completions", BODY)
+            assert answer.status_code == 502 and answer.json()["error"]["code"] == "replica_lost"
+            assert sum(router.router.metrics.requests.labels(url)._value.get() for url in (a, b, c, d)) == asked
+
+
+def test_a_request_that_has_ended_is_no_suspect(replica: Served) -> None:
+    with failing() as bad, routing(bad, replica.url) as router:
+        router.wait_for(2)
+        for _ in range(5):
+            assert router.post("/v1/completions", BODY, headers=KEY).status_code == 200
+        assert router.router.metrics.retries._value.get() >= 2
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_stream_that_is_cut_goes_on_elsewhere(path: str, replica: Served) -> None:
+    body = BODY | {"messages": [{"role": "user", "content": "x"}], "stream": True, "max_tokens": 24}
+    whole = replica.post(path, body, headers=KEY | {"x-hybridrt-count": "1"}).text
+    cut = whole.index(": tokens 4")
+    cut = whole.index("\n\n", cut) + 2
+    with (
+        failing(STREAM, whole[: cut + 20].encode()) as bad,
+        routing(bad, replica.url, resume=True, api_keys=("client-key",)) as router,
+    ):
+        router.wait_for(2)
+        for _ in range(2):
+            assert said(router.post(path, body, headers=KEY).text) == said(whole)
+        assert router.router.metrics.resumed._value.get() == 1 and router.router.metrics.cut._value.get() == 0
+    with failing(STREAM, whole[:cut].encode()) as bad, routing(bad) as router:
+        router.wait_for(1)
+        last = json.loads(router.post(path, body).text.split("data: ")[-2])
+        ids = last["error"]["resume_token_ids"]
+        assert last["error"]["code"] == "stream_cut" and last["error"]["resume_from"] == len(ids) == 4
+    rest = replica.post(path, body | {"resume_token_ids": ids}, headers=KEY).text
+    assert said(whole[:cut]) + said(rest) == said(whole)
+
+
+def said(text: str) -> str:
+    """The text of a stream that ends as it should."""
+    choices = [json.loads(line[6:])["choices"][0] for line in text.splitlines() if line.startswith("data: {")]
+    return "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
+
+
 def test_without_a_replica_that_takes_it_the_last_refusal_is_the_answer(
     replica: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,7 +221,7 @@ def test_without_a_replica_that_takes_it_the_last_refusal_is_the_answer(
         router.wait_for(1)
         answer = router.post("/v1/completions", BODY)
         assert answer.status_code == 429 and answer.headers["retry-after"] == "7"
-    monkeypatch.setattr(router_module, "READY_SECONDS", 0.1)
+    monkeypatch.setattr(sender, "READY_SECONDS", 0.1)
     with routing("http://127.0.0.1:9") as router:
         assert router.post("/v1/completions", BODY).status_code == 503
         with router.http() as client:
@@ -188,7 +236,7 @@ def test_a_request_waits_for_the_only_replica(replica: Served) -> None:
 
 
 def test_a_drained_replica_gets_no_more(replica: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router_module, "READY_SECONDS", 0.1)
+    monkeypatch.setattr(sender, "READY_SECONDS", 0.1)
     fleet = {"Authorization": f"Bearer {FLEET_KEY}"}
     with routing(replica.url) as router:
         router.wait_for(1)
@@ -253,7 +301,7 @@ def test_bodies_are_bounded(replica: Served) -> None:
 
 def test_replicas_that_dns_names_come_and_go(replica: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router_module, "FIND_SECONDS", 0.05)
-    monkeypatch.setattr(router_module, "READY_SECONDS", 0.1)
+    monkeypatch.setattr(sender, "READY_SECONDS", 0.1)
     port = replica.url.rpartition(":")[2]
     with routing(discover=f"http://localhost:{port}") as router:
         router.wait_for(1)

@@ -111,6 +111,7 @@ SHARED: Effects = {
     "skip_special_tokens": ({"allowed_token_ids": [EOS], "skip_special_tokens": False}, lambda seen: seen.text != ""),
     "priority": ({"priority": 3}, reads("priority", 3)),
     "cache_salt": ({"cache_salt": "own"}, reads("cache_salt", "own")),
+    "resume_token_ids": ({"resume_token_ids": [G, G]}, reads("resume_token_ids", (G, G))),
     "prompt_logprobs": ({"prompt_logprobs": 1}, lambda seen: seen.choice.get("prompt_logprobs") is not None),
     "response_format": (
         FREE | {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": FORM}}},
@@ -142,7 +143,6 @@ COMPLETIONS: Effects = {
         {"logprobs": 0, "logprob_token_ids": [3, 4]},
         lambda seen: len(seen.choice["logprobs"]["top_logprobs"][0]) > 1,
     ),
-    "resume_token_ids": ({"resume_token_ids": [G, G]}, lambda seen: seen.params.resume_token_ids == (G, G)),
 }
 PROMPTS: Effects = {  # of conversations
     "messages": ({"messages": [USER, USER]}, lambda seen: seen.rendered.count("Hello") == 2),
@@ -344,6 +344,7 @@ def test_fields_of_sampling_reach_every_endpoint(path: str, ask: Callable[[str, 
         "frequency_penalty": 0.25, "stop": ("zz",), "stop_token_ids": (3,), "ignore_eos": True, "seed": 5,
         "include_stop_str_in_output": True, "skip_special_tokens": False, "truncate_prompt_tokens": 9, "priority": 2,
         "min_tokens": 1, "logit_bias": {3: 1.0}, "allowed_token_ids": (3, G), "bad_words": ("x",), "cache_salt": "s",
+        "resume_token_ids": (G,),
     }  # fmt: skip
     assert values.keys() == SAMPLING_FIELDS - {"n", "max_tokens", "prompt_logprobs", "logprobs"}
     body = {"messages": [USER], "input": "Hello", "max_tokens": 4, **values}

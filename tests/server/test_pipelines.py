@@ -42,6 +42,9 @@ class Transport:
     def close(self) -> None:
         self.closed = True
 
+    def abort(self) -> None:
+        self.closed = True
+
     def get_extra_info(self, name: str) -> Any:
         return None
 
@@ -408,3 +411,16 @@ def test_others_are_answered_while_a_pipeline_waits(served: Served, pipeline: so
     assert sent > READ
     answer = served.post("/v1/completions", body(1, stream=False))
     assert answer.json()["choices"][0]["token_ids"] == expected(served.llm, 2)[1]
+
+
+def test_clients_have_half_of_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router could reach no replica without the others."""
+    monkeypatch.setattr(http_limits, "most_connections", lambda: 1)
+
+    async def connect() -> None:
+        first = Connection(lambda *_: asyncio.sleep(0))
+        second = Transport()
+        LimitedHttp(first.http.config, first.state, {}).connection_made(second)  # type: ignore[arg-type]
+        assert second.closed and not first.transport.closed
+
+    asyncio.run(connect())

@@ -56,10 +56,11 @@ def routing(
     tokenizer: str | None = None,
     replica_key: str | None = None,
     discover: str | None = None,
+    resume: bool = False,
     **settings: Any,
 ) -> Iterator[Routed]:
     server_config = ServerConfig(**{"port": 0, "access_log": False, "fleet_key": FLEET_KEY} | settings)
-    config = RouterConfig(server_config, replicas, replica_key, server_config.fleet_key, tokenizer, discover)
+    config = RouterConfig(server_config, replicas, replica_key, server_config.fleet_key, tokenizer, discover, resume)
     ready = threading.Event()
     with bind(server_config) as listener:
         server = RouterServer(config)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -42,13 +42,8 @@ def byte_tokenizer(more: Sequence[str] = ()) -> HFTokenizer:
     return HFTokenizer(hf)
 
 
-class ScriptedRunner(MockExecutor):
-    """What LLM expects of a model runner. Every sample's tokens are those of `script`, then the end; others
-    where a grammar forbids them.
-
-    Attributes:
-        prompts: token ids of the prompts so far.
-    """
+class MockRunner(MockExecutor):
+    """What LLM expects of a model runner, over an executor without a model."""
 
     device = torch.device("cpu")
 
@@ -56,7 +51,6 @@ class ScriptedRunner(MockExecutor):
         vocab = len(tokenizer.hf)
         super().__init__(num_rows=8, num_slots=16, num_pages=4096, page_size=16, vocab=vocab)
         self.end = tokenizer.hf.convert_tokens_to_ids(END)
-        self.script: list[int] = []
         self.model_path = config.model
         self.model_config = SimpleNamespace(
             vocab_size=vocab, eos_token_ids=(self.end,), image_tokens={}, vision=None, mrope=False
@@ -72,6 +66,17 @@ class ScriptedRunner(MockExecutor):
             host=NO_HOST_PLAN,
         )
         self.pools = SimpleNamespace(req_to_token=SimpleNamespace(mamba_pool=None))
+
+
+R = TypeVar("R", bound=MockRunner)
+
+
+class ScriptedRunner(MockRunner):
+    """Every sample's tokens are those of `script`, then the end; others where a grammar forbids them."""
+
+    def __init__(self, config: EngineConfig, tokenizer: HFTokenizer) -> None:
+        super().__init__(config, tokenizer)
+        self.script: list[int] = []
 
     def draw(self, tenant: Tenant) -> int:
         tenant.last = (self.script[tenant.outputs :] or [self.end])[0]
@@ -94,11 +99,18 @@ class Scripted:
 @contextmanager
 def scripted() -> Iterator[Scripted]:
     """An LLM that says what it is told."""
-    tokenizer = byte_tokenizer()
-    runners: list[ScriptedRunner] = []
+    with mocked(ScriptedRunner) as (llm, runner, tokenizer):
+        yield Scripted(llm, runner, tokenizer)
 
-    def build(config: EngineConfig, **options: Any) -> ScriptedRunner:
-        runners.append(ScriptedRunner(config, tokenizer))
+
+@contextmanager
+def mocked(kind: type[R]) -> Iterator[tuple[LLM, R, HFTokenizer]]:
+    """An LLM over such a runner, the runner, and its tokenizer."""
+    tokenizer = byte_tokenizer()
+    runners: list[R] = []
+
+    def build(config: EngineConfig, **options: Any) -> R:
+        runners.append(kind(config, tokenizer))
         return runners[0]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -106,4 +118,4 @@ def scripted() -> Iterator[Scripted]:
         patch.setattr(load_module, "load_tokenizer", lambda path: tokenizer)
         llm = LLM("somewhere")
     with llm:
-        yield Scripted(llm, runners[0], tokenizer)
+        yield llm, runners[0], tokenizer

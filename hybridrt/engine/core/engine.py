@@ -35,6 +35,7 @@ from hybridrt.engine.request.outputs import Abandonment, Delta, DeltaQueue, Engi
 from hybridrt.engine.request.sample_request import Request, derive_seed, new_samples
 from hybridrt.engine.request.spans import span_limits
 from hybridrt.engine.text.tokenizer import Tokenizer
+from hybridrt.fleet.prefix_mirror import CacheLayout
 from hybridrt.mem_cache.prefix_tree.cache_events import CacheSubscription
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 from hybridrt.mem_cache.prefix_tree.prefix_cache import PrefixMatch
@@ -370,6 +371,12 @@ class Engine:
     def reset_prefix_cache(self) -> bool:
         with self.turns.now, self._change:
             return self._coordinator.forget_prefixes()
+
+    def cache_layout(self) -> CacheLayout | None:
+        """What a mirror of the prefix cache needs to know. None: nothing is cached."""
+        tree = self.prefixes.tree
+        layout = CacheLayout(tree.page_size, tree.recurrent, tree.lookahead, tree.windows)
+        return layout if self.prefixes.keeps else None
 
     def cache_events(self, limit: int) -> CacheSubscription:
         with self.turns.now:

@@ -14,7 +14,7 @@ from hybridrt.channel.codec import Message, unpack
 from hybridrt.engine.request.outputs import Delta, EngineCounters
 from hybridrt.fleet.prefix_mirror import CacheLayout
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
-from hybridrt.mem_cache.prefix_tree.cache_events import Tier, What
+from hybridrt.mem_cache.prefix_tree.cache_events import CacheEvent, Tier, What, Why
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 from hybridrt.parallel.expert_ranks import ExpertPlace
 
@@ -77,7 +77,11 @@ class Reset(Message):
     """Empties the prefix cache."""
 
 
-ToReplica = Start | Submit | Abort | Reset
+class Tell(Message):
+    """Asks for the present contents of the prefix cache."""
+
+
+ToReplica = Start | Submit | Abort | Reset | Tell
 
 
 class Beat(Message):
@@ -95,6 +99,7 @@ class Event(Message):
     """A CacheEvent; arrays as int32 bytes: of tokens of images, the lower half of their ids."""
 
     what: What
+    why: Why
     tier: Tier
     key: CacheKey = CacheKey()
     tokens: bytes = b""
@@ -119,6 +124,12 @@ class WasReset(Message):
     done: bool
 
 
+class Contents(Message):
+    """The answer to Tell: events that empty the cache, then those of its contents."""
+
+    events: list[Event]
+
+
 class Failed(Message):
     """Why a replica ends: the name of a class of hybridrt.errors, and its text."""
 
@@ -126,7 +137,7 @@ class Failed(Message):
     reason: str
 
 
-FromReplica = Beat | Ready | Stepped | WasReset | Failed
+FromReplica = Beat | Ready | Stepped | WasReset | Contents | Failed
 
 
 def encode(message: ToReplica | FromReplica) -> bytes:
@@ -140,6 +151,16 @@ def encode(message: ToReplica | FromReplica) -> bytes:
 def decode(data: bytes, kinds: Any) -> Any:
     """The message that these bytes are, of the union `kinds`. MessageError: they are none."""
     return unpack(data, kinds, _hook)
+
+
+def as_event(event: CacheEvent) -> Event:
+    tokens, pages = (each.astype("<i4", copy=False).tobytes() for each in (event.tokens, event.pages))
+    return Event(event.what, event.why, event.tier, event.key, tokens, pages, tuple(map(int, event.states)))
+
+
+def read_event(event: Event, number: int, rank: int) -> CacheEvent:
+    tokens, pages = array(event.tokens), array(event.pages, -1, 3)
+    return CacheEvent(number, event.what, event.why, event.tier, event.key, tokens, pages, event.states, rank)
 
 
 def array(data: bytes, *shape: int) -> np.ndarray:

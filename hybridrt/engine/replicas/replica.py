@@ -20,6 +20,7 @@ from hybridrt.engine.core.load_engine import load_engine
 from hybridrt.engine.replicas.messages import (
     Abort,
     Beat,
+    Contents,
     Event,
     Failed,
     FromReplica,
@@ -28,16 +29,17 @@ from hybridrt.engine.replicas.messages import (
     Start,
     Stepped,
     Submit,
+    Tell,
     ToReplica,
     WasReset,
     array,
+    as_event,
     decode,
     encode,
 )
 from hybridrt.engine.request.intake import Prompt
 from hybridrt.engine.request.outputs import Delta, DeltaQueue, RequestMetrics
-from hybridrt.fleet.prefix_mirror import CacheLayout
-from hybridrt.mem_cache.prefix_tree.cache_events import EVENTS, CacheEvent
+from hybridrt.mem_cache.prefix_tree.cache_events import EVENTS
 from hybridrt.parallel.rank_start import find_place
 from hybridrt.parallel.ranks import LOST
 from hybridrt.runtime.run.model_runner import ModelRunner
@@ -147,6 +149,8 @@ class Replica:
                 engine.abort(message.request_id)
             elif isinstance(message, Reset):
                 self._front.send(WasReset(engine.reset_prefix_cache()))
+            elif isinstance(message, Tell):
+                self._front.send(Contents(self._contents()))
             else:
                 raise MessageError(f"a replica that runs was sent {type(message).__name__}")
 
@@ -183,35 +187,31 @@ class Replica:
                 raise delta.error
 
     def _read_events(self) -> list[Event]:
-        found = [_event(event) for event in self._events.read()]
-        if not self._events.missed:
-            return found
+        found = [as_event(event) for event in self._events.read()]
+        return self._contents() if self._events.missed else found
+
+    def _contents(self) -> list[Event]:
+        """What is cached now, after events that empty the mirrors."""
         self._events.close()
         self._events = self._engine.cache_events(EVENTS)
-        cleared = [Event("cleared", "device"), Event("cleared", "host")]
-        return cleared + [_event(event) for event in self._events.read()]
-
-
-def _event(event: CacheEvent) -> Event:
-    tokens, pages = (each.astype("<i4", copy=False).tobytes() for each in (event.tokens, event.pages))
-    return Event(event.what, event.tier, event.key, tokens, pages, tuple(map(int, event.states)))
-
-
-def _layout(engine: Engine) -> CacheLayout | None:
-    tree = engine.prefixes.tree
-    if not engine.prefixes.keeps:
-        return None
-    return CacheLayout(tree.page_size, tree.recurrent, tree.lookahead, tree.windows)
+        cleared = [Event("cleared", "reset", "device"), Event("cleared", "reset", "host")]
+        return cleared + [as_event(event) for event in self._events.read()]
 
 
 def _serve(front: Front) -> None:
     start = front.receive(None)
     if not isinstance(start, Start):
         raise MessageError(f"a replica was sent {type(start).__name__} first")
+<<<<<<< HEAD
     loaded = load_engine(start.config, progress=False, experts=start.experts)
     front.send(Ready(loaded.runner.memory_plan, _layout(loaded.engine)))
     rounds = None if start.experts is None else Rounds(loaded.runner, (loaded.split or loaded.runner).join)
     Replica(front, loaded.engine, rounds).run()
+=======
+    loaded = load_engine(start.config, progress=False)
+    front.send(Ready(loaded.runner.memory_plan, loaded.engine.cache_layout()))
+    Replica(front, loaded.engine).run()
+>>>>>>> fleet
 
 
 def main(directory: str, number: int) -> None:

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import numpy as np
 
@@ -19,7 +19,23 @@ from hybridrt.base.spans import Span
 from hybridrt.base.turns import Change, Turns, weakly
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.grammar.grammar_compiler import GrammarCompiler
+<<<<<<< HEAD
 from hybridrt.engine.replicas.messages import Abort, Event, Reset, SentSpan, Stepped, Submit, WasReset, array, encode
+=======
+from hybridrt.engine.replicas.messages import (
+    Abort,
+    Contents,
+    Event,
+    Reset,
+    Stepped,
+    Submit,
+    Tell,
+    WasReset,
+    array,
+    encode,
+    read_event,
+)
+>>>>>>> fleet
 from hybridrt.engine.replicas.start import ReplicaLink, Replicas, as_error
 from hybridrt.engine.request.intake import EngineLimits, Intake, PreparedPrompt, Prompt, check_submission
 from hybridrt.engine.request.outputs import Abandonment, Delta, DeltaQueue, EngineCounters, RequestMetrics
@@ -27,8 +43,9 @@ from hybridrt.engine.request.sample_request import derive_seed
 from hybridrt.engine.request.spans import cache_ids, span_limits
 from hybridrt.engine.text.tokenizer import Tokenizer
 from hybridrt.fleet.placement import Placed, Placement, Replica
-from hybridrt.fleet.prefix_mirror import PrefixMirror, names_of
+from hybridrt.fleet.prefix_mirror import CacheLayout, PrefixMirror, names_of
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
+from hybridrt.mem_cache.prefix_tree.cache_events import CacheEvent, CacheEvents, CacheSubscription, Tier
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 
 WAIT_S = 0.002  # for news of replicas in a step: new requests and aborts wait as long
@@ -123,6 +140,8 @@ class ReplicatedEngine:
         self._shares_experts = config.expert_parallel
         self._running: dict[str, RunningRequest] = {}
         self._deltas, self._abandoned, self._resets = DeltaQueue(), Abandonment(), dict[str, bool]()
+        self._events = CacheEvents()
+        self._present: dict[int, list[CacheEvent]] | None = None  # of a subscription that begins, by replica
         self._seed, self._num_requests = config.seed, 0
         self.turns = Turns(Change(weakly(self.abort_all)))
 
@@ -247,6 +266,7 @@ class ReplicatedEngine:
             setattr(found, field.name, total(values) if values else None)
         return found
 
+<<<<<<< HEAD
     @property
     def expert_tokens(self) -> list[list[int]]:
         """[layers][ranks of all replicas] tokens that each rank's experts have computed, as of half a second ago or
@@ -256,6 +276,23 @@ class ReplicatedEngine:
 
     def cache_events(self, limit: int) -> NoReturn:
         raise EngineError(f"no cache_events here: {_ELSEWHERE}")
+=======
+    def cache_layout(self) -> CacheLayout | None:
+        """As `Engine.cache_layout`, of all replicas."""
+        layout = self._replicas.ready[0].layout
+        return None if layout is None else replace(layout, ranks=len(self._replicas.links))
+
+    def cache_events(self, limit: int) -> CacheSubscription:
+        """As `Engine.cache_events`, of all replicas."""
+        with self.turns.now:
+            self._present = {}
+            for name in self._placement.replicas:
+                self._replicas.links[int(name)].send(Tell())
+            while not self._present.keys() >= {int(name) for name in self._placement.replicas}:
+                self._take_news(WAIT_S)
+            present, self._present = self._present, None
+            return self._events.subscribe_after([event for events in present.values() for event in events], limit)
+>>>>>>> fleet
 
     def cache_dump(self, *, text: bool = False) -> NoReturn:
         raise EngineError(f"no cache_dump here: {_ELSEWHERE}")
@@ -304,6 +341,9 @@ class ReplicatedEngine:
                 self._gain(delta)
         elif isinstance(message, WasReset):
             self._resets[str(number)] = message.done
+        elif isinstance(message, Contents):
+            if self._present is not None:
+                self._present[number] = [read_event(event, self._events.number, number) for event in message.events]
         else:
             self._lose(number, as_error(number, message))
 
@@ -314,6 +354,11 @@ class ReplicatedEngine:
         for event in events:
             names = names_of(array(event.tokens), event.key)
             replica.mirror.change(event.what, event.tier, names, array(event.pages, -1, 3), event.states)
+            made = read_event(event, self._events.number, number)
+            if self._present is not None and number in self._present:
+                self._present[number].append(made)
+            if self._events.readers:
+                self._events.put(made)
 
     def _gain(self, delta: Delta) -> None:
         request = self._running.get(delta.request_id)
@@ -334,11 +379,19 @@ class ReplicatedEngine:
                     request.placed.ended()
 
     def _lose(self, number: int, error: Exception) -> None:
+<<<<<<< HEAD
         """Ends the requests of a lost replica, and of the others if they share its experts."""
         names = [str(number), *self._placement.replicas] if self._shares_experts else [str(number)]
         for name in names:
             self._placement.remove(name)
         if not self._placement.replicas and not self._shares_experts:
+=======
+        """Ends the requests of a lost replica."""
+        self._placement.remove(str(number))
+        for tier in get_args(Tier):
+            self._events.cleared("failed", tier, number)
+        if not self._placement.replicas:
+>>>>>>> fleet
             error = RankError(f"{error}; every other replica was lost before")
         for name in dict.fromkeys(names):
             self._end_requests(name, error)

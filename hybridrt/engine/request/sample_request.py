@@ -13,6 +13,7 @@ from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.base.spans import Span
 from hybridrt.engine.grammar.matcher import Matcher
 from hybridrt.engine.request.intake import PreparedPrompt
+from hybridrt.engine.request.output_text import in_parts, new_detokenizer
 from hybridrt.engine.request.outputs import Delta, DeltaQueue, FinishReason, RequestMetrics
 from hybridrt.engine.request.spans import cache_ids
 from hybridrt.engine.text.tokenizer import Detokenizer, Tokenizer
@@ -279,10 +280,10 @@ class Request:
             RequestError: the answer has ended within them.
             GrammarError: they do not fit the grammar.
         """
-        ended = self.append(tokens, None) is not None or len(self.output) < len(tokens)
-        if ended or self.read_text():
-            at = len(self.output)
-            raise RequestError(f"the answer has ended with token {at} of resume_token_ids", "resume_token_ids")
+        for part in in_parts(tokens):
+            if self.append(part, None) is not None or self.read_text():
+                at = len(self.output)
+                raise RequestError(f"the answer has ended with token {at} of resume_token_ids", "resume_token_ids")
         if self.detokenizer is not None:
             self.detokenizer.take_text(False)
         self.told = len(self.output)
@@ -376,7 +377,7 @@ def new_samples(
             boundaries=prepared.boundaries,
             matcher=None if prepared.matcher is None else prepared.matcher.copy(),
             metrics=RequestMetrics(prompt_tokens=len(tokens), arrival_time=time.monotonic()),
-            detokenizer=_detokenizer(tokenizer, prepared),
+            detokenizer=new_detokenizer(tokenizer, prepared),
             logprobs=None if params.logprobs is None else [],
             prompt_scores=[] if index == 0 and params.prompt_logprobs is not None else None,
         )
@@ -387,13 +388,6 @@ def new_samples(
     if params.resume_token_ids:
         samples[0].resume(params.resume_token_ids)
     return samples
-
-
-def _detokenizer(tokenizer: Tokenizer | None, prepared: PreparedPrompt) -> Detokenizer | None:
-    if tokenizer is None:
-        return None
-    include, skip = prepared.params.include_stop_str_in_output, prepared.params.skip_special_tokens
-    return Detokenizer(tokenizer, prepared.tokens, prepared.stop, include_stop=include, skip_special_tokens=skip)
 
 
 def derive_seed(seed: int, index: int) -> int:

@@ -32,6 +32,7 @@ from hybridrt.models.base import CausalLM
 from hybridrt.models.config.quant_online import OnlineRules
 from hybridrt.models.config.read_config import read_model_config, refuse_gguf
 from hybridrt.models.loading.loader import fill_dummy, has_own_head, load_weights
+from hybridrt.models.loading.prepared_weights import load_or_map
 from hybridrt.models.loading.stored_modules import scheme_table, with_stored_modules
 from hybridrt.models.registry import model_class
 from hybridrt.recurrent.backends import create_backend
@@ -181,7 +182,8 @@ def build_model(config: EngineConfig, target: RunTarget, path: Path, progress: b
             fill_dummy(model, config.seed)
             finish(model)
         else:
-            load_weights(model, path, progress)
+            decided = (target.dtype, target.tp.rank, target.tp.size, config.expert_parallel)
+            load_or_map(model, path, decided, partial(load_weights, model, path, progress))
     return model.eval()
 
 

@@ -55,6 +55,10 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
+    @property
+    def total(self) -> int:
+        return sum(self.counts)
+
     def family(self, labels: dict[str, str]) -> HistogramMetricFamily:
         total, buckets = 0, []
         for bound, count in zip([*map(str, map(float, self.bounds)), "+Inf"], self.counts, strict=True):
@@ -83,6 +87,10 @@ class Metrics(Collector):
         for collector in (self, ProcessCollector(registry=None), PlatformCollector(registry=None)):
             self._registry.register(collector)
         llm.watchers.append(self.watch)
+
+    def first_tokens(self) -> tuple[int, float]:
+        """How many first tokens there were, and the seconds to all of them."""
+        return self._first.total, self._first.sum
 
     def text(self) -> bytes:
         return generate_latest(self._registry)

@@ -157,6 +157,7 @@ class Sampling(Body):
     request_id: Annotated[str | None, Field(pattern=r"^[\x21-\x7e]{1,128}$")] = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    resume_token_ids: ListOf[int] | None = None
     user: str | None = None
 
 
@@ -183,7 +184,6 @@ class CompletionRequest(Sampling):
     echo: bool | None = False
     logprobs: int | None = None
     add_special_tokens: bool | None = True
-    resume_token_ids: ListOf[int] | None = None
 
 
 class TextPart(Body):

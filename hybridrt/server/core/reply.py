@@ -11,6 +11,7 @@ from starlette.types import Scope
 from hybridrt.chat.events import CallArguments, CallBegin, Content, Event, Reasoning
 from hybridrt.engine.api.async_llm import DeltaStream
 from hybridrt.engine.api.chats import PreparedChat
+from hybridrt.engine.request.output_text import resumed_text
 from hybridrt.engine.request.outputs import Delta
 from hybridrt.server.core.protocol import Sampling
 from hybridrt.server.core.service import Asked, Service
@@ -31,6 +32,7 @@ class Reply(ABC):
 
     Attributes:
         warnings: what of the request was left out, for the header `Warning`; ASCII, without quotes.
+        resumes: the client has the first tokens from another run: the rest alone is written.
         in_thread: runs work in a thread that makes large answers. `weight` says what is large.
     """
 
@@ -47,6 +49,25 @@ class Reply(ABC):
         self._entries = 1 + max(asked) if asked else 0
         self._reasons: list[str] = []
         self._first: float | None = None
+        self._tokenizer = service.llm.llm.tokenizer
+        self.resumes = any(prepared.params.resume_token_ids for prepared in deltas.requests.values())
+
+    def catch_up(self) -> None:
+        """Reads the tokens that the client has, and writes nothing. Call it once, before the rest."""
+        for _ in self.opening():
+            pass
+        for request_id, prepared in self.deltas.requests.items():
+            text = resumed_text(self._tokenizer, prepared)
+            self._take_resumed(Delta(request_id, 0, list(prepared.params.resume_token_ids), text))
+
+    def _take_resumed(self, delta: Delta) -> None:
+        for _ in self.gain(delta):
+            pass
+
+    @property
+    def samples(self) -> int:
+        """How many samples the answer has."""
+        return sum(prepared.params.n for prepared in self.deltas.requests.values())
 
     @abstractmethod
     def whole(self, ended: list[Delta]) -> dict[str, Any]:
@@ -114,6 +135,7 @@ class BlockReply(Reply):
     ) -> None:
         super().__init__(service, name, deltas, body)
         self.reader = prepared.new_answer()
+        self.reader.name_calls(name)
         self._kind: BlockKind | None = None  # kind of the block that is open
 
     @abstractmethod

@@ -63,6 +63,8 @@ async def whole_answer(answer: Reply) -> list[bytes]:
     Raises:
         EngineError: the request has failed.
     """
+    if answer.resumes:
+        await answer.in_thread(answer.catch_up)
     ended = [delta async for delta in answer.deltas]
     return await made_by(answer.in_thread, pieces(partial(answer.whole, ended)), sum(map(answer.weight, ended)))
 
@@ -106,14 +108,16 @@ class LargeJSON(Response):
 
 
 class EventStream(Response):
-    """Server-sent events. With `counts` a comment after each one says how many tokens of the answer
-    have come. While the client does not read, deltas wait, joined, in their stream.
+    """Server-sent events. With `counts` a comment after them says how many tokens of the answer have
+    come, and the ids of the new ones if the answer is one sample. After the last token there is none:
+    the end comes with its events, or not at all. While the client does not read, deltas wait, joined, in their stream.
     While it does, each is written when it comes, without a switch to another task."""
 
     def __init__(self, answer: Reply, counts: bool = False) -> None:
         super().__init__(media_type="text/event-stream", headers=_EVENT_HEADERS)
         del self.headers["content-length"]
         self._answer, self._counts = answer, counts
+        self._new = list[int]()  # tokens that no comment has told
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[FAILURE] = self._answer.failure
@@ -126,17 +130,18 @@ class EventStream(Response):
 
     async def _write(self, send: Send, scope: Scope) -> None:
         answer = self._answer
-        opening = answer.opening()
-        while part := _some(opening):
-            await send(_part(part))
-            await asyncio.sleep(0)
+        if answer.resumes:
+            await answer.in_thread(answer.catch_up)
+        else:
+            await self._open(send)
         if (writer := scope.get("extensions", {}).get(BODY_WRITER)) is not None:
             answer.deltas.write_now = partial(self._write_now, writer)
         try:
             async for delta in answer.deltas:
                 gain = await made_by(answer.in_thread, answer.gain(delta), answer.weight(delta))
+                count = self._count(delta, any(gain))
                 if any(gain):
-                    await send(_part(b"".join(gain) + self._count()))  # an error may follow whole events alone
+                    await send(_part(b"".join(gain) + count))  # an error may follow whole events alone
                 await asyncio.sleep(0)  # no call here waits
             closing = await made_by(answer.in_thread, answer.closing(), answer.closing_weight())
             last = b"".join(closing)
@@ -146,15 +151,31 @@ class EventStream(Response):
             last = answer.failure(error, scope)
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
+    async def _open(self, send: Send) -> None:
+        opening = self._answer.opening()
+        while part := _some(opening):
+            await send(_part(part))
+            await asyncio.sleep(0)
+
     def _write_now(self, writer: BodyWriter, delta: Delta) -> bool:
         if writer.ready and self._answer.weight(delta) <= AT_ONCE:
-            if gain := b"".join(self._answer.gain(delta)):
-                writer.write(gain + self._count())
+            gain = b"".join(self._answer.gain(delta))
+            count = self._count(delta, bool(gain))
+            if gain:
+                writer.write(gain + count)
             return True
         return False
 
-    def _count(self) -> bytes:
-        return b": tokens %d\n\n" % self._answer.output_tokens if self._counts else b""
+    def _count(self, delta: Delta, told: bool) -> bytes:
+        """The comment after the events of a delta; `told`: there are some."""
+        if not self._counts:
+            return b""
+        if self._answer.samples == 1:
+            self._new += delta.token_ids
+        if not told or delta.finish_reason is not None:
+            return b""
+        new, self._new = self._new, []
+        return b": tokens %d%b\n\n" % (self._answer.output_tokens, b"".join(b" %d" % token for token in new))
 
 
 def _part(body: bytes) -> dict[str, Any]:

@@ -37,6 +37,8 @@ class ChatAnswer(Answer):
     ) -> None:
         super().__init__(service, name, deltas, body)
         self._reader = ChatReader(prepared)
+        for index, answer in enumerate(self._reader.answers):
+            answer.name_calls(f"{name}/{index}")
         self._reasoning = 0  # tokens
         params = prepared.prompt.params
         self._most = (params.alternatives or 0) + (params.logprob_token_ids is not None)  # the token itself

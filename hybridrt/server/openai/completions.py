@@ -44,6 +44,9 @@ class CompletionAnswer(Answer):
             delta.finish_reason = "length" if delta.finish_reason == "stop" else delta.finish_reason
         super().count(delta)
 
+    def _take_resumed(self, delta: Delta) -> None:
+        self.count(delta)
+
     def weight(self, delta: Delta) -> int:
         """See Reply.weight. A sample's first delta brings its prompt's text and
         log-probabilities."""
@@ -144,7 +147,6 @@ async def start_completions(service: Service, body: CompletionRequest, scope: Sc
         raise APIError(400, "logprob_token_ids goes with logprobs: set logprobs to 0", "logprob_token_ids")
     changes = {
         "max_tokens": most, "logprobs": body.logprobs, "logprob_token_ids": body.logprob_token_ids,
-        "resume_token_ids": body.resume_token_ids or (),
     }  # fmt: skip
     settings = partial(service.sampling_params, body, **changes)
     params = await service.off_loop(scope, settings)

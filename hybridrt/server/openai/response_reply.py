@@ -1,8 +1,8 @@
 """Answers of /v1/responses: items and their events."""
 
-import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any, NamedTuple
 
 from starlette.types import Scope
@@ -176,7 +176,9 @@ class ResponseReply(BlockReply):
     def _start_block(self, kind: BlockKind, call: CallBegin | None) -> Iterator[dict[str, Any]]:
         custom = call is not None and call.name in self._custom
         name, prefix, _ = _CUSTOM if custom else _ITEMS[kind]
-        item: dict[str, Any] = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": name, "status": "in_progress"}
+        # It follows from the response's id, so that a response which is resumed keeps it.
+        number = sha256(f"{self.name}/{len(self._items)}".encode()).hexdigest()[:32]
+        item: dict[str, Any] = {"id": f"{prefix}_{number}", "type": name, "status": "in_progress"}
         if call is not None:
             item |= {"call_id": call.id, "name": call.name, "input" if custom else "arguments": ""}
         elif kind == "text":
@@ -190,7 +192,9 @@ class ResponseReply(BlockReply):
             yield self._of_item("response.content_part.added", content_index=0, part=self._part(kind))
 
     def _pieces(self, delta: Delta) -> Iterator[Piece]:
-        return super()._pieces(delta) if self._tokens is None else self._tokens.pieces(delta)
+        if self._tokens is None or delta.logprobs is None:  # those of another run have none
+            return super()._pieces(delta)
+        return self._tokens.pieces(delta)
 
     def _add(self, kind: BlockKind, text: str) -> Iterator[dict[str, Any]]:
         self._written += text

@@ -56,6 +56,8 @@ async def start_response(service: Service, body: ResponseRequest, scope: Scope) 
         raise APIError(
             400, "a response in the background is kept, and is no stream: leave out store and stream", "background"
         )
+    if body.background and body.resume_token_ids:
+        raise APIError(400, "resume_token_ids goes on with a stream: leave out background", "resume_token_ids")
     before, own = await whole_input(service, body, scope)
     chat = await service.off_loop(scope, partial(_as_chat, body, before, own))
     with named_in(lambda: _turns(body, before, own)):

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import resource
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,11 @@ LINE_BYTES = 1024  # while the number of parts is unknown
 GAP_SECONDS = 0.005
 BODY_WRITER = "hybridrt.body_writer"  # where a request's scope keeps a BodyWriter
 _BLANK_LINE = re.compile(rb"(?:\A|\n)\r?\n")  # a line may have ended before
+
+
+def most_connections() -> int:
+    """Connections of clients that are kept."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
 
 
 class BodyWriter:
@@ -110,6 +116,8 @@ class LimitedHttp(HttpToolsProtocol):
       trailers, extensions of chunks) or more than MAX_HEADERS: httptools would keep all of it.
     - A connection ends if a head takes more than HEAD_SECONDS from its beginning or from the first
       byte after an answer. The rest of a body whose request was refused has the same time.
+    - A connection ends at once while clients have half of the files that this process may open: the
+      others are for its own work, such as a router's connections to replicas.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -124,6 +132,8 @@ class LimitedHttp(HttpToolsProtocol):
         self._next: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._start_timer()
+        if len(self.connections) > most_connections():
+            transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()

@@ -1,0 +1,70 @@
+"""A replica's stream of events, cut where the number of its tokens is known."""
+
+import re
+from array import array
+from collections.abc import Sequence
+
+MAX_HELD_BYTES = 2**20
+MAX_IDS = 2**18  # of an answer that can be resumed
+_COUNT = re.compile(rb": tokens (\d{1,18})((?: \d{1,10})*)\n\n")
+
+
+class CountedStream:
+    """Takes the comments out that say which tokens have come. Gives out what comes before such a
+    comment, and at most MAX_HELD_BYTES without one: what a client has got belongs to known tokens.
+
+    Args:
+        ids: first tokens of the answer, which the client had before.
+
+    Attributes:
+        tokens: that the client has got, up to the last call of `given`.
+        counted: there was a comment.
+    """
+
+    def __init__(self, ids: Sequence[int] = ()) -> None:
+        self.tokens, self.counted = len(ids), False
+        self._ids: array[int] | None = array("q", ids)
+        self._held, self._new = bytearray(), list[re.Match[bytes]]()
+        self._begin = self._searched = 0  # of the event that has not ended; no end of it is before
+
+    @property
+    def ids(self) -> list[int] | None:
+        """The tokens; None if they are not known, as with several samples."""
+        return None if self._ids is None or len(self._ids) != self.tokens else self._ids.tolist()
+
+    def feed(self, chunk: bytes) -> bytes:
+        """What can be given out. Each byte is looked at once, however few come at a time."""
+        held, found = self._held, bytearray()
+        held += chunk
+        while (end := held.find(b"\n\n", self._searched) + 2) > 1:
+            is_count = held.startswith(b": tokens", self._begin)
+            count = _COUNT.fullmatch(bytes(held[self._begin : end])) if is_count else None
+            start, self._begin, self._searched = self._begin, end, end
+            if count is not None:
+                self.counted = True
+                self._new.append(count)
+                found += held[:start]
+                self._drop(end)
+        self._searched = max(self._begin, len(held) - 1)
+        if len(held) > MAX_HELD_BYTES:
+            self._ids = None  # the client gets what no count has told
+            found += held
+            self._drop(len(held))
+        return bytes(found)
+
+    def given(self) -> None:
+        """The client has got all that `feed` has returned."""
+        for count in self._new:
+            self.tokens = int(count[1])
+            if self._ids is not None:
+                self._ids.extend(map(int, count[2].split()))
+                self._ids = self._ids if len(self._ids) <= MAX_IDS else None
+        self._new.clear()
+
+    def rest(self) -> bytes:
+        """What is left at the end of the stream."""
+        return bytes(self._held)
+
+    def _drop(self, end: int) -> None:
+        del self._held[:end]
+        self._begin = self._searched = 0

@@ -1,0 +1,34 @@
+"""Fleets of processes under faults: the runs of benchmarks.fleet_check, small ones and whole ones."""
+
+import pytest
+
+from benchmarks.fleet_check import check, parse
+
+SMALL = ["--replicas", "2", "--together", "6", "--every", "4"]
+RUNS = [
+    ["--replica", "double", "--faults", "kill"],
+    ["--replica", "double", "--faults", "kill", "--resume"],
+    ["--replica", "double", "--faults", "scale"],
+    ["--replica", "embedded", "--faults", "stop"],
+    ["--replica", "prefill", "--faults", "kill"],
+]
+
+
+def run(options: list[str]) -> None:
+    if "prefill" in options:
+        pytest.importorskip("nixl", reason="it comes with the extra transfer")
+    report = check(parse(options))
+    assert report.good and report.requests > 0, report
+    assert "--resume" not in options or report.cut == 0, report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", RUNS, ids=" ".join)
+def test_nothing_is_lost(options: list[str]) -> None:
+    run([*options, *SMALL, "--requests", "200" if "double" in options else "60"])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("options", RUNS, ids=" ".join)
+def test_nothing_is_lost_of_many(options: list[str]) -> None:
+    run([*options, "--requests", "20000" if "double" in options else "1000"])
