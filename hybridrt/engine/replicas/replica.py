@@ -202,16 +202,10 @@ def _serve(front: Front) -> None:
     start = front.receive(None)
     if not isinstance(start, Start):
         raise MessageError(f"a replica was sent {type(start).__name__} first")
-<<<<<<< HEAD
     loaded = load_engine(start.config, progress=False, experts=start.experts)
-    front.send(Ready(loaded.runner.memory_plan, _layout(loaded.engine)))
+    front.send(Ready(loaded.runner.memory_plan, loaded.engine.cache_layout()))
     rounds = None if start.experts is None else Rounds(loaded.runner, (loaded.split or loaded.runner).join)
     Replica(front, loaded.engine, rounds).run()
-=======
-    loaded = load_engine(start.config, progress=False)
-    front.send(Ready(loaded.runner.memory_plan, loaded.engine.cache_layout()))
-    Replica(front, loaded.engine).run()
->>>>>>> fleet
 
 
 def main(directory: str, number: int) -> None:

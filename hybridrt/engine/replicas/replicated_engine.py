@@ -19,14 +19,12 @@ from hybridrt.base.spans import Span
 from hybridrt.base.turns import Change, Turns, weakly
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.grammar.grammar_compiler import GrammarCompiler
-<<<<<<< HEAD
-from hybridrt.engine.replicas.messages import Abort, Event, Reset, SentSpan, Stepped, Submit, WasReset, array, encode
-=======
 from hybridrt.engine.replicas.messages import (
     Abort,
     Contents,
     Event,
     Reset,
+    SentSpan,
     Stepped,
     Submit,
     Tell,
@@ -35,7 +33,6 @@ from hybridrt.engine.replicas.messages import (
     encode,
     read_event,
 )
->>>>>>> fleet
 from hybridrt.engine.replicas.start import ReplicaLink, Replicas, as_error
 from hybridrt.engine.request.intake import EngineLimits, Intake, PreparedPrompt, Prompt, check_submission
 from hybridrt.engine.request.outputs import Abandonment, Delta, DeltaQueue, EngineCounters, RequestMetrics
@@ -266,7 +263,6 @@ class ReplicatedEngine:
             setattr(found, field.name, total(values) if values else None)
         return found
 
-<<<<<<< HEAD
     @property
     def expert_tokens(self) -> list[list[int]]:
         """[layers][ranks of all replicas] tokens that each rank's experts have computed, as of half a second ago or
@@ -274,9 +270,6 @@ class ReplicatedEngine:
         known = [each for each in self._expert_tokens if each]
         return [[sum(counts) for counts in zip(*layers, strict=True)] for layers in zip(*known, strict=True)]
 
-    def cache_events(self, limit: int) -> NoReturn:
-        raise EngineError(f"no cache_events here: {_ELSEWHERE}")
-=======
     def cache_layout(self) -> CacheLayout | None:
         """As `Engine.cache_layout`, of all replicas."""
         layout = self._replicas.ready[0].layout
@@ -292,7 +285,6 @@ class ReplicatedEngine:
                 self._take_news(WAIT_S)
             present, self._present = self._present, None
             return self._events.subscribe_after([event for events in present.values() for event in events], limit)
->>>>>>> fleet
 
     def cache_dump(self, *, text: bool = False) -> NoReturn:
         raise EngineError(f"no cache_dump here: {_ELSEWHERE}")
@@ -379,19 +371,13 @@ class ReplicatedEngine:
                     request.placed.ended()
 
     def _lose(self, number: int, error: Exception) -> None:
-<<<<<<< HEAD
         """Ends the requests of a lost replica, and of the others if they share its experts."""
         names = [str(number), *self._placement.replicas] if self._shares_experts else [str(number)]
-        for name in names:
+        for name in dict.fromkeys(names):
             self._placement.remove(name)
+            for tier in get_args(Tier):
+                self._events.cleared("failed", tier, int(name))
         if not self._placement.replicas and not self._shares_experts:
-=======
-        """Ends the requests of a lost replica."""
-        self._placement.remove(str(number))
-        for tier in get_args(Tier):
-            self._events.cleared("failed", tier, number)
-        if not self._placement.replicas:
->>>>>>> fleet
             error = RankError(f"{error}; every other replica was lost before")
         for name in dict.fromkeys(names):
             self._end_requests(name, error)
