@@ -20,12 +20,14 @@ class Attack:
         parts: bytes; connection i sends the part i, and begins with the first where there are fewer.
         connections: open at once.
         waits: for the answer, before the same is sent again; the part asks the server to close.
+        sees: the server has a model that sees.
     """
 
     name: str
     parts: tuple[bytes, ...] = field(repr=False)
     connections: int = 1
     waits: bool = True
+    sees: bool = False
 
 
 def request(path: str, body: Any, closes: bool = True) -> bytes:

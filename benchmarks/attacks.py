@@ -4,7 +4,8 @@
     python -m benchmarks.attacks --attack pipeline --seconds 10   one case (benchmarks/attack_cases.py has them all)
     python -m benchmarks.attacks --file my.json                   cases of a file (`read_cases` has its form)
 
-Each case has a server of its own, on the loopback address, with the built-in model. The attacker is a process that
+Each case has a server of its own, on the loopback address, with the built-in model; those with images have one that
+sees (benchmarks/seeing_model.py). The attacker is a process that
 takes at most `--share` of a core. The neighbour streams completions, and sends chats and requests with new forms, one
 after another. The table has the 99th percentiles of its times, and their ratio. "Failed" counts requests of the
 neighbour that were refused or broke off. Then come the server's CPU time and its largest memory, and what the attacker
@@ -29,6 +30,8 @@ import psutil
 
 from benchmarks.attack_cases import Attack, cases, read_cases
 from benchmarks.attack_clients import Neighbour, attack
+from benchmarks.attack_images import cases_of_images
+from benchmarks.seeing_model import write_seeing_model
 
 START_SECONDS, STOP_SECONDS = 120.0, 10.0
 MAX_SECONDS = 3600.0
@@ -52,8 +55,16 @@ class Served(NamedTuple):
 
 
 @contextmanager
-def serving(options: list[str]) -> Iterator[Served]:
-    """`hybridrt serve` with the built-in model."""
+def serving(options: list[str], sees: bool = False) -> Iterator[Served]:
+    """`hybridrt serve` with the built-in model, or with one that sees."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = [str(write_seeing_model(Path(folder))), "--load-format", "dummy"] if sees else []
+        with _started([*model, *options]) as served:
+            yield served
+
+
+@contextmanager
+def _started(options: list[str]) -> Iterator[Served]:
     command = [sys.executable, "-m", "hybridrt", "serve", "--port", "0", "--no-access-log", *options]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
@@ -82,7 +93,7 @@ def _wait_for(process: subprocess.Popen[bytes], log: Any) -> tuple[str, int]:
 
 def measure(case: Attack, seconds: float, share: float, options: list[str]) -> dict[str, Any]:
     """A case: times of the neighbour without it and with it, and what it cost the server."""
-    with serving(options) as served:
+    with serving(options, case.sees) as served:
         Neighbour(served.address).run(1.0)  # warms up
         quiet, attacked = Neighbour(served.address), Neighbour(served.address)
         quiet.run(seconds)
@@ -140,7 +151,9 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     chosen = parser.parse_args(arguments)
     if not (0 < chosen.seconds <= MAX_SECONDS and 0 < chosen.share <= 1):
         parser.error(f"--seconds must be above 0 and at most {MAX_SECONDS:g}, --share above 0 and at most 1")
-    known = {case.name: case for case in [*cases(), *(read_cases(chosen.file) if chosen.file else [])]}
+    known = {
+        case.name: case for case in [*cases(), *cases_of_images(), *(read_cases(chosen.file) if chosen.file else [])]
+    }
     if unknown := set(chosen.attack or ()) - set(known):
         parser.error(f"no case {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     print("| attack | 99th percentile of | quiet, ms | attacked, ms | ratio |\n|---|---|---:|---:|---:|", flush=True)

@@ -44,6 +44,11 @@ def check(comm: Communicator, rows: int, width: int, rounds: int) -> None:
                 comm.all_reduce(stage)
         graph.replay() if i else comm.all_reduce(stage)
         assert torch.equal(stage, expected.bfloat16()), (rows, i)
+        mine = parts[comm.rank].contiguous()
+        assert torch.equal(comm.gather_rows(mine), torch.cat(list(parts))), (rows, i)
+        if rows % comm.size == 0:
+            own = slice(rows // comm.size * comm.rank, rows // comm.size * (comm.rank + 1))
+            assert torch.equal(comm.scatter_sum(mine), expected.bfloat16()[own]), (rows, i)
         if comm.sums_with_norm(stage):
             normed, total = add_rms_norm(stage, before.clone(), weight, 1e-5)
             stage.copy_(parts[comm.rank])
@@ -72,7 +77,8 @@ def timed(comm: Communicator, run: Callable[[], Any], replays: int = 30) -> floa
 
 
 def times(comm: Communicator, rows: int, width: int) -> list[float]:
-    """Microseconds of a sum through peers' memory, through NCCL, and of both with a norm."""
+    """Microseconds through peers' memory and through NCCL: of a sum, of one with a norm, and of rows to all and sums of
+    parts back."""
     x, residual = (torch.zeros(rows, width, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     weight, peers = torch.ones(width, device="cuda"), comm._peers
     fused = comm.sums_with_norm(x)
@@ -82,10 +88,17 @@ def times(comm: Communicator, rows: int, width: int) -> list[float]:
 
     with_norm = partial(comm.sum_add_rms_norm, x, residual, weight, 1e-5) if fused else both
     ours = [timed(comm, partial(comm.all_reduce, x)), timed(comm, with_norm)]
+    together = torch.zeros(comm.size * rows, width, dtype=torch.bfloat16, device="cuda")
+
+    def exchange() -> None:
+        comm.gather_rows(x)
+        comm.scatter_sum(together)
+
+    ours.append(timed(comm, exchange))
     comm._peers = None
-    nccl = [timed(comm, partial(comm.all_reduce, x)), timed(comm, both)]
+    nccl = [timed(comm, partial(comm.all_reduce, x)), timed(comm, both), timed(comm, exchange)]
     comm._peers = peers
-    return [ours[0], nccl[0], ours[1], nccl[1]]
+    return [each for pair in zip(ours, nccl, strict=True) for each in pair]
 
 
 def rank_main(args: argparse.Namespace) -> None:
@@ -102,7 +115,7 @@ def rank_main(args: argparse.Namespace) -> None:
             rows.append((size, times(comm, size, args.width)))
     if args.rank == 0:
         print(f"{torch.cuda.get_device_name()}, {args.ranks} ranks, torch {torch.__version__}; us of a sum in a graph")
-        print("  rows          peers     NCCL   with norm: peers  NCCL and norm")
+        print("  rows          peers     NCCL   with norm: peers  NCCL and norm   experts' exchange: peers  NCCL")
         for size, found in rows:
             print(f"{size:4} x {args.width} " + " ".join(f"{each:10.2f}" for each in found))
     comm.barrier()

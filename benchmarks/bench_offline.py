@@ -15,10 +15,11 @@ Steps with short prompts, with graphs and without: milliseconds from `add_reques
 import argparse
 import statistics
 import time
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from benchmarks.common import HBM_BYTES_PER_S, PRODUCT_FLOPS_PER_S, environment, prompts, save, settle
+from benchmarks.common import HBM_BYTES_PER_S, PRODUCT_FLOPS_PER_S, environment, plain_vocab, prompts, save, settle
 from benchmarks.short_prompts import measure_short
 from hybridrt import LLM, SamplingParams
 from hybridrt.base.dtypes import KV_CODES, STATE_DTYPES
@@ -35,7 +36,7 @@ def decode_ms(
     `each`."""
     engine = llm.engine
     length = max(context - (FIRST + LAST) // 2, 1)
-    ids = [engine.add_request(p, params) for p in prompts(batch, length, llm.model_config.vocab_size)]
+    ids = [engine.add_request(p, params) for p in prompts(batch, length, plain_vocab(llm.model_config))]
     fewest = run_until(llm, ids, FIRST)
     ends = [time.perf_counter()]
     steps = run_until(llm, ids, fewest + LAST - FIRST, ends) - fewest
@@ -46,6 +47,16 @@ def decode_ms(
         engine.abort(request)
     engine.drain()
     return elapsed / steps * 1e3
+
+
+def decode_ms_of_replicas(llm: LLM, batch: int, context: int, params: SamplingParams) -> float:
+    """The same of all replicas together, which step without this process: from whole generations."""
+    length, seconds = max(context - (FIRST + LAST) // 2, 1), dict[int, float]()
+    for tokens in (LAST, FIRST):
+        start = time.perf_counter()
+        llm.generate(prompts(batch, length, llm.model_config.vocab_size), replace(params, max_tokens=tokens))
+        seconds[tokens] = time.perf_counter() - start
+    return (seconds[LAST] - seconds[FIRST]) / (LAST - FIRST) * 1e3
 
 
 def run_until(llm: LLM, ids: list[str], tokens: int, ends: list[float] | None = None) -> int:
@@ -66,7 +77,7 @@ def slowest(each: list[list[float]]) -> float:
 
 def prefill_tokens_per_s(llm: LLM, count: int, length: int) -> float:
     """Prompt tokens per second: `count` prompts of `length` tokens to their first token each."""
-    batch = prompts(count, length, llm.model_config.vocab_size, seed=1)
+    batch = prompts(count, length, plain_vocab(llm.model_config), seed=1)
     start = time.perf_counter()
     llm.generate(batch, SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
     return count * length / (time.perf_counter() - start)
@@ -80,9 +91,15 @@ def most_tokens(args: argparse.Namespace) -> int:
 def measure(args: argparse.Namespace, llm: LLM) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     params = SamplingParams(max_tokens=most_tokens(args), temperature=args.temperature, ignore_eos=True, seed=1)
-    executor: Any = llm.engine.executor
-    runner = executor if args.tp == 1 else executor.runner
+    executor: Any = None if args.dp > 1 else llm.engine.executor
+    runner = executor if args.tp == 1 or args.dp > 1 else executor.runner
     for batch in args.batches:
+        if args.dp > 1:
+            decode_ms_of_replicas(llm, batch, args.ctx, params)
+            ms = statistics.median(decode_ms_of_replicas(llm, batch, args.ctx, params) for _ in range(args.repeats))
+            rows.append({"what": f"decode batch {batch}", "ms": ms, "tok/s": batch / ms * 1e3})
+            print(f"{rows[-1]['what']:24} {ms:9.3f} ms {batch / ms * 1e3:10.0f} tok/s", flush=True)
+            continue
         each = list[list[float]]()
         times = [decode_ms(llm, batch, args.ctx, params, each) for _ in range(args.repeats)]
         ms = statistics.median(times)
@@ -95,7 +112,7 @@ def measure(args: argparse.Namespace, llm: LLM) -> list[dict[str, Any]]:
     for count, length in args.prefill:
         prefill_tokens_per_s(llm, count, length)
         rate = statistics.median(prefill_tokens_per_s(llm, count, length) for _ in range(args.repeats))
-        flops = prefill_flops(runner.model, count, length) * rate / (count * length)
+        flops = 0.0 if runner is None else prefill_flops(runner.model, count, length) * rate / (count * length)
         rows.append({"what": f"prefill {count}x{length}", "tok/s": rate, "flop/s": flops})
         share = f"{flops / PRODUCT_FLOPS_PER_S:.1%} of {PRODUCT_FLOPS_PER_S / 1e12:.0f}"
         print(f"{rows[-1]['what']:24} {rate:24.0f} tok/s  {flops / 1e12:6.0f} TFLOP/s ({share})", flush=True)
@@ -131,6 +148,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prefill-attention", help="prefill_attention_backend, e.g. triton where a library is taken")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks, a GPU each")
+    parser.add_argument(
+        "--dp", type=int, default=1, help="replicas, --tp GPUs each; decode is measured from generations"
+    )
+    parser.add_argument("--expert-parallel", action="store_true", help="all of these GPUs share the experts")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--name", help="write benchmarks/results/NAME.json")
     return parser.parse_args()
@@ -146,7 +167,8 @@ def main() -> None:
         args.model, load_format="dummy", max_model_len=longest, mamba_ssm_dtype=args.state_dtype,
         state_mode=args.state_mode, attention_backend=args.attention, kv_cache_dtype=args.kv_cache_dtype,
         prefill_attention_backend=args.prefill_attention, max_running_requests=rows,
-        tp_size=args.tp, prefix_cache=args.prefix_cache, chunked_prefill_size=args.chunk,
+        tp_size=args.tp, dp_size=args.dp, expert_parallel=args.expert_parallel, prefix_cache=args.prefix_cache,
+        chunked_prefill_size=args.chunk,
     )  # fmt: skip
     print(llm.plan.summary())
     llm.generate([[5, 6, 7]], SamplingParams(max_tokens=1, temperature=0.0))

@@ -60,6 +60,11 @@ def save(name: str, rows: Any) -> Path:
     return path
 
 
+def plain_vocab(config: ModelConfig) -> int:
+    """Token ids below it are no placeholders of images."""
+    return min([config.vocab_size, *config.image_tokens])
+
+
 def prompts(count: int, length: int, vocab: int, seed: int = 0) -> list[list[int]]:
     """`count` random prompts of `length` tokens."""
     generator = torch.Generator().manual_seed(seed)

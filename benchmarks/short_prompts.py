@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from benchmarks.common import HBM_BYTES_PER_S, PRODUCT_FLOPS_PER_S, prompts
+from benchmarks.common import HBM_BYTES_PER_S, PRODUCT_FLOPS_PER_S, plain_vocab, prompts
 from hybridrt import LLM, SamplingParams
 from hybridrt.bench.floor import prefill_flops, step_bytes
 from hybridrt.mem_cache.pools.pools import Pools
@@ -15,7 +15,7 @@ from hybridrt.models.base import CausalLM
 WARM, MIXED_STEPS = 3, 24
 
 
-def first_token_ms(llm: LLM, prompt: list[int]) -> float:
+def first_token_ms(llm: LLM, prompt: Any) -> float:
     """Milliseconds from `add_request` to the first token on the host; nothing else runs."""
     engine, start = llm.engine, time.perf_counter()
     request = engine.add_request(prompt, SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
@@ -83,7 +83,7 @@ def measure_short(
         first_tokens: lengths of prompts. mixed: (decode rows around `context` tokens of context, tokens of the chunk).
     """
     runner: Any = llm.engine.executor
-    vocab, rows = llm.model_config.vocab_size, list[dict[str, Any]]()
+    vocab, rows = plain_vocab(llm.model_config), list[dict[str, Any]]()
 
     def note(what: str, times: list[float], *shape: int) -> None:
         ms, floor = statistics.median(times), chunk_floor_ms(runner.model, runner.pools, *shape)

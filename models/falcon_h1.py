@@ -121,7 +121,7 @@ class ParallelMixer(nn.Module):
         self.sizes = (q, k, v, sum(of_mamba))
 
     def forward(self, norm: RMSNorm, x: Hidden, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
-        projected, residual = self.in_proj.method.apply_normed(norm, x, residual, self.in_proj.bias)
+        projected, residual = self.in_proj.normed(norm, x, residual)
         widths = self.out_proj.sizes  # results that are written side by side need no copy
         for_attn, for_ssm = projected.new_empty(len(projected), sum(widths)).split_with_sizes(widths, dim=-1)
         q, k, v, for_mamba = projected.split_with_sizes(self.sizes, dim=-1)

@@ -1,4 +1,4 @@
-"""Nemotron Omni: a tower of images, and the text part, which is Nemotron-H.
+"""Nemotron Omni and Nano VL v2: a tower of images, and the text part, which is Nemotron-H.
 
 Checkpoints hold the text part under `language_model`. Everything of sound is skipped, and of images
 what serves videos (NVIDIA 2026). Published checkpoints and transformers name fields and the
@@ -29,6 +29,7 @@ FAMILY = replace(
     vision=read,
 )  # fmt: skip
 NANO = replace(FAMILY, model="hybridrt.models.nemotron_omni:NemotronH_Nano_Omni_Reasoning_V3")
+NANO_VL = replace(FAMILY, model="hybridrt.models.nemotron_omni:NemotronH_Nano_VL_V2")
 TEXT = "language_model."
 
 
@@ -68,3 +69,7 @@ class NemotronH_Omni_Reasoning_V3(NemotronHForCausalLM):  # the architecture's n
 
 class NemotronH_Nano_Omni_Reasoning_V3(NemotronH_Omni_Reasoning_V3):
     """Nemotron 3 Nano Omni by its published name."""
+
+
+class NemotronH_Nano_VL_V2(NemotronH_Omni_Reasoning_V3):
+    """Nemotron Nano VL v2: the same tower, with images in tiles."""

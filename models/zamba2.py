@@ -139,7 +139,7 @@ class HybridPart(nn.Module):
         """Mamba-2 of norm(x + residual + projected block), and x + residual."""
         x = summed(x) if residual is None else summed(x) + residual
         seen = self.linear(self.block(self.i, x, embedded, batch)).add_(x)
-        projected, _ = self.mamba.in_proj.method.apply_normed(norm, seen, None, self.mamba.in_proj.bias)
+        projected, _ = self.mamba.in_proj.normed(norm, seen, None)
         return self.mamba.out_proj.onto(x, self.mamba.mixer(projected, batch))
 
     def targets(self, key: str) -> CheckpointMap:

@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -80,6 +81,19 @@ def test_a_process_that_hangs_is_ended(child: RequestChild, size: int) -> None:
     with pytest.raises(TimeoutError):
         child.ask(bytes(size), 0.1)
     assert child.process is None and works(child)
+
+
+def test_an_end_waits_for_no_request(child: RequestChild) -> None:
+    """A server that closes would wait as long as a picture may take."""
+    os.kill(pid_of(child), signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(child.ask, bytes(10), SECONDS)
+        while not child._lock.locked():
+            time.sleep(0.001)
+        child.end()
+        with pytest.raises(EOFError):
+            asked.result(SECONDS / 2)
+    assert works(child)
 
 
 def test_an_interrupted_request_leaves_no_answer_for_the_next_one(

@@ -98,6 +98,7 @@ def test_imports_point_one_way(module: str) -> None:
     for imported in imports(SOURCES[module]):
         assert imported.split(".")[0] not in OUTSIDE, f"{module}: {imported}"
         if imported.split(".")[0] == "hybridrt":
+            assert imported in SOURCES, f"{module} imports {imported}, which does not exist"
             assert rank(imported) <= rank(module) or module.startswith("hybridrt.cli"), f"{module} imports {imported}"
             if module.startswith("hybridrt.kernels."):
                 known = imported in ("hybridrt.base.errors", "hybridrt.base.device")

@@ -163,6 +163,17 @@ def page_lock(buffer: torch.Tensor) -> int:
     return int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0))
 
 
+def gpu_identity(device: torch.device) -> str:
+    """A name of a GPU that is the same in all processes of this host."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def gpu_of(identity: str) -> int | None:
+    """The number that a GPU has in this process; None: it is not visible here."""
+    numbers = range(torch.cuda.device_count())
+    return next((i for i in numbers if gpu_identity(torch.device("cuda", i)) == identity), None)
+
+
 def reaches(device: torch.device, other: int) -> bool:
     """Whether kernels of a GPU can use the memory of GPU number `other`."""
     return device.index == other or torch.cuda.can_device_access_peer(device.index, other)
@@ -247,6 +258,11 @@ class SideStream:
     def next_to_current(self) -> AbstractContextManager[object]:
         """Work launched inside waits for no work of other streams."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def uses(self, tensor: torch.Tensor) -> None:
+        """The tensor's memory is taken again only after what was launched on this stream."""
+        if self._stream is not None:
+            tensor.record_stream(self._stream)
 
     def join(self) -> None:
         """Work launched from here on runs after all work of this stream."""

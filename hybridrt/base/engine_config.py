@@ -90,7 +90,7 @@ _ENGINE = {
     "model": FieldType("a checkpoint directory or a hub name, as text", lambda v: isinstance(v, str) and bool(v)),
     **dict.fromkeys(("device", "attention_backend", "linear_attn_backend"), TEXT),
     "prefill_attention_backend": _or_none(TEXT),
-    **dict.fromkeys(("cuda_graph", "cuda_graph_prompts", "overlap", "images"), FLAG),
+    **dict.fromkeys(("cuda_graph", "cuda_graph_prompts", "overlap", "images", "prompt_embeds"), FLAG),
     "seed": integer(-(2**63), 2**63 - 1),
     "dtype": one_of("auto", *DTYPES),
     "load_format": one_of("auto", "dummy"),
@@ -117,6 +117,7 @@ _ENGINE = {
     "cache_slots": _or_none(integer(0, 2**24)),
     "host_cache_bytes": integer(0, 2**48),
     "encoder_cache_tokens": integer(1, 2**24),
+    "encoder_host_tokens": integer(0, 2**26),
     "request_log": _or_none(TEXT),
     "audit_hits": number(0, 1),
 }
@@ -169,8 +170,11 @@ class EngineConfig:
         overlap: launch a step before the tokens of the previous step have reached the host.
         speculative: a SpeculativeConfig, or None.
         images: load the tower of a model that sees, and take images. False saves its memory.
+        prompt_embeds: take embeddings [n, hidden] as prompts, in Python. `encoder_cache_tokens` is the
+            longest.
         tp_size: tensor-parallel ranks, each a process with a shard of the model and its own GPU.
-        expert_parallel: each rank holds whole routed experts, instead of a part of every expert.
+        expert_parallel: each rank holds whole routed experts, instead of a part of every expert;
+            with dp_size each rank of all replicas.
         dp_size: replicas of the model, each with `tp_size` ranks, pools and a prefix cache of its own
             (docs/several-gpus.md).
         transfer_bytes: size of the arena through which states move between workers; 0: none.
@@ -182,6 +186,8 @@ class EngineConfig:
             page-locked with a GPU. 0: none.
         encoder_cache_tokens: tokens of images whose embeddings the device keeps, in a model that
             sees; no image may have more.
+        encoder_host_tokens: tokens of images whose embeddings each rank keeps in main memory, for
+            images that come again later; page-locked with a GPU. 0: none.
         request_log: file that gets the token ids of all requests, and lost cache entries, for
             `hybridrt explain`. None: none is written.
         audit_hits: share of hits of the prefix cache that are computed again when no request runs;
@@ -216,6 +222,7 @@ class EngineConfig:
     overlap: bool = True
     speculative: SpeculativeConfig | None = None
     images: bool = True
+    prompt_embeds: bool = False
     tp_size: int = 1
     expert_parallel: bool = False
     dp_size: int = 1
@@ -224,6 +231,7 @@ class EngineConfig:
     cache_slots: int | None = None
     host_cache_bytes: int = 0
     encoder_cache_tokens: int = 16384
+    encoder_host_tokens: int = 0
     request_log: str | None = None
     audit_hits: float = 0.0
     seed: int = 0
@@ -234,7 +242,7 @@ class EngineConfig:
             raise ConfigError("host_cache_bytes extends the prefix cache, which is off: set prefix_cache=True")
         if self.kv_scales != "auto" and self.kv_cache_dtype == "auto":
             raise ConfigError(f'kv_scales is {self.kv_scales!r}, but no codes are kept: set kv_cache_dtype="fp8_e4m3"')
-        if self.expert_parallel and self.tp_size == 1:
+        if self.expert_parallel and self.tp_size == self.dp_size == 1:
             raise ConfigError("expert_parallel shares experts over ranks, and tp_size is 1: set it to 2 or more")
         self._check_replicas()
         self._check_rounding()
@@ -243,6 +251,12 @@ class EngineConfig:
         for name, none in (("transfer_bytes", 0), ("request_log", None)):
             if self.dp_size > 1 and getattr(self, name) != none:
                 raise ConfigError(f"{name} belongs to one engine, and dp_size is {self.dp_size}: leave one of them out")
+        drafts_alone = self.speculative is None or self.speculative.method != "mtp"
+        if self.expert_parallel and self.dp_size > 1 and not drafts_alone:
+            raise ConfigError(
+                "replicas that share experts step together, and a prediction head drafts between steps: leave out "
+                'speculative method "mtp" or expert_parallel'
+            )
 
     def _check_rounding(self) -> None:
         dtype, rounding = self.mamba_ssm_dtype, self.mamba_ssm_rounding

@@ -17,10 +17,13 @@ class EncoderInput(msgspec.Struct, frozen=True, array_like=True, eq=False):
         patches: [rows * columns, numbers of a patch] of `VisionSpec.patch_dtype`, before
             normalisation, in the order in which the family's processor lists patches.
         grid: rows and columns of patches.
+        embeds: there is nothing to encode: `patches` [length, hidden] float32 are the embeddings
+            themselves, of text, with positions of text. The grid is (1, length).
     """
 
     patches: np.ndarray
     grid: tuple[int, int]
+    embeds: bool = False
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True, eq=False):
@@ -54,6 +57,8 @@ def mrope_positions(spans: Sequence[Span], start: int, end: int) -> np.ndarray:
     for span in spans:
         if span.start >= end:
             break
+        if span.input.embeds:
+            continue
         last, (rows, columns) = span.start + span.length, span.grid
         if last > start:
             inside = np.arange(max(span.start, start), min(last, end), dtype=np.int32)
@@ -68,4 +73,4 @@ def mrope_positions(spans: Sequence[Span], start: int, end: int) -> np.ndarray:
 
 def mrope_delta(spans: Sequence[Span]) -> int:
     """What is added to the index of a token after all `spans`: zero or less."""
-    return sum(max(span.grid) - span.length for span in spans)
+    return sum(max(span.grid) - span.length for span in spans if not span.input.embeds)

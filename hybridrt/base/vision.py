@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+NO_PATCHES = 0, "uint8"
 
 
 @dataclass(frozen=True)
@@ -70,3 +71,8 @@ class VisionSpec:
     def patch_numbers(self) -> int:
         """Numbers of a patch, three for each pixel."""
         return 3 * self.patch_size**2
+
+
+def patch_form(spec: VisionSpec | None) -> tuple[int, str]:
+    """Numbers of a patch and their dtype; none without a tower."""
+    return NO_PATCHES if spec is None else (spec.patch_numbers, spec.patch_dtype)

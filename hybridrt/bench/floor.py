@@ -1,8 +1,10 @@
-"""Floors of a device: the fewest bytes of a decode step, and the useful flops of prompts."""
+"""Floors of a device: the fewest bytes of a decode step, and the useful flops of prompts and images."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
+
+from torch.nn import Parameter
 
 from hybridrt.base.model_config import AttentionSpec, ModelConfig
 from hybridrt.kinds.registry import state_shape
@@ -11,6 +13,7 @@ from hybridrt.mem_cache.pools.pools import Pools
 from hybridrt.mem_cache.pools.stored_states import stored_state
 from hybridrt.models.base import CausalLM
 from hybridrt.models.config.family import routed_experts
+from hybridrt.models.vision.tower import Tower
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ def step_bytes(model: CausalLM, pools: Pools, batch: int, context: int) -> StepB
     are expected to touch. KV: see `kv_bytes`. State: see `state_bytes`.
     """
     config, weights = model.config, 0.0
-    for name, p in model.named_parameters():
+    for name, p in _text_parameters(model):
         share = _touched_share(config, len(p), batch) if ".experts." in name else 0.0 if name == "embed.weight" else 1.0
         weights += p.numel() * p.element_size() * share
     if config.tie_word_embeddings:
@@ -47,7 +50,8 @@ def step_bytes(model: CausalLM, pools: Pools, batch: int, context: int) -> StepB
 
 
 def kv_bytes(layers: Iterable[AttentionSpec], context: int) -> int:
-    """Bytes that one row's step reads of layers with these specs: the whole context once, or the part in a window."""
+    """Bytes that one row's step reads of layers with these specs: the whole context once, or the
+    part in a window."""
     return sum(spec.token_bytes * min(context, spec.sliding_window or context) for spec in layers)
 
 
@@ -79,7 +83,7 @@ def prefill_flops(model: CausalLM, count: int, length: int) -> float:
     config, tokens = model.config, count * length
     per_token = sum(
         2.0 * p.numel() * (_picked_share(config, len(p)) if ".experts." in name else 1.0)
-        for name, p in model.named_parameters()
+        for name, p in _text_parameters(model)
         if p.ndim > 1 and not name.startswith(("embed.", "head."))
     )
     for kind, linear in config.linear.items():
@@ -94,6 +98,26 @@ def prefill_flops(model: CausalLM, count: int, length: int) -> float:
         pairs = count * (length * window - window * (window - 1) / 2)
         seen += 2.0 * pairs * attention.num_heads * (keys + values) / model.tp.size
     return tokens * per_token + seen + 2.0 * count * config.vocab_size * config.hidden_size / model.tp.size
+
+
+def encoder_flops(tower: Tower, grids: Sequence[tuple[int, int]]) -> float:
+    """Flops of a tower for pictures of these grids of patches: two for each number of a matrix that a patch meets, or
+    a token after the merge, and scores and values of all pairs of patches of a picture."""
+    spec, total = tower.spec, 0.0
+    patches = [rows * columns for rows, columns in grids]
+    inner = sum(patches) + spec.num_prefix * len(grids)
+    for name, p in tower.named_parameters():
+        part = name.partition(".")[0]
+        if p.ndim > 1 and part not in ("table", "prefix"):
+            met = {"patch": sum(patches), "blocks": inner}.get(part, sum(patches) // spec.merge**2)
+            total += 2.0 * p.numel() * met
+    layers = spec.num_layers - len(spec.convolutions)
+    return total + layers * sum(4.0 * (n + spec.num_prefix) ** 2 * spec.hidden_size for n in patches)
+
+
+def _text_parameters(model: CausalLM) -> list[tuple[str, Parameter]]:
+    """All but those of a tower, which text does not meet."""
+    return [(name, p) for name, p in model.named_parameters() if not name.startswith("tower.")]
 
 
 def _picked_share(config: ModelConfig, stacked: int) -> float:

@@ -94,7 +94,9 @@ class RequestChild:
         return answer[1:]
 
     def end(self) -> None:
-        """Kills the process. A later request starts another one."""
+        """Kills the process, also while it works. A later request starts another one."""
+        if (process := self.process) is not None:
+            process.kill()
         with self._lock:
             self._end()
 

@@ -122,7 +122,9 @@ def find_traits(
             "the chat template takes more than %g seconds for short conversations: what it supports is not known",
             MAX_SECONDS,
         )
-        return TemplateTraits()
+        # A model that sees has a template that reads parts. Its placeholders are counted later.
+        seeing = frozenset(ROLES if placeholder else ())
+        return TemplateTraits(parts=seeing, images=seeing)
     return found
 
 

@@ -8,6 +8,7 @@ import ctypes
 
 import torch
 
+from hybridrt.base.device import gpu_identity
 from hybridrt.base.errors import RankError
 from hybridrt.channel.codec import Message
 
@@ -22,12 +23,12 @@ class SharedBox(Message):
     """Where another process of this host finds a tensor.
 
     Attributes:
-        device: index of its GPU.
+        gpu: `gpu_identity` of its GPU, which has other numbers in other processes.
         handle: of the allocation that the tensor is in.
         offset: bytes from the allocation's first one to the tensor's.
     """
 
-    device: int
+    gpu: str
     handle: bytes
     offset: int
 
@@ -37,7 +38,7 @@ def share(tensor: torch.Tensor) -> SharedBox:
     address, base, size, handle = tensor.data_ptr(), ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
     _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
     _call("cuIpcGetMemHandle", ctypes.byref(handle), base)
-    return SharedBox(tensor.device.index, bytes(handle), address - base.value)
+    return SharedBox(gpu_identity(tensor.device), bytes(handle), address - base.value)
 
 
 def open_shared(box: SharedBox) -> int:

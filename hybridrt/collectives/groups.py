@@ -4,25 +4,47 @@ import ctypes
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from hybridrt.base.device import synchronize, use_gpu
+from hybridrt.base.device import is_capturing, synchronize, use_gpu
 from hybridrt.base.errors import ConfigError, RankError
 from hybridrt.channel.control import disown_in_child
 
 if TYPE_CHECKING:
     from hybridrt.collectives.peer_memory import PeerMemory
 
+OVERLAP_VARIABLE = "HYBRIDRT_OVERLAP_FROM"
+OVERLAP_FROM = 2048  # tokens of a step from which sums run next to products; halves then still fill a GPU
 COLLECTIVE = timedelta(minutes=10)  # how long a rank waits for the others
 CHECK = timedelta(milliseconds=200)  # time between checks of the other ranks
 LEAVING_S = 5.0
+
+
+@dataclass
+class PendingSum:
+    """A sum over the ranks that runs next to what this rank computes until it needs the result.
+
+    Attributes:
+        x: becomes the sum.
+        finish: makes later work of the current stream wait for it; None: it is there.
+    """
+
+    x: torch.Tensor
+    finish: Callable[[], None] | None = None
+
+    def result(self) -> torch.Tensor:
+        finish, self.finish = self.finish, None
+        if finish is not None:
+            finish()
+        return self.x
 
 
 class Communicator:
@@ -37,6 +59,7 @@ class Communicator:
         loopback: all ranks run on this host, and no connection listens on a network.
 
     Attributes:
+        overlap_from: rank 0's HYBRIDRT_OVERLAP_FROM, for all ranks; infinite for 0.
         check_ranks: called several times a second while this rank waits in main memory; raises if another
             rank is lost.
     """
@@ -49,13 +72,16 @@ class Communicator:
         self._peers: PeerMemory | None = None
         self._loopback = loopback
         disown_in_child(self)
+        self.overlap_from = _overlap_from(dist.PrefixStore("hybridrt/overlap", store), rank)
         with _interface(loopback):
             cpu = dist.PrefixStore("hybridrt/cpu", store)
             self._groups["cpu"] = dist.ProcessGroupGloo(cpu, rank, size, COLLECTIVE)
             if device.type == "cuda":
                 use_gpu(device)
                 cuda = dist.PrefixStore("hybridrt/cuda", store)
-                self._groups["cuda"] = dist.ProcessGroupNCCL(cuda, rank, size, dist.ProcessGroupNCCL.Options())
+                # A sum next to a product would else wait for the product's last blocks.
+                options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+                self._groups["cuda"] = dist.ProcessGroupNCCL(cuda, rank, size, options)
                 if loopback:
                     from hybridrt.collectives import peer_memory  # needs Triton
 
@@ -79,6 +105,13 @@ class Communicator:
         self._run(x, lambda group: group.allreduce([x], options))
         return x
 
+    def start_sum(self, x: torch.Tensor) -> PendingSum:
+        """Sum over the ranks, in place, next to what this rank computes until it asks for the result."""
+        options = dist.AllreduceOptions()
+        options.asyncOp = True
+        work = self._start(x, lambda group: group.allreduce([x], options))
+        return PendingSum(x, lambda: self._finish(x, work))
+
     def sums_with_norm(self, x: torch.Tensor) -> bool:
         """Whether `sum_add_rms_norm` serves x [T, D]."""
         return self._peers is not None and x.is_cuda and self._peers.serves_norm(x)
@@ -98,6 +131,31 @@ class Communicator:
         parts = list(found.split(x.shape[-1], dim=-1))
         self._run(x, lambda group: group.allgather([parts], [x.contiguous()]))
         return found
+
+    def all_to_all(self, x: torch.Tensor, sends: Sequence[int] = (), gets: Sequence[int] = ()) -> torch.Tensor:
+        """Rows of x, `sends[r]` of them to rank r, in order; returns `gets[r]` rows from each rank r. (): as many
+        to each."""
+        found, options = x.new_empty((sum(gets) if gets else len(x), *x.shape[1:])), dist.AllToAllOptions()
+        options.asyncOp = not x.is_cuda
+        self._run(x, lambda group: group.alltoall_base(found, x.contiguous(), list(gets), list(sends), options))
+        return found
+
+    def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, D] of all ranks, in their order: [size * T, D]. All have as many rows."""
+        if self._peers is not None and x.is_cuda and self._peers.serves_exchange(x):
+            return self._peers.gather(x)
+        return self.all_to_all(x.repeat(self.size, 1))
+
+    def scatter_sum(self, y: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks of this rank's rows of y [size * T, D], in their order: [T, D]."""
+        own = y[: len(y) // self.size]
+        if self._peers is not None and y.is_cuda and y.is_contiguous() and self._peers.serves(own):
+            return self._peers.scatter_sum(y)
+        first, *others = self.all_to_all(y).chunk(self.size)
+        total = first.float()
+        for each in others:
+            total += each
+        return total.to(y.dtype)
 
     def barrier(self) -> None:
         """Returns when every rank has come and its launched work is done."""
@@ -135,15 +193,20 @@ class Communicator:
         self._groups = {}
 
     def _run(self, x: torch.Tensor, collective: Callable[[Any], dist.Work | None]) -> None:
+        work = self._start(x, collective)
+        if work is not None:  # NCCL in the current stream returns none
+            self._finish(x, work)
+
+    def _start(self, x: torch.Tensor, collective: Callable[[Any], Any]) -> Any:
         group = self._groups.get(x.device.type)
         if group is None:
             raise RankError("this tensor-parallel group is closed; build a new LLM")
-        try:
-            work = collective(group)
-            if work is not None:  # NCCL in the current stream returns none
-                work.wait() if x.is_cuda else self._wait(work)
-        except RuntimeError as e:  # torch.distributed's own error
-            raise e if isinstance(e, RankError) else RankError(f"a tensor-parallel rank was lost: {e}") from e
+        with _lost_ranks():
+            return collective(group)
+
+    def _finish(self, x: torch.Tensor, work: dist.Work) -> None:
+        with _lost_ranks():
+            work.wait() if x.is_cuda else self._wait(work)
 
     def _wait(self, work: dist.Work) -> None:
         """Checks meanwhile that the other ranks run."""
@@ -156,6 +219,28 @@ class Communicator:
                     work.wait()
                     return
             self.check_ranks()
+
+
+@contextmanager
+def _lost_ranks() -> Iterator[None]:
+    """Errors of torch.distributed as RankError."""
+    try:
+        yield
+    except RuntimeError as e:
+        raise e if isinstance(e, RankError) else RankError(f"a tensor-parallel rank was lost: {e}") from e
+
+
+def _overlap_from(store: dist.Store, rank: int) -> float:
+    """The number of tokens in rank 0's environment, which it tells the other ranks: they all sum the
+    same pieces. ConfigError if it is none."""
+    if rank == 0:
+        text = os.environ.get(OVERLAP_VARIABLE, str(OVERLAP_FROM))
+        if not (text.isascii() and text.isdigit() and len(text) < 10):
+            raise ConfigError(
+                f"{OVERLAP_VARIABLE} is {text!r}; it must be a number of tokens such as {OVERLAP_FROM}, or 0"
+            )
+        store.set("tokens", text)
+    return int(store.get("tokens")) or inf
 
 
 @contextmanager
@@ -180,15 +265,29 @@ class TPGroup:
 
     Attributes:
         comm: None: the group only says what a rank holds.
+        replicas: this rank among the same ranks of all replicas of the model, which share experts; None: it has
+            all experts of its shard.
     """
 
     rank: int = 0
     size: int = 1
     comm: Communicator | None = None
+    replicas: "TPGroup | None" = None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks, in place."""
         return x if self.size == 1 else self._comm().all_reduce(x)
+
+    def overlaps(self, x: torch.Tensor) -> bool:
+        """Whether a block cuts its sum of x's rows into pieces that run next to products. Not in a
+        graph, which is captured in parts: a sum would run from one into the next."""
+        if self.comm is None or len(x) < self.comm.overlap_from:
+            return False
+        return not (x.is_cuda and is_capturing())
+
+    def start_sum(self, x: torch.Tensor) -> PendingSum:
+        """As of `Communicator`."""
+        return self._comm().start_sum(x)
 
     def sums_with_norm(self, x: torch.Tensor) -> bool:
         """Whether `sum_add_rms_norm` serves x [T, D]: few rows, on GPUs that reach each other's memory."""
@@ -203,6 +302,21 @@ class TPGroup:
     def all_gather_last(self, x: torch.Tensor) -> torch.Tensor:
         """[..., n] of each rank to [..., size * n], in rank order."""
         return x if self.size == 1 else self._comm().all_gather_last(x)
+
+    def all_to_all(self, x: torch.Tensor, sends: Sequence[int] = (), gets: Sequence[int] = ()) -> torch.Tensor:
+        """As of `Communicator`."""
+        return self._comm().all_to_all(x, sends, gets)
+
+    def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """As of `Communicator`."""
+        return self._comm().gather_rows(x)
+
+    def scatter_sum(self, y: torch.Tensor) -> torch.Tensor:
+        """As of `Communicator`."""
+        return self._comm().scatter_sum(y)
+
+    def maximum(self, value: int) -> int:
+        return -self.minimum(-value)
 
     def minimum(self, value: int) -> int:
         return (

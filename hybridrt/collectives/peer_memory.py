@@ -9,11 +9,11 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 
-from hybridrt.base.device import reaches, synchronize
+from hybridrt.base.device import gpu_of, reaches, synchronize
 from hybridrt.base.errors import RankError
 from hybridrt.channel.codec import pack, unpack
 from hybridrt.collectives.cuda_ipc import SharedBox, close_shared, open_shared, share
-from hybridrt.collectives.peer_sum_triton import sum_add_norm_kernel, sum_kernel
+from hybridrt.collectives.peer_sum_triton import gather_kernel, scatter_sum_kernel, sum_add_norm_kernel, sum_kernel
 from hybridrt.kernels.core.pdl_triton import pdl
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,8 @@ class PeerMemory:
         reached = _NONE not in found
         for peer in {*range(size)} - {rank} if reached else ():
             other = unpack(bytes.fromhex(found[peer]), SharedBox)
-            reached = reached and reaches(device, other.device)
+            number = gpu_of(other.gpu)
+            reached = reached and number is not None and reaches(device, number)
             if reached:
                 addresses[peer], shared[peer] = open_shared(other), other
         peers = cls(box, addresses, rank, {addresses[peer]: other for peer, other in shared.items()})
@@ -94,6 +95,30 @@ class PeerMemory:
             ROOM=BLOCK * PROGRAMS, DTYPE=DTYPES[x.dtype], BLOCK=BLOCK, SPINS=SPINS, num_warps=4, **self._pdl,
         )  # fmt: skip
         return x
+
+    def serves_exchange(self, x: torch.Tensor) -> bool:
+        """Whether `gather` takes x [T, bytes], and `scatter_sum` size times as much."""
+        return x.nbytes % 4 == 0 and 0 < x.nbytes <= self._most and x.is_contiguous()
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, D] of all ranks, in their order: [size * T, D]."""
+        out, words = x.new_empty(self._size * len(x), *x.shape[1:]), x.view(-1).view(torch.int32)
+        gather_kernel[-(-len(words) // BLOCK),](
+            words, out.view(-1).view(torch.int32), self._addresses, self._epochs, self._stop, len(words),
+            RANK=self._rank, SIZE=self._size, ROOM=BLOCK * PROGRAMS, BLOCK=BLOCK, SPINS=SPINS, num_warps=4, **self._pdl,
+        )  # fmt: skip
+        return out
+
+    def scatter_sum(self, y: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks of this rank's rows of y [size * T, D]: [T, D]."""
+        out, words = y.new_empty(len(y) // self._size, *y.shape[1:]), y.view(-1).view(torch.int32)
+        each = len(words) // self._size
+        scatter_sum_kernel[-(-each // BLOCK),](
+            words, out.view(-1).view(torch.int32), self._addresses, self._epochs, self._stop, each, RANK=self._rank,
+            SIZE=self._size, ROOM=BLOCK * PROGRAMS, DTYPE=DTYPES[y.dtype], BLOCK=BLOCK, SPINS=SPINS, num_warps=4,
+            **self._pdl,
+        )  # fmt: skip
+        return out
 
     def serves_norm(self, x: torch.Tensor) -> bool:
         """Whether `sum_add_rms_norm` takes x [T, D]."""

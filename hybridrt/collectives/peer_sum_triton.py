@@ -1,4 +1,4 @@
-"""A sum over ranks in one launch: each rank writes its numbers into the others' memory.
+"""Sums and exchanges over ranks in one launch: each rank writes its numbers into the others' memory.
 
 A rank has a box, with a part for each sender. A word of it has 8 bytes: 4 of data, and the number of
 the round as a flag. 8 bytes arrive at once, so a word with the right flag is complete (the LL protocol
@@ -54,6 +54,32 @@ def _received(cells, mask, epoch, stop_ptr, SPINS: tl.constexpr):  # type: ignor
 
 
 @triton.jit
+def _send(words, box_ptr, place, mask, epoch):  # type: ignore[no-untyped-def]
+    """Writes words to a place in the box of which box_ptr has the address."""
+    box = tl.load(box_ptr).to(tl.pointer_type(tl.int64))
+    sent = (epoch.to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF)
+    tl.store(box + place, sent, mask=mask, cache_modifier=".wt")
+
+
+@triton.jit
+def _sum_of_box(  # type: ignore[no-untyped-def]
+    own, place, mask, boxes_ptr, epoch, stop_ptr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, ROOM: tl.constexpr, DTYPE: tl.constexpr, SPINS: tl.constexpr,
+):  # fmt: skip
+    """The first and the second number of each word that came from the other ranks, and of `own`, summed in the order of
+    ranks in float32. `place` as sent."""
+    mine = tl.load(boxes_ptr + RANK).to(tl.pointer_type(tl.int64))
+    first, second = tl.zeros(own.shape, tl.float32), tl.zeros(own.shape, tl.float32)
+    for rank in tl.static_range(SIZE):
+        words = own
+        if rank != RANK:
+            words = _received(mine + rank * ROOM + place, mask, epoch.to(tl.int64), stop_ptr, SPINS)
+        one, two = _as_floats(words, DTYPE)
+        first, second = first + one, second + two
+    return first, second
+
+
+@triton.jit
 def _sum_of_ranks(  # type: ignore[no-untyped-def]
     own, place, mask, first_box, boxes_ptr, epoch, stop_ptr,
     RANK: tl.constexpr, SIZE: tl.constexpr, ROOM: tl.constexpr, DTYPE: tl.constexpr, SPINS: tl.constexpr,
@@ -66,21 +92,10 @@ def _sum_of_ranks(  # type: ignore[no-untyped-def]
         boxes_ptr: [SIZE] int64 addresses of the ranks' boxes.
         epoch: the round.
     """
-    number = epoch.to(tl.int64)
     place += first_box + (epoch & 1) * (SIZE * ROOM)
-    sent = (number << 32) | (own.to(tl.int64) & 0xFFFFFFFF)
     for step in tl.static_range(1, SIZE):
-        box = tl.load(boxes_ptr + (RANK + step) % SIZE).to(tl.pointer_type(tl.int64))
-        tl.store(box + RANK * ROOM + place, sent, mask=mask, cache_modifier=".wt")
-    mine = tl.load(boxes_ptr + RANK).to(tl.pointer_type(tl.int64))
-    first, second = tl.zeros(own.shape, tl.float32), tl.zeros(own.shape, tl.float32)
-    for rank in tl.static_range(SIZE):
-        words = own
-        if rank != RANK:
-            words = _received(mine + rank * ROOM + place, mask, number, stop_ptr, SPINS)
-        one, two = _as_floats(words, DTYPE)
-        first, second = first + one, second + two
-    return first, second
+        _send(own, boxes_ptr + (RANK + step) % SIZE, RANK * ROOM + place, mask, epoch)
+    return _sum_of_box(own, place, mask, boxes_ptr, epoch, stop_ptr, RANK, SIZE, ROOM, DTYPE, SPINS)
 
 
 @triton.jit(do_not_specialize=["num_words"])
@@ -133,3 +148,51 @@ def sum_add_norm_kernel(  # type: ignore[no-untyped-def]
     scale = 1.0 / tl.sqrt(tl.sum(first * first + second * second, 0) / (2 * WIDTH) + eps)
     tl.store(out_ptr + row * WIDTH + w, _as_words(first * scale * even, second * scale * odd, DTYPE), mask=mask)
     tl.store(epochs_ptr + row, epoch)
+
+
+@triton.jit(do_not_specialize=["num_words"])
+def gather_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, out_ptr, boxes_ptr, epochs_ptr, stop_ptr, num_words,
+    RANK: tl.constexpr, SIZE: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr, SPINS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid [programs of BLOCK words]: out [SIZE, num_words] becomes x of all ranks, in their order; int32 words."""
+    part = tl.program_id(0)
+    w = part * BLOCK + tl.arange(0, BLOCK)
+    mask = w < num_words
+    begin(PDL)
+    epoch = tl.load(epochs_ptr + part) + 1
+    own = tl.load(x_ptr + w, mask=mask, other=0)
+    place = w + (epoch & 1) * (SIZE * ROOM)
+    for step in tl.static_range(1, SIZE):
+        _send(own, boxes_ptr + (RANK + step) % SIZE, RANK * ROOM + place, mask, epoch)
+    mine = tl.load(boxes_ptr + RANK).to(tl.pointer_type(tl.int64))
+    for rank in tl.static_range(SIZE):
+        words = own
+        if rank != RANK:
+            words = _received(mine + rank * ROOM + place, mask, epoch.to(tl.int64), stop_ptr, SPINS)
+        tl.store(out_ptr + rank * num_words + w, words, mask=mask)
+    tl.store(epochs_ptr + part, epoch)
+
+
+@triton.jit(do_not_specialize=["num_words"])
+def scatter_sum_kernel(  # type: ignore[no-untyped-def]
+    y_ptr, out_ptr, boxes_ptr, epochs_ptr, stop_ptr, num_words,
+    RANK: tl.constexpr, SIZE: tl.constexpr, ROOM: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+    SPINS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid [programs of BLOCK words]: out [num_words] becomes the sum over the ranks of part RANK of their y
+    [SIZE, num_words], as int32 words."""
+    part = tl.program_id(0)
+    w = part * BLOCK + tl.arange(0, BLOCK)
+    mask = w < num_words
+    begin(PDL)
+    epoch = tl.load(epochs_ptr + part) + 1
+    place = w + (epoch & 1) * (SIZE * ROOM)
+    for step in tl.static_range(1, SIZE):
+        words = tl.load(y_ptr + (RANK + step) % SIZE * num_words + w, mask=mask, other=0)
+        _send(words, boxes_ptr + (RANK + step) % SIZE, RANK * ROOM + place, mask, epoch)
+    own = tl.load(y_ptr + RANK * num_words + w, mask=mask, other=0)
+    first, second = _sum_of_box(own, place, mask, boxes_ptr, epoch, stop_ptr, RANK, SIZE, ROOM, DTYPE, SPINS)
+    tl.store(out_ptr + w, _as_words(first, second, DTYPE), mask=mask)
+    tl.store(epochs_ptr + part, epoch)

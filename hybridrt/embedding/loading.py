@@ -48,8 +48,9 @@ def load(config: EngineConfig, *, tp: TPGroup | None = None, progress: bool = Fa
 
     Args:
         config: max_running_requests and max_model_len are for `plan_memory`. overlap and
-            transfer_bytes have no effect. tp_size must be 1.
-        tp: place of this process in a tensor-parallel group. Not part of the stable surface.
+            transfer_bytes have no effect.
+        tp: place of this process among `config.tp_size`, from `join_ranks`; None: it is the only one. All of
+            them make the same calls in the same order.
         progress: show a bar.
 
     Raises:
@@ -57,10 +58,12 @@ def load(config: EngineConfig, *, tp: TPGroup | None = None, progress: bool = Fa
         BackendError, ProviderNotInstalledError: HYBRIDRT_PROVIDERS names what cannot serve.
     """
     _check_kind("config", config, EngineConfig)
-    if config.tp_size > 1 and (tp is None or tp.size == 1):
+    _check_kind("tp", tp or TPGroup(), TPGroup)
+    if config.tp_size != (found := 1 if tp is None else tp.size):
         raise ConfigError(
-            f"tp_size is {config.tp_size}, and hybridrt.embedding runs a model on one device: pass tp_size=1, or use "
-            f"hybridrt.LLM(model, tp_size={config.tp_size}), which splits a model over several and schedules itself"
+            f"tp_size is {config.tp_size}, and tp is a group of {found}: pass tp_size={found}, or use "
+            f"hybridrt.LLM(model, tp_size={config.tp_size}), which starts ranks and schedules itself; or start as many "
+            "processes, and pass each what join_ranks gives it"
         )
     path, target = load_target(config, tp or TPGroup())
     model = build_model(config, target, path, progress)
@@ -73,7 +76,7 @@ def plan_memory(loaded: LoadedModel, *, budget_bytes: int, cache_slots: int = 0)
 
     Args:
         budget_bytes: for pools and graph buffers, without weights and activations. There is no
-            default: the host engine uses the device, too.
+            default: the host engine uses the device, too. Of several ranks the smallest counts.
         cache_slots: state slots beyond one for each row, for snapshots and cached prefixes.
 
     Raises:
@@ -83,7 +86,7 @@ def plan_memory(loaded: LoadedModel, *, budget_bytes: int, cache_slots: int = 0)
     _check_kind("loaded", loaded, LoadedModel)
     sizes = {"budget_bytes": integer(0, 2**63 - 1), "cache_slots": integer(-(2**63), 2**63 - 1)}
     check_fields({"budget_bytes": budget_bytes, "cache_slots": cache_slots}, sizes)
-    weights = weight_bytes(loaded.model)
+    weights, budget_bytes = weight_bytes(loaded.model), loaded.target.tp.minimum(budget_bytes)
     return make_plan(loaded.config, loaded.target, budget_bytes=budget_bytes, weights=weights, cache_slots=cache_slots)
 
 

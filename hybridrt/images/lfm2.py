@@ -39,7 +39,7 @@ def lfm2_pieces(pixels: torch.Tensor, settings: Lfm2Images, low: bool) -> list[P
     whole = resized(pixels, *sides, settings.mode)
     if low or settings.max_tiles == 1 or not _is_large(height, width, settings):
         return [_piece("", whole, settings)]
-    across, down = _grid(height, width, settings)
+    across, down = tile_grid(height, width, settings.tile, settings.min_tiles, settings.max_tiles)
     picture = resized(pixels, down * settings.tile, across * settings.tile, settings.mode)
     places = [(row, column) for row in range(down) for column in range(across)]
     side, single = settings.tile, len(places) == 1
@@ -68,14 +68,14 @@ def _is_large(height: int, width: int, settings: Lfm2Images) -> bool:
     return next(sides) * next(sides) > settings.max_tokens * block * block * settings.tolerance
 
 
-def _grid(height: int, width: int, settings: Lfm2Images) -> tuple[int, int]:
-    """Tiles across and down, of the nearest aspect. Of equally near ones the larger wins if the picture
-    has more than half of its pixels."""
-    area, tile = width * height, settings.tile * settings.tile
+def tile_grid(height: int, width: int, tile: int, least: int, most: int) -> tuple[int, int]:
+    """Tiles across and down, `least` to `most` in all, of the nearest aspect. Of equally near ones the
+    larger wins if the picture has more than half of its pixels."""
+    area = width * height
     best, nearest = (1, 1), float("inf")
-    for across, down in _grids(settings.min_tiles, settings.max_tiles):
+    for across, down in _grids(least, most):
         distance = abs(width / height - across / down)
-        if distance < nearest or (distance == nearest and area > 0.5 * tile * across * down):
+        if distance < nearest or (distance == nearest and area > 0.5 * tile * tile * across * down):
             best, nearest = (across, down), distance
     return best
 

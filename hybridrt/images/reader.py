@@ -19,11 +19,19 @@ from hybridrt.images.decode import check_sides, digest_of
 from hybridrt.images.held_bytes import HeldBytes
 from hybridrt.images.jobs import Job, UnreadablePicture
 from hybridrt.images.lfm2 import all_marks, lfm2_pieces
+from hybridrt.images.nano_vl import nano_vl_pieces
 from hybridrt.images.nemotron import nemotron_pieces
 from hybridrt.images.pieces import Piece
 from hybridrt.images.pool import ImagePool, PoolLimits
 from hybridrt.images.qwen import qwen_pieces
-from hybridrt.images.settings import ImageSettings, Lfm2Images, NemotronImages, QwenImages, read_image_settings
+from hybridrt.images.settings import (
+    ImageSettings,
+    Lfm2Images,
+    NanoVLImages,
+    NemotronImages,
+    QwenImages,
+    read_image_settings,
+)
 from hybridrt.images.source import Address, ImageSource
 
 _VERSION = "hybridrt image 1"  # of digests
@@ -190,8 +198,10 @@ class ImageReader:
             pieces = qwen_pieces(picture, settings, low)
         elif isinstance(settings, Lfm2Images):
             pieces = lfm2_pieces(picture, settings, low)
-        else:
+        elif isinstance(settings, NemotronImages):
             pieces = nemotron_pieces(picture, settings, low)
+        else:
+            pieces = nano_vl_pieces(picture, settings, low)
         for piece in pieces:
             self._held.add(piece.patches)
         framed = [[_VERSION, settings, digest, low, i] for i in range(len(pieces))]
@@ -218,7 +228,7 @@ class ImageReader:
 
 def _marks_of(settings: ImageSettings) -> list[str]:
     """Texts of tokens before a picture, after it ("" if none), and in it."""
-    if isinstance(settings, NemotronImages):
+    if isinstance(settings, (NemotronImages, NanoVLImages)):
         return [nemotron.START, nemotron.END]
     return (all_marks(settings) if isinstance(settings, Lfm2Images) else []) or ["", ""]
 

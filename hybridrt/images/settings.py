@@ -86,7 +86,18 @@ class NemotronImages(msgspec.Struct, frozen=True, tag="nemotron"):
     mode: str
 
 
-ImageSettings = QwenImages | Lfm2Images | NemotronImages
+class NanoVLImages(msgspec.Struct, frozen=True, tag="nano_vl"):
+    """Nemotron Nano VL v2's processor. `merge`, `tile` as in Lfm2Images."""
+
+    patch: int
+    merge: int
+    tile: int
+    max_tiles: int
+    thumbnail: bool
+    mode: str
+
+
+ImageSettings = QwenImages | Lfm2Images | NemotronImages | NanoVLImages
 
 
 def read_image_settings(directory: Path) -> ImageSettings | None:
@@ -207,6 +218,43 @@ def _nemotron(given: Mapping[str, Any], file: Path) -> NemotronImages:
     return NemotronImages(fields["patch_size"], merge, least, most, _MODES[fields["resample"]])
 
 
+_NANO_VL_DEFAULTS = {
+    "image_size": 512, "patch_size": 16, "downsample_ratio": 0.5, "max_num_tiles": 12, "use_thumbnail": True,
+}  # fmt: skip
+_NANO_VL_FIELDS: Mapping[str, FieldType] = {
+    "image_size": integer(1, 4096),
+    "patch_size": _SMALL,
+    "downsample_ratio": number(1 / 64, 1),
+    "max_num_tiles": integer(1, MAX_TILES),
+    "use_thumbnail": FLAG,
+}
+
+
+def _nano_vl(given: Mapping[str, Any], file: Path) -> NemotronImages | NanoVLImages:
+    """Models whose config.json limits patches have one piece a picture, as Nemotron Omni has."""
+    if (limits := _patch_limits(file.with_name("config.json"))) is not None:
+        return _nemotron({**given, **limits}, file)
+    fields = {**_NANO_VL_DEFAULTS, **given}
+    check_fields(fields, _NANO_VL_FIELDS, file)
+    patch, merge, tile = fields["patch_size"], round(1 / fields["downsample_ratio"]), fields["image_size"]
+    _check_block("patch_size", patch, merge, file)
+    _check_area("max_num_tiles", fields["max_num_tiles"], tile, file)
+    if tile % (patch * merge):
+        raise ConfigError(f"{file}: image_size is {tile}; it must be a multiple of {patch * merge}")
+    return NanoVLImages(patch, merge, tile, fields["max_num_tiles"], fields["use_thumbnail"], _MODES[3])
+
+
+def _patch_limits(file: Path) -> dict[str, Any] | None:
+    """min_num_patches and max_num_patches of a tower's arguments."""
+    found = read_object(file).get("vision_config") if file.exists() else None
+    arguments = found.get("args") if isinstance(found, Mapping) else None
+    if not isinstance(arguments, Mapping) or arguments.get("min_num_patches") is None:
+        return None
+    return {
+        name: value for name in ("min_num_patches", "max_num_patches") if (value := arguments.get(name)) is not None
+    }
+
+
 def _check_order(fields: Mapping[str, Any], low: str, high: str, file: Path) -> None:
     if fields[low] > fields[high]:
         raise ConfigError(f"{file}: {low} is {fields[low]}; it must be at most {high}, {fields[high]}")
@@ -230,4 +278,6 @@ def _check_area(name: str, count: int, side: int, file: Path) -> None:
 _READERS: dict[str, Callable[[Mapping[str, Any], Path], ImageSettings]] = {
     "Qwen2VLImageProcessor": _qwen, "Lfm2VlImageProcessor": _lfm2,
     "NemotronH_Omni_Reasoning_V3ImageProcessor": _nemotron,
+    "NemotronH_Nano_Omni_Reasoning_V3ImageProcessor": _nemotron,
+    "NemotronNanoVLV2ImageProcessor": _nano_vl,
 }  # fmt: skip

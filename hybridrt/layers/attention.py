@@ -114,7 +114,7 @@ class Attention(nn.Module):
                 self.rope = Rope(cos_sin, self.q_norm.weight, self.k_norm.weight, eps, sections)
 
     def forward(self, norm: RMSNorm, x: Hidden, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
-        projected, residual = self.qkv.method.apply_normed(norm, x, residual, self.qkv.bias)
+        projected, residual = self.qkv.normed(norm, x, residual)
         return self.o_proj.onto(residual, self._attend(projected, batch))
 
     def summand(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:

@@ -24,7 +24,16 @@ from hybridrt.kernels.dense.linear import ONEDNN_FROM, add_linear, linear, store
 from hybridrt.kernels.dense.moe import ExpertStack, fused_experts
 from hybridrt.kernels.dense.norm_activation import clamped_silu_and_mul
 from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation, InputNorm, is_skinny, skinny_linear
-from hybridrt.layers.summands import Hidden, Summands, Unsummed, summed, summed_later
+from hybridrt.layers.summands import (
+    Arriving,
+    Hidden,
+    Summands,
+    arriving,
+    in_halves,
+    stacked,
+    summed,
+    summed_later,
+)
 from hybridrt.layers.weights import (
     Build,
     CheckpointMap,
@@ -123,8 +132,8 @@ class DenseMethod(LinearMethod):
         self, norm: "RMSNorm", x: Hidden, residual: torch.Tensor | None, bias: torch.Tensor | None,
         activation: Activation | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        if isinstance(x, Unsummed):
-            if len(x.summand) > 1:  # the product of one token has its norm
+        if not isinstance(x, torch.Tensor):
+            if isinstance(x, Arriving) or len(x.summand) > 1:  # the product of one token has its norm
                 h, residual = x.normed(norm, residual)
                 return self.apply(h, bias, activation), residual
             x = summed(x)
@@ -341,6 +350,18 @@ class ColumnLinear(_SegmentedLinear):
     def forward(self, x: torch.Tensor, activation: Activation | None = None) -> torch.Tensor:
         return self.method.apply(x, self.bias, activation)
 
+    def normed(self, norm: "RMSNorm", x: Hidden, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(x + residual) W^T + b, x + residual), without a residual as in `norm`."""
+        if not isinstance(x, Arriving):
+            return self.method.apply_normed(norm, x, residual, self.bias)
+        y, totals, first = x.new_empty(sum(self.sizes)), list[torch.Tensor](), 0
+        for piece, rows in x.with_rows(residual):
+            h, total = norm(piece, rows)
+            self.method.apply_into(y[first : first + len(h)], h, self.bias)
+            totals.append(total)
+            first += len(h)
+        return y, stacked(totals)
+
     def targets(
         self,
         key: str,
@@ -391,17 +412,29 @@ class RowLinear(_SegmentedLinear):
 
     def onto(self, residual: torch.Tensor, x: torch.Tensor, tail: torch.Tensor | None = None) -> Summands:
         """`forward`, and the residual to add it to. May overwrite `residual`."""
-        adds = self.adds and self.bias is None and x.shape[0] >= self.method.adds_from and residual.dtype == x.dtype
-        # One rank: the sum has it once.
-        if adds and self.tp.rank == 0:
-            y = self.method.apply_onto(residual, x, tail)
-        else:
-            y = self.method.apply(x, self.bias if self.tp.rank == 0 else None, tail=tail)
-        if self.tp.size > 1:
-            if not adds:
-                return summed_later(y, self.tp), residual
-            y = self.tp.all_reduce(y)
-        return y, None if adds else residual
+        adds = self.adds_to(residual.dtype, x.dtype, len(x))
+        if self.tp.overlaps(x):
+            return arriving((self.summand_onto(*rows, adds=adds) for rows in in_halves(residual, x, tail)), self.tp)
+        y, rest = self.summand_onto(residual, x, tail, adds=adds)
+        if self.tp.size == 1:
+            return y, rest
+        return (self.tp.all_reduce(y), None) if rest is None else (summed_later(y, self.tp), rest)
+
+    def adds_to(self, residual: torch.dtype, x: torch.dtype, tokens: int) -> bool:
+        """Whether a product of so many tokens adds the residual itself."""
+        return self.adds and self.bias is None and tokens >= self.method.adds_from and residual == x
+
+    def summand_onto(
+        self, residual: torch.Tensor, x: torch.Tensor, tail: torch.Tensor | None = None, *, adds: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """This rank's summand, and the residual to add the sum to; None if it `adds` that."""
+        first = self.tp.rank == 0  # of bias and residual, so that the sum has them once
+        if not adds:
+            return self.method.apply(x, self.bias if first else None, tail=tail), residual
+        if first:
+            return self.method.apply_onto(residual, x, tail), None
+        self.method.apply_into(residual, x if tail is None else side_by_side(x, tail), None)
+        return residual, None
 
     def targets(self, key: str, name: str, *, scale: float = 1.0) -> CheckpointMap:
         """Targets of `key`.weight (and .bias), which reads segment `name`. `scale`: factor of its
@@ -437,8 +470,17 @@ class MLP(nn.Module):
 
     def forward(self, norm: "RMSNorm", x: Hidden, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         """MLP of norm(x + residual), and x + residual. `batch` is only for experts."""
+        if isinstance(x, Arriving):
+            adds = self.down.adds_to(x.dtype if residual is None else residual.dtype, x.dtype, len(x))
+            pieces = (self._normed(norm, *piece) for piece in x.with_rows(residual))
+            return arriving((self.down.summand_onto(rest, h, adds=adds) for h, rest in pieces), self.down.tp)
+        h, residual = self._normed(norm, x, residual)
+        return self.down.onto(residual, h)
+
+    def _normed(self, norm: "RMSNorm", x: Hidden, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The input of `down`, and x + residual."""
         h, residual = self.up.method.apply_normed(norm, x, residual, self.up.bias, self.activation)
-        return self.down.onto(residual, h if self.limit is None else clamped_silu_and_mul(h, self.limit))
+        return h if self.limit is None else clamped_silu_and_mul(h, self.limit), residual
 
     def summand(self, x: torch.Tensor, reduce: bool = False) -> torch.Tensor:
         """MLP of x, [T, hidden] to [T, hidden]. `reduce` as in RowLinear."""

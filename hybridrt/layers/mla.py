@@ -66,10 +66,10 @@ class LatentAttention(nn.Module):
         self.attn = LatentAttentionLayer(config, layer_id, weights, build)
 
     def forward(self, norm: RMSNorm, x: Hidden, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
-        projected, residual = self.into.method.apply_normed(norm, x, residual, self.into.bias)
+        projected, residual = self.into.normed(norm, x, residual)
         q, k, *gate = projected.split(self.sizes, dim=-1)
         if self.q_norm is not None and self.q_up is not None:
-            q = self.q_up.method.apply_normed(self.q_norm, q, None, self.q_up.bias)[0]
+            q = self.q_up.normed(self.q_norm, q, None)[0]
         out = batch.attn_backend.run(self.attn, batch, AttentionInputs(q, k, rope=self.rope))
         return self.o_proj.onto(residual, sigmoid_mul(out, *gate) if gate else out)
 

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hybridrt.base.errors import ConfigError
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.dense.moe import (
@@ -18,9 +19,10 @@ from hybridrt.kernels.dense.moe import (
     router_softmax,
 )
 from hybridrt.kernels.dense.skinny_linear import Activation
+from hybridrt.layers.expert_exchange import ExpertExchange
 from hybridrt.layers.linear import MLP, ColumnLinear, DenseMethod, Segment, make_experts, register
 from hybridrt.layers.norm import RMSNorm
-from hybridrt.layers.summands import Hidden, Summands, summed_later
+from hybridrt.layers.summands import Arriving, Hidden, Summands, arriving, summed_later
 from hybridrt.layers.weights import (
     Build,
     CheckpointTarget,
@@ -135,7 +137,7 @@ class SigmoidGroupRouter(nn.Module):
 
 class Experts(nn.Module):
     """E stacked experts of intermediate size I. Ranks cut I, or each holds E / ranks whole experts
-    (`Build.expert_parallel`).
+    (`Build.expert_parallel`), over all replicas if there are several (`TPGroup.replicas`).
 
     Args:
         activation: "silu": SwiGLU, with the gate's rows before those of up. "relu2": squared ReLU.
@@ -147,7 +149,9 @@ class Experts(nn.Module):
         bias: all matrices of routed experts have biases.
 
     Attributes:
-        held, share: how many routed experts this rank holds, and which; None: all.
+        held, share: how many routed experts this rank holds, and which are on this rank of any
+            replica; None: all.
+        exchange: sends tokens to other replicas; None without.
         cut: the ranks that share the channels of each.
     """
 
@@ -159,11 +163,11 @@ class Experts(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.name, self.num_experts, self.tp, self.scales = name, num_experts, build.tp, scales
-        self.share, self.held, self.cut = None, num_experts, self.tp
+        self.held, self.cut, self.size, self.build, self.place = num_experts, self.tp, size, build, 0
+        self.share: ExpertShare | None = None
+        self.exchange: ExpertExchange | None = None
         if build.expert_parallel:
-            self.held, self.cut = self.tp.divide("experts", num_experts), TPGroup()
-            load = torch.zeros(num_experts, dtype=torch.int64, device=build.device)
-            self.share = ExpertShare(self.tp.rank * self.held, self.held, load)
+            self._share_experts(build)
         self.limit, self.alpha = limit, alpha
         self.activation: Literal["silu", "relu2"] = activation
         self.matrices = ("gate", "up") if activation == "silu" else ("up",)
@@ -190,8 +194,28 @@ class Experts(nn.Module):
             # One rank adds that of down, so that the sum over ranks has it once.
             self.biases = (self.up_bias, self.down_bias if self.cut.rank == 0 else None)
 
+    def _share_experts(self, build: Build) -> None:
+        replicas = self.tp.replicas or TPGroup()
+        self.held = divide_experts(self.num_experts, self.tp.size, replicas.size)
+        load = torch.zeros(self.num_experts, dtype=torch.int64, device=build.device)
+        self.share = ExpertShare(self.tp.rank * replicas.size * self.held, replicas.size * self.held, load)
+        self.place, self.cut = self.tp.rank * replicas.size + replicas.rank, TPGroup()
+        if replicas.size > 1:
+            self.exchange = ExpertExchange(replicas, self.held)
+
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """[T, in] to this rank's summand of [T, in]."""
+        if self.exchange is not None:
+            return self.exchange(x, weights, ids, self._compute)
+        return self._compute(x, weights, ids)
+
+    def join(self, top_k: int) -> None:
+        """Computes for other replicas in a layer for which this one has no tokens."""
+        x = torch.empty(0, self.size, dtype=self.build.dtype, device=self.build.device)
+        weights = torch.empty(0, top_k, dtype=torch.float32, device=x.device)
+        self.forward(x, weights, weights.to(torch.int32))
+
+    def _compute(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         return self.method.apply(
             x, weights, ids, activation=self.activation, limit=self.limit, alpha=self.alpha, biases=self.biases
         )
@@ -217,7 +241,7 @@ class Experts(nn.Module):
             place = e % self.held
             targets = self._targets(f"{key}.{e}", f"{self.name}.{e}", place, 1, up, down)
             targets |= self._bias_targets(f"{key}.{e}", f"{self.name}.{e}", place)
-            elsewhere = self.share is not None and e // self.held != self.tp.rank
+            elsewhere = self.share is not None and e // self.held != self.place
             found |= dict.fromkeys(targets, ()) if elsewhere else targets
         return found
 
@@ -241,6 +265,17 @@ class Experts(nn.Module):
 
         name, down = f"{self.name}.shared", (lambda t: by_expert(t.t()).transpose(1, 2))
         return self._targets(key, name, self.held, self.num_shared, by_expert, down)
+
+
+def divide_experts(count: int, ranks: int, replicas: int) -> int:
+    """How many of `count` experts a rank of a replica holds. ConfigError if they cannot be cut so."""
+    if count % (ranks * replicas):
+        text = f"tp_size={ranks}" if replicas == 1 else f"tp_size={ranks} and dp_size={replicas}"
+        raise ConfigError(
+            f"{count} experts cannot be cut into {ranks * replicas} equal shards for {text}; lower them to a divisor "
+            f"of {count}"
+        )
+    return count // (ranks * replicas)
 
 
 # Newer transformers stack all experts.
@@ -284,6 +319,14 @@ class Latent(nn.Module):
         }
 
 
+def join_exchanges(model: nn.Module) -> None:
+    """Computes the experts of other replicas' tokens in each layer of a step for which this replica
+    has no tokens."""
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.experts.join(module.router.choice.top_k)
+
+
 def experts_of(model: nn.Module) -> list[Experts]:
     """The experts of each layer, in order."""
     return [module for module in model.modules() if isinstance(module, Experts)]
@@ -308,6 +351,10 @@ class MoE(nn.Module):
         self.shared = experts.shared if shared is None else shared
 
     def forward(self, norm: RMSNorm, x: Hidden, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
+        by_pieces = self.latent is None and self.experts.exchange is None and batch.padded_rows is None
+        if isinstance(x, Arriving) and by_pieces:
+            pieces = (norm(*piece) for piece in x.with_rows(residual))
+            return arriving(((self._of_rank(h, batch), rest) for h, rest in pieces), self.experts.tp)
         h, residual = norm(x, residual)
         if self.latent is not None:
             return self.summand(h, batch), residual

@@ -16,7 +16,7 @@ from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kernels.dense.gated_norm import GATE_ACTIVATIONS, GateActivation, gated_rms_norm
 from hybridrt.kernels.dense.norm_activation import add_rms_norm, rms_norm
 from hybridrt.layers.linear import RowLinear
-from hybridrt.layers.summands import Hidden, Summands, Unsummed, summed
+from hybridrt.layers.summands import Hidden, Summands, summed
 from hybridrt.layers.weights import Build, CheckpointMap, CheckpointTarget, parameter, whole
 
 
@@ -48,7 +48,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Hidden, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + residual), x + residual); without a residual (norm(x), x)."""
-        if isinstance(x, Unsummed):
+        if not isinstance(x, torch.Tensor):
             return x.normed(self, residual)
         if residual is None:
             return self._norm(x, self.weight, self.eps), x

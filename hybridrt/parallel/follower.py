@@ -19,6 +19,7 @@ from hybridrt.base.turns import undisturbed
 from hybridrt.channel.codec import pack
 from hybridrt.channel.control import BEATS, Link, rank_timeout
 from hybridrt.collectives.groups import Communicator, TPGroup
+from hybridrt.parallel.expert_ranks import ExpertPlace
 from hybridrt.parallel.messages import Beat, Failed, decode
 from hybridrt.parallel.rank_start import Place, find_place, rank_device
 from hybridrt.parallel.ranks import LOST
@@ -87,11 +88,18 @@ def serve(place: Place, rank: int, size: int, device: torch.device, ahead: Start
 
 
 def _serve(leader: Leader, comm: Communicator, ahead: StartAhead | None) -> None:
-    """Gets, for each model, its configuration, steps and tasks, and None. None ends the service."""
+    """Gets, for each model, its configuration, steps and tasks, and None. None ends the service. Before a
+    configuration comes where replicas meet, if they share experts."""
+    experts: ExpertPlace | None = None
     while (config := leader.receive()) is not None:
+        if isinstance(config, ExpertPlace):
+            experts = config
+            continue
         if not isinstance(config, EngineConfig):
             raise MessageError(f"rank 0 sent {type(config).__name__} where a configuration belongs")
-        config, tp = replace(config, device=str(comm.device)), TPGroup(comm.rank, comm.size, comm)
+        config = replace(config, device=str(comm.device))
+        replicas = None if experts is None else experts.connect(config, comm.rank, comm.device)
+        tp = TPGroup(comm.rank, comm.size, comm, replicas)
         runner = ModelRunner(config, tp=tp, ahead=ahead)
         _run_tasks(leader, runner)
         runner.drop_graphs()

@@ -13,6 +13,8 @@ from hybridrt.channel.codec import Message, pack, unpack
 # Types above the runtime are imported with their first task.
 KINDS = {
     "serve": "hybridrt.base.engine_config:EngineConfig",
+    "experts": "hybridrt.parallel.expert_ranks:ExpertPlace",
+    "join": "hybridrt.parallel.tasks:JoinTask",
     "step": "hybridrt.runtime.step.plan:StepPlan",
     "prefix": "hybridrt.parallel.tasks:PrefixCopy",
     "masks": "hybridrt.parallel.tasks:MaskTask",

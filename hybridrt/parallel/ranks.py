@@ -94,13 +94,15 @@ class Ranks:
             except PeerGoneError as e:
                 raise RankError(_LOST.format(rank, e)) from e
 
-    def start_service(self, message: object) -> None:
-        """Tells the others what to serve; ConfigError if they serve something already."""
+    def start_service(self, message: object, before: object | None = None) -> None:
+        """Tells the others what to serve, and something `before`; ConfigError if they serve something
+        already."""
         if self._serving:
             raise ConfigError("these tensor-parallel ranks serve another LLM: close that one first")
-        encoded = encode(message)
+        encoded = [encode(each) for each in (before, message) if each is not None]
         with self.together():
-            self.send(encoded)
+            for each in encoded:
+                self.send(each)
         self._serving = self.loading = True
 
     def end_service(self) -> None:

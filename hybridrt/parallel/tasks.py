@@ -31,6 +31,13 @@ class DropTask(msgspec.Struct, frozen=True):
     """The last launched step gets no masks and is dropped."""
 
 
+class JoinTask(msgspec.Struct, frozen=True):
+    """Takes part in a round of replicas that share experts, without a step of this one."""
+
+    def __call__(self, runner: ModelRunner) -> None:
+        runner.join()
+
+
 class DraftTask(msgspec.Struct, frozen=True):
     """Has a runner's device drafter draft `steps` places."""
 

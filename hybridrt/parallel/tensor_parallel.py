@@ -15,11 +15,12 @@ from hybridrt.base.errors import ConfigError, DeviceError
 from hybridrt.base.turns import Interrupts
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.layers.moe import experts_of
+from hybridrt.parallel.expert_ranks import ExpertPlace, expert_split
 from hybridrt.parallel.follower import serve
 from hybridrt.parallel.messages import encode
 from hybridrt.parallel.rank_start import rank_device, start_ranks, torchrun_place, torchrun_ranks
 from hybridrt.parallel.ranks import Ranks
-from hybridrt.parallel.tasks import DraftTask, DropTask, MaskTask, PrefixCopy
+from hybridrt.parallel.tasks import DraftTask, DropTask, JoinTask, MaskTask, PrefixCopy
 from hybridrt.parallel.torchrun import world
 from hybridrt.runtime.load.build import empty_model, load_target
 from hybridrt.runtime.load.draft_needs import DraftRow
@@ -46,6 +47,7 @@ class TensorParallelExecutor:
     Args:
         ranks: those to lead, which outlive this executor; None uses torchrun's or starts some.
         ahead: that of ModelRunner, also on ranks that are started here.
+        experts: where replicas meet that share experts; None: this one has its own.
 
     Raises:
         ConfigError, DeviceError: the model or the machine cannot be split so; nothing was started.
@@ -58,17 +60,19 @@ class TensorParallelExecutor:
 
     def __init__(
         self, config: EngineConfig, *, progress: bool = False, ranks: Ranks | None = None,
-        ahead: StartAhead | None = None,
+        ahead: StartAhead | None = None, experts: ExpertPlace | None = None,
     ) -> None:  # fmt: skip
         kind = check_split(config)
         started = ranks is None and world() is None
         self.ranks = ranks or _find_ranks(config.tp_size, kind, ahead)
         comm = self.ranks.comm
-        self.ranks.start_service(config)
+        self.ranks.start_service(config, experts)
         try:
             with self.ranks.together():
                 config = replace(config, device=str(comm.device))
-                self.runner = ModelRunner(config, tp=TPGroup(0, comm.size, comm), progress=progress, ahead=ahead)
+                replicas = None if experts is None else experts.connect(config, 0, comm.device)
+                tp = TPGroup(0, comm.size, comm, replicas)
+                self.runner = ModelRunner(config, tp=tp, progress=progress, ahead=ahead)
         except BaseException:
             _end(self.ranks, lambda: None, started)
             raise
@@ -85,6 +89,10 @@ class TensorParallelExecutor:
         """Calls ModelRunner.draft on all ranks."""
         task = DraftTask(rows, steps, topk)
         return _SplitStep(self.on_all((task,), lambda: self.runner.draft(rows, steps, topk)), self)
+
+    def join(self) -> bool:
+        """Calls ModelRunner.join on all ranks."""
+        return self.on_all((JoinTask(),), self.runner.join)
 
     def drop_last(self) -> None:
         """Calls ModelRunner.drop_last on all ranks."""
@@ -168,11 +176,16 @@ def check_split(config: EngineConfig) -> str:
         )
     if device.type == "cuda" and (count := gpu_count()) < config.tp_size:
         raise DeviceError(f"tp_size is {config.tp_size}, but torch sees {count} CUDA devices; lower tp_size")
-    _, target = load_target(config, TPGroup(size=config.tp_size))
+    check_shards(config)
+    return device.type
+
+
+def check_shards(config: EngineConfig) -> None:
+    """ConfigError if the model cannot be cut into `tp_size` shards, or has no experts to share."""
+    _, target = load_target(config, expert_split(config))
     model = empty_model(config, target, torch.device("meta"))
     if config.expert_parallel and not experts_of(model):
         raise ConfigError(f"expert_parallel is on, and {target.model_config.architecture} has no experts; leave it out")
-    return device.type
 
 
 def check_world(tp_size: int) -> None:

@@ -97,7 +97,7 @@ class GDNMixer(nn.Module):
         self.norm = GatedRMSNorm(self.width, norm_eps, group_size=head_dim, norm_before_gate=True, build=build)
 
     def forward(self, norm: RMSNorm, x: Hidden, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
-        projected, residual = self.in_proj.method.apply_normed(norm, x, residual, self.in_proj.bias)
+        projected, residual = self.in_proj.normed(norm, x, residual)
         mixed_qkv, z, b, a = projected.split([self.shape.conv_dim, *self.in_proj.sizes[3:]], dim=-1)
         y = batch.attn_backend.run(self, batch, GDNInputs(mixed_qkv, a, b))
         return self.out_proj.onto(residual, self.norm(y, z))

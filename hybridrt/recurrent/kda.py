@@ -51,7 +51,7 @@ class KDAMixer(nn.Module):
         )  # fmt: skip
 
     def forward(self, norm: RMSNorm, x: Hidden, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
-        projected, residual = self.in_proj.method.apply_normed(norm, x, residual, self.in_proj.bias)
+        projected, residual = self.in_proj.normed(norm, x, residual)
         mixed_qkv, decay, gate, b = projected.split([self.shape.conv_dim, *self.in_proj.sizes[3:]], dim=-1)
         if self.gate_projs is not None:
             decay, gate = self.gate_projs.method.apply_each((decay, gate))

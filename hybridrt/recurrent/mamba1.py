@@ -86,7 +86,7 @@ class Mamba1Mixer(nn.Module):
         self.norms = cast(list[RMSNorm], norms)
 
     def forward(self, norm: RMSNorm, x: Hidden, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
-        projected, residual = self.in_proj.method.apply_normed(norm, x, residual, self.in_proj.bias)
+        projected, residual = self.in_proj.normed(norm, x, residual)
         return self.out_proj.onto(residual, self._mix(projected, batch))
 
     def summand(self, hidden_states: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:

@@ -150,7 +150,7 @@ class Mamba2Block(nn.Module):
         self.out_proj = RowLinear(f"{name}.out_proj", output, hidden_size, build=build)
 
     def forward(self, norm: RMSNorm, x: Hidden, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
-        projected, residual = self.in_proj.method.apply_normed(norm, x, residual, self.in_proj.bias)
+        projected, residual = self.in_proj.normed(norm, x, residual)
         return self.out_proj.onto(residual, self.mixer(projected, batch))
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:

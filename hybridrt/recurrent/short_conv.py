@@ -48,7 +48,7 @@ class ShortConvMixer(nn.Module):
         self.out_proj = RowLinear(f"{name}.out_proj", channels, hidden_size, build=build)
 
     def forward(self, norm: RMSNorm, x: Hidden, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
-        projected, residual = self.in_proj.method.apply_normed(norm, x, residual, self.in_proj.bias)
+        projected, residual = self.in_proj.normed(norm, x, residual)
         y = batch.attn_backend.run(self, batch, ShortConvInputs(projected))
         return self.out_proj.onto(residual, y)
 

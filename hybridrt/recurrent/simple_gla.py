@@ -77,7 +77,7 @@ class SimpleGLAMixer(nn.Module):
         self.register_buffer("steps", torch.zeros_like(self.A))
 
     def forward(self, norm: RMSNorm, x: Hidden, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
-        projected, residual = self.in_proj.method.apply_normed(norm, x, residual, self.in_proj.bias)
+        projected, residual = self.in_proj.normed(norm, x, residual)
         *parts, gate = projected.split(self.width, dim=-1)
         q, k, v = (by_head(part, self.heads, self.head_dim) for part in parts)
         q, k = qk_norm_rotary(q, k, batch.positions, self.rope)

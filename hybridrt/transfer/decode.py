@@ -182,8 +182,8 @@ class DecodeWorker:
     def advance(self) -> None:
         self._free()
         over = self._ended_reads()
-        # A prefill worker closes its channel before it uses an image's memory again. So a read that has
-        # ended is valid only if the channel is open afterwards: messages come between.
+        # A prefill worker closes its channel before it uses an image's memory again. So a read that
+        # has ended is valid only if the channel is open afterwards: messages come between.
         received = [self._receive(name, peer) for name, peer in list(self._workers.items())]
         self._end_reads(over)
         self._end_overdue()

@@ -116,7 +116,8 @@ def compare_with_theirs(
 
 
 def compare_runs(what: str, first: Answer, other: Answer, limits: tuple[float, float], result: Result) -> bool:
-    """Whether two runs of hybridrt gave the same tokens. Fails if they differ where there was no tie."""
+    """Whether two runs of hybridrt gave the same tokens. Fails if they differ where there was no
+    tie."""
     for step, (a, b) in enumerate(zip(first.tokens, other.tokens)):
         if a != b:
             margin = first.likely[step][a] - first.likely[step].get(b, float("-inf"))

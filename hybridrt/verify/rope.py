@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
-from hybridrt.base.config import AttentionConfig
 from hybridrt.base.errors import shown
+from hybridrt.base.model_config import AttentionConfig
 from hybridrt.verify.results import Result
 from hybridrt.verify.subject import Subject
 

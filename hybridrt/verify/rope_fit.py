@@ -23,7 +23,8 @@ CLEAR = 0.01  # relative difference of perplexities
 
 
 def check_rope_fit(subject: Subject, result: Result) -> None:
-    """Trained weights know their rotary embedding: a text is likeliest with it. Random weights do not."""
+    """Trained weights know their rotary embedding: a text is likeliest with it. Random weights do
+    not."""
     if subject.broken or subject.config is None:
         return result.leave_out(subject.broken or "config.json cannot be read")
     thetas = {float(value) for _, value in fields_named(subject.raw, "rope_theta")}

@@ -22,7 +22,8 @@ FIRST, LAST, CONTEXT = 8, 40, 128
 
 
 def check_speed(subject: Subject, result: Result) -> None:
-    """Milliseconds of a decode step and tokens a second of a prompt, and their floors on this device."""
+    """Milliseconds of a decode step and tokens a second of a prompt, and their floors on this
+    device."""
     if subject.broken or subject.config is None:
         return result.leave_out(subject.broken or "config.json cannot be read")
     import random

@@ -110,7 +110,8 @@ class PageDemand:
     def _bounded(self, num_tokens: int, step_tokens: int, spare: int = 0) -> int:
         if self.window is None:
             return self.whole(num_tokens)
-        # The step's first token sees window - 1 tokens before it. So many adjacent tokens touch these pages.
+        # The step's first token sees window - 1 tokens before it. So many adjacent tokens touch
+        # these pages.
         span = self.window - 1 + self.back + step_tokens
         return min(self.whole(num_tokens), (span + self.page_size - 2) // self.page_size + 1 + spare)
 

@@ -22,13 +22,15 @@ def stored_state(shape: StateShape, asked: torch.dtype) -> tuple[tuple[int, ...]
 
 
 def storage_name(dtype: torch.dtype) -> str:
-    """What two workers that exchange states must agree on: the dtype, and the scales of 8-bit codes."""
+    """What two workers that exchange states must agree on: the dtype, and the scales of 8-bit
+    codes."""
     name = str(dtype).removeprefix("torch.")
     return f"{name} with a bfloat16 scale for {SCALED}" if dtype in LARGEST else name
 
 
 def check_codes(kinds: Collection[str], dtype: torch.dtype, stochastic: bool, mode: str) -> None:
-    """ConfigError unless states of these kinds can be stored in `dtype` and rounded so in a state mode."""
+    """ConfigError unless states of these kinds can be stored in `dtype` and rounded so in a state
+    mode."""
     if not stochastic:
         return
     what = f'mamba_ssm_dtype="{_option(dtype)}"' if dtype in LARGEST else 'mamba_ssm_rounding="stochastic"'
@@ -50,7 +52,8 @@ def states_of_codes(
     stored: torch.Tensor, shape: StateShape, dtype: torch.dtype, layer_ids: Sequence[int], first_head: int,
     state_lengths: torch.Tensor,
 ) -> tuple[torch.Tensor, StateCodes]:  # fmt: skip
-    """Views of stored states [L, S+1, ...]: what kernels read, and its codes with a dimension for the layer."""
+    """Views of stored states [L, S+1, ...]: what kernels read, and its codes with a dimension for
+    the layer."""
     heads, rows, columns = shape.temporal
     keys = torch.stack([element_keys(i, first_head, heads) for i in layer_ids]).to(stored.device)
     if dtype not in LARGEST:

@@ -34,6 +34,7 @@ PLACES = {
     "NemotronHForCausalLM": "hybridrt.models.nemotron_h:FAMILY",
     "NemotronHPuzzleForCausalLM": "hybridrt.models.nemotron_puzzle:FAMILY",
     "NemotronH_Nano_Omni_Reasoning_V3": "hybridrt.models.nemotron_omni:NANO",
+    "NemotronH_Nano_VL_V2": "hybridrt.models.nemotron_omni:NANO_VL",
     "NemotronH_Omni_Reasoning_V3": "hybridrt.models.nemotron_omni:FAMILY",
     "OlmoHybridForCausalLM": "hybridrt.models.olmo_hybrid:FAMILY",
     "Qwen3_5ForCausalLM": "hybridrt.models.qwen3_5:DENSE",

@@ -1,5 +1,6 @@
 """Layers that vision towers share: projections, norms, attention within a picture, positions."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import NamedTuple
@@ -80,6 +81,9 @@ class Rotations(NamedTuple):
         cos_sin = torch.cat(list(parts))
         return cls(cos_sin, torch.arange(len(cos_sin), dtype=torch.int32, device=cos_sin.device))
 
+    def of_part(self, part: slice) -> "Rotations":
+        return Rotations(self.cos_sin, self.order[part])
+
 
 class Pictures(NamedTuple):
     """Pictures whose patches lie one after the other.
@@ -100,6 +104,14 @@ class Pictures(NamedTuple):
         return [self.num_prefix + rows * columns for rows, columns in self.grids]
 
 
+class QKV(NamedTuple):
+    """Queries, keys and values [T, heads, dim] of patches; keys and values may have fewer heads."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
 class BlockKeys(NamedTuple):
     """Keys of a block's parts; `qkv` of one tensor, or of three."""
 
@@ -111,9 +123,37 @@ class BlockKeys(NamedTuple):
     down: str
 
 
-class Block(nn.Module):
-    """x + attention(norm(x)), then x + MLP(norm(x)), with attention within each picture
-    (Dosovitskiy et al. 2021)."""
+class AnyBlock(nn.Module, ABC):
+    """x + mixer(norm(x)), then x + MLP(norm(x)).
+
+    Attributes:
+        attends: its mixer is attention, between `inputs` and `joined`.
+    """
+
+    attends = True
+
+    @abstractmethod
+    def inputs(self, x: torch.Tensor, rotations: Rotations | None) -> QKV:
+        """Of patches [T, size]."""
+
+    @abstractmethod
+    def joined(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """Patches [T, size] and what they have attended to, [T, heads, dim]."""
+
+    def mixed(self, x: torch.Tensor, pictures: Pictures) -> torch.Tensor:
+        return self.joined(x, attend_within(*self.inputs(x, pictures.rotations), pictures.lengths))
+
+    @abstractmethod
+    def mlp(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, size], `x` added."""
+
+    def forward(self, x: torch.Tensor, pictures: Pictures) -> torch.Tensor:
+        """[T, size]."""
+        return self.mlp(self.mixed(x, pictures))
+
+
+class Block(AnyBlock):
+    """Attention within each picture, and two projections (Dosovitskiy et al. 2021)."""
 
     def __init__(self, name: str, spec: VisionSpec, *, build: Build) -> None:
         super().__init__()
@@ -125,12 +165,16 @@ class Block(nn.Module):
         self.up = Linear(f"{name}.up", size, spec.intermediate_size, build=build)
         self.down = Linear(f"{name}.down", spec.intermediate_size, size, build=build)
 
-    def forward(self, x: torch.Tensor, pictures: Pictures) -> torch.Tensor:
-        """[T, size]."""
+    def inputs(self, x: torch.Tensor, rotations: Rotations | None) -> QKV:
         q, k, v = self.qkv(self.norm1(x)).view(len(x), 3, self.heads, -1).unbind(1)
-        if pictures.rotations is not None:
-            q, k = qk_norm_rotary(q, k, pictures.rotations.order, Rope(pictures.rotations.cos_sin))
-        x = x + self.proj(attend_within(q, k, v, pictures.lengths).flatten(1))
+        if rotations is not None:
+            q, k = qk_norm_rotary(q, k, rotations.order, Rope(rotations.cos_sin))
+        return QKV(q, k, v)
+
+    def joined(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        return x + self.proj(attended.flatten(1))
+
+    def mlp(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(F.gelu(self.up(self.norm2(x)), approximate=self.gelu))
 
     def targets(self, keys: BlockKeys) -> CheckpointMap:
@@ -145,6 +189,14 @@ class Block(nn.Module):
         }
 
 
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Of queries to all keys of their own picture: q [pictures, Tq, heads, dim], k and v [pictures,
+    Tk, heads or a part of them, dim]."""
+    shared = k.shape[2] < q.shape[2]
+    by_head = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return F.scaled_dot_product_attention(*by_head, enable_gqa=shared).transpose(1, 2)
+
+
 def attend_within(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     """Softmax attention of patches to all patches of their own picture: q [T, heads, dim], k and v
     with as many heads or a part of them. Neighbours of equal length are one call, so nothing is
@@ -153,10 +205,7 @@ def attend_within(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Se
     for length, group in groupby(lengths):
         count = len(list(group))
         rows = slice(start, start + count * length)
-        q_rows, k_rows, v_rows = (each[rows].unflatten(0, (count, length)).transpose(1, 2) for each in (q, k, v))
-        shared = k.shape[1] < q.shape[1]
-        attended = F.scaled_dot_product_attention(q_rows, k_rows, v_rows, enable_gqa=shared)
-        found.append(attended.transpose(1, 2).flatten(0, 1))
+        found.append(attend(*(each[rows].unflatten(0, (count, length)) for each in (q, k, v))).flatten(0, 1))
         start += count * length
     return torch.cat(found) if len(found) > 1 else found[0]
 

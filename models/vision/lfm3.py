@@ -26,12 +26,13 @@ from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointMap, parameter, whole
 from hybridrt.models.config.read_vision import rope_theta
 from hybridrt.models.vision.layers import (
+    QKV,
+    AnyBlock,
     JoinedLinear,
     LayerNorm,
     Linear,
     Pictures,
     Rotations,
-    attend_within,
     axial_rotations,
     in_blocks,
     out_of_blocks,
@@ -145,14 +146,12 @@ class GroupedAttention(nn.Module):
         )
         self.out = Linear(f"{name}.out", size, size, bias=False, build=build)
 
-    def forward(self, x: torch.Tensor, pictures: Pictures) -> torch.Tensor:
-        """[T, size]."""
+    def inputs(self, x: torch.Tensor, rotations: Rotations | None) -> QKV:
         parts = self.qkv(x).split(self.qkv.sizes, -1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
-        assert pictures.rotations is not None, "this tower has them"
-        rope = Rope(pictures.rotations.cos_sin, self.q_norm.weight, self.k_norm.weight, self.eps)
-        q, k = qk_norm_rotary(q, k, pictures.rotations.order, rope)
-        return self.out(attend_within(q, k, v, pictures.lengths).flatten(1))
+        assert rotations is not None, "this tower turns queries and keys"
+        rope = Rope(rotations.cos_sin, self.q_norm.weight, self.k_norm.weight, self.eps)
+        return QKV(*qk_norm_rotary(q, k, rotations.order, rope), v)
 
     def targets(self, key: str) -> CheckpointMap:
         found = self.qkv.targets_apart([f"{key}.{part}_proj" for part in "qkv"])
@@ -160,21 +159,32 @@ class GroupedAttention(nn.Module):
         return found | self.out.targets(f"{key}.out_proj")
 
 
-class Layer(nn.Module):
-    """x + mixer(norm(x)), then x + MLP(norm(x))."""
+class Layer(AnyBlock):
+    """With a gated MLP."""
 
     def __init__(self, name: str, spec: VisionSpec, convolves: bool, *, build: Build) -> None:
         super().__init__()
         size, eps, inner = spec.hidden_size, spec.norm_eps, spec.intermediate_size
         kind: type[GatedConv] | type[GroupedAttention] = GatedConv if convolves else GroupedAttention
-        self.mixer = kind(f"{name}.mixer", spec, build=build)
+        self.mixer, self.attends = kind(f"{name}.mixer", spec, build=build), not convolves
         self.mixer_norm = RMSNorm(f"{name}.mixer_norm", size, eps, device=build.device)
         self.mlp_norm = RMSNorm(f"{name}.mlp_norm", size, eps, device=build.device)
         self.up = JoinedLinear(f"{name}.up", size, [inner, inner], bias=False, build=build)
         self.down = Linear(f"{name}.down", inner, size, bias=False, build=build)
 
-    def forward(self, x: torch.Tensor, pictures: Pictures) -> torch.Tensor:
-        x = x + self.mixer(self.mixer_norm(x)[0], pictures)
+    def inputs(self, x: torch.Tensor, rotations: Rotations | None) -> QKV:
+        assert isinstance(self.mixer, GroupedAttention), "convolutions have no queries"
+        return self.mixer.inputs(self.mixer_norm(x)[0], rotations)
+
+    def joined(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        return x + self.mixer.out(attended.flatten(1))
+
+    def mixed(self, x: torch.Tensor, pictures: Pictures) -> torch.Tensor:
+        if isinstance(self.mixer, GatedConv):
+            return x + self.mixer(self.mixer_norm(x)[0], pictures)
+        return super().mixed(x, pictures)
+
+    def mlp(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(silu_and_mul(self.up(self.mlp_norm(x)[0])))
 
     def targets(self, key: str) -> CheckpointMap:

@@ -14,7 +14,18 @@ import torch.nn.functional as F
 from torch import nn
 
 from hybridrt.base.config_fields import COUNT, EPSILON, LAYERS, SIZE, FieldTypes
-from hybridrt.base.config_json import FALSE, TRUE, FieldType, check_fields, integer, number, one_of
+from hybridrt.base.config_json import (
+    FALSE,
+    NULL,
+    OBJECT,
+    TRUE,
+    FieldType,
+    check_fields,
+    either,
+    integer,
+    number,
+    one_of,
+)
 from hybridrt.base.errors import ConfigError
 from hybridrt.base.vision import CLIP_MEAN, CLIP_STD, VisionSpec
 from hybridrt.layers.norm import RMSNorm
@@ -48,9 +59,28 @@ OUTER_DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
+# By the names of published configs: hidden_size, num_hidden_layers and num_attention_heads.
+SIZES = {
+    "vit_base_patch16_224": (768, 12, 12), "vit_large_patch16_224": (1024, 24, 16),
+    "vit_huge_patch16_224": (1280, 32, 16),
+}  # fmt: skip
+
+
+def _of_arguments(vision: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields that published configs have as `args`, of RADIO's training. ConfigError."""
+    check_fields(vision, {"args": either(NULL, OBJECT)}, "vision_config")
+    arguments = {"model": "vit_huge_patch16_224", "cpe_max_size": None} | (vision.get("args") or {})
+    known = {"model": one_of(*SIZES), "cpe_max_size": either(NULL, integer(1, 2**16))}
+    check_fields(arguments, known, "vision_config: args")
+    size, layers, heads = SIZES[arguments["model"]]
+    found = {"hidden_size": size, "num_hidden_layers": layers, "num_attention_heads": heads}
+    return found | ({"max_img_size": side} if (side := arguments["cpe_max_size"]) else {})
+
+
 def read(raw: Mapping[str, Any], hidden_size: int) -> VisionSpec:
     """The tower of a config.json whose text part has `hidden_size`. ConfigError."""
-    fields, outer = {**DEFAULTS, **raw["vision_config"]}, {**OUTER_DEFAULTS, **raw}
+    fields = {**DEFAULTS, **_of_arguments(raw["vision_config"]), **raw["vision_config"]}
+    outer = {**OUTER_DEFAULTS, **raw}
     check_fields(fields, FIELDS, "vision_config")
     check_fields(outer, OUTER)
     size, heads, patch_size = fields["hidden_size"], fields["num_attention_heads"], fields["patch_size"]

@@ -1,7 +1,7 @@
 """The base of all towers: from the patches of pictures to embeddings of the text model."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from typing import cast
@@ -15,7 +15,7 @@ from hybridrt.base.quantization import PLAIN
 from hybridrt.base.spans import EncoderInput
 from hybridrt.base.vision import VisionSpec
 from hybridrt.layers.weights import Build, CheckpointMap
-from hybridrt.models.vision.layers import Pictures
+from hybridrt.models.vision.layers import QKV, AnyBlock, Pictures, attend
 
 
 def on_device(parts: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
@@ -26,6 +26,17 @@ def on_device(parts: Sequence[np.ndarray], device: torch.device) -> torch.Tensor
     staged = pinned_empty((sum(map(len, parts)), parts[0].shape[1]), dtype)
     np.concatenate(parts, out=staged.numpy())
     return staged.to(device, non_blocking=True)
+
+
+def _ranges(length: int, at_once: int) -> list[slice]:
+    return [slice(start, start + at_once) for start in range(0, length, at_once)]
+
+
+def _rows_at_once(spec: VisionSpec, length: int, most: int) -> int:
+    """Queries to a picture of `length` patches that take about as long as a picture of `most`."""
+    size = spec.hidden_size
+    products = 4 * size**2 + 2 * size * spec.intermediate_size
+    return max(1, int(most * (products + 2 * most * size) / (products + 2 * length * size)))
 
 
 class Tower(nn.Module, ABC):
@@ -62,21 +73,53 @@ class Tower(nn.Module, ABC):
             except StopIteration as end:
                 return cast("list[torch.Tensor]", end.value)
 
-    def slices(self, inputs: Sequence[EncoderInput]) -> Generator[None, None, list[torch.Tensor]]:
-        """`encode`, one block of layers between two yields, for a caller that launches other work
-        between them."""
+    def slices(
+        self, inputs: Sequence[EncoderInput], most: int | None = None
+    ) -> Generator[int, None, list[torch.Tensor]]:
+        """`encode` in slices, for a caller that launches other work between them: a block of layers,
+        or a part of one where a single picture has more than `most` patches. Yields the patches
+        that passed through a block, or `most` for as much work.
+        """
         order = sorted(range(len(inputs)), key=lambda i: inputs[i].grid)  # equal grids share calls of attention
         grids = [inputs[i].grid for i in order]
         patches = on_device([inputs[i].patches for i in order], self.build.device)
         x, pictures = self.begin(
             patches.to(torch.float32, copy=True).sub_(self.mean).div_(self.std).to(self.build.dtype), grids
         )
-        for block in self.blocks:
-            x = block(x, pictures)
-            yield
+        for block in cast("Iterable[AnyBlock]", self.blocks):
+            if most is None or len(x) <= most or len(grids) > 1:
+                x = block(x, pictures)
+                yield len(x)
+            else:
+                x = yield from self._parts(block, x, pictures, most)
         block_size = self.spec.merge**2
         found = self.finish(x, grids).split([rows * columns // block_size for rows, columns in grids])
         return [part for _, part in sorted(zip(order, found), key=itemgetter(0))]
+
+    def _parts(
+        self, block: AnyBlock, x: torch.Tensor, pictures: Pictures, most: int
+    ) -> Generator[int, None, torch.Tensor]:
+        """A block on one picture: queries, keys and values of `most` patches at a time, then
+        attention and the MLP of as many as take about as long."""
+        rows, qkv = most, None
+        if block.attends:
+            made = []
+            for part in _ranges(len(x), most):
+                made.append(block.inputs(x[part], pictures.rotations and pictures.rotations.of_part(part)))
+                yield most
+            qkv, rows = QKV(*map(torch.cat, zip(*made))), _rows_at_once(self.spec, len(x), most)
+        else:
+            x = block.mixed(x, pictures)
+            yield most
+        found = []
+        for part in _ranges(len(x), rows):
+            of_part = x[part]
+            if qkv is not None:
+                attended = attend(qkv.q[None, part], qkv.k[None], qkv.v[None])
+                of_part = block.joined(of_part, attended[0])
+            found.append(block.mlp(of_part))
+            yield most
+        return torch.cat(found)
 
     @abstractmethod
     def begin(self, patches: torch.Tensor, grids: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, Pictures]:

@@ -5,12 +5,15 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import attack_clients, attacks
 from benchmarks.attack_cases import COUNTER, Attack, cases, read_cases, request
 from benchmarks.attack_clients import STREAM_TOKENS, Neighbour, attack
+from benchmarks.attack_images import cases_of_images
+from benchmarks.seeing_model import write_seeing_model
 from hybridrt.engine.api.llm import LLM
 from hybridrt.runtime.load.build import resolve_model_path
 from tests.support.http_server import Served, serving
@@ -40,6 +43,28 @@ def test_cases_are_whole_requests_of_bounded_size() -> None:
             head, body = case.parts[0].split(b"\r\n\r\n", 1)
             assert b"Connection: close" in head and f"Content-Length: {len(body)}".encode() in head
             assert json.loads(body)
+
+
+@pytest.mark.slow
+def test_images_are_encoded_or_refused(tmp_path: Path) -> None:
+    """The picture is another one with another number."""
+    images = {case.name: case for case in cases_of_images()}
+    assert all(case.sees and len(case.parts[0]) < 16 << 20 for case in images.values())
+    model = str(write_seeing_model(tmp_path))
+    options: dict[str, Any] = {"load_format": "dummy", "max_running_requests": 2, "encoder_cache_tokens": 8192}
+    with (
+        LLM(model, device="cpu", **options) as llm,
+        serving(llm, chat_template=None) as served,
+        served.http() as client,
+    ):
+        for name, status, encoded in (("many-images", 200, 100), ("bombs", 400, 100), ("new-images", 200, 101)):
+            body = images[name].parts[0].partition(b"\r\n\r\n")[2].replace(COUNTER, b"12345678")
+            answer = client.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
+            assert (answer.status_code, llm.engine.counters().encoded_spans) == (status, encoded), answer.text
+        body = images["new-images"].parts[0].partition(b"\r\n\r\n")[2].replace(COUNTER, b"12345679")
+        client.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
+        assert llm.engine.counters().encoded_spans == 102
+        served.wait_until_idle()
 
 
 def test_the_attacker_has_bounds(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -252,3 +252,5 @@ def test_a_slow_template_is_given_up(monkeypatch: pytest.MonkeyPatch, caplog: py
     monkeypatch.setattr(time, "monotonic", lambda: float(next(ticks)))
     assert find_traits("x", {}) == template_traits.TemplateTraits()
     assert len(renderings) <= 3 and "more than 10 seconds" in caplog.text
+    everyone = frozenset(template_traits.ROLES)
+    assert find_traits("x", {}, placeholder="<i>") == template_traits.TemplateTraits(parts=everyone, images=everyone)

@@ -52,6 +52,31 @@ def test_each_rank_adds_in_the_order_of_ranks(size: int, count: int, dtype: torc
                 assert torch.equal(got[:-1], sent[rank]) and not got[-1]
 
 
+@pytest.mark.parametrize(("size", "count"), [(2, 4 * BLOCK + 8), (3, 4)])
+def test_rows_go_to_all_and_sums_of_parts_to_one(size: int, count: int) -> None:
+    """Each rank gets `count` words of all, then sums its own part of all. Both use the same boxes and rounds."""
+    boxes = [torch.zeros(PeerMemory.box_words(size), dtype=torch.int64) for _ in range(size)]
+    ranks = peers_of(boxes)
+    for round_ in (1, 3, 5):
+        rows = [torch.randint(0, 255, (2, 2 * count), dtype=torch.uint8) for _ in range(size)]
+        parts = [torch.randn(size, count) for _ in range(size)]
+        for rank, peers in enumerate(ranks):
+            for sender in {*range(size)} - {rank}:
+                in_box(boxes[rank], size, sender, round_, count).copy_(words_of(rows[sender].view(-1), round_))
+            assert torch.equal(peers.gather(rows[rank]), torch.cat(rows))
+            expected, own = torch.zeros(1, count), slice(rank, rank + 1)
+            for sender in range(size):
+                expected += parts[sender][own]
+                if sender != rank:
+                    sent = words_of(parts[sender][own].reshape(-1), round_ + 1)
+                    in_box(boxes[rank], size, sender, round_ + 1, count).copy_(sent)
+            assert torch.equal(peers.scatter_sum(parts[rank]), expected)
+        for rank, box in enumerate(boxes):
+            for sender in {*range(size)} - {rank}:
+                got = in_box(box, size, sender, round_ + 1, count)
+                assert torch.equal(got, words_of(parts[sender][rank], round_ + 1))
+
+
 def test_a_sum_with_a_norm_is_a_sum_then_a_norm() -> None:
     boxes = [torch.zeros(PeerMemory.box_words(2), dtype=torch.int64) for _ in range(2)]
     peers, weight = peers_of(boxes)[1], torch.rand(22)

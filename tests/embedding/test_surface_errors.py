@@ -8,8 +8,7 @@ import torch
 
 from hybridrt.base.engine_config import SpeculativeConfig
 from hybridrt.base.errors import BackendError, ConfigError, HybridrtError, MemoryBudgetError, PoolError
-from hybridrt.collectives.groups import TPGroup
-from hybridrt.embedding import EmbeddedRuntime, EngineConfig, Scratch, SpecInfo, load, plan_memory
+from hybridrt.embedding import EmbeddedRuntime, Scratch, SpecInfo, plan_memory
 from tests.support.embedded import LENGTH, ROWS, Models, decode, make, run, start
 
 GOOD: dict[str, Any] = {"input_ids": [1, 2, 3, 4], "rows": [0, 1], "seq_lens": [6, 3], "query_lens": [1, 3],
@@ -296,8 +295,3 @@ def test_a_budget_is_needed_and_kept(models: Models) -> None:
     assert plan.pool_bytes <= 2**20
     with pytest.raises(TypeError):
         plan_memory(models())  # type: ignore[call-arg]
-
-
-def test_a_group_of_other_size_is_refused(models: Models) -> None:
-    with pytest.raises(ConfigError, match="tp_size is 2"):
-        load(EngineConfig("embedded", tp_size=2), tp=TPGroup())

@@ -16,7 +16,7 @@ from hybridrt.engine.core.policy_scheduler import PolicyScheduler
 from hybridrt.engine.core.scheduler import ScheduledStep, Scheduler
 from hybridrt.engine.core.step_cost import LEAST_TOKENS, ChunkBudget, StepCost, StepWork
 from hybridrt.engine.core.traffic_policy import TrafficPolicy
-from hybridrt.runtime.step.pack_padded import DECODE_ROWS, PROMPT_TOKENS, Bucket, make_buckets
+from hybridrt.runtime.step.pack_padded import Bucket, make_buckets
 from hybridrt.runtime.step.plan import DecodeRow, DecodeRows, ExtendRow, StepPlan
 from hybridrt.server.core.metrics import Metrics
 from hybridrt.server.warm_up import warm_up
@@ -25,7 +25,7 @@ from tests.support.checkpoints import falcon
 from tests.support.tiny import write_tiny
 
 CHUNK = 2048
-BUCKETS = sorted(make_buckets(DECODE_ROWS, PROMPT_TOKENS), key=sum)
+BUCKETS = sorted(make_buckets((0, 32, 64, 128, 256), (128, 256, 384, 512, 768, 1024)), key=sum)
 
 
 def seconds(work: StepWork) -> float:

@@ -142,11 +142,40 @@ def test_one_task_serves_all_requests_of_one_salt() -> None:
     assert (tasks.counts.spans, tasks.counts.tokens, tasks.counts.hits) == (2, 8, 1)
 
 
+def test_what_the_device_evicts_is_fetched_from_main_memory() -> None:
+    tasks = encoder(4)
+    tasks.host = EmbeddingCache(9)
+    plans = []
+    for name in (1, 2, 1, 3, 1, 2, 4, 1):
+        plans.append(StepPlan())
+        one = request(len(plans), span(name, 0, 2, 2))
+        assert tasks.chunk_end(one, 0, 9, plans[-1]) == 9
+        tasks.forget(one)
+    made = [[task.ticket for task in plan.encode] for plan in plans]
+    assert made == [[1], [2], [], [3], [], [4], [5], [6]], "main memory has two of them"
+    first, third = plans[0].encode[0], plans[2].fetch[0]
+    assert third.host_rows.tolist() == first.host_rows.tolist() and len(third.rows) == 4
+    assert plans[2].after_encoder == 0 and tasks.counts.host_hits == 2 and tasks.counts.spans == 6
+    tasks.host.check()
+
+
+def test_only_embeddings_that_were_made_are_fetched() -> None:
+    tasks = encoder(4, ended=0)
+    tasks.host = EmbeddingCache(9)
+    for name, host_rows in ((1, 4), (2, 4), (1, 0)):
+        one, plan = request(1, span(name, 0, 2, 2)), StepPlan()
+        tasks.chunk_end(one, 0, 9, plan)
+        tasks.forget(one)
+        assert len(plan.encode[0].host_rows) == host_rows and not plan.fetch
+    tasks.clear()
+    assert tasks.host.find(key(1)) is None
+
+
 def test_a_failed_launch_forgets_what_it_may_not_have_made() -> None:
     tasks, plan = encoder(20), StepPlan()
     one = request(1, span(1, 0, 2, 2))
     tasks.chunk_end(one, 0, 9, plan)
-    tasks.cache.clear()
+    tasks.clear()
     again = StepPlan()
     tasks.begin_step()
     assert tasks.chunk_end(one, 0, 9, again) == 9 and len(again.encode) == 1

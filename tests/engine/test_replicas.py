@@ -23,6 +23,8 @@ from hybridrt.engine.replicas.start import Lost, Replicas
 from hybridrt.engine.request.outputs import Delta, EngineCounters, RequestMetrics
 from hybridrt.fleet.prefix_mirror import PrefixMirror, names_of
 from hybridrt.mem_cache.prefix_tree.prefix_cache import CacheMiss
+from tests.models.test_vision import OMNI, QWEN, seeing
+from tests.models.test_vision_text import sample_prompts
 from tests.support.checkpoints import CheckpointStore
 from tests.support.replicas_in_threads import ThreadReplicas
 from tests.support.session import greedy
@@ -91,6 +93,31 @@ def test_a_conversation_stays_where_its_states_are(
         llm.engine.run_step()
         outputs = llm.generate(talks, greedy(1))
         assert [output.metrics.cached_tokens for output in outputs] == [0] * 4
+
+
+@pytest.mark.parametrize("name", [QWEN, pytest.param(OMNI, marks=pytest.mark.slow)])
+def test_images_have_the_tokens_of_one_engine(
+    name: str, checkpoints: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A conversation goes on where its image's states are."""
+    path = seeing(checkpoints[name].path, tmp_path / "model")
+    prompts = sample_prompts(path)[0]
+
+    def talk(llm: LLM) -> tuple[list[list[int]], list[int]]:
+        """Tokens of two turns, and how many of the second turn's were cached."""
+        given: list[Any] = [{"prompt_token_ids": tokens, "spans": found} for tokens, found in prompts]
+        first = llm.generate(given, greedy(4))
+        for each, output in zip(given, first, strict=True):
+            each["prompt_token_ids"] = [*each["prompt_token_ids"], *output.token_ids[:-1], 7]
+        second = llm.generate(given, greedy(4))
+        return [o.token_ids for o in [*first, *second]], [o.metrics.cached_tokens for o in second]
+
+    with alone(path) as llm:
+        wanted = talk(llm)
+        assert min(wanted[1]) > 0
+    with replicated(path, monkeypatch) as llm:
+        assert talk(llm) == wanted
+        assert min(steps(llm)) > 0 and llm.engine.counters().encoded_spans == 5
 
 
 def test_an_aborted_request_ends_at_its_replica(checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,6 +250,8 @@ def test_each_replica_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     assert [each["CUDA_VISIBLE_DEVICES"] for each in start._environments(config())] == ["0,1", "2,3"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,GPU-3,1")
     assert [each["CUDA_VISIBLE_DEVICES"] for each in start._environments(config())] == ["7,5", "GPU-3,1"]
+    shared = [each["CUDA_VISIBLE_DEVICES"] for each in start._environments(config(expert_parallel=True))]
+    assert shared == ["7,5,GPU-3,1", "GPU-3,1,7,5"], "kernels write to the others' memory"
     with pytest.raises(DeviceError, match="dp_size 3 and tp_size 2 need 6 GPUs, but torch sees 4"):
         start._environments(config(dp_size=3))
     with pytest.raises(ConfigError, match="each replica takes GPUs of its own"):

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 from msgspec.structs import replace
 
 from hybridrt import LLM, SamplingParams, SpeculativeConfig
@@ -18,7 +19,8 @@ from hybridrt.base.spans import EncoderInput, Span
 from hybridrt.engine.api.async_llm import AsyncLLM
 from hybridrt.engine.request.spans import KEY_BIT, cache_ids, span_limits
 from hybridrt.models.config.read_config import read_model_config
-from hybridrt.runtime.step.plan import StepPlan
+from hybridrt.runtime.run import span_encoder
+from hybridrt.runtime.step.plan import DecodeRow, DecodeRows, EmbeddingFetch, EncoderTask, StepPlan, int32s
 from hybridrt.server.warm_up import see_images
 from hybridrt.speculative.ngram import NgramDrafter
 from tests.models.test_vision import QWEN, seeing
@@ -222,6 +224,36 @@ def test_alone_is_batched(options: dict[str, Any], llm: LLM, path: Path) -> None
     with engine(path, **options) as other:
         assert tokens_of(other, *given) == alone
         assert tokens_of(other, *given[::-1]) == alone[::-1]
+
+
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_images_come_back_from_main_memory(tp: int, llm: LLM, path: Path) -> None:
+    given = [prompt(path, 3, (seed, 2, 3), after=seed) for seed in (1, 2, 3, 1, 2, 3)]
+    alone = tokens_of(llm, *given)
+    options = {"encoder_cache_tokens": 8, "encoder_host_tokens": 13, "prefix_cache": False, "tp_size": tp}
+    with engine(path, **options) as other:
+        assert [tokens_of(other, each)[0] for each in given] == alone
+        first = other.engine.counters()
+        assert [tokens_of(other, each)[0] for each in given[2:0:-1]] == alone[2:0:-1]
+        counts = other.engine.counters()
+    assert (first.encoded_spans, first.encoder_host_hits) == (6, 0), "three do not fit"
+    assert counts.encoded_spans == 6 and (counts.encoder_hits, counts.encoder_host_hits) == (1, 1)
+
+
+def test_a_task_does_not_overwrite_what_was_fetched(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was given up before it ended, and has lost some of its rows."""
+    monkeypatch.setitem(span_encoder.SLICE_PATCHES, "cpu", 1)
+    spans = prompt(path, 0, (1, 2, 3), (2, 1, 2))["spans"]
+    with engine(path, encoder_host_tokens=8) as llm:
+        encoder = llm.engine.executor.encoder
+        encoder.advance(StepPlan(encode=[EncoderTask(1, spans[1].input, int32s([0, 1]), int32s([5, 6]))]))
+        decoding = DecodeRows.from_rows([DecodeRow(1, 2, 3)])
+        encoder.advance(StepPlan(decode=decoding, encode=[EncoderTask(2, spans[0].input, int32s(range(2, 8)))]))
+        assert not encoder.encoded(2)
+        encoder.advance(StepPlan(decode=decoding, fetch=[EmbeddingFetch(int32s([5, 6]), int32s([4, 7]))]))
+        encoder.advance(StepPlan())
+        assert encoder.encoded(2) and encoder._kept[0].any() and not encoder._kept[2].any()
+        assert torch.equal(encoder._kept[[0, 1]], encoder._kept[[4, 7]])
 
 
 def test_a_retracted_request_sees_its_images_again(llm: LLM, path: Path) -> None:

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrt.engine.core.step_cost import StepCost, StepWork, _nonnegative_costs
-from hybridrt.runtime.step.pack_padded import DECODE_ROWS, PROMPT_TOKENS, make_buckets
+from hybridrt.runtime.step.pack_padded import make_buckets
 from hybridrt.runtime.step.plan import DecodeRow, DecodeRows, ExtendRow, StepPlan
 
-BUCKETS = sorted(make_buckets(DECODE_ROWS, PROMPT_TOKENS), key=sum)
+BUCKETS = sorted(make_buckets((0, 32, 64, 128, 256), (128, 256, 384, 512, 768, 1024)), key=sum)
 Truth = Callable[[StepWork], float]
 
 

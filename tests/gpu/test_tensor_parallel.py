@@ -41,6 +41,30 @@ def test_logits_and_tokens_of_one_process(name: str, pair: Ranks, checkpoints: C
         check_sample(checkpoint, sample, name)
 
 
+def test_sums_next_to_products(checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of 64 tokens and more; tokens are those of sums in line, up to ties."""
+    monkeypatch.setenv("HYBRIDRT_OVERLAP_FROM", "64")
+    checkpoint = checkpoints["falcon-split"]
+    with LLM(str(checkpoint.path), device="cuda", dtype="float32", tp_size=2, max_model_len=160) as llm:
+        for output in llm.generate([[5 + i % 90 for i in range(n)] for n in (64, 70, 129)], greedy(16)):
+            check_greedy(output.token_ids, checkpoint.logits(output.prompt_token_ids, output.token_ids), "pieces")
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_replicas_that_share_experts(graphs: bool, checkpoints: CheckpointStore) -> None:
+    """Prompts through NCCL, decode in graphs and through the memory of the other GPU; one replica joins the other's
+    steps."""
+    checkpoint = checkpoints["qwen-split"]
+    with LLM(
+        str(checkpoint.path), device="cuda", dtype="float32", dp_size=2, expert_parallel=True, max_model_len=160,
+        max_running_requests=8, cuda_graph=graphs,
+    ) as llm:  # fmt: skip
+        for count in (1, 7):
+            for output in llm.generate([[5 + i, 9, *range(3, 20)] for i in range(count)], greedy(24)):
+                check_greedy(output.token_ids, checkpoint.logits(output.prompt_token_ids, output.token_ids), "experts")
+        assert llm.expert_tokens()
+
+
 def test_sums_through_the_memory_of_peers() -> None:
     """Ranks that come at random times, in steps and graphs, of all sizes; the program compares."""
     command = [sys.executable, "-m", "benchmarks.bench_collectives", "--rounds", "50"]

@@ -7,14 +7,16 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from msgspec.structs import replace
 
 from hybridrt.images.jobs import UnreadablePicture
 from hybridrt.images.lfm2 import lfm2_pieces
+from hybridrt.images.nano_vl import nano_vl_pieces
 from hybridrt.images.nemotron import nemotron_pieces
 from hybridrt.images.pieces import Piece
 from hybridrt.images.qwen import qwen_pieces
-from hybridrt.images.settings import Lfm2Images, NemotronImages, QwenImages
+from hybridrt.images.settings import Lfm2Images, NanoVLImages, NemotronImages, QwenImages
 from tests.support.pictures import noise
 
 QWEN = QwenImages(patch=16, merge=2, min_pixels=64 * 64, max_pixels=256 * 256, mode="bicubic")
@@ -120,6 +122,30 @@ def test_nemotron_patches_are_those_of_transformers(transformers: ModuleType, wi
     assert piece.patches.dtype == np.float32
     values = (torch.from_numpy(piece.patches) - 127.5) / 127.5
     torch.testing.assert_close(values, found["pixel_values"], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "grid"), [(64, 64, (1, 1)), (200, 90, (2, 1)), (40, 200, (1, 4)), (150, 140, (2, 2))]
+)
+def test_nano_vl_cuts_tiles_of_the_nearest_aspect(width: int, height: int, grid: tuple[int, int]) -> None:
+    """A resize in float32, tiles cut out of it row by row, and the whole picture."""
+    settings, pixels = NanoVLImages(16, 2, 64, 4, True, "bicubic"), picture(width, height)
+    pieces = nano_vl_pieces(pixels, settings, low=False)
+
+    def cut(across: int, down: int) -> list[torch.Tensor]:
+        sides = 64 * down, 64 * across
+        whole = F.interpolate(pixels[None].float(), sides, mode="bicubic", antialias=True)[0]
+        places = [(row, column) for row in range(0, sides[0], 64) for column in range(0, sides[1], 64)]
+        return [whole[:, row : row + 64, column : column + 64] for row, column in places]
+
+    wanted = [*cut(*grid), *(cut(1, 1) if grid != (1, 1) else [])]
+    assert [piece.tokens for piece in pieces] == [(2, 2)] * len(wanted)
+    for piece, tile in zip(pieces, wanted, strict=True):
+        for place in range(16):
+            y, x = 16 * (place // 4), 16 * (place % 4)
+            found = torch.from_numpy(piece.patches[place]).view(3, 16, 16)
+            torch.testing.assert_close(found, tile[:, y : y + 16, x : x + 16], rtol=0, atol=1e-4)
+    assert len(nano_vl_pieces(pixels, settings, low=True)) == 1
 
 
 # Computed once, with torch 2.13 and equal to transformers 5.23.

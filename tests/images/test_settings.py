@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from hybridrt.base.errors import ConfigError
-from hybridrt.images.settings import Lfm2Images, NemotronImages, QwenImages, read_image_settings
+from hybridrt.images.settings import Lfm2Images, NanoVLImages, NemotronImages, QwenImages, read_image_settings
 
 QWEN = {"image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 16, "merge_size": 2}
 LFM2 = {"image_processor_type": "Lfm2VlImageProcessor"}
 NEMOTRON = {"image_processor_type": "NemotronH_Omni_Reasoning_V3ImageProcessor"}
+NANO_VL = {"image_processor_type": "NemotronNanoVLV2ImageProcessor"}
 
 
 def read(directory: Path, fields: dict[str, Any], **whole: Any) -> Any:
@@ -36,6 +37,15 @@ def test_nemotron_has_a_budget_of_patches(tmp_path: Path) -> None:
     assert read(tmp_path, fields) == NemotronImages(16, 2, 1024, 13312, "bicubic")
     limits = {"max_model_len": 1028, "max_num_patches": 0}
     assert read(tmp_path, fields | limits) == NemotronImages(16, 2, 1024, 4096, "bicubic")
+
+
+def test_nano_vl_has_tiles_unless_the_model_limits_patches(tmp_path: Path) -> None:
+    fields = NANO_VL | {"image_size": 448, "patch_size": 14}
+    (tmp_path / "config.json").write_text(json.dumps({"vision_config": {"args": {"model": "vit_huge_patch16_224"}}}))
+    assert read(tmp_path, fields) == NanoVLImages(14, 2, 448, 12, True, "bicubic")
+    arguments = {"min_num_patches": 256, "max_num_patches": 512}
+    (tmp_path / "config.json").write_text(json.dumps({"vision_config": {"args": arguments}}))
+    assert read(tmp_path, NANO_VL) == NemotronImages(16, 2, 256, 512, "bicubic")
 
 
 def test_the_whole_processors_file_comes_first(tmp_path: Path) -> None:
@@ -65,8 +75,10 @@ def test_the_whole_processors_file_comes_first(tmp_path: Path) -> None:
         (QWEN | {"patch_size": 64, "merge_size": 64}, "patch_size is 64.* at most 4$"),
         (NEMOTRON | {"min_num_patches": 2**16, "patch_size": 64}, "min_num_patches is 65536.* at most 16384$"),
         (NEMOTRON | {"downsample_ratio": 1 / 64}, "patch_size is 16.* at most 4$"),
+        (NANO_VL | {"image_size": 500}, "image_size is 500; it must be a multiple of 32"),
+        (NANO_VL | {"image_size": 4096}, "max_num_tiles is 12.* at most 4$"),
     ],
-    ids=range(17),
+    ids=range(19),
 )
 def test_fields_that_cannot_be_used_are_refused(tmp_path: Path, fields: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):

@@ -1,5 +1,6 @@
 """The Kimi Delta Attention mixer against transformers' layers, whole and shared among ranks."""
 
+from math import inf
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,8 @@ FORMS = {
 
 class OneRank:
     """The communicator of a rank whose summands the test adds itself."""
+
+    overlap_from = inf
 
     def sums_with_norm(self, x: Tensor) -> bool:
         return False

@@ -159,3 +159,17 @@ def test_prefixes_come_back_from_main_memory(model: tuple, monkeypatch: pytest.M
             assert [out.token_ids for out in outs] == expected
             assert bool(llm.engine.counters().cache_fetched) == fetched
             llm.engine.prefixes.evict([group.total for group in llm.engine._coordinator.pages.groups], 0)
+
+
+def test_a_session_has_the_pages_of_all_groups(model: tuple, tmp_path: Path) -> None:
+    path, expected, reference = model
+    settings = {"device": "cpu", "dtype": "float32", "page_size": 4, "max_model_len": 80, "max_running_requests": 2}
+    text = [*PROMPTS[2], *expected[2]]
+    with LLM(str(path), **settings) as llm:
+        llm.generate([PROMPTS[1], PROMPTS[2]], greedy(COUNT))  # the other process has its pages elsewhere
+        llm.save_session(tmp_path / "turn", text)
+    with LLM(str(path), **settings) as llm:
+        llm.load_session(tmp_path / "turn")
+        out = llm.generate([[*text, 5]], greedy(8))[0]
+        assert out.token_ids == reference.greedy([*text, 5], 8)
+        assert out.metrics.cached_tokens >= len(text) - 8

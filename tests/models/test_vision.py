@@ -180,6 +180,7 @@ def test_a_final_norm_of_the_tower_of_nemotron_omni(checkpoints: CheckpointStore
     (LFM2, {"patch_size": 0}, "patch_size is 0"),
     (OMNI, {"use_swiglu_ffn": True}, "use_swiglu_ffn is True"),
     (OMNI, {"hidden_size": 32}, "hidden_size is 32; it must be .* vision_hidden_size, which is 16"),
+    (OMNI, {"args": {"model": "vit_giant"}}, "model is 'vit_giant'; it must be one of vit_base"),
     (LFM3, {"layer_types": ["conv"]}, "layer_types has 1 entries; there are 3 layers"),
     (LFM3, {"num_key_value_heads": 3}, "num_attention_heads 2 and num_key_value_heads 3"),
     (LFM3, {"conv_kernel_size": 2}, "conv_kernel_size is 2; it must be an odd number"),
@@ -207,3 +208,20 @@ def test_processors_that_are_refused(
     path = seeing(checkpoints[QWEN].path, tmp_path / "model", **change)
     with pytest.raises(ConfigError, match=f"preprocessor_config.json: {text}"):
         read_model_config(path)
+
+
+@pytest.mark.parametrize("name", [QWEN, pytest.param(LFM2, marks=pytest.mark.slow), LFM3, OMNI])
+def test_slices_of_a_large_picture_are_the_whole(name: str, checkpoints: CheckpointStore, tmp_path: Path) -> None:
+    tower = load(seeing(checkpoints[name].path, tmp_path / "model")).tower
+    assert tower is not None
+    given = pictures(tower.spec, [(6, 8)])
+    slices, costs = tower.slices(given, most=5), list[int]()
+    with torch.inference_mode():
+        (whole,) = tower.encode(given)
+        while True:
+            try:
+                costs.append(next(slices))
+            except StopIteration as end:
+                torch.testing.assert_close(end.value[0], whole, rtol=1e-5, atol=1e-5)
+                break
+    assert set(costs) == {5} and len(costs) > 20 * tower.spec.num_layers - 20 * len(tower.spec.convolutions)

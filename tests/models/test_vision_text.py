@@ -12,10 +12,14 @@ from torch import Tensor
 from hybridrt import LLM, SamplingParams, SpeculativeConfig
 from hybridrt.base.forward_batch import ForwardBatch, ForwardMode, SpecInfo
 from hybridrt.base.spans import EncoderInput, Span, mrope_delta, mrope_positions
+from hybridrt.images.reader import ImageReader
+from hybridrt.images.settings import read_image_settings
+from hybridrt.images.source import ImageSource
 from hybridrt.models.config.read_config import read_model_config
 from hybridrt.speculative.drafter import Draft, DraftRequest
 from hybridrt.speculative.head import HeadStep, _along_path
 from hybridrt.speculative.mtp import MTPDrafter
+from tests.models.test_models_parity import rewrite
 from tests.models.test_vision import (
     LFM2,
     LFM3,
@@ -31,6 +35,7 @@ from tests.models.test_vision import (
 from tests.support.checkpoints import CheckpointStore
 from tests.support.mtp_oracle import NaiveHead, write_with_head
 from tests.support.newer_checkpoints import qwen35_seeing
+from tests.support.pictures import noise
 from tests.support.sizes import VOCAB
 from tests.support.speculation import first_children
 from tests.support.ties import check_greedy
@@ -105,6 +110,8 @@ def sample_prompts(path: Path) -> tuple[list[tuple[list[int], list[Span]]], list
         (LFM2, {"chunked_prefill_size": 5}),
         (LFM3, {}),
         (OMNI, {"chunked_prefill_size": 5}),
+        pytest.param(QWEN, {"tp_size": 2, "chunked_prefill_size": 5}, marks=pytest.mark.slow),
+        pytest.param(OMNI, {"tp_size": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_greedy_tokens_are_those_of_transformers(
@@ -116,6 +123,20 @@ def test_greedy_tokens_are_those_of_transformers(
     outputs = run(path, prompts, **options)
     for (tokens, _), inputs, output in zip(prompts, seen, outputs, strict=True):
         check(checkpoint.model, name, tokens, inputs, output)
+
+
+def test_tiles_of_nemotron_nano_vl(checkpoints: CheckpointStore, tmp_path: Path) -> None:
+    checkpoint, name = checkpoints[OMNI], "NemotronH_Nano_VL_V2"
+    processor = {"image_processor_type": "NemotronNanoVLV2ImageProcessor", "max_num_tiles": 4, "image_size": 16}
+    seen = seeing(checkpoint.path, tmp_path / "seeing", patch_size=4, **processor)
+    path = rewrite(seen, tmp_path / "model", architectures=[name], model_type=name)
+    settings, marks = read_image_settings(path), {"<img>": 4, "</img>": 5, "<image>": IMAGE}
+    assert settings is not None
+    given = [ImageSource(noise(1, width, 20), "images.0") for width in (30, 16)]
+    tokens, found = ImageReader(settings, IMAGE, marks).expand([7, IMAGE, IMAGE, 9], given, 90)
+    assert tokens == [7, 4, *[IMAGE] * 20, 5, 4, *[IMAGE] * 4, 5, 9], "four tiles and a thumbnail, and a tile"
+    (output,) = run(path, [(tokens, list(found))])
+    check(checkpoint.model, OMNI, tokens, [span.input for span in found], output)
 
 
 class SeeingHead(NaiveHead):

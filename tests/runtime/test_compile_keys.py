@@ -48,3 +48,9 @@ def test_kernels_of_a_quantised_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     names = ask("names", tmp_path, tmp_path / "cache")
     assert {"_quantize_kernel", "_fp8_linear_kernel", "_quant_grouped_kernel"} <= set(names)
+
+
+def test_kernels_of_images() -> None:
+    """The tower's, and those of positions on three axes."""
+    folder = ROOT / "benchmarks/configs/qwen3.5-9b-vl-like"
+    assert ask("images", folder, ROOT) == ["_rotary_kernel"] * 3

@@ -43,6 +43,7 @@ from hybridrt.runtime.step.plan import (
     Admission,
     DecodeRow,
     DecodeRows,
+    EmbeddingFetch,
     EncoderTask,
     ExtendRow,
     HostCopy,
@@ -82,7 +83,8 @@ def test_plans_survive_the_way(checkpoints: CheckpointStore) -> None:
     seen = SpanRows(int32s([1, 2]), int32s([30, 31])), np.arange(9, dtype=np.int32).reshape(3, 3)
     full.extend = [ExtendRow(1, 2, [3, 4, 5], 0, True, 0, 6, [(1, 7), (2, 8)], *seen)]
     patches = np.empty((0, 6), np.int32)  # they come before the step
-    full.encode, full.after_encoder = [EncoderTask(3, EncoderInput(patches, (2, 2)), int32s([30]))], 3
+    task = EncoderTask(3, EncoderInput(patches, (2, 2)), int32s([30]), int32s([4]))
+    full.encode, full.fetch, full.after_encoder = [task], [EmbeddingFetch(int32s([5]), int32s([6]))], 3
     full.exports, full.cleared = full.imports * 2, [3]
     assert all(getattr(full, field.name) for field in fields(full))
     for plan in [StepPlan(), full, *session.plans]:

@@ -4,6 +4,7 @@ refused."""
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -144,10 +145,30 @@ def test_ranks_draw_the_same_tokens(name: str, checkpoints: CheckpointStore) -> 
         assert torch.equal(runner.last_tokens, session.runner.last_tokens)
 
 
-def replayed(session: Session, size: int, **changes: Any) -> list[ModelRunner]:
+@pytest.mark.parametrize(
+    ("name", "size"),
+    sweep(
+        [
+            ("jamba-split", 2), ("falcon-split", 4), ("zamba2-split", 2), ("nemotron-split_groups", 2),
+            ("qwen-split", 2), ("minimax-split", 2), ("lfm2_moe-split", 2), ("ling25-split", 2),
+        ],
+        2,
+    ),
+)  # fmt: skip
+def test_ranks_draw_the_same_tokens_with_sums_in_pieces(name: str, size: int, checkpoints: CheckpointStore) -> None:
+    """Of steps with four tokens or more."""
+    session = Session(checkpoints[name].path, page_size=4, cache_slots=1)
+    session.run(requests(1, 17, 30, steps=6), chunk=9, gap=3)
+
+    for runner in replayed(session, size, overlap_from=4):
+        assert torch.equal(runner.last_tokens, session.runner.last_tokens)
+
+
+def replayed(session: Session, size: int, overlap_from: float = inf, **changes: Any) -> list[ModelRunner]:
     """The steps of a session's last run on ranks that do not exchange what they draw. The session has `cache_slots`."""
 
     def run(comm: Communicator) -> ModelRunner:
+        comm.overlap_from = overlap_from
         config, tp = replace(session.config, tp_size=size, **changes), TPGroup(comm.rank, comm.size, comm)
         target = load_target(config, tp)[1]
         plan = make_plan(config, target, budget_bytes=pool_budget(config, target), cache_slots=1)

@@ -34,7 +34,7 @@ def test_decode_graphs_equal_eager_steps(tokens: int, path: Path) -> None:
     """Bit for bit; a replay enters the new pages of each group."""
     replayed, eager, lengths = decoding.twins(path, "classic" if tokens == 1 else "intermediate", tokens)
     graphs, tables = decoding.runner_of(replayed), replayed.pools.req_to_token.tables
-    assert tables.shape[1] == 3 and len({*tables[5, :, 16].tolist()}) == 3
+    assert tables.shape[1] == 4 and len({*tables[5, :, 16].tolist()}) == 4
     generator = torch.Generator().manual_seed(2)
     for count in (1, 4, 6, 3):
         chosen = [*lengths][::-1][:count]

@@ -256,7 +256,8 @@ def test_a_response_in_the_background(talker: tuple[Served, Scripted]) -> None:
     model.say("One.")
     with served.llm.engine.turns:  # it cannot end before
         first = client.responses.create(**HELLO, background=True)
-        assert (first.status, first.background, first.output) == ("in_progress", True, [])
+        assert (first.status, first.background, first.output) == ("queued", True, [])
+        assert client.responses.retrieve(first.id).status == "in_progress"
     found = ended(client, first.id)
     assert (found.status, found.background, found.output_text) == ("completed", True, "One.")
     model.say("a" * 7000)

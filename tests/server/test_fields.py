@@ -199,7 +199,7 @@ RESPONSES: Effects = {
         TOKEN_LOGPROBS | {"top_logprobs": 3}, lambda seen: len(seen.written["logprobs"][0]["top_logprobs"]) >= 3
     ),
     "store": ({"store": False}, lambda seen: seen.json["store"] is False),
-    "background": ({"background": True}, lambda seen: seen.json["status"] == "in_progress"),
+    "background": ({"background": True}, lambda seen: seen.json["status"] == "queued"),
     "truncation": ({"truncation": "auto"}, reads("truncate_prompt_tokens", -1)),
     "metadata": ({"metadata": {"a": "b"}}, lambda seen: seen.json["metadata"] == {"a": "b"}),
     **{

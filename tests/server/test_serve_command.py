@@ -63,7 +63,7 @@ def test_it_serves_and_drains(tmp_path: Path) -> None:
             answer = client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 3})
             assert answer.status_code == 200, answer.text
             assert listening(process.pid) == {LOOPBACK}
-            body = {"prompt": "x", "max_tokens": 300, "ignore_eos": True, "stream": True}
+            body = {"prompt": "x", "max_tokens": 120, "ignore_eos": True, "stream": True}
             with client.stream("POST", "/v1/completions", json=body) as stream:
                 lines = stream.iter_lines()
                 next(lines)

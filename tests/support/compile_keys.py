@@ -3,6 +3,7 @@
     python -m tests.support.compile_keys kernels MODEL    compiles kernels as a worker does, and prints which,
                                                           how many there are, and how many more all layers launch
     python -m tests.support.compile_keys names MODEL      the names of kernels alone, of a model without weights
+    python -m tests.support.compile_keys images MODEL     the names of those that images alone launch
     python -m tests.support.compile_keys launches MODEL   launches the same without a GPU: prints what the cache lacked,
                                                           and whose keys were computed too late
 
@@ -50,6 +51,15 @@ def names(config: EngineConfig) -> list[str]:
     return sorted({kernel.name for kernel in found(replace(config, load_format="dummy", dtype="bfloat16"))})
 
 
+def of_images(config: EngineConfig) -> list[str]:
+    """The names of kernels that images alone launch, of a model without weights."""
+    driver.set_active(CompilingDriver(GPU.capability))  # type: ignore[arg-type]
+    config = replace(config, load_format="dummy", dtype="bfloat16")
+    with mock.patch.object(compile_trace, "IMAGES", ()):
+        text = found(config)
+    return sorted(kernel.name for kernel in set(found(config)) - set(text))
+
+
 def compile_kernels(config: EngineConfig) -> dict[str, Any]:
     answers = io.StringIO()
     worker, kernels = _Worker(GPU, answers), found(config)
@@ -89,7 +99,7 @@ def launch(config: EngineConfig) -> dict[str, list[str]]:
 
 def main() -> None:
     config = EngineConfig(sys.argv[2], device="cuda", max_running_requests=2, max_model_len=64, chunked_prefill_size=32)
-    does: dict[str, Any] = {"kernels": compile_kernels, "launches": launch, "names": names}
+    does: dict[str, Any] = {"kernels": compile_kernels, "launches": launch, "names": names, "images": of_images}
     print(json.dumps(does[sys.argv[1]](config)))
 
 

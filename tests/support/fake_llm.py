@@ -26,7 +26,10 @@ class FakeRunner(MockExecutor):
 
     device = torch.device("cuda")  # never touched: steps run beside the host
 
-    def __init__(self, config: EngineConfig, *, progress: bool = False, ahead: object = None) -> None:
+    def __init__(
+        self, config: EngineConfig, *, progress: bool = False, ahead: object = None, tp: object = None,
+        experts: object = None,
+    ) -> None:  # fmt: skip
         rows = config.max_running_requests or 4
         super().__init__(num_rows=rows, num_slots=rows, num_pages=32, page_size=4, vocab=VOCAB, late=1)
         self.model_path = config.model

@@ -76,7 +76,8 @@ USUAL = frozenset((
     "chunked_prefill_size", "target_itl_ms", "max_ttft_factor", "client_weights", "state_mode", "attention_backend",
     "prefill_attention_backend", "linear_attn_backend", "cuda_graph", "cuda_graph_max_bs", "cuda_graph_prompts",
     "overlap", "request_log", "seed",
-    "images", "encoder_cache_tokens",  # features that have no row yet: the model here sees nothing
+    # Features that have no row yet: the model here sees nothing.
+    "images", "prompt_embeds", "encoder_cache_tokens", "encoder_host_tokens",
 ))  # fmt: skip
 PAIRS = tuple(combinations(FEATURES, 2))
 

@@ -31,9 +31,9 @@ class ThreadReplica:
         except _Stopped:
             return
 
-    def receive(self, wait: bool) -> Any:
+    def receive(self, wait_s: float | None) -> Any:
         try:
-            data = self._commands.get(wait)
+            data = self._commands.get(wait_s != 0.0, wait_s)
         except queue.Empty:
             return None
         if data is None:

@@ -169,7 +169,7 @@ def budget(path: Path, *, rows: int, pages: int, cache_slots: int = 0, **config:
     engine_config = EngineConfig(
         str(path), **{"device": "cpu", "dtype": "float32", "max_running_requests": rows, **config}
     )
-    target: RunTarget = load_target(engine_config, TPGroup())[1]
+    target: RunTarget = load_target(engine_config, TPGroup(size=engine_config.tp_size))[1]
     plan = make_plan(engine_config, target, budget_bytes=2**40)
     costs, longest = plan.costs, plan.max_model_len
     states = (rows + 1 + cache_slots) * costs.slot

@@ -41,13 +41,16 @@ class Soak:
             "max_running_requests": 5,
         } | changes
         config = EngineConfig(str(path), chunked_prefill_size=CHUNK, page_size=4, **fields)
-        self.runner = ModelRunner(config, budget_bytes=budget(path, rows=5, pages=40, page_size=4, **fields))
+        self.runner = self.load(config, budget(path, rows=5, pages=40, page_size=4, **fields))
         self.engine = Engine.from_config(config, self.runner, overlap=config.overlap)
         self.coordinator = self.engine._coordinator
         self.random = random.Random(seed)
         self.running: dict[str, tuple[list[int], SamplingParams, int]] = {}  # and how many samples still run
         self.greedy: list[tuple[list[int], Sample]] = []
         self.samples = Samples()
+
+    def load(self, config: EngineConfig, budget_bytes: int) -> ModelRunner:
+        return ModelRunner(config, budget_bytes=budget_bytes)
 
     def run(self, steps: int) -> None:
         """`steps` steps, the pools' ledgers checked after each, then until nothing is left."""

@@ -28,7 +28,7 @@ from hybridrt.engine.api.chats import (
 )
 from hybridrt.engine.api.delta_stream import DeltaStream as DeltaStream
 from hybridrt.engine.api.engine_loop import EngineLoop, StepMessage
-from hybridrt.engine.api.image_prompts import has_images
+from hybridrt.engine.api.image_prompts import takes_time
 from hybridrt.engine.api.lanes import INLINE, Lane, Lanes, in_parts, is_quick, lane_of, size_of
 from hybridrt.engine.api.llm import LLM
 from hybridrt.engine.request.intake import Known, PreparedPrompt, Prompt, check_client, check_name, check_prepared
@@ -126,7 +126,7 @@ class AsyncLLM:
         params = self.llm.default_sampling_params if params is None else params
         sizes = list(map(size_of, prompts))
         compiles = isinstance(params, SamplingParams) and params.structured_outputs is not None
-        sees = any(map(has_images, prompts))
+        sees = any(map(takes_time, prompts))
         inline = sum(sizes) <= INLINE and is_quick(params) and not sees
         lane: Lane = "images" if sees else "compile" if compiles else lane_of(sum(sizes))
         known, found = Known(), list[PreparedPrompt]()

@@ -1,9 +1,15 @@
-"""Prompts with images, {"prompt": text, "images": [...]}, as token ids and spans."""
+"""Prompts with images, {"prompt": text, "images": [...]}, and embeddings, as token ids and spans."""
 
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from typing import Any
 
+import numpy as np
+import torch
+
 from hybridrt.base.errors import RequestError, shown
+from hybridrt.base.spans import EncoderInput, Span
+from hybridrt.engine.request.spans import EMBEDS_TOKEN
 from hybridrt.engine.text.tokenizer import Tokenizer, encode_prompt
 from hybridrt.images.reader import ImageReader
 from hybridrt.images.source import read_image
@@ -11,6 +17,41 @@ from hybridrt.images.source import read_image
 
 def has_images(prompt: object) -> bool:
     return isinstance(prompt, Mapping) and "images" in prompt
+
+
+def takes_time(prompt: object) -> bool:
+    """Whether it has something to decode or to hash."""
+    return has_images(prompt) or has_embeddings(prompt)
+
+
+def with_embeddings(prompts: Any) -> Any:
+    """One prompt or several, {"prompt_embeds": [n, hidden]} as token ids and a span. Others stay as
+    they are. RequestError: it is no such array."""
+    if has_embeddings(prompts):
+        return _embedded(prompts)
+    if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Sequence):
+        return prompts
+    if not prompts or isinstance(prompts[0], int) or not any(map(has_embeddings, prompts)):
+        return prompts
+    return [_embedded(each) if has_embeddings(each) else each for each in prompts]
+
+
+def has_embeddings(prompt: object) -> bool:
+    return isinstance(prompt, Mapping) and "prompt_embeds" in prompt
+
+
+def _embedded(prompt: Mapping[str, Any]) -> dict[str, Any]:
+    given = prompt["prompt_embeds"]
+    if set(prompt) != {"prompt_embeds"}:
+        raise RequestError(f"prompt_embeds goes alone; the prompt has {', '.join(map(str, prompt))}", "prompt_embeds")
+    if isinstance(given, torch.Tensor):
+        given = given.detach().float().cpu().numpy()
+    if not isinstance(given, np.ndarray) or given.ndim != 2 or given.dtype.kind != "f" or not len(given):
+        raise RequestError(f"prompt_embeds is {shown(given)}; pass an array of floats [n, hidden]", "prompt_embeds")
+    values, length = np.array(given, np.float32), len(given)  # a copy: the caller may change its own
+    digest = sha256(b"hybridrt embeddings 1" + repr(values.shape).encode() + values.tobytes()).digest()
+    span = Span(0, length, digest, (1, length), EncoderInput(values, (1, length), embeds=True))
+    return {"prompt_token_ids": [EMBEDS_TOKEN] * length, "spans": [span]}
 
 
 def read_images(prompts: Any, reader: ImageReader, tokenizer: Tokenizer, max_tokens: int) -> Any:

@@ -32,7 +32,7 @@ from hybridrt.engine.api.chats import (
     read_output,
 )
 from hybridrt.engine.api.embeddings import check_dimensions, embedding, pooling_params
-from hybridrt.engine.api.image_prompts import read_images
+from hybridrt.engine.api.image_prompts import read_images, with_embeddings
 from hybridrt.engine.api.llm_cache import PrefixCacheCalls
 from hybridrt.engine.api.sampling_defaults import default_sampling_params
 from hybridrt.engine.core.engine import Engine
@@ -42,7 +42,7 @@ from hybridrt.engine.request.intake import PreparedPrompt, Prompt, check_client
 from hybridrt.engine.request.outputs import Delta, DeltaQueue, RequestOutput, whole_output
 from hybridrt.engine.text.tokenizer import HFTokenizer
 from hybridrt.images.reader import image_reader
-from hybridrt.parallel.tensor_parallel import TensorParallelExecutor, check_world
+from hybridrt.parallel.tensor_parallel import TensorParallelExecutor, check_shards, check_world
 from hybridrt.runtime.load.build import load_target
 
 
@@ -99,6 +99,7 @@ class LLM(PrefixCacheCalls):
         overlap: bool = True,
         speculative: SpeculativeConfig | None = None,
         images: bool = True,
+        prompt_embeds: bool = False,
         tp_size: int = 1,
         expert_parallel: bool = False,
         dp_size: int = 1,
@@ -107,6 +108,7 @@ class LLM(PrefixCacheCalls):
         cache_slots: int | None = None,
         host_cache_bytes: int = 0,
         encoder_cache_tokens: int = 16384,
+        encoder_host_tokens: int = 0,
         request_log: str | None = None,
         audit_hits: float = 0.0,
         seed: int = 0,
@@ -139,6 +141,8 @@ class LLM(PrefixCacheCalls):
         config = self.config
         self.tokenizer = read_tokenizer(config)
         path, target = load_target(config, TPGroup(size=config.tp_size))
+        if config.expert_parallel:
+            check_shards(config)
         self.model_config, self.device = target.model_config, target.device
         self._replicas = ReplicatedEngine(config, target.model_config, self.tokenizer)
         self.plan = self._replicas.plan
@@ -185,8 +189,9 @@ class LLM(PrefixCacheCalls):
 
         Args:
             prompts: one prompt or several, of any kinds: each a string, token ids (a list, a tuple, or a 1-D integer
-                array of numpy or torch), {"prompt": text}, {"prompt": text, "images": [...]} or
-                {"prompt_token_ids": ids}. What `Engine.prepare` has returned stays as it is, with its own parameters.
+                array of numpy or torch), {"prompt": text}, {"prompt": text, "images": [...]},
+                {"prompt_token_ids": ids}, or with the option `prompt_embeds` {"prompt_embeds": floats [n, hidden]}.
+                What `Engine.prepare` has returned stays as it is, with its own parameters.
             sampling_params: for all prompts, or one each; None is `default_sampling_params`.
             client: for whom they are: with `target_itl_ms`, clients share prompt computation fairly.
 
@@ -288,9 +293,10 @@ class LLM(PrefixCacheCalls):
     def with_spans(self, prompts: Any) -> Any:
         """One prompt or several, those with images as token ids and spans. Others stay as they are.
         RequestError: an image cannot be taken."""
+        given = with_embeddings(prompts)
         if self.image_reader is None or self.tokenizer is None:
-            return prompts  # the intake refuses images
-        return read_images(prompts, self.image_reader, self.tokenizer, self.plan.max_model_len - 1)
+            return given  # the intake refuses images
+        return read_images(given, self.image_reader, self.tokenizer, self.plan.max_model_len - 1)
 
     def chat(
         self,
@@ -367,6 +373,8 @@ class LLM(PrefixCacheCalls):
     def expert_tokens(self) -> list[list[int]]:
         """Tokens that each rank's experts have computed, [layers][ranks], counted once for each
         expert; [] without `expert_parallel`. Any thread may call it; it waits for no step."""
+        if self._replicas is not None:
+            return self._replicas.expert_tokens
         return self._split.runner.expert_loads.read() if self._split else []
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Which rows of the device's embedding cache hold the embeddings of which span: host integers.
+"""Which rows of an embedding cache hold the embeddings of which span, on the device or in main memory: host integers.
 
 An entry is pinned while a prompt needs it that is not past its span. Others are evicted, least
 recently used first. Steps that read evicted rows were launched before the encoder writes them anew.
@@ -27,7 +27,7 @@ class Entry:
 
     Attributes:
         rows: [n] int32 rows of the device's cache.
-        ticket: of the encoder task that makes them.
+        ticket: of the encoder task that makes them; 0: they are fetched, and there.
         readers: arrivals of requests that have pinned it.
     """
 

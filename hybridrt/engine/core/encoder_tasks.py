@@ -9,7 +9,7 @@ import numpy as np
 from hybridrt.base.spans import Span
 from hybridrt.engine.cache.embedding_cache import EmbeddingCache, Entry, SpanKey
 from hybridrt.engine.request.sample_request import Request
-from hybridrt.runtime.step.plan import EncoderTask, SpanRows, StepPlan
+from hybridrt.runtime.step.plan import NO_INTEGERS, EmbeddingFetch, EncoderTask, SpanRows, StepPlan
 
 # Of the tasks of a step; one task is always allowed. The step's decode rows share the device with them.
 STEP_TOKENS, STEP_BYTES = 4096, 64 << 20
@@ -17,12 +17,13 @@ STEP_TOKENS, STEP_BYTES = 4096, 64 << 20
 
 @dataclass(slots=True)
 class EncoderCounts:
-    """Spans and tokens that the encoder was given, spans that were found in the cache, and chunks
-    that ended in front of a span whose embeddings were not there."""
+    """Spans and tokens that the encoder was given, spans that were found in the cache and in main
+    memory, and chunks that ended in front of a span whose embeddings were not there."""
 
     spans: int = 0
     tokens: int = 0
     hits: int = 0
+    host_hits: int = 0
     waits: int = 0
 
 
@@ -36,10 +37,13 @@ class EncoderTasks:
         cache: the ledger of the embeddings on the device.
         encoded: whether steps may read what a task makes, by its ticket.
         mrope: tokens of spans have positions on three axes.
+        host: the ledger of those in main memory, which gets all that are made. None: there is none.
     """
 
-    def __init__(self, cache: EmbeddingCache, encoded: Callable[[int], bool], mrope: bool) -> None:
-        self.cache, self.mrope, self._encoded = cache, mrope, encoded
+    def __init__(
+        self, cache: EmbeddingCache, encoded: Callable[[int], bool], mrope: bool, host: EmbeddingCache | None = None
+    ) -> None:
+        self.cache, self.mrope, self.host, self._encoded = cache, mrope, host, encoded
         self.counts = EncoderCounts()
         self._ticket = 0
         self._done = 0  # tasks up to this ticket have ended
@@ -51,8 +55,14 @@ class EncoderTasks:
         counts = self.counts
         return {
             "encoded_spans": counts.spans, "encoded_tokens": counts.tokens, "encoder_hits": counts.hits,
-            "encoder_waits": counts.waits,
+            "encoder_host_hits": counts.host_hits, "encoder_waits": counts.waits,
         }  # fmt: skip
+
+    def clear(self) -> None:
+        """It is unknown which tasks have run."""
+        self.cache.clear()
+        if self.host is not None:
+            self.host.clear()
 
     def begin_step(self) -> None:
         """The pins of spans that the latest step has passed end only now: its own tasks run before
@@ -103,18 +113,36 @@ class EncoderTasks:
                 self._tokens + span.length > STEP_TOKENS or self._bytes + span.input.patches.nbytes > STEP_BYTES
             ):
                 return None
-            if (entry := self.cache.add(key, span.length, self._ticket + 1)) is None:
+            kept = self._kept(key)
+            if (entry := self.cache.add(key, span.length, 0 if kept else self._ticket + 1)) is None:
                 return None
-            self._ticket += 1
             self._tokens += span.length
             self._bytes += span.input.patches.nbytes
-            plan.encode.append(EncoderTask(self._ticket, span.input, entry.rows))
-            self.counts.spans += 1
-            self.counts.tokens += span.length
+            if kept is not None:
+                plan.fetch.append(EmbeddingFetch(kept.rows, entry.rows))
+                self.counts.host_hits += 1
+            else:
+                self._encode(key, span, entry, plan)
         elif request.arrival not in entry.readers:
             self.counts.hits += 1
         self.cache.pin(key, request.arrival)
         return entry
+
+    def _kept(self, key: SpanKey) -> Entry | None:
+        """Its entry in main memory, if it can be fetched."""
+        entry = None if self.host is None else self.host.find(key)
+        return entry if entry is not None and self._has_ended(entry.ticket) else None
+
+    def _encode(self, key: SpanKey, span: Span, entry: Entry, plan: StepPlan) -> None:
+        self._ticket += 1
+        host_rows = NO_INTEGERS
+        # An entry whose task has not ended stays: that task makes the same.
+        if self.host is not None and self.host.find(key) is None:
+            added = self.host.add(key, span.length, self._ticket)
+            host_rows = NO_INTEGERS if added is None else added.rows
+        plan.encode.append(EncoderTask(self._ticket, span.input, entry.rows, host_rows))
+        self.counts.spans += 1
+        self.counts.tokens += span.length
 
     def _has_ended(self, ticket: int) -> bool:
         """Tasks end in the order of their tickets."""

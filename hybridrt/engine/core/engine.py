@@ -141,7 +141,8 @@ class Engine:
         )
         encoder = None
         if spans is not None:
-            encoder = EncoderTasks(EmbeddingCache(spans.most_tokens), runner.encoded, model.mrope)
+            host = EmbeddingCache(config.encoder_host_tokens) if config.encoder_host_tokens else None
+            encoder = EncoderTasks(EmbeddingCache(spans.most_tokens), runner.encoded, model.mrope, host)
         overlap = config.overlap and runner.device.type == "cuda" if overlap is None else overlap
         drafter = make_drafter(runner, split.draft if split else None) if config.speculative else None
         # A prediction head's KV depends on the next token.

@@ -2,10 +2,13 @@
 
 from dataclasses import dataclass
 
+from hybridrt.base.device import resolve_device
 from hybridrt.base.engine_config import EngineConfig
+from hybridrt.collectives.groups import TPGroup
 from hybridrt.engine.core.engine import Engine
 from hybridrt.engine.text.tokenizer import HFTokenizer, load_tokenizer
 from hybridrt.models.config.read_config import read_model_config
+from hybridrt.parallel.expert_ranks import ExpertPlace
 from hybridrt.parallel.tensor_parallel import TensorParallelExecutor
 from hybridrt.runtime.load.build import find_checkpoint
 from hybridrt.runtime.precompile.compile_ahead import KernelsAhead
@@ -32,11 +35,18 @@ def read_tokenizer(config: EngineConfig) -> HFTokenizer | None:
     return load_tokenizer(path)
 
 
-def load_engine(config: EngineConfig, progress: bool) -> LoadedEngine:
-    """Loads the model on `config.tp_size` ranks. Raises what `LLM` raises."""
+def load_engine(config: EngineConfig, progress: bool, experts: ExpertPlace | None = None) -> LoadedEngine:
+    """Loads the model on `config.tp_size` ranks. Raises what `LLM` raises.
+
+    Args:
+        experts: where replicas meet that share experts. Their kernels are compiled at the first launch.
+    """
     tokenizer = read_tokenizer(config)  # read before the weights
-    split = None
+    split, ahead = None, KernelsAhead if experts is None else None
     if config.tp_size > 1:
-        split = TensorParallelExecutor(config, progress=progress, ahead=KernelsAhead)
-    runner = split.runner if split else ModelRunner(config, progress=progress, ahead=KernelsAhead)
+        split = TensorParallelExecutor(config, progress=progress, ahead=ahead, experts=experts)
+        runner = split.runner
+    else:
+        replicas = None if experts is None else experts.connect(config, 0, resolve_device(config.device))
+        runner = ModelRunner(config, tp=TPGroup(replicas=replicas), progress=progress, ahead=ahead)
     return LoadedEngine(Engine.from_config(config, runner, tokenizer, split=split), runner, tokenizer, split)

@@ -292,7 +292,7 @@ class Scheduler:
     def failed(self) -> None:
         """A launch failed. It is unknown which of its encoder tasks run."""
         if self.encoder is not None:
-            self.encoder.cache.clear()
+            self.encoder.clear()
 
     def clear(self) -> None:
         self.failed()

@@ -1,6 +1,7 @@
 """Messages between a data-parallel engine and its replicas."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -8,18 +9,50 @@ import numpy as np
 from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import EngineError, MessageError
 from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.base.spans import EncoderInput, Span
 from hybridrt.channel.codec import Message, unpack
 from hybridrt.engine.request.outputs import Delta, EngineCounters
 from hybridrt.fleet.prefix_mirror import CacheLayout
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
 from hybridrt.mem_cache.prefix_tree.cache_events import CacheEvent, Tier, What, Why
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
+from hybridrt.parallel.expert_ranks import ExpertPlace
 
 
 class Start(Message):
-    """The first message to a replica: what it runs."""
+    """The first message to a replica: what it runs. `experts`: where replicas meet that share them."""
 
     config: EngineConfig
+    experts: ExpertPlace | None = None
+
+
+class SentSpan(msgspec.Struct, frozen=True):
+    """A span; its input's fields are next to its own. `patches`: bytes of this dtype."""
+
+    start: int
+    length: int
+    digest: bytes
+    grid: tuple[int, int]
+    patch_grid: tuple[int, int]
+    embeds: bool
+    dtype: Literal["uint8", "float32"]
+    patches: bytes
+
+    @classmethod
+    def from_span(cls, span: Span) -> "SentSpan":
+        given, dtype = span.input, "uint8" if span.input.patches.dtype == np.uint8 else "float32"
+        rest = given.grid, given.embeds, dtype, given.patches.tobytes()
+        return cls(span.start, span.length, span.digest, span.grid, *rest)  # type: ignore[arg-type]
+
+    def as_span(self) -> Span:
+        """MessageError: the patches are not as many as the grid says."""
+        rows, columns = self.patch_grid
+        data = np.frombuffer(self.patches, np.uint8)
+        if rows * columns < 1 or len(data) % (rows * columns * np.dtype(self.dtype).itemsize):
+            raise MessageError(f"{len(data)} bytes are no {rows} x {columns} patches")
+        patches = data.view(self.dtype).reshape(rows * columns, -1)
+        given = EncoderInput(patches, self.patch_grid, self.embeds)
+        return Span(self.start, self.length, self.digest, self.grid, given)
 
 
 class Submit(Message):
@@ -27,6 +60,7 @@ class Submit(Message):
 
     request_id: str
     tokens: bytes
+    spans: tuple[SentSpan, ...]
     params: SamplingParams
     boundaries: tuple[int, ...]
     stream: bool
@@ -62,7 +96,7 @@ class Ready(Message):
 
 
 class Event(Message):
-    """A CacheEvent; arrays as int32 bytes."""
+    """A CacheEvent; arrays as int32 bytes: of tokens of images, the lower half of their ids."""
 
     what: What
     why: Why
@@ -74,12 +108,14 @@ class Event(Message):
 
 
 class Stepped(Message):
-    """What a step has given, and what the replica is now."""
+    """What a step has given, and what the replica is now. `expert_tokens`: as of `ExpertLoads.read`;
+    (): as before."""
 
     deltas: list[Delta]
     counters: EngineCounters
     wait_seconds: float
     events: list[Event]
+    expert_tokens: Sequence[Sequence[int]] = ()
 
 
 class WasReset(Message):

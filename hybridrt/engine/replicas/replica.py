@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -36,12 +37,16 @@ from hybridrt.engine.replicas.messages import (
     decode,
     encode,
 )
+from hybridrt.engine.request.intake import Prompt
 from hybridrt.engine.request.outputs import Delta, DeltaQueue, RequestMetrics
 from hybridrt.mem_cache.prefix_tree.cache_events import EVENTS
 from hybridrt.parallel.rank_start import find_place
 from hybridrt.parallel.ranks import LOST
+from hybridrt.runtime.run.model_runner import ModelRunner
 
 _FATAL = (RankError, torch.AcceleratorError)  # no later step can succeed
+IDLE_S = 0.002  # between rounds of replicas that share experts, while none has requests
+COUNTING_S = 0.5  # between counts of experts' tokens
 
 
 class Front:
@@ -53,10 +58,10 @@ class Front:
         self._inbox: queue.SimpleQueue[ToReplica] = queue.SimpleQueue()
         threading.Thread(target=self._receive, daemon=True).start()
 
-    def receive(self, wait: bool) -> ToReplica | None:
-        """The next message; None if there is none and `wait` is False."""
+    def receive(self, wait_s: float | None) -> ToReplica | None:
+        """The next message, for which this waits, None: for ever. None if there is none."""
         try:
-            return self._inbox.get(wait)
+            return self._inbox.get(wait_s != 0.0, wait_s)
         except queue.Empty:
             return None
 
@@ -73,27 +78,67 @@ class Front:
             os._exit(LOST)
 
 
-class Replica:
-    """Steps an engine, and sends the front each step's result."""
+class Rounds:
+    """This replica's part in rounds of replicas that share experts.
 
-    def __init__(self, front: Front, engine: Engine) -> None:
-        self._front, self._engine, self._deltas = front, engine, DeltaQueue()
+    Args:
+        runner: of its first rank. join: `StepRunner.join`, on all of its ranks.
+
+    Attributes:
+        resting: no replica had a step in the last round.
+    """
+
+    def __init__(self, runner: ModelRunner, join: Callable[[], bool]) -> None:
+        assert runner.lock_step is not None, "the runner shares experts"
+        self._lock_step, self._loads, self._join = runner.lock_step, runner.expert_loads, join
+        self._seen, self._counted_at = self._lock_step.rounds, 0.0
+        self.resting = False
+
+    def end_round(self) -> None:
+        """Joins the round, unless a step of this replica was in it. RankError if that step has failed."""
+        if self._lock_step.failed:
+            raise RankError("a step of this replica failed, and other replicas wait for its experts")
+        self.resting = self._lock_step.rounds == self._seen and not self._join()
+        self._seen = self._lock_step.rounds
+
+    def expert_tokens(self) -> list[list[int]]:
+        """What the experts have computed, from time to time."""
+        now = time.monotonic()
+        if now < self._counted_at + COUNTING_S:
+            return []
+        self._counted_at = now
+        return self._loads.read()
+
+
+class Replica:
+    """Steps an engine, and tells the front of each step. `rounds`: None if it shares no experts."""
+
+    def __init__(self, front: Front, engine: Engine, rounds: Rounds | None = None) -> None:
+        self._front, self._engine, self._deltas, self._rounds = front, engine, DeltaQueue(), rounds
         self._events = engine.cache_events(EVENTS)
 
     def run(self) -> None:
         """Until this process ends."""
         engine = self._engine
         while True:
-            idle = not engine.has_unfinished() and not engine.wants_audit
-            while message := self._front.receive(wait=idle):
+            wait_s = 0.0 if engine.has_unfinished() or engine.wants_audit else self._patience()
+            while message := self._front.receive(wait_s):
                 self._handle(message)
-                idle = False
+                wait_s = 0.0
             with engine.turns:
                 if engine.has_unfinished():
                     engine.run_step()
                 elif engine.wants_audit:
                     engine.audit_step()
+                if self._rounds is not None:
+                    self._rounds.end_round()
             self._tell()
+
+    def _patience(self) -> float | None:
+        """Seconds to wait for a message without requests; None: for ever."""
+        if self._rounds is None:
+            return None
+        return IDLE_S if self._rounds.resting else 0.0
 
     def _handle(self, message: ToReplica) -> None:
         engine = self._engine
@@ -114,7 +159,10 @@ class Replica:
     def _submit(self, message: Submit) -> None:
         tokens = array(message.tokens).tolist()
         try:
-            prepared = replace(self._engine.prepare(tokens, message.params), boundaries=message.boundaries)
+            prompt: Prompt = tokens
+            if message.spans:
+                prompt = {"prompt_token_ids": tokens, "spans": [span.as_span() for span in message.spans]}
+            prepared = replace(self._engine.prepare(prompt, message.params), boundaries=message.boundaries)
             self._engine.submit(
                 prepared, message.request_id, queue=self._deltas, stream=message.stream, client=message.client
             )
@@ -134,7 +182,8 @@ class Replica:
                 engine.finish_launched()
         events = self._read_events()
         if deltas or events:
-            self._front.send(Stepped(deltas, engine.counters(), engine.wait_seconds(), events))
+            expert_tokens = [] if self._rounds is None else self._rounds.expert_tokens()
+            self._front.send(Stepped(deltas, engine.counters(), engine.wait_seconds(), events, expert_tokens))
         for delta in deltas:
             if delta.error is not None and isinstance(delta.error.__cause__, _FATAL):
                 raise delta.error
@@ -152,12 +201,13 @@ class Replica:
 
 
 def _serve(front: Front) -> None:
-    start = front.receive(wait=True)
+    start = front.receive(None)
     if not isinstance(start, Start):
         raise MessageError(f"a replica was sent {type(start).__name__} first")
-    loaded = load_engine(start.config, progress=False)
+    loaded = load_engine(start.config, progress=False, experts=start.experts)
     front.send(Ready(loaded.runner.memory_plan, loaded.engine.cache_layout()))
-    Replica(front, loaded.engine).run()
+    rounds = None if start.experts is None else Rounds(loaded.runner, (loaded.split or loaded.runner).join)
+    Replica(front, loaded.engine, rounds).run()
 
 
 def main(directory: str, number: int) -> None:

@@ -15,6 +15,7 @@ from hybridrt.base.errors import EngineError, RankError, RequestError
 from hybridrt.base.errors_foreign import no_attribute
 from hybridrt.base.model_config import ModelConfig
 from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.base.spans import Span
 from hybridrt.base.turns import Change, Turns, weakly
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.grammar.grammar_compiler import GrammarCompiler
@@ -23,6 +24,7 @@ from hybridrt.engine.replicas.messages import (
     Contents,
     Event,
     Reset,
+    SentSpan,
     Stepped,
     Submit,
     Tell,
@@ -35,7 +37,7 @@ from hybridrt.engine.replicas.start import ReplicaLink, Replicas, as_error
 from hybridrt.engine.request.intake import EngineLimits, Intake, PreparedPrompt, Prompt, check_submission
 from hybridrt.engine.request.outputs import Abandonment, Delta, DeltaQueue, EngineCounters, RequestMetrics
 from hybridrt.engine.request.sample_request import derive_seed
-from hybridrt.engine.request.spans import span_limits
+from hybridrt.engine.request.spans import cache_ids, span_limits
 from hybridrt.engine.text.tokenizer import Tokenizer
 from hybridrt.fleet.placement import Placed, Placement, Replica
 from hybridrt.fleet.prefix_mirror import CacheLayout, PrefixMirror, names_of
@@ -54,7 +56,11 @@ _ELSEWHERE = "it belongs to one engine, and dp_size is above 1: build the LLM wi
 
 
 class RunningRequest:
-    """A request at its replica, and what its samples have gained since they were read."""
+    """A request at its replica, and what its samples have gained since they were read.
+
+    Attributes:
+        spans: kept to the end, so that `ImageReader.most_held` counts what the replica keeps.
+    """
 
     def __init__(self, request_id: str, prepared: PreparedPrompt, queue: "weakref.ref[DeltaQueue]") -> None:
         self.request_id = request_id
@@ -62,6 +68,7 @@ class RunningRequest:
         self.metrics = RequestMetrics(len(prepared.tokens), time.monotonic())
         self.samples = {index: GainedSample(request_id, queue) for index in range(prepared.params.n)}
         self.aborted = False
+        self.spans: tuple[Span, ...] = prepared.spans
 
 
 class GainedSample:
@@ -126,6 +133,8 @@ class ReplicatedEngine:
             self._placement.add(Replica(str(number), mirror))
         count = len(self._replicas.links)
         self._counters, self._waits = [EngineCounters()] * count, [0.0] * count
+        self._expert_tokens: list[Sequence[Sequence[int]]] = [()] * count
+        self._shares_experts = config.expert_parallel
         self._running: dict[str, RunningRequest] = {}
         self._deltas, self._abandoned, self._resets = DeltaQueue(), Abandonment(), dict[str, bool]()
         self._events = CacheEvents()
@@ -156,14 +165,15 @@ class ReplicatedEngine:
             params = prepared.params
             if params.seed is None:  # as one engine draws it, wherever the request goes
                 params = replace(params, seed=derive_seed(self._seed, self._num_requests))
-            tokens = np.array(prepared.tokens, "<i4")
-            message = Submit(name, tokens.tobytes(), params, prepared.boundaries, stream, client)
+            tokens, spans = np.array(prepared.tokens, "<i4"), tuple(map(SentSpan.from_span, prepared.spans))
+            message = Submit(name, tokens.tobytes(), spans, params, prepared.boundaries, stream, client)
             data = encode(message)  # before anything changes
             request = RunningRequest(name, prepared, self._abandoned.watch(self._deltas if queue is None else queue))
             self._running[name] = request
             self._num_requests += 1
             if self._placement.replicas:
-                request.placed = self._placement.place(names_of(tokens, self.cache_key(params)))
+                ids = cache_ids(prepared.tokens, prepared.spans).astype("<i4")
+                request.placed = self._placement.place(names_of(ids, self.cache_key(params)))
                 self._link(request).send(data)
             else:
                 self._fail(request, RankError("every replica was lost; build a new LLM"))
@@ -253,6 +263,13 @@ class ReplicatedEngine:
             setattr(found, field.name, total(values) if values else None)
         return found
 
+    @property
+    def expert_tokens(self) -> list[list[int]]:
+        """[layers][ranks of all replicas] tokens that each rank's experts have computed, as of half a second ago or
+        less; [] if experts are not shared."""
+        known = [each for each in self._expert_tokens if each]
+        return [[sum(counts) for counts in zip(*layers, strict=True)] for layers in zip(*known, strict=True)]
+
     def cache_layout(self) -> CacheLayout | None:
         """As `Engine.cache_layout`, of all replicas."""
         layout = self._replicas.ready[0].layout
@@ -310,6 +327,7 @@ class ReplicatedEngine:
             return  # it is lost: its requests have ended
         if isinstance(message, Stepped):
             self._counters[number], self._waits[number] = message.counters, message.wait_seconds
+            self._expert_tokens[number] = message.expert_tokens or self._expert_tokens[number]
             self._update_mirror(number, message.events)
             for delta in message.deltas:
                 self._gain(delta)
@@ -353,18 +371,24 @@ class ReplicatedEngine:
                     request.placed.ended()
 
     def _lose(self, number: int, error: Exception) -> None:
-        """Ends the requests of a lost replica."""
-        self._placement.remove(str(number))
-        for tier in get_args(Tier):
-            self._events.cleared("failed", tier, number)
-        if not self._placement.replicas:
+        """Ends the requests of a lost replica, and of the others if they share its experts."""
+        names = [str(number), *self._placement.replicas] if self._shares_experts else [str(number)]
+        for name in dict.fromkeys(names):
+            self._placement.remove(name)
+            for tier in get_args(Tier):
+                self._events.cleared("failed", tier, int(name))
+        if not self._placement.replicas and not self._shares_experts:
             error = RankError(f"{error}; every other replica was lost before")
-        lost = replace(self._counters[number], **dict.fromkeys(_NOW, 0), step_cost_error=None)
+        for name in dict.fromkeys(names):
+            self._end_requests(name, error)
+
+    def _end_requests(self, name: str, error: Exception) -> None:
+        lost = replace(self._counters[int(name)], **dict.fromkeys(_NOW, 0), step_cost_error=None)
         for request in list(self._running.values()):
-            if request.placed is not None and request.placed.replica.name == str(number):
+            if request.placed is not None and request.placed.replica.name == name:
                 lost.failed += len(request.samples)
                 self._fail(request, error)
-        self._counters[number] = lost
+        self._counters[int(name)] = lost
 
     def _fail(self, request: RunningRequest, error: Exception) -> None:
         request.metrics.finish_time = time.monotonic()

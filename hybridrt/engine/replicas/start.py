@@ -18,6 +18,7 @@ from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import ConfigError, DeviceError, EngineError, HybridrtError, MessageError, PeerGoneError
 from hybridrt.channel.control import LOADING_S, Link, disown_in_child, rank_timeout
 from hybridrt.engine.replicas.messages import Beat, Failed, FromReplica, Ready, Start, decode, encode
+from hybridrt.parallel.expert_ranks import ExpertPlace
 from hybridrt.parallel.rank_start import accept_links, open_place
 from hybridrt.parallel.torchrun import world
 
@@ -116,7 +117,8 @@ class Replicas:
                 links = accept_links(listener, len(processes) + 1, processes, "replica")
             for number, (link, process) in enumerate(zip(links, processes, strict=True)):
                 self.links.append(ReplicaLink(number, link, process, self.inbox, timeout))
-            self.ready = self._load(replace(config, device=resolve_device(config.device).type))
+            assert place.directory is not None, "replicas are on this host"
+            self.ready = self._load(replace(config, device=resolve_device(config.device).type), place.directory)
         except BaseException:
             self.close()
             raise
@@ -125,10 +127,11 @@ class Replicas:
         """Ends all of them. May be repeated."""
         self._finalizer()
 
-    def _load(self, config: EngineConfig) -> Sequence[Ready]:
+    def _load(self, config: EngineConfig, directory: str) -> Sequence[Ready]:
         """All load the model at the same time."""
         for link in self.links:
-            link.send(encode(Start(config)))
+            experts = ExpertPlace(directory, link.number) if config.expert_parallel else None
+            link.send(encode(Start(config, experts)))
         ready: dict[int, Ready] = {}
         while len(ready) < len(self.links):
             number, message = self.inbox.get()
@@ -178,5 +181,7 @@ def _environments(config: EngineConfig) -> list[dict[str, str]]:
     if (found := gpu_count()) < need:
         raise DeviceError(f"dp_size {count} and tp_size {config.tp_size} need {need} GPUs, but torch sees {found}")
     names = os.environ.get(_VISIBLE, ",".join(map(str, range(found)))).split(",")
-    size = config.tp_size
-    return [{_VISIBLE: ",".join(names[i * size : (i + 1) * size])} for i in range(count)]
+    own = [names[i * config.tp_size : (i + 1) * config.tp_size] for i in range(count)]
+    # Kernels of replicas that share experts write to the memory of the others' GPUs, so they see them, after their own.
+    others = [[each for each in names[:need] if each not in mine] if config.expert_parallel else [] for mine in own]
+    return [{_VISIBLE: ",".join(mine + more)} for mine, more in zip(own, others, strict=True)]

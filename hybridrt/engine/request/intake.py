@@ -43,6 +43,13 @@ class SpansPrompt(TokensPrompt):
     spans: Sequence[Span]
 
 
+class EmbedsPrompt(TypedDict):
+    """Embeddings [n, hidden] instead of tokens: an array of numpy or torch. `LLM` makes a SpansPrompt
+    of it, where `prompt_embeds` is on."""
+
+    prompt_embeds: npt.NDArray[np.floating[Any]] | torch.Tensor
+
+
 class ImagesPrompt(TextPrompt):
     """Text with a placeholder for each of its images: see hybridrt/images/source.py for these.
     `LLM` makes a SpansPrompt of it."""
@@ -50,7 +57,7 @@ class ImagesPrompt(TextPrompt):
     images: Sequence[Any]
 
 
-Prompt = str | TokenIds | TextPrompt | TokensPrompt | SpansPrompt | ImagesPrompt
+Prompt = str | TokenIds | TextPrompt | TokensPrompt | SpansPrompt | ImagesPrompt | EmbedsPrompt
 ACCEPTED = (
     'a prompt is a string, token ids (a list, a tuple, or a 1-D integer array of numpy or torch), {"prompt": text}, '
     '{"prompt": text, "images": [...]} or {"prompt_token_ids": ids}'
@@ -273,6 +280,10 @@ class Intake:
         given = prompt.get("spans") if isinstance(prompt, Mapping) else None
         tokens = self._tokens(prompt, params, placeholders=bool(given))
         spans = check_spans(given, tokens, self.limits.spans) if given else ()
+        if params.prompt_logprobs is not None and any(span.input.embeds for span in spans):
+            raise RequestError(
+                "prompt_logprobs: embeddings have no token ids to score; leave it out", "prompt_logprobs"
+            )
         known = Known() if known is None else known
         if known.params is not params:
             known.params, known.made = params, self._of_model(params)
@@ -311,14 +322,14 @@ class Intake:
 
     def _check_placeholders(self, tokens: list[int], allowed: bool) -> None:
         limits, own = self.limits, set[int]()
-        if allowed and limits.spans is not None:
+        if allowed and limits.spans is not None and limits.spans.token is not None:
             own = {limits.spans.token}
         held = (limits.image_tokens.keys() & set(tokens)) - own
         if not held:
             return
         named = f"{min(held)} ({limits.image_tokens[min(held)]})"
         what = f"the prompt holds token {named}, which stands for an image or a video"
-        if limits.spans is None:
+        if limits.spans is None or limits.spans.token is None:
             raise RequestError(f"{what}; hybridrt runs the text part of this model alone: leave images out", "prompt")
         raise RequestError(f"{what}; pass images with the prompt, and let hybridrt write their tokens", "prompt")
 

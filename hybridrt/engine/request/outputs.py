@@ -94,8 +94,9 @@ class EngineCounters(TokenCounters):
             because of it, and the greatest difference of log-probabilities.
         host_pages, host_states: entries of the prefix cache in main memory.
         encoded_spans, encoded_tokens: images, or their tiles, that the encoder has read, and their
-            tokens. encoder_hits: those whose embeddings were still there. encoder_waits: prompt
-            chunks that ended in front of one whose embeddings were not there.
+            tokens. encoder_hits: those whose embeddings were still there. encoder_host_hits: that
+            were in main memory. encoder_waits: prompt chunks that ended in front of one whose
+            embeddings were not there.
         folds: rings folded over all steps; most_folds: in one step. 0 without rings.
     """
 
@@ -130,6 +131,7 @@ class EngineCounters(TokenCounters):
     encoded_spans: int = 0
     encoded_tokens: int = 0
     encoder_hits: int = 0
+    encoder_host_hits: int = 0
     encoder_waits: int = 0
     folds: int = 0
     most_folds: int = 0

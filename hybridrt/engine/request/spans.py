@@ -12,9 +12,11 @@ from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import RequestError, shown
 from hybridrt.base.model_config import ModelConfig
 from hybridrt.base.spans import EncoderInput, Span
+from hybridrt.base.vision import patch_form
 
 KEY_BIT = np.int64(1 << 62)  # ids of the prefix cache from here on name tokens of spans
 DIGEST_BYTES = 32
+EMBEDS_TOKEN = 0  # the id of tokens that are embeddings
 
 
 @dataclass(frozen=True)
@@ -22,38 +24,39 @@ class SpanLimits:
     """The spans that an engine takes.
 
     Attributes:
-        token: placeholder of a span's tokens.
+        token: placeholder of an image's tokens; None: there is no tower.
         patch_size, patch_dtype: numbers of a patch, and their dtype.
         merge: a token has merge * merge patches.
         most_tokens: longest span: the device keeps so many embeddings.
+        hidden: numbers of an embedding.
+        embeds: spans may be embeddings themselves.
         refusal: why no span is taken; "" if some are.
     """
 
-    token: int
+    token: int | None
     patch_size: int
     patch_dtype: str
     merge: int
     most_tokens: int
+    hidden: int
+    embeds: bool = False
     refusal: str = ""
 
 
 def span_limits(config: EngineConfig, model: ModelConfig) -> SpanLimits | None:
-    """None: the model has no encoder, or none is loaded."""
+    """None: no encoder is loaded, and prompts are no embeddings."""
     spec, refusal = model.vision, ""
-    if spec is None:
+    if spec is None and not config.prompt_embeds:
         return None
     if config.speculative is not None and load_method(config.speculative.method).takes_model:
         refusal = (
             f'speculative method "{config.speculative.method}" drafts with a smaller model, which sees no images: '
             'leave images out, or use method "ngram" or "mtp"'
         )
-    if config.dp_size > 1:
-        refusal = (
-            f"dp_size is {config.dp_size}, and replicas take no images: leave images out, or start an LLM for each"
-        )
-    return SpanLimits(
-        spec.token, spec.patch_numbers, spec.patch_dtype, spec.merge, config.encoder_cache_tokens, refusal
-    )
+    numbers, dtype = patch_form(spec)
+    token, merge = (None, 1) if spec is None else (spec.token, spec.merge)
+    most, hidden = config.encoder_cache_tokens, model.hidden_size
+    return SpanLimits(token, numbers, dtype, merge, most, hidden, config.prompt_embeds, refusal)
 
 
 def check_spans(spans: object, tokens: Sequence[int], limits: SpanLimits | None) -> tuple[Span, ...]:
@@ -62,6 +65,8 @@ def check_spans(spans: object, tokens: Sequence[int], limits: SpanLimits | None)
     """
     if not isinstance(spans, Sequence) or not all(isinstance(span, Span) for span in spans):
         raise _refused(f"spans is {shown(spans)}; pass a list of hybridrt.base.spans.Span")
+    if (limits is None or not limits.embeds) and any(_is_embeds(span) for span in spans):
+        raise _refused("embeddings as prompts are off: start with prompt_embeds=True, or pass text or token ids")
     if limits is None:
         raise _refused("this model reads text alone: it has no encoder for images; leave images out")
     if limits.refusal:
@@ -75,7 +80,8 @@ def check_spans(spans: object, tokens: Sequence[int], limits: SpanLimits | None)
                 f"and end within the prompt of {len(tokens)} tokens"
             )
         end = span.start + span.length
-    _check_cover(spans, tokens, limits.token)
+    if limits.token is not None:
+        _check_cover(spans, tokens, limits.token)
     return tuple(spans)
 
 
@@ -90,6 +96,10 @@ def _check_span(i: int, span: Span, limits: SpanLimits) -> None:
             f"an image has {span.length} tokens; the device keeps the embeddings of {limits.most_tokens}: make it "
             "smaller, or raise encoder_cache_tokens"
         )
+    if _is_embeds(span):
+        return _check_embeds(i, span, limits)
+    if limits.token is None:
+        raise _refused("this model reads text alone: it has no encoder for images; leave images out")
     rows, columns = span.grid
     if rows * columns != span.length:
         raise _refused(f"span {i} has {span.length} tokens and the grid {rows} x {columns}; pass its product")
@@ -101,6 +111,20 @@ def _check_span(i: int, span: Span, limits: SpanLimits) -> None:
         raise _refused(f"the patches of span {i} are no {limits.patch_dtype} array of {shape[0]} x {shape[1]}")
 
 
+def _is_embeds(span: Span) -> bool:
+    return isinstance(span.input, EncoderInput) and span.input.embeds
+
+
+def _check_embeds(i: int, span: Span, limits: SpanLimits) -> None:
+    given, shape = span.input.patches, (span.length, limits.hidden)
+    if tuple(_pair(span.grid)) != (1, span.length) or tuple(_pair(span.input.grid)) != (1, span.length):
+        raise _refused(f"span {i} of {span.length} embeddings has the grid {shown(span.grid)}; pass (1, {span.length})")
+    if not isinstance(given, np.ndarray) or given.dtype != np.float32 or given.shape != shape:
+        raise _refused(f"the embeddings of span {i} are no float32 array of {shape[0]} x {shape[1]}")
+    if not np.isfinite(given).all():
+        raise _refused(f"an embedding of span {i} is not finite")
+
+
 def _pair(value: object) -> Sequence[Any]:
     return value if isinstance(value, tuple) and len(value) == 2 else ()
 
@@ -108,7 +132,7 @@ def _pair(value: object) -> Sequence[Any]:
 def _check_cover(spans: Sequence[Span], tokens: Sequence[int], token: int) -> None:
     covered = np.zeros(len(tokens), bool)
     for span in spans:
-        covered[span.start : span.start + span.length] = True
+        covered[span.start : span.start + span.length] = not span.input.embeds
     wrong = np.flatnonzero(covered != (np.asarray(tokens) == token))
     if len(wrong):
         at = int(wrong[0])
@@ -142,4 +166,4 @@ def without_keys(ids: np.ndarray) -> np.ndarray:
 
 def with_placeholders(ids: np.ndarray, model: ModelConfig) -> list[int]:
     """Ids of the prefix cache as token ids."""
-    return ids.tolist() if model.vision is None else np.where(ids < KEY_BIT, ids, model.vision.token).tolist()
+    return np.where(ids < KEY_BIT, ids, EMBEDS_TOKEN if model.vision is None else model.vision.token).tolist()

@@ -135,7 +135,8 @@ def causal_conv1d_update(
 
 
 def conv_window(conv: Tensor, slots: Tensor, positions: Tensor, kernel: int) -> Tensor:
-    """The K - 1 raw inputs before `positions` [B], oldest first: [B, C, K-1], conv's dtype, zero before position 0."""
+    """The K - 1 raw inputs before `positions` [B], oldest first: [B, C, K-1], conv's dtype, zero
+    before position 0."""
     return _window(conv, slots, positions, kernel).transpose(1, 2).contiguous()
 
 
@@ -146,7 +147,8 @@ def _window(conv: Tensor, slots: Tensor, positions: Tensor, taps: int) -> Tensor
 
 
 def check_ring(conv: Tensor, kernel: int, tokens: int) -> None:
-    """Raises ConfigError unless the ring of `conv` [S+1, C, Wc] serves `kernel` taps and steps of `tokens` tokens."""
+    """Raises ConfigError unless the ring of `conv` [S+1, C, Wc] serves `kernel` taps and steps of
+    `tokens` tokens."""
     width = conv.shape[2]
     if width < kernel - 1 + tokens or width & (width - 1):
         raise ConfigError(

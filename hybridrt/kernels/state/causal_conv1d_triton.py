@@ -18,8 +18,8 @@ def _varlen_kernel(  # type: ignore[no-untyped-def]
     BLOCK_B: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
-    # Row b has the blocks from query_start_loc[b] // BLOCK_T + b on: at least one, which carries the
-    # ring of a row without tokens. Past the last row is a padding row.
+    # Row b has the blocks from query_start_loc[b] // BLOCK_T + b on: at least one, which carries
+    # the ring of a row without tokens. Past the last row is a padding row.
     rows = tl.arange(0, BLOCK_B)
     numbers = tl.load(query_start_loc_ptr + rows, mask=rows <= batch, other=0) // BLOCK_T + rows
     b = tl.sum(((numbers <= tl.program_id(1)) & (rows <= batch)).to(tl.int32), axis=0) - 1
@@ -188,7 +188,8 @@ def causal_conv1d_varlen_triton(
 def causal_conv1d_update_triton(
     x: Tensor, weights: ConvWeights, state: ConvState, intermediate: IntermediateStates | None = None
 ) -> Tensor:
-    """`causal_conv1d_update` in one launch; `short_conv_update` where x has three times the channels of the ring."""
+    """`causal_conv1d_update` in one launch; `short_conv_update` where x has three times the
+    channels of the ring."""
     conv = state.conv
     windows, rows = (None, None) if intermediate is None else (intermediate.stored, intermediate.rows)
     predecessors = None if intermediate is None else intermediate.predecessors

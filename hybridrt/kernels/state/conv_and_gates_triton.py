@@ -44,7 +44,8 @@ def log_decay(a, A_log, dt_bias, LOWER_BOUND: tl.constexpr = None):  # type: ign
 
 @triton.jit
 def time_step(dt_ptr, dt_bias_ptr, h, mask, dt_min, dt_max):  # type: ignore[no-untyped-def]
-    """clamp(softplus(dt + dt_bias)) of heads h: dt_ptr points at their raw dt. What is masked means nothing."""
+    """clamp(softplus(dt + dt_bias)) of heads h: dt_ptr points at their raw dt. What is masked means
+    nothing."""
     dt = tl.load(dt_ptr, mask=mask).to(tl.float32)
     if dt_bias_ptr is not None:
         dt += tl.load(dt_bias_ptr + h, mask=mask).to(tl.float32)
@@ -53,7 +54,8 @@ def time_step(dt_ptr, dt_bias_ptr, h, mask, dt_min, dt_max):  # type: ignore[no-
 
 @triton.jit
 def state_before(predecessors, stored, stored_st, t, initial, mask):  # type: ignore[no-untyped-def]
-    """The state [rows, columns] before token t, float32: `initial`, or the one after its predecessor, in `stored`."""
+    """The state [rows, columns] before token t, float32: `initial`, or the one after its
+    predecessor, in `stored`."""
     predecessor = tl.load(predecessors + t)
     tl.debug_barrier()  # this program stored the predecessor's state
     inherits = tl.zeros(mask.shape, tl.int32) + predecessor >= 0

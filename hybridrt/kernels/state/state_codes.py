@@ -41,7 +41,8 @@ def num_scales(columns: int) -> int:
 
 
 def split_heads_of_codes(stored: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Views of stored states [..., H, head_bytes] uint8: codes [..., H, P, N], and scales [..., H, P, n] int16."""
+    """Views of stored states [..., H, head_bytes] uint8: codes [..., H, P, N], and scales [..., H,
+    P, n] int16."""
     codes, scales = stored.split_with_sizes(_sections(stored.shape[-1], rows, columns), -1)[:2]
     return codes.view(dtype).unflatten(-1, (rows, columns)), scales.view(torch.int16).unflatten(-1, (rows, -1))
 
@@ -53,7 +54,8 @@ def _sections(nbytes: int, rows: int, columns: int) -> tuple[int, int, int]:
 
 
 def element_keys(layer_id: int, first_head: int, heads: int) -> Tensor:
-    """[heads] int32, from which the rounding of a layer's elements begins. `first_head`: of this rank."""
+    """[heads] int32, from which the rounding of a layer's elements begins. `first_head`: of this
+    rank."""
     heads_of_layer = layer_id * 0x10001 + torch.arange(first_head, first_head + heads)
     return _mixed(heads_of_layer).to(torch.int32)
 
@@ -67,7 +69,8 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def rounding_offsets(keys: Tensor, lengths: Tensor, rows: int, columns: int) -> Tensor:
-    """u in [0, 1) of the states after `lengths` [n] tokens, for heads with `keys` [H]: [n, H, P, N] float32."""
+    """u in [0, 1) of the states after `lengths` [n] tokens, for heads with `keys` [H]: [n, H, P, N]
+    float32."""
     element = torch.arange(rows * columns, device=keys.device).view(rows, columns)
     tokens = lengths.long().view(-1, 1, 1, 1)
     base = _mixed(keys.long()[:, None, None] + tokens // STRETCH * _ODD + element)
@@ -75,7 +78,8 @@ def rounding_offsets(keys: Tensor, lengths: Tensor, rows: int, columns: int) -> 
 
 
 def encode(states: Tensor, offsets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Codes of float32 states [..., P, N] in `dtype`, and their scales [..., P, n] int16 if that has 8 bits."""
+    """Codes of float32 states [..., P, N] in `dtype`, and their scales [..., P, n] int16 if that
+    has 8 bits."""
     if dtype not in LARGEST:
         return _round_floats(states, offsets, *STEPS[dtype]).to(dtype), None
     columns = states.shape[-1]

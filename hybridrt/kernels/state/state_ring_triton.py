@@ -202,7 +202,8 @@ def products(a, b, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def multiply_state(state, vectors, acc):  # type: ignore[no-untyped-def]
-    """acc + state [P, N] times vectors [T, N]; element by element, to be summed over N at the end, where T is 1."""
+    """acc + state [P, N] times vectors [T, N]; element by element, to be summed over N at the end,
+    where T is 1."""
     if vectors.shape[0] == 1:
         acc += state.to(tl.float32) * vectors.to(tl.float32)
     elif state.dtype == vectors.dtype and state.dtype != tl.float32:

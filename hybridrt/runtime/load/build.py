@@ -342,7 +342,8 @@ def encoder_bytes(config: EngineConfig, target: RunTarget) -> int:
     """Embeddings that are kept, and what the encoder needs for as many tokens at once."""
     spec, itemsize = target.model_config.vision, target.dtype.itemsize
     if spec is None:
-        return 0
+        # Kept, and on their way in float32 and in the dtype.
+        return config.encoder_cache_tokens * target.model_config.hidden_size * (4 + 2 * itemsize) * config.prompt_embeds
     # The patches as bytes, in float32 twice and in the dtype; then the stream, its norm, q, k and v rotated,
     # attention's output, and the MLP before and after its activation.
     numbers = 8 * spec.hidden_size + 2 * spec.intermediate_size + 2 * spec.projector_size // spec.merge**2

@@ -20,6 +20,7 @@ from triton.runtime.jit import JITFunction
 from hybridrt.base.device import GPUFacts
 from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.base.spans import EncoderInput, Span, mrope_positions
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.core.slots import NO_SLOT, OWN_SLOT
 from hybridrt.layers.linear import finish
@@ -33,20 +34,24 @@ from hybridrt.runtime.precompile.pretend_gpu import pretended
 from hybridrt.runtime.precompile.replaced import replaced
 from hybridrt.runtime.run.kv_scales import measuring_step
 from hybridrt.runtime.run.probe import probe
+from hybridrt.runtime.run.span_encoder import SpanEncoder
 from hybridrt.runtime.run.step_runner import StepRunner
 from hybridrt.runtime.sampling.sampler import EVERY_DRAW
 from hybridrt.runtime.step.plan import (
     Admission,
     DecodeRow,
     DecodeRows,
+    EncoderTask,
     ExtendRow,
     PageCopy,
     PageWrite,
+    SpanRows,
     StepPlan,
 )
 from hybridrt.runtime.step.sampling_table import make_rules
 
 PROMPTS = (1, 15, 16, 100, 512)
+IMAGES = (3, 16)  # their tokens
 _SAVE = 16
 _NamedStep = tuple[str, Callable[[], Any]]  # for messages, and what runs it
 
@@ -152,6 +157,8 @@ def trace(
                 steps.append(("the prompt for KV scales", partial(_measure_scales, runner)))
             if config.cuda_graph:
                 steps.append(("graphs", runner.capture))
+            if runner.model_config.vision is not None:
+                runner.encoder = SpanEncoder(runner.model, config.encoder_cache_tokens, 0, runner.staging)
             make = _Plans(runner)
             problems = _run_all([*steps, *_first_steps(make)])
             started()
@@ -219,6 +226,9 @@ def _further_steps(make: "_Plans") -> Iterator[_NamedStep]:
     if make.recurrent and keeps_prefixes(make.runner.config, make.runner.model_config):
         move = StateMove(1, 1, make.plan.num_slots, When.BEFORE_ROWS)
         yield "a state within an answer", partial(make.run, StepPlan(moves=[move]))
+    if make.runner.encoder is not None:
+        for tokens in sorted({min(n, make.lengths[-1], make.runner.config.encoder_cache_tokens) for n in IMAGES}):
+            yield f"an image of {tokens} tokens", partial(make.run, make.image(tokens, greedy))
     for i, draw in enumerate(EVERY_DRAW):
         for n in rows:
             yield f"draws {i}, {n} rows", partial(make.decode, n, SamplingParams(**draw))
@@ -233,6 +243,7 @@ class _Plans:
         self.recurrent = runner.pools.req_to_token.mamba_pool is not None
         chunk = min(runner.config.chunked_prefill_size, self.plan.max_model_len - 1)
         self.lengths = sorted({min(n, chunk) for n in (*PROMPTS, chunk)})
+        self._ticket = 0  # of the latest encoder task
 
     def run(self, plan: StepPlan | None) -> None:
         if plan is not None:
@@ -264,6 +275,21 @@ class _Plans:
         plan.extend = [ExtendRow(1, _SAVE, [0] * tokens, 0, True, read_state_slot=slot)]
         one = np.ones(len(self.plan.groups), np.int32)
         plan.page_copies = [PageCopy(one, 2 * one)] if self.plan.num_pages > 1 else []
+        return plan
+
+    def image(self, tokens: int, params: SamplingParams) -> StepPlan:
+        """A prompt of one image, a row of tokens."""
+        config, spec = self.runner.model_config, self.runner.model_config.vision
+        assert spec is not None, "its runner has an encoder"
+        patches = np.zeros((tokens * spec.merge**2, spec.patch_numbers), spec.patch_dtype)
+        given, rows = EncoderInput(patches, (spec.merge, tokens * spec.merge)), np.arange(tokens, dtype=np.int32)
+        span = Span(0, tokens, b"", (1, tokens), given)
+        plan = self.prompts([tokens], params)
+        mrope = mrope_positions([span], 0, tokens) if config.mrope else None
+        seen = SpanRows(rows, rows)
+        plan.extend = [ExtendRow(1, 0, [0] * tokens, 0, True, embeddings=seen, mrope=mrope)]
+        self._ticket += 1
+        plan.encode, plan.after_encoder = [EncoderTask(self._ticket, given, rows)], self._ticket
         return plan
 
     def decode(self, rows: int, params: SamplingParams, constrained: bool = False) -> None:

@@ -234,18 +234,19 @@ class GraphRunner:
         at = bisect_left(self._sizes, rows)
         return self._sizes[at] if at < len(self._sizes) else None
 
-    def replay(self, decode: DecodeRows, new_pages: np.ndarray = NO_INTEGERS) -> torch.Tensor:
+    def replay(self, decode: DecodeRows, new_pages: np.ndarray = NO_INTEGERS, least: int = 0) -> torch.Tensor:
         """One step, in inference mode: one host-to-device copy, the backends' metadata, the graph.
 
         Args:
             new_pages: [n, G] int32, KV page of each row's last draft (its one token if T is 1) in
                 each page group where it is new, else -1; empty: none is.
+            least: rows of the graph, at least; those that the step has not are padding.
 
         Returns:
             [n * T, vocab] logits, a view that the next replay overwrites.
         """
         n = len(decode.rows)
-        bs = self.bucket(n)
+        bs = self.bucket(max(n, least))
         assert bs is not None, "bucket() says which batches have a graph"
         if self.poisoned:
             self.buffers.poison()
@@ -253,6 +254,8 @@ class GraphRunner:
         lens = (decode.computed + self.tokens).tolist() if self.backend.needs_host_lens else None
         self._prepare(bs, n, lens)
         self._replays[bs]()
+        if not n:
+            return self.buffers.logits[:0]
         views = self.views_of(n)
         views.batch.metadata = self.prepared.metadata
         return views.logits

@@ -77,10 +77,10 @@ def _capture_decode(parts: GraphParts, tokens: int, progress: bool, recorder: Re
 
 
 def _capture_prompts(parts: GraphParts, progress: bool, recorder: Recorder) -> PromptGraphs | None:
-    """None if they are switched off, or the backend cannot be captured."""
+    """None if they are switched off, the backend cannot be captured, or replicas share experts."""
     config = parts.config
-    if not config.cuda_graph_prompts:
-        return None
+    if not config.cuda_graph_prompts or parts.model.tp.replicas is not None:
+        return None  # tokens for other replicas' experts have other numbers in each prompt
     if not parts.backend.captures_prompts:
         logger.info("steps with prompts run without graphs: a backend reads their lengths or slots on the host")
         return None

@@ -9,17 +9,19 @@ from hybridrt.models.base import CausalLM
 
 
 class ExpertLoads:
-    """Every rank counts the tokens of all ranks, so one rank's counts say all."""
+    """Every rank counts the tokens of all ranks of its replica, so one rank's counts say all."""
 
     def __init__(self, model: CausalLM) -> None:
         self._shares = [experts.share for experts in experts_of(model) if experts.share is not None]
-        self._side, self._ranks = SideStream(model.device), model.tp.size
+        replicas = model.tp.replicas
+        self._side = SideStream(model.device)
+        self._ranks = model.tp.size * (1 if replicas is None else replicas.size)
         for load in self._loads():
             load.zero_()  # of steps that the start has run
 
     def read(self) -> list[list[int]]:
-        """[layers][ranks] tokens, each counted once for each of its experts; [] without
-        `expert_parallel`. Waits for no step."""
+        """[layers][ranks] tokens of this replica that each rank's experts compute, counted once for each
+        expert; [] without `expert_parallel`. Waits for no step."""
         with self._side.next_to_current():
             totals = [load.unflatten(0, (self._ranks, -1)).sum(-1) for load in self._loads()]
             return torch.stack(totals).tolist() if totals else []

@@ -14,8 +14,10 @@ from hybridrt.mem_cache.pools.pools import Pools
 from hybridrt.runtime.load.host_memory import free_host_memory
 from hybridrt.runtime.step.plan import HostCopy, HostState
 
+OPTION = "host_cache_bytes"
 
-class _Run(NamedTuple):
+
+class Run(NamedTuple):
     staged: slice
     host: slice
 
@@ -33,14 +35,11 @@ class HostCopies:
     """
 
     def __init__(self, pools: Pools, plan: HostPlan, device: torch.device) -> None:
-        if plan.nbytes > (free := free_host_memory()):
-            raise MemoryBudgetError(
-                f"host_cache_bytes asks for {plan.nbytes} bytes of main memory on this rank; {free} are free: lower it"
-            )
+        check_host_memory(plan.nbytes, OPTION)
         self._kv, self._mamba, self._device = pools.kv, pools.req_to_token.mamba_pool, device
         self._shared = pools.shared
-        self._pages = [_pinned(plan.num_pages + 1, nbytes, device) for nbytes in plan.page_bytes]
-        self._states = _pinned(plan.num_states + 1, plan.state_bytes, device)
+        self._pages = [pinned_rows(plan.num_pages + 1, nbytes, device, OPTION) for nbytes in plan.page_bytes]
+        self._states = pinned_rows(plan.num_states + 1, plan.state_bytes, device, OPTION)
         self._at_once = [max(STAGED_BYTES // nbytes, 1) for nbytes in plan.page_bytes]
         sizes = [count * nbytes for count, nbytes in zip(self._at_once, plan.page_bytes)]
         self._staged_pages = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device)
@@ -86,7 +85,7 @@ class HostCopies:
     def _copy_pages(self, group: int, pages: Sequence[int], places: Sequence[int], fetch: bool) -> None:
         host, index = self._pages[group], self._indices(pages)
         staged = self._staged_pages[: len(pages) * host.shape[1]].view(len(pages), -1)
-        runs = list(_runs(places))
+        runs = list(runs_of(places))
         if fetch:
             for run in runs:
                 staged[run.staged].copy_(host[run.host], non_blocking=True)
@@ -134,18 +133,28 @@ class HostCopies:
         return index if self._device.type == "cpu" else index.pin_memory().to(self._device, non_blocking=True)
 
 
-def _pinned(entries: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    """[entries, nbytes] uint8, page-locked for a GPU. torch's pinned memory comes in powers of two."""
+def check_host_memory(nbytes: int, option: str) -> None:
+    """MemoryBudgetError unless there is so much free main memory for `option`."""
+    if nbytes > (free := free_host_memory()):
+        raise MemoryBudgetError(
+            f"{option} asks for {nbytes} bytes of main memory on this rank; {free} are free: lower it"
+        )
+
+
+def pinned_rows(entries: int, nbytes: int, device: torch.device, option: str) -> torch.Tensor:
+    """[entries, nbytes] uint8, page-locked for a GPU. torch's pinned memory comes in powers of two.
+    MemoryBudgetError names `option`."""
     buffer = torch.zeros((entries, nbytes), dtype=torch.uint8)  # page faults happen here
     if device.type == "cuda" and buffer.numel() and (status := page_lock(buffer)):
         raise MemoryBudgetError(
-            f"{buffer.numel()} bytes of main memory cannot be page-locked (CUDA error {status}): lower "
-            "host_cache_bytes, or raise the limit on locked memory (ulimit -l)"
+            f"{buffer.numel()} bytes of main memory cannot be page-locked (CUDA error {status}): lower {option}, or "
+            "raise the limit on locked memory (ulimit -l)"
         )
     return buffer
 
 
-def _runs(places: Sequence[int]) -> Iterator[_Run]:
+def runs_of(places: Sequence[int]) -> Iterator[Run]:
+    """Neighbours among `places`, as slices of the list and of what it points at."""
     starts = [0, *(i for i, (a, b) in enumerate(pairwise(places), 1) if b != a + 1), len(places)]
     for start, end in pairwise(starts):
-        yield _Run(slice(start, end), slice(places[start], places[start] + end - start))
+        yield Run(slice(start, end), slice(places[start], places[start] + end - start))

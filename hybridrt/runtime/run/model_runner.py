@@ -96,8 +96,8 @@ class ModelRunner(StepRunner):
             super().__init__(Runtime.allocate(config, target, model, plan, scales))
             if config.transfer_bytes:
                 self.arena = StateArena(target, self.pools, config.transfer_bytes)
-            if target.model_config.vision is not None:
-                self.encoder = SpanEncoder(model, config.encoder_cache_tokens, self.staging)
+            if target.model_config.vision is not None or config.prompt_embeds:
+                self.encoder = SpanEncoder(model, config.encoder_cache_tokens, config.encoder_host_tokens, self.staging)
             if plan.host:
                 self.host = HostCopies(self.pools, plan.host, target.device)
         log.info("memory plan: %s", self.memory_plan.summary())
@@ -117,6 +117,8 @@ def plan_pools(config: EngineConfig, target: RunTarget, model: CausalLM, budget_
         peak += _graph_activations(config, target, peak)
     # One scheduler serves all ranks: the smallest decides.
     budget_bytes = target.tp.minimum(pool_budget(config, target, peak) if budget_bytes is None else budget_bytes)
+    if target.tp.replicas is not None:  # which replay graphs of the same rows
+        budget_bytes = target.tp.replicas.minimum(budget_bytes)
     return make_plan(
         config, target, budget_bytes=budget_bytes, weights=weight_bytes(model), activations=peak, share=True
     )

@@ -1,6 +1,7 @@
 """Runs steps: turns a StepPlan into tokens, over a model, its pools and its backend."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -22,6 +23,7 @@ from hybridrt.runtime.replay.prompt_graphs import PromptGraphs
 from hybridrt.runtime.run.capture import capture_graphs
 from hybridrt.runtime.run.host_copies import HostCopies
 from hybridrt.runtime.run.launched_step import EnterTokens, ForwardPart, LaunchedStep, MaskedLines
+from hybridrt.runtime.run.lock_step import EAGER, NO_STEP, LockStep
 from hybridrt.runtime.run.prefix_copy import PrefixPlaces, Tensors, read_prefix, write_prefix
 from hybridrt.runtime.run.span_encoder import SpanEncoder
 from hybridrt.runtime.run.state_arena import StateArena
@@ -58,6 +60,7 @@ class StepRunner:
         encoder: makes embeddings of images; None for a model that takes text only.
         forks: drafts may fork (`SpeculativeConfig.forks`).
         recordings: recorded decode steps of one row on a CPU.
+        lock_step: of replicas that share experts; None: steps of this one wait for no other.
         drafter: the device part of a drafter; None without one.
     """
 
@@ -89,12 +92,16 @@ class StepRunner:
         # With HYBRIDRT_DEBUG=1 backends look at all numbers: eagerly.
         kept = self.device.type == "cpu" and not DEBUG and self.drafter is None
         self._cpu_decode = CPUDecode(self.backend, self.pools.req_to_token, self.last_tokens) if kept else None
-        # A recording would miss sums over ranks.
-        self.recordings = Recordings(self.model, self.config.cuda_graph and self.config.tp_size == 1)
+        replicas = self.target.tp.replicas
+        self.lock_step = None if replicas is None else LockStep(self.model, replicas)
+        # A recording would miss sums over ranks, and tokens for other replicas.
+        alone = self.config.tp_size == 1 and self.lock_step is None
+        self.recordings = Recordings(self.model, self.config.cuda_graph and alone)
 
     def capture(self, progress: bool = False) -> None:
         """Records steps as graphs (hybridrt.runtime.run.capture)."""
-        captured = capture_graphs(self, progress)
+        with nullcontext() if self.lock_step is None else self.lock_step.capturing():
+            captured = capture_graphs(self, progress)
         self.graphs |= captured.decode
         self.prompt_graphs = captured.prompts
 
@@ -125,12 +132,26 @@ class StepRunner:
                     self.encoder.advance(plan)
                 if plan.moves or plan.cleared or self.host is not None:
                     self._move_states(plan)
-                self._run_model(plan, tokens, step)
+                if self.lock_step is not None and (len(plan.decode.rows) or plan.extend):
+                    self._run_together(plan, tokens, step, self.lock_step)
+                else:
+                    self._run_model(plan, tokens, step)
         except BaseException:
             self.backend.drop_step()  # never committed; later steps would raise
             raise
         self._last_masked = step if step.needs_masks else None
         return step
+
+    def join(self) -> bool:
+        """Takes part in a round of replicas that share experts, without a step. Returns whether another
+        replica has one. RankError if one is lost."""
+        assert self.lock_step is not None, "only replicas that share experts join others"
+        with self._inference, self.lock_step.round(NO_STEP) as agreed:
+            if agreed == EAGER:
+                self.lock_step.join()
+            elif agreed != NO_STEP:
+                self.graphs[1].replay(NO_ROWS, least=agreed)
+        return agreed != NO_STEP
 
     def check_sampled(self) -> None:
         """EngineError if the last step still needs masks. Changes nothing."""
@@ -196,6 +217,17 @@ class StepRunner:
             plain = tokens == 1 and len(plan.decode.rows) and not (plan.extend or plan.imports or plan.exports)
             if plain and self._cpu_decode is not None:
                 self._run_cpu_decode(plan, self._cpu_decode, step)
+            else:
+                self._run_eager(plan, tokens, step)
+
+    def _run_together(self, plan: StepPlan, tokens: int, step: LaunchedStep, lock_step: LockStep) -> None:
+        """In a graph only if all replicas have one: a decode step without drafts."""
+        found = None
+        if self.graphs and not plan.extend and self.config.speculative is None:
+            found = self._graph_of(plan, tokens)
+        with lock_step.round(EAGER if found is None else found[0].bucket(len(plan.decode.rows)) or EAGER) as agreed:
+            if found is not None and agreed != EAGER:
+                self._replay_decode(plan, *found, step, agreed)
             else:
                 self._run_eager(plan, tokens, step)
 
@@ -267,11 +299,12 @@ class StepRunner:
         return None if split is None else (graphs, *split)
 
     def _replay_decode(
-        self, plan: StepPlan, graphs: GraphRunner, new_pages: np.ndarray, rest: list[PageWrite], step: LaunchedStep
-    ) -> None:
-        """Prompt chunks run afterwards, with the page writes `rest`."""
+        self, plan: StepPlan, graphs: GraphRunner, new_pages: np.ndarray, rest: list[PageWrite], step: LaunchedStep,
+        least: int = 0,
+    ) -> None:  # fmt: skip
+        """Prompt chunks run afterwards, with the page writes `rest`. `least` as in `GraphRunner.replay`."""
         decode = plan.decode
-        graphs.replay(decode, new_pages)
+        graphs.replay(decode, new_pages, least)
         views, on_host = graphs.views_of(len(decode.rows)), (decode.rows, decode.output_indices)
         lines = SampledLines(views.batch.req_pool_indices, views.output_indices, on_host, views.logits)
         step.add_part(self, ForwardPart(lines, views.batch, graphs.buffers.arrays, views.hidden))

@@ -208,10 +208,20 @@ class EncoderTask(msgspec.Struct, frozen=True, array_like=True, eq=False):
 
     Attributes:
         ticket: greater than that of every earlier task.
+        host_rows: [n] int32 rows of the cache in main memory that get them too; empty: none do.
     """
 
     ticket: int
     input: EncoderInput
+    rows: np.ndarray
+    host_rows: np.ndarray = NO_INTEGERS
+
+
+class EmbeddingFetch(msgspec.Struct, frozen=True, array_like=True, eq=False):
+    """Embeddings in rows `host_rows` [n] int32 of main memory go to `rows` [n] int32 of the device's
+    embedding cache. The task that made them has ended."""
+
+    host_rows: np.ndarray
     rows: np.ndarray
 
 
@@ -263,6 +273,7 @@ class StepPlan:
             through `after_copies`.
         after_copies: this step and later ones wait for the copies up to this ticket; 0: for none.
         cleared: slabs that are zeroed after that, before all else.
+        fetch: before the tasks of this step, and of earlier ones that have not ended.
         encode: tasks of the encoder, which run in order, before the rows of this step and of later
             ones: a step with decode rows runs only a part.
         after_encoder: the tasks up to this ticket end before the rows; 0: none need to.
@@ -282,6 +293,7 @@ class StepPlan:
     host_copies: list[HostCopy] = field(default_factory=list)
     after_copies: int = 0
     cleared: list[int] = field(default_factory=list)
+    fetch: list[EmbeddingFetch] = field(default_factory=list)
     encode: list[EncoderTask] = field(default_factory=list)
     after_encoder: int = 0
     constrained: list[int] = field(default_factory=list)

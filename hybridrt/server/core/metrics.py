@@ -225,6 +225,7 @@ class Metrics(Collector):
             ("hybridrt:encoded_images", "Images, or their tiles, that the encoder has read.", now.encoded_spans),
             ("hybridrt:encoded_image_tokens", "Their tokens.", now.encoded_tokens),
             ("hybridrt:encoder_cache_hits", "Images whose embeddings were still there.", now.encoder_hits),
+            ("hybridrt:encoder_host_hits", "Images whose embeddings were in main memory.", now.encoder_host_hits),
             ("hybridrt:encoder_waits", "Prompt chunks that ended in front of an image.", now.encoder_waits),
             ("hybridrt:prefill_tokens", "Prompt tokens computed, those computed again included.", now.prompt_tokens),
             ("hybridrt:samples_failed", "Samples that ended with an error.", now.failed),

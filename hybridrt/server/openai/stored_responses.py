@@ -78,11 +78,14 @@ def _page(text: bytes, name: str, limit: int, after: str | None, newest_first: b
 
 
 def begin_in_background(service: Service, answer: ResponseReply) -> Response:
-    """Lets a response run to its end, which nobody waits for; GET shows it then. Returns what it is now."""
+    """Lets a response run to its end, which nobody waits for; GET shows it then.
+
+    The answer says "queued", as at OpenAI.
+    """
     task = asyncio.get_running_loop().create_task(_run(answer))
     service.unwatched.add(task)
     task.add_done_callback(service.unwatched.discard)
-    return _json(encode(answer.body()))
+    return _json(encode(answer.body() | {"status": "queued"}))
 
 
 async def _run(answer: ResponseReply) -> None:

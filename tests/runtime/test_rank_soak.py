@@ -1,0 +1,50 @@
+"""Thousands of steps of random schedules on two ranks, and on two replicas that share experts."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hybridrt import SpeculativeConfig
+from tests.support.checkpoints import CheckpointStore
+from tests.support.rank_soak import soak_ranks, soak_replicas
+
+DRAFTS = SpeculativeConfig(num_draft_tokens=3, state_mode="replay")
+RANKS: list[tuple[str, dict[str, Any]]] = [
+    ("qwen-split", {"expert_parallel": True}),
+    ("falcon-split", {"state_mode": "replay"}),
+    ("falcon-split", {"speculative": DRAFTS}),
+    ("nemotron-split_groups", {"prefix_cache": False}),
+]
+REPLICAS: list[tuple[str, dict[str, Any]]] = [("qwen-split", {}), ("nemotron-split", {"speculative": DRAFTS})]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [0, 2])
+def test_ranks_for_a_while(run: int, checkpoints: CheckpointStore) -> None:
+    name, options = RANKS[run]
+    assert soak_ranks(name, 30, checkpoints, tp_size=2, **options)["finished"] > 0
+
+
+@pytest.mark.slow
+def test_replicas_for_a_while(checkpoints: CheckpointStore) -> None:
+    name, options = REPLICAS[0]
+    assert all(counts["finished"] > 0 for counts in soak_replicas(name, 40, checkpoints, **options))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("run", range(len(RANKS)))
+def test_ranks(run: int, checkpoints: CheckpointStore, record_property: Callable[[str, object], None]) -> None:
+    name, options = RANKS[run]
+    counts = soak_ranks(name, 2000, checkpoints, tp_size=2, **options)
+    record_property("soak", counts)
+    assert min(counts["finished"], counts["aborted"], counts["retractions"]) > 0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("run", range(len(REPLICAS)))
+def test_replicas(run: int, checkpoints: CheckpointStore, record_property: Callable[[str, object], None]) -> None:
+    name, options = REPLICAS[run]
+    for counts in soak_replicas(name, 2000, checkpoints, **options):
+        record_property("soak", counts)
+        assert min(counts["finished"], counts["aborted"]) > 0
