@@ -280,7 +280,7 @@ class ReplicatedEngine:
         with self.turns.now:
             self._present = {}
             for name in self._placement.replicas:
-                self._replicas.links[int(name)].send(Tell())
+                self._replicas.links[int(name)].send(encode(Tell()))
             while not self._present.keys() >= {int(name) for name in self._placement.replicas}:
                 self._take_news(WAIT_S)
             present, self._present = self._present, None
