@@ -1,10 +1,12 @@
 """Replicas that share experts: tokens go to the replica that holds their experts, and no more than that is sent."""
 
+import queue
 import signal
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,9 @@ from hybridrt.base.errors import ConfigError, EngineError
 from hybridrt.channel.control import TIMEOUT_VARIABLE
 from hybridrt.collectives.groups import Communicator, TPGroup
 from hybridrt.engine.replicas import start
+from hybridrt.engine.replicas.messages import Failed
+from hybridrt.engine.replicas.replicated_engine import ReplicatedEngine
+from hybridrt.engine.replicas.start import Lost
 from hybridrt.layers.expert_exchange import ExpertExchange
 from hybridrt.layers.moe import experts_of
 from hybridrt.runtime.load.build import load_target, make_plan
@@ -212,6 +217,19 @@ def test_what_cannot_be_shared_starts_nothing(
             str(write_tiny(tmp_path, make)), device="cpu", load_format="dummy", dp_size=2, expert_parallel=True,
             **options,
         )  # fmt: skip
+
+
+def test_the_lost_replica_is_named_not_those_that_fail_with_it() -> None:
+    """Their failures may be heard first. A replica that fails by itself makes all fail, and ends after that."""
+    engine: Any = object.__new__(ReplicatedEngine)
+    engine._replicas, engine._counters = SimpleNamespace(inbox=queue.SimpleQueue()), [None] * 3
+    failed, lost = Failed("RankError", "another was lost"), Lost("it was killed")
+    for each in ((0, Lost("it ended")), (2, failed), (2, Lost("it ended")), (1, lost)):
+        engine._replicas.inbox.put(each)
+    assert engine._cause(0, failed) == (1, lost)
+    for each in ((0, Lost("it ended")), (2, failed), (1, failed)):
+        engine._replicas.inbox.put(each)
+    assert engine._cause(0, failed) == (0, failed)
 
 
 # Replicas as processes

@@ -23,6 +23,7 @@ from hybridrt.engine.replicas.messages import (
     Abort,
     Contents,
     Event,
+    Failed,
     Reset,
     SentSpan,
     Stepped,
@@ -33,7 +34,7 @@ from hybridrt.engine.replicas.messages import (
     encode,
     read_event,
 )
-from hybridrt.engine.replicas.start import ReplicaLink, Replicas, as_error
+from hybridrt.engine.replicas.start import Lost, ReplicaLink, Replicas, as_error
 from hybridrt.engine.request.intake import EngineLimits, Intake, PreparedPrompt, Prompt, check_submission
 from hybridrt.engine.request.outputs import Abandonment, Delta, DeltaQueue, EngineCounters, RequestMetrics
 from hybridrt.engine.request.sample_request import derive_seed
@@ -45,6 +46,7 @@ from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
 from hybridrt.mem_cache.prefix_tree.cache_events import CacheEvent, CacheEvents, CacheSubscription, Tier
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 
+NAMING_S = 5.0  # for a lost replica to be named, after others have failed because of it
 WAIT_S = 0.002  # for news of replicas in a step: new requests and aborts wait as long
 # Counters of the present: a lost replica has none of these.
 _NOW = (
@@ -337,6 +339,8 @@ class ReplicatedEngine:
             if self._present is not None:
                 self._present[number] = [read_event(event, self._events.number, number) for event in message.events]
         else:
+            if self._shares_experts and isinstance(message, Failed):
+                number, message = self._cause(number, message)
             self._lose(number, as_error(number, message))
 
     def _update_mirror(self, number: int, events: list[Event]) -> None:
@@ -369,6 +373,19 @@ class ReplicatedEngine:
                 del self._running[delta.request_id]
                 if request.placed is not None:
                     request.placed.ended()
+
+    def _cause(self, number: int, failed: Failed) -> tuple[int, Failed | Lost]:
+        """A lost replica makes those fail that share its experts, which may be heard first: then it is
+        named instead."""
+        have_failed, deadline = {number}, time.monotonic() + NAMING_S
+        while len(have_failed) < len(self._counters) and (left := deadline - time.monotonic()) > 0:
+            with suppress(queue.Empty):
+                other, message = self._replicas.inbox.get(True, left)
+                if isinstance(message, Lost) and other not in have_failed:
+                    return other, message
+                if isinstance(message, Failed):
+                    have_failed.add(other)
+        return number, failed
 
     def _lose(self, number: int, error: Exception) -> None:
         """Ends the requests of a lost replica, and of the others if they share its experts."""
