@@ -412,17 +412,19 @@ class RowLinear(_SegmentedLinear):
 
     def onto(self, residual: torch.Tensor, x: torch.Tensor, tail: torch.Tensor | None = None) -> Summands:
         """`forward`, and the residual to add it to. May overwrite `residual`."""
-        adds = self.adds_to(residual.dtype, x.dtype, len(x))
+        adds = len(x) >= self.method.adds_from and self.adds_to(residual.dtype, x.dtype)
+        if self.tp.size == 1:
+            if adds:
+                return self.method.apply_onto(residual, x, tail), None
+            return self.method.apply(x, self.bias, tail=tail), residual
         if self.tp.overlaps(x):
             return arriving((self.summand_onto(*rows, adds=adds) for rows in in_halves(residual, x, tail)), self.tp)
         y, rest = self.summand_onto(residual, x, tail, adds=adds)
-        if self.tp.size == 1:
-            return y, rest
         return (self.tp.all_reduce(y), None) if rest is None else (summed_later(y, self.tp), rest)
 
-    def adds_to(self, residual: torch.dtype, x: torch.dtype, tokens: int) -> bool:
-        """Whether a product of so many tokens adds the residual itself."""
-        return self.adds and self.bias is None and tokens >= self.method.adds_from and residual == x
+    def adds_to(self, residual: torch.dtype, x: torch.dtype) -> bool:
+        """Whether a product of `adds_from` tokens or more adds the residual itself."""
+        return self.adds and self.bias is None and residual == x
 
     def summand_onto(
         self, residual: torch.Tensor, x: torch.Tensor, tail: torch.Tensor | None = None, *, adds: bool
@@ -471,7 +473,8 @@ class MLP(nn.Module):
     def forward(self, norm: "RMSNorm", x: Hidden, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         """MLP of norm(x + residual), and x + residual. `batch` is only for experts."""
         if isinstance(x, Arriving):
-            adds = self.down.adds_to(x.dtype if residual is None else residual.dtype, x.dtype, len(x))
+            adds = self.down.adds_to(x.dtype if residual is None else residual.dtype, x.dtype)
+            adds = adds and len(x) >= self.down.method.adds_from
             pieces = (self._normed(norm, *piece) for piece in x.with_rows(residual))
             return arriving((self.down.summand_onto(rest, h, adds=adds) for h, rest in pieces), self.down.tp)
         h, residual = self._normed(norm, x, residual)

@@ -187,6 +187,16 @@ def test_a_real_model_says_the_same_with_the_cache(
         llm.load_session(tmp_path / "turn")
 
 
+def test_a_window_of_one_token_fetches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The token after a whole page sees no page: a copy of none would be begun for ever."""
+    monkeypatch.setattr(host_fetches, "LEAST_TOKENS", 2)
+    rig = windowed(windows=(1,), slots=0, page_size=2, host=(40, 0))
+    rig.finish(TEXT[:12], max_tokens=2, seed=1)
+    rig.pools.prefixes.evict([99], 0)
+    assert rig.finish(TEXT[:12], max_tokens=2, seed=1).token_ids == alone(TEXT[:12], 1, 2, rig)
+    assert not rig.engine.counters().cache_fetched
+
+
 def test_prompts_that_share_their_pages_do_not_starve_each_other() -> None:
     """Pages that the cache has taken from a running prompt are replaced when they leave its window."""
     rig = windowed(rows=6, slots=12, pages=109, page_size=1, chunk=3, windows=(8,), grid=16, max_model_len=400)

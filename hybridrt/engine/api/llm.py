@@ -293,7 +293,7 @@ class LLM(PrefixCacheCalls):
     def with_spans(self, prompts: Any) -> Any:
         """One prompt or several, those with images as token ids and spans. Others stay as they are.
         RequestError: an image cannot be taken."""
-        given = with_embeddings(prompts)
+        given = with_embeddings(prompts) if self.config.prompt_embeds else prompts  # the intake refuses them
         if self.image_reader is None or self.tokenizer is None:
             return given  # the intake refuses images
         return read_images(given, self.image_reader, self.tokenizer, self.plan.max_model_len - 1)

@@ -130,6 +130,8 @@ class HostFetches:
         sets = no_sets(hosted.shape[1], len(hosted))
         sets[: len(held.pages)] = held.pages[: len(sets)]
         lacking = (hosted > 0) & (sets == 0)
+        if found.state is None and not lacking.any():  # the cache keeps no prefix without pages
+            return False
         store.lock(held)
         new = None if found.state is None else NewState(gain, [request.arrival])
         room = take_room_for_fetch(store, np.count_nonzero(lacking, axis=0).tolist(), spare_pages, new)

@@ -150,6 +150,8 @@ class Replica:
             elif isinstance(message, Reset):
                 self._front.send(WasReset(engine.reset_prefix_cache()))
             elif isinstance(message, Tell):
+                if events := self._read_events():  # earlier readers get them
+                    self._front.send(Stepped([], engine.counters(), engine.wait_seconds(), events))
                 self._front.send(Contents(self._contents()))
             else:
                 raise MessageError(f"a replica that runs was sent {type(message).__name__}")

@@ -122,6 +122,9 @@ def _only_value(prompt: Mapping[Any, Any]) -> object:
     named = [name for name in prompt if name != "spans"]
     if named == ["prompt_token_ids"] and not isinstance(prompt["prompt_token_ids"], (str, Mapping)):
         return prompt["prompt_token_ids"]
+    if "prompt_embeds" in prompt:
+        text = "embeddings as prompts are off: start with prompt_embeds=True, or pass text or token ids"
+        raise RequestError(text, "prompt_embeds")
     if "images" in prompt:
         raise RequestError(
             "images go with prompt, a text, and this model reads text alone here: leave images out", "images"
