@@ -1,6 +1,7 @@
 """The manifest and the container file name options and paths that exist."""
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +56,15 @@ def test_the_container_file_compiles_with_options_that_exist() -> None:
     shown = CliRunner().invoke(app, ["compile", "--help"]).stdout
     assert all(option in shown for option in re.findall(r"hybridrt compile .*?(--[\w-]+)", text))
     assert "hybridrt compile" in text
+
+
+def test_the_container_file_installs_the_wheel_of_a_release() -> None:
+    text = (ROOT / "deploy" / "Containerfile").read_text()
+    commands = [line for line in text.splitlines() if not line.startswith("#")]
+    copied = [line.split()[1:] for line in commands if line.startswith("COPY")]
+    assert copied == [["dist", "/dist"]], "nothing of the checkout but what was released"
+    installed = re.findall(r"pip install .*?(\S*\.whl)\)\[([\w,]+)\]", text)
+    assert installed == [("/dist/hybridrt-*.whl", "serve,transfer")]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {"serve", "transfer"} <= extras.keys()
+    assert "sha256sum --check SHA256SUMS" in text

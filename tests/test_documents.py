@@ -147,8 +147,7 @@ EXPERIMENTS = ROOT / "experiments"  # no part of a source distribution
 LINKED = [
     *FILES,
     *sorted((ROOT / "benchmarks" / "log").glob("*.md")),
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "SECURITY.md",
+    *(ROOT / f"{name}.md" for name in ("CODE_OF_CONDUCT", "CONTRIBUTING", "MAINTAINERS", "SECURITY")),
     *EXPERIMENTS.glob("*.md"),
 ]
 

@@ -17,11 +17,13 @@ import pytest
 from packaging.requirements import Requirement
 
 import hybridrt
+from scripts import release, sbom
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"hybridrt": "hybridrt", "models": "hybridrt/models", "mem_cache": "hybridrt/mem_cache"}
 # Whatever precedes the name: pip and uv install and add packages by name.
 BY_NAME = re.compile(r"""\b(?:pip3?|uv|pipx)\b[^`\n&|;]*\b(?:install|add)\b[^`\n&|;]*["' ]hybridrt(?:\[|["'\s]|$)""")
+EPOCH = 1_700_000_001  # odd: a wheel has two seconds' resolution
 IGNORED = shutil.ignore_patterns(".*", "build", "dist", "__pycache__", "*.egg-info")
 
 
@@ -47,25 +49,29 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy to build from: setuptools would put what an earlier build left in build/ into the wheel."""
     source = tmp_path_factory.mktemp("source") / "checkout"
     shutil.copytree(ROOT, source, ignore=IGNORED)
-    shutil.copytree(ROOT / ".ci", source / ".ci")
+    for name in (".ci", ".github"):
+        shutil.copytree(ROOT / name, source / name)
     return source
 
 
 @pytest.fixture(scope="module")
-def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("wheel")
-    pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(out), ".", cwd=source)
-    return next(out.glob("hybridrt-*.whl"))
+def built(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a release's sdist, and the wheel that is built from it."""
+    out = tmp_path_factory.mktemp("built")
+    release.build(source, out, EPOCH)
+    return out
 
 
 @pytest.fixture(scope="module")
-def unpacked(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(built: Path) -> Path:
+    return next(built.glob("hybridrt-*.whl"))
+
+
+@pytest.fixture(scope="module")
+def unpacked(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A source distribution, unpacked."""
     out = tmp_path_factory.mktemp("sdist")
-    code = f"from setuptools.build_meta import build_sdist; build_sdist({str(out)!r})"
-    result = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-    with tarfile.open(next(out.glob("hybridrt-*.tar.gz"))) as archive:
+    with tarfile.open(next(built.glob("hybridrt-*.tar.gz"))) as archive:
         archive.extractall(out, filter="data")
     return out / f"hybridrt-{hybridrt.__version__}"
 
@@ -94,6 +100,33 @@ def test_wheel_holds_every_file(wheel: Path) -> None:
     expected = expected_files()
     assert {"hybridrt/py.typed", "hybridrt/models/falcon_h1.py", "hybridrt/cli/app.py"} <= expected
     assert (sorted(expected - held), sorted(held - expected)) == ([], [])
+
+
+@pytest.mark.slow
+def test_two_builds_have_the_same_bytes(built: Path, source: Path, tmp_path: Path) -> None:
+    """The second tree has other times and modes on disk, and lies elsewhere."""
+    second = tmp_path / "elsewhere"
+    shutil.copytree(source, second, copy_function=shutil.copy, ignore=IGNORED)
+    for name in (".ci", ".github"):
+        shutil.copytree(source / name, second / name, dirs_exist_ok=True)
+    for file in second.rglob("*.py"):
+        file.chmod(0o600)
+        os.utime(file, (EPOCH - 1000, EPOCH - 1000))
+    made = release.build(second, tmp_path / "out", EPOCH)
+    assert [file.name for file in made] == sorted((f.name for f in built.iterdir()), key=lambda n: n.endswith(".whl"))
+    assert all(file.read_bytes() == (built / file.name).read_bytes() for file in made)
+
+
+@pytest.mark.slow
+def test_the_bill_of_materials_has_every_file_with_a_licence(built: Path) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    bill = sbom.document(project, hybridrt.__version__, sorted(built.iterdir()), EPOCH)
+    archives = {part["name"]: part for part in bill["components"] if part["type"] == "file"}
+    for file in built.iterdir():
+        parts = archives[file.name]["components"]
+        assert sorted(part["name"] for part in parts) == sorted(name for name, _ in sbom.contents(file))
+        found = {part["licenses"][0]["expression"] for part in parts}
+        assert {"Apache-2.0", "Apache-2.0 AND PSF-2.0"} <= found <= {"Apache-2.0", "Apache-2.0 AND PSF-2.0", "MIT"}
 
 
 @pytest.mark.slow
