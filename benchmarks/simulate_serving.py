@@ -43,8 +43,8 @@ DECODE = ((1, 4.1), (8, 4.8), (32, 5.8), (128, 9.7), (256, 16.6), (1024, 58.0)) 
 MIN_STEP, BASE_CONTEXT, KV = 3.5, 1024, 1.13e-5
 EAGER, EAGER_TOKEN, PAIR = 6.96, 0.02316, 5.09e-7
 GRAPH, FEWEST, DEEP = 3.35, 1250, 0.336
-# The host launches a step without graphs in 46 ms where nothing else runs, in about 68 next to a server's threads, and in
-# 85 to 100 when it streams to forty clients or more.
+# The host launches a step without graphs in 46 ms where nothing else runs, in about 68 next to a server's threads, and
+# in 85 to 100 when it streams to forty clients or more.
 HOST, HOST_STREAMS, MANY_STREAMS, HOST_SAVE = 68.0, 24.0, 40, 57.6
 WAY, WAY_TOKEN = 1.95, 0.0026
 
