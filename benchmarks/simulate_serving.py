@@ -43,9 +43,9 @@ DECODE = ((1, 4.1), (8, 4.8), (32, 5.8), (128, 9.7), (256, 16.6), (1024, 58.0)) 
 MIN_STEP, BASE_CONTEXT, KV = 3.5, 1024, 1.13e-5
 EAGER, EAGER_TOKEN, PAIR = 6.96, 0.02316, 5.09e-7
 GRAPH, FEWEST, DEEP = 3.35, 1250, 0.336
-# The host launches a step without graphs in 46 ms where nothing else runs, in about 68 next to a server's threads, and
-# in 85 to 100 when it streams to forty clients or more.
-HOST, HOST_STREAMS, MANY_STREAMS, HOST_SAVE = 68.0, 24.0, 40, 57.6
+# The host launches a step without graphs in 30 ms; later measured: 46 ms where nothing else runs, 68 next to a server's
+# threads, and 24 more when it streams to MANY_STREAMS clients (--launch-ms 68,24).
+HOST, HOST_STREAMS, MANY_STREAMS, HOST_SAVE = 30.0, 0.0, 40, 57.6
 WAY, WAY_TOKEN = 1.95, 0.0026
 
 
@@ -219,6 +219,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=1, help="runs of each, from seed 0 on")
     parser.add_argument("--prompt-tokens", type=sizes, default=PROMPT_TOKENS, help="of the graphs")
     parser.add_argument("--decode-rows", type=sizes, default=DECODE_ROWS, help="of the graphs")
+    parser.add_argument("--launch-ms", type=lambda t: [float(x) for x in t.split(",")], help="HOST,HOST_STREAMS")
     parser.add_argument(
         "--loads", nargs="+", choices=tuple(traffic_loads.LOADS), default=[], help="only these, by name"
     )
@@ -232,7 +233,10 @@ def show_load(load: str, target_ms: float | str | None, seeds: int) -> None:
 
 
 def main() -> None:
+    global HOST, HOST_STREAMS
     args, saturated = parse(), None
+    if args.launch_ms:
+        HOST, HOST_STREAMS = args.launch_ms
     for load in args.loads:
         for target in (None, *args.target_itl_ms):
             show_load(load, target, args.seeds)

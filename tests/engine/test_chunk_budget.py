@@ -14,7 +14,7 @@ from hybridrt import LLM, AsyncLLM, EngineConfig, SamplingParams
 from hybridrt.base.errors import ConfigError
 from hybridrt.engine.core.policy_scheduler import PolicyScheduler
 from hybridrt.engine.core.scheduler import ScheduledStep, Scheduler
-from hybridrt.engine.core.step_cost import LEAST_TOKENS, ChunkBudget, StepCost, StepWork
+from hybridrt.engine.core.step_cost import GRAPH_GAIN, LEAST_TOKENS, ChunkBudget, StepCost, StepWork
 from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.runtime.step.pack_padded import Bucket, make_buckets
 from hybridrt.runtime.step.plan import DecodeRow, DecodeRows, ExtendRow, StepPlan
@@ -102,7 +102,7 @@ def test_a_chunk_is_the_longest_that_ends_in_time_or_the_longest_of_a_graph(
     def rate(n: int) -> float:
         return (before + n) / cost.predict(work.with_chunk(start, n))
 
-    if of_graphs and rate(of_graphs[-1]) > rate(in_time[-1]):
+    if of_graphs and rate(of_graphs[-1]) > GRAPH_GAIN * rate(in_time[-1]):
         in_time = of_graphs
     assert budget.room(start) == budget.room(start) == max([least, *in_time[-1:]])
 

@@ -210,7 +210,7 @@ def test_the_backlog_is_what_is_left_of_all_prompts() -> None:
     while rig.engine.has_unfinished():
         rig.step()
         waits.append(rig.engine.wait_seconds())
-    assert waits[0] == pytest.approx(4 / 3 * 120 / SECOND, rel=0.1)
+    assert waits[0] == pytest.approx(4 / 3 * 120 / SECOND / 0.75, rel=0.1), "short prompts may pass with a quarter"
     assert waits == sorted(waits, reverse=True) and len(set(waits)) > 5 and waits[-1] == 0.0
 
 

@@ -88,7 +88,7 @@ def limited(seen: Seen) -> bool:
 SAMPLED: dict[str, Any] = {
     "max_tokens": 3, "temperature": 0.0, "top_p": 0.01, "top_k": 1, "min_p": 0.9, "repetition_penalty": 9.0,
     "presence_penalty": 2.0, "frequency_penalty": 2.0, "seed": 8, "truncate_prompt_tokens": 2, "min_tokens": 7,
-    "logit_bias": {str(G): 100}, "allowed_token_ids": [G, G + 1], "bad_words": ["_"], "stop_token_ids": [G],
+    "logit_bias": {str(G): 100}, "allowed_token_ids": [G, G + 1], "bad_words": ["Python"], "stop_token_ids": [G],
     "ignore_eos": False,
 }  # fmt: skip
 # What is sent beside some of them, so that there is something to see.
@@ -98,7 +98,8 @@ BESIDE: dict[str, dict[str, Any]] = {
     "ignore_eos": {"logit_bias": {str(EOS): 100}},
     "seed": {},
     "repetition_penalty": {"temperature": 0.0},
-    "presence_penalty": {"temperature": 0.0, "max_tokens": 24},
+    "presence_penalty": {"max_tokens": 24},
+    "truncate_prompt_tokens": {"max_tokens": 24, "temperature": 2.0},
     "frequency_penalty": {"temperature": 0.0, "max_tokens": 24},
 }
 SHARED: Effects = {

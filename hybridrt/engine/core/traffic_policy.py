@@ -120,10 +120,10 @@ class TrafficPolicy:
 
     @property
     def wait_seconds(self) -> float:
-        """Predicted seconds until all prompts that are there are computed, next to decode rows. Any
-        thread may ask.
+        """Predicted seconds until all prompts that are there are computed, next to decode rows and to
+        short prompts that pass them. Any thread may ask.
         """
-        return self.backlog if self.seconds is not None else AUTO_FACTOR * self.backlog
+        return self.backlog * (1.0 if self.seconds is not None else AUTO_FACTOR) / (1 - PASSING_SHARE)
 
     def set_due(self, request: Request, pending: PromptWork) -> None:
         """A new request becomes due some time after all prompts that were there (`pending`) could have
