@@ -43,8 +43,9 @@ DECODE = ((1, 4.1), (8, 4.8), (32, 5.8), (128, 9.7), (256, 16.6), (1024, 58.0)) 
 MIN_STEP, BASE_CONTEXT, KV = 3.5, 1024, 1.13e-5
 EAGER, EAGER_TOKEN, PAIR = 6.96, 0.02316, 5.09e-7
 GRAPH, FEWEST, DEEP = 3.35, 1250, 0.336
-# The host launches a step without graphs in 46 ms where nothing else runs, and in 85 to 100 next to a server's threads.
-HOST, HOST_SAVE = 90.0, 57.6
+# The host launches a step without graphs in 46 ms where nothing else runs, in about 68 next to a server's threads, and
+# in 85 to 100 when it streams to forty clients or more.
+HOST, HOST_STREAMS, MANY_STREAMS, HOST_SAVE = 68.0, 24.0, 40, 57.6
 WAY, WAY_TOKEN = 1.95, 0.0026
 
 
@@ -85,7 +86,8 @@ class StepTimes:
         """Of the launch."""
         if graph:
             return 1.4 if plan.extend else 0.7
-        return HOST + HOST_SAVE * max(max((len(row.saves) for row in plan.extend), default=0) - 1, 0)
+        streams = HOST_STREAMS * min(len(plan.decode) / MANY_STREAMS, 1.0)
+        return HOST + streams + HOST_SAVE * max(max((len(row.saves) for row in plan.extend), default=0) - 1, 0)
 
     @staticmethod
     def way(tokens: int) -> float:

@@ -15,7 +15,7 @@ HEAVY = ("torch", "transformers", "numpy")
 SERVERS = ("fastapi", "uvicorn", "starlette", "prometheus_client", "pydantic")
 KERNELS = ("triton", "flashinfer", "mamba_ssm", "sgl_kernel")
 # A module of these needs what it is named after.
-NEEDS_ONE = re.compile(r"_triton$|kernels\.libraries\.(?!common$)|attention\.(flashinfer|fa3)$")
+NEEDS_ONE = re.compile(r"_triton$|kernels\.libraries\.(?!common$)|attention\.(flashinfer|fa3)$|fleet\.ray_replica$")
 CODE = f"""
 import importlib, json, sys
 saw = {{}}

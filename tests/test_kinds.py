@@ -327,6 +327,6 @@ def test_rings_have_the_shapes_of_the_record(monkeypatch: pytest.MonkeyPatch) ->
         }
 
     kind: LinearKind = replace(linear_kind("gdn"), ring_shapes=per_channel)
-    monkeypatch.setattr("hybridrt.mem_cache.pools.mamba_pool.linear_kind", lambda name: kind)
+    monkeypatch.setattr("hybridrt.mem_cache.pools.mamba_pool_spec.linear_kind", lambda name: kind)
     stack = Stack(make_layers("gdn"), torch.zeros(3, HIDDEN), "replay")
     assert stack.mamba.layer_cache(0).ring_gates.shape == (ROWS + 1, 4, 16, 6)  # type: ignore[union-attr]

@@ -43,7 +43,7 @@ def test_each_option_of_serve_that_others_have_is_named() -> None:
     own = {
         "--max-body-bytes", "--max-stored-responses", "--max-stored-bytes", "--request-timeout", "--drain-timeout",
         "--mamba-ssm-rounding", "--kv-scales", "--state-mode", "--cuda-graph-prompts", "--audit-hits", "--device",
-        "--fleet-key-file", "--help",
+        "--fleet-key-file", "--encoder-host-tokens", "--help",
     }  # fmt: skip
     command: Any = typer.main.get_command(app)
     told = {name for title in ("vllm serve", "sglang.launch_server") for row in rows(title) for name in named(row[1])}

@@ -50,6 +50,8 @@ def _row(request: DraftRequest) -> DraftRow:
 
 
 class MTPMethod(DraftMethod):
+    has_head = True
+
     def attach(self, model: CausalLM) -> None:
         model.attach_mtp(make_mtp_head(model))
 

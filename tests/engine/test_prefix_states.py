@@ -7,6 +7,7 @@ from hypothesis import HealthCheck
 from hypothesis import strategies as st
 
 from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.base.spans import Span
 from hybridrt.engine.cache import host_fetches
 from hybridrt.engine.request.sample_request import Request
 from hybridrt.mem_cache.pools.state_moves import When
@@ -273,6 +274,18 @@ def test_marked_boundaries_leave_states() -> None:
     rig.engine._samples.samples_of_request("r")[0].boundaries = [3, 9]
     rig.run()
     assert [end for end, _ in rig.executor.plans[0].extend[0].saves] == [2, 8, 14]
+
+
+def test_the_last_images_leave_states() -> None:
+    """After marked boundaries, and not between images that are close to each other. Three states at most."""
+    rig = rig_with_cache(grid=2, slots=9, pages=99, chunk=40)
+    for name, boundaries, wanted in (("a", [], [10, 18, 30]), ("b", [4], [4, 18, 30])):
+        rig.add(TEXT[:32], name, max_tokens=1, seed=1, cache_salt=name)
+        (request,) = rig.engine._samples.samples_of_request(name)
+        request.boundaries = boundaries
+        request.spans = [Span(start, 2, b"", (1, 2), None) for start in (1, 8, 13, 16)]  # type: ignore[arg-type]
+        rig.run()
+        assert [end for end, _ in rig.executor.plans[-1].extend[0].saves] == wanted
 
 
 def test_a_chunk_does_not_end_where_a_state_is_saved() -> None:

@@ -20,11 +20,13 @@ from hybridrt.engine.api.async_llm import AsyncLLM
 from hybridrt.engine.request.spans import KEY_BIT, cache_ids, span_limits
 from hybridrt.models.config.read_config import read_model_config
 from hybridrt.runtime.run import span_encoder
+from hybridrt.runtime.run.step_runner import StepRunner
 from hybridrt.runtime.step.plan import DecodeRow, DecodeRows, EmbeddingFetch, EncoderTask, StepPlan, int32s
 from hybridrt.server.warm_up import see_images
 from hybridrt.speculative.ngram import NgramDrafter
 from tests.models.test_vision import QWEN, seeing
 from tests.support.checkpoints import CheckpointStore
+from tests.support.prompt_steps import capture_prompts
 from tests.support.sizes import VOCAB
 
 IMAGE, VIDEO, STEPS = VOCAB - 1, VOCAB - 2, 6
@@ -45,7 +47,7 @@ def llm(path: Path) -> Iterator[LLM]:
 
 
 def engine(path: Path, **options: Any) -> LLM:
-    return LLM(str(path), device="cpu", max_model_len=160, max_running_requests=4, page_size=4, **options)
+    return LLM(str(path), device="cpu", max_model_len=160, page_size=4, **{"max_running_requests": 4, **options})
 
 
 def prompt(path: Path, before: int, *images: tuple[int, int, int], after: int = 5) -> Made:
@@ -168,6 +170,24 @@ def test_a_hit_may_end_within_an_image(path: Path) -> None:
         assert llm.engine.counters().encoded_spans == 1
 
 
+@pytest.mark.parametrize("chunk", [64, 24])
+def test_another_text_after_an_image_computes_only_text(chunk: int, path: Path) -> None:
+    """The first prompt leaves a state after its image. Graphs run text after it, at its positions."""
+    given = prompt(path, 0, (1, 4, 8), after=24)
+    others = [{**given, "prompt_token_ids": [*given["prompt_token_ids"][:32], *TEXT[n:]]} for n in (35, 50)]
+    with engine(path, chunked_prefill_size=chunk) as llm, engine(path, prefix_cache=False) as plain:
+        wanted, runner = tokens_of(plain, *others), llm.engine.executor
+        assert isinstance(runner, StepRunner)
+        tokens_of(llm, given)
+        replay, replayed = capture_prompts(runner, ((0,), (16, 48)), saves=True).replay, list[StepPlan]()
+        runner.prompt_graphs.replay = lambda *of: replayed.append(of[0]) or replay(*of)  # type: ignore
+        found = [llm.generate([other], GREEDY)[0] for other in others]
+        assert [out.metrics.cached_tokens for out in found] == [32, 32] and [out.token_ids for out in found] == wanted
+        assert all(row.mrope is not None for plan in replayed for row in plan.extend)
+        assert sum(len(row.tokens) for plan in replayed for row in plan.extend) == 25 + 10
+        assert llm.engine.counters().encoded_spans == 1
+
+
 def test_sessions_keep_images(path: Path, tmp_path: Path) -> None:
     given = prompt(path, 14, (1, 3, 4), after=12)
     with engine(path) as llm:
@@ -254,6 +274,33 @@ def test_a_task_does_not_overwrite_what_was_fetched(path: Path, monkeypatch: pyt
         encoder.advance(StepPlan())
         assert encoder.encoded(2) and encoder._kept[0].any() and not encoder._kept[2].any()
         assert torch.equal(encoder._kept[[0, 1]], encoder._kept[[4, 7]])
+
+
+@pytest.mark.parametrize("target", [None, 50.0])
+def test_a_step_with_decode_rows_admits_few_images(
+    target: float | None, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those whose first tokens need the encoder. Text that comes after them does not wait for it."""
+    monkeypatch.setitem(span_encoder.SLICE_PATCHES, "cpu", 64)
+    with engine(path, max_running_requests=9, target_itl_ms=target, encoder_cache_tokens=64) as llm:
+        running, runner, plans = llm.engine, llm.engine.executor, list[StepPlan]()
+        long = SamplingParams(max_tokens=99, temperature=0.0, ignore_eos=True)
+        running.add_request(TEXT[:9], long, "text")
+        while not running.gained("text"):
+            running.step()
+        launch = runner.launch
+        runner.launch = lambda plan: plans.append(plan) or launch(plan)  # type: ignore
+        for seed in range(6):
+            running.add_request(prompt(path, 0, (seed, 4, 4), after=seed), GREEDY, f"image {seed}")
+        running.add_request(TEXT[:7], GREEDY, "later")
+        deltas = list[Any]()
+        while (running.gained("text") or 99) < 90:
+            deltas += running.step()
+        running.abort("text")
+        admitted = [len(plan.admissions) for plan in plans if plan.decode]
+        assert sum(admitted) == 7 and max(admitted) <= 2 + 1 and admitted[0] == 2
+        ended = [delta.request_id for delta in deltas if delta.finish_reason]
+        assert len(ended) == 7 and {"later"} & set(ended[:3])
 
 
 def test_a_retracted_request_sees_its_images_again(llm: LLM, path: Path) -> None:

@@ -33,9 +33,12 @@ def steps(bucket: Bucket, saves: bool, seed: int, groups: int) -> Iterator[StepP
     for _ in range(12):
         plan = play.step()
         plan.extend = [
-            msgspec.structs.replace(row, read_state_slot=draw.choice((0, 9)), output_index=draw.randrange(5))
+            msgspec.structs.replace(
+                row, read_state_slot=draw.choice((0, 9)), output_index=draw.randrange(5),
+                mrope=draw.choice((None, np.tile(np.arange(len(row.tokens), dtype=np.int32) + 3, (3, 1)))),
+            )
             for row in plan.extend
-        ]
+        ]  # fmt: skip
         for row in draw.sample(rows, draw.randint(0, bucket.prompts)):
             params = SamplingParams(temperature=draw.random(), top_p=0.5, top_k=draw.randint(1, 9))
             prompt, seed = list(range(row, 70)), draw.randrange(2**63)
@@ -54,10 +57,11 @@ def test_arrays_that_are_filled_again_equal_plain_ones(
     saves: StateSaves, sizes: tuple[int, ...], fill: int, bucket: Bucket, groups: int
 ) -> None:
     """Nothing of an earlier step is left. All arrays are views of what is copied to the device."""
-    padded, seen = PaddedStep(bucket, sizes, saves, fill, groups), set[int]()
+    mrope = groups == 2
+    padded, seen = PaddedStep(bucket, sizes, saves, fill, groups, mrope=mrope), set[int]()
     for plan in steps(bucket, saves is not StateSaves.NONE, len(sizes), groups):
         padded.pack(plan)
-        wanted = pack_plainly(plan, bucket, sizes, saves, fill, groups)
+        wanted = pack_plainly(plan, bucket, sizes, saves, fill, groups, mrope)
         arrays, plain = arrays_of(padded.arrays), arrays_of(wanted)
         assert shape_of(padded.arrays) == shape_of(wanted)
         for i, (array, other) in enumerate(zip(arrays, plain, strict=True)):

@@ -52,6 +52,7 @@ class Client:
             closing_weight=lambda: 0,
             in_thread=None,
             facts=dict,
+            resumes=False,
         )
         scope = {"type": "http", "path": "/", "extensions": {BODY_WRITER: BodyWriter(self.cycle, chunked=True)}}
         answer = EventStream(cast(Reply, reply))

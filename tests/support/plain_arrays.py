@@ -22,8 +22,9 @@ from hybridrt.runtime.step.sampling_table import SamplingArrays, SamplingTable
 
 
 def pack_plainly(
-    plan: StepPlan, bucket: Bucket, sizes: Sequence[int], saves: StateSaves, seq_len_fill: int, groups: int = 1
-) -> StepArrays[np.ndarray]:
+    plan: StepPlan, bucket: Bucket, sizes: Sequence[int], saves: StateSaves, seq_len_fill: int, groups: int = 1,
+    mrope: bool = False,
+) -> StepArrays[np.ndarray]:  # fmt: skip
     """What `PaddedStep` of the other arguments has after it has packed a step."""
     padded = _pad_step(plan, bucket, seq_len_fill)
     arrays, n = pack_step(padded, 1, groups=groups), len(plan.decode)
@@ -39,7 +40,7 @@ def pack_plainly(
     prompts = PromptArrays(
         arrays.prompts.query_start_loc, _pad(np.concatenate((np.arange(n, dtype=np.int32), ends)), sampled),
         _pad(rows, sampled), arrays.prompts.input_ids, arrays.prompts.rows, positions, None,
-        _recurrent(padded.extend, bucket, sizes, saves),
+        _recurrent(padded.extend, bucket, sizes, saves), mrope=_turning(plan, bucket) if mrope else None,
     )  # fmt: skip
     return StepArrays(
         arrays.rows,
@@ -50,6 +51,11 @@ def pack_plainly(
         prompts,
         _tables(plan, bucket, groups),
     )
+
+
+def _turning(plan: StepPlan, bucket: Bucket) -> np.ndarray:
+    places = [row.computed + np.arange(len(row.tokens)) if row.mrope is None else row.mrope[2] for row in plan.extend]
+    return _pad(np.concatenate(places), bucket.tokens)
 
 
 def _pad(array: np.ndarray, count: int) -> np.ndarray:

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 
 import numpy as np
 
+from hybridrt.base.spans import Span
 from hybridrt.engine.cache.answer_states import MOST
 from hybridrt.engine.cache.cache_room import CacheRoom
 from hybridrt.engine.cache.host_tier import HostTier
@@ -152,9 +153,10 @@ class PrefixStore(CacheRoom):
 
     def _choose_places(self, request: Request, ids: np.ndarray, match: PrefixMatch) -> None:
         """A prompt leaves states at its last place on the grid, where a cached or waiting prompt leaves
-        its path, and at marked boundaries, the last ones first."""
+        its path, at marked boundaries and after images, the last ones first."""
         prompt, parts = len(ids), self.tree.waiting.partings(ids, request.cache_key)
         ends = (prompt - 1, match.fork, *sorted({*parts, *request.boundaries}, reverse=True))
+        ends += tuple(_ends_of_images(request.spans, self.grid))
         grid = dict.fromkeys([min(end, prompt - 1) // self.grid * self.grid for end in ends])
         request.save_at = tuple([end for end in grid if end > match.length][:MAX_SAVES])
         if self.spaces and not self.pages.has_windows:
@@ -357,6 +359,14 @@ class PrefixStore(CacheRoom):
         self.answers.forget(states.values())
         self.slots.free([slot for slot in states.values() if slot not in taken.states])
         request.saves = {place: slot for place, slot in request.saves.items() if place not in states}
+
+
+def _ends_of_images(spans: Sequence[Span], apart: int) -> list[int]:
+    """Ends of spans, the last one first, without those that have the next span fewer than `apart` tokens later:
+    other text may follow there."""
+    starts = [*(span.start for span in spans[1:]), UNLIMITED]
+    ends = [span.start + span.length for span in spans]
+    return [end for end, following in zip(ends, starts) if following - end >= apart][::-1]
 
 
 def _end_of(request: Request) -> Why:

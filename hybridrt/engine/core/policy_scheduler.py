@@ -6,7 +6,7 @@ from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.core.client_queues import ClientQueues, PromptOrder
 from hybridrt.engine.core.encoder_tasks import EncoderTasks
 from hybridrt.engine.core.followers import Place
-from hybridrt.engine.core.scheduler import ScheduledStep, Scheduler
+from hybridrt.engine.core.scheduler import ScheduledStep, Scheduler, most_idle
 from hybridrt.engine.core.step_cost import PromptWork
 from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.engine.request.sample_request import Request
@@ -80,9 +80,9 @@ class PolicyScheduler(Scheduler):
         self._uncomputed = _uncomputed(admitted)
         decode, pending = step.plan.decode, self._policy.prompt_seconds(self.pending)
         budget = self._policy.budget(self._most_tokens(decode), decode, pending, flooded=self.queues.flooded)
-        order = PromptOrder(self.queues, self._followers, admitted)
+        order, idle = PromptOrder(self.queues, self._followers, admitted), 0
         while budget.room() and (request := order.next()) is not None:
-            if request.row is None:
+            if is_new := request.row is None:
                 if self._waits_for_others(request):
                     continue
                 if not self._admit(request, step.plan):
@@ -93,6 +93,9 @@ class PolicyScheduler(Scheduler):
             if tokens := self._add_extend(step, request, budget.room(start)):
                 budget.spend_tokens(start, tokens)
                 self.queues.charge(request, PromptWork.between(start, start + tokens))
+            elif is_new:
+                idle += 1
+                order.admits = idle < most_idle(decode)
         self._uncomputed = _uncomputed(admitted)
         self._policy.note_passing(order.passing, sum(len(row.tokens) for row in step.plan.extend))
         self._note_backlog()

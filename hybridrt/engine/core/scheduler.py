@@ -22,6 +22,9 @@ from hybridrt.speculative.drafter import Drafter
 
 AUDIT_CHUNK = 128  # tokens: a request that comes may wait for such a step
 AGE_SECONDS = 30.0  # a request that waits so much longer goes before one of the next priority
+# Prompts that a step with decode rows admits without a token of them, such as those that begin with an image: an
+# admission takes the host half a millisecond, and no budget of tokens bounds these.
+IDLE_ADMISSIONS = 2
 
 
 @dataclass(slots=True)
@@ -66,6 +69,11 @@ class WaitingRequests(Protocol):
     def __iter__(self) -> Iterator[Request]: ...
     def remove(self, request: Request, /) -> None: ...
     def clear(self) -> None: ...
+
+
+def most_idle(decode: DecodeRows) -> int | float:
+    """Prompts that a step may admit without a token of them."""
+    return IDLE_ADMISSIONS if len(decode.rows) else float("inf")
 
 
 def goes_first_from(request: Request) -> float:
@@ -392,17 +400,18 @@ class Scheduler:
         """Also admits waiting requests, unless a decode row found no page: then none is free."""
         if self.encoder is not None:
             self.encoder.begin_step()
-        left, waiting = self._most_tokens(step.plan.decode), self._first_come
+        left, waiting, idle = self._most_tokens(step.plan.decode), self._first_come, 0
         for request in prefilling:
             if left and request.row is not None:  # others were just retracted
                 left -= self._add_extend(step, request, left)
-        while left and waiting:
+        while left and waiting and idle < most_idle(step.plan.decode):
             request = waiting[0]
             if self._waits_for_others(request):
                 continue
             if not self._admit(request, step.plan):
                 return
-            left -= self._add_extend(step, request, left)
+            left -= (tokens := self._add_extend(step, request, left))
+            idle += not tokens
 
     def _waits_for_others(self, request: Request) -> bool:
         """A request that should wait for another prompt, or for main memory, leaves the queue."""

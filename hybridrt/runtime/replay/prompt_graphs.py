@@ -152,11 +152,11 @@ class PromptGraphs:
 
     def _allocate(self, bucket: Bucket) -> PromptGraph:
         (rows, tokens), device = bucket, self.model.device
-        host = PaddedStep(bucket, self.backend.chunk_sizes, self.saves, self.backend.seq_len_fill, self.pool.num_groups)
+        mrope, of_backend = self.pool.mrope_deltas is not None, (self.saves, self.backend.seq_len_fill)
+        host = PaddedStep(bucket, self.backend.chunk_sizes, *of_backend, self.pool.num_groups, mrope=mrope)
         packed = torch.zeros(len(host.flat), dtype=torch.int32, device=device)
         arrays: StepArrays[torch.Tensor] = unpack(host.arrays, packed)
         assert arrays.prompts is not None
-        mrope = self.pool.mrope_deltas is not None
         inputs = TokenInputs.allocate(rows + tokens, device, self.pool.num_groups, mrope=mrope)
         starts = arrays.prompts.query_start_loc
         batch = make_batch(self.backend, arrays.rows, arrays.seq_lens, starts, inputs, rows, None, 0)
@@ -199,8 +199,8 @@ class PromptGraphs:
             found = extend.input_ids, extend.positions, pool.token_slots(extend.rows, extend.positions)
             for into, values in zip(prompts[:3], found, strict=True):
                 into.copy_(values)
-            if prompts.mrope_positions is not None:
-                prompts.mrope_positions.copy_(extend.positions)
+            if prompts.mrope_positions is not None and extend.mrope is not None:
+                prompts.mrope_positions.copy_(extend.mrope)
             backend.prepare_in_graph(batch)
             hidden = model(batch)
             model.logits_into(logits, hidden.index_select(0, extend.sample_at))

@@ -272,7 +272,7 @@ class StepRunner:
         if self.prompt_graphs is None or tokens > 1 or self.drafter is not None:
             return None
         scored, pooled, _ = self._of_prompts.wanted_by_rows(plan.extend, 0)
-        if any(row.embeddings is not None or row.mrope is not None for row in plan.extend):
+        if any(row.embeddings is not None for row in plan.extend):
             return None
         # Other workers' states are copied between the table changes and the model.
         return None if scored or pooled or plan.imports or plan.exports else self.prompt_graphs.bucket(plan)

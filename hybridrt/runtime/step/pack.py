@@ -94,7 +94,8 @@ class PromptArrays(NamedTuple, Generic[A]):
         following_ids: [t], the token after each of them, 0 where it is sampled; None: no prediction
             head needs them.
         embedded: tokens with embeddings of an encoder; None: there are none.
-        mrope: [3, t], positions of these tokens on three axes; None: three times `positions`.
+        mrope: [3, t], positions of these tokens on three axes; None: three times `positions`. In a
+            padded step [t], three times the same.
     """
 
     query_start_loc: A

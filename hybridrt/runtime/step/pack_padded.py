@@ -108,6 +108,7 @@ class PaddedStep:
         sizes: chunk sizes of the backends.
         seq_len_fill: tokens of a padding row of the decode segment.
         groups: page groups.
+        mrope: tokens have positions on three axes. Those of text are equal: one of them is packed.
 
     Attributes:
         flat: [packed_size] int32, what is copied to the device.
@@ -116,10 +117,11 @@ class PaddedStep:
     """
 
     def __init__(
-        self, bucket: Bucket, sizes: Sequence[int], saves: StateSaves, seq_len_fill: int, groups: int = 1
-    ) -> None:
+        self, bucket: Bucket, sizes: Sequence[int], saves: StateSaves, seq_len_fill: int, groups: int = 1, *,
+        mrope: bool = False,
+    ) -> None:  # fmt: skip
         self._bucket, self._sizes, self._saves = bucket, sizes, saves
-        padding = _padding(bucket, sizes, saves, seq_len_fill, groups)
+        padding = _padding(bucket, sizes, saves, seq_len_fill, groups, mrope)
         arrays = arrays_of(padding)
         self.flat = np.zeros(packed_size(arrays), np.int32)
         pack_arrays(arrays, self.flat)
@@ -168,6 +170,8 @@ class PaddedStep:
             into.input_ids[start:end] = row.tokens
             into.rows[start:end] = row.row
             into.positions[start:end] = np.arange(row.computed, row.computed + end - start)
+            if into.mrope is not None:
+                into.mrope[start:end] = into.positions[start:end] if row.mrope is None else row.mrope[0]
             ends.append(first + end)
             start = end
         lens, left = [row.computed + len(row.tokens) for row in extend], self._bucket.tokens - start
@@ -202,7 +206,7 @@ def _fill(into: Record, values: Record) -> None:
 
 
 def _padding(
-    bucket: Bucket, sizes: Sequence[int], saves: StateSaves, seq_len_fill: int, groups: int
+    bucket: Bucket, sizes: Sequence[int], saves: StateSaves, seq_len_fill: int, groups: int, mrope: bool
 ) -> StepArrays[np.ndarray]:
     """Positions are 0: rotary tables end with the longest request."""
     (rows, tokens), prompts = bucket, bucket.prompts
@@ -221,7 +225,15 @@ def _padding(
         _zeros(sampled),
         np.full((rows, groups), -1, np.int32),
         prompts=PromptArrays(
-            starts, _zeros(sampled), _zeros(sampled), _zeros(tokens), _zeros(tokens), _zeros(tokens), None, recurrent
+            starts,
+            _zeros(sampled),
+            _zeros(sampled),
+            _zeros(tokens),
+            _zeros(tokens),
+            _zeros(tokens),
+            None,
+            recurrent,
+            mrope=_zeros(tokens) if mrope else None,
         ),
         tables=TableChanges(admissions, pages, None),
     )

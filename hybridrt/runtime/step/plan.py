@@ -243,8 +243,8 @@ class ExtendRow(msgspec.Struct, frozen=True, array_like=True):
         saves: (number of tokens, slot), in order: the state after so many of the chunk's tokens, 1
             to len(tokens) - 1, is saved in this slot.
         embeddings: tokens that do not take theirs from the table; None: all do.
-        mrope: [3, n] int32 positions in time, rows and columns; None: three equal ones, which count
-            from 0.
+        mrope: [3, n] int32 positions in time, rows and columns, three equal ones without
+            `embeddings`; None: they are those of the tokens in the prompt.
     """
 
     row: int
