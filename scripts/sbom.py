@@ -20,6 +20,7 @@ LICENCES = {
     # Weights and tokenizers are the project's. They were trained on the Python standard library; NOTICE says so.
     "hybridrt/assets/embedded/": "Apache-2.0 AND PSF-2.0",
     "hybridrt/assets/embedded_draft/": "Apache-2.0 AND PSF-2.0",
+    "hybridrt/assets/page/": "Apache-2.0",
     "tests/support/json_schema_suite.json": "MIT",
 }
 # These name the owner of others' work, and hold none of it.

@@ -73,6 +73,7 @@ def test_bytes_of_an_sdist_depend_on_its_files_alone(tmp_path: Path) -> None:
     tar(tmp_path / "1.tar.gz", sorted(FILES, reverse=True), 2, "you")
     two = release.repacked_sdist(tmp_path / "1.tar.gz", tmp_path / "b", 99)
     assert one.read_bytes() == two.read_bytes()
+    assert one.read_bytes()[4:8] == bytes(4), "the time of compression"
     with tarfile.open(one) as archive:
         members = {m.name: (m.mode, m.mtime, m.uid, m.uname) for m in archive.getmembers()}
         assert members["x/a.py"] == (0o644, 99, 0, "") and members["x/run"][0] == 0o755
@@ -88,6 +89,7 @@ def test_bytes_of_a_wheel_depend_on_its_files_alone(tmp_path: Path) -> None:
     assert one.read_bytes() == two.read_bytes()
     with zipfile.ZipFile(one) as archive:
         assert archive.namelist() == ["x/a.py", "x/b.py", "x/run", "x-1.dist-info/RECORD"]
+        assert archive.getinfo("x/a.py").create_system == 3, "else modes depend on where it was built"
         assert archive.getinfo("x/a.py").date_time[0] == 1980, "a wheel knows no earlier year"
         assert {name: archive.read(name) for name in FILES} == {name: content for name, (content, _) in FILES.items()}
 

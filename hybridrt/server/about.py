@@ -1,13 +1,14 @@
-"""What a server is: `GET /` for programs, `GET /docs` for people, and a line for its log."""
+"""What a server is: `GET /` for programs and for browsers, `GET /docs` for people, and a line for its log."""
 
 from html import escape
 from typing import Any
 
-from fastapi import FastAPI
-from starlette.responses import Response
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response
 
 from hybridrt.base.dtypes import dtype_name, resolve_dtype
 from hybridrt.base.version import __version__
+from hybridrt.server.core.browser_page import PAGE_PATH, read_page, wants_page
 from hybridrt.server.core.service import Service
 
 # The page loads nothing and runs nothing.
@@ -17,11 +18,15 @@ _HEAD = "<!doctype html><meta charset=utf-8><title>hybridrt</title><h1>hybridrt 
 
 def add_about(app: FastAPI, service: Service) -> None:
     """Adds both paths."""
+    page, headers = read_page()
 
-    @app.get("/", include_in_schema=False)
-    async def about() -> dict[str, Any]:
-        """What this is."""
-        return {"name": "hybridrt", "version": __version__, "models": service.names, "docs": "/docs"}
+    @app.get(PAGE_PATH, include_in_schema=False)
+    async def about(request: Request) -> Response:
+        """What this is; for a browser, a chat and the engine's figures."""
+        if wants_page(request.scope):
+            return Response(page, media_type="text/html", headers=headers)
+        about = {"name": "hybridrt", "version": __version__, "models": service.names, "docs": "/docs"}
+        return JSONResponse(about, headers={"Vary": "Accept"})
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:

@@ -87,7 +87,7 @@ def make_app(service: Service, metrics: Metrics) -> ASGIApp:
     add_about(app, service)
     for kind in (HybridrtError, APIError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _answer_error)
-    guarded = Guard(app, service.config)
+    guarded = Guard(app, service.config, has_page=True)
     return Tracing(guarded, service.config.otlp_endpoint) if service.config.otlp_endpoint else guarded
 
 

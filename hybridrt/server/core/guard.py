@@ -16,6 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hybridrt.server.core.api_keys import client_names
+from hybridrt.server.core.browser_page import wants_page
 from hybridrt.server.core.config import ServerConfig
 from hybridrt.server.core.pages import PageRules, check_content_type
 from hybridrt.server.core.refusals import LargeBody, Refusals
@@ -41,16 +42,18 @@ class Guard:
     - A request that names another host, comes from a page that may not call, or has a body that is
       not JSON is refused before its body is read, on every path (hybridrt/server/core/pages.py).
     - Pages of the allowed origins can read every answer, errors included (CORS).
-    - Without a valid key only OPEN_PATHS answer. Keys are compared in constant time. Below
-      FLEET_PATH the fleet key is needed, and there is no limit of time.
+    - Without a valid key only OPEN_PATHS answer, and the page for browsers if the application has
+      one. Keys are compared in constant time. Below FLEET_PATH the fleet key is needed, and there
+      is no limit of time.
     - A body that is too long is refused, before it is read if possible. The client then rests
       (hybridrt/server/core/refusals.py).
     - A request that takes too long ends with 504, or with an error event in a stream. The header
       `X-Request-Timeout` (seconds) sets a shorter time than the server's.
     """
 
-    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+    def __init__(self, app: ASGIApp, config: ServerConfig, has_page: bool = False) -> None:
         self._app = app
+        self._has_page = has_page
         self._config = config
         self._keys = [key.key.encode() for key in config.keys]
         self._clients = client_names(config.keys)
@@ -122,7 +125,8 @@ class Guard:
             raise _too_long(self._config.max_body_bytes)
         if scope["path"].startswith(FLEET_PATH):
             return self._check_fleet_key(headers)
-        asked = self._keys and scope["path"] not in OPEN_PATHS
+        is_open = scope["path"] in OPEN_PATHS or (self._has_page and wants_page(scope))
+        asked = self._keys and not is_open
         key = self._check_key(headers, self._keys) if asked else b""
         if key:
             number = self._keys.index(key)
