@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hybridrt.collectives.peer_memory import PeerMemory
 
 OVERLAP_VARIABLE = "HYBRIDRT_OVERLAP_FROM"
-OVERLAP_FROM = 2048  # tokens of a step from which sums run next to products; halves then still fill a GPU
+OVERLAP_FROM = 0  # in line; from 2,048 tokens on, two H200 gain 1% (benchmarks/log/decode.md)
 COLLECTIVE = timedelta(minutes=10)  # how long a rank waits for the others
 CHECK = timedelta(milliseconds=200)  # time between checks of the other ranks
 LEAVING_S = 5.0
@@ -237,7 +237,7 @@ def _overlap_from(store: dist.Store, rank: int) -> float:
         text = os.environ.get(OVERLAP_VARIABLE, str(OVERLAP_FROM))
         if not (text.isascii() and text.isdigit() and len(text) < 10):
             raise ConfigError(
-                f"{OVERLAP_VARIABLE} is {text!r}; it must be a number of tokens such as {OVERLAP_FROM}, or 0"
+                f"{OVERLAP_VARIABLE} is {text!r}; it must be a number of tokens such as 2048, or 0"
             )
         store.set("tokens", text)
     return int(store.get("tokens")) or inf
