@@ -188,6 +188,15 @@ def test_another_text_after_an_image_computes_only_text(chunk: int, path: Path) 
         assert llm.engine.counters().encoded_spans == 1
 
 
+def test_the_state_after_an_image_takes_no_step_of_its_own(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine(path, target_itl_ms=50.0) as llm:
+        runner, plans = llm.engine.executor, list[StepPlan]()
+        launch = runner.launch
+        monkeypatch.setattr(runner, "launch", lambda plan: plans.append(plan) or launch(plan))
+        tokens_of(llm, prompt(path, 0, (1, 4, 8), after=24))
+        assert [[end for end, _ in row.saves] for plan in plans for row in plan.extend] == [[32, 48]]
+
+
 def test_sessions_keep_images(path: Path, tmp_path: Path) -> None:
     given = prompt(path, 14, (1, 3, 4), after=12)
     with engine(path) as llm:
@@ -289,7 +298,7 @@ def test_a_step_with_decode_rows_admits_few_images(
         while not running.gained("text"):
             running.step()
         launch = runner.launch
-        runner.launch = lambda plan: plans.append(plan) or launch(plan)  # type: ignore
+        monkeypatch.setattr(runner, "launch", lambda plan: plans.append(plan) or launch(plan))
         for seed in range(6):
             running.add_request(prompt(path, 0, (seed, 4, 4), after=seed), GREEDY, f"image {seed}")
         running.add_request(TEXT[:7], GREEDY, "later")

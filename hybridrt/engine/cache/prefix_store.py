@@ -46,7 +46,7 @@ class PrefixStore(CacheRoom):
             request that continues writing its last page can give the pages before it away.
         tier: entries in main memory; None: nothing.
         lost: counts why requests compute what earlier texts had.
-        spaces: prompts also leave spaced states, and a chunk saves at most one state.
+        spaces: prompts also leave spaced states, and a chunk of text saves at most one state.
     """
 
     def __init__(
@@ -185,7 +185,8 @@ class PrefixStore(CacheRoom):
         """Best end of a chunk from `start` to `end`: a state can only be saved before one of the
         chunk's tokens.
         """
-        if self.spaces:
+        # A chunk with an image runs without a graph, where a second state costs no step of its own.
+        if self.spaces and not any(span.start < end and start < span.start + span.length for span in request.spans):
             end = min([end, *sorted(place for place in request.save_at if start < place < end)[1:2]])
         return end - 1 if end in request.save_at and end - start > 1 else end
 
