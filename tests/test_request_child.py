@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -85,7 +86,10 @@ def test_a_process_that_hangs_is_ended(child: RequestChild, size: int) -> None:
 
 def test_an_end_waits_for_no_request(child: RequestChild) -> None:
     """A server that closes would wait as long as a picture may take."""
-    os.kill(pid_of(child), signal.SIGSTOP)
+    pid = pid_of(child)
+    os.kill(pid, signal.SIGSTOP)
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.001)  # until then it may still answer
     with ThreadPoolExecutor(1) as threads:
         asked = threads.submit(child.ask, bytes(10), SECONDS)
         while not child._lock.locked():
