@@ -236,9 +236,7 @@ def _overlap_from(store: dist.Store, rank: int) -> float:
     if rank == 0:
         text = os.environ.get(OVERLAP_VARIABLE, str(OVERLAP_FROM))
         if not (text.isascii() and text.isdigit() and len(text) < 10):
-            raise ConfigError(
-                f"{OVERLAP_VARIABLE} is {text!r}; it must be a number of tokens such as 2048, or 0"
-            )
+            raise ConfigError(f"{OVERLAP_VARIABLE} is {text!r}; it must be a number of tokens such as 2048, or 0")
         store.set("tokens", text)
     return int(store.get("tokens")) or inf
 
