@@ -3,11 +3,13 @@
 import os
 import random
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -84,19 +86,48 @@ def test_a_process_that_hangs_is_ended(child: RequestChild, size: int) -> None:
     assert child.process is None and works(child)
 
 
-def test_an_end_waits_for_no_request(child: RequestChild) -> None:
+def test_an_end_waits_for_no_request(child: RequestChild, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that closes would wait as long as a picture may take."""
-    pid = pid_of(child)
-    os.kill(pid, signal.SIGSTOP)
+    os.kill(pid := pid_of(child), signal.SIGSTOP)
     while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
         time.sleep(0.001)  # until then it may still answer
+    reads, read = threading.Event(), request_child._read_frame
+
+    def waits(*arguments: Any) -> bytearray:
+        reads.set()
+        return read(*arguments)
+
+    monkeypatch.setattr(request_child, "_read_frame", waits)
     with ThreadPoolExecutor(1) as threads:
         asked = threads.submit(child.ask, bytes(10), SECONDS)
-        while not child._lock.locked():
-            time.sleep(0.001)
+        assert reads.wait(SECONDS)
         child.end()
         with pytest.raises(EOFError):
             asked.result(SECONDS / 2)
+    assert works(child)
+
+
+def test_an_end_kills_a_process_that_a_request_has_just_started(
+    child: RequestChild, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child.end()
+    starts, start = threading.Event(), request_child.start_child
+
+    def late(*arguments: Any, **pipes: Any) -> "subprocess.Popen[bytes]":
+        starts.set()
+        time.sleep(0.2)  # the end is called before there is a process
+        process = start(*arguments, **pipes)
+        os.kill(process.pid, signal.SIGSTOP)
+        return process
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as threads:
+        patch.setattr(request_child, "start_child", late)
+        asked = threads.submit(child.ask, bytes(10), SECONDS)
+        assert starts.wait(SECONDS)
+        child.end()
+        with pytest.raises(ChildNotStartedError) as error:
+            asked.result(SECONDS)
+    assert isinstance(error.value.__cause__, EOFError), "not the limit of time"
     assert works(child)
 
 

@@ -26,6 +26,7 @@ START_SECONDS = 120.0
 MAX_BYTES = 2**32 - 1  # of a request
 _LAST_SECONDS = 120  # of a request whose parent is gone
 _ERROR_CHARACTERS = 1000
+_KILL_AGAIN_SECONDS = 0.05
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 Parts = Sequence[bytes | memoryview]
 
@@ -95,10 +96,16 @@ class RequestChild:
 
     def end(self) -> None:
         """Kills the process, also while it works. A later request starts another one."""
-        if (process := self.process) is not None:
-            process.kill()
-        with self._lock:
+        while True:
+            if (process := self.process) is not None:
+                process.kill()
+            # Again, because a request that has just got the lock may start another process.
+            if self._lock.acquire(timeout=_KILL_AGAIN_SECONDS):
+                break
+        try:
             self._end()
+        finally:
+            self._lock.release()
 
     def disown(self) -> None:
         """In a forked process: the child is the parent's, and another thread may have held the lock."""
