@@ -44,7 +44,7 @@ from hybridrt.server.run import SWITCH_SECONDS, Server
 
 
 class Device:
-    """Runs steps one after another, each for so long, beside the host; one with a prompt for `prompt_seconds`."""
+    """Runs steps one after another, each for so long, while the host works; one with a prompt for `prompt_seconds`."""
 
     def __init__(self, executor: Any, seconds: float, prompt_seconds: float) -> None:
         self._launch, self._free_at = executor.launch, 0.0
@@ -65,7 +65,7 @@ class Device:
 
 
 def run_on_double(llm: LLM, seconds: float, prompt_seconds: float) -> None:
-    """Steps take so long, and one is launched beside the running one, as on a GPU."""
+    """Steps take so long, and one is launched while another one runs, as on a GPU."""
     executor: Any = llm.engine.executor
     executor.launch = Device(executor, seconds, prompt_seconds).launch
     llm.engine._max_in_flight = 1

@@ -4,7 +4,7 @@
 
 Operations of decode steps: a time is a launch's share of a CUDA graph that runs the operation over and over, each time
 on other tensors, so that nothing is found in the cache and what launches cost each other is in it. Operations of
-prefill: the time of one of several calls behind each other. A rate is that of the bytes that must move, or of the
+prefill: the time of one of several calls in a row. A rate is that of the bytes that must move, or of the
 products; its share is of what a large copy, or a large matrix product, reaches on this device in the same run.
 """
 

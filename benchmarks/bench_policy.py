@@ -28,7 +28,7 @@ from hybridrt.mem_cache.pools.slab_plan import SlabPlan, plan_slabs
 from hybridrt.runtime.step.plan import StepHandle, StepPlan, StepResult
 
 VOCAB, PAGE_SIZE, NUM_PAGES, LONGEST = 50_000, 16, 2**17, 2**20
-TOKEN_SECONDS = 0.004  # of a prompt. A step takes a second beside
+TOKEN_SECONDS = 0.004  # of a prompt. A step takes a second besides
 # Of a model whose page groups and states share memory: attention layers, of which one has no window if others have one;
 # bytes of a token in the keys of a layer; tokens in all layers without windows that have the bytes of a state.
 ATTENTION_LAYERS, KEY_BYTES, STATE_TOKENS = 6, 1024, 1024
@@ -98,7 +98,7 @@ class Case:
     Attributes:
         load: arrivals, as a share of the rate at which steps without a cache could serve; 0: all at once.
         rows: requests that run together.
-        slots: states for cached prefixes, beside one for each row.
+        slots: states for cached prefixes, in addition to one for each row.
         think: mean seconds between an answer and the next turn.
         windows: of the attention layers, by page group; None: no window. A window group has the pages
             that the memory plan gives it: those of running requests, and the window of each state.

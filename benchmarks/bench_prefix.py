@@ -74,7 +74,7 @@ class Player:
     """Sends a trace to an engine: each request once those before it have ended, and its delay is over.
 
     Args:
-        alone: send only a prompt's new tokens: those behind the longest beginning that it shares with an earlier
+        alone: send only a prompt's new tokens: those after the longest beginning that it shares with an earlier
             request's text.
     """
 

@@ -5,7 +5,7 @@
 
 Each run is a process of its own. Weights are seeded random numbers, or with `--checkpoint` a checkpoint that is written
 there first and read from the disk: its pages are dropped from the page cache before every run, and the rate of plain
-reads is measured beside it. Kernels that the process compiles by itself are named.
+reads is measured next to it. Kernels that the process compiles by itself are named.
 """
 
 import argparse

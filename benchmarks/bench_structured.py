@@ -6,9 +6,9 @@ without the code for them.
 The cases take turns in one process, each turn in another order, and each figure is the median of its turns. Every row
 writes exactly so many tokens: the schema is a list without an end. In the case "removed" no row has a schema and the
 engine's hook for them is taken out: what is left is the few comparisons of a step that a build without structured
-outputs would not make. At the end the three figures stand beside their targets.
+outputs would not make. At the end the three figures are printed next to their targets.
 
-`masks_in_time` is the share of steps whose masks were on their way before the forward pass had ended: an event behind
+`masks_in_time` is the share of steps whose masks were on their way before the forward pass had ended: an event after
 the forward pass must not have come when the sampling is launched; a CPU has none. `sampling_ms` is the host's time
 (median, 99th percentile, maximum) from the end of the step before, or from the launch of the forward pass if that was
 later, until the sampling is launched: it fills the masks and copies them (on a CPU it also samples).
@@ -154,7 +154,7 @@ def measure(llm: LLM, batch: int, prompt: int, output: int, turns: int) -> list[
 
 
 def verdicts(rows: list[Row]) -> list[str]:
-    """The figures of one batch beside their targets, a line each."""
+    """The figures of one batch next to their targets, a line each."""
     found = {row.case: row for row in rows}
     every, without, in_time = found["all"].ratio, 1 / found["removed"].ratio, found["all"].masks_in_time
     lines = [

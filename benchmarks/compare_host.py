@@ -1,4 +1,4 @@
-"""Host time of an engine step beside another checkout's, in turns.
+"""Host time of an engine step compared with another checkout's, in turns.
 
     git archive 90fb57c0 | tar x -C /tmp/before
     python benchmarks/compare_host.py /tmp/before [--turns 60] [--rows 1,32,256]
@@ -48,7 +48,7 @@ def step_seconds(engine: object) -> float:
     return time.thread_time() - start
 
 
-def compare(beside: Path, rows: int, turns: int) -> list[tuple[float, float]]:
+def compare(other: Path, rows: int, turns: int) -> list[tuple[float, float]]:
     """Milliseconds of a step there and here, by turn. The first turn warms up."""
     command = [sys.executable, str(Path(__file__).resolve()), "--serve", str(rows), "--turns", str(turns)]
     servers = [
@@ -56,7 +56,7 @@ def compare(beside: Path, rows: int, turns: int) -> list[tuple[float, float]]:
             command, cwd=each, env=os.environ | {"PYTHONPATH": str(each)}, text=True, stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        for each in (beside, HERE)
+        for each in (other, HERE)
     ]  # fmt: skip
     found = []
     for _ in range(turns + 1):
@@ -74,17 +74,17 @@ def compare(beside: Path, rows: int, turns: int) -> list[tuple[float, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("beside", type=Path, nargs="?", help="the other checkout")
+    parser.add_argument("other", type=Path, nargs="?", help="the other checkout")
     parser.add_argument("--rows", type=lambda text: [int(n) for n in text.split(",")], default=[1, 32, 256])
     parser.add_argument("--turns", type=int, default=60)
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve is not None:
         return serve(args.serve, args.turns)
-    if args.beside is None:
+    if args.other is None:
         parser.error("name the other checkout")
     for rows in args.rows:
-        pairs = compare(args.beside, rows, args.turns)
+        pairs = compare(args.other, rows, args.turns)
         there, here = (statistics.median(pair[i] for pair in pairs) for i in (0, 1))
         ratio = statistics.median(here / there for there, here in pairs)
         print(f"{rows:4} rows: {there:.3f} ms there, {here:.3f} here, ratio {ratio:.3f}", flush=True)

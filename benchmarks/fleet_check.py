@@ -1,4 +1,4 @@
-"""Replicas behind a router while they are killed, stopped, started and ended: no request is lost, no token is wrong.
+"""Replicas of a router while they are killed, stopped, started and ended: no request is lost, no token is wrong.
 
     python -m benchmarks.fleet_check --requests 1000 --faults kill
     python -m benchmarks.fleet_check --replica double --requests 20000 --faults kill

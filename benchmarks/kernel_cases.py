@@ -31,7 +31,7 @@ MAX_COPIES, PAGE, RING = 16, 16, 16  # RING: columns of a state ring, on the ave
 
 @dataclass(frozen=True)
 class Load:
-    """What a call works on: `rows` requests with `tokens` new tokens each behind `context` earlier ones."""
+    """What a call works on: `rows` requests with `tokens` new tokens each after `context` earlier ones."""
 
     rows: int
     tokens: int = 1
@@ -80,7 +80,7 @@ def prefill_op(op: str) -> Callable[[Cases], Cases]:
 
 
 def linears(config: ModelConfig) -> dict[tuple[int, int, bool, Activation | None], str]:
-    """(rows, columns, behind a norm, activation) of the model's weights and the name of the first that has them."""
+    """(rows, columns, after a norm, activation) of the model's weights and the name of the first that has them."""
     model = model_class(config.architecture)(config, Build(TPGroup(), torch.bfloat16, torch.device("meta")), max_len=1)
     activations: dict[str, Activation] = {"gate_up": "silu_and_mul", "up": "relu2"}
     found: dict[tuple[int, int, bool, Activation | None], str] = {}
@@ -409,7 +409,7 @@ DECODE["elementwise"] = PREFILL["elementwise"] = elementwise
 
 @decode_op("sample")
 def sample(config: ModelConfig, load: Load, device: str) -> Iterator[Case]:
-    """A draw behind top-k and top-p."""
+    """A draw after top-k and top-p."""
 
     def make() -> Args:
         each = torch.ones(load.rows, device=device)

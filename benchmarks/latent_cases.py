@@ -67,7 +67,7 @@ def _flash_mla(args: Args) -> Callable[[], Tensor]:
 
 def _flashinfer_prompts(args: Args) -> Callable[[], Tensor]:
     """flashinfer's prefill, as serving runtimes call it: one product makes keys and values of all heads from latent
-    vectors that lie behind each other already, then attention over ragged keys."""
+    vectors that are contiguous already, then attention over ragged keys."""
     from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
 
     q, up_k, up_v, starts = args["q"], args["up_k"], args["up_v"], args["query_start_loc"]

@@ -98,7 +98,7 @@ def _chunk_lightning(args: Args) -> Call:
 
 
 def _lightning_step(args: Args) -> Call:
-    """One token of each row, behind SiLU. The state after it is a new float32 tensor: fla has no pool here."""
+    """One token of each row, after SiLU. The state after it is a new float32 tensor: fla has no pool here."""
     from fla.ops.simple_gla import fused_recurrent_simple_gla
 
     states = args["states"]

@@ -8,7 +8,7 @@ At every moment, cached states and one slot for each running request are at most
 pages of running requests' prompts are at most P.
 
 The linear program. Take a request j, admitted at event A_j, and a length L. Whoever computed these L tokens last before
-A_j ended at some event F, and had moved on from them at some event G: the event behind that of its whole prompt, if
+A_j ended at some event F, and had moved on from them at some event G: the event after that of its whole prompt, if
 they are within the prompt, else F, at which its own slot may become the cache's. If j skips L tokens, a state after
 them stood in a slot of the cache from G to A_j at least: before, a request might make the state anew, and after G no
 request does. So j has options k = 1, 2, ...: lengths L_k with their events F_k and G_k. Of those with the same F and no

@@ -139,7 +139,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--state-mode", default="auto", choices=["auto", "classic", "replay"])
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--prefill", type=shapes, default=[], help="profile prefills instead, e.g. 1x8192,16x2048")
-    parser.add_argument("--mixed", type=shapes, default=[], help="profile decode rows beside a prompt, e.g. 64x448")
+    parser.add_argument("--mixed", type=shapes, default=[], help="profile decode rows next to a prompt, e.g. 64x448")
     parser.add_argument("--trace", help="write a chrome trace")
     parser.add_argument("--picture", help="write a timeline of one step (an SVG)")
     return parser.parse_args()

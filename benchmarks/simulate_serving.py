@@ -128,7 +128,7 @@ class Running(NoMasks):
 
 
 class SimulatedDevice(SimulatedExecutor):
-    """Runs one step after the other beside the host, whose clock it is."""
+    """Runs one step after the other, by the clock of the host."""
 
     def __init__(self, times: StepTimes, seed: int) -> None:
         super().__init__()

@@ -102,7 +102,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention plus history branch, then an MLP, each after a norm and behind a residual."""
+    """Attention plus history branch, then an MLP, each after a norm and added to its input."""
 
     def __init__(self, config: SwaSsmConfig, mode: str) -> None:
         super().__init__()

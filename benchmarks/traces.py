@@ -94,7 +94,7 @@ class _Draw:
 
 
 def chat(shape: Shape) -> list[Item]:
-    """Conversations behind one system prompt. The first half of each answer is thinking, which the history lacks."""
+    """Conversations after one system prompt. The first half of each answer is thinking, which the history lacks."""
     draw, items = _Draw(shape), list[Item]()
     system = draw.tokens(shape.prompt)
     for unit in range(shape.units):
@@ -108,7 +108,7 @@ def chat(shape: Shape) -> list[Item]:
 
 
 def agents(shape: Shape) -> list[Item]:
-    """Agents behind one description of their tools. Each answer calls a tool, whose output is longer turn by turn."""
+    """Agents after one description of their tools. Each answer calls a tool, whose output is longer turn by turn."""
     draw, items = _Draw(shape), list[Item]()
     tools = draw.tokens(2 * shape.prompt)
     for unit in range(shape.units):
@@ -122,7 +122,7 @@ def agents(shape: Shape) -> list[Item]:
 
 
 def shared(shape: Shape) -> list[Item]:
-    """Users who ask `turns` unrelated questions each, behind one system prompt of four times a question's length."""
+    """Users who ask `turns` unrelated questions each, after one system prompt of four times a question's length."""
     draw = _Draw(shape)
     system = draw.tokens(4 * shape.prompt)
     return [

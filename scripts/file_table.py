@@ -53,7 +53,7 @@ SECTIONS = (
     ("Engine: requests", ("hybridrt/engine/request",)),
     ("Engine: the prefix cache and sessions", ("hybridrt/engine/cache",)),
     ("Engine: the schedule and the loop of steps", ("hybridrt/engine/core",)),
-    ("Engine: replicas behind one engine", ("hybridrt/engine/replicas",)),
+    ("Engine: replicas of one engine", ("hybridrt/engine/replicas",)),
     ("Engine: what users call", ("hybridrt/engine/api",)),
     ("State transfer", ("hybridrt/transfer",)),
     ("Benchmarks of the command line", ("hybridrt/bench",)),

@@ -1,4 +1,4 @@
-"""Several replicas behind one engine: the tokens of one, a prefix's own replica, and what becomes of a lost one."""
+"""Several replicas of one engine: the tokens of one, a prefix's own replica, and what becomes of a lost one."""
 
 import asyncio
 import dataclasses

@@ -1,4 +1,4 @@
-"""Replicas as processes behind a router: killed, stopped and drained while requests run."""
+"""Replicas as processes, and a router: killed, stopped and drained while requests run."""
 
 import asyncio
 import json

@@ -143,5 +143,5 @@ def _check_tree(nodes: Sequence[DumpedNode]) -> None:
         if node.start != start or node.end <= start or node.salt != salt:
             raise CacheDumpError(
                 f"node {i} of the dump holds tokens {node.start} to {node.end} of salt {node.salt}; it must begin at "
-                f"{start}, end behind that, and have salt {salt}"
+                f"{start}, end after that, and have salt {salt}"
             )
