@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.common import environment, save, settle
 from hybridrt import LLM, SamplingParams, SpeculativeConfig
-from hybridrt.base.turns import Interrupts
+from hybridrt.base.interrupts import Interrupts
 from hybridrt.engine.cache.answer_states import MOST
 from hybridrt.mem_cache.pools.entries import Handle, keys_of
 from hybridrt.mem_cache.pools.page_groups import PageSets

@@ -22,6 +22,8 @@ saw = {{}}
 def look(after, *names): saw[after] = [name for name in names if name in sys.modules]
 import hybridrt, hybridrt.cli.app
 look("command", *{HEAVY})
+import hybridrt.cli.openai_server, hybridrt.cli.repl
+look("chat with a server", *{HEAVY})
 import hybridrt.engine.api.async_llm
 look("engine", *{SERVERS})
 from hybridrt.kernels.core.providers import report
@@ -49,9 +51,9 @@ def found() -> tuple[dict[str, list[str]], list[str], list[str]]:
     return saw, operations, picked
 
 
-@pytest.mark.parametrize("after", ["command", "engine", "report", "everything"])
+@pytest.mark.parametrize("after", ["command", "chat with a server", "engine", "report", "everything"])
 def test_importing_loads_nothing_that_is_not_needed(after: str, found: tuple[dict[str, list[str]], object]) -> None:
-    """Help and version need no torch, the engine no server, a report on all operations no library of kernels."""
+    """Help, version and a chat with a server need no torch, the engine no server, a report on all operations no library of kernels."""
     assert found[0][after] == []
 
 

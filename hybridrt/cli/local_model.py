@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from hybridrt.base.errors import RequestError
+from hybridrt.base.interrupts import Interrupts
 from hybridrt.base.sampling_params import SamplingParams
-from hybridrt.base.turns import Interrupts
 from hybridrt.chat.chat import Chat
 from hybridrt.chat.conversation import read_conversation
 from hybridrt.chat.events import Content, Reasoning

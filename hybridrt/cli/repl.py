@@ -11,7 +11,7 @@ import msgspec
 import typer
 
 from hybridrt.base.errors import HybridrtError, RequestError, is_text
-from hybridrt.base.turns import Interrupts
+from hybridrt.base.interrupts import Interrupts
 from hybridrt.cli.conversation import (
     ChatModel,
     ImagePart,

@@ -12,7 +12,7 @@ import torch
 from hybridrt.base.device import gpu_count, resolve_device
 from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import ConfigError, DeviceError
-from hybridrt.base.turns import Interrupts
+from hybridrt.base.interrupts import Interrupts
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.layers.moe import experts_of
 from hybridrt.parallel.expert_ranks import ExpertPlace, expert_split

@@ -15,19 +15,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import hybridrt.base.interrupts
 import hybridrt.base.turns
 import hybridrt.engine.core.engine
 import hybridrt.mem_cache.pools.entries
 from hybridrt.base.errors import EngineError
+from hybridrt.base.interrupts import Interrupts
 from hybridrt.base.sampling_params import SamplingParams
-from hybridrt.base.turns import Interrupts
 from hybridrt.engine.api.llm import LLM
 from tests.support.engine_harness import ByteTokenizer
 from tests.support.fake_llm import FIVE, VOCAB, assert_clean, make
 from tests.support.mock_executor import tokens_alone
 
 ENGINE = Path(hybridrt.engine.core.engine.__file__).parent
-LOCKS = {str(ENGINE / "turns.py"), hybridrt.base.turns.__file__}
+LOCKS = {hybridrt.base.interrupts.__file__, hybridrt.base.turns.__file__}
 FILES = {str(file) for file in ENGINE.glob("*.py")} | LOCKS | {hybridrt.mem_cache.pools.entries.__file__}
 # 3 samples of 30 tokens and a prompt of 24 do not fit 32 pages of 4 tokens: one is retracted.
 LONG = SamplingParams(max_tokens=30, ignore_eos=True, seed=3, n=3, stop="never")

@@ -9,7 +9,7 @@ import pytest
 from hybridrt.base.errors import EngineError, RequestError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.api.llm import LLM
-from hybridrt.engine.request.output_text import new_detokenizer, resumed_text
+from hybridrt.engine.request.sample_request import new_detokenizer, resumed_text
 from hybridrt.runtime.load.build import resolve_model_path
 from tests.support.levels import sweep
 

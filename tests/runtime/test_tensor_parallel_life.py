@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from hybridrt import LLM
 from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import CheckpointError, EngineError, RankError
-from hybridrt.base.turns import Interrupts
+from hybridrt.base.interrupts import Interrupts
 from hybridrt.channel.control import TIMEOUT_S, TIMEOUT_VARIABLE
 from hybridrt.parallel import tensor_parallel
 from hybridrt.parallel.rank_start import KEY_VARIABLE, start_ranks

@@ -15,8 +15,9 @@ from tqdm.notebook import tqdm_notebook
 from hybridrt.base.engine_config import EngineConfig, SpeculativeConfig
 from hybridrt.base.errors import EngineError
 from hybridrt.base.errors_foreign import CALLS, ENGINE, LLM_ATTRIBUTES, knows_names, no_attribute, refuse
+from hybridrt.base.interrupts import Interrupts
 from hybridrt.base.sampling_params import SamplingParams
-from hybridrt.base.turns import Interrupts, undisturbed
+from hybridrt.base.turns import undisturbed
 from hybridrt.chat.chat import Chat
 from hybridrt.chat.conversation import ChatOptions, Conversation, read_conversation
 from hybridrt.collectives.groups import TPGroup

@@ -13,7 +13,6 @@ from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.base.spans import Span
 from hybridrt.engine.grammar.matcher import Matcher
 from hybridrt.engine.request.intake import PreparedPrompt
-from hybridrt.engine.request.output_text import in_parts, new_detokenizer
 from hybridrt.engine.request.outputs import Delta, DeltaQueue, FinishReason, RequestMetrics
 from hybridrt.engine.request.spans import cache_ids
 from hybridrt.engine.text.tokenizer import Detokenizer, Tokenizer
@@ -27,6 +26,7 @@ from hybridrt.runtime.step.sampling_table import any_allowed
 from hybridrt.runtime.step.token_scores import TokenScores
 
 UNLIMITED = 2**31 - 1
+_CHARACTER_TOKENS = 8  # more than one character has
 
 
 class RowColumns:
@@ -280,7 +280,7 @@ class Request:
             RequestError: the answer has ended within them.
             GrammarError: they do not fit the grammar.
         """
-        for part in in_parts(tokens):
+        for part in _in_parts(tokens):
             if self.append(part, None) is not None or self.read_text():
                 at = len(self.output)
                 raise RequestError(f"the answer has ended with token {at} of resume_token_ids", "resume_token_ids")
@@ -399,3 +399,28 @@ def derive_seed(seed: int, index: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
     return (z ^ (z >> 31)) >> 1
+
+
+def new_detokenizer(tokenizer: Tokenizer | None, prepared: PreparedPrompt) -> Detokenizer | None:
+    if tokenizer is None:
+        return None
+    include, skip = prepared.params.include_stop_str_in_output, prepared.params.skip_special_tokens
+    return Detokenizer(tokenizer, prepared.tokens, prepared.stop, include_stop=include, skip_special_tokens=skip)
+
+
+def resumed_text(tokenizer: Tokenizer | None, prepared: PreparedPrompt) -> str:
+    """The text that came with the `resume_token_ids` of a request; "" without a tokenizer."""
+    detokenizer = new_detokenizer(tokenizer, prepared)
+    if detokenizer is None:
+        return ""
+    for part in _in_parts(prepared.params.resume_token_ids):
+        detokenizer.advance(part, may_stop=False)
+    return detokenizer.take_text(False)
+
+
+def _in_parts(tokens: Sequence[int]) -> Iterator[Sequence[int]]:
+    """The last tokens one by one: if they end within a character, the text before it has come."""
+    first = max(len(tokens) - _CHARACTER_TOKENS, 0)
+    yield tokens[:first]
+    for place in range(first, len(tokens)):
+        yield tokens[place : place + 1]

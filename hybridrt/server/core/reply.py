@@ -11,8 +11,8 @@ from starlette.types import Scope
 from hybridrt.chat.events import CallArguments, CallBegin, Content, Event, Reasoning
 from hybridrt.engine.api.async_llm import DeltaStream
 from hybridrt.engine.api.chats import PreparedChat
-from hybridrt.engine.request.output_text import resumed_text
 from hybridrt.engine.request.outputs import Delta
+from hybridrt.engine.request.sample_request import resumed_text
 from hybridrt.server.core.protocol import Sampling
 from hybridrt.server.core.service import Asked, Service
 from hybridrt.server.core.text_tokens import Piece
