@@ -5,11 +5,13 @@
     python -m benchmarks.fleet_check --requests 1000 --faults stop
     python -m benchmarks.fleet_check --requests 1000 --faults scale
     python -m benchmarks.fleet_check --replica prefill --requests 1000 --faults kill
+    python -m benchmarks.fleet_check --replica ray --requests 1000 --faults kill
 
 Replicas are processes with the built-in model, or with the double of a device (`double`), or half of them compute the
-prompts of the others (`prefill`, extra `transfer`). Requests are those of chats and agents, streamed. Every token is
-compared with the offline one. A stream that is cut in its middle is resumed as its error says, by this client, or with
-`--resume` by the router. The command fails if anything is lost or wrong, or if a stopped replica is left late.
+prompts of the others (`prefill`, extra `transfer`), or Ray Serve starts them (`ray`, extra `ray`). Requests are those
+of chats and agents, streamed. Every token is compared with the offline one. A stream that is cut in its middle is
+resumed as its error says, by this client, or with `--resume` by the router. The command fails if anything is lost or
+wrong, or if a stopped replica is left late.
 """
 
 import argparse
@@ -41,7 +43,15 @@ Answers = Mapping[str, Sequence[int]]
 
 @dataclass
 class Report:
-    """What happened. `lost`: requests that got no whole answer; `cut`: streams that ended in their middle."""
+    """What happened.
+
+    Attributes:
+        lost: requests that got no whole answer.
+        cut: streams that ended in their middle.
+        left_seconds: how long a stopped replica got requests.
+        most: replicas at a time, where Ray starts them as needed.
+        scaled: these were all, and one was left at the end.
+    """
 
     requests: int = 0
     wrong: int = 0
@@ -51,10 +61,14 @@ class Report:
     stops: int = 0
     left_seconds: list[float] = field(default_factory=list)
     seconds: float = 0.0
+    most: int = 0
+    scaled: bool = True
 
     @property
     def good(self) -> bool:
-        return not self.lost and not self.wrong and all(took <= LEFT_SECONDS for took in self.left_seconds)
+        return (
+            self.scaled and not self.lost and not self.wrong and all(took <= LEFT_SECONDS for took in self.left_seconds)
+        )
 
 
 def trace(kind: str, requests: int) -> list[Item]:
@@ -159,7 +173,7 @@ async def kill(found: Fleet, report: Report, every: float) -> None:
     draw = random.Random(1)
     while True:
         await asyncio.sleep(every)
-        process = draw.choice(found.workers)
+        process = draw.choice(await asyncio.to_thread(found.workers))
         process.end()
         report.kills += 1
         process.start()
@@ -170,11 +184,11 @@ async def stop(found: Fleet, report: Report, every: float) -> None:
     draw = random.Random(2)
     while True:
         await asyncio.sleep(every)
-        process = draw.choice(found.replicas)
+        process = draw.choice(await asyncio.to_thread(found.replicas))
         process.send(signal.SIGSTOP)
         report.stops += 1
         began = time.monotonic()
-        while (await asyncio.to_thread(found.states))[process.url] and time.monotonic() - began < 60:
+        while (await asyncio.to_thread(found.states)).get(process.url) and time.monotonic() - began < 60:
             await asyncio.sleep(0.05)
         report.left_seconds.append(round(time.monotonic() - began, 2))
         await asyncio.sleep(6)
@@ -183,14 +197,21 @@ async def stop(found: Fleet, report: Report, every: float) -> None:
 
 async def scale(found: Fleet, report: Report, every: float) -> None:
     """From one replica to all, and back with SIGTERM."""
-    for process in found.workers[1:]:
+    more = found.workers()[1:]
+    for process in more:
         await asyncio.sleep(every)
         process.start()
-    for process in found.workers[1:]:
-        await asyncio.to_thread(process.wait_until_ready)
-    for process in found.workers[:0:-1]:
+    await asyncio.to_thread(found.wait_for, 1 + len(more))
+    for process in reversed(more):
         await asyncio.sleep(every)
         process.send(signal.SIGTERM)
+
+
+async def watch(found: Fleet, report: Report, every: float) -> None:
+    """Ray scales by itself."""
+    while True:
+        await asyncio.sleep(0.5)
+        report.most = max(report.most, sum((await asyncio.to_thread(found.states)).values()))
 
 
 FAULTS: dict[str, Callable[[Fleet, Report, float], Awaitable[None]]] = {"kill": kill, "stop": stop, "scale": scale}
@@ -198,7 +219,8 @@ FAULTS: dict[str, Callable[[Fleet, Report, float], Awaitable[None]]] = {"kill": 
 
 async def play(found: Fleet, items: Sequence[Item], args: argparse.Namespace, report: Report) -> Answers:
     client, began = Client(found.router.url, items, args.together, report), time.monotonic()
-    fault = FAULTS.get(args.faults)
+    scales = args.replica == "ray" and args.faults == "scale"
+    fault = watch if scales else FAULTS.get(args.faults)
     trouble = None if fault is None else asyncio.ensure_future(fault(found, report, args.every))
     await client.play()
     if trouble is not None:
@@ -206,6 +228,9 @@ async def play(found: Fleet, items: Sequence[Item], args: argparse.Namespace, re
             trouble.result()
         trouble.cancel()
     report.seconds = round(time.monotonic() - began, 1)
+    if scales:
+        await asyncio.to_thread(found.wait_for, 1)
+        report.scaled = report.most == args.replicas
     return client.answers
 
 
@@ -221,7 +246,7 @@ def check(args: argparse.Namespace) -> Report:
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--replica", choices=("embedded", "double", "prefill"), default="embedded")
+    parser.add_argument("--replica", choices=("embedded", "double", "prefill", "ray"), default="embedded")
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--together", type=int, default=16, help="requests at a time")
@@ -229,7 +254,10 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--every", type=float, default=20.0, help="seconds between two faults")
     parser.add_argument("--resume", action="store_true", help="the router resumes streams")
     parser.add_argument("--save", help="file for the result")
-    return parser.parse_args(given)
+    args = parser.parse_args(given)
+    if (args.replica, args.faults) == ("prefill", "scale"):
+        parser.error("--faults scale is for replicas that compute their own prompts")
+    return args
 
 
 def main() -> None:

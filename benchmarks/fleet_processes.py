@@ -7,20 +7,23 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol
 
 import httpx
+import psutil
 
 from hybridrt.channel.keys import FLEET_VARIABLE
 from hybridrt.transfer import keys
 
 START_SECONDS = 300.0  # that a process may take until it is ready
+END_SECONDS = 60.0
 ROWS, LONGEST = 8, 512
+QUIET = ["--log-level", "warning", "--no-access-log"]
 EMBEDDED = ["-m", "hybridrt", "serve", "embedded", "--device", "cpu", "--max-running-requests", str(ROWS),
-            "--max-model-len", str(LONGEST), "--log-level", "warning", "--no-access-log"]  # fmt: skip
+            "--max-model-len", str(LONGEST), *QUIET]  # fmt: skip
 DOUBLE = ["-m", "benchmarks.fleet_double"]
 
 
@@ -68,20 +71,86 @@ class Process:
             time.sleep(0.2)
 
 
+class Ray(Process):
+    """Ray with a router and replicas. It gets time to end its processes."""
+
+    def end(self) -> None:
+        if self.process is not None:
+            self.process.terminate()
+            try:
+                self.process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                super().end()
+
+
+class Worker(Protocol):
+    """A process that faults may meet."""
+
+    @property
+    def url(self) -> str: ...
+    def start(self) -> None: ...
+    def send(self, number: int) -> None: ...
+    def end(self) -> None: ...
+
+
+@dataclass
+class Actor:
+    """The process of a replica that Ray starts, and starts again."""
+
+    url: str
+    process: psutil.Process
+
+    def start(self) -> None:
+        pass
+
+    def send(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def end(self) -> None:
+        self.process.kill()
+
+
 @dataclass
 class Fleet:
-    """A router in front of replicas. `workers`: all processes that faults may meet."""
+    """A router in front of replicas.
+
+    Attributes:
+        replicas: those that the router knows.
+        workers: all processes that faults may meet.
+    """
 
     router: Process
-    replicas: list[Process]
-    workers: list[Process]
-    key: str
+    replicas: Callable[[], Sequence[Worker]]
+    workers: Callable[[], Sequence[Worker]]
 
     def states(self) -> dict[str, bool]:
         """Which replicas get requests, by URL."""
-        headers = {"Authorization": f"Bearer {self.key}"}
-        facts: list[dict[str, Any]] = httpx.get(f"{self.router.url}/fleet/replicas", headers=headers, timeout=30).json()
-        return {fact["url"]: fact["ready"] for fact in facts}
+        return ready_replicas(self.router.url)
+
+    def wait_for(self, count: int) -> None:
+        """Until so many replicas get requests."""
+        deadline = time.monotonic() + START_SECONDS
+        while sum(self.states().values()) != count:
+            if time.monotonic() > deadline:
+                raise SystemExit(f"{self.states()} do not become {count} replicas that are ready")
+            time.sleep(0.2)
+
+
+def ready_replicas(router: str) -> dict[str, bool]:
+    """Of a router's metrics."""
+    begin, found = 'hybridrt_router_replica_ready{replica="', dict[str, bool]()
+    for line in httpx.get(f"{router}/metrics", timeout=30).text.splitlines():
+        if line.startswith(begin):
+            url, _, number = line.removeprefix(begin).partition('"}')
+            found[url] = float(number) == 1
+    return found
+
+
+def actors(router: str) -> list[Actor]:
+    """The replicas that a router in Ray knows, by the ports on which processes listen."""
+    listening = {link.laddr.port: link.pid for link in psutil.net_connections("tcp") if link.status == "LISTEN"}
+    ports = {url: int(url.rpartition(":")[2]) for url in ready_replicas(router)}
+    return [Actor(url, psutil.Process(listening[port])) for url, port in ports.items() if port in listening]
 
 
 def free_port() -> int:
@@ -90,22 +159,31 @@ def free_port() -> int:
         return port
 
 
+def servers(kind: str, count: int, environment: dict[str, str]) -> tuple[list[Process], list[Process]]:
+    """Workers that compute prompts for the others, and replicas; neither runs yet."""
+    if kind != "prefill":
+        return [], [Process(DOUBLE if kind == "double" else EMBEDDED, environment) for _ in range(count)]
+    prompts = [Process([*EMBEDDED, "--role", "prefill"], environment) for _ in range(count // 2)]
+    urls = [part for worker in prompts for part in ("--prefill-url", worker.url)]
+    return prompts, [Process([*EMBEDDED, "--role", "decode", *urls], environment) for _ in range(count - len(prompts))]
+
+
 @contextmanager
 def fleet(kind: str, count: int, started: int, resume: bool) -> Iterator[Fleet]:
-    """`count` replicas of a kind, of which `started` run: "embedded", "double", or "prefill": half of the processes
-    compute the prompts of the others."""
-    key = secrets.token_hex(32)
-    environment = {FLEET_VARIABLE: key, keys.VARIABLE: secrets.token_hex(32)}
-    if kind == "prefill":
-        prompts = [Process([*EMBEDDED, "--role", "prefill"], environment) for _ in range(count // 2)]
-        urls = [part for worker in prompts for part in ("--prefill-url", worker.url)]
-        replicas = [Process([*EMBEDDED, "--role", "decode", *urls], environment) for _ in range(count - len(prompts))]
-        workers = [*prompts, *replicas]
+    """`count` replicas of a kind, of which `started` run: "embedded", "double", "ray" (the built-in model under Ray
+    Serve, which starts the others as it needs them), or "prefill": half of the processes compute the prompts of the
+    others."""
+    environment = {FLEET_VARIABLE: secrets.token_hex(32), keys.VARIABLE: secrets.token_hex(32)}
+    prompts, replicas = ([], []) if kind == "ray" else servers(kind, count, environment)
+    workers, options = [*prompts, *replicas], ["--resume"] if resume else []
+    if kind == "ray":
+        options += ["--replicas", str(count), *(["--scale"] if started < count else [])]
+        router: Process = Ray(["-m", "benchmarks.fleet_ray", *options], environment)
+        found = Fleet(router, lambda: actors(router.url), lambda: actors(router.url))
     else:
-        workers = replicas = [Process(DOUBLE if kind == "double" else EMBEDDED, environment) for _ in range(count)]
-    options = ["-m", "hybridrt", "router", *(part for replica in replicas for part in ("--replica", replica.url))]
-    options += ["--log-level", "warning", "--no-access-log", *(["--resume"] if resume else [])]
-    router = Process(options, environment)
+        options += [part for replica in replicas for part in ("--replica", replica.url)]
+        router = Process(["-m", "hybridrt", "router", *QUIET, *options], environment)
+        found = Fleet(router, lambda: replicas, lambda: workers)
     try:
         for process in workers[:started]:
             process.start()
@@ -113,7 +191,8 @@ def fleet(kind: str, count: int, started: int, resume: bool) -> Iterator[Fleet]:
             process.wait_until_ready()
         router.start()
         router.wait_until_ready()
-        yield Fleet(router, replicas, workers, key)
+        found.wait_for(started - len(prompts))
+        yield found
     finally:
         for process in [router, *workers]:
             if process.runs:

@@ -53,7 +53,8 @@ def found() -> tuple[dict[str, list[str]], list[str], list[str]]:
 
 @pytest.mark.parametrize("after", ["command", "chat with a server", "engine", "report", "everything"])
 def test_importing_loads_nothing_that_is_not_needed(after: str, found: tuple[dict[str, list[str]], object]) -> None:
-    """Help, version and a chat with a server need no torch, the engine no server, a report on all operations no library of kernels."""
+    """Help, version and a chat with a server need no torch, the engine no server, a report on all operations no
+    library of kernels."""
     assert found[0][after] == []
 
 
