@@ -11,12 +11,15 @@ RUNS = [
     ["--replica", "double", "--faults", "scale"],
     ["--replica", "embedded", "--faults", "stop"],
     ["--replica", "prefill", "--faults", "kill"],
+    ["--replica", "ray", "--faults", "kill"],
 ]
 
 
 def run(options: list[str]) -> None:
     if "prefill" in options:
         pytest.importorskip("nixl", reason="it comes with the extra transfer")
+    if "ray" in options:
+        pytest.importorskip("ray", reason="it comes with the extra ray")
     report = check(parse(options))
     assert report.good and report.requests > 0, report
     assert "--resume" not in options or report.cut == 0, report
