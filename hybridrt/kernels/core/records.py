@@ -84,12 +84,18 @@ class RowTables(NamedTuple):
 class ConvWeights(NamedTuple):
     """A depthwise convolution: weight [C, K], bias [C] or None, and the activation after it.
 
-    K = 0: no conv, the activation is applied to the inputs (`mamba2_decode` only).
+    K = 0: no conv, the activation is applied to the inputs (`mamba2_decode` only). Without an
+    activation, too, the inputs are those of the recurrence: a conv was applied before (`gdn_decode`
+    only).
     """
 
     weight: Tensor
     bias: Tensor | None = None
     activation: Activation = "silu"
+
+    @property
+    def applied_before(self) -> bool:
+        return self.weight.shape[1] == 0 and self.activation is None
 
 
 class ConvState(NamedTuple):
