@@ -203,6 +203,14 @@ class FusedStep(NamedTuple):
     ring: StateRing | None = None
     windows: Tensor | None = None
 
+    @classmethod
+    def after_conv(cls, qkv: Tensor, state: StateSlots, ring: StateRing | None = None) -> "FusedStep":
+        """A step of `gdn_decode` whose inputs `qkv` [B, T, C] went through a conv and SiLU before, for engines that
+        keep the conv's state."""
+        channels, slots = qkv.shape[2], state.read_state_slots
+        none = ConvWeights(qkv.new_empty((channels, 0)), activation=None)
+        return cls(none, ConvState(qkv.new_empty((1, channels, 1)), slots, state.write_state_slots, slots), state, ring)
+
     @property
     def conv_nodes(self) -> IntermediateStates | None:
         """Where the conv stores its inputs; None: in the ring."""
