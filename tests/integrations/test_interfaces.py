@@ -38,7 +38,11 @@ IMPORTED = {
     },
     "sglang": {"srt/plugins/__init__.py": {"load_plugins"}},
 }  # fmt: skip
-GROUPS = {"vllm": ("plugins/__init__.py", "DEFAULT_PLUGINS_GROUP"), "sglang": ("srt/plugins/__init__.py", "GENERAL_PLUGINS_GROUP")}
+# Where each engine names the group of entry points that it loads.
+GROUPS = {
+    "vllm": ("plugins/__init__.py", "DEFAULT_PLUGINS_GROUP"),
+    "sglang": ("srt/plugins/__init__.py", "GENERAL_PLUGINS_GROUP"),
+}
 
 
 def published(peer: str, file: str, name: str) -> ast.ClassDef | ast.FunctionDef:
@@ -54,7 +58,10 @@ def published(peer: str, file: str, name: str) -> ast.ClassDef | ast.FunctionDef
 @pytest.mark.parametrize(("peer", "name"), [(peer, name) for peer, stub in STUBS.items() for name in stub.PUBLISHED])
 def test_a_stub_is_what_was_published(peer: str, name: str) -> None:
     stub = STUBS[peer]
-    theirs, own = published(peer, stub.PUBLISHED[name], name), definition(Path(str(stub.__file__)), _defined(stub, name))
+    theirs, own = (
+        published(peer, stub.PUBLISHED[name], name),
+        definition(Path(str(stub.__file__)), _defined(stub, name)),
+    )
     assert own is not None and type(own) is type(theirs)
     if isinstance(own, ast.ClassDef):
         assert fields(own) <= fields(theirs)

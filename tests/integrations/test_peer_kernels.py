@@ -1,5 +1,5 @@
-"""The plugins against the Triton kernels that vLLM and SGLang publish, both in Triton's interpreter. Skipped where their
-source is not at hand (`tests/support/peer_source.py`)."""
+"""The plugins against the Triton kernels that vLLM and SGLang publish, both in Triton's interpreter. Skipped where
+their source is not at hand (`tests/support/peer_source.py`)."""
 
 import importlib
 import importlib.util
@@ -49,10 +49,11 @@ def vllm_kernel() -> Iterator[Any]:
     needed |= {"vllm.triton_utils": {"tl": tl, "triton": triton}, "vllm": {}, "fla_ops": {}}
     stub = SimpleNamespace(**{name: value for names in needed.values() for name, value in names.items()})
     with installed(stub, {name: list(names) for name, names in needed.items()}, "vllm"):
-        op = (ops / "op.py").read_text()
-        sys.modules["fla_ops.op"] = SimpleNamespace(exp=lambda x: tl.exp(x), log=lambda x: tl.log(x))  # type: ignore[assignment]
-        assert "exp = tl.exp" in op and "log = tl.log" in op
-        yield loaded(ops / "fused_recurrent.py", "fla_ops.fused_recurrent").fused_recurrent_gated_delta_rule_packed_decode
+        assert "exp = tl.exp" in (ops / "op.py").read_text()
+        functions = SimpleNamespace(exp=lambda x: tl.exp(x), log=lambda x: tl.log(x))
+        sys.modules["fla_ops.op"] = functions  # type: ignore[assignment]
+        module = loaded(ops / "fused_recurrent.py", "fla_ops.fused_recurrent")
+        yield module.fused_recurrent_gated_delta_rule_packed_decode
     sys.modules.pop("fla_ops.op", None)
 
 

@@ -42,7 +42,7 @@ class Engine:
         if columns is not None:
             shapes = (HEADS, columns, V), (KEY_HEADS, columns, K), (HEADS, columns)
             for name, shape in zip(sglang_stub.RING, shapes):
-                self.ring[name] = poisoned(SLOTS, *shape, dtype=torch.float32 if "g" == name[-1] else dtype)
+                self.ring[name] = poisoned(SLOTS, *shape, dtype=torch.float32 if name[-1] == "g" else dtype)
 
     def step(self, merged: torch.Tensor, slots: list[int], forced: list[int]) -> torch.Tensor:
         """merged [B, C + 2 Hv]. Rows of slot -1 are padding."""
@@ -69,7 +69,9 @@ def run(engine: Engine, steps: list[tuple[list[int], list[int]]]) -> list[torch.
 def test_the_hook_computes_what_sglangs_kernel_does(plugin: SimpleNamespace, columns: int) -> None:
     """Through full rings, forced folds at different lengths, padding and rows that come and go. Each of the two may go
     on where the other one stopped, because the ring's entries are the same."""
-    steps = [([3, 6, -1], [0, 0, 0])] * 4 + [([6, 3], [0, 1]), ([3, 5, 6], [0, 0, 0]), ([5], [1])] + [([5, 3], [0, 0])] * 3
+    steps = (
+        [([3, 6, -1], [0, 0, 0])] * 4 + [([6, 3], [0, 1]), ([3, 5, 6], [0, 0, 0]), ([5], [1])] + [([5, 3], [0, 0])] * 3
+    )
     own = Engine(columns)
     expected = run(own, steps)
     plugin.package.register()
@@ -129,7 +131,7 @@ def test_the_switch(plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) ->
     plugin.package.register()
     assert not sglang_stub.HookRegistry._hooks
     monkeypatch.setenv("HYBRIDRT_SGLANG", "yes")
-    with pytest.raises(ValueError, match="'yes'.*'on' or 'off'"):
+    with pytest.raises(ValueError, match=r"'yes'.*'on' or 'off'"):
         plugin.package.register()
     monkeypatch.setenv("HYBRIDRT_SGLANG", "on")
     plugin.package.register()

@@ -37,7 +37,11 @@ def vllm_config(columns: int = 4, **changed: Any) -> Any:
     """What the plugin and the stubs read of vLLM's VllmConfig."""
     cache = {"mamba_cache_mode": "none", "mamba_ssm_cache_dtype": "float32", "mamba_page_size_padded": None}
     model = {"architecture": "Qwen3NextForCausalLM", "dtype": torch.float32, "hf_text_config": SimpleNamespace(**SIZES)}
-    top = {"speculative_config": None, "kv_transfer_config": None, "additional_config": {"hybridrt": {"columns": columns}}}
+    top: dict[str, Any] = {
+        "speculative_config": None,
+        "kv_transfer_config": None,
+        "additional_config": {"hybridrt": {"columns": columns}},
+    }
     for name, value in changed.items():
         (cache if name in cache else model if name in model else top)[name] = value
     return SimpleNamespace(
@@ -226,5 +230,5 @@ def test_settings_are_checked(plugin: SimpleNamespace, given: Any, wrong: str) -
 
 def test_more_rows_than_were_planned_are_refused(plugin: SimpleNamespace) -> None:
     _, layer = both_layers(vllm_config())
-    with pytest.raises(ConfigError, match="9 rows.*--max-num-seqs"):
+    with pytest.raises(ConfigError, match=r"9 rows.*--max-num-seqs"):
         layer.blocks.rows(torch.ones(9, dtype=torch.int32))

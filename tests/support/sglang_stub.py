@@ -8,7 +8,7 @@ import functools
 import importlib
 from collections.abc import Callable
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,7 @@ class HookType(Enum):
 
 
 class HookRegistry:
-    _hooks: dict[str, Callable[..., Any]] = {}
+    _hooks: ClassVar[dict[str, Callable[..., Any]]] = {}
 
     @classmethod
     def register(

@@ -127,9 +127,7 @@ class MambaBase:
 
     def get_kv_cache_spec(self, vllm_config: Any) -> MambaSpec:
         shapes, dtypes = tuple(self.get_state_shape()), self.get_state_dtype()  # type: ignore[attr-defined]
-        return MambaSpec(
-            shapes=shapes, dtypes=dtypes, page_size_padded=vllm_config.cache_config.mamba_page_size_padded
-        )
+        return MambaSpec(shapes=shapes, dtypes=dtypes, page_size_padded=vllm_config.cache_config.mamba_page_size_padded)
 
 
 class GatedDeltaNetAttention(PluggableLayer, MambaBase):
@@ -162,7 +160,7 @@ class QwenGatedDeltaNetAttention(GatedDeltaNetAttention):
         self.num_k_heads, self.num_v_heads = config.linear_num_key_heads, config.linear_num_value_heads
         self.head_k_dim, self.head_v_dim = config.linear_key_head_dim, config.linear_value_head_dim
         self.conv_kernel_size = config.linear_conv_kernel_dim
-        conv_state_dtype, recurrent_state_dtype = self.get_state_dtype()  # vLLM's layer asks here, and takes two
+        _, _ = self.get_state_dtype()  # vLLM's layer asks here, and takes two
         channels = 2 * self.num_k_heads * self.head_k_dim + self.num_v_heads * self.head_v_dim
         self.conv1d = nn.Linear(1, 1, bias=False)
         self.conv1d.weight = nn.Parameter(torch.randn(channels, 1, self.conv_kernel_size), requires_grad=False)
@@ -194,7 +192,9 @@ class QwenGatedDeltaNetAttention(GatedDeltaNetAttention):
             return torch.zeros(self.num_v_heads, self.head_v_dim)
         keys = self.num_k_heads * self.head_k_dim
         q, k = (x.view(self.num_k_heads, -1).float() for x in conved[: 2 * keys].split(keys))
-        q, k = (F.normalize(x, dim=-1, eps=1e-6).repeat_interleave(self.num_v_heads // self.num_k_heads, 0) for x in (q, k))
+        q, k = (
+            F.normalize(x, dim=-1, eps=1e-6).repeat_interleave(self.num_v_heads // self.num_k_heads, 0) for x in (q, k)
+        )
         v = conved[2 * keys :].view(self.num_v_heads, -1).float()
         decay = torch.exp(-self.A_log.exp() * F.softplus(a.float() + self.dt_bias))[:, None, None]
         state = states[block].float() * decay
@@ -231,23 +231,23 @@ class Qwen3NextForCausalLM(nn.Module):
         return state_dtypes(vllm_config.model_config, vllm_config.cache_config)
 
 
-class Qwen3_5ForCausalLMBase(Qwen3NextForCausalLM):  # noqa: N801
+class Qwen3_5ForCausalLMBase(Qwen3NextForCausalLM):
     pass
 
 
-class Qwen3_5ForCausalLM(Qwen3_5ForCausalLMBase):  # noqa: N801
+class Qwen3_5ForCausalLM(Qwen3_5ForCausalLMBase):
     pass
 
 
-class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLMBase):  # noqa: N801
+class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLMBase):
     pass
 
 
-class Qwen3_5ForConditionalGeneration(Qwen3NextForCausalLM):  # noqa: N801
+class Qwen3_5ForConditionalGeneration(Qwen3NextForCausalLM):
     pass
 
 
-class Qwen3_5MoeForConditionalGeneration(Qwen3_5ForConditionalGeneration):  # noqa: N801
+class Qwen3_5MoeForConditionalGeneration(Qwen3_5ForConditionalGeneration):
     pass
 
 

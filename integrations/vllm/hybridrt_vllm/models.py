@@ -42,17 +42,17 @@ class Qwen3NextForCausalLM(_OnThisPlatform, qwen3_next.Qwen3NextForCausalLM):
     pass
 
 
-class Qwen3_5ForCausalLM(_OnThisPlatform, qwen3_5.Qwen3_5ForCausalLM):  # noqa: N801
+class Qwen3_5ForCausalLM(_OnThisPlatform, qwen3_5.Qwen3_5ForCausalLM):
     pass
 
 
-class Qwen3_5MoeForCausalLM(_OnThisPlatform, qwen3_5.Qwen3_5MoeForCausalLM):  # noqa: N801
+class Qwen3_5MoeForCausalLM(_OnThisPlatform, qwen3_5.Qwen3_5MoeForCausalLM):
     pass
 
 
-class Qwen3_5ForConditionalGeneration(_OnThisPlatform, qwen3_5.Qwen3_5ForConditionalGeneration):  # noqa: N801
+class Qwen3_5ForConditionalGeneration(_OnThisPlatform, qwen3_5.Qwen3_5ForConditionalGeneration):
     pass
 
 
-class Qwen3_5MoeForConditionalGeneration(_OnThisPlatform, qwen3_5.Qwen3_5MoeForConditionalGeneration):  # noqa: N801
+class Qwen3_5MoeForConditionalGeneration(_OnThisPlatform, qwen3_5.Qwen3_5MoeForConditionalGeneration):
     pass
