@@ -1,6 +1,5 @@
 """hybridrt's replay decode of Gated Delta Nets in vLLM. README.md says what it does and what was run."""
 
-MODULE = "vllm.model_executor.models"
 ARCHITECTURES = (
     "Qwen3NextForCausalLM",
     "Qwen3_5ForCausalLM",

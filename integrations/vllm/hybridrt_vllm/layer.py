@@ -51,7 +51,7 @@ class ReplayLayer:
     blocks: ReplayBlocks
 
     def __init__(self, config: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, vllm_config, *args, **kwargs)
+        super().__init__(config, vllm_config, *args, **kwargs)  # type: ignore[call-arg]
         self.replay = resolve(vllm_config, on_cuda=self.on_cuda)
         self.model_dtype = vllm_config.model_config.dtype
         self.max_rows = vllm_config.scheduler_config.max_num_seqs

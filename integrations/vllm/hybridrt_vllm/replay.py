@@ -61,10 +61,9 @@ class ReplayBlocks:
 
     def __init__(self, states: Tensor, ring: tuple[Tensor, ...], max_rows: int) -> None:
         self.states, (self.values, self.gates, self.keys) = states, ring
-        counts = {"dtype": torch.int32, "device": states.device}
-        self._lengths, self._starts = torch.zeros(2, len(states), **counts)
+        self._lengths, self._starts = torch.zeros(2, len(states), dtype=torch.int32, device=states.device)
         # Made once: a kernel reads it before it waits for the kernels that were launched just before.
-        self._oldest = torch.zeros(max_rows, **counts)
+        self._oldest = torch.zeros(max_rows, dtype=torch.int32, device=states.device)
 
     def rows(self, blocks: Tensor) -> "ReplayRows":
         """Rows of a decode step. Call it before the conv: `decode` reads what it makes without waiting for
