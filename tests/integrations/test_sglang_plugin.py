@@ -136,3 +136,18 @@ def test_the_switch(plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("HYBRIDRT_SGLANG", "on")
     plugin.package.register()
     assert list(sglang_stub.HookRegistry._hooks) == [plugin.package.TARGET]
+
+
+def test_padding_has_a_ring_that_exists(plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel reads a row's ring before it knows that the row is padding."""
+    rows = list[torch.Tensor]()
+
+    def gdn_decode(qkv: torch.Tensor, *args: Any, step: Any, **kwargs: Any) -> torch.Tensor:
+        rows.append(step.ring.rows)
+        return torch.zeros(len(qkv), 1, HEADS, V)
+
+    monkeypatch.setattr(plugin.decode, "gdn_decode", gdn_decode)
+    plugin.package.register()
+    sglang_stub.HookRegistry.apply_hooks()
+    run(Engine(3), [([4, -1], [0, 0])])
+    assert rows[0].tolist() == [4, 0]

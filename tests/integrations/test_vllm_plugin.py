@@ -121,15 +121,17 @@ def test_decode_steps_are_those_of_vllms_layer(plugin: SimpleNamespace, columns:
     assert type(steps.layers[1]).__name__ == "ReplayGatedDeltaNetAttention"
     assert steps.run([], {3: 5, 7: 2}) < 1e-5
     for _ in range(7):
-        assert steps.run([7, 3, 0, 0]) < 1e-5
+        assert steps.run([7, 3, 0]) < 1e-5
     assert steps.run([7, 3], {5: 4}) < 1e-5, "rings of 7 and 3 are written before vLLM's kernels read the states"
     assert steps.run([3, 5], {9: 3}) < 1e-5
     assert steps.run([5, 7], {9: 2}, begun=(9,)) < 1e-5, "a prompt's second chunk"
     for _ in range(columns + 1):
         assert steps.run([9, 7, 5]) < 1e-5
-    assert steps.run([5], {3: 1}) < 1e-5, "block 3 has another request, and its ring has entries of the last one"
+    assert steps.run([3, 0]) < 1e-5
+    assert steps.run([5], {3: 1}) < 1e-5, "block 3 has another request, and its ring an entry of the last one"
     for _ in range(columns + 1):
         assert steps.run([3, 5, 9]) < 1e-5
+    assert not steps.layers[1].blocks._lengths[vllm_stub.NULL_BLOCK_ID], "padding has entered nothing"
 
 
 def test_states_are_written_once_in_as_many_tokens_as_a_ring_has_columns(plugin: SimpleNamespace) -> None:
@@ -161,16 +163,18 @@ def test_a_run_that_measures_memory_is_left_to_vllm(plugin: SimpleNamespace) -> 
         assert layer._forward_core(*[torch.zeros(1)] * 4) is None
 
 
-def test_the_model_plans_what_a_layer_needs(plugin: SimpleNamespace) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_model_plans_what_a_layer_needs(plugin: SimpleNamespace, ranks: int) -> None:
     """Else vLLM would give a layer pages that are too small."""
     config = vllm_config(16, dtype=torch.bfloat16)
+    config.parallel_config.tensor_parallel_size = ranks
     _, layer = both_layers(config)
     module = importlib.import_module("hybridrt_vllm.models")
     model = module.Qwen3NextForCausalLM
     spec = layer.get_kv_cache_spec(config)
     assert model.get_mamba_state_shape_from_config(config) == spec.shapes
     assert model.get_mamba_state_dtype_from_config(config) == spec.dtypes
-    assert spec.shapes[2:] == ((4, 16, 5), (4, 16), (2, 16, 6))
+    assert spec.shapes[2:] == ((4 // ranks, 16, 5), (4 // ranks, 16), (2 // ranks, 16, 6))
     assert spec.dtypes[2:] == (torch.bfloat16, torch.float32, torch.bfloat16)
     with pytest.raises(ConfigError, match="another plugin"):
         layer.bind_kv_cache(torch.zeros(2, 1, 1, spec.page_size_bytes - PADDED - 4, dtype=torch.int8))

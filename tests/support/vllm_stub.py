@@ -168,7 +168,7 @@ class QwenGatedDeltaNetAttention(GatedDeltaNetAttention):
         self.dt_bias = nn.Parameter(torch.randn(self.num_v_heads), requires_grad=False)
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
-        return state_shapes(self)
+        return state_shapes(self, self.tp_size)
 
     def _forward_core(self, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> None:
         """Token by token, each row from its block, which a prompt without earlier tokens finds zeroed."""
