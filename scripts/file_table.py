@@ -66,6 +66,7 @@ SECTIONS = (
     ("Several replicas", ("hybridrt/fleet",)),
     ("Command line", ("hybridrt/cli",)),
     ("Benchmarks, examples and scripts", ("benchmarks", "examples", "scripts")),
+    ("Plugins of other engines", ("integrations/sglang/hybridrt_sglang", "integrations/vllm/hybridrt_vllm")),
 )
 
 

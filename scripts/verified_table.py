@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hybridrt.verify.against import read_report
+
 ROOT = Path(__file__).parents[1]
 REPORTS, DOCUMENT = ROOT / "docs" / "reports", ROOT / "docs" / "verified.md"
 COMPILED = REPORTS / "compiled.json"
@@ -24,7 +26,7 @@ KERNELS = "compiled"
 
 def reports(folder: Path = REPORTS) -> list[dict[str, Any]]:
     """All reports, by model and device."""
-    found = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json")) if file.name != COMPILED.name]
+    found = [read_report(str(file)) for file in sorted(folder.glob("*.json")) if file.name != COMPILED.name]
     return sorted(found, key=lambda report: (report["model"], report["machine"]["device"]))
 
 

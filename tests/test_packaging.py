@@ -150,7 +150,7 @@ def test_the_wheels_metadata(wheel: Path) -> None:
 
 @pytest.mark.slow
 def test_the_source_distribution_holds_what_its_tests_read(unpacked: Path) -> None:
-    folders = ("benchmarks", "docs", "examples", "hybridrt", "mem_cache", "models", "tests")
+    folders = ("benchmarks", "docs", "examples", "hybridrt", "integrations", "mem_cache", "models", "tests")
     files = [file for folder in folders for file in (ROOT / folder).rglob("*") if file.is_file()]
     expected = {str(f.relative_to(ROOT)) for f in files if "__pycache__" not in f.parts}
     expected |= {file.name for file in ROOT.glob("*.md")} | {".ci/run", "LICENSE", "MANIFEST.in", "pyproject.toml"}
@@ -162,6 +162,28 @@ def test_experiments_are_not_shipped(unpacked: Path, source: Path, wheel: Path) 
     assert (source / "experiments" / "README.md").is_file()
     assert not (unpacked / "experiments").exists()
     assert not any("experiments" in name for name in zipfile.ZipFile(wheel).namelist())
+
+
+@pytest.mark.parametrize("peer", ["sglang", "vllm"])
+def test_a_plugin_needs_the_version_that_it_comes_with(peer: str) -> None:
+    """It calls kernels, which are not stable."""
+    project = tomllib.loads((ROOT / "integrations" / peer / "pyproject.toml").read_text())["project"]
+    assert project["version"] == hybridrt.__version__
+    assert project["dependencies"] == [f"hybridrt=={hybridrt.__version__}"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("peer", ["sglang", "vllm"])
+def test_a_plugin_is_a_wheel_of_its_own(peer: str, unpacked: Path, wheel: Path, tmp_path: Path) -> None:
+    """Which has all of its files and its entry point. hybridrt's wheel has nothing of it."""
+    pip("wheel", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), f"./integrations/{peer}", cwd=unpacked)
+    archive = zipfile.ZipFile(next(tmp_path.glob("*.whl")))
+    names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    package = ROOT / "integrations" / peer / f"hybridrt_{peer}"
+    assert names == {f"{package.name}/{file.name}" for file in package.glob("*.py")}
+    metadata = {Path(name).name: name for name in archive.namelist() if ".dist-info/" in name}
+    assert f"hybridrt = {package.name}:register" in archive.read(metadata["entry_points.txt"]).decode()
+    assert not any(package.name in name for name in zipfile.ZipFile(wheel).namelist())
 
 
 def test_the_hook_before_a_commit_has_a_ruff_that_the_project_accepts() -> None:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar
 import typer
 
 from hybridrt.base.errors import ConfigError, EngineError
+from hybridrt.base.formats import Format
 from hybridrt.bench.energy import Energy, measured, nvml
 from hybridrt.bench.suites import ALL, COLUMNS, SUITE, Load, page, row
 from hybridrt.bench.suites import chosen as suite_loads
@@ -21,6 +22,7 @@ from hybridrt.bench.workload import WorkloadConfig, make_work
 from hybridrt.cli.options import EMBEDDED, EngineOptions, ModelOption, Overrides, SpeculativeOptions, option, setting
 from hybridrt.cli.tables import console, print_table
 
+FORMAT = Format("hybridrt bench report", 1, "run hybridrt bench again")
 _BUSY = 0.7  # share of time; above, tokens are stamped late
 _KINDS = ("time_to_first_token_ms", "inter_token_latency_ms", "time_per_output_token_ms", "end_to_end_latency_ms")
 
@@ -134,7 +136,7 @@ class ResultOptions:
             EngineError: every request failed.
             typer.Exit: with 130, after an interrupted run.
         """
-        found = {**facts, "workload": _plain(asdict(load))}
+        found = {"format": str(FORMAT), **facts, "workload": _plain(asdict(load))}
         found |= {"interrupted": len(timings) < planned} | summary(timings, self.goal())
         if energy is not None:
             found["energy"] = energy.figures(found)

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hybridrt.base.errors import ConfigError, EngineError, ServerError
+from hybridrt.base.formats import Format
 from hybridrt.cli.options import JsonOption
 
 if TYPE_CHECKING:
     from hybridrt.verify.differences import Comparison
+
+FORMAT = Format("hybridrt compare report", 1, "run hybridrt compare again")
 
 
 def compare(
@@ -49,7 +52,7 @@ def compare(
         ComparedTarget(url_b, model_b or _first_model(url_b, api_key_b), api_key_b),
     )
     comparison = _run(targets, work, concurrency)
-    found = {"url_a": url_a, "url_b": url_b, **comparison.as_json()}
+    found = {"format": str(FORMAT), "url_a": url_a, "url_b": url_b, **comparison.as_json()}
     if out is not None:
         _write(out, comparison, found)
     typer.echo(json.dumps(found, indent=2)) if as_json else _print(comparison, found)

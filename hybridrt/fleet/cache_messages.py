@@ -11,9 +11,11 @@ import msgspec
 import numpy as np
 
 from hybridrt.base.errors import MessageError
+from hybridrt.base.formats import Format, Head
 from hybridrt.fleet.prefix_mirror import BLOCK, CacheLayout, PrefixMirror, PrefixNames, names_of
 from hybridrt.mem_cache.prefix_tree.cache_events import CacheEvent, Tier, What
 
+FORMAT = Format("hybridrt cache events", 1, "start the router and its replicas with the same version")
 MAX_TOKENS = 2**21  # of a text
 MAX_GROUPS = 64
 MAX_RANKS = 64
@@ -34,6 +36,7 @@ class LayoutMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     windows: list[int | None]
     chain: int = BLOCK
     data_parallel_size: int = 1
+    format: str = str(FORMAT)
 
     def layout(self) -> CacheLayout:
         """Raises MessageError where no cache is like this."""
@@ -129,7 +132,9 @@ def _message(
 
 
 def read_layout(data: bytes) -> CacheLayout:
-    """Raises MessageError."""
+    """MessageError: it is no such message, or of another version's form."""
+    if refusal := FORMAT.refusal(_decoded(data, Head).format):
+        raise MessageError(f"the events of a cache cannot be read: {refusal}")
     return _decoded(data, LayoutMessage).layout()
 
 

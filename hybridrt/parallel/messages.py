@@ -35,9 +35,11 @@ class Task(Message):
 
 
 class Hello(Message):
-    """The first message of another rank to rank 0."""
+    """The first message of another rank to rank 0. Messages of ranks have no numbers of their own: all ranks have one
+    version of the package."""
 
     rank: int
+    version: str = ""
 
 
 class Beat(Message):

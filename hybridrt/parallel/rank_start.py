@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from hybridrt.base.child_process import ending_of, start_child
 from hybridrt.base.errors import PeerGoneError, RankError
+from hybridrt.base.version import __version__
 from hybridrt.channel.auth import check_key
 from hybridrt.channel.channel import SocketChannel
 from hybridrt.channel.codec import pack, unpack
@@ -64,7 +65,7 @@ class Place:
             PeerGoneError: rank 0 does not answer, or has another key.
         """
         link = Link(SocketChannel.connect((self.host, self.port), self.key))
-        link.send(pack(Hello(rank)))
+        link.send(pack(Hello(rank, __version__)))
         return link
 
 
@@ -205,7 +206,7 @@ def accept_links(
     """The links of processes 1 to `size` - 1, called `name` in errors, in their order.
 
     Raises:
-        RankError: one has ended, or did not come.
+        RankError: one has ended, did not come, or has another version of the package.
     """
     links: dict[int, Link] = {}
     deadline = time.monotonic() + STARTING_S
@@ -228,9 +229,14 @@ def accept_links(
 
 
 def _presented(link: Link) -> int | None:
-    """The rank of its first message; None without one."""
+    """The rank of its first message; None without one. RankError if it has another version."""
     try:
         first = link.listen(_HELLO_S)[:1]  # heartbeats may follow
-        return unpack(first[0], Hello).rank if first else None
+        hello = unpack(first[0], Hello) if first else None
     except PeerGoneError:
         return None
+    if hello is not None and hello.version != __version__:
+        link.close()
+        raise RankError(f"rank {hello.rank} has version {hello.version or 'unknown'} of hybridrt, and rank 0 has "
+                        f"{__version__}: install one version for all ranks")  # fmt: skip
+    return None if hello is None else hello.rank

@@ -7,13 +7,15 @@ from typing import Any
 from hybridrt.base.config_json import read_object
 from hybridrt.base.errors import ConfigError, shown
 from hybridrt.base.files import INDEX_BYTES
-from hybridrt.verify.results import Result
+from hybridrt.verify.results import FORMAT, Result
 from hybridrt.verify.subject import Subject
 
 
 def read_report(file: str) -> dict[str, Any]:
-    """ConfigError unless it is a report of `hybridrt verify` in JSON."""
+    """ConfigError unless it is a report of `hybridrt verify` in JSON, of this version's form."""
     found = read_object(Path(file), ConfigError, INDEX_BYTES)
+    if refusal := FORMAT.refusal(found.get("format")):
+        raise ConfigError(f"{file} is no report of `hybridrt verify` that this version reads: {refusal}")
     hashes = found.get("hashes")
     parts = [hashes.get(name) for name in ("files", "tensors")] if isinstance(hashes, dict) else [None]
     if not all(isinstance(part, dict) for part in (*parts, found.get("config"))):

@@ -4,6 +4,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from hybridrt.base.formats import Format
+
+FORMAT = Format("hybridrt verify report", 1, "run hybridrt verify again")
 PASSED, WARNED, FAILED, LEFT_OUT = "passed", "warned", "failed", "left out"
 _ORDER = (LEFT_OUT, PASSED, WARNED, FAILED)
 MOST_LINES = 20  # of one check
@@ -77,7 +80,7 @@ class Report:
         return worst(result.status for result in self.results)
 
     def as_json(self) -> dict[str, Any]:
-        return {"status": self.status, **asdict(self)}
+        return {"format": str(FORMAT), "status": self.status, **asdict(self)}
 
 
 def worst(statuses: Iterable[str]) -> str:

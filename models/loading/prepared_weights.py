@@ -19,12 +19,14 @@ from torch import nn
 
 from hybridrt.base.errors import CheckpointError
 from hybridrt.base.files_safetensors import DTYPES
+from hybridrt.base.formats import Format
 from hybridrt.base.version import __version__
 from hybridrt.models.base import CausalLM
 from hybridrt.models.loading.shards import shards_of
 from hybridrt.models.loading.weight_files import opened
 from hybridrt.models.loading.weight_reader import staged_tensors
 
+FORMAT = Format("hybridrt prepared weights", 1, "delete the file, and the next start prepares the weights again")
 VARIABLE = "HYBRIDRT_PREPARED_WEIGHTS"  # a directory
 ALIGNED = 64  # bytes, of each tensor in memory
 _PADDING = "padding."
@@ -75,12 +77,14 @@ class PreparedWeights:
         """Fills a model. False if there is no file.
 
         Raises:
-            CheckpointError: the file is damaged, or has other tensors than the model.
+            CheckpointError: the file is damaged, of another format, or has other tensors than the model.
         """
         if not self.file.exists():
             return False
         places = named_tensors(model)
         with opened(self.file) as held:
+            if refusal := FORMAT.refusal(held.metadata.get("format")):
+                raise CheckpointError(f"{self.file} has no prepared weights that this version reads: {refusal}")
             found = {key: entry for key, entry in held.entries.items() if not key.startswith(_PADDING)}
             kinds = {key: (entry.dtype, tuple(entry.shape)) for key, entry in found.items()}
             if kinds != {key: _kind(tensor) for key, tensor in places.items()}:
@@ -130,7 +134,7 @@ def _kind(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
 
 def _written(tensors: dict[str, torch.Tensor]) -> Iterator[bytes]:
     """The bytes of the file; each tensor begins at a multiple of ALIGNED."""
-    header, at = dict[str, object](), 0
+    header, at = dict[str, object](__metadata__={"format": str(FORMAT)}), 0
     for name, tensor in tensors.items():
         size = tensor.numel() * tensor.element_size()
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + size]}

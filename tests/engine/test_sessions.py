@@ -220,7 +220,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "no safetensors": (lambda f: f.write_bytes(struct.pack("<Q", 40) + b"x" * 400), "no safetensors file"),
     "a flipped bit": (lambda f: f.write_bytes(f.read_bytes()[:-9] + b"\x7f" + f.read_bytes()[-8:]), "checksum"),
     "a shape of terabytes": (lie_about_a_shape, "damaged"),
-    "another file": (lambda f: save_file({"x": torch.zeros(3)}, f), "no file of LLM.save_session"),
+    "another file": (lambda f: save_file({"x": torch.zeros(3)}, f), "no file of this version's LLM.save_session"),
     "another model": (lambda f: rewrite(f, lambda t, m: m.update(model="0" * 32), True), "model is"),
     "another dtype": (lambda f: rewrite(f, lambda t, m: m.update(conv_dtype="bfloat16"), True), "conv_dtype"),
     "other ranks": (lambda f: rewrite(f, lambda t, m: m.update(tp_size="2"), True), "must be"),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hybridrt.base.errors import MessageError
 from hybridrt.fleet import cache_messages as messages
 from hybridrt.fleet import prefix_mirror
-from hybridrt.fleet.cache_messages import apply_message, cache_messages, layout_message, read_layout
+from hybridrt.fleet.cache_messages import FORMAT, apply_message, cache_messages, layout_message, read_layout
 from hybridrt.fleet.prefix_mirror import CacheLayout, PrefixMirror, names_of
 from hybridrt.fleet.replica_client import MAX_EVENT_BYTES
 from hybridrt.mem_cache.prefix_tree.cache_events import CacheEvent
@@ -132,7 +132,7 @@ def test_what_is_no_message(data: bytes) -> None:
      {"page_size": 0}, {"page_size": 0, "recurrent": False, "windows": []}],
 )  # fmt: skip
 def test_a_layout_that_no_cache_has(wrong: dict[str, Any]) -> None:
-    fields = {"page_size": 16, "recurrent": True, "lookahead": 0, "windows": [None]}
+    fields = {"page_size": 16, "recurrent": True, "lookahead": 0, "windows": [None], "format": str(FORMAT)}
     assert read_layout(msgspec.json.encode(fields)) == CacheLayout(16, True)
-    with pytest.raises(MessageError):
+    with pytest.raises(MessageError, match="no prefix cache"):
         read_layout(msgspec.json.encode(fields | wrong))

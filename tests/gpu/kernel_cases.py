@@ -141,6 +141,8 @@ def recurrent_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
             if mode not in ("replay", "tree"):
                 what = f"recurrent_gated_delta_rule {mode} {n}"
                 yield what, lambda mode=mode, n=n: kernels.gdn_recurrent(rows(n), mode)
+            if mode == "replay":
+                yield f"gdn_decode after a conv {n}", lambda n=n: kernels.gdn_after_conv(rows(n))
         one = {"batch": 1, "padding": 0}, {"batch": 2, "padding": 1, "state_dtype": torch.bfloat16}
         for few in one:  # in one launch
             what = f"gdn_decode replay of {few['batch']} rows"

@@ -266,3 +266,38 @@ def test_a_fused_step_s_conv_must_end_in_silu():
     with pytest.raises(ConfigError, match="ends in SiLU, not in None"):
         layer.step([0, 0], 1, activation=None)
     assert same_bytes(layer.conv, before[0]) and same_bytes(layer.states, before[1])
+
+
+@pytest.mark.parametrize("mode", ["classic", "replay"])
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_inputs_after_a_conv_are_taken_as_they_are(mode, tokens):
+    """The same outputs and states as with a conv that these inputs went through before; no ring of a conv is read."""
+    torch.manual_seed(6)
+    layer = Layer([7, -1, 39], 8, ring_width=6)
+    layer.merged[1] = torch.nan
+    none = {"weight": torch.ones(layer.channels, 0), "bias": None, "activation": None}
+    expected = {b: layer.expected(b) for b in (0, 2)}
+    qkv = layer.merged[..., : layer.channels]
+    for b in (0, 2):
+        qkv[b] = conv_loop(qkv[b].clone(), layer.weights["weight"], layer.weights["bias"])
+    layer.weights |= none
+    layer.conv = poisoned(1, layer.channels, 1)
+    stored = poisoned(8, tokens, *layer.states.shape[1:])
+    for t in range(0, 8, tokens):
+        if mode == "replay":
+            out = layer.replay_step([t, 0, t], tokens, [6, 0, 2])
+            layer.commit([6, 0, 2], [tokens, 0, tokens], tokens)
+        else:
+            extra = {} if tokens == 1 else {"stored": stored, "rows": int32(6, 0, 2)}
+            out = layer.step([t, 0, t], tokens, **extra)
+        assert not out[1].any()
+        for b, row in ((0, 6), (2, 2)):
+            assert relative_error(out[b], expected[b][0][t : t + tokens]) < 1e-5
+            if mode == "classic" and tokens > 1:
+                layer.states[layer.slots[b]] = stored[row, -1]
+
+
+def test_a_conv_without_taps_and_with_silu_is_refused():
+    layer = Layer([7], 1)
+    with pytest.raises(ConfigError, match="not in None"):
+        layer.step([0], 1, activation=None)

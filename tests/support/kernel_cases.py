@@ -353,6 +353,15 @@ def gdn_decode(rows: DecodeRows, mode: str) -> Case:
     return Case("gdn_decode", args | conv_weights(shape), pools | {"conv": rows.used_slots})
 
 
+def gdn_after_conv(rows: DecodeRows) -> Case:
+    """With a ring, of an engine that has a conv of its own (`FusedStep.after_conv`)."""
+    case = gdn_decode(rows, "replay")
+    channels = case.args["qkv"].shape[2]
+    none = {"weight": case.args["weight"].new_empty(channels, 0), "bias": None, "activation": None}
+    none |= {"conv": case.args["conv"].new_empty(1, channels, 1)}
+    return Case("gdn_decode", case.args | none, {name: case.pools[name] for name in case.pools if name != "conv"})
+
+
 def gdn_heads(heads: int) -> dict[str, Tensor]:
     return {"A_log": normal(heads, dtype=torch.float32) - 4, "dt_bias": normal(heads, dtype=torch.float32)}
 

@@ -193,12 +193,21 @@ def delta_net() -> Cases:
         yield from delta_net_step(batch, 1, "classic", torch.bfloat16)
     for state in (float32, torch.bfloat16):  # in one launch
         yield from delta_net_step(1, 1, "replay", state)
+    for state in (float32, torch.bfloat16):  # of engines with a conv of their own
+        (_, args), _ = delta_net_step(128, 1, "replay", state)
+        yield "gdn_decode", args | after_conv(args["qkv"])
     for rows, length in ((1, 8192), (16, 2048)):
         gate, heads = meta(rows * length, VALUE_HEADS), f32(VALUE_HEADS)
         q, v = meta(rows * length, KEY_HEADS, DIM), meta(rows * length, VALUE_HEADS, DIM)
         inputs = {"q": q, "k": q, "v": v, "g": gate, "beta": gate, "states": f32(300, VALUE_HEADS, DIM, DIM)}
         inputs |= {"A_log": heads, "dt_bias": heads}
         yield "chunk_gated_delta_rule", inputs | prompts(rows, length, 64)
+
+
+def after_conv(qkv: torch.Tensor) -> Args:
+    """The arguments of `FusedStep.after_conv`."""
+    channels = qkv.shape[2]
+    return {"weight": meta(channels, 0), "bias": None, "activation": None, "conv": meta(1, channels, 1)}
 
 
 def delta_net_step(batch: int, tokens: int, mode: str, state: torch.dtype) -> Cases:

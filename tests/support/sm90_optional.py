@@ -10,7 +10,7 @@ from hybridrt.kernels.sampling.sampling import Penalties
 from hybridrt.kernels.state.row_tables import DecodeBuffers
 from hybridrt.kernels.state.state_ring import RingFolds
 from tests.support.quant_weights import FORMATS, empty_weight
-from tests.support.sm90_cases import Args, f32, flags, int32, meta
+from tests.support.sm90_cases import Args, after_conv, f32, flags, int32, meta
 
 B, T, H, P, N, G, SLOTS, K, TOKENS = 3, 2, 4, 16, 16, 2, 9, 4, 40
 ROWS, STARTS = int32(B), int32(B + 1)
@@ -90,6 +90,7 @@ def recurrent() -> Iterator[tuple[str, Args, Args]]:
     yield "gdn_decode", qkv, {"bias": meta(2 * G * N + H * P)} | stored | nodes
     yield "gdn_decode", qkv | {"qkv": qkv["qkv"][:, :1]}, {"bias": meta(2 * G * N + H * P)}
     yield "gdn_decode", qkv | RING | CURSORS, {"bias": meta(2 * G * N + H * P)}
+    yield "gdn_decode", qkv | RING | CURSORS | after_conv(qkv["qkv"]), {}
     one = {name: qkv[name][:, :1] for name in ("qkv", "a", "b")}  # few rows of one token take one launch
     yield "gdn_decode", qkv | RING | CURSORS | one, {"bias": meta(2 * G * N + H * P)}
     per_head = {"A_log": f32(H), "dt_bias": f32(H)}

@@ -4,18 +4,20 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 
 from hybridrt.base.errors import CacheDumpError
 from hybridrt.base.files import read_bytes
+from hybridrt.base.formats import Format, json_format
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.request.spans import without_keys
 from hybridrt.mem_cache.prefix_tree.cache_key import DEFAULT_KEY
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_node import Node
 
+FORMAT = Format("hybridrt prefix cache", 1, "write it again with LLM.dump_cache")
 MAX_NODES = 1_000_000
 MAX_BYTES = 1 << 30
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
@@ -76,7 +78,7 @@ class CacheDump:
     host_states_total: Count
     nodes: Annotated[tuple[DumpedNode, ...], msgspec.Meta(max_length=MAX_NODES)]
     dropped: Count = 0
-    format: Literal["hybridrt prefix cache 1"] = "hybridrt prefix cache 1"
+    format: str = str(FORMAT)
 
 
 def cache_dump(pools: CacheCoordinator, decode: Callable[[Sequence[int]], str] | None = None) -> CacheDump:
@@ -127,7 +129,11 @@ def read_dump(path: str | Path) -> CacheDump:
     except (OSError, ValueError) as e:
         raise CacheDumpError(f"the dump {path} cannot be read: {e}") from e
     try:
+        if refusal := FORMAT.refusal(json_format(data)):
+            raise CacheDumpError(f"the dump {path} is none that this version reads: {refusal}")
         dump = msgspec.json.decode(data, type=CacheDump)
+    except CacheDumpError:
+        raise
     except (msgspec.MsgspecError, ValueError, RecursionError) as e:
         raise CacheDumpError(f"the dump {path} is no file of LLM.dump_cache: {e}") from e
     _check_tree(dump.nodes)

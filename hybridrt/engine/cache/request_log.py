@@ -13,12 +13,14 @@ import msgspec
 
 from hybridrt.base.errors import CacheDumpError, ConfigError
 from hybridrt.base.files import read_bytes
+from hybridrt.base.formats import Format, json_format
 from hybridrt.engine.cache.prefix_store import PrefixStore
 from hybridrt.engine.request.sample_request import Request
 from hybridrt.mem_cache.prefix_tree.cache_events import EVENTS
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 from hybridrt.mem_cache.prefix_tree.prefix_cache import MissReason
 
+FORMAT = Format("hybridrt requests", 1, "write the log again with request_log")
 MAX_BYTES = 1 << 30  # of a file
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Skips = Literal["", "prompt_logprobs", "pooling"]
@@ -31,7 +33,7 @@ class LoggedCache(msgspec.Struct, frozen=True, tag="cache"):
 
     keeps: bool
     grid: Count
-    format: Literal["hybridrt requests 1"] = "hybridrt requests 1"
+    format: str = str(FORMAT)
 
 
 class LoggedRequest(msgspec.Struct, frozen=True, tag="request"):
@@ -152,6 +154,7 @@ def read_log(path: str | Path) -> tuple[LoggedCache, list[LoggedRequest | LostEn
         data = read_bytes(path, MAX_BYTES)
     except (OSError, ValueError) as e:
         raise CacheDumpError(f"the log {path} cannot be read: {e}") from e
+    _check_format(path, data)
     lines = list(_lines(path, data))
     if not lines or not isinstance(lines[0], LoggedCache):
         raise CacheDumpError(f"{path} is no log of requests: write one with request_log")
@@ -159,6 +162,19 @@ def read_log(path: str | Path) -> tuple[LoggedCache, list[LoggedRequest | LostEn
     if len(rest) < len(lines) - 1:
         raise CacheDumpError(f"{path} holds the logs of several engines; pass one of them")
     return lines[0], rest
+
+
+def _check_format(path: str | Path, data: bytes) -> None:
+    """Of the first line, before anything else of it is read: another version's lines may have other fields."""
+    first, _, rest = data.partition(b"\n")
+    if not first and not rest:
+        return
+    try:
+        refusal = FORMAT.refusal(json_format(first))
+    except (msgspec.MsgspecError, ValueError, RecursionError) as e:
+        raise CacheDumpError(f"line 1 of the log {path} is damaged: {e}") from e
+    if refusal:
+        raise CacheDumpError(f"{path} is no log of requests that this version reads: {refusal}")
 
 
 def _lines(path: str | Path, data: bytes) -> Iterator[Line]:

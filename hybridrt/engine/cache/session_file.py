@@ -18,12 +18,13 @@ from safetensors.torch import save_file
 from hybridrt.base.errors import SessionError, is_text, shown
 from hybridrt.base.files import SESSION_HEADER_BYTES
 from hybridrt.base.files_safetensors import DamagedFileError, TensorFile
+from hybridrt.base.formats import Format
 from hybridrt.engine.request.spans import without_keys
 from hybridrt.mem_cache.pools.mamba_pool_spec import Shapes
 from hybridrt.runtime.load.state_identity import Identity, first_difference
 from hybridrt.runtime.run.prefix_copy import Tensors
 
-FORMAT = "hybridrt session 2"
+FORMAT = Format("hybridrt session", 2, "compute the text again and save it")
 TOKENS, POSITIONS, NOTE = "tokens", "positions", "note"
 MAX_NOTE = 1 << 20  # characters
 _NOTE_IN_HEADER = 1 << 14  # characters; a longer note is a tensor of its UTF-8 bytes, so that headers stay short
@@ -93,7 +94,7 @@ def write_session(path: Path, prefix: CachedPrefix, identity: Identity, note: st
         **{name: tensor.contiguous() for name, tensor in prefix.tensors.items()},
     }
     metadata = {name: str(value) for name, value in identity.items()}
-    metadata |= {"format": FORMAT, "note": note, _RANKS: str(ranks)}
+    metadata |= {"format": str(FORMAT), "note": note, _RANKS: str(ranks)}
     if len(note) > _NOTE_IN_HEADER:
         metadata["note"], tensors[NOTE] = "", torch.frombuffer(bytearray(note.encode()), dtype=torch.uint8)
     metadata["checksum"] = _checksum(tensors, metadata)
@@ -194,11 +195,8 @@ class SessionReader:
 
     def _check_identity(self) -> None:
         theirs, ours = dict(self._metadata), {name: str(value) for name, value in self._identity.items()}
-        if theirs.get("format") != FORMAT:
-            raise SessionError(
-                f'{self._path} is no file of LLM.save_session: its "format" is {shown(theirs.get("format"))}, not '
-                f"{FORMAT!r}"
-            )
+        if refusal := FORMAT.refusal(theirs.get("format")):
+            raise SessionError(f"{self._path} is no file of this version's LLM.save_session: {refusal}")
         for name in _CHECKS:
             theirs.pop(name, None)
         differs = first_difference(ours, theirs)

@@ -84,12 +84,18 @@ class RowTables(NamedTuple):
 class ConvWeights(NamedTuple):
     """A depthwise convolution: weight [C, K], bias [C] or None, and the activation after it.
 
-    K = 0: no conv, the activation is applied to the inputs (`mamba2_decode` only).
+    K = 0: no conv, the activation is applied to the inputs (`mamba2_decode` only). Without an
+    activation, too, the inputs are those of the recurrence: a conv was applied before (`gdn_decode`
+    only).
     """
 
     weight: Tensor
     bias: Tensor | None = None
     activation: Activation = "silu"
+
+    @property
+    def applied_before(self) -> bool:
+        return self.weight.shape[1] == 0 and self.activation is None
 
 
 class ConvState(NamedTuple):
@@ -196,6 +202,14 @@ class FusedStep(NamedTuple):
     state: StateSlots
     ring: StateRing | None = None
     windows: Tensor | None = None
+
+    @classmethod
+    def after_conv(cls, qkv: Tensor, state: StateSlots, ring: StateRing | None = None) -> "FusedStep":
+        """A step of `gdn_decode` whose inputs `qkv` [B, T, C] went through a conv and SiLU before, for engines that
+        keep the conv's state."""
+        channels, slots = qkv.shape[2], state.read_state_slots
+        none = ConvWeights(qkv.new_empty((channels, 0)), activation=None)
+        return cls(none, ConvState(qkv.new_empty((1, channels, 1)), slots, state.write_state_slots, slots), state, ring)
 
     @property
     def conv_nodes(self) -> IntermediateStates | None:

@@ -4,6 +4,7 @@ It serves Gated Delta Nets and Kimi Delta Attention, whose raw gates have one di
 modes are those of `mamba2_decode.py`, with the ring of `decode_ring.py`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -32,7 +33,9 @@ def gdn_decode(qkv: Tensor, a: Tensor, b: Tensor, *, weights: GateWeights, step:
     """Advances each of B rows by T tokens.
 
     Args:
-        qkv: `[B, T, C]` raw conv inputs: q (Hk*K), k (Hk*K), v (Hv*V). Any row and token stride.
+        qkv: `[B, T, C]` raw conv inputs: q (Hk*K), k (Hk*K), v (Hv*V). Any row and token stride. If
+            `step.conv_weights.applied_before`, what a conv and SiLU gave; `conv_state.conv` is not
+            read then, and has a column.
         a, b: `[B, T, Hv]` raw gates; a is `[B, T, Hv, K]` in Kimi Delta Attention. Any strides of
             rows and tokens.
 
@@ -44,11 +47,18 @@ def gdn_decode(qkv: Tensor, a: Tensor, b: Tensor, *, weights: GateWeights, step:
             end in SiLU, or one of ring and step has gates of heads and the other of channels.
     """
     state = step.state
-    conved = causal_conv1d_update.reference(qkv, step.conv_weights, step.conv_state, step.conv_nodes)
+    conved = conved_inputs(qkv, step, causal_conv1d_update.reference)
     inputs = DeltaInputs(*split_qkv(conved, state.states), *gdn_gates(a, b, weights))
     if step.ring is None:
         return recurrent_gated_delta_rule.reference(inputs, state)
     return gdn_replay(inputs, state, step.ring)
+
+
+def conved_inputs(qkv: Tensor, step: FusedStep, update: Callable[..., Tensor]) -> Tensor:
+    """What the step's conv gives, by an implementation of `causal_conv1d_update`: [B, T, C]."""
+    if step.conv_weights.applied_before:
+        return qkv
+    return update(qkv, step.conv_weights, step.conv_state, step.conv_nodes)
 
 
 def split_qkv(qkv: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:

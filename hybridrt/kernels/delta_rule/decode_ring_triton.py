@@ -164,7 +164,8 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
     if T == 1:
         raw = conv_one_token(source, conv_row, weight_ptr, bias_ptr, channel, live, position, TAPS, WC).to(tl.float32)
     else:
-        push_inputs(source, st, conv_row, channel, live, position, T, WC)
+        if TAPS >= 0:
+            push_inputs(source, st, conv_row, channel, live, position, T, WC)
         raw = step_input(source, st, conv_row, weight_ptr, bias_ptr, channel, live, position, 0, TAPS, WC)
     start, length = tl.load(start_ptr + b), tl.load(length_ptr + b)
     past = w < length
@@ -256,7 +257,7 @@ def gdn_stream_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, s
     betas = torch.empty((batch, tokens, value_heads), dtype=torch.float32, device=device)
     sizes = {"T": tokens, "HK": key_heads, "HV": value_heads, "K": key_dim, "W": width}
     sizes["BLOCK_W"] = max(16, triton.next_power_of_2(width))
-    sizes |= {"TAPS": weight.shape[1], "WC": conv.shape[2]}
+    sizes |= {"TAPS": -1 if step.conv_weights.applied_before else weight.shape[1], "WC": conv.shape[2]}
     rows = step.conv_state.read_state_slots, step.conv_state.start_positions, ring.rows, ring.start, ring.length
     own = {"BLOCK_H": triton.next_power_of_2(value_heads // key_heads), "PRECISION": dot_precision(ring.keys.dtype)}
     prepare = prepare_channels if by_channel else _prepare_kernel

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import DeltaInputs, FusedStep, GateWeights, StateSlots
-from hybridrt.kernels.delta_rule.decode import split_qkv
+from hybridrt.kernels.delta_rule.decode import conved_inputs, split_qkv
 from hybridrt.kernels.delta_rule.decode_classic_triton import decode_classic, tile_rows
 from hybridrt.kernels.delta_rule.decode_ring_few_rows_triton import gdn_few_triton, is_few
 from hybridrt.kernels.delta_rule.decode_ring_triton import gdn_stream_triton
@@ -85,10 +85,10 @@ def gdn_decode_triton(qkv: Tensor, a: Tensor, b: Tensor, *, weights: GateWeights
     if step.ring is not None:
         run = gdn_few_triton if is_few(qkv, a, step.conv_weights.weight, step.state.states) else gdn_stream_triton
         return run(qkv, a, b, weights, step)
-    if step.state.intermediate is None and qkv.shape[1] == 1:
+    if step.state.intermediate is None and qkv.shape[1] == 1 and not step.conv_weights.applied_before:
         return decode_classic(qkv, a, b, weights, step)
     # Two launches: one would repeat the conv for every tile of the state.
-    conved = causal_conv1d_update_triton(qkv, step.conv_weights, step.conv_state, step.conv_nodes)
+    conved = conved_inputs(qkv, step, causal_conv1d_update_triton)
     inputs = DeltaInputs(*split_qkv(conved, step.state.states), a, b)
     return recurrent_gated_delta_rule_triton(inputs, step.state, weights)
 

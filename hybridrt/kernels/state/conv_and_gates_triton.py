@@ -78,17 +78,22 @@ def step_input(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Conv and SiLU of token t, rounded to the input's dtype, in float32.
 
-    `channel` indexes conv ring, weight and bias; `conv_row` points at the ring [C, WC] of the row's slot.
+    `channel` indexes conv ring, weight and bias; `conv_row` points at the ring [C, WC] of the row's slot. With negative
+    TAPS the inputs are those after a conv, and nothing is applied.
     """
-    out = bias_of(bias_ptr, channel, mask)
-    for k in tl.static_range(TAPS):
-        tap = tl.load(weight_ptr + channel * TAPS + k, mask=mask, other=0.0).to(tl.float32)
-        token = t + k - (TAPS - 1) + tl.zeros(channel.shape, tl.int32)
-        p = position + token
-        new = tl.load(source + token * stride_t, mask=mask & (token >= 0), other=0.0)
-        old = tl.load(conv_row + channel * WC + (p & (WC - 1)), mask=mask & (token < 0) & (p >= 0), other=0.0)
-        out += tap * (new.to(tl.float32) + old.to(tl.float32))
-    return silu(out).to(source.dtype.element_ty).to(tl.float32)
+    if TAPS < 0:
+        out = tl.load(source + t * stride_t, mask=mask, other=0.0).to(tl.float32)
+    else:
+        out = bias_of(bias_ptr, channel, mask)
+        for k in tl.static_range(TAPS):
+            tap = tl.load(weight_ptr + channel * TAPS + k, mask=mask, other=0.0).to(tl.float32)
+            token = t + k - (TAPS - 1) + tl.zeros(channel.shape, tl.int32)
+            p = position + token
+            new = tl.load(source + token * stride_t, mask=mask & (token >= 0), other=0.0)
+            old = tl.load(conv_row + channel * WC + (p & (WC - 1)), mask=mask & (token < 0) & (p >= 0), other=0.0)
+            out += tap * (new.to(tl.float32) + old.to(tl.float32))
+        out = silu(out).to(source.dtype.element_ty).to(tl.float32)
+    return out
 
 
 @triton.jit
@@ -147,12 +152,15 @@ def conv_one_token(  # type: ignore[no-untyped-def]
     ring=None, taps=None,
 ):  # fmt: skip
     """`step_input` and `push_inputs` of a single token, whose row keeps its slot. `ring` and `taps`: those of
-    `conv_ring` and `conv_taps` if they were loaded before."""
-    if ring is None:
-        ring = conv_ring(conv_row, channel, mask, WC)
-    new = tl.load(source, mask=mask, other=0.0)
-    out = conv_of_operands(new, ring, taps, weight_ptr, bias_ptr, channel, mask, position, TAPS, WC)
-    push_operands(new, ring, conv_row, channel, mask, position, False, TAPS, WC)
+    `conv_ring` and `conv_taps` if they were loaded before. With negative TAPS the input as it is."""
+    if TAPS < 0:
+        out = tl.load(source, mask=mask, other=0.0)
+    else:
+        if ring is None:
+            ring = conv_ring(conv_row, channel, mask, WC)
+        new = tl.load(source, mask=mask, other=0.0)
+        out = conv_of_operands(new, ring, taps, weight_ptr, bias_ptr, channel, mask, position, TAPS, WC)
+        push_operands(new, ring, conv_row, channel, mask, position, False, TAPS, WC)
     return out
 
 
@@ -162,13 +170,14 @@ def conv_tokens(  # type: ignore[no-untyped-def]
     T: tl.constexpr, TAPS: tl.constexpr, WC: tl.constexpr, ring=None, taps=None,
 ):  # fmt: skip
     """Conv and SiLU of the tokens `t` [BLOCK_T] at once: [BLOCK_T, channels] in the input's dtype,
-    zero past T. Raw inputs enter the ring as in `push_inputs`. Without taps only SiLU. `ring`
-    and `taps` of a single token: those of `conv_one_token`.
+    zero past T. Raw inputs enter the ring as in `push_inputs`. Without taps only SiLU, and
+    with negative TAPS nothing. `ring` and `taps` of a single token: those of `conv_one_token`.
     """
-    if TAPS == 0:
+    if TAPS <= 0:
         raw = source + t[:, None] * stride_t + channel[None, :]
-        values = tl.load(raw, mask=mask[None, :] & (t < T)[:, None], other=0.0)
-        out = silu(values.to(tl.float32)).to(source.dtype.element_ty)
+        out = tl.load(raw, mask=mask[None, :] & (t < T)[:, None], other=0.0)
+        if TAPS == 0:
+            out = silu(out.to(tl.float32)).to(source.dtype.element_ty)
     elif T == 1:
         out = conv_one_token(
             source + channel, conv_row, weight_ptr, bias_ptr, channel, mask, position, TAPS, WC, ring, taps

@@ -64,11 +64,12 @@ def check_ring_width(*_: Any, width: int, widest: int, **__: Any) -> None:
 
 
 def check_step(inputs: Tensor, step: FusedStep) -> None:
-    """Raises ConfigError unless the conv ends in SiLU, and its rings and the state ring, if there is one, take `inputs`
-    [B, T, C]."""
-    if (activation := step.conv_weights.activation) != "silu":
-        raise ConfigError(f"a fused step's conv ends in SiLU, not in {activation!r}")
-    check_update(inputs, step.conv_weights, step.conv_state, step.conv_nodes)
+    """Raises ConfigError unless the conv was applied before or ends in SiLU, and its rings and the state ring, if there
+    is one, take `inputs` [B, T, C]."""
+    if not step.conv_weights.applied_before:
+        if (activation := step.conv_weights.activation) != "silu":
+            raise ConfigError(f"a fused step's conv ends in SiLU, not in {activation!r}")
+        check_update(inputs, step.conv_weights, step.conv_state, step.conv_nodes)
     if step.ring is not None:
         check_ring_width(width=step.ring.gates.shape[2], widest=inputs.shape[1])
 
