@@ -93,7 +93,7 @@ class KVPool:
         groups = {layer_id: found.index(LayerGroup.of_spec(spec)) for layer_id, spec in self.specs.items()}
         self.group_of: Callable[[int], int] = groups.__getitem__
 
-    def held(self, layer_id: int) -> tuple[torch.Tensor, ...]:
+    def layer_tensors(self, layer_id: int) -> tuple[torch.Tensor, ...]:
         """All tensors of one layer: [num_pages + 1, page_size, kv_heads, dim] for each of its
         spec's cache_dims.
         """

@@ -149,8 +149,8 @@ class StateWorths:
         for node in nodes:
             if node.kind is not StateKind.ANSWER:
                 self._rank(node)
-        behind = self.waiting.behind_each([tokens[: node.end] for node in nodes], key)
-        for node, arrivals in reversed(list(zip(nodes, behind))):  # a request awaits only the deepest
+        continuing = self.waiting.continuing_each([tokens[: node.end] for node in nodes], key)
+        for node, arrivals in reversed(list(zip(nodes, continuing))):  # a request awaits only the deepest
             self._expected(node, arrivals)
 
     def _compare_classes(self) -> None:
