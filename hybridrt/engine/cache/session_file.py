@@ -98,7 +98,8 @@ def write_session(path: Path, prefix: CachedPrefix, identity: Identity, note: st
         metadata["note"], tensors[NOTE] = "", torch.frombuffer(bytearray(note.encode()), dtype=torch.uint8)
     metadata["checksum"] = _checksum(tensors, metadata)
     metadata["signature"] = _signature(metadata["checksum"], key)
-    partial = path.parent / f".{secrets.token_hex(8)}.part"  # short: the name of the file may be as long as a name can be
+    # A short name: that of the file may be as long as names can be.
+    partial = path.parent / f".{secrets.token_hex(8)}.part"
     try:
         save_file(tensors, partial, metadata)
         with open(partial, "rb") as file:
