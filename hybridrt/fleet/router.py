@@ -89,7 +89,7 @@ class RouterConfig:
 
 
 def _is_base_url(text: str) -> bool:
-    """Whether it names a server, and nothing of it."""
+    """Whether a URL has a scheme, a host and maybe a port, and nothing else."""
     try:
         parts, known = urlsplit(text), httpx.URL(text)
         host = known.host.encode("idna")  # as DNS is asked; its parts have at most 63 characters

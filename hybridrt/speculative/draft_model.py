@@ -58,9 +58,13 @@ LATE_TOKENS = 512  # last tokens of a cached prompt without a row
 
 @dataclass
 class _Tenant:
-    """A request in the draft model's pools. `row` names its slots and pages. It begins at token
-    `start` of the text. `computed` tokens are in the state. `admitted`: the row has the request's
-    parameters.
+    """A request in the draft model's pools.
+
+    Attributes:
+        row: in all tables; it has slots and pages of its own.
+        start: token of the request's text at which the row begins.
+        computed: tokens of the text that are in the row's state.
+        admitted: the row has the request's sampling parameters.
     """
 
     request: DraftRequest

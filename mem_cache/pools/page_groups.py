@@ -337,7 +337,7 @@ class PageAllocators:
             group.evict(held)
 
     def cached_of(self, pages: GroupPages) -> GroupPages:
-        """Those pages that are the cache's."""
+        """Those of `pages` that the cache owns."""
         return tuple([held.at(~group.are_used(held)) for group, held in zip(self.groups, pages)])
 
     def are_idle(self, group: int, keys: np.ndarray) -> np.ndarray:

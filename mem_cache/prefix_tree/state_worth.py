@@ -208,7 +208,7 @@ class StateWorths:
             self.await_state(before, arrivals)
 
     def await_state(self, node: Node, arrivals: Collection[int]) -> None:
-        """These requests, which await no state yet, will use that of a node."""
+        """Notes that requests, which await no state yet, will use the state of `node`."""
         self._needed(node)
         node.awaited.update(arrivals)
         self._awaited |= dict.fromkeys(arrivals, node)

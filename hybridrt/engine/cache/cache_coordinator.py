@@ -287,7 +287,8 @@ class CacheCoordinator:
         self.drop_text(request.ids[:length], request.cache_key, whole=whole)
 
     def drop_text(self, tokens: np.ndarray, key: CacheKey, *, whole: bool = True) -> None:
-        """The same for the cached entry of a text [n] int32."""
+        """Bans the cached entry after a text [n] int32 and everything computed from it; with `whole`, also
+        the entries of its prefixes."""
         store = self.prefixes
         if self.fetches is not None:
             self.fetches.cancel_all()  # they hold parts of the path, and would bring it back

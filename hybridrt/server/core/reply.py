@@ -96,7 +96,7 @@ class Reply(ABC):
         return len(delta.token_ids) * (1 + self._entries) // 2 + len(delta.text) // 8 + scores
 
     def closing_weight(self) -> int:
-        """The same for `closing`."""
+        """Microseconds or so to make the bytes of `closing`."""
         return 0
 
     def facts(self) -> dict[str, Any]:

@@ -118,7 +118,7 @@ class Service:
         return self.llm.llm.chats(self.config.chat_template, self.config.tool_parser, self.config.reasoning_parser)
 
     def chat_with(self, template: str | None) -> Chat:
-        """The same with a template of a request.
+        """The model's way to chat, with a template of a request.
 
         Raises:
             APIError: requests may not bring one here.
