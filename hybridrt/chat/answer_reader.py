@@ -47,7 +47,7 @@ class AnswerReader:
         self._may_open = not parser.in_reasoning
 
     def name_calls(self, answer: str) -> None:
-        """Ids of calls follow from the answer's id. Call it before `read`. Without it they are random."""
+        """Makes the ids of calls follow from the answer's id; else they are random. Call it before `read`."""
         self._parser.name_calls(answer)
 
     def read(

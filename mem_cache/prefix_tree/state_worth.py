@@ -198,7 +198,7 @@ class StateWorths:
             self.enlist(state)
 
     def dropped(self, node: Node) -> None:
-        """A node's state is given up. Its requests use the next one above."""
+        """Forgets the state of a node. Requests that await it will use the next one above."""
         del self._states[node]
         self.answers.pop(node, None)
         before, arrivals, node.awaited = state_before(node, within_answers=True), node.awaited, set()
