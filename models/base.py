@@ -137,7 +137,8 @@ class CausalLM(nn.Module, ABC):
         return self.head.logits(hidden)
 
     def logits_into(self, out: torch.Tensor, hidden: torch.Tensor) -> None:
-        """The same into a contiguous `out`; without a copy if a model's logits are its head's."""
+        """`logits`, [n, hidden] to a contiguous `out` [n, vocab]; without a copy if a model's logits are its
+        head's."""
         if getattr(self.logits, "__func__", None) is CausalLM.logits:
             self.head.logits_into(out, hidden)
         else:
@@ -151,7 +152,7 @@ class CausalLM(nn.Module, ABC):
         return found | self.stack.targets(self.layers_key)
 
     def all_targets(self) -> CheckpointMap:
-        """The same with the prediction head and the tower."""
+        """Every checkpoint key and its target, those of the prediction head and the tower included."""
         found = self.checkpoint_map()
         for part in (self.mtp, self.tower):
             found |= {} if part is None else part.checkpoint_map()

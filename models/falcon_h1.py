@@ -94,8 +94,11 @@ FAMILY = Family(
 
 
 class ParallelMixer(nn.Module):
-    """Attention and Mamba-2 with common projections. `hf`: config.json's multipliers. `branch`: runs
-    Mamba-2 next to attention in graphs; None without a GPU."""
+    """Attention and Mamba-2 with common projections.
+
+    Args:
+        branch: runs Mamba-2 next to attention in graphs; None without a GPU.
+    """
 
     def __init__(
         self, config: ModelConfig, layer_id: int, name: str, branch: Branch | None, cos_sin: torch.Tensor, build: Build
@@ -122,7 +125,7 @@ class ParallelMixer(nn.Module):
 
     def forward(self, norm: RMSNorm, x: Hidden, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         projected, residual = self.in_proj.normed(norm, x, residual)
-        widths = self.out_proj.sizes  # results that are written side by side need no copy
+        widths = self.out_proj.sizes  # results that are written into one tensor need no copy for `out_proj`
         for_attn, for_ssm = projected.new_empty(len(projected), sum(widths)).split_with_sizes(widths, dim=-1)
         q, k, v, for_mamba = projected.split_with_sizes(self.sizes, dim=-1)
         with self.branch.side_stream() if self.branch else nullcontext():
@@ -155,7 +158,7 @@ class FalconH1ForCausalLM(CausalLM):
 
     def __init__(self, config: ModelConfig, build: Build, max_len: int) -> None:
         hf, self.branch = config.hf, Branch(build.device) if build.device.type == "cuda" else None
-        # The norm, because the head may be tied.
+        # lm_head_multiplier scales the final norm: the head's weights may be those of the embedding.
         scales = {"embed_scale": hf.embedding_multiplier, "norm_scale": hf.lm_head_multiplier}
         super().__init__(config, build, max_len, **scales)
 

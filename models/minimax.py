@@ -71,7 +71,8 @@ KINDS = ("linear_attention", "full_attention")
 
 
 def _rewrite(raw: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Uses transformers' names. postnorm is False by default, as in published code."""
+    """A published config.json with transformers' names of fields. postnorm is False by default, as in the
+    published code."""
     kinds = list_of(integer(0, 1), raw.get("num_hidden_layers"))
     asked = {"attn_type_list": None, "postnorm": False, **raw}
     check_fields(asked, {**PUBLISHED, "attn_type_list": kinds}, file)
@@ -132,7 +133,8 @@ class OntoNormed(nn.Module):
 
 
 class MiniMaxForCausalLM(CausalLM):
-    """MiniMax-Text-01 and MiniMax-M1 (MiniMax 2025) by transformers' name and decays."""
+    """MiniMax-Text-01 and MiniMax-M1 (MiniMax 2025), with the checkpoint names and the decays of
+    transformers."""
 
     spellings: ClassVar[dict[str, str]] = {**SWIGLU, ".block_sparse_moe.": ".mlp."}
     skipped_keys = (MTP_KEYS, r".*\.self_attn\.(slope_rate|query_decay|key_decay|diagonal_decay)")

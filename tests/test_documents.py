@@ -3,9 +3,11 @@
 docs/chat.md, docs/embedding.md and the requests of docs/serving.md have tests beside what they describe.
 """
 
+import ast
 import importlib
 import re
 import shlex
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +25,7 @@ from hybridrt.embedding import EngineConfig, load
 from hybridrt.mem_cache.pools.state_slices import MambaSpec, derive_mamba_conv_split
 from hybridrt.recurrent.backend import HybridLinearAttnBackend
 from hybridrt.recurrent.mamba2 import Mamba2AttnBackend
-from tests.test_structure import ORDER
+from tests.test_structure import ORDER, SOURCES, nodes
 
 ROOT = Path(__file__).parents[1]
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -201,6 +203,48 @@ def test_names_that_documents_give_exist(file: Path) -> None:
         resolve(name)
     for path in re.findall(r"`((?:hybridrt|mem_cache|models|tests|examples|benchmarks)/[\w/.]+)`", text):
         assert (ROOT / path).exists(), path
+
+
+def members() -> dict[str, set[str]]:
+    """By the name of each class: what it and its bases of the package define. Classes with other bases, of which
+    less is known, are left out."""
+    own, bases = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
+    for file in SOURCES.values():
+        for node in nodes(file):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            bases[node.name] |= {ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases}
+            for part in ast.walk(node):
+                match part:
+                    case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                        own[node.name].add(name)
+                    case ast.Attribute(value=ast.Name(id="self"), attr=name):
+                        own[node.name].add(name)
+            for field in node.body:
+                if isinstance(field, ast.Assign | ast.AnnAssign):
+                    own[node.name] |= {part.id for part in ast.walk(field) if isinstance(part, ast.Name)}
+    plain = {"NamedTuple", "Protocol", "Generic", "ABC", "object"}
+
+    def found(name: str) -> set[str] | None:
+        inherited = [found(base) for base in bases[name] - plain - {name}]
+        if name not in own or any(part is None for part in inherited):
+            return None
+        return own[name].union(*[part for part in inherited if part is not None])
+
+    return {name: known for name in list(own) if (known := found(name)) is not None}
+
+
+def test_members_that_texts_name_exist() -> None:
+    """`Class.member` in documents, docstrings and comments."""
+    known, named = members(), 0
+    for file in (*FILES, *SOURCES.values()):
+        text = file.read_text()
+        said = re.findall(r'"""(?s:.*?)"""|#[^\n]*', text) if file.suffix == ".py" else re.findall(r"`[^`\n]+`", text)
+        for name, member in re.findall(r"\b([A-Z]\w+)\.([a-z_]\w*)\b", "\n".join(said)):
+            if name in known and member not in ("md", "py"):
+                named += 1
+                assert member in known[name], f"{file.relative_to(ROOT)} names {name}.{member}, which does not exist"
+    assert named > 200
 
 
 def test_the_glossary_explains_each_word_once() -> None:

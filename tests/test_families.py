@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from hybridrt import LLM, SamplingParams
 from hybridrt.base import plugins
 from hybridrt.base.errors import BackendError, UnsupportedModelError
 from hybridrt.models.config.family_registry import KNOWN_FAMILIES, family_of
+from hybridrt.models.config.read_config import read_model_config
 from hybridrt.models.registry import model_class
+from tests.support import outside_family
 from tests.support.checkpoints import jamba
 from tests.support.outside_family import ARCHITECTURE, FAMILY, OutsideForCausalLM
 from tests.support.tiny import write_tiny
@@ -59,3 +62,17 @@ def test_families_that_are_unknown_or_wrong_are_refused(installed: None) -> None
         family_of("Nope")
     with pytest.raises(BackendError, match="must name a Family of that name"):
         family_of("WrongForCausalLM")
+
+
+def test_a_family_that_reads_an_absent_field_is_named(
+    installed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_tiny(tmp_path, jamba(), tokenizer=False) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": [ARCHITECTURE]}))
+    monkeypatch.setattr(outside_family, "FAMILY", replace(FAMILY, describe=lambda hf: {"layers": hf.no_such_field}))
+    with pytest.raises(BackendError, match=f"family of {ARCHITECTURE} reads no_such_field, .* give it a default"):
+        read_model_config(tmp_path)
+    monkeypatch.setattr(outside_family, "FAMILY", replace(FAMILY, describe=lambda hf: {"layers": file.no_such_method}))
+    family_of.cache_clear()
+    with pytest.raises(AttributeError):  # a mistake of another sort keeps its traceback
+        read_model_config(tmp_path)

@@ -69,7 +69,7 @@ class SegmentedAttnBackend(AttentionBackend):
 
     @classmethod
     def objection(cls, device: torch.device, specs: Collection[AttentionSpec]) -> str | None:
-        """Why it cannot serve layers of these specs on a device; None if it can."""
+        """Why this backend cannot serve layers of `specs` on a device; None if it can."""
         if any(spec.sinks for spec in specs) and not cls.serves_sinks:
             return f'{cls.__name__} has no kernels for attention sinks; use "triton" or "torch"'
         if any(spec.query_dtype for spec in specs) and not cls.serves_codes:

@@ -44,7 +44,7 @@ def rest() -> None:
 
 
 def with_rests(things: Iterable[T]) -> Iterator[T]:
-    """The same things, with a chance to rest before each."""
+    """Yields `things`; calls `rest` before each."""
     for thing in things:
         rest()
         yield thing

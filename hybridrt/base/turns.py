@@ -172,7 +172,7 @@ class Turns:
         return _NOTHING if self._owner == get_ident() else self._at_once
 
     def _take(self, wait: bool) -> None:
-        """Waits for it, or raises EngineError if it is taken and `wait` is False, or in a fork."""
+        """Takes the turn. EngineError in a fork, or if another thread has the turn and `wait` is False."""
         if os.getpid() != self._process:
             self.check_process()
         with self._mutex:

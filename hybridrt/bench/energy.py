@@ -75,11 +75,11 @@ def nvml() -> Iterator[Read]:
 
 
 @contextmanager
-def measured(read: Read, idle_seconds: float = IDLE_SECONDS) -> Iterator[Energy]:
+def measured(read: Read) -> Iterator[Energy]:
     """Measures the idle machine first, then what runs inside. The record is whole at the end."""
     energy = Energy()
     before, start = read(), time.perf_counter()
-    time.sleep(idle_seconds)
+    time.sleep(IDLE_SECONDS)
     after, end = read(), time.perf_counter()
     energy.gpus, energy.idle_watts = len(after), (sum(after) - sum(before)) / (end - start)
     try:

@@ -134,7 +134,7 @@ class Received(asyncio.Protocol):
         _finish(self.ended)
 
     async def wait(self) -> None:
-        """Until it has ended, or nothing comes for SILENT_SECONDS."""
+        """Waits until the answer has ended, or nothing of it comes for SILENT_SECONDS."""
         seen = -1
         while not self.ended.done():
             if len(self.parts) == seen:

@@ -21,7 +21,9 @@ class AnswerReader:
     """Reads the deltas of one sample.
 
     Args:
-        tags: None: reasoning is counted by encoding its text.
+        parser: splits the text into reasoning, content and tool calls.
+        tags: the single tokens that open and close reasoning, by which its tokens are counted.
+             None: reasoning is counted by encoding its text.
         forced: the custom tool whose text is the whole content; the content becomes a call of it.
 
     Attributes:
@@ -45,7 +47,7 @@ class AnswerReader:
         self._may_open = not parser.in_reasoning
 
     def name_calls(self, answer: str) -> None:
-        """Ids of calls follow from the answer's id. Call it before `read`. Without it they are random."""
+        """Makes the ids of calls follow from the answer's id; else they are random. Call it before `read`."""
         self._parser.name_calls(answer)
 
     def read(
@@ -63,7 +65,8 @@ class AnswerReader:
             events = [*self._as_call(self._forced, events, finish_reason)]
         self.message.extend(events)
         if finish_reason is not None and self._counting and not self._parser.in_reasoning:
-            self._counted = len(self._encode(self.message.reasoning))  # a call has ended it, and no tag
+            # A tool call has ended the reasoning without a closing tag, so later tokens were counted too.
+            self._counted = len(self._encode(self.message.reasoning))
         return events
 
     @property

@@ -11,7 +11,16 @@ import unicodedata
 from collections.abc import Callable
 
 from hybridrt.chat.scanner import Malformed, Scanner, Step
-from hybridrt.chat.values import CONSTANTS, MAX_DEPTH, MAX_WORD, NUMBER, Emit, escaped, json_character
+from hybridrt.chat.values import (
+    CONSTANTS,
+    HEX_DIGITS,
+    MAX_DEPTH,
+    MAX_WORD,
+    NUMBER,
+    Emit,
+    escaped,
+    hex_character,
+)
 
 _WORD = re.compile(r"[\w.+-]*")
 _FLOAT = re.compile("[.eE]")
@@ -20,8 +29,6 @@ _SIMPLE = {
     "\n": "", "\\": "\\", "'": "'", '"': '"', "a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t",
     "v": "\v",
 }  # fmt: skip
-_HEX = {"x": 2, "u": 4, "U": 8}
-_HEX_DIGITS = re.compile("[0-9a-fA-F]+")
 _OCTAL = "01234567"
 _MAX_CHARACTER_NAME = 128
 _PREFIXES = {"", "r", "u", "f", "rf", "fr"}
@@ -210,12 +217,8 @@ def _escape(scanner: Scanner) -> Step[str]:
     letter = yield from scanner.take_chars()
     if letter in _SIMPLE:
         return escaped(_SIMPLE[letter])
-    if letter in _HEX:
-        digits = yield from scanner.take_chars(_HEX[letter])
-        code = int(digits, 16) if _HEX_DIGITS.fullmatch(digits) else -1
-        if not 0 <= code <= 0x10FFFF:
-            raise Malformed("\\" + letter + digits)
-        return json_character(code)
+    if letter in HEX_DIGITS:
+        return (yield from hex_character(scanner, letter))
     if letter in _OCTAL:
         while len(letter) < 3 and (digit := (yield from scanner.peek())) and digit in _OCTAL:
             letter += yield from scanner.take_chars()

@@ -8,7 +8,7 @@ from hybridrt.base.plugins import Plugins
 from hybridrt.chat.reasoning import ReasoningTags
 from hybridrt.chat.tool_parser import ToolParser
 
-# Places by name. An entry point is a class below ToolParser, or a ReasoningTags.
+# Places by name. An entry point is a subclass of ToolParser, or a ReasoningTags.
 _TOOLS = "hybridrt.chat.tool_parsers"
 TOOL_PARSERS = Plugins(
     "hybridrt.tool_parsers",

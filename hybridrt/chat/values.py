@@ -22,8 +22,8 @@ _CLOSES = {"{": "}", "[": "]", "(": "]"}
 _PLAIN = {quote: re.compile(rf"[^{quote}\\]*") for quote in "\"'"}
 _JSON_ESCAPES = '"\\/bfnrt'
 _PYTHON_ESCAPES = {"'": "'", "a": "\a", "v": "\v", "0": "\0", "\n": ""}
-_HEX_DIGITS = re.compile("[0-9a-fA-F]+")
-_HEX = {"u": 4, "x": 2, "U": 8}
+_HEX = re.compile("[0-9a-fA-F]+")
+HEX_DIGITS = {"x": 2, "u": 4, "U": 8}  # by the letter of the escape
 Emit = Callable[[str], None]
 
 
@@ -162,15 +162,20 @@ def _space(scanner: Scanner, emit: Emit) -> Step[None]:
         emit(space if space.isascii() and not space.strip(" \t\r\n") else " ")
 
 
+def hex_character(scanner: Scanner, letter: str) -> Step[str]:
+    """The character of an escape with HEX_DIGITS, after its letter. Malformed if there is none."""
+    digits = yield from scanner.take_chars(HEX_DIGITS[letter])
+    code = int(digits, 16) if _HEX.fullmatch(digits) else -1
+    if not 0 <= code <= 0x10FFFF:
+        raise Malformed("\\" + letter + digits)
+    return json_character(code)
+
+
 def _escape(scanner: Scanner) -> Step[str]:
     """Keeps the backslash of an unknown one, as Python does."""
     letter = yield from scanner.take_chars()
-    if letter in _HEX:
-        digits = yield from scanner.take_chars(_HEX[letter])
-        code = int(digits, 16) if _HEX_DIGITS.fullmatch(digits) else -1
-        if not 0 <= code <= 0x10FFFF:
-            raise Malformed("\\" + letter + digits)
-        return json_character(code)
+    if letter in HEX_DIGITS:
+        return (yield from hex_character(scanner, letter))
     if letter in _JSON_ESCAPES:
         return "\\" + letter
     return escaped(_PYTHON_ESCAPES.get(letter, "\\" + letter))

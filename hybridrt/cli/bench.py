@@ -65,7 +65,7 @@ class LoadOptions(Overrides):
 
 @dataclass(frozen=True)
 class ServerLoadOptions(LoadOptions):
-    """The same for a server, whose requests may have images."""
+    """Options of a load on a server, whose requests may have images."""
 
     images: int | None = setting("Pictures of a request, each another one.", "0", "N")
     image_size: str | None = setting("Their width and height.", "512x512", "WxH")

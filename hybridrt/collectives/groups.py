@@ -73,7 +73,7 @@ class Communicator:
         self._loopback = loopback
         disown_in_child(self)
         self.overlap_from = _overlap_from(dist.PrefixStore("hybridrt/overlap", store), rank)
-        with _interface(loopback):
+        with _loopback_if(loopback):
             cpu = dist.PrefixStore("hybridrt/cpu", store)
             self._groups["cpu"] = dist.ProcessGroupGloo(cpu, rank, size, COLLECTIVE)
             if device.type == "cuda":
@@ -92,7 +92,7 @@ class Communicator:
     def connect(self) -> None:
         """Opens the connections among GPUs, as NCCL does in the first collective. All ranks call
         it."""
-        with _interface(self._loopback):
+        with _loopback_if(self._loopback):
             self.all_reduce(torch.zeros(1, dtype=torch.float32, device=self.device))
             self.barrier()
 
@@ -242,8 +242,8 @@ def _overlap_from(store: dist.Store, rank: int) -> float:
 
 
 @contextmanager
-def _interface(loopback: bool) -> Iterator[None]:
-    """Makes gloo and NCCL use loopback, by the environment."""
+def _loopback_if(loopback: bool) -> Iterator[None]:
+    """In this context the environment tells gloo and NCCL to use the loopback interface, if `loopback`."""
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if loopback else ()
     before = {name: os.environ.get(name) for name in names}
     interface = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")  # macOS has "lo0"

@@ -109,8 +109,8 @@ class PrefixMirror:
             self._tiers[rank, tier].count(-1 if what == "lost" else 1, names, pages, states)
 
     def match(self, names: PrefixNames, looks: int = LOOKS) -> int:
-        """Tokens of the longest usable prefix of a prompt, at most all but its last one. `looks`:
-        entries that it may look up, a share of them in each tier; then 0, even if there is one.
+        """Tokens of the longest usable prefix of a prompt, at most all but its last one. Each tier looks up
+        an equal share of `looks` entries; one that needs more counts as empty.
         """
         return max(tier.match(names, looks // len(self._tiers)) for tier in self._tiers.values())
 

@@ -24,7 +24,7 @@ from hybridrt.fleet.forward import headers_for, target_of
 from hybridrt.fleet.placement import Placement
 from hybridrt.fleet.prompt_names import MAX_TOKENS, PromptNames
 from hybridrt.fleet.replica_client import MAX_ENTRIES, ReplicaClient
-from hybridrt.fleet.sender import Asked, Sender, nothing
+from hybridrt.fleet.sender import RoutedRequest, Sender, nothing
 from hybridrt.fleet.short_answer import short_answer
 from hybridrt.server.core.bodies import SMALL, check_body
 from hybridrt.server.core.config import ServerConfig
@@ -89,7 +89,7 @@ class RouterConfig:
 
 
 def _is_base_url(text: str) -> bool:
-    """Whether it names a server, and nothing of it."""
+    """Whether a URL has a scheme, a host and maybe a port, and nothing else."""
     try:
         parts, known = urlsplit(text), httpx.URL(text)
         host = known.host.encode("idna")  # as DNS is asked; its parts have at most 63 characters
@@ -260,7 +260,7 @@ class Router:
         else:
             names = await self._names.of_request(path, fields)
             among = await self._with_response(scope, fields)
-            await self._sender.send(Asked(body, fields, names, _session(scope, fields), among), scope, send)
+            await self._sender.send(RoutedRequest(body, fields, names, _session(scope, fields), among), scope, send)
 
     async def _with_response(self, scope: Scope, fields: dict[str, Any]) -> set[str] | None:
         """Replicas that keep the response which a request continues. None: it continues none."""

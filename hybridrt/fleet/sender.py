@@ -28,14 +28,14 @@ log = logging.getLogger("hybridrt.router")
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A request.
+class RoutedRequest:
+    """A request that a replica is chosen for.
 
     Attributes:
-        fields: of its body; empty if it was not read.
-        names: of its prompt.
-        session: requests of one session go to one replica.
-        among: URLs of replicas that may have it. None: all.
+        fields: of the body; empty if it was not parsed.
+        names: of the prefixes of its prompt.
+        session: requests of one session go to one replica. None: it names none.
+        among: URLs of the replicas that may get it. None: all.
     """
 
     body: bytes
@@ -78,7 +78,7 @@ class Sender:
         self._replica_key, self._resumes = replica_key, resumes
         self._suspects = Suspects()
 
-    async def send(self, asked: Asked, scope: Scope, send: Send) -> None:
+    async def send(self, asked: RoutedRequest, scope: Scope, send: Send) -> None:
         """Sends the answer to the client.
 
         Raises:
@@ -105,7 +105,7 @@ class Sender:
         await self._give_up(failure, forward, scope, send)
 
     async def _send_to_one(
-        self, forward: Forward, asked: Asked, wanted: set[str], tried: set[str], attempt: int
+        self, forward: Forward, asked: RoutedRequest, wanted: set[str], tried: set[str], attempt: int
     ) -> None:
         placed, first = self._placement.place(asked.names, asked.session, wanted), asyncio.Event()
         replica = self._replicas[placed.replica.name]
@@ -118,7 +118,7 @@ class Sender:
             watch.cancel()
             placed.ended()
 
-    def _named(self, asked: Asked, path: str) -> bytes:
+    def _named(self, asked: RoutedRequest, path: str) -> bytes:
         """The body. With a seed and a name, the rest of a stream that is cut is what would have come,
         under the same name."""
         if not (self._resumes and asked.can_go_on(path)):
@@ -126,7 +126,9 @@ class Sender:
         more = {"seed": secrets.randbits(63), "request_id": secrets.token_hex(16)}
         return with_fields(asked.body, {name: v for name, v in more.items() if asked.fields.get(name) is None})
 
-    async def _may_go_on(self, failure: "_Failure", forward: Forward, asked: Asked, path: str, body: bytes) -> bool:
+    async def _may_go_on(
+        self, failure: "_Failure", forward: Forward, asked: RoutedRequest, path: str, body: bytes
+    ) -> bool:
         """Whether another replica may have the request, or the rest of its stream."""
         lost = failure.last is not None and failure.last.lost
         if lost and max(await self._suspects.add_loss(path, asked.body), failure.losses) > 1:

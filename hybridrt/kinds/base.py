@@ -77,7 +77,8 @@ class LinearKind:
             decays, the backend overrides `ring_decay`.
         replay_pays: whether "replay" is the default state mode on a GPU.
         codes: whether the state, [H, P, N], may be stored in 8 bits, or rounded stochastically. Then
-            `decode` passes `StateSlots.codes` on, and `extend` runs its scan in `ExtendSegment.scan`.
+            `decode` passes `StateSlots.codes` on, and `extend` calls `ExtendSegment.round_states`
+            after its scan.
     """
 
     title: str

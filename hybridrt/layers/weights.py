@@ -46,7 +46,7 @@ class Build:
 
     @property
     def uncut(self) -> "Build":
-        """The same without tensor parallelism."""
+        """This build without tensor parallelism."""
         return replace(self, tp=TPGroup(), expert_parallel=False)
 
     @property

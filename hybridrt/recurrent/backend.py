@@ -72,7 +72,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
         self.mamba_pool: MambaPool = req_to_token_pool.mamba_pool
         self.layer_cache: Callable[[int], LayerCache] = self.mamba_pool.layer_cache
         if self.mamba_pool.spec.rounds:
-            self.saves_at_chunks = False  # a request continues from its saves as they are stored (`ExtendSegment.scan`)
+            self.saves_at_chunks = False  # a request continues from its saves as they are stored: in passes
         self.chunk_size = chunk_size
         self.device = req_to_token_pool.req_to_state_slot.device
         self.branch = Branch(self.device)

@@ -179,6 +179,7 @@ class Mamba2AttnBackend(MambaAttnBackendBase[Mamba2Layer, Mamba2Inputs]):
         self, layer: Mamba2Layer, inputs: Mamba2Inputs, segment: DecodeSegment, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         cache, rows, conv_weights = self.layer_cache(layer.layer_id), segment.pool_rows, layer.conv_weights
+        # On a CPU, neighbouring slots are updated where they are stored, once each row has K - 1 conv inputs.
         if rows and cache.ring_values is None and rows.first >= conv_weights.weight.shape[1] - 1:
             pools, z = (cache.conv, cache.temporal), inputs.z if layer.gates else None
             if inputs.xBC.dtype == cache.conv.dtype == cache.temporal.dtype == torch.float32:

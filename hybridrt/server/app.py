@@ -128,7 +128,7 @@ def _add_openai(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str, request: Request) -> dict[str, Any]:
-        """One of these; without a name, all."""
+        """The model under one of its names; without a name, the list of `/v1/models`."""
         if not name:
             return await models(request)
         service.check_model(name)
@@ -154,7 +154,7 @@ def _add_stored(app: FastAPI, service: Service) -> None:
 
     @app.delete("/v1/responses/{response_id}")
     async def delete_response(response_id: str, request: Request) -> dict[str, Any]:
-        """Keeps a response no longer."""
+        """Deletes a kept response."""
         return deleted_response(service, response_id, request.scope)
 
     @app.post("/v1/responses/{response_id}/cancel", response_class=Response)

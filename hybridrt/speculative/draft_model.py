@@ -58,9 +58,13 @@ LATE_TOKENS = 512  # last tokens of a cached prompt without a row
 
 @dataclass
 class _Tenant:
-    """A request in the draft model's pools. `row` names its slots and pages. It begins at token
-    `start` of the text. `computed` tokens are in the state. `admitted`: the row has the request's
-    parameters.
+    """A request in the draft model's pools.
+
+    Attributes:
+        row: in all tables; it has slots and pages of its own.
+        start: token of the request's text at which the row begins.
+        computed: tokens of the text that are in the row's state.
+        admitted: the row has the request's sampling parameters.
     """
 
     request: DraftRequest
@@ -79,7 +83,8 @@ class _Tenant:
 
 @dataclass
 class _FreeRow:
-    """Still has the tokens [n] int32 of a text, from `start` on."""
+    """A row of the draft model's pools that no request has. It still has what was computed for its last
+    request: the state after `tokens` [n] int32 of `key`, and KV from token `start` on."""
 
     row: int
     key: CacheKey = DEFAULT_KEY

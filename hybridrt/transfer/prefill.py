@@ -204,7 +204,7 @@ class PrefillWorker:
             self._release(peer.jobs[message.key])
 
     def _queue_prompt(self, peer: _Peer, asked: Prefill) -> None:
-        """Its number of tokens sizes the region."""
+        """Queues a prompt for computation. Its number of tokens gives the size of its region."""
         if asked.key in peer.jobs or len(peer.jobs) >= MAX_JOBS:
             raise MessageError(f"a prompt has a key that is in use, or {MAX_JOBS} are under way")
         length = len(asked.tokens)

@@ -15,7 +15,7 @@ from hybridrt.parallel.tensor_parallel import TensorParallelExecutor
 from hybridrt.runtime.run.model_runner import ModelRunner
 from hybridrt.transfer.messages import Connect, Connected, Disconnect, Ended, FromRank, Joined, Order, ToRank, shortened
 from hybridrt.transfer.nixl_transport import NixlTransport
-from hybridrt.transfer.reader import ImageReader
+from hybridrt.transfer.reader import LocalReader
 from hybridrt.transfer.side import WorkerSide
 
 _POLL_SECONDS = 0.0002
@@ -35,7 +35,7 @@ def open_ranks(side: WorkerSide, serve: bool, devices: str) -> "list[Reader]":
         RankError: a rank cannot join; says why.
     """
     with ExitStack() as undo:
-        readers: list[Reader] = [ImageReader(NixlTransport(side.arena, serve, devices), side.layout)]
+        readers: list[Reader] = [LocalReader(NixlTransport(side.arena, serve, devices), side.layout)]
         undo.callback(readers[0].close)
         if side.split is not None:
             readers += _join(side.split, serve, devices, undo)
@@ -76,13 +76,13 @@ class JoinTransfer:
         assert runner.arena is not None
         rank = runner.target.tp.rank
         transport = NixlTransport(runner.arena.buffer, self.serve, self.devices)
-        reader = ImageReader(transport, runner.arena.layout, rank)
+        reader = LocalReader(transport, runner.arena.layout, rank)
         channel = SocketChannel.connect((self.host, self.port), self.key, _JOIN_SECONDS)
         channel.send(pack(Joined(rank, reader.description)))
         threading.Thread(target=serve_reads, args=(channel, reader), daemon=True).start()
 
 
-def serve_reads(channel: SocketChannel, reader: ImageReader) -> None:
+def serve_reads(channel: SocketChannel, reader: LocalReader) -> None:
     """Obeys a RemoteReader until it closes the channel."""
     under_way = 0
     try:
@@ -103,7 +103,7 @@ def serve_reads(channel: SocketChannel, reader: ImageReader) -> None:
         reader.close()
 
 
-def _handle(channel: SocketChannel, reader: ImageReader, message: ToRank) -> None:
+def _handle(channel: SocketChannel, reader: LocalReader, message: ToRank) -> None:
     """Only Connect is answered."""
     if isinstance(message, Order):
         reader.fetch(message)
@@ -119,7 +119,7 @@ def _handle(channel: SocketChannel, reader: ImageReader, message: ToRank) -> Non
 
 
 class RemoteReader:
-    """The ImageReader of another rank, over a channel. Methods raise RankError if the rank is gone
+    """The LocalReader of another rank, over a channel. Methods raise RankError if the rank is gone
     or silent for ANSWER_S seconds."""
 
     def __init__(self, channel: SocketChannel) -> None:
@@ -171,4 +171,4 @@ class RemoteReader:
         self._ended[message.key] = None if message.error is None else error
 
 
-Reader = ImageReader | RemoteReader
+Reader = LocalReader | RemoteReader

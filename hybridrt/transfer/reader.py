@@ -18,7 +18,7 @@ class _Fetch:
     error: TransferError | None = None
 
 
-class ImageReader:
+class LocalReader:
     """Fetches images for this process's rank. No method waits.
 
     Attributes:

@@ -9,7 +9,6 @@ from hybridrt.base.model_config import AttentionConfig
 from hybridrt.verify.results import Result
 from hybridrt.verify.subject import Subject
 
-_SETS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 _DEPTH = 4  # of objects within config.json
 SHORT = 1.0  # turns of the slowest pair within the context: more is unusual
 

@@ -68,7 +68,7 @@ def _judge(own: float, found: dict[float, float], vocabulary: int, result: Resul
 
 @contextmanager
 def _with_theta(subject: Subject, theta: float) -> Iterator[Path]:
-    """Links to the checkpoint's files, next to another config.json."""
+    """A folder with links to the checkpoint's files and a config.json of another rope_theta."""
     with TemporaryDirectory(prefix="hybridrt-verify-") as folder:
         for file in subject.path.iterdir():
             if file.is_file() and file.name != "config.json":

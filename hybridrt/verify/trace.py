@@ -20,13 +20,14 @@ _DROPPED = ("n", "best_of", "stream", "stream_options", "logprobs", "top_logprob
 
 
 @dataclass(frozen=True)
-class Asked(Work):
-    """A request. `body`: of a recorded one, its fields; a chat if they have `messages`."""
+class TracedRequest(Work):
+    """A request of a trace. `body`: the fields of a recorded one, a chat if they have `messages`; empty for
+    one of random tokens."""
 
     body: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read_trace(file: str, requests: int | None, vocab: int) -> list[Asked]:
+def read_trace(file: str, requests: int | None, vocab: int) -> list[TracedRequest]:
     """The requests of a file, a JSON object a line: bodies of OpenAI's completions or chat
     completions, or the lengths of `hybridrt bench --data FILE`, with random tokens.
 
@@ -41,10 +42,10 @@ def read_trace(file: str, requests: int | None, vocab: int) -> list[Asked]:
     if recorded:
         return list(islice(_recorded(file), requests or MAX_REQUESTS))
     load = WorkloadConfig(data=file, requests=requests or MAX_REQUESTS, vocab=vocab)
-    return [Asked(work.prompt, work.max_tokens, work.seed) for work in make_work(load)]
+    return [TracedRequest(work.prompt, work.max_tokens, work.seed) for work in make_work(load)]
 
 
-def _recorded(file: str) -> Iterator[Asked]:
+def _recorded(file: str) -> Iterator[TracedRequest]:
     for number, line in enumerate(read_lines(file), 1):
         if not line.strip():
             continue
@@ -54,7 +55,7 @@ def _recorded(file: str) -> Iterator[Asked]:
             raise ConfigError(f"{file}, line {number}: {e}") from e
         if not (isinstance(body, dict) and {"prompt", "messages"} & body.keys()):
             raise ConfigError(f"{file}, line {number} has neither prompt nor messages")
-        yield Asked([], 0, number, body={k: v for k, v in body.items() if k not in _DROPPED})
+        yield TracedRequest([], 0, number, body={k: v for k, v in body.items() if k not in _DROPPED})
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class ComparedTarget(Target):
 
     def fields(self, work: Work) -> dict[str, Any]:
         usual = {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0.0, "seed": work.seed}
-        body = dict(work.body) if isinstance(work, Asked) else {}
+        body = dict(work.body) if isinstance(work, TracedRequest) else {}
         if not body:
             body = {"prompt": work.prompt, "max_tokens": work.max_tokens, "ignore_eos": True}
         chat = {"logprobs": True, "top_logprobs": ALTERNATIVES}

@@ -10,7 +10,7 @@ import msgspec
 
 from hybridrt.bench.http_load import Received, at_arrivals, events, new_event_loop, send_request
 from hybridrt.bench.timing import Timing
-from hybridrt.verify.trace import Asked, ComparedTarget
+from hybridrt.verify.trace import ComparedTarget, TracedRequest
 
 BATCH = 512  # requests; their answers are held as bytes
 
@@ -35,7 +35,7 @@ class Answered:
 
 
 def ask_both(
-    targets: tuple[ComparedTarget, ComparedTarget], work: Sequence[Asked], concurrency: int,
+    targets: tuple[ComparedTarget, ComparedTarget], work: Sequence[TracedRequest], concurrency: int,
     took: Callable[[Sequence[Answered], Sequence[Answered]], object],
 ) -> None:  # fmt: skip
     """Calls `took` with the answers of both servers to each batch. Servers take turns, because they may
@@ -51,13 +51,15 @@ def ask_both(
         took(found[0], found[1])
 
 
-def ask(target: ComparedTarget, work: Sequence[Asked], concurrency: int) -> list[Answered]:
+def ask(target: ComparedTarget, work: Sequence[TracedRequest], concurrency: int) -> list[Answered]:
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         answers = runner.run(_ask(target, work, concurrency))
     return [_read(received, timing) for timing, received in answers]
 
 
-async def _ask(target: ComparedTarget, work: Sequence[Asked], concurrency: int) -> list[tuple[Timing, Received]]:
+async def _ask(
+    target: ComparedTarget, work: Sequence[TracedRequest], concurrency: int
+) -> list[tuple[Timing, Received]]:
     (await target.connect(asyncio.Protocol)).close()
     return await at_arrivals(work, partial(send_request, target), concurrency)
 

@@ -35,8 +35,8 @@ class KVPool:
 
     Args:
         layers: the model's attention layers.
-        num_pages: pages of each group that an allocator may hand out (1 to num_pages). One number:
-            of every group.
+        num_pages: pages that an allocator may hand out (1 to num_pages), for each group or one number
+            for all.
         own_pages: further pages of each group, for a drafter.
         memory: what the groups share, instead of `num_pages`; None: each tensor has memory of its
             own.
@@ -46,7 +46,7 @@ class KVPool:
         scales: of all layers.
         windows: of each page group, in tokens; None for layers without a window, which come first.
             Several groups may have the same one.
-        num_pages: of each page group, the greatest number of a page.
+        num_pages: of each page group, the highest page number, `own_pages` included.
         own: numbers of the drafter's pages, [own_pages] int32 for each group.
         tensors: for each spec its keys, then its values: [A, num_pages + 1, page_size, kv_heads,
             dim], A layers in the order of `layers`. Specs of variant "mla" have one tensor. Codes are
@@ -93,7 +93,7 @@ class KVPool:
         groups = {layer_id: found.index(LayerGroup.of_spec(spec)) for layer_id, spec in self.specs.items()}
         self.group_of: Callable[[int], int] = groups.__getitem__
 
-    def held(self, layer_id: int) -> tuple[torch.Tensor, ...]:
+    def layer_tensors(self, layer_id: int) -> tuple[torch.Tensor, ...]:
         """All tensors of one layer: [num_pages + 1, page_size, kv_heads, dim] for each of its
         spec's cache_dims.
         """

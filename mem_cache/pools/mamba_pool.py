@@ -179,9 +179,9 @@ class MambaPool:
         self._enter_rows(rows, state_slots, phases, self._phases_apart, self.tables)
 
     def move(self, moves: Sequence[StateMove], upload: Upload) -> None:
-        """Carries out moves that the host knows, donations first. A row that donates its slot owns
-        none until it is admitted again; a repeated donation changes nothing. Other moves are as in
-        `snapshot`, one launch for each tensor of a stack, and allocate no memory.
+        """Carries out the moves of a plan, donations first. A row that donates its slot owns none until
+        it is admitted again; a repeated donation changes nothing. Then snapshots: as `snapshot`, but
+        their source slots are known on the host, so that copies allocate no memory.
 
         Args:
             upload: copies [n] int32 arrays to the pool's device, each to an aligned address.
@@ -283,8 +283,11 @@ class MambaPool:
             path: [n, T] places of the accepted tokens in their row, in order. None: the first ones.
         """
         if self.spec.mode == "replay":
-            sizes = {"width": self.width, "widest": self.spec.tokens_per_step, "state_lengths": self.state_lengths}
-            self._fold(advance_ring(self.ring_start, self.ring_length, rows, accepted, state_slots, **sizes))  # type: ignore[arg-type]
+            folds = advance_ring(
+                self.ring_start, self.ring_length, rows, accepted, state_slots, width=self.width,
+                widest=self.spec.tokens_per_step, state_lengths=self.state_lengths,
+            )  # fmt: skip
+            self._fold(folds)
             return
         last, ends = accepted, None  # the last accepted token's place + 1, 0 for padding
         if path is not None:

@@ -183,8 +183,9 @@ class RequestPages:
                 self.ends[group] = end + n
         return first
 
-    def leave(self, group: int, end: int) -> Handles:
-        """Takes the pages before page index `end` out of a group."""
+    def take_passed(self, group: int, end: int) -> Handles:
+        """Removes the pages of a group before page index `end` and returns them: its window has passed
+        them."""
         start, end = self.starts[group], min(end, self.ends[group])
         if end <= start:
             return Handles()
@@ -309,6 +310,7 @@ class PageAllocators:
         return tuple([group.alloc(count) for count, group in zip(counts, self.groups)])
 
     def free(self, pages: GroupPages) -> None:
+        """Frees pages of requests. Those of the cache are freed by `evict`."""
         for group, held in zip(self.groups, pages):
             group.free(held)
 
@@ -330,11 +332,12 @@ class PageAllocators:
             group.unlock(held)
 
     def evict(self, pages: GroupPages) -> None:
+        """Frees pages of the cache, which no request has locked."""
         for group, held in zip(self.groups, pages):
             group.evict(held)
 
     def cached_of(self, pages: GroupPages) -> GroupPages:
-        """Those pages that are the cache's."""
+        """Those of `pages` that the cache owns."""
         return tuple([held.at(~group.are_used(held)) for group, held in zip(self.groups, pages)])
 
     def are_idle(self, group: int, keys: np.ndarray) -> np.ndarray:

@@ -63,7 +63,7 @@ class Slabs:
             self._of_states.update(slabs)
 
     def pop_unclean(self) -> list[int]:
-        """Those that somebody clears now."""
+        """Returns the unclean slabs, in order, and counts them as clean: the caller has them cleared."""
         slabs, self.unclean = sorted(self.unclean), set()
         return slabs
 

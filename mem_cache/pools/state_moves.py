@@ -8,8 +8,8 @@ import msgspec
 class When(IntEnum):
     """When a step makes a move."""
 
-    FIRST = 0  # a donation: admissions and copies to main memory may read the slot
-    BEFORE_ROWS = 1  # a copy: after those that the step waits for, which may read the slot
+    FIRST = 0  # a donation: before admissions and copies to main memory, which may read the slot
+    BEFORE_ROWS = 1  # a snapshot: after the copies to main memory that the step waits for, which may read the target
 
 
 class StateMove(msgspec.Struct, frozen=True, array_like=True):

@@ -175,12 +175,12 @@ class CacheEvents:
             self.put(CacheEvent(self.number, "cleared", why, tier, rank=rank))
 
     def subscribe(self, present: Iterable[tuple[EntryLog, Tier]], limit: int) -> CacheSubscription:
-        """`present`: the entries of each tier now."""
+        """A subscription that begins with the entries of each tier now, `present`."""
         found = [record.event(self.number, "present", tier) for log, tier in present for record in log.records]
         return self.subscribe_after(found, limit)
 
     def subscribe_after(self, present: list[CacheEvent], limit: int) -> CacheSubscription:
-        """The same with events of what is there now."""
+        """A subscription that begins with the events `present`, which say what is there now."""
         made = CacheSubscription(present, self.number, limit)
         self.readers.append(weakref.ref(made))
         return made

@@ -73,7 +73,7 @@ class RadixCache:
     ) -> None:
         self.page_size, self.recurrent, self.lookahead = page_size, recurrent, lookahead
         self.windows = tuple(windows) if page_size else ()
-        self._windows = TreeWindows(self.windows, page_size, recurrent, self.complete)
+        self._windows = TreeWindows(self.windows, page_size, recurrent, self.complete_pages)
         self._windowed = len(self._windows.groups) > 0
         self._idle = idle
         self.events, self.tier = CacheEvents() if events is None else events, tier
@@ -114,7 +114,7 @@ class RadixCache:
         left = left_answer(edges, known, len(tokens))
         if not self.recurrent:
             sets = self._sets(node)
-            pages = self._windows.usable(sets, self.complete(min(known, limit + self.lookahead)))
+            pages = self._windows.usable(sets, self.complete_pages(min(known, limit + self.lookahead)))
             if not pages:
                 return PrefixMatch(pages=none, known=known, retokenised=left)
             found, length = self._covering(node, pages), pages * self.page_size
@@ -129,13 +129,13 @@ class RadixCache:
         held = self._seen(self._sets(node), node.end)
         return PrefixMatch(node.end, held, node.state, tail, known, node, owner, retokenised=left, fork=fork)
 
-    def held(self, tokens: np.ndarray, key: CacheKey = DEFAULT_KEY) -> tuple[PrefixMatch, set[int]]:
-        """The complete pages of a text, to be locked or used, and the positions of its states. They
-        need not be a usable prefix.
+    def cached_pages(self, tokens: np.ndarray, key: CacheKey = DEFAULT_KEY) -> tuple[PrefixMatch, set[int]]:
+        """The complete pages that the tree has of a text, to be locked or used, and the positions of
+        the text's states. The pages need not be a usable prefix.
         """
         node, known = self._descend(key, tokens)
         states = {step.end for step in node.path if step.state is not None and step.end <= known}
-        pages = self.complete(known)
+        pages = self.complete_pages(known)
         node = self._covering(node, pages) if pages else node
         length = pages * self.page_size
         return PrefixMatch(length, self._sets(node)[:pages], node=None if node.parent is None else node), states
@@ -151,12 +151,13 @@ class RadixCache:
         """Marks a text as used now. Returns how many of its tokens are in complete pages of layers
         without a window.
         """
-        held, _ = self.held(tokens, key)
+        held, _ = self.cached_pages(tokens, key)
         self.lock(held)
         self.unlock(held)
         return held.length if self.has_full_group else 0
 
-    def complete(self, position: int) -> int:
+    def complete_pages(self, position: int) -> int:
+        """How many first pages of a text are complete at `position`; 0 without attention layers."""
         return max(position - self.lookahead, 0) // self.page_size if self.page_size else 0
 
     def expect(self, tokens: np.ndarray, arrival: int, key: CacheKey = DEFAULT_KEY) -> PrefixMatch:
@@ -241,7 +242,7 @@ class RadixCache:
         taken = self.collect("gained")
         answer = len(tokens) if prompt is None else prompt
         ends = sorted([end for end in states if 0 < end <= len(tokens)])
-        complete = self.complete(len(tokens))
+        complete = self.complete_pages(len(tokens))
         last = max(complete * self.page_size + self.lookahead if complete else 0, ends[-1] if ends else 0)
         path = [self._root(key)]
         for end in (*ends, last):
@@ -363,9 +364,9 @@ class RadixCache:
 
     def note_entries(self, node: Node, what: What, log: EntryLog) -> None:
         """Notes all entries of a node."""
-        log.pages(what, node, node.pages, self.complete(node.start))
+        log.pages(what, node, node.pages, self.complete_pages(node.start))
         if node.tail is not None:
-            log.pages(what, node, node.tail, self.complete(node.end), node.end)
+            log.pages(what, node, node.tail, self.complete_pages(node.end), node.end)
         if node.state is not None:
             log.state(what, node)
 
@@ -401,7 +402,7 @@ class RadixCache:
         """The complete sets of a prefix of `length` tokens that the next token sees. Changes
         `sets`."""
         return self._windows.without_passed(sets, length)[
-            : self.complete(length) if self.recurrent else length // max(self.page_size, 1)
+            : self.complete_pages(length) if self.recurrent else length // max(self.page_size, 1)
         ]
 
     def _has_windows(self, node: Node, sets: PageSets) -> bool:
@@ -409,7 +410,7 @@ class RadixCache:
         return not self._windowed or self._windows.are_whole(node, sets, self._tail(node)[1])
 
     def _covering(self, node: Node, pages: int) -> Node:
-        while node.parent is not None and self.complete(node.parent.end) >= pages:
+        while node.parent is not None and self.complete_pages(node.parent.end) >= pages:
             node = node.parent
         return node
 
@@ -417,7 +418,7 @@ class RadixCache:
         """The set [1, G] with the tokens after a node's last complete page, and its owner. None:
         there are no such tokens. The owner is the node, or one below with a page of the same tokens
         and more. Whole sets are preferred."""
-        index = self.complete(node.end)
+        index = self.complete_pages(node.end)
         if not self.page_size or index * self.page_size == node.end:
             return None, None
         if node.tail is not None and node.tail.all():
@@ -439,12 +440,12 @@ class RadixCache:
         while node.end < len(tokens):
             child = node.children.get(int(tokens[node.end]))
             if child is None:
-                fresh = pages[self.complete(node.end) : self.complete(len(tokens))].copy()
+                fresh = pages[self.complete_pages(node.end) : self.complete_pages(len(tokens))].copy()
                 edge = tokens[node.end :].copy()
                 child = Node(edge, len(tokens), fresh, node, answer=answer, first=int(edge[0]))
                 node.children[child.first] = child
                 self._size += 1
-                taken.add(fresh, child, self.complete(child.start))
+                taken.add(fresh, child, self.complete_pages(child.start))
                 return child
             shared = in_common(child.tokens, tokens[node.end :])
             node = child if shared == len(child.tokens) else self._split(child, shared)
@@ -452,18 +453,18 @@ class RadixCache:
 
     def _split(self, node: Node, at: int) -> Node:
         kept = node.is_needed or node.children
-        if not kept and self.complete(node.start) + len(node.pages) <= self.complete(node.start + at):
+        if not kept and self.complete_pages(node.start) + len(node.pages) <= self.complete_pages(node.start + at):
             node.tokens, node.end = node.tokens[:at].copy(), node.start + at  # nothing would be left below
             return node
         self._size += 1
-        upper = node.cut(at, self.complete(node.start + at) - self.complete(node.start))
+        upper = node.cut(at, self.complete_pages(node.start + at) - self.complete_pages(node.start))
         if self._windowed:
             self._windows.enlist_all(node, self._size)
         return upper
 
     def _fill_windows(self, node: Node, pages: PageSets, taken: Gone) -> None:
         """Takes from `pages` [m, G] of a text the pages that window groups lack in a node."""
-        first = self.complete(node.start)
+        first = self.complete_pages(node.start)
         offered = pages[first : first + len(node.pages)]
         fresh = np.where(node.pages[: len(offered)] == 0, offered, 0)
         if fresh.any():
@@ -479,7 +480,7 @@ class RadixCache:
 
     def _keep_tail(self, node: Node, pages: PageSets, taken: Gone) -> None:
         """Takes the offered tail of a node's state, unless the tree has a whole one."""
-        index = self.complete(node.end)
+        index = self.complete_pages(node.end)
         if not self.page_size or index * self.page_size == node.end or node.tail_readers:
             return
         (owner, held), own = self._tail(node), pages[index : index + 1].copy()
@@ -552,7 +553,7 @@ class RadixCache:
         dropped, places = no_sets(len(self.windows), end), places[:most]
         dropped[places, group] = column[places]
         column[places] = 0
-        gone.add(dropped, node, self.complete(node.start))
+        gone.add(dropped, node, self.complete_pages(node.start))
         if node.state is not None and not node.state_readers and end == len(node.pages):
             self._drop_state(node, gone)
         if not self.has_full_group:
@@ -567,7 +568,7 @@ class RadixCache:
         self._cut_leaf(node, int(rows[-1]) + 1 if len(rows) else 0)
 
     def _cut_leaf(self, leaf: Node, pages: int) -> None:
-        first = self.complete(leaf.start)
+        first = self.complete_pages(leaf.start)
         leaf.pages = leaf.pages[:pages]
         end = (first + pages) * self.page_size + self.lookahead if pages else leaf.start
         leaf.tokens, leaf.end = leaf.tokens[: end - leaf.start].copy(), end
@@ -577,7 +578,7 @@ class RadixCache:
         """Removes the state of a leaf, and sets from its end until `gone` has so many pages of the
         first group; None: all sets.
         """
-        first, left = self.complete(leaf.start), len(leaf.pages)
+        first, left = self.complete_pages(leaf.start), len(leaf.pages)
         self._drop_state(leaf, gone)
         own = max(left + first - -(-leaf.start // max(self.page_size, 1)), 0)
         # All tokens of these are the leaf's, so no state above needs one as its tail.
@@ -605,7 +606,7 @@ class RadixCache:
         """Keeps a tail that a request reads for a state further up."""
         if node.tail is not None and not node.tail_readers:
             tail, node.tail = node.tail, None
-            self._let_go(node, self.complete(node.end), tail, gone, node.end)
+            self._let_go(node, self.complete_pages(node.end), tail, gone, node.end)
 
     def _let_go(self, node: Node, index: int, page: PageSets, gone: Gone, end: int | None = None) -> None:
         """Gives up the set `page`, number `index` of `node`. If a state above ends within it and

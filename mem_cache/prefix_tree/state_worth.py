@@ -149,8 +149,8 @@ class StateWorths:
         for node in nodes:
             if node.kind is not StateKind.ANSWER:
                 self._rank(node)
-        behind = self.waiting.behind_each([tokens[: node.end] for node in nodes], key)
-        for node, arrivals in reversed(list(zip(nodes, behind))):  # a request awaits only the deepest
+        continuing = self.waiting.continuing_each([tokens[: node.end] for node in nodes], key)
+        for node, arrivals in reversed(list(zip(nodes, continuing))):  # a request awaits only the deepest
             self._expected(node, arrivals)
 
     def _compare_classes(self) -> None:
@@ -198,7 +198,7 @@ class StateWorths:
             self.enlist(state)
 
     def dropped(self, node: Node) -> None:
-        """A node's state is given up. Its requests use the next one above."""
+        """Forgets the state of a node. Requests that await it will use the next one above."""
         del self._states[node]
         self.answers.pop(node, None)
         before, arrivals, node.awaited = state_before(node, within_answers=True), node.awaited, set()
@@ -208,7 +208,7 @@ class StateWorths:
             self.await_state(before, arrivals)
 
     def await_state(self, node: Node, arrivals: Collection[int]) -> None:
-        """These requests, which await no state yet, will use that of a node."""
+        """Notes that requests, which await no state yet, will use the state of `node`."""
         self._needed(node)
         node.awaited.update(arrivals)
         self._awaited |= dict.fromkeys(arrivals, node)

@@ -36,11 +36,11 @@ class WaitingTexts:
     def remove(self, arrival: int) -> None:
         self._texts.pop(arrival, None)
 
-    def behind(self, tokens: np.ndarray, key: CacheKey) -> set[int]:
+    def continuing(self, tokens: np.ndarray, key: CacheKey) -> set[int]:
         """Arrivals of the longer prompts that begin with `tokens` [n] int32."""
         return self._going_on(tokens, key, self._texts)
 
-    def behind_each(self, beginnings: Iterable[np.ndarray], key: CacheKey) -> Iterator[set[int]]:
+    def continuing_each(self, beginnings: Iterable[np.ndarray], key: CacheKey) -> Iterator[set[int]]:
         found: Collection[int] = self._texts
         for tokens in beginnings:
             yield (found := self._going_on(tokens, key, found))

@@ -18,14 +18,14 @@ class TreeWindows:
 
     Args:
         windows: as of RadixCache.
-        complete: RadixCache.complete.
+        complete_pages: RadixCache.complete_pages.
     """
 
     def __init__(
-        self, windows: Sequence[int | None], page_size: int, recurrent: bool, complete: Callable[[int], int]
+        self, windows: Sequence[int | None], page_size: int, recurrent: bool, complete_pages: Callable[[int], int]
     ) -> None:
         self.groups = {group: window for group, window in enumerate(windows) if window is not None}
-        self._page_size, self._recurrent, self._complete = page_size, recurrent, complete
+        self._page_size, self._recurrent, self._complete_pages = page_size, recurrent, complete_pages
         self._order = count()
         self.clear()
 
@@ -61,7 +61,7 @@ class TreeWindows:
             sets: of the node's path or a longer one.
             tail: of the node.
         """
-        end = self._complete(node.end)
+        end = self._complete_pages(node.end)
         if end * self._page_size < node.end and (tail is None or not tail.all()):
             return False
         firsts = [(g, first_page(node.end, window, self._page_size)) for g, window in self.groups.items()]
@@ -85,7 +85,8 @@ class TreeWindows:
                 heapq.heapify(heap)
 
     def enlist_passed(self, node: Node) -> None:
-        """Pages that a dropped state of a node has needed may be the next to go."""
+        """Enters the nodes again whose pages a state of `node` needed: it has been dropped, so they may be
+        evicted earlier now."""
         for group, window in self.groups.items():
             for step in node.path:
                 if step.end <= node.end - window:
@@ -110,7 +111,7 @@ class TreeWindows:
     def _num_passed(self, node: Node, group: int) -> int:
         """First pages of a node that no request needs which goes on from the node's end or from a
         state below; 0 if the group has none of them."""
-        first, end = self._complete(node.start), self._first_needed(node, self.groups[group])
+        first, end = self._complete_pages(node.start), self._first_needed(node, self.groups[group])
         useless = min(max(end - first, 0), len(node.pages))
         return useless if node.pages[:useless, group].any() else 0
 
@@ -118,7 +119,7 @@ class TreeWindows:
         """The first page that a request needs which goes on from a node's end or, with recurrent
         layers, from the first states at or below it.
         """
-        end = self._complete(node.end)
+        end = self._complete_pages(node.end)
         if not self._recurrent or node.state is not None:
             return first_page(node.end, window, self._page_size)
         below, first = node.found, end

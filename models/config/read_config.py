@@ -12,7 +12,7 @@ from typing import Any
 from hybridrt.base.config_fields import EOS, MAX_LAYERS, MAX_WIDTH, NAMES, RAW, ROPE
 from hybridrt.base.config_json import NULL, check_fields, either, integer, read_object
 from hybridrt.base.dtypes import DTYPES
-from hybridrt.base.errors import ConfigError, UnsupportedModelError, shown
+from hybridrt.base.errors import BackendError, ConfigError, UnsupportedModelError, shown
 from hybridrt.base.model_config import AttentionConfig, ModelConfig
 from hybridrt.kinds.registry import state_shape
 from hybridrt.models.config.family import Family, FamilyFields, check_experts, routed_experts
@@ -33,6 +33,7 @@ def read_model_config(path: Path) -> ModelConfig:
     Raises:
         ConfigError: no such directory, no config.json, or fields that cannot be used.
         UnsupportedModelError: the architecture is not one of `hybridrt.models`.
+        BackendError: its family reads a field that has no value.
     """
     file = path / "config.json"
     raw = _read_config(path)
@@ -48,10 +49,7 @@ def read_model_config(path: Path) -> ModelConfig:
     hf = family.read(raw, file) if family.read else read_fields(raw, family, file)
     check_fields(hf, family.fields, file)
     _check_activation(hf, family.activation, path)
-    try:
-        fields = family.describe(hf)
-    except ConfigError as e:
-        raise ConfigError(f"{file}: {e}") from e
+    fields = _described(family, hf, file)
     for attention in _attentions(fields):
         _check_rope(attention, file)
     if "sliding_window" not in family.fields:
@@ -73,6 +71,20 @@ def read_model_config(path: Path) -> ModelConfig:
         quant=quant,
         **fields,
     )
+
+
+def _described(family: Family, hf: Any, file: Path) -> FamilyFields:
+    try:
+        return family.describe(hf)
+    except ConfigError as e:
+        raise ConfigError(f"{file}: {e}") from e
+    except AttributeError as e:
+        if e.obj is not hf:
+            raise
+        raise BackendError(
+            f"the family of {family.architecture} reads {e.name}, which {file} does not have; give it a default, and a "
+            "type in `fields`"
+        ) from e
 
 
 def _text_part(raw: dict[str, Any], family: Family, file: Path) -> dict[str, Any]:

@@ -77,8 +77,8 @@ class Tower(nn.Module, ABC):
         self, inputs: Sequence[EncoderInput], most: int | None = None
     ) -> Generator[int, None, list[torch.Tensor]]:
         """`encode` in slices, for a caller that launches other work between them: a block of layers,
-        or a part of one where a single picture has more than `most` patches. Yields the patches
-        that passed through a block, or `most` for as much work.
+        or a part of one where a single picture has more than `most` patches. After each slice it
+        yields a number of patches: a slice takes the time that so many take through one block.
         """
         order = sorted(range(len(inputs)), key=lambda i: inputs[i].grid)  # equal grids share calls of attention
         grids = [inputs[i].grid for i in order]

@@ -92,7 +92,7 @@ def test_report_is_what_a_runner_allocates(model: tuple[Path, str], options: dic
     assert report.kv_bytes_per_token == sum(layer.kv_bytes_per_token for layer in report.layers)
     assert mamba is not None
     for i, layer in enumerate(report.layers):
-        held, pages = (kv.held(i), kv.num_pages[kv.group_of(i)] + 1) if i in kv.specs else ((), 0)
+        held, pages = (kv.layer_tensors(i), kv.num_pages[kv.group_of(i)] + 1) if i in kv.specs else ((), 0)
         assert layer.kv_bytes_per_token * pages * kv.page_size == sum(t.nbytes for t in held)
         cached = vars(mamba.layer_cache(i)).values() if i in mamba.layer_ids else ()
         assert layer.state_bytes == sum(t[0].nbytes for t in cached if t is not None)

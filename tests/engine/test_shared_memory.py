@@ -256,13 +256,13 @@ def test_pages_that_no_state_needs_go_first() -> None:
         pools.finish(text, max_tokens=1)
     store, (earlier, later) = pools.pools.prefixes, [int32s([*text, 0]) for text in texts]
     while store.tree.match(later).length:
-        store.evicted(store.tree.evict([0], 1))
+        store.free_evicted(store.tree.evict([0], 1))
     kept = store.tree.match(earlier).length
-    store.evicted(gone := store.tree.evict_leaf(1, stateless=True))
+    store.free_evicted(gone := store.tree.evict_leaf(1, stateless=True))
     assert len(gone.pages[0]) == 1 and store.tree.match(earlier).length == kept >= 16
     for _ in range(9):
-        store.evicted(store.tree.evict_leaf(1, stateless=True))
-    assert not store.tree.held(later, DEFAULT_KEY)[0].length
+        store.free_evicted(store.tree.evict_leaf(1, stateless=True))
+    assert not store.tree.cached_pages(later, DEFAULT_KEY)[0].length
     assert not store.tree.evict_leaf(1, stateless=True).pages[0], "the earlier text has its state"
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from hybridrt.kernels.core import providers
 from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation, InputNorm
 from hybridrt.kernels.quant.fp8_linear import decoded_tokens, quantize_tokens
-from hybridrt.kernels.quant.quant_experts import QuantExperts, quant_experts
+from hybridrt.kernels.quant.quant_experts import QuantStack, quant_experts
 from hybridrt.kernels.quant.quant_linear import quant_linear
 from hybridrt.kernels.quant.quant_weight import dequantize
 from hybridrt.layers.quant.fp8_products import fp8_product, multiply_codes
@@ -117,7 +117,7 @@ def test_experts_near_the_reference(name: str, tokens: int, record_property: Any
     ids = torch.rand(tokens, count, generator=generator, device=DEVICE).argsort(1)[:, :top_k].int()
     ids[0, 3] = -1
     weights = torch.rand(tokens, top_k, generator=generator, device=DEVICE)
-    experts = QuantExperts(up, down, "silu")
+    experts = QuantStack(up, down, "silu")
     got, wanted = quant_experts(x, experts, weights, ids), quant_experts.reference(x.float(), experts, weights, ids)
     record_property("relative error", f"{error(got, wanted):.1e}")
     assert error(got, wanted) < 1e-2  # hidden activations are rounded to bfloat16 on the way

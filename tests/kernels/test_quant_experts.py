@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybridrt.kernels.quant.quant_experts import QuantExperts, quant_experts
+from hybridrt.kernels.quant.quant_experts import QuantStack, quant_experts
 from hybridrt.kernels.quant.quant_weight import dequantize, expert_of
 from tests.support.quant_weights import FORMATS, quant_weight
 
@@ -33,7 +33,7 @@ def case(name, tokens, activation="silu", count=5, width=96, inner=40, biased=Fa
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(tokens, 2 * width, generator=generator)[:, width:]
     biases = (torch.randn(count, rows, generator=generator), torch.randn(count, width, generator=generator))
-    experts = QuantExperts(up, down, activation, None, None, *(biases if biased else ()))
+    experts = QuantStack(up, down, activation, None, None, *(biases if biased else ()))
     ids = torch.stack([torch.randperm(count, generator=generator)[:top_k] for _ in range(tokens)]).int()
     return x, experts, torch.rand(tokens, top_k, generator=generator), ids
 

@@ -13,11 +13,10 @@ from hybridrt.kernels.quant.quant_weight import (
     QuantWeight,
     check_weight,
     dequantize,
-    from_codes,
-    from_pairs,
     pack_planes,
     unpack_planes,
 )
+from tests.support import quant_formats as checkpoint
 
 
 def generator(seed=0):
@@ -36,29 +35,29 @@ def field(word, index, bits):
 @pytest.mark.parametrize("bits", [4, 8])
 def test_words_hold_codes_from_the_low_end(bits):
     codes = codes_of(3, 64, bits=bits)
-    words = formats.pack_int32(codes, bits)
+    words = checkpoint.pack_int32(codes, bits)
     assert words.dtype == torch.int32 and bool((words < 0).any())
     per_word = 32 // bits
     for row in range(3):
         for j in range(64):
             assert field(words[row, j // per_word], j % per_word, bits) == codes[row, j]
     assert torch.equal(formats.unpack_int32(words, bits), codes)
-    assert torch.equal(formats.unpack_int32(formats.pack_int32(codes[:, :61], bits), bits)[:, :61], codes[:, :61])
+    assert torch.equal(formats.unpack_int32(checkpoint.pack_int32(codes[:, :61], bits), bits)[:, :61], codes[:, :61])
     with pytest.raises(ConfigError, match="4 or 8 bits, not 3"):
         formats.unpack_int32(words, 3)
 
 
 def test_awq_nibbles_are_for_interleaved_outputs():
     codes, zero, scale = codes_of(48, 16), codes_of(3, 16, seed=1), torch.rand(3, 16, generator=generator())
-    qweight = formats.pack_awq(codes)
+    qweight = checkpoint.pack_awq(codes)
     order = [0, 2, 4, 6, 1, 3, 5, 7]
     assert all(field(qweight[5, 1], k, 4) == codes[5, 8 + order[k]] for k in range(8))
-    matrix = formats.codes_of_awq(qweight, formats.pack_awq(zero), scale.half(), group=16)
+    matrix = checkpoint.codes_of_awq(qweight, checkpoint.pack_awq(zero), scale.half(), group=16)
     expected = torch.empty(16, 48)
     for o in range(16):
         for i in range(48):
             expected[o, i] = (float(codes[i, o]) - float(zero[i // 16, o])) * float(scale[i // 16, o].half())
-    assert torch.equal(formats.dequantize_codes(matrix), expected)
+    assert torch.equal(checkpoint.dequantize_codes(matrix), expected)
 
 
 @pytest.mark.parametrize("v1", [True, False])
@@ -73,26 +72,26 @@ def test_gptq(bits, group, v1, order):
     group_of = torch.arange(width) // length
     if order == "permuted":
         group_of = group_of[torch.randperm(width, generator=generator())]
-    matrix = formats.codes_of_gptq(
-        formats.pack_int32(codes, bits).t().contiguous(), formats.pack_int32((zero - int(v1)).t(), bits), scale, bits,
-        group, None if order == "absent" else group_of.int(), v1=v1,
+    matrix = checkpoint.codes_of_gptq(
+        checkpoint.pack_int32(codes, bits).t().contiguous(), checkpoint.pack_int32((zero - int(v1)).t(), bits), scale,
+        bits, group, None if order == "absent" else group_of.int(), v1=v1,
     )  # fmt: skip
     expected = torch.empty(out, width)
     for o in range(out):
         for i in range(width):
             g = group_of[i]
             expected[o, i] = (float(codes[o, i]) - float(zero[o, g])) * float(scale[g, o])
-    assert torch.equal(formats.dequantize_codes(matrix), expected)
+    assert torch.equal(checkpoint.dequantize_codes(matrix), expected)
     assert (matrix.group_of is None) == (order != "permuted" or groups == 1)
 
 
 def test_a_zero_of_v1_borrows_from_the_next_field():
     """A writer subtracts 0x11111111 from whole words: only adding it to whole words restores them."""
     zero = torch.tensor([[5, 0, 7, 1, 0, 15, 3, 9]], dtype=torch.uint8)
-    stored = (formats.pack_int32(zero, 4).long() - 0x11111111) & 0xFFFFFFFF
+    stored = (checkpoint.pack_int32(zero, 4).long() - 0x11111111) & 0xFFFFFFFF
     stored = torch.where(stored >= 1 << 31, stored - (1 << 32), stored).int()
-    qweight = formats.pack_int32(codes_of(8, 16), 4).t().contiguous()
-    matrix = formats.codes_of_gptq(qweight, stored, torch.ones(1, 8), 4, 16)
+    qweight = checkpoint.pack_int32(codes_of(8, 16), 4).t().contiguous()
+    matrix = checkpoint.codes_of_gptq(qweight, stored, torch.ones(1, 8), 4, 16)
     assert matrix.zero.t().tolist() == zero.tolist()
 
 
@@ -102,14 +101,16 @@ def test_compressed_tensors(bits, symmetric):
     out, width, group = 10, 90, 32
     codes, zero = codes_of(out, width, bits=bits), codes_of(out, 3, bits=bits, seed=1)
     scale = torch.rand(out, 3, generator=generator()).bfloat16()
-    packed_zero = None if symmetric else formats.pack_int32(zero.t(), bits).t().contiguous()
-    matrix = formats.codes_of_compressed(formats.pack_int32(codes, bits), scale, (out, width), bits, group, packed_zero)
+    packed_zero = None if symmetric else checkpoint.pack_int32(zero.t(), bits).t().contiguous()
+    matrix = checkpoint.codes_of_compressed(
+        checkpoint.pack_int32(codes, bits), scale, (out, width), bits, group, packed_zero
+    )
     expected = torch.empty(out, width)
     for o in range(out):
         for i in range(width):
             z = 2 ** (bits - 1) if symmetric else float(zero[o, i // group])
             expected[o, i] = (float(codes[o, i]) - z) * float(scale[o, i // group])
-    assert torch.equal(formats.dequantize_codes(matrix), expected)
+    assert torch.equal(checkpoint.dequantize_codes(matrix), expected)
 
 
 def test_e2m1_values_and_rounding():
@@ -152,7 +153,7 @@ def test_fp8_blocks_with_partial_edges(shape, kind):
         scale = scale.bfloat16()
     values = formats.scale_values(scale)
     stored = scale[:, None, :, None] if kind == "four dimensions" else scale
-    got = formats.dequantize_fp8(weight, stored, (128, 128))
+    got = checkpoint.dequantize_fp8(weight, stored, (128, 128))
     for r in (0, shape[0] // 2, shape[0] - 1):
         for c in (0, shape[1] // 2, shape[1] - 1):
             assert got[r, c] == weight[r, c].float() * values[r // 128, c // 128]
@@ -163,15 +164,15 @@ def test_fp8_blocks_with_partial_edges(shape, kind):
 def test_fp8_scales_of_a_tensor_of_rows_and_of_32_inputs():
     weight = torch.randn(6, 64, generator=generator()).to(torch.float8_e4m3fn)
     for scale in (torch.tensor(0.3), torch.tensor([0.3])):
-        assert torch.equal(formats.dequantize_fp8(weight, scale), weight.float() * 0.3)
+        assert torch.equal(checkpoint.dequantize_fp8(weight, scale), weight.float() * 0.3)
     rows = torch.rand(6, generator=generator())
     for scale in (rows, rows[:, None]):
-        assert torch.equal(formats.dequantize_fp8(weight, scale), weight.float() * rows[:, None])
+        assert torch.equal(checkpoint.dequantize_fp8(weight, scale), weight.float() * rows[:, None])
     exponents = torch.randint(120, 130, (6, 2), generator=generator()).to(torch.uint8)
     expected = (weight.float().view(6, 2, 32) * formats.decode_e8m0(exponents)[..., None]).view(6, 64)
-    assert torch.equal(formats.dequantize_fp8(weight, exponents, (1, 32)), expected)
+    assert torch.equal(checkpoint.dequantize_fp8(weight, exponents, (1, 32)), expected)
     with pytest.raises(ConfigError, match="6 rows has 1 or 6 scales, not 5"):
-        formats.dequantize_fp8(weight, torch.rand(5))
+        checkpoint.dequantize_fp8(weight, torch.rand(5))
 
 
 def test_fp4_with_scales_of_both_kinds():
@@ -179,10 +180,10 @@ def test_fp4_with_scales_of_both_kinds():
     packed, values = formats.pack_pairs(codes), formats.decode_e2m1(codes)
     scale = torch.rand(2, 4, 4, generator=generator()).to(torch.float8_e4m3fn)
     expected = values.view(2, 4, 4, 16) * (scale.float() * 0.125)[..., None]
-    assert torch.equal(formats.dequantize_fp4(packed, scale, 0.125), expected.view(2, 4, 64))
+    assert torch.equal(checkpoint.dequantize_fp4(packed, scale, 0.125), expected.view(2, 4, 64))
     exponents = torch.randint(120, 130, (2, 4, 2), generator=generator()).to(torch.uint8)
     expected = values.view(2, 4, 2, 32) * formats.decode_e8m0(exponents)[..., None]
-    assert torch.equal(formats.dequantize_fp4(packed, exponents), expected.view(2, 4, 64))
+    assert torch.equal(checkpoint.dequantize_fp4(packed, exponents), expected.view(2, 4, 64))
 
 
 @pytest.mark.parametrize("width", [64, 40])
@@ -245,16 +246,16 @@ def test_tensors_of_a_weight_that_do_not_fit():
 def test_codes_of_a_checkpoint_become_a_weight(bits, symmetric):
     codes, scale = codes_of(6, 96, bits=bits), torch.rand(6, 3, generator=generator()).half()
     zero = torch.full((6, 3), 1 << (bits - 1)) if symmetric else codes_of(6, 3, bits=bits, seed=1)
-    matrix = formats.GroupCodes(codes, scale, zero.short(), 32)
-    weight = from_codes(matrix, bits)
+    matrix = checkpoint.GroupCodes(codes, scale, zero.short(), 32)
+    weight = checkpoint.from_codes(matrix, bits)
     check_weight(weight)
     assert (weight.zero is None) == symmetric
-    assert torch.equal(dequantize(weight), formats.dequantize_codes(matrix))
-    whole = from_codes(matrix._replace(scale=scale[:, :1], zero=matrix.zero[:, :1], group=128), bits)
+    assert torch.equal(dequantize(weight), checkpoint.dequantize_codes(matrix))
+    whole = checkpoint.from_codes(matrix._replace(scale=scale[:, :1], zero=matrix.zero[:, :1], group=128), bits)
     check_weight(whole)
     assert whole.block == (1, 96)
     with pytest.raises(ConfigError, match="sort columns"):
-        from_codes(matrix._replace(group_of=torch.arange(96) % 3), bits)
+        checkpoint.from_codes(matrix._replace(group_of=torch.arange(96) % 3), bits)
 
 
 @pytest.mark.parametrize(
@@ -263,10 +264,10 @@ def test_codes_of_a_checkpoint_become_a_weight(bits, symmetric):
 def test_fp4_bytes_of_a_checkpoint_become_a_weight(factor):
     packed = formats.pack_pairs(codes_of(2, 4, 64))
     scale = torch.rand(2, 4, 4, generator=generator()).to(torch.float8_e4m3fn)
-    weight = from_pairs(packed, scale, factor)
+    weight = checkpoint.from_pairs(packed, scale, factor)
     check_weight(weight)
     wide = 1.0 if factor is None else factor if factor.dim() < 2 else factor[..., None]
-    assert torch.equal(dequantize(weight), formats.dequantize_fp4(packed, scale, wide))
+    assert torch.equal(dequantize(weight), checkpoint.dequantize_fp4(packed, scale, wide))
     exponents = torch.randint(120, 130, (2, 4, 2), generator=generator()).to(torch.uint8)
-    got = from_pairs(packed, exponents.view(torch.float8_e8m0fnu))
-    assert got.block == (1, 32) and torch.equal(dequantize(got), formats.dequantize_fp4(packed, exponents))
+    got = checkpoint.from_pairs(packed, exponents.view(torch.float8_e8m0fnu))
+    assert got.block == (1, 32) and torch.equal(dequantize(got), checkpoint.dequantize_fp4(packed, exponents))

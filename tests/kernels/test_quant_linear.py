@@ -6,11 +6,11 @@ import torch
 from hybridrt.base.errors import ConfigError
 from hybridrt.kernels.dense.skinny_linear import InputNorm
 from hybridrt.kernels.dense.skinny_linear_triton import Tile
-from hybridrt.kernels.quant.formats import GroupCodes
 from hybridrt.kernels.quant.quant_linear import MAX_TOKENS, quant_linear
 from hybridrt.kernels.quant.quant_linear_triton import quant_tile
-from hybridrt.kernels.quant.quant_weight import dequantize, from_codes
+from hybridrt.kernels.quant.quant_weight import dequantize
 from tests.kernels.test_skinny_linear import by_formula, check
+from tests.support.quant_formats import GroupCodes, from_codes
 from tests.support.quant_weights import FORMATS, empty_weight, quant_weight
 
 pytestmark = pytest.mark.usefixtures("provider")

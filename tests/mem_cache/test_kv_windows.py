@@ -37,7 +37,7 @@ def test_layers_of_a_window_and_of_a_size_share_pages() -> None:
     shapes = [(2, 6, 2, 2, 8)] * 2 + [(1, 7, 2, 2, 8)] * 2 + [(1, 3, 2, 1, 4)] * 2 + [(1, 4, 2, 2, 8)] * 2
     assert [tuple(tensor.shape) for tensor in pool.tensors] == [*shapes, (1, 5, 2, 1, 6), *[(1, 6, 2, 1, 16)] * 2]
     for layer, group in GROUPS.items():
-        assert all(len(tensor) == PAGES[group] + 1 for tensor in pool.held(layer))
+        assert all(len(tensor) == PAGES[group] + 1 for tensor in pool.layer_tensors(layer))
     for group, nbytes in enumerate(page_bytes(LAYERS, SIZE)):
         own = [tensor.nbytes for tensor, its in zip(pool.tensors, pool.tensor_groups) if its == group]
         assert nbytes * (PAGES[group] + 1) == sum(own) > 0
@@ -105,13 +105,13 @@ def test_groups_share_memory_and_no_byte_is_in_two_pages() -> None:
     torch.manual_seed(0)
     written = {}
     for layer in GROUPS:
-        for i, tensor in enumerate(pool.held(layer)):
+        for i, tensor in enumerate(pool.layer_tensors(layer)):
             assert tensor.is_contiguous() and len(tensor) == pool.num_pages[pool.group_of(layer)] + 1
             for page in pages[pool.group_of(layer)]:
                 written[layer, i, page] = torch.randn(tensor[page].shape).to(tensor.dtype)
                 tensor[page] = written[layer, i, page]
     for (layer, i, page), wanted in written.items():
-        assert torch.equal(pool.held(layer)[i][page], wanted), (layer, i, page)
+        assert torch.equal(pool.layer_tensors(layer)[i][page], wanted), (layer, i, page)
     assert not any(tensor[:, 0].any() for tensor in pool.tensors)
 
 

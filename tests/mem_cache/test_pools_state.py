@@ -142,7 +142,7 @@ def test_kv_pools_start_finite_and_know_their_bytes() -> None:
     for layer_id, (group, index) in {3: (0, 0), 7: (0, 1), 4: (1, 0)}.items():
         places = [tensor.data_ptr() for tensor in pool.layer(layer_id)]
         assert places == [tensor[index].data_ptr() for tensor in pool.tensors[2 * group : 2 * group + 2]]
-    (vectors,), (keys, values) = pool.held(5), pool.layer(5)
+    (vectors,), (keys, values) = pool.layer_tensors(5), pool.layer(5)
     assert keys is vectors and values.shape == (5, 2, 1, 6) and values.data_ptr() == vectors.data_ptr()
     assert pool.specs == {3: gqa, 7: gqa, 4: wide, 5: list(groups)[2]}
     assert (5 * sum(page_bytes(groups, 2)),) == (sum(tensor.nbytes for tensor in pool.tensors),)

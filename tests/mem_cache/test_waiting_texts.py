@@ -23,18 +23,18 @@ def waiting() -> WaitingTexts:
 
 def test_prompts_that_go_on_from_a_text() -> None:
     texts = waiting()
-    found = [texts.behind(array(*tokens), A) for tokens in ((1,), (1, 2, 3), (1, 2, 3, 4), (2,), (5, 3))]
+    found = [texts.continuing(array(*tokens), A) for tokens in ((1,), (1, 2, 3), (1, 2, 3, 4), (2,), (5, 3))]
     assert found == [{4, 5, 6}, {4}, set(), set(), set()]
     texts.remove(4)
     texts.remove(99)
-    assert texts.behind(array(1, 2, 3), A) == set() and len(texts) == 3
+    assert texts.continuing(array(1, 2, 3), A) == set() and len(texts) == 3
 
 
 def test_prompts_that_go_on_from_each_beginning_of_a_text() -> None:
     texts = waiting()
     beginnings = [array(1, 2, 3, 4, 5)[:n] for n in (1, 2, 3, 4, 5)]
     for key in (A, B, CacheKey("c")):
-        assert list(texts.behind_each(beginnings, key)) == [texts.behind(tokens, key) for tokens in beginnings]
+        assert list(texts.continuing_each(beginnings, key)) == [texts.continuing(tokens, key) for tokens in beginnings]
 
 
 def test_where_the_nearest_prompts_leave_a_text() -> None:

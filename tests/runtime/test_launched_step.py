@@ -46,7 +46,7 @@ def tensors(runner: ModelRunner) -> list[torch.Tensor]:
     """All that a launch may change."""
     pool = runner.pools.req_to_token.mamba_pool
     assert pool is not None
-    kv = [t for layer in runner.pools.kv.specs for t in runner.pools.kv.held(layer)]
+    kv = [t for layer in runner.pools.kv.specs for t in runner.pools.kv.layer_tensors(layer)]
     states = [part for slot in range(1, 5) for part in pool.read_slot(slot, 3)]
     return [t.clone() for t in (runner.last_tokens, runner.pools.req_to_token.req_to_token, *kv, *states)]
 

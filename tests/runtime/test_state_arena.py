@@ -106,7 +106,7 @@ class Side:
             for position in range(max(0, whole.length - cache.conv.shape[2]), whole.length):
                 cache.conv[self.slot, :, position % cache.conv.shape[2]] = inputs[:, position]
         for layer_id, tensors in whole.kv.items():
-            for pool, tensor in zip(self.pools.kv.held(layer_id), tensors, strict=True):
+            for pool, tensor in zip(self.pools.kv.layer_tensors(layer_id), tensors, strict=True):
                 pool.flatten(0, 1)[table[: whole.length].long()] = self._heads(whole, tensor)
 
     def check(self, whole: Whole, start: int = 0) -> None:
@@ -124,7 +124,7 @@ class Side:
         for layer_id, tensors in whole.kv.items():
             window = whole.config.attention.sliding_window
             first = start if window is None else max(whole.length - window + 1, 0)
-            for pool, tensor in zip(self.pools.kv.held(layer_id), tensors, strict=True):
+            for pool, tensor in zip(self.pools.kv.layer_tensors(layer_id), tensors, strict=True):
                 tokens = pool.flatten(0, 1)[table[:64].long()]
                 assert torch.equal(tokens[first : whole.length], self._heads(whole, tensor)[first:])
                 others = torch.cat((tokens[:first], tokens[whole.length :]))

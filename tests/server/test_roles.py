@@ -17,7 +17,7 @@ from hybridrt.server.core.config import ServerConfig
 from hybridrt.server.roles import DecodeRole, PrefillRole, read_short
 from hybridrt.transfer import workers
 from hybridrt.transfer.ranks import Reader
-from hybridrt.transfer.reader import ImageReader
+from hybridrt.transfer.reader import LocalReader
 from hybridrt.transfer.side import WorkerSide
 from tests.support.http_server import WAIT, Served, serving
 from tests.support.in_process import InProcessTransport
@@ -33,7 +33,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
 
     def open_ranks(side: WorkerSide, serve: bool, devices: str) -> list[Reader]:
         name = f"arena {len(arenas)} {time.monotonic()}"
-        return [ImageReader(InProcessTransport(arenas, name, side.arena), side.layout)]
+        return [LocalReader(InProcessTransport(arenas, name, side.arena), side.layout)]
 
     monkeypatch.setattr(workers, "open_ranks", open_ranks)
     return arenas

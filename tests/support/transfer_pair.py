@@ -12,7 +12,7 @@ from hybridrt.mem_cache.pools.state_slices import Section
 from hybridrt.runtime.run.state_arena import ImageLayout
 from hybridrt.transfer.decode import DecodeWorker
 from hybridrt.transfer.prefill import PrefillWorker
-from hybridrt.transfer.reader import ImageReader
+from hybridrt.transfer.reader import LocalReader
 from hybridrt.transfer.side import WorkerSide
 from tests.support.cache_ledger import check_cache
 from tests.support.in_process import InProcessTransport, QueueChannel
@@ -41,7 +41,7 @@ class Prefiller:
     def __init__(self, llm: LLM, hub: dict[str, torch.Tensor], name: str = "prefill") -> None:
         self.side = WorkerSide.from_llm(llm)
         self.transport = InProcessTransport(hub, name, self.side.arena)
-        self.worker = PrefillWorker(self.side, [ImageReader(self.transport, self.side.layout)], linger=0.0)
+        self.worker = PrefillWorker(self.side, [LocalReader(self.transport, self.side.layout)], linger=0.0)
         self.alive = True
 
     def connect(self, decode: "Decoder") -> str:
@@ -73,7 +73,7 @@ class Decoder:
         self.side = WorkerSide.from_llm(llm)
         self.engine = llm.engine
         transport = InProcessTransport(hub, "decode", self.side.arena, piece=1500)
-        self.worker = DecodeWorker(self.side, [ImageReader(transport, self.side.layout)], **options)
+        self.worker = DecodeWorker(self.side, [LocalReader(transport, self.side.layout)], **options)
         self.outputs = Samples()
 
     def step(self) -> None:

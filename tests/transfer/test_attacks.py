@@ -16,7 +16,7 @@ from hybridrt.base.errors import AuthenticationError, ConfigError, MessageError,
 from hybridrt.channel.codec import pack, unpack
 from hybridrt.transfer import messages, prefill, workers
 from hybridrt.transfer.keys import VARIABLE, find_key
-from hybridrt.transfer.reader import ImageReader
+from hybridrt.transfer.reader import LocalReader
 from tests.support.in_process import InProcessTransport, QueueChannel, Raw, decode_hello, prefill_hello
 from tests.support.listening import LOOPBACK, listening
 from tests.support.tiny import write_tiny
@@ -286,8 +286,8 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
     """`prefill_worker` and `decode_worker` without NIXL."""
     hub: dict[str, torch.Tensor] = {}
 
-    def open_ranks(side: Any, serve: bool, devices: str) -> list[ImageReader]:
-        return [ImageReader(InProcessTransport(hub, f"arena {len(hub)} {devices}", side.arena), side.layout)]
+    def open_ranks(side: Any, serve: bool, devices: str) -> list[LocalReader]:
+        return [LocalReader(InProcessTransport(hub, f"arena {len(hub)} {devices}", side.arena), side.layout)]
 
     monkeypatch.setattr(workers, "open_ranks", open_ranks)
     monkeypatch.delenv(VARIABLE, raising=False)

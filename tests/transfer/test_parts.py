@@ -31,7 +31,7 @@ from hybridrt.transfer.handshake import VERSION, Handshake, check_handshake, han
 from hybridrt.transfer.messages import Connected, Ended, Joined, Order
 from hybridrt.transfer.nixl_transport import NixlTransport, _described
 from hybridrt.transfer.ranks import Reader, RemoteReader, serve_reads
-from hybridrt.transfer.reader import ImageReader
+from hybridrt.transfer.reader import LocalReader
 from hybridrt.transfer.reads import _joined, image_reads
 from hybridrt.transfer.regions import RegionAllocator
 from tests.support.in_process import InProcessTransport
@@ -225,7 +225,7 @@ def reading(request: pytest.FixtureRequest) -> Iterator[tuple[Reader, Transport,
     theirs, ours = torch.arange(200, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
     hub: dict[str, torch.Tensor] = {}
     peer = InProcessTransport(hub, "theirs", theirs)
-    reader: Reader = ImageReader(InProcessTransport(hub, "ours", ours, piece=7), LAYOUT)
+    reader: Reader = LocalReader(InProcessTransport(hub, "ours", ours, piece=7), LAYOUT)
     if request.param == "here":
         yield reader, peer, ours, theirs
         return
@@ -253,7 +253,7 @@ def ending(reader: Reader, count: int) -> dict[str, TransferError | None]:
 def test_a_worker_is_not_forgotten_while_it_is_read() -> None:
     hub = {"theirs": torch.ones(100, dtype=torch.uint8)}
     transport = InProcessTransport(hub, "ours", torch.zeros(100, dtype=torch.uint8), piece=7)
-    reader = ImageReader(transport, LAYOUT)
+    reader = LocalReader(transport, LAYOUT)
     reader.connect("w", ["theirs"])
     reader.fetch(Order("a", "w", 100, 0, 0))
     reader.disconnect("w")

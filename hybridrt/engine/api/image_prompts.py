@@ -20,7 +20,7 @@ def has_images(prompt: object) -> bool:
 
 
 def takes_time(prompt: object) -> bool:
-    """Whether it has something to decode or to hash."""
+    """Whether a prompt has images to decode, or embeddings to hash."""
     return has_images(prompt) or has_embeddings(prompt)
 
 

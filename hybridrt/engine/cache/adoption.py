@@ -38,12 +38,13 @@ def take_room_for_fetch(
 
 
 def slabs_to_clear(store: PrefixStore) -> list[int]:
-    """Those that a copy to the device is to clear first."""
+    """The slabs that a copy to the device must clear first. The caller has them cleared, or calls
+    `clear_later`."""
     return [] if store.slabs is None else store.slabs.pop_unclean()
 
 
 def clear_later(store: PrefixStore, slabs: Sequence[int]) -> None:
-    """They have not been cleared."""
+    """Takes back slabs of `slabs_to_clear` that were not cleared."""
     if store.slabs is not None:
         store.slabs.unclean.update(slabs)
 

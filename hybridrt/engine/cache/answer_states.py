@@ -36,16 +36,16 @@ class AnswerStates:
         self.places = dict[Handle, tuple[Request, int]]()
         self.apart = self.ahead = APART
 
-    def leave(
+    def plan_snapshots(
         self, decode: DecodeRows, rows: Sequence[tuple[Request, int]], take: Callable[[Request, int], Handle | None]
     ) -> list[StateMove]:
-        """Selects the decode rows to snapshot before this step, which comes once `ahead` is used up:
-        the most overdue first, at most AT_ONCE. Others wait for a later step.
+        """The snapshots of decode rows that are due before this step, the most overdue first, at most
+        AT_ONCE: others wait for a later step. Called once `ahead` is used up.
 
         Args:
             rows: the step's requests, those of `decode` first.
-            take: returns a slot for a state of a request, if there is one; the number is that of
-                earlier states of the step.
+            take: takes a slot for a state of a request, None if there is none. Its number: how many
+                snapshots the step has already.
         """
         self.ahead, left = self.apart, list[StateMove]()
         ahead = int32s(request.answer_due for request, _ in rows[: len(decode.rows)]) - decode.computed

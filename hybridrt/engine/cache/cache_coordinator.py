@@ -245,7 +245,7 @@ class CacheCoordinator:
             request.prefix = self.prefixes.has_read(request.prefix)
             self._num_releases += 1
         if self.pages.has_windows:
-            self._num_releases += self._passed.leave(request)
+            self._num_releases += self._passed.give_up(request)
         if not request.shared and request.settled >= request.prefill_end:
             self.prefixes.share(request, request.prefill_end)
             request.shared = True
@@ -287,11 +287,12 @@ class CacheCoordinator:
         self.drop_text(request.ids[:length], request.cache_key, whole=whole)
 
     def drop_text(self, tokens: np.ndarray, key: CacheKey, *, whole: bool = True) -> None:
-        """The same for the cached entry of a text [n] int32."""
+        """Bans the cached entry after a text [n] int32 and everything computed from it; with `whole`, also
+        the entries of its prefixes."""
         store = self.prefixes
         if self.fetches is not None:
             self.fetches.cancel_all()  # they hold parts of the path, and would bring it back
-        store.evicted(drop(store.tree, tokens, key, whole=whole))
+        store.free_evicted(drop(store.tree, tokens, key, whole=whole))
         if store.tier is not None:
             store.tier.drop(tokens, key, whole=whole)
         self._num_releases += 1
@@ -318,7 +319,7 @@ class CacheCoordinator:
         if len(decode.rows):
             answers.ahead -= 1 + (int(decode.num_drafts.max()) if len(decode.drafts) else 0)
             if answers.ahead <= 0:
-                plan.moves += answers.leave(decode, rows, self.prefixes.slot_within)
+                plan.moves += answers.plan_snapshots(decode, rows, self.prefixes.slot_within)
         if self.slabs is not None and self.slabs.unclean:
             plan.cleared = sorted(self.slabs.unclean)
         return self.prefixes.tier is not None and self.prefixes.tier.seal(plan)

@@ -66,9 +66,10 @@ class CacheRoom:
         RadixCache.evict.
         """
         self.slots.free(given_up := self.answers.give_up(states))
-        self.evicted(self.tree.evict(pages, states - len(given_up), new=new, why=why))
+        self.free_evicted(self.tree.evict(pages, states - len(given_up), new=new, why=why))
 
-    def evicted(self, gone: CacheEntries) -> Sequence[Handle]:
+    def free_evicted(self, gone: CacheEntries) -> Sequence[Handle]:
+        """Frees the pages and slots that the tree has given up. Returns the slots."""
         self.pages.evict(gone.pages)
         self.slots.evict(gone.states)
         return gone.states
@@ -94,7 +95,7 @@ class CacheRoom:
         return any(self._any_evicted(evict()) for evict in evictions)
 
     def _any_evicted(self, gone: CacheEntries) -> bool:
-        self.evicted(gone)
+        self.free_evicted(gone)
         return len(gone.states) > 0 or any(map(len, gone.pages))
 
     def slot_within(self, request: Request, fresh: int) -> Handle | None:
@@ -103,7 +104,7 @@ class CacheRoom:
         """
         if len(request.saves) >= MOST:
             self.slots.free(self.answers.spread(request))
-        if self.slots.most_free <= self._reserved_slots() and not self.evicted(
+        if self.slots.most_free <= self._reserved_slots() and not self.free_evicted(
             self.tree.evict(self._no_pages, 1, new=NewState(0))
         ):
             gone = self.answers.spread(request)
@@ -114,7 +115,7 @@ class CacheRoom:
         spare = self.slots.most_free + len(self.answers.places) + self.tree.num_within
         if spare <= self._reserved_slots() and (slot := self._superseded(request)) is not None:
             return slot
-        arrivals = self.tree.waiting.behind(request.ids[:place], request.cache_key)
+        arrivals = self.tree.waiting.continuing(request.ids[:place], request.cache_key)
         return self.spare_slot(NewState(place - request.prefix.length, arrivals))
 
     def spare_slot(self, new: NewState) -> Handle | None:
@@ -135,7 +136,7 @@ class CacheRoom:
         if self.room()[1] <= self._promised_slots():
             return None
         if self.slots.most_free <= self._reserved_slots():
-            self.evicted(self.tree.evict(self._no_pages, 1, new=NewState(0)))
+            self.free_evicted(self.tree.evict(self._no_pages, 1, new=NewState(0)))
         return self.slots.alloc_one() if self.slots.most_free > self._reserved_slots() else None
 
     def _superseded(self, request: Request) -> Handle | None:

@@ -125,7 +125,7 @@ class HostFetches:
         if gain < LEAST_TOKENS:
             return False
         tokens = request.ids[: store.known_at(found.length)]
-        held = store.tree.held(request.ids[: found.length], key)[0]
+        held = store.tree.cached_pages(request.ids[: found.length], key)[0]
         hosted = found.pages if found.tail is None else np.concatenate((found.pages, found.tail))
         sets = no_sets(hosted.shape[1], len(hosted))
         sets[: len(held.pages)] = held.pages[: len(sets)]

@@ -67,10 +67,10 @@ class HostTier:
         """Copies the new parts of a text [n] int32: KV from the device's sets `pages` [m, G] (from
         the first token on) and states by number of tokens. Nothing if there is no room.
         """
-        held, positions = self.tree.held(tokens, key)
+        held, positions = self.tree.cached_pages(tokens, key)
         ends = sorted(end for end in states if end not in positions)[-self.slots.total :] if self.slots.total else []
         size = self.tree.page_size
-        last = max([self.tree.complete(len(tokens)), *(-(-end // size) for end in ends)]) if size else 0
+        last = max([self.tree.complete_pages(len(tokens)), *(-(-end // size) for end in ends)]) if size else 0
         hosted = no_sets(len(self.pages), last)
         hosted[: len(held.pages)] = held.pages[:last]
         lacking = (pages[:last] > 0) & (hosted == 0)

@@ -17,9 +17,9 @@ class PassedPages:
     def __init__(self, pages: PageAllocators, prefixes: PrefixStore) -> None:
         self._pages, self._prefixes = pages, prefixes
 
-    def leave(self, request: Request) -> bool:
-        """Gives up the pages that the windows of all later tokens have passed. False if there are
-        none.
+    def give_up(self, request: Request) -> bool:
+        """Frees the pages that the windows of all later tokens have passed, but for those that the
+        request keeps as spare; unlocks those of the cache. False if there are none.
         """
         pages, firsts = request.pages, [demand.first_held(request.settled) for demand in self._pages.demands]
         passed = [max(min(first, end) - start, 0) for first, start, end in zip(firsts, pages.starts, pages.ends)]
@@ -31,19 +31,19 @@ class PassedPages:
         ]
         if (request.saves or not request.shared) and self._prefixes.wants(request, firsts):
             self._prefixes.share(request, request.settled)
-        gone = tuple([pages.leave(group, first) for group, first in enumerate(firsts)])
+        gone = tuple([pages.take_passed(group, first) for group, first in enumerate(firsts)])
         own = [group.are_used(held) for group, held in zip(self._pages.groups, gone)]
         used = [held.at(mask) for held, mask in zip(gone, own)]
         self._pages.unlock(tuple([held.at(~mask) for held, mask in zip(gone, own)]))
         for kept, held, count in zip(pages.spare, used, spare):
             kept.extend(held[:count])
         self._pages.free(tuple([held[count:] for held, count in zip(used, spare)]))
-        # The cache has taken over the others. It may give up as many.
+        # The cache owns the other pages. It may evict as many, for the prompt.
         self._add_spare(request, [max(count - len(held), 0) for held, count in zip(used, spare)])
         return True
 
     def lend_spare(self, request: Request, need: Sequence[int]) -> GroupPages:
-        """The request's spare pages, at most so many of each group. Lends others if `leave` found
+        """The request's spare pages, at most so many of each group. Lends others if `give_up` found
         too few."""
         pages = request.pages
         lent = [end - start + len(kept) for start, end, kept in zip(pages.starts, pages.ends, pages.spare)]

@@ -89,7 +89,7 @@ class PrefixStore(CacheRoom):
         if found is None or not found.staged_from:
             return found
         known = request.ids[: found.staged_from + self.tree.lookahead]
-        held, _ = self.tree.held(known, request.cache_key)
+        held, _ = self.tree.cached_pages(known, request.cache_key)
         for group, demand in enumerate(self.pages.demands):
             if demand.window is not None:
                 held.pages[:, group] = 0  # what the windows need came whole
@@ -229,7 +229,7 @@ class PrefixStore(CacheRoom):
         answers = self.answers.places
         states = {k: slot for k, slot in request.saves.items() if k < length + (slot not in answers)}
         # The request still fills the page after the complete ones.
-        taken, node = self._insert(request, request.ids[:length], states, "computed", self.tree.complete(length))
+        taken, node = self._insert(request, request.ids[:length], states, "computed", self.tree.complete_pages(length))
         self.pages.lock(taken.pages)
         self._end_saves(request, states, taken)
         if node.parent is not None:
@@ -346,7 +346,7 @@ class PrefixStore(CacheRoom):
         self.pages.to_cache(taken.pages)
         self.slots.to_cache(taken.states)
         if within:
-            self.evicted(self.tree.thin(node, MOST))
+            self.free_evicted(self.tree.thin(node, MOST))
         if self.tier is not None:
             # Once the cache has a slot and its ring is folded, the state in it is complete.
             kept = {slot for slot in (*taken.states, *request.saves.values()) if slot not in self.answers.places}

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from hybridrt.base.errors import SessionError, is_text, shown
-from hybridrt.base.files import SESSION_HEADER_BYTES
+from hybridrt.base.files import SESSION_HEADER_BYTES, as_path
 from hybridrt.base.files_safetensors import DamagedFileError, TensorFile
 from hybridrt.base.formats import Format
 from hybridrt.engine.request.spans import without_keys
@@ -83,7 +83,7 @@ def write_session(path: Path, prefix: CachedPrefix, identity: Identity, note: st
             or no path.
         OSError: as from any file.
     """
-    _check_path(path)
+    as_path("path", path, SessionError)
     if not isinstance(note, str) or not is_text(note) or len(note) > MAX_NOTE:
         raise SessionError(f"the note is {shown(note)}; it must be text of at most {MAX_NOTE} characters")
     if path.exists() and not (path.is_file() or path.is_dir()):
@@ -99,16 +99,17 @@ def write_session(path: Path, prefix: CachedPrefix, identity: Identity, note: st
         metadata["note"], tensors[NOTE] = "", torch.frombuffer(bytearray(note.encode()), dtype=torch.uint8)
     metadata["checksum"] = _checksum(tensors, metadata)
     metadata["signature"] = _signature(metadata["checksum"], key)
-    beside = path.parent / f".{secrets.token_hex(8)}.part"  # short: the name may have the greatest length of a name
+    # A short name: that of the file may be as long as names can be.
+    partial = path.parent / f".{secrets.token_hex(8)}.part"
     try:
-        save_file(tensors, beside, metadata)
-        with open(beside, "rb") as file:
+        save_file(tensors, partial, metadata)
+        with open(partial, "rb") as file:
             os.fsync(file.fileno())
-        os.replace(beside, path)
+        os.replace(partial, path)
     except SafetensorError as e:
         raise OSError(f"{path} cannot be written: {e}") from e
     finally:
-        beside.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
 
 
 class SessionReader:
@@ -126,7 +127,7 @@ class SessionReader:
 
     def __init__(self, path: Path, identity: Identity) -> None:
         self._path, self._identity = path, identity
-        _check_path(path)
+        as_path("path", path, SessionError)
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise SessionError(f"{path} is not a regular file")
         try:
@@ -240,15 +241,6 @@ class SessionReader:
         if entry is None:
             raise SessionError(f"{self._path} has no tensor {name!r}")
         return entry.shape, entry.dtype
-
-
-def _check_path(path: Path) -> None:
-    try:
-        possible = b"\0" not in os.fsencode(path)
-    except UnicodeEncodeError:
-        possible = False
-    if not possible:
-        raise SessionError(f"{shown(str(path))} holds a character that no file name may hold; choose another name")
 
 
 def _signature(checksum: str, key: bytes) -> str:

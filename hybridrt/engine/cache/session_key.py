@@ -44,12 +44,12 @@ def session_key() -> bytes:
 def _make(file: Path) -> None:
     """Of two processes at the same time, the first one wins."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    beside = file.parent / f".{secrets.token_hex(8)}.part"
-    with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
+    partial = file.parent / f".{secrets.token_hex(8)}.part"
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
         opened.write(secrets.token_hex(_BYTES))
     try:
-        os.link(beside, file)
+        os.link(partial, file)
     except FileExistsError:
         pass
     finally:
-        beside.unlink()
+        partial.unlink()

@@ -103,7 +103,7 @@ class Sessions:
             runner = self._runner()
             cut = PrefixCut(runner.model_config, 1)
             layers = {
-                i: [[*cut.widths(f"layers.{i}.keys", 1), *t.shape[3:]] for t in runner.pools.kv.held(i)]
+                i: [[*cut.widths(f"layers.{i}.keys", 1), *t.shape[3:]] for t in runner.pools.kv.layer_tensors(i)]
                 for i in runner.pools.kv.specs
             }
             scales = runner.pools.kv.scales

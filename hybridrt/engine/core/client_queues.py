@@ -57,7 +57,7 @@ class RequestQueue:
         return request.arrival in self._entries
 
     def __iter__(self) -> Iterator[Request]:
-        """In the present order, except for ageing. Makes as much as is taken."""
+        """Requests in their present order, without regard to their age. Lazy: costs as much as is read."""
         for priority in self._priorities:
             heads = [(-self.ratio(queue[0]), size, 0) for size, queue in self._levels[priority].items()]
             heapq.heapify(heads)

@@ -59,7 +59,7 @@ class EncoderTasks:
         }  # fmt: skip
 
     def clear(self) -> None:
-        """It is unknown which tasks have run."""
+        """Forgets all embeddings, on the device and in main memory: it is unknown which tasks have run."""
         self.cache.clear()
         if self.host is not None:
             self.host.clear()
@@ -129,7 +129,7 @@ class EncoderTasks:
         return entry
 
     def _kept(self, key: SpanKey) -> Entry | None:
-        """Its entry in main memory, if it can be fetched."""
+        """The entry of a span in main memory, if it can be fetched."""
         entry = None if self.host is None else self.host.find(key)
         return entry if entry is not None and self._has_ended(entry.ticket) else None
 

@@ -476,7 +476,8 @@ class Engine:
         self._consume(failure)
 
     def _consume(self, failure: Exception | None = None) -> None:
-        """Also reads a step that failed. After an interrupt it is still launched."""
+        """Reads the result of the oldest launched step. `failure`: why it is dropped instead. After an
+        interrupt the step is still launched."""
         step, handle = self._launched[0]
         try:
             if failure is not None:

@@ -20,7 +20,7 @@ from hybridrt.runtime.step.plan import DecodeRows, ExtendRow, StateCopy, StepPla
 from hybridrt.speculative.draft import NO_DRAFT, Draft, draft_columns
 from hybridrt.speculative.drafter import Drafter
 
-AUDIT_CHUNK = 128  # tokens: a request that comes may wait for such a step
+AUDIT_CHUNK = 128  # tokens of a chunk of an audit: a request that arrives may wait for the step
 AGE_SECONDS = 30.0  # a request that waits so much longer goes before one of the next priority
 # Prompts that a step with decode rows admits without a token of them, such as those that begin with an image: an
 # admission takes the host half a millisecond, and no budget of tokens bounds these.
@@ -128,7 +128,7 @@ class Scheduler:
         self._chunk = chunked_prefill_size
         self._drafter = drafter
         self._followers = Followers(coordinator.prefixes)
-        # Requests that will be queued at the next step whose fetch is over, if there is one.
+        # Requests that are queued again when the next step is made, or once their prefix has been fetched.
         self._aside: list[Request] = []
         self._in_flight = 0
         self._order: tuple[list[Request], np.ndarray] | None = None
@@ -226,7 +226,7 @@ class Scheduler:
                 self._coordinator.release(request)
         for request, _ in step.rows[-len(extend) :] if extend else ():
             if request.leads:
-                self._let_go(request)
+                self._release_followers(request)
         if self._drafter is not None:
             moved = [i for i, (r, max_new) in enumerate(step.rows) if max_new and r.arrival in self.running]
             self._drafter.after_step([step.rows[i][0] for i in moved], [gained[i] for i in moved])
@@ -244,8 +244,8 @@ class Scheduler:
             self._coordinator.release(request)
 
     def restart(self, request: Request) -> bool:
-        """A running request with logits that are not finite computes everything anew, without the
-        cached prefix that it started from. No request may use that again. False, with nothing
+        """Makes a running request whose logits are not finite compute everything again, without the
+        cached prefix that it started from. No request may use that prefix again. False, with nothing
         changed, if there was none.
         """
         length = request.prefix.length
@@ -259,7 +259,8 @@ class Scheduler:
         return True
 
     def _wait_again(self, request: Request) -> None:
-        """Queues the request once no launched step names it. It offers nothing to the cache."""
+        """Queues a request that `restart` has stopped, once no launched step names it. It offers nothing to
+        the cache."""
         if not request.in_flight:
             request.broken = True
             self._coordinator.release(request)
@@ -267,8 +268,8 @@ class Scheduler:
             self.add(request)
 
     def computed_anew(self, request: Request) -> None:
-        """Without its cached prefix the request's logits are finite: all entries of the prefix may
-        be wrong.
+        """Call when a restarted request has finite logits without its cached prefix: all entries of the
+        prefix may be wrong, so they are dropped.
         """
         length, request.suspect = request.suspect, 0
         self._coordinator.drop_prefix(request, length, whole=True)
@@ -283,8 +284,8 @@ class Scheduler:
         self._coordinator.prefixes.forget(request)
         self._aside += self._followers.end_leader(request)
 
-    def _let_go(self, leader: Request) -> None:
-        """The followers that a consumed step has made ready go on."""
+    def _release_followers(self, leader: Request) -> None:
+        """Queues the followers of a leader that its consumed step has made ready."""
         if leader.finish_reason is None and leader.row is not None:
             followers = self._followers
             self._aside += followers.end_leader(leader) if leader.shared else followers.release_ready(leader)
@@ -298,7 +299,7 @@ class Scheduler:
                 self._queue(request, self._coordinator.prefixes.match(request).length)
 
     def failed(self) -> None:
-        """A launch failed. It is unknown which of its encoder tasks run."""
+        """Call after a launch has failed: forgets embeddings, because it is unknown which encoder tasks run."""
         if self.encoder is not None:
             self.encoder.clear()
 
@@ -414,7 +415,8 @@ class Scheduler:
             idle += not tokens
 
     def _waits_for_others(self, request: Request) -> bool:
-        """A request that should wait for another prompt, or for main memory, leaves the queue."""
+        """Takes a request that should wait for another prompt, or for main memory, out of the queue. False
+        if it should not."""
         if (place := self._place_for(request)) is not None:
             self.queues.remove(request)
             self._followers.hold(request, place)

@@ -47,7 +47,7 @@ def build(tokenizer: "LLTokenizer", grammar: str) -> "LLMatcher":
 
 
 def in_thread(run: Callable[[], None]) -> threading.Thread:
-    """Runs it in a thread with a large stack. RuntimeError if there is no memory for that."""
+    """Calls `run` in a thread with a large stack. RuntimeError if there is no memory for that."""
     with _starting:
         before = threading.stack_size(STACK_BYTES)
         try:

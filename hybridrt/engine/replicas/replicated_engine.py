@@ -88,7 +88,7 @@ class GainedSample:
             self._gained.extend(delta)
 
     def delta(self) -> Delta:
-        """What it has gained since the last call."""
+        """What the sample has gained since the last call."""
         gained, self._gained = self._gained, None
         assert gained is not None, "a queue names it once for each gain"
         return gained

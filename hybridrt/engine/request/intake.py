@@ -389,16 +389,16 @@ class Intake:
         if self.tokenizer is None:
             return found
         for word in params.bad_words:
-            begun, behind_space = (self.tokenizer.encode_bare(space + word.lstrip()) for space in ("", " "))
-            if not begun or max((*begun, *behind_space)) >= self.limits.vocab_size:
+            begun, after_space = (self.tokenizer.encode_bare(space + word.lstrip()) for space in ("", " "))
+            if not begun or max((*begun, *after_space)) >= self.limits.vocab_size:
                 raise RequestError(f"bad_words holds {shown(word)}, which the model has no tokens for", "bad_words")
             found.append(begun)
-            if len(begun) == len(behind_space) and begun[0] != behind_space[0]:
-                found.append(behind_space)
+            if len(begun) == len(after_space) and begun[0] != after_space[0]:
+                found.append(after_space)
         return found
 
     def _encode(self, prompt: Prompt, params: SamplingParams) -> list[int]:
-        """Cuts it to its end if the parameters say so."""
+        """Token ids of a prompt; only its last ones if `truncate_prompt_tokens` says so."""
         content, kept = text_or_ids(prompt), params.truncate_prompt_tokens
         if kept is not None:
             kept = self.limits.max_model_len - 1 if kept < 0 else kept

@@ -272,7 +272,7 @@ class DeltaSource(Protocol):
     queue: "weakref.ref[DeltaQueue] | None"
 
     def delta(self) -> Delta:
-        """What it has gained since the last call."""
+        """What the sample has gained since the last call."""
 
 
 S = TypeVar("S", bound=DeltaSource)

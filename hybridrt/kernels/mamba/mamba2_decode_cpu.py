@@ -31,8 +31,8 @@ class PoolRows:
 
 
 class RingColumns(dict[int, Tensor]):
-    """[B, 1, Wc] int64 for rings of Wc columns: their columns, oldest input first. Computed by the
-    first layer of a step.
+    """[B, 1, Wc] int64 for rings of Wc columns, a power of two: their columns, oldest input first.
+    Computed by the first layer of a step.
 
     Args:
         positions: [B] int32, of the new tokens, by slot.
@@ -43,7 +43,7 @@ class RingColumns(dict[int, Tensor]):
         self._positions = positions
 
     def __missing__(self, width: int) -> Tensor:
-        found = self[width] = self._positions.view(-1, 1, 1) + torch.arange(1 - width, 1) & width - 1
+        found = self[width] = (self._positions.view(-1, 1, 1) + torch.arange(1 - width, 1)) & (width - 1)
         return found
 
 

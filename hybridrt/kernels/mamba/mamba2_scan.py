@@ -103,7 +103,8 @@ def _chunk_step(A: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, state: T
     batch, size, heads, dim = x.shape
     groups = B.shape[2]
     sums = decay_sums(dt * A, 1)
-    # Pairs take float32 sums; the rounded-off rest is a factor of tokens.
+    # exp of the differences of all pairs [Q, Q] is float32. What rounding takes off the float64 sums is a factor of
+    # each token instead: exp(sums_t - sums_s) = exp(cum_t - cum_s) * rest_t / rest_s.
     cum = sums.float()
     rest = (sums - cum).float().exp_()
     x = x * (dt / rest)[..., None]

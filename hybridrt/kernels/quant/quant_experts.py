@@ -9,7 +9,7 @@ from hybridrt.kernels.dense.moe import ExpertStack, each_expert, expert_mlp
 from hybridrt.kernels.quant.quant_weight import QuantWeight, dequantize, expert_of
 
 
-class QuantExperts(NamedTuple):
+class QuantStack(NamedTuple):
     """E routed experts of one layer.
 
     Attributes:
@@ -28,7 +28,7 @@ class QuantExperts(NamedTuple):
 
 
 @operation(By("triton"))
-def quant_experts(x: Tensor, experts: QuantExperts, weights: Tensor, ids: Tensor) -> Tensor:
+def quant_experts(x: Tensor, experts: QuantStack, weights: Tensor, ids: Tensor) -> Tensor:
     """`fused_experts` with `dequantize`d weights. The reference dequantises an expert at a time, those
     that tokens have chosen."""
 

@@ -15,7 +15,7 @@ from hybridrt.kernels.core.codes_triton import dequantized, run_columns, tile_sc
 from hybridrt.kernels.core.launch import dot_precision
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.dense.moe_triton import Blocks, activate_experts, lay_out, weighted_sum
-from hybridrt.kernels.quant.quant_experts import QuantExperts
+from hybridrt.kernels.quant.quant_experts import QuantStack
 from hybridrt.kernels.quant.quant_linear_triton import FOUR_BITS, codes_of
 from hybridrt.kernels.quant.quant_weight import QuantWeight
 
@@ -111,7 +111,7 @@ def _finish(total, factor_ptr, bias_ptr, row):  # type: ignore[no-untyped-def]
     return total
 
 
-def quant_experts_triton(x: Tensor, experts: QuantExperts, weights: Tensor, ids: Tensor) -> Tensor:
+def quant_experts_triton(x: Tensor, experts: QuantStack, weights: Tensor, ids: Tensor) -> Tensor:
     """Three launches: two are products, one sums. Before them two lay out the pairs, if experts have several."""
     up, down = experts.up, experts.down
     out, (pairs, top_k) = torch.empty(x.shape, dtype=x.dtype, device=x.device), (ids.numel(), ids.shape[1])

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridrt.base.errors import ConfigError
-from hybridrt.kernels.quant.formats import GroupCodes, decode_e2m1, expand_blocks, unpack_pairs
+from hybridrt.kernels.quant.formats import decode_e2m1, expand_blocks
 
 Code = Literal["e4m3", "int8", "int4", "e2m1"]
 STORED = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.int32, "e2m1": torch.int32}
@@ -123,29 +123,3 @@ def dequantize(weight: QuantWeight) -> Tensor:
     if weight.scale is not None:
         numbers = numbers * expand_blocks(weight.scale, shape, weight.block)
     return numbers if weight.factor is None else numbers * weight.factor.unsqueeze(-1)
-
-
-def from_codes(matrix: GroupCodes, bits: int) -> QuantWeight:
-    """The weight of integer codes of 4 or 8 bits. Raises ConfigError for groups of inputs in another
-    order: sort the inputs by group first."""
-    if matrix.group_of is not None:
-        raise ConfigError("groups of inputs are consecutive here; sort columns and inputs by group")
-    middle, width = 1 << (bits - 1), matrix.codes.shape[1]
-    zero = None if bool((matrix.zero == middle).all()) else matrix.zero
-    block = (1, min(matrix.group, width))
-    if bits == 4:
-        return QuantWeight(pack_planes(matrix.codes, "int4"), "int4", width, block, matrix.scale, zero)
-    data = (matrix.codes.to(torch.int16) - middle).to(torch.int8)
-    return QuantWeight(data, "int8", width, block, matrix.scale, None if zero is None else zero - middle)
-
-
-def from_pairs(packed: Tensor, scale: Tensor, factor: Tensor | None = None) -> QuantWeight:
-    """The weight of fp4 bytes uint8 [..., N, K / 2] as checkpoints have them, with scales [..., N, K /
-    group] of e4m3 or exponents. factor: [] or [1] for one number, or [..., N]."""
-    codes, rows = unpack_pairs(packed), packed.shape[:-1]
-    exponents = scale.dtype == torch.float8_e8m0fnu
-    if factor is not None:
-        factor = factor.float().expand(rows).contiguous()
-    block = (1, codes.shape[-1] // scale.shape[-1])
-    scale = scale.view(torch.uint8) if exponents else scale
-    return QuantWeight(pack_planes(codes, "e2m1"), "e2m1", codes.shape[-1], block, scale, None, factor)

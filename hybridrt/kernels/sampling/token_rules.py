@@ -20,7 +20,8 @@ RULE_COLUMNS = 5
 
 
 class TokenRules(msgspec.Struct, frozen=True, array_like=True):
-    """The rules of one request, as bytes of int32 (see `TokenRuleTable`).
+    """The rules of one request. `columns`, `prefixes` and `allowed` are int32 numbers as bytes, with the
+    meaning of those in `TokenRuleTable`.
 
     Attributes:
         columns: [RULE_COLUMNS, n].

@@ -18,7 +18,7 @@ NUMBERS = 1 << 24  # that a product of many tokens decodes at once
 
 
 def kernel_weight(weight: PackedWeight) -> QuantWeight | None:
-    """The same stack [E, out, in] for kernels; None if they have none for its groups of inputs."""
+    """A stack [E, out, in] in the layout of kernels; None if kernels do not take its groups of inputs."""
     found = _columns(weight)
     eight = weight.scheme.method in ("fp8", "int8")
     if found is None or (eight and weight.width % 4):
@@ -65,7 +65,8 @@ def _rows(weight: PackedWeight) -> tuple[int, Tensor | None]:
 
 
 def _columns(weight: PackedWeight) -> tuple[int, Tensor | None] | None:
-    """The same for columns. Kernels take groups of 16 and of multiples of 32."""
+    """Columns of a block, and the scale column of each block (None: as they are). None if kernels cannot
+    have them: they take groups of 16 and of multiples of 32."""
     if weight.column_of is None:
         wide = weight.scheme.block[1] or weight.width
         return (wide, None) if wide == 16 or wide % 32 == 0 or wide >= weight.width else None

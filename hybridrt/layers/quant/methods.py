@@ -12,8 +12,7 @@ from hybridrt.kernels.dense.linear import linear
 from hybridrt.kernels.dense.moe import activate, each_expert
 from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation, InputNorm
 from hybridrt.kernels.quant.fp8_linear import quantize_tokens
-from hybridrt.kernels.quant.quant_experts import QuantExperts as QuantStack
-from hybridrt.kernels.quant.quant_experts import quant_experts
+from hybridrt.kernels.quant.quant_experts import QuantStack, quant_experts
 from hybridrt.kernels.quant.quant_linear import MAX_TOKENS, quant_linear
 from hybridrt.kernels.quant.quant_weight import QuantWeight
 from hybridrt.layers.linear import side_by_side

@@ -145,7 +145,7 @@ class CudaGraphRecorder:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """The collector might destroy another engine's graph, which would end a capture."""
+    """Without garbage collection, which might destroy another engine's graph. That would end a capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -275,9 +275,9 @@ class GraphRunner:
         if n in self._cached_views:
             return self._cached_views[n]
         buffers, total = self.buffers, n * self.tokens
-        lines, lens = buffers.arrays.rows[:n], buffers.arrays.seq_lens[:n]
+        rows, lens = buffers.arrays.rows[:n], buffers.arrays.seq_lens[:n]
         batch = make_batch(
-            self.backend, lines, lens, self._starts[: n + 1], buffers.inputs.first(total), n, buffers.spec_info
+            self.backend, rows, lens, self._starts[: n + 1], buffers.inputs.first(total), n, buffers.spec_info
         )
         indices = buffers.arrays.output_indices[:n]
         self._cached_views[n] = GraphRows(batch, indices, buffers.logits[:total], buffers.hidden[:total])

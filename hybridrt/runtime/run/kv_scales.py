@@ -95,7 +95,7 @@ def _measured(config: EngineConfig, target: RunTarget, model: CausalLM) -> dict[
 @torch.inference_mode()
 def _largest(kv: KVPool, target: RunTarget) -> dict[tuple[int, str], float]:
     """The largest number of each layer's keys and values on any rank. Latent vectors count for both."""
-    numbers = [tensor.abs().amax().float() for i in kv.specs for tensor in (kv.held(i) * 2)[:2]]
+    numbers = [tensor.abs().amax().float() for i in kv.specs for tensor in (kv.layer_tensors(i) * 2)[:2]]
     mine = torch.stack(numbers)
     found = target.tp.all_gather_last(mine).view(target.tp.size, -1).amax(0).tolist()
     places = [(layer_id, letter) for layer_id in kv.specs for letter in _LETTERS]

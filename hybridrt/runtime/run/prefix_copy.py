@@ -92,7 +92,7 @@ def _token_places(pools: Pools, prefix: PrefixPlaces) -> list[torch.Tensor]:
 def _kv_tensors(pools: Pools) -> Iterator[tuple[str, int, torch.Tensor]]:
     """(name, page group, [pages, page_size, ...]) of all KV layers, prediction heads included."""
     for layer_id in pools.kv.specs:
-        for what, tensor in zip(("keys", "values"), pools.kv.held(layer_id)):
+        for what, tensor in zip(("keys", "values"), pools.kv.layer_tensors(layer_id)):
             yield f"layers.{layer_id}.{what}", pools.kv.group_of(layer_id), tensor
 
 

@@ -22,7 +22,7 @@ class PrefixCut:
         self._model, self._ranks = model, ranks
 
     def shapes(self, shapes: Shapes, ranks: int) -> Shapes:
-        """Those of another number of ranks. ConfigError if they cannot share the model."""
+        """The shapes of the tensors over `ranks` ranks. ConfigError if so many cannot share the model."""
         found = dict(shapes)
         for name, (shape, dtype) in shapes.items():
             dim, cut = _dim(name), list(shape)

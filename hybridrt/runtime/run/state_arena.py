@@ -92,7 +92,7 @@ class StateArena:
         self.buffer = torch.zeros(transfer_bytes, dtype=torch.uint8, device=target.device)
         self._table, self._windows = pools.req_to_token, pools.kv.windows
         layers = target.model_config.full_attention_layer_ids
-        self._kv = [(pools.kv.group_of(i), t) for i in layers for t in pools.kv.held(i)]
+        self._kv = [(pools.kv.group_of(i), t) for i in layers for t in pools.kv.layer_tensors(i)]
 
     def export_state(self, copy: StateCopy) -> None:
         """Pools to image. May fold the state: a ring of inputs becomes part of its checkpoint.

@@ -221,7 +221,8 @@ class StepRunner:
                 self._run_eager(plan, tokens, step)
 
     def _run_together(self, plan: StepPlan, tokens: int, step: LaunchedStep, lock_step: LockStep) -> None:
-        """In a graph only if all replicas have one: a decode step without drafts."""
+        """Runs a step in a round of replicas that share experts: in a graph if all of them have one for
+        their step (decode steps without drafts), else eagerly."""
         found = None
         if self.graphs and not plan.extend and self.config.speculative is None:
             found = self._graph_of(plan, tokens)

@@ -315,7 +315,7 @@ class StagingRing:
         self._next = 0
 
     def upload(self, record: Record) -> Any:
-        """The same record in new device memory, by one copy."""
+        """The record with its arrays in new device memory, by one copy."""
         arrays = arrays_of(record)
         into = torch.empty(packed_size(arrays), dtype=torch.int32, device=self.device)
         self.copy(into, arrays)

@@ -298,6 +298,6 @@ def _pass_lists(
     second_pass += [Run(padding_row, -1, -1, 0, 0, 0)] * (bucket.prompts + 1 - len(second_pass))
     later = pass_lists(second_pass, 1, sizes)
     assert later.tokens is not None
-    # Padding is token 0, which is never after a saved state.
+    # The list of tokens keeps its padding, 0: no second pass computes token 0, which is before any saved state.
     del later.tokens[tail:]
     return pass_lists(first_pass, 0, sizes), later

@@ -30,7 +30,7 @@ class Admission(msgspec.Struct, frozen=True, array_like=True, eq=False):
         state_slot: in [1, S]; NO_SLOT if the model has no recurrent layer.
         prompt_len: tokens of the prompt.
         seed: seed of the request's draws.
-        phase: in [0, 2**31), spreads the folds of requests that advance alike (MambaPool.admit).
+        phase: in [0, 2**31), spreads the folds of requests that advance alike (`MambaPool.admit_rows`).
         rules: what `params` allow of single tokens; None for all.
         counted: [n] int32 distinct tokens of the prompt, for penalties; empty if there are none.
         output: [n] int32 tokens generated so far, for penalties and rules; empty if there are none.

@@ -32,7 +32,7 @@ class TokenScores:
         return not (np.isnan(self.own).any() or np.isnan(self.best).any())
 
     def part(self, start: int, end: int | None = None) -> "TokenScores":
-        """Those of tokens start to end - 1, without a copy."""
+        """The scores of tokens start to end - 1, without a copy."""
         return TokenScores(self.tokens[start:end], self.own[start:end], self.ids[start:end], self.best[start:end])
 
     def entries(self) -> list[dict[int, float]]:

@@ -194,7 +194,7 @@ class TextPart(Body):
 
 
 class NamedPart(Body):
-    """The same by the name that another form gives it."""
+    """A piece of a message's content, by the names of /v1/responses."""
 
     type: Literal["input_text", "output_text"]
     text: str

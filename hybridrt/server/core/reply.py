@@ -14,7 +14,7 @@ from hybridrt.engine.api.chats import PreparedChat
 from hybridrt.engine.request.outputs import Delta
 from hybridrt.engine.request.sample_request import resumed_text
 from hybridrt.server.core.protocol import Sampling
-from hybridrt.server.core.service import Asked, Service
+from hybridrt.server.core.service import RequestBody, Service
 from hybridrt.server.core.text_tokens import Piece
 from hybridrt.server.wire.errors import APIError, stream_end
 from hybridrt.server.wire.sse import named_events
@@ -38,7 +38,7 @@ class Reply(ABC):
 
     warnings: Sequence[str] = ()
 
-    def __init__(self, service: Service, name: str, deltas: DeltaStream, body: Asked) -> None:
+    def __init__(self, service: Service, name: str, deltas: DeltaStream, body: RequestBody) -> None:
         self.name, self.deltas, self.streams = name, deltas, bool(body.stream)
         self.model = body.model or service.names[0]
         self.created = int(time.time())
@@ -96,7 +96,7 @@ class Reply(ABC):
         return len(delta.token_ids) * (1 + self._entries) // 2 + len(delta.text) // 8 + scores
 
     def closing_weight(self) -> int:
-        """The same for `closing`."""
+        """Microseconds or so to make the bytes of `closing`."""
         return 0
 
     def facts(self) -> dict[str, Any]:

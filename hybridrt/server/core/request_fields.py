@@ -220,7 +220,7 @@ def refuse_fields(form: str, body: BaseModel) -> None:
 
 
 def refuse_values(form: str, given: Mapping[str, Any]) -> None:
-    """The same for fields by name."""
+    """APIError for a field of `given`, by name, that this form refuses."""
     refused = _BY_FORM[form]
     for name in given.keys() & refused.keys():
         row = refused[name]

@@ -44,8 +44,8 @@ OWNER = "hybridrt.owner"  # where a request's scope keeps which key has sent it
 CLIENT = "hybridrt.client"  # and which client the key stands for
 
 
-class Asked(Protocol):
-    """What every body says of its request."""
+class RequestBody(Protocol):
+    """Fields that the body of every request has."""
 
     @property
     def model(self) -> str | None: ...
@@ -118,7 +118,7 @@ class Service:
         return self.llm.llm.chats(self.config.chat_template, self.config.tool_parser, self.config.reasoning_parser)
 
     def chat_with(self, template: str | None) -> Chat:
-        """The same with a template of a request.
+        """The model's way to chat, with a template of a request.
 
         Raises:
             APIError: requests may not bring one here.
@@ -186,7 +186,7 @@ class Service:
         return await self.encode(await self.render_chat(conversation, template), bare=True)
 
     def submit(
-        self, prompts: list[PreparedPrompt], prefix: str, body: Asked, scope: Scope, forms: int = 1
+        self, prompts: list[PreparedPrompt], prefix: str, body: RequestBody, scope: Scope, forms: int = 1
     ) -> tuple[str, DeltaStream]:
         """Starts requests. Returns the `id` of their answer, which /abort takes, and their deltas.
         `forms` as in `prompt_entries`.

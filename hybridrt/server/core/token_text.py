@@ -75,5 +75,5 @@ class TokenNumbers(TokenText):
     """A token's text is its number, in vLLM's form, so that each token has another text."""
 
     def text(self, token: int) -> str:
-        """Such as token_id:5."""
+        """The text of a token, such as token_id:5."""
         return f"token_id:{token}"
