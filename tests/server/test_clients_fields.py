@@ -32,8 +32,8 @@ def talker() -> Iterator[tuple[Served, Scripted]]:
 def test_keys_that_vllm_always_sends(served: Served) -> None:
     text, chat = served.post("/v1/completions", ASK).json(), served.post("/v1/chat/completions", CHAT).json()
     for answer, keys in (
-        (text, ("service_tier", "kv_transfer_params")),
-        (chat, ("service_tier", "kv_transfer_params", "prompt_logprobs", "prompt_token_ids")),
+        (text, ("service_tier", "kv_transfer_params", "ec_transfer_params", "metrics")),
+        (chat, ("ec_transfer_params", "metrics", "prompt_logprobs", "prompt_token_ids", "prompt_text")),
         (text["choices"][0], ("token_ids", "stop_reason", "prompt_logprobs", "prompt_token_ids", "logprobs")),
         (chat["choices"][0], ("token_ids", "stop_reason", "logprobs")),
         (chat["choices"][0]["message"], ("refusal", "annotations", "audio", "function_call", "reasoning")),
