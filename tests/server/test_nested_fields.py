@@ -207,6 +207,10 @@ GIVEN: dict[str, Any] = {
     "response_format.type": "json_object", "response_format.json_schema": {"name": "a", "schema": {"enum": [7]}},
     "response_format.schema": {"enum": [7]}, "response_format.structures": [{"begin": "<a>b", "end": "b"}],
     "response_format.triggers": ["<b>"],
+    "response_format.format": {
+        "type": "triggered_tags", "triggers": ["<a>"],
+        "tags": [{"begin": "<a>", "content": {"type": "json_schema", "json_schema": {}}, "end": "</a>"}],
+    },
     "structured_outputs.json": {"enum": [7]}, "structured_outputs.regex": "a", "structured_outputs.choice": ["a"],
     "structured_outputs.grammar": 'start: "a"', "structured_outputs.json_object": True,
     "structured_outputs.structural_tag": json.dumps(TAGS),
@@ -283,6 +287,32 @@ def test_every_field_of_a_field_has_a_row(read: Callable[[], dict[str, Any]]) ->
                 known = {row.name for row in NESTED if row.state(form)}
                 missing = {field for field in hints if f"{parent}.{field}" not in known}
                 assert not missing, (form, parent, each.__name__, missing)
+
+
+# vLLM's records of these fields, where they have more than those of OpenAI and Anthropic.
+VLLM: dict[str, str] = {
+    "completions": """stream_options.include_usage stream_options.continuous_usage_stats response_format.type
+        response_format.json_schema response_format.structures response_format.triggers response_format.format
+        structured_outputs.json structured_outputs.regex structured_outputs.choice structured_outputs.grammar
+        structured_outputs.json_object structured_outputs.disable_any_whitespace structured_outputs.structural_tag
+        structured_outputs.disable_additional_properties structured_outputs.whitespace_pattern
+        structured_outputs._backend structured_outputs._backend_was_auto""",
+    "chat": """tools.type tools.function tools.defer_loading tools.function.name tools.function.description
+        tools.function.parameters tools.function.strict tools.function.defer_loading messages.reasoning
+        messages.reasoning_content tool_choice.type tool_choice.function""",
+    "messages": """tools.name tools.description tools.input_schema tools.strict tools.defer_loading tool_choice.type
+        tool_choice.name output_config.effort output_config.format messages.role
+        messages.content messages.content.type messages.content.text messages.content.source messages.content.id
+        messages.content.tool_use_id messages.content.name messages.content.input messages.content.content
+        messages.content.is_error messages.content.thinking messages.content.signature messages.content.data""",
+}
+VLLM["chat"] += " " + VLLM["completions"]
+
+
+def test_every_field_of_vllms_fields_has_a_row() -> None:
+    for form, names in VLLM.items():
+        known = {row.name for row in NESTED if row.state(form)}
+        assert set(names.split()) <= known, form
 
 
 def test_every_kind_of_tool_and_of_item_is_known() -> None:

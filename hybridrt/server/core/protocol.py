@@ -103,7 +103,7 @@ class ResponseFormat(Body):
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema")  # llama.cpp's place
     structures: Annotated[list[Structure], Field(max_length=MAX_STRUCTURES), _FirstError()] | None = None
     triggers: Annotated[list[str], Field(max_length=MAX_STRUCTURES), _FirstError()] | None = None
-    format: Any = None  # xgrammar's newer form of structural tags, which is refused
+    format: Any = None  # xgrammar's newer form of structural tags (structural_tags.py)
 
 
 class StructuredFields(Body):

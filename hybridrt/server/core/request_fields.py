@@ -249,7 +249,7 @@ _NESTED = (
         "response_format",
         *_done(_MAKE, type="text, json_object, json_schema or structural_tag", json_schema="name, schema, strict"),
         *_done(_MAKE, schema="of json_object", structures="tags, and their schemas", triggers="what begins a tag"),
-        *_refused(_MAKE, format="use structures and triggers"),
+        *_done(_MAKE, format="triggered_tags of JSON schemas, vLLM's newer form of tags"),
     ),
     *_within(
         "structured_outputs",
