@@ -21,6 +21,7 @@ NESTED = [row for row in ROWS if "." in row.name]
 REFUSED = [row for row in NESTED if row.refused]
 IGNORED = [row for row in NESTED if row.ignored]
 DONE = [row for row in NESTED if row.done]
+PICTURE = "data:image/png;base64,AAAA"
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}}
 TOOLS: dict[str, dict[str, Any]] = {
     "chat": {"type": "function", "function": {"name": "now"}},
@@ -35,6 +36,7 @@ DOCUMENT = {"type": "document", "source": {"type": "text", "media_type": "text/p
 BLOCKS: dict[str, dict[str, Any]] = {
     "text": {"type": "text", "text": "Hello"},
     "document": DOCUMENT,
+    "image": {"type": "image", "source": {"type": "base64", "data": "x"}},
     "thinking": {"type": "thinking", "thinking": "Hm.", "signature": "s"},
     "redacted_thinking": {"type": "redacted_thinking", "data": "d"},
     "tool_use": {"type": "tool_use", "id": "c1", "name": "now", "input": {}},
@@ -42,6 +44,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
 }
 # The block that has a field, where it is not a text.
 BLOCK_OF = {
+    "transformations": "image", "toolset_name": "tool_use",
     "source": "document", "title": "document", "context": "document", "citations": "document", "thinking": "thinking",
     "signature": "thinking", "data": "redacted_thinking", "id": "tool_use", "name": "tool_use", "input": "tool_use",
     "caller": "tool_use", "tool_use_id": "tool_result", "content": "tool_result", "is_error": "tool_result",
@@ -82,8 +85,9 @@ def blocks_with(field: str, value: Any) -> list[dict[str, Any]]:
     kind = BLOCK_OF.get(field, "text")
     changed = {**BLOCKS, kind: replaced(BLOCKS[kind], field, value)}
     thoughts = [changed["thinking"], changed["redacted_thinking"], changed["tool_use"]]
+    more = [changed["image"]] if kind == "image" else []  # the model sees none
     return [
-        {"role": "user", "content": [changed["text"], changed["document"]]},
+        {"role": "user", "content": [changed["text"], changed["document"], *more]},
         {"role": "assistant", "content": thoughts},
         {"role": "user", "content": [changed["tool_result"]]},
     ]
@@ -109,6 +113,11 @@ def placed(form: str, name: str, value: Any) -> dict[str, Any]:
             changes = {"messages": [{"role": "user", "content": [part]}]}
         case "messages.content":
             changes = {"messages": blocks_with(field, value)}
+        case "input.content":
+            kind = {"refusal": "refusal", "image_url": "input_image", "detail": "input_image", "file_id": "input_image"}
+            part = {"type": kind.get(field, "input_text"), "text": "Hello"}
+            part |= {"image_url": PICTURE} if field == "detail" else {}
+            changes = {"input": [{"role": "user", "content": [replaced(part, field, value)]}]}
         case "system":
             changes = {"system": [replaced({"type": "text", "text": "Be brief."}, field, value)]}
         case "tools":
@@ -155,6 +164,8 @@ FORMATS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # Values of refused fields where "x" is refused as a value of another kind.
 VALUES: dict[str, Any] = {"messages.content.citations": {"enabled": True}}
+# Kinds of parts whose fields are those of parts that are refused by name.
+OTHER_PARTS = ("input_audio", "file", "input_file")
 
 
 @pytest.mark.parametrize("row", REFUSED, ids=ids(REFUSED))
@@ -231,6 +242,8 @@ GIVEN: dict[str, Any] = {
     "input.arguments": '{"n": 2}', "input.namespace": "crm",
     "input.input": "y", "input.call_id": "d", "input.output": "8",
     "input.summary": [{"type": "summary_text", "text": "Hm."}], "input.id": "y",
+    "input.content.type": "file", "input.content.text": "Well", "input.content.refusal": "No.",
+    "input.content.image_url": PICTURE, "input.content.detail": "high!",
     "reasoning.effort": "low", "text.format": {"type": "json_object"}, "output_config.effort": "low",
     "output_config.format": {"type": "json_schema", "schema": {"enum": [7]}}, "thinking.type": "disabled",
     "thinking.budget_tokens": 3, "output_format.type": "text", "output_format.schema": {"enum": [8]},
@@ -313,6 +326,28 @@ def test_every_field_of_vllms_fields_has_a_row() -> None:
     for form, names in VLLM.items():
         known = {row.name for row in NESTED if row.state(form)}
         assert set(names.split()) <= known, form
+
+
+def test_every_field_of_a_part_has_a_row() -> None:
+    from anthropic.types import beta
+    from openai.types.chat import chat_completion_assistant_message_param as answers
+    from openai.types.chat import chat_completion_content_part_param as parts
+    from openai.types.responses import response_input_content_param as inputs
+    from openai.types.responses import response_output_message_param as outputs
+
+    blocks = beta.beta_content_block_param.BetaContentBlockParam
+    for parent, union in (
+        ("messages.content", parts.ChatCompletionContentPartParam), ("input.content", outputs.Content),
+        ("messages.content", answers.ContentArrayOfContentPart), ("messages.content", blocks),
+        ("input.content", inputs.ResponseInputContentParam),
+    ):  # fmt: skip
+        for each in dicts(union):
+            hints = get_type_hints(each)
+            kind = kind_of(hints)
+            if kind in OTHER_PARTS or (union is blocks and kind not in {*BLOCKS, "search_result"}):
+                continue
+            missing = {field for field in hints if not any(row.name == f"{parent}.{field}" for row in NESTED)}
+            assert not missing, (each.__name__, missing)
 
 
 def test_every_kind_of_tool_and_of_item_is_known() -> None:

@@ -77,6 +77,7 @@ class ImageBlock(Body):
 
     type: Literal["image"]
     source: dict[str, Any]
+    transformations: Any = None  # request_fields.py refuses it
 
 
 TextBlock = Annotated[

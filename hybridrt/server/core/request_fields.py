@@ -238,6 +238,9 @@ _NESTED = (
         *_ignored(_CLAUDE, cache_control="every prompt is cached", signature="it is not checked"),
         *_ignored(_CLAUDE, data="what another model has thought, encrypted", caller="the model calls tools itself"),
         *_ignored(_CLAUDE, is_error="the content says what went wrong"),
+        *_ignored(_CLAUDE, toolset_name="calls are known by their ids"),
+        *_ignored("chat", prompt_cache_breakpoint="every prompt is cached"),
+        *_refused(_CLAUDE, transformations="send the image as it is to be seen"),
         Row("citations", "answers cite nothing", refused=_CLAUDE, neutral=({"enabled": False},)),
     ),
     *_within(
@@ -295,6 +298,14 @@ _NESTED = (
         *_done("responses", id="of an item_reference", namespace="of the called tool"),
         *_ignored("responses", status="items are complete", phase="of OpenAI's models", caller="the model itself"),
         *_ignored("responses", encrypted_content="of OpenAI's models", **{"async": "the output is there"}),
+    ),
+    *_within(
+        "input.content",
+        *_done("responses", type="text and image; others are refused by name", text="of a part", refusal="the same"),
+        *_done("responses", image_url="of an image", detail="low takes fewer pixels"),
+        *_refused("responses", file_id="pass image_url"),
+        *_ignored("responses", annotations="of an earlier answer", logprobs="of an earlier answer"),
+        *_ignored("responses", prompt_cache_breakpoint="every prompt is cached"),
     ),
     *_within(
         "reasoning",
