@@ -360,8 +360,8 @@ def test_tools_of_a_namespace(stream: bool, talker: tuple[Served, Scripted]) -> 
     ("body", "named"),
     [
         ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice names web_search"),
-        ({"tools": [{"type": "crystal_ball"}]}, "tools.0: type is 'crystal_ball'; must be function, custom"),
-        ({"input": [{"type": "configuration_update"}]}, "input.0: type is 'configuration_update'; must be message"),
+        ({"tools": [{"type": "crystal_ball"}]}, "tools.0: type is 'crystal_ball'; it must be function, custom"),
+        ({"input": [{"type": "configuration_update"}]}, "input.0: type is 'configuration_update'; it must be message"),
         ({"tools": [SPACE | {"tools": [{"type": "web_search"}]}]}, "tools.0.tools.0: type is 'web_search'"),
     ],
 )

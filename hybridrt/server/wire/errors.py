@@ -142,7 +142,7 @@ def _as_field_error(error: RequestValidationError) -> APIError:
         return APIError(400, "the body must be a JSON object, sent with Content-Type: application/json")
     field, message = _path(found["loc"]), found["msg"].removeprefix("Value error, ")
     if found["type"] in KIND_ERRORS and isinstance(found["input"], dict):
-        message = f"type is {shown(found['input'].get('type'))}; {message.removeprefix('type ')}"
+        message = f"type is {shown(found['input'].get('type'))}; {message.replace('type must', 'it must', 1)}"
     return APIError(400, f"{field}: {message}" if field else message, field or None)
 
 
