@@ -3,6 +3,7 @@
 python scripts/field_table.py
 """
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from hybridrt.server.core.request_fields import FORMS, ROWS
@@ -16,18 +17,29 @@ A refused field that asks for nothing (null, false, 0, empty) is taken. Fields t
 are ignored. `python scripts/field_table.py` writes this page from
 `hybridrt/server/core/request_fields.py`.
 """
+NESTED = """
+## Fields of fields
+
+`tools.name` is the field `name` of each entry of `tools`.
+"""
 
 
 def document() -> str:
     """The page."""
+    names = sorted({row.name for row in ROWS})
+    lines = [HEAD, *_table(name for name in names if "." not in name), NESTED]
+    return "\n".join([*lines, *_table(name for name in names if "." in name)]) + "\n"
+
+
+def _table(names: Iterable[str]) -> Iterator[str]:
     forms = [f"`{path}`" for path in FORMS.values()]
-    lines = [HEAD, f"| field | {' | '.join(forms)} | |", "|---" * (len(forms) + 2) + "|"]
-    for name in sorted({row.name for row in ROWS}):
+    yield f"| field | {' | '.join(forms)} | |"
+    yield "|---" * (len(forms) + 2) + "|"
+    for name in names:
         rows = [row for row in ROWS if row.name == name]
         states = [next(filter(None, (row.state(form) for row in rows)), "") for form in FORMS]
         notes = "; ".join(dict.fromkeys(row.note for row in rows))
-        lines.append(f"| `{name}` | {' | '.join(states)} | {notes} |")
-    return "\n".join(lines) + "\n"
+        yield f"| `{name}` | {' | '.join(states)} | {notes} |"
 
 
 if __name__ == "__main__":

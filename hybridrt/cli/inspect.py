@@ -138,7 +138,7 @@ def describe_model(config: "EngineConfig", gpu: str | None = None) -> ModelRepor
     path, target = load_target(config, TPGroup(size=config.tp_size))
     target = target if gpu is None else as_on_gpu(config, target)
     model = empty_model(config, target, torch.device("meta"))
-    mc, layers, plan, plan_error = target.model_config, tuple(_layers(config, target)), None, None
+    mc, layers, plan, plan_error = target.model_config, tuple(_layers(config, target, is_here=gpu is None)), None, None
     try:
         plan = plan_ahead(config, target, weight_bytes(model), total_bytes=total_bytes)
     except MemoryBudgetError as e:
@@ -203,12 +203,13 @@ def _schemes(model_config: "ModelConfig", model: Any) -> dict[str, int]:
     return dict(Counter(map(str, schemes)).most_common())
 
 
-def _layers(config: "EngineConfig", target: "RunTarget") -> Iterator[LayerReport]:
+def _layers(config: "EngineConfig", target: "RunTarget", is_here: bool) -> Iterator[LayerReport]:
+    """`is_here`: the device can be asked what it can do."""
     from hybridrt.kinds.registry import state_shape
     from hybridrt.runtime.load.build import kv_layers, pool_spec
 
     mc, spec = target.model_config, pool_spec(config, target)
-    attention = _attention_backends(config, target)
+    attention = _attention_backends(config, target, is_here)
     shapes = {kind: state_shape(linear, target.tp.size) for kind, linear in mc.linear.items()}
     token_bytes = {i: spec.token_bytes for spec, ids in kv_layers(config, target).items() for i in ids}
     for i, layer in enumerate(mc.layers):
@@ -218,15 +219,14 @@ def _layers(config: "EngineConfig", target: "RunTarget") -> Iterator[LayerReport
         yield LayerReport(_symbol(layer), mixer, layer.ffn or "-", backends or "-", state, kv)
 
 
-def _attention_backends(config: "EngineConfig", target: "RunTarget") -> str:
-    """Names the one that decodes, and after a slash another one that prefills."""
+def _attention_backends(config: "EngineConfig", target: "RunTarget", is_here: bool) -> str:
+    """Names the one that decodes, and after a slash another one that prefills, which depends on the device."""
     from hybridrt.recurrent.backends import load_attention_backend, resolve_attention_name, resolve_prefill_name
     from hybridrt.runtime.load.build import kv_layers
 
-    names = [
-        resolve_attention_name(config.attention_backend, target.device),
-        resolve_prefill_name(config, target.device, kv_layers(config, target)),
-    ]
+    names = [resolve_attention_name(config.attention_backend, target.device)]
+    if is_here or config.prefill_attention_backend is not None:
+        names.append(resolve_prefill_name(config, target.device, kv_layers(config, target)))
     for name in names:
         load_attention_backend(name, target.device)
     return "/".join(dict.fromkeys(names))

@@ -137,8 +137,10 @@ def _add_openai(app: FastAPI, service: Service) -> None:
 
 def _add_stored(app: FastAPI, service: Service) -> None:
     @app.get("/v1/responses/{response_id}", response_class=Response)
-    async def stored_response(response_id: str, request: Request) -> Response:
+    async def stored_response(response_id: str, request: Request, stream: bool = False) -> Response:
         """A response that is kept, or that is made now."""
+        if stream:
+            raise APIError(400, "a kept response is no stream: leave out stream", "stream", "unsupported")
         return shown_response(service, response_id, request.scope)
 
     @app.get("/v1/responses/{response_id}/input_items", response_class=Response)

@@ -341,6 +341,15 @@ def test_a_plan_for_a_gpu_that_is_not_here(gpu: str, fits: bool) -> None:
     assert (report["fits"], report["device"], report["dtype"]) == (fits, gpu, "bfloat16")
     assert report["free_bytes"] == int(GPUS[gpu] * 0.85)
     assert f"memory_fraction 0.85 of {GPUS[gpu] / 2**30:.2f} GiB" in report["budget"]
+    # As a run there would have: rows, graphs and backends are not those of this machine.
+    assert report["plan"]["num_rows"] == 256 and "triton" in report["layers"][0]["backends"]
+
+
+def test_a_gpu_that_is_not_here_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which backend prefills depends on the device's capability."""
+    for name in ("hybridrt.recurrent.backends.resolve_prefill_name", "hybridrt.base.device.GPUFacts.of_device"):
+        monkeypatch.setattr(name, None)
+    assert run("inspect", "--gpu", "h100").exit_code == 0
 
 
 def test_a_model_that_is_too_large_for_a_gpu(tmp_path: Path) -> None:
@@ -349,6 +358,7 @@ def test_a_model_that_is_too_large_for_a_gpu(tmp_path: Path) -> None:
     reports = {gpu: json.loads(run("inspect", str(path), "--gpu", gpu, "--json").stdout) for gpu in ("l4", "h200")}
     assert [report["fits"] for report in reports.values()] == [False, True]
     assert "weights need" in reports["l4"]["plan_error"]
+    assert "and the GPU has 18.70 GiB for them: of its 22.00 GiB" in reports["l4"]["plan_error"]
 
 
 @pytest.mark.parametrize(

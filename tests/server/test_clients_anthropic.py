@@ -129,3 +129,35 @@ def test_documents_that_are_no_text_are_refused(source: Any, more: Any, served: 
     block = {"type": "document", "source": source, **more}
     answer = served.post("/v1/messages", ASK | {"messages": [{"role": "user", "content": [block]}]})
     assert answer.status_code == 400 and "messages.0.content.0" in answer.json()["error"]["message"]
+
+
+def test_examples_of_a_tools_input_are_in_its_description(served: Served) -> None:
+    tool = {"name": "f", "input_schema": {"type": "object"}, "input_examples": [{"a": 1}, {"a": "é"}]}
+    said = 'Says it\n\nExamples of its input:\n{"a": 1}\n{"a": "\\u00e9"}'
+    same = {"name": "f", "input_schema": {"type": "object"}, "description": said}
+    path, counts = "/v1/messages/count_tokens", []
+    for each in (tool | {"description": "Says it"}, same, tool, same | {"description": said.replace("Says it", "f")}):
+        counts.append(served.post(path, {"messages": HELLO, "tools": [each]}).json()["input_tokens"])
+    assert counts[0] == counts[1] and counts[2] == counts[3]
+
+
+@pytest.mark.parametrize("display", ["omitted", "summarized"])
+def test_thinking_is_shown_unless_it_is_omitted(display: Any, talker: tuple[Served, Scripted]) -> None:
+    served, model = talker
+    model.say("<think>\nHm.\n</think>\n\nSo.")
+    thinking: Any = {"type": "adaptive", "display": display}
+    shown = "" if display == "omitted" else "Hm."
+    whole = client(served).messages.create(**ASK | {"max_tokens": 100}, thinking=thinking)
+    with client(served).messages.stream(**ASK | {"max_tokens": 100}, thinking=thinking) as stream:
+        kinds = [event.type for event in stream]
+        streamed = stream.get_final_message()
+    for message in (whole, streamed):
+        thought, text = message.content
+        assert (thought.type, thought.thinking, text.text) == ("thinking", shown, "So.")  # type: ignore[union-attr]
+    assert ("thinking" in kinds) == (display == "summarized")
+
+
+def test_a_tool_of_anthropics_own_is_refused_by_name(served: Served) -> None:
+    tool = {"type": "web_search_20250305", "name": "web_search"}
+    answer = served.post("/v1/messages", ASK | {"tools": [tool]})
+    assert answer.status_code == 400 and "'web_search_20250305' is no tool of type custom" in answer.text

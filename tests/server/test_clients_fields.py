@@ -32,8 +32,8 @@ def talker() -> Iterator[tuple[Served, Scripted]]:
 def test_keys_that_vllm_always_sends(served: Served) -> None:
     text, chat = served.post("/v1/completions", ASK).json(), served.post("/v1/chat/completions", CHAT).json()
     for answer, keys in (
-        (text, ("service_tier", "kv_transfer_params")),
-        (chat, ("service_tier", "kv_transfer_params", "prompt_logprobs", "prompt_token_ids")),
+        (text, ("service_tier", "kv_transfer_params", "ec_transfer_params", "metrics")),
+        (chat, ("ec_transfer_params", "metrics", "prompt_logprobs", "prompt_token_ids", "prompt_text")),
         (text["choices"][0], ("token_ids", "stop_reason", "prompt_logprobs", "prompt_token_ids", "logprobs")),
         (chat["choices"][0], ("token_ids", "stop_reason", "logprobs")),
         (chat["choices"][0]["message"], ("refusal", "annotations", "audio", "function_call", "reasoning")),
@@ -144,6 +144,17 @@ TAGS: dict[str, Any] = {
     ],
     "triggers": ["<f=", "[["],
 }
+# The same in xgrammar's newer form.
+FORMAT: dict[str, Any] = {
+    "type": "triggered_tags",
+    "triggers": TAGS["triggers"],
+    "tags": [
+        {"type": "tag", "begin": tag["begin"], "content": {"type": "json_schema", "json_schema": tag["schema"]},
+         "end": tag["end"]}
+        for tag in TAGS["structures"]
+    ],
+}  # fmt: skip
+NEWER: dict[str, Any] = {"type": "structural_tag", "format": FORMAT}
 
 
 @pytest.mark.parametrize(
@@ -154,9 +165,10 @@ TAGS: dict[str, Any] = {
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("form", ["response_format", "structured_outputs"])
-def test_structural_tags(form: str, text: str, whole: bool, served: Served) -> None:
+@pytest.mark.parametrize("tags", [TAGS, NEWER], ids=["structures", "format"])
+def test_structural_tags(tags: dict[str, Any], form: str, text: str, whole: bool, served: Served) -> None:
     """Whether an output may be this text."""
-    given = {form: TAGS if form == "response_format" else {"structural_tag": json.dumps(TAGS)}}
+    given = {form: tags if form == "response_format" else {"structural_tag": json.dumps(tags)}}
     outputs = structured_outputs(CompletionRequest.model_validate({"prompt": "x", **given}))
     assert outputs is not None and served.llm.tokenizer is not None
     root = served.llm.engine.intake.compiler.grammar(outputs).roots[0].deep_copy()
@@ -176,6 +188,23 @@ def test_structural_tags(form: str, text: str, whole: bool, served: Served) -> N
 def test_wrong_structural_tags_are_refused(changes: dict[str, Any], served: Served) -> None:
     answer = served.post("/v1/completions", ASK | {"response_format": TAGS | changes})
     assert answer.status_code == 400 and answer.json()["error"]["param"].startswith("response_format"), answer.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"type": "any_text"}, "type"), ({"at_least_one": True}, "at_least_one"), ({"excludes": ["x"]}, "excludes"),
+        ({"stop_after_first": True}, "stop_after_first"), ({"tags": FORMAT["tags"] * 33}, "tags"),
+        ({"tags": [FORMAT["tags"][0] | {"content": {"type": "regex", "pattern": "x"}}]}, "tags.0.content.type"),
+    ],
+)  # fmt: skip
+def test_other_forms_of_structural_tags_are_refused_by_name(
+    changes: dict[str, Any], named: str, served: Served
+) -> None:
+    answer = served.post("/v1/completions", ASK | {"response_format": NEWER | {"format": FORMAT | changes}})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "response_format.format")
+    assert f"a json_schema: {named} is not supported" in error["message"]
 
 
 def test_structural_tags_of_a_chat(talker: tuple[Served, Scripted]) -> None:

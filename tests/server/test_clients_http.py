@@ -44,6 +44,13 @@ def test_headers_that_are_too_long_are_refused_in_json(headers: str, status: int
     assert json.loads(body)["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize("line", ["X: " + "a" * 2**22, "a: b\r\n" * 2**18])
+def test_a_client_that_still_sends_gets_the_refusal(line: str, served: Served) -> None:
+    """A connection that ends with bytes unread is reset, and the answer is lost."""
+    head, body = raw(served, f"GET /health HTTP/1.1\r\nHost: localhost\r\n{line}\r\n\r\n")
+    assert head.startswith("HTTP/1.1 431 ") and json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
 @pytest.mark.parametrize("method", ["stream", "whole"])
 def test_no_chunks_for_http_1_0(method: str, served: Served) -> None:
     body = json.dumps(ASK | {"stream": method == "stream"})

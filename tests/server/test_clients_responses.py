@@ -331,3 +331,69 @@ def test_responses_and_requests_belong_to_their_key(talker: tuple[Served, Script
             assert running is not None and running.running == 1
             mine.responses.cancel("resp_same")
         assert [list(events)[-1].response.status for events in both] == ["cancelled"] * 2  # type: ignore[union-attr]
+
+
+SPACE: Any = {"type": "namespace", "name": "crm", "description": "Customers.", "tools": [*FUNCTIONS[:1], PATCH]}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools_of_a_namespace(stream: bool, talker: tuple[Served, Scripted]) -> None:
+    """Such as those of an MCP server: calls name it, and histories with it are what the model has written."""
+    served, model = talker
+    model.say(call_of("x").replace("patch", "crm__patch"))
+    client, body = served.client(), HELLO | {"max_output_tokens": 400}
+    got = client.responses.create(**body, tools=[SPACE, PATCH], stream=stream)  # type: ignore[call-overload]
+    whole = list(map(check, got))[-1].response if stream else got
+    (call,) = whole.output
+    assert (call.type, call.namespace, call.name, call.input) == ("custom_tool_call", "crm", "patch", "x")
+    assert "Changes files.\\nCustomers." in seen_by(model) and whole.tools[0].name == "crm"
+    model.say("Fine.")
+    output = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "ok"}
+    client.responses.create(**body | {"input": [call.to_dict(), output]}, tools=[SPACE])
+    assert "'name': 'crm__patch'" in seen_by(model)
+    function = {"type": "function_call", "call_id": "c", "name": "now", "namespace": "crm__", "arguments": "{}"}
+    client.responses.create(**body | {"input": [function, output | {"type": "function_call_output", "call_id": "c"}]})
+    assert "'name': 'crm__now'" in seen_by(model)
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice names web_search"),
+        ({"tools": [{"type": "crystal_ball"}]}, "tools.0: type is 'crystal_ball'; it must be function, custom"),
+        ({"input": [{"type": "configuration_update"}]}, "input.0: type is 'configuration_update'; it must be message"),
+        ({"tools": [SPACE | {"tools": [{"type": "web_search"}]}]}, "tools.0.tools.0: type is 'web_search'"),
+    ],
+)
+def test_what_is_refused_is_named(body: dict[str, Any], named: str, served: Served) -> None:
+    answer = served.post("/v1/responses", HELLO | body)
+    assert answer.status_code == 400 and named in answer.json()["error"]["message"], answer.text
+
+
+def test_an_item_is_named_without_a_type(talker: tuple[Served, Scripted]) -> None:
+    served, model = talker
+    model.say("An earlier answer.")
+    (item,) = served.client().responses.create(**HELLO).output
+    for named in ({"id": item.id}, {"id": item.id, "type": None}):
+        assert served.post("/v1/responses", HELLO | {"input": [named]}).status_code == 200
+        assert "An earlier answer." in seen_by(model)
+
+
+def test_a_summary_stands_in_for_reasoning_without_content(talker: tuple[Served, Scripted]) -> None:
+    _, model = talker
+    summary = {"summary": [{"type": "summary_text", "text": "Shortly."}]}
+    content = {"content": [{"type": "reasoning_text", "text": "At great length."}]}
+    template = "{% for message in messages %}{{ message.reasoning_content }}|{% endfor %}"
+    with serving(model.llm, chat_template=template) as own:
+
+        def tokens(item: dict[str, Any]) -> int:
+            history = [{"role": "user", "content": "Hello"}, {"type": "reasoning", "id": "r", **item}]
+            return int(own.post("/v1/responses", HELLO | {"input": history}).json()["usage"]["input_tokens"])
+
+        assert tokens(content | summary) == tokens(content) > tokens(summary) > tokens({"summary": []})
+
+
+def test_a_kept_response_is_no_stream(served: Served) -> None:
+    response = served.client().responses.create(**HELLO)
+    with pytest.raises(openai.BadRequestError, match="leave out stream"):
+        served.client().responses.retrieve(response.id, stream=True)

@@ -45,6 +45,12 @@ class Transport:
     def abort(self) -> None:
         self.closed = True
 
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None:
+        self.closed = True
+
     def get_extra_info(self, name: str) -> Any:
         return None
 

@@ -28,10 +28,11 @@ def gpu_bytes(name: str, config: EngineConfig) -> int:
 
 
 def as_on_gpu(config: EngineConfig, target: RunTarget) -> RunTarget:
-    """The dtypes and the state mode that a target on a GPU would have."""
+    """The target that it would be on a GPU, which need not be here: nothing may be allocated for it."""
     gpu, mc = torch.device("cuda"), target.model_config
     return replace(
         target,
+        device=gpu,
         dtype=mc.dtype if config.dtype == "auto" else DTYPES[config.dtype],
         state_dtype=STATE_DTYPES[config.mamba_ssm_dtype],
         state_mode=resolve_state_mode(config, mc.linear, gpu),
@@ -46,8 +47,8 @@ def budget_text(config: EngineConfig, target: RunTarget, total_bytes: int | None
         return f"Budget: {share} of the main memory that is free, shared by the ranks{pools}"
     if total_bytes is not None:
         return f"Budget: {share} of {gib(total_bytes)}; a run there takes the room for activations and graphs from it"
-    gpu = GPUFacts.of_device(target.device)
-    return f"Budget: {share} of {gib(gpu.total_bytes)}, less {gib(gpu.total_bytes - gpu.free_bytes)} in use"
+    total, used = _in_use(target.device)
+    return f"Budget: {share} of {gib(total)}, less {gib(used)} in use"
 
 
 def _in_main_memory(target: RunTarget, total_bytes: int | None) -> bool:
@@ -64,8 +65,14 @@ def free_bytes(config: EngineConfig, target: RunTarget, total_bytes: int | None 
         return int(total_bytes * _gpu_share(config))
     if target.device.type != "cuda":
         return int(free_host_memory() // (target.tp.size * config.dp_size) * (config.memory_fraction or 1))
-    gpu = GPUFacts.of_device(target.device)
-    return int(gpu.total_bytes * _gpu_share(config)) - (gpu.total_bytes - gpu.free_bytes)
+    total, used = _in_use(target.device)
+    return int(total * _gpu_share(config)) - used
+
+
+def _in_use(device: torch.device) -> tuple[int, int]:
+    """All bytes of a GPU, and those that are in use."""
+    gpu = GPUFacts.of_device(device)
+    return gpu.total_bytes, gpu.total_bytes - gpu.free_bytes
 
 
 def _gpu_share(config: EngineConfig) -> float:
@@ -99,7 +106,7 @@ def plan_ahead(
     """
     free = free_bytes(config, target, total_bytes)
     if weights + rotary_table_bytes(config, target) > free:
-        raise MemoryBudgetError(_too_large(config, target, weights, free))
+        raise MemoryBudgetError(_too_large(config, target, weights, free, total_bytes))
     if budget_bytes is None:
         budget_bytes = free - weights if total_bytes is not None else pool_budget(config, target, weights)
     return make_plan(config, target, budget_bytes=budget_bytes, weights=weights, share=True)
@@ -113,7 +120,7 @@ def rotary_table_bytes(config: EngineConfig, target: RunTarget) -> int:
     return 3 * 4 * positions * sum(rotated)
 
 
-def _too_large(config: EngineConfig, target: RunTarget, weights: int, free: int) -> str:
+def _too_large(config: EngineConfig, target: RunTarget, weights: int, free: int, total_bytes: int | None) -> str:
     hints, detail = ["a larger device"], ""
     if target.dtype.itemsize > 2:
         hints.insert(0, 'dtype="bfloat16"')
@@ -122,16 +129,17 @@ def _too_large(config: EngineConfig, target: RunTarget, weights: int, free: int)
         hints.insert(0, f"a memory_fraction above {share}")
     if target.device.type == "cuda":
         hints.append("more ranks (tp_size)")
-        gpu = GPUFacts.of_device(target.device)
-        used, allowed = gpu.total_bytes - gpu.free_bytes, int(gpu.total_bytes * _gpu_share(config))
-        detail = f": of its {gib(gpu.total_bytes)}, {gib(allowed)} may be taken and {gib(used)} are in use"
+        total, used = (total_bytes, 0) if total_bytes is not None else _in_use(target.device)
+        allowed = int(total * _gpu_share(config))
+        detail = f": of its {gib(total)}, {gib(allowed)} may be taken and {gib(used)} are in use"
         if used > allowed // 2:
             hints.append("a GPU that nothing else uses")
     if 3 * rotary_table_bytes(config, target) > weights:
         hints.insert(0, "a smaller max_model_len")
     ranks = f", each of {target.tp.size} ranks" if target.tp.size > 1 else ""
     needed = gib(weights + rotary_table_bytes(config, target))
+    place = target.device if total_bytes is None else "the GPU"
     return (
-        f"the weights need {needed}{ranks}, and {target.device} has {gib(max(free, 0))} for them{detail}; use "
+        f"the weights need {needed}{ranks}, and {place} has {gib(max(free, 0))} for them{detail}; use "
         f"{', or '.join(hints)}"
     )

@@ -2,8 +2,9 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
+from hybridrt.base.errors import shown
 from hybridrt.server.core.protocol import MAX_MESSAGES, Body, ListOf, Rested, Sampling, TextPart, tag_of
 
 
@@ -76,6 +77,7 @@ class ImageBlock(Body):
 
     type: Literal["image"]
     source: dict[str, Any]
+    transformations: Any = None  # request_fields.py refuses it
 
 
 TextBlock = Annotated[
@@ -146,16 +148,25 @@ class MessageTurn(Body):
 
     role: Literal["user", "assistant", "system", "developer"]
     content: str | ListOf[Block]
+    clear_at: Any = None  # request_fields.py refuses this and the next one
+    output_config: Any = None
+
+
+def _of_client(kind: Any) -> Any:
+    if isinstance(kind, str) and kind != "custom":
+        raise ValueError(f"{shown(kind)} is no tool of type custom, and this server runs none of its own")
+    return kind
 
 
 class MessageTool(Body):
     """A function that the model may call."""
 
-    type: Literal["custom"] | None = None
+    type: Annotated[Literal["custom"] | None, BeforeValidator(_of_client)] = None
     name: str
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
+    input_examples: ListOf[dict[str, Any]] | None = None
 
 
 class MessageToolChoice(Body):
@@ -171,6 +182,7 @@ class ThinkingOptions(Body):
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
+    display: Literal["summarized", "omitted", "updates"] | None = None
 
 
 class OutputFormat(Body):
@@ -185,6 +197,7 @@ class OutputOptions(Body):
 
     effort: str | None = None
     format: OutputFormat | None = None
+    task_budget: Any = None  # request_fields.py refuses it
 
 
 class CountRequest(Sampling):

@@ -31,6 +31,7 @@ class MessageReply(BlockReply):
         self._blocks: list[dict[str, Any]] = []
         self._written = ""  # text that the open block has written
         self._stopped_by: int | str | None = None
+        self._omits_thinking = body.thinking is not None and body.thinking.display == "omitted"
 
     def body(self) -> dict[str, Any]:
         return {
@@ -79,6 +80,8 @@ class MessageReply(BlockReply):
         yield self._event("content_block_start", content_block=block)
 
     def _add(self, kind: BlockKind, text: str) -> Iterator[dict[str, Any]]:
+        if kind == "reasoning" and self._omits_thinking:
+            return
         self._written += text
         name, field = _DELTAS[kind]
         yield self._event("content_block_delta", delta={"type": name, field: text})

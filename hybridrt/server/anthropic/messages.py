@@ -14,6 +14,7 @@ from hybridrt.server.anthropic.message_protocol import (
     CountRequest,
     ImageBlock,
     MessageRequest,
+    MessageTool,
     MessageToolChoice,
     MessageTurn,
     OutputFormat,
@@ -44,7 +45,7 @@ async def start_message(service: Service, body: MessageRequest, scope: Scope) ->
         APIError, HybridrtError: it is refused. Nothing has started.
     """
     service.check_model(body.model)
-    check_body("messages", body)
+    await service.off_loop(scope, partial(check_body, "messages", body))
     chat = await service.off_loop(scope, partial(as_chat, "messages", body, service.chat.limits_reasoning))
     with named_in(lambda: _turns(body)):
         prepared = await prepare_chat(service, chat, scope)
@@ -67,7 +68,7 @@ async def count_tokens(service: Service, body: CountRequest, scope: Scope) -> in
         APIError, HybridrtError: it cannot be rendered, or is too long.
     """
     service.check_model(body.model)
-    check_body("count", body)
+    await service.off_loop(scope, partial(check_body, "count", body))
     chat = await service.off_loop(scope, partial(as_chat, "count", body, False))
     with named_in(lambda: _turns(body)):
         conversation = await service.off_loop(scope, partial(conversation_of, chat))
@@ -85,7 +86,7 @@ def as_chat(form_name: str, body: CountRequest, limits_thinking: bool) -> ChatRe
         body,
         messages=[turn.message for turn in _turns(body)],
         stop=stops or body.stop,
-        tools=[function_tool(t.name, t.description, t.input_schema, t.strict) for t in body.tools or ()] or None,
+        tools=[_tool(tool) for tool in body.tools or ()] or None,
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
         reasoning_effort=effort,
@@ -100,6 +101,14 @@ def as_chat(form_name: str, body: CountRequest, limits_thinking: bool) -> ChatRe
 def _switches(thinking: ThinkingOptions | None) -> dict[str, Any]:
     """Sets variables of templates that reason on request; type "disabled" comes with the effort."""
     return {"enable_thinking": True, "thinking": True} if thinking and thinking.type == "enabled" else {}
+
+
+def _tool(tool: MessageTool) -> dict[str, Any]:
+    said = tool.description
+    if tool.input_examples:
+        examples = "\n".join(json.dumps(example) for example in tool.input_examples)
+        said = f"{said or tool.name}\n\nExamples of its input:\n{examples}"
+    return function_tool(tool.name, said, tool.input_schema, tool.strict)
 
 
 def _tool_choice(choice: MessageToolChoice | None) -> Any:

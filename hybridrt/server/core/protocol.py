@@ -103,7 +103,7 @@ class ResponseFormat(Body):
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema")  # llama.cpp's place
     structures: Annotated[list[Structure], Field(max_length=MAX_STRUCTURES), _FirstError()] | None = None
     triggers: Annotated[list[str], Field(max_length=MAX_STRUCTURES), _FirstError()] | None = None
-    format: Any = None  # xgrammar's newer form of structural tags, which is refused
+    format: Any = None  # xgrammar's newer form of structural tags (structural_tags.py)
 
 
 class StructuredFields(Body):
@@ -116,6 +116,13 @@ class StructuredFields(Body):
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: str | None = None
+    # Further fields of vLLM's record; request_fields.py refuses the first four.
+    disable_any_whitespace: Any = None
+    disable_additional_properties: Any = None
+    disable_fallback: Any = None
+    whitespace_pattern: Any = None
+    backend_: Any = Field(None, alias="_backend")
+    backend_was_auto_: Any = Field(None, alias="_backend_was_auto")
 
 
 class Sampling(Body):

@@ -4,12 +4,13 @@ This table decides (`refuse_fields`), and docs/request-fields.md is made of it
 (scripts/field_table.py). A field that is in no row is ignored, as in vLLM.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import BaseModel
 
+from hybridrt.base.pace import with_rests
 from hybridrt.server.wire.errors import APIError
 
 # Paths by the short names that rows use.
@@ -63,6 +64,11 @@ def _ignored(forms: str, **notes: str) -> tuple[Row, ...]:
 
 def _refused(forms: str, **notes: str) -> tuple[Row, ...]:
     return tuple(Row(name, note, refused=forms) for name, note in notes.items())
+
+
+def _within(parent: str, *rows: Row) -> tuple[Row, ...]:
+    """Rows of the fields of a field, or of each entry of a list."""
+    return tuple(replace(row, name=f"{parent}.{row.name}") for row in rows)
 
 
 _DONE = (
@@ -159,12 +165,12 @@ _REFUSED = (
         "embeddings", _OPENAI),
     Row("media_io_kwargs", "images are decoded in one way", "", "embeddings", _OPENAI),
     *_refused("completions", suffix="the models continue text, they do not fill gaps"),
-    Row("best_of", "use n for several samples", refused="completions chat", neutral=(1,)),
+    Row("best_of", "use n for several samples", refused=_MAKE, neutral=(1,)),
     *_refused("completions chat", use_beam_search="use n for several samples"),
     *_refused("chat", functions="use tools", function_call="use tool_choice", echo="leave it out"),
     Row("modalities", "only text is produced", refused="completions chat", neutral=(["text"],)),
     *_refused("completions chat", audio="only text is produced", documents="write them into a message"),
-    *_refused("chat", web_search_options="this server does not search; give the model a tool"),
+    *_refused(_MAKE, web_search_options="this server does not search; give the model a tool"),
     Row("verbosity", "ask for it in a message", refused="chat", neutral=("medium",)),
     *_refused("responses", conversation="use previous_response_id", prompt="send instructions and input"),
     Row("context_management", "shorten the conversation yourself", refused="responses messages count",
@@ -205,7 +211,129 @@ _REFUSED = (
     *_refused(_MAKE, samplers="filters have one order", return_hidden_states="POST /v1/embeddings gives vectors"),
     *_refused("completions chat", input_embeds="send text or token ids", n_probs="use logprobs"),
 )  # fmt: skip
-ROWS = (*_DONE, *_IGNORED, *_REFUSED)
+# Fields of fields that are done, one level deep, and those of functions and of parts of messages.
+_NESTED = (
+    *_within(
+        "stream_options",
+        Row("include_usage", "the usage comes at the end anyway", "completions chat", "responses messages"),
+        Row("continuous_usage_stats", "the usage comes at the end", "completions chat", "responses messages"),
+        *_ignored(_OPENAI, include_obfuscation="events are not padded"),
+    ),
+    *_within("messages", *_done("chat messages count", role="the turn's", content="text, or parts")),
+    *_within(
+        "messages",
+        *_done("chat", name="for the chat template", tool_calls="of an earlier answer", tool_call_id="which one ran"),
+        *_done("chat", reasoning="of an earlier answer", reasoning_content="the same", refusal="for the chat template"),
+        *_refused("chat", audio="only text is produced", function_call="use tool_calls"),
+        Row("clear_at", "leave the message out later on", refused=_CLAUDE, neutral=("never",)),
+        *_refused(_CLAUDE, output_config="set it for the request"),
+    ),
+    *_within(
+        "messages.content",
+        *_done("chat messages count", type="text and image; others are refused by name", text="of a part"),
+        *_done("chat", refusal="text of an earlier answer", image_url="address, and detail"),
+        *_done(_CLAUDE, source="of an image or a document", title="before the text", context="before the text"),
+        *_done(_CLAUDE, content="of a result, or of a document", thinking="of an earlier answer"),
+        *_done(_CLAUDE, id="of a call", name="of a call", input="of a call", tool_use_id="which call has ended"),
+        *_ignored(_CLAUDE, cache_control="every prompt is cached", signature="it is not checked"),
+        *_ignored(_CLAUDE, data="what another model has thought, encrypted", caller="the model calls tools itself"),
+        *_ignored(_CLAUDE, is_error="the content says what went wrong"),
+        *_ignored(_CLAUDE, toolset_name="calls are known by their ids"),
+        *_ignored("chat", prompt_cache_breakpoint="every prompt is cached"),
+        *_refused(_CLAUDE, transformations="send the image as it is to be seen"),
+        Row("citations", "answers cite nothing", refused=_CLAUDE, neutral=({"enabled": False},)),
+    ),
+    *_within(
+        "system",
+        *_done(_CLAUDE, type="text", text="of a part"),
+        *_ignored(_CLAUDE, cache_control="every prompt is cached", citations="of an earlier answer"),
+    ),
+    *_within(
+        "response_format",
+        *_done(_MAKE, type="text, json_object, json_schema or structural_tag", json_schema="name, schema, strict"),
+        *_done(_MAKE, schema="of json_object", structures="tags, and their schemas", triggers="what begins a tag"),
+        *_done(_MAKE, format="triggered_tags of JSON schemas, vLLM's newer form of tags"),
+    ),
+    *_within(
+        "structured_outputs",
+        *_done(_MAKE, json="a schema", regex="an expression", choice="texts", grammar="Lark", json_object="an object"),
+        *_done(_MAKE, structural_tag="JSON text of such a response_format"),
+        *_refused(_MAKE, disable_any_whitespace='set "x-guidance" in the schema', disable_fallback="there is none"),
+        *_refused(_MAKE, disable_additional_properties="say it in the schema"),
+        *_refused(_MAKE, whitespace_pattern='set "x-guidance" in the schema'),
+        *_ignored(_MAKE, _backend="of vLLM's own", _backend_was_auto="of vLLM's own"),
+    ),
+    *_within(
+        "tools",
+        *_done(_TALK, type="function; of OpenAI also custom"),
+        *_done("chat", function="the definition", custom="the definition"),
+        *_done("responses messages count", name="its name", description="what it does", strict="arguments follow"),
+        *_done("responses", parameters="a schema", format="text, or a grammar", tools="of a namespace"),
+        *_done(_CLAUDE, input_schema="a schema", input_examples="the model reads them after the description"),
+        *_ignored(_TALK, defer_loading="all tools are there from the beginning"),
+        *_ignored("responses messages count", allowed_callers="the model calls tools itself"),
+        *_ignored("responses", output_schema="outputs are not checked", **{"async": "the client decides when it runs"}),
+        *_ignored(_CLAUDE, cache_control="every prompt is cached", eager_input_streaming="all arguments are streamed"),
+    ),
+    *_within(
+        "tools.function",
+        *_done("chat", name="its name", description="what it does", parameters="a schema", strict="arguments follow"),
+        *_done("chat", defer_loading="for the chat template"),
+    ),
+    *_within("tools.custom", *_done("chat", name="its name", description="what it does", format="text, or a grammar")),
+    *_within(
+        "tool_choice",
+        *_done(_TALK, type="which kind of choice"),
+        *_done("chat", function="which one", custom="which one", allowed_tools="which ones"),
+        *_done("responses messages count", name="which one"),
+        *_done("responses", mode="auto or required", tools="which ones"),
+        *_done(_CLAUDE, disable_parallel_tool_use="true: one call an answer"),
+        *_refused("responses", server_label="this server calls no others"),
+    ),
+    *_within(
+        "input",
+        *_done("responses", type="the kind of item", role="of a message", content="of a message, or reasoning"),
+        *_done("responses", name="of a call", arguments="of a call", input="of a call of a custom tool"),
+        *_done("responses", call_id="which call", output="of a call", summary="reasoning, if content has none"),
+        *_done("responses", id="of an item_reference", namespace="of the called tool"),
+        *_ignored("responses", status="items are complete", phase="of OpenAI's models", caller="the model itself"),
+        *_ignored("responses", encrypted_content="of OpenAI's models", **{"async": "the output is there"}),
+    ),
+    *_within(
+        "input.content",
+        *_done("responses", type="text and image; others are refused by name", text="of a part", refusal="the same"),
+        *_done("responses", image_url="of an image", detail="low takes fewer pixels"),
+        *_refused("responses", file_id="pass image_url"),
+        *_ignored("responses", annotations="of an earlier answer", logprobs="of an earlier answer"),
+        *_ignored("responses", prompt_cache_breakpoint="every prompt is cached"),
+    ),
+    *_within(
+        "reasoning",
+        *_done("responses", effort="for the chat template"),
+        *_ignored("responses", summary="reasoning comes as it is", generate_summary="reasoning comes as it is"),
+        Row("context", "the chat template decides", refused="responses", neutral=("auto",)),
+        Row("mode", "there is one", refused="responses", neutral=("standard",)),
+    ),
+    *_within(
+        "text",
+        *_done("responses", format="text, json_object or json_schema"),
+        Row("verbosity", "ask for it in a message", refused="responses", neutral=("medium",)),
+    ),
+    *_within(
+        "output_config",
+        *_done(_CLAUDE, effort="for the chat template", format="a schema"),
+        *_refused(_CLAUDE, task_budget="use max_tokens"),
+    ),
+    *_within(
+        "thinking",
+        *_done(_CLAUDE, type="enabled, disabled or adaptive"),
+        Row("budget_tokens", "of models with tags of reasoning", done="messages", ignored="count"),
+        Row("display", "omitted: blocks of thinking are empty", done="messages", ignored="count"),
+        *_ignored(_CLAUDE, block_binding="signatures are not checked"),
+    ),
+    *_within("output_format", *_done(_CLAUDE, type="json_schema", schema="what the text looks like")),
+)  # fmt: skip
+ROWS = (*_DONE, *_IGNORED, *_REFUSED, *_NESTED)
 _BY_FORM = {form: {row.name: row for row in ROWS if row.state(form) == "refused"} for form in FORMS}
 
 
@@ -221,8 +349,23 @@ def refuse_fields(form: str, body: BaseModel) -> None:
 
 def refuse_values(form: str, given: Mapping[str, Any]) -> None:
     """APIError for a field of `given`, by name, that this form refuses."""
-    refused = _BY_FORM[form]
-    for name in given.keys() & refused.keys():
-        row = refused[name]
-        if given[name] not in (*_NEUTRAL, *row.neutral):
-            raise APIError(400, f"{name} is not supported here: {row.note}", name, "unsupported")
+    for name, row in _BY_FORM[form].items():
+        first, *rest = name.split(".")
+        for value in _values(given[first], rest) if first in given else ():
+            plain = value.model_dump(exclude_none=True) if isinstance(value, BaseModel) else value
+            if plain not in (*_NEUTRAL, *row.neutral):
+                raise APIError(400, f"{name} is not supported here: {row.note}", name, "unsupported")
+
+
+def _values(value: Any, names: Sequence[str]) -> Iterator[Any]:
+    """Values of a field of fields; each entry of a list may have one."""
+    if not names:
+        yield value
+    elif isinstance(value, list):
+        for entry in with_rests(value):
+            yield from _values(entry, names)
+    else:
+        fields, more = (value.__dict__, value.model_extra) if isinstance(value, BaseModel) else (value, None)
+        for each in (fields, more):
+            if isinstance(each, dict) and names[0] in each:
+                yield from _values(each[names[0]], names[1:])

@@ -2,15 +2,42 @@
 
 import json
 import re
+from typing import Annotated, Any, Literal
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hybridrt.base.structured_outputs import WHITESPACE
-from hybridrt.server.core.protocol import ResponseFormat, Structure
+from hybridrt.server.core.protocol import MAX_STRUCTURES, ResponseFormat, Structure
 from hybridrt.server.wire.errors import APIError
 
 _FIELD = "response_format"
 MAX_TAG_CHARACTERS = 1024
+
+
+class _Format(BaseModel):
+    """A part of xgrammar's form of structural tags. Further fields would change the output."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class _Content(_Format):
+    type: Literal["json_schema"]
+    json_schema: dict[str, Any] | bool
+
+
+class _Tag(_Format):
+    type: Literal["tag"] = "tag"
+    begin: str
+    content: _Content
+    end: str
+
+
+class _TriggeredTags(_Format):
+    type: Literal["triggered_tags"]
+    triggers: Annotated[list[str], Field(max_length=MAX_STRUCTURES)]
+    tags: Annotated[list[_Tag], Field(max_length=MAX_STRUCTURES)]
+    at_least_one: Literal[False] = False
+    stop_after_first: Literal[False] = False
 
 
 def read_tags(text: str) -> ResponseFormat:
@@ -25,11 +52,11 @@ def tag_grammar(given: ResponseFormat) -> str:
     """A grammar in llguidance's variant of Lark.
 
     Raises:
-        APIError: it is not of the form {"structures", "triggers"}, or its tags cannot be told apart.
+        APIError: it has neither {"structures", "triggers"} nor such a format, or its tags cannot be told apart.
     """
-    tags, triggers = given.structures, given.triggers
-    if given.type != "structural_tag" or given.format is not None or not tags or not triggers:
-        text = "structural tags need structures, each with begin, schema and end, and triggers; format is not supported"
+    tags, triggers = (given.structures, given.triggers) if given.format is None else _of_format(given.format)
+    if given.type != "structural_tag" or not tags or not triggers:
+        text = "structural tags need structures, each with begin, schema and end, and triggers; or a format"
         raise APIError(400, text, _FIELD, "unsupported")
     _check(tags, triggers)
     found = [next((t for t in triggers if tag.begin.startswith(t)), None) for tag in tags]
@@ -44,6 +71,18 @@ def tag_grammar(given: ResponseFormat) -> str:
         rules += [f"trigger{i}: begin{i} ({bodies})", f"begin{i}[lazy]: BEGIN{i}"]
         rules += [f"BEGIN{i}: /(?s:.*){_regex(trigger)}/{' & ' + _without(others) if others else ''}"]
     return "\n".join(rules)
+
+
+def _of_format(form: Any) -> tuple[list[Structure], list[str]]:
+    """Structures and triggers of xgrammar's newer form."""
+    try:
+        found = _TriggeredTags.model_validate(form)
+    except ValidationError as e:
+        where = ".".join(map(str, e.errors()[0]["loc"]))
+        text = f"format must be triggered_tags of tags whose content is a json_schema: {where} is not supported"
+        raise APIError(400, text, f"{_FIELD}.format", "unsupported") from e
+    tags = [Structure(begin=tag.begin, schema=tag.content.json_schema, end=tag.end) for tag in found.tags]
+    return tags, found.triggers
 
 
 def _check(tags: list[Structure], triggers: list[str]) -> None:

@@ -13,6 +13,7 @@ from hybridrt.server.wire.errors import APIError
 # vLLM's older fields, and those of StructuredOutputs that they set.
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 _ANY_OBJECT = {"type": "object"}
+_FORMS = {"json_", "regex", "choice", "grammar", "json_object", "structural_tag"}  # of StructuredFields
 
 
 def structured_outputs(body: Sampling) -> StructuredOutputs | None:
@@ -53,7 +54,7 @@ def _given(body: Sampling) -> dict[str, dict[str, Any]]:
 def _fields(body: Sampling) -> dict[str, Any] | None:
     if body.structured_outputs is None:
         return None
-    fields: dict[str, Any] = body.structured_outputs.model_dump(by_alias=True, exclude_none=True)
+    fields: dict[str, Any] = body.structured_outputs.model_dump(by_alias=True, exclude_none=True, include=_FORMS)
     if fields.pop("json_object", False):
         fields.setdefault("json", _ANY_OBJECT)
     if "structural_tag" in fields:

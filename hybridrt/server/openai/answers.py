@@ -15,7 +15,7 @@ from hybridrt.server.core.service import Service
 from hybridrt.server.wire.sse import DONE, SLICE, Parts, Slices, encode, fields_of, pieces
 
 # What clients of vLLM expect to be there in an answer that is no stream.
-_NULLS: dict[str, None] = dict.fromkeys(("service_tier", "kv_transfer_params"))
+_NULLS: dict[str, None] = dict.fromkeys(("service_tier", "kv_transfer_params", "ec_transfer_params", "metrics"))
 LEAST_LOGPROB = -9999.0  # instead of minus infinity, which JSON does not have
 
 
@@ -152,11 +152,8 @@ class Answer(Reply):
             choice["stop_reason"] = choice["matched_stop"] = delta.stop_reason
             if delta.stop_reason is None and delta.finish_reason == "stop" and delta.token_ids:
                 choice["matched_stop"] = delta.token_ids[-1] if delta.token_ids[-1] in self._ends else None
-        if self._wants_tokens:
-            choice["token_ids"] = delta.token_ids
-        elif not self.streams:
-            choice["token_ids"] = None
-        return choice
+        choice["token_ids"] = delta.token_ids if self._wants_tokens else None
+        return choice if self.streams else choice | {"routed_experts": None}
 
 
 def sliced(found: Iterable[TokenScores]) -> Iterator[TokenScores]:

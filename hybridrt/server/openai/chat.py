@@ -76,7 +76,7 @@ class ChatAnswer(Answer):
             yield from self._event(self._first_choice(index), {} if index else self._prompt_tokens())
 
     def whole(self, ended: list[Delta]) -> dict[str, Any]:
-        answer = super().whole(ended) | {"prompt_logprobs": None, "prompt_token_ids": None}
+        answer = super().whole(ended) | {"prompt_logprobs": None, "prompt_token_ids": None, "prompt_text": None}
         return answer | self._prompt_logprobs(ended[0].request_id) | self._prompt_tokens()
 
     def _prompt_tokens(self) -> dict[str, Any]:
@@ -182,7 +182,7 @@ async def start_chat(service: Service, body: ChatRequest, scope: Scope) -> ChatA
         APIError, HybridrtError: it is refused. Nothing has started.
     """
     service.check_model(body.model)
-    check_body("chat", body)
+    await service.off_loop(scope, partial(check_body, "chat", body))
     prepared = await prepare_chat(service, body, scope)
     name, deltas = service.submit([prepared.prompt], "chatcmpl-", body, scope)
     answer = ChatAnswer(service, name, deltas, body, prepared)

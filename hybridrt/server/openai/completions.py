@@ -139,7 +139,7 @@ async def start_completions(service: Service, body: CompletionRequest, scope: Sc
         APIError, HybridrtError: refused. Nothing has started.
     """
     service.check_model(body.model)
-    check_body("completions", body)
+    await service.off_loop(scope, partial(check_body, "completions", body))
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     echo_alone = bool(body.echo) and max_tokens == 0
     most = 1 if echo_alone else max_tokens

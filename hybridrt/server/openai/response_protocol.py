@@ -70,6 +70,7 @@ class FunctionCall(Body):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
 
 
@@ -87,6 +88,7 @@ class CustomCall(Body):
     type: Literal["custom_tool_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     input: str
 
 
@@ -101,7 +103,7 @@ class CustomCallOutput(Body):
 class ItemReference(Body):
     """An item of a stored response."""
 
-    type: Literal["item_reference"]
+    type: Literal["item_reference"] | None = None  # OpenAI's clients may leave it out
     id: str
 
 
@@ -116,6 +118,7 @@ class ReasoningItem(Body):
 
     type: Literal["reasoning"]
     content: ListOf[InputText] | None = None
+    summary: ListOf[InputText] | None = None  # all that another server may have sent
 
 
 def _tag_or(built_in: frozenset[str], default: str | None = None) -> Callable[[Any], str]:
@@ -123,6 +126,8 @@ def _tag_or(built_in: frozenset[str], default: str | None = None) -> Callable[[A
     tag = tag_of(default)
 
     def found(item: Any) -> str:
+        if isinstance(item, dict) and item.get("type") is None and item.keys() - {"type"} == {"id"}:
+            return "tagged-item_reference"
         kind = tag(item)
         return "tagged-built-in" if kind.removeprefix("tagged-") in built_in else kind
 
@@ -167,14 +172,36 @@ class CustomTool(Body):
     format: dict[str, Any] | None = None
 
 
+class NamespaceTool(Body):
+    """Tools under a common name, such as those of one MCP server."""
+
+    type: Literal["namespace"]
+    name: str
+    description: str | None = None
+    tools: ListOf[
+        Annotated[
+            Annotated[FunctionTool, Tag("tagged-function")] | Annotated[CustomTool, Tag("tagged-custom")],
+            Discriminator(
+                tag_of(), custom_error_type="tool_type", custom_error_message="type must be function or custom"
+            ),
+        ]
+    ]
+
+
+def name_within(namespace: str | None, name: str) -> str:
+    """What the model calls a tool of a namespace; None: of no namespace."""
+    return name if namespace is None else f"{namespace.rstrip('_')}__{name}"
+
+
 ResponseTool = Annotated[
     Annotated[FunctionTool, Tag("tagged-function")]
     | Annotated[CustomTool, Tag("tagged-custom")]
+    | Annotated[NamespaceTool, Tag("tagged-namespace")]
     | Annotated[BuiltIn, Tag("tagged-built-in")],
     Discriminator(
         _tag_or(BUILT_IN_TOOLS),
         custom_error_type="tool_type",
-        custom_error_message="type must be function, custom or one of OpenAI's own tools",
+        custom_error_message="type must be function, custom, namespace or one of OpenAI's own tools",
     ),
 ]
 
@@ -183,6 +210,8 @@ class ReasoningOptions(Body):
     """How much to think."""
 
     effort: str | None = None
+    context: Any = None  # request_fields.py refuses this and the next one
+    mode: Any = None
 
 
 class TextFormat(Body):
@@ -199,6 +228,7 @@ class TextOptions(Body):
     """The text of the answer."""
 
     format: TextFormat | None = None
+    verbosity: Any = None  # request_fields.py refuses it
 
 
 class ResponseRequest(Sampling):
@@ -225,8 +255,14 @@ class ResponseRequest(Sampling):
 
     @property
     def own_tools(self) -> list[FunctionTool | CustomTool]:
-        """The tools that the client runs."""
-        return [tool for tool in self.tools or () if not isinstance(tool, BuiltIn)]
+        """The tools that the client runs, as the model sees them."""
+        return [own for tool in self.tools or () for own in _flat(tool)]
+
+    @property
+    def namespaces(self) -> dict[str, tuple[str, str]]:
+        """Namespace and own name of each tool in a namespace, by the model's name for it."""
+        spaces = [tool for tool in self.tools or () if isinstance(tool, NamespaceTool)]
+        return {name_within(each.name, tool.name): (each.name, tool.name) for each in spaces for tool in each.tools}
 
     @property
     def is_stored(self) -> bool:
@@ -237,6 +273,20 @@ class ResponseRequest(Sampling):
     def wants_logprobs(self) -> bool:
         """Whether log-probabilities are added to the text."""
         return LOGPROBS in (self.include or ())
+
+
+def _flat(tool: FunctionTool | CustomTool | NamespaceTool | BuiltIn) -> list[FunctionTool | CustomTool]:
+    if isinstance(tool, NamespaceTool):
+        return [
+            own.model_copy(
+                update={
+                    "name": name_within(tool.name, own.name),
+                    "description": "\n".join(filter(None, (own.description, tool.description))) or None,
+                }
+            )
+            for own in tool.tools
+        ]
+    return [] if isinstance(tool, BuiltIn) else [tool]
 
 
 class StoredItems(Body):

@@ -17,7 +17,7 @@ from hybridrt.server.core.response_store import ResponseStore, StoredResponse
 from hybridrt.server.core.service import Service
 from hybridrt.server.core.text_tokens import Piece, TextTokens
 from hybridrt.server.openai.custom_calls import input_of
-from hybridrt.server.openai.response_protocol import CustomTool, ResponseRequest
+from hybridrt.server.openai.response_protocol import BuiltIn, CustomTool, ResponseRequest
 from hybridrt.server.wire.errors import APIError
 from hybridrt.server.wire.sse import encode, named_events
 
@@ -62,7 +62,7 @@ def _asked(body: ResponseRequest, params: SamplingParams) -> dict[str, Any]:
         if body.text and body.text.format
         else {"format": {"type": "text"}},
         "tool_choice": body.tool_choice or "auto",
-        "tools": [tool.model_dump() for tool in body.own_tools],
+        "tools": [tool.model_dump() for tool in body.tools or () if not isinstance(tool, BuiltIn)],
         "truncation": body.truncation or "disabled",
         "previous_response_id": body.previous_response_id,
         "top_p": params.top_p,
@@ -111,6 +111,7 @@ class ResponseReply(BlockReply):
         self._kept, self._stored = kept, kept is not None
         self._background = bool(body.background)
         self._custom = {tool.name for tool in body.own_tools if isinstance(tool, CustomTool)}
+        self._namespaces = body.namespaces
 
     @property
     def has_ended(self) -> bool:
@@ -180,7 +181,9 @@ class ResponseReply(BlockReply):
         number = sha256(f"{self.name}/{len(self._items)}".encode()).hexdigest()[:32]
         item: dict[str, Any] = {"id": f"{prefix}_{number}", "type": name, "status": "in_progress"}
         if call is not None:
-            item |= {"call_id": call.id, "name": call.name, "input" if custom else "arguments": ""}
+            space, own = self._namespaces.get(call.name, (None, call.name))
+            item |= {"call_id": call.id, "name": own, "input" if custom else "arguments": ""}
+            item |= {} if space is None else {"namespace": space}
         elif kind == "text":
             item |= {"role": "assistant", "content": []}
         else:

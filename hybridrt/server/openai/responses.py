@@ -29,6 +29,7 @@ from hybridrt.server.openai.response_protocol import (
     ReasoningItem,
     ResponseRequest,
     Texts,
+    name_within,
 )
 from hybridrt.server.openai.response_reply import Kept, ResponseReply, repeated
 from hybridrt.server.openai.stored_responses import whole_input
@@ -49,7 +50,7 @@ async def start_response(service: Service, body: ResponseRequest, scope: Scope) 
         APIError, HybridrtError: it is refused. Nothing has started.
     """
     service.check_model(body.model)
-    check_body("responses", body)
+    await service.off_loop(scope, partial(check_body, "responses", body))
     if body.top_logprobs and not body.wants_logprobs:
         raise APIError(400, f"top_logprobs goes with include: send [{LOGPROBS!r}]", "top_logprobs")
     if body.background and (body.stream or not body.is_stored):
@@ -121,10 +122,18 @@ def _tool(tool: FunctionTool | CustomTool) -> dict[str, Any]:
 
 def _tool_choice(choice: Any) -> Any:
     """Leaves built-in tools out of those that are allowed."""
-    if isinstance(choice, dict) and choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
-        own = [t for t in choice["tools"] if not (isinstance(t, dict) and str(t.get("type")) in BUILT_IN_TOOLS)]
-        return choice | {"tools": own}
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
+        return choice | {"tools": [tool for tool in choice["tools"] if not _is_built_in(tool)]}
+    if _is_built_in(choice):
+        text = f"tool_choice names {choice['type']}, which this server cannot run: choose a tool of your own"
+        raise APIError(400, text, "tool_choice", "unsupported")
     return choice
+
+
+def _is_built_in(tool: Any) -> bool:
+    return isinstance(tool, dict) and str(tool.get("type")) in BUILT_IN_TOOLS
 
 
 def _response_format(body: ResponseRequest) -> dict[str, Any] | None:
@@ -153,12 +162,13 @@ def _turns(body: ResponseRequest, before: list[Item], own: list[Item]) -> list[T
                 turns.append(Turn(message, _within(place, "content")))
             case ReasoningItem():
                 earlier = _assistant(turns, place, ("content", "tool_calls", "reasoning_content"))
-                earlier["reasoning_content"] = _text(item.content or [])
+                earlier["reasoning_content"] = _text(item.content or item.summary or [])
             case FunctionCall():
-                call = function_call(item.call_id, item.name, item.arguments)
+                call = function_call(item.call_id, name_within(item.namespace, item.name), item.arguments)
                 _assistant(turns, place, ()).setdefault("tool_calls", []).append(call)
             case CustomCall():
-                call = function_call(item.call_id, item.name, json.dumps({"input": item.input}))
+                name = name_within(item.namespace, item.name)
+                call = function_call(item.call_id, name, json.dumps({"input": item.input}))
                 _assistant(turns, place, ()).setdefault("tool_calls", []).append(call)
             case FunctionCallOutput() | CustomCallOutput():
                 message = {"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)}

@@ -17,10 +17,13 @@ from hybridrt.base.errors import (
     QueueFullError,
     RequestError,
     UnavailableError,
+    shown,
 )
 from hybridrt.server.wire.sse import DONE, encode, event, named_events
 
 ANTHROPIC_PATH = "/v1/messages"
+# Errors of pydantic where an object's `type` is none of those that are known.
+KIND_ERRORS = ("item_type", "tool_type", "block_type", "source_type")
 _EITHER_PATH = "/v1/models"  # the header `anthropic-version` decides
 RETRY_SECONDS = 1
 NO_PATH = "there is no such path: GET /docs lists all of them, and those of OpenAI and Anthropic begin with /v1"
@@ -138,6 +141,8 @@ def _as_field_error(error: RequestValidationError) -> APIError:
     if found["loc"] == ("body",):
         return APIError(400, "the body must be a JSON object, sent with Content-Type: application/json")
     field, message = _path(found["loc"]), found["msg"].removeprefix("Value error, ")
+    if found["type"] in KIND_ERRORS and isinstance(found["input"], dict):
+        message = f"type is {shown(found['input'].get('type'))}; {message.replace('type must', 'it must', 1)}"
     return APIError(400, f"{field}: {message}" if field else message, field or None)
 
 

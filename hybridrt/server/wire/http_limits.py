@@ -17,6 +17,7 @@ MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 256  # each takes more memory than its bytes
 # uvicorn would wait for a head without an end.
 HEAD_SECONDS = 30.0
+LINGER_SECONDS = 1.0  # after a refusal; a reset would take the answer from a client that still sends
 MAX_HELD_BYTES = 64 * 1024  # not parsed; then the system's buffers slow the sender
 # Parsed of one connection before others have their turn.
 TURN_BYTES, TURN_PARTS = 16 * 1024, 256
@@ -128,7 +129,7 @@ class LimitedHttp(HttpToolsProtocol):
         self._parts = 0
         self._refusal: APIError | None = None
         self._bare_bytes = 0  # since the last byte of a body, or a request's end
-        self._in_head, self._is_whole = True, False
+        self._in_head, self._is_whole, self._is_over = True, False, False
         self._next: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._start_timer()
@@ -143,6 +144,8 @@ class LimitedHttp(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._is_over:
+            return
         self._held += data
         if self._next is None:
             self._parse()
@@ -203,7 +206,7 @@ class LimitedHttp(HttpToolsProtocol):
     def _parse(self) -> None:
         size = self._parts = 0
         while self._held and not self._waits:
-            if self.transport.is_closing():
+            if self._is_over or self.transport.is_closing():
                 self._held.clear()
             elif size >= TURN_BYTES or self._parts >= TURN_PARTS:
                 seconds = GAP_SECONDS if self._parts >= TURN_PARTS else 0
@@ -220,7 +223,7 @@ class LimitedHttp(HttpToolsProtocol):
         self._parts += 1
         self._bare_bytes += len(piece)
         super().data_received(piece)
-        if self._bare_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+        if self._bare_bytes > MAX_HEAD_BYTES and not self._is_over and not self.transport.is_closing():
             self._refusal = APIError(431, f"the headers have more than {MAX_HEAD_BYTES} bytes: send fewer")
             self.send_400_response("")
 
@@ -239,12 +242,19 @@ class LimitedHttp(HttpToolsProtocol):
         return piece
 
     def send_400_response(self, msg: str) -> None:
-        """Ends the connection with an error in OpenAI's form."""
+        """Ends the connection with an error in OpenAI's form. What the client still sends is dropped for a
+        while."""
         error = self._refusal or APIError(400, "this is no HTTP request")
         body = encode(error.body(anthropic=False))
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[error.status] + head + body)
-        self.transport.close()
+        self._is_over = True
+        if self.cycle is not None and not self.cycle.response_complete:  # it would go on writing
+            self.transport.close()
+            return
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
     def _take_host(self, url: httptools.parser.url_parser.URL) -> None:
         """An address with a host replaces the header (RFC 9112, 3.2.2)."""
