@@ -16,6 +16,7 @@ from hybridrt.server.anthropic.message_protocol import CountRequest, MessageRequ
 from hybridrt.server.anthropic.messages import MESSAGE_NAMES, count_tokens, start_message
 from hybridrt.server.cache_stream import CacheStream
 from hybridrt.server.core.bodies import route_class
+from hybridrt.server.core.engine_state import EngineState
 from hybridrt.server.core.guard import Guard
 from hybridrt.server.core.metrics import CONTENT_TYPE, Metrics
 from hybridrt.server.core.model_list import model_list, one_model
@@ -268,6 +269,15 @@ def _add_operations(app: FastAPI, service: Service, metrics: Metrics) -> None:
         if service.transfer_port is None:
             raise APIError(404, "this server computes no prompts for others: start it with --role prefill")
         return {"port": service.transfer_port}
+
+    state = EngineState(service)
+
+    @app.get("/engine", response_class=Response)
+    async def engine() -> Response:
+        """The engine now: running rows, memory, the prefix tree and the latest steps, as counts."""
+        if (problem := service.problem()) is not None:
+            raise APIError(503, problem, code="unhealthy")
+        return Response(await state.read(), media_type="application/json", headers={"Cache-Control": "no-store"})
 
     @app.get("/metrics", response_class=Response)
     @app.head("/metrics", include_in_schema=False)
