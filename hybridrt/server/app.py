@@ -84,6 +84,7 @@ def make_app(service: Service, metrics: Metrics) -> ASGIApp:
     _add_anthropic(app, service)
     _add_text(app, service)
     _add_health(app, service)
+    _add_engine_state(app, service)
     _add_operations(app, service, metrics)
     add_about(app, service)
     for kind in (HybridrtError, APIError, RequestValidationError, HTTPException):
@@ -235,6 +236,17 @@ def _add_health(app: FastAPI, service: Service) -> None:
         return _state(problem, "not_ready", request)
 
 
+def _add_engine_state(app: FastAPI, service: Service) -> None:
+    state = EngineState(service)
+
+    @app.get("/engine", response_class=Response)
+    async def engine() -> Response:
+        """The engine now: running rows, memory, the prefix tree and the latest steps, as counts."""
+        if (problem := service.problem()) is not None:
+            raise APIError(503, problem, code="unhealthy")
+        return Response(await state.read(), media_type="application/json", headers={"Cache-Control": "no-store"})
+
+
 def _add_operations(app: FastAPI, service: Service, metrics: Metrics) -> None:
     @app.get("/version")
     async def version() -> dict[str, str]:
@@ -269,15 +281,6 @@ def _add_operations(app: FastAPI, service: Service, metrics: Metrics) -> None:
         if service.transfer_port is None:
             raise APIError(404, "this server computes no prompts for others: start it with --role prefill")
         return {"port": service.transfer_port}
-
-    state = EngineState(service)
-
-    @app.get("/engine", response_class=Response)
-    async def engine() -> Response:
-        """The engine now: running rows, memory, the prefix tree and the latest steps, as counts."""
-        if (problem := service.problem()) is not None:
-            raise APIError(503, problem, code="unhealthy")
-        return Response(await state.read(), media_type="application/json", headers={"Cache-Control": "no-store"})
 
     @app.get("/metrics", response_class=Response)
     @app.head("/metrics", include_in_schema=False)

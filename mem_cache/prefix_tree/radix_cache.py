@@ -344,7 +344,7 @@ class RadixCache:
         return len(self._worths.answers)
 
     @property
-    def roots(self) -> Mapping[CacheKey, Node]:
+    def roots(self) -> dict[CacheKey, Node]:
         """The nodes without tokens on top of all texts of a key, not to be changed."""
         return self._roots
 

@@ -1,6 +1,6 @@
 """What an engine does at one moment, for people who watch it: lengths and counts, and no text, token or name."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count, islice
@@ -127,6 +127,6 @@ def _latest(tree: RadixCache) -> Iterator[NodeView]:
         )  # fmt: skip
 
 
-def _last(nodes: Mapping[Any, Node]) -> list[Node]:
+def _last(nodes: dict[Any, Node]) -> list[Node]:
     """Those that came last. Nodes of texts that no match finds are left out."""
     return [node for node in islice(reversed(nodes.values()), MAX_BELOW) if node.parent is None or node.first >= 0]
