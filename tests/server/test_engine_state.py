@@ -104,3 +104,13 @@ def test_it_answers_as_health_does_once_the_engine_has_failed(served: Served, mo
     monkeypatch.setattr(type(served.service), "problem", lambda self: "the engine has failed")
     answer = httpx.get(f"{served.url}/engine")
     assert answer.status_code == 503 and answer.json()["error"]["message"] == "the engine has failed"
+
+
+def test_replicas_give_sums_alone(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ReplicatedEngine.view` is None."""
+    monkeypatch.setattr(engine_state, "MADE_SECONDS", 0.0)
+    monkeypatch.setattr(type(served.llm.engine), "view", lambda self: None)
+    now, counters = read(served), served.llm.engine.counters()
+    assert now["view"] is None
+    pages = now["kv_pages"]
+    assert pages["used"] == counters.total_pages - pages["cached"] - pages["free"] and pages["total"] > 0

@@ -206,6 +206,14 @@ def test_images_are_sent_where_the_model_sees(
         assert turns(browser)[1][0] == "model" and browser.problems() == []
 
 
+def test_replicas_have_no_rows_to_show(browser: Chromium, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(served.llm.engine), "view", lambda self: None)
+    browser.open(f"{served.url}/")
+    browser.until("document.getElementById('state').textContent === 'live'")
+    assert browser.text("rows-text") == "Replicas keep their rows." and browser.text("running").startswith("0 of ")
+    assert browser.text("tree-text") == "Replicas keep their trees." and browser.problems() == []
+
+
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [390, 800, 1280])
 def test_nothing_is_wider_than_the_window(browser: Chromium, served: Served, width: int, dark: bool) -> None:
