@@ -17,7 +17,7 @@ from tests.support.seeing_llm import write_seeing
 
 pytestmark = pytest.mark.slow
 IDLE = "document.getElementById('stop').disabled"
-ROOM = "[document.documentElement.scrollWidth, innerWidth]"
+ROOM = "[document.documentElement.scrollWidth, innerWidth, at('log').scrollWidth <= at('log').clientWidth]"
 TOOL = {
     "type": "function",
     "function": {
@@ -221,8 +221,8 @@ def test_nothing_is_wider_than_the_window(browser: Chromium, served: Served, wid
     browser.resize(width, 844, dark)
     browser.value("addText(addTurn('user', 'You'), '', 'x'.repeat(500))")
     browser.until("document.getElementById('state').textContent === 'live'")
-    whole, seen = browser.value(ROOM)
-    assert whole == seen == width
+    whole, seen, fits = browser.value(ROOM)
+    assert whole == seen == width and fits
     channels = browser.value("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
     assert (sum(channels) < 3 * 128) is dark
 
@@ -239,7 +239,7 @@ def test_it_can_be_used_without_a_mouse_and_without_sight(browser: Chromium, ser
     nodes = [node for node in browser.call("Accessibility.getFullAXTree")["nodes"] if not node["ignored"]]
     roles = {"button", "textbox", "spinbutton", "combobox", "log", "image", "region", "article"}
     found = [(node["role"]["value"], node.get("name", {}).get("value")) for node in nodes]
-    assert {"log", "button", "textbox"} <= {role for role, _ in found}
+    assert {("log", "Conversation"), ("button", "Send"), ("textbox", "Message"), ("textbox", "API key")} <= {*found}
     assert [each for each in found if each[0] in roles and not each[1]] == []
 
 
