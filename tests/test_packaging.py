@@ -150,7 +150,9 @@ def test_the_wheels_metadata(wheel: Path) -> None:
 
 @pytest.mark.slow
 def test_the_source_distribution_holds_what_its_tests_read(unpacked: Path) -> None:
-    folders = ("benchmarks", "docs", "examples", "hybridrt", "integrations", "mem_cache", "models", "tests")
+    folders = (
+        "benchmarks", "docs", "examples", "hybridrt", "integrations", "mem_cache", "models", "notebooks", "tests"
+    )  # fmt: skip
     files = [file for folder in folders for file in (ROOT / folder).rglob("*") if file.is_file()]
     expected = {str(f.relative_to(ROOT)) for f in files if "__pycache__" not in f.parts}
     expected |= {file.name for file in ROOT.glob("*.md")} | {".ci/run", "LICENSE", "MANIFEST.in", "pyproject.toml"}

@@ -16,6 +16,7 @@ from hybridrt.server.anthropic.message_protocol import CountRequest, MessageRequ
 from hybridrt.server.anthropic.messages import MESSAGE_NAMES, count_tokens, start_message
 from hybridrt.server.cache_stream import CacheStream
 from hybridrt.server.core.bodies import route_class
+from hybridrt.server.core.engine_state import EngineState
 from hybridrt.server.core.guard import Guard
 from hybridrt.server.core.metrics import CONTENT_TYPE, Metrics
 from hybridrt.server.core.model_list import model_list, one_model
@@ -83,6 +84,7 @@ def make_app(service: Service, metrics: Metrics) -> ASGIApp:
     _add_anthropic(app, service)
     _add_text(app, service)
     _add_health(app, service)
+    _add_engine_state(app, service)
     _add_operations(app, service, metrics)
     add_about(app, service)
     for kind in (HybridrtError, APIError, RequestValidationError, HTTPException):
@@ -234,6 +236,17 @@ def _add_health(app: FastAPI, service: Service) -> None:
         """200 while requests are wanted: the model is warm, and the server is not shutting down."""
         problem = service.problem() if service.ready else "not ready: starting, or shutting down"
         return _state(problem, "not_ready", request)
+
+
+def _add_engine_state(app: FastAPI, service: Service) -> None:
+    state = EngineState(service)
+
+    @app.get("/engine", response_class=Response)
+    async def engine() -> Response:
+        """The engine now: running rows, memory, the prefix tree and the latest steps, as counts."""
+        if (problem := service.problem()) is not None:
+            raise APIError(503, problem, code="unhealthy")
+        return Response(await state.read(), media_type="application/json", headers={"Cache-Control": "no-store"})
 
 
 def _add_operations(app: FastAPI, service: Service, metrics: Metrics) -> None:

@@ -344,6 +344,16 @@ class RadixCache:
     def num_within(self) -> int:
         return len(self._worths.answers)
 
+    @property
+    def roots(self) -> dict[CacheKey, Node]:
+        """The nodes without tokens on top of all texts of a key, not to be changed."""
+        return self._roots
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes, without roots."""
+        return self._size
+
     def nodes(self) -> Iterator[Node]:
         below = [node for root in self._roots.values() for node in root.children.values()]
         while below:

@@ -69,7 +69,7 @@ def test_tokens_of_one_engine(checkpoints: CheckpointStore, monkeypatch: pytest.
         assert min(steps(llm)) > 0 and counters.finished == 4 + 8 + 2
         assert counters.free_rows == llm.plan.num_rows == 2 * plan.num_rows
         assert (llm.plan.num_pages, llm.plan.num_slots) == (2 * plan.num_pages, 2 * plan.num_slots)
-        assert not llm.engine.has_unfinished()
+        assert not llm.engine.has_unfinished() and llm.engine.view() is None
     for ours, theirs in zip(got, wanted, strict=True):
         for one, other in zip(ours, theirs, strict=True):
             assert [o.token_ids for o in one.outputs] == [o.token_ids for o in other.outputs]

@@ -21,6 +21,7 @@ from hybridrt.engine.cache.request_log import RequestLog
 from hybridrt.engine.cache.sessions import Sessions
 from hybridrt.engine.core.audits import Audits
 from hybridrt.engine.core.encoder_tasks import EncoderTasks
+from hybridrt.engine.core.engine_view import EngineView, view_of
 from hybridrt.engine.core.fold_counts import FoldCounts
 from hybridrt.engine.core.grammar_masks import step_masks
 from hybridrt.engine.core.hit_audit import EXACT_TOLERANCE, LOGPROBS, TOLERANCE, HitAudit
@@ -28,6 +29,7 @@ from hybridrt.engine.core.policy_scheduler import PolicyScheduler
 from hybridrt.engine.core.prefill_source import PrefillSource
 from hybridrt.engine.core.samples import Samples
 from hybridrt.engine.core.scheduler import ScheduledStep, Scheduler
+from hybridrt.engine.core.step_times import StepTimes
 from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.engine.grammar.grammar_compiler import GrammarCompiler
 from hybridrt.engine.request.intake import EngineLimits, Intake, PreparedPrompt, Prompt, check_arrived, check_submission
@@ -111,7 +113,7 @@ class Engine:
         self._arrivals = count()
         self.prefill_source: PrefillSource | None = None
         self.audits: Audits | None = None
-        self._samples = Samples(self._scheduler)
+        self._samples, self._times = Samples(self._scheduler), StepTimes()
         self._launched: deque[tuple[ScheduledStep, StepHandle]] = deque()
         self._deltas = DeltaQueue()
         self._abandoned = Abandonment()
@@ -387,6 +389,12 @@ class Engine:
             decode = self.intake.tokenizer.decode if text and self.intake.tokenizer is not None else None
             return cache_dump(self._coordinator, decode)
 
+    def view(self) -> EngineView:
+        """Running samples, the prefix tree and the latest steps."""
+        with self.turns.now:
+            running, steps = self._scheduler.running.values(), self._times.view()
+            return view_of(running, self._coordinator, self._samples.folds, steps)
+
     def has_unfinished(self) -> bool:
         """True while `step` has something to do: requests, launched steps, or deltas not read."""
         return bool(self._samples or self._launched or self._deltas.moved)
@@ -484,6 +492,7 @@ class Engine:
                 handle.drop()
             step.late = len(self._launched) > 1 and handle.ready()  # a lost device raises here already
             result = handle.result()
+            self._times.note(step.plan, step.began)
             if failure is not None:
                 raise failure
             step.check_result(result)

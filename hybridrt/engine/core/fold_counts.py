@@ -15,11 +15,14 @@ class FoldCounts:
         num_rows: request rows.
         width: columns of a ring.
         widest: tokens of a row in the widest step.
+
+    Attributes:
+        last: a ring that ends after this column is folded.
     """
 
     def __init__(self, num_rows: int, width: int, widest: int) -> None:
         self._ends = np.zeros(num_rows + 1, np.int32)  # the column after the last entry of each row
-        self._last, self._phases = width - widest, width - widest + 1
+        self.last, self._phases = width - widest, width - widest + 1
 
     @classmethod
     def from_pool(cls, pool: MambaPool | None) -> "FoldCounts | None":
@@ -37,7 +40,11 @@ class FoldCounts:
             return 0
         rows = plan.decode.rows.astype(np.int64)  # the fastest index
         ends = self._ends[rows] + np.fromiter(gained, np.int32)
-        full = ends > self._last
+        full = ends > self.last
         ends[full] = 0
         self._ends[rows] = ends
         return int(np.count_nonzero(full))
+
+    def end_of(self, row: int) -> int:
+        """The column after the last entry of a row's ring."""
+        return int(self._ends[row])

@@ -1,5 +1,6 @@
 """Chooses the requests and tokens of the next step. Host integers only; never waits for the device."""
 
+import time
 from bisect import insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +36,7 @@ class ScheduledStep:
         rows: each request and how many tokens it may gain (drafts + 1; 1 on a last chunk; 0 on
             other chunks), in the plan's order: decode rows, then extend rows. `most`: the sum of
             these tokens.
-        launched: when, by the clock of the scheduler's policy.
+        launched: when, by the clock of the scheduler's policy. began: by `time.perf_counter`.
         late: the device finished before the host read the result, so its duration is unknown.
     """
 
@@ -44,6 +45,7 @@ class ScheduledStep:
     most: int = 0
     launched: float = 0.0
     late: bool = False
+    began: float = field(default_factory=time.perf_counter)
 
     def check_result(self, result: StepResult) -> None:
         """Raises EngineError if the result has a wrong number of rows, a row gained more than its

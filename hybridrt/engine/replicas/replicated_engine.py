@@ -291,6 +291,10 @@ class ReplicatedEngine:
     def cache_dump(self, *, text: bool = False) -> NoReturn:
         raise EngineError(f"no cache_dump here: {_ELSEWHERE}")
 
+    def view(self) -> None:
+        """None: replicas keep their rows and their trees."""
+        return None
+
     @property
     def sessions(self) -> NoReturn:
         raise EngineError(f"no sessions here: {_ELSEWHERE}")

@@ -1,14 +1,14 @@
-"""The page that browsers get at `/`: a chat, and the engine's figures. It is one static file without secrets."""
+"""The page that browsers get at `/`: a chat, and the engine live. It is one static text without secrets."""
 
 import base64
 import hashlib
-import re
 from importlib.resources import files
 
 from starlette.types import Scope
 
 PAGE_PATH = "/"
-_SECTIONS = ("script", "style")
+# Elements of index.html, which are empty there, and the files that they get.
+_SECTIONS = {"style": ("page.css",), "script": ("chat.js", "engine.js")}
 
 
 def wants_page(scope: Scope) -> bool:
@@ -22,11 +22,15 @@ def wants_page(scope: Scope) -> bool:
 def read_page() -> tuple[str, dict[str, str]]:
     """The page and its headers. Nothing runs in it but its own script, known by its hash, and it
     connects to this server alone."""
-    text = (files("hybridrt") / "assets" / "page" / "index.html").read_text("utf-8")
-    allowed = "; ".join(f"{name}-src '{_digest(text, name)}'" for name in _SECTIONS)
+    folder = files("hybridrt") / "assets" / "page"
+    text, digests = (folder / "index.html").read_text("utf-8"), []
+    for name, parts in _SECTIONS.items():
+        content = "".join((folder / part).read_text("utf-8") for part in parts)
+        text = text.replace(f"<{name}></{name}>", f"<{name}>{content}</{name}>")
+        digests.append(f"{name}-src '{_digest(content)}'")
     policy = (
-        f"default-src 'none'; {allowed}; connect-src 'self'; base-uri 'none'; form-action 'none'; "
-        "frame-ancestors 'none'; require-trusted-types-for 'script'"
+        f"default-src 'none'; {'; '.join(digests)}; connect-src 'self'; img-src data:; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
     )
     return text, {
         "Content-Security-Policy": policy,
@@ -37,7 +41,6 @@ def read_page() -> tuple[str, dict[str, str]]:
     }
 
 
-def _digest(text: str, name: str) -> str:
-    """The hash of the only element of this name, as a policy names it."""
-    (content,) = re.findall(rf"<{name}>(.*?)</{name}>", text, re.DOTALL)
+def _digest(content: str) -> str:
+    """The hash of an element's content, as a policy names it."""
     return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
