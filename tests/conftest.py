@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tests.support.checkpoints import CheckpointStore
 
 torch.set_num_threads(1)
-# pytest adds two handlers to each logger that does not propagate, and removes them, three times a test. torch has fifty.
+# pytest adds two handlers to each logger that does not propagate, and removes them, three times a test. torch has 50.
 for name in [name for name in logging.root.manager.loggerDict if name.split(".")[0] == "torch"]:
     logging.getLogger(name).propagate = True
 sys.dont_write_bytecode = False

@@ -78,7 +78,7 @@ def test_a_process_killed_meanwhile_is_said_and_started_again(child: RequestChil
     assert child.process is None and works(child)
 
 
-@pytest.mark.parametrize("size", [10, 1 << 20])
+@pytest.mark.parametrize("size", [10, pytest.param(1 << 20, marks=pytest.mark.slow)])
 def test_a_process_that_hangs_is_ended(child: RequestChild, size: int) -> None:
     os.kill(pid_of(child), signal.SIGSTOP)
     with pytest.raises(TimeoutError):

@@ -127,7 +127,7 @@ def test_mixed_batch_equals_rows_alone(name: str, mode: str, tokens: int, checkp
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), sweep([(name, mode) for name, mode, tokens in STEPS if tokens == 1], 5, thin=3)
+    ("name", "mode"), sweep([(name, mode) for name, mode, tokens in STEPS if tokens == 1], 10, thin=7)
 )
 def test_prefill_then_decode_equals_longer_prefill(name: str, mode: str, checkpoints: CheckpointStore) -> None:
     """Logits, recurrent state, conv window and KV, wherever prefill ends and decoding begins."""
@@ -144,7 +144,7 @@ def test_prefill_then_decode_equals_longer_prefill(name: str, mode: str, checkpo
         assert_close(hand.state(2, len(tokens)), whole.state(2, len(tokens)), 2e-5)
 
 
-@pytest.mark.parametrize("name", sweep(MODELS, 4, thin=2))
+@pytest.mark.parametrize("name", sweep(MODELS, 6, thin=5))
 def test_chunked_prefill_equals_whole_prefill(name: str, checkpoints: CheckpointStore) -> None:
     """States too, for chunk ends on both sides of the scan's own chunks."""
     tokens = random_tokens(torch.Generator().manual_seed(6), 80)
@@ -184,7 +184,7 @@ def test_a_new_tenant_sees_nothing_of_the_last(name: str, mode: str, tokens: int
     torch.testing.assert_close(hand.forward(hand.batch([row])), fresh.forward(fresh.batch([row])), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", sweep([name for name in MODELS if has_replay(name)], 2))
+@pytest.mark.parametrize("name", sweep([name for name in MODELS if has_replay(name)], 4))
 def test_a_snapshot_consumes_nothing(name: str, checkpoints: CheckpointStore) -> None:
     """At any fill of the ring: the state as a prefill leaves it, and the row decodes on as if none had been taken."""
     path = checkpoints[name].path
