@@ -202,8 +202,7 @@ def test_a_second_turn_comes_from_main_memory(bench: Bench, mode: str) -> None:
     assert found["1", 0].token_ids == wanted
 
 
-@pytest.mark.parametrize("mode", ["classic", "replay"])
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("mode", "overlap"), sweep(product(["classic", "replay"], [False, True]), 3))
 def test_a_second_turn_hits(bench: Bench, mode: str, overlap: bool) -> None:
     """The answer's last token is never computed: the state is that after 12 tokens, where a page ends."""
     turns = [Turn(5, answered, 8, False, arrives, None) for answered, arrives in ((False, 0), (True, 14))]

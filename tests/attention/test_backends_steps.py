@@ -69,7 +69,7 @@ def test_a_step_touches_only_its_own_rows(name: str, mode: str, tokens: int, che
             break  # extend rows of one request come before its decode rows
 
 
-@pytest.mark.parametrize(("name", "mode", "tokens"), sweep(STEPS, 5, thin=3))
+@pytest.mark.parametrize(("name", "mode", "tokens"), sweep(STEPS, 8, thin=3))
 def test_scratch_stays_finite(name: str, mode: str, tokens: int, checkpoints: CheckpointStore) -> None:
     hand, _ = started(checkpoints[name].path, mode, tokens, {3: 5})
     for step in range(20):
@@ -100,7 +100,7 @@ def test_idle_steps_give_empty_tensors(name: str, mode: str, tokens: int, checkp
     assert not any(hand.touched(before).values())
 
 
-@pytest.mark.parametrize(("name", "mode", "tokens"), sweep(STEPS, 5, thin=3))
+@pytest.mark.parametrize(("name", "mode", "tokens"), sweep(STEPS, 8, thin=3))
 def test_mixed_batch_equals_rows_alone(name: str, mode: str, tokens: int, checkpoints: CheckpointStore) -> None:
     """Two decode (or verify) rows, a new prompt, a later chunk and a last chunk of one token."""
     lengths = {1: 6, 2: 17, 3: 20, 4: 5}
@@ -169,7 +169,7 @@ def test_prompt_chunks_leave_the_ring_empty(name: str, checkpoints: CheckpointSt
     assert int(hand.mamba.ring_length[1]) == 1
 
 
-@pytest.mark.parametrize(("name", "mode", "tokens"), sweep(STEPS, 5, thin=3))
+@pytest.mark.parametrize(("name", "mode", "tokens"), sweep(STEPS, 8, thin=3))
 def test_a_new_tenant_sees_nothing_of_the_last(name: str, mode: str, tokens: int, checkpoints: CheckpointStore) -> None:
     """Row, slot, ring and pages of a request that decoded for a while go to another one."""
     hand, _ = started(checkpoints[name].path, mode, tokens, {1: 30})

@@ -1,6 +1,7 @@
 """Loads of a server in simulated time: first tokens, time between tokens and tokens a second keep their limits."""
 
 import random
+from typing import Any
 
 import pytest
 
@@ -8,6 +9,11 @@ from benchmarks import simulate_serving, starvation
 from benchmarks.traffic_loads import LIMITS, LOADS, Item, figures, tokens
 
 QUICK = ("same-text",)
+
+
+def level_of(load: str) -> Any:
+    """Each second load is slow, the others are left to the soak level."""
+    return () if load in QUICK else pytest.mark.soak if [*LOADS].index(load) % 2 else pytest.mark.slow
 
 
 def missed(load: str, seed: int) -> list[str]:
@@ -21,9 +27,7 @@ def missed(load: str, seed: int) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(
-    "load", [load if load in QUICK else pytest.param(load, marks=pytest.mark.slow) for load in LOADS]
-)
+@pytest.mark.parametrize("load", [pytest.param(load, marks=level_of(load)) for load in LOADS])
 def test_the_policy_keeps_its_limits(load: str) -> None:
     assert missed(load, 0) == []
 

@@ -40,6 +40,7 @@ def test_keys_are_computed_before_launches(tmp_path: Path) -> None:
     assert ask("launches", model, tmp_path / "cache")["late"] == []
 
 
+@pytest.mark.soak
 def test_kernels_of_a_quantised_model(tmp_path: Path) -> None:
     """Its layers are those that a start has once weights are loaded: stored for kernels."""
     config = json.loads((ROOT / "benchmarks/configs/qwen3.5-35b-a3b-like/config.json").read_text())
@@ -50,6 +51,7 @@ def test_kernels_of_a_quantised_model(tmp_path: Path) -> None:
     assert {"_quantize_kernel", "_fp8_linear_kernel", "_quant_grouped_kernel"} <= set(names)
 
 
+@pytest.mark.soak
 def test_kernels_of_images() -> None:
     """The tower's, and those of positions on three axes."""
     folder = ROOT / "benchmarks/configs/qwen3.5-9b-vl-like"
