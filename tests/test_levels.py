@@ -23,12 +23,12 @@ Source = pytest.Config.ArgsSource
 class Collected:
     """What a collected test says of itself."""
 
-    def __init__(self, path: Path, name: str, params: dict[str, object]) -> None:
-        self.path, self.nodeid, self.params, self.found = path, name, params, list[str]()
+    def __init__(self, path: Path, name: str, params: dict[str, object], *marks: str) -> None:
+        self.path, self.nodeid, self.params, self.found = path, name, params, [*marks]
         self.callspec = SimpleNamespace(params=params)
 
-    def get_closest_marker(self, name: str) -> None:
-        return None
+    def get_closest_marker(self, name: str) -> str | None:
+        return name if name in self.found else None
 
     def add_marker(self, mark: pytest.MarkDecorator) -> None:
         self.found.append(mark.name)
@@ -77,7 +77,10 @@ def test_a_grid_of_a_kernel_is_in_three_levels() -> None:
     items = [Collected(file, f"test_x[{provider}-{a}-{b}]", {"provider": provider, "a": a, "b": b})
              for provider in ("torch", "triton") for a in range(3) for b in range(3)]  # fmt: skip
     few = [Collected(file, f"test_few[{a}]", {"a": a}) for a in range(4)]
-    kernel_levels([*items, *few])  # type: ignore[arg-type, list-item]
+    slow = [Collected(file, f"test_slow[{a}]", {"a": a}, "slow") for a in range(6)]
+    kernel_levels([*items, *few, *slow])  # type: ignore[arg-type, list-item]
+    assert [item.params["a"] for item in slow if item.found == ["slow"]] == [0, 3, 4]
+    assert [item.params["a"] for item in slow if item.found == ["slow", "soak"]] == [1, 2, 5]
     assert not any(item.found for item in few)
     for provider in ("torch", "triton"):
         for level in ([], ["slow"], ["soak"]):

@@ -13,16 +13,22 @@ HERE = Path(__file__).parent
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A third of a grid runs by default, another one in the slow level and the last one in the soak level. A Latin
-    square picks them, so that each value of each parameter is in each third."""
-    here = [item for item in items if HERE in item.path.parents and _is_default(item)]
-    for grid in _grids(here):
+    square picks them, so that each value of each parameter is in each third. Of a grid that is slow by itself half is
+    left to the soak level."""
+    here = [item for item in items if HERE in item.path.parents and not _has(item, "gpu", "soak")]
+    default, slow = ([item for item in here if _has(item, "slow") is it] for it in (False, True))
+    for grid in _grids(default):
         for i, item in enumerate(grid):
             if level := [None, pytest.mark.slow, pytest.mark.soak][(i + i // 3) % 3]:
                 item.add_marker(level)
+    for grid in _grids(slow):
+        for i, item in enumerate(grid):
+            if (i + i // 2) % 2:
+                item.add_marker(pytest.mark.soak)
 
 
-def _is_default(item: pytest.Item) -> bool:
-    return not any(item.get_closest_marker(name) for name in ("gpu", "slow", "soak"))
+def _has(item: pytest.Item, *names: str) -> bool:
+    return any(item.get_closest_marker(name) is not None for name in names)
 
 
 def _grids(items: list[pytest.Item]) -> Iterator[list[pytest.Item]]:
