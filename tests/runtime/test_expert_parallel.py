@@ -95,7 +95,8 @@ def test_each_expert_is_whole_on_one_rank(
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), [*sweep([(name, 2) for name in FAMILIES], 8, thin=3), pytest.param("qwen-split", 4)]
+    ("name", "size"),
+    [*sweep([(name, 2) for name in FAMILIES], 8, thin=3), pytest.param("qwen-split", 4, marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_ranks_draw_the_tokens_of_one(name: str, size: int, checkpoints: CheckpointStore) -> None:
     alone = Session(checkpoints[name].path, page_size=4, cache_slots=1)
