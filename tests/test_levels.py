@@ -71,6 +71,13 @@ def test_what_a_sweep_leaves_out_is_slow() -> None:
     assert marks == [[], ["soak"], ["slow"], ["soak"], [], ["soak"], ["slow"]]
 
 
+def test_a_thin_draw_leaves_values_to_the_soak_level() -> None:
+    slow = [each.values for each in drawn("abcde", 5, 4, 10, thin=2) if "slow" in [mark.name for mark in each.marks]]
+    assert slow == [("a", 10), ("c", 10), ("e", 10)]
+    soak = [each.values for each in drawn("abcde", 5, 4, 10, thin=2) if "soak" in [mark.name for mark in each.marks]]
+    assert [name for name, _ in soak] == [*"abcde"]
+
+
 def test_a_grid_of_a_kernel_is_in_three_levels() -> None:
     """Each value of each parameter is in each of them."""
     file = Path(__file__).with_name("kernels") / "test_x.py"
