@@ -165,7 +165,7 @@ def play(
     return session.coordinator.prefixes.counts
 
 
-@pytest.mark.parametrize(("bench", "examples"), drawn(MODELS, 8, 2, 3, 40), indirect=["bench"])
+@pytest.mark.parametrize(("bench", "examples"), drawn(MODELS, 8, 2, 3, 40, thin=2), indirect=["bench"])
 def test_cached_tokens_equal_uncached_ones(bench: Bench, examples: int) -> None:
     @settings(max_examples=examples, deadline=None, derandomize=True)
     @given(

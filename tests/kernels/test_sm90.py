@@ -165,7 +165,7 @@ def test_latent_attention_of_absorbed_prompts(compiled: Compiler) -> None:
     check(usages, SHARED, {"_extend_kernel": 776})
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_attention_over_codes(compiled: Compiler) -> None:
     """Tiles are so small that converted numbers stay in registers. ptxas parks an address of one decode kernel, and of
     256 queries of a long prompt over latent vectors two numbers, as with plain ones."""
