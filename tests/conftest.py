@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from tests.support.checkpoints import CheckpointStore
 
 torch.set_num_threads(1)
+# pytest adds two handlers to each logger that does not propagate, and removes them, three times a test. torch has 50.
+for name in [name for name in logging.root.manager.loggerDict if name.split(".")[0] == "torch"]:
+    logging.getLogger(name).propagate = True
 sys.dont_write_bytecode = False
 if os.environ.get("TRITON_INTERPRET") == "1":
     interpreter.spare()
@@ -43,10 +46,11 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 def _uninitialised_memory_is_nan() -> Iterator[None]:
     """torch.empty and its kin give NaN (integers: their largest value), so that a read of memory that was never written
     shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # torch.use_deterministic_algorithms also imports Inductor and Dynamo, for a second a process.
+    torch._C._set_deterministic_algorithms(True, warn_only=True)
     assert torch.utils.deterministic.fill_uninitialized_memory
     yield
-    torch.use_deterministic_algorithms(False)
+    torch._C._set_deterministic_algorithms(False)
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +61,8 @@ def _logs_end_with_their_test() -> Iterator[None]:
     yield
     for logger, (handlers, level, propagate) in zip(loggers, found, strict=True):
         logger.handlers[:], logger.propagate = handlers, propagate
-        logger.setLevel(level)
+        if logger.level != level:  # to set a level goes through all loggers
+            logger.setLevel(level)
 
 
 @pytest.fixture(scope="module", autouse=True)

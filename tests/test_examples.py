@@ -77,7 +77,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize("name", sweep(MODELS, 4))
+@pytest.mark.parametrize("name", sweep(MODELS, 7))
 def test_embedded_loop_gives_the_engines_tokens(name: str, expected: Expected, calls: Counter[str]) -> None:
     """Admission while others run, chunks, mixed steps, graphs, a shared prefix; row 0 and page 0 in use."""
     config, tokens = expected(name)

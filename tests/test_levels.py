@@ -4,6 +4,7 @@ import gc
 import importlib
 import os
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -12,10 +13,25 @@ import torch
 from hypothesis import strategies as st
 
 from tests.conftest import PROVIDERS, pytest_cmdline_main, pytest_collection_modifyitems
+from tests.kernels.conftest import pytest_collection_modifyitems as kernel_levels
 from tests.support.lazily import lazily
 from tests.support.levels import draw, drawn, examples, sweep
 
 Source = pytest.Config.ArgsSource
+
+
+class Collected:
+    """What a collected test says of itself."""
+
+    def __init__(self, path: Path, name: str, params: dict[str, object], *marks: str) -> None:
+        self.path, self.nodeid, self.params, self.found = path, name, params, [*marks]
+        self.callspec = SimpleNamespace(params=params)
+
+    def get_closest_marker(self, name: str) -> str | None:
+        return name if name in self.found else None
+
+    def add_marker(self, mark: pytest.MarkDecorator) -> None:
+        self.found.append(mark.name)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +69,30 @@ def test_what_a_sweep_leaves_out_is_slow() -> None:
     assert marks == [[], ["slow"], [], ["soak"], ["soak"]]
     marks = [[mark.name for mark in each.marks] for each in sweep(range(7), 4, thin=2)]
     assert marks == [[], ["soak"], ["slow"], ["soak"], [], ["soak"], ["slow"]]
+
+
+def test_a_thin_draw_leaves_values_to_the_soak_level() -> None:
+    slow = [each.values for each in drawn("abcde", 5, 4, 10, thin=2) if "slow" in [mark.name for mark in each.marks]]
+    assert slow == [("a", 10), ("c", 10), ("e", 10)]
+    soak = [each.values for each in drawn("abcde", 5, 4, 10, thin=2) if "soak" in [mark.name for mark in each.marks]]
+    assert [name for name, _ in soak] == [*"abcde"]
+
+
+def test_a_grid_of_a_kernel_is_in_three_levels() -> None:
+    """Each value of each parameter is in each of them."""
+    file = Path(__file__).with_name("kernels") / "test_x.py"
+    items = [Collected(file, f"test_x[{provider}-{a}-{b}]", {"provider": provider, "a": a, "b": b})
+             for provider in ("torch", "triton") for a in range(3) for b in range(3)]  # fmt: skip
+    few = [Collected(file, f"test_few[{a}]", {"a": a}) for a in range(4)]
+    slow = [Collected(file, f"test_slow[{a}]", {"a": a}, "slow") for a in range(6)]
+    kernel_levels([*items, *few, *slow])  # type: ignore[arg-type, list-item]
+    assert [item.params["a"] for item in slow if item.found == ["slow"]] == [0, 3, 4]
+    assert [item.params["a"] for item in slow if item.found == ["slow", "soak"]] == [1, 2, 5]
+    assert not any(item.found for item in few)
+    for provider in ("torch", "triton"):
+        for level in ([], ["slow"], ["soak"]):
+            kept = [item.params for item in items if item.found == level and item.params["provider"] == provider]
+            assert {each["a"] for each in kept} == {each["b"] for each in kept} == {0, 1, 2}
 
 
 def test_each_level_draws_more() -> None:

@@ -87,9 +87,9 @@ def expected(model: Path, pair: Pair, found: list[Answer]) -> list[Answer]:
 
 
 def _levels() -> list[Any]:
-    """Each second pair without ranks, and each eighth one with ranks, in the slow level; the others in the soak one."""
+    """Each fourth pair without ranks, and each eighth one with ranks, in the slow level; the others in the soak one."""
     ranks = [pair for pair in TRIED if set(pair) & set(RANKS)]
-    slow = {*[pair for pair in TRIED if pair not in ranks][::2], *ranks[::8]}
+    slow = {*[pair for pair in TRIED if pair not in ranks][::4], *ranks[::8]}
     names = {pair: "-".join(pair).replace(" ", "_") for pair in TRIED}
     return [
         pytest.param(pair, id=names[pair], marks=pytest.mark.slow if pair in slow else pytest.mark.soak)

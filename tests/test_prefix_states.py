@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -164,7 +165,7 @@ def play(
     return session.coordinator.prefixes.counts
 
 
-@pytest.mark.parametrize(("bench", "examples"), drawn(MODELS, 8, 2, 3, 40), indirect=["bench"])
+@pytest.mark.parametrize(("bench", "examples"), drawn(MODELS, 8, 2, 3, 40, thin=2), indirect=["bench"])
 def test_cached_tokens_equal_uncached_ones(bench: Bench, examples: int) -> None:
     @settings(max_examples=examples, deadline=None, derandomize=True)
     @given(
@@ -201,8 +202,7 @@ def test_a_second_turn_comes_from_main_memory(bench: Bench, mode: str) -> None:
     assert found["1", 0].token_ids == wanted
 
 
-@pytest.mark.parametrize("mode", ["classic", "replay"])
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("mode", "overlap"), sweep(product(["classic", "replay"], [False, True]), 3))
 def test_a_second_turn_hits(bench: Bench, mode: str, overlap: bool) -> None:
     """The answer's last token is never computed: the state is that after 12 tokens, where a page ends."""
     turns = [Turn(5, answered, 8, False, arrives, None) for answered, arrives in ((False, 0), (True, 14))]
@@ -225,8 +225,7 @@ def test_a_donated_slot_may_hold_a_state_within_an_answer_in_the_same_step(
     assert done == [[donation], "launch", "wait", [copy]]
 
 
-@pytest.mark.parametrize("mode", ["classic", "replay"])
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("mode", "overlap"), sweep(product(["classic", "replay"], [False, True]), 3))
 def test_a_history_that_leaves_an_answer_starts_within_it(bench: Bench, mode: str, overlap: bool) -> None:
     """Of 14 tokens behind a prompt of 5 it keeps 9; the states are after 8 and 12 of all, the prompt's after 4."""
     first = Turn(5, False, 14, False, 0, None)
@@ -247,7 +246,9 @@ def test_a_history_that_leaves_an_answer_starts_within_it(bench: Bench, mode: st
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name, mode", [(name, "classic") for name in MODELS] + [(name, "replay") for name in RINGS])
+@pytest.mark.parametrize(
+    "name, mode", sweep([(name, "classic") for name in MODELS] + [(name, "replay") for name in RINGS], 3)
+)
 def test_a_row_continues_from_a_snapshot(name: str, mode: str, checkpoints: CheckpointStore) -> None:
     """Snapshot at 13 tokens, decode on, restore: the row decodes the same again, bit for bit. So does another row whose
     prompt starts from the snapshot's slot; it leaves that slot as it is."""

@@ -100,7 +100,7 @@ REQUESTS = st.builds(
 )
 
 
-@pytest.mark.parametrize(("bench", "examples"), drawn(MODELS, 4, 3, 6, 80), indirect=["bench"])
+@pytest.mark.parametrize(("bench", "examples"), drawn(MODELS, 4, 3, 6, 80, thin=2), indirect=["bench"])
 def test_every_request_gets_the_tokens_that_it_gets_alone(bench: Bench, examples: int) -> None:
     """Random arrivals, lengths, stops and aborts; pools too small for all; chunked prefill; retraction; overlap."""
 

@@ -27,7 +27,7 @@ CHAT = {"template": "{{ messages[0].content * 3 }}", "messages": [{"role": "user
 GOOD = {RENDER: msgspec.msgpack.encode(CHAT), DECODE: msgspec.msgpack.encode(Job("file", png(1, 20, 10), 1000))}
 
 
-@pytest.fixture(scope="module", params=[RENDER, DECODE])
+@pytest.fixture(scope="module", params=[DECODE, pytest.param(RENDER, marks=pytest.mark.slow)])
 def child(request: pytest.FixtureRequest) -> Iterator[RequestChild]:
     own = RequestChild(request.param, {"max_bytes": 1 << 26})
     yield own
@@ -78,7 +78,7 @@ def test_a_process_killed_meanwhile_is_said_and_started_again(child: RequestChil
     assert child.process is None and works(child)
 
 
-@pytest.mark.parametrize("size", [10, 1 << 20])
+@pytest.mark.parametrize("size", [10, pytest.param(1 << 20, marks=pytest.mark.slow)])
 def test_a_process_that_hangs_is_ended(child: RequestChild, size: int) -> None:
     os.kill(pid_of(child), signal.SIGSTOP)
     with pytest.raises(TimeoutError):

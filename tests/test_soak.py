@@ -11,7 +11,7 @@ Record = Callable[[str, object], None]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", range(len(RUNS)))
+@pytest.mark.parametrize("run", [pytest.param(i, marks=[pytest.mark.soak] * (i % 2)) for i in range(len(RUNS))])
 def test_random_schedules_for_a_while(run: int, checkpoints: CheckpointStore) -> None:
     assert soak(run, 40, "cpu", checkpoints)["finished"] > 0
 

@@ -35,6 +35,8 @@ KEEP_ALIVE_SECONDS = 30
 # (benchmarks/bench_http.py).
 SWITCH_SECONDS = 0.0002
 MAX_FILES = 65536  # many systems allow 1,024
+# Python 3.12 freezes 375 objects when it starts. A process that froze torch's has more than 100,000.
+FROZEN_BY_PYTHON = 10_000
 
 
 def http_settings(app: ASGIApp, settings: ServerConfig) -> uvicorn.Config:
@@ -63,6 +65,7 @@ class Server(uvicorn.Server):
         super().__init__(http_settings(app, service.config))
         self._service = service
         self._tasks: list[asyncio.Task[None]] = []
+        self._froze = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._service.llm.draining:
@@ -76,8 +79,10 @@ class Server(uvicorn.Server):
         await self._service.start_renderer()
         await warm_up(self._service.llm)
         log.info("warm-up: %.1f s", time.monotonic() - began)
-        gc.collect()
-        gc.freeze()  # a collection would walk all of torch between two steps
+        self._froze = gc.get_freeze_count() < FROZEN_BY_PYTHON  # or this process has done it
+        if self._froze:
+            gc.collect()
+            gc.freeze()  # a collection would walk all of torch between two steps
         self._tasks = [asyncio.create_task(self._end_when_drained())]
         if self._service.config.stats_interval:
             self._tasks.append(asyncio.create_task(write_statistics(self._service)))
@@ -90,9 +95,10 @@ class Server(uvicorn.Server):
             log.info("serving %s on %s", self._service.names[0], ", ".join(self.addresses()))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Ends connections, and lets the collector see everything again."""
+        """Ends connections, and lets the collector see again what `startup` froze."""
         await super().shutdown(sockets)
-        gc.unfreeze()
+        if self._froze:
+            gc.unfreeze()
 
     def addresses(self) -> list[str]:
         if self._service.config.uds is not None:

@@ -13,6 +13,7 @@ from hybridrt.kernels.attention.paged_attention import RowContexts, attend
 from tests.runtime.test_graph_runner import inputs_of, runner_of
 from tests.support.by_hand import ByHand, Row
 from tests.support.checkpoints import CheckpointStore
+from tests.support.levels import sweep
 from tests.support.session import Session, greedy
 
 WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "is_nonzero", "equal"}
@@ -45,8 +46,10 @@ def test_questions_are_noticed() -> None:
     assert not questions.found
 
 
-@pytest.mark.parametrize(("mode", "tokens"), [("classic", 1), ("replay", 1), ("intermediate", 3), ("replay", 3)])
-@pytest.mark.parametrize("name", MODELS)
+STATE_WAYS = [("classic", 1), ("replay", 1), ("intermediate", 3), ("replay", 3)]
+
+
+@pytest.mark.parametrize(("name", "mode", "tokens"), sweep(((n, *way) for n in MODELS for way in STATE_WAYS), 3))
 def test_decode_and_verify_steps(name: str, mode: str, tokens: int, checkpoints: CheckpointStore) -> None:
     """Planning, all layers and the commit; eagerly and as a graph, padded."""
     hand = ByHand(checkpoints[name].path, mode=mode, tokens=tokens)

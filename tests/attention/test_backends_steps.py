@@ -69,7 +69,7 @@ def test_a_step_touches_only_its_own_rows(name: str, mode: str, tokens: int, che
             break  # extend rows of one request come before its decode rows
 
 
-@pytest.mark.parametrize(("name", "mode", "tokens"), sweep(STEPS, 5, thin=3))
+@pytest.mark.parametrize(("name", "mode", "tokens"), sweep(STEPS, 8, thin=3))
 def test_scratch_stays_finite(name: str, mode: str, tokens: int, checkpoints: CheckpointStore) -> None:
     hand, _ = started(checkpoints[name].path, mode, tokens, {3: 5})
     for step in range(20):
@@ -100,7 +100,7 @@ def test_idle_steps_give_empty_tensors(name: str, mode: str, tokens: int, checkp
     assert not any(hand.touched(before).values())
 
 
-@pytest.mark.parametrize(("name", "mode", "tokens"), sweep(STEPS, 5, thin=3))
+@pytest.mark.parametrize(("name", "mode", "tokens"), sweep(STEPS, 8, thin=3))
 def test_mixed_batch_equals_rows_alone(name: str, mode: str, tokens: int, checkpoints: CheckpointStore) -> None:
     """Two decode (or verify) rows, a new prompt, a later chunk and a last chunk of one token."""
     lengths = {1: 6, 2: 17, 3: 20, 4: 5}
@@ -127,7 +127,7 @@ def test_mixed_batch_equals_rows_alone(name: str, mode: str, tokens: int, checkp
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), sweep([(name, mode) for name, mode, tokens in STEPS if tokens == 1], 5, thin=3)
+    ("name", "mode"), sweep([(name, mode) for name, mode, tokens in STEPS if tokens == 1], 10, thin=7)
 )
 def test_prefill_then_decode_equals_longer_prefill(name: str, mode: str, checkpoints: CheckpointStore) -> None:
     """Logits, recurrent state, conv window and KV, wherever prefill ends and decoding begins."""
@@ -144,7 +144,7 @@ def test_prefill_then_decode_equals_longer_prefill(name: str, mode: str, checkpo
         assert_close(hand.state(2, len(tokens)), whole.state(2, len(tokens)), 2e-5)
 
 
-@pytest.mark.parametrize("name", sweep(MODELS, 4, thin=2))
+@pytest.mark.parametrize("name", sweep(MODELS, 6, thin=5))
 def test_chunked_prefill_equals_whole_prefill(name: str, checkpoints: CheckpointStore) -> None:
     """States too, for chunk ends on both sides of the scan's own chunks."""
     tokens = random_tokens(torch.Generator().manual_seed(6), 80)
@@ -169,7 +169,7 @@ def test_prompt_chunks_leave_the_ring_empty(name: str, checkpoints: CheckpointSt
     assert int(hand.mamba.ring_length[1]) == 1
 
 
-@pytest.mark.parametrize(("name", "mode", "tokens"), sweep(STEPS, 5, thin=3))
+@pytest.mark.parametrize(("name", "mode", "tokens"), sweep(STEPS, 8, thin=3))
 def test_a_new_tenant_sees_nothing_of_the_last(name: str, mode: str, tokens: int, checkpoints: CheckpointStore) -> None:
     """Row, slot, ring and pages of a request that decoded for a while go to another one."""
     hand, _ = started(checkpoints[name].path, mode, tokens, {1: 30})
@@ -184,7 +184,7 @@ def test_a_new_tenant_sees_nothing_of_the_last(name: str, mode: str, tokens: int
     torch.testing.assert_close(hand.forward(hand.batch([row])), fresh.forward(fresh.batch([row])), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", sweep([name for name in MODELS if has_replay(name)], 2))
+@pytest.mark.parametrize("name", sweep([name for name in MODELS if has_replay(name)], 4))
 def test_a_snapshot_consumes_nothing(name: str, checkpoints: CheckpointStore) -> None:
     """At any fill of the ring: the state as a prefill leaves it, and the row decodes on as if none had been taken."""
     path = checkpoints[name].path

@@ -41,7 +41,7 @@ def reference_states(checkpoint: Checkpoint, known: dict[int, list[int]]) -> dic
 
 
 @pytest.mark.parametrize(
-    ("name", "mode", "tokens"), sweep([(*way, tokens) for way in VERIFYING for tokens in (2, 5, 9, 8, 16)], 13, thin=3)
+    ("name", "mode", "tokens"), sweep([(*way, tokens) for way in VERIFYING for tokens in (2, 5, 9, 8, 16)], 23, thin=9)
 )
 def test_verify_equals_decodes_for_each_accepted_length(
     name: str, mode: str, tokens: int, checkpoints: CheckpointStore
@@ -72,7 +72,7 @@ def test_verify_equals_decodes_for_each_accepted_length(
         assert_close(hand.state(row, len(history)), plain.state(1, len(history)), 2e-4)
 
 
-@pytest.mark.parametrize(("name", "mode", "examples"), drawn(VERIFYING, 18, 5, 2))
+@pytest.mark.parametrize(("name", "mode", "examples"), drawn(VERIFYING, 18, 5, 2, thin=2))
 def test_any_sequence_of_steps(name: str, mode: str, examples: int, checkpoints: CheckpointStore) -> None:
     """Verify steps of any width, plain decode steps, and both beside prompt chunks, in any order."""
 
@@ -118,7 +118,7 @@ def play(checkpoint: Checkpoint, mode: str, data: st.DataObject) -> None:
         assert_close(hand.state(row, len(known[row])), state, 2e-4)
 
 
-@pytest.mark.parametrize(("name", "mode"), sweep(VERIFYING, 5, thin=3))
+@pytest.mark.parametrize(("name", "mode"), sweep(VERIFYING, 9, thin=4))
 def test_steps_without_drafts_between_verify_steps(name: str, mode: str, checkpoints: CheckpointStore) -> None:
     """Plain decode steps in any number; what verify steps stored for going back is not read by them."""
     checkpoint, generator = checkpoints[name], torch.Generator().manual_seed(7)

@@ -49,8 +49,8 @@ def start(hand: ByHand, chunks: Chunks) -> list[ExtendRow]:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize(("chunks", "short"), list(zip((CHUNKS, ONE_EACH), SHORT)), ids=["several", "one of a row"])
-@pytest.mark.parametrize("name", sweep(MODELS, 6))
+@pytest.mark.parametrize(("chunks", "short"), sweep(zip((CHUNKS, ONE_EACH), SHORT), 2), ids=["several", "one of a row"])
+@pytest.mark.parametrize("name", sweep(MODELS, 12, thin=5))
 def test_saved_states_are_those_of_shorter_chunks(
     name: str, chunks: Chunks, short: Chunks, provider: str, checkpoints: CheckpointStore
 ) -> None:

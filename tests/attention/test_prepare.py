@@ -41,7 +41,7 @@ def fill(batch: ForwardBatch, source: ForwardBatch) -> None:
         getattr(batch, name).copy_(getattr(source, name))
 
 
-@pytest.mark.parametrize(("name", "mode", "tokens"), sweep(STEPS, 2))
+@pytest.mark.parametrize(("name", "mode", "tokens"), sweep(STEPS, 4, thin=3))
 def test_preparing_a_step_ahead_changes_nothing(
     name: str, mode: str, tokens: int, checkpoints: CheckpointStore
 ) -> None:

@@ -45,7 +45,7 @@ def test_cases_are_whole_requests_of_bounded_size() -> None:
             assert json.loads(body)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_images_are_encoded_or_refused(tmp_path: Path) -> None:
     """The picture is another one with another number."""
     images = {case.name: case for case in cases_of_images()}

@@ -10,7 +10,9 @@ from hybridrt.engine.cache.prefix_store import GRID
 from tests.support.levels import sweep
 
 
-@pytest.mark.parametrize(("trace", "least"), [("chat", 0.85), ("branching", 0.9), ("agents", 0.93), ("shared", 0.99)])
+@pytest.mark.parametrize(
+    ("trace", "least"), sweep([("chat", 0.85), ("branching", 0.9), ("agents", 0.93), ("shared", 0.99)], 2)
+)
 def test_hit_rates_with_few_slots(trace: str, least: float) -> None:
     """Smaller and shorter than the benchmark, so a little below its shares."""
     row = measure(Case(trace, Shape(12, 4, 160, 20, VOCAB, 0), 0.0, 2, 4), 150)

@@ -9,11 +9,12 @@ import pytest
 from benchmarks import bench_http
 from benchmarks.bench_host import VOCAB, build
 from hybridrt.bench.workload import WorkloadConfig, make_work
+from tests.support.levels import sweep
 
 STREAMS, STEP = 4, 0.02
 
 
-@pytest.mark.parametrize(("concurrency", "rate"), [(STREAMS, None), (None, 20.0)], ids=["closed", "open"])
+@pytest.mark.parametrize(("concurrency", "rate"), sweep([(STREAMS, None), (None, 20.0)], 2), ids=["closed", "open"])
 def test_a_server_and_its_engine_alone_run_the_same_load(
     concurrency: int | None, rate: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

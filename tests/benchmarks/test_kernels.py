@@ -14,6 +14,7 @@ from benchmarks.timeline import Span, draw
 from hybridrt.kernels.core import providers
 from hybridrt.models.config.read_config import read_model_config
 from tests.support.checkpoints import falcon, jamba, nemotron, qwen
+from tests.support.levels import sweep
 from tests.support.newer_checkpoints import ling, minimax
 from tests.support.tiny import write_tiny
 
@@ -36,7 +37,7 @@ def results(case: Case, args: Args, name: str) -> list[Tensor]:
     return [outputs[0], *(own[key][1:] for key in ("states", "conv") if key in own)]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sweep(MODELS, 3))
 def test_cases_are_what_the_operations_take(name, tmp_path):
     """And what is beside them computes the same. (On a CPU the references stand in for the kernels.)"""
     config = read_model_config(write_tiny(tmp_path, MODELS[name], tokenizer=False))

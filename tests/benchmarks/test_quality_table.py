@@ -2,12 +2,15 @@
 
 import json
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.quality_table import EXACT, ROWS, TASKS, measure, regressions, table
+
+QUICK = ("plain", "int4 weights", "fp8 KV", "int8 states")  # one of each sort
 
 
 def figures(**changes: Any) -> dict[str, dict[str, Any]]:
@@ -34,7 +37,12 @@ def test_tasks_have_two_continuations() -> None:
     assert all(task.keys() == {"prompt", "right", "wrong"} and task["right"] != task["wrong"] for task in tasks)
 
 
-@pytest.mark.slow
-def test_no_option_is_beyond_its_limit() -> None:
-    found = measure(Path(sysconfig.get_path("stdlib")))
+@pytest.mark.parametrize(
+    "names",
+    [pytest.param(QUICK, marks=pytest.mark.slow), pytest.param([row.name for row in ROWS], marks=pytest.mark.soak)],
+    ids=["one of each sort", "all"],
+)
+def test_no_option_is_beyond_its_limit(names: Sequence[str]) -> None:
+    found = measure(Path(sysconfig.get_path("stdlib")), rows=[row for row in ROWS if row.name in names])
+    assert {*names, *EXACT} == found.keys()
     assert regressions(found) == [], table(found)

@@ -12,6 +12,7 @@ from hybridrt.chat.reasoning import GRANITE, THINK
 from hybridrt.chat.registry import TOOL_PARSERS
 from hybridrt.chat.tool_parsers.forced import ForcedCalls
 from tests.support.chat_samples import SAMPLES, SCHEMAS, Sample
+from tests.support.levels import sweep
 
 
 def events(sample: Sample, pieces: Sequence[str], truncated: bool = False) -> list[Event]:
@@ -94,7 +95,7 @@ def test_an_answer_that_breaks_off_has_no_half_call_and_no_syntax_behind_a_call(
             assert sample.content.startswith(shown) or opening.startswith(shown[shown.rindex("<") :]), end
 
 
-@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: f"{sample.parser} {sample.name}")
+@pytest.mark.parametrize("sample", sweep(SAMPLES, 2), ids=lambda sample: f"{sample.parser} {sample.name}")
 def test_a_truncated_answer_is_the_beginning_of_the_whole(sample: Sample) -> None:
     """Of its content, its reasoning and each call's arguments: wherever it was cut, nothing of a tag or of a call's
     syntax is in them."""

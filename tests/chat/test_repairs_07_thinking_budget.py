@@ -148,7 +148,7 @@ def answers(path: Path, drafted: bool = False, **options: Any) -> Iterator[Any]:
         assert not drafted or engine.counters().accepted > 0
 
 
-@pytest.mark.parametrize("mode", ["ngram", "tree", "overlap"])
+@pytest.mark.parametrize("mode", ["tree", "overlap", pytest.param("ngram", marks=pytest.mark.soak)])
 @pytest.mark.slow
 def test_the_same_tokens_as_without_drafts(mode: str, path: Path, plain: list[Any]) -> None:
     assert list(answers(path, mode != "overlap", **MODES[mode])) == plain

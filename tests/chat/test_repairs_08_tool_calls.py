@@ -4,6 +4,7 @@ elements, calls in reasoning that never ends, and the tags that models vary. Eac
 
 import json
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hybridrt.chat.registry import TOOL_PARSERS, choose
 from hybridrt.chat.schemas import types_of
 from hybridrt.chat.tools import read_tools
 from hybridrt.models.config.family_registry import KNOWN_FAMILIES
+from tests.support.levels import sweep
 from tests.support.scripted_llm import byte_tokenizer
 from tests.support.tool_calls import (
     ARGUMENTS,
@@ -104,8 +106,11 @@ def test_the_format_of_a_family_is_found_and_read_at_every_cut(template: str, pa
     assert (content, objects(calls)) == ("I write it.", [("note", ARGUMENTS)])
 
 
-@pytest.mark.parametrize("opening", ["<|tool_call|>", "<tool_call>"])
-@pytest.mark.parametrize("closing", ["", "</tool_call>", "\n</tool_call>\n", "<|/tool_call|>", "</|tool_call|>"])
+OPENINGS = ("<|tool_call|>", "<tool_call>")
+CLOSINGS = ("", "</tool_call>", "\n</tool_call>\n", "<|/tool_call|>", "</|tool_call|>")
+
+
+@pytest.mark.parametrize(("opening", "closing"), sweep(product(OPENINGS, CLOSINGS), 3))
 def test_a_closing_tag_of_granite_is_no_text(opening: str, closing: str) -> None:
     content, _, calls = read_everywhere("granite", f"I write it.\n{opening}[{JSON}]{closing}", step=1)
     assert (content, objects(calls)) == ("I write it.", [("note", ARGUMENTS)])

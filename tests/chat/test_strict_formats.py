@@ -127,7 +127,9 @@ def test_what_the_grammar_allows_is_read_as_valid_arguments(name: str, compiler:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", STRICT)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.soak] * (i % 2)) for i, name in enumerate(STRICT)]
+)
 def test_more_of_what_the_grammar_allows(name: str, compiler: GrammarCompiler) -> None:
     check(name, compiler, 12)
     check(name, compiler, 4, LITERALS)

@@ -21,6 +21,7 @@ from hybridrt.cli import conversation, line_reader
 from hybridrt.cli.app import app
 from hybridrt.engine.cache.session_file import SessionReader
 from hybridrt.transfer.keys import find_key
+from tests.support.levels import sweep
 from tests.support.tiny import CHAT_TEMPLATE, write_tiny
 
 OPTIONS = {
@@ -43,7 +44,7 @@ IN_A_CHECKPOINT = (
 )
 
 
-@pytest.fixture(params=["device", "pipe", "directory", "huge file"])
+@pytest.fixture(params=sweep(["device", "directory", "pipe", "huge file"], 2))
 def endless(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Something that cannot be read whole. Meanwhile this process may take 2 GiB more and half a minute."""
     monkeypatch.setattr(files, "PATIENCE", 0.01)

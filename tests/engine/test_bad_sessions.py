@@ -17,6 +17,7 @@ from tests.engine.test_sessions import TEXT, ask, build, rewrite
 from tests.models.test_models_parity import prompts
 from tests.support.cache_ledger import check_cache
 from tests.support.checkpoints import CheckpointStore, qwen, write
+from tests.support.levels import sweep
 
 OTHER = prompts(30, seed=9)[0]
 
@@ -55,7 +56,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name, config, change", CASES)
+@pytest.mark.parametrize("name, config, change", sweep(CASES, 2))
 def test_who_hits_useless_numbers_computes_afresh(
     name: str, config: str, change: Callable[..., None], checkpoints: CheckpointStore, tmp_path: Path
 ) -> None:

@@ -79,7 +79,7 @@ def test_a_prompt_is_kept_as_its_request_stored_it(name: str, checkpoints: Check
     torch.testing.assert_close(found, chunked.logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["qwen-dense", "falcon-plain"])
+@pytest.mark.parametrize("name", sweep(["qwen-dense", "falcon-plain"], 2))
 def test_memory_that_pages_share_changes_nothing(
     name: str, checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

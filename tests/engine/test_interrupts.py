@@ -183,7 +183,7 @@ def test_an_interrupt_at_any_line_leaves_nothing_behind(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strike", [sigint, anything])
+@pytest.mark.parametrize("strike", [sigint, pytest.param(anything, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", SCENES)
 def test_an_interrupt_at_every_line_once(
     name: str, strike: Callable[[], None], monkeypatch: pytest.MonkeyPatch

@@ -85,7 +85,7 @@ def check(session: Session, checkpoint: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize("provider", ["triton-shuffled"], indirect=True)
-@pytest.mark.parametrize("name", sweep(NAMES, len(NAMES), thin=2))
+@pytest.mark.parametrize("name", sweep(NAMES, len(NAMES), thin=3))
 def test_prompts_that_leave_and_find_states(name: str, kernels: None, checkpoints: CheckpointStore) -> None:
     check(session_of(checkpoints[name]), checkpoints[name])
 

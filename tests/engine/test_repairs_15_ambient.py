@@ -89,7 +89,7 @@ def check(call: Callable[[], Any], want: Any, state: Callable[[], AbstractContex
 PLAIN = [name for name in CASES if name.endswith(("-plain", "rope"))]
 
 
-@pytest.mark.parametrize("name", sweep(PLAIN, 10, thin=3))
+@pytest.mark.parametrize("name", sweep(PLAIN, 20, thin=3))
 def test_every_family_loads_and_runs_the_same(name: str, tmp_path: Path) -> None:
     path = write_tiny(tmp_path, CASES[name], tokenizer=False)
     want = answers(path)

@@ -284,7 +284,10 @@ def processes(llm: LLM) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"tp_size": 2}, {"tp_size": 2, "expert_parallel": True}])
+@pytest.mark.parametrize(
+    "options",
+    [{"tp_size": 2, "expert_parallel": True}, *(pytest.param(o, marks=pytest.mark.soak) for o in ({}, {"tp_size": 2}))],
+)
 def test_processes_give_the_tokens_of_one(options: dict[str, Any], checkpoints: CheckpointStore) -> None:
     path = checkpoints["qwen-split"].path
     with alone(path) as llm:

@@ -82,7 +82,7 @@ def test_a_form_holds_from_the_first_token_on(llm: LLM) -> None:
         llm.generate(PROMPT, SamplingParams(resume_token_ids=wrong, **params))
 
 
-@pytest.mark.parametrize("kept", range(1, 10))
+@pytest.mark.parametrize("kept", sweep(range(1, 10), 4, thin=2))
 def test_text_before_half_a_character_has_come(llm: LLM, kept: int) -> None:
     """The embedded model writes characters that it does not know byte by byte."""
     pytest.importorskip("llguidance")

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from hybridrt import LLM, CheckpointError, SamplingParams
 from hybridrt.cli.app import app
 from hybridrt.engine.api.sampling_defaults import default_sampling_params
+from tests.support.levels import sweep
 from tests.support.tiny import write_tiny
 
 PROMPT = "def f():"
@@ -78,7 +79,7 @@ def command_line(path: Path, *options: str) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "generation", [{}, {"do_sample": False}, {"temperature": 2.0, "top_k": 50, "max_new_tokens": 12}]
+    "generation", sweep([{"temperature": 2.0, "top_k": 50, "max_new_tokens": 12}, {}, {"do_sample": False}], 3)
 )
 def test_python_and_the_command_line_sample_alike(tmp_path: Path, generation: dict[str, Any]) -> None:
     path = write_tiny(tmp_path, generation={"eos_token_id": 2} | generation)

@@ -22,6 +22,7 @@ from tests.models.test_models_parity import prompts
 from tests.speculative.test_schedules import MAKERS
 from tests.support.cache_ledger import check_cache
 from tests.support.checkpoints import CheckpointStore
+from tests.support.levels import sweep
 from tests.support.mtp_oracle import write_with_head
 
 MODELS = ("falcon-plain", "qwen-plain", "falcon_mamba-plain", "lfm2-plain", "nemotron-attention_alone")
@@ -41,7 +42,9 @@ def ask(llm: LLM, prompt: list[int], count: int = 8, **params: Any) -> RequestOu
     return found
 
 
-@pytest.mark.parametrize("name, mode", [*((n, "classic") for n in MODELS), *((n, "replay") for n in MODELS[:2])])
+@pytest.mark.parametrize(
+    "name, mode", sweep([*((n, "classic") for n in MODELS), *((n, "replay") for n in MODELS[:2])], 3, thin=2)
+)
 def test_another_process_continues_where_this_one_ended(
     name: str, mode: str, checkpoints: CheckpointStore, tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ from hybridrt.engine.core import engine as engine_module
 from hybridrt.kernels.core.operation import Operation
 from hybridrt.parallel.tensor_parallel import _SplitStep
 from hybridrt.runtime.run.launched_step import LaunchedStep, MaskedLines
+from tests.support.levels import sweep
 from tests.support.schemas import MANY_RULES, SCHEMAS
 from tests.support.scripted_llm import scripted
 from tests.support.tiny import write_tiny
@@ -114,7 +115,7 @@ def test_every_output_is_valid(found: list[list[list[int]]]) -> None:
     assert len(found) > 2 * len(SCHEMAS) >= 80
 
 
-@pytest.mark.parametrize("mode", ["overlap", *(pytest.param(m, marks=pytest.mark.slow) for m in list(MODES)[1:])])
+@pytest.mark.parametrize("mode", sweep(MODES, len(MODES), thin=2))
 def test_every_way_of_running_gives_the_same_tokens(mode: str, path: Path, found: list[list[list[int]]]) -> None:
     params = cases()
     with load(path, **MODES[mode]) as llm:

@@ -154,7 +154,7 @@ def test_cached_tokens_equal_uncached_ones(examples: int, monkeypatch: pytest.Mo
     schedule()
 
 
-@pytest.mark.parametrize("page_size", sweep([1, 8, 16, 64], 2))
+@pytest.mark.parametrize("page_size", sweep([8, 1, 16, 64], 4))
 def test_a_real_model_says_the_same_with_the_cache(
     page_size: int, checkpoints: CheckpointStore, tmp_path: Path
 ) -> None:

@@ -22,7 +22,9 @@ from tests.support.levels import drawn
 LAYOUT = CacheLayout(4, True, 0, (None, 8))
 
 
-@pytest.mark.parametrize(("page_size", "recurrent", "lookahead", "windows", "examples"), drawn(CASES, 12, 3, 10, 100))
+@pytest.mark.parametrize(
+    ("page_size", "recurrent", "lookahead", "windows", "examples"), drawn(CASES, 12, 3, 10, 100, thin=3)
+)
 def test_messages_carry_the_events(
     page_size: int, recurrent: bool, lookahead: int, windows: tuple[int | None, ...], examples: int,
     monkeypatch: pytest.MonkeyPatch,

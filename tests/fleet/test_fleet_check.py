@@ -26,7 +26,7 @@ def run(options: list[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", RUNS, ids=" ".join)
+@pytest.mark.parametrize("options", [pytest.param(RUNS[0], marks=pytest.mark.soak), *RUNS[1:]], ids=" ".join)
 def test_nothing_is_lost(options: list[str]) -> None:
     run([*options, *SMALL, "--requests", "200" if "double" in options else "60"])
 

@@ -13,7 +13,9 @@ from tests.mem_cache.test_radix_cache import CASES, TEXTS, Ledger, array
 from tests.support.levels import drawn
 
 
-@pytest.mark.parametrize(("page_size", "recurrent", "lookahead", "windows", "examples"), drawn(CASES, 6, 3, 15, 200))
+@pytest.mark.parametrize(
+    ("page_size", "recurrent", "lookahead", "windows", "examples"), drawn(CASES, 6, 3, 15, 200, thin=3)
+)
 def test_a_mirror_answers_as_the_tree_does(
     page_size: int, recurrent: bool, lookahead: int, windows: tuple[int | None, ...], examples: int,
     monkeypatch: pytest.MonkeyPatch,

@@ -107,10 +107,13 @@ def test_skinny_linear(compiled: Compiler) -> None:
     assert all(u["registers"] <= 64 for u in usages if u["kernel"] == "_matvec_kernel")
 
 
-@pytest.mark.slow
-def test_weights_of_8_and_4_bits(compiled: Compiler) -> None:
+@pytest.mark.parametrize(
+    "table",
+    [pytest.param("quant", marks=pytest.mark.slow), pytest.param("quant, all formats", marks=pytest.mark.soak)],
+)
+def test_weights_of_8_and_4_bits(table: str, compiled: Compiler) -> None:
     """ptxas parks two values of int8 experts with zero points, in blocks of 64 pairs."""
-    usages = compiled("quant")
+    usages = compiled(table)
     assert {u["kernel"] for u in usages} >= {"_matvec_kernel", "_matmul_kernel", "_quant_grouped_kernel"}
     check(usages, SHARED, {"_quant_grouped_kernel": 8})
 
@@ -162,7 +165,7 @@ def test_latent_attention_of_absorbed_prompts(compiled: Compiler) -> None:
     check(usages, SHARED, {"_extend_kernel": 776})
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_attention_over_codes(compiled: Compiler) -> None:
     """Tiles are so small that converted numbers stay in registers. ptxas parks an address of one decode kernel, and of
     256 queries of a long prompt over latent vectors two numbers, as with plain ones."""

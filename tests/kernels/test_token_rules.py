@@ -152,7 +152,7 @@ def test_tokens_one_at_a_time_remember_those_before(seed: int) -> None:
         assert drawn[:, line].tolist() == alone(request, logits[:, line], [])
 
 
-@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("tree", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("seed", sweep(range(8), 8, 4))
 def test_verified_drafts_keep_what_single_steps_draw(tree: bool, seed: int) -> None:
     """Each step's logits depend on the output index alone, so that right drafts are known. Even seeds go on from an

@@ -69,7 +69,7 @@ def block_of_rank(comm: Communicator, tokens: int, bias: bool) -> tuple[Tensor, 
     return torch.stack((normed, total)), len(started)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("tokens", "bias"), [(9, False), (9, True), (2050, False), (2047, False), (2047, True)])
 def test_pieces_add_up_to_the_same(tokens: int, bias: bool, ranks: int) -> None:
     """Products of more than a thousand tokens add the residual themselves."""

@@ -1,6 +1,7 @@
 """Pools: shapes, what a new tenant gets, page tables, and many slots."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from hybridrt.mem_cache.pools.mamba_pool_spec import MambaPoolSpec, ring_width
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 from tests.support.by_hand import ByHand, Row
 from tests.support.checkpoints import CheckpointStore
+from tests.support.levels import sweep
 
 MAMBA = state_shape(Mamba2Config(4, 3, 5, n_groups=2, conv_kernel=4, chunk_size=8, dt_limit=(0.0, 1.0)))
 MAMBA1 = state_shape(Mamba1Config(intermediate_size=9, state_size=4, conv_kernel=4, dt_rank=2))
@@ -150,8 +152,9 @@ def test_kv_pools_start_finite_and_know_their_bytes() -> None:
         AttentionSpec(6, 3, 5, 5, variant="mqa", **half)
 
 
-@pytest.mark.parametrize("mode", ["classic", "replay"])
-@pytest.mark.parametrize("name", ["falcon-plain", "qwen-dense_by_number"])
+@pytest.mark.parametrize(
+    ("name", "mode"), sweep(product(["falcon-plain", "qwen-dense_by_number"], ["classic", "replay"]), 3)
+)
 def test_slots_and_rows_past_4096(name: str, mode: str, checkpoints: CheckpointStore) -> None:
     """The last of 5000 slots and rows gives what the first gives."""
     hand = ByHand(checkpoints[name].path, mode=mode, rows=5000, max_len=8)

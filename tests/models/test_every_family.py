@@ -15,7 +15,7 @@ from tests.support.ties import check_greedy
 FAMILIES = [name for name in CASES if name.endswith("-plain") and name != "swa_ssm-plain"]
 
 
-@pytest.mark.parametrize("name", sweep(FAMILIES, 4))
+@pytest.mark.parametrize("name", sweep(FAMILIES, 8, thin=3))
 def test_a_second_turn_begins_behind_the_first(name: str, checkpoints: CheckpointStore) -> None:
     """In the state mode that a GPU picks: what the first turn leaves in a ring is folded, and goes on as a state."""
     checkpoint, params = checkpoints[name], SamplingParams(max_tokens=22, temperature=0.0, ignore_eos=True)

@@ -1,6 +1,7 @@
 """Scales of a KV cache that checkpoints bring: of every spelling, incomplete ones, and those that cannot be."""
 
 import logging
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hybridrt.mem_cache.pools.kv_pool import KVScales
 from hybridrt.runtime.run import kv_scales
 from tests.models.test_quantised_checkpoints import BLOCKS, Case
 from tests.support.checkpoints import CheckpointStore
+from tests.support.levels import sweep
 from tests.support.session import Session
 
 CODES: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3"}
@@ -28,8 +30,10 @@ def scales(path: Path, **config: Any) -> dict[int, KVScales]:
     return Session(path, **(CODES | config)).runner.pools.kv.scales
 
 
-@pytest.mark.parametrize("names", [("k_scale", "v_scale"), ("k_proj.k_scale", "v_proj.v_scale"), ("attn.kv_scale",)])
-@pytest.mark.parametrize("case", [NEMOTRON, QWEN])
+SPELLINGS = [("k_scale", "v_scale"), ("k_proj.k_scale", "v_proj.v_scale"), ("attn.kv_scale",)]
+
+
+@pytest.mark.parametrize(("case", "names"), sweep(product([NEMOTRON, QWEN], SPELLINGS), 2))
 def test_scales_of_the_checkpoint(
     case: Case, names: tuple[str, ...], checkpoints: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

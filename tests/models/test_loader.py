@@ -94,7 +94,7 @@ def test_an_older_name_of_mambas_embedding(copy_of: Callable[[str], Path]) -> No
     assert load(path).embed.weight.isfinite().all()
 
 
-@pytest.mark.parametrize("name", sweep(BASES, 2))
+@pytest.mark.parametrize("name", sweep(BASES, 4, thin=3))
 def test_each_missing_key_is_named(name: str, checkpoints: CheckpointStore, tmp_path: Path) -> None:
     whole = load_file(checkpoints[name].path / "model.safetensors")
     shutil.copy(checkpoints[name].path / "config.json", tmp_path)
@@ -180,7 +180,7 @@ def sharded(tmp_path: Path, name: str = "qwen-plain") -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", BASES)
+@pytest.mark.parametrize("name", sweep(BASES, 4, thin=3))
 def test_shards_equal_one_file(name: str, checkpoints: CheckpointStore, tmp_path: Path) -> None:
     path = sharded(tmp_path, name)
     sample = Session(path).run(requests(9, steps=3))[0]
@@ -304,7 +304,7 @@ def test_stored_dtypes_are_converted(copy_of: Callable[[str], Path]) -> None:
     assert half["stack.parts.0.mamba.A"] == half["norm.weight"] == torch.float32
 
 
-@pytest.mark.parametrize("name", sweep(CASES, 6, thin=2))
+@pytest.mark.parametrize("name", sweep(CASES, 12, thin=5))
 def test_dummy_weights_are_seeded_and_finite(name: str, checkpoints: CheckpointStore, tmp_path: Path) -> None:
     """config.json is all they need; another seed gives others, and long prompts stay finite."""
     (tmp_path / "config.json").write_bytes((checkpoints[name].path / "config.json").read_bytes())

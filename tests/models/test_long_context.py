@@ -20,7 +20,7 @@ def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_prompt_of_a_million_tokens_is_the_same_in_chunks_of_any_size(recurrent: Path) -> None:
     prompt = torch.randint(3, VOCAB, (MILLION - 8,), generator=torch.Generator().manual_seed(0)).tolist()
     found = []

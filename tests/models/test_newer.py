@@ -42,7 +42,7 @@ plain_texts = cache(texts)
 @pytest.mark.parametrize(("family", "state_mode"), sweep([
     (family, mode) for family in (*NEWER, *PUBLISHED, *WINDOWED, "lfm2", "lfm2_moe", "mamba", "mamba2")
     for mode in ("intermediate", "replay")[: 1 + has_replay(f"{family}-plain")]
-], 10, thin=3))  # fmt: skip
+], 19, thin=5))  # fmt: skip
 def test_speculation_changes_no_text(family: str, state_mode: str, checkpoints: CheckpointStore) -> None:
     path = checkpoints[f"{family}-plain"].path
     drafted = texts(path, speculative=SpeculativeConfig("ngram", num_draft_tokens=3, state_mode=state_mode))

@@ -25,7 +25,7 @@ MODES = {name: ("classic",) if name in ("mamba1", "attention-free") else ("class
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [40], [9, 9, 9, 9, 9]]
 
 
-@pytest.mark.parametrize("name", sweep(MODELS, 2))
+@pytest.mark.parametrize("name", sweep(MODELS, 4))
 def test_chunks_and_mixed_steps(name: str, tmp_path: Path) -> None:
     checkpoint = Checkpoint(tmp_path, write(MODELS[name], tmp_path))
     for mode in MODES[name]:
@@ -35,7 +35,7 @@ def test_chunks_and_mixed_steps(name: str, tmp_path: Path) -> None:
         assert session.num_mixed() > 0
 
 
-@pytest.mark.parametrize("name", sweep(MODELS, 2))
+@pytest.mark.parametrize("name", sweep(MODELS, 4))
 def test_verify_steps(name: str, tmp_path: Path) -> None:
     """Chains in each state mode that there is, and trees."""
     write(MODELS[name], tmp_path)

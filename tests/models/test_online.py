@@ -1,6 +1,7 @@
 """Plain checkpoints that are quantised while they are loaded."""
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hybridrt.runtime.load.build import build_model, load_target, weight_bytes
 from hybridrt.runtime.load.digest import model_digest
 from hybridrt.speculative.draft_model import draft_config
 from tests.support.checkpoints import CheckpointStore, falcon, write
+from tests.support.levels import sweep
 from tests.support.live_bytes import LiveBytes
 from tests.support.online import MODELS, with_number, write_plain, write_twin
 from tests.support.session import Session
@@ -41,8 +43,7 @@ def load(path: Path, quantization: str | None, tp: TPGroup | None = None, **opti
     return build_model(config, target, file, progress=False)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "scheme"), sweep(product(MODELS, SCHEMES), 3))
 def test_logits_are_those_of_the_plain_twin(name: str, scheme: str, plain: dict[str, Path], tmp_path: Path) -> None:
     twin = write_twin(name, scheme, plain[name], tmp_path / "twin")
     prompts = [([5, 9, 17, 3, 40, 8], 4), ([2, 3], 4)]

@@ -44,7 +44,7 @@ def logits_of(path: Path, **options: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("name", ["falcon", "qwen"])
+@pytest.mark.parametrize("name", ["falcon", pytest.param("qwen", marks=pytest.mark.slow)])
 def test_what_is_written_is_the_dequantised_twin(
     name: str, scheme: str, plain: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ from hybridrt.collectives.groups import TPGroup
 from hybridrt.layers.quant.packed_weight import PackedWeight
 from hybridrt.runtime.load.build import build_model, empty_model, load_target, weight_bytes
 from tests.support.checkpoints import CheckpointStore
+from tests.support.levels import sweep
 from tests.support.mtp_oracle import HEADS, write_with_head
 from tests.support.quantised import KINDS
 from tests.support.session import Session
@@ -115,7 +116,7 @@ def with_cache_scales(config: dict[str, Any], tensors: dict[str, Tensor]) -> Non
         tensors[key.replace("weight", "input_scale")] = torch.tensor(0.5)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sweep(CASES, 2))
 def test_logits_are_those_of_the_plain_twin(name: str, checkpoints: CheckpointStore, tmp_path: Path) -> None:
     paths = CASES[name].write(checkpoints, tmp_path, with_cache_scales if "nemotron" in name else None)
     prompts = [([5, 9, 17, 3, 40, 8], 4), ([2, 3], 4)]

@@ -14,7 +14,6 @@ from tests.support.checkpoints import nemotron, qwen
 from tests.support.tiny import write_tiny
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.slow
 
 
 def ask(what: str, model: Path, cache: Path) -> Any:
@@ -25,6 +24,7 @@ def ask(what: str, model: Path, cache: Path) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_launches_find_what_was_compiled(tmp_path: Path) -> None:
     """And two layers of each sort launch all kernels that the whole model launches."""
     model, cache = write_tiny(tmp_path / "model", nemotron("MM*-MME-M"), tokenizer=False), tmp_path / "cache"
@@ -34,12 +34,14 @@ def test_launches_find_what_was_compiled(tmp_path: Path) -> None:
     assert ask("launches", model, cache) == {"hit": made["compiled"], "missed": [], "late": []}
 
 
+@pytest.mark.slow
 def test_keys_are_computed_before_launches(tmp_path: Path) -> None:
     """Also those of files that an operation reaches through another file."""
     model = write_tiny(tmp_path / "model", qwen(), tokenizer=False)
     assert ask("launches", model, tmp_path / "cache")["late"] == []
 
 
+@pytest.mark.soak
 def test_kernels_of_a_quantised_model(tmp_path: Path) -> None:
     """Its layers are those that a start has once weights are loaded: stored for kernels."""
     config = json.loads((ROOT / "benchmarks/configs/qwen3.5-35b-a3b-like/config.json").read_text())
@@ -50,6 +52,7 @@ def test_kernels_of_a_quantised_model(tmp_path: Path) -> None:
     assert {"_quantize_kernel", "_fp8_linear_kernel", "_quant_grouped_kernel"} <= set(names)
 
 
+@pytest.mark.soak
 def test_kernels_of_images() -> None:
     """The tower's, and those of positions on three axes."""
     folder = ROOT / "benchmarks/configs/qwen3.5-9b-vl-like"

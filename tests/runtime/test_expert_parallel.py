@@ -95,7 +95,8 @@ def test_each_expert_is_whole_on_one_rank(
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), [*sweep([(name, 2) for name in FAMILIES], 5), pytest.param("qwen-split", 4)]
+    ("name", "size"),
+    [*sweep([(name, 2) for name in FAMILIES], 8, thin=3), pytest.param("qwen-split", 4, marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_ranks_draw_the_tokens_of_one(name: str, size: int, checkpoints: CheckpointStore) -> None:
     alone = Session(checkpoints[name].path, page_size=4, cache_slots=1)
@@ -205,7 +206,7 @@ def test_a_prediction_head_shares_its_experts(name: str, groups: Groups, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen-split", "kimi-split"])
+@pytest.mark.parametrize("name", ["kimi-split", pytest.param("qwen-split", marks=pytest.mark.soak)])
 def test_cached_prefixes(name: str, groups: Groups, checkpoints: CheckpointStore) -> None:
     checkpoint, text = checkpoints[name], prompts(21)[0]
     asked = [text, [*text, *checkpoint.greedy(text, 7)[:6], 5, 6, 7], [*text[:18], 9, 9, 9]]

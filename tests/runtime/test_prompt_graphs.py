@@ -153,7 +153,7 @@ def check_equal(path: Any, mode: str, saves: bool, **config: Any) -> None:
 
 @pytest.mark.slow
 @torch.inference_mode()
-@pytest.mark.parametrize("name", ["falcon-plain", "falcon_mamba-plain"])
+@pytest.mark.parametrize("name", ["falcon-plain", pytest.param("falcon_mamba-plain", marks=pytest.mark.soak)])
 def test_kernels_see_bounds_alone(
     name: str, provider: str, checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ REPLICAS: list[tuple[str, dict[str, Any]]] = [("qwen-split", {}), ("nemotron-spl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", [0, 2])
+@pytest.mark.parametrize("run", [2, pytest.param(0, marks=pytest.mark.soak)])
 def test_ranks_for_a_while(run: int, checkpoints: CheckpointStore) -> None:
     name, options = RANKS[run]
     assert soak_ranks(name, 30, checkpoints, tp_size=2, **options)["finished"] > 0

@@ -50,7 +50,7 @@ SCHEDULES = [
 # The soak level has other seeds, and longer runs.
 @pytest.mark.parametrize(
     ("name", "changes", "seed", "steps"),
-    sweep([(*schedule, 70) for schedule in SCHEDULES[: len(SCHEDULES) // 4]], 15, thin=3)
+    sweep([(*schedule, 70) for schedule in SCHEDULES[: len(SCHEDULES) // 4]], 15, thin=7)
     + [pytest.param(*schedule, 120, marks=pytest.mark.soak) for schedule in SCHEDULES],
 )
 def test_schedules_give_the_same_samples(

@@ -149,7 +149,7 @@ def sessions_of(path: Path, second: int = 3, **options: Any) -> list[Session]:
 CASES = [("qwen-split", 2), *((name, 1) for name in FAMILIES), *((name, 2) for name in FAMILIES if name not in SIX)]
 
 
-@pytest.mark.parametrize(("name", "tp_size"), sweep(CASES, 16))
+@pytest.mark.parametrize(("name", "tp_size"), sweep(CASES, 16, thin=3))
 def test_replicas_draw_the_tokens_of_one(name: str, tp_size: int, checkpoints: CheckpointStore) -> None:
     """The experts of both compute the tokens of each, and are counted by rank."""
     sessions = sessions_of(checkpoints[name].path)
@@ -243,7 +243,7 @@ def sharing(path: Path, **options: Any) -> LLM:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"tp_size": 2}])
+@pytest.mark.parametrize("options", [{"tp_size": 2}, pytest.param({}, marks=pytest.mark.soak)])
 def test_processes_give_the_tokens_of_one(options: dict[str, Any], checkpoints: CheckpointStore) -> None:
     path = checkpoints["qwen-split"].path
     with LLM(str(path), device="cpu", max_model_len=128, max_running_requests=4, page_size=4) as llm:
@@ -256,7 +256,7 @@ def test_processes_give_the_tokens_of_one(options: dict[str, Any], checkpoints: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("sent", [signal.SIGSTOP, pytest.param(signal.SIGKILL, marks=pytest.mark.soak)])
 def test_a_lost_replica_ends_all_and_is_named(
     sent: signal.Signals, checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

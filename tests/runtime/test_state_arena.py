@@ -27,6 +27,7 @@ from hybridrt.runtime.step.plan import StateCopy
 from hybridrt.transfer.reads import image_reads, tp_ratio
 from tests.support.by_hand import ByHand, Row, assert_close
 from tests.support.checkpoints import CheckpointStore
+from tests.support.levels import sweep
 from tests.support.session import spoil
 
 PAGE, ROWS = 4, 3
@@ -165,7 +166,7 @@ def move(sources: list[Side], sinks: list[Side], length: int, offset: int = 5, a
 
 
 @pytest.mark.parametrize("name", LINEAR)
-@pytest.mark.parametrize("prefill, decode", list(product([1, 2, 4, 8], [1, 2, 4, 8])))
+@pytest.mark.parametrize("prefill, decode", sweep(product([1, 2, 4, 8], [1, 2, 4, 8]), 3))
 def test_state_moved_equals_state_cut_directly(name: str, prefill: int, decode: int) -> None:
     config = model_config(LINEAR[name], kv_heads=2)  # fewer than ranks
     whole = Whole.random(config, 11, seed=prefill + 10 * decode)

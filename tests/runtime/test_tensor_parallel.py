@@ -80,7 +80,7 @@ def session(groups: Groups, checkpoint: Checkpoint, size: int, **config: Any) ->
     ("name", "size"),
     [
         *(
-            pytest.param(n, 2, marks=() if n in ON_TWO else pytest.mark.soak if i % 2 else pytest.mark.slow)
+            pytest.param(n, 2, marks=() if n in ON_TWO else pytest.mark.soak if i % 3 else pytest.mark.slow)
             for i, n in enumerate(SPLIT)
         ),
         *(pytest.param(n, 4, marks=pytest.mark.soak if i % 4 else pytest.mark.slow) for i, n in enumerate(SPLIT)),

@@ -131,7 +131,7 @@ def test_a_collective_after_close_is_an_error() -> None:
             "falcon-split", "nemotron-split_groups", "qwen-split", "jamba-split", "lfm2_moe-split", "zamba2-split",
             "minimax-split", "minimax_published-split", "ling25-split",
         ],
-        4,
+        8,
     ),
 )  # fmt: skip
 def test_ranks_draw_the_same_tokens(name: str, checkpoints: CheckpointStore) -> None:
@@ -152,7 +152,7 @@ def test_ranks_draw_the_same_tokens(name: str, checkpoints: CheckpointStore) -> 
             ("jamba-split", 2), ("falcon-split", 4), ("zamba2-split", 2), ("nemotron-split_groups", 2),
             ("qwen-split", 2), ("minimax-split", 2), ("lfm2_moe-split", 2), ("ling25-split", 2),
         ],
-        2,
+        4,
     ),
 )  # fmt: skip
 def test_ranks_draw_the_same_tokens_with_sums_in_pieces(name: str, size: int, checkpoints: CheckpointStore) -> None:

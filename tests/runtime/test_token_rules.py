@@ -51,7 +51,7 @@ def without_drafts(path: Path) -> list[list[int]]:
         return run(llm)
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "draft"])
+@pytest.mark.parametrize("drafter", ["draft", pytest.param("ngram", marks=pytest.mark.soak)])
 @pytest.mark.slow
 def test_drafts_change_no_token_of_requests_with_rules(
     drafter: str, path: Path, without_drafts: list[list[int]]

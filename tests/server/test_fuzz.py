@@ -158,7 +158,7 @@ def schema_calls(served: Served, examples: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "examples", [5, pytest.param(30, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.soak)]
+    "examples", [2, pytest.param(15, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.soak)]
 )
 def test_what_the_openapi_document_allows(examples: int, served: Served) -> None:
     schema_calls(served, examples)

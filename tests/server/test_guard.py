@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import gc
 import json
 import socket
 import time
@@ -20,7 +21,7 @@ from hybridrt.server.core.guard import Guard
 from hybridrt.server.core.metrics import Metrics
 from hybridrt.server.core.respond import FAILURE
 from hybridrt.server.core.service import Service
-from hybridrt.server.run import Server, bind
+from hybridrt.server.run import FROZEN_BY_PYTHON, Server, bind
 from hybridrt.server.wire import http_limits
 from tests.server.test_errors import COMPLETION, assert_error
 from tests.support.http_server import WAIT, Served, serving
@@ -263,3 +264,15 @@ def test_two_servers_that_start_at_once_at_one_port(embedded: LLM) -> None:
             server = Server(make_app(service, Metrics(llm, "tested")), service)
             with pytest.raises(OSError, match=r"cannot listen on 127\.0\.0\.1:.*choose another"):
                 asyncio.run(server.startup([second]))
+
+
+def test_the_collector_sees_after_a_server_what_it_saw_before(embedded: LLM) -> None:
+    """The objects of a process that froze them itself stay frozen: a collection would walk all of torch."""
+    try:
+        for freeze in (gc.freeze, gc.unfreeze):
+            freeze()
+            with serving(embedded):
+                assert gc.get_freeze_count() > FROZEN_BY_PYTHON
+            assert (gc.get_freeze_count() > FROZEN_BY_PYTHON) is (freeze is gc.freeze)
+    finally:
+        gc.freeze()

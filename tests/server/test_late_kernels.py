@@ -12,10 +12,12 @@ import pytest
 from tests.support.checkpoints import CheckpointStore
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("name, drafts", [("embedded", ["3"]), ("kimi-plain", [])])
+@pytest.mark.parametrize(
+    "name, drafts",
+    [pytest.param("embedded", ["3"], marks=pytest.mark.slow), pytest.param("kimi-plain", [], marks=pytest.mark.soak)],
+)
 def test_the_warm_up_launches_every_kernel(name: str, drafts: list[str], checkpoints: CheckpointStore) -> None:
     model = name if name == "embedded" else str(checkpoints[name].path)
     env = {**os.environ, "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}

@@ -15,6 +15,7 @@ from hybridrt.server.openai.response_protocol import ResponseRequest
 from scripts.field_table import document
 from tests.server import test_fields
 from tests.support.http_server import Served
+from tests.support.levels import sweep
 
 USER = [{"role": "user", "content": "Hello"}]
 BASE: dict[str, dict[str, Any]] = {
@@ -87,7 +88,7 @@ REFUSED = [row for row in TOP if row.refused]
 IGNORED = [row for row in TOP if row.ignored]
 
 
-@pytest.mark.parametrize("row", REFUSED, ids=ids(REFUSED))
+@pytest.mark.parametrize("row", sweep(REFUSED, 2), ids=ids(REFUSED))
 def test_a_refused_field_is_refused_by_name(row: Row, served: Served) -> None:
     """And taken with each value that asks for nothing."""
     for form in forms_of(row, "refused"):
@@ -110,7 +111,7 @@ def said(answer: dict[str, Any]) -> Any:
     return [{name: value for name, value in item.items() if name != "id"} for item in items]
 
 
-@pytest.mark.parametrize("row", IGNORED, ids=ids(IGNORED))
+@pytest.mark.parametrize("row", sweep(IGNORED, 2), ids=ids(IGNORED))
 def test_an_ignored_field_changes_nothing(row: Row, served: Served) -> None:
     for form in forms_of(row, "ignored"):
         plain = served.post(FORMS[form], BASE[form])

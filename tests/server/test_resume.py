@@ -10,6 +10,7 @@ import pytest
 from hybridrt.server.core.respond import COUNT_HEADER
 from tests.support.chat_samples import TOOLS
 from tests.support.http_server import Served, serving
+from tests.support.levels import sweep
 from tests.support.scripted_llm import Scripted, scripted
 
 CALL = '{"name": "get_weather", "arguments": {"city": "Ö", "days": 3}}'
@@ -92,7 +93,7 @@ def test_before_and_rest_are_the_whole_stream(path: str, talker: tuple[Served, S
         assert joined(whole[: cut.end()] + rest) == joined(whole), kept
 
 
-@pytest.mark.parametrize("path", list(FORMS)[1:])
+@pytest.mark.parametrize("path", sweep(list(FORMS)[1:], 3))
 def test_an_answer_that_is_no_stream_is_whole(path: str, talker: tuple[Served, Scripted]) -> None:
     """Half of a call means nothing."""
     served, model = talker

@@ -124,7 +124,11 @@ def test_texts_of_schemas_are_valid(served: Served) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafts", [None, SpeculativeConfig("ngram", num_draft_tokens=3)], ids=["plain", "drafts"])
+@pytest.mark.parametrize(
+    "drafts",
+    [SpeculativeConfig("ngram", num_draft_tokens=3), pytest.param(None, marks=pytest.mark.soak)],
+    ids=["drafts", "plain"],
+)
 def test_texts_of_many_schemas_are_valid(drafts: SpeculativeConfig | None) -> None:
     check_many(drafts, SUITE[1::12], 10)
 

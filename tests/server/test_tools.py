@@ -14,6 +14,7 @@ from hybridrt.chat.registry import TOOL_PARSERS
 from tests.support.chat_samples import DALLAS, SAMPLES, TOOLS, Sample
 from tests.support.http_server import Served, serving
 from tests.support.lazily import lazily
+from tests.support.levels import sweep
 from tests.support.scripted_llm import Scripted, scripted
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ def test_the_helpers_of_the_client_run_a_tool_loop(served: Served, speaker: Scri
     assert json.loads(final.message.tool_calls[0].function.arguments)["days"] == 3
 
 
-@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: f"{sample.parser} {sample.name}")
+@pytest.mark.parametrize("sample", sweep(SAMPLES, 3), ids=lambda sample: f"{sample.parser} {sample.name}")
 def test_a_byte_a_delta_adds_up_to_the_whole(sample: Sample, speaker: Scripted) -> None:
     tokens = speaker.say(sample.text)
     options: Any = {"tools": TOOLS, "tool_parser": sample.parser, "reasoning_parser": "think"}

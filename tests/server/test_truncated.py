@@ -11,6 +11,7 @@ from hybridrt.chat.conversation import read_conversation
 from hybridrt.chat.events import ChatMessage
 from tests.support.chat_samples import TOOLS
 from tests.support.http_server import Served, serving
+from tests.support.levels import sweep
 from tests.support.scripted_llm import Scripted, byte_tokenizer, scripted
 
 ASK: list[Any] = [{"role": "user", "content": "Weather?"}]
@@ -56,7 +57,7 @@ def test_a_cut_at_every_byte(talker: tuple[Served, Scripted]) -> None:
     assert ended.content == ANSWER[:8] and ended.finish_reason == "stop"
 
 
-@pytest.mark.parametrize("place", [4, 9])
+@pytest.mark.parametrize("place", sweep([9, 4], 2))
 def test_no_endpoint_shows_half_a_tag(place: int, talker: tuple[Served, Scripted]) -> None:
     served, model = talker
     model.say(ANSWER)

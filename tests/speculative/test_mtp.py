@@ -154,7 +154,7 @@ def assert_chains(naive: NaiveHead, seen: list[Chain], drafts: int) -> None:
 @pytest.mark.parametrize(("mode", "drafts", "graphs", "chunk", "pages"), sweep([
     ("intermediate", 4, False, 8192, None), ("replay", 1, False, 2, None), ("replay", 7, True, 3, None),
     ("intermediate", 15, False, 4, None), ("intermediate", 7, True, 8192, 0), ("replay", 3, False, 5, 0),
-], 6))  # fmt: skip
+], 6, thin=2))  # fmt: skip
 @pytest.mark.parametrize("name", ["qwen", pytest.param("nemotron", marks=pytest.mark.soak)])
 def test_drafts_are_those_of_the_naive_head(
     name: str, mode: str, drafts: int, graphs: bool, chunk: int, pages: int | None, heads: Store

@@ -156,7 +156,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     yield Bench(Rigs(tmp_path_factory.mktemp("models")))
 
 
-@pytest.mark.parametrize(("name", "mode", "topk", "method", "examples"), drawn(CELLS, 6, 2, 3, 40))
+@pytest.mark.parametrize(("name", "mode", "topk", "method", "examples"), drawn(CELLS, 6, 2, 3, 40, thin=3))
 def test_cached_equals_uncached(
     name: str, mode: str, topk: int, method: str | None, examples: int, bench: Bench
 ) -> None:
@@ -185,7 +185,10 @@ def chat() -> list[Turn]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "mode", "topk", "method"), ON_TWO)
+@pytest.mark.parametrize(
+    ("name", "mode", "topk", "method"),
+    [*ON_TWO[2:], *(pytest.param(*each, marks=pytest.mark.soak) for each in ON_TWO[:2])],
+)
 def test_cached_equals_uncached_on_two_ranks(
     name: str, mode: str, topk: int, method: str | None, bench: Bench, ranks: Ranks
 ) -> None:

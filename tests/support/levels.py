@@ -20,13 +20,14 @@ def sweep(values: Iterable[Any], every: int, most: int | None = None, thin: int 
     return found + [pytest.param(*each, marks=pytest.mark.soak) for each in more]
 
 
-def drawn(values: Iterable[Any], every: int, quick: int, most: int, soak: int = 0) -> list[Any]:
+def drawn(values: Iterable[Any], every: int, quick: int, most: int, soak: int = 0, thin: int = 1) -> list[Any]:
     """A sweep of a test that draws examples, whose number is its last parameter: each `every`-th value draws `quick` by
     default, each value `most` in the slow level, and `soak` in the soak level, or five times the greater of both.
-    Examples are the same ones each time, so the slow level leaves out what the default level draws as many of."""
+    Examples are the same ones each time, so the slow level leaves out what the default level draws as many of. Of the
+    others it has each `thin`-th."""
     packed = [value if isinstance(value, tuple) else (value,) for value in values]
     some = [pytest.param(*each, quick) for each in packed[::every]]
-    slow = [each for i, each in enumerate(packed) if most > quick or i % every]
+    slow = [each for i, each in enumerate(packed) if most > quick or i % every][::thin]
     more = [(slow, most, pytest.mark.slow), (packed, soak or 5 * max(quick, most), pytest.mark.soak)]
     return some + [pytest.param(*each, count, marks=mark) for these, count, mark in more for each in these]
 

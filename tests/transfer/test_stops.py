@@ -2,6 +2,7 @@
 
 import random
 import time
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from hybridrt.base.errors import PeerGoneError
 from tests.support.in_process import InProcessTransport
+from tests.support.levels import sweep
 from tests.support.tiny import write_tiny
 from tests.support.transfer_pair import Decoder, Prefiller, alone, build, greedy, run
 
@@ -26,8 +28,7 @@ def expected(model: Path) -> list[list[int]]:
     return alone(model, PROMPTS, greedy())
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("compute_here", [True, False])
+@pytest.mark.parametrize(("compute_here", "steps"), sweep(product([True, False], [1, 2, 3, 5, 8]), 3))
 def test_a_prefill_worker_that_stops_is_dropped(
     steps: int, compute_here: bool, model: Path, expected: list[list[int]]
 ) -> None:

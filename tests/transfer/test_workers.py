@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("falcon"), falcon(), tokenizer=False)
 
 
-@pytest.mark.parametrize("name", sweep(MODELS, 5))
+@pytest.mark.parametrize("name", sweep(MODELS, 9, thin=2))
 def test_same_tokens_as_one_process(name: str, tmp_path: Path) -> None:
     path = write_tiny(tmp_path, MODELS[name], tokenizer=False)
     hub: dict[str, torch.Tensor] = {}
