@@ -123,6 +123,15 @@ def test_a_file_that_is_replaced_while_threads_read_it_is_refused(tmp_path: Path
     assert [tensor.unique().tolist() for _, tensor in tensors_of(shards)] == [[2.0], [2.0]]
 
 
+@pytest.mark.parametrize("shape", [[0, 2**70], [2**40, 2**40, 0], [1] * 1000])
+def test_shapes_that_no_tensor_has_are_refused(shape: list[int], tmp_path: Path) -> None:
+    size = 0 if 0 in shape else 4
+    header = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, size]}}).encode()
+    (tmp_path / "a").write_bytes(struct.pack("<Q", len(header)) + header + bytes(size))
+    with pytest.raises(DamagedFileError, match="no tensor can have the shape"):
+        TensorFile(tmp_path / "a", 1 << 20)
+
+
 def test_tensors_are_compared_by_their_bytes(tmp_path: Path) -> None:
     one = torch.randn(9, 5)
     save_file({"a": one, "b": one.clone(), "c": one + 1, "d": one.reshape(5, 9).clone()}, tmp_path / "x")

@@ -1,10 +1,12 @@
 """Reads safetensors files without mapping them, so that a file that changes gives an error.
 
 If a mapped file becomes shorter, access past its new end kills the process (SIGBUS). The format's
-own library maps; its checks are repeated here.
+own library maps; its checks are repeated here. Only prepared weights are mapped.
 """
 
 import json
+import math
+import mmap
 import os
 import stat
 from dataclasses import dataclass
@@ -15,7 +17,8 @@ import torch
 
 _LENGTH = 8
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC  # opening a pipe does not wait
-_MAX_SIZE = 1 << 62  # bytes of a tensor, as far as its shape tells
+_MAX_SIZE = 1 << 62  # bytes of a tensor, as far as its shape tells, and each of its lengths
+_MAX_DIMENSIONS = 64  # of torch
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U64": torch.uint64, "U32": torch.uint32,
@@ -95,6 +98,11 @@ class TensorFile:
         """Reads [n] uint8 from byte `start` on. DamagedFileError: the file became shorter."""
         found: Any = into.numpy()
         read_exactly(self._fd, start, memoryview(found))
+
+    def mapped(self) -> torch.Tensor:
+        """The file as [n] uint8 that is mapped, as it was opened. What is written there stays in this
+        process. If the file becomes shorter later, access past its end kills the process."""
+        return torch.frombuffer(mmap.mmap(self._fd, self._stamp[2], access=mmap.ACCESS_COPY), dtype=torch.uint8)
 
     def check_unchanged(self) -> None:
         """DamagedFileError if the file was written since it was opened."""
@@ -179,11 +187,9 @@ def _entry(key: str, told: Any, first: int) -> Entry:
         raise DamagedFileError(f"it is damaged: its header does not say where {key!r} is")
     if dtype not in DTYPES:
         raise DamagedFileError(f"{key!r} has dtype {dtype[:20]!r}: the file is damaged or of a newer format")
-    size = DTYPES[dtype].itemsize
-    for length in shape:
-        size *= length
-        if size > _MAX_SIZE:
-            break
+    if len(shape) > _MAX_DIMENSIONS or not _fits(shape):
+        raise DamagedFileError(f"it is damaged: no tensor can have the shape of {key!r}, of {len(shape)} dimensions")
+    size = DTYPES[dtype].itemsize * math.prod(shape)
     if offsets[1] - offsets[0] != size:
         raise DamagedFileError(
             f"it is damaged: {key!r} is {dtype} {shape[:9]}, but has {offsets[1] - offsets[0]} bytes"
@@ -192,6 +198,11 @@ def _entry(key: str, told: Any, first: int) -> Entry:
 
 
 _FIELDS = "dtype", "shape", "data_offsets"
+
+
+def _fits(shape: list[int]) -> bool:
+    """Whether strides can be computed: torch does so as if no length were 0."""
+    return math.prod(max(length, 1) for length in shape) <= _MAX_SIZE
 
 
 def _naturals(found: Any) -> bool:

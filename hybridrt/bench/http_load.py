@@ -264,7 +264,7 @@ def _read(answer: Received, timing: Timing) -> Timing:
             raise ValueError("the answer has no tokens")
         if timing.output_tokens == 0:
             timing.output_tokens = sum(count for _, count in timing.gains)
-    except (ValueError, LookupError, TypeError, AttributeError, msgspec.MsgspecError) as e:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, msgspec.MsgspecError) as e:
         failure = answer.failure or e
         timing.error = f"{type(failure).__name__}: {failure}"
     if timing.gains:

@@ -33,6 +33,12 @@ def rank_timeout() -> float:
     return seconds
 
 
+def check_length(message: bytes) -> None:
+    """MessageError if a link does not send it."""
+    if len(message) > MAX_LINK_BYTES:
+        raise MessageError(f"a message has {len(message)} bytes; it may have {MAX_LINK_BYTES}")
+
+
 class Link:
     """A channel between rank 0 and another rank. One thread may listen while others send.
 
@@ -48,8 +54,7 @@ class Link:
     def send(self, message: bytes) -> None:
         """Returns when the operating system has the message. PeerGoneError; MessageError if it is too
         long, before any of it is sent."""
-        if len(message) > MAX_LINK_BYTES:
-            raise MessageError(f"a message has {len(message)} bytes; it may have {MAX_LINK_BYTES}")
+        check_length(message)
         with self._sending:
             for start in range(0, max(len(message), 1), PART_BYTES):
                 end = start + PART_BYTES

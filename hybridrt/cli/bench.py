@@ -120,12 +120,12 @@ class ResultOptions:
 
     def show_suite(self, rows: Sequence[Sequence[str]], facts: dict[str, Any]) -> None:
         """Writes the page of the loads so far, and prints the last of them."""
-        if self.output is not None:
-            Path(self.output).write_text(page(rows, facts))
         if self.json_only:
             typer.echo(json.dumps(dict(zip(COLUMNS, rows[-1], strict=True))))
         else:
             print_table(console(), "Milliseconds", COLUMNS, rows[-1:], right=COLUMNS[1:])
+        if self.output is not None:  # after the results are shown: the disk may be full
+            Path(self.output).write_text(page(rows, facts))
 
     def show(
         self, timings: Sequence[Timing], planned: int, load: WorkloadConfig, energy: Energy | None, **facts: Any
@@ -141,12 +141,12 @@ class ResultOptions:
         if energy is not None:
             found["energy"] = energy.figures(found)
         text = json.dumps(found, indent=2)
-        if self.output is not None:
-            Path(self.output).write_text(text + "\n")
         if self.json_only:
             typer.echo(text)
         else:
             _print(found)
+        if self.output is not None:
+            Path(self.output).write_text(text + "\n")
         if self.picture is not None:
             plot(timings, self.picture)
         if found["interrupted"]:
@@ -255,7 +255,7 @@ def offline(
 def _object(text: str | None) -> dict[str, Any] | None:
     try:
         value = json.loads(text or "{}")
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise ConfigError(f"--extra-body is no JSON: {e}") from e
     if not isinstance(value, dict):
         raise ConfigError("--extra-body must be a JSON object")

@@ -1,7 +1,6 @@
 """`hybridrt compare`: the same requests to two servers."""
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,7 +8,7 @@ import typer
 
 from hybridrt.base.errors import ConfigError, EngineError, ServerError
 from hybridrt.base.formats import Format
-from hybridrt.cli.options import JsonOption
+from hybridrt.cli.options import JsonOption, check_out
 
 if TYPE_CHECKING:
     from hybridrt.verify.differences import Comparison
@@ -44,8 +43,7 @@ def compare(
     for name, value, low in (("concurrency", concurrency, 1), ("requests", requests, 1), ("allow", allow, 0)):
         if value is not None and value < low:
             raise ConfigError(f"--{name} is {value}; it must be at least {low}")
-    if out is not None and not os.access(Path(out).absolute().parent, os.W_OK):
-        raise ConfigError(f"--out: {out}.md cannot be written; name a file in a directory that exists")
+    check_out(out, (".md", ".json", ".svg"))
     work = read_trace(trace, requests, vocab)
     targets = (
         ComparedTarget(url_a, model_a or _first_model(url_a, api_key_a), api_key_a),
@@ -53,9 +51,9 @@ def compare(
     )
     comparison = _run(targets, work, concurrency)
     found = {"format": str(FORMAT), "url_a": url_a, "url_b": url_b, **comparison.as_json()}
-    if out is not None:
-        _write(out, comparison, found)
     typer.echo(json.dumps(found, indent=2)) if as_json else _print(comparison, found)
+    if out is not None:  # after the results are shown: the disk may be full
+        _write(out, comparison, found)
     if comparison.failed[0] == comparison.failed[1] == comparison.requests:
         raise EngineError(f"every request has failed at both servers: {found['a']['errors'][0]}")
     if comparison.changed_count > allow or comparison.failed[0] != comparison.failed[1]:

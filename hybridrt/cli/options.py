@@ -1,9 +1,11 @@
 """Options that commands share, as dataclasses: None means not given, so the config class decides."""
 
 import inspect
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 
 import typer
@@ -165,6 +167,18 @@ def read_text(option_name: str, file: str) -> str:
         return files.read_text(file)
     except (OSError, ValueError) as e:
         raise ConfigError(f"{option_name}: {file} cannot be read: {e}") from e
+
+
+def check_out(name: str | None, endings: Sequence[str]) -> None:
+    """Checks `--out NAME`, the beginning of files' names, before a run whose results go there.
+
+    Raises:
+        ConfigError: a file with one of the endings cannot be written.
+    """
+    for file in () if name is None else (Path(f"{name}{ending}") for ending in endings):
+        beginning = not name or name.endswith("/")
+        if beginning or file.is_dir() or not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
+            raise ConfigError(f"--out: {file} cannot be written; name a file in a directory that exists")
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:

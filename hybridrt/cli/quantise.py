@@ -1,5 +1,10 @@
 """`hybridrt quantize`: a quantised copy of a plain checkpoint."""
 
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -35,7 +40,8 @@ def quantize(
     if scheme not in SCHEMES:
         raise ConfigError(f"scheme is {scheme!r}; it must be one of {', '.join(SCHEMES)}")
     words = None if text is None else read_text("--text", text)
-    made = write_quantised(model, Path(out), scheme, ignore or (), progress=True)
+    with _clean_end():
+        made = write_quantised(model, Path(out), scheme, ignore or (), progress=True)
     share = made.bytes / made.source_bytes
     typer.echo(
         f"{made.path}: {made.modules} matrices in {scheme}, {made.plain} plain; {made.bytes:,} bytes, {share:.2f} of "
@@ -44,6 +50,19 @@ def quantize(
     if words is not None:
         before, after = (_perplexity(name, words, device) for name in (model, out))
         typer.echo(f"perplexity {before:.4f} before, {after:.4f} after ({after / before - 1:+.2%})")
+
+
+@contextmanager
+def _clean_end() -> Iterator[None]:
+    """SIGTERM ends the process as an exception: what is half written is removed, as after Ctrl-C."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _perplexity(model: str, text: str, device: str) -> float:

@@ -1,13 +1,12 @@
 """`hybridrt verify`: checks a checkpoint on this machine."""
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hybridrt.cli.options import EMBEDDED, JsonOption, ModelArgument
+from hybridrt.cli.options import EMBEDDED, JsonOption, ModelArgument, check_out
 
 if TYPE_CHECKING:
     from hybridrt.verify.results import Report
@@ -40,15 +39,14 @@ def verify(
 
     if limit is not None and limit < 1:
         raise ConfigError(f"--limit is {limit}; it must be at least 1")
-    if out is not None and not os.access(Path(out).absolute().parent, os.W_OK):
-        raise ConfigError(f"--out: {out}.md cannot be written; name a file in a directory that exists")
+    check_out(out, (".md", ".json"))
     other = None if against is None else read_report(against)
     report = _run(model, quick, device, dtype, tuple(task or ()), limit, other)
     report.note = note
     found = report.as_json()
-    if out is not None:
-        _write(out, found)
     typer.echo(json.dumps(found, indent=2)) if as_json else _print(report)
+    if out is not None:  # after the results are shown: the disk may be full
+        _write(out, found)
     if report.status == "failed" or (strict and report.status == "warned"):
         raise typer.Exit(1)
 

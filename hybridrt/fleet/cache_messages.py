@@ -182,9 +182,7 @@ def _checked(message: CacheMessage, layout: CacheLayout) -> PrefixNames:
 def _decoded(data: bytes, kind: Any) -> Any:
     try:
         return msgspec.json.decode(data, type=kind)
-    except msgspec.MsgspecError as e:
-        raise MessageError(f"no event of a prefix cache: {e}") from e
-    except UnicodeDecodeError as e:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
         raise MessageError(f"no event of a prefix cache: {e}") from e
 
 

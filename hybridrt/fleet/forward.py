@@ -17,8 +17,8 @@ from hybridrt.server.wire.sse import DONE, event, named_events
 MAX_TARGET = 2**15  # characters of a path and its query
 BUSY = (429, 502, 503)  # another replica may have room
 _PASSED_ON = (
-    "accept", "anthropic-beta", "anthropic-version", "authorization", "content-type", "traceparent", "tracestate",
-    "x-api-key", "x-request-id", "x-request-timeout",
+    b"accept", b"anthropic-beta", b"anthropic-version", b"authorization", b"content-type", b"traceparent",
+    b"tracestate", b"x-api-key", b"x-request-id", b"x-request-timeout",
 )  # fmt: skip
 _PASSED_BACK = (
     b"cache-control", b"content-type", b"retry-after", b"warning", b"www-authenticate", b"x-accel-buffering",
@@ -38,15 +38,16 @@ class NotAnswered(Exception):
         self.answer, self.lost = answer, lost
 
 
-def headers_for(scope: Scope, replica_key: str | None) -> dict[str, str]:
-    """Headers of the request at a replica. The client's key goes with it, unless replicas have a
-    key of their own."""
-    found = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-    passed = {name: found[name] for name in _PASSED_ON if name in found}
+def headers_for(scope: Scope, replica_key: str | None) -> dict[bytes, bytes]:
+    """Headers of the request at a replica, as bytes: they need not be ASCII. The client's key goes
+    with it, unless replicas have a key of their own."""
+    found: dict[bytes, bytes] = dict(scope["headers"])
+    # Blanks around a value are no part of it, and the parser leaves those after it.
+    passed = {name: found[name].strip(b" \t") for name in _PASSED_ON if name in found}
     if replica_key is not None:
-        passed.pop("x-api-key", None)
-        passed["authorization"] = f"Bearer {replica_key}"
-    return passed | {COUNT_HEADER.decode(): "1"}
+        passed.pop(b"x-api-key", None)
+        passed[b"authorization"] = b"Bearer " + replica_key.encode()
+    return passed | {COUNT_HEADER: b"1"}
 
 
 def target_of(scope: Scope) -> str:
@@ -71,7 +72,7 @@ class Forward:
     """
 
     def __init__(
-        self, scope: Scope, send: Send, body: bytes, headers: Mapping[str, str], ids: Sequence[int] = ()
+        self, scope: Scope, send: Send, body: bytes, headers: Mapping[bytes, bytes], ids: Sequence[int] = ()
     ) -> None:
         self._scope, self._send, self._headers = scope, send, dict(headers)
         self.body, self.begun, self._streams = body, False, False

@@ -22,7 +22,7 @@ async def short_answer(
     method: str,
     url: str,
     most: int | None,
-    headers: Mapping[str, str] | None = None,
+    headers: Mapping[bytes, bytes] | None = None,
     content: bytes | None = None,
 ) -> ShortAnswer:
     """The answer, as it was sent: nothing is unpacked. `most` None: its body is not read. The caller
@@ -32,6 +32,7 @@ async def short_answer(
         MessageError: its body has more than `most` bytes. httpx.HTTPError: there is none.
     """
     async with client.stream(method, url, headers=headers, content=content) as answer:
+        answer.headers.encoding = "latin-1"  # each byte is a character, which goes back as this byte
         body, kind = bytearray(), answer.headers.get("content-type")
         if most is None:
             return ShortAnswer(answer.status_code, kind, b"")

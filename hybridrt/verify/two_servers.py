@@ -71,7 +71,7 @@ def _read(received: Received, timing: Timing) -> Answered:
             _read_chunk(msgspec.json.decode(event), answer, now)
         if not timing.gains:
             raise ValueError("the answer has no tokens")
-    except (ValueError, LookupError, TypeError, AttributeError, msgspec.MsgspecError) as e:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, msgspec.MsgspecError) as e:
         failure = received.failure or e
         timing.error = f"{type(failure).__name__}: {failure}"[:300]
     timing.output_tokens = max(timing.output_tokens, len(answer.ids), len(answer.tokens))

@@ -11,7 +11,6 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -74,12 +73,12 @@ class PreparedWeights:
         self.file = directory / f"{name}.safetensors"
 
     def load(self, model: nn.Module) -> bool:
-        """Fills a model. False if there is no file.
+        """Fills a model. False if there is no file, or the directory may not be searched.
 
         Raises:
             CheckpointError: the file is damaged, of another format, or has other tensors than the model.
         """
-        if not self.file.exists():
+        if not os.path.exists(self.file):
             return False
         places = named_tensors(model)
         with opened(self.file) as held:
@@ -87,11 +86,11 @@ class PreparedWeights:
                 raise CheckpointError(f"{self.file} has no prepared weights that this version reads: {refusal}")
             found = {key: entry for key, entry in held.entries.items() if not key.startswith(_PADDING)}
             kinds = {key: (entry.dtype, tuple(entry.shape)) for key, entry in found.items()}
-            if kinds != {key: _kind(tensor) for key, tensor in places.items()}:
-                raise CheckpointError(f"{self.file} has other tensors than the model: delete it")
+            aligned = all(entry.start % ALIGNED == 0 for entry in found.values())
+            if not aligned or kinds != {key: _kind(tensor) for key, tensor in places.items()}:
+                raise CheckpointError(f"{self.file} has other tensors than the model, or other places: delete it")
             if next(iter(places.values())).device.type == "cpu":
-                size = max(entry.start + entry.size for entry in found.values())
-                mapped = torch.from_file(str(self.file), shared=False, size=size, dtype=torch.uint8)
+                mapped = held.mapped()
                 for key, entry in found.items():
                     part = mapped[entry.start : entry.start + entry.size]
                     places[key].data = part.view(DTYPES[entry.dtype]).view(entry.shape)
@@ -103,13 +102,14 @@ class PreparedWeights:
 
     def save(self, model: nn.Module) -> None:
         """Writes the file for later starts. A warning says why it cannot be written."""
-        with suppress(FileExistsError):
-            self.file.parent.mkdir(parents=True, mode=0o700)
         try:
-            with tempfile.NamedTemporaryFile(dir=self.file.parent, delete=False) as file:
+            self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self.file.parent, suffix=".part", delete=False) as file:
                 try:
                     for part in _written(named_tensors(model)):
                         file.write(part)
+                    file.flush()
+                    os.fsync(file.fileno())  # some file systems tell only now that they are full
                     os.replace(file.name, self.file)
                 except BaseException:
                     os.unlink(file.name)

@@ -232,6 +232,18 @@ def test_bench_serve(served: Served, tmp_path: Path) -> None:
     assert "6 requests, 0 failed" in text.output and "time to first token" in text.output
 
 
+def test_a_full_disk_loses_no_result(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(suites, "SUITE", {"one": suites.Load(WorkloadConfig(requests=2, output_tokens=5), 2)})
+    common = ["bench", "serve", served.url, "--api-key", "key", "--output", str(tmp_path / "r"), "--json"]
+    for more in (SMALL[:-1], ["--suite", "all"]):
+        result = runner.invoke(app, [*common, *more])
+        assert isinstance(result.exception, OSError) and json.loads(result.stdout)
+
+
 @pytest.mark.parametrize(
     ("options", "text", "status"),
     [
@@ -239,6 +251,7 @@ def test_bench_serve(served: Served, tmp_path: Path) -> None:
         (["nonsense", "--model", "x"], "is no URL", 2),
         (["--requests", "0"], "requests is 0", 2),
         (["--extra-body", "[]", "--model", "x"], "must be a JSON object", 2),
+        (["--extra-body", "[" * 100_000, "--model", "x"], "is no JSON", 2),
         (["--output", "/nowhere/x.json"], "/nowhere/x.json cannot be written", 2),
         (["--picture", "/tmp"], "/tmp cannot be written", 2),
         pytest.param(["--picture", "/tmp/x.xyz"], "no format of pictures", 2, marks=PLOTS),

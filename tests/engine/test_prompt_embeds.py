@@ -72,11 +72,14 @@ def test_the_cache_tells_them_apart(checkpoints: CheckpointStore) -> None:
         ({"prompt_embeds": np.zeros((2, 32), int)}, "pass an array of floats"),
         ({"prompt_embeds": np.zeros((0, 32))}, "pass an array of floats"),
         ({"prompt_embeds": np.zeros(32)}, "pass an array of floats"),
+        ({"prompt_embeds": torch.zeros(2, 32, dtype=torch.complex64)}, "pass an array of floats"),
+        ({"prompt_embeds": torch.zeros(2, 32, device="meta")}, "pass an array of floats"),
+        ({"prompt_embeds": torch.zeros(2, 32).to_sparse()}, "pass an array of floats"),
         ({"prompt_embeds": np.zeros((2, 7))}, r"are no float32 array of 2 x"),
         ({"prompt_embeds": np.full((2, 32), np.nan)}, "not finite"),
         ({"prompt_embeds": np.zeros((2, 32)), "prompt": "a"}, "prompt_embeds goes alone"),
     ],
-    ids=range(7),
+    ids=range(10),
 )
 def test_other_values_are_refused(given: Any, text: str, checkpoints: CheckpointStore) -> None:
     with load(checkpoints["falcon-plain"].path) as llm, pytest.raises(RequestError, match=text):

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from hybridrt import LLM, AsyncLLM, SamplingParams
 from hybridrt.base.errors import CheckpointError, ConfigError, DeviceError, EngineError, MessageError, RankError
+from hybridrt.channel import control
 from hybridrt.channel.control import TIMEOUT_VARIABLE
 from hybridrt.engine.replicas import replicated_engine, start
 from hybridrt.engine.replicas.messages import Failed, FromReplica, Stepped, decode, encode
@@ -212,6 +213,9 @@ def test_a_request_that_cannot_be_sent_is_not_kept(
         prepared = llm.engine.prepare([5, 6], greedy(3))
         with pytest.raises(MessageError, match="cannot be sent"):
             llm.engine.submit(dataclasses.replace(prepared, boundaries=(2**70,)))
+        monkeypatch.setattr(control, "MAX_LINK_BYTES", 100_000)
+        with pytest.raises(MessageError, match="it may have 100000"):
+            llm.engine.submit(dataclasses.replace(prepared, boundaries=tuple(range(60_000))))
         assert not llm.engine.has_unfinished()
         placement = llm.engine._placement  # type: ignore[attr-defined]
         assert [(each.requests, each.tokens) for each in placement.replicas.values()] == [(0, 0)] * 2

@@ -11,10 +11,10 @@ import pytest
 from hybridrt.base.errors import MessageError
 from hybridrt.fleet import body_room, counted_stream, replica_client
 from hybridrt.fleet.body_room import BodyRoom
-from hybridrt.fleet.cache_messages import layout_message
+from hybridrt.fleet.cache_messages import apply_message, layout_message
 from hybridrt.fleet.counted_stream import CountedStream
 from hybridrt.fleet.forward import Forward, target_of
-from hybridrt.fleet.prefix_mirror import CacheLayout
+from hybridrt.fleet.prefix_mirror import CacheLayout, PrefixMirror
 from hybridrt.fleet.replica_client import ReplicaClient
 from hybridrt.fleet.router import Router, RouterConfig, _fields
 from hybridrt.fleet.short_answer import short_answer
@@ -59,6 +59,19 @@ def test_a_packed_answer_is_not_unpacked() -> None:
     assert asyncio.run(short_answer(client, "GET", URL, 100)).body == b"no gzip"
     body = Drip(b"x", 1000)
     assert asyncio.run(short_answer(replica_with(body), "GET", URL, None)).status == 200 and body.sent == 0
+
+
+def test_a_content_type_goes_back_as_it_came() -> None:
+    kind = "text/é☃".encode()
+    answer = httpx.Response(200, headers=[(b"content-type", kind)], stream=Drip(b"x", 1))
+    client = httpx.AsyncClient(transport=httpx.MockTransport(lambda _: answer))
+    assert str(asyncio.run(short_answer(client, "GET", URL, 100)).kind).encode("latin-1") == kind
+
+
+def test_an_event_that_is_deep_is_refused() -> None:
+    event = b'{"type":"BlockStored","medium":"GPU","more":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    with pytest.raises(MessageError, match="no event"):
+        apply_message(event, PrefixMirror(CacheLayout(16, False)))
 
 
 def test_events_are_split_wherever_they_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:

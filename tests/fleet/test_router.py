@@ -280,6 +280,16 @@ def test_a_path_that_no_request_can_have_is_refused(routed: Routed) -> None:
     connection.close()
 
 
+def test_headers_may_have_bytes_beyond_ascii_and_blanks(routed: Routed) -> None:
+    connection = http.client.HTTPConnection(*routed.url.removeprefix("http://").split(":"), timeout=30)
+    for value in ("\xe9", "x \t", ""):
+        headers = KEY | {"Content-Type": "application/json", "Accept": value, "traceparent": value}
+        connection.request("POST", "/v1/completions", json.dumps(BODY | {"max_tokens": 1}), headers)
+        answer = connection.getresponse()
+        assert (answer.status, b"choices" in answer.read()) == (200, True), value
+    connection.close()
+
+
 def test_odd_bodies_have_no_names_and_reach_the_replica(routed: Routed) -> None:
     for path, body in (
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),

@@ -1,6 +1,8 @@
 """`hybridrt quantize`: what is written is read here, with the numbers of the formulas, and is whole or not there."""
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from hybridrt.cli.app import app
 from hybridrt.layers.quant.encoders import encode, stored_tensors
 from hybridrt.models.config.quant_compressed import compressed_rules
 from hybridrt.models.config.quant_online import SCHEMES
+from hybridrt.runtime.load import quantise
 from hybridrt.runtime.load.quantise import write_quantised
 from tests.support.checkpoints import falcon, write
 from tests.support.live_bytes import LiveBytes
@@ -233,6 +236,21 @@ def test_words_of_the_command_are_checked(tmp_path: Path) -> None:
         assert result.exit_code == 2, result.output
         assert any(each in " ".join(result.stderr.split()) for each in text.replace("\\", "").split("|"))
     assert not (tmp_path / "out").exists()
+
+
+def test_sigterm_leaves_no_half_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(*_: object) -> None:
+        assert len(list(tmp_path.iterdir())) == 1  # the temporary directory
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(quantise, "_write_shards", end)
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # without a handler of the command, pytest goes on
+    try:
+        result = CliRunner().invoke(app, ["quantize", "embedded", str(tmp_path / "out"), "--scheme", "int4"])
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert result.exit_code == 143 and not list(tmp_path.iterdir())
 
 
 def test_transformers_reads_the_configuration(plain: dict[str, Path], tmp_path: Path) -> None:

@@ -69,6 +69,17 @@ def test_equal_servers_and_a_page(tmp_path: Path) -> None:
     assert (tmp_path / "r.svg").read_text().count("<polyline") == 4
 
 
+def test_a_full_disk_loses_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    trace = written(tmp_path, 3)
+    monkeypatch.setattr(Path, "write_text", full)
+    with echoing() as a:
+        result = runner.invoke(app, ["compare", a, a, "--trace", trace, "--json", "--out", str(tmp_path / "r")])
+    assert isinstance(result.exception, OSError) and json.loads(result.stdout)["equal"] == 3
+
+
 @pytest.mark.parametrize("allow", [0, 20])
 def test_failures_at_one_server_are_counted(tmp_path: Path, allow: int) -> None:
     prompt = read_trace(trace := written(tmp_path, 20), None, 1000)[3].prompt

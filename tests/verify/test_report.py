@@ -144,6 +144,30 @@ def test_the_exit_status(status: str, strict: bool, code: int, monkeypatch: pyte
     assert (tmp_path / "r.md").read_text().startswith(f"# m: {status}")
 
 
+def test_a_full_disk_loses_no_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    report = Report("m", False, {}, {"device": "CPU"}, [Result("rope", "passed")], {"files": {}, "tensors": {}})
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(command, "_run", lambda *_: report)
+    monkeypatch.setattr(Path, "write_text", full)
+    result = CliRunner().invoke(app, ["verify", "embedded", "--json", "--out", str(tmp_path / "r")])
+    assert isinstance(result.exception, OSError) and json.loads(result.stdout)["status"] == "passed"
+
+
+@pytest.mark.parametrize("words", [["verify"], ["compare", "http://a", "http://b", "--trace", "t"]])
+@pytest.mark.parametrize("out", ["", "sub/", "r", "none/r"])
+def test_names_of_reports_are_checked_before_the_run(
+    words: list[str], out: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "r.json").mkdir()
+    result = CliRunner().invoke(app, [*words, "--out", out])
+    assert result.exit_code == 2 and "cannot be written; name a file" in result.output
+
+
 def test_the_page_of_collected_reports_is_up_to_date() -> None:
     text = verified_table.document(verified_table.reports(), verified_table.compiled())
     assert text == verified_table.DOCUMENT.read_text(), "run python scripts/verified_table.py"

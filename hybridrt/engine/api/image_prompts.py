@@ -44,7 +44,8 @@ def _embedded(prompt: Mapping[str, Any]) -> dict[str, Any]:
     given = prompt["prompt_embeds"]
     if set(prompt) != {"prompt_embeds"}:
         raise RequestError(f"prompt_embeds goes alone; the prompt has {', '.join(map(str, prompt))}", "prompt_embeds")
-    if isinstance(given, torch.Tensor):
+    # Others would lose something, or have no array.
+    if isinstance(given, torch.Tensor) and given.is_floating_point() and _has_numbers(given):
         given = given.detach().float().cpu().numpy()
     if not isinstance(given, np.ndarray) or given.ndim != 2 or given.dtype.kind != "f" or not len(given):
         raise RequestError(f"prompt_embeds is {shown(given)}; pass an array of floats [n, hidden]", "prompt_embeds")
@@ -52,6 +53,10 @@ def _embedded(prompt: Mapping[str, Any]) -> dict[str, Any]:
     digest = sha256(b"hybridrt embeddings 1" + repr(values.shape).encode() + values.tobytes()).digest()
     span = Span(0, length, digest, (1, length), EncoderInput(values, (1, length), embeds=True))
     return {"prompt_token_ids": [EMBEDS_TOKEN] * length, "spans": [span]}
+
+
+def _has_numbers(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_meta
 
 
 def read_images(prompts: Any, reader: ImageReader, tokenizer: Tokenizer, max_tokens: int) -> Any:

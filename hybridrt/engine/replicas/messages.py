@@ -11,6 +11,7 @@ from hybridrt.base.errors import EngineError, MessageError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.base.spans import EncoderInput, Span
 from hybridrt.channel.codec import Message, unpack
+from hybridrt.channel.control import check_length
 from hybridrt.engine.request.outputs import Delta, EngineCounters
 from hybridrt.fleet.prefix_mirror import CacheLayout
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
@@ -141,11 +142,13 @@ FromReplica = Beat | Ready | Stepped | WasReset | Contents | Failed
 
 
 def encode(message: ToReplica | FromReplica) -> bytes:
-    """MessageError if msgpack cannot encode it."""
+    """MessageError if msgpack cannot encode it, or it is longer than a link takes."""
     try:
-        return _ENCODER.encode(message)
+        found = _ENCODER.encode(message)
     except (TypeError, ValueError, OverflowError) as e:
         raise MessageError(f"this cannot be sent as a message: {e}") from e
+    check_length(found)
+    return found
 
 
 def decode(data: bytes, kinds: Any) -> Any:
