@@ -220,6 +220,17 @@ def record_event(device: torch.device, event: Event = PAST) -> Event:
     return event
 
 
+def seconds_of(device: torch.device, run: Callable[[], object]) -> float:
+    """Time that a GPU takes for what `run` launches. Waits for all earlier work and for this one."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize(device)
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e-3
+
+
 def wait_in_stream(event: Event, device: torch.device) -> None:
     """Work launched from here on starts after the event. The host does not wait."""
     if event is not PAST:

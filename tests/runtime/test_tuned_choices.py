@@ -47,7 +47,7 @@ def another(shape: TiledProduct = SHAPE) -> dict[str, int]:
 
 def a_file(**changes: Any) -> TunedFile:
     choice = Choice(TILES.name, fields_of(SHAPE), another(), 4.0, 5.0, True)
-    file = TunedFile(1, "2026-01-02T03:04:05Z", Origin.of_gpu(GPU), 3, [choice])
+    file = TunedFile(1, "2026-01-02T03:04:05Z", Origin.of_gpu(GPU), [choice])
     return msgspec.structs.replace(file, **changes)
 
 
@@ -163,7 +163,7 @@ def test_an_unfinished_file_replaces_none(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(Path, "replace", fails)
     with pytest.raises(ConfigError, match="the disk is full"):
-        stored(kept=7)
+        stored(made="later")
     assert path.read_bytes() == before and list(path.parent.iterdir()) == [path]
 
 

@@ -12,7 +12,6 @@ sums: `v_scale` is None for plain numbers.
 """
 
 import math
-from itertools import product as combinations
 from typing import NamedTuple
 
 import torch
@@ -395,11 +394,14 @@ def _built_in(shape: Decode, device: torch.device) -> Values:
 
 
 def _candidates(shape: Decode, device: torch.device) -> list[Values]:
-    """Other keys at a time, warps and stages. How a context is split stays: it is for contexts of all lengths."""
-    built_in, tiles = _built_in(shape, device), list[Values]()
-    for keys, warps, stages in combinations((16, 32, 64, 128), (2, 4, 8), (2, 3, 4)):
-        least = max(1, built_in["LEAST"] * built_in["BLOCK_N"] // keys)
-        tiles.append({**built_in, "BLOCK_N": keys, "LEAST": least, "num_warps": warps, "num_stages": stages})
+    """Other keys at a time, warps or stages. How a context is split stays: it is for contexts of all lengths."""
+    built_in = _built_in(shape, device)
+    tiles = [built_in]
+    for keys in (built_in["BLOCK_N"] // 2, built_in["BLOCK_N"] * 2):
+        least = max(1, built_in["LEAST"] * built_in["BLOCK_N"] // max(keys, 1))
+        tiles += [{**built_in, "BLOCK_N": keys, "LEAST": least}] if 16 <= keys <= 128 else []
+    tiles += [{**built_in, "num_warps": warps} for warps in (2, 4, 8)]
+    tiles += [{**built_in, "num_stages": stages} for stages in (2, 3, 4, 5)]
     return unique([tile for tile in tiles if _loaded_bytes(shape, tile) <= shared_memory(device)])
 
 

@@ -71,7 +71,8 @@ class Origin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A choice that won. same_bits: its output had the same bits as that of the built-in choice."""
+    """A choice that was measured for a shape. same_bits: its output had the bits of the built-in choice, which it may
+    be itself."""
 
     launch: Text
     shape: dict[Text, int | bool | Text]
@@ -82,12 +83,11 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TunedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The contents of a file. made: UTC, ISO 8601. kept: shapes for which the built-in choice was best."""
+    """The contents of a file. made: UTC, ISO 8601."""
 
     version: int
     made: Text
     origin: Origin
-    kept: Number
     choices: Annotated[list[Choice], msgspec.Meta(max_length=MAX_CHOICES)]
 
 
@@ -165,7 +165,7 @@ def table_of(file: TunedFile, device: torch.device, path: Path) -> Tuned:
         if launch is None:
             raise ConfigError(f"{path}: there is no launch {choice.launch!r}; known are {', '.join(sorted(LAUNCHES))}")
         shape = shape_of(launch.shape, choice.shape, path)
-        if choice.values not in launch.candidates(shape, device):
+        if choice.values not in (launch.built_in(shape, device), *launch.candidates(shape, device)):
             raise ConfigError(
                 f"{path}: {choice.values} is no candidate of {choice.launch!r} for {choice.shape}; run hybridrt tune "
                 "again"
