@@ -108,7 +108,12 @@ class _Worker:
         start, problem = time.perf_counter(), None
         try:
             with replaced(build, _load_module_from_path=_not_loaded):
-                _launcher_module() if (module, name) == LAUNCHER[:2] else _compile(module, name, specialisation)
+                if (module, name) == LAUNCHER[:2]:
+                    _launcher_module()
+                else:
+                    shared = _compile(module, name, specialisation)
+                    if shared > self._gpu.shared_memory:
+                        problem = f"it needs {shared} bytes of shared memory, and the GPU has {self._gpu.shared_memory}"
         except Exception as e:
             problem = f"{type(e).__name__}: {e}"
         self._say(problem=problem, seconds=time.perf_counter() - start)
@@ -119,8 +124,9 @@ def _config_of(fields: dict[str, Any]) -> EngineConfig:
     return EngineConfig(**fields, speculative=SpeculativeConfig(**speculative) if speculative else None)
 
 
-def _compile(module: str, name: str, specialisation: str) -> None:
-    """Compiles a kernel and its launcher, where Triton has one per kernel."""
+def _compile(module: str, name: str, specialisation: str) -> int:
+    """Compiles a kernel and its launcher, where Triton has one per kernel. Returns bytes of a program's shared
+    memory."""
     from triton.backends.nvidia import driver
 
     from hybridrt.kernels.core.launch import compute_keys
@@ -140,6 +146,7 @@ def _compile(module: str, name: str, specialisation: str) -> None:
     if hasattr(driver, "make_launcher"):
         _provide_libcuda()
         driver.CudaLauncher(kernel.src, kernel.metadata)
+    return int(kernel.metadata.shared)
 
 
 def _tuples(value: Any) -> Any:

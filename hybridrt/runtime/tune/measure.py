@@ -17,8 +17,8 @@ from hybridrt.runtime.tune.trial import Call, MakeTrial, Trial, error_of, same_b
 MARGIN = 0.03
 TURNS, FIRST_TURNS, FINALISTS = 9, 2, 4
 SLACK = 1.1  # of the built-in choice's error
-# In epsilons of the dtype, which are allowed in any case: what rounding an output to 16 bits costs; in float32 the order
-# of sums, with a tenth of the tolerance of the kernels' tests.
+# In epsilons of the dtype, which are allowed in any case: what rounding an output to 16 bits costs, and the order of
+# sums in float32, which is a tenth of the tolerance of the kernels' tests.
 ROUNDING, ORDER = 0.25, 8.0
 
 
