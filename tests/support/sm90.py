@@ -35,10 +35,11 @@ from hybridrt.runtime.precompile.pretend_gpu import pretended
 from tests.support.flat import flat
 from tests.support.sm90_cases import TABLES as PLAIN_TABLES
 from tests.support.sm90_codes import coded_attention
+from tests.support.sm90_demanding import demanding
 from tests.support.sm90_optional import others, recurrent
 from tests.support.sm90_states import coded_states
 
-TABLES = PLAIN_TABLES | {"codes": coded_attention, "states": coded_states}
+TABLES = PLAIN_TABLES | {"codes": coded_attention, "states": coded_states, "demanding": demanding}
 SM90 = (9, 0)
 _TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64",
