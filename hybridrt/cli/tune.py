@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hybridrt.base.device import GPUFacts
     from hybridrt.base.engine_config import EngineConfig
     from hybridrt.runtime.load.tuned_choices import TunedFile
-    from hybridrt.runtime.tune.measure import Timer
+    from hybridrt.runtime.tune.measure import Measured, Timer
     from hybridrt.runtime.tune.tune import Progress, Shapes, Tuning
 
 MAX_SECONDS = 86_400.0
@@ -194,23 +194,16 @@ def _print(found: Tuned) -> None:
 
     out, tuning = console(), found.tuning
     if found.path is None:
-        rows = [(name, _shown(fields_of(shape))) for name, shape in found.shapes]
-        print_table(out, f"Shapes to measure on {found.gpu}", ("launch", "shape"), rows)
+        shapes = [(name, _shown(fields_of(shape))) for name, shape in found.shapes]
+        print_table(out, f"Shapes to measure on {found.gpu}", ("launch", "shape"), shapes)
         return
-    rows = [
-        (
-            m.launch, _shown(fields_of(m.shape)), f"{m.built_in_seconds * 1e6:.2f}", f"{m.seconds * 1e6:.2f}",
-            _change(m.built_in, m.values), "same bits" if m.same_bits else "within tolerance",
-        )
-        for m in tuning.measured
-        if m.won
-    ]  # fmt: skip
+    won = [_row(m) for m in tuning.measured if m.won]
     columns = ("launch", "shape", "built in, us", "tuned, us", "change", "output")
-    print_table(out, f"Tuned choices on {found.gpu}", columns, rows, ("built in, us", "tuned, us"))
+    print_table(out, f"Tuned choices on {found.gpu}", columns, won, ("built in, us", "tuned, us"))
     refused = sum(len(m.refused) for m in tuning.measured)
     tried = sum(m.candidates for m in tuning.measured)
     out.print(
-        f"{len(rows)} of {len(tuning.measured)} measured shapes have a faster choice; {refused} of {tried} candidates "
+        f"{len(won)} of {len(tuning.measured)} measured shapes have a faster choice; {refused} of {tried} candidates "
         f"were refused; the file had {tuning.known} shapes. It is {found.path}",
         markup=False,
     )
@@ -218,6 +211,14 @@ def _print(found: Tuned) -> None:
         out.print(f"skipped: {line}", markup=False)
     if tuning.left:
         out.print(f"No time was left for {tuning.left} shapes: run it again to measure them.", markup=False)
+
+
+def _row(found: "Measured") -> tuple[str, ...]:
+    from hybridrt.runtime.load.tuned_choices import fields_of
+
+    times = f"{found.built_in_seconds * 1e6:.2f}", f"{found.seconds * 1e6:.2f}"
+    output = "same bits" if found.same_bits else "within tolerance"
+    return found.launch, _shown(fields_of(found.shape)), *times, _change(found.built_in, found.values), output
 
 
 def _shown(fields: dict[str, Any]) -> str:

@@ -281,4 +281,6 @@ def _candidates(shape: Pass, device: torch.device) -> list[Values]:
     return unique(tiles)
 
 
-PASSES = LaunchChoice("chunk_gated_delta_rule: pass", Pass, pass_tile, _candidates, dict)
+PASSES: LaunchChoice[Pass, dict[str, int]] = LaunchChoice(
+    "chunk_gated_delta_rule: pass", Pass, pass_tile, _candidates, dict
+)

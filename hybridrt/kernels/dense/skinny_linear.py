@@ -30,9 +30,8 @@ def is_skinny(x: Tensor, weight: Tensor, activation: Activation | None) -> bool:
         return False
     if not 0 < x.shape[0] <= MAX_TOKENS or weight.dtype not in (torch.bfloat16, torch.float16):
         return False
-    tokens = token_bucket(x.shape[0], 1, MAX_TOKENS)
-    tokens = tokens if tokens == 1 else max(tokens, 16)
-    return FUSED(Product(*weight.shape, tokens, weight.dtype, activation or ""), x.device)
+    tokens = 1 if x.shape[0] == 1 else token_bucket(x.shape[0], 16, MAX_TOKENS)
+    return FUSED(Product(len(weight), weight.shape[1], tokens, weight.dtype, activation or ""), x.device)
 
 
 class Product(NamedTuple):

@@ -411,5 +411,9 @@ def _outputs_candidates(shape: Scan, device: torch.device) -> list[Values]:
     return unique(tiles)
 
 
-GAINS = LaunchChoice("mamba2_chunk_scan: gains", Scan, _built_in_gains, _gains_candidates, dict)
-OUTPUTS = LaunchChoice("mamba2_chunk_scan: outputs", Scan, _built_in_outputs, _outputs_candidates, dict)
+GAINS: LaunchChoice[Scan, dict[str, int]] = LaunchChoice(
+    "mamba2_chunk_scan: gains", Scan, _built_in_gains, _gains_candidates, dict
+)
+OUTPUTS: LaunchChoice[Scan, dict[str, int]] = LaunchChoice(
+    "mamba2_chunk_scan: outputs", Scan, _built_in_outputs, _outputs_candidates, dict
+)

@@ -6,6 +6,7 @@ each choice must be a candidate that this version of the launch names itself.
 
 import hashlib
 import importlib
+import logging
 import os
 import re
 from collections.abc import Iterable
@@ -24,6 +25,8 @@ from hybridrt.base.version import __version__
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.core.launch_choice import LAUNCHES, Tuned, Values, tuned_for, use_tuned
 from hybridrt.runtime.load.kernel_digest import kernel_digest
+
+logger = logging.getLogger(__name__)
 
 VARIABLE = "HYBRIDRT_TUNED"
 VERSION = 1
@@ -217,17 +220,13 @@ def use_tuned_choices(device: torch.device, tp: TPGroup) -> None:
     Raises:
         ConfigError: the file is damaged, or the ranks have different choices.
     """
-    import logging
-
     if device.type != "cuda":
         return
     found = tuned_for(device)
     if found is None:
         loaded = load_tuned(GPUFacts.of_device(device), device)
         if loaded.objection is not None:
-            logging.getLogger(__name__).warning(
-                "%s is not used: %s; run hybridrt tune again", loaded.path, loaded.objection
-            )
+            logger.warning("%s is not used: %s; run hybridrt tune again", loaded.path, loaded.objection)
         found = loaded.choices
         use_tuned(device, found)
     digest = digest_of(found)

@@ -15,6 +15,7 @@ from hybridrt.runtime.tune.trial import Trial, normal
 
 COLD_BYTES = 256 << 20  # of weights in turn: several times a GPU's cache
 MOST_WEIGHTS = 32
+_ACTIVATION: dict[str, Activation] = {"silu_and_mul": "silu_and_mul", "relu2": "relu2"}
 
 
 def tiled_product(shape: TiledProduct, device: torch.device) -> Trial:
@@ -27,7 +28,7 @@ def tiled_product(shape: TiledProduct, device: torch.device) -> Trial:
 
 def few_tokens(shape: Product, device: torch.device) -> Trial:
     """A linear layer, which asks itself whether the product is fused."""
-    activation = next((name for name in ACTIVATIONS if name == shape.activation), None)
+    activation: Activation | None = _ACTIVATION.get(shape.activation)
     x = normal(device, shape.tokens, shape.columns, dtype=shape.dtype)
     build = Build(TPGroup(), shape.dtype, device)
     layers = [_layer(weight, build) for weight in _weights(shape.rows, shape.columns, shape.dtype, device)]
