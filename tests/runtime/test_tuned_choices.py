@@ -1,6 +1,8 @@
 """Files of tuned choices: when they are used, and what is refused."""
 
+import json
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 from hybridrt.base.device import KNOWN
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import ConfigError
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.core.launch_choice import use_tuned
@@ -28,6 +31,9 @@ from hybridrt.runtime.load.tuned_choices import (
     use_tuned_choices,
     write_tuned,
 )
+from hybridrt.runtime.precompile import compile_trace, compile_worker
+from hybridrt.runtime.precompile.compile_mark import find_mark
+from tests.support.tiny import write_tiny
 
 CPU, GPU = torch.device("cpu"), KNOWN["h200"]
 SHAPE = TiledProduct(4096, 1024, 16, torch.bfloat16)
@@ -209,3 +215,37 @@ def test_a_file_that_is_not_used_is_logged(monkeypatch: pytest.MonkeyPatch, capl
 def test_the_file_of_a_gpu_has_its_name(tmp_path: Path) -> None:
     odd = replace(GPU, name="NVIDIA ../../RTX 4090")
     assert tuned_path(odd) == tmp_path / "hybridrt" / "tuned" / "nvidia-rtx-4090.json"
+
+
+def test_other_choices_are_other_kernels_to_compile(tmp_path: Path) -> None:
+    """A mark of a cache without them would hide that they are missing."""
+    config = EngineConfig(str(write_tiny(tmp_path / "model", tokenizer=False)), device="cuda")
+    plain = find_mark(config, GPU)
+    stored()
+    assert find_mark(config, GPU) != plain and find_mark(config, KNOWN["h100"]) != find_mark(config, GPU)
+    with_one = find_mark(config, GPU)
+    stored(choices=[])
+    assert find_mark(config, GPU) not in (plain, with_one)
+
+
+def test_kernels_are_traced_with_the_tuned_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored()
+    monkeypatch.setattr(compile_trace, "_runners", lambda config: 1 / 0)
+    monkeypatch.setattr(skinny_linear_triton, "shared_memory", lambda _: GPU.shared_memory)
+    with pytest.raises(ZeroDivisionError):
+        compile_trace.trace(EngineConfig(str(tmp_path), device="cuda"), GPU, lambda kernel: None)
+    assert TILES(SHAPE, torch.device("cuda", 0)) == Tile(**another())
+
+
+@pytest.mark.parametrize(("shared", "problem"), [(99 << 10, None), ((99 << 10) + 1, "it needs 101377 bytes of shared")])
+def test_a_kernel_that_does_not_fit_the_gpu_is_a_problem(
+    shared: int, problem: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would compile, and fail at its launch."""
+    answers = StringIO()
+    worker: Any = object.__new__(compile_worker._Worker)
+    worker._gpu, worker._answers = KNOWN["l40s"], answers
+    monkeypatch.setattr(compile_worker, "_compile", lambda *_: shared)
+    worker.compile("a.module", "a_kernel", "{}")
+    found = json.loads(answers.getvalue())["problem"]
+    assert found == problem if problem is None else problem in found
