@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 from hybridrt.base.device import KNOWN
 from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import ConfigError, EngineError
+from hybridrt.cli import tables
 from hybridrt.cli import tune as command
 from hybridrt.cli.app import app
 from hybridrt.cli.tune import TuneRequest, tune_model
@@ -80,12 +81,13 @@ def test_seconds_are_bounded(seconds: str, model: Path) -> None:
 def test_the_file_is_where_a_run_looks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "_gpu_timer", lambda _: Timer())
     monkeypatch.setattr(command, "_device", lambda *_: (CPU, KNOWN["h200"]))
+    monkeypatch.setattr(tables, "PIPED_WIDTH", 300)
     found = run(str(model))
     assert found.exit_code == 0, found.output
     path = tuned_path(KNOWN["h200"])
     text = " ".join(found.output.split())
     assert "1 of 1 measured shapes have a faster choice; 0 of 1 candidates were refused" in text
-    assert "4 -> 2" in text
+    assert "stages 4 -> 2" in text and "within tolerance" in text
     loaded = load_tuned(KNOWN["h200"], CPU)
     assert loaded.path == path and loaded.choices["skinny_linear"][SHAPE]["stages"] == 2
     again = json.loads(run(str(model), "--json").stdout)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources
 
 from hybridrt.base.device import KNOWN
 from hybridrt.kernels.attention.paged_attention_triton import DECODES, Decode
@@ -156,8 +157,6 @@ def test_a_candidate_with_other_numbers_cannot_win(
 
 
 def test_a_candidate_that_does_not_fit_the_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from triton.runtime.errors import OutOfResources
-
     def make(shape: Any, device: torch.device) -> Trial:
         right = TRIALS["skinny_linear"](shape, device)
 
@@ -206,12 +205,14 @@ def test_nothing_is_begun_after_the_time_and_what_does_not_fit_is_named(monkeypa
     shapes = [("skinny_linear", SHAPE), ("skinny_linear", SHAPE._replace(rows=64))]
     assert tune(shapes, CPU, Constant(), 1e-9, {}, quiet).left == 2
 
+    errors = [torch.OutOfMemoryError("CUDA out of memory. Tried"), OutOfResources(200_000, 100_000, "shared memory")]
+
     def full(shape: Any, device: torch.device) -> Trial:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+        raise errors.pop(0)
 
     monkeypatch.setitem(tuning.TRIALS, "skinny_linear", full)
     found = tune(shapes, CPU, Constant(), 60.0, {}, quiet)
-    assert not found.measured and len(found.skipped) == 2 and "CUDA out of memory" in found.skipped[0]
+    assert not found.measured and "CUDA out of memory" in found.skipped[0] and "shared memory" in found.skipped[1]
     assert isinstance(file_of(found, Origin.of_gpu(KNOWN["h200"]), None), TunedFile)
 
 

@@ -12,7 +12,7 @@ from hybridrt.runtime.tune.trial import Trial, normal
 
 CONTEXTS = 1024, 8192  # keys of each row; both count
 PAGE = 16
-MAX_KEYS = 1 << 19  # of all rows together: those of more rows are shared
+MAX_KEYS = 1 << 18  # of all rows together: those of more rows are shared
 
 
 def paged_decode(shape: Decode, device: torch.device) -> Trial:

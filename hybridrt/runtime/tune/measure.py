@@ -10,6 +10,8 @@ from statistics import median
 from typing import Any, Protocol
 
 import torch
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources, PTXASError
 
 from hybridrt.kernels.core.launch_choice import LaunchChoice, Values
 from hybridrt.runtime.tune.trial import Call, MakeTrial, Trial, error_of, same_bits
@@ -102,9 +104,6 @@ def _objection(
     trial: Trial, wanted: Sequence[torch.Tensor], first: Sequence[torch.Tensor], allowed: float
 ) -> tuple[str | None, bool]:
     """Why the choice that is being tried cannot win, and whether it has the built-in choice's bits."""
-    from triton.compiler.errors import CompilationError
-    from triton.runtime.errors import OutOfResources, PTXASError
-
     try:
         outputs = trial.outputs()
     except (CompilationError, OutOfResources, PTXASError) as e:

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import torch
+from triton.runtime.errors import OutOfResources
 
 from hybridrt.kernels.core.launch_choice import LAUNCHES, Tuned, Values, use_tuned
 from hybridrt.kernels.dense.skinny_linear_triton import TiledProduct
@@ -75,7 +76,7 @@ def tune(
         else:
             try:
                 found = measure(LAUNCHES[name], shape, device, TRIALS[name], timer)
-            except torch.OutOfMemoryError as e:
+            except (torch.OutOfMemoryError, OutOfResources) as e:  # of the tensors, or of the built-in choice
                 tuning.skipped.append(f"{name} {fields_of(shape)}: {str(e).partition('. ')[0]}")
                 continue
             tuning.measured.append(found)
