@@ -66,7 +66,7 @@ def tune(
     """Measures shapes that `known` lacks until the time is over. A shape that was begun is measured to its end."""
     end, tuning = time.monotonic() + seconds, Tuning()
     table: dict[str, dict[tuple[Any, ...], Values]] = {name: dict(of) for name, of in known.items()}
-    use_tuned(device, table)
+    use_tuned(device, table)  # which grows: later trials run with earlier winners
     for done, (name, shape) in enumerate(shapes):
         progress(done, len(shapes), f"{name} {' '.join(map(str, fields_of(shape).values()))}")
         if shape in table.get(name, {}):
@@ -81,7 +81,6 @@ def tune(
                 continue
             tuning.measured.append(found)
             table.setdefault(name, {})[shape] = found.values
-            use_tuned(device, table)
     progress(len(shapes), len(shapes), "done")
     return tuning
 
