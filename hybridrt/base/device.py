@@ -56,7 +56,7 @@ KNOWN = {
         "NVIDIA GeForce RTX 5090", (12, 0), 170, _LITTLE_SHARED, GPUS["rtx5090"], GPUS["rtx5090"] - _IDLE
     ),
 }
-# What we ran the tests for GPUs on, and what every kernel was only compiled for (`docs/start.md`).
+# What we ran the tests for GPUs on, and what kernels were only compiled for (`docs/start.md`).
 RAN = {(9, 0): "H100 and H200"}
 COMPILED = ((8, 0), (8, 9), (10, 0), (12, 0))
 
