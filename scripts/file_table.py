@@ -43,6 +43,7 @@ SECTIONS = (
     ("Runtime: from a model's name to memory", ("hybridrt/runtime/load",)),
     ("Runtime: the runner of steps", ("hybridrt/runtime/run",)),
     ("Runtime: kernels compiled ahead", ("hybridrt/runtime/precompile",)),
+    ("Runtime: choices measured on a GPU", ("hybridrt/runtime/tune",)),
     ("Speculative decoding", ("hybridrt/speculative",)),
     ("Tensor-parallel ranks", ("hybridrt/parallel",)),
     ("The surface for other engines", ("hybridrt/embedding",)),

@@ -27,7 +27,7 @@ if not torch.cuda.is_available():
 
 import triton
 
-from hybridrt.kernels.core import providers
+from hybridrt.kernels.core import launch_choice, providers
 from tests.support import interpreter, ties
 
 if TYPE_CHECKING:
@@ -63,6 +63,15 @@ def _logs_end_with_their_test() -> Iterator[None]:
         logger.handlers[:], logger.propagate = handlers, propagate
         if logger.level != level:  # to set a level goes through all loggers
             logger.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def _choices_of_launches_are_looked_up_again() -> Iterator[None]:
+    """They are kept for each shape, and a test may have changed a built-in table."""
+    yield
+    launch_choice._tuned.clear()
+    for launch in launch_choice.LAUNCHES.values():
+        launch._found.clear()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -21,7 +21,8 @@ ORDER = (
     "mem_cache.pools", "mem_cache.prefix_tree", "fleet.prefix_mirror", "fleet.placement",
     "fleet.cache_messages",
     "attention", "layers", "recurrent", "models", "runtime.step",
-    "runtime.sampling", "runtime.replay", "runtime.load", "runtime.run", "runtime.precompile", "speculative",
+    "runtime.sampling", "runtime.replay", "runtime.load", "runtime.run", "runtime.precompile",
+    "runtime.tune", "speculative",
     "parallel", "engine.text", "embedding", "images", "chat", "engine.grammar", "engine.request", "engine.cache",
     "engine.core", "engine.replicas", "engine.api", "transfer", "bench", "verify",
     "server.wire", "server.core", "server.openai", "server.anthropic", "server", "fleet", "cli",
@@ -306,7 +307,7 @@ def test_compiling_ahead_is_a_plug() -> None:
         for module, file in SOURCES.items()
         if not module.startswith(plug) and any(f"{name}.".startswith(f"{plug}.") for name in imports(file))
     }
-    assert users == {"hybridrt.engine.core.load_engine", "hybridrt.cli.compile"}
+    assert users == {"hybridrt.engine.core.load_engine", "hybridrt.cli.compile", "hybridrt.runtime.tune.model_shapes"}
 
 
 def test_shipped_code_needs_no_tools_of_tests() -> None:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from hybridrt.base.errors import ConfigError, DeviceError
+from hybridrt.base.gpus import GPUS
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,21 @@ class GPUFacts:
         return cls(found.name, capability, found.multi_processor_count, shared, total, free)
 
 
-# Bytes as the driver gives them on an idle GPU.
-_SHARED = 227 << 10
+# Bytes as the driver gives them on an idle GPU. We did not run on the last four: theirs are estimates.
+_SHARED, _LITTLE_SHARED, _IDLE = 227 << 10, 99 << 10, 600_000_000
 KNOWN = {
     "h100": GPUFacts("NVIDIA H100 80GB HBM3", (9, 0), 132, _SHARED, 84_900_000_000, 84_300_000_000),
     "h200": GPUFacts("NVIDIA H200", (9, 0), 132, _SHARED, 150_100_000_000, 149_500_000_000),
+    "a100": GPUFacts("NVIDIA A100-SXM4-80GB", (8, 0), 108, 163 << 10, GPUS["a100"], GPUS["a100"] - _IDLE),
+    "l40s": GPUFacts("NVIDIA L40S", (8, 9), 142, _LITTLE_SHARED, GPUS["l40s"], GPUS["l40s"] - _IDLE),
+    "b200": GPUFacts("NVIDIA B200", (10, 0), 148, _SHARED, GPUS["b200"], GPUS["b200"] - _IDLE),
+    "rtx5090": GPUFacts(
+        "NVIDIA GeForce RTX 5090", (12, 0), 170, _LITTLE_SHARED, GPUS["rtx5090"], GPUS["rtx5090"] - _IDLE
+    ),
 }
+# What we ran the tests for GPUs on, and what kernels were only compiled for (`docs/start.md`).
+RAN = {(9, 0): "H100 and H200"}
+COMPILED = ((8, 0), (8, 9), (10, 0), (12, 0))
 
 
 def known_gpu(name: str) -> GPUFacts:
@@ -78,6 +88,15 @@ def shared_memory(device: torch.device) -> int:
 def capability(device: torch.device) -> tuple[int, int]:
     """Such as (9, 0); (0, 0), which supports nothing, without a GPU."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def tried(capability: tuple[int, int]) -> str:
+    """What was tried on GPUs of a compute capability, in words."""
+    if capability in RAN:
+        return f"kernels were run on {RAN[capability]}"
+    if capability in COMPILED:
+        return "kernels were compiled for it, and never run on one"
+    return "kernels were neither run on one nor compiled for it"
 
 
 def has_bfloat16(device: torch.device) -> bool:
@@ -218,6 +237,17 @@ def record_event(device: torch.device, event: Event = PAST) -> Event:
         event = torch.cuda.Event()
     event.record()
     return event
+
+
+def seconds_of(device: torch.device, run: Callable[[], object]) -> float:
+    """Time that a GPU takes for what `run` launches. Waits for all earlier work and for this one."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize(device)
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e-3
 
 
 def wait_in_stream(event: Event, device: torch.device) -> None:

@@ -11,4 +11,5 @@ GPUS = {
     "l40s": int(44.4 * _GIB),
     "l4": int(22.0 * _GIB),
     "rtx4090": int(23.5 * _GIB),
+    "rtx5090": int(31.4 * _GIB),
 }

@@ -1,5 +1,5 @@
 """The command line: `hybridrt generate`, `chat`, `serve`, `bench`, `inspect`,
-`quantize`, `compile`, `verify`, `compare`, `doctor`.
+`quantize`, `compile`, `tune`, `verify`, `compare`, `doctor`.
 
 Importing it does not import torch.
 """

@@ -27,6 +27,7 @@ from hybridrt.cli.quantise import quantize
 from hybridrt.cli.router import router
 from hybridrt.cli.serve import serve
 from hybridrt.cli.terminal import discard_output, open_streams
+from hybridrt.cli.tune import tune
 from hybridrt.cli.verify import verify
 
 RUNTIME_FAILURES = (EngineError, PoolError, ServerError, TransferError)
@@ -140,7 +141,7 @@ def options(
     """Runs hybrid language models: softmax attention mixed with Mamba and Gated Delta Net layers."""
 
 
-for command in (generate, chat, serve, router, inspect, explain, quantize, compile, verify, compare, doctor):
+for command in (generate, chat, serve, router, inspect, explain, quantize, compile, tune, verify, compare, doctor):
     app.command(cls=PanelCommand)(with_options(command))
 benchmarks = typer.Typer(no_args_is_help=True, help="Measure a server, or an engine without one.")
 for measurement in (bench.serve, bench.offline):

@@ -35,7 +35,10 @@ def compile(
         str | None, typer.Option(metavar="DIR", help="Triton's cache. [TRITON_CACHE_DIR, or ~/.triton/cache]")
     ] = None,
     gpu: Annotated[
-        str | None, typer.Option(metavar="h100|h200", help="Compile for this one. [the GPU of this machine]")
+        str | None,
+        typer.Option(
+            metavar="h100|h200|a100|l40s|b200|rtx5090", help="Compile for this one. [the GPU of this machine]"
+        ),
     ] = None,
     workers: Annotated[int | None, typer.Option(metavar="N", help="Processes. [one a core, up to 16]")] = None,
     as_json: JsonOption = False,

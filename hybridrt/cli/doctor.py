@@ -5,6 +5,7 @@ import os
 import platform
 from dataclasses import asdict, dataclass
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -12,6 +13,7 @@ import typer
 from hybridrt.cli.options import JsonOption
 
 if TYPE_CHECKING:
+    from hybridrt.base.device import GPUFacts
     from hybridrt.kernels.core.providers import ReportRow
 
 PACKAGES = (
@@ -32,6 +34,18 @@ class DeviceReport:
 
 
 @dataclass(frozen=True)
+class TunedReport:
+    """A file of choices that `hybridrt tune` measured. launches: shapes with another choice than the built-in one, and
+    all that were measured, by launch. objection: why no run here uses it; None if runs do."""
+
+    path: str
+    gpu: str
+    made: str
+    launches: dict[str, tuple[int, int]]
+    objection: str | None
+
+
+@dataclass(frozen=True)
 class DoctorReport:
     """The output of `hybridrt doctor`. A version is None if the package is missing. `warnings` name
     untested versions. `kv_codes`: for each attention backend why it cannot serve
@@ -45,6 +59,7 @@ class DoctorReport:
     attention_backends: list[str]
     kv_codes: dict[str, str | None]
     operations: "list[ReportRow]"
+    tuned: list[TunedReport]
 
 
 def doctor(as_json: JsonOption = False) -> None:
@@ -57,7 +72,7 @@ def doctor(as_json: JsonOption = False) -> None:
 
 
 def examine() -> DoctorReport:
-    """Looks at the machine; imports no optional package.
+    """Looks at the machine; imports no optional package but Triton.
 
     Raises:
         ConfigError: HYBRIDRT_PROVIDERS names what does not exist.
@@ -81,6 +96,7 @@ def examine() -> DoctorReport:
         attention_backends=attention_backend_names(),
         kv_codes=objections_to_codes(torch.device(devices[-1].name)),
         operations=report(tuple(dict.fromkeys(d.name.split(":")[0] for d in devices))),
+        tuned=tuned_files(_gpus()),
     )
 
 
@@ -89,6 +105,40 @@ def _installed(name: str) -> Distribution | None:
         return distribution(name)
     except PackageNotFoundError:
         return None
+
+
+def tuned_files(gpus: "list[GPUFacts]") -> list[TunedReport]:
+    """The files of tuned choices of this machine, those that cannot be used too; none without Triton."""
+    from hybridrt.kernels.core.providers import is_installed
+
+    if not is_installed("triton"):
+        return []
+    from hybridrt.runtime.load.tuned_choices import VARIABLE, tuned_folder, tuned_path
+
+    paths = sorted(tuned_folder().glob("*.json"))
+    if named := os.environ.get(VARIABLE):
+        paths += [path for path in map(tuned_path, gpus[:1]) if path is not None and path not in paths]
+    off = f"{VARIABLE} is {named}" if named is not None else None
+    return [_tuned_file(path, gpus, off) for path in paths]
+
+
+def _tuned_file(path: Path, gpus: "list[GPUFacts]", off: str | None) -> TunedReport:
+    from hybridrt.base.errors import ConfigError
+    from hybridrt.runtime.load.tuned_choices import Origin, read_tuned, tuned_path
+
+    try:
+        file = read_tuned(path)
+    except ConfigError as e:
+        return TunedReport(str(path), "", "", {}, str(e))
+    users = [gpu for gpu in gpus if tuned_path(gpu) == path]
+    objection = off if not users and off else "no GPU here looks for it" if not users else None
+    for gpu in users:
+        objection = objection or file.origin.objection(Origin.of_gpu(gpu))
+    counts: dict[str, tuple[int, int]] = {}
+    for choice in file.choices:
+        other, whole = counts.get(choice.launch, (0, 0))
+        counts[choice.launch] = other + (choice.microseconds < choice.built_in_microseconds), whole + 1
+    return TunedReport(str(path), file.origin.gpu, file.made, counts, objection)
 
 
 def untested(versions: dict[str, str | None], requirements: list[str]) -> list[str]:
@@ -106,7 +156,7 @@ def untested(versions: dict[str, str | None], requirements: list[str]) -> list[s
 def _devices() -> list[DeviceReport]:
     import torch
 
-    from hybridrt.base.device import GPUFacts, has_bfloat16, visible_gpus
+    from hybridrt.base.device import GPUFacts, has_bfloat16, tried, visible_gpus
     from hybridrt.runtime.load.host_memory import free_host_memory, total_host_memory
 
     total = total_host_memory()
@@ -114,11 +164,19 @@ def _devices() -> list[DeviceReport]:
     found = [DeviceReport("cpu", platform.processor() or platform.machine(), free_host_memory(), total, threads)]
     for device in (torch.device("cuda", i) for i in range(visible_gpus())):
         gpu = GPUFacts.of_device(device)
-        note = f"sm_{gpu.capability[0]}{gpu.capability[1]}, CUDA {torch.version.cuda}"
+        note = f"sm_{gpu.capability[0]}{gpu.capability[1]}, CUDA {torch.version.cuda}, {tried(gpu.capability)}"
         if not has_bfloat16(device):
             note += ", no bfloat16"
         found.append(DeviceReport(str(device), gpu.name, gpu.free_bytes, gpu.total_bytes, note))
     return found
+
+
+def _gpus() -> "list[GPUFacts]":
+    import torch
+
+    from hybridrt.base.device import GPUFacts, visible_gpus
+
+    return [GPUFacts.of_device(torch.device("cuda", i)) for i in range(visible_gpus())]
 
 
 def _print(report: DoctorReport) -> None:
@@ -141,7 +199,20 @@ def _print(report: DoctorReport) -> None:
     codes = [(name, why or "yes") for name, why in report.kv_codes.items()]
     print_table(out, f"KV cache of fp8_e4m3 on {report.devices[-1].name}", ("backend", "serves it"), codes)
     out.print()
+    if report.tuned:
+        print_table(out, "Tuned choices", ("file", "of", "made", "used", "faster, of measured"), _tuned_rows(report))
+        out.print()
     print_table(out, "Operations", ("provider", "device", "why not the others", "operations"), _groups(report))
+
+
+def _tuned_rows(report: DoctorReport) -> list[tuple[str, ...]]:
+    return [
+        (
+            each.path, each.gpu or "-", each.made or "-", f"no: {each.objection}" if each.objection else "yes",
+            "; ".join(f"{name}: {other} of {whole}" for name, (other, whole) in each.launches.items()) or "-",
+        )
+        for each in report.tuned
+    ]  # fmt: skip
 
 
 def _groups(report: DoctorReport) -> list[tuple[str, ...]]:

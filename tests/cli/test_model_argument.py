@@ -95,7 +95,8 @@ def test_every_command_of_a_model_takes_it_in_one_way() -> None:
     argument, option = ("argument", "MODEL"), ("option", "MODEL")
     assert found == {
         "generate": option, "offline": option, "serve": argument, "chat": argument, "inspect": argument,
-        "compile": argument, "quantize": argument, "verify": argument, "doctor": None, "explain": None, "compare": None,
+        "compile": argument, "tune": argument, "quantize": argument, "verify": argument,
+        "doctor": None, "explain": None, "compare": None,
         "router": None,
     }  # fmt: skip
 

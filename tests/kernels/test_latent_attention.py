@@ -91,8 +91,8 @@ def latent_walk(monkeypatch):
     from hybridrt.kernels.attention import paged_attention_triton as module
 
     def walk_on(multiprocessors):
-        def walk(programs, max_context, tile, q):
-            return module._walk_latent(max(multiprocessors // programs, 1), max_context, tile["BLOCK_N"], q)
+        def walk(programs, max_context, tile, device):
+            return module._walk_latent(max(multiprocessors // programs, 1), max_context, tile["BLOCK_N"], device)
 
         monkeypatch.setattr(module, "_walk", walk)
 
@@ -142,10 +142,10 @@ def test_parts_of_a_row_of_wide_vectors():
     contexts that are so long that one row would keep the others waiting."""
     from hybridrt.kernels.attention import paged_attention_triton as module
 
-    q, found = torch.empty(1, dtype=torch.bfloat16), {}
+    cpu, found = torch.device("cpu"), {}
     for programs in (1, 44, 45, 66, 67, 140):
         for context in (4096, 2**17):
-            walk, joined = module._walk(programs, context, module._tile(32, 512, q, False), q)
+            walk, joined = module._walk(programs, context, module._tile(32, 512, torch.bfloat16, False), cpu)
             found[programs, context] = walk["SPLITS"], joined
     assert [found[programs, 4096] for programs in (1, 44, 45, 66, 67, 140)] == [
         (64, False), (3, False), (2, False), (2, False), (1, True), (1, True),

@@ -275,9 +275,8 @@ def test_programs_of_a_row_where_tables_are_wide(rows: int, programs: int) -> No
     """Each row of a batch has as many, whatever its length: 512 rows with 256 each would need gigabytes for parts."""
     from hybridrt.kernels.attention import paged_attention_triton
 
-    q = torch.empty(1, dtype=torch.bfloat16)
-    tile = paged_attention_triton._tile(4, 128, q, False)
-    assert paged_attention_triton._walk(rows, 2**20, tile, q)[0]["SPLITS"] == programs
+    tile = paged_attention_triton._tile(4, 128, torch.bfloat16, False)
+    assert paged_attention_triton._walk(rows, 2**20, tile, torch.device("cpu"))[0]["SPLITS"] == programs
 
 
 @pytest.fixture

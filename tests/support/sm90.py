@@ -1,9 +1,11 @@
 """Compiles the Triton kernels of operations for sm_90, without a GPU, and prints what they need of the hardware.
 
-    echo TABLE | python -m tests.support.sm90
+    echo TABLE | python -m tests.support.sm90 [GPU]
 
-TABLE is one of `sm90_cases.py`, "optional" or "optional whole". Each line that is read is one, and an empty line ends
-what is printed of it. It runs where Triton's interpreter is off, so tests start it as another process.
+GPU is a name of `hybridrt.base.device.KNOWN`: tiles are those of this GPU, and kernels are compiled for it. What does
+not compile is a line with an error. TABLE is one of `sm90_cases.py`, "optional" or "optional whole". Each line that is
+read is one, and an empty line ends what is printed of it. It runs where Triton's interpreter is off, so tests start it
+as another process.
 """
 
 import json
@@ -12,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,22 +24,28 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import PTXASError
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from hybridrt.base.device import GPUFacts, known_gpu
 from hybridrt.kernels.core import providers
+from hybridrt.runtime.precompile.pretend_gpu import pretended
 from tests.support.flat import flat
 from tests.support.sm90_cases import TABLES as PLAIN_TABLES
 from tests.support.sm90_codes import coded_attention
+from tests.support.sm90_demanding import demanding
 from tests.support.sm90_optional import others, recurrent
 from tests.support.sm90_states import coded_states
 
-TABLES = PLAIN_TABLES | {"codes": coded_attention, "states": coded_states}
+TABLES = PLAIN_TABLES | {"codes": coded_attention, "states": coded_states, "demanding": demanding}
+SM90 = (9, 0)
 _TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64",
     torch.bool: "*i1", torch.uint8: "*u8", torch.int8: "*i8", torch.int16: "*i16", torch.float8_e4m3fn: "*fp8e4nv",
 }  # fmt: skip
-_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
+_OPTIONS = ("launch_pdl", "num_warps", "num_stages", "num_ctas", "maxnreg")
 
 
 @dataclass(frozen=True)
@@ -107,14 +115,16 @@ def cases(table: str) -> Iterator[tuple[str, dict[str, Any]]]:
     assert not left, f"operations without a call: {left}"
 
 
-def main() -> None:
+def main(gpu: GPUFacts | None) -> None:
+    """`gpu`: None for sm_90, with tiles of a GPU that starts no kernel early."""
     providers._import_operations()
-    for line in sys.stdin:
-        compile_all(line.strip())
-        print(flush=True)
+    with nullcontext() if gpu is None else pretended(gpu):
+        for line in sys.stdin:
+            compile_all(line.strip(), gpu)
+            print(flush=True)
 
 
-def compile_all(table: str) -> None:
+def compile_all(table: str, gpu: GPUFacts | None) -> None:
     elsewhere: set[JITFunction] = set()  # kernels that other tables compile for the GPU, at the sizes of real models
     if table == "optional":
         with launches(lambda fn, *_: elsewhere.add(fn)):
@@ -122,11 +132,14 @@ def compile_all(table: str) -> None:
                 call_all(other)
 
     def compile_it(fn: JITFunction, args: Any, kwargs: dict[str, Any]) -> None:
+        if gpu is not None:
+            print(json.dumps(_line(fn, args, kwargs, gpu)), flush=True)
+            return
         if fn not in elsewhere:
-            print(json.dumps(asdict(usage(fn, _compile(fn, args, kwargs)))), flush=True)
+            print(json.dumps(asdict(usage(fn, _compile(fn, args, kwargs, SM90)))), flush=True)
             return
         with front_end_alone(), suppress(FrontEndPassed):
-            _compile(fn, args, kwargs)
+            _compile(fn, args, kwargs, SM90)
         print(json.dumps({"module": _module(fn), "kernel": fn.__name__}), flush=True)
 
     with launches(compile_it):
@@ -141,7 +154,15 @@ def call_all(table: str) -> None:
             raise RuntimeError(f"{op} with {sorted(args)}: {e}") from e
 
 
-def _compile(fn: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _line(fn: JITFunction, args: Any, kwargs: dict[str, Any], gpu: GPUFacts) -> dict[str, Any]:
+    """Usage, or why there is none."""
+    try:
+        return asdict(usage(fn, _compile(fn, args, kwargs, gpu.capability)))
+    except (CompilationError, PTXASError) as e:
+        return {"module": _module(fn), "kernel": fn.__name__, "error": f"{type(e).__name__}: {e}"[:2000]}
+
+
+def _compile(fn: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any], capability: tuple[int, int]) -> Any:
     options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
     bound = fn.signature.bind(*args, **kwargs)
     bound.apply_defaults()
@@ -157,7 +178,7 @@ def _compile(fn: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
                 attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", 10 * capability[0] + capability[1], 32), options=options)
 
 
 def _type(value: Any) -> str:
@@ -186,4 +207,4 @@ def _module(fn: JITFunction) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    main(known_gpu(sys.argv[1]) if sys.argv[1:] else None)

@@ -12,6 +12,7 @@ sums: `v_scale` is None for plain numbers.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -26,6 +27,7 @@ from hybridrt.kernels.core.launch import (
     arrival_counters,
     dot_precision,
 )
+from hybridrt.kernels.core.launch_choice import LaunchChoice, Values, unique
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import AttentionRows, PagedKV
 
@@ -252,13 +254,10 @@ def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: T
     """
     req_to_token, mask = kv.req_to_token, batch.mask
     (num_rows, tokens, query_heads, key_dim), (kv_heads, head_dim) = q.shape, kv.v_cache.shape[2:]
-    rope, rows_per_head = key_dim - head_dim, tokens * query_heads // kv_heads
-    tile = _tile(rows_per_head, head_dim, q, kv.coded)
-    head_blocks = kv_heads * triton.cdiv(rows_per_head, tile["BLOCK_M"])
-    walk, joined = _walk(max(num_rows * head_blocks, 1), req_to_token.shape[1], tile, q)
-    tile |= walk
-    tile["num_stages"] += kv.coded  # a stage has fewer bytes
-    splits, window = tile["SPLITS"], kv.sliding_window or 0
+    rope, window, context = key_dim - head_dim, kv.sliding_window or 0, req_to_token.shape[1]
+    shape = Decode(num_rows, tokens, query_heads, kv_heads, head_dim, rope, context, window, kv.coded, q.dtype)
+    joined, tile = DECODES(shape, q.device)
+    head_blocks, splits = shape.head_blocks(tile["BLOCK_M"]), tile["SPLITS"]
     if out is None:
         out = q.new_empty(*q.shape[:3], head_dim)
     token_stride = _token_stride(out)
@@ -299,7 +298,7 @@ def _token_stride(out: Tensor) -> int:
     return stride
 
 
-def _walk(programs: int, max_context: int, tile: dict[str, int], q: Tensor) -> tuple[dict[str, int], bool]:
+def _walk(programs: int, max_context: int, tile: dict[str, int], device: torch.device) -> tuple[dict[str, int], bool]:
     """Shares a row's context among programs, by the batch and the table's width alone.
 
     Returns changes to `_tile`, and whether a row's last program joins the parts: not if only long
@@ -308,10 +307,10 @@ def _walk(programs: int, max_context: int, tile: dict[str, int], q: Tensor) -> t
     Measured on an H200: if programs fill the device, whole contexts with two warps are best, unless
     one row would delay the others. With fewer, four short tiles in flight beat long ones.
     """
-    device = multiprocessors(q.device)
+    size = multiprocessors(device)
     if tile["BLOCK_D"] > 256:
-        return _walk_latent(max(device // programs, 1), max_context, tile["BLOCK_N"], q)
-    bound, filled = tile["BLOCK_M"] > 32 or tile["BLOCK_D"] > 128, programs >= device
+        return _walk_latent(max(size // programs, 1), max_context, tile["BLOCK_N"], device)
+    bound, filled = tile["BLOCK_M"] > 32 or tile["BLOCK_D"] > 128, programs >= size
     pipeline = {"num_stages": 2}
     if not bound and filled:
         pipeline = {"num_warps": 2 if tile["BLOCK_M"] == 16 else 4, "num_stages": 3}
@@ -320,19 +319,19 @@ def _walk(programs: int, max_context: int, tile: dict[str, int], q: Tensor) -> t
     blocks = triton.cdiv(max_context, pipeline.get("BLOCK_N", tile["BLOCK_N"]))
     joined = filled and not bound
     if joined:
-        wanted = max((2 * device + programs // 2) // programs, triton.cdiv(max_context, LONG_CONTEXT))
+        wanted = max((2 * size + programs // 2) // programs, triton.cdiv(max_context, LONG_CONTEXT))
         few, least = 1, triton.cdiv(LONG_CONTEXT // 4, tile["BLOCK_N"])
     else:
         each = PROGRAMS_PER_MULTIPROCESSOR if tile["BLOCK_D"] <= 128 else WIDE_PER_MULTIPROCESSOR
-        wanted = triton.cdiv(each * device, programs)
+        wanted = triton.cdiv(each * size, programs)
         few, least = FEW_SPLITS, 4
     most = FEW_SPLITS if joined else MAX_SPLITS if tile["BLOCK_D"] <= 128 else MAX_SPLITS // 2
     return pipeline | {"SPLITS": max(1, min(wanted, blocks, most)), "FEW": few, "LEAST": least}, joined
 
 
-def _walk_latent(room: int, max_context: int, block_n: int, q: Tensor) -> tuple[dict[str, int], bool]:
+def _walk_latent(room: int, max_context: int, block_n: int, device: torch.device) -> tuple[dict[str, int], bool]:
     """Latent vectors need a whole multiprocessor's shared memory; `room` programs run at a time."""
-    stages = {"num_stages": 3 if shared_memory(q.device) >= LARGE_SHARED_MEMORY else 2}
+    stages = {"num_stages": 3 if shared_memory(device) >= LARGE_SHARED_MEMORY else 2}
     blocks = triton.cdiv(max_context, block_n)
     if room > 2:
         return stages | {"SPLITS": min(room, blocks, MAX_SPLITS // 2), "FEW": 1, "LEAST": 1}, False
@@ -345,9 +344,9 @@ def rope_block(rope: int) -> int:
     return max(16, triton.next_power_of_2(rope))
 
 
-def _tile(rows: int, head_dim: int, q: Tensor, coded: bool) -> dict[str, int]:
+def _tile(rows: int, head_dim: int, dtype: torch.dtype, coded: bool) -> dict[str, int]:
     """Codes are converted in registers, which larger tiles would fill (compiled for sm_90)."""
-    block_d, halved = max(16, triton.next_power_of_2(head_dim)), q.dtype == torch.float32
+    block_d, halved = max(16, triton.next_power_of_2(head_dim)), dtype == torch.float32
     max_rows = BLOCK_M >> (halved + (block_d > 256))  # registers cannot hold sums of 64 rows of 512 numbers
     block_m = min(max(16, triton.next_power_of_2(rows)), max(16, max_rows))
     return {
@@ -356,6 +355,70 @@ def _tile(rows: int, head_dim: int, q: Tensor, coded: bool) -> dict[str, int]:
         "BLOCK_D": block_d,
         "num_warps": 8 if block_m * block_d > 8192 or (coded and block_d > 256) else 4,
     }
+
+
+class Decode(NamedTuple):
+    """What a decode launch may depend on. context: width of the page table, in positions."""
+
+    rows: int
+    tokens: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    rope: int
+    context: int
+    window: int
+    coded: bool
+    dtype: torch.dtype
+
+    @property
+    def rows_per_head(self) -> int:
+        """Query rows that share a key/value head."""
+        return self.tokens * self.query_heads // self.kv_heads
+
+    def head_blocks(self, block_m: int) -> int:
+        """Programs of a row, for each split of its context."""
+        return self.kv_heads * triton.cdiv(self.rows_per_head, block_m)
+
+
+def _built_in(shape: Decode, device: torch.device) -> Values:
+    tile = _tile(shape.rows_per_head, shape.head_dim, shape.dtype, shape.coded)
+    programs = max(shape.rows * shape.head_blocks(tile["BLOCK_M"]), 1)
+    while True:
+        walk, joined = _walk(programs, shape.context, tile, device)
+        whole = tile | walk
+        whole["num_stages"] += shape.coded  # a stage has fewer bytes
+        if tile["BLOCK_N"] == 16 or _loaded_bytes(shape, whole) <= shared_memory(device):
+            return whole | {"joined": int(joined)}
+        tile["BLOCK_N"] //= 2
+
+
+def _candidates(shape: Decode, device: torch.device) -> list[Values]:
+    """Other keys at a time, warps or stages. How a context is split stays: it is for contexts of all lengths."""
+    built_in = _built_in(shape, device)
+    tiles = [built_in]
+    for keys in (built_in["BLOCK_N"] // 2, built_in["BLOCK_N"] * 2):
+        least = max(1, built_in["LEAST"] * built_in["BLOCK_N"] // max(keys, 1))
+        tiles += [{**built_in, "BLOCK_N": keys, "LEAST": least}] if 16 <= keys <= 128 else []
+    tiles += [{**built_in, "num_warps": warps} for warps in (2, 4, 8)]
+    tiles += [{**built_in, "num_stages": stages} for stages in (2, 3, 4, 5)]
+    return unique([tile for tile in tiles if _loaded_bytes(shape, tile) <= shared_memory(device)])
+
+
+def _loaded_bytes(shape: Decode, tile: Values) -> int:
+    """Shared memory of a program: queries, keys and values on their way, and shares of a tile."""
+    latent = tile["BLOCK_D"] > 256
+    width = (1 if latent else 2) * tile["BLOCK_D"] + (rope_block(shape.rope) if shape.rope else 0)
+    keys = (tile["num_stages"] - 1) * tile["BLOCK_N"] * width * (1 if shape.coded else shape.dtype.itemsize)
+    query = tile["BLOCK_D"] + (rope_block(shape.rope) if shape.rope else 0) + tile["BLOCK_N"]
+    return keys + tile["BLOCK_M"] * query * shape.dtype.itemsize
+
+
+def _make(joined: int, **tile: int) -> tuple[bool, dict[str, int]]:
+    return bool(joined), tile
+
+
+DECODES = LaunchChoice("attention_decode", Decode, _built_in, _candidates, _make)
 
 
 @triton.jit

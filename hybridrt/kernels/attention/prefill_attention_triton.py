@@ -286,6 +286,8 @@ def tile_of(q: Tensor, dim: int, kv_heads: int, query_lens: Sequence[int], gathe
     latent = q.shape[-1] > dim > 256
     if latent and not single and shared_memory(q.device) >= LARGE_SHARED_MEMORY:
         return {"BLOCK_M": min(block_m, 32), "BLOCK_N": BLOCK_N, "num_stages": 2, "num_warps": 4}
+    if latent and not single:  # compiled for sm_89: the only tile of 32 queries that stays in registers
+        return {"BLOCK_M": min(block_m, 32), "BLOCK_N": 16, "num_stages": 2, "num_warps": 8}
     tile = {"BLOCK_M": block_m, "BLOCK_N": max(16, BLOCK_N >> (single + (block_d > 256))), "num_stages": 2}
     if gathered:
         return tile | {"num_warps": 8 if wide else 4, "num_stages": 3 if block_d <= 64 else 2}

@@ -174,7 +174,7 @@ def _scale_pairs(scale):  # type: ignore[no-untyped-def]
         # 4 bits of exponent in the place of 8: 2^-120 times the scale. 0x7B80 is 2^120.
         pair = (scale.to(tl.uint8, bitcast=True).to(tl.int32) & 0x7F) * 0x00100010
         pair = tl.inline_asm_elementwise(
-            "{.reg .b32 a; mov.b32 a, 0x7B807B80; mul.rn.bf16x2 $0, $1, a;}",
+            "{.reg .b32 a, z; mov.b32 a, 0x7B807B80; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, a, z;}",
             "=r,r",
             [pair],
             dtype=tl.int32,
@@ -196,9 +196,10 @@ def _scaled_e2m1(tile, scale, PLANE: tl.constexpr):  # type: ignore[no-untyped-d
         else """shl.b32 a, $1, 1; and.b32 a, a, 0x80008000; shr.u32 b, $1, 3; lop3.b32 a, b, 0x01800180, a, 0xEA;
             shr.u32 b, $1, 7; lop3.b32 a, b, 0x00400040, a, 0xEA;"""
     )  # fmt: skip
-    # 0x7E80 is 2^126.
+    # 0x7E80 is 2^126. A product of pairs needs sm_90; a product plus -0 is the same number.
     return tl.inline_asm_elementwise(
-        "{.reg .b32 a, b; " + bits + " mov.b32 b, 0x7E807E80; mul.rn.bf16x2 a, a, b; mul.rn.bf16x2 $0, a, $2;}",
+        "{.reg .b32 a, b, z; " + bits + " mov.b32 b, 0x7E807E80; mov.b32 z, 0x80008000;"
+        " fma.rn.bf16x2 a, a, b, z; fma.rn.bf16x2 $0, a, $2, z;}",
         "=r,r,r", [tile, scale], dtype=tl.int32, is_pure=True, pack=1,
     )  # fmt: skip
 

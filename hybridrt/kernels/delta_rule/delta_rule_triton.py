@@ -26,16 +26,20 @@ In Kimi Delta Attention factors differ by channel: there `kda_chunks_triton.py` 
 and passes scaled q and k on.
 """
 
+from itertools import product as combinations
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridrt.base.device import multiprocessors
+from hybridrt.base.device import multiprocessors, shared_memory
 from hybridrt.base.errors import ConfigError
 from hybridrt.kernels.core.chunk_plan import ChunkPlan
 from hybridrt.kernels.core.decay_sums_triton import split_gates
-from hybridrt.kernels.core.launch import dot_precision
+from hybridrt.kernels.core.launch import LARGE_SHARED_MEMORY, dot_precision
+from hybridrt.kernels.core.launch_choice import LaunchChoice, Values, unique
 from hybridrt.kernels.core.records import DeltaInputs, GateWeights, Prompts, StateSlots
 from hybridrt.kernels.core.tiles_triton import tile_mask
 from hybridrt.kernels.delta_rule.delta_chunks_triton import PreparedChunks, unit_inverse
@@ -44,6 +48,7 @@ from hybridrt.kernels.state.conv_and_gates_triton import L2_EPS, log_decay, stri
 
 MAX_CHUNK = 64
 PREFETCH_BYTES = 213_000  # bytes of chunks on the way to a program; the rest of its 227 KB holds operands
+SMALL_BASE = 61_952, 70_144  # bytes of a program with two chunks on smaller GPUs; in Kimi Delta Attention
 
 
 @triton.jit
@@ -193,8 +198,8 @@ def chunk_gated_delta_rule_triton(
         chunks = prepare_channels(inputs, weights, plan, size)
     else:
         chunks = _prepare(inputs, weights, plan, size, block_k)
-    widths = block_k * (2 if chunks.k_left is None else 3) + 2 * size
-    tile = pass_tile(rows * value_heads, value_dim, size, widths, v)
+    by_channel = chunks.k_left is not None
+    tile = PASSES(Pass(rows, value_heads, key_heads, key_dim, value_dim, size, by_channel, v.dtype), v.device)
     _pass_kernel[triton.cdiv(value_dim, tile["BLOCK_V"]), value_heads, rows](
         *chunks, out, plan.cu_chunk_seqlens, plan.first_chunk, plan.last_chunk,
         state.states, state.read_state_slots, state.write_state_slots, prompts.has_initial_state,
@@ -224,12 +229,58 @@ def _prepare(
     return PreparedChunks(q, k, None, v, solved, scores, factors, decay)
 
 
-def pass_tile(states: int, value_dim: int, size: int, widths: int, v: Tensor) -> dict[str, int]:
-    """The block of V of a program, and how many chunks of `size` tokens it prefetches. A token of a
-    chunk has `widths` numbers in addition to those of v. On an H200 a chunk takes 1.5 us with a
-    block of 32 and 2.0 us with 64: the latter where 32 would make programs wait for others to end.
+class Pass(NamedTuple):
+    """What the tile of a pass over rows' chunks of `size` tokens may depend on. by_channel: as in Kimi Delta
+    Attention."""
+
+    rows: int
+    value_heads: int
+    key_heads: int
+    key_dim: int
+    value_dim: int
+    size: int
+    by_channel: bool
+    dtype: torch.dtype
+
+    @property
+    def block_k(self) -> int:
+        return max(16, triton.next_power_of_2(self.key_dim))
+
+
+def pass_tile(shape: Pass, device: torch.device) -> dict[str, int]:
+    """The block of V of a program, and how many chunks it prefetches. On an H200 a chunk takes 1.5 us
+    with a block of 32 and 2.0 us with 64: the latter where 32 would make programs wait for others to
+    end.
     """
-    narrow = v.itemsize > 2 or states * value_dim <= 32 * multiprocessors(v.device)
-    block_v = min(32 if narrow else 64, max(16, triton.next_power_of_2(value_dim)))
-    chunk_bytes = size * (widths + block_v) * v.itemsize
+    states, itemsize = shape.rows * shape.value_heads, shape.dtype.itemsize
+    if shared_memory(device) < LARGE_SHARED_MEMORY:
+        return _small_pass_tile(shape, shared_memory(device))
+    narrow = itemsize > 2 or states * shape.value_dim <= 32 * multiprocessors(device)
+    block_v = min(32 if narrow else 64, max(16, triton.next_power_of_2(shape.value_dim)))
+    widths = shape.block_k * (3 if shape.by_channel else 2) + 2 * shape.size
+    chunk_bytes = shape.size * (widths + block_v) * itemsize
     return {"BLOCK_V": block_v, "num_warps": 4, "num_stages": min(4, max(2, PREFETCH_BYTES // chunk_bytes))}
+
+
+def _small_pass_tile(shape: Pass, room: int) -> dict[str, int]:
+    """For GPUs without tensor cores that read shared memory. Compiled for sm_80, sm_89 and sm_120: a block of 64 does
+    not fit into registers, two chunks take the bytes of SMALL_BASE, and each further one those of its tiles."""
+    scale = shape.dtype.itemsize * shape.block_k // 128 / 2
+    block_v = min(32 if scale <= 1 else 16, max(16, triton.next_power_of_2(shape.value_dim)))
+    chunk = shape.size * (shape.block_k * (3 if shape.by_channel else 2) + block_v) * shape.dtype.itemsize + 512
+    left = room - round(SMALL_BASE[shape.by_channel] * scale)
+    return {"BLOCK_V": block_v, "num_warps": 4, "num_stages": min(4, max(1, 2 + left // chunk))}
+
+
+def _candidates(shape: Pass, device: torch.device) -> list[Values]:
+    most = max(16, triton.next_power_of_2(shape.value_dim))
+    tiles: list[Values] = [
+        {"BLOCK_V": min(v, most), "num_warps": warps, "num_stages": stages}
+        for v, warps, stages in combinations((16, 32, 64), (4, 8), (1, 2, 3, 4))
+    ]
+    return unique(tiles)
+
+
+PASSES: LaunchChoice[Pass, dict[str, int]] = LaunchChoice(
+    "chunk_gated_delta_rule: pass", Pass, pass_tile, _candidates, dict
+)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridrt.base.errors import ConfigError
+from hybridrt.kernels.core.launch_choice import LaunchChoice, Values, token_bucket
 from hybridrt.kernels.core.operation import By, operation
 from hybridrt.kernels.dense.norm_activation import relu2, rms_norm, silu_and_mul
 
@@ -27,8 +28,37 @@ def is_skinny(x: Tensor, weight: Tensor, activation: Activation | None) -> bool:
     GPU."""
     if not x.is_cuda:
         return False
-    max_tokens = ALONE_UP_TO if activation is None or len(weight) < FILLING_ROWS else MAX_TOKENS
-    return 0 < x.shape[0] <= max_tokens and weight.dtype in (torch.bfloat16, torch.float16)
+    if not 0 < x.shape[0] <= MAX_TOKENS or weight.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    tokens = 1 if x.shape[0] == 1 else token_bucket(x.shape[0], 16, MAX_TOKENS)
+    return FUSED(Product(len(weight), weight.shape[1], tokens, weight.dtype, activation or ""), x.device)
+
+
+class Product(NamedTuple):
+    """A product of few tokens. tokens: 1, 16, 32 or 64, at least as many as there are. activation: "" for none."""
+
+    rows: int
+    columns: int
+    tokens: int
+    dtype: torch.dtype
+    activation: str
+
+
+def _built_in(shape: Product, _: torch.device) -> Values:
+    max_tokens = ALONE_UP_TO if not shape.activation or shape.rows < FILLING_ROWS else MAX_TOKENS
+    return {"fused": int(shape.tokens <= max_tokens)}
+
+
+def _candidates(shape: Product, _: torch.device) -> list[Values]:
+    """One token always has the fused kernel, which includes the norm."""
+    return [{"fused": 1}] if shape.tokens == 1 else [{"fused": 0}, {"fused": 1}]
+
+
+def _is_fused(fused: int) -> bool:
+    return bool(fused)
+
+
+FUSED = LaunchChoice("product of few tokens", Product, _built_in, _candidates, _is_fused)
 
 
 class InputNorm(NamedTuple):

@@ -12,14 +12,16 @@ order.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from itertools import product as combinations
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.base.device import shared_memory
 from hybridrt.kernels.core.codes_triton import (
     block_sums,
     decode,
@@ -29,6 +31,7 @@ from hybridrt.kernels.core.codes_triton import (
     tile_scale,
 )
 from hybridrt.kernels.core.launch import arrival_counters, dot_precision
+from hybridrt.kernels.core.launch_choice import LaunchChoice, Values
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.dense.norm_activation_triton import add_rms_norm_triton, rms_norm_triton
 from hybridrt.kernels.dense.skinny_linear import Activation, InputNorm
@@ -252,7 +255,7 @@ def skinny_linear_triton(
 ) -> tuple[Tensor, Tensor | None]:
     """One launch for one token; several tokens with a norm need one more."""
     rows, columns = weight.shape
-    tile = matvec_tile(rows, columns) if x.shape[0] == 1 else matmul_tile(rows, columns, x.shape[0])
+    tile = TILES(TiledProduct(rows, columns, padded_tokens(x.shape[0]), x.dtype), x.device)
     stored = Stored(weight, rows, columns)
     return product(x, stored, bias, tile, tail=tail, norm=norm, activation=activation, parts=parts, out=out)
 
@@ -309,7 +312,7 @@ def _matmul(
     x: Tensor, tail: Tensor | None, weight: Stored, bias: Tensor | None, activation: Activation | None, tile: Tile,
     out: Tensor,
 ) -> None:  # fmt: skip
-    tokens, padded = x.shape[0], max(16, triton.next_power_of_2(x.shape[0]))
+    tokens, padded = x.shape[0], padded_tokens(x.shape[0])
     blocks = triton.cdiv(weight.rows, tile.block_n)
     whole, parts, arrivals = blocks, None, None
     if tile.split > 1:
@@ -359,3 +362,43 @@ def matmul_tile(rows: int, columns: int, tokens: int) -> Tile:
 
 def _narrowed(tile: Tile, columns: int) -> Tile:
     return replace(tile, block_k=max(16, min(tile.block_k, triton.next_power_of_2(columns))))
+
+
+class TiledProduct(NamedTuple):
+    """What a tile may depend on. tokens: `padded_tokens`."""
+
+    rows: int
+    columns: int
+    tokens: int
+    dtype: torch.dtype
+
+
+def padded_tokens(tokens: int) -> int:
+    """Tokens of a program: 1, else a power of two of at least 16."""
+    return 1 if tokens == 1 else max(16, triton.next_power_of_2(tokens))
+
+
+def _built_in(shape: TiledProduct, _: torch.device) -> Values:
+    rows, columns, tokens, _dtype = shape
+    return _values(matvec_tile(rows, columns) if tokens == 1 else matmul_tile(rows, columns, tokens))
+
+
+def _values(tile: Tile) -> Values:
+    return {name: value for name, value in asdict(tile).items() if value is not None}
+
+
+def _candidates(shape: TiledProduct, device: torch.device) -> list[Values]:
+    """Tiles whose numbers fit in registers and shared memory."""
+    rows, columns, tokens, dtype = shape
+    if tokens == 1:  # at most 8 rows: `parts` are cut in eights
+        tiles = [Tile(n, k, warps) for n, k, warps in combinations((2, 4, 8), (512, 1024, 2048), (4, 8))]
+        tiles = [tile for tile in tiles if 4 <= tile.block_n * tile.block_k // (32 * tile.num_warps) <= 64]
+    else:
+        splits = [1] if rows > 64 * 2 * MULTIPROCESSORS else [n for n in (1, 2, 4, 8) if n <= max(1, columns // 512)]
+        tiles = [Tile(64, k, 4, stages, split) for k, stages, split in combinations((64, 128), (3, 4, 6), splits)]
+        room = shared_memory(device) - 1024
+        tiles = [tile for tile in tiles if tile.stages * tile.block_k * (64 + tokens) * dtype.itemsize <= room]
+    return list({tile: _values(tile) for tile in (_narrowed(tile, columns) for tile in tiles)}.values())
+
+
+TILES = LaunchChoice("skinny_linear", TiledProduct, _built_in, _candidates, Tile)

@@ -12,6 +12,9 @@ With few tokens launches take longer than their work. Then `walk_states`
 decays need one launch (`scan_fixed_decay_triton.py`).
 """
 
+from itertools import product as combinations
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +22,7 @@ from torch import Tensor
 
 from hybridrt.kernels.core.chunk_plan import ChunkPlan
 from hybridrt.kernels.core.decay_sums_triton import finite_rate, split_gates
+from hybridrt.kernels.core.launch_choice import LaunchChoice, Values, token_bucket, unique
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import Prompts, SSMInputs, SSMWeights, StateSlots
 from hybridrt.kernels.mamba.scan_few_tokens_triton import ScanWork, block, chunk_span, walk_states
@@ -26,6 +30,7 @@ from hybridrt.kernels.mamba.scan_fixed_decay_triton import decays_are_fixed, fix
 from hybridrt.kernels.state.conv_and_gates_triton import silu, strides, time_step
 
 FEW_TOKENS = 512  # tokens of a step: up to so many, launches take longer than what they do one after the other
+LEAST_TOKENS, MOST_TOKENS = 64, 8192  # bounds of `Scan.tokens`
 
 
 @triton.jit
@@ -250,12 +255,12 @@ def mamba2_chunk_scan_triton(
     chunk_heads = torch.empty((chunks, heads, dim, state_dim), dtype=x.dtype, device=x.device)
     shape = {"H": heads, "P": dim, "N": state_dim, "HEADS_PER_GROUP": heads // B.shape[1]}
     work = ScanWork(step, cum, rest, chunk_heads, shape)
-    few = num_tokens <= FEW_TOKENS and max(plan.chunk_size, state_dim) <= 256
+    few = _has_few(num_tokens, plan.chunk_size, state_dim)
     scores = None if few else _scores(B, C, plan)
     (walk_states if few else _gain_and_pass)(inputs, weights, state, prompts, work)
     if chunks:
         size = plan.chunk_size
-        tile = few_outputs_tile(size, x, state_dim) if few else outputs_tile(size, dim, state_dim)
+        tile = OUTPUTS(_shape(x, B, size), x.device)
         blocks, channels = triton.cdiv(size, tile["BLOCK_M"]), triton.cdiv(dim, tile["BLOCK_P"])
         short = channels, heads, num_tokens // tile["BLOCK_M"] + chunks
         _outputs_kernel[short if few else (blocks * channels, heads, chunks)](
@@ -292,7 +297,7 @@ def _gain_and_pass(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, pr
         inputs.dt, weights.A, weights.dt_bias, work.step, cum, rest, cu_chunks, inputs.dt.stride(0), num_tokens,
         *weights.dt_limit, H=count, BLOCK_Q=triton.next_power_of_2(plan.chunk_size), BLOCK_H=4, **launch,
     )  # fmt: skip
-    tile = gains_tile(dim, state_dim)
+    tile = GAINS(_shape(x, inputs.B, plan.chunk_size), x.device)
     _gains_kernel[triton.cdiv(dim, tile["BLOCK_P"]) * triton.cdiv(state_dim, tile["BLOCK_N"]), count, chunks](
         x, inputs.B, work.step, cum, rest, gains, cu_chunks, strides(x), strides(inputs.B), num_tokens, **work.shape,
         **tile, **launch,
@@ -320,7 +325,7 @@ def outputs_tile(size: int, dim: int, state_dim: int) -> dict[str, int]:
     }  # fmt: skip
 
 
-def few_outputs_tile(size: int, x: Tensor, state_dim: int) -> dict[str, int]:
+def few_outputs_tile(size: int, shape: "Scan") -> dict[str, int]:
     """Tile of outputs in a step of few tokens, with all state columns; a program computes the
     scores.
 
@@ -328,9 +333,9 @@ def few_outputs_tile(size: int, x: Tensor, state_dim: int) -> dict[str, int]:
     tokens at a time); Falcon-H1-0.5B with its few heads 10.4 / 20.6 (11.2 / 26.6 with Nemotron-H's
     tile). Larger float32 tiles, which tensor cores do not take, would not fit into registers.
     """
-    num_tokens, heads, dim = x.shape
-    fewest = num_tokens <= 256
-    if x.itemsize > 2:
+    heads, dim, state_dim = shape.heads, shape.dim, shape.state_dim
+    fewest = shape.tokens <= 256
+    if shape.dtype.itemsize > 2:
         tile = {"BLOCK_M": 32, "BLOCK_P": 32, "BLOCK_K": 32, "num_stages": 2}
     elif state_dim > 128:
         tile = {"BLOCK_M": 64, "BLOCK_P": 64 if fewest else 128, "BLOCK_K": 64, "num_stages": 2 if fewest else 1}
@@ -341,3 +346,74 @@ def few_outputs_tile(size: int, x: Tensor, state_dim: int) -> dict[str, int]:
     limits = {"BLOCK_M": size, "BLOCK_P": dim, "BLOCK_K": size}
     tile |= {name: block(limit, tile[name]) for name, limit in limits.items()}
     return tile | {"BLOCK_N": block(state_dim, 256), "num_warps": 4}
+
+
+class Scan(NamedTuple):
+    """What the tiles of a scan may depend on. tokens: a power of two, from LEAST_TOKENS to MOST_TOKENS."""
+
+    tokens: int
+    heads: int
+    groups: int
+    dim: int
+    state_dim: int
+    chunk_size: int
+    dtype: torch.dtype
+
+
+def _shape(x: Tensor, B: Tensor, chunk_size: int) -> Scan:
+    tokens = token_bucket(x.shape[0], LEAST_TOKENS, MOST_TOKENS)
+    return Scan(tokens, x.shape[1], B.shape[1], x.shape[2], B.shape[2], chunk_size, x.dtype)
+
+
+def _has_few(tokens: int, chunk_size: int, state_dim: int) -> bool:
+    """Whether a scan takes two launches."""
+    return tokens <= FEW_TOKENS and max(chunk_size, state_dim) <= 256
+
+
+def _built_in_gains(shape: Scan, _: torch.device) -> Values:
+    return gains_tile(shape.dim, shape.state_dim)
+
+
+def _built_in_outputs(shape: Scan, _: torch.device) -> Values:
+    size, state_dim = shape.chunk_size, shape.state_dim
+    if _has_few(shape.tokens, size, state_dim):
+        return few_outputs_tile(size, shape)
+    return outputs_tile(size, shape.dim, state_dim)
+
+
+def _gains_candidates(shape: Scan, device: torch.device) -> list[Values]:
+    """Fewer state columns for more programs, more tokens at a time, more warps."""
+    tile = _built_in_gains(shape, device)
+    tiles: list[Values] = [
+        {
+            **tile,
+            "BLOCK_N": block(shape.state_dim, n),
+            "BLOCK_K": k,
+            "num_warps": warps,
+            "num_stages": 4 if k < 64 else 3,
+        }
+        for n, k, warps in combinations((64, 128, 256), (16, 32, 64), (4, 8))
+    ]
+    return unique(tiles)
+
+
+def _outputs_candidates(shape: Scan, device: torch.device) -> list[Values]:
+    """BLOCK_N of a scan of few tokens is the whole state."""
+    tile = _built_in_outputs(shape, device)
+    if shape.dtype.itemsize > 2:  # larger tiles would not fit into registers
+        return [tile]
+    limits = {"BLOCK_M": shape.chunk_size, "BLOCK_P": shape.dim, "BLOCK_K": shape.chunk_size}
+    tiles: list[Values] = []
+    for m, p, k, warps in combinations((32, 64), (64, 128), (32, 64, 128), (4, 8)):
+        wanted = {"BLOCK_M": m, "BLOCK_P": p, "BLOCK_K": k}
+        blocks = {name: block(limit, wanted[name]) for name, limit in limits.items()}
+        tiles.append({**tile, **blocks, "num_warps": warps, "num_stages": 3 if k == 32 else 1})
+    return unique(tiles)
+
+
+GAINS: LaunchChoice[Scan, dict[str, int]] = LaunchChoice(
+    "mamba2_chunk_scan: gains", Scan, _built_in_gains, _gains_candidates, dict
+)
+OUTPUTS: LaunchChoice[Scan, dict[str, int]] = LaunchChoice(
+    "mamba2_chunk_scan: outputs", Scan, _built_in_outputs, _outputs_candidates, dict
+)

@@ -44,7 +44,7 @@ ENVIRONMENT = {
     "TRITON_STORE_BINARY_ONLY": "1",  # a launch opens all files of a kernel: four instead of nine
     "HYBRIDRT_DEBUG": "",
 }
-_WORKER = "hybridrt.runtime.precompile.compile_worker"
+WORKER = "hybridrt.runtime.precompile.compile_worker"
 
 Kernel = list[str]  # the same as `compile_trace.Kernel`
 Job = tuple[bool, Kernel]  # whether the start needs it
@@ -90,7 +90,7 @@ class CompileAhead:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         try:
             for _ in range(workers):
-                self._processes.append(start_child(_WORKER, {}, ENVIRONMENT, **pipes))
+                self._processes.append(start_child(WORKER, {}, ENVIRONMENT, **pipes))
         except BaseException:
             self.close()
             raise

@@ -5,7 +5,6 @@ import hashlib
 import os
 import sys
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -15,8 +14,9 @@ from hybridrt.base.device import GPUFacts
 from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.files import CONFIG_BYTES, read_bytes
 from hybridrt.base.version import __version__
+from hybridrt.runtime.load.kernel_digest import kernel_digest
+from hybridrt.runtime.load.tuned_choices import MAX_BYTES, tuned_path
 
-_KERNELS = Path(__file__).parents[2] / "kernels"
 # No kernel depends on these.
 _CONFIG = ("model", "device", "seed", "overlap", "load_format", "client_weights", "request_log", "audit_hits")
 _GPU = ("free_bytes", "total_bytes")
@@ -25,7 +25,11 @@ _GPU = ("free_bytes", "total_bytes")
 def find_mark(config: EngineConfig, gpu: GPUFacts) -> Path:
     """Path of the mark of a configuration and a GPU. `config.model` is a directory."""
     facts = {name: value for name, value in asdict(gpu).items() if name not in _GPU}
-    return _folder(config) / hashlib.sha256(msgspec.json.encode(facts)).hexdigest()
+    digest = hashlib.sha256(msgspec.json.encode(facts))
+    tuned = tuned_path(gpu)
+    if tuned is not None and tuned.exists():  # other tiles are other kernels
+        digest.update(read_bytes(tuned, MAX_BYTES))
+    return _folder(config) / digest.hexdigest()
 
 
 def has_marks(config: EngineConfig) -> bool:
@@ -39,17 +43,8 @@ def _folder(config: EngineConfig) -> Path:
     fields = {name: value for name, value in asdict(config).items() if name not in _CONFIG}
     versions = (__version__, triton.__version__, str(torch.__version__), sys.implementation.cache_tag)
     digest = hashlib.sha256(msgspec.json.encode((fields, versions)))
-    digest.update(read_bytes(Path(config.model, "config.json"), CONFIG_BYTES) + _sources())
+    digest.update(read_bytes(Path(config.model, "config.json"), CONFIG_BYTES) + kernel_digest())
     return Path(triton.knobs.cache.dir, "hybridrt", digest.hexdigest())
-
-
-@cache
-def _sources() -> bytes:
-    """Digest of this package's kernels. Cached: opening a file may take milliseconds."""
-    digest = hashlib.sha256()
-    for file in sorted(_KERNELS.rglob("*.py")):
-        digest.update(file.read_bytes())
-    return digest.digest()
 
 
 def write_mark(mark: Path, kernels: int) -> None:

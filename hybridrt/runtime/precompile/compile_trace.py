@@ -22,6 +22,7 @@ from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.base.spans import EncoderInput, Span, mrope_positions
 from hybridrt.collectives.groups import TPGroup
+from hybridrt.kernels.core.launch_choice import use_tuned
 from hybridrt.kernels.core.slots import NO_SLOT, OWN_SLOT
 from hybridrt.layers.linear import finish
 from hybridrt.mem_cache.pools.page_groups import in_every_group
@@ -30,7 +31,8 @@ from hybridrt.recurrent.backends import backend_class, resolve_attention_name, r
 from hybridrt.runtime.load.build import Runtime, empty_model, keeps_prefixes, kv_layers, load_target, weight_bytes
 from hybridrt.runtime.load.fit import plan_ahead
 from hybridrt.runtime.load.target import RunTarget
-from hybridrt.runtime.precompile.pretend_gpu import pretended
+from hybridrt.runtime.load.tuned_choices import load_tuned
+from hybridrt.runtime.precompile.pretend_gpu import CUDA, pretended
 from hybridrt.runtime.precompile.replaced import replaced
 from hybridrt.runtime.run.kv_scales import measuring_step
 from hybridrt.runtime.run.probe import probe
@@ -150,6 +152,7 @@ def trace(
         The steps that failed here and why: they may launch kernels that were not noted.
     """
     with pretended(gpu), noted(note), torch.inference_mode():
+        use_tuned(CUDA, load_tuned(gpu, CUDA).choices)
         runner, largest = _runners(config)
         with runner.model.shortened():
             steps: list[_NamedStep] = [("the largest prefill", largest)]

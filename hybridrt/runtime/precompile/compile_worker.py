@@ -6,6 +6,7 @@
     {"trace": fields of EngineConfig}            {"kernel": [module, name, specialisation]} for each kernel,
                                                  {"started": seconds} after those of the start, and at the end
                                                  {"problems": [...], "seconds": number}
+    {"shapes": fields of EngineConfig}           {"shapes": [[launch, fields of its shape], ...], "problems": [...]}
     {"key": [file, digest]}                      as in `triton_key.use_key`; before the first of
     {"compile": [module, name, specialisation]}  {"problem": null or text, "seconds": number}
 """
@@ -45,6 +46,8 @@ def main() -> None:
         request = json.loads(line)
         if "trace" in request:
             worker.trace_config(request["trace"])
+        elif "shapes" in request:
+            worker.find_shapes(request["shapes"])
         elif "key" in request:
             use_key(*request["key"])
         else:
@@ -76,15 +79,28 @@ class _Worker:
 
         start, problems = time.perf_counter(), list[str]()
         try:
-            speculative = fields.pop("speculative")
-            config = EngineConfig(**fields, speculative=SpeculativeConfig(**speculative) if speculative else None)
             problems += trace(
-                config, self._gpu, lambda kernel: self._say(kernel=list(kernel)),
+                _config_of(fields), self._gpu, lambda kernel: self._say(kernel=list(kernel)),
                 lambda: self._say(started=time.perf_counter() - start),
             )  # fmt: skip
         except Exception as e:
             problems.append(f"the model: {described(e)}")
         self._say(problems=problems, seconds=time.perf_counter() - start)
+
+    def find_shapes(self, fields: dict[str, Any]) -> None:
+        """The shapes for which a configuration's launches look choices up."""
+        from hybridrt.kernels.core.launch_choice import LAUNCHES
+        from hybridrt.runtime.load.tuned_choices import fields_of
+        from hybridrt.runtime.precompile.compile_trace import described, trace
+        from hybridrt.runtime.precompile.pretend_gpu import CUDA
+
+        shapes, problems = list[Any](), list[str]()
+        try:
+            problems += trace(_config_of(fields), self._gpu, lambda kernel: None)
+            shapes = [(name, fields_of(shape)) for name, launch in LAUNCHES.items() for shape in launch.seen(CUDA)]
+        except Exception as e:
+            problems.append(f"the model: {described(e)}")
+        self._say(shapes=shapes, problems=problems)
 
     def compile(self, module: str, name: str, specialisation: str) -> None:
         from triton.runtime import build
@@ -92,14 +108,25 @@ class _Worker:
         start, problem = time.perf_counter(), None
         try:
             with replaced(build, _load_module_from_path=_not_loaded):
-                _launcher_module() if (module, name) == LAUNCHER[:2] else _compile(module, name, specialisation)
+                if (module, name) == LAUNCHER[:2]:
+                    _launcher_module()
+                else:
+                    shared = _compile(module, name, specialisation)
+                    if shared > self._gpu.shared_memory:
+                        problem = f"it needs {shared} bytes of shared memory, and the GPU has {self._gpu.shared_memory}"
         except Exception as e:
             problem = f"{type(e).__name__}: {e}"
         self._say(problem=problem, seconds=time.perf_counter() - start)
 
 
-def _compile(module: str, name: str, specialisation: str) -> None:
-    """Compiles a kernel and its launcher, where Triton has one per kernel."""
+def _config_of(fields: dict[str, Any]) -> EngineConfig:
+    speculative = fields.pop("speculative")
+    return EngineConfig(**fields, speculative=SpeculativeConfig(**speculative) if speculative else None)
+
+
+def _compile(module: str, name: str, specialisation: str) -> int:
+    """Compiles a kernel and its launcher, where Triton has one per kernel. Returns bytes of a program's shared
+    memory."""
     from triton.backends.nvidia import driver
 
     from hybridrt.kernels.core.launch import compute_keys
@@ -119,6 +146,7 @@ def _compile(module: str, name: str, specialisation: str) -> None:
     if hasattr(driver, "make_launcher"):
         _provide_libcuda()
         driver.CudaLauncher(kernel.src, kernel.metadata)
+    return int(kernel.metadata.shared)
 
 
 def _tuples(value: Any) -> Any:

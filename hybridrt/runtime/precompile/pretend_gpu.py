@@ -64,7 +64,7 @@ class _MetaTensors(TorchFunctionMode):
         given = dict(kwargs or {})
         if function == _DEVICE:
             device = function(*args)
-            return _CUDA if device.type == "meta" else device
+            return CUDA if device.type == "meta" else device
         if function == _IS_CUDA:
             return args[0].is_meta
         if function is _COPY and args[1].is_meta and not args[0].is_meta:
@@ -79,7 +79,7 @@ class _MetaTensors(TorchFunctionMode):
         return function(*args, **given)
 
 
-_CUDA, _META = torch.device("cuda", 0), torch.device("meta")
+CUDA, _META = torch.device("cuda", 0), torch.device("meta")
 _DEVICE, _IS_CUDA = torch.Tensor.device.__get__, torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 _COPY, _TO, _PIN = torch.Tensor.copy_, torch.Tensor.to, torch.Tensor.pin_memory
 

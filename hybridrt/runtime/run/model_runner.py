@@ -26,6 +26,7 @@ from hybridrt.runtime.load.build import (
 from hybridrt.runtime.load.fit import plan_ahead, pool_budget
 from hybridrt.runtime.load.start_kernels import StartAhead, StartKernels, start_kernels
 from hybridrt.runtime.load.target import RunTarget
+from hybridrt.runtime.load.tuned_choices import use_tuned_choices
 from hybridrt.runtime.replay.prompt_graphs import needed_buckets
 from hybridrt.runtime.run.expert_loads import ExpertLoads
 from hybridrt.runtime.run.host_copies import HostCopies
@@ -81,6 +82,7 @@ class ModelRunner(StepRunner):
     ) -> None:  # fmt: skip
         began = time.monotonic()
         self.model_path, target = load_target(config, tp)
+        use_tuned_choices(target.device, tp)
         kernels.start_compiling(target.device, self.model_path)
         if plan is None:
             weights = weight_bytes(empty_model(config, target, torch.device("meta")))
