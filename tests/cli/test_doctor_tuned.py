@@ -35,7 +35,7 @@ def stored(gpu: GPUFacts = GPU, **origin: Any) -> Path:
     path = tuned_path(gpu)
     assert path is not None
     made = msgspec.structs.replace(Origin.of_gpu(gpu), **origin)
-    write_tuned(path, TunedFile(1, "2026-01-02T03:04:05+00:00", made, choices))
+    write_tuned(path, TunedFile("2026-01-02T03:04:05+00:00", made, choices))
     return path
 
 

@@ -53,7 +53,7 @@ def another(shape: TiledProduct = SHAPE) -> dict[str, int]:
 
 def a_file(**changes: Any) -> TunedFile:
     choice = Choice(TILES.name, fields_of(SHAPE), another(), 4.0, 5.0, True)
-    file = TunedFile(1, "2026-01-02T03:04:05Z", Origin.of_gpu(GPU), [choice])
+    file = TunedFile("2026-01-02T03:04:05Z", Origin.of_gpu(GPU), [choice])
     return msgspec.structs.replace(file, **changes)
 
 
@@ -130,10 +130,14 @@ def test_a_choice_that_its_launch_does_not_name_is_refused(change: dict[str, Any
     [
         (b"", "holds no tuned choices"),
         (b"\x80\x04.", "holds no tuned choices"),
-        (b'{"version": 2}', "version 2; this release reads version 1"),
-        (b'{"version": 1}', "holds no tuned choices"),
-        (b'{"version": 1, "made": "", "more": 1}', "holds no tuned choices"),
+        (
+            b'{"format": "hybridrt tuned choices 2"}',
+            "of a newer version.*: use that version, or run hybridrt tune again",
+        ),
+        (b'{"format": "hybridrt tuned choices 1"}', "holds no tuned choices"),
+        (b'{"format": "hybridrt tuned choices 1", "made": "", "more": 1}', "holds no tuned choices"),
         (b"[" * 100_000, "holds no tuned choices"),
+        (b'{"choices": ' + b"[" * 100_000, "holds no tuned choices"),
     ],
 )
 def test_a_damaged_file_is_an_error(data: bytes, text: str, tmp_path: Path) -> None:

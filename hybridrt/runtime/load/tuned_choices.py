@@ -21,6 +21,7 @@ import torch
 from hybridrt.base.device import GPUFacts
 from hybridrt.base.errors import ConfigError, reason
 from hybridrt.base.files import read_bytes
+from hybridrt.base.formats import Format, json_format
 from hybridrt.base.version import __version__
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.core.launch_choice import LAUNCHES, Tuned, Values, tuned_for, use_tuned
@@ -29,7 +30,7 @@ from hybridrt.runtime.load.kernel_digest import kernel_digest
 logger = logging.getLogger(__name__)
 
 VARIABLE = "HYBRIDRT_TUNED"
-VERSION = 1
+FORMAT = Format("hybridrt tuned choices", 1, "run hybridrt tune again")
 MAX_BYTES = 1 << 23
 MAX_CHOICES = 1 << 14
 _OFF = ("", "0")
@@ -88,10 +89,10 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TunedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The contents of a file. made: UTC, ISO 8601."""
 
-    version: int
     made: Text
     origin: Origin
     choices: Annotated[list[Choice], msgspec.Meta(max_length=MAX_CHOICES)]
+    format: Text = str(FORMAT)
 
 
 @dataclass(frozen=True)
@@ -143,20 +144,19 @@ def load_tuned(gpu: GPUFacts, device: torch.device) -> Loaded:
 
 
 def read_tuned(path: Path) -> TunedFile:
-    """Reads a file and checks its form. ConfigError if it has another one, or is of another version."""
+    """Reads a file and checks its form. ConfigError if it has another one, or is of another version's."""
     try:
         data = read_bytes(path, MAX_BYTES)
-        if (version := msgspec.json.decode(data, type=_Versioned).version) != VERSION:
-            raise ConfigError(f"{path} has version {version}; this release reads version {VERSION}: tune again")
-        return msgspec.json.decode(data, type=TunedFile)
     except OSError as e:
         raise ConfigError(f"tuned choices in {path} cannot be read: {reason(e)}") from e
-    except msgspec.DecodeError as e:
+    try:
+        refusal = FORMAT.refusal(json_format(data))
+        file = None if refusal else msgspec.json.decode(data, type=TunedFile)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as e:
         raise ConfigError(f"{path} holds no tuned choices ({e}); delete it, or run hybridrt tune again") from e
-
-
-class _Versioned(msgspec.Struct, frozen=True):
-    version: int
+    if file is None:
+        raise ConfigError(f"{path} holds no tuned choices that this version reads: {refusal}")
+    return file
 
 
 def table_of(file: TunedFile, device: torch.device, path: Path) -> Tuned:

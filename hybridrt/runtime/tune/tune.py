@@ -11,7 +11,7 @@ from triton.runtime.errors import OutOfResources
 
 from hybridrt.kernels.core.launch_choice import LAUNCHES, Tuned, Values, use_tuned
 from hybridrt.kernels.dense.skinny_linear_triton import TiledProduct
-from hybridrt.runtime.load.tuned_choices import MAX_CHOICES, VERSION, Choice, Origin, TunedFile, fields_of
+from hybridrt.runtime.load.tuned_choices import MAX_CHOICES, Choice, Origin, TunedFile, fields_of
 from hybridrt.runtime.tune.decode_attention import paged_decode
 from hybridrt.runtime.tune.measure import Measured, Timer, measure
 from hybridrt.runtime.tune.products import few_tokens, tiled_product
@@ -91,7 +91,7 @@ def file_of(tuning: Tuning, origin: Origin, before: TunedFile | None) -> TunedFi
     measured = {_key(choice) for choice in new}
     kept = [choice for choice in (before.choices if before else ()) if _key(choice) not in measured]
     made = datetime.now(UTC).isoformat(timespec="seconds")
-    return TunedFile(VERSION, made, origin, [*kept, *new][-MAX_CHOICES:])
+    return TunedFile(made, origin, [*kept, *new][-MAX_CHOICES:])
 
 
 def _choice(found: Measured) -> Choice:
