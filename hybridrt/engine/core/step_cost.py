@@ -19,6 +19,7 @@ _KINDS = ("decode", "prefill", "mixed")
 _OF_KIND = {kind: tuple(float(kind == other) for other in _KINDS) for kind in _KINDS}
 _DECAY = 0.98  # weight after each later step of its kind
 _RIDGE = 1e-6  # ridge of normalised features: makes the fit unique
+SURPRISE, HIDDEN = 0.25, 0.1
 _ENOUGH, _FIT_EVERY, _REMEMBERED, _LAUNCHES = 8, 32, 128, 16  # steps
 
 
@@ -131,35 +132,41 @@ class StepCost:
         self._count = 0
         self._errors: deque[float] = deque(maxlen=_REMEMBERED)
         self._launches: deque[float] = deque(maxlen=_LAUNCHES)
-        self._launch = 0.0
+        self.launch = 0.0
 
     def predict(self, work: StepWork) -> float | None:
         """Seconds of a step; None before enough steps have run."""
         if self._costs is None:
             return None
-        device = sum(cost * feature for cost, feature in zip(self._costs, self._features(work), strict=True))
-        return device if self.has_graph(work) else max(device, self._launch)
+        device, graph = self._predict(work)
+        return device if graph else max(device, self.launch)
 
     def note_launch(self, work: StepWork, seconds: float) -> None:
         """The host has launched a step in so many seconds."""
         if not self.has_graph(work):
             self._launches.append(seconds)
-            self._launch = median(self._launches)
+            self.launch = median(self._launches)
 
     def has_graph(self, work: StepWork) -> bool:
         """Whether a graph runs a step. Decode rows alone count as such."""
         return not work.prompt_tokens or self._bucket(work) is not None
 
     def observe(self, works: Sequence[StepWork], seconds: float) -> None:
-        """Fits the costs to steps that together took `seconds` (more than 0)."""
-        parts = np.array([self._features(work) for work in works])
-        self._note_error(works, seconds)
+        """Fits the costs to steps that together took `seconds` (more than 0), unless the host's launch
+        explains these: then the device's time is unknown.
+        """
+        self.max_prompt_tokens = max(self.max_prompt_tokens, *(work.prompt_tokens for work in works))
+        if self._costs is not None:
+            error = self._note_error(works, seconds)
+            if error is None:
+                return
+        parts = np.array([self._features(work, self._bucket(work)) for work in works])
         kind, features = _KINDS.index(works[-1].kind), parts.sum(0) / seconds
         self._squares[kind] = _DECAY * self._squares[kind] + np.outer(features, features)
         self._moments[kind] = _DECAY * self._moments[kind] + features
-        self.max_prompt_tokens = max(self.max_prompt_tokens, *(work.prompt_tokens for work in works))
         self._count += 1
-        if self._count >= _ENOUGH and (self._count < _FIT_EVERY or self._count % _FIT_EVERY == 0):
+        surprise = self._costs is not None and abs(error) > SURPRISE
+        if self._count >= _ENOUGH and (self._count < _FIT_EVERY or self._count % _FIT_EVERY == 0 or surprise):
             self._costs = _nonnegative_costs(self._squares.sum(0), self._moments.sum(0)).tolist()
             self._token_seconds, self._pair_seconds = sum(self._costs[_TOKENS]), self._costs[_PAIRS]
 
@@ -184,24 +191,37 @@ class StepCost:
         """
         return median(self._errors) if self._errors else None
 
-    def _features(self, work: StepWork) -> list[float]:
-        tokens = work.decode_tokens + work.prompt_tokens
-        if not work.prompt_tokens or not self._buckets:
-            return [*work.features(tokens), 0.0, 0.0, 0.0, max(work.passes - 1, 0)]
+    def _predict(self, work: StepWork) -> tuple[float, bool]:
+        """Seconds of the device, and whether a graph runs the step."""
+        assert self._costs is not None
         bucket = self._bucket(work)
-        if bucket is None:
-            return [*work.features(max(tokens, sum(self._buckets[-1]))), 1.0, 0.0, 0.0, max(work.passes - 1, 0)]
-        return [*work.features(sum(bucket)), 0.0, work.prompt_context, work.prompt_pairs, 0.0]
+        seconds = sum(cost * feature for cost, feature in zip(self._costs, self._features(work, bucket), strict=True))
+        return seconds, bucket is not None or not work.prompt_tokens
+
+    def _features(self, work: StepWork, bucket: Bucket | None) -> list[float]:
+        """`bucket`: of the step."""
+        tokens = work.decode_tokens + work.prompt_tokens
+        if bucket is not None:
+            return [*work.features(sum(bucket)), 0.0, work.prompt_context, work.prompt_pairs, 0.0]
+        passes = max(work.passes - 1, 0)
+        if not work.prompt_tokens or not self._buckets:
+            return [*work.features(tokens), 0.0, 0.0, 0.0, passes]
+        return [*work.features(max(tokens, sum(self._buckets[-1]))), 1.0, 0.0, 0.0, passes]
 
     def _bucket(self, work: StepWork) -> Bucket | None:
-        if work.passes > 1:
+        """Of the graph that runs a step with prompts."""
+        if work.passes > 1 or not work.prompt_tokens:
             return None
         return next((bucket for bucket in self._buckets if _has_room(bucket, work)), None)
 
-    def _note_error(self, works: Sequence[StepWork], seconds: float) -> None:
-        predicted = [self.predict(work) for work in works]
-        if None not in predicted:
-            self._errors.append(abs(sum(predicted) - seconds) / seconds)  # type: ignore[arg-type]
+    def _note_error(self, works: Sequence[StepWork], seconds: float) -> float | None:
+        """The relative error of the prediction; None if the host's launch explains the seconds."""
+        device = [self._predict(work) for work in works]
+        predicted = sum([each if graph else max(each, self.launch) for each, graph in device])
+        error = (predicted - seconds) / seconds
+        self._errors.append(abs(error))
+        hidden = any(not graph and each < self.launch for each, graph in device)
+        return None if hidden and error > -HIDDEN else error
 
 
 def _has_room(bucket: Bucket, work: StepWork) -> bool:

@@ -151,11 +151,13 @@ class TrafficPolicy:
         """How long scheduling of the next step can be put off while this plan runs as the last one:
         more prompts can join then. 0 if its end is unknown. `launched`: when, by `clock`.
         """
-        seconds = self.cost.predict(StepWork.from_plan(plan))
+        work = StepWork.from_plan(plan)
+        seconds = self.cost.predict(work)
         if seconds is None or self._unseen:
             return 0.0
         end = max(launched, self._last_end) + seconds * (1 - self._margin)
-        return max(end - self._lead - self.clock(), 0.0)
+        lead = self._lead if self.cost.has_graph(work) else self._lead + self.cost.launch
+        return max(end - lead - self.clock(), 0.0)
 
     @property
     def _margin(self) -> float:
