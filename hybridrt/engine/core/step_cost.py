@@ -132,20 +132,20 @@ class StepCost:
         self._count = 0
         self._errors: deque[float] = deque(maxlen=_REMEMBERED)
         self._launches: deque[float] = deque(maxlen=_LAUNCHES)
-        self.launch = 0.0
+        self._launch = 0.0
 
     def predict(self, work: StepWork) -> float | None:
         """Seconds of a step; None before enough steps have run."""
         if self._costs is None:
             return None
         device, graph = self._predict(work)
-        return device if graph else max(device, self.launch)
+        return device if graph else max(device, self._launch)
 
     def note_launch(self, work: StepWork, seconds: float) -> None:
         """The host has launched a step in so many seconds."""
         if not self.has_graph(work):
             self._launches.append(seconds)
-            self.launch = median(self._launches)
+            self._launch = median(self._launches)
 
     def has_graph(self, work: StepWork) -> bool:
         """Whether a graph runs a step. Decode rows alone count as such."""
@@ -217,11 +217,12 @@ class StepCost:
     def _note_error(self, works: Sequence[StepWork], seconds: float) -> float | None:
         """The relative error of the prediction; None if the host's launch explains the seconds."""
         device = [self._predict(work) for work in works]
-        predicted = sum([each if graph else max(each, self.launch) for each, graph in device])
+        predicted = sum([each if graph else max(each, self._launch) for each, graph in device])
+        least = sum([each if graph else self._launch for each, graph in device])
         error = (predicted - seconds) / seconds
         self._errors.append(abs(error))
-        hidden = any(not graph and each < self.launch for each, graph in device)
-        return None if hidden and error > -HIDDEN else error
+        eager = not all(graph for _, graph in device)
+        return None if eager and max(predicted, seconds) <= (1 + HIDDEN) * least else error
 
 
 def _has_room(bucket: Bucket, work: StepWork) -> bool:

@@ -20,7 +20,7 @@ MARGIN_ERRORS, MAX_MARGIN = 2, 0.1
 NUMBER_FACTOR, AUTO_FACTOR = 11.0, 4 / 3
 # Without a number of milliseconds, a step may take longer if much work waits: a share of that work,
 # up to MOST_STEPS times its decode rows alone and MOST_SECONDS.
-WORK_SHARE, MOST_STEPS, MOST_SECONDS = 1 / 3, 20, 0.075
+WORK_SHARE, MOST_STEPS, MOST_SECONDS = 1 / 3, 20, 0.085
 # While one client floods and another one is active, a step takes at most so many seconds more than
 # its decode rows alone: a prompt of the other client waits for a step or two. More time would compute
 # long prompts of the flood faster (0.024: 13%), and first tokens of the other client 1.3 to 2 times later.
@@ -36,7 +36,7 @@ PASSING_SHARE, MOST_PASSING = 0.25, 2048
 _LATE_STEPS = 8  # late steps that are observed as one
 # The next step is scheduled this lead before the running one ends. A late launch doubles the lead,
 # other steps shrink it a little.
-_LEAD, _MIN_LEAD, _MAX_LEAD, _SHRINK = 0.004, 0.001, 0.05, 0.998
+_LEAD, _MIN_LEAD, _MAX_LEAD, _SHRINK = 0.004, 0.001, 0.1, 0.998
 
 
 class TrafficPolicy:
@@ -151,13 +151,11 @@ class TrafficPolicy:
         """How long scheduling of the next step can be put off while this plan runs as the last one:
         more prompts can join then. 0 if its end is unknown. `launched`: when, by `clock`.
         """
-        work = StepWork.from_plan(plan)
-        seconds = self.cost.predict(work)
+        seconds = self.cost.predict(StepWork.from_plan(plan))
         if seconds is None or self._unseen:
             return 0.0
         end = max(launched, self._last_end) + seconds * (1 - self._margin)
-        lead = self._lead if self.cost.has_graph(work) else self._lead + self.cost.launch
-        return max(end - lead - self.clock(), 0.0)
+        return max(end - self._lead - self.clock(), 0.0)
 
     @property
     def _margin(self) -> float:
