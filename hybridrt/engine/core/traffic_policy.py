@@ -20,7 +20,9 @@ MARGIN_ERRORS, MAX_MARGIN = 2, 0.1
 NUMBER_FACTOR, AUTO_FACTOR = 11.0, 4 / 3
 # Without a number of milliseconds, a step may take longer if much work waits: a share of that work,
 # up to MOST_STEPS times its decode rows alone and MOST_SECONDS.
-WORK_SHARE, MOST_STEPS, MOST_SECONDS = 1 / 3, 20, 0.085
+WORK_SHARE, MOST_STEPS, MOST_SECONDS = 1 / 3, 20, 0.075
+# With more waiting work they may take DEEP_SHARE of it, up to DEEP_SECONDS.
+DEEP_SHARE, DEEP_SECONDS = 1 / 20, 0.09
 # While one client floods and another one is active, a step takes at most so many seconds more than
 # its decode rows alone: a prompt of the other client waits for a step or two. More time would compute
 # long prompts of the flood faster (0.024: 13%), and first tokens of the other client 1.3 to 2 times later.
@@ -101,7 +103,7 @@ class TrafficPolicy:
         if not len(decode) and not flooded:
             return ChunkBudget(tokens)
         work = StepWork.from_plan(StepPlan(decode=decode))
-        alone, most = self.cost.predict(work) if len(decode) else 0.0, 0.0 if self.seconds else MOST_SECONDS
+        alone, most = self.cost.predict(work) if len(decode) else 0.0, 0.0 if self.seconds else most_seconds(pending)
         return ChunkBudget(tokens, self.cost, self.bound(alone or 0.0, pending, flooded), work, most)
 
     def bound(self, alone: float, pending: float, flooded: bool = False) -> float:
@@ -111,7 +113,7 @@ class TrafficPolicy:
             return max(self.seconds * late * (1 - self._margin), self._least * alone)
         if flooded:
             return alone + SHARED_SECONDS
-        most = min(alone + WORK_SHARE * pending, MOST_STEPS * alone, MOST_SECONDS)
+        most = min(alone + WORK_SHARE * pending, MOST_STEPS * alone, most_seconds(pending))
         return max(self._least * alone, most)
 
     def prompt_seconds(self, work: PromptWork) -> float:
@@ -186,3 +188,8 @@ class TrafficPolicy:
         self._last_end, self._unseen = now, []
         if now > start:
             self.cost.observe(works, now - start)
+
+
+def most_seconds(pending: float) -> float:
+    """Of a step, without a number of milliseconds."""
+    return min(max(MOST_SECONDS, DEEP_SHARE * pending), DEEP_SECONDS)

@@ -28,7 +28,7 @@ from hybridrt.runtime.step.sampling_table import SamplingArrays, SamplingTable
 
 # Prompt tokens of a step; larger ones keep a device busy without graphs. Padding costs as much as
 # tokens, unless there are fewer than 200 or so: then reading the weights takes longer.
-PROMPT_TOKENS = (128, 256, 384, 512, 768, 1024, 1536, 2048)
+PROMPT_TOKENS = (128, 256, 384, 512, 768, 1024, 1536)
 DECODE_ROWS = (0, 32, 64, 128, 256)
 # In bucket 384, decode rows + prompt tokens = 384, because GEMM tiles are 128 tokens: 320 prompt
 # tokens with 64 rows take about as long as 256 (13.1 and 12.4 ms, Falcon-H1-7B on an H200; 384 take
