@@ -19,8 +19,8 @@ _KINDS = ("decode", "prefill", "mixed")
 _OF_KIND = {kind: tuple(float(kind == other) for other in _KINDS) for kind in _KINDS}
 _DECAY = 0.98  # weight after each later step of its kind
 _RIDGE = 1e-6  # ridge of normalised features: makes the fit unique
-SURPRISE, HIDDEN = 0.25, 0.1
 _ENOUGH, _FIT_EVERY, _REMEMBERED, _LAUNCHES = 8, 32, 128, 16  # steps
+_SURPRISE = 0.25  # relative error of a prediction after which the costs are fitted at once
 
 
 class PromptWork(NamedTuple):
@@ -138,8 +138,9 @@ class StepCost:
         """Seconds of a step; None before enough steps have run."""
         if self._costs is None:
             return None
-        device, graph = self._predict(work)
-        return device if graph else max(device, self._launch)
+        bucket = self._bucket(work)
+        device = sum(cost * feature for cost, feature in zip(self._costs, self._features(work, bucket), strict=True))
+        return device if bucket is not None or not work.prompt_tokens else max(device, self._launch)
 
     def note_launch(self, work: StepWork, seconds: float) -> None:
         """The host has launched a step in so many seconds."""
@@ -152,21 +153,16 @@ class StepCost:
         return not work.prompt_tokens or self._bucket(work) is not None
 
     def observe(self, works: Sequence[StepWork], seconds: float) -> None:
-        """Fits the costs to steps that together took `seconds` (more than 0), unless the host's launch
-        explains these: then the device's time is unknown.
-        """
+        """Fits the costs to steps that together took `seconds` (more than 0)."""
+        error = self._note_error(works, seconds)
         self.max_prompt_tokens = max(self.max_prompt_tokens, *(work.prompt_tokens for work in works))
-        if self._costs is not None:
-            error = self._note_error(works, seconds)
-            if error is None:
-                return
         parts = np.array([self._features(work, self._bucket(work)) for work in works])
         kind, features = _KINDS.index(works[-1].kind), parts.sum(0) / seconds
         self._squares[kind] = _DECAY * self._squares[kind] + np.outer(features, features)
         self._moments[kind] = _DECAY * self._moments[kind] + features
         self._count += 1
-        surprise = self._costs is not None and abs(error) > SURPRISE
-        if self._count >= _ENOUGH and (self._count < _FIT_EVERY or self._count % _FIT_EVERY == 0 or surprise):
+        due = self._count < _FIT_EVERY or self._count % _FIT_EVERY == 0 or error > _SURPRISE
+        if self._count >= _ENOUGH and due:
             self._costs = _nonnegative_costs(self._squares.sum(0), self._moments.sum(0)).tolist()
             self._token_seconds, self._pair_seconds = sum(self._costs[_TOKENS]), self._costs[_PAIRS]
 
@@ -191,13 +187,6 @@ class StepCost:
         """
         return median(self._errors) if self._errors else None
 
-    def _predict(self, work: StepWork) -> tuple[float, bool]:
-        """Seconds of the device, and whether a graph runs the step."""
-        assert self._costs is not None
-        bucket = self._bucket(work)
-        seconds = sum(cost * feature for cost, feature in zip(self._costs, self._features(work, bucket), strict=True))
-        return seconds, bucket is not None or not work.prompt_tokens
-
     def _features(self, work: StepWork, bucket: Bucket | None) -> list[float]:
         """`bucket`: of the step."""
         tokens = work.decode_tokens + work.prompt_tokens
@@ -214,15 +203,13 @@ class StepCost:
             return None
         return next((bucket for bucket in self._buckets if _has_room(bucket, work)), None)
 
-    def _note_error(self, works: Sequence[StepWork], seconds: float) -> float | None:
-        """The relative error of the prediction; None if the host's launch explains the seconds."""
-        device = [self._predict(work) for work in works]
-        predicted = sum([each if graph else max(each, self._launch) for each, graph in device])
-        least = sum([each if graph else self._launch for each, graph in device])
-        error = (predicted - seconds) / seconds
-        self._errors.append(abs(error))
-        eager = not all(graph for _, graph in device)
-        return None if eager and max(predicted, seconds) <= (1 + HIDDEN) * least else error
+    def _note_error(self, works: Sequence[StepWork], seconds: float) -> float:
+        """The relative error of the prediction; 0 without one."""
+        predicted = [self.predict(work) for work in works]
+        if None in predicted:
+            return 0.0
+        self._errors.append(abs(sum(predicted) - seconds) / seconds)  # type: ignore[arg-type]
+        return self._errors[-1]
 
 
 def _has_room(bucket: Bucket, work: StepWork) -> bool:
