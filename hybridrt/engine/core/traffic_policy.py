@@ -21,7 +21,8 @@ NUMBER_FACTOR, AUTO_FACTOR = 11.0, 4 / 3
 # Without a number of milliseconds, a step may take longer if much work waits: a share of that work,
 # up to MOST_STEPS times its decode rows alone and MOST_SECONDS.
 WORK_SHARE, MOST_STEPS, MOST_SECONDS = 1 / 3, 20, 0.075
-# With more waiting work they may take DEEP_SHARE of it, up to DEEP_SECONDS.
+# With more waiting work they may take DEEP_SHARE of it, up to DEEP_SECONDS: steps with larger graphs
+# compute more prompt tokens a second.
 DEEP_SHARE, DEEP_SECONDS = 1 / 20, 0.09
 # While one client floods and another one is active, a step takes at most so many seconds more than
 # its decode rows alone: a prompt of the other client waits for a step or two. More time would compute
@@ -76,6 +77,7 @@ class TrafficPolicy:
         self._last_end = 0.0
         self._unseen: list[StepWork] = []  # launched before the next awaited one
         self._unseen_start = 0.0
+        self._end_is_late = False  # `_last_end` was seen too late
         self._lead = _LEAD
 
     @classmethod
@@ -185,8 +187,9 @@ class TrafficPolicy:
             return
         now, works = self.clock(), self._unseen
         start = max(self._unseen_start, self._last_end)
-        self._last_end, self._unseen = now, []
-        if now > start:
+        too_short = self._end_is_late and not late  # it began before that end was seen
+        self._last_end, self._unseen, self._end_is_late = now, [], late
+        if now > start and not too_short:
             self.cost.observe(works, now - start)
 
 

@@ -34,6 +34,9 @@ DECODE_ROWS = (0, 32, 64, 128, 256)
 # tokens with 64 rows take about as long as 256 (13.1 and 12.4 ms, Falcon-H1-7B on an H200; 384 take
 # 15.5). In all others the size counts prompt tokens only.
 SHARED_TOKENS = 384
+# Graphs of more prompt tokens have room for at least so many decode rows: next to these, unused room
+# for rows costs little, and a graph costs memory and time at the start.
+SMALL_TOKENS, ROWS_OF_LARGE = 1024, 128
 PROMPT_ROWS, TOKENS_OF_ONE = 8, 64  # most prompts, and tokens for each
 CACHED_PAGES = 1024  # page-table entries besides one for each token
 TAIL = 16  # mean tokens after a saved state
@@ -84,10 +87,15 @@ class Bucket(NamedTuple):
 
 
 def make_buckets(decode_rows: Iterable[int], prompt_tokens: Iterable[int]) -> list[Bucket]:
-    """A bucket for each number of decode rows and each size, by decode rows and then by tokens."""
-    sizes = list(prompt_tokens)
-    tokens = {rows: {n - rows if n == SHARED_TOKENS else n for n in sizes} for rows in decode_rows}
-    return [Bucket(rows, n) for rows in sorted(tokens) for n in sorted(tokens[rows])]
+    """A bucket for each number of decode rows and each size, by decode rows and then by tokens. Sizes
+    above SMALL_TOKENS have only the larger numbers of decode rows.
+    """
+    sizes, numbers = list(prompt_tokens), set(decode_rows)
+    large = min(ROWS_OF_LARGE, max(numbers, default=0))
+    tokens = {rows: {n - rows if n == SHARED_TOKENS else n for n in sizes} for rows in numbers}
+    return [
+        Bucket(rows, n) for rows in sorted(tokens) for n in sorted(tokens[rows]) if n <= SMALL_TOKENS or rows >= large
+    ]
 
 
 class StateSaves(Enum):
