@@ -20,7 +20,7 @@ _OF_KIND = {kind: tuple(float(kind == other) for other in _KINDS) for kind in _K
 _DECAY = 0.98  # weight after each later step of its kind
 _RIDGE = 1e-6  # ridge of normalised features: makes the fit unique
 _ENOUGH, _FIT_EVERY, _REMEMBERED, _LAUNCHES = 8, 32, 128, 16  # steps
-_SURPRISE = 0.25  # relative error of a prediction after which the costs are fitted at once
+_SURPRISE = 0.1  # relative error of a prediction after which the costs are fitted at once
 
 
 class PromptWork(NamedTuple):
