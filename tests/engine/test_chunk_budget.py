@@ -293,6 +293,17 @@ def test_a_step_that_ended_before_the_next_launch_makes_later_ones_earlier() -> 
     assert target.spare_seconds(plan, 50.0) == 0.0, "when the next step began is not known"
 
 
+def test_a_step_after_one_that_was_read_late_is_not_observed() -> None:
+    """It began before the late end was seen, so it would seem to need no time."""
+    now, seen = [50.0], list[float]()
+    target, plan = TrafficPolicy(1.0, cost=Known(), clock=lambda: now[0]), StepPlan(decode=decoding(4))
+    target.cost.observe = lambda works, seconds: seen.append(seconds)  # type: ignore[method-assign]
+    for late in (*[True] * 8, False, False):
+        now[0] += 1.0
+        target.ended(plan, now[0] - 1.0, 4, late)
+    assert seen == [8.0, 1.0]
+
+
 def test_many_steps_in_time_do_not_end_the_lead() -> None:
     """A device may be idle for a few steps, not for as many as were in time before."""
     target, plan = TrafficPolicy(1.0, cost=Known(), clock=lambda: 50.0), StepPlan(decode=decoding(4))
