@@ -215,3 +215,13 @@ def test_a_step_that_no_graph_runs_costs_what_such_steps_cost() -> None:
     for tokens, context, saves in ((1024, 30_000, 1), (1024, 0, 2), (4096, 8000, 3)):
         work = StepWork().with_chunk(context, tokens, saves)
         assert cost.predict(work) == pytest.approx(truth(work), rel=0.15)
+
+
+def test_a_large_error_is_learnt_at_once() -> None:
+    """Costs are fitted after every 32nd step; a prompt after a long context would have ended by then."""
+    cost, work = StepCost(BUCKETS), StepWork(2, 1000)
+    for i in range(40):
+        cost.observe([work.with_chunk(0, 128 + 10 * i)], 0.01 + 2e-5 * i)
+    deep = work.with_chunk(30_000, 100)
+    cost.observe([deep], 0.08)
+    assert cost.predict(deep) == pytest.approx(0.08, rel=0.1)

@@ -20,6 +20,7 @@ _OF_KIND = {kind: tuple(float(kind == other) for other in _KINDS) for kind in _K
 _DECAY = 0.98  # weight after each later step of its kind
 _RIDGE = 1e-6  # ridge of normalised features: makes the fit unique
 _ENOUGH, _FIT_EVERY, _REMEMBERED, _LAUNCHES = 8, 32, 128, 16  # steps
+_SURPRISE = 0.1  # relative error of a prediction after which the costs are fitted at once
 
 
 class PromptWork(NamedTuple):
@@ -137,8 +138,9 @@ class StepCost:
         """Seconds of a step; None before enough steps have run."""
         if self._costs is None:
             return None
-        device = sum(cost * feature for cost, feature in zip(self._costs, self._features(work), strict=True))
-        return device if self.has_graph(work) else max(device, self._launch)
+        bucket = self._bucket(work)
+        device = sum(cost * feature for cost, feature in zip(self._costs, self._features(work, bucket), strict=True))
+        return device if bucket is not None or not work.prompt_tokens else max(device, self._launch)
 
     def note_launch(self, work: StepWork, seconds: float) -> None:
         """The host has launched a step in so many seconds."""
@@ -152,14 +154,15 @@ class StepCost:
 
     def observe(self, works: Sequence[StepWork], seconds: float) -> None:
         """Fits the costs to steps that together took `seconds` (more than 0)."""
-        parts = np.array([self._features(work) for work in works])
-        self._note_error(works, seconds)
+        error = self._note_error(works, seconds)
+        self.max_prompt_tokens = max(self.max_prompt_tokens, *(work.prompt_tokens for work in works))
+        parts = np.array([self._features(work, self._bucket(work)) for work in works])
         kind, features = _KINDS.index(works[-1].kind), parts.sum(0) / seconds
         self._squares[kind] = _DECAY * self._squares[kind] + np.outer(features, features)
         self._moments[kind] = _DECAY * self._moments[kind] + features
-        self.max_prompt_tokens = max(self.max_prompt_tokens, *(work.prompt_tokens for work in works))
         self._count += 1
-        if self._count >= _ENOUGH and (self._count < _FIT_EVERY or self._count % _FIT_EVERY == 0):
+        due = self._count < _FIT_EVERY or self._count % _FIT_EVERY == 0 or error > _SURPRISE
+        if self._count >= _ENOUGH and due:
             self._costs = _nonnegative_costs(self._squares.sum(0), self._moments.sum(0)).tolist()
             self._token_seconds, self._pair_seconds = sum(self._costs[_TOKENS]), self._costs[_PAIRS]
 
@@ -184,24 +187,29 @@ class StepCost:
         """
         return median(self._errors) if self._errors else None
 
-    def _features(self, work: StepWork) -> list[float]:
+    def _features(self, work: StepWork, bucket: Bucket | None) -> list[float]:
+        """`bucket`: of the step."""
         tokens = work.decode_tokens + work.prompt_tokens
+        if bucket is not None:
+            return [*work.features(sum(bucket)), 0.0, work.prompt_context, work.prompt_pairs, 0.0]
+        passes = max(work.passes - 1, 0)
         if not work.prompt_tokens or not self._buckets:
-            return [*work.features(tokens), 0.0, 0.0, 0.0, max(work.passes - 1, 0)]
-        bucket = self._bucket(work)
-        if bucket is None:
-            return [*work.features(max(tokens, sum(self._buckets[-1]))), 1.0, 0.0, 0.0, max(work.passes - 1, 0)]
-        return [*work.features(sum(bucket)), 0.0, work.prompt_context, work.prompt_pairs, 0.0]
+            return [*work.features(tokens), 0.0, 0.0, 0.0, passes]
+        return [*work.features(max(tokens, sum(self._buckets[-1]))), 1.0, 0.0, 0.0, passes]
 
     def _bucket(self, work: StepWork) -> Bucket | None:
-        if work.passes > 1:
+        """Of the graph that runs a step with prompts."""
+        if work.passes > 1 or not work.prompt_tokens:
             return None
         return next((bucket for bucket in self._buckets if _has_room(bucket, work)), None)
 
-    def _note_error(self, works: Sequence[StepWork], seconds: float) -> None:
+    def _note_error(self, works: Sequence[StepWork], seconds: float) -> float:
+        """The relative error of the prediction; 0 without one."""
         predicted = [self.predict(work) for work in works]
-        if None not in predicted:
-            self._errors.append(abs(sum(predicted) - seconds) / seconds)  # type: ignore[arg-type]
+        if None in predicted:
+            return 0.0
+        self._errors.append(abs(sum(predicted) - seconds) / seconds)  # type: ignore[arg-type]
+        return self._errors[-1]
 
 
 def _has_room(bucket: Bucket, work: StepWork) -> bool:

@@ -21,6 +21,9 @@ NUMBER_FACTOR, AUTO_FACTOR = 11.0, 4 / 3
 # Without a number of milliseconds, a step may take longer if much work waits: a share of that work,
 # up to MOST_STEPS times its decode rows alone and MOST_SECONDS.
 WORK_SHARE, MOST_STEPS, MOST_SECONDS = 1 / 3, 20, 0.075
+# With more waiting work they may take DEEP_SHARE of it, up to DEEP_SECONDS: steps with larger graphs
+# compute more prompt tokens a second.
+DEEP_SHARE, DEEP_SECONDS = 1 / 20, 0.09
 # While one client floods and another one is active, a step takes at most so many seconds more than
 # its decode rows alone: a prompt of the other client waits for a step or two. More time would compute
 # long prompts of the flood faster (0.024: 13%), and first tokens of the other client 1.3 to 2 times later.
@@ -36,7 +39,7 @@ PASSING_SHARE, MOST_PASSING = 0.25, 2048
 _LATE_STEPS = 8  # late steps that are observed as one
 # The next step is scheduled this lead before the running one ends. A late launch doubles the lead,
 # other steps shrink it a little.
-_LEAD, _MIN_LEAD, _MAX_LEAD, _SHRINK = 0.004, 0.001, 0.05, 0.998
+_LEAD, _MIN_LEAD, _MAX_LEAD, _SHRINK = 0.004, 0.001, 0.1, 0.998
 
 
 class TrafficPolicy:
@@ -74,6 +77,7 @@ class TrafficPolicy:
         self._last_end = 0.0
         self._unseen: list[StepWork] = []  # launched before the next awaited one
         self._unseen_start = 0.0
+        self._end_is_late = False  # `_last_end` was seen too late
         self._lead = _LEAD
 
     @classmethod
@@ -101,7 +105,7 @@ class TrafficPolicy:
         if not len(decode) and not flooded:
             return ChunkBudget(tokens)
         work = StepWork.from_plan(StepPlan(decode=decode))
-        alone, most = self.cost.predict(work) if len(decode) else 0.0, 0.0 if self.seconds else MOST_SECONDS
+        alone, most = self.cost.predict(work) if len(decode) else 0.0, 0.0 if self.seconds else most_seconds(pending)
         return ChunkBudget(tokens, self.cost, self.bound(alone or 0.0, pending, flooded), work, most)
 
     def bound(self, alone: float, pending: float, flooded: bool = False) -> float:
@@ -111,7 +115,7 @@ class TrafficPolicy:
             return max(self.seconds * late * (1 - self._margin), self._least * alone)
         if flooded:
             return alone + SHARED_SECONDS
-        most = min(alone + WORK_SHARE * pending, MOST_STEPS * alone, MOST_SECONDS)
+        most = min(alone + WORK_SHARE * pending, MOST_STEPS * alone, most_seconds(pending))
         return max(self._least * alone, most)
 
     def prompt_seconds(self, work: PromptWork) -> float:
@@ -183,6 +187,12 @@ class TrafficPolicy:
             return
         now, works = self.clock(), self._unseen
         start = max(self._unseen_start, self._last_end)
-        self._last_end, self._unseen = now, []
-        if now > start:
+        too_short = self._end_is_late and not late  # it began before that end was seen
+        self._last_end, self._unseen, self._end_is_late = now, [], late
+        if now > start and not too_short:
             self.cost.observe(works, now - start)
+
+
+def most_seconds(pending: float) -> float:
+    """Of a step, without a number of milliseconds."""
+    return min(max(MOST_SECONDS, DEEP_SHARE * pending), DEEP_SECONDS)

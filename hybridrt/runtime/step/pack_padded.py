@@ -28,12 +28,15 @@ from hybridrt.runtime.step.sampling_table import SamplingArrays, SamplingTable
 
 # Prompt tokens of a step; larger ones keep a device busy without graphs. Padding costs as much as
 # tokens, unless there are fewer than 200 or so: then reading the weights takes longer.
-PROMPT_TOKENS = (128, 256, 384, 512, 768, 1024)
+PROMPT_TOKENS = (128, 256, 384, 512, 768, 1024, 1536)
 DECODE_ROWS = (0, 32, 64, 128, 256)
 # In bucket 384, decode rows + prompt tokens = 384, because GEMM tiles are 128 tokens: 320 prompt
 # tokens with 64 rows take about as long as 256 (13.1 and 12.4 ms, Falcon-H1-7B on an H200; 384 take
 # 15.5). In all others the size counts prompt tokens only.
 SHARED_TOKENS = 384
+# Graphs of more prompt tokens have room for at least so many decode rows: next to these, unused room
+# for rows costs little, and a graph costs memory and time at the start.
+SMALL_TOKENS, ROWS_OF_LARGE = 1024, 128
 PROMPT_ROWS, TOKENS_OF_ONE = 8, 64  # most prompts, and tokens for each
 CACHED_PAGES = 1024  # page-table entries besides one for each token
 TAIL = 16  # mean tokens after a saved state
@@ -84,10 +87,15 @@ class Bucket(NamedTuple):
 
 
 def make_buckets(decode_rows: Iterable[int], prompt_tokens: Iterable[int]) -> list[Bucket]:
-    """A bucket for each number of decode rows and each size, by decode rows and then by tokens."""
-    sizes = list(prompt_tokens)
-    tokens = {rows: {n - rows if n == SHARED_TOKENS else n for n in sizes} for rows in decode_rows}
-    return [Bucket(rows, n) for rows in sorted(tokens) for n in sorted(tokens[rows])]
+    """A bucket for each number of decode rows and each size, by decode rows and then by tokens. Sizes
+    above SMALL_TOKENS have only the larger numbers of decode rows.
+    """
+    sizes, numbers = list(prompt_tokens), set(decode_rows)
+    large = min(ROWS_OF_LARGE, max(numbers, default=0))
+    tokens = {rows: {n - rows if n == SHARED_TOKENS else n for n in sizes} for rows in numbers}
+    return [
+        Bucket(rows, n) for rows in sorted(tokens) for n in sorted(tokens[rows]) if n <= SMALL_TOKENS or rows >= large
+    ]
 
 
 class StateSaves(Enum):
