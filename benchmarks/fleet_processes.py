@@ -7,10 +7,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import httpx
 import psutil
@@ -115,17 +115,28 @@ class Fleet:
     """A router in front of replicas.
 
     Attributes:
-        replicas: those that the router knows.
-        workers: all processes that faults may meet.
+        started_here: replicas, and workers that compute their prompts; none of Ray's.
+        prompts: how many of them are such workers. They come first.
     """
 
     router: Process
-    replicas: Callable[[], Sequence[Worker]]
-    workers: Callable[[], Sequence[Worker]]
+    started_here: list[Process]
+    prompts: int
+    key: str
+
+    def workers(self) -> Sequence[Worker]:
+        """All processes that faults may meet."""
+        return self.started_here or actors(self.states())
+
+    def replicas(self) -> Sequence[Worker]:
+        """Those that the router knows."""
+        return self.workers()[self.prompts :]
 
     def states(self) -> dict[str, bool]:
         """Which replicas get requests, by URL."""
-        return ready_replicas(self.router.url)
+        headers = {"Authorization": f"Bearer {self.key}"}
+        facts: list[dict[str, Any]] = httpx.get(f"{self.router.url}/fleet/replicas", headers=headers, timeout=30).json()
+        return {fact["url"]: fact["ready"] for fact in facts}
 
     def wait_for(self, count: int) -> None:
         """Until so many replicas get requests."""
@@ -136,20 +147,10 @@ class Fleet:
             time.sleep(0.2)
 
 
-def ready_replicas(router: str) -> dict[str, bool]:
-    """Of a router's metrics."""
-    begin, found = 'hybridrt_router_replica_ready{replica="', dict[str, bool]()
-    for line in httpx.get(f"{router}/metrics", timeout=30).text.splitlines():
-        if line.startswith(begin):
-            url, _, number = line.removeprefix(begin).partition('"}')
-            found[url] = float(number) == 1
-    return found
-
-
-def actors(router: str) -> list[Actor]:
-    """The replicas that a router in Ray knows, by the ports on which processes listen."""
+def actors(urls: Iterable[str]) -> list[Actor]:
+    """The processes that listen on the ports of these addresses."""
     listening = {link.laddr.port: link.pid for link in psutil.net_connections("tcp") if link.status == "LISTEN"}
-    ports = {url: int(url.rpartition(":")[2]) for url in ready_replicas(router)}
+    ports = {url: int(url.rpartition(":")[2]) for url in urls}
     return [Actor(url, psutil.Process(listening[port])) for url, port in ports.items() if port in listening]
 
 
@@ -179,11 +180,10 @@ def fleet(kind: str, count: int, started: int, resume: bool) -> Iterator[Fleet]:
     if kind == "ray":
         options += ["--replicas", str(count), *(["--scale"] if started < count else [])]
         router: Process = Ray(["-m", "benchmarks.fleet_ray", *options], environment)
-        found = Fleet(router, lambda: actors(router.url), lambda: actors(router.url))
     else:
         options += [part for replica in replicas for part in ("--replica", replica.url)]
         router = Process(["-m", "hybridrt", "router", *QUIET, *options], environment)
-        found = Fleet(router, lambda: replicas, lambda: workers)
+    found = Fleet(router, workers, len(prompts), environment[FLEET_VARIABLE])
     try:
         for process in workers[:started]:
             process.start()

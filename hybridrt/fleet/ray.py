@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from hybridrt.base.errors import ConfigError, ProviderNotInstalledError
+from hybridrt.channel.keys import find_fleet_key
 from hybridrt.fleet.ray_scaling import ScalingPolicy
 
 HEALTH_SECONDS = 5.0
@@ -78,13 +79,13 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def app(arguments: dict[str, Any]) -> Any:
-    """The application, a ray.serve.Application.
+    """The application, a ray.serve.Application. Its fleet key is that of HYBRIDRT_FLEET_KEY, or else a random one.
 
     Args:
         arguments: fields of RayOptions; texts count as their numbers.
 
     Raises:
-        ConfigError: a field is unknown, or cannot be used.
+        ConfigError: a field is unknown, or cannot be used; the variable holds no key.
         ProviderNotInstalledError: Ray Serve is not installed.
     """
     try:
@@ -95,14 +96,14 @@ def app(arguments: dict[str, Any]) -> Any:
         raise ConfigError(f"{options} needs 0 < min_replicas <= max_replicas, and gpus of 0 or more")
     if min(getattr(options, name) for name in TARGETS) <= 0:
         raise ConfigError(f"{options} needs targets above 0")
-    engine = options.engine_options()
+    engine, fleet_key = options.engine_options(), find_fleet_key(None)
     try:
         from ray import serve
     except ImportError as e:
         raise ProviderNotInstalledError(f"Ray Serve cannot be loaded ({e}): pip install '.[ray]'") from e
     from hybridrt.fleet.ray_replica import Ingress, Replica
 
-    name, fleet_key = f"addresses-{secrets.token_hex(8)}", secrets.token_hex(32)
+    name, fleet_key = f"addresses-{secrets.token_hex(8)}", fleet_key or secrets.token_hex(32)
     replicas = serve.deployment(**options.deployment_options())(Replica).bind(
         options.model, engine, name, fleet_key, options.drain_timeout
     )
