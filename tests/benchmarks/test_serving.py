@@ -62,8 +62,11 @@ def test_no_step_seems_to_end_at_once_although_the_host_reads_it_late() -> None:
 
 
 @pytest.mark.slow
-def test_a_target_holds_in_simulated_time_and_gives_way_to_a_deep_queue() -> None:
-    """Of a device whose steps with prompts are graphs, and whose other steps take longer to launch than to run."""
+def test_a_target_holds_in_simulated_time_and_gives_way_to_a_deep_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a device whose steps with prompts are graphs, and whose other steps take longer to launch than to run: 30 ms,
+    with which the limits were set."""
+    monkeypatch.setattr(simulate_serving, "HOST", 30.0)
+    monkeypatch.setattr(simulate_serving, "HOST_STREAMS", 0.0)
     args = simulate_serving.parse(["--requests", "250", "--shares", "0.8"])
     full, loaded = simulate_serving.simulate(args, 4096, None, 0, 41.9)
     full_target, loaded_target = simulate_serving.simulate(args, 4096, 15.0, 0, 41.9)

@@ -6,20 +6,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hybridrt import LLM
-from hybridrt.engine.core import step_times
+from hybridrt import LLM, SamplingParams
 from hybridrt.engine.core.engine_view import MAX_BELOW, MAX_NODES, MAX_ROWS, NodeView, view_of
-from hybridrt.engine.core.step_times import LAST_STEPS, StepTimes
+from hybridrt.engine.core.step_times import LAST_STEPS, StepsView, StepTime
 from hybridrt.mem_cache.pools.entries import Handle
 from hybridrt.mem_cache.prefix_tree.cache_key import DEFAULT_KEY, CacheKey
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_drop import drop
-from hybridrt.runtime.step.plan import ExtendRow, StepPlan
 from tests.support.checkpoints import CheckpointStore
 from tests.support.session import greedy
 
 NO_SETS = np.zeros((0, 0), np.int64)
-NO_STEPS = StepTimes().view()
+NO_STEPS = StepsView.of_steps(0, ())
 NONE_USED = SimpleNamespace(num_used=0, num_locked=0)
 
 
@@ -102,20 +100,16 @@ def test_rows_are_cut() -> None:
     assert len(view.rows) == MAX_ROWS and (view.rows[0].row, view.rows[0].slot, view.rows[0].most) == (3, 0, 7)
 
 
-def test_times_of_steps_that_overlap_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([1.0, 3.0, 9.0])
-    monkeypatch.setattr(step_times, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    times, plan = StepTimes(), StepPlan(extend=[ExtendRow(1, 0, [5, 6], 0, True)])
-    times.note(plan, 0.0)
-    times.note(StepPlan(), 0.5)  # launched before the first one's result
-    times.note(StepPlan(), 8.0)
-    view = times.view()
+def test_times_of_steps_that_overlap_are_counted_once() -> None:
+    steps = [StepTime(0.0, 1.0, 0, 2), StepTime(0.5, 3.0, 4, 0), StepTime(8.0, 9.0, 4, 0)]
+    view = StepsView.of_steps(7, steps)
     assert view.milliseconds == (1000.0, 2000.0, 1000.0) and view.prompt_tokens == (2, 0, 0)
-    assert view.decode_rows == (0, 0, 0) and view.total == 3
+    assert view.decode_rows == (0, 4, 4) and view.total == 7
 
 
-def test_the_latest_steps_are_kept() -> None:
-    times = StepTimes()
-    for _ in range(LAST_STEPS + 5):
-        times.note(StepPlan(), 0.0)
-    assert times.view().total == LAST_STEPS + 5 and len(times.view().milliseconds) == LAST_STEPS
+def test_the_latest_steps_are_noted(checkpoints: CheckpointStore) -> None:
+    with LLM(str(checkpoints["falcon-plain"].path), device="cpu", max_model_len=256, max_running_requests=2) as llm:
+        llm.generate([[5, 6, 7]], SamplingParams(max_tokens=LAST_STEPS + 5, ignore_eos=True))
+        steps = llm.engine.view().steps
+    assert len(steps.milliseconds) == LAST_STEPS < steps.total and min(steps.milliseconds) > 0
+    assert {*steps.decode_rows} == {1} and {*steps.prompt_tokens} == {0}

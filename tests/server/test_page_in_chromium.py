@@ -90,8 +90,8 @@ def test_a_conversation_streams_and_the_engine_is_live(browser: Chromium, served
     assert browser.text("model") == "tested" and browser.text("state") == "live"
     assert browser.text("running") == f"0 of {served.llm.plan.num_rows}"
     counters = served.llm.engine.counters()
-    assert browser.text("slots").startswith(f"0 in use, {counters.cached_slots} cached")
-    assert browser.text("kv").startswith(f"0 in use, {counters.cached_pages} cached")
+    for name, cached in (("slots", counters.cached_slots), ("kv", counters.cached_pages)):  # of the next look
+        browser.until(f"document.getElementById('{name}').textContent.startsWith('0 in use, {cached} cached')")
     assert (
         browser.text("step").endswith(" ms") and browser.value("document.querySelectorAll('#steps rect').length") > 12
     )

@@ -29,7 +29,7 @@ from hybridrt.engine.core.policy_scheduler import PolicyScheduler
 from hybridrt.engine.core.prefill_source import PrefillSource
 from hybridrt.engine.core.samples import Samples
 from hybridrt.engine.core.scheduler import ScheduledStep, Scheduler
-from hybridrt.engine.core.step_times import StepTimes
+from hybridrt.engine.core.step_times import LAST_STEPS, StepsView, StepTime
 from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.engine.grammar.grammar_compiler import GrammarCompiler
 from hybridrt.engine.request.intake import EngineLimits, Intake, PreparedPrompt, Prompt, check_arrived, check_submission
@@ -113,7 +113,7 @@ class Engine:
         self._arrivals = count()
         self.prefill_source: PrefillSource | None = None
         self.audits: Audits | None = None
-        self._samples, self._times = Samples(self._scheduler), StepTimes()
+        self._samples, self._steps = Samples(self._scheduler), deque[StepTime](maxlen=LAST_STEPS)
         self._launched: deque[tuple[ScheduledStep, StepHandle]] = deque()
         self._deltas = DeltaQueue()
         self._abandoned = Abandonment()
@@ -392,7 +392,8 @@ class Engine:
     def view(self) -> EngineView:
         """Running samples, the prefix tree and the latest steps."""
         with self.turns.now:
-            running, steps = self._scheduler.running.values(), self._times.view()
+            running = self._scheduler.running.values()
+            steps = StepsView.of_steps(self._samples.totals.steps, self._steps)
             return view_of(running, self._coordinator, self._samples.folds, steps)
 
     def has_unfinished(self) -> bool:
@@ -492,7 +493,10 @@ class Engine:
                 handle.drop()
             step.late = len(self._launched) > 1 and handle.ready()  # a lost device raises here already
             result = handle.result()
-            self._times.note(step.plan, step.began)
+            tokens = 0
+            for row in step.plan.extend:
+                tokens += len(row.tokens)
+            self._steps.append(StepTime(step.began, time.perf_counter(), len(step.plan.decode.rows), tokens))
             if failure is not None:
                 raise failure
             step.check_result(result)

@@ -1,12 +1,20 @@
 """How long the latest steps took, and what they computed."""
 
-import time
-from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hybridrt.runtime.step.plan import StepPlan
+import msgspec
 
 LAST_STEPS = 240
+
+
+class StepTime(msgspec.Struct, frozen=True):
+    """A step whose result was read. launched, read: when, by `time.perf_counter`."""
+
+    launched: float
+    read: float
+    decode_rows: int
+    prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +22,7 @@ class StepsView:
     """The latest steps, oldest first.
 
     Attributes:
-        total: steps since the engine was built.
+        total: steps that were launched since the engine was built.
         milliseconds: from the launch of a step, or the result of the one before if that came later,
             to its own result. A step that overlaps another one is counted once.
         decode_rows, prompt_tokens: what each step computed.
@@ -25,24 +33,12 @@ class StepsView:
     decode_rows: tuple[int, ...]
     prompt_tokens: tuple[int, ...]
 
-
-class StepTimes:
-    """Notes each step whose result was read."""
-
-    def __init__(self) -> None:
-        self._total, self._read = 0, 0.0
-        self._steps = deque[tuple[float, int, int]](maxlen=LAST_STEPS)
-
-    def note(self, plan: StepPlan, launched: float) -> None:
-        """Call it when a result was read. `launched`: when the step was, by `time.perf_counter`."""
-        now, tokens = time.perf_counter(), sum([len(row.tokens) for row in plan.extend])
-        self._steps.append((now - max(launched, self._read), len(plan.decode), tokens))
-        self._total, self._read = self._total + 1, now
-
-    def view(self) -> StepsView:
-        return StepsView(
-            self._total,
-            tuple(round(1000 * seconds, 3) for seconds, _, _ in self._steps),
-            tuple(rows for _, rows, _ in self._steps),
-            tuple(tokens for _, _, tokens in self._steps),
-        )
+    @classmethod
+    def of_steps(cls, total: int, steps: Iterable[StepTime]) -> "StepsView":
+        """`steps`: the latest ones, oldest first."""
+        steps, milliseconds, last_read = tuple(steps), list[float](), 0.0
+        for step in steps:
+            milliseconds.append(round(1000 * (step.read - max(step.launched, last_read)), 3))
+            last_read = step.read
+        rows, tokens = tuple(step.decode_rows for step in steps), tuple(step.prompt_tokens for step in steps)
+        return cls(total, tuple(milliseconds), rows, tokens)
