@@ -118,7 +118,8 @@ class Ingress:
 
     async def __init__(self, model: str, name: str, fleet_key: str, resume: bool, replicas: Any) -> None:  # type: ignore[misc]
         # Ray's proxy decides who may connect, under which name.
-        server = ServerConfig(allowed_hosts=("*",), api_keys=read_api_keys(None, None), access_log=False)
+        keys = read_api_keys(None, None)
+        server = ServerConfig(allowed_hosts=("*",), api_keys=keys, fleet_key=fleet_key, access_log=False)
         tokenizer = str(resolve_model_path(model))
         self._router = Router(RouterConfig(server, (), None, fleet_key, tokenizer, None, resume, changing=True))
         self._app, self._addresses = Guard(self._router, server), addresses(name)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ import pytest
 
 from hybridrt.base.errors import ConfigError
 from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.channel.keys import FLEET_VARIABLE
 from hybridrt.engine.api.llm import LLM
 from hybridrt.runtime.load.build import resolve_model_path
 
@@ -43,8 +45,9 @@ def asked(client: httpx.Client) -> str:
 
 
 @pytest.mark.slow
-def test_answers_are_the_offline_ones() -> None:
+def test_answers_are_the_offline_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the router, which follows the events of both replicas; one that is killed is replaced."""
+    monkeypatch.setenv(FLEET_VARIABLE, key := secrets.token_hex(32))
     with LLM(str(resolve_model_path("embedded")), device="cpu", max_running_requests=4, max_model_len=256) as llm:
         expected = llm.generate(BODY["prompt"], SamplingParams(max_tokens=12, temperature=0))[0].text
     with (
@@ -59,6 +62,9 @@ def test_answers_are_the_offline_ones() -> None:
         assert "".join(event["choices"][0]["text"] for event in events) == expected and len(events) > 3
         assert client.post("/v1/completions", json=BODY | {"max_tokens": -1}).status_code == 400
         assert client.get("/ready").status_code == 200
+        facts = client.get("/fleet/replicas", headers={"Authorization": f"Bearer {key}"}).json()
+        assert [fact["ready"] for fact in facts] == [True, True]
+        assert client.get("/fleet/replicas").status_code == 401
         # The second answer comes from the replica whose events have told of the first.
         long = BODY | {
             "prompt": "def parse(text):\n    return [line.split(',') for line in text.splitlines() if line]\n" * 2
