@@ -1,6 +1,7 @@
 """How deltas become bytes of a stream: at once while the client reads, joined while it does not, first tokens first."""
 
 import asyncio
+import json
 from collections.abc import Coroutine
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,6 +14,7 @@ from hybridrt.engine.request.outputs import Delta
 from hybridrt.server.core.reply import Reply
 from hybridrt.server.core.respond import EventStream
 from hybridrt.server.wire.http_limits import BODY_WRITER, BodyWriter
+from hybridrt.server.wire.sse import Parts, Slices, event, named_events, pieces
 from tests.server.test_concurrency import address, expected, fetch, token_ids
 from tests.support.fake_llm import make
 from tests.support.http_server import WAIT, Served
@@ -151,3 +153,14 @@ def test_first_tokens_are_handed_out_first(monkeypatch: pytest.MonkeyPatch) -> N
             late.close()
 
     run(main())
+
+
+def test_an_event_is_one_line_by_any_rule() -> None:
+    """str.splitlines, by which httpx and others split, ends a line at U+0085, U+2028 and U+2029, too."""
+    data = {"type": "t", "text": "a\x85b\u2028c\u2029d\x0be\x1cf\rg\nhé\u2027"}
+    for written in (event(data), *named_events([data])):
+        *lines, end = written.decode().split("\n\n")
+        assert end == "" and lines[0].splitlines() == lines[0].split("\n")
+        assert json.loads(lines[0].split("data: ")[1]) == data
+    sliced = b"".join(pieces({"a": Slices(iter([[data], [data]])), "b": Parts([data])})).decode()
+    assert sliced.splitlines() == [sliced] and json.loads(sliced) == {"a": [data, data], "b": [data]}

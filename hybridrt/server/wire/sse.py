@@ -74,7 +74,18 @@ def _spelled(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is no JSON")
 
 
-encode = msgspec.json.Encoder(enc_hook=_spelled).encode
+_plain = msgspec.json.Encoder(enc_hook=_spelled).encode
+# Characters at which str.splitlines, and clients that use it, end a line. JSON leaves them as they are.
+_LINE_ENDS = tuple((end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029")
+
+
+def encode(value: Any) -> bytes:
+    """JSON text of one line, by whatever rule a client splits lines."""
+    text = _plain(value)
+    if not text.isascii():
+        for end, escaped in _LINE_ENDS:
+            text = text.replace(end, escaped)
+    return text
 
 
 def event(data: dict[str, Any]) -> bytes:
