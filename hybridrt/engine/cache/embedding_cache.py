@@ -22,7 +22,7 @@ class SpanKey(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Entry:
+class EmbeddingEntry:
     """The embeddings of a span.
 
     Attributes:
@@ -46,20 +46,20 @@ class EmbeddingCache:
     def clear(self) -> None:
         """Forgets everything, pins included."""
         self._free = np.arange(self.num_rows, dtype=np.int32)
-        self._entries = OrderedDict[SpanKey, Entry]()  # least recently used first
+        self._entries = OrderedDict[SpanKey, EmbeddingEntry]()  # least recently used first
         self._pinned = dict[int, set[SpanKey]]()  # by arrival
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
-    def find(self, key: SpanKey) -> Entry | None:
+    def find(self, key: SpanKey) -> EmbeddingEntry | None:
         """The entry of a span, which is used now."""
         if (entry := self._entries.get(key)) is not None:
             self._entries.move_to_end(key)
         return entry
 
-    def add(self, key: SpanKey, length: int, ticket: int) -> Entry | None:
+    def add(self, key: SpanKey, length: int, ticket: int) -> EmbeddingEntry | None:
         """A new entry. None, with nothing changed, if pinned ones leave too few rows."""
         gone, room = list[SpanKey](), len(self._free)
         for known, entry in self._entries.items():
@@ -71,7 +71,7 @@ class EmbeddingCache:
         if room < length:
             return None
         rows = np.concatenate((self._free, *(self._entries.pop(known).rows for known in gone), NO_INTEGERS))
-        entry = self._entries[key] = Entry(rows[:length], ticket)
+        entry = self._entries[key] = EmbeddingEntry(rows[:length], ticket)
         self._free = rows[length:]
         return entry
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from hybridrt.base.spans import Span
-from hybridrt.engine.cache.embedding_cache import EmbeddingCache, Entry, SpanKey
+from hybridrt.engine.cache.embedding_cache import EmbeddingCache, EmbeddingEntry, SpanKey
 from hybridrt.engine.request.sample_request import Request
 from hybridrt.runtime.step.plan import NO_INTEGERS, EmbeddingFetch, EncoderTask, SpanRows, StepPlan
 
@@ -105,7 +105,7 @@ class EncoderTasks:
         """The request no longer runs."""
         self.cache.unpin_all(request.arrival)
 
-    def _entry(self, request: Request, span: Span, plan: StepPlan) -> Entry | None:
+    def _entry(self, request: Request, span: Span, plan: StepPlan) -> EmbeddingEntry | None:
         """A span's entry, pinned, perhaps of a new task. None: it must wait."""
         key = _key(request, span)
         if (entry := self.cache.find(key)) is None:
@@ -128,12 +128,12 @@ class EncoderTasks:
         self.cache.pin(key, request.arrival)
         return entry
 
-    def _kept(self, key: SpanKey) -> Entry | None:
+    def _kept(self, key: SpanKey) -> EmbeddingEntry | None:
         """The entry of a span in main memory, if it can be fetched."""
         entry = None if self.host is None else self.host.find(key)
         return entry if entry is not None and self._has_ended(entry.ticket) else None
 
-    def _encode(self, key: SpanKey, span: Span, entry: Entry, plan: StepPlan) -> None:
+    def _encode(self, key: SpanKey, span: Span, entry: EmbeddingEntry, plan: StepPlan) -> None:
         self._ticket += 1
         host_rows = NO_INTEGERS
         # An entry whose task has not ended stays: that task makes the same.

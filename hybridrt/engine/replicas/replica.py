@@ -19,13 +19,13 @@ from hybridrt.engine.core.engine import Engine
 from hybridrt.engine.core.load_engine import load_engine
 from hybridrt.engine.replicas.messages import (
     Abort,
-    Beat,
     Contents,
-    Event,
-    Failed,
     FromReplica,
-    Ready,
+    ReplicaBeat,
+    ReplicaFailed,
+    ReplicaReady,
     Reset,
+    SentEvent,
     Start,
     Stepped,
     Submit,
@@ -73,7 +73,7 @@ class Front:
 
     def _receive(self) -> None:
         try:
-            self._link.listen_and_beat(encode(Beat()), self._interval, self._put)
+            self._link.listen_and_beat(encode(ReplicaBeat()), self._interval, self._put)
         except PeerGoneError:
             os._exit(LOST)
 
@@ -110,7 +110,7 @@ class Rounds:
         return self._loads.read()
 
 
-class Replica:
+class ReplicaLoop:
     """Steps an engine, and tells the front of each step. `rounds`: None if it shares no experts."""
 
     def __init__(self, front: Front, engine: Engine, rounds: Rounds | None = None) -> None:
@@ -188,15 +188,15 @@ class Replica:
             if delta.error is not None and isinstance(delta.error.__cause__, _FATAL):
                 raise delta.error
 
-    def _read_events(self) -> list[Event]:
+    def _read_events(self) -> list[SentEvent]:
         found = [as_event(event) for event in self._events.read()]
         return self._contents() if self._events.missed else found
 
-    def _contents(self) -> list[Event]:
+    def _contents(self) -> list[SentEvent]:
         """What is cached now, after events that empty the mirrors."""
         self._events.close()
         self._events = self._engine.cache_events(EVENTS)
-        cleared = [Event("cleared", "reset", "device"), Event("cleared", "reset", "host")]
+        cleared = [SentEvent("cleared", "reset", "device"), SentEvent("cleared", "reset", "host")]
         return cleared + [as_event(event) for event in self._events.read()]
 
 
@@ -205,9 +205,9 @@ def _serve(front: Front) -> None:
     if not isinstance(start, Start):
         raise MessageError(f"a replica was sent {type(start).__name__} first")
     loaded = load_engine(start.config, progress=False, experts=start.experts)
-    front.send(Ready(loaded.runner.memory_plan, loaded.engine.cache_layout()))
+    front.send(ReplicaReady(loaded.runner.memory_plan, loaded.engine.cache_layout()))
     rounds = None if start.experts is None else Rounds(loaded.runner, (loaded.split or loaded.runner).join)
-    Replica(front, loaded.engine, rounds).run()
+    ReplicaLoop(front, loaded.engine, rounds).run()
 
 
 def main(directory: str, number: int) -> None:
@@ -223,6 +223,6 @@ def main(directory: str, number: int) -> None:
         if not isinstance(e, HybridrtError):
             traceback.print_exc()
         with suppress(PeerGoneError):
-            front.send(Failed(type(e).__name__, str(e)[:10_000]))
+            front.send(ReplicaFailed(type(e).__name__, str(e)[:10_000]))
     sys.stdout.flush()
     os._exit(1)

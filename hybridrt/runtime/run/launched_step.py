@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from hybridrt.attention.base import AttentionBackend
-from hybridrt.base.device import PAST, Event, pinned_empty, record_event
+from hybridrt.base.device import PAST, DeviceEvent, pinned_empty, record_event
 from hybridrt.base.errors import EngineError
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kernels.sampling.sampling import token_logprobs
@@ -122,7 +122,7 @@ class LaunchedStep:
         self._scored: Sequence[Wanted] = ()
         self._scores: list[Sequence[torch.Tensor]] = []
         self._pooled: dict[int, torch.Tensor] = {}
-        self._event: Event = PAST
+        self._event: DeviceEvent = PAST
         self._problem = "" if masked is None else "give it its masks first"
 
     @classmethod
