@@ -18,7 +18,7 @@ class TreeWindows:
 
     Args:
         windows: as of RadixCache.
-        complete_pages: RadixCache.complete_pages.
+        complete_pages: PathPages.complete_pages.
     """
 
     def __init__(

@@ -229,7 +229,8 @@ class PrefixStore(CacheRoom):
         answers = self.answers.places
         states = {k: slot for k, slot in request.saves.items() if k < length + (slot not in answers)}
         # The request still fills the page after the complete ones.
-        taken, node = self._insert(request, request.ids[:length], states, "computed", self.tree.complete_pages(length))
+        complete = self.tree.paths.complete_pages(length)
+        taken, node = self._insert(request, request.ids[:length], states, "computed", complete)
         self.pages.lock(taken.pages)
         self._end_saves(request, states, taken)
         if node.parent is not None:
