@@ -53,7 +53,7 @@ class PrefillDecodeAttnBackend(SegmentedAttnBackend):
         return self._decode_segment_backend(batch) if batch.num_decode_rows else self._extend_segment_backend(batch)
 
     def _planning(self, batch: ForwardBatch) -> dict[SegmentedAttnBackend, None]:
-        """Returns each once; decode's for an empty step."""
+        """The backends of the segments, each once. An empty step has the decode backend."""
         extend = [self._extend_segment_backend(batch)] if batch.num_extend_rows else []
         decode = [self._decode_segment_backend(batch)] if batch.num_decode_rows or not extend else []
         return dict.fromkeys(decode + extend)

@@ -47,7 +47,7 @@ class PageOwners:
         self.page_of = np.zeros((rows + 1, max_pages), np.int32)
         self._writer = np.zeros(num_pages + 1, np.int32)  # row; 0: none
         self._users = np.zeros(num_pages + 1, np.int32)  # how many rows have a page
-        self._sum = np.zeros(num_pages + 1, np.int64)  # sum of the rows that have a page: with two, it tells the other
+        self._sum = np.zeros(num_pages + 1, np.int64)  # sum of the rows that have a page: gives the other of two
         self._reach = np.zeros(rows + 1, np.int64)  # tokens, with prepared steps
         self._floor = np.zeros(rows + 1, np.int64)  # where its next step may begin
         self._lost = np.zeros((rows + 1, 2), np.int32)  # a lost page, and the row that has it

@@ -288,8 +288,8 @@ class RadixCache:
         return self.given_up(gone, why)
 
     def evict_passed(self, num_pages: Sequence[int]) -> CacheEntries:
-        """Removes and returns up to so many pages of each window group that no request needs which
-        goes on from the end of a node."""
+        """Removes and returns at most `num_pages` pages of each window group, of those that a request does
+        not need if it goes on from the end of a node."""
         gone = self.collect()
         for group in self._windows.groups:
             self._evict_window(group, num_pages[group], gone, passed_only=True)

@@ -1,7 +1,8 @@
 """Which rows of an embedding cache hold the embeddings of which span, on the device or in main memory: host integers.
 
-An entry is pinned while a prompt needs it that is not past its span. Others are evicted, least
-recently used first. Steps that read evicted rows were launched before the encoder writes them anew.
+A prompt pins an entry until it is past the entry's span. Entries without a pin are evicted, least
+recently used first. A launched step may still read evicted rows: it runs before the encoder writes
+them again.
 """
 
 from collections import OrderedDict

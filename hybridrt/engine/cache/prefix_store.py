@@ -42,11 +42,12 @@ class PrefixStore(CacheRoom):
         keeps: False never keeps anything.
 
     Attributes:
-        grid: prompts leave states at multiples of so many tokens. It is a whole number of pages: a
-            request that continues writing its last page can give the pages before it away.
+        grid: tokens; prompts leave states at multiples of it. It is a whole number of pages, so a
+            request that still writes its last page can give the earlier ones to the cache.
         tier: entries in main memory; None: nothing.
         lost: counts why requests compute what earlier texts had.
-        spaces: prompts also leave spaced states, and a chunk of text saves at most one state.
+        spaces: prompts also leave states at even distances (`Request.spaced`), and a chunk of text
+            saves at most one state.
     """
 
     def __init__(
@@ -313,7 +314,8 @@ class PrefixStore(CacheRoom):
             self.tier.tree.touch(prompt[: match.length], key)
 
     def _offer(self, request: Request) -> CacheEntries:
-        """Nothing of a failed request, whose state may be wrong, nor of one that has added nothing."""
+        """Offers all that a request has computed. A failed request offers nothing, because its state may
+        be wrong."""
         computed, failed = request.computed, request.broken or request.audits or request.error is not None
         if not self.keeps or failed or computed <= request.prefix.length:
             return CacheEntries()

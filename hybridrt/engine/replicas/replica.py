@@ -50,8 +50,7 @@ COUNTING_S = 0.5  # between counts of experts' tokens
 
 
 class Front:
-    """The process that started this replica, as the replica sees it. This process ends when it is
-    gone."""
+    """The link of a replica to the process that started it. If that process is gone, this one ends."""
 
     def __init__(self, link: Link) -> None:
         self._link, self._interval = link, rank_timeout() / BEATS
@@ -59,7 +58,7 @@ class Front:
         threading.Thread(target=self._receive, daemon=True).start()
 
     def receive(self, wait_s: float | None) -> ToReplica | None:
-        """The next message, for which this waits, None: for ever. None if there is none."""
+        """The next message; None if none came in time. `wait_s`: how long to wait; None: for ever."""
         try:
             return self._inbox.get(wait_s != 0.0, wait_s)
         except queue.Empty:

@@ -240,7 +240,7 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
 
 
 def gdn_stream_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, step: FusedStep) -> Tensor:
-    """`gdn_decode` with a state ring."""
+    """`gdn_decode` with a state ring, in two launches: the state is read once, in the second."""
     weight, conv, states, ring = step.conv_weights.weight, step.conv_state.conv, step.state.states, step.ring
     assert ring is not None
     batch, tokens, channels = qkv.shape
