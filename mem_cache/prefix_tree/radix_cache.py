@@ -174,6 +174,7 @@ class RadixCache:
         return match
 
     def forget(self, arrival: int) -> None:
+        """The request of this number no longer waits: it was admitted, or has ended."""
         self._worths.admitted = max(self._worths.admitted, arrival)
         self.waiting.remove(arrival)
         self._worths.forget(arrival)

@@ -13,11 +13,11 @@ The ledger of each page group, for a request with a match of m pages and n pages
     pages[0 : m)          the prefix cache locked from admit to release     the cache's eviction, once unlocked
     pages[m : n)          the request      admit or grow .. release         release, or the cache that took them over
     shared (of m : n)     the prefix cache locked from share to release     the cache's eviction, once unlocked
-    passed by the window  as before        admit or grow .. settle          settle; the cache's are unlocked instead
+    passed by a window    as in its line   admit or grow .. settle          settle; the cache's are unlocked instead
     spare                 the request      settle .. use_spare_pages        use_spare_pages, for later tokens
     fetched               the fetch        start .. finish                  finish, or the cache that takes them over
 
-Slots are those of models with recurrent layers. The first step of a request reads the match's
+"Slot" and "saves" are for models with recurrent layers. The first step of a request reads the match's
 state, writes the request's own slot, and copies the tail into pages[m]. Once it has been consumed,
 both are unlocked. A request whose first tokens were computed elsewhere owns all of its pages: they
 are copied at admission.

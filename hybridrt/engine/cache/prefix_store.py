@@ -105,6 +105,7 @@ class PrefixStore(CacheRoom):
         return self.tree.expect(request.ids, request.arrival, request.cache_key).length
 
     def forget(self, request: Request) -> None:
+        """Call when a request of `expect` no longer waits."""
         self.tree.forget(request.arrival)
 
     def shares(self, num_tokens: int) -> bool:
@@ -168,13 +169,13 @@ class PrefixStore(CacheRoom):
         """The last place of a running prompt, at most `most`, where it leaves or can leave a state;
         0 if there is none.
         """
-        fork, start = most // self.grid * self.grid, request.computed
+        on_grid, start = most // self.grid * self.grid, request.computed
         if not self.slots.total:
-            return fork
+            return on_grid
         places = [place for place in (*request.save_at, *request.saves) if place <= most]
         places = [place for place in places if place > start or place in request.saves]
-        if start < fork < request.prefill_end and len(request.save_at) < MAX_SAVES + MAX_FORKS:
-            places.append(fork)
+        if start < on_grid < request.prefill_end and len(request.save_at) < MAX_SAVES + MAX_FORKS:
+            places.append(on_grid)
         return max(places, default=0)
 
     def leave_at(self, request: Request, place: int) -> None:
@@ -182,9 +183,10 @@ class PrefixStore(CacheRoom):
         if self.slots.total and request.computed < place < request.prefill_end and place not in request.save_at:
             request.save_at = (*request.save_at, place)
 
-    def chunk_end(self, request: Request, start: int, end: int) -> int:
-        """Best end of a chunk from `start` to `end`: a state can only be saved before one of the
-        chunk's tokens.
+    def end_for_states(self, request: Request, start: int, end: int) -> int:
+        """The best end of a chunk from `start` to at most `end`. A chunk that ends at a place of
+        `save_at` ends one token earlier, because a state can only be saved before one of the chunk's
+        tokens: the next chunk then saves it.
         """
         # A chunk with an image runs without a graph, where a second state costs no step of its own.
         if self.spaces and not any(span.start < end and start < span.start + span.length for span in request.spans):

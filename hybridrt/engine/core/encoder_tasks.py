@@ -72,7 +72,7 @@ class EncoderTasks:
         self._passed.clear()
         self._tokens = self._bytes = 0
 
-    def chunk_end(self, request: Request, start: int, end: int, plan: StepPlan) -> int:
+    def end_for_spans(self, request: Request, start: int, end: int, plan: StepPlan) -> int:
         """The end of a chunk from `start` to at most `end` tokens of the prompt. Plans the tasks
         that the chunk and its next ones need, and pins what they make."""
         stop = end
@@ -92,7 +92,7 @@ class EncoderTasks:
         places, rows = list[np.ndarray](), list[np.ndarray]()
         for span in _spans_between(request.spans, start, end):
             entry = self.cache.find(key := _key(request, span))
-            assert entry is not None, "chunk_end has pinned it"
+            assert entry is not None, "end_for_spans has pinned it"
             first, last = max(start, span.start), min(end, span.start + span.length)
             places.append(np.arange(first - start, last - start, dtype=np.int32))
             rows.append(entry.rows[first - span.start : last - span.start])
