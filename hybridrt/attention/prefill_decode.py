@@ -42,7 +42,8 @@ class PrefillDecodeAttnBackend(SegmentedAttnBackend):
         return self.verify_backend if verifying else self.decode_backend
 
     def _extend_segment_backend(self, batch: ForwardBatch) -> SegmentedAttnBackend:
-        """In a graph, the decode backend may run prompts."""
+        """The backend of prompts. In a graph that is the decode backend, if the prefill backend cannot be
+        captured."""
         if batch.forward_mode in _SPECULATIVE:
             return self.verify_backend
         in_graph = batch.metadata.get(self)

@@ -65,7 +65,7 @@ class PrefixNames:
         return {name: self._start + i * BLOCK for i, name in enumerate(self._chain)}
 
     def tokens(self, start: int, end: int) -> list[int]:
-        """Of the text."""
+        """Tokens `start` to `end` of the text."""
         return np.frombuffer(self._bytes, "<i4")[start - self._start : end - self._start].tolist()
 
     def _next(self, begin: int, end: int) -> int:

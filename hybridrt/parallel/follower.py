@@ -109,7 +109,7 @@ def _serve(leader: Leader, comm: Communicator, ahead: StartAhead | None) -> None
 
 
 def _run_tasks(leader: Leader, runner: ModelRunner) -> None:
-    """Until None. Masks belong to the last launched step."""
+    """Runs the tasks of rank 0 until it sends None. Masks belong to the last launched step."""
     step = LaunchedStep()
     while (message := leader.receive()) is not None:
         if isinstance(message, StepPlan):

@@ -270,7 +270,7 @@ class RadixCache:
     def evict(
         self, num_pages: Sequence[int], num_states: int, *, new: NewState | None = None, why: Why = "evicted"
     ) -> CacheEntries:
-        """Removes and returns up to so many entries that no request reads: pages of each group, and
+        """Removes and returns at most so many entries that no request reads: pages of each group, and
         states. `new`: the state that replaces the evicted one, if that is worth less.
         """
         gone = self.collect()

@@ -130,7 +130,7 @@ class CacheCoordinator:
         return made
 
     def add_tier(self, num_pages: int, num_states: int, copied: Callable[[int], bool]) -> None:
-        """Also keeps prefixes in main memory: so many pages of each group, and states. `copied` as
+        """Also keeps prefixes in main memory: `num_pages` of each group, and `num_states`. `copied` as
         `Executor.copied`.
         """
         pages = PageAllocators([num_pages] * len(self.pages), self.pages.demands, "KV page in main memory")
@@ -154,7 +154,7 @@ class CacheCoordinator:
                 )
 
     def has_free(self, num_tokens: int, requests: int) -> bool:
-        """Whether so many requests of so many tokens would evict nothing."""
+        """Whether `requests` requests of `num_tokens` tokens would evict nothing."""
         need = [requests * (demand.whole(num_tokens) + 1) for demand in self.pages.demands]  # one page of headroom
         short = self.prefixes.room_left.shortages([*need, requests if self.slots.total else 0])
         return self.rows.num_free >= requests and not any(short)

@@ -109,7 +109,7 @@ class PrefixStore(CacheRoom):
         self.tree.forget(request.arrival)
 
     def shares(self, num_tokens: int) -> bool:
-        """True if a prompt of so many tokens may leave something for another one of the same
+        """True if a prompt of `num_tokens` tokens may leave something for another one of the same
         tokens.
         """
         return self.keeps and num_tokens > (self.grid if self.slots.total else self.tree.page_size)
@@ -271,7 +271,7 @@ class PrefixStore(CacheRoom):
         return num_tokens if self.tree.recurrent else num_tokens - self.tree.lookahead
 
     def make_room(self, pages: Sequence[int], slots: int) -> bool:
-        """Whether so many pages of each group and slots are free, if need be by `evict_for`."""
+        """Whether `pages` of each group and `slots` are free. Evicts if they are not."""
         return not any(self.room_left.shortages([*pages, slots])) or self.evict_for(pages, slots)
 
     def reset(self) -> bool:

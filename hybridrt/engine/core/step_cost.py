@@ -198,7 +198,7 @@ class StepCost:
         return [*work.features(max(tokens, sum(self._buckets[-1]))), 1.0, 0.0, 0.0, passes]
 
     def _bucket(self, work: StepWork) -> Bucket | None:
-        """Of the graph that runs a step with prompts."""
+        """The bucket of the graph that runs a step with prompts; None: it runs without one."""
         if work.passes > 1 or not work.prompt_tokens:
             return None
         return next((bucket for bucket in self._buckets if _has_room(bucket, work)), None)

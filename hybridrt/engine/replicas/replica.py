@@ -117,7 +117,7 @@ class ReplicaLoop:
         self._events = engine.cache_events(EVENTS)
 
     def run(self) -> None:
-        """Until this process ends."""
+        """Takes messages and runs steps until this process ends."""
         engine = self._engine
         while True:
             wait_s = 0.0 if engine.has_unfinished() or engine.wants_audit else self._patience()

@@ -290,7 +290,7 @@ def _split_lines(lines: SampledLines, n: int, split: int) -> tuple[SampledLines,
 def _with_logprobs(
     runner: SamplingRunner, lines: SampledLines, drawn: _Drawn, path: torch.Tensor | None = None
 ) -> _Drawn:
-    """With what its `wanted` and the rows' named tokens ask for; path: see `Accepted.path`."""
+    """Adds the log-probabilities that the lines ask for. path: see `Accepted.path`."""
     logits, tokens = lines.logits, drawn.tokens.reshape(-1, 1)
     if path is not None:
         logits = logits.view(*path.shape, -1).take_along_dim(path.unsqueeze(-1), 1).flatten(0, 1)
