@@ -1,5 +1,6 @@
-"""Energy of this machine's GPUs during a load, from NVML's counters."""
+"""Energy of GPUs during a load, from NVML's counters."""
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from typing import Any
 from hybridrt.base.errors import DeviceError, ProviderNotInstalledError
 
 IDLE_SECONDS = 5.0
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 Read = Callable[[], Sequence[float]]
 
 
@@ -46,11 +48,14 @@ class Energy:
 
 @contextmanager
 def nvml() -> Iterator[Read]:
-    """A function that reads the joules of each GPU since its driver was loaded.
+    """A function that reads the joules of each GPU since its driver was loaded: of those that
+    CUDA_VISIBLE_DEVICES names, else of all of this machine. Others may work for somebody else. CUDA
+    counts as NVML does if all GPUs are of one kind, or with CUDA_DEVICE_ORDER=PCI_BUS_ID.
 
     Raises:
         ProviderNotInstalledError: nvidia-ml-py is missing.
-        DeviceError: there is no GPU of NVIDIA, or one has no such counter (before Volta).
+        DeviceError: there is no GPU of NVIDIA or none of a name, or one has no such counter (before
+            Volta).
     """
     try:
         import pynvml
@@ -61,7 +66,7 @@ def nvml() -> Iterator[Read]:
     except pynvml.NVMLError as e:
         raise DeviceError(f"--energy needs a GPU of NVIDIA and its driver: {e}") from e
     try:
-        gpus = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        gpus = _visible([pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())], pynvml)
 
         def read() -> list[float]:
             return [pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1000 for gpu in gpus]
@@ -72,6 +77,26 @@ def nvml() -> Iterator[Read]:
         raise DeviceError(f"a GPU does not tell its energy: {e}") from e
     finally:
         pynvml.nvmlShutdown()
+
+
+def _visible(gpus: Sequence[Any], pynvml: Any) -> Sequence[Any]:
+    named = os.environ.get(VISIBLE)
+    if named is None:
+        return gpus
+    found = [_of_name(name.strip(), gpus, pynvml) for name in named.split(",") if name.strip()]
+    if not found:
+        raise DeviceError(f"--energy: {VISIBLE} is {named!r}, which names no GPU")
+    return found
+
+
+def _of_name(name: str, gpus: Sequence[Any], pynvml: Any) -> Any:
+    """By number, or by the beginning of its UUID."""
+    if name.isdecimal() and int(name) < len(gpus):
+        return gpus[int(name)]
+    found = [gpu for gpu in gpus if name.startswith("GPU-") and pynvml.nvmlDeviceGetUUID(gpu).startswith(name)]
+    if len(found) != 1:
+        raise DeviceError(f"--energy: {VISIBLE} names {name!r}, which is none of {len(gpus)} GPUs")
+    return found[0]
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from threading import Lock
-from typing import Any
+from typing import Any, BinaryIO
 
 import psutil
 
@@ -33,6 +33,10 @@ Parts = Sequence[bytes | memoryview]
 
 class RequestRefusedError(Exception):
     """The work cannot be done. The text says why. Other errors are answered with their type's name."""
+
+
+class ChildReplacedError(RequestRefusedError):
+    """The work cannot be done, and the child can do no other: the next request starts another one."""
 
 
 class ChildNotStartedError(Exception):
@@ -68,7 +72,7 @@ class RequestChild:
         """The result for a request. `seconds`: from the first byte there to the last one back.
 
         Raises:
-            RequestRefusedError: the child's error.
+            RequestRefusedError: the child's error. ChildReplacedError: and its end.
             TimeoutError, EOFError: it has taken too long, or has ended. It is started anew by the
                 next request.
             ChildNotStartedError.
@@ -87,12 +91,13 @@ class RequestChild:
             except BaseException:  # the next request must not read this answer
                 self._end()
                 raise
-            status = bytes(answer[:1])
-            if status not in (b"+", b"-"):
-                self._end()
-        if status != b"+":
-            raise RequestRefusedError(str(answer[1:], errors="replace"))
-        return answer[1:]
+            if (status := bytes(answer[:1])) == b"+":
+                return answer[1:]
+            text = str(answer[1:], errors="replace")
+            if status == b"-":
+                raise RequestRefusedError(text)
+            self._end()
+            raise ChildReplacedError(text)
 
     def end(self) -> None:
         """Kills the process, also while it works. A later request starts another one."""
@@ -139,27 +144,31 @@ class RequestChild:
                 pipe.close()
 
 
-def answer_requests(compute: Callable[[bytes], Parts], max_bytes: int) -> None:
+def answer_requests(compute: Callable[[bytes], Parts], max_bytes: int | None) -> None:
     """The child's side. Returns when the parent closes its end.
 
-    Call `compute` before for everything that imports a module: later it can open no files.
+    With a limit the child can open no files: call `compute` before for everything that imports a
+    module.
 
     Args:
         compute: a request to its result.
-        max_bytes: of memory, in addition to that of the process now.
+        max_bytes: of memory, in addition to that of the process now. None: the work is our own and has
+            no limits.
     """
-    requests = sys.stdin.buffer
-    limit = psutil.Process().memory_info().vms + max_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _answer([])
+    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints is no answer
+    if max_bytes is not None:
+        limit = psutil.Process().memory_info().vms + max_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _answer(answers, [])
     while head := requests.read(4):
         request = requests.read(int.from_bytes(head, "little"))
         signal.setitimer(signal.ITIMER_REAL, _LAST_SECONDS)
         parts = _computed(compute, request)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        _answer(parts)
+        _answer(answers, parts)
 
 
 def _computed(compute: Callable[[bytes], Parts], request: bytes) -> Parts:
@@ -167,15 +176,19 @@ def _computed(compute: Callable[[bytes], Parts], request: bytes) -> Parts:
         return [b"+", *compute(request)]
     except MemoryError:  # any object may be incomplete
         return [b"!it needs too much memory (MemoryError)"]
+    except ChildReplacedError as e:
+        return [b"!" + _shortened(str(e))]
     except RequestRefusedError as e:
-        text = str(e)
+        return [b"-" + _shortened(str(e))]
     except BaseException as e:
-        text = f"{type(e).__name__}: {e}"
-    return [b"-" + text[:_ERROR_CHARACTERS].encode(errors="replace")]
+        return [b"-" + _shortened(f"{type(e).__name__}: {e}")]
 
 
-def _answer(parts: Parts) -> None:
-    stream = sys.stdout.buffer
+def _shortened(text: str) -> bytes:
+    return text[:_ERROR_CHARACTERS].encode(errors="replace")
+
+
+def _answer(stream: BinaryIO, parts: Parts) -> None:
     stream.write(sum(map(len, parts)).to_bytes(4, "little"))
     for part in parts:
         stream.write(part)

@@ -82,7 +82,7 @@ class ResultOptions:
     output: str | None = setting("File for the results as JSON.", "none", "FILE")
     picture: str | None = setting("File for a picture of the times.", "none", "FILE")
     energy: Annotated[
-        bool, typer.Option("--energy", help="Joules a token and a request, of all GPUs of this machine (NVML).")
+        bool, typer.Option("--energy", help="Joules a token and a request, of all visible GPUs (NVML).")
     ] = False
     json_only: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hybridrt.base.engine_config import EngineConfig
     from hybridrt.runtime.load.tuned_choices import TunedFile
     from hybridrt.runtime.tune.measure import Measured, Timer
-    from hybridrt.runtime.tune.tune import Progress, Shapes, Tuning
+    from hybridrt.runtime.tune.tune import MakeBench, Progress, Shapes, Tuning
 
 MAX_SECONDS = 86_400.0
 
@@ -101,8 +101,8 @@ def tune_model(asked: TuneRequest, progress: "Progress", timer: "Timer | None" =
     shapes = shapes_to_measure(model_shapes(config, gpu), device)
     if asked.dry_run:
         return Tuned(gpu.name, None, shapes, Tuning())
-    timer = timer or _gpu_timer(device)
-    found = tune(shapes, device, timer, asked.seconds, _table(before, device, target), progress)
+    with _benches(device, timer) as make_bench:
+        found = tune(shapes, device, make_bench, asked.seconds, _table(before, device, target), progress)
     write_tuned(target, file_of(found, Origin.of_gpu(gpu), before))
     return Tuned(gpu.name, target, shapes, found)
 
@@ -122,10 +122,19 @@ def _device(config: "EngineConfig", timer: "Timer | None") -> "tuple[torch.devic
     )
 
 
-def _gpu_timer(device: "torch.device") -> "Timer":
-    from hybridrt.runtime.tune.gpu_timer import GPUTimer
+@contextmanager
+def _benches(device: "torch.device", timer: "Timer | None") -> "Iterator[MakeBench]":
+    from hybridrt.runtime.tune.bench_process import BenchProcess
+    from hybridrt.runtime.tune.tune import local_benches
 
-    return GPUTimer(device)
+    if timer is not None:
+        yield local_benches(device, timer)
+        return
+    process = BenchProcess(device)
+    try:
+        yield process.bench
+    finally:
+        process.end()
 
 
 def _target(asked: TuneRequest, gpu: "GPUFacts") -> Path:

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hybridrt.base.errors import DeviceError, ProviderNotInstalledError
-from hybridrt.bench.energy import Energy, measured, nvml
+from hybridrt.bench.energy import VISIBLE, Energy, measured, nvml
 from hybridrt.cli.app import app
 
 SUMMARY = {"requests": 5, "failed": 1, "prompt_tokens": 100, "output_tokens": 50}
@@ -55,6 +55,37 @@ def library(**changes: Any) -> Any:
 
 def broken(*_: object) -> None:
     raise Error("not supported")
+
+
+@pytest.mark.parametrize(
+    ("named", "read"),
+    [(None, [0, 1, 2]), ("2", [2]), (" 1,0", [1, 0]), ("GPU-b", [1]), ("GPU-a1,GPU-a2", [0, 2])],
+)
+def test_only_visible_gpus_count(named: str | None, read: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others of this machine may work for somebody else."""
+    three: dict[str, Any] = {
+        "nvmlDeviceGetCount": lambda: 3, "nvmlDeviceGetUUID": lambda gpu: ("GPU-a1", "GPU-b1", "GPU-a2")[gpu],
+        "nvmlDeviceGetTotalEnergyConsumption": lambda gpu: 1000 * gpu,
+    }  # fmt: skip
+    monkeypatch.setitem(sys.modules, "pynvml", library(**three))
+    if named is None:
+        monkeypatch.delenv(VISIBLE, raising=False)
+    else:
+        monkeypatch.setenv(VISIBLE, named)
+    with nvml() as joules:
+        assert list(joules()) == read
+
+
+@pytest.mark.parametrize("named", ["", "3", "-1", "GPU-a", "GPU-c", "MIG-a", "x"])
+def test_a_name_of_no_gpu(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VISIBLE, named)
+    uuids: dict[str, Any] = {
+        "nvmlDeviceGetCount": lambda: 3,
+        "nvmlDeviceGetUUID": ("GPU-a1", "GPU-b1", "GPU-a2").__getitem__,
+    }
+    monkeypatch.setitem(sys.modules, "pynvml", library(**uuids))
+    with pytest.raises(DeviceError, match=VISIBLE), nvml():
+        pass
 
 
 @pytest.mark.parametrize("changes", [{"nvmlInit": broken}, {"nvmlDeviceGetTotalEnergyConsumption": broken}])

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from hybridrt.runtime.load.tuned_choices import import_launches, load_tuned, rea
 from hybridrt.runtime.precompile import compile_ahead
 from hybridrt.runtime.tune import model_shapes
 from hybridrt.runtime.tune.trial import Call
+from hybridrt.runtime.tune.tune import local_benches
 from tests.support.tiny import write_tiny
 
 CPU = torch.device("cpu")
@@ -79,7 +81,7 @@ def test_seconds_are_bounded(seconds: str, model: Path) -> None:
 
 
 def test_the_file_is_where_a_run_looks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "_gpu_timer", lambda _: Timer())
+    monkeypatch.setattr(command, "_benches", lambda *_: nullcontext(local_benches(CPU, Timer())))
     monkeypatch.setattr(command, "_device", lambda *_: (CPU, KNOWN["h200"]))
     monkeypatch.setattr(tables, "PIPED_WIDTH", 300)
     found = run(str(model))

@@ -5,16 +5,19 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner
 
+from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import CacheDumpError, ConfigError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.cli.app import app
 from hybridrt.engine.cache import request_log
 from hybridrt.engine.cache.explain import WHY_HELPS, Explanation, explain
 from hybridrt.engine.cache.request_log import LoggedRequest, RequestLog, read_log
+from hybridrt.engine.core import load_engine
 from hybridrt.engine.core.engine import Engine
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 from tests.engine.test_cache_miss import ROOM, TEXT, ask, other
@@ -291,3 +294,17 @@ def test_the_option_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert isinstance(line, LoggedRequest) and line.prompt == list(b"abc") and line.pieces[97] == "a"
     with pytest.raises(ConfigError, match="request_log is"):
         make(monkeypatch, request_log=str(tmp_path / "no" / "log"))
+
+
+def test_a_log_that_cannot_be_written_is_refused_before_the_model_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights take minutes. An earlier log stays as it is until the model is there."""
+    monkeypatch.setattr(load_engine, "read_tokenizer", broken := Mock(side_effect=OSError("no model")))
+    with pytest.raises(ConfigError, match="request_log is"):
+        load_engine.load_engine(EngineConfig("nothing", request_log=str(tmp_path)), progress=False)
+    broken.assert_not_called()
+    (earlier := tmp_path / "log").write_bytes(b"earlier")
+    with pytest.raises(OSError, match="no model"):
+        load_engine.load_engine(EngineConfig("nothing", request_log=str(earlier)), progress=False)
+    assert earlier.read_bytes() == b"earlier"

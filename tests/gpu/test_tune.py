@@ -1,5 +1,6 @@
 """Choices measured on this GPU: trials of real sizes run, and a launch with the result computes the same."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hybridrt.kernels.delta_rule.delta_rule_triton import Pass
 from hybridrt.kernels.dense.skinny_linear import Product
 from hybridrt.kernels.dense.skinny_linear_triton import TiledProduct
 from hybridrt.kernels.mamba.mamba2_scan_triton import Scan
-from hybridrt.runtime.tune.gpu_timer import GPUTimer
+from hybridrt.runtime.tune.bench_process import BenchProcess
 from hybridrt.runtime.tune.measure import measure
 from hybridrt.runtime.tune.trial import error_of
 from hybridrt.runtime.tune.tune import TRIALS
@@ -19,6 +20,14 @@ from tests.gpu.rig import PRODUCTION
 
 pytestmark = PRODUCTION
 BF16 = torch.bfloat16
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[BenchProcess]:
+    """A candidate that faults ends this process's use of the GPU, and not that of later tests."""
+    own = BenchProcess(torch.device("cuda", 0))
+    yield own
+    own.end()
 
 
 @pytest.mark.parametrize(
@@ -36,9 +45,9 @@ BF16 = torch.bfloat16
     ],
 )
 @torch.no_grad()
-def test_a_measurement(name: str, shape: Any) -> None:
+def test_a_measurement(name: str, shape: Any, process: BenchProcess) -> None:
     device, launch = torch.device("cuda", 0), LAUNCHES[name]
-    found = measure(launch, shape, device, TRIALS[name], GPUTimer(device))
+    found = measure(launch, shape, device, process.bench(name, shape, {}))
     assert 1e-6 < found.seconds <= found.built_in_seconds < 1.0
     assert found.candidates > len(found.refused), [refused.why for refused in found.refused]
     trial = TRIALS[name](shape, device)

@@ -16,9 +16,9 @@ from hybridrt.kernels.dense.skinny_linear_triton import TILES, TiledProduct
 from hybridrt.kernels.mamba.mamba2_scan_triton import Scan
 from hybridrt.runtime.load.tuned_choices import Origin, TunedFile, fields_of, table_of
 from hybridrt.runtime.tune import tune as tuning
-from hybridrt.runtime.tune.measure import TURNS, measure
-from hybridrt.runtime.tune.trial import Call, Trial, error_of
-from hybridrt.runtime.tune.tune import TRIALS, file_of, shapes_to_measure, tune
+from hybridrt.runtime.tune.measure import TURNS, LocalBench, Measured, measure
+from hybridrt.runtime.tune.trial import Call, MakeTrial, Trial, error_of
+from hybridrt.runtime.tune.tune import TRIALS, file_of, local_benches, shapes_to_measure, tune
 
 CPU, F32 = torch.device("cpu"), torch.float32
 SHAPE = TiledProduct(128, 64, 16, F32)
@@ -49,6 +49,11 @@ class Constant:
 
 
 def quiet(done: int, total: int, what: str) -> None: ...
+
+
+def measured(timer: Any, make: MakeTrial = TRIALS["skinny_linear"]) -> Measured:
+    """SHAPE, in this process."""
+    return measure(TILES, SHAPE, CPU, LocalBench(TILES, SHAPE, CPU, make, timer))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +102,7 @@ def test_a_candidate_replaces_the_built_in_choice_if_it_is_clearly_faster(
 ) -> None:
     built_in, other = few_candidates(monkeypatch, tile(32), tile(64))
     timer = Timer(TILES, SHAPE, lambda choice: seconds if choice.block_k == 64 else 1.0)
-    found = measure(TILES, SHAPE, CPU, TRIALS["skinny_linear"], timer)
+    found = measured(timer)
     assert found.values == (other if wins else built_in) and found.won == wins
     assert (found.seconds, found.built_in_seconds) == (seconds if wins else 1.0, 1.0)
     assert found.candidates == 1 and not found.refused
@@ -108,7 +113,7 @@ def test_candidates_take_turns_and_the_median_counts(monkeypatch: pytest.MonkeyP
     few_candidates(monkeypatch, tile(32), tile(64))
     turns = {32: [9.0] + [1.0] * TURNS, 64: [0.1] + [1.0] * TURNS}
     timer = Timer(TILES, SHAPE, lambda choice: turns[choice.block_k].pop(0))
-    found = measure(TILES, SHAPE, CPU, TRIALS["skinny_linear"], timer)
+    found = measured(timer)
     assert not found.won and found.built_in_seconds == 1.0
     assert [choice.block_k for choice in timer.order] == [32, 64] * TURNS
 
@@ -116,7 +121,7 @@ def test_candidates_take_turns_and_the_median_counts(monkeypatch: pytest.MonkeyP
 def test_slow_candidates_leave_the_race_and_the_built_in_choice_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     tiles = few_candidates(monkeypatch, *(tile(16, split) for split in range(1, 8)))
     timer = Timer(TILES, SHAPE, lambda choice: 10.0 if choice.split == 1 else float(choice.split))
-    found = measure(TILES, SHAPE, CPU, TRIALS["skinny_linear"], timer)
+    found = measured(timer)
     assert found.values == tiles[1] and found.built_in_seconds == 10.0
     assert {choice.split for choice in timer.order[-10:]} == {1, 2, 3, 4, 5}
 
@@ -151,7 +156,7 @@ def test_a_candidate_with_other_numbers_cannot_win(
     error: Callable[[int], float], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few_candidates(monkeypatch, tile(32), tile(64))
-    found = measure(TILES, SHAPE, CPU, broken(error), Timer(TILES, SHAPE, lambda choice: 0.1))
+    found = measured(Timer(TILES, SHAPE, lambda choice: 0.1), broken(error))
     assert not found.won and [refused.values for refused in found.refused] == [tile(64)]
     assert why in found.refused[0].why
 
@@ -168,7 +173,7 @@ def test_a_candidate_that_does_not_fit_the_gpu_is_refused(monkeypatch: pytest.Mo
         return Trial(right.calls, outputs, right.reference)
 
     few_candidates(monkeypatch, tile(32), tile(64))
-    found = measure(TILES, SHAPE, CPU, make, Constant())
+    found = measured(Constant(), make)
     assert [refused.why for refused in found.refused] == ["it does not fit this GPU: OutOfResources"]
 
 
@@ -177,14 +182,16 @@ def test_what_was_measured_becomes_a_file_that_is_read_again(monkeypatch: pytest
     built_in, other = few_candidates(monkeypatch, tile(32), tile(64))
     second = SHAPE._replace(rows=64)
     timer = Timer(TILES, SHAPE, lambda choice: 0.5 if choice.block_k == 64 else 1.0)
-    found = tune([("skinny_linear", SHAPE)], CPU, timer, 60.0, {}, quiet)
+    found = tune([("skinny_linear", SHAPE)], CPU, local_benches(CPU, timer), 60.0, {}, quiet)
     assert TILES(SHAPE, CPU).block_k == 64, "in use for later trials"
     origin = Origin.of_gpu(KNOWN["h200"])
     file = file_of(found, origin, None)
     assert [(c.launch, c.shape, c.values) for c in file.choices] == [("skinny_linear", fields_of(SHAPE), other)]
     assert (file.choices[0].microseconds, file.choices[0].built_in_microseconds) == (0.5e6, 1e6)
     known = table_of(file, CPU, "a file")  # type: ignore[arg-type]
-    again = tune([("skinny_linear", SHAPE), ("skinny_linear", second)], CPU, Constant(), 60.0, known, quiet)
+    again = tune(
+        [("skinny_linear", SHAPE), ("skinny_linear", second)], CPU, local_benches(CPU, Constant()), 60.0, known, quiet
+    )
     assert again.known == 1 and [m.shape for m in again.measured] == [second]
     both = file_of(again, origin, file)
     assert [c.values for c in both.choices] == [other, built_in]
@@ -195,15 +202,17 @@ def test_a_shape_that_is_measured_again_replaces_its_choice(monkeypatch: pytest.
     built_in, _ = few_candidates(monkeypatch, tile(32), tile(64))
     origin = Origin.of_gpu(KNOWN["h200"])
     fast = Timer(TILES, SHAPE, lambda choice: 0.5 if choice.block_k == 64 else 1.0)
-    before = file_of(tune([("skinny_linear", SHAPE)], CPU, fast, 60.0, {}, quiet), origin, None)
-    after = file_of(tune([("skinny_linear", SHAPE)], CPU, Constant(), 60.0, {}, quiet), origin, before)
+    before = file_of(tune([("skinny_linear", SHAPE)], CPU, local_benches(CPU, fast), 60.0, {}, quiet), origin, None)
+    after = file_of(
+        tune([("skinny_linear", SHAPE)], CPU, local_benches(CPU, Constant()), 60.0, {}, quiet), origin, before
+    )
     assert [choice.values for choice in after.choices] == [built_in]
 
 
 def test_nothing_is_begun_after_the_time_and_what_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     few_candidates(monkeypatch, tile(32), tile(64))
     shapes = [("skinny_linear", SHAPE), ("skinny_linear", SHAPE._replace(rows=64))]
-    assert tune(shapes, CPU, Constant(), 1e-9, {}, quiet).left == 2
+    assert tune(shapes, CPU, local_benches(CPU, Constant()), 1e-9, {}, quiet).left == 2
 
     errors = [torch.OutOfMemoryError("CUDA out of memory. Tried"), OutOfResources(200_000, 100_000, "shared memory")]
 
@@ -211,7 +220,7 @@ def test_nothing_is_begun_after_the_time_and_what_does_not_fit_is_named(monkeypa
         raise errors.pop(0)
 
     monkeypatch.setitem(tuning.TRIALS, "skinny_linear", full)
-    found = tune(shapes, CPU, Constant(), 60.0, {}, quiet)
+    found = tune(shapes, CPU, local_benches(CPU, Constant()), 60.0, {}, quiet)
     assert not found.measured and "CUDA out of memory" in found.skipped[0] and "shared memory" in found.skipped[1]
     assert isinstance(file_of(found, Origin.of_gpu(KNOWN["h200"]), None), TunedFile)
 

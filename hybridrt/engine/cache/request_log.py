@@ -7,11 +7,11 @@ file.
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import IO, Annotated, Literal
 
 import msgspec
 
-from hybridrt.base.errors import CacheDumpError, ConfigError
+from hybridrt.base.errors import CacheDumpError, ConfigError, reason
 from hybridrt.base.files import read_bytes
 from hybridrt.base.formats import Format, json_format
 from hybridrt.engine.cache.prefix_store import PrefixStore
@@ -77,6 +77,11 @@ class LostEntries(msgspec.Struct, frozen=True, tag="lost"):
 Line = LoggedCache | LoggedRequest | LostEntries
 
 
+def check_log(path: str) -> None:
+    """ConfigError if a log cannot be written there. What the file has is left; a new one is empty."""
+    _open(path, "ab").close()
+
+
 class RequestLog:
     """Writes the log while an engine runs.
 
@@ -88,10 +93,7 @@ class RequestLog:
     """
 
     def __init__(self, path: str, store: PrefixStore, decode: Callable[[int], str] | None) -> None:
-        try:
-            self._file = Path(path).open("wb")  # noqa: SIM115
-        except (OSError, ValueError) as e:
-            raise ConfigError(f"request_log is {path!r}, which cannot be written: {e}") from e
+        self._file = _open(path, "wb")
         self._events, self._decode = store.subscribe(EVENTS), decode
         self._keys, self._known, self._written = dict[CacheKey, int](), set[int](), 0
         self._write(LoggedCache(store.keeps, store.grid))
@@ -184,3 +186,10 @@ def _lines(path: str | Path, data: bytes) -> Iterator[Line]:
             yield decoder.decode(line)
         except (msgspec.MsgspecError, ValueError, RecursionError) as e:
             raise CacheDumpError(f"line {number} of the log {path} is damaged: {e}") from e
+
+
+def _open(path: str, mode: str) -> IO[bytes]:
+    try:
+        return Path(path).open(mode)
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"request_log is {path!r}, which cannot be written: {reason(e)}") from e

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from hybridrt.base.device import resolve_device
 from hybridrt.base.engine_config import EngineConfig
 from hybridrt.collectives.groups import TPGroup
+from hybridrt.engine.cache.request_log import check_log
 from hybridrt.engine.core.engine import Engine
 from hybridrt.engine.text.tokenizer import HFTokenizer, load_tokenizer
 from hybridrt.models.config.read_config import read_model_config
@@ -41,6 +42,8 @@ def load_engine(config: EngineConfig, progress: bool, experts: ExpertPlace | Non
     Args:
         experts: where replicas meet that share experts. Their kernels are compiled at the first launch.
     """
+    if config.request_log is not None:
+        check_log(config.request_log)  # now: weights take minutes
     tokenizer = read_tokenizer(config)  # read before the weights
     split, ahead = None, KernelsAhead if experts is None else None
     if config.tp_size > 1:

@@ -7,13 +7,12 @@ from datetime import UTC, datetime
 from typing import Any
 
 import torch
-from triton.runtime.errors import OutOfResources
 
 from hybridrt.kernels.core.launch_choice import LAUNCHES, Tuned, Values, use_tuned
 from hybridrt.kernels.dense.skinny_linear_triton import TiledProduct
 from hybridrt.runtime.load.tuned_choices import MAX_CHOICES, Choice, Origin, TunedFile, fields_of
 from hybridrt.runtime.tune.decode_attention import paged_decode
-from hybridrt.runtime.tune.measure import Measured, Timer, measure
+from hybridrt.runtime.tune.measure import Bench, LocalBench, Measured, ShapeSkippedError, Timer, measure
 from hybridrt.runtime.tune.products import few_tokens, tiled_product
 from hybridrt.runtime.tune.scans import delta_pass, mamba2_scan
 from hybridrt.runtime.tune.trial import MakeTrial
@@ -27,6 +26,7 @@ TRIALS: dict[str, MakeTrial] = {
 
 Shapes = Sequence[tuple[str, Any]]
 Progress = Callable[[int, int, str], None]  # shapes done, all of them, what is next
+MakeBench = Callable[[str, Any, Tuned], Bench]  # a launch, its shape, and what won before
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Tuning:
     """What was measured.
 
     Attributes:
-        skipped: shapes that do not fit in memory, and why.
+        skipped: shapes that cannot be measured, and why.
         left: shapes for which no time was left.
         known: shapes that an earlier file has.
     """
@@ -59,14 +59,25 @@ def shapes_to_measure(found: Shapes, device: torch.device) -> Shapes:
     return sorted(several, key=lambda pair: order.index(pair[0]))
 
 
+def local_benches(device: torch.device, timer: Timer) -> MakeBench:
+    """Benches in this process, which a candidate may end. For tests: see `BenchProcess`."""
+
+    def make(name: str, shape: Any, tuned: Tuned) -> Bench:
+        use_tuned(device, tuned)
+        return LocalBench(LAUNCHES[name], shape, device, TRIALS[name], timer)
+
+    return make
+
+
 @torch.no_grad()
 def tune(
-    shapes: Shapes, device: torch.device, timer: Timer, seconds: float, known: Tuned, progress: Progress
+    shapes: Shapes, device: torch.device, make_bench: MakeBench, seconds: float, known: Tuned, progress: Progress
 ) -> Tuning:
-    """Measures shapes that `known` lacks until the time is over. A shape that was begun is measured to its end."""
+    """Measures shapes that `known` lacks until the time is over. A shape that was begun is measured to its end.
+    EngineError if a bench fails."""
     end, tuning = time.monotonic() + seconds, Tuning()
+    # It grows: later trials run with earlier winners.
     table: dict[str, dict[tuple[Any, ...], Values]] = {name: dict(of) for name, of in known.items()}
-    use_tuned(device, table)  # which grows: later trials run with earlier winners
     for done, (name, shape) in enumerate(shapes):
         progress(done, len(shapes), f"{name} {' '.join(map(str, fields_of(shape).values()))}")
         if shape in table.get(name, {}):
@@ -75,9 +86,9 @@ def tune(
             tuning.left += 1
         else:
             try:
-                found = measure(LAUNCHES[name], shape, device, TRIALS[name], timer)
-            except (torch.OutOfMemoryError, OutOfResources) as e:  # of the tensors, or of the built-in choice
-                tuning.skipped.append(f"{name} {fields_of(shape)}: {str(e).partition('. ')[0]}")
+                found = measure(LAUNCHES[name], shape, device, make_bench(name, shape, table))
+            except ShapeSkippedError as e:
+                tuning.skipped.append(f"{name} {fields_of(shape)}: {e}")
                 continue
             tuning.measured.append(found)
             table.setdefault(name, {})[shape] = found.values
