@@ -82,7 +82,7 @@ def _derive(fields: dict[str, Any]) -> None:
 
 
 def _attention(hf: Any, kind: str) -> AttentionConfig:
-    """Of the layers of a type."""
+    """The attention of all layers of type `kind`."""
     rope, window = hf.rope_parameters.get(kind), hf.sliding_window if kind == SLIDING else None
     if rope is None:
         raise ConfigError(f"rope_parameters has no object {kind!r}; layers of that type rotate by it")

@@ -146,7 +146,7 @@ def test_the_document_s_code_is_taken_from_files_that_tests_run() -> None:
     files += [support / f"outside_{name}.py" for name in ("attention", "drafter", "method")]
     texts = [file.read_text() for file in files]
     blocks = re.findall(r"```(?:python|toml)\n(.*?)```", TEXT, re.DOTALL)
-    assert len(blocks) == 11
+    assert len(blocks) == 12
     for block in blocks:
         code = block.strip().removesuffix("...").strip()
         assert any(code in text for text in texts), f"in no file: {code[:80]}"

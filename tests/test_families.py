@@ -64,6 +64,13 @@ def test_families_that_are_unknown_or_wrong_are_refused(installed: None) -> None
         family_of("WrongForCausalLM")
 
 
+def test_a_field_with_another_type_than_a_field_type_is_named(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outside_family, "FAMILY", replace(FAMILY, fields={**FAMILY.fields, "heads": int}))
+    family_of.cache_clear()
+    with pytest.raises(BackendError, match=r"family of \w+ gives <class 'int'> as the type of heads; .* FieldType"):
+        family_of(ARCHITECTURE)
+
+
 def test_a_family_that_reads_an_absent_field_is_named(
     installed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridrt.attention.base import Layer
 from hybridrt.attention.paged import PagedKVBackend
-from hybridrt.base.device import PAST, Event, record_event
+from hybridrt.base.device import PAST, DeviceEvent, record_event
 from hybridrt.base.errors import BackendError
 from hybridrt.base.forward_batch import ForwardBatch, GraphView
 from hybridrt.base.model_config import AttentionSpec
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Segment:
+class PlannedRows:
     """Rows that are planned together.
 
     Attributes:
@@ -54,7 +54,7 @@ class FlashinferAttnBackend(PagedKVBackend):
         self._library = import_module("hybridrt.kernels.libraries.flashinfer")
         self._workspace = torch.zeros(self._library.WORKSPACE_BYTES, dtype=torch.uint8, device=kv_pool.device)
         self._eager: dict[str, dict[HeadLayout, PagedAttention]] = {"decode": {}, "extend": {}}
-        self._copied: Event = PAST
+        self._copied: DeviceEvent = PAST
 
     def prepare(self, batch: ForwardBatch, *, graph: GraphView | None = None) -> None:
         super().prepare(batch, graph=graph)
@@ -66,7 +66,7 @@ class FlashinferAttnBackend(PagedKVBackend):
         assert batch.seq_lens_cpu is not None and batch.query_lens_cpu is not None
         split, ends = batch.num_decode_rows, batch.batch_size
         batch.metadata[self] = {
-            name: Segment(batch.req_pool_indices[at], batch.query_lens_cpu[at], batch.seq_lens_cpu[at], plans, {})
+            name: PlannedRows(batch.req_pool_indices[at], batch.query_lens_cpu[at], batch.seq_lens_cpu[at], plans, {})
             for (name, plans), at in zip(self._eager.items(), (slice(0, split), slice(split, ends)))
         }
 
@@ -76,7 +76,7 @@ class FlashinferAttnBackend(PagedKVBackend):
     def extend(self, q: Tensor, layer: Layer, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         return self._run(self.planned(batch)["extend"], q, layer)
 
-    def _run(self, segment: Segment, q: Tensor, layer: Layer) -> Tensor:
+    def _run(self, segment: PlannedRows, q: Tensor, layer: Layer) -> Tensor:
         k_cache, v_cache = self.kv_pool.layer(layer.layer_id)
         spec: AttentionSpec = layer.spec
         layout = self._library.HeadLayout(
@@ -93,7 +93,7 @@ class FlashinferAttnBackend(PagedKVBackend):
         out = attention.run(q.view(-1, spec.num_heads, spec.head_dim), k_cache, v_cache)
         return out.view(q.shape[0], -1)
 
-    def _plan(self, segment: Segment, layout: "HeadLayout") -> None:
+    def _plan(self, segment: PlannedRows, layout: "HeadLayout") -> None:
         """Waits until the last plan was copied: this one overwrites its pinned memory."""
         self._copied.synchronize()
         segment.plans[layout].plan(segment.query_lens, segment.seq_lens, layout)
@@ -102,9 +102,9 @@ class FlashinferAttnBackend(PagedKVBackend):
     def allocate_graph(self, view: GraphView) -> None:
         pages_per_row = self.req_to_token_pool.max_context // self.kv_pool.page_size
         buffers = self._library.GraphBuffers.allocate(view.max_bs, pages_per_row, self._workspace.device)
-        view.buffers[self] = buffers, dict[int, Segment]()
+        view.buffers[self] = buffers, dict[int, PlannedRows]()
 
-    def _graph_segment(self, batch: ForwardBatch, view: GraphView) -> Segment:
+    def _graph_segment(self, batch: ForwardBatch, view: GraphView) -> PlannedRows:
         """A capture's first pass over the layers plans padding rows; a replay plans the same
         layouts.
         """
@@ -114,8 +114,8 @@ class FlashinferAttnBackend(PagedKVBackend):
         if len(lens) != bs:
             raise BackendError("flashinfer plans on the host: seq_lens_cpu must hold the lengths of the real rows")
         if not real:
-            segments[bs] = Segment(batch.req_pool_indices, [tokens] * bs, lens, {}, {}, (bs, buffers))
-        segment: Segment = segments[bs]
+            segments[bs] = PlannedRows(batch.req_pool_indices, [tokens] * bs, lens, {}, {}, (bs, buffers))
+        segment: PlannedRows = segments[bs]
         segment.seq_lens = lens
         for layout in segment.current:
             self._plan(segment, layout)

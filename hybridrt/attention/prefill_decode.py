@@ -42,7 +42,8 @@ class PrefillDecodeAttnBackend(SegmentedAttnBackend):
         return self.verify_backend if verifying else self.decode_backend
 
     def _extend_segment_backend(self, batch: ForwardBatch) -> SegmentedAttnBackend:
-        """In a graph, the decode backend may run prompts."""
+        """The backend of prompts. In a graph that is the decode backend, if the prefill backend cannot be
+        captured."""
         if batch.forward_mode in _SPECULATIVE:
             return self.verify_backend
         in_graph = batch.metadata.get(self)
@@ -53,7 +54,7 @@ class PrefillDecodeAttnBackend(SegmentedAttnBackend):
         return self._decode_segment_backend(batch) if batch.num_decode_rows else self._extend_segment_backend(batch)
 
     def _planning(self, batch: ForwardBatch) -> dict[SegmentedAttnBackend, None]:
-        """Returns each once; decode's for an empty step."""
+        """The backends of the segments, each once. An empty step has the decode backend."""
         extend = [self._extend_segment_backend(batch)] if batch.num_extend_rows else []
         decode = [self._decode_segment_backend(batch)] if batch.num_decode_rows or not extend else []
         return dict.fromkeys(decode + extend)

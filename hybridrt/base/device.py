@@ -204,7 +204,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A point in the work that is launched on a device."""
 
     def record(self) -> None:
@@ -229,7 +229,7 @@ class _Past:
 PAST = _Past()
 
 
-def record_event(device: torch.device, event: Event = PAST) -> Event:
+def record_event(device: torch.device, event: DeviceEvent = PAST) -> DeviceEvent:
     """The end of the work launched so far. `event` is reused if there is one."""
     if device.type != "cuda":
         return PAST
@@ -250,7 +250,7 @@ def seconds_of(device: torch.device, run: Callable[[], object]) -> float:
     return start.elapsed_time(end) * 1e-3
 
 
-def wait_in_stream(event: Event, device: torch.device) -> None:
+def wait_in_stream(event: DeviceEvent, device: torch.device) -> None:
     """Work launched from here on starts after the event. The host does not wait."""
     if event is not PAST:
         stream: Any = torch.cuda.current_stream(device)

@@ -33,7 +33,7 @@ class DamagedFileError(ValueError):
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor's place in its file: `size` bytes from byte `start`. `dtype` is safetensors' name."""
 
     key: str
@@ -88,7 +88,7 @@ class TensorFile:
         self.fill(entry.start, flat)
         return flat.view(DTYPES[entry.dtype]).view(entry.shape)
 
-    def entry(self, key: str) -> Entry:
+    def entry(self, key: str) -> TensorEntry:
         """DamagedFileError: there is no such tensor."""
         if key not in self.entries:
             raise DamagedFileError(f"there is no tensor {key!r}")
@@ -150,7 +150,7 @@ def read_exactly(fd: int, start: int, into: memoryview) -> None:
         done += read
 
 
-def _parsed(header: bytes, size: int) -> tuple[dict[str, Entry], dict[str, str]]:
+def _parsed(header: bytes, size: int) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """Checks that the tensors cover the `size` bytes after the header, without overlap."""
     try:
         found = json.loads(header, object_pairs_hook=_object)
@@ -179,7 +179,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _entry(key: str, told: Any, first: int) -> Entry:
+def _entry(key: str, told: Any, first: int) -> TensorEntry:
     """`first`: where the tensors begin in the file."""
     fields: list[Any] = [told.get(name) if isinstance(told, dict) else None for name in _FIELDS]
     dtype, shape, offsets = fields
@@ -194,7 +194,7 @@ def _entry(key: str, told: Any, first: int) -> Entry:
         raise DamagedFileError(
             f"it is damaged: {key!r} is {dtype} {shape[:9]}, but has {offsets[1] - offsets[0]} bytes"
         )
-    return Entry(key, dtype, tuple(shape), first + offsets[0], size)
+    return TensorEntry(key, dtype, tuple(shape), first + offsets[0], size)
 
 
 _FIELDS = "dtype", "shape", "data_offsets"

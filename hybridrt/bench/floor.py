@@ -77,9 +77,12 @@ def state_bytes(spec: MambaPoolSpec) -> float:
 
 
 def prefill_flops(model: CausalLM, count: int, length: int) -> float:
-    """Useful flops of `count` prompts of `length` tokens, on one tensor-parallel rank: two for each number of a matrix
-    that a token meets (of routed experts those that it picks; the output head for the last token alone), scores and
-    values of the tokens that attention shows, and the outer product and the readout of each recurrent state."""
+    """Useful flops of `count` prompts of `length` tokens, on one tensor-parallel rank.
+
+    Two for each number of a matrix by which a token is multiplied: of routed experts those that it picks, and the
+    output head for the last token alone. In attention, scores and values of the keys that a query sees. In recurrent
+    layers, the outer product and the readout of each state.
+    """
     config, tokens = model.config, count * length
     per_token = sum(
         2.0 * p.numel() * (_picked_share(config, len(p)) if ".experts." in name else 1.0)
@@ -101,8 +104,11 @@ def prefill_flops(model: CausalLM, count: int, length: int) -> float:
 
 
 def encoder_flops(tower: Tower, grids: Sequence[tuple[int, int]]) -> float:
-    """Flops of a tower for pictures of these grids of patches: two for each number of a matrix that a patch meets, or
-    a token after the merge, and scores and values of all pairs of patches of a picture."""
+    """Flops of a tower for pictures of these grids of patches.
+
+    Two for each number of a matrix by which a patch, or a token after the merge, is multiplied. In attention, scores
+    and values of all pairs of patches of a picture.
+    """
     spec, total = tower.spec, 0.0
     patches = [rows * columns for rows, columns in grids]
     inner = sum(patches) + spec.num_prefix * len(grids)
@@ -116,7 +122,7 @@ def encoder_flops(tower: Tower, grids: Sequence[tuple[int, int]]) -> float:
 
 
 def _text_parameters(model: CausalLM) -> list[tuple[str, Parameter]]:
-    """All but those of a tower, which text does not meet."""
+    """All parameters but those of a tower, which text does not use."""
     return [(name, p) for name, p in model.named_parameters() if not name.startswith("tower.")]
 
 

@@ -1,7 +1,7 @@
 """Holds calls within reasoning until the end of the answer.
 
-A model may draft a call and think on, or call and end without closing the reasoning. Only the end
-tells.
+A model may write a call within its reasoning as a draft, and go on reasoning. Or it may call, and end
+without closing the reasoning. Which of the two it was is known at the end of the answer.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class Drafts:
         self._steps = self._tools.read_calls(self._scanner, self._sink, opened)
 
     def add(self, text: str) -> None:
-        """Text that opens no call."""
+        """Takes text that opens no call."""
         if self._held:
             self._held.append(text)
             self._try(text)
@@ -37,7 +37,7 @@ class Drafts:
             self._think(text)
 
     def open(self, opened: str) -> None:
-        """A literal that may open a call."""
+        """Takes a literal that may open a call."""
         if self._held:
             self._try(opened)
         if not self._held:
@@ -45,7 +45,7 @@ class Drafts:
         self._held.append(opened)
 
     def take_text(self) -> str:
-        """The text that is held, which is held no longer."""
+        """Returns the held text, and holds it no longer."""
         held, self._held, self._begun = "".join(self._held), [], False
         return held
 

@@ -73,7 +73,8 @@ class _Trials:
             return None
 
     def takes_the_plainest(self) -> bool:
-        """If it renders only with tools, all trials have one. A slow failure is the last trial."""
+        """Whether the template renders a plain conversation. If it does so only with tools, all later trials have
+        one. A trial that fails slowly is the last one."""
         for tools, content in ((None, "Hi"), ([_tool(description="")], "Hi"), (None, _PARTS)):
             self._variables["tools"], start = tools, time.monotonic()
             if self.render([_said("user", content)]) is not None:

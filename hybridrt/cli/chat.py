@@ -77,7 +77,7 @@ def chat(
 
     /help lists the commands. Ctrl-C stops an answer, Ctrl-D ends the chat.
     """
-    from hybridrt.cli.conversation import Message
+    from hybridrt.cli.conversation import ConversationMessage
     from hybridrt.cli.line_reader import make_reader
     from hybridrt.cli.repl import COMMANDS, Repl, Screen
 
@@ -91,7 +91,7 @@ def chat(
             answering = _local(stack, model or EMBEDDED, format, sampling.given(), options)
         repl = Repl(answering, make_reader(list(COMMANDS)), Screen())
         if system:
-            repl.messages = [Message("system", system)]
+            repl.messages = [ConversationMessage("system", system)]
         repl.run()
 
 

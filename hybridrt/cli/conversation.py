@@ -39,7 +39,7 @@ class ImagePart(msgspec.Struct, tag="image_url", tag_field="type"):
 Parts = list[TextPart | ImagePart]
 
 
-class Message(msgspec.Struct, omit_defaults=True):
+class ConversationMessage(msgspec.Struct, omit_defaults=True):
     """One message. `reasoning_content` is what an assistant wrote before its answer."""
 
     role: Literal["system", "user", "assistant"]
@@ -63,11 +63,11 @@ def _text(part: TextPart | ImagePart) -> str:
 
 
 class _File(msgspec.Struct):
-    messages: list[Message]
+    messages: list[ConversationMessage]
 
 
 @dataclass(frozen=True)
-class Piece:
+class AnswerPiece:
     text: str = ""
     reasoning: str = ""
 
@@ -92,14 +92,14 @@ class ChatModel(Protocol):
 
     name: str
 
-    def answer(self, messages: list[Message]) -> Generator[Piece | Totals, None, None]:
+    def answer(self, messages: list[ConversationMessage]) -> Generator[AnswerPiece | Totals, None, None]:
         """Pieces of an answer, then Totals where known. Closing the generator ends the request.
 
         Raises:
             HybridrtError: the request failed, or the answer broke off.
         """
 
-    def save_session(self, file: Path, messages: list[Message]) -> None:
+    def save_session(self, file: Path, messages: list[ConversationMessage]) -> None:
         """Writes a conversation with its part of the prefix cache.
 
         Raises:
@@ -108,7 +108,7 @@ class ChatModel(Protocol):
             OSError: the file cannot be written.
         """
 
-    def load_session(self, file: Path) -> list[Message]:
+    def load_session(self, file: Path) -> list[ConversationMessage]:
         """Loads such a file into the prefix cache. Returns the conversation.
 
         Raises:
@@ -118,12 +118,12 @@ class ChatModel(Protocol):
         """
 
 
-def encoded(messages: list[Message]) -> bytes:
+def encoded(messages: list[ConversationMessage]) -> bytes:
     """{"messages": [...]}, which /v1/chat/completions takes as it is."""
     return msgspec.json.format(msgspec.json.encode(_File(messages)), indent=2) + b"\n"
 
 
-def decoded(content: bytes | str, file: Path) -> list[Message]:
+def decoded(content: bytes | str, file: Path) -> list[ConversationMessage]:
     """The inverse of `encoded`.
 
     Raises:
@@ -154,7 +154,7 @@ def image_part(file: Path) -> ImagePart:
     return ImagePart(ImageURL(f"data:image/{kind};base64,{base64.b64encode(data).decode()}"))
 
 
-def save(file: Path, messages: list[Message]) -> None:
+def save(file: Path, messages: list[ConversationMessage]) -> None:
     """Writes a conversation, readable by the user alone.
 
     Raises:
@@ -178,7 +178,7 @@ def save(file: Path, messages: list[Message]) -> None:
         part.unlink(missing_ok=True)
 
 
-def load(file: Path) -> list[Message]:
+def load(file: Path) -> list[ConversationMessage]:
     """Messages of a file.
 
     Raises:

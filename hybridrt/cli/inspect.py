@@ -170,7 +170,8 @@ def describe_model(config: "EngineConfig", gpu: str | None = None) -> ModelRepor
 
 
 def _num_parameters(config: "EngineConfig", target: "RunTarget") -> int:
-    """Of all ranks, and of the plain model: a code may be half a byte, and has a scale."""
+    """Parameters of the plain model on all ranks. Bytes of a quantised one do not tell: a code may be half a
+    byte, and has a scale."""
     import torch
 
     from hybridrt.collectives.groups import TPGroup

@@ -12,7 +12,7 @@ from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.chat.chat import Chat
 from hybridrt.chat.conversation import read_conversation
 from hybridrt.chat.events import Content, Reasoning
-from hybridrt.cli.conversation import Message, Piece, Totals, decoded, encoded
+from hybridrt.cli.conversation import AnswerPiece, ConversationMessage, Totals, decoded, encoded
 from hybridrt.cli.generate import timings
 from hybridrt.engine.api.llm import LLM
 
@@ -24,20 +24,20 @@ class LocalModel:
         self.name = name
         self._llm, self._params, self._chat = llm, params, chat
 
-    def answer(self, messages: list[Message]) -> Generator[Piece | Totals, None, None]:
+    def answer(self, messages: list[ConversationMessage]) -> Generator[AnswerPiece | Totals, None, None]:
         """See ChatModel.answer. Ctrl-C is taken between two steps."""
         stream: Any = self._llm.stream_chat([message.to_dict() for message in messages], self._params, chat=self._chat)
         with Interrupts() as interrupts, closing(stream) as deltas:
             for delta in deltas:
                 content = "".join(event.text for event in delta.events if isinstance(event, Content))
                 reasoning = "".join(event.text for event in delta.events if isinstance(event, Reasoning))
-                yield Piece(content, reasoning)
+                yield AnswerPiece(content, reasoning)
                 interrupts.raise_if_interrupted()
         found = timings(delta.metrics)
         counts = (found["output_tokens"], found["prompt_tokens"], found["cached_tokens"])
         yield Totals(*counts, found["tokens_per_second"])
 
-    def save_session(self, file: Path, messages: list[Message]) -> None:
+    def save_session(self, file: Path, messages: list[ConversationMessage]) -> None:
         if file.exists():
             raise RequestError(f"{file} exists; choose another name, or remove it")
         if not messages:
@@ -48,7 +48,7 @@ class LocalModel:
         prompt: Any = {"prompt_token_ids": found.tokens, "spans": found.spans} if found.spans else found.tokens
         self._llm.save_session(file, prompt, note=encoded(messages).decode())
 
-    def load_session(self, file: Path) -> list[Message]:
+    def load_session(self, file: Path) -> list[ConversationMessage]:
         session = self._llm.load_session(file)
         messages = decoded(session.note, file)
         self._params = replace(self._params, cache_salt=session.cache_salt or None)

@@ -10,7 +10,7 @@ import httpx
 import msgspec
 
 from hybridrt.base.errors import ConfigError, RequestError, ServerError, shown
-from hybridrt.cli.conversation import Message, Piece, Totals
+from hybridrt.cli.conversation import AnswerPiece, ConversationMessage, Totals
 
 _CONNECT_SECONDS = 10.0
 _MAX_BYTES = 2**24  # bytes of a line of a stream, and of an answer that is no stream
@@ -90,7 +90,7 @@ class OpenAIServer:
             raise ServerError(f"{self.url}/models lists no model; name one")
         return data[0].id
 
-    def stream_chat(self, body: dict[str, Any]) -> Generator[Piece | Totals, None, None]:
+    def stream_chat(self, body: dict[str, Any]) -> Generator[AnswerPiece | Totals, None, None]:
         """Pieces of an answer of /chat/completions. Closing the generator closes the connection.
 
         Raises:
@@ -166,13 +166,13 @@ def _events(lines: Iterator[bytes]) -> Iterator[_Chunk]:
         yield chunk
 
 
-def _pieces(chunks: Iterator[_Chunk]) -> Iterator[Piece | Totals]:
+def _pieces(chunks: Iterator[_Chunk]) -> Iterator[AnswerPiece | Totals]:
     first = last = reason = usage = None
     for chunk in chunks:
         usage = chunk.usage or usage
         for choice in chunk.choices[:1]:
             text = choice.delta
-            piece = Piece(text.content or "", text.reasoning_content or text.reasoning or "")
+            piece = AnswerPiece(text.content or "", text.reasoning_content or text.reasoning or "")
             reason = choice.finish_reason or reason
             if piece.text or piece.reasoning:
                 last = time.monotonic()
@@ -198,14 +198,14 @@ class RemoteModel:
         self.name = name
         self._server, self._fields = server, fields
 
-    def answer(self, messages: list[Message]) -> Generator[Piece | Totals, None, None]:
+    def answer(self, messages: list[ConversationMessage]) -> Generator[AnswerPiece | Totals, None, None]:
         dicts = [message.to_dict() for message in messages]
         return self._server.stream_chat({"model": self.name, "messages": dicts, **self._fields})
 
-    def save_session(self, file: Path, messages: list[Message]) -> None:
+    def save_session(self, file: Path, messages: list[ConversationMessage]) -> None:
         raise _no_states(file)
 
-    def load_session(self, file: Path) -> list[Message]:
+    def load_session(self, file: Path) -> list[ConversationMessage]:
         raise _no_states(file)
 
 

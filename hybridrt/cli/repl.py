@@ -13,10 +13,10 @@ import typer
 from hybridrt.base.errors import HybridrtError, RequestError, is_text
 from hybridrt.base.interrupts import Interrupts
 from hybridrt.cli.conversation import (
+    AnswerPiece,
     ChatModel,
+    ConversationMessage,
     ImagePart,
-    Message,
-    Piece,
     TextPart,
     Totals,
     image_part,
@@ -58,7 +58,7 @@ class Screen:
         self._colours = self._terminal and os.environ.get("TERM", "dumb") != "dumb" and not os.environ.get("NO_COLOR")
         self._column_0, self._reasoned = True, False
 
-    def write(self, piece: Piece) -> None:
+    def write(self, piece: AnswerPiece) -> None:
         """A piece of an answer: reasoning dimmed, followed by an empty line."""
         if piece.reasoning:
             self._put(piece.reasoning, dim=True)
@@ -97,7 +97,7 @@ class Repl:
     """
 
     def __init__(self, model: ChatModel, reader: LineReader, screen: Screen) -> None:
-        self.messages: list[Message] = []
+        self.messages: list[ConversationMessage] = []
         self._images: list[ImagePart] = []  # of the next message
         self._model, self._reader, self._screen = model, reader, screen
         self._actions: dict[str, Callable[[str], None]] = {
@@ -145,7 +145,7 @@ class Repl:
             self._action(name)(rest[0].strip() if rest else "")
         elif text.strip():
             images = self._images
-            self._answer(Message("user", [*images, TextPart(text.strip())] if images else text.strip()))
+            self._answer(ConversationMessage("user", [*images, TextPart(text.strip())] if images else text.strip()))
             self._images = []
 
     def _action(self, name: str) -> Callable[[str], None]:
@@ -155,9 +155,9 @@ class Repl:
         advice = f"did you mean {near[0]}?" if near else "/help lists them; a space before the slash makes it a message"
         raise RequestError(f"there is no command {name}: {advice}")
 
-    def _answer(self, question: Message) -> None:
+    def _answer(self, question: ConversationMessage) -> None:
         """Ctrl-C keeps the text so far; without text the question is dropped, too."""
-        asked, reply, stopped = [*self.messages, question], Message("assistant", ""), False
+        asked, reply, stopped = [*self.messages, question], ConversationMessage("assistant", ""), False
         text, totals = "", None
         try:
             with closing(self._model.answer(asked)) as pieces:
@@ -185,7 +185,7 @@ class Repl:
         self._screen.note("\n".join([*(f"{name:<8} {text}" for name, text in COMMANDS.items()), _KEYS]))
 
     def _set_system(self, text: str) -> None:
-        system = [Message("system", text)] if text else []
+        system = [ConversationMessage("system", text)] if text else []
         self.messages = [*system, *self.messages[len(self._system()) :]]
 
     def _add_image(self, name: str) -> None:
@@ -195,7 +195,7 @@ class Repl:
     def _reset(self, rest: str) -> None:
         self.messages, self._images = self._system(), []
 
-    def _system(self) -> list[Message]:
+    def _system(self) -> list[ConversationMessage]:
         return [message for message in self.messages[:1] if message.role == "system"]
 
     def _save(self, name: str) -> None:

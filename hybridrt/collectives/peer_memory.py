@@ -55,7 +55,7 @@ class PeerMemory:
     @classmethod
     def connect(cls, store: dist.Store, rank: int, size: int, device: torch.device) -> Self | None:
         """Makes this rank's box and opens those of the others, which all call this. None if a GPU cannot
-        reach the memory of another one: NCCL then knows ways through main memory."""
+        reach the memory of another one: NCCL is used then, which can go through main memory."""
         box = torch.zeros(cls.box_words(size), dtype=torch.int64, device=device)
         synchronize(device)
         addresses, shared = [box.data_ptr()] * size, dict[int, SharedBox]()
@@ -72,7 +72,7 @@ class PeerMemory:
             if reached:
                 addresses[peer], shared[peer] = open_shared(other), other
         peers = cls(box, addresses, rank, {addresses[peer]: other for peer, other in shared.items()})
-        # All ranks decide alike: each hears whether all others reach all boxes.
+        # All ranks decide alike: each reads whether all others reach all boxes.
         store.set(f"reach/{rank}", "1" if reached else _NONE)
         if all(store.get(f"reach/{peer}") == b"1" for peer in range(size)):
             return peers

@@ -9,7 +9,7 @@ from hybridrt.base.errors import BackendError, PoolError
 from hybridrt.base.forward_batch import ForwardBatch, SpecInfo
 from hybridrt.embedding.numbers import Array, Numbers, check_equal, check_within, host_integers
 from hybridrt.embedding.owners import Owners, StepUse
-from hybridrt.embedding.page_owners import GroupOwners, PageOwners, Places
+from hybridrt.embedding.page_owners import GroupOwners, PageOwners, PagePlaces
 from hybridrt.embedding.positions import Positions
 from hybridrt.kernels.core.chunk_plan import chunk_lists
 from hybridrt.kernels.core.packed import A, int32_array, map_arrays
@@ -142,7 +142,7 @@ class Batches:
         self.owners.check_seen(use)
         return use
 
-    def _refuse_missing(self, use: StepUse, writes: Places, missing: np.ndarray) -> None:
+    def _refuse_missing(self, use: StepUse, writes: PagePlaces, missing: np.ndarray) -> None:
         if missing.any():
             i = int(missing.argmax())
             line, start = int(writes.lines[i]), int(writes.indices[i]) * self.table.page_size
@@ -157,7 +157,7 @@ class Batches:
 
     def places_of_tokens(
         self, lines: torch.Tensor, positions: torch.Tensor, places: torch.Tensor
-    ) -> tuple[Places, ...] | None:
+    ) -> tuple[PagePlaces, ...] | None:
         """The checked pages of tokens that tensors on the device enter: `places` [n, G]. None where
         values are not read; then pages are not checked any more.
 
@@ -177,12 +177,12 @@ class Batches:
             )
         return self.checked_places(rows, at // size, to // size)
 
-    def checked_places(self, lines: np.ndarray, indices: np.ndarray, pages: np.ndarray) -> tuple[Places, ...]:
+    def checked_places(self, lines: np.ndarray, indices: np.ndarray, pages: np.ndarray) -> tuple[PagePlaces, ...]:
         """`pages`: [n, G]."""
         real = lines > 0
         return self.owners.pages.checked(lines[real], indices[real], pages[real], self.owners.lengths_ahead())
 
-    def note_pages(self, places: tuple[Places, ...] | None) -> None:
+    def note_pages(self, places: tuple[PagePlaces, ...] | None) -> None:
         """Enters pages of rows; None: only the device knows them."""
         if places is None:
             self.owners.pages.forget_tables()

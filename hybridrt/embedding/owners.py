@@ -7,7 +7,7 @@ import numpy as np
 from hybridrt.base.errors import BackendError, PoolError
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.embedding.numbers import Numbers
-from hybridrt.embedding.page_owners import GroupOwners, Places
+from hybridrt.embedding.page_owners import GroupOwners, PagePlaces
 from hybridrt.kernels.core.slots import NO_SLOT, SCRATCH
 
 NOT_ADMITTED = -1
@@ -35,7 +35,7 @@ class StepUse:
     decodes: int
     verifies: bool
     reads: np.ndarray
-    writes: tuple[Places, ...]
+    writes: tuple[PagePlaces, ...]
 
 
 class Owners:

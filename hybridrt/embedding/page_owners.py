@@ -13,7 +13,7 @@ _NONE = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, eq=False)
-class Places:
+class PagePlaces:
     """Row `lines[i]` has `pages[i]` at its page index `indices[i]`; 0: no page. [m] each; each
     place once."""
 
@@ -47,7 +47,7 @@ class PageOwners:
         self.page_of = np.zeros((rows + 1, max_pages), np.int32)
         self._writer = np.zeros(num_pages + 1, np.int32)  # row; 0: none
         self._users = np.zeros(num_pages + 1, np.int32)  # how many rows have a page
-        self._sum = np.zeros(num_pages + 1, np.int64)  # sum of the rows that have a page: with two, it tells the other
+        self._sum = np.zeros(num_pages + 1, np.int64)  # sum of the rows that have a page: gives the other of two
         self._reach = np.zeros(rows + 1, np.int64)  # tokens, with prepared steps
         self._floor = np.zeros(rows + 1, np.int64)  # where its next step may begin
         self._lost = np.zeros((rows + 1, 2), np.int32)  # a lost page, and the row that has it
@@ -60,7 +60,7 @@ class PageOwners:
         self._whole[lines] = 0
         self._lost[lines] = 0
 
-    def checked(self, lines: np.ndarray, indices: np.ndarray, pages: np.ndarray, ahead: np.ndarray) -> Places:
+    def checked(self, lines: np.ndarray, indices: np.ndarray, pages: np.ndarray, ahead: np.ndarray) -> PagePlaces:
         """Places that `map` may enter. `ahead`: [R + 1] tokens of each row after the last step that
         is prepared and has not run.
 
@@ -85,7 +85,7 @@ class PageOwners:
                 )
         return new
 
-    def map(self, new: Places) -> None:
+    def map(self, new: PagePlaces) -> None:
         """Enters places that `checked` has passed; 0 takes a page away. A row writes a page only
         after a step of it writes there."""
         for line, index in self._held_elsewhere(new):  # the row's window has left it
@@ -97,9 +97,9 @@ class PageOwners:
         np.add.at(self._users, new.pages[real], 1)
         np.add.at(self._sum, new.pages[real], new.lines[real])
 
-    def _once(self, lines: np.ndarray, indices: np.ndarray, pages: np.ndarray) -> Places:
+    def _once(self, lines: np.ndarray, indices: np.ndarray, pages: np.ndarray) -> PagePlaces:
         places, first, inverse = np.unique(_pairs(lines, indices), return_index=True, return_inverse=True)
-        new = Places(lines[first], indices[first], pages[first])
+        new = PagePlaces(lines[first], indices[first], pages[first])
         if len(places) < len(lines) and (other := new.pages[inverse] != pages).any():
             i = int(other.argmax())
             raise PoolError(f"page index {indices[i]} of row {self._row(lines[i])} gets two pages; it has one")
@@ -113,7 +113,7 @@ class PageOwners:
             )
         return new
 
-    def _held_elsewhere(self, new: Places) -> list[tuple[int, int]]:
+    def _held_elsewhere(self, new: PagePlaces) -> list[tuple[int, int]]:
         """Yields (row, index) of places whose page the row now gets elsewhere."""
         users = self._users[new.pages]
         maybe = (users > 1) | ((users == 1) & (self._sum[new.pages] == new.lines))
@@ -125,10 +125,10 @@ class PageOwners:
             found += [(line, index) for index in np.flatnonzero(held).tolist()]
         return found
 
-    def writes(self, lines: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> Places:
+    def writes(self, lines: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> PagePlaces:
         """The pages of the tokens from starts[i] to ends[i] of row lines[i]: [n] each."""
         if not self.known:
-            return Places(*[_NONE] * 3)
+            return PagePlaces(*[_NONE] * 3)
         first = starts // self._size
         counts = np.where(ends > starts, (ends - 1) // self._size + 1 - first, 0)
         if (counts == 1).all():
@@ -136,9 +136,9 @@ class PageOwners:
         else:
             owners, before = np.repeat(lines, counts), np.cumsum(counts) - counts
             indices = np.repeat(first - before, counts) + np.arange(len(owners))
-        return Places(owners, indices, self.page_of[owners, indices])
+        return PagePlaces(owners, indices, self.page_of[owners, indices])
 
-    def check_pages(self, lines: np.ndarray, ends: np.ndarray, writes: Places) -> None:
+    def check_pages(self, lines: np.ndarray, ends: np.ndarray, writes: PagePlaces) -> None:
         """PoolError: a row has lost a page, its table has changed since `writes` was made, or
         another row of the step uses a page that this one writes."""
         lost = self._lost[lines, 0]
@@ -178,7 +178,7 @@ class PageOwners:
             self._whole[line] = first, ends[i]
 
     def take_pages(
-        self, lines: np.ndarray, starts: np.ndarray, ends: np.ndarray, writes: Places, rolls_back: int
+        self, lines: np.ndarray, starts: np.ndarray, ends: np.ndarray, writes: PagePlaces, rolls_back: int
     ) -> None:
         """The rows of a checked step write these pages from now on. Of the first `rolls_back` rows
         at least one token stays, of the others all."""
@@ -190,7 +190,7 @@ class PageOwners:
         self._floor[lines] = ends
         self._floor[lines[:rolls_back]] = starts[:rolls_back] + 1
 
-    def _contended(self, writes: Places, among: np.ndarray | None = None) -> list[tuple[int, int]]:
+    def _contended(self, writes: PagePlaces, among: np.ndarray | None = None) -> list[tuple[int, int]]:
         """Finds (row, page) that other rows have; `among`: the only possible ones."""
         shared = np.flatnonzero((self._users[writes.pages] > 1) & (writes.pages > 0))
         if not len(shared):
@@ -250,7 +250,7 @@ class PageOwners:
 
 
 class GroupOwners:
-    """Owners of the pages of all page groups. `Places` are given by group.
+    """Owners of the pages of all page groups. `PagePlaces` are given by group.
 
     Args:
         groups: of each page group; one without attention layers.
@@ -274,18 +274,18 @@ class GroupOwners:
 
     def checked(
         self, lines: np.ndarray, indices: np.ndarray, pages: np.ndarray, ahead: np.ndarray
-    ) -> tuple[Places, ...]:
+    ) -> tuple[PagePlaces, ...]:
         """`PageOwners.checked` of each group. `pages`: [n, G]."""
         return tuple(group.checked(lines, indices, own, ahead) for group, own in zip(self.groups, pages.T))
 
-    def map(self, new: Sequence[Places]) -> None:
+    def map(self, new: Sequence[PagePlaces]) -> None:
         for group, places in zip(self.groups, new):
             group.map(places)
 
-    def writes(self, lines: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> tuple[Places, ...]:
+    def writes(self, lines: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> tuple[PagePlaces, ...]:
         return tuple(group.writes(lines, starts, ends) for group in self.groups)
 
-    def check_pages(self, lines: np.ndarray, ends: np.ndarray, writes: Sequence[Places]) -> None:
+    def check_pages(self, lines: np.ndarray, ends: np.ndarray, writes: Sequence[PagePlaces]) -> None:
         for group, places in zip(self.groups, writes):
             group.check_pages(lines, ends, places)
 
@@ -294,7 +294,7 @@ class GroupOwners:
             group.check_seen(lines, starts)
 
     def take_pages(
-        self, lines: np.ndarray, starts: np.ndarray, ends: np.ndarray, writes: Sequence[Places], rolls_back: int
+        self, lines: np.ndarray, starts: np.ndarray, ends: np.ndarray, writes: Sequence[PagePlaces], rolls_back: int
     ) -> None:
         for group, places in zip(self.groups, writes):
             group.take_pages(lines, starts, ends, places, rolls_back)

@@ -65,7 +65,7 @@ class PrefixNames:
         return {name: self._start + i * BLOCK for i, name in enumerate(self._chain)}
 
     def tokens(self, start: int, end: int) -> list[int]:
-        """Of the text."""
+        """Tokens `start` to `end` of the text."""
         return np.frombuffer(self._bytes, "<i4")[start - self._start : end - self._start].tolist()
 
     def _next(self, begin: int, end: int) -> int:
@@ -122,10 +122,13 @@ class PrefixMirror:
 class _TierMirror:
     """Entries of one tier.
 
-    States: their names, and at the name of the block before each the number of tokens since. Pages
-    of layers without a window are always there if a later entry of the text is, so only the last one
-    is looked up, and none with recurrent layers. Of a page in a window group a state may need its
-    first tokens alone, so it has a name after each of its tokens.
+    `_states` counts states by name. `_rests` has, for the name at the last multiple of BLOCK tokens,
+    how many tokens follow up to each state: a match looks up only these.
+
+    `_pages` counts pages. In layers without a window, all earlier pages of a text are there if a
+    later entry is. So a match looks up only the last one, and with recurrent layers none is counted.
+    In a window group, a state may need only the first tokens of a page. So the page is counted after
+    each of its tokens.
     """
 
     def __init__(self, layout: CacheLayout) -> None:

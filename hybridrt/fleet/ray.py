@@ -58,7 +58,8 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return {"tp_size": max(self.gpus, 1), "device": "cuda" if self.gpus else "cpu"} | found
 
     def deployment_options(self) -> dict[str, Any]:
-        """Of the replicas. One bundle is on one host, and the actor has all of its GPUs."""
+        """Options of Ray Serve for the replicas. A replica's bundle of resources is on one host, and its actor has
+        all GPUs of it."""
         bundle = {"CPU": self.cpus} | ({"GPU": self.gpus} if self.gpus else {})
         targets = {name: getattr(self, name) for name in TARGETS}
         return {
@@ -101,10 +102,10 @@ def app(arguments: dict[str, Any]) -> Any:
         from ray import serve
     except ImportError as e:
         raise ProviderNotInstalledError(f"Ray Serve cannot be loaded ({e}): pip install '.[ray]'") from e
-    from hybridrt.fleet.ray_replica import Ingress, Replica
+    from hybridrt.fleet.ray_replica import Ingress, RayReplica
 
     name, fleet_key = f"addresses-{secrets.token_hex(8)}", fleet_key or secrets.token_hex(32)
-    replicas = serve.deployment(**options.deployment_options())(Replica).bind(
+    replicas = serve.deployment(**options.deployment_options())(RayReplica).bind(
         options.model, engine, name, fleet_key, options.drain_timeout
     )
     router = serve.deployment(name="router", max_ongoing_requests=MAX_REQUESTS, ray_actor_options={"num_cpus": 0.1})

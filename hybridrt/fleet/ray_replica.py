@@ -28,7 +28,7 @@ FORGOTTEN = 5.0  # seconds without one
 
 
 class Addresses:
-    """An actor that knows the addresses of the replicas that live."""
+    """An actor with the addresses of the replicas that run."""
 
     def __init__(self) -> None:
         self._seen: dict[str, float] = {}
@@ -51,7 +51,7 @@ def addresses(name: str) -> Any:
     return ray.remote(Addresses).options(**options, lifetime="detached", max_restarts=-1).remote()
 
 
-class Replica:
+class RayReplica:
     """One engine with a server. Ray starts it, scales by what it records, and replaces it if it fails."""
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
@@ -113,7 +113,7 @@ class Replica:
 
 
 class Ingress:
-    """The router (hybridrt.fleet.router) over all replicas that live: it follows the events of their
+    """The router (hybridrt.fleet.router) over all replicas that run. It follows the events of their
     caches."""
 
     async def __init__(self, model: str, name: str, fleet_key: str, resume: bool, replicas: Any) -> None:  # type: ignore[misc]

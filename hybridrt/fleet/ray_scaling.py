@@ -10,9 +10,11 @@ MOST_GROWTH = 2.0  # of the number of replicas, by slow first tokens alone
 class ScalingPolicy:
     """A policy of Ray Serve's AutoscalingConfig. Ray applies its limits and delays to what it returns.
 
-    The number is the largest of three: of the requests of all replicas by `target_requests`, of those
-    that wait by `target_waiting`, and of the replicas themselves, times their mean time to the first
-    token by `target_first_token_s` if that is longer.
+    The number is the largest of three:
+    - the requests of all replicas, divided by `target_requests`;
+    - the requests that wait, divided by `target_waiting`;
+    - if the mean time to the first token is longer than `target_first_token_s`: the present number of
+      replicas, times how many times longer it is, at most MOST_GROWTH.
     """
 
     target_requests: float

@@ -44,7 +44,7 @@ class ReplicaClient:
     Attributes:
         url: without a slash at its end.
         placed: its load and its mirror.
-        ready: it answers and wants requests.
+        ready: it answers, and does not refuse requests.
         drained: the operator sends it no more.
         exchanges: what runs there.
         max_entries: of its mirror.

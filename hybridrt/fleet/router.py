@@ -187,7 +187,7 @@ class Router:
         self.replace([f"{parts.scheme}://{host}:{port}" for host in hosts])
 
     def replace(self, found: Sequence[str]) -> None:
-        """From now on the replicas are these, in addition to those of the configuration."""
+        """Replaces all replicas by those at these URLs, except for those of the configuration."""
         urls = set(found[:MAX_REPLICAS])
         fixed = {url.rstrip("/") for url in self._config.replicas}
         for gone in self._known.keys() - urls - fixed:

@@ -5,7 +5,7 @@ from functools import cache
 import torch
 
 from hybridrt.images.jobs import UnreadablePicture
-from hybridrt.images.pieces import Piece, fitted_size, resized
+from hybridrt.images.pieces import ImagePiece, fitted_size, resized
 from hybridrt.images.settings import Lfm2Images
 
 START, END, THUMBNAIL = "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"
@@ -22,7 +22,7 @@ def tile_mark(row: int, column: int) -> str:
     return f"<|img_row_{row + 1}_col_{column + 1}|>"
 
 
-def lfm2_pieces(pixels: torch.Tensor, settings: Lfm2Images, low: bool) -> list[Piece]:
+def lfm2_pieces(pixels: torch.Tensor, settings: Lfm2Images, low: bool) -> list[ImagePiece]:
     """
     Args:
         pixels: [3, h, w] uint8.
@@ -88,10 +88,10 @@ def _grids(least: int, most: int) -> list[tuple[int, int]]:
     return sorted(set(made), key=lambda grid: grid[0] * grid[1])
 
 
-def _piece(before: str, picture: torch.Tensor, settings: Lfm2Images) -> Piece:
+def _piece(before: str, picture: torch.Tensor, settings: Lfm2Images) -> ImagePiece:
     """Patches row by row; a patch is y, x, channel."""
     patch = settings.patch
     rows, columns = (side // patch for side in picture.shape[1:])
     parts = picture.reshape(3, rows, patch, columns, patch).permute(1, 3, 2, 4, 0)
     patches = parts.reshape(rows * columns, patch * patch * 3)
-    return Piece(before, patches.numpy(), (rows, columns), (rows // settings.merge, columns // settings.merge))
+    return ImagePiece(before, patches.numpy(), (rows, columns), (rows // settings.merge, columns // settings.merge))

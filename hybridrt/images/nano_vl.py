@@ -4,11 +4,11 @@ import torch
 import torch.nn.functional as F
 
 from hybridrt.images.lfm2 import tile_grid
-from hybridrt.images.pieces import Piece
+from hybridrt.images.pieces import ImagePiece
 from hybridrt.images.settings import NanoVLImages
 
 
-def nano_vl_pieces(pixels: torch.Tensor, settings: NanoVLImages, low: bool) -> list[Piece]:
+def nano_vl_pieces(pixels: torch.Tensor, settings: NanoVLImages, low: bool) -> list[ImagePiece]:
     """
     Args:
         pixels: [3, h, w] uint8.
@@ -34,9 +34,9 @@ def _resized(picture: torch.Tensor, height: int, width: int, settings: NanoVLIma
     return F.interpolate(picture[None], (height, width), mode=settings.mode, align_corners=False, antialias=True)[0]
 
 
-def _piece(picture: torch.Tensor, settings: NanoVLImages) -> Piece:
+def _piece(picture: torch.Tensor, settings: NanoVLImages) -> ImagePiece:
     """Patches row by row; a patch is channel, y, x."""
     patch, count = settings.patch, settings.tile // settings.patch
     parts = picture.reshape(3, count, patch, count, patch).permute(1, 3, 0, 2, 4)
     tokens = count // settings.merge
-    return Piece("", parts.reshape(count * count, 3 * patch * patch).numpy(), (count, count), (tokens, tokens))
+    return ImagePiece("", parts.reshape(count * count, 3 * patch * patch).numpy(), (count, count), (tokens, tokens))

@@ -6,14 +6,14 @@ import torch
 import torch.nn.functional as F
 
 from hybridrt.images.jobs import UnreadablePicture
-from hybridrt.images.pieces import Piece
+from hybridrt.images.pieces import ImagePiece
 from hybridrt.images.settings import NemotronImages
 
 START, END = "<img>", "</img>"
 LOW_PATCHES = 1024  # in low detail
 
 
-def nemotron_pieces(pixels: torch.Tensor, settings: NemotronImages, low: bool) -> list[Piece]:
+def nemotron_pieces(pixels: torch.Tensor, settings: NemotronImages, low: bool) -> list[ImagePiece]:
     """
     Args:
         pixels: [3, h, w] uint8.
@@ -31,7 +31,7 @@ def nemotron_pieces(pixels: torch.Tensor, settings: NemotronImages, low: bool) -
         picture = F.interpolate(picture[None], sides, mode=settings.mode, align_corners=False, antialias=True)[0]
     parts = picture.reshape(3, rows, settings.patch, columns, settings.patch).permute(1, 3, 0, 2, 4)
     patches = parts.reshape(rows * columns, 3 * settings.patch**2)
-    return [Piece("", patches.numpy(), (rows, columns), (rows // settings.merge, columns // settings.merge))]
+    return [ImagePiece("", patches.numpy(), (rows, columns), (rows // settings.merge, columns // settings.merge))]
 
 
 def _grid(height: int, width: int, settings: NemotronImages, most: int) -> tuple[int, int]:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 
-class Piece(msgspec.Struct, frozen=True, eq=False):
+class ImagePiece(msgspec.Struct, frozen=True, eq=False):
     """One sequence for an encoder: a picture, a tile of it, or its thumbnail.
 
     Attributes:

@@ -7,14 +7,14 @@ weights (models/vision/qwen3_5.py).
 import torch
 
 from hybridrt.images.jobs import UnreadablePicture
-from hybridrt.images.pieces import Piece, fitted_size, resized
+from hybridrt.images.pieces import ImagePiece, fitted_size, resized
 from hybridrt.images.settings import QwenImages
 
 MAX_ASPECT = 200
 LOW_PIXELS = 512 * 512  # in low detail
 
 
-def qwen_pieces(pixels: torch.Tensor, settings: QwenImages, low: bool) -> list[Piece]:
+def qwen_pieces(pixels: torch.Tensor, settings: QwenImages, low: bool) -> list[ImagePiece]:
     """
     Args:
         pixels: [3, h, w] uint8.
@@ -31,7 +31,7 @@ def qwen_pieces(pixels: torch.Tensor, settings: QwenImages, low: bool) -> list[P
     picture = resized(pixels, *sides, settings.mode)
     rows, columns = (side // settings.patch for side in sides)
     tokens = rows // settings.merge, columns // settings.merge
-    return [Piece("", _patches(picture, settings).numpy(), (rows, columns), tokens)]
+    return [ImagePiece("", _patches(picture, settings).numpy(), (rows, columns), tokens)]
 
 
 def _patches(picture: torch.Tensor, settings: QwenImages) -> torch.Tensor:

@@ -21,7 +21,7 @@ from hybridrt.images.jobs import Job, UnreadablePicture
 from hybridrt.images.lfm2 import all_marks, lfm2_pieces
 from hybridrt.images.nano_vl import nano_vl_pieces
 from hybridrt.images.nemotron import nemotron_pieces
-from hybridrt.images.pieces import Piece
+from hybridrt.images.pieces import ImagePiece
 from hybridrt.images.pool import ImagePool, PoolLimits
 from hybridrt.images.qwen import qwen_pieces
 from hybridrt.images.settings import (
@@ -53,7 +53,7 @@ class PromptLimits:
 
 @dataclass(frozen=True)
 class _ReadPiece:
-    piece: Piece
+    piece: ImagePiece
     digest: bytes
 
 

@@ -10,10 +10,10 @@ from hybridrt.parallel.rank_start import find_place
 
 
 class ExpertPlace(Message):
-    """Where the replicas of a model meet that share its experts.
+    """Where replicas that share the experts of a model find each other.
 
     Attributes:
-        directory: of the front's Place.
+        directory: of the front's RankPlace.
         replica: number of this one, from 0.
     """
 

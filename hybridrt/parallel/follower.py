@@ -20,8 +20,8 @@ from hybridrt.channel.codec import pack
 from hybridrt.channel.control import BEATS, Link, rank_timeout
 from hybridrt.collectives.groups import Communicator, TPGroup
 from hybridrt.parallel.expert_ranks import ExpertPlace
-from hybridrt.parallel.messages import Beat, Failed, decode
-from hybridrt.parallel.rank_start import Place, find_place, rank_device
+from hybridrt.parallel.messages import RankBeat, RankFailed, decode
+from hybridrt.parallel.rank_start import RankPlace, find_place, rank_device
 from hybridrt.parallel.ranks import LOST
 from hybridrt.parallel.tasks import DropTask, MaskTask
 from hybridrt.runtime.load.start_kernels import StartAhead
@@ -52,11 +52,11 @@ class Leader:
 
     def report(self, error: Exception) -> None:
         with suppress(PeerGoneError):
-            self._link.send(pack(Failed(f"{type(error).__name__}: {error}"[:10_000])))
+            self._link.send(pack(RankFailed(f"{type(error).__name__}: {error}"[:10_000])))
 
     def _receive_tasks(self) -> None:
         try:
-            self._link.listen_and_beat(pack(Beat()), self._interval, self._inbox.put)
+            self._link.listen_and_beat(pack(RankBeat()), self._interval, self._inbox.put)
         except PeerGoneError:
             if self.leaving:
                 return
@@ -65,7 +65,7 @@ class Leader:
             os._exit(LOST)
 
 
-def serve(place: Place, rank: int, size: int, device: torch.device, ahead: StartAhead | None) -> int:
+def serve(place: RankPlace, rank: int, size: int, device: torch.device, ahead: StartAhead | None) -> int:
     """Joins the other ranks and serves rank 0 until it ends the service. Returns the exit status.
 
     A rank that fails reports why, unless the cause is the loss of another rank.
@@ -109,7 +109,7 @@ def _serve(leader: Leader, comm: Communicator, ahead: StartAhead | None) -> None
 
 
 def _run_tasks(leader: Leader, runner: ModelRunner) -> None:
-    """Until None. Masks belong to the last launched step."""
+    """Runs the tasks of rank 0 until it sends None. Masks belong to the last launched step."""
     step = LaunchedStep()
     while (message := leader.receive()) is not None:
         if isinstance(message, StepPlan):

@@ -42,17 +42,17 @@ class Hello(Message):
     version: str = ""
 
 
-class Beat(Message):
+class RankBeat(Message):
     """A rank's heartbeat."""
 
 
-class Failed(Message):
+class RankFailed(Message):
     """Why a rank ends."""
 
     reason: str
 
 
-FromRank = Beat | Failed
+FromRank = RankBeat | RankFailed
 
 
 def encode(task: object) -> bytes:

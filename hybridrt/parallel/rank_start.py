@@ -39,7 +39,7 @@ _PLACE = "hybridrt/place"
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Where the ranks of a run find each other.
 
     Attributes:
@@ -96,7 +96,7 @@ def start_ranks(size: int, kind: str, ahead: StartAhead | None = None) -> Ranks:
         return ranks
 
 
-def find_place(directory: str) -> Place:
+def find_place(directory: str) -> RankPlace:
     """The place that rank 0 has made in a directory of this host.
 
     Raises:
@@ -106,7 +106,7 @@ def find_place(directory: str) -> Place:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise RankError(f"{directory} is not a directory that only this user can read; rank 0 has made another one")
     port, key = Path(directory, "key").read_text().split()
-    return Place(LOOPBACK, int(port), bytes.fromhex(key), dist.FileStore(f"{directory}/store"), directory)
+    return RankPlace(LOOPBACK, int(port), bytes.fromhex(key), dist.FileStore(f"{directory}/store"), directory)
 
 
 def rank_device(kind: str, local_rank: int) -> torch.device:
@@ -114,7 +114,7 @@ def rank_device(kind: str, local_rank: int) -> torch.device:
     return torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
 
 
-def torchrun_place(world: World) -> Place:
+def torchrun_place(world: World) -> RankPlace:
     """The place that rank 0 of torchrun's processes has made.
 
     Raises:
@@ -128,7 +128,7 @@ def torchrun_place(world: World) -> Place:
         where = store.get(_PLACE).decode()
     except RuntimeError as e:  # torch.distributed's error
         raise RankError(f"tensor-parallel rank 0 did not come: {e}") from e
-    return find_place(where) if key is None else Place(master_host(), int(where), key, store)
+    return find_place(where) if key is None else RankPlace(master_host(), int(where), key, store)
 
 
 @cache
@@ -145,7 +145,7 @@ def torchrun_ranks(world: World, kind: str) -> Ranks:
         place, listener = open_place()
     else:
         listener = Listener((master_host(), 0), key)
-        place = Place(master_host(), listener.port, key, store)
+        place = RankPlace(master_host(), listener.port, key, store)
     store.set(_PLACE, place.directory or str(place.port))
     with closing(listener):
         ranks = _lead(place, listener, world.size, rank_device(kind, world.local_rank), timeout)
@@ -154,7 +154,7 @@ def torchrun_ranks(world: World, kind: str) -> Ranks:
 
 
 def _lead(
-    place: Place, listener: Listener, size: int, device: torch.device, timeout: float,
+    place: RankPlace, listener: Listener, size: int, device: torch.device, timeout: float,
     processes: Sequence["subprocess.Popen[bytes]"] = (),
 ) -> Ranks:  # fmt: skip
     """Waits until all have connected."""
@@ -184,7 +184,7 @@ def _torchrun_store() -> dist.Store:
     return store
 
 
-def open_place() -> tuple[Place, Listener]:
+def open_place() -> tuple[RankPlace, Listener]:
     """Makes a directory that only this user can read."""
     directory = tempfile.mkdtemp(prefix="hybridrt-")
     key = secrets.token_bytes(32)

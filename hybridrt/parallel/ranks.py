@@ -12,7 +12,7 @@ from hybridrt.base.errors import ConfigError, HybridrtError, PeerGoneError, Rank
 from hybridrt.channel.codec import unpack
 from hybridrt.channel.control import LOADING_S, TIMEOUT_S, Link, disown_in_child
 from hybridrt.collectives.groups import Communicator
-from hybridrt.parallel.messages import Failed, FromRank, encode
+from hybridrt.parallel.messages import FromRank, RankFailed, encode
 from hybridrt.parallel.torchrun import master_host
 
 LOST = 75  # ended with another rank
@@ -139,7 +139,7 @@ class Ranks:
         try:
             while messages := link.listen(patience := max(self._timeout, LOADING_S * self.loading)):
                 for message in (unpack(data, FromRank) for data in messages):
-                    if isinstance(message, Failed):
+                    if isinstance(message, RankFailed):
                         self._fail(rank, message.reason)
             reason = f"it has sent no heartbeat for {patience:g} seconds"
         except PeerGoneError as e:

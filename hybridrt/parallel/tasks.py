@@ -19,7 +19,7 @@ class MaskTask(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_masks(cls, masks: np.ndarray) -> Self:
-        """Of [m, width] int32."""
+        """The task of masks [m, width] int32."""
         return cls(masks.tobytes(), masks.shape[1])
 
     def masks(self) -> np.ndarray:

@@ -69,9 +69,11 @@ async def _compile(llm: AsyncLLM, max_prompt: int) -> None:
 
 
 async def _run_all(llm: AsyncLLM, max_prompt: int, draws: list[SamplingParams], constrained: list[_Work]) -> None:
-    """A step runs the kernels that any of its rows needs. So there are requests of up to
-    `max_prompt` tokens alone, without and with a cached prefix; next to a few that decode; more
-    than graphs hold, alike and one longer; then all kinds in one step.
+    """Runs requests of all kinds, so that later steps find their kernels loaded.
+
+    First prompts of up to `max_prompt` tokens alone, without and with a cached prefix. Then the same
+    next to a few requests that decode. Then each way of sampling. Then more requests at once than
+    graphs hold: of one length, and with one longer prompt. Then all kinds in one step.
     """
     chunk = min(llm.llm.config.chunked_prefill_size, max_prompt)
     lengths = sorted({min(n, max_prompt) for n in (*_LENGTHS, chunk, chunk + 1)} - {0})
@@ -152,8 +154,8 @@ def _constrained(llm: AsyncLLM, draws: list[SamplingParams]) -> list[_Work]:
 
 
 async def _time_steps(llm: AsyncLLM, sizes: Sequence[int]) -> None:
-    """Runs each twice, alone and next to 1 and 8 decoding requests. All begin differently: no
-    cached prefix.
+    """Runs prompts of these sizes twice: alone, and next to 1 and 8 decoding requests. All begin
+    differently, so none finds a cached prefix.
     """
     tokens = _tokens(llm)
 

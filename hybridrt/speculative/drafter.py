@@ -72,7 +72,7 @@ class Drafter(ABC):
         """The request has finished or lost its row. Ignored if it has not begun. Must not raise."""
 
     def after_step(self, requests: Sequence[DraftRequest], gained: Sequence[int]) -> None:  # noqa: B027  (optional)
-        """Each of these requests, which all go on, gained so many tokens of output in a step."""
+        """A step was read. `gained`: output tokens of each request. Requests that have ended are not among them."""
 
     def waits(self, request: DraftRequest) -> bool:
         """Whether the next step of a request with pending tokens must wait for them, because it may
@@ -81,8 +81,8 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, requests: Sequence[DraftRequest], max_drafts: Sequence[int]) -> list[Draft]:
-        """For each request, all of them begun, at most `max_drafts` tokens (0 or more) after its
-        last known one."""
+        """A draft for each of these begun requests: the tokens after its last known one, at most as many as
+        its number in `max_drafts` (0 or more)."""
 
 
 class AdaptiveDrafter(Drafter):

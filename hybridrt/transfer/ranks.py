@@ -104,7 +104,7 @@ def serve_reads(channel: SocketChannel, reader: LocalReader) -> None:
 
 
 def _handle(channel: SocketChannel, reader: LocalReader, message: ToRank) -> None:
-    """Only Connect is answered."""
+    """Carries out a message of rank 0. Only Connect is answered."""
     if isinstance(message, Order):
         reader.fetch(message)
     elif isinstance(message, Disconnect):

@@ -26,7 +26,7 @@ DRAFT_MODELS = {"draft": "embedded_draft"}  # by method
 
 
 @dataclass(frozen=True)
-class Answer:
+class GreedyAnswer:
     """A greedy answer.
 
     Attributes:
@@ -53,7 +53,7 @@ def engine(subject: Subject, path: Path | None = None, **options: Any) -> Iterat
 def answers(
     llm: LLM, prompts: Sequence[Sequence[int]], count: int, *, together: bool = False, salt: str | None = None,
     scored: bool = False,
-) -> list[Answer]:  # fmt: skip
+) -> list[GreedyAnswer]:  # fmt: skip
     """Greedy answers, one request after the other or all at once. `scored`: with those of prompts."""
     params = SamplingParams(
         max_tokens=count, temperature=0.0, ignore_eos=True, logprobs=TOP, prompt_logprobs=0 if scored else None,
@@ -62,7 +62,7 @@ def answers(
     given = [list(prompt) for prompt in prompts]
     outputs = llm.generate(given, params) if together else [llm.generate([p], params)[0] for p in given]
     return [
-        Answer(list(o.token_ids), list(o.logprobs or []), list(o.prompt_logprobs or []), o.metrics.cached_tokens)
+        GreedyAnswer(list(o.token_ids), list(o.logprobs or []), list(o.prompt_logprobs or []), o.metrics.cached_tokens)
         for o in outputs
     ]
 
@@ -90,7 +90,12 @@ def _at_likely(scores: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
 
 
 def compare_with_theirs(
-    what: str, prompt: Sequence[int], ours: Answer, theirs: OracleAnswer, limits: tuple[float, float], result: Result
+    what: str,
+    prompt: Sequence[int],
+    ours: GreedyAnswer,
+    theirs: OracleAnswer,
+    limits: tuple[float, float],
+    result: Result,
 ) -> float:
     """Compares log-probabilities up to the first token that differs, and greedy tokens but for ties.
     Returns the largest difference."""
@@ -115,7 +120,9 @@ def compare_with_theirs(
     return max(found, default=0.0)
 
 
-def compare_runs(what: str, first: Answer, other: Answer, limits: tuple[float, float], result: Result) -> bool:
+def compare_runs(
+    what: str, first: GreedyAnswer, other: GreedyAnswer, limits: tuple[float, float], result: Result
+) -> bool:
     """Whether two runs of hybridrt gave the same tokens. Fails if they differ where there was no
     tie."""
     for step, (a, b) in enumerate(zip(first.tokens, other.tokens)):

@@ -20,7 +20,7 @@ from hybridrt.verify import oracle
 from hybridrt.verify.decoded_copy import write_decoded
 from hybridrt.verify.ours import (
     TOLERANCE,
-    Answer,
+    GreedyAnswer,
     answers,
     compare_runs,
     compare_with_theirs,
@@ -184,7 +184,11 @@ def _has_head(subject: Subject) -> bool:
 
 
 def _same(
-    what: str, alone: Sequence[Answer], others: Sequence[Answer], limits: tuple[float, float], result: Result
+    what: str,
+    alone: Sequence[GreedyAnswer],
+    others: Sequence[GreedyAnswer],
+    limits: tuple[float, float],
+    result: Result,
 ) -> None:
     equal = sum(
         compare_runs(f"{what}, prompt {i}", a, b, limits, result) for i, (a, b) in enumerate(zip(alone, others))
@@ -194,8 +198,8 @@ def _same(
 
 
 def _check_cached(
-    subject: Subject, llm: LLM, prompts: Sequence[list[int]], alone: Sequence[Answer], limits: tuple[float, float],
-    result: Result,
+    subject: Subject, llm: LLM, prompts: Sequence[list[int]], alone: Sequence[GreedyAnswer],
+    limits: tuple[float, float], result: Result,
 ) -> None:  # fmt: skip
     """A second turn from a cached prefix gives the tokens of one that is computed anew."""
     draw = random.Random(1)

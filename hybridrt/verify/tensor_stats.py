@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from hybridrt.base.files_safetensors import DTYPES, Entry, TensorFile
+from hybridrt.base.files_safetensors import DTYPES, TensorEntry, TensorFile
 from hybridrt.models.loading.weight_files import Shards, opened
 
 SEGMENTS = 64
@@ -62,7 +62,7 @@ def scan(shards: Shards, sampled: bool) -> Iterator[TensorStats]:
                 yield _stats(f, f.entry(key), file, sampled)
 
 
-def _stats(file: TensorFile, entry: Entry, path: Path, sampled: bool) -> TensorStats:
+def _stats(file: TensorFile, entry: TensorEntry, path: Path, sampled: bool) -> TensorStats:
     places = _places(entry.size, sampled)
     whole = sum(size for _, size in places) == entry.size
     digest, sums, counts, peak, bad, zeros = hashlib.sha256(), [], [], 0.0, 0, 0

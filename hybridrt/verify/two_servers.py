@@ -97,7 +97,8 @@ def _read_chunk(chunk: dict[str, Any], answer: Answered, now: float) -> None:
 
 
 def _read_scores(scores: Any, answer: Answered) -> None:
-    """Of completions or chat completions. ValueError, TypeError or LookupError for any other form."""
+    """Reads log-probabilities of completions or chat completions. ValueError, TypeError or LookupError
+    for any other form."""
     if not scores:
         return
     if scores.get("content") is not None:

@@ -153,7 +153,7 @@ class SlabAllocator(EntryAllocator):
 
     @property
     def most_free(self) -> int:
-        """Of all slabs that are free, and of its own."""
+        """Entries that could be lent if this allocator got all free slabs."""
         return self.num_free + self.slabs.num_free * self.share.per_slab
 
     def check_free(self, n: int) -> None:
@@ -165,7 +165,7 @@ class SlabAllocator(EntryAllocator):
         return found
 
     def num_busy(self) -> np.ndarray:
-        """Of each slab, the entries that requests use or have locked."""
+        """For each slab, how many entries requests use or have locked."""
         by_slab = len(self._owned), self.share.per_slab
         busy: np.ndarray = (self._state == USED).reshape(by_slab).sum(1)
         return busy if not self.num_locked else busy + (self._locks > 0).reshape(by_slab).sum(1)

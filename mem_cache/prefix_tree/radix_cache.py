@@ -19,7 +19,6 @@ used first, with the states that need them; also pages of a window group alone (
 and states alone (state_worth.py).
 """
 
-import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count, islice
 from types import MappingProxyType
@@ -27,9 +26,11 @@ from types import MappingProxyType
 import numpy as np
 
 from hybridrt.mem_cache.pools.entries import Handle
-from hybridrt.mem_cache.pools.page_groups import PageSets, no_sets
+from hybridrt.mem_cache.pools.page_groups import PageSets
 from hybridrt.mem_cache.prefix_tree.cache_events import CacheEvents, EntryLog, Tier, What, Why
 from hybridrt.mem_cache.prefix_tree.cache_key import DEFAULT_KEY, CacheKey
+from hybridrt.mem_cache.prefix_tree.idle_leaves import IdleLeaves
+from hybridrt.mem_cache.prefix_tree.path_pages import PathPages
 from hybridrt.mem_cache.prefix_tree.prefix_cache import CacheEntries, Gone, PrefixMatch
 from hybridrt.mem_cache.prefix_tree.radix_node import (
     Node,
@@ -59,6 +60,9 @@ class RadixCache:
             the first. Empty without attention layers.
         idle: None: no request locks pages.
         events: gets what the tree gains and loses, as entries of `tier`.
+
+    Attributes:
+        paths: which page sets a text has.
     """
 
     def __init__(
@@ -73,7 +77,8 @@ class RadixCache:
     ) -> None:
         self.page_size, self.recurrent, self.lookahead = page_size, recurrent, lookahead
         self.windows = tuple(windows) if page_size else ()
-        self._windows = TreeWindows(self.windows, page_size, recurrent, self.complete_pages)
+        self.paths = PathPages(page_size, lookahead, len(self.windows))
+        self._windows = TreeWindows(self.windows, page_size, recurrent, self.paths.complete_pages)
         self._windowed = len(self._windows.groups) > 0
         self._idle = idle
         self.events, self.tier = CacheEvents() if events is None else events, tier
@@ -86,9 +91,9 @@ class RadixCache:
         self._clock = 0
         self._worths = StateWorths()
         self.waiting = self._worths.waiting
-        self._order = count()
+        self._hidden = count(2)  # hidden nodes by number: -1 marks a token that no text has
         self._size = 0  # nodes, without roots
-        self._leaves: list[tuple[int, int, Node]] = []  # a heap by `used`; entries may be out of date
+        self._leaves = IdleLeaves()
         self._windows.clear()
 
     @property
@@ -107,26 +112,26 @@ class RadixCache:
             key: texts share nothing with those of another key.
         """
         node, known = self._descend(key, tokens)
-        none = no_sets(len(self.windows))
+        none = self.paths.no_sets()
         if not known:
             return PrefixMatch(pages=none)
         limit, edges = len(tokens) - 1, edges_after(node, known)
         left = left_answer(edges, known, len(tokens))
         if not self.recurrent:
-            sets = self._sets(node)
-            pages = self._windows.usable(sets, self.complete_pages(min(known, limit + self.lookahead)))
+            sets = self.paths.sets(node)
+            pages = self._windows.usable(sets, self.paths.complete_pages(min(known, limit + self.lookahead)))
             if not pages:
                 return PrefixMatch(pages=none, known=known, retokenised=left)
-            found, length = self._covering(node, pages), pages * self.page_size
+            found, length = self.paths.covering(node, pages), pages * self.page_size
             return PrefixMatch(length, self._seen(sets, length), known=known, node=found, retokenised=left)
         fork, end = known if leaves_prompt(edges, known) else 0, min(known, limit)
-        sets = self._sets(node) if self._windowed else none
+        sets = self.paths.sets(node) if self._windowed else none
         while node.parent is not None and not (node.state and node.end <= end and self._has_windows(node, sets)):
             node = node.parent
         if node.parent is None:
             return PrefixMatch(pages=none, known=known, retokenised=left, fork=fork)
-        owner, tail = self._tail(node)
-        held = self._seen(self._sets(node), node.end)
+        owner, tail = self.paths.tail(node)
+        held = self._seen(self.paths.sets(node), node.end)
         return PrefixMatch(node.end, held, node.state, tail, known, node, owner, retokenised=left, fork=fork)
 
     def cached_pages(self, tokens: np.ndarray, key: CacheKey = DEFAULT_KEY) -> tuple[PrefixMatch, set[int]]:
@@ -135,10 +140,10 @@ class RadixCache:
         """
         node, known = self._descend(key, tokens)
         states = {step.end for step in node.path if step.state is not None and step.end <= known}
-        pages = self.complete_pages(known)
-        node = self._covering(node, pages) if pages else node
+        pages = self.paths.complete_pages(known)
+        node = self.paths.covering(node, pages) if pages else node
         length = pages * self.page_size
-        return PrefixMatch(length, self._sets(node)[:pages], node=None if node.parent is None else node), states
+        return PrefixMatch(length, self.paths.sets(node)[:pages], node=None if node.parent is None else node), states
 
     def known_elsewhere(self, tokens: np.ndarray, key: CacheKey) -> tuple[int, CacheKey]:
         """How many first tokens a text of another key has, and that key. Only the latest OTHER_KEYS
@@ -156,10 +161,6 @@ class RadixCache:
         self.unlock(held)
         return held.length if self.has_full_group else 0
 
-    def complete_pages(self, position: int) -> int:
-        """How many first pages of a text are complete at `position`; 0 without attention layers."""
-        return max(position - self.lookahead, 0) // self.page_size if self.page_size else 0
-
     def expect(self, tokens: np.ndarray, arrival: int, key: CacheKey = DEFAULT_KEY) -> PrefixMatch:
         """Notes that a request waits, of this prompt and number of arrival. It awaits the deepest
         state of its prompt, whatever is inserted or evicted meanwhile. Returns its present match.
@@ -173,6 +174,7 @@ class RadixCache:
         return match
 
     def forget(self, arrival: int) -> None:
+        """The request of this number no longer waits: it was admitted, or has ended."""
         self._worths.admitted = max(self._worths.admitted, arrival)
         self.waiting.remove(arrival)
         self._worths.forget(arrival)
@@ -242,7 +244,7 @@ class RadixCache:
         taken = self.collect("gained")
         answer = len(tokens) if prompt is None else prompt
         ends = sorted([end for end in states if 0 < end <= len(tokens)])
-        complete = self.complete_pages(len(tokens))
+        complete = self.paths.complete_pages(len(tokens))
         last = max(complete * self.page_size + self.lookahead if complete else 0, ends[-1] if ends else 0)
         path = [self._root(key)]
         for end in (*ends, last):
@@ -268,13 +270,13 @@ class RadixCache:
     def evict(
         self, num_pages: Sequence[int], num_states: int, *, new: NewState | None = None, why: Why = "evicted"
     ) -> CacheEntries:
-        """Removes and returns up to so many entries that no request reads: pages of each group, and
+        """Removes and returns at most so many entries that no request reads: pages of each group, and
         states. `new`: the state that replaces the evicted one, if that is worth less.
         """
         gone = self.collect()
         if self.has_full_group:
             most = max([count for count, window in zip(num_pages, self.windows) if window is None])
-            while gone.counts[0] < most and (leaf := self._oldest_leaf()) is not None:
+            while gone.counts[0] < most and (leaf := self._leaves.take_oldest()) is not None:
                 self.shorten(leaf, most, gone)
         for group in self._windows.groups:
             self._evict_window(group, num_pages[group], gone)
@@ -287,8 +289,8 @@ class RadixCache:
         return self.given_up(gone, why)
 
     def evict_passed(self, num_pages: Sequence[int]) -> CacheEntries:
-        """Removes and returns up to so many pages of each window group that no request needs which
-        goes on from the end of a node."""
+        """Removes and returns at most `num_pages` pages of each window group, of those that a request does
+        not need if it goes on from the end of a node."""
         gone = self.collect()
         for group in self._windows.groups:
             self._evict_window(group, num_pages[group], gone, passed_only=True)
@@ -300,9 +302,9 @@ class RadixCache:
         or, with `stateless`, if it has a state.
         """
         gone = self.collect()
-        while not any(gone.counts) and (leaf := self._oldest_leaf()) is not None:
+        while not any(gone.counts) and (leaf := self._leaves.take_oldest()) is not None:
             if stateless and leaf.state is not None:
-                self._enlist(leaf)
+                self._leaves.enlist(leaf, self._size)
                 break
             self.shorten(leaf, num_sets, gone)
         return self.given_up(gone, "evicted")
@@ -374,9 +376,9 @@ class RadixCache:
 
     def note_entries(self, node: Node, what: What, log: EntryLog) -> None:
         """Notes all entries of a node."""
-        log.pages(what, node, node.pages, self.complete_pages(node.start))
+        log.pages(what, node, node.pages, self.paths.complete_pages(node.start))
         if node.tail is not None:
-            log.pages(what, node, node.tail, self.complete_pages(node.end), node.end)
+            log.pages(what, node, node.tail, self.paths.complete_pages(node.end), node.end)
         if node.state is not None:
             log.state(what, node)
 
@@ -390,7 +392,7 @@ class RadixCache:
     # -- walking
 
     def _new_root(self, key: CacheKey = DEFAULT_KEY) -> Node:
-        return Node(np.empty(0, np.int32), 0, no_sets(len(self.windows)), key=key)
+        return Node(np.empty(0, np.int32), 0, self.paths.no_sets(), key=key)
 
     def _root(self, key: CacheKey) -> Node:
         return self._roots.get(key) or self._roots.setdefault(key, self._new_root(key))
@@ -404,45 +406,16 @@ class RadixCache:
                 break
         return node, known
 
-    def _sets(self, node: Node) -> PageSets:
-        parts = [step.pages for step in node.path]
-        return np.concatenate(parts[::-1]) if parts else no_sets(len(self.windows))
-
     def _seen(self, sets: PageSets, length: int) -> PageSets:
         """The complete sets of a prefix of `length` tokens that the next token sees. Changes
         `sets`."""
         return self._windows.without_passed(sets, length)[
-            : self.complete_pages(length) if self.recurrent else length // max(self.page_size, 1)
+            : self.paths.complete_pages(length) if self.recurrent else length // max(self.page_size, 1)
         ]
 
     def _has_windows(self, node: Node, sets: PageSets) -> bool:
         """`sets`: of the node's path or a longer one."""
-        return not self._windowed or self._windows.are_whole(node, sets, self._tail(node)[1])
-
-    def _covering(self, node: Node, pages: int) -> Node:
-        while node.parent is not None and self.complete_pages(node.parent.end) >= pages:
-            node = node.parent
-        return node
-
-    def _tail(self, node: Node) -> tuple[Node, PageSets] | tuple[None, None]:
-        """The set [1, G] with the tokens after a node's last complete page, and its owner. None:
-        there are no such tokens. The owner is the node, or one below with a page of the same tokens
-        and more. Whole sets are preferred."""
-        index = self.complete_pages(node.end)
-        if not self.page_size or index * self.page_size == node.end:
-            return None, None
-        if node.tail is not None and node.tail.all():
-            return node, node.tail
-        found, below = None if node.tail is None else (node, node.tail), node.found
-        while below:
-            step = below.pop()
-            sets = step.pages[:1] if len(step.pages) else step.tail
-            if sets is not None and sets.all():
-                return step, sets
-            found = found or (None if sets is None else (step, sets))
-            if not len(step.pages):
-                below += step.found
-        return found or (None, None)
+        return not self._windowed or self._windows.are_whole(node, sets, self.paths.tail(node)[1])
 
     # -- growing
 
@@ -450,31 +423,31 @@ class RadixCache:
         while node.end < len(tokens):
             child = node.children.get(int(tokens[node.end]))
             if child is None:
-                fresh = pages[self.complete_pages(node.end) : self.complete_pages(len(tokens))].copy()
+                fresh = pages[self.paths.complete_pages(node.end) : self.paths.complete_pages(len(tokens))].copy()
                 edge = tokens[node.end :].copy()
                 child = Node(edge, len(tokens), fresh, node, answer=answer, first=int(edge[0]))
                 node.children[child.first] = child
                 self._size += 1
-                taken.add(fresh, child, self.complete_pages(child.start))
+                taken.add(fresh, child, self.paths.complete_pages(child.start))
                 return child
             shared = in_common(child.tokens, tokens[node.end :])
             node = child if shared == len(child.tokens) else self._split(child, shared)
         return node
 
     def _split(self, node: Node, at: int) -> Node:
-        kept = node.is_needed or node.children
-        if not kept and self.complete_pages(node.start) + len(node.pages) <= self.complete_pages(node.start + at):
+        first, end = self.paths.complete_pages(node.start), self.paths.complete_pages(node.start + at)
+        if not (node.is_needed or node.children) and first + len(node.pages) <= end:
             node.tokens, node.end = node.tokens[:at].copy(), node.start + at  # nothing would be left below
             return node
         self._size += 1
-        upper = node.cut(at, self.complete_pages(node.start + at) - self.complete_pages(node.start))
+        upper = node.cut(at, end - first)
         if self._windowed:
             self._windows.enlist_all(node, self._size)
         return upper
 
     def _fill_windows(self, node: Node, pages: PageSets, taken: Gone) -> None:
         """Takes from `pages` [m, G] of a text the pages that window groups lack in a node."""
-        first = self.complete_pages(node.start)
+        first = self.paths.complete_pages(node.start)
         offered = pages[first : first + len(node.pages)]
         fresh = np.where(node.pages[: len(offered)] == 0, offered, 0)
         if fresh.any():
@@ -490,10 +463,10 @@ class RadixCache:
 
     def _keep_tail(self, node: Node, pages: PageSets, taken: Gone) -> None:
         """Takes the offered tail of a node's state, unless the tree has a whole one."""
-        index = self.complete_pages(node.end)
-        if not self.page_size or index * self.page_size == node.end or node.tail_readers:
+        index = self.paths.tail_index(node)
+        if index is None or node.tail_readers:
             return
-        (owner, held), own = self._tail(node), pages[index : index + 1].copy()
+        (owner, held), own = self.paths.tail(node), pages[index : index + 1].copy()
         if not len(own):
             return
         if held is None:
@@ -513,22 +486,6 @@ class RadixCache:
         self._clock += 1
         for step in node.path:
             step.used = self._clock
-
-    def _enlist(self, node: Node) -> None:
-        if is_idle_leaf(node):
-            heapq.heappush(self._leaves, (node.used, next(self._order), node))
-        if len(self._leaves) > 64 + 4 * self._size:
-            self._leaves = [(n.used, next(self._order), n) for n in self.nodes() if is_idle_leaf(n)]
-            heapq.heapify(self._leaves)
-
-    def _oldest_leaf(self) -> Node | None:
-        while self._leaves:
-            used, _, node = heapq.heappop(self._leaves)
-            if is_idle_leaf(node):
-                if used == node.used:
-                    return node
-                heapq.heappush(self._leaves, (node.used, next(self._order), node))
-        return None
 
     def _evict_window(self, group: int, wanted: int, gone: Gone, passed_only: bool = False) -> None:
         """In the order of TreeWindows; with `passed_only` only pages that no request needs. A
@@ -560,10 +517,10 @@ class RadixCache:
             places = places[self._idle(group, column[places])]
         if not len(places):
             return False
-        dropped, places = no_sets(len(self.windows), end), places[:most]
+        dropped, places = self.paths.no_sets(end), places[:most]
         dropped[places, group] = column[places]
         column[places] = 0
-        gone.add(dropped, node, self.complete_pages(node.start))
+        gone.add(dropped, node, self.paths.complete_pages(node.start))
         if node.state is not None and not node.state_readers and end == len(node.pages):
             self._drop_state(node, gone)
         if not self.has_full_group:
@@ -578,7 +535,7 @@ class RadixCache:
         self._cut_leaf(node, int(rows[-1]) + 1 if len(rows) else 0)
 
     def _cut_leaf(self, leaf: Node, pages: int) -> None:
-        first = self.complete_pages(leaf.start)
+        first = self.paths.complete_pages(leaf.start)
         leaf.pages = leaf.pages[:pages]
         end = (first + pages) * self.page_size + self.lookahead if pages else leaf.start
         leaf.tokens, leaf.end = leaf.tokens[: end - leaf.start].copy(), end
@@ -588,7 +545,7 @@ class RadixCache:
         """Removes the state of a leaf, and sets from its end until `gone` has so many pages of the
         first group; None: all sets.
         """
-        first, left = self.complete_pages(leaf.start), len(leaf.pages)
+        first, left = self.paths.complete_pages(leaf.start), len(leaf.pages)
         self._drop_state(leaf, gone)
         own = max(left + first - -(-leaf.start // max(self.page_size, 1)), 0)
         # All tokens of these are the leaf's, so no state above needs one as its tail.
@@ -616,7 +573,7 @@ class RadixCache:
         """Keeps a tail that a request reads for a state further up."""
         if node.tail is not None and not node.tail_readers:
             tail, node.tail = node.tail, None
-            self._let_go(node, self.complete_pages(node.end), tail, gone, node.end)
+            self._let_go(node, self.paths.complete_pages(node.end), tail, gone, node.end)
 
     def _let_go(self, node: Node, index: int, page: PageSets, gone: Gone, end: int | None = None) -> None:
         """Gives up the set `page`, number `index` of `node`. If a state above ends within it and
@@ -624,7 +581,7 @@ class RadixCache:
         for step in node.path:
             if step.end <= index * self.page_size:
                 break
-            if step is not node and step.state is not None and self._tail(step)[0] is None:
+            if step is not node and step.state is not None and self.paths.tail(step)[0] is None:
                 step.tail = page
                 if gone.log is not None:
                     gone.log.pages("lost", node, page, index, end)
@@ -648,4 +605,4 @@ class RadixCache:
             self._size -= 1
             if self._windowed:
                 self._windows.enlist_all(below, self._size)
-        self._enlist(node)
+        self._leaves.enlist(node, self._size)

@@ -46,13 +46,13 @@ def drop(tree: RadixCache, tokens: np.ndarray, key: CacheKey, *, whole: bool) ->
 def _hide(tree: RadixCache, node: Node) -> None:
     assert node.parent is not None
     del node.parent.children[node.first]
-    node.first = -2 - next(tree._order)  # -1 marks a token that no text has
+    node.first = -next(tree._hidden)
     node.parent.children[node.first] = node
 
 
 def _with_tail(tree: RadixCache, path: list[Node], top: Node) -> Node:
     for node in path:
-        owner = tree._tail(node)[0] if node.state is not None else None
+        owner = tree.paths.tail(node)[0] if node.state is not None else None
         if node is top or (owner is not None and top in owner.path):
             return node
     return top

@@ -13,12 +13,12 @@ from hybridrt.mem_cache.prefix_tree.radix_node import Node
 class TreeWindows:
     """The window groups of a tree.
 
-    Pages go in this order: first those that no request needs which goes on from the end of a node,
-    then others, least recently used first.
+    Pages are evicted in this order. First passed ones: a request that goes on from the end of a node
+    does not need them. Then others. In both, least recently used first.
 
     Args:
         windows: as of RadixCache.
-        complete_pages: RadixCache.complete_pages.
+        complete_pages: PathPages.complete_pages.
     """
 
     def __init__(

@@ -2,7 +2,8 @@
 
 from functools import cache
 
-from hybridrt.base.errors import BackendError, UnsupportedModelError
+from hybridrt.base.config_json import FieldType
+from hybridrt.base.errors import BackendError, UnsupportedModelError, shown
 from hybridrt.base.plugins import Plugins
 from hybridrt.models.config.family import Family
 
@@ -55,9 +56,15 @@ def family_of(architecture: str) -> Family:
 
     Raises:
         UnsupportedModelError: there is none.
-        BackendError: the package that should bring it cannot be imported, or brings something else.
+        BackendError: the package that should bring it cannot be imported, or brings something else,
+            or a field whose type is no FieldType.
     """
     family: Family = KNOWN_FAMILIES.load(architecture)
     if family.architecture != architecture:
         raise BackendError(f"the entry point {architecture!r} gives {family!r}; it must name a Family of that name")
+    if wrong := [name for name, kind in family.fields.items() if not isinstance(kind, FieldType)]:
+        raise BackendError(
+            f"the family of {architecture} gives {shown(family.fields[wrong[0]])} as the type of {wrong[0]}; it must "
+            "be a FieldType, such as integer(1, 64) of hybridrt.base.config_json"
+        )
     return family

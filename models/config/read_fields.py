@@ -75,7 +75,7 @@ def _rope(fields: dict[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
 
 
 def _completed(rope: dict[str, Any], theta: Any, part: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """With what other fields say, and defaults."""
+    """Adds to `rope` what other fields say, and defaults."""
     rope.setdefault("rope_theta", theta)
     if part is not None:
         rope.setdefault("partial_rotary_factor", part)

@@ -98,7 +98,7 @@ def _check_agreement(name: str, said: Mapping[str, Any], side: Mapping[str, Any]
 
 
 def _algorithm(said: Mapping[str, Any]) -> Any:
-    """Of ModelOpt's configuration in either form."""
+    """The algorithm of ModelOpt's configuration, in either of its forms."""
     nested = said.get("quantization")
     return (nested if isinstance(nested, Mapping) else said).get("quant_algo")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hybridrt.base.errors import ConfigError
-from hybridrt.base.files_safetensors import DTYPES, Entry
+from hybridrt.base.files_safetensors import DTYPES, TensorEntry
 from hybridrt.base.quantization import Scheme
 from hybridrt.layers.quant.encoders import encode, stored_tensors
 from hybridrt.layers.weights import Transform, unchanged
@@ -39,7 +39,7 @@ class CopyPlan:
     modules: dict[str, Sequence[Module]] = field(default_factory=dict)
     plain: list[str] = field(default_factory=list)
 
-    def contents(self, entries: Sequence[Entry]) -> Contents:
+    def contents(self, entries: Sequence[TensorEntry]) -> Contents:
         """The tensors of a file of the copy, of the tensors of a file of the source."""
         found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         for entry in entries:
@@ -88,7 +88,7 @@ def plan_copy(model: CausalLM, linear: Container[str], rules: OnlineRules, shard
     return plan
 
 
-def _entries(shards: Shards) -> list[Entry]:
+def _entries(shards: Shards) -> list[TensorEntry]:
     found = []
     for file, keys in shards.items():
         with opened(file) as f:
@@ -96,7 +96,7 @@ def _entries(shards: Shards) -> list[Entry]:
     return found
 
 
-def _modules(model: CausalLM, entry: Entry, schemes: Mapping[str, Scheme | None]) -> list[Module]:
+def _modules(model: CausalLM, entry: TensorEntry, schemes: Mapping[str, Scheme | None]) -> list[Module]:
     """A stack of experts becomes a module for each matrix of each expert; a matrix stays one."""
     parts = model.parts_of(entry.key)
     found = [schemes.get(name) for name, _ in parts]
@@ -113,11 +113,11 @@ def _modules(model: CausalLM, entry: Entry, schemes: Mapping[str, Scheme | None]
     return modules
 
 
-def _whole(entry: Entry, scheme: Scheme) -> Module:
+def _whole(entry: TensorEntry, scheme: Scheme) -> Module:
     return Module(entry.key.removesuffix(".weight"), scheme)
 
 
-def _shape_of(entry: Entry, part: Transform) -> tuple[int, int]:
+def _shape_of(entry: TensorEntry, part: Transform) -> tuple[int, int]:
     empty = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta")
     outputs, inputs = matrix_of(entry.key, empty, part).shape
     return outputs, inputs

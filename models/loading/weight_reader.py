@@ -16,7 +16,7 @@ import torch
 
 from hybridrt.base.device import current_stream, pinned_empty, record_event
 from hybridrt.base.errors import CheckpointError
-from hybridrt.base.files_safetensors import DTYPES, DamagedFileError, Entry, TensorFile, read_exactly
+from hybridrt.base.files_safetensors import DTYPES, DamagedFileError, TensorEntry, TensorFile, read_exactly
 from hybridrt.models.loading.weight_files import Shards, opened, tensors_of
 
 READERS, BLOCK, AHEAD = 8, 32 << 20, 2 << 30
@@ -64,7 +64,7 @@ class _Readers(AbstractContextManager["_Readers"]):
         self._pool.shutdown(cancel_futures=True)
         self._files.close()
 
-    def read(self, file: TensorFile, entry: Entry) -> Callable[[], torch.Tensor]:
+    def read(self, file: TensorFile, entry: TensorEntry) -> Callable[[], torch.Tensor]:
         """Returns a function that waits for it."""
         device = self._device if entry.size >= SMALL else torch.device("cpu")
         flat = torch.empty(entry.size, dtype=torch.uint8, device=device)
@@ -103,7 +103,7 @@ def _fill(file: int, start: int, into: torch.Tensor) -> None:
     read_exactly(file, start, memoryview(found))
 
 
-def _joined(file: Path, entry: Entry, tensor: torch.Tensor, reads: list[Future[None]]) -> torch.Tensor:
+def _joined(file: Path, entry: TensorEntry, tensor: torch.Tensor, reads: list[Future[None]]) -> torch.Tensor:
     try:
         for read in reads:
             read.result()

@@ -134,7 +134,7 @@ class AnyBlock(nn.Module, ABC):
 
     @abstractmethod
     def inputs(self, x: torch.Tensor, rotations: Rotations | None) -> QKV:
-        """Of patches [T, size]."""
+        """Queries, keys and values of patches [T, size]."""
 
     @abstractmethod
     def joined(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:

@@ -159,7 +159,7 @@ class GroupedAttention(nn.Module):
         return found | self.out.targets(f"{key}.out_proj")
 
 
-class Layer(AnyBlock):
+class Lfm3Layer(AnyBlock):
     """With a gated MLP."""
 
     def __init__(self, name: str, spec: VisionSpec, convolves: bool, *, build: Build) -> None:
@@ -207,7 +207,7 @@ class Lfm3Tower(Tower):
         self.patch = Linear("vision_tower.patch", spec.patch_numbers, size, bias=False, build=plain)
         self.first_norm = RMSNorm("vision_tower.first_norm", size, spec.norm_eps, device=plain.device)
         self.blocks = nn.ModuleList(
-            Layer(f"vision_tower.{i}", spec, i in spec.convolutions, build=plain) for i in range(spec.num_layers)
+            Lfm3Layer(f"vision_tower.{i}", spec, i in spec.convolutions, build=plain) for i in range(spec.num_layers)
         )
         self.norm = LayerNorm("projector.norm", size, PROJECTOR_EPS, build=plain)
         self.linear_1 = Linear("projector.1", joined, spec.projector_size, bias=spec.projector_bias, build=plain)
@@ -238,7 +238,7 @@ class Lfm3Tower(Tower):
             **self.linear_1.targets(f"{PROJECTOR}.linear_1"),
             **self.linear_2.targets(f"{PROJECTOR}.linear_2"),
         }
-        for i, block in enumerate(cast("Iterable[Layer]", self.blocks)):
+        for i, block in enumerate(cast("Iterable[Lfm3Layer]", self.blocks)):
             found |= block.targets(f"{KEY}.layers.{i}")
         return found
 

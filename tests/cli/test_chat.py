@@ -27,7 +27,7 @@ from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.chat.conversation import read_conversation
 from hybridrt.cli import conversation, line_reader
 from hybridrt.cli.app import app
-from hybridrt.cli.conversation import Message, Piece, Totals, load
+from hybridrt.cli.conversation import AnswerPiece, ConversationMessage, Totals, load
 from hybridrt.cli.local_model import LocalModel
 from hybridrt.cli.openai_server import RemoteModel
 from hybridrt.cli.repl import Repl, Screen
@@ -47,9 +47,9 @@ class Scripted:
     save_session = RemoteModel.save_session
 
     def __init__(self, *script: Any) -> None:
-        self.script, self.asked = script, list[list[Message]]()
+        self.script, self.asked = script, list[list[ConversationMessage]]()
 
-    def answer(self, messages: list[Message]) -> Any:
+    def answer(self, messages: list[ConversationMessage]) -> Any:
         self.asked.append(list(messages))
         for step in self.script:
             if isinstance(step, BaseException):
@@ -62,11 +62,11 @@ def repl(*script: Any) -> tuple[Repl, Scripted]:
     return Repl(model, None, Screen()), model  # type: ignore[arg-type]
 
 
-def shown(messages: list[Message]) -> list[tuple[str, str]]:
+def shown(messages: list[ConversationMessage]) -> list[tuple[str, str]]:
     return [(message.role, message.content) for message in messages]
 
 
-HI = Piece("Hi "), Piece("there"), Totals(2, 8, 4, 10.0)
+HI = AnswerPiece("Hi "), AnswerPiece("there"), Totals(2, 8, 4, 10.0)
 
 
 def test_a_conversation_with_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,20 +118,20 @@ def test_images_go_with_the_next_message(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_reasoning_is_kept_apart(capsys: pytest.CaptureFixture[str]) -> None:
-    talk, _ = repl(Piece(reasoning="Hm"), Piece(reasoning="."), Piece("Yes"))
+    talk, _ = repl(AnswerPiece(reasoning="Hm"), AnswerPiece(reasoning="."), AnswerPiece("Yes"))
     talk.answer_line("so?")
-    assert talk.messages[-1] == Message("assistant", "Yes", "Hm.")
+    assert talk.messages[-1] == ConversationMessage("assistant", "Yes", "Hm.")
     assert capsys.readouterr().out == "Hm.\n\nYes\n"
 
 
 def test_an_interrupt_keeps_what_was_said_and_a_failure_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    talk, _ = repl(Piece("He"), KeyboardInterrupt())
+    talk, _ = repl(AnswerPiece("He"), KeyboardInterrupt())
     talk.answer_line("a")
     assert shown(talk.messages) == [("user", "a"), ("assistant", "He")]
     silent, _ = repl(KeyboardInterrupt())
     silent.answer_line("a")
     assert silent.messages == [] and "stopped" in capsys.readouterr().err
-    failing, _ = repl(Piece("He"), RequestError("too long"))
+    failing, _ = repl(AnswerPiece("He"), RequestError("too long"))
     with pytest.raises(RequestError):
         failing.answer_line("a")
     assert failing.messages == [] and capsys.readouterr().out.endswith("He\n")
@@ -139,7 +139,7 @@ def test_an_interrupt_keeps_what_was_said_and_a_failure_nothing(capsys: pytest.C
 
 def test_ctrl_c_again_while_an_answer_ends_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is pressed again while an answer's last lines are written, and while the note on how to end the chat is."""
-    talk, _ = repl(Piece("He"), KeyboardInterrupt())
+    talk, _ = repl(AnswerPiece("He"), KeyboardInterrupt())
     for name in ("end_answer", "note"):
         real = getattr(Screen, name)
         monkeypatch.setattr(Screen, name, lambda *args, real=real: (signal.raise_signal(signal.SIGINT), real(*args)))
@@ -208,7 +208,7 @@ def test_what_cannot_be_saved_is_said_in_the_users_words(tmp_path: Path) -> None
 
 
 def test_save_keeps_the_text_without_the_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    talk, _ = repl(Piece("Hello"))
+    talk, _ = repl(AnswerPiece("Hello"))
     talk.answer_line("a")
     with pytest.raises(RequestError, match="cannot be saved or loaded"):
         talk.answer_line(f"/save {tmp_path / 'talk.safetensors'}")
@@ -278,7 +278,7 @@ class Terminal:
 
 LOOP = """
 import time
-from hybridrt.cli.conversation import Piece, Message
+from hybridrt.cli.conversation import AnswerPiece, ConversationMessage
 from hybridrt.cli.line_reader import make_reader
 from hybridrt.cli.local_model import LocalModel
 from hybridrt.cli.openai_server import RemoteModel
@@ -287,7 +287,7 @@ from hybridrt.cli.repl import COMMANDS, Repl, Screen
 class Model:
     name = "slow"
     def answer(self, messages):
-        yield Piece(reasoning="Hm", text=f"heard {messages[-1].content!r} \\x1b[2J")
+        yield AnswerPiece(reasoning="Hm", text=f"heard {messages[-1].content!r} \\x1b[2J")
         while "wait" in messages[-1].content:
             time.sleep(0.01)
 
@@ -485,8 +485,8 @@ def test_an_interrupt_stops_a_model_in_this_process_between_two_steps() -> None:
     with scripted() as model:
         model.say("a" * 1000)
         talker = LocalModel("scripted", model.llm, SamplingParams(max_tokens=None), model.llm.chats())
-        answer = talker.answer([Message("user", "hi")])
-        assert next(answer) == Piece("a")
+        answer = talker.answer([ConversationMessage("user", "hi")])
+        assert next(answer) == AnswerPiece("a")
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             next(answer)

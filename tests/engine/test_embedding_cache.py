@@ -87,12 +87,12 @@ def test_the_entry_that_was_used_last_stays() -> None:
 def test_a_chunk_takes_the_part_of_a_span_that_it_has() -> None:
     tasks, plan = encoder(8), StepPlan()
     one = request(1, span(1, 3, 2, 3))
-    assert tasks.chunk_end(one, 0, 5, plan) == 5
+    assert tasks.end_for_spans(one, 0, 5, plan) == 5
     first = tasks.take_rows(one, 0, 5, plan)
     assert first is not None and first.places.tolist() == [3, 4] and plan.after_encoder == 1
     tasks.begin_step()
     later = StepPlan()
-    assert tasks.chunk_end(one, 5, 20, later) == 20 and not later.encode
+    assert tasks.end_for_spans(one, 5, 20, later) == 20 and not later.encode
     rest = tasks.take_rows(one, 5, 20, later)
     assert rest is not None and rest.places.tolist() == [0, 1, 2, 3]
     assert [*first.rows, *rest.rows] == plan.encode[0].rows.tolist()
@@ -105,39 +105,39 @@ def test_a_chunk_takes_the_part_of_a_span_that_it_has() -> None:
 def test_only_a_step_without_decode_rows_waits_for_the_encoder(decoding: bool, ended: int, end: int) -> None:
     tasks = encoder(8, ended)
     plan = StepPlan(decode=DECODING if decoding else DecodeRows())
-    assert tasks.chunk_end(request(1, span(1, 2, 1, 4)), 0, 9, plan) == end and len(plan.encode) == 1
+    assert tasks.end_for_spans(request(1, span(1, 2, 1, 4)), 0, 9, plan) == end and len(plan.encode) == 1
     assert tasks.counts.waits == (end < 9)
 
 
 def test_a_chunk_that_begins_in_a_span_waits_for_all_of_it() -> None:
     tasks, plan = encoder(8, ended=0), StepPlan(decode=DECODING)
-    assert tasks.chunk_end(request(1, span(1, 2, 1, 4)), 4, 9, plan) == 4
+    assert tasks.end_for_spans(request(1, span(1, 2, 1, 4)), 4, 9, plan) == 4
 
 
 def test_the_budget_ends_a_chunk_but_allows_one_task(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoder_tasks, "STEP_TOKENS", 3)
     tasks, plan = encoder(100), StepPlan()
     both = request(1, span(1, 0, 2, 2), span(2, 6, 1, 1))
-    assert tasks.chunk_end(both, 0, 10, plan) == 6 and [task.ticket for task in plan.encode] == [1]
+    assert tasks.end_for_spans(both, 0, 10, plan) == 6 and [task.ticket for task in plan.encode] == [1]
     tasks.begin_step()
-    assert tasks.chunk_end(both, 6, 10, plan) == 10 and len(plan.encode) == 2
+    assert tasks.end_for_spans(both, 6, 10, plan) == 10 and len(plan.encode) == 2
 
 
 def test_pinned_embeddings_of_others_make_a_prompt_wait() -> None:
     tasks, plan = encoder(5), StepPlan()
     first, second = request(1, span(1, 0, 2, 2)), request(2, span(2, 3, 1, 2))
-    assert tasks.chunk_end(first, 0, 2, plan) == 2
+    assert tasks.end_for_spans(first, 0, 2, plan) == 2
     tasks.take_rows(first, 0, 2, plan)
-    assert tasks.chunk_end(second, 0, 9, plan) == 3
+    assert tasks.end_for_spans(second, 0, 9, plan) == 3
     tasks.forget(first)  # it is retracted
-    assert tasks.chunk_end(second, 0, 9, plan) == 9
+    assert tasks.end_for_spans(second, 0, 9, plan) == 9
     tasks.cache.check()
 
 
 def test_one_task_serves_all_requests_of_one_salt() -> None:
     tasks, plan = encoder(20), StepPlan()
     for arrival, salt in ((1, ""), (2, ""), (3, "other")):
-        tasks.chunk_end(request(arrival, span(1, 0, 2, 2), salt=salt), 0, 9, plan)
+        tasks.end_for_spans(request(arrival, span(1, 0, 2, 2), salt=salt), 0, 9, plan)
     assert [task.ticket for task in plan.encode] == [1, 2]
     assert (tasks.counts.spans, tasks.counts.tokens, tasks.counts.hits) == (2, 8, 1)
 
@@ -149,7 +149,7 @@ def test_what_the_device_evicts_is_fetched_from_main_memory() -> None:
     for name in (1, 2, 1, 3, 1, 2, 4, 1):
         plans.append(StepPlan())
         one = request(len(plans), span(name, 0, 2, 2))
-        assert tasks.chunk_end(one, 0, 9, plans[-1]) == 9
+        assert tasks.end_for_spans(one, 0, 9, plans[-1]) == 9
         tasks.forget(one)
     made = [[task.ticket for task in plan.encode] for plan in plans]
     assert made == [[1], [2], [], [3], [], [4], [5], [6]], "main memory has two of them"
@@ -164,7 +164,7 @@ def test_only_embeddings_that_were_made_are_fetched() -> None:
     tasks.host = EmbeddingCache(9)
     for name, host_rows in ((1, 4), (2, 4), (1, 0)):
         one, plan = request(1, span(name, 0, 2, 2)), StepPlan()
-        tasks.chunk_end(one, 0, 9, plan)
+        tasks.end_for_spans(one, 0, 9, plan)
         tasks.forget(one)
         assert len(plan.encode[0].host_rows) == host_rows and not plan.fetch
     tasks.clear()
@@ -174,9 +174,9 @@ def test_only_embeddings_that_were_made_are_fetched() -> None:
 def test_a_failed_launch_forgets_what_it_may_not_have_made() -> None:
     tasks, plan = encoder(20), StepPlan()
     one = request(1, span(1, 0, 2, 2))
-    tasks.chunk_end(one, 0, 9, plan)
+    tasks.end_for_spans(one, 0, 9, plan)
     tasks.clear()
     again = StepPlan()
     tasks.begin_step()
-    assert tasks.chunk_end(one, 0, 9, again) == 9 and len(again.encode) == 1
+    assert tasks.end_for_spans(one, 0, 9, again) == 9 and len(again.encode) == 1
     assert replace(plan).encode[0].ticket < again.encode[0].ticket

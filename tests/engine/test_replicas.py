@@ -19,7 +19,7 @@ from hybridrt.base.errors import CheckpointError, ConfigError, DeviceError, Engi
 from hybridrt.channel import control
 from hybridrt.channel.control import TIMEOUT_VARIABLE
 from hybridrt.engine.replicas import replicated_engine, start
-from hybridrt.engine.replicas.messages import Failed, FromReplica, Stepped, decode, encode
+from hybridrt.engine.replicas.messages import FromReplica, ReplicaFailed, Stepped, decode, encode
 from hybridrt.engine.replicas.start import Lost, Replicas
 from hybridrt.engine.request.outputs import Delta, EngineCounters, RequestMetrics
 from hybridrt.fleet.prefix_mirror import PrefixMirror, names_of
@@ -162,7 +162,7 @@ def test_a_lost_replica_ends_its_requests_alone(checkpoints: CheckpointStore, mo
         assert counters.free_rows == engine._counters[first].free_rows, "its pools are gone"
         assert f"replica {second} was lost: its process was killed by SIGKILL" in str(ended["b"].error)
         assert len(llm.generate([[7, 8], [9]], greedy(3))) == 2
-        inbox.put((first, Failed("RankError", "rank 1 was lost")))
+        inbox.put((first, ReplicaFailed("RankError", "rank 1 was lost")))
         with pytest.raises(EngineError, match="every replica was lost") as caught:
             llm.generate([5], greedy(3))
         assert isinstance(caught.value.__cause__, RankError), "no later request can succeed: a loop ends"

@@ -14,7 +14,7 @@ from hybridrt.images.jobs import UnreadablePicture
 from hybridrt.images.lfm2 import lfm2_pieces
 from hybridrt.images.nano_vl import nano_vl_pieces
 from hybridrt.images.nemotron import nemotron_pieces
-from hybridrt.images.pieces import Piece
+from hybridrt.images.pieces import ImagePiece
 from hybridrt.images.qwen import qwen_pieces
 from hybridrt.images.settings import Lfm2Images, NanoVLImages, NemotronImages, QwenImages
 from tests.support.pictures import noise
@@ -149,7 +149,7 @@ def test_nano_vl_cuts_tiles_of_the_nearest_aspect(width: int, height: int, grid:
 
 
 # Computed once, with torch 2.13 and equal to transformers 5.23.
-def fingerprint(pieces: list[Piece]) -> str:
+def fingerprint(pieces: list[ImagePiece]) -> str:
     hashed = sha256()
     for piece in pieces:
         hashed.update(

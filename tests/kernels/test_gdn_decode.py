@@ -159,11 +159,11 @@ def test_replay_streams_in_tiles(provider, monkeypatch, tokens, vectors, block_v
     if provider != "triton-shuffled":
         pytest.skip("tiles are the kernel's, and one order is enough")
     from hybridrt.kernels.delta_rule import decode_ring_few_rows_triton as gdn_few_triton
-    from hybridrt.kernels.delta_rule import decode_ring_triton as gdn_stream_triton
+    from hybridrt.kernels.delta_rule import decode_ring_triton
 
     monkeypatch.setattr(gdn_few_triton, "FEW_PROGRAMS", 0)
     tile = {"BLOCK_N": vectors, "BLOCK_V": block_v, "BLOCK_K": block_k, "STAGES": 2, "num_warps": 4}
-    monkeypatch.setattr(gdn_stream_triton, "stream_tile", lambda *_: tile)
+    monkeypatch.setattr(decode_ring_triton, "stream_tile", lambda *_: tile)
     torch.manual_seed(tokens)
     rows, done, width = [6, 2], [0, 0], max(4, 2 * tokens)
     layer = Layer([7, 39], 5 * tokens, conv_width=32, ring_width=width, dims=dims)

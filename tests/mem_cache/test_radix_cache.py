@@ -122,12 +122,12 @@ class Ledger:
             text = text_of(node)
             assert len(text) == node.end and len(node.tokens) and node.parent.children[node.first] is node
             assert node.children or len(node.pages) or node.state or node.readers
-            for index, line in enumerate(node.pages, self.tree.complete_pages(node.start)):
+            for index, line in enumerate(node.pages, self.tree.paths.complete_pages(node.start)):
                 self.holds(line, text, index, (index + 1) * self.page_size + self.lookahead)
             if node.state is not None:
                 assert self.states[node.state] == text
-                index = self.tree.complete_pages(node.end)
-                owner, tail = self.tree._tail(node)
+                index = self.tree.paths.complete_pages(node.end)
+                owner, tail = self.tree.paths.tail(node)
                 has_tail = index * self.page_size < node.end and self.page_size > 0
                 assert has_tail if owner is not None else not has_tail or None not in self.windows
                 if tail is not None:
@@ -276,7 +276,7 @@ def check_offered(ledger: Ledger, text: Text, positions: set[int]) -> None:
     """A text that was offered with all of its pages is a prefix of the next one, up to its last state or page."""
     size, tree = ledger.page_size, ledger.tree
     most = max((p for p in positions if p <= len(text)), default=0)
-    most = most if ledger.recurrent else tree.complete_pages(len(text)) * size
+    most = most if ledger.recurrent else tree.paths.complete_pages(len(text)) * size
     assert tree.match(array((*text, 9, 9))).length >= most
 
 

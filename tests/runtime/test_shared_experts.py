@@ -20,7 +20,7 @@ from hybridrt.base.errors import ConfigError, EngineError
 from hybridrt.channel.control import TIMEOUT_VARIABLE
 from hybridrt.collectives.groups import Communicator, TPGroup
 from hybridrt.engine.replicas import start
-from hybridrt.engine.replicas.messages import Failed
+from hybridrt.engine.replicas.messages import ReplicaFailed
 from hybridrt.engine.replicas.replicated_engine import ReplicatedEngine
 from hybridrt.engine.replicas.start import Lost
 from hybridrt.layers.expert_exchange import ExpertExchange
@@ -223,7 +223,7 @@ def test_the_lost_replica_is_named_not_those_that_fail_with_it() -> None:
     """Their failures may be heard first. A replica that fails by itself makes all fail, and ends after that."""
     engine: Any = object.__new__(ReplicatedEngine)
     engine._replicas, engine._counters = SimpleNamespace(inbox=queue.SimpleQueue()), [None] * 3
-    failed, lost = Failed("RankError", "another was lost"), Lost("it was killed")
+    failed, lost = ReplicaFailed("RankError", "another was lost"), Lost("it was killed")
     for each in ((0, Lost("it ended")), (2, failed), (2, Lost("it ended")), (1, lost)):
         engine._replicas.inbox.put(each)
     assert engine._cause(0, failed) == (1, lost)

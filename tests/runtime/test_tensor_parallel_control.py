@@ -28,7 +28,7 @@ from hybridrt.channel.control import PART_BYTES, TIMEOUT_VARIABLE, Link, rank_ti
 from hybridrt.channel.listener import Listener
 from hybridrt.mem_cache.pools.state_moves import StateMove, When
 from hybridrt.parallel import rank_start
-from hybridrt.parallel.messages import KINDS, Beat, Failed, Task, _column, decode, encode
+from hybridrt.parallel.messages import KINDS, RankBeat, RankFailed, Task, _column, decode, encode
 from hybridrt.parallel.ranks import Ranks
 from hybridrt.parallel.tasks import (
     DraftTask,
@@ -324,7 +324,7 @@ def test_a_silent_rank_has_more_time_while_a_model_is_loaded(
     monkeypatch.setattr("hybridrt.parallel.ranks.LOADING_S", 0.5)
     ranks = leader(links[0])
     ranks.loading, ranks._timeout = True, 0.1
-    links[1].send(pack(Beat()))
+    links[1].send(pack(RankBeat()))
     assert "rank 1 was lost: it has sent no heartbeat for 0.5 seconds" in wait_for_loss(ranks)
 
 
@@ -336,7 +336,7 @@ def test_a_rank_whose_connection_ends_is_lost(links: tuple[Link, Link]) -> None:
 
 def test_a_failed_rank_reports_its_reason(links: tuple[Link, Link]) -> None:
     ranks = leader(links[0])
-    for message in (Beat(), Failed("OSError: no")):
+    for message in (RankBeat(), RankFailed("OSError: no")):
         links[1].send(pack(message))
     assert "rank 1 was lost: OSError: no" in wait_for_loss(ranks)
 

@@ -66,10 +66,10 @@ def contents(tree: RadixCache) -> set[Entry]:
         if any(step.first < 0 for step in path):
             continue
         key, text = path[-1].parent.key, tuple(np.concatenate([step.tokens for step in reversed(path)]).tolist())
-        lines = list(enumerate(node.pages, tree.complete_pages(node.start)))
+        lines = list(enumerate(node.pages, tree.paths.complete_pages(node.start)))
         ends = [(index + 1) * tree.page_size + tree.lookahead for index, _ in lines]
         if node.tail is not None:
-            lines.append((tree.complete_pages(node.end), node.tail[0]))
+            lines.append((tree.paths.complete_pages(node.end), node.tail[0]))
             ends.append(node.end)
         for (index, line), end in zip(lines, ends, strict=True):
             found |= {Entry(key, text[:end], group, index) for group in np.flatnonzero(line).tolist()}

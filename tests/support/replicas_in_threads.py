@@ -8,8 +8,8 @@ from typing import Any
 from hybridrt import LLM
 from hybridrt.base.engine_config import EngineConfig
 from hybridrt.engine.core.engine import Engine
-from hybridrt.engine.replicas.messages import FromReplica, Ready, ToReplica, decode, encode
-from hybridrt.engine.replicas.replica import Replica
+from hybridrt.engine.replicas.messages import FromReplica, ReplicaReady, ToReplica, decode, encode
+from hybridrt.engine.replicas.replica import ReplicaLoop
 
 
 class _Stopped(Exception):
@@ -27,7 +27,7 @@ class ThreadReplica:
 
     def _run(self) -> None:
         try:
-            Replica(self, self.engine).run()  # type: ignore[arg-type]
+            ReplicaLoop(self, self.engine).run()  # type: ignore[arg-type]
         except _Stopped:
             return
 
@@ -58,7 +58,7 @@ class ThreadReplicas:
     def __init__(self, make: Callable[[], LLM], config: EngineConfig) -> None:
         self.inbox: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self.llms = [make() for _ in range(config.dp_size)]
-        self.ready = [Ready(llm.plan, llm.engine.cache_layout()) for llm in self.llms]
+        self.ready = [ReplicaReady(llm.plan, llm.engine.cache_layout()) for llm in self.llms]
         self.links = [ThreadReplica(i, llm.engine, self.inbox) for i, llm in enumerate(self.llms)]
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hybridrt import LLM, SamplingParams, __version__
-from hybridrt.cli.conversation import Message as Said
+from hybridrt.cli.conversation import ConversationMessage as Said
 from hybridrt.cli.conversation import TextPart, encoded
 from hybridrt.models.loading.prepared_weights import VARIABLE
 from hybridrt.transfer.handshake import Handshake, handshake_of

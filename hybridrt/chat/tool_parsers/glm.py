@@ -15,7 +15,7 @@ from hybridrt.chat.scanner import Malformed, Scanner, Step
 from hybridrt.chat.schemas import check_names, json_text, limited, properties_of, types_of
 from hybridrt.chat.tool_parser import CallSink, ToolParser
 from hybridrt.chat.tool_parsers.json_calls import read_call
-from hybridrt.chat.tool_parsers.tagged_rules import Layout
+from hybridrt.chat.tool_parsers.tagged_rules import CallLayout
 from hybridrt.chat.tool_parsers.tagged_values import Tags, read_name, read_text, read_typed
 from hybridrt.chat.tools import Tool
 from hybridrt.chat.values import MAX_NAME, escaped
@@ -49,7 +49,7 @@ class Glm(ToolParser):
         patterns are not."""
         check_names(tools, _NAME)
         before, between, close = literal(_KEY), f'{literal(_KEY_END)} "\\n" {literal(_VALUE)}', literal(_TAGS.close)
-        layout = Layout(
+        layout = CallLayout(
             _TAGS, json_text, open=lambda key: f"{before} {json_text(key)} {between}", close=f'{close} "\\n"', end=""
         )
         # A tag that is no token belongs to the text's own rule.

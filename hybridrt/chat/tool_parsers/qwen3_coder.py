@@ -21,7 +21,7 @@ from hybridrt.chat.scanner import Malformed, Scanner, Step
 from hybridrt.chat.schemas import check_names, json_text, limited, properties_of, types_of
 from hybridrt.chat.tool_parser import CallSink, ToolParser
 from hybridrt.chat.tool_parsers.json_calls import read_call
-from hybridrt.chat.tool_parsers.tagged_rules import Layout
+from hybridrt.chat.tool_parsers.tagged_rules import CallLayout
 from hybridrt.chat.tool_parsers.tagged_values import Tags, read_name, read_text, read_typed
 from hybridrt.chat.tools import Tool
 from hybridrt.chat.values import MAX_NAME, escaped
@@ -35,7 +35,7 @@ _TAGS = Tags(
     quoted="<function=",
     lines=True,
 )
-_LAYOUT = Layout(
+_LAYOUT = CallLayout(
     _TAGS,
     name=lambda name: json_text(f"<function={name}>\n"),
     open=lambda key: json_text(f"<parameter={key}>\n"),

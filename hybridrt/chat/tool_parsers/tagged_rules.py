@@ -13,7 +13,7 @@ from hybridrt.chat.tools import Tool
 
 
 @dataclass(frozen=True)
-class Layout:
+class CallLayout:
     """How a grammar writes a call.
 
     The rule `free` is the text after the name of a function without a strict schema. The rule

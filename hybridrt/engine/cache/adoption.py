@@ -13,8 +13,8 @@ from hybridrt.mem_cache.prefix_tree.state_worth import NewState
 
 
 def take_room(store: PrefixStore, pages: Sequence[int], num_states: int) -> tuple[GroupPages, Sequence[Handle]] | None:
-    """So many pages of each group, and state slots, for `adopt`. None if there are too few: an
-    evicted page may become the tail of a state that is kept.
+    """Takes `pages` of each group and `num_states` state slots, for `adopt`. None if there are too few.
+    That may be so although `has_room` was true: an evicted page may become the tail of a state.
     """
     if not store.make_room(pages, num_states):
         return None

@@ -13,11 +13,11 @@ The ledger of each page group, for a request with a match of m pages and n pages
     pages[0 : m)          the prefix cache locked from admit to release     the cache's eviction, once unlocked
     pages[m : n)          the request      admit or grow .. release         release, or the cache that took them over
     shared (of m : n)     the prefix cache locked from share to release     the cache's eviction, once unlocked
-    passed by the window  as before        admit or grow .. settle          settle; the cache's are unlocked instead
+    passed by a window    as in its line   admit or grow .. settle          settle; the cache's are unlocked instead
     spare                 the request      settle .. use_spare_pages        use_spare_pages, for later tokens
     fetched               the fetch        start .. finish                  finish, or the cache that takes them over
 
-Slots are those of models with recurrent layers. The first step of a request reads the match's
+"Slot" and "saves" are for models with recurrent layers. The first step of a request reads the match's
 state, writes the request's own slot, and copies the tail into pages[m]. Once it has been consumed,
 both are unlocked. A request whose first tokens were computed elsewhere owns all of its pages: they
 are copied at admission.
@@ -130,7 +130,7 @@ class CacheCoordinator:
         return made
 
     def add_tier(self, num_pages: int, num_states: int, copied: Callable[[int], bool]) -> None:
-        """Also keeps prefixes in main memory: so many pages of each group, and states. `copied` as
+        """Also keeps prefixes in main memory: `num_pages` of each group, and `num_states`. `copied` as
         `Executor.copied`.
         """
         pages = PageAllocators([num_pages] * len(self.pages), self.pages.demands, "KV page in main memory")
@@ -154,7 +154,7 @@ class CacheCoordinator:
                 )
 
     def has_free(self, num_tokens: int, requests: int) -> bool:
-        """Whether so many requests of so many tokens would evict nothing."""
+        """Whether `requests` requests of `num_tokens` tokens would evict nothing."""
         need = [requests * (demand.whole(num_tokens) + 1) for demand in self.pages.demands]  # one page of headroom
         short = self.prefixes.room_left.shortages([*need, requests if self.slots.total else 0])
         return self.rows.num_free >= requests and not any(short)

@@ -38,7 +38,7 @@ class CacheRoom:
         return tuple(pages), slots + len(self.answers.places)
 
     def has_room(self, pages: Sequence[int], slots: int) -> bool:
-        """Whether so many pages of each group and slots are free or evictable. In one memory, states
+        """Whether `pages` of each group and `slots` are free or evictable. In one memory, states
         within answers of running requests give way first."""
         if not self.one_memory:
             return self.room_left.may_have([*pages, max(slots - len(self.answers.places), 0)])
@@ -48,7 +48,7 @@ class CacheRoom:
         return found
 
     def evict_for(self, pages: Sequence[int], slots: int) -> bool:
-        """Evicts until so many pages of each group and slots are free. False, with nothing evicted,
+        """Evicts until `pages` of each group and `slots` are free. False, with nothing evicted,
         if that would not be enough. Also False if an evicted page became the tail of a state.
         """
         if not self.has_room(pages, slots):
@@ -62,8 +62,8 @@ class CacheRoom:
         return not any(short)
 
     def evict(self, pages: Sequence[int], states: int, *, new: NewState | None = None, why: Why = "evicted") -> None:
-        """Frees so many entries that no request reads, or all there are; `new` and `why` as in
-        RadixCache.evict.
+        """Frees `pages` of each group and `states` that no request reads, or all there are. `new` and
+        `why` as in RadixCache.evict.
         """
         self.slots.free(given_up := self.answers.give_up(states))
         self.free_evicted(self.tree.evict(pages, states - len(given_up), new=new, why=why))
@@ -75,8 +75,8 @@ class CacheRoom:
         return gone.states
 
     def _evict_least(self, short: Sequence[int]) -> bool:
-        """Evicts what is worth least, of pages that share memory and lack so many, and states. False
-        if there is nothing that no request reads.
+        """Evicts what is worth least, pages or states. `short`: how many pages each group lacks. False if
+        requests read all that is left.
 
         Pages that a window has passed go first. With recurrent layers, pages are worth what the
         states after them are: those that no state needs are next, then the state of least worth.

@@ -1,7 +1,8 @@
 """Which rows of an embedding cache hold the embeddings of which span, on the device or in main memory: host integers.
 
-An entry is pinned while a prompt needs it that is not past its span. Others are evicted, least
-recently used first. Steps that read evicted rows were launched before the encoder writes them anew.
+A prompt pins an entry until it is past the entry's span. Entries without a pin are evicted, least
+recently used first. A launched step may still read evicted rows: it runs before the encoder writes
+them again.
 """
 
 from collections import OrderedDict
@@ -22,7 +23,7 @@ class SpanKey(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Entry:
+class EmbeddingEntry:
     """The embeddings of a span.
 
     Attributes:
@@ -46,20 +47,20 @@ class EmbeddingCache:
     def clear(self) -> None:
         """Forgets everything, pins included."""
         self._free = np.arange(self.num_rows, dtype=np.int32)
-        self._entries = OrderedDict[SpanKey, Entry]()  # least recently used first
+        self._entries = OrderedDict[SpanKey, EmbeddingEntry]()  # least recently used first
         self._pinned = dict[int, set[SpanKey]]()  # by arrival
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
-    def find(self, key: SpanKey) -> Entry | None:
+    def find(self, key: SpanKey) -> EmbeddingEntry | None:
         """The entry of a span, which is used now."""
         if (entry := self._entries.get(key)) is not None:
             self._entries.move_to_end(key)
         return entry
 
-    def add(self, key: SpanKey, length: int, ticket: int) -> Entry | None:
+    def add(self, key: SpanKey, length: int, ticket: int) -> EmbeddingEntry | None:
         """A new entry. None, with nothing changed, if pinned ones leave too few rows."""
         gone, room = list[SpanKey](), len(self._free)
         for known, entry in self._entries.items():
@@ -71,7 +72,7 @@ class EmbeddingCache:
         if room < length:
             return None
         rows = np.concatenate((self._free, *(self._entries.pop(known).rows for known in gone), NO_INTEGERS))
-        entry = self._entries[key] = Entry(rows[:length], ticket)
+        entry = self._entries[key] = EmbeddingEntry(rows[:length], ticket)
         self._free = rows[length:]
         return entry
 

@@ -68,7 +68,7 @@ class _Text:
 
 
 def explain(cache: LoggedCache, lines: Sequence[LoggedRequest | LostEntries]) -> Iterator[Explanation]:
-    """Of each request that was started, in the order of their ends."""
+    """An explanation of each request that was started, in the order of their ends."""
     requests = [line for line in lines if isinstance(line, LoggedRequest)]
     texts = [(each, np.array([*each.prompt, *each.answer], np.int64)) for each in requests]
     pieces = {token: text for each in requests for token, text in each.pieces.items()}
@@ -184,7 +184,7 @@ class _Case:
         return most > 0 and "".join(first)[:most] == "".join(second)[:most]
 
     def _piece(self, token: int) -> str:
-        """Of an image's token something that no other one has."""
+        """The text of a token. A token of an image gets a text that no other one has."""
         return self._pieces.get(token, "") if token < KEY_BIT else f"<{token}>"
 
     def _common(self, tokens: np.ndarray) -> int:
@@ -192,7 +192,7 @@ class _Case:
 
 
 def _resumes(ours: np.ndarray, theirs: np.ndarray) -> tuple[int, int] | None:
-    """After how many tokens of each a text goes on alike."""
+    """After how many tokens of each both texts go on alike; None: nowhere."""
     held, size = theirs.tobytes(), theirs.itemsize
     for changed in range(min(MOST_CHANGED, max(len(ours) - RESUMES, 0)) + 1):
         probe = ours[changed : changed + RESUMES].tobytes()

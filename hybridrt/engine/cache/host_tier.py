@@ -70,7 +70,7 @@ class HostTier:
         held, positions = self.tree.cached_pages(tokens, key)
         ends = sorted(end for end in states if end not in positions)[-self.slots.total :] if self.slots.total else []
         size = self.tree.page_size
-        last = max([self.tree.complete_pages(len(tokens)), *(-(-end // size) for end in ends)]) if size else 0
+        last = max([self.tree.paths.complete_pages(len(tokens)), *(-(-end // size) for end in ends)]) if size else 0
         hosted = no_sets(len(self.pages), last)
         hosted[: len(held.pages)] = held.pages[:last]
         lacking = (pages[:last] > 0) & (hosted == 0)

@@ -42,11 +42,12 @@ class PrefixStore(CacheRoom):
         keeps: False never keeps anything.
 
     Attributes:
-        grid: prompts leave states at multiples of so many tokens. It is a whole number of pages: a
-            request that continues writing its last page can give the pages before it away.
+        grid: tokens; prompts leave states at multiples of it. It is a whole number of pages, so a
+            request that still writes its last page can give the earlier ones to the cache.
         tier: entries in main memory; None: nothing.
         lost: counts why requests compute what earlier texts had.
-        spaces: prompts also leave spaced states, and a chunk of text saves at most one state.
+        spaces: prompts also leave states at even distances (`Request.spaced`), and a chunk of text
+            saves at most one state.
     """
 
     def __init__(
@@ -104,10 +105,11 @@ class PrefixStore(CacheRoom):
         return self.tree.expect(request.ids, request.arrival, request.cache_key).length
 
     def forget(self, request: Request) -> None:
+        """Call when a request of `expect` no longer waits."""
         self.tree.forget(request.arrival)
 
     def shares(self, num_tokens: int) -> bool:
-        """True if a prompt of so many tokens may leave something for another one of the same
+        """True if a prompt of `num_tokens` tokens may leave something for another one of the same
         tokens.
         """
         return self.keeps and num_tokens > (self.grid if self.slots.total else self.tree.page_size)
@@ -167,13 +169,13 @@ class PrefixStore(CacheRoom):
         """The last place of a running prompt, at most `most`, where it leaves or can leave a state;
         0 if there is none.
         """
-        fork, start = most // self.grid * self.grid, request.computed
+        on_grid, start = most // self.grid * self.grid, request.computed
         if not self.slots.total:
-            return fork
+            return on_grid
         places = [place for place in (*request.save_at, *request.saves) if place <= most]
         places = [place for place in places if place > start or place in request.saves]
-        if start < fork < request.prefill_end and len(request.save_at) < MAX_SAVES + MAX_FORKS:
-            places.append(fork)
+        if start < on_grid < request.prefill_end and len(request.save_at) < MAX_SAVES + MAX_FORKS:
+            places.append(on_grid)
         return max(places, default=0)
 
     def leave_at(self, request: Request, place: int) -> None:
@@ -181,9 +183,10 @@ class PrefixStore(CacheRoom):
         if self.slots.total and request.computed < place < request.prefill_end and place not in request.save_at:
             request.save_at = (*request.save_at, place)
 
-    def chunk_end(self, request: Request, start: int, end: int) -> int:
-        """Best end of a chunk from `start` to `end`: a state can only be saved before one of the
-        chunk's tokens.
+    def end_for_states(self, request: Request, start: int, end: int) -> int:
+        """The best end of a chunk from `start` to at most `end`. A chunk that ends at a place of
+        `save_at` ends one token earlier, because a state can only be saved before one of the chunk's
+        tokens: the next chunk then saves it.
         """
         # A chunk with an image runs without a graph, where a second state costs no step of its own.
         if self.spaces and not any(span.start < end and start < span.start + span.length for span in request.spans):
@@ -229,7 +232,8 @@ class PrefixStore(CacheRoom):
         answers = self.answers.places
         states = {k: slot for k, slot in request.saves.items() if k < length + (slot not in answers)}
         # The request still fills the page after the complete ones.
-        taken, node = self._insert(request, request.ids[:length], states, "computed", self.tree.complete_pages(length))
+        complete = self.tree.paths.complete_pages(length)
+        taken, node = self._insert(request, request.ids[:length], states, "computed", complete)
         self.pages.lock(taken.pages)
         self._end_saves(request, states, taken)
         if node.parent is not None:
@@ -267,7 +271,7 @@ class PrefixStore(CacheRoom):
         return num_tokens if self.tree.recurrent else num_tokens - self.tree.lookahead
 
     def make_room(self, pages: Sequence[int], slots: int) -> bool:
-        """Whether so many pages of each group and slots are free, if need be by `evict_for`."""
+        """Whether `pages` of each group and `slots` are free. Evicts if they are not."""
         return not any(self.room_left.shortages([*pages, slots])) or self.evict_for(pages, slots)
 
     def reset(self) -> bool:
@@ -312,7 +316,8 @@ class PrefixStore(CacheRoom):
             self.tier.tree.touch(prompt[: match.length], key)
 
     def _offer(self, request: Request) -> CacheEntries:
-        """Nothing of a failed request, whose state may be wrong, nor of one that has added nothing."""
+        """Offers all that a request has computed. A failed request offers nothing, because its state may
+        be wrong."""
         computed, failed = request.computed, request.broken or request.audits or request.error is not None
         if not self.keeps or failed or computed <= request.prefix.length:
             return CacheEntries()

@@ -167,7 +167,7 @@ def read_log(path: str | Path) -> tuple[LoggedCache, list[LoggedRequest | LostEn
 
 
 def _check_format(path: str | Path, data: bytes) -> None:
-    """Of the first line, before anything else of it is read: another version's lines may have other fields."""
+    """Checks the first line before others are read: another version's lines may have other fields."""
     first, _, rest = data.partition(b"\n")
     if not first and not rest:
         return

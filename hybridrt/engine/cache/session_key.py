@@ -42,7 +42,7 @@ def session_key() -> bytes:
 
 
 def _make(file: Path) -> None:
-    """Of two processes at the same time, the first one wins."""
+    """Makes the key. If two processes do so at the same time, the key of the first one stays."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     partial = file.parent / f".{secrets.token_hex(8)}.part"
     with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:

@@ -213,7 +213,7 @@ class Sessions:
 
 
 def _shapes_of(reader: SessionReader, cut: PrefixCut, shapes: Shapes) -> Shapes:
-    """Of the tensors of a file, which any number of ranks may have written."""
+    """Shapes of the tensors of a file, which any number of ranks may have written."""
     try:
         return cut.shapes(shapes, reader.num_ranks)
     except ConfigError as e:

@@ -14,8 +14,8 @@ from hybridrt.engine.core.step_cost import PromptWork
 from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.engine.request.sample_request import Request
 
-ACTIVE_SECONDS = 60.0  # a client is active for so long after its last request came or was computed
-FLOOD_SECONDS = 3.0  # a client with so many seconds of waiting prompts floods, until none waits
+ACTIVE_SECONDS = 60.0  # how long a client is active after its last request came or was computed
+FLOOD_SECONDS = 3.0  # seconds of waiting prompts from which on a client floods, until none waits
 _FEW_CLIENTS = 64
 _arrival = attrgetter("arrival")
 
@@ -91,8 +91,9 @@ class RequestQueue:
             del self._priorities[bisect_left(self._priorities, entry.priority)]
 
     def best(self, passing: int = 0) -> Sequence[Request]:
-        """The one to start next. After one that is due, also the best one that computes at most
-        `passing` tokens, if there is any.
+        """Candidates to start next: the request with the highest ratio. If the earliest arrival is due,
+        instead that one, followed by the best one that computes at most `passing` tokens, if there is
+        any.
         """
         if not self._entries:
             return ()
@@ -238,8 +239,8 @@ class PromptOrder:
 
     Attributes:
         admits: False: no more waiting requests.
-        passing: so many tokens of short prompts pass those that are due. So a long prompt that is
-            due does not delay short ones by its own time.
+        passing: tokens of short prompts that may still pass those that are due. So a long prompt that
+            is due does not delay short ones by its own time.
     """
 
     def __init__(self, queues: ClientQueues, followers: Followers, admitted: Sequence[Request]) -> None:

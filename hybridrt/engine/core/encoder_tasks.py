@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from hybridrt.base.spans import Span
-from hybridrt.engine.cache.embedding_cache import EmbeddingCache, Entry, SpanKey
+from hybridrt.engine.cache.embedding_cache import EmbeddingCache, EmbeddingEntry, SpanKey
 from hybridrt.engine.request.sample_request import Request
 from hybridrt.runtime.step.plan import NO_INTEGERS, EmbeddingFetch, EncoderTask, SpanRows, StepPlan
 
@@ -72,7 +72,7 @@ class EncoderTasks:
         self._passed.clear()
         self._tokens = self._bytes = 0
 
-    def chunk_end(self, request: Request, start: int, end: int, plan: StepPlan) -> int:
+    def end_for_spans(self, request: Request, start: int, end: int, plan: StepPlan) -> int:
         """The end of a chunk from `start` to at most `end` tokens of the prompt. Plans the tasks
         that the chunk and its next ones need, and pins what they make."""
         stop = end
@@ -92,7 +92,7 @@ class EncoderTasks:
         places, rows = list[np.ndarray](), list[np.ndarray]()
         for span in _spans_between(request.spans, start, end):
             entry = self.cache.find(key := _key(request, span))
-            assert entry is not None, "chunk_end has pinned it"
+            assert entry is not None, "end_for_spans has pinned it"
             first, last = max(start, span.start), min(end, span.start + span.length)
             places.append(np.arange(first - start, last - start, dtype=np.int32))
             rows.append(entry.rows[first - span.start : last - span.start])
@@ -105,7 +105,7 @@ class EncoderTasks:
         """The request no longer runs."""
         self.cache.unpin_all(request.arrival)
 
-    def _entry(self, request: Request, span: Span, plan: StepPlan) -> Entry | None:
+    def _entry(self, request: Request, span: Span, plan: StepPlan) -> EmbeddingEntry | None:
         """A span's entry, pinned, perhaps of a new task. None: it must wait."""
         key = _key(request, span)
         if (entry := self.cache.find(key)) is None:
@@ -128,12 +128,12 @@ class EncoderTasks:
         self.cache.pin(key, request.arrival)
         return entry
 
-    def _kept(self, key: SpanKey) -> Entry | None:
+    def _kept(self, key: SpanKey) -> EmbeddingEntry | None:
         """The entry of a span in main memory, if it can be fetched."""
         entry = None if self.host is None else self.host.find(key)
         return entry if entry is not None and self._has_ended(entry.ticket) else None
 
-    def _encode(self, key: SpanKey, span: Span, entry: Entry, plan: StepPlan) -> None:
+    def _encode(self, key: SpanKey, span: Span, entry: EmbeddingEntry, plan: StepPlan) -> None:
         self._ticket += 1
         host_rows = NO_INTEGERS
         # An entry whose task has not ended stays: that task makes the same.

@@ -167,7 +167,7 @@ class Engine:
         return engine
 
     def audit_hits(self, chosen: HitAudit) -> None:
-        """Also audits hits."""
+        """From now on also audits hits: computes some cached prefixes again, and compares."""
         self._samples.audit = chosen
         self.audits = Audits(chosen, self._samples, self._coordinator, self._change, self._audit_request)
 
@@ -235,7 +235,7 @@ class Engine:
         return request_id
 
     def cache_key(self, params: SamplingParams) -> CacheKey:
-        """Of what a request with these parameters leaves in the prefix cache, and may use."""
+        """The key of what a request with these parameters leaves in the prefix cache, and may use."""
         return CacheKey(params.cache_salt or "")
 
     def start(self, request_id: str, arrived: PrefixMatch | None = None) -> None:

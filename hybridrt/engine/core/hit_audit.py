@@ -106,8 +106,8 @@ class HitAudit:
 
 
 def difference(first: Mapping[int, float], second: Mapping[int, float]) -> float:
-    """The greatest difference of two lists of the likeliest tokens, as far as both tell. A token that one list
-    lacks has at most the least value of that list there.
+    """The greatest difference of two lists of the likeliest tokens that is certain. A token that one list
+    lacks has at most the least value of that list.
     """
     if not first or not second:
         raise EngineError("an audit got no log-probabilities")

@@ -88,7 +88,7 @@ def _first_come_key(request: Request) -> tuple[float, int]:
 
 
 def _priority_key(request: Request) -> tuple[int, int]:
-    """The last is retracted first."""
+    """Orders running requests: the last one is retracted first."""
     return request.params.priority, request.arrival
 
 
@@ -187,14 +187,15 @@ class Scheduler:
         return step
 
     def _schedule_running(self, step: ScheduledStep) -> list[Request] | None:
-        """Returns requests with uncomputed prompts. None: wait."""
+        """Adds the decode rows. Returns the running requests with uncomputed prompts. None: no step can be made
+        before a launched one was read."""
         requests, rows = self._running_rows()
         columns = self._coordinator.columns.select_rows(rows)
         prefilled = columns.computed >= columns.prefill_end
         ready = prefilled & (columns.output_index < columns.max_output)
         if self._drafter is not None:
             waiting = needs_tokens(self._drafter, requests, columns, ready)
-            # Otherwise two groups would alternate.
+            # All rows decode together: else those that wait and the others would take steps in turns.
             if waiting.any() and not waiting[ready].all():
                 return None
             ready &= ~waiting
@@ -450,8 +451,8 @@ class Scheduler:
         start = request.computed
         end = min(start + (min(most, AUDIT_CHUNK) if request.audits else most), request.prefill_end)
         if request.spans and self.encoder is not None:
-            end = self.encoder.chunk_end(request, start, end, step.plan)
-        end = self._coordinator.prefixes.chunk_end(request, start, end)
+            end = self.encoder.end_for_spans(request, start, end, step.plan)
+        end = self._coordinator.prefixes.end_for_states(request, start, end)
         end = self._coordinator.use_spare_pages(request, end, step.plan)
         if end <= start:
             return 0

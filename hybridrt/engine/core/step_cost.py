@@ -31,7 +31,7 @@ class PromptWork(NamedTuple):
 
     @classmethod
     def between(cls, start: int, end: int) -> "PromptWork":
-        """Of one prompt, after its first `start` tokens."""
+        """The work of a chunk of one prompt: its tokens `start` to `end`."""
         return cls(end - start, (end * (end + 1) - start * (start + 1)) // 2)
 
     def __add__(self, other: "PromptWork") -> "PromptWork":  # type: ignore[override]
@@ -143,7 +143,7 @@ class StepCost:
         return device if bucket is not None or not work.prompt_tokens else max(device, self._launch)
 
     def note_launch(self, work: StepWork, seconds: float) -> None:
-        """The host has launched a step in so many seconds."""
+        """The host has launched a step. `seconds`: how long the launch took."""
         if not self.has_graph(work):
             self._launches.append(seconds)
             self._launch = median(self._launches)
@@ -198,7 +198,7 @@ class StepCost:
         return [*work.features(max(tokens, sum(self._buckets[-1]))), 1.0, 0.0, 0.0, passes]
 
     def _bucket(self, work: StepWork) -> Bucket | None:
-        """Of the graph that runs a step with prompts."""
+        """The bucket of the graph that runs a step with prompts; None: it runs without one."""
         if work.passes > 1 or not work.prompt_tokens:
             return None
         return next((bucket for bucket in self._buckets if _has_room(bucket, work)), None)
@@ -250,8 +250,9 @@ def _solve_free(
         found = np.where(free, found, 0.0)
 
 
-# A shorter chunk is taken if its graph computes so many times the tokens a second of a longer one
-# without a graph: predictions err, and fewer long steps end a prompt sooner.
+# A shorter chunk with a graph is taken instead of a longer one without, if it computes at least this
+# many times as many tokens a second. The factor is above 1 because predictions err, and because fewer
+# long steps end a prompt sooner.
 GRAPH_GAIN = 1.25
 LEAST_TOKENS = 16  # allowed whatever a step's predicted time
 REPAY = 2.0  # the time of a chunk compared with that of one of LEAST_TOKENS
@@ -261,12 +262,12 @@ class ChunkBudget:
     """Prompt tokens that a step may still get.
 
     Args:
-        tokens: at most so many.
+        tokens: the most that the step may get.
         cost: predicts the step's time; None: the step has no bound of time.
-        seconds: within which the step is to end.
+        seconds: in this time the step shall end.
         work: present work of the step.
-        most: a step may take so many seconds if its first chunk would need much of `seconds` even
-            with few tokens, as after a long context.
+        most: seconds that the step may take instead, if its first chunk would need much of `seconds`
+            even with few tokens, as after a long context.
     """
 
     def __init__(

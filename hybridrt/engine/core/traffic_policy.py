@@ -12,7 +12,8 @@ from hybridrt.engine.request.sample_request import Request
 from hybridrt.runtime.step.pack_padded import Bucket
 from hybridrt.runtime.step.plan import DecodeRows, StepPlan
 
-# Part of a bound left free for errors of the prediction: so many median errors.
+# The part of a bound that is left free for errors of the prediction: MARGIN_ERRORS median errors, at
+# most MAX_MARGIN.
 MARGIN_ERRORS, MAX_MARGIN = 2, 0.1
 # A step takes at most F / (F - 1) times as long as its decode rows alone if prompts get 1/F of its
 # time: then a prompt takes F times as long as without decode rows. With a number of milliseconds
@@ -24,17 +25,18 @@ WORK_SHARE, MOST_STEPS, MOST_SECONDS = 1 / 3, 20, 0.075
 # With more waiting work they may take DEEP_SHARE of it, up to DEEP_SECONDS: steps with larger graphs
 # compute more prompt tokens a second.
 DEEP_SHARE, DEEP_SECONDS = 1 / 20, 0.09
-# While one client floods and another one is active, a step takes at most so many seconds more than
-# its decode rows alone: a prompt of the other client waits for a step or two. More time would compute
+# While one client floods and another one is active, a step takes at most this much longer than its
+# decode rows alone: a prompt of the other client waits for a step or two. More time would compute
 # long prompts of the flood faster (0.024: 13%), and first tokens of the other client 1.3 to 2 times later.
 SHARED_SECONDS = 0.016
 # With a number of milliseconds, more seconds of waiting work raise the bound in proportion. Otherwise
 # a full server would answer fewer requests than without a bound.
 LATE_SECONDS, LATE_FACTOR = 0.25, 2.0
-# A prompt is due so many times the seconds of the work that was there when it came, and then so many.
+# A prompt is due DUE_SECONDS after the work that was there when it came could have been computed
+# DUE_FACTOR times.
 DUE_FACTOR, DUE_SECONDS = 1.5, 1.0
-# This share of prompt tokens is for short prompts that pass those that are due. Steps without such
-# prompts save it for later ones, up to so many tokens: the longest prompt that may pass.
+# Short prompts that pass those that are due get PASSING_SHARE of all prompt tokens. Steps without such
+# prompts save the share for later ones, up to MOST_PASSING tokens: the longest prompt that may pass.
 PASSING_SHARE, MOST_PASSING = 0.25, 2048
 _LATE_STEPS = 8  # late steps that are observed as one
 # The next step is scheduled this lead before the running one ends. A late launch doubles the lead,
@@ -50,8 +52,8 @@ class TrafficPolicy:
 
     Args:
         seconds: between tokens; None: by the work that waits.
-        max_ttft_factor: prompts may take so many times longer than without decode rows, whatever
-            `seconds`; None: NUMBER_FACTOR or AUTO_FACTOR.
+        max_ttft_factor: how many times longer prompts may take than without decode rows. It goes
+            before `seconds`. None: NUMBER_FACTOR or AUTO_FACTOR.
         cost: None: one without graphs for prompts.
         weights: shares of clients in prompt computation; 1 for others.
         clock: seconds, as `RequestMetrics.arrival_time` has them.
@@ -109,7 +111,8 @@ class TrafficPolicy:
         return ChunkBudget(tokens, self.cost, self.bound(alone or 0.0, pending, flooded), work, most)
 
     def bound(self, alone: float, pending: float, flooded: bool = False) -> float:
-        """Seconds of a step that would take `alone` without prompts. The rest as for `budget`."""
+        """The seconds in which a step shall end. `alone`: what it would take without prompts. `pending` and
+        `flooded` as for `budget`."""
         if self.seconds is not None:
             late = min(max(pending / LATE_SECONDS, 1.0), LATE_FACTOR)
             return max(self.seconds * late * (1 - self._margin), self._least * alone)
@@ -141,7 +144,7 @@ class TrafficPolicy:
         return self.clock() > request.due
 
     def note_passing(self, left: int, tokens: int) -> None:
-        """A step has these prompt tokens. It has left so many of `passing`."""
+        """A step was made. `tokens`: its prompt tokens. `left`: what it has not used of `passing`."""
         self.passing = min(left + math.ceil(PASSING_SHARE * tokens), MOST_PASSING)
 
     def waited(self, request: Request) -> float:
@@ -194,5 +197,5 @@ class TrafficPolicy:
 
 
 def most_seconds(pending: float) -> float:
-    """Of a step, without a number of milliseconds."""
+    """The most seconds of a step, without a number of milliseconds. `pending`: of the work that waits."""
     return min(max(MOST_SECONDS, DEEP_SHARE * pending), DEEP_SECONDS)

@@ -44,7 +44,7 @@ _TEXT_TOKENS = '%llguidance {"allow_invalid_utf8": true}\nstart: /(?s-u:[^\\xFF]
 
 
 class _Job(Future["Grammar | str"]):
-    """`quick_over`: it has ended, or is known to be no small one."""
+    """A compilation. `quick_over` is set once it has ended, or has used the time of a small one."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -85,18 +85,18 @@ class Tell(Message):
 ToReplica = Start | Submit | Abort | Reset | Tell
 
 
-class Beat(Message):
+class ReplicaBeat(Message):
     """A heartbeat."""
 
 
-class Ready(Message):
+class ReplicaReady(Message):
     """The model is loaded. `layout`: of the prefix cache; None: it keeps nothing."""
 
     plan: MemoryPlan
     layout: CacheLayout | None
 
 
-class Event(Message):
+class SentEvent(Message):
     """A CacheEvent; arrays as int32 bytes: of tokens of images, the lower half of their ids."""
 
     what: What
@@ -115,7 +115,7 @@ class Stepped(Message):
     deltas: list[Delta]
     counters: EngineCounters
     wait_seconds: float
-    events: list[Event]
+    events: list[SentEvent]
     expert_tokens: Sequence[Sequence[int]] = ()
 
 
@@ -128,17 +128,17 @@ class WasReset(Message):
 class Contents(Message):
     """The answer to Tell: events that empty the cache, then those of its contents."""
 
-    events: list[Event]
+    events: list[SentEvent]
 
 
-class Failed(Message):
+class ReplicaFailed(Message):
     """Why a replica ends: the name of a class of hybridrt.errors, and its text."""
 
     kind: str
     reason: str
 
 
-FromReplica = Beat | Ready | Stepped | WasReset | Contents | Failed
+FromReplica = ReplicaBeat | ReplicaReady | Stepped | WasReset | Contents | ReplicaFailed
 
 
 def encode(message: ToReplica | FromReplica) -> bytes:
@@ -156,12 +156,12 @@ def decode(data: bytes, kinds: Any) -> Any:
     return unpack(data, kinds, _hook)
 
 
-def as_event(event: CacheEvent) -> Event:
+def as_event(event: CacheEvent) -> SentEvent:
     tokens, pages = (each.astype("<i4", copy=False).tobytes() for each in (event.tokens, event.pages))
-    return Event(event.what, event.why, event.tier, event.key, tokens, pages, tuple(map(int, event.states)))
+    return SentEvent(event.what, event.why, event.tier, event.key, tokens, pages, tuple(map(int, event.states)))
 
 
-def read_event(event: Event, number: int, rank: int) -> CacheEvent:
+def read_event(event: SentEvent, number: int, rank: int) -> CacheEvent:
     tokens, pages = array(event.tokens), array(event.pages, -1, 3)
     return CacheEvent(number, event.what, event.why, event.tier, event.key, tokens, pages, event.states, rank)
 

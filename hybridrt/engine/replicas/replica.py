@@ -19,13 +19,13 @@ from hybridrt.engine.core.engine import Engine
 from hybridrt.engine.core.load_engine import load_engine
 from hybridrt.engine.replicas.messages import (
     Abort,
-    Beat,
     Contents,
-    Event,
-    Failed,
     FromReplica,
-    Ready,
+    ReplicaBeat,
+    ReplicaFailed,
+    ReplicaReady,
     Reset,
+    SentEvent,
     Start,
     Stepped,
     Submit,
@@ -50,8 +50,7 @@ COUNTING_S = 0.5  # between counts of experts' tokens
 
 
 class Front:
-    """The process that started this replica, as the replica sees it. This process ends when it is
-    gone."""
+    """The link of a replica to the process that started it. If that process is gone, this one ends."""
 
     def __init__(self, link: Link) -> None:
         self._link, self._interval = link, rank_timeout() / BEATS
@@ -59,7 +58,7 @@ class Front:
         threading.Thread(target=self._receive, daemon=True).start()
 
     def receive(self, wait_s: float | None) -> ToReplica | None:
-        """The next message, for which this waits, None: for ever. None if there is none."""
+        """The next message; None if none came in time. `wait_s`: how long to wait; None: for ever."""
         try:
             return self._inbox.get(wait_s != 0.0, wait_s)
         except queue.Empty:
@@ -73,7 +72,7 @@ class Front:
 
     def _receive(self) -> None:
         try:
-            self._link.listen_and_beat(encode(Beat()), self._interval, self._put)
+            self._link.listen_and_beat(encode(ReplicaBeat()), self._interval, self._put)
         except PeerGoneError:
             os._exit(LOST)
 
@@ -110,7 +109,7 @@ class Rounds:
         return self._loads.read()
 
 
-class Replica:
+class ReplicaLoop:
     """Steps an engine, and tells the front of each step. `rounds`: None if it shares no experts."""
 
     def __init__(self, front: Front, engine: Engine, rounds: Rounds | None = None) -> None:
@@ -118,7 +117,7 @@ class Replica:
         self._events = engine.cache_events(EVENTS)
 
     def run(self) -> None:
-        """Until this process ends."""
+        """Takes messages and runs steps until this process ends."""
         engine = self._engine
         while True:
             wait_s = 0.0 if engine.has_unfinished() or engine.wants_audit else self._patience()
@@ -188,15 +187,15 @@ class Replica:
             if delta.error is not None and isinstance(delta.error.__cause__, _FATAL):
                 raise delta.error
 
-    def _read_events(self) -> list[Event]:
+    def _read_events(self) -> list[SentEvent]:
         found = [as_event(event) for event in self._events.read()]
         return self._contents() if self._events.missed else found
 
-    def _contents(self) -> list[Event]:
+    def _contents(self) -> list[SentEvent]:
         """What is cached now, after events that empty the mirrors."""
         self._events.close()
         self._events = self._engine.cache_events(EVENTS)
-        cleared = [Event("cleared", "reset", "device"), Event("cleared", "reset", "host")]
+        cleared = [SentEvent("cleared", "reset", "device"), SentEvent("cleared", "reset", "host")]
         return cleared + [as_event(event) for event in self._events.read()]
 
 
@@ -205,9 +204,9 @@ def _serve(front: Front) -> None:
     if not isinstance(start, Start):
         raise MessageError(f"a replica was sent {type(start).__name__} first")
     loaded = load_engine(start.config, progress=False, experts=start.experts)
-    front.send(Ready(loaded.runner.memory_plan, loaded.engine.cache_layout()))
+    front.send(ReplicaReady(loaded.runner.memory_plan, loaded.engine.cache_layout()))
     rounds = None if start.experts is None else Rounds(loaded.runner, (loaded.split or loaded.runner).join)
-    Replica(front, loaded.engine, rounds).run()
+    ReplicaLoop(front, loaded.engine, rounds).run()
 
 
 def main(directory: str, number: int) -> None:
@@ -223,6 +222,6 @@ def main(directory: str, number: int) -> None:
         if not isinstance(e, HybridrtError):
             traceback.print_exc()
         with suppress(PeerGoneError):
-            front.send(Failed(type(e).__name__, str(e)[:10_000]))
+            front.send(ReplicaFailed(type(e).__name__, str(e)[:10_000]))
     sys.stdout.flush()
     os._exit(1)

@@ -22,9 +22,9 @@ from hybridrt.engine.grammar.grammar_compiler import GrammarCompiler
 from hybridrt.engine.replicas.messages import (
     Abort,
     Contents,
-    Event,
-    Failed,
+    ReplicaFailed,
     Reset,
+    SentEvent,
     SentSpan,
     Stepped,
     Submit,
@@ -343,11 +343,11 @@ class ReplicatedEngine:
             if self._present is not None:
                 self._present[number] = [read_event(event, self._events.number, number) for event in message.events]
         else:
-            if self._shares_experts and isinstance(message, Failed):
+            if self._shares_experts and isinstance(message, ReplicaFailed):
                 number, message = self._cause(number, message)
             self._lose(number, as_error(number, message))
 
-    def _update_mirror(self, number: int, events: list[Event]) -> None:
+    def _update_mirror(self, number: int, events: list[SentEvent]) -> None:
         replica = self._placement.replicas.get(str(number))
         if replica is None or replica.mirror is None:
             return
@@ -378,7 +378,7 @@ class ReplicatedEngine:
                 if request.placed is not None:
                     request.placed.ended()
 
-    def _cause(self, number: int, failed: Failed) -> tuple[int, Failed | Lost]:
+    def _cause(self, number: int, failed: ReplicaFailed) -> tuple[int, ReplicaFailed | Lost]:
         """A lost replica makes those fail that share its experts, which may be heard first: then it is
         named instead."""
         have_failed, deadline = {number}, time.monotonic() + NAMING_S
@@ -387,7 +387,7 @@ class ReplicatedEngine:
                 other, message = self._replicas.inbox.get(True, left)
                 if isinstance(message, Lost) and other not in have_failed:
                     return other, message
-                if isinstance(message, Failed):
+                if isinstance(message, ReplicaFailed):
                     have_failed.add(other)
         return number, failed
 

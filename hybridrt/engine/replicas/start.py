@@ -17,7 +17,15 @@ from hybridrt.base.device import gpu_count, resolve_device
 from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import ConfigError, DeviceError, EngineError, HybridrtError, MessageError, PeerGoneError
 from hybridrt.channel.control import LOADING_S, Link, disown_in_child, rank_timeout
-from hybridrt.engine.replicas.messages import Beat, Failed, FromReplica, Ready, Start, decode, encode
+from hybridrt.engine.replicas.messages import (
+    FromReplica,
+    ReplicaBeat,
+    ReplicaFailed,
+    ReplicaReady,
+    Start,
+    decode,
+    encode,
+)
 from hybridrt.parallel.expert_ranks import ExpertPlace
 from hybridrt.parallel.rank_start import accept_links, open_place
 from hybridrt.parallel.torchrun import world
@@ -72,8 +80,8 @@ class ReplicaLink:
         try:
             while messages := self._link.listen(max(self._timeout, LOADING_S * self._loading)):
                 for message in (decode(data, FromReplica) for data in messages):
-                    self._loading = self._loading and not isinstance(message, Ready)
-                    if not isinstance(message, Beat):
+                    self._loading = self._loading and not isinstance(message, ReplicaReady)
+                    if not isinstance(message, ReplicaBeat):
                         self._inbox.put((self.number, message))
             reason = "it has sent no heartbeat in time"
             self.process.kill()
@@ -127,21 +135,21 @@ class Replicas:
         """Ends all of them. May be repeated."""
         self._finalizer()
 
-    def _load(self, config: EngineConfig, directory: str) -> Sequence[Ready]:
+    def _load(self, config: EngineConfig, directory: str) -> Sequence[ReplicaReady]:
         """All load the model at the same time."""
         for link in self.links:
             experts = ExpertPlace(directory, link.number) if config.expert_parallel else None
             link.send(encode(Start(config, experts)))
-        ready: dict[int, Ready] = {}
+        ready: dict[int, ReplicaReady] = {}
         while len(ready) < len(self.links):
             number, message = self.inbox.get()
-            if not isinstance(message, Ready):
+            if not isinstance(message, ReplicaReady):
                 raise as_error(number, message)
             ready[number] = message
         return [ready[number] for number in range(len(self.links))]
 
 
-def as_error(number: int, message: Failed | Lost) -> HybridrtError:
+def as_error(number: int, message: ReplicaFailed | Lost) -> HybridrtError:
     """The error of a replica that has ended."""
     if isinstance(message, Lost):
         return EngineError(f"replica {number} was lost: {message}; build a new LLM")

@@ -264,9 +264,9 @@ class Detokenizer:
     """Decodes a small window again with new tokens, because a token's text depends on its
     neighbours.
 
-    tokenizers.decoders.DecodeStream is not usable: it raises if byte fallback reads a run of bytes
-    anew (a newline, then a byte that is no character), outputs the prompt's text if the prompt ends
-    within a character, and drops held-back text at the end.
+    tokenizers.decoders.DecodeStream is not usable, for three reasons. It raises if byte fallback reads
+    a run of bytes anew, such as a newline and then a byte that is no character. It outputs the
+    prompt's text if the prompt ends within a character. It drops held-back text at the end.
 
     The window's first `_read` tokens are text already, of `_known` characters. The rest of its text
     is new, and is given out once it does not end within a character.

@@ -96,7 +96,7 @@ def _rotary_kernel(  # type: ignore[no-untyped-def]
 
 
 def qk_norm_rotary_triton(q: Tensor, k: Tensor, positions: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-    """In place."""
+    """`qk_norm_rotary` in one launch. Changes q and k in place."""
     _launch(q, k, None, positions, rope)
     return q, k
 

@@ -239,8 +239,8 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
         tl.store(out + t * (HV * V), result.to(out_ptr.dtype.element_ty), mask=v_mask)
 
 
-def gdn_stream_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, step: FusedStep) -> Tensor:
-    """`gdn_decode` with a state ring."""
+def gdn_ring_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, step: FusedStep) -> Tensor:
+    """`gdn_decode` with a state ring, in two launches: the state is read once, in the second."""
     weight, conv, states, ring = step.conv_weights.weight, step.conv_state.conv, step.state.states, step.ring
     assert ring is not None
     batch, tokens, channels = qkv.shape

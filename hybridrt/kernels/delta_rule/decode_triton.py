@@ -13,7 +13,7 @@ from hybridrt.kernels.core.records import DeltaInputs, FusedStep, GateWeights, S
 from hybridrt.kernels.delta_rule.decode import conved_inputs, split_qkv
 from hybridrt.kernels.delta_rule.decode_classic_triton import decode_classic, tile_rows
 from hybridrt.kernels.delta_rule.decode_ring_few_rows_triton import gdn_few_triton, is_few
-from hybridrt.kernels.delta_rule.decode_ring_triton import gdn_stream_triton
+from hybridrt.kernels.delta_rule.decode_ring_triton import gdn_ring_triton
 from hybridrt.kernels.state.causal_conv1d_triton import causal_conv1d_update_triton
 from hybridrt.kernels.state.conv_and_gates_triton import L2_EPS, log_decay, state_before, strides
 
@@ -81,9 +81,9 @@ def _recurrent_kernel(  # type: ignore[no-untyped-def]
 
 
 def gdn_decode_triton(qkv: Tensor, a: Tensor, b: Tensor, *, weights: GateWeights, step: FusedStep) -> Tensor:
-    """`gdn_decode`: with a state ring, of one token without, or of several."""
+    """Chooses the launches of `gdn_decode`: with a state ring, of one token without a ring, or of several."""
     if step.ring is not None:
-        run = gdn_few_triton if is_few(qkv, a, step.conv_weights.weight, step.state.states) else gdn_stream_triton
+        run = gdn_few_triton if is_few(qkv, a, step.conv_weights.weight, step.state.states) else gdn_ring_triton
         return run(qkv, a, b, weights, step)
     if step.state.intermediate is None and qkv.shape[1] == 1 and not step.conv_weights.applied_before:
         return decode_classic(qkv, a, b, weights, step)

@@ -96,7 +96,7 @@ def encode(states: Tensor, offsets: Tensor, dtype: torch.dtype) -> tuple[Tensor,
 
 
 def _rounded_up(scales: Tensor) -> Tensor:
-    """With zeros in the lower half; NaN if not finite."""
+    """float32 scales, rounded up to 16 bits: zeros in the lower half. NaN if not finite."""
     up = ((scales.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
     return torch.where(scales.isfinite(), up, torch.nan)
 

@@ -140,7 +140,7 @@ def state_scales(state: StateSlots) -> Tensor | None:
 
 
 def scale_strides(scales: Tensor | None) -> tuple[int, int]:
-    """Of a slot and a head, with states of one layer; zeros for None."""
+    """Strides of a slot and a head in the scales of one layer; zeros for None."""
     return (0, 0) if scales is None else (scales.stride(-4), scales.stride(-3))
 
 

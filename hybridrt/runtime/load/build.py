@@ -317,7 +317,7 @@ def set_bytes(config: EngineConfig, target: RunTarget) -> int:
 
 
 def _table_length(config: EngineConfig, target: RunTarget, max_len: int) -> int:
-    """With the drafts of a last verify step; 0 without attention layers."""
+    """Tokens of a row in the table, with the drafts of a last verify step; 0 without attention layers."""
     return max_len + config.num_verify_tokens - 1 if kv_layers(config, target) else 0
 
 

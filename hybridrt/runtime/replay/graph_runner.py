@@ -223,7 +223,7 @@ class GraphRunner:
             for bs in bar:
                 self._upload(NO_ROWS, NO_INTEGERS)
                 self._prepare(bs, 0, None)
-                # A run before the capture takes as long: only the largest step has one.
+                # Only the largest step runs once before its capture: that run takes as long as the capture.
                 self._replays[bs] = self.recorder(self._bind(bs), bool(self._replays))
                 self.captured_bytes = free - free_device_bytes(self.model.device)
                 bar.set_postfix_str(f"{self.captured_bytes / 2**30:.2f} GiB")

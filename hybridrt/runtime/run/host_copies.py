@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from hybridrt.base.device import Event, SideStream, page_lock, record_event, wait_in_stream
+from hybridrt.base.device import DeviceEvent, SideStream, page_lock, record_event, wait_in_stream
 from hybridrt.base.errors import MemoryBudgetError
 from hybridrt.mem_cache.pools.host_plan import STAGED_BYTES, HostPlan, aligned
 from hybridrt.mem_cache.pools.pools import Pools
@@ -17,7 +17,9 @@ from hybridrt.runtime.step.plan import HostCopy, HostState
 OPTION = "host_cache_bytes"
 
 
-class Run(NamedTuple):
+class ImageRun(NamedTuple):
+    """Images that are neighbours: their rows in the staging buffer, and those in main memory."""
+
     staged: slice
     host: slice
 
@@ -45,7 +47,7 @@ class HostCopies:
         self._staged_pages = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device)
         self._staged_state = torch.empty(plan.state_bytes, dtype=torch.uint8, device=device)
         self._side = SideStream(device)
-        self._running: dict[int, Event] = {}  # copies by ticket, those that may not have ended
+        self._running: dict[int, DeviceEvent] = {}  # copies by ticket, those that may not have ended
 
     @torch.inference_mode()
     def launch(self, copies: Sequence[HostCopy]) -> None:
@@ -153,8 +155,8 @@ def pinned_rows(entries: int, nbytes: int, device: torch.device, option: str) ->
     return buffer
 
 
-def runs_of(places: Sequence[int]) -> Iterator[Run]:
+def runs_of(places: Sequence[int]) -> Iterator[ImageRun]:
     """Neighbours among `places`, as slices of the list and of what it points at."""
     starts = [0, *(i for i, (a, b) in enumerate(pairwise(places), 1) if b != a + 1), len(places)]
     for start, end in pairwise(starts):
-        yield Run(slice(start, end), slice(places[start], places[start] + end - start))
+        yield ImageRun(slice(start, end), slice(places[start], places[start] + end - start))

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from hybridrt.attention.base import AttentionBackend
-from hybridrt.base.device import PAST, Event, pinned_empty, record_event
+from hybridrt.base.device import PAST, DeviceEvent, pinned_empty, record_event
 from hybridrt.base.errors import EngineError
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kernels.sampling.sampling import token_logprobs
@@ -122,7 +122,7 @@ class LaunchedStep:
         self._scored: Sequence[Wanted] = ()
         self._scores: list[Sequence[torch.Tensor]] = []
         self._pooled: dict[int, torch.Tensor] = {}
-        self._event: Event = PAST
+        self._event: DeviceEvent = PAST
         self._problem = "" if masked is None else "give it its masks first"
 
     @classmethod
@@ -290,7 +290,7 @@ def _split_lines(lines: SampledLines, n: int, split: int) -> tuple[SampledLines,
 def _with_logprobs(
     runner: SamplingRunner, lines: SampledLines, drawn: _Drawn, path: torch.Tensor | None = None
 ) -> _Drawn:
-    """With what its `wanted` and the rows' named tokens ask for; path: see `Accepted.path`."""
+    """Adds the log-probabilities that the lines ask for. path: see `Accepted.path`."""
     logits, tokens = lines.logits, drawn.tokens.reshape(-1, 1)
     if path is not None:
         logits = logits.view(*path.shape, -1).take_along_dim(path.unsqueeze(-1), 1).flatten(0, 1)

@@ -45,7 +45,7 @@ class PrefixCut:
         return torch.cat([_recut_part(*each, ranks, dim) for each in zip(parts, whole, ours, strict=True)], dim)
 
     def widths(self, name: str, ranks: int) -> list[int]:
-        """Of the parts of a tensor on one of so many ranks, along the dimension that is cut."""
+        """Widths of the parts of a tensor on one of `ranks` ranks, along the dimension that is cut."""
         fields = name.split(".")
         layer_id, what = int(fields[-2]), fields[-1]
         if what in ("keys", "values"):

@@ -136,7 +136,7 @@ class StateArena:
             )
 
     def _places(self, copy: StateCopy) -> list[torch.Tensor]:
-        """By page group: slots of the image's tokens."""
+        """The token slots of an image, by page group."""
         counts = [kv_tokens(window, copy.length, copy.start) for window in self._windows]
         tables = self._table.tables[copy.row]
         return [table[copy.length - count : copy.length].long() for table, count in zip(tables, counts)]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from hybridrt.attention.base import AttentionBackend
-from hybridrt.base.device import PAST, Event, pinned_empty, record_event
+from hybridrt.base.device import PAST, DeviceEvent, pinned_empty, record_event
 from hybridrt.base.forward_batch import ForwardBatch, ForwardMode, SpecInfo
 from hybridrt.kernels.core.packed import (
     A,
@@ -311,7 +311,7 @@ class StagingRing:
         self.device = device
         self._pinned: list[torch.Tensor | None] = [None] * 3
         self._views: list[tuple[torch.Tensor, np.ndarray] | None] = [None] * 3  # views of the last size, for each
-        self._events: list[Event] = [PAST] * 3
+        self._events: list[DeviceEvent] = [PAST] * 3
         self._next = 0
 
     def upload(self, record: Record) -> Any:

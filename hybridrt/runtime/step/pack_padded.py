@@ -34,8 +34,8 @@ DECODE_ROWS = (0, 32, 64, 128, 256)
 # tokens with 64 rows take about as long as 256 (13.1 and 12.4 ms, Falcon-H1-7B on an H200; 384 take
 # 15.5). In all others the size counts prompt tokens only.
 SHARED_TOKENS = 384
-# Graphs of more prompt tokens have room for at least so many decode rows: next to these, unused room
-# for rows costs little, and a graph costs memory and time at the start.
+# Graphs of more than SMALL_TOKENS prompt tokens have room for at least ROWS_OF_LARGE decode rows. Unused
+# rows cost little there, and each further graph costs memory and time at the start.
 SMALL_TOKENS, ROWS_OF_LARGE = 1024, 128
 PROMPT_ROWS, TOKENS_OF_ONE = 8, 64  # most prompts, and tokens for each
 CACHED_PAGES = 1024  # page-table entries besides one for each token
@@ -50,8 +50,8 @@ class Bucket(NamedTuple):
 
     @property
     def prompts(self) -> int:
-        """Most prompts of a step: unused room costs a graph time, and few short prompts come at
-        once."""
+        """Most prompts of a step. There are few: short prompts rarely come at once, and a graph takes
+        longer for unused ones."""
         return min(max(self.tokens // TOKENS_OF_ONE, 1), PROMPT_ROWS)
 
     @property

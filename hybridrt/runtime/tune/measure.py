@@ -19,8 +19,8 @@ from hybridrt.runtime.tune.trial import Call, MakeTrial, error_of, same_bits
 MARGIN = 0.03
 TURNS, FIRST_TURNS, FINALISTS = 9, 2, 4
 SLACK = 1.1  # of the built-in choice's error
-# In epsilons of the dtype, which are allowed in any case: what rounding an output to 16 bits costs, and the order of
-# sums in float32, which is a tenth of the tolerance of the kernels' tests.
+# Errors that are allowed in any case, in epsilons of the dtype: ROUNDING for an output of 16 bits; ORDER in float32,
+# for another order of sums. ORDER is a tenth of the tolerance of the kernels' tests.
 ROUNDING, ORDER = 0.25, 8.0
 
 

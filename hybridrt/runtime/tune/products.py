@@ -27,7 +27,7 @@ def tiled_product(shape: TiledProduct, device: torch.device) -> Trial:
 
 
 def few_tokens(shape: Product, device: torch.device) -> Trial:
-    """A linear layer, which asks itself whether the product is fused."""
+    """A linear layer. It decides as in a step whether the product is fused."""
     activation: Activation | None = _ACTIVATION.get(shape.activation)
     x = normal(device, shape.tokens, shape.columns, dtype=shape.dtype)
     build = Build(TPGroup(), shape.dtype, device)

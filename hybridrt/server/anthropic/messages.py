@@ -99,7 +99,7 @@ def as_chat(form_name: str, body: CountRequest, limits_thinking: bool) -> ChatRe
 
 
 def _switches(thinking: ThinkingOptions | None) -> dict[str, Any]:
-    """Sets variables of templates that reason on request; type "disabled" comes with the effort."""
+    """Variables of templates that reason only on request. "disabled" is not here: the reasoning effort says it."""
     return {"enable_thinking": True, "thinking": True} if thinking and thinking.type == "enabled" else {}
 
 

@@ -1,6 +1,6 @@
-"""Makes clients rest after a refused large body: REST times as long as the refusal took.
+"""Makes clients wait after a refused large body: REST times as long as the refusal took.
 
-It costs its sender almost nothing.
+A refused body costs its sender almost nothing, and this process the time to read it.
 """
 
 import asyncio
@@ -29,7 +29,8 @@ class Refusals:
         return max(0.0, self._until.get(client, 0.0) - time.monotonic())
 
     def note(self, client: Client, seconds: float) -> None:
-        """A refusal has taken so long. Rests add up, to MAX_REST at most."""
+        """A client was refused. `seconds`: how long that took. The times that the client has to wait add up,
+        to MAX_REST at most."""
         now = time.monotonic()
         until = min(max(now, self._until.pop(client, now)) + REST * seconds, now + MAX_REST)
         if len(self._until) >= MAX_CLIENTS:

@@ -15,7 +15,7 @@ from hybridrt.engine.request.outputs import Delta
 from hybridrt.engine.request.sample_request import resumed_text
 from hybridrt.server.core.protocol import Sampling
 from hybridrt.server.core.service import RequestBody, Service
-from hybridrt.server.core.text_tokens import Piece
+from hybridrt.server.core.text_tokens import TextPiece
 from hybridrt.server.wire.errors import APIError, stream_end
 from hybridrt.server.wire.sse import named_events
 
@@ -189,7 +189,7 @@ class BlockReply(Reply):
         if delta.finish_reason is not None:
             yield from self._close()
 
-    def _pieces(self, delta: Delta) -> Iterator[Piece]:
+    def _pieces(self, delta: Delta) -> Iterator[TextPiece]:
         yield delta.text, delta.token_ids, delta.finish_reason
 
     def _take(self, event: Event) -> Iterator[dict[str, Any]]:

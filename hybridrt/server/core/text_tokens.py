@@ -9,7 +9,7 @@ from hybridrt.engine.request.outputs import Delta
 from hybridrt.server.core.token_text import TokenText
 
 Entry = Any  # what TokenText.entry makes
-Piece = tuple[str, Sequence[int], Any]  # text, its tokens, the finish reason after it
+TextPiece = tuple[str, Sequence[int], Any]  # text, its tokens, the finish reason after it
 
 
 class TextTokens:
@@ -29,7 +29,7 @@ class TextTokens:
         self._waiting = deque[tuple[str, int, Entry]]()  # their text may be held back
         self._read: list[tuple[str, Entry]] = []
 
-    def pieces(self, delta: Delta) -> Iterator[Piece]:
+    def pieces(self, delta: Delta) -> Iterator[TextPiece]:
         """The texts of the delta's tokens, for as many as have come."""
         self._text, self._place = self._text[self._place :] + delta.text, 0
         for token, logprobs in zip(delta.token_ids, delta.logprobs or (), strict=True):

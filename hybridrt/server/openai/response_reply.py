@@ -15,7 +15,7 @@ from hybridrt.engine.request.outputs import Delta
 from hybridrt.server.core.reply import BlockKind, BlockReply
 from hybridrt.server.core.response_store import ResponseStore, StoredResponse
 from hybridrt.server.core.service import Service
-from hybridrt.server.core.text_tokens import Piece, TextTokens
+from hybridrt.server.core.text_tokens import TextPiece, TextTokens
 from hybridrt.server.openai.custom_calls import input_of
 from hybridrt.server.openai.response_protocol import BuiltIn, CustomTool, ResponseRequest
 from hybridrt.server.wire.errors import APIError
@@ -194,7 +194,7 @@ class ResponseReply(BlockReply):
         if call is None:
             yield self._of_item("response.content_part.added", content_index=0, part=self._part(kind))
 
-    def _pieces(self, delta: Delta) -> Iterator[Piece]:
+    def _pieces(self, delta: Delta) -> Iterator[TextPiece]:
         if self._tokens is None or delta.logprobs is None:  # those of another run have none
             return super()._pieces(delta)
         return self._tokens.pieces(delta)

@@ -177,7 +177,7 @@ def _turns(body: ResponseRequest, before: list[Item], own: list[Item]) -> list[T
 
 
 def _within(place: str, field: str) -> str:
-    """Of an item that the body does not hold, its name alone is known."""
+    """The place of a field in the body. For an item that the body does not hold, its name alone."""
     return f"{place}.{field}" if "." in place else place
 
 

@@ -130,8 +130,8 @@ def error_response(error: APIError, scope: Scope) -> Response:
 
 
 def _as_field_error(error: RequestValidationError) -> APIError:
-    """Finds the first wrong field. A field of several types has a complaint for each: the deepest
-    one, or one that is not about a type, is meant.
+    """The error of the first wrong field. pydantic gives an error for each type that a field may have.
+    The one of the deepest place is chosen; of several, one that is not about the type.
     """
     found = max(error.errors(), key=lambda e: (len(e["loc"]), not e["type"].endswith("_type")), default=None)
     if found is None:
