@@ -206,6 +206,14 @@ def test_a_bias_that_the_layer_does_not_have(value: float, checkpoints: Checkpoi
         assert build_model(config, target, file, progress=False)
 
 
+def test_a_plain_matrix_next_to_its_codes(checkpoints: CheckpointStore, tmp_path: Path) -> None:
+    def twice(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        tensors["model.layers.0.self_attn.o_proj.weight"] = torch.zeros(32, 32)
+
+    path, _ = CASES["falcon gptq"].write(checkpoints, tmp_path, twice)
+    assert "model.layers.0.self_attn.o_proj.weight is plain, and other tensors have layers.0." in refused(path)
+
+
 def test_experts_of_a_layer_that_are_stored_in_different_ways(checkpoints: CheckpointStore, tmp_path: Path) -> None:
     def one_plain(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         del tensors[f"{UP}.weight_scale_inv"]
