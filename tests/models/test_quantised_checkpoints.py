@@ -14,9 +14,12 @@ from torch import Tensor, nn
 
 from hybridrt.base.engine_config import EngineConfig, SpeculativeConfig
 from hybridrt.base.errors import CheckpointError, ConfigError
+from hybridrt.base.quantization import QuantConfig
 from hybridrt.cli.inspect import describe_model
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.layers.quant.packed_weight import PackedWeight
+from hybridrt.models.config.quant_modelopt import modelopt_rules
+from hybridrt.models.loading.stored_modules import with_stored_modules
 from hybridrt.runtime.load.build import build_model, empty_model, load_target, weight_bytes
 from tests.support.checkpoints import CheckpointStore
 from tests.support.levels import sweep
@@ -204,6 +207,19 @@ def test_a_bias_that_the_layer_does_not_have(value: float, checkpoints: Checkpoi
         config = EngineConfig(str(path), device="cpu", dtype="float32")
         file, target = load_target(config, TPGroup())
         assert build_model(config, target, file, progress=False)
+
+
+def test_a_table_without_the_prefix_of_the_text_model(tmp_path: Path) -> None:
+    """Of a model with a vision tower."""
+    matrix = {"weight": torch.zeros(4, 4).to(torch.float8_e4m3fn), "weight_scale": torch.tensor(1.0)}
+    names = ["model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"]
+    stored = [names[0].replace("model.", "model.language_model."), f"language_model.{names[1]}"]
+    tensors = {f"{name}.{last}": t.clone() for name in stored for last, t in matrix.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    table = {name: {"quant_algo": "FP8"} for name in names}
+    rules = modelopt_rules({"quant_algo": "MIXED_PRECISION", "quantized_layers": table}, "config.json")
+    modules = with_stored_modules(QuantConfig(rules), tmp_path).modules or {}
+    assert {name: str(module.scheme) for name, module in modules.items()} == dict.fromkeys(stored, "fp8 by tensor")
 
 
 def test_a_plain_matrix_next_to_its_codes(checkpoints: CheckpointStore, tmp_path: Path) -> None:
