@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from hybridrt.base import dtypes
 from hybridrt.base.engine_config import EngineConfig, SpeculativeConfig
-from hybridrt.base.errors import CheckpointError, ConfigError
+from hybridrt.base.errors import CheckpointError, ConfigError, DeviceError
 from hybridrt.base.quantization import QuantConfig
 from hybridrt.cli.inspect import describe_model
 from hybridrt.collectives.groups import TPGroup
@@ -24,6 +25,7 @@ from hybridrt.runtime.load.build import build_model, empty_model, load_target, w
 from tests.support.checkpoints import CheckpointStore
 from tests.support.levels import sweep
 from tests.support.mtp_oracle import HEADS, write_with_head
+from tests.support.online import write_plain
 from tests.support.quantised import KINDS
 from tests.support.session import Session
 
@@ -261,6 +263,26 @@ def test_inspect_counts_matrices_and_bytes(checkpoints: CheckpointStore, tmp_pat
         name: report.weight_bytes_by_dtype[name] for name in ("float8_e4m3fn", "uint8", "int8")
     }
     assert abs(sum(held.values()) - report.weight_bytes) < 0.02 * report.weight_bytes
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9)])
+@pytest.mark.parametrize(("name", "online"), [("qwen fp8 blocks", None), ("", "fp8"), ("falcon int4", None)])
+def test_a_gpu_without_e4m3(
+    name: str, online: str | None, capability: tuple[int, int], checkpoints: CheckpointStore, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Before memory is taken: its kernels do not compile."""
+    path = write_plain("falcon", tmp_path) if online else CASES[name].write(checkpoints, tmp_path)[0]
+    config = EngineConfig(str(path), device="cpu", quantization=online)
+    _, target = load_target(config, TPGroup())
+    target = replace(target, device=torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(dtypes, "gpu_name", lambda device: "an A100")
+    if capability == (8, 9) or name == "falcon int4":
+        assert empty_model(config, target, torch.device("meta"))
+        return
+    with pytest.raises(DeviceError, match=r"an A100 has no e4m3 numbers .* layers\.\d.* is stored as fp8 by .*int4"):
+        empty_model(config, target, torch.device("meta"))
 
 
 @pytest.mark.parametrize("name", ["falcon int4", "qwen fp8 blocks"])
