@@ -1,9 +1,12 @@
 """dtypes by the names that options give them, on a device that has them."""
 
+from collections.abc import Mapping
+
 import torch
 
 from hybridrt.base.device import gpu_name, has_bfloat16, has_float8
 from hybridrt.base.errors import DeviceError
+from hybridrt.base.quantization import Scheme
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 STATE_DTYPES = DTYPES | {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -40,6 +43,19 @@ def resolve_kv_codes(name: str, device: torch.device) -> torch.dtype | None:
     if name != "auto" and not has_float8(device):
         raise DeviceError(f'{gpu_name(device)} has no e4m3 numbers (sm_89 and later have); pass kv_cache_dtype="auto"')
     return KV_CODES.get(name)
+
+
+def check_schemes(table: Mapping[str, Scheme], device: torch.device) -> None:
+    """Raises DeviceError if weights (schemes by part of the model) have e4m3 codes or scales, and the GPU
+    does not convert such numbers."""
+    if has_float8(device):
+        return
+    for part, scheme in table.items():
+        if scheme.method == "fp8" or scheme.scale_dtype == torch.float8_e4m3fn:
+            raise DeviceError(
+                f"{gpu_name(device)} has no e4m3 numbers (sm_89 and later have), and {part} is stored as {scheme}; use "
+                "a plain checkpoint, or one in int4, int8 or MXFP4"
+            )
 
 
 def _on_device(option: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:

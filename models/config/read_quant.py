@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridrt.base.config_json import read_object
+from hybridrt.base.config_json import check_fields, read_object
 from hybridrt.base.errors import BackendError, ConfigError, UnsupportedModelError, shown
 from hybridrt.base.quantization import QuantConfig, QuantRules, Scheme
 from hybridrt.layers.linear import linear_method
 from hybridrt.models.config.quant_compressed import compressed_rules
 from hybridrt.models.config.quant_modelopt import modelopt_rules
 from hybridrt.models.config.quant_names import listed
-from hybridrt.models.config.quant_simple import awq_rules, fp8_rules, gptq_rules, mxfp4_rules
+from hybridrt.models.config.quant_simple import NAMES, awq_rules, fp8_rules, gptq_rules, mxfp4_rules
 
 READERS: dict[str, Callable[[Mapping[str, Any], str], QuantRules]] = {
     "fp8": fp8_rules,
@@ -29,6 +29,8 @@ REFUSED = {
     "torchao": "what its tensors mean depends on the version of torchao that wrote them",
     "gguf": "it has no config.json of its own",
 }
+# Of a package's own method: fields that list plain modules.
+LISTS = dict.fromkeys(("modules_to_not_convert", "ignored_layers", "ignore"), NAMES)
 SIDE_FILE, OLDER_GPTQ = "hf_quant_config.json", "quantize_config.json"
 
 
@@ -44,8 +46,7 @@ class OutsideRules(QuantRules):
         return Scheme(self.name, options=self.options)
 
     def leaves_plain(self, module: str) -> bool:
-        lists = ("modules_to_not_convert", "ignored_layers", "ignore")
-        return listed([each for name in lists for each in self.options.get(name) or ()], module)
+        return listed([each for name in LISTS for each in self.options.get(name) or ()], module)
 
 
 def read_quant_config(path: Path, raw: Mapping[str, Any], text: Mapping[str, Any]) -> QuantConfig | None:
@@ -114,4 +115,5 @@ def _other_rules(name: str, said: Mapping[str, Any], where: str) -> QuantRules:
         raise UnsupportedModelError(
             f"{where}: quant_method is {shown(name)}, which neither hybridrt nor a package reads ({e}): {INSTEAD}"
         ) from e
+    check_fields(said, LISTS, where)
     return OutsideRules(name, dict(said))

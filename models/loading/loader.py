@@ -92,6 +92,8 @@ class _Filling:
     def _fill(self, piece: Any, key: str, tensor: torch.Tensor, part: Transform) -> None:
         found = None if self._quant is None else self._quant.module_of(key)
         if found is None:
+            if isinstance(piece, PackedPiece):
+                raise CheckpointError(f"{key} is plain, and other tensors have {piece.name} as {piece.weight.scheme}")
             self.counts[piece.name] += 1
             piece.fill(key, tensor, part)
             return

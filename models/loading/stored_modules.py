@@ -26,6 +26,8 @@ _SIGNS = ("weight_packed", "qweight", "blocks")
 _SCALES = frozenset(
     name for each in LAYOUTS.values() for name in (each.scale, each.zeros, each.index, each.shape, each.factor) if name
 )
+# Of models with a vision tower: tables may name modules as the text model alone does.
+_WRAPPER = "language_model."
 # Scales of the KV cache, of activations of plain modules, and of attention: advice.
 ADVICE = r".*(\.|_)(k|v|q|kv|prob|prob_output|softmax|input|output)_(scale|zero_point)"
 
@@ -63,7 +65,7 @@ def _quantised(name: str, tensors: Tensors) -> bool:
 
 
 def _stored(name: str, tensors: Tensors, rules: QuantRules) -> StoredModule:
-    scheme = rules.scheme(name)
+    scheme = rules.scheme(name) or rules.scheme(name.replace(_WRAPPER, "", 1))
     if scheme is None:
         kinds = ", ".join(f"{last} {dtype}".replace("torch.", "") for last, (dtype, _) in sorted(tensors.items()))
         raise CheckpointError(f"{name} is quantised ({kinds}), but quantization_config ({rules.name}) has none for it")

@@ -13,12 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hybridrt.base import plugins
-from hybridrt.base.errors import BackendError, CheckpointError
+from hybridrt.base.errors import BackendError, CheckpointError, ConfigError
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.layers.linear import ColumnLinear, DenseMethod, MixedMethod, RowLinear, Segment, linear_method
 from hybridrt.layers.moe import Experts
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointMap, LinearMethod
+from hybridrt.models.config.read_quant import read_quant_config
 from tests.support.checkpoints import CheckpointStore
 from tests.support.outside_method import ScaledInt8, build_with, quantised
 from tests.support.session import Session
@@ -134,6 +135,12 @@ def test_a_tensor_of_another_dtype_is_refused() -> None:
     piece = linear.targets("q", ["q"])["q.weight"][0]
     with pytest.raises(CheckpointError, match=r"float32, and qkv.q.weight takes torch.int8"):
         piece.fill("q.weight", torch.randn(4, 6))
+
+
+def test_a_list_of_plain_modules_that_is_none(tmp_path: Path) -> None:
+    said = {"quant_method": "scaled_int8", "ignore": 5}
+    with pytest.raises(ConfigError, match="quantization_config: ignore is 5; it must be null, or a list"):
+        read_quant_config(tmp_path, {"quantization_config": said}, {})
 
 
 def test_a_model_whose_merged_weights_are_partly_int8(checkpoints: CheckpointStore, tmp_path: Path) -> None:

@@ -12,15 +12,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from hybridrt.base import dtypes
 from hybridrt.base.engine_config import EngineConfig, SpeculativeConfig
-from hybridrt.base.errors import CheckpointError, ConfigError
+from hybridrt.base.errors import CheckpointError, ConfigError, DeviceError
+from hybridrt.base.quantization import QuantConfig
 from hybridrt.cli.inspect import describe_model
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.layers.quant.packed_weight import PackedWeight
+from hybridrt.models.config.quant_modelopt import modelopt_rules
+from hybridrt.models.loading.stored_modules import with_stored_modules
 from hybridrt.runtime.load.build import build_model, empty_model, load_target, weight_bytes
 from tests.support.checkpoints import CheckpointStore
 from tests.support.levels import sweep
 from tests.support.mtp_oracle import HEADS, write_with_head
+from tests.support.online import write_plain
 from tests.support.quantised import KINDS
 from tests.support.session import Session
 
@@ -206,6 +211,27 @@ def test_a_bias_that_the_layer_does_not_have(value: float, checkpoints: Checkpoi
         assert build_model(config, target, file, progress=False)
 
 
+def test_a_table_without_the_prefix_of_the_text_model(tmp_path: Path) -> None:
+    """Of a model with a vision tower."""
+    matrix = {"weight": torch.zeros(4, 4).to(torch.float8_e4m3fn), "weight_scale": torch.tensor(1.0)}
+    names = ["model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"]
+    stored = [names[0].replace("model.", "model.language_model."), f"language_model.{names[1]}"]
+    tensors = {f"{name}.{last}": t.clone() for name in stored for last, t in matrix.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    table = {name: {"quant_algo": "FP8"} for name in names}
+    rules = modelopt_rules({"quant_algo": "MIXED_PRECISION", "quantized_layers": table}, "config.json")
+    modules = with_stored_modules(QuantConfig(rules), tmp_path).modules or {}
+    assert {name: str(module.scheme) for name, module in modules.items()} == dict.fromkeys(stored, "fp8 by tensor")
+
+
+def test_a_plain_matrix_next_to_its_codes(checkpoints: CheckpointStore, tmp_path: Path) -> None:
+    def twice(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        tensors["model.layers.0.self_attn.o_proj.weight"] = torch.zeros(32, 32)
+
+    path, _ = CASES["falcon gptq"].write(checkpoints, tmp_path, twice)
+    assert "model.layers.0.self_attn.o_proj.weight is plain, and other tensors have layers.0." in refused(path)
+
+
 def test_experts_of_a_layer_that_are_stored_in_different_ways(checkpoints: CheckpointStore, tmp_path: Path) -> None:
     def one_plain(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         del tensors[f"{UP}.weight_scale_inv"]
@@ -237,6 +263,26 @@ def test_inspect_counts_matrices_and_bytes(checkpoints: CheckpointStore, tmp_pat
         name: report.weight_bytes_by_dtype[name] for name in ("float8_e4m3fn", "uint8", "int8")
     }
     assert abs(sum(held.values()) - report.weight_bytes) < 0.02 * report.weight_bytes
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9)])
+@pytest.mark.parametrize(("name", "online"), [("qwen fp8 blocks", None), ("", "fp8"), ("falcon int4", None)])
+def test_a_gpu_without_e4m3(
+    name: str, online: str | None, capability: tuple[int, int], checkpoints: CheckpointStore, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Before memory is taken: its kernels do not compile."""
+    path = write_plain("falcon", tmp_path) if online else CASES[name].write(checkpoints, tmp_path)[0]
+    config = EngineConfig(str(path), device="cpu", quantization=online)
+    _, target = load_target(config, TPGroup())
+    target = replace(target, device=torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(dtypes, "gpu_name", lambda device: "an A100")
+    if capability == (8, 9) or name == "falcon int4":
+        assert empty_model(config, target, torch.device("meta"))
+        return
+    with pytest.raises(DeviceError, match=r"an A100 has no e4m3 numbers .* layers\.\d.* is stored as fp8 by .*int4"):
+        empty_model(config, target, torch.device("meta"))
 
 
 @pytest.mark.parametrize("name", ["falcon int4", "qwen fp8 blocks"])

@@ -15,6 +15,7 @@ from hybridrt.kernels.quant.formats import gptq_zeros, pack_pairs, unpack_awq, u
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
+LARGEST = {"fp8": 448.0, "int8": 255.0, "int4": 15.0, "fp4": 6.0}  # size of a code less its zero point
 CENTRES = {"int4": 8, "int8": 128}  # added to signed codes where they are packed
 
 

@@ -10,6 +10,7 @@ from hybridrt.base.errors import CheckpointError
 from hybridrt.base.quantization import Scheme, StoredModule
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.layers.quant.layouts import (
+    LARGEST,
     LAYOUTS,
     Layout,
     codes_shape,
@@ -177,7 +178,9 @@ class ModuleScales:
             index = checked_index(f"{name}.{layout.index}", index, inputs, grid[1])
         if layout.shape in held:
             check_stored_shape(f"{name}.{layout.shape}", held[layout.shape], (outputs, inputs))
-        return cls(scales, zeros, index, 1.0 if factor is None else _factor(module, factor))
+        value = 1.0 if factor is None else _factor(module, factor)
+        check_range(scheme, key, scales, value)
+        return cls(scales, zeros, index, value)
 
 
 def selected(scheme: Scheme, grid: Tensor, rows: Tensor, columns: Tensor | None, index: Tensor | None) -> Grid:
@@ -226,15 +229,25 @@ def check_shape(key: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def check_scales(scheme: Scheme, key: str, scales: Tensor) -> None:
-    """CheckpointError: scales that are not finite; negative ones, or one of zero for a whole
-    matrix."""
+    """CheckpointError: scales that are not finite; negative ones, or nothing but zeros."""
     numbers = scales.float()
     if not bool(numbers.isfinite().all()):
         raise CheckpointError(f"{key} contains NaN or infinity; the file is damaged: download it again")
     if scheme.method in ("fp8", "fp4") and bool((numbers < 0).any()):
         raise CheckpointError(f"{key} contains negative scales; the file is damaged: download it again")
-    if scales.numel() == 1 and float(numbers) == 0:
+    if not bool(numbers.any()):
         raise CheckpointError(f"{key} is zero: the whole matrix would be; the file is damaged: download it again")
+
+
+def check_range(scheme: Scheme, key: str, scales: Tensor, factor: float) -> None:
+    """CheckpointError: a code of the matrix may be more than float32 holds, or all of them are less."""
+    largest = float(scales.float().abs().max()) * abs(factor) * LARGEST[scheme.method]
+    limits = torch.finfo(torch.float32)
+    if not limits.tiny <= largest <= limits.max:
+        raise CheckpointError(
+            f"{key}: numbers of this matrix would be up to {largest:.3g}, and float32 has {limits.tiny:.3g} to "
+            f"{limits.max:.3g}; the file is damaged: download it again"
+        )
 
 
 def check_positive(key: str, tensor: Tensor) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hybridrt.attention.base import AttentionBackend
+from hybridrt.base.dtypes import check_schemes
 from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import ConfigError, MemoryBudgetError, reason, shown
 from hybridrt.base.model_config import AttentionSpec, ModelConfig
@@ -147,6 +148,7 @@ def empty_model(config: EngineConfig, target: RunTarget, device: torch.device) -
         return _built(config, target, build)
     # A plain model's map says which module of the checkpoint each part comes from.
     table = scheme_table(*plain_model(config, target), quant)
+    check_schemes(table, target.device)
     return _built(config, target, replace(build, scheme=lambda part: table.get(part, PLAIN)))
 
 
