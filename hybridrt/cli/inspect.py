@@ -45,6 +45,7 @@ class ModelReport:
     """A model under a configuration. Bytes are those of one tensor-parallel rank.
 
     Attributes:
+        tower_bytes: the part of `weight_bytes` of a tower of images; None: no tower is loaded.
         quantization: quant_method of a quantised checkpoint, or the option.
         schemes: matrices by how they are stored; those that are plain are not counted.
         free_bytes: memory for weights and pools together; `budget` says where it comes from.
@@ -62,6 +63,7 @@ class ModelReport:
     num_parameters: int
     weight_bytes: int
     weight_bytes_by_dtype: dict[str, int]
+    tower_bytes: int | None
     quantization: str | None
     schemes: dict[str, int]
     vocab_size: int
@@ -155,6 +157,7 @@ def describe_model(config: "EngineConfig", gpu: str | None = None) -> ModelRepor
         num_parameters=_num_parameters(config, target),
         weight_bytes=weight_bytes(model),
         weight_bytes_by_dtype=_bytes_by_dtype(model),
+        tower_bytes=None if model.tower is None else weight_bytes(model.tower),
         quantization=None if mc.quant is None else mc.quant.rules.name,
         schemes=_schemes(mc, model),
         vocab_size=mc.vocab_size,
@@ -290,6 +293,8 @@ def _print(report: ModelReport) -> None:
         f"{report.device}{ranks}; state in {report.state_dtype}, {report.state_mode} mode{kv}; vocabulary "
         f"{report.vocab_size}, hidden size {report.hidden_size}"
     )
+    if report.tower_bytes is not None:
+        out.print(f"{bytes_text(report.tower_bytes)} of these are the tower of images", markup=False)
     if report.quantization is not None:
         sizes = ", ".join(f"{name} {bytes_text(size)}" for name, size in report.weight_bytes_by_dtype.items())
         kinds = ", ".join(f"{count} {scheme}" for scheme, count in report.schemes.items())
