@@ -134,17 +134,14 @@ def describe_model(config: "EngineConfig", gpu: str | None = None) -> ModelRepor
     from hybridrt.base.dtypes import dtype_name
     from hybridrt.collectives.groups import TPGroup
     from hybridrt.runtime.load.build import empty_model, load_target, weight_bytes
-    from hybridrt.runtime.load.fit import as_on_gpu, budget_text, free_bytes, gpu_bytes, plan_ahead
+    from hybridrt.runtime.load.fit import as_on_gpu, budget_text, free_bytes, gpu_bytes
 
     total_bytes, config = (None, config) if gpu is None else (gpu_bytes(gpu, config), replace(config, device="cpu"))
     path, target = load_target(config, TPGroup(size=config.tp_size))
     target = target if gpu is None else as_on_gpu(config, target)
     model = empty_model(config, target, torch.device("meta"))
-    mc, layers, plan, plan_error = target.model_config, tuple(_layers(config, target, is_here=gpu is None)), None, None
-    try:
-        plan = plan_ahead(config, target, weight_bytes(model), total_bytes=total_bytes)
-    except MemoryBudgetError as e:
-        plan_error = str(e)
+    mc, layers = target.model_config, tuple(_layers(config, target, is_here=gpu is None))
+    plan, plan_error = _plan(config, target, weight_bytes(model), total_bytes)
     return ModelReport(
         model=str(path),
         architecture=mc.architecture,
@@ -170,6 +167,18 @@ def describe_model(config: "EngineConfig", gpu: str | None = None) -> ModelRepor
         state_bytes_per_request=sum(layer.state_bytes for layer in layers),
         kv_bytes_per_token=sum(layer.kv_bytes_per_token for layer in layers),
     )
+
+
+def _plan(
+    config: "EngineConfig", target: "RunTarget", weights: int, total_bytes: int | None
+) -> tuple["MemoryPlan | None", str | None]:
+    """A plan, or why there is none."""
+    from hybridrt.runtime.load.fit import plan_ahead
+
+    try:
+        return plan_ahead(config, target, weights, total_bytes=total_bytes), None
+    except MemoryBudgetError as e:
+        return None, str(e)
 
 
 def _num_parameters(config: "EngineConfig", target: "RunTarget") -> int:
