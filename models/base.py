@@ -38,6 +38,8 @@ class CausalLM(nn.Module, ABC):
 
     # Regular expressions of checkpoint keys; the loader lists matches.
     skipped_keys: tuple[str, ...] = (MTP_KEYS,)
+    # Keys that a checkpoint may lack: their parameters keep what they were made with.
+    optional_keys: ClassVar[str | None] = None
     composite: type[HybridLinearAttnBackend] = HybridLinearAttnBackend
     embed_key: ClassVar[str] = "model.embed_tokens"
     norm_key: ClassVar[str] = "model.norm"

@@ -14,7 +14,7 @@ from hybridrt.base.errors import CheckpointError
 from hybridrt.models.base import MTP_KEYS
 from hybridrt.models.nemotron_h import FAMILY as NEMOTRON_H
 from hybridrt.models.nemotron_h import NemotronHForCausalLM
-from hybridrt.models.vision.radio import RadioTower, read
+from hybridrt.models.vision.radio import FINAL_NORM, RadioTower, read
 
 FAMILY = replace(
     NEMOTRON_H,
@@ -30,15 +30,13 @@ FAMILY = replace(
 )  # fmt: skip
 NANO = replace(FAMILY, model="hybridrt.models.nemotron_omni:NemotronH_Nano_Omni_Reasoning_V3")
 NANO_VL = replace(FAMILY, model="hybridrt.models.nemotron_omni:NemotronH_Nano_VL_V2")
-TEXT = "language_model."
-
-
+TEXT, PROJECTOR = "language_model.", "vision_projector."
 TOWER_KEYS = r"(vision_model|mlp1)\..*"
 # Tensors that do nothing where they are stored, and what they hold then.
 IDLE = {
     r"vision_model\..*\.layer_scale[12]\.lambda1": 1.0,
-    r"(vision_projector\.)?vision_final_layernorm\.weight": 1.0,
-    r"(vision_projector\.)?vision_final_layernorm\.bias": 0.0,
+    rf"({PROJECTOR})?{FINAL_NORM}\.weight": 1.0,
+    rf"({PROJECTOR})?{FINAL_NORM}\.bias": 0.0,
 }
 
 
@@ -54,10 +52,13 @@ class NemotronH_Omni_Reasoning_V3(NemotronHForCausalLM):  # the architecture's n
         r"multi_modal_projector\..*",  # mlp1, by the name of transformers' modules
         r"(audio_tower|embed_audio|sound_encoder|sound_projection)\..*",
     )
+    optional_keys = rf"{FINAL_NORM}\.(weight|bias)"
     tower_class, tower_keys = RadioTower, TOWER_KEYS
 
     def rename_key(self, key: str) -> str:
-        return super().rename_key(key.removeprefix(TEXT)) if key.startswith(TEXT) else key
+        if key.startswith(TEXT):
+            return super().rename_key(key.removeprefix(TEXT))
+        return key.removeprefix(PROJECTOR)
 
     def check_skipped(self, key: str, tensor: torch.Tensor) -> None:
         idle = next((value for keys, value in IDLE.items() if re.fullmatch(keys, key)), None)

@@ -29,7 +29,7 @@ class VisionSpec:
             a side of `kernel_size` patches.
         num_prefix: learned tokens before each picture, which are dropped after the transformer.
         exact_gelu: its MLP has the GELU itself, not its tanh approximation.
-        final_norm: a layer norm without weights follows the transformer.
+        final_norm: a layer norm follows the transformer.
         mean, std: of the channels red, green and blue, in parts of 255, as in transformers' class.
     """
 

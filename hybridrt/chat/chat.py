@@ -28,6 +28,7 @@ from hybridrt.chat.template_traits import TemplateTraits, find_traits, fitted, f
 from hybridrt.chat.tool_parser import ToolParser
 from hybridrt.chat.tool_parsers.forced import ForcedCalls
 from hybridrt.images.reader import ImageReader
+from hybridrt.images.source import ImageSource
 
 _KNOWN_STARTS = 32
 
@@ -203,12 +204,18 @@ class Chat:
 
     def _fitted(self, conversation: Conversation) -> Conversation:
         """Replaces the messages by those that the template gets."""
-        if conversation.images and self._images is None:
-            place = conversation.images[0].place
-            raise RequestError(f"{place}: this model reads text alone here; leave images out", place)
+        if conversation.images:
+            self._check_images(conversation.images)
         traits = self._traits_of(self._template_for(conversation))
         messages = fitted(conversation.messages, traits, continued=conversation.continue_final_message)
         return replace(conversation, messages=messages)
+
+    def _check_images(self, images: Sequence[ImageSource]) -> None:
+        """Before a template writes a line for each."""
+        if self._images is None:
+            place = images[0].place
+            raise RequestError(f"{place}: this model reads text alone here; leave images out", place)
+        self._images.check_count(len(images), "messages")
 
     def _parsers(self, conversation: Conversation) -> tuple[ToolParser | None, ReasoningTags | None]:
         if conversation.forced_form is not None:

@@ -45,6 +45,7 @@ class ModelReport:
     """A model under a configuration. Bytes are those of one tensor-parallel rank.
 
     Attributes:
+        tower_bytes: the part of `weight_bytes` of a tower of images; None: no tower is loaded.
         quantization: quant_method of a quantised checkpoint, or the option.
         schemes: matrices by how they are stored; those that are plain are not counted.
         free_bytes: memory for weights and pools together; `budget` says where it comes from.
@@ -62,6 +63,7 @@ class ModelReport:
     num_parameters: int
     weight_bytes: int
     weight_bytes_by_dtype: dict[str, int]
+    tower_bytes: int | None
     quantization: str | None
     schemes: dict[str, int]
     vocab_size: int
@@ -132,17 +134,14 @@ def describe_model(config: "EngineConfig", gpu: str | None = None) -> ModelRepor
     from hybridrt.base.dtypes import dtype_name
     from hybridrt.collectives.groups import TPGroup
     from hybridrt.runtime.load.build import empty_model, load_target, weight_bytes
-    from hybridrt.runtime.load.fit import as_on_gpu, budget_text, free_bytes, gpu_bytes, plan_ahead
+    from hybridrt.runtime.load.fit import as_on_gpu, budget_text, free_bytes, gpu_bytes
 
     total_bytes, config = (None, config) if gpu is None else (gpu_bytes(gpu, config), replace(config, device="cpu"))
     path, target = load_target(config, TPGroup(size=config.tp_size))
     target = target if gpu is None else as_on_gpu(config, target)
     model = empty_model(config, target, torch.device("meta"))
-    mc, layers, plan, plan_error = target.model_config, tuple(_layers(config, target, is_here=gpu is None)), None, None
-    try:
-        plan = plan_ahead(config, target, weight_bytes(model), total_bytes=total_bytes)
-    except MemoryBudgetError as e:
-        plan_error = str(e)
+    mc, layers = target.model_config, tuple(_layers(config, target, is_here=gpu is None))
+    plan, plan_error = _plan(config, target, weight_bytes(model), total_bytes)
     return ModelReport(
         model=str(path),
         architecture=mc.architecture,
@@ -155,6 +154,7 @@ def describe_model(config: "EngineConfig", gpu: str | None = None) -> ModelRepor
         num_parameters=_num_parameters(config, target),
         weight_bytes=weight_bytes(model),
         weight_bytes_by_dtype=_bytes_by_dtype(model),
+        tower_bytes=None if model.tower is None else weight_bytes(model.tower),
         quantization=None if mc.quant is None else mc.quant.rules.name,
         schemes=_schemes(mc, model),
         vocab_size=mc.vocab_size,
@@ -167,6 +167,18 @@ def describe_model(config: "EngineConfig", gpu: str | None = None) -> ModelRepor
         state_bytes_per_request=sum(layer.state_bytes for layer in layers),
         kv_bytes_per_token=sum(layer.kv_bytes_per_token for layer in layers),
     )
+
+
+def _plan(
+    config: "EngineConfig", target: "RunTarget", weights: int, total_bytes: int | None
+) -> tuple["MemoryPlan | None", str | None]:
+    """A plan, or why there is none."""
+    from hybridrt.runtime.load.fit import plan_ahead
+
+    try:
+        return plan_ahead(config, target, weights, total_bytes=total_bytes), None
+    except MemoryBudgetError as e:
+        return None, str(e)
 
 
 def _num_parameters(config: "EngineConfig", target: "RunTarget") -> int:
@@ -291,6 +303,8 @@ def _print(report: ModelReport) -> None:
         f"{report.device}{ranks}; state in {report.state_dtype}, {report.state_mode} mode{kv}; vocabulary "
         f"{report.vocab_size}, hidden size {report.hidden_size}"
     )
+    if report.tower_bytes is not None:
+        out.print(f"{bytes_text(report.tower_bytes)} of these are the tower of images", markup=False)
     if report.quantization is not None:
         sizes = ", ".join(f"{name} {bytes_text(size)}" for name, size in report.weight_bytes_by_dtype.items())
         kinds = ", ".join(f"{count} {scheme}" for scheme, count in report.schemes.items())

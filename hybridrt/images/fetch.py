@@ -71,8 +71,8 @@ class Fetcher:
             raise RequestError(f"{place}: the image cannot be fetched from {address.host}: {text}", place) from e
 
     def _fetch(self, address: Address, plain: socket.socket) -> bytes:
-        watched = plain.dup()  # TLS takes the socket itself
-        timer = threading.Timer(self._limits.seconds, _end, (watched,))
+        watched, late = plain.dup(), threading.Event()  # TLS takes the socket itself
+        timer = threading.Timer(self._limits.seconds, _end, (watched, late))
         timer.daemon = True
         timer.start()
         try:
@@ -81,7 +81,10 @@ class Fetcher:
                 connection.sock = secure
                 headers = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "hybridrt"}
                 connection.request("GET", address.target, headers=headers)
-                return self._read(connection.getresponse())
+                found = self._read(connection.getresponse())
+                if late.is_set():  # an answer without a length seems to end there
+                    raise TimeoutError(f"it takes more than {self._limits.seconds:g} seconds")
+                return found
         finally:
             timer.cancel()
 
@@ -125,7 +128,8 @@ def is_public(address: str) -> bool:
     return all(each.is_global and not each.is_multicast for each in found)
 
 
-def _end(connection: socket.socket) -> None:
+def _end(connection: socket.socket, late: threading.Event) -> None:
     """Wakes a thread that waits for the other side."""
+    late.set()
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

@@ -29,16 +29,12 @@ def lfm2_pieces(pixels: torch.Tensor, settings: Lfm2Images, low: bool) -> list[I
         low: no tiles.
 
     Raises:
-        UnreadablePicture: it is so narrow that it would have more than the most tokens.
+        UnreadablePicture: it is so narrow that, as one piece, it would have more than the most
+            tokens.
     """
     height, width = pixels.shape[1:]
-    sides, block = _whole_size(height, width, settings), settings.patch * settings.merge
-    if sides[0] * sides[1] > settings.max_tokens * block * block:
-        text = f"its aspect ratio is too large: {width} x {height} would have more than {settings.max_tokens} tokens"
-        raise UnreadablePicture(text)
-    whole = resized(pixels, *sides, settings.mode)
     if low or settings.max_tiles == 1 or not _is_large(height, width, settings):
-        return [_piece("", whole, settings)]
+        return [_piece("", _whole(pixels, settings), settings)]
     across, down = tile_grid(height, width, settings.tile, settings.min_tiles, settings.max_tiles)
     picture = resized(pixels, down * settings.tile, across * settings.tile, settings.mode)
     places = [(row, column) for row in range(down) for column in range(across)]
@@ -52,14 +48,20 @@ def lfm2_pieces(pixels: torch.Tensor, settings: Lfm2Images, low: bool) -> list[I
         for row, column in places
     ]
     if settings.thumbnail and not single:
-        found.append(_piece(THUMBNAIL if settings.marks else "", whole, settings))
+        found.append(_piece(THUMBNAIL if settings.marks else "", _whole(pixels, settings), settings))
     return found
 
 
-def _whole_size(height: int, width: int, settings: Lfm2Images) -> tuple[int, int]:
+def _whole(pixels: torch.Tensor, settings: Lfm2Images) -> torch.Tensor:
+    """The picture as one piece. Raises UnreadablePicture."""
+    height, width = pixels.shape[1:]
     block = settings.patch * settings.merge
-    area = block * block
-    return fitted_size(height, width, block, settings.min_tokens * area, settings.max_tokens * area, least=1)
+    least, most = settings.min_tokens * block * block, settings.max_tokens * block * block
+    sides = fitted_size(height, width, block, least, most, least=1)
+    if sides[0] * sides[1] > most:
+        text = f"its aspect ratio is too large: {width} x {height} would have more than {settings.max_tokens} tokens"
+        raise UnreadablePicture(text)
+    return resized(pixels, *sides, settings.mode)
 
 
 def _is_large(height: int, width: int, settings: Lfm2Images) -> bool:

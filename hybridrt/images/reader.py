@@ -111,6 +111,11 @@ class ImageReader:
     def close(self) -> None:
         self.pool.close()
 
+    def check_count(self, count: int, field: str) -> None:
+        """RequestError for more pictures than a prompt may have."""
+        if count > self.limits.images:
+            raise RequestError(f"the prompt has {count} images; at most {self.limits.images}", field)
+
     def expand(
         self, tokens: Sequence[int], sources: Sequence[ImageSource], max_tokens: int
     ) -> tuple[list[int], tuple[Span, ...]]:
@@ -138,8 +143,7 @@ class ImageReader:
 
     def _read_all(self, sources: Sequence[ImageSource], room: int) -> list[list[_ReadPiece]]:
         """Reads as many at a time as there are processes, so that other prompts get their turn."""
-        if len(sources) > self.limits.images:
-            raise RequestError(f"the prompt has {len(sources)} images; at most {self.limits.images}", "prompt")
+        self.check_count(len(sources), "prompt")
         found: list[list[_ReadPiece]] = []
         step, length, size, seconds = self.pool.limits.children, 0, 0, 0.0
         for start in range(0, len(sources), step):

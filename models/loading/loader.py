@@ -159,7 +159,7 @@ def check_keys(model: CausalLM, path: Path, present: Collection[str]) -> list[st
             f'{path} holds no mtp.* weights, which method "mtp" needs: use a checkpoint that kept its prediction '
             'head, or method "ngram" or "draft"'
         )
-    missing = sorted(wanted - named)
+    missing = sorted(key for key in wanted - named if not re.fullmatch(model.optional_keys or "", key))
     left_over = sorted(key for key in named - wanted if not _skipped(model, key, wanted))
     if model.config.tie_word_embeddings and "lm_head.weight" in left_over:
         left_over.remove("lm_head.weight")  # some writers store a tied matrix twice

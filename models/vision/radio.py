@@ -30,10 +30,19 @@ from hybridrt.base.errors import ConfigError
 from hybridrt.base.vision import CLIP_MEAN, CLIP_STD, VisionSpec
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointMap, parameter, whole
-from hybridrt.models.vision.layers import Block, BlockKeys, Linear, Pictures, in_blocks, linear_weights, resized_table
+from hybridrt.models.vision.layers import (
+    Block,
+    BlockKeys,
+    LayerNorm,
+    Linear,
+    Pictures,
+    in_blocks,
+    linear_weights,
+    resized_table,
+)
 from hybridrt.models.vision.tower import Tower
 
-KEY = "vision_model.radio_model.model"
+KEY, FINAL_NORM = "vision_model.radio_model.model", "vision_final_layernorm"
 PROJECTOR_EPS = 1e-5
 FIELDS: FieldTypes = {
     "num_hidden_layers": LAYERS,
@@ -113,6 +122,14 @@ def read(raw: Mapping[str, Any], hidden_size: int) -> VisionSpec:
     )
 
 
+def _identity_norm(spec: VisionSpec, build: Build) -> LayerNorm:
+    """Weights that change nothing: a checkpoint may lack them."""
+    norm = LayerNorm("vision_model.final_norm", spec.hidden_size, spec.norm_eps, build=build)
+    torch.nn.init.ones_(norm.weight)
+    torch.nn.init.zeros_(norm.bias)
+    return norm
+
+
 class RadioTower(Tower):
     def __init__(self, spec: VisionSpec, build: Build) -> None:
         super().__init__(spec, build)
@@ -121,6 +138,7 @@ class RadioTower(Tower):
         self.table = parameter(spec.table_side**2, size, dtype=plain.dtype, device=plain.device)
         self.prefix = parameter(spec.num_prefix, size, dtype=plain.dtype, device=plain.device)
         self.blocks = nn.ModuleList(Block(f"vision_model.{i}", spec, build=plain) for i in range(spec.num_layers))
+        self.final_norm = _identity_norm(spec, plain) if spec.final_norm else None
         self.norm = RMSNorm("mlp1.norm", joined, PROJECTOR_EPS, device=plain.device)
         self.linear_1 = Linear("mlp1.1", joined, spec.projector_size, bias=False, build=plain)
         self.linear_2 = Linear("mlp1.2", spec.projector_size, spec.out_size, bias=False, build=plain)
@@ -139,15 +157,12 @@ class RadioTower(Tower):
 
     def finish(self, x: torch.Tensor, grids: Sequence[tuple[int, int]]) -> torch.Tensor:
         spec = self.spec
+        if self.final_norm is not None:
+            x = self.final_norm(x)
         parts = zip(x.split(Pictures(grids, num_prefix=spec.num_prefix).lengths), grids)
-        joined = torch.cat(
-            [in_blocks(self._normed(p[spec.num_prefix :]).unflatten(0, g), spec.merge) for p, g in parts]
-        )
+        joined = torch.cat([in_blocks(part[spec.num_prefix :].unflatten(0, grid), spec.merge) for part, grid in parts])
         normed, _ = self.norm(joined.view(-1, spec.hidden_size * spec.merge**2))
         return self.linear_2(F.relu(self.linear_1(normed)).square())
-
-    def _normed(self, x: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x, x.shape[-1:], eps=self.spec.norm_eps) if self.spec.final_norm else x
 
     def checkpoint_map(self) -> CheckpointMap:
         found = {
@@ -158,6 +173,8 @@ class RadioTower(Tower):
             **self.linear_1.targets("mlp1.1"),
             **self.linear_2.targets("mlp1.3"),
         }
+        if self.final_norm is not None:
+            found |= self.final_norm.targets(FINAL_NORM)
         for i, block in enumerate(cast("Iterable[Block]", self.blocks)):
             ends = "norm1", "norm2", "attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"
             found |= block.targets(BlockKeys(*(f"{KEY}.blocks.{i}.{end}" for end in ends)))

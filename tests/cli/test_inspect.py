@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,9 @@ from hybridrt.kinds.registry import can_replay
 from hybridrt.models.config.read_config import read_model_config
 from hybridrt.runtime.load import build, fit
 from hybridrt.runtime.run.model_runner import ModelRunner
+from tests.models.test_vision import QWEN, seeing
 from tests.support.checkpoints import (
+    CheckpointStore,
     Make,
     falcon,
     falcon_mamba,
@@ -112,6 +115,17 @@ def test_table_shows_the_stack_and_a_row_for_each_kind(model: tuple[Path, str]) 
     ]
     assert "3 running requests" in lines[-1]
     assert lines[1].startswith("Fits: ")
+
+
+def test_a_tower_of_images_is_counted(checkpoints: CheckpointStore, tmp_path: Path) -> None:
+    path = seeing(checkpoints[QWEN].path, tmp_path / "model")
+    config = EngineConfig(str(path), **SMALL)
+    report, blind = describe_model(config), describe_model(replace(config, images=False))
+    assert report.tower_bytes == report.weight_bytes - blind.weight_bytes and blind.tower_bytes is None
+    shown, hidden = (
+        run("inspect", str(path), "--device", "cpu", *option).stdout.split() for option in ((), ("--no-images",))
+    )
+    assert {"tower", "encoder:"} <= set(shown) and not {"tower", "encoder:"} & set(hidden)
 
 
 def test_sizes_of_a_layer_have_names() -> None:

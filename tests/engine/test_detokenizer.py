@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from hybridrt.base.errors import CheckpointError
 from hybridrt.engine.text.stop_strings import StopStrings
@@ -216,3 +217,15 @@ def test_load_tokenizer(tmp_path) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot be loaded"):
         load_tokenizer(tmp_path)
+
+
+def test_a_config_whose_class_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers raises this for classes of images if torchvision is no match for torch."""
+    PreTrainedTokenizerFast(tokenizer_object=byte_level(), eos_token="<eos>").save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "radio"}')
+
+    def fail(*_: object, **__: object) -> None:
+        raise ModuleNotFoundError("Could not import module 'RadioConfig'")
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", fail)
+    assert isinstance(load_tokenizer(tmp_path), HFTokenizer)

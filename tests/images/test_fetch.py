@@ -32,11 +32,14 @@ class Answers(http.server.BaseHTTPRequestHandler):
         self.send_response(status)
         if status == 302:
             self.send_header("Location", "/picture.png")
-        self.send_header("Content-Length", str(len(PICTURE) + (self.path == "/short")))
+        if self.path != "/endless":
+            self.send_header("Content-Length", str(len(PICTURE) + (self.path == "/short")))
         self.end_headers()
         if self.path == "/slow":
             time.sleep(3)
         self.wfile.write(PICTURE)
+        if self.path == "/endless":
+            time.sleep(3)
 
     def log_message(self, *arguments: Any) -> None:
         pass
@@ -102,7 +105,13 @@ def test_a_picture_is_fetched(fetcher: Fetcher, port: int, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(
     ("path", "text"),
-    [("/redirect", "status 302"), ("/missing", "status 404"), ("/short", "breaks off"), ("/slow", "cannot be fetched")],
+    [
+        ("/redirect", "status 302"),
+        ("/missing", "status 404"),
+        ("/short", "breaks off"),
+        ("/slow", "cannot be fetched"),
+        ("/endless", "takes more than 1 seconds"),
+    ],
 )
 def test_other_answers_are_refused(fetcher: Fetcher, port: int, path: str, text: str) -> None:
     start = time.monotonic()

@@ -195,3 +195,5 @@ def test_an_impossible_aspect_is_refused() -> None:
         nemotron_pieces(picture(9000, 1), NEMOTRON, low=False)
     with pytest.raises(UnreadablePicture, match="more than 16 tokens"):
         lfm2_pieces(picture(3000, 16), LFM2, low=False)
+    tiles = lfm2_pieces(picture(3000, 16), replace(LFM2, thumbnail=False), low=False)
+    assert [piece.tokens for piece in tiles] == [(2, 2)] * 4  # none is the whole picture

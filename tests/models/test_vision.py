@@ -143,25 +143,41 @@ def test_older_names_of_the_tower_of_lfm2(checkpoints: CheckpointStore, tmp_path
     assert torch.equal(model.encode(inputs)[0], other.encode(inputs)[0])
 
 
+@pytest.mark.parametrize("prefix", ["", "vision_projector.", None])
 @torch.no_grad()
-def test_a_final_norm_of_the_tower_of_nemotron_omni(checkpoints: CheckpointStore, tmp_path: Path) -> None:
-    """Checkpoints with a prediction head have one; they may hold its weights, which do nothing."""
-    checkpoint = checkpoints[OMNI]
-    path = seeing(checkpoint.path, tmp_path / "model")
-    fields = json.loads((path / "config.json").read_text())
-    path = rewrite(path, tmp_path / "other", text_config=fields["text_config"] | {"num_nextn_predict_layers": 1})
-    norm = {"vision_final_layernorm.weight": torch.ones(16), "vision_final_layernorm.bias": torch.zeros(16)}
-    edit(path, lambda tensors: tensors.update(norm))
+def test_a_final_norm_of_the_tower_of_nemotron_omni(
+    prefix: str | None, checkpoints: CheckpointStore, tmp_path: Path
+) -> None:
+    """Checkpoints with a prediction head have one; older ones leave its weights out, which are 1 and 0 then."""
+    checkpoint, norm = checkpoints[OMNI], torch.nn.LayerNorm(16, eps=1e-6)
+    path = with_prediction_head(seeing(checkpoint.path, tmp_path / "model"), tmp_path / "other")
+    if prefix is not None:
+        norm.weight.normal_(1.0, 0.3)
+        norm.bias.normal_(0.0, 0.3)
+        stored = {f"{prefix}vision_final_layernorm.{name}": param.data for name, param in norm.named_parameters()}
+        edit(path, lambda tensors: tensors.update(stored))
     model = load(path)
     assert model.config.vision is not None
     inputs = pictures(model.config.vision, GRIDS[:2])
-    checkpoint.model.vision_final_layernorm = torch.nn.LayerNorm(16, eps=1e-6)
+    checkpoint.model.vision_final_layernorm = norm
     try:
         want = features(checkpoint.model, OMNI, inputs)
     finally:
         checkpoint.model.vision_final_layernorm = None
     for ours, theirs in zip(model.encode(inputs), want, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def with_prediction_head(path: Path, to: Path) -> Path:
+    fields = json.loads((path / "config.json").read_text())
+    return rewrite(path, to, text_config=fields["text_config"] | {"num_nextn_predict_layers": 1})
+
+
+def test_a_final_norm_without_a_prediction_head_is_refused(checkpoints: CheckpointStore, tmp_path: Path) -> None:
+    path = seeing(checkpoints[OMNI].path, tmp_path / "model")
+    norm = {"vision_final_layernorm.weight": torch.ones(16), "vision_final_layernorm.bias": torch.zeros(16)}
+    edit(path, lambda tensors: tensors.update(norm))
+    load(path)
     edit(path, lambda tensors: tensors["vision_final_layernorm.bias"].add_(1))
     with pytest.raises(CheckpointError, match=r"vision_final_layernorm\.bias is not 0 everywhere"):
         load(path)

@@ -269,6 +269,14 @@ def test_placeholders_are_the_images_of_a_prompt(seeing: LLM) -> None:
         seeing.chat([{"role": "user", "content": [{"type": "image", "image": many}] * 5}], GREEDY)
 
 
+def test_too_many_images_are_refused_before_a_template_sees_them(seeing: LLM) -> None:
+    """This one would be refused, too: it writes no images."""
+    parts = [{"type": "image", "image": np.zeros((1, 1, 3), np.uint8)}] * 129
+    with pytest.raises(RequestError, match="129 images; at most 128") as caught:
+        seeing.chat([{"role": "user", "content": parts}], GREEDY, chat_template="{{ messages[0].content }}")
+    assert caught.value.field == "messages"
+
+
 def test_a_model_without_a_tower_refuses_images(embedded: LLM) -> None:
     with pytest.raises(RequestError, match=r"^messages.0.content.0.image_url.url: this model reads text alone"):
         embedded.chat(

@@ -219,7 +219,8 @@ def _read_config(directory: Path) -> Any:
     try:
         try:
             return AutoConfig.from_pretrained(str(directory), **_LOCAL)
-        except (ValueError, OSError):  # unknown to transformers
+        # Unknown to transformers, or classes of images that import a torchvision that is no match for torch.
+        except (ValueError, OSError, ImportError):
             return PreTrainedConfig.from_pretrained(str(directory), **_LOCAL)
     except BaseException as e:
         if not is_failure(e):
