@@ -67,7 +67,7 @@ def test_a_tensor_that_is_none_of_theirs_is_named(tmp_path: Path, name: str) -> 
     torch.manual_seed(0)
     save_file(change(load_file(path / "model.safetensors")), path / "model.safetensors", {"format": "pt"})
     result = judged(path)
-    assert result.status == ("failed" if told else "passed") or name == "a transposed matrix"
+    assert (result.status == "passed") == (not told)
     assert bool(result.findings) == bool(told) and (not told or told in result.findings[0]), result.findings
 
 
