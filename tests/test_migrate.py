@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import typer
 
+from hybridrt.chat.registry import REASONING_PARSERS, TOOL_PARSERS
 from hybridrt.cli.app import app
 
 ROOT = Path(__file__).parents[1]
@@ -37,6 +38,15 @@ def test_each_option_of_theirs_has_a_row(peer: str) -> None:
     assert sorted(set(PEERS[peer]["options"]) - set(told)) == []
     assert sorted(name for name in set(told) if told.count(name) > 1) == [], "two rows have these"
     assert PEERS[peer]["version"] in DOCUMENT.read_text().split("## vllm serve")[0]
+
+
+@pytest.mark.parametrize(("option", "parsers"), [
+    ("--tool-call-parser", TOOL_PARSERS), ("--reasoning-parser", REASONING_PARSERS),
+])  # fmt: skip
+def test_each_parser_is_named(option: str, parsers: Any) -> None:
+    for title in TABLES.values():
+        remark = next(row[2] for row in rows(title) if option in named(row[0]))
+        assert [name for name in parsers.built_in if name not in remark] == []
 
 
 def test_options_of_ours_are_in_the_help() -> None:
