@@ -1,16 +1,24 @@
-"""docs/migrate.md: whatever its columns of hybridrt name is there, in the help, the routes and the metrics."""
+"""docs/migrate.md: it names each option of vLLM and SGLang, and whatever its columns of hybridrt name is there, in the
+help, the routes and the metrics.
+"""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import typer
 
+from hybridrt.chat.registry import REASONING_PARSERS, TOOL_PARSERS
 from hybridrt.cli.app import app
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "migrate.md"
 NOTHING = {"-", "not there"}
+# The options of `vllm serve` and `sglang.launch_server`, as released.
+PEERS = json.loads((ROOT / "tests" / "vectors" / "peer_options.json").read_text())
+TABLES = {"vllm": "vllm serve", "sglang": "sglang.launch_server"}
 
 
 def rows(title: str) -> list[list[str]]:
@@ -22,6 +30,23 @@ def rows(title: str) -> list[list[str]]:
 
 def named(cell: str) -> set[str]:
     return set(re.findall(r"`([^`]+)`", cell))
+
+
+@pytest.mark.parametrize("peer", TABLES)
+def test_each_option_of_theirs_has_a_row(peer: str) -> None:
+    told = [name for row in rows(TABLES[peer]) for name in named(row[0])]
+    assert sorted(set(PEERS[peer]["options"]) - set(told)) == []
+    assert sorted(name for name in set(told) if told.count(name) > 1) == [], "two rows have these"
+    assert PEERS[peer]["version"] in DOCUMENT.read_text().split("## vllm serve")[0]
+
+
+@pytest.mark.parametrize(("option", "parsers"), [
+    ("--tool-call-parser", TOOL_PARSERS), ("--reasoning-parser", REASONING_PARSERS),
+])  # fmt: skip
+def test_each_parser_is_named(option: str, parsers: Any) -> None:
+    for title in TABLES.values():
+        remark = next(row[2] for row in rows(title) if option in named(row[0]))
+        assert [name for name in parsers.built_in if name not in remark] == []
 
 
 def test_options_of_ours_are_in_the_help() -> None:
@@ -41,9 +66,8 @@ def test_options_of_ours_are_in_the_help() -> None:
 def test_each_option_of_serve_that_others_have_is_named() -> None:
     """Options that only hybridrt has are listed here."""
     own = {
-        "--max-body-bytes", "--max-stored-responses", "--max-stored-bytes", "--request-timeout", "--drain-timeout",
-        "--mamba-ssm-rounding", "--kv-scales", "--state-mode", "--cuda-graph-prompts", "--audit-hits", "--device",
-        "--fleet-key-file", "--encoder-host-tokens", "--help",
+        "--max-body-bytes", "--max-stored-responses", "--max-stored-bytes", "--request-timeout",
+        "--kv-scales", "--audit-hits", "--device", "--fleet-key-file", "--help",
     }  # fmt: skip
     command: Any = typer.main.get_command(app)
     told = {name for title in ("vllm serve", "sglang.launch_server") for row in rows(title) for name in named(row[1])}

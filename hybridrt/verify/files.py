@@ -1,8 +1,14 @@
 """Checks of a checkpoint's files: config.json, keys, values of tensors, and hashes."""
 
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
 from hybridrt.base.config_json import read_object
+from hybridrt.base.dtypes import dtype_name
 from hybridrt.base.errors import ConfigError, HybridrtError, shown
 from hybridrt.base.files import INDEX_BYTES
+from hybridrt.base.files_safetensors import DTYPES
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.models.loading.loader import check_keys
 from hybridrt.models.loading.shards import shards_of, some
@@ -12,6 +18,8 @@ from hybridrt.verify.results import Result
 from hybridrt.verify.subject import Subject
 from hybridrt.verify.tensor_judge import judge
 from hybridrt.verify.tensor_stats import TensorStats, scan
+
+INDEX = "model.safetensors.index.json"
 
 
 def check_config(subject: Subject, result: Result) -> None:
@@ -26,6 +34,7 @@ def check_config(subject: Subject, result: Result) -> None:
     if subject.raw.get("auto_map"):
         result.notes.append("config.json names Python code of the checkpoint (auto_map); it was not run")
     _compare_fields(subject, result)
+    _compare_ends(subject, result)
 
 
 def _compare_fields(subject: Subject, result: Result) -> None:
@@ -48,6 +57,24 @@ def _compare_fields(subject: Subject, result: Result) -> None:
         if a != b:
             result.warn(f"config.json: {name} is {shown(a)} to hybridrt and {shown(b)} to transformers")
     result.notes.append(f"{compared} fields equal transformers' reading, but for those named")
+
+
+def _compare_ends(subject: Subject, result: Result) -> None:
+    """Runtimes use the tokens of generation_config.json, or those of both files."""
+    file = subject.path / "generation_config.json"
+    if not file.is_file():
+        return
+    told = _tokens(subject.text_fields.get("eos_token_id") or subject.raw.get("eos_token_id"))
+    other = _tokens(read_object(file).get("eos_token_id"))
+    if told and other and not set(told) <= set(other):
+        result.warn(
+            f"config.json: eos_token_id is {told}, and {other} in generation_config.json: runtimes differ in which "
+            "they use"
+        )
+
+
+def _tokens(told: Any) -> list[int]:
+    return sorted(each for each in (told if isinstance(told, list) else [told]) if isinstance(each, int))
 
 
 def check_keys_of(subject: Subject, result: Result) -> None:
@@ -77,9 +104,22 @@ def check_tensors(subject: Subject, result: Result) -> None:
         subject.progress(f"tensors {len(stats)}/{sum(map(len, shards.values()))}")
     subject.hashes["tensors"] = {each.key: each.sha256 for each in stats if each.sha256}
     judge(stats, result)
+    _compare_dtype(subject, stats, result)
     sampled = " (large ones at 16 places)" if subject.quick else ""
     result.done(f"the numbers of {len(stats)} tensors were compared with their siblings'{sampled}")
     result.notes.append("numbers of the usual size that are wrong cannot be seen without a hash")
+
+
+def _compare_dtype(subject: Subject, stats: Sequence[TensorStats], result: Result) -> None:
+    told = subject.text_fields.get("dtype") or subject.text_fields.get("torch_dtype") or subject.raw.get("dtype")
+    if not isinstance(told, str) or subject.raw.get("quantization_config") or not stats:
+        return
+    sizes = Counter[str]()
+    for each in stats:
+        sizes[each.dtype] += each.count
+    most = dtype_name(DTYPES[sizes.most_common(1)[0][0]])
+    if most != told:
+        result.warn(f"config.json: dtype is {told}; most numbers are stored as {most}. Were the weights converted?")
 
 
 def check_hashes(subject: Subject, result: Result) -> None:
@@ -93,6 +133,7 @@ def check_hashes(subject: Subject, result: Result) -> None:
         if not has_hash(file, wanted, subject.hashes["files"][file.name]):
             result.fail(f"{file.name} differs from what the hub published: its hash is not {wanted}")
     _check_index_size(subject, result)
+    _check_unlisted(subject, result)
     result.figures |= {"files": len(files), "published": len(known)}
     if known:
         result.done(f"{len(known)} of {len(files)} files have a hash that the hub published")
@@ -105,7 +146,7 @@ def _is_large(size: int) -> bool:
 
 
 def _check_index_size(subject: Subject, result: Result) -> None:
-    index = subject.path / "model.safetensors.index.json"
+    index = subject.path / INDEX
     if not index.exists():
         return
     metadata = read_object(index, ConfigError, INDEX_BYTES).get("metadata")
@@ -116,6 +157,19 @@ def _check_index_size(subject: Subject, result: Result) -> None:
         return result.fail(str(e))
     if isinstance(told, int) and told != found:
         result.warn(f"{index.name}: total_size is {told}; the tensors of the files have {found} bytes")
+
+
+def _check_unlisted(subject: Subject, result: Result) -> None:
+    """Files of weights that no runtime reads: of another download, or left out of an old index."""
+    if not (subject.path / INDEX).exists():
+        return
+    try:
+        listed = {file.name for file in shards_of(subject.path)}
+    except HybridrtError:
+        return  # the size of the index has told it
+    for file in sorted(subject.path.glob("*.safetensors")):
+        if file.name not in listed:
+            result.warn(f"{file.name} is not in {INDEX}, so it is not read: is the index of another download?")
 
 
 def _tensor_bytes(subject: Subject) -> int:

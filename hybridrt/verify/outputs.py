@@ -45,7 +45,7 @@ def check_transformers(subject: Subject, result: Result) -> None:
     device, count = subject.torch_device, QUICK_TOKENS if subject.quick else TOKENS
     prompts = prompts_of(subject)
     try:
-        with _plain_checkpoint(subject, result) as path:
+        with plain_checkpoint(subject, result) as path:
             told = _ask_all(subject, path, prompts, count, device, result)
     except UnsupportedModelError as e:
         return result.leave_out(f"not compared: {e}")
@@ -54,13 +54,13 @@ def check_transformers(subject: Subject, result: Result) -> None:
 
 
 @contextmanager
-def _plain_checkpoint(subject: Subject, result: Result) -> Iterator[Path]:
+def plain_checkpoint(subject: Subject, result: Result) -> Iterator[Path]:
     """The checkpoint, or a decoded copy of a quantised one."""
     assert subject.config is not None, "it was read"
     if subject.config.quant is None:
         yield subject.path
         return
-    needed = 4 * _parameters(subject)
+    needed = 4 * parameter_count(subject)
     if not oracle.fits(2 * needed, torch.device("cpu")):
         raise UnsupportedModelError(f"the decoded weights need {needed:,} bytes twice, and memory has less")
     with TemporaryDirectory(prefix="hybridrt-verify-") as folder:
@@ -70,7 +70,7 @@ def _plain_checkpoint(subject: Subject, result: Result) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _parameters(subject: Subject) -> int:
+def parameter_count(subject: Subject) -> int:
     config = subject.engine_config(load_format="dummy")
     _, target = load_target(config, TPGroup())
     return sum(p.numel() for p in empty_model(config, target, torch.device("meta")).parameters())
@@ -83,7 +83,7 @@ def _ask_all(
     told: dict[torch.dtype, list[oracle.OracleAnswer]] = {}
     quantised = subject.config.quant is not None
     for dtype in dict.fromkeys((FLOAT32,) if quantised else (FLOAT32, subject.torch_dtype)):
-        needed = _parameters(subject) * dtype.itemsize
+        needed = parameter_count(subject) * dtype.itemsize
         if not oracle.fits(needed, device):
             result.notes.append(
                 f"transformers in {dtype_name(dtype)} needs {needed:,} bytes, which do not fit: left out"
@@ -142,7 +142,7 @@ def check_ways(subject: Subject, result: Result) -> None:
     """Batches, chunks, cached prefixes and drafts give the tokens of requests that run alone."""
     if subject.broken or subject.config is None:
         return result.leave_out(subject.broken or "config.json cannot be read")
-    fits = oracle.fits(4 * _parameters(subject), subject.torch_device)
+    fits = oracle.fits(4 * parameter_count(subject), subject.torch_device)
     dtype = FLOAT32 if fits and subject.config.quant is None else subject.torch_dtype
     count, prompts = QUICK_TOKENS if subject.quick else TOKENS, prompts_of(subject)
     limits, name = TOLERANCE[dtype], dtype_name(dtype)

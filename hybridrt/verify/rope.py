@@ -7,9 +7,12 @@ from typing import Any, TypeGuard
 from hybridrt.base.errors import shown
 from hybridrt.base.model_config import AttentionConfig
 from hybridrt.verify.results import Result
-from hybridrt.verify.subject import Subject
+from hybridrt.verify.subject import Doubt, Subject
 
 _DEPTH = 4  # of objects within config.json
+# Of published checkpoints, where they differ from transformers' own values.
+_QWEN = {"rope_theta": 1e7, "partial_rotary_factor": 0.25}
+PUBLISHED = {"falcon_h1": {"rope_theta": 1e11}, "qwen3_next": _QWEN, "qwen3_5": _QWEN, "qwen3_5_moe": _QWEN}
 SHORT = 1.0  # turns of the slowest pair within the context: more is unusual
 
 
@@ -21,7 +24,7 @@ def check_rope(subject: Subject, result: Result) -> None:
     ropes = _ropes(subject)
     if not ropes:
         return result.done("no layer has rotary embeddings")
-    _check_default(subject, result)
+    _check_usual(subject, result)
     for attention in ropes:
         _check_reach(attention, subject.config.max_position_embeddings, result)
         _check_factor(dict(attention.rope or {}), subject.config.max_position_embeddings, result)
@@ -73,27 +76,56 @@ def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _check_default(subject: Subject, result: Result) -> None:
-    """Compares rope_theta with the default of transformers' class."""
-    from transformers import AutoConfig
-
-    kind = subject.text_fields.get("model_type")
-    try:
-        usual = AutoConfig.for_model(kind).get_text_config().rope_parameters
-    except Exception:  # unknown to transformers, or without such a field
+def _check_usual(subject: Subject, result: Result) -> None:
+    """Compares the rotary embedding with the default of transformers' class, and with published models."""
+    kind = str(subject.text_fields.get("model_type"))
+    usual = _usual(kind)
+    if not usual:
         result.notes.append("transformers has no usual value for this model type")
         return
-    theta = usual.get("rope_theta") if isinstance(usual, Mapping) else None
-    for attention in _ropes(subject):
-        own = (attention.rope or {}).get("rope_theta")
-        if theta is not None and own is not None and float(own) != float(theta):
-            subject.doubts.append(
-                f"config.json: rope_theta is {own:g}; transformers' own value for {kind} is {theta:g}. Compare it with "
-                "the model's page"
-            )
+    rope = dict(_ropes(subject)[0].rope or {})
+    own = {
+        "rope_theta": rope.get("rope_theta"), "rope_type": rope.get("rope_type", "default"),
+        "partial_rotary_factor": _first(subject, "partial_rotary_factor"),
+    }  # fmt: skip
+    for name, values in usual.items():
+        if own[name] is not None and own[name] not in values:
+            subject.doubts.append(Doubt(_doubt(kind, name, own[name], values), name, values[0]))
     if subject.quick:
         for doubt in subject.doubts:
-            result.warn(doubt)
+            result.warn(doubt.text)
+
+
+def _usual(kind: str) -> dict[str, list[Any]]:
+    """The values that models of a type have, by field; the first one is transformers' own."""
+    from transformers import AutoConfig
+
+    try:
+        own = AutoConfig.for_model(kind).get_text_config().rope_parameters
+    except Exception:  # unknown to transformers, or without such a field
+        own = None
+    if not isinstance(own, Mapping):
+        return {}
+    published = PUBLISHED.get(kind.removesuffix("_text"), {})
+    found = {"rope_type": [own.get("rope_type", "default")]}
+    for name in ("rope_theta", "partial_rotary_factor"):
+        values = [each.get(name) for each in (own, published) if each.get(name) is not None]
+        found |= {name: list(dict.fromkeys(values))} if values else {}
+    return found
+
+
+def _first(subject: Subject, name: str) -> Any:
+    return next((value for _, value in fields_named(subject.text_fields, name)), None)
+
+
+def _doubt(kind: str, name: str, own: Any, values: list[Any]) -> str:
+    first, *others = (f"{value:g}" if _is_number(value) else str(value) for value in values)
+    rest = f", and published models have {', '.join(others)}" if others else ""
+    shown_own = f"{own:g}" if _is_number(own) else own
+    return (
+        f"config.json: {name} is {shown_own}; transformers' own value for {kind} is {first}{rest}. Compare it with "
+        "the model's page"
+    )
 
 
 def _check_reach(attention: AttentionConfig, context: int, result: Result) -> None:

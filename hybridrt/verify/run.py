@@ -23,6 +23,7 @@ from hybridrt.verify.speed import check_speed
 from hybridrt.verify.subject import Subject
 from hybridrt.verify.tasks import check_tasks
 from hybridrt.verify.text import check_template, check_tokenizer
+from hybridrt.verify.weights_fit import check_weights_fit
 
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
 Check = Callable[[Subject, Result], None]
@@ -30,8 +31,9 @@ CHECKS: dict[str, Check] = {
     "config": check_config, "rope": check_rope, "tokenizer": check_tokenizer, "template": check_template,
     "hashes": check_hashes, "keys": check_keys_of, "tensors": check_tensors, "transformers": check_transformers,
     "ways to run": check_ways, "speed": check_speed, "rope by text": check_rope_fit,
+    "weights by text": check_weights_fit,
 }  # fmt: skip
-LONG = ("rope by text",)
+LONG = ("rope by text", "weights by text")
 FATAL = ("config", "keys")  # without them no model is made
 
 

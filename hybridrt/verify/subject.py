@@ -16,6 +16,19 @@ from hybridrt.models.config.read_config import read_model_config
 from hybridrt.runtime.load.build import resolve_model_path
 
 
+@dataclass(frozen=True)
+class Doubt:
+    """A field of a rotary embedding with an unusual value.
+
+    Attributes:
+        usual: the value that models of this type have.
+    """
+
+    text: str
+    field: str
+    usual: Any
+
+
 @dataclass
 class Subject:
     """A checkpoint on this machine.
@@ -44,7 +57,7 @@ class Subject:
     hashes: dict[str, dict[str, str]] = field(default_factory=lambda: {"files": {}, "tensors": {}})
     broken: str = ""
     tokenizer: Any = None
-    doubts: list[str] = field(default_factory=list)
+    doubts: list[Doubt] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.path = resolve_model_path(self.model)

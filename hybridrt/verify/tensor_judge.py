@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from statistics import median
 
@@ -11,12 +11,15 @@ from hybridrt.verify.tensor_stats import TensorStats
 
 _TABLE = re.compile(r"embed|lm_head|wte|head\.weight")
 _DERIVED = re.compile(r"slope_rate$|inv_freq$")  # computed, not trained
+_LOGARITHM = re.compile(r"A_log$|dt_bias$")  # of a decay, and of a step
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 ALONE = math.log(30)  # from all other matrices, or from the only sibling
 CLEAR, SLIGHT = math.log(4), math.log(1.5)  # from the siblings, beyond their own spread
 PEAK, SEGMENT = 8.0, 8.0  # times the siblings'
 MANY = 1 / 16  # of a tensor's pieces
 LEAST_PEAK = 30.0  # peak by rms; normal numbers have 4 to 6
+LEAST_TWIN = 64  # numbers: fewer may be equal by chance
+SPANS, ERRORS, CONSTANT = 2.0, 5.0, 0.05  # of means: times their span, their standard error, their size
 
 
 def judge(stats: Sequence[TensorStats], result: Result) -> None:
@@ -36,7 +39,8 @@ def judge(stats: Sequence[TensorStats], result: Result) -> None:
                 result.fail(f"{each.key}: {each.not_finite} of {each.count:,} numbers are not finite ({each.file})")
             elif each.is_number:
                 _judge_zeros(each, siblings, result)
-                _judge_scale(each, siblings, matrices, result)
+                if not _judge_scale(each, siblings, matrices, result):
+                    _judge_mean(each, siblings, result)
                 _judge_places(each, siblings, result)
             _judge_dtype(each, siblings, result)
 
@@ -51,9 +55,17 @@ def _gain(each: TensorStats) -> float:
 
 
 def _judge_twins(group: Sequence[TensorStats], result: Result) -> None:
+    """Warns of matrices that are equal, and of the one tensor that differs where all others are equal."""
+    counts = Counter(each.sha256 for each in group if each.sha256)
+    if len(counts) == 1 and len(group) > 2:
+        return  # training has not changed them: all layers begin with the same numbers
+    if sorted(counts.values())[:1] == [1] and len(counts) == 2 and len(group) > 3:
+        odd = next(each for each in group if counts[each.sha256] == 1)
+        others = [each for each in group if each is not odd]
+        return result.warn(f"{odd.key} differs from {_named(others)}, which are equal to each other ({odd.file})")
     seen: dict[str, str] = {}
     for each in group:
-        if not (_is_matrix(each) and each.rms and each.sha256):
+        if not (_is_matrix(each) and each.rms and each.sha256 and each.count >= LEAST_TWIN):
             continue
         if each.sha256 in seen:
             result.warn(f"{each.key} equals {seen[each.sha256]} byte for byte: a layer may have been copied")
@@ -61,13 +73,13 @@ def _judge_twins(group: Sequence[TensorStats], result: Result) -> None:
 
 
 def _judge_zeros(each: TensorStats, siblings: Sequence[TensorStats], result: Result) -> None:
-    others_too = bool(siblings) and all(other.peak == 0 for other in siblings)
-    if each.peak == 0 and not others_too:
-        known = f", and {siblings[0].key} does not" if siblings else ""
-        if len(each.shape) > 1:
+    others = sum(other.peak == 0 for other in siblings)
+    if each.peak == 0 and others * 2 <= len(siblings):
+        known = next((f", and {other.key} does not" for other in siblings if other.peak), "")
+        if len(each.shape) > 1 or (len(siblings) > 1 and not others):
             result.fail(f"{each.key} holds zeros alone{known} ({each.file})")
         elif siblings:
-            result.warn(f"{each.key} holds zeros alone{known}")
+            result.warn(f"{each.key} holds zeros alone{known} ({each.file})")
     elif each.zeros and len(each.segments) > 1 and _is_matrix(each) and not any(other.zeros for other in siblings):
         text = f"{each.key}: {each.zeros} of {len(each.segments)} pieces hold zeros alone ({each.file})"
         result.fail(text) if siblings and each.zeros > MANY * len(each.segments) else result.warn(text)
@@ -75,14 +87,15 @@ def _judge_zeros(each: TensorStats, siblings: Sequence[TensorStats], result: Res
 
 def _judge_scale(
     each: TensorStats, siblings: Sequence[TensorStats], matrices: Sequence[TensorStats], result: Result
-) -> None:
+) -> bool:
+    """Whether its size was found to differ."""
     if not each.rms:
-        return
+        return False
     sizes = [math.log(other.rms) for other in siblings if other.rms and not other.not_finite]
     if not sizes:
         if _is_matrix(each):
             _judge_alone(each, matrices, result)
-        return
+        return False
     low, high = min(sizes), max(sizes)
     away = max(low - math.log(each.rms), math.log(each.rms) - high) - 2.0 / math.sqrt(each.count)
     spread = high - low
@@ -93,8 +106,32 @@ def _judge_scale(
     clear = CLEAR + (2 if len(each.shape) > 1 else 4) * spread if len(sizes) > 1 else ALONE
     if away > clear and (len(sizes) > 1 or _is_matrix(each)):
         result.fail(text)
-    elif away > SLIGHT + spread and (len(sizes) > 1 or away > CLEAR):
+        return True
+    if away > SLIGHT + spread and (len(sizes) > 1 or away > CLEAR):
         result.warn(text)
+        return True
+    return False
+
+
+def _judge_mean(each: TensorStats, siblings: Sequence[TensorStats], result: Result) -> None:
+    """Of a vector of logarithms: their mean tells what their size does not. Other vectors differ too much from
+    layer to layer."""
+    siblings = [other for other in siblings if other.peak and not other.not_finite]
+    if not _LOGARITHM.search(each.key) or len(siblings) < 3:
+        return
+    low, high = min(other.mean for other in siblings), max(other.mean for other in siblings)
+    error = median(_deviation(other) for other in siblings) / math.sqrt(each.count)
+    usual = median(other.rms for other in siblings)
+    away = max(low - each.mean, each.mean - high)
+    if away > SPANS * (high - low) + ERRORS * error + CONSTANT * usual:
+        result.warn(
+            f"{each.key}: the mean of its numbers is {each.mean:.3g}; those of {_named(siblings)} have {low:.3g} to "
+            f"{high:.3g} ({each.file})"
+        )
+
+
+def _deviation(each: TensorStats) -> float:
+    return math.sqrt(max(each.rms**2 - each.mean**2, 0.0))
 
 
 def _judge_alone(each: TensorStats, matrices: Sequence[TensorStats], result: Result) -> None:

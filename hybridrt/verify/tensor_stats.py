@@ -21,7 +21,7 @@ class TensorStats:
     """What one tensor looks like. Numbers that are not finite count in `not_finite` alone.
 
     Attributes:
-        rms, peak: root of the mean square, and the largest size; 0 for integers.
+        rms, peak, mean: root of the mean square, the largest size, and the mean; 0 for integers.
         segments: root of the mean square of pieces of the tensor, in order.
         zeros: how many of those pieces hold zeros alone.
         sha256: of its bytes; "" if only samples were read.
@@ -34,6 +34,7 @@ class TensorStats:
     not_finite: int
     rms: float
     peak: float
+    mean: float
     segments: tuple[float, ...]
     zeros: int
     sha256: str
@@ -65,22 +66,24 @@ def scan(shards: Shards, sampled: bool) -> Iterator[TensorStats]:
 def _stats(file: TensorFile, entry: TensorEntry, path: Path, sampled: bool) -> TensorStats:
     places = _places(entry.size, sampled)
     whole = sum(size for _, size in places) == entry.size
-    digest, sums, counts, peak, bad, zeros = hashlib.sha256(), [], [], 0.0, 0, 0
+    digest, sums, counts, total, peak, bad, zeros = hashlib.sha256(), [], [], 0.0, 0.0, 0, 0
     for start, size in places:
         raw = torch.empty(size, dtype=torch.uint8)
         file.fill(entry.start + start, raw)
         if whole:
             digest.update(raw.numpy().data)
         zeros += not bool(raw.any())
-        square, largest, strange = _sizes(raw, DTYPES[entry.dtype])
+        square, plain, largest, strange = _sizes(raw, DTYPES[entry.dtype])
         sums.append(square)
+        total += plain
         counts.append(size // DTYPES[entry.dtype].itemsize)
         peak, bad = max(peak, largest), bad + strange
     rms = math.sqrt(sum(sums) / max(sum(counts), 1))
     segments = tuple(math.sqrt(square / count) for square, count in zip(sums, counts) if count)
     sha = digest.hexdigest() if whole else ""
+    mean = total / max(sum(counts), 1)
     return TensorStats(
-        entry.key, path.name, entry.dtype, tuple(entry.shape), bad, rms, peak, segments, zeros, sha
+        entry.key, path.name, entry.dtype, tuple(entry.shape), bad, rms, peak, mean, segments, zeros, sha
     )  # fmt: skip
 
 
@@ -94,12 +97,13 @@ def _places(size: int, sampled: bool) -> list[tuple[int, int]]:
     return [(start, min(length, size - start)) for start in range(0, size, length)]
 
 
-def _sizes(raw: torch.Tensor, dtype: torch.dtype) -> tuple[float, float, int]:
-    """Sum of squares, largest size, and how many numbers are not finite."""
+def _sizes(raw: torch.Tensor, dtype: torch.dtype) -> tuple[float, float, float, int]:
+    """Sum of squares, sum, largest size, and how many numbers are not finite."""
     if not dtype.is_floating_point:
-        return 0.0, 0.0, 0
+        return 0.0, 0.0, 0.0, 0
     values = raw.view(dtype).float().double()
     finite = values.isfinite()
     bad = values.numel() - int(finite.sum())
-    values = values[finite].abs()
-    return float(values.square().sum()), float(values.max()) if len(values) else 0.0, bad
+    values = values[finite]
+    largest = float(values.abs().max()) if len(values) else 0.0
+    return float(values.square().sum()), float(values.sum()), largest, bad

@@ -1,7 +1,7 @@
 """Checks of the tokenizer and of the chat template."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hybridrt.base.config_json import read_object
@@ -19,8 +19,10 @@ TEXTS = (
     "Zwölf Boxkämpfer jagen Viktor über den großen Sylter Deich.", "日本語のテキスト", "1234567890 3.14159", "🙂👩‍🚀",
 )  # fmt: skip
 # Words that occur in no template.
+LEAST_SHARE = 0.75  # of the vocabulary that a tokenizer has
 SYSTEM, FIRST, ANSWER, SECOND = "Qsystem7x", "Qfirst7x", "Qanswer7x", "Qsecond7x"
 _MARKER = re.compile(r"<\|[^<>|\s]{1,40}\|>|<(?:start|end)_of_turn>|\[/?INST\]|<\uff5c[^<>\s]{1,40}\uff5c>")
+_TURNS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "<|start_of_role|>", "[INST]")
 _THINKING = re.compile(r"\s*</?think[^>]*>\s*")
 
 
@@ -35,6 +37,11 @@ def check_tokenizer(subject: Subject, result: Result) -> None:
     largest = max(vocabulary.values())
     if isinstance(size, int) and largest >= size:
         result.fail(f"the tokenizer has token {largest}; config.json's vocab_size is {size}")
+    elif isinstance(size, int) and largest + 1 < LEAST_SHARE * size:
+        result.warn(
+            f"the tokenizer has {largest + 1} tokens; config.json's vocab_size is {size}: the model can give tokens "
+            "without a text. Is the tokenizer of another model?"
+        )
     _compare_tokens(subject, result)
     for text in TEXTS:
         back = tokenizer.decode(tokenizer.encode_bare(text), skip_special_tokens=False)
@@ -65,6 +72,17 @@ def _check_special(subject: Subject, result: Result) -> None:
             f"the tokenizer's eos_token is token {eos}; config.json and generation_config.json end answers at "
             f"{list(config.eos_token_ids)}"
         )
+    if config is not None:
+        _check_ends(subject, config.eos_token_ids, result)
+
+
+def _check_ends(subject: Subject, ends: Iterable[int], result: Result) -> None:
+    hf = subject.tokenizer.hf
+    special = {*hf.added_tokens_decoder, *hf.all_special_ids}
+    for token in sorted(set(ends) - special):
+        piece = hf.convert_ids_to_tokens(token) if token < len(hf) else None
+        named = "no token of the tokenizer" if piece is None else f"{shown(piece)}, an ordinary token of texts"
+        result.warn(f"eos_token_id {token} ends answers, and is {named}")
 
 
 def check_template(subject: Subject, result: Result) -> None:
@@ -74,6 +92,8 @@ def check_template(subject: Subject, result: Result) -> None:
     template = subject.tokenizer.hf.chat_template
     _compare_sources(subject, result)
     if not template:
+        if any(not text.strip() for text in _sources(subject).values()):
+            return result.fail("chat template: it is empty")
         return result.leave_out("the checkpoint has no chat template")
     texts = {name: _render(subject, *case) for name, case in _conversations().items()}
     for name, found in texts.items():
@@ -85,6 +105,7 @@ def check_template(subject: Subject, result: Result) -> None:
     _check_contents(texts, result)
     _check_prompt(texts, result)
     _check_markers(subject, texts, result)
+    _check_turns(subject, texts, result)
     _check_end(subject, texts, result)
     result.done(f"{compared} renderings equal transformers'")
 
@@ -181,6 +202,20 @@ def _check_markers(subject: Subject, texts: Mapping[str, Any], result: Result) -
         )
 
 
+def _check_turns(subject: Subject, texts: Mapping[str, Any], result: Result) -> None:
+    """A vocabulary with a token that begins turns is made for a template that writes it."""
+    vocabulary, text = subject.tokenizer.hf.get_vocab(), texts["answered"]
+    made_for = [token for token in _TURNS if token in vocabulary]
+    if not isinstance(text, str) or not made_for or any(token in text for token in made_for):
+        return
+    if any(token in text for token in subject.tokenizer.hf.get_added_vocab()):
+        return
+    result.warn(
+        f"chat template: it writes no special token, and the vocabulary has {made_for[0]}: is the template of another "
+        "model?"
+    )
+
+
 def _check_end(subject: Subject, texts: Mapping[str, Any], result: Result) -> None:
     """A token that ends generation follows an answer."""
     answered = texts["answered"]
@@ -190,13 +225,22 @@ def _check_end(subject: Subject, texts: Mapping[str, Any], result: Result) -> No
     ends = set(subject.config.eos_token_ids)
     if not ends & set(rest[:2]):
         piece = subject.tokenizer.decode(rest[:1], skip_special_tokens=False) if rest else ""
-        result.warn(
+        text = (
             f"chat template: an answer is followed by {shown(piece)}, which ends no answer (eos_token_id "
             f"{sorted(ends)}): the model may go on after its turn"
         )
+        # Template and tokenizer agree on another end than the configuration.
+        agreed = subject.tokenizer.hf.eos_token_id in rest[:1]
+        result.fail(text) if agreed else result.warn(text)
 
 
 def _compare_sources(subject: Subject, result: Result) -> None:
+    found = _sources(subject)
+    if len({text.strip() for text in found.values()}) > 1:
+        result.warn(f"chat template: {' and '.join(found)} have different templates; runtimes differ in which they use")
+
+
+def _sources(subject: Subject) -> dict[str, str]:
     """A template may be in three files."""
     found: dict[str, str] = {}
     file = subject.path / "chat_template.jinja"
@@ -206,5 +250,4 @@ def _compare_sources(subject: Subject, result: Result) -> None:
         if (subject.path / name).is_file():
             told = read_object(subject.path / name).get("chat_template")
             found |= {name: told} if isinstance(told, str) else {}
-    if len({text.strip() for text in found.values()}) > 1:
-        result.warn(f"chat template: {' and '.join(found)} have different templates; runtimes differ in which they use")
+    return found
