@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.base.device import multiprocessors
+from hybridrt.kernels.core.launch import cdiv, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.sampling.sampling import GOLDEN_GAMMA, MIN_TEMPERATURE, MIX_1, MIX_2, STREAM_TOKEN, LogitFilters
 from hybridrt.kernels.sampling.sampling_filters_triton import thresholds
@@ -145,7 +146,7 @@ def _filtered(logits: Tensor, filters: LogitFilters) -> tuple[Tensor, Tensor | N
     """Logits `[B, V]` float32 before the filters, and each row's lowest kept one, or None."""
     p, bitmask = filters.penalties, filters.bitmask
     batch, vocabulary = logits.shape
-    blocks = triton.cdiv(vocabulary, BLOCK)
+    blocks = cdiv(vocabulary, BLOCK)
     out = torch.empty(batch, vocabulary, dtype=torch.float32, device=logits.device)
     maxima = torch.empty(batch, blocks, dtype=torch.float32, device=logits.device)
     _prepare_kernel[(batch, blocks)](
@@ -165,11 +166,11 @@ def _argmax(
     batch, vocabulary = logits.shape
     if batch == 0:
         return torch.empty(0, dtype=torch.int64, device=logits.device)
-    blocks = triton.cdiv(vocabulary, BLOCK)
+    blocks = cdiv(vocabulary, BLOCK)
     # A program reads its blocks in sequence: many keep enough bytes in flight.
-    wanted = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(logits.device), batch)
-    per_split = triton.cdiv(blocks, min(blocks, wanted))
-    splits = triton.cdiv(blocks, per_split)
+    wanted = cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(logits.device), batch)
+    per_split = cdiv(blocks, min(blocks, wanted))
+    splits = cdiv(blocks, per_split)
     best = torch.empty(batch, splits, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(batch, splits, dtype=torch.int64, device=logits.device)
     _argmax_kernel[(batch, splits)](
@@ -180,7 +181,5 @@ def _argmax(
     if splits == 1:
         return tokens.view(batch)
     out = torch.empty(batch, dtype=torch.int64, device=logits.device)
-    _reduce_kernel[(batch,)](
-        best, tokens, out, splits, BLOCK_S=triton.next_power_of_2(blocks), num_warps=1, **pdl(out.device)
-    )
+    _reduce_kernel[(batch,)](best, tokens, out, splits, BLOCK_S=next_power_of_2(blocks), num_warps=1, **pdl(out.device))
     return out

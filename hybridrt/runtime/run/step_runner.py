@@ -270,7 +270,7 @@ class StepRunner:
 
     def _prompt_bucket(self, plan: StepPlan, tokens: int) -> Bucket | None:
         # Prompt graphs verify no drafts and keep no hidden states.
-        if self.prompt_graphs is None or tokens > 1 or self.drafter is not None:
+        if self.prompt_graphs is None or not plan.extend or tokens > 1 or self.drafter is not None:
             return None
         scored, pooled, _ = self._of_prompts.wanted_by_rows(plan.extend, 0)
         if any(row.embeddings is not None for row in plan.extend):
