@@ -308,7 +308,8 @@ class StepRunner:
         graphs.replay(decode, new_pages, least)
         views, on_host = graphs.views_of(len(decode.rows)), (decode.rows, decode.output_indices)
         lines = SampledLines(views.batch.req_pool_indices, views.output_indices, on_host, views.logits)
-        step.add_part(self, ForwardPart(lines, views.batch, graphs.buffers.arrays, views.hidden))
+        drawing = graphs if graphs.draws else None
+        step.add_part(self, ForwardPart(lines, views.batch, graphs.buffers.arrays, views.hidden, graphs=drawing))
         if plan.extend:
             # Faster than one eager mixed step while it is small.
             self._run_model(replace(plan, page_writes=rest, decode=NO_ROWS), 1, step)
