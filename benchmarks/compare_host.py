@@ -1,36 +1,136 @@
 """Host time of an engine step compared with another checkout's, in turns.
 
     git archive 90fb57c0 | tar x -C /tmp/before
-    python benchmarks/compare_host.py /tmp/before [--turns 60] [--rows 1,32,256]
+    python benchmarks/compare_host.py /tmp/before [--turns 60] [--rows 1,32,256] [--backends]
 
 The doubles are those of `bench_host.py` of each checkout: model, backend, graphs and sampler return
-at once. Both checkouts run at the same time, in a process each, and take turns of STEPS steps in
-which all requests decode. A turn's figure is the median of the CPU times of its steps. The table
-has the medians over turns, and the median of the turns' ratios.
+at once. With --backends only what needs a GPU is replaced: recorded graphs do nothing, and Triton
+launches nothing after its own Python code. The backends, the graph runner and the sampler are those
+of each checkout, as on a GPU. Then there is no reading of tokens from a GPU, and no copy to it.
+
+Both checkouts run at the same time, in a process each, and take turns of STEPS steps in which all
+requests decode. A turn's figure is the median of the CPU times of its steps. The table has the
+medians over turns, and the median of the turns' ratios.
 """
 
 import argparse
-import importlib
+import importlib.util
+import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 HERE = Path(__file__).resolve().parents[1]
 STEPS, CONTEXT = 20, 1000
+# What is launched around the graph of a step. On a CPU, torch serves everything else.
+LAUNCHED = "fill_decode_metadata=triton,greedy=triton,enter_tokens=triton"
+MANY_LOGITS = 65536  # so many are reduced by two kernels
 
 
-def serve(rows: int, turns: int) -> None:
+class NoLaunch:
+    """A compiled kernel that does nothing. Those that find tokens find token 5."""
+
+    function = packed_metadata = None
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def launch_metadata(self, *_: object) -> None: ...
+
+    def run(self, *given: Any) -> None:
+        if self.name == "_reduce_kernel":
+            given[-6 + 2].fill_(5)  # its arguments: the best, their tokens, the result, and three numbers
+
+
+class NoDriver:
+    """Triton's driver without a GPU."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+class NoRecorder:
+    """Records a graph that does nothing."""
+
+    def __call__(self, *_: object) -> Callable[[], None]:
+        return lambda: None
+
+    def split(self) -> None: ...
+
+
+def first_of(*names: str) -> ModuleType:
+    """The module of the first name that this checkout has."""
+    for name in names:
+        if importlib.util.find_spec(name.rpartition(".")[0]) and importlib.util.find_spec(name):
+            return importlib.import_module(name)
+    raise SystemExit(f"this checkout has none of {', '.join(names)}")
+
+
+def launch_nothing() -> None:
+    """Lets Triton "run" on a CPU: all of a launch but the compiler and the kernel."""
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    def compiled(self: Any, key: str, *_: object, **__: object) -> NoLaunch:
+        kernel = self.device_caches[0][0][key] = NoLaunch(self.__name__)
+        return kernel
+
+    driver.set_active(NoDriver())
+    JITFunction._do_compile = compiled
+    providers: Any = first_of("hybridrt.kernels.core.providers", "hybridrt.kernels.providers")
+    providers.PROVIDERS["triton"] = replace(providers.PROVIDERS["triton"], devices=("cpu", "cuda"))
+    if hasattr(providers, "_live"):
+        providers._live = lambda function: function  # for recordings of a CPU
+
+
+def build_with_backends(bench: Any, directory: str, rows: int, steps: int) -> Any:
+    """As `build` of bench_host, with the backends, graph runners and sampler of a GPU."""
+    launch_nothing()
+    shape = bench.SHAPE | {"vocab_size": MANY_LOGITS, "head_dim": 16, "mamba_d_state": 16}
+    (Path(directory) / "config.json").write_text(json.dumps(shape))
+    llm = bench.LLM(
+        directory, device="cpu", load_format="dummy", max_model_len=CONTEXT + steps + 64, max_running_requests=rows,
+        prefix_cache=False, state_mode="replay", attention_backend="triton", prefill_attention_backend="torch",
+    )  # fmt: skip
+    first_of("hybridrt.runtime.run.capture", "hybridrt.runtime.capture").make_recorder = lambda _: NoRecorder()  # type: ignore[attr-defined]
+    runner = llm.engine.executor
+    runner.capture()
+    for graphs in (*runner.graphs.values(), runner.prompt_graphs):
+        if graphs is not None:
+            graphs.poisoned = graphs.exact_lens = graphs.exact = False
+    llm.engine._max_in_flight = 1
+    return llm
+
+
+def serve(rows: int, turns: int, backends: bool) -> None:
     """Prints the milliseconds of a step of `rows` requests for each line of standard input, with
     the `benchmarks.bench_host` that is found first."""
     bench = importlib.import_module("benchmarks.bench_host")
     bench.torch.set_num_threads(1)
     steps = STEPS * (turns + 1)
     params = bench.SamplingParams(max_tokens=steps + 32, temperature=0.0, ignore_eos=True)
-    with tempfile.TemporaryDirectory() as directory, bench.build(directory, rows, CONTEXT, steps) as llm:
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        build_with_backends(bench, directory, rows, steps)
+        if backends
+        else bench.build(directory, rows, CONTEXT, steps) as llm,
+    ):
         engine = llm.engine
         for row in range(rows):
             engine.add_request([3 + row % 500] * CONTEXT, params, stream=False)
@@ -48,13 +148,15 @@ def step_seconds(engine: object) -> float:
     return time.thread_time() - start
 
 
-def compare(other: Path, rows: int, turns: int) -> list[tuple[float, float]]:
+def compare(other: Path, rows: int, turns: int, backends: bool) -> list[tuple[float, float]]:
     """Milliseconds of a step there and here, by turn. The first turn warms up."""
     command = [sys.executable, str(Path(__file__).resolve()), "--serve", str(rows), "--turns", str(turns)]
+    command += ["--backends"] if backends else []
+    launched = {"HYBRIDRT_PROVIDERS": LAUNCHED} if backends else {}
     servers = [
         subprocess.Popen(
-            command, cwd=each, env=os.environ | {"PYTHONPATH": str(each)}, text=True, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            command, cwd=each, env=os.environ | launched | {"PYTHONPATH": str(each)}, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )
         for each in (other, HERE)
     ]  # fmt: skip
@@ -77,14 +179,15 @@ def main() -> None:
     parser.add_argument("other", type=Path, nargs="?", help="the other checkout")
     parser.add_argument("--rows", type=lambda text: [int(n) for n in text.split(",")], default=[1, 32, 256])
     parser.add_argument("--turns", type=int, default=60)
+    parser.add_argument("--backends", action="store_true", help="with backends, graph runner and sampler")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve is not None:
-        return serve(args.serve, args.turns)
+        return serve(args.serve, args.turns, args.backends)
     if args.other is None:
         parser.error("name the other checkout")
     for rows in args.rows:
-        pairs = compare(args.other, rows, args.turns)
+        pairs = compare(args.other, rows, args.turns, args.backends)
         there, here = (statistics.median(pair[i] for pair in pairs) for i in (0, 1))
         ratio = statistics.median(here / there for there, here in pairs)
         print(f"{rows:4} rows: {there:.3f} ms there, {here:.3f} here, ratio {ratio:.3f}", flush=True)

@@ -390,7 +390,9 @@ def test_greedy_ties_across_blocks(small_blocks, monkeypatch, multiprocessors):
     logits = torch.zeros(2, 300)
     logits[0, [70, 130, 290]] = 1.0
     logits[1] = -torch.inf
+    out = torch.full((2,), 7)
     assert greedy(logits).tolist() == [70, -1]  # nothing of the second row is allowed
+    assert greedy(logits, None, out) is out and out.tolist() == [70, -1]
 
 
 FILTERS = {"top_k": torch.tensor([3], dtype=torch.int32), "top_p": torch.tensor([0.8]), "min_p": torch.tensor([0.1])}

@@ -1,18 +1,24 @@
 """Decode and verify graphs side by side in one runner, as closures over the buffers that CUDA graphs would read."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hybridrt.base.engine_config import EngineConfig, SpeculativeConfig
+from hybridrt.base.errors import ConfigError
 from hybridrt.base.forward_batch import ForwardMode, SpecInfo
+from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.runtime.replay import graph_runner, prompt_graphs
 from hybridrt.runtime.replay.graph_runner import GraphRunner
 from hybridrt.runtime.run.model_runner import ModelRunner
-from hybridrt.runtime.step.plan import DecodeRow, DecodeRows, ExtendRow, StepPlan
-from tests.support.prefilled import PROMPTS, prefilled
+from hybridrt.runtime.step.plan import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepPlan, StepResult
+from hybridrt.runtime.step.sampling_table import make_rules
+from tests.support.page_sets import page_sets
+from tests.support.prefilled import GREEDY, PROMPTS, prefilled
 from tests.support.tiny import write_tiny
 
 
@@ -40,6 +46,59 @@ def test_verify_and_plain_steps_in_turn(path: str, mode: str) -> None:
         tokens = with_graphs.launch(StepPlan(decode=decode)).result().tokens
         assert tokens == eager.launch(StepPlan(decode=decode)).result().tokens
         computed = [done + len(gained) for done, gained in zip(computed, tokens, strict=True)]
+
+
+PLAIN = EngineConfig("tiny", device="cpu", load_format="dummy", max_model_len=32, max_running_requests=4)
+DRAWN = [(GREEDY, True), (SamplingParams(temperature=0.0, logprobs=2), True)]
+SAMPLED = [
+    SamplingParams(temperature=0.7, seed=3),
+    SamplingParams(temperature=0.0, frequency_penalty=1.5),
+    SamplingParams(temperature=0.0, bad_words=["x"]),
+    SamplingParams(temperature=0.0, logit_bias={9: 50.0}),
+]
+
+
+@pytest.mark.parametrize(("params", "drawn"), [*DRAWN, *((params, False) for params in SAMPLED)])
+def test_a_second_graph_draws_where_all_rows_take_the_likeliest_token(
+    path: str, params: SamplingParams, drawn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results are those of the sampler, also if they are read after the next step."""
+    found, draws, draw = list[list[StepResult]](), list[int](), GraphRunner.draw
+    monkeypatch.setattr(GraphRunner, "draw", lambda *args: draws.append(args[1]) or draw(*args))
+    for graphs in (True, False):
+        made = prefilled(replace(PLAIN, model=path), graphs)
+        rules = make_rules(params, (), [(9, 9)] if params.bad_words else (), made.model_config.vocab_size)
+        admission = Admission.from_prompt(4, 4, [3], params, 1, rules)
+        pages = [PageWrite(4, 0, page_sets([7]))]
+        made.launch(StepPlan([admission], pages, extend=[ExtendRow(4, 0, [3], 0, True)])).result()
+        computed, steps = [*map(len, PROMPTS), 1], []
+        for i in range(3):
+            rows = [DecodeRow(row, n + i, i) for row, n in enumerate(computed, 1)]
+            steps.append(made.launch(StepPlan(decode=DecodeRows.from_rows(rows))))
+        found.append([step.result() for step in steps])
+    assert [result.tokens for result in found[0]] == [result.tokens for result in found[1]]
+    assert [each for each in found[0][0].logprobs if each] == [each for each in found[1][0].logprobs if each]
+    assert draws == ([4] * 3 if drawn else [])
+
+
+def test_masks_go_to_the_sampler(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = prefilled(replace(PLAIN, model=path), True)
+    monkeypatch.setattr(GraphRunner, "draw", lambda *_: pytest.fail("no mask is read"))
+    rows = [DecodeRow(row, len(prompt), 0) for row, prompt in enumerate(PROMPTS, 1)]
+    step = made.launch(StepPlan(decode=DecodeRows.from_rows(rows), constrained=[1]))
+    masks = np.zeros((1, -(-made.model_config.vocab_size // 32)), np.int32)
+    masks[0, 0] = 1 << 7
+    step.sample(masks)
+    assert step.result().tokens[1] == [7]
+
+
+def test_verified_tokens_are_not_drawn(path: str) -> None:
+    made = prefilled(replace(PLAIN, model=path))
+    with pytest.raises(ConfigError, match="steps of 3 tokens a row: leave draw out"):
+        GraphRunner(
+            model=made.model, backend=made.backend, req_to_token_pool=made.pools.req_to_token,
+            last_tokens=made.last_tokens, max_bs=1, tokens=3, draw=lambda *_: None,
+        )  # fmt: skip
 
 
 def test_a_step_without_decode_rows_replays_nothing(path: str, monkeypatch: pytest.MonkeyPatch) -> None:

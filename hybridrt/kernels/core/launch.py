@@ -25,6 +25,17 @@ def dot_precision(dtype: torch.dtype) -> str:
     return "tf32x3" if dtype == torch.float32 else "tf32"
 
 
+def cdiv(n: int, size: int) -> int:
+    """How many blocks of `size` hold n things. triton.cdiv and triton.next_power_of_2 look for constexpr
+    arguments, which takes the host 2 microseconds."""
+    return -(-n // size)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n >= 1."""
+    return 1 << (n - 1).bit_length()
+
+
 def arrival_counters(owner: Tensor, count: int) -> Tensor:
     """int32 zeros [count], in which programs that share work count their arrivals. They leave
     zeros.

@@ -105,10 +105,11 @@ def sample(logits: Tensor, filters: LogitFilters, seeds: Tensor, indices: Tensor
 
 
 @operation(By("triton"))
-def greedy(logits: Tensor, bitmask: Tensor | None = None) -> Tensor:
+def greedy(logits: Tensor, bitmask: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """The most likely allowed token of each row, `[B]` int64; the first of equal ones. -1 if an
-    allowed logit is NaN or infinity, or all are -infinity."""
-    return _best(logits if bitmask is None else only_allowed(logits, bitmask))
+    allowed logit is NaN or infinity, or all are -infinity. `out` gets the result, if given."""
+    best = _best(logits if bitmask is None else only_allowed(logits, bitmask))
+    return best if out is None else out.copy_(best)
 
 
 @operation()

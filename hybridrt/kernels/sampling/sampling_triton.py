@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.base.device import multiprocessors
+from hybridrt.kernels.core.launch import cdiv, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.sampling.sampling import GOLDEN_GAMMA, MIN_TEMPERATURE, MIX_1, MIX_2, STREAM_TOKEN, LogitFilters
 from hybridrt.kernels.sampling.sampling_filters_triton import thresholds
@@ -127,8 +128,8 @@ def _reduce_kernel(  # type: ignore[no-untyped-def]
     tl.store(tokens_ptr + b, tl.where(largest == float("-inf"), -1, token))
 
 
-def greedy_triton(logits: Tensor, bitmask: Tensor | None = None) -> Tensor:
-    return _argmax(logits, bitmask)
+def greedy_triton(logits: Tensor, bitmask: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    return _argmax(logits, bitmask, out=out)
 
 
 def sample_triton(logits: Tensor, filters: LogitFilters, seeds: Tensor, indices: Tensor) -> Tensor:
@@ -145,7 +146,7 @@ def _filtered(logits: Tensor, filters: LogitFilters) -> tuple[Tensor, Tensor | N
     """Logits `[B, V]` float32 before the filters, and each row's lowest kept one, or None."""
     p, bitmask = filters.penalties, filters.bitmask
     batch, vocabulary = logits.shape
-    blocks = triton.cdiv(vocabulary, BLOCK)
+    blocks = cdiv(vocabulary, BLOCK)
     out = torch.empty(batch, vocabulary, dtype=torch.float32, device=logits.device)
     maxima = torch.empty(batch, blocks, dtype=torch.float32, device=logits.device)
     _prepare_kernel[(batch, blocks)](
@@ -160,27 +161,28 @@ def _filtered(logits: Tensor, filters: LogitFilters) -> tuple[Tensor, Tensor | N
 
 
 def _argmax(
-    logits: Tensor, bitmask: Tensor | None, threshold: Tensor | None = None, draw: Sequence[Tensor | None] = (None,) * 3
-) -> Tensor:
+    logits: Tensor, bitmask: Tensor | None, threshold: Tensor | None = None,
+    draw: Sequence[Tensor | None] = (None,) * 3, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     batch, vocabulary = logits.shape
+    if out is None:
+        out = torch.empty(batch, dtype=torch.int64, device=logits.device)
     if batch == 0:
-        return torch.empty(0, dtype=torch.int64, device=logits.device)
-    blocks = triton.cdiv(vocabulary, BLOCK)
+        return out
+    blocks = cdiv(vocabulary, BLOCK)
     # A program reads its blocks in sequence: many keep enough bytes in flight.
-    wanted = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(logits.device), batch)
-    per_split = triton.cdiv(blocks, min(blocks, wanted))
-    splits = triton.cdiv(blocks, per_split)
+    wanted = cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(logits.device), batch)
+    per_split = cdiv(blocks, min(blocks, wanted))
+    splits = cdiv(blocks, per_split)
     best = torch.empty(batch, splits, dtype=torch.float32, device=logits.device)
-    tokens = torch.empty(batch, splits, dtype=torch.int64, device=logits.device)
+    tokens = out if splits == 1 else torch.empty(batch, splits, dtype=torch.int64, device=logits.device)
     _argmax_kernel[(batch, splits)](
         logits, bitmask, threshold, *draw, best, tokens, logits.stride(0),
         0 if bitmask is None else bitmask.stride(0), vocabulary, per_split, splits,
         STREAM=STREAM_TOKEN, BLOCK=BLOCK, num_warps=8, **pdl(logits.device),
     )  # fmt: skip
-    if splits == 1:
-        return tokens.view(batch)
-    out = torch.empty(batch, dtype=torch.int64, device=logits.device)
-    _reduce_kernel[(batch,)](
-        best, tokens, out, splits, BLOCK_S=triton.next_power_of_2(blocks), num_warps=1, **pdl(out.device)
-    )
+    if splits > 1:
+        _reduce_kernel[(batch,)](
+            best, tokens, out, splits, BLOCK_S=next_power_of_2(blocks), num_warps=1, **pdl(out.device)
+        )
     return out

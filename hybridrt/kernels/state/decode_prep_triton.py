@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.core.launch import cdiv, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import DecodeRowInputs, RowTables, TokenInputs
 from hybridrt.kernels.state.row_tables import DecodeBuffers
@@ -61,7 +62,7 @@ def decode_inputs_triton(
     groups, locs = tables.shape[1], out.out_cache_loc
     _decode_inputs_kernel[(batch, groups)](
         *out, mrope_deltas, *step, last_tokens, tables, *tables.stride()[:2], locs.stride(0) if groups > 1 else 0,
-        tokens, triton.next_power_of_2(tokens), page_size, tables.shape[2] > 0, num_warps=1,
+        tokens, next_power_of_2(tokens), page_size, tables.shape[2] > 0, num_warps=1,
         **pdl(out.input_ids.device),
     )  # fmt: skip
 
@@ -94,6 +95,6 @@ def fill_decode_metadata_triton(
 ) -> None:
     """See hybridrt.kernels.state.row_tables.fill_decode_metadata."""
     rows = out.state_slots.shape[0]
-    _fill_decode_metadata_kernel[(triton.cdiv(rows, 128),)](
+    _fill_decode_metadata_kernel[(cdiv(rows, 128),)](
         *out, req_pool_indices, seq_lens, rows, num_real, tokens_per_row, *tables, BLOCK=128, num_warps=4,
     )  # fmt: skip

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.core.launch import cdiv, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import RowTables
 
@@ -65,16 +66,14 @@ def _tokens_kernel(  # type: ignore[no-untyped-def]
 def enter_rows_triton(rows: Tensor, state_slots: Tensor, phases: Tensor | None, apart: int, tables: RowTables) -> None:
     """See hybridrt.kernels.state.row_tables.enter_rows."""
     if count := len(rows):
-        _rows_kernel[triton.cdiv(count, BLOCK),](
-            rows, state_slots, phases, *tables, count, apart, BLOCK=BLOCK, num_warps=4
-        )
+        _rows_kernel[cdiv(count, BLOCK),](rows, state_slots, phases, *tables, count, apart, BLOCK=BLOCK, num_warps=4)
 
 
 def clear_slots_triton(states: Tensor, state_slots: Tensor) -> None:
     """See hybridrt.kernels.state.row_tables.clear_slots."""
     layers, _, size = states.shape
     if states.numel() and len(state_slots):
-        programs = min(triton.cdiv(size, CLEARED), 16)
+        programs = min(cdiv(size, CLEARED), 16)
         _clear_kernel[programs, layers, len(state_slots)](
             states, state_slots, *states.stride()[:2], SIZE=size, BLOCK=CLEARED, num_warps=4
         )
@@ -85,13 +84,13 @@ def enter_pages_triton(rows: Tensor, page_indices: Tensor, pages: Tensor, tables
     if pages.numel():
         _pages_kernel[tuple(pages.shape)](
             rows, page_indices, pages, tables, tables.stride(0), tables.stride(1),
-            PAGE=page_size, BLOCK=triton.next_power_of_2(page_size), num_warps=1,
+            PAGE=page_size, BLOCK=next_power_of_2(page_size), num_warps=1,
         )  # fmt: skip
 
 
 def enter_tokens_triton(rows: Tensor, tokens: Tensor, last_tokens: Tensor) -> None:
     """See hybridrt.kernels.state.row_tables.enter_tokens."""
     if count := len(rows):
-        _tokens_kernel[triton.cdiv(count, BLOCK),](
+        _tokens_kernel[cdiv(count, BLOCK),](
             rows, tokens, last_tokens, count, BLOCK=BLOCK, num_warps=4, **pdl(rows.device)
         )

@@ -9,6 +9,7 @@ import gc
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -58,6 +59,7 @@ class StaticBuffers:
         packed: one copy fills it; `arrays` are its views (hybridrt.runtime.step.pack.pack_rows).
         inputs: inputs of all tokens, which the graph derives from `arrays`.
         spec_info: the SpecInfo of a verify step, over these buffers; None if T is 1.
+        drawn: [max_bs] int64, the tokens that the second graphs draw.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class StaticBuffers:
         self.inputs = TokenInputs.allocate(max_bs * tokens, device, groups, mrope=mrope)
         self.spec_info = spec_info_of(self.arrays.drafts, tokens)
         self.logits = torch.zeros(max_bs * tokens, model.config.vocab_size, dtype=dtype, device=device)
+        self.drawn = torch.zeros(max_bs, dtype=torch.int64, device=device)
         kept = max_bs * tokens if keep_hidden else 0
         self.hidden = torch.zeros(kept, model.config.hidden_size, dtype=dtype, device=device)
 
@@ -87,6 +90,7 @@ class StaticBuffers:
         if self.spec_info is not None and self.spec_info.mask is not None:
             self.spec_info.mask.fill_(True)
         self.logits.fill_(float("nan"))
+        self.drawn.fill_(POISON)
         self.hidden.fill_(float("nan"))
 
 
@@ -97,12 +101,14 @@ class GraphRows(NamedTuple):
         output_indices: [n] int32.
         logits: [n * T, vocab].
         hidden: [n * T, hidden]; empty unless hidden states are kept.
+        drawn: [n] int64.
     """
 
     batch: ForwardBatch
     output_indices: torch.Tensor
     logits: torch.Tensor
     hidden: torch.Tensor
+    drawn: torch.Tensor
 
 
 class Recorder(Protocol):
@@ -155,6 +161,11 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
+# Draws a token from each row's logits and makes it the row's next input: request rows [n] int32,
+# logits [n, vocab], and tokens [n] int64 that it fills.
+Draw = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
 def make_recorder(device: torch.device) -> Recorder:
     return CudaGraphRecorder(device) if device.type == "cuda" else ClosureRecorder()
 
@@ -177,6 +188,8 @@ class GraphRunner:
         forks: drafts may fork, as `pack_rows` takes it.
         keep_hidden: `buffers.hidden` gets the final hidden states.
         recorder: how a step is recorded; by the device's kind if None.
+        draw: recorded as a second graph of each bucket, of steps with one token a row; None: no
+            second graphs.
 
     Attributes:
         prepared: the prepared batch of the last captured or replayed bucket.
@@ -194,9 +207,12 @@ class GraphRunner:
         forks: bool = False,
         keep_hidden: bool = False,
         recorder: Recorder | None = None,
+        draw: Draw | None = None,
     ) -> None:
         if max_bs < 1:
             raise ConfigError(f"max_bs is {max_bs}; a graph needs at least one row")
+        if draw is not None and tokens > 1:
+            raise ConfigError(f"tokens are verified, not drawn, in steps of {tokens} tokens a row: leave draw out")
         self.model, self.backend, self.pool, self.last_tokens = model, backend, req_to_token_pool, last_tokens
         self.tokens, self.forks, device = tokens, forks, model.device
         self.max_bs = min(max_bs, req_to_token_pool.num_rows)
@@ -210,6 +226,7 @@ class GraphRunner:
         self._starts = torch.arange(self.max_bs + 1, dtype=torch.int32, device=device) * tokens
         self._view = backend.init_cuda_graph_state(self.max_bs, self.max_bs * tokens)
         self._replays: dict[int, Callable[[], None]] = {}  # graphs by batch size
+        self._draw, self._draws = draw, dict[int, Callable[[], None]]()  # the second graphs
         self._sizes: list[int] = []  # of these, the smallest first
         self._cached_views: dict[int, GraphRows] = {}
         self.captured_bytes = 0
@@ -225,6 +242,8 @@ class GraphRunner:
                 self._prepare(bs, 0, None)
                 # Only the largest step runs once before its capture: that run takes as long as the capture.
                 self._replays[bs] = self.recorder(self._bind(bs), bool(self._replays))
+                if self._draw is not None:
+                    self._draws[bs] = self.recorder(self._bind_draw(bs, self._draw), bool(self._draws))
                 self.captured_bytes = free - free_device_bytes(self.model.device)
                 bar.set_postfix_str(f"{self.captured_bytes / 2**30:.2f} GiB")
         self._sizes = sorted(self._replays)
@@ -260,6 +279,18 @@ class GraphRunner:
         views.batch.metadata = self.prepared.metadata
         return views.logits
 
+    @property
+    def draws(self) -> bool:
+        """Whether there are second graphs, which `draw` replays."""
+        return bool(self._draws)
+
+    def draw(self, n: int) -> torch.Tensor:
+        """Draws tokens [n] int64 for the n rows of the last replay, in one launch. On a GPU it returns
+        a view that the next draw overwrites."""
+        self._draws[self.prepared.batch_size]()
+        drawn = self.views_of(n).drawn
+        return drawn.clone() if self.poisoned else drawn
+
     def _upload(self, decode: DecodeRows, new_pages: np.ndarray) -> None:
         step = pack_rows(decode, self.tokens, self.forks, new_pages)
         arrays = arrays_of(step) if self.tokens > 1 else step[:4]  # without drafts
@@ -280,7 +311,8 @@ class GraphRunner:
             self.backend, rows, lens, self._starts[: n + 1], buffers.inputs.first(total), n, buffers.spec_info
         )
         indices = buffers.arrays.output_indices[:n]
-        self._cached_views[n] = GraphRows(batch, indices, buffers.logits[:total], buffers.hidden[:total])
+        of_model = buffers.logits[:total], buffers.hidden[:total]
+        self._cached_views[n] = GraphRows(batch, indices, *of_model, buffers.drawn[:n])
         return self._cached_views[n]
 
     def _bind(self, bs: int) -> Callable[[], None]:
@@ -300,6 +332,11 @@ class GraphRunner:
                 backend.commit(batch)
 
         return step
+
+    def _bind_draw(self, bs: int, draw: Draw) -> Callable[[], None]:
+        """As `_bind`: static buffers alone."""
+        views = self.views_of(bs)
+        return partial(draw, views.batch.req_pool_indices, views.logits, views.drawn)
 
 
 def split_page_writes(

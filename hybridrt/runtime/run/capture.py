@@ -5,10 +5,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+import torch
+
 from hybridrt.attention.base import AttentionBackend
+from hybridrt.kernels.sampling.sampling import greedy
+from hybridrt.kernels.state.row_tables import enter_tokens
 from hybridrt.runtime.load.build import keeps_prefixes, step_widths
 from hybridrt.runtime.load.draft_needs import DeviceDrafter, DraftTarget
-from hybridrt.runtime.replay.graph_runner import GraphRunner, Recorder, make_recorder
+from hybridrt.runtime.replay.graph_runner import Draw, GraphRunner, Recorder, make_recorder
 from hybridrt.runtime.replay.prompt_graphs import PromptGraphs
 from hybridrt.runtime.step.pack import enter_tables
 from hybridrt.runtime.step.sampling_table import SamplingTable
@@ -71,9 +75,22 @@ def _capture_decode(parts: GraphParts, tokens: int, progress: bool, recorder: Re
         forks=parts.forks,
         keep_hidden=parts.drafter is not None,
         recorder=recorder,
+        draw=_draw_likeliest(parts) if tokens == 1 else None,
     )
     graphs.capture(progress)
     return graphs
+
+
+def _draw_likeliest(parts: GraphParts) -> Draw:
+    """Greedy sampling without rules, penalties and masks. It holds nothing but `last_tokens`."""
+    last_tokens, likeliest = parts.last_tokens, greedy.for_device(parts.device)
+    enter = enter_tokens.for_device(parts.device)
+
+    def draw(rows: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor) -> None:
+        likeliest(logits, None, tokens)
+        enter(rows, tokens, last_tokens)
+
+    return draw
 
 
 def _capture_prompts(parts: GraphParts, progress: bool, recorder: Recorder) -> PromptGraphs | None:

@@ -17,6 +17,7 @@ from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kernels.sampling.sampling import token_logprobs
 from hybridrt.models.base import CausalLM
 from hybridrt.runtime.load.draft_needs import DeviceDrafter
+from hybridrt.runtime.replay.graph_runner import GraphRunner
 from hybridrt.runtime.sampling.sampler import (
     LINES,
     Accepted,
@@ -26,6 +27,7 @@ from hybridrt.runtime.sampling.sampler import (
     Sampler,
     Verification,
     Wanted,
+    takes_likeliest,
 )
 from hybridrt.runtime.step.pack import StagingRing, StepArrays
 from hybridrt.runtime.step.plan import StepPlan, StepResult, TokenLogprobs, int32s
@@ -56,6 +58,7 @@ class ForwardPart(NamedTuple):
             where no drafts are verified, no drafter follows and no prompt is scored or pooled.
         pooled: prompts whose hidden states are summed.
         scored: prompts that get log-probabilities; their places and tokens are in `arrays`.
+        graphs: those that replayed it, if they also draw.
     """
 
     lines: SampledLines
@@ -64,6 +67,7 @@ class ForwardPart(NamedTuple):
     hidden: torch.Tensor | None = None
     scored: Sequence[Wanted] = ()
     pooled: Sequence[Pooled] = ()
+    graphs: GraphRunner | None = None
 
 
 class _Drawn(NamedTuple):
@@ -214,8 +218,11 @@ class LaunchedStep:
             accepted = self._verify(runner, part, decode, of_drafts)
         if lines is not None and lines.on_host[0].size:
             parts, wanted = runner.required.required_by_rows(*lines.on_host)
-            tokens = runner.sampler(lines.logits, lines.rows, lines.output_indices, parts, bitmask)
-            runner.enter_tokens(lines.rows, tokens, runner.last_tokens)
+            if part.graphs is not None and bitmask is None and takes_likeliest(parts):
+                tokens = part.graphs.draw(len(lines.rows))
+            else:
+                tokens = runner.sampler(lines.logits, lines.rows, lines.output_indices, parts, bitmask)
+                runner.enter_tokens(lines.rows, tokens, runner.last_tokens)
             drawn = _Drawn(tokens.unsqueeze(1), None, (), wanted)
             if wanted:
                 drawn = _with_logprobs(runner, lines, drawn)

@@ -270,7 +270,7 @@ class StepRunner:
 
     def _prompt_bucket(self, plan: StepPlan, tokens: int) -> Bucket | None:
         # Prompt graphs verify no drafts and keep no hidden states.
-        if self.prompt_graphs is None or tokens > 1 or self.drafter is not None:
+        if self.prompt_graphs is None or not plan.extend or tokens > 1 or self.drafter is not None:
             return None
         scored, pooled, _ = self._of_prompts.wanted_by_rows(plan.extend, 0)
         if any(row.embeddings is not None for row in plan.extend):
@@ -308,7 +308,8 @@ class StepRunner:
         graphs.replay(decode, new_pages, least)
         views, on_host = graphs.views_of(len(decode.rows)), (decode.rows, decode.output_indices)
         lines = SampledLines(views.batch.req_pool_indices, views.output_indices, on_host, views.logits)
-        step.add_part(self, ForwardPart(lines, views.batch, graphs.buffers.arrays, views.hidden))
+        drawing = graphs if graphs.draws else None
+        step.add_part(self, ForwardPart(lines, views.batch, graphs.buffers.arrays, views.hidden, graphs=drawing))
         if plan.extend:
             # Faster than one eager mixed step while it is small.
             self._run_model(replace(plan, page_writes=rest, decode=NO_ROWS), 1, step)

@@ -55,6 +55,11 @@ def _parts(params: SamplingParams) -> int:
     )
 
 
+def takes_likeliest(parts: int) -> bool:
+    """Whether tokens are the likeliest of the model's own logits, and none is noted for later draws."""
+    return not parts & (DRAWS | PENALTIES | RULES)
+
+
 class RowRequirements:
     """The parts of sampling that each request row uses, on the host."""
 
@@ -220,15 +225,15 @@ class Sampler:
             logits: [n * T, vocab].
             bitmask: [n * T, ceil(vocab / 32)] as for `__call__`.
         """
-        if parts & (RULES | DRAWS | PENALTIES):
+        if takes_likeliest(parts):
+            tokens = self._greedy(logits, bitmask)
+        else:
             rows, indices = step.keys()
             if parts & RULES:
                 lines = DrawLines(rows, indices, step.known(), step.paths())
                 logits = apply_token_rules(logits, self.table.rules, lines)
             earlier = step.earlier() if parts & PENALTIES else None
             tokens = self._draw(logits, rows, indices, parts, earlier, bitmask)
-        else:
-            tokens = self._greedy(logits, bitmask)
         drawn = tokens.view(step.positions.shape)
         relations = step.predecessors, step.mask
         kept = Accepted(*accept(drawn, step.drafts, step.num_drafts, step.rows, step.last_tokens, *relations))
