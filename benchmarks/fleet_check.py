@@ -180,15 +180,15 @@ async def kill(found: Fleet, report: Report, every: float) -> None:
 
 
 async def stop(found: Fleet, report: Report, every: float) -> None:
-    """SIGSTOP of one process after the other, until the router has left it and a while longer."""
+    """SIGSTOP of one process after the other, until all others have left it and a while longer."""
     draw = random.Random(2)
     while True:
         await asyncio.sleep(every)
-        process = draw.choice(await asyncio.to_thread(found.replicas))
+        process = draw.choice(await asyncio.to_thread(found.workers))
         process.send(signal.SIGSTOP)
         report.stops += 1
         began = time.monotonic()
-        while (await asyncio.to_thread(found.states)).get(process.url) and time.monotonic() - began < 60:
+        while not await asyncio.to_thread(found.is_left, process) and time.monotonic() - began < 60:
             await asyncio.sleep(0.05)
         report.left_seconds.append(round(time.monotonic() - began, 2))
         await asyncio.sleep(6)

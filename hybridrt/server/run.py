@@ -224,7 +224,8 @@ def serve(llm: LLM, config: ServerConfig, listener: socket.socket) -> None:
         service = Service(served, config, transfer_port=role.port if isinstance(role, PrefillRole) else None)
         log.info("model: %s", summary(service))
         try:
-            Server(make_app(service, Metrics(served, service.names[0])), service).run(sockets=[listener])
+            metrics = Metrics(served, service.names[0], tuple if role is None else role.numbers)
+            Server(make_app(service, metrics), service).run(sockets=[listener])
         finally:
             if config.uds is not None:
                 Path(config.uds).unlink(missing_ok=True)

@@ -163,6 +163,11 @@ class DecodeWorker:
         self._workers[name] = _Peer(channel, time.monotonic())
         return name
 
+    def disconnect(self, name: str, why: str) -> None:
+        """Leaves a prefill worker: its prompts go to another one, or are computed here."""
+        if name in self._workers:
+            self._drop_worker(name, PeerGoneError(why))
+
     def request(self, request_id: str, tokens: Sequence[int], key: CacheKey) -> None:
         self._cancel(request_id)
         pull = _Pull(request_id, int32s(tokens), key)
@@ -216,7 +221,8 @@ class DecodeWorker:
                 reader.close()
 
     def _under_way(self) -> int:
-        return len(self._waiting) + sum(attempt.pull is not None for attempt in self._attempts.values())
+        attempts = list(self._attempts.values())  # copied at once: `counters` is called in other threads
+        return len(self._waiting) + sum(attempt.pull is not None for attempt in attempts)
 
     def _receive(self, name: str, peer: _Peer) -> bool:
         try:
@@ -233,6 +239,9 @@ class DecodeWorker:
 
     def _handle(self, name: str, message: ToDecode) -> None:
         if isinstance(message, Pong):
+            return
+        if isinstance(message, Ping):
+            self._send(name, Pong())
             return
         attempt = self._attempts.get(message.key)
         if attempt is None or attempt.worker != name or attempt.pull is None:
