@@ -46,6 +46,7 @@ class Report:
     """What happened.
 
     Attributes:
+        wrong: requests with other tokens than offline, and the first place.
         lost: requests that got no whole answer.
         cut: streams that ended in their middle.
         left_seconds: how long a stopped replica got requests.
@@ -54,7 +55,7 @@ class Report:
     """
 
     requests: int = 0
-    wrong: int = 0
+    wrong: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     cut: int = 0
     kills: int = 0
@@ -240,8 +241,17 @@ def check(args: argparse.Namespace) -> Report:
     started = 1 if args.faults == "scale" else args.replicas
     with fleet(args.replica, args.replicas, started, args.resume) as found:
         answers = asyncio.run(play(found, items, args, report))
-    report.wrong = sum(tokens != expected[name] for name, tokens in answers.items())
+    report.wrong = [
+        f"{name}: {tokens} after {first_difference(tokens, expected[name])} tokens is not {expected[name]}"
+        for name, tokens in answers.items()
+        if tokens != expected[name]
+    ]
     return report
+
+
+def first_difference(got: Sequence[int], expected: Sequence[int]) -> int:
+    pairs = zip(got, expected, strict=False)
+    return next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(got), len(expected)))
 
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:

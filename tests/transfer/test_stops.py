@@ -166,3 +166,38 @@ def test_a_decode_worker_that_reads_for_long_is_kept(
     run(decode, prefiller, most=100_000)
     assert time.monotonic() > until and decode.tokens(request_id) == expected[1]
     assert decode.worker.counters().retried == prefiller.worker.counters().dropped == 0
+
+
+def test_questions_of_a_worker_that_has_gone(model: Path) -> None:
+    """The answer to the first one finds the channel closed."""
+    hub: dict[str, torch.Tensor] = {}
+    prefiller, decode = Prefiller(build(model), hub), Decoder(build(model), hub)
+    prefiller.connect(decode)
+    decode.engine.add_request([7], greedy())
+    for _ in range(2):
+        prefiller.channel.send({"type": "ping"})
+    prefiller.channel.close()
+    run(decode)
+    assert decode.worker.counters().workers == 0
+
+
+def test_a_read_counts_only_if_the_channel_is_open_after_all_its_messages(
+    model: Path, expected: list[list[int]]
+) -> None:
+    """A decode worker that was stopped goes on: its read ends, of memory that others have meanwhile."""
+    hub: dict[str, torch.Tensor] = {}
+    prefiller, decode = Prefiller(build(model), hub), Decoder(build(model), hub)
+    prefiller.connect(decode)
+    request_id = decode.engine.add_request(PROMPTS[1], greedy())
+    while not any(attempt.reading for attempt in decode.worker._attempts.values()):
+        decode.step()
+        prefiller.step()
+    prefiller.side.arena.fill_(1)
+    (fetch,) = decode.worker._readers[0]._fetches.values()  # type: ignore[attr-defined]
+    for read in fetch.reads:
+        while len(read._reads) > 1:
+            read.done()
+    prefiller.channel.send({"type": "pong"})
+    prefiller.channel.close()
+    run(decode)
+    assert decode.tokens(request_id) == expected[1] and decode.worker.counters().fetched == 0
