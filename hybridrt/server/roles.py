@@ -124,7 +124,7 @@ class DecodeRole:
                 silent += isinstance(e, httpx.HTTPError)
                 if silent >= LEFT_AFTER:
                     self._leave(name, url)
-                if said != (said := str(e) or type(e).__name__):
+                if not self.worker.is_connected(name) and said != (said := str(e) or type(e).__name__):
                     log.warning("prefill worker %s: %s; prompts are computed elsewhere", url, said)
             self._end.wait(0 if 0 < silent < LEFT_AFTER else CHECK_SECONDS)
 

@@ -213,6 +213,7 @@ def write_logs(level: str) -> None:
         stream=sys.stderr, level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # written here, too
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it writes a line for each question to a replica
     _write_bare_lines()
 
 
