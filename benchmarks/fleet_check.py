@@ -46,6 +46,7 @@ class Report:
     """What happened.
 
     Attributes:
+        wrong: requests with other tokens than offline, and the first place.
         lost: requests that got no whole answer.
         cut: streams that ended in their middle.
         left_seconds: how long a stopped replica got requests.
@@ -54,7 +55,7 @@ class Report:
     """
 
     requests: int = 0
-    wrong: int = 0
+    wrong: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     cut: int = 0
     kills: int = 0
@@ -180,15 +181,15 @@ async def kill(found: Fleet, report: Report, every: float) -> None:
 
 
 async def stop(found: Fleet, report: Report, every: float) -> None:
-    """SIGSTOP of one process after the other, until the router has left it and a while longer."""
+    """SIGSTOP of one process after the other, until all others have left it and a while longer."""
     draw = random.Random(2)
     while True:
         await asyncio.sleep(every)
-        process = draw.choice(await asyncio.to_thread(found.replicas))
+        process = draw.choice(await asyncio.to_thread(found.workers))
         process.send(signal.SIGSTOP)
         report.stops += 1
         began = time.monotonic()
-        while (await asyncio.to_thread(found.states)).get(process.url) and time.monotonic() - began < 60:
+        while not await asyncio.to_thread(found.is_left, process) and time.monotonic() - began < 60:
             await asyncio.sleep(0.05)
         report.left_seconds.append(round(time.monotonic() - began, 2))
         await asyncio.sleep(6)
@@ -240,8 +241,17 @@ def check(args: argparse.Namespace) -> Report:
     started = 1 if args.faults == "scale" else args.replicas
     with fleet(args.replica, args.replicas, started, args.resume) as found:
         answers = asyncio.run(play(found, items, args, report))
-    report.wrong = sum(tokens != expected[name] for name, tokens in answers.items())
+    report.wrong = [
+        f"{name}: {tokens} after {first_difference(tokens, expected[name])} tokens is not {expected[name]}"
+        for name, tokens in answers.items()
+        if tokens != expected[name]
+    ]
     return report
+
+
+def first_difference(got: Sequence[int], expected: Sequence[int]) -> int:
+    pairs = zip(got, expected, strict=False)
+    return next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(got), len(expected)))
 
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:

@@ -24,6 +24,8 @@ ROWS, LONGEST = 8, 512
 QUIET = ["--log-level", "warning", "--no-access-log"]
 EMBEDDED = ["-m", "hybridrt", "serve", "embedded", "--device", "cpu", "--max-running-requests", str(ROWS),
             "--max-model-len", str(LONGEST), *QUIET]  # fmt: skip
+# Room for two or three states: those that a stopped worker holds are missing for others.
+ARENA = ["--transfer-bytes", str(2**22)]
 DOUBLE = ["-m", "benchmarks.fleet_double"]
 
 
@@ -138,6 +140,12 @@ class Fleet:
         facts: list[dict[str, Any]] = httpx.get(f"{self.router.url}/fleet/replicas", headers=headers, timeout=30).json()
         return {fact["url"]: fact["ready"] for fact in facts}
 
+    def is_left(self, process: Worker) -> bool:
+        """Whether it gets no more requests: of the router or, if it computes prompts, of any replica."""
+        if process in self.started_here[: self.prompts]:
+            return all(_metric(replica.url, "hybridrt:prefill_workers") < self.prompts for replica in self.replicas())
+        return not self.states().get(process.url)
+
     def wait_for(self, count: int) -> None:
         """Until so many replicas get requests."""
         deadline = time.monotonic() + START_SECONDS
@@ -145,6 +153,11 @@ class Fleet:
             if time.monotonic() > deadline:
                 raise SystemExit(f"{self.states()} do not become {count} replicas that are ready")
             time.sleep(0.2)
+
+
+def _metric(url: str, name: str) -> float:
+    text = httpx.get(f"{url}/metrics", timeout=30).text
+    return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
 
 
 def actors(urls: Iterable[str]) -> list[Actor]:
@@ -164,9 +177,10 @@ def servers(kind: str, count: int, environment: dict[str, str]) -> tuple[list[Pr
     """Workers that compute prompts for the others, and replicas; neither runs yet."""
     if kind != "prefill":
         return [], [Process(DOUBLE if kind == "double" else EMBEDDED, environment) for _ in range(count)]
-    prompts = [Process([*EMBEDDED, "--role", "prefill"], environment) for _ in range(count // 2)]
+    prompts = [Process([*EMBEDDED, *ARENA, "--role", "prefill"], environment) for _ in range(count // 2)]
     urls = [part for worker in prompts for part in ("--prefill-url", worker.url)]
-    return prompts, [Process([*EMBEDDED, "--role", "decode", *urls], environment) for _ in range(count - len(prompts))]
+    decode = [*EMBEDDED, *ARENA, "--role", "decode", *urls]
+    return prompts, [Process(decode, environment) for _ in range(count - len(prompts))]
 
 
 @contextmanager

@@ -29,6 +29,17 @@ def test_containers_start_with_options_that_exist(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PODS)
+def test_a_pod_gets_no_connections_when_it_ends(name: str) -> None:
+    """Its address is taken from Services and DNS while preStop runs, before SIGTERM."""
+    (container,) = PODS[name]["containers"]
+    command = container["lifecycle"]["preStop"]["exec"]["command"]
+    drain = next(float(a.partition("=")[2]) for a in container["args"] if a.startswith("--drain-timeout"))
+    assert command[0] == "sleep" and PODS[name]["terminationGracePeriodSeconds"] > drain + float(command[1])
+    (deployment,) = [o for o in OBJECTS if o["kind"] == "Deployment" and o["metadata"]["name"] == name]
+    assert deployment["spec"]["strategy"]["rollingUpdate"] == {"maxUnavailable": 0, "maxSurge": 1}
+
+
+@pytest.mark.parametrize("name", PODS)
 def test_a_pod_has_longer_to_end_than_its_requests(name: str) -> None:
     (container,) = PODS[name]["containers"]
     (drain,) = [float(a.partition("=")[2]) for a in container["args"] if a.startswith("--drain-timeout")]

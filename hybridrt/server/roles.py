@@ -14,13 +14,17 @@ from hybridrt.base.errors import HybridrtError, TransferError
 from hybridrt.channel.channel import SocketChannel
 from hybridrt.engine.api.llm import LLM
 from hybridrt.server.core.config import ServerConfig
+from hybridrt.server.core.metrics import Number
 from hybridrt.transfer.decode import DecodeWorker
 from hybridrt.transfer.prefill import PrefillWorker
 from hybridrt.transfer.workers import decode_worker, prefill_worker
 
 IDLE_SECONDS = 0.0005
 CHECK_SECONDS = 1.0  # between two looks at the prefill workers
-ANSWER_SECONDS = 2.0  # that one may take to say where its transfer listens
+ANSWER_SECONDS = 1.5  # that one may take to say where its transfer listens
+LEFT_AFTER = 2  # answers that did not come: its prompts are computed elsewhere
+CONNECT_SECONDS = 2.0
+SILENT_SECONDS = 10.0  # after which a decode server that holds memory of a prefill server is dropped there
 MAX_ANSWER_BYTES = 4096
 log = logging.getLogger("hybridrt.server")
 
@@ -30,13 +34,24 @@ class PrefillRole:
 
     def __init__(self, llm: LLM, config: ServerConfig) -> None:
         self._llm, self._end = llm, threading.Event()
-        self.worker: PrefillWorker = prefill_worker(llm, config.host, config.transfer_port, key=config.transfer_key)
+        self.worker: PrefillWorker = prefill_worker(
+            llm, config.host, config.transfer_port, key=config.transfer_key, silent_timeout=SILENT_SECONDS
+        )
         self._thread = threading.Thread(target=self._run, name="hybridrt-prefill", daemon=True)
         self._thread.start()
 
     @property
     def port(self) -> int:
         return self.worker.port
+
+    def numbers(self) -> list[Number]:
+        now = self.worker.counters()
+        return [
+            Number("hybridrt:decode_workers", "Decode servers that are connected.", now.peers, counts=False),
+            Number("hybridrt:transfer_bytes_used", "Bytes of states on their way.", now.bytes_used, counts=False),
+            Number("hybridrt:prompts_computed_for_others", "Prompts computed for decode servers.", now.computed),
+            Number("hybridrt:decode_workers_dropped", "Decode servers that did not fetch in time.", now.dropped),
+        ]
 
     def close(self) -> None:
         self._end.set()
@@ -67,44 +82,60 @@ class DecodeRole:
 
     def __init__(self, llm: LLM, config: ServerConfig) -> None:
         self._llm, self._config, self._end = llm, config, threading.Event()
-        self._names: dict[str, str] = {}  # of connected workers, by URL
-        self._said: dict[str, str] = {}
         self.worker: DecodeWorker = decode_worker(llm, (), key=config.transfer_key)
         self._client = httpx.Client(timeout=ANSWER_SECONDS, trust_env=False)
-        self._thread = threading.Thread(target=self._run, name="hybridrt-decode", daemon=True)
-        self._thread.start()
+        # One thread for each server: one that does not answer delays no look at the others.
+        self._threads = [
+            threading.Thread(target=self._watch, args=(url,), name="hybridrt-decode", daemon=True)
+            for url in config.prefill_urls
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def numbers(self) -> list[Number]:
+        now = self.worker.counters()
+        return [
+            Number("hybridrt:prefill_workers", "Prefill servers that are connected.", now.workers, counts=False),
+            Number("hybridrt:transfer_bytes_used", "Bytes of states on their way.", now.bytes_used, counts=False),
+            Number("hybridrt:prompts_fetched", "Prompts that prefill servers have computed.", now.fetched),
+            Number("hybridrt:prompts_retried", "Attempts that were repeated.", now.retried),
+            Number("hybridrt:prompts_computed_here", "Prompts without a prefill server.", now.computed_here),
+        ]
 
     def close(self) -> None:
         self._end.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
         self._client.close()
         with self._llm.engine.turns:
             self.worker.close()
 
-    def _run(self) -> None:
+    def _watch(self, url: str) -> None:
+        """Connects to a prefill server, again and again. One that does not answer is left, though its
+        connection be open: so it is with a process that was stopped."""
+        name, silent, said = "", 0, ""
         while not self._end.is_set():
-            for url in self._config.prefill_urls:
-                name = self._names.get(url)
-                if name is None or not self.worker.is_connected(name):
-                    self._try_to_connect(url)
-            self._end.wait(CHECK_SECONDS)
+            try:
+                address, silent = self._address(url), 0
+                if not self.worker.is_connected(name):
+                    name, said = self._connect(address), ""
+                    log.info("prefill worker %s computes prompts", url)
+            except (HybridrtError, httpx.HTTPError) as e:
+                silent += isinstance(e, httpx.HTTPError)
+                if silent >= LEFT_AFTER:
+                    self._leave(name, url)
+                if not self.worker.is_connected(name) and said != (said := str(e) or type(e).__name__):
+                    log.warning("prefill worker %s: %s; prompts are computed elsewhere", url, said)
+            self._end.wait(0 if 0 < silent < LEFT_AFTER else CHECK_SECONDS)
 
-    def _try_to_connect(self, url: str) -> None:
-        self._names.pop(url, None)
-        try:
-            self._names[url] = self._connect(url)
-        except (HybridrtError, httpx.HTTPError) as e:
-            if self._said.get(url) != (text := str(e) or type(e).__name__):
-                log.warning("prefill worker %s: %s; prompts are computed elsewhere", url, text)
-                self._said[url] = text
-        else:
-            self._said.pop(url, None)
-            log.info("prefill worker %s computes prompts", url)
+    def _leave(self, name: str, url: str) -> None:
+        if self.worker.is_connected(name):
+            with self._llm.engine.turns:
+                self.worker.disconnect(name, f"prefill worker {url} does not answer")
 
-    def _connect(self, url: str) -> str:
+    def _connect(self, address: tuple[str, int]) -> str:
         """The first message is awaited before the engine's turn is taken."""
-        key, address = str(self._config.transfer_key).encode(), self._address(url)
-        channel = SocketChannel.connect(address, key, ANSWER_SECONDS)
+        channel = SocketChannel.connect(address, str(self._config.transfer_key).encode(), CONNECT_SECONDS)
         try:
             hello = self.worker.greeting(channel)
             with self._llm.engine.turns:

@@ -213,6 +213,7 @@ def write_logs(level: str) -> None:
         stream=sys.stderr, level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # written here, too
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it writes a line for each question to a replica
     _write_bare_lines()
 
 
@@ -224,7 +225,8 @@ def serve(llm: LLM, config: ServerConfig, listener: socket.socket) -> None:
         service = Service(served, config, transfer_port=role.port if isinstance(role, PrefillRole) else None)
         log.info("model: %s", summary(service))
         try:
-            Server(make_app(service, Metrics(served, service.names[0])), service).run(sockets=[listener])
+            metrics = Metrics(served, service.names[0], tuple if role is None else role.numbers)
+            Server(make_app(service, metrics), service).run(sockets=[listener])
         finally:
             if config.uds is not None:
                 Path(config.uds).unlink(missing_ok=True)

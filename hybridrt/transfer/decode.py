@@ -36,6 +36,7 @@ from hybridrt.transfer.side import WorkerSide
 
 MAX_ATTEMPTS = 3
 _IDLE_SECONDS = 0.0005
+_ROUNDS = 8  # of reading one worker's messages in a step: a flood delays its own prompts alone
 
 
 @dataclass(slots=True, eq=False)
@@ -130,6 +131,7 @@ class DecodeWorker:
         self._numbers = count()
         self._waiting: deque[_Pull] = deque()
         self._attempts: dict[str, _Attempt] = {}  # by key
+        self._over: list[_Attempt] = []  # the last read has ended
         self._arriving: dict[str, int] = {}  # by request, images that the engine may not have read yet
         self._totals = DecodeCounters()
         side.engine.prefill_source = self
@@ -163,6 +165,11 @@ class DecodeWorker:
         self._workers[name] = _Peer(channel, time.monotonic())
         return name
 
+    def disconnect(self, name: str, why: str) -> None:
+        """Leaves a prefill worker: its prompts go to another one, or are computed here."""
+        if name in self._workers:
+            self._drop_worker(name, PeerGoneError(why))
+
     def request(self, request_id: str, tokens: Sequence[int], key: CacheKey) -> None:
         self._cancel(request_id)
         pull = _Pull(request_id, int32s(tokens), key)
@@ -181,15 +188,17 @@ class DecodeWorker:
 
     def advance(self) -> None:
         self._free()
-        over = self._ended_reads()
+        self._over += self._ended_reads()
         # A prefill worker closes its channel before it uses an image's memory again. So a read that
-        # has ended is valid only if the channel is open afterwards: messages come between.
-        received = [self._receive(name, peer) for name, peer in list(self._workers.items())]
+        # has ended is valid only if the channel is open afterwards, and read to its end.
+        received = {name: self._receive(name, peer) for name, peer in list(self._workers.items())}
+        over = [attempt for attempt in self._over if received.get(attempt.worker, 0) < _ROUNDS]
+        self._over = [attempt for attempt in self._over if attempt not in over]
         self._end_reads(over)
         self._end_overdue()
         self._send_prompts()
         engine = self._engine.counters()
-        if self._under_way() and not (over or any(received) or engine.running or engine.waiting):
+        if self._under_way() and not (over or any(received.values()) or engine.running or engine.waiting):
             time.sleep(_IDLE_SECONDS)  # only prefill workers have something to do
 
     def counters(self) -> DecodeCounters:
@@ -209,30 +218,38 @@ class DecodeWorker:
             self._send_prompts()
             deadline = time.monotonic() + self._timeout
             while self._attempts and time.monotonic() < deadline:
-                self._end_reads(self._ended_reads())
+                self._end_reads([*self._over, *self._ended_reads()])
+                self._over.clear()
                 time.sleep(_IDLE_SECONDS)
         finally:
             for reader in self._readers:
                 reader.close()
 
     def _under_way(self) -> int:
-        return len(self._waiting) + sum(attempt.pull is not None for attempt in self._attempts.values())
+        attempts = list(self._attempts.values())  # copied at once: `counters` is called in other threads
+        return len(self._waiting) + sum(attempt.pull is not None for attempt in attempts)
 
-    def _receive(self, name: str, peer: _Peer) -> bool:
+    def _receive(self, name: str, peer: _Peer) -> int:
+        """How often messages came: _ROUNDS if there may be more, or the end of the channel."""
+        rounds = 0
         try:
-            messages = peer.channel.receive()
-            for message in messages:
-                self._handle(name, unpack(message, ToDecode))
+            while rounds < _ROUNDS and (messages := peer.channel.receive()):
+                rounds += 1
+                peer.received, peer.pinged = time.monotonic(), None
+                for message in messages:
+                    if name in self._workers:  # the answer to a message may have found the channel closed
+                        self._handle(name, unpack(message, ToDecode))
         except PeerGoneError as e:
             if name in self._workers:
                 self._drop_worker(name, e)
-            return True
-        if messages:
-            peer.received, peer.pinged = time.monotonic(), None
-        return bool(messages)
+            return 1
+        return rounds
 
     def _handle(self, name: str, message: ToDecode) -> None:
         if isinstance(message, Pong):
+            return
+        if isinstance(message, Ping):
+            self._send(name, Pong())
             return
         attempt = self._attempts.get(message.key)
         if attempt is None or attempt.worker != name or attempt.pull is None:

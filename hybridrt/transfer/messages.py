@@ -58,7 +58,7 @@ class Done(Message):
 
 
 class Ping(Message):
-    """The decode worker requests a sign of life."""
+    """A worker asks the other side for a sign of life."""
 
 
 class Ready(Message):
@@ -126,8 +126,8 @@ class Ended(Message):
     error: Text | None
 
 
-ToDecode = Ready | Failed | Pong
-ToPrefill = Prefill | Done | Ping
+ToDecode = Ready | Failed | Ping | Pong
+ToPrefill = Prefill | Done | Ping | Pong
 ToRank = Connect | Disconnect | Order
 FromRank = Connected | Ended
 

@@ -26,6 +26,7 @@ from hybridrt.transfer.handshake import check_handshake
 from hybridrt.transfer.messages import (
     MAX_JOBS,
     DecodeHello,
+    Done,
     Failed,
     Ping,
     Pong,
@@ -41,6 +42,7 @@ from hybridrt.transfer.side import WorkerSide
 
 MAX_PEERS = 256
 TIMEOUT_S = 120.0
+SILENT_S = 30.0
 LINGER_S = 1.0
 
 # The drawn token is dropped: the decode side computes the prompt's last token itself.
@@ -50,12 +52,25 @@ _IDLE_SECONDS = 0.0005
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """A decode worker, its prompts by key, and when it must have agreed."""
+    """A decode worker.
+
+    Attributes:
+        deadline: when it must have agreed.
+        received: when its last message came.
+        pinged: when it was asked for a sign of life that has not come. None: it was not.
+        jobs: its prompts by key.
+    """
 
     channel: SocketChannel
     deadline: float
+    received: float
+    pinged: float | None = None
     agreed: bool = False
     jobs: dict[str, "_Job"] = field(default_factory=dict)
+
+    @property
+    def has_images(self) -> bool:
+        return any(job.deadline is not None for job in self.jobs.values())
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +94,8 @@ class _Job:
 
 @dataclass(slots=True)
 class PrefillCounters:
-    """Since the start: prompts computed, failed, images not fetched in time, connections refused.
+    """Since the start: prompts computed, failed, images not fetched in time and decode workers that did
+    not answer, connections refused.
     Now: decode workers, jobs, bytes of the arena in use."""
 
     computed: int = 0
@@ -102,6 +118,8 @@ class PrefillWorker:
         listener: where decode workers connect; None: only `attach` adds them.
         timeout: seconds that an image waits to be fetched. A slower decode worker loses its
             connection.
+        silent_timeout: seconds after which one that does not even answer loses its connection, while an
+            image waits for it. Longer than the longest step of a decode worker.
         linger: seconds that such an image then still stays, so that the decode worker learns of it
             first.
 
@@ -118,13 +136,14 @@ class PrefillWorker:
         *,
         key: str | None = None,
         timeout: float = TIMEOUT_S,
+        silent_timeout: float = SILENT_S,
         linger: float = LINGER_S,
     ) -> None:
         self.port, self.key = listener.port if listener else 0, key
         self.regions = RegionAllocator(side.arena.numel())
         self._engine, self._layout, self._listener = side.engine, side.layout, listener
         self._handshake, self._ranks = side.handshake, list(ranks)
-        self._timeout, self._linger = timeout, linger
+        self._timeout, self._silent_timeout, self._linger = timeout, silent_timeout, linger
         self._peers: list[_Peer] = []
         self._waiting: deque[_Job] = deque()
         self._computing: dict[str, _Job] = {}
@@ -141,7 +160,8 @@ class PrefillWorker:
             self._totals.refused += 1
             channel.close()
             return
-        self._peers.append(_Peer(channel, time.monotonic() + self._timeout))
+        now = time.monotonic()
+        self._peers.append(_Peer(channel, now + self._timeout, now))
 
     def serve(self) -> None:
         """Works until interrupted."""
@@ -187,6 +207,8 @@ class PrefillWorker:
             self._totals.refused += isinstance(e, (HandshakeError, MessageError))
             self._drop_peer(peer)
             return True
+        if messages:
+            peer.received, peer.pinged = time.monotonic(), None
         return bool(messages)
 
     def _handle(self, peer: _Peer, data: bytes) -> None:
@@ -200,7 +222,7 @@ class PrefillWorker:
             peer.channel.send(pack(Pong()))
         elif isinstance(message, Prefill):
             self._queue_prompt(peer, message)
-        elif message.key in peer.jobs:  # Done
+        elif isinstance(message, Done) and message.key in peer.jobs:
             self._release(peer.jobs[message.key])
 
     def _queue_prompt(self, peer: _Peer, asked: Prefill) -> None:
@@ -229,8 +251,19 @@ class PrefillWorker:
             self._totals.dropped += late
             if late or (not peer.agreed and now > peer.deadline):
                 self._drop_peer(peer)
+            elif peer.has_images:
+                self._look_for_life(peer, now)
         while self._lingering and self._lingering[0][0] <= now:
             self.regions.free(self._lingering.popleft()[1])
+
+    def _look_for_life(self, peer: _Peer, now: float) -> None:
+        """A process that was stopped keeps its connection, and memory that others wait for."""
+        if peer.pinged is not None and now - peer.pinged > 0.75 * self._silent_timeout:
+            self._totals.dropped += 1
+            self._drop_peer(peer)
+        elif peer.pinged is None and now - peer.received > 0.25 * self._silent_timeout:
+            peer.pinged = now
+            self._send(peer, Ping())
 
     def _start_prompts(self) -> None:
         while self._waiting:

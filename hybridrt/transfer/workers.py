@@ -12,8 +12,8 @@ from hybridrt.channel.listener import Listener
 from hybridrt.engine.api.llm import LLM
 from hybridrt.transfer.decode import DecodeWorker
 from hybridrt.transfer.keys import VARIABLE, find_key
+from hybridrt.transfer.prefill import SILENT_S, PrefillWorker
 from hybridrt.transfer.prefill import TIMEOUT_S as FETCH_S
-from hybridrt.transfer.prefill import PrefillWorker
 from hybridrt.transfer.ranks import open_ranks
 from hybridrt.transfer.side import WorkerSide
 
@@ -25,6 +25,7 @@ def prefill_worker(
     *,
     key: Key | None = None,
     timeout: float = FETCH_S,
+    silent_timeout: float = SILENT_S,
     devices: str | None = None,
 ) -> PrefillWorker:
     """A prefill worker that listens at `host`:`port` (0: a free one, `worker.port`). `serve` runs
@@ -35,6 +36,8 @@ def prefill_worker(
             `worker.key`.
         timeout: seconds that an image waits to be fetched, and that a decode worker may take to
             read a message. A slower one loses its connection.
+        silent_timeout: seconds after which a decode worker that does not even answer loses it, while
+            an image waits for it. Longer than its longest step.
         devices: network devices of UCX, as in UCX_NET_DEVICES. None: this variable, else the
             loopback device if `host` is a loopback address, else UCX's choice.
 
@@ -44,13 +47,14 @@ def prefill_worker(
         ProviderNotInstalledError: NIXL is not installed or cannot be loaded; says why.
     """
     side, found = WorkerSide.from_llm(llm), find_key(key) or secrets.token_hex(32)
+    _seconds(silent_timeout, "silent_timeout")
     listener = Listener((host, port), found.encode(), _seconds(timeout))
     try:
         ranks = open_ranks(side, True, _devices(devices, [host]))
     except BaseException:
         listener.close()
         raise
-    return PrefillWorker(side, ranks, listener, key=found, timeout=timeout)
+    return PrefillWorker(side, ranks, listener, key=found, timeout=timeout, silent_timeout=silent_timeout)
 
 
 def decode_worker(
@@ -99,9 +103,9 @@ def decode_worker(
     return worker
 
 
-def _seconds(timeout: float) -> float:
+def _seconds(timeout: float, name: str = "timeout") -> float:
     if not 0 < timeout < 1e6:
-        raise ConfigError(f"timeout is {timeout}; it is a number of seconds above 0")
+        raise ConfigError(f"{name} is {timeout}; it is a number of seconds above 0")
     return timeout
 
 

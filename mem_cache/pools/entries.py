@@ -240,13 +240,18 @@ class EntryAllocator:
         """
         if not len(handles):
             return
-        indices = self._checked(handles, CACHED)
-        locks = self._locks[indices]
-        if np.count_nonzero(locks):
-            first = self._number(indices[locks.argmax()])
-            raise PoolError(f"the cache gives up {self._what} {first}, which a running request has locked")
+        self._check_idle(indices := self._checked(handles, CACHED))
         self.num_cached -= len(indices)
         self._give_back(indices)
+
+    def lend_cached(self, handle: Handle) -> Handle:
+        """An entry of the cache goes to a request. It is not free in between: others cannot get it. Returns
+        its new handle. PoolError as in `evict`."""
+        self._check_idle(index := self._checked([handle], CACHED))
+        self._state[index] = USED
+        self._handles[index] += GENERATION
+        self.num_cached -= 1
+        return handle_of(self._handles.item(index.item()))
 
     def lock(self, handles: Sequence[Handle]) -> None:
         """Keeps entries of the cache from eviction. PoolError if one is not the cache's."""
@@ -305,6 +310,13 @@ class EntryAllocator:
         """OutOfSlotsError if fewer than n entries are free."""
         if n > self.num_free:
             raise OutOfSlotsError(f"{n} x {self._what} wanted, {self.num_free} of {self.total} free")
+
+    def _check_idle(self, indices: np.ndarray) -> None:
+        """PoolError if one of these entries of the cache is locked."""
+        locks = self._locks[indices]
+        if np.count_nonzero(locks):
+            first = self._number(indices[locks.argmax()])
+            raise PoolError(f"the cache gives up {self._what} {first}, which a running request has locked")
 
     def _give_back(self, indices: np.ndarray) -> None:
         self._state[indices] = FREE

@@ -342,3 +342,25 @@ def least_budget(plan: Callable[[int], MemoryPlan]) -> int:
         except MemoryBudgetError:
             low = middle
     return high
+
+
+@pytest.mark.parametrize(("size", "slabs"), [(2, 16), (3, 16), (4, 8)])
+def test_a_state_that_is_superseded_is_nobody_elses_before_it_is_read(size: int, slabs: int) -> None:
+    """Turns of conversations come at once. The free slot that is lent next may be in another slab."""
+    plan = SlabPlan(1, slabs, (SlabShare(8, 8),), states=SlabShare(size, size))
+    for seed in range(3):
+        pools = Rig(slabs=plan, slots=0, page_size=4, max_model_len=90, chunk=400, rows=6, cache=True, grid=4)
+        rng = random.Random(seed)
+        texts = [random_tokens(rng, rng.randint(6, 12)) for _ in range(6)]
+        for turn in range(4):
+            for number, text in enumerate(texts):
+                pools.add(text, f"{turn} {number}", max_tokens=3, ignore_eos=True, seed=number)
+            pools.run()
+            for number, text in enumerate(texts):
+                tokens = pools.outputs[f"{turn} {number}", 0].token_ids
+                assert tokens == tokens_alone(text, number, 3, VOCAB)
+                text += [tokens[0], *random_tokens(rng, rng.randint(5, 9))]
+
+
+def random_tokens(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(3, VOCAB) for _ in range(count)]

@@ -37,3 +37,19 @@ def test_entries_that_requests_still_use_are_freed() -> None:
     assert pool.num_free == 3 and pool.num_cached == 2
     with pytest.raises(PoolError, match="stale"):
         pool.free_used(slots)
+
+
+def test_an_entry_of_the_cache_goes_to_a_request_unless_another_reads_it() -> None:
+    pool = EntryAllocator(3, "state slot")
+    first, second, _ = pool.alloc(3)
+    pool.to_cache([first, second])
+    pool.lock([first])
+    with pytest.raises(PoolError, match="locked"):
+        pool.lend_cached(first)
+    pool.unlock([first])
+    fresh = pool.lend_cached(first)
+    assert fresh.index == first.index and (pool.num_free, pool.num_used, pool.num_cached) == (0, 2, 1)
+    pool.check()
+    with pytest.raises(PoolError, match="stale"):
+        pool.free([first])
+    pool.free([fresh])

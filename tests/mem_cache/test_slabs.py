@@ -15,7 +15,7 @@ SHARES = SlabShare(3, 5), SlabShare(1, 1), SlabShare(4, 9)
 TOTAL = 5
 steps = st.lists(
     st.tuples(
-        st.sampled_from(["alloc", "alloc_one", "free", "to_cache", "lock", "unlock", "evict"]),
+        st.sampled_from(["alloc", "alloc_one", "free", "to_cache", "lock", "unlock", "evict", "lend_cached"]),
         st.integers(0, len(SHARES) - 1), st.integers(0, 7), st.randoms(use_true_random=False),
     ),
     max_size=60,
@@ -50,7 +50,8 @@ def test_no_slab_has_two_owners_and_all_come_back(history: list[tuple[str, int, 
     slabs, allocators = made()
     held: list[dict[Handle, str]] = [{} for _ in SHARES]
     gone: list[tuple[int, Handle]] = []
-    sources = {"free": "used", "to_cache": "used", "lock": "cached", "unlock": "locked", "evict": "cached"}
+    sources = {"free": "used", "to_cache": "used", "lock": "cached", "unlock": "locked"}
+    sources |= {"evict": "cached", "lend_cached": "cached"}
     for what, i, count, rng in history:
         allocator, entries = allocators[i], held[i]
         if what in ("alloc", "alloc_one"):
@@ -65,9 +66,14 @@ def test_no_slab_has_two_owners_and_all_come_back(history: list[tuple[str, int, 
         else:
             chosen = [entry for entry, kind in entries.items() if kind == sources[what]]
             chosen = rng.sample(chosen, min(count, len(chosen)))
-            getattr(allocator, what)(chosen)
+            if what == "lend_cached":
+                fresh = [allocator.lend_cached(entry) for entry in chosen]
+                assert [entry.index for entry in fresh] == [entry.index for entry in chosen]
+                entries |= dict.fromkeys(fresh, "used")
+            else:
+                getattr(allocator, what)(chosen)
             for entry in chosen:
-                if what in ("free", "evict"):
+                if what in ("free", "evict", "lend_cached"):
                     del entries[entry]
                     gone.append((i, entry))
                 else:

@@ -14,6 +14,7 @@ from hybridrt.base.errors import ConfigError, TransferError
 from hybridrt.engine.api.llm import LLM
 from hybridrt.runtime.load.build import resolve_model_path
 from hybridrt.server.core.config import ServerConfig
+from hybridrt.server.core.metrics import Metrics
 from hybridrt.server.roles import DecodeRole, PrefillRole, read_short
 from hybridrt.transfer import workers
 from hybridrt.transfer.ranks import Reader
@@ -90,6 +91,32 @@ def test_prompts_are_computed_elsewhere_and_here_while_nobody_is_there(
                 decoding.reset_prefix_cache()
             role.close()
             assert answer(served, asked[3]) == expected[3]
+
+
+def test_a_prefill_server_that_was_stopped_is_left(
+    llms: tuple[LLM, LLM], hub: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection stays open, and nothing is asked of it that it could leave without an answer."""
+    computing, decoding = llms
+    with serving(computing, **KEYS) as front:
+        prefill = PrefillRole(computing, ServerConfig(port=0, role="prefill", **KEYS))
+        front.service.transfer_port = prefill.port
+        role = DecodeRole(decoding, ServerConfig(port=0, role="decode", prefill_urls=(front.url,), **KEYS))
+        until(lambda: role.worker.counters().workers == 1)
+        seen = Metrics(front.service.llm, "tested", role.numbers).text().decode()
+        assert 'hybridrt:prefill_workers{engine="0",model_name="tested"} 1.0' in seen
+        assert 'hybridrt:prompts_fetched_total{engine="0",model_name="tested"} 0.0' in seen
+        assert {number.name: number.value for number in prefill.numbers()}["hybridrt:decode_workers"] == 1
+        with monkeypatch.context() as stopped:
+            stopped.setattr(role, "_address", silent)
+            until(lambda: role.worker.counters().workers == 0)
+        until(lambda: role.worker.counters().workers == 1)
+        role.close()
+        prefill.close()
+
+
+def silent(url: str) -> tuple[str, int]:
+    raise httpx.ReadTimeout(f"{url} says nothing")
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,13 @@ import random
 import time
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from hybridrt.base.errors import PeerGoneError
+from hybridrt.transfer.side import WorkerSide
 from tests.support.in_process import InProcessTransport
 from tests.support.levels import sweep
 from tests.support.tiny import write_tiny
@@ -60,6 +62,16 @@ class Endless:
 
     def done(self) -> bool:
         return False
+
+
+class Late:
+    """A read that is done at a time, and not before."""
+
+    def __init__(self, read: Any, until: float) -> None:
+        self._read, self._until = read, until
+
+    def done(self) -> bool:
+        return bool(self._read.done()) and time.monotonic() > self._until
 
 
 @pytest.mark.parametrize("alive", [True, False])
@@ -119,3 +131,73 @@ def test_a_worker_that_is_slow_but_alive_is_kept(model: Path, expected: list[lis
     prefiller.step()
     run(decode, prefiller)
     assert decode.tokens(request_id) == expected[1] and decode.worker.counters().retried == 0
+
+
+def test_a_decode_worker_that_stops_gives_its_room_to_others(model: Path, expected: list[list[int]]) -> None:
+    """Stopped, it fetches nothing and closes nothing; the prefill worker has room for one image."""
+    hub: dict[str, torch.Tensor] = {}
+    room = WorkerSide.from_llm(build(model)).layout.image_bytes(45)
+    prefiller = Prefiller(build(model, transfer_bytes=room), hub)
+    prefiller.worker._silent_timeout = 0.2
+    stopped, decode = Decoder(build(model), hub), Decoder(build(model), hub, compute_here=False)
+    prefiller.connect(stopped)
+    prefiller.connect(decode)
+    stopped.engine.add_request(PROMPTS[1], greedy())
+    stopped.step()
+    while not prefiller.worker.counters().computed:
+        prefiller.step()
+    request_id = decode.engine.add_request(PROMPTS[1], greedy())
+    run(decode, prefiller, most=100_000)
+    assert decode.tokens(request_id) == expected[1] and decode.worker.counters().fetched == 1
+    assert (prefiller.worker.counters().peers, prefiller.worker.counters().dropped) == (1, 1)
+
+
+def test_a_decode_worker_that_reads_for_long_is_kept(
+    model: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as it answers, a read may take longer than a worker may be silent."""
+    read, until = InProcessTransport.read, time.monotonic() + 0.6
+    monkeypatch.setattr(InProcessTransport, "read", lambda *args: Late(read(*args), until))
+    hub: dict[str, torch.Tensor] = {}
+    prefiller, decode = Prefiller(build(model), hub), Decoder(build(model), hub, compute_here=False)
+    prefiller.worker._silent_timeout = 0.2
+    prefiller.connect(decode)
+    request_id = decode.engine.add_request(PROMPTS[1], greedy())
+    run(decode, prefiller, most=100_000)
+    assert time.monotonic() > until and decode.tokens(request_id) == expected[1]
+    assert decode.worker.counters().retried == prefiller.worker.counters().dropped == 0
+
+
+def test_questions_of_a_worker_that_has_gone(model: Path) -> None:
+    """The answer to the first one finds the channel closed."""
+    hub: dict[str, torch.Tensor] = {}
+    prefiller, decode = Prefiller(build(model), hub), Decoder(build(model), hub)
+    prefiller.connect(decode)
+    decode.engine.add_request([7], greedy())
+    for _ in range(2):
+        prefiller.channel.send({"type": "ping"})
+    prefiller.channel.close()
+    run(decode)
+    assert decode.worker.counters().workers == 0
+
+
+def test_a_read_counts_only_if_the_channel_is_open_after_all_its_messages(
+    model: Path, expected: list[list[int]]
+) -> None:
+    """A decode worker that was stopped goes on: its read ends, of memory that others have meanwhile."""
+    hub: dict[str, torch.Tensor] = {}
+    prefiller, decode = Prefiller(build(model), hub), Decoder(build(model), hub)
+    prefiller.connect(decode)
+    request_id = decode.engine.add_request(PROMPTS[1], greedy())
+    while not any(attempt.reading for attempt in decode.worker._attempts.values()):
+        decode.step()
+        prefiller.step()
+    prefiller.side.arena.fill_(1)
+    (fetch,) = decode.worker._readers[0]._fetches.values()  # type: ignore[attr-defined]
+    for read in fetch.reads:
+        while len(read._reads) > 1:
+            read.done()
+    prefiller.channel.send({"type": "pong"})
+    prefiller.channel.close()
+    run(decode)
+    assert decode.tokens(request_id) == expected[1] and decode.worker.counters().fetched == 0

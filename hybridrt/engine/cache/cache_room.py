@@ -141,7 +141,8 @@ class CacheRoom:
 
     def _superseded(self, request: Request) -> Handle | None:
         """The slot of the state that a request has started from, if no other will use it. The step
-        that leaves a later state there reads the earlier one first.
+        that leaves a later state there reads the earlier one first: nobody else may get the slot in
+        between.
         """
         match, lacking = request.prefix, self.room()[1] < self._promised_slots()
         if lacking or (state := self.tree.supersede(match)) is None:
@@ -149,8 +150,7 @@ class CacheRoom:
         if match.state is not None:
             self.slots.unlock([state])
             request.prefix = replace(match, state=None)
-        self.slots.evict([state])
-        return self.slots.alloc_one()
+        return self.slots.lend_cached(state)
 
     @property
     def _no_pages(self) -> Sequence[int]:

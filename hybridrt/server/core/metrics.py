@@ -3,7 +3,8 @@
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -69,11 +70,22 @@ class Histogram:
         return family
 
 
-class Metrics(Collector):
-    """Watches the steps of an AsyncLLM, and reads its engine's counters when asked."""
+@dataclass(frozen=True)
+class Number:
+    """A metric of one value. `counts`: it only grows."""
 
-    def __init__(self, llm: AsyncLLM, model: str) -> None:
-        self._llm = llm
+    name: str
+    text: str
+    value: float
+    counts: bool = True
+
+
+class Metrics(Collector):
+    """Watches the steps of an AsyncLLM, and reads its engine's counters when asked. `more`: of the
+    server's role."""
+
+    def __init__(self, llm: AsyncLLM, model: str, more: Callable[[], Sequence[Number]] = tuple) -> None:
+        self._llm, self._more = llm, more
         self._labels = {"model_name": model, "engine": "0"}
         self.prompt_tokens = self.output_tokens = 0
         self._ends: Counter[str] = Counter()
@@ -171,6 +183,9 @@ class Metrics(Collector):
         yield from self._gauges(counters)
         yield from self._counters(counters)
         yield from self._experts(self._llm.llm.expert_tokens())
+        for found in self._more():
+            kind = CounterMetricFamily if found.counts else GaugeMetricFamily
+            yield self._family(kind, found.name, found.text, float(found.value))
         for histogram in (self._first, self._between, self._steps, *self._at_end.values()):
             yield histogram.family(self._labels)
         ends = CounterMetricFamily(
