@@ -111,8 +111,8 @@ class StepCost:
     use a part of the device for attention, so context and pairs have further costs there. A step
     without a graph has a cost of its own, and counts at least as many tokens as the largest graph.
     It takes at least as long as all but one of the latest launches of such steps (`note_launch`): next
-    to a server's threads that is often longer than the device needs, and it varies. Each saved state of a prompt but the first
-    needs another launch of the recurrent layers; graphs have none of that.
+    to a server's threads that is often longer than the device needs, and it varies. Each saved state
+    of a prompt but the first needs another launch of the recurrent layers; graphs have none of that.
 
     Args:
         buckets: sizes of the graphs of steps with prompts. Empty: no such step runs as a graph.
