@@ -14,6 +14,7 @@ import numpy as np
 
 from benchmarks.bench_serving import Clock, percentile
 from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.bench.suites import chosen
 from hybridrt.bench.workload import WorkloadConfig, make_work
 from hybridrt.engine.core.engine import Engine
 
@@ -186,6 +187,16 @@ def mix(seed: int, count: int = 300, rate: float = MIX_RATE) -> list[Item]:
     return _arriving(draw, items, rate)
 
 
+def suite_mix(seed: int) -> list[Item]:
+    """The requests of `hybridrt bench serve --suite mix`, of this seed."""
+
+    def tag(length: int) -> str:
+        return next(tag for _, prompt, _, tag in MIX if length <= prompt * 5 // 4)
+
+    work = make_work(chosen("mix", seed)["mix"].workload)
+    return [Item([each.prompt], each.max_tokens, each.arrival, tag=tag(len(each.prompt))) for each in work]
+
+
 def same_text(seed: int) -> list[Item]:
     """Eight users of one new text of 8,192 tokens, 30 ms apart, while four others decode."""
     draw = random.Random(seed + 3)
@@ -230,6 +241,7 @@ LOADS: Mapping[str, Callable[[int], list[Item]]] = {
     "burst": burst,
     "mix": mix,
     "agents": agents,
+    "suite-mix": suite_mix,
 }
 
 
@@ -264,4 +276,6 @@ LIMITS = (
     Limit("mix", "short first p99", 800), Limit("mix", "long first max", 1.5, True),
     Limit("mix", "tokens/s", 0.97, True, least=True), Limit("mix", "between p99", 100),
     Limit("agents", "first mean", 1.0, True), Limit("agents", "between p99", 90),
+    Limit("suite-mix", "first max", 1.5, True), Limit("suite-mix", "short first p99", 0.25, True),
+    Limit("suite-mix", "between p99", 100),
 )  # fmt: skip

@@ -32,6 +32,13 @@ def test_the_policy_keeps_its_limits(load: str) -> None:
     assert missed(load, 0) == []
 
 
+@pytest.mark.parametrize("seed", [*range(1, 10)])
+@pytest.mark.soak
+def test_the_mix_of_bench_serve_keeps_its_limits(seed: int) -> None:
+    """At 80% of what the device can do, one arrival early or late may make a queue: so more than one seed."""
+    assert missed("suite-mix", seed) == []
+
+
 @pytest.mark.parametrize(
     ("seed", "first", "every"),
     [

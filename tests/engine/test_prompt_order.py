@@ -1,4 +1,4 @@
-"""The order in which a policy computes prompts: by priority, response ratio and client."""
+"""The order in which a policy computes prompts: by client, by priority, first come, first served, short ones pass."""
 
 from dataclasses import replace
 
@@ -42,61 +42,59 @@ class Queue:
         return found
 
     def order(self) -> list[int]:
+        """If none passes."""
         found = []
         while best := self.queues.best(""):
             found.append(best[0].arrival)
             self.queues.remove(best[0])
         return found
 
+    def next(self, count: int) -> tuple[list[Request], int]:
+        """The next waiting ones of a step, which leave the queue, and what may pass after them."""
+        order, found = PromptOrder(self.queues, Followers(Rig(cache=True).pools.prefixes), ()), list[Request]()
+        for _ in range(count):
+            first = order.next()
+            assert first is not None
+            found.append(first)
+            self.queues.remove(first)
+        return found, order.passing
 
-def test_the_highest_response_ratio_is_first() -> None:
+
+def test_the_first_is_served_first() -> None:
     queue = Queue()
     for waited, seconds in ((1.0, 1.0), (0.9, 0.01), (0.5, 0.1), (0.001, 1.0)):
         queue.add(waited, seconds)
-    assert [each.arrival for each in queue.queues] == [1, 2, 0, 3]
-    assert queue.order() == [1, 2, 0, 3] and not len(queue.queues) and queue.queues.pending == PromptWork()
+    assert [each.arrival for each in queue.queues] == [0, 1, 2, 3]
+    assert queue.order() == [0, 1, 2, 3] and not len(queue.queues) and queue.queues.pending == PromptWork()
 
 
-def test_a_request_that_is_due_is_before_later_ones() -> None:
+def test_short_prompts_pass_earlier_ones_with_a_part_of_each_step() -> None:
     queue = Queue()
-    first, _ = queue.add(20.0, 10.0), queue.add(5.0, 0.01)
-    first.due = 100.1
-    assert first not in queue.queues.best("")
-    first.due = 99.9
-    assert queue.order() == [0, 1]
-
-
-def test_short_prompts_pass_one_that_is_due_with_a_part_of_each_step() -> None:
-    queue, store = Queue(), Rig(cache=True).pools.prefixes
     long, *shorts = [queue.add(9.0, 10.0), *(queue.add(1.0, 0.01) for _ in range(3))]
     middle = queue.add(1.0, 0.02)
-    long.due = 99.0
     queue.policy.passing = 1000
-    order = PromptOrder(queue.queues, Followers(store), ())
-    found = list[Request]()
-    for _ in range(3):
-        first = order.next()
-        assert first is not None
-        found.append(first)
-        if first is not long:
-            queue.queues.remove(first)
+    assert middle not in queue.queues.best("", 799)
+    found, passing = queue.next(3)
     assert found == [*shorts[:2], long], "two of 400 tokens have room, a third one has not"
-    assert order.passing == 200
-    queue.policy.note_passing(order.passing, 1001)
-    assert queue.policy.passing == 451, "a quarter of each step's tokens, whole prompts at a time"
+    assert passing == 200
+    queue.policy.note_passing(passing, 1001)
+    assert queue.policy.passing == 534, "a third of each step's tokens, whole prompts at a time"
     queue.policy.note_passing(2000, 8192)
     assert queue.policy.passing == MOST_PASSING
-    queue.queues.remove(shorts[2])
-    assert middle in queue.queues.best("", 800) and middle not in queue.queues.best("", 799)
 
 
-def test_work_that_is_there_decides_when_a_request_is_due() -> None:
+def test_the_short_prompt_with_the_highest_response_ratio_passes() -> None:
     queue = Queue()
-    found = queue.add(0.0, 1.0)
-    queue.policy.set_due(found, PromptWork(4 * SECOND))
-    assert found.due == pytest.approx(100 + 1.5 * 4 + 1)
-    queue.policy.set_due(found, PromptWork())
-    assert found.due == pytest.approx(107), "that of its arrival stays"
+    long, late, early, tiny = (queue.add(*each) for each in ((9.0, 10.0), (0.1, 0.04), (0.1, 0.02), (0.05, 0.001)))
+    assert queue.queues.best("", MOST_PASSING) == (long, tiny)
+    assert queue.next(4)[0] == [tiny, early, long, late], "1,600 tokens are more than are left of 2,048"
+
+
+def test_only_what_passes_is_counted() -> None:
+    """Short prompts that are first in any case leave room for those that come after a long one."""
+    queue = Queue()
+    shorts = [queue.add(1.0, 0.01) for _ in range(4)]
+    assert queue.next(4) == (shorts, MOST_PASSING)
 
 
 def test_priority_comes_first_until_a_request_has_aged() -> None:
@@ -116,11 +114,13 @@ def test_priority_comes_first_until_a_request_has_aged() -> None:
 @given(st.lists(st.tuples(st.floats(0, 50), st.floats(0.001, 5)), min_size=1, max_size=60))
 def test_heads_of_classes_have_about_the_highest_ratios(items: list[tuple[float, float]]) -> None:
     queue, found = Queue(), dict[int, Request]()
+    first = queue.add(60.0, 9.0)
     for waited, seconds in sorted(items, reverse=True):
         each = queue.add(waited, seconds)
         found[each.arrival] = each
     while found:
-        (best,) = queue.queues.best("")
+        oldest, best = queue.queues.best("", 10 * SECOND)
+        assert oldest is first
         assert 1.5 * queue.queues.ratio(best) >= max(map(queue.queues.ratio, found.values()))
         queue.queues.remove(found.pop(best.arrival))
 
@@ -210,7 +210,7 @@ def test_the_backlog_is_what_is_left_of_all_prompts() -> None:
     while rig.engine.has_unfinished():
         rig.step()
         waits.append(rig.engine.wait_seconds())
-    assert waits[0] == pytest.approx(4 / 3 * 120 / SECOND / 0.75, rel=0.1), "short prompts may pass with a quarter"
+    assert waits[0] == pytest.approx(2 * 120 / SECOND, rel=0.1), "next to decode rows and prompts that pass"
     assert waits == sorted(waits, reverse=True) and len(set(waits)) > 5 and waits[-1] == 0.0
 
 

@@ -27,8 +27,8 @@ class _Entry(NamedTuple):
 
 
 class RequestQueue:
-    """Requests by priority, then by response ratio: (waited + own seconds) / own seconds, highest
-    first (Brinch Hansen 1971). So short prompts pass long ones, until these are due.
+    """Requests by priority, then first come, first served. Short prompts may pass: of these the one
+    with the highest response ratio, (waited + own seconds) / own seconds (Brinch Hansen 1971).
 
     Requests of about equal seconds are one size class. Its earliest arrival has its highest ratio,
     so only the first request of each class is compared, however many wait.
@@ -57,16 +57,9 @@ class RequestQueue:
         return request.arrival in self._entries
 
     def __iter__(self) -> Iterator[Request]:
-        """Requests in their present order, without regard to their age. Lazy: costs as much as is read."""
+        """Requests in their order if none passes, without regard to their age. Lazy: costs as much as is read."""
         for priority in self._priorities:
-            heads = [(-self.ratio(queue[0]), size, 0) for size, queue in self._levels[priority].items()]
-            heapq.heapify(heads)
-            while heads:
-                _, size, place = heapq.heappop(heads)
-                queue = self._levels[priority][size]
-                yield queue[place]
-                if place + 1 < len(queue):
-                    heapq.heappush(heads, (-self.ratio(queue[place + 1]), size, place + 1))
+            yield from heapq.merge(*self._levels[priority].values(), key=_arrival)
 
     def add(self, request: Request, work: PromptWork) -> None:
         """`work`: of its prompt, without what is cached."""
@@ -91,9 +84,8 @@ class RequestQueue:
             del self._priorities[bisect_left(self._priorities, entry.priority)]
 
     def best(self, passing: int = 0) -> Sequence[Request]:
-        """Candidates to start next: the request with the highest ratio. If the earliest arrival is due,
-        instead that one, followed by the best one that computes at most `passing` tokens, if there is
-        any.
+        """Candidates to start next: the earliest arrival, then the best of the others that compute at
+        most `passing` tokens, if there is any.
         """
         if not self._entries:
             return ()
@@ -102,10 +94,9 @@ class RequestQueue:
             if oldest.params.priority > self._priorities[0]:
                 return (oldest,)
         firsts = [queue[0] for queue in self._levels[self._priorities[0]].values()]
-        if self._policy.is_due(oldest := min(firsts, key=_arrival)):
-            short = [first for first in firsts if self._entries[first.arrival].work.tokens <= passing]
-            return (oldest, *([max(short, key=self.ratio)] if short else ()))
-        return (max(firsts, key=self.ratio),)
+        oldest = min(firsts, key=_arrival)
+        short = [each for each in firsts if each is not oldest and self.tokens(each) <= passing]
+        return (oldest, *([max(short, key=self.ratio)] if short else ()))
 
     def ratio(self, request: Request) -> float:
         return self._policy.ratio(self._policy.waited(request), self._entries[request.arrival].work)
@@ -231,16 +222,16 @@ class ClientQueues:
 
 
 class PromptOrder:
-    """The prompts of a step, in the order of their computation: by client, by priority, by response
-    ratio.
+    """The prompts of a step, in the order of their computation: by client, by priority, first come,
+    first served, except that short ones pass.
 
     Args:
         admitted: requests with uncomputed prompts, in order of admission.
 
     Attributes:
         admits: False: no more waiting requests.
-        passing: tokens of short prompts that may still pass those that are due. So a long prompt that
-            is due does not delay short ones by its own time.
+        passing: tokens of short prompts that may still pass earlier ones. So a long prompt does not
+            delay short ones by its own time.
     """
 
     def __init__(self, queues: ClientQueues, followers: Followers, admitted: Sequence[Request]) -> None:
@@ -276,14 +267,12 @@ class PromptOrder:
         if oldest.params.priority > top:
             return oldest
         level = [each for each in ratios if each[1].params.priority == top]
-        first = min((request for _, request in level), key=lambda request: request.arrival)
-        if not self._policy.is_due(first):
-            return max(level, key=lambda each: each[0])[1]
+        first = min((request for _, request in level), key=_arrival)
         short = [each for each in level if self._tokens(each[1]) <= self.passing]
-        if short:
-            first = max(short, key=lambda each: each[0])[1]
-            self.passing -= self._tokens(first)
-        return first
+        best = max(short, key=lambda each: each[0])[1] if short else first
+        if best is not first:
+            self.passing -= self._tokens(best)
+        return best
 
     def _tokens(self, request: Request) -> int:
         """Tokens of its prompt that are to be computed."""

@@ -43,7 +43,6 @@ class PolicyScheduler(Scheduler):
         return self._uncomputed + self.queues.pending
 
     def _queue(self, request: Request, known: int) -> None:
-        self._policy.set_due(request, self.pending)
         if (place := self._place_for(request)) is not None:
             self._followers.hold(request, place)
         else:

@@ -110,9 +110,9 @@ class StepCost:
     A graph's time is that of its full bucket, so a step counts its bucket's tokens. Its few tokens
     use a part of the device for attention, so context and pairs have further costs there. A step
     without a graph has a cost of its own, and counts at least as many tokens as the largest graph.
-    It takes at least as long as the host launches such steps (`note_launch`): next to a server's
-    threads that is often longer than the device needs. Each saved state of a prompt but the first
-    needs another launch of the recurrent layers; graphs have none of that.
+    It takes at least as long as all but one of the latest launches of such steps (`note_launch`): next
+    to a server's threads that is often longer than the device needs, and it varies. Each saved state
+    of a prompt but the first needs another launch of the recurrent layers; graphs have none of that.
 
     Args:
         buckets: sizes of the graphs of steps with prompts. Empty: no such step runs as a graph.
@@ -146,7 +146,7 @@ class StepCost:
         """The host has launched a step. `seconds`: how long the launch took."""
         if not self.has_graph(work):
             self._launches.append(seconds)
-            self._launch = median(self._launches)
+            self._launch = sorted(self._launches)[-2:][0]
 
     def has_graph(self, work: StepWork) -> bool:
         """Whether a graph runs a step. Decode rows alone count as such."""

@@ -22,9 +22,10 @@ NUMBER_FACTOR, AUTO_FACTOR = 11.0, 4 / 3
 # Without a number of milliseconds, a step may take longer if much work waits: a share of that work,
 # up to MOST_STEPS times its decode rows alone and MOST_SECONDS.
 WORK_SHARE, MOST_STEPS, MOST_SECONDS = 1 / 3, 20, 0.075
-# With more waiting work they may take DEEP_SHARE of it, up to DEEP_SECONDS: steps with larger graphs
-# compute more prompt tokens a second.
-DEEP_SHARE, DEEP_SECONDS = 1 / 20, 0.09
+# With more waiting work they may take DEEP_SHARE of it, up to DEEP_SECONDS: longer steps compute more
+# prompt tokens a second, and the longest wait depends on that rate. In a server a step without a
+# graph is seldom launched in less than 90 ms, so a lower bound leaves none of these.
+DEEP_SHARE, DEEP_SECONDS = 1 / 10, 0.095
 # While one client floods and another one is active, a step takes at most this much longer than its
 # decode rows alone: a prompt of the other client waits for a step or two. More time would compute
 # long prompts of the flood faster (0.024: 13%), and first tokens of the other client 1.3 to 2 times later.
@@ -32,12 +33,10 @@ SHARED_SECONDS = 0.016
 # With a number of milliseconds, more seconds of waiting work raise the bound in proportion. Otherwise
 # a full server would answer fewer requests than without a bound.
 LATE_SECONDS, LATE_FACTOR = 0.25, 2.0
-# A prompt is due DUE_SECONDS after the work that was there when it came could have been computed
-# DUE_FACTOR times.
-DUE_FACTOR, DUE_SECONDS = 1.5, 1.0
-# Short prompts that pass those that are due get PASSING_SHARE of all prompt tokens. Steps without such
+# Short prompts that pass earlier ones get PASSING_SHARE of all prompt tokens. Steps without such
 # prompts save the share for later ones, up to MOST_PASSING tokens: the longest prompt that may pass.
-PASSING_SHARE, MOST_PASSING = 0.25, 2048
+# With AUTO_FACTOR it doubles the time of what waits.
+PASSING_SHARE, MOST_PASSING = 1 / 3, 2048
 _LATE_STEPS = 8  # late steps that are observed as one
 # The next step is scheduled this lead before the running one ends. A late launch doubles the lead,
 # other steps shrink it a little.
@@ -60,7 +59,7 @@ class TrafficPolicy:
 
     Attributes:
         backlog: predicted seconds of all prompts that are not computed, without decode rows.
-        passing: tokens of short prompts that may pass those that are due.
+        passing: tokens of short prompts that may pass earlier ones.
     """
 
     def __init__(
@@ -131,17 +130,6 @@ class TrafficPolicy:
         short prompts that pass them. Any thread may ask.
         """
         return self.backlog * (1.0 if self.seconds is not None else AUTO_FACTOR) / (1 - PASSING_SHARE)
-
-    def set_due(self, request: Request, pending: PromptWork) -> None:
-        """A new request becomes due some time after all prompts that were there (`pending`) could have
-        been computed.
-        """
-        if request.due == math.inf:
-            patience = DUE_FACTOR * self.prompt_seconds(pending) + DUE_SECONDS
-            request.due = request.metrics.arrival_time + patience
-
-    def is_due(self, request: Request) -> bool:
-        return self.clock() > request.due
 
     def note_passing(self, left: int, tokens: int) -> None:
         """A step was made. `tokens`: its prompt tokens. `left`: what it has not used of `passing`."""

@@ -1,6 +1,5 @@
 """Host state of one sample of a request, and columns over the rows of all running ones."""
 
-import math
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -117,8 +116,6 @@ class Request:
             the first.
         leads: others wait for its prompt, or may (hybridrt.engine.core.followers).
         client: name of who sent it.
-        due: when its prompt is to be computed before those of all later arrivals, in seconds of
-            `RequestMetrics.arrival_time`.
         settled: tokens that consumed steps have computed: a lower bound of `computed`.
         prefill_end: how many of `tokens` are computed before decoding starts: those known at
             admission.
@@ -173,7 +170,6 @@ class Request:
     leader: "Request | None" = None
     leads: bool = False
     client: str = ""
-    due: float = math.inf
     boundaries: Sequence[int] = ()
     prefill_end: int = 0
     columns: RowColumns | None = None
