@@ -25,7 +25,7 @@ WORK_SHARE, MOST_STEPS, MOST_SECONDS = 1 / 3, 20, 0.075
 # With more waiting work they may take DEEP_SHARE of it, up to DEEP_SECONDS: longer steps compute more
 # prompt tokens a second, and the longest wait depends on that rate. In a server a step without a
 # graph is seldom launched in less than 90 ms, so a lower bound leaves none of these.
-DEEP_SHARE, DEEP_SECONDS = 1 / 10, 0.095
+DEEP_SHARE, DEEP_SECONDS = 1 / 10, 0.0935
 # While one client floods and another one is active, a step takes at most this much longer than its
 # decode rows alone: a prompt of the other client waits for a step or two. More time would compute
 # long prompts of the flood faster (0.024: 13%), and first tokens of the other client 1.3 to 2 times later.
