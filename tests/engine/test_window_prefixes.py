@@ -18,6 +18,7 @@ from tests.support.checkpoints import CheckpointStore
 from tests.support.engine_harness import VOCAB, Rig
 from tests.support.levels import sweep
 from tests.support.mock_executor import Windows, tokens_alone
+from tests.support.random_windows import random_windows
 
 WINDOW = 5
 GREEDY = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
@@ -133,7 +134,7 @@ window_rigs = st.fixed_dictionaries(
         "overlap": st.booleans(),
         "drafts": st.sampled_from([0, 0, 4]),
         "replay": st.booleans(),
-        "windows": st.sampled_from([(1,), (4,), (9,), (None, 1), (None, 3), (None, 7), (2, 6), (None, None, 2, 5, 5)]),
+        "windows": random_windows(1, 3) | st.just((None, None, 2, 5, 5)),
     }
 )
 

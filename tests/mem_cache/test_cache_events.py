@@ -15,7 +15,7 @@ from hybridrt.mem_cache.prefix_tree.prefix_cache import CacheEntries, Gone, Pref
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_drop import drop
 from hybridrt.mem_cache.prefix_tree.radix_node import StateKind
-from tests.mem_cache.test_radix_cache import CASES, NO_SETS, TEXTS, Ledger, Text, array
+from tests.mem_cache.test_radix_cache import CASES, NO_SETS, TEXTS, Ledger, Text, array, by_group
 from tests.support.cache_replica import Entry, Replica, contents
 from tests.support.levels import drawn
 
@@ -62,7 +62,7 @@ def act(ledger: Ledger, data: st.DataObject, locked: list[PrefixMatch]) -> None:
     action = data.draw(st.sampled_from(["offer", "offer", "offer", "read", "leave", "evict", "thin", "take", "drop"]))
     if action == "offer":
         positions = data.draw(st.sets(st.integers(1, 14), max_size=3)) if ledger.recurrent else set()
-        ledger.offer(text, tuple(positions), start=data.draw(st.integers(0, 3)) if ledger.groups > 1 else 0)
+        ledger.offer(text, tuple(positions), starts=by_group(ledger, data, 3) if ledger.groups > 1 else None)
     elif action == "read":
         match = tree.match(array(text))
         tree.lock(match)
@@ -71,7 +71,7 @@ def act(ledger: Ledger, data: st.DataObject, locked: list[PrefixMatch]) -> None:
     elif action == "leave" and locked:
         leave(ledger, locked.pop(data.draw(st.integers(0, len(locked) - 1))))
     elif action == "evict":
-        ledger.evict(data.draw(st.integers(0, 6)), data.draw(st.integers(0, 3)))
+        ledger.evict(by_group(ledger, data, 6), data.draw(st.integers(0, 3)))
     elif action == "thin" and (nodes := list(tree.nodes())):
         ledger.gone(tree.thin(data.draw(st.sampled_from(nodes)), data.draw(st.integers(0, 1))))
     elif action == "take" and (state := tree.supersede(tree.match(array(text)))) is not None:

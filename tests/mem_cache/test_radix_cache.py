@@ -1,7 +1,7 @@
 """The radix tree against a dictionary of all prefixes that have been offered and not evicted."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from hybridrt.mem_cache.prefix_tree.prefix_cache import CacheEntries, PrefixMatc
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_node import Node
 from tests.support.levels import draw, drawn, examples
+from tests.support.random_windows import random_windows
 
 Text = tuple[int, ...]
 NO_SETS = no_sets(0)
@@ -62,17 +63,18 @@ class Ledger:
         return Handle(self.next, 0)
 
     def offer(
-        self, text: Text, positions: tuple[int, ...] = (), match: PrefixMatch | None = None, start: int = 0
-    ) -> PrefixMatch:
+        self, text: Text, positions: tuple[int, ...] = (), match: PrefixMatch | None = None,
+        starts: Sequence[int] | None = None,
+    ) -> PrefixMatch:  # fmt: skip
         """Inserts a text as a request that had `match` would leave it. Window groups have only the pages from index
-        `start` on."""
+        `starts` on, by group; None: all pages."""
         size = self.page_size
         sets = no_sets(self.groups, -(-len(text) // size) if size else 0)
         if match is not None:
             sets[: len(match.pages)] = match.pages
         for index, line in enumerate(sets):
             for group in range(self.groups):
-                if not line[group] and (self.windows[group] is None or index >= start):
+                if not line[group] and (self.windows[group] is None or starts is None or index >= starts[group]):
                     line[group] = self.slot()
         states = {p: self.slot() for p in positions if p <= len(text)}
         taken, node = self.tree.insert(array(text), sets, states)
@@ -87,8 +89,10 @@ class Ledger:
                 self.states[state] = text[:position]
         return PrefixMatch(node=node)
 
-    def evict(self, pages: int, states: int) -> None:
-        self.gone(self.tree.evict([pages] * self.groups, states))
+    def evict(self, pages: int | Sequence[int], states: int) -> None:
+        """pages: of each group, or one number for all."""
+        counts = [pages] * self.groups if isinstance(pages, int) else pages
+        self.gone(self.tree.evict(counts, states))
 
     def gone(self, entries: CacheEntries) -> None:
         for group, pages in enumerate(entries.pages):
@@ -168,7 +172,8 @@ class Ledger:
                 assert match.tail.all()
                 self.holds(match.tail[0], prompt, len(match.pages), n)
         else:
-            ends = range(0, (len(prompt) - 1) // size * size + 1, size)
+            known = min(self.common(prompt), len(prompt) - 1 + self.lookahead)  # a window of 1 sees no page of the tree
+            ends = range(0, self.tree.complete_pages(known) * size + 1, size)
             assert n == max(end for end in ends if self.sees(prompt, end))
 
     def sees(self, prompt: Text, length: int) -> bool:
@@ -230,6 +235,30 @@ def test_the_tree_is_a_dictionary_of_prefixes(
     actions()
 
 
+@pytest.mark.parametrize("group", [0, 1, 2])
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_a_prefix_needs_what_each_of_three_windows_sees(group: int, recurrent: bool) -> None:
+    text, windows = tuple(range(12)), (3, 5, 9)
+    for lacking in (0, 1):
+        ledger, starts = Ledger(1, recurrent, windows=windows), [0, 0, 0]
+        starts[group] = len(text) - windows[group] + 1 + lacking
+        ledger.offer(text, (len(text),) if recurrent else (), starts=starts)
+        assert ledger.tree.match(array((*text, 99))).length == (0 if lacking else len(text))
+
+
+@examples(40, 400)
+def test_so_it_is_with_random_windows_of_two_and_three_groups(examples: int) -> None:
+    cases = st.tuples(st.sampled_from([kind for kind in KINDS if kind[0]]), st.sampled_from([0, 1]))
+
+    @settings(max_examples=examples, deadline=None)
+    @given(cases, random_windows(2, 3), st.data())
+    def actions(case: tuple[tuple[int, bool], int], windows: tuple[int | None, ...], data: st.DataObject) -> None:
+        kind, lookahead = case
+        play(Ledger(*kind, lookahead, windows), data)
+
+    actions()
+
+
 def play(ledger: Ledger, data: st.DataObject) -> None:
     locked: list[tuple[PrefixMatch, Text, bool]] = []
     for _ in range(data.draw(st.integers(1, 25))):
@@ -237,9 +266,9 @@ def play(ledger: Ledger, data: st.DataObject) -> None:
         if action == "offer":
             text = data.draw(TEXTS)
             positions = data.draw(st.sets(st.integers(1, 14), max_size=3)) if ledger.recurrent else set()
-            start = data.draw(st.integers(0, 3)) if ledger.groups > 1 else 0
-            ledger.offer(text, tuple(positions), start=start)
-            if not start:
+            starts = by_group(ledger, data, 3) if ledger.groups > 1 else [0]
+            ledger.offer(text, tuple(positions), starts=starts)
+            if not any(starts):
                 check_offered(ledger, text, positions)
         elif action == "match":
             ledger.check_match(data.draw(TEXTS))
@@ -259,7 +288,7 @@ def play(ledger: Ledger, data: st.DataObject) -> None:
             match, _, state = locked.pop(data.draw(st.integers(0, len(locked) - 1)))
             leave(ledger, match, state)
         elif action == "evict":
-            ledger.evict(data.draw(st.integers(0, 6)), data.draw(st.integers(0, 3)))
+            ledger.evict(by_group(ledger, data, 6), data.draw(st.integers(0, 3)))
         ledger.check()
         for match, text, state in locked:
             held = [match.pages, *([match.tail] if state and match.tail is not None else [])]
@@ -270,6 +299,11 @@ def play(ledger: Ledger, data: st.DataObject) -> None:
         leave(ledger, match, state)
     ledger.evict(10**6, 10**6)
     assert not any(ledger.pages.values()) and not ledger.states and not list(ledger.tree.nodes())
+
+
+def by_group(ledger: Ledger, data: st.DataObject, most: int) -> list[int]:
+    """A number of up to `most` for each group."""
+    return data.draw(st.lists(st.integers(0, most), min_size=ledger.groups, max_size=ledger.groups))
 
 
 def check_offered(ledger: Ledger, text: Text, positions: set[int]) -> None:
