@@ -173,7 +173,7 @@ class Ledger:
                 self.holds(match.tail[0], prompt, len(match.pages), n)
         else:
             known = min(self.common(prompt), len(prompt) - 1 + self.lookahead)  # a window of 1 sees no page of the tree
-            ends = range(0, self.tree.complete_pages(known) * size + 1, size)
+            ends = range(0, self.tree.paths.complete_pages(known) * size + 1, size)
             assert n == max(end for end in ends if self.sees(prompt, end))
 
     def sees(self, prompt: Text, length: int) -> bool:

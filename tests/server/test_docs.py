@@ -71,6 +71,7 @@ def test_options_and_metrics_that_it_names_exist(served: Served) -> None:
     )
     known = {re.sub(r"_(total|count|sum|bucket)?(\[.*)?$", "", name) for name in metrics(served)}
     known |= {*metrics(served), "hybridrt:expert_tokens", "hybridrt:expert_imbalance"}  # these two only with ranks
+    known |= {"hybridrt:prefill_workers", "hybridrt:decode_workers"}  # only with a role
     dashboard = (DOCS / "grafana.json").read_text()
     json.loads(dashboard)
     for name in re.findall(r"(?:vllm|hybridrt):\w+", dashboard + TEXT):
