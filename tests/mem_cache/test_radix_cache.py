@@ -163,7 +163,8 @@ class Ledger:
             known = self.common(prompt)
             usable = [len(s) for s in self.states.values() if s == prompt[: len(s)] and len(s) <= known]
             most = max((length for length in usable if length < len(prompt) and self.sees(prompt, length)), default=0)
-            assert n == most or (n < most and self.groups > 1 and size > 1), "a tail's set may be of two owners"
+            has_tails = size > 1 or (size == 1 and self.lookahead > 0)
+            assert n == most or (n < most and self.groups > 1 and has_tails), "a tail has all groups, of one owner"
             assert (match.state is not None) == bool(n)
             if match.state is not None:
                 assert self.states[match.state] == prompt[:n]
