@@ -138,3 +138,16 @@ def test_ranks_share_the_memory_of_a_cpu(tmp_path: Path, monkeypatch: pytest.Mon
         config = EngineConfig(path, device="cpu", tp_size=size)
         _, target = build.load_target(config, TPGroup(size=size))
         assert plan_ahead(config, target, 2**20).budget_bytes == (2**30 // size - 2**20) // 4
+
+
+def test_freed_memory_goes_back_after_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """glibc keeps it. Another C library has no such call."""
+    calls = list[str]()
+    library = SimpleNamespace(malloc_trim=lambda pad: calls.append(f"trim {pad}"))
+    monkeypatch.setattr(host_memory.ctypes, "CDLL", lambda _: library)
+    path = write_tiny(tmp_path / "model", tokenizer=False)
+    config = EngineConfig(str(path), device="cpu", load_format="dummy", max_model_len=32, max_running_requests=1)
+    model_runner.ModelRunner(config)
+    assert calls == ["trim 0"]
+    monkeypatch.setattr(host_memory.ctypes, "CDLL", lambda _: SimpleNamespace())
+    host_memory.return_freed_memory()

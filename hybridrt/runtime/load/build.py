@@ -38,6 +38,7 @@ from hybridrt.models.loading.stored_modules import scheme_table, with_stored_mod
 from hybridrt.models.registry import model_class
 from hybridrt.recurrent.backends import create_backend
 from hybridrt.runtime.load.draft_needs import draft_needs
+from hybridrt.runtime.load.host_memory import return_freed_memory
 from hybridrt.runtime.load.target import RunTarget
 from hybridrt.runtime.sampling.sampler import prompt_logprob_bytes
 from hybridrt.runtime.step.pack_padded import DECODE_ROWS, PROMPT_ROWS
@@ -186,6 +187,7 @@ def build_model(config: EngineConfig, target: RunTarget, path: Path, progress: b
         else:
             decided = (target.dtype, target.tp.rank, target.tp.size, config.expert_parallel)
             load_or_map(model, path, decided, partial(load_weights, model, path, progress))
+    return_freed_memory()
     return model.eval()
 
 
