@@ -29,11 +29,11 @@ from hybridrt.mem_cache.pools.entries import Handle
 from hybridrt.mem_cache.pools.page_groups import PageSets
 from hybridrt.mem_cache.prefix_tree.cache_events import CacheEvents, EntryLog, Tier, What, Why
 from hybridrt.mem_cache.prefix_tree.cache_key import DEFAULT_KEY, CacheKey
-from hybridrt.mem_cache.prefix_tree.idle_leaves import IdleLeaves
-from hybridrt.mem_cache.prefix_tree.path_pages import PathPages
 from hybridrt.mem_cache.prefix_tree.prefix_cache import CacheEntries, Gone, PrefixMatch
 from hybridrt.mem_cache.prefix_tree.radix_node import (
+    IdleLeaves,
     Node,
+    PathPages,
     StateKind,
     edges_after,
     is_idle_leaf,

@@ -1,13 +1,16 @@
-"""A node of the radix tree: its edge, and the entries at the edge's end."""
+"""A node of the radix tree: its edge, and the entries at the edge's end. Idle leaves in the order of their eviction,
+and the page sets of a path."""
 
+import heapq
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import count
 
 import numpy as np
 
 from hybridrt.mem_cache.pools.entries import Handle
-from hybridrt.mem_cache.pools.page_groups import PageSets
+from hybridrt.mem_cache.pools.page_groups import PageSets, no_sets
 from hybridrt.mem_cache.prefix_tree.cache_key import DEFAULT_KEY, CacheKey
 
 
@@ -154,3 +157,84 @@ def is_idle_leaf(node: Node) -> bool:
 
 def has_idle_state(node: Node) -> bool:
     return node.state is not None and not node.state_readers
+
+
+class IdleLeaves:
+    """A heap by `used`. Its entries may be out of date: they are checked when they are taken."""
+
+    def __init__(self) -> None:
+        self._order = count()
+        self._heap: list[tuple[int, int, Node]] = []
+
+    def enlist(self, node: Node, size: int) -> None:
+        """Enters a node, if it is an idle leaf. `size`: nodes of the tree, which bound the heap."""
+        if is_idle_leaf(node):
+            heapq.heappush(self._heap, self._entry(node))
+        if len(self._heap) > 64 + 4 * size:
+            self._heap = [
+                self._entry(leaf) for leaf in dict.fromkeys(entry[2] for entry in self._heap) if is_idle_leaf(leaf)
+            ]
+            heapq.heapify(self._heap)
+
+    def take_oldest(self) -> Node | None:
+        """Removes the leaf that was used least recently. The caller changes it or enters it again."""
+        while self._heap:
+            used, _, node = heapq.heappop(self._heap)
+            if is_idle_leaf(node):
+                if used == node.used:
+                    return node
+                heapq.heappush(self._heap, self._entry(node))
+        return None
+
+    def _entry(self, node: Node) -> tuple[int, int, Node]:
+        return node.used, next(self._order), node
+
+
+class PathPages:
+    """The page sets of paths in a tree. `page_size` and `lookahead` as of RadixCache."""
+
+    def __init__(self, page_size: int, lookahead: int, num_groups: int) -> None:
+        self.page_size, self.lookahead, self._num_groups = page_size, lookahead, num_groups
+
+    def no_sets(self, count: int = 0) -> PageSets:
+        """So many sets without pages."""
+        return no_sets(self._num_groups, count)
+
+    def complete_pages(self, position: int) -> int:
+        """How many first pages of a text are complete at `position`; 0 without attention layers."""
+        return max(position - self.lookahead, 0) // self.page_size if self.page_size else 0
+
+    def sets(self, node: Node) -> PageSets:
+        """All complete sets of a prefix, from its first page on."""
+        parts = [step.pages for step in node.path]
+        return np.concatenate(parts[::-1]) if parts else self.no_sets()
+
+    def covering(self, node: Node, count: int) -> Node:
+        """The first node of a path in which its first `count` pages are complete."""
+        while node.parent is not None and self.complete_pages(node.parent.end) >= count:
+            node = node.parent
+        return node
+
+    def tail_index(self, node: Node) -> int | None:
+        """The page with the tokens between a node's last complete page and its end. None: there are no
+        such tokens."""
+        index = self.complete_pages(node.end)
+        return index if self.page_size and index * self.page_size < node.end else None
+
+    def tail(self, node: Node) -> tuple[Node, PageSets] | tuple[None, None]:
+        """The set [1, G] of `tail_index`, and the node that owns it. None: there is none. The owner is
+        `node`, or one below with a page of the same tokens and more. Whole sets are preferred."""
+        if self.tail_index(node) is None:
+            return None, None
+        if node.tail is not None and node.tail.all():
+            return node, node.tail
+        found, below = None if node.tail is None else (node, node.tail), node.found
+        while below:
+            step = below.pop()
+            sets = step.pages[:1] if len(step.pages) else step.tail
+            if sets is not None and sets.all():
+                return step, sets
+            found = found or (None if sets is None else (step, sets))
+            if not len(step.pages):
+                below += step.found
+        return found or (None, None)

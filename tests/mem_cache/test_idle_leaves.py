@@ -3,8 +3,7 @@
 import numpy as np
 
 from hybridrt.mem_cache.pools.page_groups import no_sets
-from hybridrt.mem_cache.prefix_tree.idle_leaves import IdleLeaves
-from hybridrt.mem_cache.prefix_tree.radix_node import Node
+from hybridrt.mem_cache.prefix_tree.radix_node import IdleLeaves, Node
 
 ROOT = Node(np.empty(0, np.int32), 0, no_sets(1))
 
