@@ -29,6 +29,11 @@ MAX_ANSWER_BYTES = 4096
 log = logging.getLogger("hybridrt.server")
 
 
+def _bytes_used(used: int) -> Number:
+    """Both roles have it."""
+    return Number("hybridrt:transfer_bytes_used", "Bytes of states on their way.", used, counts=False)
+
+
 class PrefillRole:
     """Serves decode workers in a thread, next to the requests of HTTP. Both take turns, a step each."""
 
@@ -48,7 +53,7 @@ class PrefillRole:
         now = self.worker.counters()
         return [
             Number("hybridrt:decode_workers", "Decode servers that are connected.", now.peers, counts=False),
-            Number("hybridrt:transfer_bytes_used", "Bytes of states on their way.", now.bytes_used, counts=False),
+            _bytes_used(now.bytes_used),
             Number("hybridrt:prompts_computed_for_others", "Prompts computed for decode servers.", now.computed),
             Number("hybridrt:decode_workers_dropped", "Decode servers that did not fetch in time.", now.dropped),
         ]
@@ -96,7 +101,7 @@ class DecodeRole:
         now = self.worker.counters()
         return [
             Number("hybridrt:prefill_workers", "Prefill servers that are connected.", now.workers, counts=False),
-            Number("hybridrt:transfer_bytes_used", "Bytes of states on their way.", now.bytes_used, counts=False),
+            _bytes_used(now.bytes_used),
             Number("hybridrt:prompts_fetched", "Prompts that prefill servers have computed.", now.fetched),
             Number("hybridrt:prompts_retried", "Attempts that were repeated.", now.retried),
             Number("hybridrt:prompts_computed_here", "Prompts without a prefill server.", now.computed_here),

@@ -42,7 +42,7 @@ def outputs() -> Sequence[torch.Tensor]:
 
 
 class Timer:
-    """RACES and those after it end the process when they are timed."""
+    """RACES ends the process when it is timed."""
 
     def prepare(self, calls: Sequence[Call]) -> Callable[[], float]:
         split = chosen()
