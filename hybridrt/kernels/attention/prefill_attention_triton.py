@@ -28,6 +28,7 @@ from hybridrt.kernels.core.records import AttentionPrompts, PagedKV
 LOG2_E = tl.constexpr(math.log2(math.e))
 BLOCK_M, BLOCK_N = 128, 64  # query rows and context positions per tile; halved for float32
 GATHER_FROM = 8192  # mean query rows per key/value head and request
+ROUNDS = 2.5  # tiles of BLOCK_M rows for each multiprocessor
 MAX_GATHERED = 1 << 30  # bytes of gathered keys; longer contexts are read in place
 
 
@@ -276,11 +277,14 @@ def tile_of(q: Tensor, dim: int, kv_heads: int, query_lens: Sequence[int], gathe
     """Tile sizes and launch options for keys and values of `dim` numbers, as measured on an H200.
 
     Four warps of up to 255 registers let two gathered programs share a multiprocessor. Pages need
-    eight of 128, for addresses. Tiles are halved if too few for all multiprocessors.
+    eight of 128, for addresses. Tiles are halved if too few for all multiprocessors. Gathered ones are
+    smaller up to ROUNDS for each multiprocessor: in the last round of larger ones many of these have nothing
+    to do, which costs most after a long context.
     """
     block_d, single = width_of(dim), q.dtype == torch.float32
-    wide, groups = block_d > 128, q.shape[1] // kv_heads
-    few = kv_heads * sum(triton.cdiv(n * groups, BLOCK_M) for n in query_lens) <= multiprocessors(q.device)
+    wide, groups, device = block_d > 128, q.shape[1] // kv_heads, multiprocessors(q.device)
+    tiles = kv_heads * sum(triton.cdiv(n * groups, BLOCK_M) for n in query_lens)
+    few = tiles <= device
     halvings = single + (not ample(q) if wide else few and not single)
     block_m = min(max(16, triton.next_power_of_2(max(query_lens) * groups)), max(16, BLOCK_M >> halvings))
     latent = q.shape[-1] > dim > 256
@@ -289,6 +293,8 @@ def tile_of(q: Tensor, dim: int, kv_heads: int, query_lens: Sequence[int], gathe
     if latent and not single:  # compiled for sm_89: the only tile of 32 queries that stays in registers
         return {"BLOCK_M": min(block_m, 32), "BLOCK_N": 16, "num_stages": 2, "num_warps": 8}
     tile = {"BLOCK_M": block_m, "BLOCK_N": max(16, BLOCK_N >> (single + (block_d > 256))), "num_stages": 2}
+    if gathered and q.shape[-1] == block_d == 128 and tiles <= ROUNDS * device:
+        return {"BLOCK_M": 64, "BLOCK_N": 64, "num_stages": 3, "num_warps": 4}
     if gathered:
         return tile | {"num_warps": 8 if wide else 4, "num_stages": 3 if block_d <= 64 else 2}
     tile["num_warps"] = 8 if block_m * block_d > 8192 else 4
