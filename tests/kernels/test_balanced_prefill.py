@@ -1,4 +1,4 @@
-"""Prompt attention in equal shares: whatever the number of programs, it is the attention of whole tiles."""
+"""Prompt attention with cut tiles: wherever they are cut, it is the attention of whole ones."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ HEADS, KV_HEADS, DIM, PAGE = 6, 2, 16, 4
 
 @pytest.fixture
 def shares(provider, monkeypatch):
-    """Small tiles over copied keys, always in equal shares."""
+    """Small tiles over copied keys, always cut."""
     monkeypatch.setattr(prefill, "GATHER_FROM", 0)
     monkeypatch.setattr(prefill, "ample", lambda q: True)
     monkeypatch.setattr(prefill, "BLOCK_N", 16)
@@ -63,3 +63,26 @@ def test_any_number_of_programs(shares, programs, rows, sinks, seed):
         return
     got, want = attend(programs, query_lens, contexts, sinks=sinks, seed=seed)
     assert (got.float() - want).abs().max() < 4e-3
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "contexts", "cut"),
+    [
+        ([3072], [28672], True),  # 288 tiles, and 264 programs at a time
+        ([2816], [28672], False),  # fills them
+        ([2048], [28672], True),
+        ([3072], [0], False),  # the first queries see few keys
+        ([8192], [24576], False),  # 768 tiles
+        ([1500, 20], [30000, 0], True),
+        ([16] * 130, [30000] * 130, False),
+    ],
+)
+def test_tiles_are_cut_where_that_pays(query_lens, contexts, cut, monkeypatch):
+    monkeypatch.setattr(balanced, "multiprocessors", lambda device: 132)
+    q, cache = torch.empty(1, 12, 128), torch.empty(1, 16, 2, 128)
+    lens = [n + context for n, context in zip(query_lens, contexts)]
+    batch = AttentionPrompts(torch.empty(0), torch.empty(0), torch.empty(0), query_lens, lens)
+    assert balanced.pays(q, PagedKV(cache, cache, torch.empty(0), 1.0), batch) is cut
+    assert not balanced.pays(q, PagedKV(cache, cache, torch.empty(0), 1.0, 4096), batch)
+    wide = torch.empty(1, 16, 2, 256)
+    assert not balanced.pays(torch.empty(1, 12, 256), PagedKV(wide, wide, torch.empty(0), 1.0), batch)

@@ -39,19 +39,22 @@ DIMS = (64, 128)  # heads of which so many programs fit
 
 @triton.jit
 def _tile_at(  # type: ignore[no-untyped-def]
-    tile, starts_ptr, seq_lens_ptr, num_rows, HKV: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
+    tile, starts_ptr, seq_lens_ptr, num_rows, share, HKV: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
-    """A tile's row, head of keys, place within these, first block of keys, and blocks."""
+    """A tile's row, head of keys, place within its tiles, blocks that its first share has before it, and its blocks.
+    AGAIN: loads them anew, so that nothing is kept in registers."""
     i = tl.arange(0, BLOCK_B)
-    _, query_len, seq_len, _ = span(starts_ptr, seq_lens_ptr, i, i < num_rows, 0, BLOCK_N)
-    tiles, blocks = HKV * tl.cdiv(query_len * GROUPS, BLOCK_M), tl.cdiv(seq_len, BLOCK_N)
+    starts = tl.load(starts_ptr + i, mask=i < num_rows, other=0, volatile=AGAIN)
+    ends = tl.load(starts_ptr + i + 1, mask=i < num_rows, other=0, volatile=AGAIN)
+    blocks = tl.cdiv(tl.load(seq_lens_ptr + i, mask=i < num_rows, other=0, volatile=AGAIN), BLOCK_N)
+    tiles = HKV * tl.cdiv((ends - starts) * GROUPS, BLOCK_M)
     b = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)
     tile -= tl.sum(tl.where(i < b, tiles, 0), 0)
     mine = tl.sum(tl.where(i == b, blocks, 0), 0)
-    first_block = tl.sum(tl.where(i < b, tiles * blocks, 0), 0) + tile * mine
+    before = tl.sum(tl.where(i < b, tiles * blocks, 0), 0) + tile * mine
     in_head = tl.sum(tl.where(i == b, tiles, 0), 0) // HKV
-    return b, tile // in_head, tile % in_head, first_block, mine
+    return b, tile // in_head, tile % in_head, before % share, mine
 
 
 @triton.jit(do_not_specialize=["total", "num_rows", "share"], do_not_specialize_on_alignment=["seq_lens_ptr"])
@@ -63,12 +66,10 @@ def _part_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Grid [tiles, parts of a tile at most]."""
     tile, part = tl.program_id(0), tl.program_id(1)
-    slot = (tile * tl.num_programs(1) + part).to(tl.int64)
-    b, kv_head, block_m, first_block, blocks = _tile_at(
-        tile, starts_ptr, seq_lens_ptr, num_rows, HKV, GROUPS, BLOCK_M, BLOCK_N, BLOCK_B
+    b, kv_head, block_m, phase, blocks = _tile_at(
+        tile, starts_ptr, seq_lens_ptr, num_rows, share, HKV, GROUPS, BLOCK_M, BLOCK_N, BLOCK_B, False
     )
-    cut = (first_block // share + part) * share - first_block
-    begin, end = tl.maximum(cut, 0), tl.minimum(cut + share, blocks)
+    begin, end = tl.maximum(part * share - phase, 0), tl.minimum((part + 1) * share - phase, blocks)
     if begin >= end:
         return
     start, query_len, seq_len, _ = span(starts_ptr, seq_lens_ptr, b, b >= 0, 0, BLOCK_N)
@@ -95,19 +96,22 @@ def _part_kernel(  # type: ignore[no-untyped-def]
         weights, rescale, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale_log2)
         v = values.load([shift + offset, 0]).to(q.dtype)
         acc = tl.dot(weights.to(q.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
-    # Of volatile loads: carried through the loop, addresses would need registers.
-    again = tl.load(starts_ptr + b, volatile=True)
-    query_len = tl.load(starts_ptr + b + 1, volatile=True) - again
-    block_m += tl.load(starts_ptr + b, volatile=True) - again
+    # Carried through the loop, these would need registers.
+    b, kv_head, block_m, phase, blocks = _tile_at(
+        tile, starts_ptr, seq_lens_ptr, num_rows, share, HKV, GROUPS, BLOCK_M, BLOCK_N, BLOCK_B, True
+    )
     m = tl.arange(0, BLOCK_M)
-    if (begin == 0) & (end == blocks):
+    if (part * share <= phase) & ((part + 1) * share - phase >= blocks):
+        start = tl.load(starts_ptr + b, volatile=True)
+        query_len = tl.load(starts_ptr + b + 1, volatile=True) - start
         first, token, head, live = query_rows(block_m, query_len, kv_head, GROUPS, BLOCK_M)
         acc /= row_sum[:, None]
         if v_scale is not None:
             acc *= v_scale
-        at = (again + first).to(tl.int64) * OUT_ST + (token * OUT_ST + head * D)[:, None] + d[None, :]
+        at = (start + first).to(tl.int64) * OUT_ST + (token * OUT_ST + head * D)[:, None] + d[None, :]
         tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=live[:, None])
     else:
+        slot = (tile * tl.num_programs(1) + part).to(tl.int64)
         tl.store(maxima_ptr + slot * BLOCK_M + m, row_max)
         tl.store(sums_ptr + slot * BLOCK_M + m, row_sum)
         tl.store(parts_ptr + slot * BLOCK_M * D + m[:, None] * D + d[None, :], acc)
@@ -121,10 +125,10 @@ def _join_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """ROWS rows of a tile that was cut. Grid [tiles, BLOCK_M / ROWS]."""
     tile = tl.program_id(0)
-    b, kv_head, block_m, first_block, blocks = _tile_at(
-        tile, starts_ptr, seq_lens_ptr, num_rows, HKV, GROUPS, BLOCK_M, BLOCK_N, BLOCK_B
+    b, kv_head, block_m, phase, blocks = _tile_at(
+        tile, starts_ptr, seq_lens_ptr, num_rows, share, HKV, GROUPS, BLOCK_M, BLOCK_N, BLOCK_B, False
     )
-    count = (first_block + blocks - 1) // share - first_block // share + 1
+    count = tl.cdiv(phase + blocks, share)
     if count == 1:
         return
     m, d = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, D)
