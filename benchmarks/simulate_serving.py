@@ -106,10 +106,11 @@ def _between(size: int) -> float:
 
 def _graph_attention(plan: StepPlan) -> float:
     """Fewer tokens than FEWEST take as long."""
-    return sum(
-        GRAPH_DEPTH * (max(FEWEST, len(row.tokens)) / GRAPH_TOKENS) ** GRAPH_POWER * (row.computed + len(row.tokens) / 2)
-        for row in plan.extend
-    )
+    found = 0.0
+    for row in plan.extend:
+        share = (max(FEWEST, len(row.tokens)) / GRAPH_TOKENS) ** GRAPH_POWER
+        found += GRAPH_DEPTH * share * (row.computed + len(row.tokens) / 2)
+    return found
 
 
 @dataclass(frozen=True)
