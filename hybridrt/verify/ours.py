@@ -42,10 +42,14 @@ class GreedyAnswer:
 
 @contextmanager
 def engine(subject: Subject, path: Path | None = None, **options: Any) -> Iterator[LLM]:
-    """An LLM with small pools. `path`: instead of the checkpoint's."""
+    """An LLM with small pools, and without graphs of prompts if nothing else is said: their capture takes
+    seconds, and runs the kernels that steps without a graph run. `path`: instead of the checkpoint's."""
     assert subject.config is not None, "it was read"
     limit = min(1024, subject.config.max_position_embeddings)
-    usual = {"device": subject.device, "dtype": subject.dtype, "max_model_len": limit, "max_running_requests": 8}
+    usual = {
+        "device": subject.device, "dtype": subject.dtype, "max_model_len": limit, "max_running_requests": 8,
+        "cuda_graph_prompts": False,
+    }  # fmt: skip
     with LLM(str(path or subject.path), **{**usual, **options}) as llm:
         yield llm
 

@@ -146,7 +146,7 @@ def check_ways(subject: Subject, result: Result) -> None:
     dtype = FLOAT32 if fits and subject.config.quant is None else subject.torch_dtype
     count, prompts = QUICK_TOKENS if subject.quick else TOKENS, prompts_of(subject)
     limits, name = TOLERANCE[dtype], dtype_name(dtype)
-    with engine(subject, dtype=name) as llm:
+    with engine(subject, dtype=name, cuda_graph_prompts=True) as llm:
         subject.progress("alone, cached, batched")
         alone = answers(llm, prompts, count, salt="alone")
         _check_cached(subject, llm, prompts, alone, limits, result)

@@ -32,7 +32,7 @@ def check_speed(subject: Subject, result: Result) -> None:
     subject.progress("speed of the device")
     bandwidth, flops = copy_speed(device), product_speed(device, subject.torch_dtype)
     subject.progress("speed of the model")
-    with engine(subject, prefix_cache=False) as llm:
+    with engine(subject, prefix_cache=False, cuda_graph_prompts=True) as llm:
         length = min(256 if subject.quick else 512, llm.plan.max_model_len - LAST - 1)
         prompt = random_tokens(subject, length, draw)
         decode = _decode_seconds(llm, prompt[: min(CONTEXT, length)])

@@ -347,6 +347,22 @@ def test_gathered_keys_give_the_bits_of_pages(small_tiles, monkeypatch, sliding_
     assert torch.equal(extend(q, cache, query_lens, seq_lens, sliding_window), pages)
 
 
+def test_tiles_of_gathered_keys(monkeypatch):
+    """Chunks that large tiles would fill for two and a half rounds have smaller ones; heads of 64 and 256 do not."""
+    from hybridrt.kernels.attention import prefill_attention_triton as prefill
+
+    monkeypatch.setattr(prefill, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(prefill, "ample", lambda q: True)
+    for heads, kv_heads, dim, query_lens, rows in (
+        (12, 2, 128, [3072], 64), (12, 2, 128, [3520], 64), (12, 2, 128, [3584], 128), (12, 2, 128, [8192], 128),
+        (12, 2, 128, [1400, 1500], 64), (24, 4, 64, [1536], 128), (8, 2, 256, [2048], 128), (32, 8, 128, [4096], 128),
+    ):  # fmt: skip
+        q = torch.empty(1, heads, dim, dtype=torch.bfloat16)
+        tile = prefill.tile_of(q, dim, kv_heads, query_lens, gathered=True)
+        assert (tile["BLOCK_M"], tile["BLOCK_N"]) == (rows, 64), (heads, query_lens)
+        assert tile["num_warps"] == 4 or dim > 128
+
+
 @pytest.mark.parametrize("spare", [0, -1])
 def test_a_copy_of_keys_that_is_too_large_is_not_made(provider, gathering, monkeypatch, spare):
     """Keys and values of two heads, 130 tokens in tiles of 64, 16 numbers of 2 bytes each."""

@@ -1,10 +1,11 @@
 """Processes that compile: they share the work, and however one of them ends, no other waits for ever."""
 
+import json
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import torch
 import triton
 from triton.runtime import cache
 
+from hybridrt.base.child_process import start_child
 from hybridrt.base.device import KNOWN, GPUFacts, known_gpu
 from hybridrt.base.engine_config import EngineConfig, SpeculativeConfig
 from hybridrt.base.errors import ConfigError
@@ -345,3 +347,13 @@ def test_other_ranks_find_it_by_its_name(monkeypatch: pytest.MonkeyPatch) -> Non
     for ahead in (lambda *_: KernelsAhead(*_), partial(KernelsAhead)):
         with pytest.raises(ConfigError, match="other ranks find it by name"):
             rank_start.start_ranks(2, "cpu", ahead)
+
+
+@pytest.mark.slow
+def test_a_worker_ends_quietly_when_nobody_reads_its_answers():
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with start_child(compile_ahead.WORKER, {}, {}, **pipes) as worker:
+        worker.stdout.close()
+        requests = {"gpu": asdict(GPU)}, {"trace": {"model": "missing", "speculative": None}}
+        _, messages = worker.communicate("".join(json.dumps(r) + "\n" for r in requests).encode(), timeout=100)
+    assert (worker.returncode, messages) == (1, b"")

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 from hybridrt.base.device import GPUFacts
 from hybridrt.base.engine_config import EngineConfig, SpeculativeConfig
@@ -35,8 +35,14 @@ LAUNCHER = ("triton", "launcher", "")  # the C module with which Triton launches
 
 
 def main() -> None:
-    """Serves lines of the standard input until it ends."""
-    answers = _own_output()
+    """Serves lines of the standard input until it ends, or until nobody reads the answers."""
+    try:
+        _serve(_own_output())
+    except BrokenPipeError:  # whoever started this process was killed
+        sys.exit(1)
+
+
+def _serve(answers: BinaryIO) -> None:
     facts = json.loads(sys.stdin.readline() or "null")
     if facts is None:
         return
@@ -54,15 +60,16 @@ def main() -> None:
             worker.compile(*request["compile"])
 
 
-def _own_output() -> TextIO:
-    """Reserves standard output for answers. Other prints go to standard error."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
+def _own_output() -> BinaryIO:
+    """Reserves standard output for answers, without a buffer: nothing is left to write when nobody reads.
+    Other prints go to standard error."""
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     return answers
 
 
 class _Worker:
-    def __init__(self, gpu: GPUFacts, answers: TextIO) -> None:
+    def __init__(self, gpu: GPUFacts, answers: BinaryIO) -> None:
         from triton.runtime.driver import driver
 
         leave_out_dynamo()
@@ -71,7 +78,7 @@ class _Worker:
         driver.set_active(active)
 
     def _say(self, **answer: Any) -> None:
-        print(json.dumps(answer), file=self._answers)
+        self._answers.write(f"{json.dumps(answer)}\n".encode())
 
     def trace_config(self, fields: dict[str, Any]) -> None:
         # Imported here because the other workers only compile.
