@@ -9,6 +9,8 @@ from hybridrt.base.structured_outputs import MAX_CHARACTERS
 
 COUNTER = b"%%%%%%%%"  # replaced by a number of as many digits, another one each time that a request is sent
 MAX_FILE_BYTES = 1 << 28
+# Keys of the two clients, where the server asks for some.
+ATTACKER, NEIGHBOUR = "attacker", "neighbour"
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,10 @@ class Attack:
 def request(path: str, body: Any, closes: bool = True) -> bytes:
     """A request as a client sends it."""
     content = json.dumps(body).encode()
-    close = "Connection: close\r\n" if closes else ""
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{close}Content-Type: application/json\r\n"
-    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
+    headers = {"Host": "localhost", **({"Connection": "close"} if closes else {}), "Content-Type": "application/json"}
+    headers |= {"X-Api-Key": ATTACKER, "Content-Length": str(len(content))}
+    lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
+    return "\r\n".join([*lines, "", ""]).encode() + content
 
 
 def cases() -> list[Attack]:

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.attack_cases import COUNTER, Attack
+from benchmarks.attack_cases import COUNTER, NEIGHBOUR, Attack
 
 READ = 1 << 18
 MAX_SENT = 100_000  # requests or parts of one run, however long it is
@@ -103,9 +103,14 @@ def _close(connection: _Connection, selector: selectors.BaseSelector) -> None:
 
 @dataclass
 class Neighbour:
-    """Sends short requests one after another, as clients do. Times are in seconds, by what was measured."""
+    """Sends short requests one after another, as clients do. Times are in seconds, by what was measured.
+
+    Attributes:
+        picture: of chats that have one, base64 of a file; None: there are none.
+    """
 
     address: tuple[str, int]
+    picture: str | None = None
     times: dict[str, list[float]] = field(default_factory=dict)
     failures: Counter[str] = field(default_factory=Counter)
     _forms: int = 0
@@ -114,7 +119,7 @@ class Neighbour:
         """For so long; a request that has begun is timed to its end."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            for work in (self._stream, self._chat, self._form):
+            for work in (self._stream, self._chat, self._form, *([self._see] if self.picture else [])):
                 try:
                     work()
                 except (OSError, http.client.HTTPException, ValueError) as e:
@@ -126,7 +131,7 @@ class Neighbour:
 
     def _post(self, path: str, body: dict[str, Any]) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         connection = http.client.HTTPConnection(*self.address, timeout=TIMEOUT)
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json", "X-Api-Key": NEIGHBOUR})
         answer = connection.getresponse()
         if answer.status != 200:
             connection.close()
@@ -156,6 +161,12 @@ class Neighbour:
 
     def _chat(self) -> None:
         self._whole("chat", "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3})
+
+    def _see(self) -> None:
+        image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{self.picture}"}}
+        content = [image, {"type": "text", "text": "What is this?"}]
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+        self._whole("picture", "/v1/chat/completions", body)
 
     def _form(self) -> None:
         """One that the server has not seen."""

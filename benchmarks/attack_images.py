@@ -25,6 +25,11 @@ def cases_of_images() -> list[Attack]:
     ]
 
 
+def small_picture() -> str:
+    """Of a neighbour, in base64."""
+    return _file(_saved(Image.new("RGB", (64, 64), "green"), "PNG"))
+
+
 def _chat(images: list[str]) -> bytes:
     parts: list[Any] = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{each}"}} for each in images]
     content = [*parts, {"type": "text", "text": "What is this?"}]

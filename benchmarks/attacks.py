@@ -5,11 +5,11 @@
     python -m benchmarks.attacks --file my.json                   cases of a file (`read_cases` has its form)
 
 Each case has a server of its own, on the loopback address, with the built-in model; those with images have one that
-sees (benchmarks/seeing_model.py). The attacker is a process that
-takes at most `--share` of a core. The neighbour streams completions, and sends chats and requests with new forms, one
-after another. The table has the 99th percentiles of its times, and their ratio. "Failed" counts requests of the
-neighbour that were refused or broke off. Then come the server's CPU time and its largest memory, and what the attacker
-got.
+sees (benchmarks/seeing_model.py), and the two clients then have different keys. The attacker is a process that takes
+at most `--share` of a core. The neighbour streams completions, and sends chats, requests with new forms and, to a model
+that sees, chats with a small picture, one after another. The table has the 99th percentiles of its times, and their
+ratio. "Failed" counts requests of the neighbour that were refused or broke off. Then come the server's CPU time and its
+largest memory, and what the attacker got.
 """
 
 import argparse
@@ -22,15 +22,16 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
 
-from benchmarks.attack_cases import Attack, cases, read_cases
+from benchmarks.attack_cases import ATTACKER, NEIGHBOUR, Attack, cases, read_cases
 from benchmarks.attack_clients import Neighbour, attack
-from benchmarks.attack_images import cases_of_images
+from benchmarks.attack_images import cases_of_images, small_picture
 from benchmarks.seeing_model import write_seeing_model
 
 START_SECONDS, STOP_SECONDS = 120.0, 10.0
@@ -58,7 +59,8 @@ class Served(NamedTuple):
 def serving(options: list[str], sees: bool = False) -> Iterator[Served]:
     """`hybridrt serve` with the built-in model, or with one that sees."""
     with tempfile.TemporaryDirectory() as folder:
-        model = [str(write_seeing_model(Path(folder))), "--load-format", "dummy"] if sees else []
+        keys = [f"--api-key={key}" for key in (ATTACKER, NEIGHBOUR)]
+        model = [str(write_seeing_model(Path(folder))), "--load-format", "dummy", *keys] if sees else []
         with _started([*model, *options]) as served:
             yield served
 
@@ -94,8 +96,9 @@ def _wait_for(process: subprocess.Popen[bytes], log: Any) -> tuple[str, int]:
 def measure(case: Attack, seconds: float, share: float, options: list[str]) -> dict[str, Any]:
     """A case: times of the neighbour without it and with it, and what it cost the server."""
     with serving(options, case.sees) as served:
-        Neighbour(served.address).run(1.0)  # warms up
-        quiet, attacked = Neighbour(served.address), Neighbour(served.address)
+        neighbour = partial(Neighbour, served.address, small_picture() if case.sees else None)
+        neighbour().run(1.0)  # warms up
+        quiet, attacked = neighbour(), neighbour()
         quiet.run(seconds)
         before, began = served.cpu_seconds(), time.monotonic()
         context = multiprocessing.get_context("spawn")

@@ -34,6 +34,7 @@ ELSEWHERE: dict[Pair, str] = {
 REFUSED: dict[Pair, str] = {
     ("dp", "sessions"): "no sessions here: it belongs to one engine",
     ("dp", "transfer"): "transfer_bytes belongs to one engine",
+    ("draft", "images"): "drafts with a smaller model, which sees no images",
 }
 # Their pairs start processes, for tens of seconds: most of them are tried by hand, before a release.
 RANKS = ("tp", "ep", "dp")
@@ -149,9 +150,9 @@ one worker that computes the last token of a prompt apart. "runs": both features
 together than alone, so tokens are not compared. "own test": another test has the pair. "one at a time":
 one option chooses between them. "refused": an error names the two.
 
-Adapters are refused by name. Images are not in the table yet. `python -m tests.test_pairs` writes this page, and
-`pytest -m "slow or soak" tests/test_pairs.py` tries the pairs. A new option of the engine that has no row
-fails a test.
+Of the prompts with images, a worker that fetches prompts computes those with an image itself. Adapters are
+refused by name. `python -m tests.test_pairs` writes this page, and `pytest -m "slow or soak"
+tests/test_pairs.py` tries the pairs. A new option of the engine that has no row fails a test.
 
 """
 DOCUMENT = ROOT / "docs" / "pairs.md"

@@ -1,5 +1,6 @@
 """How a model runs: EngineConfig and SpeculativeConfig, the options of a run."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -85,10 +86,12 @@ def _is_weights(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(name, str) and _WEIGHT.holds(value[name]) for name in value)
 
 
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,4})?")
 _PAGE_SIZES = [2**i for i in range(11)]
 _ENGINE = {
     "model": FieldType("a checkpoint directory or a hub name, as text", lambda v: isinstance(v, str) and bool(v)),
-    **dict.fromkeys(("device", "attention_backend", "linear_attn_backend"), TEXT),
+    "device": FieldType("auto, cpu, cuda or cuda:N", lambda v: isinstance(v, str) and bool(_DEVICE.fullmatch(v))),
+    **dict.fromkeys(("attention_backend", "linear_attn_backend"), TEXT),
     "prefill_attention_backend": _or_none(TEXT),
     **dict.fromkeys(("cuda_graph", "cuda_graph_prompts", "overlap", "images", "prompt_embeds"), FLAG),
     "seed": integer(-(2**63), 2**63 - 1),

@@ -32,6 +32,15 @@ class Plugins:
         """Every name that `load` accepts."""
         return sorted({*self.built_in, *(point.name for point in entry_points(group=self.group))})
 
+    def place(self, name: str) -> str:
+        """The "module:object" of a name. self.unknown: there is none of that name."""
+        target = self.built_in.get(name)
+        if target is None:
+            target = next((point.value for point in entry_points(group=self.group) if point.name == name), None)
+        if target is None:
+            raise self.unknown(f"{self.what} {shown(name)} is not supported; supported are {', '.join(self.names())}")
+        return target
+
     def load(self, name: str) -> Any:
         """The object of a name.
 
@@ -39,12 +48,7 @@ class Plugins:
             self.unknown: there is none of that name.
             BackendError: it cannot be imported, or has the wrong type.
         """
-        target = self.built_in.get(name)
-        if target is None:
-            target = next((point.value for point in entry_points(group=self.group) if point.name == name), None)
-        if target is None:
-            raise self.unknown(f"{self.what} {shown(name)} is not supported; supported are {', '.join(self.names())}")
-        found = load_object(target)
+        found = load_object(self.place(name))
         fits = isinstance(found, self.base)
         if self.classes:
             fits = isinstance(found, type) and issubclass(found, self.base)

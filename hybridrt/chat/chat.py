@@ -182,7 +182,7 @@ class Chat:
             return tokens, ()
         assert self._images is not None, "render has refused images"
         try:
-            return self._images.expand(tokens, conversation.images, max_tokens)
+            return self._images.expand(tokens, conversation.images, max_tokens, conversation.client)
         except RequestError as e:
             if e.field == "prompt":
                 e.field = "messages"

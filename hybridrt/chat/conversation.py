@@ -58,6 +58,7 @@ class Conversation:
             reasoning off.
         thinking_budget: reasoning tokens at which the reasoning is ended; None: no limit.
         chat_template_kwargs: further variables of the template.
+        client: for whom. Clients share the processes that read images.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -70,6 +71,7 @@ class Conversation:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    client: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.chat_template_kwargs, Mapping) or not all(

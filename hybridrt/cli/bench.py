@@ -238,13 +238,12 @@ def offline(
     """Load an engine in this process, without a server."""
     from hybridrt.bench.engine_load import run_engine
     from hybridrt.engine.api.llm import LLM
-    from hybridrt.runtime.load.build import resolve_model_path
 
     model = model or EMBEDDED
     results.check_options()
     workload = load.workload()
     work = make_work(workload)
-    with LLM(str(resolve_model_path(model)), **engine.given(), **speculation.given(model)) as llm:
+    with LLM(model, **engine.given(), **speculation.given(model)) as llm:
         # The first steps compile.
         timings = run_engine(llm, work[:1], 1, temperature=temperature)
         with results.metered() as energy:

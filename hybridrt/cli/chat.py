@@ -114,6 +114,7 @@ def _remote(remote: RemoteOptions, model: str | None, fields: dict[str, Any]) ->
 def _local(
     stack: ExitStack, model: str, format: FormatOptions, sampling: dict[str, Any], options: dict[str, Any]
 ) -> "ChatModel":
+    from hybridrt.base.engine_config import EngineConfig
     from hybridrt.chat.registry import REASONING_PARSERS, choose
     from hybridrt.cli.local_model import LocalModel
     from hybridrt.cli.repl import Screen
@@ -121,17 +122,17 @@ def _local(
     from hybridrt.engine.api.sampling_defaults import default_sampling_params
     from hybridrt.engine.text.tokenizer import load_tokenizer
     from hybridrt.models.config.read_config import read_model_config
-    from hybridrt.runtime.load.build import resolve_model_path
+    from hybridrt.runtime.load.build import checkpoint_path
 
-    path = resolve_model_path(model)
+    parser = format.reasoning_parser or "auto"
+    choose(REASONING_PARSERS, parser, template="")  # raises for an unknown name, before anything is read
+    path = checkpoint_path(EngineConfig(model, **options))
     params = replace(default_sampling_params(path), **{"max_tokens": None, **sampling})
     template = None if format.chat_template is None else read_text("--chat-template", format.chat_template)
     read_model_config(path)  # the tokenizer does not check config.json
     tokenizer = load_tokenizer(path)
     if tokenizer is None or not (template or tokenizer.hf.chat_template):
         raise ConfigError("the model brings no chat template; pass one with --chat-template, or use hybridrt generate")
-    parser = format.reasoning_parser or "auto"
-    choose(REASONING_PARSERS, parser, template="")  # raises for an unknown name, before anything is loaded
     if model == EMBEDDED:
         Screen().note(DEMONSTRATION)
     llm = stack.enter_context(LLM(str(path), **options))

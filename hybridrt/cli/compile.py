@@ -71,7 +71,7 @@ def compile_model(config: "EngineConfig", gpu: str | None, cache_dir: str | None
     """
     from hybridrt.kernels.core.providers import require
     from hybridrt.models.config.read_config import read_model_config
-    from hybridrt.runtime.load.build import resolve_model_path
+    from hybridrt.runtime.load.build import checkpoint_path
     from hybridrt.runtime.precompile.compile_ahead import CompileAhead, default_workers
     from hybridrt.runtime.precompile.triton_key import TritonKey
 
@@ -81,7 +81,7 @@ def compile_model(config: "EngineConfig", gpu: str | None, cache_dir: str | None
     workers = max(default_workers(), 1) if workers is None else workers
     if not 1 <= workers <= 1024:
         raise ConfigError(f"workers is {workers}; it must be a number of processes from 1 to 1024")
-    facts, path = _gpu(config, gpu), resolve_model_path(config.model)
+    facts, path = _gpu(config, gpu), checkpoint_path(replace(config, device="cpu"))  # the GPU may be elsewhere
     read_model_config(path)  # which refuses models that cannot run
     if cache_dir is not None:
         os.environ["TRITON_CACHE_DIR"] = str(_writable(cache_dir))

@@ -91,16 +91,17 @@ def generate(
     torchrun = world()
     # Under torchrun rank 0 reads the shared standard input.
     typed = prompts or ([""] if torchrun and torchrun.rank else [_read_stdin()])
+    from hybridrt.base.engine_config import EngineConfig
     from hybridrt.engine.api.llm import LLM
     from hybridrt.engine.text.tokenizer import check_text
-    from hybridrt.runtime.load.build import resolve_model_path
+    from hybridrt.runtime.load.build import checkpoint_path
 
     for text in typed:
         check_text(text)  # before the model is downloaded
-    path = resolve_model_path(model)
+    options = {"tp_size": torchrun.size if torchrun else 1, **engine.given(), **speculation.given(model)}
+    path = checkpoint_path(EngineConfig(model, **options))
     params = replace(default_sampling_params(path), **sampling.given())
     taken = _as_engine_takes_them(path, typed, chat, token_ids)  # errors before weights are read
-    options = {"tp_size": torchrun.size if torchrun else 1, **engine.given(), **speculation.given(model)}
     start = time.monotonic()
     with LLM(str(path), **options) as llm:
         loaded = time.monotonic() - start

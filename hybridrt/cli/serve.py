@@ -125,17 +125,18 @@ def serve(
     given = server.given()
     given.setdefault("served_model_names", (model,))
     config = ServerConfig(**given)
+    from hybridrt.base.engine_config import EngineConfig
     from hybridrt.engine.api.llm import LLM
-    from hybridrt.runtime.load.build import resolve_model_path
+    from hybridrt.runtime.load.build import checkpoint_path
     from hybridrt.server.run import bind, write_logs
     from hybridrt.server.run import serve as run
 
     write_logs(config.log_level)
     if model == EMBEDDED:
         logging.getLogger("hybridrt.server").info(DEMONSTRATION)
-    path = str(resolve_model_path(model))
+    options = {"client_weights": client_weights(config.keys)} | engine.given() | speculation.given(model)
+    if config.role != "both":
+        options.setdefault("transfer_bytes", ARENA_BYTES)
+    path = str(checkpoint_path(EngineConfig(model, **options)))
     with bind(config) as listener:
-        options = {"client_weights": client_weights(config.keys)} | engine.given() | speculation.given(model)
-        if config.role != "both":
-            options.setdefault("transfer_bytes", ARENA_BYTES)
         run(LLM(path, **options), config, listener)

@@ -84,7 +84,7 @@ def tune_model(asked: TuneRequest, progress: "Progress", timer: "Timer | None" =
     """
     from hybridrt.kernels.core.providers import require
     from hybridrt.models.config.read_config import read_model_config
-    from hybridrt.runtime.load.build import resolve_model_path
+    from hybridrt.runtime.load.build import checkpoint_path
     from hybridrt.runtime.load.tuned_choices import Origin, write_tuned
     from hybridrt.runtime.tune.model_shapes import model_shapes
     from hybridrt.runtime.tune.tune import Tuning, file_of, shapes_to_measure, tune
@@ -93,7 +93,7 @@ def tune_model(asked: TuneRequest, progress: "Progress", timer: "Timer | None" =
     if not 0 < asked.seconds <= MAX_SECONDS:
         raise ConfigError(f"seconds is {asked.seconds:g}; it must be more than 0 and at most {MAX_SECONDS:g}")
     device, gpu = _device(asked.config, timer)
-    path = resolve_model_path(asked.config.model)
+    path = checkpoint_path(asked.config)
     read_model_config(path)  # which refuses models that cannot run
     target = _target(asked, gpu)
     before = None if asked.fresh else _before(target, gpu)

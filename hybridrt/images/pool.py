@@ -2,8 +2,7 @@
 
 import os
 import weakref
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from queue import LifoQueue
 
@@ -11,6 +10,7 @@ import msgspec
 import numpy as np
 
 from hybridrt.base.errors import EngineError
+from hybridrt.base.fair_threads import FairThreads
 from hybridrt.channel.request_child import ChildNotStartedError, RequestChild, RequestRefusedError
 from hybridrt.images.jobs import Decoded, Job, UnreadablePicture
 
@@ -19,28 +19,41 @@ from hybridrt.images.jobs import Decoded, Job, UnreadablePicture
 class PoolLimits:
     """
     Attributes:
+        children: processes. One client has all but one of them at most: its slow pictures delay no other's.
         seconds: for one picture, with its way to the process and back.
         max_bytes: memory of a process, in addition to that at its start.
         max_pixels: of a picture, as its header says.
     """
 
-    children: int = max(1, min(4, (os.cpu_count() or 1) // 2))
+    children: int = 1 + max(1, min(4, (os.cpu_count() or 1) // 2))
     seconds: float = 20.0
     max_bytes: int = 1 << 30
     max_pixels: int = 2**25
 
+    @property
+    def of_client(self) -> int:
+        """Pictures of one client that are decoded at once."""
+        return max(1, self.children - 1)
+
 
 class ImagePool:
-    """Child processes, started by the first pictures or by `start`. Thread-safe."""
+    """Child processes, started by the first pictures or by `start`. Thread-safe.
 
-    def __init__(self, limits: PoolLimits) -> None:
+    Args:
+        weights: shares by client; others have 1.
+
+    Attributes:
+        threads: as many as processes; each reads a picture.
+    """
+
+    def __init__(self, limits: PoolLimits, weights: Mapping[str, float] | None = None) -> None:
         self.limits = limits
         arguments = {"max_bytes": limits.max_bytes}
         self._children = [RequestChild("hybridrt.images.image_child", arguments) for _ in range(limits.children)]
         self._idle = LifoQueue[RequestChild]()
         for child in self._children:
             self._idle.put(child)
-        self.threads = ThreadPoolExecutor(limits.children, thread_name_prefix="hybridrt-image")
+        self.threads = FairThreads(limits.children, limits.of_client, "hybridrt-image", weights)
         self._end = weakref.finalize(self, _end_all, self._children, self.threads)
 
     def start(self) -> None:
@@ -83,7 +96,7 @@ def _not_started() -> EngineError:
     return EngineError("the process that decodes images does not start; try `import hybridrt, PIL`")
 
 
-def _end_all(children: Sequence[RequestChild], threads: ThreadPoolExecutor) -> None:
-    threads.shutdown(wait=False, cancel_futures=True)
+def _end_all(children: Sequence[RequestChild], threads: FairThreads) -> None:
+    threads.close(cancel=True)
     for child in children:
         child.end()

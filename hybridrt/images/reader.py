@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -75,13 +76,15 @@ class ImageReader:
     Args:
         placeholder: token that templates write for a picture.
         vocabulary: tokens by their texts.
+        weights: of clients, in sharing the processes; others have 1.
 
     Raises:
         CheckpointError: a token that pictures need is not in the vocabulary.
 
     Attributes:
         fetch: gets the bytes of an address.
-        most_held: bytes of patches of all prompts that somebody keeps; None: no limit.
+        most_held: bytes of patches of all prompts that somebody keeps, of which a client that has a name may have
+            half; None: no limit.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class ImageReader:
         vocabulary: Mapping[str, int],
         limits: PromptLimits | None = None,
         pool_limits: PoolLimits | None = None,
+        weights: Mapping[str, float] | None = None,
     ) -> None:
         self.placeholder, self.limits = placeholder, limits or PromptLimits()
         names = {token: text for text, token in vocabulary.items()}
@@ -106,7 +110,7 @@ class ImageReader:
         self.most_held: int | None = None
         self._held = HeldBytes()
         self._settings = settings
-        self.pool = ImagePool(pool_limits or PoolLimits())
+        self.pool = ImagePool(pool_limits or PoolLimits(), weights)
 
     def close(self) -> None:
         self.pool.close()
@@ -117,7 +121,7 @@ class ImageReader:
             raise RequestError(f"the prompt has {count} images; at most {self.limits.images}", field)
 
     def expand(
-        self, tokens: Sequence[int], sources: Sequence[ImageSource], max_tokens: int
+        self, tokens: Sequence[int], sources: Sequence[ImageSource], max_tokens: int, client: str = ""
     ) -> tuple[list[int], tuple[Span, ...]]:
         """A prompt with as many placeholders as its pictures have tokens. Blocks while they are
         decoded.
@@ -125,11 +129,12 @@ class ImageReader:
         Args:
             tokens: with one placeholder for each picture, in order.
             max_tokens: longest prompt.
+            client: for whom. Clients share processes and bytes.
 
         Raises:
             RequestError: numbers of placeholders and pictures differ, a picture cannot be read, or
                 there are too many. PromptTooLongError: the prompt would be too long.
-            QueueFullError: prompts that have not ended keep more than `most_held` bytes.
+            QueueFullError: prompts that have not ended keep more bytes than `most_held` allows.
         """
         places = [i for i, token in enumerate(tokens) if token == self.placeholder]
         if len(places) != len(sources):
@@ -138,17 +143,17 @@ class ImageReader:
                 "has one, and text may not contain it",
                 "prompt",
             )
-        pictures = self._read_all(sources, max_tokens - len(tokens))
+        pictures = self._read_all(sources, max_tokens - len(tokens), client)
         return self._joined(tokens, places, pictures)
 
-    def _read_all(self, sources: Sequence[ImageSource], room: int) -> list[list[_ReadPiece]]:
-        """Reads as many at a time as there are processes, so that other prompts get their turn."""
+    def _read_all(self, sources: Sequence[ImageSource], room: int, client: str) -> list[list[_ReadPiece]]:
+        """Reads as many at a time as a client may, so that other prompts get their turn."""
         self.check_count(len(sources), "prompt")
         found: list[list[_ReadPiece]] = []
-        step, length, size, seconds = self.pool.limits.children, 0, 0, 0.0
+        step, length, size, seconds = self.pool.limits.of_client, 0, 0, 0.0
         for start in range(0, len(sources), step):
-            self._check_held()
-            for picture, taken in self.pool.threads.map(self._timed, sources[start : start + step]):
+            self._check_held(client)
+            for picture, taken in self._read_some(sources[start : start + step], client):
                 found.append(picture)
                 seconds += taken
             pieces = [read.piece for picture in found[start:] for read in picture]
@@ -168,19 +173,34 @@ class ImageReader:
                 raise RequestError(f"{text}, and {self.limits.seconds:g} may be spent: send fewer or smaller", "prompt")
         return found
 
-    def _timed(self, source: ImageSource) -> tuple[list[_ReadPiece], float]:
+    def _read_some(self, sources: Sequence[ImageSource], client: str) -> list[tuple[list[_ReadPiece], float]]:
+        """Pictures, and the seconds that each has taken."""
+        running = [self.pool.threads.submit(client, partial(self._timed, source, client)) for source in sources]
+        try:
+            return [each.result() for each in running]
+        finally:  # after an error
+            for each in running:
+                each.cancel()
+
+    def _timed(self, source: ImageSource, client: str) -> tuple[list[_ReadPiece], float]:
         """Does not count the wait for a thread."""
         began = time.monotonic()
-        return self._read(source), time.monotonic() - began
+        return self._read(source, client), time.monotonic() - began
 
-    def _check_held(self) -> None:
-        if self.most_held is not None and (held := self._held.total()) > self.most_held:
-            raise QueueFullError(
-                f"the images of requests that have not ended have {held} bytes of patches, and {self.most_held} may be "
-                "there at a time: try again later"
-            )
+    def _check_held(self, client: str) -> None:
+        if self.most_held is None:
+            return
+        held = self._held.by_client()
+        total, own = sum(held.values()), held.get(client, 0)
+        share = self.most_held // 2 if client else self.most_held
+        for whose, size, most in (("", total, self.most_held), (" of this client", own, share)):
+            if size > most:
+                raise QueueFullError(
+                    f"the images of requests{whose} that have not ended have {size} bytes of patches, and {most} may "
+                    "be there at a time: try again later"
+                )
 
-    def _read(self, source: ImageSource) -> list[_ReadPiece]:
+    def _read(self, source: ImageSource, client: str) -> list[_ReadPiece]:
         content, place, most = source.content, source.place, self.pool.limits.max_pixels
         try:
             if isinstance(content, np.ndarray):
@@ -191,11 +211,11 @@ class ImageReader:
             else:
                 data = self.fetch(content, place) if isinstance(content, Address) else content
                 pixels, digest = self.pool.decode(Job("file", data, most))
-            return self._pieces(pixels, digest, source.low)
+            return self._pieces(pixels, digest, source.low, client)
         except UnreadablePicture as e:
             raise RequestError(f"{place}: the image cannot be read: {e}", place) from e
 
-    def _pieces(self, pixels: np.ndarray, digest: bytes, low: bool) -> list[_ReadPiece]:
+    def _pieces(self, pixels: np.ndarray, digest: bytes, low: bool, client: str) -> list[_ReadPiece]:
         settings = self._settings
         picture = torch.from_numpy(pixels).permute(2, 0, 1)
         if isinstance(settings, QwenImages):
@@ -207,7 +227,7 @@ class ImageReader:
         else:
             pieces = nano_vl_pieces(picture, settings, low)
         for piece in pieces:
-            self._held.add(piece.patches)
+            self._held.add(piece.patches, client)
         framed = [[_VERSION, settings, digest, low, i] for i in range(len(pieces))]
         return [_ReadPiece(piece, sha256(msgspec.msgpack.encode(each)).digest()) for piece, each in zip(pieces, framed)]
 
@@ -237,11 +257,14 @@ def _marks_of(settings: ImageSettings) -> list[str]:
     return (all_marks(settings) if isinstance(settings, Lfm2Images) else []) or ["", ""]
 
 
-def image_reader(directory: Path, vision: VisionSpec | None, tokenizer: Any) -> ImageReader | None:
+def image_reader(
+    directory: Path, vision: VisionSpec | None, tokenizer: Any, weights: Mapping[str, float] | None = None
+) -> ImageReader | None:
     """The reader of a checkpoint. None: its model has no encoder, or it has no tokenizer.
 
     Args:
         tokenizer: transformers'.
+        weights: of clients.
 
     Raises:
         ConfigError, CheckpointError: its processor cannot be used; the text says why.
@@ -254,7 +277,7 @@ def image_reader(directory: Path, vision: VisionSpec | None, tokenizer: Any) -> 
             f"{settings.patch} pixels, and the tower of {vision.merge} x {vision.merge} of {vision.patch_size}; make "
             "them equal"
         )
-    return ImageReader(settings, vision.token, tokenizer.get_vocab())
+    return ImageReader(settings, vision.token, tokenizer.get_vocab(), weights=weights)
 
 
 def _span(start: int, read: _ReadPiece) -> Span:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from hybridrt.attention.base import AttentionBackend
 from hybridrt.attention.paged import SegmentedAttnBackend
 from hybridrt.attention.prefill_decode import PrefillDecodeAttnBackend
 from hybridrt.base.engine_config import EngineConfig
-from hybridrt.base.errors import BackendError
+from hybridrt.base.errors import BackendError, shown
 from hybridrt.base.model_config import AttentionSpec, ModelConfig
 from hybridrt.base.plugins import Plugins
 from hybridrt.kernels.core.providers import is_installed, require
@@ -106,6 +107,39 @@ def load_attention_backend(name: str, device: torch.device) -> type[SegmentedAtt
     return cls
 
 
+def check_names(config: EngineConfig) -> None:
+    """BackendError for a name of a backend that there is for no model and no device. Imports none."""
+    for field, name in _named(config).items():
+        replace(BACKENDS, what=field).place(name)
+    if config.linear_attn_backend not in ("auto", *kind_names()):
+        raise BackendError(
+            f"linear_attn_backend {shown(config.linear_attn_backend)} is not supported; supported are auto, "
+            f"{', '.join(kind_names())}"
+        )
+
+
+def check_backends(
+    config: EngineConfig, model_config: ModelConfig, device: torch.device, specs: Collection[AttentionSpec]
+) -> None:
+    """Raises what `create_backend` would, of backends that the configuration names.
+
+    Args:
+        specs: a spec for each of the model's attention layers.
+    """
+    for field, name in _named(config).items():
+        cls = load_attention_backend(name, device)
+        if reason := cls.objection(device, specs):
+            raise BackendError(f"{field} {name!r} cannot serve attention on {device.type!r}: {reason}")
+    if model_config.linear:
+        _check_linear_name(config.linear_attn_backend, model_config)
+
+
+def _named(config: EngineConfig) -> dict[str, str]:
+    """Backends of softmax attention, by the field that names them."""
+    fields = {name: getattr(config, name) for name in ("attention_backend", "prefill_attention_backend")}
+    return {field: name for field, name in fields.items() if name not in (None, "auto")}
+
+
 def create_backend(
     config: EngineConfig,
     model_config: ModelConfig,
@@ -150,7 +184,4 @@ def _full_attention(
 def _check_linear_name(name: str, model_config: ModelConfig) -> None:
     kinds = sorted(model_config.linear)
     if name != "auto" and kinds != [name]:
-        known = f"; kinds are {', '.join(kind_names())}" if name not in kind_names() else ""
-        raise BackendError(
-            f'linear_attn_backend is {name!r}, but the model has {", ".join(kinds)} layers; use "auto"{known}'
-        )
+        raise BackendError(f'linear_attn_backend is {name!r}, but the model has {", ".join(kinds)} layers; use "auto"')

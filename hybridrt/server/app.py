@@ -29,7 +29,7 @@ from hybridrt.server.core.protocol import (
 )
 from hybridrt.server.core.request_fields import refuse_values
 from hybridrt.server.core.respond import made_by, respond
-from hybridrt.server.core.service import ID_PREFIXES, Service, owner_of
+from hybridrt.server.core.service import ID_PREFIXES, Service, client_of, owner_of
 from hybridrt.server.core.structured import own_names
 from hybridrt.server.core.tracing import Tracing
 from hybridrt.server.openai.chat import CHAT_NAMES, conversation_of, start_chat
@@ -188,7 +188,8 @@ def _add_text(app: FastAPI, service: Service) -> None:
         if (body.prompt is None) == (body.messages is None):
             raise APIError(400, "pass prompt or messages, and one of them alone", "prompt")
         if body.messages is not None:
-            conversation = await service.off_loop(request.scope, partial(conversation_of, body))
+            client = client_of(request.scope)
+            conversation = await service.off_loop(request.scope, partial(conversation_of, body, client))
             tokens = await service.chat_tokens(conversation, body.chat_template)
         else:
             tokens = await service.encode(body.prompt or "", bare=not body.add_special_tokens)

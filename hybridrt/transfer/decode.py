@@ -110,7 +110,7 @@ class DecodeWorker:
         side: engine, which has no decode worker yet, handshake and arena of this side.
         readers: one for each rank.
         compute_here: prompts that no prefill worker can compute are computed by this engine; else
-            they fail.
+            they fail. Those with images never travel: this engine computes them.
         timeout: seconds after which a silent prefill worker, or one whose image cannot be read, is
             dropped. Longer than the longest step of a prefill worker.
     """

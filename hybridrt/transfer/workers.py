@@ -71,7 +71,7 @@ def decode_worker(
     Args:
         key: of the prefill workers, as text or a Path of its file; None: HYBRIDRT_TRANSFER_KEY.
         compute_here: prompts that no prefill worker can compute are computed by `llm`; else they
-            fail.
+            fail. Those with images never travel: `llm` computes them.
         timeout: seconds after which a silent prefill worker is dropped. Longer than its longest
             step.
         devices: as for `prefill_worker`; the addresses take the place of `host`.

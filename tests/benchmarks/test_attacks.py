@@ -12,7 +12,7 @@ import pytest
 from benchmarks import attack_clients, attacks
 from benchmarks.attack_cases import COUNTER, Attack, cases, read_cases, request
 from benchmarks.attack_clients import STREAM_TOKENS, Neighbour, attack
-from benchmarks.attack_images import cases_of_images
+from benchmarks.attack_images import cases_of_images, small_picture
 from benchmarks.seeing_model import write_seeing_model
 from hybridrt.engine.api.llm import LLM
 from hybridrt.runtime.load.build import resolve_model_path
@@ -61,9 +61,12 @@ def test_images_are_encoded_or_refused(tmp_path: Path) -> None:
             body = images[name].parts[0].partition(b"\r\n\r\n")[2].replace(COUNTER, b"12345678")
             answer = client.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
             assert (answer.status_code, llm.engine.counters().encoded_spans) == (status, encoded), answer.text
+        neighbour = Neighbour(address(served), small_picture())
+        neighbour._see()
+        assert llm.engine.counters().encoded_spans == 102 and len(neighbour.times["picture"]) == 1
         body = images["new-images"].parts[0].partition(b"\r\n\r\n")[2].replace(COUNTER, b"12345679")
         client.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
-        assert llm.engine.counters().encoded_spans == 102
+        assert llm.engine.counters().encoded_spans == 103
         served.wait_until_idle()
 
 
@@ -100,9 +103,9 @@ def test_the_neighbour_times_what_clients_see(served: Served) -> None:
     counts = {name: len(times) for name, times in neighbour.times.items()}
     assert counts.pop("between tokens") <= STREAM_TOKENS - 1
     assert counts == {"first token": 1, "chat": 1, "new form": 1}
-    gone = Neighbour(("127.0.0.1", 9))
+    gone = Neighbour(("127.0.0.1", 9), small_picture())
     gone.run(0.01)
-    assert len(gone.failures) == 3 and not gone.times
+    assert len(gone.failures) == 4 and not gone.times
 
 
 def test_the_table_has_each_measure() -> None:

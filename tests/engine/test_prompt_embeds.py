@@ -101,9 +101,9 @@ def test_they_are_read_off_the_event_loop(checkpoints: CheckpointStore, monkeypa
         wanted, rows = llm.generate(TEXTS[0], greedy(3))[0].token_ids, table(llm)[torch.tensor(TEXTS[0])]
         threads, read = set[str](), llm.with_spans
 
-        def noted(given: Any) -> Any:
+        def noted(given: Any, client: str) -> Any:
             threads.add(threading.current_thread().name)
-            return read(given)
+            return read(given, client)
 
         monkeypatch.setattr(llm, "with_spans", noted)
 

@@ -7,7 +7,9 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ import pytest
 from PIL import Image
 
 from hybridrt.base.errors import CheckpointError, PromptTooLongError, QueueFullError, RequestError
+from hybridrt.images.jobs import Job
 from hybridrt.images.lfm2 import all_marks
 from hybridrt.images.pool import PoolLimits
 from hybridrt.images.reader import ImageReader, PromptLimits
@@ -204,7 +207,7 @@ def test_tokens_that_pictures_need_are_in_the_vocabulary() -> None:
 def test_patches_of_all_prompts_are_limited_while_they_are_kept(reader: ImageReader) -> None:
     source = read_image(png(1, 96, 64), "a")
     kept = [reader.expand([PAD], [source], 1000) for _ in range(2)]
-    reader.most_held = held = reader._held.total()
+    reader.most_held = held = sum(reader._held.by_client().values())
     assert held == 2 * 24 * 768
     kept.append(reader.expand([PAD], [source], 1000))
     try:
@@ -215,7 +218,52 @@ def test_patches_of_all_prompts_are_limited_while_they_are_kept(reader: ImageRea
     finally:
         reader.most_held = None
     kept.clear()
-    assert reader._held.total() == 0
+    assert reader._held.by_client() == {}
+
+
+def test_a_client_with_a_name_keeps_half_of_the_bytes(reader: ImageReader) -> None:
+    source, size = read_image(png(1, 96, 64), "a"), 24 * 768
+    kept = [reader.expand([PAD], [source], 1000, "a") for _ in range(2)]
+    reader.most_held = 2 * size
+    try:
+        with pytest.raises(QueueFullError, match=f"of this client that have not ended have {2 * size} .* and {size} "):
+            reader.expand([PAD], [source], 1000, "a")
+        kept.append(reader.expand([PAD], [source], 1000, "b"))
+        with pytest.raises(QueueFullError, match=f"of requests that have not ended have {3 * size} "):
+            reader.expand([PAD], [source], 1000, "b")
+    finally:
+        reader.most_held = None
+
+
+def test_slow_pictures_of_one_client_delay_no_other(tiles: ImageReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has as many processes as it may, and many pictures wait."""
+    begun, release, decode, slow = threading.Event(), threading.Event(), tiles.pool.decode, png(1, 96, 64)
+
+    def held(job: Job) -> tuple[np.ndarray, bytes]:
+        if job.data == slow:
+            begun.set()
+            assert release.wait(60.0)
+        return decode(job)
+
+    monkeypatch.setattr(tiles.pool, "decode", held)
+    prompt = partial(tiles.expand, [PAD] * 5, [ImageSource(slow, "a")] * 5, 1000, "slow")
+    with ThreadPoolExecutor(3) as others:
+        waiting = [others.submit(prompt) for _ in range(2)]
+        try:
+            assert begun.wait(60.0)
+            quick = others.submit(tiles.expand, [PAD], [ImageSource(png(2, 96, 64), "a")], 1000, "quick")
+            assert len(quick.result(60.0)[1]) == 1
+            assert not any(each.done() for each in waiting)
+        finally:
+            release.set()
+        assert all(len(each.result(60.0)[1]) == 5 for each in waiting)
+
+
+def test_a_broken_picture_ends_the_others_of_its_prompt(tiles: ImageReader) -> None:
+    sources = [ImageSource(data, "a") for data in (b"x", png(1, 96, 64))]
+    with pytest.raises(RequestError, match="cannot be read"):
+        tiles.expand([PAD] * 2, sources, 1000)
+    assert tiles.expand([PAD], sources[1:], 1000)[1]
 
 
 def test_slow_pictures_of_one_prompt_are_given_up(reader: ImageReader, monkeypatch: pytest.MonkeyPatch) -> None:

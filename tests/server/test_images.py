@@ -4,7 +4,10 @@ import asyncio
 import base64
 import io
 import random
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,9 +19,12 @@ from hybridrt.base.errors import ConfigError, RequestError
 from hybridrt.bench.http_load import Target, run_load
 from hybridrt.bench.workload import WorkloadConfig, make_work
 from hybridrt.engine.api.async_llm import MAX_PATCH_BYTES
+from hybridrt.engine.api.lanes import THREADS
+from hybridrt.images.jobs import Job
+from hybridrt.server.core.api_keys import ApiKey
 from tests.images.test_decode import mutated, seeds
 from tests.support.checkpoints import CheckpointStore
-from tests.support.http_server import Served, serving
+from tests.support.http_server import WAIT, Served, serving
 from tests.support.pictures import noise, png
 from tests.support.seeing_llm import PAD, write_seeing
 
@@ -249,6 +255,46 @@ def test_patches_of_other_requests_may_fill_the_memory(served: Served, monkeypat
     monkeypatch.setattr(reader, "most_held", -1)
     answer = served.post("/v1/chat/completions", chat(chat_parts(DATA)))
     assert answer.status_code == 429 and "bytes of patches" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize"])
+def test_slow_pictures_of_one_key_delay_no_other(seeing: LLM, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """It has more prompts than it may have threads."""
+    reader = seeing.image_reader
+    assert reader is not None
+    begun, release, decode, slow = threading.Event(), threading.Event(), reader.pool.decode, png(7, 60, 40)
+
+    def held(job: Job) -> tuple[np.ndarray, bytes]:
+        if job.data == b64(slow).encode():
+            begun.set()
+            assert release.wait(WAIT)
+        return decode(job)
+
+    monkeypatch.setattr(reader.pool, "decode", held)
+    with serving(seeing, chat_template=None, api_keys=(ApiKey("one"), ApiKey("two"))) as served:
+        ask = partial(served.post, "/tokenize", {"messages": [{"role": "user", "content": chat_parts(slow)}]})
+        with ThreadPoolExecutor(2 * THREADS["images"]) as others:
+            waiting = [others.submit(ask, headers={"x-api-key": "one"}) for _ in range(THREADS["images"])]
+            try:
+                assert begun.wait(WAIT)
+                body = _bodies(DATA)[path]
+                quick = others.submit(served.post, path, body, headers={"x-api-key": "two"})
+                assert quick.result(WAIT).status_code == 200
+                assert not any(each.done() for each in waiting)
+            finally:
+                release.set()
+            assert {each.result(WAIT).status_code for each in waiting} == {200}
+
+
+def _bodies(image: bytes) -> dict[str, dict[str, Any]]:
+    """A picture for each endpoint."""
+    chats = chat(chat_parts(image))
+    turns = [{"role": "user", "content": message_blocks(image)}]
+    return {
+        "/v1/chat/completions": chats, "/tokenize": {"messages": chats["messages"]},
+        "/v1/responses": {"input": [{"role": "user", "content": response_parts(image)}], "max_output_tokens": 1},
+        "/v1/messages": {"messages": turns, "max_tokens": 1},
+    }  # fmt: skip
 
 
 def test_placeholders_are_the_images_of_a_prompt(seeing: LLM) -> None:

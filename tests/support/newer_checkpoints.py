@@ -50,7 +50,8 @@ def qwen35_moe(**changes: Any) -> Make:
 def qwen35_seeing(experts: bool = False, tied: bool = False, **changes: Any) -> Make:
     """Qwen3.5 with a vision tower, as it is published."""
     text = (QWEN35_MOE if experts else QWEN35_DENSE) | {"rope_parameters": MROPE} | changes
-    fields = {"text_config": text, "vision_config": VISION, "tie_word_embeddings": tied}
+    vision = VISION | {"out_hidden_size": text["hidden_size"]}
+    fields = {"text_config": text, "vision_config": vision, "tie_word_embeddings": tied}
     fields |= {"image_token_id": VOCAB - 1, "video_token_id": VOCAB - 2}
     if experts:
         return lambda: (known("Qwen3_5MoeConfig")(**fields), known("Qwen3_5MoeForConditionalGeneration"))

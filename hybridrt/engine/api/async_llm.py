@@ -78,7 +78,7 @@ class AsyncLLM:
         self._names = count()
         self.draining = False
         self._events: asyncio.AbstractEventLoop | None = None
-        self._lanes = Lanes()
+        self._lanes = Lanes(self.llm.config.client_weights)
         if self.llm.image_reader is not None:
             self.llm.image_reader.most_held = MAX_PATCH_BYTES
         self._loop = EngineLoop(self.llm.engine, self._deliver, self.llm.plan.num_rows + max_waiting)
@@ -110,19 +110,23 @@ class AsyncLLM:
         """Seconds since the engine's present step began; 0 between steps."""
         return self._loop.stalled
 
-    async def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> PreparedPrompt:
-        """Checks and tokenises a prompt; a long text, or one with a grammar, in another thread.
-        `params` None: the model's defaults. Raises as `Engine.prepare`.
+    async def prepare(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, client: str = ""
+    ) -> PreparedPrompt:
+        """Checks and tokenises a prompt; a long text, or one with a grammar or images, in another thread.
+        `params` None: the model's defaults. `client`: for whom; clients share the processes that read
+        images. Raises as `Engine.prepare`.
         """
-        (prepared,) = await self.prepare_all([prompt], params)
+        (prepared,) = await self.prepare_all([prompt], params, client=client)
         return prepared
 
     async def prepare_all(
-        self, prompts: Sequence[Prompt], params: SamplingParams | None = None
+        self, prompts: Sequence[Prompt], params: SamplingParams | None = None, *, client: str = ""
     ) -> list[PreparedPrompt]:
         """`prepare` for several prompts with the same parameters, some at a time, so that others
         are prepared in between.
         """
+        check_client(client)
         params = self.llm.default_sampling_params if params is None else params
         sizes = list(map(size_of, prompts))
         compiles = isinstance(params, SamplingParams) and params.structured_outputs is not None
@@ -131,19 +135,21 @@ class AsyncLLM:
         lane: Lane = "images" if sees else "compile" if compiles else lane_of(sum(sizes))
         known, found = Known(), list[PreparedPrompt]()
         for start, end in in_parts(sizes):
-            work = partial(self._prepare_some, prompts[start:end], params, known)
-            found += work() if inline else await self.in_thread(work, lane=lane)
+            work = partial(self._prepare_some, prompts[start:end], params, known, client)
+            found += work() if inline else await self.in_thread(work, lane=lane, client=client)
         return found
 
-    def _prepare_some(self, prompts: Sequence[Prompt], params: SamplingParams, known: Known) -> list[PreparedPrompt]:
-        return [self.llm.engine.intake.prepare(each, params, known) for each in self.llm.with_spans(prompts)]
+    def _prepare_some(
+        self, prompts: Sequence[Prompt], params: SamplingParams, known: Known, client: str
+    ) -> list[PreparedPrompt]:
+        return [self.llm.engine.intake.prepare(each, params, known) for each in self.llm.with_spans(prompts, client)]
 
-    async def in_thread(self, work: Callable[..., Any], *arguments: Any, lane: Lane = "text") -> Any:
+    async def in_thread(self, work: Callable[..., Any], *arguments: Any, lane: Lane = "text", client: str = "") -> Any:
         """Runs work (tokenising, a chat template) in a thread of a lane, so that the event loop
-        goes on.
+        goes on. `client`: for whom.
         """
         self._loop.check_process()
-        return await asyncio.wrap_future(self._lanes.submit(lane, partial(work, *arguments)))
+        return await asyncio.wrap_future(self._lanes.submit(lane, partial(work, *arguments), client))
 
     def submit(
         self,
@@ -212,7 +218,7 @@ class AsyncLLM:
             RequestError, MemoryBudgetError, QueueFullError, UnavailableError: at the first delta.
             EngineError: the request failed.
         """
-        deltas = self.submit(await self.prepare(prompt, params), client=client)
+        deltas = self.submit(await self.prepare(prompt, params, client=client), client=client)
         try:
             async for delta in deltas:
                 await self._spell_out(delta)
@@ -227,7 +233,7 @@ class AsyncLLM:
         """The whole output; with n > 1 `.outputs` has all samples. Raises as `generate`. Cancelling
         the task aborts the request. `client` as for `submit`.
         """
-        return await self._complete(await self.prepare(prompt, params), client)
+        return await self._complete(await self.prepare(prompt, params, client=client), client)
 
     async def _complete(self, prepared: PreparedPrompt, client: str = "") -> RequestOutput:
         deltas = self.submit(prepared, stream=False, client=client)
@@ -257,7 +263,8 @@ class AsyncLLM:
             lane = "template"
         if conversation.images:
             lane = "images"
-        return await self.in_thread(self.llm.prepare_chat, conversation, params, chat, lane=lane)
+        client = conversation.client
+        return await self.in_thread(self.llm.prepare_chat, conversation, params, chat, lane=lane, client=client)
 
     async def stream_chat(
         self,

@@ -59,24 +59,29 @@ def _has_numbers(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_meta
 
 
-def read_images(prompts: Any, reader: ImageReader, tokenizer: Tokenizer, max_tokens: int) -> Any:
+def read_images(prompts: Any, reader: ImageReader, tokenizer: Tokenizer, max_tokens: int, client: str = "") -> Any:
     """One prompt or several, with images decoded. Those without images stay as they are.
+
+    Args:
+        client: for whom. Clients share the processes that decode.
 
     Raises:
         RequestError: an image cannot be read, or the text has not as many placeholders as there
             are images.
     """
     if has_images(prompts):
-        return _read(prompts, reader, tokenizer, max_tokens)
+        return _read(prompts, reader, tokenizer, max_tokens, client)
     if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Sequence):
         return prompts
     # Of token ids only the first is looked at: a prompt may have very many.
     if not prompts or isinstance(prompts[0], int) or not any(map(has_images, prompts)):
         return prompts
-    return [_read(each, reader, tokenizer, max_tokens) if has_images(each) else each for each in prompts]
+    return [_read(each, reader, tokenizer, max_tokens, client) if has_images(each) else each for each in prompts]
 
 
-def _read(prompt: Mapping[str, Any], reader: ImageReader, tokenizer: Tokenizer, max_tokens: int) -> dict[str, Any]:
+def _read(
+    prompt: Mapping[str, Any], reader: ImageReader, tokenizer: Tokenizer, max_tokens: int, client: str
+) -> dict[str, Any]:
     text, images = prompt.get("prompt"), prompt["images"]
     if set(prompt) != {"prompt", "images"} or not isinstance(text, str):
         held = ", ".join(map(str, prompt))
@@ -84,5 +89,5 @@ def _read(prompt: Mapping[str, Any], reader: ImageReader, tokenizer: Tokenizer, 
     if isinstance(images, (str, bytes, Mapping)) or not isinstance(images, Sequence):
         raise RequestError(f"images is {shown(images)}; pass a list of images", "images")
     sources = [read_image(image, f"images.{i}") for i, image in enumerate(images)]
-    tokens, spans = reader.expand(encode_prompt(tokenizer, text, max_tokens), sources, max_tokens)
+    tokens, spans = reader.expand(encode_prompt(tokenizer, text, max_tokens), sources, max_tokens, client)
     return {"prompt_token_ids": tokens, "spans": spans}

@@ -1,10 +1,11 @@
 """Threads for work that would block an event loop, separate for each kind of work."""
 
-from collections.abc import Callable, Iterator, Sequence, Sized
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, Literal
 
+from hybridrt.base.fair_threads import FairThreads
 from hybridrt.base.pace import paced
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.grammar.grammar_compiler import WAITING
@@ -15,8 +16,10 @@ from hybridrt.engine.grammar.grammar_compiler import WAITING
 Lane = Literal["text", "long text", "images", "compile", "template", "answer"]
 _COMPILING = 16  # threads besides those for large grammars
 THREADS: dict[Lane, int] = {
-    "text": 2, "long text": 2, "images": 4, "compile": WAITING + _COMPILING, "template": 2, "answer": 2,
+    "text": 2, "long text": 2, "images": 64, "compile": WAITING + _COMPILING, "template": 2, "answer": 2,
 }  # fmt: skip
+# Threads of a lane that one client may have; of other lanes all. Those of images may be held for minutes.
+OF_CLIENT: dict[Lane, int] = {"images": 4}
 LONG_CHARACTERS = 2**16  # tens of milliseconds
 # Takes as long as a switch of threads.
 INLINE, _IDS_PER_CHARACTER = 1000, 10
@@ -27,21 +30,21 @@ def lane_of(characters: int) -> Lane:
 
 
 class Lanes:
-    """The threads, started when there is work."""
+    """The threads, started when there is work. `weights`: shares by client."""
 
-    def __init__(self) -> None:
-        self._pools = {
-            lane: ThreadPoolExecutor(threads, thread_name_prefix=f"hybridrt-{lane.replace(' ', '-')}")
-            for lane, threads in THREADS.items()
+    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
+        self._threads = {
+            lane: FairThreads(count, OF_CLIENT.get(lane, count), f"hybridrt-{lane.replace(' ', '-')}", weights)
+            for lane, count in THREADS.items()
         }
 
-    def submit(self, lane: Lane, work: Callable[[], Any]) -> "Future[Any]":
-        return self._pools[lane].submit(partial(paced, work) if lane == "long text" else work)
+    def submit(self, lane: Lane, work: Callable[[], Any], client: str = "") -> "Future[Any]":
+        return self._threads[lane].submit(client, partial(paced, work) if lane == "long text" else work)
 
     def close(self) -> None:
-        """Refuses further work; running work goes on."""
-        for pool in self._pools.values():
-            pool.shutdown(wait=False)
+        """Refuses further work; what was submitted is done."""
+        for threads in self._threads.values():
+            threads.close()
 
 
 def size_of(prompt: object) -> int:

@@ -135,7 +135,7 @@ class LLM(PrefixCacheCalls):
             self.plan, self.device = runner.memory_plan, runner.device
         self.default_sampling_params = default_sampling_params(path)
         hf = self.tokenizer.hf if isinstance(self.tokenizer, HFTokenizer) else None
-        self.image_reader = image_reader(Path(path), self.model_config.vision, hf)
+        self.image_reader = image_reader(Path(path), self.model_config.vision, hf, self.config.client_weights)
         self.chats = Chats(self.tokenizer, self.image_reader)
 
     def _load_replicas(self) -> Path:
@@ -206,8 +206,9 @@ class LLM(PrefixCacheCalls):
         """
         for name in unknown:
             refuse("generate", name, CALLS, ("prompts", "sampling_params", "client"))
+        check_client(client)
         params = self.default_sampling_params if sampling_params is None else sampling_params
-        batch = self.engine.intake.prepare_all(self.with_spans(prompts), params)
+        batch = self.engine.intake.prepare_all(self.with_spans(prompts, client), params)
         ids, ended = self._run(batch, client)
         return [
             whole_output(request_id, prepared.tokens, prepared.params.n, ended)
@@ -289,15 +290,15 @@ class LLM(PrefixCacheCalls):
         """
         params = self.default_sampling_params if sampling_params is None else sampling_params
         check_client(client)
-        return self._stream(self.engine.prepare(self.with_spans(prompt), params), client)
+        return self._stream(self.engine.prepare(self.with_spans(prompt, client), params), client)
 
-    def with_spans(self, prompts: Any) -> Any:
-        """One prompt or several, those with images as token ids and spans. Others stay as they are.
-        RequestError: an image cannot be taken."""
+    def with_spans(self, prompts: Any, client: str = "") -> Any:
+        """One prompt or several, those with images as token ids and spans. Others stay as they are. `client` as in
+        `generate`. RequestError: an image cannot be taken."""
         given = with_embeddings(prompts) if self.config.prompt_embeds else prompts  # the intake refuses them
         if self.image_reader is None or self.tokenizer is None:
             return given  # the intake refuses images
-        return read_images(given, self.image_reader, self.tokenizer, self.plan.max_model_len - 1)
+        return read_images(given, self.image_reader, self.tokenizer, self.plan.max_model_len - 1, client)
 
     def chat(
         self,

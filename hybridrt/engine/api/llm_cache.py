@@ -26,7 +26,7 @@ class PrefixCacheCalls(ABC):
     def engine(self) -> Engine: ...
 
     @abstractmethod
-    def with_spans(self, prompts: Any) -> Any:
+    def with_spans(self, prompts: Any, client: str = "") -> Any:
         """As `LLM.with_spans`."""
 
     def reset_prefix_cache(self) -> bool:

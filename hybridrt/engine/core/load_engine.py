@@ -11,7 +11,7 @@ from hybridrt.engine.text.tokenizer import HFTokenizer, load_tokenizer
 from hybridrt.models.config.read_config import read_model_config
 from hybridrt.parallel.expert_ranks import ExpertPlace
 from hybridrt.parallel.tensor_parallel import TensorParallelExecutor
-from hybridrt.runtime.load.build import find_checkpoint
+from hybridrt.runtime.load.build import check_places, find_checkpoint
 from hybridrt.runtime.precompile.compile_ahead import KernelsAhead
 from hybridrt.runtime.run.model_runner import ModelRunner
 
@@ -29,7 +29,9 @@ class LoadedEngine:
 
 
 def read_tokenizer(config: EngineConfig) -> HFTokenizer | None:
-    """A model's tokenizer. Raises what can be said of the model's config.json before it is loaded."""
+    """A model's tokenizer. Raises what can be said of the configuration and of the model's config.json before it is
+    loaded."""
+    check_places(config)
     path = find_checkpoint(config.model)
     if path.is_dir():  # if not, the runner says so
         read_model_config(path)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hybridrt.attention.base import AttentionBackend
+from hybridrt.base.device import resolve_device
 from hybridrt.base.dtypes import check_schemes
 from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import ConfigError, MemoryBudgetError, reason, shown
@@ -36,7 +37,7 @@ from hybridrt.models.loading.loader import fill_dummy, has_own_head, load_weight
 from hybridrt.models.loading.prepared_weights import load_or_map
 from hybridrt.models.loading.stored_modules import scheme_table, with_stored_modules
 from hybridrt.models.registry import model_class
-from hybridrt.recurrent.backends import create_backend
+from hybridrt.recurrent.backends import check_backends, check_names, create_backend
 from hybridrt.runtime.load.draft_needs import draft_needs
 from hybridrt.runtime.load.host_memory import return_freed_memory
 from hybridrt.runtime.load.target import RunTarget
@@ -102,6 +103,20 @@ def resolve_model_path(name: str) -> Path:
     if name in EMBEDDED:
         raise ConfigError(f"this installation lacks its {name} model ({path}); pass a checkpoint directory")
     raise ConfigError(f"{_legible(name)} is no directory; pass a checkpoint directory or a hub name such as org/model")
+
+
+def check_places(config: EngineConfig) -> None:
+    """What can be said without a model. BackendError, DeviceError: the configuration names a backend or a device that
+    there is not."""
+    check_names(config)
+    resolve_device(config.device)
+
+
+def checkpoint_path(config: EngineConfig) -> Path:
+    """The directory of a configuration's model. Raises as `check_places` before it is looked for, then as
+    `resolve_model_path`."""
+    check_places(config)
+    return resolve_model_path(config.model)
 
 
 def find_checkpoint(name: str) -> Path:
@@ -175,8 +190,14 @@ def _built(config: EngineConfig, target: RunTarget, build: Build) -> CausalLM:
 
 
 def build_model(config: EngineConfig, target: RunTarget, path: Path, progress: bool) -> CausalLM:
-    """The model, loaded or filled with seeded random weights, in inference mode."""
+    """The model, loaded or filled with seeded random weights, in inference mode.
+
+    Raises:
+        BackendError, ProviderNotInstalledError: a backend that the configuration names cannot serve the model. No
+            weights were read.
+    """
     mc = target.model_config
+    check_backends(config, mc, target.device, kv_layers(config, target))
     if mc.tie_word_embeddings and config.load_format != "dummy" and has_own_head(path):
         target = replace(target, model_config=replace(mc, tie_word_embeddings=False))
     with torch.no_grad():
@@ -394,11 +415,11 @@ def load_target(config: EngineConfig, tp: TPGroup) -> tuple[Path, RunTarget]:
             the number of ranks.
         DeviceError: there is no such device.
         BackendError, ProviderNotInstalledError: HYBRIDRT_PROVIDERS names a provider that cannot
-            serve its operation.
+            serve its operation, or the configuration a backend that there is not.
     """
     if tp.size != config.tp_size:
         raise ConfigError(f"tp_size is {config.tp_size}, but this process belongs to a group of {tp.size}")
-    path = resolve_model_path(config.model)
+    path = checkpoint_path(config)
     model_config = read_model_config(path)
     if not config.images:
         model_config = replace(model_config, vision=None)

@@ -27,7 +27,7 @@ from hybridrt.server.anthropic.message_protocol import (
 from hybridrt.server.anthropic.message_reply import MessageReply
 from hybridrt.server.core.places import Turn, named_in
 from hybridrt.server.core.protocol import ChatRequest, TextPart
-from hybridrt.server.core.service import Service, check_body
+from hybridrt.server.core.service import Service, check_body, client_of
 from hybridrt.server.openai.chat import as_chat_request, conversation_of, function_call, function_tool, prepare_chat
 from hybridrt.server.wire.errors import APIError
 
@@ -71,7 +71,7 @@ async def count_tokens(service: Service, body: CountRequest, scope: Scope) -> in
     await service.off_loop(scope, partial(check_body, "count", body))
     chat = await service.off_loop(scope, partial(as_chat, "count", body, False))
     with named_in(lambda: _turns(body)):
-        conversation = await service.off_loop(scope, partial(conversation_of, chat))
+        conversation = await service.off_loop(scope, partial(conversation_of, chat, client_of(scope)))
         return len(await service.chat_tokens(conversation))
 
 

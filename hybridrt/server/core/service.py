@@ -205,8 +205,8 @@ class Service:
         name = f"{prefix}{body.request_id or uuid.uuid4().hex}"
         record(scope, id=name)
         try:
-            client = scope.get(CLIENT, "")
-            deltas = self.llm.submit(prompts, owner_of(scope) + name, stream=bool(body.stream), client=client)
+            owner, client = owner_of(scope), client_of(scope)
+            deltas = self.llm.submit(prompts, owner + name, stream=bool(body.stream), client=client)
         except RequestError as e:
             if e.field == "request_id":
                 text = f"the request id {name!r} is in use; choose another one, or none"
@@ -282,6 +282,12 @@ def owner_of(scope: Scope) -> str:
     """What the names of a client's requests and responses begin with on the server: different for
     each API key, and empty without keys."""
     found: str = scope.get(OWNER, "")
+    return found
+
+
+def client_of(scope: Scope) -> str:
+    """For whom the key of a request stands; empty without keys."""
+    found: str = scope.get(CLIENT, "")
     return found
 
 

@@ -1,6 +1,7 @@
 """/v1/chat/completions: the next message of a conversation."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from hybridrt.engine.api.chats import ChatDelta, ChatReader, PreparedChat
 from hybridrt.engine.request.outputs import Delta
 from hybridrt.server.core.protocol import ChatFields, ChatRequest, Sampling
 from hybridrt.server.core.request_fields import refused_in
-from hybridrt.server.core.service import Service, check_body
+from hybridrt.server.core.service import Service, check_body, client_of
 from hybridrt.server.openai.answers import Answer, in_slices
 from hybridrt.server.openai.custom_calls import custom_call, custom_tools, grammar_warnings, input_of
 from hybridrt.server.wire.errors import APIError
@@ -219,7 +220,7 @@ async def prepare_chat(service: Service, body: ChatRequest, scope: Scope) -> Pre
     service.check_model(body.model)
     params = await service.off_loop(scope, partial(_params, service, body))
     service.check_count(1, params)
-    conversation = await service.off_loop(scope, partial(conversation_of, body))
+    conversation = await service.off_loop(scope, partial(conversation_of, body, client_of(scope)))
     return await service.prepare_chat(conversation, params, body.chat_template)
 
 
@@ -234,14 +235,14 @@ def _params(service: Service, body: ChatRequest) -> SamplingParams:
     return service.sampling_params(body, max_tokens=max_tokens, logprobs=logprobs, logprob_token_ids=ids)
 
 
-def conversation_of(body: ChatFields) -> Conversation:
-    """The conversation of a body.
+def conversation_of(body: ChatFields, client: str = "") -> Conversation:
+    """The conversation of a body. `client`: for whom.
 
     Raises:
         RequestError: something in it is wrong.
     """
     asked, continued = body.add_generation_prompt, body.continue_final_message
-    return read_conversation(
+    found = read_conversation(
         [message.model_dump(exclude_unset=True) for message in with_rests(body.messages or ())],
         body.tools,
         body.tool_choice,
@@ -252,3 +253,4 @@ def conversation_of(body: ChatFields) -> Conversation:
         continue_final_message=continued,
         chat_template_kwargs=body.chat_template_kwargs,
     )
+    return replace(found, client=client)
