@@ -273,10 +273,15 @@ def _small_pass_tile(shape: Pass, room: int) -> dict[str, int]:
 
 
 def _candidates(shape: Pass, device: torch.device) -> list[Values]:
+    """One stage is for tensor cores that do not read shared memory. Elsewhere its tiles have fixed places, whose
+    descriptors are too many for uniform registers: with ptxas of Triton 3.6 products of 16 and 32 columns then read
+    other places.
+    """
+    stages = (1, 2, 3, 4) if shared_memory(device) < LARGE_SHARED_MEMORY else (2, 3, 4)
     most = max(16, triton.next_power_of_2(shape.value_dim))
     tiles: list[Values] = [
-        {"BLOCK_V": min(v, most), "num_warps": warps, "num_stages": stages}
-        for v, warps, stages in combinations((16, 32, 64), (4, 8), (1, 2, 3, 4))
+        {"BLOCK_V": min(v, most), "num_warps": warps, "num_stages": chunks}
+        for v, warps, chunks in combinations((16, 32, 64), (4, 8), stages)
     ]
     return unique(tiles)
 
