@@ -156,9 +156,11 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
             k_from_start = tl.load(factors_ptr + place * (3 * Q) + t)
             q_from_start = tl.load(factors_ptr + place * (3 * Q) + Q + t)
             k_to_end = tl.load(factors_ptr + place * (3 * Q) + 2 * Q + t)
+        # Zeros, unknown to the compiler: Triton fetches ahead the operands of products only.
         if CHANNELS:
-            # Zeros, unknown to the compiler: Triton fetches ahead the operands of products only.
             state += tl.minimum(decay, 0.0)
+        else:
+            k_from_start += tl.minimum(q_from_start, 0.0)
         held = state.to(k.dtype)
         if CHANNELS:
             out = tl.dot(q, held, input_precision=PRECISION)
