@@ -48,7 +48,7 @@ from hybridrt.kernels.state.conv_and_gates_triton import L2_EPS, log_decay, stri
 
 MAX_CHUNK = 64
 PREFETCH_BYTES = 213_000  # bytes of chunks on the way to a program; the rest of its 227 KB holds operands
-SMALL_BASE = 61_952, 70_144  # bytes of a program with two chunks on smaller GPUs; in Kimi Delta Attention
+SMALL_BASE = 62_208, 70_144  # bytes of a program with two chunks on smaller GPUs; in Kimi Delta Attention
 
 
 @triton.jit
@@ -269,7 +269,7 @@ def _small_pass_tile(shape: Pass, room: int) -> dict[str, int]:
     not fit into registers, two chunks take the bytes of SMALL_BASE, and each further one those of its tiles."""
     scale = shape.dtype.itemsize * shape.block_k // 128 / 2
     block_v = min(32 if scale <= 1 else 16, max(16, triton.next_power_of_2(shape.value_dim)))
-    chunk = shape.size * (shape.block_k * (3 if shape.by_channel else 2) + block_v) * shape.dtype.itemsize + 512
+    chunk = shape.size * (shape.block_k * (3 if shape.by_channel else 2) + block_v) * shape.dtype.itemsize + 768
     left = room - round(SMALL_BASE[shape.by_channel] * scale)
     return {"BLOCK_V": block_v, "num_warps": 4, "num_stages": min(4, max(1, 2 + left // chunk))}
 
