@@ -49,7 +49,9 @@ def test_a_measurement(name: str, shape: Any, process: BenchProcess) -> None:
     device, launch = torch.device("cuda", 0), LAUNCHES[name]
     found = measure(launch, shape, device, process.bench(name, shape, {}))
     assert 1e-6 < found.seconds <= found.built_in_seconds < 1.0
-    assert found.candidates > len(found.refused), [refused.why for refused in found.refused]
+    reasons = [f"{refused.values}: {refused.why}" for refused in found.refused]
+    assert found.candidates > len(reasons), reasons
+    assert not [why for why in reasons if "CUDA error" in why or "process" in why], "it faulted"
     trial = TRIALS[name](shape, device)
     with launch.trying(shape, device, found.values):
         assert error_of(trial.outputs(), trial.reference()) < 2 * torch.finfo(BF16).eps

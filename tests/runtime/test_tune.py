@@ -10,6 +10,7 @@ from triton.runtime.errors import OutOfResources
 from hybridrt.base.device import KNOWN
 from hybridrt.kernels.attention.paged_attention_triton import DECODES, Decode
 from hybridrt.kernels.core.launch_choice import LAUNCHES, LaunchChoice, Values
+from hybridrt.kernels.delta_rule import delta_rule_triton
 from hybridrt.kernels.delta_rule.delta_rule_triton import Pass
 from hybridrt.kernels.dense.skinny_linear import Product
 from hybridrt.kernels.dense.skinny_linear_triton import TILES, TiledProduct
@@ -83,6 +84,18 @@ def test_candidates_compute_what_the_plain_implementation_does(
         with launch.trying(shape, CPU, values):
             assert error_of(trial.outputs(), wanted) < 1e-5, values
     assert trial.calls and all(torch.isfinite(each.double()).all() for each in wanted)
+
+
+@pytest.mark.parametrize(("gpu", "fewest"), [("h200", 2), ("l40s", 1)])
+def test_a_pass_of_one_stage_is_no_candidate_where_products_read_shared_memory(
+    gpu: str, fewest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On an H200 those of 16 and 32 columns read outside of shared memory, or computed something else."""
+    monkeypatch.setattr(delta_rule_triton, "shared_memory", lambda _: KNOWN[gpu].shared_memory)
+    for by_channel in (False, True):
+        shape = Pass(2, 32, 32, 128, 128, 64, by_channel, torch.bfloat16)
+        candidates = LAUNCHES["chunk_gated_delta_rule: pass"].candidates(shape, CPU)
+        assert min(values["num_stages"] for values in candidates) == fewest
 
 
 def few_candidates(monkeypatch: pytest.MonkeyPatch, *tiles: Values) -> list[Values]:

@@ -48,7 +48,7 @@ from hybridrt.kernels.state.conv_and_gates_triton import L2_EPS, log_decay, stri
 
 MAX_CHUNK = 64
 PREFETCH_BYTES = 213_000  # bytes of chunks on the way to a program; the rest of its 227 KB holds operands
-SMALL_BASE = 61_952, 70_144  # bytes of a program with two chunks on smaller GPUs; in Kimi Delta Attention
+SMALL_BASE = 62_208, 70_144  # bytes of a program with two chunks on smaller GPUs; in Kimi Delta Attention
 
 
 @triton.jit
@@ -156,9 +156,11 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
             k_from_start = tl.load(factors_ptr + place * (3 * Q) + t)
             q_from_start = tl.load(factors_ptr + place * (3 * Q) + Q + t)
             k_to_end = tl.load(factors_ptr + place * (3 * Q) + 2 * Q + t)
+        # Zeros, unknown to the compiler: Triton fetches ahead the operands of products only.
         if CHANNELS:
-            # Zeros, unknown to the compiler: Triton fetches ahead the operands of products only.
             state += tl.minimum(decay, 0.0)
+        else:
+            k_from_start += tl.minimum(q_from_start, 0.0)
         held = state.to(k.dtype)
         if CHANNELS:
             out = tl.dot(q, held, input_precision=PRECISION)
@@ -267,16 +269,21 @@ def _small_pass_tile(shape: Pass, room: int) -> dict[str, int]:
     not fit into registers, two chunks take the bytes of SMALL_BASE, and each further one those of its tiles."""
     scale = shape.dtype.itemsize * shape.block_k // 128 / 2
     block_v = min(32 if scale <= 1 else 16, max(16, triton.next_power_of_2(shape.value_dim)))
-    chunk = shape.size * (shape.block_k * (3 if shape.by_channel else 2) + block_v) * shape.dtype.itemsize + 512
+    chunk = shape.size * (shape.block_k * (3 if shape.by_channel else 2) + block_v) * shape.dtype.itemsize + 768
     left = room - round(SMALL_BASE[shape.by_channel] * scale)
     return {"BLOCK_V": block_v, "num_warps": 4, "num_stages": min(4, max(1, 2 + left // chunk))}
 
 
 def _candidates(shape: Pass, device: torch.device) -> list[Values]:
+    """One stage is for tensor cores that do not read shared memory. Elsewhere its tiles have fixed places, whose
+    descriptors are too many for uniform registers: with ptxas of Triton 3.6 products of 16 and 32 columns then read
+    other places.
+    """
+    stages = (1, 2, 3, 4) if shared_memory(device) < LARGE_SHARED_MEMORY else (2, 3, 4)
     most = max(16, triton.next_power_of_2(shape.value_dim))
     tiles: list[Values] = [
-        {"BLOCK_V": min(v, most), "num_warps": warps, "num_stages": stages}
-        for v, warps, stages in combinations((16, 32, 64), (4, 8), (1, 2, 3, 4))
+        {"BLOCK_V": min(v, most), "num_warps": warps, "num_stages": chunks}
+        for v, warps, chunks in combinations((16, 32, 64), (4, 8), stages)
     ]
     return unique(tiles)
 
