@@ -168,9 +168,7 @@ def _table_by_files(
     return found
 
 
-def narrow_table(
-    model: CausalLM, linear: Container[str], config: QuantConfig, dtype: torch.dtype
-) -> dict[str, Scheme]:
+def narrow_table(model: CausalLM, linear: Container[str], config: QuantConfig, dtype: torch.dtype) -> dict[str, Scheme]:
     """Schemes of plain matrices of linear layers and tables whose numbers have fewer bytes in the files
     than in `dtype`, the model's: they stay so. Not those that loading multiplies, which would be rounded
     again, nor experts. `model` and `linear` as in `scheme_table`."""
