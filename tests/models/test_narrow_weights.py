@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from hybridrt.base.engine_config import EngineConfig
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.models.base import CausalLM
-from hybridrt.runtime.load.build import build_model, empty_model, load_target
+from hybridrt.models.loading.stored_modules import narrow_table
+from hybridrt.runtime.load.build import build_model, empty_model, load_target, plain_model
 from hybridrt.runtime.load.quantise import write_quantised
 from tests.support.online import write_plain, write_twin
 from tests.support.session import Session
@@ -71,6 +72,17 @@ def test_matrices_that_loading_multiplies_are_not_rounded_again(tmp_path: Path) 
     kept = {key for key, dtype in found.items() if dtype == torch.bfloat16}
     assert kept == {*TABLES, "stack.parts.1.up.weight_1"}
     assert found["stack.parts.1.up.weight_0"] == found["stack.parts.1.down.weight"] == torch.float32
+
+
+def test_experts_have_the_model_s_dtype(tmp_path: Path) -> None:
+    """One method has both matrices of an expert, and either may be in codes."""
+    narrow, _ = written("qwen", torch.bfloat16, tmp_path)
+    config = EngineConfig(str(narrow), device="cpu", dtype="float32", quantization="int4")
+    _, target = load_target(config, TPGroup())
+    names = ("lm_head", "model.layers.0.mlp.experts.0.down_proj", "model.layers.0.linear_attn.out_proj")
+    quant = replace(target.model_config.quant, plain=dict.fromkeys(names, torch.bfloat16))
+    found = narrow_table(*plain_model(config, target), quant, torch.float32)
+    assert "head.rows" in found and len(found) == 2 and not any("experts" in part for part in found)
 
 
 def test_ranks_have_their_rows(tmp_path: Path) -> None:
