@@ -22,6 +22,7 @@ class Scheme:
         options: of a method from outside, the checkpoint's quantization_config.
         scale_dtype, zeros, indexed: what the file's tensors tell: dtype of the scales, whether there
             are zero points, and whether a tensor gives the group of each input.
+        dtype: of the numbers of a plain matrix; None: the model's.
     """
 
     method: str = "dense"
@@ -32,6 +33,7 @@ class Scheme:
     scale_dtype: torch.dtype = torch.float32
     zeros: bool = False
     indexed: bool = False
+    dtype: torch.dtype | None = None
 
     def __str__(self) -> str:
         """For people: "fp8 by 128x128", "int4 by 32 inputs"."""
@@ -92,11 +94,13 @@ class QuantConfig:
     Attributes:
         modules: the quantised modules that the files hold, by name. None: no file was read
             (load_format="dummy"), and the rules decide alone.
+        plain: dtypes of the plain weights that the files hold, by module.
         online: the files are plain, and the rules say which matrices are quantised.
     """
 
     rules: QuantRules
     modules: Mapping[str, StoredModule] | None = None
+    plain: Mapping[str, torch.dtype] = field(default_factory=dict)
     online: bool = False
 
     def module_of(self, key: str) -> tuple[StoredModule, str] | None:

@@ -78,7 +78,7 @@ class DenseExperts(ExpertsMethod):
 
 
 class DenseMethod(LinearMethod):
-    """A weight in the model's dtype.
+    """A weight in the model's dtype or, on a CPU, in one of fewer bytes (`Scheme.dtype`).
 
     On a GPU, a step of few tokens runs norm, product and activation as one kernel.
     """
@@ -90,7 +90,9 @@ class DenseMethod(LinearMethod):
     def __init__(
         self, out_features: int, in_features: int, build: Build, scheme: Scheme = PLAIN, parts: Sequence[int] = ()
     ) -> None:
-        self.weight = parameter(out_features, in_features, dtype=build.dtype, device=build.device)
+        dtype = scheme.dtype or build.dtype
+        self.weight = parameter(out_features, in_features, dtype=dtype, device=build.device)
+        self._linear_from = ONEDNN_FROM if dtype == build.dtype else 0
         self.skinny = build.device.type in SKINNY_ON
         self._activations = {name: activation.for_device(build.device) for name, activation in ACTIVATIONS.items()}
         if stored_by_columns(self.weight):
@@ -111,16 +113,19 @@ class DenseMethod(LinearMethod):
         if self.skinny and is_skinny(x, self.weight, activation):
             return skinny_linear(x, self.weight, bias, tail=tail, activation=activation)[0]
         x = x if tail is None else side_by_side(x, tail)
-        multiply = linear if x.shape[0] * self.weight.numel() >= ONEDNN_FROM else F.linear
+        multiply = linear if x.shape[0] * self.weight.numel() >= self._linear_from else F.linear
         y = multiply(x, self.weight, bias)
         return y if activation is None else self._activations[activation](y)
 
     def lookup(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return F.embedding(ids, self.weight)
+        return F.embedding(ids, self.weight).to(dtype)
 
     def apply_into(self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> None:
         if is_skinny(x, self.weight, None) and out.is_contiguous():
             skinny_linear(x, self.weight, bias, out=out)
+            return
+        if self.weight.dtype != x.dtype:
+            super().apply_into(out, x, bias)
             return
         weight = self.weight.t()
         torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias, x, weight, out=out)

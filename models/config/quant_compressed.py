@@ -120,7 +120,7 @@ def _scheme(group: Mapping[str, Any], common: str | None, at: str) -> Scheme:
     dynamic = (group.get("input_activations") or {}).get("strategy") or ""
     activations = {"tensor_group": "group"}.get(dynamic, dynamic)
     zeros = kind == "int" and not weights.get("symmetric", True)
-    indexed = weights.get("actorder") in ("group", True)
+    indexed = weights.get("actorder") in ("group", "dynamic", True)  # the first two are one thing
     return Scheme(method, layout, _block(weights, form, at), str(activations), zeros=zeros, indexed=indexed)
 
 

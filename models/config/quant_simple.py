@@ -33,18 +33,21 @@ FP8: FieldTypes = {
     "scale_fmt": either(NULL, one_of("ue8m0", "float")),
     **dict.fromkeys(("modules_to_not_convert", "ignored_layers"), NAMES),
 }
+GEMM = FieldType("gemm: other layouts are not read", lambda v: isinstance(v, str) and v.lower() == "gemm")
 AWQ: FieldTypes = {
     **dict.fromkeys(("bits", "w_bit"), integer(4, 4)),
     **dict.fromkeys(("group_size", "q_group_size"), GROUP),
-    "version": FieldType("gemm: other layouts are not read", lambda v: isinstance(v, str) and v.lower() == "gemm"),
+    # Names that AutoAWQ, transformers and GPTQModel have for it.
+    **dict.fromkeys(("version", "format", "checkpoint_format"), either(NULL, GEMM)),
     "zero_point": FLAG,
     "modules_to_not_convert": NAMES,
 }
 GPTQ_BITS = FieldType("4 or 8", lambda v: type(v) is int and v in (4, 8))
 GPTQ_RULE: FieldTypes = {"bits": GPTQ_BITS, "group_size": GROUP, "sym": FLAG, "desc_act": FLAG}
+GPTQ_FORMATS = ("checkpoint_format", "format")  # of older and of newer writers
 GPTQ: FieldTypes = {
     **GPTQ_RULE,
-    "checkpoint_format": either(NULL, one_of("gptq", "gptq_v2")),
+    **dict.fromkeys(GPTQ_FORMATS, either(NULL, one_of("gptq", "gptq_v2"))),
     "pack_dtype": either(NULL, one_of("int32")),
     "dynamic": either(NULL, OBJECT),
 }
@@ -134,6 +137,11 @@ def gptq_rules(said: Mapping[str, Any], where: str) -> QuantRules:
     check_fields(said, GPTQ, where)
     if "bits" not in said:
         raise ConfigError(f"{where}: bits is missing; GPTQ needs it")
+    formats = {name: said[name] for name in GPTQ_FORMATS if said.get(name)}
+    if len(set(formats.values())) > 1:
+        raise ConfigError(
+            f"{where}: {' and '.join(f'{name} is {value}' for name, value in formats.items())}; remove the wrong one"
+        )
     dynamic = []
     for text, changes in (said.get("dynamic") or {}).items():
         plain = text.startswith("-:")
@@ -147,7 +155,7 @@ def gptq_rules(said: Mapping[str, Any], where: str) -> QuantRules:
 
 
 def gptq_scheme(fields: Mapping[str, Any]) -> Scheme:
-    layout = "gptq_v2" if fields.get("checkpoint_format") == "gptq_v2" else "gptq"
+    layout = next((fields[name] for name in GPTQ_FORMATS if fields.get(name)), "gptq")
     group = fields.get("group_size", 128)
     scheme = Scheme(f"int{fields['bits']}", layout, (1, max(group, 0)))
     return replace(scheme, indexed=bool(fields.get("desc_act")) and group > 0)

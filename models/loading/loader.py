@@ -58,6 +58,7 @@ def load_weights(model: CausalLM, path: Path, progress: bool = False) -> list[st
                     raise CheckpointError(
                         f"{key} is not zero, and this layer of {model.config.architecture} has no bias"
                     )
+            del tensor  # before the next one is read
     twice = [name for name, count in filling.counts.items() if count > 1]
     if twice:
         raise CheckpointError(f"{path}: filled more than once: {some(twice)}")

@@ -39,6 +39,19 @@ def with_stored_modules(config: QuantConfig, path: Path) -> QuantConfig:
         CheckpointError: a module lacks a tensor, has one too many or one of a wrong dtype, or the
             configuration has no scheme for it.
     """
+    modules = _modules_of(path)
+    found = {
+        name: _stored(name, tensors, config.rules) for name, tensors in modules.items() if _quantised(name, tensors)
+    }
+    return replace(config, modules=found, plain=_plain_dtypes(modules))
+
+
+def with_plain_dtypes(config: QuantConfig, path: Path) -> QuantConfig:
+    """The configuration with the dtypes of a plain checkpoint's files. Reads their headers."""
+    return replace(config, plain=_plain_dtypes(_modules_of(path)))
+
+
+def _modules_of(path: Path) -> dict[str, Tensors]:
     modules: dict[str, Tensors] = {}
     for file, keys in shards_of(path).items():
         with opened(file) as f:
@@ -46,10 +59,12 @@ def with_stored_modules(config: QuantConfig, path: Path) -> QuantConfig:
                 name, last = split_key(key)
                 entry = f.entry(key)
                 modules.setdefault(name, {})[last] = DTYPES[entry.dtype], entry.shape
-    found = {
-        name: _stored(name, tensors, config.rules) for name, tensors in modules.items() if _quantised(name, tensors)
-    }
-    return replace(config, modules=found)
+    return modules
+
+
+def _plain_dtypes(modules: Mapping[str, Tensors]) -> dict[str, torch.dtype]:
+    weights = {name: tensors["weight"][0] for name, tensors in modules.items() if "weight" in tensors}
+    return {name: dtype for name, dtype in weights.items() if dtype in WEIGHT_DTYPES}
 
 
 def _quantised(name: str, tensors: Tensors) -> bool:
@@ -150,6 +165,22 @@ def _table_by_files(
         for key, _ in model.parts_of(f"{name}.weight"):
             for piece in targets.get(key, ()):
                 found[piece.name.removesuffix(".weight")] = module.scheme
+    return found
+
+
+def narrow_table(model: CausalLM, linear: Container[str], config: QuantConfig, dtype: torch.dtype) -> dict[str, Scheme]:
+    """Schemes of plain matrices of linear layers and tables whose numbers have fewer bytes in the files
+    than in `dtype`, the model's: they stay so. Not those that loading multiplies, which would be rounded
+    again, nor experts. `model` and `linear` as in `scheme_table`."""
+    targets, found = model.all_targets(), dict[str, Scheme]()
+    for name, stored in config.plain.items():
+        if stored.itemsize >= dtype.itemsize:
+            continue
+        for key, _ in model.parts_of(f"{name}.weight"):
+            for piece in targets.get(key, ()):
+                part = piece.name.removesuffix(".weight")
+                if part in linear and piece.scale == 1.0 and not _EXPERT.fullmatch(part):
+                    found[part] = Scheme(dtype=stored)
     return found
 
 

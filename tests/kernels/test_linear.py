@@ -46,3 +46,24 @@ def test_weights_that_stand_column_by_column_go_there_with_many_tokens(monkeypat
     for tokens in (3, 4):
         x = torch.randn(tokens, 1024)
         torch.testing.assert_close(linear(x, weight).double(), x.double() @ weight.double().t(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 13, 64])
+@pytest.mark.parametrize("tokens", [1, 5, 64])
+def test_a_narrow_weight_is_widened_by_blocks_of_rows(
+    tokens: int, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(rows)
+    monkeypatch.setattr(module, "WIDENED", 4 * 40 + 3)
+    weight, x, bias = torch.randn(rows, 40).to(dtype), torch.randn(tokens, 40), torch.randn(rows)
+    exact = x.double() @ weight.double().t() + bias.double()
+    torch.testing.assert_close(linear(x, weight, bias).double(), exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(linear(x, weight), linear(x, weight, torch.zeros(rows)), rtol=0, atol=0)
+    torch.testing.assert_close(add_linear(bias.repeat(tokens, 1), x, weight).double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_that_is_longer_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WIDENED", 8)
+    weight, x = torch.randn(3, 40).bfloat16(), torch.randn(2, 40)
+    torch.testing.assert_close(linear(x, weight), x @ weight.float().t(), rtol=1e-5, atol=1e-5)

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from hybridrt.base.quantization import Scheme
 from hybridrt.collectives.groups import TPGroup
-from hybridrt.layers.linear import DenseMethod, RowLinear, Segment, side_by_side
+from hybridrt.layers.linear import DenseMethod, RowLinear, Segment, VocabParallelEmbedding, side_by_side
 from hybridrt.layers.weights import Build
 
 
@@ -66,3 +67,36 @@ def test_one_rank_alone_adds_the_residual(monkeypatch: pytest.MonkeyPatch) -> No
         assert linear.onto(residual.clone(), shard)[1] is None
     weight = torch.cat([linear.weight for linear in linears], 1)
     torch.testing.assert_close(parts[0] + parts[1], x @ weight.t() + residual)
+
+
+NARROW = Build(TPGroup(), torch.float32, torch.device("cpu"), lambda part: Scheme(dtype=torch.bfloat16))
+
+
+def test_a_narrow_table_gives_rows_and_logits_of_the_model_s_dtype() -> None:
+    torch.manual_seed(0)
+    table = VocabParallelEmbedding("embed", 50, 8, build=NARROW)
+    table.weight.data.copy_(torch.randn(50, 8))
+    wide, ids, x = table.weight.float(), torch.tensor([3, 0, 49]), torch.randn(4, 8)
+    assert table.weight.dtype == torch.bfloat16
+    assert table(ids).dtype == torch.float32 and torch.equal(table(ids), wide[ids])
+    out = torch.empty(4, 50)
+    table.logits_into(out, x)
+    for logits in (out, table.logits(x)):
+        torch.testing.assert_close(logits, x @ wide.t())
+
+
+@pytest.mark.parametrize("adds_from", [1, 9])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_narrow_weight_has_all_products(tokens: int, adds_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(DenseMethod, "adds_from", adds_from)
+    linear = RowLinear("out", [Segment("attn", 4), Segment("ssm", 6)], 6, build=NARROW)
+    linear.weight.data.copy_(torch.randn(6, 10))
+    wide, attn, ssm = linear.weight.float(), torch.randn(tokens, 4), torch.randn(tokens, 6)
+    want, residual = torch.cat((attn, ssm), 1) @ wide.t(), torch.randn(tokens, 6)
+    torch.testing.assert_close(linear(attn, ssm), want)
+    added, rest = linear.onto(residual.clone(), attn, ssm)
+    torch.testing.assert_close(added if rest is None else added + rest, want + residual)
+    inputs = torch.randn(2, tokens, 10)
+    found = torch.cat([*linear.method.apply_each(list(inputs))], 1)
+    torch.testing.assert_close(found, torch.cat([inputs[0] @ wide[:3].t(), inputs[1] @ wide[3:].t()], 1))

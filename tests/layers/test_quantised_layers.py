@@ -12,8 +12,9 @@ from hybridrt.collectives.groups import TPGroup
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, VocabParallelEmbedding, finish
 from hybridrt.layers.moe import Experts
 from hybridrt.layers.quant.packed_weight import PackedWeight
-from hybridrt.layers.quant.pieces import PackedPiece, decoded
+from hybridrt.layers.quant.pieces import PackedPiece, check_codes, decoded
 from hybridrt.layers.weights import Build, CheckpointMap
+from tests.support.live_bytes import LiveBytes
 from tests.support.quantised import KINDS, Written, gptq
 
 # Blocks of 4 x 8 and groups of 8, 16 and 32: two ranks cut each of them.
@@ -261,3 +262,15 @@ def test_a_matrix_of_another_size() -> None:
     layer = ColumnLinear("up", 40, [Segment("up", 24)], build=build_of(matrix.scheme))
     with pytest.raises(CheckpointError, match=r"up.*20 outputs"):
         fill(layer.targets("up", ["up"]), {"up": matrix})
+
+
+def test_a_search_for_nan_makes_no_copy_of_the_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybridrt.layers.quant.pieces.BLOCK", 1 << 12)
+    codes = torch.zeros(512, 300, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    scheme = Scheme("fp8", "fp8", (128, 128))
+    with LiveBytes() as live:
+        check_codes(scheme, "w", codes, 300)
+    assert live.peak < codes.nbytes + 3 * (1 << 12)
+    codes.view(torch.uint8)[511, 299] = 0xFF
+    with pytest.raises(CheckpointError, match="w contains NaN"):
+        check_codes(scheme, "w", codes, 300)

@@ -92,6 +92,29 @@ def test_expressions_of_gptq_come_in_order(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("order", "indexed"), [("group", True), ("dynamic", True), ("weight", False), ("static", False), (None, False)]
+)
+def test_orders_of_activations(order: str | None, indexed: bool, tmp_path: Path) -> None:
+    """Only groups of inputs that are not neighbours have an index."""
+    scheme = rules(tmp_path, compressed(INT4 | {"actorder": order})).scheme("x")
+    assert scheme is not None and scheme.indexed == indexed
+
+
+@pytest.mark.parametrize("said", [{}, {"format": "gptq_v2"}, {"checkpoint_format": "gptq_v2"}, {"format": "gptq"}])
+def test_newer_writers_name_gptq_s_layout_otherwise(said: dict[str, Any], tmp_path: Path) -> None:
+    """The second version stores zero points as they are: read as the first one, each would be off by one."""
+    scheme = rules(tmp_path, {"quant_method": "gptq", "bits": 4} | said).scheme("x")
+    assert scheme is not None and scheme.layout == next(iter(said.values()), "gptq")
+
+
+@pytest.mark.parametrize(
+    "said", [{"version": "GEMM"}, {"version": None}, {"format": "gemm", "checkpoint_format": "gemm"}]
+)
+def test_names_of_awq_s_layout(said: dict[str, Any], tmp_path: Path) -> None:
+    assert str(rules(tmp_path, {"quant_method": "awq", "bits": 4} | said).scheme("x")) == "int4 by 128 inputs"
+
+
 def test_lists_name_modules_by_their_start_and_end(tmp_path: Path) -> None:
     said = {
         "quant_method": "fp8",
@@ -138,9 +161,16 @@ def test_a_plain_model_with_scales_of_its_cache_is_plain(tmp_path: Path) -> None
         ({"quant_method": "fp8", "modules_to_not_convert": [3]}, ConfigError, "modules_to_not_convert"),
         ({"quant_method": "awq", "bits": 3}, ConfigError, "bits is 3"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, ConfigError, "version is 'gemv'"),
+        ({"quant_method": "awq", "bits": 4, "format": "gemv_fast"}, ConfigError, "format is 'gemv_fast'"),
+        ({"quant_method": "awq", "bits": 4, "checkpoint_format": "gemv"}, ConfigError, "checkpoint_format is 'gemv'"),
         ({"quant_method": "gptq", "bits": 7}, ConfigError, "bits is 7"),
         ({"quant_method": "gptq"}, ConfigError, "bits is missing"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, ConfigError, "checkpoint_format is"),
+        ({"quant_method": "gptq", "bits": 4, "format": "bitblas"}, ConfigError, "format is 'bitblas'"),
+        (
+            {"quant_method": "gptq", "bits": 4, "format": "gptq_v2", "checkpoint_format": "gptq"},
+            ConfigError, "checkpoint_format is gptq and format is gptq_v2; remove",
+        ),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:x": {"bits": 3}}}, ConfigError, r"dynamic \+:x: bits is 3"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:(": {}}}, ConfigError, "no regular expression"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:(((ab)+c)+d)+": {}}}, ConfigError, "nests repetitions 3"),

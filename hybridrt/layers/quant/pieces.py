@@ -20,7 +20,7 @@ from hybridrt.layers.quant.layouts import (
     outputs_of,
     zeros_shape,
 )
-from hybridrt.layers.quant.packed_weight import Grid, PackedWeight, blocks
+from hybridrt.layers.quant.packed_weight import BLOCK, Grid, PackedWeight, blocks
 from hybridrt.layers.weights import Build, Transform, unchanged
 
 
@@ -217,8 +217,14 @@ def grid_of(scheme: Scheme, name: str, outputs: int, inputs: int) -> tuple[int, 
 def check_codes(scheme: Scheme, key: str, tensor: Tensor, inputs: int) -> None:
     """CheckpointError: codes of another shape, or that are no numbers."""
     check_shape(key, tensor, codes_shape(scheme, outputs_of(scheme, tensor.shape), inputs))
-    if scheme.method == "fp8" and bool(((tensor.view(torch.uint8) & 0x7F) == 0x7F).any()):
+    if scheme.method == "fp8" and _has_nan(tensor):
         raise CheckpointError(f"{key} contains NaN; the file is damaged: download it again")
+
+
+def _has_nan(codes: Tensor) -> bool:
+    """Of e4m3 codes; by blocks of rows, because loading holds no more than a matrix and its codes."""
+    rows = codes.view(torch.uint8).split(max(1, BLOCK // codes.shape[1]))
+    return any(bool(((each & 0x7F) == 0x7F).any()) for each in rows)
 
 
 def check_shape(key: str, tensor: Tensor, shape: tuple[int, ...]) -> None:

@@ -35,7 +35,12 @@ from hybridrt.models.config.quant_online import OnlineRules
 from hybridrt.models.config.read_config import read_model_config, refuse_gguf
 from hybridrt.models.loading.loader import fill_dummy, has_own_head, load_weights
 from hybridrt.models.loading.prepared_weights import load_or_map
-from hybridrt.models.loading.stored_modules import scheme_table, with_stored_modules
+from hybridrt.models.loading.stored_modules import (
+    narrow_table,
+    scheme_table,
+    with_plain_dtypes,
+    with_stored_modules,
+)
 from hybridrt.models.registry import model_class
 from hybridrt.recurrent.backends import check_backends, check_names, create_backend
 from hybridrt.runtime.load.draft_needs import draft_needs
@@ -163,8 +168,11 @@ def empty_model(config: EngineConfig, target: RunTarget, device: torch.device) -
     if quant is None:
         return _built(config, target, build)
     # A plain model's map says which module of the checkpoint each part comes from.
-    table = scheme_table(*plain_model(config, target), quant)
+    plain = plain_model(config, target)
+    table = scheme_table(*plain, quant)
     check_schemes(table, target.device)
+    if target.device.type == "cpu":
+        table = narrow_table(*plain, quant, target.dtype) | table
     return _built(config, target, replace(build, scheme=lambda part: table.get(part, PLAIN)))
 
 
@@ -424,7 +432,9 @@ def load_target(config: EngineConfig, tp: TPGroup) -> tuple[Path, RunTarget]:
     if not config.images:
         model_config = replace(model_config, vision=None)
     if config.quantization is not None:
-        model_config = replace(model_config, quant=online(config.quantization, model_config, path))
+        quant = online(config.quantization, model_config, path)
+        quant = quant if config.load_format == "dummy" else with_plain_dtypes(quant, path)
+        model_config = replace(model_config, quant=quant)
     elif model_config.quant is not None and config.load_format != "dummy":
         model_config = replace(model_config, quant=with_stored_modules(model_config.quant, path))
     target = RunTarget.resolve(config, model_config, tp)
