@@ -143,7 +143,7 @@ class Fleet:
     def is_left(self, process: Worker) -> bool:
         """Whether it gets no more requests: of the router or, if it computes prompts, of any replica."""
         if process in self.started_here[: self.prompts]:
-            return all(_metric(replica.url, "hybridrt:prefill_workers") < self.prompts for replica in self.replicas())
+            return all(metric(replica.url, "hybridrt:prefill_workers") < self.prompts for replica in self.replicas())
         return not self.states().get(process.url)
 
     def wait_for(self, count: int) -> None:
@@ -155,7 +155,8 @@ class Fleet:
             time.sleep(0.2)
 
 
-def _metric(url: str, name: str) -> float:
+def metric(url: str, name: str) -> float:
+    """A number of a server's /metrics."""
     text = httpx.get(f"{url}/metrics", timeout=30).text
     return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
 
