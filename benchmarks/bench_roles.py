@@ -1,4 +1,4 @@
-"""Time between tokens of running answers while long prompts come: one server, or one that another computes prompts for.
+"""Time between tokens of running answers while long prompts come, with one server and with servers of roles.
 
     python -m benchmarks.bench_roles benchmarks/configs/falcon-h1-7b --options "--load-format dummy"
     python -m benchmarks.bench_roles embedded --servers pair --prompt 400 --options "--device cpu --max-model-len 1024"
