@@ -69,13 +69,14 @@ class Forward:
 
     Attributes:
         begun: the client has got the beginning of an answer.
+        model: of the replica that has given it; "" if it is not known.
     """
 
     def __init__(
         self, scope: Scope, send: Send, body: bytes, headers: Mapping[bytes, bytes], ids: Sequence[int] = ()
     ) -> None:
         self._scope, self._send, self._headers = scope, send, dict(headers)
-        self.body, self.begun, self._streams = body, False, False
+        self.body, self.begun, self._streams, self.model = body, False, False, ""
         self._stream, self._target = CountedStream(ids), target_of(scope)
 
     @property
@@ -83,12 +84,18 @@ class Forward:
         """Tokens of the stream that the client has got; None: they are not known."""
         return self._stream.ids
 
+    def may_have(self, replica: ReplicaClient) -> bool:
+        """Whether the rest of the answer may come from a replica: another model would give another one."""
+        return not self.begun or self.model in ("", replica.model)
+
     async def send_to(self, replica: ReplicaClient, placed_first: asyncio.Event) -> None:
         """Sends the request to a replica and its answer to the client.
 
         Raises:
             NotAnswered: another replica can have the request, or `end_cut` ends it.
         """
+        if not self.begun:
+            self.model = replica.model
         exchange = Exchange(asyncio.ensure_future(self._exchange(replica, placed_first)))
         self._exchange_now = exchange
         replica.exchanges.add(exchange)

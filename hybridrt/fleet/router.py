@@ -80,7 +80,7 @@ class RouterConfig:
     def __post_init__(self) -> None:
         given = (*self.replicas, *(() if self.discover is None else (self.discover,)))
         if not (self.changing or len(given) > 0) or len(given) > MAX_REPLICAS:
-            raise ConfigError(f"{len(given)} replicas; pass 1 to {MAX_REPLICAS}, each with --replica URL")
+            raise ConfigError(f"{len(given)} replicas; pass 1 to {MAX_REPLICAS} by --replica URL, or --discover URL")
         for url in given:
             if not _is_base_url(url):
                 raise ConfigError(f"replica {url!r}: it must be a URL such as http://127.0.0.1:8001")
@@ -148,10 +148,17 @@ class Router:
         await self._client.aclose()
 
     def _add(self, url: str) -> None:
-        replica = self._known[url] = ReplicaClient(url, self._client, self._config.fleet_key)
+        replica = self._known[url] = ReplicaClient(url, self._client, self._config.fleet_key, self._compare)
         self._placement.add(replica.placed)
         self._watches[url] = [asyncio.create_task(replica.watch()), asyncio.create_task(replica.follow())]
         self._share_entries()
+
+    def _compare(self, replica: ReplicaClient) -> None:
+        """Says if another replica has another model, or other weights."""
+        others = [other.url for other in self.replicas if other.model and replica.model not in ("", other.model)]
+        if others:
+            text = "replica %s has another model than %s: requests get answers of either"
+            log.warning(text, replica.url, others[0])
 
     def _remove(self, url: str) -> None:
         """What runs there goes on."""
@@ -230,7 +237,8 @@ class Router:
     def _facts(self, replica: ReplicaClient) -> dict[str, Any]:
         mirror = replica.placed.mirror
         return {
-            "url": replica.url, "ready": replica.ready, "drained": replica.drained,
+            "url": replica.url, "ready": replica.ready, "problem": replica.problem, "drained": replica.drained,
+            "model": replica.model or None,
             "requests": replica.placed.requests, "waiting_tokens": replica.placed.tokens,
             "cache_entries": None if mirror is None else len(mirror),
         }  # fmt: skip
@@ -318,6 +326,9 @@ class RouterServer(uvicorn.Server):
         await super().startup(list(sockets) if sockets else None)
         ready = sum(replica.ready for replica in self.router.replicas)
         log.info("routing to %d replicas, %d of them ready", len(self.router.replicas), ready)
+        for replica in self.router.replicas:
+            if replica.problem is not None:
+                log.warning("replica %s is not ready: %s", replica.url, replica.problem)
 
     async def shutdown(self, sockets: Any = None) -> None:
         await super().shutdown(sockets)

@@ -207,6 +207,46 @@ def test_a_stream_that_is_cut_goes_on_elsewhere(path: str, replica: Served) -> N
     assert said(whole[:cut]) + said(rest) == said(whole)
 
 
+def test_a_stream_does_not_go_on_with_another_model(replica: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sender, "READY_SECONDS", 0.1)
+    body = BODY | {"stream": True, "max_tokens": 24}
+    whole = replica.post("/v1/completions", body, headers=KEY | {"x-hybridrt-count": "1"}).text
+    cut = whole[: whole.index("\n\n", whole.index(": tokens 4")) + 2]
+    with failing(STREAM, cut.encode()) as bad, routing(bad, replica.url, resume=True) as router:
+        router.wait_for(2)
+        router.wait_until(lambda: router.router.replicas[1].placed.mirror is not None)
+        first, second = router.router.replicas
+        for ours, theirs, goes_on in (("a", "b", False), ("a", "", False), ("a", "a", True), ("", "b", True)):
+            first.model, second.model = ours, theirs
+            texts = [router.post("/v1/completions", body, headers=KEY).text for _ in range(2)]  # one begins at each
+            assert [text.count("stream_cut") for text in sorted(texts, key=len)].count(0) == 1 + goes_on
+            assert all(said(text) == said(whole) for text in texts if "stream_cut" not in text)
+
+
+def test_models_that_differ_are_told(embedded: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        serving(embedded, fleet_key=FLEET_KEY) as one,
+        serving(embedded, fleet_key=FLEET_KEY) as other,
+    ):
+        one.service.model, other.service.model = "a" * 32, "b" * 32
+        with routing(one.url, other.url) as router:
+            router.wait_for_caches()
+            with router.http() as client:
+                facts = client.get("/fleet/replicas", headers={"Authorization": f"Bearer {FLEET_KEY}"}).json()
+    assert [fact["model"] for fact in facts] == ["a" * 32, "b" * 32]
+    (told,) = [record.getMessage() for record in caplog.records if "another model" in record.getMessage()]
+    assert one.url in told and other.url in told
+
+
+def test_why_a_replica_is_not_ready_is_told(replica: Served, caplog: pytest.LogCaptureFixture) -> None:
+    urls = (replica.url + "/v1", "http://127.0.0.1:9")
+    with routing(*urls) as router, router.http() as client:
+        facts = client.get("/fleet/replicas", headers={"Authorization": f"Bearer {FLEET_KEY}"}).json()
+    assert "401" in facts[0]["problem"] and "/v1" in facts[0]["problem"] and "no answer" in facts[1]["problem"]
+    said_of = [record.getMessage() for record in caplog.records if "is not ready" in record.getMessage()]
+    assert len(said_of) == 2 and all(url in text for url, text in zip(urls, said_of, strict=True))
+
+
 def said(text: str) -> str:
     """The text of a stream that ends as it should."""
     choices = [json.loads(line[6:])["choices"][0] for line in text.splitlines() if line.startswith("data: {")]
