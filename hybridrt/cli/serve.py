@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
-from hybridrt.base.errors import ProviderNotInstalledError
+from hybridrt.base.errors import ConfigError, ProviderNotInstalledError
 from hybridrt.cli.options import (
     DEMONSTRATION,
     EMBEDDED,
@@ -147,5 +147,8 @@ def serve(
     with bind(config) as listener:
         options = {"client_weights": client_weights(config.keys)} | engine.given() | speculation.given(model)
         if config.role != "both":
+            if (engines := options.get("dp_size", 1)) > 1:
+                text = f"--role {config.role} belongs to one engine, and --dp-size is {engines}"
+                raise ConfigError(f"{text}: start a server for each GPU, and a router in front")
             options.setdefault("transfer_bytes", ARENA_BYTES)
         run(LLM(path, **options), config, listener)

@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from hybridrt.base.errors import ConfigError, MessageError
+from hybridrt.base.errors import ConfigError, MessageError, shown
 from hybridrt.fleet.body_room import BodyRoom
 from hybridrt.fleet.fleet_metrics import MAX_BYTES, RouterMetrics, merged
 from hybridrt.fleet.forward import headers_for, target_of
@@ -294,7 +294,9 @@ class Router:
         await Response(best.body, best.status, media_type=best.kind)(scope, nothing, send)
 
     async def _drain(self, scope: Scope, send: Send, fields: dict[str, Any]) -> None:
-        url, drained = fields.get("url"), fields.get("drained", True)
+        if unknown := fields.keys() - {"url", "drained"}:  # a wrong name for "drained" would drain
+            raise APIError(400, f"the fields are url and drained, not {shown(min(unknown))}")
+        url, drained = str(fields.get("url")).rstrip("/"), fields.get("drained", True)
         found = [replica for replica in self.replicas if replica.url == url]
         if not found or not isinstance(drained, bool):
             raise APIError(400, "url must be that of a replica, as in --replica, and drained true or false", "url")

@@ -284,7 +284,10 @@ def test_a_drained_replica_gets_no_more(replica: Served, monkeypatch: pytest.Mon
             told = router.post("/fleet/drain", {"url": replica.url, "drained": drained}, headers=fleet)
             assert told.json()["drained"] is drained
             assert router.post("/v1/completions", BODY, headers=KEY).status_code == status
+        assert router.post("/fleet/drain", {"url": replica.url + "/"}, headers=fleet).json()["drained"] is True
         assert router.post("/fleet/drain", {"url": "http://other"}, headers=fleet).status_code == 400
+        wrong = router.post("/fleet/drain", {"url": replica.url, "drain": False}, headers=fleet)
+        assert wrong.status_code == 400 and "'drain'" in wrong.json()["error"]["message"]
         assert router.post("/fleet/drain", {"url": replica.url}).status_code == 401
 
 

@@ -165,6 +165,7 @@ def test_the_access_log_holds_facts_and_no_secrets(served: Served, caplog: pytes
     with caplog.at_level(logging.INFO, logger="hybridrt.access"), served.http() as client:
         headers = {"authorization": "Bearer secret", "x-request-id": "mine"}
         client.post("/v1/completions?key=secret", json=COMPLETION | {"user": "secret"}, headers=headers)
+        assert client.get("/ready").status_code == 200
         client.get("/nowhere%0Asecond-line")
         found: dict[str, Any] = {}
         while not {"mine", None} <= found.keys():  # written once the answer has gone, also those of earlier tests
@@ -174,6 +175,7 @@ def test_the_access_log_holds_facts_and_no_secrets(served: Served, caplog: pytes
     first, second = found["mine"], found[None]
     facts = {"method": "POST", "path": "/v1/completions", "status": 200, "prompt_tokens": 2, "output_tokens": 4}
     assert facts.items() <= first.items() and first["request_id"] == "mine" and first["seconds"] > 0
+    assert not any(line["path"] == "/ready" for line in lines), "one each second would hide the others"
     assert second["status"] == 404 and not any("\n" in record.message for record in caplog.records)
     assert "secret" not in caplog.text
 
