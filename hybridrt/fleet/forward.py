@@ -31,11 +31,12 @@ class NotAnswered(Exception):
     Attributes:
         answer: the replica's refusal, if there is one.
         lost: the replica has got the request, and has ended or does not answer.
+        cut: it has not answered it whole.
     """
 
-    def __init__(self, why: str, answer: Response | None = None, *, lost: bool = False) -> None:
+    def __init__(self, why: str, answer: Response | None = None, *, lost: bool = False, cut: bool = False) -> None:
         super().__init__(why)
-        self.answer, self.lost = answer, lost
+        self.answer, self.lost, self.cut = answer, lost, lost or cut
 
 
 def headers_for(scope: Scope, replica_key: str | None) -> dict[bytes, bytes]:
@@ -142,9 +143,12 @@ class Forward:
                 held = await _limited(answer)
                 raise NotAnswered(f"{replica.url} answers {answer.status_code}", self._response(answer, held))
             self._streams = streams
-            await (self._pass_stream if streams else self._pass_whole)(answer, first)
+            if streams:
+                await self._pass_stream(replica, answer, first)
+            else:
+                await self._pass_whole(answer, first)
 
-    async def _pass_stream(self, answer: httpx.Response, first: asyncio.Event) -> None:
+    async def _pass_stream(self, replica: ReplicaClient, answer: httpx.Response, first: asyncio.Event) -> None:
         """What no count has told stays here: if the replica is lost, another one writes it anew."""
         stream = self._stream = CountedStream(self._stream.ids or ())
         async for chunk in answer.aiter_raw():
@@ -154,6 +158,9 @@ class Forward:
             if ready:
                 await self._pass_on(answer, ready)
                 stream.given()
+            if stream.goes_elsewhere:
+                # One that is shutting down has said so before; of another one the request may be the reason.
+                raise NotAnswered(f"replica {replica.url} cannot go on", lost=replica.ready, cut=True)
         await self._end(answer, stream.rest(), first)
 
     async def _pass_whole(self, answer: httpx.Response, first: asyncio.Event) -> None:

@@ -130,8 +130,9 @@ class Sender:
         self, failure: "_Failure", forward: Forward, asked: RoutedRequest, path: str, body: bytes
     ) -> bool:
         """Whether another replica may have the request, or the rest of its stream."""
-        lost = failure.last is not None and failure.last.lost
-        if lost and max(await self._suspects.add_loss(path, asked.body), failure.losses) > 1:
+        if failure.last is None:
+            return False
+        if failure.last.lost and max(await self._suspects.add_loss(path, asked.body), failure.losses) > 1:
             failure.blamed = True
             return False
         if not forward.begun:
@@ -139,7 +140,7 @@ class Sender:
         if not (self._resumes and asked.can_go_on(path)) or not (ids := forward.ids):
             return False
         forward.body = with_fields(body, {"resume_token_ids": ids})
-        self._metrics.resumed.inc(lost)
+        self._metrics.resumed.inc(failure.last.cut)
         return True
 
     async def _give_up(self, failure: "_Failure", forward: Forward, scope: Scope, send: Send) -> None:

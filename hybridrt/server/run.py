@@ -17,6 +17,7 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp
 
+from hybridrt.base.errors import UnavailableError
 from hybridrt.engine.api.async_llm import AsyncLLM
 from hybridrt.engine.api.llm import LLM
 from hybridrt.runtime.load.build import resolve_model_path
@@ -117,7 +118,7 @@ class Server(uvicorn.Server):
         log.info("shutting down: %d samples get up to %g seconds to end", llm.unfinished, seconds)
         if not await llm.drain(seconds):
             log.warning("%d samples have not ended and are aborted", llm.unfinished)
-            llm.abort_all()
+            llm.abort_all(UnavailableError("the server is shutting down; send the request to another one"))
             await llm.drain(1.0)
         self.should_exit = True
 

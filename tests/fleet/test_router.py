@@ -5,20 +5,23 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
 
-from hybridrt.base.errors import ConfigError
+from hybridrt.base.errors import ConfigError, UnavailableError
 from hybridrt.engine.api.llm import LLM
 from hybridrt.fleet import router as router_module
 from hybridrt.fleet import sender
 from hybridrt.fleet.fleet_metrics import merged
 from hybridrt.fleet.prefix_mirror import PrefixMirror
+from hybridrt.fleet.replica_client import ReplicaClient
 from hybridrt.fleet.router import RouterConfig
 from hybridrt.runtime.load.build import resolve_model_path
 from hybridrt.server.core.config import ServerConfig
+from hybridrt.server.core.respond import ELSEWHERE
 from tests.support.http_server import Served, serving
 from tests.support.one_layer import write_first_layer
 from tests.support.routing import FLEET_KEY, Routed, routing
@@ -205,6 +208,42 @@ def test_a_stream_that_is_cut_goes_on_elsewhere(path: str, replica: Served) -> N
         assert last["error"]["code"] == "stream_cut" and last["error"]["resume_from"] == len(ids) == 4
     rest = replica.post(path, body | {"resume_token_ids": ids}, headers=KEY).text
     assert said(whole[:cut]) + said(rest) == said(whole)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_stream_whose_replica_cannot_go_on(resume: bool, replica: Served) -> None:
+    body = BODY | {"stream": True, "max_tokens": 24}
+    whole = replica.post("/v1/completions", body, headers=KEY | {"x-hybridrt-count": "1"}).text
+    cut = whole[: whole.index("\n\n", whole.index(": tokens 4")) + 2].encode()
+    end = ELSEWHERE + b'data: {"error":{"code":"unavailable"}}\n\ndata: [DONE]\n\n'
+    with failing(STREAM, cut + end[:5], end[5:]) as bad, routing(bad, replica.url, resume=resume) as router:
+        router.wait_for(2)
+        texts = [router.post("/v1/completions", body, headers=KEY).text for _ in range(2)]  # one begins at each
+        assert "unavailable" not in "".join(texts) and "elsewhere" not in "".join(texts)
+        assert sorted("stream_cut" in text for text in texts) == [False, not resume]
+        assert all(said(text) == said(whole) for text in texts if "stream_cut" not in text)
+        assert router.router.metrics.resumed._value.get() == resume
+
+
+def test_a_stream_outlives_several_replicas_that_shut_down(embedded: LLM, replica: Served) -> None:
+    """The request is not the reason, however often it is cut."""
+    body = BODY | {"stream": True, "max_tokens": 230, "ignore_eos": True}
+    whole = replica.post("/v1/completions", body, headers=KEY).text
+    with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+        servers = {s.url: s for s in (stack.enter_context(serving(embedded, fleet_key=FLEET_KEY)) for _ in range(3))}
+        router = stack.enter_context(routing(*servers, resume=True))
+        router.wait_for(3)
+        asked = pool.submit(router.post, "/v1/completions", body)
+        for _ in range(2):
+            found = list[ReplicaClient]()
+            while not found:
+                found = [r for r in router.router.replicas if r.ready and any(e.begun for e in r.exchanges)]
+                assert not asked.done()
+            servers[found[0].url].service.ready = found[0].ready = False
+            servers[found[0].url].service.llm.abort_all(UnavailableError("it shuts down"))
+        assert said(asked.result().text) == said(whole)
+        assert router.router.metrics.resumed._value.get() == 2
 
 
 def test_a_stream_does_not_go_on_with_another_model(replica: Served, monkeypatch: pytest.MonkeyPatch) -> None:
