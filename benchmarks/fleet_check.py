@@ -51,8 +51,9 @@ class Report:
         lost: requests that got no whole answer.
         cut: streams that ended in their middle.
         left_seconds: how long a stopped replica got requests.
-        most: replicas at a time, where Ray starts them as needed.
-        scaled: these were all, and one was left at the end.
+        most: replicas that were ready together while their number changed.
+        ended: that were told to end while requests ran.
+        scaled: under Ray Serve, all were ready, and one was left at the end.
     """
 
     requests: int = 0
@@ -64,6 +65,7 @@ class Report:
     left_seconds: list[float] = field(default_factory=list)
     seconds: float = 0.0
     most: int = 0
+    ended: int = 0
     scaled: bool = True
 
     @property
@@ -207,9 +209,11 @@ async def scale(found: Fleet, report: Report, every: float) -> None:
         await asyncio.sleep(every)
         process.start()
     await asyncio.to_thread(found.wait_for, 1 + len(more))
+    report.most = 1 + len(more)
     for process in reversed(more):
         await asyncio.sleep(every)
         process.send(signal.SIGTERM)
+        report.ended += 1
 
 
 async def watch(found: Fleet, report: Report, every: float) -> None:
