@@ -2,10 +2,16 @@
 
     python -m benchmarks.bench_start benchmarks/configs/falcon-h1-7b --serial
     python -m benchmarks.bench_start benchmarks/configs/falcon-h1-7b --checkpoint /tmp/falcon-h1-7b
+    python -m benchmarks.bench_start benchmarks/configs/falcon-h1-7b --checkpoint /tmp/falcon-h1-7b \
+        --snapshot /tmp/snapshot
 
 Each run is a process of its own. Weights are seeded random numbers, or with `--checkpoint` a checkpoint that is written
 there first and read from the disk: its pages are dropped from the page cache before every run, and the rate of plain
 reads is measured next to it. Kernels that the process compiles by itself are named.
+
+`--snapshot` compares starts of replicas: the `first` one, `another` one without a snapshot, one `writing` the snapshot
+(compiled kernels and prepared weights), and those that start `from` it. All but the first find the files in the page
+cache.
 """
 
 import argparse
@@ -19,14 +25,16 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 BLOCK, READERS = 16 << 20, 8
+REPLICAS = ("first", "another", "writing", "from")
+VARIABLE = "HYBRIDRT_PREPARED_WEIGHTS"  # named here: a child's import of hybridrt is measured
 RESULT = "result: "
 
 
@@ -141,18 +149,52 @@ def _watch_graphs(clock: Clock) -> None:
     torch.cuda.synchronize = clock.time("waiting for the device", torch.cuda.synchronize)
 
 
-def run(
-    args: argparse.Namespace, model: Path, cache: Path, workers: str | None, profiled: bool = False
-) -> dict[str, Any]:
-    """One start in a fresh process."""
-    variables = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
-    if workers is not None:
-        variables["HYBRIDRT_COMPILE_WORKERS"] = workers
-    if args.checkpoint:
+@dataclass(frozen=True)
+class Start:
+    """A start in a fresh process.
+
+    Attributes:
+        cache: of Triton.
+        workers: value of HYBRIDRT_COMPILE_WORKERS.
+        prepared: where prepared weights are. None: they are not used.
+        cold: the weights are dropped from the page cache before.
+    """
+
+    name: str
+    cache: Path
+    workers: str | None = None
+    prepared: Path | None = None
+    cold: bool = True
+
+    def variables(self) -> dict[str, str]:
+        given = {"TRITON_CACHE_DIR": self.cache, "HYBRIDRT_COMPILE_WORKERS": self.workers, VARIABLE: self.prepared}
+        return {**os.environ, **{name: str(value) for name, value in given.items() if value is not None}}
+
+
+def starts(args: argparse.Namespace, folders: Sequence[Path]) -> list[Start]:
+    first = Start("empty cache", folders[0], cold=args.checkpoint is not None)
+    if args.snapshot is not None:
+        warm = replace(first, cold=False)
+        kept = replace(warm, cache=args.snapshot / "kernels", prepared=args.snapshot / "weights")
+        replicas = {
+            "first": [first], "another": [replace(warm, name="another", cache=folders[1])],
+            "writing": [replace(kept, name="writing the snapshot")],
+            "from": [replace(kept, name=f"from the snapshot {i}") for i in range(1, args.repeats + 1)],
+        }  # fmt: skip
+        return [start for name in args.starts for start in replicas[name]]
+    full = [replace(first, name=f"full cache {i}") for i in range(1, args.repeats + 1)]
+    one = replace(first, name="empty cache, one process", cache=folders[1], workers="0")
+    return [first, *full, *([one] if args.serial else [])]
+
+
+def run(args: argparse.Namespace, model: Path, start: Start, profiled: bool = False) -> dict[str, Any]:
+    if start.cold:
         forget(model)
     child = {"model": str(model), "options": args.options, "spawned": time.time(), "profiled": profiled}
     command = [sys.executable, "-m", "benchmarks.bench_start", "--child", json.dumps(child)]
-    out = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True, timeout=args.timeout, check=False)
+    out = subprocess.run(
+        command, env=start.variables(), stdout=subprocess.PIPE, text=True, timeout=args.timeout, check=False
+    )
     lines = [line for line in out.stdout.splitlines() if line.startswith(RESULT)]
     if not lines:
         raise SystemExit(f"a start failed with status {out.returncode}")
@@ -231,12 +273,17 @@ def parse() -> argparse.Namespace:
         "--options", type=json.loads, default={}, help="of LLM, as JSON: '{\"max_running_requests\": 8}'"
     )
     parser.add_argument("--serial", action="store_true", help="also a start that compiles in one process")
-    parser.add_argument("--profile", action="store_true", help="also where a start with a full cache spends its time")
+    parser.add_argument("--snapshot", type=Path, help="starts of replicas instead, with a snapshot in this directory")
+    parser.add_argument("--starts", nargs="+", choices=REPLICAS, default=REPLICAS, help="with --snapshot")
+    parser.add_argument("--profile", action="store_true", help="also where the last of the starts spends its time")
     parser.add_argument("--repeats", type=int, default=1, help="of the warm start")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds that a start may take")
     parser.add_argument("--name", help="write benchmarks/results/NAME.json")
     parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.snapshot is not None and not args.checkpoint:
+        parser.error("--snapshot needs --checkpoint: random weights are not prepared")
+    return args
 
 
 def main() -> None:
@@ -256,17 +303,16 @@ def main() -> None:
     else:
         args.options = {"load_format": "dummy"} | args.options
     print(environment())
+    if args.snapshot is not None:
+        os.environ.pop(VARIABLE, None)
     rows: dict[str, Any] = {}
     folders = [Path(tempfile.mkdtemp(prefix="triton-")) for _ in range(2)]
-    starts: list[tuple[str, Path, str | None]] = [("empty cache", folders[0], None)]
-    starts += [(f"full cache {i}", folders[0], None) for i in range(1, args.repeats + 1)]
-    starts += [("empty cache, one process", folders[1], "0")] if args.serial else []
     try:
-        for name, cache, workers in starts:
-            rows[name] = run(args, model, cache, workers)
-            show(name, rows[name])
+        for start in starts(args, folders):
+            rows[start.name] = run(args, model, start)
+            show(start.name, rows[start.name])
         if args.profile:
-            show("full cache, profiled", run(args, model, folders[0], None, profiled=True))
+            show("profiled", run(args, model, start, profiled=True))
     finally:
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)

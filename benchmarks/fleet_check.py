@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import httpx
+import torch
 
 from benchmarks.common import environment, save
 from benchmarks.fleet_processes import LONGEST, ROWS, Fleet, fleet
@@ -50,8 +51,9 @@ class Report:
         lost: requests that got no whole answer.
         cut: streams that ended in their middle.
         left_seconds: how long a stopped replica got requests.
-        most: replicas at a time, where Ray starts them as needed.
-        scaled: these were all, and one was left at the end.
+        most: replicas that were ready together while their number changed.
+        ended: that were told to end while requests ran.
+        scaled: under Ray Serve, all were ready, and one was left at the end.
     """
 
     requests: int = 0
@@ -63,6 +65,7 @@ class Report:
     left_seconds: list[float] = field(default_factory=list)
     seconds: float = 0.0
     most: int = 0
+    ended: int = 0
     scaled: bool = True
 
     @property
@@ -170,10 +173,12 @@ class LostError(Exception):
 
 
 async def kill(found: Fleet, report: Report, every: float) -> None:
-    """SIGKILL of one process after the other; it starts again at once."""
+    """SIGKILL of one process after the other; it starts again at once. The fleet is whole before each, however slow
+    the machine is: a request that loses two replicas is answered with an error."""
     draw = random.Random(1)
     while True:
         await asyncio.sleep(every)
+        await asyncio.to_thread(found.wait_until_whole)
         process = draw.choice(await asyncio.to_thread(found.workers))
         process.end()
         report.kills += 1
@@ -185,6 +190,7 @@ async def stop(found: Fleet, report: Report, every: float) -> None:
     draw = random.Random(2)
     while True:
         await asyncio.sleep(every)
+        await asyncio.to_thread(found.wait_until_whole)
         process = draw.choice(await asyncio.to_thread(found.workers))
         process.send(signal.SIGSTOP)
         report.stops += 1
@@ -203,9 +209,11 @@ async def scale(found: Fleet, report: Report, every: float) -> None:
         await asyncio.sleep(every)
         process.start()
     await asyncio.to_thread(found.wait_for, 1 + len(more))
+    report.most = 1 + len(more)
     for process in reversed(more):
         await asyncio.sleep(every)
         process.send(signal.SIGTERM)
+        report.ended += 1
 
 
 async def watch(found: Fleet, report: Report, every: float) -> None:
@@ -261,7 +269,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--together", type=int, default=16, help="requests at a time")
     parser.add_argument("--faults", choices=("none", *FAULTS), default="none")
-    parser.add_argument("--every", type=float, default=20.0, help="seconds between two faults")
+    parser.add_argument("--every", type=float, default=20.0, help="seconds between two faults, at least")
     parser.add_argument("--resume", action="store_true", help="the router resumes streams")
     parser.add_argument("--save", help="file for the result")
     args = parser.parse_args(given)
@@ -272,6 +280,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
+    torch.set_num_threads(1)  # as replicas have: offline threads would wait for cores of others
     report = check(args)
     result = {**vars(args), **asdict(report), "good": report.good, "environment": environment()}
     print(json.dumps(result, indent=1, default=str))

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -119,11 +119,13 @@ class Fleet:
     Attributes:
         started_here: replicas, and workers that compute their prompts; none of Ray's.
         prompts: how many of them are such workers. They come first.
+        count: replicas that the router has when all run.
     """
 
     router: Process
     started_here: list[Process]
     prompts: int
+    count: int
     key: str
 
     def workers(self) -> Sequence[Worker]:
@@ -143,19 +145,32 @@ class Fleet:
     def is_left(self, process: Worker) -> bool:
         """Whether it gets no more requests: of the router or, if it computes prompts, of any replica."""
         if process in self.started_here[: self.prompts]:
-            return all(_metric(replica.url, "hybridrt:prefill_workers") < self.prompts for replica in self.replicas())
+            return all(metric(replica.url, "hybridrt:prefill_workers") < self.prompts for replica in self.replicas())
         return not self.states().get(process.url)
 
     def wait_for(self, count: int) -> None:
         """Until so many replicas get requests."""
-        deadline = time.monotonic() + START_SECONDS
-        while sum(self.states().values()) != count:
-            if time.monotonic() > deadline:
-                raise SystemExit(f"{self.states()} do not become {count} replicas that are ready")
-            time.sleep(0.2)
+        _wait(lambda: sum(self.states().values()) == count, f"there are not {count} replicas that are ready")
+
+    def wait_until_whole(self) -> None:
+        """Until all replicas get requests, and all workers that compute prompts get these."""
+        self.wait_for(self.count)
+        for replica in self.replicas() if self.prompts else ():
+            url = replica.url
+            text = f"{url} does not have {self.prompts} servers for prompts"
+            _wait(lambda url=url: metric(url, "hybridrt:prefill_workers") == self.prompts, text)
 
 
-def _metric(url: str, name: str) -> float:
+def _wait(holds: Callable[[], bool], problem: str) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while not holds():
+        if time.monotonic() > deadline:
+            raise SystemExit(problem)
+        time.sleep(0.2)
+
+
+def metric(url: str, name: str) -> float:
+    """A number of a server's /metrics."""
     text = httpx.get(f"{url}/metrics", timeout=30).text
     return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
 
@@ -197,7 +212,7 @@ def fleet(kind: str, count: int, started: int, resume: bool) -> Iterator[Fleet]:
     else:
         options += [part for replica in replicas for part in ("--replica", replica.url)]
         router = Process(["-m", "hybridrt", "router", *QUIET, *options], environment)
-    found = Fleet(router, workers, len(prompts), environment[FLEET_VARIABLE])
+    found = Fleet(router, workers, len(prompts), count - len(prompts), environment[FLEET_VARIABLE])
     try:
         for process in workers[:started]:
             process.start()

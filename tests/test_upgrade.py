@@ -248,7 +248,7 @@ def test_damaged_files_are_refused(reader: Reader, tmp_path: Path) -> None:
 
 def test_events_of_another_version_are_refused() -> None:
     message = cache_messages.layout_message(CacheLayout(16, True))
-    newer = message.replace(b"hybridrt cache events 1", b"hybridrt cache events 2")
+    newer = message.replace(b"hybridrt cache events 2", b"hybridrt cache events 3")
     assert newer != message
     with pytest.raises(MessageError, match=r"of a newer version.*the same version"):
         cache_messages.read_layout(newer)

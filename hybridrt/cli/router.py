@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from hybridrt.base.errors import ProviderNotInstalledError
 from hybridrt.cli.options import Overrides, setting
-from hybridrt.cli.serve import ServerOptions
+from hybridrt.cli.serve import FrontOptions
 
 REPLICA_KEY_VARIABLE = "HYBRIDRT_REPLICA_KEY"
 _NEEDS = ("fastapi", "uvicorn", "prometheus_client")
@@ -24,7 +24,7 @@ class RouterOptions(Overrides):
     resume: bool | None = setting("A stream whose replica is lost goes on at another one.", "off: an error")
 
 
-def router(routing: RouterOptions = RouterOptions(), server: ServerOptions = ServerOptions()) -> None:  # noqa: B008
+def router(routing: RouterOptions = RouterOptions(), server: FrontOptions = FrontOptions()) -> None:  # noqa: B008
     """Send requests to the replica that has the longest prefix of the prompt in its cache, and room.
 
     Replicas are started with the same fleet key (--fleet-key-file, or the variable HYBRIDRT_FLEET_KEY). The variable

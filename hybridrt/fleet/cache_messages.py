@@ -15,11 +15,12 @@ from hybridrt.base.formats import Format, Head
 from hybridrt.fleet.prefix_mirror import BLOCK, CacheLayout, PrefixMirror, PrefixNames, names_of
 from hybridrt.mem_cache.prefix_tree.cache_events import CacheEvent, Tier, What
 
-FORMAT = Format("hybridrt cache events", 1, "start the router and its replicas with the same version")
+FORMAT = Format("hybridrt cache events", 2, "start the router and its replicas with the same version")
 MAX_TOKENS = 2**21  # of a text
 MAX_GROUPS = 64
 MAX_RANKS = 64
 MAX_PAGE = 2**12  # tokens
+MAX_DIGEST = 64  # characters
 # Tokens of one message, and its states and tokens of pages. An event of more is several messages.
 MESSAGE_TOKENS = MESSAGE_ENTRIES = 2**13
 _MEDIUM: dict[Tier, Literal["GPU", "CPU"]] = {"device": "GPU", "host": "CPU"}
@@ -36,18 +37,20 @@ class LayoutMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     windows: list[int | None]
     chain: int = BLOCK
     data_parallel_size: int = 1
+    model: str = ""
     format: str = str(FORMAT)
 
     def layout(self) -> CacheLayout:
         """Raises MessageError where no cache is like this."""
         windows = [window for window in self.windows if window is not None]
         sizes = 0 <= self.page_size <= MAX_PAGE and self.lookahead in (0, 1) and len(self.windows) <= MAX_GROUPS
-        sizes = sizes and 0 < self.data_parallel_size <= MAX_RANKS
+        sizes = sizes and 0 < self.data_parallel_size <= MAX_RANKS and len(self.model) <= MAX_DIGEST
         # Without pages only states can be found.
         sizes = sizes and (self.page_size > 0 or (self.recurrent and not self.windows))
         if not sizes or self.chain != BLOCK or not all(0 < window <= MAX_TOKENS for window in windows):
             raise MessageError(f"no prefix cache has the layout {self}")
-        return CacheLayout(self.page_size, self.recurrent, self.lookahead, tuple(self.windows), self.data_parallel_size)
+        ranks = self.data_parallel_size
+        return CacheLayout(self.page_size, self.recurrent, self.lookahead, tuple(self.windows), ranks, self.model)
 
 
 class CacheMessage(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -82,7 +85,8 @@ class CacheMessage(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def layout_message(layout: CacheLayout) -> bytes:
     windows = list(layout.windows)
-    message = LayoutMessage(layout.page_size, layout.recurrent, layout.lookahead, windows, BLOCK, layout.ranks)
+    sizes = layout.page_size, layout.recurrent, layout.lookahead, windows, BLOCK, layout.ranks
+    message = LayoutMessage(*sizes, layout.model)
     return msgspec.json.encode(message)
 
 

@@ -4,6 +4,8 @@ import re
 from array import array
 from collections.abc import Sequence
 
+from hybridrt.server.core.respond import ELSEWHERE
+
 MAX_HELD_BYTES = 2**20
 MAX_IDS = 2**18  # of an answer that can be resumed
 _COUNT = re.compile(rb": tokens (\d{1,18})((?: \d{1,10})*)\n\n")
@@ -19,10 +21,11 @@ class CountedStream:
     Attributes:
         tokens: that the client has got, up to the last call of `given`.
         counted: there was a comment.
+        goes_elsewhere: the replica has said that it cannot go on. What follows is not given out.
     """
 
     def __init__(self, ids: Sequence[int] = ()) -> None:
-        self.tokens, self.counted = len(ids), False
+        self.tokens, self.counted, self.goes_elsewhere = len(ids), False, False
         self._ids: array[int] | None = array("q", ids)
         self._held, self._new = bytearray(), list[re.Match[bytes]]()
         self._begin = self._searched = 0  # of the event that has not ended; no end of it is before
@@ -40,6 +43,9 @@ class CountedStream:
             is_count = held.startswith(b": tokens", self._begin)
             count = _COUNT.fullmatch(bytes(held[self._begin : end])) if is_count else None
             start, self._begin, self._searched = self._begin, end, end
+            if held[start:end] == ELSEWHERE:
+                self.goes_elsewhere = True
+                break
             if count is not None:
                 self.counted = True
                 self._new.append(count)

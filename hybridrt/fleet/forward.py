@@ -31,11 +31,12 @@ class NotAnswered(Exception):
     Attributes:
         answer: the replica's refusal, if there is one.
         lost: the replica has got the request, and has ended or does not answer.
+        cut: it has not answered it whole.
     """
 
-    def __init__(self, why: str, answer: Response | None = None, *, lost: bool = False) -> None:
+    def __init__(self, why: str, answer: Response | None = None, *, lost: bool = False, cut: bool = False) -> None:
         super().__init__(why)
-        self.answer, self.lost = answer, lost
+        self.answer, self.lost, self.cut = answer, lost, lost or cut
 
 
 def headers_for(scope: Scope, replica_key: str | None) -> dict[bytes, bytes]:
@@ -69,13 +70,14 @@ class Forward:
 
     Attributes:
         begun: the client has got the beginning of an answer.
+        model: of the replica that has given it; "" if it is not known.
     """
 
     def __init__(
         self, scope: Scope, send: Send, body: bytes, headers: Mapping[bytes, bytes], ids: Sequence[int] = ()
     ) -> None:
         self._scope, self._send, self._headers = scope, send, dict(headers)
-        self.body, self.begun, self._streams = body, False, False
+        self.body, self.begun, self._streams, self.model = body, False, False, ""
         self._stream, self._target = CountedStream(ids), target_of(scope)
 
     @property
@@ -83,12 +85,18 @@ class Forward:
         """Tokens of the stream that the client has got; None: they are not known."""
         return self._stream.ids
 
+    def may_have(self, replica: ReplicaClient) -> bool:
+        """Whether the rest of the answer may come from a replica: another model would give another one."""
+        return not self.begun or self.model in ("", replica.model)
+
     async def send_to(self, replica: ReplicaClient, placed_first: asyncio.Event) -> None:
         """Sends the request to a replica and its answer to the client.
 
         Raises:
             NotAnswered: another replica can have the request, or `end_cut` ends it.
         """
+        if not self.begun:
+            self.model = replica.model
         exchange = Exchange(asyncio.ensure_future(self._exchange(replica, placed_first)))
         self._exchange_now = exchange
         replica.exchanges.add(exchange)
@@ -135,9 +143,12 @@ class Forward:
                 held = await _limited(answer)
                 raise NotAnswered(f"{replica.url} answers {answer.status_code}", self._response(answer, held))
             self._streams = streams
-            await (self._pass_stream if streams else self._pass_whole)(answer, first)
+            if streams:
+                await self._pass_stream(replica, answer, first)
+            else:
+                await self._pass_whole(answer, first)
 
-    async def _pass_stream(self, answer: httpx.Response, first: asyncio.Event) -> None:
+    async def _pass_stream(self, replica: ReplicaClient, answer: httpx.Response, first: asyncio.Event) -> None:
         """What no count has told stays here: if the replica is lost, another one writes it anew."""
         stream = self._stream = CountedStream(self._stream.ids or ())
         async for chunk in answer.aiter_raw():
@@ -147,6 +158,9 @@ class Forward:
             if ready:
                 await self._pass_on(answer, ready)
                 stream.given()
+            if stream.goes_elsewhere:
+                # One that is shutting down has said so before; of another one the request may be the reason.
+                raise NotAnswered(f"replica {replica.url} cannot go on", lost=replica.ready, cut=True)
         await self._end(answer, stream.rest(), first)
 
     async def _pass_whole(self, answer: httpx.Response, first: asyncio.Event) -> None:

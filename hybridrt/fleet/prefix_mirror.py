@@ -24,13 +24,15 @@ LOOKS = 2**14  # entries that a match looks up; a microsecond or two each
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
     """What decides which cached entries a prefix needs. Attributes as the arguments of RadixCache.
-    `ranks`: engines of the replica, each with a cache of its own."""
+    `ranks`: engines of the replica, each with a cache of its own. `model`: a digest of its configuration
+    and weights; "" if it is not known."""
 
     page_size: int
     recurrent: bool
     lookahead: int = 0
     windows: tuple[int | None, ...] = (None,)
     ranks: int = 1
+    model: str = ""
 
 
 class PrefixNames:

@@ -6,11 +6,13 @@ that has failed. Requests go through the router of hybridrt, which knows what re
 """
 
 import secrets
+from dataclasses import fields
 from typing import Any
 
 import msgspec
 
-from hybridrt.base.errors import ConfigError, ProviderNotInstalledError
+from hybridrt.base.engine_config import EngineConfig
+from hybridrt.base.errors import ConfigError, ProviderNotInstalledError, shown
 from hybridrt.channel.keys import find_fleet_key
 from hybridrt.fleet.ray_scaling import ScalingPolicy
 
@@ -55,6 +57,9 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             found = msgspec.json.decode(self.engine, type=dict[str, Any])
         except msgspec.MsgspecError as e:
             raise ConfigError(f"engine is {self.engine!r}; it must be a JSON object of arguments of LLM: {e}") from e
+        known = {field.name for field in fields(EngineConfig)} - {"model"}
+        if unknown := found.keys() - known:
+            raise ConfigError(f"engine has {shown(min(unknown))}, which is no further argument of LLM")
         return {"tp_size": max(self.gpus, 1), "device": "cuda" if self.gpus else "cpu"} | found
 
     def deployment_options(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from hybridrt.server.core.config import ServerConfig
 from hybridrt.server.core.guard import Guard
 from hybridrt.server.core.metrics import Metrics
 from hybridrt.server.core.service import Service
-from hybridrt.server.run import Server, bind
+from hybridrt.server.run import Server, bind, digest_for_routers
 
 TELL_SECONDS = 1.0  # between two signs of life of a replica
 FORGOTTEN = 5.0  # seconds without one
@@ -63,7 +63,7 @@ class RayReplica:
             host=host, port=0, served_model_names=(model,), api_keys=read_api_keys(None, None), fleet_key=fleet_key,
             drain_timeout=drain_timeout, access_log=False,
         )  # fmt: skip
-        self._service = Service(self._llm, config)
+        self._service = Service(self._llm, config, model=digest_for_routers(self._llm.llm, config))
         self._metrics, self._first = Metrics(self._llm, model), (0, 0.0)
         listener = bind(config)
         self._server = Server(make_app(self._service, self._metrics), self._service)

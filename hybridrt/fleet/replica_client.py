@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 import httpx
@@ -43,7 +43,10 @@ class ReplicaClient:
 
     Attributes:
         url: without a slash at its end.
+        on_model: called with this replica when `model` has changed.
         placed: its load and its mirror.
+        model: a digest of its model; "" if it is not known.
+        problem: why it is not ready; None if it is.
         ready: it answers, and does not refuse requests.
         drained: the operator sends it no more.
         exchanges: what runs there.
@@ -53,6 +56,9 @@ class ReplicaClient:
     url: str
     client: httpx.AsyncClient
     fleet_key: str | None = None
+    on_model: "Callable[[ReplicaClient], None]" = lambda replica: None
+    model: str = ""
+    problem: str | None = "it was not asked"
     ready: bool = False
     drained: bool = False
     exchanges: set[Exchange] = field(default_factory=set)
@@ -76,12 +82,14 @@ class ReplicaClient:
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 answer = await short_answer(self.client, "GET", f"{self.url}/ready", MAX_READY_BYTES)
-        except (httpx.HTTPError, TimeoutError, MessageError):
+        except (httpx.HTTPError, TimeoutError, MessageError) as e:
             self._silent += 1
+            self.problem = f"/ready has no answer: {str(e) or type(e).__name__}"
             if self._silent >= LEFT_AFTER:
                 self.leave("it does not answer")
             return
         self._silent, self._answered = 0, time.monotonic()
+        self.problem = _problem(answer.status)
         if self.ready != (answer.status == 200):
             self.ready = answer.status == 200
             log.info("replica %s is %s", self.url, "ready" if self.ready else "not ready")
@@ -125,13 +133,23 @@ class ReplicaClient:
     def _take(self, event: bytes, mirror: PrefixMirror | None) -> PrefixMirror | None:
         kind, _, data = event.rpartition(b"data: ")
         if kind.startswith(b"event: layout"):
-            self.placed.mirror = PrefixMirror(read_layout(data))
+            layout = read_layout(data)
+            self.placed.mirror = PrefixMirror(layout)
+            if self.model != layout.model:
+                self.model = layout.model
+                self.on_model(self)
             return self.placed.mirror
         if mirror is not None and data and not event.startswith(b":"):
             apply_message(data, mirror)
             if len(mirror) > self.max_entries:
                 raise MessageError(f"the prefix cache has more than {self.max_entries} entries")
         return mirror
+
+
+def _problem(status: int) -> str | None:
+    if status in (401, 404):
+        return f"/ready answers {status}: its URL must be that of `hybridrt serve`, without a path such as /v1"
+    return None if status == 200 else f"/ready answers {status}"
 
 
 async def _events(answer: httpx.Response) -> AsyncIterator[bytes]:

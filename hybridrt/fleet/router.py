@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from hybridrt.base.errors import ConfigError, MessageError
+from hybridrt.base.errors import ConfigError, MessageError, shown
 from hybridrt.fleet.body_room import BodyRoom
 from hybridrt.fleet.fleet_metrics import MAX_BYTES, RouterMetrics, merged
 from hybridrt.fleet.forward import headers_for, target_of
@@ -80,7 +80,7 @@ class RouterConfig:
     def __post_init__(self) -> None:
         given = (*self.replicas, *(() if self.discover is None else (self.discover,)))
         if not (self.changing or len(given) > 0) or len(given) > MAX_REPLICAS:
-            raise ConfigError(f"{len(given)} replicas; pass 1 to {MAX_REPLICAS}, each with --replica URL")
+            raise ConfigError(f"{len(given)} replicas; pass 1 to {MAX_REPLICAS} by --replica URL, or --discover URL")
         for url in given:
             if not _is_base_url(url):
                 raise ConfigError(f"replica {url!r}: it must be a URL such as http://127.0.0.1:8001")
@@ -148,10 +148,17 @@ class Router:
         await self._client.aclose()
 
     def _add(self, url: str) -> None:
-        replica = self._known[url] = ReplicaClient(url, self._client, self._config.fleet_key)
+        replica = self._known[url] = ReplicaClient(url, self._client, self._config.fleet_key, self._compare)
         self._placement.add(replica.placed)
         self._watches[url] = [asyncio.create_task(replica.watch()), asyncio.create_task(replica.follow())]
         self._share_entries()
+
+    def _compare(self, replica: ReplicaClient) -> None:
+        """Says if another replica has another model, or other weights."""
+        others = [other.url for other in self.replicas if other.model and replica.model not in ("", other.model)]
+        if others:
+            text = "replica %s has another model than %s: requests get answers of either"
+            log.warning(text, replica.url, others[0])
 
     def _remove(self, url: str) -> None:
         """What runs there goes on."""
@@ -230,7 +237,8 @@ class Router:
     def _facts(self, replica: ReplicaClient) -> dict[str, Any]:
         mirror = replica.placed.mirror
         return {
-            "url": replica.url, "ready": replica.ready, "drained": replica.drained,
+            "url": replica.url, "ready": replica.ready, "problem": replica.problem, "drained": replica.drained,
+            "model": replica.model or None,
             "requests": replica.placed.requests, "waiting_tokens": replica.placed.tokens,
             "cache_entries": None if mirror is None else len(mirror),
         }  # fmt: skip
@@ -286,7 +294,9 @@ class Router:
         await Response(best.body, best.status, media_type=best.kind)(scope, nothing, send)
 
     async def _drain(self, scope: Scope, send: Send, fields: dict[str, Any]) -> None:
-        url, drained = fields.get("url"), fields.get("drained", True)
+        if unknown := fields.keys() - {"url", "drained"}:  # a wrong name for "drained" would drain
+            raise APIError(400, f"the fields are url and drained, not {shown(min(unknown))}")
+        url, drained = str(fields.get("url")).rstrip("/"), fields.get("drained", True)
         found = [replica for replica in self.replicas if replica.url == url]
         if not found or not isinstance(drained, bool):
             raise APIError(400, "url must be that of a replica, as in --replica, and drained true or false", "url")
@@ -318,6 +328,9 @@ class RouterServer(uvicorn.Server):
         await super().startup(list(sockets) if sockets else None)
         ready = sum(replica.ready for replica in self.router.replicas)
         log.info("routing to %d replicas, %d of them ready", len(self.router.replicas), ready)
+        for replica in self.router.replicas:
+            if replica.problem is not None:
+                log.warning("replica %s is not ready: %s", replica.url, replica.problem)
 
     async def shutdown(self, sockets: Any = None) -> None:
         await super().shutdown(sockets)

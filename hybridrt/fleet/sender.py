@@ -88,9 +88,9 @@ class Sender:
         forward = Forward(scope, send, body, headers_for(scope, self._replica_key), asked.resumed)
         failure, tried = _Failure(), set[str]()
         for attempt in range(TRIES):
-            wanted = self._wanted(asked.among) - tried
-            if not wanted and failure.refusal is None and await self._one_is_ready(asked.among):
-                wanted, tried = self._wanted(asked.among), set()
+            wanted = self._wanted(asked.among, forward) - tried
+            if not wanted and failure.refusal is None and await self._one_is_ready(asked.among, forward):
+                wanted, tried = self._wanted(asked.among, forward), set()
             if not wanted:
                 break
             try:
@@ -130,8 +130,9 @@ class Sender:
         self, failure: "_Failure", forward: Forward, asked: RoutedRequest, path: str, body: bytes
     ) -> bool:
         """Whether another replica may have the request, or the rest of its stream."""
-        lost = failure.last is not None and failure.last.lost
-        if lost and max(await self._suspects.add_loss(path, asked.body), failure.losses) > 1:
+        if failure.last is None:
+            return False
+        if failure.last.lost and max(await self._suspects.add_loss(path, asked.body), failure.losses) > 1:
             failure.blamed = True
             return False
         if not forward.begun:
@@ -139,7 +140,7 @@ class Sender:
         if not (self._resumes and asked.can_go_on(path)) or not (ids := forward.ids):
             return False
         forward.body = with_fields(body, {"resume_token_ids": ids})
-        self._metrics.resumed.inc(lost)
+        self._metrics.resumed.inc(failure.last.cut)
         return True
 
     async def _give_up(self, failure: "_Failure", forward: Forward, scope: Scope, send: Send) -> None:
@@ -154,14 +155,14 @@ class Sender:
         else:
             raise APIError(503, "no replica takes the request now; send it again later", code="unavailable")
 
-    def _wanted(self, among: set[str] | None) -> set[str]:
-        ready = {url for url, replica in self._replicas.items() if replica.wants_requests}
+    def _wanted(self, among: set[str] | None, forward: Forward) -> set[str]:
+        ready = {url for url, each in self._replicas.items() if each.wants_requests and forward.may_have(each)}
         return ready if among is None else ready & among
 
-    async def _one_is_ready(self, among: set[str] | None) -> bool:
+    async def _one_is_ready(self, among: set[str] | None, forward: Forward) -> bool:
         """Waits for a while: a replica may be starting again, or be slow to say that it is ready."""
         deadline = time.monotonic() + READY_SECONDS
-        while not (found := bool(self._wanted(among))) and time.monotonic() < deadline:
+        while not (found := bool(self._wanted(among, forward))) and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         return found
 

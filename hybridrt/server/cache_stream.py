@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -36,7 +37,7 @@ class CacheStream(Response):
         layout = service.llm.llm.engine.cache_layout()
         if layout is None:
             raise APIError(404, "this server keeps no prefixes")
-        self._service, self._layout = service, layout
+        self._service, self._layout = service, replace(layout, model=service.model)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[FAILURE] = stream_end

@@ -17,8 +17,11 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp
 
+from hybridrt.base.errors import UnavailableError
 from hybridrt.engine.api.async_llm import AsyncLLM
 from hybridrt.engine.api.llm import LLM
+from hybridrt.runtime.load.build import resolve_model_path
+from hybridrt.runtime.load.digest import model_digest
 from hybridrt.server.about import summary
 from hybridrt.server.app import make_app
 from hybridrt.server.core.config import ServerConfig
@@ -115,7 +118,7 @@ class Server(uvicorn.Server):
         log.info("shutting down: %d samples get up to %g seconds to end", llm.unfinished, seconds)
         if not await llm.drain(seconds):
             log.warning("%d samples have not ended and are aborted", llm.unfinished)
-            llm.abort_all()
+            llm.abort_all(UnavailableError("the server is shutting down; send the request to another one"))
             await llm.drain(1.0)
         self.should_exit = True
 
@@ -222,7 +225,8 @@ def serve(llm: LLM, config: ServerConfig, listener: socket.socket) -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
     raise_file_limit()
     with llm, AsyncLLM(llm, max_waiting=config.max_waiting) as served, playing(llm, config) as role:
-        service = Service(served, config, transfer_port=role.port if isinstance(role, PrefillRole) else None)
+        port = role.port if isinstance(role, PrefillRole) else None
+        service = Service(served, config, model=digest_for_routers(llm, config), transfer_port=port)
         log.info("model: %s", summary(service))
         try:
             metrics = Metrics(served, service.names[0], tuple if role is None else role.numbers)
@@ -230,6 +234,11 @@ def serve(llm: LLM, config: ServerConfig, listener: socket.socket) -> None:
         finally:
             if config.uds is not None:
                 Path(config.uds).unlink(missing_ok=True)
+
+
+def digest_for_routers(llm: LLM, config: ServerConfig) -> str:
+    """`Service.model`. Made at the start: later the files may be others. "" where no router may ask."""
+    return "" if config.fleet_key is None else model_digest(resolve_model_path(llm.config.model), llm.config)
 
 
 def raise_file_limit() -> None:

@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 from hybridrt.cli.app import app
 from hybridrt.cli.bench import LoadOptions
 from hybridrt.cli.options import EngineOptions, SamplingOptions, SpeculativeOptions
-from hybridrt.cli.serve import ServerOptions
+from hybridrt.cli.router import RouterOptions
+from hybridrt.cli.serve import FrontOptions, ServerOptions
 
 COMMAND = [sys.executable, "-c", "from hybridrt.cli import main; main()"]
 
@@ -34,6 +35,7 @@ def panels(*command: str) -> dict[str, set[str]]:
     ("command", "groups"),
     [
         (["serve"], {"Server": ServerOptions, "Engine": EngineOptions, "Speculation": SpeculativeOptions}),
+        (["router"], {"Router": RouterOptions, "Server": FrontOptions}),
         (["generate"], {"Sampling": SamplingOptions, "Engine": EngineOptions, "Speculation": SpeculativeOptions}),
         (["bench", "offline"], {"Load": LoadOptions, "Engine": EngineOptions}),
         (["bench", "serve"], {"Load": LoadOptions}),
@@ -45,6 +47,10 @@ def test_options_stand_under_what_they_set(command: list[str], groups: dict[str,
     for title, group in groups.items():
         plural = {field.name.replace("_", "-").rstrip("s") for field in fields(group)}
         assert {option[2:].removeprefix("no-").rstrip("s") for option in shown[title]} >= plural, title
+
+
+def test_a_router_has_no_options_of_an_engine() -> None:
+    assert not {"--role", "--max-waiting", "--served-model-name"} & set().union(*panels("router").values())
 
 
 @pytest.mark.parametrize("kind", ["serve", "offline"])

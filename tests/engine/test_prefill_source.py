@@ -56,6 +56,22 @@ def test_the_last_token_of_the_prompt_is_computed_here(overlap: bool) -> None:
     assert rig.engine.gained(request_id) is None
 
 
+def test_tokens_that_are_resumed_are_not_gained_here() -> None:
+    """They are there before the prompt's state is: who waits for the first step must not see them."""
+    whole = tokens_alone([1, 2, 3], 1, 5, VOCAB)
+    rig = Rig()
+    source = Source(rig)
+    request_id = rig.add([1, 2, 3], **FIVE, resume_token_ids=whole[:2])
+    rig.step()
+    assert rig.engine.gained(request_id) == 0
+    source.deliver(request_id)
+    while not rig.engine.gained(request_id):
+        assert rig.engine.has_unfinished()
+        rig.step()
+    rig.run()
+    assert rig.outputs[request_id, 0].token_ids == whole[2:]
+
+
 def test_samples_of_one_prompt_share_what_arrived() -> None:
     rig = Rig(rows=2)
     source = Source(rig)

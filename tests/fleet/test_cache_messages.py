@@ -131,6 +131,7 @@ def test_what_is_no_message(data: bytes) -> None:
     "wrong",
     [{"page_size": 2**30}, {"lookahead": 2}, {"windows": [0]}, {"windows": [None] * 65}, {"chain": 16},
      {"data_parallel_size": 0}, {"data_parallel_size": 65}, {"page_size": 2**13},
+     {"model": "x" * 65},
      {"page_size": 0}, {"page_size": 0, "recurrent": False, "windows": []}],
 )  # fmt: skip
 def test_a_layout_that_no_cache_has(wrong: dict[str, Any]) -> None:

@@ -101,7 +101,16 @@ def test_the_ranks_of_a_replica_have_a_placement_group() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"modle": "x"}, {"gpus": "-1"}, {"min_replicas": 0}, {"engine": "no"}, {"cpus": "many"}, {"target_waiting": 0}],
+    [
+        {"modle": "x"},
+        {"gpus": "-1"},
+        {"min_replicas": 0},
+        {"engine": "no"},
+        {"cpus": "many"},
+        {"target_waiting": 0},
+        {"engine": '{"max_model_length": 5}'},
+        {"engine": '{"model": "y"}'},
+    ],
 )
 def test_wrong_arguments(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError):

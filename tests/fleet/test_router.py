@@ -5,20 +5,23 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
 
-from hybridrt.base.errors import ConfigError
+from hybridrt.base.errors import ConfigError, UnavailableError
 from hybridrt.engine.api.llm import LLM
 from hybridrt.fleet import router as router_module
 from hybridrt.fleet import sender
 from hybridrt.fleet.fleet_metrics import merged
 from hybridrt.fleet.prefix_mirror import PrefixMirror
+from hybridrt.fleet.replica_client import ReplicaClient
 from hybridrt.fleet.router import RouterConfig
 from hybridrt.runtime.load.build import resolve_model_path
 from hybridrt.server.core.config import ServerConfig
+from hybridrt.server.core.respond import ELSEWHERE
 from tests.support.http_server import Served, serving
 from tests.support.one_layer import write_first_layer
 from tests.support.routing import FLEET_KEY, Routed, routing
@@ -207,6 +210,82 @@ def test_a_stream_that_is_cut_goes_on_elsewhere(path: str, replica: Served) -> N
     assert said(whole[:cut]) + said(rest) == said(whole)
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_stream_whose_replica_cannot_go_on(resume: bool, replica: Served) -> None:
+    body = BODY | {"stream": True, "max_tokens": 24}
+    whole = replica.post("/v1/completions", body, headers=KEY | {"x-hybridrt-count": "1"}).text
+    cut = whole[: whole.index("\n\n", whole.index(": tokens 4")) + 2].encode()
+    end = ELSEWHERE + b'data: {"error":{"code":"unavailable"}}\n\ndata: [DONE]\n\n'
+    with failing(STREAM, cut + end[:5], end[5:]) as bad, routing(bad, replica.url, resume=resume) as router:
+        router.wait_for(2)
+        texts = [router.post("/v1/completions", body, headers=KEY).text for _ in range(2)]  # one begins at each
+        assert "unavailable" not in "".join(texts) and "elsewhere" not in "".join(texts)
+        assert sorted("stream_cut" in text for text in texts) == [False, not resume]
+        assert all(said(text) == said(whole) for text in texts if "stream_cut" not in text)
+        assert router.router.metrics.resumed._value.get() == resume
+
+
+def test_a_stream_outlives_several_replicas_that_shut_down(embedded: LLM, replica: Served) -> None:
+    """The request is not the reason, however often it is cut."""
+    body = BODY | {"stream": True, "max_tokens": 230, "ignore_eos": True}
+    whole = replica.post("/v1/completions", body, headers=KEY).text
+    with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+        servers = {s.url: s for s in (stack.enter_context(serving(embedded, fleet_key=FLEET_KEY)) for _ in range(3))}
+        router = stack.enter_context(routing(*servers, resume=True))
+        router.wait_for(3)
+        asked = pool.submit(router.post, "/v1/completions", body)
+        for _ in range(2):
+            found = list[ReplicaClient]()
+            while not found:
+                found = [r for r in router.router.replicas if r.ready and any(e.begun for e in r.exchanges)]
+                assert not asked.done()
+            servers[found[0].url].service.ready = found[0].ready = False
+            servers[found[0].url].service.llm.abort_all(UnavailableError("it shuts down"))
+        assert said(asked.result().text) == said(whole)
+        assert router.router.metrics.resumed._value.get() == 2
+
+
+def test_a_stream_does_not_go_on_with_another_model(replica: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sender, "READY_SECONDS", 0.1)
+    body = BODY | {"stream": True, "max_tokens": 24}
+    whole = replica.post("/v1/completions", body, headers=KEY | {"x-hybridrt-count": "1"}).text
+    cut = whole[: whole.index("\n\n", whole.index(": tokens 4")) + 2]
+    with failing(STREAM, cut.encode()) as bad, routing(bad, replica.url, resume=True) as router:
+        router.wait_for(2)
+        router.wait_until(lambda: router.router.replicas[1].placed.mirror is not None)
+        first, second = router.router.replicas
+        for ours, theirs, goes_on in (("a", "b", False), ("a", "", False), ("a", "a", True), ("", "b", True)):
+            first.model, second.model = ours, theirs
+            texts = [router.post("/v1/completions", body, headers=KEY).text for _ in range(2)]  # one begins at each
+            assert [text.count("stream_cut") for text in sorted(texts, key=len)].count(0) == 1 + goes_on
+            assert all(said(text) == said(whole) for text in texts if "stream_cut" not in text)
+
+
+def test_models_that_differ_are_told(embedded: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        serving(embedded, fleet_key=FLEET_KEY) as one,
+        serving(embedded, fleet_key=FLEET_KEY) as other,
+    ):
+        one.service.model, other.service.model = "a" * 32, "b" * 32
+        with routing(one.url, other.url) as router:
+            router.wait_for_caches()
+            with router.http() as client:
+                facts = client.get("/fleet/replicas", headers={"Authorization": f"Bearer {FLEET_KEY}"}).json()
+    assert [fact["model"] for fact in facts] == ["a" * 32, "b" * 32]
+    (told,) = [record.getMessage() for record in caplog.records if "another model" in record.getMessage()]
+    assert one.url in told and other.url in told
+
+
+def test_why_a_replica_is_not_ready_is_told(replica: Served, caplog: pytest.LogCaptureFixture) -> None:
+    urls = (replica.url + "/v1", "http://127.0.0.1:9")
+    with routing(*urls) as router, router.http() as client:
+        facts = client.get("/fleet/replicas", headers={"Authorization": f"Bearer {FLEET_KEY}"}).json()
+    assert "401" in facts[0]["problem"] and "/v1" in facts[0]["problem"] and "no answer" in facts[1]["problem"]
+    said_of = [record.getMessage() for record in caplog.records if "is not ready" in record.getMessage()]
+    assert len(said_of) == 2 and all(url in text for url, text in zip(urls, said_of, strict=True))
+
+
 def said(text: str) -> str:
     """The text of a stream that ends as it should."""
     choices = [json.loads(line[6:])["choices"][0] for line in text.splitlines() if line.startswith("data: {")]
@@ -244,7 +323,10 @@ def test_a_drained_replica_gets_no_more(replica: Served, monkeypatch: pytest.Mon
             told = router.post("/fleet/drain", {"url": replica.url, "drained": drained}, headers=fleet)
             assert told.json()["drained"] is drained
             assert router.post("/v1/completions", BODY, headers=KEY).status_code == status
+        assert router.post("/fleet/drain", {"url": replica.url + "/"}, headers=fleet).json()["drained"] is True
         assert router.post("/fleet/drain", {"url": "http://other"}, headers=fleet).status_code == 400
+        wrong = router.post("/fleet/drain", {"url": replica.url, "drain": False}, headers=fleet)
+        assert wrong.status_code == 400 and "'drain'" in wrong.json()["error"]["message"]
         assert router.post("/fleet/drain", {"url": replica.url}).status_code == 401
 
 

@@ -5,6 +5,7 @@ import logging
 import re
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,11 +13,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import hybridrt
 from hybridrt import LLM
-from hybridrt.base.errors import ConfigError
+from hybridrt.base.errors import ConfigError, UnavailableError
 from hybridrt.chat.conversation import read_conversation
 from hybridrt.server.core.config import ServerConfig
 from hybridrt.server.run import Statistics
-from tests.support.http_server import Served
+from tests.support.http_server import Served, serving
 
 COMPLETION = {"model": "tested", "prompt": [5, 6], "max_tokens": 4, "ignore_eos": True}
 
@@ -160,11 +161,30 @@ def test_a_wrong_salt_is_refused_before_anything_changes(salt: object, served: S
     assert served.post("/v1/completions", COMPLETION | {"cache_salt": "x" * 256}).status_code == 200
 
 
+def test_what_has_not_ended_in_time_ends_with_an_error(embedded: LLM) -> None:
+    """An answer with the finish reason "abort" would look whole."""
+    long = COMPLETION | {"max_tokens": 200, "ignore_eos": True}
+    with serving(embedded) as served, ThreadPoolExecutor(3) as pool:
+        counted = {"x-hybridrt-count": "1"}
+        asked = [
+            pool.submit(served.post, "/v1/completions", long | {"stream": stream}, headers=headers)
+            for stream, headers in ((False, {}), (True, {}), (True, counted))
+        ]
+        while served.service.llm.llm.engine.counters().running < 3:
+            time.sleep(0.001)
+        served.service.llm.abort_all(UnavailableError("it is over"))
+        whole, stream, for_router = (each.result() for each in asked)
+    assert whole.status_code == 503 and whole.json()["error"]["code"] == "unavailable"
+    assert '"code":"unavailable"' in stream.text and "abort" not in stream.text and ": elsewhere" not in stream.text
+    assert for_router.text.index(": elsewhere\n\n") < for_router.text.index('"unavailable"')
+
+
 def test_the_access_log_holds_facts_and_no_secrets(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("hybridrt.access").propagate = True
     with caplog.at_level(logging.INFO, logger="hybridrt.access"), served.http() as client:
         headers = {"authorization": "Bearer secret", "x-request-id": "mine"}
         client.post("/v1/completions?key=secret", json=COMPLETION | {"user": "secret"}, headers=headers)
+        assert client.get("/ready").status_code == 200
         client.get("/nowhere%0Asecond-line")
         found: dict[str, Any] = {}
         while not {"mine", None} <= found.keys():  # written once the answer has gone, also those of earlier tests
@@ -174,6 +194,7 @@ def test_the_access_log_holds_facts_and_no_secrets(served: Served, caplog: pytes
     first, second = found["mine"], found[None]
     facts = {"method": "POST", "path": "/v1/completions", "status": 200, "prompt_tokens": 2, "output_tokens": 4}
     assert facts.items() <= first.items() and first["request_id"] == "mine" and first["seconds"] > 0
+    assert not any(line["path"] == "/ready" for line in lines), "one each second would hide the others"
     assert second["status"] == 404 and not any("\n" in record.message for record in caplog.records)
     assert "secret" not in caplog.text
 

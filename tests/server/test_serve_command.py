@@ -18,10 +18,12 @@ from typer.testing import CliRunner
 
 from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import ConfigError
+from hybridrt.channel.keys import FLEET_VARIABLE
 from hybridrt.cli import app as app_module
 from hybridrt.cli import main
 from hybridrt.cli.app import app
 from hybridrt.engine.api.llm import LLM
+from hybridrt.transfer import keys
 from tests.support.http_server import CHAT_TEMPLATE, WAIT, serving
 from tests.support.listening import LOOPBACK, listening
 
@@ -48,11 +50,11 @@ def start(*options: str, log: Path) -> tuple[subprocess.Popen[bytes], str]:
 
 
 def test_it_serves_and_drains(tmp_path: Path) -> None:
-    template, keys, log = tmp_path / "template", tmp_path / "keys", tmp_path / "log"
+    template, key_file, log = tmp_path / "template", tmp_path / "keys", tmp_path / "log"
     template.write_text(CHAT_TEMPLATE)
-    keys.write_text("one\ntwo\n")
+    key_file.write_text("one\ntwo\n")
     process, url = start(
-        "--chat-template", str(template), "--api-key-file", str(keys), "--max-model-len", "400", log=log
+        "--chat-template", str(template), "--api-key-file", str(key_file), "--max-model-len", "400", log=log
     )
     try:
         assert url.startswith("http://127.0.0.1:")
@@ -115,9 +117,14 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
         (["/nowhere"], "/nowhere"),
         (["--target-itl-ms", "soon"], "--target-itl-ms is 'soon'"),
         (["--target-itl-ms", "-1"], "--target-itl-ms is -1.0"),
+        (["--role", "prefill", "--dp-size", "2"], "--role prefill belongs to one engine, and --dp-size is 2"),
     ],
 )
-def test_errors_are_reported_before_weights_are_loaded(options: list[str], text: str) -> None:
+def test_errors_are_reported_before_weights_are_loaded(
+    options: list[str], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in (FLEET_VARIABLE, keys.VARIABLE):
+        monkeypatch.setenv(variable, "k" * 32)
     result = CliRunner().invoke(app, ["serve", *options])
     assert result.exit_code == 2 and text in result.output, result.output
 

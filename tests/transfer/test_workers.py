@@ -90,6 +90,19 @@ def test_text_and_samples_and_ids(pair: tuple[Prefiller, Decoder], model: Path) 
     decode.assert_empty()
 
 
+def test_an_answer_that_was_cut_goes_on(pair: tuple[Prefiller, Decoder], expected: list[list[int]]) -> None:
+    """Its first tokens are there while its prompt waits for a prefill worker."""
+    prefill, decode = pair
+    prefill.connect(decode)
+    params = [greedy(resume_token_ids=tokens[:3]) for tokens in expected]
+    ids = [decode.engine.add_request(prompt, each) for prompt, each in zip(PROMPTS, params, strict=True)]
+    run(decode, prefill)
+    assert [tokens[:3] + decode.tokens(i) for tokens, i in zip(expected, ids, strict=True)] == expected
+    assert decode.worker.counters().fetched == len(PROMPTS) - 1
+    decode.assert_empty()
+    prefill.assert_empty()
+
+
 @pytest.mark.parametrize("seed", sweep(range(24), 12, 13))
 def test_a_prefill_worker_dies_at_any_moment(
     seed: int, pair: tuple[Prefiller, Decoder], expected: list[list[int]]

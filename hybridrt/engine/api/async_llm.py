@@ -77,6 +77,7 @@ class AsyncLLM:
         self._left: dict[str, int] = {}  # by request, how many samples have not handed out their last delta
         self._names = count()
         self.draining = False
+        self._error_of_all: UnavailableError | None = None
         self._events: asyncio.AbstractEventLoop | None = None
         self._lanes = Lanes(self.llm.config.client_weights)
         if self.llm.image_reader is not None:
@@ -318,7 +319,11 @@ class AsyncLLM:
         check_name(request_id)
         return self._streams.get(request_id)
 
-    def abort_all(self) -> None:
+    def abort_all(self, error: UnavailableError | None = None) -> None:
+        """Ends all requests. `error`: their readers get it, and not an answer that looks whole; no
+        request may follow.
+        """
+        self._error_of_all = error
         for stream in self._streams.values():
             stream.abort()
 
@@ -382,6 +387,8 @@ class AsyncLLM:
     def _hand_out(self, message: StepMessage) -> None:
         # First tokens come first. They are last in a step.
         for delta in reversed(message.deltas):
+            if delta.finish_reason == "abort":
+                delta.error = delta.error or self._error_of_all
             stream = self._streams.get(delta.request_id)
             if stream is not None:
                 stream.put(delta)

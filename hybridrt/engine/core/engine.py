@@ -365,10 +365,12 @@ class Engine:
             )
 
     def gained(self, request_id: str) -> int | None:
-        """The smallest number of output tokens over the request's unfinished samples, or None
-        without any. From 1 on, the step that imported their state is over for all of them.
+        """The smallest number of tokens that the request's unfinished samples have gained here, or None
+        without any: `resume_token_ids` were gained elsewhere. From 1 on, the step that imported their
+        state is over for all of them.
         """
-        return min((len(request.output) for request in self._samples.samples_of_request(request_id)), default=None)
+        samples = self._samples.samples_of_request(request_id)
+        return min((len(request.output) - len(request.params.resume_token_ids) for request in samples), default=None)
 
     def reset_prefix_cache(self) -> bool:
         with self.turns.now, self._change:

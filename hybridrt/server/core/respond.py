@@ -24,6 +24,7 @@ PART_BYTES = 2**18  # bytes of a large answer that are sent at a time
 CLIENT_GONE = 499  # the status of nginx's logs; never sent
 FAILURE = "hybridrt.failure"
 COUNT_HEADER = b"x-hybridrt-count"  # of routers: says how many tokens a stream has given
+ELSEWHERE = b": elsewhere\n\n"  # for these: the answer has not ended, and another replica can go on with it
 _EVENT_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -110,7 +111,9 @@ class LargeJSON(Response):
 class EventStream(Response):
     """Server-sent events. With `counts` a comment after them says how many tokens of the answer have
     come, and the ids of the new ones if the answer is one sample. After the last token there is none:
-    the end comes with its events, or not at all. While the client does not read, deltas wait, joined, in their stream.
+    the end comes with its events, or not at all. ELSEWHERE comes before the error of a server that cannot go on.
+
+    While the client does not read, deltas wait, joined, in their stream.
     While it does, each is written when it comes, without a switch to another task."""
 
     def __init__(self, answer: Reply, counts: bool = False) -> None:
@@ -148,7 +151,7 @@ class EventStream(Response):
         except HybridrtError as e:
             error = as_api_error(e)
             record(scope, status=error.status)
-            last = answer.failure(error, scope)
+            last = (ELSEWHERE if self._counts and error.status == 503 else b"") + answer.failure(error, scope)
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _open(self, send: Send) -> None:

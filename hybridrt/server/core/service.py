@@ -67,6 +67,7 @@ class Service:
         responses: those that have ended and are kept.
         unwatched: tasks of those that nobody waits for.
         cache_readers: of the events of the prefix cache.
+        model: a digest of the model, for routers; "": it is not known.
         transfer_port: where a prefill worker listens for decode workers; None: this is none.
         created: when the server began, in seconds since 1970.
     """
@@ -75,6 +76,7 @@ class Service:
     config: ServerConfig
     ready: bool = False
     cache_readers: int = 0
+    model: str = ""
     transfer_port: int | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     entry_room: EntryRoom = field(default_factory=EntryRoom)
