@@ -87,7 +87,7 @@ def test_streams_that_the_collector_closes_in_another_thread(monkeypatch: pytest
 
     def use() -> None:
         try:
-            leave_half_read(llm, 100)
+            leave_half_read(llm, 30)
         finally:
             done.set()
 
