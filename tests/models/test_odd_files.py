@@ -83,7 +83,7 @@ def check_config(path: Path, fields: dict[str, Any]) -> None:
         raise AssertionError(f"{str(fields)[:2000]}") from e
 
 
-@pytest.mark.parametrize("family", sweep(FAMILIES, 6, thin=len(FAMILIES)))
+@pytest.mark.parametrize("family", sweep(FAMILIES, 12, thin=len(FAMILIES)))
 def test_odd_configs_end_in_typed_errors(family: str, tmp_path: Path) -> None:
     fields = fields_of(family, tmp_path)
     for change in some(fields, 40, family):
