@@ -72,7 +72,7 @@ def test_verify_equals_decodes_for_each_accepted_length(
         assert_close(hand.state(row, len(history)), plain.state(1, len(history)), 2e-4)
 
 
-@pytest.mark.parametrize(("name", "mode", "examples"), drawn(VERIFYING, 18, 5, 2, thin=2))
+@pytest.mark.parametrize(("name", "mode", "examples"), drawn(VERIFYING, 18, 5, 2, thin=4))
 def test_any_sequence_of_steps(name: str, mode: str, examples: int, checkpoints: CheckpointStore) -> None:
     """Verify steps of any width, plain decode steps, and both beside prompt chunks, in any order."""
 
