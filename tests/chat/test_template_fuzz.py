@@ -95,7 +95,7 @@ def attack(folder: Path, examples: int) -> None:
 
 
 def test_odd_templates(tmp_path: Path) -> None:
-    attack(tmp_path, 15)
+    attack(tmp_path, 40)
 
 
 @pytest.mark.slow

@@ -291,7 +291,9 @@ def spoilt(whole: bytes, rng: random.Random) -> bytes:
     return bytes(data)
 
 
-@pytest.mark.parametrize("count", [30, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "count", [30, pytest.param(300, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.soak)]
+)
 def test_spoilt_weight_files_end_in_typed_errors(count: int, checkpoints: CheckpointStore, tmp_path: Path) -> None:
     """A change that does no harm (a name's letter in the metadata) may load."""
     source, rng = checkpoints["falcon-plain"].path, random.Random(count)
