@@ -71,6 +71,7 @@ SECTIONS = (
 )
 
 
+BEGINNING = re.compile(r'(?:#[^\n]*\n|\s)*r?"""(?s:.*?)"""')  # comments, then a docstring
 DANGLING = re.compile(r"\b(a|an|and|by|for|from|in|of|or|that|the|to|with)[.:](?= |$)")
 LONGEST = 200  # two lines
 
@@ -90,7 +91,8 @@ def first_sentence(docstring: str) -> str:
 
 def summary(file: Path) -> str:
     """A file's first sentence as a cell of a Markdown table, without links and its last full stop."""
-    docstring = ast.get_docstring(ast.parse(file.read_text())) or ""
+    found = BEGINNING.match(file.read_text())  # to parse all files takes seconds
+    docstring = ast.get_docstring(ast.parse(found[0])) or "" if found else ""
     try:
         sentence = first_sentence(docstring)
     except ValueError as e:

@@ -2,7 +2,6 @@
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,8 +19,7 @@ from hybridrt.speculative.drafter import AdaptiveDrafter
 from hybridrt.speculative.method import DraftMethod, draft_method
 from tests.support.checkpoints import CheckpointStore
 from tests.support.outside_drafter import OUTSIDE, FirstFollowers
-
-ROOT = Path(__file__).parents[1]
+from tests.test_structure import SOURCES, nodes
 
 
 @pytest.fixture(autouse=True)
@@ -97,8 +95,8 @@ def test_a_task_to_draft_needs_a_device_drafter(checkpoints: CheckpointStore) ->
 def test_no_file_but_a_methods_own_contains_its_name() -> None:
     """The runtime, the engine and the configuration ask the method; only help texts and errors name one."""
     compared = []
-    for file in [*(ROOT / "hybridrt").rglob("*.py"), *(ROOT / "models").glob("*.py")]:
-        for node in ast.walk(ast.parse(file.read_text())):
+    for file in [file for name, file in SOURCES.items() if not name.startswith("hybridrt.mem_cache")]:
+        for node in nodes(file):
             if isinstance(node, ast.Compare):
                 names = {n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
                 compared += [f"{file.name}:{node.lineno}"] * bool(names & set(BUILT_IN))

@@ -13,6 +13,7 @@ from tests.test_structure import OPTIONAL, ROOT, SOURCES
 
 HEAVY = ("torch", "transformers", "numpy")
 SERVERS = ("fastapi", "uvicorn", "starlette", "prometheus_client", "pydantic")
+COMPILER = ("torch._dynamo", "sympy")  # they take more than a second
 KERNELS = ("triton", "flashinfer", "mamba_ssm", "sgl_kernel")
 # A module of these needs what it is named after.
 NEEDS_ONE = re.compile(r"_triton$|kernels\.libraries\.(?!common$)|attention\.(flashinfer|fa3)$|fleet\.ray_replica$")
@@ -26,6 +27,13 @@ import hybridrt.cli.openai_server, hybridrt.cli.repl
 look("chat with a server", *{HEAVY})
 import hybridrt.engine.api.async_llm
 look("engine", *{SERVERS})
+import torch
+from hybridrt.runtime.replay.recording import Recording
+recording = Recording(1 << 20)
+with torch.inference_mode(), recording:
+    torch.nn.functional.linear(torch.ones(1, 2), torch.ones(3, 2)) + 1
+assert recording.problem is None
+look("recording", *{COMPILER})
 from hybridrt.kernels.core.providers import report
 rows = report()
 look("report", *{KERNELS})
@@ -51,10 +59,10 @@ def found() -> tuple[dict[str, list[str]], list[str], list[str]]:
     return saw, operations, picked
 
 
-@pytest.mark.parametrize("after", ["command", "chat with a server", "engine", "report", "everything"])
+@pytest.mark.parametrize("after", ["command", "chat with a server", "engine", "recording", "report", "everything"])
 def test_importing_loads_nothing_that_is_not_needed(after: str, found: tuple[dict[str, list[str]], object]) -> None:
-    """Help, version and a chat with a server need no torch, the engine no server, a report on all operations no
-    library of kernels."""
+    """Help, version and a chat with a server need no torch, the engine no server, a recorded step no compiler, and a
+    report on all operations no library of kernels."""
     assert found[0][after] == []
 
 

@@ -250,7 +250,7 @@ def test_no_backend_or_layer_rebinds_its_argument_out() -> None:
         f"{file.relative_to(ROOT)}:{name.lineno}"
         for module, file in SOURCES.items()
         if module.startswith(("hybridrt.attention.", "hybridrt.layers.", "hybridrt.recurrent.", "hybridrt.models."))
-        for function in ast.walk(ast.parse(file.read_text()))
+        for function in nodes(file)
         if isinstance(function, ast.FunctionDef)
         and "out" in {argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)}
         for name in ast.walk(function)
@@ -264,7 +264,7 @@ def test_file_table_is_up_to_date() -> None:
     assert file_table.document() == text, "run python scripts/file_table.py"
     listed = set(re.findall(r"^\| `([\w./]+\.py)` \|", text, re.MULTILINE))
     assert {str(f.relative_to(ROOT)) for f in SOURCES.values() if f.read_text().strip()} <= listed
-    assert all(file_table.summary(ROOT / name) for name in listed)
+    assert all(re.findall(r"^\| `[\w./]+\.py` \|(.*)\|", text, re.MULTILINE)), "each file says what it is"
 
 
 @pytest.mark.parametrize("docstring", ["Wraps the", "Limits number, memory and.\ntime.", "", "Word " * 50 + "."])

@@ -283,12 +283,15 @@ def test_a_recurrent_backend_needs_state_pools(checkpoints: CheckpointStore) -> 
         Mamba2AttnBackend(layers=hand.model.mixers(), req_to_token_pool=table, chunk_size=16)
 
 
-def test_a_ring_that_is_too_narrow_for_a_layer_is_refused_when_built(checkpoints: CheckpointStore) -> None:
+def test_a_ring_that_is_too_narrow_for_a_layer_is_refused_when_built(
+    checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Steps do not look at it again."""
     hand = ByHand(checkpoints["falcon-plain"].path)
     mixers: Any = hand.model.mixers()
     layer = next(iter(mixers.values()))
-    layer.conv_weights = layer.conv_weights._replace(weight=torch.zeros(layer.shape.conv_dim, 64))
+    wide = layer.conv_weights._replace(weight=torch.zeros(layer.shape.conv_dim, 64))
+    monkeypatch.setattr(layer, "conv_weights", wide)
     with pytest.raises(ConfigError, match="cannot serve 64 taps"):
         Mamba2AttnBackend(layers=mixers, req_to_token_pool=hand.pools.req_to_token, chunk_size=16)
 

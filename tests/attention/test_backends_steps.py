@@ -38,7 +38,7 @@ def pages(hand: ByHand, row: Row, group: int) -> set[int]:
     return {int(table[row.computed + i]) // hand.plan.page_size for i in range(len(row.tokens))}
 
 
-@pytest.mark.parametrize(("name", "mode", "tokens"), sweep(STEPS, 5, thin=3))
+@pytest.mark.parametrize(("name", "mode", "tokens"), sweep(STEPS, 13, thin=3))
 def test_a_step_touches_only_its_own_rows(name: str, mode: str, tokens: int, checkpoints: CheckpointStore) -> None:
     """Decode, verify and extend steps with padding rows: no byte of another slot, row or page changes, and what the
     padding rows give is finite."""
@@ -69,7 +69,7 @@ def test_a_step_touches_only_its_own_rows(name: str, mode: str, tokens: int, che
             break  # extend rows of one request come before its decode rows
 
 
-@pytest.mark.parametrize(("name", "mode", "tokens"), sweep(STEPS, 8, thin=3))
+@pytest.mark.parametrize(("name", "mode", "tokens"), sweep(STEPS, 13, thin=3))
 def test_scratch_stays_finite(name: str, mode: str, tokens: int, checkpoints: CheckpointStore) -> None:
     hand, _ = started(checkpoints[name].path, mode, tokens, {3: 5})
     for step in range(20):
@@ -90,7 +90,7 @@ def test_rejected_drafts_leave_the_state_alone(name: str, checkpoints: Checkpoin
     assert_close(hand.state(1, 6), before, 0.0)
 
 
-@pytest.mark.parametrize(("name", "mode", "tokens"), sweep(STEPS, 5, thin=3))
+@pytest.mark.parametrize(("name", "mode", "tokens"), sweep(STEPS, 13, thin=3))
 def test_idle_steps_give_empty_tensors(name: str, mode: str, tokens: int, checkpoints: CheckpointStore) -> None:
     hand, _ = started(checkpoints[name].path, mode, tokens, {1: 3})
     before = hand.snapshot()
@@ -100,7 +100,7 @@ def test_idle_steps_give_empty_tensors(name: str, mode: str, tokens: int, checkp
     assert not any(hand.touched(before).values())
 
 
-@pytest.mark.parametrize(("name", "mode", "tokens"), sweep(STEPS, 8, thin=3))
+@pytest.mark.parametrize(("name", "mode", "tokens"), sweep(STEPS, 13, thin=3))
 def test_mixed_batch_equals_rows_alone(name: str, mode: str, tokens: int, checkpoints: CheckpointStore) -> None:
     """Two decode (or verify) rows, a new prompt, a later chunk and a last chunk of one token."""
     lengths = {1: 6, 2: 17, 3: 20, 4: 5}
@@ -169,7 +169,7 @@ def test_prompt_chunks_leave_the_ring_empty(name: str, checkpoints: CheckpointSt
     assert int(hand.mamba.ring_length[1]) == 1
 
 
-@pytest.mark.parametrize(("name", "mode", "tokens"), sweep(STEPS, 8, thin=3))
+@pytest.mark.parametrize(("name", "mode", "tokens"), sweep(STEPS, 13, thin=3))
 def test_a_new_tenant_sees_nothing_of_the_last(name: str, mode: str, tokens: int, checkpoints: CheckpointStore) -> None:
     """Row, slot, ring and pages of a request that decoded for a while go to another one."""
     hand, _ = started(checkpoints[name].path, mode, tokens, {1: 30})
@@ -184,7 +184,7 @@ def test_a_new_tenant_sees_nothing_of_the_last(name: str, mode: str, tokens: int
     torch.testing.assert_close(hand.forward(hand.batch([row])), fresh.forward(fresh.batch([row])), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", sweep([name for name in MODELS if has_replay(name)], 4))
+@pytest.mark.parametrize("name", sweep([name for name in MODELS if has_replay(name)], 4, thin=3))
 def test_a_snapshot_consumes_nothing(name: str, checkpoints: CheckpointStore) -> None:
     """At any fill of the ring: the state as a prefill leaves it, and the row decodes on as if none had been taken."""
     path = checkpoints[name].path

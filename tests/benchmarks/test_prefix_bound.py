@@ -92,7 +92,7 @@ def served(texts: list[tuple[Text, int]]) -> list[Served]:
 
 
 EXAMPLES = pytest.mark.parametrize(
-    "examples", [2, pytest.param(10, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.soak)]
+    "examples", [2, pytest.param(5, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.soak)]
 )
 
 

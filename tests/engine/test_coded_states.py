@@ -100,7 +100,7 @@ def test_memory_that_pages_share_changes_nothing(
     for session in (own, shared):
         engine = session.engine(prefix_cache=True)
         for i, text in enumerate(texts):
-            engine.add_request(text, greedy(12, seed=i), str(i))
+            engine.add_request(text, greedy(4, seed=i), str(i))
             while engine.has_unfinished():
                 for out in engine.step():
                     assert out.error is None, out.error

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -10,6 +9,7 @@ from hybridrt.base.errors import MemoryBudgetError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.request.sample_request import derive_seed
 from tests.support.engine_harness import VOCAB, Rig, expected
+from tests.support.levels import examples
 
 MAX_MODEL_LEN = 40
 
@@ -97,7 +97,7 @@ long_prompts = st.builds(
     st.builds(SamplingParams, max_tokens=st.sampled_from([1, 3, 12]), seed=st.integers(0, 2**63 - 1)),
 )
 schedules = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-by_level = pytest.mark.parametrize("examples", [20, pytest.param(200, marks=pytest.mark.slow)])
+by_level = examples(20, 200)
 
 
 @by_level

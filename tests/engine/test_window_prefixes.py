@@ -16,7 +16,7 @@ from tests.engine.test_prefix_states import TEXT, computed, others, rig_with_cac
 from tests.engine.test_schedules import Abort, Add, Step, run_history, schedules
 from tests.support.checkpoints import CheckpointStore
 from tests.support.engine_harness import VOCAB, Rig
-from tests.support.levels import sweep
+from tests.support.levels import examples, sweep
 from tests.support.mock_executor import Windows, tokens_alone
 from tests.support.random_windows import random_windows
 
@@ -139,7 +139,7 @@ window_rigs = st.fixed_dictionaries(
 )
 
 
-@pytest.mark.parametrize("examples", [20, pytest.param(150, marks=pytest.mark.slow)])
+@examples(20, 150)
 def test_cached_tokens_equal_uncached_ones(examples: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ledgers are compared after every step."""
 

@@ -15,7 +15,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A third of a grid runs by default, another one in the slow level and the last one in the soak level. A Latin
     square picks them, so that each value of each parameter is in each third. Of a grid that is slow by itself half is
     left to the soak level."""
-    here = [item for item in items if HERE in item.path.parents and not _has(item, "gpu", "soak")]
+    here = [item for item in items if item.path.parent == HERE and not _has(item, "gpu", "soak")]
     default, slow = ([item for item in here if _has(item, "slow") is it] for it in (False, True))
     for grid in _grids(default):
         for i, item in enumerate(grid):

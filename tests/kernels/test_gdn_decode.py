@@ -178,7 +178,7 @@ def test_replay_streams_in_tiles(provider, monkeypatch, tokens, vectors, block_v
 
 @pytest.mark.parametrize("few", sweep([True, False], 2))
 def test_replay_of_one_token_in_one_launch_and_in_two(provider, monkeypatch, few):
-    """Tiles with ragged ends, through folds, beside a row that is padding. What one step writes, and nothing else, is
+    """Tiles with ragged ends, through a fold, beside a row that is padding. What one step writes, and nothing else, is
     the same."""
     if not provider.startswith("triton"):
         pytest.skip("one operation of the reference")
@@ -188,10 +188,10 @@ def test_replay_of_one_token_in_one_launch_and_in_two(provider, monkeypatch, few
     monkeypatch.setattr(gdn_few_triton, "FEW_PROGRAMS", 512 if few else 0)
     monkeypatch.setattr(decode_classic_triton, "TILE_BYTES", 512)  # four rows of a state in float32
     torch.manual_seed(5)
-    layer = Layer([7, -1, 39], 9, ring_width=4, dims=(24, 10))
+    layer = Layer([7, -1, 39], 6, ring_width=4, dims=(24, 10))
     layer.merged[1] = torch.nan
     expected = {b: layer.expected(b)[0] for b in (0, 2)}
-    for t in range(9):
+    for t in range(6):
         before = {name: pool.clone() for name, pool in layer.ring.items()}
         out = layer.replay_step([t, 0, t], 1, [6, 0, 2])
         assert not out[1].any()

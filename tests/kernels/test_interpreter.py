@@ -122,10 +122,10 @@ def test_blocks_of_one_shape_are_not_broadcast() -> None:
 @pytest.mark.parametrize("dtype", [tl.int8, tl.int32, tl.int64, tl.float16, tl.bfloat16, tl.float32])
 def test_operands(dtype: tl.dtype) -> None:
     """As Triton's own makes them, the first time and again: numbers of every sign and kind next to types that hold them
-    or do not, types of which a quotient has another one, and shapes that differ."""
+    or do not, types of which a quotient has another one, and shapes that differ, which NumPy broadcasts."""
     semantic = interpreter.interpreter_semantic
-    check: Any = type(semantic).binary_op_type_checking_impl.__wrapped__
-    again = ours.as_operands(check)
+    again: Any = type(semantic).binary_op_type_checking_impl
+    check = again.__wrapped__
     data = numpy.ones((2, 4), interpreter._get_np_dtype(dtype))
     whole, column, single = block(data, dtype), block(data[:, :1], dtype), block(data[0, 0], dtype)
     others = [whole, column, single, 3, 3.0, 0.0, -0.0, 7, 1.5]
@@ -134,7 +134,28 @@ def test_operands(dtype: tl.dtype) -> None:
             found, wanted = (f(semantic, *pair, div_or_mod=quotient) for f in (again, check))
             for got, want in zip(found, wanted, strict=True):
                 assert got.type == want.type
-                assert got.handle.data.tobytes() == want.handle.data.tobytes()
+                elements = numpy.broadcast_to(got.handle.data, want.handle.data.shape)
+                assert elements.tobytes() == want.handle.data.tobytes()
+
+
+def test_operands_of_other_shapes_keep_their_elements_until_numpy_has_both() -> None:
+    """A result has the shape of both, and so has what is made of it."""
+    semantic = interpreter.interpreter_semantic
+    wide, high = (block(numpy.ones(shape, numpy.float32), tl.float32) for shape in ((1, 4), (2, 1)))
+    single = block(numpy.float32(2), tl.float32)
+    left, right = semantic.binary_op_type_checking_impl(wide, high)
+    assert left.handle.data.shape == (1, 4) and right.handle.data.shape == (2, 1)
+    assert [n.value for n in left.shape] == [n.value for n in right.shape] == [2, 4]
+    mask = semantic.less_than(wide, high)
+    for found in (
+        semantic.add(wide, high, False),
+        mask,
+        semantic.where(mask, wide, single),
+        semantic.mul(mask, mask, False),
+    ):
+        assert found.handle.data.shape == (2, 4) and [n.value for n in found.shape] == [2, 4]
+    left, right = semantic.broadcast_impl_value(wide, high)
+    assert left.handle.data.shape == right.handle.data.shape == (2, 4), "as kernels ask for it"
 
 
 def test_values_of_constants() -> None:

@@ -51,7 +51,7 @@ EXPRESSIONS = st.recursive(
 )
 
 
-@examples(300, 2_000)
+@examples(100, 2_000)
 def test_the_same_names_as_re(examples: int) -> None:
     def check(text: str, names: list[str]) -> None:
         try:

@@ -83,7 +83,7 @@ def check_config(path: Path, fields: dict[str, Any]) -> None:
         raise AssertionError(f"{str(fields)[:2000]}") from e
 
 
-@pytest.mark.parametrize("family", sweep(FAMILIES, 6, thin=len(FAMILIES)))
+@pytest.mark.parametrize("family", sweep(FAMILIES, 12, thin=len(FAMILIES)))
 def test_odd_configs_end_in_typed_errors(family: str, tmp_path: Path) -> None:
     fields = fields_of(family, tmp_path)
     for change in some(fields, 40, family):
@@ -291,7 +291,9 @@ def spoilt(whole: bytes, rng: random.Random) -> bytes:
     return bytes(data)
 
 
-@pytest.mark.parametrize("count", [30, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "count", [30, pytest.param(300, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.soak)]
+)
 def test_spoilt_weight_files_end_in_typed_errors(count: int, checkpoints: CheckpointStore, tmp_path: Path) -> None:
     """A change that does no harm (a name's letter in the metadata) may load."""
     source, rng = checkpoints["falcon-plain"].path, random.Random(count)

@@ -51,7 +51,7 @@ def test_a_file_that_says_what_codes_mean_changes_the_digest(name: str, tmp_path
     assert len(set(found)) == 3
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.sampled_from(sorted(SIZES)), at=st.floats(0, 1), width=st.floats(0, 0.2), change=st.floats(0.01, 9))
 def test_any_changed_region_changes_the_digest(
     name: str, at: float, width: float, change: float, tmp_path: Path

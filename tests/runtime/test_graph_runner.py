@@ -93,7 +93,7 @@ def test_the_largest_step_alone_runs_before_its_capture(checkpoints: CheckpointS
 
 @pytest.mark.parametrize(
     ("name", "mode", "tokens"),
-    sweep([(name, *shape) for name in MODELS for shape in SHAPES[: 2 + 2 * has_replay(name)]], 7, thin=3),
+    sweep([(name, *shape) for name in MODELS for shape in SHAPES[: 2 + 2 * has_replay(name)]], 13, thin=3),
 )
 def test_replay_equals_eager_padded_alike(name: str, mode: str, tokens: int, checkpoints: CheckpointStore) -> None:
     """Bit for bit, for every number of real rows, step after step; and neither touches any other row."""
@@ -248,7 +248,7 @@ def test_decode_and_verify_graphs_share_a_backend(checkpoints: CheckpointStore) 
             assert_close(hand.state(row, lengths[row]), eager.state(row, lengths[row]), 0.0)
 
 
-@with_modes(BASES, 7, thin=3)
+@with_modes(BASES, 13, thin=3)
 def test_an_engine_on_graphs_gives_the_same_tokens(name: str, state_mode: str, checkpoints: CheckpointStore) -> None:
     """Decode steps replay graphs, also in mixed steps; larger batches than the largest bucket run eagerly."""
     checkpoint = checkpoints[name]

@@ -1,4 +1,7 @@
-"""Candidates that end their process, hang or fail: each is refused, and the others are measured."""
+"""Candidates that end their process, hang or fail: each is refused, and the others are measured.
+
+A start of the process takes seconds. Tests that end it come after those that need it.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,11 +44,21 @@ def test_a_candidate_that_ends_its_process_is_refused(process: BenchProcess, mon
     }
 
 
-def test_a_candidate_that_hangs_is_refused(process: BenchProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    process.bench("skinny_linear", SHAPE, {})  # which starts the process
-    monkeypatch.setattr(process, "_seconds", 3.0)
-    with pytest.raises(BenchLostError, match="it was not done after 3 s"):
-        RemoteBench(process, "skinny_linear", SHAPE, {}).check(tile(HANGS))
+def test_a_mistake_of_ours_is_no_refusal(process: BenchProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(EngineError, match="a measurement has failed: KeyError"):
+        measured(process, monkeypatch, BUG)
+
+
+def test_a_shape_that_does_not_fit_or_whose_built_in_choice_fails_is_skipped(
+    process: BenchProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TILES, "built_in", lambda *_: tile(RIGHT))
+    monkeypatch.setattr(TILES, "candidates", lambda *_: [tile(RIGHT), tile(9)])
+    shapes = [("skinny_linear", SHAPE._replace(rows=rows)) for rows in (7, 128, 9)]
+    found = tune(shapes, CPU, process.bench, 60.0, {}, lambda *_: None)
+    assert [m.shape for m in found.measured] == [SHAPE]
+    assert "CUDA out of memory" in found.skipped[0]
+    assert "with its built-in choice its process has ended" in found.skipped[1]
 
 
 def test_a_race_that_ends_the_process_leaves_the_built_in_choice(
@@ -57,21 +70,11 @@ def test_a_race_that_ends_the_process_leaves_the_built_in_choice(
     assert "in the race" in found.refused[0].why
 
 
-def test_a_shape_that_does_not_fit_or_whose_built_in_choice_fails_is_skipped(
-    process: BenchProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(TILES, "built_in", lambda *_: tile(RIGHT))
-    monkeypatch.setattr(TILES, "candidates", lambda *_: [tile(RIGHT), tile(9)])
-    shapes = [("skinny_linear", SHAPE._replace(rows=rows)) for rows in (7, 9, 128)]
-    found = tune(shapes, CPU, process.bench, 60.0, {}, lambda *_: None)
-    assert [m.shape for m in found.measured] == [SHAPE]
-    assert "CUDA out of memory" in found.skipped[0]
-    assert "with its built-in choice its process has ended" in found.skipped[1]
-
-
-def test_a_mistake_of_ours_is_no_refusal(process: BenchProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(EngineError, match="a measurement has failed: KeyError"):
-        measured(process, monkeypatch, BUG)
+def test_a_candidate_that_hangs_is_refused(process: BenchProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    process.bench("skinny_linear", SHAPE, {})  # which starts the process
+    monkeypatch.setattr(process, "_seconds", 3.0)
+    with pytest.raises(BenchLostError, match="it was not done after 3 s"):
+        RemoteBench(process, "skinny_linear", SHAPE, {}).check(tile(HANGS))
 
 
 def test_a_process_that_does_not_start_is_said() -> None:

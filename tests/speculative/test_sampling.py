@@ -129,7 +129,9 @@ def rig_and_drafter(models: Models, method: str, mode: str) -> tuple[Rig, Drafte
     return rig, AdaptiveDrafter(inner, 3, patience=1)
 
 
-@pytest.mark.parametrize(("method", "mode", "filters", "draws"), drawn(CASES, 5, DRAWS // 4, DRAWS // 2, thin=3))
+@pytest.mark.parametrize(
+    ("method", "mode", "filters", "draws"), drawn(CASES, 5, DRAWS // 8, DRAWS // 4, DRAWS * 5 // 2, thin=3)
+)
 def test_joint_distribution_of_three_tokens(method: str, mode: str, filters: int, draws: int, models: Models) -> None:
     common: dict[str, Any] = {"max_tokens": 5, "ignore_eos": True, "n": 500, **FILTERS[filters]}
     params = [SamplingParams(seed=i, **common) for i in range(draws // 500)]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from hybridrt.base.engine_config import EngineConfig, SpeculativeConfig
 from hybridrt.base.forward_batch import ForwardBatch, ForwardMode, SpecInfo
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.mem_cache.pools.mamba_pool import MambaPool
+from hybridrt.models.base import CausalLM
 from hybridrt.recurrent.backends import create_backend
 from hybridrt.runtime.load.build import build_model, build_pools, load_target, make_plan
 from tests.support.session import spoil
@@ -25,6 +27,13 @@ class Row:
     row: int
     computed: int
     tokens: Sequence[int]
+
+
+@lru_cache(maxsize=32)
+def loaded(config: EngineConfig) -> CausalLM:
+    """The model, which nothing changes once it is loaded: drivers of equal configurations share it."""
+    path, target = load_target(config, TPGroup())
+    return build_model(config, target, path, False)
 
 
 class ByHand:
@@ -46,7 +55,7 @@ class ByHand:
             state_mode="auto" if speculative else mode, speculative=speculative, **changes,
         )  # fmt: skip
         _, self.target = load_target(self.config, TPGroup())
-        self.model = build_model(self.config, self.target, path, False)
+        self.model = loaded(self.config)
         plan = make_plan(self.config, self.target, budget_bytes=2**32)
         count = -(-(plan.max_model_len + tokens - 1) // 4)  # of a row: also pages that its windows have passed
         groups = [replace(group, num_pages=(rows + 1) * count) for group in plan.groups]

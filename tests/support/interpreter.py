@@ -10,6 +10,7 @@ Each thing is replaced where this version of Triton has it:
 - NumPy's dtypes, types of blocks, shapes of tensors and types of results are made anew for each value, though a kernel
   has few of them.
 - Two blocks of one shape are compared dimension by dimension, and types by their names.
+- Operands of other shapes are written out in the shape of the result, though NumPy broadcasts them itself.
 - A number that is added to a block becomes a block each time.
 - Whether a value is a number is asked of an abstract class, which takes ten times as long as asking for two classes.
 - A reduction with a function of the kernel's own goes through the elements one by one.
@@ -51,8 +52,9 @@ def spare() -> None:
     replace(tl.core, "_unwrap_if_constexpr", by_class)
     semantic = type(interpreter.interpreter_semantic)
     replace(semantic, "computation_type_impl", once_for_two_types)
-    replace(semantic, "broadcast_impl_value", unless_alike)
-    replace(semantic, "binary_op_type_checking_impl", as_operands)
+    operands = Operands()
+    replace(semantic, "broadcast_impl_value", operands.unless_alike)
+    replace(semantic, "binary_op_type_checking_impl", operands.as_operands)
     replace(triton.language.semantic, "numbers", lambda module: SimpleNamespace(Number=(int, float, numpy.number)))
 
 
@@ -167,45 +169,67 @@ def once_for_two_types(compute: Callable[..., Any]) -> Callable[..., Any]:
     return computed
 
 
-def unless_alike(broadcast: Callable[..., Any]) -> Callable[..., Any]:
-    """Two blocks of one shape are broadcast to each other as they are. `once_a_type` gives them the same object."""
+class Operands:
+    """What the two operands of an operation become. A tensor leaves the operation in the shape of the result, whatever
+    shape NumPy got its operands in."""
 
-    @functools.wraps(broadcast)
-    def broadcasted(self: Any, lhs: Any, rhs: Any) -> Any:
-        left = getattr(lhs.type, "shape", None)
-        if left is not None and left is getattr(rhs.type, "shape", None):
-            return lhs, rhs
-        return broadcast(self, lhs, rhs)
+    def __init__(self) -> None:
+        self.left_to_numpy = False  # within the check of an operation's operands
 
-    return broadcasted
+    def unless_alike(self, broadcast: Callable[..., Any]) -> Callable[..., Any]:
+        """Two blocks of one shape are broadcast to each other as they are. `once_a_type` gives them the same object.
+        Two operands of other shapes get the types of both, and keep their elements."""
+        known: dict[tuple[str, str], tuple[Any, Any]] = {}
 
-
-def as_operands(check: Callable[..., Any]) -> Callable[..., Any]:
-    """Two operands in the type and the shape that they are computed in. Those of one type, whose sums and quotients
-    have it too, are left as they are. What a number becomes next to a type is remembered."""
-    plain = {"int1", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "fp32", "fp64"}
-    known: dict[tuple[Any, ...], Any] = {}
-    tensor = tl.tensor
-
-    @functools.wraps(check)
-    def operands(self: Any, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
-        left, right = type(lhs), type(rhs)
-        if left is tensor and right is tensor:
-            if lhs.type.name == rhs.type.name and lhs.dtype.name in plain:
+        @functools.wraps(broadcast)
+        def broadcasted(semantic: Any, lhs: Any, rhs: Any) -> Any:
+            left = getattr(lhs.type, "shape", None)
+            if left is not None and left is getattr(rhs.type, "shape", None):
                 return lhs, rhs
-        elif left is tensor and (right is int or (right is float and rhs)):  # -0.0 is equal to 0.0
-            key = (lhs.type.name, rhs, right, args, *kwargs.items())
-            if key in known:
-                return lhs, known[key]
-            found = check(self, lhs, rhs, *args, **kwargs)
-            if found[0] is lhs:
-                known[key] = found[1]
-            if len(known) > 4096:
-                known.clear()
-            return found
-        return check(self, lhs, rhs, *args, **kwargs)
+            if not self.left_to_numpy:
+                return broadcast(semantic, lhs, rhs)
+            key = (lhs.type.name, rhs.type.name)
+            if key not in known:
+                known[key] = tuple(each.type for each in broadcast(semantic, lhs, rhs))
+            types = known[key]
+            return tuple(each if each.type is type else tl.tensor(each.handle, type)
+                         for each, type in zip((lhs, rhs), types))  # fmt: skip
 
-    return operands
+        return broadcasted
+
+    def as_operands(self, check: Callable[..., Any]) -> Callable[..., Any]:
+        """Two operands in the type and the shape that they are computed in. Those of one type, whose sums and quotients
+        have it too, are left as they are. What a number becomes next to a type is remembered."""
+        plain = {"int1", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "fp32", "fp64"}
+        known: dict[tuple[Any, ...], Any] = {}
+        tensor = tl.tensor
+
+        def checked(semantic: Any, *args: Any, **kwargs: Any) -> Any:
+            self.left_to_numpy = True
+            try:
+                return check(semantic, *args, **kwargs)
+            finally:
+                self.left_to_numpy = False
+
+        @functools.wraps(check)
+        def operands(semantic: Any, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
+            left, right = type(lhs), type(rhs)
+            if left is tensor and right is tensor:
+                if lhs.type.name == rhs.type.name and lhs.dtype.name in plain:
+                    return lhs, rhs
+            elif left is tensor and (right is int or (right is float and rhs)):  # -0.0 is equal to 0.0
+                key = (lhs.type.name, rhs, right, args, *kwargs.items())
+                if key in known:
+                    return lhs, known[key]
+                found = checked(semantic, lhs, rhs, *args, **kwargs)
+                if found[0] is lhs:
+                    known[key] = found[1]
+                if len(known) > 4096:
+                    known.clear()
+                return found
+            return checked(semantic, lhs, rhs, *args, **kwargs)
+
+        return operands
 
 
 def by_class(unwrap: Callable[[Any], Any]) -> Callable[[Any], Any]:
