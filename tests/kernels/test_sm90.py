@@ -96,7 +96,6 @@ def test_attention_gated_delta_net_experts_and_sampling(compiled: Compiler) -> N
         "_decode_kernel",
         "_gather_kernel",
         "_extend_kernel",
-        "_part_kernel",
         "_argmax_kernel",
         "_grouped_kernel",
         "_few_kernel",
@@ -105,11 +104,10 @@ def test_attention_gated_delta_net_experts_and_sampling(compiled: Compiler) -> N
     assert {u["kernel"] for u in usages} >= expected
     # Triton 3.6's ptxas keeps the first kernel, which runs once a step, at 64 registers and parks three values. The
     # second one has all registers that there are; with Triton 3.6, which its figures are of, it parks more. The third
-    # one's limit of 64 suits Triton 3.6, and Triton 3.9 parks two values of few rows. The fourth one has all registers,
-    # too, and loads ten parked values in each turn of its loop, which has a thousand instructions.
+    # one's limit of 64 suits Triton 3.6, and Triton 3.9 parks two values of few rows.
     old = triton.__version__.startswith("3.6.")
     spills = {"_threshold_kernel": 16 if old else 0, "_channels_kernel": 160 if old else 0}
-    check(usages, SHARED, spills | {"_classic_kernel": 0 if old else 8, "_part_kernel": 80})
+    check(usages, SHARED, spills | {"_classic_kernel": 0 if old else 8})
 
 
 @pytest.mark.slow
