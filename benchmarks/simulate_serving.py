@@ -41,10 +41,8 @@ WARM_UP_TOKENS = 40 * (512 + 300)
 MAX_LEN = 2**17  # tokens of a request
 DECODE = ((1, 4.1), (8, 4.8), (32, 5.8), (128, 9.7), (256, 16.6), (1024, 58.0))  # rows and milliseconds
 MIN_STEP, BASE_CONTEXT, KV = 3.5, 1024, 1.13e-5
-# Attention of a chunk: few tokens leave multiprocessors idle, as if there were PAIR_TOKENS more.
-EAGER, EAGER_TOKEN, PAIR, PAIR_TOKENS = 6.96, 0.02316, 4.73e-7, 1100
-# That of a graph for each token of context, of a chunk of GRAPH_TOKENS.
-GRAPH, GRAPH_DEPTH, GRAPH_TOKENS, GRAPH_POWER, FEWEST = 3.35, 1.354e-3, 1536, 0.7, 256
+EAGER, EAGER_TOKEN, PAIR = 6.96, 0.02316, 5.09e-7
+GRAPH, FEWEST, DEEP = 3.35, 1250, 0.336
 # The host launches a step without graphs in 68 ms next to a server's threads (46 where nothing else runs), in 24 more
 # when it streams to MANY_STREAMS clients. Older entries of the log had 30 (--launch-ms 30,0).
 HOST, HOST_STREAMS, MANY_STREAMS, HOST_SAVE = 68.0, 24.0, 40, 57.6
@@ -73,7 +71,7 @@ class StepTimes:
         fits = (bucket for bucket in self.buckets if bucket.holds(plan, StateSaves.AT_CHUNKS))
         bucket = next((bucket for bucket in fits if bucket.enters(plan)), None)
         if bucket is None:
-            pairs = sum((len(row.tokens) + PAIR_TOKENS) * (row.computed + len(row.tokens) / 2) for row in plan.extend)
+            pairs = sum(len(row.tokens) * (row.computed + len(row.tokens) / 2) for row in plan.extend)
             return EAGER + EAGER_TOKEN * tokens + 0.028 * rows + PAIR * pairs + context, False
         return self._of_graph(bucket, rows) + _graph_attention(plan) + context, True
 
@@ -105,11 +103,11 @@ def _between(size: int) -> float:
 
 
 def _graph_attention(plan: StepPlan) -> float:
-    """Fewer tokens than FEWEST take as long."""
+    """Few tokens take as long as FEWEST, and more after a long context, since they use a part of the device."""
     found = 0.0
     for row in plan.extend:
-        share = (max(FEWEST, len(row.tokens)) / GRAPH_TOKENS) ** GRAPH_POWER
-        found += GRAPH_DEPTH * share * (row.computed + len(row.tokens) / 2)
+        pairs = max(FEWEST, len(row.tokens)) * (row.computed + len(row.tokens) / 2)
+        found += PAIR * pairs * (max(row.computed, 256) / 8192) ** DEEP
     return found
 
 
