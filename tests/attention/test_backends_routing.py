@@ -341,6 +341,7 @@ def test_prefill_and_decode_backends_are_split_when_asked(
 
     load = registry.load_attention_backend
     monkeypatch.setattr(registry, "load_attention_backend", lambda name, d: Other if name == "other" else load(name, d))
+    monkeypatch.setitem(registry.BACKENDS.built_in, "other", "somewhere:Other")
     path = checkpoints["falcon-plain"].path
     hand, plain = ByHand(path, prefill_attention_backend="other"), ByHand(path)
     assert isinstance(hand.backend.full_attn_backend, PrefillDecodeAttnBackend)

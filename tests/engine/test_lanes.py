@@ -72,9 +72,9 @@ def test_a_batch_is_prepared_in_parts_and_its_parameters_once(monkeypatch: pytes
         with AsyncLLM(llm) as served:
             calls, in_thread = list[str](), served.in_thread
 
-            async def counted(work: Any, *arguments: Any, lane: Any = "text") -> Any:
+            async def counted(work: Any, *arguments: Any, lane: Any = "text", **more: Any) -> Any:
                 calls.append(lane)
-                return await in_thread(work, *arguments, lane=lane)
+                return await in_thread(work, *arguments, lane=lane, **more)
 
             monkeypatch.setattr(served, "in_thread", counted)
             params = replace(FIVE, stop=["END"], bad_words=["x"])

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import replace
-from io import StringIO
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -246,7 +246,7 @@ def test_a_kernel_that_does_not_fit_the_gpu_is_a_problem(
     shared: int, problem: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would compile, and fail at its launch."""
-    answers = StringIO()
+    answers = BytesIO()
     worker: Any = object.__new__(compile_worker._Worker)
     worker._gpu, worker._answers = KNOWN["l40s"], answers
     monkeypatch.setattr(compile_worker, "_compile", lambda *_: shared)
