@@ -40,7 +40,7 @@ def load(path: Path, tp: TPGroup | None = None, **options: Any) -> CausalLM:
 
 def dtypes(model: CausalLM) -> dict[str, torch.dtype]:
     """Of plain matrices and vectors, and of codes."""
-    return {name: param.dtype for name, param in model.named_parameters() if ".scales" not in name}
+    return {name: param.dtype for name, param in model.named_parameters() if "scales" not in name}
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def of_images(config: EngineConfig) -> list[str]:
 
 
 def compile_kernels(config: EngineConfig) -> dict[str, Any]:
-    answers = io.StringIO()
+    answers = io.BytesIO()
     worker, kernels = _Worker(GPU, answers), found(config)
     use_key(*TritonKey().wait() or ("", ""))
     with mock.patch.object(ResidualStack, "shortened", lambda stack, sorts: nullcontext()):

@@ -472,7 +472,7 @@ def check_name(request_id: object) -> None:
 
 def check_client(client: object) -> None:
     """Raises RequestError unless it is text of at most MAX_NAME_CHARACTERS characters."""
-    if not isinstance(client, str) or len(client) > MAX_NAME_CHARACTERS or not is_text(client):
+    if not isinstance(client, str) or len(client) > MAX_NAME_CHARACTERS or not (client.isascii() or is_text(client)):
         raise RequestError(f"client is {shown(client)}; pass a name of up to {MAX_NAME_CHARACTERS} characters")
 
 
