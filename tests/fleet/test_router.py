@@ -4,6 +4,7 @@ import http.client
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -238,7 +239,9 @@ def test_a_stream_outlives_several_replicas_that_shut_down(embedded: LLM, replic
         for _ in range(2):
             found = list[ReplicaClient]()
             while not found:
-                found = [r for r in router.router.replicas if r.ready and any(e.begun for e in r.exchanges)]
+                time.sleep(0.001)
+                # A copy: the router's thread changes the set.
+                found = [r for r in router.router.replicas if r.ready and any(e.begun for e in list(r.exchanges))]
                 assert not asked.done()
             servers[found[0].url].service.ready = found[0].ready = False
             servers[found[0].url].service.llm.abort_all(UnavailableError("it shuts down"))
