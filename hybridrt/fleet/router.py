@@ -28,7 +28,7 @@ from hybridrt.fleet.sender import RoutedRequest, Sender, nothing
 from hybridrt.fleet.short_answer import short_answer
 from hybridrt.server.core.bodies import SMALL, check_body
 from hybridrt.server.core.config import ServerConfig
-from hybridrt.server.core.guard import FLEET_PATH, Guard
+from hybridrt.server.core.guard import FLEET_PATH, OPEN_PATHS, Guard
 from hybridrt.server.core.metrics import CONTENT_TYPE
 from hybridrt.server.core.respond import while_connected
 from hybridrt.server.run import http_settings
@@ -208,7 +208,7 @@ class Router:
         # A path that leads up would be another one at the replica.
         if not path.startswith("/") or not {".", ".."}.isdisjoint(path.split("/")) or not own:
             raise APIError(404, "the router has no such path")
-        if path in ("/health", "/ping", "/ready", "/metrics", "/fleet/replicas"):
+        if path in (*OPEN_PATHS, "/metrics", "/fleet/replicas"):
             answer = await self._own(path, scope)
             await answer(scope, receive, send)
             return

@@ -26,7 +26,6 @@ from hybridrt.server.wire.errors import APIError, error_response
 
 OPEN_PATHS = ("/health", "/ping", "/ready")
 FLEET_PATH = "/fleet/"
-PROBES = ("/health", "/ping", "/ready")
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _SECONDS = re.compile(rb"\d{1,9}(\.\d{1,9})?")
 _SENT = "hybridrt.sent"
@@ -91,7 +90,7 @@ class Guard:
         finally:
             scope[RECORD].setdefault("status", answer.status)
             scope.pop(FAILURE, None)  # uvicorn keeps the scope until the next request
-            probed = scope["path"] in PROBES and answer.status == 200  # a router and Kubernetes ask each second
+            probed = scope["path"] in OPEN_PATHS and answer.status == 200  # a router and Kubernetes ask each second
             if self._config.access_log and not probed:
                 _write_line(scope, request_id, time.monotonic() - began)
 
