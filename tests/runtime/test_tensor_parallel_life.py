@@ -1,7 +1,6 @@
 """How tensor-parallel processes start, fail and end: nothing hangs, nothing stays, and a lost rank is named."""
 
 import gc
-import json
 import os
 import secrets
 import shutil
@@ -23,7 +22,7 @@ from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import CheckpointError, EngineError, PeerGoneError, RankError
 from hybridrt.base.interrupts import Interrupts
 from hybridrt.channel.control import TIMEOUT_S, TIMEOUT_VARIABLE
-from hybridrt.parallel import follower, rank_start, tensor_parallel
+from hybridrt.parallel import follower, tensor_parallel
 from hybridrt.parallel.rank_start import KEY_VARIABLE, start_ranks
 from hybridrt.parallel.ranks import LOST, Ranks
 from tests.support.checkpoints import CheckpointStore
@@ -119,46 +118,6 @@ def test_a_failed_rank_reports_its_reason() -> None:
         ranks.check_alive()
     ranks.close()
     assert statuses(ranks)[0] in (1, -signal.SIGKILL)  # rank 0 does not wait for its end
-
-
-FAULTY = """
-import json, os, sys
-from hybridrt.collectives.groups import Communicator
-from hybridrt.parallel import follower
-from hybridrt.parallel.rank_start import RankPlace
-
-step, number, given = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
-owner = {"communicator": RankPlace, "connect": Communicator}[step]
-setattr(owner, step, lambda *args: os.kill(os.getpid(), number))
-follower.main(**given)
-"""
-
-
-@pytest.mark.parametrize(
-    ("step", "number", "reason"),
-    [
-        ("communicator", signal.SIGKILL, "its process was killed by SIGKILL"),
-        pytest.param("communicator", signal.SIGSTOP, "it has sent no heartbeat for 2 seconds", marks=pytest.mark.slow),
-        pytest.param("connect", signal.SIGKILL, "its process was killed by SIGKILL", marks=pytest.mark.slow),
-        pytest.param("connect", signal.SIGSTOP, "it has sent no heartbeat for 2 seconds", marks=pytest.mark.slow),
-    ],
-)
-def test_a_rank_that_is_lost_while_ranks_find_each_other_is_named(
-    step: str, number: signal.Signals, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before collectives exist, and before the first one. Rank 0 used to wait for it for minutes."""
-    processes = list[subprocess.Popen[bytes]]()
-
-    def child(module: str, given: Any, environment: Any, **options: Any) -> Any:
-        command = [sys.executable, "-c", FAULTY, step, str(int(number)), json.dumps(given)]
-        processes.append(subprocess.Popen(command, **options))
-        return processes[-1]
-
-    monkeypatch.setattr(rank_start, "start_child", child)
-    monkeypatch.setenv(TIMEOUT_VARIABLE, "2")
-    with pytest.raises(RankError, match=f"tensor-parallel rank 1 was lost: {reason}"):
-        start_ranks(2, "cpu")
-    assert [process.returncode for process in processes] == [-signal.SIGKILL]
 
 
 def test_a_rank_starts_its_gpu_before_it_connects(monkeypatch: pytest.MonkeyPatch) -> None:
