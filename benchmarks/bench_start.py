@@ -78,8 +78,10 @@ def measure(model: str, options: dict[str, Any], spawned: float, profiled: bool 
     llm.generate([[5, 6, 7]], SamplingParams(max_tokens=1, temperature=0.0))
     clock.parts["first token"] = time.perf_counter() - start - built
     total = clock.parts.get("import triton", 0.0) + built + clock.parts["first token"]  # LLM() imports it, too
-    graphs = sum(len(g._replays) for g in llm.engine.executor.graphs.values())
-    prompts = llm.engine.executor.prompt_graphs
+    executor: Any = llm.engine.executor
+    runner = executor.runner if options.get("tp_size", 1) > 1 else executor
+    graphs = sum(len(g._replays) for g in runner.graphs.values())
+    prompts = runner.prompt_graphs
     graphs += len(prompts._graphs) if prompts else 0
     children = clock.results.get("waiting for the rest")
     if profiled:
@@ -95,11 +97,13 @@ def _watch(clock: Clock) -> dict[str, list[float]]:
     import torch
 
     import hybridrt.engine.api.llm as llm
+    import hybridrt.parallel.tensor_parallel as split
     import hybridrt.runtime.precompile.compile_ahead as compile_ahead
     import hybridrt.runtime.run.model_runner as runner
     from hybridrt.runtime.load.build import Runtime
 
     for module, name, part in (
+        (split, "check_split", "check of the split"), (split, "start_ranks", "the other ranks' start"),
         (runner, "load_target", "configuration"), (runner, "plan_ahead", "configuration"),
         (torch.cuda, "_lazy_init", "CUDA's start"),
         (torch.cuda, "mem_get_info", "CUDA's context"), (runner, "empty_model", "model without weights"),

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -83,6 +84,13 @@ class CausalLM(nn.Module, ABC):
     @abstractmethod
     def layer(self, layer_id: int, name: str) -> Sequence[ResidualPart]:
         """The parts of a layer of the model or its prediction head. Piece names begin with `name`."""
+
+    def build_of(self, layer_id: int) -> Build:
+        """What a layer's experts are built for. Replicas step together, and a prediction head drafts between steps:
+        they do not share its experts."""
+        if layer_id < len(self.config.layers):
+            return self.build
+        return replace(self.build, tp=replace(self.build.tp, replicas=None))
 
     def make_stack(self, layer_ids: Iterable[int]) -> ResidualStack:
         layers = {f"layers.{i}": self.layer(i, f"layers.{i}") for i in layer_ids}

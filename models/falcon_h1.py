@@ -114,7 +114,7 @@ class ParallelMixer(nn.Module):
         )
         # dt is last: its few rows would move the others off the blocks in which a weight may be quantised.
         parts = qkv_segments(attention, tp, hf.attention_bias) + mamba2_segments(mamba, tp, hf.mamba_proj_bias)
-        self.in_proj = ColumnLinear(f"{name}.in_proj", hidden, parts, build=build)
+        self.in_proj = ColumnLinear(f"{name}.in_proj", hidden, parts, build=build, aligned=True)
         outputs = [
             Segment("attn", attention.num_heads * attention.head_dim, bias=hf.attention_bias),
             Segment("ssm", mamba.intermediate_size, bias=hf.projectors_bias),

@@ -165,7 +165,7 @@ class KimiLinearForCausalLM(CausalLM):
 
     def _moe(self, name: str, layer_id: int) -> MoE:
         """Adds the shared expert as one more, or separately if its limit differs."""
-        hf, hidden, build = self.config.hf, self.config.hidden_size, self.build
+        hf, hidden, build = self.config.hf, self.config.hidden_size, self.build_of(layer_id)
         size, (limit, shared_limit) = hf.moe_intermediate_size, self.limits(layer_id)
         shared_size = size * hf.n_shared_experts
         alike = limit == shared_limit

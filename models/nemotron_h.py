@@ -156,7 +156,7 @@ class NemotronHForCausalLM(CausalLM):
 
     def _moe(self, name: str, layer_id: int) -> MoE:
         """Builds squared-ReLU experts, maybe in a smaller latent space, and a shared one."""
-        hf, hidden, build = self.config.hf, self.config.hidden_size, self.build
+        hf, hidden, build = self.config.hf, self.config.hidden_size, self.build_of(layer_id)
         count, top_k = self.size_of("n_routed_experts", layer_id), self.size_of("num_experts_per_tok", layer_id)
         router = SigmoidGroupRouter(
             f"{name}.router", hidden, count, top_k=top_k, n_group=hf.n_group,

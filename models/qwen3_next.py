@@ -26,7 +26,7 @@ from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.layers.attention import Attention
 from hybridrt.layers.linear import MLP
 from hybridrt.layers.moe import Experts, MoE, SoftmaxRouter
-from hybridrt.layers.norm import ResidualPart
+from hybridrt.layers.norm import LayerPart, ResidualPart
 from hybridrt.layers.weights import CheckpointMap
 from hybridrt.models.base import CausalLM, MTPHead
 from hybridrt.models.config.family import (
@@ -123,17 +123,19 @@ class Qwen3NextForCausalLM(CausalLM):
                 build=build,
             )  # fmt: skip
             mixer = ResidualPart("input_layernorm", "linear_attn", gdn)
-        experts = spec.ffn == "moe"
-        ffn = self._moe(f"{name}.moe") if experts else MLP(f"{name}.mlp", hidden, hf.intermediate_size, build=build)
+        if spec.ffn == "moe":
+            ffn: LayerPart = self._moe(f"{name}.moe", layer_id)
+        else:
+            ffn = MLP(f"{name}.mlp", hidden, hf.intermediate_size, build=build)
         return [mixer, ResidualPart("post_attention_layernorm", "mlp", ffn)]
 
     def renormalizes(self) -> bool:
         """Whether a token's expert weights are scaled to sum to 1."""
         return bool(self.config.hf.norm_topk_prob)
 
-    def _moe(self, name: str) -> MoE:
+    def _moe(self, name: str, layer_id: int) -> MoE:
         """Stores the shared expert, which has a sigmoid gate, as one more."""
-        hf, hidden, build = self.config.hf, self.config.hidden_size, self.build
+        hf, hidden, build = self.config.hf, self.config.hidden_size, self.build_of(layer_id)
         experts = Experts(
             f"{name}.experts", hf.num_experts, hidden, hf.moe_intermediate_size, activation="silu",
             shared_size=hf.shared_expert_intermediate_size, build=build,

@@ -19,11 +19,9 @@ class DraftMethodBase:
 
     Attributes:
         takes_model: the method needs SpeculativeConfig.draft_model; other methods refuse it.
-        has_head: the checkpoint's own layers draft between steps.
     """
 
     takes_model = False
-    has_head = False
 
 
 DRAFTERS = Plugins("hybridrt.drafters", BUILT_IN, "method", DraftMethodBase, ConfigError)

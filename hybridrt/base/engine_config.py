@@ -254,12 +254,6 @@ class EngineConfig:
         for name, none in (("transfer_bytes", 0), ("request_log", None)):
             if self.dp_size > 1 and getattr(self, name) != none:
                 raise ConfigError(f"{name} belongs to one engine, and dp_size is {self.dp_size}: leave one of them out")
-        drafts = self.speculative
-        if self.expert_parallel and self.dp_size > 1 and drafts is not None and load_method(drafts.method).has_head:
-            raise ConfigError(
-                "replicas that share experts step together, and a prediction head drafts between steps: leave out "
-                f'speculative method "{drafts.method}" or expert_parallel'
-            )
 
     def _check_rounding(self) -> None:
         dtype, rounding = self.mamba_ssm_dtype, self.mamba_ssm_rounding

@@ -187,11 +187,11 @@ def _num_parameters(config: "EngineConfig", target: "RunTarget") -> int:
     import torch
 
     from hybridrt.collectives.groups import TPGroup
+    from hybridrt.layers.linear import parameter_count
     from hybridrt.runtime.load.build import empty_model
 
     plain = replace(target, tp=TPGroup(), model_config=replace(target.model_config, quant=None))
-    whole = empty_model(config, plain, torch.device("meta"))
-    return sum(p.numel() for p in whole.parameters())
+    return parameter_count(empty_model(config, plain, torch.device("meta")))
 
 
 def _bytes_by_dtype(model: Any) -> dict[str, int]:

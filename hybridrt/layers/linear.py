@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from hybridrt.layers.norm import RMSNorm
 
 SKINNY_ON = ("cuda",)
+ALIGNED = 8  # numbers: 16 bytes of bfloat16, which fast products of cuBLAS and loads of 16 bytes need
 
 
 class DenseExperts(ExpertsMethod):
@@ -312,22 +313,32 @@ class _SegmentedLinear(nn.Module):
     Args:
         name: prefix of piece names, unique in the model.
         width: size of the other dimension.
+        aligned: adds rows of zeros to a dense weight, so that there is a multiple of ALIGNED.
     """
 
     dim: ClassVar[int]
 
-    def __init__(self, name: str, segments: Sequence[Segment], width: int, *, build: Build) -> None:
+    def __init__(
+        self, name: str, segments: Sequence[Segment], width: int, *, build: Build, aligned: bool = False
+    ) -> None:
         super().__init__()
         self.name, self.tp = name, build.tp
         self.segments = {s.name: s for s in segments}
         self.sizes = [s.local(build.tp) for s in segments]
         starts = [sum(self.sizes[:i]) for i in range(len(segments))]
         self.spans = dict(zip(self.segments, zip(starts, self.sizes)))
-        self.method = make_linear(build, name, dict(zip(self.segments, self.sizes)), width, self.dim)
+        dense = all(build.scheme(f"{name}.{segment}") == PLAIN for segment in self.segments)
+        self.padding = -sum(self.sizes) % ALIGNED if aligned and dense else 0
+        *others, last = self.sizes
+        rows = dict(zip(self.segments, [*others, last + self.padding]))
+        self.method = make_linear(build, name, rows, width, self.dim)
         register(self, self.method)
+        if self.padding:
+            for param in self.method.parameters().values():
+                param.data[-self.padding :].zero_()
         self.bias: nn.Parameter | None = None
         if any(s.bias for s in segments):
-            outputs = width if self.dim else sum(self.sizes)
+            outputs = width if self.dim else sum(self.sizes) + self.padding
             self.bias = parameter(outputs, dtype=build.dtype, device=build.device, dummy="zeros")
             self.bias.data.zero_()
 
@@ -343,29 +354,47 @@ class _SegmentedLinear(nn.Module):
         return Part(f"{self.name}.{name}", self.dim, *self.spans[name], select, total, scale)
 
 
+def parameter_count(model: nn.Module) -> int:
+    """Numbers in a model's parameters, without the padding of its projections."""
+    projections = [m for m in model.modules() if isinstance(m, _SegmentedLinear) and m.padding]
+    padding = sum(m.padding * p[0].numel() for m in projections for p in m.parameters())
+    return sum(p.numel() for p in model.parameters()) - padding
+
+
 class ColumnLinear(_SegmentedLinear):
     """y = x W^T + b with a sharded output: x [T, in], y [T, sum of local segments]. Segments
-    without a bias get zeros."""
+    without a bias get zeros.
+
+    Args:
+        aligned: a row of y begins a multiple of ALIGNED numbers after the one before, for fast products and
+            loads. For segments with one row for each head, of which a rank may have any number.
+    """
 
     dim = 0
 
-    def __init__(self, name: str, in_features: int, segments: Sequence[Segment], *, build: Build) -> None:
-        super().__init__(name, segments, in_features, build=build)
+    def __init__(
+        self, name: str, in_features: int, segments: Sequence[Segment], *, build: Build, aligned: bool = False
+    ) -> None:
+        super().__init__(name, segments, in_features, build=build, aligned=aligned)
 
     def forward(self, x: torch.Tensor, activation: Activation | None = None) -> torch.Tensor:
-        return self.method.apply(x, self.bias, activation)
+        return self._unpadded(self.method.apply(x, self.bias, activation))
 
     def normed(self, norm: "RMSNorm", x: Hidden, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + residual) W^T + b, x + residual), without a residual as in `norm`."""
         if not isinstance(x, Arriving):
-            return self.method.apply_normed(norm, x, residual, self.bias)
-        y, totals, first = x.new_empty(sum(self.sizes)), list[torch.Tensor](), 0
+            y, residual = self.method.apply_normed(norm, x, residual, self.bias)
+            return self._unpadded(y), residual
+        y, totals, first = x.new_empty(sum(self.sizes) + self.padding), list[torch.Tensor](), 0
         for piece, rows in x.with_rows(residual):
             h, total = norm(piece, rows)
             self.method.apply_into(y[first : first + len(h)], h, self.bias)
             totals.append(total)
             first += len(h)
-        return y, stacked(totals)
+        return self._unpadded(y), stacked(totals)
+
+    def _unpadded(self, y: torch.Tensor) -> torch.Tensor:
+        return y[:, : -self.padding] if self.padding else y
 
     def targets(
         self,

@@ -21,7 +21,7 @@ from hybridrt.channel.control import BEATS, Link, rank_timeout
 from hybridrt.collectives.groups import Communicator, TPGroup
 from hybridrt.parallel.expert_ranks import ExpertPlace
 from hybridrt.parallel.messages import RankBeat, RankFailed, decode
-from hybridrt.parallel.rank_start import RankPlace, find_place, rank_device
+from hybridrt.parallel.rank_start import RankPlace, find_place, rank_device, start_gpu
 from hybridrt.parallel.ranks import LOST
 from hybridrt.parallel.tasks import DropTask, MaskTask
 from hybridrt.runtime.load.start_kernels import StartAhead
@@ -70,6 +70,7 @@ def serve(place: RankPlace, rank: int, size: int, device: torch.device, ahead: S
 
     A rank that fails reports why, unless the cause is the loss of another rank.
     """
+    start_gpu(device)
     leader = Leader(place.join(rank), place.directory)
     try:
         comm = place.communicator(rank, size, device)

@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from hybridrt.base.child_process import ending_of, start_child
+from hybridrt.base.device import synchronize, use_gpu
 from hybridrt.base.errors import PeerGoneError, RankError
 from hybridrt.base.version import __version__
 from hybridrt.channel.auth import check_key
@@ -114,6 +115,14 @@ def rank_device(kind: str, local_rank: int) -> torch.device:
     return torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
 
 
+def start_gpu(device: torch.device) -> None:
+    """Starts CUDA for a rank, before rank 0 waits for its heartbeats: the driver takes seconds, and keeps
+    Python's lock."""
+    if device.type == "cuda":
+        use_gpu(device)
+        synchronize(device)  # makes the context
+
+
 def torchrun_place(world: World) -> RankPlace:
     """The place that rank 0 of torchrun's processes has made.
 
@@ -158,10 +167,10 @@ def _lead(
     processes: Sequence["subprocess.Popen[bytes]"] = (),
 ) -> Ranks:  # fmt: skip
     """Waits until all have connected."""
+    start_gpu(device)  # while the others start
     links = accept_links(listener, size, processes)
-    ranks = Ranks(place.communicator(0, size, device), links, processes, place.directory, timeout)
-    with ranks.together():
-        ranks.comm.connect()
+    ranks = Ranks(links, processes, place.directory, timeout)
+    ranks.meet(partial(place.communicator, 0, size, device))
     return ranks
 
 

@@ -1,17 +1,18 @@
 """Rank 0's view of the other ranks: sends them tasks, watches them and ends them."""
 
 import os
+import queue
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from hybridrt.base.child_process import ending_of
 from hybridrt.base.errors import ConfigError, HybridrtError, PeerGoneError, RankError
 from hybridrt.channel.codec import unpack
 from hybridrt.channel.control import LOADING_S, TIMEOUT_S, Link, disown_in_child
-from hybridrt.collectives.groups import Communicator
+from hybridrt.collectives.groups import CHECK, Communicator
 from hybridrt.parallel.messages import FromRank, RankFailed, encode
 from hybridrt.parallel.torchrun import master_host
 
@@ -37,22 +38,58 @@ class Ranks:
 
     def __init__(
         self,
-        comm: Communicator,
         links: Sequence[Link],
         processes: Sequence["subprocess.Popen[bytes]"] = (),
         directory: str | None = None,
         timeout: float = TIMEOUT_S,
     ) -> None:
-        self.comm = comm
+        self._comm: Communicator | None = None
         self._links, self._processes, self._directory = links, processes, directory
         self._timeout, self._pid = timeout, os.getpid()
         self._error: RankError | None = None
         self._lock, self._named = threading.Lock(), threading.Event()
         self._serving = self._leaving = self.loading = False
-        comm.check_ranks = self.check_alive
         disown_in_child(self)
         for rank, link in enumerate(links, 1):
             threading.Thread(target=self._read_messages, args=(rank, link), daemon=True).start()
+
+    def meet(self, communicator: Callable[[], Communicator]) -> None:
+        """Makes this rank's communicator, while the others make theirs, and opens its connections.
+
+        In a thread, because these calls of torch wait for minutes for a rank that is gone.
+
+        Raises:
+            RankError: a rank was lost.
+        """
+        done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+        def meet() -> None:
+            try:
+                self._comm = comm = communicator()
+                self.check_alive()  # whoever finds a lost rank from here on aborts comm
+                comm.check_ranks = self.check_alive
+                comm.connect()
+                done.put(None)
+            except BaseException as e:
+                done.put(e)
+
+        with self.together():
+            threading.Thread(target=meet, daemon=True).start()
+            while True:
+                self.check_alive()
+                try:
+                    error = done.get(timeout=CHECK.total_seconds())
+                    break
+                except queue.Empty:
+                    continue
+            if error is not None:
+                raise error
+
+    @property
+    def comm(self) -> Communicator:
+        """This rank's, once they have met."""
+        assert self._comm is not None, "the ranks have not met"
+        return self._comm
 
     @property
     def host(self) -> str:
@@ -175,9 +212,10 @@ class Ranks:
             self._error = RankError(_LOST.format(rank, reason))
         self._named.set()
         self._end_processes(0.0)
-        self.comm.abort()
-        if not self._processes:
-            self.comm.disown()  # this rank may never leave a collective
+        if self._comm is not None:
+            self._comm.abort()
+            if not self._processes:
+                self._comm.disown()  # this rank may never leave a collective
 
     def _end_processes(self, grace_s: float) -> None:
         for process in self._processes:

@@ -86,7 +86,7 @@ class GDNMixer(nn.Module):
         device = build.device
         parts = [Segment("q", qk), Segment("k", qk), Segment("v", v), Segment("z", v)]
         parts += [Segment("b", config.num_v_heads), Segment("a", config.num_v_heads)]
-        self.in_proj = ColumnLinear(f"{name}.in_proj", hidden_size, parts, build=build)
+        self.in_proj = ColumnLinear(f"{name}.in_proj", hidden_size, parts, build=build, aligned=True)
         self.out_proj = RowLinear(f"{name}.out_proj", [Segment("x", v)], hidden_size, build=build)
         self.conv_weight = parameter(self.shape.conv_dim, config.conv_kernel, dtype=build.dtype, device=device)
         if len(keys.convs) > 1:  # each adds its part

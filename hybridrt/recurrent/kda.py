@@ -34,7 +34,7 @@ class KDAMixer(nn.Module):
         parts = [Segment(part, total) for part in "qkv"]
         parts += [Segment(part, total) if rank is None else Segment(f"{part}_a", rank, 1) for part in "fg"]
         parts.append(Segment("b", config.num_heads))
-        self.in_proj = ColumnLinear(f"{name}.in_proj", hidden_size, parts, build=build)
+        self.in_proj = ColumnLinear(f"{name}.in_proj", hidden_size, parts, build=build, aligned=True)
         self.gate_projs = None
         if rank is not None:
             gates = [Segment(part, total) for part in ("f_b", "g_b")]

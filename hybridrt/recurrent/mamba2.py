@@ -144,7 +144,7 @@ class Mamba2Block(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.out_scale, parts = out_scale, mamba2_segments(config, build.tp, bias)
-        self.in_proj = ColumnLinear(f"{name}.in_proj", hidden_size, parts, build=build)
+        self.in_proj = ColumnLinear(f"{name}.in_proj", hidden_size, parts, build=build, aligned=True)
         self.mixer = Mamba2Mixer(name, config, layer_id, conv_bias=conv_bias, gated_norm=gated_norm, build=build)
         output = [Segment("x", config.intermediate_size, bias=bias)]
         self.out_proj = RowLinear(f"{name}.out_proj", output, hidden_size, build=build)

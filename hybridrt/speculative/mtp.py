@@ -50,8 +50,6 @@ def _row(request: DraftRequest) -> DraftRow:
 
 
 class MTPMethod(DraftMethod):
-    has_head = True
-
     def attach(self, model: CausalLM) -> None:
         model.attach_mtp(make_mtp_head(model))
 

@@ -21,6 +21,7 @@ from hybridrt.cli.inspect import describe_model
 from hybridrt.cli.tables import bytes_text, count_text, ranges_text
 from hybridrt.kernels.core import providers
 from hybridrt.kinds.registry import can_replay
+from hybridrt.layers.linear import parameter_count
 from hybridrt.models.config.read_config import read_model_config
 from hybridrt.runtime.load import build, fit
 from hybridrt.runtime.run.model_runner import ModelRunner
@@ -90,7 +91,7 @@ def test_report_is_what_a_runner_allocates(model: tuple[Path, str], options: dic
     report, runner = describe_model(config), ModelRunner(config)
     assert report.weight_bytes == build.weight_bytes(runner.model)
     assert report.kv_dtype == ("float8_e4m3fn" if "kv_cache_dtype" in options else "float32")
-    assert report.num_parameters == sum(p.numel() for p in runner.model.parameters())
+    assert report.num_parameters == parameter_count(runner.model)
     kv, mamba = runner.pools.kv, runner.pools.req_to_token.mamba_pool
     assert report.kv_bytes_per_token == sum(layer.kv_bytes_per_token for layer in report.layers)
     assert mamba is not None

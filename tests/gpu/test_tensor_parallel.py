@@ -16,6 +16,7 @@ from hybridrt.parallel.tensor_parallel import TensorParallelExecutor
 from tests.gpu.rig import GPU, GpuSession
 from tests.models.test_models_parity import requests
 from tests.support.checkpoints import SPLIT, CheckpointStore
+from tests.support.rank_soak import soak_processes
 from tests.support.session import check_sample, greedy
 from tests.support.ties import check_greedy
 
@@ -48,6 +49,17 @@ def test_sums_next_to_products(checkpoints: CheckpointStore, monkeypatch: pytest
     with LLM(str(checkpoint.path), device="cuda", dtype="float32", tp_size=2, max_model_len=160) as llm:
         for output in llm.generate([[5 + i % 90 for i in range(n)] for n in (64, 70, 129)], greedy(16)):
             check_greedy(output.token_ids, checkpoint.logits(output.prompt_token_ids, output.token_ids), "pieces")
+
+
+@pytest.mark.parametrize("name", ["falcon-split", "qwen-split"])
+def test_random_schedules(name: str, checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of mixed steps, whose sums run next to products from eight tokens on, and of decode steps in graphs."""
+    monkeypatch.setenv("HYBRIDRT_OVERLAP_FROM", "8")
+    ranks = start_ranks(2, "cuda")
+    try:
+        assert soak_processes(name, 300, ranks, checkpoints, device="cuda")["finished"] > 0
+    finally:
+        ranks.close()
 
 
 @pytest.mark.parametrize("graphs", [True, False])

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from hybridrt import SpeculativeConfig
+from hybridrt.parallel.rank_start import start_ranks
 from tests.support.checkpoints import CheckpointStore
-from tests.support.rank_soak import soak_ranks, soak_replicas
+from tests.support.rank_soak import soak_processes, soak_ranks, soak_replicas
 
 DRAFTS = SpeculativeConfig(num_draft_tokens=3, state_mode="replay")
 RANKS: list[tuple[str, dict[str, Any]]] = [
@@ -24,6 +25,16 @@ REPLICAS: list[tuple[str, dict[str, Any]]] = [("qwen-split", {}), ("nemotron-spl
 def test_ranks_for_a_while(run: int, checkpoints: CheckpointStore) -> None:
     name, options = RANKS[run]
     assert soak_ranks(name, 30, checkpoints, tp_size=2, **options)["finished"] > 0
+
+
+@pytest.mark.slow
+def test_processes_for_a_while(checkpoints: CheckpointStore) -> None:
+    name, options = RANKS[0]
+    ranks = start_ranks(2, "cpu")
+    try:
+        assert soak_processes(name, 30, ranks, checkpoints, device="cpu", **options)["finished"] > 0
+    finally:
+        ranks.close()
 
 
 @pytest.mark.slow

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridrt import LLM
-from hybridrt.base.engine_config import SpeculativeConfig
+from hybridrt import LLM, SamplingParams
+from hybridrt.base.engine_config import EngineConfig, SpeculativeConfig
 from hybridrt.base.errors import ConfigError, EngineError
 from hybridrt.channel.control import TIMEOUT_VARIABLE
 from hybridrt.collectives.groups import Communicator, TPGroup
@@ -30,11 +30,15 @@ from hybridrt.runtime.load.fit import pool_budget
 from hybridrt.runtime.replay.graph_runner import GraphRunner
 from hybridrt.runtime.run.model_runner import ModelRunner
 from hybridrt.runtime.step.plan import NO_INTEGERS
+from hybridrt.speculative.method import make_drafter
 from tests.models.test_models_parity import requests
 from tests.runtime.test_expert_parallel import FAMILIES, SIX
+from tests.runtime.test_tensor_parallel import outputs
 from tests.support.checkpoints import CheckpointStore, Make, falcon, qwen, write
 from tests.support.levels import sweep
+from tests.support.mtp_oracle import HEADS, write_with_head
 from tests.support.online import MODELS
+from tests.support.samples import Sample
 from tests.support.session import Session, greedy, spoil
 from tests.support.tiny import write_tiny
 
@@ -196,6 +200,39 @@ def test_codes_of_replicas(tmp_path: Path) -> None:
         assert torch.equal(runner.last_tokens, session.runner.last_tokens)
 
 
+@pytest.mark.parametrize("name", sweep(["qwen", "nemotron-latent_groups", "ling"], 3))
+def test_each_replica_has_the_experts_of_its_prediction_head(name: str, tmp_path: Path) -> None:
+    """It drafts between the steps in which replicas meet. Its drafts are those of one engine: as many stay, of as
+    many."""
+    write_with_head(HEADS[name], tmp_path)
+    config = EngineConfig(
+        str(tmp_path), device="cpu", dtype="float32", max_model_len=128, max_running_requests=4,
+        speculative=SpeculativeConfig("mtp", num_draft_tokens=3),
+    )  # fmt: skip
+    params, store = [greedy(16, seed=0), SamplingParams(max_tokens=9, seed=1)], dist.HashStore()
+
+    def run(replica: int) -> list[Sample]:
+        group = TPGroup(replica, 2, Communicator(store, replica, 2, CPU))
+        shared = replace(config, dp_size=2, expert_parallel=True)
+        runner = ModelRunner(shared, tp=TPGroup(replicas=group))
+        assert runner.model.mtp is not None
+        of_head, of_model = experts_of(runner.model.mtp), experts_of(runner.model.stack)
+        assert of_head and all(each.held == each.num_experts for each in of_head)
+        assert all(2 * each.held == each.num_experts for each in of_model)
+        found = outputs(runner, params[: 1 + replica], make_drafter(runner))
+        while runner.join():
+            pass
+        assert len(runner.expert_loads.read()) == len(of_model)
+        return found
+
+    runner = ModelRunner(config)
+    alone = outputs(runner, params, make_drafter(runner))
+    for together in in_threads(2, run):
+        for ours, theirs in zip(together, alone):
+            assert ours.token_ids == theirs.token_ids
+            assert (ours.metrics.proposed, ours.metrics.accepted) == (theirs.metrics.proposed, theirs.metrics.accepted)
+
+
 @pytest.mark.parametrize(
     ("make", "options", "text"),
     [
@@ -205,7 +242,6 @@ def test_codes_of_replicas(tmp_path: Path) -> None:
             {"tp_size": 2},
             "6 experts cannot be cut into 4 equal shards for tp_size=2 and dp_size=2",
         ),
-        (qwen(), {"speculative": SpeculativeConfig("mtp")}, "a prediction head drafts between steps"),
     ],
 )
 def test_what_cannot_be_shared_starts_nothing(

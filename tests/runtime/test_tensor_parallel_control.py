@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -303,8 +302,7 @@ def test_a_large_message_arrives_while_the_sender_does_something_else(links: tup
 
 
 def leader(link: Link, timeout: float = 30) -> Ranks:
-    nothing: Any = SimpleNamespace(abort=lambda: None, disown=lambda: None)
-    return Ranks(nothing, [link], timeout=timeout)
+    return Ranks([link], timeout=timeout)
 
 
 def wait_for_loss(ranks: Ranks) -> str:

@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from hybridrt import LLM
 from hybridrt.base.engine_config import EngineConfig
-from hybridrt.base.errors import CheckpointError, EngineError, RankError
+from hybridrt.base.errors import CheckpointError, EngineError, PeerGoneError, RankError
 from hybridrt.base.interrupts import Interrupts
 from hybridrt.channel.control import TIMEOUT_S, TIMEOUT_VARIABLE
-from hybridrt.parallel import tensor_parallel
+from hybridrt.parallel import follower, tensor_parallel
 from hybridrt.parallel.rank_start import KEY_VARIABLE, start_ranks
 from hybridrt.parallel.ranks import LOST, Ranks
 from tests.support.checkpoints import CheckpointStore
@@ -117,6 +118,24 @@ def test_a_failed_rank_reports_its_reason() -> None:
         ranks.check_alive()
     ranks.close()
     assert statuses(ranks)[0] in (1, -signal.SIGKILL)  # rank 0 does not wait for its end
+
+
+def test_a_rank_starts_its_gpu_before_it_connects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sends no heartbeats meanwhile, and rank 0 waits for them from then on."""
+    order = list[str]()
+
+    class Place:
+        directory = None
+
+        def join(self, rank: int) -> Any:
+            order.append("joined")
+            raise PeerGoneError("rank 0 is gone")
+
+    monkeypatch.setattr(follower, "start_gpu", lambda device: order.append(f"started {device}"))
+    place: Any = Place()
+    with pytest.raises(PeerGoneError):
+        follower.serve(place, 1, 2, torch.device("cuda", 1), None)
+    assert order == ["started cuda:1", "joined"]
 
 
 @pytest.mark.slow

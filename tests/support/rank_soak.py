@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from hybridrt.base.engine_config import EngineConfig
 from hybridrt.collectives.groups import Communicator, TPGroup
+from hybridrt.parallel.ranks import Ranks
+from hybridrt.parallel.tensor_parallel import TensorParallelExecutor
 from hybridrt.runtime.run.launched_step import LaunchedStep
 from hybridrt.runtime.run.model_runner import ModelRunner
 from hybridrt.runtime.step.plan import StepPlan
@@ -64,6 +66,22 @@ class RankSoak(Soak):
             assert torch.equal(runner.last_tokens, self.runner.last_tokens)
 
 
+class ProcessSoak(Soak):
+    """Over `ranks`, which are processes."""
+
+    def __init__(self, path: Path, seed: int, ranks: Ranks, **changes: Any) -> None:
+        self.ranks = ranks
+        super().__init__(path, seed, tp_size=ranks.comm.size, **changes)
+
+    def load(self, config: EngineConfig, budget_bytes: int) -> ModelRunner:
+        self.split = TensorParallelExecutor(config, ranks=self.ranks)
+        return self.split.runner
+
+    def leave(self) -> None:
+        assert self.split is not None
+        self.split.close()
+
+
 class ReplicaSoak(Soak):
     """One of two replicas that share experts."""
 
@@ -93,6 +111,13 @@ class ReplicaSoak(Soak):
         if joins:
             self.runner.join()
         return bool(self.replicas.minimum(int(self._done)))
+
+
+def soak_processes(name: str, steps: int, ranks: Ranks, checkpoints: CheckpointStore, **options: Any) -> dict[str, int]:
+    soak = ProcessSoak(checkpoints[name].path, 3, ranks, **options)
+    soak.run(steps)
+    soak.leave()
+    return _checked(soak, name, checkpoints)
 
 
 def soak_ranks(name: str, steps: int, checkpoints: CheckpointStore, **options: Any) -> dict[str, int]:

@@ -10,6 +10,7 @@ import torch
 from hybridrt import SamplingParams, SpeculativeConfig
 from hybridrt.base.engine_config import EngineConfig
 from hybridrt.engine.core.engine import Engine
+from hybridrt.parallel.tensor_parallel import TensorParallelExecutor
 from hybridrt.runtime.run.model_runner import ModelRunner
 from tests.support.checkpoints import VOCAB, CheckpointStore
 from tests.support.samples import Sample, Samples
@@ -34,6 +35,8 @@ class Soak:
     Requests come and go at random: bursts of arrivals, aborts, samples in groups, stops, every kind of draw.
     """
 
+    split: TensorParallelExecutor | None = None
+
     def __init__(self, path: Path, seed: int, **changes: Any) -> None:
         fields: dict[str, Any] = {
             "dtype": "float32",
@@ -42,7 +45,7 @@ class Soak:
         } | changes
         config = EngineConfig(str(path), chunked_prefill_size=CHUNK, page_size=4, **fields)
         self.runner = self.load(config, budget(path, rows=5, pages=40, page_size=4, **fields))
-        self.engine = Engine.from_config(config, self.runner, overlap=config.overlap)
+        self.engine = Engine.from_config(config, self.runner, split=self.split, overlap=config.overlap)
         self.coordinator = self.engine._coordinator
         self.random = random.Random(seed)
         self.running: dict[str, tuple[list[int], SamplingParams, int]] = {}  # and how many samples still run

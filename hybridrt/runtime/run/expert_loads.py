@@ -12,8 +12,9 @@ class ExpertLoads:
     """Every rank counts the tokens of all ranks of its replica, so one rank's counts say all."""
 
     def __init__(self, model: CausalLM) -> None:
-        self._shares = [experts.share for experts in experts_of(model) if experts.share is not None]
         replicas = model.tp.replicas
+        found = [each for each in experts_of(model) if replicas is None or each.exchange is not None]
+        self._shares = [experts.share for experts in found if experts.share is not None]
         self._side = SideStream(model.device)
         self._ranks = model.tp.size * (1 if replicas is None else replicas.size)
         for load in self._loads():
