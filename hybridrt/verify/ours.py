@@ -123,8 +123,8 @@ def compare_with_theirs(
         result.fail(f"{what}: log-probabilities differ from transformers' by {max(found):.3g}, first at token {where}")
     for step, (a, b) in enumerate(zip(ours.tokens, theirs.tokens)):
         exact = theirs.steps[step]
-        least = float(_least(exact))
-        found += [_difference(score, exact[t]) for t, score in ours.likely[step].items() if float(exact[t]) > least]
+        threshold = float(_least(exact))
+        found += [_difference(score, exact[t]) for t, score in ours.likely[step].items() if float(exact[t]) > threshold]
         if a != b:
             margin = float(exact[b] - exact[a])
             if margin > limits[1]:
