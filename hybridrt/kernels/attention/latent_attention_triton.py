@@ -13,6 +13,7 @@ from hybridrt.kernels.attention import prefill_attention_triton as prefill
 from hybridrt.kernels.attention.kv_codes_triton import as_stored, inverse_scale
 from hybridrt.kernels.attention.latent_attention import from_latent, into_latent
 from hybridrt.kernels.attention.prefill_attention_triton import KeySources, described, width_of
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import AttentionPrompts, LatentWeights, PagedKV
 
@@ -46,7 +47,7 @@ def _turn(  # type: ignore[no-untyped-def]
     tl.store(out[:, None] + HALF + i, as_stored(second, inverse, out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit_kernel
 def _write_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, weight_ptr, positions_ptr, cos_sin_ptr, cache_ptr, slots_ptr, eps, inverse, q_st, q_sh, k_st,
     H: tl.constexpr, NOPE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, HALF: tl.constexpr,
@@ -100,7 +101,7 @@ def write_latent_triton(
     return q
 
 
-@triton.jit
+@jit_kernel
 def _heads_kernel(  # type: ignore[no-untyped-def]
     x_ptr, w_ptr, out_ptr, x_st, x_sh, out_st, out_sh,
     K: tl.constexpr, N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,

@@ -22,6 +22,7 @@ from torch import Tensor
 from hybridrt.base.device import multiprocessors, shared_memory
 from hybridrt.base.errors import ConfigError
 from hybridrt.kernels.attention.kv_codes_triton import as_stored, for_products, inverse_scale
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.launch import (
     LARGE_SHARED_MEMORY,
     arrival_counters,
@@ -66,7 +67,7 @@ def _depth(sees, node, node_mask, sees_st, T: tl.constexpr, BLOCK_T: tl.constexp
     return tl.sum((seen != 0).to(tl.int32), 1) - 1
 
 
-@triton.jit
+@jit_kernel
 def _decode_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, table_ptr, rows_ptr, seq_lens_ptr, sees_ptr, drafts_ptr, out_ptr, partial_ptr, lse_ptr,
     arrivals_ptr, sinks_ptr, q_sb, q_st, q_sh, table_sr, sees_sb, sees_st, out_st, scale_log2,
@@ -207,7 +208,7 @@ def _join(  # type: ignore[no-untyped-def]
     return acc / tl.where(total == 0, 1.0, total)[:, None]
 
 
-@triton.jit
+@jit_kernel
 def _combine_kernel(  # type: ignore[no-untyped-def]
     partial_ptr, lse_ptr, seq_lens_ptr, out_ptr, out_st,
     T: tl.constexpr, HQ: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
@@ -421,7 +422,7 @@ def _make(joined: int, **tile: int) -> tuple[bool, dict[str, int]]:
 DECODES = LaunchChoice("attention_decode", Decode, _built_in, _candidates, _make)
 
 
-@triton.jit
+@jit_kernel
 def _write_kv_kernel(  # type: ignore[no-untyped-def]
     k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr, k_inverse, v_inverse, k_st, k_sh, v_st, v_sh,
     HKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,

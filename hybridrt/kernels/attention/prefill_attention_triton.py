@@ -22,6 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hybridrt.base.device import multiprocessors, shared_memory
 from hybridrt.kernels.attention.kv_codes_triton import for_products
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.launch import LARGE_SHARED_MEMORY, dot_precision
 from hybridrt.kernels.core.records import AttentionPrompts, PagedKV
 
@@ -55,7 +56,7 @@ def _gathered_before(starts_ptr, seq_lens_ptr, b, WINDOW: tl.constexpr, BLOCK_N:
 
 
 # Their alignment depends on the number of decode rows before them.
-@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "seq_lens_ptr"])
+@jit_kernel(do_not_specialize_on_alignment=["rows_ptr", "seq_lens_ptr"])
 def _gather_kernel(  # type: ignore[no-untyped-def]
     k_cache_ptr, v_cache_ptr, table_ptr, rows_ptr, starts_ptr, seq_lens_ptr, k_ptr, v_ptr, table_sr, total,
     HKV: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WINDOW: tl.constexpr,
@@ -112,7 +113,7 @@ def _softmax_step(scores, row_max, row_sum, scale_log2):  # type: ignore[no-unty
     return weights, rescale, new_max, row_sum * rescale + tl.sum(weights, 1)
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "seq_lens_ptr"])
+@jit_kernel(do_not_specialize_on_alignment=["rows_ptr", "seq_lens_ptr"])
 def _extend_kernel(  # type: ignore[no-untyped-def]
     q_ptr, keys, values, ropes, table_ptr, rows_ptr, starts_ptr, seq_lens_ptr, sinks_ptr, out_ptr, q_st, q_sh,
     table_sr, total, scale_log2, v_scale,

@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels.attention.kv_codes_triton import as_stored, inverse_scale
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import KVPlaces, Rope
 from hybridrt.kernels.state.conv_and_gates_triton import strides
@@ -58,7 +59,7 @@ def _rotate(  # type: ignore[no-untyped-def]
     tl.store(out + j, as_stored(rest, inverse, dtype), mask=rest_mask)
 
 
-@triton.jit(do_not_specialize=["tokens", "axis_stride"])
+@jit_kernel(do_not_specialize=["tokens", "axis_stride"])
 def _rotary_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, positions_ptr, axis_stride, cos_sin_ptr, q_weight_ptr, k_weight_ptr,
     k_cache_ptr, v_cache_ptr, slots_ptr, tokens, eps, k_inverse, v_inverse, SECTIONS: tl.constexpr,

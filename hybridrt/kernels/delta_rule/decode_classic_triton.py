@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import FusedStep, GateWeights
 from hybridrt.kernels.state.conv_and_gates_triton import (
@@ -40,7 +41,7 @@ def _left(read, decay, CHANNELS: tl.constexpr):  # type: ignore[no-untyped-def]
     return read if CHANNELS else decay * read
 
 
-@triton.jit
+@jit_kernel
 def _classic_kernel(  # type: ignore[no-untyped-def]
     qkv_ptr, a_ptr, b_ptr, weight_ptr, bias_ptr, A_log_ptr, dt_bias_ptr, out_ptr, conv_ptr, states_ptr,
     read_slots_ptr, write_slots_ptr, positions_ptr,

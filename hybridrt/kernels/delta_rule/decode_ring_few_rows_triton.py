@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import FusedStep, GateWeights
 from hybridrt.kernels.delta_rule.decode_classic_triton import tile_rows
@@ -31,7 +32,7 @@ def _sums(a0, a1, b0, b1):  # type: ignore[no-untyped-def]
     return a0 + b0, a1 + b1
 
 
-@triton.jit
+@jit_kernel
 def _few_kernel(  # type: ignore[no-untyped-def]
     qkv_ptr, a_ptr, b_ptr, weight_ptr, bias_ptr, A_log_ptr, dt_bias_ptr, out_ptr, conv_ptr, states_ptr, scales_ptr,
     values_ptr, keys_ptr, gates_ptr, slots_ptr, positions_ptr, rows_ptr, start_ptr, length_ptr,

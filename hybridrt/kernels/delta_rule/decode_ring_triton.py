@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.launch import dot_precision
 from hybridrt.kernels.core.pdl_triton import begin, begin_in_turn, pdl
 from hybridrt.kernels.core.records import FusedStep, GateWeights
@@ -35,7 +36,7 @@ from hybridrt.kernels.state.state_codes_triton import TILE, decode_tile, load_sc
 from hybridrt.kernels.state.state_ring_triton import exact_dot, multiply_codes, multiply_state, products
 
 
-@triton.jit
+@jit_kernel
 def _prepare_kernel(  # type: ignore[no-untyped-def]
     qkv_ptr, a_ptr, b_ptr, weight_ptr, bias_ptr, A_log_ptr, dt_bias_ptr, conv_ptr, keys_ptr, gates_ptr,
     vectors_ptr, scores_ptr, decays_ptr, betas_ptr,
@@ -127,7 +128,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
             tl.store(cells + w[None, :], history * old[None, :], mask=seen)
 
 
-@triton.jit
+@jit_kernel
 def _stream_kernel(  # type: ignore[no-untyped-def]
     qkv_ptr, weight_ptr, bias_ptr, out_ptr, conv_ptr, states_ptr, scales_ptr, values_ptr,
     vectors_ptr, scores_ptr, decays_ptr, betas_ptr,

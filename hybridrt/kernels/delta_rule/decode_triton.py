@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import DeltaInputs, FusedStep, GateWeights, StateSlots
 from hybridrt.kernels.delta_rule.decode import conved_inputs, split_qkv
@@ -24,7 +25,7 @@ def _normalized(pointers, mask):  # type: ignore[no-untyped-def]
     return x * (1.0 / tl.sqrt(tl.sum(x * x, 0) + L2_EPS))
 
 
-@triton.jit
+@jit_kernel
 def _recurrent_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, out_ptr, A_log_ptr, dt_bias_ptr,
     states_ptr, stored_ptr, read_slots_ptr, write_slots_ptr, rows_ptr, predecessors_ptr,

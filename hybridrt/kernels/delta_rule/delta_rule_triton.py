@@ -38,6 +38,7 @@ from hybridrt.base.device import multiprocessors, shared_memory
 from hybridrt.base.errors import ConfigError
 from hybridrt.kernels.core.chunk_plan import ChunkPlan
 from hybridrt.kernels.core.decay_sums_triton import split_gates
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.launch import LARGE_SHARED_MEMORY, dot_precision
 from hybridrt.kernels.core.launch_choice import LaunchChoice, Values, unique
 from hybridrt.kernels.core.records import DeltaInputs, GateWeights, Prompts, StateSlots
@@ -51,7 +52,7 @@ PREFETCH_BYTES = 213_000  # bytes of chunks on the way to a program; the rest of
 SMALL_BASE = 62_208, 70_144  # bytes of a program with two chunks on smaller GPUs; in Kimi Delta Attention
 
 
-@triton.jit
+@jit_kernel
 def _prepare_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, ends_ptr, solved_ptr, scores_ptr, factors_ptr, decay_ptr,
     q_strides: tl.constexpr, k_strides: tl.constexpr, g_st: tl.constexpr, beta_st: tl.constexpr,
@@ -98,7 +99,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     tl.store(solved_ptr + place, (inverse * beta[None, :]).to(solved_ptr.dtype.element_ty))
 
 
-@triton.jit
+@jit_kernel
 def _pass_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, k_left_ptr, v_ptr, solved_ptr, scores_ptr, factors_ptr, decay_ptr, out_ptr, ends_ptr, first_chunk_ptr,
     last_chunk_ptr, states_ptr, read_slots_ptr, write_slots_ptr, has_initial_ptr,

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from hybridrt.base.device import is_capturing
 from hybridrt.kernels.core.chunk_plan import ChunkPlan
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.launch import dot_precision
 from hybridrt.kernels.core.records import DeltaInputs, GateWeights
 from hybridrt.kernels.delta_rule.delta_chunks_triton import PreparedChunks, unit_inverse
@@ -115,7 +116,7 @@ def _products(x, y, z, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
     return tl.where(t[:, None] < t[None, :], of_keys, of_queries)
 
 
-@triton.jit
+@jit_kernel
 def _channels_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, ends_ptr, matrices_ptr,
     q_in_ptr, k_in_ptr, k_left_ptr, solved_ptr, scores_ptr, decay_ptr,

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.base.device import multiprocessors
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.dense.gated_norm import GateActivation
 from hybridrt.kernels.state.conv_and_gates_triton import silu
@@ -13,7 +14,7 @@ from hybridrt.kernels.state.conv_and_gates_triton import silu
 MOST_TOKENS = 8  # tokens of a program, which is compiled for their number
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@jit_kernel(do_not_specialize=["tokens"])
 def _gated_norm_kernel(  # type: ignore[no-untyped-def]
     x_ptr, gate_ptr, weight_ptr, out_ptr, x_st: tl.constexpr, gate_st: tl.constexpr, eps, tokens,
     D: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, NORM_FIRST: tl.constexpr,

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.base.device import multiprocessors
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.launch import arrival_counters
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.dense.moe import ExpertShare, GroupedChoice, SoftmaxChoice, router_product
@@ -52,7 +53,7 @@ def _store_routing(  # type: ignore[no-untyped-def]
     tl.store(ids_ptr + t * COUNT + j, ids, mask=j < COUNT)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@jit_kernel(do_not_specialize=["tokens"])
 def _product_kernel(  # type: ignore[no-untyped-def]
     x_ptr, weight_ptr, out_ptr, parts_ptr, arrivals_ptr, x_st, tokens, E, K: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
@@ -87,7 +88,7 @@ def _product_kernel(  # type: ignore[no-untyped-def]
             tl.store(out, total, mask=mask)
 
 
-@triton.jit(do_not_specialize=["first_held"])
+@jit_kernel(do_not_specialize=["first_held"])
 def _router_softmax_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, shared_gate_ptr, weights_ptr, ids_ptr, rows_ptr, load_ptr, logits_sr, shared_gate_sr, first_held,
     TOKENS: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, RENORMALIZE: tl.constexpr,
@@ -116,7 +117,7 @@ def _router_softmax_kernel(  # type: ignore[no-untyped-def]
     )
 
 
-@triton.jit(do_not_specialize=["first_held"])
+@jit_kernel(do_not_specialize=["first_held"])
 def _router_sigmoid_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, bias_ptr, weights_ptr, ids_ptr, rows_ptr, load_ptr, logits_sr, scaling, first_held,
     TOKENS: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, GROUPS: tl.constexpr,

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.launch import dot_precision
 from hybridrt.kernels.core.pdl_triton import begin, begin_in_turn, pdl
 from hybridrt.kernels.dense.moe import ExpertStack
@@ -36,7 +37,7 @@ def activate_experts(hidden, up, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA
     return hidden
 
 
-@triton.jit
+@jit_kernel
 def _gathered_up_kernel(  # type: ignore[no-untyped-def]
     x_ptr, w_ptr, bias_ptr, ids_ptr, hidden_ptr, x_sr, w_se, w_sr, TOP_K: tl.constexpr, D: tl.constexpr,
     INNER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BLOCK_I: tl.constexpr,
@@ -84,7 +85,7 @@ def _sum_by_8(x):  # type: ignore[no-untyped-def]
     return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 8, 8]), 2)
 
 
-@triton.jit
+@jit_kernel
 def _gathered_down_kernel(  # type: ignore[no-untyped-def]
     hidden_ptr, w_ptr, bias_ptr, weights_ptr, ids_ptr, out_ptr, w_se, w_sr, TOP_K: tl.constexpr, D: tl.constexpr,
     INNER: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
@@ -131,7 +132,7 @@ def _down_tile(w_rows, ids_row, w_se, k, column, TOP_K: tl.constexpr, INNER: tl.
     return tl.load((w_rows + expert * w_se)[:, None] + column[None, :], mask=mask, other=0.0)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@jit_kernel(do_not_specialize=["num_pairs"])
 def _grouped_kernel(  # type: ignore[no-untyped-def]
     a_ptr, w_ptr, bias_ptr, pairs_ptr, block_expert_ptr, out_ptr, a_sr, w_se, w_sr, num_pairs, num_experts,
     PAIRS_PER_ROW: tl.constexpr, INNER: tl.constexpr, OUT: tl.constexpr, ACTIVATE: tl.constexpr, GATED: tl.constexpr,
@@ -170,7 +171,7 @@ def _grouped_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + pair[:, None] * OUT + n[None, :], total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit_kernel
 def _weighted_sum_kernel(  # type: ignore[no-untyped-def]
     y_ptr, weights_ptr, ids_ptr, out_ptr, TOP_K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
@@ -189,7 +190,7 @@ def _weighted_sum_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + t * D + d, total.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@jit_kernel(do_not_specialize=["pairs"])
 def _rank_kernel(  # type: ignore[no-untyped-def]
     ids_ptr, ranks_ptr, pairs, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, PDL: tl.constexpr
 ):
@@ -206,7 +207,7 @@ def _rank_kernel(  # type: ignore[no-untyped-def]
     tl.store(ranks_ptr + p, tl.sum(before, 1), mask=p < pairs)
 
 
-@triton.jit(do_not_specialize=["pairs", "blocks", "experts"])
+@jit_kernel(do_not_specialize=["pairs", "blocks", "experts"])
 def _place_kernel(  # type: ignore[no-untyped-def]
     ids_ptr, ranks_ptr, layout_ptr, block_expert_ptr, pairs, blocks, experts,
     SIZE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, PDL: tl.constexpr,

@@ -5,10 +5,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 
 
-@triton.jit
+@jit_kernel
 def _rms_norm_kernel(  # type: ignore[no-untyped-def]
     x_ptr, residual_ptr, weight_ptr, out_ptr, x_sr, residual_sr, eps,
     D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -52,7 +53,7 @@ def _launch_norm(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor
 BLOCK = 1024
 
 
-@triton.jit
+@jit_kernel
 def _activation_kernel(  # type: ignore[no-untyped-def]
     x_ptr, other_ptr, out_ptr, x_sr, other_sr,
     OP: tl.constexpr, LIMIT: tl.constexpr, INNER: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr,

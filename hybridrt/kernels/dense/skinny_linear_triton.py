@@ -30,6 +30,7 @@ from hybridrt.kernels.core.codes_triton import (
     run_columns,
     tile_scale,
 )
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.launch import arrival_counters, dot_precision
 from hybridrt.kernels.core.launch_choice import LaunchChoice, Values
 from hybridrt.kernels.core.pdl_triton import begin, pdl
@@ -84,7 +85,7 @@ def _input_columns(x_ptr, tail_ptr, column, split):  # type: ignore[no-untyped-d
     return pointer
 
 
-@triton.jit
+@jit_kernel
 def _matvec_kernel(  # type: ignore[no-untyped-def]
     x_ptr, tail_ptr, residual_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, total_ptr, N, split, eps,
     K: tl.constexpr, ACTIVATION: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -153,7 +154,7 @@ def _matvec_kernel(  # type: ignore[no-untyped-def]
     store_output(y[None, :], bias_ptr, factor_ptr, out_ptr, tl.program_id(0), 1, N, ACTIVATION, BLOCK_N)
 
 
-@triton.jit(do_not_specialize=["tokens", "whole"])
+@jit_kernel(do_not_specialize=["tokens", "whole"])
 def _matmul_kernel(  # type: ignore[no-untyped-def]
     x_ptr, tail_ptr, weight_ptr, bias_ptr, out_ptr, parts_ptr, arrivals_ptr, x_st, tail_st, tokens, N, whole,
     K: tl.constexpr, HEAD: tl.constexpr, T: tl.constexpr, ACTIVATION: tl.constexpr,

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import BCNorms, SSMInputs, SSMWeights, StateSlots
 from hybridrt.kernels.state.conv_and_gates_triton import silu, softplus, state_before, strides
@@ -23,7 +24,7 @@ def _normed(source, weight, eps, mask, N: tl.constexpr):  # type: ignore[no-unty
     return out
 
 
-@triton.jit
+@jit_kernel
 def _update_kernel(  # type: ignore[no-untyped-def]
     x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, z_ptr, D_ptr, dt_bias_ptr, out_ptr, states_ptr, stored_ptr,
     read_slots_ptr, write_slots_ptr, rows_ptr, predecessors_ptr, B_norm_ptr, C_norm_ptr, norm_eps,

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels.core.decay_sums_triton import finite_rate
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.launch import dot_precision
 from hybridrt.kernels.core.pdl_triton import begin, begin_in_turn, pdl
 from hybridrt.kernels.core.records import FusedStep, SSMWeights
@@ -35,7 +36,7 @@ from hybridrt.kernels.state.state_ring_triton import exact_dot, multiply_codes, 
 FEW_ROWS = 1 << 16  # rows of all states [P, N], up to which small programs are faster
 
 
-@triton.jit
+@jit_kernel
 def _prepare_kernel(  # type: ignore[no-untyped-def]
     xBC_ptr, dt_ptr, weight_ptr, bias_ptr, A_ptr, dt_bias_ptr, conv_ptr, values_ptr, keys_ptr, gates_ptr,
     queries_ptr, scores_ptr, decays_ptr, slots_ptr, positions_ptr, rows_ptr, start_ptr, length_ptr,
@@ -143,7 +144,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
             tl.store(decays_ptr + (b * T + t) * H + h, tl.exp(total + since), mask=h_mask)
 
 
-@triton.jit
+@jit_kernel
 def _stream_kernel(  # type: ignore[no-untyped-def]
     z_ptr, D_ptr, out_ptr, states_ptr, scales_ptr, values_ptr, queries_ptr, scores_ptr, decays_ptr,
     slots_ptr, rows_ptr, start_ptr, length_ptr,

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hybridrt.kernels.core.chunk_plan import ChunkPlan
 from hybridrt.kernels.core.decay_sums_triton import finite_rate, split_gates
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.launch_choice import LaunchChoice, Values, token_bucket, unique
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import Prompts, SSMInputs, SSMWeights, StateSlots
@@ -43,7 +44,7 @@ def _load(pointers, mask, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
     return tile
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@jit_kernel(do_not_specialize=["num_tokens"])
 def _time_step_kernel(  # type: ignore[no-untyped-def]
     dt_ptr, A_ptr, dt_bias_ptr, step_ptr, cum_ptr, rest_ptr, cu_chunks_ptr, dt_st: tl.constexpr, num_tokens,
     dt_min, dt_max, H: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
@@ -65,7 +66,7 @@ def _time_step_kernel(  # type: ignore[no-untyped-def]
     tl.store(rest_ptr + place, rest, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@jit_kernel(do_not_specialize=["num_tokens"])
 def _gains_kernel(  # type: ignore[no-untyped-def]
     x_ptr, B_ptr, step_ptr, cum_ptr, rest_ptr, gains_ptr, cu_chunks_ptr,
     x_strides: tl.constexpr, B_strides: tl.constexpr, num_tokens,
@@ -98,7 +99,7 @@ def _gains_kernel(  # type: ignore[no-untyped-def]
     tl.store(cells, gain * tl.exp(all_rest), mask=(p < P)[:, None] & (n < N)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@jit_kernel(do_not_specialize=["num_tokens"])
 def _pass_kernel(  # type: ignore[no-untyped-def]
     gains_ptr, cum_ptr, rest_ptr, states_ptr, heads_ptr, read_slots_ptr, write_slots_ptr, has_initial_ptr,
     cu_chunks_ptr, first_chunk_ptr, last_chunk_ptr, saves_ptr, states_ss: tl.constexpr, num_tokens,
@@ -131,7 +132,7 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
     tl.store(cells + write * states_ss, state.to(states_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit_kernel
 def _scores_kernel(  # type: ignore[no-untyped-def]
     B_ptr, C_ptr, scores_ptr, cu_chunks_ptr, B_strides: tl.constexpr, C_strides: tl.constexpr,
     G: tl.constexpr, N: tl.constexpr, Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
@@ -158,7 +159,7 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
     tl.store(scores_ptr + place, scores.to(scores_ptr.dtype.element_ty), mask=(m < size)[:, None] & (s < size)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_tokens", "chunks"])
+@jit_kernel(do_not_specialize=["num_tokens", "chunks"])
 def _outputs_kernel(  # type: ignore[no-untyped-def]
     x_ptr, B_ptr, C_ptr, z_ptr, out_ptr, D_ptr, step_ptr, cum_ptr, rest_ptr, heads_ptr, scores_ptr,
     read_slots_ptr, cu_chunks_ptr, seq_idx_ptr, x_strides: tl.constexpr, B_strides: tl.constexpr,

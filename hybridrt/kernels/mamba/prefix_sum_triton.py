@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.records import StateSlots
 from hybridrt.kernels.mamba.prefix_sum import prefix_sum_update
 from hybridrt.kernels.state.conv_and_gates_triton import strides
@@ -12,7 +13,7 @@ from hybridrt.kernels.state.conv_and_gates_triton import strides
 COLUMNS, TOKENS = 32, 64  # columns of a program, and most tokens of one of its tiles
 
 
-@triton.jit
+@jit_kernel
 def _prefix_sum_kernel(  # type: ignore[no-untyped-def]
     x_ptr, out_ptr, states_ptr, read_ptr, write_ptr, starts_ptr, stored_ptr, rows_ptr, x_st, states_ss, stored_sr,
     T: tl.constexpr, C: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,

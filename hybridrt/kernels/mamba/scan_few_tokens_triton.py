@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels.core.decay_sums_triton import finite_rate, split_gates
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import Prompts, SSMInputs, SSMWeights, StateSlots
 from hybridrt.kernels.state.conv_and_gates_triton import strides, time_step
@@ -24,7 +25,7 @@ def chunk_span(cu_chunks_ptr, chunk):  # type: ignore[no-untyped-def]
     return first.to(tl.int64), tl.load(cu_chunks_ptr + chunk + 1) - first
 
 
-@triton.jit(do_not_specialize=["num_tokens", "rows"])
+@jit_kernel(do_not_specialize=["num_tokens", "rows"])
 def _states_kernel(  # type: ignore[no-untyped-def]
     x_ptr, dt_ptr, B_ptr, A_ptr, dt_bias_ptr, step_ptr, cum_ptr, rest_ptr, states_ptr, heads_ptr,
     read_slots_ptr, write_slots_ptr, has_initial_ptr, cu_chunks_ptr, first_chunk_ptr, last_chunk_ptr, saves_ptr,

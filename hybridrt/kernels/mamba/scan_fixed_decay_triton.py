@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.base.device import multiprocessors
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.launch import dot_precision
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import Prompts, SSMInputs, SSMWeights, StateSlots
@@ -35,7 +36,7 @@ def _block_of(i, row_start, cut, row_end, Q: tl.constexpr):  # type: ignore[no-u
     return start.to(tl.int64), tl.minimum(tl.where(i < before, cut, row_end) - start, Q)
 
 
-@triton.jit
+@jit_kernel
 def _walk_kernel(  # type: ignore[no-untyped-def]
     x_ptr, B_ptr, C_ptr, out_ptr, A_ptr, states_ptr, read_slots_ptr, write_slots_ptr, has_initial_ptr,
     starts_ptr, save_slots_ptr, save_lengths_ptr,

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import Prompts, SSMInputs, SSMWeights, StateSlots
 from hybridrt.kernels.state.conv_and_gates_triton import silu, softplus
@@ -46,7 +47,7 @@ def _advance(state, rates, dt_bias, x, dt, key, i_mask, n_mask):  # type: ignore
     return state, x, step
 
 
-@triton.jit
+@jit_kernel
 def _chunks_kernel(  # type: ignore[no-untyped-def]
     x_ptr, dt_ptr, rates_ptr, B_ptr, dt_bias_ptr, heads_ptr, times_ptr, cu_chunks_ptr,
     x_st: tl.constexpr, dt_st: tl.constexpr, B_st: tl.constexpr,
@@ -71,7 +72,7 @@ def _chunks_kernel(  # type: ignore[no-untyped-def]
     tl.store(times_ptr + place * CHANNELS + i, time, mask=i_mask)
 
 
-@triton.jit
+@jit_kernel
 def _heads_kernel(  # type: ignore[no-untyped-def]
     rates_ptr, heads_ptr, times_ptr, states_ptr, read_slots_ptr, write_slots_ptr, has_initial_ptr,
     first_chunk_ptr, last_chunk_ptr, saves_ptr, states_ss: tl.constexpr,
@@ -106,7 +107,7 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
     tl.store(states_ptr + write * states_ss + tile, tl.trans(state).to(states_ptr.dtype.element_ty), mask=of_pool)
 
 
-@triton.jit
+@jit_kernel
 def _outputs_kernel(  # type: ignore[no-untyped-def]
     x_ptr, dt_ptr, rates_ptr, B_ptr, C_ptr, z_ptr, D_ptr, dt_bias_ptr, heads_ptr, out_ptr,
     read_slots_ptr, cu_chunks_ptr, seq_idx_ptr,

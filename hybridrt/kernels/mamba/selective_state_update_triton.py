@@ -5,12 +5,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import SSMInputs, SSMWeights, StateSlots
 from hybridrt.kernels.state.conv_and_gates_triton import silu, state_before, strides, time_step
 
 
-@triton.jit
+@jit_kernel
 def _update_kernel(  # type: ignore[no-untyped-def]
     x_ptr, B_ptr, C_ptr, dt_ptr, z_ptr, out_ptr, A_ptr, D_ptr, dt_bias_ptr,
     states_ptr, stored_ptr, read_slots_ptr, write_slots_ptr, rows_ptr, predecessors_ptr,

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.launch import arrival_counters
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.dense.skinny_linear import Activation, InputNorm
@@ -15,7 +16,7 @@ from hybridrt.kernels.quant.quant_weight import QuantWeight
 COLUMNS = 2048  # that a program quantises, if the token's sum of squares is not asked for
 
 
-@triton.jit
+@jit_kernel
 def _quantize_kernel(  # type: ignore[no-untyped-def]
     x_ptr, residual_ptr, norm_ptr, codes_ptr, scale_ptr, x_sr, residual_sr, scale_sr, eps,
     D: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -62,7 +63,7 @@ def quantize_tokens_triton(x: Tensor, group: int, norm: InputNorm | None = None)
     return found, residual
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@jit_kernel(do_not_specialize=["tokens"])
 def _fp8_linear_kernel(  # type: ignore[no-untyped-def]
     x_ptr, x_scale_ptr, weight_ptr, scale_ptr, factor_ptr, bias_ptr, out_ptr, parts_ptr, arrivals_ptr,
     tokens, N, x_scale_sr, K: tl.constexpr, T: tl.constexpr, ROWS: tl.constexpr, ACTIVATION: tl.constexpr,

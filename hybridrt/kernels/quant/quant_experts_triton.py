@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels.core.codes_triton import dequantized, run_columns, tile_scale
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.launch import dot_precision
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.dense.moe_triton import Blocks, activate_experts, lay_out, weighted_sum
@@ -34,7 +35,7 @@ def _load_tile(rows, first, WIDTH: tl.constexpr, LENGTH: tl.constexpr):  # type:
     return tile
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@jit_kernel(do_not_specialize=["num_pairs"])
 def _quant_grouped_kernel(  # type: ignore[no-untyped-def]
     a_ptr, w_ptr, bias_ptr, pairs_ptr, block_expert_ptr, out_ptr, a_sr, num_pairs, num_experts,
     scale_ptr, zero_ptr, factor_ptr, CODE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,

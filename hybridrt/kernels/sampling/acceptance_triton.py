@@ -5,8 +5,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 
-@triton.jit
+
+@jit_kernel
 def _accept_chain_kernel(  # type: ignore[no-untyped-def]
     drawn_ptr, drafts_ptr, num_drafts_ptr, rows_ptr, last_ptr, accepted_ptr, T: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

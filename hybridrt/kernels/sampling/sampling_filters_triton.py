@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
+
 BINS = tl.constexpr(256)
 _FINE = tl.constexpr(192)  # bins of 1/16 up to 12 below the largest logit; the others 5/16 wide
 _COLLECTED, _MASS_BEFORE, _MASS = (tl.constexpr(BINS.value + i) for i in range(3))
@@ -95,7 +97,7 @@ def _undecided(tally_ptr, b, top_k, top_p):  # type: ignore[no-untyped-def]
     return first, last, tl.sum(tl.where(j < first, counts, 0), 0)
 
 
-@triton.jit(do_not_specialize_on_alignment=["top_p_ptr"])
+@jit_kernel(do_not_specialize_on_alignment=["top_p_ptr"])
 def _count_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, maxima_ptr, tally_ptr, top_k_ptr, top_p_ptr, V, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr
 ):
@@ -109,7 +111,7 @@ def _count_kernel(  # type: ignore[no-untyped-def]
     tl.atomic_add(tally_ptr + b * TALLY + tl.arange(0, BINS), counts.to(tl.int64), mask=counts > 0)
 
 
-@triton.jit(do_not_specialize_on_alignment=["top_p_ptr"])
+@jit_kernel(do_not_specialize_on_alignment=["top_p_ptr"])
 def _collect_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, maxima_ptr, tally_ptr, list_ptr, top_k_ptr, top_p_ptr, V, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr
 ):
@@ -172,7 +174,7 @@ def _mass_from(list_ptr, n, low, largest, BLOCK: tl.constexpr):  # type: ignore[
     return tl.sum(total, 0)
 
 
-@triton.jit(do_not_specialize_on_alignment=["top_p_ptr", "min_p_ptr"])
+@jit_kernel(do_not_specialize_on_alignment=["top_p_ptr", "min_p_ptr"])
 def _threshold_kernel(  # type: ignore[no-untyped-def]
     maxima_ptr, tally_ptr, list_ptr, threshold_ptr, top_k_ptr, top_p_ptr, min_p_ptr, V, blocks,
     BLOCK: tl.constexpr, BLOCK_S: tl.constexpr,

@@ -5,12 +5,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import ConvState, ConvWeights, IntermediateStates, SavedStates
 from hybridrt.kernels.state.conv_and_gates_triton import bias_of, silu, strides
 
 
-@triton.jit(do_not_specialize=["batch", "num_tokens"])
+@jit_kernel(do_not_specialize=["batch", "num_tokens"])
 def _varlen_kernel(  # type: ignore[no-untyped-def]
     x_ptr, weight_ptr, bias_ptr, conv_ptr, out_ptr, read_slots_ptr, write_slots_ptr, query_start_loc_ptr, positions_ptr,
     save_slots_ptr, save_lengths_ptr, batch, num_tokens, x_st: tl.constexpr, conv_ss: tl.constexpr,
@@ -102,7 +103,7 @@ def _input(x, mask, C: tl.constexpr, GATED: tl.constexpr):  # type: ignore[no-un
     return value
 
 
-@triton.jit
+@jit_kernel
 def _update_kernel(  # type: ignore[no-untyped-def]
     x_ptr, weight_ptr, bias_ptr, conv_ptr, windows_ptr, out_ptr,
     read_slots_ptr, write_slots_ptr, positions_ptr, rows_ptr, predecessors_ptr,

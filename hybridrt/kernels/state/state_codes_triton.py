@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.records import StateSlots
 from hybridrt.kernels.state.state_codes import SCALED, num_scales
 
@@ -75,7 +76,7 @@ def round_to(x, offsets, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     return rounded.to(dtype)
 
 
-@triton.jit
+@jit_kernel
 def _load_kernel(  # type: ignore[no-untyped-def]
     states_ptr, scales_ptr, slots_ptr, has_initial_ptr, out_ptr,
     states_ss: tl.constexpr, states_sh: tl.constexpr, scales_ss: tl.constexpr, scales_sh: tl.constexpr,
@@ -101,7 +102,7 @@ def _load_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + (place * tl.num_programs(1) + h) * (P * N) + tile, state, mask=mask)
 
 
-@triton.jit
+@jit_kernel
 def _store_kernel(  # type: ignore[no-untyped-def]
     new_ptr, states_ptr, scales_ptr, slots_ptr, lengths_ptr, state_lengths_ptr, keys_ptr,
     states_ss: tl.constexpr, states_sh: tl.constexpr, scales_ss: tl.constexpr, scales_sh: tl.constexpr,

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import IntermediateStates
 
@@ -17,7 +18,7 @@ def _stored(stored_ptr, layer_stride, strides: tl.constexpr, rows_ptr, b, node):
     return stored_ptr + layer * layer_stride + row * strides[0] + node * strides[1]
 
 
-@triton.jit
+@jit_kernel
 def _states_kernel(  # type: ignore[no-untyped-def]
     states_ptr, stored_ptr, slots_ptr, rows_ptr, accepted_ptr, states_sl, stored_sl,
     states_ss: tl.constexpr, stored_strides: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -33,7 +34,7 @@ def _states_kernel(  # type: ignore[no-untyped-def]
     tl.store(target + i, tl.load(source + i, mask=i < SIZE), mask=i < SIZE)
 
 
-@triton.jit
+@jit_kernel
 def _windows_kernel(  # type: ignore[no-untyped-def]
     conv_ptr, stored_ptr, slots_ptr, rows_ptr, accepted_ptr, positions_ptr, conv_sl, stored_sl,
     conv_ss: tl.constexpr, stored_strides: tl.constexpr, C: tl.constexpr, WC: tl.constexpr, INPUTS: tl.constexpr,

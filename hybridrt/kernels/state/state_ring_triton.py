@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hybridrt.base.device import multiprocessors
 from hybridrt.kernels.core.decay_sums_triton import finite_rate
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import StateCodes
 from hybridrt.kernels.state.state_codes import num_scales
@@ -28,7 +29,7 @@ from hybridrt.kernels.state.state_ring import RingFolds
 PROGRAMS_PER_MULTIPROCESSOR = 6
 
 
-@triton.jit(do_not_specialize=["batch"])
+@jit_kernel(do_not_specialize=["batch"])
 def _advance_kernel(  # type: ignore[no-untyped-def]
     start_ptr, length_ptr, rows_ptr, accepted_ptr, slots_ptr, state_lengths_ptr,
     fold_slots_ptr, fold_rows_ptr, fold_start_ptr, fold_length_ptr, fold_ends_ptr, count_ptr, batch,
@@ -60,7 +61,7 @@ def _advance_kernel(  # type: ignore[no-untyped-def]
     tl.store(count_ptr, count)
 
 
-@triton.jit
+@jit_kernel
 def _fold_kernel(  # type: ignore[no-untyped-def]
     A_ptr, states_ptr, scales_ptr, values_ptr, keys_ptr, gates_ptr,
     read_slots_ptr, write_slots_ptr, rows_ptr, start_ptr, length_ptr, ends_ptr, count_ptr,
