@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from hybridrt.base.device import multiprocessors, shared_memory
 from hybridrt.kernels.attention.kv_codes_triton import for_products
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
-from hybridrt.kernels.core.launch import LARGE_SHARED_MEMORY, dot_precision
+from hybridrt.kernels.core.launch import LARGE_SHARED_MEMORY, cdiv, dot_precision, next_power_of_2
 from hybridrt.kernels.core.records import AttentionPrompts, PagedKV
 
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -252,7 +252,7 @@ def run_extend(
     """
     kv_heads, dim, value_dim, rope = shape
     groups = q.shape[1] // kv_heads
-    blocks = triton.cdiv(max(batch.query_lens) * groups, tile["BLOCK_M"])
+    blocks = cdiv(max(batch.query_lens) * groups, tile["BLOCK_M"])
     _extend_kernel[(kv_heads, blocks, len(batch.query_lens))](
         q, *sources[:3], kv.req_to_token, batch.rows, batch.query_start_loc, batch.seq_lens, kv.sinks, out,
         q.stride(0), q.stride(1), kv.req_to_token.stride(0), sources.total, kv.score_scale * LOG2_E.value,
@@ -265,7 +265,7 @@ def run_extend(
 
 def width_of(dim: int) -> int:
     """Columns of a tile for `dim` columns: a power of two."""
-    return max(16, triton.next_power_of_2(dim))
+    return max(16, next_power_of_2(dim))
 
 
 def ample(q: Tensor) -> bool:
@@ -284,10 +284,10 @@ def tile_of(q: Tensor, dim: int, kv_heads: int, query_lens: Sequence[int], gathe
     """
     block_d, single = width_of(dim), q.dtype == torch.float32
     wide, groups, device = block_d > 128, q.shape[1] // kv_heads, multiprocessors(q.device)
-    tiles = kv_heads * sum(triton.cdiv(n * groups, BLOCK_M) for n in query_lens)
+    tiles = kv_heads * sum(cdiv(n * groups, BLOCK_M) for n in query_lens)
     few = tiles <= device
     halvings = single + (not ample(q) if wide else few and not single)
-    block_m = min(max(16, triton.next_power_of_2(max(query_lens) * groups)), max(16, BLOCK_M >> halvings))
+    block_m = min(max(16, next_power_of_2(max(query_lens) * groups)), max(16, BLOCK_M >> halvings))
     latent = q.shape[-1] > dim > 256
     if latent and not single and shared_memory(q.device) >= LARGE_SHARED_MEMORY:
         return {"BLOCK_M": min(block_m, 32), "BLOCK_N": BLOCK_N, "num_stages": 2, "num_warps": 4}
@@ -320,10 +320,10 @@ def coded_tile(tile: dict[str, int], block_d: int) -> dict[str, int]:
 
 def key_blocks(query_lens: Sequence[int], seq_lens: Sequence[int], sliding_window: int | None) -> list[int]:
     """Upper bound of the tiles of each row's keys."""
-    blocks = [triton.cdiv(n, BLOCK_N) for n in seq_lens]
+    blocks = [cdiv(n, BLOCK_N) for n in seq_lens]
     if sliding_window is None:
         return blocks
-    seen = (triton.cdiv(n + sliding_window - 1, BLOCK_N) + 1 for n in query_lens)
+    seen = (cdiv(n + sliding_window - 1, BLOCK_N) + 1 for n in query_lens)
     return [min(pair) for pair in zip(blocks, seen, strict=True)]
 
 

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
+from hybridrt.kernels.core.launch import cdiv, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import FusedStep, GateWeights
 from hybridrt.kernels.delta_rule.decode_classic_triton import tile_rows
@@ -120,7 +121,7 @@ def _few_kernel(  # type: ignore[no-untyped-def]
 def is_few(qkv: Tensor, a: Tensor, conv_weight: Tensor, states: Tensor) -> bool:
     """Whether one launch is faster than two: one token each of few rows, with a decay for a head and a conv."""
     (batch, tokens, _), (_, heads, value_dim, _) = qkv.shape, states.shape
-    fit = batch * heads * triton.cdiv(value_dim, tile_rows(states)) <= FEW_PROGRAMS
+    fit = batch * heads * cdiv(value_dim, tile_rows(states)) <= FEW_PROGRAMS
     return fit and tokens == 1 and a.ndim == 3 and conv_weight.shape[1] > 0
 
 
@@ -132,7 +133,7 @@ def gdn_few_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, step
     _, value_heads, value_dim, key_dim = states.shape
     out = torch.empty((batch, 1, value_heads, value_dim), dtype=qkv.dtype, device=qkv.device)
     block_v, scales = tile_rows(states), state_scales(step.state)
-    _few_kernel[triton.cdiv(value_dim, block_v), value_heads, batch](
+    _few_kernel[cdiv(value_dim, block_v), value_heads, batch](
         qkv, a, b, step.conv_weights.weight, step.conv_weights.bias, weights.A_log, weights.dt_bias, out, conv, states,
         scales, ring.values, ring.keys, ring.gates,
         step.conv_state.read_state_slots, step.conv_state.start_positions, ring.rows, ring.start, ring.length,
@@ -141,7 +142,7 @@ def gdn_few_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, step
         ring.values.stride(0), ring.keys.stride(0), ring.gates.stride(0),
         HK=(channels - value_heads * value_dim) // (2 * key_dim), HV=value_heads, K=key_dim, V=value_dim,
         W=ring.gates.shape[2], TAPS=step.conv_weights.weight.shape[1], WC=conv.shape[2], BLOCK_V=block_v,
-        BLOCK_K=triton.next_power_of_2(key_dim), BLOCK_W=triton.next_power_of_2(ring.gates.shape[2]),
+        BLOCK_K=next_power_of_2(key_dim), BLOCK_W=next_power_of_2(ring.gates.shape[2]),
         BETA_SCALE=weights.beta_scale, num_warps=4, **pdl(qkv.device),
     )  # fmt: skip
     return out

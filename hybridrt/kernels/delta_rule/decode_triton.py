@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
+from hybridrt.kernels.core.launch import cdiv, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import DeltaInputs, FusedStep, GateWeights, StateSlots
 from hybridrt.kernels.delta_rule.decode import conved_inputs, split_qkv
@@ -104,7 +105,7 @@ def recurrent_gated_delta_rule_triton(
     beta_scale, lower_bound = (1.0, None) if weights is None else (weights.beta_scale, weights.lower_bound)
     _, value_heads, value_dim, key_dim = states.shape
     out, tile = torch.empty(v.shape, dtype=v.dtype, device=v.device), recurrent_tile(states)
-    _recurrent_kernel[len(v), value_heads, triton.cdiv(value_dim, tile["BLOCK_V"])](
+    _recurrent_kernel[len(v), value_heads, cdiv(value_dim, tile["BLOCK_V"])](
         *inputs, out, A_log, dt_bias, states, stored, state.read_state_slots, state.write_state_slots, rows,
         predecessors, *map(strides, inputs), states.stride(0), strides(stored), strides(predecessors)[0],
         T=v.shape[1], HK=inputs.q.shape[2], HV=value_heads, K=key_dim, V=value_dim,
@@ -116,5 +117,5 @@ def recurrent_gated_delta_rule_triton(
 
 def recurrent_tile(states: Tensor) -> dict[str, int]:
     """How a program cuts the states [S+1, Hv, V, K], as measured on an H200. A warp has whole rows then."""
-    rows, columns = (triton.next_power_of_2(size) for size in states.shape[2:])
+    rows, columns = (next_power_of_2(size) for size in states.shape[2:])
     return {"BLOCK_V": min(tile_rows(states), rows), "BLOCK_K": columns, "num_warps": 2}

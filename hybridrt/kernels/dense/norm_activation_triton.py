@@ -1,11 +1,11 @@
 """Triton kernels of the RMS norm, alone and after a residual addition, and of the activations."""
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
+from hybridrt.kernels.core.launch import cdiv, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 
 
@@ -43,7 +43,7 @@ def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float)
 
 def _launch_norm(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> None:
     rows, width = x.shape
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     _rms_norm_kernel[(rows,)](
         x, residual, weight, out, x.stride(0), 0 if residual is None else residual.stride(0), eps,
         D=width, BLOCK=block, num_warps=min(max(block // 512, 1), 16), **pdl(x.device),
@@ -102,8 +102,8 @@ def _launch_activation(op: str, x: Tensor, other: Tensor, limit: float | None = 
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     inner = x.shape[-1]
     x, other = x.reshape(-1, inner), other.reshape(-1, other.shape[-1])
-    block = min(BLOCK, triton.next_power_of_2(inner))
-    _activation_kernel[(x.shape[0], triton.cdiv(inner, block))](
+    block = min(BLOCK, next_power_of_2(inner))
+    _activation_kernel[(x.shape[0], cdiv(inner, block))](
         x, other, out, x.stride(0), other.stride(0), OP=op, LIMIT=limit, INNER=inner,
         RUN=inner // other.shape[1], BLOCK=block, **pdl(x.device),
     )  # fmt: skip

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
+from hybridrt.kernels.core.launch import cdiv, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import BCNorms, SSMInputs, SSMWeights, StateSlots
 from hybridrt.kernels.state.conv_and_gates_triton import silu, softplus, state_before, strides
@@ -85,9 +86,9 @@ def mamba1_update_triton(
     stored, rows, predecessors = (None, None, None) if kept is None else (kept.stored, kept.rows, kept.predecessors)
     batch, tokens, channels = x.shape
     out = torch.empty((batch, tokens, channels), dtype=x.dtype, device=x.device)
-    block_n = triton.next_power_of_2(states.shape[2])
+    block_n = next_power_of_2(states.shape[2])
     block_i = max(1, _TILE // block_n)
-    _update_kernel[triton.cdiv(channels, block_i), batch](
+    _update_kernel[cdiv(channels, block_i), batch](
         x, inputs.dt, weights.A, inputs.B, inputs.C, inputs.z, weights.D, weights.dt_bias, out, states, stored,
         state.read_state_slots, state.write_state_slots, rows, predecessors,
         *(norms or (None, None, 0.0)),

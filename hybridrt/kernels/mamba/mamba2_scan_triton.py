@@ -23,6 +23,7 @@ from torch import Tensor
 from hybridrt.kernels.core.chunk_plan import ChunkPlan
 from hybridrt.kernels.core.decay_sums_triton import finite_rate, split_gates
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
+from hybridrt.kernels.core.launch import cdiv, next_power_of_2
 from hybridrt.kernels.core.launch_choice import LaunchChoice, Values, token_bucket, unique
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import Prompts, SSMInputs, SSMWeights, StateSlots
@@ -262,20 +263,20 @@ def mamba2_chunk_scan_triton(
     if chunks:
         size = plan.chunk_size
         tile = OUTPUTS(_shape(x, B, size), x.device)
-        blocks, channels = triton.cdiv(size, tile["BLOCK_M"]), triton.cdiv(dim, tile["BLOCK_P"])
+        blocks, channels = cdiv(size, tile["BLOCK_M"]), cdiv(dim, tile["BLOCK_P"])
         short = channels, heads, num_tokens // tile["BLOCK_M"] + chunks
         _outputs_kernel[short if few else (blocks * channels, heads, chunks)](
             x, B, C, z, out, weights.D, step, cum, rest, chunk_heads, scores, state.read_state_slots,
             plan.cu_chunk_seqlens, plan.seq_idx, strides(x), strides(B), strides(C), strides(z), *strides(out),
             num_tokens, chunks, **shape, Q=_width(size),
-            BLOCK_CHUNKS=max(64, triton.next_power_of_2(chunks)) if few else 1, **tile, **pdl(x.device),
+            BLOCK_CHUNKS=max(64, next_power_of_2(chunks)) if few else 1, **tile, **pdl(x.device),
         )  # fmt: skip
     return out
 
 
 def _width(size: int) -> int:
     """Rounds up to whole blocks: `_outputs_kernel` reads scores without a mask."""
-    return triton.cdiv(size, 64) * 64
+    return cdiv(size, 64) * 64
 
 
 def _scores(B: Tensor, C: Tensor, plan: ChunkPlan) -> Tensor:
@@ -294,16 +295,16 @@ def _gain_and_pass(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, pr
     (chunks, count, dim, state_dim), num_tokens = heads.shape, x.shape[0]
     launch, cu_chunks = pdl(x.device), plan.cu_chunk_seqlens
     gains = torch.empty(heads.shape, dtype=torch.float32, device=x.device)
-    _time_step_kernel[chunks, triton.cdiv(count, 4)](
+    _time_step_kernel[chunks, cdiv(count, 4)](
         inputs.dt, weights.A, weights.dt_bias, work.step, cum, rest, cu_chunks, inputs.dt.stride(0), num_tokens,
-        *weights.dt_limit, H=count, BLOCK_Q=triton.next_power_of_2(plan.chunk_size), BLOCK_H=4, **launch,
+        *weights.dt_limit, H=count, BLOCK_Q=next_power_of_2(plan.chunk_size), BLOCK_H=4, **launch,
     )  # fmt: skip
     tile = GAINS(_shape(x, inputs.B, plan.chunk_size), x.device)
-    _gains_kernel[triton.cdiv(dim, tile["BLOCK_P"]) * triton.cdiv(state_dim, tile["BLOCK_N"]), count, chunks](
+    _gains_kernel[cdiv(dim, tile["BLOCK_P"]) * cdiv(state_dim, tile["BLOCK_N"]), count, chunks](
         x, inputs.B, work.step, cum, rest, gains, cu_chunks, strides(x), strides(inputs.B), num_tokens, **work.shape,
         **tile, **launch,
     )  # fmt: skip
-    _pass_kernel[triton.cdiv(dim * state_dim, 1024), count, len(state.read_state_slots)](
+    _pass_kernel[cdiv(dim * state_dim, 1024), count, len(state.read_state_slots)](
         gains, cum, rest, state.states, heads, state.read_state_slots, state.write_state_slots,
         prompts.has_initial_state, cu_chunks, plan.first_chunk,
         plan.last_chunk, None if prompts.saves is None else prompts.saves.chunk_slots, state.states.stride(0),

@@ -1,11 +1,11 @@
 """Triton kernel of the running sums: a program walks the tokens of one row in tiles, for a block of columns."""
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
+from hybridrt.kernels.core.launch import cdiv, next_power_of_2
 from hybridrt.kernels.core.records import StateSlots
 from hybridrt.kernels.mamba.prefix_sum import prefix_sum_update
 from hybridrt.kernels.state.conv_and_gates_triton import strides
@@ -62,9 +62,9 @@ def _launch(x: Tensor, state: StateSlots, starts: Tensor | None, tokens: int) ->
     stored, rows = (None, None) if kept is None else (kept.stored, kept.rows)
     columns, batch = x.shape[1], len(state.read_state_slots)
     out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-    _prefix_sum_kernel[batch, triton.cdiv(columns, COLUMNS)](
+    _prefix_sum_kernel[batch, cdiv(columns, COLUMNS)](
         x, out, state.states, state.read_state_slots, state.write_state_slots, starts, stored, rows, x.stride(0),
         state.states.stride(0), strides(stored)[0],
-        T=tokens, C=columns, BLOCK_T=triton.next_power_of_2(tokens or TOKENS), BLOCK_C=COLUMNS, num_warps=4,
+        T=tokens, C=columns, BLOCK_T=next_power_of_2(tokens or TOKENS), BLOCK_C=COLUMNS, num_warps=4,
     )  # fmt: skip
     return out

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
+from hybridrt.kernels.core.launch import cdiv, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import Prompts, SSMInputs, SSMWeights, StateSlots
 from hybridrt.kernels.state.conv_and_gates_triton import silu, softplus
@@ -155,14 +156,14 @@ def selective_scan_triton(inputs: SSMInputs, weights: SSMWeights, state: StateSl
     times = torch.empty((chunks, channels), dtype=torch.float32, device=x.device)
     rates = torch.empty((state_dim, channels), dtype=torch.float32, device=x.device)
     torch.mul(weights.A.t(), math.log2(math.e), out=rates)
-    sizes = {"CHANNELS": channels, "N": state_dim, "BLOCK_N": triton.next_power_of_2(state_dim), "BLOCK_I": 64}
+    sizes = {"CHANNELS": channels, "N": state_dim, "BLOCK_N": next_power_of_2(state_dim), "BLOCK_I": 64}
     launch = {**sizes, "num_warps": 1, **pdl(x.device)}
-    grid = (triton.cdiv(channels, 64), chunks)
+    grid = (cdiv(channels, 64), chunks)
     _chunks_kernel[grid](
         x, dt, rates, B, weights.dt_bias, heads, times, plan.cu_chunk_seqlens,
         x.stride(0), dt.stride(0), B.stride(0), **launch,
     )  # fmt: skip
-    _heads_kernel[triton.cdiv(channels, 64), len(read_slots)](
+    _heads_kernel[cdiv(channels, 64), len(read_slots)](
         rates, heads, times, states, read_slots, state.write_state_slots, prompts.has_initial_state, plan.first_chunk,
         plan.last_chunk, None if prompts.saves is None else prompts.saves.chunk_slots, states.stride(0), **launch,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybridrt.kernels.core.codes_triton import dequantized, run_columns, tile_scale
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
-from hybridrt.kernels.core.launch import dot_precision
+from hybridrt.kernels.core.launch import cdiv, dot_precision, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.dense.moe_triton import Blocks, activate_experts, lay_out, weighted_sum
 from hybridrt.kernels.quant.quant_experts import QuantStack
@@ -136,8 +136,8 @@ def _launch(
     block_n, block_k, warps = SINGLE if blocks is None else (64, 128, 4) if few else (128, 128, 8)
     if few and w.code in FOUR_BITS and w.block[1] != 128:
         block_k = 256
-    block_k = max(64, min(block_k, triton.next_power_of_2(w.width)))
-    _quant_grouped_kernel[(triton.cdiv(out.shape[1], block_n), of_blocks.numel())](
+    block_k = max(64, min(block_k, next_power_of_2(w.width)))
+    _quant_grouped_kernel[(cdiv(out.shape[1], block_n), of_blocks.numel())](
         a, w.data, bias, pairs, of_blocks, out, a.stride(0), ids.numel(), len(w.data), **codes_of(w),
         K=w.width, OUT=out.shape[1], PRECISION=dot_precision(a.dtype), BLOCK_M=size, BLOCK_N=block_n,
         BLOCK_K=block_k, STAGES=3, num_warps=warps, **meta, **pdl(a.device),

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
+from hybridrt.kernels.core.launch import next_power_of_2
 
 BINS = tl.constexpr(256)
 _FINE = tl.constexpr(192)  # bins of 1/16 up to 12 below the largest logit; the others 5/16 wide
@@ -221,7 +222,7 @@ def thresholds(
     batch, vocabulary = logits.shape
     threshold = torch.empty(batch, dtype=torch.float32, device=logits.device)
     blocks = maxima.shape[1]
-    block_s = triton.next_power_of_2(blocks)
+    block_s = next_power_of_2(blocks)
     tally = entries = None
     if top_k is not None or top_p is not None:
         tally = torch.zeros((batch, TALLY.value), dtype=torch.int64, device=logits.device)

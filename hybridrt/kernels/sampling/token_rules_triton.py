@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
+from hybridrt.kernels.core.launch import cdiv
 from hybridrt.kernels.sampling.token_rules import LENGTH, START, TOKEN, UNTIL, VALUE, DrawLines, TokenRuleTable
 
 BLOCK, RULES = 4096, 256
@@ -71,7 +72,7 @@ def apply_token_rules_triton(logits: Tensor, table: TokenRuleTable, lines: DrawL
     out = torch.empty(batch, vocabulary, dtype=torch.float32, device=logits.device)
     if batch:
         _, rows, rules = table.columns.shape
-        _token_rules_kernel[(batch, triton.cdiv(vocabulary, BLOCK))](
+        _token_rules_kernel[(batch, cdiv(vocabulary, BLOCK))](
             logits, out, *lines, *table, lines.path.stride(0), logits.stride(0), rows * rules, table.allowed.shape[1],
             vocabulary, M=rules, P=table.prefixes.shape[1], H=table.history.shape[1], BLOCK=BLOCK, RULES=RULES,
             num_warps=8,

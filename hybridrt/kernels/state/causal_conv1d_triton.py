@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
+from hybridrt.kernels.core.launch import cdiv, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import ConvState, ConvWeights, IntermediateStates, SavedStates
 from hybridrt.kernels.state.conv_and_gates_triton import bias_of, silu, strides
@@ -172,15 +173,15 @@ def causal_conv1d_varlen_triton(
     out = torch.empty((num_tokens, channels), dtype=x.dtype, device=x.device)
     if num_tokens == 0:
         return out
-    block_t, block_c = 16, min(256, triton.next_power_of_2(channels))
-    blocks = triton.cdiv(num_tokens, block_t) + batch + 1
+    block_t, block_c = 16, min(256, next_power_of_2(channels))
+    blocks = cdiv(num_tokens, block_t) + batch + 1
     save_slots, save_lengths = (None, None) if saves is None else (saves.row_slots, saves.row_lengths)
     # At least 64 rows: every other block size would be a compilation.
-    _varlen_kernel[triton.cdiv(channels, block_c), blocks](
+    _varlen_kernel[cdiv(channels, block_c), blocks](
         x, weights.weight, weights.bias, conv, out, state.read_state_slots, state.write_state_slots, query_start_loc,
         state.start_positions, save_slots, save_lengths, batch, num_tokens, x.stride(0), conv.stride(0),
         C=channels, TAPS=weights.weight.shape[1], WC=conv.shape[2], SILU=weights.activation == "silu",
-        BLOCK_B=max(64, triton.next_power_of_2(batch + 1)), BLOCK_T=block_t, BLOCK_C=block_c,
+        BLOCK_B=max(64, next_power_of_2(batch + 1)), BLOCK_T=block_t, BLOCK_C=block_c,
         **pdl(x.device),
     )  # fmt: skip
     return out
@@ -197,7 +198,7 @@ def causal_conv1d_update_triton(
     (batch, tokens, width), channels = x.shape, conv.shape[1]
     out = torch.empty((batch, tokens, channels), dtype=x.dtype, device=x.device)
     block_c = 256
-    _update_kernel[triton.cdiv(channels, block_c), batch](
+    _update_kernel[cdiv(channels, block_c), batch](
         x, weights.weight, weights.bias, conv, windows, out, state.read_state_slots, state.write_state_slots,
         state.start_positions, rows, predecessors, strides(x), conv.stride(0), strides(windows)[0],
         strides(predecessors)[0],

@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
+from hybridrt.kernels.core.launch import cdiv
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import IntermediateStates
 
@@ -60,7 +61,7 @@ def commit_intermediate_triton(
     """`commit_intermediate`; each state is contiguous in its pool."""
     stored = intermediate.stored
     size = states[0, 0].numel()
-    _states_kernel[triton.cdiv(size, _BLOCK), len(state_slots), len(states)](
+    _states_kernel[cdiv(size, _BLOCK), len(state_slots), len(states)](
         states, stored, state_slots, intermediate.rows, accepted, states.stride(0), stored.stride(0), states.stride(1),
         stored.stride()[1:3], SIZE=size, BLOCK=_BLOCK, num_warps=4, **pdl(states.device),
     )  # fmt: skip
@@ -71,7 +72,7 @@ def commit_conv_window_triton(
 ) -> None:
     """`commit_conv_window`; rings and windows are contiguous."""
     stored, (layers, _, channels, width) = intermediate.stored, conv.shape
-    _windows_kernel[triton.cdiv(channels, _CHANNELS), len(state_slots), layers](
+    _windows_kernel[cdiv(channels, _CHANNELS), len(state_slots), layers](
         conv, stored, state_slots, intermediate.rows, accepted, positions, conv.stride(0), stored.stride(0),
         conv.stride(1), stored.stride()[1:3], C=channels, WC=width, INPUTS=stored.shape[-1], BLOCK_C=_CHANNELS,
         num_warps=4, **pdl(conv.device),
