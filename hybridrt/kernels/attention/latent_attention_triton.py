@@ -14,7 +14,7 @@ from hybridrt.kernels.attention.kv_codes_triton import as_stored, inverse_scale
 from hybridrt.kernels.attention.latent_attention import from_latent, into_latent
 from hybridrt.kernels.attention.prefill_attention_triton import KeySources, described, width_of
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
-from hybridrt.kernels.core.launch import cdiv, next_power_of_2
+from hybridrt.kernels.core.launch import cdiv, next_power_of_2, zero_after
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import AttentionPrompts, LatentWeights, PagedKV
 
@@ -194,7 +194,7 @@ def _heads_at_once(q: Tensor, weights: LatentWeights, keys: int) -> int:
 def _decompressed(q: Tensor, kv: PagedKV, weights: LatentWeights, batch: AttentionPrompts) -> Tensor:
     (heads, nope, rank), value_dim = weights.up_k.shape, weights.up_v.shape[2]
     out = q.new_empty(*q.shape[:2], value_dim)
-    out[sum(batch.query_lens) :].zero_()
+    zero_after(out, sum(batch.query_lens))
     blocks = prefill.key_blocks(batch.query_lens, batch.seq_lens_host, kv.sliding_window)
     parts = kv.k_cache[..., :rank], kv.k_cache[..., rank:]
     latents, tails, total = prefill.gather(*parts, kv, batch, blocks, q.dtype)

@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from hybridrt.base.device import multiprocessors, shared_memory
 from hybridrt.kernels.attention.kv_codes_triton import for_products
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
-from hybridrt.kernels.core.launch import LARGE_SHARED_MEMORY, cdiv, dot_precision, next_power_of_2
+from hybridrt.kernels.core.launch import LARGE_SHARED_MEMORY, cdiv, dot_precision, next_power_of_2, zero_after
 from hybridrt.kernels.core.records import AttentionPrompts, PagedKV
 
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -217,7 +217,7 @@ def attention_extend_triton(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out
     query_lens, (kv_heads, dim) = batch.query_lens, v_cache.shape[2:]
     rope, groups = k_cache.shape[3] - dim, q.shape[1] // kv_heads
     out = q.new_empty(*q.shape[:2], dim) if out is None else out
-    out[sum(query_lens) :].zero_()
+    zero_after(out, sum(query_lens))
     if not any(query_lens):
         return out
     many = sum(query_lens) * groups >= GATHER_FROM * len(query_lens)

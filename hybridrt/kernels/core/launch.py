@@ -36,6 +36,12 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+def zero_after(out: Tensor, tokens: int) -> None:
+    """Fills the rows after so many tokens with zeros. Mostly there are none; to fill none takes the host as long."""
+    if tokens < out.shape[0]:
+        out[tokens:].zero_()
+
+
 def arrival_counters(owner: Tensor, count: int) -> Tensor:
     """int32 zeros [count], in which programs that share work count their arrivals. They leave
     zeros.

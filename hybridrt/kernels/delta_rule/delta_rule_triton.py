@@ -38,7 +38,7 @@ from hybridrt.base.errors import ConfigError
 from hybridrt.kernels.core.chunk_plan import ChunkPlan
 from hybridrt.kernels.core.decay_sums_triton import split_gates
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
-from hybridrt.kernels.core.launch import LARGE_SHARED_MEMORY, cdiv, dot_precision, next_power_of_2
+from hybridrt.kernels.core.launch import LARGE_SHARED_MEMORY, cdiv, dot_precision, next_power_of_2, zero_after
 from hybridrt.kernels.core.launch_choice import LaunchChoice, Values, unique
 from hybridrt.kernels.core.records import DeltaInputs, GateWeights, Prompts, StateSlots
 from hybridrt.kernels.core.tiles_triton import tile_mask
@@ -194,7 +194,7 @@ def chunk_gated_delta_rule_triton(
         )
     rows, (value_heads, value_dim), (key_heads, key_dim) = len(state.read_state_slots), v.shape[1:], inputs.k.shape[1:]
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    out[plan.num_tokens :].zero_()
+    zero_after(out, plan.num_tokens)
     size, block_k = max(16, next_power_of_2(plan.chunk_size)), max(16, next_power_of_2(key_dim))
     if inputs.g.ndim > inputs.beta.ndim:
         chunks = prepare_channels(inputs, weights, plan, size)

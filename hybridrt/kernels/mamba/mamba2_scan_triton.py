@@ -23,7 +23,7 @@ from torch import Tensor
 from hybridrt.kernels.core.chunk_plan import ChunkPlan
 from hybridrt.kernels.core.decay_sums_triton import finite_rate, split_gates
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
-from hybridrt.kernels.core.launch import cdiv, next_power_of_2
+from hybridrt.kernels.core.launch import cdiv, next_power_of_2, zero_after
 from hybridrt.kernels.core.launch_choice import LaunchChoice, Values, token_bucket, unique
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import Prompts, SSMInputs, SSMWeights, StateSlots
@@ -248,7 +248,7 @@ def mamba2_chunk_scan_triton(
     x, B, C, z, plan = inputs.x, inputs.B, inputs.C, inputs.z, prompts.plan
     (num_tokens, heads, dim), state_dim, chunks = x.shape, state.states.shape[3], len(plan.seq_idx)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    out[plan.num_tokens :].zero_()
+    zero_after(out, plan.num_tokens)
     if decays_are_fixed(inputs, weights):
         fixed_decay_scan(inputs, weights, state, prompts, out)
         return out

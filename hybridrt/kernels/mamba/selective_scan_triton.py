@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
-from hybridrt.kernels.core.launch import cdiv, next_power_of_2
+from hybridrt.kernels.core.launch import cdiv, next_power_of_2, zero_after
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import Prompts, SSMInputs, SSMWeights, StateSlots
 from hybridrt.kernels.state.conv_and_gates_triton import silu, softplus
@@ -151,7 +151,7 @@ def selective_scan_triton(inputs: SSMInputs, weights: SSMWeights, state: StateSl
     assert z is not None
     (tokens, channels), state_dim, chunks = x.shape, states.shape[2], len(plan.seq_idx)
     out = torch.empty((tokens, channels), dtype=x.dtype, device=x.device)
-    out[plan.num_tokens :].zero_()
+    zero_after(out, plan.num_tokens)
     heads = torch.empty((chunks, state_dim, channels), dtype=torch.float32, device=x.device)
     times = torch.empty((chunks, channels), dtype=torch.float32, device=x.device)
     rates = torch.empty((state_dim, channels), dtype=torch.float32, device=x.device)
