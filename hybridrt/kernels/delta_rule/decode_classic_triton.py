@@ -9,7 +9,6 @@ and k and q are multiplied by it first. Every program of a key head computes the
 of them writes their raw inputs to the conv ring.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -132,7 +131,7 @@ def decode_classic(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, step
     conv, states = step.conv_state.conv, step.state.states
     batch, _, channels = qkv.shape
     _, value_heads, value_dim, key_dim = states.shape
-    out = torch.empty((batch, 1, value_heads, value_dim), dtype=qkv.dtype, device=qkv.device)
+    out = qkv.new_empty((batch, 1, value_heads, value_dim))
     tile, by_channel = classic_tile(batch, states), a.ndim == 4
     # Decays by channel are one more vector: too much for 64 registers.
     registers = 80 if by_channel and states.element_size() < 4 else 64

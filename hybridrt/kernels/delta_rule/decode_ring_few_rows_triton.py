@@ -4,7 +4,6 @@ The formulas are in `decode_ring_triton.py`. Each program computes its head's sc
 the state: for few rows that is faster than a second launch.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -131,7 +130,7 @@ def gdn_few_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, step
     assert ring is not None
     batch, _, channels = qkv.shape
     _, value_heads, value_dim, key_dim = states.shape
-    out = torch.empty((batch, 1, value_heads, value_dim), dtype=qkv.dtype, device=qkv.device)
+    out = qkv.new_empty((batch, 1, value_heads, value_dim))
     block_v, scales = tile_rows(states), state_scales(step.state)
     _few_kernel[cdiv(value_dim, block_v), value_heads, batch](
         qkv, a, b, step.conv_weights.weight, step.conv_weights.bias, weights.A_log, weights.dt_bias, out, conv, states,

@@ -3,7 +3,6 @@
 A program keeps BLOCK_V rows of a head's state in registers over the T tokens.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -104,7 +103,7 @@ def recurrent_gated_delta_rule_triton(
     A_log, dt_bias = (None, None) if weights is None else (weights.A_log, weights.dt_bias)
     beta_scale, lower_bound = (1.0, None) if weights is None else (weights.beta_scale, weights.lower_bound)
     _, value_heads, value_dim, key_dim = states.shape
-    out, tile = torch.empty(v.shape, dtype=v.dtype, device=v.device), recurrent_tile(states)
+    out, tile = v.new_empty(v.shape), recurrent_tile(states)
     _recurrent_kernel[len(v), value_heads, cdiv(value_dim, tile["BLOCK_V"])](
         *inputs, out, A_log, dt_bias, states, stored, state.read_state_slots, state.write_state_slots, rows,
         predecessors, *map(strides, inputs), states.stride(0), strides(stored), strides(predecessors)[0],

@@ -193,7 +193,7 @@ def chunk_gated_delta_rule_triton(
             f"chunks of {plan.chunk_size} tokens; the gated delta rule's kernels take {MAX_CHUNK} at most"
         )
     rows, (value_heads, value_dim), (key_heads, key_dim) = len(state.read_state_slots), v.shape[1:], inputs.k.shape[1:]
-    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    out = v.new_empty(v.shape)
     zero_after(out, plan.num_tokens)
     size, block_k = max(16, next_power_of_2(plan.chunk_size)), max(16, next_power_of_2(key_dim))
     if inputs.g.ndim > inputs.beta.ndim:

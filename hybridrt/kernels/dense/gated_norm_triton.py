@@ -1,6 +1,5 @@
 """Triton kernel of `gated_rms_norm`: a program computes one group of one or several tokens."""
 
-import torch
 import triton.language as tl
 from torch import Tensor
 
@@ -50,7 +49,7 @@ def gated_rms_norm_triton(
     activation: GateActivation = "silu",
 ) -> Tensor:  # fmt: skip
     tokens, channels = x.shape
-    out = torch.empty((tokens, channels), dtype=x.dtype, device=x.device)
+    out = x.new_empty((tokens, channels))
     block, groups = next_power_of_2(group_size), channels // group_size
     together = _tokens_of_a_program(tokens * groups // multiprocessors(x.device), block)
     _gated_norm_kernel[(cdiv(tokens, together) * groups,)](

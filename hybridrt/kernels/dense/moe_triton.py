@@ -239,8 +239,8 @@ def _place_kernel(  # type: ignore[no-untyped-def]
 
 def fused_experts_triton(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor) -> Tensor:
     """Gathered products if most pairs have an expert of their own, else grouped ones."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    hidden = torch.empty(ids.numel(), experts.w_down.shape[2], dtype=x.dtype, device=x.device)
+    out = x.new_empty(x.shape)
+    hidden = x.new_empty(ids.numel(), experts.w_down.shape[2])
     run = _gathered if ids.numel() <= experts.w_up.shape[0] // 2 else _grouped
     run(x, experts, weights, ids, hidden, out)
     return out
@@ -319,7 +319,7 @@ def _sorted_blocks(ids: Tensor, experts: int, size: int, blocks: int) -> Blocks:
 
 def _grouped(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor, hidden: Tensor, out: Tensor) -> None:
     blocks, width, top_k = lay_out(ids, experts.w_up.shape[0]), x.shape[1], ids.shape[1]
-    y = torch.empty(ids.numel(), width, dtype=x.dtype, device=x.device)
+    y = x.new_empty(ids.numel(), width)
     act = {"ACTIVATE": True, "GATED": experts.activation == "silu", "LIMIT": experts.limit, "ALPHA": experts.alpha}
     none = {"ACTIVATE": False, "GATED": False, "LIMIT": None, "ALPHA": None}
     _launch_grouped(x, experts.w_up, experts.b_up, blocks, hidden, ids, PAIRS_PER_ROW=top_k, **act)

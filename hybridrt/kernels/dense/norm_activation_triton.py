@@ -1,6 +1,5 @@
 """Triton kernels of the RMS norm, alone and after a residual addition, and of the activations."""
 
-import torch
 import triton.language as tl
 from torch import Tensor
 
@@ -30,13 +29,13 @@ def _rms_norm_kernel(  # type: ignore[no-untyped-def]
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = x.new_empty(x.shape)
     _launch_norm(x.reshape(-1, x.shape[-1]), None, weight, out, eps)
     return out
 
 
 def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = x.new_empty(x.shape)
     _launch_norm(x, residual, weight, out, eps)
     return out, residual
 
@@ -99,7 +98,7 @@ def sigmoid_mul_triton(x: Tensor, gate: Tensor) -> Tensor:
 
 
 def _launch_activation(op: str, x: Tensor, other: Tensor, limit: float | None = None) -> Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = x.new_empty(x.shape)
     inner = x.shape[-1]
     x, other = x.reshape(-1, inner), other.reshape(-1, other.shape[-1])
     block = min(BLOCK, next_power_of_2(inner))

@@ -281,7 +281,7 @@ def product(
     norm_weight, eps, residual = (None, 0.0, None) if norm is None else (norm.norm_weight, norm.eps, norm.residual)
     if out is None:
         out_features = weight.rows // 2 if activation == "silu_and_mul" else weight.rows
-        out = torch.empty(x.shape[0], out_features, dtype=x.dtype, device=x.device)
+        out = x.new_empty(x.shape[0], out_features)
     if x.shape[0] > 1:
         if norm_weight is not None and residual is not None:
             x, residual = add_rms_norm_triton(x, residual, norm_weight, eps)

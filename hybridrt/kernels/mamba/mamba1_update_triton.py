@@ -1,6 +1,5 @@
 """Triton kernel of `mamba1_update`: a program keeps the states of BLOCK_I channels of one row in registers."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -85,7 +84,7 @@ def mamba1_update_triton(
     x, states, kept = inputs.x, state.states, state.intermediate
     stored, rows, predecessors = (None, None, None) if kept is None else (kept.stored, kept.rows, kept.predecessors)
     batch, tokens, channels = x.shape
-    out = torch.empty((batch, tokens, channels), dtype=x.dtype, device=x.device)
+    out = x.new_empty((batch, tokens, channels))
     block_n = next_power_of_2(states.shape[2])
     block_i = max(1, _TILE // block_n)
     _update_kernel[cdiv(channels, block_i), batch](

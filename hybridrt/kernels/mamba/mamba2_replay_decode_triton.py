@@ -239,8 +239,8 @@ def replay_decode_triton(
     _, heads, dim, state_dim = states.shape
     groups, width = keys.shape[1], gates.shape[2]
     if out is None:
-        out = torch.empty((batch, tokens, heads, dim), dtype=xBC.dtype, device=xBC.device)
-    queries = torch.empty((batch, tokens, groups, state_dim), dtype=xBC.dtype, device=xBC.device)
+        out = xBC.new_empty((batch, tokens, heads, dim))
+    queries = xBC.new_empty((batch, tokens, groups, state_dim))
     scores = torch.empty((batch, tokens, heads, width), dtype=torch.float32, device=xBC.device)
     decays = torch.empty((batch, tokens, heads), dtype=torch.float32, device=xBC.device)
     block_n, block_w = max(16, next_power_of_2(state_dim)), max(16, next_power_of_2(width))

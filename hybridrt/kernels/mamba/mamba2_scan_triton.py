@@ -247,14 +247,14 @@ def mamba2_chunk_scan_triton(
     """`mamba2_chunk_scan` in five launches, in two or in one."""
     x, B, C, z, plan = inputs.x, inputs.B, inputs.C, inputs.z, prompts.plan
     (num_tokens, heads, dim), state_dim, chunks = x.shape, state.states.shape[3], len(plan.seq_idx)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    out = x.new_empty(x.shape) if out is None else out
     zero_after(out, plan.num_tokens)
     if decays_are_fixed(inputs, weights):
         fixed_decay_scan(inputs, weights, state, prompts, out)
         return out
     # Three tensors: parts of one would not always be aligned.
     step, cum, rest = (torch.empty((heads, num_tokens), dtype=torch.float32, device=x.device) for _ in range(3))
-    chunk_heads = torch.empty((chunks, heads, dim, state_dim), dtype=x.dtype, device=x.device)
+    chunk_heads = x.new_empty((chunks, heads, dim, state_dim))
     shape = {"H": heads, "P": dim, "N": state_dim, "HEADS_PER_GROUP": heads // B.shape[1]}
     work = ScanWork(step, cum, rest, chunk_heads, shape)
     few = _has_few(num_tokens, plan.chunk_size, state_dim)
@@ -282,7 +282,7 @@ def _width(size: int) -> int:
 def _scores(B: Tensor, C: Tensor, plan: ChunkPlan) -> Tensor:
     """[chunks, G, Q, Q] in B's dtype."""
     width, (_, groups, state_dim), chunks = _width(plan.chunk_size), B.shape, len(plan.seq_idx)
-    scores = torch.empty((chunks, groups, width, width), dtype=B.dtype, device=B.device)
+    scores = B.new_empty((chunks, groups, width, width))
     _scores_kernel[(width // 64) ** 2, groups, chunks](
         B, C, scores, plan.cu_chunk_seqlens, strides(B), strides(C),
         G=groups, N=state_dim, Q=width, BLOCK_M=64, BLOCK_K=64, **pdl(B.device),

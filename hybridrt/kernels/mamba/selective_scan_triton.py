@@ -150,7 +150,7 @@ def selective_scan_triton(inputs: SSMInputs, weights: SSMWeights, state: StateSl
     states, read_slots, plan = state.states, state.read_state_slots, prompts.plan
     assert z is not None
     (tokens, channels), state_dim, chunks = x.shape, states.shape[2], len(plan.seq_idx)
-    out = torch.empty((tokens, channels), dtype=x.dtype, device=x.device)
+    out = x.new_empty((tokens, channels))
     zero_after(out, plan.num_tokens)
     heads = torch.empty((chunks, state_dim, channels), dtype=torch.float32, device=x.device)
     times = torch.empty((chunks, channels), dtype=torch.float32, device=x.device)

@@ -1,6 +1,5 @@
 """Triton kernel of `selective_state_update`: a program keeps rows of a head's state in registers."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -80,7 +79,7 @@ def selective_state_update_triton(
     stored, rows, predecessors = (None, None, None) if kept is None else (kept.stored, kept.rows, kept.predecessors)
     batch, tokens, heads, dim = x.shape
     if out is None:
-        out = torch.empty((batch, tokens, heads, dim), dtype=x.dtype, device=x.device)
+        out = x.new_empty((batch, tokens, heads, dim))
     tile = update_tile(tokens, states)
     _update_kernel[cdiv(dim, tile["BLOCK_P"]), heads, batch](
         x, B, inputs.C, inputs.dt, inputs.z, out, weights.A, weights.D, weights.dt_bias, states, stored,

@@ -6,7 +6,6 @@ are decoded.
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -115,8 +114,8 @@ def _finish(total, factor_ptr, bias_ptr, row):  # type: ignore[no-untyped-def]
 def quant_experts_triton(x: Tensor, experts: QuantStack, weights: Tensor, ids: Tensor) -> Tensor:
     """Three launches: two are products, one sums. Before them two lay out the pairs, if experts have several."""
     up, down = experts.up, experts.down
-    out, (pairs, top_k) = torch.empty(x.shape, dtype=x.dtype, device=x.device), (ids.numel(), ids.shape[1])
-    hidden, y = (torch.empty(pairs, width, dtype=x.dtype, device=x.device) for width in (down.width, x.shape[1]))
+    out, (pairs, top_k) = x.new_empty(x.shape), (ids.numel(), ids.shape[1])
+    hidden, y = (x.new_empty(pairs, width) for width in (down.width, x.shape[1]))
     apart, gated = pairs * APART <= len(up.data), experts.activation == "silu"
     blocks = None if apart else lay_out(ids, len(up.data))
     act = {"ACTIVATE": True, "GATED": gated, "LIMIT": experts.limit, "ALPHA": experts.alpha}

@@ -1,6 +1,5 @@
 """Triton kernels of `causal_conv1d_varlen`, `causal_conv1d_update` and `short_conv_update`."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -170,7 +169,7 @@ def causal_conv1d_varlen_triton(
     """`causal_conv1d_varlen` in one launch, which needs no lengths on the host."""
     conv = state.conv
     (num_tokens, channels), batch = x.shape, len(state.read_state_slots)
-    out = torch.empty((num_tokens, channels), dtype=x.dtype, device=x.device)
+    out = x.new_empty((num_tokens, channels))
     if num_tokens == 0:
         return out
     block_t, block_c = 16, min(256, next_power_of_2(channels))
@@ -196,7 +195,7 @@ def causal_conv1d_update_triton(
     windows, rows = (None, None) if intermediate is None else (intermediate.stored, intermediate.rows)
     predecessors = None if intermediate is None else intermediate.predecessors
     (batch, tokens, width), channels = x.shape, conv.shape[1]
-    out = torch.empty((batch, tokens, channels), dtype=x.dtype, device=x.device)
+    out = x.new_empty((batch, tokens, channels))
     block_c = 256
     _update_kernel[cdiv(channels, block_c), batch](
         x, weights.weight, weights.bias, conv, windows, out, state.read_state_slots, state.write_state_slots,
