@@ -1,5 +1,6 @@
 """Answers of hybridrt, and how they are compared with transformers' and with each other."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from hybridrt.verify.results import Result
 from hybridrt.verify.subject import Subject
 
 TOP = 8  # likely tokens that are compared
-LEAST = -8.0  # log-probability of those
+LEAST = -8.0  # log-probability of those, at least, less the likeliest token's: random weights make all tokens unlikely
 # By dtype, without a float32 run: the largest difference of log-probabilities, and that of a tie.
 TOLERANCE = {torch.float32: (2e-3, 1e-3), torch.float16: (0.1, 0.1), torch.bfloat16: (0.5, 0.5)}
 ROUNDING = 3.0  # times transformers' own error in the same dtype
@@ -88,8 +89,13 @@ def within(
     return limit, limit
 
 
+def _least(exact: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities above which tokens are compared: [..., vocab] to [...]."""
+    return exact.max(-1).values + LEAST
+
+
 def _at_likely(scores: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    likely = exact > LEAST
+    likely = exact > _least(exact)[:, None]
     return (scores - exact).abs().where(likely, 0.0)
 
 
@@ -103,17 +109,22 @@ def compare_with_theirs(
 ) -> float:
     """Compares log-probabilities up to the first token that differs, and greedy tokens but for ties.
     Returns the largest difference."""
+    if not all(scores.isfinite().all() for scores in (theirs.scores, *theirs.steps)):
+        result.fail(f"{what}: transformers' logits are not finite")
+        return math.inf
+    least = _least(theirs.scores).tolist()
     found = [
-        abs(scores[token] - float(theirs.scores[i, token]))
+        _difference(scores[token], theirs.scores[i, token])
         for i, (scores, token) in enumerate(zip(ours.prompt[1:], prompt[1:]))
-        if scores and float(theirs.scores[i, token]) > LEAST
+        if scores and float(theirs.scores[i, token]) > least[i]
     ]
     if max(found, default=0.0) > limits[0]:
         where = found.index(max(found)) + 1
         result.fail(f"{what}: log-probabilities differ from transformers' by {max(found):.3g}, first at token {where}")
     for step, (a, b) in enumerate(zip(ours.tokens, theirs.tokens)):
         exact = theirs.steps[step]
-        found += [abs(score - float(exact[t])) for t, score in ours.likely[step].items() if float(exact[t]) > LEAST]
+        least = float(_least(exact))
+        found += [_difference(score, exact[t]) for t, score in ours.likely[step].items() if float(exact[t]) > least]
         if a != b:
             margin = float(exact[b] - exact[a])
             if margin > limits[1]:
@@ -121,7 +132,15 @@ def compare_with_theirs(
             break
     if max(found, default=0.0) > limits[0]:
         result.fail(f"{what}: log-probabilities of the answer differ from transformers' by {max(found):.3g}")
-    return max(found, default=0.0)
+    if not found:
+        result.fail(f"{what}: no log-probability could be compared with transformers'")
+    return max(found, default=math.inf)
+
+
+def _difference(ours: float, theirs: torch.Tensor) -> float:
+    """Infinite for NaN, which is larger than no limit."""
+    found = abs(ours - float(theirs))
+    return math.inf if math.isnan(found) else found
 
 
 def compare_runs(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,7 +58,9 @@ def verify(
     for name, check in checks.items():
         begin(name)
         results.append(_run(name, check, subject))
-    return Report(subject.model, subject.quick, _facts(subject), machine(subject), results, subject.hashes, subject.raw)
+    # A report may be published: a folder is named without the folders that it lies in.
+    model = subject.path.name if Path(subject.model).exists() else subject.model
+    return Report(model, subject.quick, _facts(subject), machine(subject), results, subject.hashes, subject.raw)
 
 
 def names(quick: bool, tasks: bool, against: bool) -> list[str]:
@@ -85,8 +88,8 @@ def machine(subject: Subject) -> dict[str, Any]:
     cpu = platform.processor() or platform.machine()
     found: dict[str, Any] = {
         "device": gpu_name(device) if device.type == "cuda" else f"CPU {cpu}, {torch.get_num_threads()} threads",
-        "platform": platform.platform(), "python": platform.python_version(), "hybridrt": __version__,
-        "cuda": torch.version.cuda, "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "platform": f"{platform.system()} {platform.machine()}", "python": platform.python_version(),
+        "hybridrt": __version__, "cuda": torch.version.cuda, "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }  # fmt: skip
     for name in PACKAGES:
         try:

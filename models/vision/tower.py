@@ -76,9 +76,10 @@ class Tower(nn.Module, ABC):
     def slices(
         self, inputs: Sequence[EncoderInput], most: int | None = None
     ) -> Generator[int, None, list[torch.Tensor]]:
-        """`encode` in slices, for a caller that launches other work between them: a block of layers,
-        or a part of one where a single picture has more than `most` patches. After each slice it
-        yields a number of patches: a slice takes the time that so many take through one block.
+        """`encode` in slices, for a caller that launches other work between them: what comes before the
+        first block, a block of layers, or a part of one where a single picture has more than `most`
+        patches. After each slice it yields a number of patches: a slice takes at most about the time
+        that so many take through one block.
         """
         order = sorted(range(len(inputs)), key=lambda i: inputs[i].grid)  # equal grids share calls of attention
         grids = [inputs[i].grid for i in order]
@@ -86,6 +87,7 @@ class Tower(nn.Module, ABC):
         x, pictures = self.begin(
             patches.to(torch.float32, copy=True).sub_(self.mean).div_(self.std).to(self.build.dtype), grids
         )
+        yield len(x)
         for block in cast("Iterable[AnyBlock]", self.blocks):
             if most is None or len(x) <= most or len(grids) > 1:
                 x = block(x, pictures)

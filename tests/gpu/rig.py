@@ -89,6 +89,7 @@ class GpuSession(Session):
         self._seeds.update((a.row, a.seed) for a in plan.admissions)
         self.plans.append(plan)
         self._parts.clear()
+        self._watch_draws()
         sleep(self._random.randint(0, self._max_sleep))
         handle = (self.split or self.runner).launch(plan)
         sampled = list(zip(plan.decode.rows.tolist(), plan.decode.output_indices.tolist()))
@@ -98,9 +99,8 @@ class GpuSession(Session):
             self.logits.update(zip(keys, torch.cat(self._parts), strict=True))
         return handle
 
-    def _sample(self, logits: Tensor, rows: Tensor, output_indices: Tensor, parts: int, bitmask: None) -> Tensor:
+    def _keep(self, logits: Tensor, rows: Tensor, output_indices: Tensor) -> None:
         self._parts.append(logits)
-        return self._sampler(logits, rows, output_indices, parts, bitmask)
 
     def run(self, *args: Any, **kwargs: Any) -> list[Sample]:
         samples = super().run(*args, **kwargs)

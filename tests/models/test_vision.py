@@ -240,4 +240,5 @@ def test_slices_of_a_large_picture_are_the_whole(name: str, checkpoints: Checkpo
             except StopIteration as end:
                 torch.testing.assert_close(end.value[0], whole, rtol=1e-5, atol=1e-5)
                 break
+    assert costs.pop(0) == len(given[0].patches)  # before the first block
     assert set(costs) == {5} and len(costs) > 20 * tower.spec.num_layers - 20 * len(tower.spec.convolutions)

@@ -8,8 +8,15 @@ from tests.support.checkpoints import CheckpointStore
 from tests.support.session import check_sample
 
 
-def test_the_rig_of_the_gpu_tests_runs_on_a_cpu(checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("graphs", [False, True])
+def test_the_rig_of_the_gpu_tests_runs_on_a_cpu(
+    graphs: bool, checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With graphs, tokens are drawn without the sampler, as on a GPU."""
     monkeypatch.setattr(rig, "DEVICE", "cpu")
     checkpoint = checkpoints["falcon-plain"]
-    for sample in rig.GpuSession(checkpoint.path).run(requests(3, 17, steps=6), chunk=9):
+    session = rig.GpuSession(checkpoint.path)
+    if graphs:
+        session.runner.capture()
+    for sample in session.run(requests(3, 17, steps=6), chunk=9):
         check_sample(checkpoint, sample, "falcon")

@@ -1,7 +1,8 @@
 """Engines over a real tiny model, with the logits of every token they sample."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from hybridrt.parallel.tensor_parallel import TensorParallelExecutor
 from hybridrt.runtime.load.build import load_target, make_plan
 from hybridrt.runtime.load.fit import pool_budget
 from hybridrt.runtime.load.target import RunTarget
+from hybridrt.runtime.replay.graph_runner import GraphRunner
 from hybridrt.runtime.run.model_runner import ModelRunner
 from hybridrt.runtime.step.plan import StepHandle, StepPlan
 from tests.support.checkpoints import Checkpoint
@@ -82,12 +84,27 @@ class Session:
     def launch(self, plan: StepPlan) -> StepHandle:
         self._seeds.update((a.row, a.seed) for a in plan.admissions)
         self.plans.append(plan)
+        self._watch_draws()
         return (self.split or self.runner).launch(plan)
 
+    def _watch_draws(self) -> None:
+        """Graphs that draw tokens do not call the sampler: their logits are kept too."""
+        for graph in self.runner.graphs.values():
+            if graph.draws and not isinstance(graph.draw, partial):
+                graph.draw = partial(self._draw, graph, graph.draw)  # type: ignore[method-assign]
+
+    def _draw(self, graph: GraphRunner, draw: Callable[[int], Tensor], n: int) -> Tensor:
+        views = graph.views_of(n)
+        self._keep(views.logits, graph.buffers.arrays.rows[:n], views.output_indices)
+        return draw(n)
+
     def _sample(self, logits: Tensor, rows: Tensor, output_indices: Tensor, parts: int, bitmask: None) -> Tensor:
+        self._keep(logits, rows, output_indices)
+        return self._sampler(logits, rows, output_indices, parts, bitmask)
+
+    def _keep(self, logits: Tensor, rows: Tensor, output_indices: Tensor) -> None:
         for line, row, index in zip(logits, rows.tolist(), output_indices.tolist(), strict=True):
             self.logits[self._seeds[row], index] = line.clone()
-        return self._sampler(logits, rows, output_indices, parts, bitmask)
 
     def engine(self, *, chunk: int = 8192, overlap: bool = False, prefix_cache: bool = False, grid: int = 16) -> Engine:
         plan, model = self.plan, self.runner.model_config

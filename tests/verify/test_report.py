@@ -38,6 +38,7 @@ def reported(path: Path, **options: Any) -> Report:
 def test_another_report_names_what_differs(model: Path) -> None:
     """Also two rows that were exchanged, which no statistics show."""
     before = reported(model).as_json()
+    assert before["model"] == "model" and str(model.parent) not in json.dumps(before)
     assert reported(model, against=before).status == "passed"
     key = damages.some_matrix(model)
     damages.change_tensor(model, key, lambda t: t.flip(0))
