@@ -154,11 +154,37 @@ def test_host_functions_are_short() -> None:
         f"{file.relative_to(ROOT)}:{node.lineno} {node.name}": body_lines(node)
         for file in SOURCES.values()
         for node in nodes(file)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and not any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not decorated(node, "triton.jit", "jit_kernel")
     }
     assert len(lengths) > 1000
     assert {name: n for name, n in lengths.items() if n > MAX_FUNCTION_LINES} == {}
+
+
+def decorated(node: ast.AST, *names: str) -> bool:
+    decorators = getattr(node, "decorator_list", [])
+    return any(ast.unparse(decorator).partition("(")[0] in names for decorator in decorators)
+
+
+def test_kernels_that_the_host_launches_are_jit_kernels() -> None:
+    """No host function names one of `triton.jit`, which would be launched by Triton's own slow path."""
+    found = []
+    for file in SOURCES.values():
+        imported = [node for node in nodes(file) if isinstance(node, ast.ImportFrom) and node.module in SOURCES]
+        names = own_kernels(file) | {
+            alias.name for node in imported for alias in node.names
+            if alias.name in own_kernels(SOURCES[node.module or ""])
+        }  # fmt: skip
+        functions = [node for node in nodes(file) if decorated(node, "triton.jit", "jit_kernel")] if names else []
+        of_kernels = {each for function in functions for each in ast.walk(function)}
+        host = (node for node in nodes(file) if isinstance(node, ast.Name) and node not in of_kernels)
+        found += [f"{file.relative_to(ROOT)}:{node.lineno} {node.id}" for node in host if node.id in names]
+    assert found == []
+
+
+@cache
+def own_kernels(file: Path) -> set[str]:
+    """Functions of `triton.jit` that a file defines."""
+    return {node.name for node in nodes(file) if isinstance(node, ast.FunctionDef) and decorated(node, "triton.jit")}
 
 
 def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

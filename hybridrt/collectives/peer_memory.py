@@ -6,7 +6,6 @@ from typing import Self
 
 import torch
 import torch.distributed as dist
-import triton
 import triton.language as tl
 
 from hybridrt.base.device import gpu_of, reaches, synchronize
@@ -14,6 +13,7 @@ from hybridrt.base.errors import RankError
 from hybridrt.channel.codec import pack, unpack
 from hybridrt.collectives.cuda_ipc import SharedBox, close_shared, open_shared, share
 from hybridrt.collectives.peer_sum_triton import gather_kernel, scatter_sum_kernel, sum_add_norm_kernel, sum_kernel
+from hybridrt.kernels.core.launch import next_power_of_2
 from hybridrt.kernels.core.pdl_triton import pdl
 
 logger = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ class PeerMemory:
         """`add_rms_norm` of the sum of x over the ranks, in one launch and with the same bits. Overwrites
         residual, which has x's dtype."""
         rows, width = x.shape
-        out, block = torch.empty_like(x), triton.next_power_of_2(width // 2)
+        out, block = torch.empty_like(x), next_power_of_2(width // 2)
         sum_add_norm_kernel[rows,](
             x.view(torch.int32), residual.view(torch.int32), weight, out.view(torch.int32), self._addresses,
             self._epochs[PROGRAMS:], self._stop, residual.stride(0) // 2, eps, RANK=self._rank, SIZE=self._size,

@@ -12,6 +12,7 @@ sent after it had read round k.
 import triton
 import triton.language as tl
 
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.pdl_triton import begin
 
 
@@ -98,7 +99,7 @@ def _sum_of_ranks(  # type: ignore[no-untyped-def]
     return _sum_of_box(own, place, mask, boxes_ptr, epoch, stop_ptr, RANK, SIZE, ROOM, DTYPE, SPINS)
 
 
-@triton.jit(do_not_specialize=["num_words"])
+@jit_kernel(do_not_specialize=["num_words"])
 def sum_kernel(  # type: ignore[no-untyped-def]
     x_ptr, boxes_ptr, epochs_ptr, stop_ptr, num_words,
     RANK: tl.constexpr, SIZE: tl.constexpr, ROOM: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
@@ -116,7 +117,7 @@ def sum_kernel(  # type: ignore[no-untyped-def]
     tl.store(epochs_ptr + part, epoch)
 
 
-@triton.jit
+@jit_kernel
 def sum_add_norm_kernel(  # type: ignore[no-untyped-def]
     x_ptr, residual_ptr, weight_ptr, out_ptr, boxes_ptr, epochs_ptr, stop_ptr, residual_sr, eps,
     RANK: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr, ROOM: tl.constexpr, ROW: tl.constexpr,
@@ -150,7 +151,7 @@ def sum_add_norm_kernel(  # type: ignore[no-untyped-def]
     tl.store(epochs_ptr + row, epoch)
 
 
-@triton.jit(do_not_specialize=["num_words"])
+@jit_kernel(do_not_specialize=["num_words"])
 def gather_kernel(  # type: ignore[no-untyped-def]
     x_ptr, out_ptr, boxes_ptr, epochs_ptr, stop_ptr, num_words,
     RANK: tl.constexpr, SIZE: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr, SPINS: tl.constexpr,
@@ -175,7 +176,7 @@ def gather_kernel(  # type: ignore[no-untyped-def]
     tl.store(epochs_ptr + part, epoch)
 
 
-@triton.jit(do_not_specialize=["num_words"])
+@jit_kernel(do_not_specialize=["num_words"])
 def scatter_sum_kernel(  # type: ignore[no-untyped-def]
     y_ptr, out_ptr, boxes_ptr, epochs_ptr, stop_ptr, num_words,
     RANK: tl.constexpr, SIZE: tl.constexpr, ROOM: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,

@@ -13,6 +13,8 @@ from hybridrt.kernels.attention import prefill_attention_triton as prefill
 from hybridrt.kernels.attention.kv_codes_triton import as_stored, inverse_scale
 from hybridrt.kernels.attention.latent_attention import from_latent, into_latent
 from hybridrt.kernels.attention.prefill_attention_triton import KeySources, described, width_of
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
+from hybridrt.kernels.core.launch import cdiv, next_power_of_2, zero_after
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import AttentionPrompts, LatentWeights, PagedKV
 
@@ -46,7 +48,7 @@ def _turn(  # type: ignore[no-untyped-def]
     tl.store(out[:, None] + HALF + i, as_stored(second, inverse, out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit_kernel
 def _write_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, weight_ptr, positions_ptr, cos_sin_ptr, cache_ptr, slots_ptr, eps, inverse, q_st, q_sh, k_st,
     H: tl.constexpr, NOPE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, HALF: tl.constexpr,
@@ -93,14 +95,14 @@ def write_latent_triton(
             q, k, weights.norm, positions, cos_sin, cache, out_cache_loc, weights.norm_eps, inverse_scale(cache, scale),
             q.stride(0), q.stride(1), k.stride(0),
             H=heads, NOPE=nope, RANK=rank, ROPE=query_dim - nope, HALF=half, PAGE=cache.shape[1],
-            BLOCK_H=triton.next_power_of_2(heads), BLOCK_D=triton.next_power_of_2(rank),
-            BLOCK_R=triton.next_power_of_2(query_dim - nope), BLOCK_HALF=triton.next_power_of_2(max(half, 1)),
+            BLOCK_H=next_power_of_2(heads), BLOCK_D=next_power_of_2(rank),
+            BLOCK_R=next_power_of_2(query_dim - nope), BLOCK_HALF=next_power_of_2(max(half, 1)),
             **pdl(q.device),
         )  # fmt: skip
     return q
 
 
-@triton.jit
+@jit_kernel
 def _heads_kernel(  # type: ignore[no-untyped-def]
     x_ptr, w_ptr, out_ptr, x_st, x_sh, out_st, out_sh,
     K: tl.constexpr, N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -147,11 +149,11 @@ def from_latent_triton(x: Tensor, weights: LatentWeights) -> Tensor:
 def _multiply_heads(x: Tensor, matrices: Tensor, out: Tensor, tail: int) -> None:
     """out [T, H, N + tail] of x [T, H, K + tail] and contiguous matrices [H, K, N]."""
     heads, inputs, outputs = matrices.shape
-    block_k = triton.next_power_of_2(inputs)
-    block_n = max(8, min(triton.next_power_of_2(outputs), 16384 // block_k))
-    _heads_kernel[triton.cdiv(outputs, block_n), heads, len(x)](
+    block_k = next_power_of_2(inputs)
+    block_n = max(8, min(next_power_of_2(outputs), 16384 // block_k))
+    _heads_kernel[cdiv(outputs, block_n), heads, len(x)](
         x, matrices, out, x.stride(0), x.stride(1), out.stride(0), out.stride(1),
-        K=inputs, N=outputs, TAIL=tail, BLOCK_K=block_k, BLOCK_N=block_n, BLOCK_R=triton.next_power_of_2(max(tail, 1)),
+        K=inputs, N=outputs, TAIL=tail, BLOCK_K=block_k, BLOCK_N=block_n, BLOCK_R=next_power_of_2(max(tail, 1)),
         num_warps=4, **pdl(x.device),
     )  # fmt: skip
 
@@ -174,7 +176,7 @@ def decompressed_pays(q: Tensor, weights: LatentWeights, query_lens: Sequence[in
     rope, matrices, device = q.shape[2] - nope, rank * (nope + value_dim), multiprocessors(q.device)
 
     def pairs(rows: int, heads_of_tile: int, launched: int) -> float:
-        tiles = [triton.cdiv(n * heads_of_tile, rows) for n in query_lens]
+        tiles = [cdiv(n * heads_of_tile, rows) for n in query_lens]
         count = sum(t * rows / heads_of_tile * (k - n / 2) for t, n, k in zip(tiles, query_lens, seq_lens, strict=True))
         return count * max(device / max(launched * sum(tiles), 1), 1.0)
 
@@ -192,7 +194,7 @@ def _heads_at_once(q: Tensor, weights: LatentWeights, keys: int) -> int:
 def _decompressed(q: Tensor, kv: PagedKV, weights: LatentWeights, batch: AttentionPrompts) -> Tensor:
     (heads, nope, rank), value_dim = weights.up_k.shape, weights.up_v.shape[2]
     out = q.new_empty(*q.shape[:2], value_dim)
-    out[sum(batch.query_lens) :].zero_()
+    zero_after(out, sum(batch.query_lens))
     blocks = prefill.key_blocks(batch.query_lens, batch.seq_lens_host, kv.sliding_window)
     parts = kv.k_cache[..., :rank], kv.k_cache[..., rank:]
     latents, tails, total = prefill.gather(*parts, kv, batch, blocks, q.dtype)
@@ -216,7 +218,7 @@ def _tile_of(q: Tensor, nope: int, value_dim: int, query_lens: Sequence[int]) ->
     tile = prefill.tile_of(q, dim, heads, query_lens, gathered=True)
 
     def programs(rows: int) -> int:
-        return heads * sum(triton.cdiv(n, rows) for n in query_lens)
+        return heads * sum(cdiv(n, rows) for n in query_lens)
 
     if dim > 128 or max(query_lens) <= 64 or 2 * programs(128) <= device:
         return tile

@@ -22,10 +22,13 @@ from torch import Tensor
 from hybridrt.base.device import multiprocessors, shared_memory
 from hybridrt.base.errors import ConfigError
 from hybridrt.kernels.attention.kv_codes_triton import as_stored, for_products, inverse_scale
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.launch import (
     LARGE_SHARED_MEMORY,
     arrival_counters,
+    cdiv,
     dot_precision,
+    next_power_of_2,
 )
 from hybridrt.kernels.core.launch_choice import LaunchChoice, Values, unique
 from hybridrt.kernels.core.pdl_triton import begin, pdl
@@ -66,7 +69,7 @@ def _depth(sees, node, node_mask, sees_st, T: tl.constexpr, BLOCK_T: tl.constexp
     return tl.sum((seen != 0).to(tl.int32), 1) - 1
 
 
-@triton.jit
+@jit_kernel
 def _decode_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, table_ptr, rows_ptr, seq_lens_ptr, sees_ptr, drafts_ptr, out_ptr, partial_ptr, lse_ptr,
     arrivals_ptr, sinks_ptr, q_sb, q_st, q_sh, table_sr, sees_sb, sees_st, out_st, scale_log2,
@@ -207,7 +210,7 @@ def _join(  # type: ignore[no-untyped-def]
     return acc / tl.where(total == 0, 1.0, total)[:, None]
 
 
-@triton.jit
+@jit_kernel
 def _combine_kernel(  # type: ignore[no-untyped-def]
     partial_ptr, lse_ptr, seq_lens_ptr, out_ptr, out_st,
     T: tl.constexpr, HQ: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
@@ -272,11 +275,11 @@ def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: T
         0 if mask is None else mask.stride(0), 0 if mask is None else mask.stride(1),
         token_stride, kv.score_scale * LOG2_E.value, kv.v_scale if kv.coded else None,
         T=tokens, HKV=kv_heads, GROUPS=query_heads // kv_heads, D=head_dim, ROPE=rope, WINDOW=window,
-        BLOCK_R=rope_block(rope), BLOCK_T=triton.next_power_of_2(tokens), PRECISION=dot_precision(q.dtype), **tile,
+        BLOCK_R=rope_block(rope), BLOCK_T=next_power_of_2(tokens), PRECISION=dot_precision(q.dtype), **tile,
         **pdl(q.device),
     )  # fmt: skip
     if splits > 1 and not joined:
-        wide, block_s = tile["BLOCK_D"] > 256, triton.next_power_of_2(splits)
+        wide, block_s = tile["BLOCK_D"] > 256, next_power_of_2(splits)
         parts = min(block_s, WIDE_AT_ONCE if wide else PARTS_AT_ONCE)
         # At most one program per SM: a parallel branch (Mamba-2 in Falcon-H1) needs the rest.
         early = wide or num_rows * tokens * query_heads <= multiprocessors(q.device)
@@ -316,14 +319,14 @@ def _walk(programs: int, max_context: int, tile: dict[str, int], device: torch.d
         pipeline = {"num_warps": 2 if tile["BLOCK_M"] == 16 else 4, "num_stages": 3}
     elif not bound:
         pipeline = {"BLOCK_N": min(32, tile["BLOCK_N"]), "num_stages": 4}
-    blocks = triton.cdiv(max_context, pipeline.get("BLOCK_N", tile["BLOCK_N"]))
+    blocks = cdiv(max_context, pipeline.get("BLOCK_N", tile["BLOCK_N"]))
     joined = filled and not bound
     if joined:
-        wanted = max((2 * size + programs // 2) // programs, triton.cdiv(max_context, LONG_CONTEXT))
-        few, least = 1, triton.cdiv(LONG_CONTEXT // 4, tile["BLOCK_N"])
+        wanted = max((2 * size + programs // 2) // programs, cdiv(max_context, LONG_CONTEXT))
+        few, least = 1, cdiv(LONG_CONTEXT // 4, tile["BLOCK_N"])
     else:
         each = PROGRAMS_PER_MULTIPROCESSOR if tile["BLOCK_D"] <= 128 else WIDE_PER_MULTIPROCESSOR
-        wanted = triton.cdiv(each * size, programs)
+        wanted = cdiv(each * size, programs)
         few, least = FEW_SPLITS, 4
     most = FEW_SPLITS if joined else MAX_SPLITS if tile["BLOCK_D"] <= 128 else MAX_SPLITS // 2
     return pipeline | {"SPLITS": max(1, min(wanted, blocks, most)), "FEW": few, "LEAST": least}, joined
@@ -332,23 +335,23 @@ def _walk(programs: int, max_context: int, tile: dict[str, int], device: torch.d
 def _walk_latent(room: int, max_context: int, block_n: int, device: torch.device) -> tuple[dict[str, int], bool]:
     """Latent vectors need a whole multiprocessor's shared memory; `room` programs run at a time."""
     stages = {"num_stages": 3 if shared_memory(device) >= LARGE_SHARED_MEMORY else 2}
-    blocks = triton.cdiv(max_context, block_n)
+    blocks = cdiv(max_context, block_n)
     if room > 2:
         return stages | {"SPLITS": min(room, blocks, MAX_SPLITS // 2), "FEW": 1, "LEAST": 1}, False
-    splits = min(max(room, triton.cdiv(max_context, LONG_CONTEXT)), blocks, FEW_SPLITS)
-    return stages | {"SPLITS": splits, "FEW": room, "LEAST": triton.cdiv(LONG_CONTEXT, block_n)}, room == 1
+    splits = min(max(room, cdiv(max_context, LONG_CONTEXT)), blocks, FEW_SPLITS)
+    return stages | {"SPLITS": splits, "FEW": room, "LEAST": cdiv(LONG_CONTEXT, block_n)}, room == 1
 
 
 def rope_block(rope: int) -> int:
     """Tile width of the numbers that only keys have; arbitrary if there are none."""
-    return max(16, triton.next_power_of_2(rope))
+    return max(16, next_power_of_2(rope))
 
 
 def _tile(rows: int, head_dim: int, dtype: torch.dtype, coded: bool) -> dict[str, int]:
     """Codes are converted in registers, which larger tiles would fill (compiled for sm_90)."""
-    block_d, halved = max(16, triton.next_power_of_2(head_dim)), dtype == torch.float32
+    block_d, halved = max(16, next_power_of_2(head_dim)), dtype == torch.float32
     max_rows = BLOCK_M >> (halved + (block_d > 256))  # registers cannot hold sums of 64 rows of 512 numbers
-    block_m = min(max(16, triton.next_power_of_2(rows)), max(16, max_rows))
+    block_m = min(max(16, next_power_of_2(rows)), max(16, max_rows))
     return {
         "BLOCK_M": block_m,
         "BLOCK_N": max(16, BLOCK_N >> (halved or coded)),
@@ -378,7 +381,7 @@ class Decode(NamedTuple):
 
     def head_blocks(self, block_m: int) -> int:
         """Programs of a row, for each split of its context."""
-        return self.kv_heads * triton.cdiv(self.rows_per_head, block_m)
+        return self.kv_heads * cdiv(self.rows_per_head, block_m)
 
 
 def _built_in(shape: Decode, device: torch.device) -> Values:
@@ -421,7 +424,7 @@ def _make(joined: int, **tile: int) -> tuple[bool, dict[str, int]]:
 DECODES = LaunchChoice("attention_decode", Decode, _built_in, _candidates, _make)
 
 
-@triton.jit
+@jit_kernel
 def _write_kv_kernel(  # type: ignore[no-untyped-def]
     k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr, k_inverse, v_inverse, k_st, k_sh, v_st, v_sh,
     HKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -450,6 +453,6 @@ def write_kv_triton(
     _write_kv_kernel[(tokens,)](
         k, v, k_cache, v_cache, out_cache_loc, inverse_scale(k_cache, k_scale), inverse_scale(v_cache, v_scale),
         k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        HKV=kv_heads, D=head_dim, PAGE=k_cache.shape[1], BLOCK_H=triton.next_power_of_2(kv_heads),
-        BLOCK_D=triton.next_power_of_2(head_dim), **pdl(k.device),
+        HKV=kv_heads, D=head_dim, PAGE=k_cache.shape[1], BLOCK_H=next_power_of_2(kv_heads),
+        BLOCK_D=next_power_of_2(head_dim), **pdl(k.device),
     )  # fmt: skip

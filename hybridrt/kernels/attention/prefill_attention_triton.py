@@ -22,7 +22,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hybridrt.base.device import multiprocessors, shared_memory
 from hybridrt.kernels.attention.kv_codes_triton import for_products
-from hybridrt.kernels.core.launch import LARGE_SHARED_MEMORY, dot_precision
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
+from hybridrt.kernels.core.launch import LARGE_SHARED_MEMORY, cdiv, dot_precision, next_power_of_2, zero_after
 from hybridrt.kernels.core.records import AttentionPrompts, PagedKV
 
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -55,7 +56,7 @@ def _gathered_before(starts_ptr, seq_lens_ptr, b, WINDOW: tl.constexpr, BLOCK_N:
 
 
 # Their alignment depends on the number of decode rows before them.
-@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "seq_lens_ptr"])
+@jit_kernel(do_not_specialize_on_alignment=["rows_ptr", "seq_lens_ptr"])
 def _gather_kernel(  # type: ignore[no-untyped-def]
     k_cache_ptr, v_cache_ptr, table_ptr, rows_ptr, starts_ptr, seq_lens_ptr, k_ptr, v_ptr, table_sr, total,
     HKV: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WINDOW: tl.constexpr,
@@ -112,7 +113,7 @@ def _softmax_step(scores, row_max, row_sum, scale_log2):  # type: ignore[no-unty
     return weights, rescale, new_max, row_sum * rescale + tl.sum(weights, 1)
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "seq_lens_ptr"])
+@jit_kernel(do_not_specialize_on_alignment=["rows_ptr", "seq_lens_ptr"])
 def _extend_kernel(  # type: ignore[no-untyped-def]
     q_ptr, keys, values, ropes, table_ptr, rows_ptr, starts_ptr, seq_lens_ptr, sinks_ptr, out_ptr, q_st, q_sh,
     table_sr, total, scale_log2, v_scale,
@@ -216,7 +217,7 @@ def attention_extend_triton(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out
     query_lens, (kv_heads, dim) = batch.query_lens, v_cache.shape[2:]
     rope, groups = k_cache.shape[3] - dim, q.shape[1] // kv_heads
     out = q.new_empty(*q.shape[:2], dim) if out is None else out
-    out[sum(query_lens) :].zero_()
+    zero_after(out, sum(query_lens))
     if not any(query_lens):
         return out
     many = sum(query_lens) * groups >= GATHER_FROM * len(query_lens)
@@ -251,7 +252,7 @@ def run_extend(
     """
     kv_heads, dim, value_dim, rope = shape
     groups = q.shape[1] // kv_heads
-    blocks = triton.cdiv(max(batch.query_lens) * groups, tile["BLOCK_M"])
+    blocks = cdiv(max(batch.query_lens) * groups, tile["BLOCK_M"])
     _extend_kernel[(kv_heads, blocks, len(batch.query_lens))](
         q, *sources[:3], kv.req_to_token, batch.rows, batch.query_start_loc, batch.seq_lens, kv.sinks, out,
         q.stride(0), q.stride(1), kv.req_to_token.stride(0), sources.total, kv.score_scale * LOG2_E.value,
@@ -264,7 +265,7 @@ def run_extend(
 
 def width_of(dim: int) -> int:
     """Columns of a tile for `dim` columns: a power of two."""
-    return max(16, triton.next_power_of_2(dim))
+    return max(16, next_power_of_2(dim))
 
 
 def ample(q: Tensor) -> bool:
@@ -283,10 +284,10 @@ def tile_of(q: Tensor, dim: int, kv_heads: int, query_lens: Sequence[int], gathe
     """
     block_d, single = width_of(dim), q.dtype == torch.float32
     wide, groups, device = block_d > 128, q.shape[1] // kv_heads, multiprocessors(q.device)
-    tiles = kv_heads * sum(triton.cdiv(n * groups, BLOCK_M) for n in query_lens)
+    tiles = kv_heads * sum(cdiv(n * groups, BLOCK_M) for n in query_lens)
     few = tiles <= device
     halvings = single + (not ample(q) if wide else few and not single)
-    block_m = min(max(16, triton.next_power_of_2(max(query_lens) * groups)), max(16, BLOCK_M >> halvings))
+    block_m = min(max(16, next_power_of_2(max(query_lens) * groups)), max(16, BLOCK_M >> halvings))
     latent = q.shape[-1] > dim > 256
     if latent and not single and shared_memory(q.device) >= LARGE_SHARED_MEMORY:
         return {"BLOCK_M": min(block_m, 32), "BLOCK_N": BLOCK_N, "num_stages": 2, "num_warps": 4}
@@ -319,10 +320,10 @@ def coded_tile(tile: dict[str, int], block_d: int) -> dict[str, int]:
 
 def key_blocks(query_lens: Sequence[int], seq_lens: Sequence[int], sliding_window: int | None) -> list[int]:
     """Upper bound of the tiles of each row's keys."""
-    blocks = [triton.cdiv(n, BLOCK_N) for n in seq_lens]
+    blocks = [cdiv(n, BLOCK_N) for n in seq_lens]
     if sliding_window is None:
         return blocks
-    seen = (triton.cdiv(n + sliding_window - 1, BLOCK_N) + 1 for n in query_lens)
+    seen = (cdiv(n + sliding_window - 1, BLOCK_N) + 1 for n in query_lens)
     return [min(pair) for pair in zip(blocks, seen, strict=True)]
 
 

@@ -5,6 +5,8 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels.attention.kv_codes_triton import as_stored, inverse_scale
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
+from hybridrt.kernels.core.launch import cdiv, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import KVPlaces, Rope
 from hybridrt.kernels.state.conv_and_gates_triton import strides
@@ -58,7 +60,7 @@ def _rotate(  # type: ignore[no-untyped-def]
     tl.store(out + j, as_stored(rest, inverse, dtype), mask=rest_mask)
 
 
-@triton.jit(do_not_specialize=["tokens", "axis_stride"])
+@jit_kernel(do_not_specialize=["tokens", "axis_stride"])
 def _rotary_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, positions_ptr, axis_stride, cos_sin_ptr, q_weight_ptr, k_weight_ptr,
     k_cache_ptr, v_cache_ptr, slots_ptr, tokens, eps, k_inverse, v_inverse, SECTIONS: tl.constexpr,
@@ -117,14 +119,14 @@ def _launch(
     (tokens, query_heads, head_dim), half = q.shape, rope.cos_sin.shape[1] // 2
     kv_heads, axis_stride = k.shape[1], positions.stride(0) if positions.dim() == 2 else None
     rows, warps = rotary_tile(tokens * query_heads, head_dim)
-    kv_blocks = triton.cdiv(tokens * kv_heads, rows)
-    _rotary_kernel[(triton.cdiv(tokens * query_heads, rows) + (1 if v is None else 2) * kv_blocks,)](
+    kv_blocks = cdiv(tokens * kv_heads, rows)
+    _rotary_kernel[(cdiv(tokens * query_heads, rows) + (1 if v is None else 2) * kv_blocks,)](
         q, k, v, positions, axis_stride, rope.cos_sin, rope.q_weight, rope.k_weight, k_cache, v_cache,
         None if places is None else places.out_cache_loc, tokens, rope.eps, k_inverse, v_inverse,
         None if axis_stride is None else rope.sections, strides(q), strides(k), strides(v),
         HQ=query_heads, HKV=kv_heads, D=head_dim, HALF=half, PAGE=0 if k_cache is None else k_cache.shape[1],
-        BLOCK_R=rows, BLOCK_HALF=triton.next_power_of_2(half),
-        BLOCK_REST=triton.next_power_of_2(max(head_dim - 2 * half, 1)), BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_R=rows, BLOCK_HALF=next_power_of_2(half),
+        BLOCK_REST=next_power_of_2(max(head_dim - 2 * half, 1)), BLOCK_D=next_power_of_2(head_dim),
         num_warps=warps, **pdl(q.device),
     )  # fmt: skip
 

@@ -32,8 +32,14 @@ def cdiv(n: int, size: int) -> int:
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least n >= 1."""
-    return 1 << (n - 1).bit_length()
+    """The smallest power of two that is at least n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def zero_after(out: Tensor, tokens: int) -> None:
+    """Fills the rows after so many tokens with zeros. Mostly there are none; to fill none takes the host as long."""
+    if tokens < out.shape[0]:
+        out[tokens:].zero_()
 
 
 def arrival_counters(owner: Tensor, count: int) -> Tensor:

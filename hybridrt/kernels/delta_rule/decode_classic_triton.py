@@ -9,11 +9,12 @@ and k and q are multiplied by it first. Every program of a key head computes the
 of them writes their raw inputs to the conv ring.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
+from hybridrt.kernels.core.launch import cdiv, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import FusedStep, GateWeights
 from hybridrt.kernels.state.conv_and_gates_triton import (
@@ -40,7 +41,7 @@ def _left(read, decay, CHANNELS: tl.constexpr):  # type: ignore[no-untyped-def]
     return read if CHANNELS else decay * read
 
 
-@triton.jit
+@jit_kernel
 def _classic_kernel(  # type: ignore[no-untyped-def]
     qkv_ptr, a_ptr, b_ptr, weight_ptr, bias_ptr, A_log_ptr, dt_bias_ptr, out_ptr, conv_ptr, states_ptr,
     read_slots_ptr, write_slots_ptr, positions_ptr,
@@ -130,11 +131,11 @@ def decode_classic(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, step
     conv, states = step.conv_state.conv, step.state.states
     batch, _, channels = qkv.shape
     _, value_heads, value_dim, key_dim = states.shape
-    out = torch.empty((batch, 1, value_heads, value_dim), dtype=qkv.dtype, device=qkv.device)
+    out = qkv.new_empty((batch, 1, value_heads, value_dim))
     tile, by_channel = classic_tile(batch, states), a.ndim == 4
     # Decays by channel are one more vector: too much for 64 registers.
     registers = 80 if by_channel and states.element_size() < 4 else 64
-    _classic_kernel[triton.cdiv(value_dim, tile["BLOCK_V"] * tile["TILES"]), value_heads, batch](
+    _classic_kernel[cdiv(value_dim, tile["BLOCK_V"] * tile["TILES"]), value_heads, batch](
         qkv, a, b, step.conv_weights.weight, step.conv_weights.bias, weights.A_log, weights.dt_bias, out, conv, states,
         step.conv_state.read_state_slots, step.conv_state.write_state_slots, step.conv_state.start_positions,
         strides(qkv), strides(a), strides(b), conv.stride(0), states.stride(0),
@@ -152,11 +153,11 @@ def classic_tile(batch: int, states: Tensor) -> dict[str, int]:
     for eight programs on a multiprocessor. A small batch ends before such a pipeline is full: it
     gets more programs instead.
     """
-    heads, columns = states.shape[1], triton.next_power_of_2(states.shape[3])
+    heads, columns = states.shape[1], next_power_of_2(states.shape[3])
     tile = {"BLOCK_V": tile_rows(states), "BLOCK_K": columns}
     return tile | ({"TILES": 1, "STAGES": 1} if batch * heads <= 128 else {"TILES": 4, "STAGES": 4})
 
 
 def tile_rows(states: Tensor) -> int:
     """Rows of a state [V, K] that fill TILE_BYTES, of states [S+1, Hv, V, K]."""
-    return max(1, TILE_BYTES // (triton.next_power_of_2(states.shape[3]) * states.element_size()))
+    return max(1, TILE_BYTES // (next_power_of_2(states.shape[3]) * states.element_size()))

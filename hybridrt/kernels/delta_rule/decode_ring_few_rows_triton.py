@@ -4,11 +4,12 @@ The formulas are in `decode_ring_triton.py`. Each program computes its head's sc
 the state: for few rows that is faster than a second launch.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
+from hybridrt.kernels.core.launch import cdiv, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import FusedStep, GateWeights
 from hybridrt.kernels.delta_rule.decode_classic_triton import tile_rows
@@ -31,7 +32,7 @@ def _sums(a0, a1, b0, b1):  # type: ignore[no-untyped-def]
     return a0 + b0, a1 + b1
 
 
-@triton.jit
+@jit_kernel
 def _few_kernel(  # type: ignore[no-untyped-def]
     qkv_ptr, a_ptr, b_ptr, weight_ptr, bias_ptr, A_log_ptr, dt_bias_ptr, out_ptr, conv_ptr, states_ptr, scales_ptr,
     values_ptr, keys_ptr, gates_ptr, slots_ptr, positions_ptr, rows_ptr, start_ptr, length_ptr,
@@ -119,7 +120,7 @@ def _few_kernel(  # type: ignore[no-untyped-def]
 def is_few(qkv: Tensor, a: Tensor, conv_weight: Tensor, states: Tensor) -> bool:
     """Whether one launch is faster than two: one token each of few rows, with a decay for a head and a conv."""
     (batch, tokens, _), (_, heads, value_dim, _) = qkv.shape, states.shape
-    fit = batch * heads * triton.cdiv(value_dim, tile_rows(states)) <= FEW_PROGRAMS
+    fit = batch * heads * cdiv(value_dim, tile_rows(states)) <= FEW_PROGRAMS
     return fit and tokens == 1 and a.ndim == 3 and conv_weight.shape[1] > 0
 
 
@@ -129,9 +130,9 @@ def gdn_few_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, step
     assert ring is not None
     batch, _, channels = qkv.shape
     _, value_heads, value_dim, key_dim = states.shape
-    out = torch.empty((batch, 1, value_heads, value_dim), dtype=qkv.dtype, device=qkv.device)
+    out = qkv.new_empty((batch, 1, value_heads, value_dim))
     block_v, scales = tile_rows(states), state_scales(step.state)
-    _few_kernel[triton.cdiv(value_dim, block_v), value_heads, batch](
+    _few_kernel[cdiv(value_dim, block_v), value_heads, batch](
         qkv, a, b, step.conv_weights.weight, step.conv_weights.bias, weights.A_log, weights.dt_bias, out, conv, states,
         scales, ring.values, ring.keys, ring.gates,
         step.conv_state.read_state_slots, step.conv_state.start_positions, ring.rows, ring.start, ring.length,
@@ -140,7 +141,7 @@ def gdn_few_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, step
         ring.values.stride(0), ring.keys.stride(0), ring.gates.stride(0),
         HK=(channels - value_heads * value_dim) // (2 * key_dim), HV=value_heads, K=key_dim, V=value_dim,
         W=ring.gates.shape[2], TAPS=step.conv_weights.weight.shape[1], WC=conv.shape[2], BLOCK_V=block_v,
-        BLOCK_K=triton.next_power_of_2(key_dim), BLOCK_W=triton.next_power_of_2(ring.gates.shape[2]),
+        BLOCK_K=next_power_of_2(key_dim), BLOCK_W=next_power_of_2(ring.gates.shape[2]),
         BETA_SCALE=weights.beta_scale, num_warps=4, **pdl(qkv.device),
     )  # fmt: skip
     return out

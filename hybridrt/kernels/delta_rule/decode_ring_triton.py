@@ -12,11 +12,11 @@ and computes the corrected values u = beta (v - S k) token by token.
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridrt.kernels.core.launch import dot_precision
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
+from hybridrt.kernels.core.launch import cdiv, dot_precision, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, begin_in_turn, pdl
 from hybridrt.kernels.core.records import FusedStep, GateWeights
 from hybridrt.kernels.delta_rule.kda_prepare_triton import prepare_channels
@@ -35,7 +35,7 @@ from hybridrt.kernels.state.state_codes_triton import TILE, decode_tile, load_sc
 from hybridrt.kernels.state.state_ring_triton import exact_dot, multiply_codes, multiply_state, products
 
 
-@triton.jit
+@jit_kernel
 def _prepare_kernel(  # type: ignore[no-untyped-def]
     qkv_ptr, a_ptr, b_ptr, weight_ptr, bias_ptr, A_log_ptr, dt_bias_ptr, conv_ptr, keys_ptr, gates_ptr,
     vectors_ptr, scores_ptr, decays_ptr, betas_ptr,
@@ -127,7 +127,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
             tl.store(cells + w[None, :], history * old[None, :], mask=seen)
 
 
-@triton.jit
+@jit_kernel
 def _stream_kernel(  # type: ignore[no-untyped-def]
     qkv_ptr, weight_ptr, bias_ptr, out_ptr, conv_ptr, states_ptr, scales_ptr, values_ptr,
     vectors_ptr, scores_ptr, decays_ptr, betas_ptr,
@@ -256,22 +256,22 @@ def gdn_ring_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, ste
     decays = torch.empty((batch, value_heads, 2 * tokens), dtype=torch.float32, device=device)
     betas = torch.empty((batch, tokens, value_heads), dtype=torch.float32, device=device)
     sizes = {"T": tokens, "HK": key_heads, "HV": value_heads, "K": key_dim, "W": width}
-    sizes["BLOCK_W"] = max(16, triton.next_power_of_2(width))
+    sizes["BLOCK_W"] = max(16, next_power_of_2(width))
     sizes |= {"TAPS": -1 if step.conv_weights.applied_before else weight.shape[1], "WC": conv.shape[2]}
     rows = step.conv_state.read_state_slots, step.conv_state.start_positions, ring.rows, ring.start, ring.length
-    own = {"BLOCK_H": triton.next_power_of_2(value_heads // key_heads), "PRECISION": dot_precision(ring.keys.dtype)}
+    own = {"BLOCK_H": next_power_of_2(value_heads // key_heads), "PRECISION": dot_precision(ring.keys.dtype)}
     prepare = prepare_channels if by_channel else _prepare_kernel
     prepare[batch, key_heads](
         qkv, a, b, weight, step.conv_weights.bias, weights.A_log, weights.dt_bias, conv, ring.keys, ring.gates,
         vectors, scores, decays, betas,
         *rows, strides(qkv), strides(a), strides(b), conv.stride(0), ring.keys.stride(0), ring.gates.stride(0),
-        BLOCK_K=max(16, triton.next_power_of_2(key_dim)), BETA_SCALE=weights.beta_scale,
+        BLOCK_K=max(16, next_power_of_2(key_dim)), BETA_SCALE=weights.beta_scale,
         # One token's few sums stay within a warp; several tokens are products of tiles.
         num_warps=1 if tokens == 1 and not by_channel else 4, **sizes,
         **({"LOWER_BOUND": weights.lower_bound} if by_channel else own), **pdl(device),
     )  # fmt: skip
     tile = stream_tile(batch, tokens, states, by_channel) if scales is None else codes_tile(tokens, states)
-    _stream_kernel[batch, value_heads, triton.cdiv(value_dim, tile["BLOCK_V"])](
+    _stream_kernel[batch, value_heads, cdiv(value_dim, tile["BLOCK_V"])](
         qkv, weight, step.conv_weights.bias, out, conv, states, scales, ring.values, vectors, scores, decays, betas,
         *rows, strides(qkv), conv.stride(0), states.stride(0), states.stride(1), *scale_strides(scales),
         ring.values.stride(0), V=value_dim, **tile, **sizes,
@@ -283,11 +283,11 @@ def gdn_ring_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, ste
 def codes_tile(tokens: int, states: Tensor) -> dict[str, int]:
     """Tiles of codes in the second kernel: one token's products are taken element by element, of decoded numbers. Those
     of several tokens are of whole codes, each block before its scale."""
-    rows, columns = (max(16, triton.next_power_of_2(size)) for size in states.shape[2:])
+    rows, columns = (max(16, next_power_of_2(size)) for size in states.shape[2:])
     if tokens == 1:
         block_v = min(rows, max(16, TILE // columns))
         return {"BLOCK_N": 2, "BLOCK_K": columns, "BLOCK_V": block_v, "STAGES": 1, "num_warps": 4}
-    tile = {"BLOCK_N": max(16, triton.next_power_of_2(2 * tokens)), "BLOCK_K": min(columns, SCALED)}
+    tile = {"BLOCK_N": max(16, next_power_of_2(2 * tokens)), "BLOCK_K": min(columns, SCALED)}
     return tile | {"BLOCK_V": min(rows, 64), "STAGES": 3, "num_warps": 4}
 
 
@@ -300,9 +300,9 @@ def stream_tile(batch: int, tokens: int, states: Tensor, by_channel: bool = Fals
     """
     _, heads, value_dim, key_dim = states.shape
     wide = states.element_size() == 4
-    rows, columns = (max(16, triton.next_power_of_2(size)) for size in (value_dim, key_dim))
+    rows, columns = (max(16, next_power_of_2(size)) for size in (value_dim, key_dim))
     by_elements = tokens == 1 and (wide or by_channel)
-    tile = {"BLOCK_N": 2 if by_elements else max(16, triton.next_power_of_2(2 * tokens)), "BLOCK_K": columns}
+    tile = {"BLOCK_N": 2 if by_elements else max(16, next_power_of_2(2 * tokens)), "BLOCK_K": columns}
     if by_elements or batch * heads * value_dim <= 1 << 16:
         return tile | {"BLOCK_V": 16, "STAGES": 1, "num_warps": 2}
     if batch * heads * value_dim <= 1 << 18 and not wide:

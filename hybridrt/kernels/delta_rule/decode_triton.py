@@ -3,11 +3,12 @@
 A program keeps BLOCK_V rows of a head's state in registers over the T tokens.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
+from hybridrt.kernels.core.launch import cdiv, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import DeltaInputs, FusedStep, GateWeights, StateSlots
 from hybridrt.kernels.delta_rule.decode import conved_inputs, split_qkv
@@ -24,7 +25,7 @@ def _normalized(pointers, mask):  # type: ignore[no-untyped-def]
     return x * (1.0 / tl.sqrt(tl.sum(x * x, 0) + L2_EPS))
 
 
-@triton.jit
+@jit_kernel
 def _recurrent_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, out_ptr, A_log_ptr, dt_bias_ptr,
     states_ptr, stored_ptr, read_slots_ptr, write_slots_ptr, rows_ptr, predecessors_ptr,
@@ -102,8 +103,8 @@ def recurrent_gated_delta_rule_triton(
     A_log, dt_bias = (None, None) if weights is None else (weights.A_log, weights.dt_bias)
     beta_scale, lower_bound = (1.0, None) if weights is None else (weights.beta_scale, weights.lower_bound)
     _, value_heads, value_dim, key_dim = states.shape
-    out, tile = torch.empty(v.shape, dtype=v.dtype, device=v.device), recurrent_tile(states)
-    _recurrent_kernel[len(v), value_heads, triton.cdiv(value_dim, tile["BLOCK_V"])](
+    out, tile = v.new_empty(v.shape), recurrent_tile(states)
+    _recurrent_kernel[len(v), value_heads, cdiv(value_dim, tile["BLOCK_V"])](
         *inputs, out, A_log, dt_bias, states, stored, state.read_state_slots, state.write_state_slots, rows,
         predecessors, *map(strides, inputs), states.stride(0), strides(stored), strides(predecessors)[0],
         T=v.shape[1], HK=inputs.q.shape[2], HV=value_heads, K=key_dim, V=value_dim,
@@ -115,5 +116,5 @@ def recurrent_gated_delta_rule_triton(
 
 def recurrent_tile(states: Tensor) -> dict[str, int]:
     """How a program cuts the states [S+1, Hv, V, K], as measured on an H200. A warp has whole rows then."""
-    rows, columns = (triton.next_power_of_2(size) for size in states.shape[2:])
+    rows, columns = (next_power_of_2(size) for size in states.shape[2:])
     return {"BLOCK_V": min(tile_rows(states), rows), "BLOCK_K": columns, "num_warps": 2}

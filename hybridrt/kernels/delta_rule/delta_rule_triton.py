@@ -30,7 +30,6 @@ from itertools import product as combinations
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -38,7 +37,8 @@ from hybridrt.base.device import multiprocessors, shared_memory
 from hybridrt.base.errors import ConfigError
 from hybridrt.kernels.core.chunk_plan import ChunkPlan
 from hybridrt.kernels.core.decay_sums_triton import split_gates
-from hybridrt.kernels.core.launch import LARGE_SHARED_MEMORY, dot_precision
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
+from hybridrt.kernels.core.launch import LARGE_SHARED_MEMORY, cdiv, dot_precision, next_power_of_2, zero_after
 from hybridrt.kernels.core.launch_choice import LaunchChoice, Values, unique
 from hybridrt.kernels.core.records import DeltaInputs, GateWeights, Prompts, StateSlots
 from hybridrt.kernels.core.tiles_triton import tile_mask
@@ -51,7 +51,7 @@ PREFETCH_BYTES = 213_000  # bytes of chunks on the way to a program; the rest of
 SMALL_BASE = 62_208, 70_144  # bytes of a program with two chunks on smaller GPUs; in Kimi Delta Attention
 
 
-@triton.jit
+@jit_kernel
 def _prepare_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, ends_ptr, solved_ptr, scores_ptr, factors_ptr, decay_ptr,
     q_strides: tl.constexpr, k_strides: tl.constexpr, g_st: tl.constexpr, beta_st: tl.constexpr,
@@ -98,7 +98,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     tl.store(solved_ptr + place, (inverse * beta[None, :]).to(solved_ptr.dtype.element_ty))
 
 
-@triton.jit
+@jit_kernel
 def _pass_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, k_left_ptr, v_ptr, solved_ptr, scores_ptr, factors_ptr, decay_ptr, out_ptr, ends_ptr, first_chunk_ptr,
     last_chunk_ptr, states_ptr, read_slots_ptr, write_slots_ptr, has_initial_ptr,
@@ -193,16 +193,16 @@ def chunk_gated_delta_rule_triton(
             f"chunks of {plan.chunk_size} tokens; the gated delta rule's kernels take {MAX_CHUNK} at most"
         )
     rows, (value_heads, value_dim), (key_heads, key_dim) = len(state.read_state_slots), v.shape[1:], inputs.k.shape[1:]
-    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    out[plan.num_tokens :].zero_()
-    size, block_k = max(16, triton.next_power_of_2(plan.chunk_size)), max(16, triton.next_power_of_2(key_dim))
+    out = v.new_empty(v.shape)
+    zero_after(out, plan.num_tokens)
+    size, block_k = max(16, next_power_of_2(plan.chunk_size)), max(16, next_power_of_2(key_dim))
     if inputs.g.ndim > inputs.beta.ndim:
         chunks = prepare_channels(inputs, weights, plan, size)
     else:
         chunks = _prepare(inputs, weights, plan, size, block_k)
     by_channel = chunks.k_left is not None
     tile = PASSES(Pass(rows, value_heads, key_heads, key_dim, value_dim, size, by_channel, v.dtype), v.device)
-    _pass_kernel[triton.cdiv(value_dim, tile["BLOCK_V"]), value_heads, rows](
+    _pass_kernel[cdiv(value_dim, tile["BLOCK_V"]), value_heads, rows](
         *chunks, out, plan.cu_chunk_seqlens, plan.first_chunk, plan.last_chunk,
         state.states, state.read_state_slots, state.write_state_slots, prompts.has_initial_state,
         strides(chunks.q), strides(chunks.k), strides(v), state.states.stride(0),
@@ -246,7 +246,7 @@ class Pass(NamedTuple):
 
     @property
     def block_k(self) -> int:
-        return max(16, triton.next_power_of_2(self.key_dim))
+        return max(16, next_power_of_2(self.key_dim))
 
 
 def pass_tile(shape: Pass, device: torch.device) -> dict[str, int]:
@@ -258,7 +258,7 @@ def pass_tile(shape: Pass, device: torch.device) -> dict[str, int]:
     if shared_memory(device) < LARGE_SHARED_MEMORY:
         return _small_pass_tile(shape, shared_memory(device))
     narrow = itemsize > 2 or states * shape.value_dim <= 32 * multiprocessors(device)
-    block_v = min(32 if narrow else 64, max(16, triton.next_power_of_2(shape.value_dim)))
+    block_v = min(32 if narrow else 64, max(16, next_power_of_2(shape.value_dim)))
     widths = shape.block_k * (3 if shape.by_channel else 2) + 2 * shape.size
     chunk_bytes = shape.size * (widths + block_v) * itemsize
     return {"BLOCK_V": block_v, "num_warps": 4, "num_stages": min(4, max(2, PREFETCH_BYTES // chunk_bytes))}
@@ -268,7 +268,7 @@ def _small_pass_tile(shape: Pass, room: int) -> dict[str, int]:
     """For GPUs without tensor cores that read shared memory. Compiled for sm_80, sm_89 and sm_120: a block of 64 does
     not fit into registers, two chunks take the bytes of SMALL_BASE, and each further one those of its tiles."""
     scale = shape.dtype.itemsize * shape.block_k // 128 / 2
-    block_v = min(32 if scale <= 1 else 16, max(16, triton.next_power_of_2(shape.value_dim)))
+    block_v = min(32 if scale <= 1 else 16, max(16, next_power_of_2(shape.value_dim)))
     chunk = shape.size * (shape.block_k * (3 if shape.by_channel else 2) + block_v) * shape.dtype.itemsize + 768
     left = room - round(SMALL_BASE[shape.by_channel] * scale)
     return {"BLOCK_V": block_v, "num_warps": 4, "num_stages": min(4, max(1, 2 + left // chunk))}
@@ -280,7 +280,7 @@ def _candidates(shape: Pass, device: torch.device) -> list[Values]:
     other places.
     """
     stages = (1, 2, 3, 4) if shared_memory(device) < LARGE_SHARED_MEMORY else (2, 3, 4)
-    most = max(16, triton.next_power_of_2(shape.value_dim))
+    most = max(16, next_power_of_2(shape.value_dim))
     tiles: list[Values] = [
         {"BLOCK_V": min(v, most), "num_warps": warps, "num_stages": chunks}
         for v, warps, chunks in combinations((16, 32, 64), (4, 8), stages)

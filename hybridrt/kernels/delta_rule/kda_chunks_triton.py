@@ -26,7 +26,8 @@ from torch import Tensor
 
 from hybridrt.base.device import is_capturing
 from hybridrt.kernels.core.chunk_plan import ChunkPlan
-from hybridrt.kernels.core.launch import dot_precision
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
+from hybridrt.kernels.core.launch import dot_precision, next_power_of_2
 from hybridrt.kernels.core.records import DeltaInputs, GateWeights
 from hybridrt.kernels.delta_rule.delta_chunks_triton import PreparedChunks, unit_inverse
 from hybridrt.kernels.state.conv_and_gates_triton import L2_EPS, strides
@@ -115,7 +116,7 @@ def _products(x, y, z, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
     return tl.where(t[:, None] < t[None, :], of_keys, of_queries)
 
 
-@triton.jit
+@jit_kernel
 def _channels_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, ends_ptr, matrices_ptr,
     q_in_ptr, k_in_ptr, k_left_ptr, solved_ptr, scores_ptr, decay_ptr,
@@ -206,7 +207,7 @@ def prepare_channels(inputs: DeltaInputs, weights: GateWeights | None, plan: Chu
             inputs.q, k, inputs.g, inputs.beta, A_log, dt_bias, plan.cu_chunk_seqlens, sum_matrices(size, device),
             q_in, k_in, k_left, solved, scores, decay,
             strides(inputs.q), strides(k), strides(inputs.g), inputs.beta.stride(0), H=heads, K=key_dim, Q=size,
-            LEVELS=size.bit_length() - 1, BLOCK_K=min(COLUMNS, max(16, triton.next_power_of_2(key_dim))),
+            LEVELS=size.bit_length() - 1, BLOCK_K=min(COLUMNS, max(16, next_power_of_2(key_dim))),
             FAR=FAR_IN_FLOAT32 if v.dtype == torch.float32 else FAR, BETA_SCALE=beta_scale, LOWER_BOUND=lower_bound,
             PRECISION=dot_precision(v.dtype), num_warps=4,
         )  # fmt: skip

@@ -11,15 +11,15 @@ overflows. The vectors are float32: in the model's dtype they would depend on ho
 into steps.
 """
 
-import triton
 import triton.language as tl
 
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.pdl_triton import begin_in_turn
 from hybridrt.kernels.state.conv_and_gates_triton import L2_EPS, conv_tokens, log_decay
 from hybridrt.kernels.state.state_ring_triton import decays_of_channels
 
 
-@triton.jit
+@jit_kernel
 def prepare_channels(  # type: ignore[no-untyped-def]
     qkv_ptr, a_ptr, b_ptr, weight_ptr, bias_ptr, A_log_ptr, dt_bias_ptr, conv_ptr, keys_ptr, gates_ptr,
     vectors_ptr, scores_ptr, decays_ptr, betas_ptr,

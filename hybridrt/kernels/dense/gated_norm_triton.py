@@ -1,11 +1,11 @@
 """Triton kernel of `gated_rms_norm`: a program computes one group of one or several tokens."""
 
-import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from hybridrt.base.device import multiprocessors
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
+from hybridrt.kernels.core.launch import cdiv, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.dense.gated_norm import GateActivation
 from hybridrt.kernels.state.conv_and_gates_triton import silu
@@ -13,7 +13,7 @@ from hybridrt.kernels.state.conv_and_gates_triton import silu
 MOST_TOKENS = 8  # tokens of a program, which is compiled for their number
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@jit_kernel(do_not_specialize=["tokens"])
 def _gated_norm_kernel(  # type: ignore[no-untyped-def]
     x_ptr, gate_ptr, weight_ptr, out_ptr, x_st: tl.constexpr, gate_st: tl.constexpr, eps, tokens,
     D: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, NORM_FIRST: tl.constexpr,
@@ -49,10 +49,10 @@ def gated_rms_norm_triton(
     activation: GateActivation = "silu",
 ) -> Tensor:  # fmt: skip
     tokens, channels = x.shape
-    out = torch.empty((tokens, channels), dtype=x.dtype, device=x.device)
-    block, groups = triton.next_power_of_2(group_size), channels // group_size
+    out = x.new_empty((tokens, channels))
+    block, groups = next_power_of_2(group_size), channels // group_size
     together = _tokens_of_a_program(tokens * groups // multiprocessors(x.device), block)
-    _gated_norm_kernel[(triton.cdiv(tokens, together) * groups,)](
+    _gated_norm_kernel[(cdiv(tokens, together) * groups,)](
         x, gate, weight, out, x.stride(0), gate.stride(0), eps, tokens,
         D=channels, GROUP=group_size, BLOCK=block, TOKENS=together, NORM_FIRST=norm_before_gate,
         SIGMOID=activation == "sigmoid", num_warps=min(8, max(1, block // 512)), **pdl(x.device),

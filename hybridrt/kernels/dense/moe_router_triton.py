@@ -8,7 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.base.device import multiprocessors
-from hybridrt.kernels.core.launch import arrival_counters
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
+from hybridrt.kernels.core.launch import arrival_counters, cdiv, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.dense.moe import ExpertShare, GroupedChoice, SoftmaxChoice, router_product
 from hybridrt.kernels.dense.skinny_linear_triton import Tile, matvec
@@ -52,7 +53,7 @@ def _store_routing(  # type: ignore[no-untyped-def]
     tl.store(ids_ptr + t * COUNT + j, ids, mask=j < COUNT)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@jit_kernel(do_not_specialize=["tokens"])
 def _product_kernel(  # type: ignore[no-untyped-def]
     x_ptr, weight_ptr, out_ptr, parts_ptr, arrivals_ptr, x_st, tokens, E, K: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
@@ -87,7 +88,7 @@ def _product_kernel(  # type: ignore[no-untyped-def]
             tl.store(out, total, mask=mask)
 
 
-@triton.jit(do_not_specialize=["first_held"])
+@jit_kernel(do_not_specialize=["first_held"])
 def _router_softmax_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, shared_gate_ptr, weights_ptr, ids_ptr, rows_ptr, load_ptr, logits_sr, shared_gate_sr, first_held,
     TOKENS: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, RENORMALIZE: tl.constexpr,
@@ -116,7 +117,7 @@ def _router_softmax_kernel(  # type: ignore[no-untyped-def]
     )
 
 
-@triton.jit(do_not_specialize=["first_held"])
+@jit_kernel(do_not_specialize=["first_held"])
 def _router_sigmoid_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, bias_ptr, weights_ptr, ids_ptr, rows_ptr, load_ptr, logits_sr, scaling, first_held,
     TOKENS: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, GROUPS: tl.constexpr,
@@ -166,8 +167,8 @@ def router_product_triton(x: Tensor, weight: Tensor) -> Tensor:
         return router_product.reference(x, weight)
     if tokens == 1:
         return matvec(x, weight, ROUTER_TILE)
-    block_t, block_e, block_k = 16, 32, min(128, max(16, triton.next_power_of_2(width)))
-    blocks = triton.cdiv(experts, block_e), triton.cdiv(tokens, block_t)
+    block_t, block_e, block_k = 16, 32, min(128, max(16, next_power_of_2(width)))
+    blocks = cdiv(experts, block_e), cdiv(tokens, block_t)
     count = blocks[0] * blocks[1]
     split = max(1, min(2 * multiprocessors(x.device) // count, width // block_k, 16))
     out, parts, arrivals = torch.empty(tokens, experts, dtype=torch.float32, device=x.device), None, None
@@ -196,7 +197,7 @@ def router_sigmoid_grouped_triton(
     groups, top_groups = choice.n_group, choice.topk_group
     return _route(
         _router_sigmoid_kernel, logits, correction_bias, choice.scaling, choice, rows, share, GROUPS=groups,
-        TOP_GROUPS=top_groups, BLOCK_G=triton.next_power_of_2(groups), num_warps=1 if groups == top_groups else 4,
+        TOP_GROUPS=top_groups, BLOCK_G=next_power_of_2(groups), num_warps=1 if groups == top_groups else 4,
     )  # fmt: skip
 
 
@@ -212,7 +213,7 @@ def _route(
         kernel[(tokens,)](
             logits, of_experts, weights, ids, rows, share.load, logits.stride(0), number, share.first,
             TOKENS=1 if rows is None else tokens // rows.shape[0], E=experts, TOP_K=choice.top_k, SHARED=choice.shared,
-            RENORMALIZE=choice.renormalize, HELD=share.held, BLOCK_E=triton.next_power_of_2(experts),
-            BLOCK_K=triton.next_power_of_2(chosen), **own, **pdl(logits.device),
+            RENORMALIZE=choice.renormalize, HELD=share.held, BLOCK_E=next_power_of_2(experts),
+            BLOCK_K=next_power_of_2(chosen), **own, **pdl(logits.device),
         )  # fmt: skip
     return weights, ids

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridrt.kernels.core.launch import dot_precision
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
+from hybridrt.kernels.core.launch import cdiv, dot_precision, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, begin_in_turn, pdl
 from hybridrt.kernels.dense.moe import ExpertStack
 
@@ -36,7 +37,7 @@ def activate_experts(hidden, up, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA
     return hidden
 
 
-@triton.jit
+@jit_kernel
 def _gathered_up_kernel(  # type: ignore[no-untyped-def]
     x_ptr, w_ptr, bias_ptr, ids_ptr, hidden_ptr, x_sr, w_se, w_sr, TOP_K: tl.constexpr, D: tl.constexpr,
     INNER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BLOCK_I: tl.constexpr,
@@ -84,7 +85,7 @@ def _sum_by_8(x):  # type: ignore[no-untyped-def]
     return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 8, 8]), 2)
 
 
-@triton.jit
+@jit_kernel
 def _gathered_down_kernel(  # type: ignore[no-untyped-def]
     hidden_ptr, w_ptr, bias_ptr, weights_ptr, ids_ptr, out_ptr, w_se, w_sr, TOP_K: tl.constexpr, D: tl.constexpr,
     INNER: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
@@ -131,7 +132,7 @@ def _down_tile(w_rows, ids_row, w_se, k, column, TOP_K: tl.constexpr, INNER: tl.
     return tl.load((w_rows + expert * w_se)[:, None] + column[None, :], mask=mask, other=0.0)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@jit_kernel(do_not_specialize=["num_pairs"])
 def _grouped_kernel(  # type: ignore[no-untyped-def]
     a_ptr, w_ptr, bias_ptr, pairs_ptr, block_expert_ptr, out_ptr, a_sr, w_se, w_sr, num_pairs, num_experts,
     PAIRS_PER_ROW: tl.constexpr, INNER: tl.constexpr, OUT: tl.constexpr, ACTIVATE: tl.constexpr, GATED: tl.constexpr,
@@ -170,7 +171,7 @@ def _grouped_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + pair[:, None] * OUT + n[None, :], total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit_kernel
 def _weighted_sum_kernel(  # type: ignore[no-untyped-def]
     y_ptr, weights_ptr, ids_ptr, out_ptr, TOP_K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
@@ -189,7 +190,7 @@ def _weighted_sum_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + t * D + d, total.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@jit_kernel(do_not_specialize=["pairs"])
 def _rank_kernel(  # type: ignore[no-untyped-def]
     ids_ptr, ranks_ptr, pairs, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, PDL: tl.constexpr
 ):
@@ -206,7 +207,7 @@ def _rank_kernel(  # type: ignore[no-untyped-def]
     tl.store(ranks_ptr + p, tl.sum(before, 1), mask=p < pairs)
 
 
-@triton.jit(do_not_specialize=["pairs", "blocks", "experts"])
+@jit_kernel(do_not_specialize=["pairs", "blocks", "experts"])
 def _place_kernel(  # type: ignore[no-untyped-def]
     ids_ptr, ranks_ptr, layout_ptr, block_expert_ptr, pairs, blocks, experts,
     SIZE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, PDL: tl.constexpr,
@@ -238,8 +239,8 @@ def _place_kernel(  # type: ignore[no-untyped-def]
 
 def fused_experts_triton(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor) -> Tensor:
     """Gathered products if most pairs have an expert of their own, else grouped ones."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    hidden = torch.empty(ids.numel(), experts.w_down.shape[2], dtype=x.dtype, device=x.device)
+    out = x.new_empty(x.shape)
+    hidden = x.new_empty(ids.numel(), experts.w_down.shape[2])
     run = _gathered if ids.numel() <= experts.w_up.shape[0] // 2 else _grouped
     run(x, experts, weights, ids, hidden, out)
     return out
@@ -250,12 +251,12 @@ def _gathered(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor, hid
     gated = experts.activation == "silu"
     (tokens, width), (pairs, inner), top_k = x.shape, hidden.shape, ids.shape[1]
     up, down = gathered_tiles(width, inner, top_k, gated)
-    _gathered_up_kernel[(triton.cdiv(inner, up["BLOCK_I"]), pairs)](
+    _gathered_up_kernel[(cdiv(inner, up["BLOCK_I"]), pairs)](
         x, w_up, experts.b_up, ids, hidden, x.stride(0), w_up.stride(0), w_up.stride(1),
         TOP_K=top_k, D=width, INNER=inner, GATED=gated, LIMIT=experts.limit, ALPHA=experts.alpha, **up,
         **pdl(x.device),
     )  # fmt: skip
-    _gathered_down_kernel[(tokens, triton.cdiv(width, down["BLOCK_D"]))](
+    _gathered_down_kernel[(tokens, cdiv(width, down["BLOCK_D"]))](
         hidden, w_down, experts.b_down, weights, ids, out, w_down.stride(0), w_down.stride(1), TOP_K=top_k, D=width,
         INNER=inner, **down, **pdl(x.device),
     )  # fmt: skip
@@ -265,11 +266,11 @@ def gathered_tiles(width: int, inner: int, top_k: int, gated: bool) -> tuple[dic
     """Tiles of the gathered products, up and down, as measured on an H200 for one token."""
     columns = next(size for size in (2048, 1024, 256) if width % size == 0 or size == 256)
     rows = 8 if columns == 256 else 2
-    up = {"BLOCK_I": rows if gated else 2 * rows, "BLOCK_D": max(8, min(columns, triton.next_power_of_2(width)))}
+    up = {"BLOCK_I": rows if gated else 2 * rows, "BLOCK_D": max(8, min(columns, next_power_of_2(width)))}
     up["num_warps"] = 8 if columns == 2048 else 4
     picks, columns = (2, 1024) if inner > 512 else (4, 512)
-    down = {"BLOCK_P": min(picks, triton.next_power_of_2(top_k)), "BLOCK_D": 2, "num_warps": 4}
-    return up, down | {"BLOCK_I": max(8, min(columns, triton.next_power_of_2(inner)))}
+    down = {"BLOCK_P": min(picks, next_power_of_2(top_k)), "BLOCK_D": 2, "num_warps": 4}
+    return up, down | {"BLOCK_I": max(8, min(columns, next_power_of_2(inner)))}
 
 
 @dataclass(frozen=True)
@@ -293,7 +294,7 @@ def lay_out(ids: Tensor, experts: int) -> Blocks:
     ranks, layout, block_expert = (
         torch.empty(n, dtype=torch.int32, device=ids.device) for n in (pairs, blocks * size, blocks)
     )
-    grid, tile = (triton.cdiv(pairs, 8),), {"BLOCK_P": 8, "BLOCK_Q": 256, "num_warps": 4}
+    grid, tile = (cdiv(pairs, 8),), {"BLOCK_P": 8, "BLOCK_Q": 256, "num_warps": 4}
     _rank_kernel[grid](ids, ranks, pairs, **tile, **pdl(ids.device))
     _place_kernel[grid](ids, ranks, layout, block_expert, pairs, blocks, experts, SIZE=size, **tile, **pdl(ids.device))
     return Blocks(layout, block_expert, size)
@@ -318,7 +319,7 @@ def _sorted_blocks(ids: Tensor, experts: int, size: int, blocks: int) -> Blocks:
 
 def _grouped(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor, hidden: Tensor, out: Tensor) -> None:
     blocks, width, top_k = lay_out(ids, experts.w_up.shape[0]), x.shape[1], ids.shape[1]
-    y = torch.empty(ids.numel(), width, dtype=x.dtype, device=x.device)
+    y = x.new_empty(ids.numel(), width)
     act = {"ACTIVATE": True, "GATED": experts.activation == "silu", "LIMIT": experts.limit, "ALPHA": experts.alpha}
     none = {"ACTIVATE": False, "GATED": False, "LIMIT": None, "ALPHA": None}
     _launch_grouped(x, experts.w_up, experts.b_up, blocks, hidden, ids, PAIRS_PER_ROW=top_k, **act)
@@ -329,8 +330,8 @@ def _grouped(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor, hidd
 def weighted_sum(y: Tensor, weights: Tensor, ids: Tensor, out: Tensor) -> None:
     """sum_j weights[t, j] * y[t * k + j] over the pairs with an expert, into out [T, D]. y [T * k, D]."""
     (tokens, width), top_k = out.shape, ids.shape[1]
-    block_d = min(512, triton.next_power_of_2(width))
-    _weighted_sum_kernel[(tokens * triton.cdiv(width, block_d),)](
+    block_d = min(512, next_power_of_2(width))
+    _weighted_sum_kernel[(tokens * cdiv(width, block_d),)](
         y, weights, ids, out, TOP_K=top_k, D=width, BLOCK_D=block_d, num_warps=2, **pdl(out.device)
     )
 
@@ -339,7 +340,7 @@ def _launch_grouped(
     a: Tensor, w: Tensor, bias: Tensor | None, blocks: Blocks, out: Tensor, ids: Tensor, **meta: Any
 ) -> None:
     block_n, block_k = (64, 128) if blocks.size == 16 else (128, 64)
-    _grouped_kernel[(triton.cdiv(out.shape[1], block_n), blocks.experts.shape[0])](
+    _grouped_kernel[(cdiv(out.shape[1], block_n), blocks.experts.shape[0])](
         a, w, bias, blocks.pairs, blocks.experts, out, a.stride(0), w.stride(0), w.stride(1), ids.numel(), w.shape[0],
         INNER=a.shape[1], OUT=out.shape[1], PRECISION=dot_precision(a.dtype),
         BLOCK_M=blocks.size, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4 if blocks.size == 16 else 8, num_stages=3,

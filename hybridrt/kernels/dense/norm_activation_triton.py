@@ -1,14 +1,14 @@
 """Triton kernels of the RMS norm, alone and after a residual addition, and of the activations."""
 
-import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
+from hybridrt.kernels.core.launch import cdiv, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 
 
-@triton.jit
+@jit_kernel
 def _rms_norm_kernel(  # type: ignore[no-untyped-def]
     x_ptr, residual_ptr, weight_ptr, out_ptr, x_sr, residual_sr, eps,
     D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -29,20 +29,20 @@ def _rms_norm_kernel(  # type: ignore[no-untyped-def]
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = x.new_empty(x.shape)
     _launch_norm(x.reshape(-1, x.shape[-1]), None, weight, out, eps)
     return out
 
 
 def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = x.new_empty(x.shape)
     _launch_norm(x, residual, weight, out, eps)
     return out, residual
 
 
 def _launch_norm(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> None:
     rows, width = x.shape
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     _rms_norm_kernel[(rows,)](
         x, residual, weight, out, x.stride(0), 0 if residual is None else residual.stride(0), eps,
         D=width, BLOCK=block, num_warps=min(max(block // 512, 1), 16), **pdl(x.device),
@@ -52,7 +52,7 @@ def _launch_norm(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor
 BLOCK = 1024
 
 
-@triton.jit
+@jit_kernel
 def _activation_kernel(  # type: ignore[no-untyped-def]
     x_ptr, other_ptr, out_ptr, x_sr, other_sr,
     OP: tl.constexpr, LIMIT: tl.constexpr, INNER: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr,
@@ -98,11 +98,11 @@ def sigmoid_mul_triton(x: Tensor, gate: Tensor) -> Tensor:
 
 
 def _launch_activation(op: str, x: Tensor, other: Tensor, limit: float | None = None) -> Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = x.new_empty(x.shape)
     inner = x.shape[-1]
     x, other = x.reshape(-1, inner), other.reshape(-1, other.shape[-1])
-    block = min(BLOCK, triton.next_power_of_2(inner))
-    _activation_kernel[(x.shape[0], triton.cdiv(inner, block))](
+    block = min(BLOCK, next_power_of_2(inner))
+    _activation_kernel[(x.shape[0], cdiv(inner, block))](
         x, other, out, x.stride(0), other.stride(0), OP=op, LIMIT=limit, INNER=inner,
         RUN=inner // other.shape[1], BLOCK=block, **pdl(x.device),
     )  # fmt: skip

@@ -30,7 +30,8 @@ from hybridrt.kernels.core.codes_triton import (
     run_columns,
     tile_scale,
 )
-from hybridrt.kernels.core.launch import arrival_counters, dot_precision
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
+from hybridrt.kernels.core.launch import arrival_counters, cdiv, dot_precision, next_power_of_2
 from hybridrt.kernels.core.launch_choice import LaunchChoice, Values
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.dense.norm_activation_triton import add_rms_norm_triton, rms_norm_triton
@@ -84,7 +85,7 @@ def _input_columns(x_ptr, tail_ptr, column, split):  # type: ignore[no-untyped-d
     return pointer
 
 
-@triton.jit
+@jit_kernel
 def _matvec_kernel(  # type: ignore[no-untyped-def]
     x_ptr, tail_ptr, residual_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, total_ptr, N, split, eps,
     K: tl.constexpr, ACTIVATION: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -153,7 +154,7 @@ def _matvec_kernel(  # type: ignore[no-untyped-def]
     store_output(y[None, :], bias_ptr, factor_ptr, out_ptr, tl.program_id(0), 1, N, ACTIVATION, BLOCK_N)
 
 
-@triton.jit(do_not_specialize=["tokens", "whole"])
+@jit_kernel(do_not_specialize=["tokens", "whole"])
 def _matmul_kernel(  # type: ignore[no-untyped-def]
     x_ptr, tail_ptr, weight_ptr, bias_ptr, out_ptr, parts_ptr, arrivals_ptr, x_st, tail_st, tokens, N, whole,
     K: tl.constexpr, HEAD: tl.constexpr, T: tl.constexpr, ACTIVATION: tl.constexpr,
@@ -280,7 +281,7 @@ def product(
     norm_weight, eps, residual = (None, 0.0, None) if norm is None else (norm.norm_weight, norm.eps, norm.residual)
     if out is None:
         out_features = weight.rows // 2 if activation == "silu_and_mul" else weight.rows
-        out = torch.empty(x.shape[0], out_features, dtype=x.dtype, device=x.device)
+        out = x.new_empty(x.shape[0], out_features)
     if x.shape[0] > 1:
         if norm_weight is not None and residual is not None:
             x, residual = add_rms_norm_triton(x, residual, norm_weight, eps)
@@ -289,7 +290,7 @@ def product(
         _matmul(x, tail, weight, bias, activation, tile, out)
         return out, residual
     total = None if residual is None else torch.empty_like(residual)  # programs still read the old one
-    _matvec_kernel[(triton.cdiv(weight.rows, tile.block_n),)](
+    _matvec_kernel[(cdiv(weight.rows, tile.block_n),)](
         x, tail, residual, norm_weight, weight.data, bias, out, total, weight.rows, x.shape[1], eps,
         K=weight.columns, ACTIVATION=activation, PARTS=parts,
         BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, num_warps=tile.num_warps, **weight.codes, **pdl(x.device),
@@ -301,7 +302,7 @@ def matvec(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
     """x W^T in float32 for one token x [1, K] and a float32 weight [N, K]: [1, N]."""
     rows, columns = weight.shape
     out, tile = torch.empty(1, rows, dtype=torch.float32, device=x.device), _narrowed(tile, columns)
-    _matvec_kernel[(triton.cdiv(rows, tile.block_n),)](
+    _matvec_kernel[(cdiv(rows, tile.block_n),)](
         x, None, None, None, weight, None, out, None, rows, columns, 0.0, K=columns, ACTIVATION=None, PARTS=1,
         BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, num_warps=tile.num_warps, **pdl(x.device),
     )  # fmt: skip
@@ -313,7 +314,7 @@ def _matmul(
     out: Tensor,
 ) -> None:  # fmt: skip
     tokens, padded = x.shape[0], padded_tokens(x.shape[0])
-    blocks = triton.cdiv(weight.rows, tile.block_n)
+    blocks = cdiv(weight.rows, tile.block_n)
     whole, parts, arrivals = blocks, None, None
     if tile.split > 1:
         shared = blocks if tile.shared is None else tile.shared
@@ -345,7 +346,7 @@ def matmul_tile(rows: int, columns: int, tokens: int) -> Tile:
     Programs share all row blocks if there are fewer than two a multiprocessor, else those left over
     after whole waves.
     """
-    blocks = triton.cdiv(rows, 64)
+    blocks = cdiv(rows, 64)
     left = blocks % MULTIPROCESSORS
     if blocks <= MULTIPROCESSORS:
         split = max(1, min(2 * MULTIPROCESSORS // blocks, 4 if tokens <= 16 else 8, columns // 512))
@@ -361,7 +362,7 @@ def matmul_tile(rows: int, columns: int, tokens: int) -> Tile:
 
 
 def _narrowed(tile: Tile, columns: int) -> Tile:
-    return replace(tile, block_k=max(16, min(tile.block_k, triton.next_power_of_2(columns))))
+    return replace(tile, block_k=max(16, min(tile.block_k, next_power_of_2(columns))))
 
 
 class TiledProduct(NamedTuple):
@@ -375,7 +376,7 @@ class TiledProduct(NamedTuple):
 
 def padded_tokens(tokens: int) -> int:
     """Tokens of a program: 1, else a power of two of at least 16."""
-    return 1 if tokens == 1 else max(16, triton.next_power_of_2(tokens))
+    return 1 if tokens == 1 else max(16, next_power_of_2(tokens))
 
 
 def _built_in(shape: TiledProduct, _: torch.device) -> Values:

@@ -1,10 +1,11 @@
 """Triton kernel of `mamba1_update`: a program keeps the states of BLOCK_I channels of one row in registers."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
+from hybridrt.kernels.core.launch import cdiv, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import BCNorms, SSMInputs, SSMWeights, StateSlots
 from hybridrt.kernels.state.conv_and_gates_triton import silu, softplus, state_before, strides
@@ -23,7 +24,7 @@ def _normed(source, weight, eps, mask, N: tl.constexpr):  # type: ignore[no-unty
     return out
 
 
-@triton.jit
+@jit_kernel
 def _update_kernel(  # type: ignore[no-untyped-def]
     x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, z_ptr, D_ptr, dt_bias_ptr, out_ptr, states_ptr, stored_ptr,
     read_slots_ptr, write_slots_ptr, rows_ptr, predecessors_ptr, B_norm_ptr, C_norm_ptr, norm_eps,
@@ -83,10 +84,10 @@ def mamba1_update_triton(
     x, states, kept = inputs.x, state.states, state.intermediate
     stored, rows, predecessors = (None, None, None) if kept is None else (kept.stored, kept.rows, kept.predecessors)
     batch, tokens, channels = x.shape
-    out = torch.empty((batch, tokens, channels), dtype=x.dtype, device=x.device)
-    block_n = triton.next_power_of_2(states.shape[2])
+    out = x.new_empty((batch, tokens, channels))
+    block_n = next_power_of_2(states.shape[2])
     block_i = max(1, _TILE // block_n)
-    _update_kernel[triton.cdiv(channels, block_i), batch](
+    _update_kernel[cdiv(channels, block_i), batch](
         x, inputs.dt, weights.A, inputs.B, inputs.C, inputs.z, weights.D, weights.dt_bias, out, states, stored,
         state.read_state_slots, state.write_state_slots, rows, predecessors,
         *(norms or (None, None, 0.0)),

@@ -9,12 +9,12 @@ with c over the ring's columns. The second multiplies the checkpoint S with all 
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels.core.decay_sums_triton import finite_rate
-from hybridrt.kernels.core.launch import dot_precision
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
+from hybridrt.kernels.core.launch import cdiv, dot_precision, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, begin_in_turn, pdl
 from hybridrt.kernels.core.records import FusedStep, SSMWeights
 from hybridrt.kernels.state.conv_and_gates_triton import (
@@ -35,7 +35,7 @@ from hybridrt.kernels.state.state_ring_triton import exact_dot, multiply_codes, 
 FEW_ROWS = 1 << 16  # rows of all states [P, N], up to which small programs are faster
 
 
-@triton.jit
+@jit_kernel
 def _prepare_kernel(  # type: ignore[no-untyped-def]
     xBC_ptr, dt_ptr, weight_ptr, bias_ptr, A_ptr, dt_bias_ptr, conv_ptr, values_ptr, keys_ptr, gates_ptr,
     queries_ptr, scores_ptr, decays_ptr, slots_ptr, positions_ptr, rows_ptr, start_ptr, length_ptr,
@@ -143,7 +143,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
             tl.store(decays_ptr + (b * T + t) * H + h, tl.exp(total + since), mask=h_mask)
 
 
-@triton.jit
+@jit_kernel
 def _stream_kernel(  # type: ignore[no-untyped-def]
     z_ptr, D_ptr, out_ptr, states_ptr, scales_ptr, values_ptr, queries_ptr, scores_ptr, decays_ptr,
     slots_ptr, rows_ptr, start_ptr, length_ptr,
@@ -239,16 +239,16 @@ def replay_decode_triton(
     _, heads, dim, state_dim = states.shape
     groups, width = keys.shape[1], gates.shape[2]
     if out is None:
-        out = torch.empty((batch, tokens, heads, dim), dtype=xBC.dtype, device=xBC.device)
-    queries = torch.empty((batch, tokens, groups, state_dim), dtype=xBC.dtype, device=xBC.device)
+        out = xBC.new_empty((batch, tokens, heads, dim))
+    queries = xBC.new_empty((batch, tokens, groups, state_dim))
     scores = torch.empty((batch, tokens, heads, width), dtype=torch.float32, device=xBC.device)
     decays = torch.empty((batch, tokens, heads), dtype=torch.float32, device=xBC.device)
-    block_n, block_w = max(16, triton.next_power_of_2(state_dim)), max(16, triton.next_power_of_2(width))
+    block_n, block_w = max(16, next_power_of_2(state_dim)), max(16, next_power_of_2(width))
     # Wide states on four warps would need 214 registers and leave attention no room.
     warps = 8 if state_dim > 128 else 4
     block_x = 256 if batch >= 16 or warps == 8 else 128
     common = {"T": tokens, "H": heads, "P": dim, "N": state_dim, "G": groups, "W": width, "BLOCK_W": block_w}
-    x_blocks = triton.cdiv(heads * dim, block_x)
+    x_blocks = cdiv(heads * dim, block_x)
     # A group's programs of several tokens need so many registers that those of x would wait.
     sections = {"all": groups + x_blocks} if tokens == 1 else {"values": x_blocks, "groups": groups}
     for section, programs in sections.items():
@@ -257,12 +257,12 @@ def replay_decode_triton(
             scores, decays, slots, step.conv_state.start_positions, *cursors, strides(xBC), strides(dt),
             conv.stride(0), values.stride(0), keys.stride(0), gates.stride(0), *weights.dt_limit,
             TAPS=weight.shape[1], WC=conv.shape[2], BLOCK_X=block_x, BLOCK_N=block_n, SECTION=section,
-            BLOCK_H=triton.next_power_of_2(heads // groups), PRECISION=dot_precision(xBC.dtype),
+            BLOCK_H=next_power_of_2(heads // groups), PRECISION=dot_precision(xBC.dtype),
             num_warps=4 if section == "values" else warps, **common, **pdl(xBC.device),
         )  # fmt: skip
     scales = state_scales(step.state)
     tile = stream_tile(batch, tokens, states) if scales is None else codes_tile(batch, tokens, states)
-    _stream_kernel[batch, heads, triton.cdiv(dim, tile["BLOCK_P"])](
+    _stream_kernel[batch, heads, cdiv(dim, tile["BLOCK_P"])](
         z, weights.D, out, states, scales, values, queries, scores, decays, slots, *cursors,
         strides(z), strides(out), states.stride(0), states.stride(1), *scale_strides(scales), values.stride(0),
         **tile, **common, **pdl(xBC.device),
@@ -275,14 +275,14 @@ def codes_tile(batch: int, tokens: int, states: Tensor) -> dict[str, int]:
     of decoded numbers: of many rows, 64 columns at a time with three loads in flight. Those of several tokens are of
     whole codes, each block before its scale."""
     _, heads, dim, state_dim = states.shape
-    rows, columns = (max(16, triton.next_power_of_2(size)) for size in (dim, state_dim))
+    rows, columns = (max(16, next_power_of_2(size)) for size in (dim, state_dim))
     if tokens == 1 and batch * heads * dim <= FEW_ROWS:
         block_p = min(rows, max(16, TILE // columns))
         return {"BLOCK_T": 1, "BLOCK_P": block_p, "BLOCK_N": columns, "STAGES": 1, "num_warps": 4}
     if tokens == 1:
         tile = {"BLOCK_T": 1, "BLOCK_N": min(columns, 64)}
     else:
-        tile = {"BLOCK_T": max(16, triton.next_power_of_2(tokens)), "BLOCK_N": min(columns, SCALED)}
+        tile = {"BLOCK_T": max(16, next_power_of_2(tokens)), "BLOCK_N": min(columns, SCALED)}
     return tile | {"BLOCK_P": min(rows, 64), "STAGES": 3, "num_warps": 4}
 
 
@@ -296,8 +296,8 @@ def stream_tile(batch: int, tokens: int, states: Tensor) -> dict[str, int]:
     """
     _, heads, dim, state_dim = states.shape
     wide = states.element_size() == 4
-    rows, columns = (max(16, triton.next_power_of_2(size)) for size in (dim, state_dim))
-    tile = {"BLOCK_T": 1 if tokens == 1 and wide else max(16, triton.next_power_of_2(tokens))}
+    rows, columns = (max(16, next_power_of_2(size)) for size in (dim, state_dim))
+    tile = {"BLOCK_T": 1 if tokens == 1 and wide else max(16, next_power_of_2(tokens))}
     if batch * heads * dim <= FEW_ROWS:
         return tile | {"BLOCK_P": 16, "BLOCK_N": columns, "STAGES": 1, "num_warps": 2}
     block_p, block_n = (64, 32 if tokens > 1 else 64) if wide else (128, 64)

@@ -22,6 +22,8 @@ from torch import Tensor
 
 from hybridrt.kernels.core.chunk_plan import ChunkPlan
 from hybridrt.kernels.core.decay_sums_triton import finite_rate, split_gates
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
+from hybridrt.kernels.core.launch import cdiv, next_power_of_2, zero_after
 from hybridrt.kernels.core.launch_choice import LaunchChoice, Values, token_bucket, unique
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import Prompts, SSMInputs, SSMWeights, StateSlots
@@ -43,7 +45,7 @@ def _load(pointers, mask, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
     return tile
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@jit_kernel(do_not_specialize=["num_tokens"])
 def _time_step_kernel(  # type: ignore[no-untyped-def]
     dt_ptr, A_ptr, dt_bias_ptr, step_ptr, cum_ptr, rest_ptr, cu_chunks_ptr, dt_st: tl.constexpr, num_tokens,
     dt_min, dt_max, H: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
@@ -65,7 +67,7 @@ def _time_step_kernel(  # type: ignore[no-untyped-def]
     tl.store(rest_ptr + place, rest, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@jit_kernel(do_not_specialize=["num_tokens"])
 def _gains_kernel(  # type: ignore[no-untyped-def]
     x_ptr, B_ptr, step_ptr, cum_ptr, rest_ptr, gains_ptr, cu_chunks_ptr,
     x_strides: tl.constexpr, B_strides: tl.constexpr, num_tokens,
@@ -98,7 +100,7 @@ def _gains_kernel(  # type: ignore[no-untyped-def]
     tl.store(cells, gain * tl.exp(all_rest), mask=(p < P)[:, None] & (n < N)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@jit_kernel(do_not_specialize=["num_tokens"])
 def _pass_kernel(  # type: ignore[no-untyped-def]
     gains_ptr, cum_ptr, rest_ptr, states_ptr, heads_ptr, read_slots_ptr, write_slots_ptr, has_initial_ptr,
     cu_chunks_ptr, first_chunk_ptr, last_chunk_ptr, saves_ptr, states_ss: tl.constexpr, num_tokens,
@@ -131,7 +133,7 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
     tl.store(cells + write * states_ss, state.to(states_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit_kernel
 def _scores_kernel(  # type: ignore[no-untyped-def]
     B_ptr, C_ptr, scores_ptr, cu_chunks_ptr, B_strides: tl.constexpr, C_strides: tl.constexpr,
     G: tl.constexpr, N: tl.constexpr, Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
@@ -158,7 +160,7 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
     tl.store(scores_ptr + place, scores.to(scores_ptr.dtype.element_ty), mask=(m < size)[:, None] & (s < size)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_tokens", "chunks"])
+@jit_kernel(do_not_specialize=["num_tokens", "chunks"])
 def _outputs_kernel(  # type: ignore[no-untyped-def]
     x_ptr, B_ptr, C_ptr, z_ptr, out_ptr, D_ptr, step_ptr, cum_ptr, rest_ptr, heads_ptr, scores_ptr,
     read_slots_ptr, cu_chunks_ptr, seq_idx_ptr, x_strides: tl.constexpr, B_strides: tl.constexpr,
@@ -245,14 +247,14 @@ def mamba2_chunk_scan_triton(
     """`mamba2_chunk_scan` in five launches, in two or in one."""
     x, B, C, z, plan = inputs.x, inputs.B, inputs.C, inputs.z, prompts.plan
     (num_tokens, heads, dim), state_dim, chunks = x.shape, state.states.shape[3], len(plan.seq_idx)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    out[plan.num_tokens :].zero_()
+    out = x.new_empty(x.shape) if out is None else out
+    zero_after(out, plan.num_tokens)
     if decays_are_fixed(inputs, weights):
         fixed_decay_scan(inputs, weights, state, prompts, out)
         return out
     # Three tensors: parts of one would not always be aligned.
     step, cum, rest = (torch.empty((heads, num_tokens), dtype=torch.float32, device=x.device) for _ in range(3))
-    chunk_heads = torch.empty((chunks, heads, dim, state_dim), dtype=x.dtype, device=x.device)
+    chunk_heads = x.new_empty((chunks, heads, dim, state_dim))
     shape = {"H": heads, "P": dim, "N": state_dim, "HEADS_PER_GROUP": heads // B.shape[1]}
     work = ScanWork(step, cum, rest, chunk_heads, shape)
     few = _has_few(num_tokens, plan.chunk_size, state_dim)
@@ -261,26 +263,26 @@ def mamba2_chunk_scan_triton(
     if chunks:
         size = plan.chunk_size
         tile = OUTPUTS(_shape(x, B, size), x.device)
-        blocks, channels = triton.cdiv(size, tile["BLOCK_M"]), triton.cdiv(dim, tile["BLOCK_P"])
+        blocks, channels = cdiv(size, tile["BLOCK_M"]), cdiv(dim, tile["BLOCK_P"])
         short = channels, heads, num_tokens // tile["BLOCK_M"] + chunks
         _outputs_kernel[short if few else (blocks * channels, heads, chunks)](
             x, B, C, z, out, weights.D, step, cum, rest, chunk_heads, scores, state.read_state_slots,
             plan.cu_chunk_seqlens, plan.seq_idx, strides(x), strides(B), strides(C), strides(z), *strides(out),
             num_tokens, chunks, **shape, Q=_width(size),
-            BLOCK_CHUNKS=max(64, triton.next_power_of_2(chunks)) if few else 1, **tile, **pdl(x.device),
+            BLOCK_CHUNKS=max(64, next_power_of_2(chunks)) if few else 1, **tile, **pdl(x.device),
         )  # fmt: skip
     return out
 
 
 def _width(size: int) -> int:
     """Rounds up to whole blocks: `_outputs_kernel` reads scores without a mask."""
-    return triton.cdiv(size, 64) * 64
+    return cdiv(size, 64) * 64
 
 
 def _scores(B: Tensor, C: Tensor, plan: ChunkPlan) -> Tensor:
     """[chunks, G, Q, Q] in B's dtype."""
     width, (_, groups, state_dim), chunks = _width(plan.chunk_size), B.shape, len(plan.seq_idx)
-    scores = torch.empty((chunks, groups, width, width), dtype=B.dtype, device=B.device)
+    scores = B.new_empty((chunks, groups, width, width))
     _scores_kernel[(width // 64) ** 2, groups, chunks](
         B, C, scores, plan.cu_chunk_seqlens, strides(B), strides(C),
         G=groups, N=state_dim, Q=width, BLOCK_M=64, BLOCK_K=64, **pdl(B.device),
@@ -293,16 +295,16 @@ def _gain_and_pass(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, pr
     (chunks, count, dim, state_dim), num_tokens = heads.shape, x.shape[0]
     launch, cu_chunks = pdl(x.device), plan.cu_chunk_seqlens
     gains = torch.empty(heads.shape, dtype=torch.float32, device=x.device)
-    _time_step_kernel[chunks, triton.cdiv(count, 4)](
+    _time_step_kernel[chunks, cdiv(count, 4)](
         inputs.dt, weights.A, weights.dt_bias, work.step, cum, rest, cu_chunks, inputs.dt.stride(0), num_tokens,
-        *weights.dt_limit, H=count, BLOCK_Q=triton.next_power_of_2(plan.chunk_size), BLOCK_H=4, **launch,
+        *weights.dt_limit, H=count, BLOCK_Q=next_power_of_2(plan.chunk_size), BLOCK_H=4, **launch,
     )  # fmt: skip
     tile = GAINS(_shape(x, inputs.B, plan.chunk_size), x.device)
-    _gains_kernel[triton.cdiv(dim, tile["BLOCK_P"]) * triton.cdiv(state_dim, tile["BLOCK_N"]), count, chunks](
+    _gains_kernel[cdiv(dim, tile["BLOCK_P"]) * cdiv(state_dim, tile["BLOCK_N"]), count, chunks](
         x, inputs.B, work.step, cum, rest, gains, cu_chunks, strides(x), strides(inputs.B), num_tokens, **work.shape,
         **tile, **launch,
     )  # fmt: skip
-    _pass_kernel[triton.cdiv(dim * state_dim, 1024), count, len(state.read_state_slots)](
+    _pass_kernel[cdiv(dim * state_dim, 1024), count, len(state.read_state_slots)](
         gains, cum, rest, state.states, heads, state.read_state_slots, state.write_state_slots,
         prompts.has_initial_state, cu_chunks, plan.first_chunk,
         plan.last_chunk, None if prompts.saves is None else prompts.saves.chunk_slots, state.states.stride(0),

@@ -1,10 +1,11 @@
 """Triton kernel of the running sums: a program walks the tokens of one row in tiles, for a block of columns."""
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
+from hybridrt.kernels.core.launch import cdiv, next_power_of_2
 from hybridrt.kernels.core.records import StateSlots
 from hybridrt.kernels.mamba.prefix_sum import prefix_sum_update
 from hybridrt.kernels.state.conv_and_gates_triton import strides
@@ -12,7 +13,7 @@ from hybridrt.kernels.state.conv_and_gates_triton import strides
 COLUMNS, TOKENS = 32, 64  # columns of a program, and most tokens of one of its tiles
 
 
-@triton.jit
+@jit_kernel
 def _prefix_sum_kernel(  # type: ignore[no-untyped-def]
     x_ptr, out_ptr, states_ptr, read_ptr, write_ptr, starts_ptr, stored_ptr, rows_ptr, x_st, states_ss, stored_sr,
     T: tl.constexpr, C: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -61,9 +62,9 @@ def _launch(x: Tensor, state: StateSlots, starts: Tensor | None, tokens: int) ->
     stored, rows = (None, None) if kept is None else (kept.stored, kept.rows)
     columns, batch = x.shape[1], len(state.read_state_slots)
     out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-    _prefix_sum_kernel[batch, triton.cdiv(columns, COLUMNS)](
+    _prefix_sum_kernel[batch, cdiv(columns, COLUMNS)](
         x, out, state.states, state.read_state_slots, state.write_state_slots, starts, stored, rows, x.stride(0),
         state.states.stride(0), strides(stored)[0],
-        T=tokens, C=columns, BLOCK_T=triton.next_power_of_2(tokens or TOKENS), BLOCK_C=COLUMNS, num_warps=4,
+        T=tokens, C=columns, BLOCK_T=next_power_of_2(tokens or TOKENS), BLOCK_C=COLUMNS, num_warps=4,
     )  # fmt: skip
     return out

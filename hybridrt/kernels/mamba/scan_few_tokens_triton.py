@@ -10,6 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels.core.decay_sums_triton import finite_rate, split_gates
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
+from hybridrt.kernels.core.launch import cdiv, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import Prompts, SSMInputs, SSMWeights, StateSlots
 from hybridrt.kernels.state.conv_and_gates_triton import strides, time_step
@@ -24,7 +26,7 @@ def chunk_span(cu_chunks_ptr, chunk):  # type: ignore[no-untyped-def]
     return first.to(tl.int64), tl.load(cu_chunks_ptr + chunk + 1) - first
 
 
-@triton.jit(do_not_specialize=["num_tokens", "rows"])
+@jit_kernel(do_not_specialize=["num_tokens", "rows"])
 def _states_kernel(  # type: ignore[no-untyped-def]
     x_ptr, dt_ptr, B_ptr, A_ptr, dt_bias_ptr, step_ptr, cum_ptr, rest_ptr, states_ptr, heads_ptr,
     read_slots_ptr, write_slots_ptr, has_initial_ptr, cu_chunks_ptr, first_chunk_ptr, last_chunk_ptr, saves_ptr,
@@ -108,14 +110,14 @@ def walk_states(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, promp
     """Fills `work` and the states in one launch."""
     x, shape, read_slots, plan = inputs.x, work.shape, state.read_state_slots, prompts.plan
     tile = states_tile(plan.chunk_size, shape["P"], shape["N"])
-    blocks = triton.cdiv(shape["P"], tile["BLOCK_P"]) * triton.cdiv(shape["N"], tile["BLOCK_N"])
+    blocks = cdiv(shape["P"], tile["BLOCK_P"]) * cdiv(shape["N"], tile["BLOCK_N"])
     _states_kernel[blocks, shape["H"], min(len(read_slots), ROWS_AT_ONCE)](
         x, inputs.dt, inputs.B, weights.A, weights.dt_bias, work.step, work.cum, work.rest, state.states, work.heads,
         read_slots, state.write_state_slots, prompts.has_initial_state,
         plan.cu_chunk_seqlens, plan.first_chunk, plan.last_chunk,
         None if prompts.saves is None else prompts.saves.chunk_slots,
         strides(x), inputs.dt.stride(0), strides(inputs.B), state.states.stride(0), x.shape[0], len(read_slots),
-        *weights.dt_limit, **shape, CHUNK=triton.next_power_of_2(plan.chunk_size), **tile, **pdl(x.device),
+        *weights.dt_limit, **shape, CHUNK=next_power_of_2(plan.chunk_size), **tile, **pdl(x.device),
     )  # fmt: skip
 
 
@@ -133,4 +135,4 @@ def block(size: int, limit: int) -> int:
     """The block for a dimension of `size`: a power of two, at least 16 (a tensor core's least), at
     most `limit`.
     """
-    return min(limit, max(16, triton.next_power_of_2(size)))
+    return min(limit, max(16, next_power_of_2(size)))

@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.base.device import multiprocessors
-from hybridrt.kernels.core.launch import dot_precision
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
+from hybridrt.kernels.core.launch import cdiv, dot_precision
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import Prompts, SSMInputs, SSMWeights, StateSlots
 from hybridrt.kernels.core.tiles_triton import tile_mask
@@ -35,7 +36,7 @@ def _block_of(i, row_start, cut, row_end, Q: tl.constexpr):  # type: ignore[no-u
     return start.to(tl.int64), tl.minimum(tl.where(i < before, cut, row_end) - start, Q)
 
 
-@triton.jit
+@jit_kernel
 def _walk_kernel(  # type: ignore[no-untyped-def]
     x_ptr, B_ptr, C_ptr, out_ptr, A_ptr, states_ptr, read_slots_ptr, write_slots_ptr, has_initial_ptr,
     starts_ptr, save_slots_ptr, save_lengths_ptr,
@@ -111,7 +112,7 @@ def fixed_decay_scan(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, 
     x, B, saves = inputs.x, inputs.B, prompts.saves
     (heads, dim), state_dim = x.shape[1:], B.shape[2]
     tile = walk_tile(prompts.plan.chunk_size, heads, dim, state_dim, x)
-    _walk_kernel[triton.cdiv(dim, tile["BLOCK_P"]), heads, len(state.read_state_slots)](
+    _walk_kernel[cdiv(dim, tile["BLOCK_P"]), heads, len(state.read_state_slots)](
         x, B, inputs.C, out, weights.A, state.states, state.read_state_slots, state.write_state_slots,
         prompts.has_initial_state, prompts.query_start_loc,
         *((None, None) if saves is None else (saves.row_slots, saves.row_lengths)), strides(x), strides(B),
@@ -125,7 +126,7 @@ def walk_tile(chunk: int, heads: int, dim: int, state_dim: int, x: Tensor) -> di
     block takes 1.5 us with 64 channels and 1.1 with 16, so heads are cut up until one request fills the device."""
     narrow = x.itemsize > 2 or state_dim > 128
     block_p = 32 if narrow else 64
-    while block_p > 16 and heads * triton.cdiv(dim, block_p) * 2 <= multiprocessors(x.device):
+    while block_p > 16 and heads * cdiv(dim, block_p) * 2 <= multiprocessors(x.device):
         block_p //= 2
     return {
         "Q": block(chunk, 16 if x.itemsize > 2 else 64), "BLOCK_P": block(dim, block_p),

@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
+from hybridrt.kernels.core.launch import cdiv, next_power_of_2, zero_after
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import Prompts, SSMInputs, SSMWeights, StateSlots
 from hybridrt.kernels.state.conv_and_gates_triton import silu, softplus
@@ -46,7 +48,7 @@ def _advance(state, rates, dt_bias, x, dt, key, i_mask, n_mask):  # type: ignore
     return state, x, step
 
 
-@triton.jit
+@jit_kernel
 def _chunks_kernel(  # type: ignore[no-untyped-def]
     x_ptr, dt_ptr, rates_ptr, B_ptr, dt_bias_ptr, heads_ptr, times_ptr, cu_chunks_ptr,
     x_st: tl.constexpr, dt_st: tl.constexpr, B_st: tl.constexpr,
@@ -71,7 +73,7 @@ def _chunks_kernel(  # type: ignore[no-untyped-def]
     tl.store(times_ptr + place * CHANNELS + i, time, mask=i_mask)
 
 
-@triton.jit
+@jit_kernel
 def _heads_kernel(  # type: ignore[no-untyped-def]
     rates_ptr, heads_ptr, times_ptr, states_ptr, read_slots_ptr, write_slots_ptr, has_initial_ptr,
     first_chunk_ptr, last_chunk_ptr, saves_ptr, states_ss: tl.constexpr,
@@ -106,7 +108,7 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
     tl.store(states_ptr + write * states_ss + tile, tl.trans(state).to(states_ptr.dtype.element_ty), mask=of_pool)
 
 
-@triton.jit
+@jit_kernel
 def _outputs_kernel(  # type: ignore[no-untyped-def]
     x_ptr, dt_ptr, rates_ptr, B_ptr, C_ptr, z_ptr, D_ptr, dt_bias_ptr, heads_ptr, out_ptr,
     read_slots_ptr, cu_chunks_ptr, seq_idx_ptr,
@@ -148,20 +150,20 @@ def selective_scan_triton(inputs: SSMInputs, weights: SSMWeights, state: StateSl
     states, read_slots, plan = state.states, state.read_state_slots, prompts.plan
     assert z is not None
     (tokens, channels), state_dim, chunks = x.shape, states.shape[2], len(plan.seq_idx)
-    out = torch.empty((tokens, channels), dtype=x.dtype, device=x.device)
-    out[plan.num_tokens :].zero_()
+    out = x.new_empty((tokens, channels))
+    zero_after(out, plan.num_tokens)
     heads = torch.empty((chunks, state_dim, channels), dtype=torch.float32, device=x.device)
     times = torch.empty((chunks, channels), dtype=torch.float32, device=x.device)
     rates = torch.empty((state_dim, channels), dtype=torch.float32, device=x.device)
     torch.mul(weights.A.t(), math.log2(math.e), out=rates)
-    sizes = {"CHANNELS": channels, "N": state_dim, "BLOCK_N": triton.next_power_of_2(state_dim), "BLOCK_I": 64}
+    sizes = {"CHANNELS": channels, "N": state_dim, "BLOCK_N": next_power_of_2(state_dim), "BLOCK_I": 64}
     launch = {**sizes, "num_warps": 1, **pdl(x.device)}
-    grid = (triton.cdiv(channels, 64), chunks)
+    grid = (cdiv(channels, 64), chunks)
     _chunks_kernel[grid](
         x, dt, rates, B, weights.dt_bias, heads, times, plan.cu_chunk_seqlens,
         x.stride(0), dt.stride(0), B.stride(0), **launch,
     )  # fmt: skip
-    _heads_kernel[triton.cdiv(channels, 64), len(read_slots)](
+    _heads_kernel[cdiv(channels, 64), len(read_slots)](
         rates, heads, times, states, read_slots, state.write_state_slots, prompts.has_initial_state, plan.first_chunk,
         plan.last_chunk, None if prompts.saves is None else prompts.saves.chunk_slots, states.stride(0), **launch,
     )  # fmt: skip

@@ -1,16 +1,17 @@
 """Triton kernel of `selective_state_update`: a program keeps rows of a head's state in registers."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
+from hybridrt.kernels.core.launch import cdiv, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import SSMInputs, SSMWeights, StateSlots
 from hybridrt.kernels.state.conv_and_gates_triton import silu, state_before, strides, time_step
 
 
-@triton.jit
+@jit_kernel
 def _update_kernel(  # type: ignore[no-untyped-def]
     x_ptr, B_ptr, C_ptr, dt_ptr, z_ptr, out_ptr, A_ptr, D_ptr, dt_bias_ptr,
     states_ptr, stored_ptr, read_slots_ptr, write_slots_ptr, rows_ptr, predecessors_ptr,
@@ -78,9 +79,9 @@ def selective_state_update_triton(
     stored, rows, predecessors = (None, None, None) if kept is None else (kept.stored, kept.rows, kept.predecessors)
     batch, tokens, heads, dim = x.shape
     if out is None:
-        out = torch.empty((batch, tokens, heads, dim), dtype=x.dtype, device=x.device)
+        out = x.new_empty((batch, tokens, heads, dim))
     tile = update_tile(tokens, states)
-    _update_kernel[triton.cdiv(dim, tile["BLOCK_P"]), heads, batch](
+    _update_kernel[cdiv(dim, tile["BLOCK_P"]), heads, batch](
         x, B, inputs.C, inputs.dt, inputs.z, out, weights.A, weights.D, weights.dt_bias, states, stored,
         state.read_state_slots, state.write_state_slots, rows, predecessors,
         strides(x), strides(B), strides(inputs.C), strides(inputs.dt), strides(inputs.z), strides(out),
@@ -96,9 +97,9 @@ def update_tile(tokens: int, states: Tensor) -> dict[str, int]:
     several tokens as many as registers hold during the loop.
     """
     _, _, dim, state_dim = states.shape
-    block_n = max(16, triton.next_power_of_2(state_dim))
+    block_n = max(16, next_power_of_2(state_dim))
     numbers = 4096 if tokens > 1 else 4096 // states.element_size()
     warps = 2 if tokens == 1 else 8 if block_n > 128 else 4
     return {
-        "BLOCK_P": min(triton.next_power_of_2(dim), max(1, numbers // block_n)), "BLOCK_N": block_n, "num_warps": warps,
+        "BLOCK_P": min(next_power_of_2(dim), max(1, numbers // block_n)), "BLOCK_N": block_n, "num_warps": warps,
     }  # fmt: skip

@@ -1,11 +1,11 @@
 """Triton kernels of `quantize_tokens` and `fp8_linear`: tensor cores multiply the codes as they are."""
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridrt.kernels.core.launch import arrival_counters
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
+from hybridrt.kernels.core.launch import arrival_counters, cdiv, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.dense.skinny_linear import Activation, InputNorm
 from hybridrt.kernels.dense.skinny_linear_triton import MULTIPROCESSORS, store_output, weight_rows
@@ -15,7 +15,7 @@ from hybridrt.kernels.quant.quant_weight import QuantWeight
 COLUMNS = 2048  # that a program quantises, if the token's sum of squares is not asked for
 
 
-@triton.jit
+@jit_kernel
 def _quantize_kernel(  # type: ignore[no-untyped-def]
     x_ptr, residual_ptr, norm_ptr, codes_ptr, scale_ptr, x_sr, residual_sr, scale_sr, eps,
     D: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -52,9 +52,9 @@ def quantize_tokens_triton(x: Tensor, group: int, norm: InputNorm | None = None)
     tokens, width = x.shape
     assert x.stride(1) == 1
     norm_weight, eps, residual = (None, 0.0, None) if norm is None else (norm.norm_weight, norm.eps, norm.residual)
-    found, whole = empty_codes(x, group), triton.next_power_of_2(width)
+    found, whole = empty_codes(x, group), next_power_of_2(width)
     block = whole if norm is not None or group == width else min(whole, COLUMNS)
-    _quantize_kernel[(tokens, triton.cdiv(width, block))](
+    _quantize_kernel[(tokens, cdiv(width, block))](
         x, residual, norm_weight, found.codes, found.scale, x.stride(0),
         0 if residual is None else residual.stride(0), found.scale.stride(0), eps,
         D=width, GROUP=group, BLOCK=block, num_warps=min(max(block // 512, 1), 16), **pdl(x.device),
@@ -62,7 +62,7 @@ def quantize_tokens_triton(x: Tensor, group: int, norm: InputNorm | None = None)
     return found, residual
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@jit_kernel(do_not_specialize=["tokens"])
 def _fp8_linear_kernel(  # type: ignore[no-untyped-def]
     x_ptr, x_scale_ptr, weight_ptr, scale_ptr, factor_ptr, bias_ptr, out_ptr, parts_ptr, arrivals_ptr,
     tokens, N, x_scale_sr, K: tl.constexpr, T: tl.constexpr, ROWS: tl.constexpr, ACTIVATION: tl.constexpr,
@@ -117,10 +117,10 @@ def fp8_linear_triton(
 ) -> Tensor:
     """One launch. Programs that share rows add their parts in order."""
     rows, width, device = weight.rows, weight.width, weight.data.device
-    padded = max(16, triton.next_power_of_2(x.tokens))
+    padded = max(16, next_power_of_2(x.tokens))
     out = torch.empty(x.tokens, rows // 2 if activation == "silu_and_mul" else rows, dtype=dtype, device=device)
     block_n = 64 if padded <= 32 else 128
-    blocks = triton.cdiv(rows, block_n)
+    blocks = cdiv(rows, block_n)
     split = max(1, min(8, (3 if padded <= 32 else 1) * MULTIPROCESSORS // blocks, width // 512))
     parts, arrivals = None, None
     if split > 1:

@@ -6,13 +6,13 @@ are decoded.
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels.core.codes_triton import dequantized, run_columns, tile_scale
-from hybridrt.kernels.core.launch import dot_precision
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
+from hybridrt.kernels.core.launch import cdiv, dot_precision, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.dense.moe_triton import Blocks, activate_experts, lay_out, weighted_sum
 from hybridrt.kernels.quant.quant_experts import QuantStack
@@ -34,7 +34,7 @@ def _load_tile(rows, first, WIDTH: tl.constexpr, LENGTH: tl.constexpr):  # type:
     return tile
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@jit_kernel(do_not_specialize=["num_pairs"])
 def _quant_grouped_kernel(  # type: ignore[no-untyped-def]
     a_ptr, w_ptr, bias_ptr, pairs_ptr, block_expert_ptr, out_ptr, a_sr, num_pairs, num_experts,
     scale_ptr, zero_ptr, factor_ptr, CODE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -114,8 +114,8 @@ def _finish(total, factor_ptr, bias_ptr, row):  # type: ignore[no-untyped-def]
 def quant_experts_triton(x: Tensor, experts: QuantStack, weights: Tensor, ids: Tensor) -> Tensor:
     """Three launches: two are products, one sums. Before them two lay out the pairs, if experts have several."""
     up, down = experts.up, experts.down
-    out, (pairs, top_k) = torch.empty(x.shape, dtype=x.dtype, device=x.device), (ids.numel(), ids.shape[1])
-    hidden, y = (torch.empty(pairs, width, dtype=x.dtype, device=x.device) for width in (down.width, x.shape[1]))
+    out, (pairs, top_k) = x.new_empty(x.shape), (ids.numel(), ids.shape[1])
+    hidden, y = (x.new_empty(pairs, width) for width in (down.width, x.shape[1]))
     apart, gated = pairs * APART <= len(up.data), experts.activation == "silu"
     blocks = None if apart else lay_out(ids, len(up.data))
     act = {"ACTIVATE": True, "GATED": gated, "LIMIT": experts.limit, "ALPHA": experts.alpha}
@@ -135,8 +135,8 @@ def _launch(
     block_n, block_k, warps = SINGLE if blocks is None else (64, 128, 4) if few else (128, 128, 8)
     if few and w.code in FOUR_BITS and w.block[1] != 128:
         block_k = 256
-    block_k = max(64, min(block_k, triton.next_power_of_2(w.width)))
-    _quant_grouped_kernel[(triton.cdiv(out.shape[1], block_n), of_blocks.numel())](
+    block_k = max(64, min(block_k, next_power_of_2(w.width)))
+    _quant_grouped_kernel[(cdiv(out.shape[1], block_n), of_blocks.numel())](
         a, w.data, bias, pairs, of_blocks, out, a.stride(0), ids.numel(), len(w.data), **codes_of(w),
         K=w.width, OUT=out.shape[1], PRECISION=dot_precision(a.dtype), BLOCK_M=size, BLOCK_N=block_n,
         BLOCK_K=block_k, STAGES=3, num_warps=warps, **meta, **pdl(a.device),

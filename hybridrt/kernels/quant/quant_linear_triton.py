@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-import triton
 from torch import Tensor
 
+from hybridrt.kernels.core.launch import cdiv, next_power_of_2
 from hybridrt.kernels.dense.skinny_linear import Activation, InputNorm
 from hybridrt.kernels.dense.skinny_linear_triton import MULTIPROCESSORS, Stored, Tile, matmul_tile, product
 from hybridrt.kernels.quant.quant_weight import QuantWeight
@@ -41,7 +41,7 @@ def quant_tile(weight: QuantWeight, tokens: int) -> Tile:
     if tokens == 1:
         return _narrowed(Tile(8, 2048 if four else 1024, 4), columns)
     if tokens > 64:
-        blocks = triton.cdiv(rows, 128)
+        blocks = cdiv(rows, 128)
         split = max(1, min(MULTIPROCESSORS // blocks, 8, columns // 512))
         return _narrowed(Tile(128, 128, 8, 3, split), columns)
     # Few tokens leave room in shared memory for wider tiles, if a scale is for more or is applied to the weights.
@@ -50,4 +50,4 @@ def quant_tile(weight: QuantWeight, tokens: int) -> Tile:
 
 
 def _narrowed(tile: Tile, columns: int) -> Tile:
-    return replace(tile, block_k=max(64, min(tile.block_k, triton.next_power_of_2(columns))))
+    return replace(tile, block_k=max(64, min(tile.block_k, next_power_of_2(columns))))

@@ -1,12 +1,14 @@
 """Triton kernel of `accept_chain`: one launch at the end of a verify step."""
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
+from hybridrt.kernels.core.launch import next_power_of_2
 
-@triton.jit
+
+@jit_kernel
 def _accept_chain_kernel(  # type: ignore[no-untyped-def]
     drawn_ptr, drafts_ptr, num_drafts_ptr, rows_ptr, last_ptr, accepted_ptr, T: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -25,6 +27,6 @@ def accept_chain_triton(drawn: Tensor, drafts: Tensor, num_drafts: Tensor, rows:
     accepted = torch.empty(batch, dtype=torch.int32, device=drawn.device)
     _accept_chain_kernel[(batch,)](
         drawn, drafts, num_drafts, rows, last_tokens, accepted, T=tokens,
-        BLOCK=max(2, triton.next_power_of_2(tokens)), num_warps=1,
+        BLOCK=max(2, next_power_of_2(tokens)), num_warps=1,
     )  # fmt: skip
     return accepted

@@ -11,6 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
+from hybridrt.kernels.core.launch import next_power_of_2
+
 BINS = tl.constexpr(256)
 _FINE = tl.constexpr(192)  # bins of 1/16 up to 12 below the largest logit; the others 5/16 wide
 _COLLECTED, _MASS_BEFORE, _MASS = (tl.constexpr(BINS.value + i) for i in range(3))
@@ -95,7 +98,7 @@ def _undecided(tally_ptr, b, top_k, top_p):  # type: ignore[no-untyped-def]
     return first, last, tl.sum(tl.where(j < first, counts, 0), 0)
 
 
-@triton.jit(do_not_specialize_on_alignment=["top_p_ptr"])
+@jit_kernel(do_not_specialize_on_alignment=["top_p_ptr"])
 def _count_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, maxima_ptr, tally_ptr, top_k_ptr, top_p_ptr, V, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr
 ):
@@ -109,7 +112,7 @@ def _count_kernel(  # type: ignore[no-untyped-def]
     tl.atomic_add(tally_ptr + b * TALLY + tl.arange(0, BINS), counts.to(tl.int64), mask=counts > 0)
 
 
-@triton.jit(do_not_specialize_on_alignment=["top_p_ptr"])
+@jit_kernel(do_not_specialize_on_alignment=["top_p_ptr"])
 def _collect_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, maxima_ptr, tally_ptr, list_ptr, top_k_ptr, top_p_ptr, V, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr
 ):
@@ -172,7 +175,7 @@ def _mass_from(list_ptr, n, low, largest, BLOCK: tl.constexpr):  # type: ignore[
     return tl.sum(total, 0)
 
 
-@triton.jit(do_not_specialize_on_alignment=["top_p_ptr", "min_p_ptr"])
+@jit_kernel(do_not_specialize_on_alignment=["top_p_ptr", "min_p_ptr"])
 def _threshold_kernel(  # type: ignore[no-untyped-def]
     maxima_ptr, tally_ptr, list_ptr, threshold_ptr, top_k_ptr, top_p_ptr, min_p_ptr, V, blocks,
     BLOCK: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -219,7 +222,7 @@ def thresholds(
     batch, vocabulary = logits.shape
     threshold = torch.empty(batch, dtype=torch.float32, device=logits.device)
     blocks = maxima.shape[1]
-    block_s = triton.next_power_of_2(blocks)
+    block_s = next_power_of_2(blocks)
     tally = entries = None
     if top_k is not None or top_p is not None:
         tally = torch.zeros((batch, TALLY.value), dtype=torch.int64, device=logits.device)

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.base.device import multiprocessors
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.launch import cdiv, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.sampling.sampling import GOLDEN_GAMMA, MIN_TEMPERATURE, MIX_1, MIX_2, STREAM_TOKEN, LogitFilters
@@ -52,7 +53,7 @@ def _allowed(bitmask_ptr, b, ids, mask, words):  # type: ignore[no-untyped-def]
 
 
 # These arguments are rows of one tensor, aligned in some batches only.
-@triton.jit(do_not_specialize_on_alignment=["temperature_ptr", "repetition_ptr", "presence_ptr", "frequency_ptr"])
+@jit_kernel(do_not_specialize_on_alignment=["temperature_ptr", "repetition_ptr", "presence_ptr", "frequency_ptr"])
 def _prepare_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, out_ptr, maxima_ptr, temperature_ptr, bitmask_ptr,
     repetition_ptr, presence_ptr, frequency_ptr, counts_ptr, prompt_ptr,
@@ -78,7 +79,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     tl.store(maxima_ptr + b * tl.num_programs(1) + tl.program_id(1), tl.max(x, 0))
 
 
-@triton.jit(do_not_specialize=["blocks", "splits"], do_not_specialize_on_alignment=["temperature_ptr"])
+@jit_kernel(do_not_specialize=["blocks", "splits"], do_not_specialize_on_alignment=["temperature_ptr"])
 def _argmax_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, bitmask_ptr, threshold_ptr, temperature_ptr, seeds_ptr, indices_ptr, best_ptr, tokens_ptr,
     logits_sr, words, V, blocks, splits, STREAM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -114,7 +115,7 @@ def _argmax_kernel(  # type: ignore[no-untyped-def]
     tl.store(best_ptr + b * splits + split, largest)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@jit_kernel(do_not_specialize=["splits"])
 def _reduce_kernel(  # type: ignore[no-untyped-def]
     best_ptr, candidates_ptr, tokens_ptr, splits, BLOCK_S: tl.constexpr, PDL: tl.constexpr
 ):

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
+from hybridrt.kernels.core.launch import cdiv
 from hybridrt.kernels.sampling.token_rules import LENGTH, START, TOKEN, UNTIL, VALUE, DrawLines, TokenRuleTable
 
 BLOCK, RULES = 4096, 256
@@ -22,7 +24,7 @@ def _some_rules(columns_ptr, start, count, first, index, plane, BLOCK: tl.conste
     return rule_ptr, token, value, (token >= first) & (token < first + BLOCK) & (index < until)
 
 
-@triton.jit(do_not_specialize=["path_sr"], do_not_specialize_on_alignment=["rows_ptr", "indices_ptr", "known_ptr"])
+@jit_kernel(do_not_specialize=["path_sr"], do_not_specialize_on_alignment=["rows_ptr", "indices_ptr", "known_ptr"])
 def _token_rules_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, out_ptr, rows_ptr, indices_ptr, known_ptr, path_ptr, counts_ptr, columns_ptr, prefixes_ptr, allowed_ptr,
     history_ptr, path_sr, logits_sr, plane, words, V, M: tl.constexpr, P: tl.constexpr, H: tl.constexpr,
@@ -70,7 +72,7 @@ def apply_token_rules_triton(logits: Tensor, table: TokenRuleTable, lines: DrawL
     out = torch.empty(batch, vocabulary, dtype=torch.float32, device=logits.device)
     if batch:
         _, rows, rules = table.columns.shape
-        _token_rules_kernel[(batch, triton.cdiv(vocabulary, BLOCK))](
+        _token_rules_kernel[(batch, cdiv(vocabulary, BLOCK))](
             logits, out, *lines, *table, lines.path.stride(0), logits.stride(0), rows * rules, table.allowed.shape[1],
             vocabulary, M=rules, P=table.prefixes.shape[1], H=table.history.shape[1], BLOCK=BLOCK, RULES=RULES,
             num_warps=8,

@@ -1,16 +1,17 @@
 """Triton kernels of `causal_conv1d_varlen`, `causal_conv1d_update` and `short_conv_update`."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
+from hybridrt.kernels.core.launch import cdiv, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import ConvState, ConvWeights, IntermediateStates, SavedStates
 from hybridrt.kernels.state.conv_and_gates_triton import bias_of, silu, strides
 
 
-@triton.jit(do_not_specialize=["batch", "num_tokens"])
+@jit_kernel(do_not_specialize=["batch", "num_tokens"])
 def _varlen_kernel(  # type: ignore[no-untyped-def]
     x_ptr, weight_ptr, bias_ptr, conv_ptr, out_ptr, read_slots_ptr, write_slots_ptr, query_start_loc_ptr, positions_ptr,
     save_slots_ptr, save_lengths_ptr, batch, num_tokens, x_st: tl.constexpr, conv_ss: tl.constexpr,
@@ -102,7 +103,7 @@ def _input(x, mask, C: tl.constexpr, GATED: tl.constexpr):  # type: ignore[no-un
     return value
 
 
-@triton.jit
+@jit_kernel
 def _update_kernel(  # type: ignore[no-untyped-def]
     x_ptr, weight_ptr, bias_ptr, conv_ptr, windows_ptr, out_ptr,
     read_slots_ptr, write_slots_ptr, positions_ptr, rows_ptr, predecessors_ptr,
@@ -168,18 +169,18 @@ def causal_conv1d_varlen_triton(
     """`causal_conv1d_varlen` in one launch, which needs no lengths on the host."""
     conv = state.conv
     (num_tokens, channels), batch = x.shape, len(state.read_state_slots)
-    out = torch.empty((num_tokens, channels), dtype=x.dtype, device=x.device)
+    out = x.new_empty((num_tokens, channels))
     if num_tokens == 0:
         return out
-    block_t, block_c = 16, min(256, triton.next_power_of_2(channels))
-    blocks = triton.cdiv(num_tokens, block_t) + batch + 1
+    block_t, block_c = 16, min(256, next_power_of_2(channels))
+    blocks = cdiv(num_tokens, block_t) + batch + 1
     save_slots, save_lengths = (None, None) if saves is None else (saves.row_slots, saves.row_lengths)
     # At least 64 rows: every other block size would be a compilation.
-    _varlen_kernel[triton.cdiv(channels, block_c), blocks](
+    _varlen_kernel[cdiv(channels, block_c), blocks](
         x, weights.weight, weights.bias, conv, out, state.read_state_slots, state.write_state_slots, query_start_loc,
         state.start_positions, save_slots, save_lengths, batch, num_tokens, x.stride(0), conv.stride(0),
         C=channels, TAPS=weights.weight.shape[1], WC=conv.shape[2], SILU=weights.activation == "silu",
-        BLOCK_B=max(64, triton.next_power_of_2(batch + 1)), BLOCK_T=block_t, BLOCK_C=block_c,
+        BLOCK_B=max(64, next_power_of_2(batch + 1)), BLOCK_T=block_t, BLOCK_C=block_c,
         **pdl(x.device),
     )  # fmt: skip
     return out
@@ -194,9 +195,9 @@ def causal_conv1d_update_triton(
     windows, rows = (None, None) if intermediate is None else (intermediate.stored, intermediate.rows)
     predecessors = None if intermediate is None else intermediate.predecessors
     (batch, tokens, width), channels = x.shape, conv.shape[1]
-    out = torch.empty((batch, tokens, channels), dtype=x.dtype, device=x.device)
+    out = x.new_empty((batch, tokens, channels))
     block_c = 256
-    _update_kernel[triton.cdiv(channels, block_c), batch](
+    _update_kernel[cdiv(channels, block_c), batch](
         x, weights.weight, weights.bias, conv, windows, out, state.read_state_slots, state.write_state_slots,
         state.start_positions, rows, predecessors, strides(x), conv.stride(0), strides(windows)[0],
         strides(predecessors)[0],

@@ -1,16 +1,16 @@
 """Triton kernels of `decode_inputs` and `fill_decode_metadata`, at the head of a decode step."""
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.launch import cdiv, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import DecodeRowInputs, RowTables, TokenInputs
 from hybridrt.kernels.state.row_tables import DecodeBuffers
 
 
-@triton.jit
+@jit_kernel
 def _decode_inputs_kernel(  # type: ignore[no-untyped-def]
     input_ids, positions, out_cache_loc, mrope_positions, mrope_deltas,
     rows, seq_lens, new_pages, drafts, num_drafts, last_tokens, tables,
@@ -68,7 +68,7 @@ def decode_inputs_triton(
 
 
 # Specialising on row counts would compile while serving.
-@triton.jit(do_not_specialize=["num_rows", "num_real"])
+@jit_kernel(do_not_specialize=["num_rows", "num_real"])
 def _fill_decode_metadata_kernel(  # type: ignore[no-untyped-def]
     slots, start_positions, accepted, ring_start_out, ring_length_out, req_pool_indices, seq_lens,
     num_rows, num_real, tokens_per_row, req_to_state_slot, ring_start, ring_length, BLOCK: tl.constexpr,

@@ -1,9 +1,9 @@
 """Triton kernels of row_tables.py."""
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.launch import cdiv, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import RowTables
@@ -11,7 +11,7 @@ from hybridrt.kernels.core.records import RowTables
 BLOCK, CLEARED = 128, 1024  # rows, and numbers of a slot, of a program
 
 
-@triton.jit(do_not_specialize=["count"])
+@jit_kernel(do_not_specialize=["count"])
 def _rows_kernel(  # type: ignore[no-untyped-def]
     rows_ptr, slots_ptr, phases_ptr, state_slots_ptr, ring_start_ptr, ring_length_ptr, count, apart,
     BLOCK: tl.constexpr,
@@ -27,7 +27,7 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
     tl.store(ring_length_ptr + row, tl.zeros([BLOCK], tl.int32), mask=mask)
 
 
-@triton.jit
+@jit_kernel
 def _pages_kernel(  # type: ignore[no-untyped-def]
     rows_ptr, indices_ptr, pages_ptr, tables_ptr, tables_sr, tables_sg, PAGE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -40,7 +40,7 @@ def _pages_kernel(  # type: ignore[no-untyped-def]
     tl.store(table + index * PAGE + offset, slots.to(tl.int32), mask=offset < PAGE)
 
 
-@triton.jit
+@jit_kernel
 def _clear_kernel(  # type: ignore[no-untyped-def]
     states_ptr, slots_ptr, states_sl, states_ss: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -52,7 +52,7 @@ def _clear_kernel(  # type: ignore[no-untyped-def]
             tl.store(numbers + i, tl.zeros([BLOCK], states_ptr.dtype.element_ty), mask=i < SIZE)
 
 
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["rows_ptr"])
+@jit_kernel(do_not_specialize=["count"], do_not_specialize_on_alignment=["rows_ptr"])
 def _tokens_kernel(  # type: ignore[no-untyped-def]
     rows_ptr, tokens_ptr, last_tokens_ptr, count, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):

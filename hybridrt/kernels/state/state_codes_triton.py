@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
+from hybridrt.kernels.core.launch import cdiv, next_power_of_2
 from hybridrt.kernels.core.records import StateSlots
 from hybridrt.kernels.state.state_codes import SCALED, num_scales
 
@@ -75,7 +77,7 @@ def round_to(x, offsets, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     return rounded.to(dtype)
 
 
-@triton.jit
+@jit_kernel
 def _load_kernel(  # type: ignore[no-untyped-def]
     states_ptr, scales_ptr, slots_ptr, has_initial_ptr, out_ptr,
     states_ss: tl.constexpr, states_sh: tl.constexpr, scales_ss: tl.constexpr, scales_sh: tl.constexpr,
@@ -101,7 +103,7 @@ def _load_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + (place * tl.num_programs(1) + h) * (P * N) + tile, state, mask=mask)
 
 
-@triton.jit
+@jit_kernel
 def _store_kernel(  # type: ignore[no-untyped-def]
     new_ptr, states_ptr, scales_ptr, slots_ptr, lengths_ptr, state_lengths_ptr, keys_ptr,
     states_ss: tl.constexpr, states_sh: tl.constexpr, scales_ss: tl.constexpr, scales_sh: tl.constexpr,
@@ -130,7 +132,7 @@ def _store_kernel(  # type: ignore[no-untyped-def]
 
 def code_blocks(columns: int) -> dict[str, int]:
     """Blocks of a tile with all columns: BLOCK_N of them, and BLOCK_S scales of a row."""
-    block_n = max(16, triton.next_power_of_2(columns))
+    block_n = max(16, next_power_of_2(columns))
     return {"BLOCK_N": block_n, "BLOCK_S": max(1, block_n // SCALED)}
 
 
@@ -147,7 +149,7 @@ def scale_strides(scales: Tensor | None) -> tuple[int, int]:
 def _tile(states: Tensor) -> dict[str, int]:
     _, _, rows, columns = states.shape
     blocks = code_blocks(columns)
-    block_p = min(triton.next_power_of_2(rows), max(1, TILE // blocks["BLOCK_N"]))
+    block_p = min(next_power_of_2(rows), max(1, TILE // blocks["BLOCK_N"]))
     return blocks | {"BLOCK_P": block_p, "P": rows, "N": columns, "NS": num_scales(columns)}
 
 
@@ -157,7 +159,7 @@ def load_states_triton(state: StateSlots, has_initial_state: Tensor) -> Tensor:
     scales = state_scales(state)
     tile, heads = _tile(states), states.shape[1]
     out = torch.empty((1 + len(slots), *states.shape[1:]), dtype=torch.float32, device=states.device)
-    _load_kernel[1 + len(slots), heads, triton.cdiv(tile["P"], tile["BLOCK_P"])](
+    _load_kernel[1 + len(slots), heads, cdiv(tile["P"], tile["BLOCK_P"])](
         states, scales, slots, has_initial_state, out, states.stride(0), states.stride(1), *scale_strides(scales),
         num_warps=4, **tile,
     )  # fmt: skip
@@ -169,7 +171,7 @@ def store_states_triton(state: StateSlots, new: Tensor, lengths: Tensor) -> None
     states, slots, codes = state.states, state.write_state_slots, state.codes
     assert codes is not None
     tile, scales = _tile(states), codes.state_scales
-    _store_kernel[len(slots), states.shape[1], triton.cdiv(tile["P"], tile["BLOCK_P"])](
+    _store_kernel[len(slots), states.shape[1], cdiv(tile["P"], tile["BLOCK_P"])](
         new, states, scales, slots, lengths, codes.state_lengths, codes.element_keys,
         states.stride(0), states.stride(1), *scale_strides(scales), num_warps=4, **tile,
     )  # fmt: skip

@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
+from hybridrt.kernels.core.launch import cdiv
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import IntermediateStates
 
@@ -17,7 +19,7 @@ def _stored(stored_ptr, layer_stride, strides: tl.constexpr, rows_ptr, b, node):
     return stored_ptr + layer * layer_stride + row * strides[0] + node * strides[1]
 
 
-@triton.jit
+@jit_kernel
 def _states_kernel(  # type: ignore[no-untyped-def]
     states_ptr, stored_ptr, slots_ptr, rows_ptr, accepted_ptr, states_sl, stored_sl,
     states_ss: tl.constexpr, stored_strides: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -33,7 +35,7 @@ def _states_kernel(  # type: ignore[no-untyped-def]
     tl.store(target + i, tl.load(source + i, mask=i < SIZE), mask=i < SIZE)
 
 
-@triton.jit
+@jit_kernel
 def _windows_kernel(  # type: ignore[no-untyped-def]
     conv_ptr, stored_ptr, slots_ptr, rows_ptr, accepted_ptr, positions_ptr, conv_sl, stored_sl,
     conv_ss: tl.constexpr, stored_strides: tl.constexpr, C: tl.constexpr, WC: tl.constexpr, INPUTS: tl.constexpr,
@@ -59,7 +61,7 @@ def commit_intermediate_triton(
     """`commit_intermediate`; each state is contiguous in its pool."""
     stored = intermediate.stored
     size = states[0, 0].numel()
-    _states_kernel[triton.cdiv(size, _BLOCK), len(state_slots), len(states)](
+    _states_kernel[cdiv(size, _BLOCK), len(state_slots), len(states)](
         states, stored, state_slots, intermediate.rows, accepted, states.stride(0), stored.stride(0), states.stride(1),
         stored.stride()[1:3], SIZE=size, BLOCK=_BLOCK, num_warps=4, **pdl(states.device),
     )  # fmt: skip
@@ -70,7 +72,7 @@ def commit_conv_window_triton(
 ) -> None:
     """`commit_conv_window`; rings and windows are contiguous."""
     stored, (layers, _, channels, width) = intermediate.stored, conv.shape
-    _windows_kernel[triton.cdiv(channels, _CHANNELS), len(state_slots), layers](
+    _windows_kernel[cdiv(channels, _CHANNELS), len(state_slots), layers](
         conv, stored, state_slots, intermediate.rows, accepted, positions, conv.stride(0), stored.stride(0),
         conv.stride(1), stored.stride()[1:3], C=channels, WC=width, INPUTS=stored.shape[-1], BLOCK_C=_CHANNELS,
         num_warps=4, **pdl(conv.device),

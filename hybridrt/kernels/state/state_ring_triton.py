@@ -11,6 +11,8 @@ from torch import Tensor
 
 from hybridrt.base.device import multiprocessors
 from hybridrt.kernels.core.decay_sums_triton import finite_rate
+from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
+from hybridrt.kernels.core.launch import cdiv, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import StateCodes
 from hybridrt.kernels.state.state_codes import num_scales
@@ -28,7 +30,7 @@ from hybridrt.kernels.state.state_ring import RingFolds
 PROGRAMS_PER_MULTIPROCESSOR = 6
 
 
-@triton.jit(do_not_specialize=["batch"])
+@jit_kernel(do_not_specialize=["batch"])
 def _advance_kernel(  # type: ignore[no-untyped-def]
     start_ptr, length_ptr, rows_ptr, accepted_ptr, slots_ptr, state_lengths_ptr,
     fold_slots_ptr, fold_rows_ptr, fold_start_ptr, fold_length_ptr, fold_ends_ptr, count_ptr, batch,
@@ -60,7 +62,7 @@ def _advance_kernel(  # type: ignore[no-untyped-def]
     tl.store(count_ptr, count)
 
 
-@triton.jit
+@jit_kernel
 def _fold_kernel(  # type: ignore[no-untyped-def]
     A_ptr, states_ptr, scales_ptr, values_ptr, keys_ptr, gates_ptr,
     read_slots_ptr, write_slots_ptr, rows_ptr, start_ptr, length_ptr, ends_ptr, count_ptr,
@@ -251,7 +253,7 @@ def fold_ring_triton(
     by_channel, scales = gates.ndim == 5, None if codes is None else codes.state_scales
     lengths, element_keys = (None, None) if codes is None else (codes.state_lengths, codes.element_keys)
     tile = fold_tile(dim, state_dim, by_channel, scales is not None)
-    tiles = triton.cdiv(dim, tile["BLOCK_P"]) * triton.cdiv(state_dim, tile["BLOCK_N"])
+    tiles = cdiv(dim, tile["BLOCK_P"]) * cdiv(state_dim, tile["BLOCK_N"])
     programs = len(folds.state_slots) * layers * heads * tiles
     targets = folds.state_slots if folds.write_state_slots is None else folds.write_state_slots
     _fold_kernel[(min(programs, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(states.device)),)](
@@ -261,16 +263,16 @@ def fold_ring_triton(
         states.stride(1), states.stride(2), *scale_strides(scales),
         values.stride(1), keys.stride(1), gates.stride(1),
         L=layers, H=heads, P=dim, N=state_dim, NS=num_scales(state_dim), G=keys.shape[2], W=gates.shape[3],
-        BLOCK_W=max(16, triton.next_power_of_2(gates.shape[3])), CHANNELS=by_channel, num_warps=4, **tile,
+        BLOCK_W=max(16, next_power_of_2(gates.shape[3])), CHANNELS=by_channel, num_warps=4, **tile,
         **pdl(states.device),
     )  # fmt: skip
 
 
 def fold_tile(dim: int, state_dim: int, by_channel: bool, scaled: bool) -> dict[str, int]:
     """Tiles of a state [P, N]. With scales they have whole rows."""
-    block_p = min(64, max(16, triton.next_power_of_2(dim)))
+    block_p = min(64, max(16, next_power_of_2(dim)))
     if not scaled:
-        block_n = min(64 if by_channel else 128, max(16, triton.next_power_of_2(state_dim)))
+        block_n = min(64 if by_channel else 128, max(16, next_power_of_2(state_dim)))
         return {"BLOCK_P": block_p, "BLOCK_N": block_n, "BLOCK_S": 1}
     blocks = code_blocks(state_dim)
     return blocks | {"BLOCK_P": max(16, min(block_p, (TILE if by_channel else 2 * TILE) // blocks["BLOCK_N"]))}
