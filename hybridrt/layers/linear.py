@@ -378,23 +378,21 @@ class ColumnLinear(_SegmentedLinear):
         super().__init__(name, segments, in_features, build=build, aligned=aligned)
 
     def forward(self, x: torch.Tensor, activation: Activation | None = None) -> torch.Tensor:
-        return self._unpadded(self.method.apply(x, self.bias, activation))
+        y = self.method.apply(x, self.bias, activation)
+        return y[:, : -self.padding] if self.padding else y
 
     def normed(self, norm: "RMSNorm", x: Hidden, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + residual) W^T + b, x + residual), without a residual as in `norm`."""
         if not isinstance(x, Arriving):
             y, residual = self.method.apply_normed(norm, x, residual, self.bias)
-            return self._unpadded(y), residual
+            return y[:, : -self.padding] if self.padding else y, residual
         y, totals, first = x.new_empty(sum(self.sizes) + self.padding), list[torch.Tensor](), 0
         for piece, rows in x.with_rows(residual):
             h, total = norm(piece, rows)
             self.method.apply_into(y[first : first + len(h)], h, self.bias)
             totals.append(total)
             first += len(h)
-        return self._unpadded(y), stacked(totals)
-
-    def _unpadded(self, y: torch.Tensor) -> torch.Tensor:
-        return y[:, : -self.padding] if self.padding else y
+        return y[:, : -self.padding] if self.padding else y, stacked(totals)
 
     def targets(
         self,
