@@ -178,6 +178,8 @@ def _print(found: dict[str, Any]) -> None:
         )
     for error in found["errors"]:
         typer.echo(f"failed: {error}")
+    if found["failed"] == found["requests"]:
+        return  # nothing was timed
     columns = list(found[_KINDS[0]])
     names = [kind.removesuffix("_ms").replace("_", " ") for kind in _KINDS]
     rows = [[name, *(f"{found[kind][column]:.2f}" for column in columns)] for name, kind in zip(names, _KINDS)]

@@ -208,6 +208,8 @@ def test_times_fit_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert max(map(len, text.splitlines()[1:])) <= 60
     bench._print(found | {"client_cpu_share": 0.8})
     assert "the client itself has computed for 80% of the time" in capsys.readouterr().out
+    bench._print(summary([], None) | {"interrupted": True, "errors": []})
+    assert "time to first token" not in capsys.readouterr().out, "nothing was timed"
 
 
 def test_bench_serve_without_uvloop(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
