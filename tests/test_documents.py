@@ -150,6 +150,7 @@ LINKED = [
     *FILES,
     *sorted((ROOT / "benchmarks" / "log").glob("*.md")),
     *(ROOT / f"{name}.md" for name in ("CODE_OF_CONDUCT", "CONTRIBUTING", "MAINTAINERS", "SECURITY")),
+    ROOT / "tests" / "README.md",
     *EXPERIMENTS.glob("*.md"),
 ]
 
