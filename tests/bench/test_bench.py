@@ -185,7 +185,7 @@ def test_servers_that_keep_the_connection() -> None:
 
 
 def test_tokens_are_stamped_before_any_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk that takes long to parse does not delay the stamps of those behind it."""
+    """A chunk that takes long to parse does not delay the stamps of those after it."""
     take = http_load._read_chunk
 
     def slow(event: bytes, timing: Timing, now: float) -> None:
