@@ -51,7 +51,7 @@ class FrontOptions(Overrides):
     max_body_bytes: int | None = setting("Longest body of a request.", "16777216", "N")
     request_timeout: float | None = setting("Seconds that a request may take.", "600", "S")
     drain_timeout: float | None = setting("Seconds for running requests after SIGTERM.", "30", "S")
-    log_level: str | None = setting("Least level of log lines.", "info", "debug|info|warning|error")
+    log_level: str | None = setting("Lowest level of log lines.", "info", "debug|info|warning|error")
     access_log: bool | None = setting("A JSON line for each request.", "on")
     fleet_key_file: str | None = setting(
         "File with the key of routers, which may read what is cached; else the variable HYBRIDRT_FLEET_KEY.", "none",
@@ -93,9 +93,9 @@ class ServerOptions(FrontOptions):
     stats_interval: float | None = setting("Seconds between lines of statistics; 0: none.", "10", "S")
     otlp_endpoint: str | None = setting("Where OpenTelemetry spans go.", "none", "URL")
     role: str | None = setting("Computes prompts for others, or has its own computed.", "both", "both|prefill|decode")
-    prefill_urls: list[str] | None = setting("Of --role decode: a server with --role prefill; repeatable.", "none",
+    prefill_urls: list[str] | None = setting("With --role decode: a server with --role prefill; repeatable.", "none",
         "URL", "--prefill-url")  # fmt: skip
-    transfer_port: int | None = setting("Of --role prefill: where decode servers connect.", "a free one", "N")
+    transfer_port: int | None = setting("With --role prefill: port for decode servers.", "a free one", "N")
 
     def given(self) -> dict[str, Any]:
         values = super().given()

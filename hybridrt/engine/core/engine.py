@@ -177,7 +177,7 @@ class Engine:
     def add_request(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, *, stream: bool = True
     ) -> str:
-        """`prepare`, then `submit`. Raises what they raise; the engine is then unchanged."""
+        """`prepare`, then `submit`. Raises their errors; the engine is then unchanged."""
         return self.submit(self.prepare(prompt, params), request_id, stream=stream)
 
     def submit(
@@ -235,7 +235,7 @@ class Engine:
         return request_id
 
     def cache_key(self, params: SamplingParams) -> CacheKey:
-        """The key of what a request with these parameters leaves in the prefix cache, and may use."""
+        """The key of the cached prefixes that a request with these parameters may use, and of those that it leaves."""
         return CacheKey(params.cache_salt or "")
 
     def start(self, request_id: str, arrived: PrefixMatch | None = None) -> None:

@@ -286,8 +286,8 @@ def spec_info_of(drafts: DraftArrays[torch.Tensor] | None, tokens: int) -> SpecI
 
 
 def fill_relations(spec: SpecInfo, drafts: DraftArrays[torch.Tensor], bs: int, *positions: torch.Tensor) -> None:
-    """Writes what the inputs of the first `bs` rows see into `spec`, and their `positions`, in each
-    of these tensors, which are those of their KV slots before."""
+    """For draft trees, fills the mask of `spec` for the first `bs` rows. Each tensor of `positions`
+    holds the positions of the inputs' KV slots, and gets those of the inputs (`SpecInfo.positions`)."""
     if spec.mask is None or drafts.ancestors is None:
         return
     inputs = torch.arange(spec.tokens_per_row, dtype=torch.int32, device=spec.mask.device)

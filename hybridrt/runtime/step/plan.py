@@ -375,4 +375,4 @@ class Executor(Protocol):
         """Whether a host copy of a launched plan has ended."""
 
     def encoded(self, ticket: int) -> bool:
-        """Whether steps may read what an encoder task of a launched plan makes."""
+        """Whether the embeddings of an encoder task of a launched plan can be read."""
