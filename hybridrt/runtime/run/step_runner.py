@@ -236,9 +236,16 @@ class StepRunner:
         n = len(plan.decode.rows)
         scored, pooled, places = self._of_prompts.wanted_by_rows(plan.extend, n * tokens)
         on_host = pack_step(
-            plan, tokens, self.forks, self.drafter is not None, self._chunk_sizes, self._saves_at_chunks, places,
-            self.pools.req_to_token.num_groups, spans=self.encoder is not None,
-        )  # fmt: skip
+            plan,
+            tokens,
+            groups=self.pools.req_to_token.num_groups,
+            forks=self.forks,
+            spans=self.encoder is not None,
+            following=self.drafter is not None,
+            chunk_sizes=self._chunk_sizes,
+            at_chunks=self._saves_at_chunks,
+            scored=places,
+        )
         arrays: StepArrays[torch.Tensor] = self.staging.upload(on_host)
         if arrays.tables is not None:
             enter_tables(self.pools, self.sampling_table, arrays.tables)

@@ -147,22 +147,24 @@ class StepArrays(NamedTuple, Generic[A]):
 def pack_step(
     plan: StepPlan,
     tokens: int,
+    *,
+    groups: int = 1,
     forks: bool = False,
+    spans: bool = False,
     following: bool = False,
     chunk_sizes: Sequence[int] = (),
     at_chunks: bool = False,
     scored: ScoredTokens[np.ndarray] | None = None,
-    groups: int = 1,
-    spans: bool = False,
 ) -> StepArrays[np.ndarray]:
     """An eager step with decode rows of T `tokens`.
 
     Args:
         groups: page groups.
-        spans: prompts may have tokens with embeddings of an encoder.
         forks: drafts may be trees.
+        spans: prompts may have tokens with embeddings of an encoder.
         following: also pack the token after each prompt token, for a prediction head.
         chunk_sizes, at_chunks: arguments of `recurrent_lists`.
+        scored: tokens of prompts whose log-probabilities are wanted.
     """
     none = np.full((len(plan.decode.rows), groups), -1, np.int32)
     step, tables = pack_rows(plan.decode, tokens, forks, none), pack_tables(plan)
