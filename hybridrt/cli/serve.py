@@ -27,10 +27,10 @@ class FrontOptions(Overrides):
     """Fields of ServerConfig that a router has, too. ServerConfig checks them."""
 
     panel: ClassVar = "Server"
-    host: str | None = setting("Address to listen on; 0.0.0.0 is reached from everywhere.", "127.0.0.1")
+    host: str | None = setting("Address to listen on; 0.0.0.0 is reached from everywhere.", "127.0.0.1", "ADDRESS")
     port: int | None = setting("Port to listen on.", "8000", "N")
     uds: str | None = setting("Unix socket to listen on, instead of host and port.", "none", "PATH")
-    root_path: str | None = setting("What a proxy puts before all paths, such as /llm.", "none", "PATH")
+    root_path: str | None = setting("Prefix that a proxy puts before all paths, such as /llm.", "none", "PATH")
     api_keys: list[str] | None = setting(
         "Key that requests must bring; repeatable. Others see a command line: prefer --api-key-file or the variable "
         "HYBRIDRT_API_KEY.", "none", "KEY", "--api-key",
