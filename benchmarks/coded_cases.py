@@ -1,4 +1,4 @@
-"""Calls of attention over KV caches of e4m3 codes for bench_kernels: those over plain caches, otherwise."""
+"""Calls of attention over KV caches of e4m3 codes, for bench_kernels: its cases, with the caches encoded."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,7 +24,7 @@ def coded_extend(config: ModelConfig, load: Load, device: str) -> Iterator[Case]
 
 
 def _coded(case: Case) -> Case:
-    """Most of what attention over pages moves is their bytes."""
+    """The case with codes. It counts half of the bytes: most bytes that attention moves are those of the caches."""
 
     def make() -> Args:
         args = case.make()

@@ -98,7 +98,7 @@ class HybridSSMAdapter(nn.Module):
                 f"history branch {self.name!r} has no planned step: pass the batch that its backend has prepared"
             )
         if decode is not None:
-            batch = batch.attn_backend.route(self.mixer).restrict_to_phase(batch, decode=decode)
+            batch = batch.attn_backend.route(self.mixer).restrict_to_segment(batch, decode=decode)
         count, planned = len(hidden_states), batch.attn_backend.route(self.mixer).begin_step(batch).num_tokens
         if count != planned:
             raise BackendError(f"history branch {self.name!r} was given {count} tokens of a step of {planned}")

@@ -1,6 +1,6 @@
 """README.md and docs/: blocks of Python run as they are written, commands have the options that are written there.
 
-docs/chat.md, docs/embedding.md and the requests of docs/serving.md have tests beside what they describe.
+docs/chat.md, docs/embedding.md and the requests of docs/serving.md have tests next to what they describe.
 """
 
 import ast
@@ -150,6 +150,7 @@ LINKED = [
     *FILES,
     *sorted((ROOT / "benchmarks" / "log").glob("*.md")),
     *(ROOT / f"{name}.md" for name in ("CODE_OF_CONDUCT", "CONTRIBUTING", "MAINTAINERS", "SECURITY")),
+    ROOT / "tests" / "README.md",
     *EXPERIMENTS.glob("*.md"),
 ]
 

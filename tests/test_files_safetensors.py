@@ -72,7 +72,7 @@ def test_a_spoilt_header_is_refused_or_read_as_the_library_reads_it(seed: int, t
 
 
 class Changes:
-    """Changes a file behind the first tensor that is read from it."""
+    """Changes a file after the first tensor that is read from it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
         read, self.left = TensorFile.fill, 1

@@ -209,7 +209,7 @@ def test_nothing_reads_what_no_request_of_its_own_wrote(
     sweep([(*way, bool(i % 2)) for first in (0, 1) for i, way in enumerate(WAYS, first)], 9, len(WAYS), thin=3),
 )
 def test_nan_stays_with_its_request(name: str, mode: str, drafts: int, topk: int, graphs: bool, rigs: Rigs) -> None:
-    """Before, beside and after requests that compute NaN, in rows, slots and pages that they have left."""
+    """Before, next to and after requests that compute NaN, in rows, slots and pages that they have left."""
     rig, want = rigs.rig(name, mode, drafts, topk, graphs), rigs.alone(name, healthy())
     clean(rig)
     poisoned = [

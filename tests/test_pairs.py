@@ -32,7 +32,7 @@ ELSEWHERE: dict[Pair, str] = {
 }
 # What an error says of a pair that is refused.
 REFUSED: dict[Pair, str] = {
-    ("dp", "sessions"): "no sessions here: it belongs to one engine",
+    ("dp", "sessions"): "a session cannot be saved or loaded: it belongs to one engine",
     ("dp", "transfer"): "transfer_bytes belongs to one engine",
     ("draft", "images"): "drafts with a smaller model, which sees no images",
 }

@@ -227,7 +227,7 @@ def test_a_donated_slot_may_hold_a_state_within_an_answer_in_the_same_step(
 
 @pytest.mark.parametrize(("mode", "overlap"), sweep(product(["classic", "replay"], [False, True]), 3))
 def test_a_history_that_leaves_an_answer_starts_within_it(bench: Bench, mode: str, overlap: bool) -> None:
-    """Of 14 tokens behind a prompt of 5 it keeps 9; the states are after 8 and 12 of all, the prompt's after 4."""
+    """Of 14 tokens after a prompt of 5 it keeps 9; the states are after 8 and 12 of all, the prompt's after 4."""
     first = Turn(5, False, 14, False, 0, None)
     history = [*TEXT[:5], *bench.tokens_alone(first)[:9], 7]
     session, found = bench.session(mode), {}

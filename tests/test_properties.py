@@ -1,4 +1,4 @@
-"""Random schedules on real tiny models: whatever runs beside a request, it gets the tokens that it gets alone."""
+"""Random schedules on real tiny models: whatever runs next to a request, it gets the tokens that it gets alone."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

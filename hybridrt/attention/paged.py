@@ -53,7 +53,7 @@ class SegmentedAttnBackend(AttentionBackend):
 
     Attributes:
         provider: library of its kernels, a name of hybridrt.kernels.core.providers; None: ours.
-        auto_decode, auto_prefill: device types on which "auto" may choose it for this phase. The
+        auto_decode, auto_prefill: device types on which "auto" may choose it for decode rows or prompts. The
             first such backend in hybridrt.recurrent.backends is chosen.
         serves_sinks: has kernels for attention sinks.
         serves_codes: reads and writes KV caches of e4m3 codes.

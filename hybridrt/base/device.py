@@ -290,7 +290,7 @@ class SideStream:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def uses(self, tensor: torch.Tensor) -> None:
-        """The tensor's memory is taken again only after what was launched on this stream."""
+        """The tensor's memory is reused only after the work that was launched on this stream."""
         if self._stream is not None:
             tensor.record_stream(self._stream)
 

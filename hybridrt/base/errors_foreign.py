@@ -78,6 +78,15 @@ LLM_ATTRIBUTES: Mapping[str, str] = {
     "get_default_sampling_params": "they are .default_sampling_params",
     "encode": "call .tokenizer.encode(text)",
 }
+ASYNC_LLM_ATTRIBUTES: Mapping[str, str] = {
+    "stream": "call generate, which yields deltas",
+    "embed": "call .llm.embed in a thread (asyncio.to_thread)",
+    "tokenizer": "it is .llm.tokenizer",
+    "get_tokenizer": "it is .llm.tokenizer",
+    "engine": "it is .llm.engine",
+    "default_sampling_params": "they are .llm.default_sampling_params",
+    "shutdown": "call close(), or use `async with`",
+}
 
 
 def refuse(owner: str, name: str, instead: Mapping[str, str], known: Iterable[str] = ()) -> NoReturn:

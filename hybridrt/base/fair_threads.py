@@ -78,7 +78,7 @@ class FairThreads:
         return task.result
 
     def close(self, cancel: bool = False) -> None:
-        """Refuses further work; what was taken goes on. `cancel`: also what waits."""
+        """Refuses further work. Work that was submitted goes on; with `cancel`, only if it has begun."""
         with self._lock:
             for known in self._clients.values() if cancel else ():
                 while known.waiting:

@@ -1,4 +1,4 @@
-"""What a model is, read from a checkpoint: its attention, its recurrent layers, its sizes."""
+"""ModelConfig: attention, recurrent layers and sizes of a model, as its checkpoint describes it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields

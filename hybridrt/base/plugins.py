@@ -16,7 +16,7 @@ class Plugins:
     Attributes:
         group: name of a group of entry points "name = module:object".
         built_in: "module:object" by name; comes before an entry point of the same name.
-        what: what the names name, for errors.
+        what: the word for one of the objects in errors, such as "tool parser".
         base: class of the objects; with `classes`, they are subclasses of it.
         unknown: the error for an unknown name.
     """

@@ -66,8 +66,8 @@ class Chat:
         template: Jinja text; None: the tokenizer's own.
         tool_parser, reasoning_parser: names in hybridrt.chat.registry; "auto": by the chat
             template; "none": off.
-        foreign: the template came with a request. It runs apart from others, which it may not hold
-            up.
+        foreign: the template came with a request. It runs in a process apart from other templates,
+            so that it cannot delay them.
         images: reads pictures; None: the model takes none.
 
     Raises:

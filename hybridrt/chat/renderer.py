@@ -72,7 +72,7 @@ class Renderer:
 
 def _failed(text: str) -> CheckpointError:
     return CheckpointError(
-        f"the model's chat template fails ({text}); repair it, or write the prompt in the model's format yourself"
+        f"the chat template fails ({text}); repair it, or write the prompt in the model's format yourself"
     )
 
 

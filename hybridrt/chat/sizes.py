@@ -15,7 +15,7 @@ MAX_KWARGS_CHARACTERS = 2**16
 MAX_VALUES = 2**18  # values in messages and tools, on all levels
 MAX_CHARACTERS = 2**26
 LARGE = 2**16  # characters; longer conversations are processed apart
-_NUMBER_CHARACTERS = 16  # what a value that is no text counts
+_NUMBER_CHARACTERS = 16  # a number, boolean or null counts as a text of this length
 
 
 def check_sizes(messages: Sequence[Any], tools: object, kwargs: object) -> None:

@@ -38,9 +38,9 @@ class TemplateTraits:
         developer: it knows the role developer.
         second: roles of instructions that it writes after a system message at the beginning.
         late: roles of instructions that it writes after other messages.
-        parts: roles for which it writes a list of text parts.
-        only_parts: those of them for which it does not write plain text.
-        images: roles for which it writes one placeholder for an image among the parts.
+        parts: roles whose content may be a list of text parts.
+        only_parts: roles of `parts` whose content may not be plain text.
+        images: roles whose parts may be images: it writes one placeholder for each.
         needs_description: it fails on a tool without description.
         efforts: the effort to pass for each that a caller may ask for.
     """

@@ -1,5 +1,5 @@
-"""The command line: `hybridrt generate`, `chat`, `serve`, `bench`, `inspect`,
-`quantize`, `compile`, `tune`, `verify`, `compare`, `doctor`.
+"""The command line: `hybridrt generate`, `chat`, `serve`, `router`, `inspect`, `explain`,
+`quantize`, `compile`, `tune`, `verify`, `compare`, `doctor`, `bench`.
 
 Importing it does not import torch.
 """

@@ -89,8 +89,11 @@ class PanelCommand(TyperCommand):
         sections: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
             if (record := param.get_help_record(ctx)) is not None:
-                title = "Arguments" if param.param_type_name == "argument" else "Options"
-                sections.setdefault(getattr(param, "rich_help_panel", None) or title, []).append(record)
+                is_argument = param.param_type_name == "argument"
+                title = "Arguments" if is_argument else "Options"
+                # Typer adds the Python type to an argument's name.
+                line = (param.metavar, record[1]) if is_argument and param.metavar else record
+                sections.setdefault(getattr(param, "rich_help_panel", None) or title, []).append(line)
         for title, records in sections.items():
             with formatter.section(title):
                 formatter.write_dl(records)

@@ -33,18 +33,18 @@ class LoadOptions(Overrides):
 
     panel: ClassVar = "Load"
     data: str | None = setting("Prompts.", "random", "random|shared-prefix|FILE")
-    requests: int | None = setting("How many; of a trace at most so many.", "100", "N")
+    requests: int | None = setting("Number of requests; of a trace the first N.", "100", "N")
     prompt_tokens: int | None = setting("Mean length of prompts.", "128", "N")
     output_tokens: int | None = setting("Mean length of outputs.", "64", "N")
     fixed: bool | None = setting("All lengths are the means.", "half to one and a half times")
-    prefixes: int | None = setting("Of shared-prefix: how many texts.", "4", "N")
-    prefix_tokens: int | None = setting("Of shared-prefix: their length.", "256", "N")
+    prefixes: int | None = setting("Number of prefixes of shared-prefix.", "4", "N")
+    prefix_tokens: int | None = setting("Tokens of each of these prefixes.", "256", "N")
     rate: float | None = setting(
         "Requests a second, a Poisson process; inf: all at once.", "at once, or the trace's", "X"
     )
     concurrency: int | None = setting("At most so many at a time.", "no limit", "N")
-    vocab: int | None = setting("Token ids are below.", "1000", "N")
-    workload_seed: int | None = setting("Of prompts, lengths and arrivals.", "0", "N")
+    vocab: int | None = setting("Token ids are below this number.", "1000", "N")
+    workload_seed: int | None = setting("Seed of prompts, lengths and arrivals.", "0", "N")
 
     def suite(self, name: str) -> dict[str, Load]:
         """Loads by name. Raises ConfigError for other load options than a seed, or another name."""
@@ -67,7 +67,7 @@ class LoadOptions(Overrides):
 class ServerLoadOptions(LoadOptions):
     """Options of a load on a server, whose requests may have images."""
 
-    images: int | None = setting("Pictures of a request, each another one.", "0", "N")
+    images: int | None = setting("Pictures in each request, all different.", "0", "N")
     image_size: str | None = setting("Their width and height.", "512x512", "WxH")
 
 
@@ -81,9 +81,7 @@ class ResultOptions:
     slo_e2e: float | None = setting("Goodput: milliseconds of a request at most.", "any", "MS")
     output: str | None = setting("File for the results as JSON.", "none", "FILE")
     picture: str | None = setting("File for a picture of the times.", "none", "FILE")
-    energy: Annotated[
-        bool, typer.Option("--energy", help="Joules a token and a request, of all visible GPUs (NVML).")
-    ] = False
+    energy: Annotated[bool, typer.Option("--energy", help="Measure the joules of all visible GPUs (NVML).")] = False
     json_only: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False
 
     def goal(self) -> Goal | None:
@@ -178,6 +176,8 @@ def _print(found: dict[str, Any]) -> None:
         )
     for error in found["errors"]:
         typer.echo(f"failed: {error}")
+    if found["failed"] == found["requests"]:
+        return  # nothing was timed
     columns = list(found[_KINDS[0]])
     names = [kind.removesuffix("_ms").replace("_", " ") for kind in _KINDS]
     rows = [[name, *(f"{found[kind][column]:.2f}" for column in columns)] for name, kind in zip(names, _KINDS)]
@@ -229,7 +229,7 @@ def serve(
 
 def offline(
     model: ModelOption = None,
-    temperature: Annotated[float, typer.Option("--temperature", metavar="X", help="Of all requests.")] = 1.0,
+    temperature: Annotated[float, typer.Option("--temperature", metavar="X", help="For all requests.")] = 1.0,
     load: LoadOptions = LoadOptions(),
     results: ResultOptions = ResultOptions(),
     engine: EngineOptions = EngineOptions(),  # noqa: B008

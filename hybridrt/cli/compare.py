@@ -22,15 +22,19 @@ def compare(
     trace: Annotated[
         str, typer.Option(metavar="FILE", help="Requests: a JSON body a line, or lengths as of `hybridrt bench`.")
     ],
-    model_a: Annotated[str | None, typer.Option(metavar="NAME", help="Its name at URL_A. [the first]")] = None,
-    model_b: Annotated[str | None, typer.Option(metavar="NAME", help="Its name at URL_B. [the first]")] = None,
+    model_a: Annotated[str | None, typer.Option(metavar="NAME", help="The model's name at URL_A. [the first]")] = None,
+    model_b: Annotated[str | None, typer.Option(metavar="NAME", help="The model's name at URL_B. [the first]")] = None,
     requests: Annotated[int | None, typer.Option(metavar="N", help="At most so many.")] = None,
     concurrency: Annotated[int, typer.Option(metavar="N", help="At most so many at a time.")] = 8,
-    vocab: Annotated[int, typer.Option(metavar="N", help="Of a trace of lengths: token ids are below.")] = 1000,
+    vocab: Annotated[int, typer.Option(metavar="N", help="Token ids of a trace of lengths are below this.")] = 1000,
     allow: Annotated[int, typer.Option(metavar="N", help="Changed answers for which to exit with 0.")] = 0,
     out: Annotated[str | None, typer.Option(metavar="NAME", help="Write NAME.md, NAME.json and NAME.svg.")] = None,
-    api_key_a: Annotated[str | None, typer.Option(envvar="HYBRIDRT_API_KEY_A", metavar="KEY", help="Of URL_A.")] = None,
-    api_key_b: Annotated[str | None, typer.Option(envvar="HYBRIDRT_API_KEY_B", metavar="KEY", help="Of URL_B.")] = None,
+    api_key_a: Annotated[
+        str | None, typer.Option(envvar="HYBRIDRT_API_KEY_A", metavar="KEY", help="Key for URL_A.")
+    ] = None,
+    api_key_b: Annotated[
+        str | None, typer.Option(envvar="HYBRIDRT_API_KEY_B", metavar="KEY", help="Key for URL_B.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Send the same requests to two servers, and compare tokens, log-probabilities, times and errors.

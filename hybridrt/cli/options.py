@@ -54,7 +54,7 @@ class EngineOptions(Overrides):
 
     panel: ClassVar = "Engine"
     device: str | None = setting("Where to run.", "auto", "cpu|cuda|cuda:N")
-    dtype: str | None = setting("Of weights and activations.", "auto", _DTYPES)
+    dtype: str | None = setting("Type of weights and activations.", "auto", _DTYPES)
     load_format: str | None = setting("dummy: random weights from config.json alone.", "auto", "auto|dummy")
     quantization: str | None = setting("Quantise a plain checkpoint while it loads.", "off", "fp8|int4")
     max_model_len: int | None = setting("Longest prompt + output, in tokens.", "what fits", "N")
@@ -64,10 +64,10 @@ class EngineOptions(Overrides):
     chunked_prefill_size: int | None = setting("Prompt tokens computed in one step.", "8192", "N")
     target_itl_ms: str | None = setting(ITL_TARGET, "none", "MS|auto|none")
     max_ttft_factor: float | None = setting(TTFT_FACTOR, "11, or 4/3 with auto", "X")
-    mamba_ssm_dtype: str | None = setting("Of the recurrent state.", "float32", f"{_DTYPES}|int8|fp8")
-    mamba_ssm_rounding: str | None = setting("Of states that are stored.", "auto", "nearest|stochastic")
+    mamba_ssm_dtype: str | None = setting("Type of the recurrent state.", "float32", f"{_DTYPES}|int8|fp8")
+    mamba_ssm_rounding: str | None = setting("Rounding of stored states.", "auto", "nearest|stochastic")
     kv_cache_dtype: str | None = setting("fp8_e4m3: keys and values in one byte each.", "auto", "auto|fp8_e4m3")
-    kv_scales: str | None = setting("Of fp8_e4m3: the checkpoint's or measured; or 1.", "auto", "auto|one")
+    kv_scales: str | None = setting("Scales of fp8_e4m3: the checkpoint's or measured; or 1.", "auto", "auto|one")
     state_mode: str | None = setting("How recurrent state is kept while decoding.", "auto", "classic|replay")
     attention_backend: str | None = setting("Softmax attention; `hybridrt doctor` lists the names.", "auto", "NAME")
     prefill_attention_backend: str | None = setting("Another backend for prefill alone.", "the same", "NAME")
@@ -89,7 +89,7 @@ class EngineOptions(Overrides):
     tp_size: int | None = setting("Tensor-parallel ranks, each on a GPU of its own.", "1, or torchrun's", "N")
     expert_parallel: bool | None = setting("Each rank holds whole experts.", "off")
     dp_size: int | None = setting("Replicas of the model, each with ranks of its own.", "1", "N")
-    seed: int | None = setting("Of sampling and of dummy weights.", "0", "N")
+    seed: int | None = setting("Seed of sampling and of dummy weights.", "0", "N")
 
     def given(self) -> dict[str, Any]:
         """ConfigError if the target is neither a number nor a known word."""
@@ -151,7 +151,7 @@ class SamplingOptions(Overrides):
     min_p: float | None = setting("Drop tokens below this share of the likeliest.", _FILE, "X")
     repetition_penalty: float | None = setting("Above 1: seen tokens become unlikely.", _FILE, "X")
     presence_penalty: float | None = setting("Subtracted for tokens already written.", "0", "X")
-    frequency_penalty: float | None = setting("The same for each time they were.", "0", "X")
+    frequency_penalty: float | None = setting("Subtracted for each time that they were written.", "0", "X")
     stop: list[str] | None = setting("End before this text; repeatable.", "none", "TEXT")
     stop_token_ids: list[int] | None = setting("End at this token; repeatable.", "none", "ID", "--stop-token-id")
     ignore_eos: bool | None = setting("Go on after the end-of-sequence token.", "off")

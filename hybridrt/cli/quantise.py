@@ -10,13 +10,13 @@ from typing import Annotated
 
 import typer
 
-from hybridrt.cli.options import ModelArgument, read_text
+from hybridrt.cli.options import read_text
 
 SCHEMES = ("fp8", "int4", "nvfp4")
 
 
 def quantize(
-    model: ModelArgument,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint directory or hub name.")],
     out: Annotated[str, typer.Argument(metavar="OUT", help="The new directory.")],
     scheme: Annotated[str, typer.Option(metavar="|".join(SCHEMES), help="How matrices are stored.")],
     ignore: Annotated[

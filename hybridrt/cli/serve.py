@@ -27,10 +27,10 @@ class FrontOptions(Overrides):
     """Fields of ServerConfig that a router has, too. ServerConfig checks them."""
 
     panel: ClassVar = "Server"
-    host: str | None = setting("Address to listen on; 0.0.0.0 is reached from everywhere.", "127.0.0.1")
+    host: str | None = setting("Address to listen on; 0.0.0.0 is reached from everywhere.", "127.0.0.1", "ADDRESS")
     port: int | None = setting("Port to listen on.", "8000", "N")
     uds: str | None = setting("Unix socket to listen on, instead of host and port.", "none", "PATH")
-    root_path: str | None = setting("What a proxy puts before all paths, such as /llm.", "none", "PATH")
+    root_path: str | None = setting("Prefix that a proxy puts before all paths, such as /llm.", "none", "PATH")
     api_keys: list[str] | None = setting(
         "Key that requests must bring; repeatable. Others see a command line: prefer --api-key-file or the variable "
         "HYBRIDRT_API_KEY.", "none", "KEY", "--api-key",
@@ -51,7 +51,7 @@ class FrontOptions(Overrides):
     max_body_bytes: int | None = setting("Longest body of a request.", "16777216", "N")
     request_timeout: float | None = setting("Seconds that a request may take.", "600", "S")
     drain_timeout: float | None = setting("Seconds for running requests after SIGTERM.", "30", "S")
-    log_level: str | None = setting("Least level of log lines.", "info", "debug|info|warning|error")
+    log_level: str | None = setting("Lowest level of log lines.", "info", "debug|info|warning|error")
     access_log: bool | None = setting("A JSON line for each request.", "on")
     fleet_key_file: str | None = setting(
         "File with the key of routers, which may read what is cached; else the variable HYBRIDRT_FLEET_KEY.", "none",
@@ -93,9 +93,9 @@ class ServerOptions(FrontOptions):
     stats_interval: float | None = setting("Seconds between lines of statistics; 0: none.", "10", "S")
     otlp_endpoint: str | None = setting("Where OpenTelemetry spans go.", "none", "URL")
     role: str | None = setting("Computes prompts for others, or has its own computed.", "both", "both|prefill|decode")
-    prefill_urls: list[str] | None = setting("Of --role decode: a server with --role prefill; repeatable.", "none",
+    prefill_urls: list[str] | None = setting("With --role decode: a server with --role prefill; repeatable.", "none",
         "URL", "--prefill-url")  # fmt: skip
-    transfer_port: int | None = setting("Of --role prefill: where decode servers connect.", "a free one", "N")
+    transfer_port: int | None = setting("With --role prefill: port for decode servers.", "a free one", "N")
 
     def given(self) -> dict[str, Any]:
         values = super().given()

@@ -49,10 +49,10 @@ def tune(
     model: ModelArgument = EMBEDDED,
     seconds: Annotated[float, typer.Option(metavar="N", help="Begin no measurement after so many seconds.")] = 600.0,
     output: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write it here instead of next to Triton's kernels.")
+        str | None, typer.Option(metavar="FILE", help="Write the choices here, not next to Triton's kernels.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the shapes, and measure nothing.")] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what the file has.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Also measure shapes that the file has.")] = False,
     as_json: JsonOption = False,
     engine: EngineOptions = EngineOptions(),  # noqa: B008
     speculation: SpeculativeOptions = SpeculativeOptions(),  # noqa: B008

@@ -26,7 +26,7 @@ def verify(
     note: Annotated[str, typer.Option(metavar="TEXT", help="Kept in the report, such as: random weights.")] = "",
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 after a warning, too.")] = False,
     device: Annotated[str, typer.Option(metavar="cpu|cuda|cuda:N", help="Where to run.")] = "auto",
-    dtype: Annotated[str, typer.Option(metavar="float32|bfloat16|float16", help="Of the runs.")] = "auto",
+    dtype: Annotated[str, typer.Option(metavar="float32|bfloat16|float16", help="Dtype of the runs.")] = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """Check a checkpoint on this machine, and compare it with transformers.

@@ -231,8 +231,8 @@ def _lost_ranks() -> Iterator[None]:
 
 
 def _overlap_from(store: dist.Store, rank: int) -> float:
-    """The number of tokens in rank 0's environment, which it tells the other ranks: they all sum the
-    same pieces. ConfigError if it is none."""
+    """The number of tokens in rank 0's environment. Rank 0 sends it to the other ranks, so that all sum
+    the same pieces. ConfigError if it is no number."""
     if rank == 0:
         text = os.environ.get(OVERLAP_VARIABLE, str(OVERLAP_FROM))
         if not (text.isascii() and text.isdigit() and len(text) < 10):

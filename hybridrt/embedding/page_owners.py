@@ -180,8 +180,8 @@ class PageOwners:
     def take_pages(
         self, lines: np.ndarray, starts: np.ndarray, ends: np.ndarray, writes: PagePlaces, rolls_back: int
     ) -> None:
-        """The rows of a checked step write these pages from now on. Of the first `rolls_back` rows
-        at least one token stays, of the others all."""
+        """The rows of a checked step write these pages from now on. The first `rolls_back` rows keep at
+        least one token of the step, the others keep all."""
         for line, page in self._contended(writes):
             for other in self._others(line, page):
                 self._take_from(other, page, line)

@@ -72,7 +72,7 @@ class Positions:
         batch.metadata[self] = StepRows(own, first, last, batch.num_decode_rows, batch.spec_info is not None, slots)
 
     def step_of_batch(self, batch: ForwardBatch) -> StepRows | None:
-        """What was noted of a batch; None if nothing was."""
+        """The rows that `note` has kept of a batch; None without them."""
         step: StepRows | None = batch.metadata.get(self)
         return step
 
@@ -101,7 +101,7 @@ class Positions:
             self._ahead.remove(step)
 
     def accepted(self, step: StepRows | None, accepted: Array) -> None:
-        """So many tokens of each verify row stay. Values on a GPU are not read."""
+        """Notes how many tokens of each verify row are accepted. Values on a GPU are not read."""
         if step is None or (isinstance(accepted, torch.Tensor) and accepted.device.type != "cpu"):
             return
         for line, start, kept in zip(step.lines, step.starts, host_integers("accepted", accepted).tolist()):

@@ -171,7 +171,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
         decays."""
         return None
 
-    def restrict_to_phase(self, batch: ForwardBatch, *, decode: bool) -> ForwardBatch:
+    def restrict_to_segment(self, batch: ForwardBatch, *, decode: bool) -> ForwardBatch:
         """A copy of a prepared batch whose recurrent metadata has only its decode rows, or only its
         extend rows. Other fields are unchanged."""
         step = self.begin_step(batch)

@@ -149,7 +149,7 @@ def create_backend(
     req_to_token_pool: HybridReqToTokenPool,
     composite: type[HybridLinearAttnBackend] = HybridLinearAttnBackend,
 ) -> AttentionBackend:
-    """Builds a model's backend: full attention, maybe split by phase, in the composite.
+    """Builds a model's backend: full attention (one backend, or one each for prefill and decode), in the composite.
 
     Args:
         layers: recurrent mixers (or history branches) by layer id.

@@ -1,4 +1,4 @@
-"""What a server is: `GET /` for programs and for browsers, `GET /docs` for people, and a line for its log."""
+"""Descriptions of a server: `GET /` for programs and for browsers, `GET /docs` for people, a line for its log."""
 
 from html import escape
 from typing import Any

@@ -28,7 +28,7 @@ from hybridrt.server.core.protocol import (
     TokenizeRequest,
 )
 from hybridrt.server.core.request_fields import refuse_values
-from hybridrt.server.core.respond import made_by, respond
+from hybridrt.server.core.respond import join_parts, respond
 from hybridrt.server.core.service import ID_PREFIXES, Service, client_of, owner_of
 from hybridrt.server.core.structured import own_names
 from hybridrt.server.core.tracing import Tracing
@@ -196,7 +196,7 @@ def _add_text(app: FastAPI, service: Service) -> None:
         limit = service.llm.llm.plan.max_model_len
         texts = partial(_texts, service, tokens) if body.return_token_strs else None
         parts = pieces({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": texts})
-        made = await made_by(partial(service.llm.in_thread, lane="answer"), parts, len(tokens))
+        made = await join_parts(partial(service.llm.in_thread, lane="answer"), parts, len(tokens))
         return Response(b"".join(made), media_type="application/json")
 
     @app.post("/detokenize")

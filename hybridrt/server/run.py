@@ -211,7 +211,7 @@ def _address_errors(config: ServerConfig) -> Iterator[None]:
 
 def write_logs(level: str) -> None:
     """Sends log lines of this level and above to standard error. Call it before a model is loaded,
-    which has a line for each phase."""
+    which has a line for each part of the start."""
     logging.basicConfig(
         stream=sys.stderr, level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

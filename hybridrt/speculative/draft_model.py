@@ -83,8 +83,8 @@ class _Tenant:
 
 @dataclass
 class _FreeRow:
-    """A row of the draft model's pools that no request has. It still has what was computed for its last
-    request: the state after `tokens` [n] int32 of `key`, and KV from token `start` on."""
+    """A row of the draft model's pools that no request has. It keeps the state of its last request after
+    `tokens` [n] int32 of `key`, and the KV from token `start` on."""
 
     row: int
     key: CacheKey = DEFAULT_KEY

@@ -38,8 +38,8 @@ class KVPool:
         num_pages: pages that an allocator may hand out (1 to num_pages), for each group or one number
             for all.
         own_pages: further pages of each group, for a drafter.
-        memory: what the groups share, instead of `num_pages`; None: each tensor has memory of its
-            own.
+        memory: the memory that the groups share, instead of `num_pages`; None: each tensor has
+            its own.
         scales: of layers that keep codes (KV_CODES), by layer id.
 
     Attributes:

@@ -33,7 +33,8 @@ class LayerCache:
             Wc.
         temporal: [S + 1, *temporal] recurrent state, as `stored_state` says; a checkpoint in replay
             mode.
-        states: what kernels read of it, [S + 1, *temporal] also of states in 8 bits. None: `temporal`.
+        states: a view of `temporal` [S + 1, *temporal] for kernels, if it is stored in another shape
+            (states in 8 bits). None: kernels read `temporal`.
         codes: of states that are rounded stochastically.
         intermediate_ssm: [R + 1, T, *temporal] state after each verified token.
         intermediate_conv_window: [R + 1, T, conv_dim, K - 1] conv inputs up to each verified token,
@@ -98,13 +99,13 @@ class MambaPool:
 
     Args:
         num_slots: slots 1 to num_slots; with `memory`, its plan says which of them exist.
-        memory: what slots share with KV pages; None: they have memory of their own. Then the slots
-            of a tensor are next to each other; kernels rely on neither.
+        memory: the memory that slots share with KV pages; None: slots have their own, and those of a
+            tensor are next to each other. Kernels do not rely on this.
 
     Attributes:
         req_to_state_slot: [R + 1] int32, the slot of each row.
         ring_start, ring_length: [R + 1] int32 ring cursors of each row, shared by all layers.
-        tables: these three.
+        tables: these three tensors.
         stacks: layers of equal shape; their tensors have a leading dimension for the layer.
     """
 

@@ -333,6 +333,8 @@ def _too_small(
     missing = -(-(wanted - available) // max(costs.slot, 1))
     if missing <= cached:
         hints.insert(0, f"lower cache_slots from {cached} to {cached - missing}")
+    if wanted - available <= costs.transfer:
+        hints.insert(0, f"lower transfer_bytes from {costs.transfer} to {costs.transfer - (wanted - available)}")
     short = f" ({-budget} bytes more are in use already)" if budget < 0 else ""
     return (
         f"the pools' budget of {max(budget, 0)} bytes{short} cannot hold {rows} running requests "

@@ -12,7 +12,7 @@ class Pools:
     """The preallocated memory of a run.
 
     Attributes:
-        shared: what the page groups, and the states, share; None: nothing.
+        shared: the memory that page groups and states share; None: each has its own.
     """
 
     kv: KVPool

@@ -90,8 +90,8 @@ def section_reads(sections: Sequence[Section], local_tp: int, rank: int, tp_rati
 
 
 def _share(section: Section, local_tp: int, offset: int, ratio: int) -> tuple[int, RangeRead]:
-    """Bytes of the prefill rank's section that `ratio` decode ranks read, and what one of them
-    reads; `same` of them read the same bytes.
+    """The bytes of a prefill rank's section that `ratio` decode ranks read together, and the range
+    that one of them reads. `same` of them read the same bytes.
     """
     same = 1 if section.groups is None else max(1, local_tp // section.groups)
     _check_ratio(ratio, same, "decode ranks that hold the same piece")

@@ -255,7 +255,7 @@ def test_metadata_of_a_mixed_step(checkpoints: CheckpointStore) -> None:
     assert mixed.prompts.plan.seq_idx.tolist() == [0, 0, 1, 1]
     assert mixed.prompts.query_start_loc.tolist() == [0, 18, 33]
     assert step.decode.buffers.start_positions.tolist() == [3]
-    decode, extend = (linear.begin_step(linear.restrict_to_phase(batch, decode=decode)) for decode in (True, False))
+    decode, extend = (linear.begin_step(linear.restrict_to_segment(batch, decode=decode)) for decode in (True, False))
     assert (decode.num_tokens, extend.num_tokens, step.num_tokens) == (1, 33, 34)
 
 

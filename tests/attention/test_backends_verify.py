@@ -74,7 +74,7 @@ def test_verify_equals_decodes_for_each_accepted_length(
 
 @pytest.mark.parametrize(("name", "mode", "examples"), drawn(VERIFYING, 18, 5, 2, thin=4))
 def test_any_sequence_of_steps(name: str, mode: str, examples: int, checkpoints: CheckpointStore) -> None:
-    """Verify steps of any width, plain decode steps, and both beside prompt chunks, in any order."""
+    """Verify steps of any width, plain decode steps, and both next to prompt chunks, in any order."""
 
     @settings(max_examples=examples, deadline=None, derandomize=True)
     @given(data=st.data())

@@ -24,7 +24,7 @@ def make(checkpoints: CheckpointStore) -> Make:
 
 
 def decoding(hand: ByHand) -> ForwardBatch:
-    """A decode step of two rows behind their prompts."""
+    """A decode step of two rows after their prompts."""
     hand.admit(1, 2)
     hand.extend(Row(1, 0, [5, 6, 7]), Row(2, 0, [8, 9]))
     return hand.batch([Row(1, 3, [4]), Row(2, 2, [3])])

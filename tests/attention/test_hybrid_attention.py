@@ -123,7 +123,7 @@ def test_the_given_vector() -> None:
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_sums_persist_over_any_schedule(data: st.DataObject) -> None:
-    """Prefill, chunks, decode and mixed steps of several requests in any order, padding rows behind them."""
+    """Prefill, chunks, decode and mixed steps of several requests in any order, padding rows after them."""
     bench, generator = Bench("prefix_sum"), torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     history = {row: torch.zeros(0, HIDDEN) for row in range(1, 8)}
     for _ in range(data.draw(st.integers(1, 8), "steps")):

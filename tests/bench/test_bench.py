@@ -185,7 +185,7 @@ def test_servers_that_keep_the_connection() -> None:
 
 
 def test_tokens_are_stamped_before_any_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk that takes long to parse does not delay the stamps of those behind it."""
+    """A chunk that takes long to parse does not delay the stamps of those after it."""
     take = http_load._read_chunk
 
     def slow(event: bytes, timing: Timing, now: float) -> None:
@@ -208,6 +208,8 @@ def test_times_fit_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert max(map(len, text.splitlines()[1:])) <= 60
     bench._print(found | {"client_cpu_share": 0.8})
     assert "the client itself has computed for 80% of the time" in capsys.readouterr().out
+    bench._print(summary([], None) | {"interrupted": True, "errors": []})
+    assert "time to first token" not in capsys.readouterr().out, "nothing was timed"
 
 
 def test_bench_serve_without_uvloop(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

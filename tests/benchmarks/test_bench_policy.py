@@ -28,7 +28,7 @@ def test_runs_are_the_same_each_time_and_arrivals_are_spread() -> None:
 
 @pytest.mark.parametrize("load", [0.0, 0.6])
 def test_a_turn_computes_its_new_tokens_and_little_else(load: float) -> None:
-    """With room for all states: at most GRID tokens beside those that no earlier request had. The one exception is a
+    """With room for all states: at most GRID tokens more than those that no earlier request had. The one exception is a
     system prompt: the second conversation leaves the state at its end, unless it waits when the first one begins."""
     ran = Case("chat", Shape(4, 5, 120, 40, VOCAB, 0), load, 2, 60).play()
     by_admission = sorted(ran, key=lambda each: each.metrics.admission_time or 0.0)

@@ -1,4 +1,4 @@
-"""What HTTP costs beside the engine alone, measured at a small scale: both ways compute the same tokens on a double of
+"""The cost of HTTP compared with the engine alone, at a small scale: both ways compute the same tokens on a double of
 a device. How long they take is for benchmarks/log/serving.md."""
 
 from pathlib import Path

@@ -39,7 +39,7 @@ def results(case: Case, args: Args, name: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", sweep(MODELS, 3))
 def test_cases_are_what_the_operations_take(name, tmp_path):
-    """And what is beside them computes the same. (On a CPU the references stand in for the kernels.)"""
+    """And what is next to them computes the same. (On a CPU the references stand in for the kernels.)"""
     config = read_model_config(write_tiny(tmp_path, MODELS[name], tokenizer=False))
     torch.manual_seed(0)
     loads = [(DECODE, Load(2, context=20)), (PREFILL, Load(2, 19))]
@@ -56,7 +56,7 @@ def test_cases_are_what_the_operations_take(name, tmp_path):
 
 
 def test_steps_of_libraries_stand_beside_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are behind our kernels in the order, and no part of the runtime."""
+    """They are after our kernels in the order, and no part of the runtime."""
     own = {op: dict(by) for op, by in providers._IMPLEMENTATIONS.items()}
     peers = {"selective_state_update": {"flashinfer", "mamba_ssm"}, "recurrent_gated_delta_rule": {"fla"}}
     peers["attention_extend"] = {"flashinfer"}

@@ -5,7 +5,7 @@ from benchmarks.timeline import Span
 
 
 def test_a_kernel_that_starts_early_adds_what_it_ends_later() -> None:
-    """A gap is not counted. A kernel that runs beside another is counted once it ends first."""
+    """A gap is not counted. A kernel that runs next to another is counted once it ends first."""
     spans = [
         Span("a", 7, 0, 10),
         Span("b", 7, 12, 20),

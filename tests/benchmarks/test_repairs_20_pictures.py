@@ -1,4 +1,4 @@
-"""Pictures of docs/ against the tables beside them: the same numbers, drawn anew, and no bar below its floor."""
+"""Pictures of docs/ against the tables next to them: the same numbers, drawn anew, and no bar below its floor."""
 
 import json
 import re

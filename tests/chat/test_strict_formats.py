@@ -37,7 +37,7 @@ SCHEMA: dict[str, Any] = {
     "required": ["text", "count"],
     "additionalProperties": False,
 }
-# Values that are named one by one, behind references that a format must follow.
+# Values that are named one by one, after references that a format must follow.
 LITERALS: dict[str, Any] = {
     "$id": "https://example.com/literals",
     "$ref": "#/$defs/arguments",

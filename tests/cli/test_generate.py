@@ -214,7 +214,7 @@ def test_empty_input_is_refused(tiny: Path) -> None:
 
 
 def test_unknown_names_are_answered_with_known_ones(tmp_path: Path) -> None:
-    assert "no directory; pass a checkpoint directory or a hub name" in run(tmp_path / "none", "x").stderr
+    assert "no directory; pass a checkpoint directory, a hub name" in run(tmp_path / "none", "x").stderr
     unknown = run(tmp_path, "x", "--max-token", "3")
     assert unknown.exit_code == 2
     assert "--max-tokens" in unknown.stderr

@@ -49,6 +49,14 @@ def test_options_stand_under_what_they_set(command: list[str], groups: dict[str,
         assert {option[2:].removeprefix("no-").rstrip("s") for option in shown[title]} >= plural, title
 
 
+@pytest.mark.parametrize("command", ["generate", "serve", "quantize", "explain", "compare"])
+def test_arguments_are_shown_without_types_of_python(command: str) -> None:
+    text = CliRunner().invoke(app, [command, "--help"]).stdout
+    lines = text.partition("Arguments:\n")[2].partition("\n\n")[0].splitlines()
+    assert lines and not [line for line in lines if "str" in line.split("  ")[1]], lines
+    assert ("[embedded]" in lines[0]) == (command == "serve")
+
+
 def test_a_router_has_no_options_of_an_engine() -> None:
     assert not {"--role", "--max-waiting", "--served-model-name"} & set().union(*panels("router").values())
 

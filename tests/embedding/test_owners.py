@@ -148,7 +148,7 @@ def test_what_a_prepared_step_names_is_not_free(models: Models) -> None:
     for call, message in ahead:
         with pytest.raises(HybridrtError, match=message):
             call()
-    runtime.write_pages([0, 0], [1, 2], [1, 20])  # as it is, and behind the step
+    runtime.write_pages([0, 0], [1, 2], [1, 20])  # as it is, and after the step
     runtime.admit([2], [2])
     runtime.forward(batch)
     runtime.commit(batch)

@@ -1,4 +1,4 @@
-"""A model whose layers have windows beside layers without one: a host engine gives a page of each page group."""
+"""A model whose layers have windows next to layers without one: a host engine gives a page of each page group."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

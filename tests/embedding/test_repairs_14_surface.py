@@ -37,7 +37,7 @@ def test_the_document_says_so() -> None:
 
 
 def unstable(source: str) -> Iterator[str]:
-    """What a program imports of hybridrt beside the stable surface, and private names that it uses of other objects."""
+    """Imports of hybridrt outside the stable surface, and private names of other objects that a program uses."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "hybridrt")

@@ -86,7 +86,7 @@ def test_arrays_may_be_lists_numpy_or_torch(kind: Any, models: Models) -> None:
 
 @pytest.mark.parametrize("mode", ["classic", "replay"])
 def test_a_restored_snapshot_continues_as_the_request_would(mode: str, models: Models) -> None:
-    """Behind a prefill, and in the middle of decoding, where a replay ring holds tokens."""
+    """After a prefill, and in the middle of decoding, where a replay ring holds tokens."""
     runtime = make(models(state_mode=mode))
     first = start(runtime)
     half = continuation(runtime, first, 5, 8)

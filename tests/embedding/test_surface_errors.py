@@ -162,8 +162,8 @@ def test_a_step_that_was_not_committed_stops_what_depends_on_it(mode: str, model
 
 @pytest.mark.parametrize("mode", ["intermediate", "replay"])
 def test_a_step_continues_where_the_state_stands(mode: str, models: Models) -> None:
-    """Lengths that are off by one and agree with each other: behind a prompt, in a graph, behind a snapshot, at the
-    first token, and behind drafts."""
+    """Lengths that are off by one and agree with each other: after a prompt, in a graph, after a snapshot, at the
+    first token, and after drafts."""
     runtime = running(models, speculative=SpeculativeConfig(num_draft_tokens=2, state_mode=mode))
     graphs = runtime.capture(max_rows=1)
     runtime.snapshot([0], [4])
@@ -194,7 +194,7 @@ def test_a_step_continues_where_the_state_stands(mode: str, models: Models) -> N
 
 def test_where_a_state_stands_may_be_unknown(models: Models) -> None:
     """In a slot that the host engine has filled by other means, in one that was copied while a step was prepared ahead,
-    and behind a step that was dropped. A step may be prepared again."""
+    and after a step that was dropped. A step may be prepared again."""
     runtime = running(models)
     tail: dict[str, Any] = {"input_ids": [1, 2], "rows": [1], "seq_lens": [6], "query_lens": [2]}
     run(runtime, runtime.batch(**tail, read_state_slots=[3]))

@@ -65,7 +65,7 @@ def states(rig: Rig, kind: StateKind = StateKind.ANSWER) -> list[int]:
 def test_wherever_a_history_leaves_an_answer_the_grid_bounds_what_is_computed_again(
     drafts: int, overlap: bool, page_size: int, replay: bool
 ) -> None:
-    """The prompt's own state is up to a grid before its end, and the first step that leaves one up to APART behind it.
+    """The prompt's own state is up to a grid before its end, and the first step that leaves one up to APART after it.
     With drafts a row may have moved on by just less than APART when the others leave theirs."""
     for cut in range(1, COUNT):
         rig = rig_of(drafts=drafts, overlap=overlap, page_size=page_size, replay=replay)

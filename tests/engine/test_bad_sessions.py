@@ -104,7 +104,7 @@ def test_what_was_computed_from_a_dropped_entry_goes_with_it(checkpoints: Checkp
 
 
 def test_a_request_whose_own_numbers_are_not_finite_fails_alone(tmp_path: Path) -> None:
-    """Behind a good prefix: it is computed afresh once, and then fails. Others go on, and cache again."""
+    """After a good prefix: it is computed afresh once, and then fails. Others go on, and cache again."""
     path = tmp_path / "model"
     write(qwen(tie_word_embeddings=False), path)
     with build(path) as llm:

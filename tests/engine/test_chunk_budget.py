@@ -1,4 +1,4 @@
-"""Chunks beside decode rows are as long as the time between tokens allows; by a clock that the tests move."""
+"""Chunks next to decode rows are as long as the time between tokens allows; by a clock that the tests move."""
 
 import asyncio
 from collections.abc import Sequence

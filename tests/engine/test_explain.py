@@ -33,8 +33,8 @@ WORDS = [5 + token % 18 for token in TEXT]
 class Planted:
     """An engine with a log. The last request is the one that is explained."""
 
-    def __init__(self, path: Path, **config: Any) -> None:
-        self.path = path / "requests.jsonl"
+    def __init__(self, path: Path, name: str = "requests.jsonl", **config: Any) -> None:
+        self.path = path / name
         self.rig = rig_with_cache(**ROOM | config)
         self.logged()
 
@@ -264,6 +264,15 @@ def test_a_full_disk_ends_the_log_and_no_request(
     assert planted.path.stat().st_size < 200
     assert [record.message for record in caplog.records] == [
         "the log of requests ends: it would have more than 200 bytes"
+    ]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_disk_that_is_full_at_the_end_of_a_line_fails_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    planted = Planted(Path("/dev"), name="full")
+    assert planted.ask(WORDS[:40])
+    assert [record.message for record in caplog.records] == [
+        "the log of requests ends: [Errno 28] No space left on device"
     ]
 
 

@@ -1,7 +1,7 @@
 """Engines on a CPU whose recurrent and attention layers run the Triton kernels, interpreted: logits are transformers'.
 
 Tests of kernels choose their arguments. Here they are those that an engine makes: chunks that end where a state is
-saved, rows that begin at a cached state, prompts beside rows that decode.
+saved, rows that begin at a cached state, prompts next to rows that decode.
 """
 
 from collections.abc import Iterator
@@ -23,9 +23,9 @@ from tests.support.prompt_steps import capture_prompts
 from tests.support.session import Sample, Session, check_sample, greedy
 
 # The text leaves a state at 192. Its second step begins at 100: chunks of 128 tokens end at 128, at 192 and at 200. So
-# the state is that behind neither the step's first chunk nor its last one.
+# the state is that after neither the step's first chunk nor its last one.
 TEXT, CHUNK = [3 + i * 37 % 120 for i in range(136)], 70
-# Step, prompt, and tokens to generate: two that come while the first one decodes, then one behind the second's state.
+# Step, prompt, and tokens to generate: two that come while the first one decodes, then one after the second's state.
 ARRIVALS = ((0, TEXT, 6), (3, [*TEXT[:132], 3, 4], 3), (3, [9], 3), (4, [*TEXT[:131], 5, 6, 7], 2))
 # A checkpoint for each kind of layer and of attention: the smallest that has it. The first one runs by default.
 NAMES = (
@@ -59,7 +59,7 @@ def session_of(checkpoint: Checkpoint) -> Session:
     mode = "replay" if has_replay(checkpoint.path.name) else "classic"
     config: dict[str, Any] = {"state_mode": mode, "cache_slots": 4, "attention_backend": "triton"}
     session = Session(checkpoint.path, page_size=16, max_model_len=256, **config)
-    # Pages behind a cached state that are out of a window are never entered; the checks of eager steps look at them.
+    # Pages after a cached state that are out of a window are never entered; the checks of eager steps look at them.
     session.runner.pools.req_to_token.req_to_token.clamp_(min=0)
     return session
 

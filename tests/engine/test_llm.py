@@ -97,6 +97,8 @@ def test_one_bad_prompt_starts_none(monkeypatch: pytest.MonkeyPatch) -> None:
     for bad in ([[1], []], [[1], [VOCAB]], [[1], [1] * 64], [[1], "text"], [[1], 3], [1, "text"], [[1], [None]]):
         with pytest.raises(RequestError):
             llm.generate(bad, FIVE)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="sampling_params is 'greedy', a str"):
+        llm.generate([[1], [2]], "greedy")  # type: ignore[call-overload]
     with pytest.raises(RequestError, match="2 prompts and 1 SamplingParams"):
         llm.generate([[1], [2]], [FIVE])
     with pytest.raises(RequestError, match="SamplingParams"):

@@ -1,4 +1,4 @@
-"""Requests of a million tokens: the memory plan, the chunks of the prompt, and short requests beside it."""
+"""Requests of a million tokens: the memory plan, the chunks of the prompt, and short requests next to it."""
 
 import random
 from pathlib import Path

@@ -10,7 +10,7 @@ from hybridrt.engine.text.stop_strings import StopStrings
 from hybridrt.engine.text.tokenizer import Detokenizer
 from tests.support.engine_harness import ByteTokenizer, Rig, expected
 
-VOCAB = 300  # bytes, and special tokens behind them
+VOCAB = 300  # bytes, and special tokens after them
 
 
 @pytest.mark.parametrize("pieces", [["aENDb"], list("aENDb"), ["aEN", "Db"], ["a", "END", "b"]])

@@ -84,7 +84,7 @@ def test_a_hit_does_not_wait_for_the_slot_that_it_has_locked_itself() -> None:
 
 
 def test_what_the_device_computed_behind_the_end_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where drafts go on behind an end that was not foreseen, they are part of the state: no text of the request leads
+    """Where drafts go on after an end that was not foreseen, they are part of the state: no text of the request leads
     to it."""
     monkeypatch.setattr(Request, "ends_within", lambda *_: False)
     for count in range(1, 12):

@@ -204,6 +204,10 @@ def test_attributes_of_other_runtimes_say_ours(llm: LLM) -> None:
         with pytest.raises(AttributeError, match=re.escape(ours)):
             getattr(owner, name)
         assert not hasattr(owner, name)
+    with AsyncLLM(llm) as served:
+        for name, ours in (("stream", "call generate"), ("tokenizer", "it is .llm.tokenizer"), ("nothing", "nothing")):
+            with pytest.raises(AttributeError, match=re.escape(ours)):
+                getattr(served, name)
 
 
 @pytest.mark.parametrize("change", [{"use_cache": "yes"}, {"initializer_range": "x"}, {"bos_token_id": [1.5]}])

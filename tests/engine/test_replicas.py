@@ -224,7 +224,7 @@ def test_a_request_that_cannot_be_sent_is_not_kept(
 
 def test_what_belongs_to_one_engine_is_refused(checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     with replicated(checkpoints["falcon-split"].path, monkeypatch) as llm:
-        for call in (lambda: llm.save_session("x", [5]), lambda: llm.load_session("x")):
+        for call in (lambda: llm.save_session("x", [5]), lambda: llm.load_session("x"), lambda: llm.dump_cache("x")):
             with pytest.raises(EngineError, match="belongs to one engine, and dp_size is above 1"):
                 call()  # type: ignore[operator]
         with pytest.raises(AttributeError, match="belongs to one engine"):

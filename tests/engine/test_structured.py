@@ -186,7 +186,7 @@ def test_log_probabilities_are_the_models(plain: LLM) -> None:
 
 
 def test_a_grammar_that_cannot_be_followed_fails_alone(plain: LLM, found: list[list[list[int]]]) -> None:
-    """A rule with many alternatives exceeds llguidance's limits behind its first token. The others forbid each
+    """A rule with many alternatives exceeds llguidance's limits after its first token. The others forbid each
     second token: by a list of those that are allowed, and by a list and a bad word."""
     engine = plain.engine
     a, b = (plain.tokenizer.encode_bare(text)[0] for text in "ab")  # type: ignore[union-attr]

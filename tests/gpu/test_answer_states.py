@@ -47,7 +47,7 @@ def test_histories_that_leave_an_answer(
     for history, out in zip(histories, outs, strict=True):
         tokens = list(out.token_ids)
         check_greedy(tokens, checkpoints[name].logits(history, tokens), name)
-        # A state is at most twice APART behind the one before, and a prompt's own up to a page before its end.
+        # A state is at most twice APART after the one before, and a prompt's own up to a page before its end.
         assert len(history) - out.metrics.cached_tokens <= max(2 * APART, 16 + APART) + drafts + 1
 
 

@@ -1,4 +1,4 @@
-"""Attention backends of installed libraries in bfloat16, step by step beside plain torch in float32."""
+"""Attention backends of installed libraries in bfloat16, step by step compared with plain torch in float32."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -95,7 +95,7 @@ def assert_near(got: Tensor, wanted: Tensor) -> None:
 )
 @pytest.mark.parametrize("model", HEADS)
 def test_eager_steps(name: str, codes: torch.dtype | None, model: str) -> None:
-    """Prompts, later chunks, single tokens, decode rows beside them, verify rows."""
+    """Prompts, later chunks, single tokens, decode rows next to them, verify rows."""
     backend, oracle, layers = made(name, model, codes)
     for lens, decode, tokens in (
         ({1: (0, 700), 4: (0, 1), 2: (0, 64)}, 0, 1),

@@ -33,7 +33,7 @@ BOUNDS = {
 
 @torch.inference_mode()
 def forced_logits(path: Path, tokens: list[int], **config: Any) -> Tensor:
-    """Logits [n, vocab] after each of `tokens`, fed one by one in decode steps behind a prompt of one token."""
+    """Logits [n, vocab] after each of `tokens`, fed one by one in decode steps after a prompt of one token."""
     rows = Rows(path, [1], spare=0, max_model_len=len(tokens) + 8, page_size=16, **config)
     runner, teacher = rows.runner, torch.tensor(tokens, dtype=torch.int32, device=rows.runner.device)
     logits = torch.empty(len(tokens), runner.model_config.vocab_size, device=runner.device)

@@ -48,7 +48,7 @@ def _no_limit_afterwards() -> Iterator[None]:
 
 
 def limited(after: Callable[..., Any], more: int) -> Callable[..., Any]:
-    """The function `after`, behind which memory is short."""
+    """The function `after`; memory is short once it has run."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         result = after(*args, **kwargs)

@@ -58,7 +58,7 @@ def test_texts_that_leave_others_anywhere(name: str, checkpoints: CheckpointStor
 
 
 def _next_text(draw: random.Random, texts: list[list[int]]) -> list[int]:
-    """Mostly an earlier text or a beginning of one, with new tokens behind it."""
+    """Mostly an earlier text or a beginning of one, with new tokens after it."""
     earlier = draw.choice(texts) if texts and draw.random() < 0.75 else []
     kept = earlier[: draw.choice((len(earlier), draw.randint(0, len(earlier))))][:200]
     return [*kept, *(draw.randrange(3, 120) for _ in range(draw.randint(1, 40) if kept else draw.randint(60, 200)))]

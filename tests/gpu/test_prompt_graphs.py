@@ -48,7 +48,7 @@ class Steps:
         return {name: tensor.clone() for name, tensor in self.tensors.items()}
 
     def run(self, plan: StepPlan, graphs: PromptGraphs | None) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Logits, and the pools behind the step."""
+        """Logits, and the pools after the step."""
         for name, tensor in self.tensors.items():
             tensor.copy_(self.before[name])
         self.logits = []

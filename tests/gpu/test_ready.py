@@ -92,7 +92,7 @@ HEAD = [random.Random(1).randrange(3, 60) for _ in range(40)]
 
 
 def load(served: Served, count: int) -> None:
-    """`count` requests, AT_ONCE at a time, behind a burst that fills every row."""
+    """`count` requests, AT_ONCE at a time, after a burst that fills every row."""
     draws = draws_of(served.llm)
     vocab, numbers = served.llm.model_config.vocab_size, iter(range(count))
 

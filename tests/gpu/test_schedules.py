@@ -34,7 +34,7 @@ class TestSchedules:
             assert_alike(session.run(WORK, chunk=chunk), whole)
 
     def test_mixed_steps_are_separate_ones(self, name: str, state_mode: str, checkpoints: CheckpointStore) -> None:
-        """Prompts that arrive while others decode, as one eager step and as a replay with the prompt behind it."""
+        """Prompts that arrive while others decode, as one eager step and as a replay with the prompt after it."""
         path = checkpoints[name].path
         alone = [GpuSession(path, state_mode=state_mode, max_running_requests=1).run([work])[0] for work in WORK]
         for graphs in (True, False):

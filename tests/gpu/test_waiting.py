@@ -40,7 +40,7 @@ def mixed(rows: Rows) -> StepPlan:
 
 
 def verify(rows: Rows) -> StepPlan:
-    """Rows with all drafts, with some and without; the next step starts behind whatever is accepted, or before."""
+    """Rows with all drafts, with some and without; the next step starts after whatever is accepted, or before."""
     counts = {1: DRAFTS, 2: 1, 5: 0}
     return StepPlan(
         decode=DecodeRows.from_rows(DecodeRow(r, rows.computed[r], 9, rows.prompt(n)) for r, n in counts.items())

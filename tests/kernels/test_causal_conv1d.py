@@ -34,7 +34,7 @@ class Requests:
                     self.conv[slot, :, p % self.width] = history[p]
 
     def packed(self, spare: int = 0) -> tuple[Tensor, Tensor]:
-        """New tokens as a column slice of a wider tensor, with `spare` NaN tokens behind them; query_start_loc."""
+        """New tokens as a column slice of a wider tensor, with `spare` NaN tokens after them; query_start_loc."""
         x = torch.cat([h[c:] for h, c in zip(self.history, self.computed, strict=True)])
         wide = torch.full((len(x) + spare, C + 6), torch.nan, dtype=x.dtype)
         wide[: len(x), 3 : 3 + C] = x

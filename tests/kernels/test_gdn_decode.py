@@ -178,7 +178,7 @@ def test_replay_streams_in_tiles(provider, monkeypatch, tokens, vectors, block_v
 
 @pytest.mark.parametrize("few", sweep([True, False], 2))
 def test_replay_of_one_token_in_one_launch_and_in_two(provider, monkeypatch, few):
-    """Tiles with ragged ends, through a fold, beside a row that is padding. What one step writes, and nothing else, is
+    """Tiles with ragged ends, through a fold, next to a row that is padding. What one step writes, and nothing else, is
     the same."""
     if not provider.startswith("triton"):
         pytest.skip("one operation of the reference")
@@ -202,7 +202,7 @@ def test_replay_of_one_token_in_one_launch_and_in_two(provider, monkeypatch, few
 
 
 def test_replay_keeps_accuracy_through_strong_and_weak_decays():
-    """Logs of decays from -40 to -1e-4 beside each other: sums of them lose nothing that the later ones need."""
+    """Logs of decays from -40 to -1e-4 next to each other: sums of them lose nothing that the later ones need."""
     torch.manual_seed(0)
     layer = Layer([7], 16)
     layer.states[7] = torch.randn(layer.states.shape[1:])

@@ -107,7 +107,7 @@ def test_decays_of_any_strength(strongest: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_tokens_at_which_channels_forget_at_once(dtype: torch.dtype, weak: float) -> None:
     """Among gates that are weak, or so strong that no factor of half a chunk or of a quarter fits into float32: what
-    two tokens behind such a token have in common is not lost, nor does anything of before it come back."""
+    two tokens after such a token have in common is not lost, nor does anything of before it come back."""
     torch.manual_seed(0)
     tokens, slot, states = raw_tokens(60, key_dim=40, dtype=dtype), int32(4), torch.randn(6, HEADS, VALUE_DIM, 40)
     tokens.g, tokens.beta = weak * torch.rand(60, HEADS, 40), torch.rand(60, HEADS)
@@ -161,7 +161,7 @@ def test_chunked_prefill_and_decode_equal_the_whole() -> None:
 
 @pytest.mark.parametrize("tree", [False, True])
 def test_steps_from_raw_gates_store_the_state_after_each_token(tree: bool) -> None:
-    """A chain and a draft tree, beside a padding row; the pool stays as it is."""
+    """A chain and a draft tree, next to a padding row; the pool stays as it is."""
     torch.manual_seed(0)
     parents = torch.tensor([[-1, 0, 0, 1], [-1] * 4, [-1, 0, 1, 2]], dtype=torch.int32) if tree else None
     tokens, weights, slots, rows = raw_tokens(3, 4), gate_weights(), int32(39, -1, 2), int32(1, 2, 3)
@@ -315,7 +315,7 @@ def test_replay_equals_the_loop_for_each_accepted_length(tokens: int, lower_boun
 
 def test_replay_keeps_accuracy_through_strong_and_weak_decays() -> None:
     """Logs of decays of -4000 and -1e-4 in turn, not at once in all channels, and a fold of them: what is left of the
-    entries behind a strong decay is exact."""
+    entries after a strong decay is exact."""
     torch.manual_seed(0)
     layer = RingLayer([7], [3], 17, 16)
     layer.states[7] = torch.randn(layer.states.shape[1:])

@@ -50,7 +50,7 @@ def both(checkpoints: CheckpointStore, backend: str, **changes: Any) -> tuple[By
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_steps_of_every_kind(backend: str, checkpoints: CheckpointStore) -> None:
-    """Prompts, later chunks, a last chunk of one token, decode rows beside them, padding rows in each."""
+    """Prompts, later chunks, a last chunk of one token, decode rows next to them, padding rows in each."""
     hand, plain = both(checkpoints, backend)
     generator = torch.Generator().manual_seed(3)
     long, short, other = (random_tokens(generator, n) for n in (21, 3, 9))

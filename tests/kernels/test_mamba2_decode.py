@@ -207,7 +207,7 @@ def test_padding_rows_leave_no_trace(mode: str) -> None:
 
 @pytest.mark.parametrize(("mode", "tokens"), [("classic", 1), ("intermediate", 3), ("replay", 1), ("replay", 3)])
 def test_results_are_left_where_they_are_asked_for(mode: str, tokens: int) -> None:
-    """Beside other columns, which stay; padding rows leave zeros."""
+    """Next to other columns, which stay; padding rows leave zeros."""
 
     def step(out: Tensor | None) -> Tensor:
         torch.manual_seed(3)

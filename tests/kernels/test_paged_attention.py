@@ -92,7 +92,7 @@ def test_decode_reads_the_table_s_width_without_a_bound():
 
 @pytest.mark.parametrize(("tokens", "context"), [(1, MAX_CONTEXT), (3, MAX_CONTEXT), (2, 400)])
 def test_decode_writes_its_result_to_out(tokens, context):
-    """Beside other columns, which stay; with contexts that programs share and with such as one walks alone."""
+    """Next to other columns, which stay; with contexts that programs share and with such as one walks alone."""
     torch.manual_seed(0)
     cache = Cache([9, min(300, context)], max_context=context)
     q, seq_lens = torch.randn(2, tokens, 4, HEAD_DIM), torch.tensor([9, min(300, context)])
@@ -245,7 +245,7 @@ def test_sinks_of_contexts_split_among_programs(monkeypatch, small_tiles, slidin
 )
 def test_decode_of_contexts_split_among_programs(monkeypatch, small_tiles, sliding_window, multiprocessors, long):
     """A device that is full or not, contexts that are long for it or not; parts joined by more programs than it has
-    multiprocessors or fewer, which load them behind their sums or beside them."""
+    multiprocessors or fewer, which load them after their sums or next to them."""
     from hybridrt.kernels.attention import paged_attention_triton
 
     monkeypatch.setattr(paged_attention_triton, "LONG_CONTEXT", long)

@@ -403,7 +403,7 @@ FILTERS = {"top_k": torch.tensor([3], dtype=torch.int32), "top_p": torch.tensor(
     sweep(product([1, 8], [torch.nan, torch.inf, -torch.inf], [(), ("top_k",), ("top_k", "top_p"), ("min_p",)]), 7),
 )
 def test_logits_that_are_not_finite_give_no_token(small_blocks, monkeypatch, multiprocessors, value, filters):
-    """A NaN or infinity anywhere; -infinity only everywhere. The row beside it draws what it draws alone."""
+    """A NaN or infinity anywhere; -infinity only everywhere. The row next to it draws what it draws alone."""
     from hybridrt.kernels.sampling import sampling_triton
 
     monkeypatch.setattr(sampling_triton, "multiprocessors", lambda device: multiprocessors)

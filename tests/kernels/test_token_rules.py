@@ -45,7 +45,7 @@ class Ruled:
         return Admission.from_prompt(row, row, [1, 2], self.params, 0, self.rules, output)
 
     def apply(self, logits: torch.Tensor, output: Sequence[int]) -> torch.Tensor:
-        """Logits [V] of the token behind `output`."""
+        """Logits [V] of the token after `output`."""
         params, x = self.params, logits.float().tolist()
         for token, bias in (params.logit_bias or {}).items():
             x[token] += bias
@@ -130,7 +130,7 @@ def test_rules_that_hold_no_more_cost_nothing() -> None:
 
 
 def alone(request: Ruled, logits: Sequence[torch.Tensor], output: Sequence[int]) -> list[int]:
-    """Greedy tokens behind an output, one after the other."""
+    """Greedy tokens after an output, one after the other."""
     output, start = list(output), len(output)
     for line in logits:
         output.append(int(request.apply(line, output).argmax()))

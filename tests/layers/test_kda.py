@@ -40,7 +40,7 @@ class OneRank:
 
 
 class Whole(nn.Module):
-    """A mixer behind its norm; the first rank adds what comes in."""
+    """A mixer after its norm; the first rank adds what comes in."""
 
     kind = "kda"
 

@@ -1,4 +1,4 @@
-"""Methods of linear layers: one from another package, alone and beside dense in one merged weight."""
+"""Methods of linear layers: one from another package, alone and next to dense in one merged weight."""
 
 import json
 from collections.abc import Iterator

@@ -106,6 +106,8 @@ def check_advice(arguments: dict[str, Any]) -> None:
         changes.append({"max_running_requests": int(found[1])})
     if found := re.search(r"cache_slots from \d+ to (\d+)", text):
         changes.append({"cache_slots": int(found[1])})
+    if found := re.search(r"transfer_bytes from \d+ to (\d+)", text):
+        changes.append({"costs": replace(arguments["costs"], transfer=int(found[1]))})
     needed = re.search(r"budget to (\d+) bytes", text)
     assert needed, text
     changes.append({"budget_bytes": int(needed[1])})
@@ -134,6 +136,21 @@ def test_no_request_can_be_longer_than_the_model_was_made_for() -> None:
     }  # fmt: skip
     with pytest.raises(MemoryBudgetError, match=r"65.*64"):
         plan_memory(**arguments)  # type: ignore[arg-type]
+
+
+def test_an_arena_that_takes_all_is_named() -> None:
+    def plan(transfer: int) -> MemoryPlan | str:
+        return attempt({
+            "budget_bytes": 1000, "costs": UnitCosts(10, 10, [10], transfer=transfer), "demands": [PageDemand(4)],
+            "page_size": 4, "max_running_requests": 2, "default_rows": 4, "max_model_len": 8, "model_limit": 64,
+        })  # fmt: skip
+
+    text = plan(990)
+    assert isinstance(text, str)
+    advised = re.search(r"lower transfer_bytes from 990 to (\d+)", text)
+    assert advised, text
+    assert isinstance(plan(int(advised[1])), MemoryPlan)
+    assert isinstance(plan(int(advised[1]) + 1), str), "it is the most that fits"
 
 
 def allocated(session: Session | DraftModelDrafter) -> int:

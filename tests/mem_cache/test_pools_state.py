@@ -173,7 +173,7 @@ def test_slots_and_rows_past_4096(name: str, mode: str, checkpoints: CheckpointS
 
 
 def test_addresses_of_far_slots_exceed_32_bits() -> None:
-    """A pool whose last slot begins 2**31 elements behind its first, as 32 heads of 128 x 128 do past slot 4096: memory
+    """A pool whose last slot begins 2**31 elements after its first, as 32 heads of 128 x 128 do past slot 4096: memory
     that is never touched costs nothing, so the pool is made without being written."""
     from hybridrt.kernels.mamba.selective_state_update import selective_state_update
     from tests.support.flat import flat

@@ -326,7 +326,7 @@ def leave(ledger: Ledger, match: PrefixMatch, state: bool) -> None:
 @pytest.mark.parametrize(("page_size", "lookahead"), [(0, 0), (1, 0), (2, 1), (4, 0), (4, 1)])
 @examples(10, 100)
 def test_all_states_at_once_are_as_one_after_the_other(page_size: int, lookahead: int, examples: int) -> None:
-    """Some pages are evicted behind each text: what is left of its last edge is no whole one."""
+    """Some pages are evicted after each text: what is left of its last edge is no whole one."""
     offers = st.lists(st.tuples(TEXTS, st.sets(st.integers(1, 14), min_size=1), st.integers(0, 4)), max_size=8)
 
     def insert(offers: list[tuple[Text, set[int], int]], asked: list[Text]) -> None:
@@ -373,7 +373,7 @@ def test_the_state_that_saves_least_goes_first() -> None:
     ledger = Ledger(0, True)
     ledger.offer((1, 2, 3, 4, 5, 6, 7, 8), (4, 5, 8))
     ledger.evict(0, 1)
-    assert list(offered(ledger)) == [4, 8]  # 5 saved one token behind 4
+    assert list(offered(ledger)) == [4, 8]  # 5 saved one token after 4
 
 
 def test_recent_use_counts() -> None:

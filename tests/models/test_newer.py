@@ -121,7 +121,7 @@ def test_a_part_of_each_head_of_minimax_is_rotated(
 
 
 def test_the_prediction_head_of_ling_2_5_changes_no_text(tmp_path: Path) -> None:
-    """It is a layer behind the others, whose attention has no gates."""
+    """It is a layer after the others, whose attention has no gates."""
     write(ling25(num_nextn_predict_layers=1, num_hidden_layers=2), tmp_path)
     plain = texts(tmp_path)
     assert texts(tmp_path, speculative=SpeculativeConfig("mtp", num_draft_tokens=2)) == plain

@@ -208,7 +208,7 @@ def test_buckets_are_captured_from_the_largest_down_and_capped_by_rows(checkpoin
 
 
 def test_graphs_ask_a_model_for_logits_of_its_own(checkpoints: CheckpointStore) -> None:
-    """A class from outside may change them, behind the head."""
+    """A class from outside may change them, after the head."""
 
     def halved(model: Any, hidden: Tensor) -> Tensor:
         return model.head.logits(hidden) / 2

@@ -78,7 +78,7 @@ def shape_of(record: Record) -> Record:
 
 
 def test_chunks_end_where_states_are_saved_and_nowhere_twice() -> None:
-    """Of 8 tokens: a request behind 5 others, one that saves at the end of a chunk, one without tokens, one that saves
+    """Of 8 tokens: a request after 5 others, one that saves at the end of a chunk, one without tokens, one that saves
     its first token's state."""
     plan = chunk_lists([5, 0, 3, 6], [9, 16, 0, 4], 8, [7, 8, 0, 1])
     assert plan.cu_chunk_seqlens == [0, 3, 7, 9, 17, 25, 26, 27, 29]

@@ -189,7 +189,7 @@ def test_kernels_see_bounds_alone(
     sweep([("falcon-norm_after_gate", "replay"), ("kimi-plain", "classic"), ("jamba-plain", "classic")], 3),
 )
 def test_an_engine_on_graphs_gives_the_same_tokens(name: str, mode: str, checkpoints: CheckpointStore) -> None:
-    """Prompts in chunks, beside decode rows, behind cached prefixes, some saving states."""
+    """Prompts in chunks, next to decode rows, after cached prefixes, some saving states."""
     checkpoint = checkpoints[name]
     session = Session(checkpoint.path, state_mode=mode, page_size=4, cache_slots=6)
     runner, seen = session.runner, list[tuple[StepPlan, Bucket]]()
@@ -254,7 +254,7 @@ def run_cached(session: Session, texts: Sequence[list[int]]) -> list[Sample]:
 
 
 def test_what_a_bucket_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four prompts with one state each, and 24 tokens behind such states if a second pass computes them."""
+    """Four prompts with one state each, and 24 tokens after such states if a second pass computes them."""
     bucket = Bucket(2, 24)
     assert (bucket.prompts, bucket.tail) == (4, 24)
 

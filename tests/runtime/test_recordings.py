@@ -76,7 +76,7 @@ def run(kept: Recordings, slot: int | None, step: Doubling) -> torch.Tensor:
 
 def answers(path: Path, mode: str, cuda_graph: bool) -> list[list[int]]:
     """Of requests alone, together, of unequal lengths, greedy and drawn. Two of them fill their rings of recent inputs
-    beside each other, and one goes on alone."""
+    next to each other, and one goes on alone."""
     with LLM(
         str(path), device="cpu", dtype="float32", load_format="dummy", max_model_len=96, max_running_requests=4,
         page_size=4, state_mode=mode, prefix_cache=False, cuda_graph=cuda_graph,

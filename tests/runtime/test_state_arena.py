@@ -251,7 +251,7 @@ def test_a_request_that_decodes_can_be_moved(name: str, ours: str, theirs: str, 
 
 @pytest.mark.parametrize("wrong", ["small room", "end of the arena", "before the arena"])
 def test_an_image_larger_than_its_room_is_not_written(wrong: str, checkpoints: CheckpointStore) -> None:
-    """Beside it lie images of other requests."""
+    """Next to it lie images of other requests."""
     hand = ByHand(checkpoints["falcon-plain"].path)
     hand.admit(2)
     hand.extend(Row(2, 0, list(range(20))))

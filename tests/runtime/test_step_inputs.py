@@ -114,7 +114,7 @@ def plan_of_three() -> StepPlan:
 @pytest.mark.parametrize("tree", [False, True])
 def test_graphs_and_eager_steps_pack_rows_alike(tree: bool) -> None:
     plan = plan_of_three()
-    eager = pack_step(StepPlan(decode=plan.decode), 3, tree)
+    eager = pack_step(StepPlan(decode=plan.decode), 3, forks=tree)
     padding = pack_rows(DecodeRows.from_rows([DecodeRow(0, 0, 0)]), 3, tree, np.array([[-1]], np.int32))
     whole: StepArrays[np.ndarray] = map_arrays(lambda array: array.repeat(8, 0), padding)
     flat, starts = np.empty(packed_size(arrays_of(whole)), np.int32), section_starts(arrays_of(whole))

@@ -59,7 +59,7 @@ def test_decode_graphs_equal_eager_steps(tokens: int, path: Path) -> None:
 
 
 def test_prompt_graphs_equal_eager_steps(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit, of prompts in chunks beside rows that decode."""
+    """Bit for bit, of prompts in chunks next to rows that decode."""
     monkeypatch.setattr(prompt_columns, "TOKENS_OF_ONE", 6)
     replayed, other = (ByHand(path, rows=prompting.ROWS) for _ in range(2))
     for hand in (replayed, other):

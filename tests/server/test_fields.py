@@ -91,7 +91,7 @@ SAMPLED: dict[str, Any] = {
     "logit_bias": {str(G): 100}, "allowed_token_ids": [G, G + 1], "bad_words": ["Python"], "stop_token_ids": [G],
     "ignore_eos": False,
 }  # fmt: skip
-# What is sent beside some of them, so that there is something to see.
+# What is sent next to some of them, so that there is something to see.
 BESIDE: dict[str, dict[str, Any]] = {
     "stop_token_ids": {"logit_bias": {str(G): 100}},
     "min_tokens": {"ignore_eos": False, "logit_bias": {str(EOS): 12}},

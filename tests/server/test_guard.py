@@ -131,7 +131,7 @@ def test_a_body_that_never_comes_ends_with_the_deadline(locked: Served) -> None:
 
 
 def test_connections_that_do_not_ask_end(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Silent ones, and heads that never come to their end, on a new connection and behind an answer. A body and an
+    """Silent ones, and heads that never come to their end, on a new connection and after an answer. A body and an
     answer may take longer."""
     monkeypatch.setattr(http_limits, "HEAD_SECONDS", 0.3)
     body = json.dumps(COMPLETION).encode()

@@ -52,7 +52,7 @@ def answered(served: Served, stream: bool, **body: Any) -> tuple[str, str, int, 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_budget_ends_the_reasoning(stream: bool, talker: Talker) -> None:
-    """Then the script goes on behind the tag that the grammar demanded: each sample's token i is the script's."""
+    """Then the script goes on after the tag that the grammar demanded: each sample's token i is the script's."""
     served, model = talker
     model.say("<think>0123456789</think>So.")
     assert answered(served, stream) == ("So.", "0123456789", 12, "stop")

@@ -122,11 +122,12 @@ def silent(url: str) -> tuple[str, int]:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"role": "other"}, "role"), ({"role": "decode"}, "prefill URLs"), ({"prefill_urls": ("http://a",)}, "prefill"),
+        ({"role": "other"}, "role"), ({"role": "decode"}, "needs prefill URLs"),
+        ({"prefill_urls": ("http://a",)}, "the role both uses no prefill URLs"),
         ({"role": "prefill", "transfer_key": None}, "transfer key"),
         ({"role": "prefill", "fleet_key": None}, "fleet key"),
         ({"role": "decode", "prefill_urls": ("a:1",)}, "prefill URL"),
-        ({"role": "prefill", "transfer_port": -1}, "port"),
+        ({"role": "prefill", "transfer_port": -1}, "port"), ({"transfer_port": 9001}, "only the role prefill uses"),
     ],
 )  # fmt: skip
 def test_settings_of_roles_that_do_not_go_together(wrong: dict[str, Any], says: str) -> None:

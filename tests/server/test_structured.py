@@ -198,7 +198,7 @@ def test_a_grammar_that_exceeds_a_limit_later_is_the_callers_error(served: Serve
 
 
 def test_fields_that_forbid_every_token_are_the_callers_error(served: Served) -> None:
-    """Known before the request is queued, or behind some of its output."""
+    """Known before the request is queued, or after some of its output."""
     (g,) = served.post("/tokenize", {"prompt": "g"}).json()["tokens"]
     body = {"prompt": "x", "max_tokens": 9, "allowed_token_ids": [g]}
     answer = served.post("/v1/completions", body | {"bad_words": ["g"]})

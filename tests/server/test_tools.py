@@ -201,7 +201,7 @@ def test_the_built_in_model_calls_under_constraint(embedded: Any) -> None:
 
 
 def test_a_system_prompt_is_computed_once(speaker: Scripted) -> None:
-    """The second conversation behind it finds a state at its end, where a boundary was marked."""
+    """The second conversation after it finds a state at its end, where a boundary was marked."""
     speaker.say("Yes.")
     speaker.llm.reset_prefix_cache()
     system = {"role": "system", "content": "Be kind, and brief. " * 10}

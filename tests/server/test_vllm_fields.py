@@ -61,7 +61,7 @@ def test_an_echo_alone(logprobs: int | None, served: Served) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_tokens_of_prompts(stream: bool, served: Served) -> None:
-    """A choice of a completion has those of its prompt, in a stream its first chunk. A chat has them beside choices."""
+    """A choice of a completion has them; in a stream, its first chunk. A chat has them next to its choices."""
     prompts, asked = [[5, 6, 7], [8]], {"max_tokens": 3, "n": 2, "return_token_ids": True, "stream": stream}
     answer = served.post("/v1/completions", {"prompt": prompts, "ignore_eos": True, **asked})
     found: dict[int, list[list[int]]] = {}

@@ -159,7 +159,7 @@ def assert_chains(naive: NaiveHead, seen: list[Chain], drafts: int) -> None:
 def test_drafts_are_those_of_the_naive_head(
     name: str, mode: str, drafts: int, graphs: bool, chunk: int, pages: int | None, heads: Store
 ) -> None:
-    """Prompts in chunks beside verify rows, any number of drafts accepted, graphs, pages for little more than one
+    """Prompts in chunks next to verify rows, any number of drafts accepted, graphs, pages for little more than one
     request."""
     rig = Rig(heads.path(name), mode=mode, drafts=drafts, graphs=graphs, pages=pages, rows=4, method="mtp")
     seen = watched_run(rig, greedy_asks(), drafts, chunk=chunk)

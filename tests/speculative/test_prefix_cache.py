@@ -130,7 +130,7 @@ class Bench:
         self, rig: Rig, model: str, method: str | None, turns: list[Turn], chunk: int, grid: int, overlap: bool,
         script: str, hosted: bool, foreseen: bool,
     ) -> int:  # fmt: skip
-        """Compares each request with what it becomes without a cache. Unless ends are foreseen, drafts go on behind
+        """Compares each request with what it becomes without a cache. Unless ends are foreseen, drafts go on after
         them. Returns how many tokens were hit."""
         rig.grid, rig.hosted = grid, hosted
         asks = self.asks(model, turns)
@@ -175,7 +175,7 @@ def test_cached_equals_uncached(
 
 
 def chat() -> list[Turn]:
-    """A conversation of four turns, each behind the last one's answer."""
+    """A conversation of four turns, each after the last one's answer."""
     turns = []
     for i in range(4):
         own = tuple(range(3, 7 if i else 23))

@@ -200,7 +200,7 @@ def test_chi_square_notices_a_small_bias(models: Models) -> None:
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_accept_chain_counts_leading_hits(data: st.DataObject) -> None:
-    """And leaves each row the draw behind the last input that stays."""
+    """And leaves each row the draw after the last input that stays."""
     rows, width = data.draw(st.integers(1, 4)), data.draw(st.integers(2, 16))
     few = st.integers(0, 1)
     drawn = [[data.draw(few) for _ in range(width)] for _ in range(rows)]

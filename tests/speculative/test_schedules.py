@@ -42,7 +42,7 @@ MAKERS = {
     "mamba2 with a head": nemotron("M*", num_nextn_predict_layers=1, mtp_hybrid_override_pattern="*-"),
 }
 WITH_HEADS = {"mamba2": "mamba2 with a head", "gdn": "gdn"}
-# What drafts for a model, beside itself: its own kind with other weights, a model without recurrent layers or one
+# What drafts for a model, apart from itself: its own kind with other weights, a model without recurrent layers or one
 # without attention.
 OTHERS = {
     "mamba2": ("mamba2", 1), "gdn": ("attention", 0), "mamba1": ("attention-free", 0), "attention-free": ("mamba1", 0),

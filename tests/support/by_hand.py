@@ -22,7 +22,7 @@ from tests.support.session import spoil
 
 @dataclass(frozen=True)
 class Row:
-    """`tokens` of request row `row` go behind its first `computed` ones."""
+    """`tokens` of request row `row` go after its first `computed` ones."""
 
     row: int
     computed: int
@@ -139,7 +139,7 @@ class ByHand:
         return self.model.logits(self.model(batch)).clone()
 
     def decode(self, *rows: Row, extend: Sequence[Row] = (), padding: int = 0) -> Tensor:
-        """A plain decode step, committed, with or without extend rows behind it."""
+        """A plain decode step, committed, with or without extend rows after it."""
         logits = self.forward(self.batch(rows, extend, padding=padding))
         self.backend.commit(self.last_batch)
         return logits

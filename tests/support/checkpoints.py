@@ -154,7 +154,7 @@ def lfm2(**changes: Any) -> Make:
 
 
 def lfm2_moe(**changes: Any) -> Make:
-    """LFM2 with experts behind its first layer."""
+    """LFM2 with experts after its first layer."""
     fields: dict[str, Any] = {
         "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24,
         "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "conv_L_cache": 3,

@@ -24,7 +24,7 @@ FIVE = SamplingParams(max_tokens=5, ignore_eos=True, seed=1)
 class FakeRunner(MockExecutor):
     """What LLM expects of hybridrt.runtime.run.model_runner.ModelRunner."""
 
-    device = torch.device("cuda")  # never touched: steps run beside the host
+    device = torch.device("cuda")  # never touched: steps run next to the host
 
     def __init__(
         self, config: EngineConfig, *, progress: bool = False, ahead: object = None, tp: object = None,

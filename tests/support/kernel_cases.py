@@ -392,7 +392,7 @@ def kda_weights(shape: StateShape) -> dict[str, Tensor]:
 
 
 def kda_tokens(shape: StateShape, tokenwise: Callable[..., list[Tensor]]) -> dict[str, Tensor]:
-    """Behind the conv, with raw gates."""
+    """After the conv, with raw gates."""
     heads, _, keys = shape.temporal
     qkv, a, b = tokenwise(shape.conv_dim, heads * keys, heads)
     q, k, v = split_qkv(qkv, torch.empty(1, *shape.temporal, device="meta"))

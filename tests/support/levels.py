@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 def sweep(values: Iterable[Any], every: int, most: int | None = None, thin: int = 1) -> list[Any]:
     """`values` for `parametrize`, of which each `every`-th runs by default, the first among them. The others are slow;
-    those behind the first `most` values, which repeat these with other seeds, are left to the soak level. Of a long
+    those after the first `most` values, which repeat these with other seeds, are left to the soak level. Of a long
     list the slow level takes each `thin`-th one of the others, too: `thin` has no divisor in common with the number of
     values of an inner loop, so that each of them stays."""
     packed = [value if isinstance(value, tuple) else (value,) for value in values]

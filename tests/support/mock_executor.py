@@ -490,7 +490,7 @@ class MockExecutor:
         handle.answer = StepResult(tokens=answers, logprobs=list(logprobs))
 
     def start(self, row: ExtendRow, tenant: Tenant) -> None:
-        """The first chunk of a tenant, maybe behind a prefix of the cache."""
+        """The first chunk of a tenant, maybe after a prefix of the cache."""
         assert bool(row.read_state_slot) == bool(row.computed and self.limits["slot"])
         tenant.length = row.computed
         if row.read_state_slot:

@@ -266,7 +266,7 @@ def draws(config: ModelConfig, filtered: bool) -> Case:
 
 
 def token_rules(config: ModelConfig) -> Case:
-    """Lines with 0 to 15 rules, some forbidding, some behind a prefix of two tokens that occur everywhere; row 0 has
+    """Lines with 0 to 15 rules, some forbidding, some after a prefix of two tokens that occur everywhere; row 0 has
     none."""
     rows, most, vocab = 16, 15, config.vocab_size
 

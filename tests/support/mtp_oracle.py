@@ -38,7 +38,7 @@ HEADS: dict[str, Make] = {
 
 
 def write_with_head(make: Make, path: Path, *, seed: int = 0) -> Any:
-    """A checkpoint as transformers writes it, and random `mtp.*` weights beside; returns transformers' model."""
+    """A checkpoint as transformers writes it, and random `mtp.*` weights next to it; returns transformers' model."""
     model = write(make, path, seed=seed)
     of_family = {"nemotron_h": _nemotron_shapes, "bailing_hybrid": _ling_shapes}
     config = model.config.get_text_config()
@@ -172,7 +172,7 @@ class NaiveHead:
 
     @torch.no_grad()
     def logits(self, tokens: list[int], drafts: list[int]) -> Tensor:
-        """What each draft behind `tokens` is drawn from, the drafts before it given: [len(drafts) + 1, vocab]."""
+        """What each draft after `tokens` is drawn from, the drafts before it given: [len(drafts) + 1, vocab]."""
         states = list(self.states(tokens)[:-1])
         behind, found = tokens[1:], []
         for draft in [*drafts, None]:
@@ -197,7 +197,7 @@ class NaiveHead:
         return torch.arange(count)[:, None] * turns
 
     def hidden(self, hidden: Tensor, tokens: list[int]) -> Tensor:
-        """The head over [n, hidden] states and the tokens behind them."""
+        """The head over [n, hidden] states and the tokens after them."""
         names = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
         if self.is_ling:
             names = tuple(f"{LING}{part}" for part in ("enorm", "hnorm", "eh_proj", "final_layernorm"))  # type: ignore[assignment]

@@ -11,7 +11,7 @@ VALUES: list[Any] = [
     None, "x", "", -1, 0, 1, 3, 2**31, 10**12, 10**40, 10**400, -(10**12), 0.5, -1.5, 1e300, float("nan"), float("inf"),
     True, False, [], [1], ["x"], [[1]], {}, {"x": 1}, [None] * 3, DEEP, "linear_attention", "\ud800",
 ]  # fmt: skip
-# Fields that a checkpoint may hold beside those that it was saved with.
+# Fields that a checkpoint may hold in addition to those that it was saved with.
 MORE = (
     "architectures", "model_type", "dtype", "torch_dtype", "eos_token_id", "quantization_config", "auto_map",
     "num_labels", "id2label", "label2id", "head_dim", "rope_parameters", "rope_scaling", "rope_theta",

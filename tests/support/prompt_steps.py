@@ -28,7 +28,7 @@ def capture_prompts(
 
 
 class Play:
-    """Prompts in chunks, some of which save a state, beside rows that decode. All rows are admitted and have pages.
+    """Prompts in chunks, some of which save a state, next to rows that decode. All rows are admitted and have pages.
 
     Args:
         computed: tokens that each row has already; steps add theirs.

@@ -1,6 +1,6 @@
 """MiniMax-Text-01 and MiniMax-M1 as they are published: transformers' model with the fields and tensors of the hub.
 
-The facts are those of modeling_minimax_text_01.py and config.json in MiniMaxAI/MiniMax-Text-01. Beside the spelling,
+The facts are those of modeling_minimax_text_01.py and config.json in MiniMaxAI/MiniMax-Text-01. Apart from spelling,
 three things differ from transformers: the decays where heads are no power of two, a small number in the divisor of the
 decays of layers, and that a part of each head is rotated (`rotary_dim`).
 """

@@ -39,7 +39,7 @@ class Ask:
 
 
 class Letters:
-    """A token is a letter. Drafts go on behind a stop string, which the host alone knows; behind a stop token they do
+    """A token is a letter. Drafts go on after a stop string, which the host alone knows; after a stop token they do
     not."""
 
     characters_per_token = 1

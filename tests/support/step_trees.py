@@ -26,7 +26,7 @@ def storage(layer: Any, tokens: int, taps: int) -> dict[str, Tensor]:
 
 
 def check_draft_tree(layer: Any, taps: int, near: Callable[[Tensor, Tensor], None]) -> None:
-    """A tree of four nodes behind two tokens. Pools are read alone; each node equals the end of its path."""
+    """A tree of four nodes after two tokens. Pools are read alone; each node equals the end of its path."""
     for t in range(BEFORE):
         layer.step([t, t], 1)
     before, place = (layer.conv.clone(), layer.states.clone()), storage(layer, len(PATHS), taps)

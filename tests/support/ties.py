@@ -10,7 +10,7 @@ FOUND: list[str] = []
 
 
 def check_greedy(tokens: Sequence[int], oracle: Tensor, what: str) -> None:
-    """Each token is the most likely one in `oracle` [n, vocab], or less than MARGIN of the logits' spread behind it.
+    """Each token is the most likely one in `oracle` [n, vocab], or less than MARGIN of the logits' spread below it.
     The end of a test run prints how often the latter was so."""
     COMPARED[0] += len(tokens)
     for i, (token, logits) in enumerate(zip(tokens, oracle, strict=True)):

@@ -7,12 +7,12 @@ from functools import partial
 from itertools import count
 from os import PathLike
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from hybridrt.base.config_json import check_fields, integer, number
 from hybridrt.base.errors import ConfigError, EngineError, RequestError, UnavailableError
-from hybridrt.base.errors_foreign import CALLS, knows_names
+from hybridrt.base.errors_foreign import ASYNC_LLM_ATTRIBUTES, CALLS, knows_names, no_attribute
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.chat.chat import Chat
 from hybridrt.chat.constraints import asks_for_grammar
@@ -368,6 +368,11 @@ class AsyncLLM:
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
         await asyncio.to_thread(self.close)  # waits for the end of a step
+
+    if not TYPE_CHECKING:  # a type checker still finds misspelt names
+
+        def __getattr__(self, name):
+            raise no_attribute(self, name, ASYNC_LLM_ATTRIBUTES)
 
     def __dir__(self) -> list[str]:
         """The other public names are the server's."""

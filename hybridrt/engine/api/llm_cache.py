@@ -1,4 +1,4 @@
-"""What an LLM can do with its prefix cache: reset it, watch it, write it down, keep a text of it in a file."""
+"""The prefix cache as users of `LLM` see it: reset, events, a dump, and sessions in files."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping

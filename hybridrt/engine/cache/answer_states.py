@@ -2,7 +2,7 @@
 answer there.
 
 A copy of a state takes time, and its slot serves only such a history. So only one step in `APART`
-leaves states, of all rows that are due, and their slots are given up before others. The states of
+leaves states, for all rows that are due, and their slots are given up before others. The states of
 an answer are few and evenly spaced: at the limit, or if slots are short, every second one is given
 up and the gap doubles. With n states, a history computes at most 1/n of the answer again.
 
@@ -84,6 +84,6 @@ class AnswerStates:
         return slots
 
     def forget(self, slots: Iterable[Handle]) -> None:
-        """The cache or the pool has these slots now."""
+        """Call when the cache or the pool has taken these slots."""
         for slot in slots:
             self.places.pop(slot, None)

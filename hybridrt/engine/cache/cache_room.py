@@ -75,13 +75,13 @@ class CacheRoom:
         return gone.states
 
     def _evict_least(self, short: Sequence[int]) -> bool:
-        """Evicts what is worth least, pages or states. `short`: how many pages each group lacks. False if
+        """Evicts the pages or the state of least worth. `short`: how many pages each group lacks. False if
         requests read all that is left.
 
-        Pages that a window has passed go first. With recurrent layers, pages are worth what the
-        states after them are: those that no state needs are next, then the state of least worth.
-        Without, the ends of texts go in order of their last use, in all groups, which may empty
-        slabs for others.
+        Pages that a window has passed go first. In a model with recurrent layers, pages that no
+        state needs are next, then the state of least worth: pages are only of use to the states
+        after them. In other models the ends of texts go in order of their last use. They go in all
+        groups, which may empty slabs for other groups.
         """
         tree, some = self.tree, sum(short) or self.pages.shares[0].per_slab
         evictions = (

@@ -184,8 +184,8 @@ class HostTier:
                 self._read_slabs.setdefault(number // self._shares[group].apart, {})[group] = self._ticket
 
     def _slabs_written(self, entries: Iterable[tuple[int, int]]) -> None:
-        """Makes the next plan, which writes these pages or states, wait for the copies that read what
-        others had in their slabs."""
+        """The next plan writes these pages or states. Makes it wait for copies that still read entries which other
+        groups had in the same slabs."""
         for group, number in entries if self._shares else ():
             self._slab_written(number // self._shares[group].apart, by=group)
 

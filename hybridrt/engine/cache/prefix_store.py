@@ -44,8 +44,8 @@ class PrefixStore(CacheRoom):
     Attributes:
         grid: tokens; prompts leave states at multiples of it. It is a whole number of pages, so a
             request that still writes its last page can give the earlier ones to the cache.
-        tier: entries in main memory; None: nothing.
-        lost: counts why requests compute what earlier texts had.
+        tier: entries in main memory; None: there are none.
+        lost: counts why requests compute tokens of earlier texts again.
         spaces: prompts also leave states at even distances (`Request.spaced`), and a chunk of text
             saves at most one state.
     """
@@ -93,12 +93,12 @@ class PrefixStore(CacheRoom):
         held, _ = self.tree.cached_pages(known, request.cache_key)
         for group, demand in enumerate(self.pages.demands):
             if demand.window is not None:
-                held.pages[:, group] = 0  # what the windows need came whole
+                held.pages[:, group] = 0  # all pages that the windows need have arrived
         return replace(found, pages=held.pages, node=held.node) if held.length == found.staged_from else None
 
     def expect(self, request: Request) -> int:
-        """The request waits: its present match is kept, as far as room allows. Returns the match's
-        length.
+        """Call when a request begins to wait: the state that it matches is evicted last. Returns the
+        length of its match.
         """
         if not self.keeps or not request.reads_cache:
             return 0
@@ -131,7 +131,7 @@ class PrefixStore(CacheRoom):
         self.tree.unlock(match)
 
     def has_read(self, match: PrefixMatch) -> PrefixMatch:
-        """State and tail of a match have been read. Returns what is still locked."""
+        """Unlocks the state and the tail of a match, which have been read. Returns the match without them."""
         if match.state is None:
             return match
         freed = self.tree.unlock_state(match)
@@ -242,8 +242,8 @@ class PrefixStore(CacheRoom):
             self.tree.unlock(before)
 
     def release(self, request: Request) -> Sequence[Handle]:
-        """Offers the request's entries, and unlocks what it has read except for its pages. Returns
-        the states that were taken over.
+        """Offers the request's entries to the cache, and unlocks the match that it started from,
+        except for its pages. Returns the states that the cache has taken over.
         """
         taken = self._offer(request)
         self._end_saves(request, request.saves, taken)
@@ -316,8 +316,8 @@ class PrefixStore(CacheRoom):
             self.tier.tree.touch(prompt[: match.length], key)
 
     def _offer(self, request: Request) -> CacheEntries:
-        """Offers all that a request has computed. A failed request offers nothing, because its state may
-        be wrong."""
+        """Offers all entries that a request has computed. A failed request offers none, because its state
+        may be wrong."""
         computed, failed = request.computed, request.broken or request.audits or request.error is not None
         if not self.keeps or failed or computed <= request.prefix.length:
             return CacheEntries()
@@ -334,7 +334,7 @@ class PrefixStore(CacheRoom):
         self, request: Request, ids: np.ndarray, states: dict[int, Handle], why: Why, num_pages: int
     ) -> tuple[CacheEntries, Node]:
         """Offers the first `num_pages` page sets of a request."""
-        if request.prefix.node is not None and request.prefix.node.hidden:  # it was computed from what was dropped
+        if request.prefix.node is not None and request.prefix.node.hidden:  # computed from a dropped prefix
             return CacheEntries(pages_of(no_sets(len(self.pages)))), Node(np.empty(0, np.int32), 0, no_sets(0))
         key = request.cache_key
         self.lost.texts.note(ids, key)

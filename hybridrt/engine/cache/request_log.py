@@ -4,6 +4,7 @@ It has the token ids of prompts and answers. So it is off unless `EngineConfig.r
 file.
 """
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -143,7 +144,8 @@ class RequestLog:
             self._file.flush()
         except OSError as e:
             log.error("the log of requests ends: %s", e)
-            self._file.close()
+            with contextlib.suppress(OSError):  # closing writes what the full disk has not taken
+                self._file.close()
 
 
 def read_log(path: str | Path) -> tuple[LoggedCache, list[LoggedRequest | LostEntries]]:

@@ -185,7 +185,7 @@ class ClientQueues:
         return self._spent.get(client, 0.0)
 
     def charge(self, request: Request, work: PromptWork) -> None:
-        """A step computes this much of a request's prompt."""
+        """Call when a step computes this part of a request's prompt: its client has used so much of its share."""
         client = request.client
         self._note_active(client)
         self._now = self.spent(client)

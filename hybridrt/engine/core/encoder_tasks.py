@@ -11,7 +11,7 @@ from hybridrt.engine.cache.embedding_cache import EmbeddingCache, EmbeddingEntry
 from hybridrt.engine.request.sample_request import Request
 from hybridrt.runtime.step.plan import NO_INTEGERS, EmbeddingFetch, EncoderTask, SpanRows, StepPlan
 
-# Of the tasks of a step; one task is always allowed. The step's decode rows share the device with them.
+# Limits of a step's tasks; one task is always allowed. The step's decode rows share the device with them.
 STEP_TOKENS, STEP_BYTES = 4096, 64 << 20
 
 
@@ -35,7 +35,7 @@ class EncoderTasks:
 
     Args:
         cache: the ledger of the embeddings on the device.
-        encoded: whether steps may read what a task makes, by its ticket.
+        encoded: whether the embeddings of a task can be read, by its ticket.
         mrope: tokens of spans have positions on three axes.
         host: the ledger of those in main memory, which gets all that are made. None: there is none.
     """

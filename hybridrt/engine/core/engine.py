@@ -177,7 +177,7 @@ class Engine:
     def add_request(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, *, stream: bool = True
     ) -> str:
-        """`prepare`, then `submit`. Raises what they raise; the engine is then unchanged."""
+        """`prepare`, then `submit`. Raises their errors; the engine is then unchanged."""
         return self.submit(self.prepare(prompt, params), request_id, stream=stream)
 
     def submit(
@@ -235,7 +235,7 @@ class Engine:
         return request_id
 
     def cache_key(self, params: SamplingParams) -> CacheKey:
-        """The key of what a request with these parameters leaves in the prefix cache, and may use."""
+        """The key of the cached prefixes that a request with these parameters may use, and of those that it leaves."""
         return CacheKey(params.cache_salt or "")
 
     def start(self, request_id: str, arrived: PrefixMatch | None = None) -> None:
@@ -278,16 +278,7 @@ class Engine:
                 self.prefill_source.advance()
             with self._change:
                 if (scheduled := self._scheduler.schedule()) is not None:
-                    try:
-                        self._launched.append((scheduled, self.executor.launch(scheduled.plan)))
-                        if self.target is not None:
-                            self.target.note_launch(scheduled.plan, scheduled.launched)
-                        self._coordinator.launched(scheduled.plan)
-                        self._samples.totals.count_launch(scheduled.plan)
-                    except Exception as e:
-                        self._coordinator.failed()
-                        self._scheduler.failed()
-                        self._samples.fail_step(scheduled, e)
+                    self._launch(scheduled)
             if scheduled is None and not self._launched and self._samples.any_queued():
                 if self._coordinator.fetches:
                     time.sleep(0.0002)  # main memory is busy
@@ -297,6 +288,19 @@ class Engine:
                 self._sample_last()
             if len(self._launched) > (self._max_in_flight if scheduled is not None else 0):
                 self._consume()
+
+    def _launch(self, scheduled: ScheduledStep) -> None:
+        """Launches a step. If that fails, its requests fail."""
+        try:
+            self._launched.append((scheduled, self.executor.launch(scheduled.plan)))
+            if self.target is not None:
+                self.target.note_launch(scheduled.plan, scheduled.launched)
+            self._coordinator.launched(scheduled.plan)
+            self._samples.totals.count_launch(scheduled.plan)
+        except Exception as e:
+            self._coordinator.failed()
+            self._scheduler.failed()
+            self._samples.fail_step(scheduled, e)
 
     @property
     def wants_audit(self) -> bool:

@@ -18,7 +18,7 @@ class Place(NamedTuple):
     """Where a running prompt leaves a state that another prompt can start from.
 
     Attributes:
-        end: tokens before the state; the whole prompt if it is the end of that.
+        end: tokens before the state; all of the prompt's if the state is at its end.
     """
 
     leader: Request

@@ -70,7 +70,7 @@ class HitAudit:
         return {"audited": self.audited, "audit_differed": self.differed, "audit_error": self.error}
 
     def note(self, request: Request) -> None:
-        """A request has ended."""
+        """Call when a request has ended: its hit may be chosen for an audit."""
         cached = request.metrics.cached_tokens
         if not cached or request.audits or request.error is not None:
             return
@@ -84,7 +84,7 @@ class HitAudit:
         return self._waiting.popleft() if self._waiting else None
 
     def put_back(self) -> None:
-        """The audit that runs was broken off."""
+        """Call when the running audit was broken off: its hit is the next one to be audited."""
         if self.running is not None:
             self._waiting.appendleft(self.running.hit)
             self.running = None

@@ -29,8 +29,8 @@ class LoadedEngine:
 
 
 def read_tokenizer(config: EngineConfig) -> HFTokenizer | None:
-    """A model's tokenizer. Raises what can be said of the configuration and of the model's config.json before it is
-    loaded."""
+    """A model's tokenizer. Raises the errors of the configuration and of the model's config.json that are known before
+    the model is loaded."""
     check_places(config)
     path = find_checkpoint(config.model)
     if path.is_dir():  # if not, the runner says so

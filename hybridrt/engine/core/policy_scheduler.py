@@ -39,7 +39,7 @@ class PolicyScheduler(Scheduler):
 
     @property
     def pending(self) -> PromptWork:
-        """What is to be computed of all prompts."""
+        """The work that is left of the prompts of running and waiting requests."""
         return self._uncomputed + self.queues.pending
 
     def _queue(self, request: Request, known: int) -> None:

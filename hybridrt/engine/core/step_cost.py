@@ -105,7 +105,7 @@ class StepCost:
 
     The costs minimise the squared relative error of past steps, so one slow step (a kernel was
     compiled) has little effect. Only newer steps of the same kind reduce the weight of older ones:
-    many decode steps do not remove what is known of prompts.
+    many decode steps do not make the costs of prompts forgotten.
 
     A graph's time is that of its full bucket, so a step counts its bucket's tokens. Its few tokens
     use a part of the device for attention, so context and pairs have further costs there. A step

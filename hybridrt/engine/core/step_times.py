@@ -1,4 +1,4 @@
-"""How long the latest steps took, and what they computed."""
+"""Durations of the latest steps, with the rows and tokens that they computed."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

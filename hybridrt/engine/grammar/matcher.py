@@ -54,8 +54,8 @@ class Matcher:
 
     Args:
         grammar: the grammar of the output.
-        started: the number of a root, and a copy of it that has read the output so far. None:
-            started on first use, when the grammar may have more roots.
+        started: the number of a root of the grammar, and a copy of that root which has read the
+            output so far. None: it is copied on first use, when the grammar may have more roots.
         thinking: where the output is in its reasoning; None: not in reasoning.
 
     Attributes:

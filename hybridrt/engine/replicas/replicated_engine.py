@@ -289,7 +289,7 @@ class ReplicatedEngine:
             return self._events.subscribe_after([event for events in present.values() for event in events], limit)
 
     def cache_dump(self, *, text: bool = False) -> NoReturn:
-        raise EngineError(f"no cache_dump here: {_ELSEWHERE}")
+        raise EngineError(f"dump_cache is not available: {_ELSEWHERE}")
 
     def view(self) -> None:
         """None: replicas keep their rows and their trees."""
@@ -297,7 +297,7 @@ class ReplicatedEngine:
 
     @property
     def sessions(self) -> NoReturn:
-        raise EngineError(f"no sessions here: {_ELSEWHERE}")
+        raise EngineError(f"a session cannot be saved or loaded: {_ELSEWHERE}")
 
     def close(self) -> None:
         """Ends the replicas. May be repeated."""

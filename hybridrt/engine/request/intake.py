@@ -355,7 +355,7 @@ class Intake:
         given = as_prompts(prompts)
         if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(given)
-        if not isinstance(sampling_params, Sequence):
+        if not isinstance(sampling_params, Sequence) or isinstance(sampling_params, str | bytes):
             raise _no_params(sampling_params)
         if len(sampling_params) != len(given):
             raise RequestError(

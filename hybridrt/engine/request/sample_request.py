@@ -294,7 +294,7 @@ class Request:
             return False
         try:
             return self.detokenizer.would_stop(tokens)
-        except Exception:
+        except Exception:  # `read_text` meets the same error, and ends the request with it
             return True
 
     def read_text(self) -> bool:

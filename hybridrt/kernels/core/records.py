@@ -84,8 +84,8 @@ class RowTables(NamedTuple):
 class ConvWeights(NamedTuple):
     """A depthwise convolution: weight [C, K], bias [C] or None, and the activation after it.
 
-    K = 0: no conv, the activation is applied to the inputs (`mamba2_decode` only). Without an
-    activation, too, the inputs are those of the recurrence: a conv was applied before (`gdn_decode`
+    K = 0: there is no conv, and the activation is applied to the inputs (`mamba2_decode` only).
+    K = 0 and no activation: conv and activation were applied to the inputs before (`gdn_decode`
     only).
     """
 

@@ -107,7 +107,10 @@ def resolve_model_path(name: str) -> Path:
         return path
     if name in EMBEDDED:
         raise ConfigError(f"this installation lacks its {name} model ({path}); pass a checkpoint directory")
-    raise ConfigError(f"{_legible(name)} is no directory; pass a checkpoint directory or a hub name such as org/model")
+    raise ConfigError(
+        f"{_legible(name)} is no directory; pass a checkpoint directory, a hub name such as org/model, or embedded, "
+        "which is the built-in model"
+    )
 
 
 def check_places(config: EngineConfig) -> None:

@@ -47,10 +47,13 @@ class StepModel(Protocol):
 
 
 class StaticBuffers:
-    """What a replay fills and a graph reads, for max_bs rows of T tokens.
+    """The tensors that a replay fills and a graph reads, for max_bs rows of T tokens.
 
     Args:
+        groups: page groups.
         seq_len_fill: tokens of a padding row, its T tokens counted as one.
+        forks: drafts may be trees.
+        mrope: tokens have positions on three axes.
         keep_hidden: also the final hidden states, `hidden` [max_bs * T, hidden] (else empty).
 
     Attributes:
@@ -63,8 +66,8 @@ class StaticBuffers:
     """
 
     def __init__(
-        self, model: StepModel, max_bs: int, tokens: int, seq_len_fill: int, forks: bool, keep_hidden: bool,
-        groups: int, mrope: bool,
+        self, model: StepModel, max_bs: int, tokens: int, *, groups: int, seq_len_fill: int, forks: bool, mrope: bool,
+        keep_hidden: bool,
     ) -> None:  # fmt: skip
         device, dtype = model.device, model.dtype
         scratch = DecodeRow(row=0, computed=seq_len_fill - 1, output_index=0)
@@ -219,9 +222,15 @@ class GraphRunner:
         self.poisoned = device.type != "cuda"
         self.recorder = recorder or make_recorder(device)
         self.buffers = StaticBuffers(
-            model, self.max_bs, tokens, backend.seq_len_fill, forks, keep_hidden, req_to_token_pool.num_groups,
-            req_to_token_pool.mrope_deltas is not None,
-        )  # fmt: skip
+            model,
+            self.max_bs,
+            tokens,
+            groups=req_to_token_pool.num_groups,
+            seq_len_fill=backend.seq_len_fill,
+            forks=forks,
+            mrope=req_to_token_pool.mrope_deltas is not None,
+            keep_hidden=keep_hidden,
+        )
         self._staging = StagingRing(device)
         self._starts = torch.arange(self.max_bs + 1, dtype=torch.int32, device=device) * tokens
         self._view = backend.init_cuda_graph_state(self.max_bs, self.max_bs * tokens)

@@ -45,8 +45,8 @@ class PromptGraph:
     """One bucket.
 
     Attributes:
-        host, packed: what a replay fills on the host and on the device; `arrays` are views of
-            `packed`.
+        host, packed: the arrays that a replay fills, on the host and on the device; `arrays` are
+            views of `packed`.
         inputs: the tokens, which the graph derives from `arrays`.
         batch: over these tensors.
         logits: its part of the logits.

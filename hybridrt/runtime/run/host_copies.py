@@ -156,7 +156,7 @@ def pinned_rows(entries: int, nbytes: int, device: torch.device, option: str) ->
 
 
 def runs_of(places: Sequence[int]) -> Iterator[ImageRun]:
-    """Neighbours among `places`, as slices of the list and of what it points at."""
+    """Groups `places` into runs of neighbours: each with its slice of the list, and of the buffer in main memory."""
     starts = [0, *(i for i, (a, b) in enumerate(pairwise(places), 1) if b != a + 1), len(places)]
     for start, end in pairwise(starts):
         yield ImageRun(slice(start, end), slice(places[start], places[start] + end - start))

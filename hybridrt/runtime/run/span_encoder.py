@@ -41,7 +41,7 @@ class SpanEncoder:
         self._outdated = set[int]()  # tickets of unfinished tasks of which some rows have other embeddings now
 
     def advance(self, plan: StepPlan) -> None:
-        """Launches what a step runs of the encoder."""
+        """Launches the part of the encoder that a step runs."""
         for fetch in plan.fetch:
             self._fetch(fetch)
         self._waiting += plan.encode

@@ -89,12 +89,12 @@ class StepRunner:
         self._mrope_deltas = np.zeros(self.memory_plan.num_rows + 1, np.int32)  # as on the device
         self.drafter: DeviceDrafter | None = draft_needs(self.config).device_drafter(self)
         self._chunk_sizes, self._saves_at_chunks = self.backend.chunk_sizes, self.backend.saves_at_chunks
-        # With HYBRIDRT_DEBUG=1 backends look at all numbers: eagerly.
+        # With HYBRIDRT_DEBUG=1 backends check all numbers, which only eager steps do.
         kept = self.device.type == "cpu" and not DEBUG and self.drafter is None
         self._cpu_decode = CPUDecode(self.backend, self.pools.req_to_token, self.last_tokens) if kept else None
         replicas = self.target.tp.replicas
         self.lock_step = None if replicas is None else LockStep(self.model, replicas)
-        # A recording would miss sums over ranks, and tokens for other replicas.
+        # A recording would repeat neither sums over ranks nor exchanges of tokens with other replicas.
         alone = self.config.tp_size == 1 and self.lock_step is None
         self.recordings = Recordings(self.model, self.config.cuda_graph and alone)
 
@@ -170,7 +170,7 @@ class StepRunner:
         return self.host is None or self.host.copied(ticket)
 
     def encoded(self, ticket: int) -> bool:
-        """Whether steps may read what an encoder task of a launched plan makes."""
+        """Whether the embeddings of an encoder task of a launched plan can be read."""
         return self.encoder is None or self.encoder.encoded(ticket)
 
     def draft(self, rows: Sequence[DraftRow], steps: int, topk: int = 1) -> StepHandle:
@@ -200,7 +200,7 @@ class StepRunner:
             pool.move(later, self.staging.upload)
 
     def _enter_mrope_deltas(self, plan: StepPlan, deltas: torch.Tensor) -> None:
-        """Text has 0, so that few admissions change anything."""
+        """Uploads those that differ from the device's. A request without images has 0, so few do."""
         changed = [(a.row, a.mrope_delta) for a in plan.admissions if a.mrope_delta != self._mrope_deltas[a.row]]
         if changed:
             rows, values = int32_array(changed).T
@@ -236,9 +236,16 @@ class StepRunner:
         n = len(plan.decode.rows)
         scored, pooled, places = self._of_prompts.wanted_by_rows(plan.extend, n * tokens)
         on_host = pack_step(
-            plan, tokens, self.forks, self.drafter is not None, self._chunk_sizes, self._saves_at_chunks, places,
-            self.pools.req_to_token.num_groups, spans=self.encoder is not None,
-        )  # fmt: skip
+            plan,
+            tokens,
+            groups=self.pools.req_to_token.num_groups,
+            forks=self.forks,
+            spans=self.encoder is not None,
+            following=self.drafter is not None,
+            chunk_sizes=self._chunk_sizes,
+            at_chunks=self._saves_at_chunks,
+            scored=places,
+        )
         arrays: StepArrays[torch.Tensor] = self.staging.upload(on_host)
         if arrays.tables is not None:
             enter_tables(self.pools, self.sampling_table, arrays.tables)
@@ -311,7 +318,7 @@ class StepRunner:
         drawing = graphs if graphs.draws else None
         step.add_part(self, ForwardPart(lines, views.batch, graphs.buffers.arrays, views.hidden, graphs=drawing))
         if plan.extend:
-            # Faster than one eager mixed step while it is small.
+            # While the chunks are short, a graph and then their step take less time than one eager mixed step.
             self._run_model(replace(plan, page_writes=rest, decode=NO_ROWS), 1, step)
 
     def _check(self, plan: StepPlan) -> None:

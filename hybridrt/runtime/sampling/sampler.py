@@ -242,7 +242,7 @@ class Sampler:
         return kept
 
     def _take(self, step: Verification, kept: Accepted, parts: int) -> None:
-        """The other tokens go to row 0, which is scratch."""
+        """Notes the tokens that stay, for penalties and rules. The others are noted in row 0, which is scratch."""
         places = torch.arange(kept.tokens.shape[1], device=kept.tokens.device)
         rows = step.rows[:, None].masked_fill(places >= kept.counts[:, None], 0).view(-1)
         if parts & PENALTIES:
@@ -338,14 +338,14 @@ class PromptRequirements:
     def wanted_by_rows(
         self, extend: Sequence[ExtendRow], decoded: int
     ) -> tuple[list[Wanted], list[Pooled], ScoredTokens[np.ndarray] | None]:
-        """What a step's chunks give.
+        """The prompt tokens of a step's chunks that requests want log-probabilities or a vector of.
 
         Args:
             decoded: tokens of the decode rows before them.
 
         Returns:
-            Scored tokens, and vectors; and the places of the former in the batch, for the step's
-                record, None where there are none.
+            The tokens with log-probabilities, those with a vector, and the places of the former in
+                the batch, for the step's record (None without any).
         """
         if not self._scored and not self._pooled:
             return [], [], None

@@ -147,22 +147,24 @@ class StepArrays(NamedTuple, Generic[A]):
 def pack_step(
     plan: StepPlan,
     tokens: int,
+    *,
+    groups: int = 1,
     forks: bool = False,
+    spans: bool = False,
     following: bool = False,
     chunk_sizes: Sequence[int] = (),
     at_chunks: bool = False,
     scored: ScoredTokens[np.ndarray] | None = None,
-    groups: int = 1,
-    spans: bool = False,
 ) -> StepArrays[np.ndarray]:
     """An eager step with decode rows of T `tokens`.
 
     Args:
         groups: page groups.
-        spans: prompts may have tokens with embeddings of an encoder.
         forks: drafts may be trees.
+        spans: prompts may have tokens with embeddings of an encoder.
         following: also pack the token after each prompt token, for a prediction head.
         chunk_sizes, at_chunks: arguments of `recurrent_lists`.
+        scored: tokens of prompts whose log-probabilities are wanted.
     """
     none = np.full((len(plan.decode.rows), groups), -1, np.int32)
     step, tables = pack_rows(plan.decode, tokens, forks, none), pack_tables(plan)
@@ -286,8 +288,8 @@ def spec_info_of(drafts: DraftArrays[torch.Tensor] | None, tokens: int) -> SpecI
 
 
 def fill_relations(spec: SpecInfo, drafts: DraftArrays[torch.Tensor], bs: int, *positions: torch.Tensor) -> None:
-    """Writes what the inputs of the first `bs` rows see into `spec`, and their `positions`, in each
-    of these tensors, which are those of their KV slots before."""
+    """For draft trees, fills the mask of `spec` for the first `bs` rows. Each tensor of `positions`
+    holds the positions of the inputs' KV slots, and gets those of the inputs (`SpecInfo.positions`)."""
     if spec.mask is None or drafts.ancestors is None:
         return
     inputs = torch.arange(spec.tokens_per_row, dtype=torch.int32, device=spec.mask.device)

@@ -22,7 +22,7 @@ NO_INTEGERS = np.empty(0, np.int32)
 
 
 class Admission(msgspec.Struct, frozen=True, array_like=True, eq=False):
-    """A request gets a row. Before the rest of the step, the executor zeroes the slot's state,
+    """A request gets a row. Before the rest of the step, the executor zeroes the state in the slot,
     resets the row's ring and stores the row's sampling constants.
 
     Attributes:
@@ -266,16 +266,17 @@ class StepPlan:
     Attributes:
         imports, exports: states of extend rows: copied in before the rows are computed, and out
             afterwards.
-        page_copies: before the rows are computed. No page is both a source and a target.
-        moves: states that go to slots of the prefix cache: first of rows that donate their slots,
-            then of decode rows before the step. No slot is the target of two moves of one moment.
+        page_copies: made before the rows are computed. No page is both a source and a target.
+        moves: moves of states to slots of the prefix cache: first those of rows that donate their
+            slots, then snapshots of decode rows before the step (`StateMove.when`). No slot is the
+            target of two moves at one time.
         host_copies: launched after the donations, on a separate stream. A step waits for them only
             through `after_copies`.
         after_copies: this step and later ones wait for the copies up to this ticket; 0: for none.
-        cleared: slabs that are zeroed after that, before all else.
-        fetch: before the tasks of this step, and of earlier ones that have not ended.
-        encode: tasks of the encoder, which run in order, before the rows of this step and of later
-            ones: a step with decode rows runs only a part.
+        cleared: slabs that are zeroed after that wait, before snapshots and rows.
+        fetch: embeddings that come from main memory, before any task of the encoder runs.
+        encode: new tasks of the encoder, which run in order, before the rows. A step with decode rows
+            runs only a part of the tasks that are left, and later steps run the rest.
         after_encoder: the tasks up to this ticket end before the rows; 0: none need to.
         constrained: the rows that sample under a bitmask, by their numbers in the step's result. If
             there are any, `launch` launches all but the sampling, which `StepHandle.sample`
@@ -375,4 +376,4 @@ class Executor(Protocol):
         """Whether a host copy of a launched plan has ended."""
 
     def encoded(self, ticket: int) -> bool:
-        """Whether steps may read what an encoder task of a launched plan makes."""
+        """Whether the embeddings of an encoder task of a launched plan can be read."""

@@ -64,7 +64,8 @@ class ServerConfig:
         role: "prefill" also computes prompts for servers with the role "decode"; these have their
             prompts computed by the servers at `prefill_urls`, and compute them themselves while
             none of those answers. "both": neither.
-        transfer_port: where a prefill worker listens for decode workers, at `host`; 0: a free port.
+        transfer_port: where the role "prefill" listens for decode workers, at `host`; 0: a free
+            port. The other roles do not listen.
         transfer_key: of prefill and decode workers.
 
     Raises:
@@ -141,8 +142,10 @@ class ServerConfig:
     def _check_role(self) -> None:
         if self.role not in ROLES:
             raise ConfigError(f"role is {self.role!r}; it must be one of {', '.join(ROLES)}")
-        if (self.role == "decode") != bool(self.prefill_urls):
-            raise ConfigError("prefill URLs go with the role decode, which needs at least one")
+        if self.role == "decode" and not self.prefill_urls:
+            raise ConfigError("the role decode needs prefill URLs, of servers with the role prefill; pass at least one")
+        if self.role != "decode" and self.prefill_urls:
+            raise ConfigError(f"the role {self.role} uses no prefill URLs; leave them out, or choose the role decode")
         if self.role != "both" and (self.fleet_key is None or self.transfer_key is None):
             raise ConfigError(f"the role {self.role} needs a fleet key and a transfer key (HYBRIDRT_TRANSFER_KEY)")
         for url in self.prefill_urls:
@@ -150,6 +153,8 @@ class ServerConfig:
                 raise ConfigError(f"prefill URL {url!r}: it must be like http://127.0.0.1:8001")
         if not 0 <= self.transfer_port <= 65535:
             raise ConfigError(f"transfer_port is {self.transfer_port}; it must be 0 to 65535")
+        if self.transfer_port and self.role != "prefill":
+            raise ConfigError(f"transfer_port is {self.transfer_port}, which only the role prefill uses; leave it out")
 
     def _check_tls(self) -> None:
         if (self.tls_certificate is None) != (self.tls_key is None):

@@ -17,7 +17,7 @@ from hybridrt.server.wire.errors import as_api_error
 from hybridrt.server.wire.http_limits import BODY_WRITER, BodyWriter
 from hybridrt.server.wire.sse import pieces
 
-# Reply.weight up to which the event loop works itself: a thread costs a tenth.
+# Microseconds (Reply.weight) up to which the event loop makes an answer itself: a thread costs a tenth of them.
 INLINE = 1000
 AT_ONCE = 100  # deltas before others have their turn
 PART_BYTES = 2**18  # bytes of a large answer that are sent at a time
@@ -67,12 +67,13 @@ async def whole_answer(answer: Reply) -> list[bytes]:
     if answer.resumes:
         await answer.in_thread(answer.catch_up)
     ended = [delta async for delta in answer.deltas]
-    return await made_by(answer.in_thread, pieces(partial(answer.whole, ended)), sum(map(answer.weight, ended)))
+    return await join_parts(answer.in_thread, pieces(partial(answer.whole, ended)), sum(map(answer.weight, ended)))
 
 
-async def made_by(in_thread: Callable[..., Awaitable[Any]], parts: Iterator[bytes], weight: int) -> list[bytes]:
-    """The parts, joined to a few large ones. Heavy ones are made in other threads, some at a time,
-    so that neither the event loop nor other answers wait."""
+async def join_parts(in_thread: Callable[..., Awaitable[Any]], parts: Iterator[bytes], weight: int) -> list[bytes]:
+    """Makes the parts of an answer, and joins them to a few large ones. An answer of more than INLINE
+    microseconds (`weight`) is made in other threads, some parts at a time, so that neither the event
+    loop nor other answers wait."""
     if weight <= INLINE:
         return [b"".join(parts)]
     found = list[bytes]()
@@ -141,12 +142,12 @@ class EventStream(Response):
             answer.deltas.write_now = partial(self._write_now, writer)
         try:
             async for delta in answer.deltas:
-                gain = await made_by(answer.in_thread, answer.gain(delta), answer.weight(delta))
+                gain = await join_parts(answer.in_thread, answer.gain(delta), answer.weight(delta))
                 count = self._count(delta, any(gain))
                 if any(gain):
                     await send(_part(b"".join(gain) + count))  # an error may follow whole events alone
                 await asyncio.sleep(0)  # no call here waits
-            closing = await made_by(answer.in_thread, answer.closing(), answer.closing_weight())
+            closing = await join_parts(answer.in_thread, answer.closing(), answer.closing_weight())
             last = b"".join(closing)
         except HybridrtError as e:
             error = as_api_error(e)
