@@ -35,6 +35,7 @@ class Comparison:
     """Counts over all requests so far.
 
     Attributes:
+        failed: requests that failed at the first and at the second server; failed_at_one: at one of them alone.
         by: how answers were compared: "ids", "tokens" or "text", and how often.
         largest, summed, compared: differences of log-probabilities up to the first token that differs.
     """
@@ -42,6 +43,7 @@ class Comparison:
     requests: int = 0
     equal: int = 0
     failed: tuple[int, int] = (0, 0)
+    failed_at_one: int = 0
     changed: list[Changed] = field(default_factory=list)
     changed_count: int = 0
     ties: int = 0
@@ -65,6 +67,7 @@ class Comparison:
                 self.errors[side][answer.timing.error] += 1
         self.failed = (self.errors[0].total(), self.errors[1].total())
         if a.timing.error is not None or b.timing.error is not None:
+            self.failed_at_one += a.timing.error is None or b.timing.error is None
             return
         by, first, second = _comparable(a, b)
         self.by[by] += 1
@@ -98,7 +101,7 @@ class Comparison:
         mean = self.summed / self.compared if self.compared else 0.0
         return {
             "requests": self.requests, "equal": self.equal, "changed": self.changed_count, "at_ties": self.ties,
-            "failed": list(self.failed), "compared_by": dict(self.by),
+            "failed": list(self.failed), "failed_at_one": self.failed_at_one, "compared_by": dict(self.by),
             "logprob_difference": {"largest": self.largest, "mean": mean, "tokens": self.compared},
             "changed_requests": [vars(each) for each in self.changed], "a": a, "b": b,
         }  # fmt: skip

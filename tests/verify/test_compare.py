@@ -89,6 +89,14 @@ def test_failures_at_one_server_are_counted(tmp_path: Path, allow: int) -> None:
     assert "HTTP 500" in found["b"]["errors"][0]
 
 
+def test_as_many_failures_at_each_server_are_no_equal_servers(tmp_path: Path) -> None:
+    """Another request fails at each, so that the counts are equal."""
+    first, second = (read_trace(trace := written(tmp_path, 20), None, 1000)[i].prompt for i in (3, 5))
+    with echoing(fails=lambda given: given == first) as a, echoing(fails=lambda given: given == second) as b:
+        code, found = compared(a, b, trace)
+    assert (code, found["failed"], found["failed_at_one"], found["equal"]) == (1, [1, 1], 2, 18)
+
+
 def test_changes_that_are_allowed(tmp_path: Path) -> None:
     trace = written(tmp_path, 5)
     with echoing() as a, echoing(lambda prompt: usual(prompt)[:3]) as b:
