@@ -134,6 +134,30 @@ def test_quantised_inputs(kind: str, rows: int, tokens: int, monkeypatch: pytest
     assert (found[1][0] - exact).norm() / exact.norm() < 0.01
 
 
+@pytest.mark.parametrize("tokens", [3, 70])
+@pytest.mark.parametrize("heights", [(256,), (256, 40)], ids=["factors of blocks", "of rows"])
+def test_multipliers_of_blocks(heights: tuple[int, ...], tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model's multipliers leave inputs quantised. The second of two parts begins within a block of the first."""
+    torch.manual_seed(6)
+    monkeypatch.setattr(methods, "multiplies_fp8", lambda device: True)
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", decoded_product)
+    write = of_fp8(Scheme("fp8", "fp8", (128, 128), activations="group"), "weight_scale_inv")
+    matrices = {f"part{i}": write(height, 256) for i, height in enumerate((*heights, 128))}
+    build = replace(build_of(matrices["part0"].scheme), dtype=torch.bfloat16)
+    sizes = [Segment(name, len(matrix.dense)) for name, matrix in matrices.items()]
+    layer = ColumnLinear("in", 256, sizes, build=build)
+    scale = {name: 0.25 + i for i, name in enumerate(matrices)}
+    fill({k: v for name in matrices for k, v in layer.targets(name, [name], scale=scale).items()}, matrices)
+    finish(layer)
+    assert isinstance(layer.method, methods.Fp8) and layer.method.product is not None
+    assert layer.method.product.square == (len(heights) == 1)
+    x = torch.randn(tokens, 256).bfloat16()
+    exact = x.float() @ torch.cat([matrix.dense * scale[name] for name, matrix in matrices.items()]).t()
+    for got, wanted in zip(layer(x).float().split([len(m.dense) for m in matrices.values()], 1),
+                           exact.split([len(m.dense) for m in matrices.values()], 1), strict=True):  # fmt: skip
+        assert (got - wanted).norm() / wanted.norm() < 0.06
+
+
 @pytest.mark.parametrize("kind", WIDER)
 def test_embeddings(kind: str) -> None:
     torch.manual_seed(2)

@@ -41,6 +41,7 @@ def multiplies_fp8(device: torch.device) -> bool:
 
 def fp8_product(weight: QuantWeight) -> Fp8Product | None:
     """None if products with quantised inputs do not take the weight's blocks."""
+    weight = _without_factor(weight)
     grid, factor, (rows, width) = weight.scale, weight.factor, weight.data.shape
     if weight.code != "e4m3" or weight.zero is not None or width % GROUP or (grid is None) == (factor is None):
         return None
@@ -55,6 +56,21 @@ def fp8_product(weight: QuantWeight) -> Fp8Product | None:
         return Fp8Product(weight, GROUP, padded, F.pad(grid, (0, -grid.shape[1] % SCALES_OF)), square=True)
     each = F.pad(grid.repeat_interleave(weight.block[0], 0)[:rows], (0, 0, 0, -rows % MULTIPLE))
     return Fp8Product(weight, GROUP, padded, each.t().contiguous(), square=False)
+
+
+def _without_factor(weight: QuantWeight) -> QuantWeight:
+    """Factors of rows become part of the scales of blocks: a model's multipliers, and scales of rows of one block."""
+    grid, factor, high = weight.scale, weight.factor, weight.block[0]
+    if grid is None and factor is not None and weight.width == GROUP:
+        scale = nn.Parameter(factor[:, None].contiguous(), requires_grad=False)
+        return weight._replace(scale=scale, factor=None, block=(1, GROUP))
+    if grid is None or factor is None or grid.dtype != torch.float32:
+        return weight
+    of_blocks = factor[::high]
+    if not torch.equal(of_blocks.repeat_interleave(high)[: weight.rows], factor):
+        grid, high, of_blocks = grid.repeat_interleave(high, 0)[: weight.rows], 1, factor
+    scale = nn.Parameter(grid * of_blocks[:, None], requires_grad=False)
+    return weight._replace(scale=scale, factor=None, block=(high, weight.block[1]))
 
 
 def _padded(data: Tensor, rows: int) -> Tensor:
