@@ -1,5 +1,6 @@
 """Products of e4m3 weights with inputs that are quantised too, on GPUs that multiply such numbers."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -71,6 +72,22 @@ def _without_factor(weight: QuantWeight) -> QuantWeight:
         grid, high, of_blocks = grid.repeat_interleave(high, 0)[: weight.rows], 1, factor
     scale = nn.Parameter(grid * of_blocks[:, None], requires_grad=False)
     return weight._replace(scale=scale, factor=None, block=(high, weight.block[1]))
+
+
+def joined_products(products: Sequence[Fp8Product | None]) -> Fp8Product | None:
+    """One product for weights side by side along the input; None unless all have the same blocks."""
+    first = products[0]
+    if first is None or first.group != GROUP:
+        return None
+    weights, scales = list[QuantWeight](), list[Tensor]()
+    for product in products:
+        if product is None or product.weight.block != first.weight.block or product.weight.scale is None:
+            return None
+        weights.append(product.weight)
+        scales.append(product.weight.scale)
+    data = torch.cat([weight.data.view(torch.uint8) for weight in weights], 1).view(first.weight.data.dtype)
+    scale = nn.Parameter(torch.cat(scales, 1), requires_grad=False)
+    return fp8_product(weights[0]._replace(data=data, width=data.shape[1], scale=scale))
 
 
 def _padded(data: Tensor, rows: int) -> Tensor:
