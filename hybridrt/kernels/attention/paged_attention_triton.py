@@ -85,9 +85,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     if drafts_ptr is not None:
         keys -= T - 1 - tl.load(drafts_ptr + b)  # padding follows
     origin, first, end, used = _split_range(seq_len, split, T, WINDOW, SPLITS, FEW, LEAST, BLOCK_N)
-    if ROPE > 0:
-        pos = origin + first * BLOCK_N + tl.arange(0, BLOCK_N)
-        slot = tl.load(table + pos, mask=pos < keys, other=0).to(tl.int64)
+    pos = origin + first * BLOCK_N + tl.arange(0, BLOCK_N)
+    slot = tl.load(table + pos, mask=pos < keys, other=0).to(tl.int64)
     begin(PDL)
     if (SPLITS > 1) & (split > 0) & (first >= end):
         return
@@ -134,8 +133,6 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         if WINDOW > 0:
             visible &= depth[:, None] - key_depth[None, :] < WINDOW
         # `in_context` guards loads; `visible` guards scores: other keys get no weight.
-        if ROPE == 0:
-            slot = tl.load(table + pos, mask=in_context, other=0).to(tl.int64)
         base = (slot * HKV + kv_head) * (D + ROPE)
         key_mask = in_context[:, None] & (d < D)[None, :]
         k = tl.load(k_ptr + base[:, None] + d[None, :], mask=key_mask, other=0.0).to(q.dtype)
@@ -144,9 +141,9 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             rope_mask = in_context[:, None] & (r < ROPE)[None, :]
             k_rope = tl.load(k_ptr + base[:, None] + D + r[None, :], mask=rope_mask, other=0.0).to(q.dtype)
             scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision=PRECISION)
-            # Loaded here, so that the compiler keeps two blocks of keys in flight.
-            pos += BLOCK_N
-            slot = tl.load(table + pos, mask=pos < keys, other=0).to(tl.int64)
+        # Loaded here, so that the compiler keeps several blocks of keys in flight.
+        pos += BLOCK_N
+        slot = tl.load(table + pos, mask=pos < keys, other=0).to(tl.int64)
         scores = tl.where(visible, scores * scale_log2, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         # A row that has seen nothing keeps -inf; 0 in its place prevents NaN differences.
