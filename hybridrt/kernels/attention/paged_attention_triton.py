@@ -295,14 +295,17 @@ def _token_stride(out: Tensor) -> int:
     return stride
 
 
-def _walk(programs: int, max_context: int, tile: dict[str, int], device: torch.device) -> tuple[dict[str, int], bool]:
+def _walk(
+    programs: int, max_context: int, tile: dict[str, int], device: torch.device, coded: bool = False
+) -> tuple[dict[str, int], bool]:
     """Shares a row's context among programs, by the batch and the table's width alone.
 
     Returns changes to `_tile`, and whether a row's last program joins the parts: not if only long
     contexts are split, since a launch for it would rarely find work.
 
     Measured on an H200: if programs fill the device, whole contexts with two warps are best, unless
-    one row would delay the others. With fewer, four short tiles in flight beat long ones.
+    one row would delay the others. With fewer, several short tiles in flight beat long ones. Programs over codes have
+    fewer bytes in flight, so there are twice as many of them.
     """
     size = multiprocessors(device)
     if tile["BLOCK_D"] > 256:
@@ -310,14 +313,14 @@ def _walk(programs: int, max_context: int, tile: dict[str, int], device: torch.d
     bound, filled = tile["BLOCK_M"] > 32 or tile["BLOCK_D"] > 128, programs >= size
     pipeline = {"num_stages": 2}
     if not bound and filled:
-        pipeline = {"num_warps": 2 if tile["BLOCK_M"] == 16 else 4, "num_stages": 3}
+        pipeline = {"num_warps": 2 if tile["BLOCK_M"] == 16 else 4, "num_stages": 2 + coded}
     elif not bound:
-        pipeline = {"BLOCK_N": min(32, tile["BLOCK_N"]), "num_stages": 4}
+        pipeline = {"BLOCK_N": min(32, tile["BLOCK_N"]), "num_stages": 3 + coded}
     blocks = triton.cdiv(max_context, pipeline.get("BLOCK_N", tile["BLOCK_N"]))
     joined = filled and not bound
     if joined:
-        wanted = max((2 * size + programs // 2) // programs, triton.cdiv(max_context, LONG_CONTEXT))
-        few, least = 1, triton.cdiv(LONG_CONTEXT // 4, tile["BLOCK_N"])
+        wanted = max(((2 << coded) * size + programs // 2) // programs, triton.cdiv(max_context, LONG_CONTEXT))
+        few, least = 1, triton.cdiv(LONG_CONTEXT // (4 << coded), tile["BLOCK_N"])
     else:
         each = PROGRAMS_PER_MULTIPROCESSOR if tile["BLOCK_D"] <= 128 else WIDE_PER_MULTIPROCESSOR
         wanted = triton.cdiv(each * size, programs)
@@ -382,7 +385,7 @@ def _built_in(shape: Decode, device: torch.device) -> Values:
     tile = _tile(shape.rows_per_head, shape.head_dim, shape.dtype, shape.coded)
     programs = max(shape.rows * shape.head_blocks(tile["BLOCK_M"]), 1)
     while True:
-        walk, joined = _walk(programs, shape.context, tile, device)
+        walk, joined = _walk(programs, shape.context, tile, device, shape.coded)
         whole = tile | walk
         whole["num_stages"] += shape.coded  # a stage has fewer bytes
         if tile["BLOCK_N"] == 16 or _loaded_bytes(shape, whole) <= shared_memory(device):
