@@ -109,6 +109,53 @@ def encode_tile(x, offsets, scales_shape: tl.constexpr, dtype: tl.constexpr):  #
 
 
 @triton.jit
+def word_numbers(words, scales, J: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of int8 codes in int32 words, those of byte J, times `scales`."""
+    # 2^23 + a byte from 0 to 255: conversions take more instructions.
+    bits = (((words >> (8 * J)) & 0xFF) ^ 0x80) | 0x4B000000
+    return (bits.to(tl.float32, bitcast=True) - 8388736.0) * scales
+
+
+@triton.jit
+def spread_over_words(x, words: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A number of each block [P, n] for each of its words: [P, n * words]."""
+    wide = tl.broadcast_to(x[:, :, None], [x.shape[0], x.shape[1], words])
+    return tl.reshape(wide, [x.shape[0], x.shape[1] * words])
+
+
+@triton.jit
+def encode_words(x0, x1, x2, x3, key, element, length, blocks: tl.constexpr):  # type: ignore[no-untyped-def]
+    """As `encode_tile` of int8, of float32 numbers [P, W] of four neighbouring columns: words [P, W] and scales [P,
+    blocks]. `element` [P, W] is that of x0; key and length as in `rounding_offsets`."""
+    run: tl.constexpr = x0.shape[1] // blocks
+    # Bits of sizes, in the order of the sizes. Those of NaN are the largest.
+    largest = tl.maximum(tl.maximum(_size(x0), _size(x1)), tl.maximum(_size(x2), _size(x3)))
+    largest = tl.max(tl.reshape(largest, [x0.shape[0], blocks, run]), axis=2)
+    up = ((largest.to(tl.float32, bitcast=True) / 127.0).to(tl.int32, bitcast=True) + 0xFFFF) & -65536
+    scales = up.to(tl.float32, bitcast=True)
+    inverse = tl.where(scales > 0.0, 1.0 / tl.where(scales > 0.0, scales, 1.0), 0.0)
+    inverse = spread_over_words(inverse, run)
+    words = _byte(x0 * inverse, rounding_offsets(key, element, length))
+    words |= _byte(x1 * inverse, rounding_offsets(key, element + 1, length)) << 8
+    words |= _byte(x2 * inverse, rounding_offsets(key, element + 2, length)) << 16
+    words |= _byte(x3 * inverse, rounding_offsets(key, element + 3, length)) << 24
+    return words, tl.where(largest < 0x7F800000, up >> 16, 0x7FC0).to(tl.int16)
+
+
+@triton.jit
+def _size(x):  # type: ignore[no-untyped-def]
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _byte(scaled, offsets):  # type: ignore[no-untyped-def]
+    """floor(scaled + offsets), from -127 to 127, as a byte. In float32 numbers from 2^23 on the last bit is 1."""
+    moved = scaled + (offsets - 0.5) + 12582912.0
+    moved = tl.minimum(tl.maximum(moved, 12582785.0), 12583039.0)
+    return moved.to(tl.int32, bitcast=True) & 0xFF
+
+
+@triton.jit
 def round_floats(x, offsets, mantissa: tl.constexpr, smallest: tl.constexpr):  # type: ignore[no-untyped-def]
     """As `state_codes._round_floats`."""
     exponent = tl.maximum((x.to(tl.int32, bitcast=True) >> 23) & 0xFF, 127 + smallest)
