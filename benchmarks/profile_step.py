@@ -21,7 +21,7 @@ from benchmarks.common import prompts
 from benchmarks.short_prompts import add_chunks, decoding
 from benchmarks.timeline import Span, draw
 from hybridrt import LLM, SamplingParams
-from hybridrt.base.dtypes import STATE_DTYPES
+from hybridrt.base.dtypes import KV_CODES, STATE_DTYPES
 
 
 def kernel_table(prof: profile, steps: int) -> list[tuple[str, float, float]]:
@@ -137,6 +137,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=25)
     parser.add_argument("--state-dtype", default="bfloat16", choices=sorted(STATE_DTYPES))
     parser.add_argument("--state-mode", default="auto", choices=["auto", "classic", "replay"])
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", *KV_CODES])
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--prefill", type=shapes, default=[], help="profile prefills instead, e.g. 1x8192,16x2048")
     parser.add_argument("--mixed", type=shapes, default=[], help="profile decode rows next to a prompt, e.g. 64x448")
@@ -151,8 +152,8 @@ def main() -> None:
     most = max([args.batch, *(rows + 2 for rows, _ in args.mixed)])
     llm = LLM(
         args.model, load_format="dummy", max_model_len=longest + 512, state_mode=args.state_mode, tp_size=args.tp,
-        mamba_ssm_dtype=args.state_dtype, max_running_requests=most, cuda_graph_max_bs=most,
-        prefix_cache=False,
+        mamba_ssm_dtype=args.state_dtype, kv_cache_dtype=args.kv_cache_dtype, max_running_requests=most,
+        cuda_graph_max_bs=most, prefix_cache=False,
     )  # fmt: skip
     for count, length in args.prefill:
         print(f"prefill {count}x{length}")

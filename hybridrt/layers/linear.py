@@ -176,6 +176,9 @@ class MixedMethod(LinearMethod):
     def finish(self) -> None:
         for run in self.runs:
             run.finish()
+        whole = self.runs[0].joined(self.runs[1:]) if self.dim == 1 else None
+        if whole is not None:
+            self.runs, self.sizes = [whole], [sum(self.sizes)]
 
     def targets(self, key: str, parts: Sequence[Part]) -> CheckpointMap:
         found: CheckpointMap = {}

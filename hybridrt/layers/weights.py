@@ -259,6 +259,11 @@ class LinearMethod(Method, ABC):
     ) -> torch.Tensor:  # fmt: skip
         """act(x W^T + b), [T, in]; the last columns of x may be in `tail`."""
 
+    def joined(self, others: Sequence["LinearMethod"]) -> "LinearMethod | None":
+        """One method for this weight and the others' side by side along the input, once all are complete; None if
+        there is none."""
+        return None
+
     def lookup(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Rows `ids` [T] as [T, in] of `dtype`, for embeddings."""
         raise BackendError(f"{type(self).__name__} serves no embeddings; leave the embedding dense")

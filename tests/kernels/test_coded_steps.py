@@ -58,10 +58,13 @@ class Layer:
             self.A = None
             self.weights |= {"A_log": torch.randn(HEADS) - 2, "dt_bias": torch.randn(*bias)}
 
-    def step(self, tokens: int, states: Tensor, codes: StateCodes | None) -> Tensor:
+    def step(self, tokens: int, states: Tensor, codes: StateCodes | None, last_input: float | None = None) -> Tensor:
+        """`last_input`: of the last row's last channel."""
         torch.manual_seed(1)
         rows, slots = int32(1, 0, 3), int32(4, -1, 2)
         inputs = torch.randn(3, tokens, self.conv.shape[1])
+        if last_input is not None:
+            inputs[2, :, -1] = last_input
         args: dict[str, Any] = {
             "states": states, "conv": self.conv.clone(), "read_state_slots": slots, "write_state_slots": slots,
             "start_positions": int32(40, 0, 61), "rows": rows, "start": int32(3, 0, 14), "length": int32(7, 0, 9),
@@ -90,11 +93,31 @@ def test_a_step_reads_what_the_codes_say(kind: str, dtype: torch.dtype, size: tu
     assert not out[1].any()
 
 
+@pytest.mark.parametrize("size", [(20, 72), (20, 70), (70, 160)])
+def test_a_query_that_is_not_finite_spoils_its_row_alone(size: tuple[int, int]) -> None:
+    """Also where int8 codes are multiplied as integers, which have no NaN: scores have it. A last channel of Mamba-2 is
+    one of C."""
+    layer = Layer("mamba2", torch.int8, size)
+    out = layer.step(1, layer.pool, layer.codes, last_input=float("nan"))
+    assert out[2, :, HEADS // GROUPS :].isnan().all()
+    assert out[0].isfinite().all()
+
+
+@pytest.mark.parametrize("size", [(20, 72), (70, 160)])
+def test_queries_that_span_many_sizes(size: tuple[int, int]) -> None:
+    """The step in which a query is taken is that of its largest number."""
+    layer = Layer("mamba2", torch.int8, size)
+    out = layer.step(1, layer.pool, layer.codes, last_input=3e5)
+    expected = layer.step(1, numbers(layer.pool, layer.codes), None, last_input=3e5)
+    torch.testing.assert_close(out[2], expected[2], rtol=1e-5, atol=1e-5 * float(expected[2].abs().max()))
+    torch.testing.assert_close(out[0], expected[0], rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize("size", [(20, 72), (70, 160)])
 def test_tiles_of_many_rows_of_mamba2(size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     from hybridrt.kernels.mamba import mamba2_replay_decode_triton
 
-    layer = Layer("mamba2", torch.int8, size)
+    layer = Layer("mamba2", torch.float8_e4m3fn, size)
     few = layer.step(1, layer.pool, layer.codes)
     monkeypatch.setattr(mamba2_replay_decode_triton, "FEW_ROWS", 0)
     torch.testing.assert_close(layer.step(1, layer.pool, layer.codes), few, rtol=2e-5, atol=2e-5)

@@ -91,7 +91,7 @@ def latent_walk(monkeypatch):
     from hybridrt.kernels.attention import paged_attention_triton as module
 
     def walk_on(multiprocessors):
-        def walk(programs, max_context, tile, device):
+        def walk(programs, max_context, tile, device, coded):
             return module._walk_latent(max(multiprocessors // programs, 1), max_context, tile["BLOCK_N"], device)
 
         monkeypatch.setattr(module, "_walk", walk)

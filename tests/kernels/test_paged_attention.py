@@ -279,6 +279,17 @@ def test_programs_of_a_row_where_tables_are_wide(rows: int, programs: int) -> No
     assert paged_attention_triton._walk(rows, 2**20, tile, torch.device("cpu"))[0]["SPLITS"] == programs
 
 
+@pytest.mark.parametrize(("coded", "parts"), [(False, 1), (True, 2)])
+def test_contexts_of_codes_are_shared_by_twice_the_programs(coded: bool, parts: int) -> None:
+    """Two for each multiprocessor, and four over codes, which have fewer bytes on their way."""
+    from hybridrt.kernels.attention import paged_attention_triton
+
+    tile = paged_attention_triton._tile(6, 128, torch.bfloat16, coded)
+    walk, joined = paged_attention_triton._walk(256, 1728, tile, torch.device("cpu"), coded)
+    assert (walk["SPLITS"], joined) == (parts, True)
+    assert walk["LEAST"] * tile["BLOCK_N"] == 1024 // parts
+
+
 @pytest.fixture
 def gathering(monkeypatch):
     """Chunks of any length copy their keys and values together first, where the dtype allows it."""

@@ -147,6 +147,7 @@ def test_states_in_8_bits(compiled: Compiler) -> None:
         "_stream_kernel",
         "_few_kernel",
         "_fold_kernel",
+        "_fold_words_kernel",
         "_load_kernel",
         "_store_kernel",
     }

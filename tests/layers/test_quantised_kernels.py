@@ -8,7 +8,7 @@ import torch
 from hybridrt.base.errors import BackendError, ConfigError
 from hybridrt.base.quantization import Scheme
 from hybridrt.collectives.groups import TPGroup
-from hybridrt.layers.linear import ColumnLinear, Segment, VocabParallelEmbedding, finish
+from hybridrt.layers.linear import ColumnLinear, MixedMethod, RowLinear, Segment, VocabParallelEmbedding, finish
 from hybridrt.layers.moe import Experts
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.quant import methods
@@ -132,6 +132,58 @@ def test_quantised_inputs(kind: str, rows: int, tokens: int, monkeypatch: pytest
     for got, wanted in zip(*found, strict=True):
         assert 0.003 < (got - wanted).norm() / wanted.norm() < 0.06  # inputs have four bits
     assert (found[1][0] - exact).norm() / exact.norm() < 0.01
+
+
+@pytest.mark.parametrize("tokens", [3, 70])
+@pytest.mark.parametrize("heights", [(256,), (256, 40)], ids=["factors of blocks", "of rows"])
+def test_multipliers_of_blocks(heights: tuple[int, ...], tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model's multipliers leave inputs quantised. The second of two parts begins within a block of the first."""
+    torch.manual_seed(6)
+    monkeypatch.setattr(methods, "multiplies_fp8", lambda device: True)
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", decoded_product)
+    write = of_fp8(Scheme("fp8", "fp8", (128, 128), activations="group"), "weight_scale_inv")
+    matrices = {f"part{i}": write(height, 256) for i, height in enumerate((*heights, 128))}
+    build = replace(build_of(matrices["part0"].scheme), dtype=torch.bfloat16)
+    sizes = [Segment(name, len(matrix.dense)) for name, matrix in matrices.items()]
+    layer = ColumnLinear("in", 256, sizes, build=build)
+    scale = {name: 0.25 + i for i, name in enumerate(matrices)}
+    fill({k: v for name in matrices for k, v in layer.targets(name, [name], scale=scale).items()}, matrices)
+    finish(layer)
+    assert isinstance(layer.method, methods.Fp8) and layer.method.product is not None
+    assert layer.method.product.square == (len(heights) == 1)
+    x = torch.randn(tokens, 256).bfloat16()
+    exact = x.float() @ torch.cat([matrix.dense * scale[name] for name, matrix in matrices.items()]).t()
+    for got, wanted in zip(layer(x).float().split([len(m.dense) for m in matrices.values()], 1),
+                           exact.split([len(m.dense) for m in matrices.values()], 1), strict=True):  # fmt: skip
+        assert (got - wanted).norm() / wanted.norm() < 0.06
+
+
+@pytest.mark.parametrize("tokens", [3, 70])
+@pytest.mark.parametrize(("widths", "block"), [((256, 384), 128), ((256, 96), 128), ((256, 384), 0), ((128, 384), 0)])
+def test_inputs_of_several_matrices(
+    widths: tuple[int, int], block: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One product where blocks of 128 inputs have scales. A row's scale serves one matrix, and so does a last block
+    that is not full."""
+    torch.manual_seed(7)
+    monkeypatch.setattr(methods, "multiplies_fp8", lambda device: True)
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", decoded_product)
+    scheme = Scheme("fp8", "fp8", (128, 128) if block else (1, 0), activations="group")
+    names = {"attn": widths[0], "ssm": widths[1]}
+    matrices = {name: of_fp8(scheme, "weight_scale_inv")(200, width) for name, width in names.items()}
+    layer = RowLinear(
+        "out", [Segment(*item) for item in names.items()], 200, build=replace(build_of(scheme), dtype=torch.bfloat16)
+    )
+    fill(layer.targets("attn", "attn") | layer.targets("ssm", "ssm", scale=2.0), matrices)
+    finish(layer)
+    assert isinstance(layer.method, MixedMethod)
+    assert len(layer.method.runs) == (1 if block and widths[1] % 128 == 0 else 2)
+    assert {name for name, _ in layer.named_parameters()} == set(layer.method.parameters())
+    x, tail = torch.randn(tokens, widths[0]).bfloat16(), torch.randn(tokens, widths[1]).bfloat16()
+    wanted = x.float() @ matrices["attn"].dense.t() + tail.float() @ matrices["ssm"].dense.t() * 2.0
+    found = layer(x, tail).float()
+    assert (found - wanted).norm() / wanted.norm() < 0.06
+    assert torch.equal(layer(torch.cat([x, tail], 1)).float(), found)
 
 
 @pytest.mark.parametrize("kind", WIDER)

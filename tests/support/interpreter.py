@@ -16,7 +16,8 @@ Each thing is replaced where this version of Triton has it:
 - A reduction with a function of the kernel's own goes through the elements one by one.
 
 One thing is replaced because its results are wrong: float32 numbers that round up to a power of two lose it when they
-become e4m3, where GPUs carry into the exponent and saturate.
+become e4m3, where GPUs carry into the exponent and saturate. And one instruction is added: Triton's interpreter runs no
+assembler.
 """
 
 import dataclasses
@@ -43,6 +44,7 @@ def spare() -> None:
         replace(interpreter, "_patch_attr", directly)
     replace(interpreter, "_get_np_dtype", by_name)
     replace(interpreter, "_convert_float", with_carries)
+    replace(interpreter.InterpreterBuilder, "create_inline_asm", with_products_of_four)
     replace(interpreter.TensorHandle, "__post_init__", once_a_size)
     replace(interpreter.ReduceOps, "generic_reduce", by_slices)
     replace(tl.block_type, "__init__", once_a_type)
@@ -71,6 +73,24 @@ def with_carries(convert: Callable[..., Any]) -> Callable[..., Any]:
         return found.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 
     return converted
+
+
+def with_products_of_four(create: Callable[..., Any]) -> Callable[..., Any]:
+    """`_dot4` of `hybridrt/kernels/state/state_codes_triton.py`."""
+    byte = {f"dp4a.s32.{name} $0, $1, $2, $3;": type for name, type in (("s32", numpy.int8), ("u32", numpy.uint8))}
+
+    def created(self: Any, asm: str, constraints: str, operands: Any, types: Any, *rest: Any) -> Any:
+        if asm not in byte:
+            return create(self, asm, constraints, operands, types, *rest)
+        a, b, total = numpy.broadcast_arrays(*(operand.data for operand in operands))
+        left, right = (
+            numpy.ascontiguousarray(words)[..., None].view(type).astype(numpy.int32)
+            for words, type in ((a, numpy.int8), (b, byte[asm]))
+        )
+        found = interpreter.TensorHandle(total + (left * right).sum(-1, dtype=numpy.int32), tl.int32)
+        return SimpleNamespace(get_result=lambda _: found)
+
+    return created
 
 
 def staying(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:

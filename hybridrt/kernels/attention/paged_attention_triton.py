@@ -88,9 +88,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     if drafts_ptr is not None:
         keys -= T - 1 - tl.load(drafts_ptr + b)  # padding follows
     origin, first, end, used = _split_range(seq_len, split, T, WINDOW, SPLITS, FEW, LEAST, BLOCK_N)
-    if ROPE > 0:
-        pos = origin + first * BLOCK_N + tl.arange(0, BLOCK_N)
-        slot = tl.load(table + pos, mask=pos < keys, other=0).to(tl.int64)
+    pos = origin + first * BLOCK_N + tl.arange(0, BLOCK_N)
+    slot = tl.load(table + pos, mask=pos < keys, other=0).to(tl.int64)
     begin(PDL)
     if (SPLITS > 1) & (split > 0) & (first >= end):
         return
@@ -137,8 +136,6 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         if WINDOW > 0:
             visible &= depth[:, None] - key_depth[None, :] < WINDOW
         # `in_context` guards loads; `visible` guards scores: other keys get no weight.
-        if ROPE == 0:
-            slot = tl.load(table + pos, mask=in_context, other=0).to(tl.int64)
         base = (slot * HKV + kv_head) * (D + ROPE)
         key_mask = in_context[:, None] & (d < D)[None, :]
         k = tl.load(k_ptr + base[:, None] + d[None, :], mask=key_mask, other=0.0).to(q.dtype)
@@ -147,9 +144,9 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             rope_mask = in_context[:, None] & (r < ROPE)[None, :]
             k_rope = tl.load(k_ptr + base[:, None] + D + r[None, :], mask=rope_mask, other=0.0).to(q.dtype)
             scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision=PRECISION)
-            # Loaded here, so that the compiler keeps two blocks of keys in flight.
-            pos += BLOCK_N
-            slot = tl.load(table + pos, mask=pos < keys, other=0).to(tl.int64)
+        # Loaded here, so that the compiler keeps several blocks of keys in flight.
+        pos += BLOCK_N
+        slot = tl.load(table + pos, mask=pos < keys, other=0).to(tl.int64)
         scores = tl.where(visible, scores * scale_log2, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         # A row that has seen nothing keeps -inf; 0 in its place prevents NaN differences.
@@ -301,14 +298,17 @@ def _token_stride(out: Tensor) -> int:
     return stride
 
 
-def _walk(programs: int, max_context: int, tile: dict[str, int], device: torch.device) -> tuple[dict[str, int], bool]:
+def _walk(
+    programs: int, max_context: int, tile: dict[str, int], device: torch.device, coded: bool = False
+) -> tuple[dict[str, int], bool]:
     """Shares a row's context among programs, by the batch and the table's width alone.
 
     Returns changes to `_tile`, and whether a row's last program joins the parts: not if only long
     contexts are split, since a launch for it would rarely find work.
 
     Measured on an H200: if programs fill the device, whole contexts with two warps are best, unless
-    one row would delay the others. With fewer, four short tiles in flight beat long ones.
+    one row would delay the others. With fewer, several short tiles in flight beat long ones. Programs over codes have
+    fewer bytes in flight, so there are twice as many of them.
     """
     size = multiprocessors(device)
     if tile["BLOCK_D"] > 256:
@@ -316,14 +316,14 @@ def _walk(programs: int, max_context: int, tile: dict[str, int], device: torch.d
     bound, filled = tile["BLOCK_M"] > 32 or tile["BLOCK_D"] > 128, programs >= size
     pipeline = {"num_stages": 2}
     if not bound and filled:
-        pipeline = {"num_warps": 2 if tile["BLOCK_M"] == 16 else 4, "num_stages": 3}
+        pipeline = {"num_warps": 2 if tile["BLOCK_M"] == 16 else 4, "num_stages": 2 + coded}
     elif not bound:
-        pipeline = {"BLOCK_N": min(32, tile["BLOCK_N"]), "num_stages": 4}
+        pipeline = {"BLOCK_N": min(32, tile["BLOCK_N"]), "num_stages": 3 + coded}
     blocks = cdiv(max_context, pipeline.get("BLOCK_N", tile["BLOCK_N"]))
     joined = filled and not bound
     if joined:
-        wanted = max((2 * size + programs // 2) // programs, cdiv(max_context, LONG_CONTEXT))
-        few, least = 1, cdiv(LONG_CONTEXT // 4, tile["BLOCK_N"])
+        wanted = max(((2 << coded) * size + programs // 2) // programs, cdiv(max_context, LONG_CONTEXT))
+        few, least = 1, cdiv(LONG_CONTEXT // (4 << coded), tile["BLOCK_N"])
     else:
         each = PROGRAMS_PER_MULTIPROCESSOR if tile["BLOCK_D"] <= 128 else WIDE_PER_MULTIPROCESSOR
         wanted = cdiv(each * size, programs)
@@ -388,7 +388,7 @@ def _built_in(shape: Decode, device: torch.device) -> Values:
     tile = _tile(shape.rows_per_head, shape.head_dim, shape.dtype, shape.coded)
     programs = max(shape.rows * shape.head_blocks(tile["BLOCK_M"]), 1)
     while True:
-        walk, joined = _walk(programs, shape.context, tile, device)
+        walk, joined = _walk(programs, shape.context, tile, device, shape.coded)
         whole = tile | walk
         whole["num_stages"] += shape.coded  # a stage has fewer bytes
         if tile["BLOCK_N"] == 16 or _loaded_bytes(shape, whole) <= shared_memory(device):

@@ -29,7 +29,14 @@ from hybridrt.kernels.state.conv_and_gates_triton import (
     time_step,
 )
 from hybridrt.kernels.state.state_codes import SCALED
-from hybridrt.kernels.state.state_codes_triton import TILE, load_scales, scale_strides, state_scales
+from hybridrt.kernels.state.state_codes_triton import (
+    TILE,
+    load_scales,
+    load_words,
+    multiply_words,
+    scale_strides,
+    state_scales,
+)
 from hybridrt.kernels.state.state_ring_triton import exact_dot, multiply_codes, multiply_state, products
 
 FEW_ROWS = 1 << 16  # rows of all states [P, N], up to which small programs are faster
@@ -155,6 +162,7 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Grid [rows, heads, tiles of P]: a checkpoint [P, N] is read once for T tokens. BLOCK_T is 1
     for products by element, else at least 16. In other products of codes, a tile of N has one scale.
+    For one token, int8 codes are multiplied four at a time, in tiles with all of N.
     """
     b, h, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     t, n, w = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_W)
@@ -168,8 +176,12 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
     if CODES:
         scales_row = scales_ptr + tl.maximum(slot, 0) * scales_ss + h * scales_sh
     WHOLE: tl.constexpr = BLOCK_N >= N
-    if WHOLE:
-        # The kernel before writes no state, and waits for all earlier ones.
+    WORDS: tl.constexpr = BLOCK_T == 1 and N % 4 == 0 and states_ptr.dtype.element_ty == tl.int8
+    # The kernel before writes no state, and waits for all earlier ones.
+    if WORDS:
+        slot_head = states_ptr + tl.maximum(slot, 0) * states_ss + h * states_sh
+        words, scales = load_words(slot_head, scales_row, p, P, N, BLOCK_N)
+    elif WHOLE:
         state = tl.load(cells, mask=p_mask[:, None] & (n < N)[None, :], other=0.0)
         if CODES:
             scales = load_scales(scales_row, p, 0, P, N, BLOCK_N)
@@ -184,7 +196,8 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
     token = b * T + t
     newest = t[:, None] + length
     place = (start + w) % W
-    queries = queries_ptr + (token * G + h // (H // G)).to(tl.int64)[:, None] * N + n[None, :]
+    queries_row = queries_ptr + (token * G + h // (H // G)).to(tl.int64)[:, None] * N
+    queries = queries_row + n[None, :]
     scores = tl.load(
         scores_ptr + (token * H + h).to(tl.int64)[:, None] * W + place[None, :],
         mask=(t < T)[:, None] & (w[None, :] <= newest), other=0.0,
@@ -201,7 +214,11 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
         scores += tl.where(w[None, :] == newest, tl.load(D_ptr + h).to(tl.float32), 0.0)
 
     acc = tl.zeros([BLOCK_P, BLOCK_N if BLOCK_T == 1 else BLOCK_T], tl.float32)
-    if WHOLE:
+    if WORDS:
+        fours = 4 * tl.arange(0, BLOCK_N // 4)[:, None] + tl.arange(0, 4)[None, :]
+        query = tl.load(queries_row + fours, mask=fours < N, other=0.0)
+        acc = multiply_words(words, scales, query.to(tl.float32))[:, None]
+    elif WHOLE:
         vectors = tl.load(queries, mask=(t < T)[:, None] & (n < N)[None, :], other=0.0)
         acc = multiply_codes(state, scales, vectors, acc) if CODES else multiply_state(state, vectors, acc)
     else:
@@ -271,11 +288,14 @@ def replay_decode_triton(
 
 
 def codes_tile(batch: int, tokens: int, states: Tensor) -> dict[str, int]:
-    """Tiles of codes in the second kernel, as measured on an H200. One token's products are taken element by element,
-    of decoded numbers: of many rows, 64 columns at a time with three loads in flight. Those of several tokens are of
-    whole codes, each block before its scale."""
+    """Tiles of codes in the second kernel, as measured on an H200. One token's products are of int8 codes, four at a
+    time in whole rows, or of decoded numbers, element by element: of many rows, 64 columns at a time with three loads
+    in flight. Those of several tokens are of whole codes, each block before its scale."""
     _, heads, dim, state_dim = states.shape
     rows, columns = (max(16, next_power_of_2(size)) for size in (dim, state_dim))
+    if tokens == 1 and states.dtype == torch.int8 and state_dim % 4 == 0:
+        block_p = min(rows, max(16, 2 * TILE // columns))
+        return {"BLOCK_T": 1, "BLOCK_P": block_p, "BLOCK_N": columns, "STAGES": 1, "num_warps": 2}
     if tokens == 1 and batch * heads * dim <= FEW_ROWS:
         block_p = min(rows, max(16, TILE // columns))
         return {"BLOCK_T": 1, "BLOCK_P": block_p, "BLOCK_N": columns, "STAGES": 1, "num_warps": 4}

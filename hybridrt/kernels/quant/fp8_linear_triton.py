@@ -12,6 +12,7 @@ from hybridrt.kernels.dense.skinny_linear_triton import MULTIPROCESSORS, store_o
 from hybridrt.kernels.quant.fp8_linear import GROUP, TokenCodes, empty_codes
 from hybridrt.kernels.quant.quant_weight import QuantWeight
 
+ROWS = 64  # of a weight that a program multiplies; sums of more leave no registers
 COLUMNS = 2048  # that a program quantises, if the token's sum of squares is not asked for
 
 
@@ -66,10 +67,13 @@ def quantize_tokens_triton(x: Tensor, group: int, norm: InputNorm | None = None)
 def _fp8_linear_kernel(  # type: ignore[no-untyped-def]
     x_ptr, x_scale_ptr, weight_ptr, scale_ptr, factor_ptr, bias_ptr, out_ptr, parts_ptr, arrivals_ptr,
     tokens, N, x_scale_sr, K: tl.constexpr, T: tl.constexpr, ROWS: tl.constexpr, ACTIVATION: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PART: tl.constexpr, SPLIT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """SPLIT programs for each block of rows. Weight [BLOCK_N, K or its part] x tokens [K, T]."""
-    PART: tl.constexpr = (K + SPLIT * BLOCK_K - 1) // (SPLIT * BLOCK_K) * BLOCK_K
+    """SPLIT programs for each block of rows, of PART columns each. Weight [BLOCK_N, K or its part] x tokens [K, T].
+
+    Two blocks of K at a time: with one, a program waits for memory more often than it has bytes on their way.
+    """
     block, part = tl.program_id(0) // SPLIT, tl.program_id(0) % SPLIT
     first = part * PART
     end = tl.minimum(first + PART, K)
@@ -80,16 +84,22 @@ def _fp8_linear_kernel(  # type: ignore[no-untyped-def]
     live = t < tokens
     begin(PDL)
     acc = tl.zeros([BLOCK_N, T], tl.float32)
-    for start in tl.range(first, end, BLOCK_K, num_stages=STAGES):
-        tile = tl.load(weights + start)
+    for start in tl.range(first, end, 2 * BLOCK_K, num_stages=STAGES):
+        # An odd number of blocks ends with the last one twice, once times zeros.
+        later, also = tl.minimum(start + BLOCK_K, K - BLOCK_K), live & (start + BLOCK_K < K)
+        tile, next_tile = tl.load(weights + start), tl.load(weights + later)
         x = tl.load(inputs + start, mask=live[None, :], other=0.0)
+        next_x = tl.load(inputs + later, mask=also[None, :], other=0.0)
         # Tensor cores add products of e4m3 with few bits: sums of BLOCK_K columns are added in float32.
-        products = tl.dot(tile, x)
+        products, next_products = tl.dot(tile, x), tl.dot(next_tile, next_x)
         if scale_ptr is not None:
-            scale = tl.load(scale_ptr + row // ROWS * (K // BLOCK_K) + start // BLOCK_K)
-            x_scale = tl.load(x_scale_ptr + start // BLOCK_K * x_scale_sr + t, mask=live, other=0.0)
+            scales, x_scales = scale_ptr + row // ROWS * (K // BLOCK_K), x_scale_ptr + t
+            scale, next_scale = tl.load(scales + start // BLOCK_K), tl.load(scales + later // BLOCK_K)
+            x_scale = tl.load(x_scales + start // BLOCK_K * x_scale_sr, mask=live, other=0.0)
+            next_x_scale = tl.load(x_scales + later // BLOCK_K * x_scale_sr, mask=live, other=0.0)
             products *= scale[:, None] * x_scale[None, :]
-        acc += products
+            next_products *= next_scale[:, None] * next_x_scale[None, :]
+        acc += products + next_products
     if scale_ptr is None:
         acc *= tl.load(x_scale_ptr + t, mask=live, other=0.0)[None, :]
     if SPLIT == 1:
@@ -119,16 +129,17 @@ def fp8_linear_triton(
     rows, width, device = weight.rows, weight.width, weight.data.device
     padded = max(16, next_power_of_2(x.tokens))
     out = torch.empty(x.tokens, rows // 2 if activation == "silu_and_mul" else rows, dtype=dtype, device=device)
-    block_n = 64 if padded <= 32 else 128
-    blocks = cdiv(rows, block_n)
-    split = max(1, min(8, (3 if padded <= 32 else 1) * MULTIPROCESSORS // blocks, width // 512))
+    blocks = cdiv(rows, ROWS)
+    split = max(1, min(8, 3 * MULTIPROCESSORS // blocks, width // 512))
+    part = cdiv(width, 2 * GROUP * split) * 2 * GROUP
+    split = cdiv(width, part)
     parts, arrivals = None, None
     if split > 1:
-        parts = torch.empty((blocks, split, block_n, padded), dtype=torch.float32, device=device)
+        parts = torch.empty((blocks, split, ROWS, padded), dtype=torch.float32, device=device)
         arrivals = arrival_counters(weight.data, blocks)
     _fp8_linear_kernel[(blocks * split,)](
         x.codes, x.scale, weight.data, weight.scale, weight.factor, bias, out, parts, arrivals,
         x.tokens, rows, x.scale.stride(0), K=width, T=padded, ROWS=weight.block[0], ACTIVATION=activation,
-        BLOCK_N=block_n, BLOCK_K=GROUP, STAGES=4, SPLIT=split, num_warps=4, **pdl(device),
+        BLOCK_N=ROWS, BLOCK_K=GROUP, STAGES=3, PART=part, SPLIT=split, num_warps=4, **pdl(device),
     )  # fmt: skip
     return out

@@ -34,6 +34,58 @@ def load_scales(slot_scales, row, first, rows, columns: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit
+def load_words(slot_head, slot_scales, row, rows, columns: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rows `row` [P] of a head's int8 codes, as int32 words [P, BLOCK / 4], and the scale of each 16 codes, int16
+    [P, BLOCK / 16]. Those of rows from `rows` on are 0. Four divides `columns`."""
+    k, s = tl.arange(0, BLOCK // 4), tl.arange(0, BLOCK // 16)
+    cells = slot_head.to(tl.pointer_type(tl.int32), bitcast=True) + row[:, None] * (columns // 4) + k[None, :]
+    words = tl.load(cells, mask=(row < rows)[:, None] & (k < columns // 4)[None, :], other=0)
+    count: tl.constexpr = (columns + _SCALED - 1) // _SCALED
+    block = s // (_SCALED // 16)
+    mask = (row < rows)[:, None] & (block < count)[None, :]
+    return words, tl.load(slot_scales + row[:, None] * count + block[None, :], mask=mask, other=0)
+
+
+@triton.jit
+def multiply_words(words, scales, x):  # type: ignore[no-untyped-def]
+    """S x, float32 [P]: of int8 codes S as int32 words [P, N / 4], int16 scales [P, N / 16] of each 16 codes, and
+    float32 x [N / 4, 4].
+
+    Integers are multiplied four at a time, which takes a sixth of the instructions that decoded numbers take. x is
+    taken in steps of its largest number / 2^21 or smaller. bfloat16 numbers from the largest / 2^14 on are exact so.
+    If x is not finite, the result may be any number: a step's scores show it, as they have the same x as a factor.
+    """
+    high, mid, low, step = _digits(x)
+    shape: tl.constexpr = (words.shape[0], words.shape[1] // 4, 4)
+    upper = _dot4(words, high[None, :], tl.zeros_like(words), "s32")
+    lower = _dot4(words, low[None, :], _dot4(words, mid[None, :], tl.zeros_like(words), "u32") << 8, "u32")
+    upper, lower = tl.sum(tl.reshape(upper, shape), axis=2), tl.sum(tl.reshape(lower, shape), axis=2)
+    numbers = (scales.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return tl.sum((upper.to(tl.float32) * 65536.0 + lower.to(tl.float32)) * numbers, axis=1) * step
+
+
+@triton.jit
+def _digits(x):  # type: ignore[no-untyped-def]
+    """Float32 x [W, 4] as step * (high * 2^16 + mid * 2^8 + low). Digits have a byte each, four in an int32 word [W].
+    The high ones have a sign."""
+    exponent = tl.minimum(tl.maximum(tl.max(tl.abs(x)).to(tl.int32, bitcast=True) >> 23, 22), 254)
+    inverse, step = ((275 - exponent) << 23).to(tl.float32, bitcast=True), ((exponent - 21) << 23)
+    whole = tl.floor(x * inverse + 0.5).to(tl.int32)
+    place = (8 * tl.arange(0, 4))[None, :]
+    high, mid = tl.sum(((whole >> 16) & 0xFF) << place, axis=1), tl.sum(((whole >> 8) & 0xFF) << place, axis=1)
+    low = tl.sum((whole & 0xFF) << place, axis=1)
+    return high, mid, low, step.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _dot4(a, b, c, B_TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """c + the sum of four products of bytes of the int32 words a, with signs, and b, with signs if its type is s32."""
+    return tl.inline_asm_elementwise(
+        "dp4a.s32." + B_TYPE + " $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def rounding_offsets(key, element, length):  # type: ignore[no-untyped-def]
     """u in [0, 1) as in `state_codes.rounding_offsets`. key, length: int32 of one head and one row."""
     x = (key.to(tl.uint32, bitcast=True) + length.to(tl.uint32) // 256 * 0x9E3779B9) + element.to(tl.uint32)
@@ -56,6 +108,53 @@ def encode_tile(x, offsets, scales_shape: tl.constexpr, dtype: tl.constexpr):  #
     codes = tl.floor(scaled + offsets) if dtype == tl.int8 else round_floats(scaled, offsets, 3, -6)
     codes = tl.minimum(tl.maximum(codes, -LARGEST), LARGEST)
     return codes.to(dtype), tl.where(finite, up >> 16, 0x7FC0).to(tl.int16)
+
+
+@triton.jit
+def word_numbers(words, scales, J: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of int8 codes in int32 words, those of byte J, times `scales`."""
+    # 2^23 + a byte from 0 to 255: conversions take more instructions.
+    bits = (((words >> (8 * J)) & 0xFF) ^ 0x80) | 0x4B000000
+    return (bits.to(tl.float32, bitcast=True) - 8388736.0) * scales
+
+
+@triton.jit
+def spread_over_words(x, words: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A number of each block [P, n] for each of its words: [P, n * words]."""
+    wide = tl.broadcast_to(x[:, :, None], [x.shape[0], x.shape[1], words])
+    return tl.reshape(wide, [x.shape[0], x.shape[1] * words])
+
+
+@triton.jit
+def encode_words(x0, x1, x2, x3, key, element, length, blocks: tl.constexpr):  # type: ignore[no-untyped-def]
+    """As `encode_tile` of int8, of float32 numbers [P, W] of four neighbouring columns: words [P, W] and scales [P,
+    blocks]. `element` [P, W] is that of x0; key and length as in `rounding_offsets`."""
+    run: tl.constexpr = x0.shape[1] // blocks
+    # Bits of sizes, in the order of the sizes. Those of NaN are the largest.
+    largest = tl.maximum(tl.maximum(_size(x0), _size(x1)), tl.maximum(_size(x2), _size(x3)))
+    largest = tl.max(tl.reshape(largest, [x0.shape[0], blocks, run]), axis=2)
+    up = ((largest.to(tl.float32, bitcast=True) / 127.0).to(tl.int32, bitcast=True) + 0xFFFF) & -65536
+    scales = up.to(tl.float32, bitcast=True)
+    inverse = tl.where(scales > 0.0, 1.0 / tl.where(scales > 0.0, scales, 1.0), 0.0)
+    inverse = spread_over_words(inverse, run)
+    words = _byte(x0 * inverse, rounding_offsets(key, element, length))
+    words |= _byte(x1 * inverse, rounding_offsets(key, element + 1, length)) << 8
+    words |= _byte(x2 * inverse, rounding_offsets(key, element + 2, length)) << 16
+    words |= _byte(x3 * inverse, rounding_offsets(key, element + 3, length)) << 24
+    return words, tl.where(largest < 0x7F800000, up >> 16, 0x7FC0).to(tl.int16)
+
+
+@triton.jit
+def _size(x):  # type: ignore[no-untyped-def]
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _byte(scaled, offsets):  # type: ignore[no-untyped-def]
+    """floor(scaled + offsets), from -127 to 127, as a byte. In float32 numbers from 2^23 on the last bit is 1."""
+    moved = scaled + (offsets - 0.5) + 12582912.0
+    moved = tl.minimum(tl.maximum(moved, 12582785.0), 12583039.0)
+    return moved.to(tl.int32, bitcast=True) & 0xFF
 
 
 @triton.jit

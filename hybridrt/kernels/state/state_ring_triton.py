@@ -21,13 +21,16 @@ from hybridrt.kernels.state.state_codes_triton import (
     code_blocks,
     decode_tile,
     encode_tile,
+    encode_words,
     round_to,
     rounding_offsets,
     scale_strides,
+    spread_over_words,
+    word_numbers,
 )
 from hybridrt.kernels.state.state_ring import RingFolds
 
-PROGRAMS_PER_MULTIPROCESSOR = 6
+PROGRAMS_PER_MULTIPROCESSOR, WORDS_PER_MULTIPROCESSOR = 6, 4  # of tiles, and of states of int8 codes
 
 
 @jit_kernel(do_not_specialize=["batch"])
@@ -153,6 +156,77 @@ def _fold_kernel(  # type: ignore[no-untyped-def]
                 tl.store(state_lengths_ptr + write, end)
 
 
+@jit_kernel
+def _fold_words_kernel(  # type: ignore[no-untyped-def]
+    A_ptr, states_ptr, scales_ptr, values_ptr, keys_ptr, gates_ptr,
+    read_slots_ptr, write_slots_ptr, rows_ptr, start_ptr, length_ptr, ends_ptr, count_ptr,
+    state_lengths_ptr, element_keys_ptr,
+    states_sl, scales_sl, values_sl, keys_sl, gates_sl,
+    states_ss: tl.constexpr, states_sh: tl.constexpr, scales_ss: tl.constexpr, scales_sh: tl.constexpr,
+    values_sr: tl.constexpr, keys_sr: tl.constexpr, gates_sr: tl.constexpr,
+    L: tl.constexpr, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, NS: tl.constexpr, G: tl.constexpr,
+    W: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_W: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """As `_fold_kernel`, of int8 codes, four in an int32 word. A program folds whole heads, BLOCK_P rows at a time."""
+    begin(PDL)
+    RUN: tl.constexpr = BLOCK_N // 4 // BLOCK_S
+    w, k, n, s = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_N // 4), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_S)
+    for item in range(tl.program_id(0), tl.load(count_ptr) * (L * H), tl.num_programs(0)):
+        layer = tl.full([], item // H % L, tl.int64)
+        index, h = item // (L * H), item % H
+        read = tl.load(read_slots_ptr + index).to(tl.int64)
+        write = tl.load(write_slots_ptr + index).to(tl.int64)
+        if (read >= 0) & (write >= 0):
+            row, end = tl.load(rows_ptr + index).to(tl.int64), tl.load(ends_ptr + index)
+            start, length = tl.load(start_ptr + index), tl.load(length_ptr + index)
+            past, column = w < length, (start + w) % W
+            gates_row = gates_ptr + layer * gates_sl + row * gates_sr + h * W
+            gates = tl.load(gates_row + column, mask=past, other=0.0)
+            later = tl.load(gates_row + (start + w + 1) % W, mask=w + 1 < length, other=0.0)
+            keys_row = keys_ptr + layer * keys_sl + row * keys_sr + h // (H // G) * (W * N)
+            keys_cells = keys_row + column[:, None] * N + n[None, :]
+            keys = tl.load(keys_cells, mask=past[:, None] & (n < N)[None, :], other=0.0)
+            even, odd = tl.split(tl.reshape(keys, [BLOCK_W, BLOCK_N // 4, 2, 2]))
+            keys_0, keys_2 = tl.split(even)
+            keys_1, keys_3 = tl.split(odd)
+            # Sums from the end, as in decays_of_channels.
+            weight, log_decay = 1.0, gates
+            if A_ptr is not None:
+                A = finite_rate(tl.load(A_ptr + layer * H + h))
+                weight, log_decay, later = gates, gates * A, later * A
+            decay = tl.exp(tl.sum(log_decay, axis=0))
+            weight *= tl.exp(tl.cumsum(later, axis=0, reverse=True))
+            values_row = values_ptr + layer * values_sl + row * values_sr + h * (W * P)
+            states_head = states_ptr + layer * states_sl + h * states_sh
+            source = (states_head + read * states_ss).to(tl.pointer_type(tl.int32), bitcast=True)
+            target = (states_head + write * states_ss).to(tl.pointer_type(tl.int32), bitcast=True)
+            scales_head = scales_ptr + layer * scales_sl + h * scales_sh
+            key = tl.load(element_keys_ptr + layer * H + h)
+            for first in range(0, P, BLOCK_P):
+                p = first + tl.arange(0, BLOCK_P)
+                p_mask = p < P
+                mask, s_mask = p_mask[:, None] & (k < N // 4)[None, :], p_mask[:, None] & (s < NS)[None, :]
+                cells, scales_cells = p[:, None] * (N // 4) + k[None, :], p[:, None] * NS + s[None, :]
+                words = tl.load(source + cells, mask=mask, other=0)
+                scales = tl.load(scales_head + read * scales_ss + scales_cells, mask=s_mask, other=0)
+                values_cells = values_row + column[:, None] * P + p[None, :]
+                values = tl.load(values_cells, mask=past[:, None] & p_mask[None, :], other=0.0).to(tl.float32)
+                values = tl.trans(values * weight[:, None])
+                numbers = (scales.to(tl.int32) << 16).to(tl.float32, bitcast=True) * decay
+                numbers = spread_over_words(numbers, RUN)
+                x0 = word_numbers(words, numbers, 0) + exact_dot(values, keys_0)
+                x1 = word_numbers(words, numbers, 1) + exact_dot(values, keys_1)
+                x2 = word_numbers(words, numbers, 2) + exact_dot(values, keys_2)
+                x3 = word_numbers(words, numbers, 3) + exact_dot(values, keys_3)
+                new, new_scales = encode_words(x0, x1, x2, x3, key, p[:, None] * N + 4 * k[None, :], end, BLOCK_S)
+                # Without entries, as they were: rounded again, codes would change.
+                tl.store(target + cells, tl.where(length == 0, words, new), mask=mask)
+                new_scales = tl.where(length == 0, scales, new_scales)
+                tl.store(scales_head + write * scales_ss + scales_cells, new_scales, mask=s_mask)
+            tl.store(state_lengths_ptr + write, end)
+
+
 @triton.jit
 def copy_tile(source, target, p, n, P: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
     """Copies rows `p` and columns `n` of a matrix [P, N]."""
@@ -252,20 +326,29 @@ def fold_ring_triton(
     layers, _, heads, dim, state_dim = states.shape
     by_channel, scales = gates.ndim == 5, None if codes is None else codes.state_scales
     lengths, element_keys = (None, None) if codes is None else (codes.state_lengths, codes.element_keys)
-    tile = fold_tile(dim, state_dim, by_channel, scales is not None)
-    tiles = cdiv(dim, tile["BLOCK_P"]) * cdiv(state_dim, tile["BLOCK_N"])
-    programs = len(folds.state_slots) * layers * heads * tiles
+    if takes_words(states, by_channel):
+        kernel, own, each = _fold_words_kernel, code_blocks(state_dim) | {"BLOCK_P": 16}, WORDS_PER_MULTIPROCESSOR
+        programs = len(folds.state_slots) * layers * heads
+    else:
+        tile = fold_tile(dim, state_dim, by_channel, scales is not None)
+        tiles = cdiv(dim, tile["BLOCK_P"]) * cdiv(state_dim, tile["BLOCK_N"])
+        kernel, own, each = _fold_kernel, tile | {"CHANNELS": by_channel}, PROGRAMS_PER_MULTIPROCESSOR
+        programs = len(folds.state_slots) * layers * heads * tiles
     targets = folds.state_slots if folds.write_state_slots is None else folds.write_state_slots
-    _fold_kernel[(min(programs, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(states.device)),)](
+    kernel[(min(programs, each * multiprocessors(states.device)),)](
         A, states, scales, values, keys, gates, folds.state_slots, targets, folds.rows, folds.start, folds.length,
         folds.state_lengths, folds.count, lengths, element_keys,
         states.stride(0), 0 if scales is None else scales.stride(0), values.stride(0), keys.stride(0), gates.stride(0),
         states.stride(1), states.stride(2), *scale_strides(scales),
         values.stride(1), keys.stride(1), gates.stride(1),
         L=layers, H=heads, P=dim, N=state_dim, NS=num_scales(state_dim), G=keys.shape[2], W=gates.shape[3],
-        BLOCK_W=max(16, next_power_of_2(gates.shape[3])), CHANNELS=by_channel, num_warps=4, **tile,
-        **pdl(states.device),
+        BLOCK_W=max(16, next_power_of_2(gates.shape[3])), num_warps=4, **own, **pdl(states.device),
     )  # fmt: skip
+
+
+def takes_words(states: Tensor, by_channel: bool) -> bool:
+    """Whether codes are folded four at a time."""
+    return states.dtype == torch.int8 and not by_channel and states.shape[-1] > 32 and states.shape[-1] % 4 == 0
 
 
 def fold_tile(dim: int, state_dim: int, by_channel: bool, scaled: bool) -> dict[str, int]:

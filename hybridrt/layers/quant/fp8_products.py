@@ -1,5 +1,6 @@
 """Products of e4m3 weights with inputs that are quantised too, on GPUs that multiply such numbers."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -41,6 +42,7 @@ def multiplies_fp8(device: torch.device) -> bool:
 
 def fp8_product(weight: QuantWeight) -> Fp8Product | None:
     """None if products with quantised inputs do not take the weight's blocks."""
+    weight = _without_factor(weight)
     grid, factor, (rows, width) = weight.scale, weight.factor, weight.data.shape
     if weight.code != "e4m3" or weight.zero is not None or width % GROUP or (grid is None) == (factor is None):
         return None
@@ -55,6 +57,37 @@ def fp8_product(weight: QuantWeight) -> Fp8Product | None:
         return Fp8Product(weight, GROUP, padded, F.pad(grid, (0, -grid.shape[1] % SCALES_OF)), square=True)
     each = F.pad(grid.repeat_interleave(weight.block[0], 0)[:rows], (0, 0, 0, -rows % MULTIPLE))
     return Fp8Product(weight, GROUP, padded, each.t().contiguous(), square=False)
+
+
+def _without_factor(weight: QuantWeight) -> QuantWeight:
+    """Factors of rows become part of the scales of blocks: a model's multipliers, and scales of rows of one block."""
+    grid, factor, high = weight.scale, weight.factor, weight.block[0]
+    if grid is None and factor is not None and weight.width == GROUP:
+        scale = nn.Parameter(factor[:, None].contiguous(), requires_grad=False)
+        return weight._replace(scale=scale, factor=None, block=(1, GROUP))
+    if grid is None or factor is None or grid.dtype != torch.float32:
+        return weight
+    of_blocks = factor[::high]
+    if not torch.equal(of_blocks.repeat_interleave(high)[: weight.rows], factor):
+        grid, high, of_blocks = grid.repeat_interleave(high, 0)[: weight.rows], 1, factor
+    scale = nn.Parameter(grid * of_blocks[:, None], requires_grad=False)
+    return weight._replace(scale=scale, factor=None, block=(high, weight.block[1]))
+
+
+def joined_products(products: Sequence[Fp8Product | None]) -> Fp8Product | None:
+    """One product for weights side by side along the input; None unless all have the same blocks."""
+    first = products[0]
+    if first is None or first.group != GROUP:
+        return None
+    weights, scales = list[QuantWeight](), list[Tensor]()
+    for product in products:
+        if product is None or product.weight.block != first.weight.block or product.weight.scale is None:
+            return None
+        weights.append(product.weight)
+        scales.append(product.weight.scale)
+    data = torch.cat([weight.data.view(torch.uint8) for weight in weights], 1).view(first.weight.data.dtype)
+    scale = nn.Parameter(torch.cat(scales, 1), requires_grad=False)
+    return fp8_product(weights[0]._replace(data=data, width=data.shape[1], scale=scale))
 
 
 def _padded(data: Tensor, rows: int) -> Tensor:

@@ -1,6 +1,7 @@
 """Methods of quantised linear layers and experts: weights stay packed, products decode blocks of rows."""
 
 from collections.abc import Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -17,7 +18,13 @@ from hybridrt.kernels.quant.quant_linear import MAX_TOKENS, quant_linear
 from hybridrt.kernels.quant.quant_weight import QuantWeight
 from hybridrt.layers.linear import side_by_side
 from hybridrt.layers.quant.cpu_product import product, repack
-from hybridrt.layers.quant.fp8_products import Fp8Product, fp8_product, multiplies_fp8, multiply_codes
+from hybridrt.layers.quant.fp8_products import (
+    Fp8Product,
+    fp8_product,
+    joined_products,
+    multiplies_fp8,
+    multiply_codes,
+)
 from hybridrt.layers.quant.kernel_weight import finished, looked_up, parameters, product_of_many
 from hybridrt.layers.quant.packed_weight import PackedWeight
 from hybridrt.layers.quant.pieces import PackedPiece
@@ -203,6 +210,16 @@ class Fp8(QuantMethod):
         if self.quantises and self.kernel is not None:
             self.product = fp8_product(self.kernel)
             self.kernel = self.kernel if self.product is None else self.product.weight
+
+    def joined(self, others: Sequence[LinearMethod]) -> "Fp8 | None":
+        """One product instead of several, with their inputs quantised at once. Only of blocks: scales of rows and of
+        tokens serve one weight."""
+        products = [self.product, *(other.product if isinstance(other, Fp8) else None for other in others)]
+        found, product = copy(self), joined_products(products)
+        if product is None:
+            return None
+        found.product, found.kernel = product, product.weight
+        return found
 
     def apply(
         self, x: Tensor, bias: Tensor | None, activation: Activation | None = None, tail: Tensor | None = None
