@@ -337,8 +337,14 @@ class PageAllocators:
             group.evict(held)
 
     def cached_of(self, pages: GroupPages) -> GroupPages:
-        """Those of `pages` that the cache owns."""
-        return tuple([held.at(~group.are_used(held)) for group, held in zip(self.groups, pages)])
+        """Those of a running request's `pages` that the cache owns. It has locked them, so there are none
+        where nothing is locked."""
+        return tuple(
+            [
+                held.at(~group.are_used(held)) if group.num_locked else Handles()
+                for group, held in zip(self.groups, pages)
+            ]
+        )
 
     def are_idle(self, group: int, keys: np.ndarray) -> np.ndarray:
         return self.groups[group].are_idle(keys)

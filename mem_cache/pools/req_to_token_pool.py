@@ -88,7 +88,7 @@ class HybridReqToTokenPool:
             return torch.zeros_like(positions, dtype=torch.int32)
         if self.num_groups == 1:
             return self.req_to_token[rows, positions]
-        return self.tables[rows, :, positions].T.contiguous()  # kernels read each group's slots as one run
+        return self.tables.transpose(0, 1)[:, rows, positions]  # kernels read each group's slots as one run
 
     def mamba2_layer_cache(self, layer_id: int) -> LayerCache:
         assert self.mamba_pool is not None, "the model has no recurrent layers"

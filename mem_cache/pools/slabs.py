@@ -48,14 +48,17 @@ class Slabs:
     def num_free(self) -> int:
         return len(self._free)
 
-    def take(self, *, for_states: bool = False) -> int:
-        slab = self._free.pop()
+    def take(self, count: int, *, for_states: bool = False) -> list[int]:
+        """So many free slabs, those that were given back last first."""
+        slabs = self._free[: -count - 1 : -1]
+        del self._free[-count:]
         if for_states:
-            self.unclean.discard(slab)
-        elif slab in self._of_states:
-            self._of_states.remove(slab)
-            self.unclean.add(slab)
-        return slab
+            self.unclean.difference_update(slabs)
+        else:
+            been_states = self._of_states.intersection(slabs)
+            self._of_states -= been_states
+            self.unclean |= been_states
+        return slabs
 
     def give_back(self, slabs: Sequence[int], *, of_states: bool = False) -> None:
         self._free += slabs
@@ -193,6 +196,10 @@ class SlabAllocator(EntryAllocator):
             return np.array([self._take_one()])
         parts = list[np.ndarray]()
         while n:
+            if not self.num_free and n >= self.share.per_slab:
+                parts.append(whole := self._take_whole(n // self.share.per_slab))
+                n -= len(whole)
+                continue
             slab = self._slab_to_fill()
             count = self._free_counts.item(slab)
             left = max(count - n, 0)
@@ -202,6 +209,15 @@ class SlabAllocator(EntryAllocator):
             n -= count - left
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
+    def _take_whole(self, count: int) -> np.ndarray:
+        """All entries of so many free slabs."""
+        taken = self.slabs.take(count, for_states=self.of_states)
+        self._owned[taken] = True
+        self.num_slabs += count
+        self._filling = taken[-1]
+        entries: np.ndarray = np.array(taken)[:, None] * self.share.per_slab + np.arange(self.share.per_slab)
+        return entries.ravel()
+
     def _slab_to_fill(self) -> int:
         if self._filling and self._free_counts.item(self._filling):
             return self._filling
@@ -209,7 +225,8 @@ class SlabAllocator(EntryAllocator):
             partly = self._free_counts.nonzero()[0]
             self._filling = partly.item(self._free_counts[partly].argmin())
             return self._filling
-        self._filling = slab = self.slabs.take(for_states=self.of_states)
+        (slab,) = self.slabs.take(1, for_states=self.of_states)
+        self._filling = slab
         per_slab = self.share.per_slab
         self._stacks[slab] = np.arange((slab + 1) * per_slab - 1, slab * per_slab - 1, -1)
         self._free_counts[slab], self._owned[slab] = per_slab, True
@@ -229,16 +246,23 @@ class SlabAllocator(EntryAllocator):
     def _add_free(self, indices: np.ndarray) -> None:
         if len(indices) == 1:
             return self._add_one(indices.item())
+        slabs = indices // self.share.per_slab
+        self._free_counts += np.bincount(slabs, minlength=len(self._free_counts))
+        self.num_free += len(indices)
+        empty = self._free_counts == self.share.per_slab
+        if len(kept := indices[~empty[slabs]]):
+            self._stack(kept)
+        if len(gone := empty.nonzero()[0]):
+            self._give_up(gone)
+
+    def _stack(self, indices: np.ndarray) -> None:
+        """Puts freed entries, which are counted, on the stacks of their slabs. The first ones are taken
+        first."""
         indices = indices[::-1]
         indices = indices[(indices // self.share.per_slab).argsort(kind="stable")]
         slabs, firsts, counts = np.unique(indices // self.share.per_slab, return_index=True, return_counts=True)
-        places = np.arange(len(indices)) - np.repeat(firsts - self._free_counts[slabs], counts)
+        places = np.arange(len(indices)) - np.repeat(firsts - self._free_counts[slabs] + counts, counts)
         self._stacks[np.repeat(slabs, counts), places] = indices
-        self._free_counts[slabs] += counts
-        self.num_free += len(indices)
-        empty = slabs[self._free_counts[slabs] == self.share.per_slab]
-        if len(empty):
-            self._give_up(empty)
 
     def _give_up(self, slabs: np.ndarray) -> None:
         self._free_counts[slabs], self._owned[slabs] = 0, False

@@ -111,6 +111,23 @@ def test_huge_token_ids_are_refused(llm: LLM) -> None:
             llm.generate([5, bad], PARAMS)
 
 
+def test_a_prepared_prompt_is_not_walked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of 8,192 tokens takes longer to walk than all else that a request takes before its first step."""
+    rig = Rig()
+    tokens = [7] * 24
+    prepared = rig.engine.prepare(tokens, PARAMS)
+    array = np.array
+
+    def no_list(values: Any, *args: Any, **kwargs: Any) -> Any:
+        assert values is not prepared.tokens, "the prompt's list has been walked"
+        return array(values, *args, **kwargs)
+
+    monkeypatch.setattr(np, "array", no_list)
+    rig.engine.submit(prepared)
+    (request,) = rig.engine._scheduler.waiting
+    assert request.prompt_ids.dtype == np.int32 and request.prompt_ids.tolist() == tokens
+
+
 @pytest.mark.parametrize("text", ["\ud800", "abc\udfff", "\udc80" * 20], ids=["one", "last", "many"])
 def test_a_lone_surrogate_is_refused_with_its_place(llm: LLM, text: str) -> None:
     place = next(i for i, c in enumerate(text) if c >= "\ud800")

@@ -1,10 +1,14 @@
 """KV pages under a sliding window: a request holds boundedly many, whatever its length, and gives the others back once
 no launched step reads them."""
 
+from collections.abc import Sequence
+
+import numpy as np
 import pytest
 
 from hybridrt.base.errors import MemoryBudgetError
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
+from hybridrt.mem_cache.pools.entries import EntryAllocator, Handle
 from hybridrt.mem_cache.pools.page_groups import PageDemand
 from hybridrt.mem_cache.pools.slab_plan import plan_slabs
 from hybridrt.runtime.step.plan import StepPlan
@@ -48,6 +52,22 @@ def test_a_prompt_keeps_only_the_pages_that_its_rest_needs() -> None:
     assert pools.use_spare_pages(r, 24, plan) == 24 and (r.end_page, r.pages.spare) == (24, [[]])
     set_computed(r, 24)
     pools.release(r)
+    pools.check()
+
+
+def test_pages_of_a_request_are_looked_up_once_where_nothing_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    demands = [PageDemand(1), PageDemand(1, 2, 9)]
+    pools, r, plan = CacheCoordinator(1, 0, [50, 50], demands), request(0, 24), StepPlan()
+    assert pools.admit_request(r, 0, plan)
+    looked, look = list[int](), EntryAllocator._indices
+
+    def count(allocator: EntryAllocator, handles: Sequence[Handle]) -> np.ndarray:
+        looked.append(len(handles))
+        return look(allocator, handles)
+
+    monkeypatch.setattr(EntryAllocator, "_indices", count)
+    pools.release(r)
+    assert looked == [24, 19], "the pages of each group"
     pools.check()
 
 

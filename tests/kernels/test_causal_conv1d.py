@@ -97,17 +97,20 @@ def test_varlen_without_tokens() -> None:
     assert out.shape == (0, C) and same_bytes(before, requests.conv)
 
 
-@pytest.mark.parametrize("split", range(1, 11))
-def test_varlen_in_two_chunks_equals_whole(split: int) -> None:
-    requests = Requests([0], [11])
+@pytest.mark.parametrize("taps", [2, 4, 7])
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 10])
+def test_varlen_sums_have_the_same_bits_however_a_prompt_is_cut(size: int, taps: int) -> None:
+    requests = Requests([0], [11], taps)
     x, _ = requests.packed()
-    parts = [
+    weights = ConvWeights(requests.weight, requests.bias, activation=None)  # vectors are not cut where rows are
+    whole, *parts = [
         causal_conv1d_varlen(
-            part, requests.weights, ConvState(requests.conv, int32(9), int32(9), int32(start)), int32(0, len(part))
+            part, weights, ConvState(requests.conv, int32(slot), int32(slot), int32(start)), int32(0, len(part))
         )
-        for part, start in ((x[:split], 0), (x[split:], split))
+        for slot, part, start in [(8, x, 0), *((9, x[i : i + size], i) for i in range(0, 11, size))]
     ]
-    close(torch.cat(parts), requests.expected(0), 1e-6)
+    close(whole, requests.expected(0, silu=False), 1e-6)
+    assert same_bytes(torch.cat(parts), whole)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

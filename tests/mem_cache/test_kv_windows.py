@@ -1,9 +1,11 @@
 """Pools of layers with several windows: a page group for each."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridrt.base.model_config import AttentionSpec
 from hybridrt.mem_cache.pools.kv_pool import KVPool, cell_bytes, layer_groups, page_bytes
@@ -64,6 +66,18 @@ def test_pages_are_copied_in_each_group() -> None:
             assert torch.equal(tensor[:, page], old[:, wanted.get(page, page)]), (group, page)
 
 
+class Operations(TorchDispatchMode):
+    """Notes the operations of PyTorch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("groups", [2, 3])
 def test_a_table_has_token_slots_of_each_group(groups: int) -> None:
     table = HybridReqToTokenPool(
@@ -72,7 +86,10 @@ def test_a_table_has_token_slots_of_each_group(groups: int) -> None:
     assert table.tables.shape == (3, groups, 12)
     pages = torch.tensor([5, 3, 9])[:, None] + 10 * torch.arange(groups)
     table.write_pages(torch.tensor([2, 2, 1]), torch.tensor([0, 2, 1]), pages)
-    found = table.token_slots(torch.tensor([2, 1, 2]), torch.tensor([9, 6, 0]))
+    rows, positions = torch.tensor([2, 1, 2]), torch.tensor([9, 6, 0])
+    with Operations() as operations:
+        found = table.token_slots(rows, positions)
+    assert [name for name in operations.names if name != "aten::transpose"] == ["aten::index"], "one launch"
     assert found.is_contiguous(), "kernels read the slots of a group as one run"
     assert found.tolist() == [[13 + 40 * g, 38 + 40 * g, 20 + 40 * g] for g in range(groups)]
     assert table.req_to_token[2].tolist() == [20, 21, 22, 23, 0, 0, 0, 0, 12, 13, 14, 15]

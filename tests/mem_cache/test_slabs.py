@@ -1,5 +1,6 @@
 """Slabs: allocators that share memory never lend a byte twice, and give everything back."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -107,6 +108,23 @@ def test_the_fullest_slab_is_filled_first() -> None:
     assert slabs.num_free == TOTAL - 2, "the slab that was not filled has become free"
 
 
+def test_entries_of_many_slabs_take_no_more_calls_than_those_of_few() -> None:
+    slabs = Slabs(300)
+    allocator = SlabAllocator(slabs, SHARES[0], "entry")
+
+    def calls(count: int) -> int:
+        """Python functions that are called to take so many entries and to give them back."""
+        found = list[str]()
+        sys.setprofile(lambda frame, event, _: found.append(frame.f_code.co_name) if event == "call" else None)
+        try:
+            allocator.free(allocator.alloc(count))
+        finally:
+            sys.setprofile(None)
+        return len(found)
+
+    assert calls(700) == calls(7) and slabs.num_free == 300
+
+
 def test_what_is_wanted_together_shares_the_free_slabs() -> None:
     slabs, (first, *_) = made()
     assert slabs.shortages([9, 1, 4]) == [0, 0, 0], "three slabs, one and one"
@@ -128,7 +146,7 @@ def test_pages_of_several_groups_are_taken_together_or_not_at_all() -> None:
     assert (slabs.num_free, pages.num_used, pages.num_free, pages.total) == (0, 5, 2, 7)
     pages.free(taken)
     pages.alloc([1, 1])
-    slab = slabs.take()
+    (slab,) = slabs.take(1)
     with pytest.raises(PoolError, match="of slabs 1 to 3"):
         pages.check()
     slabs.give_back([slab])
@@ -154,7 +172,7 @@ def test_a_broken_ledger_is_reported(broken: str) -> None:
     if broken == "twice":
         slabs.give_back([first.owned()[0]])
     elif broken == "lost":
-        slabs.take()
+        slabs.take(1)
     else:
         first._owned[first._owned.argmax()] = False
     with pytest.raises(PoolError):

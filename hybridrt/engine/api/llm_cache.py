@@ -91,7 +91,7 @@ class PrefixCacheCalls(ABC):
         if isinstance(given, Mapping) and given.get("spans"):
             content = {**given, "prompt_token_ids": content}
         prepared = self.engine.prepare(content, SamplingParams(max_tokens=1, cache_salt=cache_salt))
-        tokens = cache_ids(prepared.tokens, prepared.spans)
+        tokens = cache_ids(prepared.ids, prepared.spans)
         with undisturbed():
             return self.engine.sessions.save(file, tokens, self.engine.cache_key(prepared.params), note)
 

@@ -8,8 +8,6 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any, NoReturn, get_args
 
-import numpy as np
-
 from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import EngineError, RankError, RequestError
 from hybridrt.base.errors_foreign import no_attribute
@@ -167,14 +165,14 @@ class ReplicatedEngine:
             params = prepared.params
             if params.seed is None:  # as one engine draws it, wherever the request goes
                 params = replace(params, seed=derive_seed(self._seed, self._num_requests))
-            tokens, spans = np.array(prepared.tokens, "<i4"), tuple(map(SentSpan.from_span, prepared.spans))
+            tokens, spans = prepared.ids.astype("<i4"), tuple(map(SentSpan.from_span, prepared.spans))
             message = Submit(name, tokens.tobytes(), spans, params, prepared.boundaries, stream, client)
             data = encode(message)  # before anything changes
             request = RunningRequest(name, prepared, self._abandoned.watch(self._deltas if queue is None else queue))
             self._running[name] = request
             self._num_requests += 1
             if self._placement.replicas:
-                ids = cache_ids(prepared.tokens, prepared.spans).astype("<i4")
+                ids = cache_ids(prepared.ids, prepared.spans).astype("<i4")
                 request.placed = self._placement.place(names_of(ids, self.cache_key(params)))
                 self._link(request).send(data)
             else:

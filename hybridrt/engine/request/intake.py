@@ -2,6 +2,7 @@
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, SupportsIndex, TypedDict, TypeGuard, cast
@@ -168,6 +169,7 @@ class PreparedPrompt:
     """A checked prompt with its parameters (`Engine.prepare`).
 
     Attributes:
+        ids: `tokens` as [n] int32, made once: a long list takes long.
         max_len: prompt + output tokens at which a sample ends.
         stop_ids: tokens that end it.
         rules: which single tokens the parameters allow; None for all.
@@ -181,6 +183,7 @@ class PreparedPrompt:
     """
 
     tokens: list[int]
+    ids: np.ndarray = field(compare=False)
     params: SamplingParams
     max_len: int
     stop_ids: frozenset[int]
@@ -281,7 +284,7 @@ class Intake:
         if not isinstance(params, SamplingParams):
             raise _no_params(params)
         given = prompt.get("spans") if isinstance(prompt, Mapping) else None
-        tokens = self._tokens(prompt, params, placeholders=bool(given))
+        tokens, ids = self._tokens(prompt, params, placeholders=bool(given))
         spans = check_spans(given, tokens, self.limits.spans) if given else ()
         if params.prompt_logprobs is not None and any(span.input.embeds for span in spans):
             raise RequestError(
@@ -302,26 +305,35 @@ class Intake:
         self.check_fits(max_len)
         delta = mrope_delta(spans) if self.limits.mrope else 0
         return PreparedPrompt(
-            tokens, params, max_len, made.stop_ids, made.rules, matcher=matcher, stop=made.stop, spans=spans,
+            tokens, ids, params, max_len, made.stop_ids, made.rules, matcher=matcher, stop=made.stop, spans=spans,
             mrope_delta=delta,
         )  # fmt: skip
 
-    def _tokens(self, prompt: Prompt, params: SamplingParams, placeholders: bool) -> list[int]:
-        """`placeholders`: tokens of images are allowed; `check_spans` follows."""
+    def _tokens(self, prompt: Prompt, params: SamplingParams, placeholders: bool) -> tuple[list[int], np.ndarray]:
+        """The prompt's tokens as a list and as [n] int32. `placeholders`: tokens of images are allowed;
+        `check_spans` follows."""
         limits = self.limits
         self._check_params(params)
         tokens = self._encode(prompt, params)
         if not tokens:
             raise RequestError("the prompt is empty; give it at least one token", "prompt")
-        if min(tokens) < 0 or max(tokens) >= limits.vocab_size:
-            bad = next(t for t in tokens if not 0 <= t < limits.vocab_size)
-            raise RequestError(
-                f"token id {shown(bad)} is outside the vocabulary; valid ids are 0 to {limits.vocab_size - 1}", "prompt"
-            )
+        ids = self._ids(tokens)
         if limits.image_tokens:
             self._check_placeholders(tokens, placeholders)
         limits.check_length(len(tokens))
-        return tokens
+        return tokens, ids
+
+    def _ids(self, tokens: list[int]) -> np.ndarray:
+        """Tokens as [n] int32. RequestError if one is outside the vocabulary."""
+        vocab, ids = self.limits.vocab_size, None
+        with suppress(OverflowError):  # a number that needs more than 64 bits
+            ids = np.array(tokens, np.int64)
+        if ids is None or ids.min() < 0 or ids.max() >= vocab:
+            bad = next(t for t in tokens if not 0 <= t < vocab)
+            raise RequestError(
+                f"token id {shown(bad)} is outside the vocabulary; valid ids are 0 to {vocab - 1}", "prompt"
+            )
+        return ids.astype(np.int32)
 
     def _check_placeholders(self, tokens: list[int], allowed: bool) -> None:
         limits, own = self.limits, set[int]()

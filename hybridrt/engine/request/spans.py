@@ -144,8 +144,8 @@ def _refused(text: str) -> RequestError:
     return RequestError(text, "spans")
 
 
-def cache_ids(tokens: Sequence[int], spans: Sequence[Span]) -> np.ndarray:
-    """Ids of a prompt [n] for the prefix cache: int32 token ids; with spans int64, in which each
+def cache_ids(tokens: Sequence[int] | np.ndarray, spans: Sequence[Span]) -> np.ndarray:
+    """Ids of a prompt [n] for the prefix cache, a copy: int32 token ids; with spans int64, in which each
     token of a span has 62 bits of a hash of the span's digest and its place there. So another image
     is another text.
     """

@@ -122,7 +122,8 @@ def causal_conv1d_update(
     if intermediate is None:
         positions = state.start_positions[:, None] + torch.arange(1 - taps, num_tokens, device=x.device)
         write_columns(conv, state.write_state_slots, positions & conv.shape[2] - 1, history)
-        out = _tap_sum(history, weight, bias, num_tokens)
+        single = num_tokens == 1
+        out = _last_sum(history, weight, bias) if single else _tap_sum(history, weight, bias, num_tokens)
     else:
         assert intermediate.predecessors is not None, "a ring is rolled back by position"
         inputs = _along_predecessors(history, intermediate.predecessors, taps)
@@ -158,7 +159,7 @@ def check_ring(conv: Tensor, kernel: int, tokens: int) -> None:
 
 
 def _shifted_sum(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """The conv of x [T, C] as one row from position 0."""
+    """The conv of x [T, C] as one row from position 0, newest inputs first."""
     taps = weight.float().t().contiguous()
     torch.mul(x, taps[-1], out=out)
     for shift in range(1, len(taps)):
@@ -168,14 +169,19 @@ def _shifted_sum(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
 
 
 def _tap_sum(history: Tensor, weight: Tensor, bias: Tensor | None, tokens: int) -> Tensor:
-    """Outputs [B, tokens, C] of a history [B, K-1+tokens, C]."""
+    """Outputs [B, tokens, C] of a history [B, K-1+tokens, C], summed as in `_shifted_sum`: the first tokens
+    of a chunk get the same bits however a prompt is cut."""
     history, taps = history.float(), weight.float().t()
-    if tokens == 1:
-        out = (history * taps).sum(1, keepdim=True)
-    else:
-        out = history[:, :tokens] * taps[0]
-        for k in range(1, len(taps)):
-            out = out + history[:, k : k + tokens] * taps[k]
+    newest = len(taps) - 1
+    out = history[:, newest : newest + tokens] * taps[newest]
+    for k in reversed(range(newest)):
+        out.addcmul_(history[:, k : k + tokens], taps[k])
+    return out if bias is None else out.add_(bias)
+
+
+def _last_sum(history: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Outputs [B, 1, C] of a history [B, K, C]. One reduction takes less time than `_tap_sum`."""
+    out = (history.float() * weight.float().t()).sum(1, keepdim=True)
     return out if bias is None else out + bias
 
 
