@@ -353,7 +353,7 @@ def new_samples(
 ) -> list[Request]:
     """The `n` samples of a prompt. Only the first gets the log-probabilities of the prompt."""
     tokens, params, spans = prepared.tokens, prepared.params, prepared.spans
-    ids = cache_ids(prepared.ids, spans)
+    ids = cache_ids(prepared.ids, spans) if spans else prepared.ids
     others = params if params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
     samples = [
         Request(
