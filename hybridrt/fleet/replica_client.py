@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import httpx
 
+from hybridrt.base.circuit import Circuit
 from hybridrt.base.errors import MessageError
 from hybridrt.fleet.cache_messages import apply_message, read_layout
-from hybridrt.fleet.circuit import Circuit
 from hybridrt.fleet.placement import Replica
 from hybridrt.fleet.prefix_mirror import PrefixMirror
 from hybridrt.fleet.short_answer import short_answer

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from hybridrt.base import circuit
 from hybridrt.base.errors import ConfigError, UnavailableError
 from hybridrt.engine.api.llm import LLM
-from hybridrt.fleet import circuit, sender
 from hybridrt.fleet import router as router_module
+from hybridrt.fleet import sender
 from hybridrt.fleet.fleet_metrics import merged
 from hybridrt.fleet.prefix_mirror import PrefixMirror
 from hybridrt.fleet.replica_client import ReplicaClient

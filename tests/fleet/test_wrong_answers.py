@@ -9,11 +9,12 @@ from typing import Any
 import httpx
 import pytest
 
+from hybridrt.base import circuit
+from hybridrt.base.circuit import PAUSES, Circuit
 from hybridrt.base.errors import MessageError
 from hybridrt.engine.api.llm import LLM
-from hybridrt.fleet import circuit, counted_stream, forward, sender
+from hybridrt.fleet import counted_stream, forward, sender
 from hybridrt.fleet.answer_form import AnswerForm
-from hybridrt.fleet.circuit import PAUSES, Circuit
 from hybridrt.fleet.counted_stream import CountedStream
 from hybridrt.fleet.forward import Forward, NotAnswered
 from hybridrt.fleet.replica_client import ReplicaClient
@@ -177,7 +178,7 @@ def test_a_model_that_one_replica_lacks_is_asked_of_another(replica: Served) -> 
 
 def test_pauses_grow_until_an_answer_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("hybridrt.fleet.circuit.time.monotonic", lambda: now)
+    monkeypatch.setattr("hybridrt.base.circuit.time.monotonic", lambda: now)
     tested, pauses = Circuit(), list[float]()
     for _ in range(9):
         pause = tested.wrong("x")

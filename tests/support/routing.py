@@ -97,9 +97,9 @@ def _request(connection: socket.socket) -> bytes:
 
 
 @contextmanager
-def failing(*answers: bytes, endless: bytes = b"") -> Iterator[str]:
+def failing(*answers: bytes, endless: bytes = b"", fleet: bool = False) -> Iterator[str]:
     """A replica that is ready, sends these bytes to each request, one after the other, and ends the connection;
-    with `endless` it sends these bytes again and again first."""
+    with `endless` it sends these bytes again and again first. `fleet`: also to those of routers and decode servers."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
@@ -116,7 +116,7 @@ def failing(*answers: bytes, endless: bytes = b"") -> Iterator[str]:
             if head.startswith(b"GET /ready"):
                 connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
                 return
-            if b"/fleet/" in head.split(b"\r\n")[0]:
+            if not fleet and b"/fleet/" in head.split(b"\r\n")[0]:
                 return
             with suppress(OSError):
                 for part in chain(answers, repeat(endless) if endless else ()):
