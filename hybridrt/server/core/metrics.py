@@ -191,7 +191,7 @@ class Metrics(Collector):
                 continue
             family = kind(found.name, found.text, labels=[*self._labels, found.label])
             for label, value in found.value.items():
-                family.add_metric([*self._labels.values(), label], value)  # type: ignore[call-arg,arg-type]
+                family.add_metric([*self._labels.values(), label], value)
             yield family
         for histogram in (self._first, self._between, self._steps, *self._at_end.values()):
             yield histogram.family(self._labels)
