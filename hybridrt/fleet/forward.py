@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
 from urllib.parse import quote
 
 import httpx
@@ -154,9 +155,9 @@ class Forward:
 
     async def _exchange(self, replica: ReplicaClient, first: asyncio.Event) -> None:
         url = replica.url + self._target
-        async with replica.client.stream(
-            self._scope["method"], url, headers=self._headers, content=self.body or None
-        ) as answer:
+        client, method = replica.client, self._scope["method"]
+        request = client.build_request(method, url, headers=self._headers, content=self.body or None)
+        async with aclosing(await _head(client, request)) as answer:
             kind, status = answer.headers.get("content-type", ""), answer.status_code
             streams = kind.startswith("text/event-stream")
             if status not in BUSY:
@@ -229,6 +230,16 @@ class Forward:
     @staticmethod
     async def _no_body() -> dict[str, str]:
         raise NotImplementedError("the body has been read")
+
+
+async def _head(client: httpx.AsyncClient, request: httpx.Request) -> httpx.Response:
+    """Status and headers. MessageError: they are no HTTP."""
+    try:
+        return await client.send(request, stream=True)
+    except httpx.RemoteProtocolError as e:
+        if e.__cause__ is None or e.__cause__.__context__ is None:  # no parser is the reason: the connection has ended
+            raise
+        raise MessageError(f"it sends no HTTP ({e})") from e
 
 
 async def _limited(answer: httpx.Response) -> bytes:

@@ -23,6 +23,7 @@ from hybridrt.fleet.suspects import Suspects
 from hybridrt.server.wire.errors import APIError
 
 TRIES = 4  # replicas that a request is sent to, one after the other
+WRONG_TRIES = 4  # further ones, if so many have answered wrongly
 READY_SECONDS = 10.0  # that a request waits for a replica while none is ready
 RESUMED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 log = logging.getLogger("hybridrt.router")
@@ -90,9 +91,16 @@ class Sender:
         form = AnswerForm.of_request(scope["method"], scope["path"], asked.fields)
         forward = Forward(scope, send, body, headers_for(scope, self._replica_key), form, asked.resumed)
         failure, tried = _Failure(), set[str]()
-        for attempt in range(TRIES):
+        for attempt in range(TRIES + WRONG_TRIES):
             wanted = self._wanted(asked.among, forward) - tried
-            if not wanted and failure.refusal is None and await self._one_is_ready(asked.among, forward):
+            if attempt - failure.wrong >= TRIES:
+                break
+            if (
+                not wanted
+                and attempt < TRIES
+                and failure.refusal is None
+                and await self._one_is_ready(asked.among, forward)
+            ):
                 wanted, tried = self._wanted(asked.among, forward), set()
             if not wanted:
                 break
@@ -174,19 +182,19 @@ class Sender:
 
 class _Failure:
     """Why a request is not answered yet. `refusal`: what a replica has said; `blamed`: the request may
-    be the reason why replicas were lost."""
+    be the reason why replicas were lost; `wrong`: answers that were none."""
 
     def __init__(self) -> None:
         self.last: NotAnswered | None = None
         self.refusal: Response | None = None
-        self.losses, self.blamed = 0, False
+        self.losses, self.wrong, self.blamed = 0, 0, False
 
     @property
     def why(self) -> str:
         return "no replica is ready" if self.last is None else str(self.last)
 
     def add(self, e: NotAnswered) -> None:
-        self.last, self.losses = e, self.losses + e.lost
+        self.last, self.losses, self.wrong = e, self.losses + e.lost, self.wrong + e.wrong
         if self.refusal is None or (e.answer is not None and e.answer.status_code in BUSY):
             self.refusal = e.answer  # a replica without room has the model; one that lacks it says less
 

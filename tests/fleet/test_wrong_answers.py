@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any
 
@@ -50,10 +51,12 @@ def long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(circuit, "PAUSES", (600.0,))
 
 
-HTTP_FAULTS = {
+NO_HTTP = {
     "no HTTP": (b"garbage\x00\xff\r\n\r\n", b""),
     "an endless header": (OK, b"x-more: " + b"y" * 1000 + b"\r\n"),
     "an endless name of a header": (OK + b"x", b"y" * 1000),
+}
+ENDS = {
     "wrong chunks": (JSON + b"transfer-encoding: chunked\r\n\r\nzz\r\n{}\r\n", b""),
     "too short": (JSON + b"content-length: 99\r\n\r\n{}", b""),
     "nothing": (b"", b""),
@@ -105,13 +108,25 @@ def ask(router: Routed, count: int, **more: Any) -> None:
 
 
 @pytest.mark.usefixtures("long_pauses")
-@pytest.mark.parametrize("name", HTTP_FAULTS)
+@pytest.mark.parametrize("name", [*NO_HTTP, *ENDS])
 def test_what_is_no_http_puts_a_replica_aside(name: str, replica: Served, caplog: pytest.LogCaptureFixture) -> None:
-    first, endless = HTTP_FAULTS[name]
+    first, endless = (NO_HTTP | ENDS)[name]
     with caplog.at_level(logging.INFO), failing(first, endless=endless) as bad, routing(bad, replica.url) as router:
         router.wait_for(2)
         ask(router, 3)
-        check_put_aside(router, bad, "connection", caplog)
+        check_put_aside(router, bad, "form" if name in NO_HTTP else "connection", caplog)
+
+
+@pytest.mark.usefixtures("long_pauses")
+def test_several_replicas_that_answer_wrongly_cost_a_request_nothing(replica: Served) -> None:
+    """They are no reason to blame it, and no tries of it."""
+    first, endless = NO_HTTP["an endless header"]
+    with ExitStack() as stack:
+        bad = [stack.enter_context(failing(first, endless=endless)) for _ in range(3)]
+        bad += [stack.enter_context(failing(FORM_FAULTS["a page"])) for _ in range(3)]
+        router = stack.enter_context(routing(*bad, replica.url))
+        router.wait_for(7)
+        ask(router, 3)
 
 
 @pytest.mark.usefixtures("long_pauses")
