@@ -19,6 +19,7 @@ from hybridrt.fleet.answer_form import AnswerForm
 from hybridrt.fleet.counted_stream import CountedStream
 from hybridrt.fleet.forward import Forward, NotAnswered
 from hybridrt.fleet.replica_client import ReplicaClient
+from hybridrt.server.wire.sse import DONE
 from tests.support.http_server import Served, serving
 from tests.support.one_layer import write_first_layer
 from tests.support.routing import FLEET_KEY, Routed, failing, routing
@@ -76,10 +77,10 @@ FORM_FAULTS = {
     "another model": whole(JSON, ANSWER.replace(b"tested", b"other")),
 }
 STREAM_FAULTS = {
-    "no events": EVENTS + b"hello\n\nhello\n\n",
-    "an event that is no JSON": EVENTS + b'data: {"choices":[}\n\n',
-    "an event without choices": EVENTS + b'data: {"text":"x"}\n\n',
-    "an event of another model": EVENTS + b'data: {"model":"other","choices":[]}\n\n: tokens 1\n\n',
+    "no events": EVENTS + b"hello\n\nhello\n\n" + DONE,
+    "an event that is no JSON": EVENTS + b'data: {"choices":[}\n\n' + DONE,
+    "an event without choices": EVENTS + b'data: {"text":"x"}\n\n' + DONE,
+    "an event of another model": EVENTS + b'data: {"model":"other","choices":[]}\n\n: tokens 1\n\n' + DONE,
     "an end too early": EVENTS + b'data: {"model":"tested","choices":[]}\n\n',
     "nothing": EVENTS,
     "no stream": whole(JSON, ANSWER),
@@ -206,6 +207,27 @@ def test_pauses_grow_until_an_answer_is_right(monkeypatch: pytest.MonkeyPatch) -
         assert tested.takes_requests
     assert pauses == [*PAUSES, PAUSES[-1], PAUSES[-1]] and all(a < b for a, b in pairwise(PAUSES))
     assert tested.right() and not tested.begin() and tested.wrong("x") == PAUSES[0]
+
+
+@pytest.mark.parametrize("status", [199, 204, 302, 600])
+def test_a_status_that_no_answer_has(status: int) -> None:
+    with pytest.raises(MessageError, match=f"the status is {status}"):
+        AnswerForm("/v1/completions").check_head(status, "application/json")
+    AnswerForm("/docs").check_head(status, "text/html")
+    for unread in (400, 414, 431):
+        AnswerForm("/v1/completions").check_head(unread, "text/plain")
+
+
+def test_what_another_path_answers_ends_no_trial() -> None:
+    replica, _ = given(httpx.Response(200))
+    scope = {"type": "http", "method": "GET", "path": "/docs", "query_string": b"", "headers": []}
+
+    async def send(message: Any) -> None:
+        del message
+
+    replica.circuit.why = "it was wrong"
+    asyncio.run(Forward(scope, send, b"", {}).send_to(replica, asyncio.Event()))
+    assert replica.circuit.why == "it was wrong" and replica.circuit.takes_requests
 
 
 def given(answer: httpx.Response, **more: Any) -> tuple[ReplicaClient, Forward]:
