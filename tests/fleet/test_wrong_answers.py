@@ -219,7 +219,7 @@ def test_a_status_that_no_answer_has(status: int) -> None:
 
 
 def test_what_another_path_answers_ends_no_trial() -> None:
-    replica, _ = given(httpx.Response(200))
+    replica, _ = given(httpx.Response(200, stream=httpx.ByteStream(b"a page")))
     scope = {"type": "http", "method": "GET", "path": "/docs", "query_string": b"", "headers": []}
 
     async def send(message: Any) -> None:
