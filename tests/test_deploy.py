@@ -79,3 +79,11 @@ def test_the_container_file_installs_the_wheel_of_a_release() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert {"serve", "transfer"} <= extras.keys()
     assert "sha256sum --check SHA256SUMS" in text
+
+
+def test_pods_run_as_the_user_of_the_image() -> None:
+    """The base image has a user with the id 1000: another one could not be made."""
+    (user,) = re.findall(r"useradd .*--uid (\d+)", (ROOT / "deploy" / "Containerfile").read_text())
+    assert int(user) > 1000
+    contexts = [pod["securityContext"] for pod in PODS.values()]
+    assert all(context["runAsUser"] == context["fsGroup"] == int(user) for context in contexts)

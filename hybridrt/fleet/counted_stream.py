@@ -4,9 +4,12 @@ import re
 from array import array
 from collections.abc import Sequence
 
+from hybridrt.base.errors import MessageError
+from hybridrt.fleet.answer_form import ANY, AnswerForm
 from hybridrt.server.core.respond import ELSEWHERE
 
 MAX_HELD_BYTES = 2**20
+MAX_EVENT_BYTES = 2**26
 MAX_IDS = 2**18  # of an answer that can be resumed
 _COUNT = re.compile(rb": tokens (\d{1,18})((?: \d{1,10})*)\n\n")
 
@@ -17,6 +20,7 @@ class CountedStream:
 
     Args:
         ids: first tokens of the answer, which the client had before.
+        form: of its events.
 
     Attributes:
         tokens: that the client has got, up to the last call of `given`.
@@ -24,11 +28,13 @@ class CountedStream:
         goes_elsewhere: the replica has said that it cannot go on. What follows is not given out.
     """
 
-    def __init__(self, ids: Sequence[int] = ()) -> None:
+    def __init__(self, ids: Sequence[int] = (), form: AnswerForm = ANY) -> None:
         self.tokens, self.counted, self.goes_elsewhere = len(ids), False, False
         self._ids: array[int] | None = array("q", ids)
         self._held, self._new = bytearray(), list[re.Match[bytes]]()
         self._begin = self._searched = 0  # of the event that has not ended; no end of it is before
+        self._form, self._last = form, b""
+        self._head, self._gone = b"", 0  # of this event: what was given out before its end
 
     @property
     def ids(self) -> list[int] | None:
@@ -36,26 +42,33 @@ class CountedStream:
         return None if self._ids is None or len(self._ids) != self.tokens else self._ids.tolist()
 
     def feed(self, chunk: bytes) -> bytes:
-        """What can be given out. Each byte is looked at once, however few come at a time."""
+        """What can be given out. Each byte is looked at once, however few come at a time.
+
+        Raises:
+            MessageError: an event is none.
+        """
         held, found = self._held, bytearray()
         held += chunk
         while (end := held.find(b"\n\n", self._searched) + 2) > 1:
-            is_count = held.startswith(b": tokens", self._begin)
-            count = _COUNT.fullmatch(bytes(held[self._begin : end])) if is_count else None
             start, self._begin, self._searched = self._begin, end, end
-            if held[start:end] == ELSEWHERE:
+            event = bytes(held[start:end])
+            if event == ELSEWHERE:
                 self.goes_elsewhere = True
                 break
-            if count is not None:
+            count = _COUNT.fullmatch(event) if event.startswith(b": tokens") else None
+            if count is None:
+                self._check(event)
+            else:
                 self.counted = True
                 self._new.append(count)
                 found += held[:start]
                 self._drop(end)
         self._searched = max(self._begin, len(held) - 1)
         if len(held) > MAX_HELD_BYTES:
+            self._check_unfinished()
             self._ids = None  # the client gets what no count has told
-            found += held
-            self._drop(len(held))
+            found += held[: self._searched]
+            self._drop(self._searched)
         return bytes(found)
 
     def given(self) -> None:
@@ -68,8 +81,24 @@ class CountedStream:
         self._new.clear()
 
     def rest(self) -> bytes:
-        """What is left at the end of the stream."""
+        """What is left at the end of the stream. MessageError if this is no end."""
+        self._form.check_end(self._last)
         return bytes(self._held)
+
+    def _check(self, event: bytes) -> None:
+        if not self._gone:
+            self._form.check_event(event)
+        if not (head := self._head or event[:64]).startswith(b":"):
+            self._last = head
+        self._head, self._gone = b"", 0
+
+    def _check_unfinished(self) -> None:
+        """Its first bytes must be those of an event, and it may not be endless."""
+        self._head += bytes(self._held[self._begin : self._searched])[: 64 - len(self._head)]
+        self._form.check_beginning(self._head)
+        self._gone += self._searched - self._begin
+        if self._gone > MAX_EVENT_BYTES:
+            raise MessageError(f"an event has more than {MAX_EVENT_BYTES} bytes")
 
     def _drop(self, end: int) -> None:
         del self._held[:end]

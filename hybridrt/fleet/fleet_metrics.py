@@ -25,6 +25,12 @@ class RouterMetrics:
             "Streams that ended with their replica.",
             registry=at,
         )
+        self.wrong = Counter(
+            "hybridrt_router_wrong_answers",
+            "Answers that were none, by replica and reason.",
+            ["replica", "reason"],
+            registry=at,
+        )
         self.resumed = Counter("hybridrt_router_resumed_streams", "Streams that went on elsewhere.", registry=at)
         self.prompt_tokens = Counter("hybridrt_router_prompt_tokens", "Prompt tokens, as far as known.", registry=at)
         self.prefix_tokens = Counter(
@@ -40,6 +46,9 @@ class RouterMetrics:
         self.prefix_tokens.inc(prefix if attempt == 0 else 0)
         self.retries.inc(attempt > 0)
 
+    def count_wrong(self, replica: str, reason: str) -> None:
+        self.wrong.labels(replica, reason).inc()
+
     def forget(self, url: str) -> None:
         """A replica that has gone is neither ready nor loaded. What it got stays counted."""
         for gauge in (self.ready, self.load):
@@ -48,7 +57,7 @@ class RouterMetrics:
 
     def text(self, replicas: Iterable[ReplicaClient]) -> str:
         for replica in replicas:
-            self.ready.labels(replica.url).set(replica.wants_requests)
+            self.ready.labels(replica.url).set(replica.serves)
             self.load.labels(replica.url).set(replica.placed.requests)
         return generate_latest(self.registry).decode()
 

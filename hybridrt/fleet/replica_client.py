@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import httpx
 
+from hybridrt.base.circuit import Circuit
 from hybridrt.base.errors import MessageError
 from hybridrt.fleet.cache_messages import apply_message, read_layout
 from hybridrt.fleet.placement import Replica
@@ -30,10 +31,11 @@ log = logging.getLogger("hybridrt.router")
 
 @dataclass(eq=False)
 class Exchange:
-    """A request at a replica, and the task that waits for its answer. `begun`: the client has got
-    bytes of it."""
+    """A request at a replica, and the task that waits for its answer. `trial`: the answer before was
+    wrong. `begun`: the client has got bytes of it."""
 
     task: "asyncio.Task[None]"
+    trial: bool = False
     begun: bool = False
 
 
@@ -44,12 +46,14 @@ class ReplicaClient:
     Attributes:
         url: without a slash at its end.
         on_model: called with this replica when `model` has changed.
+        on_wrong: called with its URL and a word for the reason when it answers wrongly.
         placed: its load and its mirror.
         model: a digest of its model; "" if it is not known.
         problem: why it is not ready; None if it is.
         ready: it answers, and does not refuse requests.
         drained: the operator sends it no more.
         exchanges: what runs there.
+        circuit: keeps requests away while it answers wrongly.
         max_entries: of its mirror.
     """
 
@@ -57,11 +61,13 @@ class ReplicaClient:
     client: httpx.AsyncClient
     fleet_key: str | None = None
     on_model: "Callable[[ReplicaClient], None]" = lambda replica: None
+    on_wrong: Callable[[str, str], None] = lambda url, reason: None
     model: str = ""
     problem: str | None = "it was not asked"
     ready: bool = False
     drained: bool = False
     exchanges: set[Exchange] = field(default_factory=set)
+    circuit: Circuit = field(default_factory=Circuit)
     max_entries: int = MAX_ENTRIES
 
     def __post_init__(self) -> None:
@@ -69,8 +75,23 @@ class ReplicaClient:
         self._silent, self._answered, self._said = 0, time.monotonic(), ""
 
     @property
+    def serves(self) -> bool:
+        """It gets requests, though maybe one at a time."""
+        return self.ready and not self.drained and not self.circuit.is_aside
+
+    @property
     def wants_requests(self) -> bool:
-        return self.ready and not self.drained
+        return self.serves and self.circuit.takes_requests
+
+    def answers_wrongly(self, reason: str, why: str) -> None:
+        """Puts it aside for a while. `reason`: a word for metrics."""
+        self.on_wrong(self.url, reason)
+        if (pause := self.circuit.wrong(why)) is not None:
+            log.warning("replica %s is put aside for %g s (%s): %s", self.url, pause, reason, why)
+
+    def answers_rightly(self) -> None:
+        if self.circuit.right():
+            log.info("replica %s answers rightly again", self.url)
 
     async def watch(self) -> None:
         """Asks again and again whether it is ready. Runs until it is cancelled."""

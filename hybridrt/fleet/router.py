@@ -148,7 +148,8 @@ class Router:
         await self._client.aclose()
 
     def _add(self, url: str) -> None:
-        replica = self._known[url] = ReplicaClient(url, self._client, self._config.fleet_key, self._compare)
+        key, on_wrong = self._config.fleet_key, self.metrics.count_wrong
+        replica = self._known[url] = ReplicaClient(url, self._client, key, self._compare, on_wrong)
         self._placement.add(replica.placed)
         self._watches[url] = [asyncio.create_task(replica.watch()), asyncio.create_task(replica.follow())]
         self._share_entries()
@@ -229,7 +230,7 @@ class Router:
             return Response(self.metrics.text(self.replicas) + text, media_type=CONTENT_TYPE)
         if path == "/fleet/replicas":
             return JSONResponse([self._facts(replica) for replica in self.replicas])
-        ready = not self.draining and any(replica.wants_requests for replica in self.replicas)
+        ready = not self.draining and any(replica.serves for replica in self.replicas)
         if path == "/ready" and not ready:
             return error_response(APIError(503, "no replica is ready", code="not_ready"), scope)
         return Response()
@@ -238,6 +239,7 @@ class Router:
         mirror = replica.placed.mirror
         return {
             "url": replica.url, "ready": replica.ready, "problem": replica.problem, "drained": replica.drained,
+            "aside": replica.circuit.is_aside, "wrong_answer": replica.circuit.why,
             "model": replica.model or None,
             "requests": replica.placed.requests, "waiting_tokens": replica.placed.tokens,
             "cache_entries": None if mirror is None else len(mirror),

@@ -12,9 +12,10 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Message, Scope, Send
 
+from hybridrt.fleet.answer_form import AnswerForm
 from hybridrt.fleet.counted_stream import MAX_IDS
 from hybridrt.fleet.fleet_metrics import RouterMetrics
-from hybridrt.fleet.forward import Forward, NotAnswered, headers_for
+from hybridrt.fleet.forward import BUSY, Forward, NotAnswered, headers_for
 from hybridrt.fleet.placement import Placement
 from hybridrt.fleet.prefix_mirror import PrefixNames
 from hybridrt.fleet.replica_client import ReplicaClient
@@ -22,6 +23,7 @@ from hybridrt.fleet.suspects import Suspects
 from hybridrt.server.wire.errors import APIError
 
 TRIES = 4  # replicas that a request is sent to, one after the other
+WRONG_TRIES = 4  # further ones, if so many have answered wrongly
 READY_SECONDS = 10.0  # that a request waits for a replica while none is ready
 RESUMED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 log = logging.getLogger("hybridrt.router")
@@ -62,8 +64,9 @@ class Sender:
     """Sends requests to replicas.
 
     A replica that has no room, or takes no connection, has done nothing for a request, which goes to
-    another one. If a replica is lost while it has the request, the request may be the reason: it goes
-    to one other, and to none if a replica was lost by the same request before.
+    another one; so it does if the answer has not the form of one. If a replica is lost while it has the
+    request, the request may be the reason: it goes to one other, and to none if a replica was lost by the
+    same request before.
 
     Args:
         replicas: by URL. May change.
@@ -85,11 +88,19 @@ class Sender:
             APIError: no replica has answered.
         """
         body = self._named(asked, scope["path"])
-        forward = Forward(scope, send, body, headers_for(scope, self._replica_key), asked.resumed)
+        form = AnswerForm.of_request(scope["method"], scope["path"], asked.fields)
+        forward = Forward(scope, send, body, headers_for(scope, self._replica_key), form, asked.resumed)
         failure, tried = _Failure(), set[str]()
-        for attempt in range(TRIES):
+        for attempt in range(TRIES + WRONG_TRIES):
             wanted = self._wanted(asked.among, forward) - tried
-            if not wanted and failure.refusal is None and await self._one_is_ready(asked.among, forward):
+            if attempt - failure.wrong >= TRIES:
+                break
+            if (
+                not wanted
+                and attempt < TRIES
+                and failure.refusal is None
+                and await self._one_is_ready(asked.among, forward)
+            ):
                 wanted, tried = self._wanted(asked.among, forward), set()
             if not wanted:
                 break
@@ -152,6 +163,8 @@ class Sender:
             raise APIError(502, text, code="replica_lost")
         elif failure.refusal is not None:
             await failure.refusal(scope, nothing, send)
+        elif failure.last is not None and failure.last.wrong:
+            raise APIError(502, failure.why, code="wrong_answer")
         else:
             raise APIError(503, "no replica takes the request now; send it again later", code="unavailable")
 
@@ -169,19 +182,21 @@ class Sender:
 
 class _Failure:
     """Why a request is not answered yet. `refusal`: what a replica has said; `blamed`: the request may
-    be the reason why replicas were lost."""
+    be the reason why replicas were lost; `wrong`: answers that were none."""
 
     def __init__(self) -> None:
         self.last: NotAnswered | None = None
         self.refusal: Response | None = None
-        self.losses, self.blamed = 0, False
+        self.losses, self.wrong, self.blamed = 0, 0, False
 
     @property
     def why(self) -> str:
         return "no replica is ready" if self.last is None else str(self.last)
 
     def add(self, e: NotAnswered) -> None:
-        self.last, self.refusal, self.losses = e, e.answer or self.refusal, self.losses + e.lost
+        self.last, self.losses, self.wrong = e, self.losses + e.lost, self.wrong + e.wrong
+        if self.refusal is None or (e.answer is not None and e.answer.status_code in BUSY):
+            self.refusal = e.answer  # a replica without room has the model; one that lacks it says less
 
 
 def with_fields(body: bytes, fields: Mapping[str, Any]) -> bytes:

@@ -6,11 +6,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 import httpx
 
-from hybridrt.base.errors import HybridrtError, TransferError
+from hybridrt.base.circuit import Circuit
+from hybridrt.base.errors import HybridrtError, MessageError, PeerGoneError, TransferError
 from hybridrt.channel.channel import SocketChannel
 from hybridrt.engine.api.llm import LLM
 from hybridrt.server.core.config import ServerConfig
@@ -76,6 +78,25 @@ class PrefillRole:
                 self._end.wait(IDLE_SECONDS)
 
 
+@dataclass(eq=False)
+class _PrefillServer:
+    """One that a decode server asks.
+
+    Attributes:
+        name: of its worker, which may be lost.
+        silent: questions without an answer, one after the other.
+        said: the last line about it in the log.
+        wrong: how often it answered wrongly.
+    """
+
+    url: str
+    name: str = ""
+    silent: int = 0
+    said: str = ""
+    wrong: int = 0
+    circuit: Circuit = field(default_factory=Circuit)
+
+
 class DecodeRole:
     """Keeps connections to prefill workers. While there is none, prompts are computed here.
 
@@ -88,11 +109,14 @@ class DecodeRole:
     def __init__(self, llm: LLM, config: ServerConfig) -> None:
         self._llm, self._config, self._end = llm, config, threading.Event()
         self.worker: DecodeWorker = decode_worker(llm, (), key=config.transfer_key)
+        self.worker.on_lost = self._lost
+        self._servers = [_PrefillServer(url) for url in config.prefill_urls]
+        self._ends: dict[str, tuple[PeerGoneError, int]] = {}  # of workers: why, and prompts fetched before
         self._client = httpx.Client(timeout=ANSWER_SECONDS, trust_env=False)
         # One thread for each server: one that does not answer delays no look at the others.
         self._threads = [
-            threading.Thread(target=self._watch, args=(url,), name="hybridrt-decode", daemon=True)
-            for url in config.prefill_urls
+            threading.Thread(target=self._watch, args=(server,), name="hybridrt-decode", daemon=True)
+            for server in self._servers
         ]
         for thread in self._threads:
             thread.start()
@@ -105,7 +129,9 @@ class DecodeRole:
             Number("hybridrt:prompts_fetched", "Prompts that prefill servers have computed.", now.fetched),
             Number("hybridrt:prompts_retried", "Attempts that were repeated.", now.retried),
             Number("hybridrt:prompts_computed_here", "Prompts without a prefill server.", now.computed_here),
-        ]
+            Number("hybridrt:prefill_wrong_answers", "Answers of a prefill server that were none.",
+                {server.url: server.wrong for server in self._servers}, label="url"),
+        ]  # fmt: skip
 
     def close(self) -> None:
         self._end.set()
@@ -115,28 +141,63 @@ class DecodeRole:
         with self._llm.engine.turns:
             self.worker.close()
 
-    def _watch(self, url: str) -> None:
-        """Connects to a prefill server, again and again. One that does not answer is left, though its
-        connection be open: so it is with a process that was stopped."""
-        name, silent, said = "", 0, ""
+    def _watch(self, server: _PrefillServer) -> None:
         while not self._end.is_set():
-            try:
-                address, silent = self._address(url), 0
-                if not self.worker.is_connected(name):
-                    name, said = self._connect(address), ""
-                    log.info("prefill worker %s computes prompts", url)
-            except (HybridrtError, httpx.HTTPError) as e:
-                silent += isinstance(e, httpx.HTTPError)
-                if silent >= LEFT_AFTER:
-                    self._leave(name, url)
-                if not self.worker.is_connected(name) and said != (said := str(e) or type(e).__name__):
-                    log.warning("prefill worker %s: %s; prompts are computed elsewhere", url, said)
-            self._end.wait(0 if 0 < silent < LEFT_AFTER else CHECK_SECONDS)
+            self._end.wait(self._look(server))
 
-    def _leave(self, name: str, url: str) -> None:
-        if self.worker.is_connected(name):
+    def _look(self, server: _PrefillServer) -> float:
+        """Connects to a prefill server if it is not. Returns the seconds until the next look.
+
+        One that does not answer is left, though its connection be open: so it is with a process that was stopped.
+        One that answers wrongly is left for a pause, which grows.
+        """
+        try:
+            address, server.silent = self._address(server.url), 0
+            if not self.worker.is_connected(server.name):
+                self._see_end(server)
+                server.name, server.said = self._connect(address), ""
+                log.info("prefill worker %s computes prompts", server.url)
+        except httpx.HTTPError as e:
+            server.silent += 1
+            if server.silent >= LEFT_AFTER:
+                self._leave(server, f"prefill worker {server.url} does not answer")
+            self._say(server, f"{e or type(e).__name__}; prompts are computed elsewhere")
+            return 0 if server.silent < LEFT_AFTER else CHECK_SECONDS
+        except HybridrtError as e:
+            if isinstance(e, PeerGoneError) and not isinstance(e, MessageError):
+                self._say(server, f"{e}; prompts are computed elsewhere")  # it may be starting
+            else:
+                return self._put_aside(server, e)
+        return CHECK_SECONDS
+
+    def _see_end(self, server: _PrefillServer) -> None:
+        """Raises the error of a worker that was lost by a wrong message."""
+        error, fetched = self._ends.pop(server.name, (None, 0))
+        if fetched:
+            server.circuit.right()
+        if isinstance(error, MessageError):
+            raise error
+
+    def _put_aside(self, server: _PrefillServer, why: HybridrtError) -> float:
+        server.wrong += 1
+        self._leave(server, f"prefill worker {server.url} answers wrongly: {why}")
+        pause = server.circuit.wrong(str(why)) or CHECK_SECONDS
+        text = "prefill worker %s is put aside for %g s (it answers wrongly): %s; prompts are computed elsewhere"
+        log.warning(text, server.url, pause, why)
+        return pause
+
+    def _say(self, server: _PrefillServer, text: str) -> None:
+        if not self.worker.is_connected(server.name) and server.said != text:
+            server.said = text
+            log.warning("prefill worker %s: %s", server.url, text)
+
+    def _leave(self, server: _PrefillServer, why: str) -> None:
+        if self.worker.is_connected(server.name):
             with self._llm.engine.turns:
-                self.worker.disconnect(name, f"prefill worker {url} does not answer")
+                self.worker.disconnect(server.name, why)
+
+    def _lost(self, name: str, error: PeerGoneError, fetched: int) -> None:
+        self._ends[name] = error, fetched
 
     def _connect(self, address: tuple[str, int]) -> str:
         """The first message is awaited before the engine's turn is taken."""

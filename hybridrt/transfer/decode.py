@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -75,11 +75,13 @@ class _Attempt:
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """A prefill worker, and the times of its last message and of a `Ping` without an answer."""
+    """A prefill worker, the times of its last message and of a `Ping` without an answer, and the number of
+    prompts that were fetched."""
 
     channel: SocketChannel
     received: float
     pinged: float | None = None
+    fetched: int = 0
 
 
 @dataclass(slots=True)
@@ -113,6 +115,10 @@ class DecodeWorker:
             they fail. Those with images never travel: this engine computes them.
         timeout: seconds after which a silent prefill worker, or one whose image cannot be read, is
             dropped. Longer than the longest step of a prefill worker.
+
+    Attributes:
+        on_lost: called when a worker is dropped, with its name, the reason, and the number of prompts that
+            were fetched from it.
     """
 
     def __init__(
@@ -134,6 +140,7 @@ class DecodeWorker:
         self._over: list[_Attempt] = []  # the last read has ended
         self._arriving: dict[str, int] = {}  # by request, images that the engine may not have read yet
         self._totals = DecodeCounters()
+        self.on_lost: Callable[[str, PeerGoneError, int], None] = lambda name, error, fetched: None
         side.engine.prefill_source = self
 
     def greeting(self, channel: SocketChannel) -> PrefillHello:
@@ -295,6 +302,8 @@ class DecodeWorker:
     def _arrived(self, attempt: _Attempt, pull: _Pull) -> None:
         length = len(pull.tokens)
         self._totals.fetched += 1
+        if (peer := self._workers.get(attempt.worker)) is not None:
+            peer.fetched += 1
         self._totals.bytes_fetched += self._layout.image_bytes(length, attempt.start)
         self._arriving[pull.request_id] = attempt.offset
         self._forget(attempt)
@@ -402,7 +411,9 @@ class DecodeWorker:
 
     def _drop_worker(self, name: str, error: PeerGoneError) -> None:
         """Images are lost too, even while they are read: the worker may reuse their memory."""
-        self._workers.pop(name).channel.close()
+        peer = self._workers.pop(name)
+        peer.channel.close()
+        self.on_lost(name, error, peer.fetched)
         for reader in self._readers:
             reader.disconnect(name)
         for attempt in [a for a in self._attempts.values() if a.worker == name]:

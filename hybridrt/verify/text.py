@@ -18,11 +18,12 @@ TEXTS = (
     "The quick brown fox jumps over the lazy dog.", "def f(x: int) -> str:\n    return f'{x:>8}'\n", "  two  spaces\t",
     "Zwölf Boxkämpfer jagen Viktor über den großen Sylter Deich.", "日本語のテキスト", "1234567890 3.14159", "🙂👩‍🚀",
 )  # fmt: skip
-# Words that occur in no template.
 LEAST_SHARE = 0.75  # of the vocabulary that a tokenizer has
+# Words that occur in no template.
 SYSTEM, FIRST, ANSWER, SECOND = "Qsystem7x", "Qfirst7x", "Qanswer7x", "Qsecond7x"
 _MARKER = re.compile(r"<\|[^<>|\s]{1,40}\|>|<(?:start|end)_of_turn>|\[/?INST\]|<\uff5c[^<>\s]{1,40}\uff5c>")
 _TURNS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "<|start_of_role|>", "[INST]")
+_JOINED = re.compile(rf"(system|user|assistant|model|tool)(?:{SYSTEM}|{FIRST}|{ANSWER}|{SECOND})")
 _THINKING = re.compile(r"\s*</?think[^>]*>\s*")
 
 
@@ -103,6 +104,7 @@ def check_template(subject: Subject, result: Result) -> None:
         return
     compared = _compare_renderings(subject, texts, result)
     _check_contents(texts, result)
+    _check_roles(texts, result)
     _check_prompt(texts, result)
     _check_markers(subject, texts, result)
     _check_turns(subject, texts, result)
@@ -166,6 +168,12 @@ def _check_contents(texts: Mapping[str, Any], result: Result) -> None:
             result.warn(f"chat template: {roles[word]} is written twice ({name}): {shown(text)}")
 
 
+def _check_roles(texts: Mapping[str, Any], result: Result) -> None:
+    found = {match[1]: match[0] for text in texts.values() if isinstance(text, str) for match in _JOINED.finditer(text)}
+    for role, joined in found.items():
+        result.fail(f"chat template: the role {role} and the text after it are not separated: {shown(joined)}")
+
+
 def _check_prompt(texts: Mapping[str, Any], result: Result) -> None:
     """A prompt is a prefix of the same conversation with its answer."""
     question, said, answered = texts["question"], texts["said"], texts["answered"]
@@ -173,6 +181,12 @@ def _check_prompt(texts: Mapping[str, Any], result: Result) -> None:
         return
     before = answered[: answered.index(ANSWER)]
     if _plain(question) == _plain(before):
+        ends = {text[len(text.rstrip()) :] for text in (question, before)}
+        if len(ends) > 1 and "\n" in "".join(ends) and not _THINKING.search(question + before):
+            result.warn(
+                f"chat template: the prompt for an answer ends with {shown(question[-40:])}; in a conversation an "
+                f"answer begins after {shown(before[-40:])}: other blanks"
+            )
         return
     if question == said:
         result.fail(

@@ -2,16 +2,15 @@
 
 import http.client
 import json
-import socket
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
+from hybridrt.base import circuit
 from hybridrt.base.errors import ConfigError, UnavailableError
 from hybridrt.engine.api.llm import LLM
 from hybridrt.fleet import router as router_module
@@ -25,7 +24,7 @@ from hybridrt.server.core.config import ServerConfig
 from hybridrt.server.core.respond import ELSEWHERE
 from tests.support.http_server import Served, serving
 from tests.support.one_layer import write_first_layer
-from tests.support.routing import FLEET_KEY, Routed, routing
+from tests.support.routing import FLEET_KEY, Routed, failing, routing
 
 BODY = {"model": "tested", "prompt": "def read_lines(path):", "max_tokens": 12, "temperature": 0}
 KEY = {"Authorization": "Bearer client-key"}
@@ -109,37 +108,6 @@ def test_merged_metrics_have_one_head_and_a_label_each() -> None:
     ]  # fmt: skip
 
 
-@contextmanager
-def failing(*answers: bytes) -> Iterator[str]:
-    """A replica that is ready, sends these bytes to each request, one after the other, and ends the connection."""
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def serve() -> None:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=answer, args=(connection,), daemon=True).start()
-
-    def answer(connection: socket.socket) -> None:
-        with connection:
-            head = connection.recv(65536)
-            if head.startswith(b"GET /ready"):
-                connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
-                return
-            if b"/fleet/" in head.split(b"\r\n")[0]:
-                return
-            for part in answers:
-                connection.sendall(part)
-
-    threading.Thread(target=serve, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        listener.close()
-
-
 STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\ncontent-length: 9999\r\n\r\n"
 CHUNK = b'data: {"choices":[{"index":0,"text":"x"}]}\n\n'
 
@@ -180,7 +148,8 @@ def test_a_request_that_ends_its_replicas_is_tried_on_two(monkeypatch: pytest.Mo
             assert sum(router.router.metrics.requests.labels(url)._value.get() for url in (a, b, c, d)) == asked
 
 
-def test_a_request_that_has_ended_is_no_suspect(replica: Served) -> None:
+def test_a_request_that_has_ended_is_no_suspect(replica: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(circuit, "PAUSES", (0.0,))
     with failing() as bad, routing(bad, replica.url) as router:
         router.wait_for(2)
         for _ in range(5):
@@ -251,6 +220,7 @@ def test_a_stream_outlives_several_replicas_that_shut_down(embedded: LLM, replic
 
 def test_a_stream_does_not_go_on_with_another_model(replica: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sender, "READY_SECONDS", 0.1)
+    monkeypatch.setattr(circuit, "PAUSES", (0.0,))
     body = BODY | {"stream": True, "max_tokens": 24}
     whole = replica.post("/v1/completions", body, headers=KEY | {"x-hybridrt-count": "1"}).text
     cut = whole[: whole.index("\n\n", whole.index(": tokens 4")) + 2]

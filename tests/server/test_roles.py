@@ -10,6 +10,7 @@ import httpx
 import pytest
 import torch
 
+from hybridrt.base import circuit
 from hybridrt.base.errors import ConfigError, TransferError
 from hybridrt.engine.api.llm import LLM
 from hybridrt.runtime.load.build import resolve_model_path
@@ -22,6 +23,7 @@ from hybridrt.transfer.reader import LocalReader
 from hybridrt.transfer.side import WorkerSide
 from tests.support.http_server import WAIT, Served, serving
 from tests.support.in_process import InProcessTransport
+from tests.support.routing import failing
 
 KEYS = {"fleet_key": "f" * 32, "transfer_key": "t" * 32}
 BODY = {"model": "tested", "max_tokens": 6, "temperature": 0}
@@ -113,6 +115,53 @@ def test_a_prefill_server_that_was_stopped_is_left(
         until(lambda: role.worker.counters().workers == 1)
         role.close()
         prefill.close()
+
+
+def test_a_prefill_server_that_answers_wrongly_is_put_aside(
+    llms: tuple[LLM, LLM],
+    hub: dict[str, torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Over its channel, or where it says how to reach it. After a pause it is asked again."""
+    monkeypatch.setattr(circuit, "PAUSES", (0.01, 0.02, 0.03))
+    computing, decoding = llms
+    with serving(computing, **KEYS) as front, serving(decoding) as served:
+        prefill = PrefillRole(computing, ServerConfig(port=0, role="prefill", **KEYS))
+        front.service.transfer_port = prefill.port
+        role = DecodeRole(decoding, ServerConfig(port=0, role="decode", prefill_urls=(front.url,), **KEYS))
+        server = role._servers[0]
+        until(lambda: role.worker.counters().workers == 1)
+        for count_before in (0, 1):
+            prefill.worker._peers[0].channel.send(b"no message")
+            answer(served, prompts(1)[0])  # an idle engine reads no messages
+            until(lambda count_before=count_before: server.wrong > count_before and role.worker.counters().workers == 1)
+        assert answer(served, prompts(3)[2]) and role.worker.counters().fetched == 1
+        with monkeypatch.context() as garbage:
+            garbage.setattr(role, "_address", wrong_address)
+            until(lambda: server.wrong == 3 and role.worker.counters().workers == 0)
+        until(lambda: role.worker.counters().workers == 1)
+        seen = Metrics(front.service.llm, "tested", role.numbers).text().decode()
+        labels = f'engine="0",model_name="tested",url="{front.url}"'
+        assert f"hybridrt:prefill_wrong_answers_total{{{labels}}} {server.wrong}.0" in seen
+        role.close()
+        prefill.close()
+    told = [record.getMessage() for record in caplog.records if "put aside" in record.getMessage()]
+    assert all(front.url in text for text in told) and "0.01 s" in told[0] and "0.02 s" in told[1]
+
+
+def test_what_prefill_servers_answer_is_looked_at(llms: tuple[LLM, LLM], hub: dict[str, torch.Tensor]) -> None:
+    wrong = (b"", b"[]", b"{}", b'{"port": "1"}', b'{"port": 99999}', b"[" * 4000, b"x" * 5000, b"\xff\x00")
+    for body in wrong:
+        with failing(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body), fleet=True) as url:
+            role = DecodeRole(llms[1], ServerConfig(port=0, role="decode", prefill_urls=(url,), **KEYS))
+            (server,) = role._servers
+            until(lambda server=server: server.wrong == 1)
+            role.close()
+
+
+def wrong_address(url: str) -> tuple[str, int]:
+    raise TransferError(f"/fleet/transfer of {url} answers garbage")
 
 
 def silent(url: str) -> tuple[str, int]:

@@ -33,6 +33,9 @@ TEMPLATES = {
     "of another prompt": (
         TEMPLATE.replace("<|im_start|>assistant {%", "<|im_start|>bot {%"), "an answer begins after"
     ),
+    "with roles that run into texts": (
+        TEMPLATE.replace("role }} {{", "role }}{{").replace("assistant {%", "assistant{%"), "role user and the text"
+    ),
     "with an error": (TEMPLATE + "{{ nothing.at.all }}", "chat template fails"),
 }  # fmt: skip
 

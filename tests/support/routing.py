@@ -1,10 +1,13 @@
 """A router in a thread of the tests' process."""
 
+import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any
 
 import httpx
@@ -80,3 +83,47 @@ def routing(
             server.handle_exit(15, None)
             thread.join(WAIT)
             assert not thread.is_alive(), "the router does not end"
+
+
+def _request(connection: socket.socket) -> bytes:
+    """To its end: closing a connection with unread bytes resets it."""
+    found = b""
+    while (part := connection.recv(65536)) and (found := found + part):
+        head, ended, body = found.partition(b"\r\n\r\n")
+        length = re.search(rb"content-length: (\d+)", head.lower())
+        if ended and len(body) >= (int(length[1]) if length else 0):
+            break
+    return found
+
+
+@contextmanager
+def failing(*answers: bytes, endless: bytes = b"", fleet: bool = False) -> Iterator[str]:
+    """A replica that is ready, sends these bytes to each request, one after the other, and ends the connection;
+    with `endless` it sends these bytes again and again first. `fleet`: also to those of routers and decode servers."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=answer, args=(connection,), daemon=True).start()
+
+    def answer(connection: socket.socket) -> None:
+        with connection:
+            head = _request(connection)
+            if head.startswith(b"GET /ready"):
+                connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+                return
+            if not fleet and b"/fleet/" in head.split(b"\r\n")[0]:
+                return
+            with suppress(OSError):
+                for part in chain(answers, repeat(endless) if endless else ()):
+                    connection.sendall(part)
+
+    threading.Thread(target=serve, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        listener.close()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from hybridrt.verify.files import check_config, check_keys_of, check_tensors
-from hybridrt.verify.results import FAILED, PASSED, Result
+from hybridrt.verify.results import FAILED, PASSED, WARNED, Result
 from hybridrt.verify.rope import check_rope
 from hybridrt.verify.run import verify
 from hybridrt.verify.subject import Subject
@@ -62,6 +62,13 @@ def test_a_wrong_template_is_named(sound: Path, name: str) -> None:
     (sound / "chat_template.jinja").write_text(template)
     result = checked(sound, check_config, check_tokenizer, check_template)[2]
     assert result.status == FAILED and told in found([result]), result.findings
+
+
+def test_other_line_ends_before_an_answer_are_a_doubt(sound: Path) -> None:
+    changed = damages.TEMPLATE.replace("<|im_start|>assistant {%", "<|im_start|>assistant\n{%")
+    (sound / "chat_template.jinja").write_text(changed)
+    result = checked(sound, check_config, check_tokenizer, check_template)[2]
+    assert result.status == WARNED and "other blanks" in found([result]), result.findings
 
 
 def test_two_templates_that_differ_are_named(sound: Path) -> None:

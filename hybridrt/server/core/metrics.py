@@ -3,7 +3,7 @@
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector, generate_latest
@@ -72,12 +72,13 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Number:
-    """A metric of one value. `counts`: it only grows."""
+    """A metric of one value, or of one for each value of a label. `counts`: it only grows."""
 
     name: str
     text: str
-    value: float
+    value: float | Mapping[str, float]
     counts: bool = True
+    label: str = ""
 
 
 class Metrics(Collector):
@@ -185,7 +186,13 @@ class Metrics(Collector):
         yield from self._experts(self._llm.llm.expert_tokens())
         for found in self._more():
             kind = CounterMetricFamily if found.counts else GaugeMetricFamily
-            yield self._family(kind, found.name, found.text, float(found.value))
+            if not isinstance(found.value, Mapping):
+                yield self._family(kind, found.name, found.text, float(found.value))
+                continue
+            family = kind(found.name, found.text, labels=[*self._labels, found.label])
+            for label, value in found.value.items():
+                family.add_metric([*self._labels.values(), label], value)
+            yield family
         for histogram in (self._first, self._between, self._steps, *self._at_end.values()):
             yield histogram.family(self._labels)
         ends = CounterMetricFamily(

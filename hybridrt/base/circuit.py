@@ -1,0 +1,54 @@
+"""Keeps requests away from a server that answers wrongly, for longer each time."""
+
+import time
+
+PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)  # seconds, after wrong answers one after the other
+
+
+class Circuit:
+    """After a wrong answer a server gets nothing for a pause. Then one request tries it: until its answer
+    has begun well, it gets no other. An answer that is right to its end makes the next pause short again.
+
+    Attributes:
+        why: what was wrong with the last answer. None: it was right.
+        trying: a request tries it.
+    """
+
+    def __init__(self) -> None:
+        self.why: str | None = None
+        self.trying = False
+        self._wrong, self._until = 0, 0.0
+
+    @property
+    def is_aside(self) -> bool:
+        return self.why is not None and time.monotonic() < self._until
+
+    @property
+    def takes_requests(self) -> bool:
+        return not self.is_aside and not self.trying
+
+    def begin(self) -> bool:
+        """A request begins. Whether it tries the server: then call `tried`, `right` or `wrong`."""
+        self.trying = self.trying or self.why is not None
+        return self.trying
+
+    def tried(self) -> None:
+        """What came of the answer is right, or the request has ended without one."""
+        self.trying = False
+
+    def right(self) -> bool:
+        """Returns whether this ends what a wrong answer has begun. What began before the pause does not."""
+        if self.is_aside:
+            return False
+        was_wrong = self.why is not None
+        self._wrong, self.why, self.trying = 0, None, False
+        return was_wrong
+
+    def wrong(self, why: str) -> float | None:
+        """Returns the seconds of the pause that begins. None: there is one already."""
+        self.trying = False
+        if self.is_aside:
+            return None
+        pause = PAUSES[min(self._wrong, len(PAUSES) - 1)]
+        self._wrong, self.why, self._until = self._wrong + 1, why, time.monotonic() + pause
+        return pause
