@@ -33,8 +33,9 @@ from hybridrt.kernels.core.records import AttentionPrompts, PagedKV
 # Measured on an H200 with heads of graph_copies.DIM: the tile, and how many programs of it share a multiprocessor.
 BLOCK_M, WARPS, STAGES, SLOTS = 64, 4, 3, 2
 MOST_PARTS = 16  # of a tile
-# What parts cost, against a round of whole tiles of 28,672 keys; and in blocks of keys.
-PART_COST, PART_BLOCKS = 0.025, 12
+# A round of parts and their join take 20 us besides the keys: this share of a round of whole tiles of 14,000 keys, or
+# as long as so many blocks of keys.
+PART_COST, PART_BLOCKS = 0.085, 24
 LEAST_BLOCKS = 4  # of a part
 JOINED = 4  # rows of a tile that a program joins
 
@@ -92,6 +93,13 @@ def _tile_at(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _all_whole(seq_lens_ptr, num_rows, least, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Whether all contexts are so short that no tile is cut: then programs of further parts end soon."""
+    i = tl.arange(0, BLOCK_B)
+    return tl.max(tl.load(seq_lens_ptr + i, mask=i < num_rows, other=0), 0) <= (least - 1) * BLOCK_N
+
+
+@triton.jit
 def _cut(  # type: ignore[no-untyped-def]
     starts_ptr, seq_lens_ptr, b, block_m, parts, least, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -117,6 +125,8 @@ def _part_kernel(  # type: ignore[no-untyped-def]
     keys."""
     program = tl.program_id(0)
     further = program - whole
+    if (further >= rest) & _all_whole(seq_lens_ptr, num_rows, least, BLOCK_N, BLOCK_B):
+        return
     tile = tl.where(further < 0, program, whole + further % rest)
     part = tl.where(further < 0, 0, further // rest)
     b, kv_head, block_m = _tile_at(tile, starts_ptr, seq_lens_ptr, num_rows, HKV, GROUPS, BLOCK_M, BLOCK_N, BLOCK_B)
@@ -192,6 +202,8 @@ def _join_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """ROWS rows of a tile that was cut. Grid [rest, BLOCK_M / ROWS]."""
     further = tl.program_id(0)
+    if _all_whole(seq_lens_ptr, num_rows, least, BLOCK_N, BLOCK_B):
+        return
     b, kv_head, block_m = _tile_at(
         whole + further, starts_ptr, seq_lens_ptr, num_rows, HKV, GROUPS, BLOCK_M, BLOCK_N, BLOCK_B
     )
@@ -222,14 +234,18 @@ def tiles_of(query_lens: Sequence[int], heads: int, kv_heads: int, rows: int) ->
     return kv_heads * sum(triton.cdiv(n * (heads // kv_heads), rows) for n in query_lens)
 
 
-def run_cut(q: Tensor, sources: KeySources, kv: PagedKV, batch: AttentionPrompts, out: Tensor) -> None:
-    """Attention of q [T, Hq, D] over caches or gathered keys and values into out [T, Hq, D], D a power of two. At most
-    MOST_ROWS rows, no window. In a graph rows may share the tokens in any way: each has a tile that is not full."""
-    kv_heads, dim = kv.v_cache.shape[2:]
-    rows, device = len(batch.query_lens), q.device
-    spare = 0 if batch.seq_lens_host else kv_heads * (rows - 1)
+def cut_of(q: Tensor, kv_heads: int, batch: AttentionPrompts) -> Cut:
+    """How tiles are cut. In a graph rows may share the tokens in any way: each has a tile that is not full."""
+    spare = 0 if batch.seq_lens_host else kv_heads * (len(batch.query_lens) - 1)
     tiles = tiles_of(batch.query_lens, q.shape[1], kv_heads, BLOCK_M)
-    cut = Cut.of(tiles, spare, SLOTS * multiprocessors(device))
+    return Cut.of(tiles, spare, SLOTS * multiprocessors(q.device))
+
+
+def run_cut(q: Tensor, sources: KeySources, kv: PagedKV, batch: AttentionPrompts, cut: Cut, out: Tensor) -> None:
+    """Attention of q [T, Hq, D] over caches or gathered keys and values into out [T, Hq, D], D a power of two. At most
+    MOST_ROWS rows, no window. `cut`: result of `cut_of`."""
+    kv_heads, dim = kv.v_cache.shape[2:]
+    rows = len(batch.query_lens)
     lens, v_scale = (batch.query_start_loc, batch.seq_lens), kv.v_scale if kv.coded else None
     shape = {
         "HKV": kv_heads, "GROUPS": q.shape[1] // kv_heads, "D": dim, "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N,

@@ -157,17 +157,19 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
 
 def attention_extend_triton(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out: Tensor | None = None) -> Tensor:
     """One launch; another one before it if keys and values are gathered, and one after it if tiles are cut."""
-    dim, rope = kv.v_cache.shape[3], kv.k_cache.shape[3] - kv.v_cache.shape[3]
+    kv_heads, dim = kv.v_cache.shape[2:]
+    rope = kv.k_cache.shape[3] - dim
     out = q.new_empty(*q.shape[:2], dim) if out is None else out
     out[sum(batch.query_lens) :].zero_()
     if not any(batch.query_lens):
         return out
     gathered = _gathered(q, kv, batch)
     sources = gathered or KeySources(kv.k_cache, kv.v_cache, kv.k_cache[..., dim:] if rope else None)
-    if _is_cut(q, kv, batch):
-        cut.run_cut(q, sources, kv, batch, out)
-        return out
-    kv_heads = kv.v_cache.shape[2]
+    if _few(q, kv, batch):
+        found = cut.cut_of(q, kv_heads, batch)
+        if found.parts > 1 or (gathered and not batch.seq_lens_host):
+            cut.run_cut(q, sources, kv, batch, found, out)
+            return out
     tile = tile_of(q, dim, kv_heads, batch.query_lens, gathered is not None)
     if kv.coded and gathered is None:
         tile = coded_tile(tile, width_of(dim))
@@ -175,8 +177,8 @@ def attention_extend_triton(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out
     return out
 
 
-def _is_cut(q: Tensor, kv: PagedKV, batch: AttentionPrompts) -> bool:
-    """Whether tiles are so few that some are cut. The choice is that of an H200 for its heads of 128."""
+def _few(q: Tensor, kv: PagedKV, batch: AttentionPrompts) -> bool:
+    """Whether tiles are so few that some may be cut, and are those of the heads that this was measured with."""
     (kv_heads, dim), lens = kv.v_cache.shape[2:], batch.query_lens
     served = q.shape[-1] == dim == DIM and kv.sliding_window is None and len(lens) <= MOST_ROWS and ample(q)
     return served and cut.tiles_of(lens, q.shape[1], kv_heads, BLOCK_M) <= ROUNDS * multiprocessors(q.device)
@@ -189,7 +191,7 @@ def _gathered(q: Tensor, kv: PagedKV, batch: AttentionPrompts) -> KeySources | N
     if kv.k_cache.shape[3] > dim or not ample(q):
         return None
     if not batch.seq_lens_host:  # in a graph, lengths are unknown
-        if batch.copies is None or rows < COPY_FROM or not _is_cut(q, kv, batch):
+        if batch.copies is None or rows < COPY_FROM or not _few(q, kv, batch):
             return None
         total = copied_tokens(len(batch.copies), kv_heads)
         keys, values = batch.copies[: 2 * kv_heads * total * dim].view(2, kv_heads * total, dim)
