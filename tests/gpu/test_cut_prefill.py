@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from hybridrt.kernels.attention import cut_prefill_triton as cut
 from hybridrt.kernels.attention.graph_copies import DIM, MOST_ROWS
@@ -15,12 +16,12 @@ ROWS = 9
 STEPS = (((1,), (0,)), ((900,), (0,)), ((1000,), (9000,)), ((1000, 24), (12000, 3)), ((100, 1, 700), (50, 9000, 4000)))
 
 
-def error(found, wanted):
-    return (found.float() - wanted).norm() / wanted.norm()
+def error(found: Tensor, wanted: Tensor) -> float:
+    return float((found.float() - wanted).norm() / wanted.norm())
 
 
 @pytest.mark.parametrize(("tokens", "copied"), [(256, False), (1024, False), (1024, True), (1536, True)])
-def test_replays(tokens, copied):
+def test_replays(tokens: int, copied: bool) -> None:
     """`copied`: over copies of keys, else over pages."""
     steps = [Chunks(HEADS, *step, seed=i) for i, step in enumerate(STEPS) if sum(step[0]) <= tokens]
     steps += [Chunks(HEADS, (tokens,), (14000,), seed=9)]
@@ -50,6 +51,6 @@ def test_replays(tokens, copied):
 
 
 @pytest.mark.parametrize(("tokens", "context"), [(700, 14_000), (1536, 14_000), (2048, 14_000), (3072, 4000)])
-def test_eager_chunks(tokens, context):
+def test_eager_chunks(tokens: int, context: int) -> None:
     chunks = Chunks(HEADS, (tokens,), (context,))
     assert error(attention_extend_triton(chunks.q, chunks.kv, chunks.batch()), chunks.wanted()) < 1e-2
