@@ -41,8 +41,10 @@ WARM_UP_TOKENS = 40 * (512 + 300)
 MAX_LEN = 2**17  # tokens of a request
 DECODE = ((1, 4.1), (8, 4.8), (32, 5.8), (128, 9.7), (256, 16.6), (1024, 58.0))  # rows and milliseconds
 MIN_STEP, BASE_CONTEXT, KV = 3.5, 1024, 1.13e-5
-EAGER, EAGER_TOKEN, PAIR = 6.96, 0.02316, 5.09e-7
-GRAPH, FEWEST, DEEP = 3.35, 1250, 0.336
+EAGER, EAGER_TOKEN, GRAPH = 6.96, 0.02316, 3.35
+# Attention of chunks of so many tokens, in milliseconds for each 1,000 tokens of context: 44 times what a layer took
+# after 28,672 tokens (8,192: after 24,000), with the copies of keys. Fewer tokens were not measured.
+DEPTHS = ((512, 0.46), (1024, 0.73), (1536, 0.84), (2048, 1.14), (3072, 1.63), (4096, 2.04), (8192, 4.12))
 # The host launches a step without graphs in 68 ms next to a server's threads (46 where nothing else runs), in 24 more
 # when it streams to MANY_STREAMS clients. Older entries of the log had 30 (--launch-ms 30,0).
 HOST, HOST_STREAMS, MANY_STREAMS, HOST_SAVE = 68.0, 24.0, 40, 57.6
@@ -51,8 +53,8 @@ WAY, WAY_TOKEN = 1.95, 0.0026
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Milliseconds of a step. Fitted to measured decode steps and steps of few prompt tokens, and to the loads
-    "shared", "long" and "very-long" as a server on an H200 answered them.
+    """Milliseconds of a step. Fitted to measured decode steps and steps of few prompt tokens, to attention of chunks
+    deep in a context, and to the loads "shared", "long" and "very-long" as a server on an H200 answered them.
 
     Attributes:
         noise: standard deviation of the logarithm of a step's time.
@@ -66,14 +68,15 @@ class StepTimes:
         rows, tokens = len(plan.decode), sum(len(row.tokens) for row in plan.extend)
         context = KV * int(plan.decode.computed.sum())
         if not tokens:
-            alone = _between(next(size for size in _DECODE_GRAPHS if size >= rows)) - KV * BASE_CONTEXT * rows
+            size = next(size for size in _DECODE_GRAPHS if size >= rows)  # with BASE_CONTEXT tokens a row
+            alone = _between(size, DECODE) - KV * BASE_CONTEXT * rows
             return max(alone + context, MIN_STEP), True
         fits = (bucket for bucket in self.buckets if bucket.holds(plan, StateSaves.AT_CHUNKS))
         bucket = next((bucket for bucket in fits if bucket.enters(plan)), None)
+        attention = sum([_attention(len(row.tokens), row.computed) for row in plan.extend])
         if bucket is None:
-            pairs = sum(len(row.tokens) * (row.computed + len(row.tokens) / 2) for row in plan.extend)
-            return EAGER + EAGER_TOKEN * tokens + 0.028 * rows + PAIR * pairs + context, False
-        return self._of_graph(bucket, rows) + _graph_attention(plan) + context, True
+            return EAGER + EAGER_TOKEN * tokens + 0.028 * rows + attention + context, False
+        return self._of_graph(bucket, rows) + attention + context, True
 
     @staticmethod
     def _of_graph(bucket: Bucket, rows: int) -> float:
@@ -95,20 +98,16 @@ class StepTimes:
         return (WAY + WAY_TOKEN * tokens) / 1e3
 
 
-def _between(size: int) -> float:
-    """A decode step of a graph of this size with BASE_CONTEXT tokens a row, between measured ones."""
-    at = min(max(bisect_left([rows for rows, _ in DECODE], size), 1), len(DECODE) - 1)
-    (x0, y0), (x1, y1) = DECODE[at - 1 : at + 1]
+def _between(size: int, points: Sequence[tuple[int, float]]) -> float:
+    """`size` on the line through the measured points around it, or through the last two."""
+    at = min(max(bisect_left([x for x, _ in points], size), 1), len(points) - 1)
+    (x0, y0), (x1, y1) = points[at - 1 : at + 1]
     return y0 + (y1 - y0) * (size - x0) / (x1 - x0)
 
 
-def _graph_attention(plan: StepPlan) -> float:
-    """Few tokens take as long as FEWEST, and more after a long context, since they use a part of the device."""
-    found = 0.0
-    for row in plan.extend:
-        pairs = max(FEWEST, len(row.tokens)) * (row.computed + len(row.tokens) / 2)
-        found += PAIR * pairs * (max(row.computed, 256) / 8192) ** DEEP
-    return found
+def _attention(tokens: int, computed: int) -> float:
+    """Of a chunk of `tokens` tokens after `computed` ones."""
+    return _between(max(tokens, DEPTHS[0][0]), DEPTHS) * (computed + tokens / 2) / 1e3
 
 
 @dataclass(frozen=True)

@@ -41,11 +41,13 @@ class PagedMetadata:
         decode, extend: one for each segment; None without rows. `decode` is what the backend's
             kernels take as rows.
         plans: a library's own, by page group.
+        copies: a graph's room for copies of keys and values (`AttentionPrompts.copies`).
     """
 
     decode: Any
     extend: AttentionPrompts | None
     plans: dict[int, Any] = field(default_factory=dict)
+    copies: Tensor | None = None
 
 
 class SegmentedAttnBackend(AttentionBackend):
@@ -236,11 +238,13 @@ class PagedKVBackend(SegmentedAttnBackend):
                 check_written_places(batch, self._places(group, batch), table)
         decode = self._decode_segment(batch) if batch.num_decode_rows else None
         extend = self._extend_segment(batch) if batch.num_extend_rows and graph is None else None
-        batch.metadata[self] = PagedMetadata(decode, extend)
+        copies = graph.buffers.get(self) if graph is not None and graph.prompts else None
+        batch.metadata[self] = PagedMetadata(decode, extend, copies=copies)
 
     def prepare_in_graph(self, batch: ForwardBatch) -> None:
         if batch.num_extend_rows:
-            self.planned(batch).extend = self._extend_segment(batch)
+            step: PagedMetadata = self.planned(batch)
+            step.extend = self._extend_segment(batch)._replace(copies=step.copies)
 
     @staticmethod
     def _decode_segment(batch: ForwardBatch) -> AttentionRows:

@@ -86,7 +86,8 @@ class PrefillDecodeAttnBackend(SegmentedAttnBackend):
             self.verify_backend.commit(batch, accepted, path)
 
     def allocate_graph(self, view: GraphView) -> None:
-        for backend in dict.fromkeys((self.decode_backend, self.verify_backend)):
+        prompts = [self.prefill_backend] if view.prompts and self.prefill_backend.captures_prompts else []
+        for backend in dict.fromkeys((self.decode_backend, self.verify_backend, *prompts)):
             backend.allocate_graph(view)
 
 

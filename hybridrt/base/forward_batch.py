@@ -91,12 +91,15 @@ class GraphView:
         tokens_per_row: tokens of each of them.
         prompts: the batches have extend rows too.
         buffers: each backend's buffers, in a form of its own.
+        most_context: tokens for which the buffers have room: those before the chunks of all prompts, and
+            all tokens of the graph's prompts and padding; None: any number.
     """
 
     max_bs: int
     tokens_per_row: int
     prompts: bool = False
     buffers: dict[Any, Any] = field(default_factory=dict)
+    most_context: int | None = None
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class Known(StepCost):
         bucket = self._bucket(work) if work.prompt_tokens else None
         return seconds(work if bucket is None else work._replace(prompt_tokens=sum(bucket) - work.decode_tokens))
 
-    def observe(self, works: Sequence[StepWork], took: float) -> None:
+    def observe(self, works: Sequence[StepWork], took: float, *, at_most: bool = False) -> None:
         self.seen.append((list(works), took))
 
 
@@ -297,11 +297,42 @@ def test_a_step_after_one_that_was_read_late_is_not_observed() -> None:
     """It began before the late end was seen, so it would seem to need no time."""
     now, seen = [50.0], list[float]()
     target, plan = TrafficPolicy(1.0, cost=Known(), clock=lambda: now[0]), StepPlan(decode=decoding(4))
-    target.cost.observe = lambda works, seconds: seen.append(seconds)  # type: ignore[method-assign]
+    target.cost.observe = lambda works, seconds, at_most: seen.append(seconds)  # type: ignore[method-assign]
     for late in (*[True] * 8, False, False):
         now[0] += 1.0
         target.ended(plan, now[0] - 1.0, 4, late)
     assert seen == [8.0, 1.0]
+
+
+def test_launches_that_the_device_waited_for_are_bounds() -> None:
+    """Those of steps without a graph: they end with their launch, or before the next one has ended."""
+    now, seen = [0.0], list[tuple[float, bool]]()
+    target = TrafficPolicy(None, cost=Known(buckets=[Bucket(4, 64)]), clock=lambda: now[0])
+    target.cost.observe = lambda works, seconds, at_most: seen.append((seconds, at_most))  # type: ignore[method-assign]
+    eager, graph = (StepPlan(decode=decoding(2), extend=[ExtendRow(9, 0, [1] * n, 0, True)]) for n in (500, 60))
+
+    def step(plan: StepPlan, launch: float, after: float, late: bool = False) -> None:
+        started = target.clock()
+        now[0] += launch
+        target.note_launch(plan, started)
+        now[0] += after
+        target.ended(plan, started, 2, late)
+
+    step(eager, 0.09, 0.001)
+    step(eager, 0.07, 0.02)
+    step(graph, 0.09, 0.001)
+    assert [at_most for _, at_most in seen] == [True, False, False]
+    for _ in range(8):
+        step(eager, 0.09, 0.06, late=True)
+    assert seen[3] == (pytest.approx(8 * 0.15), True)
+    step(graph, 0.001, 0.01)
+    for _ in range(8):
+        step(graph, 0.001, 0.01, late=True)
+    assert not seen[-1][1], "the host limits decoding alone, too: such a step takes as long"
+    target.cost._buckets.clear()
+    step(eager, 0.09, 0.001)
+    step(eager, 0.09, 0.001)
+    assert not seen[-1][1], "on a CPU a launch computes the step"
 
 
 def test_many_steps_in_time_do_not_end_the_lead() -> None:

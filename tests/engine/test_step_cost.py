@@ -152,10 +152,27 @@ def test_a_step_without_a_graph_takes_as_long_as_its_launch() -> None:
     graph, eager, long = (decode.with_chunk(0, tokens) for tokens in (1000, 1500, 8000))
     before = [cost.predict(work) for work in (decode, graph, eager, long)]
     for seconds in (0.07, 0.09, 2.0, 0.08, 0.07):
-        cost.note_launch(eager, seconds)
-        cost.note_launch(graph, 5.0)
-        cost.note_launch(decode, 5.0)
+        cost.note_launch(seconds)
     assert [cost.predict(work) for work in (decode, graph, eager, long)] == [*before[:2], 0.09, before[3]]
+    assert before[3] == pytest.approx(1.02 * cost._device_seconds([long])), "with a margin"
+
+
+def test_costs_fall_until_the_device_is_seen() -> None:
+    """Its launch hides that a step needs less than 97 ms, until it is seen to need 60."""
+    cost, decode = StepCost(BUCKETS), StepWork(20, 2000)
+    for i in range(64):
+        work = decode.with_chunk(0, 100 + 40 * i)
+        cost.observe([work], 5e-3 + 3e-5 * work.prompt_tokens)
+    eager = decode.with_chunk(0, 2900)
+    before = cost.predict(eager)
+    for _ in range(20):
+        cost.observe([eager] * 2, 0.18, at_most=True)
+    fallen = cost.predict(eager)
+    assert before == pytest.approx(0.0965, rel=0.01) and fallen < 0.9 * before
+    assert cost.predict(decode.with_chunk(0, 1000)) == pytest.approx(0.035, rel=0.1), "graphs take as long as before"
+    for _ in range(80):
+        cost.observe([eager], 0.06)
+    assert cost.predict(eager) == pytest.approx(0.06, rel=0.05)
 
 
 def test_steps_that_ended_together() -> None:

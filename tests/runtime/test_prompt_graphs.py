@@ -273,6 +273,23 @@ def test_what_a_bucket_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not holds(24, saves=[1]) and holds(24, saves=[16]) and holds(24, saves=[1], how=StateSaves.AT_CHUNKS)
 
 
+@torch.inference_mode()
+def test_contexts_of_a_graph_fit_the_room_for_copies(checkpoints: CheckpointStore) -> None:
+    """Else the step runs without one. Attention gets the room at each preparation."""
+    hand, _ = twins(checkpoints["falcon-plain"].path, "classic")
+    graphs, attention = runner_of(hand, saves=False), hand.backend.full_attn_backend
+    rows = [ExtendRow(1, 20, TEXT[20:30], 0, True), ExtendRow(2, 5, TEXT[5:12], 0, True)]
+    plan, bucket = StepPlan(extend=rows), graphs.bucket(StepPlan(extend=rows))
+    assert bucket is not None and bucket.tokens == 48
+    graphs._view.most_context = 20 + 5 + 48
+    assert graphs.bucket(plan) == bucket
+    graphs._view.most_context -= 1
+    assert graphs.bucket(plan) is None
+    room = graphs._view.buffers[attention] = torch.zeros(3)
+    graphs.replay(plan, bucket)
+    assert attention.planned(graphs._graphs[bucket].batch).extend.copies is room
+
+
 def test_padding_stands_at_positions_that_every_rotary_table_has() -> None:
     """A table may be shorter than a bucket by less than a page."""
     plan = StepPlan(extend=[ExtendRow(1, 3, [7, 7], 0, True)])

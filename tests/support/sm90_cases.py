@@ -277,9 +277,11 @@ def attention() -> Cases:
             lens = {"query_lens": [tokens] * count, "seq_lens_host": [tokens] * count, "sliding_window": window}
             rows = {"rows": int32(count), "query_start_loc": int32(count + 1), "seq_lens": int32(count)}
             yield "attention_extend", cache | rows | lens | {"q": q[: count * tokens], "req_to_token": int32(300, 4096)}
-        lens = {"query_lens": [2048], "seq_lens_host": [4096]}  # smaller tiles over gathered keys
-        rows = {"rows": int32(1), "query_start_loc": int32(2), "seq_lens": int32(1)}
-        yield "attention_extend", cache | rows | lens | {"q": q[:2048], "req_to_token": int32(300, 4096)}
+        # Cut tiles over gathered keys, and in graphs over pages and over copies.
+        for tokens, graph, copies in ((2048, False, None), (512, True, None), (1536, True, meta(1 << 27))):
+            lens = {"query_lens": [tokens], "seq_lens_host": [] if graph else [4096], "copies": copies}
+            rows = {"rows": int32(1), "query_start_loc": int32(2), "seq_lens": int32(1)}
+            yield "attention_extend", cache | rows | lens | {"q": q[:tokens], "req_to_token": int32(300, 4096)}
         places = {"k_cache": cache["k_cache"], "v_cache": cache["v_cache"], "out_cache_loc": int32(8192)}
         rope = {"cos_sin": f32(4096, rot), "q_weight": f32(dim), "k_weight": f32(dim), "eps": 1e-6}
         yield "rotary_write_kv", {"q": q, "k": k, "v": k, "positions": int32(8192)} | rope | places

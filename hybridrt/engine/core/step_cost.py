@@ -21,6 +21,10 @@ _DECAY = 0.98  # weight after each later step of its kind
 _RIDGE = 1e-6  # ridge of normalised features: makes the fit unique
 _ENOUGH, _FIT_EVERY, _REMEMBERED, _LAUNCHES = 8, 32, 128, 16  # steps
 _SURPRISE = 0.1  # relative error of a prediction after which the costs are fitted at once
+# What a step without a graph is predicted to take, of what its device needs by the costs: costs that fell to where
+# chunks grow err.
+_EAGER_MARGIN = 1.02
+_FALL = 0.9  # of the predicted time: what a step is taken to need, if all that is known is that it needs no more
 
 
 class PromptWork(NamedTuple):
@@ -111,7 +115,8 @@ class StepCost:
     use a part of the device for attention, so context and pairs have further costs there. A step
     without a graph has a cost of its own, and counts at least as many tokens as the largest graph.
     It takes at least as long as all but one of the latest launches of such steps (`note_launch`): next
-    to a server's threads that is often longer than the device needs, and it varies. Each saved state
+    to a server's threads that is often longer than the device needs, and it varies. What the device
+    would need is not seen then, so the costs of such steps fall until it is. Each saved state
     of a prompt but the first needs another launch of the recurrent layers; graphs have none of that.
 
     Args:
@@ -138,23 +143,41 @@ class StepCost:
         """Seconds of a step; None before enough steps have run."""
         if self._costs is None:
             return None
-        bucket = self._bucket(work)
-        device = sum(cost * feature for cost, feature in zip(self._costs, self._features(work, bucket), strict=True))
-        return device if bucket is not None or not work.prompt_tokens else max(device, self._launch)
+        device = self._device_seconds([work])
+        return device if self.has_graph(work) else max(_EAGER_MARGIN * device, self._launch)
 
-    def note_launch(self, work: StepWork, seconds: float) -> None:
-        """The host has launched a step. `seconds`: how long the launch took."""
-        if not self.has_graph(work):
-            self._launches.append(seconds)
-            self._launch = sorted(self._launches)[-2:][0]
+    def _device_seconds(self, works: Sequence[StepWork]) -> float:
+        """What the device needs for steps; no bound before enough have run."""
+        if self._costs is None:
+            return math.inf
+        features = [self._features(work, self._bucket(work)) for work in works]
+        return sum([cost * number for each in features for cost, number in zip(self._costs, each, strict=True)])
+
+    def note_launch(self, seconds: float) -> None:
+        """The host has launched a step without a graph. `seconds`: how long that took."""
+        self._launches.append(seconds)
+        self._launch = sorted(self._launches)[-2:][0]
+
+    @property
+    def graphs(self) -> bool:
+        """Whether there are graphs of steps with prompts."""
+        return bool(self._buckets)
 
     def has_graph(self, work: StepWork) -> bool:
         """Whether a graph runs a step. Decode rows alone count as such."""
         return not work.prompt_tokens or self._bucket(work) is not None
 
-    def observe(self, works: Sequence[StepWork], seconds: float) -> None:
-        """Fits the costs to steps that together took `seconds` (more than 0)."""
-        error = self._note_error(works, seconds)
+    def observe(self, works: Sequence[StepWork], seconds: float, *, at_most: bool = False) -> None:
+        """Fits the costs to steps that together took `seconds` (more than 0).
+
+        Args:
+            at_most: the device needs no more, and may need less: it waited for the launch. Then costs fall a
+                little with each step, so that chunks grow until the device needs longer than the launch.
+        """
+        if at_most:
+            seconds, error = min(seconds, _FALL * self._device_seconds(works)), 0.0
+        else:
+            error = self._note_error(works, seconds)
         self.max_prompt_tokens = max(self.max_prompt_tokens, *(work.prompt_tokens for work in works))
         parts = np.array([self._features(work, self._bucket(work)) for work in works])
         kind, features = _KINDS.index(works[-1].kind), parts.sum(0) / seconds
@@ -162,6 +185,7 @@ class StepCost:
         self._moments[kind] = _DECAY * self._moments[kind] + features
         self._count += 1
         due = self._count < _FIT_EVERY or self._count % _FIT_EVERY == 0 or error > _SURPRISE
+        due |= not all([self.has_graph(work) for work in works])  # they are long: a fit takes 0.3 ms of the host
         if self._count >= _ENOUGH and due:
             self._costs = _nonnegative_costs(self._squares.sum(0), self._moments.sum(0)).tolist()
             self._token_seconds, self._pair_seconds = sum(self._costs[_TOKENS]), self._costs[_PAIRS]

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
@@ -38,6 +39,9 @@ LATE_SECONDS, LATE_FACTOR = 0.25, 2.0
 # With AUTO_FACTOR it doubles the time of what waits.
 PASSING_SHARE, MOST_PASSING = 1 / 3, 2048
 _LATE_STEPS = 8  # late steps that are observed as one
+# A step without a graph that ends within this share of its time after its launch has waited for the launch: the
+# device computes most kernels as soon as they come.
+LAUNCH_SHARE = 0.05
 # The next step is scheduled this lead before the running one ends. A late launch doubles the lead,
 # other steps shrink it a little.
 _LEAD, _MIN_LEAD, _MAX_LEAD, _SHRINK = 0.004, 0.001, 0.1, 0.998
@@ -80,6 +84,7 @@ class TrafficPolicy:
         self._unseen_start = 0.0
         self._end_is_late = False  # `_last_end` was seen too late
         self._lead = _LEAD
+        self._launches = deque[tuple[float, float]](maxlen=_LATE_STEPS)  # start and end, of steps without a graph
 
     @classmethod
     def from_config(
@@ -158,8 +163,10 @@ class TrafficPolicy:
 
     def note_launch(self, plan: StepPlan, launched: float) -> None:
         """A step was launched just now. `launched`: when that began, by `clock`."""
-        if plan.extend:
-            self.cost.note_launch(StepWork.from_plan(plan), self.clock() - launched)
+        work, now = StepWork.from_plan(plan), self.clock()
+        if not self.cost.has_graph(work):
+            self._launches.append((launched, now))
+            self.cost.note_launch(now - launched)
 
     def ended(self, plan: StepPlan, launched: float, gained: int, late: bool = False) -> None:
         """Observes a step that was read. Call it in launch order.
@@ -181,7 +188,15 @@ class TrafficPolicy:
         too_short = self._end_is_late and not late  # it began before that end was seen
         self._last_end, self._unseen, self._end_is_late = now, [], late
         if now > start and not too_short:
-            self.cost.observe(works, now - start)
+            self.cost.observe(works, now - start, at_most=self._waited(works, launched, now - start, late))
+
+    def _waited(self, works: Iterable[StepWork], launched: float, seconds: float, late: bool) -> bool:
+        """Whether the device waited for launches of steps without a graph, in `seconds` until now. Without any graph
+        of prompts (on a CPU a launch computes the step) each takes as long as its launch."""
+        if not self.cost.graphs or all([self.cost.has_graph(work) for work in works]):
+            return False
+        launch_end = dict(self._launches).get(launched, -math.inf)
+        return late or self.clock() - launch_end <= LAUNCH_SHARE * seconds
 
 
 def most_seconds(pending: float) -> float:

@@ -10,9 +10,7 @@ power of two: in a latent cache, and in copies of it for all heads (latent_atten
 Copies hold the numbers of e4m3 codes, which every dtype has. Scales are applied to scores and sums.
 """
 
-import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,38 +19,28 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hybridrt.base.device import multiprocessors, shared_memory
+from hybridrt.kernels.attention import cut_prefill_triton as cut
+from hybridrt.kernels.attention.graph_copies import BLOCK_N, DIM, MOST_ROWS, copied_tokens
 from hybridrt.kernels.attention.kv_codes_triton import for_products
+from hybridrt.kernels.attention.prefill_tiles_triton import (
+    LOG2_E,
+    KeySources,
+    gathered_before,
+    load_tile,
+    query_rows,
+    softmax_step,
+    span,
+)
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.launch import LARGE_SHARED_MEMORY, cdiv, dot_precision, next_power_of_2, zero_after
 from hybridrt.kernels.core.records import AttentionPrompts, PagedKV
 
-LOG2_E = tl.constexpr(math.log2(math.e))
-BLOCK_M, BLOCK_N = 128, 64  # query rows and context positions per tile; halved for float32
+BLOCK_M = 128  # query rows of a tile, of BLOCK_N context positions; halved for float32
 GATHER_FROM = 8192  # mean query rows per key/value head and request
+# In a graph, which copies keys whatever the context. Fewer query rows gain less than the copy's launch takes.
+COPY_FROM = 6144
 ROUNDS = 3  # tiles of BLOCK_M rows for each multiprocessor
 MAX_GATHERED = 1 << 30  # bytes of gathered keys; longer contexts are read in place
-
-
-@triton.jit
-def _span(starts_ptr, seq_lens_ptr, b, mask, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rows b: first query, queries, length, and the first visible position, aligned."""
-    start = tl.load(starts_ptr + b, mask=mask, other=0)
-    query_len = tl.load(starts_ptr + b + 1, mask=mask, other=0) - start
-    seq_len = tl.load(seq_lens_ptr + b, mask=mask, other=0)
-    origin = seq_len * 0
-    if WINDOW > 0:
-        origin = tl.maximum(seq_len - query_len - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-    return start, query_len, seq_len, origin
-
-
-@triton.jit
-def _gathered_before(starts_ptr, seq_lens_ptr, b, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
-    blocks = 0
-    for first in range(0, b, 64):
-        i = first + tl.arange(0, 64)
-        _, _, seq_len, origin = _span(starts_ptr, seq_lens_ptr, i, i < b, WINDOW, BLOCK_N)
-        blocks += tl.sum(tl.cdiv(seq_len - origin, BLOCK_N), 0)
-    return blocks * BLOCK_N
 
 
 # Their alignment depends on the number of decode rows before them.
@@ -62,55 +50,27 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     HKV: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one row and key/value head; zeros outside the row, its window and the head's
+    """Tiles of one row and key/value head; zeros outside the row, its window and the head's
     width."""
-    block, kv_head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    _, query_len, seq_len, origin = _span(starts_ptr, seq_lens_ptr, b, b >= 0, WINDOW, BLOCK_N)
-    if origin + block * BLOCK_N >= seq_len:
+    kv_head, b = tl.program_id(1), tl.program_id(2)
+    _, query_len, seq_len, origin = span(starts_ptr, seq_lens_ptr, b, b >= 0, WINDOW, BLOCK_N)
+    if origin + tl.program_id(0) * BLOCK_N >= seq_len:
         return
-    offset, d, e = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
-    pos = origin + offset
-    kept = pos < seq_len
-    if WINDOW > 0:
-        kept &= pos > seq_len - query_len - WINDOW  # earlier pages may be another request's by now
-    slot = tl.load(table_ptr + tl.load(rows_ptr + b).to(tl.int64) * table_sr + pos, mask=kept, other=0).to(tl.int64)
-    source = ((slot * HKV + kv_head) * STRIDE)[:, None]
-    row = kv_head.to(tl.int64) * total + _gathered_before(starts_ptr, seq_lens_ptr, b, WINDOW, BLOCK_N) + offset
-    k = tl.load(k_cache_ptr + source + d[None, :], mask=kept[:, None] & (d < D)[None, :], other=0.0)
-    tl.store(k_ptr + row[:, None] * BLOCK_D + d[None, :], k.to(k_ptr.dtype.element_ty))
-    v = tl.load(v_cache_ptr + source + e[None, :], mask=kept[:, None] & (e < DV)[None, :], other=0.0)
-    tl.store(v_ptr + row[:, None] * BLOCK_V + e[None, :], v.to(v_ptr.dtype.element_ty))
-
-
-@triton.jit
-def _query_rows(block_m, query_len, kv_head, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The tile's first token, its rows' relative tokens, heads, and mask."""
-    m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    first = block_m * BLOCK_M // GROUPS
-    return first, m // GROUPS - first, kv_head * GROUPS + m % GROUPS, m < query_len * GROUPS
-
-
-@triton.jit
-def _tile(  # type: ignore[no-untyped-def]
-    source, slot, row, kv_head, HKV: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    PAGED: tl.constexpr,
-):  # fmt: skip
-    """[BLOCK_N, BLOCK_D], at slots of a cache or rows of a tensor descriptor."""
-    if PAGED:
-        d = tl.arange(0, BLOCK_D)
-        at = ((slot.to(tl.int64) * HKV + kv_head) * STRIDE)[:, None] + d[None, :]
-        return tl.load(source + at, mask=(d < D)[None, :], other=0.0)
-    else:
-        return source.load([row, 0])
-
-
-@triton.jit
-def _softmax_step(scores, row_max, row_sum, scale_log2):  # type: ignore[no-untyped-def]
-    """Weights of a tile, the factor for earlier sums, new maxima and sums."""
-    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
-    weights = tl.exp2(scores * scale_log2 - new_max[:, None])
-    rescale = tl.exp2(row_max - new_max)
-    return weights, rescale, new_max, row_sum * rescale + tl.sum(weights, 1)
+    d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    table = table_ptr + tl.load(rows_ptr + b).to(tl.int64) * table_sr
+    first = kv_head.to(tl.int64) * total + gathered_before(starts_ptr, seq_lens_ptr, b, WINDOW, BLOCK_N)
+    for block in range(tl.program_id(0), tl.cdiv(seq_len - origin, BLOCK_N), tl.num_programs(0)):
+        offset = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        pos = origin + offset
+        kept = pos < seq_len
+        if WINDOW > 0:
+            kept &= pos > seq_len - query_len - WINDOW  # earlier pages may be another request's by now
+        slot = tl.load(table + pos, mask=kept, other=0).to(tl.int64)
+        source, row = ((slot * HKV + kv_head) * STRIDE)[:, None], first + offset
+        k = tl.load(k_cache_ptr + source + d[None, :], mask=kept[:, None] & (d < D)[None, :], other=0.0)
+        v = tl.load(v_cache_ptr + source + e[None, :], mask=kept[:, None] & (e < DV)[None, :], other=0.0)
+        tl.store(k_ptr + row[:, None] * BLOCK_D + d[None, :], k.to(k_ptr.dtype.element_ty))
+        tl.store(v_ptr + row[:, None] * BLOCK_V + e[None, :], v.to(v_ptr.dtype.element_ty))
 
 
 @jit_kernel(do_not_specialize_on_alignment=["rows_ptr", "seq_lens_ptr"])
@@ -123,10 +83,10 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     # The last blocks of a row start first: they have the longest context.
     kv_head, block_m, b = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(2)
-    start, query_len, seq_len, origin = _span(starts_ptr, seq_lens_ptr, b, b >= 0, WINDOW, BLOCK_N)
+    start, query_len, seq_len, origin = span(starts_ptr, seq_lens_ptr, b, b >= 0, WINDOW, BLOCK_N)
     if block_m * BLOCK_M >= query_len * GROUPS:
         return
-    first, token, head, live = _query_rows(block_m, query_len, kv_head, GROUPS, BLOCK_M)
+    first, token, head, live = query_rows(block_m, query_len, kv_head, GROUPS, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     at = (start + first).to(tl.int64) * q_st + (token * q_st + head * q_sh)[:, None] + d[None, :]
     q = tl.load(q_ptr + at, mask=live[:, None] & (d < D)[None, :], other=0.0)
@@ -140,7 +100,7 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
             q_rope = for_products(q_rope, keys.dtype.element_ty)
         table, shift, base = table_ptr + tl.load(rows_ptr + b).to(tl.int64) * table_sr, 0, 0
     else:
-        base = _gathered_before(starts_ptr, seq_lens_ptr, b, WINDOW, BLOCK_N) - origin
+        base = gathered_before(starts_ptr, seq_lens_ptr, b, WINDOW, BLOCK_N) - origin
         shift = kv_head * total + base
     nearest = seq_len - query_len + first
     furthest = seq_len - query_len + tl.minimum((block_m * BLOCK_M + BLOCK_M - 1) // GROUPS, query_len - 1)
@@ -164,10 +124,10 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
             # Keys that no query sees are multiplied by zero, and 0 * NaN is NaN: own ones replace
             # them.
             slot = tl.load(table + tl.minimum(tl.maximum(pos, oldest), furthest))
-        k = _tile(keys, slot, shift + offset, kv_head, HKV, D + ROPE, D, BLOCK_D, PAGED).to(q.dtype)
+        k = load_tile(keys, slot, shift + offset, kv_head, HKV, D + ROPE, D, BLOCK_D, PAGED).to(q.dtype)
         scores = tl.dot(q, k.T, input_precision=PRECISION)
         if ROPE > 0:
-            k_rope = _tile(ropes, slot, base + offset, kv_head, HKV, D + ROPE, ROPE, BLOCK_R, PAGED).to(q.dtype)
+            k_rope = load_tile(ropes, slot, base + offset, kv_head, HKV, D + ROPE, ROPE, BLOCK_R, PAGED).to(q.dtype)
             scores = tl.dot(q_rope, k_rope.T, scores, input_precision=PRECISION)
         masked = offset >= masked_from
         if WINDOW > 0:
@@ -177,17 +137,17 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
             if WINDOW > 0:
                 visible &= position[:, None] - pos[None, :] < WINDOW
             scores = tl.where(visible, scores, float("-inf"))
-        weights, rescale, row_max, row_sum = _softmax_step(scores, row_max, row_sum, scale_log2)
+        weights, rescale, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale_log2)
         if PAGED and ROPE > 0:
             v = k
         else:
-            v = _tile(values, slot, shift + offset, kv_head, HKV, DV, DV, BLOCK_V, PAGED).to(q.dtype)
+            v = load_tile(values, slot, shift + offset, kv_head, HKV, DV, DV, BLOCK_V, PAGED).to(q.dtype)
         acc = tl.dot(weights.to(q.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
     # Addresses from volatile loads: carried through the loop, they would need registers.
     again = tl.load(starts_ptr + b, volatile=True)
     query_len = tl.load(starts_ptr + b + 1, volatile=True) - again
     block_m += tl.load(starts_ptr + b, volatile=True) - again
-    first, token, head, live = _query_rows(block_m, query_len, kv_head, GROUPS, BLOCK_M)
+    first, token, head, live = query_rows(block_m, query_len, kv_head, GROUPS, BLOCK_M)
     e = tl.arange(0, BLOCK_V)
     at = (again + first).to(tl.int64) * OUT_ST + (token * OUT_ST + head * DV)[:, None] + e[None, :]
     acc /= row_sum[:, None]
@@ -196,44 +156,55 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & (e < DV)[None, :])
 
 
-class KeySources(NamedTuple):
-    """Where the kernel finds keys and values: caches, or copies with whole tiles for each row.
-
-    Attributes:
-        keys, values: caches, or descriptors of [heads * total, width].
-        ropes: the part of keys that is stored apart, or a descriptor of [total, width], or None.
-        total: rows of one head in a copy; 0 for caches.
-    """
-
-    keys: Any
-    values: Any
-    ropes: Any = None
-    total: int = 0
-
-
 def attention_extend_triton(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out: Tensor | None = None) -> Tensor:
-    """One launch, or two if keys and values are gathered first."""
-    k_cache, v_cache = kv.k_cache, kv.v_cache
-    query_lens, (kv_heads, dim) = batch.query_lens, v_cache.shape[2:]
-    rope, groups = k_cache.shape[3] - dim, q.shape[1] // kv_heads
+    """One launch; another one before it if keys and values are gathered, and one after it if tiles are cut."""
+    kv_heads, dim = kv.v_cache.shape[2:]
+    rope = kv.k_cache.shape[3] - dim
     out = q.new_empty(*q.shape[:2], dim) if out is None else out
-    zero_after(out, sum(query_lens))
-    if not any(query_lens):
+    zero_after(out, sum(batch.query_lens))
+    if not any(batch.query_lens):
         return out
-    many = sum(query_lens) * groups >= GATHER_FROM * len(query_lens)
-    # In a graph, lengths are unknown.
-    blocks = key_blocks(query_lens, batch.seq_lens_host, kv.sliding_window) if many and batch.seq_lens_host else []
-    copied = 2 * BLOCK_N * sum(blocks) * kv_heads * width_of(dim) * q.element_size()
-    gathered = bool(blocks) and not rope and ample(q) and copied <= MAX_GATHERED
-    tile = tile_of(q, dim, kv_heads, query_lens, gathered)
-    if kv.coded and not gathered:
+    gathered = _gathered(q, kv, batch)
+    sources = gathered or KeySources(kv.k_cache, kv.v_cache, kv.k_cache[..., dim:] if rope else None)
+    if _few(q, kv, batch):
+        found = cut.cut_of(q, kv_heads, batch)
+        if found.parts > 1 or (gathered and not batch.seq_lens_host):
+            cut.run_cut(q, sources, kv, batch, found, out)
+            return out
+    tile = tile_of(q, dim, kv_heads, batch.query_lens, gathered is not None)
+    if kv.coded and gathered is None:
         tile = coded_tile(tile, width_of(dim))
-    sources = KeySources(k_cache, v_cache, k_cache[..., dim:] if rope else None)
-    if gathered:
-        keys, values, total = gather(k_cache, v_cache, kv, batch, blocks, q.dtype)
-        sources = KeySources(described(keys), described(values), total=total)
     run_extend(q, sources, kv, batch, (kv_heads, dim, dim, rope), tile, out)
     return out
+
+
+def _few(q: Tensor, kv: PagedKV, batch: AttentionPrompts) -> bool:
+    """Whether tiles are so few that some may be cut, and are those of the heads that this was measured with."""
+    (kv_heads, dim), lens = kv.v_cache.shape[2:], batch.query_lens
+    served = q.shape[-1] == dim == DIM and kv.sliding_window is None and len(lens) <= MOST_ROWS and ample(q)
+    return served and cut.tiles_of(lens, q.shape[1], kv_heads, BLOCK_M) <= ROUNDS * multiprocessors(q.device)
+
+
+def _gathered(q: Tensor, kv: PagedKV, batch: AttentionPrompts) -> KeySources | None:
+    """Copies of keys and values, if these pay; None: they are read in place."""
+    caches, (kv_heads, dim), query_lens = (kv.k_cache, kv.v_cache), kv.v_cache.shape[2:], batch.query_lens
+    rows = sum(query_lens) * (q.shape[1] // kv_heads)
+    if kv.k_cache.shape[3] > dim or not ample(q):
+        return None
+    if not batch.seq_lens_host:  # in a graph, lengths are unknown
+        if batch.copies is None or rows < COPY_FROM or not _few(q, kv, batch):
+            return None
+        total = copied_tokens(len(batch.copies), kv_heads)
+        keys, values = batch.copies[: 2 * kv_heads * total * dim].view(2, kv_heads * total, dim)
+        _gather_into(keys, values, *caches, kv, batch, total, cdiv(2 * multiprocessors(q.device), kv_heads))
+    else:
+        if rows < GATHER_FROM * len(query_lens):
+            return None
+        blocks = key_blocks(query_lens, batch.seq_lens_host, kv.sliding_window)
+        if 2 * BLOCK_N * sum(blocks) * kv_heads * width_of(dim) * q.element_size() > MAX_GATHERED:
+            return None
+        keys, values, total = gather(*caches, kv, batch, blocks, q.dtype)
+    return KeySources(described(keys), described(values), total=total)
 
 
 def run_extend(
@@ -337,13 +308,22 @@ def gather(
     """
     kv_heads, total, dims = k_cache.shape[2], BLOCK_N * sum(blocks), (k_cache.shape[3], v_cache.shape[3])
     keys, values = (k_cache.new_empty(kv_heads * total, width_of(dim), dtype=dtype) for dim in dims)
-    _gather_kernel[(max(blocks), kv_heads, len(blocks))](
+    _gather_into(keys, values, k_cache, v_cache, kv, batch, total, max(blocks))
+    return keys, values, total
+
+
+def _gather_into(
+    keys: Tensor, values: Tensor, k_cache: Tensor, v_cache: Tensor, kv: PagedKV, batch: AttentionPrompts, total: int,
+    programs: int,
+) -> None:  # fmt: skip
+    """`total`: rows of one head in the copies. `programs`: of a batch row and head."""
+    kv_heads, dims = k_cache.shape[2], (k_cache.shape[3], v_cache.shape[3])
+    _gather_kernel[(programs, kv_heads, len(batch.query_lens))](
         k_cache, v_cache, kv.req_to_token, batch.rows, batch.query_start_loc, batch.seq_lens, keys, values,
         kv.req_to_token.stride(0), total,
         HKV=kv_heads, STRIDE=k_cache.stride(2), D=dims[0], DV=dims[1], WINDOW=kv.sliding_window or 0, BLOCK_N=BLOCK_N,
         BLOCK_D=keys.shape[1], BLOCK_V=values.shape[1], num_warps=8,
     )  # fmt: skip
-    return keys, values, total
 
 
 def described(copy: Tensor) -> TensorDescriptor:

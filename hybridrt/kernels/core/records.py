@@ -401,6 +401,8 @@ class AttentionPrompts(NamedTuple):
         seq_lens: [B] int32 lengths that count the new tokens.
         query_lens, seq_lens_host: new tokens and lengths, on the host. In a graph they are bounds:
             seq_lens_host is empty, and query_lens is one row with all T tokens.
+        copies: in a graph, [n] of q's dtype: room for copies of a layer's keys and values, in which the
+            contexts of every replay fit. None: they are read in place.
     """
 
     rows: Tensor
@@ -408,6 +410,7 @@ class AttentionPrompts(NamedTuple):
     seq_lens: Tensor
     query_lens: Sequence[int]
     seq_lens_host: Sequence[int]
+    copies: Tensor | None = None
 
 
 class KVPlaces(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hybridrt.attention.base import AttentionBackend
+from hybridrt.attention.graph_copies import copies_in_graphs, copy_numbers
 from hybridrt.base.device import resolve_device
 from hybridrt.base.dtypes import check_schemes
 from hybridrt.base.engine_config import EngineConfig
@@ -358,12 +359,15 @@ def _table_length(config: EngineConfig, target: RunTarget, max_len: int) -> int:
 
 
 def graph_bytes(config: EngineConfig, target: RunTarget) -> int:
-    """The graphs' logits, their largest static buffers."""
-    rows = graph_rows(config, target)
+    """The graphs' largest static buffers: logits, and copies of a layer's keys and values for the longest request."""
+    rows, mc, copies = graph_rows(config, target), target.model_config, 0
     tokens = rows * sum(step_widths(config))
     if rows and config.cuda_graph_prompts:
         tokens += min(DECODE_ROWS[-1], rows) + PROMPT_ROWS
-    return tokens * target.model_config.vocab_size * target.dtype.itemsize
+        if copies_in_graphs(target.device):
+            longest = _table_length(config, target, config.max_model_len or mc.max_position_embeddings)
+            copies = 2 * copy_numbers(kv_layers(config, target), longest)
+    return tokens * mc.vocab_size * target.dtype.itemsize + copies
 
 
 def staged_bytes(config: EngineConfig, target: RunTarget) -> int:

@@ -130,8 +130,13 @@ class PromptGraphs:
         return list(self._graphs)
 
     def bucket(self, plan: StepPlan) -> Bucket | None:
-        """The captured bucket of the fewest tokens that holds a step. None: it runs eagerly."""
-        return next((bucket for bucket in self._graphs if bucket.holds(plan, self.saves)), None)
+        """The captured bucket of the fewest tokens that holds a step, if the graphs have room for its
+        contexts. None: it runs eagerly."""
+        found = next((bucket for bucket in self._graphs if bucket.holds(plan, self.saves)), None)
+        most = self._view.most_context
+        if found is None or most is None or sum([row.computed for row in plan.extend]) + found.tokens <= most:
+            return found
+        return None
 
     def replay(self, plan: StepPlan, bucket: Bucket) -> SampledLines:
         """One step up to its logits, in inference mode. The bucket holds it and enters its table

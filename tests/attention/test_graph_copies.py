@@ -1,0 +1,107 @@
+"""Room of prompt graphs for copies of keys and values: its size, who gets it, and steps for which it is too small."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridrt.attention import triton
+from hybridrt.attention.graph_copies import MOST_BYTES, copied, copy_numbers, longest_context
+from hybridrt.attention.prefill_decode import PrefillDecodeAttnBackend
+from hybridrt.attention.triton import TritonAttnBackend
+from hybridrt.base.engine_config import EngineConfig
+from hybridrt.base.forward_batch import GraphView
+from hybridrt.base.model_config import AttentionSpec
+from hybridrt.collectives.groups import TPGroup
+from hybridrt.kernels.attention.graph_copies import BLOCK_N, DIM, copied_tokens
+from hybridrt.mem_cache.pools.kv_pool import KVPool
+from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
+from hybridrt.runtime.load.build import graph_bytes, load_target
+from hybridrt.runtime.load.fit import as_on_gpu
+
+FALCON = AttentionSpec(12, 2, DIM, DIM, None, DIM**-0.5, torch.bfloat16)
+WINDOW, WIDE = replace(FALCON, sliding_window=500), replace(FALCON, head_dim=256, v_head_dim=256)
+CONFIG = Path(__file__).parents[2] / "benchmarks/configs/falcon-h1-7b"
+
+
+def backend(*specs: AttentionSpec, pages: int = 9, context: int = 64) -> TritonAttnBackend:
+    pool = KVPool({spec: [i] for i, spec in enumerate(specs)}, num_pages=pages, page_size=16, device="cpu")
+    groups = len(pool.windows)
+    table = HybridReqToTokenPool(
+        num_rows=3, max_context=context, page_size=16, mamba_pool=None, device=torch.device("cpu"), num_groups=groups
+    )  # fmt: skip
+    return TritonAttnBackend(kv_pool=pool, req_to_token_pool=table)
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiles of the kernel fit the device."""
+    monkeypatch.setattr(triton, "copies_in_graphs", lambda device: True)
+
+
+def test_layers_with_copies() -> None:
+    codes = replace(FALCON, dtype=torch.float8_e4m3fn, query_dtype=torch.bfloat16)
+    assert copied(FALCON) and copied(codes)
+    others = WINDOW, WIDE, replace(FALCON, dtype=torch.float32), replace(FALCON, variant="mla", head_dim=576)
+    assert not any(map(copied, others)) and copy_numbers(others, 1000) == 0
+
+
+@pytest.mark.parametrize("context", [1, 64, 65, 200_000])
+def test_the_longest_request_fits_whatever_the_rows(context: int) -> None:
+    """Each row has whole tiles."""
+    wide = replace(FALCON, num_kv_heads=8, num_heads=8)
+    numbers = copy_numbers((FALCON, wide), context)
+    longest = longest_context((FALCON, wide), numbers)
+    assert longest >= context
+    rows = [longest - 8 * (BLOCK_N + 1), *[BLOCK_N + 1] * 8]
+    assert sum(-(-n // BLOCK_N) * BLOCK_N for n in rows) <= copied_tokens(numbers, 8) <= copied_tokens(numbers, 2)
+
+
+def test_copies_take_a_part_of_the_memory_alone() -> None:
+    numbers = copy_numbers((FALCON,), 10**7)
+    assert 2 * numbers == MOST_BYTES and longest_context((FALCON,), numbers) < 10**7
+
+
+@pytest.mark.usefixtures("large")
+def test_graphs_of_prompts_get_room_for_what_the_pool_holds() -> None:
+    found, view = backend(FALCON, WINDOW), GraphView(4, 1, prompts=True)
+    found.allocate_graph(view)
+    buffer = view.buffers[found]
+    assert buffer.dtype == torch.bfloat16 and len(buffer) == copy_numbers((FALCON,), 64)
+    assert view.most_context == longest_context((FALCON,), len(buffer))
+    few = backend(FALCON, pages=2)
+    few.allocate_graph(view)
+    assert len(view.buffers[few]) == copy_numbers((FALCON,), 32)
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize(("specs", "prompts"), [((FALCON,), False), ((WIDE,), True), ((WINDOW,), True), ((), True)])
+def test_others_get_none(specs: tuple[AttentionSpec, ...], prompts: bool) -> None:
+    view = GraphView(4, 1, prompts=prompts)
+    found = backend(*specs) if specs else backend(WIDE)
+    found.allocate_graph(view)
+    assert found not in view.buffers and view.most_context is None
+
+
+def test_a_device_whose_programs_the_tiles_do_not_fit_gets_none() -> None:
+    found, view = backend(FALCON), GraphView(4, 1, prompts=True)
+    found.allocate_graph(view)
+    assert found not in view.buffers
+
+
+@pytest.mark.usefixtures("large")
+def test_the_backend_of_prompts_gets_it() -> None:
+    pair = PrefillDecodeAttnBackend(backend(FALCON), backend(FALCON))
+    view = GraphView(4, 1, prompts=True)
+    pair.allocate_graph(view)
+    assert pair.prefill_backend in view.buffers
+
+
+def test_the_plan_has_them() -> None:
+    """269 MB of Falcon-H1-7B's 262,144 tokens, in graphs of prompts alone."""
+    config = EngineConfig(str(CONFIG), device="cpu", load_format="dummy")
+    target = as_on_gpu(config, load_target(config, TPGroup())[1])
+    alone = graph_bytes(replace(config, cuda_graph_prompts=False), target)
+    logits = (256 + 8) * target.model_config.vocab_size * target.dtype.itemsize
+    assert graph_bytes(config, target) - alone - logits == 2 * copy_numbers((FALCON,), 262_144)
