@@ -13,7 +13,6 @@ Copies hold the numbers of e4m3 codes, which every dtype has. Scales are applied
 from collections.abc import Sequence
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
