@@ -54,7 +54,7 @@ def causal_conv1d_varlen(
     _shifted_sum(x.float(), weight, weights.bias, out[:-1])
     head = first + offsets
     head_x = torch.cat([window, x[head.clamp(max=num_tokens - 1)]], dim=1)
-    out[torch.where(head < end, head, num_tokens)] = _tap_sum(head_x, weight, weights.bias, taps - 1)
+    out[torch.where(head < end, head, num_tokens)] = _first_sum(head_x, weight, weights.bias)
 
     if saves is not None:
         save_windows(x, taps, state, query_start_loc, saves)
@@ -122,8 +122,7 @@ def causal_conv1d_update(
     if intermediate is None:
         positions = state.start_positions[:, None] + torch.arange(1 - taps, num_tokens, device=x.device)
         write_columns(conv, state.write_state_slots, positions & conv.shape[2] - 1, history)
-        single = num_tokens == 1
-        out = _last_sum(history, weight, bias) if single else _tap_sum(history, weight, bias, num_tokens)
+        out = _step_sum(history, weight, bias, num_tokens)
     else:
         assert intermediate.predecessors is not None, "a ring is rolled back by position"
         inputs = _along_predecessors(history, intermediate.predecessors, taps)
@@ -159,29 +158,40 @@ def check_ring(conv: Tensor, kernel: int, tokens: int) -> None:
 
 
 def _shifted_sum(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """The conv of x [T, C] as one row from position 0, newest inputs first."""
-    taps = weight.float().t().contiguous()
-    torch.mul(x, taps[-1], out=out)
-    for shift in range(1, len(taps)):
-        out[shift:].addcmul_(x[:-shift], taps[-1 - shift])
+    """The conv of x [T, C] as one row, oldest inputs first. The first K - 1 tokens, which lack inputs, are
+    left out."""
+    taps, before = weight.float().t().contiguous(), weight.shape[1] - 1
+    if (count := len(x) - before) <= 0:
+        return
+    whole = out[before:]
+    torch.mul(x[:count], taps[0], out=whole)
+    for k in range(1, before + 1):
+        whole.addcmul_(x[k : k + count], taps[k])
     if bias is not None:
-        out += bias
+        whole += bias
 
 
-def _tap_sum(history: Tensor, weight: Tensor, bias: Tensor | None, tokens: int) -> Tensor:
-    """Outputs [B, tokens, C] of a history [B, K-1+tokens, C], summed as in `_shifted_sum`: the first tokens
-    of a chunk get the same bits however a prompt is cut."""
+def _first_sum(history: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Outputs [B, T, C] of a history [B, K-1+T, C], with the products and sums of `_shifted_sum`: the first
+    tokens of a chunk get the same bits however a prompt is cut."""
     history, taps = history.float(), weight.float().t()
-    newest = len(taps) - 1
-    out = history[:, newest : newest + tokens] * taps[newest]
-    for k in reversed(range(newest)):
+    tokens = history.shape[1] - len(taps) + 1
+    out = history[:, :tokens] * taps[0]
+    for k in range(1, len(taps)):
         out.addcmul_(history[:, k : k + tokens], taps[k])
     return out if bias is None else out.add_(bias)
 
 
-def _last_sum(history: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Outputs [B, 1, C] of a history [B, K, C]. One reduction takes less time than `_tap_sum`."""
-    out = (history.float() * weight.float().t()).sum(1, keepdim=True)
+def _step_sum(history: Tensor, weight: Tensor, bias: Tensor | None, tokens: int) -> Tensor:
+    """Outputs [B, T, C] of a history [B, K-1+T, C]. Several tokens get the bits of as many steps of one token,
+    for which one reduction takes less time than `_first_sum`."""
+    history, taps = history.float(), weight.float().t()
+    if tokens == 1:
+        out = (history * taps).sum(1, keepdim=True)
+    else:
+        out = history[:, :tokens] * taps[0]
+        for k in range(1, len(taps)):
+            out = out + history[:, k : k + tokens] * taps[k]
     return out if bias is None else out + bias
 
 
