@@ -158,33 +158,30 @@ def check_ring(conv: Tensor, kernel: int, tokens: int) -> None:
 
 
 def _shifted_sum(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """The conv of x [T, C] as one row, oldest inputs first. The first K - 1 tokens, which lack inputs, are
-    left out."""
-    taps, before = weight.float().t().contiguous(), weight.shape[1] - 1
-    if (count := len(x) - before) <= 0:
-        return
-    whole = out[before:]
-    torch.mul(x[:count], taps[0], out=whole)
-    for k in range(1, before + 1):
-        whole.addcmul_(x[k : k + count], taps[k])
+    """The conv of x [T, C] as one row from position 0, newest inputs first."""
+    taps = weight.float().t().contiguous()
+    torch.mul(x, taps[-1], out=out)
+    for shift in range(1, len(taps)):
+        out[shift:].addcmul_(x[:-shift], taps[-1 - shift])
     if bias is not None:
-        whole += bias
+        out += bias
 
 
 def _first_sum(history: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Outputs [B, T, C] of a history [B, K-1+T, C], with the products and sums of `_shifted_sum`: the first
-    tokens of a chunk get the same bits however a prompt is cut."""
+    """Outputs [B, T, C] of a history [B, K-1+T, C], summed as in `_shifted_sum`: the first tokens of a chunk
+    get the same bits however a prompt is cut."""
     history, taps = history.float(), weight.float().t()
-    tokens = history.shape[1] - len(taps) + 1
-    out = history[:, :tokens] * taps[0]
-    for k in range(1, len(taps)):
+    newest = len(taps) - 1
+    tokens = history.shape[1] - newest
+    out = history[:, newest:] * taps[newest]
+    for k in reversed(range(newest)):
         out.addcmul_(history[:, k : k + tokens], taps[k])
     return out if bias is None else out.add_(bias)
 
 
 def _step_sum(history: Tensor, weight: Tensor, bias: Tensor | None, tokens: int) -> Tensor:
     """Outputs [B, T, C] of a history [B, K-1+T, C]. Several tokens get the bits of as many steps of one token,
-    for which one reduction takes less time than `_first_sum`."""
+    for which one reduction takes less time."""
     history, taps = history.float(), weight.float().t()
     if tokens == 1:
         out = (history * taps).sum(1, keepdim=True)
