@@ -14,9 +14,9 @@ from hybridrt.runtime.run.host_embeddings import HostEmbeddings
 from hybridrt.runtime.step.pack import EmbeddedTokens, StagingRing
 from hybridrt.runtime.step.plan import EmbeddingFetch, EncoderTask, StepPlan
 
-# Patches that a step with decode rows takes through one block of the encoder. On an H100 that is 0.6 ms for a tower
-# of 0.45 billion weights: computed from its operations, not measured. A decode step of 9 billion weights takes 7 ms.
-# On a CPU with both, 256 are about a tenth of a decode step.
+# Patches that a step with decode rows takes through one block of the encoder. On an H200 that is 0.5 ms for a tower
+# of 0.45 billion weights, and a decode step of 9 billion weights takes 5.5 ms (benchmarks/bench_images.py). On a CPU
+# with both, 256 are about a tenth of a decode step.
 SLICE_PATCHES = {"cuda": 4096, "cpu": 256}
 BATCH_PATCHES = 1 << 14  # most patches at once, or one span
 
