@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybridrt.base.device import free_device_bytes, release_kept_memory
 from hybridrt.base.errors import UnsupportedModelError, reason
@@ -52,28 +52,80 @@ def model_class_of(architecture: str) -> Any:
 
 
 @contextmanager
-def loaded(path: Path, architecture: str, dtype: torch.dtype, device: torch.device) -> Iterator[Any]:
+def loaded(
+    path: Path, architecture: str, dtype: torch.dtype, device: torch.device, *, by_layer: bool = False
+) -> Iterator[Any]:
     """transformers' model. Runs no code of the checkpoint and reads no pickles.
 
+    Args:
+        by_layer: weights stay in main memory, in the checkpoint's dtype. Those of a layer are on the device in
+            `dtype`, float32, only while the layer runs.
+
     Raises:
-        UnsupportedModelError: transformers cannot read the checkpoint.
+        UnsupportedModelError: transformers cannot read the checkpoint, or a layer does not fit on the device.
     """
     cls = model_class_of(architecture)
     _hush()
     try:
         model = cls.from_pretrained(
-            str(path), dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
-        )
-        model = model.eval().to(device)
+            str(path), dtype="auto" if by_layer else dtype, local_files_only=True, trust_remote_code=False,
+            use_safetensors=True,
+        ).eval()  # fmt: skip
+        if not by_layer:
+            model.to(device)
     except Exception as e:  # of any type
         raise UnsupportedModelError(f"transformers does not load this checkpoint: {reason(e)}") from e
     try:
+        if by_layer:
+            _run_by_layer(model, dtype, device)
         yield model
     finally:
         del model
         gc.collect()
         if device.type == "cuda":
             release_kept_memory()
+
+
+def _run_by_layer(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Each layer's weights come to the device before it runs, and leave it afterwards. Others come at once."""
+    layers = [_tensors(layer) for layer in _layers(model)]
+    in_layers = {id(tensor) for layer in layers for tensor in layer}
+    others = [tensor for tensor in _tensors(model) if id(tensor) not in in_layers]
+    needed = dtype.itemsize * (_size(others) + max(map(_size, layers), default=0))
+    if not fits(needed, device):
+        raise UnsupportedModelError(f"transformers needs {needed:,} bytes of {device} even layer by layer")
+    _bring(others, dtype, device)
+    for layer, tensors in zip(_layers(model), layers):
+        stored = [tensor.data for tensor in tensors]
+
+        def bring(*_: Any, tensors: list[Tensor] = tensors) -> None:
+            _bring(tensors, dtype, device)
+
+        def take_back(*_: Any, tensors: list[Tensor] = tensors, stored: list[Tensor] = stored) -> None:
+            for tensor, data in zip(tensors, stored):
+                tensor.data = data
+
+        layer.register_forward_pre_hook(bring)
+        layer.register_forward_hook(take_back)
+
+
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    """Modules of the outermost lists: the layers of the text part, and those of a tower."""
+    for child in module.children():
+        yield from child if isinstance(child, nn.ModuleList) else _layers(child)
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _size(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
+
+
+def _bring(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> None:
+    for tensor in tensors:
+        tensor.data = tensor.data.to(device, dtype if tensor.is_floating_point() else None)
 
 
 def _hush() -> None:
@@ -88,7 +140,7 @@ def _hush() -> None:
 def ask(model: Any, prompt: Sequence[int], count: int) -> OracleAnswer:
     """A full forward for each token: no cache is trusted."""
     ids, steps, scores = list(prompt), list[Tensor](), None
-    device = next(model.parameters()).device
+    device = model.get_input_embeddings().weight.device
     for _ in range(count):
         logits = model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0]
         found = logits.float().log_softmax(-1).cpu()

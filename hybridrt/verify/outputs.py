@@ -83,18 +83,29 @@ def _ask_all(
     told: dict[torch.dtype, list[oracle.OracleAnswer]] = {}
     quantised = subject.config.quant is not None
     for dtype in dict.fromkeys((FLOAT32,) if quantised else (FLOAT32, subject.torch_dtype)):
-        needed = parameter_count(subject) * dtype.itemsize
-        if not oracle.fits(needed, device):
-            result.notes.append(
-                f"transformers in {dtype_name(dtype)} needs {needed:,} bytes, which do not fit: left out"
-            )
+        needed, name = parameter_count(subject) * dtype.itemsize, dtype_name(dtype)
+        whole = oracle.fits(needed, device)
+        if not whole and not (dtype == FLOAT32 and _fits_by_layer(subject)):
+            result.notes.append(f"transformers in {name} needs {needed:,} bytes, which do not fit: left out")
             continue
-        subject.progress(f"transformers in {dtype_name(dtype)}")
-        with oracle.loaded(path, subject.config.architecture, dtype, device) as model:
+        subject.progress(f"transformers in {name}")
+        with oracle.loaded(path, subject.config.architecture, dtype, device, by_layer=not whole) as model:
+            if not whole:
+                result.notes.append(f"transformers in {name} ran layer by layer: it needs {needed:,} bytes")
             if not told:
                 _compare_rope(subject, model, result)
             told[dtype] = [oracle.ask(model, prompt, count) for prompt in prompts]
     return told
+
+
+def _fits_by_layer(subject: Subject) -> bool:
+    """Whether main memory holds the checkpoint as it is (a quantised one decoded to float32), and hybridrt runs it
+    in fewer bytes than float32."""
+    assert subject.config is not None, "it was read"
+    quantised = subject.config.quant is not None
+    stored = FLOAT32 if quantised else subject.torch_dtype
+    fits = oracle.fits(parameter_count(subject) * stored.itemsize, torch.device("cpu"))
+    return fits and (quantised or stored != FLOAT32)
 
 
 def _compare_rope(subject: Subject, model: torch.nn.Module, result: Result) -> None:
@@ -121,6 +132,8 @@ def _compare(
     all_told: dict[torch.dtype, list[oracle.OracleAnswer]], count: int, result: Result,
 ) -> None:  # fmt: skip
     name, exact = dtype_name(dtype), all_told.get(FLOAT32)
+    if len(all_told) > 1 and not oracle.fits(parameter_count(subject) * dtype.itemsize, subject.torch_device):
+        return result.notes.append(f"hybridrt in {name} does not fit: its other run is compared alone")
     subject.progress(f"hybridrt in {name}")
     with engine(subject, dtype=name, prefix_cache=False) as llm:
         ours = answers(llm, prompts, count, scored=True)

@@ -1,13 +1,20 @@
 """How answers are compared with transformers': what is compared, and what no comparison can pass."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from hybridrt.verify import oracle, outputs
 from hybridrt.verify.oracle import OracleAnswer
 from hybridrt.verify.ours import SMALLEST, GreedyAnswer, compare_with_theirs, within
 from hybridrt.verify.results import Result
+from hybridrt.verify.subject import Subject
+from tests.support import damages
+from tests.support.checkpoints import CheckpointStore
 
 VOCAB, PROMPT, COUNT, LIMITS = 100_000, [5, 6, 7], 2, (2e-3, 1e-3)
 
@@ -49,3 +56,51 @@ def test_nothing_compared_is_a_failure() -> None:
     told, result = theirs(0.01), Result("transformers")
     compare_with_theirs("prompt 0", PROMPT[:1], GreedyAnswer([], [], [None], 0), told, LIMITS, result)
     assert result.findings == ["failed: prompt 0: no log-probability could be compared with transformers'"]
+
+
+@pytest.fixture
+def halved(checkpoints: CheckpointStore, tmp_path: Path) -> Path:
+    """A checkpoint in bfloat16."""
+    path = damages.copied(checkpoints["qwen-plain"].path, tmp_path / "model")
+    for file in path.glob("*.safetensors"):
+        tensors = {key: tensor.to(torch.bfloat16) for key, tensor in load_file(file).items()}
+        save_file(tensors, file, {"format": "pt"})
+    damages.change_config(path, lambda raw: raw.update(dtype="bfloat16"))
+    return path
+
+
+def test_layer_by_layer_gives_what_the_whole_model_gives(halved: Path) -> None:
+    """Bit for bit. Between runs the layers are as the checkpoint stores them."""
+    architecture, prompt = json.loads((halved / "config.json").read_text())["architectures"][0], [5, 9, 2, 40]
+    answers = []
+    for by_layer in (False, True):
+        with oracle.loaded(halved, architecture, torch.float32, torch.device("cpu"), by_layer=by_layer) as model:
+            answers.append(oracle.ask(model, prompt, 3))
+            layers = [p.dtype for layer in model.model.layers for p in layer.parameters()]
+            assert set(layers) == {torch.bfloat16 if by_layer else torch.float32}
+            assert model.get_input_embeddings().weight.dtype == torch.float32
+    whole, parts = answers
+    assert torch.equal(whole.scores, parts.scores) and whole.tokens == parts.tokens
+
+
+def test_what_does_not_fit_is_compared_layer_by_layer(halved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model in float32 is too large; in bfloat16 it is not."""
+    subject = Subject(str(halved), device="cpu", dtype="bfloat16", quick=True)
+    subject.read_config()
+    float32 = 4 * outputs.parameter_count(subject)
+    monkeypatch.setattr(oracle, "fits", lambda needed, device: needed < float32)
+    result = Result("transformers")
+    outputs.check_transformers(subject, result)
+    assert result.status == "passed", result.findings
+    assert any("float32 ran layer by layer" in note for note in result.notes)
+    assert any("hybridrt in float32 does not fit" in note for note in result.notes)
+    assert list(result.figures) == ["largest_difference_bfloat16"]
+
+
+def test_a_layer_that_does_not_fit_is_said(halved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = Subject(str(halved), device="cpu", dtype="bfloat16", quick=True)
+    subject.read_config()
+    monkeypatch.setattr(oracle, "fits", lambda needed, device: needed == 2 * outputs.parameter_count(subject))
+    result = Result("transformers")
+    outputs.check_transformers(subject, result)
+    assert result.status == "left out" and "even layer by layer" in "".join(map(str, (result.findings, result.notes)))
