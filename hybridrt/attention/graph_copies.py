@@ -10,7 +10,7 @@ import torch
 
 from hybridrt.base.device import gpu_count, shared_memory
 from hybridrt.base.model_config import AttentionSpec
-from hybridrt.kernels.attention.graph_copies import BLOCK_N, DIM, MOST_ROWS, copied_tokens
+from hybridrt.kernels.attention.graph_copies import BLOCK_N, COPY_FROM, DIM, MOST_ROWS, copied_tokens
 from hybridrt.kernels.core.launch import LARGE_SHARED_MEMORY
 
 MOST_BYTES = 1 << 30  # steps with longer contexts run without a graph
@@ -37,6 +37,11 @@ def copy_numbers(specs: Iterable[AttentionSpec], context: int) -> int:
 def longest_context(specs: Iterable[AttentionSpec], numbers: int) -> int:
     """Tokens of all contexts for which so many numbers are enough in each layer, whatever the rows."""
     return copied_tokens(numbers, _heads(specs)) - MOST_ROWS * BLOCK_N
+
+
+def first_copied(specs: Iterable[AttentionSpec]) -> int:
+    """Prompt tokens of the smallest graph that has copies in some layer."""
+    return -(-COPY_FROM // max(spec.num_heads // spec.num_kv_heads for spec in specs))
 
 
 def _heads(specs: Iterable[AttentionSpec]) -> int:

@@ -2,7 +2,7 @@
 
 import torch
 
-from hybridrt.attention.graph_copies import copied, copies_in_graphs, copy_numbers, longest_context
+from hybridrt.attention.graph_copies import copied, copies_in_graphs, copy_numbers, first_copied, longest_context
 from hybridrt.attention.paged import PagedAttnBackend
 from hybridrt.base.forward_batch import GraphView
 
@@ -23,4 +23,4 @@ class TritonAttnBackend(PagedAttnBackend):
         numbers = copy_numbers(specs, min(table.max_context, max(pool.num_pages) * pool.page_size))
         dtype = specs[0].query_dtype or specs[0].dtype
         view.buffers[self] = torch.empty(numbers, dtype=dtype, device=pool.device)
-        view.most_context = longest_context(specs, numbers)
+        view.most_context, view.limited_from = longest_context(specs, numbers), first_copied(specs)

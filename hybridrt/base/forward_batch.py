@@ -93,6 +93,7 @@ class GraphView:
         buffers: each backend's buffers, in a form of its own.
         most_context: tokens for which the buffers have room: those before the chunks of all prompts, and
             all tokens of the graph's prompts and padding; None: any number.
+        limited_from: tokens of prompts in the smallest graph that uses these buffers.
     """
 
     max_bs: int
@@ -100,6 +101,7 @@ class GraphView:
     prompts: bool = False
     buffers: dict[Any, Any] = field(default_factory=dict)
     most_context: int | None = None
+    limited_from: int = 0
 
 
 @dataclass(frozen=True)

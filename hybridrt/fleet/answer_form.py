@@ -14,12 +14,13 @@ _FIELDS = {
     "/v1/completions": "choices", "/v1/chat/completions": "choices", "/v1/responses": "output",
     "/v1/messages": "content", "/v1/embeddings": "data",
 }  # fmt: skip
+_STREAMING = frozenset(_FIELDS) - {"/v1/embeddings"}
 _LAST_EVENTS = {
     "/v1/responses": (b"event: response.completed\n", b"event: response.incomplete\n", b"event: response.failed\n"),
     "/v1/messages": (b"event: message_stop\n", b"event: error\n"),
 }
-# With these an HTTP library says that it cannot read the request: not in the server's form.
-_UNREAD = (400, 414, 431)
+# Not in the server's form: an HTTP library cannot read the request, or a proxy has waited in vain.
+_UNREAD = (400, 414, 431, 504)
 _LINES = (b":", b"data: ", b"event: ")
 _read = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
@@ -43,7 +44,7 @@ class AnswerForm:
         """`fields`: of its body; empty if it was not parsed."""
         if method != "POST" or path not in _FIELDS:
             return ANY
-        streams = fields.get("stream") or False
+        streams = path in _STREAMING and (fields.get("stream") or False)
         known = bool(fields) and isinstance(streams, bool) and not fields.get("background")
         model = fields.get("model")
         return AnswerForm(path, streams if known else None, model if isinstance(model, str) and model else None)

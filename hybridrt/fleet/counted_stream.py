@@ -9,7 +9,7 @@ from hybridrt.fleet.answer_form import ANY, AnswerForm
 from hybridrt.server.core.respond import ELSEWHERE
 
 MAX_HELD_BYTES = 2**20
-MAX_EVENT_BYTES = 2**26
+MAX_EVENT_BYTES = 2**29  # the last one of /v1/responses may repeat all log-probabilities; they are not held
 MAX_IDS = 2**18  # of an answer that can be resumed
 _COUNT = re.compile(rb": tokens (\d{1,18})((?: \d{1,10})*)\n\n")
 

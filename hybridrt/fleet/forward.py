@@ -20,6 +20,7 @@ from hybridrt.server.wire.sse import DONE, event, named_events
 
 MAX_TARGET = 2**15  # characters of a path and its query
 BUSY = (429, 502, 503)  # another replica may have room
+SLOW_CLIENT = 1.0  # seconds in which a client reads what it is sent
 # A body that is no stream is whole when its first byte comes: seconds that it may take, and bytes for a second more.
 BODY_SECONDS, BODY_RATE = 30.0, 2**16
 _PASSED_ON = (
@@ -89,6 +90,7 @@ class Forward:
     ) -> None:  # fmt: skip
         self._scope, self._send, self._headers = scope, send, dict(headers)
         self.body, self.begun, self._streams, self.model = body, False, False, ""
+        self._client_was_slow = False
         self._form, self._stream, self._target = form, CountedStream(ids), target_of(scope)
 
     @property
@@ -114,7 +116,7 @@ class Forward:
         try:
             await asyncio.shield(exchange.task)
             if self._form.known:
-                replica.answers_rightly()
+                replica.answers_rightly(exchange.since)
         except asyncio.CancelledError:
             if not exchange.task.cancelled():  # this request itself is cancelled
                 exchange.task.cancel()
@@ -126,7 +128,8 @@ class Forward:
                 replica.leave(str(e))
             raise NotAnswered(f"replica {replica.url} takes no connection") from e
         except httpx.HTTPError as e:
-            if not isinstance(e, httpx.LocalProtocolError):  # of that one the request is the reason
+            # The request is the reason of a local error, and a client that was slow to read may be that of others.
+            if not isinstance(e, httpx.LocalProtocolError) and not self._client_was_slow:
                 replica.answers_wrongly("connection", f"{type(e).__name__}: {e}")
             self._lose(f"replica {replica.url} has ended the connection ({type(e).__name__})")
         except MessageError as e:
@@ -210,7 +213,9 @@ class Forward:
             self._scope[FAILURE] = stream_end
             headers = self._headers_back(answer)
             await self._send({"type": "http.response.start", "status": answer.status_code, "headers": headers})
+        began = time.monotonic()
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        self._client_was_slow |= time.monotonic() - began > SLOW_CLIENT
 
     async def _end(self, answer: httpx.Response, data: bytes, first: asyncio.Event) -> None:
         first.set()

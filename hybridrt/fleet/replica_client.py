@@ -32,11 +32,12 @@ log = logging.getLogger("hybridrt.router")
 @dataclass(eq=False)
 class Exchange:
     """A request at a replica, and the task that waits for its answer. `trial`: the answer before was
-    wrong. `begun`: the client has got bytes of it."""
+    wrong. `begun`: the client has got bytes of it. `since`: when it began, by `time.monotonic`."""
 
     task: "asyncio.Task[None]"
     trial: bool = False
     begun: bool = False
+    since: float = field(default_factory=time.monotonic)
 
 
 @dataclass(eq=False)
@@ -89,8 +90,9 @@ class ReplicaClient:
         if (pause := self.circuit.wrong(why)) is not None:
             log.warning("replica %s is put aside for %g s (%s): %s", self.url, pause, reason, why)
 
-    def answers_rightly(self) -> None:
-        if self.circuit.right():
+    def answers_rightly(self, began: float) -> None:
+        """To its end. `began`: by `time.monotonic`."""
+        if self.circuit.right(began):
             log.info("replica %s answers rightly again", self.url)
 
     async def watch(self) -> None:

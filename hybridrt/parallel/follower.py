@@ -70,9 +70,15 @@ def serve(place: RankPlace, rank: int, size: int, device: torch.device, ahead: S
 
     A rank that fails reports why, unless the cause is the loss of another rank.
     """
-    start_gpu(device)
+    failure: Exception | None = None
+    try:
+        start_gpu(device)
+    except Exception as e:  # rank 0 hears of it as soon as there is a connection
+        failure = e
     leader = Leader(place.join(rank), place.directory)
     try:
+        if failure is not None:
+            raise failure
         comm = place.communicator(rank, size, device)
         with undisturbed():  # a script follows under torchrun
             comm.connect()

@@ -174,13 +174,15 @@ class DecodeRole:
         """Raises the error of a worker that was lost by a wrong message."""
         error, fetched = self._ends.pop(server.name, (None, 0))
         if fetched:
-            server.circuit.right()
+            server.circuit.right(time.monotonic())
         if isinstance(error, MessageError):
             raise error
 
     def _put_aside(self, server: _PrefillServer, why: HybridrtError) -> float:
         server.wrong += 1
         self._leave(server, f"prefill worker {server.url} answers wrongly: {why}")
+        if self._ends.pop(server.name, (None, 0))[1]:  # prompts have come from it before
+            server.circuit.right(time.monotonic())
         pause = server.circuit.wrong(str(why)) or CHECK_SECONDS
         text = "prefill worker %s is put aside for %g s (it answers wrongly): %s; prompts are computed elsewhere"
         log.warning(text, server.url, pause, why)
@@ -214,6 +216,8 @@ class DecodeRole:
         headers = {"Authorization": f"Bearer {self._config.fleet_key}"}
         with self._client.stream("GET", f"{url.rstrip('/')}/fleet/transfer", headers=headers) as answer:
             content = read_short(answer)
+        if answer.status_code in (502, 503, 504):
+            raise PeerGoneError(f"/fleet/transfer answers {answer.status_code}")
         port = None
         with suppress(ValueError, AttributeError, RecursionError):
             port = json.loads(content).get("port")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridrt.base.device import free_device_bytes, release_kept_memory
+from hybridrt.base.dtypes import dtype_name
 from hybridrt.base.errors import UnsupportedModelError, reason
 from hybridrt.runtime.load.host_memory import free_host_memory
 
@@ -87,7 +88,17 @@ def loaded(
 
 
 def _run_by_layer(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Each layer's weights come to the device before it runs, and leave it afterwards. Others come at once."""
+    """Each layer's weights come to the device before it runs, and leave it afterwards. Others come at once.
+
+    Raises:
+        UnsupportedModelError: a layer does not fit, or the model made numbers of its own in a shorter dtype.
+    """
+    stored_names = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name not in stored_names and buffer.is_floating_point() and buffer.dtype != dtype:
+            raise UnsupportedModelError(
+                f"transformers rounds {name} to {dtype_name(buffer.dtype)} when it runs layer by layer"
+            )
     layers = [_tensors(layer) for layer in _layers(model)]
     in_layers = {id(tensor) for layer in layers for tensor in layer}
     others = [tensor for tensor in _tensors(model) if id(tensor) not in in_layers]

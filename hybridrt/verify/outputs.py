@@ -49,8 +49,8 @@ def check_transformers(subject: Subject, result: Result) -> None:
             told = _ask_all(subject, path, prompts, count, device, result)
     except UnsupportedModelError as e:
         return result.leave_out(f"not compared: {e}")
-    for dtype, found in told.items():
-        _compare(subject, dtype, prompts, found, told, count, result)
+    for dtype in _own_dtypes(subject, told, result) if told else ():
+        _compare(subject, dtype, prompts, told, count, result)
 
 
 @contextmanager
@@ -127,18 +127,30 @@ def _compare_rope(subject: Subject, model: torch.nn.Module, result: Result) -> N
     result.notes.append("rotary frequencies equal transformers'")
 
 
+def _own_dtypes(
+    subject: Subject, told: dict[torch.dtype, list[oracle.OracleAnswer]], result: Result
+) -> list[torch.dtype]:
+    """In which hybridrt runs: those of transformers' runs, but the dtype of the run instead of a float32 that does not
+    fit."""
+    assert subject.config is not None, "it was read"
+    if subject.config.quant is not None or oracle.fits(parameter_count(subject) * 4, subject.torch_device):
+        return list(told)
+    result.notes.append(f"hybridrt did not run in float32, which does not fit: {dtype_name(subject.torch_dtype)} alone")
+    return [subject.torch_dtype]
+
+
 def _compare(
-    subject: Subject, dtype: torch.dtype, prompts: Sequence[list[int]], told: Sequence[oracle.OracleAnswer],
-    all_told: dict[torch.dtype, list[oracle.OracleAnswer]], count: int, result: Result,
+    subject: Subject, dtype: torch.dtype, prompts: Sequence[list[int]],
+    told: dict[torch.dtype, list[oracle.OracleAnswer]], count: int, result: Result,
 ) -> None:  # fmt: skip
-    name, exact = dtype_name(dtype), all_told.get(FLOAT32)
-    if len(all_told) > 1 and not oracle.fits(parameter_count(subject) * dtype.itemsize, subject.torch_device):
-        return result.notes.append(f"hybridrt in {name} does not fit: its other run is compared alone")
+    name, exact = dtype_name(dtype), told.get(FLOAT32)
     subject.progress(f"hybridrt in {name}")
     with engine(subject, dtype=name, prefix_cache=False) as llm:
         ours = answers(llm, prompts, count, scored=True)
-    limits = within(dtype, told, exact)
-    reference = told if exact is None else exact
+    same = told.get(dtype)
+    limits = TOLERANCE[dtype] if same is None else within(dtype, same, exact)
+    reference = exact or same
+    assert reference is not None, "transformers ran in one of them"
     largest = max(
         compare_with_theirs(f"prompt {i} in {name}", prompt, a, b, limits, result)
         for i, (prompt, a, b) in enumerate(zip(prompts, ours, reference))

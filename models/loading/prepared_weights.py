@@ -25,7 +25,7 @@ from hybridrt.models.loading.shards import shards_of
 from hybridrt.models.loading.weight_files import opened
 from hybridrt.models.loading.weight_reader import staged_tensors
 
-FORMAT = Format("hybridrt prepared weights", 1, "delete the file, and the next start prepares the weights again")
+FORMAT = Format("hybridrt prepared weights", 2, "delete the file, and the next start prepares the weights again")
 VARIABLE = "HYBRIDRT_PREPARED_WEIGHTS"  # a directory
 ALIGNED = 64  # bytes, of each tensor in memory
 _PADDING = "padding."
@@ -50,7 +50,7 @@ def load_or_map(model: CausalLM, path: Path, decided: object, load: Callable[[],
         load()
         return
     before = kinds_of(model)
-    facts = (__version__, torch.__version__, type(model).__name__, decided, sorted(before.items()))
+    facts = (str(FORMAT), __version__, torch.__version__, type(model).__name__, decided, sorted(before.items()))
     prepared = PreparedWeights(Path(directory), [*shards_of(path), path / "config.json"], facts)
     if not prepared.load(model):
         load()

@@ -175,6 +175,14 @@ def test_costs_fall_until_the_device_is_seen() -> None:
     assert cost.predict(eager) == pytest.approx(0.06, rel=0.05)
 
 
+def test_costs_fall_no_further_than_to_a_tenth() -> None:
+    """Steps may wait for their launch for hours: prompts without a graph that a small model computes at once."""
+    cost, work = StepCost(), StepWork(1, 2000, 0)
+    for _ in range(8000):
+        cost.observe([work], 0.068, at_most=True)
+    assert 0.0067 < cost.predict(work) < 0.068
+
+
 def test_steps_that_ended_together() -> None:
     """Only the sum of their times is known."""
     draw, cost = random.Random(2), StepCost()

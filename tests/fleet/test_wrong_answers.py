@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from hybridrt.base import circuit
-from hybridrt.base.circuit import PAUSES, Circuit
+from hybridrt.base.circuit import PAUSES, TRIAL, Circuit
 from hybridrt.base.errors import MessageError
 from hybridrt.engine.api.llm import LLM
 from hybridrt.fleet import counted_stream, forward, sender
@@ -177,8 +177,18 @@ def test_a_replica_that_answers_rightly_again_comes_back(
         known = router.router.replicas[0]
         known.answers_wrongly("form", "it was wrong once")
         ask(router, 1)
-        Routed.wait_until(lambda: known.circuit.why is None and not known.circuit.trying)
+        Routed.wait_until(lambda: known.circuit.why is None and known.circuit.takes_requests)
     assert any("rightly again" in record.getMessage() for record in caplog.records)
+
+
+def test_a_field_that_a_path_ignores_blames_no_replica(replica: Served) -> None:
+    """Embeddings do not stream, whatever the request says."""
+    with routing(replica.url) as router:
+        router.wait_for(1)
+        body = {"input": "x", "stream": True, "model": BODY["model"]}
+        answer = router.post("/v1/embeddings", body)
+        assert answer.status_code == 200 and answer.json()["data"]
+        assert router.router.replicas[0].circuit.why is None
 
 
 def test_a_model_that_one_replica_lacks_is_asked_of_another(replica: Served) -> None:
@@ -199,14 +209,18 @@ def test_pauses_grow_until_an_answer_is_right(monkeypatch: pytest.MonkeyPatch) -
     for _ in range(9):
         pause = tested.wrong("x")
         assert pause is not None and tested.is_aside and tested.wrong("again") is None, "one pause at a time"
-        assert not tested.right() and tested.is_aside, "what began before does not end the pause"
+        began = now
         pauses.append(pause)
         now += pause
+        assert not tested.right(began) and tested.why == "x", "what began before does not end it"
         assert tested.takes_requests and tested.begin() and not tested.takes_requests, "one request tries it"
         tested.tried()
-        assert tested.takes_requests
+        assert tested.takes_requests and tested.begin()
+        now += TRIAL
+        assert tested.takes_requests, "a trial that takes long does not keep all others away"
+        tested.tried()
     assert pauses == [*PAUSES, PAUSES[-1], PAUSES[-1]] and all(a < b for a, b in pairwise(PAUSES))
-    assert tested.right() and not tested.begin() and tested.wrong("x") == PAUSES[0]
+    assert tested.right(now) and not tested.begin() and tested.wrong("x") == PAUSES[0]
 
 
 @pytest.mark.parametrize("status", [199, 204, 302, 600])

@@ -284,6 +284,9 @@ def test_contexts_of_a_graph_fit_the_room_for_copies(checkpoints: CheckpointStor
     graphs._view.most_context = 20 + 5 + 48
     assert graphs.bucket(plan) == bucket
     graphs._view.most_context -= 1
+    graphs._view.limited_from = 49  # tokens: this graph copies nothing
+    assert graphs.bucket(plan) == bucket
+    graphs._view.limited_from = 48
     assert graphs.bucket(plan) is None
     room = graphs._view.buffers[attention] = torch.zeros(3)
     graphs.replay(plan, bucket)

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from hybridrt import LLM
 from hybridrt.base.engine_config import EngineConfig
-from hybridrt.base.errors import CheckpointError, EngineError, PeerGoneError, RankError
+from hybridrt.base.errors import CheckpointError, ConfigError, EngineError, PeerGoneError, RankError
 from hybridrt.base.interrupts import Interrupts
 from hybridrt.channel.control import TIMEOUT_S, TIMEOUT_VARIABLE
 from hybridrt.parallel import follower, tensor_parallel
@@ -136,6 +137,27 @@ def test_a_rank_starts_its_gpu_before_it_connects(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(PeerGoneError):
         follower.serve(place, 1, 2, torch.device("cuda", 1), None)
     assert order == ["started cuda:1", "joined"]
+
+
+def test_a_gpu_that_does_not_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As soon as there is a connection to rank 0."""
+    reported = list[Exception]()
+
+    class Told:
+        def __init__(self, link: Any, directory: Any) -> None:
+            assert link == "the link"
+
+        def report(self, error: Exception) -> None:
+            reported.append(error)
+
+    def fail(device: torch.device) -> None:
+        raise ConfigError(f"{device} is busy")
+
+    monkeypatch.setattr(follower, "Leader", Told)
+    monkeypatch.setattr(follower, "start_gpu", fail)
+    place: Any = SimpleNamespace(directory=None, join=lambda rank: "the link")
+    assert follower.serve(place, 1, 2, torch.device("cuda", 1), None) == 1
+    assert [str(error) for error in reported] == ["cuda:1 is busy"]
 
 
 @pytest.mark.slow

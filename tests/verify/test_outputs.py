@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from hybridrt.base.errors import UnsupportedModelError
 from hybridrt.verify import oracle, outputs
 from hybridrt.verify.oracle import OracleAnswer
 from hybridrt.verify.ours import SMALLEST, GreedyAnswer, compare_with_theirs, within
@@ -61,7 +62,11 @@ def test_nothing_compared_is_a_failure() -> None:
 @pytest.fixture
 def halved(checkpoints: CheckpointStore, tmp_path: Path) -> Path:
     """A checkpoint in bfloat16."""
-    path = damages.copied(checkpoints["qwen-plain"].path, tmp_path / "model")
+    return in_bfloat16(checkpoints["qwen-plain"].path, tmp_path / "model")
+
+
+def in_bfloat16(path: Path, copy: Path) -> Path:
+    path = damages.copied(path, copy)
     for file in path.glob("*.safetensors"):
         tensors = {key: tensor.to(torch.bfloat16) for key, tensor in load_file(file).items()}
         save_file(tensors, file, {"format": "pt"})
@@ -93,8 +98,37 @@ def test_what_does_not_fit_is_compared_layer_by_layer(halved: Path, monkeypatch:
     outputs.check_transformers(subject, result)
     assert result.status == "passed", result.findings
     assert any("float32 ran layer by layer" in note for note in result.notes)
-    assert any("hybridrt in float32 does not fit" in note for note in result.notes)
+    assert any("hybridrt did not run in float32" in note for note in result.notes)
     assert list(result.figures) == ["largest_difference_bfloat16"]
+
+
+def test_a_dtype_in_which_hybridrt_alone_fits_is_compared(halved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers needs more memory than the weights take."""
+    subject = Subject(str(halved), device="cpu", dtype="bfloat16", quick=True)
+    subject.read_config()
+    half, asked = 2 * outputs.parameter_count(subject), list[int]()
+
+    def fits(needed: int, device: torch.device) -> bool:  # main memory first, then "the device"
+        asked.append(needed)
+        return needed < half or (needed == half and asked.count(half) == 1)
+
+    monkeypatch.setattr(oracle, "fits", fits)
+    result = Result("transformers")
+    outputs.check_transformers(subject, result)
+    assert result.status == "passed", result.findings
+    assert list(result.figures) == ["largest_difference_bfloat16"]
+    assert any("transformers in bfloat16 needs" in note and "left out" in note for note in result.notes)
+
+
+def test_numbers_that_transformers_makes_in_bfloat16_are_no_float32(
+    checkpoints: CheckpointStore, tmp_path: Path
+) -> None:
+    path = in_bfloat16(checkpoints["falcon-plain"].path, tmp_path / "model")
+    with (
+        pytest.raises(UnsupportedModelError, match="mup_vector to bfloat16"),
+        oracle.loaded(path, "FalconH1ForCausalLM", torch.float32, torch.device("cpu"), by_layer=True),
+    ):
+        pass
 
 
 def test_a_layer_that_does_not_fit_is_said(halved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

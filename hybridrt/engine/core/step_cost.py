@@ -24,7 +24,9 @@ _SURPRISE = 0.1  # relative error of a prediction after which the costs are fitt
 # What a step without a graph is predicted to take, of what its device needs by the costs: costs that fell to where
 # chunks grow err.
 _EAGER_MARGIN = 1.02
-_FALL = 0.9  # of the predicted time: what a step is taken to need, if all that is known is that it needs no more
+# What a step is taken to need, if all that is known is that it needs no more than the time of its launch: of the
+# predicted time, but at least so much of the known one.
+_FALL, _LEAST = 0.9, 0.1
 
 
 class PromptWork(NamedTuple):
@@ -175,7 +177,7 @@ class StepCost:
                 little with each step, so that chunks grow until the device needs longer than the launch.
         """
         if at_most:
-            seconds, error = min(seconds, _FALL * self._device_seconds(works)), 0.0
+            seconds, error = min(seconds, max(_FALL * self._device_seconds(works), _LEAST * seconds)), 0.0
         else:
             error = self._note_error(works, seconds)
         self.max_prompt_tokens = max(self.max_prompt_tokens, *(work.prompt_tokens for work in works))

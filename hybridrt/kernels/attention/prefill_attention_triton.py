@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hybridrt.base.device import multiprocessors, shared_memory
 from hybridrt.kernels.attention import cut_prefill_triton as cut
-from hybridrt.kernels.attention.graph_copies import BLOCK_N, DIM, MOST_ROWS, copied_tokens
+from hybridrt.kernels.attention.graph_copies import BLOCK_N, COPY_FROM, DIM, MOST_ROWS, copied_tokens
 from hybridrt.kernels.attention.kv_codes_triton import for_products
 from hybridrt.kernels.attention.prefill_tiles_triton import (
     LOG2_E,
@@ -36,8 +36,6 @@ from hybridrt.kernels.core.records import AttentionPrompts, PagedKV
 
 BLOCK_M = 128  # query rows of a tile, of BLOCK_N context positions; halved for float32
 GATHER_FROM = 8192  # mean query rows per key/value head and request
-# In a graph, which copies keys whatever the context. Fewer query rows gain less than the copy's launch takes.
-COPY_FROM = 6144
 ROUNDS = 3  # tiles of BLOCK_M rows for each multiprocessor
 MAX_GATHERED = 1 << 30  # bytes of gathered keys; longer contexts are read in place
 

@@ -134,9 +134,9 @@ class PromptGraphs:
         contexts. None: it runs eagerly."""
         found = next((bucket for bucket in self._graphs if bucket.holds(plan, self.saves)), None)
         most = self._view.most_context
-        if found is None or most is None or sum([row.computed for row in plan.extend]) + found.tokens <= most:
+        if found is None or most is None or found.tokens < self._view.limited_from:
             return found
-        return None
+        return found if sum([row.computed for row in plan.extend]) + found.tokens <= most else None
 
     def replay(self, plan: StepPlan, bucket: Bucket) -> SampledLines:
         """One step up to its logits, in inference mode. The bucket holds it and enters its table

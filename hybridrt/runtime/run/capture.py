@@ -94,9 +94,10 @@ def _draw_likeliest(parts: GraphParts) -> Draw:
 
 
 def _capture_prompts(parts: GraphParts, progress: bool, recorder: Recorder) -> PromptGraphs | None:
-    """None if they are switched off, the backend cannot be captured, or replicas share experts."""
+    """None if they are switched off, the backend cannot be captured, replicas share experts, or a drafter on the
+    device needs hidden states, which they do not keep."""
     config = parts.config
-    if not config.cuda_graph_prompts or parts.model.tp.replicas is not None:
+    if not config.cuda_graph_prompts or parts.drafter is not None or parts.model.tp.replicas is not None:
         return None  # tokens for other replicas' experts have other numbers in each prompt
     if not parts.backend.captures_prompts:
         logger.info("steps with prompts run without graphs: a backend reads their lengths or slots on the host")

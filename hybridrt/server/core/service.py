@@ -89,7 +89,7 @@ class Service:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the model in requests; answers have the first."""
+        """Names of the model in requests. An answer has the name that was asked for."""
         return self.config.served_model_names or (self.llm.llm.config.model,)
 
     @cached_property
