@@ -139,7 +139,7 @@ def test_a_prefill_server_that_answers_wrongly_is_put_aside(
         assert answer(served, prompts(3)[2]) and role.worker.counters().fetched == 1
         with monkeypatch.context() as garbage:
             garbage.setattr(role, "_address", wrong_address)
-            until(lambda: server.wrong == 3 and role.worker.counters().workers == 0)
+            until(lambda: server.wrong >= 3 and role.worker.counters().workers == 0)
         until(lambda: role.worker.counters().workers == 1)
         seen = Metrics(front.service.llm, "tested", role.numbers).text().decode()
         labels = f'engine="0",model_name="tested",url="{front.url}"'
