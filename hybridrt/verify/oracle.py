@@ -100,8 +100,8 @@ def _run_by_layer(model: nn.Module, dtype: torch.dtype, device: torch.device) ->
                 f"transformers rounds {name} to {dtype_name(buffer.dtype)} when it runs layer by layer"
             )
     layers = [_tensors(layer) for layer in _layers(model)]
-    in_layers = {id(tensor) for layer in layers for tensor in layer}
-    others = [tensor for tensor in _tensors(model) if id(tensor) not in in_layers]
+    in_layers = {tensor for layer in layers for tensor in layer}  # the same tensor, whatever its numbers
+    others = [tensor for tensor in _tensors(model) if tensor not in in_layers]
     needed = dtype.itemsize * (_size(others) + max(map(_size, layers), default=0))
     if not fits(needed, device):
         raise UnsupportedModelError(f"transformers needs {needed:,} bytes of {device} even layer by layer")
