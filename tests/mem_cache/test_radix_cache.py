@@ -55,6 +55,13 @@ class Ledger:
     def groups(self) -> int:
         return len(self.tree.windows)
 
+    @property
+    def tails_of_one_owner(self) -> bool:
+        """Whether a match may be shorter than the pages allow: a state inside a page needs the page of every group,
+        and the tree takes all of them from one owner."""
+        has_tails = self.page_size > 1 or (self.page_size == 1 and self.lookahead > 0)
+        return self.recurrent and self.groups > 1 and has_tails
+
     def idle(self, group: int, keys: np.ndarray) -> np.ndarray:
         return np.array([not self.locked[group, key] for key in keys.tolist()], np.bool_)
 
@@ -163,8 +170,7 @@ class Ledger:
             known = self.common(prompt)
             usable = [len(s) for s in self.states.values() if s == prompt[: len(s)] and len(s) <= known]
             most = max((length for length in usable if length < len(prompt) and self.sees(prompt, length)), default=0)
-            has_tails = size > 1 or (size == 1 and self.lookahead > 0)
-            assert n == most or (n < most and self.groups > 1 and has_tails), "a tail has all groups, of one owner"
+            assert n == most or (n < most and self.tails_of_one_owner)
             assert (match.state is not None) == bool(n)
             if match.state is not None:
                 assert self.states[match.state] == prompt[:n]
