@@ -13,6 +13,7 @@ what a figure is compared with.
 - repeated image: with another text after it, against that text alone; and after another text, against a text prompt of
   as many tokens.
 - text alone: decode steps and first tokens, against the same model without its tower (`images=False`), in turns.
+  First tokens begin with an empty prefix cache.
 """
 
 import argparse
@@ -245,6 +246,8 @@ def compare_text(args: argparse.Namespace, seeing: LLM, bench: Bench) -> None:
                 times.setdefault((f"decode step, text, batch {batch}", name), []).append(
                     decode_ms(llms[name], batch, args.ctx, params)
                 )
+            # Without this the model with less memory would evict states for each prompt, and the other one would not.
+            llms[name].reset_prefix_cache()
             for length in args.first:
                 given = bench.texts(WARM + args.prompts, length, 1000 + turn)
                 ms = statistics.median([first_token_ms(llms[name], prompt) for prompt in given][WARM:])
