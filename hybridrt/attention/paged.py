@@ -78,6 +78,12 @@ class SegmentedAttnBackend(AttentionBackend):
             return f'{cls.__name__} reads no KV cache of fp8_e4m3; use "triton" or "torch"'
         return None
 
+    @classmethod
+    def prompt_graph_bytes(cls, device: torch.device, specs: Collection[AttentionSpec], context: int) -> int:
+        """Bytes that `allocate_graph` takes at most for graphs of prompts of `context` tokens in all; small buffers do
+        not count."""
+        return 0
+
     def run(self, layer: Layer, batch: ForwardBatch, inputs: AttentionInputs, out: Tensor | None = None) -> Tensor:
         """Runs softmax attention of one layer for all rows.
 

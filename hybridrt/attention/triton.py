@@ -1,10 +1,13 @@
 """Softmax attention by our own Triton kernels."""
 
+from collections.abc import Collection
+
 import torch
 
 from hybridrt.attention.graph_copies import copied, copies_in_graphs, copy_numbers, first_copied, longest_context
 from hybridrt.attention.paged import PagedAttnBackend
 from hybridrt.base.forward_batch import GraphView
+from hybridrt.base.model_config import AttentionSpec
 
 
 class TritonAttnBackend(PagedAttnBackend):
@@ -14,6 +17,10 @@ class TritonAttnBackend(PagedAttnBackend):
     provider = "triton"
     serves_latent = serves_sinks = serves_codes = True
     auto_decode = auto_prefill = ("cuda",)
+
+    @classmethod
+    def prompt_graph_bytes(cls, device: torch.device, specs: Collection[AttentionSpec], context: int) -> int:
+        return 2 * copy_numbers(specs, context) if copies_in_graphs(device) else 0
 
     def allocate_graph(self, view: GraphView) -> None:
         pool, table = self.kv_pool, self.req_to_token_pool

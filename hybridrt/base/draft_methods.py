@@ -19,9 +19,11 @@ class DraftMethodBase:
 
     Attributes:
         takes_model: the method needs SpeculativeConfig.draft_model; other methods refuse it.
+        on_device: the method has a `DraftNeeds.device_drafter`. Steps with prompts then have no graphs.
     """
 
     takes_model = False
+    on_device = False
 
 
 DRAFTERS = Plugins("hybridrt.drafters", BUILT_IN, "method", DraftMethodBase, ConfigError)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -22,7 +23,21 @@ _LAST_EVENTS = {
 # Not in the server's form: an HTTP library cannot read the request, or a proxy has waited in vain.
 _UNREAD = (400, 414, 431, 504)
 _LINES = (b":", b"data: ", b"event: ")
-_read = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_NONE = msgspec.Raw(b"")
+
+
+class _Fields(msgspec.Struct, gc=False):
+    """Those of an answer or event that are looked at, as its JSON has them. _NONE: it lacks the field."""
+
+    model: msgspec.Raw = _NONE
+    choices: msgspec.Raw = _NONE
+    output: msgspec.Raw = _NONE
+    content: msgspec.Raw = _NONE
+    data: msgspec.Raw = _NONE
+    error: msgspec.Raw = _NONE
+
+
+_read = msgspec.json.Decoder(_Fields).decode  # all of the text is checked, and little of it copied
 
 
 @dataclass(frozen=True)
@@ -83,7 +98,7 @@ class AnswerForm:
         if not self.known or status in _UNREAD:
             return
         found, name = _object(body), _FIELDS[self.path] if status == 200 else "error"
-        if not bytes(found.get(name, b"")).startswith(b"[" if status == 200 else b"{"):
+        if not bytes(getattr(found, name)).startswith(b"[" if status == 200 else b"{"):
             raise MessageError(f"the answer with status {status} has no {name}")
         self._check_model(found)
 
@@ -96,13 +111,13 @@ class AnswerForm:
         if not self.known or event == DONE:
             return
         for line in event[:-2].split(b"\n"):
-            if not line.startswith(_LINES):
-                raise MessageError(f"a line of the stream is {shown(line[:64])}")
             if line.startswith(b"data: "):
                 found = _object(line[6:])
-                if _FIELDS[self.path] == "choices" and not found.keys() & {"choices", "error"}:
+                if found.choices is _NONE and found.error is _NONE and _FIELDS[self.path] == "choices":
                     raise MessageError("an event has no choices")
                 self._check_model(found)
+            elif not line.startswith(_LINES):
+                raise MessageError(f"a line of the stream is {shown(line[:64])}")
 
     def check_beginning(self, text: bytes) -> None:
         """MessageError if no event begins like this."""
@@ -118,17 +133,21 @@ class AnswerForm:
         if self.known and last != DONE and not last.startswith(_LAST_EVENTS.get(self.path, DONE)):
             raise MessageError("the stream has ended without its last event")
 
-    def _check_model(self, found: Mapping[str, msgspec.Raw]) -> None:
-        if self.model is None or "model" not in found or bytes(found["model"]) == msgspec.json.encode(self.model):
+    @cached_property
+    def _model_text(self) -> bytes:
+        return msgspec.json.encode(self.model)
+
+    def _check_model(self, found: _Fields) -> None:
+        if self.model is None or found.model is _NONE or bytes(found.model) == self._model_text:
             return
-        if _value(found["model"]) != self.model:
-            raise MessageError(f"the model is {shown(_value(found['model']))}, and {shown(self.model)} was asked for")
+        if (name := _value(found.model)) != self.model:
+            raise MessageError(f"the model is {shown(name)}, and {shown(self.model)} was asked for")
 
 
 ANY = AnswerForm()
 
 
-def _object(text: bytes) -> dict[str, msgspec.Raw]:
+def _object(text: bytes) -> _Fields:
     try:
         return _read(text)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:

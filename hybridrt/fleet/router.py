@@ -151,6 +151,7 @@ class Router:
         key, on_wrong = self._config.fleet_key, self.metrics.count_wrong
         replica = self._known[url] = ReplicaClient(url, self._client, key, self._compare, on_wrong)
         self._placement.add(replica.placed)
+        self.metrics.add(url)
         self._watches[url] = [asyncio.create_task(replica.watch()), asyncio.create_task(replica.follow())]
         self._share_entries()
 

@@ -93,6 +93,19 @@ def resolve_prefill_name(config: EngineConfig, device: torch.device, specs: Coll
     return decode
 
 
+def prompt_graph_bytes(
+    config: EngineConfig, device: torch.device, specs: Collection[AttentionSpec], context: int
+) -> int:
+    """Bytes that backends of softmax attention take for graphs of prompts (`SegmentedAttnBackend.prompt_graph_bytes`).
+    "auto" chooses no other backend for prefill that captures prompts, so it is not asked."""
+    fields = config.attention_backend, config.prefill_attention_backend
+    names = [resolve_attention_name(name, device) for name in fields if name is not None]
+    decode, *_ = classes = [backend_class(name) for name in dict.fromkeys(names)]
+    if not decode.captures_prompts:
+        return 0
+    return sum(cls.prompt_graph_bytes(device, specs, context) for cls in classes if cls.captures_prompts)
+
+
 def load_attention_backend(name: str, device: torch.device) -> type[SegmentedAttnBackend]:
     """The class of a name, with its library installed. "auto" chooses by device.
 

@@ -287,10 +287,13 @@ class DraftModelMethod(DraftMethod):
         return 2 * pool_spec(draft, own).slot_bytes() + row_bytes(draft, own, longest) + pages
 
     def fixed_bytes(self, config: EngineConfig, target: RunTarget) -> int:
-        """Weights and graphs."""
+        """Weights, and graphs for the longest request with all of its drafts."""
+        assert config.speculative is not None
         draft = draft_config(config)
         _, own = load_target(draft, TPGroup())
-        return weight_bytes(empty_model(draft, own, torch.device("meta"))) + graph_bytes(draft, own)
+        longest = config.max_model_len or target.model_config.max_position_embeddings
+        graphs = graph_bytes(draft, own, longest + config.speculative.num_draft_tokens)
+        return weight_bytes(empty_model(draft, own, torch.device("meta"))) + graphs
 
     def drafter(self, runner: DraftTarget, everywhere: Everywhere) -> Drafter:
         return DraftModelDrafter(runner.config, runner.memory_plan, runner.model_config.vocab_size, runner.ahead)

@@ -50,6 +50,8 @@ def _row(request: DraftRequest) -> DraftRow:
 
 
 class MTPMethod(DraftMethod):
+    on_device = True
+
     def attach(self, model: CausalLM) -> None:
         model.attach_mtp(make_mtp_head(model))
 

@@ -117,8 +117,8 @@ class DecodeWorker:
             dropped. Longer than the longest step of a prefill worker.
 
     Attributes:
-        on_lost: called when a worker is dropped, with its name, the reason, and the number of prompts that
-            were fetched from it.
+        on_lost: called before a worker is dropped, with its name, the reason, and the number of prompts that
+            were fetched from it. Must not raise.
     """
 
     def __init__(
@@ -411,9 +411,10 @@ class DecodeWorker:
 
     def _drop_worker(self, name: str, error: PeerGoneError) -> None:
         """Images are lost too, even while they are read: the worker may reuse their memory."""
-        peer = self._workers.pop(name)
+        peer = self._workers[name]
+        self.on_lost(name, error, peer.fetched)  # first: who sees in another thread that it is gone knows why
+        del self._workers[name]
         peer.channel.close()
-        self.on_lost(name, error, peer.fetched)
         for reader in self._readers:
             reader.disconnect(name)
         for attempt in [a for a in self._attempts.values() if a.worker == name]:

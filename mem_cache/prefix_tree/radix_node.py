@@ -223,7 +223,11 @@ class PathPages:
 
     def tail(self, node: Node) -> tuple[Node, PageSets] | tuple[None, None]:
         """The set [1, G] of `tail_index`, and the node that owns it. None: there is none. The owner is
-        `node`, or one below with a page of the same tokens and more. Whole sets are preferred."""
+        `node`, or one below with a page of the same tokens and more. Whole sets are preferred.
+
+        All pages of a set are of one owner: a match locks one, a tail is dropped with one, and a state goes with
+        the last one. Pages of two owners would save few hits: those where a window has given up its page at one
+        node and another group at the other. Then an earlier state is used."""
         if self.tail_index(node) is None:
             return None, None
         if node.tail is not None and node.tail.all():

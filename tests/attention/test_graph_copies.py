@@ -10,14 +10,19 @@ from hybridrt.attention import triton
 from hybridrt.attention.graph_copies import MOST_BYTES, copied, copy_numbers, longest_context
 from hybridrt.attention.prefill_decode import PrefillDecodeAttnBackend
 from hybridrt.attention.triton import TritonAttnBackend
-from hybridrt.base.engine_config import EngineConfig
+from hybridrt.base.draft_methods import BUILT_IN, load_method
+from hybridrt.base.engine_config import EngineConfig, SpeculativeConfig
+from hybridrt.base.errors import MemoryBudgetError
 from hybridrt.base.forward_batch import GraphView
 from hybridrt.base.model_config import AttentionSpec
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.attention.graph_copies import BLOCK_N, DIM, copied_tokens
 from hybridrt.mem_cache.pools.kv_pool import KVPool
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
-from hybridrt.runtime.load.build import graph_bytes, load_target
+from hybridrt.recurrent.backends import BACKENDS, backend_class, resolve_attention_name
+from hybridrt.runtime.load import build
+from hybridrt.runtime.load.build import fixed_bytes, graph_bytes, load_target, make_plan, wants_prompt_graphs
+from hybridrt.runtime.load.draft_needs import DraftNeeds
 from hybridrt.runtime.load.fit import as_on_gpu
 
 FALCON = AttentionSpec(12, 2, DIM, DIM, None, DIM**-0.5, torch.bfloat16)
@@ -98,10 +103,72 @@ def test_the_backend_of_prompts_gets_it() -> None:
     assert pair.prefill_backend in view.buffers
 
 
-def test_the_plan_has_them() -> None:
-    """269 MB of Falcon-H1-7B's 262,144 tokens, in graphs of prompts alone."""
-    config = EngineConfig(str(CONFIG), device="cpu", load_format="dummy")
+@pytest.fixture
+def config() -> EngineConfig:
+    return EngineConfig(str(CONFIG), device="cpu", load_format="dummy")
+
+
+def copies(config: EngineConfig, max_len: int = 262_144) -> int:
+    """Bytes that the plan has for copies, of a GPU."""
     target = as_on_gpu(config, load_target(config, TPGroup())[1])
-    alone = graph_bytes(replace(config, cuda_graph_prompts=False), target)
+    alone = graph_bytes(replace(config, cuda_graph_prompts=False), target, max_len)
     logits = (256 + 8) * target.model_config.vocab_size * target.dtype.itemsize
-    assert graph_bytes(config, target) - alone - logits == 2 * copy_numbers((FALCON,), 262_144)
+    return max(graph_bytes(config, target, max_len) - alone - logits, 0)
+
+
+def test_the_plan_has_them(config: EngineConfig) -> None:
+    """269 MB of Falcon-H1-7B's 262,144 tokens, in graphs of prompts alone."""
+    assert copies(config) == 2 * copy_numbers((FALCON,), 262_144)
+    assert copies(config, 1000) == 2 * copy_numbers((FALCON,), 1000)
+
+
+def test_the_plan_has_none_where_none_are_made(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert copies(replace(config, attention_backend="torch")) == 0
+    assert copies(replace(config, attention_backend="fa3", prefill_attention_backend="triton")) == 0
+    assert copies(replace(config, attention_backend="torch", prefill_attention_backend="triton")) == copies(config) > 0
+    assert copies(replace(config, attention_backend="triton", prefill_attention_backend="fa3")) == copies(config)
+    monkeypatch.setattr("hybridrt.runtime.load.build.wants_prompt_graphs", lambda *_: False)
+    assert copies(config) == 0
+
+
+def test_no_backend_that_auto_chooses_for_prefill_alone_captures_prompts() -> None:
+    """`prompt_graph_bytes` does not ask which one that is."""
+    device = torch.device("cuda")
+    decode = resolve_attention_name("auto", device)
+    chosen = [name for name in BACKENDS.built_in if device.type in backend_class(name).auto_prefill]
+    assert not any(backend_class(name).captures_prompts for name in chosen[: chosen.index(decode)])
+
+
+def test_drafters_on_the_device_have_no_graphs_of_prompts(config: EngineConfig) -> None:
+    target = load_target(config, TPGroup())[1]
+    assert wants_prompt_graphs(replace(config, speculative=SpeculativeConfig("ngram", 3)), target)
+    assert not wants_prompt_graphs(replace(config, speculative=SpeculativeConfig("mtp", 3)), target)
+    for name in BUILT_IN:
+        method = load_method(name)
+        assert isinstance(method, DraftNeeds)
+        assert method.on_device == (type(method).device_drafter is not DraftNeeds.device_drafter)
+
+
+def test_a_small_budget_has_room_for_copies_of_what_fits(config: EngineConfig) -> None:
+    """Not for those of 262,144 tokens, which would take more than a quarter of it."""
+    config = replace(config, max_running_requests=1)
+    target = as_on_gpu(config, load_target(config, TPGroup())[1])
+    without = make_plan(replace(config, cuda_graph_prompts=False), target, budget_bytes=10**9)
+    plan = make_plan(config, target, budget_bytes=10**9)
+    assert 0.9 * without.max_model_len < plan.max_model_len < without.max_model_len < 262_144
+    assert plan.costs.fixed - without.costs.fixed >= copies(config, plan.max_model_len)
+    assert plan.pool_bytes <= 10**9
+
+
+def test_copies_of_requests_that_barely_fit_make_them_shorter(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model whose copies take as much as its pages."""
+    target = as_on_gpu(config, load_target(config, TPGroup())[1])
+    monkeypatch.setattr(build, "prompt_graph_bytes", lambda config, device, specs, context: 200_000 * context)
+    least = fixed_bytes(config, target, 1)
+    plan = make_plan(config, target, budget_bytes=least + 5 * 10**8)
+    assert plan.costs.fixed == fixed_bytes(config, target, plan.max_model_len)
+    assert plan.max_model_len > 100 and plan.pool_bytes <= plan.budget_bytes
+    with pytest.raises(MemoryBudgetError, match="raise the budget"):
+        make_plan(replace(config, max_model_len=8000), target, budget_bytes=least + 10**9)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hybridrt import LLM, CacheDumpError, SamplingParams
 from hybridrt.cli.cache_picture import as_svg, as_text, label
-from hybridrt.engine.cache.cache_dump import DumpedNode, read_dump
+from hybridrt.engine.cache.cache_dump import DumpedNode, read_dump, write_dump
 from tests.cli.test_inspect import run
 from tests.engine.test_prefix_states import TEXT, rig_with_cache
 from tests.support.tiny import write_tiny
@@ -35,6 +35,12 @@ def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert {node.text for node in found.nodes} == {None}
     llm.close()
     return path / "dump.json"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_dump_for_which_there_is_no_room_names_its_file(dump: Path) -> None:
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        write_dump("/dev/full", read_dump(dump))
 
 
 def test_the_tree_is_drawn(dump: Path, tmp_path: Path) -> None:

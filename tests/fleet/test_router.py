@@ -15,7 +15,7 @@ from hybridrt.base.errors import ConfigError, UnavailableError
 from hybridrt.engine.api.llm import LLM
 from hybridrt.fleet import router as router_module
 from hybridrt.fleet import sender
-from hybridrt.fleet.fleet_metrics import merged
+from hybridrt.fleet.fleet_metrics import RouterMetrics, merged
 from hybridrt.fleet.prefix_mirror import PrefixMirror
 from hybridrt.fleet.replica_client import ReplicaClient
 from hybridrt.fleet.router import RouterConfig
@@ -98,6 +98,25 @@ def test_metrics_of_all_and_the_state_of_replicas(routed: Routed, replica: Serve
         assert client.get("/fleet/cache_events", headers={"Authorization": f"Bearer {FLEET_KEY}"}).status_code == 404
     assert f'replica="{replica.url}"' in text and "hybridrt_router_requests_total" in text
     assert [fact["url"] for fact in facts] == [replica.url] and facts[0]["ready"]
+
+
+def test_replicas_that_have_gone_share_a_series() -> None:
+    """What runs at one may end wrongly afterwards."""
+    metrics = RouterMetrics()
+    for url in ("http://a", "http://b"):
+        metrics.add(url)
+        metrics.count(url, 5, 0, 0)
+        metrics.count_wrong(url, "form")
+        metrics.forget(url)
+        metrics.count_wrong(url, "form")
+    metrics.add("http://a")
+    metrics.count("http://a", 5, 0, 0)
+    samples = [line for line in metrics.text([]).splitlines() if "{" in line and "_created" not in line]
+    assert sorted(samples) == [
+        'hybridrt_router_requests_total{replica="gone"} 2.0',
+        'hybridrt_router_requests_total{replica="http://a"} 1.0',
+        'hybridrt_router_wrong_answers_total{reason="form",replica="gone"} 4.0',
+    ]
 
 
 def test_merged_metrics_have_one_head_and_a_label_each() -> None:
@@ -380,5 +399,7 @@ def test_replicas_that_dns_names_come_and_go(replica: Served, monkeypatch: pytes
             patched.setattr("uvloop.Loop.getaddrinfo", nowhere, raising=True)
             Routed.wait_until(lambda: not router.router.replicas)
             assert "replica_ready{" not in router.router.metrics.text([]), "it is there no more"
+            shown = router.router.metrics.text([])
+            assert 'router_requests_total{replica="gone"} 1.0' in shown and shown.count("_requests_total{") == 1
             assert router.post("/v1/completions", BODY, headers=KEY).status_code == 503
         router.wait_for(1)

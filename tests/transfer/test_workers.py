@@ -126,6 +126,16 @@ def test_a_prefill_worker_dies_at_any_moment(
     decode.assert_empty()
 
 
+def test_who_sees_that_a_worker_is_gone_knows_why(pair: tuple[Prefiller, Decoder]) -> None:
+    """Other threads ask whether it is connected."""
+    prefill, decode = pair
+    worker, connected = decode.worker, list[bool]()
+    name = prefill.connect(decode)
+    worker.on_lost = lambda lost, error, fetched: connected.append(worker.is_connected(lost))
+    worker.disconnect(name, "it answers wrongly")
+    assert connected == [True] and not worker.is_connected(name)
+
+
 def test_deaths_hit_every_phase(pair: tuple[Prefiller, Decoder]) -> None:
     """The test above would prove little if nothing was ever being read when the worker died."""
     prefill, decode = pair

@@ -114,8 +114,13 @@ def _dumped(node: Node, parent: int, salt: int, decode: Callable[[Sequence[int]]
 
 
 def write_dump(path: str | Path, dump: CacheDump) -> None:
-    """Writes a file for `read_dump`. OSError as from any file."""
-    Path(path).write_text(json.dumps(asdict(dump)) + "\n", encoding="utf-8")
+    """Writes a file for `read_dump`. OSError, which names the file, if it cannot be written."""
+    text = json.dumps(asdict(dump)) + "\n"
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as e:
+        e.filename = e.filename or str(path)  # a disk that is full says only that
+        raise
 
 
 def read_dump(path: str | Path) -> CacheDump:

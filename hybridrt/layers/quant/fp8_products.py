@@ -60,18 +60,16 @@ def fp8_product(weight: QuantWeight) -> Fp8Product | None:
 
 
 def _without_factor(weight: QuantWeight) -> QuantWeight:
-    """Factors of rows become part of the scales of blocks: a model's multipliers, and scales of rows of one block."""
+    """Factors of rows become part of the scales of blocks: a model's multipliers, and scales of rows of one block. The
+    parts of a matrix, which have multipliers, have blocks of their own."""
     grid, factor, high = weight.scale, weight.factor, weight.block[0]
     if grid is None and factor is not None and weight.width == GROUP:
         scale = nn.Parameter(factor[:, None].contiguous(), requires_grad=False)
         return weight._replace(scale=scale, factor=None, block=(1, GROUP))
     if grid is None or factor is None or grid.dtype != torch.float32:
         return weight
-    of_blocks = factor[::high]
-    if not torch.equal(of_blocks.repeat_interleave(high)[: weight.rows], factor):
-        grid, high, of_blocks = grid.repeat_interleave(high, 0)[: weight.rows], 1, factor
-    scale = nn.Parameter(grid * of_blocks[:, None], requires_grad=False)
-    return weight._replace(scale=scale, factor=None, block=(high, weight.block[1]))
+    scale = nn.Parameter(grid * factor[::high, None], requires_grad=False)
+    return weight._replace(scale=scale, factor=None)
 
 
 def joined_products(products: Sequence[Fp8Product | None]) -> Fp8Product | None:

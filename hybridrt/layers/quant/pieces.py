@@ -21,7 +21,7 @@ from hybridrt.layers.quant.layouts import (
     zeros_shape,
 )
 from hybridrt.layers.quant.packed_weight import BLOCK, Grid, PackedWeight, blocks
-from hybridrt.layers.weights import Build, Transform, unchanged
+from hybridrt.layers.weights import Build, CheckpointMap, Transform, unchanged
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,14 @@ class PackedPiece:
         assert scales is not None
         self.weight.set_grids(self.e, self.part, scales, zeros)
         self.weight.multiply(self.e, self.part, found.factor * self.scale)
+
+
+def set_multipliers(targets: CheckpointMap) -> None:
+    """Gives packed weights the model's multipliers without a checkpoint: what kernels read depends on them."""
+    for pieces in targets.values():
+        for piece in pieces:
+            if isinstance(piece, PackedPiece):
+                piece.weight.multiply(piece.e, piece.part, piece.scale)
 
 
 def decoded(module: StoredModule, tensors: Mapping[str, Tensor]) -> Tensor:

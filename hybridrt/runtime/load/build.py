@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from hybridrt.attention.base import AttentionBackend
-from hybridrt.attention.graph_copies import copies_in_graphs, copy_numbers
 from hybridrt.base.device import resolve_device
 from hybridrt.base.dtypes import check_schemes
 from hybridrt.base.engine_config import EngineConfig
@@ -22,7 +21,7 @@ from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.attention import attention_spec
 from hybridrt.layers.linear import finish
 from hybridrt.layers.weights import Build
-from hybridrt.mem_cache.pools.host_plan import STAGED_BYTES, plan_host
+from hybridrt.mem_cache.pools.host_plan import STAGED_BYTES, HostPlan, plan_host
 from hybridrt.mem_cache.pools.kv_pool import ONES, KVPool, LayerScales, cell_bytes, layer_groups, page_bytes
 from hybridrt.mem_cache.pools.mamba_pool import MambaPool
 from hybridrt.mem_cache.pools.mamba_pool_spec import MambaPoolSpec
@@ -43,7 +42,7 @@ from hybridrt.models.loading.stored_modules import (
     with_stored_modules,
 )
 from hybridrt.models.registry import model_class
-from hybridrt.recurrent.backends import check_backends, check_names, create_backend
+from hybridrt.recurrent.backends import check_backends, check_names, create_backend, prompt_graph_bytes
 from hybridrt.runtime.load.draft_needs import draft_needs
 from hybridrt.runtime.load.host_memory import return_freed_memory
 from hybridrt.runtime.load.target import RunTarget
@@ -277,13 +276,11 @@ def make_plan(
         share: page groups and states share memory. Then CacheCoordinator alone lends them.
         cache_slots: state slots for cached prefixes; None takes a share if the prefix cache is on.
     """
-    mc, spec = target.model_config, pool_spec(config, target)
+    mc, host = target.model_config, _plan_host(config, target)
     cache_slots = config.cache_slots if cache_slots is None and config.prefix_cache else cache_slots
-    costs = unit_costs(config, target)
     plan = partial(
         plan_memory,
         budget_bytes=budget_bytes,
-        costs=costs,
         demands=page_demands(config, target),
         page_size=config.page_size,
         max_running_requests=config.max_running_requests,
@@ -296,36 +293,67 @@ def make_plan(
         weight_bytes=weights,
         activation_bytes=activations,
     )
-    host = plan_host(config.host_cache_bytes // target.tp.size, costs.pages, spec.image_bytes())
-    if config.host_cache_bytes and not keeps_prefixes(config, mc):
+    shared = _in_slabs(config, target, _fit(config, target, partial(plan, one_memory=True), host)) if share else None
+    return shared or _fit(config, target, plan, host)
+
+
+def _fit(config: EngineConfig, target: RunTarget, plan: Callable[..., MemoryPlan], host: HostPlan) -> MemoryPlan:
+    """The plan that charges graphs and page tables for requests as long as fit, if no option says how long they are.
+
+    Args:
+        plan: of given costs.
+    """
+    limit = config.max_model_len or target.model_config.max_position_embeddings
+    costs = unit_costs(config, target, limit)
+
+    def with_graphs(length: int) -> MemoryPlan:
+        """With room for graphs of requests of up to `length` tokens."""
+        found = plan(costs=replace(costs, fixed=fixed_bytes(config, target, length)))
+        return replace(found, max_model_len=min(found.max_model_len, length))
+
+    length = config.max_model_len or plan(costs=replace(costs, fixed=fixed_bytes(config, target, 1))).max_model_len
+    while True:
+        try:
+            found = with_graphs(length)
+            break
+        except MemoryBudgetError:
+            if config.max_model_len is not None or length == 1:
+                raise
+            length //= 2
+    return replace(found, host=host, costs=unit_costs(config, target, found.max_model_len))
+
+
+def _plan_host(config: EngineConfig, target: RunTarget) -> HostPlan:
+    """The prefix cache's part in main memory. ConfigError, MemoryBudgetError: the option cannot be used."""
+    image, page = pool_spec(config, target).image_bytes(), page_bytes(kv_layers(config, target), config.page_size)
+    host = plan_host(config.host_cache_bytes // target.tp.size, page, image)
+    if config.host_cache_bytes and not keeps_prefixes(config, target.model_config):
         raise ConfigError("host_cache_bytes has no use here: this model keeps no prefixes there (docs/prefix-cache.md)")
     if config.host_cache_bytes and not host:
         raise MemoryBudgetError(
             f"host_cache_bytes is {config.host_cache_bytes}; a KV page and a state take "
-            f"{2 * max(sum(costs.pages), spec.image_bytes()) * target.tp.size} bytes: raise it"
+            f"{2 * max(sum(page), image) * target.tp.size} bytes: raise it"
         )
-
-    def fitted(plan: MemoryPlan) -> MemoryPlan:
-        """Page tables are as long as requests, which may have been cut to fit."""
-        return replace(plan, host=host, costs=replace(costs, row=row_bytes(config, target, plan.max_model_len)))
-
-    shared = _in_slabs(config, target, fitted(plan(one_memory=True))) if share else None
-    return shared or fitted(plan())
+    return host
 
 
-def unit_costs(config: EngineConfig, target: RunTarget) -> UnitCosts:
-    """Bytes of the entries of the pools, with page tables for the longest request."""
-    mc, drafts = target.model_config, draft_needs(config)
-    scores = prompt_logprob_bytes(mc.vocab_size, target.dtype.itemsize)
-    fixed = graph_bytes(config, target) + drafts.fixed_bytes(config, target) + scores + staged_bytes(config, target)
+def unit_costs(config: EngineConfig, target: RunTarget, max_len: int) -> UnitCosts:
+    """Bytes of the entries of the pools, with page tables and graphs for requests of `max_len` tokens."""
     return UnitCosts(
         slot=pool_spec(config, target).slot_bytes(),
-        row=row_bytes(config, target, config.max_model_len or mc.max_position_embeddings),
+        row=row_bytes(config, target, max_len),
         pages=page_bytes(kv_layers(config, target), config.page_size),
-        fixed=fixed,
+        fixed=fixed_bytes(config, target, max_len),
         transfer=config.transfer_bytes,
         encoder=encoder_bytes(config, target),
     )
+
+
+def fixed_bytes(config: EngineConfig, target: RunTarget, max_len: int) -> int:
+    """Bytes that do not depend on the numbers of rows, slots and pages."""
+    scores = prompt_logprob_bytes(target.model_config.vocab_size, target.dtype.itemsize)
+    drafts = draft_needs(config).fixed_bytes(config, target)
+    return graph_bytes(config, target, max_len) + drafts + scores + staged_bytes(config, target)
 
 
 def _in_slabs(config: EngineConfig, target: RunTarget, plan: MemoryPlan) -> MemoryPlan | None:
@@ -358,16 +386,21 @@ def _table_length(config: EngineConfig, target: RunTarget, max_len: int) -> int:
     return max_len + config.num_verify_tokens - 1 if kv_layers(config, target) else 0
 
 
-def graph_bytes(config: EngineConfig, target: RunTarget) -> int:
-    """The graphs' largest static buffers: logits, and copies of a layer's keys and values for the longest request."""
-    rows, mc, copies = graph_rows(config, target), target.model_config, 0
+def graph_bytes(config: EngineConfig, target: RunTarget, max_len: int) -> int:
+    """The graphs' largest static buffers: logits, and those of attention for a request of `max_len` tokens."""
+    rows, mc, of_attention = graph_rows(config, target), target.model_config, 0
     tokens = rows * sum(step_widths(config))
-    if rows and config.cuda_graph_prompts:
+    if rows and wants_prompt_graphs(config, target):
         tokens += min(DECODE_ROWS[-1], rows) + PROMPT_ROWS
-        if copies_in_graphs(target.device):
-            longest = _table_length(config, target, config.max_model_len or mc.max_position_embeddings)
-            copies = 2 * copy_numbers(kv_layers(config, target), longest)
-    return tokens * mc.vocab_size * target.dtype.itemsize + copies
+        specs, longest = kv_layers(config, target), _table_length(config, target, max_len)
+        of_attention = prompt_graph_bytes(config, target.device, specs, longest)
+    return tokens * mc.vocab_size * target.dtype.itemsize + of_attention
+
+
+def wants_prompt_graphs(config: EngineConfig, target: RunTarget) -> bool:
+    """Whether steps with prompts get graphs, if the backends can be captured. A drafter on the device needs hidden
+    states, which these graphs do not keep; and tokens for other replicas' experts have other numbers in each prompt."""
+    return config.cuda_graph_prompts and not draft_needs(config).on_device and target.tp.replicas is None
 
 
 def staged_bytes(config: EngineConfig, target: RunTarget) -> int:

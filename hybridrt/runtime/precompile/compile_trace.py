@@ -25,6 +25,7 @@ from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.core.launch_choice import use_tuned
 from hybridrt.kernels.core.slots import NO_SLOT, OWN_SLOT
 from hybridrt.layers.linear import finish
+from hybridrt.layers.quant.pieces import set_multipliers
 from hybridrt.mem_cache.pools.page_groups import in_every_group
 from hybridrt.mem_cache.pools.state_moves import StateMove, When
 from hybridrt.recurrent.backends import backend_class, resolve_attention_name, resolve_prefill_name
@@ -190,6 +191,8 @@ def _runners(config: EngineConfig) -> tuple[StepRunner, Callable[[], Any]]:
     _, target = load_target(config, TraceGroup(size=config.tp_size))
     config = _own_kernels(config, target)
     model = empty_model(config, target, target.device).eval()
+    if config.load_format != "dummy":
+        set_multipliers(model.all_targets())
     finish(model)
     plan = plan_ahead(config, target, weight_bytes(model))
     small, largest = probe(config, target)

@@ -10,8 +10,9 @@ import torch
 from hybridrt.attention.base import AttentionBackend
 from hybridrt.kernels.sampling.sampling import greedy
 from hybridrt.kernels.state.row_tables import enter_tokens
-from hybridrt.runtime.load.build import keeps_prefixes, step_widths
+from hybridrt.runtime.load.build import keeps_prefixes, step_widths, wants_prompt_graphs
 from hybridrt.runtime.load.draft_needs import DeviceDrafter, DraftTarget
+from hybridrt.runtime.load.target import RunTarget
 from hybridrt.runtime.replay.graph_runner import Draw, GraphRunner, Recorder, make_recorder
 from hybridrt.runtime.replay.prompt_graphs import PromptGraphs
 from hybridrt.runtime.step.pack import enter_tables
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 class GraphParts(DraftTarget, Protocol):
     """What graphs are recorded over: attributes of `StepRunner`."""
 
+    target: RunTarget
     backend: AttentionBackend
     sampling_table: SamplingTable
     drafter: DeviceDrafter | None
@@ -94,11 +96,10 @@ def _draw_likeliest(parts: GraphParts) -> Draw:
 
 
 def _capture_prompts(parts: GraphParts, progress: bool, recorder: Recorder) -> PromptGraphs | None:
-    """None if they are switched off, the backend cannot be captured, replicas share experts, or a drafter on the
-    device needs hidden states, which they do not keep."""
+    """None if the memory plan has no room for them (`wants_prompt_graphs`), or the backend cannot be captured."""
     config = parts.config
-    if not config.cuda_graph_prompts or parts.drafter is not None or parts.model.tp.replicas is not None:
-        return None  # tokens for other replicas' experts have other numbers in each prompt
+    if parts.drafter is not None or not wants_prompt_graphs(config, parts.target):
+        return None
     if not parts.backend.captures_prompts:
         logger.info("steps with prompts run without graphs: a backend reads their lengths or slots on the host")
         return None
