@@ -20,8 +20,9 @@ def check_tasks(subject: Subject, result: Result, tasks: Sequence[str], limit: i
 
     from hybridrt.verify.served import served
 
+    subject.close()  # the server takes most of the device's memory
     with served(subject) as url:
-        subject.progress(f"tasks {', '.join(tasks)}")
+        subject.begin(f"tasks {', '.join(tasks)}")
         arguments = f"model={subject.path},base_url={url}/v1/completions,tokenized_requests=False"
         try:
             found = simple_evaluate(
