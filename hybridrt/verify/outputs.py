@@ -32,6 +32,7 @@ from hybridrt.verify.ours import (
 from hybridrt.verify.prompts import prompts_of, random_tokens
 from hybridrt.verify.results import Result
 from hybridrt.verify.subject import Subject
+from hybridrt.verify.text_fit import judge_text, knowledge, text_tokens
 
 FLOAT32 = torch.float32
 TOKENS, QUICK_TOKENS = 24, 8
@@ -104,6 +105,8 @@ def _ask_all(
                 result.notes.append(f"transformers in {name} ran layer by layer: it needs {needed:,} bytes")
             if not told:
                 _compare_rope(subject, model, result)
+                if tokens := text_tokens(subject):
+                    judge_text(knowledge(model, subject, tokens), result)
             subject.begin(f"transformers in {name}")
             told[dtype] = [oracle.ask(model, prompt, count) for prompt in prompts]
     return told
