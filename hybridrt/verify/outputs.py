@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
@@ -226,7 +227,7 @@ def _check_at_once(
     name, limits = dtype_name(dtype), subject.limits.get(dtype, TOLERANCE[dtype])
     what = f"chunks of {CHUNK} with drafts (ngram) in {name}"
     subject.begin(f"starting hybridrt in {name}")
-    options = {"chunked_prefill_size": CHUNK, "speculative": speculative("ngram"), "cuda_graph": False}
+    options: dict[str, Any] = {"chunked_prefill_size": CHUNK, "speculative": speculative("ngram"), "cuda_graph": False}
     with engine(subject, dtype=name, prefix_cache=False, **options) as llm:
         subject.begin(what)
         ours = answers(llm, prompts, QUICK_TOKENS, scored=True)
