@@ -16,7 +16,7 @@ COMPILED = REPORTS / "compiled.json"
 HEAD = """# What was verified
 
 Each row is a report of [`hybridrt verify`](verify.md) in [reports](reports). "ran": the checks were
-run on that machine. "compiled": the kernels were compiled for that GPU, and nothing ran. "not
+run on that machine. "compiled": `hybridrt compile --gpu` compiled the kernels for that GPU, and nothing ran. "not
 tried": neither. `python scripts/verified_table.py` writes this page.
 
 """
