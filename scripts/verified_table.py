@@ -16,12 +16,13 @@ COMPILED = REPORTS / "compiled.json"
 HEAD = """# What was verified
 
 Each row is a report of [`hybridrt verify`](verify.md) in [reports](reports). "ran": the checks were
-run on that machine. "compiled": the kernels were compiled for that GPU, and nothing ran. "not
+run on that machine. "compiled": `hybridrt compile --gpu` compiled the kernels for that GPU, and nothing ran. "not
 tried": neither. `python scripts/verified_table.py` writes this page.
 
 """
 SIGNS = {"passed": "ran", "warned": "ran, with warnings", "failed": "ran, and FAILED", "left out": "not tried"}
 KERNELS = "compiled"
+OUTPUTS = ("log-probabilities within", "answers have equal tokens")
 
 
 def reports(folder: Path = REPORTS) -> list[dict[str, Any]]:
@@ -55,20 +56,23 @@ def _checks(found: Sequence[dict[str, Any]]) -> list[str]:
     for report in found:
         machine, results = report["machine"], report["results"]
         lines += [f"## {_model(report)} on {machine['device']}", ""]
-        kind = "a quick run" if report["quick"] else "a whole run"
+        seconds = sum(result["seconds"] for result in results)
+        kind = f"a {'quick' if report['quick'] else 'whole'} run of {seconds:.0f} s"
         lines += [
             f"{kind} on {machine['date']}; hybridrt {machine['hybridrt']}, torch {machine['torch']}, transformers "
             f"{machine['transformers']}, Python {machine['python']}",
             "",
         ]
-        lines += [f"- {result['name']}: {result['status']}{_first(result)}" for result in results]
+        lines += [f"- {result['name']}: {result['status']}{_told(result)}" for result in results]
         lines.append("")
     return lines[:-1]
 
 
-def _first(result: dict[str, Any]) -> str:
-    text = next(iter((*result["findings"], *result["notes"])), "")
-    return f". {text}" if text else ""
+def _told(result: dict[str, Any]) -> str:
+    """What was found; else what says how close outputs were, or what the check did."""
+    close = [note for note in result["notes"] if any(word in note for word in OUTPUTS)]
+    told = result["findings"][:1] or close or result["notes"][:1]
+    return f". {'; '.join(told)}" if told else ""
 
 
 def _model(report: dict[str, Any]) -> str:

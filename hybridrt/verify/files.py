@@ -10,7 +10,7 @@ from hybridrt.base.errors import ConfigError, HybridrtError, shown
 from hybridrt.base.files import INDEX_BYTES
 from hybridrt.base.files_safetensors import DTYPES
 from hybridrt.collectives.groups import TPGroup
-from hybridrt.models.loading.loader import check_keys
+from hybridrt.models.loading.loader import check_keys, has_own_head
 from hybridrt.models.loading.shards import shards_of, some
 from hybridrt.runtime.load.build import empty_model, load_target
 from hybridrt.verify.published_hashes import checkpoint_files, has_hash, published_hash, sha256_of
@@ -19,6 +19,8 @@ from hybridrt.verify.subject import Subject
 from hybridrt.verify.tensor_judge import judge
 from hybridrt.verify.tensor_stats import TensorStats, scan
 
+EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "norm_eps", "layer_norm_eps")
+LEAST_EPSILON, MOST_EPSILON = 1e-9, 1e-4
 INDEX = "model.safetensors.index.json"
 
 
@@ -35,6 +37,24 @@ def check_config(subject: Subject, result: Result) -> None:
         result.notes.append("config.json names Python code of the checkpoint (auto_map); it was not run")
     _compare_fields(subject, result)
     _compare_ends(subject, result)
+    _check_ids(subject, config.vocab_size, result)
+    _check_epsilon(subject, result)
+
+
+def _check_ids(subject: Subject, size: int, result: Result) -> None:
+    """A negative pad_token_id stands for none."""
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        ids = {token for fields in (subject.raw, subject.text_fields) for token in _tokens(fields.get(name))}
+        for token in sorted(ids):
+            if token >= size or (token < 0 and name != "pad_token_id"):
+                result.fail(f"config.json: {name} is {token}; vocab_size is {size}")
+
+
+def _check_epsilon(subject: Subject, result: Result) -> None:
+    for name in EPSILONS:
+        value = subject.text_fields.get(name)
+        if isinstance(value, int | float) and not LEAST_EPSILON <= value <= MOST_EPSILON:
+            result.warn(f"config.json: {name} is {value:g}; published models have 1e-6 to 1e-5")
 
 
 def _compare_fields(subject: Subject, result: Result) -> None:
@@ -92,7 +112,17 @@ def check_keys_of(subject: Subject, result: Result) -> None:
     filled = len(present) - len(skipped)
     result.figures |= {"keys": len(present), "filled": filled, "skipped": len(skipped)}
     text = f"{filled} of {len(present)} keys fill the model"
+    if _says_tied(subject) and has_own_head(subject.path):
+        result.fail(
+            "config.json: tie_word_embeddings is true, but the stored output head differs from the embeddings: "
+            "runtimes differ in which they use"
+        )
     result.done(text + (f"; the model skips {len(skipped)}: {some(sorted(skipped), 4)}" if skipped else ""))
+
+
+def _says_tied(subject: Subject) -> bool:
+    told = (fields.get("tie_word_embeddings") for fields in (subject.raw, subject.text_fields))
+    return next((value for value in told if value is not None), False) is True
 
 
 def check_tensors(subject: Subject, result: Result) -> None:

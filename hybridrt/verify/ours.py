@@ -16,6 +16,7 @@ from hybridrt.verify.oracle import OracleAnswer
 from hybridrt.verify.results import Result
 from hybridrt.verify.subject import Subject
 
+LONGEST = 1024  # tokens of a request, and of a step
 TOP = 8  # likely tokens that are compared
 LEAST = -8.0  # log-probability of those, at least, less the likeliest token's: random weights make all tokens unlikely
 # By dtype, without a float32 run: the largest difference of log-probabilities, and that of a tie.
@@ -45,14 +46,37 @@ class GreedyAnswer:
 def engine(subject: Subject, path: Path | None = None, **options: Any) -> Iterator[LLM]:
     """An LLM with small pools, and without graphs of prompts if nothing else is said: their capture takes
     seconds, and runs the kernels that steps without a graph run. `path`: instead of the checkpoint's."""
-    assert subject.config is not None, "it was read"
-    limit = min(1024, subject.config.max_position_embeddings)
-    usual = {
-        "device": subject.device, "dtype": subject.dtype, "max_model_len": limit, "max_running_requests": 8,
-        "cuda_graph_prompts": False,
-    }  # fmt: skip
-    with LLM(str(path or subject.path), **{**usual, **options}) as llm:
+    subject.close()  # a kept engine has most of the device's memory
+    with LLM(str(path or subject.path), **_usual(subject) | options) as llm:
         yield llm
+
+
+def _usual(subject: Subject) -> dict[str, Any]:
+    assert subject.config is not None, "it was read"
+    limit = min(LONGEST, subject.config.max_position_embeddings)
+    return {
+        "device": subject.device, "dtype": subject.dtype, "max_model_len": limit, "max_running_requests": 8,
+        "chunked_prefill_size": LONGEST, "cuda_graph_prompts": False,
+    }  # fmt: skip
+
+
+@contextmanager
+def plain_engine(subject: Subject, dtype: str, **options: Any) -> Iterator[LLM]:
+    """An engine without chunks and drafts. A quick run keeps it for its next check, with a prefix cache and graphs
+    whatever the check asks for: a start takes seconds, and prompts that must be computed have a salt of their own."""
+    if not subject.quick:
+        with engine(subject, dtype=dtype, **options) as llm:
+            yield llm
+        return
+    wanted = {"dtype": dtype, "cuda_graph_prompts": True}
+    if subject.kept is None or subject.kept[0] != wanted:
+        subject.close()
+        subject.kept = wanted, LLM(str(subject.path), **_usual(subject) | wanted)
+    try:
+        yield subject.kept[1]
+    except BaseException:
+        subject.close()  # it may have failed
+        raise
 
 
 def answers(

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
@@ -25,12 +26,14 @@ from hybridrt.verify.ours import (
     compare_runs,
     compare_with_theirs,
     engine,
+    plain_engine,
     speculative,
     within,
 )
 from hybridrt.verify.prompts import prompts_of, random_tokens
 from hybridrt.verify.results import Result
 from hybridrt.verify.subject import Subject
+from hybridrt.verify.text_fit import judge_text, knowledge, text_tokens
 
 FLOAT32 = torch.float32
 TOKENS, QUICK_TOKENS = 24, 8
@@ -49,6 +52,7 @@ def check_transformers(subject: Subject, result: Result) -> None:
             told = _ask_all(subject, path, prompts, count, device, result)
     except UnsupportedModelError as e:
         return result.leave_out(f"not compared: {e}")
+    subject.exact = told.get(FLOAT32, [])
     for dtype in _own_dtypes(subject, told, result) if told else ():
         _compare(subject, dtype, prompts, told, count, result)
 
@@ -64,7 +68,7 @@ def plain_checkpoint(subject: Subject, result: Result) -> Iterator[Path]:
     if not oracle.fits(2 * needed, torch.device("cpu")):
         raise UnsupportedModelError(f"the decoded weights need {needed:,} bytes twice, and memory has less")
     with TemporaryDirectory(prefix="hybridrt-verify-") as folder:
-        subject.progress("decoding quantised weights")
+        subject.begin("decoding quantised weights")
         count = write_decoded(subject.path, Path(folder))
         result.notes.append(f"transformers ran a copy in which {count} quantised matrices were decoded to float32")
         yield Path(folder)
@@ -74,6 +78,14 @@ def parameter_count(subject: Subject) -> int:
     config = subject.engine_config(load_format="dummy")
     _, target = load_target(config, TPGroup())
     return sum(p.numel() for p in empty_model(config, target, torch.device("meta")).parameters())
+
+
+def float32_fits(subject: Subject) -> bool:
+    """Whether the device holds the model in float32, without engines that hold its memory."""
+    if subject.fits_float32 is None:
+        subject.close()
+        subject.fits_float32 = oracle.fits(4 * parameter_count(subject), subject.torch_device)
+    return subject.fits_float32
 
 
 def _ask_all(
@@ -88,12 +100,15 @@ def _ask_all(
         if not whole and not (dtype == FLOAT32 and _fits_by_layer(subject)):
             result.notes.append(f"transformers in {name} needs {needed:,} bytes, which do not fit: left out")
             continue
-        subject.progress(f"transformers in {name}")
+        subject.begin(f"loading transformers' model in {name}")
         with oracle.loaded(path, subject.config.architecture, dtype, device, by_layer=not whole) as model:
             if not whole:
                 result.notes.append(f"transformers in {name} ran layer by layer: it needs {needed:,} bytes")
             if not told:
                 _compare_rope(subject, model, result)
+                if tokens := text_tokens(subject):
+                    judge_text(knowledge(model, subject, tokens), result)
+            subject.begin(f"transformers in {name}")
             told[dtype] = [oracle.ask(model, prompt, count) for prompt in prompts]
     return told
 
@@ -133,8 +148,8 @@ def _own_dtypes(
     """In which hybridrt runs: those of transformers' runs, but the dtype of the run instead of a float32 that does not
     fit."""
     assert subject.config is not None, "it was read"
-    if subject.config.quant is not None or oracle.fits(parameter_count(subject) * 4, subject.torch_device):
-        return list(told)
+    if subject.config.quant is not None or float32_fits(subject):
+        return [subject.torch_dtype] if subject.quick else list(told)  # a quick run's float32 is in `check_ways`
     result.notes.append(f"hybridrt did not run in float32, which does not fit: {dtype_name(subject.torch_dtype)} alone")
     return [subject.torch_dtype]
 
@@ -144,17 +159,15 @@ def _compare(
     told: dict[torch.dtype, list[oracle.OracleAnswer]], count: int, result: Result,
 ) -> None:  # fmt: skip
     name, exact = dtype_name(dtype), told.get(FLOAT32)
-    subject.progress(f"hybridrt in {name}")
-    with engine(subject, dtype=name, prefix_cache=False) as llm:
-        ours = answers(llm, prompts, count, scored=True)
+    subject.begin(f"starting hybridrt in {name}")
+    with plain_engine(subject, name, prefix_cache=False) as llm:
+        subject.begin(f"hybridrt in {name}")
+        ours = answers(llm, prompts, count, scored=True, salt="compared")
     same = told.get(dtype)
-    limits = TOLERANCE[dtype] if same is None else within(dtype, same, exact)
+    limits = subject.limits[dtype] = TOLERANCE[dtype] if same is None else within(dtype, same, exact)
     reference = exact or same
     assert reference is not None, "transformers ran in one of them"
-    largest = max(
-        compare_with_theirs(f"prompt {i} in {name}", prompt, a, b, limits, result)
-        for i, (prompt, a, b) in enumerate(zip(prompts, ours, reference))
-    )
+    largest = _compare_all(f"in {name}", prompts, ours, reference, limits, result)
     result.figures[f"largest_difference_{name}"] = largest
     against = "in float32 " if reference is exact else ""
     result.done(
@@ -163,30 +176,66 @@ def _compare(
     )
 
 
+def _compare_all(
+    what: str, prompts: Sequence[list[int]], ours: Sequence[GreedyAnswer], theirs: Sequence[oracle.OracleAnswer],
+    limits: tuple[float, float], result: Result,
+) -> float:  # fmt: skip
+    """The largest difference."""
+    return max(
+        compare_with_theirs(f"prompt {i} {what}", prompt, a, b, limits, result)
+        for i, (prompt, a, b) in enumerate(zip(prompts, ours, theirs))
+    )
+
+
 def check_ways(subject: Subject, result: Result) -> None:
     """Batches, chunks, cached prefixes and drafts give the tokens of requests that run alone."""
     if subject.broken or subject.config is None:
         return result.leave_out(subject.broken or "config.json cannot be read")
-    fits = oracle.fits(4 * parameter_count(subject), subject.torch_device)
-    dtype = FLOAT32 if fits and subject.config.quant is None else subject.torch_dtype
+    in_float32 = not subject.quick and subject.config.quant is None and float32_fits(subject)
+    dtype = FLOAT32 if in_float32 else subject.torch_dtype
     count, prompts = QUICK_TOKENS if subject.quick else TOKENS, prompts_of(subject)
-    limits, name = TOLERANCE[dtype], dtype_name(dtype)
-    with engine(subject, dtype=name, cuda_graph_prompts=True) as llm:
-        subject.progress("alone, cached, batched")
+    limits, name = subject.limits.get(dtype, TOLERANCE[dtype]), dtype_name(dtype)
+    subject.begin("starting hybridrt")
+    with plain_engine(subject, name, cuda_graph_prompts=True) as llm:
+        subject.begin("alone, cached, batched")
         alone = answers(llm, prompts, count, salt="alone")
         _check_cached(subject, llm, prompts, alone, limits, result)
         _same("batched", alone, answers(llm, prompts, count, together=True, salt="batched"), limits, result)
+    result.notes.append(f"these in {name}")
+    if subject.quick:
+        return _check_at_once(subject, prompts, alone, result)
     with engine(subject, dtype=name, chunked_prefill_size=CHUNK, prefix_cache=False) as llm:
-        subject.progress("chunked")
+        subject.begin("chunked")
         _same(f"chunks of {CHUNK}", alone, answers(llm, prompts, count), limits, result)
     for method in _methods(subject):
-        subject.progress(f"drafts: {method}")
+        subject.begin(f"drafts: {method}")
         try:
             with engine(subject, dtype=name, speculative=speculative(method)) as llm:
                 _same(f"drafts ({method})", alone, answers(llm, prompts, count), limits, result)
         except HybridrtError as e:
             result.fail(f"drafts ({method}): {e}")
-    result.notes.append(f"all of these in {name}")
+
+
+def _check_at_once(
+    subject: Subject, prompts: Sequence[list[int]], alone: Sequence[GreedyAnswer], result: Result
+) -> None:
+    """A quick run's one engine for chunks and drafts. If float32 fits, it computes in float32, and its answers are
+    compared with transformers': they tell more than those in the run's dtype."""
+    assert subject.config is not None, "it was read"
+    exact = subject.config.quant is None and bool(subject.exact) and float32_fits(subject)
+    dtype = FLOAT32 if exact else subject.torch_dtype
+    name, limits = dtype_name(dtype), subject.limits.get(dtype, TOLERANCE[dtype])
+    what = f"chunks of {CHUNK} with drafts (ngram) in {name}"
+    subject.begin(f"starting hybridrt in {name}")
+    options: dict[str, Any] = {"chunked_prefill_size": CHUNK, "speculative": speculative("ngram"), "cuda_graph": False}
+    with engine(subject, dtype=name, prefix_cache=False, **options) as llm:
+        subject.begin(what)
+        ours = answers(llm, prompts, QUICK_TOKENS, scored=True)
+    if not exact:
+        return _same(what, alone, ours, limits, result)
+    largest = _compare_all(f"in {what}", prompts, ours, subject.exact, limits, result)
+    result.figures[f"largest_difference_{name}"] = largest
+    result.done(f"{what}: log-probabilities within {largest:.2g} of transformers' (allowed: {limits[0]:.2g})")
 
 
 def _methods(subject: Subject) -> list[str]:

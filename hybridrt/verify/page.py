@@ -32,6 +32,8 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
         yield f"## {result['name']}"
         yield ""
         yield from (f"- {cell(line)}" for line in (*result["findings"], *result["notes"]))
+        if parts := result["figures"].get("seconds_of_parts"):
+            yield f"- seconds: {cell(', '.join(f'{part} {seconds:.1f}' for part, seconds in parts.items()))}"
         if more := result["figures"].get("more_findings"):
             yield f"- and {more} more"
     files = report["hashes"]["files"]

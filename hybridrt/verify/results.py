@@ -1,5 +1,6 @@
 """Results of checks, and the report of all of them."""
 
+import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -53,6 +54,25 @@ class Result:
 
     def _raise_to(self, status: str) -> None:
         self.status = max(self.status, status, key=_ORDER.index)
+
+
+@dataclass
+class Parts:
+    """Seconds of the parts of a check, in order. A part ends where the next one begins."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    _name: str = ""
+    _since: float = 0.0
+
+    def begin(self, name: str) -> None:
+        self.end()
+        self._name, self._since = name, time.perf_counter()
+
+    def end(self) -> None:
+        if self._name:
+            took = time.perf_counter() - self._since
+            self.seconds[self._name] = round(self.seconds.get(self._name, 0.0) + took, 3)
+        self._name = ""
 
 
 @dataclass

@@ -20,6 +20,7 @@ from hybridrt.verify.subject import Subject
 FACTORS = (1 / 64, 1 / 8, 8.0, 64.0)
 TOKENS = 900
 _OF_ALL_TYPES = ("rope_type", "rope_theta", "partial_rotary_factor")
+PROMPTS_ALONE: dict[str, Any] = {"prefix_cache": False, "cuda_graph": False}  # nothing is generated
 CLEAR = 0.01  # relative difference of perplexities
 
 
@@ -37,8 +38,8 @@ def check_rope_fit(subject: Subject, result: Result) -> None:
         return result.leave_out("the tokenizer has more tokens than the model")
     theta, found = thetas.pop(), dict[str, float]()
     for name, fields in _variants(subject, theta):
-        subject.progress(f"perplexity with {name}")
-        with _with_config(subject, fields) as path, engine(subject, path=path, prefix_cache=False) as llm:
+        subject.begin(f"perplexity with {name}")
+        with _with_config(subject, fields) as path, engine(subject, path=path, **PROMPTS_ALONE) as llm:
             found[name] = perplexity(llm, tokens)
     result.figures["perplexity_by_rope"] = found
     if not _judge(_named(theta), found, subject.config.vocab_size, result):

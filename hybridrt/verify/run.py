@@ -17,7 +17,7 @@ from hybridrt.base.version import __version__
 from hybridrt.verify.against import compare_reports
 from hybridrt.verify.files import check_config, check_hashes, check_keys_of, check_tensors
 from hybridrt.verify.outputs import check_transformers, check_ways
-from hybridrt.verify.results import Report, Result
+from hybridrt.verify.results import Parts, Report, Result
 from hybridrt.verify.rope import check_rope
 from hybridrt.verify.rope_fit import check_rope_fit
 from hybridrt.verify.speed import check_speed
@@ -31,7 +31,7 @@ Check = Callable[[Subject, Result], None]
 CHECKS: dict[str, Check] = {
     "config": check_config, "rope": check_rope, "tokenizer": check_tokenizer, "template": check_template,
     "hashes": check_hashes, "keys": check_keys_of, "tensors": check_tensors, "transformers": check_transformers,
-    "ways to run": check_ways, "speed": check_speed, "rope by text": check_rope_fit,
+    "speed": check_speed, "ways to run": check_ways, "rope by text": check_rope_fit,
     "weights by text": check_weights_fit,
 }  # fmt: skip
 LONG = ("rope by text", "weights by text")
@@ -55,9 +55,12 @@ def verify(
     if against is not None:
         checks["other report"] = partial(compare_reports, report=against)
     results = []
-    for name, check in checks.items():
-        begin(name)
-        results.append(_run(name, check, subject))
+    try:
+        for name, check in checks.items():
+            begin(name)
+            results.append(_run(name, check, subject))
+    finally:
+        subject.close()
     # A report may be published: a folder is named without the folders that it lies in.
     model = subject.path.name if Path(subject.model).exists() else subject.model
     return Report(model, subject.quick, _facts(subject), machine(subject), results, subject.hashes, subject.raw)
@@ -70,7 +73,7 @@ def names(quick: bool, tasks: bool, against: bool) -> list[str]:
 
 
 def _run(name: str, check: Check, subject: Subject) -> Result:
-    result, start = Result(name), time.perf_counter()
+    result, start, subject.parts = Result(name), time.perf_counter(), Parts()
     try:
         check(subject, result)
     except Exception as e:  # packages raise anything for an odd checkpoint
@@ -78,6 +81,9 @@ def _run(name: str, check: Check, subject: Subject) -> Result:
         result.fail(" ".join((str(e) if known else f"{type(e).__name__}: {reason(e)}").split()))
         if name in FATAL:
             subject.broken = f"not run: the check {name!r} has failed"
+    subject.parts.end()
+    if subject.parts.seconds:
+        result.figures["seconds_of_parts"] = subject.parts.seconds
     result.seconds = round(time.perf_counter() - start, 3)
     return result
 

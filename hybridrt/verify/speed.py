@@ -3,14 +3,16 @@
 import statistics
 import time
 from collections.abc import Callable
+from uuid import uuid4
 
 import torch
 
 from hybridrt.base.device import synchronize
+from hybridrt.base.dtypes import dtype_name
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.bench.floor import prefill_flops, step_bytes
 from hybridrt.engine.api.llm import LLM
-from hybridrt.verify.ours import engine
+from hybridrt.verify.ours import plain_engine
 from hybridrt.verify.prompts import random_tokens
 from hybridrt.verify.results import Result
 from hybridrt.verify.subject import Subject
@@ -29,10 +31,11 @@ def check_speed(subject: Subject, result: Result) -> None:
     import random
 
     device, draw = subject.torch_device, random.Random(2)
-    subject.progress("speed of the device")
+    subject.begin("speed of the device")
     bandwidth, flops = copy_speed(device), product_speed(device, subject.torch_dtype)
-    subject.progress("speed of the model")
-    with engine(subject, prefix_cache=False, cuda_graph_prompts=True) as llm:
+    subject.begin("speed of the model")
+    dtype = dtype_name(subject.torch_dtype)
+    with plain_engine(subject, dtype, prefix_cache=False, cuda_graph_prompts=True) as llm:
         length = min(256 if subject.quick else 512, llm.plan.max_model_len - LAST - 1)
         prompt = random_tokens(subject, length, draw)
         decode = _decode_seconds(llm, prompt[: min(CONTEXT, length)])
@@ -98,8 +101,10 @@ def _decode_seconds(llm: LLM, prompt: list[int]) -> float:
 
 
 def _generate(llm: LLM, prompt: list[int], count: int) -> float:
+    salt = uuid4().hex  # a kept engine has a prefix cache
+    params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, cache_salt=salt)
     start = time.perf_counter()
-    llm.generate([prompt], SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True))
+    llm.generate([prompt], params)
     return time.perf_counter() - start
 
 

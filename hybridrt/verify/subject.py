@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +14,11 @@ from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.model_config import ModelConfig
 from hybridrt.models.config.read_config import read_model_config
 from hybridrt.runtime.load.build import resolve_model_path
+from hybridrt.verify.results import Parts
+
+if TYPE_CHECKING:
+    from hybridrt.engine.api.llm import LLM
+    from hybridrt.verify.oracle import OracleAnswer
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,11 @@ class Subject:
         hashes: sha256 by name, of files and of tensors.
         doubts: what config.json alone cannot settle about rotary embeddings.
         broken: why no model can be made of the checkpoint; "" if one can.
+        parts: seconds of the parts of the check that runs.
+        exact: transformers' answers in float32, if it has run.
+        limits: by dtype, how much log-probabilities may differ, and those of a tie.
+        fits_float32: whether the device holds the model in float32; None: not asked yet.
+        kept: options of the engine that a quick run keeps for its next check, and the engine.
     """
 
     model: str
@@ -58,10 +68,26 @@ class Subject:
     broken: str = ""
     tokenizer: Any = None
     doubts: list[Doubt] = field(default_factory=list)
+    parts: Parts = field(default_factory=Parts)
+    exact: "list[OracleAnswer]" = field(default_factory=list)
+    limits: dict[torch.dtype, tuple[float, float]] = field(default_factory=dict)
+    fits_float32: bool | None = None
+    kept: "tuple[dict[str, Any], LLM] | None" = None
 
     def __post_init__(self) -> None:
         self.path = resolve_model_path(self.model)
         self.raw = read_object(self.path / "config.json")
+
+    def begin(self, part: str) -> None:
+        """A part of the check begins: it is shown, and its seconds go to the report."""
+        self.progress(part)
+        self.parts.begin(part)
+
+    def close(self) -> None:
+        """Gives the memory of a kept engine back."""
+        kept, self.kept = self.kept, None
+        if kept is not None:
+            kept[1].close()
 
     def read_config(self) -> ModelConfig:
         self.config = read_model_config(self.path)

@@ -109,6 +109,7 @@ def check_template(subject: Subject, result: Result) -> None:
     _check_markers(subject, texts, result)
     _check_turns(subject, texts, result)
     _check_end(subject, texts, result)
+    _check_beginning(subject, texts, result)
     result.done(f"{compared} renderings equal transformers'")
 
 
@@ -246,6 +247,13 @@ def _check_end(subject: Subject, texts: Mapping[str, Any], result: Result) -> No
         # Template and tokenizer agree on another end than the configuration.
         agreed = subject.tokenizer.hf.eos_token_id in rest[:1]
         result.fail(text) if agreed else result.warn(text)
+
+
+def _check_beginning(subject: Subject, texts: Mapping[str, Any], result: Result) -> None:
+    """Nothing is added before a rendered conversation: the template writes the token that begins it, once."""
+    begin, text = subject.tokenizer.hf.bos_token, texts["question"]
+    if begin and text.startswith(begin * 2):
+        result.warn(f"chat template: a conversation begins with {shown(begin)} twice")
 
 
 def _compare_sources(subject: Subject, result: Result) -> None:

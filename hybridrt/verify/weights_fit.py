@@ -1,9 +1,7 @@
 """Finds wrong tensors by a text: is it likelier without a tensor, or with two layers exchanged?"""
 
-import inspect
 import math
 import re
-import textwrap
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,11 +16,10 @@ from hybridrt.verify import oracle
 from hybridrt.verify.outputs import parameter_count, plain_checkpoint
 from hybridrt.verify.results import Result
 from hybridrt.verify.subject import Subject
+from hybridrt.verify.text_fit import TOLD, text_tokens
 
-TOKENS = 400
-TOLD = 0.9  # of the loss of a model that knows nothing: above it, a text tells nothing
 DOUBT, WRONG = 0.02, 0.1  # by how much the loss falls without the tensor
-SECONDS = 300.0
+SECONDS, SECONDS_UNTOLD = 300.0, 60.0  # the second: of weights that know no text, as random ones
 Change = tuple[str, AbstractContextManager[None]]
 _LAYER = re.compile(r"(?<=\.)layers\.(\d+)(?=\.)")
 
@@ -33,11 +30,8 @@ def check_weights_fit(subject: Subject, result: Result) -> None:
     """
     if subject.broken or subject.config is None:
         return result.leave_out(subject.broken or "config.json cannot be read")
-    if subject.tokenizer is None:
-        return result.leave_out("it needs a tokenizer")
-    tokens = subject.tokenizer.encode(inspect.getsource(textwrap))[:TOKENS]
-    if max(tokens) >= subject.config.vocab_size:
-        return result.leave_out("the tokenizer has more tokens than the model")
+    if not (tokens := text_tokens(subject)):
+        return result.leave_out("it needs a tokenizer without tokens that the model has not")
     if not oracle.fits(4 * parameter_count(subject), subject.torch_device):
         return result.leave_out("transformers' model in float32 does not fit")
     try:
@@ -53,7 +47,8 @@ def check_weights_fit(subject: Subject, result: Result) -> None:
 def _judge(subject: Subject, model: nn.Module, tokens: Sequence[int], result: Result) -> None:
     assert subject.config is not None, "it was read"
     own, known = _loss(model, tokens), TOLD * math.log(subject.config.vocab_size)
-    found, tried, deadline = dict[str, float](), 0, time.monotonic() + SECONDS
+    seconds = SECONDS if own < known else SECONDS_UNTOLD
+    found, tried, deadline = dict[str, float](), 0, time.monotonic() + seconds
     for name, changed in _changes(model):
         subject.progress(f"the text {name}")
         with changed:
@@ -62,11 +57,11 @@ def _judge(subject: Subject, model: nn.Module, tokens: Sequence[int], result: Re
         if own - loss > DOUBT and loss < known:
             found[name] = own - loss
         if time.monotonic() > deadline:
-            result.notes.append(f"stopped after {SECONDS:g} seconds and {tried} changes")
+            result.notes.append(f"stopped after {seconds:g} seconds and {tried} changes")
             break
     _say(own, found, result)
     if own > known and not found:
-        return result.done("these weights do not know texts, as random ones: a text tells nothing of them")
+        return result.done("these weights do not know the text: it tells nothing of them")
     result.done(f"the loss of a text is {own:.3f}; {tried} changes of single weights were tried")
 
 

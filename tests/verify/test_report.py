@@ -114,12 +114,14 @@ def test_the_page_has_all_checks_and_no_markdown_of_the_checkpoint() -> None:
     result = Result("rope")
     result.fail("config.json: `x` | <img src=y>")
     result.fail("![a](https://b/c) \\| d")
+    result.figures["seconds_of_parts"] = {"loading *it*": 1.26, "running": 0.5}
     files = {"a": "1" * 64, "b\n# ![c](d)": "2" * 64}
     report = Report("m", False, {"layers": 2}, {"device": "CPU", "torch": "2"}, [result], {"files": files})
     text = page(report.as_json())
     assert "| rope | **FAILED** |" in text and "failed: config.json: 'x' \\| &lt;img src=y>" in text
     assert f"- a {'1' * 64}" in text and f"- b # !\\[c\\](d) {'2' * 64}" in text
     assert r"!\[a\](https://b/c) \\\| d" in text
+    assert r"- seconds: loading \*it\* 1.3, running 0.5" in text
 
 
 @pytest.mark.parametrize(("found", "status"), [

@@ -72,6 +72,17 @@ def test_a_vector_of_zeros_is_wrong_where_no_other_is(tmp_path: Path) -> None:
     assert len(findings) == 1 and findings[0].startswith("warned: model.layers.5.norm.weight differs")
 
 
+@pytest.mark.parametrize(("bit", "seen"), [(14, True), (3, False)])
+def test_one_bit_of_one_expert(tmp_path: Path, bit: int, seen: bool) -> None:
+    """The first bit of an exponent makes a number that none of its siblings has. A mantissa is left to hashes."""
+    torch.manual_seed(0)
+    experts = [(0.02 * torch.randn(32, 48)).to(torch.bfloat16) for _ in range(LAYERS)]
+    assert judged(tmp_path, "experts.5.up_proj.weight", experts).findings == []
+    experts[4].view(torch.int16).view(-1)[777] ^= 1 << bit
+    findings = judged(tmp_path, "experts.5.up_proj.weight", experts).findings
+    assert bool(findings) == seen and all("model.layers.4.experts.5.up_proj.weight" in line for line in findings)
+
+
 @pytest.fixture
 def sound(checkpoints: CheckpointStore, tmp_path: Path) -> Path:
     path = damages.copied(checkpoints["falcon-plain"].path, tmp_path / "model")

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hybridrt.runtime.load.build import ASSETS
-from hybridrt.verify import weights_fit
+from hybridrt.verify import text_fit, weights_fit
 from hybridrt.verify.files import check_config
 from hybridrt.verify.results import Result
 from hybridrt.verify.subject import Subject
@@ -74,10 +74,10 @@ def test_a_tensor_that_is_none_of_theirs_is_named(tmp_path: Path, name: str) -> 
 def test_random_weights_tell_nothing(
     checkpoints: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights_fit, "TOKENS", 40)
+    monkeypatch.setattr(text_fit, "TOKENS", 40)
     path = damages.copied(checkpoints["falcon-plain"].path, tmp_path / "model")
     result = judged(path)
-    assert result.status == "passed" and "these weights do not know texts" in result.notes[-1]
+    assert result.status == "passed" and "these weights do not know the text" in result.notes[-1]
 
 
 def test_each_change_is_taken_back() -> None:
