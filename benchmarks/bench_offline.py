@@ -4,7 +4,8 @@
 
 Weights are seeded random numbers from config.json alone. A decode step is the slope between two generation lengths
 while all requests decode: (time at 144 tokens - time at 16 tokens) / 128, median of `--repeats`. `slowest` is the
-slowest step over the median step, each step the fastest of the repeats: they repeat the same steps.
+slowest step over the median step, each step the fastest of the repeats: they repeat the same steps. The floor assumes
+that tokens pick experts uniformly, which `--uniform-experts` forces.
 
     ... --batches "" --first-token 128,512 --mixed 32x256
 
@@ -21,6 +22,7 @@ from typing import Any
 
 from benchmarks.common import HBM_BYTES_PER_S, PRODUCT_FLOPS_PER_S, environment, plain_vocab, prompts, save, settle
 from benchmarks.short_prompts import measure_short
+from benchmarks.uniform_experts import pick_uniformly
 from hybridrt import LLM, SamplingParams
 from hybridrt.base.dtypes import KV_CODES, STATE_DTYPES
 from hybridrt.base.engine_config import EngineConfig
@@ -152,9 +154,13 @@ def parse() -> argparse.Namespace:
         "--dp", type=int, default=1, help="replicas, --tp GPUs each; decode is measured from generations"
     )
     parser.add_argument("--expert-parallel", action="store_true", help="all of these GPUs share the experts")
+    parser.add_argument("--uniform-experts", action="store_true", help="tokens pick experts uniformly, on one GPU")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--name", help="write benchmarks/results/NAME.json")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.uniform_experts and args.tp * args.dp > 1:
+        parser.error("--uniform-experts is for one GPU: other ranks are processes of their own")
+    return args
 
 
 def main() -> None:
@@ -163,6 +169,8 @@ def main() -> None:
     lengths = [*(length for _, length in args.prefill), *args.first_token, *(chunk for _, chunk in args.mixed)]
     longest = max([args.ctx + most_tokens(args) + 16, *(length + 16 for length in lengths)])
     rows = max([*args.batches, *(count + 4 for count, _ in args.mixed)], default=16)
+    if args.uniform_experts:
+        pick_uniformly(args.chunk + rows)
     llm = LLM(
         args.model, load_format="dummy", max_model_len=longest, mamba_ssm_dtype=args.state_dtype,
         state_mode=args.state_mode, attention_backend=args.attention, kv_cache_dtype=args.kv_cache_dtype,
