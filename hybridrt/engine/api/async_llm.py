@@ -100,10 +100,12 @@ class AsyncLLM:
 
     @property
     def failure(self) -> UnavailableError | None:
+        """Why the engine takes no more requests; None while it does."""
         return self._loop.error
 
     @property
     def unfinished(self) -> int:
+        """Samples that have not ended, running or waiting."""
         return self._loop.unfinished
 
     @property
@@ -316,6 +318,7 @@ class AsyncLLM:
         return True
 
     def stream_of(self, request_id: str) -> DeltaStream | None:
+        """The stream that reads a running request; None if there is none of this id. RequestError if it is no id."""
         check_name(request_id)
         return self._streams.get(request_id)
 

@@ -204,6 +204,7 @@ class ChatOutput:
         return [self, *self.siblings]
 
     def message(self) -> dict[str, Any]:
+        """The answer as a message in OpenAI's form, to be appended to the conversation's `messages`."""
         calls = [
             {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
             for c in self.tool_calls

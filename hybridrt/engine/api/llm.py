@@ -152,6 +152,7 @@ class LLM(PrefixCacheCalls):
 
     @property
     def engine(self) -> Engine:
+        """The engine, for callers with a loop of their own. EngineError after `close`."""
         if self._engine is None:
             raise EngineError("this LLM is closed; build a new one")
         self._engine.turns.check_process()

@@ -172,6 +172,7 @@ class Engine:
         self.audits = Audits(chosen, self._samples, self._coordinator, self._change, self._audit_request)
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedPrompt:
+        """`Intake.prepare`: checks and tokenises, and queues nothing. Any thread may call it. Raises its errors."""
         return self.intake.prepare(prompt, params)
 
     def add_request(
@@ -353,6 +354,7 @@ class Engine:
             return self._end(self._samples.samples_of_request(request_id), self._samples.abort)
 
     def abort_all(self) -> None:
+        """`abort` of every request."""
         with self.turns.now:
             self._end(self._samples.all(), self._samples.abort)
 
@@ -363,6 +365,7 @@ class Engine:
         self._abandoned.note(queue)
 
     def fail(self, request_id: str, cause: BaseException) -> bool:
+        """As `abort`, but the samples' last deltas have an EngineError that names the cause."""
         with self.turns.now:
             return self._end(
                 self._samples.samples_of_request(request_id), lambda request: self._samples.fail(request, cause)
@@ -377,6 +380,7 @@ class Engine:
         return min((len(request.output) - len(request.params.resume_token_ids) for request in samples), default=None)
 
     def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes. False if running requests still read some, which stay."""
         with self.turns.now, self._change:
             return self._coordinator.forget_prefixes()
 
@@ -387,10 +391,13 @@ class Engine:
         return layout if self.prefixes.keeps else None
 
     def cache_events(self, limit: int) -> CacheSubscription:
+        """A reader of what the prefix cache gains and loses from now on, after its present contents. At most
+        `limit` events wait for it."""
         with self.turns.now:
             return self.prefixes.subscribe(limit)
 
     def cache_dump(self, *, text: bool = False) -> CacheDump:
+        """The prefix cache at this moment. `text`: nodes have their text too, if there is a tokenizer."""
         with self.turns.now:
             decode = self.intake.tokenizer.decode if text and self.intake.tokenizer is not None else None
             return cache_dump(self._coordinator, decode)
@@ -430,6 +437,7 @@ class Engine:
         return 0.0 if self.target is None else self.target.wait_seconds
 
     def counters(self) -> EngineCounters:
+        """Totals since the engine was built, and what runs now. Any thread may call it."""
         scheduler, pools = self._scheduler, self._coordinator
         return replace(
             self._samples.totals,
