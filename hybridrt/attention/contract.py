@@ -72,10 +72,12 @@ class ContractHooks:
         self.prepare(batch, graph=self._view(batch.tokens_per_row))
         self._last_batch = batch
 
-    def _view(self, tokens: int) -> GraphView:
-        view = (self._views or {}).get(tokens)
+    def _view(self, tokens_per_row: int) -> GraphView:
+        view = (self._views or {}).get(tokens_per_row)
         if view is None:
-            raise BackendError(f"no buffers for graphs of {tokens} tokens a row: call init_cuda_graph_state first")
+            raise BackendError(
+                f"no buffers for graphs of {tokens_per_row} tokens a row: call init_cuda_graph_state first"
+            )
         return view
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
