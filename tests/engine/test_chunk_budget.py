@@ -415,7 +415,7 @@ def test_a_server_has_measured_steps_before_it_is_ready(tmp_path: Any) -> None:
     path = str(write_tiny(tmp_path, falcon(), tokenizer=False))
     with AsyncLLM(path, device="cpu", load_format="dummy", target_itl_ms=50, max_running_requests=4) as llm:
         asyncio.run(warm_up(llm))
-        target = llm.llm.engine.target
+        target = llm.llm.engine.policy
         assert target is not None and target.cost.max_prompt_tokens >= 100
         seconds = [target.cost.predict(StepWork(2, 60).with_chunk(0, n)) for n in (16, 100)]
         assert None not in seconds and 0 < seconds[0] <= seconds[1]  # type: ignore[operator]

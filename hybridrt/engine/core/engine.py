@@ -64,13 +64,17 @@ class Engine:
     examines all objects of torch's import, for a tenth of a second or more between two steps.
 
     Args:
+        executor: runs the steps.
+        coordinator: lends rows, state slots and KV pages, and owns the prefix cache.
+        limits: what a request may ask.
         tokenizer: None: token ids go in and come out.
         overlap: launch a step before the tokens of the step before it are read.
         seed: seed of requests whose `SamplingParams.seed` is None. Request number i gets
             derive_seed(seed, i); sample k > 0 of a request with seed s gets derive_seed(s, k), and
             sample 0 gets s itself.
         drafter: proposes drafts for speculative decoding.
-        target: decides how long steps may take and which prompts they compute.
+        policy: decides how long steps may take and which prompts they compute (`target_itl_ms`). None:
+            first come, first served, up to the limits' `chunked_prefill_size`.
         encoder: plans the tasks of an encoder; None: requests have no spans.
 
     Attributes:
@@ -93,19 +97,19 @@ class Engine:
         overlap: bool = True,
         seed: int = 0,
         drafter: Drafter | None = None,
-        target: TrafficPolicy | None = None,
+        policy: TrafficPolicy | None = None,
         encoder: EncoderTasks | None = None,
     ) -> None:
         self.executor = executor
         self._coordinator, self.prefixes = coordinator, coordinator.prefixes
         compiler = GrammarCompiler(tokenizer, limits.vocab_size, limits.eos_token_ids)
         self.intake = Intake(limits, tokenizer, compiler, coordinator.check_fits)
-        self.target, self.drafter = target, drafter
+        self.policy, self.drafter = policy, drafter
         chunk = limits.chunked_prefill_size
         self._scheduler = (
             Scheduler(coordinator, chunk, drafter, encoder)
-            if target is None
-            else PolicyScheduler(coordinator, chunk, target, drafter, encoder)
+            if policy is None
+            else PolicyScheduler(coordinator, chunk, policy, drafter, encoder)
         )
         self._max_in_flight = 1 if overlap else 0
         self._seed = seed
@@ -155,7 +159,7 @@ class Engine:
         buckets = runner.prompt_graphs.captured if runner.prompt_graphs else ()
         engine = cls(
             split or runner, coordinator, limits, tokenizer, overlap=overlap, seed=config.seed, drafter=drafter,
-            target=TrafficPolicy.from_config(config, runner.device, buckets), encoder=encoder,
+            policy=TrafficPolicy.from_config(config, runner.device, buckets), encoder=encoder,
         )  # fmt: skip
         if config.request_log is not None:
             decode = None if tokenizer is None else partial(_piece, tokenizer)
@@ -294,8 +298,8 @@ class Engine:
         """Launches a step. If that fails, its requests fail."""
         try:
             self._launched.append((scheduled, self.executor.launch(scheduled.plan)))
-            if self.target is not None:
-                self.target.note_launch(scheduled.plan, scheduled.launched)
+            if self.policy is not None:
+                self.policy.note_launch(scheduled.plan, scheduled.launched)
             self._coordinator.launched(scheduled.plan)
             self._samples.totals.count_launch(scheduled.plan)
         except Exception as e:
@@ -425,16 +429,16 @@ class Engine:
         `target_itl_ms`.
         """
         with self.turns.now:
-            if self.target is None or not self.device_is_busy():
+            if self.policy is None or not self.device_is_busy():
                 return 0.0
             step, handle = self._launched[-1]
-            return 0.0 if handle.needs_masks else self.target.spare_seconds(step.plan, step.launched)
+            return 0.0 if handle.needs_masks else self.policy.spare_seconds(step.plan, step.launched)
 
     def wait_seconds(self) -> float:
         """Predicted seconds until the prompts of all requests are computed: 0 without
         `target_itl_ms`. Any thread may call it.
         """
-        return 0.0 if self.target is None else self.target.wait_seconds
+        return 0.0 if self.policy is None else self.policy.wait_seconds
 
     def counters(self) -> EngineCounters:
         """Totals since the engine was built, and what runs now. Any thread may call it."""
@@ -453,7 +457,7 @@ class Engine:
             cached_pages=pools.pages.num_cached - pools.pages.num_locked,
             **(self.audits.chosen.counters() if self.audits else {}),
             **({} if scheduler.encoder is None else scheduler.encoder.counters()),
-            step_cost_error=self.target.cost.error if self.target else None,
+            step_cost_error=self.policy.cost.error if self.policy else None,
             **pools.prefixes.counters(),
         )
 

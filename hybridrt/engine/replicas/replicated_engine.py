@@ -112,7 +112,7 @@ class ReplicatedEngine:
         plan: rows, slots and pages of all replicas; the rest of it is that of the smallest.
     """
 
-    drafter = target = audits = prefill_source = None
+    drafter = policy = audits = prefill_source = None
     wants_audit = False
 
     def __init__(self, config: EngineConfig, model: ModelConfig, tokenizer: Tokenizer | None) -> None:
