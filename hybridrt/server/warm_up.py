@@ -17,8 +17,8 @@ from hybridrt.base.spans import EncoderInput, Span
 from hybridrt.base.structured_outputs import StructuredOutputs
 from hybridrt.base.vision import VisionSpec
 from hybridrt.engine.api.async_llm import AsyncLLM
-from hybridrt.engine.request.intake import SpansPrompt
 from hybridrt.engine.request.outputs import RequestOutput
+from hybridrt.engine.request.prompts import SpansPrompt
 from hybridrt.runtime.sampling.sampler import EVERY_DRAW
 from hybridrt.speculative.drafter import AdaptiveDrafter
 

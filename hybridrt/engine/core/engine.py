@@ -32,8 +32,9 @@ from hybridrt.engine.core.scheduler import ScheduledStep, Scheduler
 from hybridrt.engine.core.step_times import LAST_STEPS, StepsView, StepTime
 from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.engine.grammar.grammar_compiler import GrammarCompiler
-from hybridrt.engine.request.intake import EngineLimits, Intake, PreparedPrompt, Prompt, check_arrived, check_submission
+from hybridrt.engine.request.intake import EngineLimits, Intake, PreparedPrompt, check_arrived, check_submission
 from hybridrt.engine.request.outputs import Abandonment, Delta, DeltaQueue, EngineCounters
+from hybridrt.engine.request.prompts import Prompt
 from hybridrt.engine.request.sample_request import Request, derive_seed, new_samples
 from hybridrt.engine.request.spans import span_limits
 from hybridrt.engine.text.tokenizer import Tokenizer

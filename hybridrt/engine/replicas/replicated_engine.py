@@ -33,8 +33,9 @@ from hybridrt.engine.replicas.messages import (
     read_event,
 )
 from hybridrt.engine.replicas.start import Lost, ReplicaLink, Replicas, as_error
-from hybridrt.engine.request.intake import EngineLimits, Intake, PreparedPrompt, Prompt, check_submission
+from hybridrt.engine.request.intake import EngineLimits, Intake, PreparedPrompt, check_submission
 from hybridrt.engine.request.outputs import Abandonment, Delta, DeltaQueue, EngineCounters, RequestMetrics
+from hybridrt.engine.request.prompts import Prompt
 from hybridrt.engine.request.sample_request import derive_seed
 from hybridrt.engine.request.spans import cache_ids, span_limits
 from hybridrt.engine.text.tokenizer import Tokenizer
