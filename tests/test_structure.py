@@ -193,6 +193,18 @@ def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return (function.end_lineno or 0) - statements[0].lineno + 1 if statements else 0
 
 
+def test_classes_say_what_they_are() -> None:
+    """A model's class is explained by the docstring of its file."""
+    found = [
+        f"{file.relative_to(ROOT)}:{node.lineno} {node.name}"
+        for file in SOURCES.values()
+        for node in nodes(file)
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and not ast.get_docstring(node)
+        if not file.is_relative_to(ROOT / "models")
+    ]
+    assert found == []
+
+
 def test_nothing_is_found_by_its_address() -> None:
     """An `id` is that of another object once the first one is gone."""
     found = [

@@ -14,7 +14,8 @@ from hybridrt.base.forward_batch import ForwardBatch, ForwardMode, GraphView, Ro
 
 
 class ContractHooks:
-    # Defined by AttentionBackend.
+    """The hooks, over methods of AttentionBackend, which has these:"""
+
     prepare: Callable[..., None]
     prepare_in_graph: Callable[[ForwardBatch], None]
     commit: Callable[..., None]

@@ -50,6 +50,8 @@ def _row(request: DraftRequest) -> DraftRow:
 
 
 class MTPMethod(DraftMethod):
+    """Drafts by the checkpoint's prediction head."""
+
     def attach(self, model: CausalLM) -> None:
         model.attach_mtp(make_mtp_head(model))
 

@@ -26,7 +26,8 @@ Upload = Callable[[tuple[np.ndarray, ...]], Sequence[torch.Tensor]]
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's views into the pool. Fields are None in state modes that do not use them.
+    """One layer's views into the pool, or those of a stack of layers, with a dimension more in front. Fields
+    are None in state modes that do not use them.
 
     Attributes:
         conv: [S + 1, conv_dim, Wc] ring of raw conv inputs; a token's column is its position mod

@@ -34,15 +34,15 @@ class ScheduledStep:
 
     Attributes:
         rows: each request and how many tokens it may gain (drafts + 1; 1 on a last chunk; 0 on
-            other chunks), in the plan's order: decode rows, then extend rows. `most`: the sum of
-            these tokens.
+            other chunks), in the plan's order: decode rows, then extend rows.
+        max_new_tokens: the sum of these numbers.
         launched: when, by the clock of the scheduler's policy. began: by `time.perf_counter`.
         late: the device finished before the host read the result, so its duration is unknown.
     """
 
     plan: StepPlan = field(default_factory=StepPlan)
     rows: list[tuple[Request, int]] = field(default_factory=list)
-    most: int = 0
+    max_new_tokens: int = 0
     launched: float = 0.0
     late: bool = False
     began: float = field(default_factory=time.perf_counter)
@@ -214,7 +214,7 @@ class Scheduler:
         """
         self._in_flight -= 1
         decode, extend = step.plan.decode, step.plan.extend
-        if sum(gained) < step.most:
+        if sum(gained) < step.max_new_tokens:
             lost = [max_new - tokens for (_, max_new), tokens in zip(step.rows, gained, strict=True)]
             rows = np.array([*decode.rows.tolist(), *(row.row for row in extend)], np.int64)
             self._coordinator.columns.take_back(rows, int32s(lost))
@@ -357,7 +357,7 @@ class Scheduler:
             step.plan.decode = DecodeRows(*columns_of_rows, np.zeros(len(rows), np.int32))
             self._coordinator.columns.advance(rows, columns, 1)
             step.rows = list(zip(requests, repeat(1)))
-        step.most = len(rows) + len(step.plan.decode.drafts)
+        step.max_new_tokens = len(rows) + len(step.plan.decode.drafts)
 
     def _find_pages(
         self, requests: Sequence[Request], drafts: list[Draft], short: Iterable[int], plan: StepPlan
@@ -475,7 +475,7 @@ class Scheduler:
             )
         )  # fmt: skip
         step.rows.append((request, int(last)))
-        step.most += last
+        step.max_new_tokens += last
         if last and request.export_to is not None:
             room = request.export_to
             step.plan.exports.append(StateCopy(row, end, room.start, len(room), request.export_from))

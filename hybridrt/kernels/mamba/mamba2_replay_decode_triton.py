@@ -5,7 +5,9 @@ and reduces the ring to scores,
 
     y_t = exp(s_t) S C_t + sum_c scores[t, c] x_c,  scores[t, c] = dt_c exp(s_t - s_c) (B_c . C_t)
 
-with c over the ring's columns. The second multiplies the checkpoint S with all C_t in one pass.
+with c over the ring's columns up to that of token t, and s_t the sum of A dt from the ring's oldest
+column to that of token t (`mamba2_replay.py`). The second multiplies the checkpoint S with all C_t in
+one pass.
 """
 
 import torch

@@ -32,6 +32,8 @@ from hybridrt.runtime.step.sampling_table import SamplingArrays, SamplingTable
 
 
 class AdmissionArrays(NamedTuple, Generic[A]):
+    """Admissions as columns, [n] each: fields of `Admission`, and its sampling constants."""
+
     rows: A
     state_slots: A
     phases: A
@@ -67,12 +69,14 @@ class DraftArrays(NamedTuple, Generic[A]):
 
     Attributes:
         counts: [n], drafts of each row; tokens: [n, T - 1].
-        parents, ancestors: [n, T] of all nodes of trees (`_ancestors`); None for chains.
+        predecessors: [n, T] of `SpecInfo`; None for chains.
+        ancestors: [n, T], bit i is set where an input follows input i, directly or not, or is it;
+            None for chains.
     """
 
     counts: A
     tokens: A
-    parents: A | None = None
+    predecessors: A | None = None
     ancestors: A | None = None
 
 
@@ -261,19 +265,19 @@ def _pack_drafts(decode: DecodeRows, width: int, forks: bool) -> DraftArrays[np.
     tokens[real] = decode.drafts
     if not forks:
         return DraftArrays(decode.num_drafts, tokens)
-    parents = np.tile(np.arange(-1, width - 1, dtype=np.int32), (len(decode), 1))
+    predecessors = np.tile(np.arange(-1, width - 1, dtype=np.int32), (len(decode), 1))
     if decode.predecessors is not None:
-        parents[:, 1:][real] = decode.predecessors
-    return DraftArrays(decode.num_drafts, tokens, parents, _ancestors(parents))
+        predecessors[:, 1:][real] = decode.predecessors
+    return DraftArrays(decode.num_drafts, tokens, predecessors, _ancestors(predecessors))
 
 
-def _ancestors(parents: np.ndarray) -> np.ndarray:
-    """Bits of each node's ancestors and itself, [n, width] int32 like `parents` (-1: the root).
-    Padding continues a row as a chain."""
-    n, width = parents.shape
+def _ancestors(predecessors: np.ndarray) -> np.ndarray:
+    """`DraftArrays.ancestors` of predecessors [n, width] int32 (-1: the root has none). Padding continues a
+    row as a chain."""
+    n, width = predecessors.shape
     ancestors = np.ones((n, width), np.int32)
-    for node in range(1, width):
-        ancestors[:, node] = ancestors[np.arange(n), parents[:, node]] | 1 << node
+    for i in range(1, width):
+        ancestors[:, i] = ancestors[np.arange(n), predecessors[:, i]] | 1 << i
     return ancestors
 
 
@@ -282,9 +286,9 @@ def spec_info_of(drafts: DraftArrays[torch.Tensor] | None, tokens_per_row: int) 
     if drafts is None:
         return None
     counts, mask = drafts.counts, None
-    if drafts.parents is not None:
+    if drafts.predecessors is not None:
         mask = torch.zeros(len(counts), tokens_per_row, tokens_per_row, dtype=torch.bool, device=counts.device)
-    return SpecInfo(tokens_per_row, drafts.parents, mask, counts)
+    return SpecInfo(tokens_per_row, drafts.predecessors, mask, counts)
 
 
 def fill_relations(spec: SpecInfo, drafts: DraftArrays[torch.Tensor], bs: int, *positions: torch.Tensor) -> None:
