@@ -181,6 +181,16 @@ def test_kernels_that_the_host_launches_are_jit_kernels() -> None:
     assert found == []
 
 
+def test_kernels_have_names_of_their_own() -> None:
+    """A profile of a GPU shows the name alone."""
+    launched = [
+        node.name for file in SOURCES.values() for node in nodes(file)
+        if isinstance(node, ast.FunctionDef) and decorated(node, "jit_kernel")
+    ]  # fmt: skip
+    twice = {name for name in launched if launched.count(name) > 1}
+    assert len(launched) > 60 and twice <= {"_prepare_kernel"}, twice  # both are of the delta rule
+
+
 @cache
 def own_kernels(file: Path) -> set[str]:
     """Functions of `triton.jit` that a file defines."""
