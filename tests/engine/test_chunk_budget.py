@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hybridrt import LLM, AsyncLLM, EngineConfig, SamplingParams
 from hybridrt.base.errors import ConfigError
 from hybridrt.engine.core.policy_scheduler import PolicyScheduler
-from hybridrt.engine.core.scheduler import ScheduledStep, Scheduler
+from hybridrt.engine.core.scheduled_step import ScheduledStep
+from hybridrt.engine.core.scheduler import Scheduler
 from hybridrt.engine.core.step_cost import GRAPH_GAIN, LEAST_TOKENS, ChunkBudget, StepCost, StepWork
 from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.runtime.step.pack_padded import Bucket, make_buckets

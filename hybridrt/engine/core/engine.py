@@ -28,7 +28,8 @@ from hybridrt.engine.core.hit_audit import EXACT_TOLERANCE, LOGPROBS, TOLERANCE,
 from hybridrt.engine.core.policy_scheduler import PolicyScheduler
 from hybridrt.engine.core.prefill_source import PrefillSource
 from hybridrt.engine.core.samples import Samples
-from hybridrt.engine.core.scheduler import ScheduledStep, Scheduler
+from hybridrt.engine.core.scheduled_step import ScheduledStep
+from hybridrt.engine.core.scheduler import Scheduler
 from hybridrt.engine.core.step_times import LAST_STEPS, StepsView, StepTime
 from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.engine.grammar.grammar_compiler import GrammarCompiler

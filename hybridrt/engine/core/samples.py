@@ -9,7 +9,8 @@ from hybridrt.base.errors import EngineError, GrammarError, NoTokenLeftError
 from hybridrt.engine.cache.request_log import RequestLog
 from hybridrt.engine.core.fold_counts import FoldCounts
 from hybridrt.engine.core.hit_audit import HitAudit
-from hybridrt.engine.core.scheduler import ScheduledStep, Scheduler
+from hybridrt.engine.core.scheduled_step import ScheduledStep
+from hybridrt.engine.core.scheduler import Scheduler
 from hybridrt.engine.request.intake import check_name
 from hybridrt.engine.request.outputs import EngineCounters, FinishReason
 from hybridrt.engine.request.sample_request import NotFinite, Request
