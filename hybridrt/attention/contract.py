@@ -51,7 +51,10 @@ class ContractHooks:
         """`prepare` of a capture, over the runner's static tensors."""
         tokens = check_graph_tokens(bs, num_tokens)
         if tokens != (spec_info.tokens_per_row if spec_info else 1):
-            raise BackendError(f"a graph of {tokens} tokens a row, and spec_info is {spec_info}")
+            raise BackendError(
+                f"num_tokens says {tokens} tokens a row, and spec_info is {spec_info}: pass bs * "
+                "spec_info.tokens_per_row, or bs without spec_info"
+            )
         self.init_forward_metadata_replay_cuda_graph(bs, 0, req_pool_indices, seq_lens, forward_mode, spec_info, None)
 
     def init_forward_metadata_replay_cuda_graph(

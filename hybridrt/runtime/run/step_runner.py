@@ -176,7 +176,7 @@ class StepRunner:
     def draft(self, rows: Sequence[DraftRow], steps: int, topk: int = 1) -> StepHandle:
         """Launches drafts (see DeviceDrafter.draft). ConfigError without a device drafter."""
         if self.drafter is None:
-            raise ConfigError("drafts are asked of a runner without a device drafter")
+            raise ConfigError("this runner has no device drafter: build it with EngineConfig(speculative=...)")
         return self.drafter.draft(rows, steps, topk)
 
     def read_prefix(self, prefix: PrefixPlaces) -> dict[str, torch.Tensor]:
@@ -324,7 +324,7 @@ class StepRunner:
     def _check(self, plan: StepPlan) -> None:
         embedded = plan.extend and self.encoder is None and any([row.embeddings is not None for row in plan.extend])
         if self.encoder is None and (plan.encode or embedded):
-            raise ConfigError("a step with images, on a runner without an encoder")
+            raise ConfigError("a step with images, on a runner without an encoder: build it with images=True")
         if (plan.imports or plan.exports) and self.arena is None:
             raise ConfigError("states cannot come or go without an arena: set transfer_bytes")
         num_drafts = int(plan.decode.num_drafts.max()) if len(plan.decode.drafts) else 0
