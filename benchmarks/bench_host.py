@@ -104,7 +104,7 @@ def build(
     for tokens in {1, drafts + 1}:
         graphs = GraphRunner(
             model=runner.model, backend=runner.backend, req_to_token_pool=runner.pools.req_to_token,
-            last_tokens=runner.last_tokens, max_bs=rows, tokens=tokens,
+            last_tokens=runner.last_tokens, max_bs=rows, tokens_per_row=tokens,
             recorder=lambda *_: lambda: None,
         )  # fmt: skip
         graphs.capture(sizes=[rows])

@@ -60,7 +60,7 @@ class Rig:
         own = torch.arange(plan.num_rows + 1, dtype=torch.int32, device=self.device)
         self.graphs = GraphRunner(
             model=model, backend=self.backend, req_to_token_pool=table, last_tokens=own, max_bs=max(sizes),
-            tokens=self.tokens,
+            tokens_per_row=self.tokens,
         )  # fmt: skip
         self.graphs.capture(sizes=sizes)
 

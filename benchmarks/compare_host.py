@@ -55,7 +55,7 @@ class NoLaunch:
     def launch_metadata(self, *_: object) -> None: ...
 
     def run(self, *given: Any) -> None:
-        if self.name == "_reduce_kernel":
+        if self.name.endswith("_reduce_kernel"):  # older checkouts call it so
             given[-6 + 2].fill_(5)  # its arguments: the best, their tokens, the result, and three numbers
 
 

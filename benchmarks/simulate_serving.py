@@ -157,9 +157,9 @@ def engine(
     demands, cached = [PageDemand(PAGE_SIZE)], cached_states > 0
     pools = CacheCoordinator(rows, rows + cached_states, [NUM_PAGES], demands, prefix_cache=cached)
     config = EngineConfig("simulated", target_itl_ms=target_ms)  # type: ignore[arg-type]
-    if target := TrafficPolicy.from_config(config, torch.device("cuda"), times.buckets):
-        target.clock = device.monotonic
-    return Engine(device, pools, EngineLimits(traffic_loads.VOCAB, MAX_LEN, chunk), target=target)
+    if policy := TrafficPolicy.from_config(config, torch.device("cuda"), times.buckets):
+        policy.clock = device.monotonic
+    return Engine(device, pools, EngineLimits(traffic_loads.VOCAB, MAX_LEN, chunk), policy=policy)
 
 
 def run(

@@ -116,8 +116,8 @@ class Run:
         if self._timeout is not None and before > WAIT_SHARE * self._timeout:
             self.found.refused += 1
             return
-        assert self._engine.target is not None
-        own = AUTO_FACTOR * self._engine.target.prompt_seconds(PromptWork.between(0, tokens))
+        assert self._engine.policy is not None
+        own = AUTO_FACTOR * self._engine.policy.prompt_seconds(PromptWork.between(0, tokens))
         limit = own + WORK_FACTOR * before + SLACK if self._timeout is None else math.inf
         prompt = self._draw.integers(3, VOCAB, tokens)
         params = SamplingParams(max_tokens=OUTPUT, temperature=0.0, ignore_eos=True, seed=number)

@@ -22,11 +22,11 @@ if TYPE_CHECKING:  # `as` tells type checkers that the names are public
     from hybridrt.engine.api.llm import LLM as LLM
     from hybridrt.engine.cache.session_file import Session as Session
     from hybridrt.engine.core.engine import Engine as Engine
-    from hybridrt.engine.request.intake import Prompt as Prompt
     from hybridrt.engine.request.outputs import Delta as Delta
     from hybridrt.engine.request.outputs import FinishReason as FinishReason
     from hybridrt.engine.request.outputs import RequestMetrics as RequestMetrics
     from hybridrt.engine.request.outputs import RequestOutput as RequestOutput
+    from hybridrt.engine.request.prompts import Prompt as Prompt
     from hybridrt.mem_cache.prefix_tree.cache_events import CacheEvent as CacheEvent
     from hybridrt.mem_cache.prefix_tree.cache_events import CacheSubscription as CacheSubscription
     from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey as CacheKey
@@ -40,7 +40,7 @@ _PUBLIC = {
     "hybridrt.engine.core.engine": ("Engine",),
     "hybridrt.engine.api.llm": ("LLM",),
     "hybridrt.engine.request.outputs": ("Delta", "FinishReason", "RequestMetrics", "RequestOutput"),
-    "hybridrt.engine.request.intake": ("Prompt",),
+    "hybridrt.engine.request.prompts": ("Prompt",),
     "hybridrt.engine.cache.session_file": ("Session",),
     "hybridrt.mem_cache.prefix_tree.cache_events": ("CacheEvent", "CacheSubscription"),
     "hybridrt.mem_cache.prefix_tree.cache_key": ("CacheKey",),

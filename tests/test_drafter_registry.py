@@ -88,7 +88,7 @@ def test_a_drafter_of_another_package_drafts(checkpoints: CheckpointStore) -> No
 
 def test_a_task_to_draft_needs_a_device_drafter(checkpoints: CheckpointStore) -> None:
     runner = ModelRunner(EngineConfig(str(checkpoints["falcon-plain"].path), device="cpu", max_model_len=64))
-    with pytest.raises(ConfigError, match="without a device drafter"):
+    with pytest.raises(ConfigError, match="has no device drafter"):
         runner.draft([DraftRow(1, 1, 1, 0, SamplingParams())], 1)
 
 

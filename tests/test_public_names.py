@@ -1,7 +1,9 @@
 """What a newcomer finds: names in dir(), types that fit what runs, `python -m hybridrt`, bars in a notebook."""
 
+import dataclasses
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +46,30 @@ def test_names_that_people_import_are_found_in_their_packages(package: str) -> N
 def test_every_error_is_exported() -> None:
     raised = {name for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, Exception)}
     assert raised <= set(hybridrt.__all__)
+
+
+@pytest.mark.parametrize("name", [*hybridrt._HOME, *hybridrt._ERRORS])
+def test_public_classes_and_their_members_say_what_they_are(name: str) -> None:
+    """A dataclass without a docstring shows its signature: that is none."""
+    cls = getattr(hybridrt, name)
+    if not inspect.isclass(cls):
+        return  # aliases of types
+    described = {"class": cls.__dict__.get("__doc__") or ""}
+    for member, value in vars(cls).items():
+        if not member.startswith("_") and (inspect.isroutine(value) or isinstance(value, property)):
+            described[member] = inspect.unwrap(getattr(value, "__func__", value)).__doc__ or ""
+    assert not described["class"].startswith(f"{name}(")
+    assert [member for member, text in described.items() if not text] == []
+
+
+@pytest.mark.parametrize("name", ["SamplingParams", "StructuredOutputs", "EngineConfig", "SpeculativeConfig"])
+def test_what_callers_set_is_explained_field_by_field(name: str) -> None:
+    cls = getattr(hybridrt, name)
+    text = inspect.getdoc(cls) or ""
+    explained = {
+        field for line in re.findall(r"^    (\w+(?:, \w+)*):", text, re.MULTILINE) for field in line.split(", ")
+    }
+    assert {field.name for field in dataclasses.fields(cls)} <= explained
 
 
 def test_python_m_hybridrt_is_the_command() -> None:

@@ -181,6 +181,16 @@ def test_kernels_that_the_host_launches_are_jit_kernels() -> None:
     assert found == []
 
 
+def test_kernels_have_names_of_their_own() -> None:
+    """A profile of a GPU shows the name alone."""
+    launched = [
+        node.name for file in SOURCES.values() for node in nodes(file)
+        if isinstance(node, ast.FunctionDef) and decorated(node, "jit_kernel")
+    ]  # fmt: skip
+    twice = {name for name in launched if launched.count(name) > 1}
+    assert len(launched) > 60 and twice <= {"_prepare_kernel"}, twice  # both are of the delta rule
+
+
 @cache
 def own_kernels(file: Path) -> set[str]:
     """Functions of `triton.jit` that a file defines."""
@@ -191,6 +201,18 @@ def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     """Lines of a function without its signature and its docstring."""
     statements = function.body[1:] if ast.get_docstring(function) else function.body
     return (function.end_lineno or 0) - statements[0].lineno + 1 if statements else 0
+
+
+def test_classes_say_what_they_are() -> None:
+    """A model's class is explained by the docstring of its file."""
+    found = [
+        f"{file.relative_to(ROOT)}:{node.lineno} {node.name}"
+        for file in SOURCES.values()
+        for node in nodes(file)
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and not ast.get_docstring(node)
+        if not file.is_relative_to(ROOT / "models")
+    ]
+    assert found == []
 
 
 def test_nothing_is_found_by_its_address() -> None:

@@ -44,7 +44,9 @@ def check_graph_batch(batch: ForwardBatch, view: GraphView) -> None:
             f"of {view.tokens_per_row}"
         )
     if not 0 <= batch.num_real <= batch.batch_size:
-        raise BackendError(f"num_real is {batch.num_real} in a graph of {batch.batch_size} rows")
+        raise BackendError(
+            f"num_real is {batch.num_real}; in a graph of {batch.batch_size} rows it is 0 to that number"
+        )
     if DEBUG and batch.num_real:  # rows of a capture may hold anything
         _check_padding(batch)
 

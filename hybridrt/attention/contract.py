@@ -14,7 +14,8 @@ from hybridrt.base.forward_batch import ForwardBatch, ForwardMode, GraphView, Ro
 
 
 class ContractHooks:
-    # Defined by AttentionBackend.
+    """The hooks, over methods of AttentionBackend, which has these:"""
+
     prepare: Callable[..., None]
     prepare_in_graph: Callable[[ForwardBatch], None]
     commit: Callable[..., None]
@@ -50,7 +51,10 @@ class ContractHooks:
         """`prepare` of a capture, over the runner's static tensors."""
         tokens = check_graph_tokens(bs, num_tokens)
         if tokens != (spec_info.tokens_per_row if spec_info else 1):
-            raise BackendError(f"a graph of {tokens} tokens a row, and spec_info is {spec_info}")
+            raise BackendError(
+                f"num_tokens says {tokens} tokens a row, and spec_info is {spec_info}: pass bs * "
+                "spec_info.tokens_per_row, or bs without spec_info"
+            )
         self.init_forward_metadata_replay_cuda_graph(bs, 0, req_pool_indices, seq_lens, forward_mode, spec_info, None)
 
     def init_forward_metadata_replay_cuda_graph(
@@ -72,10 +76,12 @@ class ContractHooks:
         self.prepare(batch, graph=self._view(batch.tokens_per_row))
         self._last_batch = batch
 
-    def _view(self, tokens: int) -> GraphView:
-        view = (self._views or {}).get(tokens)
+    def _view(self, tokens_per_row: int) -> GraphView:
+        view = (self._views or {}).get(tokens_per_row)
         if view is None:
-            raise BackendError(f"no buffers for graphs of {tokens} tokens a row: call init_cuda_graph_state first")
+            raise BackendError(
+                f"no buffers for graphs of {tokens_per_row} tokens a row: call init_cuda_graph_state first"
+            )
         return view
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:

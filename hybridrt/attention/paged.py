@@ -122,7 +122,7 @@ class SegmentedAttnBackend(AttentionBackend):
 
     def save_latent(self, q: Tensor, k: Tensor | None, layer: Layer, batch: ForwardBatch, rope: Rope | None) -> Tensor:
         """Writes latent vectors (variant "mla") into the pool. Returns q, rotated."""
-        raise BackendError(f"{type(self).__name__} serves no layers of latent attention")
+        raise BackendError(f'{type(self).__name__} serves no layers of latent attention; use "triton" or "torch"')
 
     def rotate_and_save(self, q: Tensor, k: Tensor, v: Tensor, layer: Layer, batch: ForwardBatch, rope: Rope) -> Tensor:
         """Rotates q and k, writes k and v into the pool, returns q. Override to fuse the three."""

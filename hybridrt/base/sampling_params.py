@@ -38,8 +38,10 @@ def _require(ok: bool, name: str, value: object, allowed: str) -> None:
 
 
 def is_number(value: object, kind: type) -> bool:
+    """True for Python and numpy numbers of `kind`, Integral or Real. bool and numpy durations, which are
+    instances of these classes too, do not count."""
     if type(value) is int or (type(value) is float and kind is Real):
-        return True
+        return True  # a check for an abstract class is slow, and a request needs a dozen
     if not isinstance(value, kind) or isinstance(value, bool):
         return False
     return getattr(getattr(value, "dtype", None), "kind", "") != "m"
@@ -99,6 +101,78 @@ _NUMBERS: dict[str, tuple[type, float, float, str]] = {
 @knows_fields(SAMPLING)
 @dataclass(frozen=True)
 class SamplingParams:
+    """Sampling and stopping of one request; every field is checked when the object is made.
+
+    numpy numbers are converted to Python's. What depends on a model's vocabulary (token ids,
+    `bad_words`, number of log-probabilities) is checked again by `Engine.prepare`.
+
+    Logits are changed in vLLM's order: `allowed_token_ids`, `bad_words`, `min_tokens`,
+    `logit_bias`, penalties, temperature, filters. Log-probabilities are those of the model, before
+    all of this.
+
+    Args:
+        max_tokens: most tokens to generate, 1 to 2**31 - 1; None: as many as `max_model_len`
+            allows.
+        temperature: logits are divided by it. Below MIN_TEMPERATURE (1e-5), 0 included, decoding is
+            greedy. At most float32's largest number.
+        top_p: nucleus mass in (0, 1]; 1 turns it off (Holtzman et al. 2020, arXiv:1904.09751).
+        top_k: candidates kept, up to 2**31 - 1; -1, 0, and values from the size of the vocabulary
+            on turn it off.
+        min_p: candidates below `min_p * max(p)` are dropped; 0 turns it off (Nguyen et al. 2024,
+            arXiv:2407.01082).
+        repetition_penalty: 0.01 to 100; logits of tokens in the prompt or the output are divided
+            (if positive) or multiplied (if negative) by it (Keskar et al. 2019, CTRL).
+        presence_penalty, frequency_penalty: -2 to 2, subtracted once, respectively per occurrence,
+            for tokens of the output.
+        stop: strings that end the request, up to MAX_STOP_STRINGS (32) of up to MAX_STOP_CHARACTERS
+            (256) characters each; the text is cut before the first of them. A single string needs
+            no list.
+        stop_token_ids: token ids that end the request, in addition to the model's end-of-sequence
+            ids; up to MAX_STOP_TOKEN_IDS (1024).
+        ignore_eos: continue after end-of-sequence ids (`stop_token_ids` still end the request).
+        seed: 0 to 2**63 - 1: the request draws the same tokens whatever other requests run. None
+            derives a seed from the engine's.
+        logprobs: return the log-probability of each token and of this many likeliest alternatives,
+            up to 64; None returns none.
+        n: independent samples of the same prompt, up to 1024.
+        include_stop_str_in_output: the text includes the stop string, or the stopping token.
+        skip_special_tokens: special tokens leave nothing in the text.
+        truncate_prompt_tokens: use only the last so many tokens of a longer prompt, 1 to 2**31 - 1;
+            -1: as many as leave room for one output token. None refuses a prompt that is too long.
+            Text is tokenised whole before it is cut: more than 2**20 characters are refused, unless
+            the model has room for as many.
+        priority: requests of a lower number are started first, and are the last to give their
+            memory back; first come, first served among equals. 30 seconds of waiting outweigh a
+            difference of one.
+        cache_salt: the prefix cache shares nothing between requests of different salts; a string of
+            1 to MAX_SALT_CHARACTERS (256) characters. None shares with all requests that have none.
+        min_tokens: before so many output tokens no end-of-sequence id and none of `stop_token_ids`
+            is drawn, and no stop string ends the request; 0 to `max_tokens`.
+        logit_bias: token id -> -100 to 100, added to the token's logit; up to MAX_BIASES (1024)
+            tokens. An id may be a string of digits, as in JSON.
+        allowed_token_ids: no other token is drawn; at least one id. None allows all.
+        bad_words: text that the output must not contain, up to MAX_BAD_WORDS (128) strings of up to
+            MAX_BAD_WORD_CHARACTERS (256) characters: a word's last token is not drawn after its
+            others, with and without a space before the word.
+        prompt_logprobs: return the log-probability of each prompt token but the first, and of this
+            many likeliest alternatives, up to 64; None returns none. Such a request computes its
+            whole prompt.
+        logprob_token_ids: with `logprobs`, the alternatives are these tokens instead of the likeliest
+            ones; 1 to MAX_LOGPROB_TOKEN_IDS (128) ids. None: the likeliest ones.
+        structured_outputs: the form of the output; None: any. The output ends when it is complete
+            and nothing can follow, also before `min_tokens`. `ignore_eos` contradicts it and is
+            refused.
+        resume_token_ids: first tokens of an answer that was cut, fewer than `max_tokens`. The output
+            is the rest; limits, penalties and seeds count these tokens. Needs `n=1`, and neither
+            `prompt_logprobs` nor `pooling`.
+        pooling: the prompt's hidden states instead of an output: "last" or "mean", as in `LLM.embed`,
+            which sets it. None: none.
+
+    Raises:
+        RequestError: a field is out of range; the text names the field, the value and the allowed
+            range.
+    """
+
     max_tokens: int | None = 128
     temperature: float = 1.0
     top_p: float = 1.0
@@ -126,7 +200,7 @@ class SamplingParams:
     logprob_token_ids: Sequence[int] | None = None
     structured_outputs: StructuredOutputs | None = None
     resume_token_ids: Sequence[int] = ()
-    pooling: str | None = None  # LLM.embed sets it
+    pooling: str | None = None
 
     def __post_init__(self) -> None:
         checked = self._stops() | self._rules()
@@ -204,6 +278,7 @@ class SamplingParams:
 
     @cached_property
     def greedy(self) -> bool:
+        """The likeliest token is taken, and none is drawn."""
         return self.temperature < MIN_TEMPERATURE
 
     @cached_property
@@ -213,8 +288,10 @@ class SamplingParams:
 
     @cached_property
     def uses_penalties(self) -> bool:
+        """A logit depends on the tokens of the prompt or the output so far."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @cached_property
     def uses_rules(self) -> bool:
+        """Some logits are changed, or tokens forbidden, without a form of the whole output."""
         return self.min_tokens > 0 or bool(self.logit_bias or self.bad_words) or self.allowed_token_ids is not None

@@ -13,6 +13,8 @@ ChatFinishReason = Literal["stop", "length", "abort", "tool_calls"]
 
 @dataclass(frozen=True)
 class TokenTags:
+    """Tokens that begin and end reasoning, by their ids."""
+
     opens: frozenset[int]
     closes: frozenset[int]
 

@@ -35,6 +35,8 @@ class Tool:
 
 @dataclass(frozen=True)
 class NamedTool:
+    """A choice of one tool: the answer calls it."""
+
     name: str
 
 

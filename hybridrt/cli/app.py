@@ -2,6 +2,7 @@
 
 import errno
 import itertools
+import re
 import sys
 from contextlib import suppress
 from typing import Annotated, Any, NoReturn
@@ -92,7 +93,8 @@ class PanelCommand(TyperCommand):
                 is_argument = param.param_type_name == "argument"
                 title = "Arguments" if is_argument else "Options"
                 # Typer adds the Python type to an argument's name.
-                line = (param.metavar, record[1]) if is_argument and param.metavar else record
+                name = param.metavar if is_argument and param.metavar else record[0]
+                line = name, re.sub(r" *\[default: ([^]]*)\]", r" [\1]", record[1])  # as other options show theirs
                 sections.setdefault(getattr(param, "rich_help_panel", None) or title, []).append(line)
         for title, records in sections.items():
             with formatter.section(title):

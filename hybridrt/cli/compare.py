@@ -37,10 +37,10 @@ def compare(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Send the same requests to two servers, and compare tokens, log-probabilities, times and errors.
+    """Send the same requests to two servers, and compare them.
 
-    Sampling is greedy. Exits with 1 if more answers have changed than --allow, or if requests have failed at one server
-    alone.
+    Tokens, log-probabilities, times and errors are compared. Sampling is greedy. Exits with 1 if more answers have
+    changed than --allow, or if requests have failed at one server alone.
     """
     from hybridrt.verify.trace import ComparedTarget, read_trace
 

@@ -45,7 +45,7 @@ def compile(
     engine: EngineOptions = EngineOptions(),  # noqa: B008
     speculation: SpeculativeOptions = SpeculativeOptions(),  # noqa: B008
 ) -> None:
-    """Compile the kernels of a model, so that its first start need not.
+    """Compile the kernels of a model before its first start.
 
     Needs a C compiler, and with --gpu no GPU. Reads config.json alone. The options are those of the later run: others
     may need other kernels. The cache works only at the path where it was filled.

@@ -68,6 +68,8 @@ class _File(msgspec.Struct):
 
 @dataclass(frozen=True)
 class AnswerPiece:
+    """New characters of an answer, and of the reasoning before it."""
+
     text: str = ""
     reasoning: str = ""
 

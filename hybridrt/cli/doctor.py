@@ -63,7 +63,10 @@ class DoctorReport:
 
 
 def doctor(as_json: JsonOption = False) -> None:
-    """Show the platform, versions and devices, and which kernel provider serves each operation and why."""
+    """Show the platform, versions, devices and kernel providers.
+
+    For each operation: which provider serves it, and why not the others.
+    """
     report = examine()
     if as_json:
         typer.echo(json.dumps(asdict(report), indent=2))

@@ -17,7 +17,10 @@ def explain(
     dump: Annotated[str, typer.Argument(metavar="LOG", help="A file that --request-log has written.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Show for each request of a log why it reused no more of the prefix cache, and what would help."""
+    """Show why requests reused no more of the prefix cache.
+
+    For each request of a log: the reason, and what would help.
+    """
     from hybridrt.engine.cache.explain import explain as explain_log
     from hybridrt.engine.cache.request_log import read_log
 

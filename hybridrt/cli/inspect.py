@@ -91,7 +91,7 @@ def inspect(
     engine: EngineOptions = EngineOptions(),  # noqa: B008
     speculation: SpeculativeOptions = SpeculativeOptions(),  # noqa: B008
 ) -> None:
-    """Show for each layer of a model what it computes, which backend runs it and what memory it takes.
+    """Show the layers of a model, their backends and their memory.
 
     Reads config.json alone, and of quantised checkpoints the names and shapes of tensors.
     """

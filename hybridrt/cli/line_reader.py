@@ -40,6 +40,8 @@ def make_reader(commands: Sequence[str]) -> LineReader:
 
 
 class PlainLines:
+    """Reads from a file, a pipe, or a terminal without an editor of lines."""
+
     def __init__(self) -> None:
         self.interactive = sys.stdin.isatty()
         stdin: Any = sys.stdin

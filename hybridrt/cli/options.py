@@ -37,6 +37,8 @@ def setting(text: str, default: str, metavar: str | None = None, name: str | Non
 
 
 class Overrides:
+    """Base of dataclasses whose fields are options of a command; None: the option was left out."""
+
     def given(self) -> dict[str, Any]:
         """The options that the command line set, by name."""
         values: dict[str, Any] = asdict(self)  # type: ignore[call-overload]

@@ -28,11 +28,11 @@ def quantize(
     ] = None,
     device: Annotated[str, typer.Option(metavar="cpu|cuda|cuda:N", help="Where to run for --text.")] = "auto",
 ) -> None:
-    """Write a quantised copy of a plain checkpoint, in the form of compressed-tensors.
+    """Write a quantised copy of a plain checkpoint.
 
-    fp8: blocks of 128 x 128. int4: groups of 128 inputs. nvfp4: groups of 16. transformers, vLLM and hybridrt read it.
-    Embeddings, heads, routers, convolutions and norms stay plain. Memory holds one tensor at a time. OUT appears once
-    it is complete.
+    It has the form of compressed-tensors. fp8: blocks of 128 x 128. int4: groups of 128 inputs. nvfp4: groups of 16.
+    transformers, vLLM and hybridrt read it. Embeddings, heads, routers, convolutions and norms stay plain. Memory holds
+    one tensor at a time. OUT appears once it is complete.
     """
     from hybridrt.base.errors import ConfigError
     from hybridrt.runtime.load.quantise import write_quantised

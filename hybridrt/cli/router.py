@@ -25,11 +25,11 @@ class RouterOptions(Overrides):
 
 
 def router(routing: RouterOptions = RouterOptions(), server: FrontOptions = FrontOptions()) -> None:  # noqa: B008
-    """Send requests to the replica that has the longest prefix of the prompt in its cache, and room.
+    """Send each request to the replica that has cached most of it.
 
-    Replicas are started with the same fleet key (--fleet-key-file, or the variable HYBRIDRT_FLEET_KEY). The variable
-    HYBRIDRT_REPLICA_KEY has the API key that they want, if it is not the client's. SIGTERM or Ctrl-C lets running
-    requests end; a second one does not.
+    It is the one with the longest prefix of the prompt in its cache, and room. Replicas are started with the same fleet
+    key (--fleet-key-file, or the variable HYBRIDRT_FLEET_KEY). The variable HYBRIDRT_REPLICA_KEY has the API key that
+    they want, if it is not the client's. SIGTERM or Ctrl-C lets running requests end; a second one does not.
     """
     missing = [name for name in _NEEDS if find_spec(name) is None]
     if missing:

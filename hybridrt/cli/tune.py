@@ -57,10 +57,11 @@ def tune(
     engine: EngineOptions = EngineOptions(),  # noqa: B008
     speculation: SpeculativeOptions = SpeculativeOptions(),  # noqa: B008
 ) -> None:
-    """Measure on this GPU which tiles and kernels are fastest for a model's shapes, and store the choice.
+    """Measure which tiles and kernels are fastest on this GPU.
 
-    Reads config.json alone, and runs kernels over random numbers. The options are those of the later run: they decide
-    the shapes. Nothing else may use the GPU meanwhile.
+    They are measured for one model's shapes, and the choice is stored. Reads config.json alone, and runs kernels over
+    random numbers. The options are those of the later run: they decide the shapes. Nothing else may use the GPU
+    meanwhile.
     """
     from hybridrt.base.engine_config import EngineConfig
 

@@ -29,7 +29,7 @@ def verify(
     dtype: Annotated[str, typer.Option(metavar="float32|bfloat16|float16", help="Dtype of the runs.")] = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """Check a checkpoint on this machine, and compare it with transformers.
+    """Check a checkpoint, and compare it with transformers.
 
     Files, keys, values of tensors, tokenizer, template, rotary embeddings, logits and greedy tokens, batches, chunks,
     cached prefixes, drafts, speed. Exits with 0 if nothing has failed, else with 1. Runs no code of the checkpoint.

@@ -57,6 +57,8 @@ ALIGNED = 8  # numbers: 16 bytes of bfloat16, which fast products of cuBLAS and 
 
 
 class DenseExperts(ExpertsMethod):
+    """Stacked weights of experts in the model's dtype: up [E, rows, in], down [E, in, size]."""
+
     def __init__(
         self, count: int, rows: int, in_features: int, size: int, build: Build, up: Scheme = PLAIN,
         down: Scheme = PLAIN,

@@ -245,6 +245,7 @@ class ResidualStack(nn.Module):
             self._short = None
 
     def mixers(self) -> dict[int, Any]:
+        """The recurrent layers' mixers by layer id."""
         found: list[Any] = [module for module in self.modules() if hasattr(module, "kind")]
         return {mixer.layer_id: mixer for mixer in found}
 

@@ -95,6 +95,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
     # A reference to itself would keep the pools until garbage is collected.
     @property
     def members(self) -> "list[RecurrentBackend]":
+        """The backends that this one plans and commits for, itself first."""
         return [self, *self._others]
 
     @members.setter

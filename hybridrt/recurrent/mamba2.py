@@ -162,6 +162,8 @@ class Mamba2Block(nn.Module):
 
 
 class Mamba2AttnBackend(MambaAttnBackendBase[Mamba2Layer, Mamba2Inputs]):
+    """Conv over x|B|C, time steps from dt, scan or step (arXiv:2405.21060). The mixer norms."""
+
     inputs = Mamba2Inputs
     kind, scan, saves_at_chunks, extend_in_graphs = "mamba2", "mamba2_chunk_scan", True, True
 

@@ -136,7 +136,7 @@ class ExtendSegment:
 
 @dataclass
 class ForwardMetadata:
-    """The plan of a step, and its segments, which its first layer makes.
+    """What the recurrent backends have planned for a batch, and its segments, which its first layer makes.
 
     Attributes:
         plans: chunk plans of extend rows, by chunk size.

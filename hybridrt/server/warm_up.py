@@ -17,8 +17,8 @@ from hybridrt.base.spans import EncoderInput, Span
 from hybridrt.base.structured_outputs import StructuredOutputs
 from hybridrt.base.vision import VisionSpec
 from hybridrt.engine.api.async_llm import AsyncLLM
-from hybridrt.engine.request.intake import SpansPrompt
 from hybridrt.engine.request.outputs import RequestOutput
+from hybridrt.engine.request.prompts import SpansPrompt
 from hybridrt.runtime.sampling.sampler import EVERY_DRAW
 from hybridrt.speculative.drafter import AdaptiveDrafter
 
@@ -51,7 +51,7 @@ async def warm_up(llm: AsyncLLM) -> None:
         _keep_spare_memory(llm.llm.device)
     else:
         await llm.complete([0], SamplingParams(max_tokens=_OUTPUT))  # shows that the engine works
-    if llm.llm.engine.target is not None:
+    if llm.llm.engine.policy is not None:
         sizes = _PROMPTS if llm.llm.device.type == "cuda" else _PROMPTS[:3]
         await _time_steps(llm, [size for size in sizes if size <= max_prompt])
 

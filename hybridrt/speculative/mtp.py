@@ -50,6 +50,8 @@ def _row(request: DraftRequest) -> DraftRow:
 
 
 class MTPMethod(DraftMethod):
+    """Drafts by the checkpoint's prediction head."""
+
     on_device = True
 
     def attach(self, model: CausalLM) -> None:

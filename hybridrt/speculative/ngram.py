@@ -90,6 +90,8 @@ class NgramDrafter(Drafter):
 
 
 class NgramMethod(DraftMethod):
+    """Drafts by prompt lookup."""
+
     def drafter(self, runner: DraftTarget, everywhere: Everywhere) -> Drafter:
         assert runner.config.speculative is not None
         return NgramDrafter(topk=runner.config.speculative.topk, excluded=runner.model_config.image_tokens.keys())

@@ -75,7 +75,8 @@ class Failed(Message):
     error: Text
 
 
-class Pong(Message): ...
+class Pong(Message):
+    """The answer to a Ping."""
 
 
 class Joined(Message):

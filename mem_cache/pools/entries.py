@@ -70,6 +70,7 @@ class Handles(Sequence[Handle]):
         return indices_of(self.keys).astype(np.int32)
 
     def at(self, mask: np.ndarray) -> "Handles":
+        """The handles where `mask` [n] bool is True."""
         return Handles.of_keys(self.keys[mask])
 
     def extend(self, handles: Sequence[Handle]) -> None:
@@ -86,6 +87,7 @@ class Handles(Sequence[Handle]):
         self.extend((handle,))
 
     def cut(self, count: int) -> "Handles":
+        """Takes the last `count` handles off, and returns them."""
         taken = self[self._size - count :]
         self._size -= count
         return taken

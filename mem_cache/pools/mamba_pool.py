@@ -26,7 +26,8 @@ Upload = Callable[[tuple[np.ndarray, ...]], Sequence[torch.Tensor]]
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's views into the pool. Fields are None in state modes that do not use them.
+    """One layer's views into the pool, or those of a stack of layers, with a dimension more in front. Fields
+    are None in state modes that do not use them.
 
     Attributes:
         conv: [S + 1, conv_dim, Wc] ring of raw conv inputs; a token's column is its position mod
@@ -60,10 +61,12 @@ class LayerCache:
 
     @property
     def state(self) -> torch.Tensor:
+        """[S + 1, *temporal] states as kernels read them."""
         return self.temporal if self.states is None else self.states
 
     @property
     def ring(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`ring_values`, `ring_keys` and `ring_gates`, in a state mode that has them."""
         assert self.ring_values is not None and self.ring_keys is not None and self.ring_gates is not None
         return self.ring_values, self.ring_keys, self.ring_gates
 
@@ -247,6 +250,7 @@ class MambaPool:
         self._write_slots(torch.full_like(self.req_to_state_slot[:1], slot), length, parts)
 
     def slot_parts(self) -> Iterator[SlotPart]:
+        """What `read_slot` yields, in its order."""
         for layer_id in self.layer_ids:
             cache, shape = self._caches[layer_id], self._shapes[layer_id]
             yield SlotPart(layer_id, (1, shape.conv_dim, shape.conv_kernel - 1), cache.conv.dtype)

@@ -69,6 +69,7 @@ class MambaPoolSpec:
         return ring_width(self.tokens_per_step) - self.tokens_per_step + 1
 
     def slot_shapes(self, shape: StateShape) -> Shapes:
+        """The shapes and dtypes of one slot of a layer, by fields of LayerCache."""
         conv = (shape.conv_dim, shape.conv_width(self.tokens_per_step))
         return {"conv": (conv, self.conv_dtype), "temporal": stored_state(shape, self.state_dtype)}
 
@@ -89,9 +90,11 @@ class MambaPoolSpec:
         return shapes
 
     def layer_bytes(self, shape: StateShape) -> int:
+        """Bytes of one slot and of one running row, in one layer."""
         return _nbytes(self.slot_shapes(shape)) + _nbytes(self.row_shapes(shape))
 
     def slot_bytes(self) -> int:
+        """Bytes of one slot, in all layers."""
         return sum(_nbytes(self.slot_shapes(s)) * len(ids) for s, ids in self.groups.items())
 
     def packed_slot_bytes(self) -> int:
@@ -103,6 +106,7 @@ class MambaPoolSpec:
         )
 
     def image_bytes(self) -> int:
+        """Bytes of one slot's state in an image, each tensor aligned."""
         return sum(
             len(ids) * (aligned(shape.conv_dim * (shape.conv_kernel - 1) * self.conv_dtype.itemsize)
                         + aligned(_nbytes({"temporal": stored_state(shape, self.state_dtype)})))

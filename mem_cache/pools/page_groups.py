@@ -62,6 +62,7 @@ class PageDemand:
     back: int = 0
 
     def whole(self, num_tokens: int) -> int:
+        """Pages of so many tokens, without a window."""
         return -(-num_tokens // self.page_size)
 
     def least(self, num_tokens: int) -> int:

@@ -76,6 +76,7 @@ class CacheSubscription:
         self._ring = deque[CacheEvent](maxlen=limit)
 
     def put(self, event: CacheEvent) -> None:
+        """Adds an event. The oldest one is lost, and counted in `missed`, if `limit` events wait."""
         self._ring.append(event)
 
     def read(self) -> list[CacheEvent]:
@@ -91,6 +92,7 @@ class CacheSubscription:
         return found
 
     def close(self) -> None:
+        """Drops the events that were not read. No later ones come."""
         self.closed = True
         self._ring.clear()
 

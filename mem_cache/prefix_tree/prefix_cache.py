@@ -53,6 +53,7 @@ class Gone:
             self.log.state(self._what, node)
 
     def entries(self) -> CacheEntries:
+        """All that was collected."""
         return CacheEntries(pages_of(np.concatenate(self._sets)), self.states)
 
 

@@ -344,6 +344,7 @@ class RadixCache:
 
     @property
     def num_within(self) -> int:
+        """States within answers."""
         return len(self._worths.answers)
 
     @property
@@ -365,6 +366,7 @@ class RadixCache:
     # -- events
 
     def collect(self, what: What = "lost") -> Gone:
+        """Begins an operation on the tree, which `given_up` ends: collects the entries that change owners."""
         log = EntryLog(self.page_size, self.lookahead) if self.events.readers else None
         return Gone(len(self.windows), log, what)
 

@@ -83,14 +83,17 @@ class Node:
 
     @property
     def hidden(self) -> bool:
+        """No match finds it: it, or a node above, was dropped."""
         return any(node.first < 0 for node in self.path)
 
     @property
     def found(self) -> "list[Node]":
+        """The children that matches may find."""
         return [child for first, child in self.children.items() if first >= 0]
 
     @property
     def path(self) -> "Iterator[Node]":
+        """This node and those above it, deepest first, without the root."""
         node = self
         while node.parent is not None:
             yield node
@@ -152,10 +155,12 @@ def leaves_prompt(edges: Collection[Node], known: int) -> bool:
 
 
 def is_idle_leaf(node: Node) -> bool:
+    """Nothing is below the node, and no request reads it: sets can be taken off its end."""
     return node.parent is not None and not node.children and not node.readers
 
 
 def has_idle_state(node: Node) -> bool:
+    """The node has a state that no request reads."""
     return node.state is not None and not node.state_readers
 
 

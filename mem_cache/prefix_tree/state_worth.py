@@ -129,6 +129,8 @@ class StateWorths:
         return None
 
     def enlist(self, node: Node) -> None:
+        """Ranks a node's state by its present worth, if it can be evicted. Old ranks stay in the heap, and are
+        skipped."""
         if self._is_ranked(node):
             heapq.heappush(self._heap, (self.worth_of(node), next(self._order), node))
         if len(self._heap) > 64 + 4 * len(self._states):
@@ -187,12 +189,14 @@ class StateWorths:
             self._rank(node)
 
     def used(self, node: Node) -> None:
+        """A request starts from the state of a node."""
         self._needed(node)
         self.classes[node.kind].used += not node.hits
         self._compare_classes()
         node.base, node.passed, node.hits = self.inflation, False, node.hits + 1
 
     def left(self, node: Node) -> None:
+        """A request no longer reads a node: the nearest state on its path may be evicted."""
         state = next((step for step in node.path if step.state is not None), None)
         if state is not None:
             self.enlist(state)
@@ -215,6 +219,7 @@ class StateWorths:
         self.enlist(node)
 
     def forget(self, arrival: int) -> None:
+        """The request of this number waits for no state any more."""
         node = self._awaited.pop(arrival, None)
         if node is not None:
             node.awaited.discard(arrival)
@@ -247,5 +252,6 @@ def state_before(node: Node, within_answers: bool = False) -> Node | None:
 
 
 def saved_tokens(node: Node) -> int:
+    """Tokens that must be computed again if the state of a node is evicted: those after the state before it."""
     before = state_before(node)
     return node.end - (before.end if before else 0)

@@ -67,6 +67,7 @@ class WaitingTexts:
 
 
 def in_common(a: np.ndarray, b: np.ndarray) -> int:
+    """How many first entries of a [n] and b [m] are equal."""
     n = min(len(a), len(b))
     differ = a[:n] != b[:n]
     first = int(differ.argmax()) if n else 0

@@ -54,8 +54,8 @@ def test_no_step_seems_to_end_at_once_although_the_host_reads_it_late() -> None:
     times = simulate_serving.StepTimes((), noise=0.0)
     device = simulate_serving.SimulatedDevice(times, 0)
     engine = simulate_serving.engine(device, times, 4096, 50.0, 8)
-    assert engine.target is not None
-    with mock.patch.object(engine.target.cost, "observe") as observe:
+    assert engine.policy is not None
+    with mock.patch.object(engine.policy.cost, "observe") as observe:
         serve(engine, [Work([5] * 600, SamplingParams(max_tokens=20), 0.03 * i) for i in range(8)], device)
     took = [(call.args[1], len(call.args[0])) for call in observe.call_args_list]
     assert min(seconds / steps for seconds, steps in took) > 4e-3 and max(steps for _, steps in took) > 1

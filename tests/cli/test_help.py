@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import shellingham
+import typer
 from typer.testing import CliRunner
 
 from hybridrt.cli.app import app
@@ -55,6 +56,15 @@ def test_arguments_are_shown_without_types_of_python(command: str) -> None:
     lines = text.partition("Arguments:\n")[2].partition("\n\n")[0].splitlines()
     assert lines and not [line for line in lines if "str" in line.split("  ")[1]], lines
     assert ("[embedded]" in lines[0]) == (command == "serve")
+
+
+def test_lists_of_commands_and_defaults_are_shown_in_one_form() -> None:
+    """A summary that is too long for 80 columns would end in "..."."""
+    commands = {*typer.main.get_command(app).commands} - {"bench"}  # type: ignore[attr-defined]
+    for words in ([], ["bench"], *([name] for name in sorted(commands)), ["bench", "serve"], ["bench", "offline"]):
+        text = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "80"}).stdout
+        assert "Usage" in text and "..." not in text.partition("Commands:\n")[2], words
+        assert "[default:" not in text, words
 
 
 def test_a_router_has_no_options_of_an_engine() -> None:

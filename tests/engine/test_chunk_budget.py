@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hybridrt import LLM, AsyncLLM, EngineConfig, SamplingParams
 from hybridrt.base.errors import ConfigError
 from hybridrt.engine.core.policy_scheduler import PolicyScheduler
-from hybridrt.engine.core.scheduler import ScheduledStep, Scheduler
+from hybridrt.engine.core.scheduled_step import ScheduledStep
+from hybridrt.engine.core.scheduler import Scheduler
 from hybridrt.engine.core.step_cost import GRAPH_GAIN, LEAST_TOKENS, ChunkBudget, StepCost, StepWork
 from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.runtime.step.pack_padded import Bucket, make_buckets
@@ -415,7 +416,7 @@ def test_a_server_has_measured_steps_before_it_is_ready(tmp_path: Any) -> None:
     path = str(write_tiny(tmp_path, falcon(), tokenizer=False))
     with AsyncLLM(path, device="cpu", load_format="dummy", target_itl_ms=50, max_running_requests=4) as llm:
         asyncio.run(warm_up(llm))
-        target = llm.llm.engine.target
+        target = llm.llm.engine.policy
         assert target is not None and target.cost.max_prompt_tokens >= 100
         seconds = [target.cost.predict(StepWork(2, 60).with_chunk(0, n)) for n in (16, 100)]
         assert None not in seconds and 0 < seconds[0] <= seconds[1]  # type: ignore[operator]

@@ -163,7 +163,7 @@ def test_an_engine_with_a_target_says_how_long_a_step_may_be_put_off() -> None:
     rig.add([1], max_tokens=30, ignore_eos=True)
     rig.step()
     assert rig.engine.spare_seconds() == 0.0, "there is no target"
-    rig.engine.target = target = TrafficPolicy(1.0, clock=lambda: 0.0)
+    rig.engine.policy = target = TrafficPolicy(1.0, clock=lambda: 0.0)
     target.cost.predict = lambda work: 2.0  # type: ignore[method-assign]
     assert 1.5 < rig.engine.spare_seconds() < 2.0
     rig.executor.run_oldest()

@@ -64,7 +64,7 @@ def test_short_requests_go_on_beside_it(target: float | None) -> None:
     device = Chunks()
     itl = None if target is None else TrafficPolicy(target, clock=device.monotonic)
     pools = CacheCoordinator(4, 4, [2 * MILLION // PAGE_SIZE], [PageDemand(PAGE_SIZE)])
-    engine = Engine(device, pools, EngineLimits(VOCAB, MILLION, CHUNK), target=itl)
+    engine = Engine(device, pools, EngineLimits(VOCAB, MILLION, CHUNK), policy=itl)
     draw, length = random.Random(0), MILLION - 64
     short = SamplingParams(max_tokens=MILLION // 2, ignore_eos=True)
     engine.add_request([5] * 100, short, "short")

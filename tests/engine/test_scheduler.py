@@ -7,7 +7,8 @@ import pytest
 from hybridrt.base.errors import PoolError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
-from hybridrt.engine.core.scheduler import ScheduledStep, Scheduler
+from hybridrt.engine.core.scheduled_step import ScheduledStep
+from hybridrt.engine.core.scheduler import Scheduler
 from hybridrt.engine.request.outputs import RequestMetrics
 from hybridrt.engine.request.sample_request import Request
 from hybridrt.mem_cache.pools.page_groups import PageDemand

@@ -34,17 +34,17 @@ def test_mamba2(compiled: Compiler) -> None:
     way. Their registers are full, and a few addresses are parked."""
     usages = compiled("mamba2")
     expected = {
-        "_update_kernel", "_stream_kernel", "_fold_kernel", "_states_kernel", "_outputs_kernel", "_varlen_kernel",
-        "_walk_kernel",
+        "_state_update_kernel", "_mamba2_stream_kernel", "_fold_kernel", "_few_tokens_states_kernel",
+        "_mamba2_outputs_kernel", "_conv_varlen_kernel", "_fixed_decay_walk_kernel",
     }  # fmt: skip
     assert {u["kernel"] for u in usages} >= expected
-    walks = [u for u in usages if u["kernel"] == "_walk_kernel"]
+    walks = [u for u in usages if u["kernel"] == "_fixed_decay_walk_kernel"]
     assert len(walks) == 4
-    check(walks, SHARED, {"_walk_kernel": 72})
+    check(walks, SHARED, {"_fixed_decay_walk_kernel": 72})
     # The outputs of 257 to 512 tokens with states of 256 columns have all registers that there are. Triton 3.6, which
     # their tiles were measured with, parks nothing, and Triton 3.9 eight numbers.
     parked = 0 if triton.__version__.startswith("3.6.") else 32
-    check([u for u in usages if u not in walks], SHARED // 2, {"_outputs_kernel": parked})
+    check([u for u in usages if u not in walks], SHARED // 2, {"_mamba2_outputs_kernel": parked})
 
 
 @pytest.mark.slow
@@ -52,10 +52,15 @@ def test_mamba1(compiled: Compiler) -> None:
     """The scan keeps a channel in one thread, so that its loops over tokens need no shared memory and so few registers
     that twenty programs share a multiprocessor's 64 K."""
     usages = compiled("mamba1")
-    assert {u["kernel"] for u in usages} == {"_update_kernel", "_chunks_kernel", "_heads_kernel", "_outputs_kernel"}
+    assert {u["kernel"] for u in usages} == {
+        "_mamba1_update_kernel",
+        "_mamba1_chunks_kernel",
+        "_mamba1_heads_kernel",
+        "_mamba1_outputs_kernel",
+    }
     check(usages, 2048)
     for usage in usages:
-        loop = usage["kernel"] in ("_chunks_kernel", "_outputs_kernel")
+        loop = usage["kernel"] in ("_mamba1_chunks_kernel", "_mamba1_outputs_kernel")
         assert usage["registers"] <= (100 if loop else 168), usage
         assert not loop or usage["shared"] == 0, usage
 
@@ -93,9 +98,9 @@ def test_products_of_quantised_inputs(compiled: Compiler) -> None:
 def test_attention_gated_delta_net_experts_and_sampling(compiled: Compiler) -> None:
     usages = compiled("others")
     expected = {
-        "_decode_kernel",
-        "_gather_kernel",
-        "_extend_kernel",
+        "_attention_decode_kernel",
+        "_attention_gather_kernel",
+        "_attention_extend_kernel",
         "_argmax_kernel",
         "_grouped_kernel",
         "_few_kernel",
@@ -116,17 +121,18 @@ def test_latent_attention(compiled: Compiler) -> None:
     prompt does too; Triton 3.9 parks two numbers of it."""
     usages = compiled("latent")
     count = Counter(u["kernel"] for u in usages)
-    assert count["_decode_kernel"] == count["_extend_kernel"] == 8 and count["_write_kernel"] == 2
-    check(usages, SHARED, {"_extend_kernel": 8})
+    assert count["_attention_decode_kernel"] == count["_attention_extend_kernel"] == 8
+    assert count["_write_latent_kernel"] == 2
+    check(usages, SHARED, {"_attention_extend_kernel": 8})
 
 
 @pytest.mark.slow
 def test_latent_attention_of_absorbed_prompts(compiled: Compiler) -> None:
     """Four warps have all registers that there are, and Triton 3.9 parks some. With Triton 3.6 no tile of eleven was
     faster."""
-    usages = [u for u in compiled("absorbed") if u["kernel"] == "_extend_kernel"]
+    usages = [u for u in compiled("absorbed") if u["kernel"] == "_attention_extend_kernel"]
     assert len(usages) == 1
-    check(usages, SHARED, {"_extend_kernel": 776})
+    check(usages, SHARED, {"_attention_extend_kernel": 776})
 
 
 @pytest.mark.soak
@@ -134,8 +140,13 @@ def test_attention_over_codes(compiled: Compiler) -> None:
     """Tiles are so small that converted numbers stay in registers. ptxas parks an address of one decode kernel, and of
     256 queries of a long prompt over latent vectors two numbers, as with plain ones."""
     usages = compiled("codes")
-    assert {u["kernel"] for u in usages} >= {"_decode_kernel", "_extend_kernel", "_write_kernel", "_rotary_kernel"}
-    check(usages, SHARED, {"_decode_kernel": 8, "_extend_kernel": 8})
+    assert {u["kernel"] for u in usages} >= {
+        "_attention_decode_kernel",
+        "_attention_extend_kernel",
+        "_write_latent_kernel",
+        "_rotary_kernel",
+    }
+    check(usages, SHARED, {"_attention_decode_kernel": 8, "_attention_extend_kernel": 8})
 
 
 @pytest.mark.slow
@@ -145,6 +156,7 @@ def test_states_in_8_bits(compiled: Compiler) -> None:
     usages = compiled("states")
     assert {u["kernel"] for u in usages} >= {
         "_stream_kernel",
+        "_mamba2_stream_kernel",
         "_few_kernel",
         "_fold_kernel",
         "_fold_words_kernel",
@@ -152,9 +164,8 @@ def test_states_in_8_bits(compiled: Compiler) -> None:
         "_store_kernel",
     }
     check(usages, SHARED // 4)
-    assert all(
-        u["registers"] <= 104 for u in usages if u["kernel"] in ("_stream_kernel", "_few_kernel", "_store_kernel")
-    )
+    decoding = ("_stream_kernel", "_mamba2_stream_kernel", "_few_kernel", "_store_kernel")
+    assert all(u["registers"] <= 104 for u in usages if u["kernel"] in decoding)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def runner_of(hand: ByHand, max_bs: int = ROWS, **changes: Any) -> GraphRunner:
     last_tokens[0] = 0
     graphs = GraphRunner(
         model=hand.model, backend=hand.backend, req_to_token_pool=hand.pools.req_to_token, last_tokens=last_tokens,
-        max_bs=max_bs, **{"tokens": tokens, **changes},
+        max_bs=max_bs, **{"tokens_per_row": tokens, **changes},
     )  # fmt: skip
     graphs.capture()
     replay = graphs.replay
@@ -232,7 +232,7 @@ def test_decode_and_verify_graphs_share_a_backend(checkpoints: CheckpointStore) 
     """Steps with drafts and steps without alternate, each with its own buffers."""
     hand, eager, lengths = twins(checkpoints["falcon-plain"].path, "intermediate", 3)
     verify = runner_of(hand)
-    decode = runner_of(hand, tokens=1, max_bs=4)
+    decode = runner_of(hand, tokens_per_row=1, max_bs=4)
     generator = torch.Generator().manual_seed(2)
     for tokens, chosen in ((3, (4, 2, 1, 5, 6)), (1, (2, 4)), (3, (3,)), (1, (6, 5, 4, 3)), (3, (1, 2))):
         rows = [Row(row, lengths[row], [10 + row, *random_tokens(generator, tokens - 1)]) for row in chosen]

@@ -97,7 +97,7 @@ def test_verified_tokens_are_not_drawn(path: str) -> None:
     with pytest.raises(ConfigError, match="steps of 3 tokens a row: leave draw out"):
         GraphRunner(
             model=made.model, backend=made.backend, req_to_token_pool=made.pools.req_to_token,
-            last_tokens=made.last_tokens, max_bs=1, tokens=3, draw=lambda *_: None,
+            last_tokens=made.last_tokens, max_bs=1, tokens_per_row=3, draw=lambda *_: None,
         )  # fmt: skip
 
 

@@ -129,9 +129,9 @@ def test_graphs_and_eager_steps_pack_rows_alike(tree: bool) -> None:
     assert padded.new_pages.tolist() == [[-1]] * 8
     assert padded.drafts is not None
     assert padded.drafts.tokens.tolist()[:3] == [[7, 8], [0, 0], [1, 0]]
-    assert (padded.drafts.parents is None) == (padded.drafts.ancestors is None) == (not tree)
-    if padded.drafts.parents is not None and padded.drafts.ancestors is not None:
-        assert padded.drafts.parents.tolist()[2:4] == [[-1, 0, 1], [-1, 0, 1]]
+    assert (padded.drafts.predecessors is None) == (padded.drafts.ancestors is None) == (not tree)
+    if padded.drafts.predecessors is not None and padded.drafts.ancestors is not None:
+        assert padded.drafts.predecessors.tolist()[2:4] == [[-1, 0, 1], [-1, 0, 1]]
         assert padded.drafts.ancestors.tolist()[0] == [0b1, 0b11, 0b111]
 
 

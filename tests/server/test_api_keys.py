@@ -116,7 +116,7 @@ def test_requests_belong_to_the_clients_of_their_keys(embedded: LLM, monkeypatch
 def test_clients_of_an_llm(monkeypatch: pytest.MonkeyPatch) -> None:
     llm, _ = make(monkeypatch, client_weights={"web": 2.0}, target_itl_ms=1e3)
     found, params = noted_clients(monkeypatch), SamplingParams(max_tokens=1)
-    assert llm.engine.target is not None and llm.engine.target.weights == {"web": 2.0}
+    assert llm.engine.policy is not None and llm.engine.policy.weights == {"web": 2.0}
     llm.generate([[1, 2], [3]], params, client="web")
     list(llm.stream([1, 2], params, client="batch"))
     llm.generate([1, 2], params)

@@ -33,7 +33,7 @@ from hybridrt.runtime.precompile.pretend_gpu import CompilingDriver
 from hybridrt.runtime.precompile.triton_key import TritonKey, use_key
 
 GPU = KNOWN["h200"]
-NAMES = ("_rms_norm_kernel", "_states_kernel")  # _states_kernel has tuples
+NAMES = ("_rms_norm_kernel", "_few_tokens_states_kernel")  # _few_tokens_states_kernel has tuples
 
 
 def found(config: EngineConfig) -> list[Kernel]:

@@ -81,7 +81,7 @@ class Rig:
         limits = EngineLimits(vocab, max_model_len, chunk, (EOS,))
         self.drafter = drafter = MockDrafter(drafts, vocab, windows, self.executor.has_state) if drafts else None
         self.engine = Engine(
-            self.executor, self.pools, limits, tokenizer, overlap=overlap, seed=seed, drafter=drafter, target=policy
+            self.executor, self.pools, limits, tokenizer, overlap=overlap, seed=seed, drafter=drafter, policy=policy
         )
         self.outputs = Samples()
 

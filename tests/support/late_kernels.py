@@ -20,7 +20,7 @@ from triton.runtime.driver import driver
 
 from hybridrt import LLM, SamplingParams, SpeculativeConfig
 from hybridrt.base.device import KNOWN
-from hybridrt.engine.core.scheduler import ScheduledStep
+from hybridrt.engine.core.scheduled_step import ScheduledStep
 from hybridrt.engine.grammar.matcher import Matcher
 from hybridrt.runtime.load import build
 from hybridrt.runtime.precompile import compile_ahead, pretend_gpu

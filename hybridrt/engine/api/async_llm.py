@@ -31,8 +31,9 @@ from hybridrt.engine.api.engine_loop import EngineLoop, StepMessage
 from hybridrt.engine.api.image_prompts import takes_time
 from hybridrt.engine.api.lanes import INLINE, Lane, Lanes, in_parts, is_quick, lane_of, size_of
 from hybridrt.engine.api.llm import LLM
-from hybridrt.engine.request.intake import Known, PreparedPrompt, Prompt, check_client, check_name, check_prepared
+from hybridrt.engine.request.intake import LatestParams, PreparedPrompt, check_client, check_name, check_prepared
 from hybridrt.engine.request.outputs import Delta, RequestOutput, whole_output
+from hybridrt.engine.request.prompts import Prompt
 
 _DRAIN_CHECK_SECONDS = 0.05
 MAX_PATCH_BYTES = 2**31  # of images of all requests that have not ended
@@ -100,10 +101,12 @@ class AsyncLLM:
 
     @property
     def failure(self) -> UnavailableError | None:
+        """Why the engine takes no more requests; None while it does."""
         return self._loop.error
 
     @property
     def unfinished(self) -> int:
+        """Samples that have not ended, running or waiting."""
         return self._loop.unfinished
 
     @property
@@ -134,16 +137,16 @@ class AsyncLLM:
         sees = any(map(takes_time, prompts))
         inline = sum(sizes) <= INLINE and is_quick(params) and not sees
         lane: Lane = "images" if sees else "compile" if compiles else lane_of(sum(sizes))
-        known, found = Known(), list[PreparedPrompt]()
+        latest, found = LatestParams(), list[PreparedPrompt]()
         for start, end in in_parts(sizes):
-            work = partial(self._prepare_some, prompts[start:end], params, known, client)
+            work = partial(self._prepare_some, prompts[start:end], params, latest, client)
             found += work() if inline else await self.in_thread(work, lane=lane, client=client)
         return found
 
     def _prepare_some(
-        self, prompts: Sequence[Prompt], params: SamplingParams, known: Known, client: str
+        self, prompts: Sequence[Prompt], params: SamplingParams, latest: LatestParams, client: str
     ) -> list[PreparedPrompt]:
-        return [self.llm.engine.intake.prepare(each, params, known) for each in self.llm.with_spans(prompts, client)]
+        return [self.llm.engine.intake.prepare(each, params, latest) for each in self.llm.with_spans(prompts, client)]
 
     async def in_thread(self, work: Callable[..., Any], *arguments: Any, lane: Lane = "text", client: str = "") -> Any:
         """Runs work (tokenising, a chat template) in a thread of a lane, so that the event loop
@@ -316,6 +319,7 @@ class AsyncLLM:
         return True
 
     def stream_of(self, request_id: str) -> DeltaStream | None:
+        """The stream that reads a running request; None if there is none of this id. RequestError if it is no id."""
         check_name(request_id)
         return self._streams.get(request_id)
 

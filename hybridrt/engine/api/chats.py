@@ -13,8 +13,9 @@ from hybridrt.chat.conversation import Conversation, read_conversation
 from hybridrt.chat.events import Event, ToolCall
 from hybridrt.chat.sizes import is_large
 from hybridrt.engine.core.engine import Engine
-from hybridrt.engine.request.intake import PreparedPrompt, Prompt
+from hybridrt.engine.request.intake import PreparedPrompt
 from hybridrt.engine.request.outputs import Delta, RequestMetrics, RequestOutput
+from hybridrt.engine.request.prompts import Prompt
 from hybridrt.engine.text.tokenizer import HFTokenizer, encode_prompt
 from hybridrt.images.reader import ImageReader
 
@@ -204,6 +205,7 @@ class ChatOutput:
         return [self, *self.siblings]
 
     def message(self) -> dict[str, Any]:
+        """The answer as a message in OpenAI's form, to be appended to the conversation's `messages`."""
         calls = [
             {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
             for c in self.tool_calls

@@ -39,8 +39,9 @@ from hybridrt.engine.api.sampling_defaults import default_sampling_params
 from hybridrt.engine.core.engine import Engine
 from hybridrt.engine.core.load_engine import load_engine, read_tokenizer
 from hybridrt.engine.replicas.replicated_engine import ReplicatedEngine
-from hybridrt.engine.request.intake import PreparedPrompt, Prompt, check_client
+from hybridrt.engine.request.intake import PreparedPrompt, check_client
 from hybridrt.engine.request.outputs import Delta, DeltaQueue, RequestOutput, whole_output
+from hybridrt.engine.request.prompts import Prompt
 from hybridrt.engine.text.tokenizer import HFTokenizer
 from hybridrt.images.reader import image_reader
 from hybridrt.parallel.tensor_parallel import TensorParallelExecutor, check_shards, check_world
@@ -152,6 +153,7 @@ class LLM(PrefixCacheCalls):
 
     @property
     def engine(self) -> Engine:
+        """The engine, for callers with a loop of their own. EngineError after `close`."""
         if self._engine is None:
             raise EngineError("this LLM is closed; build a new one")
         self._engine.turns.check_process()

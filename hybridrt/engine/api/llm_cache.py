@@ -13,7 +13,7 @@ from hybridrt.base.turns import undisturbed
 from hybridrt.engine.cache.cache_dump import write_dump
 from hybridrt.engine.cache.session_file import Session
 from hybridrt.engine.core.engine import Engine
-from hybridrt.engine.request.intake import Prompt, text_or_ids
+from hybridrt.engine.request.prompts import Prompt, text_or_ids
 from hybridrt.engine.request.spans import cache_ids
 from hybridrt.mem_cache.prefix_tree.cache_events import EVENTS, CacheSubscription
 

@@ -208,6 +208,7 @@ class CacheCoordinator:
         return True
 
     def room_stamp(self) -> tuple[int, ...]:
+        """Numbers that differ from earlier ones if there may be new room since."""
         return self.rows.num_free, self.slots.most_free, self.pages.num_free, self._num_releases
 
     def grow(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
@@ -307,6 +308,7 @@ class CacheCoordinator:
         self.fetches.start(islice(waiting, LOOK_AHEAD), self.room_stamp(), headroom)
 
     def waits(self, request: Request) -> bool:
+        """Whether a request should wait, because a prefix of it is being copied from main memory."""
         return self.fetches is not None and self.fetches.awaited(request)
 
     def seal(self, plan: StepPlan, rows: Sequence[tuple[Request, int]] = ()) -> bool:
@@ -325,6 +327,7 @@ class CacheCoordinator:
         return self.prefixes.tier is not None and self.prefixes.tier.seal(plan)
 
     def launched(self, plan: StepPlan) -> None:
+        """Call after a sealed plan was launched: what it carries out is no longer pending."""
         if plan.moves:
             del self.donations[: len([move for move in plan.moves if move.when is When.FIRST])]
         if self.slabs is not None and plan.cleared:
@@ -339,6 +342,7 @@ class CacheCoordinator:
             self.prefixes.tier.clear("failed")
 
     def forget_prefixes(self) -> bool:
+        """Evicts all cached prefixes. False if running requests still read some."""
         if self.fetches is not None:
             self.fetches.cancel_all()
         return self.prefixes.reset()

@@ -77,10 +77,12 @@ class EmbeddingCache:
         return entry
 
     def pin(self, key: SpanKey, arrival: int) -> None:
+        """Keeps a span's rows for the request of this number."""
         self._entries[key].readers.add(arrival)
         self._pinned.setdefault(arrival, set()).add(key)
 
     def unpin(self, key: SpanKey, arrival: int) -> None:
+        """The request of this number has read the rows."""
         if key in (pinned := self._pinned.get(arrival, set())):
             pinned.remove(key)
             self._entries[key].readers.remove(arrival)

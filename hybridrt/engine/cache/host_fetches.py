@@ -67,6 +67,7 @@ class HostFetches:
         return bool(self._fetches)
 
     def awaited(self, request: Request) -> bool:
+        """Whether a request should still wait for its fetch."""
         fetch = self._fetches.get(request.arrival)
         return fetch is not None and time.monotonic() < fetch.deadline
 

@@ -61,6 +61,7 @@ class HostTier:
         return self._ticket
 
     def has_copied(self, ticket: int) -> bool:
+        """Whether the copies up to this ticket were launched and have ended."""
         return not any(copy.ticket <= ticket for copy in self._pending) and self._copied(ticket)
 
     def offer(self, tokens: np.ndarray, pages: PageSets, states: Mapping[int, Handle], key: CacheKey) -> None:

@@ -268,6 +268,7 @@ class PrefixStore(CacheRoom):
         return length if self.tree.recurrent else length + self.tree.lookahead
 
     def length_of(self, num_tokens: int) -> int:
+        """The length of a prefix with `num_tokens` known ids: the inverse of `known_at`."""
         return num_tokens if self.tree.recurrent else num_tokens - self.tree.lookahead
 
     def make_room(self, pages: Sequence[int], slots: int) -> bool:
@@ -275,6 +276,7 @@ class PrefixStore(CacheRoom):
         return not any(self.room_left.shortages([*pages, slots])) or self.evict_for(pages, slots)
 
     def reset(self) -> bool:
+        """Evicts everything that no request reads. False if something is left."""
         self.lost.texts.clear()
         if self.tier is not None:
             self.tier.clear("reset")
@@ -282,16 +284,19 @@ class PrefixStore(CacheRoom):
         return not self.pages.num_cached and not self.slots.num_cached
 
     def subscribe(self, limit: int) -> CacheSubscription:
+        """Later events of all tiers, after the present contents."""
         trees = [self.tree] if self.tier is None else [self.tree, self.tier.tree]
         return self.tree.events.subscribe([(tree.present(), tree.tier) for tree in trees], limit)
 
     def counters(self) -> dict[str, int]:
+        """Fields of EngineCounters."""
         held = {} if self.tier is None else {
             "host_pages": self.tier.pages.num_cached, "host_states": self.tier.slots.num_cached
         }  # fmt: skip
         return held | {f"cache_{name}": value for name, value in asdict(self.counts).items()}
 
     def totals(self) -> dict[str, int]:
+        """Fields of CacheDump: counts, and entries in main memory with their limits."""
         found = {"host_pages": 0, "host_pages_total": 0, "host_states": 0, "host_states_total": 0}
         if self.tier is not None:
             for name, pool in (("host_pages", self.tier.pages), ("host_states", self.tier.slots)):

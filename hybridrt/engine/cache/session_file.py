@@ -129,7 +129,7 @@ class SessionReader:
         self._path, self._identity = path, identity
         as_path("path", path, SessionError)
         if not stat.S_ISREG(os.stat(path).st_mode):
-            raise SessionError(f"{path} is not a regular file")
+            raise SessionError(f"{path} is not a regular file; pass the path of a session that save_session wrote")
         try:
             self._file = TensorFile(path, SESSION_HEADER_BYTES)
         except DamagedFileError as e:
@@ -177,7 +177,9 @@ class SessionReader:
         note = self._note(found)
         tokens, positions = found.pop(TOKENS).numpy(), found.pop(POSITIONS).tolist()
         if tokens.min() < 0 or without_keys(tokens).max(initial=0) >= vocab_size:
-            raise SessionError(f"{self._path} holds token ids outside the vocabulary of {vocab_size}")
+            raise SessionError(
+                f"{self._path} holds token ids outside the vocabulary of {vocab_size}: it was not saved with this model"
+            )
         ordered = [0, *positions, self.num_tokens + 1]
         if any(a >= b for a, b in pairwise(ordered)):
             raise SessionError(f"{self._path} holds states at {shown(positions)} of {self.num_tokens} tokens")
@@ -239,7 +241,7 @@ class SessionReader:
     def _described(self, name: str) -> tuple[tuple[int, ...], str]:
         entry = self._file.entries.get(name)
         if entry is None:
-            raise SessionError(f"{self._path} has no tensor {name!r}")
+            raise SessionError(f"{self._path} has no tensor {name!r}: it is damaged, save the session again")
         return entry.shape, entry.dtype
 
 

@@ -90,7 +90,9 @@ class Sessions:
         executor = self._executor
         runner = executor.runner if isinstance(executor, TensorParallelExecutor) else executor
         if not isinstance(runner, ModelRunner):
-            raise SessionError(f"the states of a {type(runner).__name__} cannot be copied")
+            raise SessionError(
+                f"the states of a {type(runner).__name__} cannot be copied: sessions need an engine over a ModelRunner"
+            )
         return runner
 
     @property

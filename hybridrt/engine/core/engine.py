@@ -28,12 +28,14 @@ from hybridrt.engine.core.hit_audit import EXACT_TOLERANCE, LOGPROBS, TOLERANCE,
 from hybridrt.engine.core.policy_scheduler import PolicyScheduler
 from hybridrt.engine.core.prefill_source import PrefillSource
 from hybridrt.engine.core.samples import Samples
-from hybridrt.engine.core.scheduler import ScheduledStep, Scheduler
+from hybridrt.engine.core.scheduled_step import ScheduledStep
+from hybridrt.engine.core.scheduler import Scheduler
 from hybridrt.engine.core.step_times import LAST_STEPS, StepsView, StepTime
 from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.engine.grammar.grammar_compiler import GrammarCompiler
-from hybridrt.engine.request.intake import EngineLimits, Intake, PreparedPrompt, Prompt, check_arrived, check_submission
+from hybridrt.engine.request.intake import EngineLimits, Intake, PreparedPrompt, check_arrived, check_submission
 from hybridrt.engine.request.outputs import Abandonment, Delta, DeltaQueue, EngineCounters
+from hybridrt.engine.request.prompts import Prompt
 from hybridrt.engine.request.sample_request import Request, derive_seed, new_samples
 from hybridrt.engine.request.spans import span_limits
 from hybridrt.engine.text.tokenizer import Tokenizer
@@ -64,13 +66,17 @@ class Engine:
     examines all objects of torch's import, for a tenth of a second or more between two steps.
 
     Args:
+        executor: runs the steps.
+        coordinator: lends rows, state slots and KV pages, and owns the prefix cache.
+        limits: what a request may ask.
         tokenizer: None: token ids go in and come out.
         overlap: launch a step before the tokens of the step before it are read.
         seed: seed of requests whose `SamplingParams.seed` is None. Request number i gets
             derive_seed(seed, i); sample k > 0 of a request with seed s gets derive_seed(s, k), and
             sample 0 gets s itself.
         drafter: proposes drafts for speculative decoding.
-        target: decides how long steps may take and which prompts they compute.
+        policy: decides how long steps may take and which prompts they compute (`target_itl_ms`). None:
+            first come, first served, up to the limits' `chunked_prefill_size`.
         encoder: plans the tasks of an encoder; None: requests have no spans.
 
     Attributes:
@@ -93,19 +99,19 @@ class Engine:
         overlap: bool = True,
         seed: int = 0,
         drafter: Drafter | None = None,
-        target: TrafficPolicy | None = None,
+        policy: TrafficPolicy | None = None,
         encoder: EncoderTasks | None = None,
     ) -> None:
         self.executor = executor
         self._coordinator, self.prefixes = coordinator, coordinator.prefixes
         compiler = GrammarCompiler(tokenizer, limits.vocab_size, limits.eos_token_ids)
         self.intake = Intake(limits, tokenizer, compiler, coordinator.check_fits)
-        self.target, self.drafter = target, drafter
+        self.policy, self.drafter = policy, drafter
         chunk = limits.chunked_prefill_size
         self._scheduler = (
             Scheduler(coordinator, chunk, drafter, encoder)
-            if target is None
-            else PolicyScheduler(coordinator, chunk, target, drafter, encoder)
+            if policy is None
+            else PolicyScheduler(coordinator, chunk, policy, drafter, encoder)
         )
         self._max_in_flight = 1 if overlap else 0
         self._seed = seed
@@ -155,7 +161,7 @@ class Engine:
         buckets = runner.prompt_graphs.captured if runner.prompt_graphs else ()
         engine = cls(
             split or runner, coordinator, limits, tokenizer, overlap=overlap, seed=config.seed, drafter=drafter,
-            target=TrafficPolicy.from_config(config, runner.device, buckets), encoder=encoder,
+            policy=TrafficPolicy.from_config(config, runner.device, buckets), encoder=encoder,
         )  # fmt: skip
         if config.request_log is not None:
             decode = None if tokenizer is None else partial(_piece, tokenizer)
@@ -172,6 +178,7 @@ class Engine:
         self.audits = Audits(chosen, self._samples, self._coordinator, self._change, self._audit_request)
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedPrompt:
+        """`Intake.prepare`: checks and tokenises, and queues nothing. Any thread may call it. Raises its errors."""
         return self.intake.prepare(prompt, params)
 
     def add_request(
@@ -293,8 +300,8 @@ class Engine:
         """Launches a step. If that fails, its requests fail."""
         try:
             self._launched.append((scheduled, self.executor.launch(scheduled.plan)))
-            if self.target is not None:
-                self.target.note_launch(scheduled.plan, scheduled.launched)
+            if self.policy is not None:
+                self.policy.note_launch(scheduled.plan, scheduled.launched)
             self._coordinator.launched(scheduled.plan)
             self._samples.totals.count_launch(scheduled.plan)
         except Exception as e:
@@ -353,6 +360,7 @@ class Engine:
             return self._end(self._samples.samples_of_request(request_id), self._samples.abort)
 
     def abort_all(self) -> None:
+        """`abort` of every request."""
         with self.turns.now:
             self._end(self._samples.all(), self._samples.abort)
 
@@ -363,6 +371,7 @@ class Engine:
         self._abandoned.note(queue)
 
     def fail(self, request_id: str, cause: BaseException) -> bool:
+        """As `abort`, but the samples' last deltas have an EngineError that names the cause."""
         with self.turns.now:
             return self._end(
                 self._samples.samples_of_request(request_id), lambda request: self._samples.fail(request, cause)
@@ -377,6 +386,7 @@ class Engine:
         return min((len(request.output) - len(request.params.resume_token_ids) for request in samples), default=None)
 
     def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes. False if running requests still read some, which stay."""
         with self.turns.now, self._change:
             return self._coordinator.forget_prefixes()
 
@@ -387,10 +397,13 @@ class Engine:
         return layout if self.prefixes.keeps else None
 
     def cache_events(self, limit: int) -> CacheSubscription:
+        """A reader of what the prefix cache gains and loses from now on, after its present contents. At most
+        `limit` events wait for it."""
         with self.turns.now:
             return self.prefixes.subscribe(limit)
 
     def cache_dump(self, *, text: bool = False) -> CacheDump:
+        """The prefix cache at this moment. `text`: nodes have their text too, if there is a tokenizer."""
         with self.turns.now:
             decode = self.intake.tokenizer.decode if text and self.intake.tokenizer is not None else None
             return cache_dump(self._coordinator, decode)
@@ -418,18 +431,19 @@ class Engine:
         `target_itl_ms`.
         """
         with self.turns.now:
-            if self.target is None or not self.device_is_busy():
+            if self.policy is None or not self.device_is_busy():
                 return 0.0
             step, handle = self._launched[-1]
-            return 0.0 if handle.needs_masks else self.target.spare_seconds(step.plan, step.launched)
+            return 0.0 if handle.needs_masks else self.policy.spare_seconds(step.plan, step.launched)
 
     def wait_seconds(self) -> float:
         """Predicted seconds until the prompts of all requests are computed: 0 without
         `target_itl_ms`. Any thread may call it.
         """
-        return 0.0 if self.target is None else self.target.wait_seconds
+        return 0.0 if self.policy is None else self.policy.wait_seconds
 
     def counters(self) -> EngineCounters:
+        """Totals since the engine was built, and what runs now. Any thread may call it."""
         scheduler, pools = self._scheduler, self._coordinator
         return replace(
             self._samples.totals,
@@ -445,7 +459,7 @@ class Engine:
             cached_pages=pools.pages.num_cached - pools.pages.num_locked,
             **(self.audits.chosen.counters() if self.audits else {}),
             **({} if scheduler.encoder is None else scheduler.encoder.counters()),
-            step_cost_error=self.target.cost.error if self.target else None,
+            step_cost_error=self.policy.cost.error if self.policy else None,
             **pools.prefixes.counters(),
         )
 

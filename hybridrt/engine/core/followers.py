@@ -70,6 +70,7 @@ class Followers:
         return best if best.end >= known + LEAST_SHARED else None
 
     def hold(self, request: Request, place: Place) -> None:
+        """Makes a request wait until its leader has computed the prompt up to the place, and leaves a state there."""
         place.leader.leads = True
         self._store.leave_at(place.leader, place.end)
         self._held.setdefault(place.leader.arrival, []).append((request, place.end))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hybridrt.base.errors import GrammarError
-from hybridrt.engine.core.scheduler import ScheduledStep
+from hybridrt.engine.core.scheduled_step import ScheduledStep
 from hybridrt.engine.grammar.grammar_compiler import GrammarCompiler
 from hybridrt.engine.grammar.mask_time import STEP_SECONDS, WATCH_SECONDS, thread_seconds
 from hybridrt.engine.grammar.matcher import MaskedRow, Matcher

@@ -6,7 +6,8 @@ from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.core.client_queues import ClientQueues, PromptOrder
 from hybridrt.engine.core.encoder_tasks import EncoderTasks
 from hybridrt.engine.core.followers import Place
-from hybridrt.engine.core.scheduler import ScheduledStep, Scheduler, most_idle
+from hybridrt.engine.core.scheduled_step import ScheduledStep
+from hybridrt.engine.core.scheduler import Scheduler, most_idle
 from hybridrt.engine.core.step_cost import PromptWork
 from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.engine.request.sample_request import Request

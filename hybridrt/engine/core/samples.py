@@ -9,7 +9,8 @@ from hybridrt.base.errors import EngineError, GrammarError, NoTokenLeftError
 from hybridrt.engine.cache.request_log import RequestLog
 from hybridrt.engine.core.fold_counts import FoldCounts
 from hybridrt.engine.core.hit_audit import HitAudit
-from hybridrt.engine.core.scheduler import ScheduledStep, Scheduler
+from hybridrt.engine.core.scheduled_step import ScheduledStep
+from hybridrt.engine.core.scheduler import Scheduler
 from hybridrt.engine.request.intake import check_name
 from hybridrt.engine.request.outputs import EngineCounters, FinishReason
 from hybridrt.engine.request.sample_request import NotFinite, Request
@@ -53,16 +54,20 @@ class Samples:
         return self._samples.get(request_id, [])
 
     def all(self) -> list[Request]:
+        """All unfinished samples."""
         return [request for samples in self._samples.values() for request in samples]
 
     def not_queued(self, request_id: str) -> bool:
+        """Whether a request waits for its prompt to be computed elsewhere. RequestError for an invalid id."""
         check_name(request_id)
         return request_id in self._not_queued
 
     def any_queued(self) -> bool:
+        """Whether the scheduler has any request."""
         return len(self._samples) > len(self._not_queued)
 
     def add(self, request_id: str, samples: list[Request]) -> None:
+        """Enters a new request, which is not queued yet."""
         self._samples[request_id] = samples
         self._not_queued.add(request_id)
 
@@ -76,6 +81,7 @@ class Samples:
             self._scheduler.add(request)
 
     def take_result(self, step: ScheduledStep, result: StepResult) -> None:
+        """Gives each row of a read step what it has gained, and ends samples."""
         gains = iter(zip(result.tokens, result.logprobs, strict=True))
         if result.prompt_logprobs:
             self._score(step, result.prompt_logprobs)
@@ -110,6 +116,7 @@ class Samples:
                     self.fail(request, e)
 
     def fail_step(self, step: ScheduledStep, cause: BaseException) -> None:
+        """Ends the samples of a step that raised."""
         for request, _ in step.rows:
             request.broken = True
             if request.finish_reason is None:
@@ -117,12 +124,14 @@ class Samples:
         self._scheduler.step_consumed(step, [0] * len(step.rows))
 
     def fail(self, request: Request, cause: BaseException) -> None:
+        """Ends a sample with an error that names the cause."""
         kind = type(cause) if isinstance(cause, GrammarError | NoTokenLeftError) else EngineError
         error = kind(f"request {request.request_id!r} failed: {type(cause).__name__}: {cause}")
         error.__cause__ = cause
         self._finish(request, "abort", error)
 
     def abort(self, request: Request) -> None:
+        """Ends a sample with the reason "abort"."""
         try:
             self._finish(request, "abort")
         except Exception as e:  # its text cannot be made

@@ -1,23 +1,21 @@
 """Chooses the requests and tokens of the next step. Host integers only; never waits for the device."""
 
-import time
 from bisect import insort
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import chain, compress, repeat
 from typing import Protocol
 
 import numpy as np
 
-from hybridrt.base.errors import EngineError
 from hybridrt.base.spans import mrope_positions
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.core.draft_rows import needs_tokens, propose_drafts
 from hybridrt.engine.core.encoder_tasks import EncoderTasks
 from hybridrt.engine.core.followers import Followers, Place
+from hybridrt.engine.core.scheduled_step import ScheduledStep
 from hybridrt.engine.request.sample_request import Request, RowColumns
 from hybridrt.kernels.core.slots import OWN_SLOT
-from hybridrt.runtime.step.plan import DecodeRows, ExtendRow, StateCopy, StepPlan, StepResult, int32s
+from hybridrt.runtime.step.plan import DecodeRows, ExtendRow, StateCopy, StepPlan, int32s
 from hybridrt.speculative.draft import NO_DRAFT, Draft, draft_columns
 from hybridrt.speculative.drafter import Drafter
 
@@ -26,42 +24,6 @@ AGE_SECONDS = 30.0  # a request that waits so much longer goes before one of the
 # Prompts that a step with decode rows admits without a token of them, such as those that begin with an image: an
 # admission takes the host half a millisecond, and no budget of tokens bounds these.
 IDLE_ADMISSIONS = 2
-
-
-@dataclass(slots=True)
-class ScheduledStep:
-    """A plan and the requests of its rows.
-
-    Attributes:
-        rows: each request and how many tokens it may gain (drafts + 1; 1 on a last chunk; 0 on
-            other chunks), in the plan's order: decode rows, then extend rows. `most`: the sum of
-            these tokens.
-        launched: when, by the clock of the scheduler's policy. began: by `time.perf_counter`.
-        late: the device finished before the host read the result, so its duration is unknown.
-    """
-
-    plan: StepPlan = field(default_factory=StepPlan)
-    rows: list[tuple[Request, int]] = field(default_factory=list)
-    most: int = 0
-    launched: float = 0.0
-    late: bool = False
-    began: float = field(default_factory=time.perf_counter)
-
-    def check_result(self, result: StepResult) -> None:
-        """Raises EngineError if the result has a wrong number of rows, a row gained more than its
-        limit, or an unfinished request gained no token.
-        """
-        rows = [row for row in self.rows if row[1]] if self.plan.extend else self.rows  # every decode row samples
-        if not len(rows) == len(result.tokens) == len(result.logprobs):
-            raise EngineError(
-                f"{len(rows)} rows sampled; the result has {len(result.tokens)} lists of tokens and "
-                f"{len(result.logprobs)} of log-probabilities"
-            )
-        for (request, max_new), tokens in zip(rows, result.tokens, strict=True):
-            if not len(tokens) <= max_new or (not tokens and request.finish_reason is None):
-                raise EngineError(
-                    f"row of request {request.request_id!r} gained {len(tokens)} tokens; 1 to {max_new} expected"
-                )
 
 
 class WaitingRequests(Protocol):
@@ -214,7 +176,7 @@ class Scheduler:
         """
         self._in_flight -= 1
         decode, extend = step.plan.decode, step.plan.extend
-        if sum(gained) < step.most:
+        if sum(gained) < step.max_new_tokens:
             lost = [max_new - tokens for (_, max_new), tokens in zip(step.rows, gained, strict=True)]
             rows = np.array([*decode.rows.tolist(), *(row.row for row in extend)], np.int64)
             self._coordinator.columns.take_back(rows, int32s(lost))
@@ -357,7 +319,7 @@ class Scheduler:
             step.plan.decode = DecodeRows(*columns_of_rows, np.zeros(len(rows), np.int32))
             self._coordinator.columns.advance(rows, columns, 1)
             step.rows = list(zip(requests, repeat(1)))
-        step.most = len(rows) + len(step.plan.decode.drafts)
+        step.max_new_tokens = len(rows) + len(step.plan.decode.drafts)
 
     def _find_pages(
         self, requests: Sequence[Request], drafts: list[Draft], short: Iterable[int], plan: StepPlan
@@ -475,7 +437,7 @@ class Scheduler:
             )
         )  # fmt: skip
         step.rows.append((request, int(last)))
-        step.most += last
+        step.max_new_tokens += last
         if last and request.export_to is not None:
             room = request.export_to
             step.plan.exports.append(StateCopy(row, end, room.start, len(room), request.export_from))

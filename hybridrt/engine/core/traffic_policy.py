@@ -141,6 +141,7 @@ class TrafficPolicy:
         self.passing = min(left + math.ceil(PASSING_SHARE * tokens), MOST_PASSING)
 
     def waited(self, request: Request) -> float:
+        """Seconds since a request arrived."""
         return self.clock() - request.metrics.arrival_time
 
     def ratio(self, waited: float, work: PromptWork) -> float:

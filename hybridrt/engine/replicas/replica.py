@@ -37,8 +37,8 @@ from hybridrt.engine.replicas.messages import (
     decode,
     encode,
 )
-from hybridrt.engine.request.intake import Prompt
 from hybridrt.engine.request.outputs import Delta, DeltaQueue, RequestMetrics
+from hybridrt.engine.request.prompts import Prompt
 from hybridrt.mem_cache.prefix_tree.cache_events import EVENTS
 from hybridrt.parallel.rank_start import find_place
 from hybridrt.parallel.ranks import LOST

@@ -33,8 +33,9 @@ from hybridrt.engine.replicas.messages import (
     read_event,
 )
 from hybridrt.engine.replicas.start import Lost, ReplicaLink, Replicas, as_error
-from hybridrt.engine.request.intake import EngineLimits, Intake, PreparedPrompt, Prompt, check_submission
+from hybridrt.engine.request.intake import EngineLimits, Intake, PreparedPrompt, check_submission
 from hybridrt.engine.request.outputs import Abandonment, Delta, DeltaQueue, EngineCounters, RequestMetrics
+from hybridrt.engine.request.prompts import Prompt
 from hybridrt.engine.request.sample_request import derive_seed
 from hybridrt.engine.request.spans import cache_ids, span_limits
 from hybridrt.engine.text.tokenizer import Tokenizer
@@ -112,7 +113,7 @@ class ReplicatedEngine:
         plan: rows, slots and pages of all replicas; the rest of it is that of the smallest.
     """
 
-    drafter = target = audits = prefill_source = None
+    drafter = policy = audits = prefill_source = None
     wants_audit = False
 
     def __init__(self, config: EngineConfig, model: ModelConfig, tokenizer: Tokenizer | None) -> None:

@@ -1,164 +1,25 @@
-"""Values that are accepted as a prompt, and their checks against a model's limits before they are queued."""
+"""Checks of prompts and parameters against a model's limits, before they are queued."""
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from numbers import Integral
-from typing import Any, SupportsIndex, TypedDict, TypeGuard, cast
+from typing import cast
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
 from hybridrt.base.errors import PromptTooLongError, RequestError, is_text, shown
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.base.spans import Span, mrope_delta
 from hybridrt.engine.grammar.grammar_compiler import GrammarCompiler
 from hybridrt.engine.grammar.matcher import Matcher
+from hybridrt.engine.request.prompts import Prompt, as_prompts, is_integer, text_or_ids, token_ids
 from hybridrt.engine.request.spans import SpanLimits, check_spans
 from hybridrt.engine.text.stop_strings import StopStrings
 from hybridrt.engine.text.tokenizer import Tokenizer, encode_prompt
 from hybridrt.kernels.sampling.token_rules import TokenRules
 from hybridrt.mem_cache.prefix_tree.prefix_cache import PrefixMatch
 from hybridrt.runtime.step.sampling_table import SamplingTable, any_allowed, make_rules
-
-TokenIds = Sequence[SupportsIndex] | npt.NDArray[np.integer[Any]] | torch.Tensor
-
-
-class TextPrompt(TypedDict):
-    """Text under its name."""
-
-    prompt: str
-
-
-class TokensPrompt(TypedDict):
-    """Token ids under their name."""
-
-    prompt_token_ids: TokenIds
-
-
-class SpansPrompt(TokensPrompt):
-    """Token ids, and the spans of those that take their embeddings from an encoder."""
-
-    spans: Sequence[Span]
-
-
-class EmbedsPrompt(TypedDict):
-    """Embeddings [n, hidden] instead of tokens: an array of numpy or torch. `LLM` makes a SpansPrompt
-    of it, where `prompt_embeds` is on."""
-
-    prompt_embeds: npt.NDArray[np.floating[Any]] | torch.Tensor
-
-
-class ImagesPrompt(TextPrompt):
-    """Text with a placeholder for each of its images: see hybridrt/images/source.py for these.
-    `LLM` makes a SpansPrompt of it."""
-
-    images: Sequence[Any]
-
-
-Prompt = str | TokenIds | TextPrompt | TokensPrompt | SpansPrompt | ImagesPrompt | EmbedsPrompt
-ACCEPTED = (
-    'a prompt is a string, token ids (a list, a tuple, or a 1-D integer array of numpy or torch), {"prompt": text}, '
-    '{"prompt": text, "images": [...]} or {"prompt_token_ids": ids}'
-)
-Ids = Sequence[Any] | npt.NDArray[Any] | torch.Tensor
-
-
-def text_or_ids(prompt: object) -> str | Ids:
-    """The text of a prompt, or its unchecked token ids: a caller can check their number before
-    `token_ids`. RequestError if it is no prompt.
-    """
-    named = _only_value(prompt) if isinstance(prompt, Mapping) else prompt
-    if isinstance(named, (np.ndarray, torch.Tensor)):
-        accepted = named.ndim == 1 and _is_integer_array(named)
-    else:
-        accepted = _is_sequence(named)
-    if not accepted:
-        raise _not_a_prompt(named)
-    return cast(str | Ids, named)
-
-
-def as_prompts(prompts: object) -> list[Any]:
-    """One prompt as a list of one; a sequence of prompts as a list. `text_or_ids` checks the
-    prompts. RequestError if it is neither.
-    """
-    if isinstance(prompts, (str, Mapping, np.ndarray, torch.Tensor)):
-        return [prompts]
-    if not _is_sequence(prompts):
-        raise _not_a_prompt(prompts)
-    return [prompts] if len(prompts) and _is_token_id(prompts[0]) else list(prompts)
-
-
-def token_ids(ids: Ids) -> list[int]:
-    """Token ids as Python integers. RequestError if one is not an integer."""
-    if isinstance(ids, (np.ndarray, torch.Tensor)):
-        ids = ids.tolist()
-    if set(map(type, ids)) <= {int}:
-        return list(ids)
-    bad = next(((i, t) for i, t in enumerate(ids) if not _is_token_id(t)), None)
-    if bad is not None:
-        raise RequestError(
-            f"token id {bad[0]} of the prompt is {shown(bad[1])}, a {_kind(bad[1])}; {ACCEPTED}", "prompt"
-        )
-    return [int(t) for t in ids]
-
-
-def _is_token_id(value: object) -> bool:
-    """True for Python, numpy and torch, but not for a bool."""
-    if isinstance(value, (np.ndarray, torch.Tensor)):
-        return value.ndim == 0 and _is_integer_array(value)
-    return _is_integer(value)
-
-
-def _is_integer(value: object) -> bool:
-    """True for Python and numpy, but not for a bool, or a duration of numpy, which is an integer there."""
-    return isinstance(value, Integral) and not isinstance(value, (bool, np.timedelta64))
-
-
-def _only_value(prompt: Mapping[Any, Any]) -> object:
-    if list(prompt) == ["prompt"] and isinstance(prompt["prompt"], str):
-        return prompt["prompt"]
-    named = [name for name in prompt if name != "spans"]
-    if named == ["prompt_token_ids"] and not isinstance(prompt["prompt_token_ids"], (str, Mapping)):
-        return prompt["prompt_token_ids"]
-    if "prompt_embeds" in prompt:
-        text = "embeddings as prompts are off: start with prompt_embeds=True, or pass text or token ids"
-        raise RequestError(text, "prompt_embeds")
-    if "images" in prompt:
-        raise RequestError(
-            "images go with prompt, a text, and this model reads text alone here: leave images out", "images"
-        )
-    held = ", ".join(f"{shown(key)}: {_kind(value)}" for key, value in list(prompt.items())[:4])
-    raise RequestError(f"the prompt is a dictionary with {{{held}}}; {ACCEPTED}", "prompt")
-
-
-def _is_integer_array(array: npt.NDArray[Any] | torch.Tensor) -> bool:
-    if isinstance(array, np.ndarray):
-        return array.dtype.kind in "iu"  # a duration is a numpy integer, too
-    if array.is_meta or array.is_quantized or array.layout is not torch.strided:
-        return False
-    return not array.dtype.is_floating_point and not array.dtype.is_complex and array.dtype != torch.bool
-
-
-def _is_sequence(value: object) -> TypeGuard[Sequence[Any]]:
-    return isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray, memoryview))
-
-
-def _not_a_prompt(value: object) -> RequestError:
-    kind = _kind(value)
-    return RequestError(f"the prompt is {'an' if kind[0] in 'aeiou' else 'a'} {kind}; {ACCEPTED}", "prompt")
-
-
-def _kind(value: object) -> str:
-    name = type(value).__name__
-    if isinstance(value, torch.Tensor) and (value.is_meta or value.layout is not torch.strided):
-        name = f"{'meta' if value.is_meta else str(value.layout).removeprefix('torch.')} {name}"
-    if isinstance(value, (np.ndarray, torch.Tensor)):
-        return f"{value.ndim}-D {name} of {value.dtype}"
-    return name
-
 
 MAX_NAME_CHARACTERS = 1024
 _FORBIDDING = ("allowed_token_ids", "bad_words", "min_tokens", "structured_outputs")
@@ -202,8 +63,8 @@ class PreparedPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelParams:
-    """Fields of PreparedPrompt that do not depend on the prompt."""
+class ResolvedParams:
+    """What parameters mean for the engine's model: fields of PreparedPrompt that do not depend on the prompt."""
 
     stop_ids: frozenset[int]
     rules: TokenRules | None
@@ -211,11 +72,11 @@ class ModelParams:
 
 
 @dataclass(slots=True)
-class Known:
-    """Results for a batch's latest parameters."""
+class LatestParams:
+    """The parameters of a batch's last prompt, and what they mean: many prompts have the same ones."""
 
     params: SamplingParams | None = None
-    made: ModelParams | None = None
+    resolved: ResolvedParams | None = None
 
 
 @dataclass(frozen=True)
@@ -266,13 +127,13 @@ class Intake:
     compiler: GrammarCompiler
     check_fits: Callable[[int], None]
 
-    def prepare(self, prompt: Prompt, params: SamplingParams, known: Known | None = None) -> PreparedPrompt:
-        """Checks a prompt (see hybridrt.engine.request.intake) and its parameters, and compiles its
+    def prepare(self, prompt: Prompt, params: SamplingParams, latest: LatestParams | None = None) -> PreparedPrompt:
+        """Checks a prompt (see hybridrt.engine.request.prompts) and its parameters, and compiles its
         grammar. Changes nothing.
 
         Args:
-            known: results of one batch for the prompt before, reused for the same parameters. The
-                largest ones take long, and a batch may have a thousand prompts.
+            latest: one for all prompts of a batch, which changes here. The largest parameters take long to
+                resolve, and a batch may have a thousand prompts.
 
         Raises:
             RequestError: the prompt is no prompt, empty, too long, holds ids outside the
@@ -290,23 +151,23 @@ class Intake:
             raise RequestError(
                 "prompt_logprobs: embeddings have no token ids to score; leave it out", "prompt_logprobs"
             )
-        known = Known() if known is None else known
-        if known.params is not params:
-            known.params, known.made = params, self._of_model(params)
-        made = known.made
-        assert made is not None, "it was made for these parameters"
+        latest = LatestParams() if latest is None else latest
+        if latest.params is not params:
+            latest.params, latest.resolved = params, self._resolve(params)
+        resolved = latest.resolved
+        assert resolved is not None, "it was made for these parameters"
         longest = self.limits.max_model_len
         max_len = longest if params.max_tokens is None else min(longest, len(tokens) + params.max_tokens)
         _check_resumed(len(tokens) + len(params.resume_token_ids), max_len)
         structured = params.structured_outputs
         matcher = None if structured is None else self.compiler.matcher(structured, params.n)
-        if made.rules is not None:
-            _check_first(params, made.rules, matcher)
+        if resolved.rules is not None:
+            _check_first(params, resolved.rules, matcher)
         self.check_fits(max_len)
         delta = mrope_delta(spans) if self.limits.mrope else 0
         return PreparedPrompt(
-            tokens, ids, params, max_len, made.stop_ids, made.rules, matcher=matcher, stop=made.stop, spans=spans,
-            mrope_delta=delta,
+            tokens, ids, params, max_len, resolved.stop_ids, resolved.rules, matcher=matcher, stop=resolved.stop,
+            spans=spans, mrope_delta=delta,
         )  # fmt: skip
 
     def _tokens(self, prompt: Prompt, params: SamplingParams, placeholders: bool) -> tuple[list[int], np.ndarray]:
@@ -348,7 +209,7 @@ class Intake:
             raise RequestError(f"{what}; hybridrt runs the text part of this model alone: leave images out", "prompt")
         raise RequestError(f"{what}; pass images with the prompt, and let hybridrt write their tokens", "prompt")
 
-    def _of_model(self, params: SamplingParams) -> ModelParams:
+    def _resolve(self, params: SamplingParams) -> ResolvedParams:
         limits = self.limits
         eos = () if params.ignore_eos else limits.eos_token_ids
         # Like vLLM, min_tokens forbids end-of-sequence ids even if they would not end the request.
@@ -356,7 +217,7 @@ class Intake:
         rules = make_rules(params, forbidden, self._bad_words(params), limits.vocab_size)
         _check_constants(params, rules)
         stop = StopStrings(params.stop) if params.stop else None
-        return ModelParams(frozenset((*eos, *params.stop_token_ids)), rules, stop)
+        return ResolvedParams(frozenset((*eos, *params.stop_token_ids)), rules, stop)
 
     def prepare_all(
         self, prompts: object, sampling_params: SamplingParams | Sequence[SamplingParams]
@@ -373,9 +234,9 @@ class Intake:
             raise RequestError(
                 f"{len(given)} prompts and {len(sampling_params)} SamplingParams; pass one for all, or one each"
             )
-        known = Known()
+        latest = LatestParams()
         return [
-            prompt if isinstance(prompt, PreparedPrompt) else self.prepare(prompt, params, known)
+            prompt if isinstance(prompt, PreparedPrompt) else self.prepare(prompt, params, latest)
             for prompt, params in zip(given, sampling_params, strict=True)
         ]
 
@@ -496,7 +357,7 @@ def check_submission(
         check_client(client)
     if request_id is not None:
         check_name(request_id)
-    if not _is_integer(export_from) or not 0 <= cast(int, export_from) < 2**63:
+    if not is_integer(export_from) or not 0 <= cast(int, export_from) < 2**63:
         raise RequestError(f"export_from is {shown(export_from)}; pass a number of tokens")
     if export_to is not None and not (isinstance(export_to, range) and 0 <= export_to.start < export_to.stop < 2**63):
         raise RequestError(f"export_to is {shown(export_to)}; pass a range of bytes in the arena, or None")

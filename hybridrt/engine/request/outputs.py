@@ -195,6 +195,7 @@ class Delta(msgspec.Struct):
     pooled: bytes | None = None
 
     def spell_out(self) -> None:
+        """Makes `prompt_logprobs` of `prompt_scores`, which hold the same numbers as arrays."""
         if self.prompt_scores is not None:
             self.prompt_logprobs = [None, *(entry for chunk in self.prompt_scores for entry in chunk.entries())]
             self.prompt_scores = None
@@ -203,6 +204,7 @@ class Delta(msgspec.Struct):
         raise no_attribute(self, name, _DELTA_NAMES)
 
     def extend(self, later: "Delta") -> None:
+        """Adds the next delta of the same sample: for a reader that was away for both."""
         self.token_ids += later.token_ids
         self.text += later.text
         if later.logprobs is not None:

@@ -31,6 +31,8 @@ _USUAL, _AT_CUT = 8, 1024
 
 
 class Tokenizer(Protocol):
+    """What an engine needs of a tokenizer: HFTokenizer, or a caller's own."""
+
     @property
     def characters_per_token(self) -> int:
         """The longest text of one token, in characters."""

@@ -49,7 +49,7 @@ def _turn(  # type: ignore[no-untyped-def]
 
 
 @jit_kernel
-def _write_kernel(  # type: ignore[no-untyped-def]
+def _write_latent_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, weight_ptr, positions_ptr, cos_sin_ptr, cache_ptr, slots_ptr, eps, inverse, q_st, q_sh, k_st,
     H: tl.constexpr, NOPE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, HALF: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -91,7 +91,7 @@ def write_latent_triton(
     (tokens, heads, query_dim), (_, nope, rank) = q.shape, weights.up_k.shape
     half = 0 if cos_sin is None else cos_sin.shape[1] // 2
     if tokens:
-        _write_kernel[(tokens, 2 if half else 1)](
+        _write_latent_kernel[(tokens, 2 if half else 1)](
             q, k, weights.norm, positions, cos_sin, cache, out_cache_loc, weights.norm_eps, inverse_scale(cache, scale),
             q.stride(0), q.stride(1), k.stride(0),
             H=heads, NOPE=nope, RANK=rank, ROPE=query_dim - nope, HALF=half, PAGE=cache.shape[1],
@@ -103,7 +103,7 @@ def write_latent_triton(
 
 
 @jit_kernel
-def _heads_kernel(  # type: ignore[no-untyped-def]
+def _latent_heads_kernel(  # type: ignore[no-untyped-def]
     x_ptr, w_ptr, out_ptr, x_st, x_sh, out_st, out_sh,
     K: tl.constexpr, N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr, PDL: tl.constexpr,
@@ -151,7 +151,7 @@ def _multiply_heads(x: Tensor, matrices: Tensor, out: Tensor, tail: int) -> None
     heads, inputs, outputs = matrices.shape
     block_k = next_power_of_2(inputs)
     block_n = max(8, min(next_power_of_2(outputs), 16384 // block_k))
-    _heads_kernel[cdiv(outputs, block_n), heads, len(x)](
+    _latent_heads_kernel[cdiv(outputs, block_n), heads, len(x)](
         x, matrices, out, x.stride(0), x.stride(1), out.stride(0), out.stride(1),
         K=inputs, N=outputs, TAIL=tail, BLOCK_K=block_k, BLOCK_N=block_n, BLOCK_R=next_power_of_2(max(tail, 1)),
         num_warps=4, **pdl(x.device),

@@ -43,7 +43,7 @@ LONG_CONTEXT = 4096  # positions of one program if the device is full anyway
 # once each of FEW_SPLITS has some blocks: joining parts takes time. Wide heads load more at once
 # and need half as many.
 FEW_SPLITS, MAX_SPLITS = 64, 256
-PARTS_AT_ONCE, WIDE_AT_ONCE = 64, 32  # loaded together by `_combine_kernel`
+PARTS_AT_ONCE, WIDE_AT_ONCE = 64, 32  # loaded together by `_attention_combine_kernel`
 
 
 @triton.jit
@@ -70,7 +70,7 @@ def _depth(sees, node, node_mask, sees_st, T: tl.constexpr, BLOCK_T: tl.constexp
 
 
 @jit_kernel
-def _decode_kernel(  # type: ignore[no-untyped-def]
+def _attention_decode_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, table_ptr, rows_ptr, seq_lens_ptr, sees_ptr, drafts_ptr, out_ptr, partial_ptr, lse_ptr,
     arrivals_ptr, sinks_ptr, q_sb, q_st, q_sh, table_sr, sees_sb, sees_st, out_st, scale_log2,
     v_scale, T: tl.constexpr, HKV: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr,
@@ -208,7 +208,7 @@ def _join(  # type: ignore[no-untyped-def]
 
 
 @jit_kernel
-def _combine_kernel(  # type: ignore[no-untyped-def]
+def _attention_combine_kernel(  # type: ignore[no-untyped-def]
     partial_ptr, lse_ptr, seq_lens_ptr, out_ptr, out_st,
     T: tl.constexpr, HQ: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
     FEW: tl.constexpr, LEAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -266,7 +266,7 @@ def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: T
         partial = torch.empty(num_rows, splits, tokens, query_heads, head_dim, dtype=torch.float32, device=q.device)
         lse = torch.empty(partial.shape[:-1], dtype=torch.float32, device=q.device)
         arrivals = arrival_counters(req_to_token, num_rows * head_blocks) if joined else None
-    _decode_kernel[(num_rows, head_blocks, splits)](
+    _attention_decode_kernel[(num_rows, head_blocks, splits)](
         q, kv.k_cache, kv.v_cache, req_to_token, batch.rows, batch.seq_lens, mask, batch.num_drafts, out, partial,
         lse, arrivals, kv.sinks, q.stride(0), q.stride(1), q.stride(2), req_to_token.stride(0),
         0 if mask is None else mask.stride(0), 0 if mask is None else mask.stride(1),
@@ -280,7 +280,7 @@ def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: T
         parts = min(block_s, WIDE_AT_ONCE if wide else PARTS_AT_ONCE)
         # At most one program per SM: a parallel branch (Mamba-2 in Falcon-H1) needs the rest.
         early = wide or num_rows * tokens * query_heads <= multiprocessors(q.device)
-        _combine_kernel[(num_rows, tokens * query_heads)](
+        _attention_combine_kernel[(num_rows, tokens * query_heads)](
             partial, lse, batch.seq_lens, out, token_stride, T=tokens, HQ=query_heads, D=head_dim, WINDOW=window,
             **{name: tile[name] for name in ("SPLITS", "FEW", "LEAST", "BLOCK_N", "BLOCK_D")},
             BLOCK_S=block_s, PARTS=parts, EARLY=early, num_warps=8 if wide and parts > 8 else 4, **pdl(q.device),

@@ -42,7 +42,7 @@ MAX_GATHERED = 1 << 30  # bytes of gathered keys; longer contexts are read in pl
 
 # Their alignment depends on the number of decode rows before them.
 @jit_kernel(do_not_specialize_on_alignment=["rows_ptr", "seq_lens_ptr"])
-def _gather_kernel(  # type: ignore[no-untyped-def]
+def _attention_gather_kernel(  # type: ignore[no-untyped-def]
     k_cache_ptr, v_cache_ptr, table_ptr, rows_ptr, starts_ptr, seq_lens_ptr, k_ptr, v_ptr, table_sr, total,
     HKV: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -71,7 +71,7 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
 
 
 @jit_kernel(do_not_specialize_on_alignment=["rows_ptr", "seq_lens_ptr"])
-def _extend_kernel(  # type: ignore[no-untyped-def]
+def _attention_extend_kernel(  # type: ignore[no-untyped-def]
     q_ptr, keys, values, ropes, table_ptr, rows_ptr, starts_ptr, seq_lens_ptr, sinks_ptr, out_ptr, q_st, q_sh,
     table_sr, total, scale_log2, v_scale,
     HKV: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ROPE: tl.constexpr,
@@ -221,7 +221,7 @@ def run_extend(
     kv_heads, dim, value_dim, rope = shape
     groups = q.shape[1] // kv_heads
     blocks = cdiv(max(batch.query_lens) * groups, tile["BLOCK_M"])
-    _extend_kernel[(kv_heads, blocks, len(batch.query_lens))](
+    _attention_extend_kernel[(kv_heads, blocks, len(batch.query_lens))](
         q, *sources[:3], kv.req_to_token, batch.rows, batch.query_start_loc, batch.seq_lens, kv.sinks, out,
         q.stride(0), q.stride(1), kv.req_to_token.stride(0), sources.total, kv.score_scale * LOG2_E.value,
         kv.v_scale if kv.coded else None,
@@ -315,7 +315,7 @@ def _gather_into(
 ) -> None:  # fmt: skip
     """`total`: rows of one head in the copies. `programs`: of a batch row and head."""
     kv_heads, dims = k_cache.shape[2], (k_cache.shape[3], v_cache.shape[3])
-    _gather_kernel[(programs, kv_heads, len(batch.query_lens))](
+    _attention_gather_kernel[(programs, kv_heads, len(batch.query_lens))](
         k_cache, v_cache, kv.req_to_token, batch.rows, batch.query_start_loc, batch.seq_lens, keys, values,
         kv.req_to_token.stride(0), total,
         HKV=kv_heads, STRIDE=k_cache.stride(2), D=dims[0], DV=dims[1], WINDOW=kv.sliding_window or 0, BLOCK_N=BLOCK_N,

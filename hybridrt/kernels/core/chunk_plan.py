@@ -18,6 +18,8 @@ from hybridrt.kernels.core.packed import A, arrays_of, int32_array, map_arrays, 
 
 
 class ChunkArrays(NamedTuple, Generic[A]):
+    """The arrays of a ChunkPlan, on the host or on the device; shapes and meanings as there."""
+
     cu_chunk_seqlens: A
     seq_idx: A
     first_chunk: A

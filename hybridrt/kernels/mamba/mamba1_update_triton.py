@@ -25,7 +25,7 @@ def _normed(source, weight, eps, mask, N: tl.constexpr):  # type: ignore[no-unty
 
 
 @jit_kernel
-def _update_kernel(  # type: ignore[no-untyped-def]
+def _mamba1_update_kernel(  # type: ignore[no-untyped-def]
     x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, z_ptr, D_ptr, dt_bias_ptr, out_ptr, states_ptr, stored_ptr,
     read_slots_ptr, write_slots_ptr, rows_ptr, predecessors_ptr, B_norm_ptr, C_norm_ptr, norm_eps,
     x_strides: tl.constexpr, dt_strides: tl.constexpr, B_strides: tl.constexpr, C_strides: tl.constexpr,
@@ -87,7 +87,7 @@ def mamba1_update_triton(
     out = x.new_empty((batch, tokens, channels))
     block_n = next_power_of_2(states.shape[2])
     block_i = max(1, _TILE // block_n)
-    _update_kernel[cdiv(channels, block_i), batch](
+    _mamba1_update_kernel[cdiv(channels, block_i), batch](
         x, inputs.dt, weights.A, inputs.B, inputs.C, inputs.z, weights.D, weights.dt_bias, out, states, stored,
         state.read_state_slots, state.write_state_slots, rows, predecessors,
         *(norms or (None, None, 0.0)),

@@ -5,7 +5,9 @@ and reduces the ring to scores,
 
     y_t = exp(s_t) S C_t + sum_c scores[t, c] x_c,  scores[t, c] = dt_c exp(s_t - s_c) (B_c . C_t)
 
-with c over the ring's columns. The second multiplies the checkpoint S with all C_t in one pass.
+with c over the ring's columns up to that of token t, and s_t the sum of A dt from the ring's oldest
+column to that of token t (`mamba2_replay.py`). The second multiplies the checkpoint S with all C_t in
+one pass.
 """
 
 import torch
@@ -43,7 +45,7 @@ FEW_ROWS = 1 << 16  # rows of all states [P, N], up to which small programs are 
 
 
 @jit_kernel
-def _prepare_kernel(  # type: ignore[no-untyped-def]
+def _mamba2_prepare_kernel(  # type: ignore[no-untyped-def]
     xBC_ptr, dt_ptr, weight_ptr, bias_ptr, A_ptr, dt_bias_ptr, conv_ptr, values_ptr, keys_ptr, gates_ptr,
     queries_ptr, scores_ptr, decays_ptr, slots_ptr, positions_ptr, rows_ptr, start_ptr, length_ptr,
     xBC_strides: tl.constexpr, dt_strides: tl.constexpr, conv_ss: tl.constexpr,
@@ -151,7 +153,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
 
 
 @jit_kernel
-def _stream_kernel(  # type: ignore[no-untyped-def]
+def _mamba2_stream_kernel(  # type: ignore[no-untyped-def]
     z_ptr, D_ptr, out_ptr, states_ptr, scales_ptr, values_ptr, queries_ptr, scores_ptr, decays_ptr,
     slots_ptr, rows_ptr, start_ptr, length_ptr,
     z_strides: tl.constexpr, out_strides: tl.constexpr, states_ss: tl.constexpr, states_sh: tl.constexpr,
@@ -269,7 +271,7 @@ def replay_decode_triton(
     # A group's programs of several tokens need so many registers that those of x would wait.
     sections = {"all": groups + x_blocks} if tokens == 1 else {"values": x_blocks, "groups": groups}
     for section, programs in sections.items():
-        _prepare_kernel[batch, programs](
+        _mamba2_prepare_kernel[batch, programs](
             xBC, dt, weight, step.conv_weights.bias, weights.A, weights.dt_bias, conv, values, keys, gates, queries,
             scores, decays, slots, step.conv_state.start_positions, *cursors, strides(xBC), strides(dt),
             conv.stride(0), values.stride(0), keys.stride(0), gates.stride(0), *weights.dt_limit,
@@ -279,7 +281,7 @@ def replay_decode_triton(
         )  # fmt: skip
     scales = state_scales(step.state)
     tile = stream_tile(batch, tokens, states) if scales is None else codes_tile(batch, tokens, states)
-    _stream_kernel[batch, heads, cdiv(dim, tile["BLOCK_P"])](
+    _mamba2_stream_kernel[batch, heads, cdiv(dim, tile["BLOCK_P"])](
         z, weights.D, out, states, scales, values, queries, scores, decays, slots, *cursors,
         strides(z), strides(out), states.stride(0), states.stride(1), *scale_strides(scales), values.stride(0),
         **tile, **common, **pdl(xBC.device),

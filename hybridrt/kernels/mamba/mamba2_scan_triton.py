@@ -1,14 +1,14 @@
 """Triton kernels of `mamba2_chunk_scan`: five launches over a plan's chunks (Dao & Gu 2024, section 6).
 
-1. `_time_step_kernel`: time steps, and running sums of A dt within each chunk, as [H, T].
-2. `_scores_kernel`: C B^T of each chunk and group, on and below the diagonal.
-3. `_gains_kernel`: what each chunk alone adds to the state, float32.
-4. `_pass_kernel`: walks each request's chunks; writes the state before each chunk to `heads`, and
+1. `_mamba2_time_step_kernel`: time steps, and running sums of A dt within each chunk, as [H, T].
+2. `_mamba2_scores_kernel`: C B^T of each chunk and group, on and below the diagonal.
+3. `_mamba2_gains_kernel`: what each chunk alone adds to the state, float32.
+4. `_mamba2_pass_kernel`: walks each request's chunks; writes the state before each chunk to `heads`, and
    the last one to the pool.
-5. `_outputs_kernel`: each token's output from the state before its chunk and the chunk's tokens.
+5. `_mamba2_outputs_kernel`: each token's output from the state before its chunk and the chunk's tokens.
 
 With few tokens launches take longer than their work. Then `walk_states`
-(`scan_few_tokens_triton.py`) does 1, 3 and 4, and `_outputs_kernel` computes the scores. Fixed
+(`scan_few_tokens_triton.py`) does 1, 3 and 4, and `_mamba2_outputs_kernel` computes the scores. Fixed
 decays need one launch (`scan_fixed_decay_triton.py`).
 """
 
@@ -46,7 +46,7 @@ def _load(pointers, mask, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @jit_kernel(do_not_specialize=["num_tokens"])
-def _time_step_kernel(  # type: ignore[no-untyped-def]
+def _mamba2_time_step_kernel(  # type: ignore[no-untyped-def]
     dt_ptr, A_ptr, dt_bias_ptr, step_ptr, cum_ptr, rest_ptr, cu_chunks_ptr, dt_st: tl.constexpr, num_tokens,
     dt_min, dt_max, H: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -68,7 +68,7 @@ def _time_step_kernel(  # type: ignore[no-untyped-def]
 
 
 @jit_kernel(do_not_specialize=["num_tokens"])
-def _gains_kernel(  # type: ignore[no-untyped-def]
+def _mamba2_gains_kernel(  # type: ignore[no-untyped-def]
     x_ptr, B_ptr, step_ptr, cum_ptr, rest_ptr, gains_ptr, cu_chunks_ptr,
     x_strides: tl.constexpr, B_strides: tl.constexpr, num_tokens,
     H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, HEADS_PER_GROUP: tl.constexpr,
@@ -101,7 +101,7 @@ def _gains_kernel(  # type: ignore[no-untyped-def]
 
 
 @jit_kernel(do_not_specialize=["num_tokens"])
-def _pass_kernel(  # type: ignore[no-untyped-def]
+def _mamba2_pass_kernel(  # type: ignore[no-untyped-def]
     gains_ptr, cum_ptr, rest_ptr, states_ptr, heads_ptr, read_slots_ptr, write_slots_ptr, has_initial_ptr,
     cu_chunks_ptr, first_chunk_ptr, last_chunk_ptr, saves_ptr, states_ss: tl.constexpr, num_tokens,
     H: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -134,7 +134,7 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
 
 
 @jit_kernel
-def _scores_kernel(  # type: ignore[no-untyped-def]
+def _mamba2_scores_kernel(  # type: ignore[no-untyped-def]
     B_ptr, C_ptr, scores_ptr, cu_chunks_ptr, B_strides: tl.constexpr, C_strides: tl.constexpr,
     G: tl.constexpr, N: tl.constexpr, Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -161,7 +161,7 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
 
 
 @jit_kernel(do_not_specialize=["num_tokens", "chunks"])
-def _outputs_kernel(  # type: ignore[no-untyped-def]
+def _mamba2_outputs_kernel(  # type: ignore[no-untyped-def]
     x_ptr, B_ptr, C_ptr, z_ptr, out_ptr, D_ptr, step_ptr, cum_ptr, rest_ptr, heads_ptr, scores_ptr,
     read_slots_ptr, cu_chunks_ptr, seq_idx_ptr, x_strides: tl.constexpr, B_strides: tl.constexpr,
     C_strides: tl.constexpr, z_strides: tl.constexpr, out_st, out_sh, num_tokens, chunks,
@@ -265,7 +265,7 @@ def mamba2_chunk_scan_triton(
         tile = OUTPUTS(_shape(x, B, size), x.device)
         blocks, channels = cdiv(size, tile["BLOCK_M"]), cdiv(dim, tile["BLOCK_P"])
         short = channels, heads, num_tokens // tile["BLOCK_M"] + chunks
-        _outputs_kernel[short if few else (blocks * channels, heads, chunks)](
+        _mamba2_outputs_kernel[short if few else (blocks * channels, heads, chunks)](
             x, B, C, z, out, weights.D, step, cum, rest, chunk_heads, scores, state.read_state_slots,
             plan.cu_chunk_seqlens, plan.seq_idx, strides(x), strides(B), strides(C), strides(z), *strides(out),
             num_tokens, chunks, **shape, Q=_width(size),
@@ -275,7 +275,7 @@ def mamba2_chunk_scan_triton(
 
 
 def _width(size: int) -> int:
-    """Rounds up to whole blocks: `_outputs_kernel` reads scores without a mask."""
+    """Rounds up to whole blocks: `_mamba2_outputs_kernel` reads scores without a mask."""
     return cdiv(size, 64) * 64
 
 
@@ -283,7 +283,7 @@ def _scores(B: Tensor, C: Tensor, plan: ChunkPlan) -> Tensor:
     """[chunks, G, Q, Q] in B's dtype."""
     width, (_, groups, state_dim), chunks = _width(plan.chunk_size), B.shape, len(plan.seq_idx)
     scores = B.new_empty((chunks, groups, width, width))
-    _scores_kernel[(width // 64) ** 2, groups, chunks](
+    _mamba2_scores_kernel[(width // 64) ** 2, groups, chunks](
         B, C, scores, plan.cu_chunk_seqlens, strides(B), strides(C),
         G=groups, N=state_dim, Q=width, BLOCK_M=64, BLOCK_K=64, **pdl(B.device),
     )  # fmt: skip
@@ -295,16 +295,16 @@ def _gain_and_pass(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, pr
     (chunks, count, dim, state_dim), num_tokens = heads.shape, x.shape[0]
     launch, cu_chunks = pdl(x.device), plan.cu_chunk_seqlens
     gains = torch.empty(heads.shape, dtype=torch.float32, device=x.device)
-    _time_step_kernel[chunks, cdiv(count, 4)](
+    _mamba2_time_step_kernel[chunks, cdiv(count, 4)](
         inputs.dt, weights.A, weights.dt_bias, work.step, cum, rest, cu_chunks, inputs.dt.stride(0), num_tokens,
         *weights.dt_limit, H=count, BLOCK_Q=next_power_of_2(plan.chunk_size), BLOCK_H=4, **launch,
     )  # fmt: skip
     tile = GAINS(_shape(x, inputs.B, plan.chunk_size), x.device)
-    _gains_kernel[cdiv(dim, tile["BLOCK_P"]) * cdiv(state_dim, tile["BLOCK_N"]), count, chunks](
+    _mamba2_gains_kernel[cdiv(dim, tile["BLOCK_P"]) * cdiv(state_dim, tile["BLOCK_N"]), count, chunks](
         x, inputs.B, work.step, cum, rest, gains, cu_chunks, strides(x), strides(inputs.B), num_tokens, **work.shape,
         **tile, **launch,
     )  # fmt: skip
-    _pass_kernel[cdiv(dim * state_dim, 1024), count, len(state.read_state_slots)](
+    _mamba2_pass_kernel[cdiv(dim * state_dim, 1024), count, len(state.read_state_slots)](
         gains, cum, rest, state.states, heads, state.read_state_slots, state.write_state_slots,
         prompts.has_initial_state, cu_chunks, plan.first_chunk,
         plan.last_chunk, None if prompts.saves is None else prompts.saves.chunk_slots, state.states.stride(0),

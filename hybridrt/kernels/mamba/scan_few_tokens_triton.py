@@ -27,7 +27,7 @@ def chunk_span(cu_chunks_ptr, chunk):  # type: ignore[no-untyped-def]
 
 
 @jit_kernel(do_not_specialize=["num_tokens", "rows"])
-def _states_kernel(  # type: ignore[no-untyped-def]
+def _few_tokens_states_kernel(  # type: ignore[no-untyped-def]
     x_ptr, dt_ptr, B_ptr, A_ptr, dt_bias_ptr, step_ptr, cum_ptr, rest_ptr, states_ptr, heads_ptr,
     read_slots_ptr, write_slots_ptr, has_initial_ptr, cu_chunks_ptr, first_chunk_ptr, last_chunk_ptr, saves_ptr,
     x_strides: tl.constexpr, dt_st: tl.constexpr, B_strides: tl.constexpr, states_ss: tl.constexpr, num_tokens, rows,
@@ -111,7 +111,7 @@ def walk_states(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, promp
     x, shape, read_slots, plan = inputs.x, work.shape, state.read_state_slots, prompts.plan
     tile = states_tile(plan.chunk_size, shape["P"], shape["N"])
     blocks = cdiv(shape["P"], tile["BLOCK_P"]) * cdiv(shape["N"], tile["BLOCK_N"])
-    _states_kernel[blocks, shape["H"], min(len(read_slots), ROWS_AT_ONCE)](
+    _few_tokens_states_kernel[blocks, shape["H"], min(len(read_slots), ROWS_AT_ONCE)](
         x, inputs.dt, inputs.B, weights.A, weights.dt_bias, work.step, work.cum, work.rest, state.states, work.heads,
         read_slots, state.write_state_slots, prompts.has_initial_state,
         plan.cu_chunk_seqlens, plan.first_chunk, plan.last_chunk,

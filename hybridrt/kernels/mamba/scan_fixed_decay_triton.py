@@ -37,7 +37,7 @@ def _block_of(i, row_start, cut, row_end, Q: tl.constexpr):  # type: ignore[no-u
 
 
 @jit_kernel
-def _walk_kernel(  # type: ignore[no-untyped-def]
+def _fixed_decay_walk_kernel(  # type: ignore[no-untyped-def]
     x_ptr, B_ptr, C_ptr, out_ptr, A_ptr, states_ptr, read_slots_ptr, write_slots_ptr, has_initial_ptr,
     starts_ptr, save_slots_ptr, save_lengths_ptr,
     x_strides: tl.constexpr, B_strides: tl.constexpr, C_strides: tl.constexpr, out_strides: tl.constexpr,
@@ -112,7 +112,7 @@ def fixed_decay_scan(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, 
     x, B, saves = inputs.x, inputs.B, prompts.saves
     (heads, dim), state_dim = x.shape[1:], B.shape[2]
     tile = walk_tile(prompts.plan.chunk_size, heads, dim, state_dim, x)
-    _walk_kernel[cdiv(dim, tile["BLOCK_P"]), heads, len(state.read_state_slots)](
+    _fixed_decay_walk_kernel[cdiv(dim, tile["BLOCK_P"]), heads, len(state.read_state_slots)](
         x, B, inputs.C, out, weights.A, state.states, state.read_state_slots, state.write_state_slots,
         prompts.has_initial_state, prompts.query_start_loc,
         *((None, None) if saves is None else (saves.row_slots, saves.row_lengths)), strides(x), strides(B),

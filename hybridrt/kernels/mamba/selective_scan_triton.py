@@ -1,9 +1,9 @@
 """Triton kernels of `selective_scan`: three launches over the chunks of a plan.
 
-1. `_chunks_kernel`: each chunk's final state if it started from zero, and its summed time.
-2. `_heads_kernel`: walks each request's chunks; replaces each local state by the true state before
+1. `_mamba1_chunks_kernel`: each chunk's final state if it started from zero, and its summed time.
+2. `_mamba1_heads_kernel`: walks each request's chunks; replaces each local state by the true state before
    the chunk, and writes the last one to the pool.
-3. `_outputs_kernel`: runs each chunk again from that state and writes the outputs.
+3. `_mamba1_outputs_kernel`: runs each chunk again from that state and writes the outputs.
 
 Chunks run in parallel; each decay is computed twice for it. A thread holds all states of two
 channels, so sums over states need no other thread. For that, tiles are [N, channels], A is
@@ -49,7 +49,7 @@ def _advance(state, rates, dt_bias, x, dt, key, i_mask, n_mask):  # type: ignore
 
 
 @jit_kernel
-def _chunks_kernel(  # type: ignore[no-untyped-def]
+def _mamba1_chunks_kernel(  # type: ignore[no-untyped-def]
     x_ptr, dt_ptr, rates_ptr, B_ptr, dt_bias_ptr, heads_ptr, times_ptr, cu_chunks_ptr,
     x_st: tl.constexpr, dt_st: tl.constexpr, B_st: tl.constexpr,
     CHANNELS: tl.constexpr, N: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
@@ -74,7 +74,7 @@ def _chunks_kernel(  # type: ignore[no-untyped-def]
 
 
 @jit_kernel
-def _heads_kernel(  # type: ignore[no-untyped-def]
+def _mamba1_heads_kernel(  # type: ignore[no-untyped-def]
     rates_ptr, heads_ptr, times_ptr, states_ptr, read_slots_ptr, write_slots_ptr, has_initial_ptr,
     first_chunk_ptr, last_chunk_ptr, saves_ptr, states_ss: tl.constexpr,
     CHANNELS: tl.constexpr, N: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
@@ -109,7 +109,7 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
 
 
 @jit_kernel
-def _outputs_kernel(  # type: ignore[no-untyped-def]
+def _mamba1_outputs_kernel(  # type: ignore[no-untyped-def]
     x_ptr, dt_ptr, rates_ptr, B_ptr, C_ptr, z_ptr, D_ptr, dt_bias_ptr, heads_ptr, out_ptr,
     read_slots_ptr, cu_chunks_ptr, seq_idx_ptr,
     x_st: tl.constexpr, dt_st: tl.constexpr, B_st: tl.constexpr, C_st: tl.constexpr, z_st: tl.constexpr,
@@ -159,15 +159,15 @@ def selective_scan_triton(inputs: SSMInputs, weights: SSMWeights, state: StateSl
     sizes = {"CHANNELS": channels, "N": state_dim, "BLOCK_N": next_power_of_2(state_dim), "BLOCK_I": 64}
     launch = {**sizes, "num_warps": 1, **pdl(x.device)}
     grid = (cdiv(channels, 64), chunks)
-    _chunks_kernel[grid](
+    _mamba1_chunks_kernel[grid](
         x, dt, rates, B, weights.dt_bias, heads, times, plan.cu_chunk_seqlens,
         x.stride(0), dt.stride(0), B.stride(0), **launch,
     )  # fmt: skip
-    _heads_kernel[cdiv(channels, 64), len(read_slots)](
+    _mamba1_heads_kernel[cdiv(channels, 64), len(read_slots)](
         rates, heads, times, states, read_slots, state.write_state_slots, prompts.has_initial_state, plan.first_chunk,
         plan.last_chunk, None if prompts.saves is None else prompts.saves.chunk_slots, states.stride(0), **launch,
     )  # fmt: skip
-    _outputs_kernel[grid](
+    _mamba1_outputs_kernel[grid](
         x, dt, rates, B, inputs.C, z, weights.D, weights.dt_bias, heads, out, read_slots, plan.cu_chunk_seqlens,
         plan.seq_idx, x.stride(0), dt.stride(0), B.stride(0), inputs.C.stride(0), z.stride(0), **launch,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from hybridrt.kernels.state.conv_and_gates_triton import silu, state_before, str
 
 
 @jit_kernel
-def _update_kernel(  # type: ignore[no-untyped-def]
+def _state_update_kernel(  # type: ignore[no-untyped-def]
     x_ptr, B_ptr, C_ptr, dt_ptr, z_ptr, out_ptr, A_ptr, D_ptr, dt_bias_ptr,
     states_ptr, stored_ptr, read_slots_ptr, write_slots_ptr, rows_ptr, predecessors_ptr,
     x_strides: tl.constexpr, B_strides: tl.constexpr, C_strides: tl.constexpr, dt_strides: tl.constexpr,
@@ -81,7 +81,7 @@ def selective_state_update_triton(
     if out is None:
         out = x.new_empty((batch, tokens, heads, dim))
     tile = update_tile(tokens, states)
-    _update_kernel[cdiv(dim, tile["BLOCK_P"]), heads, batch](
+    _state_update_kernel[cdiv(dim, tile["BLOCK_P"]), heads, batch](
         x, B, inputs.C, inputs.dt, inputs.z, out, weights.A, weights.D, weights.dt_bias, states, stored,
         state.read_state_slots, state.write_state_slots, rows, predecessors,
         strides(x), strides(B), strides(inputs.C), strides(inputs.dt), strides(inputs.z), strides(out),

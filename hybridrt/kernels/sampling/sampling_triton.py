@@ -54,7 +54,7 @@ def _allowed(bitmask_ptr, b, ids, mask, words):  # type: ignore[no-untyped-def]
 
 # These arguments are rows of one tensor, aligned in some batches only.
 @jit_kernel(do_not_specialize_on_alignment=["temperature_ptr", "repetition_ptr", "presence_ptr", "frequency_ptr"])
-def _prepare_kernel(  # type: ignore[no-untyped-def]
+def _sampling_prepare_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, out_ptr, maxima_ptr, temperature_ptr, bitmask_ptr,
     repetition_ptr, presence_ptr, frequency_ptr, counts_ptr, prompt_ptr,
     logits_sr, counts_sr, prompt_sr, words, V, BLOCK: tl.constexpr,
@@ -116,7 +116,7 @@ def _argmax_kernel(  # type: ignore[no-untyped-def]
 
 
 @jit_kernel(do_not_specialize=["splits"])
-def _reduce_kernel(  # type: ignore[no-untyped-def]
+def _sampling_reduce_kernel(  # type: ignore[no-untyped-def]
     best_ptr, candidates_ptr, tokens_ptr, splits, BLOCK_S: tl.constexpr, PDL: tl.constexpr
 ):
     begin(PDL)
@@ -150,7 +150,7 @@ def _filtered(logits: Tensor, filters: LogitFilters) -> tuple[Tensor, Tensor | N
     blocks = cdiv(vocabulary, BLOCK)
     out = torch.empty(batch, vocabulary, dtype=torch.float32, device=logits.device)
     maxima = torch.empty(batch, blocks, dtype=torch.float32, device=logits.device)
-    _prepare_kernel[(batch, blocks)](
+    _sampling_prepare_kernel[(batch, blocks)](
         logits, out, maxima, filters.temperature, bitmask,
         *((None,) * 5 if p is None else (p.repetition, p.presence, p.frequency, p.output_counts, p.prompt_mask)),
         logits.stride(0), *((0, 0) if p is None else (p.output_counts.stride(0), p.prompt_mask.stride(0))),
@@ -183,7 +183,7 @@ def _argmax(
         STREAM=STREAM_TOKEN, BLOCK=BLOCK, num_warps=8, **pdl(logits.device),
     )  # fmt: skip
     if splits > 1:
-        _reduce_kernel[(batch,)](
+        _sampling_reduce_kernel[(batch,)](
             best, tokens, out, splits, BLOCK_S=next_power_of_2(blocks), num_warps=1, **pdl(out.device)
         )
     return out

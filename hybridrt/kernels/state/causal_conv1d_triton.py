@@ -12,7 +12,7 @@ from hybridrt.kernels.state.conv_and_gates_triton import bias_of, silu, strides
 
 
 @jit_kernel(do_not_specialize=["batch", "num_tokens"])
-def _varlen_kernel(  # type: ignore[no-untyped-def]
+def _conv_varlen_kernel(  # type: ignore[no-untyped-def]
     x_ptr, weight_ptr, bias_ptr, conv_ptr, out_ptr, read_slots_ptr, write_slots_ptr, query_start_loc_ptr, positions_ptr,
     save_slots_ptr, save_lengths_ptr, batch, num_tokens, x_st: tl.constexpr, conv_ss: tl.constexpr,
     C: tl.constexpr, TAPS: tl.constexpr, WC: tl.constexpr, SILU: tl.constexpr,
@@ -104,7 +104,7 @@ def _input(x, mask, C: tl.constexpr, GATED: tl.constexpr):  # type: ignore[no-un
 
 
 @jit_kernel
-def _update_kernel(  # type: ignore[no-untyped-def]
+def _conv_update_kernel(  # type: ignore[no-untyped-def]
     x_ptr, weight_ptr, bias_ptr, conv_ptr, windows_ptr, out_ptr,
     read_slots_ptr, write_slots_ptr, positions_ptr, rows_ptr, predecessors_ptr,
     x_strides: tl.constexpr, conv_ss: tl.constexpr, windows_sr: tl.constexpr, predecessors_sb: tl.constexpr,
@@ -176,7 +176,7 @@ def causal_conv1d_varlen_triton(
     blocks = cdiv(num_tokens, block_t) + batch + 1
     save_slots, save_lengths = (None, None) if saves is None else (saves.row_slots, saves.row_lengths)
     # At least 64 rows: every other block size would be a compilation.
-    _varlen_kernel[cdiv(channels, block_c), blocks](
+    _conv_varlen_kernel[cdiv(channels, block_c), blocks](
         x, weights.weight, weights.bias, conv, out, state.read_state_slots, state.write_state_slots, query_start_loc,
         state.start_positions, save_slots, save_lengths, batch, num_tokens, x.stride(0), conv.stride(0),
         C=channels, TAPS=weights.weight.shape[1], WC=conv.shape[2], SILU=weights.activation == "silu",
@@ -197,7 +197,7 @@ def causal_conv1d_update_triton(
     (batch, tokens, width), channels = x.shape, conv.shape[1]
     out = x.new_empty((batch, tokens, channels))
     block_c = 256
-    _update_kernel[cdiv(channels, block_c), batch](
+    _conv_update_kernel[cdiv(channels, block_c), batch](
         x, weights.weight, weights.bias, conv, windows, out, state.read_state_slots, state.write_state_slots,
         state.start_positions, rows, predecessors, strides(x), conv.stride(0), strides(windows)[0],
         strides(predecessors)[0],

@@ -20,7 +20,7 @@ def _stored(stored_ptr, layer_stride, strides: tl.constexpr, rows_ptr, b, node):
 
 
 @jit_kernel
-def _states_kernel(  # type: ignore[no-untyped-def]
+def _commit_states_kernel(  # type: ignore[no-untyped-def]
     states_ptr, stored_ptr, slots_ptr, rows_ptr, accepted_ptr, states_sl, stored_sl,
     states_ss: tl.constexpr, stored_strides: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -36,7 +36,7 @@ def _states_kernel(  # type: ignore[no-untyped-def]
 
 
 @jit_kernel
-def _windows_kernel(  # type: ignore[no-untyped-def]
+def _commit_windows_kernel(  # type: ignore[no-untyped-def]
     conv_ptr, stored_ptr, slots_ptr, rows_ptr, accepted_ptr, positions_ptr, conv_sl, stored_sl,
     conv_ss: tl.constexpr, stored_strides: tl.constexpr, C: tl.constexpr, WC: tl.constexpr, INPUTS: tl.constexpr,
     BLOCK_C: tl.constexpr, PDL: tl.constexpr,
@@ -61,7 +61,7 @@ def commit_intermediate_triton(
     """`commit_intermediate`; each state is contiguous in its pool."""
     stored = intermediate.stored
     size = states[0, 0].numel()
-    _states_kernel[cdiv(size, _BLOCK), len(state_slots), len(states)](
+    _commit_states_kernel[cdiv(size, _BLOCK), len(state_slots), len(states)](
         states, stored, state_slots, intermediate.rows, accepted, states.stride(0), stored.stride(0), states.stride(1),
         stored.stride()[1:3], SIZE=size, BLOCK=_BLOCK, num_warps=4, **pdl(states.device),
     )  # fmt: skip
@@ -72,7 +72,7 @@ def commit_conv_window_triton(
 ) -> None:
     """`commit_conv_window`; rings and windows are contiguous."""
     stored, (layers, _, channels, width) = intermediate.stored, conv.shape
-    _windows_kernel[cdiv(channels, _CHANNELS), len(state_slots), layers](
+    _commit_windows_kernel[cdiv(channels, _CHANNELS), len(state_slots), layers](
         conv, stored, state_slots, intermediate.rows, accepted, positions, conv.stride(0), stored.stride(0),
         conv.stride(1), stored.stride()[1:3], C=channels, WC=width, INPUTS=stored.shape[-1], BLOCK_C=_CHANNELS,
         num_warps=4, **pdl(conv.device),

@@ -96,7 +96,9 @@ def _write_shards(
     """Returns bytes before and after."""
     files: dict[str, str] = {}
     before = after = 0
-    with tqdm(total=sum(map(len, shards.values())), desc="quantising", unit="tensor", disable=not progress) as bar:
+    with tqdm(
+        total=sum(map(len, shards.values())), desc="quantising", unit="tensor", disable=None if progress else True
+    ) as bar:
         for file, keys in shards.items():
             with opened(file) as f:
                 entries = [f.entry(key) for key in keys]

@@ -47,7 +47,7 @@ class StepModel(Protocol):
 
 
 class StaticBuffers:
-    """The tensors that a replay fills and a graph reads, for max_bs rows of T tokens.
+    """The tensors that a replay fills and a graph reads, for max_bs rows of T `tokens_per_row`.
 
     Args:
         groups: page groups.
@@ -66,23 +66,23 @@ class StaticBuffers:
     """
 
     def __init__(
-        self, model: StepModel, max_bs: int, tokens: int, *, groups: int, seq_len_fill: int, forks: bool, mrope: bool,
-        keep_hidden: bool,
+        self, model: StepModel, max_bs: int, tokens_per_row: int, *, groups: int, seq_len_fill: int, forks: bool,
+        mrope: bool, keep_hidden: bool,
     ) -> None:  # fmt: skip
         device, dtype = model.device, model.dtype
         scratch = DecodeRow(row=0, computed=seq_len_fill - 1, output_index=0)
-        row = pack_rows(DecodeRows.from_rows([scratch]), tokens, forks, np.full((1, groups), -1, np.int32))
+        row = pack_rows(DecodeRows.from_rows([scratch]), tokens_per_row, forks, np.full((1, groups), -1, np.int32))
         step = map_arrays(lambda array: array.repeat(max_bs, 0), row)
         arrays = arrays_of(step)
         self.padding, self.starts = np.empty(packed_size(arrays), np.int32), section_starts(arrays)
         pack_arrays(arrays, self.padding)
         self.packed = torch.zeros(len(self.padding), dtype=torch.int32, device=device)
         self.arrays: StepArrays[torch.Tensor] = unpack(step, self.packed)
-        self.inputs = TokenInputs.allocate(max_bs * tokens, device, groups, mrope=mrope)
-        self.spec_info = spec_info_of(self.arrays.drafts, tokens)
-        self.logits = torch.zeros(max_bs * tokens, model.config.vocab_size, dtype=dtype, device=device)
+        self.inputs = TokenInputs.allocate(max_bs * tokens_per_row, device, groups, mrope=mrope)
+        self.spec_info = spec_info_of(self.arrays.drafts, tokens_per_row)
+        self.logits = torch.zeros(max_bs * tokens_per_row, model.config.vocab_size, dtype=dtype, device=device)
         self.drawn = torch.zeros(max_bs, dtype=torch.int64, device=device)
-        kept = max_bs * tokens if keep_hidden else 0
+        kept = max_bs * tokens_per_row if keep_hidden else 0
         self.hidden = torch.zeros(kept, model.config.hidden_size, dtype=dtype, device=device)
 
     def poison(self) -> None:
@@ -187,7 +187,7 @@ class GraphRunner:
         last_tokens: [R + 1] int32, last sampled token of each request row: the first input of each
             row.
         max_bs: largest batch captured; capped by the request rows.
-        tokens: T of each row: 1 for plain decode, more for verify steps.
+        tokens_per_row: T: 1 for plain decode, more for verify steps.
         forks: drafts may fork, as `pack_rows` takes it.
         keep_hidden: `buffers.hidden` gets the final hidden states.
         recorder: how a step is recorded; by the device's kind if None.
@@ -206,7 +206,7 @@ class GraphRunner:
         req_to_token_pool: HybridReqToTokenPool,
         last_tokens: torch.Tensor,
         max_bs: int,
-        tokens: int = 1,
+        tokens_per_row: int = 1,
         forks: bool = False,
         keep_hidden: bool = False,
         recorder: Recorder | None = None,
@@ -214,17 +214,19 @@ class GraphRunner:
     ) -> None:
         if max_bs < 1:
             raise ConfigError(f"max_bs is {max_bs}; a graph needs at least one row")
-        if draw is not None and tokens > 1:
-            raise ConfigError(f"tokens are verified, not drawn, in steps of {tokens} tokens a row: leave draw out")
+        if draw is not None and tokens_per_row > 1:
+            raise ConfigError(
+                f"tokens are verified, not drawn, in steps of {tokens_per_row} tokens a row: leave draw out"
+            )
         self.model, self.backend, self.pool, self.last_tokens = model, backend, req_to_token_pool, last_tokens
-        self.tokens, self.forks, device = tokens, forks, model.device
+        self.tokens_per_row, self.forks, device = tokens_per_row, forks, model.device
         self.max_bs = min(max_bs, req_to_token_pool.num_rows)
         self.poisoned = device.type != "cuda"
         self.recorder = recorder or make_recorder(device)
         self.buffers = StaticBuffers(
             model,
             self.max_bs,
-            tokens,
+            tokens_per_row,
             groups=req_to_token_pool.num_groups,
             seq_len_fill=backend.seq_len_fill,
             forks=forks,
@@ -232,8 +234,8 @@ class GraphRunner:
             keep_hidden=keep_hidden,
         )
         self._staging = StagingRing(device)
-        self._starts = torch.arange(self.max_bs + 1, dtype=torch.int32, device=device) * tokens
-        self._view = backend.init_cuda_graph_state(self.max_bs, self.max_bs * tokens)
+        self._starts = torch.arange(self.max_bs + 1, dtype=torch.int32, device=device) * tokens_per_row
+        self._view = backend.init_cuda_graph_state(self.max_bs, self.max_bs * tokens_per_row)
         self._replays: dict[int, Callable[[], None]] = {}  # graphs by batch size
         self._draw, self._draws = draw, dict[int, Callable[[], None]]()  # the second graphs
         self._sizes: list[int] = []  # of these, the smallest first
@@ -279,7 +281,7 @@ class GraphRunner:
         if self.poisoned:
             self.buffers.poison()
         self._upload(decode, new_pages)
-        lens = (decode.computed + self.tokens).tolist() if self.backend.needs_host_lens else None
+        lens = (decode.computed + self.tokens_per_row).tolist() if self.backend.needs_host_lens else None
         self._prepare(bs, n, lens)
         self._replays[bs]()
         if not n:
@@ -301,8 +303,8 @@ class GraphRunner:
         return drawn.clone() if self.poisoned else drawn
 
     def _upload(self, decode: DecodeRows, new_pages: np.ndarray) -> None:
-        step = pack_rows(decode, self.tokens, self.forks, new_pages)
-        arrays = arrays_of(step) if self.tokens > 1 else step[:4]  # without drafts
+        step = pack_rows(decode, self.tokens_per_row, self.forks, new_pages)
+        arrays = arrays_of(step) if self.tokens_per_row > 1 else step[:4]  # without drafts
         self._staging.copy_rows(self.buffers.packed, arrays, self.buffers.padding, self.buffers.starts)
 
     def _prepare(self, bs: int, num_real: int, lens: list[int] | None) -> None:
@@ -314,7 +316,7 @@ class GraphRunner:
         """Views of the first n rows of the buffers. Cached, because making them takes the host 20 microseconds."""
         if n in self._cached_views:
             return self._cached_views[n]
-        buffers, total = self.buffers, n * self.tokens
+        buffers, total = self.buffers, n * self.tokens_per_row
         rows, lens = buffers.arrays.rows[:n], buffers.arrays.seq_lens[:n]
         batch = make_batch(
             self.backend, rows, lens, self._starts[: n + 1], buffers.inputs.first(total), n, buffers.spec_info
@@ -327,7 +329,7 @@ class GraphRunner:
     def _bind(self, bs: int) -> Callable[[], None]:
         """The closure holds static buffers alone: a cycle with this object would keep the pools
         until garbage is collected."""
-        buffers, total, batch = self.buffers, bs * self.tokens, self.views_of(bs).batch
+        buffers, total, batch = self.buffers, bs * self.tokens_per_row, self.views_of(bs).batch
         model, backend, pool, last_tokens = self.model, self.backend, self.pool, self.last_tokens
 
         def step() -> None:

@@ -127,6 +127,7 @@ class PromptGraphs:
 
     @property
     def captured(self) -> list[Bucket]:
+        """The sizes of the captured graphs."""
         return list(self._graphs)
 
     def bucket(self, plan: StepPlan) -> Bucket | None:

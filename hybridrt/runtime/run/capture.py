@@ -66,18 +66,18 @@ def capture_graphs(parts: GraphParts, progress: bool = False) -> Graphs:
     return made
 
 
-def _capture_decode(parts: GraphParts, tokens: int, progress: bool, recorder: Recorder) -> GraphRunner:
+def _capture_decode(parts: GraphParts, tokens_per_row: int, progress: bool, recorder: Recorder) -> GraphRunner:
     graphs = GraphRunner(
         model=parts.model,
         backend=parts.backend,
         req_to_token_pool=parts.pools.req_to_token,
         last_tokens=parts.last_tokens,
         max_bs=parts.config.cuda_graph_max_bs or parts.memory_plan.num_rows,
-        tokens=tokens,
+        tokens_per_row=tokens_per_row,
         forks=parts.forks,
         keep_hidden=parts.drafter is not None,
         recorder=recorder,
-        draw=_draw_likeliest(parts) if tokens == 1 else None,
+        draw=_draw_likeliest(parts) if tokens_per_row == 1 else None,
     )
     graphs.capture(progress)
     return graphs

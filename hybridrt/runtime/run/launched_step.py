@@ -42,7 +42,7 @@ class SamplingRunner(Protocol):
     model: CausalLM
     backend: AttentionBackend
     sampler: Sampler
-    required: RowRequirements
+    row_requirements: RowRequirements
     last_tokens: torch.Tensor
     staging: StagingRing
     enter_tokens: EnterTokens
@@ -96,15 +96,15 @@ class MaskedLines(NamedTuple):
     total: int
 
     @classmethod
-    def from_plan(cls, plan: StepPlan, tokens: int) -> "MaskedLines":
-        """The lines of a plan's rows. Of a decode row's `tokens` lines, those of its input and its
+    def from_plan(cls, plan: StepPlan, tokens_per_row: int) -> "MaskedLines":
+        """The lines of a plan's rows. Of a decode row's `tokens_per_row` lines, those of its input and its
         drafts have masks; a sampling extend row has one."""
         n, drafts = len(plan.decode), plan.decode.num_drafts.tolist()
         lines = list[int]()
         for i in plan.constrained:
-            first = i * tokens if i < n else n * tokens + i - n
+            first = i * tokens_per_row if i < n else n * tokens_per_row + i - n
             lines += range(first, first + 1 + (drafts[i] if i < n else 0))
-        return cls(int32s(lines), n * tokens + sum(row.sample for row in plan.extend))
+        return cls(int32s(lines), n * tokens_per_row + sum(row.sample for row in plan.extend))
 
 
 class LaunchedStep:
@@ -217,7 +217,7 @@ class LaunchedStep:
             decode, lines = _split_lines(part.lines, batch.num_decode_rows, split)
             accepted = self._verify(runner, part, decode, of_drafts)
         if lines is not None and lines.on_host[0].size:
-            parts, wanted = runner.required.required_by_rows(*lines.on_host)
+            parts, wanted = runner.row_requirements.required_by_rows(*lines.on_host)
             if part.graphs is not None and bitmask is None and takes_likeliest(parts):
                 tokens = part.graphs.draw(len(lines.rows))
             else:
@@ -249,7 +249,7 @@ class LaunchedStep:
             lines.rows, lines.output_indices, batch.positions[: batch.num_decode_tokens].view(n, -1),
             drafts.tokens[:n], drafts.counts[:n], runner.last_tokens, *spec.relations(n),
         )  # fmt: skip
-        parts, wanted = runner.required.required_by_rows(*lines.on_host)
+        parts, wanted = runner.row_requirements.required_by_rows(*lines.on_host)
         kept = runner.sampler.verify(lines.logits, step, parts, bitmask)
         runner.backend.commit(batch, kept.counts, kept.path)
         drawn = _Drawn(kept.tokens, kept.counts, (), wanted)
@@ -301,7 +301,7 @@ def _with_logprobs(
     logits, tokens = lines.logits, drawn.tokens.reshape(-1, 1)
     if path is not None:
         logits = logits.view(*path.shape, -1).take_along_dim(path.unsqueeze(-1), 1).flatten(0, 1)
-    named = runner.required.scored_ids(lines.on_host[0])
+    named = runner.row_requirements.scored_ids(lines.on_host[0])
     if named:
         ids = np.zeros((len(named), max(map(len, named))), np.int32)
         for row, each in zip(ids, named):

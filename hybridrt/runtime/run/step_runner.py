@@ -49,7 +49,7 @@ class StepRunner:
     graphs.
 
     Attributes:
-        required: which parts of sampling the requests of all rows use.
+        row_requirements: which parts of sampling the requests of all rows use.
         staging: copies integers of the host to the device.
         last_tokens: [R + 1] int32, the next input of every row: sampled here, read by the next
             step, never waited for by the host.
@@ -71,7 +71,7 @@ class StepRunner:
         self.memory_plan, self.pools, self.backend = runtime.plan, runtime.pools, runtime.backend
         self.model_config, self.device = runtime.target.model_config, runtime.target.device
         self.forks = self.config.speculative is not None and self.config.speculative.forks
-        self._verified = self.config.num_verify_tokens
+        self._num_verify_tokens = self.config.num_verify_tokens
         self.graphs: dict[int, GraphRunner] = {}
         self.prompt_graphs: PromptGraphs | None = None
         self.sampling_table = SamplingTable(self.memory_plan.num_rows, self.model_config.vocab_size, self.device)
@@ -80,8 +80,8 @@ class StepRunner:
         self.staging = StagingRing(self.device)
         self.enter_tokens: EnterTokens = enter_tokens.for_device(self.device)
         self._inference = torch.inference_mode()  # one for all launches: making it takes as long as entering it
-        self.required = RowRequirements(self.memory_plan.num_rows)
-        self._of_prompts = PromptRequirements()
+        self.row_requirements = RowRequirements(self.memory_plan.num_rows)
+        self._prompt_requirements = PromptRequirements()
         self._last_masked: LaunchedStep | None = None  # only if it needed masks
         self.arena: StateArena | None = None
         self.host: HostCopies | None = None
@@ -120,10 +120,10 @@ class StepRunner:
             self.check_sampled()
         self._check(plan)
         if plan.admissions:
-            self.required.note_admissions(plan.admissions)
-            self._of_prompts.note_admissions(plan.admissions)
-        tokens = self._verified if len(plan.decode.drafts) else 1
-        step = LaunchedStep(MaskedLines.from_plan(plan, tokens) if plan.constrained else None)
+            self.row_requirements.note_admissions(plan.admissions)
+            self._prompt_requirements.note_admissions(plan.admissions)
+        tokens_per_row = self._num_verify_tokens if len(plan.decode.drafts) else 1
+        step = LaunchedStep(MaskedLines.from_plan(plan, tokens_per_row) if plan.constrained else None)
         try:
             with self._inference:
                 if plan.admissions and self.pools.req_to_token.mrope_deltas is not None:
@@ -133,9 +133,9 @@ class StepRunner:
                 if plan.moves or plan.cleared or self.host is not None:
                     self._move_states(plan)
                 if self.lock_step is not None and (len(plan.decode.rows) or plan.extend):
-                    self._run_together(plan, tokens, step, self.lock_step)
+                    self._run_together(plan, tokens_per_row, step, self.lock_step)
                 else:
-                    self._run_model(plan, tokens, step)
+                    self._run_model(plan, tokens_per_row, step)
         except BaseException:
             self.backend.drop_step()  # never committed; later steps would raise
             raise
@@ -176,7 +176,7 @@ class StepRunner:
     def draft(self, rows: Sequence[DraftRow], steps: int, topk: int = 1) -> StepHandle:
         """Launches drafts (see DeviceDrafter.draft). ConfigError without a device drafter."""
         if self.drafter is None:
-            raise ConfigError("drafts are asked of a runner without a device drafter")
+            raise ConfigError("this runner has no device drafter: build it with EngineConfig(speculative=...)")
         return self.drafter.draft(rows, steps, topk)
 
     def read_prefix(self, prefix: PrefixPlaces) -> dict[str, torch.Tensor]:
@@ -208,36 +208,36 @@ class StepRunner:
             on_device = self.staging.upload((rows, values))
             deltas.index_copy_(0, on_device[0].long(), on_device[1])
 
-    def _run_model(self, plan: StepPlan, tokens: int, step: LaunchedStep) -> None:
-        if self.prompt_graphs is not None and (bucket := self._prompt_bucket(plan, tokens)) is not None:
+    def _run_model(self, plan: StepPlan, tokens_per_row: int, step: LaunchedStep) -> None:
+        if self.prompt_graphs is not None and (bucket := self._prompt_bucket(plan, tokens_per_row)) is not None:
             self._replay_prompts(plan, bucket, step)
-        elif self.graphs and (found := self._graph_of(plan, tokens)) is not None:
+        elif self.graphs and (found := self._graph_of(plan, tokens_per_row)) is not None:
             self._replay_decode(plan, *found, step)
         else:
-            plain = tokens == 1 and len(plan.decode.rows) and not (plan.extend or plan.imports or plan.exports)
+            plain = tokens_per_row == 1 and len(plan.decode.rows) and not (plan.extend or plan.imports or plan.exports)
             if plain and self._cpu_decode is not None:
                 self._run_cpu_decode(plan, self._cpu_decode, step)
             else:
-                self._run_eager(plan, tokens, step)
+                self._run_eager(plan, tokens_per_row, step)
 
-    def _run_together(self, plan: StepPlan, tokens: int, step: LaunchedStep, lock_step: LockStep) -> None:
+    def _run_together(self, plan: StepPlan, tokens_per_row: int, step: LaunchedStep, lock_step: LockStep) -> None:
         """Runs a step in a round of replicas that share experts: in a graph if all of them have one for
         their step (decode steps without drafts), else eagerly."""
         found = None
         if self.graphs and not plan.extend and self.config.speculative is None:
-            found = self._graph_of(plan, tokens)
+            found = self._graph_of(plan, tokens_per_row)
         with lock_step.round(EAGER if found is None else found[0].bucket(len(plan.decode.rows)) or EAGER) as agreed:
             if found is not None and agreed != EAGER:
                 self._replay_decode(plan, *found, step, agreed)
             else:
-                self._run_eager(plan, tokens, step)
+                self._run_eager(plan, tokens_per_row, step)
 
-    def _run_eager(self, plan: StepPlan, tokens: int, step: LaunchedStep) -> None:
+    def _run_eager(self, plan: StepPlan, tokens_per_row: int, step: LaunchedStep) -> None:
         n = len(plan.decode.rows)
-        scored, pooled, places = self._of_prompts.wanted_by_rows(plan.extend, n * tokens)
+        scored, pooled, places = self._prompt_requirements.wanted_by_rows(plan.extend, n * tokens_per_row)
         on_host = pack_step(
             plan,
-            tokens,
+            tokens_per_row,
             groups=self.pools.req_to_token.num_groups,
             forks=self.forks,
             spans=self.encoder is not None,
@@ -253,10 +253,10 @@ class StepRunner:
             self.arena.import_state(arrival)  # type: ignore[union-attr]  # launch has checked
         if not n and not plan.extend:
             return
-        batch = self._make_batch(plan, on_host, arrays, tokens)
+        batch = self._make_batch(plan, on_host, arrays, tokens_per_row)
         self.backend.prepare(batch)
         hidden = self.model(batch)
-        if n and tokens == 1:
+        if n and tokens_per_row == 1:
             self.backend.commit(batch)
         for departure in plan.exports:
             self.arena.export_state(departure)  # type: ignore[union-attr]
@@ -275,11 +275,11 @@ class StepRunner:
         on_host = plan.decode.rows, plan.decode.output_indices
         step.add_part(self, ForwardPart(SampledLines(batch.req_pool_indices, indices, on_host, logits)))
 
-    def _prompt_bucket(self, plan: StepPlan, tokens: int) -> Bucket | None:
+    def _prompt_bucket(self, plan: StepPlan, tokens_per_row: int) -> Bucket | None:
         # Prompt graphs verify no drafts and keep no hidden states.
-        if self.prompt_graphs is None or not plan.extend or tokens > 1 or self.drafter is not None:
+        if self.prompt_graphs is None or not plan.extend or tokens_per_row > 1 or self.drafter is not None:
             return None
-        scored, pooled, _ = self._of_prompts.wanted_by_rows(plan.extend, 0)
+        scored, pooled, _ = self._prompt_requirements.wanted_by_rows(plan.extend, 0)
         if any(row.embeddings is not None for row in plan.extend):
             return None
         # Other workers' states are copied between the table changes and the model.
@@ -292,14 +292,14 @@ class StepRunner:
         assert self.prompt_graphs is not None
         step.add_part(self, ForwardPart(self.prompt_graphs.replay(plan, bucket)))
 
-    def _graph_of(self, plan: StepPlan, tokens: int) -> tuple[GraphRunner, np.ndarray, list[PageWrite]] | None:
+    def _graph_of(self, plan: StepPlan, tokens_per_row: int) -> tuple[GraphRunner, np.ndarray, list[PageWrite]] | None:
         """The graph of the decode rows, their new pages, and the other page writes. None: no graph
         fits."""
-        decode, graphs = plan.decode, self.graphs.get(tokens)
+        decode, graphs = plan.decode, self.graphs.get(tokens_per_row)
         n = len(decode.rows)
         if graphs is None or not n or graphs.bucket(n) is None:
             return None
-        if plan.extend and plan.constrained and tokens > 1:
+        if plan.extend and plan.constrained and tokens_per_row > 1:
             return None  # drafts are committed before chunks are launched
         if not plan.page_writes:
             return graphs, NO_INTEGERS, plan.page_writes
@@ -324,11 +324,11 @@ class StepRunner:
     def _check(self, plan: StepPlan) -> None:
         embedded = plan.extend and self.encoder is None and any([row.embeddings is not None for row in plan.extend])
         if self.encoder is None and (plan.encode or embedded):
-            raise ConfigError("a step with images, on a runner without an encoder")
+            raise ConfigError("a step with images, on a runner without an encoder: build it with images=True")
         if (plan.imports or plan.exports) and self.arena is None:
             raise ConfigError("states cannot come or go without an arena: set transfer_bytes")
         num_drafts = int(plan.decode.num_drafts.max()) if len(plan.decode.drafts) else 0
-        width = self._verified
+        width = self._num_verify_tokens
         if num_drafts >= width:
             raise ConfigError(f"{num_drafts} drafts in a row; this runner verifies {width - 1}: raise num_draft_tokens")
         if not self.forks and plan.decode.predecessors is not None:
@@ -339,16 +339,16 @@ class StepRunner:
             enter_tables(self.pools, self.sampling_table, self.staging.upload(changes))
 
     def _make_batch(
-        self, plan: StepPlan, on_host: StepArrays[np.ndarray], arrays: StepArrays[torch.Tensor], tokens: int
+        self, plan: StepPlan, on_host: StepArrays[np.ndarray], arrays: StepArrays[torch.Tensor], tokens_per_row: int
     ) -> ForwardBatch:
         n, table, prompts = len(plan.decode.rows), self.pools.req_to_token, arrays.prompts
-        decoded, chunks, spec = None, None, spec_info_of(arrays.drafts, tokens) if n else None
+        decoded, chunks, spec = None, None, spec_info_of(arrays.drafts, tokens_per_row) if n else None
         if n:
             mrope = table.mrope_deltas is not None
-            decoded = TokenInputs.allocate(n * tokens, self.device, table.num_groups, mrope=mrope)
+            decoded = TokenInputs.allocate(n * tokens_per_row, self.device, table.num_groups, mrope=mrope)
             fill_decode(decoded, arrays, n, spec, self.last_tokens, table)
         if prompts is None:
-            starts = torch.arange(0, n * tokens + 1, tokens, dtype=torch.int32, device=self.device)
+            starts = torch.arange(0, n * tokens_per_row + 1, tokens_per_row, dtype=torch.int32, device=self.device)
         else:
             starts, kv_places = prompts.query_start_loc, table.token_slots(prompts.rows, prompts.positions)
             turning = prompts.positions if decoded is not None and prompts.mrope is None else prompts.mrope
@@ -364,7 +364,7 @@ class StepRunner:
             n,
             spec,
             seq_lens_cpu=on_host.seq_lens.tolist(),
-            query_lens_cpu=[tokens] * n + [len(r.tokens) for r in plan.extend],
+            query_lens_cpu=[tokens_per_row] * n + [len(r.tokens) for r in plan.extend],
         )
         if prompts is not None and prompts.embedded is not None:
             batch.embeddings = self.encoder.embeddings(prompts.embedded)  # type: ignore[union-attr]  # launch has checked

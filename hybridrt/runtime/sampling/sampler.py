@@ -70,6 +70,7 @@ class RowRequirements:
         self._ruled_until = np.zeros(num_rows + 1, np.int64)
 
     def note_admissions(self, admissions: Iterable[Admission]) -> None:
+        """Stores what the requests that get rows need, in place of what the rows needed before."""
         for a in admissions:
             self._ruled_until[a.row] = 0 if a.rules is None else a.rules.until
             self._parts[a.row] = _parts(a.params)
@@ -327,6 +328,7 @@ class PromptRequirements:
         self._pooled: dict[int, tuple[str, int]] = {}  # kind, and tokens of the prompt
 
     def note_admissions(self, admissions: Sequence[Admission]) -> None:
+        """Stores what the requests that get rows need, in place of what the rows needed before."""
         for a in admissions:
             self._scored.pop(a.row, None)
             self._pooled.pop(a.row, None)

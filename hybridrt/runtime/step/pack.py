@@ -32,6 +32,8 @@ from hybridrt.runtime.step.sampling_table import SamplingArrays, SamplingTable
 
 
 class AdmissionArrays(NamedTuple, Generic[A]):
+    """Admissions as columns, [n] each: fields of `Admission`, and its sampling constants."""
+
     rows: A
     state_slots: A
     phases: A
@@ -67,12 +69,14 @@ class DraftArrays(NamedTuple, Generic[A]):
 
     Attributes:
         counts: [n], drafts of each row; tokens: [n, T - 1].
-        parents, ancestors: [n, T] of all nodes of trees (`_ancestors`); None for chains.
+        predecessors: [n, T] of `SpecInfo`; None for chains.
+        ancestors: [n, T], bit i is set where an input follows input i, directly or not, or is it;
+            None for chains.
     """
 
     counts: A
     tokens: A
-    parents: A | None = None
+    predecessors: A | None = None
     ancestors: A | None = None
 
 
@@ -146,7 +150,7 @@ class StepArrays(NamedTuple, Generic[A]):
 
 def pack_step(
     plan: StepPlan,
-    tokens: int,
+    tokens_per_row: int,
     *,
     groups: int = 1,
     forks: bool = False,
@@ -156,7 +160,7 @@ def pack_step(
     at_chunks: bool = False,
     scored: ScoredTokens[np.ndarray] | None = None,
 ) -> StepArrays[np.ndarray]:
-    """An eager step with decode rows of T `tokens`.
+    """An eager step with decode rows of T `tokens_per_row`.
 
     Args:
         groups: page groups.
@@ -167,19 +171,19 @@ def pack_step(
         scored: tokens of prompts whose log-probabilities are wanted.
     """
     none = np.full((len(plan.decode.rows), groups), -1, np.int32)
-    step, tables = pack_rows(plan.decode, tokens, forks, none), pack_tables(plan)
+    step, tables = pack_rows(plan.decode, tokens_per_row, forks, none), pack_tables(plan)
     if not plan.extend:
         return StepArrays(step.rows, step.seq_lens, step.output_indices, none, step.drafts, None, tables, scored)
     # Entries of the extend rows. One array is faster than several short ones.
     row, computed, new, indices, sample = int32_array(
         [(r.row, r.computed, len(r.tokens), r.output_index, r.sample) for r in plan.extend]
     ).T
-    sampling, decoded = sample.nonzero()[0], len(none) * tokens
+    sampling, decoded = sample.nonzero()[0], len(none) * tokens_per_row
     ends = decoded + np.cumsum(new, dtype=np.int32)
     starts = np.repeat(computed + new - ends, new)
     following_ids = _flat([[*r.tokens[1:], r.following] for r in plan.extend]) if following else None
     prompts = PromptArrays(
-        np.concatenate((np.arange(0, decoded + 1, tokens, dtype=np.int32), ends)),
+        np.concatenate((np.arange(0, decoded + 1, tokens_per_row, dtype=np.int32), ends)),
         np.concatenate((np.arange(decoded, dtype=np.int32), ends[sampling] - 1)),
         np.concatenate((plan.decode.rows, row[sampling])),
         _flat([r.tokens for r in plan.extend]),
@@ -224,10 +228,10 @@ def _equal_axes(row: ExtendRow) -> np.ndarray:
     return np.tile(np.arange(row.computed, row.computed + len(row.tokens), dtype=np.int32), (3, 1))
 
 
-def pack_rows(decode: DecodeRows, tokens: int, forks: bool, new_pages: np.ndarray) -> StepArrays[np.ndarray]:
-    """Decode rows of T `tokens`: all that a decode graph needs. With `forks` drafts may be trees."""
-    drafts = _pack_drafts(decode, tokens, forks) if tokens > 1 else None
-    return StepArrays(decode.rows, decode.computed + tokens, decode.output_indices, new_pages, drafts)
+def pack_rows(decode: DecodeRows, tokens_per_row: int, forks: bool, new_pages: np.ndarray) -> StepArrays[np.ndarray]:
+    """Decode rows of T `tokens_per_row`: all that a decode graph needs. With `forks` drafts may be trees."""
+    drafts = _pack_drafts(decode, tokens_per_row, forks) if tokens_per_row > 1 else None
+    return StepArrays(decode.rows, decode.computed + tokens_per_row, decode.output_indices, new_pages, drafts)
 
 
 def pack_tables(plan: StepPlan) -> TableChanges[np.ndarray] | None:
@@ -261,30 +265,30 @@ def _pack_drafts(decode: DecodeRows, width: int, forks: bool) -> DraftArrays[np.
     tokens[real] = decode.drafts
     if not forks:
         return DraftArrays(decode.num_drafts, tokens)
-    parents = np.tile(np.arange(-1, width - 1, dtype=np.int32), (len(decode), 1))
+    predecessors = np.tile(np.arange(-1, width - 1, dtype=np.int32), (len(decode), 1))
     if decode.predecessors is not None:
-        parents[:, 1:][real] = decode.predecessors
-    return DraftArrays(decode.num_drafts, tokens, parents, _ancestors(parents))
+        predecessors[:, 1:][real] = decode.predecessors
+    return DraftArrays(decode.num_drafts, tokens, predecessors, _ancestors(predecessors))
 
 
-def _ancestors(parents: np.ndarray) -> np.ndarray:
-    """Bits of each node's ancestors and itself, [n, width] int32 like `parents` (-1: the root).
-    Padding continues a row as a chain."""
-    n, width = parents.shape
+def _ancestors(predecessors: np.ndarray) -> np.ndarray:
+    """`DraftArrays.ancestors` of predecessors [n, width] int32 (-1: the root has none). Padding continues a
+    row as a chain."""
+    n, width = predecessors.shape
     ancestors = np.ones((n, width), np.int32)
-    for node in range(1, width):
-        ancestors[:, node] = ancestors[np.arange(n), parents[:, node]] | 1 << node
+    for i in range(1, width):
+        ancestors[:, i] = ancestors[np.arange(n), predecessors[:, i]] | 1 << i
     return ancestors
 
 
-def spec_info_of(drafts: DraftArrays[torch.Tensor] | None, tokens: int) -> SpecInfo | None:
-    """SpecInfo of a step of T `tokens` a row; None without drafts. `fill_relations` fills its mask."""
+def spec_info_of(drafts: DraftArrays[torch.Tensor] | None, tokens_per_row: int) -> SpecInfo | None:
+    """SpecInfo of a step of T `tokens_per_row`; None without drafts. `fill_relations` fills its mask."""
     if drafts is None:
         return None
     counts, mask = drafts.counts, None
-    if drafts.parents is not None:
-        mask = torch.zeros(len(counts), tokens, tokens, dtype=torch.bool, device=counts.device)
-    return SpecInfo(tokens, drafts.parents, mask, counts)
+    if drafts.predecessors is not None:
+        mask = torch.zeros(len(counts), tokens_per_row, tokens_per_row, dtype=torch.bool, device=counts.device)
+    return SpecInfo(tokens_per_row, drafts.predecessors, mask, counts)
 
 
 def fill_relations(spec: SpecInfo, drafts: DraftArrays[torch.Tensor], bs: int, *positions: torch.Tensor) -> None:
@@ -410,19 +414,22 @@ def make_batch(
     num_decode_rows: int,
     spec_info: SpecInfo | None,
     num_real: int | None = None,
-    **of_the_host: Any,
+    *,
+    seq_lens_cpu: Sequence[int] | None = None,
+    query_lens_cpu: Sequence[int] | None = None,
 ) -> ForwardBatch:
-    """A step, with the mode of its segments.
+    """A step, with the mode of its segments. Arguments are the fields of ForwardBatch.
 
     Args:
+        rows: [B] int32 request rows, `req_pool_indices`.
+        inputs: of all tokens, those of decode rows first.
         num_real: None: all rows are real.
-        of_the_host: other fields of ForwardBatch.
     """
     mode = ForwardMode.TARGET_VERIFY if spec_info else ForwardMode.DECODE
     if num_decode_rows < len(rows):
         mode = ForwardMode.MIXED if num_decode_rows else ForwardMode.EXTEND
     return ForwardBatch(
         mode, inputs.input_ids, inputs.positions, rows, seq_lens, query_start_loc, inputs.out_cache_loc,
-        len(rows) if num_real is None else num_real, num_decode_rows, backend, spec_info=spec_info,
-        mrope_positions=inputs.mrope_positions, **of_the_host,
+        len(rows) if num_real is None else num_real, num_decode_rows, backend, seq_lens_cpu, query_lens_cpu,
+        spec_info, mrope_positions=inputs.mrope_positions,
     )  # fmt: skip

@@ -168,9 +168,11 @@ class DecodeRows(msgspec.Struct, frozen=True, array_like=True, eq=False):
     def __post_init__(self) -> None:
         n, total = len(self.rows), int(self.num_drafts.sum()) if len(self.drafts) else np.count_nonzero(self.num_drafts)
         if not n == len(self.computed) == len(self.output_indices) == len(self.num_drafts):
-            raise ValueError(f"columns of {n} decode rows differ in length")
+            lengths = len(self.computed), len(self.output_indices), len(self.num_drafts)
+            raise ValueError(f"{n} decode rows with columns of {lengths}; each column has an entry a row")
         if len(self.drafts) != total or (self.predecessors is not None and len(self.predecessors) != total):
-            raise ValueError(f"{len(self.drafts)} drafts where num_drafts counts {total}")
+            given = None if self.predecessors is None else len(self.predecessors)
+            raise ValueError(f"{len(self.drafts)} drafts and {given} predecessors; num_drafts counts {total} of each")
 
     @classmethod
     def from_rows(cls, rows: Iterable[DecodeRow]) -> "DecodeRows":

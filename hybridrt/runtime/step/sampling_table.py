@@ -250,6 +250,7 @@ class SamplingTable:
 
     @property
     def floats(self) -> torch.Tensor:
+        """[n, R + 1] float32: the constants named in FLOATS, by request row."""
         return self._constants[:-2].view(torch.float32)
 
     @staticmethod

@@ -46,6 +46,8 @@ def route_class(llm: AsyncLLM) -> type[APIRoute]:
     most = max(MAX_VALUES, llm.llm.plan.max_model_len + SMALL)
 
     class LimitedRequest(Request):
+        """A request with its checked body: `read` is the body, or the error that it gave; None: not read yet."""
+
         read: Any = None
 
         async def json(self) -> Any:
@@ -63,6 +65,8 @@ def route_class(llm: AsyncLLM) -> type[APIRoute]:
                 self.read = await llm.in_thread(partial(read_body, body, most, model), lane=lane_of(len(body)))
 
     class LimitedRoute(APIRoute):
+        """Checks the body before FastAPI does."""
+
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
             handle, model = super().get_route_handler(), _model_of(self.endpoint)
 

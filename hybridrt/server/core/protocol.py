@@ -168,10 +168,12 @@ class Sampling(Body):
     user: str | None = None
 
 
-def _prompt_tag(prompt: Any) -> str:
+def _prompt_tag(prompt: Any) -> str | None:
     """Decides by the first entry, so that errors are about that member of `Prompts`."""
-    if not isinstance(prompt, list):
+    if isinstance(prompt, str):
         return "tagged-text"
+    if not isinstance(prompt, list):
+        return None
     return "tagged-ids" if prompt and isinstance(prompt[0], (int, float)) else "tagged-list"
 
 
@@ -179,7 +181,11 @@ Prompts = Annotated[
     Annotated[str, Tag("tagged-text")]
     | Annotated[TokenIds, Tag("tagged-ids")]
     | Annotated[list[Rested[str | TokenIds]], Field(max_length=2**16), _FirstError(), Tag("tagged-list")],
-    Discriminator(_prompt_tag),
+    Discriminator(
+        _prompt_tag,
+        custom_error_type="prompt_type",
+        custom_error_message="Input should be a string, a list of token ids, or a list of either",
+    ),
 ]
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from starlette.types import Scope
 
 from hybridrt.base.sampling_params import SamplingParams
-from hybridrt.engine.request.intake import Prompt
 from hybridrt.engine.request.outputs import Delta
+from hybridrt.engine.request.prompts import Prompt
 from hybridrt.runtime.step.token_scores import TokenScores
 from hybridrt.server.core.answer_size import check_repeated
 from hybridrt.server.core.protocol import CompletionRequest

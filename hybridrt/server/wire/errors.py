@@ -131,9 +131,11 @@ def error_response(error: APIError, scope: Scope) -> Response:
 
 def _as_field_error(error: RequestValidationError) -> APIError:
     """The error of the first wrong field. pydantic gives an error for each type that a field may have.
-    The one of the deepest place is chosen; of several, one that is not about the type.
+    The one of the deepest place is chosen; of several, one that is not about the type. If all are, the
+    message names each type.
     """
-    found = max(error.errors(), key=lambda e: (len(e["loc"]), not e["type"].endswith("_type")), default=None)
+    errors = error.errors()
+    found = max(errors, key=lambda e: (len(e["loc"]), not e["type"].endswith("_type")), default=None)
     if found is None:
         return APIError(400, "the body cannot be used")
     if found["type"] == "json_invalid":
@@ -141,6 +143,9 @@ def _as_field_error(error: RequestValidationError) -> APIError:
     if found["loc"] == ("body",):
         return APIError(400, "the body must be a JSON object, sent with Content-Type: application/json")
     field, message = _path(found["loc"]), found["msg"].removeprefix("Value error, ")
+    if found["type"].endswith("_type"):
+        others = [e["msg"] for e in errors if e["type"].endswith("_type") and _path(e["loc"]) == field]
+        message = " or ".join([message, *(msg.removeprefix("Input should be ") for msg in others if msg != message)])
     if found["type"] in KIND_ERRORS and isinstance(found["input"], dict):
         message = f"type is {shown(found['input'].get('type'))}; {message.replace('type must', 'it must', 1)}"
     return APIError(400, f"{field}: {message}" if field else message, field or None)
