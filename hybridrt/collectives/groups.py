@@ -126,19 +126,22 @@ class Communicator:
             return bytes(store.get(key))
 
     def connect(self) -> None:
-        """Opens the connections among GPUs, as NCCL does in the first collective. All ranks call
-        it."""
+        """Opens the connections among GPUs. All ranks call it.
+
+        NCCL opens its own in its first collective, which waits for a lost rank for ever: `abort` ends only
+        those that come later.
+        """
         with _loopback_if(self._loopback):
-            self.all_reduce(torch.zeros(1, dtype=torch.float32, device=self.device))
+            x = torch.zeros(1, dtype=torch.float32, device=self.device)
+            self._sum(x, dist.ReduceOp.SUM)
+            self.all_reduce(x)  # through the memory of peers
             self.barrier()
 
     def all_reduce(self, x: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
         """Reduces over the ranks, in place. Every rank gets the same bits."""
         if self._peers is not None and x.is_cuda and op == dist.ReduceOp.SUM and self._peers.serves(x):
             return self._peers.all_reduce(x)
-        options = dist.AllreduceOptions()
-        options.reduceOp, options.asyncOp = dist.ReduceOp(op), not x.is_cuda  # NCCL runs in the current stream
-        self._run(x, lambda group: group.allreduce([x], options))
+        self._sum(x, op)
         return x
 
     def start_sum(self, x: torch.Tensor) -> PendingSum:
@@ -227,6 +230,12 @@ class Communicator:
         for group in self._groups.values():
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         self._groups = {}
+
+    def _sum(self, x: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        """`all_reduce` through gloo or NCCL."""
+        options = dist.AllreduceOptions()
+        options.reduceOp, options.asyncOp = dist.ReduceOp(op), not x.is_cuda  # NCCL runs in the current stream
+        self._run(x, lambda group: group.allreduce([x], options))
 
     def _run(self, x: torch.Tensor, collective: Callable[[Any], dist.Work | None]) -> None:
         work = self._start(x, collective)

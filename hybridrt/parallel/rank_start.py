@@ -210,7 +210,7 @@ def _start(rank: int, size: int, directory: str, kind: str, ahead: str | None) -
     # Threads split sums, and all ranks must draw the same tokens.
     environment = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
     given = {"directory": directory, "rank": rank, "size": size, "kind": kind, "ahead": ahead}
-    return start_child("hybridrt.parallel.follower", given, environment, stdin=subprocess.DEVNULL)
+    return start_child("hybridrt.parallel.rank_process", given, environment, stdin=subprocess.DEVNULL)
 
 
 def accept_links(
