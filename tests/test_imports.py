@@ -65,8 +65,8 @@ def found() -> tuple[dict[str, list[str]], list[str], list[str]]:
     "after", ["command", "a rank's process", "chat with a server", "engine", "recording", "report", "everything"]
 )
 def test_importing_loads_nothing_that_is_not_needed(after: str, found: tuple[dict[str, list[str]], object]) -> None:
-    """Help, version, a chat with a server and the first part of a rank need no torch, the engine no server, a recorded step no compiler, and a
-    report on all operations no library of kernels."""
+    """Help, version, a chat with a server and the first part of a rank need no torch, the engine no server, a recorded
+    step no compiler, and a report on all operations no library of kernels."""
     assert found[0][after] == []
 
 
