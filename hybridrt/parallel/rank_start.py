@@ -74,12 +74,15 @@ class RankPlace:
         return link
 
 
-def start_ranks(size: int, kind: str, ahead: StartAhead | None = None) -> Ranks:
+def start_ranks(
+    size: int, kind: str, ahead: StartAhead | None = None, meanwhile: Callable[[], object] | None = None
+) -> Ranks:
     """Starts ranks 1 to `size` - 1 on this machine, as processes that end with this one.
 
     Args:
         kind: type of their devices, "cpu" or "cuda".
         ahead: that of ModelRunner; they find it by its name.
+        meanwhile: called while they import torch, which takes seconds. What it raises ends them.
 
     Raises:
         ConfigError: the time-out in the environment is not a number of seconds, or `ahead` has no
@@ -96,6 +99,8 @@ def start_ranks(size: int, kind: str, ahead: StartAhead | None = None) -> Ranks:
             processes.append(process := _start(rank, size, place.directory, kind, found_as))
             undo.callback(process.wait)
             undo.callback(process.kill)
+        if meanwhile is not None:
+            meanwhile()
         ranks = _lead(place, listener, size, rank_device(kind, 0), timeout, processes)
         undo.pop_all()
         return ranks
