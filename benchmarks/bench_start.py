@@ -97,6 +97,7 @@ def _watch(clock: Clock) -> dict[str, list[float]]:
     import torch
 
     import hybridrt.engine.api.llm as llm
+    import hybridrt.parallel.rank_start as rank_start
     import hybridrt.parallel.tensor_parallel as split
     import hybridrt.runtime.precompile.compile_ahead as compile_ahead
     import hybridrt.runtime.run.model_runner as runner
@@ -104,6 +105,8 @@ def _watch(clock: Clock) -> dict[str, list[float]]:
 
     for module, name, part in (
         (split, "check_split", "check of the split"), (split, "start_ranks", "the other ranks' start"),
+        (rank_start, "start_gpu", "ranks: own context"), (rank_start, "accept_links", "ranks: waiting for links"),
+        (rank_start.Ranks, "meet", "ranks: collectives"),
         (runner, "load_target", "configuration"), (runner, "plan_ahead", "configuration"),
         (torch.cuda, "_lazy_init", "CUDA's start"),
         (torch.cuda, "mem_get_info", "CUDA's context"), (runner, "empty_model", "model without weights"),

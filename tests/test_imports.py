@@ -23,6 +23,8 @@ saw = {{}}
 def look(after, *names): saw[after] = [name for name in names if name in sys.modules]
 import hybridrt, hybridrt.cli.app
 look("command", *{HEAVY})
+import hybridrt.parallel.rank_process
+look("a rank's process", *{HEAVY})
 import hybridrt.cli.openai_server, hybridrt.cli.repl
 look("chat with a server", *{HEAVY})
 import hybridrt.engine.api.async_llm
@@ -59,10 +61,12 @@ def found() -> tuple[dict[str, list[str]], list[str], list[str]]:
     return saw, operations, picked
 
 
-@pytest.mark.parametrize("after", ["command", "chat with a server", "engine", "recording", "report", "everything"])
+@pytest.mark.parametrize(
+    "after", ["command", "a rank's process", "chat with a server", "engine", "recording", "report", "everything"]
+)
 def test_importing_loads_nothing_that_is_not_needed(after: str, found: tuple[dict[str, list[str]], object]) -> None:
-    """Help, version and a chat with a server need no torch, the engine no server, a recorded step no compiler, and a
-    report on all operations no library of kernels."""
+    """Help, version, a chat with a server and the first part of a rank need no torch, the engine no server, a recorded
+    step no compiler, and a report on all operations no library of kernels."""
     assert found[0][after] == []
 
 

@@ -269,9 +269,9 @@ class Presents:
 
 def test_a_rank_of_another_version_is_refused() -> None:
     own, other = Presents(pack(Hello(1, __version__))), Presents(pack(Hello(1, "99.0.0")))
-    assert rank_start._presented(own) == 1  # type: ignore[arg-type]
+    assert rank_start._presented(own, 0.0) == 1  # type: ignore[arg-type]
     with pytest.raises(RankError, match=rf"rank 1 has version 99.0.0 .* rank 0 has {__version__}: install one version"):
-        rank_start._presented(other)  # type: ignore[arg-type]
+        rank_start._presented(other, 0.0)  # type: ignore[arg-type]
     assert other.closed and not own.closed
 
 

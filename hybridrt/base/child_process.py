@@ -38,6 +38,17 @@ def ending_of(status: int) -> str:
         return f"was killed by signal {-status}"
 
 
+def is_stopped(process: "subprocess.Popen[bytes]") -> bool:
+    """Whether a signal has stopped a child that has not been continued since. False where the system has no
+    waitid (macOS before Python 3.13)."""
+    if not hasattr(os, "waitid"):
+        return False
+    try:  # WNOWAIT: the next call is told the same
+        return os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # it has ended
+        return False
+
+
 def start_child(
     module: str, arguments: Mapping[str, Any], environment: Mapping[str, str], **options: Any
 ) -> "subprocess.Popen[bytes]":

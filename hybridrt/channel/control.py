@@ -80,6 +80,19 @@ class Link:
             if parts:
                 deadline = time.monotonic() + seconds
 
+    def listen_to(self, timeout: float, patience: Callable[[], float], stopped: Callable[[], bool]) -> list[bytes]:
+        """Waits for messages; empty once the other end is silent for too long. PeerGoneError as `listen`.
+
+        Args:
+            timeout: seconds after which a process that is `stopped` is silent for too long.
+            patience: seconds after which any other one is.
+        """
+        since = time.monotonic()
+        while not (messages := self.listen(timeout)):
+            if stopped() or time.monotonic() - since >= patience():
+                break
+        return messages
+
     def _joined(self, parts: Sequence[bytes]) -> list[bytes]:
         found = list[bytes]()
         for part in parts:

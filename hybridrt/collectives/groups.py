@@ -4,10 +4,12 @@ import ctypes
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,9 @@ OVERLAP_FROM = 0  # in line; from 2,048 tokens on, two H200 gain 1% (benchmarks/
 COLLECTIVE = timedelta(minutes=10)  # how long a rank waits for the others
 CHECK = timedelta(milliseconds=200)  # time between checks of the other ranks
 LEAVING_S = 5.0
+MEETING_S = 300.0  # how long a rank waits until all have come
+_POLL_S = 0.005
+_OVERLAP = "hybridrt/overlap/tokens"
 
 
 @dataclass
@@ -51,58 +56,92 @@ class Communicator:
     """Collectives of one group of processes: gloo in main memory, NCCL on GPUs.
 
     It is no process group of torch.distributed: a process may have others. All ranks construct it;
-    the constructor returns when the last one has. Every method raises RankError if a rank is lost.
+    the constructor returns when the last one has. It and every method raise RankError if a rank is lost.
+    A constructor that raises has aborted what it made.
 
     Args:
         store: through which the processes find each other.
         device: this rank's. A GPU adds NCCL and becomes the process's current device.
         loopback: all ranks run on this host, and no connection listens on a network.
+        check_ranks: called several times a second while this rank waits in main memory; raises if another
+            rank is lost. None: nothing is checked.
 
     Attributes:
         overlap_from: rank 0's HYBRIDRT_OVERLAP_FROM, for all ranks; infinite for 0.
-        check_ranks: called several times a second while this rank waits in main memory; raises if another
-            rank is lost.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, *, loopback: bool = True) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, device: torch.device, *, loopback: bool = True,
+        check_ranks: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
         self.rank, self.size, self.device = rank, size, device
-        self.check_ranks: Callable[[], None] = lambda: None
+        self._check_ranks = check_ranks or (lambda: None)
         self._groups: dict[str, Any] = {}  # process groups by the type of their tensors' device
         self._aborting: threading.Thread | None = None
         self._peers: PeerMemory | None = None
         self._loopback = loopback
         disown_in_child(self)
-        self.overlap_from = _overlap_from(dist.PrefixStore("hybridrt/overlap", store), rank)
-        with _loopback_if(loopback):
-            cpu = dist.PrefixStore("hybridrt/cpu", store)
-            self._groups["cpu"] = dist.ProcessGroupGloo(cpu, rank, size, COLLECTIVE)
-            if device.type == "cuda":
-                use_gpu(device)
-                cuda = dist.PrefixStore("hybridrt/cuda", store)
-                # A sum next to a product would else wait for the product's last blocks.
-                options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-                self._groups["cuda"] = dist.ProcessGroupNCCL(cuda, rank, size, options)
-                if loopback:
-                    from hybridrt.collectives import peer_memory  # needs Triton
+        if rank == 0:
+            store.set(_OVERLAP, str(_overlap_from()))
+        self.overlap_from = int(self._get(store, _OVERLAP)) or inf
+        try:
+            with _loopback_if(loopback):
+                self._make_groups(store)
+            self._check_ranks()
+        except BaseException:
+            self.abort()
+            raise
 
-                    self._peers = peer_memory.PeerMemory.connect(
-                        dist.PrefixStore("hybridrt/peers", store), rank, size, device
-                    )
+    def _make_groups(self, store: dist.Store) -> None:
+        # Gloo waits for the others for minutes without a look at them, so it begins when all are there.
+        for rank in range(self.size):
+            if rank == self.rank:
+                store.set(f"hybridrt/here/{rank}", "1")
+            self._get(store, f"hybridrt/here/{rank}")
+        cpu = dist.PrefixStore("hybridrt/cpu", store)
+        self._groups["cpu"] = dist.ProcessGroupGloo(cpu, self.rank, self.size, COLLECTIVE)
+        if self.device.type == "cuda":
+            use_gpu(self.device)
+            cuda = dist.PrefixStore("hybridrt/cuda", store)
+            # A sum next to a product would else wait for the product's last blocks.
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            self._groups["cuda"] = dist.ProcessGroupNCCL(cuda, self.rank, self.size, options)
+            if self._loopback:
+                from hybridrt.collectives import peer_memory  # needs Triton
+
+                peers = dist.PrefixStore("hybridrt/peers", store)
+                self._peers = peer_memory.PeerMemory.connect(
+                    peers, self.rank, self.size, self.device, partial(self._get, peers)
+                )
+
+    def _get(self, store: dist.Store, key: str) -> bytes:
+        """What another rank has set or will set. RankError if one is lost, or does not set it."""
+        until = time.monotonic() + MEETING_S
+        with _lost_ranks():
+            while not store.check([key]):  # `wait` could not be broken off
+                self._check_ranks()
+                if time.monotonic() > until:
+                    raise RankError(f"the other ranks have not all come within {MEETING_S:g} seconds ({key})")
+                time.sleep(_POLL_S)
+            return bytes(store.get(key))
 
     def connect(self) -> None:
-        """Opens the connections among GPUs, as NCCL does in the first collective. All ranks call
-        it."""
+        """Opens the connections among GPUs. All ranks call it.
+
+        NCCL opens its own in its first collective, which waits for a lost rank for ever: `abort` ends only
+        those that come later.
+        """
         with _loopback_if(self._loopback):
-            self.all_reduce(torch.zeros(1, dtype=torch.float32, device=self.device))
+            x = torch.zeros(1, dtype=torch.float32, device=self.device)
+            self._sum(x, dist.ReduceOp.SUM)
+            self.all_reduce(x)  # through the memory of peers
             self.barrier()
 
     def all_reduce(self, x: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
         """Reduces over the ranks, in place. Every rank gets the same bits."""
         if self._peers is not None and x.is_cuda and op == dist.ReduceOp.SUM and self._peers.serves(x):
             return self._peers.all_reduce(x)
-        options = dist.AllreduceOptions()
-        options.reduceOp, options.asyncOp = dist.ReduceOp(op), not x.is_cuda  # NCCL runs in the current stream
-        self._run(x, lambda group: group.allreduce([x], options))
+        self._sum(x, op)
         return x
 
     def start_sum(self, x: torch.Tensor) -> PendingSum:
@@ -192,6 +231,12 @@ class Communicator:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         self._groups = {}
 
+    def _sum(self, x: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        """`all_reduce` through gloo or NCCL."""
+        options = dist.AllreduceOptions()
+        options.reduceOp, options.asyncOp = dist.ReduceOp(op), not x.is_cuda  # NCCL runs in the current stream
+        self._run(x, lambda group: group.allreduce([x], options))
+
     def _run(self, x: torch.Tensor, collective: Callable[[Any], dist.Work | None]) -> None:
         work = self._start(x, collective)
         if work is not None:  # NCCL in the current stream returns none
@@ -218,7 +263,7 @@ class Communicator:
                 if work.is_completed():  # it has failed, or ended just now
                     work.wait()
                     return
-            self.check_ranks()
+            self._check_ranks()
 
 
 @contextmanager
@@ -230,15 +275,13 @@ def _lost_ranks() -> Iterator[None]:
         raise e if isinstance(e, RankError) else RankError(f"a tensor-parallel rank was lost: {e}") from e
 
 
-def _overlap_from(store: dist.Store, rank: int) -> float:
-    """The number of tokens in rank 0's environment. Rank 0 sends it to the other ranks, so that all sum
-    the same pieces. ConfigError if it is no number."""
-    if rank == 0:
-        text = os.environ.get(OVERLAP_VARIABLE, str(OVERLAP_FROM))
-        if not (text.isascii() and text.isdigit() and len(text) < 10):
-            raise ConfigError(f"{OVERLAP_VARIABLE} is {text!r}; it must be a number of tokens such as 2048, or 0")
-        store.set("tokens", text)
-    return int(store.get("tokens")) or inf
+def _overlap_from() -> int:
+    """The number of tokens in the environment, which rank 0 tells the other ranks, so that all sum the same
+    pieces. ConfigError if it is no number."""
+    text = os.environ.get(OVERLAP_VARIABLE, str(OVERLAP_FROM))
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise ConfigError(f"{OVERLAP_VARIABLE} is {text!r}; it must be a number of tokens such as 2048, or 0")
+    return int(text)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Sums of few numbers over the GPUs of one host in one launch: ranks write each other's memory."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
 import torch
@@ -53,9 +53,15 @@ class PeerMemory:
         return 2 * size * (BLOCK * PROGRAMS + MOST_ROWS * ROW_WORDS)
 
     @classmethod
-    def connect(cls, store: dist.Store, rank: int, size: int, device: torch.device) -> Self | None:
+    def connect(
+        cls, store: dist.Store, rank: int, size: int, device: torch.device, get: Callable[[str], bytes]
+    ) -> Self | None:
         """Makes this rank's box and opens those of the others, which all call this. None if a GPU cannot
-        reach the memory of another one: NCCL is used then, which can go through main memory."""
+        reach the memory of another one: NCCL is used then, which can go through main memory.
+
+        Args:
+            get: of what the others set in `store`. RankError if a rank is lost.
+        """
         box = torch.zeros(cls.box_words(size), dtype=torch.int64, device=device)
         synchronize(device)
         addresses, shared = [box.data_ptr()] * size, dict[int, SharedBox]()
@@ -63,7 +69,7 @@ class PeerMemory:
             store.set(f"box/{rank}", pack(share(box)).hex())
         except RankError:
             store.set(f"box/{rank}", _NONE)
-        found = [store.get(f"box/{peer}").decode() for peer in range(size)]
+        found = [get(f"box/{peer}").decode() for peer in range(size)]
         reached = _NONE not in found
         for peer in {*range(size)} - {rank} if reached else ():
             other = unpack(bytes.fromhex(found[peer]), SharedBox)
@@ -74,8 +80,12 @@ class PeerMemory:
         peers = cls(box, addresses, rank, {addresses[peer]: other for peer, other in shared.items()})
         # All ranks decide alike: each reads whether all others reach all boxes.
         store.set(f"reach/{rank}", "1" if reached else _NONE)
-        if all(store.get(f"reach/{peer}") == b"1" for peer in range(size)):
-            return peers
+        try:
+            if all(get(f"reach/{peer}") == b"1" for peer in range(size)):
+                return peers
+        except BaseException:
+            peers.close()
+            raise
         peers.close()
         logger.warning(
             "GPU %d and those of the other ranks do not all reach each other's memory: sums use NCCL", device.index

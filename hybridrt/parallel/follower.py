@@ -130,7 +130,7 @@ def _run_tasks(leader: Leader, runner: ModelRunner) -> None:
 
 
 def main(directory: str, rank: int, size: int, kind: str, ahead: str | None) -> None:
-    """The process that `hybridrt.parallel.rank_start.start_ranks` starts."""
+    """The process that `hybridrt.parallel.rank_start.start_ranks` starts, by `rank_process.py`."""
     try:
         found = None if ahead is None else load_object(ahead)
         status = serve(find_place(directory), rank, size, rank_device(kind, rank), found)

@@ -8,7 +8,7 @@ import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hybridrt.base.child_process import ending_of, start_child
+from hybridrt.base.child_process import ending_of, is_stopped, start_child
 from hybridrt.base.device import synchronize, use_gpu
 from hybridrt.base.errors import PeerGoneError, RankError
 from hybridrt.base.version import __version__
@@ -56,8 +56,12 @@ class RankPlace:
     store: dist.Store
     directory: str | None = None
 
-    def communicator(self, rank: int, size: int, device: torch.device) -> Communicator:
-        return Communicator(self.store, rank, size, device, loopback=self.directory is not None)
+    def communicator(
+        self, rank: int, size: int, device: torch.device, check_ranks: Callable[[], None] | None = None
+    ) -> Communicator:
+        """Returns when all ranks have called it. `check_ranks`: of Communicator."""
+        loopback = self.directory is not None
+        return Communicator(self.store, rank, size, device, loopback=loopback, check_ranks=check_ranks)
 
     def join(self, rank: int) -> Link:
         """A rank's link to rank 0.
@@ -70,17 +74,20 @@ class RankPlace:
         return link
 
 
-def start_ranks(size: int, kind: str, ahead: StartAhead | None = None) -> Ranks:
+def start_ranks(
+    size: int, kind: str, ahead: StartAhead | None = None, meanwhile: Callable[[], object] | None = None
+) -> Ranks:
     """Starts ranks 1 to `size` - 1 on this machine, as processes that end with this one.
 
     Args:
         kind: type of their devices, "cpu" or "cuda".
         ahead: that of ModelRunner; they find it by its name.
+        meanwhile: called while they import torch, which takes seconds. What it raises ends them.
 
     Raises:
         ConfigError: the time-out in the environment is not a number of seconds, or `ahead` has no
             name.
-        RankError: a rank ended before it was connected.
+        RankError: a rank ended or was stopped before it was connected.
     """
     timeout, found_as = rank_timeout(), name_of(ahead)
     place, listener = open_place()
@@ -92,6 +99,8 @@ def start_ranks(size: int, kind: str, ahead: StartAhead | None = None) -> Ranks:
             processes.append(process := _start(rank, size, place.directory, kind, found_as))
             undo.callback(process.wait)
             undo.callback(process.kill)
+        if meanwhile is not None:
+            meanwhile()
         ranks = _lead(place, listener, size, rank_device(kind, 0), timeout, processes)
         undo.pop_all()
         return ranks
@@ -168,7 +177,7 @@ def _lead(
 ) -> Ranks:  # fmt: skip
     """Waits until all have connected."""
     start_gpu(device)  # while the others start
-    links = accept_links(listener, size, processes)
+    links = accept_links(listener, size, timeout, processes)
     ranks = Ranks(links, processes, place.directory, timeout)
     ranks.meet(partial(place.communicator, 0, size, device))
     return ranks
@@ -206,23 +215,30 @@ def _start(rank: int, size: int, directory: str, kind: str, ahead: str | None) -
     # Threads split sums, and all ranks must draw the same tokens.
     environment = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
     given = {"directory": directory, "rank": rank, "size": size, "kind": kind, "ahead": ahead}
-    return start_child("hybridrt.parallel.follower", given, environment, stdin=subprocess.DEVNULL)
+    return start_child("hybridrt.parallel.rank_process", given, environment, stdin=subprocess.DEVNULL)
 
 
 def accept_links(
-    listener: Listener, size: int, processes: Sequence["subprocess.Popen[bytes]"], name: str = "tensor-parallel rank"
-) -> list[Link]:
+    listener: Listener, size: int, timeout: float, processes: Sequence["subprocess.Popen[bytes]"],
+    name: str = "tensor-parallel rank",
+) -> list[Link]:  # fmt: skip
     """The links of processes 1 to `size` - 1, called `name` in errors, in their order.
 
+    Args:
+        timeout: seconds after which a process counts as lost that a signal has stopped.
+        processes: those that were started here; none, or all of them.
+
     Raises:
-        RankError: one has ended, did not come, or has another version of the package.
+        RankError: one has ended, was stopped, did not come, or has another version of the package.
     """
-    links: dict[int, Link] = {}
+    links, strangers, ran_at = dict[int, Link](), dict[Link, float](), dict[int, float]()
     deadline = time.monotonic() + STARTING_S
     while len(links) < size - 1:
-        for channel in listener.accept():
-            link = Link(channel)
-            rank = _presented(link)
+        strangers |= {Link(channel): time.monotonic() + _HELLO_S for channel in listener.accept()}
+        for link, until in list(strangers.items()):
+            if (rank := _presented(link, until)) == 0:
+                continue
+            del strangers[link]
             if rank is None or rank not in range(1, size) or rank in links:
                 link.close()
             else:
@@ -230,22 +246,31 @@ def accept_links(
         for rank, process in enumerate(processes, 1):
             if process.poll() is not None:
                 raise RankError(f"{name} {rank} did not start: it {ending_of(process.returncode)}; see its output")
+            if not is_stopped(process):
+                ran_at[rank] = time.monotonic()
+            elif time.monotonic() - ran_at.setdefault(rank, time.monotonic()) > timeout:
+                raise RankError(f"{name} {rank} did not start: its process was stopped {timeout:g} seconds ago")
         if time.monotonic() > deadline:
             missing = sorted(set(range(1, size)) - links.keys())
             raise RankError(f"{name}s {missing} did not come within {STARTING_S:g} seconds")
         time.sleep(_POLL_S)
+    for link in strangers:
+        link.close()
     return [links[rank] for rank in range(1, size)]
 
 
-def _presented(link: Link) -> int | None:
-    """The rank of its first message; None without one. RankError if it has another version."""
+def _presented(link: Link, until: float) -> int | None:
+    """The rank of its first message; 0 while none has come, None if there is none at the time `until`. RankError
+    if it has another version."""
     try:
-        first = link.listen(_HELLO_S)[:1]  # heartbeats may follow
+        first = link.listen(0.0)[:1]  # heartbeats may follow
         hello = unpack(first[0], Hello) if first else None
     except PeerGoneError:
         return None
-    if hello is not None and hello.version != __version__:
+    if hello is None:
+        return 0 if time.monotonic() < until else None
+    if hello.version != __version__:
         link.close()
         raise RankError(f"rank {hello.rank} has version {hello.version or 'unknown'} of hybridrt, and rank 0 has "
                         f"{__version__}: install one version for all ranks")  # fmt: skip
-    return None if hello is None else hello.rank
+    return hello.rank or None

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from hybridrt.base.child_process import ending_of
+from hybridrt.base.child_process import ending_of, is_stopped
 from hybridrt.base.errors import ConfigError, HybridrtError, PeerGoneError, RankError
 from hybridrt.channel.codec import unpack
 from hybridrt.channel.control import LOADING_S, TIMEOUT_S, Link, disown_in_child
@@ -30,7 +30,8 @@ class Ranks:
         links: to ranks 1, 2, ...
         processes: the ranks started here; none under torchrun, which watches its own.
         directory: where the ranks found each other; `close` removes it.
-        timeout: seconds after which a silent rank counts as lost; LOADING_S at least while `loading`.
+        timeout: seconds after which a silent rank counts as lost; LOADING_S at least while `loading`, unless
+            its process was stopped.
 
     Attributes:
         loading: the ranks load a model.
@@ -53,22 +54,28 @@ class Ranks:
         for rank, link in enumerate(links, 1):
             threading.Thread(target=self._read_messages, args=(rank, link), daemon=True).start()
 
-    def meet(self, communicator: Callable[[], Communicator]) -> None:
+    def meet(self, communicator: Callable[[Callable[[], None]], Communicator]) -> None:
         """Makes this rank's communicator, while the others make theirs, and opens its connections.
 
         In a thread, because these calls of torch wait for minutes for a rank that is gone.
 
+        Args:
+            communicator: makes it, given what it calls while it waits for the others.
+
         Raises:
-            RankError: a rank was lost.
+            RankError: a rank was lost. The thread aborts what it has made as soon as torch lets it.
         """
         done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
         def meet() -> None:
             try:
-                self._comm = comm = communicator()
-                self.check_alive()  # whoever finds a lost rank from here on aborts comm
-                comm.check_ranks = self.check_alive
-                comm.connect()
+                self._comm = comm = communicator(self.check_alive)
+                try:
+                    self.check_alive()
+                    comm.connect()
+                except BaseException:
+                    comm.abort()  # who found the lost rank may have come before `_comm` was there
+                    raise
                 done.put(None)
             except BaseException as e:
                 done.put(e)
@@ -174,16 +181,26 @@ class Ranks:
     def _read_messages(self, rank: int, link: Link) -> None:
         """Runs in a thread. If the rank fails or is lost, ends the others."""
         try:
-            while messages := link.listen(patience := max(self._timeout, LOADING_S * self.loading)):
+            while messages := link.listen_to(self._timeout, self._patience, lambda: self._is_stopped(rank)):
                 for message in (unpack(data, FromRank) for data in messages):
                     if isinstance(message, RankFailed):
                         self._fail(rank, message.reason)
-            reason = f"it has sent no heartbeat for {patience:g} seconds"
+            if self._is_stopped(rank):
+                reason = f"it has sent no heartbeat for {self._timeout:g} seconds: its process was stopped"
+            else:
+                reason = f"it has sent no heartbeat for {self._patience():g} seconds"
         except PeerGoneError as e:
             reason = self._ending(rank) or str(e)
         if not self._leaving:
             self._fail(rank, reason)
         link.close()
+
+    def _patience(self) -> float:
+        return max(self._timeout, LOADING_S * self.loading)
+
+    def _is_stopped(self, rank: int) -> bool:
+        """False if it was not started here."""
+        return bool(self._processes) and is_stopped(self._processes[rank - 1])
 
     def _ending(self, rank: int) -> str | None:
         """Returns None if it was not started here."""

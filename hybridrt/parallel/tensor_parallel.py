@@ -48,6 +48,7 @@ class TensorParallelExecutor:
         ranks: those to lead, which outlive this executor; None uses torchrun's or starts some.
         ahead: that of ModelRunner, also on ranks that are started here.
         experts: where replicas meet that share experts; None: this one has its own.
+        meanwhile: called once, before the ranks meet; while they start, if they are started here.
 
     Raises:
         ConfigError, DeviceError: the model or the machine cannot be split so; nothing was started.
@@ -61,10 +62,13 @@ class TensorParallelExecutor:
     def __init__(
         self, config: EngineConfig, *, progress: bool = False, ranks: Ranks | None = None,
         ahead: StartAhead | None = None, experts: ExpertPlace | None = None,
+        meanwhile: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
         kind = check_split(config)
         started = ranks is None and world() is None
-        self.ranks = ranks or _find_ranks(config.tp_size, kind, ahead)
+        if not started:
+            meanwhile()
+        self.ranks = ranks or _find_ranks(config.tp_size, kind, ahead, meanwhile)
         comm = self.ranks.comm
         self.ranks.start_service(config, experts)
         try:
@@ -198,11 +202,11 @@ def check_world(tp_size: int) -> None:
         )
 
 
-def _find_ranks(size: int, kind: str, ahead: StartAhead | None) -> Ranks:
+def _find_ranks(size: int, kind: str, ahead: StartAhead | None, meanwhile: Callable[[], object]) -> Ranks:
     """On a rank above 0, serves and then ends the process."""
     here = world()
     if here is None:
-        return start_ranks(size, kind, ahead)
+        return start_ranks(size, kind, ahead, meanwhile)
     if here.rank > 0:
         device = rank_device(kind, here.local_rank)
         raise SystemExit(serve(torchrun_place(here), here.rank, size, device, ahead))

@@ -211,8 +211,8 @@ def fill_dummy(model: nn.Module, seed: int) -> None:
 def _fill_codes(param: torch.Tensor, generator: torch.Generator) -> None:
     """Random numbers of the codes' format; bytes of any pair of codes."""
     if param.dtype.is_floating_point:
-        for row in param:  # so that no float copy of a stack is made
-            row.copy_(torch.empty(row.shape, device=row.device).normal_(0.0, 1.0, generator=generator))
+        for rows in param.view(-1, param.shape[-1]).split(4096):  # so that no float copy of a stack is made
+            rows.copy_(torch.empty(rows.shape, device=rows.device).normal_(0.0, 1.0, generator=generator))
         return
     low, high = (-127, 128) if param.dtype == torch.int8 else (0, 256)
     param.random_(low, high, generator=generator)

@@ -15,6 +15,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
 from hybridrt.base.engine_config import EngineConfig, SpeculativeConfig
 from hybridrt.base.errors import ConfigError, MessageError, PeerGoneError, RankError
@@ -25,6 +27,8 @@ from hybridrt.channel.channel import SocketChannel
 from hybridrt.channel.codec import pack
 from hybridrt.channel.control import PART_BYTES, TIMEOUT_VARIABLE, Link, rank_timeout
 from hybridrt.channel.listener import Listener
+from hybridrt.collectives import groups
+from hybridrt.collectives.groups import Communicator
 from hybridrt.mem_cache.pools.state_moves import StateMove, When
 from hybridrt.parallel import rank_start
 from hybridrt.parallel.messages import KINDS, RankBeat, RankFailed, Task, _column, decode, encode
@@ -330,6 +334,57 @@ def test_a_rank_whose_connection_ends_is_lost(links: tuple[Link, Link]) -> None:
     ranks = leader(links[0])
     links[1].close()
     assert "rank 1 was lost: the other process has closed the connection" in wait_for_loss(ranks)
+
+
+def test_a_communicator_that_is_made_while_a_rank_is_lost_is_aborted(links: tuple[Link, Link]) -> None:
+    """As soon as it is there: whoever found the lost rank had none to abort."""
+    ranks, aborted, made = leader(links[0]), threading.Event(), threading.Event()
+
+    class Late:
+        connect, abort = None, aborted.set
+
+    def make(check_ranks: Any) -> Any:
+        links[1].close()
+        assert made.wait(30)
+        return Late
+
+    with pytest.raises(RankError, match="tensor-parallel rank 1 was lost"):
+        ranks.meet(make)
+    assert not aborted.is_set()
+    made.set()
+    assert aborted.wait(30)
+
+
+@pytest.mark.parametrize("others", [(), ("hybridrt/here/1",)])
+def test_a_communicator_waits_for_no_lost_rank(others: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the rendezvous, or once its groups are there; it then aborts them."""
+    store, made = dist.HashStore(), list[Any]()
+    monkeypatch.setattr(groups.dist, "ProcessGroupGloo", lambda *_: made.append("gloo"))
+    monkeypatch.setattr(Communicator, "abort", lambda self: made.append("aborted"))
+    for key in others:
+        store.set(key, "1")
+
+    def lost() -> None:
+        if len(others) == len(made):
+            raise RankError("rank 1 was lost")
+
+    with pytest.raises(RankError, match="rank 1 was lost"):
+        Communicator(store, 0, 2, torch.device("cpu"), check_ranks=lost)
+    assert made == ["gloo"] * len(others) + ["aborted"]
+
+
+def test_a_rank_that_says_nothing_keeps_no_other_one_waiting() -> None:
+    """One that was stopped as soon as it was connected. Rank 0 waited for its first message, for ten seconds."""
+    place, listener = rank_start.open_place()
+    silent, found = list[Any](), list[Any]()
+    thread = threading.Thread(target=lambda: found.extend(rank_start.accept_links(listener, 2, 30, ())), daemon=True)
+    thread.start()
+    silent.append(SocketChannel.connect((place.host, place.port), place.key))
+    time.sleep(0.1)
+    silent.append(place.join(1))
+    thread.join(rank_start._HELLO_S / 2)
+    listener.close()
+    assert len(found) == 1
 
 
 def test_a_failed_rank_reports_its_reason(links: tuple[Link, Link]) -> None:

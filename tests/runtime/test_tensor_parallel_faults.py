@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from hybridrt import LLM
+from hybridrt.base.child_process import start_child
 from hybridrt.base.errors import EngineError, RankError
 from hybridrt.channel.control import TIMEOUT_VARIABLE
 from hybridrt.parallel import rank_start, ranks
@@ -41,6 +42,8 @@ RUNNER = "hybridrt.runtime.run.model_runner:ModelRunner"
 STEPS = {
     "connecting": "hybridrt.parallel.rank_start:RankPlace.join",
     "meeting": "hybridrt.parallel.rank_start:RankPlace.communicator",
+    "making groups": "hybridrt.collectives.groups:Communicator._make_groups",
+    "joining gloo": "hybridrt.collectives.groups:dist.ProcessGroupGloo",
     "the first sum": "hybridrt.collectives.groups:Communicator.connect",
     "loading": f"{RUNNER}.__init__",
     "a step": f"{RUNNER}.launch",
@@ -54,14 +57,17 @@ Spoil = Callable[[str, object], list["subprocess.Popen[bytes]"]]
 
 @pytest.fixture
 def spoil(monkeypatch: pytest.MonkeyPatch) -> Spoil:
-    """Rank 1 has a fault, once, as it comes to a step. Returns where its process will be."""
+    """Rank 1 has a fault, once, as it comes to a step. Returns where the ranks' processes will be."""
 
     def spoiled(step: str, fault: object) -> list["subprocess.Popen[bytes]"]:
         started = list[subprocess.Popen[bytes]]()
 
         def child(module: str, given: Any, environment: Any, **options: Any) -> Any:
-            command = [sys.executable, "-c", FAULTY, STEPS[step], str(fault), json.dumps(given)]
-            started.append(subprocess.Popen(command, env=os.environ | environment, **options))
+            if given["rank"] == 1:
+                command = [sys.executable, "-c", FAULTY, STEPS[step], str(fault), json.dumps(given)]
+                started.append(subprocess.Popen(command, env=os.environ | environment, **options))
+            else:
+                started.append(start_child(module, given, environment, **options))
             return started[-1]
 
         monkeypatch.setattr(rank_start, "start_child", child)
@@ -69,16 +75,20 @@ def spoil(monkeypatch: pytest.MonkeyPatch) -> Spoil:
             monkeypatch.setenv(TIMEOUT_VARIABLE, "2")
         if fault == STOPPED:
             monkeypatch.setattr(ranks, "LEAVING_S", 2.0)
-            if step == "loading":
-                monkeypatch.setattr(ranks, "LOADING_S", 2.0)
         return started
 
     return spoiled
 
 
-def run(path: Path, file: Path) -> list[list[int]]:
+def run(path: Path, file: Path, size: int = 2) -> list[list[int]]:
     """A start, steps, a task, and the end: the tokens."""
-    options: Any = {"device": "cpu", "dtype": "float32", "tp_size": 2, "max_model_len": 128, "max_running_requests": 2}
+    options: Any = {
+        "device": "cpu",
+        "dtype": "float32",
+        "tp_size": size,
+        "max_model_len": 128,
+        "max_running_requests": 2,
+    }
     with LLM(str(path), **options) as llm:
         found = [output.token_ids for output in llm.generate(PROMPTS, greedy(8))]
         llm.save_session(file, PROMPTS[1])
@@ -92,21 +102,36 @@ def levels(cases: Sequence[Any], slow: Sequence[Any], default: Any = None) -> li
 
 
 BETWEEN = (*STEPS,)[1:-1]
-LOST = [*((step, KILLED) for step in STEPS if step != "leaving"), *((step, STOPPED) for step in BETWEEN)]
-SLOW = [*((step, KILLED) for step in BETWEEN), ("meeting", STOPPED), ("a step", STOPPED)]
+LATE = "was lost: it has sent no heartbeat for 2 seconds"
+START = [(step, fault) for step in (*STEPS,)[:6] for fault in (KILLED, STOPPED)]
+LOST = [(step, fault) for step in STEPS if step != "leaving" for fault in (KILLED, STOPPED)]
+SLOW = [*((step, KILLED) for step in BETWEEN), *((step, STOPPED) for step in ("connecting", "loading", "a step"))]
 
 
 @pytest.mark.parametrize(("step", "fault"), levels(LOST, SLOW, ("meeting", KILLED)))
 def test_a_lost_rank_is_named(
     step: str, fault: int, spoil: Spoil, checkpoints: CheckpointStore, tmp_path: Path
 ) -> None:
-    """Within the time-out. While ranks met, rank 0 used to wait for minutes."""
-    lost = "its process was killed by SIGKILL" if fault == KILLED else "it has sent no heartbeat for 2 seconds"
-    text = f"was lost: {lost}" if step in BETWEEN else "did not start: it was killed by SIGKILL"
+    """Within the time-out, one that was stopped also while a model is loaded, or before it is connected. While ranks
+    met, rank 0 used to wait for minutes."""
+    lost = LATE if step in BETWEEN else "did not start: its process was stopped 2 seconds ago"
+    if fault == KILLED:  # rank 0 may see its end before its connection
+        lost = "(was lost: its process|did not start: it) was killed by SIGKILL"
     processes = spoil(step, fault)
-    with pytest.raises((RankError, EngineError), match=f"tensor-parallel rank 1 {text}"):
+    with pytest.raises((RankError, EngineError), match=f"tensor-parallel rank 1 {lost}"):
         run(checkpoints["falcon-split"].path, tmp_path / "saved")
     assert [process.poll() for process in processes] == [-signal.SIGKILL]
+
+
+@pytest.mark.parametrize(("step", "fault"), levels(START, [("connecting", STOPPED), ("joining gloo", KILLED)]))
+def test_a_rank_of_four_that_is_lost_in_a_start(
+    step: str, fault: int, spoil: Spoil, checkpoints: CheckpointStore, tmp_path: Path
+) -> None:
+    """The others, which wait for it, end."""
+    processes = spoil(step, fault)
+    with pytest.raises(RankError, match=r"tensor-parallel rank 1 (was lost|did not start)"):
+        run(checkpoints["falcon-split"].path, tmp_path / "saved", size=4)
+    assert {process.poll() for process in processes} <= {-signal.SIGKILL, ranks.LOST} and len(processes) == 3
 
 
 @pytest.mark.parametrize("fault", levels([(KILLED,), (STOPPED,)], [(STOPPED,)]))

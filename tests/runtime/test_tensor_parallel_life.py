@@ -23,7 +23,8 @@ from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import CheckpointError, ConfigError, EngineError, PeerGoneError, RankError
 from hybridrt.base.interrupts import Interrupts
 from hybridrt.channel.control import TIMEOUT_S, TIMEOUT_VARIABLE
-from hybridrt.parallel import follower, tensor_parallel
+from hybridrt.engine.core import load_engine
+from hybridrt.parallel import follower, rank_start, tensor_parallel
 from hybridrt.parallel.rank_start import KEY_VARIABLE, start_ranks
 from hybridrt.parallel.ranks import LOST, Ranks
 from tests.support.checkpoints import CheckpointStore
@@ -284,3 +285,20 @@ def test_an_interrupt_that_ends_the_process_still_ends_it() -> None:
             os.kill(os.getpid(), signal.SIGINT)
         os._exit(0)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGINT
+
+
+def test_the_tokenizer_is_read_while_the_ranks_start(
+    checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers takes seconds to import, and so does torch in each rank. An error ends them."""
+    processes, begin = list[Any](), rank_start.start_child
+    monkeypatch.setattr(rank_start, "start_child", lambda *a, **o: processes.append(begin(*a, **o)) or processes[-1])
+
+    def read(config: EngineConfig) -> None:
+        assert [process.poll() for process in processes] == [None]
+        raise CheckpointError("this tokenizer cannot be read")
+
+    monkeypatch.setattr(load_engine, "read_tokenizer", read)
+    with pytest.raises(CheckpointError, match="this tokenizer cannot be read"):
+        make(checkpoints["falcon-split"].path)
+    assert [process.poll() for process in processes] == [-signal.SIGKILL]

@@ -46,12 +46,17 @@ def load_engine(config: EngineConfig, progress: bool, experts: ExpertPlace | Non
     """
     if config.request_log is not None:
         check_log(config.request_log)  # now: weights take minutes
-    tokenizer = read_tokenizer(config)  # read before the weights
-    split, ahead = None, KernelsAhead if experts is None else None
+    split, ahead, found = None, KernelsAhead if experts is None else None, list[HFTokenizer | None]()
+
+    def read() -> None:
+        found.append(read_tokenizer(config))
+
     if config.tp_size > 1:
-        split = TensorParallelExecutor(config, progress=progress, ahead=ahead, experts=experts)
+        split = TensorParallelExecutor(config, progress=progress, ahead=ahead, experts=experts, meanwhile=read)
         runner = split.runner
     else:
+        read()  # before the weights
         replicas = None if experts is None else experts.connect(config, 0, resolve_device(config.device))
         runner = ModelRunner(config, tp=TPGroup(replicas=replicas), progress=progress, ahead=ahead)
+    (tokenizer,) = found
     return LoadedEngine(Engine.from_config(config, runner, tokenizer, split=split), runner, tokenizer, split)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from hybridrt.base import errors
-from hybridrt.base.child_process import ending_of, start_child
+from hybridrt.base.child_process import ending_of, is_stopped, start_child
 from hybridrt.base.device import gpu_count, resolve_device
 from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import ConfigError, DeviceError, EngineError, HybridrtError, MessageError, PeerGoneError
@@ -78,7 +78,7 @@ class ReplicaLink:
     def _receive(self) -> None:
         """Runs in a thread."""
         try:
-            while messages := self._link.listen(max(self._timeout, LOADING_S * self._loading)):
+            while messages := self._link.listen_to(self._timeout, self._patience, lambda: is_stopped(self.process)):
                 for message in (decode(data, FromReplica) for data in messages):
                     self._loading = self._loading and not isinstance(message, ReplicaReady)
                     if not isinstance(message, ReplicaBeat):
@@ -90,6 +90,9 @@ class ReplicaLink:
         if not self._leaving:
             self._inbox.put((self.number, Lost(reason)))
         self._link.close()
+
+    def _patience(self) -> float:
+        return max(self._timeout, LOADING_S * self._loading)
 
     def _ending(self) -> str | None:
         try:
@@ -122,7 +125,7 @@ class Replicas:
                     processes.append(
                         start_child("hybridrt.engine.replicas.replica", given, environment, stdin=subprocess.DEVNULL)
                     )
-                links = accept_links(listener, len(processes) + 1, processes, "replica")
+                links = accept_links(listener, len(processes) + 1, timeout, processes, "replica")
             for number, (link, process) in enumerate(zip(links, processes, strict=True)):
                 self.links.append(ReplicaLink(number, link, process, self.inbox, timeout))
             assert place.directory is not None, "replicas are on this host"
