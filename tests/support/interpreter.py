@@ -45,6 +45,7 @@ def spare() -> None:
     replace(interpreter, "_get_np_dtype", by_name)
     replace(interpreter, "_convert_float", with_carries)
     replace(interpreter.InterpreterBuilder, "create_inline_asm", with_products_of_four)
+    replace(interpreter.InterpreterBuilder, "create_inline_asm", with_pairs_of_codes)
     replace(interpreter.TensorHandle, "__post_init__", once_a_size)
     replace(interpreter.ReduceOps, "generic_reduce", by_slices)
     replace(tl.block_type, "__init__", once_a_type)
@@ -88,6 +89,23 @@ def with_products_of_four(create: Callable[..., Any]) -> Callable[..., Any]:
             for words, type in ((a, numpy.int8), (b, byte[asm]))
         )
         found = interpreter.TensorHandle(total + (left * right).sum(-1, dtype=numpy.int32), tl.int32)
+        return SimpleNamespace(get_result=lambda _: found)
+
+    return created
+
+
+def with_pairs_of_codes(create: Callable[..., Any]) -> Callable[..., Any]:
+    """`_two_codes` of `hybridrt/kernels/quant/fp8_matvec_triton.py`."""
+    head = "{.reg .b16 low, high; mov.b32 {low, high}, $1; cvt.rn.f16x2.e4m3x2 $0, "
+    codes_of = {f"{head}{half};}}": codes for half, codes in (("low", slice(0, 2)), ("high", slice(2, 4)))}
+
+    def created(self: Any, asm: str, constraints: str, operands: Any, types: Any, *rest: Any) -> Any:
+        if asm not in codes_of:
+            return create(self, asm, constraints, operands, types, *rest)
+        words = numpy.ascontiguousarray(operands[0].data)
+        codes = numpy.ascontiguousarray(words[..., None].view(numpy.uint8)[..., codes_of[asm]])
+        numbers = torch.from_numpy(codes).view(torch.float8_e4m3fn).to(torch.float16)
+        found = interpreter.TensorHandle(numbers.view(torch.int32)[..., 0].numpy(), tl.int32)
         return SimpleNamespace(get_result=lambda _: found)
 
     return created
