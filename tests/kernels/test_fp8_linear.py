@@ -6,7 +6,8 @@ import torch
 from hybridrt.base.errors import ConfigError
 from hybridrt.kernels.dense.skinny_linear import InputNorm
 from hybridrt.kernels.quant.fp8_linear import GROUP, decoded_tokens, fp8_linear, quantize_tokens
-from tests.support.quant_weights import quant_weight
+from hybridrt.layers.quant.fp8_products import takes_kernel
+from tests.support.quant_weights import empty_weight, quant_weight
 
 triton = pytest.importorskip("triton")
 
@@ -65,6 +66,13 @@ def test_the_product_is_near_the_reference(name: str, rows: int, width: int, cou
         wanted = fp8_linear.reference(codes, weight, bias, dtype=torch.float32, activation=activation)
         got = fp8_linear_triton(codes, weight, bias, dtype=torch.float32, activation=activation)
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+
+
+def test_weights_of_few_rows_and_many_columns_are_split_up_to_128_tokens() -> None:
+    """Others are cuBLAS's from 65 tokens on."""
+    down, up = empty_weight("fp8 blocks", 3072, 12288), empty_weight("fp8 blocks", 24576, 3072)
+    assert [takes_kernel(count, down) for count in (1, 64, 65, 128, 129)] == [True, True, True, True, False]
+    assert [takes_kernel(count, up) for count in (1, 64, 65)] == [True, True, False]
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -16,7 +16,7 @@ Each thing is replaced where this version of Triton has it:
 - A reduction with a function of the kernel's own goes through the elements one by one.
 
 One thing is replaced because its results are wrong: float32 numbers that round up to a power of two lose it when they
-become e4m3, where GPUs carry into the exponent and saturate. And one instruction is added: Triton's interpreter runs no
+become e4m3, where GPUs carry into the exponent and saturate. And instructions are added: Triton's interpreter runs no
 assembler.
 """
 

@@ -5,7 +5,6 @@ multiprocessors.
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
