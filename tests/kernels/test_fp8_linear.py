@@ -6,7 +6,8 @@ import torch
 from hybridrt.base.errors import ConfigError
 from hybridrt.kernels.dense.skinny_linear import InputNorm
 from hybridrt.kernels.quant.fp8_linear import GROUP, decoded_tokens, fp8_linear, quantize_tokens
-from tests.support.quant_weights import quant_weight
+from hybridrt.layers.quant.fp8_products import takes_kernel
+from tests.support.quant_weights import empty_weight, quant_weight
 
 triton = pytest.importorskip("triton")
 
@@ -53,7 +54,7 @@ def test_the_kernel_quantises_as_the_reference(whole: bool, width: int) -> None:
         assert (total is None) == (sum_of is None) and (total is None or torch.equal(total, sum_of))
 
 
-@pytest.mark.parametrize("count", [1, 17])
+@pytest.mark.parametrize("count", [1, 17, 70])
 @pytest.mark.parametrize(("name", "rows", "width"), [("fp8 blocks", 320, 1152), ("fp8 rows", 200, 1152)])
 def test_the_product_is_near_the_reference(name: str, rows: int, width: int, count: int) -> None:
     from hybridrt.kernels.quant.fp8_linear_triton import fp8_linear_triton
@@ -67,6 +68,13 @@ def test_the_product_is_near_the_reference(name: str, rows: int, width: int, cou
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
 
 
+def test_weights_of_few_rows_and_many_columns_are_split_up_to_128_tokens() -> None:
+    """Others are cuBLAS's from 65 tokens on."""
+    down, up = empty_weight("fp8 blocks", 3072, 12288), empty_weight("fp8 blocks", 24576, 3072)
+    assert [takes_kernel(count, down) for count in (1, 64, 65, 128, 129)] == [True, True, True, True, False]
+    assert [takes_kernel(count, up) for count in (1, 64, 65)] == [True, True, False]
+
+
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match="multiple of 128"):
         quantize_tokens(tokens(1, 256)[:, :200], GROUP)
@@ -76,5 +84,5 @@ def test_what_does_not_fit_is_refused() -> None:
         fp8_linear(codes, quant_weight("fp8 blocks", 64, 512), dtype=x.dtype)
     with pytest.raises(ConfigError, match="take inputs in groups"):
         fp8_linear(codes, quant_weight("fp8 rows", 64, 256), dtype=x.dtype)
-    with pytest.raises(ConfigError, match="at most 64"):
-        fp8_linear(quantize_tokens(tokens(65, 256), GROUP)[0], quant_weight("fp8 blocks", 64, 256), dtype=x.dtype)
+    with pytest.raises(ConfigError, match="at most 128"):
+        fp8_linear(quantize_tokens(tokens(129, 256), GROUP)[0], quant_weight("fp8 blocks", 64, 256), dtype=x.dtype)

@@ -16,7 +16,7 @@ Each thing is replaced where this version of Triton has it:
 - A reduction with a function of the kernel's own goes through the elements one by one.
 
 One thing is replaced because its results are wrong: float32 numbers that round up to a power of two lose it when they
-become e4m3, where GPUs carry into the exponent and saturate. And one instruction is added: Triton's interpreter runs no
+become e4m3, where GPUs carry into the exponent and saturate. And instructions are added: Triton's interpreter runs no
 assembler.
 """
 
@@ -45,6 +45,7 @@ def spare() -> None:
     replace(interpreter, "_get_np_dtype", by_name)
     replace(interpreter, "_convert_float", with_carries)
     replace(interpreter.InterpreterBuilder, "create_inline_asm", with_products_of_four)
+    replace(interpreter.InterpreterBuilder, "create_inline_asm", with_numbers_of_codes)
     replace(interpreter.TensorHandle, "__post_init__", once_a_size)
     replace(interpreter.ReduceOps, "generic_reduce", by_slices)
     replace(tl.block_type, "__init__", once_a_type)
@@ -89,6 +90,29 @@ def with_products_of_four(create: Callable[..., Any]) -> Callable[..., Any]:
         )
         found = interpreter.TensorHandle(total + (left * right).sum(-1, dtype=numpy.int32), tl.int32)
         return SimpleNamespace(get_result=lambda _: found)
+
+    return created
+
+
+def with_numbers_of_codes(create: Callable[..., Any]) -> Callable[..., Any]:
+    """e4m3 codes of `_two_codes` in `hybridrt/kernels/quant/fp8_matvec_triton.py`, and of `numbers_of_pairs` in
+    `hybridrt/kernels/attention/kv_codes_triton.py`."""
+    head = "{.reg .b16 low, high; mov.b32 {low, high}, $1; cvt.rn.f16x2.e4m3x2 $0, "
+    codes_of = {f"{head}{half};}}": codes for half, codes in (("low", slice(0, 2)), ("high", slice(2, 4)))}
+
+    def created(self: Any, asm: str, constraints: str, operands: Any, types: Any, *rest: Any) -> Any:
+        pairs = asm.startswith("{.reg .b32 both; .reg .b16 first, second; prmt.b32 both, $2, 0, 0x3120;")
+        if asm not in codes_of and not pairs:
+            return create(self, asm, constraints, operands, types, *rest)
+        words = numpy.ascontiguousarray(operands[0].data)
+        codes = torch.from_numpy(words[..., None].view(numpy.uint8).copy()).view(torch.float8_e4m3fn)
+        numbers = codes.to(torch.float16)
+        if pairs:
+            found = [interpreter.TensorHandle(numbers[..., i].numpy(), tl.float16) for i in range(2)]
+        else:
+            own = numbers[..., codes_of[asm]].contiguous().view(torch.int32)[..., 0]
+            found = [interpreter.TensorHandle(own.numpy(), tl.int32)]
+        return SimpleNamespace(get_result=found.__getitem__)
 
     return created
 

@@ -27,6 +27,20 @@ def for_products(q, CACHE: tl.constexpr):  # type: ignore[no-untyped-def]
         return q
 
 
+@triton.jit
+def numbers_of_pairs(pairs):  # type: ignore[no-untyped-def]
+    """Codes in int16 words, two neighbours each: the first ones and the second ones in float16.
+
+    Tensor cores want neighbouring rows in a register. From shared memory that is one instruction for words of 16 bits,
+    and one for each code of 8.
+    """
+    return tl.inline_asm_elementwise(
+        "{.reg .b32 both; .reg .b16 first, second; prmt.b32 both, $2, 0, 0x3120; mov.b32 {first, second}, both;"
+        " cvt.rn.f16x2.e4m3x2 $0, first; cvt.rn.f16x2.e4m3x2 $1, second;}",
+        "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
 def inverse_scale(cache: Tensor, scale: float) -> float | None:
     """The argument `inverse` of `as_stored`."""
     return 1.0 / scale if cache.dtype == torch.float8_e4m3fn else None

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hybridrt.base.device import multiprocessors, shared_memory
 from hybridrt.base.errors import ConfigError
-from hybridrt.kernels.attention.kv_codes_triton import as_stored, for_products, inverse_scale
+from hybridrt.kernels.attention.kv_codes_triton import as_stored, for_products, inverse_scale, numbers_of_pairs
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.launch import (
     LARGE_SHARED_MEMORY,
@@ -110,7 +110,11 @@ def _attention_decode_kernel(  # type: ignore[no-untyped-def]
         sees = sees_ptr + b.to(tl.int64) * sees_sb
         if WINDOW > 0:
             depth = _depth(sees, token, live, sees_st, T, BLOCK_T)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    # Codes of values are loaded in pairs of columns, and sums of first and of second columns are apart.
+    PAIRS: tl.constexpr = v_ptr.dtype.element_ty == tl.float8e4nv and ROPE == 0 and D % 2 == 0
+    WIDTH: tl.constexpr = BLOCK_D // 2 if PAIRS else BLOCK_D
+    acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+    second = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     if sinks_ptr is not None:
@@ -153,13 +157,22 @@ def _attention_decode_kernel(  # type: ignore[no-untyped-def]
         safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(scores - safe_max[:, None])
         rescale = tl.exp2(row_max - safe_max)
-        if ROPE > 0:
+        if PAIRS:
+            c = tl.arange(0, WIDTH)
+            cells = v_ptr.to(tl.pointer_type(tl.int16)) + (base // 2)[:, None] + c[None, :]
+            pairs = tl.load(cells, mask=in_context[:, None] & (c < D // 2)[None, :], other=0)
+            v, v_second = numbers_of_pairs(pairs)
+            second *= rescale[:, None]
+            second += tl.dot(weights.to(q.dtype), v_second.to(q.dtype), input_precision=PRECISION)
+        elif ROPE > 0:
             v = k
         else:
-            v = tl.load(v_ptr + base[:, None] + d[None, :], mask=key_mask, other=0.0).to(q.dtype)
-        acc = acc * rescale[:, None] + tl.dot(weights.to(q.dtype), v, input_precision=PRECISION)
+            v = tl.load(v_ptr + base[:, None] + d[None, :], mask=key_mask, other=0.0)
+        acc = acc * rescale[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision=PRECISION)
         row_max, row_sum = new_max, row_sum * rescale + tl.sum(weights, 1)
     row_sum = tl.where(row_sum == 0, 1.0, row_sum)
+    if PAIRS:
+        acc = tl.reshape(tl.join(acc, second), [BLOCK_M, BLOCK_D])
     y = acc / row_sum[:, None]
     if v_scale is not None:
         y *= v_scale
