@@ -76,10 +76,13 @@ def _attention_decode_kernel(  # type: ignore[no-untyped-def]
     v_scale, T: tl.constexpr, HKV: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr,
     WINDOW: tl.constexpr, SPLITS: tl.constexpr, FEW: tl.constexpr, LEAST: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    AHEAD: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid [rows, key heads and blocks of their query rows, SPLITS]. With arrival counters, the
     last program joins a row's parts.
+
+    AHEAD: the slots of the next block of keys are loaded in this block's turn, and held in registers. Without it the
+    compiler gives slots a stage of the pipeline, so that one block of keys less is on its way.
     """
     b, head_block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(seq_lens_ptr + b)
@@ -88,8 +91,9 @@ def _attention_decode_kernel(  # type: ignore[no-untyped-def]
     if drafts_ptr is not None:
         keys -= T - 1 - tl.load(drafts_ptr + b)  # padding follows
     origin, first, end, used = _split_range(seq_len, split, T, WINDOW, SPLITS, FEW, LEAST, BLOCK_N)
-    pos = origin + first * BLOCK_N + tl.arange(0, BLOCK_N)
-    slot = tl.load(table + pos, mask=pos < keys, other=0).to(tl.int64)
+    if AHEAD:
+        pos = origin + first * BLOCK_N + tl.arange(0, BLOCK_N)
+        slot = tl.load(table + pos, mask=pos < keys, other=0).to(tl.int64)
     begin(PDL)
     if (SPLITS > 1) & (split > 0) & (first >= end):
         return
@@ -140,6 +144,8 @@ def _attention_decode_kernel(  # type: ignore[no-untyped-def]
         if WINDOW > 0:
             visible &= depth[:, None] - key_depth[None, :] < WINDOW
         # `in_context` guards loads; `visible` guards scores: other keys get no weight.
+        if not AHEAD:
+            slot = tl.load(table + pos, mask=in_context, other=0).to(tl.int64)
         base = (slot * HKV + kv_head) * (D + ROPE)
         key_mask = in_context[:, None] & (d < D)[None, :]
         k = tl.load(k_ptr + base[:, None] + d[None, :], mask=key_mask, other=0.0).to(q.dtype)
@@ -148,9 +154,9 @@ def _attention_decode_kernel(  # type: ignore[no-untyped-def]
             rope_mask = in_context[:, None] & (r < ROPE)[None, :]
             k_rope = tl.load(k_ptr + base[:, None] + D + r[None, :], mask=rope_mask, other=0.0).to(q.dtype)
             scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision=PRECISION)
-        # Loaded here, so that the compiler keeps several blocks of keys in flight.
-        pos += BLOCK_N
-        slot = tl.load(table + pos, mask=pos < keys, other=0).to(tl.int64)
+        if AHEAD:
+            pos += BLOCK_N
+            slot = tl.load(table + pos, mask=pos < keys, other=0).to(tl.int64)
         scores = tl.where(visible, scores * scale_log2, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         # A row that has seen nothing keeps -inf; 0 in its place prevents NaN differences.
@@ -320,18 +326,21 @@ def _walk(
     contexts are split, since a launch for it would rarely find work.
 
     Measured on an H200: if programs fill the device, whole contexts with two warps are best, unless
-    one row would delay the others. With fewer, several short tiles in flight beat long ones. Programs over codes have
-    fewer bytes in flight, so there are twice as many of them.
+    one row would delay the others. With up to two for each multiprocessor, each has a block of keys more on its way;
+    more of them need registers more than that. With fewer programs than multiprocessors, several short tiles in flight
+    beat long ones. Programs over codes have fewer bytes in flight, so there are twice as many of them.
     """
     size = multiprocessors(device)
     if tile["BLOCK_D"] > 256:
         return _walk_latent(max(size // programs, 1), max_context, tile["BLOCK_N"], device)
     bound, filled = tile["BLOCK_M"] > 32 or tile["BLOCK_D"] > 128, programs >= size
-    pipeline = {"num_stages": 2}
+    pipeline = {"num_stages": 2, "AHEAD": 1}
     if not bound and filled:
-        pipeline = {"num_warps": 2 if tile["BLOCK_M"] == 16 else 4, "num_stages": 2 + coded}
+        few_programs = programs <= 2 * size
+        stages, ahead = 4 if few_programs and not coded else 3, int(few_programs or coded)
+        pipeline = {"num_warps": 2 if tile["BLOCK_M"] == 16 else 4, "num_stages": stages, "AHEAD": ahead}
     elif not bound:
-        pipeline = {"BLOCK_N": min(32, tile["BLOCK_N"]), "num_stages": 3 + coded}
+        pipeline |= {"BLOCK_N": min(32, tile["BLOCK_N"]), "num_stages": 3 + coded}
     blocks = cdiv(max_context, pipeline.get("BLOCK_N", tile["BLOCK_N"]))
     joined = filled and not bound
     if joined:
@@ -347,7 +356,7 @@ def _walk(
 
 def _walk_latent(room: int, max_context: int, block_n: int, device: torch.device) -> tuple[dict[str, int], bool]:
     """Latent vectors need a whole multiprocessor's shared memory; `room` programs run at a time."""
-    stages = {"num_stages": 3 if shared_memory(device) >= LARGE_SHARED_MEMORY else 2}
+    stages = {"num_stages": 3 if shared_memory(device) >= LARGE_SHARED_MEMORY else 2, "AHEAD": 1}
     blocks = cdiv(max_context, block_n)
     if room > 2:
         return stages | {"SPLITS": min(room, blocks, MAX_SPLITS // 2), "FEW": 1, "LEAST": 1}, False
@@ -410,7 +419,8 @@ def _built_in(shape: Decode, device: torch.device) -> Values:
 
 
 def _candidates(shape: Decode, device: torch.device) -> list[Values]:
-    """Other keys at a time, warps or stages. How a context is split stays: it is for contexts of all lengths."""
+    """Other keys at a time, warps or stages, or slots in the turn of their keys. How a context is split stays: it is for
+    contexts of all lengths."""
     built_in = _built_in(shape, device)
     tiles = [built_in]
     for keys in (built_in["BLOCK_N"] // 2, built_in["BLOCK_N"] * 2):
@@ -418,6 +428,7 @@ def _candidates(shape: Decode, device: torch.device) -> list[Values]:
         tiles += [{**built_in, "BLOCK_N": keys, "LEAST": least}] if 16 <= keys <= 128 else []
     tiles += [{**built_in, "num_warps": warps} for warps in (2, 4, 8)]
     tiles += [{**built_in, "num_stages": stages} for stages in (2, 3, 4, 5)]
+    tiles += [] if shape.rope else [{**built_in, "AHEAD": 1 - built_in["AHEAD"], "num_stages": n} for n in (3, 4)]
     return unique([tile for tile in tiles if _loaded_bytes(shape, tile) <= shared_memory(device)])
 
 
