@@ -419,7 +419,7 @@ def _built_in(shape: Decode, device: torch.device) -> Values:
 
 
 def _candidates(shape: Decode, device: torch.device) -> list[Values]:
-    """Other keys at a time, warps or stages, or slots in the turn of their keys. How a context is split stays: it is for
+    """Other keys at a time, warps, stages, or slots in the turn of their keys. How a context is split stays: it is for
     contexts of all lengths."""
     built_in = _built_in(shape, device)
     tiles = [built_in]
