@@ -308,8 +308,8 @@ def test_the_option_leaves_them_out(checkpoints: CheckpointStore) -> None:
         session.runner.capture()
         graphs = session.runner.prompt_graphs
         assert (graphs is not None) == on and session.runner.graphs
-        target = Engine.from_config(replace(session.runner.config, target_itl_ms=15.0), session.runner).target
-        assert target is not None and target.cost.fills(StepWork()) == ([128] if graphs else [])
+        policy = Engine.from_config(replace(session.runner.config, target_itl_ms=15.0), session.runner).policy
+        assert policy is not None and policy.cost.fills(StepWork()) == ([128] if graphs else [])
 
 
 def test_common_steps_are_padded_little() -> None:

@@ -1,5 +1,6 @@
 """LLM over a runner without a model."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,7 +53,8 @@ def make(monkeypatch: pytest.MonkeyPatch, tokenizer: Any = None, **config: Any) 
         runners.append(FakeRunner(config, **kwargs))
         return runners[0]
 
-    def split(config: EngineConfig, **kwargs: Any) -> SimpleNamespace:
+    def split(config: EngineConfig, meanwhile: Callable[[], object], **kwargs: Any) -> SimpleNamespace:
+        meanwhile()
         return SimpleNamespace(runner=build(config, **kwargs), close=lambda: None)
 
     monkeypatch.setattr(load_module, "ModelRunner", build)

@@ -413,6 +413,8 @@ def _built_in(shape: Decode, device: torch.device) -> Values:
         walk, joined = _walk(programs, shape.context, tile, device, shape.coded)
         whole = tile | walk
         whole["num_stages"] += shape.coded  # a stage has fewer bytes
+        if whole["num_stages"] > 3 and _loaded_bytes(shape, whole) > shared_memory(device):
+            whole["num_stages"] = 3  # rather than shorter tiles: it was chosen where shared memory is large
         if tile["BLOCK_N"] == 16 or _loaded_bytes(shape, whole) <= shared_memory(device):
             return whole | {"joined": int(joined)}
         tile["BLOCK_N"] //= 2
