@@ -29,6 +29,7 @@ from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.core.engine import Engine
 from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.engine.request.intake import EngineLimits
+from hybridrt.kernels.core.records import SAVES_PER_PROMPT
 from hybridrt.mem_cache.pools.page_groups import PageDemand
 from hybridrt.runtime.replay.graph_runner import buckets
 from hybridrt.runtime.step.pack_padded import DECODE_ROWS, PROMPT_TOKENS, Bucket, StateSaves, make_buckets
@@ -90,7 +91,8 @@ class StepTimes:
         if graph:
             return 1.4 if plan.extend else 0.7
         streams = HOST_STREAMS * min(len(plan.decode) / MANY_STREAMS, 1.0)
-        return HOST + streams + HOST_SAVE * max(max((len(row.saves) for row in plan.extend), default=0) - 1, 0)
+        saves = max((len(row.saves) for row in plan.extend), default=0)
+        return HOST + streams + HOST_SAVE * max(saves - SAVES_PER_PROMPT, 0)
 
     @staticmethod
     def way(tokens: int) -> float:

@@ -109,9 +109,16 @@ def test_no_saves_no_passes() -> None:
         assert recurrent_lists(rows, (16, 64), at_chunks).passes == ()
 
 
+def test_two_states_of_a_prompt_are_saved_at_chunks_and_three_in_passes() -> None:
+    two, three = ([ExtendRow(1, 4, TEXT[:6], 0, True, 0, 5, [(n, 8) for n in ends])] for ends in ((2, 5), (2, 3, 5)))
+    found = recurrent_lists(two, (4,), True)
+    assert not found.passes and found.saves == ([[8, 8]], [[2, 5]], ([8, 0, 8, 0],))
+    assert len(recurrent_lists(three, (4,), True).passes) == 4
+
+
 def test_what_is_packed_of_each_pass() -> None:
     rows = [ExtendRow(1, 4, TEXT[:6], 0, True, 0, 5, [(2, 8), (5, 9)]), ExtendRow(2, 0, TEXT[:3], 0, True)]
-    assert recurrent_lists(rows, (), True).passes == (
+    assert recurrent_lists(rows, (), False).passes == (
         PassArrays([0, 0, 1], [5, -1, 0], [8, -1, 0], [0, 2, 6, 9], [4, 6, 0], None, ()),
         PassArrays([0], [8], [9], [0, 3], [6], [2, 3, 4], ()),
         PassArrays([0], [9], [0], [0, 1], [9], [5], ()),

@@ -7,9 +7,12 @@ import pytest
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.cache import host_fetches, prefix_store
 from hybridrt.engine.core import followers
+from hybridrt.engine.core.step_cost import StepCost
 from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.mem_cache.pools.slab_plan import SlabPlan
 from hybridrt.mem_cache.pools.slabs import SlabShare
+from hybridrt.runtime.step import pack_padded
+from hybridrt.runtime.step.pack_padded import StateSaves
 from tests.support.cache_replica import Replica
 from tests.support.engine_harness import VOCAB, Rig
 from tests.support.mock_executor import Windows, tokens_alone
@@ -116,12 +119,14 @@ def test_random_conversations_for_a_while(seed: int, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("windows", [(None,), pytest.param((None, 7), marks=pytest.mark.slow)])
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(i, marks=pytest.mark.soak) for i in (2, 3))])
 def test_random_conversations_with_a_policy(seed: int, windows: Windows, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts wait for each other and leave spaced states."""
+    """Prompts wait for each other and leave spaced states, in graphs of both kinds."""
+    saves = (StateSaves.SECOND_PASS, StateSaves.AT_CHUNKS)[seed % 2]
+    monkeypatch.setattr(pack_padded, "TAIL", 3)
     held, hold = list[str](), followers.Followers.hold
     monkeypatch.setattr(followers.Followers, "hold", lambda *args: (held.append(args[1].request_id), hold(*args)))
-    assert soak(seed, 300, monkeypatch, windows, policy=TrafficPolicy())["hit"]
+    assert soak(seed, 300, monkeypatch, windows, policy=TrafficPolicy(cost=StepCost(saves=saves)))["hit"]
     assert len(held) > 10
 
 

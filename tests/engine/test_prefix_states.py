@@ -8,9 +8,13 @@ from hypothesis import strategies as st
 
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.base.spans import Span
-from hybridrt.engine.cache import host_fetches
+from hybridrt.engine.cache import host_fetches, prefix_store
+from hybridrt.engine.core.step_cost import StepCost
+from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.engine.request.sample_request import Request
 from hybridrt.mem_cache.pools.state_moves import When
+from hybridrt.runtime.step import pack_padded
+from hybridrt.runtime.step.pack_padded import StateSaves
 from tests.engine.test_schedules import Abort, Add, Step, run_history
 from tests.mem_cache.test_radix_cache import text_of
 from tests.support.engine_harness import VOCAB, ByteTokenizer, Rig
@@ -293,6 +297,29 @@ def test_a_chunk_does_not_end_where_a_state_is_saved() -> None:
     rig.finish(TEXT[:11], max_tokens=1, ignore_eos=True, seed=1)
     rows = [(len(row.tokens), [end for end, _ in row.saves]) for plan in rig.executor.plans for row in plan.extend]
     assert rows == [(7, []), (4, [1])]
+
+
+@pytest.mark.parametrize(
+    ("saves", "rows"),
+    [
+        # The boundary and a place at an even distance; such a place alone; the prompt's last place.
+        (StateSaves.AT_CHUNKS, [(18, [4, 12]), (18, [6]), (3, [2])]),
+        # The chunk ends after the boundary; the next state stands where few tokens of the chunk follow.
+        (StateSaves.SECOND_PASS, [(5, [4]), (18, [17]), (16, [15])]),
+    ],
+)
+def test_chunks_save_what_graphs_can_save(
+    saves: StateSaves, rows: list[tuple[int, list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A policy has states every 12 tokens, and the prompt a boundary after 4."""
+    monkeypatch.setattr(prefix_store, "SPACED", 12)
+    monkeypatch.setattr(pack_padded, "TAIL", 2)
+    rig = rig_with_cache(grid=2, slots=12, chunk=18, policy=TrafficPolicy(cost=StepCost(saves=saves)))
+    rig.add(TEXT[:39], "r", max_tokens=1, seed=1)
+    rig.engine._samples.samples_of_request("r")[0].boundaries = [4]
+    rig.run()
+    found = [(len(row.tokens), [end for end, _ in row.saves]) for plan in rig.executor.plans for row in plan.extend]
+    assert found == rows
 
 
 def test_samples_of_a_prompt_wait_for_the_first_and_start_from_its_state() -> None:

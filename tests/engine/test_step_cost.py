@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrt.engine.core.step_cost import StepCost, StepWork, _nonnegative_costs
+from hybridrt.kernels.core.records import SAVES_PER_PROMPT
 from hybridrt.runtime.step.pack_padded import make_buckets
 from hybridrt.runtime.step.plan import DecodeRow, DecodeRows, ExtendRow, StepPlan
 
@@ -27,7 +28,7 @@ def device(draw: random.Random) -> Truth:
     def seconds(work: StepWork) -> float:
         tokens = max(weights, token * (work.decode_tokens + work.prompt_tokens))
         attention = context * work.decode_context + pair * work.prompt_pairs
-        prompts = chunk * work.prompt_rows + eager * (work.prompt_tokens > 0) + again * work.passes
+        prompts = chunk * work.prompt_rows + eager * (work.prompt_tokens > 0) + again * work.saves
         return base + tokens + attention + prompts
 
     return seconds
@@ -225,20 +226,20 @@ def test_nonnegative_costs_fulfil_the_conditions_of_the_minimum(seed: int, unkno
 
 
 def test_a_step_that_no_graph_runs_costs_what_such_steps_cost() -> None:
-    """A second saved state of a prompt keeps a step from its graph, and needs another launch."""
+    """More saved states of a prompt than a graph saves keep a step from it, and need another launch."""
     cost, draw = StepCost(BUCKETS), random.Random(0)
 
     def truth(work: StepWork) -> float:
-        graph = work.passes < 2 and any(bucket.has_room(0, 1, work.prompt_tokens) for bucket in BUCKETS)
+        graph = work.saves <= SAVES_PER_PROMPT and any(bucket.has_room(0, 1, work.prompt_tokens) for bucket in BUCKETS)
         if graph:
             return 0.005 + 1e-5 * work.prompt_tokens + 4e-8 * work.prompt_context
-        return 0.030 + 2e-5 * work.prompt_tokens + 0.04 * max(work.passes - 1, 0)
+        return 0.030 + 2e-5 * work.prompt_tokens + 0.04 * max(work.saves - SAVES_PER_PROMPT, 0)
 
     for _ in range(400):
         tokens, context = draw.choice([1024, 2048, 4096]), draw.choice([0, 8000, 30_000])
-        work = StepWork().with_chunk(context, tokens, draw.choice([0, 1, 2, 3]))
+        work = StepWork().with_chunk(context, tokens, draw.choice([0, 1, 2, 3, 4]))
         cost.observe([work], truth(work))
-    for tokens, context, saves in ((1024, 30_000, 1), (1024, 0, 2), (4096, 8000, 3)):
+    for tokens, context, saves in ((1024, 30_000, 2), (1024, 0, 3), (4096, 8000, 4)):
         work = StepWork().with_chunk(context, tokens, saves)
         assert cost.predict(work) == pytest.approx(truth(work), rel=0.15)
 

@@ -107,7 +107,10 @@ def assert_near(got: Tensor, wanted: Tensor, tolerance: float, what: str) -> Non
 def check_all(path: Path, tolerance: float | None, steps: int, *, saves: bool = True, **config: Any) -> None:
     made = Steps(path, prefix_cache=saves, **config)
     spare = made.spare if made.graphs.saves is not StateSaves.NONE else None
-    play = Play(dict(made.rows.computed), spare, 5, tokens=200, longest=LONGEST, prompts=4, decoding=len(LENGTHS) - 1)
+    play = Play(
+        dict(made.rows.computed), spare, 5, tokens=200, longest=LONGEST, prompts=4, decoding=len(LENGTHS) - 1,
+        most_saves=made.graphs.saves.most,
+    )  # fmt: skip
     for _ in range(steps):
         plan = play.step()
         if plan.extend:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybridrt.kernels.core.chunk_plan import chunk_lists, chunk_plan, plan_chunks
 from hybridrt.kernels.core.packed import int32_array, map_arrays
-from hybridrt.kernels.core.records import SavedStates
+from hybridrt.kernels.core.records import SAVES_PER_PROMPT, SavedStates
 from hybridrt.kernels.mamba import mamba2_scan_triton
 from hybridrt.kernels.mamba.mamba2_scan import mamba2_chunk_scan
 from tests.support.flat import flat
@@ -148,22 +148,26 @@ def test_two_steps_equal_one(split: int) -> None:
     close(parts[1], whole[1], 2e-6)
 
 
-@pytest.mark.parametrize("saved", [16, 32, 40, 48, 80])
-def test_states_within_prompts_stay(form: Form, saved: int) -> None:
+@pytest.mark.parametrize("saved", [(16,), (32,), (48,), (16, 80), (40, 41), (64, 80)])
+def test_states_within_prompts_stay(form: Form, saved: tuple[int, ...]) -> None:
     """Chunks end there, too: within the first one, at its end, and within later ones."""
     torch.manual_seed(7)
     inputs, states = scan_inputs(93), poisoned(5, 4, 3, 5)
-    on_host = map_arrays(int32_array, chunk_lists([0, 0], [84, 9], 32, [saved, 0]))
+    cuts = (*saved, *[0] * (SAVES_PER_PROMPT - len(saved)))
+    on_host = map_arrays(int32_array, chunk_lists([0, 0], [84, 9], 32, [cuts, (0,)]))
     plan = chunk_plan(map_arrays(torch.from_numpy, on_host), on_host, [84, 9], 32)
-    slots = [3 * (end == saved) for end in on_host.cu_chunk_seqlens[1:]]
+    slot_of = dict(zip(saved, (3, 4)))
+    slots = [slot_of.get(end, 0) for end in on_host.cu_chunk_seqlens[1:]]
+    by_row = [[slot_of.get(cut, 0) for cut in cuts], [0] * SAVES_PER_PROMPT], [cuts, [0] * SAVES_PER_PROMPT]
     out = flat(
         mamba2_chunk_scan, **inputs.terms() | form.changed, states=states, read_state_slots=int32(1, 2),
         write_state_slots=int32(1, 2), has_initial_state=torch.tensor([False, False]),
-        query_start_loc=int32(0, 84, 93), plan=plan, saves=SavedStates(int32(*slots), int32(3, 0), int32(saved, 0)),
+        query_start_loc=int32(0, 84, 93), plan=plan, saves=SavedStates(int32(*slots), *map(torch.tensor, by_row)),
     )  # fmt: skip
     expected, after = scan_loop(inputs[:84], torch.zeros(4, 3, 5), *form.terms)
     close(out[:84], expected, 1e-5)
-    close(states[3], after[saved - 1], 1e-5)
+    for end, slot in slot_of.items():
+        close(states[slot], after[end - 1], 1e-5)
     close(states[1], after[-1], 1e-5)
     close(states[2], scan_loop(inputs[84:], torch.zeros(4, 3, 5), *form.terms)[1][-1], 1e-5)
 

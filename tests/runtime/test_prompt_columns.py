@@ -21,13 +21,13 @@ SPARE = 50  # the first state slot that belongs to no row
 CASES = list(product(StateSaves, ((16,), (64, 256), ()), (0, 1)))
 
 
-def steps(bucket: Bucket, saves: bool, seed: int, groups: int) -> Iterator[StepPlan]:
+def steps(bucket: Bucket, saves: StateSaves, seed: int, groups: int) -> Iterator[StepPlan]:
     """Steps that fit a bucket, with admissions, page writes and cached states; one fills it, and one is of decode rows
     and one token."""
     draw, rows = random.Random(seed), range(1, 30)
     play = Play(
-        dict.fromkeys(rows, 0), SPARE if saves else None, seed, tokens=bucket.tokens, longest=2000,
-        decoding=bucket.decode_rows, prompts=bucket.prompts,
+        dict.fromkeys(rows, 0), SPARE if saves.most else None, seed, tokens=bucket.tokens, longest=2000,
+        decoding=bucket.decode_rows, prompts=bucket.prompts, most_saves=saves.most,
     )  # fmt: skip
     yield StepPlan(extend=[ExtendRow(1, 0, [7] * bucket.tokens, 0, True)])
     for _ in range(12):
@@ -59,7 +59,7 @@ def test_arrays_that_are_filled_again_equal_plain_ones(
     """Nothing of an earlier step is left. All arrays are views of what is copied to the device."""
     mrope = groups == 2
     padded, seen = PaddedStep(bucket, sizes, saves, fill, groups, mrope=mrope), set[int]()
-    for plan in steps(bucket, saves is not StateSaves.NONE, len(sizes), groups):
+    for plan in steps(bucket, saves, len(sizes), groups):
         padded.pack(plan)
         wanted = pack_plainly(plan, bucket, sizes, saves, fill, groups, mrope)
         arrays, plain = arrays_of(padded.arrays), arrays_of(wanted)
@@ -80,8 +80,9 @@ def shape_of(record: Record) -> Record:
 def test_chunks_end_where_states_are_saved_and_nowhere_twice() -> None:
     """Of 8 tokens: a request after 5 others, one that saves at the end of a chunk, one without tokens, one that saves
     its first token's state."""
-    plan = chunk_lists([5, 0, 3, 6], [9, 16, 0, 4], 8, [7, 8, 0, 1])
+    plan = chunk_lists([5, 0, 3, 6], [9, 16, 0, 4], 8, [(7, 0), (8, 0), (0, 0), (1, 0)])
     assert plan.cu_chunk_seqlens == [0, 3, 7, 9, 17, 25, 26, 27, 29]
     assert plan.seq_idx == [0, 0, 0, 1, 1, 3, 3, 3]
     assert (plan.first_chunk, plan.last_chunk) == ([0, 3, 0, 5], [2, 4, -1, 7])
-    assert chunk_lists([5], [9], 8) == chunk_lists([5], [9], 8, [0]) != chunk_lists([5], [9], 8, [7])
+    assert chunk_lists([5], [9], 8) == chunk_lists([5], [9], 8, [()]) != chunk_lists([5], [9], 8, [(7,)])
+    assert chunk_lists([5], [9], 8, [(2, 7)]).cu_chunk_seqlens == [0, 2, 3, 7, 9]

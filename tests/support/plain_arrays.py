@@ -6,6 +6,7 @@ import numpy as np
 
 from hybridrt.kernels.core.chunk_plan import ChunkArrays, most_chunks
 from hybridrt.kernels.core.packed import int32_array, map_arrays
+from hybridrt.kernels.core.records import SAVES_PER_PROMPT
 from hybridrt.runtime.step.pack import AdmissionArrays, PageEntries, PromptArrays, StepArrays, TableChanges, pack_step
 from hybridrt.runtime.step.pack_padded import Bucket, StateSaves
 from hybridrt.runtime.step.plan import DecodeRows, ExtendRow, StepPlan, int32s
@@ -100,11 +101,11 @@ def _recurrent(
     if saves is StateSaves.SECOND_PASS:
         return RecurrentArrays(passes=_passes(extend, bucket, sizes))
     rows: RecurrentArrays[np.ndarray] = map_arrays(int32_array, one_pass_lists(extend, sizes))
-    counts = [most_chunks(len(extend), bucket.tokens, size) + bucket.prompts for size in sizes]
+    counts = [most_chunks(len(extend), bucket.tokens, size) + saves.most * bucket.prompts for size in sizes]
     saved = None
     if saves is StateSaves.AT_CHUNKS:
-        none = int32s([0] * len(extend))
-        found = rows.saves or SavedArrays(none, none, tuple(none[:0] for _ in sizes))
+        none = np.zeros((len(extend), SAVES_PER_PROMPT), np.int32)
+        found = rows.saves or SavedArrays(none, none, tuple(none[0, :0] for _ in sizes))
         slots = tuple(_pad(slots, count) for slots, count in zip(found.chunk_slots, counts))
         saved = SavedArrays(found.row_slots, found.row_lengths, slots)
     chunks = tuple(_pad_chunks(plan, count) for plan, count in zip(rows.chunks, counts))

@@ -28,19 +28,21 @@ def capture_prompts(
 
 
 class Play:
-    """Prompts in chunks, some of which save a state, next to rows that decode. All rows are admitted and have pages.
+    """Prompts in chunks, some of which save states, next to rows that decode. All rows are admitted and have pages.
 
     Args:
         computed: tokens that each row has already; steps add theirs.
         spare: the first of PROMPT_ROWS state slots that belong to no row; None: no states are saved.
+        most_saves: states that a chunk saves.
         tokens: most prompt tokens of a step; longest: most tokens of a row.
         decoding: most decode rows; prompts: most chunks.
     """
 
     def __init__(
         self, computed: dict[int, int], spare: int | None, seed: int, *, tokens: int = 48, longest: int = 90,
-        decoding: int = 3, prompts: int = PROMPT_ROWS,
+        decoding: int = 3, prompts: int = PROMPT_ROWS, most_saves: int = 1,
     ) -> None:  # fmt: skip
+        self._most_saves = most_saves
         self.computed, self._spare, self._random = computed, spare, random.Random(seed)
         self._tokens, self._longest, self._decoding, self._prompts = tokens, longest, decoding, prompts
 
@@ -66,6 +68,9 @@ class Play:
         start, saves, draw = self.computed[row], list[tuple[int, int]](), self._random
         if self._spare is not None and length > 1 and draw.random() < 0.7:
             saves = [(draw.randint(max(length - 6, 1), length - 1), self._spare + index)]
+            if self._most_saves > 1:  # later chunks have no slots left
+                second = (draw.randint(0, saves[0][0] - 1), self._spare + PROMPT_ROWS - 1 - index)
+                saves = [] if index >= PROMPT_ROWS // 2 else [second, *saves] if second[0] else saves
         self.computed[row] = start + length
         tokens = [draw.randrange(3, VOCAB) for _ in range(length)]
         return ExtendRow(row, start, tokens, 0, draw.random() < 0.7, saves=saves)

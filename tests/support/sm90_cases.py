@@ -82,7 +82,7 @@ def mamba2() -> Cases:
                 yield from mamba2_step(shape, state, batch, tokens, width)
         yield from mamba2_prefill(shape, 8192, 256)
         *_, (scan, args), _ = mamba2_prefill(shape, 512, 256)
-        yield scan, args | {"saves": SavedStates(int32(2), int32(1), int32(1))}
+        yield scan, args | {"saves": SavedStates(int32(2), int32(1, 2), int32(1, 2))}
         yield "causal_conv1d_update", mamba2_conv(shape, 32, 5) | {"predecessors": int32(32, 5)}
     yield from lightning()
     yield from lightning_prefill(64)
@@ -108,7 +108,7 @@ def lightning_prefill(heads: int, dim: int = 128) -> Cases:
     inputs = {"x": x, "B": B, "C": C, "dt": f32(heads).expand(8192, -1), "A": f32(heads), "dt_limit": (1.0, 1.0)}
     inputs |= {"states": meta(300, heads, dim, dim, dtype=torch.float32)} | prompts(1, 8192, 128)
     yield "mamba2_chunk_scan", inputs
-    yield "mamba2_chunk_scan", inputs | {"saves": SavedStates(int32(64), int32(1), int32(1))}
+    yield "mamba2_chunk_scan", inputs | {"saves": SavedStates(int32(64), int32(1, 2), int32(1, 2))}
 
 
 def mamba2_tokens(shape: tuple[int, int, int, int], *lead: int) -> Args:

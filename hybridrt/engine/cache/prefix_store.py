@@ -26,6 +26,7 @@ from hybridrt.mem_cache.prefix_tree.prefix_cache import (
 )
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_node import Node, StateKind
+from hybridrt.runtime.step.pack_padded import StateSaves
 
 log = logging.getLogger("hybridrt.cache")
 GRID = 16
@@ -46,8 +47,8 @@ class PrefixStore(CacheRoom):
             request that still writes its last page can give the earlier ones to the cache.
         tier: entries in main memory; None: there are none.
         lost: counts why requests compute tokens of earlier texts again.
-        spaces: prompts also leave states at even distances (`Request.spaced`), and a chunk of text
-            saves at most one state.
+        chunk_saves: how a chunk of text saves states. Prompts then also leave states at even
+            distances (`Request.spaced`). None: they do not, and a chunk saves all states that it can.
     """
 
     def __init__(
@@ -59,7 +60,8 @@ class PrefixStore(CacheRoom):
         super().__init__(tree, pages, slots, rows)
         self.counts = CacheCounts()
         self.tier: HostTier | None = None
-        self.keeps, self.spaces = keeps, False
+        self.keeps = keeps
+        self.chunk_saves: StateSaves | None = None
         self.grid = max(GRID, page_size)
         least = 1 if tree.recurrent else page_size + lookahead
         self.lost = LostReuse(self.counts, tree.recurrent, least, self.grid, tree.known_elsewhere)
@@ -161,7 +163,7 @@ class PrefixStore(CacheRoom):
         ends += tuple(_ends_of_images(request.spans, self.grid))
         grid = dict.fromkeys([min(end, prompt - 1) // self.grid * self.grid for end in ends])
         request.save_at = tuple([end for end in grid if end > match.length][:MAX_SAVES])
-        if self.spaces and not self.pages.has_windows:
+        if self.chunk_saves is not None and not self.pages.has_windows:
             apart = max(SPACED, (prompt - match.length) // MOST_SPACED) // self.grid * self.grid
             request.spaced = range((match.length // apart + 1) * apart, prompt, apart)
 
@@ -184,13 +186,18 @@ class PrefixStore(CacheRoom):
             request.save_at = (*request.save_at, place)
 
     def end_for_states(self, request: Request, start: int, end: int) -> int:
-        """The best end of a chunk from `start` to at most `end`. A chunk that ends at a place of
+        """The best end of a chunk from `start` to at most `end`: it saves no more states than a graph
+        can, and few tokens follow if a graph computes them again. A chunk that ends at a place of
         `save_at` ends one token earlier, because a state can only be saved before one of the chunk's
         tokens: the next chunk then saves it.
         """
-        # A chunk with an image runs without a graph, where a second state costs no step of its own.
-        if self.spaces and not any(span.start < end and start < span.start + span.length for span in request.spans):
-            end = min([end, *sorted(place for place in request.save_at if start < place < end)[1:2]])
+        # A chunk with an image runs without a graph, where a further state costs no step of its own.
+        saves, spans = self.chunk_saves, request.spans
+        if saves is not None and not any(span.start < end and start < span.start + span.length for span in spans):
+            places = sorted(place for place in request.save_at if start < place < end)
+            if saves.tail is not None and places and places[0] + saves.tail < end:
+                end = places[0] + 1
+            end = min([end, *places[saves.most : saves.most + 1]])
         return end - 1 if end in request.save_at and end - start > 1 else end
 
     def save(self, request: Request, start: int, end: int) -> list[tuple[int, int]]:
@@ -202,12 +209,23 @@ class PrefixStore(CacheRoom):
             if start < place < end and (slot := self._slot_for(request, place)) is not None:
                 request.saves[place] = slot
                 saves.append((place - start, slot.index))
-        if not saves and (within := [place for place in request.spaced if start < place < end]):
-            place = within[-1]
-            if (slot := self._slot_given_up_first()) is not None:
-                request.saves[place] = slot
-                saves.append((place - start, slot.index))
+        chunk_saves = self.chunk_saves
+        if chunk_saves is not None and len(saves) < chunk_saves.most:
+            spaced = self._spaced_place(request, start, end, chunk_saves)
+            if spaced is not None and (slot := self._slot_given_up_first()) is not None:
+                request.saves[spaced] = slot
+                saves.append((spaced - start, slot.index))
         return sorted(saves)
+
+    def _spaced_place(self, request: Request, start: int, end: int, saves: StateSaves) -> int | None:
+        """Where a chunk leaves a state at about an even distance; None: nowhere."""
+        within = [place for place in request.spaced if start < place < end and place not in request.saves]
+        if not within:
+            return None
+        place = within[-1]
+        if saves.tail is not None and place + saves.tail < end:
+            place = (end - 1) // self.grid * self.grid  # later: more tokens after it would run without a graph
+        return None if place in request.saves else place
 
     def wants(self, request: Request, firsts: Sequence[int]) -> bool:
         """Whether another prompt may need computed pages before page `firsts` of each group: those

@@ -161,7 +161,7 @@ class Engine:
         buckets = runner.prompt_graphs.captured if runner.prompt_graphs else ()
         engine = cls(
             split or runner, coordinator, limits, tokenizer, overlap=overlap, seed=config.seed, drafter=drafter,
-            policy=TrafficPolicy.from_config(config, runner.device, buckets), encoder=encoder,
+            policy=TrafficPolicy.from_config(config, runner.device, buckets, runner.chunk_saves), encoder=encoder,
         )  # fmt: skip
         if config.request_log is not None:
             decode = None if tokenizer is None else partial(_piece, tokenizer)

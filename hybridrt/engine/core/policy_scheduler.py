@@ -36,7 +36,7 @@ class PolicyScheduler(Scheduler):
         self._policy = policy
         self.queues: ClientQueues = ClientQueues(policy)
         self._uncomputed = PromptWork()  # of admitted requests
-        coordinator.prefixes.spaces = True
+        coordinator.prefixes.chunk_saves = policy.cost.saves
 
     @property
     def pending(self) -> PromptWork:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hybridrt.runtime.step.pack_padded import Bucket
+from hybridrt.runtime.step.pack_padded import Bucket, StateSaves
 from hybridrt.runtime.step.plan import StepPlan
 
 # Numbers of tokens from which one more may cost more: a step of few takes the time to read all
@@ -56,8 +56,7 @@ class StepWork(NamedTuple):
         prompt_rows, prompt_tokens: chunks of prompts, and their tokens.
         prompt_context: tokens before the middles of chunks, summed over chunks.
         prompt_pairs: pairs of a query and a key that it sees, of all chunks.
-        passes: further passes of the recurrent layers, one after each saved state, in the row with
-            the most.
+        saves: states that are saved within a chunk, in the row with the most.
     """
 
     decode_tokens: int = 0
@@ -66,7 +65,7 @@ class StepWork(NamedTuple):
     prompt_tokens: int = 0
     prompt_context: int = 0
     prompt_pairs: int = 0
-    passes: int = 0
+    saves: int = 0
 
     @classmethod
     def from_plan(cls, plan: StepPlan) -> "StepWork":
@@ -83,7 +82,7 @@ class StepWork(NamedTuple):
         pairs = tokens * start + tokens * (tokens + 1) // 2
         return StepWork(
             self.decode_tokens, self.decode_context, self.prompt_rows + 1, self.prompt_tokens + tokens,
-            self.prompt_context + start + tokens // 2, self.prompt_pairs + pairs, max(self.passes, saves),
+            self.prompt_context + start + tokens // 2, self.prompt_pairs + pairs, max(self.saves, saves),
         )  # fmt: skip
 
     @property
@@ -92,11 +91,11 @@ class StepWork(NamedTuple):
 
     def features(self, tokens: int) -> list[float]:
         """The numbers of the linear model: constants of the step's kind, tokens above each knot, decode
-        tokens and their context, prompts, pairs of prompt tokens, passes. `tokens`: all tokens of the
+        tokens and their context, prompts, pairs of prompt tokens, saved states. `tokens`: all tokens of the
         step, with padding."""
         return [
             *_OF_KIND[self.kind], *(max(tokens - knot, 0) for knot in _KNOTS), self.decode_tokens, self.decode_context,
-            self.prompt_rows, self.prompt_pairs, self.passes,
+            self.prompt_rows, self.prompt_pairs, self.saves,
         ]  # fmt: skip
 
 
@@ -118,17 +117,19 @@ class StepCost:
     without a graph has a cost of its own, and counts at least as many tokens as the largest graph.
     It takes at least as long as all but one of the latest launches of such steps (`note_launch`): next
     to a server's threads that is often longer than the device needs, and it varies. What the device
-    would need is not seen then, so the costs of such steps fall until it is. Each saved state
-    of a prompt but the first needs another launch of the recurrent layers; graphs have none of that.
+    would need is not seen then, so the costs of such steps fall until it is. Each state that a prompt
+    saves beyond those of a graph needs another launch of the recurrent layers.
 
     Args:
         buckets: sizes of the graphs of steps with prompts. Empty: no such step runs as a graph.
+        saves: how they save states.
 
     Attributes:
         max_prompt_tokens: prompt tokens of the largest step that has run.
     """
 
-    def __init__(self, buckets: Iterable[Bucket] = ()) -> None:
+    def __init__(self, buckets: Iterable[Bucket] = (), saves: StateSaves = StateSaves.AT_CHUNKS) -> None:
+        self.saves = saves
         self.max_prompt_tokens = 0
         self._buckets = sorted(buckets, key=sum)
         self._costs: list[float] | None = None
@@ -218,14 +219,14 @@ class StepCost:
         tokens = work.decode_tokens + work.prompt_tokens
         if bucket is not None:
             return [*work.features(sum(bucket)), 0.0, work.prompt_context, work.prompt_pairs, 0.0]
-        passes = max(work.passes - 1, 0)
+        more = max(work.saves - self.saves.most, 0)
         if not work.prompt_tokens or not self._buckets:
-            return [*work.features(tokens), 0.0, 0.0, 0.0, passes]
-        return [*work.features(max(tokens, sum(self._buckets[-1]))), 1.0, 0.0, 0.0, passes]
+            return [*work.features(tokens), 0.0, 0.0, 0.0, more]
+        return [*work.features(max(tokens, sum(self._buckets[-1]))), 1.0, 0.0, 0.0, more]
 
     def _bucket(self, work: StepWork) -> Bucket | None:
         """The bucket of the graph that runs a step with prompts; None: it runs without one."""
-        if work.passes > 1 or not work.prompt_tokens:
+        if work.saves > self.saves.most or not work.prompt_tokens:
             return None
         return next((bucket for bucket in self._buckets if _has_room(bucket, work)), None)
 

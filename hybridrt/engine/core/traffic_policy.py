@@ -10,7 +10,7 @@ import torch
 from hybridrt.base.engine_config import EngineConfig
 from hybridrt.engine.core.step_cost import ChunkBudget, PromptWork, StepCost, StepWork
 from hybridrt.engine.request.sample_request import Request
-from hybridrt.runtime.step.pack_padded import Bucket
+from hybridrt.runtime.step.pack_padded import Bucket, StateSaves
 from hybridrt.runtime.step.plan import DecodeRows, StepPlan
 
 # The part of a bound that is left free for errors of the prediction: MARGIN_ERRORS median errors, at
@@ -88,18 +88,20 @@ class TrafficPolicy:
 
     @classmethod
     def from_config(
-        cls, config: EngineConfig, device: torch.device, buckets: Iterable[Bucket]
-    ) -> "TrafficPolicy | None":
-        """The policy of `EngineConfig.target_itl_ms`; None if there is none. `buckets`: those of the
-        captured graphs of steps with prompts.
+        cls, config: EngineConfig, device: torch.device, buckets: Iterable[Bucket],
+        saves: StateSaves = StateSaves.AT_CHUNKS,
+    ) -> "TrafficPolicy | None":  # fmt: skip
+        """The policy of `EngineConfig.target_itl_ms`; None if there is none. `buckets` and `saves`: those of
+        the captured graphs of steps with prompts.
         """
         asked = config.target_itl_ms
         if asked is None or (asked == "auto" and device.type == "cpu"):
             return None
         seconds = None if asked == "auto" else float(asked) / 1e3
         return cls(
-            seconds, max_ttft_factor=config.max_ttft_factor, cost=StepCost(buckets), weights=config.client_weights
-        )
+            seconds, max_ttft_factor=config.max_ttft_factor, cost=StepCost(buckets, saves),
+            weights=config.client_weights,
+        )  # fmt: skip
 
     def budget(self, tokens: int, decode: DecodeRows, pending: float = 0.0, *, flooded: bool = False) -> ChunkBudget:
         """The budget of a step with these decode rows and at most `tokens` prompt tokens.

@@ -73,17 +73,18 @@ def chunk_plan(
 
 
 def chunk_lists(
-    computed: Sequence[int], new: Sequence[int], chunk_size: int, cuts: Sequence[int] | None = None
+    computed: Sequence[int], new: Sequence[int], chunk_size: int, cuts: Sequence[Sequence[int]] | None = None
 ) -> ChunkArrays[list[int]]:
-    """The tensors of a ChunkPlan, as lists. `cuts`: tokens of each request after which a chunk also
-    ends; 0 for none."""
+    """The tensors of a ChunkPlan, as lists. `cuts`: numbers of tokens of each request after which a
+    chunk also ends; 0 for none."""
     # Most steps have few chunks: a loop is fastest.
     ends, requests, first_chunks, last_chunks, start = [0], list[int](), list[int](), list[int](), 0
     for request, (done, length) in enumerate(zip(computed, new)):
         end = start + length
         stops = [*range(start + chunk_size - done % chunk_size, end, chunk_size), end] if length else []
-        if cuts is not None and cuts[request] and start + cuts[request] not in stops:
-            insort(stops, start + cuts[request])
+        for cut in () if cuts is None else cuts[request]:
+            if cut and start + cut not in stops:
+                insort(stops, start + cut)
         first_chunks.append(len(requests) if stops else 0)
         ends += stops
         requests += [request] * len(stops)

@@ -21,6 +21,9 @@ from hybridrt.kernels.core.chunk_plan import ChunkPlan
 
 Activation = Literal["silu"] | None
 NO_LIMIT = (0.0, math.inf)
+# States that the scans and convs of one pass save within a prompt: one near its end, where the next
+# turn of a conversation continues, and one at an even distance, where another prompt may part.
+SAVES_PER_PROMPT = 2
 L2_NORM_EPS = 1e-6  # added to squared norms
 
 
@@ -219,13 +222,13 @@ class FusedStep(NamedTuple):
 
 
 class SavedStates(NamedTuple):
-    """States within prompts that are saved to slots of their own, at most one a prompt. A chunk
-    ends there.
+    """States within prompts that are saved to slots of their own, at most SAVES_PER_PROMPT a prompt.
+    A chunk ends at each.
 
     Attributes:
         chunk_slots: [n] int32, slot of the state after each chunk; 0 for none.
-        row_slots, row_lengths: [B] int32, the prompt's slot, 0 for none, and the number of its new
-            tokens in the state.
+        row_slots, row_lengths: [B, SAVES_PER_PROMPT] int32, the prompt's slots, 0 for none, and the
+            numbers of its new tokens in the states, in ascending order; 0 for none, at the end.
     """
 
     chunk_slots: Tensor

@@ -29,11 +29,14 @@ LOWEST = tl.constexpr(-256.0)  # log2 of a token's decay: 0, and 0 times it is 0
 
 
 @triton.jit
-def _block_of(i, row_start, cut, row_end, Q: tl.constexpr):  # type: ignore[no-untyped-def]
-    """First token of a row's block i, and its length. Blocks of Q tokens end at the cut too."""
-    before = tl.cdiv(cut - row_start, Q)
-    start = tl.where(i < before, row_start + i * Q, cut + (i - before) * Q)
-    return start.to(tl.int64), tl.minimum(tl.where(i < before, cut, row_end) - start, Q)
+def _block_of(i, row_start, cut, next_cut, row_end, Q: tl.constexpr):  # type: ignore[no-untyped-def]
+    """First token of a row's block i, and its length. Blocks of Q tokens end at both cuts, too."""
+    to_cut = tl.cdiv(cut - row_start, Q)
+    to_next = to_cut + tl.cdiv(next_cut - cut, Q)
+    begin = tl.where(i < to_cut, row_start, tl.where(i < to_next, cut, next_cut))
+    start = begin + (i - tl.where(i < to_cut, 0, tl.where(i < to_next, to_cut, to_next))) * Q
+    end = tl.where(i < to_cut, cut, tl.where(i < to_next, next_cut, row_end))
+    return start.to(tl.int64), tl.minimum(end - start, Q)
 
 
 @jit_kernel
@@ -50,9 +53,11 @@ def _fixed_decay_walk_kernel(  # type: ignore[no-untyped-def]
     t, n, p = tl.arange(0, Q), tl.arange(0, BLOCK_N), tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     read, write = tl.load(read_slots_ptr + row).to(tl.int64), tl.load(write_slots_ptr + row).to(tl.int64)
     row_start, row_end = tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)
-    cut, save = row_start, read * 0
+    cut, save, next_cut, next_save = row_start, read * 0, row_start, read * 0
     if save_slots_ptr is not None:
-        cut, save = row_start + tl.load(save_lengths_ptr + row), tl.load(save_slots_ptr + row).to(tl.int64)
+        cut, save = row_start + tl.load(save_lengths_ptr + 2 * row), tl.load(save_slots_ptr + 2 * row).to(tl.int64)
+        next_cut = tl.maximum(row_start + tl.load(save_lengths_ptr + 2 * row + 1), cut)
+        next_save = tl.load(save_slots_ptr + 2 * row + 1).to(tl.int64)
     out_ptr += h * out_strides[1]
     out_tile = t[:, None] * out_strides[0] + p[None, :]
     if read < 0:
@@ -77,9 +82,10 @@ def _fixed_decay_walk_kernel(  # type: ignore[no-untyped-def]
     apart = t[:, None] - t[None, :]
     pairs = step * tl.where(apart >= 0, tl.exp2(rate * tl.maximum(apart, 0).to(tl.float32)), 0.0)
     from_start = tl.exp2(rate * (t + 1).to(tl.float32))
-    before = tl.cdiv(cut - row_start, Q)
-    for i in range(0, before + tl.cdiv(row_end - cut, Q)):
-        start, size = _block_of(i, row_start, cut, row_end, Q)
+    to_cut = tl.cdiv(cut - row_start, Q)
+    to_next = to_cut + tl.cdiv(next_cut - cut, Q)
+    for i in range(0, to_next + tl.cdiv(row_end - next_cut, Q)):
+        start, size = _block_of(i, row_start, cut, next_cut, row_end, Q)
         live = t < size
         query = tl.load(C_ptr + start * C_strides[0] + C_tile, mask=tile_mask(live, n, N, BLOCK_N), other=0.0)
         key = tl.load(B_ptr + start * B_strides[0] + B_tile, mask=tile_mask(live, n, N, BLOCK_N), other=0.0)
@@ -94,8 +100,9 @@ def _fixed_decay_walk_kernel(  # type: ignore[no-untyped-def]
         tl.store(outputs, y.to(out_ptr.dtype.element_ty), mask=tile_mask(live, p, P, BLOCK_P))
         weighted = (x.to(tl.float32) * to_end[:, None]).to(key.dtype)
         state = tl.dot(tl.trans(key), weighted, state * total, input_precision=PRECISION)
-        if (i == before - 1) & (save > 0):
-            tl.store(cells + save * states_ss, state.to(states_ptr.dtype.element_ty), mask=inside)
+        slot = tl.where(i == to_cut - 1, save, tl.where(i == to_next - 1, next_save, 0))
+        if slot > 0:
+            tl.store(cells + slot * states_ss, state.to(states_ptr.dtype.element_ty), mask=inside)
     tl.store(cells + write * states_ss, state.to(states_ptr.dtype.element_ty), mask=inside)
 
 

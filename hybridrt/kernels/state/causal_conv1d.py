@@ -81,8 +81,8 @@ def save_windows(x: Tensor, taps: int, state: ConvState, query_start_loc: Tensor
     """
     window = _window(state.conv, state.read_state_slots, state.start_positions, taps)
     slots = torch.where(saves.row_slots > NO_SLOT, saves.row_slots, PADDING_SLOT)
-    first, length = query_start_loc[:-1, None], saves.row_lengths[:, None]
-    _write_window(x, window, state._replace(write_state_slots=slots), first, length)
+    for of_rows, length in zip(slots.unbind(1), saves.row_lengths.split(1, dim=1)):
+        _write_window(x, window, state._replace(write_state_slots=of_rows), query_start_loc[:-1, None], length)
 
 
 def _write_window(x: Tensor, window: Tensor, state: ConvState, first: Tensor, length: Tensor) -> None:

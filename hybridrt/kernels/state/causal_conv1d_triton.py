@@ -7,14 +7,14 @@ from torch import Tensor
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.launch import cdiv, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, pdl
-from hybridrt.kernels.core.records import ConvState, ConvWeights, IntermediateStates, SavedStates
+from hybridrt.kernels.core.records import SAVES_PER_PROMPT, ConvState, ConvWeights, IntermediateStates, SavedStates
 from hybridrt.kernels.state.conv_and_gates_triton import bias_of, silu, strides
 
 
 @jit_kernel(do_not_specialize=["batch", "num_tokens"])
 def _conv_varlen_kernel(  # type: ignore[no-untyped-def]
     x_ptr, weight_ptr, bias_ptr, conv_ptr, out_ptr, read_slots_ptr, write_slots_ptr, query_start_loc_ptr, positions_ptr,
-    save_slots_ptr, save_lengths_ptr, batch, num_tokens, x_st: tl.constexpr, conv_ss: tl.constexpr,
+    save_slots_ptr, save_lengths_ptr, batch, num_tokens, x_st: tl.constexpr, conv_ss: tl.constexpr, SAVES: tl.constexpr,
     C: tl.constexpr, TAPS: tl.constexpr, WC: tl.constexpr, SILU: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -66,10 +66,11 @@ def _conv_varlen_kernel(  # type: ignore[no-untyped-def]
     tl.store(out, y.to(out_ptr.dtype.element_ty), mask=live)
     if block == 0:
         if save_slots_ptr is not None:  # the ring may be overwritten later
-            save = tl.load(save_slots_ptr + b).to(tl.int64)
-            if save > 0:
-                save_ring, saved = conv_ptr + save * conv_ss + channel * WC, tl.load(save_lengths_ptr + b)
-                _close_row(x, ring, save_ring, position, saved, c_mask, x_st, TAPS, WC)
+            for which in range(b * SAVES, (b + 1) * SAVES):
+                save = tl.load(save_slots_ptr + which).to(tl.int64)
+                if save > 0:
+                    save_ring, saved = conv_ptr + save * conv_ss + channel * WC, tl.load(save_lengths_ptr + which)
+                    _close_row(x, ring, save_ring, position, saved, c_mask, x_st, TAPS, WC)
         write = tl.load(write_slots_ptr + b).to(tl.int64)
         write_ring = conv_ptr + write * conv_ss + channel * WC
         _close_row(x, ring, write_ring, position, length, c_mask, x_st, TAPS, WC)
@@ -179,9 +180,9 @@ def causal_conv1d_varlen_triton(
     _conv_varlen_kernel[cdiv(channels, block_c), blocks](
         x, weights.weight, weights.bias, conv, out, state.read_state_slots, state.write_state_slots, query_start_loc,
         state.start_positions, save_slots, save_lengths, batch, num_tokens, x.stride(0), conv.stride(0),
-        C=channels, TAPS=weights.weight.shape[1], WC=conv.shape[2], SILU=weights.activation == "silu",
-        BLOCK_B=max(64, next_power_of_2(batch + 1)), BLOCK_T=block_t, BLOCK_C=block_c,
-        **pdl(x.device),
+        SAVES=SAVES_PER_PROMPT, C=channels, TAPS=weights.weight.shape[1], WC=conv.shape[2],
+        SILU=weights.activation == "silu", BLOCK_B=max(64, next_power_of_2(batch + 1)), BLOCK_T=block_t,
+        BLOCK_C=block_c, **pdl(x.device),
     )  # fmt: skip
     return out
 

@@ -92,9 +92,7 @@ class PromptGraphs:
     ) -> None:
         self.model, self.backend, self.pool, self.last_tokens = model, backend, req_to_token_pool, last_tokens
         self.enter_tables, self.poisoned = enter_tables, model.device.type != "cuda"
-        self.saves = StateSaves.NONE
-        if saves:
-            self.saves = StateSaves.AT_CHUNKS if backend.saves_at_chunks else StateSaves.SECOND_PASS
+        self.saves = StateSaves.of(backend.saves_at_chunks) if saves else StateSaves.NONE
         self.exact_lens = self.poisoned  # the reference operations of a CPU need each step's own lengths on the host
         self.recorder = recorder or make_recorder(model.device)
         rows, longest = min(max_bs, req_to_token_pool.num_rows), req_to_token_pool.max_context

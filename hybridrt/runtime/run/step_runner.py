@@ -38,7 +38,7 @@ from hybridrt.runtime.step.pack import (
     pack_tables,
     spec_info_of,
 )
-from hybridrt.runtime.step.pack_padded import Bucket
+from hybridrt.runtime.step.pack_padded import Bucket, StateSaves
 from hybridrt.runtime.step.plan import NO_INTEGERS, NO_ROWS, PageWrite, StepHandle, StepPlan
 from hybridrt.runtime.step.recurrent_arrays import set_recurrent
 from hybridrt.runtime.step.sampling_table import SamplingTable
@@ -55,6 +55,7 @@ class StepRunner:
             step, never waited for by the host.
         graphs: graphs of decode and verify steps, by tokens of a row.
         prompt_graphs: graphs of short prefill and mixed steps; None without.
+        chunk_saves: how a chunk of a prompt saves states.
         arena: images of states for other workers; None without EngineConfig.transfer_bytes.
         host: the prefix cache's tier in main memory; None without one.
         encoder: makes embeddings of images; None for a model that takes text only.
@@ -88,7 +89,7 @@ class StepRunner:
         self.encoder: SpanEncoder | None = None
         self._mrope_deltas = np.zeros(self.memory_plan.num_rows + 1, np.int32)  # as on the device
         self.drafter: DeviceDrafter | None = draft_needs(self.config).device_drafter(self)
-        self._chunk_sizes, self._saves_at_chunks = self.backend.chunk_sizes, self.backend.saves_at_chunks
+        self._chunk_sizes, self.chunk_saves = self.backend.chunk_sizes, StateSaves.of(self.backend.saves_at_chunks)
         # With HYBRIDRT_DEBUG=1 backends check all numbers, which only eager steps do.
         kept = self.device.type == "cpu" and not DEBUG and self.drafter is None
         self._cpu_decode = CPUDecode(self.backend, self.pools.req_to_token, self.last_tokens) if kept else None
@@ -243,7 +244,7 @@ class StepRunner:
             spans=self.encoder is not None,
             following=self.drafter is not None,
             chunk_sizes=self._chunk_sizes,
-            at_chunks=self._saves_at_chunks,
+            at_chunks=self.backend.saves_at_chunks,
             scored=places,
         )
         arrays: StepArrays[torch.Tensor] = self.staging.upload(on_host)

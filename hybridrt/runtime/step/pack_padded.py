@@ -13,6 +13,7 @@ import torch
 
 from hybridrt.kernels.core.chunk_plan import ChunkArrays, most_chunks
 from hybridrt.kernels.core.packed import Record, arrays_of, map_arrays, pack_arrays, packed_size, unpack
+from hybridrt.kernels.core.records import SAVES_PER_PROMPT
 from hybridrt.runtime.step.pack import AdmissionArrays, PageEntries, PromptArrays, StepArrays, TableChanges
 from hybridrt.runtime.step.plan import DecodeRows, ExtendRow, StepPlan
 from hybridrt.runtime.step.recurrent_arrays import (
@@ -39,7 +40,7 @@ SHARED_TOKENS = 384
 SMALL_TOKENS, ROWS_OF_LARGE = 1024, 128
 PROMPT_ROWS, TOKENS_OF_ONE = 8, 64  # most prompts, and tokens for each
 CACHED_PAGES = 1024  # page-table entries besides one for each token
-TAIL = 16  # mean tokens after a saved state
+TAIL = 16  # mean tokens after a state that is saved before a second pass
 
 
 class Bucket(NamedTuple):
@@ -80,10 +81,8 @@ class Bucket(NamedTuple):
         if not rows or not self.has_room(len(plan.decode), len(rows), tokens):
             return False
         tails = [len(row.tokens) - row.saves[0][0] for row in rows if row.saves]
-        if not tails or saves is StateSaves.NONE:
-            return not tails
-        fits = saves is StateSaves.AT_CHUNKS or sum(tails) <= self.tail
-        return fits and all(len(row.saves) < 2 for row in rows)
+        fits = saves.tail is None or sum(tails) <= self.tail
+        return fits and all(len(row.saves) <= saves.most for row in rows)
 
 
 def make_buckets(decode_rows: Iterable[int], prompt_tokens: Iterable[int]) -> list[Bucket]:
@@ -99,11 +98,26 @@ def make_buckets(decode_rows: Iterable[int], prompt_tokens: Iterable[int]) -> li
 
 
 class StateSaves(Enum):
-    """How a graph saves states within its prompts, at most one per prompt."""
+    """How a graph saves states within its prompts."""
 
     NONE = auto()
-    AT_CHUNKS = auto()  # the chunk ends there
+    AT_CHUNKS = auto()  # a chunk of the scan ends there
     SECOND_PASS = auto()  # a second pass computes the rest
+
+    @classmethod
+    def of(cls, at_chunks: bool) -> "StateSaves":
+        """`at_chunks`: `AttentionBackend.saves_at_chunks`."""
+        return cls.AT_CHUNKS if at_chunks else cls.SECOND_PASS
+
+    @property
+    def most(self) -> int:
+        """States of a prompt that a graph saves."""
+        return {StateSaves.NONE: 0, StateSaves.AT_CHUNKS: SAVES_PER_PROMPT, StateSaves.SECOND_PASS: 1}[self]
+
+    @property
+    def tail(self) -> int | None:
+        """Most tokens of a prompt after the last of them; None: any number."""
+        return TAIL if self is StateSaves.SECOND_PASS else None
 
 
 class PaddedStep:
@@ -249,10 +263,11 @@ def _padding(
 
 def _padding_rows(bucket: Bucket, sizes: Sequence[int], saves: StateSaves) -> RecurrentArrays[np.ndarray]:
     rows = bucket.prompts + 1
-    counts = [most_chunks(rows, bucket.tokens, size) + bucket.prompts for size in sizes]
+    counts = [most_chunks(rows, bucket.tokens, size) + saves.most * bucket.prompts for size in sizes]
     saved = None
     if saves is StateSaves.AT_CHUNKS:
-        saved = SavedArrays(_zeros(rows), _zeros(rows), tuple(_zeros(count) for count in counts))
+        slots, lengths = _zeros(rows, SAVES_PER_PROMPT), _zeros(rows, SAVES_PER_PROMPT)
+        saved = SavedArrays(slots, lengths, tuple(_zeros(count) for count in counts))
     return RecurrentArrays(_zeros(rows), tuple(_padding_chunks(rows, n, bucket.tokens) for n in counts), saved)
 
 

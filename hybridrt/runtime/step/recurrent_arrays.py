@@ -13,7 +13,7 @@ from torch import Tensor
 from hybridrt.base.forward_batch import ExtendPass, ForwardBatch
 from hybridrt.kernels.core.chunk_plan import ChunkArrays, ChunkPlan, chunk_lists, chunk_plan
 from hybridrt.kernels.core.packed import A
-from hybridrt.kernels.core.records import SavedStates
+from hybridrt.kernels.core.records import SAVES_PER_PROMPT, SavedStates
 from hybridrt.runtime.step.plan import ExtendRow
 
 
@@ -72,35 +72,36 @@ def recurrent_lists(extend: Sequence[ExtendRow], sizes: Sequence[int], at_chunks
 
     Args:
         sizes: chunk sizes of the backends.
-        at_chunks: the backends save a state after any chunk (`saves_at_chunks`), one per row. Then
-            one pass suffices.
+        at_chunks: the backends save a state after any chunk (`saves_at_chunks`), at most
+            SAVES_PER_PROMPT per row. Then one pass suffices.
     """
     saves = max([len(row.saves) for row in extend])
-    if saves > (1 if at_chunks else 0):
+    if saves > (SAVES_PER_PROMPT if at_chunks else 0):
         passes = [pass_lists(runs_of(extend, number), number, sizes) for number in range(saves + 1)]
         return RecurrentArrays(passes=tuple(passes))
     return one_pass_lists(extend, sizes)
 
 
 def one_pass_lists(extend: Sequence[ExtendRow], sizes: Sequence[int]) -> RecurrentArrays[list[int]]:
-    """Chunk plans in which a chunk ends where a row's state is saved, at most one per row."""
+    """Chunk plans in which a chunk ends where a row's states are saved, at most SAVES_PER_PROMPT per row."""
     computed, new = [row.computed for row in extend], [len(row.tokens) for row in extend]
     slots = [row.read_state_slot for row in extend]
     read_state_slots = slots if any(slots) else None
     if not any([row.saves for row in extend]):
         chunks = [chunk_lists(computed, new, size) for size in sizes]
         return RecurrentArrays(read_state_slots, tuple(chunks))
-    saves = [row.saves[0] if row.saves else (0, 0) for row in extend]
-    lengths, row_slots = [length for length, _ in saves], [slot for _, slot in saves]
+    saves = [[*row.saves, *[(0, 0)] * (SAVES_PER_PROMPT - len(row.saves))] for row in extend]
+    lengths, row_slots = ([[save[i] for save in of_row] for of_row in saves] for i in range(2))
     chunks = [chunk_lists(computed, new, size, lengths) for size in sizes]
     chunk_slots = []
     for plan in chunks:
         saved = [0] * len(plan.seq_idx)
-        for (length, slot), start in zip(saves, accumulate(new, initial=0)):
-            if slot:
+        for row, start in zip(extend, accumulate(new, initial=0)):
+            for length, slot in row.saves:
                 saved[plan.cu_chunk_seqlens.index(start + length) - 1] = slot
         chunk_slots.append(saved)
-    return RecurrentArrays(read_state_slots, tuple(chunks), SavedArrays(row_slots, lengths, tuple(chunk_slots)))
+    # Arrays of two dimensions, which their type as lists does not say.
+    return RecurrentArrays(read_state_slots, tuple(chunks), SavedArrays(row_slots, lengths, tuple(chunk_slots)))  # type: ignore[arg-type]
 
 
 def pass_lists(runs: Sequence[Run], number: int, sizes: Sequence[int]) -> PassArrays[list[int]]:
