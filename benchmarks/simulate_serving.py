@@ -38,7 +38,8 @@ from hybridrt.runtime.step.plan import StepHandle, StepPlan, StepResult
 _DECODE_GRAPHS = buckets(1024)
 CLOCKS = ("request.sample_request", "cache.prefix_store")  # modules that read a clock
 TILE = 128
-WARM_UP_TOKENS = 40 * (512 + 300)
+CACHED_STATES, OTHER = 512, 24  # states in the cache, and tokens of the texts that fill it first
+WARM_UP_TOKENS = 40 * (512 + 300) + CACHED_STATES * OTHER
 MAX_LEN = 2**17  # tokens of a request
 DECODE = ((1, 4.1), (8, 4.8), (32, 5.8), (128, 9.7), (256, 16.6), (1024, 58.0))  # rows and milliseconds
 MIN_STEP, BASE_CONTEXT, KV = 3.5, 1024, 1.13e-5
@@ -170,13 +171,18 @@ def run(
     watch: Callable[[Engine, int], None] = lambda engine, i: None,
     seed: int = 0,
 ) -> tuple[list[traffic_loads.Seen], float, Engine]:
-    """Plays a load; `watch` is called before each item is sent. Returns what clients saw, the seconds, the engine."""
+    """Plays a load; `watch` is called before each item is sent. Returns what clients saw, the seconds, the engine. Its
+    prefix cache is full of other texts, as in a server after some minutes."""
     times = StepTimes(sorted(make_buckets(DECODE_ROWS, PROMPT_TOKENS), key=sum))
     device = SimulatedDevice(times, seed)
     clock = (mock.patch(f"hybridrt.engine.{name}.time", device) for name in CLOCKS)
     with next(clock), next(clock):
-        served = engine(device, times, 8192, target_ms, 256, 512)
-        for warm_up in (traffic_loads.plain(seed + 99, 40, 512, 1e9), traffic_loads.plain(seed + 98, 40, 300, 10.0)):
+        served = engine(device, times, 8192, target_ms, 256, CACHED_STATES)
+        draw = random.Random(seed + 97)
+        others = [traffic_loads.Item([traffic_loads.tokens(draw, OTHER)], 1) for _ in range(CACHED_STATES)]
+        for warm_up in (
+            others, traffic_loads.plain(seed + 99, 40, 512, 1e9), traffic_loads.plain(seed + 98, 40, 300, 10.0)
+        ):  # fmt: skip
             traffic_loads.Player(served, warm_up, device).play()
         player = traffic_loads.Player(served, items, device, times.way, watch)
         return player.seen, player.play(), served

@@ -325,11 +325,11 @@ class RadixCache:
         state of the request. The request's lock on it ends.
 
         Returns:
-            The slot. None, with nothing changed, if the state is at a fork, another request has
-                used or awaits it, or its tail is still being read.
+            The slot. None, with nothing changed, if other conversations may part there, another
+                request has used or awaits it, or its tail is still being read.
         """
         node = match.node
-        if node is None or node.state is None or node.end != match.length or node.kind is StateKind.FORK:
+        if node is None or node.state is None or node.end != match.length or node.kind.is_for_partings:
             return None
         others = node.hits > 1 or node.awaited or node.state_readers > (match.state is not None)
         if others or node.tail is not None or match.tail_node is not None:

@@ -16,11 +16,16 @@ from hybridrt.mem_cache.prefix_tree.cache_key import DEFAULT_KEY, CacheKey
 
 class StateKind(IntEnum):
     """Where in a text a state is: at the end of its prompt (on the grid), at the end of the text,
-    at a fork, or within an answer. States of one kind are used about equally often. A state within
-    an answer becomes one of a prompt when a prompt needs it.
+    at a fork, within an answer, or at an even distance within a prompt. States of one kind are used
+    about equally often. A state within an answer becomes one of a prompt when a prompt needs it.
     """
 
-    PROMPT, END, FORK, ANSWER = range(4)
+    PROMPT, END, FORK, ANSWER, SPACED = range(5)
+
+    @property
+    def is_for_partings(self) -> bool:
+        """Whether prompts of other conversations go on from there."""
+        return self in (StateKind.FORK, StateKind.SPACED)
 
 
 @dataclass(eq=False, slots=True)

@@ -19,6 +19,10 @@ A new state of a prompt may replace any state that no request awaits, except new
 many tokens. Without the exception each conversation would lose its state to the next one before its
 own next turn.
 
+States at even distances within prompts are a class of their own: a prompt leaves up to 16 of
+them before it is known whether another one parts there. If few are used, they are worth little.
+They give way to any new state, also while they are new.
+
 States within answers are evicted before all others, oldest first, and do not reduce what others
 save. Once a request starts from one or awaits it, it counts as a prompt's.
 
@@ -167,7 +171,7 @@ class StateWorths:
 
     def _rank(self, node: Node) -> None:
         before = state_before(node)
-        if before is not None and before.hits == 1 and before.kind is not StateKind.FORK:
+        if before is not None and before.hits == 1 and not before.kind.is_for_partings:
             before.passed = True
             self.enlist(before)
         self.enlist(node)
@@ -234,6 +238,8 @@ class StateWorths:
     def _gives_way(self, node: Node, new: NewState, clock: int) -> bool:
         if node.awaited or new.arrivals:
             return bool(new.arrivals) and self.worth_of(node) < self._of_awaited(new.saved, new.arrivals)
+        if node.kind is StateKind.SPACED:  # most prompts leave some that nobody uses
+            return True
         recent = node.kind is not StateKind.END and clock - node.used < RECENT
         unread = not node.hits and (recent or _is_read(node))
         return not unread or saved_tokens(node) < new.saved

@@ -322,6 +322,38 @@ def test_chunks_save_what_graphs_can_save(
     assert found == rows
 
 
+def spaced_rig(monkeypatch: pytest.MonkeyPatch, slots: int) -> Rig:
+    """A policy has states every 12 tokens; states of 12 other texts have been in the cache."""
+    monkeypatch.setattr(prefix_store, "SPACED", 12)
+    rig = rig_with_cache(rows=2, grid=2, slots=slots, pages=500, chunk=80, policy=TrafficPolicy())
+    for i in range(12):
+        rig.finish([i, *range(8)], max_tokens=2, ignore_eos=True, seed=i)
+    return rig
+
+
+def visit(rig: Rig, text: int, own: int) -> int:
+    """Tokens of a prompt that were cached: 37 of a text, and 5 that no other prompt has."""
+    prompt = [text, *TEXT[:36], *[own] * 5]
+    return rig.finish(prompt, max_tokens=2, ignore_eos=True, seed=own).metrics.cached_tokens
+
+
+def test_states_at_even_distances_stay_in_a_full_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of later prompts replace what is worth less, not the earlier ones. One that was used stays, too."""
+    rig, texts = spaced_rig(monkeypatch, slots=18), range(12, 16)
+    assert [visit(rig, text, 1) for text in texts] == [0, 0, 0, 0]
+    assert [visit(rig, text, 2) for text in texts] == [36, 36, 36, 36]
+    assert [visit(rig, text, 3) for text in texts] == [36, 36, 36, 36]
+
+
+def test_states_at_even_distances_give_way_while_they_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next prompt leaves a state at its end that saves less than they do."""
+    rig = spaced_rig(monkeypatch, slots=6)
+    assert visit(rig, 12, 1) == 0
+    short = [13, 9, 8, 7, 6]
+    rig.finish(short, max_tokens=2, ignore_eos=True, seed=1)
+    assert rig.finish([*short, 3], max_tokens=1, ignore_eos=True, seed=2).metrics.cached_tokens == 4
+
+
 def test_samples_of_a_prompt_wait_for_the_first_and_start_from_its_state() -> None:
     rig = rig_with_cache(rows=4, slots=8, grid=4, chunk=40)
     rig.add(TEXT[:11], n=3, max_tokens=4, ignore_eos=True, seed=1)

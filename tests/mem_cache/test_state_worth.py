@@ -2,6 +2,7 @@
 
 import pytest
 
+from hybridrt.mem_cache.pools.entries import Handle
 from hybridrt.mem_cache.prefix_tree.prefix_cache import PrefixMatch
 from hybridrt.mem_cache.prefix_tree.radix_node import StateKind
 from hybridrt.mem_cache.prefix_tree.state_worth import RECENT, NewState
@@ -272,3 +273,11 @@ def test_a_state_within_an_answer_that_a_request_needs_is_one_of_a_prompt(waits:
     ledger.evict(0, 1)
     assert ANSWERED[:5] in tokens_of(ledger) and ANSWERED[:7] not in tokens_of(ledger)
     assert not ledger.tree.evict([], 1, new=NewState(0)).states
+
+
+@pytest.mark.parametrize(("kind", "gives_way"), [(StateKind.PROMPT, False), (StateKind.SPACED, True)])
+def test_a_new_state_at_an_even_distance_gives_way_to_one_that_saves_less(kind: StateKind, gives_way: bool) -> None:
+    """A prompt leaves many of them; other new states stay for a while."""
+    tree = Ledger(0, True).tree
+    tree.insert(array((1, 2, 3, 4, 5)), NO_SETS, {4: Handle(1, 0)}, kinds={4: kind})
+    assert bool(tree.evict([], 1, new=NewState(2)).states) == gives_way

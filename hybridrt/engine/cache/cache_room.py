@@ -131,14 +131,6 @@ class CacheRoom:
             self.evict(self._no_pages, short, new=new)
         return self.slots.alloc_one() if self.slots.most_free > self._reserved_slots() else None
 
-    def _slot_given_up_first(self) -> Handle | None:
-        """A free slot, or that of another state that is given up first."""
-        if self.room()[1] <= self._promised_slots():
-            return None
-        if self.slots.most_free <= self._reserved_slots():
-            self.free_evicted(self.tree.evict(self._no_pages, 1, new=NewState(0)))
-        return self.slots.alloc_one() if self.slots.most_free > self._reserved_slots() else None
-
     def _superseded(self, request: Request) -> Handle | None:
         """The slot of the state that a request has started from, if no other will use it. The step
         that leaves a later state there reads the earlier one first: nobody else may get the slot in

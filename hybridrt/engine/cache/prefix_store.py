@@ -26,6 +26,7 @@ from hybridrt.mem_cache.prefix_tree.prefix_cache import (
 )
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_node import Node, StateKind
+from hybridrt.mem_cache.prefix_tree.state_worth import NewState
 from hybridrt.runtime.step.pack_padded import StateSaves
 
 log = logging.getLogger("hybridrt.cache")
@@ -212,7 +213,7 @@ class PrefixStore(CacheRoom):
         chunk_saves = self.chunk_saves
         if chunk_saves is not None and len(saves) < chunk_saves.most:
             spaced = self._spaced_place(request, start, end, chunk_saves)
-            if spaced is not None and (slot := self._slot_given_up_first()) is not None:
+            if spaced is not None and (slot := self.spare_slot(NewState(spaced - request.prefix.length))) is not None:
                 request.saves[spaced] = slot
                 saves.append((spaced - start, slot.index))
         return sorted(saves)
@@ -367,8 +368,8 @@ class PrefixStore(CacheRoom):
                 within, kinds[place] = True, StateKind.ANSWER
             elif place in own[1:]:
                 kinds[place] = StateKind.FORK
-            elif place in request.spaced and place not in own:
-                kinds[place] = StateKind.ANSWER
+            elif place not in own and place < request.prefill_end:
+                kinds[place] = StateKind.SPACED
         sets = request.pages.shareable[:num_pages]
         taken, node = self.tree.insert(ids, sets, states, key, len(request.prompt), kinds, why)
         self.pages.to_cache(taken.pages)

@@ -108,7 +108,7 @@ class Request:
         row, state_slot, pages, prefix: lent by the cache coordinator; see there.
         saves: slots with states of its prompt, by the number of tokens, and then of its answer
             (hybridrt.engine.cache.answer_states); save_at: where its prompt leaves such states;
-            spaced: where it leaves further ones, which are given up first.
+            spaced: where it leaves further ones, for prompts that may part there.
         answer_due: tokens before its next state within the answer. answer_gap: tokens between these.
         shared: its prompt has been offered to the prefix cache.
         pooled: sum of the hidden states so far, [hidden] float32.
