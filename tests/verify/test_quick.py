@@ -1,6 +1,7 @@
 """A quick run starts two engines, and still compares float32 with transformers."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from hybridrt.engine.api.llm import LLM
 from hybridrt.runtime.load.quantise import write_quantised
-from hybridrt.verify import ours, outputs
+from hybridrt.verify import oracle, ours, outputs, run
 from hybridrt.verify.run import verify
 from hybridrt.verify.speed import check_speed
 from hybridrt.verify.subject import Subject
@@ -106,6 +107,23 @@ def test_an_engine_that_fails_is_not_kept(halved: Path, started: list[dict[str, 
     with pytest.raises(RuntimeError), ours.plain_engine(subject, "bfloat16"):
         raise RuntimeError
     assert started[0]["closed"] and subject.kept is None
+
+
+def test_a_run_leaves_no_engine(halved: Path, started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last check may have kept one."""
+    monkeypatch.setattr(run, "CHECKS", {name: run.CHECKS[name] for name in ("config", "speed")})
+    assert verify(Subject(str(halved), "cpu", "bfloat16", quick=True)).status == "passed"
+    assert [each["closed"] for each in started] == [True]
+
+
+def test_what_fits_is_asked_without_a_kept_engine(halved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject, done = Subject(str(halved), "cpu", "bfloat16", quick=True), list[str]()
+    subject.read_config()
+    kept: Any = SimpleNamespace(close=lambda: done.append("closed"))
+    subject.kept = {}, kept
+    monkeypatch.setattr(oracle, "fits", lambda *_: bool(done.append("asked")))
+    assert not outputs.float32_fits(subject) and not outputs.float32_fits(subject)
+    assert done == ["closed", "asked"]
 
 
 def test_speed_is_of_prompts_that_are_computed(halved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
