@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -373,6 +374,23 @@ def test_a_communicator_waits_for_no_lost_rank(others: tuple[str, ...], monkeypa
     with pytest.raises(RankError, match="rank 1 was lost"):
         Communicator(store, 0, 2, torch.device("cpu"), check_ranks=lost)
     assert made == ["gloo"] * len(others) + ["aborted"]
+
+
+def test_a_communicator_waits_as_long_as_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host engine may give its store an hour."""
+    monkeypatch.setattr(groups, "MEETING_S", 0.0)
+    store, looked = dist.HashStore(), list[int]()
+
+    def come() -> None:
+        looked.append(1)
+        if len(looked) == 3:
+            raise RankError("rank 1 was lost")
+
+    with pytest.raises(RankError, match="rank 1 was lost"):
+        Communicator(store, 0, 2, torch.device("cpu"), check_ranks=come)
+    store.set_timeout(timedelta(0))
+    with pytest.raises(RankError, match=r"have not all come within 0 seconds \(hybridrt/here/1\)"):
+        Communicator(store, 0, 2, torch.device("cpu"))
 
 
 def test_a_rank_that_says_nothing_keeps_no_other_one_waiting() -> None:
