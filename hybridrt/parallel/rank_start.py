@@ -67,9 +67,10 @@ class RankPlace:
         """A rank's link to rank 0.
 
         Raises:
-            PeerGoneError: rank 0 does not answer, or has another key.
+            PeerGoneError: rank 0 does not answer within STARTING_S, or has another key.
         """
-        link = Link(SocketChannel.connect((self.host, self.port), self.key))
+        # Rank 0 may read a tokenizer and make its GPU's context before it looks who has come.
+        link = Link(SocketChannel.connect((self.host, self.port), self.key, STARTING_S))
         link.send(pack(Hello(rank, __version__)))
         return link
 

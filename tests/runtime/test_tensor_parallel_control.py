@@ -26,7 +26,7 @@ from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.base.spans import EncoderInput
 from hybridrt.base.version import __version__
 from hybridrt.channel import control
-from hybridrt.channel.channel import SocketChannel
+from hybridrt.channel.channel import TIMEOUT_S, SocketChannel
 from hybridrt.channel.codec import pack
 from hybridrt.channel.control import PART_BYTES, TIMEOUT_VARIABLE, Link, rank_timeout
 from hybridrt.channel.listener import Listener
@@ -391,6 +391,22 @@ def test_a_communicator_waits_as_long_as_its_store(monkeypatch: pytest.MonkeyPat
     store.set_timeout(timedelta(0))
     with pytest.raises(RankError, match=r"have not all come within 0 seconds \(hybridrt/here/1\)"):
         Communicator(store, 0, 2, torch.device("cpu"))
+
+
+def test_a_rank_waits_for_a_rank_0_that_reads_its_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is slow to convert takes longer than a message may."""
+    place, listener = rank_start.open_place()
+    listener.close()
+    waits = list[float]()
+
+    def connect(address: object, key: bytes, seconds: float = TIMEOUT_S) -> SocketChannel:
+        waits.append(seconds)
+        raise PeerGoneError("rank 0 is gone")
+
+    monkeypatch.setattr(SocketChannel, "connect", connect)
+    with pytest.raises(PeerGoneError, match="rank 0 is gone"):
+        place.join(1)
+    assert waits == [rank_start.STARTING_S]
 
 
 def test_a_rank_that_says_nothing_keeps_no_other_one_waiting() -> None:
