@@ -232,15 +232,15 @@ def accept_links(
     Raises:
         RankError: one has ended, was stopped, did not come, or has another version of the package.
     """
-    links, strangers, ran_at = dict[int, Link](), dict[Link, float](), dict[int, float]()
+    links, unnamed, ran_at = dict[int, Link](), dict[Link, float](), dict[int, float]()
     deadline = time.monotonic() + STARTING_S
     try:
         while len(links) < size - 1:
-            strangers |= {Link(channel): time.monotonic() + _HELLO_S for channel in listener.accept()}
-            for link, until in list(strangers.items()):
+            unnamed |= {Link(channel): time.monotonic() + _HELLO_S for channel in listener.accept()}
+            for link, until in list(unnamed.items()):
                 if (rank := _presented(link, until)) == 0:
                     continue
-                del strangers[link]
+                del unnamed[link]
                 if rank is None or rank not in range(1, size) or rank in links:
                     link.close()
                 else:
@@ -259,7 +259,7 @@ def accept_links(
             time.sleep(_POLL_S)
         return [links.pop(rank) for rank in range(1, size)]
     finally:
-        for link in (*links.values(), *strangers):
+        for link in (*links.values(), *unnamed):
             link.close()
 
 
