@@ -263,6 +263,9 @@ class Presents:
     def listen(self, seconds: float) -> list[bytes]:
         return [self.message]
 
+    def put_back(self, messages: list[bytes]) -> None:
+        assert not messages
+
     def close(self) -> None:
         self.closed = True
 

@@ -49,6 +49,7 @@ class Link:
     def __init__(self, channel: SocketChannel) -> None:
         self._channel, self._lock, self._sending = channel, threading.Lock(), threading.Lock()
         self._parts = list[bytes]()  # of a message that has not come to its end
+        self._unread = list[bytes]()  # messages that were put back
         disown_in_child(self)
 
     def send(self, message: bytes) -> None:
@@ -65,6 +66,9 @@ class Link:
     def listen(self, seconds: float) -> list[bytes]:
         """Waits for messages, at most so many seconds after the last part; empty if none came.
         PeerGoneError if the other end is gone."""
+        if self._unread:
+            found, self._unread = self._unread, []
+            return found
         deadline = time.monotonic() + seconds
         while True:
             left = deadline - time.monotonic()
@@ -79,6 +83,10 @@ class Link:
                 return messages
             if parts:
                 deadline = time.monotonic() + seconds
+
+    def put_back(self, messages: Sequence[bytes]) -> None:
+        """The next `listen` returns these messages, the last that it has returned, once more."""
+        self._unread = [*messages]
 
     def listen_to(self, timeout: float, patience: Callable[[], float], stopped: Callable[[], bool]) -> list[bytes]:
         """Waits for messages; empty once the other end is silent for too long. PeerGoneError as `listen`.

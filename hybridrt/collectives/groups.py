@@ -28,7 +28,7 @@ OVERLAP_FROM = 0  # in line; from 2,048 tokens on, two H200 gain 1% (benchmarks/
 COLLECTIVE = timedelta(minutes=10)  # how long a rank waits for the others
 CHECK = timedelta(milliseconds=200)  # time between checks of the other ranks
 LEAVING_S = 5.0
-MEETING_S = 300.0  # how long a rank waits until all have come
+MEETING_S = 300.0  # how long a rank waits at least until all have come: a store may wait longer
 _POLL_S = 0.005
 _OVERLAP = "hybridrt/overlap/tokens"
 
@@ -60,7 +60,8 @@ class Communicator:
     A constructor that raises has aborted what it made.
 
     Args:
-        store: through which the processes find each other.
+        store: through which the processes find each other. Its time-out is how long a rank waits for the others,
+            MEETING_S at least.
         device: this rank's. A GPU adds NCCL and becomes the process's current device.
         loopback: all ranks run on this host, and no connection listens on a network.
         check_ranks: called several times a second while this rank waits in main memory; raises if another
@@ -116,12 +117,12 @@ class Communicator:
 
     def _get(self, store: dist.Store, key: str) -> bytes:
         """What another rank has set or will set. RankError if one is lost, or does not set it."""
-        until = time.monotonic() + MEETING_S
+        until = time.monotonic() + (seconds := max(MEETING_S, store.timeout.total_seconds()))
         with _lost_ranks():
             while not store.check([key]):  # `wait` could not be broken off
                 self._check_ranks()
                 if time.monotonic() > until:
-                    raise RankError(f"the other ranks have not all come within {MEETING_S:g} seconds ({key})")
+                    raise RankError(f"the other ranks have not all come within {seconds:g} seconds ({key})")
                 time.sleep(_POLL_S)
             return bytes(store.get(key))
 

@@ -24,7 +24,7 @@ def join_ranks(
     Raises:
         ConfigError: an argument has the wrong kind or size.
         DeviceError: there is no such device.
-        RankError: another process was lost.
+        RankError: another process was lost, or did not come within the store's time-out, five minutes at least.
     """
     if not isinstance(store, distributed.Store):
         raise ConfigError(f"store is {shown(store)}; it must be a torch.distributed.Store")

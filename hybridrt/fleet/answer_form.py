@@ -37,7 +37,7 @@ class _Fields(msgspec.Struct, gc=False):
     error: msgspec.Raw = _NONE
 
 
-_read = msgspec.json.Decoder(_Fields).decode  # all of the text is checked, and little of it copied
+_read = msgspec.json.Decoder(_Fields).decode  # checks the syntax of all of the text, and copies little of it
 
 
 @dataclass(frozen=True)

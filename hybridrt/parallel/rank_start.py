@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
@@ -28,7 +28,7 @@ from hybridrt.channel.codec import pack, unpack
 from hybridrt.channel.control import Link, rank_timeout
 from hybridrt.channel.listener import Listener
 from hybridrt.collectives.groups import Communicator
-from hybridrt.parallel.messages import Hello
+from hybridrt.parallel.messages import FromRank, Hello, RankFailed
 from hybridrt.parallel.ranks import LOOPBACK, Ranks
 from hybridrt.parallel.torchrun import World, master_host
 from hybridrt.runtime.load.start_kernels import StartAhead, name_of
@@ -67,9 +67,10 @@ class RankPlace:
         """A rank's link to rank 0.
 
         Raises:
-            PeerGoneError: rank 0 does not answer, or has another key.
+            PeerGoneError: rank 0 does not answer within STARTING_S, or has another key.
         """
-        link = Link(SocketChannel.connect((self.host, self.port), self.key))
+        # Rank 0 may read a tokenizer and make its GPU's context before it looks who has come.
+        link = Link(SocketChannel.connect((self.host, self.port), self.key, STARTING_S))
         link.send(pack(Hello(rank, __version__)))
         return link
 
@@ -231,44 +232,57 @@ def accept_links(
     Raises:
         RankError: one has ended, was stopped, did not come, or has another version of the package.
     """
-    links, strangers, ran_at = dict[int, Link](), dict[Link, float](), dict[int, float]()
+    links, unnamed, ran_at = dict[int, Link](), dict[Link, float](), dict[int, float]()
     deadline = time.monotonic() + STARTING_S
-    while len(links) < size - 1:
-        strangers |= {Link(channel): time.monotonic() + _HELLO_S for channel in listener.accept()}
-        for link, until in list(strangers.items()):
-            if (rank := _presented(link, until)) == 0:
-                continue
-            del strangers[link]
-            if rank is None or rank not in range(1, size) or rank in links:
-                link.close()
-            else:
-                links[rank] = link
-        for rank, process in enumerate(processes, 1):
-            if process.poll() is not None:
-                raise RankError(f"{name} {rank} did not start: it {ending_of(process.returncode)}; see its output")
-            if not is_stopped(process):
-                ran_at[rank] = time.monotonic()
-            elif time.monotonic() - ran_at.setdefault(rank, time.monotonic()) > timeout:
-                raise RankError(f"{name} {rank} did not start: its process was stopped {timeout:g} seconds ago")
-        if time.monotonic() > deadline:
-            missing = sorted(set(range(1, size)) - links.keys())
-            raise RankError(f"{name}s {missing} did not come within {STARTING_S:g} seconds")
-        time.sleep(_POLL_S)
-    for link in strangers:
-        link.close()
-    return [links[rank] for rank in range(1, size)]
+    try:
+        while len(links) < size - 1:
+            unnamed |= {Link(channel): time.monotonic() + _HELLO_S for channel in listener.accept()}
+            for link, until in list(unnamed.items()):
+                if (rank := _presented(link, until)) == 0:
+                    continue
+                del unnamed[link]
+                if rank is None or rank not in range(1, size) or rank in links:
+                    link.close()
+                else:
+                    links[rank] = link
+            for rank, process in enumerate(processes, 1):
+                if process.poll() is not None:
+                    why = _told(links.get(rank)) or f"it {ending_of(process.returncode)}; see its output"
+                    raise RankError(f"{name} {rank} did not start: {why}")
+                if not is_stopped(process):
+                    ran_at[rank] = time.monotonic()
+                elif time.monotonic() - ran_at.setdefault(rank, time.monotonic()) > timeout:
+                    raise RankError(f"{name} {rank} did not start: its process was stopped {timeout:g} seconds ago")
+            if time.monotonic() > deadline:
+                missing = sorted(set(range(1, size)) - links.keys())
+                raise RankError(f"{name}s {missing} did not come within {STARTING_S:g} seconds")
+            time.sleep(_POLL_S)
+        return [links.pop(rank) for rank in range(1, size)]
+    finally:
+        for link in (*links.values(), *unnamed):
+            link.close()
+
+
+def _told(link: Link | None) -> str | None:
+    """Why a rank that has ended has failed; None if it has not said it."""
+    with suppress(PeerGoneError):
+        for message in [] if link is None else link.listen(0.0):
+            if isinstance(told := unpack(message, FromRank), RankFailed):
+                return told.reason
+    return None
 
 
 def _presented(link: Link, until: float) -> int | None:
     """The rank of its first message; 0 while none has come, None if there is none at the time `until`. RankError
     if it has another version."""
     try:
-        first = link.listen(0.0)[:1]  # heartbeats may follow
-        hello = unpack(first[0], Hello) if first else None
+        found = link.listen(0.0)
+        if not found:
+            return 0 if time.monotonic() < until else None
+        hello = unpack(found[0], Hello)
     except PeerGoneError:
         return None
-    if hello is None:
-        return 0 if time.monotonic() < until else None
+    link.put_back(found[1:])  # heartbeats, or why the rank has failed
     if hello.version != __version__:
         link.close()
         raise RankError(f"rank {hello.rank} has version {hello.version or 'unknown'} of hybridrt, and rank 0 has "

@@ -219,10 +219,10 @@ def check_ways(subject: Subject, result: Result) -> None:
 def _check_at_once(
     subject: Subject, prompts: Sequence[list[int]], alone: Sequence[GreedyAnswer], result: Result
 ) -> None:
-    """A quick run's one engine for chunks and drafts. If float32 fits, it computes in float32, and its answers are
-    compared with transformers': they tell more than those in the run's dtype."""
+    """A quick run's one engine for chunks and drafts. If float32 fits, as weights that stay quantised do, it computes
+    in float32, and its answers are compared with transformers': they tell more than those in the run's dtype."""
     assert subject.config is not None, "it was read"
-    exact = subject.config.quant is None and bool(subject.exact) and float32_fits(subject)
+    exact = bool(subject.exact) and (subject.config.quant is not None or float32_fits(subject))
     dtype = FLOAT32 if exact else subject.torch_dtype
     name, limits = dtype_name(dtype), subject.limits.get(dtype, TOLERANCE[dtype])
     what = f"chunks of {CHUNK} with drafts (ngram) in {name}"

@@ -1,5 +1,6 @@
 """Results of checks, and the report of all of them."""
 
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -100,7 +101,17 @@ class Report:
         return worst(result.status for result in self.results)
 
     def as_json(self) -> dict[str, Any]:
-        return {"format": str(FORMAT), "status": self.status, **asdict(self)}
+        found = asdict(self)
+        for result in found["results"]:
+            result["figures"] = _finite(result["figures"])
+        return {"format": str(FORMAT), "status": self.status, **found}
+
+
+def _finite(figures: Any) -> Any:
+    """Figures with None in place of NaN and infinity, which JSON has not: a damaged model gives them."""
+    if isinstance(figures, dict):
+        return {name: _finite(figure) for name, figure in figures.items()}
+    return None if isinstance(figures, float) and not math.isfinite(figures) else figures
 
 
 def worst(statuses: Iterable[str]) -> str:

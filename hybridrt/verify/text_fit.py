@@ -42,12 +42,16 @@ class Knowledge:
 
 
 def text_tokens(subject: Subject) -> list[int]:
-    """A text of this Python's own library; [] without a tokenizer, or if it has tokens that the model has not."""
+    """A text of this Python's own library; [] without a tokenizer, if it has tokens that the model has not, or if the
+    library is here without its source."""
     if subject.tokenizer is None or subject.config is None:
         return []
     count = min(TOKENS, subject.config.max_position_embeddings)
-    tokens: list[int] = subject.tokenizer.encode(inspect.getsource(textwrap))[:count]
-    return tokens if max(tokens) < subject.config.vocab_size else []
+    try:
+        tokens: list[int] = subject.tokenizer.encode(inspect.getsource(textwrap))[:count]
+    except OSError:
+        return []
+    return tokens if max(tokens, default=0) < subject.config.vocab_size else []
 
 
 @torch.inference_mode()

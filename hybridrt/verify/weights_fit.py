@@ -31,7 +31,7 @@ def check_weights_fit(subject: Subject, result: Result) -> None:
     if subject.broken or subject.config is None:
         return result.leave_out(subject.broken or "config.json cannot be read")
     if not (tokens := text_tokens(subject)):
-        return result.leave_out("it needs a tokenizer without tokens that the model has not")
+        return result.leave_out("it needs a text, and a tokenizer without tokens that the model has not")
     if not oracle.fits(4 * parameter_count(subject), subject.torch_device):
         return result.leave_out("transformers' model in float32 does not fit")
     try:

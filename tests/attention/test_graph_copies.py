@@ -139,6 +139,12 @@ def test_no_backend_that_auto_chooses_for_prefill_alone_captures_prompts() -> No
     assert not any(backend_class(name).captures_prompts for name in chosen[: chosen.index(decode)])
 
 
+def test_replicas_that_share_experts_have_no_graphs_of_prompts(config: EngineConfig) -> None:
+    target = load_target(config, TPGroup())[1]
+    assert wants_prompt_graphs(config, target)
+    assert not wants_prompt_graphs(config, replace(target, tp=TPGroup(replicas=TPGroup(size=2))))
+
+
 def test_drafters_on_the_device_have_no_graphs_of_prompts(config: EngineConfig) -> None:
     target = load_target(config, TPGroup())[1]
     assert wants_prompt_graphs(replace(config, speculative=SpeculativeConfig("ngram", 3)), target)

@@ -4,12 +4,19 @@ import pytest
 import torch
 
 from hybridrt.base.errors import ConfigError
+from hybridrt.base.quantization import Scheme
+from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.dense.skinny_linear import InputNorm
 from hybridrt.kernels.quant.fp8_linear import GROUP, decoded_tokens, fp8_linear, quantize_tokens
-from hybridrt.layers.quant.fp8_products import takes_kernel
+from hybridrt.kernels.quant.quant_weight import dequantize, expert_of
+from hybridrt.layers.quant.fp8_products import fp8_product, takes_kernel
+from hybridrt.layers.quant.kernel_weight import kernel_weight
+from hybridrt.layers.quant.packed_weight import PackedWeight
+from hybridrt.layers.weights import Build
 from tests.support.quant_weights import empty_weight, quant_weight
 
 triton = pytest.importorskip("triton")
+CPU = torch.device("cpu")
 
 
 def tokens(count: int, width: int, seed: int = 0) -> torch.Tensor:
@@ -73,6 +80,22 @@ def test_weights_of_few_rows_and_many_columns_are_split_up_to_128_tokens() -> No
     down, up = empty_weight("fp8 blocks", 3072, 12288), empty_weight("fp8 blocks", 24576, 3072)
     assert [takes_kernel(count, down) for count in (1, 64, 65, 128, 129)] == [True, True, True, True, False]
     assert [takes_kernel(count, up) for count in (1, 64, 65)] == [True, True, False]
+
+
+@pytest.mark.parametrize("parts", [(200, 56, 24), (256, 128), (300,)])
+def test_multipliers_of_parts_become_part_of_the_scales(parts: tuple[int, ...]) -> None:
+    """Each part begins with a block of its own, also where it is not a multiple of 128 rows."""
+    weight = PackedWeight(Scheme("fp8", "fp8", (128, 128)), parts, 256, Build(TPGroup(), torch.float32, CPU))
+    torch.manual_seed(0)
+    weight.codes.data.copy_((64 * torch.randn(weight.codes.shape)).clamp(-448, 448))
+    weight.scales.data.uniform_(0.5, 1.5)
+    for part in range(len(parts)):
+        weight.multiply(0, part, 0.5 + part)
+    wanted, found = weight.dequantize(), kernel_weight(weight)
+    assert found is not None
+    product = fp8_product(expert_of(found, 0))
+    assert product is not None and product.weight.factor is None
+    torch.testing.assert_close(dequantize(product.weight), wanted)
 
 
 def test_what_does_not_fit_is_refused() -> None:

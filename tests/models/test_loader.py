@@ -317,6 +317,16 @@ def test_dummy_weights_are_seeded_and_finite(name: str, checkpoints: CheckpointS
     assert sample.logits.isfinite().all() and sample.logits.std() > 0
 
 
+def test_all_rows_of_e4m3_codes_are_filled() -> None:
+    """Of a stack, in blocks of 4,096 rows."""
+    layer = nn.Module()
+    layer.codes = nn.Parameter(torch.zeros(3, 3000, 16).to(torch.float8_e4m3fn), requires_grad=False)
+    layer.codes.dummy = "codes"  # type: ignore[attr-defined]
+    fill_dummy(layer, 0)
+    numbers = layer.codes.float()
+    assert (numbers.abs().amax(2) > 0).all() and 0.9 < float(numbers.std()) < 1.1
+
+
 def test_a_dummy_fill_without_a_meaning_is_refused() -> None:
     layer = nn.Linear(2, 2, bias=False)
     layer.weight.dummy = "noise"  # type: ignore[attr-defined]

@@ -9,7 +9,9 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -22,8 +24,9 @@ from hybridrt.base.engine_config import EngineConfig, SpeculativeConfig
 from hybridrt.base.errors import ConfigError, MessageError, PeerGoneError, RankError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.base.spans import EncoderInput
+from hybridrt.base.version import __version__
 from hybridrt.channel import control
-from hybridrt.channel.channel import SocketChannel
+from hybridrt.channel.channel import TIMEOUT_S, SocketChannel
 from hybridrt.channel.codec import pack
 from hybridrt.channel.control import PART_BYTES, TIMEOUT_VARIABLE, Link, rank_timeout
 from hybridrt.channel.listener import Listener
@@ -31,7 +34,7 @@ from hybridrt.collectives import groups
 from hybridrt.collectives.groups import Communicator
 from hybridrt.mem_cache.pools.state_moves import StateMove, When
 from hybridrt.parallel import rank_start
-from hybridrt.parallel.messages import KINDS, RankBeat, RankFailed, Task, _column, decode, encode
+from hybridrt.parallel.messages import KINDS, Hello, RankBeat, RankFailed, Task, _column, decode, encode
 from hybridrt.parallel.ranks import Ranks
 from hybridrt.parallel.tasks import (
     DraftTask,
@@ -373,6 +376,39 @@ def test_a_communicator_waits_for_no_lost_rank(others: tuple[str, ...], monkeypa
     assert made == ["gloo"] * len(others) + ["aborted"]
 
 
+def test_a_communicator_waits_as_long_as_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host engine may give its store an hour."""
+    monkeypatch.setattr(groups, "MEETING_S", 0.0)
+    store, looked = dist.HashStore(), list[int]()
+
+    def come() -> None:
+        looked.append(1)
+        if len(looked) == 3:
+            raise RankError("rank 1 was lost")
+
+    with pytest.raises(RankError, match="rank 1 was lost"):
+        Communicator(store, 0, 2, torch.device("cpu"), check_ranks=come)
+    store.set_timeout(timedelta(0))
+    with pytest.raises(RankError, match=r"have not all come within 0 seconds \(hybridrt/here/1\)"):
+        Communicator(store, 0, 2, torch.device("cpu"))
+
+
+def test_a_rank_waits_for_a_rank_0_that_reads_its_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is slow to convert takes longer than a message may."""
+    place, listener = rank_start.open_place()
+    listener.close()
+    waits = list[float]()
+
+    def connect(address: object, key: bytes, seconds: float = TIMEOUT_S) -> SocketChannel:
+        waits.append(seconds)
+        raise PeerGoneError("rank 0 is gone")
+
+    monkeypatch.setattr(SocketChannel, "connect", connect)
+    with pytest.raises(PeerGoneError, match="rank 0 is gone"):
+        place.join(1)
+    assert waits == [rank_start.STARTING_S]
+
+
 def test_a_rank_that_says_nothing_keeps_no_other_one_waiting() -> None:
     """One that was stopped as soon as it was connected. Rank 0 waited for its first message, for ten seconds."""
     place, listener = rank_start.open_place()
@@ -385,6 +421,35 @@ def test_a_rank_that_says_nothing_keeps_no_other_one_waiting() -> None:
     thread.join(rank_start._HELLO_S / 2)
     listener.close()
     assert len(found) == 1
+
+
+class Listening:
+    """A listener to which one rank has connected, sent its first message, and failed."""
+
+    def __init__(self, links: tuple[Link, Link]) -> None:
+        for message in (Hello(1, __version__), RankBeat(), RankFailed("DeviceError: cuda:1 is busy")):
+            links[1].send(pack(message))
+        self.channels = [links[0]._channel]
+
+    def accept(self) -> list[SocketChannel]:
+        found, self.channels = self.channels, []
+        return found
+
+
+def test_a_rank_that_fails_as_soon_as_it_is_connected_is_heard(links: tuple[Link, Link]) -> None:
+    """A GPU that does not start fails before there is a connection, so the reason comes with the first message."""
+    listener: Any = Listening(links)
+    ranks = Ranks(rank_start.accept_links(listener, 2, 30, ()))
+    assert "rank 1 was lost: DeviceError: cuda:1 is busy" in wait_for_loss(ranks)
+
+
+def test_a_rank_that_has_ended_before_another_came_is_heard(links: tuple[Link, Link]) -> None:
+    """And no connection stays open."""
+    listener: Any = Listening(links)
+    ended: Any = SimpleNamespace(returncode=1, poll=lambda: None if listener.channels else 1)
+    with pytest.raises(RankError, match="rank 1 did not start: DeviceError: cuda:1 is busy"):
+        rank_start.accept_links(listener, 3, 30, [ended])
+    assert links[0]._channel.fileno() == -1
 
 
 def test_a_failed_rank_reports_its_reason(links: tuple[Link, Link]) -> None:

@@ -1,17 +1,20 @@
 """A quick run starts two engines, and still compares float32 with transformers."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from hybridrt.engine.api.llm import LLM
-from hybridrt.verify import ours, outputs
+from hybridrt.runtime.load.quantise import write_quantised
+from hybridrt.verify import oracle, ours, outputs, run
 from hybridrt.verify.run import verify
 from hybridrt.verify.speed import check_speed
 from hybridrt.verify.subject import Subject
-from tests.support.checkpoints import CheckpointStore
+from tests.support.checkpoints import CheckpointStore, write
+from tests.support.newer_checkpoints import qwen35
 from tests.verify.test_outputs import in_bfloat16
 
 OUTPUTS = ("transformers", "speed", "ways to run")
@@ -58,6 +61,26 @@ def test_two_engines_do_all(halved: Path, started: list[dict[str, Any]]) -> None
     assert "loading transformers' model in float32" in results["transformers"].figures["seconds_of_parts"]
 
 
+def test_a_quantised_checkpoint_is_compared_in_float32_too(tmp_path: Path, started: list[dict[str, Any]]) -> None:
+    """In bfloat16 alone a norm that is wrong by 2% passed."""
+    make = qwen35(hidden_size=128, intermediate_size=128, num_hidden_layers=2, full_attention_interval=2)
+    write(make, tmp_path / "plain")
+    write_quantised(str(tmp_path / "plain"), tmp_path / "int4", "int4", ())
+    report = verify(Subject(str(tmp_path / "int4"), "cpu", "bfloat16", quick=True))
+    assert [each["dtype"] for each in started] == ["bfloat16", "float32"]
+    results = {result.name: result for result in report.results}
+    assert results["ways to run"].status == "passed", results["ways to run"].findings
+    assert results["ways to run"].figures["largest_difference_float32"] < 2e-3
+
+
+def test_transformers_own_rounding_limits_other_ways_to_run(halved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used, own = list[Any](), (0.123, 0.123)
+    monkeypatch.setattr(outputs, "within", lambda *_: own)
+    monkeypatch.setattr(outputs, "_same", lambda what, first, other, limits, result: used.append(limits))
+    verify(Subject(str(halved), "cpu", "bfloat16", quick=True))
+    assert used and set(used) == {own}
+
+
 @pytest.mark.parametrize("changed", ["bfloat16", "float32"])
 def test_other_answers_are_seen(halved: Path, monkeypatch: pytest.MonkeyPatch, changed: str) -> None:
     """Weights that one of the two engines alone reads otherwise."""
@@ -84,6 +107,23 @@ def test_an_engine_that_fails_is_not_kept(halved: Path, started: list[dict[str, 
     with pytest.raises(RuntimeError), ours.plain_engine(subject, "bfloat16"):
         raise RuntimeError
     assert started[0]["closed"] and subject.kept is None
+
+
+def test_a_run_leaves_no_engine(halved: Path, started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last check may have kept one."""
+    monkeypatch.setattr(run, "CHECKS", {name: run.CHECKS[name] for name in ("config", "speed")})
+    assert verify(Subject(str(halved), "cpu", "bfloat16", quick=True)).status == "passed"
+    assert [each["closed"] for each in started] == [True]
+
+
+def test_what_fits_is_asked_without_a_kept_engine(halved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject, done = Subject(str(halved), "cpu", "bfloat16", quick=True), list[str]()
+    subject.read_config()
+    kept: Any = SimpleNamespace(close=lambda: done.append("closed"))
+    subject.kept = {}, kept
+    monkeypatch.setattr(oracle, "fits", lambda *_: bool(done.append("asked")))
+    assert not outputs.float32_fits(subject) and not outputs.float32_fits(subject)
+    assert done == ["closed", "asked"]
 
 
 def test_speed_is_of_prompts_that_are_computed(halved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Reports: what differs from another one, the page, the table of all, the exit status."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,15 @@ def test_the_page_has_all_checks_and_no_markdown_of_the_checkpoint() -> None:
     assert f"- a {'1' * 64}" in text and f"- b # !\\[c\\](d) {'2' * 64}" in text
     assert r"!\[a\](https://b/c) \\\| d" in text
     assert r"- seconds: loading \*it\* 1.3, running 0.5" in text
+
+
+def test_figures_of_a_damaged_model_are_json() -> None:
+    figures = {"text_loss": math.inf, "preferred": math.nan, "tasks": {"few": {"acc,none": math.nan, "n": 3}}}
+    found = Report("m", True, {}, {}, [Result("transformers", figures=figures)], {}).as_json()
+    json.dumps(found, allow_nan=False)
+    assert found["results"][0]["figures"] == {
+        "text_loss": None, "preferred": None, "tasks": {"few": {"acc,none": None, "n": 3}},
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("found", "status"), [

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,7 +60,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_scores_are_told_and_no_folders(subject: Subject, asked: dict[str, Any]) -> None:
-    result = Result("tasks")
+    kept: Any = SimpleNamespace(close=lambda: None)
+    result, subject.kept = Result("tasks"), ({}, kept)
     check_tasks(subject, result, ["/home/me/few.yaml"], 4)
     subject.parts.end()
     assert asked["tasks"] == ["/home/me/few.yaml"] and asked["limit"] == 4 and not asked["confirm_run_unsafe_code"]

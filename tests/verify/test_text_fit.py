@@ -5,6 +5,7 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hybridrt.runtime.load.build import ASSETS
+from hybridrt.verify import text_fit
 from hybridrt.verify.files import check_config, check_keys_of
 from hybridrt.verify.outputs import check_transformers
 from hybridrt.verify.results import Result
@@ -79,6 +81,21 @@ def test_trained_weights_that_know_no_text_are_found(
     damage(trained)
     result = outputs_of(trained)
     assert result.status == status and told in found([result]), result.findings
+
+
+def test_without_a_text_the_rest_is_compared(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Python without the source of its library, or a tokenizer that knows no word of it."""
+    subject = Subject(str(trained), "cpu", quick=True)
+    check_config(subject, Result("config"))
+    check_tokenizer(subject, Result("tokenizer"))
+    assert len(text_fit.text_tokens(subject)) > 10
+    with monkeypatch.context() as patched:
+        patched.setattr(subject.tokenizer, "encode", lambda text: [])
+        assert text_fit.text_tokens(subject) == []
+    without_source = ModuleType("textwrap")
+    without_source.__file__ = str(trained / "textwrap.pyc")
+    monkeypatch.setattr(text_fit, "textwrap", without_source)
+    assert text_fit.text_tokens(subject) == []
 
 
 @pytest.mark.parametrize("name", ["falcon-plain", "zamba2-plain", "nemotron-experts"])

@@ -74,10 +74,13 @@ def test_a_tensor_that_is_none_of_theirs_is_named(tmp_path: Path, name: str) -> 
 def test_random_weights_tell_nothing(
     checkpoints: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And are not tried for as long as trained ones."""
     monkeypatch.setattr(text_fit, "TOKENS", 40)
     path = damages.copied(checkpoints["falcon-plain"].path, tmp_path / "model")
     result = judged(path)
     assert result.status == "passed" and "these weights do not know the text" in result.notes[-1]
+    monkeypatch.setattr(weights_fit, "SECONDS_UNTOLD", 0.0)
+    assert "stopped after 0 seconds and 1 changes" in judged(path).notes
 
 
 def test_each_change_is_taken_back() -> None:
