@@ -14,8 +14,10 @@ HEAD = """# Fields of requests
 Every field of the request forms of OpenAI, Anthropic and vLLM, and some of SGLang and llama.cpp. A
 field is done, ignored because the answer does not depend on it, or refused by name with status 400.
 A refused field that asks for nothing (null, false, 0, empty) is taken. Fields that are not listed
-are ignored. `python scripts/field_table.py` writes this page from
-`hybridrt/server/core/request_fields.py`.
+are ignored. `/tokenize` takes `prompt` with `add_special_tokens`, or the fields of a chat that make
+its prompt (`messages`, `tools`, `chat_template_kwargs` and others), and `return_token_strs`. It
+refuses what a chat refuses. `/detokenize` takes `tokens`. `python scripts/field_table.py` writes
+this page from `hybridrt/server/core/request_fields.py`.
 """
 NESTED = """
 ## Fields of fields

@@ -21,6 +21,7 @@ LICENCES = {
     "hybridrt/assets/embedded/": "Apache-2.0 AND PSF-2.0",
     "hybridrt/assets/embedded_draft/": "Apache-2.0 AND PSF-2.0",
     "hybridrt/assets/page/": "Apache-2.0",
+    "hybridrt/assets/option_rows.json": "Apache-2.0",
     "tests/support/json_schema_suite.json": "MIT",
 }
 # These name the owner of others' work, and hold none of it.

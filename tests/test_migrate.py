@@ -1,5 +1,5 @@
 """docs/migrate.md: it names each option of vLLM and SGLang, and whatever its columns of hybridrt name is there, in the
-help, the routes and the metrics.
+help and the routes. tests/server/test_docs.py compares its metrics.
 """
 
 import json
@@ -12,9 +12,9 @@ import typer
 
 from hybridrt.chat.registry import REASONING_PARSERS, TOOL_PARSERS
 from hybridrt.cli.app import app
+from scripts.option_rows import DOCUMENT, names, table
 
 ROOT = Path(__file__).parents[1]
-DOCUMENT = ROOT / "docs" / "migrate.md"
 NOTHING = {"-", "not there"}
 # The options of `vllm serve` and `sglang.launch_server`, as released.
 PEERS = json.loads((ROOT / "tests" / "vectors" / "peer_options.json").read_text())
@@ -22,14 +22,11 @@ TABLES = {"vllm": "vllm serve", "sglang": "sglang.launch_server"}
 
 
 def rows(title: str) -> list[list[str]]:
-    """The cells of the table under a heading."""
-    text = DOCUMENT.read_text().split(f"## {title}\n")[1].split("\n## ")[0]
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    return list(table(title))
 
 
 def named(cell: str) -> set[str]:
-    return set(re.findall(r"`([^`]+)`", cell))
+    return set(names(cell))
 
 
 @pytest.mark.parametrize("peer", TABLES)
@@ -54,9 +51,8 @@ def test_options_of_ours_are_in_the_help() -> None:
     serve = command.commands["serve"]
     known = {option for parameter in serve.params for option in (*parameter.opts, *parameter.secondary_opts)}
     for title in ("vllm serve", "sglang.launch_server"):
-        table = rows(title)
-        assert len(table) > 30
-        for theirs, ours, remark in table:
+        assert len(rows(title)) > 30
+        for theirs, ours, remark in rows(title):
             assert named(theirs) and (named(ours) or ours in NOTHING), theirs
             assert ours != "-" or remark, f"{theirs}: say why there is nothing to set"
             for name in named(ours) | {word for word in named(remark) if re.fullmatch(r"--[a-z-]+", word)}:
@@ -70,8 +66,7 @@ def test_each_option_of_serve_that_others_have_is_named() -> None:
         "--kv-scales", "--audit-hits", "--device", "--fleet-key-file", "--help",
     }  # fmt: skip
     command: Any = typer.main.get_command(app)
-    told = {name for title in ("vllm serve", "sglang.launch_server") for row in rows(title) for name in named(row[1])}
-    told |= {name for row in rows("vllm serve") for name in named(row[2])} | own
+    told = {name for title in TABLES.values() for row in rows(title) for name in named(row[1]) | named(row[2])} | own
     options = [parameter for parameter in command.commands["serve"].params if parameter.param_type_name == "option"]
     untold = [option.opts[0] for option in options if not told & {*option.opts, *option.secondary_opts}]
     assert untold == [], "docs/migrate.md: name these, or add them to `own` here"
@@ -82,12 +77,3 @@ def test_endpoints_of_ours_are_routes() -> None:
     routes = set(re.findall(r'@app\.\w+\("([^"]+)"', text))
     for _, ours, _ in rows("Endpoints"):
         assert named(ours) <= routes and (named(ours) or ours in NOTHING), ours
-
-
-def test_metrics_of_ours_are_there() -> None:
-    text = (ROOT / "hybridrt" / "server" / "core" / "metrics.py").read_text()
-    table = rows("Metrics")
-    assert len(table) > 10
-    for _, _, ours in table:
-        for name in named(ours):
-            assert f'"{name}"' in text or f'"{name.removeprefix("vllm:")}"' in text, name

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,17 @@ from hybridrt.base.files import CONFIG_BYTES, read_text
 
 @dataclass(frozen=True)
 class FieldType:
-    """The values that a field may have: `holds` tests one, `text` describes them in errors."""
+    """The values that a field may have: `holds` tests one, `text` describes them in errors. `elsewhere`: our values
+    by those of other runtimes, or advice after "!"."""
 
     text: str
     holds: Callable[[Any], bool]
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
+
+    def hint(self, value: Any) -> str:
+        """Follows an error's text; "" for a value that no other runtime has."""
+        ours = self.elsewhere.get(value, "") if isinstance(value, str) else ""
+        return f": {ours[1:]}" if ours.startswith("!") else f": write {ours!r}" if ours else ""
 
 
 def integer(low: int, high: int) -> FieldType:
@@ -28,8 +35,9 @@ def number(low: float, high: float) -> FieldType:
     return FieldType(f"a number from {low:g} to {high:g}", lambda v: type(v) in (int, float) and low <= v <= high)
 
 
-def one_of(*values: str) -> FieldType:
-    return FieldType(f"one of {', '.join(values)}", lambda v: isinstance(v, str) and v in values)
+def one_of(*values: str, elsewhere: Mapping[str, str] | None = None) -> FieldType:
+    """`elsewhere`: as a FieldType has it."""
+    return FieldType(f"one of {', '.join(values)}", lambda v: isinstance(v, str) and v in values, elsewhere or {})
 
 
 def list_of(item: FieldType, length: int | None = None) -> FieldType:
@@ -43,7 +51,8 @@ def list_of(item: FieldType, length: int | None = None) -> FieldType:
 
 
 def either(first: FieldType, second: FieldType) -> FieldType:
-    return FieldType(f"{first.text}, or {second.text}", lambda v: first.holds(v) or second.holds(v))
+    elsewhere = {**first.elsewhere, **second.elsewhere}
+    return FieldType(f"{first.text}, or {second.text}", lambda v: first.holds(v) or second.holds(v), elsewhere)
 
 
 NULL = FieldType("null", lambda v: v is None)
@@ -73,7 +82,7 @@ def check_fields(
         value = source[name] if isinstance(source, Mapping) else getattr(source, name, None)
         if not field_type.holds(value):
             where = f"{file}: " if file else ""
-            raise error(f"{where}{name} is {shown(value)}; it must be {field_type.text}")
+            raise error(f"{where}{name} is {shown(value)}; it must be {field_type.text}{field_type.hint(value)}")
 
 
 def read_object(file: Path, error: type[HybridrtError] = ConfigError, max_bytes: int = CONFIG_BYTES) -> dict[str, Any]:

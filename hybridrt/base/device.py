@@ -46,15 +46,20 @@ class GPUFacts:
 
 # Bytes as the driver gives them on an idle GPU. We did not run on the last four: theirs are estimates.
 _SHARED, _LITTLE_SHARED, _IDLE = 227 << 10, 99 << 10, 600_000_000
+
+
+def _estimated(gpu: str, name: str, multiprocessors: int, shared_memory: int) -> GPUFacts:
+    memory, capability = GPUS[gpu]
+    return GPUFacts(name, capability, multiprocessors, shared_memory, memory, memory - _IDLE)
+
+
 KNOWN = {
     "h100": GPUFacts("NVIDIA H100 80GB HBM3", (9, 0), 132, _SHARED, 84_900_000_000, 84_300_000_000),
     "h200": GPUFacts("NVIDIA H200", (9, 0), 132, _SHARED, 150_100_000_000, 149_500_000_000),
-    "a100": GPUFacts("NVIDIA A100-SXM4-80GB", (8, 0), 108, 163 << 10, GPUS["a100"], GPUS["a100"] - _IDLE),
-    "l40s": GPUFacts("NVIDIA L40S", (8, 9), 142, _LITTLE_SHARED, GPUS["l40s"], GPUS["l40s"] - _IDLE),
-    "b200": GPUFacts("NVIDIA B200", (10, 0), 148, _SHARED, GPUS["b200"], GPUS["b200"] - _IDLE),
-    "rtx5090": GPUFacts(
-        "NVIDIA GeForce RTX 5090", (12, 0), 170, _LITTLE_SHARED, GPUS["rtx5090"], GPUS["rtx5090"] - _IDLE
-    ),
+    "a100": _estimated("a100", "NVIDIA A100-SXM4-80GB", 108, 163 << 10),
+    "l40s": _estimated("l40s", "NVIDIA L40S", 142, _LITTLE_SHARED),
+    "b200": _estimated("b200", "NVIDIA B200", 148, _SHARED),
+    "rtx5090": _estimated("rtx5090", "NVIDIA GeForce RTX 5090", 170, _LITTLE_SHARED),
 }
 # What we ran the tests for GPUs on, and what kernels were only compiled for (`docs/start.md`).
 RAN = {(9, 0): "H100 and H200"}
@@ -104,13 +109,18 @@ def has_bfloat16(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-def has_float8(device: torch.device) -> bool:
-    """Whether the device converts float8_e4m3fn numbers in hardware; a CPU does without."""
-    return device.type != "cuda" or capability(device) >= (8, 9)
+def has_float8(device: torch.device, gpu: str | None = None) -> bool:
+    """Whether the device converts float8_e4m3fn numbers in hardware; a CPU does without.
+
+    Args:
+        gpu: a name of GPUS that `device` means; it need not be here.
+    """
+    return device.type != "cuda" or (capability(device) if gpu is None else GPUS[gpu].capability) >= (8, 9)
 
 
-def gpu_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device)
+def gpu_name(device: torch.device, gpu: str | None = None) -> str:
+    """`gpu`: as `has_float8` takes it."""
+    return torch.cuda.get_device_name(device) if gpu is None else gpu
 
 
 def gpu_count() -> int:

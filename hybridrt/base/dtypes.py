@@ -23,43 +23,46 @@ def resolve_dtype(name: str, model_dtype: torch.dtype, device: torch.device) -> 
     return _on_device("dtype", automatic if name == "auto" else DTYPES[name], device)
 
 
-def resolve_state_dtype(name: str, device: torch.device) -> torch.dtype:
+def resolve_state_dtype(name: str, device: torch.device, gpu: str | None = None) -> torch.dtype:
     """dtype of the recurrent state. Raises DeviceError as `resolve_dtype` does, and for "fp8" on a GPU
-    that does not convert such numbers."""
+    that does not convert such numbers. `gpu`: a name of GPUS that `device` means; it need not be here."""
     dtype = STATE_DTYPES[name]
-    if dtype == torch.float8_e4m3fn and not has_float8(device):
-        raise DeviceError(
-            f'{gpu_name(device)} has no e4m3 numbers (sm_89 and later have); pass mamba_ssm_dtype="int8" or "bfloat16"'
-        )
-    return _on_device("mamba_ssm_dtype", dtype, device)
+    if dtype == torch.float8_e4m3fn and not has_float8(device, gpu):
+        raise DeviceError(f'{_no_float8(device, gpu)}; pass mamba_ssm_dtype="int8" or "bfloat16"')
+    return _on_device("mamba_ssm_dtype", dtype, device, gpu)
 
 
-def resolve_kv_codes(name: str, device: torch.device) -> torch.dtype | None:
+def resolve_kv_codes(name: str, device: torch.device, gpu: str | None = None) -> torch.dtype | None:
     """dtype of the KV cache's codes; None for plain numbers.
 
     Raises:
         DeviceError: a GPU that has no such numbers.
     """
-    if name != "auto" and not has_float8(device):
-        raise DeviceError(f'{gpu_name(device)} has no e4m3 numbers (sm_89 and later have); pass kv_cache_dtype="auto"')
+    if name != "auto" and not has_float8(device, gpu):
+        raise DeviceError(f'{_no_float8(device, gpu)}; pass kv_cache_dtype="auto"')
     return KV_CODES.get(name)
 
 
-def check_schemes(table: Mapping[str, Scheme], device: torch.device) -> None:
+def check_schemes(table: Mapping[str, Scheme], device: torch.device, gpu: str | None = None) -> None:
     """Raises DeviceError if weights (schemes by part of the model) have e4m3 codes or scales, and the GPU
     does not convert such numbers."""
-    if has_float8(device):
+    if has_float8(device, gpu):
         return
     for part, scheme in table.items():
         if scheme.method == "fp8" or scheme.scale_dtype == torch.float8_e4m3fn:
             raise DeviceError(
-                f"{gpu_name(device)} has no e4m3 numbers (sm_89 and later have), and {part} is stored as {scheme}; use "
-                "a plain checkpoint, or one in int4, int8 or MXFP4"
+                f"{_no_float8(device, gpu)}, and {part} is stored as {scheme}; use a plain checkpoint, or one in int4, "
+                "int8 or MXFP4"
             )
 
 
-def _on_device(option: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    if dtype == torch.bfloat16 and not has_bfloat16(device):
+def _no_float8(device: torch.device, gpu: str | None) -> str:
+    return f"{gpu_name(device, gpu)} has no e4m3 numbers (sm_89 and later have)"
+
+
+def _on_device(option: str, dtype: torch.dtype, device: torch.device, gpu: str | None = None) -> torch.dtype:
+    # All of GPUS have bfloat16.
+    if dtype == torch.bfloat16 and gpu is None and not has_bfloat16(device):
         raise DeviceError(f'{gpu_name(device)} has no bfloat16; pass {option}="float16" or "float32"')
     return dtype
 

@@ -9,7 +9,7 @@ from hybridrt.base.config_json import FLAG, TEXT, FieldType, check_fields, eithe
 from hybridrt.base.draft_methods import load_method
 from hybridrt.base.dtypes import DTYPES, KV_CODES, STATE_DTYPES
 from hybridrt.base.errors import ConfigError
-from hybridrt.base.errors_foreign import ENGINE, knows_fields
+from hybridrt.base.errors_foreign import ENGINE, VALUES, knows_fields
 from hybridrt.base.quantization import ONLINE
 
 
@@ -95,9 +95,9 @@ _ENGINE = {
     "prefill_attention_backend": _or_none(TEXT),
     **dict.fromkeys(("cuda_graph", "cuda_graph_prompts", "overlap", "images", "prompt_embeds"), FLAG),
     "seed": integer(-(2**63), 2**63 - 1),
-    "dtype": one_of("auto", *DTYPES),
-    "load_format": one_of("auto", "dummy"),
-    "quantization": _or_none(one_of(*ONLINE)),
+    "dtype": one_of("auto", *DTYPES, elsewhere=VALUES["dtype"]),
+    "load_format": one_of("auto", "dummy", elsewhere=VALUES["load_format"]),
+    "quantization": _or_none(one_of(*ONLINE, elsewhere=VALUES["quantization"])),
     "max_model_len": _or_none(integer(2, 2**24)),  # one token of prompt and output
     **dict.fromkeys(("max_running_requests", "cuda_graph_max_bs"), _or_none(integer(1, 2**24))),
     "memory_fraction": _or_none(FieldType("a number between 0 and 1", lambda v: type(v) is float and 0 < v < 1)),
@@ -108,7 +108,7 @@ _ENGINE = {
     "client_weights": _or_none(FieldType("a dictionary of names with numbers from 0.001 to 1000", _is_weights)),
     "mamba_ssm_dtype": one_of(*STATE_DTYPES),
     "mamba_ssm_rounding": one_of("auto", "nearest", "stochastic"),
-    "kv_cache_dtype": one_of("auto", *KV_CODES),
+    "kv_cache_dtype": one_of("auto", *KV_CODES, elsewhere=VALUES["kv_cache_dtype"]),
     "kv_scales": one_of("auto", "one"),
     "state_mode": one_of("auto", "classic", "replay"),
     "speculative": _or_none(FieldType("a SpeculativeConfig", lambda v: isinstance(v, SpeculativeConfig))),

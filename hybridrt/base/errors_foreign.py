@@ -32,11 +32,13 @@ ENGINE: Mapping[str, str] = {
     **dict.fromkeys(("mamba_cache_dtype", "mamba_ssm_cache_dtype"), "mamba_ssm_dtype"),
     "calculate_kv_scales": "!leave it out: scales of kv_cache_dtype that the checkpoint lacks are measured",
     "random_seed": "seed",
-    **dict.fromkeys(("language_model_only", "limit_mm_per_prompt"), "images=False"),
+    "language_model_only": "images=False",
+    "limit_mm_per_prompt": "!leave it out: a prompt may have up to 128 images; images=False takes none",
     "device_map": "device",
     **dict.fromkeys(("speculative_config", "speculative_model", "num_speculative_tokens"), _SPECULATIVE),
     **dict.fromkeys(("speculative_algorithm", "speculative_num_draft_tokens"), _SPECULATIVE),
-    **dict.fromkeys(("swap_space", "cpu_offload_gb"), "host_cache_bytes"),
+    "swap_space": "host_cache_bytes",
+    "cpu_offload_gb": "!leave it out: weights stay on the device",
     **dict.fromkeys(("disable_overlap_schedule", "async_scheduling"), "overlap"),
     "trust_remote_code": "!leave it out: code of a checkpoint is never run",
     "enable_chunked_prefill": "!leave it out: prompts are always computed in chunks (chunked_prefill_size)",
@@ -44,6 +46,30 @@ ENGINE: Mapping[str, str] = {
     **dict.fromkeys(("data_parallel_size", "dp"), "dp_size"),
     **dict.fromkeys(("tokenizer", "tokenizer_mode"), "!leave it out: the tokenizer is the checkpoint's own"),
     **dict.fromkeys(("enable_lora", "lora_modules"), "!leave it out: adapters are not supported; merge them"),
+}
+# Values of our options that have other names elsewhere: ours, or advice after "!".
+_RECOGNISED = "!leave it out: a quantised checkpoint is recognised"
+_MODEL_DTYPE = ("bfloat16", "float16", "bf16")
+VALUES: Mapping[str, Mapping[str, str]] = {
+    "dtype": {"half": "float16", "float": "float32"},
+    "kv_cache_dtype": {"fp8": "fp8_e4m3", **dict.fromkeys(_MODEL_DTYPE, "auto")},
+    "load_format": {"safetensors": "auto"},
+    "quantization": dict.fromkeys(
+        ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "modelopt", "modelopt_fp4", "mxfp4"),
+        _RECOGNISED,
+    ),
+    "speculative": {"NGRAM": "ngram", "STANDALONE": "draft", "NEXTN": "mtp", "draft_model": "draft"},
+    "reasoning_parser": {
+        **dict.fromkeys(("qwen3", "qwen3-thinking", "deepseek_r1", "deepseek-r1", "nemotron_v3", "minimax"), "think"),
+        **dict.fromkeys(("openai_gptoss", "gpt-oss"), "harmony"),
+    },
+    "tool_parser": {
+        **dict.fromkeys(("qwen", "qwen25"), "hermes"),
+        **dict.fromkeys(("qwen3_xml", "nemotron_v3"), "qwen3_coder"),
+        **dict.fromkeys(("glm45", "glm47"), "glm"),
+        **dict.fromkeys(("openai", "gpt-oss"), "harmony"),
+        "olmo3": "olmo",
+    },
 }
 CALLS: Mapping[str, str] = {
     **dict.fromkeys(("params", "sampling_param"), "sampling_params"),

@@ -20,9 +20,10 @@ from hybridrt.cli.compare import compare
 from hybridrt.cli.compile import compile
 from hybridrt.cli.doctor import doctor
 from hybridrt.cli.explain import explain
+from hybridrt.cli.foreign_options import refusal
 from hybridrt.cli.generate import generate
 from hybridrt.cli.inspect import inspect
-from hybridrt.cli.option_names import foreign_option, in_options
+from hybridrt.cli.option_names import in_options
 from hybridrt.cli.options import with_options
 from hybridrt.cli.quantise import quantize
 from hybridrt.cli.router import router
@@ -61,16 +62,16 @@ class ErrorLineGroup(TyperGroup):
 
 class PanelCommand(TyperCommand):
     """Groups options in the help by panels, in plain lines for pipes and narrow terminals. Says
-    whether the model is an argument or `--model` if it is in the wrong place."""
+    whether the model is an argument or `--model` if it is in the wrong place, and names all options that
+    it lacks in one error."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         takes = {param.name: param.param_type_name for param in self.get_params(ctx)}
         named = {"--model", "-m"} & {arg.partition("=")[0] for arg in args}
         if takes.get("model") == "argument" and named and not ctx.resilient_parsing:
             self._refuse(f"{min(named)}: the model is an argument here, as in `{ctx.command_path} ./checkpoint`")
-        for arg in () if ctx.resilient_parsing else itertools.takewhile(lambda arg: arg != "--", args):
-            if advice := foreign_option(arg, self.get_params(ctx)):
-                self._refuse(advice)
+        if not ctx.resilient_parsing and (text := refusal(args, self.get_params(ctx))):
+            self._refuse(text)
         alone = takes.get("model") == "option" and "argument" not in takes.values()
         ctx.allow_extra_args |= alone
         rest = super().parse_args(ctx, args)
@@ -79,7 +80,7 @@ class PanelCommand(TyperCommand):
         return rest
 
     def _refuse(self, text: str) -> NoReturn:
-        _print_error(text)
+        _print_error(text, keeps_lines=True)
         raise typer.Exit(2)
 
     def invoke(self, ctx: Any) -> Any:
@@ -115,7 +116,8 @@ def _shell(option: str, named: str = "") -> str:
 
 
 def _print_error(text: str, keeps_lines: bool = False) -> None:
-    """Prints one line, or lines as they are: an expression has a mark below the wrong place."""
+    """Prints one line, or lines as they are: an expression has a mark below the wrong place, and each option of
+    several a line."""
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     said = "\n".join(lines) if keeps_lines else " ".join(text.split())
     typer.echo(typer.style("error: ", fg="red", bold=True) + said, err=True)

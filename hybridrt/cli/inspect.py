@@ -138,7 +138,7 @@ def describe_model(config: "EngineConfig", gpu: str | None = None) -> ModelRepor
 
     total_bytes, config = (None, config) if gpu is None else (gpu_bytes(gpu, config), replace(config, device="cpu"))
     path, target = load_target(config, TPGroup(size=config.tp_size))
-    target = target if gpu is None else as_on_gpu(config, target)
+    target = target if gpu is None else as_on_gpu(config, target, gpu)
     model = empty_model(config, target, torch.device("meta"))
     mc, layers = target.model_config, tuple(_layers(config, target, is_here=gpu is None))
     plan, plan_error = _plan(config, target, weight_bytes(model), total_bytes)

@@ -46,8 +46,12 @@ class FrontOptions(Overrides):
         "Pages that may call (CORS); repeatable.", "none", "URL", "--allowed-origin"
     )
     chat_template: str | None = setting("File that replaces the model's chat template.", "none", "FILE")
-    tool_parser: str | None = setting("How the model writes tool calls.", "auto", "NAME")
-    reasoning_parser: str | None = setting("How the model marks reasoning.", "auto", "NAME")
+    tool_parser: str | None = setting(
+        "How the model writes tool calls; auto: the template says, none: off.", "auto", "NAME"
+    )
+    reasoning_parser: str | None = setting(
+        "How the model marks reasoning; auto: the template says, none: off.", "auto", "NAME"
+    )
     max_body_bytes: int | None = setting("Longest body of a request.", "16777216", "N")
     request_timeout: float | None = setting("Seconds that a request may take.", "600", "S")
     drain_timeout: float | None = setting("Seconds for running requests after SIGTERM.", "30", "S")

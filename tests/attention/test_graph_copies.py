@@ -110,7 +110,7 @@ def config() -> EngineConfig:
 
 def copies(config: EngineConfig, max_len: int = 262_144) -> int:
     """Bytes that the plan has for copies, of a GPU."""
-    target = as_on_gpu(config, load_target(config, TPGroup())[1])
+    target = as_on_gpu(config, load_target(config, TPGroup())[1], "h200")
     alone = graph_bytes(replace(config, cuda_graph_prompts=False), target, max_len)
     logits = (256 + 8) * target.model_config.vocab_size * target.dtype.itemsize
     return max(graph_bytes(config, target, max_len) - alone - logits, 0)
@@ -158,7 +158,7 @@ def test_drafters_on_the_device_have_no_graphs_of_prompts(config: EngineConfig) 
 def test_a_small_budget_has_room_for_copies_of_what_fits(config: EngineConfig) -> None:
     """Not for those of 262,144 tokens, which would take more than a quarter of it."""
     config = replace(config, max_running_requests=1)
-    target = as_on_gpu(config, load_target(config, TPGroup())[1])
+    target = as_on_gpu(config, load_target(config, TPGroup())[1], "h200")
     without = make_plan(replace(config, cuda_graph_prompts=False), target, budget_bytes=10**9)
     plan = make_plan(config, target, budget_bytes=10**9)
     assert 0.9 * without.max_model_len < plan.max_model_len < without.max_model_len < 262_144
@@ -170,7 +170,7 @@ def test_copies_of_requests_that_barely_fit_make_them_shorter(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model whose copies take as much as its pages."""
-    target = as_on_gpu(config, load_target(config, TPGroup())[1])
+    target = as_on_gpu(config, load_target(config, TPGroup())[1], "h200")
     monkeypatch.setattr(build, "prompt_graph_bytes", lambda config, device, specs, context: 200_000 * context)
     least = fixed_bytes(config, target, 1)
     plan = make_plan(config, target, budget_bytes=least + 5 * 10**8)

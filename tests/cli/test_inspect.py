@@ -354,8 +354,8 @@ def test_a_plan_for_a_gpu_that_is_not_here(gpu: str, fits: bool) -> None:
     result = run("inspect", "--gpu", gpu, "--json")
     report = json.loads(result.stdout)
     assert (report["fits"], report["device"], report["dtype"]) == (fits, gpu, "bfloat16")
-    assert report["free_bytes"] == int(GPUS[gpu] * 0.85)
-    assert f"memory_fraction 0.85 of {GPUS[gpu] / 2**30:.2f} GiB" in report["budget"]
+    assert report["free_bytes"] == int(GPUS[gpu].memory * 0.85)
+    assert f"memory_fraction 0.85 of {GPUS[gpu].memory / 2**30:.2f} GiB" in report["budget"]
     # As a run there would have: rows, graphs and backends are not those of this machine.
     assert report["plan"]["num_rows"] == 256 and "triton" in report["layers"][0]["backends"]
 
@@ -365,6 +365,20 @@ def test_a_gpu_that_is_not_here_is_not_asked(monkeypatch: pytest.MonkeyPatch) ->
     for name in ("hybridrt.recurrent.backends.resolve_prefill_name", "hybridrt.base.device.GPUFacts.of_device"):
         monkeypatch.setattr(name, None)
     assert run("inspect", "--gpu", "h100").exit_code == 0
+
+
+@pytest.mark.parametrize("options", ["--quantization fp8", "--kv-cache-dtype fp8_e4m3", "--mamba-ssm-dtype fp8"])
+def test_float8_is_a_matter_of_the_named_gpu(options: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU of this machine, if there is one, may be another."""
+    for name in ("get_device_capability", "get_device_name"):
+        monkeypatch.setattr(torch.cuda, name, None)
+    assert run("inspect", "--gpu", "l4", *options.split()).exit_code == 0
+    result = run("inspect", "--gpu", "a100", *options.split())
+    assert (result.exit_code, "a100 has no e4m3 numbers (sm_89" in result.stderr) == (2, True), result.output
+
+
+def test_other_weights_need_no_float8() -> None:
+    assert run("inspect", "--gpu", "a100", "--quantization", "int4").exit_code == 0
 
 
 def test_a_model_that_is_too_large_for_a_gpu(tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ def test_what_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     from hybridrt.base import device, dtypes
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.setattr(dtypes, "gpu_name", lambda device: "an A100")
+    monkeypatch.setattr(dtypes, "gpu_name", lambda *_: "an A100")
     assert not device.has_float8(torch.device("cuda")) and device.has_float8(torch.device("cpu"))
     assert dtypes.resolve_kv_codes("auto", torch.device("cuda")) is None
     with pytest.raises(DeviceError, match="an A100 has no e4m3"):

@@ -277,7 +277,7 @@ def test_a_gpu_without_e4m3(
     _, target = load_target(config, TPGroup())
     target = replace(target, device=torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(dtypes, "gpu_name", lambda device: "an A100")
+    monkeypatch.setattr(dtypes, "gpu_name", lambda *_: "an A100")
     if capability == (8, 9) or name == "falcon int4":
         assert empty_model(config, target, torch.device("meta"))
         return

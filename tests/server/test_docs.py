@@ -11,6 +11,7 @@ import pytest
 
 from hybridrt.cli.options import EngineOptions
 from hybridrt.cli.serve import ServerOptions
+from scripts.option_rows import names, table
 from tests.server.test_operations import metrics
 from tests.support.http_server import Served
 
@@ -60,15 +61,12 @@ def test_every_endpoint_has_a_call(served: Served) -> None:
 def test_options_and_metrics_that_it_names_exist(served: Served) -> None:
     options = {f"--{name.replace('_', '-')}" for name in ServerOptions.__dataclass_fields__}
     options |= {f"--{name.replace('_', '-')}" for name in EngineOptions.__dataclass_fields__}
-    vllms = TEXT[TEXT.index("## Coming from vLLM") :]
-    ours = TEXT.replace(vllms, re.sub(r"(?m)^\| [^|]*", "", vllms))  # without the column of vLLM's options
-    commands = [line for line in ours.splitlines() if re.search(r'hybridrt"?,? "?serve', line)]
+    commands = [line for line in TEXT.splitlines() if re.search(r'hybridrt"?,? "?serve', line)]
     assert {line.split()[0].partition("=")[0] for line in commands} >= {"ExecStart", "hybridrt"}
-    named = set(re.findall(r"`(--[a-z-]+)", ours)) | set(re.findall(r"[ \"](--[a-z-]+)", "\n".join(commands)))
+    named = set(re.findall(r"`(--[a-z-]+)", TEXT)) | set(re.findall(r"[ \"](--[a-z-]+)", "\n".join(commands)))
     others = {"--rate", "--concurrency", "--data", "--slo-", "--step-ms", "--no-prefix-cache", "--suite", "--output"}
-    assert named - others <= options | {"--api-key", "--allowed-host", "--allowed-origin", "--allow-image-url"}, (
-        named - others - options
-    )
+    repeatable = {"--api-key", "--allowed-host", "--allowed-origin", "--allow-image-url", "--served-model-name"}
+    assert named - others <= options | repeatable, named - others - options
     known = {re.sub(r"_(total|count|sum|bucket)?(\[.*)?$", "", name) for name in metrics(served)}
     known |= {*metrics(served), "hybridrt:expert_tokens", "hybridrt:expert_imbalance"}  # these two only with ranks
     known |= {"hybridrt:prefill_workers", "hybridrt:decode_workers"}  # only with a role
@@ -76,3 +74,10 @@ def test_options_and_metrics_that_it_names_exist(served: Served) -> None:
     json.loads(dashboard)
     for name in re.findall(r"(?:vllm|hybridrt):\w+", dashboard + TEXT):
         assert name in known or re.sub(r"_(total|count|sum|bucket)$", "", name) in known, name
+
+
+def test_metrics_of_the_page_on_migration_are_served(served: Served) -> None:
+    """Under the names that Prometheus reads: those of counters end in _total."""
+    served_names = {re.sub(r"(_count|_sum|_bucket)?(\[.*)?$", "", name) for name in metrics(served)}
+    named = [name for _, _, ours in table("Metrics") for name in names(ours)]
+    assert len(named) > 20 and [name for name in named if name not in served_names] == []

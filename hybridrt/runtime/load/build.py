@@ -173,7 +173,7 @@ def empty_model(config: EngineConfig, target: RunTarget, device: torch.device) -
     # A plain model's map says which module of the checkpoint each part comes from.
     plain = plain_model(config, target)
     table = scheme_table(*plain, quant)
-    check_schemes(table, target.device)
+    check_schemes(table, target.device, target.gpu)
     if target.device.type == "cpu":
         table = narrow_table(*plain, quant, target.dtype) | table
     return _built(config, target, replace(build, scheme=lambda part: table.get(part, PLAIN)))

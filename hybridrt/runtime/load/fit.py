@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from hybridrt.base.device import GPUFacts
-from hybridrt.base.dtypes import DTYPES, STATE_DTYPES
+from hybridrt.base.dtypes import DTYPES, resolve_kv_codes, resolve_state_dtype
 from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import ConfigError, MemoryBudgetError
 from hybridrt.base.gpus import GPUS
@@ -24,18 +24,24 @@ def gpu_bytes(name: str, config: EngineConfig) -> int:
         raise ConfigError(f"gpu is {name!r}; it must be one of {', '.join(GPUS)}")
     if config.device not in ("auto", "cuda"):
         raise ConfigError(f"device is {config.device!r}; leave it out with gpu, or set it to cuda")
-    return GPUS[name]
+    return GPUS[name].memory
 
 
-def as_on_gpu(config: EngineConfig, target: RunTarget) -> RunTarget:
-    """The target that it would be on a GPU, which need not be here: nothing may be allocated for it."""
-    gpu, mc = torch.device("cuda"), target.model_config
+def as_on_gpu(config: EngineConfig, target: RunTarget, gpu: str) -> RunTarget:
+    """The target that it would be on a GPU by name, which need not be here: nothing may be allocated for it.
+
+    Raises:
+        DeviceError: states or keys and values in a type that the GPU has not.
+    """
+    device, mc = torch.device("cuda"), target.model_config
     return replace(
         target,
-        device=gpu,
+        device=device,
         dtype=mc.dtype if config.dtype == "auto" else DTYPES[config.dtype],
-        state_dtype=STATE_DTYPES[config.mamba_ssm_dtype],
-        state_mode=resolve_state_mode(config, mc.linear, gpu),
+        state_dtype=resolve_state_dtype(config.mamba_ssm_dtype, device, gpu),
+        state_mode=resolve_state_mode(config, mc.linear, device),
+        kv_codes=resolve_kv_codes(config.kv_cache_dtype, device, gpu),
+        gpu=gpu,
     )
 
 

@@ -20,6 +20,7 @@ class RunTarget:
 
     Attributes:
         kv_codes: dtype of the KV cache's codes; None: it holds plain numbers in `dtype`.
+        gpu: a name of GPUS that `device` means; it need not be here. None: the device itself.
     """
 
     model_config: ModelConfig
@@ -29,6 +30,7 @@ class RunTarget:
     state_mode: str
     tp: TPGroup
     kv_codes: torch.dtype | None = None
+    gpu: str | None = None
 
     @classmethod
     def resolve(cls, config: EngineConfig, model_config: ModelConfig, tp: TPGroup) -> "RunTarget":

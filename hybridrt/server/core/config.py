@@ -32,8 +32,8 @@ class ServerConfig:
         root_path: what a proxy puts before all paths, such as /llm.
         served_model_names: names of the model in requests; empty: the name under which it was
             loaded.
-        api_keys: requests need one of them (`Authorization: Bearer KEY`), except /health and
-            /ready. Empty: none needed. Each is a client of its own unless it names one.
+        api_keys: requests need one of them (`Authorization: Bearer KEY`), except /health,
+            /ping and /ready. Empty: none needed. Each is a client of its own unless it names one.
         tls_certificate, tls_key: PEM files; both, or neither for plain HTTP.
         allowed_hosts: further names and addresses of the server in `Host`, without a port; "*":
             any. It always answers to localhost, to loopback addresses and to `host`, and to every
