@@ -117,7 +117,7 @@ class Communicator:
 
     def _get(self, store: dist.Store, key: str) -> bytes:
         """What another rank has set or will set. RankError if one is lost, or does not set it."""
-        until = time.monotonic() + (seconds := max(MEETING_S, store.timeout.total_seconds()))
+        until = time.monotonic() + (seconds := max(MEETING_S, store.timeout.total_seconds()))  # type: ignore[attr-defined]
         with _lost_ranks():
             while not store.check([key]):  # `wait` could not be broken off
                 self._check_ranks()
