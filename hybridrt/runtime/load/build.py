@@ -303,18 +303,16 @@ def _fit(config: EngineConfig, target: RunTarget, plan: Callable[..., MemoryPlan
     Args:
         plan: of given costs.
     """
-    limit = config.max_model_len or target.model_config.max_position_embeddings
-    costs = unit_costs(config, target, limit)
 
-    def with_graphs(length: int) -> MemoryPlan:
-        """With room for graphs of requests of up to `length` tokens."""
-        found = plan(costs=replace(costs, fixed=fixed_bytes(config, target, length)))
+    def of_length(length: int) -> MemoryPlan:
+        """With room for requests of up to `length` tokens in graphs, page tables and a draft model."""
+        found = plan(costs=unit_costs(config, target, length))
         return replace(found, max_model_len=min(found.max_model_len, length))
 
-    length = config.max_model_len or plan(costs=replace(costs, fixed=fixed_bytes(config, target, 1))).max_model_len
+    length = config.max_model_len or plan(costs=unit_costs(config, target, 1)).max_model_len
     while True:
         try:
-            found = with_graphs(length)
+            found = of_length(length)
             break
         except MemoryBudgetError:
             if config.max_model_len is not None or length == 1:
