@@ -12,7 +12,7 @@ from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.mem_cache.pools.slab_plan import SlabPlan
 from hybridrt.mem_cache.pools.slabs import SlabShare
 from hybridrt.runtime.step import pack_padded
-from hybridrt.runtime.step.pack_padded import StateSaves
+from hybridrt.runtime.step.pack_padded import Bucket, StateSaves
 from tests.support.cache_replica import Replica
 from tests.support.engine_harness import VOCAB, Rig
 from tests.support.mock_executor import Windows, tokens_alone
@@ -126,7 +126,7 @@ def test_random_conversations_with_a_policy(seed: int, windows: Windows, monkeyp
     monkeypatch.setattr(pack_padded, "TAIL", 3)
     held, hold = list[str](), followers.Followers.hold
     monkeypatch.setattr(followers.Followers, "hold", lambda *args: (held.append(args[1].request_id), hold(*args)))
-    assert soak(seed, 300, monkeypatch, windows, policy=TrafficPolicy(cost=StepCost(saves=saves)))["hit"]
+    assert soak(seed, 300, monkeypatch, windows, policy=TrafficPolicy(cost=StepCost([Bucket(4, 9)], saves)))["hit"]
     assert len(held) > 10
 
 

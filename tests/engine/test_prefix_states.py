@@ -14,7 +14,7 @@ from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.engine.request.sample_request import Request
 from hybridrt.mem_cache.pools.state_moves import When
 from hybridrt.runtime.step import pack_padded
-from hybridrt.runtime.step.pack_padded import StateSaves
+from hybridrt.runtime.step.pack_padded import Bucket, StateSaves
 from tests.engine.test_schedules import Abort, Add, Step, run_history
 from tests.mem_cache.test_radix_cache import text_of
 from tests.support.engine_harness import VOCAB, ByteTokenizer, Rig
@@ -300,26 +300,29 @@ def test_a_chunk_does_not_end_where_a_state_is_saved() -> None:
 
 
 @pytest.mark.parametrize(
-    ("saves", "rows"),
+    ("saves", "chunk", "graph", "rows"),
     [
         # The boundary and a place at an even distance; such a place alone; the prompt's last place.
-        (StateSaves.AT_CHUNKS, [(18, [4, 12]), (18, [6]), (3, [2])]),
+        (StateSaves.AT_CHUNKS, 18, 40, [(18, [4, 12]), (18, [6]), (3, [2])]),
+        # Without a graph one state, that at the boundary. The next chunk ends after 36: the rest has a graph.
+        (StateSaves.AT_CHUNKS, 30, 3, [(30, [4]), (7, [6]), (2, [1])]),
         # The chunk ends after the boundary; the next state stands where few tokens of the chunk follow.
-        (StateSaves.SECOND_PASS, [(5, [4]), (18, [17]), (16, [15])]),
+        (StateSaves.SECOND_PASS, 18, 40, [(5, [4]), (18, [17]), (16, [15])]),
     ],
 )
 def test_chunks_save_what_graphs_can_save(
-    saves: StateSaves, rows: list[tuple[int, list[int]]], monkeypatch: pytest.MonkeyPatch
+    saves: StateSaves, chunk: int, graph: int, rows: list[tuple[int, list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A policy has states every 12 tokens, and the prompt a boundary after 4."""
     monkeypatch.setattr(prefix_store, "SPACED", 12)
     monkeypatch.setattr(pack_padded, "TAIL", 2)
-    rig = rig_with_cache(grid=2, slots=12, chunk=18, policy=TrafficPolicy(cost=StepCost(saves=saves)))
+    policy = TrafficPolicy(cost=StepCost([Bucket(0, graph)], saves))
+    rig = rig_with_cache(grid=2, slots=12, chunk=chunk, policy=policy)
     rig.add(TEXT[:39], "r", max_tokens=1, seed=1)
     rig.engine._samples.samples_of_request("r")[0].boundaries = [4]
     rig.run()
     found = [(len(row.tokens), [end for end, _ in row.saves]) for plan in rig.executor.plans for row in plan.extend]
-    assert found == rows
+    assert found == rows and not rig.pools.slots.num_used
 
 
 def spaced_rig(monkeypatch: pytest.MonkeyPatch, slots: int) -> Rig:

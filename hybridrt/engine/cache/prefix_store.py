@@ -50,6 +50,7 @@ class PrefixStore(CacheRoom):
         lost: counts why requests compute tokens of earlier texts again.
         chunk_saves: how a chunk of text saves states. Prompts then also leave states at even
             distances (`Request.spaced`). None: they do not, and a chunk saves all states that it can.
+        graph_tokens: of the largest graph; 0: there are no graphs. A chunk with more saves one state.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class PrefixStore(CacheRoom):
         self.tier: HostTier | None = None
         self.keeps = keeps
         self.chunk_saves: StateSaves | None = None
+        self.graph_tokens = 0
         self.grid = max(GRID, page_size)
         least = 1 if tree.recurrent else page_size + lookahead
         self.lost = LostReuse(self.counts, tree.recurrent, least, self.grid, tree.known_elsewhere)
@@ -188,7 +190,8 @@ class PrefixStore(CacheRoom):
 
     def end_for_states(self, request: Request, start: int, end: int) -> int:
         """The best end of a chunk from `start` to at most `end`: it saves no more states than a graph
-        can, and few tokens follow if a graph computes them again. A chunk that ends at a place of
+        can, and few tokens follow if a graph computes them again. A chunk without a graph ends after
+        a state at an even distance, if a graph can compute the rest. A chunk that ends at a place of
         `save_at` ends one token earlier, because a state can only be saved before one of the chunk's
         tokens: the next chunk then saves it.
         """
@@ -196,9 +199,15 @@ class PrefixStore(CacheRoom):
         saves, spans = self.chunk_saves, request.spans
         if saves is not None and not any(span.start < end and start < span.start + span.length for span in spans):
             places = sorted(place for place in request.save_at if start < place < end)
-            if saves.tail is not None and places and places[0] + saves.tail < end:
+            most = saves.most
+            if 0 < self.graph_tokens < end - start:
+                most = 1
+                before_last = [place for place in request.spaced if start < place < max(places, default=0)]
+                if before_last and end - before_last[-1] <= self.graph_tokens:
+                    end = before_last[-1] + 1
+            elif saves.tail is not None and places and places[0] + saves.tail < end:
                 end = places[0] + 1
-            end = min([end, *places[saves.most : saves.most + 1]])
+            end = min([end, *places[most : most + 1]])
         return end - 1 if end in request.save_at and end - start > 1 else end
 
     def save(self, request: Request, start: int, end: int) -> list[tuple[int, int]]:
@@ -217,6 +226,14 @@ class PrefixStore(CacheRoom):
                 request.saves[spaced] = slot
                 saves.append((spaced - start, slot.index))
         return sorted(saves)
+
+    def keep_one(self, request: Request, start: int, saves: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+        """The states of `save` without that at an even distance, if there are more. Its slot is free again."""
+        spaced = [start + tokens for tokens, _ in saves if start + tokens not in request.save_at]
+        if len(saves) < 2 or not spaced:
+            return saves
+        self.slots.free([request.saves.pop(place) for place in spaced])
+        return [save for save in saves if start + save[0] in request.save_at]
 
     def _spaced_place(self, request: Request, start: int, end: int, saves: StateSaves) -> int | None:
         """Where a chunk leaves a state at about an even distance; None: nowhere."""

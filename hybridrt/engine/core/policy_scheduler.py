@@ -2,13 +2,15 @@
 
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.core.client_queues import ClientQueues, PromptOrder
 from hybridrt.engine.core.encoder_tasks import EncoderTasks
 from hybridrt.engine.core.followers import Place
 from hybridrt.engine.core.scheduled_step import ScheduledStep
 from hybridrt.engine.core.scheduler import Scheduler, most_idle
-from hybridrt.engine.core.step_cost import PromptWork
+from hybridrt.engine.core.step_cost import PromptWork, StepWork
 from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.engine.request.sample_request import Request
 from hybridrt.runtime.step.plan import StepPlan
@@ -36,7 +38,8 @@ class PolicyScheduler(Scheduler):
         self._policy = policy
         self.queues: ClientQueues = ClientQueues(policy)
         self._uncomputed = PromptWork()  # of admitted requests
-        coordinator.prefixes.chunk_saves = policy.cost.saves
+        prefixes, cost = coordinator.prefixes, policy.cost
+        prefixes.chunk_saves, prefixes.graph_tokens = cost.saves, cost.graph_tokens
 
     @property
     def pending(self) -> PromptWork:
@@ -96,9 +99,19 @@ class PolicyScheduler(Scheduler):
             elif is_new:
                 idle += 1
                 order.admits = idle < most_idle(decode)
+        self._save_what_fits(step)
         self._uncomputed = _uncomputed(admitted)
         self._policy.note_passing(order.passing, sum(len(row.tokens) for row in step.plan.extend))
         self._note_backlog()
+
+    def _save_what_fits(self, step: ScheduledStep) -> None:
+        """Prompts of a step that turned out to have no graph save one state each. The host launches such a step, and
+        where it has to launch more for further states, the policy would avoid all steps without a graph."""
+        cost, extend = self._policy.cost, step.plan.extend
+        if extend and cost.graphs and not cost.has_graph(StepWork.from_plan(step.plan)):
+            for i, (request, _) in enumerate(step.rows[-len(extend) :]):
+                saves = self._coordinator.prefixes.keep_one(request, extend[i].computed, extend[i].saves)
+                extend[i] = msgspec.structs.replace(extend[i], saves=saves)
 
     def _admit(self, request: Request, plan: StepPlan) -> bool:
         if not super()._admit(request, plan):

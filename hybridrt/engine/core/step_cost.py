@@ -162,6 +162,11 @@ class StepCost:
         self._launch = sorted(self._launches)[-2:][0]
 
     @property
+    def graph_tokens(self) -> int:
+        """Prompt tokens of the largest graph; 0 without graphs."""
+        return max((bucket.tokens for bucket in self._buckets), default=0)
+
+    @property
     def graphs(self) -> bool:
         """Whether there are graphs of steps with prompts."""
         return bool(self._buckets)
