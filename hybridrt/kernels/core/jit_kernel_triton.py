@@ -14,7 +14,6 @@ import triton
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-
 FUSION = "TRITON_DEFAULT_FP_FUSION"  # the user's variable, which decides if it is set
 
 
