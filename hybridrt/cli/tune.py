@@ -94,7 +94,7 @@ def tune_model(asked: TuneRequest, progress: "Progress", timer: "Timer | None" =
     """
     from hybridrt.kernels.core.providers import require
     from hybridrt.models.config.read_config import read_model_config
-    from hybridrt.runtime.load.build import checkpoint_path
+    from hybridrt.runtime.load.model_path import checkpoint_path
     from hybridrt.runtime.load.tuned_choices import Origin, write_tuned
     from hybridrt.runtime.tune.model_shapes import choosing_for, model_shapes
     from hybridrt.runtime.tune.tune import Tuning, file_of, shapes_to_measure, tune
