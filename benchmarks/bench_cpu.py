@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.common import save
 from hybridrt import LLM, SamplingParams
-from hybridrt.runtime.load.build import resolve_model_path
+from hybridrt.runtime.load.model_path import resolve_model_path
 
 SHAPE = Path(__file__).parent / "configs" / "falcon-h1-0.5b"
 PREFILL = (8, 512)

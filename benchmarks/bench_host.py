@@ -33,7 +33,7 @@ from hybridrt.mem_cache.pools.entries import Handle, keys_of
 from hybridrt.mem_cache.pools.page_groups import PageSets
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_node import StateKind
-from hybridrt.runtime.load.build import ASSETS
+from hybridrt.runtime.load.model_path import ASSETS
 from hybridrt.runtime.replay.graph_runner import GraphRunner
 from hybridrt.runtime.sampling.sampler import Accepted, Verification
 

@@ -101,7 +101,7 @@ def _watch(clock: Clock) -> dict[str, list[float]]:
     import hybridrt.parallel.tensor_parallel as split
     import hybridrt.runtime.precompile.compile_ahead as compile_ahead
     import hybridrt.runtime.run.model_runner as runner
-    from hybridrt.runtime.load.build import Runtime
+    from hybridrt.runtime.load.runtime import Runtime
 
     for module, name, part in (
         (split, "check_split", "check of the split"), (split, "start_ranks", "the other ranks' start"),

@@ -30,7 +30,11 @@ from hybridrt.kernels.sampling.sampling import greedy
 from hybridrt.mem_cache.pools.memory_plan import GIB, MemoryPlan
 from hybridrt.models.base import CausalLM
 from hybridrt.recurrent.backends import create_backend
-from hybridrt.runtime.load.build import build_model, build_pools, load_target, make_plan, pool_spec
+from hybridrt.runtime.load.build_model import build_model
+from hybridrt.runtime.load.kept_state import pool_spec
+from hybridrt.runtime.load.load_target import load_target
+from hybridrt.runtime.load.make_plan import make_plan
+from hybridrt.runtime.load.runtime import build_pools
 from hybridrt.runtime.load.target import RunTarget
 from hybridrt.runtime.replay.graph_runner import GraphRunner
 from hybridrt.runtime.step.plan import DecodeRows, int32s

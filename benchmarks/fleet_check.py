@@ -32,7 +32,7 @@ from benchmarks.common import environment, save
 from benchmarks.fleet_processes import LONGEST, ROWS, Fleet, fleet
 from benchmarks.traces import TRACES, Item, Shape
 from hybridrt.engine.api.llm import LLM
-from hybridrt.runtime.load.build import resolve_model_path
+from hybridrt.runtime.load.model_path import resolve_model_path
 from hybridrt.sampling_params import SamplingParams
 
 LEFT_SECONDS = 5.0  # within which a stopped replica must be left

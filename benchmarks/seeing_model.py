@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from hybridrt.runtime.load.build import resolve_model_path
+from hybridrt.runtime.load.model_path import resolve_model_path
 
 TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 TEMPLATE = """{%- for m in messages -%}<|endoftext|>{{ m.role }}: {% if m.content is string -%}{{ m.content }}

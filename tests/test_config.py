@@ -22,7 +22,7 @@ from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.kinds.registry import state_shape
 from hybridrt.kinds.short_conv import ShortConvConfig
 from hybridrt.models.config.read_config import read_model_config
-from hybridrt.runtime.load.build import resolve_model_path
+from hybridrt.runtime.load.model_path import resolve_model_path
 from hybridrt.runtime.load.target import resolve_state_mode
 from tests.support.checkpoints import CheckpointStore
 from tests.support.session import Session

@@ -36,7 +36,7 @@ from hybridrt.recurrent.backends import create_backend
 from hybridrt.recurrent.gdn import GDNKeys
 from hybridrt.recurrent.lightning import decay_rates
 from hybridrt.recurrent.mamba2 import mamba2_segments
-from hybridrt.runtime.load.build import build_pools
+from hybridrt.runtime.load.runtime import build_pools
 from hybridrt.runtime.load.target import RunTarget
 from tests.support.by_hand import ByHand, Row, assert_close
 from tests.support.levels import sweep

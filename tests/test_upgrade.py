@@ -35,7 +35,7 @@ from hybridrt.fleet.prefix_mirror import CacheLayout
 from hybridrt.models.loading import prepared_weights
 from hybridrt.parallel import rank_start
 from hybridrt.parallel.messages import Hello
-from hybridrt.runtime.load import build
+from hybridrt.runtime.load import build_model
 from hybridrt.runtime.precompile import compile_mark
 from hybridrt.transfer.handshake import check_handshake
 from hybridrt.verify import results
@@ -119,7 +119,7 @@ def test_prepared_weights_are_the_checkpoints(
     def fail(*arguments: object) -> None:
         raise AssertionError("the checkpoint is loaded")
 
-    monkeypatch.setattr(build, "load_weights", fail)
+    monkeypatch.setattr(build_model, "load_weights", fail)
     made = loaded(lambda: engine(files), CheckpointError)
     if made is not None:
         with made:

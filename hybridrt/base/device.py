@@ -61,9 +61,6 @@ KNOWN = {
     "b200": _estimated("b200", "NVIDIA B200", 148, _SHARED),
     "rtx5090": _estimated("rtx5090", "NVIDIA GeForce RTX 5090", 170, _LITTLE_SHARED),
 }
-# What we ran the tests for GPUs on, and what kernels were only compiled for (`docs/start.md`).
-RAN = {(9, 0): "H100 and H200"}
-COMPILED = ((8, 0), (8, 9), (10, 0), (12, 0))
 
 
 def known_gpu(name: str) -> GPUFacts:
@@ -93,15 +90,6 @@ def shared_memory(device: torch.device) -> int:
 def capability(device: torch.device) -> tuple[int, int]:
     """Such as (9, 0); (0, 0), which supports nothing, without a GPU."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-
-
-def tried(capability: tuple[int, int]) -> str:
-    """What was tried on GPUs of a compute capability, in words."""
-    if capability in RAN:
-        return f"kernels were run on {RAN[capability]}"
-    if capability in COMPILED:
-        return "kernels were compiled for it, and never run on one"
-    return "kernels were neither run on one nor compiled for it"
 
 
 def has_bfloat16(device: torch.device) -> bool:

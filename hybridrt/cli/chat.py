@@ -122,7 +122,7 @@ def _local(
     from hybridrt.engine.api.sampling_defaults import default_sampling_params
     from hybridrt.engine.text.tokenizer import load_tokenizer
     from hybridrt.models.config.read_config import read_model_config
-    from hybridrt.runtime.load.build import checkpoint_path
+    from hybridrt.runtime.load.model_path import checkpoint_path
 
     parser = format.reasoning_parser or "auto"
     choose(REASONING_PARSERS, parser, template="")  # raises for an unknown name, before anything is read

@@ -71,7 +71,7 @@ def compile_model(config: "EngineConfig", gpu: str | None, cache_dir: str | None
     """
     from hybridrt.kernels.core.providers import require
     from hybridrt.models.config.read_config import read_model_config
-    from hybridrt.runtime.load.build import checkpoint_path
+    from hybridrt.runtime.load.model_path import checkpoint_path
     from hybridrt.runtime.precompile.compile_ahead import CompileAhead, default_workers
     from hybridrt.runtime.precompile.triton_key import TritonKey
 

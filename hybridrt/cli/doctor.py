@@ -14,6 +14,7 @@ from hybridrt.cli.options import JsonOption
 
 if TYPE_CHECKING:
     from hybridrt.base.device import GPUFacts
+    from hybridrt.base.tried import Trial
     from hybridrt.kernels.core.providers import ReportRow
 
 PACKAGES = (
@@ -46,6 +47,15 @@ class TunedReport:
 
 
 @dataclass(frozen=True)
+class TriedReport:
+    """What was tried on GPUs like one of this machine. here: how this GPU, torch and Triton differ from it."""
+
+    gpu: str
+    trials: "list[Trial]"
+    here: str
+
+
+@dataclass(frozen=True)
 class DoctorReport:
     """The output of `hybridrt doctor`. A version is None if the package is missing. `warnings` name
     untested versions. `kv_codes`: for each attention backend why it cannot serve
@@ -56,6 +66,7 @@ class DoctorReport:
     versions: dict[str, str | None]
     warnings: list[str]
     devices: list[DeviceReport]
+    tried: list[TriedReport]
     attention_backends: list[str]
     kv_codes: dict[str, str | None]
     operations: "list[ReportRow]"
@@ -85,7 +96,7 @@ def examine() -> DoctorReport:
     from hybridrt.kernels.core.providers import PROVIDERS, report
     from hybridrt.recurrent.backends import attention_backend_names, objections_to_codes
 
-    devices = _devices()
+    devices, gpus = _devices(), _gpus()
     distributions = [p.distribution for p in PROVIDERS.values() if p.distribution]
     installed = {name: _installed(name) for name in dict.fromkeys((*PACKAGES, *distributions))}
     versions = {name: None if found is None else found.version for name, found in installed.items()}
@@ -96,10 +107,11 @@ def examine() -> DoctorReport:
         versions=versions,
         warnings=untested(versions, (own.requires if own else None) or []),
         devices=devices,
+        tried=tried_on(gpus, torch.__version__, versions["triton"]),
         attention_backends=attention_backend_names(),
         kv_codes=objections_to_codes(torch.device(devices[-1].name)),
         operations=report(tuple(dict.fromkeys(d.name.split(":")[0] for d in devices))),
-        tuned=tuned_files(_gpus()),
+        tuned=tuned_files(gpus),
     )
 
 
@@ -144,6 +156,14 @@ def _tuned_file(path: Path, gpus: "list[GPUFacts]", off: str | None) -> TunedRep
     return TunedReport(str(path), file.origin.gpu, file.made, counts, objection)
 
 
+def tried_on(gpus: "list[GPUFacts]", torch: str, triton: str | None) -> list[TriedReport]:
+    """Of each sort of GPU once. `torch`: as `torch.__version__`; `triton`: None if it is not installed."""
+    from hybridrt.base.tried import compared, trials_like
+
+    sorts = {gpu.name: trials_like(gpu.capability) for gpu in gpus}
+    return [TriedReport(name, found, compared(name, found, torch, triton)) for name, found in sorts.items()]
+
+
 def untested(versions: dict[str, str | None], requirements: list[str]) -> list[str]:
     """A line for each installed version outside the bounds of `requirements`."""
     from packaging.requirements import Requirement
@@ -159,7 +179,7 @@ def untested(versions: dict[str, str | None], requirements: list[str]) -> list[s
 def _devices() -> list[DeviceReport]:
     import torch
 
-    from hybridrt.base.device import GPUFacts, has_bfloat16, tried, visible_gpus
+    from hybridrt.base.device import GPUFacts, has_bfloat16, visible_gpus
     from hybridrt.runtime.load.host_memory import free_host_memory, total_host_memory
 
     total = total_host_memory()
@@ -167,7 +187,7 @@ def _devices() -> list[DeviceReport]:
     found = [DeviceReport("cpu", platform.processor() or platform.machine(), free_host_memory(), total, threads)]
     for device in (torch.device("cuda", i) for i in range(visible_gpus())):
         gpu = GPUFacts.of_device(device)
-        note = f"sm_{gpu.capability[0]}{gpu.capability[1]}, CUDA {torch.version.cuda}, {tried(gpu.capability)}"
+        note = f"sm_{gpu.capability[0]}{gpu.capability[1]}, CUDA {torch.version.cuda}"
         if not has_bfloat16(device):
             note += ", no bfloat16"
         found.append(DeviceReport(str(device), gpu.name, gpu.free_bytes, gpu.total_bytes, note))
@@ -198,6 +218,11 @@ def _print(report: DoctorReport) -> None:
     ]
     print_table(out, "Devices", ("name", "what", "memory", "notes"), devices)
     out.print()
+    for tried in report.tried:
+        rows = [(" ".join(each.gpus), each.torch or "-", each.triton, each.what) for each in tried.trials]
+        if rows:
+            print_table(out, f"What was tried on a GPU like {tried.gpu}", ("GPU", "torch", "Triton", "what"), rows)
+        out.print(f"{tried.here}\n", markup=False)
     out.print(f"[bold]Attention backends[/]\n{', '.join(report.attention_backends)}\n")
     codes = [(name, why or "yes") for name, why in report.kv_codes.items()]
     print_table(out, f"KV cache of fp8_e4m3 on {report.devices[-1].name}", ("backend", "serves it"), codes)

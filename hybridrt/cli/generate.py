@@ -94,7 +94,7 @@ def generate(
     from hybridrt.base.engine_config import EngineConfig
     from hybridrt.engine.api.llm import LLM
     from hybridrt.engine.text.tokenizer import check_text
-    from hybridrt.runtime.load.build import checkpoint_path
+    from hybridrt.runtime.load.model_path import checkpoint_path
 
     for text in typed:
         check_text(text)  # before the model is downloaded

@@ -133,8 +133,9 @@ def describe_model(config: "EngineConfig", gpu: str | None = None) -> ModelRepor
 
     from hybridrt.base.dtypes import dtype_name
     from hybridrt.collectives.groups import TPGroup
-    from hybridrt.runtime.load.build import empty_model, load_target, weight_bytes
+    from hybridrt.runtime.load.build_model import empty_model, weight_bytes
     from hybridrt.runtime.load.fit import as_on_gpu, budget_text, free_bytes, gpu_bytes
+    from hybridrt.runtime.load.load_target import load_target
 
     total_bytes, config = (None, config) if gpu is None else (gpu_bytes(gpu, config), replace(config, device="cpu"))
     path, target = load_target(config, TPGroup(size=config.tp_size))
@@ -188,7 +189,7 @@ def _num_parameters(config: "EngineConfig", target: "RunTarget") -> int:
 
     from hybridrt.collectives.groups import TPGroup
     from hybridrt.layers.linear import parameter_count
-    from hybridrt.runtime.load.build import empty_model
+    from hybridrt.runtime.load.build_model import empty_model
 
     plain = replace(target, tp=TPGroup(), model_config=replace(target.model_config, quant=None))
     return parameter_count(empty_model(config, plain, torch.device("meta")))
@@ -219,7 +220,7 @@ def _schemes(model_config: "ModelConfig", model: Any) -> dict[str, int]:
 def _layers(config: "EngineConfig", target: "RunTarget", is_here: bool) -> Iterator[LayerReport]:
     """`is_here`: the device can be asked what it can do."""
     from hybridrt.kinds.registry import state_shape
-    from hybridrt.runtime.load.build import kv_layers, pool_spec
+    from hybridrt.runtime.load.kept_state import kv_layers, pool_spec
 
     mc, spec = target.model_config, pool_spec(config, target)
     attention = _attention_backends(config, target, is_here)
@@ -235,7 +236,7 @@ def _layers(config: "EngineConfig", target: "RunTarget", is_here: bool) -> Itera
 def _attention_backends(config: "EngineConfig", target: "RunTarget", is_here: bool) -> str:
     """Names the one that decodes, and after a slash another one that prefills, which depends on the device."""
     from hybridrt.recurrent.backends import load_attention_backend, resolve_attention_name, resolve_prefill_name
-    from hybridrt.runtime.load.build import kv_layers
+    from hybridrt.runtime.load.kept_state import kv_layers
 
     names = [resolve_attention_name(config.attention_backend, target.device)]
     if is_here or config.prefill_attention_backend is not None:

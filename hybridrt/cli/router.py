@@ -35,7 +35,7 @@ def router(routing: RouterOptions = RouterOptions(), server: FrontOptions = Fron
     if missing:
         raise ProviderNotInstalledError(f"{', '.join(missing)} is not installed: pip install '.[serve]'")
     from hybridrt.fleet.router import RouterConfig, RouterServer
-    from hybridrt.runtime.load.build import resolve_model_path
+    from hybridrt.runtime.load.model_path import resolve_model_path
     from hybridrt.server.core.config import ServerConfig
     from hybridrt.server.run import bind, raise_file_limit, write_logs
 

@@ -141,7 +141,7 @@ def serve(
     config = ServerConfig(**given)
     from hybridrt.base.engine_config import EngineConfig
     from hybridrt.engine.api.llm import LLM
-    from hybridrt.runtime.load.build import checkpoint_path
+    from hybridrt.runtime.load.model_path import checkpoint_path
     from hybridrt.server.run import bind, write_logs
     from hybridrt.server.run import serve as run
 

@@ -26,13 +26,15 @@ MAX_SECONDS = 86_400.0
 
 @dataclass(frozen=True)
 class TuneRequest:
-    """What a user asks for. output: None for the place where a run looks."""
+    """What a user asks for. output: None for the place where a run looks. gpu: of a dry run, a name of
+    `hybridrt.base.device.KNOWN`; None for the GPU of this machine, or an H200 without one."""
 
     config: "EngineConfig"
     seconds: float
     output: str | None = None
     dry_run: bool = False
     fresh: bool = False
+    gpu: str | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,13 @@ def tune(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the shapes, and measure nothing.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Also measure shapes that the file has.")] = False,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            metavar="h100|h200|a100|l40s|b200|rtx5090",
+            help="With --dry-run: print those of this one. [the GPU of this machine, else h200]",
+        ),
+    ] = None,
     as_json: JsonOption = False,
     engine: EngineOptions = EngineOptions(),  # noqa: B008
     speculation: SpeculativeOptions = SpeculativeOptions(),  # noqa: B008
@@ -61,13 +70,13 @@ def tune(
 
     They are measured for one model's shapes, and the choice is stored. Reads config.json alone, and runs kernels over
     random numbers. The options are those of the later run: they decide the shapes. Nothing else may use the GPU
-    meanwhile.
+    meanwhile. A dry run needs no GPU.
     """
     from hybridrt.base.engine_config import EngineConfig
 
     config = EngineConfig(model, **engine.given(), **speculation.given(model))
     with _progress_line(hidden=as_json) as progress:
-        found = tune_model(TuneRequest(config, seconds, output, dry_run, fresh), progress)
+        found = tune_model(TuneRequest(config, seconds, output, dry_run, fresh, gpu), progress)
     if as_json:
         typer.echo(json.dumps(_as_json(found), indent=2))
     else:
@@ -79,39 +88,49 @@ def tune_model(asked: TuneRequest, progress: "Progress", timer: "Timer | None" =
 
     Raises:
         ConfigError: the model, an option or an earlier file cannot be used.
-        DeviceError: there is no GPU here.
+        DeviceError: there is no GPU here, and it is no dry run.
         ProviderNotInstalledError: Triton is not installed.
         EngineError: the model's shapes were not found.
     """
     from hybridrt.kernels.core.providers import require
     from hybridrt.models.config.read_config import read_model_config
-    from hybridrt.runtime.load.build import checkpoint_path
+    from hybridrt.runtime.load.model_path import checkpoint_path
     from hybridrt.runtime.load.tuned_choices import Origin, write_tuned
-    from hybridrt.runtime.tune.model_shapes import model_shapes
+    from hybridrt.runtime.tune.model_shapes import choosing_for, model_shapes
     from hybridrt.runtime.tune.tune import Tuning, file_of, shapes_to_measure, tune
 
     require("triton", "hybridrt tune")
     if not 0 < asked.seconds <= MAX_SECONDS:
         raise ConfigError(f"seconds is {asked.seconds:g}; it must be more than 0 and at most {MAX_SECONDS:g}")
-    device, gpu = _device(asked.config, timer)
-    path = checkpoint_path(asked.config)
+    if asked.gpu is not None and not asked.dry_run:
+        raise ConfigError(f"gpu is {asked.gpu!r}; kernels are measured on the GPU of this machine: add --dry-run")
+    device, gpu = _device(asked, timer)
+    path = checkpoint_path(replace(asked.config, device="cpu"))  # the GPU may be elsewhere
     read_model_config(path)  # which refuses models that cannot run
     target = _target(asked, gpu)
     before = None if asked.fresh else _before(target, gpu)
     config = replace(asked.config, model=str(path), device="cuda")
-    shapes = shapes_to_measure(model_shapes(config, gpu), device)
+    found = model_shapes(config, gpu)
     if asked.dry_run:
-        return Tuned(gpu.name, None, shapes, Tuning())
+        with choosing_for(gpu) as pretended:
+            return Tuned(gpu.name, None, shapes_to_measure(found, pretended), Tuning())
+    shapes = shapes_to_measure(found, device)
     with _benches(device, timer) as make_bench:
-        found = tune(shapes, device, make_bench, asked.seconds, _table(before, device, target), progress)
-    write_tuned(target, file_of(found, Origin.of_gpu(gpu), before))
-    return Tuned(gpu.name, target, shapes, found)
+        tuning = tune(shapes, device, make_bench, asked.seconds, _table(before, device, target), progress)
+    write_tuned(target, file_of(tuning, Origin.of_gpu(gpu), before))
+    return Tuned(gpu.name, target, shapes, tuning)
 
 
-def _device(config: "EngineConfig", timer: "Timer | None") -> "tuple[torch.device, GPUFacts]":
-    from hybridrt.base.device import GPUFacts, known_gpu, resolve_device, use_gpu
+def _device(asked: TuneRequest, timer: "Timer | None") -> "tuple[torch.device, GPUFacts]":
+    """Where to measure, and the GPU. A dry run measures nothing: its device may be a CPU."""
+    import torch
 
-    device = resolve_device(config.device)
+    from hybridrt.base.device import GPUFacts, gpu_count, known_gpu, resolve_device, use_gpu
+
+    name = asked.config.device
+    if asked.dry_run and name != "cpu" and (asked.gpu is not None or not gpu_count()):
+        return torch.device("cpu"), known_gpu(asked.gpu or "h200")
+    device = resolve_device(name)
     if device.type == "cuda":
         use_gpu(device)
         return device, GPUFacts.of_device(device)
@@ -119,7 +138,7 @@ def _device(config: "EngineConfig", timer: "Timer | None") -> "tuple[torch.devic
         return device, known_gpu("h200")
     raise DeviceError(
         f"hybridrt tune measures kernels on a GPU, and the device is {str(device)!r}; run it on the machine that "
-        "will serve the model"
+        "will serve the model, or see with --dry-run --gpu h200 what it measures"
     )
 
 

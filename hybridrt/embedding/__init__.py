@@ -17,7 +17,7 @@ from hybridrt.embedding.ranks import join_ranks
 from hybridrt.embedding.runtime import EmbeddedRuntime
 from hybridrt.engine.text.tokenizer import load_tokenizer
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
-from hybridrt.runtime.load.build import resolve_model_path
+from hybridrt.runtime.load.model_path import resolve_model_path
 
 __all__ = [
     "Array", "DecodeGraphs", "EmbeddedRuntime", "EngineConfig", "ForwardBatch", "LoadedModel", "MemoryPlan", "Numbers",

@@ -16,7 +16,7 @@ from hybridrt.kernels.core.packed import A, int32_array, map_arrays
 from hybridrt.kernels.core.records import TokenInputs
 from hybridrt.kernels.core.slots import may_look
 from hybridrt.mem_cache.pools.page_groups import PageDemand
-from hybridrt.runtime.load.build import Runtime
+from hybridrt.runtime.load.runtime import Runtime
 from hybridrt.runtime.step.pack import StagingRing, make_batch
 from hybridrt.runtime.step.recurrent_arrays import RecurrentArrays, set_recurrent
 

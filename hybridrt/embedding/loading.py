@@ -13,7 +13,11 @@ from hybridrt.engine.text.tokenizer import HFTokenizer, load_tokenizer
 from hybridrt.mem_cache.pools.kv_pool import LayerScales
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
 from hybridrt.models.base import CausalLM
-from hybridrt.runtime.load.build import Runtime, build_model, load_target, make_plan, resolve_model_path, weight_bytes
+from hybridrt.runtime.load.build_model import build_model, weight_bytes
+from hybridrt.runtime.load.load_target import load_target
+from hybridrt.runtime.load.make_plan import make_plan
+from hybridrt.runtime.load.model_path import resolve_model_path
+from hybridrt.runtime.load.runtime import Runtime
 from hybridrt.runtime.load.target import RunTarget
 from hybridrt.runtime.run.kv_scales import find_kv_scales
 

@@ -14,7 +14,7 @@ from hybridrt.embedding.decode_graphs import DecodeGraphs
 from hybridrt.embedding.numbers import Array, Numbers, check_equal, check_on_device, check_within, host_integers
 from hybridrt.kernels.core.slots import check_range, may_look
 from hybridrt.mem_cache.pools.mamba_pool import MambaPool
-from hybridrt.runtime.load.build import Runtime
+from hybridrt.runtime.load.runtime import Runtime
 from hybridrt.runtime.replay.graph_runner import GraphRunner
 from hybridrt.runtime.step.pack import PageEntries
 

@@ -14,7 +14,7 @@ from hybridrt.base.errors import UnavailableError
 from hybridrt.engine.api.async_llm import AsyncLLM
 from hybridrt.engine.api.llm import LLM
 from hybridrt.fleet.router import Router, RouterConfig
-from hybridrt.runtime.load.build import resolve_model_path
+from hybridrt.runtime.load.model_path import resolve_model_path
 from hybridrt.server.app import make_app
 from hybridrt.server.core.api_keys import read_api_keys
 from hybridrt.server.core.config import ServerConfig

@@ -22,8 +22,9 @@ from hybridrt.parallel.rank_start import rank_device, start_ranks, torchrun_plac
 from hybridrt.parallel.ranks import Ranks
 from hybridrt.parallel.tasks import DraftTask, DropTask, JoinTask, MaskTask, PrefixCopy
 from hybridrt.parallel.torchrun import world
-from hybridrt.runtime.load.build import empty_model, load_target
+from hybridrt.runtime.load.build_model import empty_model
 from hybridrt.runtime.load.draft_needs import DraftRow
+from hybridrt.runtime.load.load_target import load_target
 from hybridrt.runtime.load.start_kernels import StartAhead
 from hybridrt.runtime.run.launched_step import LaunchedStep
 from hybridrt.runtime.run.model_runner import ModelRunner

@@ -20,8 +20,8 @@ from starlette.types import ASGIApp
 from hybridrt.base.errors import UnavailableError
 from hybridrt.engine.api.async_llm import AsyncLLM
 from hybridrt.engine.api.llm import LLM
-from hybridrt.runtime.load.build import resolve_model_path
 from hybridrt.runtime.load.digest import model_digest
+from hybridrt.runtime.load.model_path import resolve_model_path
 from hybridrt.server.about import summary
 from hybridrt.server.app import make_app
 from hybridrt.server.core.config import ServerConfig

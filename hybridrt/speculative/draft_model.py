@@ -23,17 +23,12 @@ from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, PageGroup
 from hybridrt.mem_cache.pools.page_groups import PageDemand, in_every_group
 from hybridrt.mem_cache.prefix_tree.cache_key import DEFAULT_KEY, CacheKey
 from hybridrt.mem_cache.prefix_tree.texts import in_common
-from hybridrt.runtime.load.build import (
-    empty_model,
-    graph_bytes,
-    load_target,
-    page_demands,
-    pool_spec,
-    row_bytes,
-    set_bytes,
-    weight_bytes,
-)
+from hybridrt.runtime.load.build_model import empty_model, weight_bytes
 from hybridrt.runtime.load.draft_needs import DraftTarget, Everywhere
+from hybridrt.runtime.load.graph_costs import graph_bytes
+from hybridrt.runtime.load.kept_state import page_demands, pool_spec, set_bytes
+from hybridrt.runtime.load.load_target import load_target
+from hybridrt.runtime.load.pool_costs import row_bytes
 from hybridrt.runtime.load.start_kernels import StartAhead
 from hybridrt.runtime.load.target import RunTarget
 from hybridrt.runtime.run.model_runner import ModelRunner

@@ -6,8 +6,8 @@ from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.model_config import ModelConfig
 from hybridrt.models.base import CausalLM
 from hybridrt.models.registry import make_mtp_head
-from hybridrt.runtime.load.build import graph_rows, step_widths
 from hybridrt.runtime.load.draft_needs import DraftRow, DraftTarget, Everywhere
+from hybridrt.runtime.load.graph_costs import graph_rows, step_widths
 from hybridrt.runtime.load.target import RunTarget
 from hybridrt.speculative.draft import Draft, with_others
 from hybridrt.speculative.drafter import Drafter, DraftRequest

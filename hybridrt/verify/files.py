@@ -12,7 +12,8 @@ from hybridrt.base.files_safetensors import DTYPES
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.models.loading.loader import check_keys, has_own_head
 from hybridrt.models.loading.shards import shards_of, some
-from hybridrt.runtime.load.build import empty_model, load_target
+from hybridrt.runtime.load.build_model import empty_model
+from hybridrt.runtime.load.load_target import load_target
 from hybridrt.verify.published_hashes import checkpoint_files, has_hash, published_hash, sha256_of
 from hybridrt.verify.results import Result
 from hybridrt.verify.subject import Subject

@@ -16,7 +16,9 @@ from hybridrt.engine.api.llm import LLM
 from hybridrt.layers.rotary import rotary_table
 from hybridrt.models.loading.loader import check_keys
 from hybridrt.models.loading.shards import shards_of
-from hybridrt.runtime.load.build import EMBEDDED, empty_model, load_target
+from hybridrt.runtime.load.build_model import empty_model
+from hybridrt.runtime.load.load_target import load_target
+from hybridrt.runtime.load.model_path import EMBEDDED
 from hybridrt.verify import oracle
 from hybridrt.verify.decoded_copy import write_decoded
 from hybridrt.verify.ours import (

@@ -13,7 +13,7 @@ from hybridrt.base.dtypes import resolve_dtype
 from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.model_config import ModelConfig
 from hybridrt.models.config.read_config import read_model_config
-from hybridrt.runtime.load.build import resolve_model_path
+from hybridrt.runtime.load.model_path import resolve_model_path
 from hybridrt.verify.results import Parts
 
 if TYPE_CHECKING:

@@ -20,10 +20,13 @@ from hybridrt.kernels.attention.graph_copies import BLOCK_N, DIM, copied_tokens
 from hybridrt.mem_cache.pools.kv_pool import KVPool
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.recurrent.backends import BACKENDS, backend_class, resolve_attention_name
-from hybridrt.runtime.load import build
-from hybridrt.runtime.load.build import fixed_bytes, graph_bytes, load_target, make_plan, wants_prompt_graphs
+from hybridrt.runtime.load import graph_costs
 from hybridrt.runtime.load.draft_needs import DraftNeeds
 from hybridrt.runtime.load.fit import as_on_gpu
+from hybridrt.runtime.load.graph_costs import graph_bytes, wants_prompt_graphs
+from hybridrt.runtime.load.load_target import load_target
+from hybridrt.runtime.load.make_plan import make_plan
+from hybridrt.runtime.load.pool_costs import fixed_bytes
 
 FALCON = AttentionSpec(12, 2, DIM, DIM, None, DIM**-0.5, torch.bfloat16)
 WINDOW, WIDE = replace(FALCON, sliding_window=500), replace(FALCON, head_dim=256, v_head_dim=256)
@@ -127,7 +130,7 @@ def test_the_plan_has_none_where_none_are_made(config: EngineConfig, monkeypatch
     assert copies(replace(config, attention_backend="fa3", prefill_attention_backend="triton")) == 0
     assert copies(replace(config, attention_backend="torch", prefill_attention_backend="triton")) == copies(config) > 0
     assert copies(replace(config, attention_backend="triton", prefill_attention_backend="fa3")) == copies(config)
-    monkeypatch.setattr("hybridrt.runtime.load.build.wants_prompt_graphs", lambda *_: False)
+    monkeypatch.setattr("hybridrt.runtime.load.graph_costs.wants_prompt_graphs", lambda *_: False)
     assert copies(config) == 0
 
 
@@ -180,7 +183,7 @@ def test_copies_of_requests_that_barely_fit_make_them_shorter(
 ) -> None:
     """A model whose copies take as much as its pages."""
     target = as_on_gpu(config, load_target(config, TPGroup())[1], "h200")
-    monkeypatch.setattr(build, "prompt_graph_bytes", lambda config, device, specs, context: 200_000 * context)
+    monkeypatch.setattr(graph_costs, "prompt_graph_bytes", lambda config, device, specs, context: 200_000 * context)
     least = fixed_bytes(config, target, 1)
     plan = make_plan(config, target, budget_bytes=least + 5 * 10**8)
     assert plan.costs.fixed == fixed_bytes(config, target, plan.max_model_len)

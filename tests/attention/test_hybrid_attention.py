@@ -27,7 +27,7 @@ from hybridrt.models.hybrid_attention import HISTORY_MODES, HybridSSMAdapter
 from hybridrt.models.loading.loader import fill_dummy
 from hybridrt.models.swa_ssm import SwaSsmConfig
 from hybridrt.models.window_history import WindowHistoryBackend
-from hybridrt.runtime.load.build import load_target
+from hybridrt.runtime.load.load_target import load_target
 from tests.support.by_hand import ByHand, Row
 from tests.support.checkpoints import CheckpointStore, swa_ssm, write
 

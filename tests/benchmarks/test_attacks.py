@@ -15,7 +15,7 @@ from benchmarks.attack_clients import STREAM_TOKENS, Neighbour, attack
 from benchmarks.attack_images import cases_of_images, small_picture
 from benchmarks.seeing_model import write_seeing_model
 from hybridrt.engine.api.llm import LLM
-from hybridrt.runtime.load.build import resolve_model_path
+from hybridrt.runtime.load.model_path import resolve_model_path
 from tests.support.http_server import Served, serving
 
 GET = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"

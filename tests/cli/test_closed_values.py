@@ -10,7 +10,9 @@ from typer.testing import CliRunner
 from hybridrt import LLM, EngineConfig, SpeculativeConfig
 from hybridrt.base.errors import BackendError, ConfigError, DeviceError, ProviderNotInstalledError
 from hybridrt.cli.app import app
-from hybridrt.runtime.load import build
+from hybridrt.collectives.groups import TPGroup
+from hybridrt.runtime.load import build_model, model_path
+from hybridrt.runtime.load.load_target import load_target
 
 COMMANDS = ("serve", "generate", "chat", "bench offline")
 # They name what plug-ins may bring.
@@ -38,7 +40,7 @@ def _options() -> Iterator[tuple[str, str]]:
 def test_a_wrong_word_is_refused_before_anything_is_read(
     command: str, option: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "find_checkpoint", None)
+    monkeypatch.setattr(model_path, "find_checkpoint", None)
     model = ["--model", NO_MODEL] if command in ("generate", "bench offline") else [NO_MODEL]
     prompt = ["x"] if command == "generate" else []
     found = CliRunner().invoke(app, [*command.split(), *model, option, "zzz", *prompt])
@@ -58,13 +60,13 @@ def test_all_options_of_an_engine_with_alternatives_are_there() -> None:
      "target_itl_ms"],
 )  # fmt: skip
 def test_so_does_the_api(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "find_checkpoint", None)
+    monkeypatch.setattr(model_path, "find_checkpoint", None)
     with pytest.raises((ConfigError, BackendError), match=rf"^{field} .*zzz.* (must be|supported are)"):
         LLM(NO_MODEL, **{field: "zzz"})  # type: ignore[arg-type]
 
 
 def test_a_gpu_that_is_not_there_is_refused_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "find_checkpoint", None)
+    monkeypatch.setattr(model_path, "find_checkpoint", None)
     with pytest.raises(DeviceError, match="torch sees"):
         LLM(NO_MODEL, device="cuda:99")
     with pytest.raises(ConfigError, match="'nope' is not supported"):
@@ -82,9 +84,9 @@ def test_a_gpu_that_is_not_there_is_refused_before_anything_is_read(monkeypatch:
 def test_a_backend_that_cannot_serve_is_refused_before_weights_are_read(
     given: dict[str, str], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "empty_model", None)
-    monkeypatch.setattr(build, "load_or_map", None)
+    monkeypatch.setattr(build_model, "empty_model", None)
+    monkeypatch.setattr(build_model, "load_or_map", None)
     config = EngineConfig("embedded", device="cpu", **given)  # type: ignore[arg-type]
-    path, target = build.load_target(config, build.TPGroup())
+    path, target = load_target(config, TPGroup())
     with pytest.raises((BackendError, ProviderNotInstalledError), match=text):
-        build.build_model(config, target, path, False)
+        build_model.build_model(config, target, path, False)

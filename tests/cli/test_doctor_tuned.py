@@ -9,10 +9,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hybridrt.base.device import COMPILED, KNOWN, GPUFacts, tried
+from hybridrt.base.device import KNOWN, GPUFacts
+from hybridrt.base.tried import COMPILED, trials_like
 from hybridrt.cli import doctor
 from hybridrt.cli.app import app
-from hybridrt.cli.doctor import TunedReport, tuned_files
+from hybridrt.cli.doctor import TunedReport, tried_on, tuned_files
 from hybridrt.kernels.dense.skinny_linear_triton import TILES, TiledProduct
 from hybridrt.runtime.load.tuned_choices import Choice, Origin, TunedFile, fields_of, tuned_path, write_tuned
 
@@ -80,8 +81,43 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Tuned choices" in text and "skinny_linear: 1 of 2" in text and "2026-01-02" in text
 
 
-def test_what_was_tried_on_a_gpu() -> None:
-    assert tried((9, 0)) == "kernels were run on H100 and H200"
-    assert {tried(capability) for capability in COMPILED} == {"kernels were compiled for it, and never run on one"}
-    assert tried((7, 5)) == "kernels were neither run on one nor compiled for it"
+@pytest.mark.parametrize(
+    ("gpu", "torch_version", "triton", "text"),
+    [
+        ("h200", "2.15.0+cu132", "3.9.0", "torch 2.15.0+cu132 with Triton 3.9.0 was tried on NVIDIA H200."),
+        ("h100", "2.11.0+cu130", "3.6.0", "was tried on NVIDIA H100 80GB HBM3."),
+        (
+            "h100",
+            "2.15.0+cu132",
+            "3.9.0",
+            "was tried on H200, which has the same compute capability, and not on",
+        ),
+        ("h200", "2.15.0+cu132", "3.8.0", "torch 2.15.0+cu132 with Triton 3.8.0 was not tried on a GPU like NVIDIA"),
+        ("h200", "2.15.0+cu130", "3.9.0", "torch 2.15.0+cu130 with Triton 3.9.0 was not tried on a GPU like NVIDIA"),
+        ("h200", "2.15.0+cu132", None, "with Triton (not installed) was not tried on a GPU like NVIDIA H200"),
+        ("b200", "2.15.0+cu132", "3.9.0", "Nothing was run on a GPU like NVIDIA B200"),
+    ],
+)
+def test_what_was_tried_on_a_gpu(gpu: str, torch_version: str, triton: str | None, text: str) -> None:
+    (found,) = tried_on([KNOWN[gpu], KNOWN[gpu]], torch_version, triton)
+    assert text in found.here
+    assert found.trials and {trial.capability for trial in found.trials} == {KNOWN[gpu].capability}
+
+
+def test_nothing_was_tried_on_other_gpus() -> None:
+    (found,) = tried_on([replace(GPU, name="NVIDIA T4", capability=(7, 5))], "2.15.0+cu132", "3.9.0")
+    assert found.trials == [] and "neither run on a GPU like NVIDIA T4 nor compiled" in found.here
+
+
+def test_every_gpu_that_can_be_named_is_in_the_list() -> None:
+    for gpu in KNOWN.values():
+        words = set(gpu.name.replace("-", " ").split())
+        assert any(set(trial.gpus) <= words for trial in trials_like(gpu.capability)), gpu.name
     assert {gpu.capability for gpu in KNOWN.values()} == {(9, 0), *COMPILED}
+
+
+def test_the_table_of_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_gpus", lambda: [GPU, KNOWN["l40s"]])
+    text = " ".join(CliRunner().invoke(app, ["doctor"]).output.split())
+    assert "What was tried on a GPU like NVIDIA H200" in text and "2.11.0+cu130 3.6.0 all of tests/gpu ran" in text
+    assert "Nothing was run on a GPU like NVIDIA L40S" in text and "RTX 5090" not in text

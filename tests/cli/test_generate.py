@@ -20,7 +20,7 @@ from hybridrt.cli.generate import PromptSampling, _bar
 from hybridrt.cli.options import EngineOptions
 from hybridrt.engine.core.engine import Engine
 from hybridrt.engine.request.outputs import Delta, RequestOutput
-from hybridrt.runtime.load import build
+from hybridrt.runtime.load import model_path
 from hybridrt.runtime.run.model_runner import ModelRunner
 from tests.support.tiny import CHAT_TEMPLATE, write_tiny
 
@@ -176,7 +176,7 @@ def test_the_default_model_needs_no_download() -> None:
 
 
 def test_a_missing_default_model_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "ASSETS", tmp_path)
+    monkeypatch.setattr(model_path, "ASSETS", tmp_path)
     result = CliRunner().invoke(app, ["generate", "x"])
     assert result.exit_code == 2
     assert "lacks its embedded model" in result.stderr

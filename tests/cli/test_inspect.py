@@ -23,7 +23,7 @@ from hybridrt.kernels.core import providers
 from hybridrt.kinds.registry import can_replay
 from hybridrt.layers.linear import parameter_count
 from hybridrt.models.config.read_config import read_model_config
-from hybridrt.runtime.load import build, fit
+from hybridrt.runtime.load import build_model, fit
 from hybridrt.runtime.run.model_runner import ModelRunner
 from tests.models.test_vision import QWEN, seeing
 from tests.support.checkpoints import (
@@ -89,7 +89,7 @@ def test_report_is_what_a_runner_allocates(model: tuple[Path, str], options: dic
         options = {k: v for k, v in options.items() if k != "state_mode"}
     config = EngineConfig(str(model[0]), load_format="dummy", **SMALL, **options)
     report, runner = describe_model(config), ModelRunner(config)
-    assert report.weight_bytes == build.weight_bytes(runner.model)
+    assert report.weight_bytes == build_model.weight_bytes(runner.model)
     assert report.kv_dtype == ("float8_e4m3fn" if "kv_cache_dtype" in options else "float32")
     assert report.num_parameters == parameter_count(runner.model)
     kv, mamba = runner.pools.kv, runner.pools.req_to_token.mamba_pool
@@ -188,8 +188,8 @@ def test_inspect_loads_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("inspect filled a model")
 
-    monkeypatch.setattr(build, "load_weights", refuse)
-    monkeypatch.setattr(build, "fill_dummy", refuse)
+    monkeypatch.setattr(build_model, "load_weights", refuse)
+    monkeypatch.setattr(build_model, "fill_dummy", refuse)
     result = run("inspect", str(Path(__file__).parents[2] / "benchmarks" / "configs" / "qwen3-next-12l"))
     assert result.exit_code == 0, result.output
     assert "20.4 B parameters" in result.stdout, "80 GB of weights that were not allocated"
@@ -198,7 +198,9 @@ def test_inspect_loads_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_memory_too_small_is_said_and_the_layers_are_shown(
     model: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    free = build.weight_bytes(ModelRunner(EngineConfig(str(model[0]), load_format="dummy", **SMALL)).model) + 400_000
+    free = (
+        build_model.weight_bytes(ModelRunner(EngineConfig(str(model[0]), load_format="dummy", **SMALL)).model) + 400_000
+    )
     monkeypatch.setattr(fit, "free_host_memory", lambda: free)
     result = run("inspect", str(model[0]), "--device", "cpu", "--max-running-requests", "4096")
     assert result.exit_code == 0

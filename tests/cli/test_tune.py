@@ -10,7 +10,8 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from hybridrt.base.device import KNOWN
+from hybridrt.base import device as device_module
+from hybridrt.base.device import KNOWN, shared_memory
 from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import ConfigError, EngineError
 from hybridrt.cli import tables
@@ -102,6 +103,31 @@ def test_a_dry_run_writes_nothing(model: Path, tmp_path: Path) -> None:
     found = tune_model(asked(model, dry_run=True), quiet, Timer())
     assert found.shapes == [("skinny_linear", SHAPE)] and found.path is None and not found.tuning.measured
     assert not (tmp_path / "cache").exists()
+
+
+def test_a_dry_run_needs_no_gpu(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts the candidates that fit the GPU that is named: of two tiles an L40S has room for one."""
+    monkeypatch.setattr(device_module, "gpu_count", lambda: 0)
+    rooms: list[int] = []
+    tiles = TILES.candidates(SHAPE, CPU)
+
+    def fitting(_: TiledProduct, device: torch.device) -> Any:
+        rooms.append(shared_memory(device))
+        return tiles if rooms[-1] > 100 << 10 else tiles[:1]
+
+    monkeypatch.setattr(TILES, "candidates", fitting)
+    before = shared_memory(CPU)
+    for arguments, gpu, shapes in (((), "h200", 1), (("--gpu", "b200"), "b200", 1), (("--gpu", "l40s"), "l40s", 0)):
+        found = json.loads(run(str(model), "--dry-run", "--json", *arguments).stdout)
+        assert found["gpu"] == KNOWN[gpu].name and len(found["shapes"]) == shapes and found["path"] is None
+        assert rooms[-1] == KNOWN[gpu].shared_memory and shared_memory(CPU) == before
+
+
+def test_another_gpu_is_for_dry_runs_alone(model: Path) -> None:
+    found = run(str(model), "--gpu", "h200")
+    assert found.exit_code == 2 and "add --dry-run" in " ".join(found.output.split())
+    unknown = run(str(model), "--dry-run", "--gpu", "z80")
+    assert unknown.exit_code == 2 and "known are h100, h200" in " ".join(unknown.output.split())
 
 
 def test_the_output_may_be_elsewhere_but_is_no_directory(model: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 from hybridrt.base.errors import CheckpointError
 from hybridrt.engine.text.stop_strings import StopStrings
 from hybridrt.engine.text.tokenizer import Detokenizer, HFTokenizer, load_tokenizer
-from hybridrt.runtime.load.build import ASSETS
+from hybridrt.runtime.load.model_path import ASSETS
 from tests.support.engine_harness import ByteTokenizer
 
 TEXT = "a ba\N{GREEK SMALL LETTER PI} \N{EURO SIGN}\N{GRINNING FACE}b"

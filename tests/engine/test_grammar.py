@@ -16,7 +16,7 @@ from hybridrt.engine.grammar.grammar_compiler import KEPT, GrammarCompiler
 from hybridrt.engine.grammar.grammar_text import grammar_text
 from hybridrt.engine.grammar.matcher import MaskedRow, Matcher
 from hybridrt.engine.text.tokenizer import load_tokenizer
-from hybridrt.runtime.load.build import resolve_model_path
+from hybridrt.runtime.load.model_path import resolve_model_path
 from hybridrt.speculative.drafter import Draft
 from tests.support.schemas import SCHEMAS
 

@@ -15,7 +15,7 @@ from hybridrt.engine.grammar.grammar_compiler import GrammarCompiler
 from hybridrt.engine.grammar.mask_time import BURST_SECONDS, STEP_SECONDS, WATCHED_STEPS, Allowance
 from hybridrt.engine.grammar.matcher import MaskedRow, Matcher
 from hybridrt.engine.text.tokenizer import load_tokenizer
-from hybridrt.runtime.load.build import resolve_model_path
+from hybridrt.runtime.load.model_path import resolve_model_path
 from hybridrt.speculative.drafter import Draft
 
 LONG = "a" * MAX_CHARACTERS

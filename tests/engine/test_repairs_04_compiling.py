@@ -16,7 +16,7 @@ from hybridrt.engine.grammar.compile_process import CompileProcess, Verdict
 from hybridrt.engine.grammar.grammar_compiler import GrammarCompiler
 from hybridrt.engine.grammar.grammar_text import grammar_text, remainders
 from hybridrt.engine.text.tokenizer import load_tokenizer
-from hybridrt.runtime.load.build import resolve_model_path
+from hybridrt.runtime.load.model_path import resolve_model_path
 from tests.support.clock import Clock
 
 SMALL = StructuredOutputs(regex="[ab]c")

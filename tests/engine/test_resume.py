@@ -10,7 +10,7 @@ from hybridrt.base.errors import EngineError, RequestError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.api.llm import LLM
 from hybridrt.engine.request.sample_request import new_detokenizer, resumed_text
-from hybridrt.runtime.load.build import resolve_model_path
+from hybridrt.runtime.load.model_path import resolve_model_path
 from tests.support.levels import sweep
 
 PROMPT = "def read_lines(path):\n    "

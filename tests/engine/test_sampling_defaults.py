@@ -105,6 +105,6 @@ def test_options_override_single_fields_alone(tmp_path: Path) -> None:
 
 def test_the_built_in_model_samples() -> None:
     """Its greedy text repeats itself (docs/embedded-model.md)."""
-    from hybridrt.runtime.load.build import ASSETS
+    from hybridrt.runtime.load.model_path import ASSETS
 
     assert default_sampling_params(ASSETS / "embedded") == SamplingParams(temperature=0.8, top_p=0.95)

@@ -18,7 +18,8 @@ from hybridrt.mem_cache.pools.slabs import SlabShare
 from hybridrt.mem_cache.pools.state_moves import StateMove, When
 from hybridrt.mem_cache.prefix_tree.cache_key import DEFAULT_KEY
 from hybridrt.runtime.load import fit
-from hybridrt.runtime.load.build import load_target, make_plan
+from hybridrt.runtime.load.load_target import load_target
+from hybridrt.runtime.load.make_plan import make_plan
 from hybridrt.runtime.run import model_runner
 from hybridrt.runtime.step.plan import PageWrite, StepPlan, int32s
 from tests.engine.test_prefix_states import TEXT

@@ -20,7 +20,7 @@ import pytest
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.channel.keys import FLEET_VARIABLE
 from hybridrt.engine.api.llm import LLM
-from hybridrt.runtime.load.build import resolve_model_path
+from hybridrt.runtime.load.model_path import resolve_model_path
 from tests.support.http_server import WAIT
 from tests.support.routing import FLEET_KEY, Routed, routing
 

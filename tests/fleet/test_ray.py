@@ -14,7 +14,7 @@ from hybridrt.base.errors import ConfigError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.channel.keys import FLEET_VARIABLE
 from hybridrt.engine.api.llm import LLM
-from hybridrt.runtime.load.build import resolve_model_path
+from hybridrt.runtime.load.model_path import resolve_model_path
 
 ray = pytest.importorskip("ray", reason="it comes with the extra ray")
 serve = pytest.importorskip("ray.serve", reason="it comes with the extra ray")

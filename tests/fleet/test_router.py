@@ -19,7 +19,7 @@ from hybridrt.fleet.fleet_metrics import RouterMetrics, merged
 from hybridrt.fleet.prefix_mirror import PrefixMirror
 from hybridrt.fleet.replica_client import ReplicaClient
 from hybridrt.fleet.router import RouterConfig
-from hybridrt.runtime.load.build import resolve_model_path
+from hybridrt.runtime.load.model_path import resolve_model_path
 from hybridrt.server.core.config import ServerConfig
 from hybridrt.server.core.respond import ELSEWHERE
 from tests.support.http_server import Served, serving

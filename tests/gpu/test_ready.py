@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hybridrt import LLM, SpeculativeConfig
-from hybridrt.runtime.load.build import resolve_model_path
+from hybridrt.runtime.load.model_path import resolve_model_path
 from tests.gpu.rig import DEVICE, PRODUCTION
 from tests.support.checkpoints import CheckpointStore
 from tests.support.http_server import WAIT, Served, serving

@@ -1,6 +1,7 @@
 """Kernels that are kept are those that Triton's own launch takes, with the same parameters."""
 
 import random
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from hybridrt.kernels.core.jit_kernel_triton import JitKernel, jit_kernel
+from hybridrt.kernels.core.jit_kernel_triton import FUSION, JitKernel, jit_kernel
 
 
 class Pair(NamedTuple):
@@ -47,6 +48,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "launch_cooperative_grid": (True, False),
 }  # fmt: skip
 USUAL: dict[str, Any] = {"x": MEMORY, "n": 3, "count": 5, "place": 7, "pair": (2, 3), "tile": None, "K": 2}
+FUSED = {"enable_fp_fusion": True}
 OPTIONS = {"do_not_specialize": ["count"], "do_not_specialize_on_alignment": ["x"]}
 
 
@@ -70,10 +72,12 @@ class Compiled:
 
 
 class Device:
-    """Triton's driver without a GPU. `launched`: grids, streams, kernels and their arguments."""
+    """Triton's driver without a GPU. `launched`: grids, streams, kernels and their arguments. `fused`: of each
+    compiled kernel, whether products and sums become one instruction."""
 
     def __init__(self) -> None:
         self.device, self.stream, self.compiled = 0, 0, 0
+        self.fused: list[bool] = []
         self.launched: list[tuple[Any, ...]] = []
 
     def get_current_device(self) -> int:
@@ -85,8 +89,9 @@ class Device:
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
 
-    def compile(self, kernel: JITFunction[Any], key: str, *_: object, **__: object) -> Any:
+    def compile(self, kernel: JITFunction[Any], key: str, *given: Any, **__: object) -> Any:
         self.compiled += 1
+        self.fused.append(given[3].enable_fp_fusion)
         name = f"{self.device}: {key}"
 
         def run(x: int, y: int, z: int, stream: int, handle: object, metadata: object, *given: object) -> None:
@@ -101,6 +106,7 @@ class Device:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     found = Device()
+    monkeypatch.delenv(FUSION, raising=False)
     monkeypatch.setattr(driver, "_active", found)
     monkeypatch.setattr(
         JITFunction, "_do_compile", lambda kernel, *given, **named: found.compile(kernel, *given, **named)
@@ -112,7 +118,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Grows by the arguments of each launch that Triton is asked for."""
     found: list[tuple[Any, ...]] = []
-    run = JITFunction.run
+    run = JitKernel.run
 
     def note(kernel: JitKernel, *args: Any, **named: Any) -> Any:
         found.append(args)
@@ -128,8 +134,8 @@ def compare(
 ) -> None:  # fmt: skip
     """Launches both, of which `kept` may have kept the kernel."""
     args, named = list(given.values())[:positional], dict(list(given.items())[positional:])
-    for each in (kept, own):
-        each[grid](*args, **named)
+    kept[grid](*args, **named)
+    own[grid](*args, **named, **FUSED)
     *where, found = device.launched[-2]
     *own_where, own_found = device.launched[-1]
     assert where == own_where, given
@@ -196,6 +202,22 @@ def test_a_kept_kernel_stays_loaded(device: Device) -> None:
     assert made() is not None
 
 
+def test_products_and_sums_are_fused_whatever_the_default(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Triton 3.6 and 3.9 do by default. Triton 3.9 warns where nobody says so, once in a process."""
+    monkeypatch.setattr(triton.knobs, "propagate_env", False)
+    if hasattr(triton._utils, "warn_once"):
+        triton._utils.warn_once.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with triton.knobs.language.scope():
+            triton.knobs.language.default_fp_fusion = False
+            JitKernel(function)[(1,)](*USUAL.values())
+        for value in ("0", "1"):
+            monkeypatch.setenv(FUSION, value)
+            JitKernel(function)[(1,)](*USUAL.values())
+    assert device.fused == [True, False, True]
+
+
 def test_what_listens_sees_every_launch(device: Device, asked: list[tuple[Any, ...]]) -> None:
     kept, seen = JitKernel(function), list[Any]()
 
@@ -228,7 +250,7 @@ def test_what_replaces_a_launch_gets_every_one(device: Device, monkeypatch: pyte
     monkeypatch.setattr(driver, "_active", None)
     for _ in range(2):
         kept[(1,)](*USUAL.values(), num_warps=4)
-    assert seen == 2 * [(tuple(USUAL.values()), {"grid": (1, 1, 1), "warmup": False, "num_warps": 4})]
+    assert seen == 2 * [(tuple(USUAL.values()), FUSED | {"grid": (1, 1, 1), "warmup": False, "num_warps": 4})]
 
 
 def test_a_kernel_that_was_not_compiled_is_not_kept(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

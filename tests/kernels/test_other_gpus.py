@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridrt.base.device import COMPILED, KNOWN
+from hybridrt.base.device import KNOWN
+from hybridrt.base.tried import COMPILED
 from hybridrt.kernels.attention import paged_attention_triton
 from hybridrt.kernels.attention.paged_attention_triton import DECODES, Decode, _loaded_bytes
 from hybridrt.kernels.delta_rule import delta_rule_triton

@@ -14,7 +14,7 @@ from hybridrt.base.engine_config import SpeculativeConfig
 from hybridrt.base.errors import MemoryBudgetError
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, PageGroup, UnitCosts, plan_memory, share_memory
 from hybridrt.mem_cache.pools.page_groups import PageDemand
-from hybridrt.runtime.load.build import weight_bytes
+from hybridrt.runtime.load.build_model import weight_bytes
 from hybridrt.runtime.sampling.sampler import prompt_logprob_bytes
 from hybridrt.speculative.draft_model import DraftModelDrafter
 from hybridrt.speculative.head import HeadRunner

@@ -17,7 +17,8 @@ from hybridrt.base.errors import CheckpointError, ConfigError
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.models.base import CausalLM
 from hybridrt.models.loading.loader import fill_dummy, load_weights
-from hybridrt.runtime.load.build import build_model, empty_model, load_target
+from hybridrt.runtime.load.build_model import build_model, empty_model
+from hybridrt.runtime.load.load_target import load_target
 from tests.models.test_models_parity import BASES, check_sample, requests
 from tests.support.checkpoints import CASES, CheckpointStore, write
 from tests.support.levels import sweep

@@ -18,7 +18,9 @@ from hybridrt.base.errors import CheckpointError, ConfigError
 from hybridrt.cli.inspect import describe_model
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.models.base import CausalLM
-from hybridrt.runtime.load.build import build_model, find_checkpoint, load_target, weight_bytes
+from hybridrt.runtime.load.build_model import build_model, weight_bytes
+from hybridrt.runtime.load.load_target import load_target
+from hybridrt.runtime.load.model_path import find_checkpoint
 from tests.support.checkpoints import write
 from tests.support.session import Session
 from tests.support.windowed_checkpoints import gpt_oss

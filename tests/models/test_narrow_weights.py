@@ -12,7 +12,8 @@ from hybridrt.base.engine_config import EngineConfig
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.models.base import CausalLM
 from hybridrt.models.loading.stored_modules import narrow_table
-from hybridrt.runtime.load.build import build_model, empty_model, load_target, plain_model
+from hybridrt.runtime.load.build_model import build_model, empty_model, plain_model
+from hybridrt.runtime.load.load_target import load_target
 from hybridrt.runtime.load.quantise import write_quantised
 from tests.support.online import write_plain, write_twin
 from tests.support.session import Session

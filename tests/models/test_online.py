@@ -16,8 +16,9 @@ from hybridrt.cli.inspect import describe_model
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.layers.quant.pieces import PackedPiece
 from hybridrt.models.base import CausalLM
-from hybridrt.runtime.load.build import build_model, load_target, weight_bytes
+from hybridrt.runtime.load.build_model import build_model, weight_bytes
 from hybridrt.runtime.load.digest import model_digest
+from hybridrt.runtime.load.load_target import load_target
 from hybridrt.speculative.draft_model import draft_config
 from tests.support.checkpoints import CheckpointStore, falcon, write
 from tests.support.levels import sweep

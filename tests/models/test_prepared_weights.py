@@ -13,7 +13,7 @@ from hybridrt.base.errors import CheckpointError
 from hybridrt.base.files_safetensors import TensorFile
 from hybridrt.engine.api.llm import LLM
 from hybridrt.models.loading.prepared_weights import VARIABLE, PreparedWeights
-from hybridrt.runtime.load import build
+from hybridrt.runtime.load import build_model
 from tests.support.checkpoints import CheckpointStore
 from tests.support.session import greedy
 
@@ -49,7 +49,7 @@ def test_a_later_start_loads_nothing(
     def fail(*arguments: object) -> None:
         raise AssertionError("the checkpoint is loaded")
 
-    monkeypatch.setattr(build, "load_weights", fail)
+    monkeypatch.setattr(build_model, "load_weights", fail)
     assert tokens(path) == expected and files(prepared) == [file]
 
 

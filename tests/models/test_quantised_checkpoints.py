@@ -21,7 +21,8 @@ from hybridrt.collectives.groups import TPGroup
 from hybridrt.layers.quant.packed_weight import PackedWeight
 from hybridrt.models.config.quant_modelopt import modelopt_rules
 from hybridrt.models.loading.stored_modules import with_stored_modules
-from hybridrt.runtime.load.build import build_model, empty_model, load_target, weight_bytes
+from hybridrt.runtime.load.build_model import build_model, empty_model, weight_bytes
+from hybridrt.runtime.load.load_target import load_target
 from tests.support.checkpoints import CheckpointStore
 from tests.support.levels import sweep
 from tests.support.mtp_oracle import HEADS, write_with_head

@@ -23,7 +23,7 @@ from hybridrt.base.errors import ConfigError
 from hybridrt.base.plugins import load_object
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.parallel import rank_start
-from hybridrt.runtime.load.build import Runtime
+from hybridrt.runtime.load.runtime import Runtime
 from hybridrt.runtime.precompile import compile_ahead
 from hybridrt.runtime.precompile.compile_ahead import CompileAhead, KernelsAhead, default_workers
 from hybridrt.runtime.precompile.compile_mark import find_mark, write_mark

@@ -9,7 +9,7 @@ import pytest
 from hybridrt.base.device import KNOWN
 from hybridrt.base.engine_config import EngineConfig
 from hybridrt.layers.quant.methods import Fp8
-from hybridrt.runtime.load.build import load_target
+from hybridrt.runtime.load.load_target import load_target
 from hybridrt.runtime.precompile import compile_trace
 from hybridrt.runtime.precompile.pretend_gpu import pretended
 

@@ -19,7 +19,8 @@ from hybridrt.models.loading import loader
 from hybridrt.models.loading.weight_reader import read_tensors
 from hybridrt.parallel import tensor_parallel
 from hybridrt.parallel.tensor_parallel import TensorParallelExecutor
-from hybridrt.runtime.load.build import empty_model, load_target
+from hybridrt.runtime.load.build_model import empty_model
+from hybridrt.runtime.load.load_target import load_target
 from hybridrt.runtime.run.model_runner import ModelRunner
 from hybridrt.speculative.drafter import AdaptiveDrafter
 from hybridrt.speculative.method import make_drafter

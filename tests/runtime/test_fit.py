@@ -12,9 +12,10 @@ import torch
 from hybridrt import LLM, EngineConfig
 from hybridrt.base.errors import MemoryBudgetError
 from hybridrt.collectives.groups import TPGroup
-from hybridrt.runtime.load import build, fit, host_memory
+from hybridrt.runtime.load import fit, host_memory
 from hybridrt.runtime.load.fit import plan_ahead
 from hybridrt.runtime.load.host_memory import free_host_memory, total_host_memory
+from hybridrt.runtime.load.load_target import load_target
 from hybridrt.runtime.run import model_runner
 from tests.support.checkpoints import falcon
 from tests.support.tiny import write_tiny
@@ -136,7 +137,7 @@ def test_ranks_share_the_memory_of_a_cpu(tmp_path: Path, monkeypatch: pytest.Mon
     path = str(write_tiny(tmp_path))
     for size in (1, 2):
         config = EngineConfig(path, device="cpu", tp_size=size)
-        _, target = build.load_target(config, TPGroup(size=size))
+        _, target = load_target(config, TPGroup(size=size))
         assert plan_ahead(config, target, 2**20).budget_bytes == (2**30 // size - 2**20) // 4
 
 

@@ -12,7 +12,9 @@ from hybridrt.collectives.groups import TPGroup
 from hybridrt.engine.cache.sessions import Sessions
 from hybridrt.engine.core.engine import Engine
 from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
-from hybridrt.runtime.load.build import build_pools, load_target, make_plan
+from hybridrt.runtime.load.load_target import load_target
+from hybridrt.runtime.load.make_plan import make_plan
+from hybridrt.runtime.load.runtime import build_pools
 from hybridrt.runtime.run.prefix_copy import prefix_shapes
 from hybridrt.runtime.run.prefix_cut import PrefixCut
 from tests.models.test_models_parity import prompts

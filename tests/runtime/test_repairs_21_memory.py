@@ -14,7 +14,7 @@ from hybridrt.base.errors import MemoryBudgetError
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.mem_cache.pools.memory_plan import GIB, gib
 from hybridrt.runtime.load import fit
-from hybridrt.runtime.load.build import load_target
+from hybridrt.runtime.load.load_target import load_target
 from hybridrt.runtime.precompile.pretend_gpu import pretended
 from tests.support.checkpoints import falcon
 from tests.support.tiny import write_tiny

@@ -9,7 +9,7 @@ import torch
 
 from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import MemoryBudgetError
-from hybridrt.runtime.load import build
+from hybridrt.runtime.load import runtime
 from hybridrt.runtime.run import model_runner
 from hybridrt.runtime.run.model_runner import ModelRunner
 from tests.support.tiny import write_tiny
@@ -26,7 +26,7 @@ def test_out_of_memory(broken: str, advice: str, tmp_path: Path, monkeypatch: py
     def fail(*args: Any, **kwargs: Any) -> None:
         raise torch.OutOfMemoryError("tried to allocate 20 GiB")
 
-    monkeypatch.setattr(model_runner if hasattr(model_runner, broken) else build, broken, fail)
+    monkeypatch.setattr(model_runner if hasattr(model_runner, broken) else runtime, broken, fail)
     with pytest.raises(MemoryBudgetError, match=rf"{advice}.*20 GiB"):
         ModelRunner(EngineConfig(str(write_tiny(tmp_path, tokenizer=False)), device="cpu", load_format="dummy"))
 

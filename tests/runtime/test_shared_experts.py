@@ -25,8 +25,9 @@ from hybridrt.engine.replicas.replicated_engine import ReplicatedEngine
 from hybridrt.engine.replicas.start import Lost
 from hybridrt.layers.expert_exchange import ExpertExchange
 from hybridrt.layers.moe import experts_of
-from hybridrt.runtime.load.build import load_target, make_plan
 from hybridrt.runtime.load.fit import pool_budget
+from hybridrt.runtime.load.load_target import load_target
+from hybridrt.runtime.load.make_plan import make_plan
 from hybridrt.runtime.replay.graph_runner import GraphRunner
 from hybridrt.runtime.run.model_runner import ModelRunner
 from hybridrt.runtime.step.plan import NO_INTEGERS

@@ -20,7 +20,8 @@ from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.kinds.prefix_sum import PrefixSumConfig
 from hybridrt.kinds.registry import linear_kind, state_shape
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, PageGroup, UnitCosts
-from hybridrt.runtime.load.build import build_pools, page_demands
+from hybridrt.runtime.load.kept_state import page_demands
+from hybridrt.runtime.load.runtime import build_pools
 from hybridrt.runtime.load.target import RunTarget
 from hybridrt.runtime.run.state_arena import StateArena
 from hybridrt.runtime.step.plan import StateCopy

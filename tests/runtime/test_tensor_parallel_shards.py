@@ -22,8 +22,10 @@ from hybridrt.layers.weights import Piece
 from hybridrt.models.base import CausalLM
 from hybridrt.models.loading.loader import load_weights
 from hybridrt.parallel import tensor_parallel
-from hybridrt.runtime.load.build import empty_model, load_target, make_plan
+from hybridrt.runtime.load.build_model import empty_model
 from hybridrt.runtime.load.fit import pool_budget
+from hybridrt.runtime.load.load_target import load_target
+from hybridrt.runtime.load.make_plan import make_plan
 from hybridrt.runtime.run.model_runner import ModelRunner
 from tests.models.test_models_parity import requests
 from tests.support.checkpoints import SPLIT, CheckpointStore, Make, falcon, falcon_mamba, jamba, lfm2, nemotron, qwen

@@ -17,7 +17,7 @@ from tests.kernels.test_token_rules import Ruled
 
 @pytest.fixture(scope="module")
 def path() -> Path:
-    from hybridrt.runtime.load.build import resolve_model_path
+    from hybridrt.runtime.load.model_path import resolve_model_path
 
     return resolve_model_path("embedded")
 

@@ -13,7 +13,7 @@ import torch
 from hybridrt.base import circuit
 from hybridrt.base.errors import ConfigError, TransferError
 from hybridrt.engine.api.llm import LLM
-from hybridrt.runtime.load.build import resolve_model_path
+from hybridrt.runtime.load.model_path import resolve_model_path
 from hybridrt.server.core.config import ServerConfig
 from hybridrt.server.core.metrics import Metrics
 from hybridrt.server.roles import DecodeRole, PrefillRole, read_short

@@ -16,7 +16,8 @@ from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.engine.request.sample_request import derive_seed
 from hybridrt.models.loading.loader import load_weights
-from hybridrt.runtime.load.build import empty_model, load_target
+from hybridrt.runtime.load.build_model import empty_model
+from hybridrt.runtime.load.load_target import load_target
 from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest
 from hybridrt.speculative.mtp import MTPDrafter
 from tests.support.checkpoints import falcon, nemotron, write

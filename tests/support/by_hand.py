@@ -16,7 +16,10 @@ from hybridrt.collectives.groups import TPGroup
 from hybridrt.mem_cache.pools.mamba_pool import MambaPool
 from hybridrt.models.base import CausalLM
 from hybridrt.recurrent.backends import create_backend
-from hybridrt.runtime.load.build import build_model, build_pools, load_target, make_plan
+from hybridrt.runtime.load.build_model import build_model
+from hybridrt.runtime.load.load_target import load_target
+from hybridrt.runtime.load.make_plan import make_plan
+from hybridrt.runtime.load.runtime import build_pools
 from tests.support.session import spoil
 
 

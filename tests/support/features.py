@@ -15,7 +15,7 @@ import torch
 from hybridrt import LLM, SamplingParams, SpeculativeConfig, StructuredOutputs
 from hybridrt.base.spans import EncoderInput, Span
 from hybridrt.base.vision import VisionSpec
-from hybridrt.runtime.load.build import ASSETS
+from hybridrt.runtime.load.model_path import ASSETS
 from tests.support.mtp_oracle import write_with_head
 from tests.support.newer_checkpoints import qwen35_seeing
 from tests.support.transfer_pair import Decoder, Prefiller, run

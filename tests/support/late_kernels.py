@@ -22,7 +22,7 @@ from hybridrt import LLM, SamplingParams, SpeculativeConfig
 from hybridrt.base.device import KNOWN
 from hybridrt.engine.core.scheduled_step import ScheduledStep
 from hybridrt.engine.grammar.matcher import Matcher
-from hybridrt.runtime.load import build
+from hybridrt.runtime.load import build_model
 from hybridrt.runtime.precompile import compile_ahead, pretend_gpu
 from hybridrt.runtime.precompile.compile_trace import Kernel, noted
 from hybridrt.runtime.precompile.pretend_gpu import CompilingDriver, pretended
@@ -87,7 +87,7 @@ def random_results() -> Iterator[None]:
         mock.patch.object(ScheduledStep, "check_result", gain),
         mock.patch.object(Matcher, "advance", lambda *_: False),
         mock.patch.object(compile_ahead, "start_cuda", mock.Mock()),
-        mock.patch.object(build, "fill_dummy", mock.Mock()),
+        mock.patch.object(build_model, "fill_dummy", mock.Mock()),
         mock.patch.dict("os.environ", {compile_ahead.WORKERS_VARIABLE: "0"}),
     ):
         yield

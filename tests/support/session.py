@@ -20,8 +20,9 @@ from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
 from hybridrt.mem_cache.pools.pools import Pools
 from hybridrt.parallel.ranks import Ranks
 from hybridrt.parallel.tensor_parallel import TensorParallelExecutor
-from hybridrt.runtime.load.build import load_target, make_plan
 from hybridrt.runtime.load.fit import pool_budget
+from hybridrt.runtime.load.load_target import load_target
+from hybridrt.runtime.load.make_plan import make_plan
 from hybridrt.runtime.load.target import RunTarget
 from hybridrt.runtime.replay.graph_runner import GraphRunner
 from hybridrt.runtime.run.model_runner import ModelRunner

@@ -45,7 +45,7 @@ _TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64",
     torch.bool: "*i1", torch.uint8: "*u8", torch.int8: "*i8", torch.int16: "*i16", torch.float8_e4m3fn: "*fp8e4nv",
 }  # fmt: skip
-_OPTIONS = ("launch_pdl", "num_warps", "num_stages", "num_ctas", "maxnreg")
+_OPTIONS = ("launch_pdl", "num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridrt.base.device import COMPILED, KNOWN, GPUFacts
+from hybridrt.base.device import KNOWN, GPUFacts
+from hybridrt.base.tried import COMPILED
 from tests.support.sm90_process import Compiler
 
 TABLES = ("others", "latent", "absorbed", "codes", "mamba2", "mamba1", "skinny_linear", "quant", "fp8", "states")

@@ -14,7 +14,8 @@ from hybridrt.engine.request.intake import EngineLimits
 from hybridrt.engine.request.sample_request import derive_seed
 from hybridrt.parallel.ranks import Ranks
 from hybridrt.parallel.tensor_parallel import TensorParallelExecutor
-from hybridrt.runtime.load.build import load_target, make_plan
+from hybridrt.runtime.load.load_target import load_target
+from hybridrt.runtime.load.make_plan import make_plan
 from hybridrt.runtime.run.model_runner import ModelRunner
 from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest
 from tests.support.cache_ledger import check_cache

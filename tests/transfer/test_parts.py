@@ -26,7 +26,7 @@ from hybridrt.channel.codec import pack
 from hybridrt.channel.listener import Listener
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.mem_cache.pools.state_slices import RangeRead
-from hybridrt.runtime.load.build import load_target
+from hybridrt.runtime.load.load_target import load_target
 from hybridrt.transfer.handshake import VERSION, Handshake, check_handshake, handshake_of
 from hybridrt.transfer.messages import Connected, Ended, Joined, Order
 from hybridrt.transfer.nixl_transport import NixlTransport, _described

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hybridrt.runtime.load.build import ASSETS
+from hybridrt.runtime.load.model_path import ASSETS
 from hybridrt.verify import text_fit
 from hybridrt.verify.files import check_config, check_keys_of
 from hybridrt.verify.outputs import check_transformers

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hybridrt.runtime.load.build import ASSETS
+from hybridrt.runtime.load.model_path import ASSETS
 from hybridrt.verify import text_fit, weights_fit
 from hybridrt.verify.files import check_config
 from hybridrt.verify.results import Result

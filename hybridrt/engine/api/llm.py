@@ -45,7 +45,7 @@ from hybridrt.engine.request.prompts import Prompt
 from hybridrt.engine.text.tokenizer import HFTokenizer
 from hybridrt.images.reader import image_reader
 from hybridrt.parallel.tensor_parallel import TensorParallelExecutor, check_shards, check_world
-from hybridrt.runtime.load.build import load_target
+from hybridrt.runtime.load.load_target import load_target
 
 
 class LLM(PrefixCacheCalls):

@@ -11,7 +11,7 @@ from hybridrt.engine.text.tokenizer import HFTokenizer, load_tokenizer
 from hybridrt.models.config.read_config import read_model_config
 from hybridrt.parallel.expert_ranks import ExpertPlace
 from hybridrt.parallel.tensor_parallel import TensorParallelExecutor
-from hybridrt.runtime.load.build import check_places, find_checkpoint
+from hybridrt.runtime.load.model_path import check_places, find_checkpoint
 from hybridrt.runtime.precompile.compile_ahead import KernelsAhead
 from hybridrt.runtime.run.model_runner import ModelRunner
 

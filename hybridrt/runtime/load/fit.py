@@ -10,8 +10,8 @@ from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import ConfigError, MemoryBudgetError
 from hybridrt.base.gpus import GPUS
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, gib
-from hybridrt.runtime.load.build import make_plan
 from hybridrt.runtime.load.host_memory import free_host_memory
+from hybridrt.runtime.load.make_plan import make_plan
 from hybridrt.runtime.load.target import RunTarget, resolve_state_mode
 
 # Defaults of memory_fraction: share of a GPU; divisor of free main memory.

@@ -24,7 +24,8 @@ from hybridrt.models.loading.shards import shards_of
 from hybridrt.models.loading.tensor_writer import TensorWriter
 from hybridrt.models.loading.weight_files import Shards, opened
 from hybridrt.models.loading.weight_reader import read_tensors
-from hybridrt.runtime.load.build import load_target, plain_model
+from hybridrt.runtime.load.build_model import plain_model
+from hybridrt.runtime.load.load_target import load_target
 
 INDEX = "model.safetensors.index.json"
 # Next to config.json and weights: tokenizer, chat template, licence.

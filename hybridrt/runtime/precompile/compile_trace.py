@@ -29,8 +29,11 @@ from hybridrt.layers.quant.pieces import set_multipliers
 from hybridrt.mem_cache.pools.page_groups import in_every_group
 from hybridrt.mem_cache.pools.state_moves import StateMove, When
 from hybridrt.recurrent.backends import backend_class, resolve_attention_name, resolve_prefill_name
-from hybridrt.runtime.load.build import Runtime, empty_model, keeps_prefixes, kv_layers, load_target, weight_bytes
+from hybridrt.runtime.load.build_model import empty_model, weight_bytes
 from hybridrt.runtime.load.fit import plan_ahead
+from hybridrt.runtime.load.kept_state import keeps_prefixes, kv_layers
+from hybridrt.runtime.load.load_target import load_target
+from hybridrt.runtime.load.runtime import Runtime
 from hybridrt.runtime.load.target import RunTarget
 from hybridrt.runtime.load.tuned_choices import load_tuned
 from hybridrt.runtime.precompile.pretend_gpu import CUDA, pretended

@@ -10,8 +10,9 @@ import torch
 from hybridrt.attention.base import AttentionBackend
 from hybridrt.kernels.sampling.sampling import greedy
 from hybridrt.kernels.state.row_tables import enter_tokens
-from hybridrt.runtime.load.build import keeps_prefixes, step_widths, wants_prompt_graphs
 from hybridrt.runtime.load.draft_needs import DeviceDrafter, DraftTarget
+from hybridrt.runtime.load.graph_costs import step_widths, wants_prompt_graphs
+from hybridrt.runtime.load.kept_state import keeps_prefixes
 from hybridrt.runtime.load.target import RunTarget
 from hybridrt.runtime.replay.graph_runner import Draw, GraphRunner, Recorder, make_recorder
 from hybridrt.runtime.replay.prompt_graphs import PromptGraphs

@@ -20,7 +20,8 @@ from hybridrt.mem_cache.pools.kv_pool import ONES, KVPool, KVScales, LayerScales
 from hybridrt.models.base import CausalLM
 from hybridrt.models.loading.stored_kv_scales import has_kv_scales, stored_kv_scales
 from hybridrt.recurrent.backends import resolve_attention_name
-from hybridrt.runtime.load.build import Runtime, kv_layers
+from hybridrt.runtime.load.kept_state import kv_layers
+from hybridrt.runtime.load.runtime import Runtime
 from hybridrt.runtime.load.target import RunTarget
 from hybridrt.runtime.run.probe import prompts_step
 from hybridrt.runtime.run.step_runner import StepRunner

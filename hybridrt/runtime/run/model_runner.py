@@ -14,16 +14,12 @@ from hybridrt.base.errors import MemoryBudgetError
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, gib
 from hybridrt.models.base import CausalLM
-from hybridrt.runtime.load.build import (
-    Runtime,
-    build_model,
-    empty_model,
-    graph_rows,
-    load_target,
-    make_plan,
-    weight_bytes,
-)
+from hybridrt.runtime.load.build_model import build_model, empty_model, weight_bytes
 from hybridrt.runtime.load.fit import plan_ahead, pool_budget
+from hybridrt.runtime.load.graph_costs import graph_rows
+from hybridrt.runtime.load.load_target import load_target
+from hybridrt.runtime.load.make_plan import make_plan
+from hybridrt.runtime.load.runtime import Runtime
 from hybridrt.runtime.load.start_kernels import StartAhead, StartKernels, start_kernels
 from hybridrt.runtime.load.target import RunTarget
 from hybridrt.runtime.load.tuned_choices import use_tuned_choices

@@ -6,7 +6,7 @@ from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, PageGroup, UnitCosts
 from hybridrt.mem_cache.pools.page_groups import in_every_group
-from hybridrt.runtime.load.build import page_demands
+from hybridrt.runtime.load.kept_state import page_demands
 from hybridrt.runtime.load.target import RunTarget
 from hybridrt.runtime.step.plan import Admission, ExtendRow, PageWrite, StepPlan, int32s
 

@@ -14,8 +14,8 @@ from hybridrt.kernels.core.records import TokenInputs
 from hybridrt.kernels.core.slots import DEBUG
 from hybridrt.kernels.state.row_tables import enter_tokens
 from hybridrt.mem_cache.pools.state_moves import When
-from hybridrt.runtime.load.build import Runtime
 from hybridrt.runtime.load.draft_needs import DeviceDrafter, DraftRow, draft_needs
+from hybridrt.runtime.load.runtime import Runtime
 from hybridrt.runtime.load.start_kernels import StartAhead
 from hybridrt.runtime.replay.cpu_steps import CPUDecode, Recordings
 from hybridrt.runtime.replay.graph_runner import GraphRunner, split_page_writes

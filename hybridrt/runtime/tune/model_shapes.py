@@ -3,19 +3,22 @@
 import os
 import signal
 import subprocess
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Any
 
 import msgspec
+import torch
 
 from hybridrt.base.child_process import ending_of, start_child
-from hybridrt.base.device import GPUFacts
+from hybridrt.base.device import GPUFacts, multiprocessors, shared_memory
 from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import EngineError
 from hybridrt.kernels.core.launch_choice import LAUNCHES
 from hybridrt.runtime.load.tuned_choices import import_launches, shape_of
 from hybridrt.runtime.precompile.compile_ahead import DEADLINE_S, ENVIRONMENT, WORKER
+from hybridrt.runtime.precompile.pretend_gpu import CUDA, pretended
 
 MAX_SHAPES = 4096
 
@@ -48,3 +51,18 @@ def model_shapes(config: EngineConfig, gpu: GPUFacts, deadline_s: float = DEADLI
     import_launches()
     shapes = [(name, shape_of(LAUNCHES[name].shape, fields, "the trace")) for name, fields in found["shapes"]]
     return sorted(shapes[:MAX_SHAPES], key=lambda pair: list(LAUNCHES).index(pair[0]))
+
+
+@contextmanager
+def choosing_for(gpu: GPUFacts) -> Iterator[torch.device]:
+    """Within it the device that it gives has the facts of this GPU, which need not be here. Only tiles are chosen for
+    it meanwhile."""
+    facts = multiprocessors, shared_memory  # kept for each device
+    for fact in facts:
+        fact.cache_clear()
+    try:
+        with pretended(gpu):
+            yield CUDA
+    finally:
+        for fact in facts:
+            fact.cache_clear()
