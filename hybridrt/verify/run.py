@@ -16,7 +16,7 @@ from hybridrt.base.errors import HybridrtError, reason
 from hybridrt.base.version import __version__
 from hybridrt.verify.against import compare_reports
 from hybridrt.verify.files import check_config, check_hashes, check_keys_of, check_tensors
-from hybridrt.verify.outputs import check_transformers, check_ways
+from hybridrt.verify.outputs import check_transformers, check_ways, compile_early
 from hybridrt.verify.results import Parts, Report, Result
 from hybridrt.verify.rope import check_rope
 from hybridrt.verify.rope_fit import check_rope_fit
@@ -56,11 +56,13 @@ def verify(
         checks["other report"] = partial(compare_reports, report=against)
     results = []
     try:
+        compile_early(subject)
         for name, check in checks.items():
             begin(name)
             results.append(_run(name, check, subject))
     finally:
         subject.close()
+        subject.early.close()
     # A report may be published: a folder is named without the folders that it lies in.
     model = subject.path.name if Path(subject.model).exists() else subject.model
     return Report(model, subject.quick, _facts(subject), machine(subject), results, subject.hashes, subject.raw)

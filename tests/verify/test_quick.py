@@ -55,7 +55,7 @@ def test_two_engines_do_all(halved: Path, started: list[dict[str, Any]]) -> None
     for name in OUTPUTS:
         parts = results[name].figures["seconds_of_parts"]
         assert sum(parts.values()) <= results[name].seconds + 0.01
-    assert "loading transformers' model in float32" in results["transformers"].figures["seconds_of_parts"]
+    assert "loading transformers' model" in results["transformers"].figures["seconds_of_parts"]
 
 
 @pytest.mark.parametrize("changed", ["bfloat16", "float32"])
