@@ -130,7 +130,8 @@ def _computed(model: nn.Module) -> dict[str, Tensor]:
     rounded = [name for name in rounded if name not in stored]
     if not rounded:
         return {}
-    hook = register_module_parameter_registration_hook(_without_numbers)
+    without_numbers: Any = _without_numbers  # torch's annotation lacks the parameter that a hook may return
+    hook = register_module_parameter_registration_hook(without_numbers)
     try:
         twin = type(model)(deepcopy(model.config))
     finally:
