@@ -86,8 +86,18 @@ def _run(name: str, check: Check, subject: Subject) -> Result:
     subject.parts.end()
     if subject.parts.seconds:
         result.figures["seconds_of_parts"] = subject.parts.seconds
+    for lines in (result.findings, result.notes):
+        lines[:] = [_without_folder(line, subject.path) for line in lines]
     result.seconds = round(time.perf_counter() - start, 3)
     return result
+
+
+def _without_folder(text: str, path: Path) -> str:
+    """Errors name files by their whole path, and a report may be published."""
+    for folder in (path, path.resolve()):
+        if len(folder.parts) > 1:
+            text = text.replace(f"{folder}/", "").replace(str(folder), folder.name)
+    return text
 
 
 def machine(subject: Subject) -> dict[str, Any]:
