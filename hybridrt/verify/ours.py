@@ -1,7 +1,7 @@
 """Answers of hybridrt, and how they are compared with transformers' and with each other."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hybridrt.base.engine_config import SpeculativeConfig
+from hybridrt.base.engine_config import EngineConfig, SpeculativeConfig
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.api.llm import LLM
 from hybridrt.verify.oracle import OracleAnswer
@@ -47,17 +47,30 @@ def engine(subject: Subject, path: Path | None = None, **options: Any) -> Iterat
     """An LLM with small pools, and without graphs of prompts if nothing else is said: their capture takes
     seconds, and runs the kernels that steps without a graph run. `path`: instead of the checkpoint's."""
     subject.close()  # a kept engine has most of the device's memory
-    with LLM(str(path or subject.path), **_usual(subject) | options) as llm:
+    with _started(subject, path, options) as llm:
         yield llm
 
 
-def _usual(subject: Subject) -> dict[str, Any]:
+def _started(subject: Subject, path: Path | None, options: Mapping[str, Any]) -> LLM:
+    given = engine_options(subject, options)
+    subject.early.wait(EngineConfig(str(path or subject.path), **given))
+    return LLM(str(path or subject.path), **given)
+
+
+def engine_options(subject: Subject, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of EngineConfig: `options`, and those that all engines of a run have."""
     assert subject.config is not None, "it was read"
     limit = min(LONGEST, subject.config.max_position_embeddings)
-    return {
+    usual = {
         "device": subject.device, "dtype": subject.dtype, "max_model_len": limit, "max_running_requests": 8,
         "chunked_prefill_size": LONGEST, "cuda_graph_prompts": False,
     }  # fmt: skip
+    return usual | dict(options)
+
+
+def kept_options(dtype: str) -> dict[str, Any]:
+    """Options of the engine that a quick run keeps."""
+    return {"dtype": dtype, "cuda_graph_prompts": True}
 
 
 @contextmanager
@@ -68,10 +81,10 @@ def plain_engine(subject: Subject, dtype: str, **options: Any) -> Iterator[LLM]:
         with engine(subject, dtype=dtype, **options) as llm:
             yield llm
         return
-    wanted = {"dtype": dtype, "cuda_graph_prompts": True}
+    wanted = kept_options(dtype)
     if subject.kept is None or subject.kept[0] != wanted:
         subject.close()
-        subject.kept = wanted, LLM(str(subject.path), **_usual(subject) | wanted)
+        subject.kept = wanted, _started(subject, None, wanted)
     try:
         yield subject.kept[1]
     except BaseException:

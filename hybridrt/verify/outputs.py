@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -28,6 +28,8 @@ from hybridrt.verify.ours import (
     compare_runs,
     compare_with_theirs,
     engine,
+    engine_options,
+    kept_options,
     plain_engine,
     speculative,
     within,
@@ -40,6 +42,7 @@ from hybridrt.verify.text_fit import judge_text, knowledge, text_tokens
 FLOAT32 = torch.float32
 TOKENS, QUICK_TOKENS = 24, 8
 CHUNK = 16
+WHOLE, BY_LAYER = "whole", "by layer"  # how transformers' model runs
 
 
 def check_transformers(subject: Subject, result: Result) -> None:
@@ -94,25 +97,44 @@ def _ask_all(
     subject: Subject, path: Path, prompts: Sequence[list[int]], count: int, device: torch.device, result: Result
 ) -> dict[torch.dtype, list[oracle.OracleAnswer]]:
     assert subject.config is not None, "it was read"
+    architecture, run = subject.config.architecture, subject.torch_dtype
+    dtypes = dict.fromkeys((FLOAT32,) if subject.config.quant is not None else (FLOAT32, run))
+    ways = {dtype: _way_of_theirs(subject, dtype, device, result) for dtype in dtypes}
+
+    def ask(model: Any, dtype: torch.dtype) -> list[oracle.OracleAnswer]:
+        if dtype == next(each for each in dtypes if ways[each]):
+            _compare_rope(subject, model, result)
+            if tokens := text_tokens(subject):
+                judge_text(knowledge(model, subject, tokens), result)
+        subject.begin(f"transformers in {dtype_name(dtype)}")
+        return [oracle.ask(model, prompt, count) for prompt in prompts]
+
+    if run != FLOAT32 and list(ways.values()) == [WHOLE, WHOLE] and oracle.stored_dtype(path) == run:
+        subject.begin("loading transformers' model")
+        with oracle.loaded(path, architecture, run, device) as model:
+            rounded = ask(model, run)
+            subject.begin("transformers' model in float32")
+            oracle.widen(model)
+            return {FLOAT32: ask(model, FLOAT32), run: rounded}
     told: dict[torch.dtype, list[oracle.OracleAnswer]] = {}
-    quantised = subject.config.quant is not None
-    for dtype in dict.fromkeys((FLOAT32,) if quantised else (FLOAT32, subject.torch_dtype)):
-        needed, name = parameter_count(subject) * dtype.itemsize, dtype_name(dtype)
-        whole = oracle.fits(needed, device)
-        if not whole and not (dtype == FLOAT32 and _fits_by_layer(subject)):
-            result.notes.append(f"transformers in {name} needs {needed:,} bytes, which do not fit: left out")
-            continue
-        subject.begin(f"loading transformers' model in {name}")
-        with oracle.loaded(path, subject.config.architecture, dtype, device, by_layer=not whole) as model:
-            if not whole:
-                result.notes.append(f"transformers in {name} ran layer by layer: it needs {needed:,} bytes")
-            if not told:
-                _compare_rope(subject, model, result)
-                if tokens := text_tokens(subject):
-                    judge_text(knowledge(model, subject, tokens), result)
-            subject.begin(f"transformers in {name}")
-            told[dtype] = [oracle.ask(model, prompt, count) for prompt in prompts]
+    for dtype, way in ways.items():
+        if way:
+            subject.begin(f"loading transformers' model in {dtype_name(dtype)}")
+            with oracle.loaded(path, architecture, dtype, device, by_layer=way == BY_LAYER) as model:
+                told[dtype] = ask(model, dtype)
     return told
+
+
+def _way_of_theirs(subject: Subject, dtype: torch.dtype, device: torch.device, result: Result) -> str:
+    """How transformers' model runs in a dtype; "" if it does not fit."""
+    needed, name = parameter_count(subject) * dtype.itemsize, dtype_name(dtype)
+    if oracle.fits(needed, device):
+        return WHOLE
+    if dtype == FLOAT32 and _fits_by_layer(subject):
+        result.notes.append(f"transformers in {name} ran layer by layer: it needs {needed:,} bytes")
+        return BY_LAYER
+    result.notes.append(f"transformers in {name} needs {needed:,} bytes, which do not fit: left out")
+    return ""
 
 
 def _fits_by_layer(subject: Subject) -> bool:
@@ -229,8 +251,7 @@ def _check_at_once(
     name, limits = dtype_name(dtype), subject.limits.get(dtype, TOLERANCE[dtype])
     what = f"chunks of {CHUNK} with drafts (ngram) in {name}"
     subject.begin(f"starting hybridrt in {name}")
-    options: dict[str, Any] = {"chunked_prefill_size": CHUNK, "speculative": speculative("ngram"), "cuda_graph": False}
-    with engine(subject, dtype=name, prefix_cache=False, **options) as llm:
+    with engine(subject, **_at_once(name)) as llm:
         subject.begin(what)
         ours = answers(llm, prompts, QUICK_TOKENS, scored=True)
     if not exact:
@@ -238,6 +259,25 @@ def _check_at_once(
     largest = _compare_all(f"in {what}", prompts, ours, subject.exact, limits, result)
     result.figures[f"largest_difference_{name}"] = largest
     result.done(f"{what}: log-probabilities within {largest:.2g} of transformers' (allowed: {limits[0]:.2g})")
+
+
+def _at_once(dtype: str) -> dict[str, Any]:
+    """Options of the engine of `_check_at_once`."""
+    drafts = {"chunked_prefill_size": CHUNK, "speculative": speculative("ngram"), "cuda_graph": False}
+    return {"dtype": dtype, "prefix_cache": False, **drafts}
+
+
+def compile_early(subject: Subject) -> None:
+    """Compiles the kernels of a quick run's engines, in processes next to its first checks."""
+    if not subject.quick or subject.torch_device.type != "cuda":
+        return
+    with suppress(Exception):  # packages raise anything for an odd checkpoint; a check will meet it, and report it
+        quant = subject.read_config().quant
+        names = [dtype_name(subject.torch_dtype)] * 2
+        if quant is None and float32_fits(subject):
+            names[1] = dtype_name(FLOAT32)
+        options = [kept_options(names[0]), _at_once(names[1])]
+        subject.early.start([subject.engine_config(**engine_options(subject, each)) for each in options])
 
 
 def _methods(subject: Subject) -> list[str]:

@@ -16,7 +16,7 @@ from hybridrt.base.errors import HybridrtError, reason
 from hybridrt.base.version import __version__
 from hybridrt.verify.against import compare_reports
 from hybridrt.verify.files import check_config, check_hashes, check_keys_of, check_tensors
-from hybridrt.verify.outputs import check_transformers, check_ways
+from hybridrt.verify.outputs import check_transformers, check_ways, compile_early
 from hybridrt.verify.results import Parts, Report, Result
 from hybridrt.verify.rope import check_rope
 from hybridrt.verify.rope_fit import check_rope_fit
@@ -56,11 +56,13 @@ def verify(
         checks["other report"] = partial(compare_reports, report=against)
     results = []
     try:
+        compile_early(subject)
         for name, check in checks.items():
             begin(name)
             results.append(_run(name, check, subject))
     finally:
         subject.close()
+        subject.early.close()
     # A report may be published: a folder is named without the folders that it lies in.
     model = subject.path.name if Path(subject.model).exists() else subject.model
     return Report(model, subject.quick, _facts(subject), machine(subject), results, subject.hashes, subject.raw)
@@ -84,8 +86,18 @@ def _run(name: str, check: Check, subject: Subject) -> Result:
     subject.parts.end()
     if subject.parts.seconds:
         result.figures["seconds_of_parts"] = subject.parts.seconds
+    for lines in (result.findings, result.notes):
+        lines[:] = [_without_folder(line, subject.path) for line in lines]
     result.seconds = round(time.perf_counter() - start, 3)
     return result
+
+
+def _without_folder(text: str, path: Path) -> str:
+    """Errors name files by their whole path, and a report may be published."""
+    for folder in (path, path.resolve()):
+        if len(folder.parts) > 1:
+            text = text.replace(f"{folder}/", "").replace(str(folder), folder.name)
+    return text
 
 
 def machine(subject: Subject) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.model_config import ModelConfig
 from hybridrt.models.config.read_config import read_model_config
 from hybridrt.runtime.load.model_path import resolve_model_path
+from hybridrt.verify.early_kernels import EarlyKernels
 from hybridrt.verify.results import Parts
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class Subject:
         limits: by dtype, how much log-probabilities may differ, and those of a tie.
         fits_float32: whether the device holds the model in float32; None: not asked yet.
         kept: options of the engine that a quick run keeps for its next check, and the engine.
+        early: compiles kernels of a quick run's engines.
     """
 
     model: str
@@ -73,6 +75,7 @@ class Subject:
     limits: dict[torch.dtype, tuple[float, float]] = field(default_factory=dict)
     fits_float32: bool | None = None
     kept: "tuple[dict[str, Any], LLM] | None" = None
+    early: EarlyKernels = field(default_factory=EarlyKernels)
 
     def __post_init__(self) -> None:
         self.path = resolve_model_path(self.model)

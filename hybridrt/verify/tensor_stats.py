@@ -2,7 +2,8 @@
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from hybridrt.models.loading.weight_files import Shards, opened
 SEGMENTS = 64
 LEAST_BYTES, MOST_BYTES = 64, 1 << 24  # of a segment
 SAMPLE, SAMPLES = 1 << 16, 16  # bytes and number of segments of a sampled tensor
+THREADS = 4  # each has MOST_BYTES of segments, and these numbers in float32
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class TensorStats:
 
 
 def scan(shards: Shards, sampled: bool) -> Iterator[TensorStats]:
-    """Statistics of every tensor. Memory holds one segment.
+    """Statistics of every tensor, in order.
 
     Args:
         sampled: large tensors are read at SAMPLES places.
@@ -57,33 +59,33 @@ def scan(shards: Shards, sampled: bool) -> Iterator[TensorStats]:
     Raises:
         CheckpointError: a file is damaged.
     """
-    for file, keys in shards.items():
-        with opened(file) as f:
-            for key in keys:
-                yield _stats(f, f.entry(key), file, sampled)
+    with ThreadPoolExecutor(THREADS) as pool:
+        for file, keys in shards.items():
+            with opened(file) as f:
+                entries = [f.entry(key) for key in keys]
+                yield from pool.map(lambda entry: _stats(f, entry, file, sampled), entries)  # noqa: B023
 
 
 def _stats(file: TensorFile, entry: TensorEntry, path: Path, sampled: bool) -> TensorStats:
-    places = _places(entry.size, sampled)
+    places, dtype = _places(entry.size, sampled), DTYPES[entry.dtype]
     whole = sum(size for _, size in places) == entry.size
-    digest, sums, counts, total, peak, bad, zeros = hashlib.sha256(), [], [], 0.0, 0.0, 0, 0
-    for start, size in places:
-        raw = torch.empty(size, dtype=torch.uint8)
-        file.fill(entry.start + start, raw)
+    digest, found = hashlib.sha256(), list[_Sizes]()
+    for together in _batches(places):
+        raw = torch.empty(len(together), together[0][1], dtype=torch.uint8)
+        for row, (start, _) in zip(raw, together):
+            file.fill(entry.start + start, row)
         if whole:
             digest.update(raw.numpy().data)
-        zeros += not bool(raw.any())
-        square, plain, largest, strange = _sizes(raw, DTYPES[entry.dtype])
-        sums.append(square)
-        total += plain
-        counts.append(size // DTYPES[entry.dtype].itemsize)
-        peak, bad = max(peak, largest), bad + strange
-    rms = math.sqrt(sum(sums) / max(sum(counts), 1))
-    segments = tuple(math.sqrt(square / count) for square, count in zip(sums, counts) if count)
-    sha = digest.hexdigest() if whole else ""
-    mean = total / max(sum(counts), 1)
+        found.append(_sizes(raw, dtype))
+    squares = [square for each in found for square in each.squares]
+    counts = [size // dtype.itemsize for _, size in places]
+    total = max(sum(counts), 1)
     return TensorStats(
-        entry.key, path.name, entry.dtype, tuple(entry.shape), bad, rms, peak, mean, segments, zeros, sha
+        entry.key, path.name, entry.dtype, tuple(entry.shape), sum(each.strange for each in found),
+        math.sqrt(sum(squares) / total), max((each.peak for each in found), default=0.0),
+        sum(each.total for each in found) / total,
+        tuple(math.sqrt(square / count) for square, count in zip(squares, counts) if count),
+        sum(each.zeros for each in found), digest.hexdigest() if whole else "",
     )  # fmt: skip
 
 
@@ -97,13 +99,42 @@ def _places(size: int, sampled: bool) -> list[tuple[int, int]]:
     return [(start, min(length, size - start)) for start in range(0, size, length)]
 
 
-def _sizes(raw: torch.Tensor, dtype: torch.dtype) -> tuple[float, float, float, int]:
-    """Sum of squares, sum, largest size, and how many numbers are not finite."""
-    if not dtype.is_floating_point:
-        return 0.0, 0.0, 0.0, 0
-    values = raw.view(dtype).float().double()
+def _batches(places: Sequence[tuple[int, int]]) -> Iterator[Sequence[tuple[int, int]]]:
+    """Segments of the same length that are read together: many short ones would take longer than their numbers."""
+    begin = 0
+    for end in range(1, len(places) + 1):
+        sizes = [size for _, size in places[begin : end + 1]]
+        if end == len(places) or sizes[-1] != sizes[0] or sum(sizes) > MOST_BYTES:
+            yield places[begin:end]
+            begin = end
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Of some segments. Numbers that are not finite count in `strange` alone.
+
+    Attributes:
+        squares: the sum of squares of each. total, peak: the sum of all numbers, and the largest size.
+        zeros: how many segments hold zeros alone.
+    """
+
+    squares: list[float]
+    total: float
+    peak: float
+    strange: int
+    zeros: int
+
+
+def _sizes(raw: torch.Tensor, dtype: torch.dtype) -> _Sizes:
+    """`raw`: [segments, bytes] uint8."""
+    zeros = len(raw) - int(raw.any(1).sum())
+    if not dtype.is_floating_point or not raw.shape[1]:
+        return _Sizes([0.0] * len(raw), 0.0, 0.0, 0, zeros)
+    values = raw.view(dtype).float()
     finite = values.isfinite()
-    bad = values.numel() - int(finite.sum())
-    values = values[finite]
-    largest = float(values.abs().max()) if len(values) else 0.0
-    return float(values.square().sum()), float(values.sum()), largest, bad
+    if strange := values.numel() - int(finite.sum()):
+        values = values.where(finite, 0.0)
+    low, high = values.aminmax()
+    squares = torch.linalg.vector_norm(values, dim=1, dtype=torch.float64).square()
+    total = float(values.sum(dtype=torch.float64))
+    return _Sizes(squares.tolist(), total, max(-float(low), float(high)), strange, zeros)

@@ -3,12 +3,12 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hybridrt.base.errors import UnsupportedModelError
 from hybridrt.verify import oracle, outputs
 from hybridrt.verify.oracle import OracleAnswer
 from hybridrt.verify.ours import SMALLEST, GreedyAnswer, compare_with_theirs, within
@@ -17,6 +17,7 @@ from hybridrt.verify.subject import Subject
 from tests.support import damages
 from tests.support.checkpoints import CheckpointStore
 
+FAMILIES = ("qwen-plain", "falcon-norm_after_gate", "nemotron-experts", "jamba-plain")
 VOCAB, PROMPT, COUNT, LIMITS = 100_000, [5, 6, 7], 2, (2e-3, 1e-3)
 
 
@@ -120,15 +121,52 @@ def test_a_dtype_in_which_hybridrt_alone_fits_is_compared(halved: Path, monkeypa
     assert any("transformers in bfloat16 needs" in note and "left out" in note for note in result.notes)
 
 
-def test_numbers_that_transformers_makes_in_bfloat16_are_no_float32(
-    checkpoints: CheckpointStore, tmp_path: Path
+@pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_model_is_made_float32_as_if_it_were_read_so(
+    checkpoints: CheckpointStore, tmp_path: Path, name: str, by_layer: bool
 ) -> None:
-    path = in_bfloat16(checkpoints["falcon-plain"].path, tmp_path / "model")
-    with (
-        pytest.raises(UnsupportedModelError, match="mup_vector to bfloat16"),
-        oracle.loaded(path, "FalconH1ForCausalLM", torch.float32, torch.device("cpu"), by_layer=True),
-    ):
-        pass
+    """Bit for bit, from files in bfloat16: numbers that transformers computes, too."""
+    path, cpu = in_bfloat16(checkpoints[name].path, tmp_path / "model"), torch.device("cpu")
+    architecture = json.loads((path / "config.json").read_text())["architectures"][0]
+    read = oracle.model_class_of(architecture).from_pretrained(path, dtype=torch.float32).eval()
+    with oracle.loaded(path, architecture, torch.float32, cpu, by_layer=by_layer) as model:
+        found, expected = oracle.ask(model, [5, 9, 2, 40], 2), oracle.ask(read, [5, 9, 2, 40], 2)
+        assert torch.equal(found.scores, expected.scores) and found.tokens == expected.tokens
+        tensors = dict(model.named_buffers()) if by_layer else dict(model.named_buffers()) | model.state_dict()
+        for key, tensor in tensors.items():
+            assert torch.equal(tensor.float(), (dict(read.named_buffers()) | read.state_dict())[key]), key
+            assert by_layer or tensor.dtype in (torch.float32, torch.int64), key
+
+
+def test_files_of_several_dtypes_are_not_rounded(checkpoints: CheckpointStore, tmp_path: Path) -> None:
+    path = in_bfloat16(checkpoints["qwen-plain"].path, tmp_path / "model")
+    assert oracle.stored_dtype(path) == torch.bfloat16
+    file, key = path / "model.safetensors", "model.layers.0.linear_attn.A_log"
+    tensors = load_file(file)
+    tensors[key] = tensors[key].float() + 1e-3
+    save_file(tensors, file, {"format": "pt"})
+    assert oracle.stored_dtype(path) is None
+    with oracle.loaded(path, "Qwen3NextForCausalLM", torch.float32, torch.device("cpu")) as model:
+        assert torch.equal(model.state_dict()[key], tensors[key])
+
+
+def test_weights_in_the_dtype_of_the_run_are_read_once(halved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' model is made float32 where it is, after its answers in the dtype of the run."""
+    loaded, models = oracle.loaded, list[torch.dtype]()
+
+    def noted(path: Path, architecture: str, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+        models.append(dtype)
+        return loaded(path, architecture, dtype, *args, **kwargs)
+
+    monkeypatch.setattr(oracle, "loaded", noted)
+    subject = Subject(str(halved), device="cpu", dtype="bfloat16")
+    subject.read_config()
+    told = outputs._ask_all(subject, halved, [[5, 9, 2]], 2, torch.device("cpu"), Result("transformers"))
+    assert models == [torch.bfloat16] and list(told) == [torch.float32, torch.bfloat16]
+    for dtype, (answer,) in told.items():
+        with loaded(halved, "Qwen3NextForCausalLM", dtype, torch.device("cpu")) as model:
+            assert torch.equal(answer.scores, oracle.ask(model, [5, 9, 2], 2).scores)
 
 
 def test_a_layer_that_does_not_fit_is_said(halved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ def test_two_engines_do_all(halved: Path, started: list[dict[str, Any]]) -> None
     for name in OUTPUTS:
         parts = results[name].figures["seconds_of_parts"]
         assert sum(parts.values()) <= results[name].seconds + 0.01
-    assert "loading transformers' model in float32" in results["transformers"].figures["seconds_of_parts"]
+    assert "loading transformers' model" in results["transformers"].figures["seconds_of_parts"]
 
 
 def test_a_quantised_checkpoint_is_compared_in_float32_too(tmp_path: Path, started: list[dict[str, Any]]) -> None:

@@ -54,6 +54,13 @@ def test_another_report_names_what_differs(model: Path) -> None:
     ]
 
 
+def test_a_damaged_file_is_named_without_its_folder(model: Path) -> None:
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    found = json.dumps(reported(model).as_json())
+    assert "failed: model.safetensors cannot be read" in found and str(model.parent) not in found
+
+
 def test_a_file_that_is_no_report_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text('{"hashes": {"files": []}}')
     with pytest.raises(ConfigError, match="is no report"):

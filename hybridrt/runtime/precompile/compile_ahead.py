@@ -248,21 +248,25 @@ class KernelsAhead:
 
     The GPU's driver starts meanwhile. Nothing is compiled on a CPU, or if the cache has the kernels
     already. Rank 0 compiles for the ranks of its host.
+
+    Args:
+        workers: processes, where any are wanted; None: `default_workers`.
     """
 
-    def __init__(self, config: EngineConfig, tp: TPGroup) -> None:
+    def __init__(self, config: EngineConfig, tp: TPGroup, workers: int | None = None) -> None:
         start_cuda(config.device, tp)
         self._config, self._tp, self._key = config, tp, TritonKey() if _launches(config) else None
-        self._ahead = _start(config, tp, self._key)
+        self._workers = workers
+        self._ahead = _start(config, tp, self._key, workers)
 
     def start_compiling(self, device: torch.device, path: Path) -> None:
         """Called when the device and the model's directory are known."""
         if self._key is None or not _wanted(self._config, self._tp) or device.type != "cuda":
-            return self._close()
+            return self.close()
         config, gpu = _of_run(self._config, path), GPUFacts.of_device(device)
         if find_mark(config, gpu).exists():
-            return self._close()
-        self._ahead = self._ahead or CompileAhead(config, default_workers(), self._key)
+            return self.close()
+        self._ahead = self._ahead or CompileAhead(config, self._workers or default_workers(), self._key)
         self._ahead.start_compiling(gpu)
 
     def wait_for_start(self) -> None:
@@ -281,9 +285,10 @@ class KernelsAhead:
             if self._ahead is not None and error is None:
                 logger.info("%d kernels are in Triton's cache", self._ahead.wait().kernels)
         finally:
-            self._close()
+            self.close()
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Ends the processes at once."""
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
@@ -300,14 +305,14 @@ def _launches(config: EngineConfig) -> bool:
     return there and is_installed("triton")
 
 
-def _start(config: EngineConfig, tp: TPGroup, key: TritonKey | None) -> CompileAhead | None:
+def _start(config: EngineConfig, tp: TPGroup, key: TritonKey | None, workers: int | None) -> CompileAhead | None:
     """None if the cache may have all kernels."""
     path = Path(config.model)
     if key is None or not _wanted(config, tp) or not (path / "config.json").is_file():
         return None
     if has_marks(_of_run(config, path)):
         return None
-    return CompileAhead(_of_run(config, path), default_workers(), key)
+    return CompileAhead(_of_run(config, path), workers or default_workers(), key)
 
 
 def _of_run(config: EngineConfig, path: Path) -> EngineConfig:
