@@ -20,7 +20,8 @@ many tokens. Without the exception each conversation would lose its state to the
 own next turn.
 
 States at even distances within prompts are a class of their own: a prompt leaves up to 16 of
-them before it is known whether another one parts there. If few are used, they are worth little.
+them before it is known whether another one parts there. If few are used, they are worth little;
+one in four is taken to be at first.
 They give way to any new state, also while they are new.
 
 States within answers are evicted before all others, oldest first, and do not reduce what others
@@ -62,17 +63,22 @@ class NewState(NamedTuple):
 
 @dataclass(slots=True)
 class StateClass:
-    """How many states of a kind were kept, and how many of them have been used."""
+    """How many states of a kind were kept, and how many of them have been used.
+
+    Attributes:
+        expected: how many of four states are used, as long as nothing is known.
+    """
 
     made: int = 0
     used: int = 0
+    expected: int = 4
 
     @property
     def share(self) -> float:
-        """The share that was used. Four used states are added to both counts, so that the first few
-        states decide nothing.
+        """The share that was used. Four states, `expected` of them used, are added, so that the first
+        few states decide nothing.
         """
-        return (self.used + 4) / (self.made + 4)
+        return (self.used + self.expected) / (self.made + 4)
 
 
 class StateWorths:
@@ -91,6 +97,7 @@ class StateWorths:
         self.inflation = 0.0
         self.admitted = 0
         self.classes = {kind: StateClass() for kind in StateKind}
+        self.classes[StateKind.SPACED].expected = 1
         self._best = 1.0  # greatest share of a class that has states
         self._awaited = dict[int, Node]()  # by arrival: the node of the awaited state
         self._order = count()

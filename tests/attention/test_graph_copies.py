@@ -173,7 +173,7 @@ def test_a_small_budget_has_room_for_a_draft_model_of_requests_that_fit(config: 
     """Its pages of a request of 262,144 tokens would take twice as much."""
     method = SpeculativeConfig("draft", 4, draft_model=str(CONFIG.parent / "falcon-h1-0.5b"))
     config = replace(config, max_running_requests=1, speculative=method)
-    target = as_on_gpu(config, load_target(config, TPGroup())[1])
+    target = as_on_gpu(config, load_target(config, TPGroup())[1], "h200")
     plan = make_plan(config, target, budget_bytes=5 * 10**9)
     assert 4000 < plan.max_model_len < 262_144 and plan.pool_bytes <= 5 * 10**9
 

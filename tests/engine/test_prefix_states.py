@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.base.spans import Span
 from hybridrt.engine.cache import host_fetches, prefix_store
+from hybridrt.engine.core import followers
 from hybridrt.engine.core.step_cost import StepCost
 from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.engine.request.sample_request import Request
 from hybridrt.mem_cache.pools.state_moves import When
+from hybridrt.mem_cache.prefix_tree.radix_node import StateKind
 from hybridrt.runtime.step import pack_padded
 from hybridrt.runtime.step.pack_padded import Bucket, StateSaves
 from tests.engine.test_schedules import Abort, Add, Step, run_history
@@ -325,10 +327,10 @@ def test_chunks_save_what_graphs_can_save(
     assert found == rows and not rig.pools.slots.num_used
 
 
-def spaced_rig(monkeypatch: pytest.MonkeyPatch, slots: int) -> Rig:
+def spaced_rig(monkeypatch: pytest.MonkeyPatch, slots: int, chunk: int = 80) -> Rig:
     """A policy has states every 12 tokens; states of 12 other texts have been in the cache."""
     monkeypatch.setattr(prefix_store, "SPACED", 12)
-    rig = rig_with_cache(rows=2, grid=2, slots=slots, pages=500, chunk=80, policy=TrafficPolicy())
+    rig = rig_with_cache(rows=2, grid=2, slots=slots, pages=500, chunk=chunk, policy=TrafficPolicy())
     for i in range(12):
         rig.finish([i, *range(8)], max_tokens=2, ignore_eos=True, seed=i)
     return rig
@@ -346,6 +348,65 @@ def test_states_at_even_distances_stay_in_a_full_cache(monkeypatch: pytest.Monke
     assert [visit(rig, text, 1) for text in texts] == [0, 0, 0, 0]
     assert [visit(rig, text, 2) for text in texts] == [36, 36, 36, 36]
     assert [visit(rig, text, 3) for text in texts] == [36, 36, 36, 36]
+
+
+def test_a_chunk_that_is_cut_so_far_that_it_has_a_graph_keeps_its_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends after 12, so that the rest has a graph, and then after 4, where few tokens may follow."""
+    monkeypatch.setattr(prefix_store, "SPACED", 12)
+    monkeypatch.setattr(pack_padded, "TAIL", 2)
+    policy = TrafficPolicy(cost=StepCost([Bucket(0, 20)], StateSaves.SECOND_PASS))
+    rig = rig_with_cache(grid=2, slots=12, chunk=30, policy=policy)
+    rig.add(TEXT[:39], "r", max_tokens=1, seed=1)
+    rig.engine._samples.samples_of_request("r")[0].boundaries = [4, 20]
+    rig.run()
+    first = rig.executor.plans[0].extend[0]
+    assert (len(first.tokens), [end for end, _ in first.saves]) == (5, [4])
+
+
+@pytest.mark.parametrize(("boundaries", "saves"), [([4], [4]), ([], [24])])
+def test_without_graphs_no_chunk_is_cut_for_them(
+    boundaries: list[int], saves: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no state stands where few tokens follow."""
+    monkeypatch.setattr(prefix_store, "SPACED", 12)
+    monkeypatch.setattr(pack_padded, "TAIL", 2)
+    policy = TrafficPolicy(cost=StepCost([], StateSaves.SECOND_PASS))
+    rig = rig_with_cache(grid=2, slots=12, chunk=30, policy=policy)
+    rig.add(TEXT[:39], "r", max_tokens=1, seed=1)
+    rig.engine._samples.samples_of_request("r")[0].boundaries = boundaries
+    rig.run()
+    found = [(len(row.tokens), [end for end, _ in row.saves]) for plan in rig.executor.plans for row in plan.extend]
+    assert found == [(30, saves), (9, [8])]
+
+
+@pytest.mark.parametrize("slots", [4, 5, 6, 8])
+def test_states_at_even_distances_leave_a_slot_for_the_prompts_end(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = spaced_rig(monkeypatch, slots, chunk=13)
+    text = [12, *TEXT, *TEXT[:10]]
+    rig.finish(text, max_tokens=2, ignore_eos=True, seed=1)
+    assert rig.finish([*text, 3], max_tokens=1, ignore_eos=True, seed=2).metrics.cached_tokens == len(text) // 2 * 2
+
+
+def test_a_prompt_that_was_aborted_has_no_state_at_an_even_distance() -> None:
+    rig = rig_with_cache(chunk=20)
+    rig.add(TEXT[:39], "r", max_tokens=1, seed=1)
+    rig.step()
+    rig.engine.abort("r")
+    rig.run()
+    assert [node.kind for node in rig.pools.prefixes.tree.nodes() if node.state is not None] == [StateKind.END]
+
+
+def test_who_waits_for_a_state_at_an_even_distance_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the step turns out to have no graph, which saves one state."""
+    monkeypatch.setattr(prefix_store, "SPACED", 12)
+    monkeypatch.setattr(followers, "LEAST_SHARED", 3)
+    policy = TrafficPolicy(cost=StepCost([Bucket(0, 3)]))
+    rig = rig_with_cache(rows=6, grid=2, slots=24, pages=200, chunk=40, policy=policy)
+    for name, own in (("leader", 39), ("36", 36), ("34", 34), ("27", 27)):
+        rig.add([*TEXT[:own], *[own % 7] * 3], name, max_tokens=1, ignore_eos=True, seed=1)
+    rig.run()
+    held = {name: output.metrics.cached_tokens for (name, _), output in rig.outputs.items()}
+    assert held["27"] >= 24, held
 
 
 def test_states_at_even_distances_give_way_while_they_are_new(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ from hybridrt.engine.core import load_engine as load_module
 from hybridrt.mem_cache.pools.host_plan import NO_HOST_PLAN
 from hybridrt.mem_cache.pools.memory_plan import PageGroup
 from hybridrt.mem_cache.pools.page_groups import PageDemand
-from hybridrt.runtime.step.pack_padded import StateSaves
 from tests.support.cache_ledger import check_cache
 from tests.support.engine_harness import EOS
 from tests.support.mock_executor import MockExecutor
@@ -27,7 +26,6 @@ class FakeRunner(MockExecutor):
     """What LLM expects of hybridrt.runtime.run.model_runner.ModelRunner."""
 
     device = torch.device("cuda")  # never touched: steps run next to the host
-    chunk_saves = StateSaves.AT_CHUNKS
 
     def __init__(
         self, config: EngineConfig, *, progress: bool = False, ahead: object = None, tp: object = None,

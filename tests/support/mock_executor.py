@@ -17,6 +17,7 @@ from hybridrt.base.errors import EngineError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.mem_cache.pools.slab_plan import SlabPlan
 from hybridrt.mem_cache.pools.state_moves import StateMove, When
+from hybridrt.runtime.step.pack_padded import StateSaves
 from hybridrt.runtime.step.plan import (
     Admission,
     DecodeRow,
@@ -212,6 +213,7 @@ class MockExecutor:
     becomes part of their slots when these are donated or exported, and now and then."""
 
     pools, prompt_graphs = SimpleNamespace(req_to_token=SimpleNamespace(mamba_pool=None)), None  # no folds to count
+    chunk_saves = StateSaves.AT_CHUNKS
 
     def __init__(
         self, *, num_rows: int, num_slots: int, num_pages: int, page_size: int, vocab: int, late: int = 0,

@@ -185,7 +185,8 @@ class PrefixStore(CacheRoom):
 
     def leave_at(self, request: Request, place: int) -> None:
         """A running prompt shall leave a state at a `last_place`."""
-        if self.slots.total and request.computed < place < request.prefill_end and place not in request.save_at:
+        ahead = request.computed < place < request.prefill_end
+        if self.slots.total and (ahead or place in request.saves) and place not in request.save_at:
             request.save_at = (*request.save_at, place)
 
     def end_for_states(self, request: Request, start: int, end: int) -> int:
@@ -205,7 +206,7 @@ class PrefixStore(CacheRoom):
                 before_last = [place for place in request.spaced if start < place < max(places, default=0)]
                 if before_last and end - before_last[-1] <= self.graph_tokens:
                     end = before_last[-1] + 1
-            elif saves.tail is not None and places and places[0] + saves.tail < end:
+            if saves.tail is not None and end - start <= self.graph_tokens and places and places[0] + saves.tail < end:
                 end = places[0] + 1
             end = min([end, *places[most : most + 1]])
         return end - 1 if end in request.save_at and end - start > 1 else end
@@ -221,7 +222,7 @@ class PrefixStore(CacheRoom):
                 saves.append((place - start, slot.index))
         chunk_saves = self.chunk_saves
         if chunk_saves is not None and len(saves) < chunk_saves.most:
-            spaced = self._spaced_place(request, start, end, chunk_saves)
+            spaced = self._spaced_place(request, start, end, chunk_saves) if self._has_many_slots() else None
             if spaced is not None and (slot := self.spare_slot(NewState(spaced - request.prefix.length))) is not None:
                 request.saves[spaced] = slot
                 saves.append((spaced - start, slot.index))
@@ -235,13 +236,17 @@ class PrefixStore(CacheRoom):
         self.slots.free([request.saves.pop(place) for place in spaced])
         return [save for save in saves if start + save[0] in request.save_at]
 
+    def _has_many_slots(self) -> bool:
+        """Whether each running prompt finds a slot for the state near its end, if one more is taken now."""
+        return self.room()[1] - self._promised_slots() > self._rows.total - self._rows.num_free
+
     def _spaced_place(self, request: Request, start: int, end: int, saves: StateSaves) -> int | None:
         """Where a chunk leaves a state at about an even distance; None: nowhere."""
         within = [place for place in request.spaced if start < place < end and place not in request.saves]
         if not within:
             return None
         place = within[-1]
-        if saves.tail is not None and place + saves.tail < end:
+        if self.graph_tokens and saves.tail is not None and place + saves.tail < end:
             place = (end - 1) // self.grid * self.grid  # later: more tokens after it would run without a graph
         return None if place in request.saves else place
 
@@ -290,11 +295,12 @@ class PrefixStore(CacheRoom):
 
     def path(self, tokens: np.ndarray, key: CacheKey) -> tuple[PrefixMatch, list[tuple[int, Handle]]]:
         """The cached part of a text [n] int32, up to all of it, and its states as (number of
-        tokens, slot) in order. Of states within answers only the last counts. Nothing is locked.
+        tokens, slot) in order. Of states within answers, and of those at even distances that nobody
+        has used, only the last counts. Nothing is locked.
         """
         match = self.tree.match(np.append(tokens, np.int32(-1)), key)
         nodes = [] if match.node is None else list(match.node.path)
-        kept = [node for node in reversed(nodes) if node is match.node or node.kind is not StateKind.ANSWER]
+        kept = [node for node in reversed(nodes) if node is match.node or not _is_on_trial(node)]
         return match, [(node.end, node.state) for node in kept if node.state is not None]
 
     def known_at(self, length: int) -> int:
@@ -385,7 +391,7 @@ class PrefixStore(CacheRoom):
                 within, kinds[place] = True, StateKind.ANSWER
             elif place in own[1:]:
                 kinds[place] = StateKind.FORK
-            elif place not in own and place < request.prefill_end:
+            elif place not in own and place in request.saves:
                 kinds[place] = StateKind.SPACED
         sets = request.pages.shareable[:num_pages]
         taken, node = self.tree.insert(ids, sets, states, key, len(request.prompt), kinds, why)
@@ -406,6 +412,11 @@ class PrefixStore(CacheRoom):
         self.answers.forget(states.values())
         self.slots.free([slot for slot in states.values() if slot not in taken.states])
         request.saves = {place: slot for place, slot in request.saves.items() if place not in states}
+
+
+def _is_on_trial(node: Node) -> bool:
+    """The state of a node was left without a prompt that needs it."""
+    return node.kind is StateKind.ANSWER or (node.kind is StateKind.SPACED and not node.hits)
 
 
 def _ends_of_images(spans: Sequence[Span], apart: int) -> list[int]:
