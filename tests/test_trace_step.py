@@ -15,9 +15,9 @@ ROOT = Path(__file__).parents[1]
 # Reached today, and at most two per cent. Lower them with every change that makes the way shorter.
 MOST = {
     "calls": 1460,
-    "files": 50,
-    "switches": 852,  # Ctrl-C has a file of its own, without torch: a chat with a server starts at once
-    "lines of the functions called, p90": 20,
+    "files": 52,  # a scheduled step and the policy of prompts have their own
+    "switches": 860,  # Ctrl-C has a file of its own, without torch: a chat with a server starts at once
+    "lines of the functions called, p90": 21,
     "lines of all functions, p90": 20,
 }
 

@@ -40,7 +40,7 @@ def test_mamba2(compiled: Compiler) -> None:
     assert {u["kernel"] for u in usages} >= expected
     walks = [u for u in usages if u["kernel"] == "_fixed_decay_walk_kernel"]
     assert len(walks) == 4
-    check(walks, SHARED, {"_fixed_decay_walk_kernel": 72})
+    check(walks, SHARED, {"_fixed_decay_walk_kernel": 80})  # 72 with one saved state a prompt
     # The outputs of 257 to 512 tokens with states of 256 columns have all registers that there are. Triton 3.6, which
     # their tiles were measured with, parks nothing, and Triton 3.9 eight numbers.
     parked = 0 if triton.__version__.startswith("3.6.") else 32

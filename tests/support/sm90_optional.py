@@ -183,9 +183,10 @@ def others() -> Iterator[tuple[str, Args, Args]]:
     for name, group in (("fp8 blocks", 128), ("fp8 rows", 256)):
         tokens = {"x": meta(3, 256), "group": group}
         yield "quantize_tokens", tokens, {"norm_weight": f32(256), "residual": meta(3, 256)}
-        codes = {"codes": meta(16, 256, dtype=torch.float8_e4m3fn), "scale": f32(256 // group, 16), "tokens": 3}
-        product = codes | {"group": group, "weight": empty_weight(name, 64, 256), "dtype": torch.bfloat16}
-        yield "fp8_linear", product, {"bias": meta(64), "activation": "silu_and_mul"}
+        for few, rows in ((3, 16), (1, 16), (80, 80)):  # a kernel each
+            codes = {"codes": meta(rows, 256, dtype=torch.float8_e4m3fn), "scale": f32(256 // group, rows)}
+            product = codes | {"tokens": few, "group": group, "weight": empty_weight(name, 64, 256)}
+            yield "fp8_linear", product | {"dtype": torch.bfloat16}, {"bias": meta(64), "activation": "silu_and_mul"}
     shared = {"shared_gate": meta(B), "shared": 1, "rows": ROWS}
     yield "router_softmax", {"logits": meta(B, 8), "top_k": 2, "renormalize": True}, shared
     held = {"first": 4, "held": 4, "load": meta(8, dtype=torch.int64)}
