@@ -202,8 +202,8 @@ class PrefixStore(CacheRoom):
             places = sorted(place for place in request.save_at if start < place < end)
             most = saves.most
             if 0 < self.graph_tokens < end - start:
-                most = 1
-                before_last = [place for place in request.spaced if start < place < max(places, default=0)]
+                most, last = 1, places[-1] if places else 0
+                before_last = [place for place in request.spaced if start < place < last]
                 if before_last and end - before_last[-1] <= self.graph_tokens:
                     end = before_last[-1] + 1
             if saves.tail is not None and end - start <= self.graph_tokens and places and places[0] + saves.tail < end:
@@ -229,10 +229,8 @@ class PrefixStore(CacheRoom):
         return sorted(saves)
 
     def keep_one(self, request: Request, start: int, saves: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
-        """The states of `save` without that at an even distance, if there are more. Its slot is free again."""
+        """Of several states of `save` all but that at an even distance, if there is one. Its slot is free again."""
         spaced = [start + tokens for tokens, _ in saves if start + tokens not in request.save_at]
-        if len(saves) < 2 or not spaced:
-            return saves
         self.slots.free([request.saves.pop(place) for place in spaced])
         return [save for save in saves if start + save[0] in request.save_at]
 

@@ -108,9 +108,11 @@ class PolicyScheduler(Scheduler):
         """Prompts of a step that turned out to have no graph save one state each. The host launches such a step, and
         where it has to launch more for further states, the policy would avoid all steps without a graph."""
         cost, extend = self._policy.cost, step.plan.extend
-        if extend and cost.graphs and not cost.has_graph(StepWork.from_plan(step.plan)):
-            for i, (request, _) in enumerate(step.rows[-len(extend) :]):
-                saves = self._coordinator.prefixes.keep_one(request, extend[i].computed, extend[i].saves)
+        several = [i for i, row in enumerate(extend) if len(row.saves) > 1]  # few steps have any
+        if several and cost.graphs and not cost.has_graph(StepWork.from_plan(step.plan)):
+            requests = [request for request, _ in step.rows[-len(extend) :]]
+            for i in several:
+                saves = self._coordinator.prefixes.keep_one(requests[i], extend[i].computed, extend[i].saves)
                 extend[i] = msgspec.structs.replace(extend[i], saves=saves)
 
     def _admit(self, request: Request, plan: StepPlan) -> bool:
