@@ -91,10 +91,11 @@ def latent_walk(monkeypatch):
     from hybridrt.kernels.attention import paged_attention_triton as module
 
     def walk_on(multiprocessors):
-        def walk(programs, max_context, tile, device, coded):
-            return module._walk_latent(max(multiprocessors // programs, 1), max_context, tile["BLOCK_N"], device)
+        def walk(rows, head_blocks, max_context, tile, device, coded):
+            return module._walk_latent(rows, head_blocks, max_context, tile["BLOCK_N"], device)
 
         monkeypatch.setattr(module, "_walk", walk)
+        monkeypatch.setattr(module, "multiprocessors", lambda device: multiprocessors)
 
     return walk_on
 
@@ -137,21 +138,22 @@ def test_table_entries_behind_a_row_are_not_read(provider, latent_walk, monkeypa
     assert read == (set() if provider == "torch" else set(range(20)))
 
 
-def test_parts_of_a_row_of_wide_vectors():
-    """As many as the device has room for. The last program joins parts only where there is room for one: those of
-    contexts that are so long that one row would keep the others waiting."""
+def test_shares_of_wide_vectors(monkeypatch):
+    """A multiprocessor has room for one program: rows that fill the device are whole, if no context is so long that it
+    would keep the others waiting. The last program joins parts only there."""
     from hybridrt.kernels.attention import paged_attention_triton as module
 
     cpu, found = torch.device("cpu"), {}
-    for programs in (1, 44, 45, 66, 67, 140):
+    monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    for rows in (1, 44, 45, 66, 67, 140):
         for context in (4096, 2**17):
-            walk, joined = module._walk(programs, context, module._tile(32, 512, torch.bfloat16, False), cpu)
-            found[programs, context] = walk["SPLITS"], joined
-    assert [found[programs, 4096] for programs in (1, 44, 45, 66, 67, 140)] == [
-        (64, False), (3, False), (2, False), (2, False), (1, True), (1, True),
+            walk, joined = module._walk(rows, 1, context, module._tile(32, 512, torch.bfloat16, False), cpu)
+            found[rows, context] = walk["ROOM"], walk["FEW"], joined
+    assert [found[rows, 4096] for rows in (1, 44, 45, 66, 67, 140)] == [
+        (64, 1, False), (64, 1, False), (45, 2, False), (64, 2, False), (0, 1, True), (0, 1, True),
     ]  # fmt: skip
-    assert [found[programs, 2**17] for programs in (1, 44, 66, 140)] == [
-        (128, False), (3, False), (32, False), (32, True),
+    assert [found[rows, 2**17] for rows in (1, 44, 66, 140)] == [
+        (64, 1, False), (64, 1, False), (64, 2, False), (64, 1, True),
     ]  # fmt: skip
 
 

@@ -270,24 +270,24 @@ def test_decode_of_contexts_split_among_programs(monkeypatch, small_tiles, slidi
             close(out[b, t], slow_attention(q[b, t], cache.keys[b], cache.values[b], visible))
 
 
-@pytest.mark.parametrize(("rows", "programs"), [(1, 256), (512, 64)])
-def test_programs_of_a_row_where_tables_are_wide(rows: int, programs: int) -> None:
-    """Each row of a batch has as many, whatever its length: 512 rows with 256 each would need gigabytes for parts."""
+@pytest.mark.parametrize(("rows", "context", "room"), [(1, 2**20, 128), (1, 64, 128), (64, 2**20, 128), (512, 4096, 0)])
+def test_room_for_parts(monkeypatch, rows, context, room):
+    """Short rows that fill the device are not cut."""
     from hybridrt.kernels.attention import paged_attention_triton
 
+    monkeypatch.setattr(paged_attention_triton, "multiprocessors", lambda device: 132)
     tile = paged_attention_triton._tile(4, 128, torch.bfloat16, False)
-    assert paged_attention_triton._walk(rows, 2**20, tile, torch.device("cpu"))[0]["SPLITS"] == programs
+    assert paged_attention_triton._walk(rows, 2, context, tile, torch.device("cpu"))[0]["ROOM"] == room
 
 
-@pytest.mark.parametrize(("coded", "parts"), [(False, 1), (True, 2)])
-def test_contexts_of_codes_are_shared_by_twice_the_programs(coded: bool, parts: int) -> None:
-    """Two for each multiprocessor, and four over codes, which have fewer bytes on their way."""
+def test_tiles_over_codes(monkeypatch):
+    """Keys, warps: a step of few programs has long tiles, one of many has few registers for each."""
     from hybridrt.kernels.attention import paged_attention_triton
 
-    tile = paged_attention_triton._tile(6, 128, torch.bfloat16, coded)
-    walk, joined = paged_attention_triton._walk(256, 1728, tile, torch.device("cpu"), coded)
-    assert (walk["SPLITS"], joined) == (parts, True)
-    assert walk["LEAST"] * tile["BLOCK_N"] == 1024 // parts
+    monkeypatch.setattr(paged_attention_triton, "multiprocessors", lambda device: 132)
+    tile = paged_attention_triton._tile(6, 128, torch.bfloat16, True)
+    walks = [paged_attention_triton._walk(rows, 2, 2048, tile, torch.device("cpu"), True) for rows in (1, 128, 256)]
+    assert [(walk["BLOCK_N"], walk["num_warps"]) for walk, _ in walks] == [(64, 4), (128, 4), (64, 2)]
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hybridrt.base.device import multiprocessors, shared_memory
 from hybridrt.base.errors import ConfigError
+from hybridrt.kernels.attention.decode_shares_triton import blocks_of, find_part, parts_of, parts_of_row
 from hybridrt.kernels.attention.kv_codes_triton import as_stored, for_products, inverse_scale, numbers_of_pairs
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.launch import (
@@ -38,27 +39,12 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 BLOCK_N = 64  # context positions per tile
 BLOCK_M = 64  # query rows per tile at most; both are halved for float32
 PROGRAMS_PER_MULTIPROCESSOR, WIDE_PER_MULTIPROCESSOR = 4, 6  # heads up to 128, and wider ones
-LONG_CONTEXT = 4096  # positions of one program if the device is full anyway
-# If the device is full, every row has at most FEW_SPLITS programs. Few rows may have MAX_SPLITS,
-# once each of FEW_SPLITS has some blocks: joining parts takes time. Wide heads load more at once
-# and need half as many.
-FEW_SPLITS, MAX_SPLITS = 64, 256
+LONG_CONTEXT = 4096  # positions: up to so many a context is not cut if the device is full anyway
+PART = 512  # positions of a part at least, if the device is full
+# A row has at most MOST_PARTS, and more than FEW_PARTS only if each has some blocks: joining parts takes time. Wide
+# heads load more at once and need half as many.
+FEW_PARTS, MOST_PARTS = 64, 256
 PARTS_AT_ONCE, WIDE_AT_ONCE = 64, 32  # loaded together by `_attention_combine_kernel`
-
-
-@triton.jit
-def _split_range(  # type: ignore[no-untyped-def]
-    seq_len, split, T: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, FEW: tl.constexpr,
-    LEAST: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """First visible position, aligned; first and end block of the split; splits with blocks."""
-    origin = 0
-    if WINDOW > 0:
-        origin = tl.maximum(seq_len - T - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-    blocks = tl.cdiv(seq_len - origin, BLOCK_N)
-    few = tl.maximum(tl.minimum(tl.cdiv(blocks, FEW), LEAST), 1)
-    per_split = tl.maximum(tl.cdiv(blocks, SPLITS), few)
-    return origin, split * per_split, tl.minimum((split + 1) * per_split, blocks), tl.cdiv(blocks, per_split)
 
 
 @triton.jit
@@ -69,34 +55,44 @@ def _depth(sees, node, node_mask, sees_st, T: tl.constexpr, BLOCK_T: tl.constexp
     return tl.sum((seen != 0).to(tl.int32), 1) - 1
 
 
-@jit_kernel
+@jit_kernel(do_not_specialize=["rows"])
 def _attention_decode_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, table_ptr, rows_ptr, seq_lens_ptr, sees_ptr, drafts_ptr, out_ptr, partial_ptr, lse_ptr,
-    arrivals_ptr, sinks_ptr, q_sb, q_st, q_sh, table_sr, sees_sb, sees_st, out_st, scale_log2,
+    arrivals_ptr, sinks_ptr, rows, q_sb, q_st, q_sh, table_sr, sees_sb, sees_st, out_st, scale_log2,
     v_scale, T: tl.constexpr, HKV: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr,
-    WINDOW: tl.constexpr, SPLITS: tl.constexpr, FEW: tl.constexpr, LEAST: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
-    AHEAD: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, ROOM: tl.constexpr, FEW: tl.constexpr, LEAST: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_B: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid [rows, key heads and blocks of their query rows, SPLITS]. With arrival counters, the
-    last program joins a row's parts.
+    """Grid [parts of rows, key heads and blocks of their query rows]. ROOM = 0: a row is one part. With arrival
+    counters, the last program joins a row's parts.
 
     AHEAD: the slots of the next block of keys are loaded in this block's turn, and held in registers. Without it the
     compiler gives slots a stage of the pipeline, so that one block of keys less is on its way.
     """
-    b, head_block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    own_part, head_block = tl.program_id(0), tl.program_id(1)
+    b, first_part, split, used = own_part, own_part, 0, 1
+    if ROOM > 0:
+        b, first_part, share = find_part(
+            own_part, seq_lens_ptr, rows, T, WINDOW, ROOM, FEW, LEAST, WHOLE, BLOCK_N, BLOCK_B
+        )  # fmt: skip
+        if b >= rows:
+            return
+        split = own_part - first_part
     seq_len = tl.load(seq_lens_ptr + b)
     table = table_ptr + tl.load(rows_ptr + b).to(tl.int64) * table_sr
     keys = seq_len
     if drafts_ptr is not None:
         keys -= T - 1 - tl.load(drafts_ptr + b)  # padding follows
-    origin, first, end, used = _split_range(seq_len, split, T, WINDOW, SPLITS, FEW, LEAST, BLOCK_N)
+    origin, blocks = blocks_of(seq_len, T, WINDOW, BLOCK_N)
+    first, end = 0, blocks
+    if ROOM > 0:
+        part, used = parts_of(blocks, share, FEW, LEAST, WHOLE)
+        first, end = split * part, tl.minimum((split + 1) * part, blocks)
     if AHEAD:
         pos = origin + first * BLOCK_N + tl.arange(0, BLOCK_N)
         slot = tl.load(table + pos, mask=pos < keys, other=0).to(tl.int64)
     begin(PDL)
-    if (SPLITS > 1) & (split > 0) & (first >= end):
-        return
     m_blocks: tl.constexpr = (T * GROUPS + BLOCK_M - 1) // BLOCK_M
     kv_head = head_block // m_blocks
     m = (head_block % m_blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -182,15 +178,15 @@ def _attention_decode_kernel(  # type: ignore[no-untyped-def]
     y = acc / row_sum[:, None]
     if v_scale is not None:
         y *= v_scale
-    finished = SPLITS == 1
-    if SPLITS > 1:
+    finished = ROOM == 0
+    if ROOM > 0:
         parted = True
         if arrivals_ptr is not None:
             parted, finished = used > 1, used <= 1
         if parted:
-            part: tl.constexpr = T * HKV * GROUPS
-            first_part = (b.to(tl.int64) * SPLITS * T + token) * (HKV * GROUPS) + head
-            own = first_part + split * part
+            apart: tl.constexpr = T * HKV * GROUPS  # numbers of a part, but for their width
+            cell = token * (HKV * GROUPS) + head
+            own = own_part.to(tl.int64) * apart + cell
             tl.store(partial_ptr + own[:, None] * D + d[None, :], y, mask=mask)
             tl.store(lse_ptr + own, row_max + tl.log2(row_sum), mask=live)
             if arrivals_ptr is not None:
@@ -198,7 +194,8 @@ def _attention_decode_kernel(  # type: ignore[no-untyped-def]
                 tl.debug_barrier()  # publish stores
                 if tl.atomic_add(arrivals, 1, sem="acq_rel") == used - 1:
                     tl.store(arrivals, 0)
-                    y = _join(partial_ptr, lse_ptr, first_part, part, used, live, d, D, BLOCK_M, BLOCK_D)
+                    first_own = first_part.to(tl.int64) * apart + cell
+                    y = _join(partial_ptr, lse_ptr, first_own, apart, used, live, d, D, BLOCK_M, BLOCK_D)
                     finished = parted
     if finished:
         cells = out_ptr + ((b.to(tl.int64) * T + token) * out_st + head * D)[:, None] + d[None, :]
@@ -226,19 +223,19 @@ def _join(  # type: ignore[no-untyped-def]
     return acc / tl.where(total == 0, 1.0, total)[:, None]
 
 
-@jit_kernel
+@jit_kernel(do_not_specialize=["rows"])
 def _attention_combine_kernel(  # type: ignore[no-untyped-def]
-    partial_ptr, lse_ptr, seq_lens_ptr, out_ptr, out_st,
-    T: tl.constexpr, HQ: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
-    FEW: tl.constexpr, LEAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
-    PARTS: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    partial_ptr, lse_ptr, seq_lens_ptr, out_ptr, rows, out_st,
+    T: tl.constexpr, HQ: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, ROOM: tl.constexpr,
+    FEW: tl.constexpr, LEAST: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_S: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token and head. EARLY: loads the first parts with their sums, which needs registers."""
     b, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    _, _, _, used = _split_range(tl.load(seq_lens_ptr + b), 0, T, WINDOW, SPLITS, FEW, LEAST, BLOCK_N)
+    first_part, used = parts_of_row(b, seq_lens_ptr, rows, T, WINDOW, ROOM, FEW, LEAST, WHOLE, BLOCK_N, BLOCK_B)
     begin(PDL)
     d, s, part = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S), tl.arange(0, PARTS)
-    first = b * SPLITS * (T * HQ) + head
+    first = first_part.to(tl.int64) * (T * HQ) + head
     lse = tl.load(lse_ptr + first + s * (T * HQ), mask=s < used, other=float("-inf"))
     if EARLY:
         lse_here, partial = _parts(partial_ptr, lse_ptr, first, part, used, d, T * HQ, D)
@@ -266,43 +263,47 @@ def _parts(partial_ptr, lse_ptr, first, part, used, d, APART: tl.constexpr, D: t
 
 
 def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: Tensor | None = None) -> Tensor:
-    """One launch, or two if all contexts are split among programs (`_walk`).
+    """One launch, or two if all contexts are cut into parts (`_walk`).
 
-    The split depends on shapes alone, not on max_len: a graph's replay and an eager call of the
-    same batch size give the same bits.
+    What is cut depends on shapes and lengths on the device, not on max_len: a graph's replay and an eager call of
+    the same batch give the same bits.
     """
     req_to_token, mask = kv.req_to_token, batch.mask
     (num_rows, tokens, query_heads, key_dim), (kv_heads, head_dim) = q.shape, kv.v_cache.shape[2:]
     rope, window, context = key_dim - head_dim, kv.sliding_window or 0, req_to_token.shape[1]
     shape = Decode(num_rows, tokens, query_heads, kv_heads, head_dim, rope, context, window, kv.coded, q.dtype)
     joined, tile = DECODES(shape, q.device)
-    head_blocks, splits = shape.head_blocks(tile["BLOCK_M"]), tile["SPLITS"]
+    head_blocks, room = shape.head_blocks(tile["BLOCK_M"]), tile["ROOM"]
     if out is None:
         out = q.new_empty(*q.shape[:3], head_dim)
     token_stride = _token_stride(out)
     partial = lse = arrivals = None
-    if splits > 1:
-        partial = torch.empty(num_rows, splits, tokens, query_heads, head_dim, dtype=torch.float32, device=q.device)
+    parts = num_rows
+    if room:
+        parts = min(2 * room + num_rows, num_rows * cdiv(context, tile["BLOCK_N"]))
+        partial = torch.empty(parts, tokens, query_heads, head_dim, dtype=torch.float32, device=q.device)
         lse = torch.empty(partial.shape[:-1], dtype=torch.float32, device=q.device)
         arrivals = arrival_counters(req_to_token, num_rows * head_blocks) if joined else None
-    _attention_decode_kernel[(num_rows, head_blocks, splits)](
+    sharing = {name: tile[name] for name in ("ROOM", "FEW", "LEAST", "BLOCK_N", "BLOCK_D")}
+    sharing |= {"WHOLE": joined, "BLOCK_B": next_power_of_2(num_rows)}
+    _attention_decode_kernel[(parts, head_blocks)](
         q, kv.k_cache, kv.v_cache, req_to_token, batch.rows, batch.seq_lens, mask, batch.num_drafts, out, partial,
-        lse, arrivals, kv.sinks, q.stride(0), q.stride(1), q.stride(2), req_to_token.stride(0),
+        lse, arrivals, kv.sinks, num_rows, q.stride(0), q.stride(1), q.stride(2), req_to_token.stride(0),
         0 if mask is None else mask.stride(0), 0 if mask is None else mask.stride(1),
         token_stride, kv.score_scale * LOG2_E.value, kv.v_scale if kv.coded else None,
         T=tokens, HKV=kv_heads, GROUPS=query_heads // kv_heads, D=head_dim, ROPE=rope, WINDOW=window,
-        BLOCK_R=rope_block(rope), BLOCK_T=next_power_of_2(tokens), PRECISION=dot_precision(q.dtype), **tile,
-        **pdl(q.device),
+        BLOCK_R=rope_block(rope), BLOCK_T=next_power_of_2(tokens), PRECISION=dot_precision(q.dtype),
+        **(tile | sharing), **pdl(q.device),
     )  # fmt: skip
-    if splits > 1 and not joined:
-        wide, block_s = tile["BLOCK_D"] > 256, next_power_of_2(splits)
-        parts = min(block_s, WIDE_AT_ONCE if wide else PARTS_AT_ONCE)
+    if room and not joined:
+        wide, most = tile["BLOCK_D"] > 256, next_power_of_2(_most_parts(room, context, tile["BLOCK_N"]))
+        loaded = min(most, WIDE_AT_ONCE if wide else PARTS_AT_ONCE)
         # At most one program per SM: a parallel branch (Mamba-2 in Falcon-H1) needs the rest.
         early = wide or num_rows * tokens * query_heads <= multiprocessors(q.device)
         _attention_combine_kernel[(num_rows, tokens * query_heads)](
-            partial, lse, batch.seq_lens, out, token_stride, T=tokens, HQ=query_heads, D=head_dim, WINDOW=window,
-            **{name: tile[name] for name in ("SPLITS", "FEW", "LEAST", "BLOCK_N", "BLOCK_D")},
-            BLOCK_S=block_s, PARTS=parts, EARLY=early, num_warps=8 if wide and parts > 8 else 4, **pdl(q.device),
+            partial, lse, batch.seq_lens, out, num_rows, token_stride, T=tokens, HQ=query_heads, D=head_dim,
+            WINDOW=window, **sharing, BLOCK_S=most, PARTS=loaded, EARLY=early,
+            num_warps=8 if wide and loaded > 8 else 4, **pdl(q.device),
         )  # fmt: skip
     return out
 
@@ -317,51 +318,64 @@ def _token_stride(out: Tensor) -> int:
     return stride
 
 
-def _walk(
-    programs: int, max_context: int, tile: dict[str, int], device: torch.device, coded: bool = False
-) -> tuple[dict[str, int], bool]:
-    """Shares a row's context among programs, by the batch and the table's width alone.
+def _most_parts(room: int, max_context: int, block_n: int) -> int:
+    """Parts of one row: each has half a share of the work at least, and a share is a ROOM-th of it."""
+    return min(2 * room, cdiv(max_context, block_n))
 
-    Returns changes to `_tile`, and whether a row's last program joins the parts: not if only long
-    contexts are split, since a launch for it would rarely find work.
+
+def _walk(
+    rows: int, head_blocks: int, max_context: int, tile: dict[str, int], device: torch.device, coded: bool = False
+) -> tuple[dict[str, int], bool]:
+    """How many programs share the contexts of the batch, by the batch size and the table's width alone.
+
+    Returns changes to `_tile`, and whether a row's last program joins the parts: not if all contexts are cut, since
+    a launch of its own then joins them faster.
 
     Measured on an H200: if programs fill the device, whole contexts with two warps are best, unless
     one row would delay the others. With up to two for each multiprocessor, each has a block of keys more on its way;
     more of them need registers more than that. With fewer programs than multiprocessors, several short tiles in flight
-    beat long ones. Programs over codes have fewer bytes in flight, so there are twice as many of them.
+    beat long ones. Over codes, few programs have long tiles.
     """
-    size = multiprocessors(device)
+    size, programs = multiprocessors(device), rows * head_blocks
     if tile["BLOCK_D"] > 256:
-        return _walk_latent(max(size // programs, 1), max_context, tile["BLOCK_N"], device)
+        return _walk_latent(rows, head_blocks, max_context, tile["BLOCK_N"], device)
+    narrow = tile["BLOCK_M"] == 16 and tile["BLOCK_D"] <= 128
     bound, filled = tile["BLOCK_M"] > 32 or tile["BLOCK_D"] > 128, programs >= size
-    pipeline = {"num_stages": 2, "AHEAD": 1}
-    if not bound and filled:
-        few_programs = programs <= 2 * size
-        stages, ahead = 4 if few_programs and not coded else 3, int(few_programs or coded)
-        pipeline = {"num_warps": 2 if tile["BLOCK_M"] == 16 else 4, "num_stages": stages, "AHEAD": ahead}
+    few_programs = programs <= 2 * size
+    pipeline = {"num_stages": 2 + coded, "AHEAD": 1}
+    if coded and narrow:
+        keys = tile["BLOCK_N"] * (4 if filled and few_programs else 2)
+        pipeline = {"BLOCK_N": keys, "num_warps": 4 if few_programs else 2, "num_stages": 3, "AHEAD": 1}
+    elif not bound and filled:
+        ahead = int(few_programs or coded)
+        pipeline = {"num_warps": 2 if narrow else 4, "num_stages": 4 if ahead else 3, "AHEAD": ahead}
     elif not bound:
-        pipeline |= {"BLOCK_N": min(32, tile["BLOCK_N"]), "num_stages": 3 + coded}
-    blocks = cdiv(max_context, pipeline.get("BLOCK_N", tile["BLOCK_N"]))
+        pipeline |= {"BLOCK_N": min(32, tile["BLOCK_N"]), "num_stages": 3 + 2 * coded}
+    block_n = pipeline.get("BLOCK_N", tile["BLOCK_N"])
     joined = filled and not bound
     if joined:
-        wanted = max(((2 << coded) * size + programs // 2) // programs, cdiv(max_context, LONG_CONTEXT))
-        few, least = 1, cdiv(LONG_CONTEXT // (4 << coded), tile["BLOCK_N"])
+        room, few, least = cdiv(2 * size, head_blocks), 1, cdiv(PART, block_n)
+        whole = 2 * room <= 3 * rows and max_context <= LONG_CONTEXT
     else:
         each = PROGRAMS_PER_MULTIPROCESSOR if tile["BLOCK_D"] <= 128 else WIDE_PER_MULTIPROCESSOR
-        wanted = cdiv(each * size, programs)
-        few, least = FEW_SPLITS, 4
-    most = FEW_SPLITS if joined else MAX_SPLITS if tile["BLOCK_D"] <= 128 else MAX_SPLITS // 2
-    return pipeline | {"SPLITS": max(1, min(wanted, blocks, most)), "FEW": few, "LEAST": least}, joined
+        room, few, least, whole = cdiv(each * size, 2 * head_blocks), FEW_PARTS, 4, max_context <= block_n
+    most = MOST_PARTS // 2 if tile["BLOCK_D"] <= 128 else MOST_PARTS // 4
+    return pipeline | {"ROOM": 0 if whole else min(room, most), "FEW": few, "LEAST": least}, joined
 
 
-def _walk_latent(room: int, max_context: int, block_n: int, device: torch.device) -> tuple[dict[str, int], bool]:
-    """Latent vectors need a whole multiprocessor's shared memory; `room` programs run at a time."""
+def _walk_latent(
+    rows: int, head_blocks: int, max_context: int, block_n: int, device: torch.device
+) -> tuple[dict[str, int], bool]:
+    """Latent vectors need a whole multiprocessor's shared memory: one program runs there at a time."""
+    size = multiprocessors(device)
+    each = max(size // max(rows * head_blocks, 1), 1)  # programs of a row
     stages = {"num_stages": 3 if shared_memory(device) >= LARGE_SHARED_MEMORY else 2, "AHEAD": 1}
-    blocks = cdiv(max_context, block_n)
-    if room > 2:
-        return stages | {"SPLITS": min(room, blocks, MAX_SPLITS // 2), "FEW": 1, "LEAST": 1}, False
-    splits = min(max(room, cdiv(max_context, LONG_CONTEXT)), blocks, FEW_SPLITS)
-    return stages | {"SPLITS": splits, "FEW": room, "LEAST": cdiv(LONG_CONTEXT, block_n)}, room == 1
+    if max_context <= (LONG_CONTEXT if each == 1 else block_n):
+        return stages | {"ROOM": 0, "FEW": 1, "LEAST": 1}, each == 1
+    if each > 2:
+        room = min(cdiv(size, 2 * head_blocks), MOST_PARTS // 4)
+        return stages | {"ROOM": room, "FEW": 1, "LEAST": 1}, False
+    return stages | {"ROOM": min(rows, MOST_PARTS // 4), "FEW": each, "LEAST": cdiv(2 * PART, block_n)}, each == 1
 
 
 def rope_block(rope: int) -> int:
@@ -408,11 +422,10 @@ class Decode(NamedTuple):
 
 def _built_in(shape: Decode, device: torch.device) -> Values:
     tile = _tile(shape.rows_per_head, shape.head_dim, shape.dtype, shape.coded)
-    programs = max(shape.rows * shape.head_blocks(tile["BLOCK_M"]), 1)
+    head_blocks = shape.head_blocks(tile["BLOCK_M"])
     while True:
-        walk, joined = _walk(programs, shape.context, tile, device, shape.coded)
+        walk, joined = _walk(max(shape.rows, 1), head_blocks, shape.context, tile, device, shape.coded)
         whole = tile | walk
-        whole["num_stages"] += shape.coded  # a stage has fewer bytes
         if whole["num_stages"] > 3 and _loaded_bytes(shape, whole) > shared_memory(device):
             whole["num_stages"] = 3  # rather than shorter tiles: it was chosen where shared memory is large
         if tile["BLOCK_N"] == 16 or _loaded_bytes(shape, whole) <= shared_memory(device):
