@@ -146,10 +146,10 @@ def test_shares_of_wide_vectors(monkeypatch):
     cpu, found = torch.device("cpu"), {}
     monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
     for rows in (1, 44, 45, 66, 67, 140):
-        for context in (4096, 2**17):
+        for context in (2048, 2**17):
             walk, joined = module._walk(rows, 1, context, module._tile(32, 512, torch.bfloat16, False), cpu)
             found[rows, context] = walk["ROOM"], walk["FEW"], joined
-    assert [found[rows, 4096] for rows in (1, 44, 45, 66, 67, 140)] == [
+    assert [found[rows, 2048] for rows in (1, 44, 45, 66, 67, 140)] == [
         (64, 1, False), (64, 1, False), (45, 2, False), (64, 2, False), (0, 1, True), (0, 1, True),
     ]  # fmt: skip
     assert [found[rows, 2**17] for rows in (1, 44, 66, 140)] == [

@@ -270,7 +270,9 @@ def test_decode_of_contexts_split_among_programs(monkeypatch, small_tiles, slidi
             close(out[b, t], slow_attention(q[b, t], cache.keys[b], cache.values[b], visible))
 
 
-@pytest.mark.parametrize(("rows", "context", "room"), [(1, 2**20, 128), (1, 64, 128), (64, 2**20, 128), (512, 4096, 0)])
+@pytest.mark.parametrize(
+    ("rows", "context", "room"), [(1, 2**20, 128), (1, 32, 0), (64, 2**20, 128), (512, 2048, 0), (512, 4096, 128)]
+)
 def test_room_for_parts(monkeypatch, rows, context, room):
     """Short rows that fill the device are not cut."""
     from hybridrt.kernels.attention import paged_attention_triton

@@ -8,7 +8,6 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from hybridrt.base.device import KNOWN
-from hybridrt.kernels.attention import paged_attention_triton
 from hybridrt.kernels.attention.paged_attention_triton import DECODES, Decode
 from hybridrt.kernels.core.launch_choice import LAUNCHES, LaunchChoice, Values
 from hybridrt.kernels.delta_rule import delta_rule_triton
@@ -97,14 +96,6 @@ def test_a_pass_of_one_stage_is_no_candidate_where_products_read_shared_memory(
         shape = Pass(2, 32, 32, 128, 128, 64, by_channel, torch.bfloat16)
         candidates = LAUNCHES["chunk_gated_delta_rule: pass"].candidates(shape, CPU)
         assert min(values["num_stages"] for values in candidates) == fewest
-
-
-@pytest.mark.parametrize(("gpu", "stages"), [("h200", 4), ("l40s", 3)])
-def test_a_decode_tile_drops_a_stage_before_it_shortens(gpu: str, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_attention_triton, "shared_memory", lambda _: KNOWN[gpu].shared_memory)
-    monkeypatch.setattr(paged_attention_triton, "multiprocessors", lambda _: 128)
-    built_in = DECODES.built_in(Decode(64, 1, 8, 2, 128, 0, 8192, 0, False, torch.bfloat16), CPU)
-    assert (built_in["BLOCK_N"], built_in["num_stages"]) == (64, stages)
 
 
 def few_candidates(monkeypatch: pytest.MonkeyPatch, *tiles: Values) -> list[Values]:

@@ -25,14 +25,16 @@ def parts_of(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Blocks of a part, and parts of a row: one at least, also of an empty row. `share`: `_lengths`.
 
-    Parts are half a share long, so that the last ones take less than a share. They have LEAST blocks at least where
-    there would be more than FEW parts: to join parts takes time. WHOLE: rows of up to 1.5 shares are not cut.
+    Parts are at most half a share long, and about equal, so that the last ones take less than a share. They may be
+    longer, of LEAST blocks, where there would be more than FEW parts: to join parts takes time. WHOLE: rows of up to
+    1.5 shares are not cut.
     """
     part = tl.maximum(tl.cdiv(share, 2), tl.minimum(tl.cdiv(blocks, FEW), LEAST))
     if WHOLE:
         part = tl.where(2 * blocks <= 3 * share, blocks, part)
-    part = tl.maximum(part, 1)
-    return part, tl.maximum(tl.cdiv(blocks, part), 1)
+    parts = tl.maximum(tl.cdiv(blocks, tl.maximum(part, 1)), 1)
+    part = tl.cdiv(blocks, parts)
+    return part, tl.maximum(tl.cdiv(blocks, tl.maximum(part, 1)), 1)
 
 
 @triton.jit
@@ -42,8 +44,8 @@ def _lengths(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Blocks of a share, if ROOM programs shared all contexts equally; parts of each row, [BLOCK_B].
 
-    All rows together have at most 2 * ROOM + rows parts: a row's parts are at least half a share long, but for its
-    last one.
+    All rows together have at most 2 * ROOM + rows parts: a row has no more than if each but the last one were half a
+    share long.
     """
     row = tl.arange(0, BLOCK_B)
     _, blocks = blocks_of(tl.load(seq_lens_ptr + row, mask=row < rows, other=0), T, WINDOW, BLOCK_N)

@@ -39,10 +39,10 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 BLOCK_N = 64  # context positions per tile
 BLOCK_M = 64  # query rows per tile at most; both are halved for float32
 PROGRAMS_PER_MULTIPROCESSOR, WIDE_PER_MULTIPROCESSOR = 4, 6  # heads up to 128, and wider ones
-LONG_CONTEXT = 4096  # positions: up to so many a context is not cut if the device is full anyway
-PART = 512  # positions of a part at least, if the device is full
-# A row has at most MOST_PARTS, and more than FEW_PARTS only if each has some blocks: joining parts takes time. Wide
-# heads load more at once and need half as many.
+LONG_CONTEXT = 2048  # positions: up to so many a context is not cut if the device is full anyway
+PART = 1024  # positions of a part at least, if the device is full
+# A row has at most MOST_PARTS, half as many of latent vectors, and more than FEW_PARTS only if each has some blocks:
+# joining parts takes time.
 FEW_PARTS, MOST_PARTS = 64, 256
 PARTS_AT_ONCE, WIDE_AT_ONCE = 64, 32  # loaded together by `_attention_combine_kernel`
 
@@ -333,8 +333,9 @@ def _walk(
 
     Measured on an H200: if programs fill the device, whole contexts with two warps are best, unless
     one row would delay the others. With up to two for each multiprocessor, each has a block of keys more on its way;
-    more of them need registers more than that. With fewer programs than multiprocessors, several short tiles in flight
-    beat long ones. Over codes, few programs have long tiles.
+    more of them need registers more than that. Shared memory for another stage helps narrow heads; with 128 numbers a
+    head it would keep a parallel branch (Mamba-2 in Falcon-H1) waiting. With fewer programs than multiprocessors,
+    several short tiles in flight beat long ones. Over codes, few programs have long tiles.
     """
     size, programs = multiprocessors(device), rows * head_blocks
     if tile["BLOCK_D"] > 256:
@@ -347,8 +348,8 @@ def _walk(
         keys = tile["BLOCK_N"] * (4 if filled and few_programs else 2)
         pipeline = {"BLOCK_N": keys, "num_warps": 4 if few_programs else 2, "num_stages": 3, "AHEAD": 1}
     elif not bound and filled:
-        ahead = int(few_programs or coded)
-        pipeline = {"num_warps": 2 if narrow else 4, "num_stages": 4 if ahead else 3, "AHEAD": ahead}
+        stages = 4 if coded or (few_programs and tile["BLOCK_D"] <= 64) else 3
+        pipeline = {"num_warps": 2 if narrow else 4, "num_stages": stages, "AHEAD": int(few_programs or coded)}
     elif not bound:
         pipeline |= {"BLOCK_N": min(32, tile["BLOCK_N"]), "num_stages": 3 + 2 * coded}
     block_n = pipeline.get("BLOCK_N", tile["BLOCK_N"])
@@ -359,8 +360,7 @@ def _walk(
     else:
         each = PROGRAMS_PER_MULTIPROCESSOR if tile["BLOCK_D"] <= 128 else WIDE_PER_MULTIPROCESSOR
         room, few, least, whole = cdiv(each * size, 2 * head_blocks), FEW_PARTS, 4, max_context <= block_n
-    most = MOST_PARTS // 2 if tile["BLOCK_D"] <= 128 else MOST_PARTS // 4
-    return pipeline | {"ROOM": 0 if whole else min(room, most), "FEW": few, "LEAST": least}, joined
+    return pipeline | {"ROOM": 0 if whole else min(room, MOST_PARTS // 2), "FEW": few, "LEAST": least}, joined
 
 
 def _walk_latent(
@@ -375,7 +375,7 @@ def _walk_latent(
     if each > 2:
         room = min(cdiv(size, 2 * head_blocks), MOST_PARTS // 4)
         return stages | {"ROOM": room, "FEW": 1, "LEAST": 1}, False
-    return stages | {"ROOM": min(rows, MOST_PARTS // 4), "FEW": each, "LEAST": cdiv(2 * PART, block_n)}, each == 1
+    return stages | {"ROOM": min(rows, MOST_PARTS // 4), "FEW": each, "LEAST": cdiv(PART, block_n)}, each == 1
 
 
 def rope_block(rope: int) -> int:
@@ -426,8 +426,6 @@ def _built_in(shape: Decode, device: torch.device) -> Values:
     while True:
         walk, joined = _walk(max(shape.rows, 1), head_blocks, shape.context, tile, device, shape.coded)
         whole = tile | walk
-        if whole["num_stages"] > 3 and _loaded_bytes(shape, whole) > shared_memory(device):
-            whole["num_stages"] = 3  # rather than shorter tiles: it was chosen where shared memory is large
         if tile["BLOCK_N"] == 16 or _loaded_bytes(shape, whole) <= shared_memory(device):
             return whole | {"joined": int(joined)}
         tile["BLOCK_N"] //= 2
