@@ -1,5 +1,6 @@
 """`hybridrt inspect --cache`: dumps of a running engine are drawn, and strangers' files are refused."""
 
+import errno
 import json
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
@@ -41,6 +42,22 @@ def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_dump_for_which_there_is_no_room_names_its_file(dump: Path) -> None:
     with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
         write_dump("/dev/full", read_dump(dump))
+
+
+def test_a_full_disk_leaves_the_older_dump(dump: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, found, write = dump.read_bytes(), read_dump(dump), Path.write_text
+
+    def half(path: Path, text: str, encoding: str) -> None:
+        write(path, text[: len(text) // 2], encoding)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left") as refused:
+        patch.setattr(Path, "write_text", half)
+        write_dump(dump, found)
+    assert refused.value.filename == str(dump)
+    assert dump.read_bytes() == before and list(dump.parent.glob(".*.part")) == []
+    write_dump(dump, found)
+    assert read_dump(dump) == found
 
 
 def test_the_tree_is_drawn(dump: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A prefix cache as plain data: written by an engine, read by `hybridrt inspect --cache`."""
 
 import json
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -114,13 +115,20 @@ def _dumped(node: Node, parent: int, salt: int, decode: Callable[[Sequence[int]]
 
 
 def write_dump(path: str | Path, dump: CacheDump) -> None:
-    """Writes a file for `read_dump`. OSError, which names the file, if it cannot be written."""
-    text = json.dumps(asdict(dump)) + "\n"
+    """Writes a file for `read_dump`. OSError, which names the file, if it cannot be written: an older one stays."""
+    place, text = Path(path).resolve(), json.dumps(asdict(dump)) + "\n"
+    is_replaced = place.is_file() or not place.exists()  # a device or a pipe is written to
+    written = place.parent / f".{secrets.token_hex(8)}.part" if is_replaced else place
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        written.write_text(text, encoding="utf-8")
+        if is_replaced:
+            written.replace(place)
     except OSError as e:
-        e.filename = e.filename or str(path)  # a disk that is full says only that
+        e.filename, e.filename2 = str(path), None  # a disk that is full names no file
         raise
+    finally:
+        if is_replaced:
+            written.unlink(missing_ok=True)
 
 
 def read_dump(path: str | Path) -> CacheDump:
