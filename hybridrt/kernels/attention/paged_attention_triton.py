@@ -64,13 +64,13 @@ def _attention_decode_kernel(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_B: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid [parts of rows, key heads and blocks of their query rows]. ROOM = 0: a row is one part. With arrival
-    counters, the last program joins a row's parts.
+    """Grid [key heads and blocks of their query rows, parts of rows]: programs without a part start last. ROOM = 0: a
+    row is one part. With arrival counters, the last program joins a row's parts.
 
     AHEAD: the slots of the next block of keys are loaded in this block's turn, and held in registers. Without it the
     compiler gives slots a stage of the pipeline, so that one block of keys less is on its way.
     """
-    own_part, head_block = tl.program_id(0), tl.program_id(1)
+    head_block, own_part = tl.program_id(0), tl.program_id(1)
     b, first_part, split, used = own_part, own_part, 0, 1
     if ROOM > 0:
         b, first_part, share = find_part(
@@ -190,7 +190,7 @@ def _attention_decode_kernel(  # type: ignore[no-untyped-def]
             tl.store(partial_ptr + own[:, None] * D + d[None, :], y, mask=mask)
             tl.store(lse_ptr + own, row_max + tl.log2(row_sum), mask=live)
             if arrivals_ptr is not None:
-                arrivals = arrivals_ptr + b * tl.num_programs(1) + head_block
+                arrivals = arrivals_ptr + b * tl.num_programs(0) + head_block
                 tl.debug_barrier()  # publish stores
                 if tl.atomic_add(arrivals, 1, sem="acq_rel") == used - 1:
                     tl.store(arrivals, 0)
@@ -286,7 +286,7 @@ def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: T
         arrivals = arrival_counters(req_to_token, num_rows * head_blocks) if joined else None
     sharing = {name: tile[name] for name in ("ROOM", "FEW", "LEAST", "BLOCK_N", "BLOCK_D")}
     sharing |= {"WHOLE": joined, "BLOCK_B": next_power_of_2(num_rows)}
-    _attention_decode_kernel[(parts, head_blocks)](
+    _attention_decode_kernel[(head_blocks, parts)](
         q, kv.k_cache, kv.v_cache, req_to_token, batch.rows, batch.seq_lens, mask, batch.num_drafts, out, partial,
         lse, arrivals, kv.sinks, num_rows, q.stride(0), q.stride(1), q.stride(2), req_to_token.stride(0),
         0 if mask is None else mask.stride(0), 0 if mask is None else mask.stride(1),
