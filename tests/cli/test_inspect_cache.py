@@ -40,7 +40,7 @@ def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_a_dump_for_which_there_is_no_room_names_its_file(dump: Path) -> None:
-    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+    with pytest.raises(OSError, match=r"No space left on device: '/dev/full'$"):
         write_dump("/dev/full", read_dump(dump))
 
 
@@ -54,10 +54,13 @@ def test_a_full_disk_leaves_the_older_dump(dump: Path, monkeypatch: pytest.Monke
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left") as refused:
         patch.setattr(Path, "write_text", half)
         write_dump(dump, found)
-    assert refused.value.filename == str(dump)
+    assert str(refused.value).endswith(f"No space left on device: '{dump}'")
     assert dump.read_bytes() == before and list(dump.parent.glob(".*.part")) == []
+    dump.chmod(0o600)
     write_dump(dump, found)
-    assert read_dump(dump) == found
+    assert read_dump(dump) == found and dump.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(NotADirectoryError, match=f"{dump}/other"):
+        write_dump(dump / "other", found)
 
 
 def test_the_tree_is_drawn(dump: Path, tmp_path: Path) -> None:

@@ -17,7 +17,10 @@ from hybridrt.kernels.attention.decode_shares_triton import (  # noqa: E402
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel  # noqa: E402
 from hybridrt.kernels.core.launch import next_power_of_2  # noqa: E402
 
-pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="runs in Triton's interpreter")
+pytestmark = [
+    pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="runs in Triton's interpreter"),
+    pytest.mark.filterwarnings("error"),  # a division by zero
+]
 BLOCK_N = 16
 
 
@@ -77,8 +80,11 @@ def test_each_block_of_each_row_is_in_one_part(
         assert [number for _, number, *_ in own] == list(range(len(own))) and {used for *_, used in own} == {len(own)}
         covered = [block for *_, first, end, _ in own for block in range(first, end)]
         assert covered == list(range(count)), "in order, each once; an empty row has a part that writes its zeros"
-        longest = max(end - first for *_, first, end, _ in own)
-        assert longest <= max(-(-share // 2), least) or (whole and len(own) == 1 and 2 * count <= 3 * share)
+        sizes = [end - first for *_, first, end, _ in own]
+        assert min(sizes) > 0 or count == 0
+        assert set(sizes[:-1]) <= {-(-count // len(own))}, "equal parts, but for the last one"
+        assert max(sizes) <= max(-(-share // 2), least) or (whole and len(own) == 1 and 2 * count <= 3 * share)
+        assert len(own) <= 2 * room, "as the launch that joins them expects"
 
 
 def test_a_long_context_among_short_ones_has_parts_of_its_own() -> None:
@@ -87,3 +93,5 @@ def test_a_long_context_among_short_ones_has_parts_of_its_own() -> None:
     assert [sum(part[0] == row for part in found) for row in range(16)] == [1] * 15 + [20]
     assert len(parts([600] * 16, room=20, few=1, least=8, whole=True, window=0, tokens=1)) == 16
     assert len(parts([600] * 4, room=20, few=16, least=8, whole=False, window=0, tokens=1)) == 40
+    few = [len(parts([600], room=20, few=n, least=8, whole=False, window=0, tokens=1)) for n in (1, 8, 16, 64)]
+    assert few == [5, 8, 13, 38], "short parts only where there are few of them"

@@ -222,12 +222,13 @@ def test_decode_with_sinks(sliding_window, tokens):
 
 
 @pytest.mark.parametrize("sliding_window", [None, 20])
-@pytest.mark.parametrize(("multiprocessors", "long"), [(1, 32), (100, 4096), (12, 128)])
+@pytest.mark.parametrize(("multiprocessors", "long"), [(12, 32), (100, 4096), (12, 128)])
 def test_sinks_of_contexts_split_among_programs(monkeypatch, small_tiles, sliding_window, multiprocessors, long):
     """Whoever joins the parts, a sink counts once."""
     from hybridrt.kernels.attention import paged_attention_triton
 
     monkeypatch.setattr(paged_attention_triton, "LONG_CONTEXT", long)
+    monkeypatch.setattr(paged_attention_triton, "PART", 16)
     monkeypatch.setattr(paged_attention_triton, "multiprocessors", lambda device: multiprocessors)
     torch.manual_seed(0)
     lengths, sinks = [70, 6, 33], sinks_of(8)
@@ -241,7 +242,7 @@ def test_sinks_of_contexts_split_among_programs(monkeypatch, small_tiles, slidin
 
 @pytest.mark.parametrize("sliding_window", [None, 20])
 @pytest.mark.parametrize(
-    ("multiprocessors", "long"), sweep([(1, 4096), (1, 32), (100, 4096), (12, 128), (200, 4096)], 4)
+    ("multiprocessors", "long"), sweep([(12, 32), (1, 4096), (100, 4096), (12, 128), (200, 4096)], 4)
 )
 def test_decode_of_contexts_split_among_programs(monkeypatch, small_tiles, sliding_window, multiprocessors, long):
     """A device that is full or not, contexts that are long for it or not; parts joined by more programs than it has
@@ -249,10 +250,11 @@ def test_decode_of_contexts_split_among_programs(monkeypatch, small_tiles, slidi
     from hybridrt.kernels.attention import paged_attention_triton
 
     monkeypatch.setattr(paged_attention_triton, "LONG_CONTEXT", long)
+    monkeypatch.setattr(paged_attention_triton, "PART", 16)
     monkeypatch.setattr(paged_attention_triton, "PARTS_AT_ONCE", 2)  # of up to six
     monkeypatch.setattr(paged_attention_triton, "multiprocessors", lambda device: multiprocessors)
     torch.manual_seed(0)
-    lengths, tokens = [70, 6, 33], 5
+    lengths, tokens = [6, 70, 33], 5
     cache = Cache(lengths, max_context=96)
     q = torch.randn(len(lengths) + 1, tokens, 8, HEAD_DIM)
     rows, seq_lens = torch.cat((cache.rows, torch.zeros(1).int())), torch.tensor([*lengths, 0])

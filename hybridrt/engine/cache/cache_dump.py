@@ -1,8 +1,10 @@
 """A prefix cache as plain data: written by an engine, read by `hybridrt inspect --cache`."""
 
 import json
+import os
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -116,19 +118,20 @@ def _dumped(node: Node, parent: int, salt: int, decode: Callable[[Sequence[int]]
 
 def write_dump(path: str | Path, dump: CacheDump) -> None:
     """Writes a file for `read_dump`. OSError, which names the file, if it cannot be written: an older one stays."""
-    place, text = Path(path).resolve(), json.dumps(asdict(dump)) + "\n"
-    is_replaced = place.is_file() or not place.exists()  # a device or a pipe is written to
-    written = place.parent / f".{secrets.token_hex(8)}.part" if is_replaced else place
+    place, text = Path(os.path.realpath(path)), json.dumps(asdict(dump)) + "\n"
+    partial = place.parent / f".{secrets.token_hex(8)}.part"
     try:
-        written.write_text(text, encoding="utf-8")
-        if is_replaced:
-            written.replace(place)
+        if place.exists() and not place.is_file():  # a device or a pipe
+            place.write_text(text, encoding="utf-8")
+            return
+        partial.touch(place.stat().st_mode & 0o777 if place.exists() else 0o666)
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(place)
     except OSError as e:
-        e.filename, e.filename2 = str(path), None  # a disk that is full names no file
-        raise
+        raise OSError(e.errno, e.strerror, str(path)) from e
     finally:
-        if is_replaced:
-            written.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink()
 
 
 def read_dump(path: str | Path) -> CacheDump:

@@ -49,7 +49,7 @@ def _lengths(  # type: ignore[no-untyped-def]
     """
     row = tl.arange(0, BLOCK_B)
     _, blocks = blocks_of(tl.load(seq_lens_ptr + row, mask=row < rows, other=0), T, WINDOW, BLOCK_N)
-    share = tl.maximum(tl.cdiv(tl.sum(blocks, 0), ROOM), 1)
+    share = tl.cdiv(tl.sum(blocks, 0), ROOM)
     _, parts = parts_of(blocks, share, FEW, LEAST, WHOLE)
     return share, tl.where(row < rows, parts, 0)
 
@@ -59,10 +59,10 @@ def find_part(  # type: ignore[no-untyped-def]
     part, seq_lens_ptr, rows, T: tl.constexpr, WINDOW: tl.constexpr, ROOM: tl.constexpr, FEW: tl.constexpr,
     LEAST: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """The row of a part, the row's first part, and a share. `rows` in place of a row: there are fewer parts."""
+    """The row of a part, the row's first part, and a share. `rows` or more in place of a row: there are fewer parts."""
     share, parts = _lengths(seq_lens_ptr, rows, T, WINDOW, ROOM, FEW, LEAST, WHOLE, BLOCK_N, BLOCK_B)
     earlier = tl.cumsum(parts, 0) <= part
-    return tl.minimum(tl.sum(earlier.to(tl.int32), 0), rows), tl.sum(tl.where(earlier, parts, 0), 0), share
+    return tl.sum(earlier.to(tl.int32), 0), tl.sum(tl.where(earlier, parts, 0), 0), share
 
 
 @triton.jit

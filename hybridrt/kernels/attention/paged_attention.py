@@ -85,7 +85,8 @@ def attention_decode(q: Tensor, kv: PagedKV, batch: AttentionRows, out: Tensor |
 
     q `[B, T, Hq, D]`. Token t sees seq_len - T + t + 1 keys; with a mask, the first
     seq_len - T and those of the last T in its mask. Keys of padding drafts, and outside the window
-    of all T tokens, are not read: table entries may be stale. Returns `[B, T, Hq, Dv]` in q's
+    of all T tokens, are not read: table entries may be stale. seq_len is at most the table's width, which is not
+    checked. Returns `[B, T, Hq, Dv]` in q's
     dtype, in `out` if given (heads contiguous, any token stride); padding rows (seq_len 0) are
     zeros. ConfigError: a kernel cannot write to the strides of `out`.
     """

@@ -1,6 +1,6 @@
 """Triton kernels of paged decode attention.
 
-Flash attention (Dao et al. 2022), split over the context (Dao et al. 2023). The query heads of one
+Flash attention (Dao et al. 2022) over parts of a context (flash decoding, Dao et al. 2023). The query heads of one
 key/value head share a tile, so a key is loaded once: tile row m is token m // GROUPS and head m %
 GROUPS. Scores are in units of log 2.
 
@@ -39,8 +39,8 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 BLOCK_N = 64  # context positions per tile
 BLOCK_M = 64  # query rows per tile at most; both are halved for float32
 PROGRAMS_PER_MULTIPROCESSOR, WIDE_PER_MULTIPROCESSOR = 4, 6  # heads up to 128, and wider ones
-LONG_CONTEXT = 2048  # positions: up to so many a context is not cut if the device is full anyway
-PART = 1024  # positions of a part at least, if the device is full
+LONG_CONTEXT = 2048  # where no context can be longer and the device is full anyway, none is cut
+PART = 1024  # about as many positions has a part at least, if the device is full
 # A row has at most MOST_PARTS, half as many of latent vectors, and more than FEW_PARTS only if each has some blocks:
 # joining parts takes time.
 FEW_PARTS, MOST_PARTS = 64, 256
@@ -71,14 +71,14 @@ def _attention_decode_kernel(  # type: ignore[no-untyped-def]
     compiler gives slots a stage of the pipeline, so that one block of keys less is on its way.
     """
     head_block, own_part = tl.program_id(0), tl.program_id(1)
-    b, first_part, split, used = own_part, own_part, 0, 1
+    b, first_part, number, used = own_part, own_part, 0, 1
     if ROOM > 0:
         b, first_part, share = find_part(
             own_part, seq_lens_ptr, rows, T, WINDOW, ROOM, FEW, LEAST, WHOLE, BLOCK_N, BLOCK_B
         )  # fmt: skip
         if b >= rows:
-            return
-        split = own_part - first_part
+            return  # before `begin`: a row's first part waits there, and the kernel ends after it
+        number = own_part - first_part
     seq_len = tl.load(seq_lens_ptr + b)
     table = table_ptr + tl.load(rows_ptr + b).to(tl.int64) * table_sr
     keys = seq_len
@@ -88,7 +88,7 @@ def _attention_decode_kernel(  # type: ignore[no-untyped-def]
     first, end = 0, blocks
     if ROOM > 0:
         part, used = parts_of(blocks, share, FEW, LEAST, WHOLE)
-        first, end = split * part, tl.minimum((split + 1) * part, blocks)
+        first, end = number * part, tl.minimum((number + 1) * part, blocks)
     if AHEAD:
         pos = origin + first * BLOCK_N + tl.arange(0, BLOCK_N)
         slot = tl.load(table + pos, mask=pos < keys, other=0).to(tl.int64)
@@ -119,8 +119,8 @@ def _attention_decode_kernel(  # type: ignore[no-untyped-def]
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     if sinks_ptr is not None:
         # Parts are joined by their sums of exponentials. The first one has the sink.
-        row_max = tl.where(split == 0, tl.load(sinks_ptr + head, mask=live, other=0.0) * LOG2_E, row_max)
-        row_sum += tl.where(split == 0, 1.0, 0.0)
+        row_max = tl.where(number == 0, tl.load(sinks_ptr + head, mask=live, other=0.0) * LOG2_E, row_max)
+        row_sum += tl.where(number == 0, 1.0, 0.0)
     for block in range(first, end):
         pos = origin + block * BLOCK_N + tl.arange(0, BLOCK_N)
         in_context = pos < keys
@@ -280,7 +280,7 @@ def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: T
     partial = lse = arrivals = None
     parts = num_rows
     if room:
-        parts = min(2 * room + num_rows, num_rows * cdiv(context, tile["BLOCK_N"]))
+        parts = 2 * room + num_rows
         partial = torch.empty(parts, tokens, query_heads, head_dim, dtype=torch.float32, device=q.device)
         lse = torch.empty(partial.shape[:-1], dtype=torch.float32, device=q.device)
         arrivals = arrival_counters(req_to_token, num_rows * head_blocks) if joined else None
@@ -296,7 +296,7 @@ def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: T
         **(tile | sharing), **pdl(q.device),
     )  # fmt: skip
     if room and not joined:
-        wide, most = tile["BLOCK_D"] > 256, next_power_of_2(_most_parts(room, context, tile["BLOCK_N"]))
+        wide, most = tile["BLOCK_D"] > 256, next_power_of_2(_most_parts(room, shape.span, tile["BLOCK_N"]))
         loaded = min(most, WIDE_AT_ONCE if wide else PARTS_AT_ONCE)
         # At most one program per SM: a parallel branch (Mamba-2 in Falcon-H1) needs the rest.
         early = wide or num_rows * tokens * query_heads <= multiprocessors(q.device)
@@ -319,14 +319,14 @@ def _token_stride(out: Tensor) -> int:
 
 
 def _most_parts(room: int, max_context: int, block_n: int) -> int:
-    """Parts of one row: each has half a share of the work at least, and a share is a ROOM-th of it."""
+    """Parts of one row: no more than if each but the last had half a share of the work, which has ROOM shares."""
     return min(2 * room, cdiv(max_context, block_n))
 
 
 def _walk(
     rows: int, head_blocks: int, max_context: int, tile: dict[str, int], device: torch.device, coded: bool = False
 ) -> tuple[dict[str, int], bool]:
-    """How many programs share the contexts of the batch, by the batch size and the table's width alone.
+    """How many programs share the contexts of the batch, by the batch size and the longest context alone.
 
     Returns changes to `_tile`, and whether a row's last program joins the parts: not if all contexts are cut, since
     a launch of its own then joins them faster.
@@ -339,7 +339,7 @@ def _walk(
     """
     size, programs = multiprocessors(device), rows * head_blocks
     if tile["BLOCK_D"] > 256:
-        return _walk_latent(rows, head_blocks, max_context, tile["BLOCK_N"], device)
+        return _walk_latent(rows, head_blocks, max_context, tile["BLOCK_N"], device, coded)
     narrow = tile["BLOCK_M"] == 16 and tile["BLOCK_D"] <= 128
     bound, filled = tile["BLOCK_M"] > 32 or tile["BLOCK_D"] > 128, programs >= size
     few_programs = programs <= 2 * size
@@ -356,7 +356,7 @@ def _walk(
     joined = filled and not bound
     if joined:
         room, few, least = cdiv(2 * size, head_blocks), 1, cdiv(PART, block_n)
-        whole = 2 * room <= 3 * rows and max_context <= LONG_CONTEXT
+        whole = room == 1 or (2 * room <= 3 * rows and max_context <= LONG_CONTEXT)
     else:
         each = PROGRAMS_PER_MULTIPROCESSOR if tile["BLOCK_D"] <= 128 else WIDE_PER_MULTIPROCESSOR
         room, few, least, whole = cdiv(each * size, 2 * head_blocks), FEW_PARTS, 4, max_context <= block_n
@@ -364,18 +364,16 @@ def _walk(
 
 
 def _walk_latent(
-    rows: int, head_blocks: int, max_context: int, block_n: int, device: torch.device
+    rows: int, head_blocks: int, max_context: int, block_n: int, device: torch.device, coded: bool = False
 ) -> tuple[dict[str, int], bool]:
     """Latent vectors need a whole multiprocessor's shared memory: one program runs there at a time."""
     size = multiprocessors(device)
     each = max(size // max(rows * head_blocks, 1), 1)  # programs of a row
-    stages = {"num_stages": 3 if shared_memory(device) >= LARGE_SHARED_MEMORY else 2, "AHEAD": 1}
-    if max_context <= (LONG_CONTEXT if each == 1 else block_n):
-        return stages | {"ROOM": 0, "FEW": 1, "LEAST": 1}, each == 1
-    if each > 2:
-        room = min(cdiv(size, 2 * head_blocks), MOST_PARTS // 4)
-        return stages | {"ROOM": room, "FEW": 1, "LEAST": 1}, False
-    return stages | {"ROOM": min(rows, MOST_PARTS // 4), "FEW": each, "LEAST": cdiv(PART, block_n)}, each == 1
+    stages = 3 if shared_memory(device) >= LARGE_SHARED_MEMORY else 2
+    whole = max_context <= (LONG_CONTEXT if each == 1 else block_n)
+    room = 0 if whole else min(cdiv(size, 2 * head_blocks), MOST_PARTS // 4)
+    few, least = (1, 1) if each > 2 else (each, cdiv(PART, block_n))
+    return {"num_stages": stages + coded, "AHEAD": 1, "ROOM": room, "FEW": few, "LEAST": least}, each == 1
 
 
 def rope_block(rope: int) -> int:
@@ -411,12 +409,17 @@ class Decode(NamedTuple):
     dtype: torch.dtype
 
     @property
+    def span(self) -> int:
+        """Positions over which a row attends at most, and a tile of keys before a window."""
+        return min(self.context, self.window + self.tokens + 2 * BLOCK_N) if self.window else self.context
+
+    @property
     def rows_per_head(self) -> int:
         """Query rows that share a key/value head."""
         return self.tokens * self.query_heads // self.kv_heads
 
     def head_blocks(self, block_m: int) -> int:
-        """Programs of a row, for each split of its context."""
+        """Programs of a part."""
         return self.kv_heads * cdiv(self.rows_per_head, block_m)
 
 
@@ -424,7 +427,7 @@ def _built_in(shape: Decode, device: torch.device) -> Values:
     tile = _tile(shape.rows_per_head, shape.head_dim, shape.dtype, shape.coded)
     head_blocks = shape.head_blocks(tile["BLOCK_M"])
     while True:
-        walk, joined = _walk(max(shape.rows, 1), head_blocks, shape.context, tile, device, shape.coded)
+        walk, joined = _walk(max(shape.rows, 1), head_blocks, shape.span, tile, device, shape.coded)
         whole = tile | walk
         if tile["BLOCK_N"] == 16 or _loaded_bytes(shape, whole) <= shared_memory(device):
             return whole | {"joined": int(joined)}
@@ -432,7 +435,7 @@ def _built_in(shape: Decode, device: torch.device) -> Values:
 
 
 def _candidates(shape: Decode, device: torch.device) -> list[Values]:
-    """Other keys at a time, warps, stages, or slots in the turn of their keys. How a context is split stays: it is for
+    """Other keys at a time, warps, stages, or slots in the turn of their keys. How contexts are shared stays: it is for
     contexts of all lengths."""
     built_in = _built_in(shape, device)
     tiles = [built_in]

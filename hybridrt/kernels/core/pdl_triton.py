@@ -5,7 +5,9 @@ Launch and Synchronization"). A kernel launched with `pdl(device)` first does in
 (addresses, weights), then waits in `begin` until all earlier kernels have finished and their writes
 are visible. Rules:
 
-- Every program of such a kernel calls `begin`, even one that exits early.
+- Every program of such a kernel calls `begin`, even one that exits early, unless another program of
+  the same launch is sure to: the kernel ends after that one, and a program that ends lets the next
+  kernel start.
 - Before `begin`, no program reads or overwrites what a kernel of the same step writes.
 - After a kernel that calls `begin_in_turn`, the next may read early what was written before it.
 
