@@ -43,7 +43,12 @@ WARM_UP_TOKENS = 40 * (512 + 300) + CACHED_STATES * OTHER
 MAX_LEN = 2**17  # tokens of a request
 DECODE = ((1, 4.1), (8, 4.8), (32, 5.8), (128, 9.7), (256, 16.6), (1024, 58.0))  # rows and milliseconds
 MIN_STEP, BASE_CONTEXT, KV = 3.5, 1024, 1.13e-5
-EAGER, EAGER_TOKEN, GRAPH = 6.96, 0.02316, 3.35
+EAGER, EAGER_TOKEN = 6.96, 0.02316
+# Graphs of prompts by all tokens that they have room for, in full tiles of TILE, and milliseconds: medians of the loads
+# "shared" and "long" in a server, without attention after earlier tokens. Between 1,152 and 1,664 tokens the down
+# projection begins a second round of the multiprocessors.
+GRAPHS = ((256, 8.4), (384, 11.6), (640, 18.2), (896, 23.2), (1152, 27.2), (1664, 42.0))
+EMPTY, ROW = 0.01, 0.011  # milliseconds less for each token that the last tile lacks, and more for each decode row
 # Attention of chunks of so many tokens, in milliseconds for each 1,000 tokens of context: 44 times what a layer took
 # after 28,672 tokens (8,192: after 24,000), with the copies of keys. Fewer tokens were not measured.
 DEPTHS = ((512, 0.46), (1024, 0.73), (1536, 0.84), (2048, 1.14), (3072, 1.63), (4096, 2.04), (8192, 4.12))
@@ -82,10 +87,10 @@ class StepTimes:
 
     @staticmethod
     def _of_graph(bucket: Bucket, rows: int) -> float:
-        if not rows:
+        if not bucket.decode_rows:
             return max(2 + 0.022 * bucket.tokens, 6.2)
         tiles = -(-sum(bucket) // TILE) * TILE  # products go in tiles of tokens, decode rows included
-        return GRAPH + 0.0145 * tiles + 0.007 * sum(bucket) + 0.011 * rows
+        return _between(tiles, GRAPHS) - EMPTY * (tiles - sum(bucket)) + ROW * rows
 
     def host(self, plan: StepPlan, graph: bool) -> float:
         """Of the launch."""

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -86,11 +86,11 @@ def decoding(rows: int) -> DecodeRows:
     st.integers(1, 64), st.integers(0, 3000), st.integers(0, CHUNK), st.floats(1e-3, 5e-2), st.integers(1, 4096),
     st.integers(0, 900),
 )  # fmt: skip
-def test_a_chunk_is_the_longest_that_ends_in_time_or_the_longest_of_a_graph(
+def test_a_chunk_is_the_longest_that_ends_in_time_or_the_fastest_of_a_graph(
     buckets: Sequence[Bucket], rows: int, start: int, tokens: int, target: float, most: int, before: int
 ) -> None:
-    """But for the tokens that a step takes whatever they cost, and no more than twice what has been seen. So it fills
-    the graph that it needs."""
+    """But for the tokens that a step takes whatever they cost, and no more than twice what has been seen. No other
+    chunk of a graph computes more tokens a second, nor does the step without it."""
     work, cost = StepWork(rows, 500 * rows), Known(most, buckets)
     budget = ChunkBudget(tokens + before, cost, target, work)
     budget.room(start)
@@ -98,14 +98,51 @@ def test_a_chunk_is_the_longest_that_ends_in_time_or_the_longest_of_a_graph(
     work = work.with_chunk(0, before) if before else work
     least, known = min(max(LEAST_TOKENS - before, 0), tokens), min(tokens, 2 * most - before)
     in_time = [n for n in range(1, known + 1) if cost.predict(work.with_chunk(start, n)) <= target]
-    of_graphs = [n for n in in_time if cost.has_graph(work.with_chunk(start, n))]
 
     def rate(n: int) -> float:
-        return (before + n) / cost.predict(work.with_chunk(start, n))
+        prompts = work.prompt_rows + (n > 0)
+        one = StepWork(rows, 500 * rows, prompts - 1).with_chunk(start, before + n)
+        return (before + n) / cost.predict(one)
 
-    if of_graphs and rate(of_graphs[-1]) > GRAPH_GAIN * rate(in_time[-1]):
-        in_time = of_graphs
-    assert budget.room(start) == budget.room(start) == max([least, *in_time[-1:]])
+    longest = max(in_time, default=0)
+    of_graphs = [n for n in range(longest) if not n or cost.has_graph(work.with_chunk(start, n))]
+    fastest = max(of_graphs, key=rate, default=0)
+    gain = 1.0 if cost.has_graph(work.with_chunk(start, longest)) else GRAPH_GAIN
+    chunk = fastest if rate(fastest) > gain * rate(longest) else longest
+    assert budget.room(start) == budget.room(start) == max(least, chunk)
+
+
+class Stairs(Known):
+    """Its graphs of 1,536 prompt tokens compute fewer tokens a second than those of 1,024. Attention of more tokens
+    takes little longer."""
+
+    TIMES: ClassVar = {128: 7.4, 256: 10.3, 512: 17.2, 768: 22.2, 1024: 26.2, 1536: 42.0}
+
+    def predict(self, work: StepWork) -> float:
+        bucket = self._bucket(work)
+        depth = work.prompt_context / max(work.prompt_rows, 1)
+        attention = 1e-6 * depth * (0.5 + 2e-4 * work.prompt_tokens)
+        return (self.TIMES[bucket.tokens] if bucket else 100.0 if work.prompt_tokens else 5.0) / 1e3 + attention
+
+
+def test_a_graph_that_is_slower_for_each_token_is_not_taken() -> None:
+    """Neither by one prompt nor by one more, although it would end in time. Deep in a context it is the faster one."""
+    cost = Stairs(8192, make_buckets((128,), Stairs.TIMES))
+
+    def budget() -> ChunkBudget:
+        return ChunkBudget(8192, cost, 0.075, StepWork(4, 500))
+
+    assert budget().room() == 1024 and budget().room(28_000) == 1536
+    full = budget()
+    full.spend_tokens(0, 1024)
+    assert full.room() == 0 and full.room(28_000) == 512
+    part = budget()
+    part.spend_tokens(28_000, 700)
+    assert part.room() == 1024 - 700, "whatever the first prompt's depth"
+    eight = ChunkBudget(1200, cost, 0.2, StepWork(4, 500))
+    for _ in range(8):
+        eight.spend_tokens(0, 100)
+    assert eight.room() == 0, "no graph has room for a ninth prompt"
 
 
 @pytest.mark.parametrize(("launch", "least", "most"), [(0.03, 1025, 1500), (0.07, 1024, 1024)])

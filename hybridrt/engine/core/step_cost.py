@@ -100,7 +100,7 @@ class StepWork(NamedTuple):
 
 
 _TOKENS, _PAIRS = slice(len(_KINDS), len(_KINDS) + len(_KNOTS)), len(_KINDS) + len(_KNOTS) + 3
-_OF_GRAPHS = 4  # features that depend on whether a graph runs the step
+_OF_GRAPHS = 5  # features that depend on whether a graph runs the step
 _SIZE = len(StepWork().features(0)) + _OF_GRAPHS
 
 
@@ -113,8 +113,10 @@ class StepCost:
     many decode steps do not make the costs of prompts forgotten.
 
     A graph's time is that of its full bucket, so a step counts its bucket's tokens. Its few tokens
-    use a part of the device for attention, so context and pairs have further costs there. A step
-    without a graph has a cost of its own, and counts at least as many tokens as the largest graph.
+    use a part of the device for attention, so context and pairs have further costs there. Graphs with the
+    most prompt tokens have a further constant: their time is not on the line of the others, where products
+    begin another round of the multiprocessors, and a chunk is chosen by differences of a few percent. A step
+    without a graph has a cost of its own, and counts at least as much as the largest graph.
     It takes at least as long as all but one of the latest launches of such steps (`note_launch`): next
     to a server's threads that is often longer than the device needs, and it varies. What the device
     would need is not seen then, so the costs of such steps fall until it is. Each state that a prompt
@@ -125,6 +127,7 @@ class StepCost:
         saves: how they save states.
 
     Attributes:
+        graph_tokens: prompt tokens of the largest graph; 0 without graphs.
         max_prompt_tokens: prompt tokens of the largest step that has run.
     """
 
@@ -132,6 +135,7 @@ class StepCost:
         self.saves = saves
         self.max_prompt_tokens = 0
         self._buckets = sorted(buckets, key=sum)
+        self.graph_tokens = max((bucket.tokens for bucket in self._buckets), default=0)
         self._costs: list[float] | None = None
         # Before steps have run, prompts are compared by tokens and pairs of a 7B model on a large GPU.
         self._token_seconds, self._pair_seconds = 2.5e-5, 5e-10
@@ -160,11 +164,6 @@ class StepCost:
         """The host has launched a step without a graph. `seconds`: how long that took."""
         self._launches.append(seconds)
         self._launch = sorted(self._launches)[-2:][0]
-
-    @property
-    def graph_tokens(self) -> int:
-        """Prompt tokens of the largest graph; 0 without graphs."""
-        return max((bucket.tokens for bucket in self._buckets), default=0)
 
     @property
     def graphs(self) -> bool:
@@ -223,11 +222,12 @@ class StepCost:
         """`bucket`: of the step."""
         tokens = work.decode_tokens + work.prompt_tokens
         if bucket is not None:
-            return [*work.features(sum(bucket)), 0.0, work.prompt_context, work.prompt_pairs, 0.0]
+            largest = float(bucket.tokens == self.graph_tokens)
+            return [*work.features(sum(bucket)), 0.0, work.prompt_context, work.prompt_pairs, 0.0, largest]
         more = max(work.saves - self.saves.most, 0)
         if not work.prompt_tokens or not self._buckets:
-            return [*work.features(tokens), 0.0, 0.0, 0.0, more]
-        return [*work.features(max(tokens, sum(self._buckets[-1]))), 1.0, 0.0, 0.0, more]
+            return [*work.features(tokens), 0.0, 0.0, 0.0, more, 0.0]
+        return [*work.features(max(tokens, sum(self._buckets[-1]))), 1.0, 0.0, 0.0, more, 1.0]
 
     def _bucket(self, work: StepWork) -> Bucket | None:
         """The bucket of the graph that runs a step with prompts; None: it runs without one."""
@@ -337,22 +337,30 @@ class ChunkBudget:
             self._rooms.clear()
 
     def _in_time(self, start: int, max_tokens: int) -> int:
-        """Returns at most `max_tokens`. It fills its graph, unless a long context or `max_tokens`
-        prevents that.
+        """Returns at most `max_tokens`: of the longest chunk that ends in time and shorter ones that fill a
+        graph, the one with which the step computes the most tokens a second. A longer graph may be slower
+        for each token, and then decode rows would wait longer for nothing. The step may be the fastest
+        without a chunk (0): if one more prompt would need a larger graph.
         """
         assert self._cost is not None
-        bound = self._bound(start)
+        fills = [fill for fill in self._cost.fills(self._work) if fill < max_tokens]
+        found = self._longest_in_time(start, fills, max_tokens)
+        graph = self._cost.has_graph(self._work.with_chunk(start, found))
+        best = self._rate(start, found) * (1.0 if graph else GRAPH_GAIN)
+        for tokens in reversed([0, *(fill for fill in fills if fill < found)]):
+            if (rate := self._rate(start, tokens)) > best:
+                found, best = tokens, rate
+        return found
+
+    def _longest_in_time(self, start: int, fills: list[int], max_tokens: int) -> int:
+        """`fills`: what fills graphs, below `max_tokens`."""
+        bound, ends = self._bound(start), [0, *fills, max_tokens]
 
         def late(tokens: int) -> bool:
             return not self._ends_in_time(start, tokens, bound)
 
-        ends = [0, *(fill for fill in self._cost.fills(self._work) if fill < max_tokens), max_tokens]
-        if len(ends) > 2 and not late(ends[-2] + 1):
-            longest = bisect_left(range(max_tokens + 1), True, lo=ends[-2] + 2, key=late) - 1
-            graph = self._cost.has_graph(self._work.with_chunk(start, longest))
-            if graph or late(ends[-2]) or GRAPH_GAIN * self._rate(start, longest) >= self._rate(start, ends[-2]):
-                return longest
-            ends.pop()
+        if fills and not late(fills[-1] + 1):
+            return bisect_left(range(max_tokens + 1), True, lo=fills[-1] + 2, key=late) - 1
         found = bisect_left(ends, True, lo=1, key=late)
         low = ends[found - 1]
         if found == len(ends) or late(low + 1):
@@ -360,12 +368,16 @@ class ChunkBudget:
         return bisect_left(range(ends[found]), True, lo=low + 1, key=late) - 1
 
     def _rate(self, start: int, tokens: int) -> float:
-        """Tokens a second of prompts if the step gets this chunk. The host launches a step without a
-        graph, which may take longer than the device needs: then a shorter chunk with a graph is faster.
+        """Prompt tokens a second of a step as long as this one with the chunk. All its tokens are taken to be
+        as deep in a context as the chunk: else a step would seem faster without chunks of deep prompts, or with
+        one more of a prompt that begins. The host launches a step without a graph, which may take longer than
+        the device needs: then a shorter chunk with a graph is faster.
         """
         assert self._cost is not None
-        seconds = self._cost.predict(self._work.with_chunk(start, tokens, saves=1))
-        return (self._work.prompt_tokens + tokens) / seconds if seconds else math.inf
+        total, rows = self._work.prompt_tokens + tokens, self._work.prompt_rows - (tokens == 0)
+        work = StepWork(self._work.decode_tokens, self._work.decode_context, rows).with_chunk(start, total, saves=1)
+        seconds = self._cost.predict(work)
+        return total / seconds if seconds else math.inf
 
     def _bound(self, start: int) -> float:
         """Seconds of a step with a chunk after `start` tokens."""
