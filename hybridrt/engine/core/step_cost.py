@@ -285,7 +285,7 @@ def _solve_free(
 # A shorter chunk with a graph is taken instead of a longer one without, if it computes at least this
 # many times as many tokens a second. The factor is above 1 because predictions err, and because fewer
 # long steps end a prompt sooner.
-GRAPH_GAIN = 1.25
+GRAPH_GAIN = 1.1
 LEAST_TOKENS = 16  # allowed whatever a step's predicted time
 REPAY = 2.0  # the time of a chunk compared with that of one of LEAST_TOKENS
 
