@@ -92,9 +92,10 @@ def test_bars_show_on_terminals_and_in_notebooks(
     assert llm._shows_bars() == (terminal or notebook)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_types_fit_what_runs(tmp_path: Path) -> None:
-    """mypy takes typed_prompts.py, and refuses the lines that it says are wrong (as unused ignores otherwise)."""
+    """mypy takes typed_prompts.py, and refuses the lines that it says are wrong (as unused ignores otherwise). It
+    is not slow because `.ci/run` checks this file together with the package."""
     pytest.importorskip("mypy")
     options = ["--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", str(tmp_path), "--follow-imports=silent"]
     command = [sys.executable, "-m", "mypy", *options, str(ROOT / "tests" / "support" / "typed_prompts.py")]

@@ -19,7 +19,7 @@ from tests.support.mock_executor import Windows
     [
         (0, 120),
         pytest.param(1, 120, marks=pytest.mark.slow),
-        *(pytest.param(s, 500, marks=pytest.mark.slow if s == 2 else pytest.mark.soak) for s in range(4)),
+        pytest.param(2, 250, marks=pytest.mark.slow),
         *(pytest.param(s, 2000, marks=pytest.mark.soak) for s in range(4)),
     ],
 )

@@ -109,7 +109,7 @@ def test_masks_are_those_of_a_matcher_fed_token_by_token(compiler: GrammarCompil
 
 
 @pytest.mark.parametrize(
-    "count", [pytest.param(2000, marks=pytest.mark.slow), pytest.param(20_000, marks=pytest.mark.soak)]
+    "count", [pytest.param(1000, marks=pytest.mark.slow), pytest.param(20_000, marks=pytest.mark.soak)]
 )
 def test_thousands_of_masks(count: int, compiler: GrammarCompiler) -> None:
     check_states(compiler, ALL, count, seed=1)

@@ -70,7 +70,7 @@ def test_short_requests_go_on_beside_it(target: float | None) -> None:
     engine.add_request([5] * 100, short, "short")
     for _ in range(12):
         engine.step()
-    engine.add_request([draw.randrange(3, VOCAB) for _ in range(length)], SamplingParams(max_tokens=4), "long")
+    engine.add_request(draw.choices(range(3, VOCAB), k=length), SamplingParams(max_tokens=4), "long")
     before, steps = engine.gained("short") or 0, 0
     while not engine.gained("long"):
         engine.step()
@@ -93,7 +93,7 @@ def test_its_state_is_the_same_in_small_and_in_large_chunks(tmp_path: Path) -> N
     make = mamba2(**small(num_heads=2, head_dim=16, n_groups=1, chunk_size=256))
     write(make, tmp_path, seed=0)
     draw, tokens = random.Random(1), []
-    prompt = [draw.randrange(3, 64) for _ in range(MILLION - 64)]
+    prompt = draw.choices(range(3, 64), k=MILLION - 64)
     for chunk in (CHUNK, 8 * CHUNK):
         with LLM(
             str(tmp_path), device="cpu", max_running_requests=1, max_model_len=MILLION, chunked_prefill_size=chunk

@@ -149,7 +149,7 @@ def test_random_conversations_in_windows(seed: int, windows: Windows, monkeypatc
 def test_random_conversations_in_windows_for_a_while(
     seed: int, windows: Windows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = soak(seed, 300, monkeypatch, windows)
+    found = soak(seed, 150, monkeypatch, windows)
     assert found["checked"] and found["hit"]
 
 
@@ -170,7 +170,7 @@ SHARED = {
 def test_random_conversations_in_shared_memory_for_a_while(
     seed: int, windows: Windows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = soak(seed, 300, monkeypatch, windows, SHARED[windows])
+    found = soak(seed, 150, monkeypatch, windows, SHARED[windows])
     assert found["checked"] and found["hit"]
 
 

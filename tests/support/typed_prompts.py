@@ -1,4 +1,4 @@
-"""What a type checker must take, and what it must refuse; tests/test_public_names.py runs mypy on it."""
+"""What a type checker must take, and what it must refuse; `.ci/run` and tests/test_public_names.py run mypy on it."""
 
 import numpy as np
 import torch
