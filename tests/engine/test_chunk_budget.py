@@ -15,7 +15,7 @@ from hybridrt.base.errors import ConfigError
 from hybridrt.engine.core.policy_scheduler import PolicyScheduler
 from hybridrt.engine.core.scheduled_step import ScheduledStep
 from hybridrt.engine.core.scheduler import Scheduler
-from hybridrt.engine.core.step_cost import GRAPH_GAIN, LEAST_TOKENS, ChunkBudget, StepCost, StepWork
+from hybridrt.engine.core.step_cost import GRAPH_GAIN, LEAST_TOKENS, SHORTER, ChunkBudget, StepCost, StepWork
 from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.runtime.step.pack_padded import Bucket, make_buckets
 from hybridrt.runtime.step.plan import DecodeRow, DecodeRows, ExtendRow, StepPlan
@@ -90,7 +90,7 @@ def test_a_chunk_is_the_longest_that_ends_in_time_or_the_fastest_of_a_graph(
     buckets: Sequence[Bucket], rows: int, start: int, tokens: int, target: float, most: int, before: int
 ) -> None:
     """But for the tokens that a step takes whatever they cost, and no more than twice what has been seen. No other
-    chunk of a graph computes more tokens a second, nor does the step without it."""
+    chunk of a smaller graph computes about as many tokens a second, nor does the step without it."""
     work, cost = StepWork(rows, 500 * rows), Known(most, buckets)
     budget = ChunkBudget(tokens + before, cost, target, work)
     budget.room(start)
@@ -105,9 +105,10 @@ def test_a_chunk_is_the_longest_that_ends_in_time_or_the_fastest_of_a_graph(
         return (before + n) / cost.predict(one)
 
     longest = max(in_time, default=0)
-    of_graphs = [n for n in range(longest) if not n or cost.has_graph(work.with_chunk(start, n))]
-    fastest = max(of_graphs, key=rate, default=0)
-    gain = 1.0 if cost.has_graph(work.with_chunk(start, longest)) else GRAPH_GAIN
+    graphs = [cost._bucket(work.with_chunk(start, n)) for n in range(longest + 1)]
+    of_smaller = [n for n in range(longest) if not n or graphs[n] not in (None, graphs[longest])]
+    fastest = max(of_smaller, key=rate, default=0)
+    gain = SHORTER if graphs[longest] else GRAPH_GAIN
     chunk = fastest if rate(fastest) > gain * rate(longest) else longest
     assert budget.room(start) == budget.room(start) == max(least, chunk)
 
@@ -139,6 +140,16 @@ def test_a_graph_that_is_slower_for_each_token_is_not_taken() -> None:
     part = budget()
     part.spend_tokens(28_000, 700)
     assert part.room() == 1024 - 700, "whatever the first prompt's depth"
+
+
+@pytest.mark.parametrize(("milliseconds", "chunk"), [(38.5, 1024), (37.5, 1536)])
+def test_decode_rows_do_not_wait_for_a_graph_that_is_hardly_faster(
+    milliseconds: float, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By 2 and by 5%."""
+    monkeypatch.setitem(Stairs.TIMES, 1536, milliseconds)
+    cost = Stairs(8192, make_buckets((128,), Stairs.TIMES))
+    assert ChunkBudget(8192, cost, 0.075, StepWork(4, 500)).room() == chunk
     eight = ChunkBudget(1200, cost, 0.2, StepWork(4, 500))
     for _ in range(8):
         eight.spend_tokens(0, 100)

@@ -286,6 +286,8 @@ def _solve_free(
 # many times as many tokens a second. The factor is above 1 because predictions err, and because fewer
 # long steps end a prompt sooner.
 GRAPH_GAIN = 1.1
+# A shorter chunk is taken if its graph computes this many times as many tokens a second as the longest one's, or more.
+SHORTER = 0.97
 LEAST_TOKENS = 16  # allowed whatever a step's predicted time
 REPAY = 2.0  # the time of a chunk compared with that of one of LEAST_TOKENS
 
@@ -339,14 +341,15 @@ class ChunkBudget:
     def _in_time(self, start: int, max_tokens: int) -> int:
         """Returns at most `max_tokens`: of the longest chunk that ends in time and shorter ones that fill a
         graph, the one with which the step computes the most tokens a second. A longer graph may be slower
-        for each token, and then decode rows would wait longer for nothing. The step may be the fastest
-        without a chunk (0): if one more prompt would need a larger graph.
+        for each token, and then decode rows would wait longer for nothing; a little faster (SHORTER) is not
+        worth it, and may be an error of the costs. The step may be the fastest without a chunk (0): if one
+        more prompt would need a larger graph.
         """
         assert self._cost is not None
         fills = [fill for fill in self._cost.fills(self._work) if fill < max_tokens]
         found = self._longest_in_time(start, fills, max_tokens)
         graph = self._cost.has_graph(self._work.with_chunk(start, found))
-        best = self._rate(start, found) * (1.0 if graph else GRAPH_GAIN)
+        best = self._rate(start, found) * (SHORTER if graph else GRAPH_GAIN)
         for tokens in reversed([0, *(fill for fill in fills if fill < found)]):
             if (rate := self._rate(start, tokens)) > best:
                 found, best = tokens, rate

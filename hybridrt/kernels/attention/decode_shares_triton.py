@@ -2,8 +2,8 @@
 
 A context is cut into parts of about equal length, and a program attends over one part. Parts are as long as the work of
 the whole batch asks for: a long context among short ones has many, so that no program is the last one for long, and
-equal contexts that fill the device have one each. Each program finds its part by the lengths of all rows: no program is
-started for parts that a shorter row has not (but for some that find nothing to do), and the host need not know lengths.
+equal contexts that fill the device have one each. Each program finds its part by the lengths of all rows, so the host
+need not know them: it starts as many programs as there can be parts, and those that find none end at once.
 """
 
 import triton
