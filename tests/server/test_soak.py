@@ -82,12 +82,21 @@ def load(served: Served, goes_on: Callable[[int], bool], seed: int) -> int:
     return count
 
 
+def settled(served: Served) -> dict[str, int]:
+    """What is held once the server has closed what clients have closed: a busy machine takes its time."""
+    found, since, deadline = held(served), time.monotonic(), time.monotonic() + WAIT
+    while time.monotonic() - since < 2 and time.monotonic() < deadline:
+        time.sleep(0.25)
+        if (now := held(served)) != found:
+            found, since = now, time.monotonic()
+    return found
+
+
 def soak(served: Served, seconds: float, warm: int) -> dict[str, float]:
     """Warms up with `warm` requests, then keeps the server busy."""
     load(served, lambda count: count < warm, 0)
     held(served)  # its own connection
-    time.sleep(0.5)
-    before, memory, end = held(served), resident(), time.monotonic() + seconds
+    before, memory, end = settled(served), resident(), time.monotonic() + seconds
     requests = load(served, lambda count: time.monotonic() < end, 1)
     deadline = time.monotonic() + WAIT
     while (after := held(served)) != before and time.monotonic() < deadline:
