@@ -144,15 +144,15 @@ def _cell(row: str, column: str) -> str:
 HEAD = """# Features together
 
 Each pair of features is tried on a tiny model: two turns of three requests, on a CPU. "equal": the
-tokens are those of a run without the features that change no number. "as kept": tokens are those of the
-request that left the state, in memory, in main memory and in a session. "as moved": tokens are those of
-one worker that computes the last token of a prompt apart. "runs": both features round at other places
-together than alone, so tokens are not compared. "own test": another test has the pair. "one at a time":
-one option chooses between them. "refused": an error names the two.
+tokens are those of a run without the features that change no number. "as kept": tokens are those of
+the request that left the state, in memory, in main memory and in a session. "as moved": tokens are
+those of one worker that computes the last token of a prompt apart. "runs": both features round at
+other places together than alone, so tokens are not compared. "own test": another test has the pair.
+"one at a time": one option chooses between them. "refused": an error names the two.
 
-Of the prompts with images, a worker that fetches prompts computes those with an image itself. Adapters are
-refused by name. `python -m tests.test_pairs` writes this page, and `pytest -m "slow or soak"
-tests/test_pairs.py` tries the pairs. A new option of the engine that has no row fails a test.
+Of the prompts with images, a worker that fetches prompts computes those with an image itself.
+Adapters are refused by name. `python -m tests.test_pairs` writes this page, and `pytest -m "slow or
+soak" tests/test_pairs.py` tries the pairs. A new option of the engine that has no row fails a test.
 
 """
 DOCUMENT = ROOT / "docs" / "pairs.md"

@@ -1,11 +1,13 @@
-"""Reads files that users name, with limits on time and memory."""
+"""Reads files that users name, with limits on time and memory, and writes files whole or not at all."""
 
 import errno
 import os
+import secrets
 import select
 import stat
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hybridrt.base.errors import HybridrtError, RequestError, shown
@@ -34,6 +36,19 @@ def as_path(name: str, value: object, error: type[HybridrtError] = RequestError)
     if not possible:
         raise error(f"{shown(path)} holds a character that no file name may hold; choose another name")
     return Path(path)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file next to `path` to write within the block. It takes the place of `path` at the end of the block, or is
+    removed after an error, and what was there stays. OSError: it cannot take the place."""
+    partial = path.parent / f".{secrets.token_hex(8)}.part"  # short: the name of `path` may be as long as names can be
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        with suppress(OSError):  # it is gone, or the error that ends the block says more
+            partial.unlink()
 
 
 def read_bytes(file: str | Path, max_bytes: int = MAX_BYTES) -> bytes:

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from hybridrt.base.errors import RequestError, is_text
-from hybridrt.base.files import read_bytes
+from hybridrt.base.files import read_bytes, replacing
 
 MAX_FILE_BYTES = 64 * 2**20
 MAX_IMAGE_BYTES = 12 * 2**20  # servers take bodies of 16 MiB
@@ -168,16 +168,12 @@ def save(file: Path, messages: list[ConversationMessage]) -> None:
             load(file)
         except RequestError as e:
             raise RequestError(f"{file} exists and is not a conversation; choose another name") from e
-    part = file.with_name(f"{file.name}.{os.getpid()}.part")
     try:
-        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
+        with replacing(file) as part, open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
             out.write(encoded(messages))
-        part.replace(file)
     except OSError as e:
         e.filename = str(file)  # the only name that the user knows
         raise
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def load(file: Path) -> list[ConversationMessage]:

@@ -10,9 +10,10 @@ import triton.language as tl  # noqa: E402
 
 from hybridrt.kernels.attention.decode_shares_triton import (  # noqa: E402
     blocks_of,
-    find_part,
+    of_row,
     parts_of,
-    parts_of_row,
+    parts_of_rows,
+    row_of,
 )
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel  # noqa: E402
 from hybridrt.kernels.core.launch import next_power_of_2  # noqa: E402
@@ -29,14 +30,15 @@ def _parts_kernel(  # type: ignore[no-untyped-def]
     seq_lens_ptr, out_ptr, rows, T: tl.constexpr, WINDOW: tl.constexpr, ROOM: tl.constexpr, FEW: tl.constexpr,
     LEAST: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """Stores a part's row, its number in the row, its first and end block, and what `parts_of_row` says of the row."""
+    """Stores a part's row, its number in the row, its first and end block, and what `of_row` says of the row."""
     own = tl.program_id(0)
-    row, first_part, share = find_part(own, seq_lens_ptr, rows, T, WINDOW, ROOM, FEW, LEAST, WHOLE, BLOCK_N, BLOCK_B)
+    share, parts = parts_of_rows(seq_lens_ptr, rows, T, WINDOW, ROOM, FEW, LEAST, WHOLE, BLOCK_N, BLOCK_B)
+    row, first_part = row_of(own, parts)
     if row >= rows:
         return
     _, blocks = blocks_of(tl.load(seq_lens_ptr + row), T, WINDOW, BLOCK_N)
     part, used = parts_of(blocks, share, FEW, LEAST, WHOLE)
-    again, same = parts_of_row(row, seq_lens_ptr, rows, T, WINDOW, ROOM, FEW, LEAST, WHOLE, BLOCK_N, BLOCK_B)
+    again, same = of_row(row, parts)
     split = own - first_part
     tl.store(out_ptr + own * 6, row)
     tl.store(out_ptr + own * 6 + 1, split)

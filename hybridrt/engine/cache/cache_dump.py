@@ -2,9 +2,7 @@
 
 import json
 import os
-import secrets
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 
 from hybridrt.base.errors import CacheDumpError
-from hybridrt.base.files import read_bytes
+from hybridrt.base.files import read_bytes, replacing
 from hybridrt.base.formats import Format, json_format
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.request.spans import without_keys
@@ -119,19 +117,15 @@ def _dumped(node: Node, parent: int, salt: int, decode: Callable[[Sequence[int]]
 def write_dump(path: str | Path, dump: CacheDump) -> None:
     """Writes a file for `read_dump`. OSError, which names the file, if it cannot be written: an older one stays."""
     place, text = Path(os.path.realpath(path)), json.dumps(asdict(dump)) + "\n"
-    partial = place.parent / f".{secrets.token_hex(8)}.part"
     try:
         if place.exists() and not place.is_file():  # a device or a pipe
             place.write_text(text, encoding="utf-8")
             return
-        partial.touch(place.stat().st_mode & 0o777 if place.exists() else 0o666)
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(place)
+        with replacing(place) as partial:
+            partial.touch(place.stat().st_mode & 0o777 if place.exists() else 0o666)
+            partial.write_text(text, encoding="utf-8")
     except OSError as e:
         raise OSError(e.errno, e.strerror, str(path)) from e
-    finally:
-        with suppress(OSError):
-            partial.unlink()
 
 
 def read_dump(path: str | Path) -> CacheDump:

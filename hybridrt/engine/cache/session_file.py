@@ -3,7 +3,6 @@
 import hashlib
 import hmac
 import os
-import secrets
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from hybridrt.base.errors import SessionError, is_text, shown
-from hybridrt.base.files import SESSION_HEADER_BYTES, as_path
+from hybridrt.base.files import SESSION_HEADER_BYTES, as_path, replacing
 from hybridrt.base.files_safetensors import DamagedFileError, TensorFile
 from hybridrt.base.formats import Format
 from hybridrt.engine.request.spans import without_keys
@@ -99,17 +98,13 @@ def write_session(path: Path, prefix: CachedPrefix, identity: Identity, note: st
         metadata["note"], tensors[NOTE] = "", torch.frombuffer(bytearray(note.encode()), dtype=torch.uint8)
     metadata["checksum"] = _checksum(tensors, metadata)
     metadata["signature"] = _signature(metadata["checksum"], key)
-    # A short name: that of the file may be as long as names can be.
-    partial = path.parent / f".{secrets.token_hex(8)}.part"
     try:
-        save_file(tensors, partial, metadata)
-        with open(partial, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(partial, path)
+        with replacing(path) as partial:
+            save_file(tensors, partial, metadata)
+            with open(partial, "rb") as file:
+                os.fsync(file.fileno())
     except SafetensorError as e:
         raise OSError(f"{path} cannot be written: {e}") from e
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 class SessionReader:

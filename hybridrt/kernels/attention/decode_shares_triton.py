@@ -23,7 +23,7 @@ def blocks_of(seq_len, T: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.conste
 def parts_of(  # type: ignore[no-untyped-def]
     blocks, share, FEW: tl.constexpr, LEAST: tl.constexpr, WHOLE: tl.constexpr
 ):  # fmt: skip
-    """Blocks of a part, and parts of a row: one at least, also of an empty row. `share`: `_lengths`.
+    """Blocks of a part, and parts of a row: one at least, also of an empty row. `share`: `parts_of_rows`.
 
     Parts are at most half a share long, and about equal, so that the last ones take less than a share. They may be
     longer, of LEAST blocks, where there would be more than FEW parts: to join parts takes time. WHOLE: rows of up to
@@ -38,7 +38,7 @@ def parts_of(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _lengths(  # type: ignore[no-untyped-def]
+def parts_of_rows(  # type: ignore[no-untyped-def]
     seq_lens_ptr, rows, T: tl.constexpr, WINDOW: tl.constexpr, ROOM: tl.constexpr, FEW: tl.constexpr,
     LEAST: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
@@ -55,22 +55,15 @@ def _lengths(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def find_part(  # type: ignore[no-untyped-def]
-    part, seq_lens_ptr, rows, T: tl.constexpr, WINDOW: tl.constexpr, ROOM: tl.constexpr, FEW: tl.constexpr,
-    LEAST: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
-):  # fmt: skip
-    """The row of a part, the row's first part, and a share. `rows` or more in place of a row: there are fewer parts."""
-    share, parts = _lengths(seq_lens_ptr, rows, T, WINDOW, ROOM, FEW, LEAST, WHOLE, BLOCK_N, BLOCK_B)
+def row_of(part, parts):  # type: ignore[no-untyped-def]
+    """The row of a part, and the row's first part. The number of rows or more in place of a row: there are fewer
+    parts. `parts`: of each row."""
     earlier = tl.cumsum(parts, 0) <= part
-    return tl.sum(earlier.to(tl.int32), 0), tl.sum(tl.where(earlier, parts, 0), 0), share
+    return tl.sum(earlier.to(tl.int32), 0), tl.sum(tl.where(earlier, parts, 0), 0)
 
 
 @triton.jit
-def parts_of_row(  # type: ignore[no-untyped-def]
-    row, seq_lens_ptr, rows, T: tl.constexpr, WINDOW: tl.constexpr, ROOM: tl.constexpr, FEW: tl.constexpr,
-    LEAST: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
-):  # fmt: skip
-    """A row's first part, and how many it has."""
-    _, parts = _lengths(seq_lens_ptr, rows, T, WINDOW, ROOM, FEW, LEAST, WHOLE, BLOCK_N, BLOCK_B)
-    number = tl.arange(0, BLOCK_B)
+def of_row(row, parts):  # type: ignore[no-untyped-def]
+    """A row's first part, and how many it has. `parts`: of each row."""
+    number = tl.arange(0, parts.shape[0])
     return tl.sum(tl.where(number < row, parts, 0), 0), tl.sum(tl.where(number == row, parts, 0), 0)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hybridrt.base.device import multiprocessors, shared_memory
 from hybridrt.base.errors import ConfigError
-from hybridrt.kernels.attention.decode_shares_triton import blocks_of, find_part, parts_of, parts_of_row
+from hybridrt.kernels.attention.decode_shares_triton import blocks_of, of_row, parts_of, parts_of_rows, row_of
 from hybridrt.kernels.attention.kv_codes_triton import as_stored, for_products, inverse_scale, numbers_of_pairs
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.launch import (
@@ -73,9 +73,8 @@ def _attention_decode_kernel(  # type: ignore[no-untyped-def]
     head_block, own_part = tl.program_id(0), tl.program_id(1)
     b, first_part, number, used = own_part, own_part, 0, 1
     if ROOM > 0:
-        b, first_part, share = find_part(
-            own_part, seq_lens_ptr, rows, T, WINDOW, ROOM, FEW, LEAST, WHOLE, BLOCK_N, BLOCK_B
-        )  # fmt: skip
+        share, parts = parts_of_rows(seq_lens_ptr, rows, T, WINDOW, ROOM, FEW, LEAST, WHOLE, BLOCK_N, BLOCK_B)
+        b, first_part = row_of(own_part, parts)
         if b >= rows:
             return  # before `begin`: a row's first part waits there, and the kernel ends after it
         number = own_part - first_part
@@ -232,7 +231,8 @@ def _attention_combine_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """One token and head. EARLY: loads the first parts with their sums, which needs registers."""
     b, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    first_part, used = parts_of_row(b, seq_lens_ptr, rows, T, WINDOW, ROOM, FEW, LEAST, WHOLE, BLOCK_N, BLOCK_B)
+    _, parts = parts_of_rows(seq_lens_ptr, rows, T, WINDOW, ROOM, FEW, LEAST, WHOLE, BLOCK_N, BLOCK_B)
+    first_part, used = of_row(b, parts)
     begin(PDL)
     d, s, part = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S), tl.arange(0, PARTS)
     first = first_part.to(tl.int64) * (T * HQ) + head

@@ -10,7 +10,6 @@ import logging
 import os
 import re
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +19,7 @@ import torch
 
 from hybridrt.base.device import GPUFacts
 from hybridrt.base.errors import ConfigError, reason
-from hybridrt.base.files import read_bytes
+from hybridrt.base.files import read_bytes, replacing
 from hybridrt.base.formats import Format, json_format
 from hybridrt.base.version import __version__
 from hybridrt.collectives.groups import TPGroup
@@ -201,15 +200,12 @@ def _dtype(name: object) -> object:
 
 
 def write_tuned(path: Path, file: TunedFile) -> None:
-    """Writes a file under another name first. ConfigError if it cannot be written."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    """Writes a file whole. ConfigError if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(file), indent=1) + b"\n")
-        temporary.replace(path)
+        with replacing(path) as temporary:
+            temporary.write_bytes(msgspec.json.format(msgspec.json.encode(file), indent=1) + b"\n")
     except OSError as e:
-        with suppress(OSError):
-            temporary.unlink()
         raise ConfigError(f"tuned choices cannot be written to {path}: {reason(e)}") from e
 
 
