@@ -192,9 +192,9 @@ class PrefixStore(CacheRoom):
     def end_for_states(self, request: Request, start: int, end: int) -> int:
         """The best end of a chunk from `start` to at most `end`: it saves no more states than a graph
         can, and few tokens follow if a graph computes them again. A chunk without a graph ends after
-        a state at an even distance, if a graph can compute the rest. A chunk that ends at a place of
-        `save_at` ends one token earlier, because a state can only be saved before one of the chunk's
-        tokens: the next chunk then saves it.
+        a state at an even distance, if a graph can compute the rest. A chunk that ends where a state is left
+        ends one token earlier, because a state can only be saved before one of the chunk's tokens: the
+        next chunk then saves it. Even distances are multiples of the usual sizes of chunks.
         """
         # A chunk with an image runs without a graph, where a further state costs no step of its own.
         saves, spans = self.chunk_saves, request.spans
@@ -209,7 +209,8 @@ class PrefixStore(CacheRoom):
             if saves.tail is not None and end - start <= self.graph_tokens and places and places[0] + saves.tail < end:
                 end = places[0] + 1
             end = min([end, *places[most : most + 1]])
-        return end - 1 if end in request.save_at and end - start > 1 else end
+        leaves = end in request.save_at or end in request.spaced
+        return end - 1 if leaves and end - start > 1 else end
 
     def save(self, request: Request, start: int, end: int) -> list[tuple[int, int]]:
         """Slots for the states that a chunk leaves, as (tokens of the chunk, slot) in order. States
