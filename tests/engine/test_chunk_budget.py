@@ -427,14 +427,14 @@ def test_a_policy_is_for_gpus_unless_it_has_a_number() -> None:
 @pytest.mark.parametrize(
     ("alone", "pending", "bound"),
     [
-        (0.005, 0.0, 0.020), (0.005, 0.01, 0.020), (0.005, 0.03, 0.035), (0.005, 0.6, 0.075), (0.003, 9.0, 0.060),
+        (0.005, 0.0, 0.020), (0.005, 0.03, 0.020), (0.005, 0.06, 0.035), (0.005, 0.6, 0.075), (0.003, 9.0, 0.060),
         (0.020, 0.6, 0.080), (0.005, 0.8, 0.080), (0.005, 9.0, 0.0935),
         (0.004, 9.0, 0.080),
     ],
 )  # fmt: skip
 def test_without_a_number_a_step_is_longer_if_more_work_waits(alone: float, pending: float, bound: float) -> None:
-    """Four times its decode rows, or the pending work with them: up to 20 times and 75 ms. With much work it may be
-    95 ms."""
+    """Four times its decode rows, or half of the pending work with them: up to 20 times and 75 ms.
+    With much work it may be 95 ms."""
     assert TrafficPolicy().bound(alone, pending) == pytest.approx(bound)
 
 

@@ -20,10 +20,10 @@ MARGIN_ERRORS, MAX_MARGIN = 2, 0.1
 # time: then a prompt takes F times as long as without decode rows. With a number of milliseconds
 # F is NUMBER_FACTOR, without one AUTO_FACTOR.
 NUMBER_FACTOR, AUTO_FACTOR = 11.0, 4 / 3
-# Without a number of milliseconds, a step may take longer if much work waits: as long as that work, up to
-# MOST_STEPS times its decode rows alone and MOST_SECONDS. Of what ends in time ChunkBudget takes the chunk with the
-# most tokens a second, so the rest of a prompt is not cut into chunks that use the device badly.
-MOST_STEPS, MOST_SECONDS = 20, 0.075
+# Without a number of milliseconds, a step may take longer if much work waits: a share of that work,
+# up to MOST_STEPS times its decode rows alone and MOST_SECONDS. With a smaller share the rest of a prompt is cut
+# into chunks that are slower for each token; with all of that work, three short prompts at once make a long step.
+WORK_SHARE, MOST_STEPS, MOST_SECONDS = 1 / 2, 20, 0.075
 # With more waiting work they may take DEEP_SHARE of it, up to DEEP_SECONDS: longer steps compute more
 # prompt tokens a second, and the longest wait depends on that rate. In a server a step without a
 # graph is seldom launched in less than 90 ms, so a lower bound leaves none of these.
@@ -125,7 +125,7 @@ class TrafficPolicy:
             return max(self.seconds * late * (1 - self._margin), self._least * alone)
         if flooded:
             return alone + SHARED_SECONDS
-        most = min(alone + pending, MOST_STEPS * alone, most_seconds(pending))
+        most = min(alone + WORK_SHARE * pending, MOST_STEPS * alone, most_seconds(pending))
         return max(self._least * alone, most)
 
     def prompt_seconds(self, work: PromptWork) -> float:
