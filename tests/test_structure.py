@@ -29,6 +29,7 @@ ORDER = (
 )  # fmt: skip
 PUBLIC = ("config", "errors", "sampling_params", "structured_outputs", "version")  # of one line each, from `base`
 MAX_FUNCTION_LINES = 40
+KERNELS = ("triton.jit", "jit_kernel", "gluon.jit", "gluon_kernel")  # decorators of functions that run on a GPU
 OUTSIDE = ("models", "mem_cache", "tests", "benchmarks", "examples", "experiments")
 OPTIONAL = (
     "flashinfer", "mamba_ssm", "causal_conv1d", "sgl_kernel", "fla", "nixl", "llguidance", "matplotlib", "pynvml",
@@ -154,7 +155,7 @@ def test_host_functions_are_short() -> None:
         f"{file.relative_to(ROOT)}:{node.lineno} {node.name}": body_lines(node)
         for file in SOURCES.values()
         for node in nodes(file)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not decorated(node, "triton.jit", "jit_kernel")
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not decorated(node, *KERNELS)
     }
     assert len(lengths) > 1000
     assert {name: n for name, n in lengths.items() if n > MAX_FUNCTION_LINES} == {}
@@ -174,7 +175,7 @@ def test_kernels_that_the_host_launches_are_jit_kernels() -> None:
             alias.name for node in imported for alias in node.names
             if alias.name in own_kernels(SOURCES[node.module or ""])
         }  # fmt: skip
-        functions = [node for node in nodes(file) if decorated(node, "triton.jit", "jit_kernel")] if names else []
+        functions = [node for node in nodes(file) if decorated(node, *KERNELS)] if names else []
         of_kernels = {each for function in functions for each in ast.walk(function)}
         host = (node for node in nodes(file) if isinstance(node, ast.Name) and node not in of_kernels)
         found += [f"{file.relative_to(ROOT)}:{node.lineno} {node.id}" for node in host if node.id in names]
@@ -185,7 +186,7 @@ def test_kernels_have_names_of_their_own() -> None:
     """A profile of a GPU shows the name alone."""
     launched = [
         node.name for file in SOURCES.values() for node in nodes(file)
-        if isinstance(node, ast.FunctionDef) and decorated(node, "jit_kernel")
+        if isinstance(node, ast.FunctionDef) and decorated(node, "jit_kernel", "gluon_kernel")
     ]  # fmt: skip
     twice = {name for name in launched if launched.count(name) > 1}
     assert len(launched) > 60 and twice <= {"_prepare_kernel"}, twice  # both are of the delta rule
@@ -193,8 +194,12 @@ def test_kernels_have_names_of_their_own() -> None:
 
 @cache
 def own_kernels(file: Path) -> set[str]:
-    """Functions of `triton.jit` that a file defines."""
-    return {node.name for node in nodes(file) if isinstance(node, ast.FunctionDef) and decorated(node, "triton.jit")}
+    """Functions of `triton.jit` and `gluon.jit` that a file defines."""
+    return {
+        node.name
+        for node in nodes(file)
+        if isinstance(node, ast.FunctionDef) and decorated(node, "triton.jit", "gluon.jit")
+    }
 
 
 def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

@@ -61,7 +61,7 @@ def test_the_kernel_quantises_as_the_reference(whole: bool, width: int) -> None:
         assert (total is None) == (sum_of is None) and (total is None or torch.equal(total, sum_of))
 
 
-@pytest.mark.parametrize("count", [1, 17, 70])
+@pytest.mark.parametrize("count", [1, 17, 70, 130])
 @pytest.mark.parametrize(("name", "rows", "width"), [("fp8 blocks", 320, 1152), ("fp8 rows", 200, 1152)])
 def test_the_product_is_near_the_reference(name: str, rows: int, width: int, count: int) -> None:
     from hybridrt.kernels.quant.fp8_linear_triton import fp8_linear_triton
@@ -75,11 +75,30 @@ def test_the_product_is_near_the_reference(name: str, rows: int, width: int, cou
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
 
 
-def test_weights_of_few_rows_and_many_columns_are_split_up_to_128_tokens() -> None:
-    """Others are cuBLAS's from 65 tokens on."""
+def test_weights_of_many_rows_are_cublas_from_129_tokens_on() -> None:
+    """With one scale a row from 65 on."""
     down, up = empty_weight("fp8 blocks", 3072, 12288), empty_weight("fp8 blocks", 24576, 3072)
-    assert [takes_kernel(count, down) for count in (1, 64, 65, 128, 129)] == [True, True, True, True, False]
-    assert [takes_kernel(count, up) for count in (1, 64, 65)] == [True, True, False]
+    assert [takes_kernel(count, down) for count in (1, 128, 129, 256, 257)] == [True, True, True, True, False]
+    assert [takes_kernel(count, up) for count in (1, 128, 129)] == [True, True, False]
+    assert [takes_kernel(count, empty_weight("fp8 rows", 3072, 12288)) for count in (64, 65)] == [True, False]
+
+
+@pytest.mark.parametrize("shape", [(24576, 3072), (3072, 12288), (3072, 4608), (8728, 3072), (128, 128), (64, 65536)])
+@pytest.mark.parametrize("count", [33, 64, 65, 128, 129, 256])
+def test_tiles_fit_and_fill_the_device(shape: tuple[int, int], count: int) -> None:
+    """Stages fit in shared memory and hold the sums of a warpgroup, every part has a group of columns, and programs
+    that share rows run at a time."""
+    from hybridrt.kernels.quant.fp8_pipeline_triton import UNIT, pipeline_tile
+
+    (rows, width), programs = shape, 132
+    tile = pipeline_tile(count, rows, width, programs)
+    stage = GROUP * (UNIT * tile.warpgroups + tile.tokens) + 4 * tile.tokens
+    assert tile.stages * stage <= 227 * 1024 - 1024 and tile.stages * GROUP * UNIT >= 4 * UNIT * tile.tokens
+    blocks = -(-rows // (UNIT * tile.warpgroups)) * -(-count // tile.tokens)
+    assert tile.split <= width // GROUP
+    assert tile.split == 1 or blocks * tile.split <= programs
+    if shape == (3072, 12288) and count in (128, 256):
+        assert blocks * tile.split > 0.9 * programs
 
 
 @pytest.mark.parametrize("parts", [(200, 56, 24), (256, 128), (300,)])
@@ -107,5 +126,5 @@ def test_what_does_not_fit_is_refused() -> None:
         fp8_linear(codes, quant_weight("fp8 blocks", 64, 512), dtype=x.dtype)
     with pytest.raises(ConfigError, match="take inputs in groups"):
         fp8_linear(codes, quant_weight("fp8 rows", 64, 256), dtype=x.dtype)
-    with pytest.raises(ConfigError, match="at most 128"):
-        fp8_linear(quantize_tokens(tokens(129, 256), GROUP)[0], quant_weight("fp8 blocks", 64, 256), dtype=x.dtype)
+    with pytest.raises(ConfigError, match="at most 256"):
+        fp8_linear(quantize_tokens(tokens(257, 256), GROUP)[0], quant_weight("fp8 blocks", 64, 256), dtype=x.dtype)

@@ -27,6 +27,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 from triton.compiler.errors import CompilationError
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.runtime.errors import PTXASError
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -193,11 +195,13 @@ def _compile(fn: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any], cap
             signature[parameter.name] = _type(value)
             if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
                 attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn, signature, constants, attributes)
+    source = (GluonASTSource if fn.is_gluon() else ASTSource)(fn, signature, constants, attributes)
     return triton.compile(source, target=GPUTarget("cuda", 10 * capability[0] + capability[1], 32), options=options)
 
 
 def _type(value: Any) -> str:
+    if isinstance(value, GluonDescriptor):
+        return f"tensordesc<{_TYPES[value.base.dtype][1:]}{list(value.block_shape)},{value.layout!r}>"
     if isinstance(value, TensorDescriptor):
         return f"tensordesc<{_TYPES[value.base.dtype][1:]}{list(value.block_shape)}>"
     if isinstance(value, torch.Tensor):

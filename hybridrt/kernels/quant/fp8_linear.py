@@ -15,7 +15,7 @@ from hybridrt.kernels.quant.quant_weight import QuantWeight, dequantize
 GROUP = 128
 PADDING = 16  # rows of codes: libraries take multiples
 E4M3_MAX, SMALLEST = 448.0, 1e-12
-MAX_TOKENS = 128
+MAX_TOKENS = 256
 
 
 class TokenCodes(NamedTuple):

@@ -11,10 +11,12 @@ from hybridrt.kernels.dense.skinny_linear import Activation, InputNorm
 from hybridrt.kernels.dense.skinny_linear_triton import MULTIPROCESSORS, store_output, weight_rows
 from hybridrt.kernels.quant.fp8_linear import GROUP, TokenCodes, empty_codes
 from hybridrt.kernels.quant.fp8_matvec_triton import fp8_matvec_triton
+from hybridrt.kernels.quant.fp8_pipeline_triton import fp8_pipeline_triton, takes_pipeline
 from hybridrt.kernels.quant.fp8_split_triton import fp8_split_triton
 from hybridrt.kernels.quant.quant_weight import QuantWeight
 
 ROWS = 64  # of a weight that a program multiplies; sums of more leave no registers
+PIPELINE_FROM = 33  # tokens
 WHOLE = 64  # tokens that one program multiplies
 COLUMNS = 2048  # that a program quantises, if the token's sum of squares is not asked for
 
@@ -131,6 +133,8 @@ def fp8_linear_triton(
     """One launch. Programs that share rows add their parts in order."""
     if x.tokens == 1:
         return fp8_matvec_triton(x, weight, bias, dtype=dtype, activation=activation)
+    if x.tokens >= PIPELINE_FROM and takes_pipeline(weight, weight.data.device):
+        return fp8_pipeline_triton(x, weight, bias, dtype=dtype, activation=activation)
     if x.tokens > WHOLE:
         return fp8_split_triton(x, weight, bias, dtype=dtype, activation=activation)
     rows, width, device = weight.rows, weight.width, weight.data.device

@@ -1,4 +1,4 @@
-"""Triton kernel of `fp8_linear` for 65 to 128 tokens and few rows, which are split along the inputs.
+"""Triton kernel of `fp8_linear` for more than 64 tokens and few rows, which are split along the inputs.
 
 cuBLAS has a program for each 128 rows and does not split the inputs: 24 programs for a weight of 3,072 rows, on 132
 multiprocessors.

@@ -14,10 +14,10 @@ from hybridrt.kernels.quant.quant_weight import QuantWeight
 
 MULTIPLE = 128  # of rows: cuBLAS takes multiples of 16, torch checks scales as if blocks were whole
 SCALES_OF = 4  # rows of scales are padded to a multiple
-FEW_TOKENS = 64  # up to which our kernel is faster for all weights
-# From FEW_TOKENS to MAX_TOKENS it is for weights of few rows and many columns. Measured on an H200: 3,072 x 12,288
-# takes 28 us instead of 36 at 128 tokens, 3,072 x 4,608 16.1 instead of 15.6.
-FEW_ROWS, MANY_COLUMNS = 4096, 8192
+# With blocks of scales our kernel is faster for all weights up to FEW_TOKENS, and up to MAX_TOKENS for those of at most
+# MANY_ROWS: cuBLAS does not split the columns, so that few rows leave multiprocessors idle.
+FEW_TOKENS, MANY_ROWS = 128, 16384
+FEW_TOKENS_OF_ROWS = 64  # the same with one scale a row
 
 
 class Fp8Product(NamedTuple):
@@ -114,8 +114,9 @@ def multiply_codes(
 
 def takes_kernel(tokens: int, weight: QuantWeight) -> bool:
     """Whether our kernel is faster than cuBLAS."""
-    long = weight.rows <= FEW_ROWS and weight.width >= MANY_COLUMNS
-    return tokens <= (MAX_TOKENS if long else FEW_TOKENS)
+    if weight.scale is None:
+        return tokens <= FEW_TOKENS_OF_ROWS
+    return tokens <= (MAX_TOKENS if weight.rows <= MANY_ROWS else FEW_TOKENS)
 
 
 def _by_library(product: Fp8Product, x: TokenCodes, dtype: torch.dtype) -> Tensor:
