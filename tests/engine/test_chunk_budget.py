@@ -126,6 +126,24 @@ class Stairs(Known):
         return (self.TIMES[bucket.tokens] if bucket else 100.0 if work.prompt_tokens else 5.0) / 1e3 + attention
 
 
+@pytest.mark.parametrize(
+    ("bound", "rest", "room"),
+    [
+        (0.018, 513, 513),  # 22.2 ms; 17.2, and 7.4 for the last token
+        (0.018, 512, 512),
+        (0.018, 1024, 1024),  # 26.2 ms; two steps of 512 take 34.4
+        (0.018, 1100, 512),  # 42 ms are too long
+        (0.011, 300, 256),  # 17.2 ms are too long
+    ],
+)
+def test_the_rest_of_a_prompt_is_not_left_for_another_step(bound: float, rest: int, room: int) -> None:
+    """If one step is faster, and not much longer than the bound. With a number of milliseconds the bound holds."""
+    cost, work = Stairs(8192, make_buckets((128,), Stairs.TIMES)), StepWork(4, 400)
+    assert ChunkBudget(8192, cost, bound, work, most=0.075).room(0, rest) == room
+    assert ChunkBudget(rest - 1, cost, bound, work, most=0.075).room(0, rest) < rest
+    assert ChunkBudget(8192, cost, bound, work).room(0, rest) == ChunkBudget(8192, cost, bound, work).room(0)
+
+
 def test_a_graph_that_is_slower_for_each_token_is_not_taken() -> None:
     """Neither by one prompt nor by one more, although it would end in time. Deep in a context it is the faster one."""
     cost = Stairs(8192, make_buckets((128,), Stairs.TIMES))

@@ -93,7 +93,7 @@ class PolicyScheduler(Scheduler):
                     continue
                 admitted.append(request)
             start = request.computed
-            if tokens := self._add_extend(step, request, budget.room(start)):
+            if tokens := self._add_extend(step, request, budget.room(start, request.prefill_end - start)):
                 budget.spend_tokens(start, tokens)
                 self.queues.charge(request, PromptWork.between(start, start + tokens))
             elif is_new:

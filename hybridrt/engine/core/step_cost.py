@@ -288,6 +288,9 @@ def _solve_free(
 GRAPH_GAIN = 1.1
 # A shorter chunk is taken if its graph computes this many times as many tokens a second as the longest one's, or more.
 SHORTER = 0.97
+# The whole rest of a prompt is taken if that is faster than two steps and takes at most this many times the seconds of
+# the bound.
+REST_SECONDS = 1.5
 LEAST_TOKENS = 16  # allowed whatever a step's predicted time
 REPAY = 2.0  # the time of a chunk compared with that of one of LEAST_TOKENS
 
@@ -316,13 +319,15 @@ class ChunkBudget:
         self._most = most
         self._rooms: dict[int, int] = {}  # tokens by start, until the step has another chunk
 
-    def room(self, start: int = 0) -> int:
-        """Tokens of the next chunk, after the first `start` of its prompt."""
+    def room(self, start: int = 0, rest: int = 0) -> int:
+        """Tokens of the next chunk, after the first `start` of its prompt. `rest`: those that the prompt has left;
+        0: unknown."""
         if self._cost is None or self._tokens <= 0:
             return max(self._tokens, 0)
         if start not in self._rooms:
             self._rooms[start] = self._find_room(start)
-        return self._rooms[start]
+        room = self._rooms[start]
+        return rest if room < rest <= self._tokens and self._most and self._finishes(start, room, rest) else room
 
     def _find_room(self, start: int) -> int:
         assert self._cost is not None
@@ -354,6 +359,19 @@ class ChunkBudget:
             if (rate := self._rate(start, tokens)) > best:
                 found, best = tokens, rate
         return found
+
+    def _finishes(self, start: int, tokens: int, rest: int) -> bool:
+        """Whether a step with a graph takes the whole `rest` of a prompt sooner than this step `tokens` of it, and
+        another one what is left. Else the last step of many prompts would have a few tokens, next to all decode rows.
+        """
+        assert self._cost is not None
+        alone = StepWork(self._work.decode_tokens, self._work.decode_context)
+        parts = self._work.with_chunk(start, tokens, saves=1), alone.with_chunk(start + tokens, rest - tokens, saves=1)
+        whole = self._work.with_chunk(start, rest, saves=1)
+        now, first, second = (self._cost.predict(work) for work in (whole, *parts))
+        if now is None or first is None or second is None or not self._cost.has_graph(whole):
+            return False
+        return now < first + second and now <= REST_SECONDS * self._bound(start)
 
     def _longest_in_time(self, start: int, fills: list[int], max_tokens: int) -> int:
         """`fills`: what fills graphs, below `max_tokens`."""
