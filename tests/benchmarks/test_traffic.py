@@ -13,12 +13,11 @@ from hybridrt.runtime.step.plan import ExtendRow, StepPlan
 QUICK = ("same-text",)
 
 
-SLOW = ("mix", "10/s", "more-very-long")
+SLOW = ("mix", "more-very-long")
 
 
 def level_of(load: str) -> Any:
-    """One load with prompts of all lengths, one of short ones and one of long ones; the others are left to the soak
-    level."""
+    """One load with prompts of all lengths, and one of long ones; the others are left to the soak level."""
     return () if load in QUICK else pytest.mark.slow if load in SLOW else pytest.mark.soak
 
 

@@ -7,11 +7,12 @@ from benchmarks.fleet_check import check, parse
 SMALL = ["--replicas", "2", "--together", "6", "--every", "2"]
 BY_HAND = [
     ["--replica", "double", "--faults", "kill"],
-    ["--replica", "embedded", "--faults", "stop"],  # tests/fleet/test_faults.py stops one in the slow level
+    # In the slow level tests/fleet/test_faults.py stops a replica and ends another one.
+    ["--replica", "embedded", "--faults", "stop"],
+    ["--replica", "double", "--faults", "scale"],
 ]
 RUNS = [
     ["--replica", "double", "--faults", "kill", "--resume"],
-    ["--replica", "double", "--faults", "scale"],
     ["--replica", "prefill", "--faults", "kill"],
     ["--replica", "ray", "--faults", "kill"],
 ]
