@@ -77,7 +77,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize("name", sweep(MODELS, 7))
+@pytest.mark.parametrize("name", sweep(MODELS, 7, thin=3))
 def test_embedded_loop_gives_the_engines_tokens(name: str, expected: Expected, calls: Counter[str]) -> None:
     """Admission while others run, chunks, mixed steps, graphs, a shared prefix; row 0 and page 0 in use."""
     config, tokens = expected(name)
@@ -91,7 +91,9 @@ def test_embedded_loop_gives_the_engines_tokens(name: str, expected: Expected, c
     assert len({*loop.pages, *loop.prefix_pages}) == loop.plan.num_pages
 
 
-@pytest.mark.parametrize(("name", "num_blocks"), sweep([("falcon replay", None), *((name, 16) for name in MODELS)], 5))
+@pytest.mark.parametrize(
+    ("name", "num_blocks"), sweep([("falcon replay", None), *((name, 16) for name in MODELS)], 5, thin=3)
+)
 def test_a_foreign_engine_gives_the_engines_tokens(name: str, num_blocks: int | None, expected: Expected) -> None:
     """With blocks for all, and with so few that requests are preempted."""
     config, tokens = expected(name)

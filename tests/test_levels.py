@@ -107,9 +107,9 @@ def test_each_level_draws_more() -> None:
 
 
 def test_properties_draw_more_in_the_slow_level() -> None:
-    quick, *more = examples(3, 9).args[1]
+    quick, *more = examples(3, 17).args[1]
     assert quick == 3 and [(each.values, *[mark.name for mark in each.marks]) for each in more] == [
-        ((4,), "slow"), ((9,), "soak"),
+        ((4,), "slow"), ((17,), "soak"),
     ]  # fmt: skip
     drawn_numbers: list[int] = []
 

@@ -206,7 +206,7 @@ def test_nothing_reads_what_no_request_of_its_own_wrote(
 
 @pytest.mark.parametrize(
     ("name", "mode", "drafts", "topk", "graphs"),
-    sweep([(*way, bool(i % 2)) for first in (0, 1) for i, way in enumerate(WAYS, first)], 9, len(WAYS), thin=3),
+    sweep([(*way, bool(i % 2)) for first in (0, 1) for i, way in enumerate(WAYS, first)], 9, len(WAYS), thin=7),
 )
 def test_nan_stays_with_its_request(name: str, mode: str, drafts: int, topk: int, graphs: bool, rigs: Rigs) -> None:
     """Before, next to and after requests that compute NaN, in rows, slots and pages that they have left."""
@@ -239,7 +239,7 @@ def histories(draw: st.DrawFn) -> list[Ask]:
 
 @pytest.mark.parametrize(
     ("name", "mode", "drafts", "topk", "examples"),
-    drawn([w for w in WAYS if w[0] in ("mamba2", "gdn", "history")], 4, 3, 4, 40),
+    drawn([w for w in WAYS if w[0] in ("mamba2", "gdn", "history")], 4, 3, 3, 40, thin=2),
 )
 def test_neighbours_of_a_nan_token_are_as_if_alone(
     name: str, mode: str, drafts: int, topk: int, examples: int, rigs: Rigs

@@ -38,6 +38,7 @@ REFUSED: dict[Pair, str] = {
 }
 # Their pairs start processes, for tens of seconds: most of them are tried by hand, before a release.
 RANKS = ("tp", "ep", "dp")
+RANK_PAIRS = (("quantised", "tp"), ("ep", "mtp"), ("dp", "host tier"))
 # Features that are not there, and what refuses them or shows that they are not.
 ABSENT = {
     "adapters": "test_adapters_are_refused_by_name",
@@ -88,9 +89,10 @@ def expected(model: Path, pair: Pair, found: list[Answer]) -> list[Answer]:
 
 
 def _levels() -> list[Any]:
-    """Each fourth pair without ranks, and each eighth one with ranks, in the slow level; the others in the soak one."""
-    ranks = [pair for pair in TRIED if set(pair) & set(RANKS)]
-    slow = {*[pair for pair in TRIED if pair not in ranks][::4], *ranks[::8]}
+    """In the slow level each sixth pair without ranks, and a pair of each sort of ranks: all features are in one. The
+    others are in the soak level."""
+    slow = {*[pair for pair in TRIED if not set(pair) & set(RANKS)][::6], *RANK_PAIRS}
+    assert {name for pair in slow for name in pair} == set(FEATURES)
     names = {pair: "-".join(pair).replace(" ", "_") for pair in TRIED}
     return [
         pytest.param(pair, id=names[pair], marks=pytest.mark.slow if pair in slow else pytest.mark.soak)
@@ -99,7 +101,10 @@ def _levels() -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", REFUSED)
+@pytest.mark.parametrize("pair", [
+    pytest.param(pair, marks=[pytest.mark.soak] * ("sessions" in pair))  # test_replicas has it, without processes
+    for pair in REFUSED
+])  # fmt: skip
 def test_two_features_that_are_refused_by_name(model: Path, tmp_path: Path, pair: Pair) -> None:
     with pytest.raises(HybridrtError, match=REFUSED[pair]):
         outputs(model, pair, tmp_path)

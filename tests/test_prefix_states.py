@@ -117,7 +117,7 @@ def spoil_slots(session: Session) -> None:
             tensor[1:] = torch.nan
 
 
-@pytest.fixture(scope="module", params=sweep(MODELS, 4, thin=2))
+@pytest.fixture(scope="module", params=sweep(MODELS, 4, thin=7))
 def bench(request: pytest.FixtureRequest, checkpoints: CheckpointStore) -> Iterator[Bench]:
     yield Bench(checkpoints, request.param)
 
@@ -165,7 +165,7 @@ def play(
     return session.coordinator.prefixes.counts
 
 
-@pytest.mark.parametrize(("bench", "examples"), drawn(MODELS, 8, 2, 3, 40, thin=2), indirect=["bench"])
+@pytest.mark.parametrize(("bench", "examples"), drawn(MODELS, 8, 2, 3, 40, thin=4), indirect=["bench"])
 def test_cached_tokens_equal_uncached_ones(bench: Bench, examples: int) -> None:
     @settings(max_examples=examples, deadline=None, derandomize=True)
     @given(

@@ -84,7 +84,7 @@ def params(prompt: int, sampled: bool, count: int, stop: tuple[int, ...] = ()) -
     return SamplingParams(max_tokens=count, ignore_eos=True, seed=100 + prompt, stop_token_ids=stop, **heat)
 
 
-@pytest.fixture(scope="module", params=sweep(MODELS, 2))
+@pytest.fixture(scope="module", params=sweep(MODELS, 2, thin=3))
 def bench(request: pytest.FixtureRequest, checkpoints: CheckpointStore) -> Iterator[Bench]:
     yield Bench(checkpoints, request.param)
 

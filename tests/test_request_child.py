@@ -27,7 +27,7 @@ CHAT = {"template": "{{ messages[0].content * 3 }}", "messages": [{"role": "user
 GOOD = {RENDER: msgspec.msgpack.encode(CHAT), DECODE: msgspec.msgpack.encode(Job("file", png(1, 20, 10), 1000))}
 
 
-@pytest.fixture(scope="module", params=[DECODE, pytest.param(RENDER, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[DECODE, pytest.param(RENDER, marks=pytest.mark.soak)])
 def child(request: pytest.FixtureRequest) -> Iterator[RequestChild]:
     own = RequestChild(request.param, {"max_bytes": 1 << 26})
     yield own

@@ -131,5 +131,5 @@ def test_what_the_grammar_allows_is_read_as_valid_arguments(name: str, compiler:
     "name", [pytest.param(name, marks=[pytest.mark.soak] * (i % 2)) for i, name in enumerate(STRICT)]
 )
 def test_more_of_what_the_grammar_allows(name: str, compiler: GrammarCompiler) -> None:
-    check(name, compiler, 12)
-    check(name, compiler, 4, LITERALS)
+    check(name, compiler, 6)
+    check(name, compiler, 2, LITERALS)

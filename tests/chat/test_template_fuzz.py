@@ -94,10 +94,8 @@ def attack(folder: Path, examples: int) -> None:
         own.close()
 
 
-def test_odd_templates(tmp_path: Path) -> None:
-    attack(tmp_path, 40)
-
-
-@pytest.mark.slow
-def test_more_odd_templates(tmp_path: Path) -> None:
-    attack(tmp_path, 1000)
+@pytest.mark.parametrize(
+    "count", [20, pytest.param(400, marks=pytest.mark.slow), pytest.param(10_000, marks=pytest.mark.soak)]
+)
+def test_odd_templates(count: int, tmp_path: Path) -> None:
+    attack(tmp_path, count)

@@ -56,7 +56,7 @@ def test_a_stream_that_is_closed_or_full_is_one_line(line: str, text: bytes) -> 
     assert done.stderr.startswith(text) and done.stderr.count(b"\n") == bool(text)
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # a table's lines go through the same stream
 def test_a_full_disk_while_text_is_written_is_one_line(tiny: Path) -> None:
     done = shell(f"$H generate --model {tiny} {' '.join(TINY)} x >/dev/full")
     assert (done.returncode, done.stderr) == (1, b"error: No space left on device\n")
@@ -139,7 +139,7 @@ LOOP = "{% for i in range(99999) %}"
 ENDLESS = f"{LOOP * 3}{'{% endfor %}' * 3}"
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # tests/chat/test_chat.py has such templates in the slow level, and a template that fails is above
 @pytest.mark.parametrize("template", [ENDLESS, "{{ 9 ** (9 ** 9) }}"])
 @pytest.mark.usefixtures("no_model")
 def test_a_chat_template_that_does_not_end_is_cut_off(
@@ -151,7 +151,7 @@ def test_a_chat_template_that_does_not_end_is_cut_off(
 
 
 @pytest.mark.usefixtures("no_model")
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_chat_template_that_fills_the_memory_is_cut_off(tmp_path: Path) -> None:
     result = run(with_template(tmp_path, "{{ 'ab' * (2 ** 30) }}"), "--chat", "hi")
     check_one_line(result, "the chat template fails (it needs too much memory")

@@ -32,7 +32,7 @@ def error(logits: Tensor, oracle: Tensor) -> float:
 
 
 # By default each model runs in one way, and each way with one model.
-@pytest.mark.parametrize(("name", "way"), sweep(product(MODELS, WAYS), len(WAYS) + 1))
+@pytest.mark.parametrize(("name", "way"), sweep(product(MODELS, WAYS), len(WAYS) + 1, thin=3))
 def test_logits_stay_near_and_do_not_depend_on_the_batch(name: str, way: str, checkpoints: CheckpointStore) -> None:
     """Alone in row 1; and in row 3 of a batch, with other lengths before it."""
     checkpoint, (options, tolerance) = checkpoints[name], WAYS[way]

@@ -88,15 +88,17 @@ def test_short_requests_go_on_beside_it(target: float | None) -> None:
         assert not pool.num_used, f"leaked: {pool}"
 
 
-@pytest.mark.slow
-def test_its_state_is_the_same_in_small_and_in_large_chunks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "length", [pytest.param(MILLION // 4, marks=pytest.mark.slow), pytest.param(MILLION, marks=pytest.mark.soak)]
+)
+def test_its_state_is_the_same_in_small_and_in_large_chunks(length: int, tmp_path: Path) -> None:
     make = mamba2(**small(num_heads=2, head_dim=16, n_groups=1, chunk_size=256))
     write(make, tmp_path, seed=0)
     draw, tokens = random.Random(1), []
-    prompt = draw.choices(range(3, 64), k=MILLION - 64)
+    prompt = draw.choices(range(3, 64), k=length - 64)
     for chunk in (CHUNK, 8 * CHUNK):
         with LLM(
-            str(tmp_path), device="cpu", max_running_requests=1, max_model_len=MILLION, chunked_prefill_size=chunk
+            str(tmp_path), device="cpu", max_running_requests=1, max_model_len=length, chunked_prefill_size=chunk
         ) as llm:
             tokens.append(
                 llm.generate([prompt], SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))[0].token_ids

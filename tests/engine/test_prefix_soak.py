@@ -115,7 +115,7 @@ def soak(
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_random_conversations_for_a_while(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert min(soak(seed, 200, monkeypatch).values()) > 0
+    assert min(soak(seed, 120, monkeypatch).values()) > 0
 
 
 @pytest.mark.parametrize("windows", [(None,), pytest.param((None, 7), marks=pytest.mark.slow)])
@@ -149,7 +149,7 @@ def test_random_conversations_in_windows(seed: int, windows: Windows, monkeypatc
 def test_random_conversations_in_windows_for_a_while(
     seed: int, windows: Windows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = soak(seed, 150, monkeypatch, windows)
+    found = soak(seed, 100, monkeypatch, windows)
     assert found["checked"] and found["hit"]
 
 
@@ -170,7 +170,7 @@ SHARED = {
 def test_random_conversations_in_shared_memory_for_a_while(
     seed: int, windows: Windows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = soak(seed, 150, monkeypatch, windows, SHARED[windows])
+    found = soak(seed, 100, monkeypatch, windows, SHARED[windows])
     assert found["checked"] and found["hit"]
 
 

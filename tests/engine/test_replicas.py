@@ -287,12 +287,10 @@ def processes(llm: LLM) -> list[Any]:
     return [link.process for link in llm.engine._replicas.links]  # type: ignore[attr-defined]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [{"tp_size": 2, "expert_parallel": True}, *(pytest.param(o, marks=pytest.mark.soak) for o in ({}, {"tp_size": 2}))],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("options", [{}, {"tp_size": 2}, {"tp_size": 2, "expert_parallel": True}])
 def test_processes_give_the_tokens_of_one(options: dict[str, Any], checkpoints: CheckpointStore) -> None:
+    """In the slow level `AsyncLLM` has the first case, below, and tests/runtime/test_shared_experts.py the last."""
     path = checkpoints["qwen-split"].path
     with alone(path) as llm:
         wanted = [output.token_ids for output in llm.generate(TEXTS, greedy(8))]

@@ -267,7 +267,7 @@ def test_pages_that_no_state_needs_go_first() -> None:
     assert not store.tree.evict_leaf(1, stateless=True).pages[0], "the earlier text has its state"
 
 
-@pytest.mark.parametrize("seed", sweep(range(12), 6))
+@pytest.mark.parametrize("seed", sweep(range(12), 6, 6))
 def test_states_and_pages_move_in_random_histories(seed: int) -> None:
     """Few slabs of odd sizes, windows or none, drafts, rings, and main memory: every request has its tokens, and the
     executor finds each state and page where it was left."""

@@ -115,7 +115,7 @@ def test_every_output_is_valid(found: list[list[list[int]]]) -> None:
     assert len(found) > 2 * len(SCHEMAS) >= 80
 
 
-@pytest.mark.parametrize("mode", sweep(MODES, len(MODES), thin=2))
+@pytest.mark.parametrize("mode", sweep(MODES, len(MODES), thin=4))
 def test_every_way_of_running_gives_the_same_tokens(mode: str, path: Path, found: list[list[list[int]]]) -> None:
     params = cases()
     with load(path, **MODES[mode]) as llm:

@@ -116,7 +116,7 @@ def alone(plain: LLM) -> list[tuple[SamplingParams, RequestOutput]]:
     return [(params, plain.generate(PROMPT, params)[0]) for params in cases(plain)]
 
 
-@pytest.mark.parametrize("mode", sweep(list(MODES)[1:], len(MODES), thin=2))
+@pytest.mark.parametrize("mode", sweep(list(MODES)[1:], len(MODES), thin=4))
 def test_every_way_of_running_gives_the_same_tokens(
     alone: list[tuple[SamplingParams, RequestOutput]], mode: str
 ) -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,8 +21,8 @@ import pytest
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.channel.keys import FLEET_VARIABLE
 from hybridrt.engine.api.llm import LLM
-from hybridrt.runtime.load.model_path import resolve_model_path
 from tests.support.http_server import WAIT
+from tests.support.one_layer import write_first_layer
 from tests.support.routing import FLEET_KEY, Routed, routing
 
 pytestmark = pytest.mark.slow
@@ -34,6 +35,7 @@ class Process:
     """A replica."""
 
     port: int
+    model: Path
     process: "subprocess.Popen[bytes] | None" = None
 
     @property
@@ -41,16 +43,9 @@ class Process:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "hybridrt", "serve", "embedded", "--port", str(self.port), "--device", "cpu"]
-        command += [
-            "--max-running-requests",
-            "8",
-            "--max-model-len",
-            "256",
-            "--log-level",
-            "warning",
-            "--no-access-log",
-        ]
+        command = [sys.executable, "-m", "hybridrt", "serve", str(self.model), "--port", str(self.port)]
+        command += ["--device", "cpu", "--max-running-requests", "8", "--max-model-len", "256"]
+        command += ["--log-level", "warning", "--no-access-log"]
         environment = os.environ | {FLEET_VARIABLE: FLEET_KEY, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(command, env=environment)
 
@@ -65,11 +60,11 @@ class Process:
 
 
 @contextmanager
-def processes(count: int) -> Iterator[list[Process]]:
+def processes(count: int, model: Path) -> Iterator[list[Process]]:
     found = []
     for _ in range(count):
         with socket.create_server(("127.0.0.1", 0)) as taken:
-            found.append(Process(taken.getsockname()[1]))
+            found.append(Process(taken.getsockname()[1], model))
     try:
         for each in found:
             each.start()
@@ -80,24 +75,28 @@ def processes(count: int) -> Iterator[list[Process]]:
 
 
 @pytest.fixture(scope="module")
-def offline() -> Iterator[LLM]:
-    with LLM(str(resolve_model_path("embedded")), device="cpu", max_running_requests=8, max_model_len=256) as llm:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_first_layer(tmp_path_factory.mktemp("faults") / "model")
+
+
+@pytest.fixture(scope="module")
+def offline(model: Path) -> Iterator[LLM]:
+    with LLM(str(model), device="cpu", max_running_requests=8, max_model_len=256) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
-def replicas() -> Iterator[list[Process]]:
-    with processes(2) as made:
+def replicas(model: Path) -> Iterator[list[Process]]:
+    with processes(2, model) as made:
         yield made
 
 
 @pytest.fixture
-def routed(replicas: list[Process]) -> Iterator[Routed]:
+def routed(replicas: list[Process], model: Path) -> Iterator[Routed]:
     for each in replicas:
         if each.process is None or each.process.poll() is not None:
             each.start()
-    tokenizer = str(resolve_model_path("embedded"))
-    with routing(*(each.url for each in replicas), tokenizer=tokenizer) as router:
+    with routing(*(each.url for each in replicas), tokenizer=str(model)) as router:
         router.wait_for(len(replicas))
         router.wait_for_caches()
         yield router

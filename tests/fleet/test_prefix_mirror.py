@@ -14,7 +14,7 @@ from tests.support.levels import drawn
 
 
 @pytest.mark.parametrize(
-    ("page_size", "recurrent", "lookahead", "windows", "examples"), drawn(CASES, 6, 3, 15, 200, thin=3)
+    ("page_size", "recurrent", "lookahead", "windows", "examples"), drawn(CASES, 6, 3, 8, 200, thin=3)
 )
 def test_a_mirror_answers_as_the_tree_does(
     page_size: int, recurrent: bool, lookahead: int, windows: tuple[int | None, ...], examples: int,

@@ -21,7 +21,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiler]:
 
 
 def table(name: str) -> pytest.MarkDecorator:
-    """A test that gets the name of a table: in the slow level half of each kernel's launches, in the soak level all."""
+    """A test that gets the name of a table: in the slow level few of each kernel's launches, in the soak level all."""
     levels = [pytest.param(name, marks=pytest.mark.slow), pytest.param(f"{name} whole", marks=pytest.mark.soak)]
     return pytest.mark.parametrize("table", levels)
 
@@ -45,7 +45,7 @@ def test_mamba2(table: str, compiled: Compiler) -> None:
     }  # fmt: skip
     assert {u["kernel"] for u in usages} >= expected
     walks = [u for u in usages if u["kernel"] == "_fixed_decay_walk_kernel"]
-    assert len(walks) == (4 if table.endswith("whole") else 2)
+    assert len(walks) == (4 if table.endswith("whole") else 1)
     check(walks, SHARED, {"_fixed_decay_walk_kernel": 80})  # 72 with one saved state a prompt
     # The outputs of 257 to 512 tokens with states of 256 columns have all registers that there are. Triton 3.6, which
     # their tiles were measured with, parks nothing, and Triton 3.9 eight numbers.
@@ -77,7 +77,7 @@ def test_skinny_linear(table: str, compiled: Compiler) -> None:
     address or two of the other one, far from any limit, to fit one more program."""
     usages = compiled(table)
     count = Counter(u["kernel"] for u in usages)
-    assert (count["_matvec_kernel"], count["_matmul_kernel"]) == ((4, 12) if table.endswith("whole") else (2, 6))
+    assert (count["_matvec_kernel"], count["_matmul_kernel"]) == ((4, 12) if table.endswith("whole") else (1, 1))
     check(usages, SHARED, {"_matmul_kernel": 16})
     assert all(u["registers"] <= 64 for u in usages if u["kernel"] == "_matvec_kernel")
 
@@ -129,9 +129,9 @@ def test_latent_attention(table: str, compiled: Compiler) -> None:
     prompt does too; Triton 3.9 parks two numbers of it."""
     usages = compiled(table)
     count = Counter(u["kernel"] for u in usages)
-    wanted = 8 if table.endswith("whole") else 4
+    wanted, writes = (8, 2) if table.endswith("whole") else (1, 1)
     assert count["_attention_decode_kernel"] == count["_attention_extend_kernel"] == wanted
-    assert count["_write_latent_kernel"] == 2
+    assert count["_write_latent_kernel"] == writes
     check(usages, SHARED, {"_attention_extend_kernel": 8})
 
 

@@ -137,7 +137,7 @@ def alone(request: Ruled, logits: Sequence[torch.Tensor], output: Sequence[int])
     return output[start:]
 
 
-@pytest.mark.parametrize("seed", sweep(range(8), 8, 4))
+@pytest.mark.parametrize("seed", sweep(range(8), 8, 2))
 def test_tokens_one_at_a_time_remember_those_before(seed: int) -> None:
     rng, table = random.Random(seed), SamplingTable(ROWS, 40, torch.device("cpu"))
     requests = [Ruled(rng, 40) for _ in range(ROWS)]
@@ -153,7 +153,7 @@ def test_tokens_one_at_a_time_remember_those_before(seed: int) -> None:
 
 
 @pytest.mark.parametrize("tree", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("seed", sweep(range(8), 8, 4))
+@pytest.mark.parametrize("seed", sweep(range(8), 8, 2))
 def test_verified_drafts_keep_what_single_steps_draw(tree: bool, seed: int) -> None:
     """Each step's logits depend on the output index alone, so that right drafts are known. Even seeds go on from an
     output, past what is kept of it; odd ones begin."""

@@ -35,7 +35,7 @@ def play_trees(
 
 
 @pytest.mark.parametrize(
-    ("page_size", "recurrent", "lookahead", "windows", "examples"), drawn(CASES, 3, 3, 20, 200, thin=3)
+    ("page_size", "recurrent", "lookahead", "windows", "examples"), drawn(CASES, 3, 3, 10, 200, thin=3)
 )
 def test_the_events_give_the_contents_of_the_tree(
     page_size: int, recurrent: bool, lookahead: int, windows: tuple[int | None, ...], examples: int

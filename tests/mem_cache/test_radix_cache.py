@@ -229,7 +229,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("page_size", "recurrent", "lookahead", "windows", "examples"), drawn(CASES, 1, 3, 20, 200, thin=3)
+    ("page_size", "recurrent", "lookahead", "windows", "examples"), drawn(CASES, 1, 3, 10, 200, thin=3)
 )
 def test_the_tree_is_a_dictionary_of_prefixes(
     page_size: int, recurrent: bool, lookahead: int, windows: tuple[int | None, ...], examples: int

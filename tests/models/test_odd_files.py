@@ -91,9 +91,9 @@ def test_odd_configs_end_in_typed_errors(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("every", [pytest.param(96, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("every", [pytest.param(192, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.soak)])
 def test_every_odd_config_ends_in_a_typed_error(every: int, family: str, tmp_path: Path) -> None:
-    """The slow level takes one in 96 of them."""
+    """The slow level takes one in 192 of them."""
     fields = fields_of(family, tmp_path)
     for change in [*changes(fields), *some(fields, 500, f"more of {family}")][::every]:
         check_config(tmp_path, {**fields, **change})
@@ -292,7 +292,7 @@ def spoilt(whole: bytes, rng: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "count", [30, pytest.param(300, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.soak)]
+    "count", [30, pytest.param(150, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.soak)]
 )
 def test_spoilt_weight_files_end_in_typed_errors(count: int, checkpoints: CheckpointStore, tmp_path: Path) -> None:
     """A change that does no harm (a name's letter in the metadata) may load."""

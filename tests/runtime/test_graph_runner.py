@@ -93,7 +93,7 @@ def test_the_largest_step_alone_runs_before_its_capture(checkpoints: CheckpointS
 
 @pytest.mark.parametrize(
     ("name", "mode", "tokens"),
-    sweep([(name, *shape) for name in MODELS for shape in SHAPES[: 2 + 2 * has_replay(name)]], 13, thin=3),
+    sweep([(name, *shape) for name in MODELS for shape in SHAPES[: 2 + 2 * has_replay(name)]], 13, thin=5),
 )
 def test_replay_equals_eager_padded_alike(name: str, mode: str, tokens: int, checkpoints: CheckpointStore) -> None:
     """Bit for bit, for every number of real rows, step after step; and neither touches any other row."""

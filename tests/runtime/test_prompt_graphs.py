@@ -15,6 +15,7 @@ from torch import Tensor
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.engine.core.engine import Engine
 from hybridrt.engine.core.step_cost import StepWork
+from hybridrt.kernels.attention import paged_attention_triton
 from hybridrt.kernels.core import launch
 from hybridrt.kernels.core.packed import map_arrays
 from hybridrt.kernels.core.records import TokenInputs
@@ -162,6 +163,8 @@ def test_kernels_see_bounds_alone(
     if provider == "torch":
         pytest.skip("reference operations need each step's own lengths")
     monkeypatch.setattr(prompt_columns, "TOKENS_OF_ONE", 8)
+    monkeypatch.setattr(prompt_columns, "CACHED_PAGES", 16)  # a program each, also for places without a page
+    monkeypatch.setattr(paged_attention_triton, "multiprocessors", lambda device: 12)  # programs, most without work
     path = checkpoints[name].path
     replayed, other = twins(path, "classic", attention_backend="triton")
     graphs = runner_of(replayed, True, exact_lens=False, sizes=((2,), (16,)))

@@ -27,8 +27,9 @@ def test_ranks_for_a_while(run: int, checkpoints: CheckpointStore) -> None:
     assert soak_ranks(name, 30, checkpoints, tp_size=2, **options)["finished"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_processes_for_a_while(checkpoints: CheckpointStore) -> None:
+    """The slow level has ranks in one process, above, and few steps in processes (test_tensor_parallel.py)."""
     name, options = RANKS[0]
     ranks = start_ranks(2, "cpu")
     try:

@@ -88,7 +88,7 @@ def answers(path: Path, mode: str, cuda_graph: bool) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), sweep(WAYS, 90, thin=11) + [pytest.param(*way, marks=pytest.mark.soak) for way in LEFT]
+    ("name", "mode"), sweep(WAYS, 90, thin=23) + [pytest.param(*way, marks=pytest.mark.soak) for way in LEFT]
 )
 def test_every_family_gives_the_same_tokens(
     name: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

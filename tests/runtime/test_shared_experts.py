@@ -154,7 +154,7 @@ def sessions_of(path: Path, second: int = 3, **options: Any) -> list[Session]:
 CASES = [("qwen-split", 2), *((name, 1) for name in FAMILIES), *((name, 2) for name in FAMILIES if name not in SIX)]
 
 
-@pytest.mark.parametrize(("name", "tp_size"), sweep(CASES, 16, thin=3))
+@pytest.mark.parametrize(("name", "tp_size"), sweep(CASES, 16, thin=7))
 def test_replicas_draw_the_tokens_of_one(name: str, tp_size: int, checkpoints: CheckpointStore) -> None:
     """The experts of both compute the tokens of each, and are counted by rank."""
     sessions = sessions_of(checkpoints[name].path)

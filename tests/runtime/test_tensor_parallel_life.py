@@ -244,9 +244,10 @@ print("the end")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_scripts_run_unchanged_under_torchrun(checkpoints: CheckpointStore, tmp_path: Path) -> None:
-    """One model after the other, of which the last is not closed."""
+    """One model after the other, of which the last is not closed. The slow level has a command under torchrun, above,
+    and the same script without it, below."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     run = torchrun(str(script), str(checkpoints["falcon-split"].path))

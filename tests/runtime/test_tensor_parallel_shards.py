@@ -71,8 +71,10 @@ def is_made_of(whole: Tensor, parts: list[Tensor]) -> bool:
     return torch.equal(joined, padded) and all(torch.equal(p, parts[i // copies * copies]) for i, p in enumerate(parts))
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize(("name", "size"), [
+    *((name, 2) for name in SPLIT),
+    *(pytest.param(name, 4, marks=pytest.mark.soak if i % 3 else pytest.mark.slow) for i, name in enumerate(SPLIT)),
+])  # fmt: skip
 def test_shards_make_up_the_whole(name: str, size: int, checkpoints: CheckpointStore) -> None:
     path = checkpoints[name].path
     models = [load(path, TPGroup()), *(load(path, TPGroup(rank, size)) for rank in range(size))]

@@ -55,7 +55,7 @@ def address(served: Served) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize(
-    "count", [100, pytest.param(400, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.soak)]
+    "count", [100, pytest.param(200, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.soak)]
 )
 def test_streams_at_once_lose_no_token(count: int, served: Served) -> None:
     async def main() -> list[bytes]:
@@ -65,7 +65,9 @@ def test_streams_at_once_lose_no_token(count: int, served: Served) -> None:
     assert got == expected(served.llm, count)
 
 
-@pytest.mark.parametrize("count", [50, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "count", [50, pytest.param(200, marks=pytest.mark.slow), pytest.param(500, marks=pytest.mark.soak)]
+)
 def test_clients_that_go_away_leave_nothing(count: int, served: Served) -> None:
     """At any point: before the answer, in the middle, at its end; half of them without a stream."""
     draw = random.Random(3)

@@ -130,7 +130,7 @@ def fuzz(served: Served, examples: int) -> None:
 
 @pytest.mark.parametrize(
     "examples",
-    [40, pytest.param(150, marks=pytest.mark.slow), pytest.param(2000, marks=pytest.mark.soak)],
+    [40, pytest.param(100, marks=pytest.mark.slow), pytest.param(2000, marks=pytest.mark.soak)],
 )
 def test_malformed_bodies_and_headers(examples: int, served: Served) -> None:
     fuzz(served, examples)
@@ -158,7 +158,7 @@ def schema_calls(served: Served, examples: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "examples", [2, pytest.param(8, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.soak)]
+    "examples", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.soak)]
 )
 def test_what_the_openapi_document_allows(examples: int, served: Served) -> None:
     schema_calls(served, examples)

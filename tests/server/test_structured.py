@@ -130,7 +130,7 @@ def test_texts_of_schemas_are_valid(served: Served) -> None:
     ids=["drafts", "plain"],
 )
 def test_texts_of_many_schemas_are_valid(drafts: SpeculativeConfig | None) -> None:
-    check_many(drafts, SUITE[1::12], 10)
+    check_many(drafts, SUITE[1::24], 10)
 
 
 @pytest.mark.soak
@@ -183,7 +183,7 @@ def test_odd_schemas_are_taken_or_refused(schema: Any, served: Served) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(schema=st.dictionaries(st.sampled_from(KEYWORDS), schemas, min_size=1, max_size=6))
 def test_many_odd_schemas(schema: Any, served: Served) -> None:
     fuzz(served, schema)

@@ -130,7 +130,7 @@ def rig_and_drafter(models: Models, method: str, mode: str) -> tuple[Rig, Drafte
 
 
 @pytest.mark.parametrize(
-    ("method", "mode", "filters", "draws"), drawn(CASES, 5, DRAWS // 8, DRAWS // 4, DRAWS * 5 // 2, thin=3)
+    ("method", "mode", "filters", "draws"), drawn(CASES, 5, DRAWS // 8, DRAWS // 8, DRAWS * 5 // 2, thin=3)
 )
 def test_joint_distribution_of_three_tokens(method: str, mode: str, filters: int, draws: int, models: Models) -> None:
     common: dict[str, Any] = {"max_tokens": 5, "ignore_eos": True, "n": 500, **FILTERS[filters]}

@@ -173,7 +173,7 @@ def check(
     assert_same(requests, found, futures)
 
 
-@pytest.mark.parametrize(("name", "mode", "topk", "method", "examples"), drawn(HISTORIES, 28, 4, 2, 25, thin=3))
+@pytest.mark.parametrize(("name", "mode", "topk", "method", "examples"), drawn(HISTORIES, 28, 4, 2, 25, thin=7))
 def test_any_history(name: str, mode: str, topk: int, method: str, examples: int, rigs: Rigs) -> None:
     """Closures for graphs, pages for all or for little more than one, steps launched ahead: everything at once."""
     kind = WITH_HEADS[name] if method == "mtp" else name
@@ -234,7 +234,7 @@ def test_a_drafter_proposes_the_same_again(method: str, graphs: bool, rigs: Rigs
 TIGHT = [way for way in WAYS if way[0] in ("mamba2", "gdn", "history") or way == ("mamba1", "intermediate", 1)]
 
 
-@pytest.mark.parametrize(("name", "mode", "topk", "examples"), drawn(TIGHT, 14, 3, 2, 25, thin=2))
+@pytest.mark.parametrize(("name", "mode", "topk", "examples"), drawn(TIGHT, 14, 3, 2, 25, thin=4))
 def test_retraction(name: str, mode: str, topk: int, examples: int, rigs: Rigs) -> None:
     """KV for one long request and a little: requests are thrown out and come back with their output."""
     retractions = 0

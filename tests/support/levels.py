@@ -33,9 +33,9 @@ def drawn(values: Iterable[Any], every: int, quick: int, most: int, soak: int = 
 
 
 def examples(quick: int, most: int) -> pytest.MarkDecorator:
-    """A test that draws `quick` examples by default, half of `most` in the slow level, and `most` in the soak level. It
-    gets `examples`, for `draw`."""
-    more = [pytest.param(most // 2, marks=pytest.mark.slow), pytest.param(most, marks=pytest.mark.soak)]
+    """A test that draws `quick` examples by default, a quarter of `most` in the slow level, and `most` in the soak
+    level. It gets `examples`, for `draw`."""
+    more = [pytest.param(most // 4, marks=pytest.mark.slow), pytest.param(most, marks=pytest.mark.soak)]
     return pytest.mark.parametrize("examples", [quick, *more])
 
 

@@ -4,9 +4,9 @@
 
 GPU is a name of `hybridrt.base.device.KNOWN`: tiles are those of this GPU, and kernels are compiled for it. What does
 not compile is a line with an error. TABLE is one of `sm90_cases.py`, "optional" or "optional whole". Of a table of
-`sm90_cases.py` for sm_90 half of the launches are compiled, unless " whole" follows its name. Each line that is read is
-one, and an empty line ends what is printed of it. It runs where Triton's interpreter is off, so tests start it as
-another process.
+`sm90_cases.py` for sm_90 each thirteenth launch of a kernel is compiled, unless " whole" follows its name. Each line
+that is read is one, and an empty line ends what is printed of it. It runs where Triton's interpreter is off, so tests
+start it as another process.
 """
 
 import json
@@ -45,6 +45,7 @@ from tests.support.sm90_states import coded_states
 
 TABLES = PLAIN_TABLES | {"codes": coded_attention, "states": coded_states, "demanding": demanding}
 WHOLE = " whole"  # ends the name of a table of which all is compiled
+EVERY = 13  # of so many launches of a kernel one is compiled, and the first one
 SM90 = (9, 0)
 _TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64",
@@ -131,10 +132,7 @@ def main(gpu: GPUFacts | None) -> None:
 
 def compile_all(table: str, gpu: GPUFacts | None) -> None:
     elsewhere: set[JITFunction] = set()  # kernels that other tables compile for the GPU, at the sizes of real models
-    count, seen = Counter[JITFunction](), Counter[JITFunction]()
-    if gpu is None and table in TABLES:
-        with launches(lambda fn, *_: count.update([fn])):
-            call_all(table)
+    few, seen = gpu is None and table in TABLES, Counter[JITFunction]()
     if table == "optional":
         with launches(lambda fn, *_: elsewhere.add(fn)):
             for other in TABLES:
@@ -142,7 +140,7 @@ def compile_all(table: str, gpu: GPUFacts | None) -> None:
 
     def compile_it(fn: JITFunction, args: Any, kwargs: dict[str, Any]) -> None:
         seen[fn] += 1
-        if count[fn] and left_to_whole(seen[fn] - 1, count[fn]):
+        if few and (seen[fn] - 1) % EVERY:
             return
         if gpu is not None:
             print(json.dumps(_line(fn, args, kwargs, gpu)), flush=True)
@@ -156,12 +154,6 @@ def compile_all(table: str, gpu: GPUFacts | None) -> None:
 
     with launches(compile_it):
         call_all(table)
-
-
-def left_to_whole(number: int, count: int) -> bool:
-    """Whether the launch of this number, from 0, is in the half of a kernel's `count` launches that only a whole table
-    compiles. An odd count of ones in binary: three parameters of two values each keep the pairs of any two of them."""
-    return count > 2 and number.bit_count() % 2 == 1
 
 
 def call_all(table: str) -> None:

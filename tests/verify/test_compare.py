@@ -34,7 +34,9 @@ def compared(a: str, b: str, trace: str, *more: str) -> tuple[int, dict[str, Any
     return result.exit_code, json.loads(result.stdout)
 
 
-@pytest.mark.parametrize("requests", [700, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "requests", [700, pytest.param(3000, marks=pytest.mark.slow), pytest.param(10_000, marks=pytest.mark.soak)]
+)
 def test_one_changed_token_is_found(tmp_path: Path, requests: int) -> None:
     """The trace has more requests than a batch."""
     trace, asked = written(tmp_path, requests), count()

@@ -99,7 +99,7 @@ def test_a_rope_theta_that_is_not_the_usual_one_is_a_doubt(sound: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.soak if i % 3 else pytest.mark.slow) for i, name in enumerate(TEN)]
+    "name", [pytest.param(name, marks=pytest.mark.soak if i % 5 else pytest.mark.slow) for i, name in enumerate(TEN)]
 )
 def test_ten_families_next_to_transformers(checkpoints: CheckpointStore, tmp_path: Path, name: str) -> None:
     """As a stranger would: sound ones pass; each of three damages is found and named."""
