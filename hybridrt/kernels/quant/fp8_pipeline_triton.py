@@ -27,10 +27,15 @@ from hybridrt.kernels.quant.fp8_linear import GROUP, TokenCodes
 from hybridrt.kernels.quant.quant_weight import QuantWeight
 
 UNIT = 64  # rows of the weight that a warpgroup multiplies
-STAGE_BYTES = 208_000  # of shared memory for stages
-MOST_STAGES = 8
-FEWEST_GROUPS = 3  # of 128 columns that a program multiplies, if programs share rows
-SHARING = 3  # groups of columns that a program could load while it stores and adds sums of a part
+# Nanoseconds on an H200 (benchmarks/log/products.md): of a group of 128 columns in a program of so many warpgroups and
+# tokens, of a wave of programs, and for each warpgroup and token of a part whose sums are added. Fitted to 83 times at
+# 64 to 256 tokens, from which they differ by 4% in the median. Where memory is the limit, programs take up to
+# a quarter longer, whatever the tile. One warpgroup is not offered: sums of two runs were not always equal.
+GROUP_TIME = {(3, 64): 520, (3, 128): 890, (2, 64): 325, (2, 128): 580}
+WAVE_TIME, PART_TIME = 4200, 3
+# Of shared memory, and of groups of 128 columns in it. Two warpgroups are up to 5% faster with four than with more.
+STAGE_BYTES, MOST_STAGES = 208_000, {2: 4, 3: 6}
+FEWEST_GROUPS, MOST_PARTS = 3, 8  # of a program, if programs share rows
 # Registers of a thread of other warpgroups than the first, by their number. The first has what is left.
 REGISTERS = {2: 208, 3: 152}
 LOADER_REGISTERS = 40
@@ -58,17 +63,18 @@ class PipelineTile(NamedTuple):
 
 
 def pipeline_tile(tokens: int, rows: int, width: int, programs: int) -> PipelineTile:
-    """The tile of which the busiest multiprocessor loads least. programs: that run at a time."""
-    block = 64 if tokens <= 64 else 128
+    """The tile that takes the least time by measured parts. programs: that run at a time."""
     groups, best, least = width // GROUP, None, float("inf")
-    for warpgroups in (3, 2):
+    for (warpgroups, block), group_time in GROUP_TIME.items():
         blocks = cdiv(rows, UNIT * warpgroups) * cdiv(tokens, block)
-        for split in range(1, max(1, min(8, groups // FEWEST_GROUPS)) + 1):
-            each = cdiv(groups, split) + (SHARING if split > 1 else 0)
-            cost = cdiv(blocks * split, programs) * each * (UNIT * warpgroups + block)
-            if cost < least:
-                stages = STAGE_BYTES // (GROUP * (UNIT * warpgroups + block) + 4 * block)
-                best, least = PipelineTile(warpgroups, block, min(stages, MOST_STAGES), split), cost
+        fitting = STAGE_BYTES // (GROUP * (UNIT * warpgroups + block) + 4 * block)
+        stages = min(fitting, MOST_STAGES[warpgroups])
+        most = max(1, min(MOST_PARTS, groups // FEWEST_GROUPS, programs // blocks))  # parts wait for no second wave
+        for split in range(1, most + 1):
+            time = cdiv(blocks * split, programs) * (WAVE_TIME + cdiv(groups, split) * group_time)
+            time += PART_TIME * split * warpgroups * block if split > 1 else 0
+            if time < least:
+                best, least = PipelineTile(warpgroups, block, stages, split), time
     assert best is not None
     return best
 
