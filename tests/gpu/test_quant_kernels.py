@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridrt.kernels.core import providers
 from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation, InputNorm
-from hybridrt.kernels.quant.fp8_linear import decoded_tokens, quantize_tokens
+from hybridrt.kernels.quant.fp8_linear import decoded_tokens, fp8_linear, quantize_tokens
 from hybridrt.kernels.quant.quant_experts import QuantStack, quant_experts
 from hybridrt.kernels.quant.quant_linear import quant_linear
 from hybridrt.kernels.quant.quant_weight import dequantize
@@ -105,6 +105,31 @@ def test_products_of_quantised_inputs(name: str, rows: int | None, tokens: int, 
             assert torch.equal(total, sum_of)
     record_property("relative errors", str(found))
     assert max(found.values()) < 6e-3, found
+
+
+@pytest.mark.parametrize(("rows", "width", "activation"), [(3072, 12288, None), (1000, 4608, "silu_and_mul")])
+@pytest.mark.parametrize("tokens", [48, 128, 256])
+def test_parts_of_products_are_always_added_alike(
+    rows: int, width: int, activation: Activation | None, tokens: int
+) -> None:
+    """Next to other work, so that programs of a product do not all run at a time; captured, and not."""
+    weight, (x, _) = quant_weight("fp8 blocks", rows, width, device=DEVICE), inputs(tokens, width, False)
+    bias, other = torch.randn(rows, device=DEVICE).bfloat16(), torch.randn(4096, 4096, device=DEVICE).bfloat16()
+    codes, _ = quantize_tokens(x, 128)
+    wanted = fp8_linear(codes, weight, bias, dtype=torch.bfloat16, activation=activation)
+    exact = fp8_linear.reference(codes, weight, bias, dtype=torch.bfloat16, activation=activation)
+    assert error(wanted, exact) < 6e-3
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        captured = fp8_linear(codes, weight, bias, dtype=torch.bfloat16, activation=activation)
+    for _ in range(100):
+        with torch.cuda.stream(side):
+            torch.mm(other, other)
+        found = [fp8_linear(codes, weight, bias, dtype=torch.bfloat16, activation=activation) for _ in range(4)]
+        graph.replay()
+        assert all(torch.equal(each, wanted) for each in (*found, captured))
+    torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -8,6 +8,7 @@ for scales in turn.
 Gluon has no interpreter: tests compile the kernel, and run it on a GPU.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from hybridrt.base.device import capability, multiprocessors
@@ -39,6 +46,7 @@ FEWEST_GROUPS, MOST_PARTS = 3, 8  # of a program, if programs share rows
 # Registers of a thread of other warpgroups than the first, by their number. The first has what is left.
 REGISTERS = {2: 208, 3: 152}
 LOADER_REGISTERS = 40
+CODES, SCALES = gl.NVMMASharedLayout(128, 8, rank=2), gl.NVMMASharedLayout(0, 32, rank=1)  # in shared memory
 
 # Triton 3.6 has other names for three functions.
 _join_threads = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
@@ -62,6 +70,7 @@ class PipelineTile(NamedTuple):
     split: int
 
 
+@cache
 def pipeline_tile(tokens: int, rows: int, width: int, programs: int) -> PipelineTile:
     """The tile that takes the least time by measured parts. programs: that run at a time."""
     groups, best, least = width // GROUP, None, float("inf")
@@ -223,6 +232,11 @@ def _products(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
+def _halves(y, T: gl.constexpr):  # type: ignore[no-untyped-def]
+    return y.reshape([64, 2, T // 2]).permute((0, 2, 1)).split()
+
+
+@gluon.jit
 def _multiply(  # type: ignore[no-untyped-def]
     w_buffer, x_buffer, s_buffer, full, empty, scale_ptr, bias_ptr, out_ptr, parts_ptr, arrivals_ptr,
     unit, token, first, groups, N, K, tokens, cell, part, STAGES: gl.constexpr, ROWS: gl.constexpr, T: gl.constexpr,
@@ -240,17 +254,29 @@ def _multiply(  # type: ignore[no-untyped-def]
     of_64: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, 4], [0, 1])
     of_32: gl.constexpr = gl.BlockedLayout([4, 1], [8, 4], [1, 4], [0, 1])
     if SPLIT == 1:
-        # All codes of these rows were multiplied: sums take their memory.
-        sums = _reinterpret(w_buffer, gl.float32, [64, T], gl.SwizzledSharedLayout(8, 2, 4, [0, 1]))
-        sums.store(acc)
-        _join_threads()
-        if GATED:
-            t = token + gl.arange(0, T, gl.SliceLayout(0, of_32))
-            gate, up = sums.slice(0, 32).load(of_32), sums.slice(32, 32).load(of_32)
-            _store_gated(gate, up, unit, t, half, tokens, N, bias_ptr, out_ptr, of_32)
+        # All codes of these rows were multiplied: sums take their memory, 32 tokens a stage.
+        sums = _reinterpret(w_buffer, gl.float32, [STAGES, 64, 32], gl.SwizzledSharedLayout(8, 2, 4, [0, 1]))
+        first_half, second_half = _halves(acc, T)
+        if T == 64:
+            sums.index(0).store(first_half)
+            sums.index(1).store(second_half)
         else:
-            t = token + gl.arange(0, T, gl.SliceLayout(0, of_64))
-            _store_rows(sums.load(of_64), unit, t, tokens, N, bias_ptr, out_ptr, ACTIVATION == "relu2", of_64)
+            a, b = _halves(first_half, T // 2)
+            sums.index(0).store(a)
+            sums.index(1).store(b)
+            a, b = _halves(second_half, T // 2)
+            sums.index(2).store(a)
+            sums.index(3).store(b)
+        _join_threads()
+        for piece in gl.static_range(T // 32):
+            if GATED:
+                t = token + piece * 32 + gl.arange(0, 32, gl.SliceLayout(0, of_32))
+                gate, up = sums.index(piece).slice(0, 32).load(of_32), sums.index(piece).slice(32, 32).load(of_32)
+                _store_gated(gate, up, unit, t, half, tokens, N, bias_ptr, out_ptr, of_32)
+            else:
+                t = token + piece * 32 + gl.arange(0, 32, gl.SliceLayout(0, of_64))
+                y = sums.index(piece).load(of_64)
+                _store_rows(y, unit, t, tokens, N, bias_ptr, out_ptr, ACTIVATION == "relu2", of_64)
     else:
         WIDE: gl.constexpr = 32  # tokens at a time: more need too many registers
         cells = parts_ptr + cell.to(gl.int64) * (SPLIT * 64 * T)
@@ -304,6 +330,7 @@ def _fp8_pipeline_kernel(  # type: ignore[no-untyped-def]
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=WARPGROUPS)
+    fence_async_shared()  # copies count on them
     # Arguments are written out: in a tuple with a name, constants would become tensors.
     if WARPGROUPS == 2:
         gl.warp_specialize([
@@ -347,11 +374,11 @@ def fp8_pipeline_triton(
         units = blocks * token_blocks * tile.warpgroups
         parts = torch.empty((units, tile.split, tile.tokens, UNIT), dtype=torch.float32, device=device)
         arrivals = arrival_counters(weight.data, units)
-    codes, plain = gl.NVMMASharedLayout(128, 8, rank=2), gl.NVMMASharedLayout(0, 32, rank=1)
+    assert weight.data.is_contiguous() and x.codes.is_contiguous() and x.scale.is_contiguous()
     _fp8_pipeline_kernel[token_blocks, tile.split, blocks](
-        TensorDescriptor(weight.data, [rows, width], [width, 1], [32 if gated else UNIT, GROUP], codes),
-        TensorDescriptor(x.codes, list(x.codes.shape), [width, 1], [tile.tokens, GROUP], codes),
-        TensorDescriptor(x.scale, [x.scale.numel()], [1], [tile.tokens], plain),
+        TensorDescriptor(weight.data, [rows, width], [width, 1], [32 if gated else UNIT, GROUP], CODES),
+        TensorDescriptor(x.codes, list(x.codes.shape), [width, 1], [tile.tokens, GROUP], CODES),
+        TensorDescriptor(x.scale, [x.scale.numel()], [1], [tile.tokens], SCALES),
         weight.scale, bias, out, parts, arrivals, x.tokens, rows, x.scale.stride(0),
         K=width, ROWS=weight.block[0], ACTIVATION=activation, T=tile.tokens, WARPGROUPS=tile.warpgroups,
         STAGES=tile.stages, SPLIT=tile.split, REGISTERS=REGISTERS[tile.warpgroups], LOADER=LOADER_REGISTERS,
