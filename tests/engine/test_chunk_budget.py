@@ -141,6 +141,8 @@ def test_the_rest_of_a_prompt_is_not_left_for_another_step(bound: float, rest: i
     cost, work = Stairs(8192, make_buckets((128,), Stairs.TIMES)), StepWork(4, 400)
     assert ChunkBudget(8192, cost, bound, work, most=0.075).room(0, rest) == room
     assert ChunkBudget(rest - 1, cost, bound, work, most=0.075).room(0, rest) < rest
+    second = ChunkBudget(8192, cost, bound, work.with_chunk(0, 100), most=0.075)
+    assert second.room(0, rest) == second.room(0), "short prompts are not gathered in long steps"
     assert ChunkBudget(8192, cost, bound, work).room(0, rest) == ChunkBudget(8192, cost, bound, work).room(0)
 
 

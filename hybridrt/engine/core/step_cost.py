@@ -327,7 +327,8 @@ class ChunkBudget:
         if start not in self._rooms:
             self._rooms[start] = self._find_room(start)
         room = self._rooms[start]
-        return rest if room < rest <= self._tokens and self._most and self._finishes(start, room, rest) else room
+        alone = self._most and not self._work.prompt_tokens  # without a number of milliseconds, and the first chunk
+        return rest if alone and room < rest <= self._tokens and self._finishes(start, room, rest) else room
 
     def _find_room(self, start: int) -> int:
         assert self._cost is not None
