@@ -29,15 +29,15 @@ from hybridrt.runtime.step.sampling_table import SamplingArrays, SamplingTable
 
 # Prompt tokens of a step; larger ones keep a device busy without graphs. Padding costs as much as
 # tokens, unless there are fewer than 200 or so: then reading the weights takes longer.
-PROMPT_TOKENS = (128, 256, 384, 512, 768, 1024, 1536)
+PROMPT_TOKENS = (128, 256, 384, 512, 896, 1152, 1536)
 DECODE_ROWS = (0, 32, 64, 128, 256)
-# In bucket 384, decode rows + prompt tokens = 384, because GEMM tiles are 128 tokens: 320 prompt
-# tokens with 64 rows take about as long as 256 (13.1 and 12.4 ms, Falcon-H1-7B on an H200; 384 take
-# 15.5). In all others the size counts prompt tokens only.
-SHARED_TOKENS = 384
-# Graphs of more than SMALL_TOKENS prompt tokens have room for at least ROWS_OF_LARGE decode rows. Unused
+# These sizes count decode rows + prompt tokens, because products go in tiles of 128 tokens: 320 prompt tokens with 64
+# rows take about as long as 256 (13.1 and 12.4 ms, Falcon-H1-7B on an H200; 384 take 15.5), and 1,120 with 32 rows as
+# long as 1,024. The others count prompt tokens only: many prompts have just so many.
+SHARED_TOKENS = (384, 896, 1152)
+# Graphs of larger sizes than SMALL_TOKENS have room for at least ROWS_OF_LARGE decode rows. Unused
 # rows cost little there, and each further graph costs memory and time at the start.
-SMALL_TOKENS, ROWS_OF_LARGE = 1024, 128
+SMALL_TOKENS, ROWS_OF_LARGE = 1152, 128
 PROMPT_ROWS, TOKENS_OF_ONE = 8, 64  # most prompts, and tokens for each
 CACHED_PAGES = 1024  # page-table entries besides one for each token
 TAIL = 16  # mean tokens after a state that is saved before a second pass
@@ -91,7 +91,7 @@ def make_buckets(decode_rows: Iterable[int], prompt_tokens: Iterable[int]) -> li
     """
     sizes, numbers = list(prompt_tokens), set(decode_rows)
     large = min(ROWS_OF_LARGE, max(numbers, default=0))
-    tokens = {rows: {n - rows if n == SHARED_TOKENS else n for n in sizes} for rows in numbers}
+    tokens = {rows: {n - rows if n in SHARED_TOKENS else n for n in sizes} for rows in numbers}
     return [
         Bucket(rows, n) for rows in sorted(tokens) for n in sorted(tokens[rows]) if n <= SMALL_TOKENS or rows >= large
     ]
