@@ -202,7 +202,7 @@ def test_the_hook_before_a_commit_has_a_ruff_that_the_project_accepts() -> None:
 @pytest.mark.parametrize(
     "chosen",
     [
-        # But for tests that import all of the package.
+        # But for tests that read or import all of the package.
         pytest.param((*TWO, "-k", "not one_way and not public and not lead_to"), marks=pytest.mark.slow),
         # All files are imported, and so are their helpers: the slow level compares names alone, with the test above.
         pytest.param(("-k", "test_structure.py or test_config.py"), marks=pytest.mark.soak),
