@@ -67,6 +67,8 @@ def test_what_a_sweep_leaves_out_is_slow() -> None:
     assert {mark.name for each in found for mark in each.marks} == {"slow"}
     marks = [[mark.name for mark in each.marks] for each in sweep(range(5), 2, 3)]
     assert marks == [[], ["slow"], [], ["soak"], ["soak"]]
+    marks = [[mark.name for mark in each.marks] for each in sweep(range(5), 5)]
+    assert marks == [[], ["slow"], ["soak"], ["slow"], ["soak"]]
     marks = [[mark.name for mark in each.marks] for each in sweep(range(7), 4, thin=2)]
     assert marks == [[], ["soak"], ["slow"], ["soak"], [], ["soak"], ["slow"]]
 

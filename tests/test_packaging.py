@@ -24,7 +24,7 @@ PACKAGES = {"hybridrt": "hybridrt", "models": "hybridrt/models", "mem_cache": "h
 # Whatever precedes the name: pip and uv install and add packages by name.
 BY_NAME = re.compile(r"""\b(?:pip3?|uv|pipx)\b[^`\n&|;]*\b(?:install|add)\b[^`\n&|;]*["' ]hybridrt(?:\[|["'\s]|$)""")
 EPOCH = 1_700_000_001  # odd: a wheel has two seconds' resolution
-TWO = ("tests/test_structure.py", "tests/test_config.py")
+TWO = ("tests/test_structure.py", "tests/mem_cache/test_slabs.py")
 IGNORED = shutil.ignore_patterns(".*", "build", "dist", "__pycache__", "*.egg-info")
 
 
@@ -202,8 +202,8 @@ def test_the_hook_before_a_commit_has_a_ruff_that_the_project_accepts() -> None:
 @pytest.mark.parametrize(
     "chosen",
     [
-        # But for two tests that import and walk all of the package.
-        pytest.param((*TWO, "-k", "not one_way and not public"), marks=pytest.mark.slow),
+        # But for tests that read or import all of the package.
+        pytest.param((*TWO, "-k", "not one_way and not public and not lead_to"), marks=pytest.mark.slow),
         # All files are imported, and so are their helpers: the slow level compares names alone, with the test above.
         pytest.param(("-k", "test_structure.py or test_config.py"), marks=pytest.mark.soak),
     ],

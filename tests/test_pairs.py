@@ -38,7 +38,7 @@ REFUSED: dict[Pair, str] = {
 }
 # Their pairs start processes, for tens of seconds: most of them are tried by hand, before a release.
 RANKS = ("tp", "ep", "dp")
-RANK_PAIRS = (("quantised", "tp"), ("ep", "mtp"), ("dp", "host tier"))
+RANK_PAIRS = (("quantised", "tp"), ("ep", "mtp"), ("quantised", "dp"))
 # Features that are not there, and what refuses them or shows that they are not.
 ABSENT = {
     "adapters": "test_adapters_are_refused_by_name",

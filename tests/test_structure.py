@@ -76,8 +76,13 @@ def _longest(name: str, known: str) -> bool:
     return not any(len(other) > len(known) and f"{name}.".startswith(f"{other}.") for other in ORDER)
 
 
-def imports(file: Path) -> Iterator[str]:
+@cache
+def imports(file: Path) -> tuple[str, ...]:
     """Modules that a file imports anywhere: in functions and under TYPE_CHECKING too."""
+    return tuple(_imports(file))
+
+
+def _imports(file: Path) -> Iterator[str]:
     for node in nodes(file):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -93,19 +98,40 @@ def test_every_module_has_its_place_in_the_order() -> None:
         rank(module)
 
 
-@pytest.mark.parametrize("module", SOURCES)
-def test_imports_point_one_way(module: str) -> None:
-    if module == "hybridrt":
-        return  # the top: lazy exports and type hints
-    for imported in imports(SOURCES[module]):
-        assert imported.split(".")[0] not in OUTSIDE, f"{module}: {imported}"
-        if imported.split(".")[0] == "hybridrt":
-            assert imported in SOURCES, f"{module} imports {imported}, which does not exist"
-            assert rank(imported) <= rank(module) or module.startswith("hybridrt.cli"), f"{module} imports {imported}"
-            if module.startswith("hybridrt.kernels."):
-                known = imported in ("hybridrt.base.errors", "hybridrt.base.device")
-                known = known or imported.startswith("hybridrt.kernels.")
-                assert known, f"{module} imports {imported}: kernels know nothing but errors, devices and each other"
+def wrong_import(module: str, imported: str) -> str | None:
+    """What is wrong with an import."""
+    top, known = imported.split(".")[0], ("hybridrt.base.errors", "hybridrt.base.device")
+    if top in OUTSIDE:
+        return "which is not part of the package"
+    if top != "hybridrt":
+        return None
+    if imported not in SOURCES:
+        return "which does not exist"
+    if rank(imported) > rank(module) and not module.startswith("hybridrt.cli"):
+        return "which comes later in ORDER"
+    if module.startswith("hybridrt.kernels.") and not (imported in known or imported.startswith("hybridrt.kernels.")):
+        return "and kernels know nothing but errors, devices and each other"
+    return None
+
+
+def test_imports_point_one_way() -> None:
+    pairs = [(module, name) for module, file in SOURCES.items() for name in imports(file) if module != "hybridrt"]
+    assert len(pairs) > 2000
+    # The package itself is the top: lazy exports and type hints.
+    assert [f"{pair[0]} imports {pair[1]}, {why}" for pair in pairs if (why := wrong_import(*pair))] == []
+
+
+@pytest.mark.parametrize(
+    ("module", "imported", "why"),
+    [
+        ("hybridrt.base.device", "tests.conftest", "not part"),
+        ("hybridrt.base.device", "hybridrt.base.no_such_module", "not exist"),
+        ("hybridrt.base.device", "hybridrt.engine.api.llm", "later"),
+        ("hybridrt.kernels.core.launch", "hybridrt.base.errors_foreign", "kernels know"),
+    ],
+)
+def test_an_import_the_wrong_way_is_told(module: str, imported: str, why: str) -> None:
+    assert why in (wrong_import(module, imported) or "") and wrong_import(module, "torch") is None
 
 
 @pytest.mark.parametrize("module", PUBLIC)

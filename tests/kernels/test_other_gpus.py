@@ -19,11 +19,11 @@ GPUS = [name for name, gpu in KNOWN.items() if gpu.capability in COMPILED]
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=pytest.mark.slow if name in ("a100", "rtx5090") else pytest.mark.soak) for name in GPUS
+    pytest.param(name, marks=pytest.mark.slow if name == "l40s" else pytest.mark.soak) for name in GPUS
 ])  # fmt: skip
 def test_the_most_demanding_kernels_fit(name: str, tmp_path: Path) -> None:
     """Larger tiles of the H200 ask for up to 137 KB where 99 KB are there. A product of pairs of bfloat16 is an
-    instruction of sm_90. The slow level has the oldest GPU and the newest one, which has little shared memory."""
+    instruction of sm_90. The slow level has one that is older than sm_90 and has little shared memory."""
     compiler, room = Compiler(tmp_path / "errors", name), KNOWN[name].shared_memory
     try:
         usages = compiler("demanding")

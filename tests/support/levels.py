@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 
 
-def sweep(values: Iterable[Any], every: int, most: int | None = None, thin: int = 1) -> list[Any]:
+def sweep(values: Iterable[Any], every: int, most: int | None = None, thin: int | None = None) -> list[Any]:
     """`values` for `parametrize`, of which each `every`-th runs by default, the first among them. The others are slow;
-    those after the first `most` values, which repeat these with other seeds, are left to the soak level. Of a long
-    list the slow level takes each `thin`-th one of the others, too: `thin` has no divisor in common with the number of
-    values of an inner loop, so that each of them stays."""
+    those after the first `most` values, which repeat these with other seeds, are left to the soak level. Of the others
+    the slow level takes each second one, the second value among them, or of a long list each `thin`-th: `thin` has no
+    divisor in common with the number of values of an inner loop, so that each of them stays."""
     packed = [value if isinstance(value, tuple) else (value,) for value in values]
     usual, more = packed[:most], packed[most:] if most else []
-    levels = {i: [] if i % every == 0 else [pytest.mark.slow] if i % thin == 0 else [pytest.mark.soak]
-              for i in range(len(usual))}  # fmt: skip
+    slow = [i % 2 == 1 if thin is None else i % thin == 0 for i in range(len(usual))]
+    levels = [[] if i % every == 0 else [pytest.mark.slow if slow[i] else pytest.mark.soak] for i in range(len(usual))]
     found = [pytest.param(*each, marks=levels[i]) for i, each in enumerate(usual)]
     return found + [pytest.param(*each, marks=pytest.mark.soak) for each in more]
 
