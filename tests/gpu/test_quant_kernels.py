@@ -79,7 +79,7 @@ def test_each_number_of_a_weight(name: str, tokens: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "rows"), [("fp8 blocks", None), ("fp8 blocks", 8), ("fp8 rows", None)])
-@pytest.mark.parametrize("tokens", [1, 2, 16, 33, 64, 65, 96, 128, 130, 192, 256, 257, 3000])
+@pytest.mark.parametrize("tokens", [1, 2, 16, 33, 64, 65, 96, 113, 128, 130, 256, 3000])
 def test_products_of_quantised_inputs(name: str, rows: int | None, tokens: int, record_property: Any) -> None:
     """By our kernel and by cuBLAS, which take blocks of rows and of 128 x 128, and any number of rows."""
     found = {}
@@ -108,7 +108,7 @@ def test_products_of_quantised_inputs(name: str, rows: int | None, tokens: int, 
 
 
 @pytest.mark.parametrize(("rows", "width", "activation"), [(3072, 12288, None), (1000, 4608, "silu_and_mul")])
-@pytest.mark.parametrize("tokens", [48, 128, 256])
+@pytest.mark.parametrize("tokens", [48, 128])
 def test_parts_of_products_are_always_added_alike(
     rows: int, width: int, activation: Activation | None, tokens: int
 ) -> None:

@@ -15,7 +15,7 @@ from hybridrt.kernels.quant.quant_weight import QuantWeight, dequantize
 GROUP = 128
 PADDING = 16  # rows of codes: libraries take multiples
 E4M3_MAX, SMALLEST = 448.0, 1e-12
-MAX_TOKENS = 256
+MAX_TOKENS, FEW_TOKENS = 128, 64  # of a product; FEW_TOKENS of weights with one scale a row
 
 
 class TokenCodes(NamedTuple):
@@ -81,12 +81,14 @@ def decoded_tokens(x: TokenCodes) -> Tensor:
 def _check(x: TokenCodes, weight: QuantWeight, *_: object, **__: object) -> None:
     if x.codes.shape[1] != weight.width:
         raise ConfigError(f"a weight of {weight.width} columns takes as many numbers a token, not {x.codes.shape[1]}")
-    if x.tokens > MAX_TOKENS:
-        raise ConfigError(f"fp8_linear takes at most {MAX_TOKENS} tokens, not {x.tokens}")
     if weight.code != "e4m3" or (weight.scale is not None) != (x.group == GROUP) or weight.zero is not None:
         raise ConfigError("fp8_linear takes e4m3 weights; those with blocks take inputs in groups of 128, others whole")
     if weight.scale is not None and weight.block[1] != GROUP:
         raise ConfigError(f"fp8_linear takes blocks of {GROUP} columns, not {weight.block[1]}")
+    most, kind = (FEW_TOKENS, "one scale a row") if weight.scale is None else (MAX_TOKENS, "blocks")
+    if x.tokens > most:
+        text = f"fp8_linear takes at most {most} tokens of weights with {kind}, not {x.tokens}"
+        raise ConfigError(f"{text}: multiply more by torch.nn.functional.scaled_mm, as multiply_codes does")
 
 
 @operation(By("triton"), check=_check)
@@ -107,7 +109,8 @@ def fp8_linear(
         weight: e4m3 [N, K]. With blocks of 128 columns x has groups of 128, without it has one
             scale a token.
 
-    Raises ConfigError for other weights, and for more than MAX_TOKENS tokens.
+    Raises ConfigError for other weights, for more than MAX_TOKENS tokens, or FEW_TOKENS without
+    blocks; the Triton provider also for more than FEW_TOKENS where the Gluon kernel does not run.
     """
     y = F.linear(decoded_tokens(x), dequantize(weight), None if bias is None else bias.float())
     return (y if activation is None else ACTIVATIONS[activation].reference(y)).to(dtype)

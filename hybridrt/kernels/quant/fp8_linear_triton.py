@@ -4,20 +4,19 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.base.errors import ConfigError
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.launch import arrival_counters, cdiv, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.dense.skinny_linear import Activation, InputNorm
 from hybridrt.kernels.dense.skinny_linear_triton import MULTIPROCESSORS, store_output, weight_rows
-from hybridrt.kernels.quant.fp8_linear import GROUP, TokenCodes, empty_codes
+from hybridrt.kernels.quant.fp8_linear import FEW_TOKENS, GROUP, TokenCodes, empty_codes
 from hybridrt.kernels.quant.fp8_matvec_triton import fp8_matvec_triton
 from hybridrt.kernels.quant.fp8_pipeline_triton import fp8_pipeline_triton, takes_pipeline
-from hybridrt.kernels.quant.fp8_split_triton import fp8_split_triton
 from hybridrt.kernels.quant.quant_weight import QuantWeight
 
 ROWS = 64  # of a weight that a program multiplies; sums of more leave no registers
 PIPELINE_FROM = 33  # tokens
-WHOLE = 64  # tokens that one program multiplies
 COLUMNS = 2048  # that a program quantises, if the token's sum of squares is not asked for
 
 
@@ -130,13 +129,17 @@ def fp8_linear_triton(
     dtype: torch.dtype,
     activation: Activation | None = None,
 ) -> Tensor:
-    """One launch. Programs that share rows add their parts in order."""
+    """One launch. Programs that share rows add their parts in order. Raises ConfigError for more than FEW_TOKENS tokens
+    that the Gluon kernel does not take."""
     if x.tokens == 1:
         return fp8_matvec_triton(x, weight, bias, dtype=dtype, activation=activation)
     if x.tokens >= PIPELINE_FROM and takes_pipeline(weight, weight.data.device):
         return fp8_pipeline_triton(x, weight, bias, dtype=dtype, activation=activation)
-    if x.tokens > WHOLE:
-        return fp8_split_triton(x, weight, bias, dtype=dtype, activation=activation)
+    if x.tokens > FEW_TOKENS:
+        raise ConfigError(
+            f"{x.tokens} tokens, more than {FEW_TOKENS}, take weights in blocks on a GPU of compute capability 9.0: "
+            "call fp8_linear.reference elsewhere"
+        )
     rows, width, device = weight.rows, weight.width, weight.data.device
     padded = max(16, next_power_of_2(x.tokens))
     out = torch.empty(x.tokens, rows // 2 if activation == "silu_and_mul" else rows, dtype=dtype, device=device)

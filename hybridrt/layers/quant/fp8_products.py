@@ -9,21 +9,18 @@ from torch import Tensor, nn
 
 from hybridrt.base.device import capability
 from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation
-from hybridrt.kernels.quant.fp8_linear import GROUP, MAX_TOKENS, TokenCodes, fp8_linear
+from hybridrt.kernels.quant.fp8_linear import FEW_TOKENS, GROUP, MAX_TOKENS, TokenCodes, fp8_linear
 from hybridrt.kernels.quant.quant_weight import QuantWeight
 
 MULTIPLE = 128  # of rows: cuBLAS takes multiples of 16, torch checks scales as if blocks were whole
 SCALES_OF = 4  # rows of scales are padded to a multiple
-# Up to WHOLE tokens our kernel is faster for all weights, with one scale a row for no more. Past them, with blocks of
-# scales, on an H200 (benchmarks/log/products.md):
-# - cuBLAS does not split columns, so that few rows leave it most multiprocessors idle: up to BLOCK tokens those weights
-#   are ours, and up to MAX_TOKENS if they have many columns.
-# - Between few and many rows our kernel takes as long as for a last block of BLOCK tokens that is full. 8,728 x 3,072
-#   takes 17.4 us at 128 tokens and 29.3 at 256; cuBLAS 19.9 and 34.8, but 15.3 at 96 and 18.8 at 192. On straight lines
-#   between these, ours is faster if at most LAST tokens are missing.
-# - Many rows are cuBLAS's from more than a block on.
-WHOLE, BLOCK, LAST = 64, 128, 16
-FEW_ROWS, MANY_ROWS, MANY_COLUMNS = 4096, 16384, 8192
+# On an H200 (benchmarks/log/products.md) our kernel is faster up to FEW_TOKENS tokens for all weights, and up to
+# MAX_TOKENS for those with blocks. Between few and many rows it takes as long for NEARLY_ALL tokens and fewer as for
+# MAX_TOKENS, where cuBLAS is faster: 8,728 x 3,072 takes 17.4 us; cuBLAS 15.3 at 96 tokens and 19.8 at 128. A straight
+# line between these crosses ours just below NEARLY_ALL. Products of more tokens were faster in ours too, but whole
+# steps were not.
+NEARLY_ALL = 113
+FEW_ROWS, MANY_ROWS = 4096, 16384
 
 
 class Fp8Product(NamedTuple):
@@ -120,12 +117,10 @@ def multiply_codes(
 
 def takes_kernel(tokens: int, weight: QuantWeight) -> bool:
     """Whether our kernel is faster than cuBLAS."""
-    if weight.scale is None or tokens <= WHOLE:
-        return tokens <= WHOLE
-    if FEW_ROWS < weight.rows <= MANY_ROWS:
-        return tokens <= MAX_TOKENS and -tokens % BLOCK < LAST
-    long = weight.rows <= FEW_ROWS and weight.width >= MANY_COLUMNS
-    return tokens <= (MAX_TOKENS if long else BLOCK)
+    if tokens <= FEW_TOKENS:
+        return True
+    first = NEARLY_ALL if FEW_ROWS < weight.rows <= MANY_ROWS else FEW_TOKENS + 1
+    return weight.scale is not None and first <= tokens <= MAX_TOKENS
 
 
 def _by_library(product: Fp8Product, x: TokenCodes, dtype: torch.dtype) -> Tensor:
