@@ -304,8 +304,8 @@ def test_a_chunk_does_not_end_where_a_state_is_saved() -> None:
 @pytest.mark.parametrize(
     ("saves", "chunk", "graph", "rows"),
     [
-        # The boundary and a place at an even distance; such a place alone; the prompt's last place.
-        (StateSaves.AT_CHUNKS, 18, 40, [(18, [4, 12]), (18, [6]), (3, [2])]),
+        # The boundary and a place at an even distance; such a place alone; such a place and the prompt's last one.
+        (StateSaves.AT_CHUNKS, 18, 40, [(18, [4, 12]), (17, [6]), (4, [1, 3])]),
         # Without a graph one state, that at the boundary. The next chunk ends after 36: the rest has a graph.
         (StateSaves.AT_CHUNKS, 30, 3, [(30, [4]), (7, [6]), (2, [1])]),
         # The chunk ends after the boundary; the next state stands where few tokens of the chunk follow.
@@ -328,7 +328,7 @@ def test_chunks_save_what_graphs_can_save(
 
 
 def test_chunks_as_long_as_the_even_distance_leave_its_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk that ended there would leave none, nor would the next one. One of two distances leaves the first."""
+    """A chunk that ended there would leave none, nor would the next one. One of two distances leaves the first one."""
     monkeypatch.setattr(prefix_store, "SPACED", 12)
 
     def chunks(size: int) -> list[tuple[int, list[int]]]:
