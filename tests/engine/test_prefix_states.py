@@ -328,13 +328,17 @@ def test_chunks_save_what_graphs_can_save(
 
 
 def test_chunks_as_long_as_the_even_distance_leave_its_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk that ended there would leave none, nor would the next one."""
+    """A chunk that ended there would leave none, nor would the next one. One of two distances leaves the first one."""
     monkeypatch.setattr(prefix_store, "SPACED", 12)
-    policy = TrafficPolicy(cost=StepCost([Bucket(0, 12)], StateSaves.AT_CHUNKS))
-    rig = rig_with_cache(grid=2, slots=12, chunk=12, policy=policy)
-    rig.finish(TEXT[:39], max_tokens=1, seed=1)
-    found = [(len(row.tokens), [end for end, _ in row.saves]) for plan in rig.executor.plans for row in plan.extend]
-    assert found == [(11, []), (12, [1]), (12, [1]), (4, [1, 3])]
+
+    def chunks(size: int) -> list[tuple[int, list[int]]]:
+        policy = TrafficPolicy(cost=StepCost([Bucket(0, size)], StateSaves.AT_CHUNKS))
+        rig = rig_with_cache(grid=2, slots=12, chunk=size, policy=policy)
+        rig.finish(TEXT[:39], max_tokens=1, seed=1)
+        return [(len(row.tokens), [end for end, _ in row.saves]) for plan in rig.executor.plans for row in plan.extend]
+
+    assert chunks(12) == [(11, []), (12, [1]), (12, [1]), (4, [1, 3])]
+    assert chunks(24) == [(24, [12]), (15, [12, 14])]
 
 
 def spaced_rig(monkeypatch: pytest.MonkeyPatch, slots: int, chunk: int = 80) -> Rig:

@@ -154,7 +154,7 @@ class PrefixStore(CacheRoom):
         elif not request.metrics.retractions and not request.afresh:
             request.metrics.admission_time = time.monotonic()
             self._count(request, ids, match)
-        request.shared, request.save_at, request.spaced, request.answer_due = request.audits, (), (), UNLIMITED
+        request.shared, request.save_at, request.spaced, request.answer_due = request.audits, (), range(0), UNLIMITED
         if self.keeps and self.slots.total and not request.audits:
             self._choose_places(request, ids, match)
 
@@ -192,9 +192,10 @@ class PrefixStore(CacheRoom):
     def end_for_states(self, request: Request, start: int, end: int) -> int:
         """The best end of a chunk from `start` to at most `end`: it saves no more states than a graph
         can, and few tokens follow if a graph computes them again. A chunk without a graph ends after
-        a state at an even distance, if a graph can compute the rest. A chunk that ends where a state is left
+        a state at an even distance, if a graph can compute the rest. A chunk that ends where a state is wanted
         ends one token earlier, because a state can only be saved before one of the chunk's tokens: the
-        next chunk then saves it. Even distances are multiples of the usual sizes of chunks.
+        next chunk then saves it. Even distances are multiples of usual sizes of chunks. A chunk of two such
+        distances or more is not cut for them: it leaves one state anyway, as the next one does.
         """
         # A chunk with an image runs without a graph, where a further state costs no step of its own.
         saves, spans = self.chunk_saves, request.spans
@@ -209,8 +210,8 @@ class PrefixStore(CacheRoom):
             if saves.tail is not None and end - start <= self.graph_tokens and places and places[0] + saves.tail < end:
                 end = places[0] + 1
             end = min([end, *places[most : most + 1]])
-        leaves = end in request.save_at or end in request.spaced
-        return end - 1 if leaves and end - start > 1 else end
+        wanted = end in request.save_at or (end in request.spaced and end - start < 2 * request.spaced.step)
+        return end - 1 if wanted and end - start > 1 else end
 
     def save(self, request: Request, start: int, end: int) -> list[tuple[int, int]]:
         """Slots for the states that a chunk leaves, as (tokens of the chunk, slot) in order. States

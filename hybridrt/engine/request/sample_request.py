@@ -163,7 +163,7 @@ class Request:
     prefix: PrefixMatch = NO_MATCH
     saves: dict[int, Handle] = field(default_factory=dict)
     save_at: Sequence[int] = ()
-    spaced: Sequence[int] = ()
+    spaced: range = range(0)
     answer_due: int = UNLIMITED
     answer_gap: int = 0
     shared: bool = False
