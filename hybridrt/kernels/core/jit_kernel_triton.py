@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import triton
-from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
@@ -66,12 +65,3 @@ def jit_kernel(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     if fn is None:
         return partial(jit_kernel, **options)
     return triton.jit(fn, **options) if triton.knobs.runtime.interpret else JitKernel(fn, **options)
-
-
-class GluonKernel(JitKernel, GluonJITFunction[Any]):
-    """A Gluon function: layouts and roles of warps are written out. It has no interpreter."""
-
-
-def gluon_kernel(**options: Any) -> Any:
-    """As `gluon.jit`, for functions that the host launches."""
-    return partial(GluonKernel, **options)

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from hybridrt.base.device import capability, multiprocessors
-from hybridrt.kernels.core.jit_kernel_triton import gluon_kernel
+from hybridrt.kernels.core.gluon_kernel_triton import gluon_kernel
 from hybridrt.kernels.core.launch import arrival_counters, cdiv
 from hybridrt.kernels.core.pdl_triton import pdl
 from hybridrt.kernels.dense.skinny_linear import Activation

@@ -1,0 +1,20 @@
+"""Gluon functions that the host launches: layouts and roles of warps are written out.
+
+They are apart from other kernels, which so do not need what is experimental in Triton.
+"""
+
+from functools import partial
+from typing import Any
+
+from triton.experimental.gluon._runtime import GluonJITFunction
+
+from hybridrt.kernels.core.jit_kernel_triton import JitKernel
+
+
+class GluonKernel(JitKernel, GluonJITFunction[Any]):
+    """It has no interpreter."""
+
+
+def gluon_kernel(**options: Any) -> Any:
+    """As `gluon.jit`, for functions that the host launches."""
+    return partial(GluonKernel, **options)
