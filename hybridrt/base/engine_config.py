@@ -148,8 +148,8 @@ class EngineConfig:
         chunked_prefill_size: most prompt tokens that one step computes.
         target_itl_ms: target for the milliseconds between tokens of a request: steps with decode
             rows get prompt chunks so short that they end in that time (docs/serving.md). "auto": on
-            a GPU, four times the time of the decode rows alone, or more if much work waits. None:
-            no target.
+            a GPU, four times the time of the decode rows alone, or more if much work waits or one
+            step ends a prompt. None: no target.
         max_ttft_factor: with a target, prompts may need so many times longer than without decode
             rows; a step may then take longer than its target. None: 11, or 4/3 with "auto".
         client_weights: with a target, shares of prompt computation by client; others have 1.

@@ -133,6 +133,8 @@ class Stairs(Known):
         (0.018, 512, 512),
         (0.018, 1024, 1024),  # 26.2 ms; two steps of 512 take 34.4
         (0.018, 1100, 512),  # 42 ms are too long
+        (0.030, 1030, 1024),  # two steps take 33.6 ms
+        (0.070, 1600, 1024),  # without a graph
         (0.011, 300, 256),  # 17.2 ms are too long
     ],
 )
@@ -143,6 +145,8 @@ def test_the_rest_of_a_prompt_is_not_left_for_another_step(bound: float, rest: i
     assert ChunkBudget(rest - 1, cost, bound, work, most=0.075).room(0, rest) < rest
     second = ChunkBudget(8192, cost, bound, work.with_chunk(0, 100), most=0.075)
     assert second.room(0, rest) == second.room(0), "short prompts are not gathered in long steps"
+    new = Stairs(rest // 2 - 1, cost._buckets)
+    assert ChunkBudget(8192, new, bound, work, most=0.075).room(0, rest) < rest, "no step was half as long"
     assert ChunkBudget(8192, cost, bound, work).room(0, rest) == ChunkBudget(8192, cost, bound, work).room(0)
 
 

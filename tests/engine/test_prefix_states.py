@@ -304,8 +304,8 @@ def test_a_chunk_does_not_end_where_a_state_is_saved() -> None:
 @pytest.mark.parametrize(
     ("saves", "chunk", "graph", "rows"),
     [
-        # The boundary and a place at an even distance; such a place alone; such a place and the prompt's last one.
-        (StateSaves.AT_CHUNKS, 18, 40, [(18, [4, 12]), (17, [6]), (4, [1, 3])]),
+        # The boundary and a place at an even distance; one where the chunk ends; the prompt's last one.
+        (StateSaves.AT_CHUNKS, 18, 40, [(18, [4, 12]), (18, [16]), (3, [2])]),
         # Without a graph one state, that at the boundary. The next chunk ends after 36: the rest has a graph.
         (StateSaves.AT_CHUNKS, 30, 3, [(30, [4]), (7, [6]), (2, [1])]),
         # The chunk ends after the boundary; the next state stands where few tokens of the chunk follow.
@@ -327,18 +327,20 @@ def test_chunks_save_what_graphs_can_save(
     assert found == rows and not rig.pools.slots.num_used
 
 
-def test_chunks_as_long_as_the_even_distance_leave_its_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk that ended there would leave none, nor would the next one. One of two distances leaves the first one."""
+@pytest.mark.parametrize("saves", [StateSaves.AT_CHUNKS, StateSaves.SECOND_PASS])
+def test_chunks_as_long_as_the_even_distance_leave_its_states(
+    saves: StateSaves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next chunk could not leave them. A chunk of one place on the grid leaves none."""
     monkeypatch.setattr(prefix_store, "SPACED", 12)
 
     def chunks(size: int) -> list[tuple[int, list[int]]]:
-        policy = TrafficPolicy(cost=StepCost([Bucket(0, size)], StateSaves.AT_CHUNKS))
-        rig = rig_with_cache(grid=2, slots=12, chunk=size, policy=policy)
+        rig = rig_with_cache(grid=2, slots=24, chunk=size, policy=TrafficPolicy(cost=StepCost([Bucket(0, 40)], saves)))
         rig.finish(TEXT[:39], max_tokens=1, seed=1)
         return [(len(row.tokens), [end for end, _ in row.saves]) for plan in rig.executor.plans for row in plan.extend]
 
-    assert chunks(12) == [(11, []), (12, [1]), (12, [1]), (4, [1, 3])]
-    assert chunks(24) == [(24, [12]), (15, [12, 14])]
+    assert chunks(12)[:3] == [(12, [10]), (12, [10]), (12, [10])]
+    assert chunks(2)[5:8] == [(2, []), (2, []), (2, [])]
 
 
 def spaced_rig(monkeypatch: pytest.MonkeyPatch, slots: int, chunk: int = 80) -> Rig:

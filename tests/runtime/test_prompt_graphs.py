@@ -20,7 +20,7 @@ from hybridrt.kernels.core import launch
 from hybridrt.kernels.core.packed import map_arrays
 from hybridrt.kernels.core.records import TokenInputs
 from hybridrt.runtime.replay.graph_runner import ClosureRecorder, CudaGraphRecorder
-from hybridrt.runtime.replay.prompt_graphs import PromptGraphs, splits
+from hybridrt.runtime.replay.prompt_graphs import PromptGraphs, needed_buckets, splits
 from hybridrt.runtime.step import pack_padded as prompt_columns
 from hybridrt.runtime.step.pack import StepArrays, enter_tables, fill_decode, make_batch
 from hybridrt.runtime.step.pack_padded import Bucket, PaddedStep, StateSaves
@@ -322,9 +322,21 @@ def test_common_steps_are_padded_little() -> None:
     """By at most an eighth, or to so few tokens that padding costs no time."""
     found = prompt_columns.make_buckets(prompt_columns.DECODE_ROWS, prompt_columns.PROMPT_TOKENS)
     assert len(found) <= 30
-    for rows, n in product((0, 8, 32, 64, 128), (128, 256, 512, 1024)):
+    tiles = ((64, 768), (128, 768), (256, 640), (0, 1152), (32, 1120))
+    for rows, n in (*product((0, 8, 32, 64, 128), (128, 256, 512, 1024)), *tiles):
         padded = min(sum(bucket) for bucket in found if bucket.decode_rows >= rows and bucket.tokens >= n)
         assert padded <= max(1.125 * (rows + n), 200), (rows, n)
+
+
+@pytest.mark.parametrize(
+    ("rows", "chunk", "longest", "most"),
+    [(256, 1024, 0, 1024), (64, 8192, 1024, 1024), (32, 8192, 768, 768), (256, 8192, 0, 1536)],
+)
+def test_no_graph_has_more_tokens_than_a_step(rows: int, chunk: int, longest: int, most: int) -> None:
+    """But the largest steps that may come have one."""
+    found = needed_buckets(rows, chunk, longest)
+    assert max(bucket.tokens for bucket in found) == most and len(set(found)) == len(found)
+    assert [bucket.tokens for bucket in needed_buckets(rows, 100, longest) if not bucket.decode_rows] == [128]
 
 
 class FakeGraph:

@@ -192,10 +192,9 @@ class PrefixStore(CacheRoom):
     def end_for_states(self, request: Request, start: int, end: int) -> int:
         """The best end of a chunk from `start` to at most `end`: it saves no more states than a graph
         can, and few tokens follow if a graph computes them again. A chunk without a graph ends after
-        a state at an even distance, if a graph can compute the rest. A chunk that ends where a state is wanted
-        ends one token earlier, because a state can only be saved before one of the chunk's tokens: the
-        next chunk then saves it. Even distances are multiples of usual sizes of chunks. A chunk of two such
-        distances or more is not cut for them: it leaves one state anyway, as the next one does.
+        a state at an even distance, if a graph can compute the rest. A chunk that ends at a place of
+        `save_at` ends one token earlier, because a state can only be saved before one of the chunk's
+        tokens: the next chunk then saves it.
         """
         # A chunk with an image runs without a graph, where a further state costs no step of its own.
         saves, spans = self.chunk_saves, request.spans
@@ -210,8 +209,7 @@ class PrefixStore(CacheRoom):
             if saves.tail is not None and end - start <= self.graph_tokens and places and places[0] + saves.tail < end:
                 end = places[0] + 1
             end = min([end, *places[most : most + 1]])
-        wanted = end in request.save_at or (end in request.spaced and end - start < 2 * request.spaced.step)
-        return end - 1 if wanted and end - start > 1 else end
+        return end - 1 if end in request.save_at and end - start > 1 else end
 
     def save(self, request: Request, start: int, end: int) -> list[tuple[int, int]]:
         """Slots for the states that a chunk leaves, as (tokens of the chunk, slot) in order. States
@@ -241,14 +239,17 @@ class PrefixStore(CacheRoom):
         return self.room()[1] - self._promised_slots() > self._rows.total - self._rows.num_free
 
     def _spaced_place(self, request: Request, start: int, end: int, saves: StateSaves) -> int | None:
-        """Where a chunk leaves a state at about an even distance; None: nowhere."""
-        within = [place for place in request.spaced if start < place < end and place not in request.saves]
+        """Where a chunk leaves a state at about an even distance; None: nowhere. A chunk that ends there leaves it
+        a little earlier, because a state can only be saved before one of the chunk's tokens. Even distances are
+        multiples of usual sizes of chunks.
+        """
+        within = [place for place in request.spaced if start < place <= end and place not in request.saves]
         if not within:
             return None
         place = within[-1]
-        if self.graph_tokens and saves.tail is not None and place + saves.tail < end:
+        if place == end or (self.graph_tokens and saves.tail is not None and place + saves.tail < end):
             place = (end - 1) // self.grid * self.grid  # later: more tokens after it would run without a graph
-        return None if place in request.saves else place
+        return None if place <= start or place in request.saves else place
 
     def wants(self, request: Request, firsts: Sequence[int]) -> bool:
         """Whether another prompt may need computed pages before page `firsts` of each group: those

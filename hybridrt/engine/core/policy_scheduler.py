@@ -93,7 +93,7 @@ class PolicyScheduler(Scheduler):
                     continue
                 admitted.append(request)
             start = request.computed
-            if tokens := self._add_extend(step, request, budget.room(start, request.prefill_end - start)):
+            if tokens := self._add_extend(step, request, budget.room(start, self._whole_rest(request))):
                 budget.spend_tokens(start, tokens)
                 self.queues.charge(request, PromptWork.between(start, start + tokens))
             elif is_new:
@@ -103,6 +103,13 @@ class PolicyScheduler(Scheduler):
         self._uncomputed = _uncomputed(admitted)
         self._policy.note_passing(order.passing, sum(len(row.tokens) for row in step.plan.extend))
         self._note_backlog()
+
+    def _whole_rest(self, request: Request) -> int:
+        """Tokens that a prompt has left, if nothing but the budget cuts the next chunk; else 0."""
+        start, end = request.computed, request.prefill_end
+        if self.queues.flooded or request.audits or request.spans:
+            return 0
+        return end - start if self._coordinator.prefixes.end_for_states(request, start, end) == end else 0
 
     def _save_what_fits(self, step: ScheduledStep) -> None:
         """Prompts of a step that turned out to have no graph save one state each. The host launches such a step, and

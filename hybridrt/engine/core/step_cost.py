@@ -320,15 +320,15 @@ class ChunkBudget:
         self._rooms: dict[int, int] = {}  # tokens by start, until the step has another chunk
 
     def room(self, start: int = 0, rest: int = 0) -> int:
-        """Tokens of the next chunk, after the first `start` of its prompt. `rest`: those that the prompt has left;
-        0: unknown."""
+        """Tokens of the next chunk, after the first `start` of its prompt. `rest`: those that the prompt has left, if
+        one chunk can have them all; else 0."""
         if self._cost is None or self._tokens <= 0:
             return max(self._tokens, 0)
         if start not in self._rooms:
             self._rooms[start] = self._find_room(start)
-        room = self._rooms[start]
-        alone = self._most and not self._work.prompt_tokens  # without a number of milliseconds, and the first chunk
-        return rest if alone and room < rest <= self._tokens and self._finishes(start, room, rest) else room
+        room, most = self._rooms[start], min(self._tokens, 2 * self._cost.max_prompt_tokens)  # known, as in _find_room
+        is_first = self._most and not self._work.prompt_tokens  # chunk of the step, without a number of milliseconds
+        return rest if is_first and room < rest <= most and self._finishes(start, room, rest) else room
 
     def _find_room(self, start: int) -> int:
         assert self._cost is not None
@@ -366,13 +366,12 @@ class ChunkBudget:
         another one what is left. Else the last step of many prompts would have a few tokens, next to all decode rows.
         """
         assert self._cost is not None
-        alone = StepWork(self._work.decode_tokens, self._work.decode_context)
-        parts = self._work.with_chunk(start, tokens, saves=1), alone.with_chunk(start + tokens, rest - tokens, saves=1)
-        whole = self._work.with_chunk(start, rest, saves=1)
-        now, first, second = (self._cost.predict(work) for work in (whole, *parts))
-        if now is None or first is None or second is None or not self._cost.has_graph(whole):
+        chunks = (start, rest), (start, tokens), (start + tokens, rest - tokens)
+        works = [self._work.with_chunk(first, length, saves=1) for first, length in chunks]
+        whole, now, then = (self._cost.predict(work) for work in works)
+        if whole is None or now is None or then is None or not self._cost.has_graph(works[0]):
             return False
-        return now < first + second and now <= REST_SECONDS * self._bound(start)
+        return whole < now + then and whole <= min(REST_SECONDS * self._bound(start), self._most)
 
     def _longest_in_time(self, start: int, fills: list[int], max_tokens: int) -> int:
         """`fills`: what fills graphs, below `max_tokens`."""

@@ -31,6 +31,7 @@ from hybridrt.runtime.step.pack_padded import (
     DECODE_ROWS,
     PROMPT_ROWS,
     PROMPT_TOKENS,
+    TOKENS_OF_ONE,
     Bucket,
     PaddedStep,
     StateSaves,
@@ -224,18 +225,22 @@ def splits(parts: int) -> list[int]:
     return sorted({parts // 24, parts // 4} - {0})
 
 
+MANY_PROMPTS = PROMPT_ROWS * TOKENS_OF_ONE  # tokens of a bucket that has room for as many prompts as any
+
+
 def needed_buckets(
     rows: int, max_tokens: int, longest: int = 0, sizes: Sequence[Sequence[int]] = (DECODE_ROWS, PROMPT_TOKENS)
 ) -> list[Bucket]:
     """Buckets of up to `rows` decode rows that a step of up to `max_tokens` prompt tokens may need.
 
     The padding row may have all tokens, so a page table must have as many positions: it has
-    `longest`, 0 without attention.
+    `longest`, 0 without attention. A large bucket has no more tokens than a step may have.
     """
-    buckets = make_buckets((min(size, rows) for size in sizes[0]), sizes[1])
-    longest = longest or max(sizes[1])
+    made, most = make_buckets((min(size, rows) for size in sizes[0]), sizes[1]), longest or max(sizes[1])
+    large = min(max(max_tokens, MANY_PROMPTS), most)
+    buckets = sorted({bucket._replace(tokens=min(bucket.tokens, large)) for bucket in made})
     return [
         bucket
         for smaller, bucket in pairwise((Bucket(-1, 0), *buckets))
-        if bucket.tokens <= longest and (smaller.decode_rows < bucket.decode_rows or smaller.tokens < max_tokens)
+        if smaller.decode_rows < bucket.decode_rows or smaller.tokens < max_tokens
     ]
