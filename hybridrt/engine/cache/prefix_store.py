@@ -247,8 +247,9 @@ class PrefixStore(CacheRoom):
         if not within:
             return None
         place = within[-1]
+        # Later, if more tokens after it would run without a graph.
         if place == end or (self.graph_tokens and saves.tail is not None and place + saves.tail < end):
-            place = (end - 1) // self.grid * self.grid  # later: more tokens after it would run without a graph
+            place = (end - 1) // self.grid * self.grid
         return None if place <= start or place in request.saves else place
 
     def wants(self, request: Request, firsts: Sequence[int]) -> bool:

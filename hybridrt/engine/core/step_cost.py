@@ -301,7 +301,8 @@ class ChunkBudget:
     Args:
         tokens: the most that the step may get.
         cost: predicts the step's time; None: the step has no bound of time.
-        seconds: in this time the step shall end.
+        seconds: in this time the step shall end; with the whole rest of a prompt it may take REST_SECONDS times as
+            long, and at most `most`.
         work: present work of the step.
         most: seconds that the step may take instead, if its first chunk would need much of `seconds`
             even with few tokens, as after a long context.
@@ -326,16 +327,19 @@ class ChunkBudget:
             return max(self._tokens, 0)
         if start not in self._rooms:
             self._rooms[start] = self._find_room(start)
-        room, most = self._rooms[start], min(self._tokens, 2 * self._cost.max_prompt_tokens)  # known, as in _find_room
+        room = self._rooms[start]
         is_first = self._most and not self._work.prompt_tokens  # chunk of the step, without a number of milliseconds
-        return rest if is_first and room < rest <= most and self._finishes(start, room, rest) else room
+        return rest if is_first and room < rest <= self._most_known() and self._finishes(start, room, rest) else room
 
     def _find_room(self, start: int) -> int:
         assert self._cost is not None
         least = min(LEAST_TOKENS - self._work.prompt_tokens, self._tokens)
-        # The fit says nothing about tokens far beyond the largest step.
-        known = min(2 * self._cost.max_prompt_tokens - self._work.prompt_tokens, self._tokens)
-        return max(least, self._in_time(start, max(known, 0)), 0)
+        return max(least, self._in_time(start, max(self._most_known(), 0)), 0)
+
+    def _most_known(self) -> int:
+        """Tokens of a chunk, at most: the fit says nothing about steps far larger than the largest one."""
+        assert self._cost is not None
+        return min(2 * self._cost.max_prompt_tokens - self._work.prompt_tokens, self._tokens)
 
     def spend_tokens(self, start: int, tokens: int) -> None:
         """Adds a chunk of `tokens` to the step, after the first `start` of its prompt."""

@@ -34,10 +34,11 @@ from hybridrt.kernels.quant.fp8_linear import GROUP, TokenCodes
 from hybridrt.kernels.quant.quant_weight import QuantWeight
 
 UNIT = 64  # rows of the weight that a warpgroup multiplies
-# Nanoseconds on an H200 (benchmarks/log/products.md): of a group of 128 columns in a program of so many warpgroups and
-# tokens, of a wave of programs, and for each warpgroup and token of a part whose sums are added. Fitted to 83 times at
-# 64 to 256 tokens, from which they differ by 4% in the median. Where memory is the limit, programs take up to
-# a quarter longer, whatever the tile. One warpgroup is not offered: sums of two runs were not always equal.
+# Nanoseconds on an H200 (benchmarks/log/products.md). GROUP_TIME: a program of (warpgroups, tokens) multiplies a
+# group of 128 columns. WAVE_TIME: a wave of programs begins and ends. PART_TIME: sums of a part are added, for each
+# of its warpgroups and tokens. These numbers predict 83 measured times at 64 to 256 tokens with a median error of 4%.
+# Where memory is the limit, programs take up to a quarter longer, whatever the tile. Tiles of one warpgroup are left
+# out: sums of two runs were not always equal.
 GROUP_TIME = {(3, 64): 520, (3, 128): 890, (2, 64): 325, (2, 128): 580}
 WAVE_TIME, PART_TIME = 4200, 3
 # Of shared memory, and of groups of 128 columns in it. Two warpgroups are up to 5% faster with four than with more.
