@@ -155,7 +155,7 @@ def test_a_step_without_a_graph_takes_as_long_as_its_launch() -> None:
     for seconds in (0.07, 0.09, 2.0, 0.08, 0.07):
         cost.note_launch(seconds)
     assert [cost.predict(work) for work in (decode, graph, eager, long)] == [*before[:2], 0.09, before[3]]
-    assert before[3] == pytest.approx(1.02 * cost._device_seconds([long])), "with a margin"
+    assert before[3] == pytest.approx(1.02 * cost._device_seconds(long, None)), "with a margin"
 
 
 def test_costs_fall_until_the_device_is_seen() -> None:

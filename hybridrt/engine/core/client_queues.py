@@ -242,6 +242,10 @@ class PromptOrder:
         for request in admitted:
             self._admitted.setdefault(request.client, []).append(request)
 
+    def __bool__(self) -> bool:
+        """False if `next` has none."""
+        return bool(self._admitted) or (self.admits and bool(self._queues))
+
     def next(self) -> Request | None:
         """An admitted request is returned once; a waiting one until it leaves its queue."""
         if (client := self._client()) is None:

@@ -301,7 +301,7 @@ class Engine:
         try:
             self._launched.append((scheduled, self.executor.launch(scheduled.plan)))
             if self.policy is not None:
-                self.policy.note_launch(scheduled.plan, scheduled.launched)
+                self.policy.note_launch(scheduled.plan, scheduled.asked, scheduled.launched)
             self._coordinator.launched(scheduled.plan)
             self._samples.totals.count_launch(scheduled.plan)
         except Exception as e:

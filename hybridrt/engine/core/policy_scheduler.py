@@ -57,9 +57,9 @@ class PolicyScheduler(Scheduler):
         return self._followers.place_for(request)
 
     def schedule(self) -> ScheduledStep | None:
-        step = super().schedule()
+        asked, step = self._policy.clock(), super().schedule()
         if step is not None:
-            step.launched = self._policy.clock()
+            step.asked, step.launched = asked, self._policy.clock()
         return step
 
     def step_consumed(self, step: ScheduledStep, gained: Sequence[int]) -> None:
@@ -84,7 +84,7 @@ class PolicyScheduler(Scheduler):
         decode, pending = step.plan.decode, self._policy.prompt_seconds(self.pending)
         budget = self._policy.budget(self._most_tokens(decode), decode, pending, flooded=self.queues.flooded)
         order, idle = PromptOrder(self.queues, self._followers, admitted), 0
-        while budget.room() and (request := order.next()) is not None:
+        while order and budget.room() and (request := order.next()) is not None:
             if is_new := request.row is None:
                 if self._waits_for_others(request):
                     continue

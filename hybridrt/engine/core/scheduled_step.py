@@ -16,13 +16,15 @@ class ScheduledStep:
         rows: each request and how many tokens it may gain (drafts + 1; 1 on a last chunk; 0 on
             other chunks), in the plan's order: decode rows, then extend rows.
         max_new_tokens: the sum of these numbers.
-        launched: when, by the clock of the scheduler's policy. began: by `time.perf_counter`.
+        asked, launched: when its scheduling began and ended, by the clock of the scheduler's policy.
+        began: by `time.perf_counter`.
         late: the device finished before the host read the result, so its duration is unknown.
     """
 
     plan: StepPlan = field(default_factory=StepPlan)
     rows: list[tuple[Request, int]] = field(default_factory=list)
     max_new_tokens: int = 0
+    asked: float = 0.0
     launched: float = 0.0
     late: bool = False
     began: float = field(default_factory=time.perf_counter)

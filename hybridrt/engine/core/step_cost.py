@@ -4,6 +4,7 @@ import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
+from operator import mul
 from statistics import median
 from typing import NamedTuple
 
@@ -94,7 +95,7 @@ class StepWork(NamedTuple):
         tokens and their context, prompts, pairs of prompt tokens, saved states. `tokens`: all tokens of the
         step, with padding."""
         return [
-            *_OF_KIND[self.kind], *(max(tokens - knot, 0) for knot in _KNOTS), self.decode_tokens, self.decode_context,
+            *_OF_KIND[self.kind], *[max(tokens - knot, 0) for knot in _KNOTS], self.decode_tokens, self.decode_context,
             self.prompt_rows, self.prompt_pairs, self.saves,
         ]  # fmt: skip
 
@@ -135,6 +136,8 @@ class StepCost:
         self.saves = saves
         self.max_prompt_tokens = 0
         self._buckets = sorted(buckets, key=sum)
+        # The same with their most prompts: a step compares some 30 sizes a dozen times.
+        self._sizes = [(each.tokens, each.decode_rows, each.prompts, each) for each in self._buckets]
         self.graph_tokens = max((bucket.tokens for bucket in self._buckets), default=0)
         self._costs: list[float] | None = None
         # Before steps have run, prompts are compared by tokens and pairs of a 7B model on a large GPU.
@@ -150,15 +153,13 @@ class StepCost:
         """Seconds of a step; None before enough steps have run."""
         if self._costs is None:
             return None
-        device = self._device_seconds([work])
-        return device if self.has_graph(work) else max(_EAGER_MARGIN * device, self._launch)
+        bucket = self._bucket(work)
+        device = self._device_seconds(work, bucket)
+        return device if bucket or not work.prompt_tokens else max(_EAGER_MARGIN * device, self._launch)
 
-    def _device_seconds(self, works: Sequence[StepWork]) -> float:
-        """What the device needs for steps; no bound before enough have run."""
-        if self._costs is None:
-            return math.inf
-        features = [self._features(work, self._bucket(work)) for work in works]
-        return sum([cost * number for each in features for cost, number in zip(self._costs, each, strict=True)])
+    def _device_seconds(self, work: StepWork, bucket: Bucket | None) -> float:
+        """What the device needs for a step; no bound before enough have run."""
+        return math.inf if self._costs is None else sum(map(mul, self._costs, self._features(work, bucket)))
 
     def note_launch(self, seconds: float) -> None:
         """The host has launched a step without a graph. `seconds`: how long that took."""
@@ -182,7 +183,8 @@ class StepCost:
                 little with each step, so that chunks grow until the device needs longer than the launch.
         """
         if at_most:
-            seconds, error = min(seconds, max(_FALL * self._device_seconds(works), _LEAST * seconds)), 0.0
+            device = sum([self._device_seconds(work, self._bucket(work)) for work in works])
+            seconds, error = min(seconds, max(_FALL * device, _LEAST * seconds)), 0.0
         else:
             error = self._note_error(works, seconds)
         self.max_prompt_tokens = max(self.max_prompt_tokens, *(work.prompt_tokens for work in works))
@@ -205,10 +207,10 @@ class StepCost:
         """Tokens of one more chunk that fill the possible graphs of the step, ascending. Such a
         chunk takes little longer than a shorter one that does not fit the next smaller graph.
         """
-        longer, found = work.with_chunk(0, 1), [work.prompt_tokens]
-        for bucket in self._buckets:  # the first one with room runs a step
-            if bucket.tokens > found[-1] and _has_room(bucket, longer):
-                found.append(bucket.tokens)
+        rows, prompts, found = work.decode_tokens, work.prompt_rows + 1, [work.prompt_tokens]
+        for tokens, most_rows, most_prompts, _ in self._sizes:  # the first one with room runs a step
+            if tokens > found[-1] and rows <= most_rows and prompts <= most_prompts:
+                found.append(tokens)
         return [tokens - work.prompt_tokens for tokens in found[1:]]
 
     @property
@@ -231,9 +233,13 @@ class StepCost:
 
     def _bucket(self, work: StepWork) -> Bucket | None:
         """The bucket of the graph that runs a step with prompts; None: it runs without one."""
-        if work.saves > self.saves.most or not work.prompt_tokens:
+        tokens, rows, prompts = work.prompt_tokens, work.decode_tokens, work.prompt_rows
+        if not tokens or work.saves > self.saves.most:
             return None
-        return next((bucket for bucket in self._buckets if _has_room(bucket, work)), None)
+        for most_tokens, most_rows, most_prompts, bucket in self._sizes:  # as Bucket.has_room
+            if tokens <= most_tokens and rows <= most_rows and prompts <= most_prompts:
+                return bucket
+        return None
 
     def _note_error(self, works: Sequence[StepWork], seconds: float) -> float:
         """The relative error of the prediction; 0 without one."""
@@ -242,10 +248,6 @@ class StepCost:
             return 0.0
         self._errors.append(abs(sum(predicted) - seconds) / seconds)  # type: ignore[arg-type]
         return self._errors[-1]
-
-
-def _has_room(bucket: Bucket, work: StepWork) -> bool:
-    return bucket.has_room(work.decode_tokens, work.prompt_rows, work.prompt_tokens)
 
 
 def _nonnegative_costs(squares: np.ndarray, moments: np.ndarray) -> np.ndarray:

@@ -43,9 +43,11 @@ _LATE_STEPS = 8  # late steps that are observed as one
 # A step without a graph that ends within this share of its time after its launch has waited for the launch: the
 # device computes most kernels as soon as they come.
 LAUNCH_SHARE = 0.05
-# The next step is scheduled this lead before the running one ends. A late launch doubles the lead,
-# other steps shrink it a little.
-_LEAD, _MIN_LEAD, _MAX_LEAD, _SHRINK = 0.004, 0.001, 0.1, 0.998
+# The next step is scheduled this lead before the running one ends: all but one of the latest _LAUNCHES steps with
+# prompts were scheduled and launched in that time. Feedback from steps that ended before the next launch would not do:
+# next to a server's threads a step of a few decode rows is often shorter than the launch of the next one, whatever
+# the lead, and then no step would be put off.
+_LEAD, _MIN_LEAD, _MAX_LEAD, _LAUNCHES = 0.004, 0.001, 0.1, 16
 
 
 class TrafficPolicy:
@@ -84,7 +86,7 @@ class TrafficPolicy:
         self._unseen: list[StepWork] = []  # launched before the next awaited one
         self._unseen_start = 0.0
         self._end_is_late = False  # `_last_end` was seen too late
-        self._lead = _LEAD
+        self._hosts = deque[float]([_LEAD], maxlen=_LAUNCHES)  # seconds of scheduling and launching, with prompts
         self._launches = deque[tuple[float, float]](maxlen=_LATE_STEPS)  # start and end, of steps without a graph
 
     @classmethod
@@ -162,12 +164,18 @@ class TrafficPolicy:
         return max(end - self._lead - self.clock(), 0.0)
 
     @property
+    def _lead(self) -> float:
+        return min(max(sorted(self._hosts)[-2:][0], _MIN_LEAD), _MAX_LEAD)
+
+    @property
     def _margin(self) -> float:
         return min(MARGIN_ERRORS * (self.cost.error or 0.0), MAX_MARGIN)
 
-    def note_launch(self, plan: StepPlan, launched: float) -> None:
-        """A step was launched just now. `launched`: when that began, by `clock`."""
+    def note_launch(self, plan: StepPlan, asked: float, launched: float) -> None:
+        """A step was launched just now. `asked` and `launched`: when its scheduling and its launch began, by `clock`."""
         work, now = StepWork.from_plan(plan), self.clock()
+        if plan.extend:
+            self._hosts.append(now - asked)
         if not self.cost.has_graph(work):
             self._launches.append((launched, now))
             self.cost.note_launch(now - launched)
@@ -184,7 +192,6 @@ class TrafficPolicy:
         if not self._unseen:
             self._unseen_start = launched
         self._unseen.append(StepWork.from_plan(plan))
-        self._lead = min(2 * self._lead, _MAX_LEAD) if late else max(self._lead * _SHRINK, _MIN_LEAD)
         if not gained or (late and len(self._unseen) < _LATE_STEPS):
             return
         now, works = self.clock(), self._unseen

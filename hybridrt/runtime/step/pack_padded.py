@@ -112,7 +112,7 @@ class StateSaves(Enum):
     @property
     def most(self) -> int:
         """States of a prompt that a graph saves."""
-        return {StateSaves.NONE: 0, StateSaves.AT_CHUNKS: SAVES_PER_PROMPT, StateSaves.SECOND_PASS: 1}[self]
+        return SAVES_PER_PROMPT if self is StateSaves.AT_CHUNKS else int(self is StateSaves.SECOND_PASS)
 
     @property
     def tail(self) -> int | None:
