@@ -6,9 +6,12 @@ from typing import Any
 import pytest
 
 from benchmarks import simulate_serving, starvation
-from benchmarks.traffic_loads import LIMITS, LOADS, Item, figures, tokens
+from benchmarks.traffic_loads import LIMITS, LOADS, Item, Player, figures, tokens
+from hybridrt.engine.core.samples import Samples
+from hybridrt.engine.core.scheduled_step import ScheduledStep
+from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.runtime.step.pack_padded import DECODE_ROWS, PROMPT_TOKENS, make_buckets
-from hybridrt.runtime.step.plan import ExtendRow, StepPlan
+from hybridrt.runtime.step.plan import ExtendRow, StepPlan, StepResult
 
 QUICK = ("same-text",)
 
@@ -128,3 +131,23 @@ def test_requests_that_are_taken_under_overload_end_in_time(count: int) -> None:
     found = starvation.Run(1, count, 6.0, timeout=6.0).play()
     assert found.holds and 0.2 * count < found.refused < 0.9 * count, found
     assert found.longest_answer > 1.0
+
+
+def test_the_policy_has_the_time_at_which_a_step_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step runs since then, whatever the host does with the tokens first."""
+    ages, device = list[float](), simulate_serving.SimulatedDevice(simulate_serving.StepTimes([]), 0)
+    take, ended = Samples.take_result, TrafficPolicy.ended
+
+    def slow(self: Samples, step: ScheduledStep, result: StepResult) -> None:
+        device.sleep(0.001)
+        take(self, step, result)
+
+    def record(self: TrafficPolicy, *args: Any) -> None:
+        ages.append(self.clock() - args[-1])
+        ended(self, *args)
+
+    monkeypatch.setattr(Samples, "take_result", slow)
+    monkeypatch.setattr(TrafficPolicy, "ended", record)
+    engine = simulate_serving.engine(device, simulate_serving.StepTimes([]), 512, "auto", 4)
+    Player(engine, LOADS["10/s"](0)[:3], device).play()
+    assert len(ages) > 100 and ages == pytest.approx([0.001] * len(ages), rel=0.01)

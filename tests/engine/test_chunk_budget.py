@@ -350,7 +350,17 @@ def test_the_next_step_is_scheduled_before_the_end_of_the_running_one() -> None:
     assert TrafficPolicy(1.0, clock=lambda: now).spare_seconds(plan, 49.5) == 0.0, "no step has been seen"
 
 
-def test_the_lead_is_as_long_as_all_but_one_of_the_latest_launches_of_prompts() -> None:
+def test_a_step_runs_since_the_one_before_it_was_read() -> None:
+    """Not since the tokens of that one were handed to their requests: else it would be taken to end later."""
+    plan = StepPlan(decode=decoding(4))
+    target, other = (TrafficPolicy(1.0, cost=Known(), clock=lambda: 50.0) for _ in range(2))
+    for policy, read in ((target, 49.7), (other, None)):
+        policy.cost.predict = lambda work: 1.0  # type: ignore[method-assign]
+        policy.ended(plan, 49.0, 4, read=read)
+    assert target.spare_seconds(plan, 49.5) == pytest.approx(other.spare_seconds(plan, 49.5) - 0.3)
+
+
+def test_the_lead_is_as_long_as_all_but_one_of_the_latest_launches() -> None:
     """Not longer, however often the running step ends first: else no prompt would join a step that was put off."""
     now = [50.0]
     target = TrafficPolicy(1.0, cost=Known(), clock=lambda: now[0])
@@ -370,17 +380,24 @@ def test_the_lead_is_as_long_as_all_but_one_of_the_latest_launches_of_prompts() 
         launch(prompt, seconds, seconds)
     assert lead() == pytest.approx(0.008), "one launch that took 60 ms may be an exception"
     for _ in range(16):
-        launch(decode, 0.02, 0.02)
-    assert lead() == pytest.approx(0.008), "launches of decode steps say nothing"
+        launch(decode, 0.001, 0.001)
+    assert lead() == pytest.approx(0.008), "prompts come seldom, and are not forgotten"
+    target.backlog = 1e-3
+    assert target.spare_seconds(decode, now[0]) == 0.0, "prompts wait"
+    target.backlog = 0.0
     target.ended(decode, now[0], 4, late=True)
     assert target.spare_seconds(decode, now[0]) == 0.0, "when the next step began is not known"
     for _ in range(20):
         target.ended(decode, now[0], 4, late=True)
     assert lead() == pytest.approx(0.008), "steps that end before the next launch do not make it longer"
-    for seconds, expected in ((0.5, 0.1), (0.0001, 0.001)):
+    for seconds, expected in ((0.5, 0.1), (0.0001, 0.002)):
         for _ in range(16):
             launch(prompt, 0.0, seconds)
         assert lead() == pytest.approx(expected)
+    for seconds, expected in ((0.03, 0.03), (0.0001, 0.001)):
+        for _ in range(16):
+            launch(decode, 0.0, seconds)
+        assert lead() == pytest.approx(expected), "steps of many decode rows take the host as long"
 
 
 def test_a_step_after_one_that_was_read_late_is_not_observed() -> None:

@@ -513,6 +513,7 @@ class Engine:
                 handle.drop()
             step.late = len(self._launched) > 1 and handle.ready()  # a lost device raises here already
             result = handle.result()
+            step.read = None if self.policy is None else self.policy.clock()
             tokens = 0
             for row in step.plan.extend:
                 tokens += len(row.tokens)

@@ -63,7 +63,7 @@ class PolicyScheduler(Scheduler):
         return step
 
     def step_consumed(self, step: ScheduledStep, gained: Sequence[int]) -> None:
-        self._policy.ended(step.plan, step.launched, sum(gained), step.late)
+        self._policy.ended(step.plan, step.launched, sum(gained), step.late, step.read)
         super().step_consumed(step, gained)
 
     def clear(self) -> None:

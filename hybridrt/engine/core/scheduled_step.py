@@ -17,6 +17,7 @@ class ScheduledStep:
             other chunks), in the plan's order: decode rows, then extend rows.
         max_new_tokens: the sum of these numbers.
         asked, launched: when its scheduling began and ended, by the clock of the scheduler's policy.
+        read: when its result was read, by the same clock; None without a policy.
         began: by `time.perf_counter`.
         late: the device finished before the host read the result, so its duration is unknown.
     """
@@ -26,6 +27,7 @@ class ScheduledStep:
     max_new_tokens: int = 0
     asked: float = 0.0
     launched: float = 0.0
+    read: float | None = None
     late: bool = False
     began: float = field(default_factory=time.perf_counter)
 

@@ -43,10 +43,10 @@ _LATE_STEPS = 8  # late steps that are observed as one
 # A step without a graph that ends within this share of its time after its launch has waited for the launch: the
 # device computes most kernels as soon as they come.
 LAUNCH_SHARE = 0.05
-# The next step is scheduled this lead before the running one ends: all but one of the latest _LAUNCHES steps with
-# prompts were scheduled and launched in that time. Feedback from steps that ended before the next launch would not do:
-# next to a server's threads a step of a few decode rows is often shorter than the launch of the next one, whatever
-# the lead, and then no step would be put off.
+# The next step is scheduled this lead before the running one ends: all but one of the latest _LAUNCHES steps were
+# scheduled and launched in that time, of those with prompts and of those without. Feedback from steps that ended before
+# the next launch would not do: next to a server's threads a step of a few decode rows is often shorter than the launch
+# of the next one, whatever the lead, and then no step would be put off.
 _LEAD, _MIN_LEAD, _MAX_LEAD, _LAUNCHES = 0.004, 0.001, 0.1, 16
 
 
@@ -82,11 +82,12 @@ class TrafficPolicy:
         factor = max_ttft_factor or (AUTO_FACTOR if seconds is None else NUMBER_FACTOR)
         self._least = factor / (factor - 1)
         self.backlog, self.passing = 0.0, MOST_PASSING
-        self._last_end = 0.0
+        self._last_end = self._last_read = 0.0
         self._unseen: list[StepWork] = []  # launched before the next awaited one
         self._unseen_start = 0.0
         self._end_is_late = False  # `_last_end` was seen too late
-        self._hosts = deque[float]([_LEAD], maxlen=_LAUNCHES)  # seconds of scheduling and launching, with prompts
+        # Seconds of scheduling and launching, of steps without prompts and with them.
+        self._hosts = tuple(deque[float]([_LEAD], maxlen=_LAUNCHES) for _ in range(2))
         self._launches = deque[tuple[float, float]](maxlen=_LATE_STEPS)  # start and end, of steps without a graph
 
     @classmethod
@@ -155,36 +156,39 @@ class TrafficPolicy:
 
     def spare_seconds(self, plan: StepPlan, launched: float) -> float:
         """How long scheduling of the next step can be put off while this plan runs as the last one:
-        more prompts can join then. 0 if its end is unknown. `launched`: when, by `clock`.
+        more prompts can join then. 0 if its end is unknown, or if prompts wait: the device must not be idle then.
+        `launched`: when, by `clock`.
         """
         seconds = self.cost.predict(StepWork.from_plan(plan))
-        if seconds is None or self._unseen:
+        if seconds is None or self._unseen or self.backlog:
             return 0.0
-        end = max(launched, self._last_end) + seconds * (1 - self._margin)
+        end = max(launched, self._last_read) + seconds * (1 - self._margin)
         return max(end - self._lead - self.clock(), 0.0)
 
     @property
     def _lead(self) -> float:
-        return min(max(sorted(self._hosts)[-2:][0], _MIN_LEAD), _MAX_LEAD)
+        return min(max([_MIN_LEAD, *(sorted(hosts)[-2:][0] for hosts in self._hosts)]), _MAX_LEAD)
 
     @property
     def _margin(self) -> float:
         return min(MARGIN_ERRORS * (self.cost.error or 0.0), MAX_MARGIN)
 
     def note_launch(self, plan: StepPlan, asked: float, launched: float) -> None:
-        """A step was launched just now. `asked` and `launched`: when its scheduling and its launch began, by `clock`."""
+        """A step was launched just now. `asked`: when its scheduling began, `launched`: when it ended, by `clock`."""
         work, now = StepWork.from_plan(plan), self.clock()
-        if plan.extend:
-            self._hosts.append(now - asked)
+        self._hosts[bool(plan.extend)].append(now - asked)
         if not self.cost.has_graph(work):
             self._launches.append((launched, now))
             self.cost.note_launch(now - launched)
 
-    def ended(self, plan: StepPlan, launched: float, gained: int, late: bool = False) -> None:
+    def ended(
+        self, plan: StepPlan, launched: float, gained: int, late: bool = False, read: float | None = None
+    ) -> None:
         """Observes a step that was read. Call it in launch order.
 
         Args:
-            launched: when, by `clock`.
+            launched: when, by `clock`. read: likewise; None: now. The host may have needed milliseconds for its tokens
+                since, and the next step has run.
             gained: tokens of all its rows; 0: it was not waited for, or failed.
             late: it had ended before it was read, because the launch of the next one took longer.
                 Its end would be seen too late, and the next step would seem to need no time.
@@ -195,6 +199,7 @@ class TrafficPolicy:
         if not gained or (late and len(self._unseen) < _LATE_STEPS):
             return
         now, works = self.clock(), self._unseen
+        self._last_read = now if read is None else read
         start = max(self._unseen_start, self._last_end)
         too_short = self._end_is_late and not late  # it began before that end was seen
         self._last_end, self._unseen, self._end_is_late = now, [], late
