@@ -363,7 +363,7 @@ def test_a_step_runs_since_the_one_before_it_was_read() -> None:
 def test_the_lead_is_as_long_as_all_but_one_of_the_latest_launches() -> None:
     """Not longer, however often the running step ends first: else no prompt would join a step that was put off."""
     now = [50.0]
-    target = TrafficPolicy(1.0, cost=Known(), clock=lambda: now[0])
+    target = TrafficPolicy(None, cost=Known(), clock=lambda: now[0])
     decode, prompt = StepPlan(decode=decoding(4)), StepPlan(extend=[ExtendRow(9, 0, [1] * 60, 0, True)])
     target.cost.predict = lambda work: 1.0  # type: ignore[method-assign]
 
@@ -382,8 +382,10 @@ def test_the_lead_is_as_long_as_all_but_one_of_the_latest_launches() -> None:
     for _ in range(16):
         launch(decode, 0.001, 0.001)
     assert lead() == pytest.approx(0.008), "prompts come seldom, and are not forgotten"
-    target.backlog = 1e-3
-    assert target.spare_seconds(decode, now[0]) == 0.0, "prompts wait"
+    target.backlog = 2.99
+    assert lead() == pytest.approx(0.008), "more prompts have room in the next step: four times that of decode rows"
+    target.backlog = 3.01
+    assert target.spare_seconds(decode, now[0]) == 0.0, "the prompts that wait fill the next step"
     target.backlog = 0.0
     target.ended(decode, now[0], 4, late=True)
     assert target.spare_seconds(decode, now[0]) == 0.0, "when the next step began is not known"

@@ -156,11 +156,12 @@ class TrafficPolicy:
 
     def spare_seconds(self, plan: StepPlan, launched: float) -> float:
         """How long scheduling of the next step can be put off while this plan runs as the last one:
-        more prompts can join then. 0 if its end is unknown, or if prompts wait: the device must not be idle then.
-        `launched`: when, by `clock`.
+        more prompts can join then. 0 if its end is unknown, or if the prompts that wait fill the next step without
+        more. `launched`: when, by `clock`.
         """
-        seconds = self.cost.predict(StepWork.from_plan(plan))
-        if seconds is None or self._unseen or self.backlog:
+        work = StepWork.from_plan(plan)
+        seconds, alone = self.cost.predict(work), self.cost.predict(StepWork(work.decode_tokens, work.decode_context))
+        if seconds is None or alone is None or self._unseen or self.backlog > self.bound(alone, self.backlog) - alone:
             return 0.0
         end = max(launched, self._last_read) + seconds * (1 - self._margin)
         return max(end - self._lead - self.clock(), 0.0)
