@@ -7,8 +7,10 @@ import pytest
 
 from benchmarks import simulate_serving, starvation
 from benchmarks.traffic_loads import LIMITS, LOADS, Item, Player, figures, tokens
+from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.core.samples import Samples
 from hybridrt.engine.core.scheduled_step import ScheduledStep
+from hybridrt.engine.core.scheduler import Scheduler
 from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.runtime.step.pack_padded import DECODE_ROWS, PROMPT_TOKENS, make_buckets
 from hybridrt.runtime.step.plan import ExtendRow, StepPlan, StepResult
@@ -133,12 +135,18 @@ def test_requests_that_are_taken_under_overload_end_in_time(count: int) -> None:
     assert found.longest_answer > 1.0
 
 
-def test_the_policy_has_the_time_at_which_a_step_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next step runs since then, whatever the host does with the tokens first."""
-    ages, device = list[float](), simulate_serving.SimulatedDevice(simulate_serving.StepTimes([]), 0)
-    take, ended = Samples.take_result, TrafficPolicy.ended
+def test_the_policy_knows_when_steps_were_scheduled_and_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lead has the time of scheduling, and the next step runs since the last one was read, whatever the host does
+    with the tokens first."""
+    ages, times = list[float](), simulate_serving.StepTimes([])
+    device = simulate_serving.SimulatedDevice(times, 0)
+    schedule, take, ended = Scheduler.schedule, Samples.take_result, TrafficPolicy.ended
 
-    def slow(self: Samples, step: ScheduledStep, result: StepResult) -> None:
+    def slow_schedule(self: Scheduler) -> ScheduledStep | None:
+        device.sleep(0.002)
+        return schedule(self)
+
+    def slow_take(self: Samples, step: ScheduledStep, result: StepResult) -> None:
         device.sleep(0.001)
         take(self, step, result)
 
@@ -146,8 +154,28 @@ def test_the_policy_has_the_time_at_which_a_step_was_read(monkeypatch: pytest.Mo
         ages.append(self.clock() - args[-1])
         ended(self, *args)
 
-    monkeypatch.setattr(Samples, "take_result", slow)
+    monkeypatch.setattr(Scheduler, "schedule", slow_schedule)
+    monkeypatch.setattr(Samples, "take_result", slow_take)
     monkeypatch.setattr(TrafficPolicy, "ended", record)
-    engine = simulate_serving.engine(device, simulate_serving.StepTimes([]), 512, "auto", 4)
+    engine = simulate_serving.engine(device, times, 512, "auto", 4)
     Player(engine, LOADS["10/s"](0)[:3], device).play()
-    assert len(ages) > 100 and ages == pytest.approx([0.001] * len(ages), rel=0.01)
+    assert engine.policy is not None and len(ages) > 100
+    assert ages == pytest.approx([0.001] * len(ages), rel=0.01)
+    host = times.host(StepPlan(), True) / 1e3
+    assert list(engine.policy._hosts[0]) == pytest.approx([0.002 + host] * 16, rel=0.01)
+
+
+def test_aborted_requests_are_no_backlog() -> None:
+    """Else an idle server would refuse requests: only another request would correct the time that they would wait."""
+    times = simulate_serving.StepTimes([])
+    engine = simulate_serving.engine(simulate_serving.SimulatedDevice(times, 0), times, 512, "auto", 1)
+    for i in range(5):
+        params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+        engine.submit(engine.prepare(list(range(5, 505)), params), f"request {i}")
+    engine.step()
+    before = engine.wait_seconds()
+    for i in range(1, 4):
+        engine.abort(f"request {i}")
+    assert 0 < engine.wait_seconds() < 0.5 * before
+    engine._recover()
+    assert engine.wait_seconds() == 0.0

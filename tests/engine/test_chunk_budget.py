@@ -360,12 +360,27 @@ def test_a_step_runs_since_the_one_before_it_was_read() -> None:
     assert target.spare_seconds(plan, 49.5) == pytest.approx(other.spare_seconds(plan, 49.5) - 0.3)
 
 
+def test_the_time_for_tokens_does_not_make_steps_longer() -> None:
+    """A step that was launched before the end of the one before it takes from one end to the next; one that was
+    launched later ends when it is read: else it would be put off by the time for tokens, and seem to take longer."""
+    cost, plan, now = Known(), StepPlan(decode=decoding(4)), [50.0]
+    target = TrafficPolicy(1.0, cost=cost, clock=lambda: now[0])
+    target.ended(plan, 49.0, 4, read=49.7)
+    now[0] = 50.6
+    target.ended(plan, 49.5, 4, read=50.2)
+    now[0] = 51.5
+    target.ended(StepPlan(extend=[ExtendRow(9, 0, [1] * 60, 0, True)]), 51.0, 1, read=51.3)
+    assert [seconds for _, seconds in cost.seen] == pytest.approx([0.7, 0.6, 0.5]), "the last one has no graph"
+
+
 def test_the_lead_is_as_long_as_all_but_one_of_the_latest_launches() -> None:
     """Not longer, however often the running step ends first: else no prompt would join a step that was put off."""
     now = [50.0]
-    target = TrafficPolicy(None, cost=Known(), clock=lambda: now[0])
-    decode, prompt = StepPlan(decode=decoding(4)), StepPlan(extend=[ExtendRow(9, 0, [1] * 60, 0, True)])
-    target.cost.predict = lambda work: 1.0  # type: ignore[method-assign]
+    target = TrafficPolicy(None, cost=Known(buckets=[Bucket(4, 64)]), clock=lambda: now[0])
+    decode, chunk = StepPlan(decode=decoding(4)), ExtendRow(9, 0, [1] * 60, 0, True)
+    prompt, mixed = StepPlan(extend=[chunk]), StepPlan(decode=decoding(4), extend=[chunk])
+    eager = StepPlan(extend=[ExtendRow(9, 0, [1] * 65, 0, True)])
+    target.cost.predict = lambda work: 1.0 + work.prompt_tokens  # type: ignore[method-assign]
 
     def lead() -> float:
         target.ended(decode, now[0], 4)
@@ -382,10 +397,15 @@ def test_the_lead_is_as_long_as_all_but_one_of_the_latest_launches() -> None:
     for _ in range(16):
         launch(decode, 0.001, 0.001)
     assert lead() == pytest.approx(0.008), "prompts come seldom, and are not forgotten"
+    for _ in range(16):
+        launch(eager, 0.001, 0.09)
+    assert lead() == pytest.approx(0.008), "the device begins steps without a graph during their launch"
     target.backlog = 2.99
     assert lead() == pytest.approx(0.008), "more prompts have room in the next step: four times that of decode rows"
+    assert target.spare_seconds(mixed, now[0]) > 60
     target.backlog = 3.01
     assert target.spare_seconds(decode, now[0]) == 0.0, "the prompts that wait fill the next step"
+    assert target.spare_seconds(mixed, now[0]) == 0.0, "the prompts of this step will not be in the next one"
     target.backlog = 0.0
     target.ended(decode, now[0], 4, late=True)
     assert target.spare_seconds(decode, now[0]) == 0.0, "when the next step began is not known"

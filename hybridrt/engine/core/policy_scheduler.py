@@ -69,6 +69,11 @@ class PolicyScheduler(Scheduler):
     def clear(self) -> None:
         super().clear()
         self._uncomputed = PromptWork()
+        self._note_backlog()
+
+    def _remove_waiting(self, request: Request) -> None:
+        super()._remove_waiting(request)
+        self._note_backlog()
 
     def _stop_running(self, request: Request) -> None:
         if request.row is not None and (start := request.computed) < request.prefill_end:

@@ -44,9 +44,10 @@ _LATE_STEPS = 8  # late steps that are observed as one
 # device computes most kernels as soon as they come.
 LAUNCH_SHARE = 0.05
 # The next step is scheduled this lead before the running one ends: all but one of the latest _LAUNCHES steps were
-# scheduled and launched in that time, of those with prompts and of those without. Feedback from steps that ended before
-# the next launch would not do: next to a server's threads a step of a few decode rows is often shorter than the launch
-# of the next one, whatever the lead, and then no step would be put off.
+# scheduled and launched in that time, of those with prompts and of those without. Steps without a graph do not count:
+# the device begins them with their first kernels, long before the launch has ended. Feedback from steps that ended
+# before the next launch would not do: next to a server's threads a step of a few decode rows is often shorter than the
+# launch of the next one, whatever the lead, and then no step would be put off.
 _LEAD, _MIN_LEAD, _MAX_LEAD, _LAUNCHES = 0.004, 0.001, 0.1, 16
 
 
@@ -156,8 +157,8 @@ class TrafficPolicy:
 
     def spare_seconds(self, plan: StepPlan, launched: float) -> float:
         """How long scheduling of the next step can be put off while this plan runs as the last one:
-        more prompts can join then. 0 if its end is unknown, or if the prompts that wait fill the next step without
-        more. `launched`: when, by `clock`.
+        more prompts can join then. 0 if its end is unknown, or if the prompts that wait fill the time of the next step
+        without more. `launched`: when, by `clock`.
         """
         work = StepWork.from_plan(plan)
         seconds, alone = self.cost.predict(work), self.cost.predict(StepWork(work.decode_tokens, work.decode_context))
@@ -177,8 +178,9 @@ class TrafficPolicy:
     def note_launch(self, plan: StepPlan, asked: float, launched: float) -> None:
         """A step was launched just now. `asked`: when its scheduling began, `launched`: when it ended, by `clock`."""
         work, now = StepWork.from_plan(plan), self.clock()
-        self._hosts[bool(plan.extend)].append(now - asked)
-        if not self.cost.has_graph(work):
+        if self.cost.has_graph(work):
+            self._hosts[bool(plan.extend)].append(now - asked)
+        else:
             self._launches.append((launched, now))
             self.cost.note_launch(now - launched)
 
@@ -202,10 +204,14 @@ class TrafficPolicy:
         now, works = self.clock(), self._unseen
         self._last_read = now if read is None else read
         start = max(self._unseen_start, self._last_end)
+        # Between the ends of steps the host's time for tokens cancels out. A step that was launched later has an end of
+        # its own. Without a graph it keeps the host until the device has nearly finished, and that time adds.
+        own = start == self._unseen_start and all([self.cost.has_graph(work) for work in works])
+        end = self._last_read if own else now
         too_short = self._end_is_late and not late  # it began before that end was seen
         self._last_end, self._unseen, self._end_is_late = now, [], late
-        if now > start and not too_short:
-            self.cost.observe(works, now - start, at_most=self._waited(works, launched, now - start, late))
+        if end > start and not too_short:
+            self.cost.observe(works, end - start, at_most=self._waited(works, launched, end - start, late))
 
     def _waited(self, works: Iterable[StepWork], launched: float, seconds: float, late: bool) -> bool:
         """Whether the device waited for launches of steps without a graph, in `seconds` until now. Without any graph
