@@ -23,7 +23,7 @@ from hybridrt.fleet.fleet_metrics import MAX_BYTES, RouterMetrics, merged
 from hybridrt.fleet.forward import headers_for, target_of
 from hybridrt.fleet.placement import Placement
 from hybridrt.fleet.prompt_names import MAX_TOKENS, PromptNames
-from hybridrt.fleet.replica_client import MAX_ENTRIES, ReplicaClient
+from hybridrt.fleet.replica_client import HEALTH_SECONDS, MAX_ENTRIES, ReplicaClient
 from hybridrt.fleet.sender import RoutedRequest, Sender, nothing
 from hybridrt.fleet.short_answer import short_answer
 from hybridrt.server.core.bodies import SMALL, check_body
@@ -119,6 +119,7 @@ class Router:
         self._placement, self._names = Placement(), PromptNames(config.tokenizer, config.server)
         self._known: dict[str, ReplicaClient] = {}
         self._watches: dict[str, list[asyncio.Task[None]]] = {}
+        self._leaving = set[asyncio.Task[None]]()
         self._finder: asyncio.Task[None] | None = None
         self.metrics = RouterMetrics()
         self._sender = Sender(self._known, self._placement, self.metrics, config.replica_key, config.resume)
@@ -141,7 +142,7 @@ class Router:
 
     async def close(self) -> None:
         tasks = [task for watches in self._watches.values() for task in watches]
-        tasks += [] if self._finder is None else [self._finder]
+        tasks += [*self._leaving, *([] if self._finder is None else [self._finder])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -163,14 +164,27 @@ class Router:
             log.warning(text, replica.url, others[0])
 
     def _remove(self, url: str) -> None:
-        """What runs there goes on."""
+        """What runs there goes on, and is watched until it has ended: if the replica no longer answers, clients are
+        told so, or other replicas asked."""
         log.info("replica %s has gone", url)
         self.metrics.forget(url)
-        self._known.pop(url).ready = False
+        replica = self._known.pop(url)
+        replica.ready = False
         self._placement.remove(url)
-        for task in self._watches.pop(url):
-            task.cancel()
+        watch, follow = self._watches.pop(url)
+        follow.cancel()
+        leaving = asyncio.create_task(self._let_end(replica, watch))
+        self._leaving.add(leaving)
+        leaving.add_done_callback(self._leaving.discard)
         self._share_entries()
+
+    @staticmethod
+    async def _let_end(replica: ReplicaClient, watch: asyncio.Task[None]) -> None:
+        try:
+            while replica.exchanges:
+                await asyncio.sleep(HEALTH_SECONDS)
+        finally:
+            watch.cancel()
 
     def _share_entries(self) -> None:
         for replica in self._known.values():

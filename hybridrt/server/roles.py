@@ -71,9 +71,10 @@ class PrefillRole:
             try:
                 with self._llm.engine.turns:
                     busy = self.worker.step()
-            except HybridrtError:
+            except Exception:  # the thread must go on: without it no prompt of a decode server is computed any more
                 log.exception("a step for decode workers failed")
-                busy = False
+                self._end.wait(CHECK_SECONDS)
+                continue
             if not busy:
                 self._end.wait(IDLE_SECONDS)
 

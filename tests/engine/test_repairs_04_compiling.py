@@ -1,9 +1,11 @@
 """Compiling grammars: in a process with limits, which ends, and past which small and compiled forms go."""
 
+import gc
 import os
 import signal
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -225,8 +227,13 @@ def test_a_process_that_has_ended_is_replaced() -> None:
     compiler.matcher(StructuredOutputs(regex="x"))
     assert compiler._process._running is not first
     second = compiler._process._running
-    del compiler  # nobody closes it
-    assert second is not None and second.process.wait(60) == -signal.SIGKILL
+    for process, alive in ((first, False), (second, True)):
+        assert process is not None and process.process.stdin is not None and process.process.stdout is not None
+        assert process.process.stdin.closed == process.process.stdout.closed == (not alive), "pipes are open files"
+    held = weakref.ref(first)
+    del compiler, first, process  # nobody closes it
+    gc.collect()
+    assert second is not None and second.process.wait(60) == -signal.SIGKILL and held() is None
 
 
 def test_an_interrupted_compilation_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

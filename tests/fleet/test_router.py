@@ -1,11 +1,13 @@
 """The router in front of real servers of the built-in model, and of replicas that fail."""
 
+import asyncio
 import http.client
 import json
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -17,12 +19,12 @@ from hybridrt.fleet import router as router_module
 from hybridrt.fleet import sender
 from hybridrt.fleet.fleet_metrics import RouterMetrics, merged
 from hybridrt.fleet.prefix_mirror import PrefixMirror
-from hybridrt.fleet.replica_client import ReplicaClient
-from hybridrt.fleet.router import RouterConfig
+from hybridrt.fleet.replica_client import Exchange, ReplicaClient
+from hybridrt.fleet.router import Router, RouterConfig
 from hybridrt.runtime.load.model_path import resolve_model_path
 from hybridrt.server.core.config import ServerConfig
 from hybridrt.server.core.respond import ELSEWHERE
-from tests.support.http_server import Served, serving
+from tests.support.http_server import WAIT, Served, serving
 from tests.support.one_layer import write_first_layer
 from tests.support.routing import FLEET_KEY, Routed, failing, routing
 
@@ -117,6 +119,32 @@ def test_replicas_that_have_gone_share_a_series() -> None:
         'hybridrt_router_requests_total{replica="http://a"} 1.0',
         'hybridrt_router_wrong_answers_total{reason="form",replica="gone"} 4.0',
     ]
+
+
+def test_what_runs_at_a_replica_that_has_gone_is_watched() -> None:
+    """It may have left a list of addresses because its host is off: nobody else ends the requests there."""
+
+    async def run() -> None:
+        router = Router(RouterConfig(ServerConfig(), (), changing=True))
+        with socket.socket() as nobody:  # bound, and nobody listens
+            nobody.bind(("127.0.0.1", 0))
+            router.replace([f"http://127.0.0.1:{nobody.getsockname()[1]}"])
+            task = asyncio.create_task(asyncio.sleep(3600))
+            exchange = Exchange(task)
+            task.add_done_callback(lambda _: replica.exchanges.discard(exchange))
+            (replica,) = router.replicas
+            replica.exchanges.add(exchange)
+            router.replace([])
+            assert not router.replicas and len(router._leaving) == 1
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait_for(task, WAIT)
+            assert task.cancelled()
+            await asyncio.wait_for(asyncio.gather(*router._leaving), WAIT)
+            await asyncio.sleep(0)
+            assert not router._leaving and asyncio.all_tasks() == {asyncio.current_task()}
+            await router.close()
+
+    asyncio.run(run())
 
 
 def test_merged_metrics_have_one_head_and_a_label_each() -> None:

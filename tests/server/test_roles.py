@@ -1,9 +1,11 @@
 """Servers with roles: one computes the prompts of another, and may go away and come back."""
 
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -11,9 +13,10 @@ import pytest
 import torch
 
 from hybridrt.base import circuit
-from hybridrt.base.errors import ConfigError, TransferError
+from hybridrt.base.errors import ConfigError, EngineError, TransferError
 from hybridrt.engine.api.llm import LLM
 from hybridrt.runtime.load.model_path import resolve_model_path
+from hybridrt.server import roles
 from hybridrt.server.core.config import ServerConfig
 from hybridrt.server.core.metrics import Metrics
 from hybridrt.server.roles import DecodeRole, PrefillRole, read_short
@@ -190,6 +193,22 @@ def test_a_server_without_the_role_computes_for_nobody(served: Served, llms: tup
     with serving(llms[0], fleet_key=KEYS["fleet_key"]) as other, other.http() as client:
         answer = client.get("/fleet/transfer", headers={"Authorization": f"Bearer {KEYS['fleet_key']}"})
         assert answer.status_code == 404 and "--role prefill" in answer.text
+
+
+def test_the_thread_for_decode_servers_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a step raises: nobody would see that the thread has ended, and no prompt would be computed any more."""
+    monkeypatch.setattr(roles, "CHECK_SECONDS", 0.001)
+    role, steps = object.__new__(PrefillRole), count()
+
+    def step() -> bool:
+        if (number := next(steps)) == 3:
+            role._end.set()
+        raise MemoryError if number % 2 else EngineError("failed")
+
+    engine = SimpleNamespace(turns=nullcontext())
+    role._llm, role._end, role.worker = SimpleNamespace(engine=engine), threading.Event(), SimpleNamespace(step=step)  # type: ignore[assignment]
+    role._run()
+    assert next(steps) == 4
 
 
 def test_an_answer_without_an_end_is_left() -> None:

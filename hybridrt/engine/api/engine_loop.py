@@ -25,6 +25,8 @@ HAND_OUT_SECONDS, HAND_OUT_SHARE = 0.002, 0.25
 COMMANDS = 64  # most between two steps
 # How often a put-off step asks if the device still computes.
 ASK_SECONDS = 0.005
+# How often prefill workers are heard while no request runs: what they send to a request that was aborted holds memory.
+SOURCE_SECONDS = 0.1
 # How long the interpreter's end waits for the last step.
 LEAVE_SECONDS = 60.0
 
@@ -160,6 +162,8 @@ class EngineLoop:
                     self._step()
                 elif self._engine.wants_audit:
                     self._audit()
+                elif self._engine.prefill_source is not None:
+                    self._hear_prefill_workers()
             with self._turns:
                 for request_id in list(self._unfinished):
                     self._engine.abort(request_id)
@@ -172,7 +176,7 @@ class EngineLoop:
         with suppress(Empty):
             for _ in range(COMMANDS):
                 idle = not self._count and not self._closing and not self._engine.wants_audit
-                self._commands.get(block=idle)()
+                self._commands.get(idle, None if self._engine.prefill_source is None else SOURCE_SECONDS)()
 
     def _audit(self) -> None:
         """A step of an audit. The next command breaks it off."""
@@ -183,6 +187,11 @@ class EngineLoop:
         if not advanced:  # other threads use the engine
             with suppress(Empty):
                 self._commands.get(timeout=ASK_SECONDS)()
+
+    def _hear_prefill_workers(self) -> None:
+        with self._turns:
+            if self._engine.prefill_source is not None:
+                self._engine.prefill_source.advance()
 
     def _put_off(self) -> None:
         while not self._closing and (seconds := self._spare_seconds()):
@@ -207,25 +216,29 @@ class EngineLoop:
             message.handed_out.wait(min(HAND_OUT_SECONDS, HAND_OUT_SHARE * message.seconds))
 
     def _deliver_deltas(self, seconds: float) -> StepMessage:
-        message = StepMessage(self._deltas.take_deltas(), seconds)
+        message = StepMessage(self._remove_ended(self._deltas.take_deltas()), seconds)
         if message.deltas:
-            self._remove_ended(message.deltas)
             self._deliver(message)
             for delta in message.deltas:
                 if delta.error is not None and isinstance(delta.error.__cause__, _FATAL):
                     raise delta.error
         return message
 
-    def _remove_ended(self, deltas: list[Delta]) -> None:
-        for delta in deltas:
-            if delta.finish_reason is None:
-                continue
-            with self._lock:
-                samples, _ = self._unfinished[delta.request_id]
-                samples.remove(delta.index)
-                self._count -= 1
-                if not samples:
-                    del self._unfinished[delta.request_id]
+    def _remove_ended(self, deltas: list[Delta]) -> list[Delta]:
+        """Returns the deltas without those of samples that had ended before: those of a request whose `submit` raised
+        end again with the engine's recovery."""
+        return [delta for delta in deltas if delta.finish_reason is None or self._remove_sample(delta)]
+
+    def _remove_sample(self, delta: Delta) -> bool:
+        with self._lock:
+            samples, _ = self._unfinished.get(delta.request_id, (set[int](), None))
+            if delta.index not in samples:
+                return False
+            samples.remove(delta.index)
+            self._count -= 1
+            if not samples:
+                del self._unfinished[delta.request_id]
+            return True
 
     def _submit(self, prepared: PreparedPrompt, request_id: str, stream: bool, client: str) -> None:
         with self._turns:

@@ -21,6 +21,7 @@ _arrival = attrgetter("arrival")
 
 
 class _Entry(NamedTuple):
+    request: Request
     priority: int
     size: int
     work: PromptWork
@@ -46,9 +47,9 @@ class RequestQueue:
         self._entries = dict[int, _Entry]()  # by arrival
         self._levels = dict[int, dict[int, list[Request]]]()  # by priority and size class, in order of arrival
         self._priorities = list[int]()  # of waiting requests, in order
-        # By the time from which a request goes before later ones of a higher priority. May have
-        # requests that no longer wait.
-        self._by_age = list[tuple[float, int, Request]]()
+        # Arrivals by the time from which a request goes before later ones of a higher priority. May have those of
+        # requests that no longer wait, but not these requests: their prompts and images would stay in memory.
+        self._by_age = list[tuple[float, int]]()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -64,7 +65,7 @@ class RequestQueue:
     def add(self, request: Request, work: PromptWork) -> None:
         """`work`: of its prompt, without what is cached."""
         priority = request.params.priority
-        entry = self._entries[request.arrival] = _Entry(priority, self._size(work), work)
+        entry = self._entries[request.arrival] = _Entry(request, priority, self._size(work), work)
         self.pending += work
         if priority not in self._levels:
             insort(self._priorities, priority)
@@ -114,12 +115,12 @@ class RequestQueue:
         if len(heap) > 64 + 2 * len(self._entries):
             heap[:] = [each for each in heap if each[1] in self._entries and each[1] != request.arrival]
             heapq.heapify(heap)
-        heapq.heappush(heap, (goes_first_from(request), request.arrival, request))
+        heapq.heappush(heap, (goes_first_from(request), request.arrival))
 
     def _oldest(self) -> Request:
         while self._by_age[0][1] not in self._entries:
             heapq.heappop(self._by_age)
-        return self._by_age[0][2]
+        return self._entries[self._by_age[0][1]].request
 
 
 class ClientQueues:

@@ -247,6 +247,8 @@ class Scheduler:
         else:
             self.queues.remove(request)
         self._coordinator.prefixes.forget(request)
+        if self._coordinator.fetches is not None:
+            self._coordinator.fetches.cancel(request.arrival)
         self._aside += self._followers.end_leader(request)
 
     def _release_followers(self, leader: Request) -> None:

@@ -73,6 +73,7 @@ class CompileProcess:
         self._command = [sys.executable, "-P", "-s", str(_CHILD), str(vocab_size), *map(str, sorted(eos))]
         self._numbers, self._lock = count(1), threading.Lock()
         self._running: _Running | None = None
+        self._kill_at_end: weakref.finalize[[], CompileProcess] | None = None
         self._pid = os.getpid()
         self._closed = False
 
@@ -114,8 +115,10 @@ class CompileProcess:
             if self._pid != os.getpid():  # a fork has its parent's
                 self._running, self._pid = None, os.getpid()
             if self._running is None or self._running.ended:
+                if self._kill_at_end is not None:
+                    self._kill_at_end.detach()  # else it would keep the process that has ended
                 self._running = self._start()
-                weakref.finalize(self, self._running.kill_process)
+                self._kill_at_end = weakref.finalize(self, self._running.kill_process)
             return self._running
 
     def _start(self) -> _Running:
@@ -167,6 +170,10 @@ def _read_answers(running: _Running) -> None:
     with running.lock:
         running.ended = True
         left, running.jobs = [*running.jobs.values()], {}
+        for pipe in (running.process.stdin, running.process.stdout):
+            if pipe is not None:
+                with suppress(OSError):  # what was not written yet has no reader
+                    pipe.close()
     for job in left:
         job.set_exception(QueueFullError(_GONE))
 

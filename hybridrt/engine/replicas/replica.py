@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -115,6 +115,7 @@ class ReplicaLoop:
     def __init__(self, front: Front, engine: Engine, rounds: Rounds | None = None) -> None:
         self._front, self._engine, self._deltas, self._rounds = front, engine, DeltaQueue(), rounds
         self._events = engine.cache_events(EVENTS)
+        self._told_wait = 0.0  # seconds that a request would wait, as the front knows them
 
     def run(self) -> None:
         """Takes messages and runs steps until this process ends."""
@@ -150,7 +151,7 @@ class ReplicaLoop:
                 self._front.send(WasReset(engine.reset_prefix_cache()))
             elif isinstance(message, Tell):
                 if events := self._read_events():  # earlier readers get them
-                    self._front.send(Stepped([], engine.counters(), engine.wait_seconds(), events))
+                    self._send_step([], events)
                 self._front.send(Contents(self._contents()))
             else:
                 raise MessageError(f"a replica that runs was sent {type(message).__name__}")
@@ -171,7 +172,7 @@ class ReplicaLoop:
                 Delta(message.request_id, index, [], "", None, "abort", metrics, error)
                 for index in range(message.params.n)
             ]
-            self._front.send(Stepped(failed, self._engine.counters(), self._engine.wait_seconds(), []))
+            self._send_step(failed, [])
 
     def _tell(self) -> None:
         engine = self._engine
@@ -180,12 +181,17 @@ class ReplicaLoop:
             if not engine.has_unfinished():
                 engine.finish_launched()
         events = self._read_events()
-        if deltas or events:
-            expert_tokens = [] if self._rounds is None else self._rounds.expert_tokens()
-            self._front.send(Stepped(deltas, engine.counters(), engine.wait_seconds(), events, expert_tokens))
+        # Requests without streams decode without a word: the front would refuse others for what has been computed.
+        none_waits = self._told_wait > 0.0 and not engine.wait_seconds()
+        if deltas or events or none_waits:
+            self._send_step(deltas, events, [] if self._rounds is None else self._rounds.expert_tokens())
         for delta in deltas:
             if delta.error is not None and isinstance(delta.error.__cause__, _FATAL):
                 raise delta.error
+
+    def _send_step(self, deltas: list[Delta], events: list[SentEvent], expert_tokens: Sequence[list[int]] = ()) -> None:
+        self._told_wait = self._engine.wait_seconds()
+        self._front.send(Stepped(deltas, self._engine.counters(), self._told_wait, events, expert_tokens))
 
     def _read_events(self) -> list[SentEvent]:
         found = [as_event(event) for event in self._events.read()]
