@@ -44,10 +44,10 @@ _LATE_STEPS = 8  # late steps that are observed as one
 # device computes most kernels as soon as they come.
 LAUNCH_SHARE = 0.05
 # The next step is scheduled this lead before the running one ends: all but one of the latest _LAUNCHES steps were
-# scheduled and launched in that time, of those with prompts and of those without. Steps without a graph do not count:
-# the device begins them with their first kernels, long before the launch has ended. Feedback from steps that ended
-# before the next launch would not do: next to a server's threads a step of a few decode rows is often shorter than the
-# launch of the next one, whatever the lead, and then no step would be put off.
+# scheduled and launched in that time, of those with prompts and of those without. Those without a graph count, too:
+# they come in a row, and the device would be idle. Feedback from steps that ended before the next launch would not do:
+# next to a server's threads a step of a few decode rows is often shorter than the launch of the next one, whatever the
+# lead, and then no step would be put off.
 _LEAD, _MIN_LEAD, _MAX_LEAD, _LAUNCHES = 0.004, 0.001, 0.1, 16
 
 
@@ -157,12 +157,10 @@ class TrafficPolicy:
 
     def spare_seconds(self, plan: StepPlan, launched: float) -> float:
         """How long scheduling of the next step can be put off while this plan runs as the last one:
-        more prompts can join then. 0 if its end is unknown, or if the prompts that wait fill the time of the next step
-        without more. `launched`: when, by `clock`.
+        more prompts can join then. 0 if its end is unknown. `launched`: when, by `clock`.
         """
-        work = StepWork.from_plan(plan)
-        seconds, alone = self.cost.predict(work), self.cost.predict(StepWork(work.decode_tokens, work.decode_context))
-        if seconds is None or alone is None or self._unseen or self.backlog > self.bound(alone, self.backlog) - alone:
+        seconds = self.cost.predict(StepWork.from_plan(plan))
+        if seconds is None or self._unseen:
             return 0.0
         end = max(launched, self._last_read) + seconds * (1 - self._margin)
         return max(end - self._lead - self.clock(), 0.0)
@@ -178,9 +176,8 @@ class TrafficPolicy:
     def note_launch(self, plan: StepPlan, asked: float, launched: float) -> None:
         """A step was launched just now. `asked`: when its scheduling began, `launched`: when it ended, by `clock`."""
         work, now = StepWork.from_plan(plan), self.clock()
-        if self.cost.has_graph(work):
-            self._hosts[bool(plan.extend)].append(now - asked)
-        else:
+        self._hosts[bool(plan.extend)].append(now - asked)
+        if not self.cost.has_graph(work):
             self._launches.append((launched, now))
             self.cost.note_launch(now - launched)
 
