@@ -111,9 +111,10 @@ def test_a_replica_says_when_nothing_waits_any_more(cache: bool) -> None:
     class Front:
         """Gives requests, then sees in each step what the replica has and what it has told."""
 
-        told, seen = 0.0, list[tuple[float, float]]()
+        told = 0.0
 
         def __init__(self) -> None:
+            self.seen = list[tuple[float, float]]()
             long = np.arange(200, dtype="<i4") % 15 + 8
             params = SamplingParams(max_tokens=150, ignore_eos=True, seed=1)
             self.left = [Submit(f"r{i}", long.tobytes(), (), params, (), False, "") for i in range(6)]
@@ -133,7 +134,6 @@ def test_a_replica_says_when_nothing_waits_any_more(cache: bool) -> None:
                 self.told = message.wait_seconds
 
     front = Front()
-    front.seen = []
     with pytest.raises(StopIteration):
         ReplicaLoop(front, rig.engine).run()  # type: ignore[arg-type]
     assert len(front.seen) > 100 and max(told for _, told in front.seen) > 0
