@@ -47,7 +47,7 @@ EAGER, EAGER_TOKEN = 6.96, 0.02316
 # Graphs of prompts by all tokens that they have room for, in full tiles of TILE, and milliseconds: medians of the loads
 # "shared" and "long" in a server, without attention after earlier tokens. Between 1,152 and 1,664 tokens the down
 # projection begins a second round of the multiprocessors. The last point was not measured: within a round.
-GRAPHS = ((256, 8.4), (384, 11.6), (640, 18.2), (896, 23.2), (1152, 27.2), (1664, 42.0), (1792, 44.0))
+GRAPHS = ((256, 8.4), (384, 11.6), (640, 18.2), (896, 23.2), (1152, 27.2), (1664, 42.0), (1792, 44.0), (2304, 54.5))
 EMPTY, ROW = 0.01, 0.011  # milliseconds less for each token that the last tile lacks, and more for each decode row
 # Attention of chunks of so many tokens, in milliseconds for each 1,000 tokens of context: 44 times what a layer took
 # after 28,672 tokens (8,192: after 24,000), with the copies of keys. Fewer tokens were not measured.

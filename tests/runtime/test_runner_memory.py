@@ -33,7 +33,7 @@ def test_out_of_memory(broken: str, advice: str, tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize(
     ("rows", "chunk", "tokens"),
-    [(None, 4096, 1536 + 256), (1, 4096, 1536 + 1), (4, 300, 380 + 4), (128, 300, 512 + 128), (4, 16, 128 + 4)],
+    [(None, 4096, 2048 + 256), (1, 4096, 2303 + 1), (4, 300, 380 + 4), (128, 300, 512 + 128), (4, 16, 128 + 4)],
 )
 def test_memory_that_graphs_of_prompts_keep(rows: int | None, chunk: int, tokens: int) -> None:
     """That of the largest one's tokens, with those that pad it. With 128 rows no graph is between 256 and 512."""

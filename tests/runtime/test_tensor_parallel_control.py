@@ -82,7 +82,7 @@ def test_plans_survive_the_way(checkpoints: CheckpointStore) -> None:
     session = Session(checkpoints["falcon-split"].path, page_size=4)
     session.run(requests(1, 17, steps=4), chunk=7, gap=2)
     rows = DecodeRows.from_rows([DecodeRow(1, 2, 3, [4, 5], [0, 0])] * 64)
-    full = replace(session.plans[0], decode=rows, imports=[StateCopy(1, 2, 8, 9, 1)], constrained=[0])
+    full = replace(session.plans[0], decode=rows, imports=[StateCopy(1, 2, 8, 9, 1)], constrained=[0], eager=True)
     full.page_copies = [PageCopy(int32s([3, 4]), int32s([5, 6]))]
     full.host_copies = [HostCopy(5, True, [[6], []], [[7], []], [HostState(8, 9, 10)], [4])]
     full.after_copies, full.moves = 5, [StateMove(1, 2, 3, When.BEFORE_ROWS)]

@@ -15,7 +15,7 @@ from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.engine.request.sample_request import Request
 
 ACTIVE_SECONDS = 60.0  # how long a client is active after its last request came or was computed
-FLOOD_SECONDS = 3.0  # seconds of waiting prompts from which on a client floods, until none waits
+FLOOD_SECONDS = 2.5  # seconds of waiting prompts from which on a client floods, until none waits
 _FEW_CLIENTS = 64
 _arrival = attrgetter("arrival")
 

@@ -86,8 +86,10 @@ class PolicyScheduler(Scheduler):
         if self.encoder is not None:
             self.encoder.begin_step()
         self._uncomputed = _uncomputed(admitted)
-        decode, pending = step.plan.decode, self._policy.prompt_seconds(self.pending)
-        budget = self._policy.budget(self._most_tokens(decode), decode, pending, flooded=self.queues.flooded)
+        decode, work = step.plan.decode, self.pending
+        most = min(self._most_tokens(decode), work.tokens)  # a graph with more room is as slow as if it were full
+        pending = self._policy.prompt_seconds(work)
+        budget = self._policy.budget(most, decode, pending, flooded=self.queues.flooded)
         order, idle = PromptOrder(self.queues, self._followers, admitted), 0
         while order and budget.room() and (request := order.next()) is not None:
             if is_new := request.row is None:
@@ -104,6 +106,7 @@ class PolicyScheduler(Scheduler):
             elif is_new:
                 idle += 1
                 order.admits = idle < most_idle(decode)
+        step.plan.eager = bool(step.plan.extend) and not self._policy.cost.takes_graph(StepWork.from_plan(step.plan))
         self._save_what_fits(step)
         self._uncomputed = _uncomputed(admitted)
         self._policy.note_passing(order.passing, sum(len(row.tokens) for row in step.plan.extend))

@@ -58,6 +58,7 @@ class StepWork(NamedTuple):
         prompt_context: tokens before the middles of chunks, summed over chunks.
         prompt_pairs: pairs of a query and a key that it sees, of all chunks.
         saves: states that are saved within a chunk, in the row with the most.
+        eager: no graph runs it, even if one could.
     """
 
     decode_tokens: int = 0
@@ -67,11 +68,12 @@ class StepWork(NamedTuple):
     prompt_context: int = 0
     prompt_pairs: int = 0
     saves: int = 0
+    eager: bool = False
 
     @classmethod
     def from_plan(cls, plan: StepPlan) -> "StepWork":
         decode = plan.decode
-        work = cls(len(decode) + len(decode.drafts), int(decode.computed.sum()))
+        work = cls(len(decode) + len(decode.drafts), int(decode.computed.sum()), eager=plan.eager)
         for row in plan.extend:
             work = work.with_chunk(row.computed, len(row.tokens), len(row.saves))
         return work
@@ -83,7 +85,7 @@ class StepWork(NamedTuple):
         pairs = tokens * start + tokens * (tokens + 1) // 2
         return StepWork(
             self.decode_tokens, self.decode_context, self.prompt_rows + 1, self.prompt_tokens + tokens,
-            self.prompt_context + start + tokens // 2, self.prompt_pairs + pairs, max(self.saves, saves),
+            self.prompt_context + start + tokens // 2, self.prompt_pairs + pairs, max(self.saves, saves), self.eager,
         )  # fmt: skip
 
     @property
@@ -151,9 +153,24 @@ class StepCost:
 
     def predict(self, work: StepWork) -> float | None:
         """Seconds of a step; None before enough steps have run."""
-        if self._costs is None:
-            return None
+        return None if self._costs is None else self._best(work)[0]
+
+    def takes_graph(self, work: StepWork) -> bool:
+        """Whether a graph shall run a step with prompts: one could, and it would not be GRAPH_GAIN times as slow as the
+        step without one. Deep in a context graphs may compute attention more slowly."""
+        return (self._bucket(work) if self._costs is None else self._best(work)[1]) is not None
+
+    def _best(self, work: StepWork) -> tuple[float, Bucket | None]:
+        """Seconds of a step as it shall run, and the bucket of its graph."""
         bucket = self._bucket(work)
+        seconds = self._seconds(work, bucket)
+        if bucket is not None and 0 < GRAPH_GAIN * self._launch < seconds:  # else no launch is known, or it takes longer
+            eager = self._seconds(work, None)
+            if GRAPH_GAIN * eager < seconds:
+                return eager, None
+        return seconds, bucket
+
+    def _seconds(self, work: StepWork, bucket: Bucket | None) -> float:
         device = self._device_seconds(work, bucket)
         return device if bucket or not work.prompt_tokens else max(_EAGER_MARGIN * device, self._launch)
 
@@ -172,7 +189,7 @@ class StepCost:
         return bool(self._buckets)
 
     def has_graph(self, work: StepWork) -> bool:
-        """Whether a graph runs a step. Decode rows alone count as such."""
+        """Whether a graph runs a step that was made. Decode rows alone count as such."""
         return not work.prompt_tokens or self._bucket(work) is not None
 
     def observe(self, works: Sequence[StepWork], seconds: float, *, at_most: bool = False) -> None:
@@ -234,7 +251,7 @@ class StepCost:
     def _bucket(self, work: StepWork) -> Bucket | None:
         """The bucket of the graph that runs a step with prompts; None: it runs without one."""
         tokens, rows, prompts = work.prompt_tokens, work.decode_tokens, work.prompt_rows
-        if not tokens or work.saves > self.saves.most:
+        if not tokens or work.eager or work.saves > self.saves.most:
             return None
         for most_tokens, most_rows, most_prompts, bucket in self._sizes:  # as Bucket.has_room
             if tokens <= most_tokens and rows <= most_rows and prompts <= most_prompts:
@@ -243,10 +260,10 @@ class StepCost:
 
     def _note_error(self, works: Sequence[StepWork], seconds: float) -> float:
         """The relative error of the prediction; 0 without one."""
-        predicted = [self.predict(work) for work in works]
-        if None in predicted:
+        if self._costs is None:
             return 0.0
-        self._errors.append(abs(sum(predicted) - seconds) / seconds)  # type: ignore[arg-type]
+        predicted = sum([self._seconds(work, self._bucket(work)) for work in works])
+        self._errors.append(abs(predicted - seconds) / seconds)
         return self._errors[-1]
 
 
@@ -286,13 +303,14 @@ def _solve_free(
 
 # A shorter chunk with a graph is taken instead of a longer one without, if it computes at least this
 # many times as many tokens a second. The factor is above 1 because predictions err, and because fewer
-# long steps end a prompt sooner.
+# long steps end a prompt sooner. A step that a graph could run runs without one if that takes this many times less.
 GRAPH_GAIN = 1.1
-# A shorter chunk is taken if its graph computes this many times as many tokens a second as the longest one's, or more.
+# A shorter chunk is taken if its graph computes this many times as many tokens a second as the longest one's, or more:
+# a little is not worth longer steps, and may be an error of the costs.
 SHORTER = 0.97
 # The whole rest of a prompt is taken if that is faster than two steps and takes at most this many times the seconds of
-# the bound.
-REST_SECONDS = 1.5
+# the bound and of the first of the two.
+REST_SECONDS = 1.6
 LEAST_TOKENS = 16  # allowed whatever a step's predicted time
 REPAY = 2.0  # the time of a chunk compared with that of one of LEAST_TOKENS
 
@@ -308,6 +326,7 @@ class ChunkBudget:
         work: present work of the step.
         most: seconds that the step may take instead, if its first chunk would need much of `seconds`
             even with few tokens, as after a long context.
+        shorter: in place of SHORTER.
     """
 
     def __init__(
@@ -317,9 +336,10 @@ class ChunkBudget:
         seconds: float = 0.0,
         work: StepWork | None = None,
         most: float = 0.0,
+        shorter: float = SHORTER,
     ) -> None:
         self._tokens, self._cost, self._seconds, self._work = tokens, cost, seconds, work or StepWork()
-        self._most = most
+        self._most, self._shorter = most, shorter
         self._rooms: dict[int, int] = {}  # tokens by start, until the step has another chunk
 
     def room(self, start: int = 0, rest: int = 0) -> int:
@@ -353,15 +373,14 @@ class ChunkBudget:
     def _in_time(self, start: int, max_tokens: int) -> int:
         """Returns at most `max_tokens`: of the longest chunk that ends in time and shorter ones that fill a
         graph, the one with which the step computes the most tokens a second. A longer graph may be slower
-        for each token, and then decode rows would wait longer for nothing; a little faster (SHORTER) is not
-        worth it, and may be an error of the costs. The step may be the fastest without a chunk (0): if one
+        for each token, and then decode rows would wait longer for nothing (SHORTER). The step may be the fastest without a chunk (0): if one
         more prompt would need a larger graph.
         """
         assert self._cost is not None
         fills = [fill for fill in self._cost.fills(self._work) if fill < max_tokens]
         found = self._longest_in_time(start, fills, max_tokens)
-        graph = self._cost.has_graph(self._work.with_chunk(start, found))
-        best = self._rate(start, found) * (SHORTER if graph else GRAPH_GAIN)
+        graph = self._cost.takes_graph(self._work.with_chunk(start, found))
+        best = self._rate(start, found) * (self._shorter if graph else GRAPH_GAIN)
         for tokens in reversed([0, *(fill for fill in fills if fill < found)]):
             if (rate := self._rate(start, tokens)) > best:
                 found, best = tokens, rate
@@ -375,9 +394,9 @@ class ChunkBudget:
         chunks = (start, rest), (start, tokens), (start + tokens, rest - tokens)
         works = [self._work.with_chunk(first, length, saves=1) for first, length in chunks]
         whole, now, then = (self._cost.predict(work) for work in works)
-        if whole is None or now is None or then is None or not self._cost.has_graph(works[0]):
+        if whole is None or now is None or then is None or not self._cost.takes_graph(works[0]):
             return False
-        return whole < now + then and whole <= min(REST_SECONDS * self._bound(start), self._most)
+        return whole < now + then and whole <= min(REST_SECONDS * min(now, self._bound(start)), self._most)
 
     def _longest_in_time(self, start: int, fills: list[int], max_tokens: int) -> int:
         """`fills`: what fills graphs, below `max_tokens`."""

@@ -29,12 +29,12 @@ from hybridrt.runtime.step.sampling_table import SamplingArrays, SamplingTable
 
 # Prompt tokens of a step; larger ones keep a device busy without graphs. Padding costs as much as
 # tokens, unless there are fewer than 200 or so: then reading the weights takes longer.
-PROMPT_TOKENS = (128, 256, 384, 512, 896, 1152, 1536)
+PROMPT_TOKENS = (128, 256, 384, 512, 896, 1152, 1536, 2304)
 DECODE_ROWS = (0, 32, 64, 128, 256)
 # These sizes count decode rows + prompt tokens, because products go in tiles of 128 tokens: 320 prompt tokens with 64
 # rows take about as long as 256 (13.1 and 12.4 ms, Falcon-H1-7B on an H200; 384 take 15.5), and 1,120 with 32 rows as
 # long as 1,024. The others count prompt tokens only: many prompts have just so many.
-SHARED_TOKENS = (384, 896, 1152)
+SHARED_TOKENS = (384, 896, 1152, 2304)
 # Graphs of larger sizes than SMALL_TOKENS have room for at least ROWS_OF_LARGE decode rows. Unused
 # rows cost little there, and each further graph costs memory and time at the start.
 SMALL_TOKENS, ROWS_OF_LARGE = 1152, 128
@@ -78,7 +78,7 @@ class Bucket(NamedTuple):
     def holds(self, plan: StepPlan, saves: "StateSaves") -> bool:
         """Whether a step has prompts and fits, with the states that it saves within them."""
         rows, tokens = plan.extend, sum(len(row.tokens) for row in plan.extend)
-        if not rows or not self.has_room(len(plan.decode), len(rows), tokens):
+        if plan.eager or not rows or not self.has_room(len(plan.decode), len(rows), tokens):
             return False
         tails = [len(row.tokens) - row.saves[0][0] for row in rows if row.saves]
         fits = saves.tail is None or sum(tails) <= self.tail

@@ -283,6 +283,7 @@ class StepPlan:
         constrained: the rows that sample under a bitmask, by their numbers in the step's result. If
             there are any, `launch` launches all but the sampling, which `StepHandle.sample`
             launches.
+        eager: no graph runs the extend rows.
     """
 
     admissions: list[Admission] = field(default_factory=list)
@@ -300,6 +301,7 @@ class StepPlan:
     encode: list[EncoderTask] = field(default_factory=list)
     after_encoder: int = 0
     constrained: list[int] = field(default_factory=list)
+    eager: bool = False
 
 
 # Natural logarithms: the token's own first, then the likeliest.
