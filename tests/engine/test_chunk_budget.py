@@ -442,9 +442,8 @@ def test_the_lead_is_as_long_as_all_but_one_of_the_latest_launches() -> None:
     prompt = StepPlan(extend=[chunk])
     target.cost.predict = lambda work: 1.0  # type: ignore[method-assign]
 
-    def lead(backlog: float = 1.0) -> float:
+    def lead() -> float:
         target.ended(decode, now[0], 4)
-        target.backlog = backlog
         return 1.0 - target.spare_seconds(decode, now[0])
 
     def launch(plan: StepPlan, scheduling: float, launching: float) -> None:
@@ -458,7 +457,6 @@ def test_the_lead_is_as_long_as_all_but_one_of_the_latest_launches() -> None:
     for _ in range(16):
         launch(decode, 0.001, 0.001)
     assert lead() == pytest.approx(0.008), "prompts come seldom, and are not forgotten"
-    assert lead(backlog=0.0) == pytest.approx(0.002), "where none waits, a later one may still join the next step"
     target.ended(decode, now[0], 4, late=True)
     assert target.spare_seconds(decode, now[0]) == 0.0, "when the next step began is not known"
     for _ in range(20):

@@ -47,9 +47,8 @@ _LATE_STEPS = 8  # late steps that are observed as one
 # device computes most kernels as soon as they come.
 LAUNCH_SHARE = 0.05
 # The next step is scheduled this lead before the running one ends: all but one of the latest _LAUNCHES steps were
-# scheduled and launched in that time, of those without prompts and, while prompts wait, of those with prompts. A prompt
-# that comes later makes the device wait for a millisecond or two, but its first token does not wait for another step.
-# Launches without a graph count, too: they come in a row, and the device would be idle. Feedback from steps that ended before the next launch would not do:
+# scheduled and launched in that time, of those with prompts and of those without. Those without a graph count, too:
+# they come in a row, and the device would be idle. Feedback from steps that ended before the next launch would not do:
 # next to a server's threads a step of a few decode rows is often shorter than the launch of the next one, whatever the
 # lead, and then no step would be put off.
 _LEAD, _MIN_LEAD, _MAX_LEAD, _LAUNCHES = 0.004, 0.001, 0.1, 16
@@ -172,8 +171,7 @@ class TrafficPolicy:
 
     @property
     def _lead(self) -> float:
-        hosts = self._hosts if self.backlog else self._hosts[:1]
-        return min(max([_MIN_LEAD, *(sorted(each)[-2:][0] for each in hosts)]), _MAX_LEAD)
+        return min(max([_MIN_LEAD, *(sorted(hosts)[-2:][0] for hosts in self._hosts)]), _MAX_LEAD)
 
     @property
     def _margin(self) -> float:
