@@ -169,7 +169,7 @@ class EngineConfig:
         linear_attn_backend: "auto" or the backend's name for the model's kind of recurrent layer.
         cuda_graph, cuda_graph_max_bs: capture steps as graphs, and the largest batch captured. On a
             CPU the first one records repeated decode steps, and the second one has no effect.
-        cuda_graph_prompts: capture steps with up to 1536 prompt tokens too.
+        cuda_graph_prompts: capture steps with up to 2176 prompt tokens too.
         overlap: launch a step before the tokens of the previous step have reached the host.
         speculative: a SpeculativeConfig, or None.
         images: load the tower of a model that sees, and take images. False saves its memory.

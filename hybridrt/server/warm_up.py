@@ -30,6 +30,7 @@ _FORM = StructuredOutputs(regex="[a-z]*")
 _TOGETHER = (*((n, 1) for n in (2, 9, 16, 32, 64, 128, 256)), *((9, n) for n in (2, 4, 8, 16)))
 # Divisible by 16 or not; 17 tokens leave a state within them. Tiles of e4m3 products change up to 128 tokens.
 _LENGTHS = (1, 2, 4, 8, 15, 16, 17, 32, 64, 100, 128, 512)
+_EAGER = 1000  # tokens of a step without a graph that a graph could run, too: attention has other tiles there
 # Tokens of a cached prefix: latent attention absorbs few queries after it.
 _CACHED = 192
 _MANY = 16  # prompts: more than a graph holds
@@ -72,8 +73,8 @@ async def _run_all(llm: AsyncLLM, max_prompt: int, draws: list[SamplingParams], 
     """Runs requests of all kinds, so that later steps find their kernels loaded.
 
     First prompts of up to `max_prompt` tokens alone, without and with a cached prefix. Then the same
-    next to a few requests that decode. Then each way of sampling. Then more requests at once than
-    graphs hold: of one length, and with one longer prompt. Then all kinds in one step.
+    next to a few requests that decode. Then each way of sampling, and a prompt without a graph. Then more
+    requests at once than graphs hold: of one length, and with one longer prompt. Then all kinds in one step.
     """
     chunk = min(llm.llm.config.chunked_prefill_size, max_prompt)
     lengths = sorted({min(n, max_prompt) for n in (*_LENGTHS, chunk, chunk + 1)} - {0})
@@ -94,6 +95,7 @@ async def _run_all(llm: AsyncLLM, max_prompt: int, draws: list[SamplingParams], 
         await asyncio.gather(*decoding)
     for length, params in [*product([1], draws[1:]), *constrained]:
         await run(length, params)
+    await run(min(_EAGER, max_prompt), replace(draws[0], prompt_logprobs=0))  # no graph computes these
     for prompts, length in _TOGETHER:
         if prompts <= rows:
             await asyncio.gather(*(run(length, draws[0]) for _ in range(prompts)))

@@ -34,6 +34,7 @@ GRID = 16
 MAX_SAVES = 3
 MAX_FORKS = 4  # further states of a running prompt, for requests that wait for it
 SPACED, MOST_SPACED = 2048, 16  # tokens between the spaced states of a prompt, and how many it leaves
+REST_TOKENS = 1536  # most tokens that a chunk leaves for a step of their own, so that it ends after a spaced state
 
 
 class PrefixStore(CacheRoom):
@@ -204,7 +205,7 @@ class PrefixStore(CacheRoom):
             if 0 < self.graph_tokens < end - start:
                 most, last = 1, places[-1] if places else 0
                 before_last = [place for place in request.spaced if start < place < last]
-                if before_last and end - before_last[-1] <= self.graph_tokens:
+                if before_last and end - before_last[-1] <= min(self.graph_tokens, REST_TOKENS):
                     end = before_last[-1] + 1
             if saves.tail is not None and end - start <= self.graph_tokens and places and places[0] + saves.tail < end:
                 end = places[0] + 1

@@ -22,6 +22,8 @@ _DECAY = 0.98  # weight after each later step of its kind
 _RIDGE = 1e-6  # ridge of normalised features: makes the fit unique
 _ENOUGH, _FIT_EVERY, _REMEMBERED, _LAUNCHES = 8, 32, 128, 16  # steps
 _SURPRISE = 0.1  # relative error of a prediction after which the costs are fitted at once
+# Steps of few tokens without a graph take the time of their launches, which says nothing of what tokens cost.
+LEAST_EAGER = 2 / 3
 # What a step without a graph is predicted to take, of what its device needs by the costs: costs that fell to where
 # chunks grow err.
 _EAGER_MARGIN = 1.02
@@ -116,10 +118,10 @@ class StepCost:
     many decode steps do not make the costs of prompts forgotten.
 
     A graph's time is that of its full bucket, so a step counts its bucket's tokens. Its few tokens
-    use a part of the device for attention, so context and pairs have further costs there. Graphs with the
-    most prompt tokens have a further constant: their time is not on the line of the others, where products
+    use a part of the device for attention, so context and pairs have further costs there. The graph with the
+    most prompt tokens has a further constant: its time is not on the line of the others, where products
     begin another round of the multiprocessors, and a chunk is chosen by differences of a few percent. A step
-    without a graph has a cost of its own, and counts at least as much as the largest graph.
+    without a graph has a constant of its own, and counts at least LEAST_EAGER of the largest graph's tokens.
     It takes at least as long as all but one of the latest launches of such steps (`note_launch`): next
     to a server's threads that is often longer than the device needs, and it varies. What the device
     would need is not seen then, so the costs of such steps fall until it is. Each state that a prompt
@@ -141,6 +143,7 @@ class StepCost:
         # The same with their most prompts: a step compares some 30 sizes a dozen times.
         self._sizes = [(each.tokens, each.decode_rows, each.prompts, each) for each in self._buckets]
         self.graph_tokens = max((bucket.tokens for bucket in self._buckets), default=0)
+        self._least_eager = round(LEAST_EAGER * sum(self._buckets[-1])) if self._buckets else 0
         self._costs: list[float] | None = None
         # Before steps have run, prompts are compared by tokens and pairs of a 7B model on a large GPU.
         self._token_seconds, self._pair_seconds = 2.5e-5, 5e-10
@@ -164,7 +167,7 @@ class StepCost:
         """Seconds of a step as it shall run, and the bucket of its graph."""
         bucket = self._bucket(work)
         seconds = self._seconds(work, bucket)
-        if bucket is not None and 0 < GRAPH_GAIN * self._launch < seconds:  # else no launch is known, or it takes longer
+        if bucket is not None and 0 < GRAPH_GAIN * self._launch < seconds:  # 0: no launch is known
             eager = self._seconds(work, None)
             if GRAPH_GAIN * eager < seconds:
                 return eager, None
@@ -246,7 +249,7 @@ class StepCost:
         more = max(work.saves - self.saves.most, 0)
         if not work.prompt_tokens or not self._buckets:
             return [*work.features(tokens), 0.0, 0.0, 0.0, more, 0.0]
-        return [*work.features(max(tokens, sum(self._buckets[-1]))), 1.0, 0.0, 0.0, more, 1.0]
+        return [*work.features(max(tokens, self._least_eager)), 1.0, 0.0, 0.0, more, 0.0]
 
     def _bucket(self, work: StepWork) -> Bucket | None:
         """The bucket of the graph that runs a step with prompts; None: it runs without one."""
@@ -373,8 +376,8 @@ class ChunkBudget:
     def _in_time(self, start: int, max_tokens: int) -> int:
         """Returns at most `max_tokens`: of the longest chunk that ends in time and shorter ones that fill a
         graph, the one with which the step computes the most tokens a second. A longer graph may be slower
-        for each token, and then decode rows would wait longer for nothing (SHORTER). The step may be the fastest without a chunk (0): if one
-        more prompt would need a larger graph.
+        for each token, and then decode rows would wait longer for nothing (SHORTER). The step may be the fastest
+        without a chunk (0): if one more prompt would need a larger graph.
         """
         assert self._cost is not None
         fills = [fill for fill in self._cost.fills(self._work) if fill < max_tokens]

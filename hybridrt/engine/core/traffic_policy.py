@@ -28,8 +28,8 @@ WORK_SHARE, MOST_STEPS, MOST_SECONDS = 1 / 2, 20, 0.075
 # prompt tokens a second, and the longest wait depends on that rate. In a server a step without a
 # graph is seldom launched in less than 90 ms, so a lower bound leaves none of these.
 DEEP_SHARE, DEEP_SECONDS = 1 / 10, 0.0935
-# Without a number of milliseconds, a longer chunk is taken if all that waits is then computed SAVED seconds sooner, or if
-# it computes 1 / LEAST_SHORTER times as many tokens a second (see SHORTER, which is the most).
+# Without a number of milliseconds, a longer chunk is taken if all that waits is then computed SAVED seconds sooner,
+# or if it computes 1 / LEAST_SHORTER times as many tokens a second. It never is for less than SHORTER says.
 SAVED, LEAST_SHORTER = 0.01, 0.93
 # While one client floods and another one is active, a step takes at most this much longer than its
 # decode rows alone: a prompt of the other client waits for a step or two. More time would compute

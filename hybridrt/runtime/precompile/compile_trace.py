@@ -57,6 +57,7 @@ from hybridrt.runtime.step.plan import (
 from hybridrt.runtime.step.sampling_table import make_rules
 
 PROMPTS = (1, 15, 16, 40, 100, 128, 512)  # e4m3 products have other tiles at some of them
+EAGER = (1000, 4096)  # prompts without a graph: attention has tiles of its own at some sizes
 IMAGES = (3, 16)  # their tokens
 _SAVE = 16
 _NamedStep = tuple[str, Callable[[], Any]]  # for messages, and what runs it
@@ -231,6 +232,8 @@ def _further_steps(make: "_Plans") -> Iterator[_NamedStep]:
     for tokens in make.lengths:
         yield f"{tokens} tokens that leave a state", partial(make.run, make.saving(tokens, greedy))
         yield f"{tokens} tokens after others", partial(make.run, make.after_others(tokens, greedy))
+    for tokens in sorted({min(n, make.lengths[-1]) for n in EAGER}):
+        yield f"{tokens} tokens without a graph", partial(make.run, replace(make.prompts([tokens], greedy), eager=True))
     yield "a donation", partial(make.run, StepPlan(moves=[StateMove(1, 1, 1, When.FIRST)]))
     if make.recurrent and keeps_prefixes(make.runner.config, make.runner.model_config):
         move = StateMove(1, 1, make.plan.num_slots, When.BEFORE_ROWS)
