@@ -15,7 +15,15 @@ from hybridrt.base.errors import ConfigError
 from hybridrt.engine.core.policy_scheduler import PolicyScheduler
 from hybridrt.engine.core.scheduled_step import ScheduledStep
 from hybridrt.engine.core.scheduler import Scheduler
-from hybridrt.engine.core.step_cost import GRAPH_GAIN, LEAST_TOKENS, SHORTER, ChunkBudget, StepCost, StepWork
+from hybridrt.engine.core.step_cost import (
+    GRAPH_GAIN,
+    LEAST_TOKENS,
+    SHORTER,
+    ChunkBudget,
+    PromptWork,
+    StepCost,
+    StepWork,
+)
 from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.runtime.step.pack_padded import Bucket, StateSaves, make_buckets
 from hybridrt.runtime.step.plan import DecodeRow, DecodeRows, ExtendRow, StepPlan
@@ -180,14 +188,14 @@ def test_decode_rows_do_not_wait_for_a_graph_that_is_hardly_faster(
     assert eight.room() == 0, "no graph has room for a ninth prompt"
 
 
-@pytest.mark.parametrize(("pending", "chunk"), [(0.1, 1024), (0.3, 1536)])
+@pytest.mark.parametrize(("waiting", "chunk"), [(4000, 1024), (12_000, 1536)])
 def test_the_more_work_waits_the_less_faster_a_longer_graph_must_be(
-    pending: float, chunk: int, monkeypatch: pytest.MonkeyPatch
+    waiting: int, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is faster by 5% here, and is taken where that saves 10 milliseconds of what waits."""
     monkeypatch.setitem(Stairs.TIMES, 1536, 37.5)
     policy = TrafficPolicy(None, cost=Stairs(8192, make_buckets((128,), Stairs.TIMES)))
-    assert policy.budget(8192, decoding(4), pending).room() == chunk
+    assert policy.budget(8192, decoding(4), PromptWork(waiting)).room() == chunk
 
 
 def test_the_rest_of_a_prompt_does_not_make_a_step_much_longer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,6 +216,9 @@ def test_a_graph_is_not_taken_for_prompts_that_do_not_wait() -> None:
         device.join(arrival, 512)
     (step,) = device.run(1)
     assert [len(row.tokens) for row in step.plan.extend] == [512, 352]
+    policy = TrafficPolicy(0.2, cost=Known())
+    assert policy.budget(CHUNK, decoding(1), PromptWork(9)).room() == 9
+    assert policy.budget(CHUNK, decoding(0), PromptWork(9)).room() == CHUNK, "more may turn out to wait"
 
 
 def test_a_step_runs_without_a_graph_where_that_is_faster() -> None:
@@ -239,6 +250,11 @@ def test_a_step_runs_without_a_graph_where_that_is_faster() -> None:
         assert step.plan.extend and step.plan.eager == found.eager == (eager == 0.05)
         assert cost.has_graph(found) != step.plan.eager, "so its time is learnt as that of a step without one"
         assert any(bucket.holds(step.plan, StateSaves.AT_CHUNKS) for bucket in BUCKETS) != step.plan.eager
+    device = Device([5], 0.2, Deep([Bucket(4, 8)]))
+    device.run(2)
+    device.join(5, 60)
+    (step,) = device.run(1)
+    assert step.plan.extend and not step.plan.eager, "where no graph runs all of a step, one may run its prompts"
 
 
 @pytest.mark.parametrize(("launch", "least", "most"), [(0.03, 1025, 1500), (0.07, 1024, 1024)])
@@ -299,7 +315,7 @@ def test_errors_of_predictions_make_a_margin() -> None:
     policy = TrafficPolicy(0.01, cost=cost)
     for error, share in ((None, 1.0), (0.015, 0.97), (0.5, 0.9)):
         cost._errors.extend([] if error is None else [error])
-        room = policy.budget(CHUNK, decoding(4), pending=0.2).room()
+        room = policy.budget(CHUNK, decoding(4), PromptWork(8000)).room()
         assert seconds(StepWork(4, 2000).with_chunk(0, room)) == pytest.approx(0.01 * share, rel=0.01)
         cost._errors.clear()
 

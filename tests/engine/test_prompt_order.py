@@ -183,9 +183,10 @@ def test_a_step_of_a_flood_is_bounded_without_decode_rows_too() -> None:
     policy = TrafficPolicy()
     for tokens in (16, 64, 256, 1024, 2048) * 4:
         policy.cost.observe([StepWork().with_chunk(0, tokens)], 0.004 + tokens * 5e-5)
-    found = policy.budget(4096, NO_ROWS, 9.0, flooded=True).room()
+    waiting = PromptWork(180_000)
+    found = policy.budget(4096, NO_ROWS, waiting, flooded=True).room()
     assert found == pytest.approx((SHARED_SECONDS - 0.004) / 5e-5, rel=0.2)
-    assert policy.budget(4096, NO_ROWS, 9.0).room() == 4096
+    assert policy.budget(4096, NO_ROWS, waiting).room() == 4096
     assert policy.bound(0.01, 9.0, flooded=True) == pytest.approx(0.01 + SHARED_SECONDS)
 
 

@@ -330,7 +330,14 @@ def test_common_steps_are_padded_little() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "chunk", "longest", "most"),
-    [(256, 1024, 0, 1024), (64, 8192, 1024, 1024), (32, 8192, 768, 768), (256, 8192, 0, 2176)],
+    [
+        (256, 1024, 0, 1024),
+        (64, 8192, 1024, 1024),
+        (32, 8192, 768, 768),
+        (256, 8192, 0, 2176),
+        (256, 8192, 4608, 2176),
+        (256, 8192, 4607, 1536),
+    ],
 )
 def test_no_graph_has_more_tokens_than_a_step(rows: int, chunk: int, longest: int, most: int) -> None:
     """But the largest steps that may come have one."""

@@ -51,3 +51,12 @@ def test_every_kind_of_sampling_runs_alone() -> None:
         1,
         40,
     }
+
+
+def test_a_prompt_has_a_token_where_no_more_fit() -> None:
+    """With a max_model_len of 5, and without a graph."""
+    requests: Any = Requests()
+    asyncio.run(warm_up._compile(requests, 0))
+    prompts = [(tokens, params) for step in requests.steps for tokens, params in step]
+    assert all(tokens for tokens, _ in prompts)
+    assert any(len(step) == 1 and step[0][1].prompt_logprobs is not None for step in requests.steps)

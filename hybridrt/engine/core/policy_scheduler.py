@@ -86,10 +86,8 @@ class PolicyScheduler(Scheduler):
         if self.encoder is not None:
             self.encoder.begin_step()
         self._uncomputed = _uncomputed(admitted)
-        decode, work = step.plan.decode, self.pending
-        most = min(self._most_tokens(decode), work.tokens)  # a graph with more room is as slow as if it were full
-        pending = self._policy.prompt_seconds(work)
-        budget = self._policy.budget(most, decode, pending, flooded=self.queues.flooded)
+        decode = step.plan.decode
+        budget = self._policy.budget(self._most_tokens(decode), decode, self.pending, flooded=self.queues.flooded)
         order, idle = PromptOrder(self.queues, self._followers, admitted), 0
         while order and budget.room() and (request := order.next()) is not None:
             if is_new := request.row is None:
@@ -106,11 +104,16 @@ class PolicyScheduler(Scheduler):
             elif is_new:
                 idle += 1
                 order.admits = idle < most_idle(decode)
-        step.plan.eager = bool(step.plan.extend) and not self._policy.cost.takes_graph(StepWork.from_plan(step.plan))
+        step.plan.eager = self._is_faster_without(step.plan)
         self._save_what_fits(step)
         self._uncomputed = _uncomputed(admitted)
         self._policy.note_passing(order.passing, sum(len(row.tokens) for row in step.plan.extend))
         self._note_backlog()
+
+    def _is_faster_without(self, plan: StepPlan) -> bool:
+        """Whether a graph could run the step, but shall not."""
+        work, cost = StepWork.from_plan(plan), self._policy.cost
+        return bool(plan.extend) and cost.has_graph(work) and not cost.takes_graph(work)
 
     def _whole_rest(self, request: Request) -> int:
         """Tokens that a prompt has left, if nothing but the budget cuts the next chunk; else 0."""

@@ -111,15 +111,20 @@ class TrafficPolicy:
             weights=config.client_weights,
         )  # fmt: skip
 
-    def budget(self, tokens: int, decode: DecodeRows, pending: float = 0.0, *, flooded: bool = False) -> ChunkBudget:
+    def budget(
+        self, tokens: int, decode: DecodeRows, waiting: PromptWork | None = None, *, flooded: bool = False
+    ) -> ChunkBudget:
         """The budget of a step with these decode rows and at most `tokens` prompt tokens.
 
         Args:
-            pending: predicted seconds of all prompt tokens that are not computed.
+            waiting: all that is not computed; None: any number of tokens, in no time.
             flooded: a client that does not flood may come while another one does.
         """
         if not len(decode) and not flooded:
             return ChunkBudget(tokens)
+        pending = 0.0
+        if waiting is not None:  # a graph with room for more is as slow as if it were full
+            tokens, pending = min(tokens, waiting.tokens), self.prompt_seconds(waiting)
         work = StepWork.from_plan(StepPlan(decode=decode))
         alone, most = self.cost.predict(work) if len(decode) else 0.0, 0.0 if self.seconds else most_seconds(pending)
         shorter = SHORTER if self.seconds else min(max(1 - SAVED / max(pending, SAVED), LEAST_SHORTER), SHORTER)

@@ -234,9 +234,12 @@ def needed_buckets(
     """Buckets of up to `rows` decode rows that a step of up to `max_tokens` prompt tokens may need.
 
     The padding row may have all tokens, so a page table must have as many positions: it has
-    `longest`, 0 without attention. A large bucket has no more tokens than a step may have.
+    `longest`, 0 without attention. A large bucket has no more tokens than a step may have. Those of the
+    largest size are for requests of at least twice as many tokens: graphs have room for the keys of one
+    (`GraphView.most_context`), and a bucket's own tokens count.
     """
-    made, most = make_buckets((min(size, rows) for size in sizes[0]), sizes[1]), longest or max(sizes[1])
+    numbers = [n for n in sizes[1] if n < max(PROMPT_TOKENS) or not longest or longest >= 2 * n]
+    made, most = make_buckets((min(size, rows) for size in sizes[0]), numbers), longest or max(numbers)
     large = min(max(max_tokens, MANY_PROMPTS), most)
     buckets = sorted({bucket._replace(tokens=min(bucket.tokens, large)) for bucket in made})
     return [
