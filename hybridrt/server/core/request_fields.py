@@ -336,6 +336,13 @@ _NESTED = (
 )  # fmt: skip
 ROWS = (*_DONE, *_IGNORED, *_REFUSED, *_NESTED)
 _BY_FORM = {form: {row.name: row for row in ROWS if row.state(form) == "refused"} for form in FORMS}
+_BY_FIRST = {
+    form: {
+        first: [row for row in rows.values() if row.name.partition(".")[0] == first]
+        for first in dict.fromkeys(name.partition(".")[0] for name in rows)
+    }
+    for form, rows in _BY_FORM.items()
+}  # by the names of a body's own fields, of which few are given
 
 
 def refused_in(form: str) -> frozenset[str]:
@@ -350,12 +357,14 @@ def refuse_fields(form: str, body: BaseModel) -> None:
 
 def refuse_values(form: str, given: Mapping[str, Any]) -> None:
     """APIError for a field of `given`, by name, that this form refuses."""
-    for name, row in _BY_FORM[form].items():
-        first, *rest = name.split(".")
-        for value in _values(given[first], rest) if first in given else ():
-            plain = value.model_dump(exclude_none=True) if isinstance(value, BaseModel) else value
-            if plain not in (*_NEUTRAL, *row.neutral):
-                raise APIError(400, f"{name} is not supported here: {row.note}", name, "unsupported")
+    for first, rows in _BY_FIRST[form].items():
+        if (field := given.get(first)) is None:
+            continue
+        for row in rows:
+            for value in _values(field, row.name.split(".")[1:]):
+                plain = value.model_dump(exclude_none=True) if isinstance(value, BaseModel) else value
+                if plain not in (*_NEUTRAL, *row.neutral):
+                    raise APIError(400, f"{row.name} is not supported here: {row.note}", row.name, "unsupported")
 
 
 def _values(value: Any, names: Sequence[str]) -> Iterator[Any]:
