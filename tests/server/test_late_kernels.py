@@ -15,6 +15,18 @@ from tests.support.one_layer import write_first_layer
 ROOT = Path(__file__).parents[2]
 
 
+def late_kernels(*arguments: str) -> list[str]:
+    """Names of kernels that would be compiled after the warm-up (tests/support/late_kernels.py)."""
+    env = {**os.environ, "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "tests.support.late_kernels", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["ready"] > 60
+    late: list[str] = found["late"]
+    return late
+
+
 @pytest.mark.parametrize(
     "name, drafts",
     [pytest.param("embedded", ["3"], marks=pytest.mark.slow), pytest.param("kimi-plain", [], marks=pytest.mark.soak)],
@@ -24,9 +36,13 @@ def test_the_warm_up_launches_every_kernel(
 ) -> None:
     """One layer of the built-in model launches the kernels of all."""
     model = str(write_first_layer(tmp_path / "model") if name == "embedded" else checkpoints[name].path)
-    env = {**os.environ, "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "tests.support.late_kernels", model, *drafts]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["ready"] > 60 and found["late"] == []
+    assert late_kernels(model, *drafts) == []
+
+
+@pytest.mark.slow
+def test_long_prompts_launch_none_later(tmp_path: Path) -> None:
+    """With the heads of Falcon-H1-7B, and one layer: attention has other tiles for prompts of other lengths, in graphs
+    and without."""
+    config = json.loads((ROOT / "benchmarks/configs/falcon-h1-7b/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    assert late_kernels(str(tmp_path), "long") == []

@@ -1,6 +1,7 @@
 """Which kernels a server would compile after its warm-up. Runs without Triton's interpreter and without a GPU.
 
     python -m tests.support.late_kernels MODEL [DRAFTS]    prints their names, and how many kernels the warm-up launched
+    python -m tests.support.late_kernels MODEL long        the same with long prompts and target_itl_ms="auto"
 
 The engine runs on a GPU that is not there (runtime/precompile/pretend_gpu.py): kernels are noted, and what they would
 have computed is drawn at random.
@@ -10,8 +11,9 @@ import asyncio
 import json
 import random
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -26,11 +28,13 @@ from hybridrt.runtime.load import build_model
 from hybridrt.runtime.precompile import compile_ahead, pretend_gpu
 from hybridrt.runtime.precompile.compile_trace import Kernel, noted
 from hybridrt.runtime.precompile.pretend_gpu import CompilingDriver, pretended
+from hybridrt.runtime.run.step_runner import StepRunner
 from hybridrt.runtime.step.plan import StepResult
 from hybridrt.server.warm_up import warm_up
 from tests.gpu.test_ready import AT_ONCE, LENGTH, ROWS, draw_body, draws_of
 
 REQUESTS = 80
+LONG = (300, 700, 997, 1500, 2111, 3000, 4097, 4352, 8193, 20_000)
 GPU = KNOWN["h200"]
 HTTP_ALONE = {"echo", "return_token_ids", "guided_choice"}  # fields that SamplingParams lacks
 
@@ -110,18 +114,35 @@ async def load(engine: OneThread, count: int) -> None:
     await asyncio.gather(*map(client, range(AT_ONCE)))
 
 
+async def long_prompts(engine: OneThread) -> None:
+    """Prompts of many lengths, next to some decode rows: in graphs where there are any, then without."""
+    draw = random.Random(0)
+
+    def run(prompt: int, tokens: int) -> Coroutine[Any, Any, None]:
+        params = SamplingParams(max_tokens=tokens, temperature=1.0, ignore_eos=True)
+        return engine.complete([draw.randrange(3, 60) for _ in range(prompt)], params)
+
+    for eager, rows in product((False, True), (0, 3, 17)):
+        with mock.patch.object(StepRunner, "_prompt_bucket", lambda *_: None) if eager else nullcontext():
+            for length in LONG:
+                await asyncio.gather(*(run(1, 30) for _ in range(rows)), run(length, 2))
+
+
 def main() -> None:
     driver.set_active(CompilingDriver(GPU.capability))  # type: ignore[arg-type]
     kernels: list[Kernel] = []
-    drafts = SpeculativeConfig(num_draft_tokens=int(sys.argv[2])) if len(sys.argv) > 2 else None
+    long = sys.argv[2:] == ["long"]
+    drafts = SpeculativeConfig(num_draft_tokens=int(sys.argv[2])) if len(sys.argv) > 2 and not long else None
+    length = 2 * max(LONG) if long else LENGTH
+    sizes = {} if long else {"max_running_requests": ROWS, "chunked_prefill_size": LENGTH // 2}
     with pretended(GPU), random_results(), noted(kernels.append), torch.inference_mode():
         engine = OneThread(LLM(
-            sys.argv[1], device="cuda", dtype="bfloat16", load_format="dummy", max_model_len=LENGTH,
-            max_running_requests=ROWS, chunked_prefill_size=LENGTH // 2, speculative=drafts,
+            sys.argv[1], device="cuda", dtype="bfloat16", load_format="dummy", max_model_len=length,
+            target_itl_ms="auto" if long else None, speculative=drafts, **sizes,
         ))  # fmt: skip
         asyncio.run(warm_up(engine))  # type: ignore[arg-type]
         ready = len(kernels)
-        asyncio.run(load(engine, REQUESTS))
+        asyncio.run(long_prompts(engine) if long else load(engine, REQUESTS))
     print(json.dumps({"ready": ready, "late": [kernel.name for kernel in kernels[ready:]]}))
 
 
