@@ -95,7 +95,7 @@ async def _run_all(llm: AsyncLLM, max_prompt: int, draws: list[SamplingParams], 
         await asyncio.gather(*decoding)
     for length, params in [*product([1], draws[1:]), *constrained]:
         await run(length, params)
-    await run(max(min(_EAGER, max_prompt), 1), replace(draws[0], prompt_logprobs=0))  # no graph computes these
+    await run(max(min(_EAGER, max_prompt), 1), replace(draws[0], prompt_logprobs=0))  # no graph runs it
     for prompts, length in _TOGETHER:
         if prompts <= rows:
             await asyncio.gather(*(run(length, draws[0]) for _ in range(prompts)))

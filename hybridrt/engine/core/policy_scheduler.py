@@ -112,8 +112,10 @@ class PolicyScheduler(Scheduler):
 
     def _is_faster_without(self, plan: StepPlan) -> bool:
         """Whether a graph could run the step, but shall not."""
+        if not plan.extend:
+            return False
         work, cost = StepWork.from_plan(plan), self._policy.cost
-        return bool(plan.extend) and cost.has_graph(work) and not cost.takes_graph(work)
+        return cost.has_graph(work) and not cost.takes_graph(work)
 
     def _whole_rest(self, request: Request) -> int:
         """Tokens that a prompt has left, if nothing but the budget cuts the next chunk; else 0."""

@@ -336,13 +336,10 @@ _NESTED = (
 )  # fmt: skip
 ROWS = (*_DONE, *_IGNORED, *_REFUSED, *_NESTED)
 _BY_FORM = {form: {row.name: row for row in ROWS if row.state(form) == "refused"} for form in FORMS}
-_BY_FIRST = {
-    form: {
-        first: [row for row in rows.values() if row.name.partition(".")[0] == first]
-        for first in dict.fromkeys(name.partition(".")[0] for name in rows)
-    }
-    for form, rows in _BY_FORM.items()
-}  # by the names of a body's own fields, of which few are given
+_BY_FIRST = {form: dict[str, list[Row]]() for form in FORMS}  # by a body's own fields, of which few are given
+for _form, _rows in _BY_FORM.items():
+    for _row in _rows.values():
+        _BY_FIRST[_form].setdefault(_row.name.partition(".")[0], []).append(_row)
 
 
 def refused_in(form: str) -> frozenset[str]:
