@@ -183,6 +183,7 @@ class EntryAllocator:
         self.check_free(n)
         indices = self._take_free(n)
         self._state[indices] = USED
+        self._note_busy(indices, 1)
         return Handles.of_keys(self._handles[indices])
 
     def alloc_one(self) -> Handle:
@@ -190,6 +191,7 @@ class EntryAllocator:
         self.check_free(1)
         index = self._take_one()
         self._state[index] = USED
+        self._note_busy(index, 1)
         return handle_of(self._handles.item(index))
 
     def free(self, handles: Sequence[Handle]) -> None:
@@ -201,9 +203,11 @@ class EntryAllocator:
         if len(handles) == 1 and (index := self._find(handles[0], USED)):  # fast path: rows, state slots
             self._state[index] = FREE
             self._handles[index] += GENERATION
+            self._note_busy(index, -1)
             self._add_one(index)
         elif len(handles):
-            self._give_back(self._checked(handles, USED))
+            self._note_busy(indices := self._checked(handles, USED), -1)
+            self._give_back(indices)
 
     def free_used(self, handles: Sequence[Handle]) -> np.ndarray:
         """Frees those entries that requests use. Returns the mask of these, [n] bool; the others
@@ -211,7 +215,8 @@ class EntryAllocator:
         """
         indices = self._indices(handles)
         used: np.ndarray = self._state[indices] == USED
-        self._give_back(self._once(indices[used]))
+        self._note_busy(freed := self._once(indices[used]), -1)
+        self._give_back(freed)
         return used
 
     def are_used(self, handles: Sequence[Handle]) -> np.ndarray:
@@ -233,8 +238,9 @@ class EntryAllocator:
         """
         if not len(handles):
             return
-        self._state[self._checked(handles, USED)] = CACHED
+        self._state[indices := self._checked(handles, USED)] = CACHED
         self.num_cached += len(handles)
+        self._note_busy(indices, -1)
 
     def evict(self, handles: Sequence[Handle]) -> None:
         """Frees entries of the cache. PoolError if one is not the cache's, or is locked; nothing
@@ -253,6 +259,7 @@ class EntryAllocator:
         self._state[index] = USED
         self._handles[index] += GENERATION
         self.num_cached -= 1
+        self._note_busy(index, 1)
         return handle_of(self._handles.item(index.item()))
 
     def lock(self, handles: Sequence[Handle]) -> None:
@@ -263,6 +270,7 @@ class EntryAllocator:
         locks = self._locks[indices]
         self.num_locked += len(locks) - int(np.count_nonzero(locks))
         self._locks[indices] = locks + 1
+        self._note_busy(indices[locks == 0], 1)
 
     def unlock(self, handles: Sequence[Handle]) -> None:
         """Takes one lock off each entry. PoolError if one is not locked; nothing has changed."""
@@ -274,6 +282,7 @@ class EntryAllocator:
             raise PoolError(f"{self._what} {self._number(indices[locks.argmin()])} is not locked")
         self._locks[indices] = locks - 1
         self.num_locked -= int(np.count_nonzero(locks == 1))
+        self._note_busy(indices[locks == 1], -1)
 
     def reclaim(self) -> None:
         """Frees every entry of every owner. After an interrupted call no ledger is right."""
@@ -319,6 +328,9 @@ class EntryAllocator:
         if np.count_nonzero(locks):
             first = self._number(indices[locks.argmax()])
             raise PoolError(f"the cache gives up {self._what} {first}, which a running request has locked")
+
+    def _note_busy(self, indices: Number, change: int) -> None:
+        """Requests use or have locked these entries (change 1), or no longer do (-1)."""
 
     def _give_back(self, indices: np.ndarray) -> None:
         self._state[indices] = FREE

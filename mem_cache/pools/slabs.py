@@ -86,10 +86,9 @@ class Slabs:
         entries in other slabs."""
         slabs, entries = self.num_free, list[int]()
         for allocator in self.allocators:
-            busy = allocator.num_busy()
-            kept = busy[busy > 0]
-            slabs += allocator.num_slabs - len(kept)
-            entries.append(int((allocator.share.per_slab - kept).sum()))
+            kept = allocator.num_busy_slabs
+            slabs += allocator.num_slabs - kept
+            entries.append(kept * allocator.share.per_slab - allocator.num_used - allocator.num_locked)
         return slabs, entries
 
     def most(self) -> list[int]:
@@ -146,6 +145,9 @@ class SlabAllocator(EntryAllocator):
         # By slab: a stack of its free entries, their number, and whether it is owned.
         self._stacks = np.empty((end, share.per_slab), np.int64)
         self._free_counts, self._owned = np.zeros(end, np.int64), np.zeros(end, np.bool_)
+        # By slab, entries that requests use or have locked. Counted as they change: there may be 100,000 entries, and
+        # each prompt asks several times what room there is.
+        self._busy = np.zeros(end, np.int64)
         self.num_slabs = self._filling = 0  # _filling: a slab; 0: none
         self._free_all()
         slabs.allocators.append(self)
@@ -167,11 +169,10 @@ class SlabAllocator(EntryAllocator):
         found: list[int] = self._owned.nonzero()[0].tolist()
         return found
 
-    def num_busy(self) -> np.ndarray:
-        """For each slab, how many entries requests use or have locked."""
-        by_slab = len(self._owned), self.share.per_slab
-        busy: np.ndarray = (self._state == USED).reshape(by_slab).sum(1)
-        return busy if not self.num_locked else busy + (self._locks > 0).reshape(by_slab).sum(1)
+    @property
+    def num_busy_slabs(self) -> int:
+        """Slabs with entries that requests use or have locked."""
+        return int(np.count_nonzero(self._busy))
 
     def check(self) -> None:
         super().check()
@@ -180,8 +181,18 @@ class SlabAllocator(EntryAllocator):
             raise PoolError(f"an entry of {self._what} is in a slab that has another owner: {self!r}")
         if (held + self._free_counts != self.share.per_slab)[self._owned].any():
             raise PoolError(f"a slab of {self._what} has lost entries: {self!r}")
+        busy = ((self._state == USED) | (self._locks > 0)).reshape(len(self._owned), self.share.per_slab).sum(1)
+        if (busy != self._busy).any():
+            raise PoolError(f"entries of {self._what} in use or locked are counted wrongly by slab: {self!r}")
         if self.num_slabs != np.count_nonzero(self._owned) or (held[self._owned] == 0).any():
             raise PoolError(f"{self.num_slabs} slabs of {self._what}, or one of them is empty: {self!r}")
+
+    def _note_busy(self, indices: Number, change: int) -> None:
+        slabs = indices // self.share.per_slab
+        if isinstance(slabs, int) or len(slabs) == 1:  # fast path: decode steps
+            self._busy[slabs] += change
+        elif len(slabs):
+            self._busy += change * np.bincount(slabs, minlength=len(self._busy))
 
     # -- the free entries, by index
 
@@ -272,7 +283,7 @@ class SlabAllocator(EntryAllocator):
 
     def _free_all(self) -> None:
         """`Slabs.reclaim` follows."""
-        self._free_counts[:], self._owned[:] = 0, False
+        self._free_counts[:], self._owned[:], self._busy[:] = 0, False, 0
         self.num_free = self.num_slabs = self._filling = 0
 
     def _all_free(self) -> np.ndarray:

@@ -95,8 +95,10 @@ class CacheRoom:
         return any(self._any_evicted(evict()) for evict in evictions)
 
     def _any_evicted(self, gone: CacheEntries) -> bool:
+        if not gone.states and not any(map(len, gone.pages)):
+            return False
         self.free_evicted(gone)
-        return len(gone.states) > 0 or any(map(len, gone.pages))
+        return True
 
     def slot_within(self, request: Request, fresh: int) -> Handle | None:
         """A slot for a state within an answer: a free one or that of another such state, first of

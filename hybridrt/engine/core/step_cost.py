@@ -408,6 +408,8 @@ class ChunkBudget:
         def late(tokens: int) -> bool:
             return not self._ends_in_time(start, tokens, bound)
 
+        if not late(max_tokens):  # most often: a prompt or two wait
+            return max_tokens
         if fills and not late(fills[-1] + 1):
             return bisect_left(range(max_tokens + 1), True, lo=fills[-1] + 2, key=late) - 1
         found = bisect_left(ends, True, lo=1, key=late)
