@@ -439,24 +439,40 @@ class RowLinear(_SegmentedLinear):
     dim = 1
     adds = True
 
-    def forward(self, x: torch.Tensor, tail: torch.Tensor | None = None, reduce: bool = True) -> torch.Tensor:
-        """y of x, or of [x, tail], which then need no common tensor. `reduce` False: this rank's
-        summand, for a caller with a sum over ranks of its own."""
+    def forward(
+        self, x: torch.Tensor, tail: torch.Tensor | None = None, reduce: bool = True, before: Activation | None = None
+    ) -> torch.Tensor:
+        """y of x, or of [x, tail], which then need no common tensor.
+
+        Args:
+            reduce: False for this rank's summand, for a caller with a sum over ranks of its own.
+            before: an activation of x, not yet applied. Only for methods that `activates`, and not with a tail.
+        """
         # One rank: the sum has it once.
-        bias = self.bias if self.tp.rank == 0 else None
-        y = self.method.apply(x, bias, tail=tail)
+        y = self._product(x, self.bias if self.tp.rank == 0 else None, tail, before)
         return self.tp.all_reduce(y) if reduce and self.tp.size > 1 else y
 
-    def onto(self, residual: torch.Tensor, x: torch.Tensor, tail: torch.Tensor | None = None) -> Summands:
+    def _product(
+        self, x: torch.Tensor, bias: torch.Tensor | None, tail: torch.Tensor | None, before: Activation | None
+    ) -> torch.Tensor:
+        if before is not None:
+            return self.method.apply_activated(before, x, bias)
+        return self.method.apply(x, bias, tail=tail)
+
+    def onto(
+        self, residual: torch.Tensor, x: torch.Tensor, tail: torch.Tensor | None = None,
+        before: Activation | None = None,
+    ) -> Summands:  # fmt: skip
         """`forward`, and the residual to add it to. May overwrite `residual`."""
-        adds = len(x) >= self.method.adds_from and self.adds_to(residual.dtype, x.dtype)
+        adds = before is None and len(x) >= self.method.adds_from and self.adds_to(residual.dtype, x.dtype)
         if self.tp.size == 1:
             if adds:
                 return self.method.apply_onto(residual, x, tail), None
-            return self.method.apply(x, self.bias, tail=tail), residual
+            return self._product(x, self.bias, tail, before), residual
         if self.tp.overlaps(x):
-            return arriving((self.summand_onto(*rows, adds=adds) for rows in in_halves(residual, x, tail)), self.tp)
-        y, rest = self.summand_onto(residual, x, tail, adds=adds)
+            halves = in_halves(residual, x, tail)
+            return arriving((self.summand_onto(*rows, adds=adds, before=before) for rows in halves), self.tp)
+        y, rest = self.summand_onto(residual, x, tail, adds=adds, before=before)
         return (self.tp.all_reduce(y), None) if rest is None else (summed_later(y, self.tp), rest)
 
     def adds_to(self, residual: torch.dtype, x: torch.dtype) -> bool:
@@ -464,12 +480,13 @@ class RowLinear(_SegmentedLinear):
         return self.adds and self.bias is None and residual == x
 
     def summand_onto(
-        self, residual: torch.Tensor, x: torch.Tensor, tail: torch.Tensor | None = None, *, adds: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, residual: torch.Tensor, x: torch.Tensor, tail: torch.Tensor | None = None, *, adds: bool,
+        before: Activation | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """This rank's summand, and the residual to add the sum to; None if it `adds` that."""
         first = self.tp.rank == 0  # of bias and residual, so that the sum has them once
-        if not adds:
-            return self.method.apply(x, self.bias if first else None, tail=tail), residual
+        if before is not None or not adds:
+            return self._product(x, self.bias if first else None, tail, before), residual
         if first:
             return self.method.apply_onto(residual, x, tail), None
         self.method.apply_into(residual, x if tail is None else side_by_side(x, tail), None)
@@ -513,19 +530,30 @@ class MLP(nn.Module):
             adds = self.down.adds_to(x.dtype if residual is None else residual.dtype, x.dtype)
             adds = adds and len(x) >= self.down.method.adds_from
             pieces = (self._normed(norm, *piece) for piece in x.with_rows(residual))
-            return arriving((self.down.summand_onto(rest, h, adds=adds) for h, rest in pieces), self.down.tp)
-        h, residual = self._normed(norm, x, residual)
-        return self.down.onto(residual, h)
+            summands = (self.down.summand_onto(rest, h, adds=adds, before=before) for h, rest, before in pieces)
+            return arriving(summands, self.down.tp)
+        h, residual, before = self._normed(norm, x, residual)
+        return self.down.onto(residual, h, before=before)
 
-    def _normed(self, norm: "RMSNorm", x: Hidden, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The input of `down`, and x + residual."""
-        h, residual = self.up.method.apply_normed(norm, x, residual, self.up.bias, self.activation)
-        return h if self.limit is None else clamped_silu_and_mul(h, self.limit), residual
+    def _normed(
+        self, norm: "RMSNorm", x: Hidden, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, Activation | None]:
+        """The input of `down`, x + residual, and the activation that `down` is to apply first."""
+        own, before = self._activation(len(x))
+        h, residual = self.up.method.apply_normed(norm, x, residual, self.up.bias, own)
+        return h if self.limit is None else clamped_silu_and_mul(h, self.limit), residual, before
+
+    def _activation(self, tokens: int) -> tuple[Activation | None, Activation | None]:
+        """Where the activation is: in the product `up`, or before the product `down`."""
+        later = self.down.method.activates and not self.up.method.fuses_activation(tokens)
+        return (None, self.activation) if later else (self.activation, None)
 
     def summand(self, x: torch.Tensor, reduce: bool = False) -> torch.Tensor:
         """MLP of x, [T, hidden] to [T, hidden]. `reduce` as in RowLinear."""
-        h = self.up(x, self.activation)
-        return self.down(h if self.limit is None else clamped_silu_and_mul(h, self.limit), reduce=reduce)
+        own, before = self._activation(len(x))
+        h = self.up(x, own)
+        h = h if self.limit is None else clamped_silu_and_mul(h, self.limit)
+        return self.down(h, reduce=reduce, before=before)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         gate, down = self.scales

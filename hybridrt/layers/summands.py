@@ -26,6 +26,9 @@ class Unsummed:
             return norm(summed(self), residual)
         return self.tp.sum_add_rms_norm(self.summand, residual, norm.weight, norm.eps)
 
+    def __len__(self) -> int:
+        return len(self.summand)
+
 
 @dataclass(frozen=True, slots=True)
 class Arriving:

@@ -16,7 +16,7 @@ from torch import nn
 from hybridrt.base.errors import BackendError, CheckpointError
 from hybridrt.base.quantization import PLAIN, Scheme
 from hybridrt.collectives.groups import TPGroup
-from hybridrt.kernels.dense.skinny_linear import Activation
+from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation
 from hybridrt.layers.summands import Hidden
 
 if TYPE_CHECKING:
@@ -236,12 +236,14 @@ class LinearMethod(Method, ABC):
             a whole row, because each matrix has its own.
         looks_up: an embedding calls `lookup`.
         adds_from: tokens from which to add a residual of x's dtype in the product (`apply_onto`).
+        activates: its input may come before the activation (`apply_activated`), which costs no launch of its own.
     """
 
     experts: ClassVar[type[ExpertsMethod] | None] = None
     merges_inputs: ClassVar[bool] = False
     adds_from: ClassVar[float] = inf
     looks_up: bool = False
+    activates: bool = False
 
     @abstractmethod
     def __init__(
@@ -258,6 +260,15 @@ class LinearMethod(Method, ABC):
         tail: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """act(x W^T + b), [T, in]; the last columns of x may be in `tail`."""
+
+    def fuses_activation(self, tokens: int) -> bool:
+        """Whether `apply` and `apply_normed` of so many tokens spend no launch on the activation. False leaves it to a
+        method that `activates`, if one is next."""
+        return False
+
+    def apply_activated(self, before: Activation, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """before(x) W^T + b."""
+        return self.apply(ACTIVATIONS[before](x), bias)
 
     def joined(self, others: Sequence["LinearMethod"]) -> "LinearMethod | None":
         """One method for this weight and the others' side by side along the input, once all are complete; None if

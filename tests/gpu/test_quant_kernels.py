@@ -107,6 +107,17 @@ def test_products_of_quantised_inputs(name: str, rows: int | None, tokens: int, 
     assert max(found.values()) < 6e-3, found
 
 
+@pytest.mark.parametrize("tokens", [3, 256, 3000])
+@pytest.mark.parametrize("before", ["silu_and_mul", "relu2"])
+@pytest.mark.parametrize("group", [128, 12288])
+def test_an_activation_is_quantised(group: int, before: Activation, tokens: int) -> None:
+    x = inputs(tokens, 24576 if before == "silu_and_mul" else 12288, False)[0]
+    got, wanted = quantize_tokens(x, group, before=before)[0], quantize_tokens.reference(x, group, before=before)[0]
+    stored = quantize_tokens(ACTIVATIONS[before](x), group)[0]
+    for exact in (wanted, stored):
+        assert error(decoded_tokens(got), decoded_tokens(exact)) < 3e-3  # codes next to ties
+
+
 @pytest.mark.parametrize(("rows", "width", "activation"), [(3072, 12288, None), (1000, 4608, "silu_and_mul")])
 @pytest.mark.parametrize("tokens", [48, 128])
 def test_parts_of_products_are_always_added_alike(

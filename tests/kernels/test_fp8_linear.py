@@ -6,7 +6,7 @@ import torch
 from hybridrt.base.errors import ConfigError
 from hybridrt.base.quantization import Scheme
 from hybridrt.collectives.groups import TPGroup
-from hybridrt.kernels.dense.skinny_linear import InputNorm
+from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation, InputNorm
 from hybridrt.kernels.quant.fp8_linear import GROUP, decoded_tokens, fp8_linear, quantize_tokens
 from hybridrt.kernels.quant.quant_weight import dequantize, expert_of
 from hybridrt.layers.quant.fp8_products import fp8_product, takes_kernel
@@ -60,6 +60,26 @@ def test_the_kernel_quantises_as_the_reference(whole: bool, width: int) -> None:
         torch.testing.assert_close(decoded_tokens(got), decoded_tokens(wanted), rtol=0.07, atol=1e-6)
         assert (got.codes[:5].float() == wanted.codes[:5].float()).float().mean() > 0.98
         assert (total is None) == (sum_of is None) and (total is None or torch.equal(total, sum_of))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("before", ["silu_and_mul", "relu2"])
+def test_an_activation_before_is_quantised_as_its_stored_results(before: Activation, whole: bool) -> None:
+    from hybridrt.kernels.quant.fp8_linear_triton import quantize_tokens_triton
+
+    width = 2304
+    x = tokens(5, 2 * width if before == "silu_and_mul" else width)
+    group = width if whole else GROUP
+    for quantize in (quantize_tokens.reference, quantize_tokens_triton):
+        if quantize is quantize_tokens_triton:
+            x = x.float()  # the interpreter's bfloat16 loses carries into the exponent
+        stored, _ = quantize_tokens.reference(ACTIVATIONS[before].reference(x.float()).to(x.dtype), group)
+        found, total = quantize(x, group, before=before)
+        assert total is None and found.codes.shape == stored.codes.shape
+        torch.testing.assert_close(found.scale[:, :5], stored.scale[:, :5], rtol=2**-7, atol=0)
+        got, wanted = found.codes[:5].float(), stored.codes[:5].float()
+        assert ((got - wanted).abs() <= wanted.abs() / 8 + 2**-9).all()  # one code
+        assert (got == wanted).float().mean() > 0.98
 
 
 @pytest.mark.parametrize("count", [1, 17, 64])
@@ -137,6 +157,10 @@ def test_multipliers_of_parts_become_part_of_the_scales(parts: tuple[int, ...]) 
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match="multiple of 128"):
         quantize_tokens(tokens(1, 256)[:, :200], GROUP)
+    with pytest.raises(ConfigError, match="tokens of 192 numbers"):
+        quantize_tokens(tokens(1, 384), GROUP, before="silu_and_mul")
+    with pytest.raises(ConfigError, match="apply one of them first"):
+        quantize_tokens(tokens(1, 256), GROUP, InputNorm(torch.ones(256)), "relu2")
     x = tokens(1, 256)
     codes, _ = quantize_tokens(x, GROUP)
     with pytest.raises(ConfigError, match="a weight of 512 columns"):

@@ -1,6 +1,7 @@
 """Quantised layers in the layout of kernels, with the kernels' references in place of them on a CPU."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ import torch
 from hybridrt.base.errors import BackendError, ConfigError
 from hybridrt.base.quantization import Scheme
 from hybridrt.collectives.groups import TPGroup
-from hybridrt.layers.linear import ColumnLinear, MixedMethod, RowLinear, Segment, VocabParallelEmbedding, finish
+from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation
+from hybridrt.kernels.quant.fp8_linear import MAX_TOKENS, quantize_tokens
+from hybridrt.layers.linear import MLP, ColumnLinear, MixedMethod, RowLinear, Segment, VocabParallelEmbedding, finish
 from hybridrt.layers.moe import Experts
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.quant import methods
@@ -184,6 +187,46 @@ def test_inputs_of_several_matrices(
     found = layer(x, tail).float()
     assert (found - wanted).norm() / wanted.norm() < 0.06
     assert torch.equal(layer(torch.cat([x, tail], 1)).float(), found)
+
+
+@pytest.mark.parametrize("tokens", [3, 130])
+@pytest.mark.parametrize("activation", ["silu_and_mul", "relu2"])
+def test_an_activation_is_applied_while_its_results_are_quantised(
+    activation: Activation, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no product has it: with more tokens than our kernel takes. Silu rounds its factors on a CPU."""
+    torch.manual_seed(8)
+    monkeypatch.setattr(methods, "multiplies_fp8", lambda device: True)
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", decoded_product)
+    seen = list[Activation | None]()
+
+    def quantize(*args: Any, before: Activation | None = None) -> Any:
+        seen.append(before)
+        return quantize_tokens(*args, before=before)
+
+    monkeypatch.setattr(methods, "quantize_tokens", quantize)
+    write = of_fp8(Scheme("fp8", "fp8", (128, 128), activations="group"), "weight_scale_inv")
+    parts = ["gate", "up"] if activation == "silu_and_mul" else ["up"]
+    matrices = {f"mlp.{part}_proj": write(256, 128) for part in parts} | {"mlp.down_proj": write(128, 256)}
+    build = replace(build_of(matrices["mlp.up_proj"].scheme), dtype=torch.bfloat16)
+    mlp = MLP("mlp", 128, 256, activation=activation, build=build)
+    fill(mlp.targets("mlp"), matrices)
+    finish(mlp)
+    norm = RMSNorm("norm", 128, 1e-5, device=torch.device("cpu"))
+    norm.weight.data.fill_(1.0)
+    x, residual = torch.randn(2, tokens, 128).bfloat16()
+    later, found = activation if tokens > MAX_TOKENS else None, []
+    for _ in range(2):
+        summed, rest = mlp(norm, x, residual.clone(), None)
+        assert isinstance(summed, torch.Tensor) and rest is not None
+        found.append((summed, rest, mlp.summand(x)))
+        mlp.down.method.activates = False
+    for together, apart in zip(*found, strict=True):
+        assert (together.float() - apart.float()).norm() <= (0.03 if later == "silu_and_mul" else 0) * apart.norm()
+    assert seen == [None, later, None, later, None, None, None, None]
+    hidden = x.float() @ torch.cat([matrices[f"mlp.{part}_proj"].dense for part in parts]).t()
+    exact = ACTIVATIONS[activation].reference(hidden) @ matrices["mlp.down_proj"].dense.t()
+    assert (found[0][2].float() - exact).norm() / exact.norm() < 0.1
 
 
 @pytest.mark.parametrize("kind", WIDER)

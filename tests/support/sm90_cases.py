@@ -409,6 +409,8 @@ def fp8() -> Cases:
             norm = {"norm_weight": f32(3072), "eps": 1e-5, "residual": meta(tokens, 3072)}
             yield "quantize_tokens", {"x": meta(tokens, 3072), "group": 128 if groups else 3072} | norm
             yield "quantize_tokens", {"x": meta(tokens, 12288), "group": 128 if groups else 12288}
+            gated = {"x": meta(tokens, 24576), "group": 128 if groups else 12288, "before": "silu_and_mul"}
+            yield "quantize_tokens", gated
             for rows, width, activation in ((24576, 3072, "silu_and_mul"), (3072, 12288, None)):
                 codes = meta(-(-tokens // 16) * 16, width, dtype=torch.float8_e4m3fn)
                 x = {"codes": codes, "scale": f32(width // 128 if groups else 1, len(codes)), "tokens": tokens}

@@ -183,6 +183,8 @@ def others() -> Iterator[tuple[str, Args, Args]]:
     for name, group in (("fp8 blocks", 128), ("fp8 rows", 256)):
         tokens = {"x": meta(3, 256), "group": group}
         yield "quantize_tokens", tokens, {"norm_weight": f32(256), "residual": meta(3, 256)}
+        yield "quantize_tokens", {"x": meta(3, 512), "group": group, "before": "silu_and_mul"}, {}
+        yield "quantize_tokens", tokens | {"before": "relu2"}, {}
         for few, rows in ((3, 16), (1, 16), (80, 80)) if group == 128 else ((3, 16), (1, 16)):  # a kernel each
             codes = {"codes": meta(rows, 256, dtype=torch.float8_e4m3fn), "scale": f32(256 // group, rows)}
             product = codes | {"tokens": few, "group": group, "weight": empty_weight(name, 64, 256)}

@@ -32,39 +32,52 @@ class TokenCodes(NamedTuple):
     group: int
 
 
-def empty_codes(x: Tensor, group: int) -> TokenCodes:
-    """Codes for x [tokens, K], not filled."""
-    (tokens, width), padded = x.shape, -(-x.shape[0] // PADDING) * PADDING
+def empty_codes(x: Tensor, width: int, group: int) -> TokenCodes:
+    """Codes of `width` numbers for each token of x [tokens, ...], not filled."""
+    tokens, padded = x.shape[0], -(-x.shape[0] // PADDING) * PADDING
     codes = torch.empty(padded, width, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(width // group, padded, dtype=torch.float32, device=x.device)
     return TokenCodes(codes, scale, tokens, group)
 
 
-def _check_quantize(x: Tensor, group: int, norm: InputNorm | None = None) -> None:
-    if group not in (GROUP, x.shape[1]) or x.shape[1] % GROUP:
+def _check_quantize(x: Tensor, group: int, norm: InputNorm | None = None, before: Activation | None = None) -> None:
+    width = quantised_width(x, before)
+    if group not in (GROUP, width) or width % GROUP:
         raise ConfigError(
-            f"tokens of {x.shape[1]} numbers are quantised by {GROUP} numbers or whole, and have a multiple of {GROUP}"
+            f"tokens of {width} numbers are quantised by {GROUP} numbers or whole, and have a multiple of {GROUP}"
         )
+    if norm is not None and before is not None:
+        raise ConfigError("quantize_tokens applies a norm or an activation; apply one of them first")
+
+
+def quantised_width(x: Tensor, before: Activation | None) -> int:
+    """Numbers of a token x [T, K] after its activation."""
+    return x.shape[1] // 2 if before == "silu_and_mul" else x.shape[1]
 
 
 @operation(By("triton"), check=_check_quantize)
-def quantize_tokens(x: Tensor, group: int, norm: InputNorm | None = None) -> tuple[TokenCodes, Tensor | None]:
-    """Codes of rms_norm(x + residual), and x + residual; norm and residual are optional.
+def quantize_tokens(
+    x: Tensor, group: int, norm: InputNorm | None = None, before: Activation | None = None
+) -> tuple[TokenCodes, Tensor | None]:
+    """Codes of rms_norm(x + residual), and x + residual; norm and residual are optional. Or codes of act(x).
 
     A scale is the largest size of its numbers / 448, the largest e4m3 number.
 
     Args:
-        x: [T, K], K a multiple of GROUP.
+        x: [T, K], K a multiple of GROUP; [T, 2K] before "silu_and_mul".
         group: GROUP, or K for one scale a token.
+        before: the activation. Its results are rounded to x's dtype, as if they were stored.
 
-    Raises ConfigError for other widths and groups.
+    Raises ConfigError for other widths and groups, and for a norm with an activation.
     """
     residual = None
+    if before is not None:
+        x = ACTIVATIONS[before].reference(x.float()).to(x.dtype)
     if norm is not None:
         if norm.residual is not None:
             x = residual = (x.float() + norm.residual.float()).to(norm.residual.dtype)
         x = rms_norm.reference(x.float(), norm.norm_weight, norm.eps)
-    found = empty_codes(x, group)
+    found = empty_codes(x, x.shape[1], group)
     numbers = x.float().unflatten(1, (-1, group))
     scale = numbers.abs().amax(2).clamp(min=SMALLEST) / E4M3_MAX
     found.codes[: len(x)] = (numbers * (1 / scale).unsqueeze(2)).clamp(-E4M3_MAX, E4M3_MAX).flatten(1)

@@ -10,7 +10,7 @@ from hybridrt.kernels.core.launch import arrival_counters, cdiv, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.dense.skinny_linear import Activation, InputNorm
 from hybridrt.kernels.dense.skinny_linear_triton import MULTIPROCESSORS, store_output, weight_rows
-from hybridrt.kernels.quant.fp8_linear import FEW_TOKENS, GROUP, TokenCodes, empty_codes
+from hybridrt.kernels.quant.fp8_linear import FEW_TOKENS, GROUP, TokenCodes, empty_codes, quantised_width
 from hybridrt.kernels.quant.fp8_matvec_triton import fp8_matvec_triton
 from hybridrt.kernels.quant.fp8_pipeline_triton import fp8_pipeline_triton, takes_pipeline
 from hybridrt.kernels.quant.quant_weight import QuantWeight
@@ -23,9 +23,9 @@ COLUMNS = 2048  # that a program quantises, if the token's sum of squares is not
 @jit_kernel
 def _quantize_kernel(  # type: ignore[no-untyped-def]
     x_ptr, residual_ptr, norm_ptr, codes_ptr, scale_ptr, x_sr, residual_sr, scale_sr, eps,
-    D: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    D: tl.constexpr, GROUP: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid [tokens, blocks of columns]."""
+    """Grid [tokens, blocks of columns]. The residual and the norm are optional, or there is an activation."""
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     d = first + tl.arange(0, BLOCK)
     mask = d < D
@@ -39,6 +39,13 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
     if norm_ptr is not None:
         weight = tl.load(norm_ptr + d, mask=mask, other=0.0)
         x = x * (1.0 / tl.sqrt(tl.sum(x * x, 0) / D + eps)) * weight
+    if ACTIVATION is not None:
+        if ACTIVATION == "silu_and_mul":
+            x = x * tl.sigmoid(x) * tl.load(x_ptr + row * x_sr + D + d, mask=mask, other=0.0).to(tl.float32)
+        else:
+            x = tl.maximum(x, 0.0)
+            x *= x
+        x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
     if GROUP == D:
         scale = tl.maximum(tl.max(tl.abs(x), 0), 1e-12) / 448.0
         codes = x * (1.0 / scale)
@@ -52,17 +59,19 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
     tl.store(codes_ptr + row * D + d, codes.to(codes_ptr.dtype.element_ty), mask=mask)
 
 
-def quantize_tokens_triton(x: Tensor, group: int, norm: InputNorm | None = None) -> tuple[TokenCodes, Tensor | None]:
+def quantize_tokens_triton(
+    x: Tensor, group: int, norm: InputNorm | None = None, before: Activation | None = None
+) -> tuple[TokenCodes, Tensor | None]:
     """One launch. The residual is overwritten with the sum."""
-    tokens, width = x.shape
+    tokens, width = x.shape[0], quantised_width(x, before)
     assert x.stride(1) == 1
     norm_weight, eps, residual = (None, 0.0, None) if norm is None else (norm.norm_weight, norm.eps, norm.residual)
-    found, whole = empty_codes(x, group), next_power_of_2(width)
+    found, whole = empty_codes(x, width, group), next_power_of_2(width)
     block = whole if norm is not None or group == width else min(whole, COLUMNS)
     _quantize_kernel[(tokens, cdiv(width, block))](
         x, residual, norm_weight, found.codes, found.scale, x.stride(0),
         0 if residual is None else residual.stride(0), found.scale.stride(0), eps,
-        D=width, GROUP=group, BLOCK=block, num_warps=min(max(block // 512, 1), 16), **pdl(x.device),
+        D=width, GROUP=group, ACTIVATION=before, BLOCK=block, num_warps=min(max(block // 512, 1), 16), **pdl(x.device),
     )  # fmt: skip
     return found, residual
 

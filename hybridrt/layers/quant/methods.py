@@ -24,6 +24,7 @@ from hybridrt.layers.quant.fp8_products import (
     joined_products,
     multiplies_fp8,
     multiply_codes,
+    takes_kernel,
 )
 from hybridrt.layers.quant.kernel_weight import finished, looked_up, parameters, product_of_many
 from hybridrt.layers.quant.packed_weight import PackedWeight
@@ -173,6 +174,9 @@ class QuantMethod(LinearMethod):
         y = multiply(self.weight, x, bias)
         return y if activation is None else ACTIVATIONS[activation](y)
 
+    def fuses_activation(self, tokens: int) -> bool:
+        return self.kernel is not None and tokens <= MAX_TOKENS
+
     def apply_normed(
         self, norm: "RMSNorm", x: Hidden, residual: Tensor | None, bias: Tensor | None,
         activation: Activation | None = None,
@@ -210,6 +214,10 @@ class Fp8(QuantMethod):
         if self.quantises and self.kernel is not None:
             self.product = fp8_product(self.kernel)
             self.kernel = self.kernel if self.product is None else self.product.weight
+        self.activates = self.product is not None
+
+    def fuses_activation(self, tokens: int) -> bool:
+        return super().fuses_activation(tokens) if self.product is None else takes_kernel(tokens, self.product.weight)
 
     def joined(self, others: Sequence[LinearMethod]) -> "Fp8 | None":
         """One product instead of several, with their inputs quantised at once. Only of blocks: scales of rows and of
@@ -229,6 +237,12 @@ class Fp8(QuantMethod):
         x = x if tail is None else side_by_side(x, tail)
         codes, _ = quantize_tokens(x, self.product.group)
         return multiply_codes(self.product, codes, bias, activation, x.dtype)
+
+    def apply_activated(self, before: Activation, x: Tensor, bias: Tensor | None) -> Tensor:
+        if self.product is None:
+            return super().apply_activated(before, x, bias)
+        codes, _ = quantize_tokens(x, self.product.group, before=before)
+        return multiply_codes(self.product, codes, bias, None, x.dtype)
 
     def apply_normed(
         self, norm: "RMSNorm", x: Hidden, residual: Tensor | None, bias: Tensor | None,
