@@ -188,11 +188,7 @@ class SlabAllocator(EntryAllocator):
             raise PoolError(f"{self.num_slabs} slabs of {self._what}, or one of them is empty: {self!r}")
 
     def _note_busy(self, indices: Number, change: int) -> None:
-        slabs = indices // self.share.per_slab
-        if isinstance(slabs, int) or len(slabs) == 1:  # fast path: decode steps
-            self._busy[slabs] += change
-        elif len(slabs):
-            self._busy += change * np.bincount(slabs, minlength=len(self._busy))
+        np.add.at(self._busy, indices // self.share.per_slab, change)
 
     # -- the free entries, by index
 
