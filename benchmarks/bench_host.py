@@ -7,7 +7,8 @@ of the host: `launch` packs the step and keeps the books of the pools, `rest` sc
 Each figure is the median over steps in which all requests decode, on a CPU, in milliseconds. Rows with "text" have a
 tokenizer. Rows that begin with "prefill" are of steps that admit and prefill prompts. Rows that begin with "prefix" are
 of the prefix cache: what it adds to one prompt, the least of all repeats. Rows that begin with "tree" are of its radix
-tree alone, with many states.
+tree alone, with many states, and rows that begin with "memory" of the memory that pages and states share: what room
+there is, which each prompt asks several times, and lending and freeing a prompt's pages.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from hybridrt.base.interrupts import Interrupts
 from hybridrt.engine.cache.answer_states import MOST
 from hybridrt.mem_cache.pools.entries import Handle, keys_of
 from hybridrt.mem_cache.pools.page_groups import PageSets
+from hybridrt.mem_cache.pools.slabs import SlabAllocator, Slabs, SlabShare
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_node import StateKind
 from hybridrt.runtime.load.model_path import ASSETS
@@ -232,6 +234,24 @@ def measure_tree(page_size: int, length: int, count: int, repeats: int) -> dict[
     return found
 
 
+def measure_memory(slabs: int, pages: int, repeats: int) -> dict[str, Any]:
+    """Least times over `repeats` in `slabs` slabs, each of one state or of `pages` pages. A third is in use."""
+    memory, found = Slabs(slabs), dict[str, Any](what=f"memory of {slabs} states or {slabs * pages} pages")
+    lent = SlabAllocator(memory, SlabShare(pages, pages), "KV page")
+    states = SlabAllocator(memory, SlabShare(1, 1), "state")
+    lent.alloc(slabs * pages // 4)
+    states.alloc(slabs // 12)
+    times: dict[str, list[float]] = {}
+    with ExitStack() as stack:
+        for owner, name in ((memory, "room"), (lent, "alloc"), (lent, "free")):
+            stack.enter_context(clock(owner, name, times.setdefault(name, [])))
+        for _ in range(repeats):
+            taken = lent.alloc(40)
+            memory.room()
+            lent.free(taken)
+    return found | {f"{name} ms": min(seconds) * 1e3 for name, seconds in times.items()}
+
+
 def show_prefix(row: dict[str, Any]) -> dict[str, Any]:
     print(row["what"], *(f"{name[:-3]} {ms:.3f}" for name, ms in row.items() if name != "what"), sep="  ", flush=True)
     return row
@@ -264,6 +284,7 @@ def main() -> None:
         for page_size in (1, 16)
         for count in (0, 2, MOST + 2, 1872)
     ]
+    rows += [show_prefix(measure_memory(slabs, 96, args.steps)) for slabs in (150, 1500)]
     if args.name:
         print(save(args.name, rows))
 
