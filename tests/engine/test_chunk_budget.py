@@ -26,7 +26,7 @@ from hybridrt.engine.core.step_cost import (
 )
 from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.runtime.step.pack_padded import Bucket, StateSaves, make_buckets
-from hybridrt.runtime.step.plan import DecodeRow, DecodeRows, ExtendRow, StepPlan
+from hybridrt.runtime.step.plan import DecodeRow, DecodeRows
 from hybridrt.server.core.metrics import Metrics
 from hybridrt.server.warm_up import warm_up
 from tests.engine.test_scheduler import Bench, request
@@ -378,75 +378,74 @@ def test_a_step_counts_from_the_end_of_the_one_before() -> None:
     """Launched while that one still ran; a step that samples nothing ends unseen and counts with the next."""
     cost, now = Known(), 0.0
     target = TrafficPolicy(1.0, cost=cost, clock=lambda: now)
-    plan, chunk = StepPlan(decode=decoding(2)), StepPlan(extend=[ExtendRow(9, 0, [1] * 50, 0, False)])
-    one, part = StepWork.from_plan(plan), StepWork.from_plan(chunk)
+    one, part = StepWork(2, 1000), StepWork().with_chunk(0, 50)
     first = target.clock()
     now = 1.0
     second = target.clock()
     now = 3.0
-    target.ended(plan, first, 2)
+    target.ended(one, first, 2)
     now = 4.5
-    target.ended(plan, second, 2)
+    target.ended(one, second, 2)
     assert cost.seen == [([one], 3.0), ([one], 1.5)]
     now = 10.0
     third = target.clock()
     now = 10.5
-    target.ended(chunk, third, 0)
+    target.ended(part, third, 0)
     fourth = target.clock()
     now = 12.0
-    target.ended(plan, fourth, 2)
+    target.ended(one, fourth, 2)
     assert cost.seen[2:] == [([part, one], 2.0)]
 
 
 def test_a_step_that_ended_before_it_was_read_counts_with_those_behind_it() -> None:
     """Its launch, or that of the next one, took longer: the host saw the end too late, and the next step would seem to
     take no time. Of a device that is always faster than the host, eight steps count together."""
-    cost, plan, ends = Known(), StepPlan(decode=decoding(2)), iter([50.0, *range(58, 67, 8)])
+    cost, ends = Known(), iter([50.0, *range(58, 67, 8)])
     target, one = TrafficPolicy(1.0, cost=cost, clock=lambda: next(ends)), StepWork(2, 1000)
     for late in (True, True, False):
-        target.ended(plan, 0.0, 2, late)
+        target.ended(one, 0.0, 2, late)
     assert cost.seen == [([one] * 3, 50.0)]
     for _ in range(16):
-        target.ended(plan, 50.0, 2, True)
+        target.ended(one, 50.0, 2, True)
     assert cost.seen[1:] == [([one] * 8, 8.0)] * 2
 
 
 def test_the_next_step_is_scheduled_before_the_end_of_the_running_one() -> None:
     cost, now, took = Known(), 50.0, 0.01
-    target, plan = TrafficPolicy(1.0, cost=cost, clock=lambda: now), StepPlan(decode=decoding(4))
-    cost.predict = lambda work: took  # type: ignore[method-assign]
-    target.ended(plan, 49.0, 4)
-    lead = 50 + took - target.spare_seconds(plan, 49.5) - now
+    target, work = TrafficPolicy(1.0, cost=cost, clock=lambda: now), StepWork(4, 2000)
+    cost.predict = lambda _: took  # type: ignore[method-assign]
+    target.ended(work, 49.0, 4)
+    lead = 50 + took - target.spare_seconds(work, 49.5) - now
     assert 0 < lead < took, "the step before it ended at 50"
-    assert target.spare_seconds(plan, 50.002) == pytest.approx(0.002 + took - lead), "it was launched later"
+    assert target.spare_seconds(work, 50.002) == pytest.approx(0.002 + took - lead), "it was launched later"
     cost._errors.append(0.02)
-    assert target.spare_seconds(plan, 49.5) == pytest.approx(0.96 * took - lead), "its end may come earlier"
+    assert target.spare_seconds(work, 49.5) == pytest.approx(0.96 * took - lead), "its end may come earlier"
     cost._errors.clear()
     now = 50.0 + took - lead + 1e-4
-    assert target.spare_seconds(plan, 49.5) == 0.0
-    assert TrafficPolicy(1.0, clock=lambda: now).spare_seconds(plan, 49.5) == 0.0, "no step has been seen"
+    assert target.spare_seconds(work, 49.5) == 0.0
+    assert TrafficPolicy(1.0, clock=lambda: now).spare_seconds(work, 49.5) == 0.0, "no step has been seen"
 
 
 def test_a_step_runs_since_the_one_before_it_was_read() -> None:
     """Not since the tokens of that one were handed to their requests: else it would be taken to end later."""
-    plan = StepPlan(decode=decoding(4))
+    work = StepWork(4, 2000)
     target, other = (TrafficPolicy(1.0, cost=Known(), clock=lambda: 50.0) for _ in range(2))
     for policy, read in ((target, 49.7), (other, None)):
-        policy.cost.predict = lambda work: 1.0  # type: ignore[method-assign]
-        policy.ended(plan, 49.0, 4, read=read)
-    assert target.spare_seconds(plan, 49.5) == pytest.approx(other.spare_seconds(plan, 49.5) - 0.3)
+        policy.cost.predict = lambda _: 1.0  # type: ignore[method-assign]
+        policy.ended(work, 49.0, 4, read=read)
+    assert target.spare_seconds(work, 49.5) == pytest.approx(other.spare_seconds(work, 49.5) - 0.3)
 
 
 def test_the_time_for_tokens_does_not_make_steps_longer() -> None:
     """A step that was launched before the end of the one before it takes from one end to the next; one that was
     launched later ends when it is read: else it would be put off by the time for tokens, and seem to take longer."""
-    cost, plan, now = Known(), StepPlan(decode=decoding(4)), [50.0]
+    cost, work, now = Known(), StepWork(4, 2000), [50.0]
     target = TrafficPolicy(1.0, cost=cost, clock=lambda: now[0])
-    target.ended(plan, 49.0, 4, read=49.7)
+    target.ended(work, 49.0, 4, read=49.7)
     now[0] = 50.6
-    target.ended(plan, 49.5, 4, read=50.2)
+    target.ended(work, 49.5, 4, read=50.2)
     now[0] = 51.5
-    target.ended(StepPlan(extend=[ExtendRow(9, 0, [1] * 60, 0, True)]), 51.0, 1, read=51.3)
+    target.ended(StepWork().with_chunk(0, 60), 51.0, 1, read=51.3)
     assert [seconds for _, seconds in cost.seen] == pytest.approx([0.7, 0.6, 0.5]), "the last one has no graph"
 
 
@@ -454,18 +453,17 @@ def test_the_lead_is_as_long_as_all_but_one_of_the_latest_launches() -> None:
     """Not longer, however often the running step ends first: else no prompt would join a step that was put off."""
     now = [50.0]
     target = TrafficPolicy(None, cost=Known(buckets=[Bucket(4, 64)]), clock=lambda: now[0])
-    decode, chunk = StepPlan(decode=decoding(4)), ExtendRow(9, 0, [1] * 60, 0, True)
-    prompt = StepPlan(extend=[chunk])
-    target.cost.predict = lambda work: 1.0  # type: ignore[method-assign]
+    decode, prompt = StepWork(4, 2000), StepWork().with_chunk(0, 60)
+    target.cost.predict = lambda _: 1.0  # type: ignore[method-assign]
 
     def lead() -> float:
         target.ended(decode, now[0], 4)
         return 1.0 - target.spare_seconds(decode, now[0])
 
-    def launch(plan: StepPlan, scheduling: float, launching: float) -> None:
+    def launch(work: StepWork, scheduling: float, launching: float) -> None:
         asked, launched = now[0], now[0] + scheduling
         now[0] = launched + launching
-        target.note_launch(plan, asked, launched)
+        target.note_launch(work, asked, launched)
 
     for seconds in (0.002, 0.004, 0.002, 0.03):
         launch(prompt, seconds, seconds)
@@ -491,11 +489,11 @@ def test_the_lead_is_as_long_as_all_but_one_of_the_latest_launches() -> None:
 def test_a_step_after_one_that_was_read_late_is_not_observed() -> None:
     """It began before the late end was seen, so it would seem to need no time."""
     now, seen = [50.0], list[float]()
-    target, plan = TrafficPolicy(1.0, cost=Known(), clock=lambda: now[0]), StepPlan(decode=decoding(4))
+    target, work = TrafficPolicy(1.0, cost=Known(), clock=lambda: now[0]), StepWork(4, 2000)
     target.cost.observe = lambda works, seconds, at_most: seen.append(seconds)  # type: ignore[method-assign]
     for late in (*[True] * 8, False, False):
         now[0] += 1.0
-        target.ended(plan, now[0] - 1.0, 4, late)
+        target.ended(work, now[0] - 1.0, 4, late)
     assert seen == [8.0, 1.0]
 
 
@@ -504,14 +502,14 @@ def test_launches_that_the_device_waited_for_are_bounds() -> None:
     now, seen = [0.0], list[tuple[float, bool]]()
     target = TrafficPolicy(None, cost=Known(buckets=[Bucket(4, 64)]), clock=lambda: now[0])
     target.cost.observe = lambda works, seconds, at_most: seen.append((seconds, at_most))  # type: ignore[method-assign]
-    eager, graph = (StepPlan(decode=decoding(2), extend=[ExtendRow(9, 0, [1] * n, 0, True)]) for n in (500, 60))
+    eager, graph = (StepWork(2, 1000).with_chunk(0, n) for n in (500, 60))
 
-    def step(plan: StepPlan, launch: float, after: float, late: bool = False) -> None:
+    def step(work: StepWork, launch: float, after: float, late: bool = False) -> None:
         started = target.clock()
         now[0] += launch
-        target.note_launch(plan, started, started)
+        target.note_launch(work, started, started)
         now[0] += after
-        target.ended(plan, started, 2, late)
+        target.ended(work, started, 2, late)
 
     step(eager, 0.09, 0.001)
     step(eager, 0.07, 0.02)

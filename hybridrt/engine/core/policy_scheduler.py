@@ -59,11 +59,12 @@ class PolicyScheduler(Scheduler):
     def schedule(self) -> ScheduledStep | None:
         asked, step = self._policy.clock(), super().schedule()
         if step is not None:
+            step.work = StepWork.from_plan(step.plan)
             step.asked, step.launched = asked, self._policy.clock()
         return step
 
     def step_consumed(self, step: ScheduledStep, gained: Sequence[int]) -> None:
-        self._policy.ended(step.plan, step.launched, sum(gained), step.late, step.read)
+        self._policy.ended(step.work, step.launched, sum(gained), step.late, step.read)
         super().step_consumed(step, gained)
 
     def clear(self) -> None:

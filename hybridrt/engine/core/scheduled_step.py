@@ -4,8 +4,11 @@ import time
 from dataclasses import dataclass, field
 
 from hybridrt.base.errors import EngineError
+from hybridrt.engine.core.step_cost import StepWork
 from hybridrt.engine.request.sample_request import Request
 from hybridrt.runtime.step.plan import StepPlan, StepResult
+
+NO_WORK = StepWork()
 
 
 @dataclass(slots=True)
@@ -16,8 +19,8 @@ class ScheduledStep:
         rows: each request and how many tokens it may gain (drafts + 1; 1 on a last chunk; 0 on
             other chunks), in the plan's order: decode rows, then extend rows.
         max_new_tokens: the sum of these numbers.
-        asked, launched, read: when its scheduling began and ended, and when its result was read, by the clock of the
-            scheduler's policy. Not set without one.
+        work: what its time is predicted from. asked, launched, read: when its scheduling began and ended, and when its
+            result was read, by the clock of the scheduler's policy. Not set without one.
         began: by `time.perf_counter`.
         late: the device finished before the host read the result, so its duration is unknown.
     """
@@ -25,6 +28,7 @@ class ScheduledStep:
     plan: StepPlan = field(default_factory=StepPlan)
     rows: list[tuple[Request, int]] = field(default_factory=list)
     max_new_tokens: int = 0
+    work: StepWork = NO_WORK
     asked: float = 0.0
     launched: float = 0.0
     read: float | None = None

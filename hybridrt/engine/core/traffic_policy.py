@@ -164,11 +164,11 @@ class TrafficPolicy:
         """The response ratio of a prompt."""
         return 1 + waited / self.prompt_seconds(work)
 
-    def spare_seconds(self, plan: StepPlan, launched: float) -> float:
-        """How long scheduling of the next step can be put off while this plan runs as the last one:
+    def spare_seconds(self, work: StepWork, launched: float) -> float:
+        """How long scheduling of the next step can be put off while this one runs as the last one:
         more prompts can join then. 0 if its end is unknown. `launched`: when, by `clock`.
         """
-        seconds = self.cost.predict(StepWork.from_plan(plan))
+        seconds = self.cost.predict(work)
         if seconds is None or self._unseen:
             return 0.0
         end = max(launched, self._last_read) + seconds * (1 - self._margin)
@@ -182,16 +182,16 @@ class TrafficPolicy:
     def _margin(self) -> float:
         return min(MARGIN_ERRORS * (self.cost.error or 0.0), MAX_MARGIN)
 
-    def note_launch(self, plan: StepPlan, asked: float, launched: float) -> None:
+    def note_launch(self, work: StepWork, asked: float, launched: float) -> None:
         """A step was launched just now. `asked`: when its scheduling began, `launched`: when it ended, by `clock`."""
-        work, now = StepWork.from_plan(plan), self.clock()
-        self._hosts[bool(plan.extend)].append(now - asked)
+        now = self.clock()
+        self._hosts[work.prompt_tokens > 0].append(now - asked)
         if not self.cost.has_graph(work):
             self._launches.append((launched, now))
             self.cost.note_launch(now - launched)
 
     def ended(
-        self, plan: StepPlan, launched: float, gained: int, late: bool = False, read: float | None = None
+        self, work: StepWork, launched: float, gained: int, late: bool = False, read: float | None = None
     ) -> None:
         """Observes a step that was read. Call it in launch order.
 
@@ -204,7 +204,7 @@ class TrafficPolicy:
         """
         if not self._unseen:
             self._unseen_start = launched
-        self._unseen.append(StepWork.from_plan(plan))
+        self._unseen.append(work)
         if not gained or (late and len(self._unseen) < _LATE_STEPS):
             return
         now, works = self.clock(), self._unseen
