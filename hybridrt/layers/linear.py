@@ -23,7 +23,7 @@ from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.dense.linear import ONEDNN_FROM, add_linear, linear, stored_by_columns
 from hybridrt.kernels.dense.moe import ExpertStack, fused_experts
 from hybridrt.kernels.dense.norm_activation import clamped_silu_and_mul
-from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation, InputNorm, is_skinny, skinny_linear
+from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation, InputNorm, fuses, is_skinny, skinny_linear
 from hybridrt.layers.summands import (
     Arriving,
     Hidden,
@@ -148,9 +148,12 @@ class DenseMethod(LinearMethod):
         if not self.skinny or not is_skinny(x, self.weight, activation):
             h, residual = norm(x) if residual is None else norm.add(x, residual, norm.weight, norm.eps)
             return self.apply(h, bias, activation), residual
-        before = InputNorm(norm.weight, norm.eps, residual)
-        y, total = skinny_linear(x, self.weight, bias, norm=before, activation=activation)
+        input_norm = InputNorm(norm.weight, norm.eps, residual)
+        y, total = skinny_linear(x, self.weight, bias, norm=input_norm, activation=activation)
         return y, x if total is None else total
+
+    def fuses_activation(self, tokens: int, activation: Activation) -> bool:
+        return self.skinny and fuses(tokens, self.weight, activation)
 
     def apply_each(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         even = len(self.weight) % (8 * len(inputs)) == 0
@@ -446,7 +449,7 @@ class RowLinear(_SegmentedLinear):
 
         Args:
             reduce: False for this rank's summand, for a caller with a sum over ranks of its own.
-            before: an activation of x, not yet applied. Only for methods that `activates`, and not with a tail.
+            before: an activation that is still to be applied to x. Not with a tail.
         """
         # One rank: the sum has it once.
         y = self._product(x, self.bias if self.tp.rank == 0 else None, tail, before)
@@ -455,9 +458,10 @@ class RowLinear(_SegmentedLinear):
     def _product(
         self, x: torch.Tensor, bias: torch.Tensor | None, tail: torch.Tensor | None, before: Activation | None
     ) -> torch.Tensor:
-        if before is not None:
-            return self.method.apply_activated(before, x, bias)
-        return self.method.apply(x, bias, tail=tail)
+        if before is None:
+            return self.method.apply(x, bias, tail=tail)
+        assert tail is None
+        return self.method.apply_activated(before, x, bias)
 
     def onto(
         self, residual: torch.Tensor, x: torch.Tensor, tail: torch.Tensor | None = None,
@@ -539,18 +543,20 @@ class MLP(nn.Module):
         self, norm: "RMSNorm", x: Hidden, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, Activation | None]:
         """The input of `down`, x + residual, and the activation that `down` is to apply first."""
-        own, before = self._activation(len(x))
+        own, before = self._activations(len(x))
         h, residual = self.up.method.apply_normed(norm, x, residual, self.up.bias, own)
         return h if self.limit is None else clamped_silu_and_mul(h, self.limit), residual, before
 
-    def _activation(self, tokens: int) -> tuple[Activation | None, Activation | None]:
-        """Where the activation is: in the product `up`, or before the product `down`."""
-        later = self.down.method.activates and not self.up.method.fuses_activation(tokens)
-        return (None, self.activation) if later else (self.activation, None)
+    def _activations(self, tokens: int) -> tuple[Activation | None, Activation | None]:
+        """That of the product `up`, and the one before the product `down`: one of them is None."""
+        activation = self.activation
+        if activation is None or not self.down.method.activates:
+            return activation, None
+        return (activation, None) if self.up.method.fuses_activation(tokens, activation) else (None, activation)
 
     def summand(self, x: torch.Tensor, reduce: bool = False) -> torch.Tensor:
         """MLP of x, [T, hidden] to [T, hidden]. `reduce` as in RowLinear."""
-        own, before = self._activation(len(x))
+        own, before = self._activations(len(x))
         h = self.up(x, own)
         h = h if self.limit is None else clamped_silu_and_mul(h, self.limit)
         return self.down(h, reduce=reduce, before=before)

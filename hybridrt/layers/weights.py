@@ -236,7 +236,8 @@ class LinearMethod(Method, ABC):
             a whole row, because each matrix has its own.
         looks_up: an embedding calls `lookup`.
         adds_from: tokens from which to add a residual of x's dtype in the product (`apply_onto`).
-        activates: its input may come before the activation (`apply_activated`), which costs no launch of its own.
+        activates: it takes numbers to which an activation is still to be applied, without a launch for that
+            (`apply_activated`).
     """
 
     experts: ClassVar[type[ExpertsMethod] | None] = None
@@ -261,9 +262,9 @@ class LinearMethod(Method, ABC):
     ) -> torch.Tensor:  # fmt: skip
         """act(x W^T + b), [T, in]; the last columns of x may be in `tail`."""
 
-    def fuses_activation(self, tokens: int) -> bool:
-        """Whether `apply` and `apply_normed` of so many tokens spend no launch on the activation. False leaves it to a
-        method that `activates`, if one is next."""
+    def fuses_activation(self, tokens: int, activation: Activation) -> bool:
+        """Whether `apply` and `apply_normed` of so many tokens spend no launch on the activation. False leaves it to
+        the next product, if its method `activates`."""
         return False
 
     def apply_activated(self, before: Activation, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

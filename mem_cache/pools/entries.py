@@ -187,7 +187,7 @@ class EntryAllocator:
         return Handles.of_keys(self._handles[indices])
 
     def alloc_one(self) -> Handle:
-        """`alloc` of one entry, without arrays: each request needs a row and a state handle."""
+        """`alloc` of one entry, without arrays of handles: each request needs a row and a state handle."""
         self.check_free(1)
         index = self._take_one()
         self._state[index] = USED
@@ -330,7 +330,8 @@ class EntryAllocator:
             raise PoolError(f"the cache gives up {self._what} {first}, which a running request has locked")
 
     def _note_busy(self, indices: Number, change: int) -> None:
-        """Requests use or have locked these entries (change 1), or no longer do (-1)."""
+        """Called once for each entry that requests begin to use or lock (change 1), or no longer do (-1), by index.
+        For allocators that count them."""
 
     def _give_back(self, indices: np.ndarray) -> None:
         self._state[indices] = FREE

@@ -83,7 +83,7 @@ class Slabs:
 
     def room(self) -> tuple[int, list[int]]:
         """If the cache gives up everything that nobody reads: free slabs, and each allocator's free
-        entries in other slabs."""
+        entries in other slabs. Those that requests use and those of the cache that they have locked stay."""
         slabs, entries = self.num_free, list[int]()
         for allocator in self.allocators:
             kept = allocator.num_busy_slabs
@@ -188,7 +188,10 @@ class SlabAllocator(EntryAllocator):
             raise PoolError(f"{self.num_slabs} slabs of {self._what}, or one of them is empty: {self!r}")
 
     def _note_busy(self, indices: Number, change: int) -> None:
-        np.add.at(self._busy, indices // self.share.per_slab, change)
+        if isinstance(indices, int):  # fast path: rows, state slots
+            self._busy[indices // self.share.per_slab] += change
+        else:
+            np.add.at(self._busy, indices // self.share.per_slab, change)
 
     # -- the free entries, by index
 

@@ -159,6 +159,9 @@ def test_what_does_not_fit_is_refused() -> None:
         quantize_tokens(tokens(1, 256)[:, :200], GROUP)
     with pytest.raises(ConfigError, match="tokens of 192 numbers"):
         quantize_tokens(tokens(1, 384), GROUP, before="silu_and_mul")
+    for before, width in (("gelu", 256), ("silu_and_mul", 513)):
+        with pytest.raises(ConfigError, match=f"no activation '{before}' of {width} numbers"):
+            quantize_tokens(tokens(1, 640)[:, :width], GROUP, before=before)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="apply one of them first"):
         quantize_tokens(tokens(1, 256), GROUP, InputNorm(torch.ones(256)), "relu2")
     x = tokens(1, 256)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hybridrt.base.errors import BackendError, ConfigError
-from hybridrt.base.quantization import Scheme
+from hybridrt.base.quantization import PLAIN, Scheme
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation
 from hybridrt.kernels.quant.fp8_linear import MAX_TOKENS, quantize_tokens
@@ -227,6 +227,16 @@ def test_an_activation_is_applied_while_its_results_are_quantised(
     hidden = x.float() @ torch.cat([matrices[f"mlp.{part}_proj"].dense for part in parts]).t()
     exact = ACTIVATIONS[activation].reference(hidden) @ matrices["mlp.down_proj"].dense.t()
     assert (found[0][2].float() - exact).norm() / exact.norm() < 0.1
+
+
+def test_a_plain_product_keeps_the_activation_that_it_fuses() -> None:
+    """With the few tokens for which it is one kernel on a GPU, norm included."""
+    build = replace(build_of(PLAIN), dtype=torch.bfloat16)
+    up = ColumnLinear("up", 64, [Segment("gate", 8192), Segment("up", 8192)], build=build).method
+    counts = (1, 32, 33, 64, 65)
+    assert not any(up.fuses_activation(count, "silu_and_mul") for count in counts), "there is no such kernel on a CPU"
+    up.skinny = True  # type: ignore[attr-defined]
+    assert [count for count in counts if up.fuses_activation(count, "silu_and_mul")] == [1, 32, 33, 64]
 
 
 @pytest.mark.parametrize("kind", WIDER)

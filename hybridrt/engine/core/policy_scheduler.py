@@ -59,8 +59,8 @@ class PolicyScheduler(Scheduler):
     def schedule(self) -> ScheduledStep | None:
         asked, step = self._policy.clock(), super().schedule()
         if step is not None:
-            step.work = StepWork.from_plan(step.plan)
             step.asked, step.launched = asked, self._policy.clock()
+            step.work = StepWork.from_plan(step.plan)
         return step
 
     def step_consumed(self, step: ScheduledStep, gained: Sequence[int]) -> None:

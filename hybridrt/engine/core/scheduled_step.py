@@ -19,8 +19,9 @@ class ScheduledStep:
         rows: each request and how many tokens it may gain (drafts + 1; 1 on a last chunk; 0 on
             other chunks), in the plan's order: decode rows, then extend rows.
         max_new_tokens: the sum of these numbers.
-        work: what its time is predicted from. asked, launched, read: when its scheduling began and ended, and when its
-            result was read, by the clock of the scheduler's policy. Not set without one.
+        work: what its time is predicted from.
+        asked, launched, read: when its scheduling began and ended, and when its result was read, by the clock of the
+            scheduler's policy. Without a policy neither these nor `work` are set.
         began: by `time.perf_counter`.
         late: the device finished before the host read the result, so its duration is unknown.
     """

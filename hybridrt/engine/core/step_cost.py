@@ -408,7 +408,9 @@ class ChunkBudget:
         def late(tokens: int) -> bool:
             return not self._ends_in_time(start, tokens, bound)
 
-        if not late(max_tokens):  # most often: a prompt or two wait
+        # Most often a prompt or two wait, and all of them fit. If the step has no graph then, a part of them that has
+        # one may take up to GRAPH_GAIN times as long.
+        if not late(max_tokens):
             return max_tokens
         if fills and not late(fills[-1] + 1):
             return bisect_left(range(max_tokens + 1), True, lo=fills[-1] + 2, key=late) - 1

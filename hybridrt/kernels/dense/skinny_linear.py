@@ -26,12 +26,15 @@ ALONE_UP_TO, FILLING_ROWS = 32, 16384
 def is_skinny(x: Tensor, weight: Tensor, activation: Activation | None) -> bool:
     """Whether skinny_linear beats separate operations for x `[T, K]`: few rows, 16-bit weights, a
     GPU."""
-    if not x.is_cuda:
+    return x.is_cuda and fuses(x.shape[0], weight, activation)
+
+
+def fuses(tokens: int, weight: Tensor, activation: Activation | None) -> bool:
+    """`is_skinny` of so many tokens on the weight's device, which is a GPU."""
+    if not 0 < tokens <= MAX_TOKENS or weight.dtype not in (torch.bfloat16, torch.float16):
         return False
-    if not 0 < x.shape[0] <= MAX_TOKENS or weight.dtype not in (torch.bfloat16, torch.float16):
-        return False
-    tokens = 1 if x.shape[0] == 1 else token_bucket(x.shape[0], 16, MAX_TOKENS)
-    return FUSED(Product(len(weight), weight.shape[1], tokens, weight.dtype, activation or ""), x.device)
+    tokens = 1 if tokens == 1 else token_bucket(tokens, 16, MAX_TOKENS)
+    return FUSED(Product(len(weight), weight.shape[1], tokens, weight.dtype, activation or ""), weight.device)
 
 
 class Product(NamedTuple):

@@ -41,6 +41,8 @@ def empty_codes(x: Tensor, width: int, group: int) -> TokenCodes:
 
 
 def _check_quantize(x: Tensor, group: int, norm: InputNorm | None = None, before: Activation | None = None) -> None:
+    if before is not None and (before not in ACTIVATIONS or (before == "silu_and_mul" and x.shape[1] % 2)):
+        raise ConfigError(f"no activation {before!r} of {x.shape[1]} numbers; there are {', '.join(ACTIVATIONS)}")
     width = quantised_width(x, before)
     if group not in (GROUP, width) or width % GROUP:
         raise ConfigError(

@@ -174,7 +174,7 @@ class QuantMethod(LinearMethod):
         y = multiply(self.weight, x, bias)
         return y if activation is None else ACTIVATIONS[activation](y)
 
-    def fuses_activation(self, tokens: int) -> bool:
+    def fuses_activation(self, tokens: int, activation: Activation) -> bool:
         return self.kernel is not None and tokens <= MAX_TOKENS
 
     def apply_normed(
@@ -184,8 +184,8 @@ class QuantMethod(LinearMethod):
         x = summed(x)
         if self.kernel is None or x.shape[0] > MAX_TOKENS:
             return super().apply_normed(norm, x, residual, bias, activation)
-        before = InputNorm(norm.weight, norm.eps, residual)
-        y, total = quant_linear(x, self.kernel, bias, norm=before, activation=activation)
+        input_norm = InputNorm(norm.weight, norm.eps, residual)
+        y, total = quant_linear(x, self.kernel, bias, norm=input_norm, activation=activation)
         return y, x if total is None else total
 
     def lookup(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -216,8 +216,10 @@ class Fp8(QuantMethod):
             self.kernel = self.kernel if self.product is None else self.product.weight
         self.activates = self.product is not None
 
-    def fuses_activation(self, tokens: int) -> bool:
-        return super().fuses_activation(tokens) if self.product is None else takes_kernel(tokens, self.product.weight)
+    def fuses_activation(self, tokens: int, activation: Activation) -> bool:
+        if self.product is None:
+            return super().fuses_activation(tokens, activation)
+        return takes_kernel(tokens, self.product.weight)
 
     def joined(self, others: Sequence[LinearMethod]) -> "Fp8 | None":
         """One product instead of several, with their inputs quantised at once. Only of blocks: scales of rows and of
