@@ -1,20 +1,23 @@
 """Loads over HTTP with several targets of time between tokens, of this checkout and of another one.
 
     python -m benchmarks.bench_traffic benchmarks/configs/falcon-h1-7b --targets none,auto --loads long,shared
-    ... --tree ../other-checkout --targets auto
+    ... --tree ../other-checkout,. --targets auto
 
 The loads are those of `hybridrt bench serve --suite`. Each target has a server in a process of its own, which serves
-the loads one after the other. Weights are seeded random numbers from config.json alone; prompts are token ids. The
-client is always this checkout's. `short` are prompts of fewer than 1,024 tokens: those of "mix" that must not wait.
+the loads one after the other. Several checkouts serve at the same time, each with a GPU and an equal part of the cores:
+servers of one checkout that ran one after the other differed by 10%. Weights are seeded random numbers from config.json
+alone; prompts are token ids. The client is always this checkout's. `short` are prompts of fewer than 1,024 tokens:
+those of "mix" that must not wait.
 """
 
 import argparse
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from benchmarks.common import environment, save
@@ -88,22 +91,52 @@ def shown(found: dict[str, float | str]) -> str:
     )
 
 
+def trees(text: str) -> list[Path]:
+    return [Path(tree).resolve() for tree in text.split(",")]
+
+
+def together(args: argparse.Namespace) -> None:
+    """Runs this for each checkout, all at the same time."""
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // len(args.tree)
+    if not share:
+        raise SystemExit(f"{len(args.tree)} checkouts need as many cores, there are {len(cores)}")
+    command = [sys.executable, "-m", "benchmarks.bench_traffic", str(args.model), "--targets", args.targets]
+    command += ["--loads", args.loads, "--seeds", args.seeds, "--engine", json.dumps(args.engine)]
+    with ExitStack() as stack:
+        stack.callback(os.sched_setaffinity, 0, cores)
+        running = []
+        for i, tree in enumerate(args.tree):
+            os.sched_setaffinity(0, cores[i * share : (i + 1) * share])  # the next process inherits it
+            own = [*command, "--tree", str(tree), *(["--name", f"{args.name}-{i}"] if args.name else [])]
+            variables = os.environ | {"CUDA_VISIBLE_DEVICES": str(i)}
+            process = subprocess.Popen(own, env=variables, stdout=subprocess.PIPE, text=True)
+            running.append(stack.enter_context(process))
+        for tree, process in zip(args.tree, running, strict=True):
+            print(f"{tree}\n{process.communicate()[0]}", flush=True)
+    if any(process.returncode for process in running):
+        raise SystemExit("a server has ended; its messages are above")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="directory with a config.json")
     parser.add_argument("--targets", default="none,auto", help="values of target_itl_ms: none, auto, milliseconds")
     parser.add_argument("--loads", default=ALL, help=f"{ALL}, or some of {','.join(SUITE)}")
-    parser.add_argument("--tree", type=Path, default=HERE, help="the checkout that serves")
+    parser.add_argument("--tree", type=trees, default=[HERE], help="the checkouts that serve, A or A,B")
     parser.add_argument("--seeds", default="0", help="each plays all loads")
     parser.add_argument("--engine", type=json.loads, default={}, help="JSON object: more options of LLM")
     parser.add_argument("--name", help="write benchmarks/results/NAME.json")
     args = parser.parse_args()
+    if len(args.tree) > 1:
+        together(args)
+        return
     loads = list(SUITE) if args.loads == ALL else args.loads.split(",")
     print(environment(), flush=True)
     rows = []
     for target in args.targets.split(","):
         value = None if target == "none" else target if target == "auto" else float(target)
-        with server(args.tree.resolve(), args.model.resolve(), {"target_itl_ms": value, **args.engine}) as url:
+        with server(args.tree[0], args.model.resolve(), {"target_itl_ms": value, **args.engine}) as url:
             for seed in map(int, args.seeds.split(",")):
                 for load in loads:
                     rows.append({"target": target, "seed": seed} | play(url, load, seed))
