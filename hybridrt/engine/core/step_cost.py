@@ -4,6 +4,7 @@ import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from operator import mul
 from statistics import median
 from typing import NamedTuple
@@ -99,9 +100,14 @@ class StepWork(NamedTuple):
         tokens and their context, prompts, pairs of prompt tokens, saved states. `tokens`: all tokens of the
         step, with padding."""
         return [
-            *_OF_KIND[self.kind], *[max(tokens - knot, 0) for knot in _KNOTS], self.decode_tokens, self.decode_context,
-            self.prompt_rows, self.prompt_pairs, self.saves,
+            *_of_size(self.kind, tokens), self.decode_tokens, self.decode_context, self.prompt_rows, self.prompt_pairs,
+            self.saves,
         ]  # fmt: skip
+
+
+@lru_cache(4096)  # most steps are as large as a graph
+def _of_size(kind: str, tokens: int) -> tuple[float, ...]:
+    return *_OF_KIND[kind], *[max(tokens - knot, 0) for knot in _KNOTS]
 
 
 _TOKENS, _PAIRS = slice(len(_KINDS), len(_KINDS) + len(_KNOTS)), len(_KINDS) + len(_KNOTS) + 3
