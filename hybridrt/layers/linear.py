@@ -451,17 +451,10 @@ class RowLinear(_SegmentedLinear):
             reduce: False for this rank's summand, for a caller with a sum over ranks of its own.
             before: an activation that is still to be applied to x. Not with a tail.
         """
-        # One rank: the sum has it once.
-        y = self._product(x, self.bias if self.tp.rank == 0 else None, tail, before)
+        bias = self.bias if self.tp.rank == 0 else None  # one rank: the sum has it once
+        apply = self.method.apply
+        y = apply(x, bias, tail=tail) if before is None else self.method.apply_activated(before, x, bias)
         return self.tp.all_reduce(y) if reduce and self.tp.size > 1 else y
-
-    def _product(
-        self, x: torch.Tensor, bias: torch.Tensor | None, tail: torch.Tensor | None, before: Activation | None
-    ) -> torch.Tensor:
-        if before is None:
-            return self.method.apply(x, bias, tail=tail)
-        assert tail is None
-        return self.method.apply_activated(before, x, bias)
 
     def onto(
         self, residual: torch.Tensor, x: torch.Tensor, tail: torch.Tensor | None = None,
@@ -472,7 +465,9 @@ class RowLinear(_SegmentedLinear):
         if self.tp.size == 1:
             if adds:
                 return self.method.apply_onto(residual, x, tail), None
-            return self._product(x, self.bias, tail, before), residual
+            if before is not None:
+                return self.method.apply_activated(before, x, self.bias), residual
+            return self.method.apply(x, self.bias, tail=tail), residual
         if self.tp.overlaps(x):
             halves = in_halves(residual, x, tail)
             return arriving((self.summand_onto(*rows, adds=adds, before=before) for rows in halves), self.tp)
@@ -489,8 +484,10 @@ class RowLinear(_SegmentedLinear):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """This rank's summand, and the residual to add the sum to; None if it `adds` that."""
         first = self.tp.rank == 0  # of bias and residual, so that the sum has them once
-        if before is not None or not adds:
-            return self._product(x, self.bias if first else None, tail, before), residual
+        if before is not None:
+            return self.method.apply_activated(before, x, self.bias if first else None), residual
+        if not adds:
+            return self.method.apply(x, self.bias if first else None, tail=tail), residual
         if first:
             return self.method.apply_onto(residual, x, tail), None
         self.method.apply_into(residual, x if tail is None else side_by_side(x, tail), None)
@@ -543,20 +540,19 @@ class MLP(nn.Module):
         self, norm: "RMSNorm", x: Hidden, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, Activation | None]:
         """The input of `down`, x + residual, and the activation that `down` is to apply first."""
-        own, before = self._activations(len(x))
+        own, before = self._activations(len(x)) if self.down.method.activates else (self.activation, None)
         h, residual = self.up.method.apply_normed(norm, x, residual, self.up.bias, own)
         return h if self.limit is None else clamped_silu_and_mul(h, self.limit), residual, before
 
     def _activations(self, tokens: int) -> tuple[Activation | None, Activation | None]:
-        """That of the product `up`, and the one before the product `down`: one of them is None."""
+        """That of the product `up`, and the one before the product `down`, which can have it: one of them is None."""
         activation = self.activation
-        if activation is None or not self.down.method.activates:
-            return activation, None
-        return (activation, None) if self.up.method.fuses_activation(tokens, activation) else (None, activation)
+        early = activation is None or self.up.method.fuses_activation(tokens, activation)
+        return (activation, None) if early else (None, activation)
 
     def summand(self, x: torch.Tensor, reduce: bool = False) -> torch.Tensor:
         """MLP of x, [T, hidden] to [T, hidden]. `reduce` as in RowLinear."""
-        own, before = self._activations(len(x))
+        own, before = self._activations(len(x)) if self.down.method.activates else (self.activation, None)
         h = self.up(x, own)
         h = h if self.limit is None else clamped_silu_and_mul(h, self.limit)
         return self.down(h, reduce=reduce, before=before)

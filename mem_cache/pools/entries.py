@@ -183,7 +183,6 @@ class EntryAllocator:
         self.check_free(n)
         indices = self._take_free(n)
         self._state[indices] = USED
-        self._note_busy(indices, 1)
         return Handles.of_keys(self._handles[indices])
 
     def alloc_one(self) -> Handle:
@@ -191,7 +190,6 @@ class EntryAllocator:
         self.check_free(1)
         index = self._take_one()
         self._state[index] = USED
-        self._note_busy(index, 1)
         return handle_of(self._handles.item(index))
 
     def free(self, handles: Sequence[Handle]) -> None:
@@ -203,11 +201,9 @@ class EntryAllocator:
         if len(handles) == 1 and (index := self._find(handles[0], USED)):  # fast path: rows, state slots
             self._state[index] = FREE
             self._handles[index] += GENERATION
-            self._note_busy(index, -1)
             self._add_one(index)
         elif len(handles):
-            self._note_busy(indices := self._checked(handles, USED), -1)
-            self._give_back(indices)
+            self._give_back(self._checked(handles, USED), used=True)
 
     def free_used(self, handles: Sequence[Handle]) -> np.ndarray:
         """Frees those entries that requests use. Returns the mask of these, [n] bool; the others
@@ -215,8 +211,7 @@ class EntryAllocator:
         """
         indices = self._indices(handles)
         used: np.ndarray = self._state[indices] == USED
-        self._note_busy(freed := self._once(indices[used]), -1)
-        self._give_back(freed)
+        self._give_back(self._once(indices[used]), used=True)
         return used
 
     def are_used(self, handles: Sequence[Handle]) -> np.ndarray:
@@ -250,7 +245,7 @@ class EntryAllocator:
             return
         self._check_idle(indices := self._checked(handles, CACHED))
         self.num_cached -= len(indices)
-        self._give_back(indices)
+        self._give_back(indices, used=False)
 
     def lend_cached(self, handle: Handle) -> Handle:
         """An entry of the cache goes to a request. It is not free in between: others cannot get it. Returns
@@ -329,14 +324,16 @@ class EntryAllocator:
             first = self._number(indices[locks.argmax()])
             raise PoolError(f"the cache gives up {self._what} {first}, which a running request has locked")
 
-    def _note_busy(self, indices: Number, change: int) -> None:
-        """Called once for each entry that requests begin to use or lock (change 1), or no longer do (-1), by index.
-        For allocators that count them."""
+    def _note_busy(self, indices: np.ndarray, change: int) -> None:
+        """For allocators that count what requests use or have locked: called for entries that become so (change 1) or
+        cease to be so (-1) within the cache, by index. `_take_*` and `_add_*` count those that come from the free
+        entries or go there."""
 
-    def _give_back(self, indices: np.ndarray) -> None:
+    def _give_back(self, indices: np.ndarray, used: bool) -> None:
+        """Frees entries, which requests have `used`, or which the cache has evicted."""
         self._state[indices] = FREE
         self._handles[indices] += GENERATION
-        self._add_free(indices)
+        self._add_free(indices, used)
 
     # -- the free entries, by index
 
@@ -352,7 +349,7 @@ class EntryAllocator:
         self._free[self.num_free] = index
         self.num_free += 1
 
-    def _add_free(self, indices: np.ndarray) -> None:
+    def _add_free(self, indices: np.ndarray, used: bool) -> None:
         end = self.num_free + len(indices)
         self._free[self.num_free : end] = indices[::-1]
         self.num_free = end

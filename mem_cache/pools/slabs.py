@@ -187,17 +187,15 @@ class SlabAllocator(EntryAllocator):
         if self.num_slabs != np.count_nonzero(self._owned) or (held[self._owned] == 0).any():
             raise PoolError(f"{self.num_slabs} slabs of {self._what}, or one of them is empty: {self!r}")
 
-    def _note_busy(self, indices: Number, change: int) -> None:
-        if isinstance(indices, int):  # fast path: rows, state slots
-            self._busy[indices // self.share.per_slab] += change
-        else:
-            np.add.at(self._busy, indices // self.share.per_slab, change)
+    def _note_busy(self, indices: np.ndarray, change: int) -> None:
+        np.add.at(self._busy, indices // self.share.per_slab, change)
 
     # -- the free entries, by index
 
     def _take_one(self) -> int:
         slab = self._slab_to_fill()
         self._free_counts[slab] -= 1
+        self._busy[slab] += 1
         self.num_free -= 1
         return self._stacks.item(slab, self._free_counts.item(slab))
 
@@ -217,7 +215,9 @@ class SlabAllocator(EntryAllocator):
             self._free_counts[slab] = left
             self.num_free -= count - left
             n -= count - left
-        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+        taken = np.concatenate(parts) if parts else np.empty(0, np.int64)
+        np.add.at(self._busy, taken // self.share.per_slab, 1)
+        return taken
 
     def _take_whole(self, count: int) -> np.ndarray:
         """All entries of so many free slabs."""
@@ -244,8 +244,9 @@ class SlabAllocator(EntryAllocator):
         self.num_free += per_slab
         return slab
 
-    def _add_one(self, index: int) -> None:
+    def _add_one(self, index: int, used: bool = True) -> None:
         slab = index // self.share.per_slab
+        self._busy[slab] -= used
         count = self._free_counts.item(slab)
         self._stacks[slab, count] = index
         self._free_counts[slab] = count + 1
@@ -253,10 +254,12 @@ class SlabAllocator(EntryAllocator):
         if count + 1 == self.share.per_slab:
             self._give_up(np.array([slab]))
 
-    def _add_free(self, indices: np.ndarray) -> None:
+    def _add_free(self, indices: np.ndarray, used: bool) -> None:
         if len(indices) == 1:
-            return self._add_one(indices.item())
+            return self._add_one(indices.item(), used)
         slabs = indices // self.share.per_slab
+        if used:
+            np.subtract.at(self._busy, slabs, 1)
         self._free_counts += np.bincount(slabs, minlength=len(self._free_counts))
         self.num_free += len(indices)
         empty = self._free_counts == self.share.per_slab
