@@ -452,8 +452,7 @@ class RowLinear(_SegmentedLinear):
             before: an activation that is still to be applied to x. Not with a tail.
         """
         bias = self.bias if self.tp.rank == 0 else None  # one rank: the sum has it once
-        apply = self.method.apply
-        y = apply(x, bias, tail=tail) if before is None else self.method.apply_activated(before, x, bias)
+        y = self.method.apply(x, bias, tail=tail) if before is None else self.method.apply_activated(before, x, bias)
         return self.tp.all_reduce(y) if reduce and self.tp.size > 1 else y
 
     def onto(

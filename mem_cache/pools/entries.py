@@ -263,9 +263,10 @@ class EntryAllocator:
             return
         indices = self._checked(handles, CACHED)
         locks = self._locks[indices]
-        self.num_locked += len(locks) - int(np.count_nonzero(locks))
+        fresh = indices[locks == 0]
+        self.num_locked += len(fresh)
         self._locks[indices] = locks + 1
-        self._note_busy(indices[locks == 0], 1)
+        self._note_busy(fresh, 1)
 
     def unlock(self, handles: Sequence[Handle]) -> None:
         """Takes one lock off each entry. PoolError if one is not locked; nothing has changed."""
@@ -275,9 +276,10 @@ class EntryAllocator:
         locks = self._locks[indices]
         if np.count_nonzero(locks) < len(locks):
             raise PoolError(f"{self._what} {self._number(indices[locks.argmin()])} is not locked")
+        idle = indices[locks == 1]
         self._locks[indices] = locks - 1
-        self.num_locked -= int(np.count_nonzero(locks == 1))
-        self._note_busy(indices[locks == 1], -1)
+        self.num_locked -= len(idle)
+        self._note_busy(idle, -1)
 
     def reclaim(self) -> None:
         """Frees every entry of every owner. After an interrupted call no ledger is right."""
