@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridrt.kernels.core import providers
 from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation, InputNorm
-from hybridrt.kernels.quant.fp8_linear import decoded_tokens, fp8_linear, quantize_tokens
+from hybridrt.kernels.quant.fp8_linear import decoded_tokens, fp8_linear, fp8_token_linear, quantize_tokens
 from hybridrt.kernels.quant.quant_experts import QuantStack, quant_experts
 from hybridrt.kernels.quant.quant_linear import quant_linear
 from hybridrt.kernels.quant.quant_weight import dequantize
@@ -79,7 +79,7 @@ def test_each_number_of_a_weight(name: str, tokens: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "rows"), [("fp8 blocks", None), ("fp8 blocks", 8), ("fp8 rows", None)])
-@pytest.mark.parametrize("tokens", [1, 2, 16, 33, 64, 65, 96, 113, 128, 130, 256, 3000])
+@pytest.mark.parametrize("tokens", [2, 16, 33, 64, 65, 96, 113, 128, 130, 256, 3000])
 def test_products_of_quantised_inputs(name: str, rows: int | None, tokens: int, record_property: Any) -> None:
     """By our kernel and by cuBLAS, which take blocks of rows and of 128 x 128, and any number of rows."""
     found = {}
@@ -103,6 +103,27 @@ def test_products_of_quantised_inputs(name: str, rows: int | None, tokens: int, 
         assert torch.equal(*got) and (total is None) == (sum_of is None)
         if total is not None and sum_of is not None:
             assert torch.equal(total, sum_of)
+    record_property("relative errors", str(found))
+    assert max(found.values()) < 6e-3, found
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "fp8 rows"])
+@pytest.mark.parametrize("form", ["plain", "tail", "norm", "norm and residual"])
+def test_products_of_one_token_that_is_quantised(form: str, name: str, record_property: Any) -> None:
+    found = {}
+    shapes: tuple[tuple[int, int, Activation | None], ...] = (
+        (24576, 3072, "silu_and_mul"), (8728, 3072, None), (3072, 12288, None), (1000, 512, "relu2"),
+    )  # fmt: skip
+    for out, width, activation in shapes:
+        weight, (x, norm) = quant_weight(name, out, width, device=DEVICE), inputs(1, width, "norm" in form)
+        if norm is not None and form == "norm":
+            norm = norm._replace(residual=None)
+        head, tail = (x[:, : width - 200], x[:, width - 200 :]) if form == "tail" else (x, None)
+        got = [fp8_token_linear(head, weight, tail=tail, norm=copied(norm), activation=activation) for _ in range(2)]
+        wanted, total = fp8_token_linear.reference(head, weight, tail=tail, norm=copied(norm), activation=activation)
+        found[f"{out}x{width}"] = error(got[0][0], wanted.float())
+        assert torch.equal(got[0][0], got[1][0])
+        torch.testing.assert_close(got[0][1], total, rtol=0, atol=0)  # None as well
     record_property("relative errors", str(found))
     assert max(found.values()) < 6e-3, found
 

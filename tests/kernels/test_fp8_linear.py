@@ -7,7 +7,7 @@ from hybridrt.base.errors import ConfigError
 from hybridrt.base.quantization import Scheme
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation, InputNorm
-from hybridrt.kernels.quant.fp8_linear import GROUP, decoded_tokens, fp8_linear, quantize_tokens
+from hybridrt.kernels.quant.fp8_linear import GROUP, decoded_tokens, fp8_linear, fp8_token_linear, quantize_tokens
 from hybridrt.kernels.quant.quant_weight import dequantize, expert_of
 from hybridrt.layers.quant.fp8_products import fp8_product, takes_kernel
 from hybridrt.layers.quant.kernel_weight import kernel_weight
@@ -82,7 +82,7 @@ def test_an_activation_before_is_quantised_as_its_stored_results(before: Activat
         assert (got == wanted).float().mean() > 0.98
 
 
-@pytest.mark.parametrize("count", [1, 17, 64])
+@pytest.mark.parametrize("count", [2, 17, 64])
 @pytest.mark.parametrize(("name", "rows", "width"), [("fp8 blocks", 320, 1152), ("fp8 rows", 200, 1152)])
 def test_the_product_is_near_the_reference(name: str, rows: int, width: int, count: int) -> None:
     from hybridrt.kernels.quant.fp8_linear_triton import fp8_linear_triton
@@ -174,6 +174,22 @@ def test_what_does_not_fit_is_refused() -> None:
         codes, _ = quantize_tokens(tokens(most + 1, 256), group)
         with pytest.raises(ConfigError, match=f"at most {most} .* not {most + 1}: multiply more by torch"):
             fp8_linear(codes, quant_weight(name, 64, 256), dtype=x.dtype)
+
+
+def test_what_does_not_fit_one_token_is_refused() -> None:
+    weight, x = quant_weight("fp8 blocks", 64, 512), tokens(2, 512)
+    with pytest.raises(ConfigError, match=r"one token of 512 numbers, not \[2, 512\]"):
+        fp8_token_linear(x, weight)
+    with pytest.raises(ConfigError, match=r"one token of 512 numbers, not \[1, 768\]"):
+        fp8_token_linear(x[:1], weight, tail=x[:1, :256])
+    with pytest.raises(ConfigError, match="concatenate x and tail first"):
+        fp8_token_linear(x[:1, :256], weight, tail=x[:1, 256:], norm=InputNorm(torch.ones(512)))
+    with pytest.raises(ConfigError, match="takes e4m3 weights"):
+        fp8_token_linear(x[:1], quant_weight("int4", 64, 512))
+    with pytest.raises(ConfigError, match="apply one of them first"):
+        quantize_tokens(x, GROUP, InputNorm(torch.ones(512)), "relu2")
+    with pytest.raises(ConfigError, match="tokens of 192 numbers"):
+        quantize_tokens(x[:, :384], GROUP, before="silu_and_mul")
 
 
 def test_more_than_64_tokens_need_the_gluon_kernel() -> None:

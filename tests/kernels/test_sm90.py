@@ -97,7 +97,7 @@ def test_weights_of_8_and_4_bits(table: str, compiled: Compiler) -> None:
 def test_products_of_quantised_inputs(table: str, compiled: Compiler) -> None:
     """Warpgroups that add the parts of others after the last product have no registers for all loads at once."""
     usages = compiled(table)
-    own = {"_fp8_linear_kernel", "_fp8_matvec_kernel", "_fp8_pipeline_kernel"}
+    own = {"_fp8_linear_kernel", "_fp8_token_kernel", "_fp8_pipeline_kernel"}
     assert {u["kernel"] for u in usages} == {"_quantize_kernel"} | own
     check(usages, SHARED, {"_fp8_pipeline_kernel": 16 if triton.__version__.startswith("3.6.") else 64})
 

@@ -95,23 +95,15 @@ def with_products_of_four(create: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_numbers_of_codes(create: Callable[..., Any]) -> Callable[..., Any]:
-    """e4m3 codes of `_two_codes` in `hybridrt/kernels/quant/fp8_matvec_triton.py`, and of `numbers_of_pairs` in
-    `hybridrt/kernels/attention/kv_codes_triton.py`."""
-    head = "{.reg .b16 low, high; mov.b32 {low, high}, $1; cvt.rn.f16x2.e4m3x2 $0, "
-    codes_of = {f"{head}{half};}}": codes for half, codes in (("low", slice(0, 2)), ("high", slice(2, 4)))}
+    """e4m3 codes of `numbers_of_pairs` in `hybridrt/kernels/attention/kv_codes_triton.py`."""
 
     def created(self: Any, asm: str, constraints: str, operands: Any, types: Any, *rest: Any) -> Any:
-        pairs = asm.startswith("{.reg .b32 both; .reg .b16 first, second; prmt.b32 both, $2, 0, 0x3120;")
-        if asm not in codes_of and not pairs:
+        if not asm.startswith("{.reg .b32 both; .reg .b16 first, second; prmt.b32 both, $2, 0, 0x3120;"):
             return create(self, asm, constraints, operands, types, *rest)
         words = numpy.ascontiguousarray(operands[0].data)
         codes = torch.from_numpy(words[..., None].view(numpy.uint8).copy()).view(torch.float8_e4m3fn)
         numbers = codes.to(torch.float16)
-        if pairs:
-            found = [interpreter.TensorHandle(numbers[..., i].numpy(), tl.float16) for i in range(2)]
-        else:
-            own = numbers[..., codes_of[asm]].contiguous().view(torch.int32)[..., 0]
-            found = [interpreter.TensorHandle(own.numpy(), tl.int32)]
+        found = [interpreter.TensorHandle(numbers[..., i].numpy(), tl.float16) for i in range(2)]
         return SimpleNamespace(get_result=found.__getitem__)
 
     return created

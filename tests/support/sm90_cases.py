@@ -415,8 +415,11 @@ def fp8() -> Cases:
                 codes = meta(-(-tokens // 16) * 16, width, dtype=torch.float8_e4m3fn)
                 x = {"codes": codes, "scale": f32(width // 128 if groups else 1, len(codes)), "tokens": tokens}
                 x["group"] = 128 if groups else width
-                weight = empty_weight(name, rows, width)
-                yield "fp8_linear", x | {"weight": weight, "dtype": torch.bfloat16, "activation": activation}
+                weight = {"weight": empty_weight(name, rows, width), "activation": activation}
+                if tokens > 1:
+                    yield "fp8_linear", x | weight | {"dtype": torch.bfloat16}
+                else:
+                    yield "fp8_token_linear", weight | {"x": meta(1, width)} | (norm if width == 3072 else {})
 
 
 def everything_else() -> Cases:

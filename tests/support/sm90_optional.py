@@ -185,7 +185,11 @@ def others() -> Iterator[tuple[str, Args, Args]]:
         yield "quantize_tokens", tokens, {"norm_weight": f32(256), "residual": meta(3, 256)}
         yield "quantize_tokens", {"x": meta(3, 512), "group": group, "before": "silu_and_mul"}, {}
         yield "quantize_tokens", tokens | {"before": "relu2"}, {}
-        for few, rows in ((3, 16), (1, 16), (80, 80)) if group == 128 else ((3, 16), (1, 16)):  # a kernel each
+        linear = {"x": meta(1, 256), "weight": empty_weight(name, 64, 256)}
+        normed = {"norm_weight": f32(256), "residual": meta(1, 256), "activation": "silu_and_mul"}
+        yield "fp8_token_linear", linear, {"bias": meta(64)} | normed
+        yield "fp8_token_linear", linear | {"tail": meta(1, 96), "x": meta(1, 160)}, {"activation": "relu2"}
+        for few, rows in ((3, 16), (80, 80)) if group == 128 else ((3, 16),):  # a kernel each
             codes = {"codes": meta(rows, 256, dtype=torch.float8_e4m3fn), "scale": f32(256 // group, rows)}
             product = codes | {"tokens": few, "group": group, "weight": empty_weight(name, 64, 256)}
             yield "fp8_linear", product | {"dtype": torch.bfloat16}, {"bias": meta(64), "activation": "silu_and_mul"}

@@ -129,3 +129,43 @@ def fp8_linear(
     """
     y = F.linear(decoded_tokens(x), dequantize(weight), None if bias is None else bias.float())
     return (y if activation is None else ACTIVATIONS[activation].reference(y)).to(dtype)
+
+
+def _check_token(
+    x: Tensor, weight: QuantWeight, *_: object, tail: Tensor | None = None, norm: InputNorm | None = None, **__: object
+) -> None:
+    width = x.shape[1] + (0 if tail is None else tail.shape[1])
+    if x.shape[0] != 1 or width != weight.width:
+        raise ConfigError(f"fp8_token_linear takes one token of {weight.width} numbers, not {[x.shape[0], width]}")
+    if tail is not None and norm is not None:
+        raise ConfigError("fp8_token_linear normalises one tensor: concatenate x and tail first")
+    if weight.code != "e4m3" or weight.zero is not None or width % GROUP:
+        raise ConfigError(f"fp8_token_linear takes e4m3 weights of a multiple of {GROUP} columns")
+    if weight.scale is not None and weight.block[1] != GROUP:
+        raise ConfigError(f"fp8_token_linear takes blocks of {GROUP} columns, not {weight.block[1]}")
+
+
+@operation(By("triton", "hybridrt.kernels.quant.fp8_token_triton:fp8_token_linear_triton"), check=_check_token)
+def fp8_token_linear(
+    x: Tensor,
+    weight: QuantWeight,
+    bias: Tensor | None = None,
+    *,
+    tail: Tensor | None = None,
+    norm: InputNorm | None = None,
+    activation: Activation | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`quantize_tokens` and `fp8_linear` of one token: act(codes of rms_norm(x + residual) W^T + b), and x + residual.
+
+    Args:
+        x: [1, K].
+        weight: e4m3 [N, K], with blocks of GROUP columns or one scale a row.
+        tail: [1, K - K1], the last inputs if x is [1, K1]. Not with a norm.
+
+    Returns y [1, N], or [1, N / 2] for "silu_and_mul", in x's dtype; x + residual, or None.
+
+    Raises ConfigError for other weights, more tokens, or a tail with a norm.
+    """
+    dtype, x = x.dtype, x if tail is None else torch.cat((x, tail), 1)
+    codes, total = quantize_tokens.reference(x, GROUP if weight.scale is not None else weight.width, norm)
+    return fp8_linear.reference(codes, weight, bias, dtype=dtype, activation=activation), total

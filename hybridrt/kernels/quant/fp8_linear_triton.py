@@ -11,7 +11,6 @@ from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.dense.skinny_linear import Activation, InputNorm
 from hybridrt.kernels.dense.skinny_linear_triton import MULTIPROCESSORS, store_output, weight_rows
 from hybridrt.kernels.quant.fp8_linear import FEW_TOKENS, GROUP, TokenCodes, empty_codes, quantised_width
-from hybridrt.kernels.quant.fp8_matvec_triton import fp8_matvec_triton
 from hybridrt.kernels.quant.fp8_pipeline_triton import fp8_pipeline_triton, takes_pipeline
 from hybridrt.kernels.quant.quant_weight import QuantWeight
 
@@ -140,8 +139,6 @@ def fp8_linear_triton(
 ) -> Tensor:
     """One launch. Programs that share rows add their parts in order. Raises ConfigError for more than FEW_TOKENS tokens
     that the Gluon kernel does not take."""
-    if x.tokens == 1:
-        return fp8_matvec_triton(x, weight, bias, dtype=dtype, activation=activation)
     if x.tokens >= PIPELINE_FROM and takes_pipeline(weight, weight.data.device):
         return fp8_pipeline_triton(x, weight, bias, dtype=dtype, activation=activation)
     if x.tokens > FEW_TOKENS:

@@ -12,7 +12,7 @@ from hybridrt.base.quantization import PLAIN, Scheme
 from hybridrt.kernels.dense.linear import linear
 from hybridrt.kernels.dense.moe import activate, each_expert
 from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation, InputNorm
-from hybridrt.kernels.quant.fp8_linear import quantize_tokens
+from hybridrt.kernels.quant.fp8_linear import fp8_token_linear, quantize_tokens
 from hybridrt.kernels.quant.quant_experts import QuantStack, quant_experts
 from hybridrt.kernels.quant.quant_linear import MAX_TOKENS, quant_linear
 from hybridrt.kernels.quant.quant_weight import QuantWeight
@@ -236,12 +236,14 @@ class Fp8(QuantMethod):
     ) -> Tensor:
         if self.product is None:
             return super().apply(x, bias, activation, tail)
+        if x.shape[0] == 1:
+            return fp8_token_linear(x, self.product.weight, bias, tail=tail, activation=activation)[0]
         x = x if tail is None else side_by_side(x, tail)
         codes, _ = quantize_tokens(x, self.product.group)
         return multiply_codes(self.product, codes, bias, activation, x.dtype)
 
     def apply_activated(self, before: Activation, x: Tensor, bias: Tensor | None) -> Tensor:
-        if self.product is None:
+        if self.product is None or x.shape[0] == 1:
             return super().apply_activated(before, x, bias)
         codes, _ = quantize_tokens(x, self.product.group, before=before)
         return multiply_codes(self.product, codes, bias, None, x.dtype)
@@ -252,9 +254,13 @@ class Fp8(QuantMethod):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         if self.product is None:
             return super().apply_normed(norm, x, residual, bias, activation)
-        x = summed(x)
-        codes, total = quantize_tokens(x, self.product.group, InputNorm(norm.weight, norm.eps, residual))
-        return multiply_codes(self.product, codes, bias, activation, x.dtype), x if total is None else total
+        x, before = summed(x), InputNorm(norm.weight, norm.eps, residual)
+        if x.shape[0] == 1:
+            y, total = fp8_token_linear(x, self.product.weight, bias, norm=before, activation=activation)
+        else:
+            codes, total = quantize_tokens(x, self.product.group, before)
+            y = multiply_codes(self.product, codes, bias, activation, x.dtype)
+        return y, x if total is None else total
 
 
 class Int8(QuantMethod):
