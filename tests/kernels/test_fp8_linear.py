@@ -107,37 +107,6 @@ def test_from_65_tokens_on_rows_say_which_kernel_runs() -> None:
         assert ours("fp8 blocks", rows, 3072) == [1, 64, 113, 128]
 
 
-@pytest.mark.parametrize(
-    ("shape", "tiles"),
-    [
-        ((24576, 3072), {64: (3, 64, 6, 1), 96: (3, 128, 5, 1), 128: (3, 128, 5, 1)}),
-        ((3072, 12288), {64: (2, 64, 4, 5), 128: (3, 64, 6, 4)}),
-        ((3072, 4608), {64: (2, 64, 4, 4), 96: (2, 64, 4, 2), 128: (2, 64, 4, 2)}),
-        ((8728, 3072), {64: (3, 64, 6, 2), 128: (3, 64, 6, 1)}),
-    ],
-)
-def test_tiles_are_those_that_were_fastest(shape: tuple[int, int], tiles: dict[int, tuple[int, ...]]) -> None:
-    from hybridrt.kernels.quant.fp8_pipeline_triton import pipeline_tile
-
-    assert {count: pipeline_tile(count, *shape, 132) for count in tiles} == tiles
-
-
-@pytest.mark.parametrize("shape", [(24576, 3072), (3072, 12288), (3072, 4608), (8728, 3072), (9216, 8192), (128, 128)])
-@pytest.mark.parametrize("count", [33, 64, 65, 128])
-def test_tiles_fit(shape: tuple[int, int], count: int) -> None:
-    """Stages fit in shared memory and hold the sums of a warpgroup, every part has a group of columns, and programs
-    that share rows run at a time."""
-    from hybridrt.kernels.quant.fp8_pipeline_triton import UNIT, pipeline_tile
-
-    (rows, width), programs = shape, 132
-    tile = pipeline_tile(count, rows, width, programs)
-    stage = GROUP * (UNIT * tile.warpgroups + tile.tokens) + 4 * tile.tokens
-    assert tile.stages * stage <= 227 * 1024 - 1024 and tile.stages * GROUP * UNIT >= 4 * UNIT * tile.tokens
-    blocks = -(-rows // (UNIT * tile.warpgroups)) * -(-count // tile.tokens)
-    assert tile.split <= width // GROUP
-    assert tile.split == 1 or blocks * tile.split <= programs
-
-
 @pytest.mark.parametrize("parts", [(200, 56, 24), (256, 128), (300,)])
 def test_multipliers_of_parts_become_part_of_the_scales(parts: tuple[int, ...]) -> None:
     """Each part begins with a block of its own, also where it is not a multiple of 128 rows."""
@@ -186,15 +155,3 @@ def test_what_does_not_fit_one_token_is_refused() -> None:
         fp8_token_linear(x[:1, :256], weight, tail=x[:1, 256:], norm=InputNorm(torch.ones(512)))
     with pytest.raises(ConfigError, match="takes e4m3 weights"):
         fp8_token_linear(x[:1], quant_weight("int4", 64, 512))
-    with pytest.raises(ConfigError, match="apply one of them first"):
-        quantize_tokens(x, GROUP, InputNorm(torch.ones(512)), "relu2")
-    with pytest.raises(ConfigError, match="tokens of 192 numbers"):
-        quantize_tokens(x[:, :384], GROUP, before="silu_and_mul")
-
-
-def test_more_than_64_tokens_need_the_gluon_kernel() -> None:
-    from hybridrt.kernels.quant.fp8_linear_triton import fp8_linear_triton
-
-    codes, _ = quantize_tokens.reference(tokens(65, 256), GROUP)
-    with pytest.raises(ConfigError, match=r"65 tokens, .* capability 9\.0: call fp8_linear\.reference"):
-        fp8_linear_triton(codes, quant_weight("fp8 blocks", 64, 256), dtype=torch.float32)

@@ -191,6 +191,7 @@ def test_ranks_with_different_choices_do_not_start(monkeypatch: pytest.MonkeyPat
     stored()
     monkeypatch.setattr(tuned_choices.GPUFacts, "of_device", lambda _: GPU)
     monkeypatch.setattr(skinny_linear_triton, "shared_memory", lambda _: GPU.shared_memory)
+    monkeypatch.setattr(skinny_linear_triton, "has_pipeline", lambda _: False)
     cuda, rank = torch.device("cuda", 0), Rank(size=2)
     with pytest.raises(ConfigError, match=r"different tuned choices.*HYBRIDRT_TUNED=0"):
         use_tuned_choices(cuda, rank)
@@ -202,6 +203,7 @@ def test_ranks_with_different_choices_do_not_start(monkeypatch: pytest.MonkeyPat
 def test_a_process_keeps_the_choices_of_its_first_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs of the first engine hold them."""
     monkeypatch.setattr(tuned_choices.GPUFacts, "of_device", lambda _: GPU)
+    monkeypatch.setattr(skinny_linear_triton, "has_pipeline", lambda _: False)
     cuda = torch.device("cuda", 0)
     use_tuned_choices(cuda, TPGroup())
     stored()

@@ -8,7 +8,8 @@ is applied to finished products, so the sum of squares needs no pass of its own.
 More tokens: tiles go through shared memory. The norm is a launch of its own: otherwise every
 program would read all tokens twice. If a weight has too few rows for the device, or blocks are left
 over after whole waves, programs share a row block by columns; the last to finish sums the parts in
-order.
+order. Some products of 17 to 32 tokens go through the kernel with roles of warps
+(`pipeline_linear_triton`).
 """
 
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridrt.base.device import shared_memory
+from hybridrt.base.device import multiprocessors, shared_memory
 from hybridrt.kernels.core.codes_triton import (
     block_sums,
     decode,
@@ -35,6 +36,17 @@ from hybridrt.kernels.core.launch import arrival_counters, cdiv, dot_precision, 
 from hybridrt.kernels.core.launch_choice import LaunchChoice, Values
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.dense.norm_activation_triton import add_rms_norm_triton, rms_norm_triton
+from hybridrt.kernels.dense.pipeline_linear_triton import (
+    FEWEST,
+    RUN,
+    PipelineTile,
+    has_pipeline,
+    pipeline_linear,
+    pipeline_tile,
+    pipeline_tiles,
+    programs_of,
+    takes_rows,
+)
 from hybridrt.kernels.dense.skinny_linear import Activation, InputNorm
 
 MULTIPROCESSORS = 132  # those of the devices that the tiles are for; tiles do not change with the device
@@ -257,6 +269,8 @@ def skinny_linear_triton(
     """One launch for one token; several tokens with a norm need one more."""
     rows, columns = weight.shape
     tile = TILES(TiledProduct(rows, columns, padded_tokens(x.shape[0]), x.dtype), x.device)
+    if isinstance(tile, PipelineTile) and not _reads_by_rows(x, weight, tail):
+        tile = matmul_tile(rows, columns, padded_tokens(x.shape[0]))
     stored = Stored(weight, rows, columns)
     return product(x, stored, bias, tile, tail=tail, norm=norm, activation=activation, parts=parts, out=out)
 
@@ -273,8 +287,8 @@ class Stored:
 
 
 def product(
-    x: Tensor, weight: Stored, bias: Tensor | None, tile: Tile, *, tail: Tensor | None, norm: InputNorm | None,
-    activation: Activation | None, parts: int, out: Tensor | None,
+    x: Tensor, weight: Stored, bias: Tensor | None, tile: Tile | PipelineTile, *, tail: Tensor | None,
+    norm: InputNorm | None, activation: Activation | None, parts: int, out: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`skinny_linear` by tiles of one size, those of `_matvec_kernel` for one token."""
     assert weight.data.is_contiguous() and x.stride(1) == 1
@@ -287,8 +301,12 @@ def product(
             x, residual = add_rms_norm_triton(x, residual, norm_weight, eps)
         elif norm_weight is not None:
             x = rms_norm_triton(x, norm_weight, eps)
-        _matmul(x, tail, weight, bias, activation, tile, out)
+        if isinstance(tile, PipelineTile):
+            pipeline_linear(x, weight.data, bias, out, tile, tail=tail, activation=activation)
+        else:
+            _matmul(x, tail, weight, bias, activation, tile, out)
         return out, residual
+    assert isinstance(tile, Tile)
     total = None if residual is None else torch.empty_like(residual)  # programs still read the old one
     _matvec_kernel[(cdiv(weight.rows, tile.block_n),)](
         x, tail, residual, norm_weight, weight.data, bias, out, total, weight.rows, x.shape[1], eps,
@@ -361,6 +379,23 @@ def matmul_tile(rows: int, columns: int, tokens: int) -> Tile:
     return _narrowed(Tile(64, 64, 4, 6) if one_wave else Tile(64, 128, 4, 4), columns)
 
 
+def tile_with_roles(shape: "TiledProduct", device: torch.device) -> PipelineTile | None:
+    """For `pipeline_linear`: 17 to 32 tokens, if its programs run at a time and keep most multiprocessors busy.
+    Elsewhere more, smaller programs bring more bytes on their way, and fewer tokens or more are not faster in whole
+    steps (benchmarks/log/products.md)."""
+    rows, columns, tokens, dtype = shape
+    if tokens != FEWEST or not has_pipeline(device):
+        return None
+    programs = multiprocessors(device)
+    tile = pipeline_tile(tokens, rows, cdiv(columns * dtype.itemsize, RUN), programs)
+    return tile if 2 / 3 * programs <= programs_of(tile, tokens, rows) <= programs else None
+
+
+def _reads_by_rows(x: Tensor, weight: Tensor, tail: Tensor | None) -> bool:
+    inputs = (x,) if tail is None else (x, tail)
+    return takes_rows(weight, *inputs) and (tail is None or not x.shape[1] * x.itemsize % RUN)
+
+
 def _narrowed(tile: Tile, columns: int) -> Tile:
     return replace(tile, block_k=max(16, min(tile.block_k, next_power_of_2(columns))))
 
@@ -379,9 +414,12 @@ def padded_tokens(tokens: int) -> int:
     return 1 if tokens == 1 else max(16, next_power_of_2(tokens))
 
 
-def _built_in(shape: TiledProduct, _: torch.device) -> Values:
+def _built_in(shape: TiledProduct, device: torch.device) -> Values:
     rows, columns, tokens, _dtype = shape
-    return _values(matvec_tile(rows, columns) if tokens == 1 else matmul_tile(rows, columns, tokens))
+    if tokens == 1:
+        return _values(matvec_tile(rows, columns))
+    found = tile_with_roles(shape, device)
+    return _values(matmul_tile(rows, columns, tokens)) if found is None else found._asdict()
 
 
 def _values(tile: Tile) -> Values:
@@ -399,7 +437,15 @@ def _candidates(shape: TiledProduct, device: torch.device) -> list[Values]:
         tiles = [Tile(64, k, 4, stages, split) for k, stages, split in combinations((64, 128), (3, 4, 6), splits)]
         room = shared_memory(device) - 1024
         tiles = [tile for tile in tiles if tile.stages * tile.block_k * (64 + tokens) * dtype.itemsize <= room]
-    return list({tile: _values(tile) for tile in (_narrowed(tile, columns) for tile in tiles)}.values())
+    found = list({tile: _values(tile) for tile in (_narrowed(tile, columns) for tile in tiles)}.values())
+    if tokens > 1 and has_pipeline(device):
+        groups = cdiv(columns * dtype.itemsize, RUN)
+        found += [tile._asdict() for tile in pipeline_tiles(tokens, rows, groups, multiprocessors(device))]
+    return found
 
 
-TILES = LaunchChoice("skinny_linear", TiledProduct, _built_in, _candidates, Tile)
+def _tile(**values: int) -> Tile | PipelineTile:
+    return PipelineTile(**values) if "warpgroups" in values else Tile(**values)
+
+
+TILES = LaunchChoice("skinny_linear", TiledProduct, _built_in, _candidates, _tile)

@@ -4,18 +4,26 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.base.device import multiprocessors
 from hybridrt.base.errors import ConfigError
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.launch import arrival_counters, cdiv, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, pdl
+from hybridrt.kernels.dense.pipeline_linear_triton import (
+    FEWEST,
+    BlockScales,
+    PipelineTile,
+    has_pipeline,
+    pipeline_linear,
+    pipeline_tile,
+    programs_of,
+)
 from hybridrt.kernels.dense.skinny_linear import Activation, InputNorm
 from hybridrt.kernels.dense.skinny_linear_triton import MULTIPROCESSORS, store_output, weight_rows
 from hybridrt.kernels.quant.fp8_linear import FEW_TOKENS, GROUP, TokenCodes, empty_codes, quantised_width
-from hybridrt.kernels.quant.fp8_pipeline_triton import fp8_pipeline_triton, takes_pipeline
 from hybridrt.kernels.quant.quant_weight import QuantWeight
 
 ROWS = 64  # of a weight that a program multiplies; sums of more leave no registers
-PIPELINE_FROM = 33  # tokens
 COLUMNS = 2048  # that a program quantises, if the token's sum of squares is not asked for
 
 
@@ -139,16 +147,21 @@ def fp8_linear_triton(
 ) -> Tensor:
     """One launch. Programs that share rows add their parts in order. Raises ConfigError for more than FEW_TOKENS tokens
     that the Gluon kernel does not take."""
-    if x.tokens >= PIPELINE_FROM and takes_pipeline(weight, weight.data.device):
-        return fp8_pipeline_triton(x, weight, bias, dtype=dtype, activation=activation)
+    rows, width, device = weight.rows, weight.width, weight.data.device
+    out = torch.empty(x.tokens, rows // 2 if activation == "silu_and_mul" else rows, dtype=dtype, device=device)
+    tile = _pipeline_tile(x.tokens, weight, device)
+    if tile is not None:
+        assert weight.data.is_contiguous() and x.codes.is_contiguous() and x.scale.is_contiguous()
+        assert weight.scale is not None
+        scales = BlockScales(weight.scale, weight.block[0], x.scale)
+        pipeline_linear(x.codes, weight.data, bias, out, tile, scales=scales, activation=activation)
+        return out
     if x.tokens > FEW_TOKENS:
         raise ConfigError(
             f"{x.tokens} tokens, more than {FEW_TOKENS}, take weights in blocks on a GPU of compute capability 9.0: "
             "call fp8_linear.reference elsewhere"
         )
-    rows, width, device = weight.rows, weight.width, weight.data.device
     padded = max(16, next_power_of_2(x.tokens))
-    out = torch.empty(x.tokens, rows // 2 if activation == "silu_and_mul" else rows, dtype=dtype, device=device)
     blocks = cdiv(rows, ROWS)
     split = max(1, min(8, 3 * MULTIPROCESSORS // blocks, width // 512))
     part = cdiv(width, 2 * GROUP * split) * 2 * GROUP
@@ -163,3 +176,12 @@ def fp8_linear_triton(
         BLOCK_N=ROWS, BLOCK_K=GROUP, STAGES=3, PART=part, SPLIT=split, num_warps=4, **pdl(device),
     )  # fmt: skip
     return out
+
+
+def _pipeline_tile(tokens: int, weight: QuantWeight, device: torch.device) -> PipelineTile | None:
+    """None if the kernel with roles does not run, or takes more than one wave of programs for a few tokens."""
+    if weight.scale is None or weight.factor is not None or weight.width % GROUP or not has_pipeline(device):
+        return None
+    programs = multiprocessors(device)
+    tile = pipeline_tile(tokens, weight.rows, weight.width // GROUP, programs)
+    return tile if tokens > FEWEST or programs_of(tile, tokens, weight.rows) <= programs else None

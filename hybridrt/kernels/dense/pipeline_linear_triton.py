@@ -1,0 +1,474 @@
+"""Gluon kernel of products of few tokens: one warp loads, warpgroups multiply.
+
+Weights are 16-bit numbers, or e4m3 codes with scales of blocks, multiplied with codes of tokens. The warp fills stages
+of shared memory by the tensor memory accelerator, ahead of the warpgroups and before the wait for earlier kernels. Each
+warpgroup multiplies 64 rows of the weight with all tokens of a program. While it adds products to its float32 sums,
+another one has the tensor cores. In kernels without roles all warps wait for memory, for products and for scales in
+turn.
+
+Gluon has no interpreter: tests compile the kernel, and run it on a GPU.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from hybridrt.base.device import capability
+from hybridrt.kernels.core.gluon_kernel_triton import gluon_kernel
+from hybridrt.kernels.core.launch import arrival_counters, cdiv
+from hybridrt.kernels.core.pdl_triton import pdl
+from hybridrt.kernels.dense.skinny_linear import Activation
+
+UNIT = 64  # rows of the weight that a warpgroup multiplies
+RUN = 128  # bytes of a row in a stage: a group of columns
+ALIGNMENT = 16  # bytes: of addresses and of the distances of rows, for the tensor memory accelerator
+# Nanoseconds on an H200 (benchmarks/log/products.md). GROUP_TIME: a program of (warpgroups, tokens) multiplies a
+# group of columns. WAVE_TIME: a wave of programs begins and ends. PART_TIME: sums of a part are added, for each
+# of its warpgroups and tokens. These numbers predict 83 measured times of e4m3 weights at 64 to 256 tokens with a
+# median error of 4%. Where memory is the limit, programs take up to a quarter longer, whatever the tile. At 32 tokens
+# it always is, and the numbers put the tiles in order. Tiles of one warpgroup are left out: sums of two runs were not
+# always equal.
+GROUP_TIME = {(3, 64): 520, (3, 128): 890, (2, 64): 325, (2, 128): 580, (3, 32): 400, (2, 32): 190}
+WAVE_TIME, PART_TIME = 4200, 3
+FEWEST = 32  # tokens of a program
+# Of shared memory, and of stages. Two warpgroups whose programs share rows are up to 5% faster with four.
+STAGE_BYTES, MOST_STAGES, SHARED_STAGES = 208_000, 6, 4
+FEWEST_GROUPS, MOST_PARTS = 3, 8  # of a program, if programs share rows
+# Registers of a thread of other warpgroups than the first, by their number. The first has what is left.
+REGISTERS = {2: 208, 3: 152}
+LOADER_REGISTERS = 40
+SCALES = gl.NVMMASharedLayout(0, 32, rank=1)  # in shared memory
+
+# Triton 3.6 has other names for three functions.
+_join_threads = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+_copy_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+
+
+class PipelineTile(NamedTuple):
+    """A program's share of a product.
+
+    Attributes:
+        warpgroups: that multiply, 2 or 3, 64 rows of the weight each.
+        tokens: of a program.
+        stages: groups of columns in shared memory.
+        split: programs that share rows, each a part of the columns.
+    """
+
+    warpgroups: int
+    tokens: int
+    stages: int
+    split: int
+
+
+class BlockScales(NamedTuple):
+    """Scales of e4m3 codes.
+
+    Attributes:
+        weight: float32 [ceil(N / rows), K / 128].
+        rows: of the weight that share a scale.
+        tokens: float32 [K / 128, T], T at least the number of tokens.
+    """
+
+    weight: Tensor
+    rows: int
+    tokens: Tensor
+
+
+def pipeline_tiles(tokens: int, rows: int, groups: int, programs: int) -> Iterator[PipelineTile]:
+    """Tiles worth a measurement. groups: of RUN bytes in a row of the weight. programs: that run at a time."""
+    for warpgroups, block in GROUP_TIME:
+        if (block == FEWEST) != (tokens <= FEWEST):
+            continue
+        blocks = cdiv(rows, UNIT * warpgroups) * cdiv(tokens, block)
+        fitting = STAGE_BYTES // (RUN * (UNIT * warpgroups + block) + 4 * block)
+        most = max(1, min(MOST_PARTS, groups // FEWEST_GROUPS, programs // blocks))  # parts wait for no second wave
+        for split in range(1, most + 1):
+            stages = SHARED_STAGES if warpgroups == 2 and split > 1 else MOST_STAGES
+            yield PipelineTile(warpgroups, block, min(fitting, stages), split)
+
+
+@cache
+def pipeline_tile(tokens: int, rows: int, groups: int, programs: int) -> PipelineTile:
+    """The one of `pipeline_tiles` that takes the least time by measured parts."""
+
+    def time(tile: PipelineTile) -> int:
+        waves = cdiv(programs_of(tile, tokens, rows), programs)
+        adding = PART_TIME * tile.split * tile.warpgroups * tile.tokens if tile.split > 1 else 0
+        return waves * (WAVE_TIME + cdiv(groups, tile.split) * GROUP_TIME[tile.warpgroups, tile.tokens]) + adding
+
+    return min(pipeline_tiles(tokens, rows, groups, programs), key=time)
+
+
+def programs_of(tile: PipelineTile, tokens: int, rows: int) -> int:
+    return cdiv(rows, UNIT * tile.warpgroups) * cdiv(tokens, tile.tokens) * tile.split
+
+
+def has_pipeline(device: torch.device) -> bool:
+    """Whether the kernel runs: compute capability 9.0 alone has its instructions. On "meta" it is compiled for that."""
+    return device.type == "meta" or capability(device) == (9, 0)
+
+
+def takes_rows(*tensors: Tensor) -> bool:
+    """Whether the tensor memory accelerator reads these matrices."""
+    return all(
+        x.stride(1) == 1 and not x.stride(0) * x.itemsize % ALIGNMENT and not x.data_ptr() % ALIGNMENT for x in tensors
+    )
+
+
+@gluon.jit
+def _wait_for_earlier(PDL: gl.constexpr):  # type: ignore[no-untyped-def]
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@gluon.jit
+def _copy_rows(w_desc, buffer, bar, unit, k, half, GATED: gl.constexpr):  # type: ignore[no-untyped-def]
+    """64 rows of the weight: 32 gates and the 32 rows that they gate, or neighbours."""
+    if GATED:
+        _copy_tile(w_desc, [unit // 2, k], bar, buffer.slice(0, 32))
+        _copy_tile(w_desc, [half + unit // 2, k], bar, buffer.slice(32, 32))
+    else:
+        _copy_tile(w_desc, [unit, k], bar, buffer)
+
+
+@gluon.jit
+def _copy_weights(w_desc, w0, w1, w2, stage, bar, row, k, half, WARPGROUPS: gl.constexpr, GATED: gl.constexpr):  # type: ignore[no-untyped-def]
+    _copy_rows(w_desc, w0.index(stage), bar, row, k, half, GATED)
+    _copy_rows(w_desc, w1.index(stage), bar, row + 64, k, half, GATED)
+    if WARPGROUPS > 2:
+        _copy_rows(w_desc, w2.index(stage), bar, row + 128, k, half, GATED)
+
+
+@gluon.jit
+def _copy_tokens(  # type: ignore[no-untyped-def]
+    x_desc, tail_desc, s_desc, x_buffer, s_buffer, bar, token, group, head, scale_stride, COLUMNS: gl.constexpr
+):
+    if tail_desc is not None:
+        if group * COLUMNS < head:
+            _copy_tile(x_desc, [token, group * COLUMNS], bar, x_buffer)
+        else:
+            _copy_tile(tail_desc, [token, group * COLUMNS - head], bar, x_buffer)
+    else:
+        _copy_tile(x_desc, [token, group * COLUMNS], bar, x_buffer)
+    if s_desc is not None:
+        _copy_tile(s_desc, [group * scale_stride + token], bar, s_buffer)
+
+
+@gluon.jit
+def _load(  # type: ignore[no-untyped-def]
+    w_desc, x_desc, tail_desc, s_desc, w0, w1, w2, x_buffer, s_buffer, full, empty, row, token, first, groups, half,
+    head, scale_stride, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, PDL: gl.constexpr,
+    T: gl.constexpr, COLUMNS: gl.constexpr,
+):  # fmt: skip
+    """Fills stages. Weights of the first ones do not wait for earlier kernels."""
+    BYTES: gl.constexpr = WARPGROUPS * 64 * 128 + T * 128 + (0 if s_desc is None else T * 4)
+    begun = gl.minimum(groups, STAGES)
+    for g in range(begun):
+        bar = full.index(g)
+        mbarrier.expect(bar, BYTES)
+        _copy_weights(w_desc, w0, w1, w2, g, bar, row, (first + g) * COLUMNS, half, WARPGROUPS, GATED)
+    _wait_for_earlier(PDL)
+    for g in range(begun):
+        _copy_tokens(
+            x_desc, tail_desc, s_desc, x_buffer.index(g), s_buffer.index(g), full.index(g), token, first + g, head,
+            scale_stride, COLUMNS,
+        )  # fmt: skip
+    for g in range(STAGES, groups):
+        stage = g % STAGES
+        bar = full.index(stage)
+        mbarrier.wait(empty.index(stage), (g // STAGES - 1) & 1)
+        mbarrier.expect(bar, BYTES)
+        _copy_weights(w_desc, w0, w1, w2, stage, bar, row, (first + g) * COLUMNS, half, WARPGROUPS, GATED)
+        _copy_tokens(
+            x_desc, tail_desc, s_desc, x_buffer.index(stage), s_buffer.index(stage), bar, token, first + g, head,
+            scale_stride, COLUMNS,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _finished(y, row, N, bias_ptr):  # type: ignore[no-untyped-def]
+    """With the bias of rows; y [rows, tokens]."""
+    if bias_ptr is not None:
+        y += gl.expand_dims(gl.load(bias_ptr + gl.minimum(row, N - 1)).to(gl.float32), 1)
+    return y
+
+
+@gluon.jit
+def _store(y, column, t, width, tokens, out_ptr):  # type: ignore[no-untyped-def]
+    cells = out_ptr + gl.expand_dims(t, 0).to(gl.int64) * width + gl.expand_dims(column, 1)
+    mask = gl.expand_dims(t < tokens, 0) & gl.expand_dims(column < width, 1)
+    gl.store(cells, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def _sum_of_parts(  # type: ignore[no-untyped-def]
+    cells, row, token, HIGH: gl.constexpr, WIDE: gl.constexpr, T: gl.constexpr, SPLIT: gl.constexpr,
+    layout: gl.constexpr,
+):  # fmt: skip
+    """[HIGH, WIDE] of the sums, in the order of the parts."""
+    r = row + gl.arange(0, HIGH, gl.SliceLayout(1, layout))
+    t = token + gl.arange(0, WIDE, gl.SliceLayout(0, layout))
+    at = cells + gl.expand_dims(t, 0) * 64 + gl.expand_dims(r, 1)
+    total = gl.load(at, cache_modifier=".cg")
+    for part in gl.static_range(1, SPLIT):
+        total += gl.load(at + part * (64 * T), cache_modifier=".cg")
+    return total
+
+
+@gluon.jit
+def _store_gated(gate, up, unit, t, half, tokens, N, bias_ptr, out_ptr, layout: gl.constexpr):  # type: ignore[no-untyped-def]
+    column = unit // 2 + gl.arange(0, 32, gl.SliceLayout(1, layout))
+    gate = _finished(gate, column, N, bias_ptr)
+    up = _finished(up, half + column, N, bias_ptr)
+    _store(gate / (1.0 + gl.exp(-gate)) * up, column, t, half, tokens, out_ptr)
+
+
+@gluon.jit
+def _store_rows(y, unit, t, tokens, N, bias_ptr, out_ptr, SQUARED: gl.constexpr, layout: gl.constexpr):  # type: ignore[no-untyped-def]
+    column = unit + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    y = _finished(y, column, N, bias_ptr)
+    if SQUARED:
+        y = gl.maximum(y, 0.0)
+        y *= y
+    _store(y, column, t, N, tokens, out_ptr)
+
+
+@gluon.jit
+def _products(  # type: ignore[no-untyped-def]
+    w_buffer, x_buffer, s_buffer, full, empty, scale_ptr, unit, first, groups, N, K, STAGES: gl.constexpr,
+    ROWS: gl.constexpr, T: gl.constexpr, GATED: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    """float32 sums [64, T] of the groups of columns from `first` on."""
+    acc = gl.zeros([64, T], gl.float32, mma)
+    if scale_ptr is None:
+        for g in range(groups):
+            stage = g % STAGES
+            mbarrier.wait(full.index(stage), (g // STAGES) & 1)
+            acc = warpgroup_mma(w_buffer.index(stage), x_buffer.index(stage).permute((1, 0)), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(empty.index(stage), count=1)
+    else:
+        of_row: gl.constexpr = gl.SliceLayout(1, mma)
+        row = gl.arange(0, 64, of_row)
+        if GATED:
+            at = unit // 2 + row % 32 + (row // 32) * (N // 2)
+        else:
+            at = unit + row
+        scales = scale_ptr + gl.minimum(at, N - 1) // ROWS * (K // 128) + first
+        scale = gl.load(scales)
+        for g in range(groups):
+            stage = g % STAGES
+            mbarrier.wait(full.index(stage), (g // STAGES) & 1)
+            # Tensor cores add products of e4m3 with few bits: sums of 128 columns are added in float32.
+            product = warpgroup_mma(
+                w_buffer.index(stage), x_buffer.index(stage).permute((1, 0)), gl.zeros([64, T], gl.float32, mma),
+                use_acc=False, is_async=True,
+            )  # fmt: skip
+            now = scale
+            scale = gl.load(scales + gl.minimum(g + 1, groups - 1))
+            product = warpgroup_mma_wait(0, deps=[product])
+            # Loaded late: 32 numbers of a thread, for which there are no registers while the tensor cores multiply.
+            x_scale = s_buffer.index(stage).load(gl.SliceLayout(0, mma))
+            acc += (product * gl.expand_dims(now, 1)) * gl.expand_dims(x_scale, 0)
+            mbarrier.arrive(empty.index(stage), count=1)
+    return acc
+
+
+@gluon.jit
+def _halves(y, T: gl.constexpr):  # type: ignore[no-untyped-def]
+    return y.reshape([64, 2, T // 2]).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def _multiply(  # type: ignore[no-untyped-def]
+    w_buffer, x_buffer, s_buffer, full, empty, scale_ptr, bias_ptr, out_ptr, parts_ptr, arrivals_ptr,
+    unit, token, first, groups, N, K, tokens, cell, part, STAGES: gl.constexpr, ROWS: gl.constexpr, T: gl.constexpr,
+    SPLIT: gl.constexpr, ACTIVATION: gl.constexpr, PDL: gl.constexpr, COLUMNS: gl.constexpr,
+):  # fmt: skip
+    """64 rows of the weight from `unit` on. cell: place of their sums among `parts`, and of their arrivals."""
+    GATED: gl.constexpr = ACTIVATION == "silu_and_mul"
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T, COLUMNS // 4])
+    acc = _products(
+        w_buffer, x_buffer, s_buffer, full, empty, scale_ptr, unit, first, groups, N, K, STAGES, ROWS, T, GATED, mma
+    )
+    _wait_for_earlier(PDL)  # they may still read the outputs and count arrivals
+    half = N // 2
+    # A thread has four neighbouring rows, so that threads of a warp store neighbouring numbers.
+    of_64: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, 4], [0, 1])
+    of_32: gl.constexpr = gl.BlockedLayout([4, 1], [8, 4], [1, 4], [0, 1])
+    if SPLIT == 1:
+        # All numbers of these rows were multiplied: sums take their memory, 32 tokens a stage.
+        sums = _reinterpret(w_buffer, gl.float32, [STAGES, 64, 32], gl.SwizzledSharedLayout(8, 2, 4, [0, 1]))
+        if T == 32:
+            sums.index(0).store(acc)
+        else:
+            first_half, second_half = _halves(acc, T)
+            if T == 64:
+                sums.index(0).store(first_half)
+                sums.index(1).store(second_half)
+            else:
+                a, b = _halves(first_half, T // 2)
+                sums.index(0).store(a)
+                sums.index(1).store(b)
+                a, b = _halves(second_half, T // 2)
+                sums.index(2).store(a)
+                sums.index(3).store(b)
+        _join_threads()
+        for piece in gl.static_range(T // 32):
+            if GATED:
+                t = token + piece * 32 + gl.arange(0, 32, gl.SliceLayout(0, of_32))
+                gate, up = sums.index(piece).slice(0, 32).load(of_32), sums.index(piece).slice(32, 32).load(of_32)
+                _store_gated(gate, up, unit, t, half, tokens, N, bias_ptr, out_ptr, of_32)
+            else:
+                t = token + piece * 32 + gl.arange(0, 32, gl.SliceLayout(0, of_64))
+                y = sums.index(piece).load(of_64)
+                _store_rows(y, unit, t, tokens, N, bias_ptr, out_ptr, ACTIVATION == "relu2", of_64)
+    else:
+        WIDE: gl.constexpr = 32  # tokens at a time: more need too many registers
+        cells = parts_ptr + cell.to(gl.int64) * (SPLIT * 64 * T)
+        r = gl.arange(0, 64, gl.SliceLayout(1, mma))
+        c = gl.arange(0, T, gl.SliceLayout(0, mma))
+        gl.store(cells + part * (64 * T) + gl.expand_dims(c, 0) * 64 + gl.expand_dims(r, 1), acc)
+        _join_threads()  # publish stores
+        if gl.atomic_add(arrivals_ptr + cell, 1, sem="acq_rel") == SPLIT - 1:
+            gl.store(arrivals_ptr + cell, 0)
+            for t0 in range(0, T, WIDE):
+                if GATED:
+                    t = token + t0 + gl.arange(0, WIDE, gl.SliceLayout(0, of_32))
+                    gate = _sum_of_parts(cells, 0, t0, 32, WIDE, T, SPLIT, of_32)
+                    up = _sum_of_parts(cells, 32, t0, 32, WIDE, T, SPLIT, of_32)
+                    _store_gated(gate, up, unit, t, half, tokens, N, bias_ptr, out_ptr, of_32)
+                else:
+                    t = token + t0 + gl.arange(0, WIDE, gl.SliceLayout(0, of_64))
+                    y = _sum_of_parts(cells, 0, t0, 64, WIDE, T, SPLIT, of_64)
+                    _store_rows(y, unit, t, tokens, N, bias_ptr, out_ptr, ACTIVATION == "relu2", of_64)
+
+
+@gluon_kernel(do_not_specialize=["tokens"])
+def _pipeline_kernel(  # type: ignore[no-untyped-def]
+    w_desc, x_desc, tail_desc, s_desc, scale_ptr, bias_ptr, out_ptr, parts_ptr, arrivals_ptr, tokens, N, head,
+    scale_stride, K: gl.constexpr, ROWS: gl.constexpr, ACTIVATION: gl.constexpr, T: gl.constexpr,
+    WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, REGISTERS: gl.constexpr,
+    LOADER: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Grid [blocks of tokens, SPLIT, blocks of WARPGROUPS * 64 rows]: programs that read the same weights run together.
+
+    w_desc: rows of the weight, 32 at a time for "silu_and_mul", else 64. x_desc: T tokens, of which tail_desc has the
+    columns from `head` on. s_desc: T scales of codes.
+    """
+    GATED: gl.constexpr = ACTIVATION == "silu_and_mul"
+    gl.static_assert(STAGES * 64 * 128 >= 64 * T * 4)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    block_t, part, block = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    row, token, half = block * (WARPGROUPS * 64), block_t * T, N // 2
+    COLUMNS: gl.constexpr = w_desc.block_shape[1]
+    GROUPS: gl.constexpr = (K + COLUMNS - 1) // COLUMNS
+    first = part * GROUPS // SPLIT
+    groups = (part + 1) * GROUPS // SPLIT - first
+    cell = (block * gl.num_programs(0) + block_t) * WARPGROUPS
+    codes: gl.constexpr = w_desc.layout
+    w0 = gl.allocate_shared_memory(w_desc.dtype, [STAGES, 64, COLUMNS], codes)
+    w1 = gl.allocate_shared_memory(w_desc.dtype, [STAGES, 64, COLUMNS], codes)
+    w2 = w0
+    if WARPGROUPS > 2:
+        w2 = gl.allocate_shared_memory(w_desc.dtype, [STAGES, 64, COLUMNS], codes)
+    x = gl.allocate_shared_memory(w_desc.dtype, [STAGES, T, COLUMNS], codes)
+    s = x
+    if s_desc is not None:
+        s = gl.allocate_shared_memory(gl.float32, [STAGES, T], s_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=WARPGROUPS)
+    fence_async_shared()  # copies count on them
+    # Arguments are written out: in a tuple with a name, constants would become tensors.
+    if WARPGROUPS == 2:
+        gl.warp_specialize([
+            (_multiply, (w0, x, s, full, empty, scale_ptr, bias_ptr, out_ptr, parts_ptr, arrivals_ptr, row, token,
+                         first, groups, N, K, tokens, cell, part, STAGES, ROWS, T, SPLIT, ACTIVATION, PDL,
+                         COLUMNS)),
+            (_multiply, (w1, x, s, full, empty, scale_ptr, bias_ptr, out_ptr, parts_ptr, arrivals_ptr, row + 64, token,
+                         first, groups, N, K, tokens, cell + 1, part, STAGES, ROWS, T, SPLIT, ACTIVATION, PDL,
+                         COLUMNS)),
+            (_load, (w_desc, x_desc, tail_desc, s_desc, w0, w1, w2, x, s, full, empty, row, token, first, groups, half,
+                     head, scale_stride, WARPGROUPS, STAGES, GATED, PDL, T, COLUMNS)),
+        ], [4, 1], [REGISTERS, LOADER])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_multiply, (w0, x, s, full, empty, scale_ptr, bias_ptr, out_ptr, parts_ptr, arrivals_ptr, row, token,
+                         first, groups, N, K, tokens, cell, part, STAGES, ROWS, T, SPLIT, ACTIVATION, PDL,
+                         COLUMNS)),
+            (_multiply, (w1, x, s, full, empty, scale_ptr, bias_ptr, out_ptr, parts_ptr, arrivals_ptr, row + 64, token,
+                         first, groups, N, K, tokens, cell + 1, part, STAGES, ROWS, T, SPLIT, ACTIVATION, PDL,
+                         COLUMNS)),
+            (_multiply, (w2, x, s, full, empty, scale_ptr, bias_ptr, out_ptr, parts_ptr, arrivals_ptr, row + 128, token,
+                         first, groups, N, K, tokens, cell + 2, part, STAGES, ROWS, T, SPLIT, ACTIVATION, PDL,
+                         COLUMNS)),
+            (_load, (w_desc, x_desc, tail_desc, s_desc, w0, w1, w2, x, s, full, empty, row, token, first, groups, half,
+                     head, scale_stride, WARPGROUPS, STAGES, GATED, PDL, T, COLUMNS)),
+        ], [4, 4, 1], [REGISTERS, REGISTERS, LOADER])  # fmt: skip
+
+
+def pipeline_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    tile: PipelineTile,
+    *,
+    tail: Tensor | None = None,
+    scales: BlockScales | None = None,
+    activation: Activation | None = None,
+) -> None:
+    """act(x W^T + b) in one launch, for what `takes_rows`. The last of the programs that share rows adds their parts,
+    in order.
+
+    Args:
+        x: [T, K] of 16 bits, or e4m3 codes [at least T, K].
+        weight: [N, K] in x's dtype.
+        out: [T, N], or [T, N / 2] for "silu_and_mul".
+        tail: [T, K - K1], the last columns of the inputs if x is [T, K1], K1 a multiple of a stage's columns.
+        scales: those of codes.
+    """
+    (rows, width), tokens, device = weight.shape, len(out), weight.device
+    gated, columns = activation == "silu_and_mul", RUN // weight.itemsize
+    blocks, token_blocks = cdiv(rows, UNIT * tile.warpgroups), cdiv(tokens, tile.tokens)
+    parts, arrivals = None, None
+    if tile.split > 1:
+        units = blocks * token_blocks * tile.warpgroups
+        parts = torch.empty((units, tile.split, tile.tokens, UNIT), dtype=torch.float32, device=device)
+        arrivals = arrival_counters(weight, units)
+    layout = gl.NVMMASharedLayout(RUN, 8 * weight.itemsize, rank=2)
+
+    def inputs(x: Tensor) -> TensorDescriptor:
+        return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [tile.tokens, columns], layout)
+
+    scale, of_tokens = None, None
+    if scales is not None:
+        scale = scales.tokens
+        of_tokens = TensorDescriptor(scale, [scale.numel()], [1], [tile.tokens], SCALES)
+    _pipeline_kernel[token_blocks, tile.split, blocks](
+        TensorDescriptor(weight, [rows, width], [width, 1], [32 if gated else UNIT, columns], layout),
+        inputs(x), None if tail is None else inputs(tail), of_tokens, None if scales is None else scales.weight, bias,
+        out, parts, arrivals, tokens, rows, x.shape[1], 0 if scale is None else scale.stride(0),
+        K=width, ROWS=1 if scales is None else scales.rows, ACTIVATION=activation, T=tile.tokens,
+        WARPGROUPS=tile.warpgroups, STAGES=tile.stages, SPLIT=tile.split, REGISTERS=REGISTERS[tile.warpgroups],
+        LOADER=LOADER_REGISTERS, num_warps=4, **pdl(device),
+    )  # fmt: skip

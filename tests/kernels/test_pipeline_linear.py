@@ -1,0 +1,88 @@
+"""Which tiles the kernel with roles of warps takes. It runs on a GPU alone: tests/gpu."""
+
+import pytest
+import torch
+
+from hybridrt.base.errors import ConfigError
+from hybridrt.kernels.dense.pipeline_linear_triton import (
+    RUN,
+    STAGE_BYTES,
+    UNIT,
+    PipelineTile,
+    pipeline_tile,
+    pipeline_tiles,
+    programs_of,
+    takes_rows,
+)
+from hybridrt.kernels.dense.skinny_linear_triton import TILES, Tile, TiledProduct
+from hybridrt.kernels.quant.fp8_linear import GROUP, quantize_tokens
+from hybridrt.kernels.quant.fp8_linear_triton import fp8_linear_triton
+from tests.support.quant_weights import quant_weight
+
+PROGRAMS, BF16, META = 132, torch.bfloat16, torch.device("meta")
+SHAPES = [(24576, 3072), (3072, 12288), (3072, 4608), (8728, 3072), (9216, 8192), (128, 128)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "tiles"),
+    [
+        ((24576, 3072), {32: (3, 32, 6, 1), 64: (3, 64, 6, 1), 96: (3, 128, 5, 1), 128: (3, 128, 5, 1)}),
+        ((3072, 12288), {32: (2, 32, 4, 5), 64: (2, 64, 4, 5), 128: (3, 64, 6, 4)}),
+        ((3072, 4608), {32: (2, 32, 4, 4), 64: (2, 64, 4, 4), 96: (2, 64, 4, 2), 128: (2, 64, 4, 2)}),
+        ((8728, 3072), {32: (2, 32, 6, 1), 64: (3, 64, 6, 2), 128: (3, 64, 6, 1)}),
+    ],
+)
+def test_tiles_of_codes_are_those_that_were_fastest(shape: tuple[int, int], tiles: dict[int, tuple[int, ...]]) -> None:
+    rows, width = shape
+    assert {count: pipeline_tile(count, rows, width // RUN, PROGRAMS) for count in tiles} == tiles
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "tokens", "tile"),
+    [
+        (24576, 3072, 32, PipelineTile(3, 32, 6, 1)),
+        (24576, 3072, 16, None),
+        (24576, 3072, 64, None),
+        (3072, 12288, 32, PipelineTile(2, 32, 4, 5)),
+        (3072, 4608, 32, PipelineTile(2, 32, 4, 5)),
+        (12288, 3072, 32, PipelineTile(2, 32, 6, 1)),
+        (4376, 3072, 32, PipelineTile(2, 32, 4, 3)),
+        (8728, 3072, 32, None),  # 69 programs of 132
+        (130048, 3072, 32, None),  # more than a wave
+    ],
+)
+def test_17_to_32_tokens_go_there_if_one_wave_fills_the_device(
+    rows: int, width: int, tokens: int, tile: PipelineTile | None
+) -> None:
+    found = TILES(TiledProduct(rows, width, tokens, BF16), META)
+    assert found == tile if tile is not None else isinstance(found, Tile)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("count", [2, 32, 33, 64, 65, 128])
+def test_tiles_fit(shape: tuple[int, int], count: int) -> None:
+    """Stages fit in shared memory and hold the sums of a warpgroup, every part has a group of columns, and programs
+    that share rows run at a time."""
+    rows, width = shape
+    for groups in (width // RUN, 2 * width // RUN):
+        tiles = list(pipeline_tiles(count, rows, groups, PROGRAMS))
+        assert pipeline_tile(count, rows, groups, PROGRAMS) in tiles
+        for tile in tiles:
+            stage = RUN * (UNIT * tile.warpgroups + tile.tokens) + 4 * tile.tokens
+            assert tile.stages * stage <= STAGE_BYTES <= 227 * 1024 - 1024
+            assert tile.stages * RUN * UNIT >= 4 * UNIT * tile.tokens
+            assert tile.split <= groups
+            assert tile.split == 1 or programs_of(tile, count, rows) <= PROGRAMS
+
+
+def test_what_the_tensor_memory_accelerator_cannot_read_goes_elsewhere() -> None:
+    x = torch.zeros(4, 72, dtype=BF16)
+    assert takes_rows(x, x[:, :64], x[:, 8:]) and takes_rows(x.float())
+    for odd in (x[:, 1:], x.t(), torch.zeros(4, 68, dtype=BF16)):
+        assert not takes_rows(x, odd)
+
+
+def test_more_than_64_tokens_of_codes_need_it() -> None:
+    codes, _ = quantize_tokens.reference(torch.randn(65, 256).bfloat16(), GROUP)
+    with pytest.raises(ConfigError, match=r"65 tokens, .* capability 9\.0: call fp8_linear\.reference"):
+        fp8_linear_triton(codes, quant_weight("fp8 blocks", 64, 256), dtype=torch.float32)
