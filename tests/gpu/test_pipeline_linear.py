@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridrt.base.device import multiprocessors
-from hybridrt.kernels.dense.pipeline_linear_triton import (
-    RUN,
+from hybridrt.kernels.dense.pipeline_linear_triton import pipeline_linear
+from hybridrt.kernels.dense.pipeline_tiles import (
+    ROW_BYTES,
     PipelineTile,
     has_pipeline,
-    pipeline_linear,
     pipeline_tiles,
 )
 from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation, skinny_linear
@@ -55,13 +55,15 @@ def product(
 def test_all_tiles_are_near_the_reference(tokens: int, dtype: torch.dtype, record_property: Any) -> None:
     found = {}
     for rows, width, activation, tail in PRODUCTS:
-        if tail and (width - tail) * dtype.itemsize % RUN:
+        if tail and (width - tail) * dtype.itemsize % ROW_BYTES:
             continue
         x, weight = numbers(tokens, width, dtype=dtype), numbers(rows, width, dtype=dtype, seed=1) / width**0.5
         for bias in (None, numbers(rows, dtype=dtype, seed=2)):
             wanted = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
             wanted = wanted if activation is None else ACTIVATIONS[activation].reference(wanted)
-            for tile in pipeline_tiles(tokens, rows, -(-width * dtype.itemsize // RUN), multiprocessors(x.device)):
+            for tile in pipeline_tiles(
+                tokens, rows, -(-width * dtype.itemsize // ROW_BYTES), multiprocessors(x.device)
+            ):
                 got = [product(x, weight, bias, activation, tail, tile) for _ in range(2)]
                 assert torch.equal(*got), tile
                 found[rows, width, tile] = float((got[0].float() - wanted).norm() / wanted.norm())

@@ -1,5 +1,7 @@
 """Products of e4m3 codes: quantised inputs, kernels next to their references."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation, InputNorm
 from hybridrt.kernels.quant.fp8_linear import GROUP, decoded_tokens, fp8_linear, fp8_token_linear, quantize_tokens
 from hybridrt.kernels.quant.quant_weight import dequantize, expert_of
-from hybridrt.layers.quant.fp8_products import fp8_product, takes_kernel
+from hybridrt.layers.quant.fp8_products import fp8_product, takes_kernel, takes_token
 from hybridrt.layers.quant.kernel_weight import kernel_weight
 from hybridrt.layers.quant.packed_weight import PackedWeight
 from hybridrt.layers.weights import Build
@@ -153,5 +155,27 @@ def test_what_does_not_fit_one_token_is_refused() -> None:
         fp8_token_linear(x[:1], weight, tail=x[:1, :256])
     with pytest.raises(ConfigError, match="concatenate x and tail first"):
         fp8_token_linear(x[:1, :256], weight, tail=x[:1, 256:], norm=InputNorm(torch.ones(512)))
+    with pytest.raises(ConfigError, match=r"one dtype, not torch\.bfloat16 and torch\.float32"):
+        fp8_token_linear(x[:1, :256], weight, tail=x[:1, 256:].float())
     with pytest.raises(ConfigError, match="takes e4m3 weights"):
         fp8_token_linear(x[:1], quant_weight("int4", 64, 512))
+    with pytest.raises(ConfigError, match="of a multiple of 128 columns"):
+        fp8_token_linear(x[:1, :192], empty_weight("fp8 rows", 64, 192))
+
+
+@pytest.mark.parametrize("changes", [{"block": (128, 64)}, {"scale": torch.ones(1, 4, dtype=torch.uint8)}])
+def test_scales_of_other_blocks_or_types_are_refused(changes: dict[str, Any]) -> None:
+    weight, x = quant_weight("fp8 blocks", 64, 512)._replace(**changes), tokens(1, 512)
+    with pytest.raises(ConfigError, match="takes float32 scales of blocks of 128 columns, not torch"):
+        fp8_token_linear(x, weight)
+    with pytest.raises(ConfigError, match="takes float32 scales of blocks of 128 columns, not torch"):
+        fp8_linear(quantize_tokens(x, GROUP)[0], weight, dtype=x.dtype)
+
+
+def test_wide_weights_and_those_of_many_rows_get_tokens_that_were_quantised() -> None:
+    def ours(rows: int, width: int) -> list[bool]:
+        return [takes_token(empty_weight("fp8 blocks", rows, width), normed=normed) for normed in (False, True)]
+
+    assert ours(24576, 3072) == ours(32768, 6144) == [True, True]
+    assert ours(3072, 12288) == [True, False]
+    assert ours(8192, 28672) == ours(130048, 3072) == [False, False]

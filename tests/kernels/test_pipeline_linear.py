@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from hybridrt.base.errors import ConfigError
-from hybridrt.kernels.dense.pipeline_linear_triton import (
-    RUN,
+from hybridrt.kernels.dense import skinny_linear_triton
+from hybridrt.kernels.dense.pipeline_tiles import (
+    ROW_BYTES,
     STAGE_BYTES,
     UNIT,
     PipelineTile,
@@ -15,9 +16,9 @@ from hybridrt.kernels.dense.pipeline_linear_triton import (
     takes_rows,
 )
 from hybridrt.kernels.dense.skinny_linear_triton import TILES, Tile, TiledProduct
+from hybridrt.kernels.quant import fp8_linear_triton
 from hybridrt.kernels.quant.fp8_linear import GROUP, quantize_tokens
-from hybridrt.kernels.quant.fp8_linear_triton import fp8_linear_triton
-from tests.support.quant_weights import quant_weight
+from tests.support.quant_weights import empty_weight, quant_weight
 
 PROGRAMS, BF16, META = 132, torch.bfloat16, torch.device("meta")
 SHAPES = [(24576, 3072), (3072, 12288), (3072, 4608), (8728, 3072), (9216, 8192), (128, 128)]
@@ -34,7 +35,7 @@ SHAPES = [(24576, 3072), (3072, 12288), (3072, 4608), (8728, 3072), (9216, 8192)
 )
 def test_tiles_of_codes_are_those_that_were_fastest(shape: tuple[int, int], tiles: dict[int, tuple[int, ...]]) -> None:
     rows, width = shape
-    assert {count: pipeline_tile(count, rows, width // RUN, PROGRAMS) for count in tiles} == tiles
+    assert {count: pipeline_tile(count, rows, width // ROW_BYTES, PROGRAMS) for count in tiles} == tiles
 
 
 @pytest.mark.parametrize(
@@ -58,19 +59,46 @@ def test_17_to_32_tokens_go_there_if_one_wave_fills_the_device(
     assert found == tile if tile is not None else isinstance(found, Tile)
 
 
+@pytest.mark.parametrize(("width", "dtype"), [(3076, BF16), (3072, torch.float32)])
+def test_rows_that_it_cannot_read_and_float32_stay_with_the_other_kernel(width: int, dtype: torch.dtype) -> None:
+    shape = TiledProduct(24576, width, 32, dtype)
+    assert isinstance(TILES(shape, META), Tile)
+    assert not any("warpgroups" in values for values in TILES.candidates(shape, META))
+
+
+def test_the_tuner_may_choose_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(skinny_linear_triton, "shared_memory", lambda _: 232448)
+    shape = TiledProduct(8728, 3072, 16, BF16)
+    values = [values for values in TILES.candidates(shape, META) if "warpgroups" in values]
+    assert values and isinstance(TILES(shape, META), Tile)
+    for each in values:
+        with TILES.trying(shape, META, each):
+            assert TILES(shape, META) == PipelineTile(**each)
+
+
+def test_few_tokens_of_codes_go_there_in_one_wave_alone() -> None:
+    def goes(tokens: int, rows: int) -> bool:
+        return fp8_linear_triton._pipeline_tile(tokens, empty_weight("fp8 blocks", rows, 3072), META) is not None
+
+    wave = 3 * UNIT * PROGRAMS
+    assert [goes(tokens, wave) for tokens in (2, 32, 33)] == [True, True, True]
+    assert [goes(tokens, wave + 1) for tokens in (2, 32, 33)] == [False, False, True]
+    assert fp8_linear_triton._pipeline_tile(32, empty_weight("fp8 rows", 3072, 3072), META) is None
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("count", [2, 32, 33, 64, 65, 128])
 def test_tiles_fit(shape: tuple[int, int], count: int) -> None:
     """Stages fit in shared memory and hold the sums of a warpgroup, every part has a group of columns, and programs
     that share rows run at a time."""
     rows, width = shape
-    for groups in (width // RUN, 2 * width // RUN):
+    for groups in (width // ROW_BYTES, 2 * width // ROW_BYTES):
         tiles = list(pipeline_tiles(count, rows, groups, PROGRAMS))
         assert pipeline_tile(count, rows, groups, PROGRAMS) in tiles
         for tile in tiles:
-            stage = RUN * (UNIT * tile.warpgroups + tile.tokens) + 4 * tile.tokens
+            stage = ROW_BYTES * (UNIT * tile.warpgroups + tile.tokens) + 4 * tile.tokens
             assert tile.stages * stage <= STAGE_BYTES <= 227 * 1024 - 1024
-            assert tile.stages * RUN * UNIT >= 4 * UNIT * tile.tokens
+            assert tile.stages * ROW_BYTES * UNIT >= 4 * UNIT * tile.tokens
             assert tile.split <= groups
             assert tile.split == 1 or programs_of(tile, count, rows) <= PROGRAMS
 
@@ -85,4 +113,4 @@ def test_what_the_tensor_memory_accelerator_cannot_read_goes_elsewhere() -> None
 def test_more_than_64_tokens_of_codes_need_it() -> None:
     codes, _ = quantize_tokens.reference(torch.randn(65, 256).bfloat16(), GROUP)
     with pytest.raises(ConfigError, match=r"65 tokens, .* capability 9\.0: call fp8_linear\.reference"):
-        fp8_linear_triton(codes, quant_weight("fp8 blocks", 64, 256), dtype=torch.float32)
+        fp8_linear_triton.fp8_linear_triton(codes, quant_weight("fp8 blocks", 64, 256), dtype=torch.float32)

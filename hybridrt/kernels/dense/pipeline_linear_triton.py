@@ -9,8 +9,6 @@ turn.
 Gluon has no interpreter: tests compile the kernel, and run it on a GPU.
 """
 
-from collections.abc import Iterator
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -27,27 +25,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from hybridrt.base.device import capability
 from hybridrt.kernels.core.gluon_kernel_triton import gluon_kernel
 from hybridrt.kernels.core.launch import arrival_counters, cdiv
 from hybridrt.kernels.core.pdl_triton import pdl
+from hybridrt.kernels.dense.pipeline_tiles import ROW_BYTES, UNIT, PipelineTile
 from hybridrt.kernels.dense.skinny_linear import Activation
 
-UNIT = 64  # rows of the weight that a warpgroup multiplies
-RUN = 128  # bytes of a row in a stage: a group of columns
-ALIGNMENT = 16  # bytes: of addresses and of the distances of rows, for the tensor memory accelerator
-# Nanoseconds on an H200 (benchmarks/log/products.md). GROUP_TIME: a program of (warpgroups, tokens) multiplies a
-# group of columns. WAVE_TIME: a wave of programs begins and ends. PART_TIME: sums of a part are added, for each
-# of its warpgroups and tokens. These numbers predict 83 measured times of e4m3 weights at 64 to 256 tokens with a
-# median error of 4%. Where memory is the limit, programs take up to a quarter longer, whatever the tile. At 32 tokens
-# it always is, and the numbers put the tiles in order. Tiles of one warpgroup are left out: sums of two runs were not
-# always equal.
-GROUP_TIME = {(3, 64): 520, (3, 128): 890, (2, 64): 325, (2, 128): 580, (3, 32): 400, (2, 32): 190}
-WAVE_TIME, PART_TIME = 4200, 3
-FEWEST = 32  # tokens of a program
-# Of shared memory, and of stages. Two warpgroups whose programs share rows are up to 5% faster with four.
-STAGE_BYTES, MOST_STAGES, SHARED_STAGES = 208_000, 6, 4
-FEWEST_GROUPS, MOST_PARTS = 3, 8  # of a program, if programs share rows
 # Registers of a thread of other warpgroups than the first, by their number. The first has what is left.
 REGISTERS = {2: 208, 3: 152}
 LOADER_REGISTERS = 40
@@ -57,22 +40,6 @@ SCALES = gl.NVMMASharedLayout(0, 32, rank=1)  # in shared memory
 _join_threads = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 _copy_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
-
-
-class PipelineTile(NamedTuple):
-    """A program's share of a product.
-
-    Attributes:
-        warpgroups: that multiply, 2 or 3, 64 rows of the weight each.
-        tokens: of a program.
-        stages: groups of columns in shared memory.
-        split: programs that share rows, each a part of the columns.
-    """
-
-    warpgroups: int
-    tokens: int
-    stages: int
-    split: int
 
 
 class BlockScales(NamedTuple):
@@ -87,47 +54,6 @@ class BlockScales(NamedTuple):
     weight: Tensor
     rows: int
     tokens: Tensor
-
-
-def pipeline_tiles(tokens: int, rows: int, groups: int, programs: int) -> Iterator[PipelineTile]:
-    """Tiles worth a measurement. groups: of RUN bytes in a row of the weight. programs: that run at a time."""
-    for warpgroups, block in GROUP_TIME:
-        if (block == FEWEST) != (tokens <= FEWEST):
-            continue
-        blocks = cdiv(rows, UNIT * warpgroups) * cdiv(tokens, block)
-        fitting = STAGE_BYTES // (RUN * (UNIT * warpgroups + block) + 4 * block)
-        most = max(1, min(MOST_PARTS, groups // FEWEST_GROUPS, programs // blocks))  # parts wait for no second wave
-        for split in range(1, most + 1):
-            stages = SHARED_STAGES if warpgroups == 2 and split > 1 else MOST_STAGES
-            yield PipelineTile(warpgroups, block, min(fitting, stages), split)
-
-
-@cache
-def pipeline_tile(tokens: int, rows: int, groups: int, programs: int) -> PipelineTile:
-    """The one of `pipeline_tiles` that takes the least time by measured parts."""
-
-    def time(tile: PipelineTile) -> int:
-        waves = cdiv(programs_of(tile, tokens, rows), programs)
-        adding = PART_TIME * tile.split * tile.warpgroups * tile.tokens if tile.split > 1 else 0
-        return waves * (WAVE_TIME + cdiv(groups, tile.split) * GROUP_TIME[tile.warpgroups, tile.tokens]) + adding
-
-    return min(pipeline_tiles(tokens, rows, groups, programs), key=time)
-
-
-def programs_of(tile: PipelineTile, tokens: int, rows: int) -> int:
-    return cdiv(rows, UNIT * tile.warpgroups) * cdiv(tokens, tile.tokens) * tile.split
-
-
-def has_pipeline(device: torch.device) -> bool:
-    """Whether the kernel runs: compute capability 9.0 alone has its instructions. On "meta" it is compiled for that."""
-    return device.type == "meta" or capability(device) == (9, 0)
-
-
-def takes_rows(*tensors: Tensor) -> bool:
-    """Whether the tensor memory accelerator reads these matrices."""
-    return all(
-        x.stride(1) == 1 and not x.stride(0) * x.itemsize % ALIGNMENT and not x.data_ptr() % ALIGNMENT for x in tensors
-    )
 
 
 @gluon.jit
@@ -448,14 +374,14 @@ def pipeline_linear(
         scales: those of codes.
     """
     (rows, width), tokens, device = weight.shape, len(out), weight.device
-    gated, columns = activation == "silu_and_mul", RUN // weight.itemsize
+    gated, columns = activation == "silu_and_mul", ROW_BYTES // weight.itemsize
     blocks, token_blocks = cdiv(rows, UNIT * tile.warpgroups), cdiv(tokens, tile.tokens)
     parts, arrivals = None, None
     if tile.split > 1:
         units = blocks * token_blocks * tile.warpgroups
         parts = torch.empty((units, tile.split, tile.tokens, UNIT), dtype=torch.float32, device=device)
         arrivals = arrival_counters(weight, units)
-    layout = gl.NVMMASharedLayout(RUN, 8 * weight.itemsize, rank=2)
+    layout = gl.NVMMASharedLayout(ROW_BYTES, 8 * weight.itemsize, rank=2)
 
     def inputs(x: Tensor) -> TensorDescriptor:
         return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [tile.tokens, columns], layout)

@@ -36,12 +36,12 @@ from hybridrt.kernels.core.launch import arrival_counters, cdiv, dot_precision, 
 from hybridrt.kernels.core.launch_choice import LaunchChoice, Values
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.dense.norm_activation_triton import add_rms_norm_triton, rms_norm_triton
-from hybridrt.kernels.dense.pipeline_linear_triton import (
+from hybridrt.kernels.dense.pipeline_tiles import (
+    ALIGNMENT,
     FEWEST,
-    RUN,
+    ROW_BYTES,
     PipelineTile,
     has_pipeline,
-    pipeline_linear,
     pipeline_tile,
     pipeline_tiles,
     programs_of,
@@ -49,7 +49,7 @@ from hybridrt.kernels.dense.pipeline_linear_triton import (
 )
 from hybridrt.kernels.dense.skinny_linear import Activation, InputNorm
 
-MULTIPROCESSORS = 132  # those of the devices that the tiles are for; tiles do not change with the device
+MULTIPROCESSORS = 132  # those of the devices that the tiles of these kernels are for
 
 
 @triton.jit
@@ -269,8 +269,6 @@ def skinny_linear_triton(
     """One launch for one token; several tokens with a norm need one more."""
     rows, columns = weight.shape
     tile = TILES(TiledProduct(rows, columns, padded_tokens(x.shape[0]), x.dtype), x.device)
-    if isinstance(tile, PipelineTile) and not _reads_by_rows(x, weight, tail):
-        tile = matmul_tile(rows, columns, padded_tokens(x.shape[0]))
     stored = Stored(weight, rows, columns)
     return product(x, stored, bias, tile, tail=tail, norm=norm, activation=activation, parts=parts, out=out)
 
@@ -301,7 +299,12 @@ def product(
             x, residual = add_rms_norm_triton(x, residual, norm_weight, eps)
         elif norm_weight is not None:
             x = rms_norm_triton(x, norm_weight, eps)
+        if isinstance(tile, PipelineTile) and not _reads_by_rows(x, weight.data, tail):
+            tile = matmul_tile(weight.rows, weight.columns, padded_tokens(x.shape[0]))
         if isinstance(tile, PipelineTile):
+            # Here, so that the other kernels need nothing that is experimental in Triton.
+            from hybridrt.kernels.dense.pipeline_linear_triton import pipeline_linear
+
             pipeline_linear(x, weight.data, bias, out, tile, tail=tail, activation=activation)
         else:
             _matmul(x, tail, weight, bias, activation, tile, out)
@@ -380,20 +383,30 @@ def matmul_tile(rows: int, columns: int, tokens: int) -> Tile:
 
 
 def tile_with_roles(shape: "TiledProduct", device: torch.device) -> PipelineTile | None:
-    """For `pipeline_linear`: 17 to 32 tokens, if its programs run at a time and keep most multiprocessors busy.
-    Elsewhere more, smaller programs bring more bytes on their way, and fewer tokens or more are not faster in whole
-    steps (benchmarks/log/products.md)."""
-    rows, columns, tokens, dtype = shape
-    if tokens != FEWEST or not has_pipeline(device):
+    """For `pipeline_linear`: 17 to 32 tokens, if its programs run at a time and keep two thirds of the multiprocessors
+    busy. With fewer programs too few bytes are on their way. With other numbers of tokens whole steps are not faster
+    (benchmarks/log/products.md)."""
+    if shape.tokens != FEWEST or not _fits_roles(shape, device):
         return None
     programs = multiprocessors(device)
-    tile = pipeline_tile(tokens, rows, cdiv(columns * dtype.itemsize, RUN), programs)
-    return tile if 2 / 3 * programs <= programs_of(tile, tokens, rows) <= programs else None
+    tile = pipeline_tile(shape.tokens, shape.rows, _groups(shape), programs)
+    return tile if 2 / 3 * programs <= programs_of(tile, shape.tokens, shape.rows) <= programs else None
+
+
+def _fits_roles(shape: "TiledProduct", device: torch.device) -> bool:
+    return has_pipeline(device) and shape.dtype.itemsize == 2 and not shape.columns * 2 % ALIGNMENT
+
+
+def _groups(shape: "TiledProduct") -> int:
+    """Groups of columns of a stage."""
+    return cdiv(shape.columns * shape.dtype.itemsize, ROW_BYTES)
 
 
 def _reads_by_rows(x: Tensor, weight: Tensor, tail: Tensor | None) -> bool:
+    """Whether `pipeline_linear` reads these inputs: rows that begin at multiples of 16 bytes, and a tail at a stage's
+    first column. Models' projections do; other inputs get the built-in tile of the other kernel."""
     inputs = (x,) if tail is None else (x, tail)
-    return takes_rows(weight, *inputs) and (tail is None or not x.shape[1] * x.itemsize % RUN)
+    return takes_rows(weight, *inputs) and (tail is None or not x.shape[1] * x.itemsize % ROW_BYTES)
 
 
 def _narrowed(tile: Tile, columns: int) -> Tile:
@@ -438,9 +451,8 @@ def _candidates(shape: TiledProduct, device: torch.device) -> list[Values]:
         room = shared_memory(device) - 1024
         tiles = [tile for tile in tiles if tile.stages * tile.block_k * (64 + tokens) * dtype.itemsize <= room]
     found = list({tile: _values(tile) for tile in (_narrowed(tile, columns) for tile in tiles)}.values())
-    if tokens > 1 and has_pipeline(device):
-        groups = cdiv(columns * dtype.itemsize, RUN)
-        found += [tile._asdict() for tile in pipeline_tiles(tokens, rows, groups, multiprocessors(device))]
+    if tokens > 1 and _fits_roles(shape, device):
+        found += [tile._asdict() for tile in pipeline_tiles(tokens, rows, _groups(shape), multiprocessors(device))]
     return found
 
 

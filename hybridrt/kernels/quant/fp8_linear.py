@@ -93,13 +93,19 @@ def decoded_tokens(x: TokenCodes) -> Tensor:
     return (numbers * x.scale[:, : x.tokens].t().unsqueeze(2)).flatten(1)
 
 
+def _check_scale(name: str, weight: QuantWeight) -> None:
+    if weight.scale is not None and (weight.block[1] != GROUP or weight.scale.dtype != torch.float32):
+        raise ConfigError(
+            f"{name} takes float32 scales of blocks of {GROUP} columns, not {weight.scale.dtype} of {weight.block[1]}"
+        )
+
+
 def _check(x: TokenCodes, weight: QuantWeight, *_: object, **__: object) -> None:
     if x.codes.shape[1] != weight.width:
         raise ConfigError(f"a weight of {weight.width} columns takes as many numbers a token, not {x.codes.shape[1]}")
     if weight.code != "e4m3" or (weight.scale is not None) != (x.group == GROUP) or weight.zero is not None:
         raise ConfigError("fp8_linear takes e4m3 weights; those with blocks take inputs in groups of 128, others whole")
-    if weight.scale is not None and weight.block[1] != GROUP:
-        raise ConfigError(f"fp8_linear takes blocks of {GROUP} columns, not {weight.block[1]}")
+    _check_scale("fp8_linear", weight)
     most, kind = (FEW_TOKENS, "one scale a row") if weight.scale is None else (MAX_TOKENS, "blocks")
     if x.tokens > most:
         text = f"fp8_linear takes at most {most} tokens of weights with {kind}, not {x.tokens}"
@@ -141,8 +147,9 @@ def _check_token(
         raise ConfigError("fp8_token_linear normalises one tensor: concatenate x and tail first")
     if weight.code != "e4m3" or weight.zero is not None or width % GROUP:
         raise ConfigError(f"fp8_token_linear takes e4m3 weights of a multiple of {GROUP} columns")
-    if weight.scale is not None and weight.block[1] != GROUP:
-        raise ConfigError(f"fp8_token_linear takes blocks of {GROUP} columns, not {weight.block[1]}")
+    if tail is not None and tail.dtype != x.dtype:
+        raise ConfigError(f"fp8_token_linear takes x and tail of one dtype, not {x.dtype} and {tail.dtype}")
+    _check_scale("fp8_token_linear", weight)
 
 
 @operation(By("triton", "hybridrt.kernels.quant.fp8_token_triton:fp8_token_linear_triton"), check=_check_token)
@@ -164,7 +171,7 @@ def fp8_token_linear(
 
     Returns y [1, N], or [1, N / 2] for "silu_and_mul", in x's dtype; x + residual, or None.
 
-    Raises ConfigError for other weights, more tokens, or a tail with a norm.
+    Raises ConfigError for other weights, more tokens, a tail with a norm, or one of another dtype.
     """
     dtype, x = x.dtype, x if tail is None else torch.cat((x, tail), 1)
     codes, total = quantize_tokens.reference(x, GROUP if weight.scale is not None else weight.width, norm)

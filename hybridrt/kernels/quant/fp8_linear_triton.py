@@ -9,12 +9,11 @@ from hybridrt.base.errors import ConfigError
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.launch import arrival_counters, cdiv, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, pdl
-from hybridrt.kernels.dense.pipeline_linear_triton import (
+from hybridrt.kernels.dense.pipeline_linear_triton import BlockScales, pipeline_linear
+from hybridrt.kernels.dense.pipeline_tiles import (
     FEWEST,
-    BlockScales,
     PipelineTile,
     has_pipeline,
-    pipeline_linear,
     pipeline_tile,
     programs_of,
 )
@@ -145,8 +144,9 @@ def fp8_linear_triton(
     dtype: torch.dtype,
     activation: Activation | None = None,
 ) -> Tensor:
-    """One launch. Programs that share rows add their parts in order. Raises ConfigError for more than FEW_TOKENS tokens
-    that the Gluon kernel does not take."""
+    """One launch: of the kernel with roles of warps for weights in blocks, if few tokens need one wave of its programs,
+    else of `_fp8_linear_kernel`. Programs that share rows add their parts in order. Raises ConfigError for more than
+    FEW_TOKENS tokens that the first does not take."""
     rows, width, device = weight.rows, weight.width, weight.data.device
     out = torch.empty(x.tokens, rows // 2 if activation == "silu_and_mul" else rows, dtype=dtype, device=device)
     tile = _pipeline_tile(x.tokens, weight, device)

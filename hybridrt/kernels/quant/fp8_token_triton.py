@@ -3,8 +3,8 @@
 A tensor core multiplies 16 rows with 8 columns. With one token the columns are PARTS parts of the inputs: part p of the
 weight's columns is multiplied with all of them, and its product with part p of the token is kept. So a program's warps
 share rows, and a warp loads 16 bytes of a row at a time into the registers from which the tensor cores read. Weights
-are on their way before the kernel waits for the one before it. Multiply-add instead of tensor cores takes as long as
-the memory does, four times the instructions.
+are on their way before the kernel waits for the one before it. Multiply-adds need four times as many instructions, and
+take as long as memory does.
 
 Gluon has no interpreter: tests compile the kernel, and run it on a GPU.
 """
@@ -27,20 +27,26 @@ from hybridrt.kernels.quant.quant_weight import QuantWeight
 
 PARTS = 8
 MULTIPROCESSORS = 132  # those of the devices that the tiles are for
-ALL = 1 << 10  # a program for each block
+ALL = 1 << 10  # more than there are: each block of rows has a program
 MANY_ROWS, WIDE = 4096, 8192  # of a weight and of its rows
 
 _join_threads = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
 
 class TokenTile(NamedTuple):
-    """Rows of a block, warps of a program, groups of 128 columns of each part that are on their way, and the most
-    programs of a multiprocessor."""
+    """A program's work.
+
+    Attributes:
+        rows: of the weight, in a block.
+        warps: of the program.
+        ahead: groups of 128 columns of each part that are on their way.
+        most: programs that a multiprocessor gets; each takes several blocks in turn if there are more.
+    """
 
     rows: int
     warps: int
     ahead: int
-    programs: int
+    most: int
 
 
 @gluon.jit
@@ -208,7 +214,7 @@ def _fp8_token_kernel(  # type: ignore[no-untyped-def]
             scales.index(j).store(own)
         codes.index(j).store(x.to(gl.float8e4nv).to(gl.float16))
     factor = whole
-    if norm_ptr is not None:  # a factor of all inputs: their codes are the same without it
+    if norm_ptr is not None:  # a factor of all inputs: scales have it instead of codes
         factor *= 1.0 / gl.sqrt(gl.sum(gl.sum(squares, 1), 0) / K + eps)
     _join_threads()
 
@@ -258,13 +264,14 @@ def fp8_token_linear_triton(
     activation: Activation | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """One launch."""
+    assert x.stride(1) == 1 and (tail is None or tail.stride(1) == 1) and weight.data.is_contiguous()
     norm_weight, eps, residual = (None, 0.0, None) if norm is None else (norm.norm_weight, norm.eps, norm.residual)
     rows, width = weight.rows, weight.width
     tile = token_tile(rows, width)
     out = x.new_empty(1, rows // 2 if activation == "silu_and_mul" else rows)
     total = None if residual is None else torch.empty_like(residual)  # programs still read the old one
     blocks = cdiv(rows, tile.rows)
-    rounds = cdiv(blocks, tile.programs * MULTIPROCESSORS)
+    rounds = cdiv(blocks, tile.most * MULTIPROCESSORS)
     programs = cdiv(blocks, rounds)
     _fp8_token_kernel[(programs,)](
         x, tail, residual, norm_weight, weight.data, weight.scale, weight.factor, bias, out, total, rows, x.shape[1],

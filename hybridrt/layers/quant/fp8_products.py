@@ -21,6 +21,9 @@ SCALES_OF = 4  # rows of scales are padded to a multiple
 # steps were not.
 NEARLY_ALL = 113
 FEW_ROWS, MANY_ROWS = 4096, 16384
+# Of weights for which a program quantises one token: its inputs, with a norm three numbers for each, are in registers
+# at once, and it is compiled for the number of blocks of rows that it takes in turn.
+TOKEN_ROWS, TOKEN_WIDTH, NORMED_WIDTH = 32768, 12288, 6144
 
 
 class Fp8Product(NamedTuple):
@@ -121,6 +124,11 @@ def takes_kernel(tokens: int, weight: QuantWeight) -> bool:
         return True
     first = NEARLY_ALL if FEW_ROWS < weight.rows <= MANY_ROWS else FEW_TOKENS + 1
     return weight.scale is not None and first <= tokens <= MAX_TOKENS
+
+
+def takes_token(weight: QuantWeight, *, normed: bool) -> bool:
+    """Whether one token is multiplied by `fp8_token_linear`, which quantises it, too."""
+    return weight.rows <= TOKEN_ROWS and weight.width <= (NORMED_WIDTH if normed else TOKEN_WIDTH)
 
 
 def _by_library(product: Fp8Product, x: TokenCodes, dtype: torch.dtype) -> Tensor:

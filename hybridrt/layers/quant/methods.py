@@ -25,6 +25,7 @@ from hybridrt.layers.quant.fp8_products import (
     multiplies_fp8,
     multiply_codes,
     takes_kernel,
+    takes_token,
 )
 from hybridrt.layers.quant.kernel_weight import finished, looked_up, parameters, product_of_many
 from hybridrt.layers.quant.packed_weight import PackedWeight
@@ -236,7 +237,7 @@ class Fp8(QuantMethod):
     ) -> Tensor:
         if self.product is None:
             return super().apply(x, bias, activation, tail)
-        if x.shape[0] == 1:
+        if x.shape[0] == 1 and takes_token(self.product.weight, normed=False):
             return fp8_token_linear(x, self.product.weight, bias, tail=tail, activation=activation)[0]
         x = x if tail is None else side_by_side(x, tail)
         codes, _ = quantize_tokens(x, self.product.group)
@@ -255,7 +256,7 @@ class Fp8(QuantMethod):
         if self.product is None:
             return super().apply_normed(norm, x, residual, bias, activation)
         x, before = summed(x), InputNorm(norm.weight, norm.eps, residual)
-        if x.shape[0] == 1:
+        if x.shape[0] == 1 and takes_token(self.product.weight, normed=True):
             y, total = fp8_token_linear(x, self.product.weight, bias, norm=before, activation=activation)
         else:
             codes, total = quantize_tokens(x, self.product.group, before)
