@@ -369,7 +369,8 @@ def pipeline_linear(
     Args:
         x: [T, K] of 16 bits, or e4m3 codes [at least T, K].
         weight: [N, K] in x's dtype.
-        out: [T, N], or [T, N / 2] for "silu_and_mul".
+        out: [T, N], or [T, N / 2] for "silu_and_mul", contiguous, in any dtype.
+        tile: one of `pipeline_tiles` for this product.
         tail: [T, K - K1], the last columns of the inputs if x is [T, K1], K1 a multiple of a stage's columns.
         scales: those of codes.
     """

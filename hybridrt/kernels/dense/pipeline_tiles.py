@@ -69,6 +69,7 @@ def pipeline_tile(tokens: int, rows: int, groups: int, programs: int) -> Pipelin
 
 
 def programs_of(tile: PipelineTile, tokens: int, rows: int) -> int:
+    """Of the launch of a product of `tokens` with a weight of `rows`."""
     return cdiv(rows, UNIT * tile.warpgroups) * cdiv(tokens, tile.tokens) * tile.split
 
 
