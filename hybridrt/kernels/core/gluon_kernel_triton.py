@@ -6,9 +6,12 @@ They are apart from other kernels, which so do not need what is experimental in 
 from functools import partial
 from typing import Any
 
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonJITFunction
 
 from hybridrt.kernels.core.jit_kernel_triton import JitKernel
+
+join_threads = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # Triton 3.6 has the first
 
 
 class GluonKernel(JitKernel, GluonJITFunction[Any]):

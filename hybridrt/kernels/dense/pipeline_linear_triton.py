@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from hybridrt.kernels.core.gluon_kernel_triton import gluon_kernel
+from hybridrt.kernels.core.gluon_kernel_triton import gluon_kernel, join_threads
 from hybridrt.kernels.core.launch import arrival_counters, cdiv
 from hybridrt.kernels.core.pdl_triton import pdl
 from hybridrt.kernels.dense.pipeline_tiles import ROW_BYTES, UNIT, PipelineTile
@@ -36,8 +36,7 @@ REGISTERS = {2: 208, 3: 152}
 LOADER_REGISTERS = 40
 SCALES = gl.NVMMASharedLayout(0, 32, rank=1)  # in shared memory
 
-# Triton 3.6 has other names for three functions.
-_join_threads = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+# Triton 3.6 has other names for two functions.
 _copy_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
@@ -254,7 +253,7 @@ def _multiply(  # type: ignore[no-untyped-def]
                 a, b = _halves(second_half, T // 2)
                 sums.index(2).store(a)
                 sums.index(3).store(b)
-        _join_threads()
+        join_threads()
         for piece in gl.static_range(T // 32):
             if GATED:
                 t = token + piece * 32 + gl.arange(0, 32, gl.SliceLayout(0, of_32))
@@ -270,7 +269,7 @@ def _multiply(  # type: ignore[no-untyped-def]
         r = gl.arange(0, 64, gl.SliceLayout(1, mma))
         c = gl.arange(0, T, gl.SliceLayout(0, mma))
         gl.store(cells + part * (64 * T) + gl.expand_dims(c, 0) * 64 + gl.expand_dims(r, 1), acc)
-        _join_threads()  # publish stores
+        join_threads()  # publish stores
         if gl.atomic_add(arrivals_ptr + cell, 1, sem="acq_rel") == SPLIT - 1:
             gl.store(arrivals_ptr + cell, 0)
             for t0 in range(0, T, WIDE):

@@ -22,7 +22,7 @@ ALIGNMENT = 16  # bytes: of addresses and of the distances of rows, for the tens
 GROUP_TIME = {(3, 64): 520, (3, 128): 890, (2, 64): 325, (2, 128): 580, (3, 32): 400, (2, 32): 190}
 WAVE_TIME, PART_TIME = 4200, 3
 FEWEST = 32  # tokens of a program
-# Of shared memory, and of stages. Two warpgroups whose programs share rows are up to 5% faster with four.
+# Of shared memory, and of stages. Programs of two warpgroups that share rows are up to 5% faster with four stages.
 STAGE_BYTES, MOST_STAGES, SHARED_STAGES = 208_000, 6, 4
 FEWEST_GROUPS, MOST_PARTS = 3, 8  # of a program, if programs share rows
 

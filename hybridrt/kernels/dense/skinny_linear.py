@@ -23,6 +23,11 @@ MAX_TOKENS = 64
 ALONE_UP_TO, FILLING_ROWS = 32, 16384
 
 
+def activated_width(width: int, activation: Activation | None) -> int:
+    """Numbers that an activation leaves of `width`."""
+    return width // 2 if activation == "silu_and_mul" else width
+
+
 def is_skinny(x: Tensor, weight: Tensor, activation: Activation | None) -> bool:
     """Whether skinny_linear beats separate operations for x `[T, K]`: few rows, 16-bit weights, a
     GPU."""
@@ -77,6 +82,12 @@ class InputNorm(NamedTuple):
     residual: Tensor | None = None
 
 
+def check_one_tensor(name: str, tail: Tensor | None, norm: InputNorm | None) -> None:
+    """Raises ConfigError if an operation `name` gets a tail and a norm, which is of one tensor."""
+    if tail is not None and norm is not None:
+        raise ConfigError(f"{name} normalises one tensor; concatenate x and tail first")
+
+
 def _check(
     x: Tensor, weight: Tensor, *_: Any, tail: Tensor | None = None, norm: InputNorm | None = None,
     parts: int = 1, **__: Any,
@@ -90,8 +101,7 @@ def _check(
         raise ConfigError(f"skinny_linear takes x and W of one dtype, not {x.dtype} and {weight.dtype}")
     if x.shape[0] > MAX_TOKENS:
         raise ConfigError(f"skinny_linear takes at most {MAX_TOKENS} tokens, not {x.shape[0]}")
-    if tail is not None and norm is not None:
-        raise ConfigError("skinny_linear normalises one tensor; concatenate x and tail first")
+    check_one_tensor("skinny_linear", tail, norm)
 
 
 @operation(By("triton"), check=_check)

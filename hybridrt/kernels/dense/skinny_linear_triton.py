@@ -47,7 +47,7 @@ from hybridrt.kernels.dense.pipeline_tiles import (
     programs_of,
     takes_rows,
 )
-from hybridrt.kernels.dense.skinny_linear import Activation, InputNorm
+from hybridrt.kernels.dense.skinny_linear import Activation, InputNorm, activated_width
 
 MULTIPROCESSORS = 132  # those of the devices that the tiles of these kernels are for
 
@@ -292,8 +292,7 @@ def product(
     assert weight.data.is_contiguous() and x.stride(1) == 1
     norm_weight, eps, residual = (None, 0.0, None) if norm is None else (norm.norm_weight, norm.eps, norm.residual)
     if out is None:
-        out_features = weight.rows // 2 if activation == "silu_and_mul" else weight.rows
-        out = x.new_empty(x.shape[0], out_features)
+        out = x.new_empty(x.shape[0], activated_width(weight.rows, activation))
     if x.shape[0] > 1:
         if norm_weight is not None and residual is not None:
             x, residual = add_rms_norm_triton(x, residual, norm_weight, eps)

@@ -9,7 +9,7 @@ from torch import Tensor
 from hybridrt.base.errors import ConfigError
 from hybridrt.kernels.core.operation import By, operation
 from hybridrt.kernels.dense.norm_activation import rms_norm
-from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation, InputNorm
+from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation, InputNorm, activated_width, check_one_tensor
 from hybridrt.kernels.quant.quant_weight import QuantWeight, dequantize
 
 GROUP = 128
@@ -43,18 +43,13 @@ def empty_codes(x: Tensor, width: int, group: int) -> TokenCodes:
 def _check_quantize(x: Tensor, group: int, norm: InputNorm | None = None, before: Activation | None = None) -> None:
     if before is not None and (before not in ACTIVATIONS or (before == "silu_and_mul" and x.shape[1] % 2)):
         raise ConfigError(f"no activation {before!r} of {x.shape[1]} numbers; there are {', '.join(ACTIVATIONS)}")
-    width = quantised_width(x, before)
+    width = activated_width(x.shape[1], before)
     if group not in (GROUP, width) or width % GROUP:
         raise ConfigError(
             f"tokens of {width} numbers are quantised by {GROUP} numbers or whole, and have a multiple of {GROUP}"
         )
     if norm is not None and before is not None:
         raise ConfigError("quantize_tokens applies a norm or an activation; apply one of them first")
-
-
-def quantised_width(x: Tensor, before: Activation | None) -> int:
-    """Numbers of a token x [T, K] after its activation."""
-    return x.shape[1] // 2 if before == "silu_and_mul" else x.shape[1]
 
 
 @operation(By("triton"), check=_check_quantize)
@@ -143,8 +138,7 @@ def _check_token(
     width = x.shape[1] + (0 if tail is None else tail.shape[1])
     if x.shape[0] != 1 or width != weight.width:
         raise ConfigError(f"fp8_token_linear takes one token of {weight.width} numbers, not {[x.shape[0], width]}")
-    if tail is not None and norm is not None:
-        raise ConfigError("fp8_token_linear normalises one tensor: concatenate x and tail first")
+    check_one_tensor("fp8_token_linear", tail, norm)
     if weight.code != "e4m3" or weight.zero is not None or width % GROUP:
         raise ConfigError(f"fp8_token_linear takes e4m3 weights of a multiple of {GROUP} columns")
     if tail is not None and tail.dtype != x.dtype:

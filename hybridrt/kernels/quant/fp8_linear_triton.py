@@ -17,9 +17,9 @@ from hybridrt.kernels.dense.pipeline_tiles import (
     pipeline_tile,
     programs_of,
 )
-from hybridrt.kernels.dense.skinny_linear import Activation, InputNorm
+from hybridrt.kernels.dense.skinny_linear import Activation, InputNorm, activated_width
 from hybridrt.kernels.dense.skinny_linear_triton import MULTIPROCESSORS, store_output, weight_rows
-from hybridrt.kernels.quant.fp8_linear import FEW_TOKENS, GROUP, TokenCodes, empty_codes, quantised_width
+from hybridrt.kernels.quant.fp8_linear import FEW_TOKENS, GROUP, TokenCodes, empty_codes
 from hybridrt.kernels.quant.quant_weight import QuantWeight
 
 ROWS = 64  # of a weight that a program multiplies; sums of more leave no registers
@@ -69,7 +69,7 @@ def quantize_tokens_triton(
     x: Tensor, group: int, norm: InputNorm | None = None, before: Activation | None = None
 ) -> tuple[TokenCodes, Tensor | None]:
     """One launch. The residual is overwritten with the sum."""
-    tokens, width = x.shape[0], quantised_width(x, before)
+    tokens, width = x.shape[0], activated_width(x.shape[1], before)
     assert x.stride(1) == 1
     norm_weight, eps, residual = (None, 0.0, None) if norm is None else (norm.norm_weight, norm.eps, norm.residual)
     found, whole = empty_codes(x, width, group), next_power_of_2(width)
@@ -148,7 +148,7 @@ def fp8_linear_triton(
     else of `_fp8_linear_kernel`. Programs that share rows add their parts in order. Raises ConfigError for more than
     FEW_TOKENS tokens that the first does not take."""
     rows, width, device = weight.rows, weight.width, weight.data.device
-    out = torch.empty(x.tokens, rows // 2 if activation == "silu_and_mul" else rows, dtype=dtype, device=device)
+    out = torch.empty(x.tokens, activated_width(rows, activation), dtype=dtype, device=device)
     tile = _pipeline_tile(x.tokens, weight, device)
     if tile is not None:
         assert weight.data.is_contiguous() and x.codes.is_contiguous() and x.scale.is_contiguous()

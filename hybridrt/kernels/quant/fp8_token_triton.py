@@ -18,19 +18,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from hybridrt.kernels.core.gluon_kernel_triton import gluon_kernel
+from hybridrt.kernels.core.gluon_kernel_triton import gluon_kernel, join_threads
 from hybridrt.kernels.core.launch import cdiv
 from hybridrt.kernels.core.pdl_triton import pdl
-from hybridrt.kernels.dense.skinny_linear import Activation, InputNorm
+from hybridrt.kernels.dense.skinny_linear import Activation, InputNorm, activated_width
+from hybridrt.kernels.dense.skinny_linear_triton import MULTIPROCESSORS
 from hybridrt.kernels.quant.fp8_linear import GROUP
 from hybridrt.kernels.quant.quant_weight import QuantWeight
 
 PARTS = 8
-MULTIPROCESSORS = 132  # those of the devices that the tiles are for
 ALL = 1 << 10  # more than there are: each block of rows has a program
 MANY_ROWS, WIDE = 4096, 8192  # of a weight and of its rows
-
-_join_threads = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
 
 class TokenTile(NamedTuple):
@@ -216,7 +214,7 @@ def _fp8_token_kernel(  # type: ignore[no-untyped-def]
     factor = whole
     if norm_ptr is not None:  # a factor of all inputs: scales have it instead of codes
         factor *= 1.0 / gl.sqrt(gl.sum(gl.sum(squares, 1), 0) / K + eps)
-    _join_threads()
+    join_threads()
 
     r = gl.arange(0, M, gl.SliceLayout(1, mma))
     c = gl.arange(0, PARTS, gl.SliceLayout(0, mma))
@@ -268,7 +266,7 @@ def fp8_token_linear_triton(
     norm_weight, eps, residual = (None, 0.0, None) if norm is None else (norm.norm_weight, norm.eps, norm.residual)
     rows, width = weight.rows, weight.width
     tile = token_tile(rows, width)
-    out = x.new_empty(1, rows // 2 if activation == "silu_and_mul" else rows)
+    out = x.new_empty(1, activated_width(rows, activation))
     total = None if residual is None else torch.empty_like(residual)  # programs still read the old one
     blocks = cdiv(rows, tile.rows)
     rounds = cdiv(blocks, tile.most * MULTIPROCESSORS)

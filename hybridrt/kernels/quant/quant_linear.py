@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hybridrt.base.errors import ConfigError
 from hybridrt.kernels.core.operation import By, operation
-from hybridrt.kernels.dense.skinny_linear import Activation, InputNorm, skinny_linear
+from hybridrt.kernels.dense.skinny_linear import Activation, InputNorm, check_one_tensor, skinny_linear
 from hybridrt.kernels.quant.quant_weight import QuantWeight, dequantize
 
 MAX_TOKENS = 128
@@ -20,8 +20,7 @@ def _check(
         raise ConfigError(f"a weight of {weight.width} columns takes as many numbers a token, not {width}")
     if x.shape[0] > MAX_TOKENS:
         raise ConfigError(f"quant_linear takes at most {MAX_TOKENS} tokens, not {x.shape[0]}")
-    if tail is not None and norm is not None:
-        raise ConfigError("quant_linear normalises one tensor; concatenate x and tail first")
+    check_one_tensor("quant_linear", tail, norm)
 
 
 @operation(By("triton"), check=_check)

@@ -255,11 +255,11 @@ class Fp8(QuantMethod):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         if self.product is None:
             return super().apply_normed(norm, x, residual, bias, activation)
-        x, before = summed(x), InputNorm(norm.weight, norm.eps, residual)
+        x, input_norm = summed(x), InputNorm(norm.weight, norm.eps, residual)
         if x.shape[0] == 1 and takes_token(self.product.weight, normed=True):
-            y, total = fp8_token_linear(x, self.product.weight, bias, norm=before, activation=activation)
+            y, total = fp8_token_linear(x, self.product.weight, bias, norm=input_norm, activation=activation)
         else:
-            codes, total = quantize_tokens(x, self.product.group, before)
+            codes, total = quantize_tokens(x, self.product.group, input_norm)
             y = multiply_codes(self.product, codes, bias, activation, x.dtype)
         return y, x if total is None else total
 
