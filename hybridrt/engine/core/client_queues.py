@@ -15,7 +15,7 @@ from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.engine.request.sample_request import Request
 
 ACTIVE_SECONDS = 60.0  # how long a client is active after its last request came or was computed
-FLOOD_SECONDS = 2.5  # seconds of waiting prompts from which on a client floods, until none waits
+FLOOD_SECONDS = 2.5  # seconds of waiting prompts from which on a client floods, until all are computed
 _FEW_CLIENTS = 64
 _arrival = attrgetter("arrival")
 
@@ -180,7 +180,6 @@ class ClientQueues:
         queue.remove(request)
         if not queue:
             del self._queues[client]
-            self._flooding.discard(client)
 
     def spent(self, client: str) -> float:
         return self._spent.get(client, 0.0)
@@ -191,6 +190,11 @@ class ClientQueues:
         self._note_active(client)
         self._now = self.spent(client)
         self._spent[client] = self._now + self.policy.prompt_seconds(work) / self.policy.weights.get(client, 1.0)
+
+    def end_floods(self, admitted: Sequence[Request]) -> None:
+        """Those of clients that have no waiting request, and no prompt among those `admitted`."""
+        if self._flooding:
+            self._flooding &= {*self._queues, *(request.client for request in admitted)}
 
     @property
     def flooded(self) -> bool:

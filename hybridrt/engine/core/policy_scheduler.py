@@ -88,6 +88,7 @@ class PolicyScheduler(Scheduler):
             self.encoder.begin_step()
         self._uncomputed = _uncomputed(admitted)
         decode = step.plan.decode
+        self.queues.end_floods(admitted)
         budget = self._policy.budget(self._most_tokens(decode), decode, self.pending, flooded=self.queues.flooded)
         order, idle = PromptOrder(self.queues, self._followers, admitted), 0
         while order and budget.room() and (request := order.next()) is not None:
