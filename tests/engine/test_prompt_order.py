@@ -170,8 +170,12 @@ def test_steps_are_short_while_one_client_floods_and_another_is_active() -> None
     queue.queues.remove(queue.add(0.0, 0.1, client="quiet"))
     for each in flood[1:]:
         queue.queues.remove(each)
-    assert queue.queues.flooded, "a flood lasts until nothing waits"
+    queue.queues.end_floods([])
+    assert queue.queues.flooded, "a flood lasts while a prompt waits"
     queue.queues.remove(flood[0])
+    queue.queues.end_floods([flood[1], flood[0]])
+    assert queue.queues.flooded, "and while one is computed"
+    queue.queues.end_floods([])
     assert not queue.queues.flooded
     for _ in range(3):
         for client in ("flood", "quiet"):

@@ -192,7 +192,8 @@ class ClientQueues:
         self._spent[client] = self._now + self.policy.prompt_seconds(work) / self.policy.weights.get(client, 1.0)
 
     def end_floods(self, admitted: Sequence[Request]) -> None:
-        """Those of clients that have no waiting request, and no prompt among those `admitted`."""
+        """Call before a step is planned: a flood is over once no request of its client waits, and none of those that
+        are `admitted` and not computed is its own. (The last long prompt of a flood delays others too.)"""
         if self._flooding:
             self._flooding &= {*self._queues, *(request.client for request in admitted)}
 
