@@ -28,8 +28,9 @@ log = logging.getLogger(__name__)
 _FORM = StructuredOutputs(regex="[a-z]*")
 # Prompts at once, and tokens of each: tiles are powers of two, and 9 fit no graph.
 _TOGETHER = (*((n, 1) for n in (2, 9, 16, 32, 64, 128, 256)), *((9, n) for n in (2, 4, 8, 16)))
-# Divisible by 16 or not; 17 tokens leave a state within them. Tiles of e4m3 products change up to 128 tokens.
-_LENGTHS = (1, 2, 4, 8, 15, 16, 17, 32, 64, 100, 128, 512)
+# Divisible by 16 or not; 17 tokens leave a state within them. Tiles of e4m3 products change up to 128 tokens, those of
+# 4-bit weights up to 512, by powers of two.
+_LENGTHS = (1, 2, 4, 8, 15, 16, 17, 32, 64, 100, 128, 256, 512)
 _EAGER = 1000  # tokens of a step without a graph that a graph could run, too: attention has other tiles there
 # Tokens of a cached prefix: latent attention absorbs few queries after it.
 _CACHED = 192

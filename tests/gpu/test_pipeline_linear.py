@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridrt.base.device import multiprocessors
-from hybridrt.kernels.dense.pipeline_linear_triton import pipeline_linear
+from hybridrt.kernels.dense.pipeline_linear_triton import Codes, pipeline_linear
+from hybridrt.kernels.dense.pipeline_tiles import FOUR_BITS as STAGE
 from hybridrt.kernels.dense.pipeline_tiles import (
     ROW_BYTES,
     PipelineTile,
@@ -18,7 +19,10 @@ from hybridrt.kernels.dense.pipeline_tiles import (
 )
 from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation, skinny_linear
 from hybridrt.kernels.dense.skinny_linear_triton import TILES, TiledProduct, padded_tokens
+from hybridrt.kernels.quant.quant_linear import GROUP, by_pipeline
+from hybridrt.kernels.quant.quant_weight import dequantize
 from tests.gpu.rig import DEVICE, GPU
+from tests.support.quant_weights import FOUR_BITS, four_bit_weight
 
 HAS_IT = torch.cuda.is_available() and has_pipeline(torch.device(DEVICE))
 pytestmark = [*GPU, pytest.mark.skipif(not HAS_IT, reason="needs compute capability 9.0")]
@@ -36,16 +40,18 @@ def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> 
 
 
 def product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None, tail: int, tile: PipelineTile
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None, tail: int, tile: PipelineTile,
+    codes: Codes | None = None,
+) -> Tensor:  # fmt: skip
     """Of inputs with rows that begin apart, into a tensor of NaN with as much of it after the last row."""
     rows, tokens, head = len(weight), len(x), x.shape[1] - tail
     width = rows // 2 if activation == "silu_and_mul" else rows
     buffer = torch.full((2 * tokens, width), float("nan"), dtype=x.dtype, device=DEVICE)
     parts = [F.pad(part, (0, 8)).contiguous()[:, : part.shape[1]] for part in x.split([head, tail], 1)]
     pipeline_linear(
-        parts[0], weight, bias, buffer[:tokens], tile, tail=parts[1] if tail else None, activation=activation
-    )
+        parts[0], weight, bias, buffer[:tokens], tile, tail=parts[1] if tail else None, codes=codes,
+        activation=activation,
+    )  # fmt: skip
     assert bool(buffer[tokens:].isnan().all())
     return buffer[:tokens]
 
@@ -69,6 +75,34 @@ def test_all_tiles_are_near_the_reference(tokens: int, dtype: torch.dtype, recor
                 found[rows, width, tile] = float((got[0].float() - wanted).norm() / wanted.norm())
     record_property("largest error", f"{max(found.values()):.1e} of {len(found)}")
     assert max(found.values()) < TOLERANCE, max(found, key=lambda case: found[case])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", FOUR_BITS)
+@pytest.mark.parametrize("tokens", [2, 16, 32, 33, 128, 150])
+def test_all_tiles_of_four_bits_are_near_the_reference(
+    tokens: int, form: str, dtype: torch.dtype, record_property: Any
+) -> None:
+    found = {}
+    for rows, width, activation, tail in PRODUCTS:
+        if tail and (width - tail) % GROUP:
+            continue
+        x, weight = numbers(tokens, width, dtype=dtype), four_bit_weight(form, rows, width, DEVICE)
+        if not by_pipeline(weight, dtype):
+            assert weight.code == "e2m1" and (dtype == torch.float16 or width % 32)
+            continue
+        bias = numbers(rows, dtype=dtype, seed=2) if width == 3072 else None
+        wanted = F.linear(x.float(), dequantize(weight), None if bias is None else bias.float())
+        wanted = wanted if activation is None else ACTIVATIONS[activation].reference(wanted)
+        codes = Codes(
+            "int4" if weight.code == "int4" else "e2m1", weight.scale, weight.block, weight.zero, weight.factor
+        )
+        for tile in pipeline_tiles(tokens, rows, -(-width // GROUP), multiprocessors(x.device), STAGE):
+            got = [product(x, weight.data, bias, activation, tail, tile, codes) for _ in range(2)]
+            assert torch.equal(*got), tile
+            found[rows, width, tile] = float((got[0].float() - wanted).norm() / wanted.norm())
+    record_property("largest error", f"{max(found.values(), default=0.0):.1e} of {len(found)}")
+    assert max(found.values(), default=0.0) < TOLERANCE, max(found, key=lambda case: found[case])
 
 
 @pytest.mark.parametrize("tokens", [17, 32])

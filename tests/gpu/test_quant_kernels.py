@@ -10,13 +10,14 @@ from torch import Tensor
 
 from hybridrt.kernels.core import providers
 from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation, InputNorm
+from hybridrt.kernels.quant.decode_weight import decode_weight
 from hybridrt.kernels.quant.fp8_linear import decoded_tokens, fp8_linear, fp8_token_linear, quantize_tokens
 from hybridrt.kernels.quant.quant_experts import QuantStack, quant_experts
 from hybridrt.kernels.quant.quant_linear import quant_linear
 from hybridrt.kernels.quant.quant_weight import dequantize
 from hybridrt.layers.quant.fp8_products import fp8_product, multiply_codes
 from tests.gpu.rig import DEVICE, GPU
-from tests.support.quant_weights import FORMATS, quant_weight
+from tests.support.quant_weights import FORMATS, FOUR_BITS, four_bit_weight, quant_weight
 
 pytestmark = GPU
 TOLERANCE = 4e-3  # one rounding to bfloat16 is 1.7e-3 in the mean
@@ -76,6 +77,51 @@ def test_each_number_of_a_weight(name: str, tokens: int) -> None:
         x[:, first : first + tokens] = torch.eye(tokens, device=DEVICE)
         y, _ = quant_linear(x, weight)
         torch.testing.assert_close(y.float(), wanted[first : first + tokens], rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize("form", FOUR_BITS)
+@pytest.mark.parametrize("tokens", [1, 5, 300])
+def test_what_is_around_a_product_of_four_bits(form: str, tokens: int) -> None:
+    """Tails at a group's first column and within one, inputs that begin at no multiple of 16 bytes, biases, norms, and
+    outputs that are given."""
+    generator = torch.Generator(DEVICE).manual_seed(3)
+    cases: tuple[tuple[int, int, Activation | None, bool], ...] = (
+        (640, 0, "silu_and_mul", True), (640, 384, None, False), (600, 424, "relu2", False), (1024, 0, None, True),
+    )  # fmt: skip
+    for head, tail, activation, normed in cases:
+        rows, width = 1002, head + tail
+        weight = four_bit_weight(form, rows, width, DEVICE)
+        whole = torch.randn(tokens, width + 12, generator=generator, device=DEVICE).bfloat16()[:, 4 : 4 + width]
+        bias = torch.randn(rows, generator=generator, device=DEVICE).bfloat16()
+        out = torch.full((2 * tokens, rows // 2 if activation == "silu_and_mul" else rows), torch.nan, device=DEVICE)
+        out, x, last = out.bfloat16(), whole[:, :head], whole[:, head:] if tail else None
+        norm = inputs(tokens, width, normed)[1]
+        y, _ = quant_linear(x, weight, bias, tail=last, norm=copied(norm), activation=activation, out=out[:tokens])
+        wanted, _ = quant_linear.reference(
+            x.float(), weight, bias.float(), tail=None if last is None else last.float(),
+            norm=copied(norm, torch.float32), activation=activation,
+        )  # fmt: skip
+        assert y.data_ptr() == out.data_ptr() and bool(out[tokens:].isnan().all())
+        assert error(y, wanted) < 1e-2, (head, tail)
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "fp8 rows", "int4", "nvfp4"])
+@pytest.mark.parametrize(("rows", "width"), [(1000, 16384), (8192, 28672), (70000, 256)])
+def test_one_token_of_wide_weights_and_of_many_rows(name: str, rows: int, width: int) -> None:
+    """Steps of a block, and blocks of a program, for which the kernel has loops."""
+    weight, (x, _) = quant_weight(name, rows, width, device=DEVICE), inputs(1, width, False)
+    product: Any = fp8_token_linear if name.startswith("fp8") else quant_linear
+    got = [product(x, weight)[0] for _ in range(2)]
+    wanted = product.reference(x if name.startswith("fp8") else x.float(), weight)[0]
+    assert torch.equal(*got) and error(got[0], wanted.float()) < 6e-3
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("shape", [(8728, 3072), (1001, 424)])
+def test_decoded_weights_are_the_reference(name: str, shape: tuple[int, int]) -> None:
+    weight = quant_weight(name, *shape, device=DEVICE)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.equal(decode_weight(weight, dtype), dequantize(weight).to(dtype))
 
 
 @pytest.mark.parametrize(("name", "rows"), [("fp8 blocks", None), ("fp8 blocks", 8), ("fp8 rows", None)])

@@ -11,7 +11,7 @@ from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation, InputNorm
 from hybridrt.kernels.quant.fp8_linear import GROUP, decoded_tokens, fp8_linear, fp8_token_linear, quantize_tokens
 from hybridrt.kernels.quant.quant_weight import dequantize, expert_of
-from hybridrt.layers.quant.fp8_products import fp8_product, takes_kernel, takes_token
+from hybridrt.layers.quant.fp8_products import fp8_product, takes_kernel
 from hybridrt.layers.quant.kernel_weight import kernel_weight
 from hybridrt.layers.quant.packed_weight import PackedWeight
 from hybridrt.layers.weights import Build
@@ -170,12 +170,3 @@ def test_scales_of_other_blocks_or_types_are_refused(changes: dict[str, Any]) ->
         fp8_token_linear(x, weight)
     with pytest.raises(ConfigError, match="takes float32 scales of blocks of 128 columns, not torch"):
         fp8_linear(quantize_tokens(x, GROUP)[0], weight, dtype=x.dtype)
-
-
-def test_wide_weights_and_those_of_many_rows_get_tokens_that_were_quantised() -> None:
-    def ours(rows: int, width: int) -> list[bool]:
-        return [takes_token(empty_weight("fp8 blocks", rows, width), normed=normed) for normed in (False, True)]
-
-    assert ours(24576, 3072) == ours(32768, 6144) == [True, True]
-    assert ours(3072, 12288) == [True, False]
-    assert ours(8192, 28672) == ours(130048, 3072) == [False, False]

@@ -6,6 +6,9 @@ import torch
 from hybridrt.base.errors import ConfigError
 from hybridrt.kernels.dense import skinny_linear_triton
 from hybridrt.kernels.dense.pipeline_tiles import (
+    FEWEST,
+    FOUR_BITS,
+    NUMBERS,
     ROW_BYTES,
     STAGE_BYTES,
     UNIT,
@@ -18,6 +21,10 @@ from hybridrt.kernels.dense.pipeline_tiles import (
 from hybridrt.kernels.dense.skinny_linear_triton import TILES, Tile, TiledProduct
 from hybridrt.kernels.quant import fp8_linear_triton
 from hybridrt.kernels.quant.fp8_linear import GROUP, quantize_tokens
+from hybridrt.kernels.quant.quant_linear import FOUR_BIT_TOKENS
+from hybridrt.kernels.quant.quant_linear_triton import four_bit_tile
+from hybridrt.runtime.precompile import compile_trace
+from hybridrt.server import warm_up
 from tests.support.quant_weights import empty_weight, quant_weight
 
 PROGRAMS, BF16, META = 132, torch.bfloat16, torch.device("meta")
@@ -36,6 +43,31 @@ SHAPES = [(24576, 3072), (3072, 12288), (3072, 4608), (8728, 3072), (9216, 8192)
 def test_tiles_of_codes_are_those_that_were_fastest(shape: tuple[int, int], tiles: dict[int, tuple[int, ...]]) -> None:
     rows, width = shape
     assert {count: pipeline_tile(count, rows, width // ROW_BYTES, PROGRAMS) for count in tiles} == tiles
+
+
+@pytest.mark.parametrize(
+    ("shape", "tiles"),
+    [
+        ((24576, 3072), {8: (3, 8, 4, 1), 16: (3, 16, 4, 1), 32: (3, 32, 4, 1), 64: (3, 64, 4, 1), 128: (3, 64, 4, 1)}),
+        ((3072, 12288), {8: (3, 8, 4, 8), 16: (2, 16, 4, 5), 32: (2, 32, 4, 5), 64: (2, 64, 4, 5), 128: (3, 64, 4, 4)}),
+        ((3072, 4608), {8: (2, 8, 4, 5), 16: (2, 16, 4, 5), 32: (2, 32, 4, 5), 64: (2, 64, 4, 5), 128: (3, 64, 4, 4)}),
+        ((8728, 3072), {8: (3, 8, 4, 2), 16: (3, 16, 4, 2), 32: (3, 32, 4, 2), 64: (3, 64, 4, 2), 128: (3, 64, 4, 1)}),
+    ],
+)
+def test_tiles_of_int4_are_those_that_were_fastest(shape: tuple[int, int], tiles: dict[int, tuple[int, ...]]) -> None:
+    """Or one within 4% of it. Fewer tokens than a tile has take as long as all of them."""
+    rows, width = shape
+    assert {count: pipeline_tile(count, rows, width // GROUP, PROGRAMS, four_bits=True) for count in tiles} == tiles
+    assert pipeline_tile(2, rows, width // GROUP, PROGRAMS, four_bits=True) == tiles[8]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_warm_up_runs_all_tiles_of_four_bits(shape: tuple[int, int]) -> None:
+    weight = empty_weight("int4", *shape)
+    wanted = {four_bit_tile(tokens, weight, PROGRAMS) for tokens in range(2, FOUR_BIT_TOKENS + 1)}
+    for lengths in (warm_up._LENGTHS, compile_trace.PROMPTS):
+        few = [length for length in lengths if 1 < length <= FOUR_BIT_TOKENS]
+        assert {four_bit_tile(tokens, weight, PROGRAMS) for tokens in few} == wanted
 
 
 @pytest.mark.parametrize(
@@ -89,16 +121,17 @@ def test_few_tokens_of_codes_go_there_in_one_wave_alone() -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("count", [2, 32, 33, 64, 65, 128])
 def test_tiles_fit(shape: tuple[int, int], count: int) -> None:
-    """Stages fit in shared memory and hold the sums of a warpgroup, every part has a group of columns, and programs
-    that share rows run at a time."""
+    """Stages fit in shared memory and hold a warpgroup's sums of 32 tokens, every part has a group of columns, and
+    programs that share rows run at a time."""
     rows, width = shape
-    for groups in (width // ROW_BYTES, 2 * width // ROW_BYTES):
-        tiles = list(pipeline_tiles(count, rows, groups, PROGRAMS))
-        assert pipeline_tile(count, rows, groups, PROGRAMS) in tiles
+    groups_of = ((width // ROW_BYTES, NUMBERS), (2 * width // ROW_BYTES, NUMBERS), (width // GROUP, FOUR_BITS))
+    for groups, stage in groups_of:
+        tiles = list(pipeline_tiles(count, rows, groups, PROGRAMS, stage))
+        assert pipeline_tile(count, rows, groups, PROGRAMS, four_bits=stage is FOUR_BITS) in tiles
         for tile in tiles:
-            stage = ROW_BYTES * (UNIT * tile.warpgroups + tile.tokens) + 4 * tile.tokens
-            assert tile.stages * stage <= STAGE_BYTES <= 227 * 1024 - 1024
-            assert tile.stages * ROW_BYTES * UNIT >= 4 * UNIT * tile.tokens
+            size = stage.row * UNIT * tile.warpgroups + stage.token * tile.tokens
+            assert tile.stages * size <= STAGE_BYTES <= 227 * 1024 - 1024
+            assert tile.stages * stage.row * UNIT >= 4 * UNIT * min(tile.tokens, FEWEST)
             assert tile.split <= groups
             assert tile.split == 1 or programs_of(tile, count, rows) <= PROGRAMS
 

@@ -6,7 +6,8 @@ import torch
 from hybridrt.base.errors import ConfigError
 from hybridrt.kernels.dense.skinny_linear import InputNorm
 from hybridrt.kernels.dense.skinny_linear_triton import Tile
-from hybridrt.kernels.quant.quant_linear import MAX_TOKENS, quant_linear
+from hybridrt.kernels.quant.decode_weight import decode_weight
+from hybridrt.kernels.quant.quant_linear import FOUR_BIT_TOKENS, MAX_TOKENS, most_tokens, quant_linear
 from hybridrt.kernels.quant.quant_linear_triton import quant_tile
 from hybridrt.kernels.quant.quant_weight import dequantize
 from tests.kernels.test_skinny_linear import by_formula, check
@@ -62,6 +63,39 @@ def test_any_tile_of_the_weight(name, tile, monkeypatch):
     monkeypatch.setattr("hybridrt.kernels.quant.quant_linear_triton.quant_tile", lambda *_: Tile(*tile))
     weight, (x, _) = quant_weight(name, 42, 352), inputs(7, 352)
     check(quant_linear(x, weight)[0], by_formula(x, dequantize(weight))[0], torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "dtype", "most"),
+    [
+        ("int4", 3072, torch.bfloat16, FOUR_BIT_TOKENS),
+        ("int4 zeros", 3080, torch.float16, FOUR_BIT_TOKENS),
+        ("int4", 3072, torch.float32, MAX_TOKENS),
+        ("int4", 3076, torch.bfloat16, MAX_TOKENS),  # rows of inputs begin at no multiple of 16 bytes
+        ("int4 of 32", 3072, torch.bfloat16, MAX_TOKENS),
+        ("nvfp4", 3072, torch.bfloat16, FOUR_BIT_TOKENS),
+        ("mxfp4", 3072, torch.bfloat16, FOUR_BIT_TOKENS),
+        ("nvfp4", 3072, torch.float16, MAX_TOKENS),
+        ("nvfp4", 3080, torch.bfloat16, MAX_TOKENS),
+        ("fp8 blocks", 3072, torch.bfloat16, MAX_TOKENS),
+    ],
+)
+def test_codes_that_are_decoded_in_registers_take_more_tokens(name, width, dtype, most):
+    weight = empty_weight(name, 128, width)  # on "meta", for which kernels of compute capability 9.0 are compiled
+    assert most_tokens(weight, dtype) == most
+    if weight.scale is not None:
+        others = weight._replace(scale=weight.scale.to(torch.uint8 if name != "mxfp4" else torch.float16))
+        assert most_tokens(others, dtype) == MAX_TOKENS
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("shape", [(24, 512), (21, 200), (3, 1100)], ids=str)
+def test_a_weight_is_decoded_and_rounded_once(name, shape):
+    """The interpreter rounds to 16 bits towards zero: tests/gpu holds these to the reference bit for bit."""
+    weight = quant_weight(name, *shape)
+    assert torch.equal(decode_weight(weight, torch.float32), dequantize(weight))
+    for dtype, unit in ((torch.bfloat16, 2**-7), (torch.float16, 2**-10)):
+        torch.testing.assert_close(decode_weight(weight, dtype), dequantize(weight).to(dtype), rtol=unit, atol=0)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -12,6 +12,9 @@ from tests.support.sm90_process import ROOT, Compiler
 
 SHARED = 227 * 1024  # bytes of a multiprocessor
 
+# Bytes of registers that newer versions of Triton than 3.6 park in kernels of Gluon.
+NEWER = 0 if triton.__version__.startswith("3.6.") else 48
+
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiler]:
@@ -90,17 +93,18 @@ def test_skinny_linear(table: str, compiled: Compiler) -> None:
 def test_weights_of_8_and_4_bits(table: str, compiled: Compiler) -> None:
     """ptxas parks two values of int8 experts with zero points, in blocks of 64 pairs."""
     usages = compiled(table)
-    assert {u["kernel"] for u in usages} >= {"_matvec_kernel", "_matmul_kernel", "_quant_grouped_kernel"}
-    check(usages, SHARED, {"_quant_grouped_kernel": 8})
+    own = {"_one_token_kernel", "_pipeline_kernel", "_decode_weight_kernel"}
+    assert {u["kernel"] for u in usages} >= {"_matvec_kernel", "_matmul_kernel", "_quant_grouped_kernel"} | own
+    check(usages, SHARED, {"_quant_grouped_kernel": 8, "_one_token_kernel": NEWER})
 
 
 @table("fp8")
 def test_products_of_quantised_inputs(table: str, compiled: Compiler) -> None:
     """Warpgroups that add the parts of others after the last product have no registers for all loads at once."""
     usages = compiled(table)
-    own = {"_fp8_linear_kernel", "_fp8_token_kernel", "_pipeline_kernel"}
+    own = {"_fp8_linear_kernel", "_one_token_kernel", "_pipeline_kernel"}
     assert {u["kernel"] for u in usages} == {"_quantize_kernel"} | own
-    check(usages, SHARED, {"_pipeline_kernel": 16 if triton.__version__.startswith("3.6.") else 64})
+    check(usages, SHARED, {"_pipeline_kernel": 16 + NEWER, "_one_token_kernel": NEWER})
 
 
 @table("others")

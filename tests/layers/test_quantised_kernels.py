@@ -78,8 +78,9 @@ def test_many_tokens_decode_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> N
         layer = ColumnLinear("up", 96, [Segment("up", 300)], build=build_of(matrix.scheme))
         fill(layer.targets("up", ["up"]), {"up": matrix})
         finish(layer)
-        x = torch.randn(130, 96)
+        x, bias = torch.randn(130, 96), torch.randn(300)
         torch.testing.assert_close(layer(x), x @ matrix.dense.t())
+        torch.testing.assert_close(layer.method.apply(x, bias), x @ matrix.dense.t() + bias)
 
 
 def decoded_product(

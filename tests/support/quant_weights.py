@@ -19,6 +19,12 @@ FORMATS: dict[str, tuple[Code, tuple[int, int] | None, torch.dtype, bool, bool]]
     "mxfp4": ("e2m1", (1, 32), torch.uint8, False, False),
 }
 
+# Formats of 4 bits. int4: scales are those of groups of 128 columns, of a block of rows as well, or of rows.
+FOUR_BITS = {
+    "groups": "int4", "zeros": "int4 zeros", "blocks of 64 rows": "int4", "rows": "int4", "wide groups": "int4 zeros",
+    "nvfp4": "nvfp4", "mxfp4": "mxfp4",
+}  # fmt: skip
+
 
 def empty_weight(name: str, rows: int, width: int, *lead: int, device: str = "meta") -> QuantWeight:
     """[*lead, rows, width] of a format, not filled."""
@@ -57,4 +63,19 @@ def quant_weight(name: str, rows: int, width: int, *lead: int, device: str = "cp
     if weight.factor is not None:
         weight.factor.copy_((0.5 + torch.rand(weight.factor.shape, **any_of)) / size)
     check_weight(weight)
+    return weight
+
+
+def four_bit_weight(form: str, rows: int, width: int, device: str) -> QuantWeight:
+    """One of FOUR_BITS."""
+    weight = quant_weight(FOUR_BITS[form], rows, width, device=device)
+    scale, zero = weight.scale, weight.zero
+    assert scale is not None
+    if form == "blocks of 64 rows":
+        return weight._replace(scale=scale[::64].contiguous(), block=(64, 128))
+    if form == "rows":
+        return weight._replace(scale=None, block=(1, 1), factor=scale[:, 0].float().contiguous())
+    if form == "wide groups":
+        assert zero is not None
+        return weight._replace(scale=scale[:, ::2].contiguous(), zero=zero[:, ::2].contiguous(), block=(1, 256))
     return weight

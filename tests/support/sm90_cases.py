@@ -389,10 +389,14 @@ def skinny_linear() -> Cases:
 def quant(names: Iterable[str] = ("fp8 blocks", "int8 zeros", "int4 zeros", "nvfp4")) -> Cases:
     """Linear layers of Falcon-H1-7B with few tokens, in one format of each code."""
     for name in names:
-        for tokens in (1, 16, 128):
+        for tokens in (1, 2, 16, 32, 128) if name.startswith("int4") else (1, 16, 128):
             x, norm = meta(tokens, 3072), {"norm_weight": f32(3072), "eps": 1e-5}
             activated = {"residual": x, "activation": "silu_and_mul"}
             yield "quant_linear", {"x": x, "weight": empty_weight(name, 24576, 3072)} | norm | activated
+        if name in ("int4 zeros", "nvfp4"):  # more steps, and blocks of rows, than the kernel is compiled for
+            for rows, width in ((8192, 28672), (130048, 3072)):
+                yield "quant_linear", {"x": meta(1, width), "weight": empty_weight(name, rows, width)}
+        yield "decode_weight", {"weight": empty_weight(name, 24576, 3072), "dtype": torch.bfloat16}
         tail = {"x": meta(64, 1536), "tail": meta(64, 3072)}
         yield "quant_linear", tail | {"weight": empty_weight(name, 3072, 4608)}
         count, width, inner = 128, 2048, 512  # experts of Qwen3-Next, fewer of them
@@ -411,7 +415,10 @@ def fp8() -> Cases:
             yield "quantize_tokens", {"x": meta(tokens, 12288), "group": 128 if groups else 12288}
             gated = {"x": meta(tokens, 24576), "group": 128 if groups else 12288, "before": "silu_and_mul"}
             yield "quantize_tokens", gated
-            for rows, width, activation in ((24576, 3072, "silu_and_mul"), (3072, 12288, None)):
+            sizes: list[tuple[int, int, str | None]] = [(24576, 3072, "silu_and_mul"), (3072, 12288, None)]
+            if tokens == 1:  # inputs that are loaded in pieces, and more blocks of rows than a kernel is compiled for
+                sizes += [(8192, 28672, None), (130048, 3072, None)]
+            for rows, width, activation in sizes:
                 codes = meta(-(-tokens // 16) * 16, width, dtype=torch.float8_e4m3fn)
                 x = {"codes": codes, "scale": f32(width // 128 if groups else 1, len(codes)), "tokens": tokens}
                 x["group"] = 128 if groups else width

@@ -1,6 +1,6 @@
 """Tiles of the kernel in `pipeline_linear_triton`, apart from it: they need nothing that is experimental in Triton."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import NamedTuple
 
@@ -21,10 +21,36 @@ ALIGNMENT = 16  # bytes: of addresses and of the distances of rows, for the tens
 # e4m3 and of 16-bit weights. Tiles of one warpgroup are left out: sums of two runs were not always equal.
 GROUP_TIME = {(3, 64): 520, (3, 128): 890, (2, 64): 325, (2, 128): 580, (3, 32): 400, (2, 32): 190}
 WAVE_TIME, PART_TIME = 4200, 3
-FEWEST = 32  # tokens of a program
+# The same for int4 weights: they predict the fastest of 112 measured tiles at 8 to 128 tokens, or one within 4%. For
+# e2m1 they were not measured.
+FOUR_BITS_TIME = {
+    (3, 64): 660, (2, 64): 440, (2, 128): 720, (3, 32): 480, (2, 32): 310, (3, 16): 430, (2, 16): 285, (3, 8): 400,
+    (2, 8): 265,
+}  # fmt: skip
+FEWEST = 32  # tokens of a program, but for 4 bits: up to so many are all in one
 # Of shared memory, and of stages. Programs of two warpgroups that share rows are up to 5% faster with four stages.
-STAGE_BYTES, MOST_STAGES, SHARED_STAGES = 208_000, 6, 4
+STAGE_BYTES, SHARED_STAGES = 208_000, 4
 FEWEST_GROUPS, MOST_PARTS = 3, 8  # of a program, if programs share rows
+
+
+class Stage(NamedTuple):
+    """A group of columns in shared memory.
+
+    Attributes:
+        row: bytes of a row of the weight.
+        token: bytes of a token's inputs, and of its scale.
+        most: stages of a program.
+        times: as GROUP_TIME. Its keys are the tiles that there are.
+    """
+
+    row: int
+    token: int
+    most: int
+    times: Mapping[tuple[int, int], int]
+
+
+NUMBERS = Stage(ROW_BYTES, ROW_BYTES + 4, 6, GROUP_TIME)  # 64 of 16 bits, or 128 codes of e4m3
+FOUR_BITS = Stage(64, 256, 4, FOUR_BITS_TIME)  # 128 codes, and 16-bit inputs
 
 
 class PipelineTile(NamedTuple):
@@ -43,29 +69,33 @@ class PipelineTile(NamedTuple):
     split: int
 
 
-def pipeline_tiles(tokens: int, rows: int, groups: int, programs: int) -> Iterator[PipelineTile]:
-    """Tiles worth a measurement. groups: of ROW_BYTES in a row of the weight. programs: that run at a time."""
-    for warpgroups, block in GROUP_TIME:
-        if (block == FEWEST) != (tokens <= FEWEST):
+def pipeline_tiles(
+    tokens: int, rows: int, groups: int, programs: int, stage: Stage = NUMBERS
+) -> Iterator[PipelineTile]:
+    """Tiles worth a measurement. groups: stages of a row of the weight. programs: that run at a time."""
+    few = [block for _, block in stage.times if tokens <= block <= FEWEST]
+    for warpgroups, block in stage.times:
+        if block != min(few) if few else block <= FEWEST:
             continue
         blocks = cdiv(rows, UNIT * warpgroups) * cdiv(tokens, block)
-        fitting = STAGE_BYTES // (ROW_BYTES * (UNIT * warpgroups + block) + 4 * block)
+        fitting = STAGE_BYTES // (stage.row * UNIT * warpgroups + stage.token * block)
         most = max(1, min(MOST_PARTS, groups // FEWEST_GROUPS, programs // blocks))  # parts wait for no second wave
         for split in range(1, most + 1):
-            stages = SHARED_STAGES if warpgroups == 2 and split > 1 else MOST_STAGES
+            stages = SHARED_STAGES if warpgroups == 2 and split > 1 else stage.most
             yield PipelineTile(warpgroups, block, min(fitting, stages), split)
 
 
 @cache
-def pipeline_tile(tokens: int, rows: int, groups: int, programs: int) -> PipelineTile:
+def pipeline_tile(tokens: int, rows: int, groups: int, programs: int, *, four_bits: bool = False) -> PipelineTile:
     """The one of `pipeline_tiles` that takes the least time by measured parts."""
+    stage = FOUR_BITS if four_bits else NUMBERS
 
     def time(tile: PipelineTile) -> int:
         waves = cdiv(programs_of(tile, tokens, rows), programs)
         adding = PART_TIME * tile.split * tile.warpgroups * tile.tokens if tile.split > 1 else 0
-        return waves * (WAVE_TIME + cdiv(groups, tile.split) * GROUP_TIME[tile.warpgroups, tile.tokens]) + adding
+        return waves * (WAVE_TIME + cdiv(groups, tile.split) * stage.times[tile.warpgroups, tile.tokens]) + adding
 
-    return min(pipeline_tiles(tokens, rows, groups, programs), key=time)
+    return min(pipeline_tiles(tokens, rows, groups, programs, stage), key=time)
 
 
 def programs_of(tile: PipelineTile, tokens: int, rows: int) -> int:

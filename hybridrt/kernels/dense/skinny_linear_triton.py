@@ -294,10 +294,7 @@ def product(
     if out is None:
         out = x.new_empty(x.shape[0], activated_width(weight.rows, activation))
     if x.shape[0] > 1:
-        if norm_weight is not None and residual is not None:
-            x, residual = add_rms_norm_triton(x, residual, norm_weight, eps)
-        elif norm_weight is not None:
-            x = rms_norm_triton(x, norm_weight, eps)
+        x, residual = normed(x, norm)
         if isinstance(tile, PipelineTile) and not _reads_by_rows(x, weight.data, tail):
             tile = matmul_tile(weight.rows, weight.columns, padded_tokens(x.shape[0]))
         if isinstance(tile, PipelineTile):
@@ -316,6 +313,15 @@ def product(
         BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, num_warps=tile.num_warps, **weight.codes, **pdl(x.device),
     )  # fmt: skip
     return out, total
+
+
+def normed(x: Tensor, norm: InputNorm | None) -> tuple[Tensor, Tensor | None]:
+    """rms_norm(x + residual), and the sum if there is a residual, which it may overwrite."""
+    if norm is None:
+        return x, None
+    if norm.residual is not None:
+        return add_rms_norm_triton(x, norm.residual, norm.norm_weight, norm.eps)
+    return rms_norm_triton(x, norm.norm_weight, norm.eps), None
 
 
 def matvec(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:

@@ -146,7 +146,7 @@ def _check_token(
     _check_scale("fp8_token_linear", weight)
 
 
-@operation(By("triton", "hybridrt.kernels.quant.fp8_token_triton:fp8_token_linear_triton"), check=_check_token)
+@operation(By("triton", "hybridrt.kernels.quant.one_token_triton:one_token_triton"), check=_check_token)
 def fp8_token_linear(
     x: Tensor,
     weight: QuantWeight,

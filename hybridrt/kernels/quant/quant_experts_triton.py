@@ -4,6 +4,7 @@ Weights are on the left of a tensor core, as in `_matmul_kernel`: they stay in r
 are decoded.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import triton
@@ -15,12 +16,14 @@ from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.launch import cdiv, dot_precision, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.dense.moe_triton import Blocks, activate_experts, lay_out, weighted_sum
+from hybridrt.kernels.dense.skinny_linear_triton import Tile
 from hybridrt.kernels.quant.quant_experts import QuantStack
 from hybridrt.kernels.quant.quant_linear_triton import FOUR_BITS, codes_of
 from hybridrt.kernels.quant.quant_weight import QuantWeight
 
 APART = 4  # experts a pair, from which on each pair has a block of its own
-SINGLE = (64, 128, 4)
+SINGLE = Tile(64, 128, 4, 3)
+NARROW = 1024  # columns of 4-bit experts for which tiles of 128 are faster (benchmarks/log/experts.md)
 
 
 @triton.jit
@@ -131,13 +134,18 @@ def _launch(
 ) -> None:
     assert w.data.is_contiguous() and a.stride(1) == 1
     pairs, of_blocks, size = (None, ids, 16) if blocks is None else (blocks.pairs, blocks.experts, blocks.size)
-    few = size == 16
-    block_n, block_k, warps = SINGLE if blocks is None else (64, 128, 4) if few else (128, 128, 8)
-    if few and w.code in FOUR_BITS and w.block[1] != 128:
-        block_k = 256
-    block_k = max(64, min(block_k, next_power_of_2(w.width)))
-    _quant_grouped_kernel[(cdiv(out.shape[1], block_n), of_blocks.numel())](
+    tile = expert_tile(w, ids.numel(), size)
+    _quant_grouped_kernel[(cdiv(out.shape[1], tile.block_n), of_blocks.numel())](
         a, w.data, bias, pairs, of_blocks, out, a.stride(0), ids.numel(), len(w.data), **codes_of(w),
-        K=w.width, OUT=out.shape[1], PRECISION=dot_precision(a.dtype), BLOCK_M=size, BLOCK_N=block_n,
-        BLOCK_K=block_k, STAGES=3, num_warps=warps, **meta, **pdl(a.device),
+        K=w.width, OUT=out.shape[1], PRECISION=dot_precision(a.dtype), BLOCK_M=size, BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k, STAGES=tile.stages, num_warps=tile.num_warps, **meta, **pdl(a.device),
     )  # fmt: skip
+
+
+def expert_tile(w: QuantWeight, pairs: int, size: int) -> Tile:
+    """Rows and columns of an expert's weight that a program multiplies with `size` pairs."""
+    apart, few = pairs * APART <= len(w.data), size == 16
+    tile = SINGLE if apart else Tile(64, 128, 4, 3) if few else Tile(128, 128, 8, 3)
+    if few and w.code in FOUR_BITS and w.width > NARROW:
+        tile = replace(tile, block_k=256)
+    return replace(tile, block_k=max(64, min(tile.block_k, next_power_of_2(w.width))))

@@ -3,14 +3,20 @@
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from hybridrt.base.device import capability, multiprocessors
 from hybridrt.kernels.core.launch import cdiv, next_power_of_2
-from hybridrt.kernels.dense.skinny_linear import Activation, InputNorm
-from hybridrt.kernels.dense.skinny_linear_triton import MULTIPROCESSORS, Stored, Tile, matmul_tile, product
+from hybridrt.kernels.dense.pipeline_tiles import PipelineTile, pipeline_tile, takes_rows
+from hybridrt.kernels.dense.skinny_linear import Activation, InputNorm, activated_width
+from hybridrt.kernels.dense.skinny_linear_triton import MULTIPROCESSORS, Stored, Tile, matmul_tile, normed, product
+from hybridrt.kernels.quant.quant_linear import GROUP, by_pipeline, decodes_in_registers
 from hybridrt.kernels.quant.quant_weight import QuantWeight
 
 FOUR_BITS = ("int4", "e2m1")
+TOKEN_WIDTH = 32768  # of a weight that tensor cores multiply with one token: its inputs are in shared memory
+NARROWEST = 8  # tokens of a tile
 
 
 def quant_linear_triton(
@@ -23,10 +29,52 @@ def quant_linear_triton(
     activation: Activation | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """One launch for one token; several tokens with a norm need one more."""
+    """One launch for one token; several tokens with a norm need one more, and so may inputs that are copied."""
+    # Imports are here, so that the other kernels need nothing that is experimental in Triton.
+    if x.shape[0] == 1 and _takes_token(x, weight):
+        from hybridrt.kernels.quant.one_token_triton import one_token_triton
+
+        return one_token_triton(x, weight, bias, tail=tail, norm=norm, activation=activation, out=out)
+    if x.shape[0] > 1 and by_pipeline(weight, x.dtype):
+        return _by_pipeline(x, weight, bias, tail, norm, activation, out)
     stored = Stored(weight.data, weight.rows, weight.width, codes_of(weight))
     tile = quant_tile(weight, x.shape[0])
     return product(x, stored, bias, tile, tail=tail, norm=norm, activation=activation, parts=1, out=out)
+
+
+def _takes_token(x: Tensor, weight: QuantWeight) -> bool:
+    """Whether tensor cores multiply one token with 4-bit codes: in bfloat16, if the GPU has such numbers."""
+    device = weight.data.device
+    has_cores = device.type == "meta" or (device.type == "cuda" and capability(device) >= (8, 0))
+    fits = decodes_in_registers(weight, x.dtype) and not weight.width % GROUP and weight.width <= TOKEN_WIDTH
+    return has_cores and fits and x.dtype == torch.bfloat16
+
+
+def _by_pipeline(
+    x: Tensor, weight: QuantWeight, bias: Tensor | None, tail: Tensor | None, norm: InputNorm | None,
+    activation: Activation | None, out: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """One launch, and one for a norm; one more for inputs that the tensor memory accelerator cannot read."""
+    from hybridrt.kernels.dense.pipeline_linear_triton import Codes, pipeline_linear
+
+    tile = four_bit_tile(x.shape[0], weight, multiprocessors(weight.data.device))
+    x, total = normed(x, norm)
+    if tail is not None and not (takes_rows(x, tail) and x.shape[1] % GROUP == 0):
+        x, tail = torch.cat([x, tail], 1), None
+    elif not takes_rows(x):
+        x = x.clone(memory_format=torch.contiguous_format)
+    if out is None:
+        out = x.new_empty(x.shape[0], activated_width(weight.rows, activation))
+    assert weight.code == "int4" or weight.code == "e2m1"
+    codes = Codes(weight.code, weight.scale, weight.block, weight.zero, weight.factor)
+    pipeline_linear(x, weight.data, bias, out, tile, tail=tail, codes=codes, activation=activation)
+    return out, total
+
+
+def four_bit_tile(tokens: int, weight: QuantWeight, programs: int) -> PipelineTile:
+    """By powers of two of the tokens, so that a warm-up runs each tile. programs: that run at a time."""
+    most = max(next_power_of_2(tokens), NARROWEST)
+    return pipeline_tile(most, weight.rows, cdiv(weight.width, GROUP), programs, four_bits=True)
 
 
 def codes_of(weight: QuantWeight) -> dict[str, Any]:

@@ -21,9 +21,7 @@ SCALES_OF = 4  # rows of scales are padded to a multiple
 # steps were not.
 NEARLY_ALL = 113
 FEW_ROWS, MANY_ROWS = 4096, 16384
-# Of weights for which a program quantises one token: its inputs, with a norm three numbers for each, are in registers
-# at once, and it is compiled for the number of blocks of rows that it takes in turn.
-TOKEN_ROWS, TOKEN_WIDTH, NORMED_WIDTH = 32768, 12288, 6144
+TOKEN_WIDTH = 65536  # inputs of one token, which a program keeps in shared memory: 2 KiB for 1,024 of them
 
 
 class Fp8Product(NamedTuple):
@@ -126,9 +124,9 @@ def takes_kernel(tokens: int, weight: QuantWeight) -> bool:
     return weight.scale is not None and first <= tokens <= MAX_TOKENS
 
 
-def takes_token(weight: QuantWeight, *, normed: bool) -> bool:
+def takes_token(product: Fp8Product) -> bool:
     """Whether one token is multiplied by `fp8_token_linear`, which quantises it, too."""
-    return weight.rows <= TOKEN_ROWS and weight.width <= (NORMED_WIDTH if normed else TOKEN_WIDTH)
+    return product.weight.width <= TOKEN_WIDTH
 
 
 def _by_library(product: Fp8Product, x: TokenCodes, dtype: torch.dtype) -> Tensor:

@@ -3,11 +3,11 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation
 from hybridrt.kernels.quant.decode import CENTRE_OF_INT4
+from hybridrt.kernels.quant.decode_weight import decode_weight
 from hybridrt.kernels.quant.formats import unpack_pairs
 from hybridrt.kernels.quant.quant_weight import Code, QuantWeight, check_weight, dequantize, expert_of, pack_planes
 from hybridrt.layers.quant.packed_weight import PackedWeight, on_host
@@ -114,8 +114,11 @@ def product_of_many(weight: QuantWeight, x: Tensor, bias: Tensor | None, activat
     step = max(NUMBERS // weight.width // STEPS[0], 1) * STEPS[0]
     for start in range(0, weight.rows, step):
         end = min(start + step, weight.rows)
-        own = None if bias is None else bias[start:end]
-        y[:, start:end] = F.linear(x, dequantize(rows_of(weight, start, end)).to(x.dtype), own)
+        decoded, part = decode_weight(rows_of(weight, start, end), x.dtype).t(), y[:, start:end]
+        if bias is None:
+            torch.mm(x, decoded, out=part)
+        else:
+            torch.addmm(bias[start:end], x, decoded, out=part)
     return y if activation is None else ACTIVATIONS[activation](y)
 
 

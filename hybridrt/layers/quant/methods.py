@@ -14,7 +14,7 @@ from hybridrt.kernels.dense.moe import activate, each_expert
 from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation, InputNorm
 from hybridrt.kernels.quant.fp8_linear import fp8_token_linear, quantize_tokens
 from hybridrt.kernels.quant.quant_experts import QuantStack, quant_experts
-from hybridrt.kernels.quant.quant_linear import MAX_TOKENS, quant_linear
+from hybridrt.kernels.quant.quant_linear import most_tokens, quant_linear
 from hybridrt.kernels.quant.quant_weight import QuantWeight
 from hybridrt.layers.linear import side_by_side
 from hybridrt.layers.quant.cpu_product import product, repack
@@ -139,6 +139,7 @@ class QuantMethod(LinearMethod):
 
     experts = QuantExperts
     kernel: QuantWeight | None = None
+    most_tokens = 0  # of a product without decoding the weight first
 
     def __init__(
         self, out_features: int, in_features: int, build: Build, scheme: Scheme = PLAIN, parts: Sequence[int] = ()
@@ -149,6 +150,7 @@ class QuantMethod(LinearMethod):
     def finish(self) -> None:
         if self.on_gpu:
             self.kernel = finished(self.weight)
+            self.most_tokens = 0 if self.kernel is None else most_tokens(self.kernel, self.dtype)
         elif not self.looks_up:
             repack(self.weight, self.dtype)
 
@@ -167,7 +169,7 @@ class QuantMethod(LinearMethod):
     def apply(
         self, x: Tensor, bias: Tensor | None, activation: Activation | None = None, tail: Tensor | None = None
     ) -> Tensor:
-        if self.kernel is not None and x.shape[0] <= MAX_TOKENS:
+        if self.kernel is not None and x.shape[0] <= self.most_tokens:
             return quant_linear(x, self.kernel, bias, tail=tail, activation=activation)[0]
         x = x if tail is None else side_by_side(x, tail)
         if self.kernel is not None:
@@ -176,14 +178,14 @@ class QuantMethod(LinearMethod):
         return y if activation is None else ACTIVATIONS[activation](y)
 
     def fuses_activation(self, tokens: int, activation: Activation) -> bool:
-        return self.kernel is not None and tokens <= MAX_TOKENS
+        return tokens <= self.most_tokens
 
     def apply_normed(
         self, norm: "RMSNorm", x: Hidden, residual: Tensor | None, bias: Tensor | None,
         activation: Activation | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         x = summed(x)
-        if self.kernel is None or x.shape[0] > MAX_TOKENS:
+        if self.kernel is None or x.shape[0] > self.most_tokens:
             return super().apply_normed(norm, x, residual, bias, activation)
         input_norm = InputNorm(norm.weight, norm.eps, residual)
         y, total = quant_linear(x, self.kernel, bias, norm=input_norm, activation=activation)
@@ -237,7 +239,7 @@ class Fp8(QuantMethod):
     ) -> Tensor:
         if self.product is None:
             return super().apply(x, bias, activation, tail)
-        if x.shape[0] == 1 and takes_token(self.product.weight, normed=False):
+        if x.shape[0] == 1 and takes_token(self.product):
             return fp8_token_linear(x, self.product.weight, bias, tail=tail, activation=activation)[0]
         x = x if tail is None else side_by_side(x, tail)
         codes, _ = quantize_tokens(x, self.product.group)
@@ -256,7 +258,7 @@ class Fp8(QuantMethod):
         if self.product is None:
             return super().apply_normed(norm, x, residual, bias, activation)
         x, input_norm = summed(x), InputNorm(norm.weight, norm.eps, residual)
-        if x.shape[0] == 1 and takes_token(self.product.weight, normed=True):
+        if x.shape[0] == 1 and takes_token(self.product):
             y, total = fp8_token_linear(x, self.product.weight, bias, norm=input_norm, activation=activation)
         else:
             codes, total = quantize_tokens(x, self.product.group, input_norm)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hybridrt.base.quantization import Scheme
 from hybridrt.kernels.quant.decode import decode_fp4, decode_fp8, decode_int4, decode_int8, take_pairs
-from hybridrt.layers.quant.layouts import LAYOUTS, stored_width
+from hybridrt.layers.quant.layouts import LAYOUTS, scale_dtypes, stored_width
 from hybridrt.layers.weights import Build, parameter
 
 BLOCK = 1 << 18  # numbers of a block of rows that is decoded at once
@@ -64,7 +64,10 @@ class PackedWeight:
         grid = (sum(self.heights), blocks(width, wide))
         stored = stored_width(scheme, width)
         self.codes = parameter(count, rows, stored, dtype=self.codes_of.dtype, device=device, dummy="codes")
-        self.scales = parameter(count, *grid, dtype=scheme.scale_dtype, device=device, dummy=self.codes_of.dummy_scale)
+        # Without a file (load_format="dummy") a scheme does not say what the scales of fp4 are.
+        allowed = scale_dtypes(scheme)
+        dtype = scheme.scale_dtype if scheme.scale_dtype in allowed else allowed[-1]
+        self.scales = parameter(count, *grid, dtype=dtype, device=device, dummy=self.codes_of.dummy_scale)
         self.zeros: nn.Parameter | None = None
         if scheme.zeros:
             self.zeros = parameter(count, *grid, dtype=torch.int8, device=device, dummy="zeros")

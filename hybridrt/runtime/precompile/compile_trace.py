@@ -56,7 +56,7 @@ from hybridrt.runtime.step.plan import (
 )
 from hybridrt.runtime.step.sampling_table import make_rules
 
-PROMPTS = (1, 15, 16, 40, 100, 128, 512)  # e4m3 products have other tiles at some of them
+PROMPTS = (1, 8, 15, 16, 32, 40, 100, 128, 256, 512)  # products of quantised weights have other tiles at some of them
 EAGER = (1000, 4096)  # prompts without a graph: attention has tiles of its own at some sizes
 IMAGES = (3, 16)  # their tokens
 _SAVE = 16

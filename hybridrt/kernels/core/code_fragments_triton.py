@@ -1,0 +1,187 @@
+"""Gluon functions that make numbers of 4-bit codes in the registers from which tensor cores read.
+
+Words are those of `pack_planes`: a run of 32 codes is four words, plane p of word w has its columns 8 p + 2 w and the
+next one. Two codes of a plane become two numbers in a few instructions.
+
+int4: in bfloat16, 128 with a code in its last bits is 128 + code, exactly, and so is 1024 in float16.
+
+e2m1: in bfloat16, its bits in their places are 2^-126 times the number. The number times a scale of fp4 is exact.
+"""
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@triton.constexpr_function
+def runs_by_thread(rows, warps):  # type: ignore[no-untyped-def]
+    """Of words [rows, 16]: a thread has a run of a row, 16 bytes, and rows as `mma_v2` reads them."""
+    repeats = [[16 * warps << i, 0] for i in range((rows // (16 * warps)).bit_length() - 1)]
+    of_warps = [[16 << i, 0] for i in range(warps.bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0], *repeats], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], of_warps, [], [rows, 16]
+    )
+
+
+@triton.constexpr_function
+def of_runs(layout, rows):  # type: ignore[no-untyped-def]
+    """The layout of words [rows, 16] as that of [rows, 4 runs, 4 words]."""
+
+    def split(bases):  # type: ignore[no-untyped-def]
+        return [[row, column // 4, column % 4] for row, column in bases]
+
+    return gl.DistributedLinearLayout(
+        split(layout.reg_bases), split(layout.lane_bases), split(layout.warp_bases), [], [rows, 4, 4]
+    )
+
+
+@triton.constexpr_function
+def words_by_thread():  # type: ignore[no-untyped-def]
+    """Of words [64, 16]: a thread of a warpgroup has a word of each run, and rows as `warpgroup_mma` reads them."""
+    return gl.DistributedLinearLayout(
+        [[0, 4], [0, 8], [8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 16]
+    )
+
+
+@gluon.jit
+def _pair(words, zeros, PLANE: gl.constexpr, dtype: gl.constexpr):  # type: ignore[no-untyped-def]
+    """A plane's two numbers of each word [..., 2]. zeros: what is subtracted from them, twice in a word; or None."""
+    MAGIC: gl.constexpr = 0x43004300 if dtype == gl.bfloat16 else 0x64006400
+    shifted = words >> (4 * PLANE)
+    # One instruction: the compiler makes two.
+    if zeros is None:
+        both = gl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, 0x000F000F, $2, 0xEA;", "=r,r,r", [shifted, MAGIC], dtype=gl.int32, is_pure=True, pack=1
+        )
+    elif dtype == gl.bfloat16:
+        both = gl.inline_asm_elementwise(
+            "{ .reg .b32 t; lop3.b32 t, $1, 0x000F000F, $2, 0xEA; sub.rn.bf16x2 $0, t, $3; }", "=r,r,r,r",
+            [shifted, MAGIC, zeros], dtype=gl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        both = gl.inline_asm_elementwise(
+            "{ .reg .b32 t; lop3.b32 t, $1, 0x000F000F, $2, 0xEA; sub.rn.f16x2 $0, t, $3; }", "=r,r,r,r",
+            [shifted, MAGIC, zeros], dtype=gl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    low = (both & 0xFFFF).to(gl.uint16).to(dtype, bitcast=True)
+    high = ((both >> 16) & 0xFFFF).to(gl.uint16).to(dtype, bitcast=True)
+    return gl.join(low, high)
+
+
+@gluon.jit
+def _planes(words, zeros, M: gl.constexpr, dtype: gl.constexpr):  # type: ignore[no-untyped-def]
+    """[M, 4 runs, 4 words, 2 columns of a pair, 2 planes of a half, 2 halves] of words [M, 16]."""
+    first = gl.join(_pair(words, zeros, 0, dtype), _pair(words, zeros, 1, dtype))
+    second = gl.join(_pair(words, zeros, 2, dtype), _pair(words, zeros, 3, dtype))
+    return gl.reshape(gl.join(first, second), [M, 4, 4, 2, 2, 2])
+
+
+@gluon.jit
+def load_e2m1_scales(  # type: ignore[no-untyped-def]
+    scale_ptr, row, group, K: gl.constexpr, COLUMNS: gl.constexpr, M: gl.constexpr, words: gl.constexpr
+):
+    """Bytes of scales of rows [M] and their groups of 128 columns [M], in the layout of words [M, 16] without their
+    words: int16 [M, 4 runs] of two e4m3 if COLUMNS is 16, else uint8 of an exponent. Past K, any."""
+    runs: gl.constexpr = gl.SliceLayout(2, of_runs(words, M))
+    if COLUMNS == 16:
+        scale_ptr = scale_ptr.cast(gl.pointer_type(gl.int16))
+    run = gl.expand_dims(group * 4, 1) + gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, runs)), 0)
+    return gl.load(scale_ptr + gl.expand_dims(row.to(gl.int64) * (K // 32), 1) + gl.minimum(run, K // 32 - 1))
+
+
+@gluon.jit
+def _scale_pair(scale, HALF: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Scales of a half of the planes, each twice in an int32 as bfloat16 [M, 4, 1]."""
+    if scale.dtype == gl.uint8:
+        pair = gl.where(scale == 0, 0x00400040, scale.to(gl.int32) * 0x00800080)
+    else:
+        # 4 bits of exponent in the place of 8: 2^-120 times the scale. 0x7B80 is 2^120.
+        pair = ((scale.to(gl.int32) >> (8 * HALF)) & 0x7F) * 0x00100010
+        pair = gl.inline_asm_elementwise(
+            "{ .reg .b32 a, z; mov.b32 a, 0x7B807B80; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, a, z; }", "=r,r",
+            [pair], dtype=gl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    return gl.expand_dims(pair, 2)
+
+
+@gluon.jit
+def _e2m1_pair(words, scale, PLANE: gl.constexpr):  # type: ignore[no-untyped-def]
+    """A plane's two numbers of each word, times its scale, bfloat16 [..., 2]."""
+    BITS: gl.constexpr = (
+        "and.b32 a, $1, 0x81C081C0;" if PLANE == 0
+        else "shl.b32 a, $1, 3; and.b32 a, a, 0x81C081C0;" if PLANE == 1
+        else "shl.b32 a, $1, 6; and.b32 a, a, 0x81C081C0;" if PLANE == 2
+        else """shl.b32 a, $1, 1; and.b32 a, a, 0x80008000; shr.u32 b, $1, 3; lop3.b32 a, b, 0x01800180, a, 0xEA;
+            shr.u32 b, $1, 7; lop3.b32 a, b, 0x00400040, a, 0xEA;"""
+    )  # fmt: skip
+    # 0x7E80 is 2^126. A product plus -0 is the same number.
+    both = gl.inline_asm_elementwise(
+        "{ .reg .b32 a, b, z; " + BITS + " mov.b32 b, 0x7E807E80; mov.b32 z, 0x80008000;"
+        " fma.rn.bf16x2 a, a, b, z; fma.rn.bf16x2 $0, a, $2, z; }",
+        "=r,r,r", [words, scale], dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+    low = (both & 0xFFFF).to(gl.uint16).to(gl.bfloat16, bitcast=True)
+    high = ((both >> 16) & 0xFFFF).to(gl.uint16).to(gl.bfloat16, bitcast=True)
+    return gl.join(low, high)
+
+
+@gluon.jit
+def _e2m1_planes(words, scale, M: gl.constexpr, layout: gl.constexpr):  # type: ignore[no-untyped-def]
+    """As `_planes`, of words in `layout` and bytes of `load_e2m1_scales`."""
+    words = gl.convert_layout(gl.reshape(words, [M, 4, 4]), of_runs(layout, M), assert_trivial=True)
+    low, high = _scale_pair(scale, 0), _scale_pair(scale, 1)
+    first = gl.join(_e2m1_pair(words, low, 0), _e2m1_pair(words, low, 1))
+    second = gl.join(_e2m1_pair(words, high, 2), _e2m1_pair(words, high, 3))
+    return gl.join(first, second)
+
+
+@gluon.jit
+def numbers_by_run(words, M: gl.constexpr, left: gl.constexpr):  # type: ignore[no-untyped-def]
+    """128 + codes in bfloat16 [M, 128] of words with `runs_by_thread`, in the order of `columns_by_run`, as tensor
+    cores read them in layout `left`."""
+    return _by_run(_planes(words, None, M, gl.bfloat16), M, left)
+
+
+@gluon.jit
+def e2m1_by_run(words, scale, M: gl.constexpr, layout: gl.constexpr, left: gl.constexpr):  # type: ignore[no-untyped-def]
+    """`numbers_by_run` of e2m1 times bytes of `load_e2m1_scales`."""
+    return _by_run(_e2m1_planes(words, scale, M, layout), M, left)
+
+
+@gluon.jit
+def _by_run(planes, M: gl.constexpr, left: gl.constexpr):  # type: ignore[no-untyped-def]
+    found = gl.reshape(gl.permute(planes, (0, 2, 5, 4, 1, 3)), [M, 128])
+    return gl.convert_layout(found, left, assert_trivial=True)
+
+
+@gluon.jit
+def columns_by_run(x, M: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Inputs [M, 128] in the order in which `numbers_by_run` has columns: by word of a run, half of its planes, plane
+    of the half, run, and column of the pair."""
+    x = gl.reshape(x, [M, 4, 2, 2, 4, 2])  # run, half, plane, word, column
+    return gl.reshape(gl.permute(x, (0, 4, 2, 3, 1, 5)), [M, 128])
+
+
+@gluon.jit
+def numbers_in_order(words, zero, dtype: gl.constexpr, left: gl.constexpr):  # type: ignore[no-untyped-def]
+    """code - zero [64, 128] of words with `words_by_thread`, columns in their order, as `warpgroup_mma` reads them in
+    layout `left`. zero: a number for each row, or None, which is 8."""
+    OFFSET: gl.constexpr = 128.0 if dtype == gl.bfloat16 else 1024.0
+    if zero is None:
+        zeros = 0x43084308 if dtype == gl.bfloat16 else 0x64086408
+    else:
+        bits = (zero + OFFSET).to(dtype).to(gl.uint16, bitcast=True).to(gl.int32)
+        zeros = gl.expand_dims(bits | (bits << 16), 1)
+    return _in_order(_planes(words, zeros, 64, dtype), left)
+
+
+@gluon.jit
+def e2m1_in_order(words, scale, layout: gl.constexpr, left: gl.constexpr):  # type: ignore[no-untyped-def]
+    """`numbers_in_order` of e2m1 times bytes of `load_e2m1_scales`."""
+    return _in_order(_e2m1_planes(words, scale, 64, layout), left)
+
+
+@gluon.jit
+def _in_order(planes, left: gl.constexpr):  # type: ignore[no-untyped-def]
+    found = gl.reshape(gl.permute(planes, (0, 1, 5, 4, 2, 3)), [64, 128])
+    return gl.convert_layout(found, left, assert_trivial=True)
