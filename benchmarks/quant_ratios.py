@@ -53,7 +53,7 @@ LINES = (
          {"1": 0.61, "32": 0.60, "128": 0.58, "256": 0.55}),
     Line("falcon-h1-7b", "fp8", FP8, (1, 32, 128, 256), PROMPT,
          {"1": 0.61, "32": 0.67, "128": 0.82, "256": 0.85, "1x8192": 1.45}),
-    Line("falcon-h1-7b", "int4", INT4, (1,), (), {"1": 0.44}),
+    Line("falcon-h1-7b", "int4", INT4, (1, 32, 128, 256), PROMPT, {"1": 0.44}),
     Line("qwen3.5-9b-like", "bfloat16, float32 states", None, (1, 32, 128), ("--state-dtype", "float32")),
     Line("qwen3.5-9b-like", "fp8, float32 states", FP8, (1, 32, 128), ("--state-dtype", "float32"),
          {"1": 0.61, "32": 0.64, "128": 0.69}),
