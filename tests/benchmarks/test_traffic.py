@@ -110,7 +110,7 @@ def test_a_flood_of_one_client_leaves_anothers_first_tokens() -> None:
     quiet = fairness(flood=0)
     assert quiet < 40.0
     assert fairness(40) < 3 * quiet and fairness(260, 512) < 3 * quiet
-    assert fairness(12, 32768, count=120) < 3 * quiet
+    assert fairness(12, 32768, count=120) < 3 * quiet and fairness(4, 48000, count=120) < 3 * quiet
 
 
 @pytest.mark.parametrize(

@@ -303,6 +303,10 @@ def test_a_chunk_pays_for_what_few_tokens_cost_after_a_long_context() -> None:
     assert Deep().predict(chunk(60_000, 0.075)) <= 0.075
     assert chunk(0, 0.075) == chunk(0, 0.0), "there few tokens take little"
 
+    policy, rows, waiting = TrafficPolicy(cost=Deep(8192)), decoding(1), PromptWork(180_000)
+    flooded, alone = (policy.budget(8192, rows, waiting, flooded=which).room(30_000) for which in (True, False))
+    assert LEAST_TOKENS < flooded < 0.6 * alone, "less next to another client"
+
 
 def test_steps_without_decode_rows_take_the_whole_budget() -> None:
     target = TrafficPolicy(1e-6, cost=Known())

@@ -336,6 +336,7 @@ class ChunkBudget:
         most: seconds that the step may take instead, if its first chunk would need much of `seconds`
             even with few tokens, as after a long context.
         shorter: in place of SHORTER.
+        repay: in place of REPAY.
     """
 
     def __init__(
@@ -346,9 +347,10 @@ class ChunkBudget:
         work: StepWork | None = None,
         most: float = 0.0,
         shorter: float = SHORTER,
+        repay: float = REPAY,
     ) -> None:
         self._tokens, self._cost, self._seconds, self._work = tokens, cost, seconds, work or StepWork()
-        self._most, self._shorter = most, shorter
+        self._most, self._shorter, self._repay = most, shorter, repay
         self._rooms: dict[int, int] = {}  # tokens by start, until the step has another chunk
 
     def room(self, start: int = 0, rest: int = 0) -> int:
@@ -446,7 +448,7 @@ class ChunkBudget:
         alone, least = self._cost.predict(self._work), self._cost.predict(self._work.with_chunk(start, LEAST_TOKENS))
         if alone is None or least is None:
             return self._seconds
-        return max(self._seconds, min(alone + REPAY * (least - alone), self._most))
+        return max(self._seconds, min(alone + self._repay * (least - alone), self._most))
 
     def _ends_in_time(self, start: int, tokens: int, bound: float) -> bool:
         assert self._cost is not None
