@@ -345,6 +345,7 @@ def _multiply(  # type: ignore[no-untyped-def]
     if SPLIT == 1:
         # All numbers of these rows were multiplied: sums take their memory, that of 32 tokens is 8 KiB.
         FIT: gl.constexpr = STAGES * w_buffer.shape[2] * (w_buffer.dtype.primitive_bitwidth // 8) // (4 * WIDE)
+        gl.static_assert(FIT > 0)
         sums = _reinterpret(w_buffer, gl.float32, [FIT, 64, WIDE], gl.SwizzledSharedLayout(8, 2, 4, [0, 1]))
         pieces = _pieces(acc, T)
         for begun in gl.static_range(0, T // WIDE, FIT):
@@ -393,8 +394,7 @@ def _pipeline_kernel(  # type: ignore[no-untyped-def]
     """Grid [blocks of tokens, SPLIT, blocks of WARPGROUPS * 64 rows]: programs that read the same weights run together.
 
     w_desc: rows of the weight, 32 at a time for "silu_and_mul", else 64. x_desc: T tokens, of which tail_desc has the
-    columns from `head` on. s_desc: T scales of codes. Scales and zeros are those of ROWS rows and
-    SPAN columns.
+    columns from `head` on. s_desc: T scales of codes. Scales and zeros are those of ROWS rows and SPAN columns.
     """
     GATED: gl.constexpr = ACTIVATION == "silu_and_mul"
     if PDL:
