@@ -5,6 +5,7 @@ load of one thread. Code i of word h of such a run is column 8i + h, so one mask
 neighbouring columns out of neighbouring words. BITS says which bits of a word are code i.
 """
 
+from functools import cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -92,13 +93,20 @@ def check_weight(weight: QuantWeight) -> None:
 def pack_planes(codes: Tensor, code: Code) -> Tensor:
     """int32 [..., ceil(K / 32) * 4], two words each, of 4-bit codes, uint8 [..., K]. Columns past K
     have code 0."""
-    runs = F.pad(codes, (0, -codes.shape[-1] % RUN)).unflatten(-1, (-1, PLANES, RUN // PLANES)).to(torch.int32)
-    words = torch.zeros_like(runs[..., 0, :])
-    for plane, bits in enumerate(BITS[code]):
-        for i, bit in enumerate(bits):
-            words |= ((runs[..., plane, :] >> i) & 1) << bit
+    runs = F.pad(codes, (0, -codes.shape[-1] % RUN)).unflatten(-1, (-1, PLANES, RUN // PLANES))
+    words = torch.zeros(runs[..., 0, :].shape, dtype=torch.int32, device=codes.device)
+    for plane, table in enumerate(_words_of(code, codes.device)):
+        own = runs[..., plane, :]
+        words |= table.index_select(0, own.flatten().int()).view(own.shape)
     pairs = words[..., 0::2] | (words[..., 1::2] << 16)
     return pairs.flatten(-2)
+
+
+@cache
+def _words_of(code: Code, device: torch.device) -> Tensor:
+    """int32 [PLANES, 16]: each code's bits of a word, by plane."""
+    words = [[sum((c >> i & 1) << bit for i, bit in enumerate(bits)) for c in range(16)] for bits in BITS[code]]
+    return torch.tensor(words, dtype=torch.int32, device=device)
 
 
 def unpack_planes(words: Tensor, code: Code, width: int) -> Tensor:
