@@ -113,6 +113,21 @@ def test_a_flood_of_one_client_leaves_anothers_first_tokens() -> None:
     assert fairness(12, 32768, count=120) < 3 * quiet and fairness(4, 48000, count=120) < 3 * quiet
 
 
+def test_a_flood_ends() -> None:
+    """A later prompt of its client is computed as soon as after fewer prompts, which are no flood."""
+
+    def first(flood: int) -> float:
+        draw = random.Random(5)
+        quiet = [Item([tokens(draw, 512)], 64, 0.25 * i, tag="quiet", client="quiet") for i in range(12)]
+        others = [Item([tokens(draw, 8192)], 4, 0.5, client="flood") for _ in range(flood)]
+        later = Item([tokens(draw, 32768)], 4, 20.0, tag="later", client="flood")
+        long = Item([tokens(draw, 512)], 6000, 2.9, client="quiet")
+        seen, seconds, _ = simulate_serving.run([*quiet, long, *others, later], "auto")
+        return figures(seen, seconds)["later first max"]
+
+    assert first(30) == pytest.approx(first(8), rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("seed", "count"),
     [

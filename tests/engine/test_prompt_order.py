@@ -1,6 +1,8 @@
 """The order in which a policy computes prompts: by client, by priority, first come, first served, short ones pass."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.core.client_queues import (
     ACTIVE_SECONDS,
+    ENDED_SECONDS,
     FLOOD_SECONDS,
     ClientQueues,
     PromptOrder,
@@ -171,12 +174,16 @@ def test_steps_are_short_while_one_client_floods_and_another_is_active() -> None
     for each in flood[1:]:
         queue.queues.remove(each)
     queue.queues.end_floods([])
-    assert queue.queues.flooded, "a flood lasts while a prompt waits"
+    assert queue.queues.flooded, "a flood lasts while a long prompt waits"
     queue.queues.remove(flood[0])
-    queue.queues.end_floods([flood[1], flood[0]])
+    last: Any = SimpleNamespace(client="flood", computed=0, prefill_end=SECOND)
+    queue.queues.end_floods([last])
     assert queue.queues.flooded, "and while one is computed"
-    queue.queues.end_floods([])
-    assert not queue.queues.flooded
+    last.computed = SECOND - int(SECOND * ENDED_SECONDS / 4)
+    short = queue.add(0.0, ENDED_SECONDS / 4, client="flood")
+    queue.queues.end_floods([last])
+    assert not queue.queues.flooded, "a client that always has a short prompt floods no more"
+    queue.queues.remove(short)
     for _ in range(3):
         for client in ("flood", "quiet"):
             queue.add(0.0, FLOOD_SECONDS / 2, client=client)

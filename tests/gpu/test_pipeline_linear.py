@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridrt.base.device import multiprocessors
-from hybridrt.kernels.dense.pipeline_linear_triton import Codes, pipeline_linear
-from hybridrt.kernels.dense.pipeline_tiles import FOUR_BITS as STAGE
+from hybridrt.kernels.dense.pipeline_linear_triton import WeightCodes, pipeline_linear
 from hybridrt.kernels.dense.pipeline_tiles import (
+    FOUR_BIT_STAGE,
     ROW_BYTES,
     PipelineTile,
     has_pipeline,
@@ -41,7 +41,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> 
 
 def product(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None, tail: int, tile: PipelineTile,
-    codes: Codes | None = None,
+    codes: WeightCodes | None = None,
 ) -> Tensor:  # fmt: skip
     """Of inputs with rows that begin apart, into a tensor of NaN with as much of it after the last row."""
     rows, tokens, head = len(weight), len(x), x.shape[1] - tail
@@ -94,10 +94,10 @@ def test_all_tiles_of_four_bits_are_near_the_reference(
         bias = numbers(rows, dtype=dtype, seed=2) if width == 3072 else None
         wanted = F.linear(x.float(), dequantize(weight), None if bias is None else bias.float())
         wanted = wanted if activation is None else ACTIVATIONS[activation].reference(wanted)
-        codes = Codes(
+        codes = WeightCodes(
             "int4" if weight.code == "int4" else "e2m1", weight.scale, weight.block, weight.zero, weight.factor
         )
-        for tile in pipeline_tiles(tokens, rows, -(-width // GROUP), multiprocessors(x.device), STAGE):
+        for tile in pipeline_tiles(tokens, rows, -(-width // GROUP), multiprocessors(x.device), FOUR_BIT_STAGE):
             got = [product(x, weight.data, bias, activation, tail, tile, codes) for _ in range(2)]
             assert torch.equal(*got), tile
             found[rows, width, tile] = float((got[0].float() - wanted).norm() / wanted.norm())

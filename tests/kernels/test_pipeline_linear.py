@@ -7,8 +7,8 @@ from hybridrt.base.errors import ConfigError
 from hybridrt.kernels.dense import skinny_linear_triton
 from hybridrt.kernels.dense.pipeline_tiles import (
     FEWEST,
-    FOUR_BITS,
-    NUMBERS,
+    FOUR_BIT_STAGE,
+    NUMBER_STAGE,
     ROW_BYTES,
     STAGE_BYTES,
     UNIT,
@@ -124,10 +124,10 @@ def test_tiles_fit(shape: tuple[int, int], count: int) -> None:
     """Stages fit in shared memory and hold a warpgroup's sums of 32 tokens, every part has a group of columns, and
     programs that share rows run at a time."""
     rows, width = shape
-    groups_of = ((width // ROW_BYTES, NUMBERS), (2 * width // ROW_BYTES, NUMBERS), (width // GROUP, FOUR_BITS))
-    for groups, stage in groups_of:
+    groups_of = [(width // ROW_BYTES, NUMBER_STAGE), (2 * width // ROW_BYTES, NUMBER_STAGE)]
+    for groups, stage in [*groups_of, (width // GROUP, FOUR_BIT_STAGE)]:
         tiles = list(pipeline_tiles(count, rows, groups, PROGRAMS, stage))
-        assert pipeline_tile(count, rows, groups, PROGRAMS, four_bits=stage is FOUR_BITS) in tiles
+        assert pipeline_tile(count, rows, groups, PROGRAMS, four_bits=stage is FOUR_BIT_STAGE) in tiles
         for tile in tiles:
             size = stage.row * UNIT * tile.warpgroups + stage.token * tile.tokens
             assert tile.stages * size <= STAGE_BYTES <= 227 * 1024 - 1024

@@ -57,6 +57,9 @@ def quant_weight(name: str, rows: int, width: int, *lead: int, device: str = "cp
         numbers = (0.5 + torch.rand(weight.scale.shape, **any_of)) / (size if weight.factor is None else 1.0)
         exponents = weight.scale.dtype == torch.uint8
         weight.scale.copy_(numbers.log2().round() + 127 if exponents else numbers)
+        if weight.scale.dtype == torch.float8_e4m3fn:  # 0, and numbers below the normal ones
+            some = weight.scale.view(-1)[:21:7]
+            some.copy_(torch.tensor([0.0, 2**-9, 7 * 2**-9])[: len(some)])
     if weight.zero is not None:
         low, high = (0, 16) if code == "int4" else (-40, 40)
         weight.zero.copy_(torch.randint(low, high, weight.zero.shape, **any_of))

@@ -3,7 +3,7 @@
 import heapq
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
@@ -15,7 +15,8 @@ from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.engine.request.sample_request import Request
 
 ACTIVE_SECONDS = 60.0  # how long a client is active after its last request came or was computed
-FLOOD_SECONDS = 2.5  # seconds of waiting prompts from which on a client floods, until all are computed
+# A client floods from so many seconds of waiting prompts on, until so many are left of all its prompts.
+FLOOD_SECONDS, ENDED_SECONDS = 2.5, 0.05
 _FEW_CLIENTS = 64
 _arrival = attrgetter("arrival")
 
@@ -191,11 +192,17 @@ class ClientQueues:
         self._now = self.spent(client)
         self._spent[client] = self._now + self.policy.prompt_seconds(work) / self.policy.weights.get(client, 1.0)
 
-    def end_floods(self, admitted: Sequence[Request]) -> None:
-        """Call before a step is planned: a flood is over once no request of its client waits, and none of those that
-        are `admitted` and not computed is its own. (The last long prompt of a flood delays others too.)"""
-        if self._flooding:
-            self._flooding &= {*self._queues, *(request.client for request in admitted)}
+    def end_floods(self, admitted: Iterable[Request]) -> None:
+        """Call before a step is planned: a flood is over once its client's prompts, those that wait and those that are
+        `admitted` and not computed, take less than ENDED_SECONDS. (The last long one delays others, too.)"""
+        if not self._flooding:
+            return
+        left = {client: queue.pending for client, queue in self._queues.items() if client in self._flooding}
+        for request in admitted:
+            if request.client in self._flooding:
+                work = PromptWork.between(request.computed, request.prefill_end)
+                left[request.client] = left.get(request.client, PromptWork()) + work
+        self._flooding = {client for client, work in left.items() if self.policy.prompt_seconds(work) > ENDED_SECONDS}
 
     @property
     def flooded(self) -> bool:

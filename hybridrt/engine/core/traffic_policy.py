@@ -35,8 +35,8 @@ SAVED, LEAST_SHORTER = 0.01, 0.93
 # decode rows alone: a prompt of the other client waits for a step or two. More time would compute
 # long prompts of the flood faster (0.024: 13%), and first tokens of the other client 1.3 to 2 times later.
 SHARED_SECONDS = 0.016
-# Deep in a prompt of the flood a few tokens take longer than that already: a chunk takes this many times as long. With
-# REPAY, which is 2, prompts of 100,000 tokens are computed in 0.8 of the time, and the other client waits 1.4 times.
+# Deep in a prompt a few tokens take longer than that already: a chunk then takes this many times as long, instead of
+# REPAY times (benchmarks/log/serving.md, "Floods of long prompts").
 SHARED_REPAY = 1.5
 # With a number of milliseconds, more seconds of waiting work raise the bound in proportion. Otherwise
 # a full server would answer fewer requests than without a bound.

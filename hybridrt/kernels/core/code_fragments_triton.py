@@ -81,7 +81,8 @@ def load_e2m1_scales(  # type: ignore[no-untyped-def]
     scale_ptr, row, group, K: gl.constexpr, COLUMNS: gl.constexpr, M: gl.constexpr, words: gl.constexpr
 ):
     """Bytes of scales of rows [M] and their groups of 128 columns [M], in the layout of words [M, 16] without their
-    words: int16 [M, 4 runs] of two e4m3 if COLUMNS is 16, else uint8 of an exponent. Past K, any."""
+    words: int16 [M, 4 runs] of two e4m3 if COLUMNS is 16, else uint8 of an exponent. Past K, any. Signs,
+    NaN and exponent 255 are not read as such: checkpoints with them are refused."""
     runs: gl.constexpr = gl.SliceLayout(2, of_runs(words, M))
     if COLUMNS == 16:
         scale_ptr = scale_ptr.cast(gl.pointer_type(gl.int16))

@@ -50,7 +50,7 @@ _copy_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_gl
 _reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 
-class Codes(NamedTuple):
+class WeightCodes(NamedTuple):
     """What makes numbers of a weight's codes.
 
     Attributes:
@@ -458,7 +458,7 @@ def pipeline_linear(
     tile: PipelineTile,
     *,
     tail: Tensor | None = None,
-    codes: Codes | None = None,
+    codes: WeightCodes | None = None,
     activation: Activation | None = None,
 ) -> None:
     """act(x W^T + b) in one launch, for what `takes_rows`. The last of the programs that share rows adds their parts,

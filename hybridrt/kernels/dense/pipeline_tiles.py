@@ -49,8 +49,8 @@ class Stage(NamedTuple):
     times: Mapping[tuple[int, int], int]
 
 
-NUMBERS = Stage(ROW_BYTES, ROW_BYTES + 4, 6, GROUP_TIME)  # 64 of 16 bits, or 128 codes of e4m3
-FOUR_BITS = Stage(64, 256, 4, FOUR_BITS_TIME)  # 128 codes, and 16-bit inputs
+NUMBER_STAGE = Stage(ROW_BYTES, ROW_BYTES + 4, 6, GROUP_TIME)  # 64 of 16 bits, or 128 codes of e4m3
+FOUR_BIT_STAGE = Stage(64, 256, 4, FOUR_BITS_TIME)  # 128 codes, and 16-bit inputs
 
 
 class PipelineTile(NamedTuple):
@@ -70,7 +70,7 @@ class PipelineTile(NamedTuple):
 
 
 def pipeline_tiles(
-    tokens: int, rows: int, groups: int, programs: int, stage: Stage = NUMBERS
+    tokens: int, rows: int, groups: int, programs: int, stage: Stage = NUMBER_STAGE
 ) -> Iterator[PipelineTile]:
     """Tiles worth a measurement. groups: stages of a row of the weight. programs: that run at a time."""
     few = [block for _, block in stage.times if tokens <= block <= FEWEST]
@@ -88,7 +88,7 @@ def pipeline_tiles(
 @cache
 def pipeline_tile(tokens: int, rows: int, groups: int, programs: int, *, four_bits: bool = False) -> PipelineTile:
     """The one of `pipeline_tiles` that takes the least time by measured parts."""
-    stage = FOUR_BITS if four_bits else NUMBERS
+    stage = FOUR_BIT_STAGE if four_bits else NUMBER_STAGE
 
     def time(tile: PipelineTile) -> int:
         waves = cdiv(programs_of(tile, tokens, rows), programs)

@@ -12,7 +12,7 @@ from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.quant.quant_linear_triton import codes_of
 from hybridrt.kernels.quant.quant_weight import QuantWeight
 
-ROWS, COLUMNS = 8, 512  # of a program
+HIGH, WIDE = 8, 512  # rows and columns of a program
 
 
 @jit_kernel
@@ -20,12 +20,12 @@ def _decode_weight_kernel(  # type: ignore[no-untyped-def]
     weight_ptr, out_ptr, N, scale_ptr, zero_ptr, factor_ptr, K: tl.constexpr, CODE: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid [blocks of BLOCK_K columns, blocks of BLOCK_N rows]."""
+    """Grid [blocks of BLOCK_N rows, blocks of BLOCK_K columns]."""
     PLANES: tl.constexpr = 4 if CODE == "int4" or CODE == "e2m1" else 1
     WORD: tl.constexpr = 8 if PLANES == 4 else 1  # codes of a number in memory
     LENGTH: tl.constexpr = (K + 31) // 32 * 4 if WORD == 8 else K
-    start = tl.program_id(0) * BLOCK_K
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    start = tl.program_id(1) * BLOCK_K
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(n, N - 1).to(tl.int64)
     word = start // WORD + tl.arange(0, BLOCK_K // WORD)
     tile = tl.load(weight_ptr + row[:, None] * LENGTH + word[None, :], mask=(word < LENGTH)[None, :], other=0.0)
@@ -62,8 +62,8 @@ def decode_weight_triton(weight: QuantWeight, dtype: torch.dtype) -> Tensor:
     rows, width = weight.rows, weight.width
     assert weight.data.is_contiguous()
     out = torch.empty(rows, width, dtype=dtype, device=weight.data.device)
-    _decode_weight_kernel[(cdiv(width, COLUMNS), cdiv(rows, ROWS))](
-        weight.data, out, rows, K=width, BLOCK_N=ROWS, BLOCK_K=COLUMNS, num_warps=4, **codes_of(weight),
+    _decode_weight_kernel[(cdiv(rows, HIGH), cdiv(width, WIDE))](
+        weight.data, out, rows, K=width, BLOCK_N=HIGH, BLOCK_K=WIDE, num_warps=4, **codes_of(weight),
         **pdl(out.device),
     )  # fmt: skip
     return out

@@ -15,6 +15,7 @@ from hybridrt.kernels.quant.quant_weight import QuantWeight, dequantize
 GROUP = 128
 PADDING = 16  # rows of codes: libraries take multiples
 E4M3_MAX, SMALLEST = 448.0, 1e-12
+TOKEN_WIDTH = 32768  # inputs of one token, which a program keeps in shared memory: 2 KiB for 1,024 of them
 MAX_TOKENS, FEW_TOKENS = 128, 64  # of a product; FEW_TOKENS of weights with one scale a row
 
 

@@ -9,7 +9,7 @@ from hybridrt.base.errors import ConfigError
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.launch import arrival_counters, cdiv, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, pdl
-from hybridrt.kernels.dense.pipeline_linear_triton import Codes, pipeline_linear
+from hybridrt.kernels.dense.pipeline_linear_triton import WeightCodes, pipeline_linear
 from hybridrt.kernels.dense.pipeline_tiles import (
     FEWEST,
     PipelineTile,
@@ -153,7 +153,7 @@ def fp8_linear_triton(
     if tile is not None:
         assert weight.data.is_contiguous() and x.codes.is_contiguous() and x.scale.is_contiguous()
         assert weight.scale is not None
-        codes = Codes("e4m3", weight.scale, weight.block, tokens=x.scale)
+        codes = WeightCodes("e4m3", weight.scale, weight.block, tokens=x.scale)
         pipeline_linear(x.codes, weight.data, bias, out, tile, codes=codes, activation=activation)
         return out
     if x.tokens > FEW_TOKENS:

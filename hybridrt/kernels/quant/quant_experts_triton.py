@@ -22,7 +22,6 @@ from hybridrt.kernels.quant.quant_linear_triton import FOUR_BITS, codes_of
 from hybridrt.kernels.quant.quant_weight import QuantWeight
 
 APART = 4  # experts a pair, from which on each pair has a block of its own
-SINGLE = Tile(64, 128, 4, 3)
 NARROW = 1024  # columns of 4-bit experts for which tiles of 128 are faster (benchmarks/log/experts.md)
 
 
@@ -134,7 +133,7 @@ def _launch(
 ) -> None:
     assert w.data.is_contiguous() and a.stride(1) == 1
     pairs, of_blocks, size = (None, ids, 16) if blocks is None else (blocks.pairs, blocks.experts, blocks.size)
-    tile = expert_tile(w, ids.numel(), size)
+    tile = expert_tile(w, size)
     _quant_grouped_kernel[(cdiv(out.shape[1], tile.block_n), of_blocks.numel())](
         a, w.data, bias, pairs, of_blocks, out, a.stride(0), ids.numel(), len(w.data), **codes_of(w),
         K=w.width, OUT=out.shape[1], PRECISION=dot_precision(a.dtype), BLOCK_M=size, BLOCK_N=tile.block_n,
@@ -142,10 +141,10 @@ def _launch(
     )  # fmt: skip
 
 
-def expert_tile(w: QuantWeight, pairs: int, size: int) -> Tile:
+def expert_tile(w: QuantWeight, size: int) -> Tile:
     """Rows and columns of an expert's weight that a program multiplies with `size` pairs."""
-    apart, few = pairs * APART <= len(w.data), size == 16
-    tile = SINGLE if apart else Tile(64, 128, 4, 3) if few else Tile(128, 128, 8, 3)
+    few = size == 16
+    tile = Tile(64, 128, 4, 3) if few else Tile(128, 128, 8, 3)
     if few and w.code in FOUR_BITS and w.width > NARROW:
         tile = replace(tile, block_k=256)
     return replace(tile, block_k=max(64, min(tile.block_k, next_power_of_2(w.width))))

@@ -11,11 +11,11 @@ from hybridrt.kernels.core.launch import cdiv, next_power_of_2
 from hybridrt.kernels.dense.pipeline_tiles import PipelineTile, pipeline_tile, takes_rows
 from hybridrt.kernels.dense.skinny_linear import Activation, InputNorm, activated_width
 from hybridrt.kernels.dense.skinny_linear_triton import MULTIPROCESSORS, Stored, Tile, matmul_tile, normed, product
+from hybridrt.kernels.quant.fp8_linear import TOKEN_WIDTH
 from hybridrt.kernels.quant.quant_linear import GROUP, by_pipeline, decodes_in_registers
 from hybridrt.kernels.quant.quant_weight import QuantWeight
 
 FOUR_BITS = ("int4", "e2m1")
-TOKEN_WIDTH = 32768  # of a weight that tensor cores multiply with one token: its inputs are in shared memory
 NARROWEST = 8  # tokens of a tile
 
 
@@ -55,7 +55,7 @@ def _by_pipeline(
     activation: Activation | None, out: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """One launch, and one for a norm; one more for inputs that the tensor memory accelerator cannot read."""
-    from hybridrt.kernels.dense.pipeline_linear_triton import Codes, pipeline_linear
+    from hybridrt.kernels.dense.pipeline_linear_triton import WeightCodes, pipeline_linear
 
     tile = four_bit_tile(x.shape[0], weight, multiprocessors(weight.data.device))
     x, total = normed(x, norm)
@@ -66,7 +66,7 @@ def _by_pipeline(
     if out is None:
         out = x.new_empty(x.shape[0], activated_width(weight.rows, activation))
     assert weight.code == "int4" or weight.code == "e2m1"
-    codes = Codes(weight.code, weight.scale, weight.block, weight.zero, weight.factor)
+    codes = WeightCodes(weight.code, weight.scale, weight.block, weight.zero, weight.factor)
     pipeline_linear(x, weight.data, bias, out, tile, tail=tail, codes=codes, activation=activation)
     return out, total
 

@@ -95,7 +95,7 @@ def pack_planes(codes: Tensor, code: Code) -> Tensor:
     have code 0."""
     runs = F.pad(codes, (0, -codes.shape[-1] % RUN)).unflatten(-1, (-1, PLANES, RUN // PLANES))
     words = torch.zeros(runs[..., 0, :].shape, dtype=torch.int32, device=codes.device)
-    for plane, table in enumerate(_words_of(code, codes.device)):
+    for plane, table in enumerate(_words_of(code).to(codes.device)):
         own = runs[..., plane, :]
         words |= table.index_select(0, own.flatten().int()).view(own.shape)
     pairs = words[..., 0::2] | (words[..., 1::2] << 16)
@@ -103,10 +103,10 @@ def pack_planes(codes: Tensor, code: Code) -> Tensor:
 
 
 @cache
-def _words_of(code: Code, device: torch.device) -> Tensor:
+def _words_of(code: Code) -> Tensor:
     """int32 [PLANES, 16]: each code's bits of a word, by plane."""
     words = [[sum((c >> i & 1) << bit for i, bit in enumerate(bits)) for c in range(16)] for bits in BITS[code]]
-    return torch.tensor(words, dtype=torch.int32, device=device)
+    return torch.tensor(words, dtype=torch.int32, device="cpu")
 
 
 def unpack_planes(words: Tensor, code: Code, width: int) -> Tensor:

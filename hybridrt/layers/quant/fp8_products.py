@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hybridrt.base.device import capability
 from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation
-from hybridrt.kernels.quant.fp8_linear import FEW_TOKENS, GROUP, MAX_TOKENS, TokenCodes, fp8_linear
+from hybridrt.kernels.quant.fp8_linear import FEW_TOKENS, GROUP, MAX_TOKENS, TOKEN_WIDTH, TokenCodes, fp8_linear
 from hybridrt.kernels.quant.quant_weight import QuantWeight
 
 MULTIPLE = 128  # of rows: cuBLAS takes multiples of 16, torch checks scales as if blocks were whole
@@ -21,7 +21,6 @@ SCALES_OF = 4  # rows of scales are padded to a multiple
 # steps were not.
 NEARLY_ALL = 113
 FEW_ROWS, MANY_ROWS = 4096, 16384
-TOKEN_WIDTH = 65536  # inputs of one token, which a program keeps in shared memory: 2 KiB for 1,024 of them
 
 
 class Fp8Product(NamedTuple):

@@ -139,7 +139,7 @@ class QuantMethod(LinearMethod):
 
     experts = QuantExperts
     kernel: QuantWeight | None = None
-    most_tokens = 0  # of a product without decoding the weight first
+    kernel_tokens = 0  # of a product without decoding the weight first, at most
 
     def __init__(
         self, out_features: int, in_features: int, build: Build, scheme: Scheme = PLAIN, parts: Sequence[int] = ()
@@ -150,7 +150,7 @@ class QuantMethod(LinearMethod):
     def finish(self) -> None:
         if self.on_gpu:
             self.kernel = finished(self.weight)
-            self.most_tokens = 0 if self.kernel is None else most_tokens(self.kernel, self.dtype)
+            self.kernel_tokens = 0 if self.kernel is None else most_tokens(self.kernel, self.dtype)
         elif not self.looks_up:
             repack(self.weight, self.dtype)
 
@@ -169,7 +169,7 @@ class QuantMethod(LinearMethod):
     def apply(
         self, x: Tensor, bias: Tensor | None, activation: Activation | None = None, tail: Tensor | None = None
     ) -> Tensor:
-        if self.kernel is not None and x.shape[0] <= self.most_tokens:
+        if self.kernel is not None and x.shape[0] <= self.kernel_tokens:
             return quant_linear(x, self.kernel, bias, tail=tail, activation=activation)[0]
         x = x if tail is None else side_by_side(x, tail)
         if self.kernel is not None:
@@ -178,14 +178,14 @@ class QuantMethod(LinearMethod):
         return y if activation is None else ACTIVATIONS[activation](y)
 
     def fuses_activation(self, tokens: int, activation: Activation) -> bool:
-        return tokens <= self.most_tokens
+        return tokens <= self.kernel_tokens
 
     def apply_normed(
         self, norm: "RMSNorm", x: Hidden, residual: Tensor | None, bias: Tensor | None,
         activation: Activation | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         x = summed(x)
-        if self.kernel is None or x.shape[0] > self.most_tokens:
+        if self.kernel is None or x.shape[0] > self.kernel_tokens:
             return super().apply_normed(norm, x, residual, bias, activation)
         input_norm = InputNorm(norm.weight, norm.eps, residual)
         y, total = quant_linear(x, self.kernel, bias, norm=input_norm, activation=activation)
