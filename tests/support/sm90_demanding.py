@@ -33,7 +33,8 @@ def demanding() -> Cases:
 
 
 def _tokens(case: tuple[str, dict[str, object]]) -> int:
-    return len(case[1]["x"])  # type: ignore[arg-type]
+    x = case[1].get("x")  # none of a weight that is decoded
+    return 0 if x is None else len(x)  # type: ignore[arg-type]
 
 
 def _has_e4m3(case: tuple[str, dict[str, object]]) -> bool:

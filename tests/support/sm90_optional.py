@@ -178,8 +178,14 @@ def others() -> Iterator[tuple[str, Args, Args]]:
             linear = {"x": meta(tokens, 64), "weight": empty_weight(name, 32, 64), "bias": None}
             normed = {"norm_weight": f32(64), "residual": meta(tokens, 64), "activation": "silu_and_mul"}
             yield "quant_linear", linear, {"bias": meta(32)} | normed
+        yield "decode_weight", {"weight": empty_weight(name, 33, 96), "dtype": torch.bfloat16}, {}
         picks = {"ids": int32(2, 2), "weights": f32(2, 2), "x": meta(2, 64)}
         yield "quant_experts", picks | experts, biases | {"limit": 4.0, "alpha": 1.7}
+    for name in ("int4 zeros", "nvfp4", "mxfp4"):  # wide enough to be decoded in registers
+        for tokens in (1, 3):
+            linear = {"x": meta(tokens, 256), "weight": empty_weight(name, 64, 256), "bias": None}
+            normed = {"norm_weight": f32(256), "residual": meta(tokens, 256), "activation": "silu_and_mul"}
+            yield "quant_linear", linear, {"bias": meta(64)} | normed
     for name, group in (("fp8 blocks", 128), ("fp8 rows", 256)):
         tokens = {"x": meta(3, 256), "group": group}
         yield "quantize_tokens", tokens, {"norm_weight": f32(256), "residual": meta(3, 256)}
