@@ -12,6 +12,7 @@ from hybridrt.base.device import multiprocessors
 from hybridrt.kernels.dense.pipeline_linear_triton import WeightCodes, pipeline_linear
 from hybridrt.kernels.dense.pipeline_tiles import (
     FOUR_BIT_STAGE,
+    GROUP,
     ROW_BYTES,
     PipelineTile,
     has_pipeline,
@@ -19,7 +20,7 @@ from hybridrt.kernels.dense.pipeline_tiles import (
 )
 from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation, skinny_linear
 from hybridrt.kernels.dense.skinny_linear_triton import TILES, TiledProduct, padded_tokens
-from hybridrt.kernels.quant.quant_linear import GROUP, by_pipeline
+from hybridrt.kernels.quant.quant_linear import by_pipeline
 from hybridrt.kernels.quant.quant_weight import dequantize
 from tests.gpu.rig import DEVICE, GPU
 from tests.support.quant_weights import FOUR_BITS, four_bit_weight

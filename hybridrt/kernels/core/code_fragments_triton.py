@@ -12,6 +12,8 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from hybridrt.kernels.core.codes_triton import E4M3_SCALES, scaled_e2m1
+
 
 @triton.constexpr_function
 def runs_by_thread(rows, warps):  # type: ignore[no-untyped-def]
@@ -53,18 +55,20 @@ def _pair(words, zeros, PLANE: gl.constexpr, dtype: gl.constexpr):  # type: igno
         both = gl.inline_asm_elementwise(
             "lop3.b32 $0, $1, 0x000F000F, $2, 0xEA;", "=r,r,r", [shifted, MAGIC], dtype=gl.int32, is_pure=True, pack=1
         )
-    elif dtype == gl.bfloat16:
-        both = gl.inline_asm_elementwise(
-            "{ .reg .b32 t; lop3.b32 t, $1, 0x000F000F, $2, 0xEA; sub.rn.bf16x2 $0, t, $3; }", "=r,r,r,r",
-            [shifted, MAGIC, zeros], dtype=gl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
     else:
+        KIND: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
         both = gl.inline_asm_elementwise(
-            "{ .reg .b32 t; lop3.b32 t, $1, 0x000F000F, $2, 0xEA; sub.rn.f16x2 $0, t, $3; }", "=r,r,r,r",
+            "{ .reg .b32 t; lop3.b32 t, $1, 0x000F000F, $2, 0xEA; sub.rn." + KIND + " $0, t, $3; }", "=r,r,r,r",
             [shifted, MAGIC, zeros], dtype=gl.int32, is_pure=True, pack=1,
         )  # fmt: skip
-    low = (both & 0xFFFF).to(gl.uint16).to(dtype, bitcast=True)
-    high = ((both >> 16) & 0xFFFF).to(gl.uint16).to(dtype, bitcast=True)
+    return _two_numbers(both, dtype)
+
+
+@gluon.jit
+def _two_numbers(words, dtype: gl.constexpr):  # type: ignore[no-untyped-def]
+    """[..., 2]: the halves of int32 words."""
+    low = (words & 0xFFFF).to(gl.uint16).to(dtype, bitcast=True)
+    high = ((words >> 16) & 0xFFFF).to(gl.uint16).to(dtype, bitcast=True)
     return gl.join(low, high)
 
 
@@ -96,34 +100,17 @@ def _scale_pair(scale, HALF: gl.constexpr):  # type: ignore[no-untyped-def]
     if scale.dtype == gl.uint8:
         pair = gl.where(scale == 0, 0x00400040, scale.to(gl.int32) * 0x00800080)
     else:
-        # 4 bits of exponent in the place of 8: 2^-120 times the scale. 0x7B80 is 2^120.
+        # 4 bits of exponent in the place of 8: 2^-120 times the scale.
         pair = ((scale.to(gl.int32) >> (8 * HALF)) & 0x7F) * 0x00100010
-        pair = gl.inline_asm_elementwise(
-            "{ .reg .b32 a, z; mov.b32 a, 0x7B807B80; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, a, z; }", "=r,r",
-            [pair], dtype=gl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
+        pair = gl.inline_asm_elementwise(E4M3_SCALES, "=r,r", [pair], dtype=gl.int32, is_pure=True, pack=1)
     return gl.expand_dims(pair, 2)
 
 
 @gluon.jit
 def _e2m1_pair(words, scale, PLANE: gl.constexpr):  # type: ignore[no-untyped-def]
     """A plane's two numbers of each word, times its scale, bfloat16 [..., 2]."""
-    BITS: gl.constexpr = (
-        "and.b32 a, $1, 0x81C081C0;" if PLANE == 0
-        else "shl.b32 a, $1, 3; and.b32 a, a, 0x81C081C0;" if PLANE == 1
-        else "shl.b32 a, $1, 6; and.b32 a, a, 0x81C081C0;" if PLANE == 2
-        else """shl.b32 a, $1, 1; and.b32 a, a, 0x80008000; shr.u32 b, $1, 3; lop3.b32 a, b, 0x01800180, a, 0xEA;
-            shr.u32 b, $1, 7; lop3.b32 a, b, 0x00400040, a, 0xEA;"""
-    )  # fmt: skip
-    # 0x7E80 is 2^126. A product plus -0 is the same number.
-    both = gl.inline_asm_elementwise(
-        "{ .reg .b32 a, b, z; " + BITS + " mov.b32 b, 0x7E807E80; mov.b32 z, 0x80008000;"
-        " fma.rn.bf16x2 a, a, b, z; fma.rn.bf16x2 $0, a, $2, z; }",
-        "=r,r,r", [words, scale], dtype=gl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
-    low = (both & 0xFFFF).to(gl.uint16).to(gl.bfloat16, bitcast=True)
-    high = ((both >> 16) & 0xFFFF).to(gl.uint16).to(gl.bfloat16, bitcast=True)
-    return gl.join(low, high)
+    both = gl.inline_asm_elementwise(scaled_e2m1(PLANE), "=r,r,r", [words, scale], dtype=gl.int32, is_pure=True, pack=1)
+    return _two_numbers(both, gl.bfloat16)
 
 
 @gluon.jit

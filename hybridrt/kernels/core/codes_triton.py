@@ -8,6 +8,28 @@ columns: 8 of each run of 32.
 import triton
 import triton.language as tl
 
+# Assembler for pairs of bfloat16, which Gluon functions share. A product plus -0 is the same number.
+# Scales of e4m3 as bits of bfloat16, 2^-120 times the scale: times 2^120, 0x7B80.
+E4M3_SCALES = tl.constexpr(
+    "{.reg .b32 a, z; mov.b32 a, 0x7B807B80; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, a, z;}"
+)
+
+
+@triton.constexpr_function
+def scaled_e2m1(plane):  # type: ignore[no-untyped-def]
+    """A plane's pairs of the words $1 times pairs of scales $2. 0x7E80 is 2^126. A product of pairs needs sm_90."""
+    bits = (
+        "and.b32 a, $1, 0x81C081C0;",
+        "shl.b32 a, $1, 3; and.b32 a, a, 0x81C081C0;",
+        "shl.b32 a, $1, 6; and.b32 a, a, 0x81C081C0;",
+        """shl.b32 a, $1, 1; and.b32 a, a, 0x80008000; shr.u32 b, $1, 3; lop3.b32 a, b, 0x01800180, a, 0xEA;
+            shr.u32 b, $1, 7; lop3.b32 a, b, 0x00400040, a, 0xEA;""",
+    )
+    return (
+        "{.reg .b32 a, b, z; " + bits[plane] + " mov.b32 b, 0x7E807E80; mov.b32 z, 0x80008000;"
+        " fma.rn.bf16x2 a, a, b, z; fma.rn.bf16x2 $0, a, $2, z;}"
+    )
+
 
 @triton.jit
 def decode(tile, PLANE: tl.constexpr, CODE: tl.constexpr, DTYPE: tl.constexpr, RAW: tl.constexpr = False):  # type: ignore[no-untyped-def]
@@ -174,7 +196,7 @@ def _scale_pairs(scale):  # type: ignore[no-untyped-def]
         # 4 bits of exponent in the place of 8: 2^-120 times the scale. 0x7B80 is 2^120.
         pair = (scale.to(tl.uint8, bitcast=True).to(tl.int32) & 0x7F) * 0x00100010
         pair = tl.inline_asm_elementwise(
-            "{.reg .b32 a, z; mov.b32 a, 0x7B807B80; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, a, z;}",
+            E4M3_SCALES,
             "=r,r",
             [pair],
             dtype=tl.int32,
@@ -189,19 +211,7 @@ def _scale_pairs(scale):  # type: ignore[no-untyped-def]
 @triton.jit
 def _scaled_e2m1(tile, scale, PLANE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Pairs of a plane times pairs of scales. In assembler: LLVM would take the pairs apart."""
-    bits: tl.constexpr = (
-        "and.b32 a, $1, 0x81C081C0;" if PLANE == 0
-        else "shl.b32 a, $1, 3; and.b32 a, a, 0x81C081C0;" if PLANE == 1
-        else "shl.b32 a, $1, 6; and.b32 a, a, 0x81C081C0;" if PLANE == 2
-        else """shl.b32 a, $1, 1; and.b32 a, a, 0x80008000; shr.u32 b, $1, 3; lop3.b32 a, b, 0x01800180, a, 0xEA;
-            shr.u32 b, $1, 7; lop3.b32 a, b, 0x00400040, a, 0xEA;"""
-    )  # fmt: skip
-    # 0x7E80 is 2^126. A product of pairs needs sm_90; a product plus -0 is the same number.
-    return tl.inline_asm_elementwise(
-        "{.reg .b32 a, b, z; " + bits + " mov.b32 b, 0x7E807E80; mov.b32 z, 0x80008000;"
-        " fma.rn.bf16x2 a, a, b, z; fma.rn.bf16x2 $0, a, $2, z;}",
-        "=r,r,r", [tile, scale], dtype=tl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
+    return tl.inline_asm_elementwise(scaled_e2m1(PLANE), "=r,r,r", [tile, scale], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit

@@ -36,13 +36,13 @@ from hybridrt.kernels.core.code_fragments_triton import (
 from hybridrt.kernels.core.gluon_kernel_triton import gluon_kernel, join_threads
 from hybridrt.kernels.core.launch import arrival_counters, cdiv
 from hybridrt.kernels.core.pdl_triton import pdl
-from hybridrt.kernels.dense.pipeline_tiles import ROW_BYTES, UNIT, PipelineTile
+from hybridrt.kernels.dense.pipeline_tiles import GROUP, ROW_BYTES, UNIT, PipelineTile
 from hybridrt.kernels.dense.skinny_linear import Activation
 
 # Registers of a thread of other warpgroups than the first, by their number. The first has what is left.
 REGISTERS = {2: 208, 3: 152}
 LOADER_REGISTERS = 40
-GROUP, WORD = 128, 8  # 4 bits: columns of a stage, and of an int32
+WORD = 8  # 4-bit codes of an int32
 SCALES = gl.NVMMASharedLayout(0, 32, rank=1)  # in shared memory
 
 # Triton 3.6 has other names for two functions.

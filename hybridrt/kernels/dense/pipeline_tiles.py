@@ -10,6 +10,7 @@ from torch import Tensor
 from hybridrt.base.device import capability
 from hybridrt.kernels.core.launch import cdiv
 
+GROUP = 128  # columns of a stage, if the weight has codes
 UNIT = 64  # rows of the weight that a warpgroup multiplies
 ROW_BYTES = 128  # bytes of a row in a stage: a group of columns
 ALIGNMENT = 16  # bytes: of addresses and of the distances of rows, for the tensor memory accelerator

@@ -7,14 +7,13 @@ from torch import Tensor
 
 from hybridrt.base.errors import ConfigError
 from hybridrt.kernels.core.operation import By, operation
-from hybridrt.kernels.dense.pipeline_tiles import has_pipeline
+from hybridrt.kernels.dense.pipeline_tiles import GROUP, has_pipeline
 from hybridrt.kernels.dense.skinny_linear import Activation, InputNorm, check_one_tensor, skinny_linear
 from hybridrt.kernels.quant.quant_weight import QuantWeight, dequantize
 
 MAX_TOKENS = 128
 # Of 4-bit codes that kernels decode in registers, where the kernel with roles of warps runs: more were not tried.
 FOUR_BIT_TOKENS = 512
-GROUP = 128  # int4: columns that one scale may be for, or a multiple
 
 
 def _check(

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from hybridrt.base.device import capability, multiprocessors
 from hybridrt.kernels.core.launch import cdiv, next_power_of_2
-from hybridrt.kernels.dense.pipeline_tiles import PipelineTile, pipeline_tile, takes_rows
+from hybridrt.kernels.dense.pipeline_tiles import GROUP, PipelineTile, pipeline_tile, takes_rows
 from hybridrt.kernels.dense.skinny_linear import Activation, InputNorm, activated_width
 from hybridrt.kernels.dense.skinny_linear_triton import MULTIPROCESSORS, Stored, Tile, matmul_tile, normed, product
 from hybridrt.kernels.quant.fp8_linear import TOKEN_WIDTH
-from hybridrt.kernels.quant.quant_linear import GROUP, by_pipeline, decodes_in_registers
+from hybridrt.kernels.quant.quant_linear import by_pipeline, decodes_in_registers
 from hybridrt.kernels.quant.quant_weight import QuantWeight
 
 FOUR_BITS = ("int4", "e2m1")
