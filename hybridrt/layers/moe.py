@@ -9,6 +9,7 @@ from torch import nn
 
 from hybridrt.base.errors import ConfigError
 from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.base.quantization import PLAIN
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.dense.moe import (
     ExpertShare,
@@ -142,8 +143,9 @@ class Experts(nn.Module):
     Args:
         activation: "silu": SwiGLU, with the gate's rows before those of up. "relu2": squared ReLU.
         shared_size: intermediate size of an MLP for every token. It is stored as `num_shared`
-            experts E, E + 1, ... of size I, the last one padded with zeros; with
-            `Build.shared_apart`, `shared` is that MLP.
+            experts E, E + 1, ... of size I, the last one padded with zeros. `shared` is that MLP
+            instead if ranks hold whole experts, or if the checkpoint is quantised and does not store
+            it as it does an expert.
         scales: multipliers of the outputs of experts and of that MLP, applied to weights.
         limit, alpha: of SwiGLU, as in ExpertStack.
         bias: all matrices of routed experts have biases.
@@ -174,7 +176,9 @@ class Experts(nn.Module):
         self.local = self.cut.divide("channels of an expert", intermediate_size)
         self.shared_size, self.num_shared = shared_size, -(-shared_size // intermediate_size)
         self.shared: MLP | None = None
-        if build.shared_apart and shared_size:
+        if build.shared_apart and shared_size and not (
+            shared_size == intermediate_size and _shared_alike(build, name, self.matrices)
+        ):
             form: Activation = "silu_and_mul" if activation == "silu" else "relu2"
             scale = (1.0, scales[1])
             self.num_shared = 0
@@ -265,6 +269,16 @@ class Experts(nn.Module):
 
         name, down = f"{self.name}.shared", (lambda t: by_expert(t.t()).transpose(1, 2))
         return self._targets(key, name, self.held, self.num_shared, by_expert, down)
+
+
+def _shared_alike(build: Build, name: str, matrices: Sequence[str]) -> bool:
+    """Whether a quantised checkpoint stores a shared expert as it does the routed ones of layer `name`."""
+    if build.expert_parallel:
+        return False
+    shared = f"{name}.shared.{'_'.join(matrices)}"
+    parts = {f"{shared}.{matrix}": matrix for matrix in matrices} | {f"{name}.shared.down.x": "down"}
+    schemes = [(build.scheme(part), build.scheme(f"{name}.0.{matrix}")) for part, matrix in parts.items()]
+    return all(own == routed != PLAIN for own, routed in schemes)
 
 
 def divide_experts(count: int, ranks: int, replicas: int) -> int:

@@ -30,8 +30,8 @@ class Build:
     Attributes:
         scheme: "layer.segment" -> how the checkpoint stores that part of the layer's weight. Parts
             of experts are "layer.expert.matrix".
-        quantised: the checkpoint is quantised. Shared experts are then apart from routed ones, which
-            may be stored otherwise.
+        quantised: the checkpoint is quantised. Shared experts are then apart from routed ones that
+            are stored otherwise.
         expert_parallel: each rank holds whole routed experts, instead of a part of each.
         kv_codes: dtype of the KV cache's codes; None: it holds plain numbers in `dtype`.
     """
@@ -51,7 +51,7 @@ class Build:
 
     @property
     def shared_apart(self) -> bool:
-        """Whether shared experts are no experts of the routed ones' stack."""
+        """Whether shared experts may be no experts of the routed ones' stack."""
         return self.quantised or self.expert_parallel
 
 

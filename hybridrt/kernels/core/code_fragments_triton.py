@@ -5,14 +5,23 @@ next one. Two codes of a plane become two numbers in a few instructions.
 
 int4: in bfloat16, 128 with a code in its last bits is 128 + code, exactly, and so is 1024 in float16.
 
-e2m1: in bfloat16, its bits in their places are 2^-126 times the number. The number times a scale of fp4 is exact.
+e2m1: in bfloat16, its bits in their places are 2^-126 times the number. They are multiplied with 2^63 times the scale,
+which is exact for those of fp4, and sums of their products with `E2M1_FACTOR`. An MXFP4 scale below 2^-63 counts as zero,
+and one above 2^64 as infinity.
 """
 
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from hybridrt.kernels.core.codes_triton import E4M3_SCALES, scaled_e2m1
+from hybridrt.kernels.core.codes_triton import scaled_e2m1
+
+E2M1_FACTOR = gl.constexpr(2.0**63)
+# 2^-120 times scales of e4m3, in bfloat16, to 2^63 times them: 0x7B80 is 2^120, 0x5F00 is 2^63.
+_UP = gl.constexpr(
+    "{ .reg .b32 a, b, z; mov.b32 a, 0x7B807B80; mov.b32 b, 0x5F005F00; mov.b32 z, 0x80008000;"
+    " fma.rn.bf16x2 a, $1, a, z; fma.rn.bf16x2 $0, a, b, z; }"
+)
 
 
 @triton.constexpr_function
@@ -22,6 +31,17 @@ def runs_by_thread(rows, warps):  # type: ignore[no-untyped-def]
     of_warps = [[16 << i, 0] for i in range(warps.bit_length() - 1)]
     return gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [8, 0], *repeats], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], of_warps, [], [rows, 16]
+    )
+
+
+@triton.constexpr_function
+def bytes_by_thread(rows, warps):  # type: ignore[no-untyped-def]
+    """Of words [rows, 32], 4 codes of 8 bits each: a thread has 16 bytes of each half of a row, and rows as `mma_v2`
+    reads them with a width of 16."""
+    repeats = [[16 * warps << i, 0] for i in range((rows // (16 * warps)).bit_length() - 1)]
+    of_warps = [[16 << i, 0] for i in range(warps.bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0], [0, 16], *repeats], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], of_warps, [], [rows, 32]
     )
 
 
@@ -96,20 +116,22 @@ def load_e2m1_scales(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _scale_pair(scale, HALF: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Scales of a half of the planes, each twice in an int32 as bfloat16 [M, 4, 1]."""
+    """2^63 times the scales of a half of the planes, each twice in an int32 as bfloat16 [M, 4, 1]."""
     if scale.dtype == gl.uint8:
-        pair = gl.where(scale == 0, 0x00400040, scale.to(gl.int32) * 0x00800080)
+        pair = gl.minimum(scale.to(gl.int32) + 63, 255) * 0x00800080
     else:
         # 4 bits of exponent in the place of 8: 2^-120 times the scale.
         pair = ((scale.to(gl.int32) >> (8 * HALF)) & 0x7F) * 0x00100010
-        pair = gl.inline_asm_elementwise(E4M3_SCALES, "=r,r", [pair], dtype=gl.int32, is_pure=True, pack=1)
+        pair = gl.inline_asm_elementwise(_UP, "=r,r", [pair], dtype=gl.int32, is_pure=True, pack=1)
     return gl.expand_dims(pair, 2)
 
 
 @gluon.jit
 def _e2m1_pair(words, scale, PLANE: gl.constexpr):  # type: ignore[no-untyped-def]
-    """A plane's two numbers of each word, times its scale, bfloat16 [..., 2]."""
-    both = gl.inline_asm_elementwise(scaled_e2m1(PLANE), "=r,r,r", [words, scale], dtype=gl.int32, is_pure=True, pack=1)
+    """A plane's two numbers of each word, times its scale, divided by E2M1_FACTOR, bfloat16 [..., 2]."""
+    both = gl.inline_asm_elementwise(
+        scaled_e2m1(PLANE, True), "=r,r,r", [words, scale], dtype=gl.int32, is_pure=True, pack=1
+    )
     return _two_numbers(both, gl.bfloat16)
 
 
@@ -132,7 +154,7 @@ def numbers_by_run(words, M: gl.constexpr, left: gl.constexpr):  # type: ignore[
 
 @gluon.jit
 def e2m1_by_run(words, scale, M: gl.constexpr, layout: gl.constexpr, left: gl.constexpr):  # type: ignore[no-untyped-def]
-    """`numbers_by_run` of e2m1 times bytes of `load_e2m1_scales`."""
+    """`numbers_by_run` of e2m1 times bytes of `load_e2m1_scales`, divided by E2M1_FACTOR."""
     return _by_run(_e2m1_planes(words, scale, M, layout), M, left)
 
 
@@ -140,6 +162,37 @@ def e2m1_by_run(words, scale, M: gl.constexpr, layout: gl.constexpr, left: gl.co
 def _by_run(planes, M: gl.constexpr, left: gl.constexpr):  # type: ignore[no-untyped-def]
     found = gl.reshape(gl.permute(planes, (0, 2, 5, 4, 1, 3)), [M, 128])
     return gl.convert_layout(found, left, assert_trivial=True)
+
+
+@gluon.jit
+def e4m3_in_order(words, M: gl.constexpr, left: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Codes in float16 [M, 128], of words with `bytes_by_thread`, in layout `left`."""
+    # Triton keeps each code that a loop carries in a register of its own, so these are words until here.
+    low = gl.inline_asm_elementwise(
+        "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.rn.f16x2.e4m3x2 $0, l; }", "=r,r", [words], dtype=gl.int32,
+        is_pure=True, pack=1,
+    )  # fmt: skip
+    high = gl.inline_asm_elementwise(
+        "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.rn.f16x2.e4m3x2 $0, h; }", "=r,r", [words], dtype=gl.int32,
+        is_pure=True, pack=1,
+    )  # fmt: skip
+    found = gl.reshape(_two_numbers(gl.join(low, high), gl.float16), [M, 128])
+    return gl.convert_layout(found, left, assert_trivial=True)
+
+
+@gluon.jit
+def fragments(tile, scale, CODE: gl.constexpr, M: gl.constexpr, loads: gl.constexpr, left: gl.constexpr):  # type: ignore[no-untyped-def]
+    """[M, 128] as tensor cores read them, those of 4 bits in the order of `columns_by_run`. int4: 128 + codes. e2m1:
+    times their scales, divided by E2M1_FACTOR. e4m3: in float16, of words or of codes."""
+    if CODE == "int4":
+        numbers = numbers_by_run(tile, M, left)
+    elif CODE == "e2m1":
+        numbers = e2m1_by_run(tile, scale, M, loads, left)
+    elif tile.dtype == gl.int32:
+        numbers = e4m3_in_order(tile, M, left)
+    else:
+        numbers = tile.to(gl.float16)
+    return numbers
 
 
 @gluon.jit
@@ -165,7 +218,7 @@ def numbers_in_order(words, zero, dtype: gl.constexpr, left: gl.constexpr):  # t
 
 @gluon.jit
 def e2m1_in_order(words, scale, layout: gl.constexpr, left: gl.constexpr):  # type: ignore[no-untyped-def]
-    """`numbers_in_order` of e2m1 times bytes of `load_e2m1_scales`."""
+    """`numbers_in_order` of e2m1 times bytes of `load_e2m1_scales`, divided by E2M1_FACTOR."""
     return _in_order(_e2m1_planes(words, scale, 64, layout), left)
 
 

@@ -16,8 +16,9 @@ E4M3_SCALES = tl.constexpr(
 
 
 @triton.constexpr_function
-def scaled_e2m1(plane):  # type: ignore[no-untyped-def]
-    """A plane's pairs of the words $1 times pairs of scales $2. 0x7E80 is 2^126. A product of pairs needs sm_90."""
+def scaled_e2m1(plane, raw=False):  # type: ignore[no-untyped-def]
+    """A plane's pairs of the words $1 times pairs of scales $2; `raw`: divided by 2^126. 0x7E80 is 2^126. A product of
+    pairs needs sm_90."""
     bits = (
         "and.b32 a, $1, 0x81C081C0;",
         "shl.b32 a, $1, 3; and.b32 a, a, 0x81C081C0;",
@@ -25,10 +26,8 @@ def scaled_e2m1(plane):  # type: ignore[no-untyped-def]
         """shl.b32 a, $1, 1; and.b32 a, a, 0x80008000; shr.u32 b, $1, 3; lop3.b32 a, b, 0x01800180, a, 0xEA;
             shr.u32 b, $1, 7; lop3.b32 a, b, 0x00400040, a, 0xEA;""",
     )
-    return (
-        "{.reg .b32 a, b, z; " + bits[plane] + " mov.b32 b, 0x7E807E80; mov.b32 z, 0x80008000;"
-        " fma.rn.bf16x2 a, a, b, z; fma.rn.bf16x2 $0, a, $2, z;}"
-    )
+    up = "" if raw else "mov.b32 b, 0x7E807E80; fma.rn.bf16x2 a, a, b, z;"
+    return f"{{.reg .b32 a, b, z; {bits[plane]} mov.b32 z, 0x80008000; {up} fma.rn.bf16x2 $0, a, $2, z;}}"
 
 
 @triton.jit

@@ -11,7 +11,9 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 
 from hybridrt.kernels.core.jit_kernel_triton import JitKernel
 
-join_threads = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # Triton 3.6 has the first
+# Triton 3.6 has other names for both.
+join_threads = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 
 class GluonKernel(JitKernel, GluonJITFunction[Any]):

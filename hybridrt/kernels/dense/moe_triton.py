@@ -284,10 +284,11 @@ class Blocks:
     size: int
 
 
-def lay_out(ids: Tensor, experts: int) -> Blocks:
-    """Orders pairs by expert, then by number. Shapes depend on argument shapes alone."""
+def lay_out(ids: Tensor, experts: int, smallest: int = 16) -> Blocks:
+    """Orders pairs by expert, then by number. Shapes depend on argument shapes alone. smallest: pairs of a block where
+    nearly all experts have fewer; 8 or 16."""
     pairs = ids.numel()
-    size = 16 if pairs <= 16 * experts else 64
+    size = smallest if pairs <= 4 * experts else 16 if few_each(pairs, experts) else 64
     blocks = min(pairs, pairs // size + experts)
     if pairs > COMPARED_PAIRS:
         return _sorted_blocks(ids.flatten(), experts, size, blocks)
@@ -298,6 +299,11 @@ def lay_out(ids: Tensor, experts: int) -> Blocks:
     _rank_kernel[grid](ids, ranks, pairs, **tile, **pdl(ids.device))
     _place_kernel[grid](ids, ranks, layout, block_expert, pairs, blocks, experts, SIZE=size, **tile, **pdl(ids.device))
     return Blocks(layout, block_expert, size)
+
+
+def few_each(pairs: int, experts: int) -> bool:
+    """Whether blocks are small."""
+    return pairs <= 16 * experts
 
 
 def _sorted_blocks(ids: Tensor, experts: int, size: int, blocks: int) -> Blocks:

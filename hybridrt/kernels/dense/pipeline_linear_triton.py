@@ -27,13 +27,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from hybridrt.kernels.core.code_fragments_triton import (
+    E2M1_FACTOR,
     e2m1_in_order,
     load_e2m1_scales,
     numbers_in_order,
     of_runs,
     words_by_thread,
 )
-from hybridrt.kernels.core.gluon_kernel_triton import gluon_kernel, join_threads
+from hybridrt.kernels.core.gluon_kernel_triton import gluon_kernel, join_threads, reinterpret
 from hybridrt.kernels.core.launch import arrival_counters, cdiv
 from hybridrt.kernels.core.pdl_triton import pdl
 from hybridrt.kernels.dense.pipeline_tiles import GROUP, ROW_BYTES, UNIT, PipelineTile
@@ -45,9 +46,8 @@ LOADER_REGISTERS = 40
 WORD = 8  # 4-bit codes of an int32
 SCALES = gl.NVMMASharedLayout(0, 32, rank=1)  # in shared memory
 
-# Triton 3.6 has other names for two functions.
+# Triton 3.6 has another name.
 _copy_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-_reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 
 class WeightCodes(NamedTuple):
@@ -271,6 +271,7 @@ def _products(  # type: ignore[no-untyped-def]
             scale = load_e2m1_scales(scale_ptr, own, group + gl.minimum(g + 1, groups - 1), K, SPAN, 64, words)
             acc, numbers = warpgroup_mma_wait(0, deps=[acc, numbers])
             mbarrier.arrive(empty.index(stage), count=1)
+        acc *= E2M1_FACTOR
     else:
         scales = _cells(scale_ptr, row, first, N, K // 128, ROWS)
         scale = gl.load(scales)
@@ -346,7 +347,7 @@ def _multiply(  # type: ignore[no-untyped-def]
         # All numbers of these rows were multiplied: sums take their memory, that of 32 tokens is 8 KiB.
         FIT: gl.constexpr = STAGES * w_buffer.shape[2] * (w_buffer.dtype.primitive_bitwidth // 8) // (4 * WIDE)
         gl.static_assert(FIT > 0)
-        sums = _reinterpret(w_buffer, gl.float32, [FIT, 64, WIDE], gl.SwizzledSharedLayout(8, 2, 4, [0, 1]))
+        sums = reinterpret(w_buffer, gl.float32, [FIT, 64, WIDE], gl.SwizzledSharedLayout(8, 2, 4, [0, 1]))
         pieces = _pieces(acc, T)
         for begun in gl.static_range(0, T // WIDE, FIT):
             if begun > 0:

@@ -25,10 +25,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from hybridrt.kernels.core.code_fragments_triton import (
+    E2M1_FACTOR,
     columns_by_run,
-    e2m1_by_run,
+    fragments,
     load_e2m1_scales,
-    numbers_by_run,
     of_runs,
     runs_by_thread,
 )
@@ -128,7 +128,9 @@ def _enter_inputs(  # type: ignore[no-untyped-def]
     sum_end = gl.where(gl.program_id(0) == 0, end, 0)  # only the first program writes x + residual
     squares = gl.zeros([PARTS, 128], gl.float32, of_x)
     whole = 1.0
-    if CODE == "e4m3" and not GROUPED:
+    if CODE == "e2m1":
+        whole = E2M1_FACTOR
+    elif CODE == "e4m3" and not GROUPED:
         largest = gl.zeros([PARTS, 128], gl.float32, of_x)
         for first in range(0, STEPS, CHUNK):
             at = column + first * 128
@@ -228,19 +230,6 @@ def _first_tiles(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _numbers(tile, scale, CODE: gl.constexpr, M: gl.constexpr, loads: gl.constexpr, left: gl.constexpr):  # type: ignore[no-untyped-def]
-    """[M, 128] as tensor cores read them, those of 4 bits in another order of columns. int4: 128 + codes. e2m1: times
-    their scales."""
-    if CODE == "int4":
-        numbers = numbers_by_run(tile, M, left)
-    elif CODE == "e2m1":
-        numbers = e2m1_by_run(tile, scale, M, loads, left)
-    else:
-        numbers = tile.to(gl.float16)
-    return numbers
-
-
-@gluon.jit
 def _store(  # type: ignore[no-untyped-def]
     y, block, N, factor_ptr, bias_ptr, out_ptr, ACTIVATION: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr
 ):
@@ -280,7 +269,7 @@ def _step(  # type: ignore[no-untyped-def]
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 16 if CODE == "e4m3" else 2)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 16 if CODE == "e4m3" else 2)
     tile, scale, zero = tiles[0]
-    a = _numbers(tile, scale, CODE, M, loads, left)
+    a = fragments(tile, scale, CODE, M, loads, left)
     tiles = tiles[1:]
     if MORE:
         next_block = block if j + AHEAD < STEPS else after

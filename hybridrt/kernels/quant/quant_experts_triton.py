@@ -7,17 +7,21 @@ are decoded.
 from dataclasses import replace
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.base.device import capability, shared_memory
 from hybridrt.kernels.core.codes_triton import dequantized, run_columns, tile_scale
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.launch import cdiv, dot_precision, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, pdl
-from hybridrt.kernels.dense.moe_triton import Blocks, activate_experts, lay_out, weighted_sum
+from hybridrt.kernels.dense.moe_triton import Blocks, activate_experts, few_each, lay_out, weighted_sum
+from hybridrt.kernels.dense.pipeline_tiles import GROUP
 from hybridrt.kernels.dense.skinny_linear_triton import Tile
 from hybridrt.kernels.quant.quant_experts import QuantStack
+from hybridrt.kernels.quant.quant_linear import decodes_in_registers
 from hybridrt.kernels.quant.quant_linear_triton import FOUR_BITS, codes_of
 from hybridrt.kernels.quant.quant_weight import QuantWeight
 
@@ -116,16 +120,35 @@ def _finish(total, factor_ptr, bias_ptr, row):  # type: ignore[no-untyped-def]
 def quant_experts_triton(x: Tensor, experts: QuantStack, weights: Tensor, ids: Tensor) -> Tensor:
     """Three launches: two are products, one sums. Before them two lay out the pairs, if experts have several."""
     up, down = experts.up, experts.down
-    out, (pairs, top_k) = x.new_empty(x.shape), (ids.numel(), ids.shape[1])
+    out, (pairs, top_k), count = x.new_empty(x.shape), (ids.numel(), ids.shape[1]), len(up.data)
     hidden, y = (x.new_empty(pairs, width) for width in (down.width, x.shape[1]))
-    apart, gated = pairs * APART <= len(up.data), experts.activation == "silu"
-    blocks = None if apart else lay_out(ids, len(up.data))
+    apart, gated = pairs * APART <= count, experts.activation == "silu"
+    few = few_each(pairs, count) and all(takes_few_pairs(w, x.dtype) for w in (up, down))
+    blocks = None if apart else lay_out(ids, count, 8 if few else 16)
+    launch = _launch
+    if few:  # imported here, so that the other kernels need nothing that is experimental in Triton
+        from hybridrt.kernels.quant.few_pairs_triton import few_pairs_product as launch
     act = {"ACTIVATE": True, "GATED": gated, "LIMIT": experts.limit, "ALPHA": experts.alpha}
     none = {"ACTIVATE": False, "GATED": False, "LIMIT": None, "ALPHA": None}
-    _launch(x, up, experts.b_up, blocks, hidden, ids, PAIRS_PER_ROW=top_k, **act)
-    _launch(hidden, down, experts.b_down, blocks, y, ids, PAIRS_PER_ROW=1, **none)
+    launch(x, up, experts.b_up, blocks, hidden, ids, PAIRS_PER_ROW=top_k, **act)
+    launch(hidden, down, experts.b_down, blocks, y, ids, PAIRS_PER_ROW=1, **none)
     weighted_sum(y, weights, ids, out)
     return out
+
+
+def takes_few_pairs(w: QuantWeight, dtype: torch.dtype) -> bool:
+    """Whether tensor cores multiply an expert's few pairs with numbers that are made of codes in their registers: what
+    `decodes_in_registers`, and e4m3 with scales of 128 columns or of rows. 4 bits in bfloat16 alone."""
+    device = w.data.device
+    least = (8, 9) if w.code == "e4m3" else (8, 0)  # e4m3 is converted by one instruction
+    if w.width % GROUP or not (device.type == "meta" or (device.type == "cuda" and capability(device) >= least)):
+        return False
+    if 16 * (w.width + GROUP) * dtype.itemsize > shared_memory(device) // 2:  # inputs of 16 pairs
+        return False
+    if w.code == "e4m3":
+        floats = w.scale is None or (w.scale.dtype.is_floating_point and not w.block[1] % GROUP)
+        return floats and w.zero is None and dtype.itemsize == 2
+    return dtype == torch.bfloat16 and decodes_in_registers(w, dtype)
 
 
 def _launch(
