@@ -311,4 +311,4 @@ def few_pairs_product(
 def few_pairs_tile(w: QuantWeight, size: int, single: bool) -> FewPairsTile:
     if single:
         return FewPairsTile(32, 4, 4, 2) if w.code == "e4m3" else FewPairsTile(16, 4, 4, 4)
-    return FewPairsTile(128, 1, 4, 2)
+    return FewPairsTile(128, 1, 4 if w.code == "e4m3" else 8, 2)
