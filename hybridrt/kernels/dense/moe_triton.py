@@ -190,30 +190,43 @@ def _weighted_sum_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + t * D + d, total.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
+@jit_kernel(do_not_specialize=["pairs"])
+def _rank_kernel(  # type: ignore[no-untyped-def]
+    ids_ptr, ranks_ptr, pairs, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, PDL: tl.constexpr
+):
+    """ranks[p]: how many pairs before p have the same expert."""
+    begin(PDL)
+    first = tl.program_id(0) * BLOCK_P
+    p = first + tl.arange(0, BLOCK_P)
+    expert = tl.load(ids_ptr + p, mask=p < pairs, other=-1)
+    before = tl.zeros([BLOCK_P, BLOCK_Q], tl.int32)
+    for start in range(0, first + BLOCK_P, BLOCK_Q):
+        q = start + tl.arange(0, BLOCK_Q)
+        other = tl.load(ids_ptr + q, mask=q < pairs, other=-1)
+        before += ((other[None, :] == expert[:, None]) & (q[None, :] < p[:, None])).to(tl.int32)
+    tl.store(ranks_ptr + p, tl.sum(before, 1), mask=p < pairs)
+
+
 @jit_kernel(do_not_specialize=["pairs", "blocks", "experts"])
 def _place_kernel(  # type: ignore[no-untyped-def]
-    ids_ptr, layout_ptr, block_expert_ptr, pairs, blocks, experts, EXPERTS: tl.constexpr, SIZE: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, PDL: tl.constexpr,
+    ids_ptr, ranks_ptr, layout_ptr, block_expert_ptr, pairs, blocks, experts,
+    SIZE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Each program places BLOCK_P pairs, and counts those of all experts: a launch for the counts takes longer. EXPERTS:
-    a power of two, at least as many."""
+    """A pair with a rank that is a multiple of SIZE opens a block."""
     begin(PDL)
     p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     expert = tl.load(ids_ptr + p, mask=p < pairs, other=-1)
-    before, alike = tl.zeros([BLOCK_P, BLOCK_Q], tl.int32), tl.zeros([BLOCK_P, BLOCK_Q], tl.int32)
-    counts = tl.zeros([EXPERTS], tl.int32)
+    rank = tl.load(ranks_ptr + p, mask=p < pairs, other=0)
+    blocks_before, alike = tl.zeros([BLOCK_P, BLOCK_Q], tl.int32), tl.zeros([BLOCK_P, BLOCK_Q], tl.int32)
+    all_blocks = tl.zeros([BLOCK_Q], tl.int32)
     for start in range(0, pairs, BLOCK_Q):
         q = start + tl.arange(0, BLOCK_Q)
         other = tl.load(ids_ptr + q, mask=q < pairs, other=-1)
-        same = other[None, :] == expert[:, None]
-        before += (same & (q[None, :] < p[:, None])).to(tl.int32)
-        alike += same.to(tl.int32)
-        counts += tl.histogram(tl.maximum(other, 0), EXPERTS, mask=other >= 0)
-    rank, count = tl.sum(before, 1), tl.sum(alike, 1)
-    # A pair with a rank that is a multiple of SIZE opens a block.
-    opens, e = (counts + (SIZE - 1)) // SIZE, tl.arange(0, EXPERTS)
-    block = tl.sum(tl.where(e[None, :] < expert[:, None], opens[None, :], 0), 1) + rank // SIZE
-    opened = tl.sum(opens, 0)
+        opens = ((other >= 0) & (tl.load(ranks_ptr + q, mask=q < pairs, other=0) % SIZE == 0)).to(tl.int32)
+        blocks_before += tl.where(other[None, :] < expert[:, None], opens[None, :], 0)
+        alike += (other[None, :] == expert[:, None]).to(tl.int32)
+        all_blocks += opens
+    block, count, opened = tl.sum(blocks_before, 1) + rank // SIZE, tl.sum(alike, 1), tl.sum(all_blocks, 0)
     place = block * SIZE + rank % SIZE
     tl.store(layout_ptr + place, p, mask=expert >= 0)
     tl.store(block_expert_ptr + block, expert, mask=(expert >= 0) & (rank % SIZE == 0))
@@ -279,11 +292,12 @@ def lay_out(ids: Tensor, experts: int, smallest: int = 16) -> Blocks:
     blocks = min(pairs, pairs // size + experts)
     if pairs > COMPARED_PAIRS:
         return _sorted_blocks(ids.flatten(), experts, size, blocks)
-    layout, block_expert = (torch.empty(n, dtype=torch.int32, device=ids.device) for n in (blocks * size, blocks))
-    _place_kernel[(cdiv(pairs, 8),)](
-        ids, layout, block_expert, pairs, blocks, experts, EXPERTS=next_power_of_2(experts), SIZE=size, BLOCK_P=8,
-        BLOCK_Q=256, num_warps=4, **pdl(ids.device),
-    )  # fmt: skip
+    ranks, layout, block_expert = (
+        torch.empty(n, dtype=torch.int32, device=ids.device) for n in (pairs, blocks * size, blocks)
+    )
+    grid, tile = (cdiv(pairs, 8),), {"BLOCK_P": 8, "BLOCK_Q": 256, "num_warps": 4}
+    _rank_kernel[grid](ids, ranks, pairs, **tile, **pdl(ids.device))
+    _place_kernel[grid](ids, ranks, layout, block_expert, pairs, blocks, experts, SIZE=size, **tile, **pdl(ids.device))
     return Blocks(layout, block_expert, size)
 
 
