@@ -176,8 +176,10 @@ class Experts(nn.Module):
         self.local = self.cut.divide("channels of an expert", intermediate_size)
         self.shared_size, self.num_shared = shared_size, -(-shared_size // intermediate_size)
         self.shared: MLP | None = None
-        if build.shared_apart and shared_size and not (
-            shared_size == intermediate_size and _shared_alike(build, name, self.matrices)
+        if (
+            build.shared_apart
+            and shared_size
+            and not (shared_size == intermediate_size and _shared_alike(build, name, self.matrices))
         ):
             form: Activation = "silu_and_mul" if activation == "silu" else "relu2"
             scale = (1.0, scales[1])

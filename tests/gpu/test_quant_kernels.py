@@ -1,7 +1,7 @@
 """Products with weights of 8 and 4 bits at the shapes of real models in bfloat16: near the float32 reference, always
 alike, and each number of a weight on its own."""
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -231,6 +231,61 @@ def test_experts_near_the_reference(name: str, tokens: int, record_property: Any
     record_property("relative error", f"{error(got, wanted):.1e}")
     assert error(got, wanted) < 1e-2  # hidden activations are rounded to bfloat16 on the way
     assert torch.equal(got, quant_experts(x, experts, weights, ids))
+
+
+FEW_PAIRS = ["fp8 blocks", "fp8 rows", "int4", "int4 zeros", "nvfp4", "mxfp4"]
+
+
+def routed(tokens: int, count: int, width: int, top_k: int, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs, weights and experts of tokens; the first token has no expert in one place."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    x = torch.randn(tokens, width, generator=generator, device=DEVICE).bfloat16()
+    ids = torch.rand(tokens, count, generator=generator, device=DEVICE).argsort(1)[:, :top_k].int()
+    ids[0, top_k // 2] = -1
+    return x, torch.rand(tokens, top_k, generator=generator, device=DEVICE), ids
+
+
+@pytest.mark.parametrize("name", FEW_PAIRS)
+@pytest.mark.parametrize(
+    ("tokens", "count", "width", "inner", "activation"),
+    [
+        (1, 32, 1536, 1408, "silu"),
+        (2, 64, 2944, 128, "relu2"),
+        (30, 64, 3072, 384, "silu"),
+        (60, 32, 1280, 512, "relu2"),
+    ],
+)
+def test_experts_with_few_pairs(
+    name: str, tokens: int, count: int, width: int, inner: int, activation: Literal["silu", "relu2"]
+) -> None:
+    """Pairs that are apart, and in blocks of 8 and of 16; groups of columns that fill no round and no part; biases and
+    clamps; memory of which nothing is set before."""
+    rows = 2 * inner if activation == "silu" else inner
+    up, down = (quant_weight(name, *shape, count, device=DEVICE) for shape in ((rows, width), (width, inner)))
+    x, weights, ids = routed(tokens, count, width, 6)
+    biases = [torch.randn(count, n, device=DEVICE).bfloat16() for n in (rows, width)]
+    clamps = ((None, None), (2.0, None), (2.0, 1.7)) if activation == "silu" else ((None, None),)
+    for limit, alpha in clamps:
+        experts = QuantStack(up, down, activation, limit, alpha, *biases)
+        exact = experts._replace(b_up=biases[0].float(), b_down=biases[1].float())
+        wanted = quant_experts.reference(x.float(), exact, weights, ids)
+        for garbage in (-(1 << 30), 0x7FC07FC0):  # no pair; and, in bfloat16, NaN
+            del [torch.full((1 << size,), garbage, dtype=torch.int32, device=DEVICE) for size in range(8, 20)][:]
+            assert error(quant_experts(x, experts, weights, ids), wanted) < 1e-2
+    plain = QuantStack(up, down, activation)
+    assert error(quant_experts(x, plain, weights, ids), quant_experts.reference(x.float(), plain, weights, ids)) < 1e-2
+
+
+@pytest.mark.parametrize("name", FEW_PAIRS)
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_experts_with_inputs_of_any_size(name: str, tokens: int) -> None:
+    """Squared ReLU of inputs times a power of two: results are multiplied with its square, bit by bit."""
+    up, down = (quant_weight(name, *shape, 64, device=DEVICE) for shape in ((256, 512), (512, 256)))
+    x, weights, ids = routed(tokens, 64, 512, 6)
+    experts = QuantStack(up, down, "relu2")
+    usual = quant_experts(x, experts, weights, ids)
+    for power in (-20, 20):
+        assert torch.equal(quant_experts(x * 2.0**power, experts, weights, ids), usual * 4.0**power)
 
 
 @pytest.mark.parametrize("name", ["fp8 blocks", "int4", "nvfp4"])

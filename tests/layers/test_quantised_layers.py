@@ -140,6 +140,38 @@ def test_experts(kind: str, tp: TPGroup, monkeypatch: pytest.MonkeyPatch) -> Non
     assert chosen == {0, 3}
 
 
+@pytest.mark.parametrize("tp", RANKS, ids=["one", "first", "second"])
+@pytest.mark.parametrize("kind", ["fp8-blocks", "int4-zeros", "nvfp4"])
+def test_a_shared_expert_that_is_stored_like_the_others(kind: str, tp: TPGroup) -> None:
+    """It is one of the stack, with its multiplier."""
+    torch.manual_seed(8)
+    width = inner = 48
+    keys = [f"{e}.{name}_proj" for e in ("x.0", "x.1", "s") for name in ("gate", "up", "down")]
+    made = {key: KINDS[kind](48, 48) for key in keys}
+    build = build_of(next(iter(made.values())).scheme, tp)
+    layer = Experts("experts", 2, width, inner, activation="silu", shared_size=inner, scales=(1.0, 3.0), build=build)
+    assert layer.shared is None and layer.num_shared == 1
+    fill(layer.targets("x") | layer.shared_targets("s"), dict(made))
+    finish(layer)
+    x, weights, ids = torch.randn(2, width), torch.rand(2, 2), torch.tensor([[1, 2], [2, 0]], dtype=torch.int32)
+    expected = torch.zeros(2, width)
+    for t, row in enumerate(ids.tolist()):
+        for weight, e in zip(weights[t], row):
+            gate, up = (tp.shard(made[f"{('x.0', 'x.1', 's')[e]}.{name}_proj"].dense, 0) for name in ("gate", "up"))
+            down = tp.shard(made[f"{('x.0', 'x.1', 's')[e]}.down_proj"].dense, 1) * (3.0 if e == 2 else 1.0)
+            expected[t] += weight * ((torch.nn.functional.silu(x[t] @ gate.t()) * (x[t] @ up.t())) @ down.t())
+    torch.testing.assert_close(layer(x, weights, ids), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("plain", ["shared.gate_up.gate", "shared.gate_up.up", "shared.down.x", "0.gate"])
+def test_a_shared_expert_that_is_stored_otherwise_is_apart(plain: str) -> None:
+    build = build_of(KINDS["int4-zeros"](48, 48).scheme, plain=(plain,))
+    layer = Experts("experts", 2, 48, 48, activation="silu", shared_size=48, build=build)
+    assert layer.shared is not None and layer.num_shared == 0
+    wider = Experts("experts", 2, 48, 48, activation="silu", shared_size=96, build=build_of(build.scheme("others")))
+    assert wider.shared is not None and wider.num_shared == 0
+
+
 @pytest.mark.parametrize("kind", ["fp8-rows", "int8-rows", "nvfp4"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_products_in_half_precision(kind: str, dtype: torch.dtype) -> None:

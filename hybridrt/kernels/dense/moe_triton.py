@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.base.device import shared_memory
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.launch import cdiv, dot_precision, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, begin_in_turn, pdl
@@ -19,6 +20,7 @@ from hybridrt.kernels.dense.moe import ExpertStack
 
 # Up to here comparing all pairs costs less than a sort.
 COMPARED_PAIRS = 12288
+WIDE_SHARED = 221 << 10  # bytes of shared memory of gates and what they gate in tiles of 256 columns
 
 
 @triton.jit
@@ -312,7 +314,8 @@ def _sorted_blocks(ids: Tensor, experts: int, size: int, blocks: int) -> Blocks:
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=ids.device)
     counts.scatter_add_(0, flat, torch.ones_like(flat))
     padded = (counts + size - 1) // size * size
-    order = flat.argsort(stable=True)
+    # A radix sort has a pass for each byte.
+    order = (flat.short() if experts < 1 << 15 else flat).argsort(stable=True)
     shift = (padded.cumsum(0) - padded) - (counts.cumsum(0) - counts)
     place = torch.arange(pairs, device=ids.device) + shift[flat[order]]
     # Pairs without an expert share a spare place.
@@ -346,6 +349,9 @@ def _launch_grouped(
     a: Tensor, w: Tensor, bias: Tensor | None, blocks: Blocks, out: Tensor, ids: Tensor, **meta: Any
 ) -> None:
     block_n, block_k = (64, 128) if blocks.size == 16 else (128, 64)
+    wide = meta["GATED"] and a.dtype.itemsize == 2 and shared_memory(a.device) >= WIDE_SHARED
+    if blocks.size > 16 and wide and out.shape[1] % 256 == 0:
+        block_n = 256
     _grouped_kernel[(cdiv(out.shape[1], block_n), blocks.experts.shape[0])](
         a, w, bias, blocks.pairs, blocks.experts, out, a.stride(0), w.stride(0), w.stride(1), ids.numel(), w.shape[0],
         INNER=a.shape[1], OUT=out.shape[1], PRECISION=dot_precision(a.dtype),

@@ -13,7 +13,6 @@ Gluon has no interpreter: tests compile the kernel, and run it on a GPU.
 
 from typing import Any, NamedTuple
 
-import torch
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
@@ -30,15 +29,15 @@ from hybridrt.kernels.core.code_fragments_triton import (
     runs_by_thread,
 )
 from hybridrt.kernels.core.gluon_kernel_triton import gluon_kernel, join_threads, reinterpret
-from hybridrt.kernels.core.launch import cdiv
+from hybridrt.kernels.core.launch import cdiv, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import pdl
 from hybridrt.kernels.dense.moe_triton import Blocks
 from hybridrt.kernels.dense.pipeline_tiles import GROUP
-from hybridrt.kernels.quant.quant_experts import QuantStack
 from hybridrt.kernels.quant.quant_weight import QuantWeight
 
 LARGEST = gl.constexpr(14)  # power of two of a group's largest input
-PAIRS = 8  # tokens of an expert in a block, if each pair is one
+PAIRS = 8  # columns of a tensor core
+CHUNK = 4  # groups of 128 inputs of each that are loaded at once: a power of two
 
 
 class FewPairsTile(NamedTuple):
@@ -72,12 +71,11 @@ def _begin(PDL: gl.constexpr, IN_TURN: gl.constexpr):  # type: ignore[no-untyped
 
 @gluon.jit
 def _weight_row(block, m, OUT: gl.constexpr, GATED: gl.constexpr, BLOCK_N: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Of row m of a program: of 16, the last 8 are those that the first 8 gate, which so are numbers of one thread. Past
-    the last row it repeats."""
+    """Of row m of a program. Of 16 rows the last 8 are those that the first 8 gate: so a thread has both."""
     if GATED:
-        row = gl.minimum(block * (BLOCK_N // 2) + m // 16 * 8 + m % 8, OUT - 1) + m % 16 // 8 * OUT
+        row = block * (BLOCK_N // 2) + m // 16 * 8 + m % 8 + m % 16 // 8 * OUT
     else:
-        row = gl.minimum(block * BLOCK_N + m, OUT - 1)
+        row = block * BLOCK_N + m
     return row
 
 
@@ -192,7 +190,9 @@ def _few_pairs_kernel(  # type: ignore[no-untyped-def]
         pair = gl.load(pairs_ptr + pair_block * PAIRS + c % PAIRS)
         row, live = pair.to(gl.int64) // PAIRS_PER_ROW * a_sr, pair < num_pairs
     columns = gl.expand_dims(row + k, 1) + gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, of_x)), 0)
-    EARLY: gl.constexpr = ACTIVATE and SINGLE  # before it is known which expert it is; lists of no expert are not filled
+    EARLY: gl.constexpr = (
+        ACTIVATE and SINGLE
+    )  # before it is known which expert it is; lists of no expert are not filled
     if EARLY:
         x = gl.load(a_ptr + columns, mask=gl.expand_dims(live & (k < end), 1), other=0.0)
     expert = gl.load(block_expert_ptr + pair_block).to(gl.int64)
@@ -285,30 +285,33 @@ def _few_pairs_kernel(  # type: ignore[no-untyped-def]
         y *= y
     n = gl.expand_dims(block * HEIGHT + gl.arange(0, HEIGHT, gl.SliceLayout(1, stores)), 1)
     if SINGLE:
-        gl.store(out_ptr + pair_block.to(gl.int64) * OUT + n, y.to(out_ptr.dtype.element_ty), mask=n < OUT)
+        gl.store(out_ptr + pair_block.to(gl.int64) * OUT + n, y.to(out_ptr.dtype.element_ty))
     else:
         pair = gl.load(pairs_ptr + pair_block * PAIRS + gl.arange(0, PAIRS, gl.SliceLayout(0, stores)))
         cells = out_ptr + gl.expand_dims(pair.to(gl.int64) * OUT, 0) + n
-        gl.store(cells, y.to(out_ptr.dtype.element_ty), mask=gl.expand_dims(pair < num_pairs, 0) & (n < OUT))
+        gl.store(cells, y.to(out_ptr.dtype.element_ty), mask=gl.expand_dims(pair < num_pairs, 0))
 
 
 def few_pairs_product(
     a: Tensor, w: QuantWeight, bias: Tensor | None, blocks: Blocks | None, out: Tensor, ids: Tensor, **meta: Any
 ) -> None:
     """One launch. blocks: of 8 or 16 pairs; None: each pair is one."""
+    assert a.stride(1) == 1 and w.data.is_contiguous() and out.shape[1] % GROUP == 0  # so blocks of rows are whole
     pairs, of_blocks, size = (None, ids, PAIRS) if blocks is None else (blocks.pairs, blocks.experts, blocks.size)
-    tile = few_pairs_tile(w, size, blocks is None)
-    rows = tile.rows // (2 if meta["GATED"] else 1)
-    groups = w.width // GROUP
+    tile = few_pairs_tile(w, blocks is None)
+    rows, steps = tile.rows // (2 if meta["GATED"] else 1), cdiv(w.width // GROUP, tile.parts)
     _few_pairs_kernel[(cdiv(out.shape[1], rows), of_blocks.numel())](
         a, w.data, w.scale, w.zero, w.factor, bias, pairs, of_blocks, out, a.stride(0), ids.numel(), len(w.data),
-        K=w.width, OUT=out.shape[1], CODE=w.code, ROWS=w.block[0], COLUMNS=w.block[1], BLOCK_N=tile.rows, PAIRS=size,
-        PARTS=tile.parts, AHEAD=min(tile.ahead, cdiv(groups, tile.parts)), CHUNK=min(4, cdiv(groups, tile.parts)), WARPS=tile.warps, num_warps=tile.warps, **meta,
-        **pdl(a.device),
+        K=w.width, OUT=out.shape[1], CODE=w.code, ROWS=w.block[0], COLUMNS=w.block[1], BLOCK_N=tile.rows,
+        PARTS=tile.parts, PAIRS=size, AHEAD=min(tile.ahead, steps), CHUNK=min(CHUNK, next_power_of_2(steps)),
+        WARPS=tile.warps, num_warps=tile.warps, **meta, **pdl(a.device),
     )  # fmt: skip
 
 
-def few_pairs_tile(w: QuantWeight, size: int, single: bool) -> FewPairsTile:
+def few_pairs_tile(w: QuantWeight, single: bool) -> FewPairsTile:
+    """The one that was fastest on an H200 (benchmarks/log/experts.md). single: a block has one pair."""
+    if w.code != "e4m3":
+        return FewPairsTile(16, 4, 4, 4) if single else FewPairsTile(128, 1, 8, 2)
     if single:
-        return FewPairsTile(32, 4, 4, 2) if w.code == "e4m3" else FewPairsTile(16, 4, 4, 4)
-    return FewPairsTile(128, 1, 4 if w.code == "e4m3" else 8, 2)
+        return FewPairsTile(32, 4, 4, 2)
+    return FewPairsTile(128, 1, 4, 4 if w.width <= 4 * GROUP else 2)

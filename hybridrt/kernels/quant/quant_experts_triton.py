@@ -166,8 +166,7 @@ def _launch(
 
 def expert_tile(w: QuantWeight, size: int) -> Tile:
     """Rows and columns of an expert's weight that a program multiplies with `size` pairs."""
-    few = size == 16
-    tile = Tile(64, 128, 4, 3) if few else Tile(128, 128, 8, 3)
-    if few and w.code in FOUR_BITS and w.width > NARROW:
-        tile = replace(tile, block_k=256)
+    tile = Tile(64, 128, 4, 3)
+    if w.code in FOUR_BITS:
+        tile = Tile(128, 64, 8, 3) if size > 16 else replace(tile, block_k=256 if w.width > NARROW else 128)
     return replace(tile, block_k=max(64, min(tile.block_k, next_power_of_2(w.width))))
