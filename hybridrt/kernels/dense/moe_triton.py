@@ -290,7 +290,7 @@ def lay_out(ids: Tensor, experts: int, smallest: int = 16) -> Blocks:
     """Orders pairs by expert, then by number. Shapes depend on argument shapes alone. smallest: pairs of a block where
     nearly all experts have fewer; 8 or 16."""
     pairs = ids.numel()
-    size = smallest if pairs <= 4 * experts else 16 if few_each(pairs, experts) else 64
+    size = smallest if pairs <= 8 * experts else 16 if few_each(pairs, experts) else 64
     blocks = min(pairs, pairs // size + experts)
     if pairs > COMPARED_PAIRS:
         return _sorted_blocks(ids.flatten(), experts, size, blocks)

@@ -17,7 +17,7 @@ from hybridrt.kernels.core.codes_triton import dequantized, run_columns, tile_sc
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.launch import cdiv, dot_precision, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, pdl
-from hybridrt.kernels.dense.moe_triton import Blocks, activate_experts, few_each, lay_out, weighted_sum
+from hybridrt.kernels.dense.moe_triton import Blocks, activate_experts, lay_out, weighted_sum
 from hybridrt.kernels.dense.pipeline_tiles import GROUP
 from hybridrt.kernels.dense.skinny_linear_triton import Tile
 from hybridrt.kernels.quant.quant_experts import QuantStack
@@ -25,6 +25,8 @@ from hybridrt.kernels.quant.quant_linear import decodes_in_registers
 from hybridrt.kernels.quant.quant_linear_triton import FOUR_BITS, codes_of
 from hybridrt.kernels.quant.quant_weight import QuantWeight
 
+# Pairs of an expert, on average, up to which the kernel for few is faster on an H200 (benchmarks/log/experts.md).
+MOST_PAIRS = {"e4m3": 8, "int4": 16, "e2m1": 16}
 APART = 4  # experts a pair, from which on each pair has a block of its own
 NARROW = 1024  # columns of 4-bit experts for which tiles of 128 are faster (benchmarks/log/experts.md)
 
@@ -123,7 +125,7 @@ def quant_experts_triton(x: Tensor, experts: QuantStack, weights: Tensor, ids: T
     out, (pairs, top_k), count = x.new_empty(x.shape), (ids.numel(), ids.shape[1]), len(up.data)
     hidden, y = (x.new_empty(pairs, width) for width in (down.width, x.shape[1]))
     apart, gated = pairs * APART <= count, experts.activation == "silu"
-    few = few_each(pairs, count) and all(takes_few_pairs(w, x.dtype) for w in (up, down))
+    few = all(takes_few_pairs(w, x.dtype, pairs / count) for w in (up, down))
     blocks = None if apart else lay_out(ids, count, 8 if few else 16)
     launch = _launch
     if few:  # imported here, so that the other kernels need nothing that is experimental in Triton
@@ -136,19 +138,20 @@ def quant_experts_triton(x: Tensor, experts: QuantStack, weights: Tensor, ids: T
     return out
 
 
-def takes_few_pairs(w: QuantWeight, dtype: torch.dtype) -> bool:
-    """Whether tensor cores multiply an expert's few pairs with numbers that are made of codes in their registers: what
-    `decodes_in_registers`, and e4m3 with scales of 128 columns or of rows. 4 bits in bfloat16 alone."""
-    device = w.data.device
-    least = (8, 9) if w.code == "e4m3" else (8, 0)  # e4m3 is converted by one instruction
-    if w.width % GROUP or not (device.type == "meta" or (device.type == "cuda" and capability(device) >= least)):
+def takes_few_pairs(w: QuantWeight, dtype: torch.dtype, each: float) -> bool:
+    """Whether tensor cores multiply an expert's few pairs, `each` on average, with numbers that are made of codes in
+    their registers: what `decodes_in_registers`, in bfloat16, and e4m3 with scales of 128 columns or of rows."""
+    if w.code not in MOST_PAIRS or each > MOST_PAIRS[w.code] or w.width % GROUP or dtype.itemsize != 2:
+        return False
+    device, eight = w.data.device, w.code == "e4m3"
+    least = (8, 9) if eight else (8, 0)  # one instruction converts e4m3
+    if not (device.type == "meta" or (device.type == "cuda" and capability(device) >= least)):
         return False
     if 16 * (w.width + GROUP) * dtype.itemsize > shared_memory(device) // 2:  # inputs of 16 pairs
         return False
-    if w.code == "e4m3":
-        floats = w.scale is None or (w.scale.dtype.is_floating_point and not w.block[1] % GROUP)
-        return floats and w.zero is None and dtype.itemsize == 2
-    return dtype == torch.bfloat16 and decodes_in_registers(w, dtype)
+    if not eight:
+        return dtype == torch.bfloat16 and decodes_in_registers(w, dtype)
+    return w.zero is None and (w.scale is None or (w.scale.dtype.is_floating_point and not w.block[1] % GROUP))
 
 
 def _launch(
