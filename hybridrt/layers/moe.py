@@ -1,7 +1,7 @@
 """Mixture of experts: routers, and stacked experts, shared ones included."""
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,7 @@ from torch import nn
 
 from hybridrt.base.errors import ConfigError
 from hybridrt.base.forward_batch import ForwardBatch
-from hybridrt.base.quantization import PLAIN
+from hybridrt.base.quantization import Scheme
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.dense.moe import (
     ExpertShare,
@@ -19,6 +19,7 @@ from hybridrt.kernels.dense.moe import (
     router_sigmoid_grouped,
     router_softmax,
 )
+from hybridrt.kernels.dense.norm_activation import sigmoid_mul
 from hybridrt.kernels.dense.skinny_linear import Activation
 from hybridrt.layers.expert_exchange import ExpertExchange
 from hybridrt.layers.linear import MLP, ColumnLinear, DenseMethod, Segment, make_experts, register
@@ -38,6 +39,20 @@ from hybridrt.layers.weights import (
 SHARED_WEIGHT = 0.5  # sigmoid(0), of shared experts without a gate
 
 
+class Routing(NamedTuple):
+    """What a router decides for T tokens.
+
+    Attributes:
+        weights, ids: float32 and int32 [T, k + shared experts], as in `fused_experts`.
+        gate: [T, 1]; its sigmoid weighs shared experts that are apart from the others. None: they
+            have weight 1, or none are apart.
+    """
+
+    weights: torch.Tensor
+    ids: torch.Tensor
+    gate: torch.Tensor | None = None
+
+
 class SoftmaxRouter(nn.Module):
     """The top k of a softmax over experts (Qwen, Jamba).
 
@@ -55,6 +70,7 @@ class SoftmaxRouter(nn.Module):
         super().__init__()
         self.name, self.num_experts, self.shared_experts = name, num_experts, shared_experts
         self.choice = SoftmaxChoice(top_k, renormalize, shared_experts)
+        self.gates_apart = build.shared_apart and not shared_experts  # any shared experts
         # Eight rows for one gate align accesses to 16 bytes. Routers are kept plain.
         rows = num_experts + (8 if shared_experts or build.shared_apart else 0)
         self.method = None if exact else DenseMethod(rows, hidden_size, build)
@@ -68,24 +84,18 @@ class SoftmaxRouter(nn.Module):
             self.bias = parameter(rows, dtype=build.dtype, device=build.device, dummy="zeros")
             self.bias.data.zero_()
 
-    def forward(
-        self, x: torch.Tensor, batch: ForwardBatch, share: ExpertShare | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T, hidden] to weights [T, k + shared experts] float32 and expert ids, int32. Padding has
-        no expert. `share` as in `router_softmax`."""
-        logits = self._logits(x)
-        gate = logits[:, self.num_experts] if self.shared_experts else None
-        return router_softmax(logits[:, : self.num_experts], self.choice, gate, batch.padded_rows, share)
+    def forward(self, x: torch.Tensor, batch: ForwardBatch, share: ExpertShare | None = None) -> Routing:
+        """[T, hidden] to the experts of each token. Padding has none. `share` as in `router_softmax`."""
+        logits, count = self._logits(x), self.num_experts
+        gate = logits[:, count] if self.shared_experts else None
+        weights, ids = router_softmax(logits[:, :count], self.choice, gate, batch.padded_rows, share)
+        return Routing(weights, ids, logits[:, count : count + 1] if self.gates_apart else None)
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         if self.method is not None:
             return self.method.apply(x, self.bias)
         logits = router_product(x, self.weight)
         return logits if self.bias is None else logits + self.bias
-
-    def shared_weight(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, 1] float32: the weight of shared experts that are apart from the others."""
-        return torch.sigmoid(F.linear(x, self.weight[self.num_experts, None].to(x.dtype)).float())
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         tensors = {"weight": self.weight} if self.bias is None else {"weight": self.weight, "bias": self.bias}
@@ -123,11 +133,9 @@ class SigmoidGroupRouter(nn.Module):
         else:
             self.register_buffer("correction", torch.zeros(num_experts, dtype=torch.float32, device=build.device))
 
-    def forward(
-        self, x: torch.Tensor, batch: ForwardBatch, share: ExpertShare | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, batch: ForwardBatch, share: ExpertShare | None = None) -> Routing:
         logits = router_product(x, self.weight)
-        return router_sigmoid_grouped(logits, self.correction, self.choice, batch.padded_rows, share)
+        return Routing(*router_sigmoid_grouped(logits, self.correction, self.choice, batch.padded_rows, share))
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         found = {f"{key}.weight": whole(f"{self.name}.weight", self.weight.data)}
@@ -179,7 +187,7 @@ class Experts(nn.Module):
         if (
             build.shared_apart
             and shared_size
-            and not (shared_size == intermediate_size and _shared_alike(build, name, self.matrices))
+            and not (shared_size == intermediate_size and _shared_alike(build, name, self.matrices, shared_size))
         ):
             form: Activation = "silu_and_mul" if activation == "silu" else "relu2"
             scale = (1.0, scales[1])
@@ -273,14 +281,21 @@ class Experts(nn.Module):
         return self._targets(key, name, self.held, self.num_shared, by_expert, down)
 
 
-def _shared_alike(build: Build, name: str, matrices: Sequence[str]) -> bool:
-    """Whether a quantised checkpoint stores a shared expert as it does the routed ones of layer `name`."""
+def _shared_alike(build: Build, name: str, matrices: Sequence[str], size: int) -> bool:
+    """Whether a quantised checkpoint stores a shared expert of intermediate size `size` as it does the routed ones of
+    layer `name`, so that all have scales of the same rows and columns."""
     if build.expert_parallel:
         return False
     shared = f"{name}.shared.{'_'.join(matrices)}"
     parts = {f"{shared}.{matrix}": matrix for matrix in matrices} | {f"{name}.shared.down.x": "down"}
-    schemes = [(build.scheme(part), build.scheme(f"{name}.0.{matrix}")) for part, matrix in parts.items()]
-    return all(own == routed != PLAIN for own, routed in schemes)
+
+    def alike(own: Scheme, routed: Scheme) -> bool:
+        # Gate and up may be one matrix of the checkpoint: its blocks must not have rows of both. Each matrix has its
+        # own order of inputs, if it has one. Methods from outside may store a layer otherwise than experts.
+        whole = own.block[0] <= 1 or size % own.block[0] == 0
+        return own == routed and whole and bool(own.layout) and not own.indexed
+
+    return all(alike(build.scheme(part), build.scheme(f"{name}.0.{matrix}")) for part, matrix in parts.items())
 
 
 def divide_experts(count: int, ranks: int, replicas: int) -> int:
@@ -381,19 +396,19 @@ class MoE(nn.Module):
         if self.latent is None:
             return all_reduce(self._of_rank(h, batch))
         # The projection needs whole sums.
-        weights, ids = self.router(h, batch, self.experts.share)
+        weights, ids, _ = self.router(h, batch, self.experts.share)
         routed = self.latent.back(all_reduce(self.experts(self.latent.into(h), weights, ids)))
         return routed if self.shared is None else routed + self.shared.summand(h, reduce=True)
 
     def _of_rank(self, h: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """What this rank adds to the sum."""
-        weights, ids = self.router(h, batch, self.experts.share)
+        weights, ids, gate = self.router(h, batch, self.experts.share)
         routed = self.experts(h, weights, ids)
         if self.shared is None:
             return routed
         shared = self.shared.summand(h)
-        if self.experts.shared is not None and isinstance(self.router, SoftmaxRouter):
-            shared = (shared * self.router.shared_weight(h)).to(h.dtype)
+        if gate is not None:
+            shared = sigmoid_mul(shared, gate).to(h.dtype)
         return routed + shared
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:

@@ -93,7 +93,7 @@ def test_skinny_linear(table: str, compiled: Compiler) -> None:
 def test_weights_of_8_and_4_bits(table: str, compiled: Compiler) -> None:
     """ptxas parks two values of int8 experts with zero points, in blocks of 64 pairs."""
     usages = compiled(table)
-    own = {"_one_token_kernel", "_pipeline_kernel", "_decode_weight_kernel"}
+    own = {"_one_token_kernel", "_pipeline_kernel", "_decode_weight_kernel", "_few_pairs_kernel"}
     assert {u["kernel"] for u in usages} >= {"_matvec_kernel", "_matmul_kernel", "_quant_grouped_kernel"} | own
     check(usages, SHARED, {"_quant_grouped_kernel": 8, "_one_token_kernel": NEWER})
 

@@ -168,8 +168,32 @@ def test_a_shared_expert_that_is_stored_otherwise_is_apart(plain: str) -> None:
     build = build_of(KINDS["int4-zeros"](48, 48).scheme, plain=(plain,))
     layer = Experts("experts", 2, 48, 48, activation="silu", shared_size=48, build=build)
     assert layer.shared is not None and layer.num_shared == 0
-    wider = Experts("experts", 2, 48, 48, activation="silu", shared_size=96, build=build_of(build.scheme("others")))
-    assert wider.shared is not None and wider.num_shared == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "shared_size"), [("int4-zeros", 48, 96), ("fp8-blocks", 42, 42), ("gptq-index", 48, 48)]
+)
+def test_a_shared_expert_whose_scales_may_lie_otherwise_is_apart(kind: str, size: int, shared_size: int) -> None:
+    """It is larger; blocks of 4 rows have rows of gate and up, if these are one matrix; inputs may be in any order."""
+    build = build_of(KINDS[kind](48, 48).scheme)
+    layer = Experts("experts", 2, 48, size, activation="silu", shared_size=shared_size, build=build)
+    assert layer.shared is not None and layer.num_shared == 0
+
+
+def test_experts_with_scales_of_other_rows_are_refused() -> None:
+    """The second one's gate and up are rows of one matrix, and a block has rows of both."""
+    torch.manual_seed(9)
+    made = {f"x.{e}.{name}_proj": KINDS["fp8-blocks"](42, 48) for e in (0, 1) for name in ("gate", "up")}
+    made |= {f"x.{e}.down_proj": KINDS["fp8-blocks"](48, 42) for e in (0, 1)}
+    layer = Experts("experts", 2, 48, 42, activation="silu", build=build_of(made["x.0.gate_proj"].scheme))
+    targets, joined = layer.targets("x"), KINDS["fp8-blocks"](84, 48)
+    with pytest.raises(CheckpointError, match="a module of its own"):
+        for key, matrix in made.items():
+            (piece,) = targets[f"{key}.weight"]
+            whole = joined if key == "x.1.up_proj" else matrix
+            part = (lambda t: t[..., 42:, :]) if whole is joined else (lambda t: t)
+            for last, tensor in whole.tensors.items():
+                piece.fill(whole.module(key), last, tensor, part)
 
 
 @pytest.mark.parametrize("kind", ["fp8-rows", "int8-rows", "nvfp4"])

@@ -186,6 +186,13 @@ def others() -> Iterator[tuple[str, Args, Args]]:
             linear = {"x": meta(tokens, 256), "weight": empty_weight(name, 64, 256), "bias": None}
             normed = {"norm_weight": f32(256), "residual": meta(tokens, 256), "activation": "silu_and_mul"}
             yield "quant_linear", linear, {"bias": meta(64)} | normed
+    for name in ("fp8 blocks", "int4 zeros", "nvfp4"):
+        shapes = {"up": (256, 256), "down": (256, 128)}
+        experts = {side: empty_weight(name, *shape, 64) for side, shape in shapes.items()}
+        biases = {"b_up": meta(64, 256), "b_down": meta(64, 256)}
+        for tokens in (2, 32):  # pairs that are apart, and blocks
+            picks = {"ids": int32(tokens, 2), "weights": f32(tokens, 2), "x": meta(tokens, 256), "activation": "silu"}
+            yield "quant_experts", picks | experts, biases | {"limit": 4.0, "alpha": 1.7}
     for name, group in (("fp8 blocks", 128), ("fp8 rows", 256)):
         tokens = {"x": meta(3, 256), "group": group}
         yield "quantize_tokens", tokens, {"norm_weight": f32(256), "residual": meta(3, 256)}

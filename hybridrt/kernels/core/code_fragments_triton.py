@@ -6,8 +6,8 @@ next one. Two codes of a plane become two numbers in a few instructions.
 int4: in bfloat16, 128 with a code in its last bits is 128 + code, exactly, and so is 1024 in float16.
 
 e2m1: in bfloat16, its bits in their places are 2^-126 times the number. They are multiplied with 2^63 times the scale,
-which is exact for those of fp4, and sums of their products with `E2M1_FACTOR`. An MXFP4 scale below 2^-63 counts as
-zero, and one above 2^64 as infinity.
+which is exact for those of fp4, and sums of their products with `E2M1_FACTOR`. MXFP4 scales below 2^-69 may be rounded,
+and those above 2^64 are infinite.
 """
 
 import triton

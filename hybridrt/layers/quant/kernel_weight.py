@@ -91,13 +91,14 @@ def _grid(grid: Tensor, rows: Tensor | None, columns: Tensor | None) -> Tensor:
     return taken.contiguous().view(grid.dtype)
 
 
-def finished(weight: PackedWeight) -> QuantWeight | None:
-    """`kernel_weight` with parameters, instead of those of `weight`, which are freed."""
+def finished(weight: PackedWeight, stack: bool = False) -> QuantWeight | None:
+    """`kernel_weight` with parameters, instead of those of `weight`, which are freed. stack: of experts, maybe of one;
+    else one matrix."""
     found = kernel_weight(weight)
     if found is None:
         return None
     check_weight(found)
-    own = found if weight.count > 1 else expert_of(found, 0)
+    own = found if stack else expert_of(found, 0)
     weight.clear()
     tensors = {name: t for name, t in own._asdict().items() if isinstance(t, Tensor)}
     held: Any = {name: nn.Parameter(t.contiguous(), requires_grad=False) for name, t in tensors.items()}

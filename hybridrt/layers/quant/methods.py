@@ -68,7 +68,7 @@ class QuantExperts(ExpertsMethod):
                 if stack.packed is not None:
                     repack(stack.packed, self.dtype)
             return
-        found = [None if stack.packed is None else finished(stack.packed) for stack in (self.up, self.down)]
+        found = [None if each.packed is None else finished(each.packed, stack=True) for each in (self.up, self.down)]
         if found[0] is None or found[1] is None:
             raise BackendError(
                 "kernels for experts take groups of 16 inputs or of multiples of 32, and no plain matrix next to "

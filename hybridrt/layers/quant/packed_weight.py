@@ -13,6 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from hybridrt.base.errors import CheckpointError
 from hybridrt.base.quantization import Scheme
 from hybridrt.kernels.quant.decode import decode_fp4, decode_fp8, decode_int4, decode_int8, take_pairs
 from hybridrt.layers.quant.layouts import LAYOUTS, scale_dtypes, stored_width
@@ -96,6 +97,11 @@ class PackedWeight:
         parts = range(len(self.sizes))
         found = [[self._grids[e, p] for p in parts] for e in range(self.count)]
         self._grids = {}
+        if any(not torch.equal(each[p][0].row_of, found[0][p][0].row_of) for each in found[1:] for p in parts):
+            raise CheckpointError(
+                "matrices of a layer's experts lie differently in the blocks of their scales; store each matrix as a "
+                "module of its own"
+            )
         self.scales.data = _stacked([[scales.values for scales, _ in each] for each in found], self.codes.device)
         if self.zeros is not None:
             values = [[zeros.values for _, zeros in each if zeros is not None] for each in found]
