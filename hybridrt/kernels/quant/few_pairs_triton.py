@@ -190,9 +190,8 @@ def _few_pairs_kernel(  # type: ignore[no-untyped-def]
         pair = gl.load(pairs_ptr + pair_block * PAIRS + c % PAIRS)
         row, live = pair.to(gl.int64) // PAIRS_PER_ROW * a_sr, pair < num_pairs
     columns = gl.expand_dims(row + k, 1) + gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, of_x)), 0)
-    EARLY: gl.constexpr = (
-        ACTIVATE and SINGLE
-    )  # before it is known which expert it is; lists of no expert are not filled
+    # Before it is known which expert it is. A list of no expert is not filled.
+    EARLY: gl.constexpr = ACTIVATE and SINGLE
     if EARLY:
         x = gl.load(a_ptr + columns, mask=gl.expand_dims(live & (k < end), 1), other=0.0)
     expert = gl.load(block_expert_ptr + pair_block).to(gl.int64)

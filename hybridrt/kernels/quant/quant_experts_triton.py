@@ -1,9 +1,12 @@
 """Triton kernel of routed experts with weights of 8 and 4 bits: products of blocks of one expert's pairs.
 
+Where experts have few pairs each, the kernel of `few_pairs_triton` multiplies them instead, if it can.
+
 Weights are on the left of a tensor core, as in `_matmul_kernel`: they stay in registers after they
 are decoded.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -127,15 +130,20 @@ def quant_experts_triton(x: Tensor, experts: QuantStack, weights: Tensor, ids: T
     apart, gated = pairs * APART <= count, experts.activation == "silu"
     few = all(takes_few_pairs(w, x.dtype, pairs / count) for w in (up, down))
     blocks = None if apart else lay_out(ids, count, 8 if few else 16)
-    launch = _launch
-    if few:  # imported here, so that the other kernels need nothing that is experimental in Triton
-        from hybridrt.kernels.quant.few_pairs_triton import few_pairs_product as launch
+    launch = _few_pairs_launch() if few else _launch
     act = {"ACTIVATE": True, "GATED": gated, "LIMIT": experts.limit, "ALPHA": experts.alpha}
     none = {"ACTIVATE": False, "GATED": False, "LIMIT": None, "ALPHA": None}
     launch(x, up, experts.b_up, blocks, hidden, ids, PAIRS_PER_ROW=top_k, **act)
     launch(hidden, down, experts.b_down, blocks, y, ids, PAIRS_PER_ROW=1, **none)
     weighted_sum(y, weights, ids, out)
     return out
+
+
+def _few_pairs_launch() -> Callable[..., None]:
+    """Imported late, so that the other kernels need nothing that is experimental in Triton."""
+    from hybridrt.kernels.quant.few_pairs_triton import few_pairs_product
+
+    return few_pairs_product
 
 
 def takes_few_pairs(w: QuantWeight, dtype: torch.dtype, each: float) -> bool:
