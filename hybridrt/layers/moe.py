@@ -184,11 +184,7 @@ class Experts(nn.Module):
         self.local = self.cut.divide("channels of an expert", intermediate_size)
         self.shared_size, self.num_shared = shared_size, -(-shared_size // intermediate_size)
         self.shared: MLP | None = None
-        if (
-            build.shared_apart
-            and shared_size
-            and not (shared_size == intermediate_size and _shared_alike(build, name, self.matrices, shared_size))
-        ):
+        if shared_size and not _is_in_stack(shared_size, intermediate_size, build, name, self.matrices):
             form: Activation = "silu_and_mul" if activation == "silu" else "relu2"
             scale = (1.0, scales[1])
             self.num_shared = 0
@@ -281,10 +277,12 @@ class Experts(nn.Module):
         return self._targets(key, name, self.held, self.num_shared, by_expert, down)
 
 
-def _shared_alike(build: Build, name: str, matrices: Sequence[str], size: int) -> bool:
-    """Whether a quantised checkpoint stores a shared expert of intermediate size `size` as it does the routed ones of
-    layer `name`, so that all have scales of the same rows and columns."""
-    if build.expert_parallel:
+def _is_in_stack(shared_size: int, size: int, build: Build, name: str, matrices: Sequence[str]) -> bool:
+    """Whether a shared MLP is stored as experts of layer `name`. That of a quantised checkpoint is one if its sizes and
+    its schemes are those of the routed ones, so that all have scales of the same rows and columns."""
+    if not build.shared_apart:
+        return True
+    if build.expert_parallel or shared_size != size:
         return False
     shared = f"{name}.shared.{'_'.join(matrices)}"
     parts = {f"{shared}.{matrix}": matrix for matrix in matrices} | {f"{name}.shared.down.x": "down"}

@@ -1,7 +1,7 @@
-"""Gluon functions that make numbers of 4-bit codes in the registers from which tensor cores read.
+"""Gluon functions that make numbers of codes in the registers from which tensor cores read, and multiply with them.
 
-Words are those of `pack_planes`: a run of 32 codes is four words, plane p of word w has its columns 8 p + 2 w and the
-next one. Two codes of a plane become two numbers in a few instructions.
+Words of 4-bit codes are those of `pack_planes`: a run of 32 codes is four words, plane p of word w has its columns
+8 p + 2 w and the next one. Two codes of a plane become two numbers in a few instructions.
 
 int4: in bfloat16, 128 with a code in its last bits is 128 + code, exactly, and so is 1024 in float16.
 
@@ -13,22 +13,24 @@ and those above 2^64 are infinite.
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from hybridrt.kernels.core.codes_triton import scaled_e2m1
+from hybridrt.kernels.core.codes_triton import e4m3_scales, scaled_e2m1
 
 E2M1_FACTOR = gl.constexpr(2.0**63)
-# 2^-120 times scales of e4m3, in bfloat16, to 2^63 times them: 0x7B80 is 2^120, 0x5F00 is 2^63.
-_UP = gl.constexpr(
-    "{ .reg .b32 a, b, z; mov.b32 a, 0x7B807B80; mov.b32 b, 0x5F005F00; mov.b32 z, 0x80008000;"
-    " fma.rn.bf16x2 a, $1, a, z; fma.rn.bf16x2 $0, a, b, z; }"
-)
+
+
+@triton.constexpr_function
+def _rows_of_mma(rows, warps):  # type: ignore[no-untyped-def]
+    """Bases of more registers, and of warps, of a linear layout: rows from 16 on, as `mma_v2` reads them."""
+    repeats = [[16 * warps << i, 0] for i in range((rows // (16 * warps)).bit_length() - 1)]
+    return repeats, [[16 << i, 0] for i in range(warps.bit_length() - 1)]
 
 
 @triton.constexpr_function
 def runs_by_thread(rows, warps):  # type: ignore[no-untyped-def]
     """Of words [rows, 16]: a thread has a run of a row, 16 bytes, and rows as `mma_v2` reads them."""
-    repeats = [[16 * warps << i, 0] for i in range((rows // (16 * warps)).bit_length() - 1)]
-    of_warps = [[16 << i, 0] for i in range(warps.bit_length() - 1)]
+    repeats, of_warps = _rows_of_mma(rows, warps)
     return gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [8, 0], *repeats], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], of_warps, [], [rows, 16]
     )
@@ -38,8 +40,7 @@ def runs_by_thread(rows, warps):  # type: ignore[no-untyped-def]
 def bytes_by_thread(rows, warps):  # type: ignore[no-untyped-def]
     """Of words [rows, 32], 4 codes of 8 bits each: a thread has 16 bytes of each half of a row, and rows as `mma_v2`
     reads them with a width of 16."""
-    repeats = [[16 * warps << i, 0] for i in range((rows // (16 * warps)).bit_length() - 1)]
-    of_warps = [[16 << i, 0] for i in range(warps.bit_length() - 1)]
+    repeats, of_warps = _rows_of_mma(rows, warps)
     return gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [8, 0], [0, 16], *repeats], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], of_warps, [], [rows, 32]
     )
@@ -122,7 +123,7 @@ def _scale_pair(scale, HALF: gl.constexpr):  # type: ignore[no-untyped-def]
     else:
         # 4 bits of exponent in the place of 8: 2^-120 times the scale.
         pair = ((scale.to(gl.int32) >> (8 * HALF)) & 0x7F) * 0x00100010
-        pair = gl.inline_asm_elementwise(_UP, "=r,r", [pair], dtype=gl.int32, is_pure=True, pack=1)
+        pair = gl.inline_asm_elementwise(e4m3_scales(True), "=r,r", [pair], dtype=gl.int32, is_pure=True, pack=1)
     return gl.expand_dims(pair, 2)
 
 
@@ -165,18 +166,20 @@ def _by_run(planes, M: gl.constexpr, left: gl.constexpr):  # type: ignore[no-unt
 
 
 @gluon.jit
+def _e4m3_pair(words, HALF: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Two codes of each word, those of its low ("l") or high ("h") half, as two float16 in an int32."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.rn.f16x2.e4m3x2 $0, " + HALF + "; }", "=r,r", [words],
+        dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def e4m3_in_order(words, M: gl.constexpr, left: gl.constexpr):  # type: ignore[no-untyped-def]
     """Codes in float16 [M, 128], of words with `bytes_by_thread`, in layout `left`."""
     # Triton keeps each code that a loop carries in a register of its own, so these are words until here.
-    low = gl.inline_asm_elementwise(
-        "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.rn.f16x2.e4m3x2 $0, l; }", "=r,r", [words], dtype=gl.int32,
-        is_pure=True, pack=1,
-    )  # fmt: skip
-    high = gl.inline_asm_elementwise(
-        "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.rn.f16x2.e4m3x2 $0, h; }", "=r,r", [words], dtype=gl.int32,
-        is_pure=True, pack=1,
-    )  # fmt: skip
-    found = gl.reshape(_two_numbers(gl.join(low, high), gl.float16), [M, 128])
+    halves = gl.join(_e4m3_pair(words, "l"), _e4m3_pair(words, "h"))
+    found = gl.reshape(_two_numbers(halves, gl.float16), [M, 128])
     return gl.convert_layout(found, left, assert_trivial=True)
 
 
@@ -226,3 +229,38 @@ def e2m1_in_order(words, scale, layout: gl.constexpr, left: gl.constexpr):  # ty
 def _in_order(planes, left: gl.constexpr):  # type: ignore[no-untyped-def]
     found = gl.reshape(gl.permute(planes, (0, 1, 5, 4, 2, 3)), [64, 128])
     return gl.convert_layout(found, left, assert_trivial=True)
+
+
+@gluon.jit
+def add_products(acc, a, b, sides, scale, zero, CODE: gl.constexpr, mma: gl.constexpr):  # type: ignore[no-untyped-def]
+    """acc [M, T] and the products of a group of 128 columns: a of `fragments`, b [128, T].
+
+    Args:
+        sides: float32 [T] in shared memory: what each token's products are multiplied with (e4m3), or the sum of its
+            inputs (int4). None: products are added as they are.
+        scale, zero: float32 [M] of rows. None: 1, and 8 of int4.
+    """
+    if sides is None:
+        acc = mma_v2(a, b, acc)
+    else:
+        products = mma_v2(a, b, gl.zeros(acc.shape, gl.float32, mma))
+        side = gl.expand_dims(sides.load(gl.SliceLayout(0, mma)), 0)
+        if CODE == "e4m3":
+            products *= side
+        elif zero is None:
+            products -= 136.0 * side
+        else:
+            products -= gl.expand_dims(128.0 + zero, 1) * side
+        if scale is not None:
+            products *= gl.expand_dims(scale, 1)
+        acc += products
+    return acc
+
+
+@gluon.jit
+def sum_of_parts(acc, PARTS: gl.constexpr, ROWS: gl.constexpr, mma: gl.constexpr):  # type: ignore[no-untyped-def]
+    """[ROWS] of acc [PARTS * ROWS, columns]: of each part the products with its own column."""
+    part = gl.expand_dims(gl.arange(0, PARTS * ROWS, gl.SliceLayout(1, mma)) // ROWS, 1)
+    column = gl.expand_dims(gl.arange(0, acc.shape[1], gl.SliceLayout(0, mma)), 0)
+    own = gl.sum(gl.where(part == column, acc, 0.0), 1)
+    return gl.sum(gl.reshape(own, [PARTS, ROWS]), 0)

@@ -9,10 +9,15 @@ import triton
 import triton.language as tl
 
 # Assembler for pairs of bfloat16, which Gluon functions share. A product plus -0 is the same number.
-# Scales of e4m3 as bits of bfloat16, 2^-120 times the scale: times 2^120, 0x7B80.
-E4M3_SCALES = tl.constexpr(
-    "{.reg .b32 a, z; mov.b32 a, 0x7B807B80; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, a, z;}"
-)
+
+
+@triton.constexpr_function
+def e4m3_scales(raised=False):  # type: ignore[no-untyped-def]
+    """Pairs of e4m3 scales of $1, their bits as those of bfloat16, 2^-120 times the scale: times 2^120, 0x7B80.
+    `raised`: times 2^63, 0x5F00, as well."""
+    up = "mov.b32 b, 0x5F005F00; fma.rn.bf16x2 a, a, b, z;" if raised else ""
+    one = "mov.b32 a, 0x7B807B80; mov.b32 z, 0x80008000; fma.rn.bf16x2 a, $1, a, z;"
+    return f"{{.reg .b32 a, b, z; {one} {up} mov.b32 $0, a;}}"
 
 
 @triton.constexpr_function
@@ -195,7 +200,7 @@ def _scale_pairs(scale):  # type: ignore[no-untyped-def]
         # 4 bits of exponent in the place of 8: 2^-120 times the scale. 0x7B80 is 2^120.
         pair = (scale.to(tl.uint8, bitcast=True).to(tl.int32) & 0x7F) * 0x00100010
         pair = tl.inline_asm_elementwise(
-            E4M3_SCALES,
+            e4m3_scales(),
             "=r,r",
             [pair],
             dtype=tl.int32,

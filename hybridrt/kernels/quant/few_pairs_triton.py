@@ -13,24 +13,24 @@ Gluon has no interpreter: tests compile the kernel, and run it on a GPU.
 
 from typing import Any, NamedTuple
 
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from hybridrt.kernels.core.code_fragments_triton import (
     E2M1_FACTOR,
+    add_products,
     bytes_by_thread,
     columns_by_run,
     fragments,
     load_e2m1_scales,
     of_runs,
     runs_by_thread,
+    sum_of_parts,
 )
 from hybridrt.kernels.core.gluon_kernel_triton import gluon_kernel, join_threads, reinterpret
 from hybridrt.kernels.core.launch import cdiv, next_power_of_2
-from hybridrt.kernels.core.pdl_triton import pdl
+from hybridrt.kernels.core.pdl_triton import begin, begin_in_turn, pdl
 from hybridrt.kernels.dense.moe_triton import Blocks
 from hybridrt.kernels.dense.pipeline_tiles import GROUP
 from hybridrt.kernels.quant.quant_weight import QuantWeight
@@ -55,18 +55,6 @@ class FewPairsTile(NamedTuple):
     parts: int
     warps: int
     ahead: int
-
-
-@gluon.jit
-def _begin(PDL: gl.constexpr, IN_TURN: gl.constexpr):  # type: ignore[no-untyped-def]
-    """`begin_in_turn` or `begin` of `pdl_triton`."""
-    if PDL:
-        if IN_TURN:
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
-        else:
-            tl.extra.cuda.gdc_launch_dependents()
-            tl.extra.cuda.gdc_wait()
 
 
 @gluon.jit
@@ -185,7 +173,7 @@ def _few_pairs_kernel(  # type: ignore[no-untyped-def]
         end = gl.minimum((c % PAIRS + 1) * (STEPS * 128), K)
     # Up: the kernel before this one may have made the blocks. Down reads them early: up began in turn.
     if ACTIVATE:
-        _begin(PDL, True)
+        begin_in_turn(PDL)
     if not SINGLE:
         pair = gl.load(pairs_ptr + pair_block * PAIRS + c % PAIRS)
         row, live = pair.to(gl.int64) // PAIRS_PER_ROW * a_sr, pair < num_pairs
@@ -197,7 +185,7 @@ def _few_pairs_kernel(  # type: ignore[no-untyped-def]
     expert = gl.load(block_expert_ptr + pair_block).to(gl.int64)
     if expert >= num_experts or expert < 0:
         if not ACTIVATE:
-            _begin(PDL, False)
+            begin(PDL)
         return
     w_ptr = w_ptr.cast(gl.pointer_type(gl.int32)) + expert * (N * (K // EACH))
     if scale_ptr is not None:
@@ -213,7 +201,7 @@ def _few_pairs_kernel(  # type: ignore[no-untyped-def]
         )
         tiles += (more,)  # type: ignore[assignment]
     if not ACTIVATE:
-        _begin(PDL, False)
+        begin(PDL)
     if not EARLY:
         x = gl.load(a_ptr + columns, mask=gl.expand_dims(live & (k < end), 1), other=0.0)
 
@@ -241,20 +229,9 @@ def _few_pairs_kernel(  # type: ignore[no-untyped-def]
             )  # fmt: skip
             tiles = tiles[1:] + (following,)  # noqa: RUF005
             b = inputs.index(at + g).permute((1, 0)).load(right)
-            if CODE == "e2m1":
-                acc = mma_v2(a, b, acc)
-            else:
-                products = mma_v2(a, b, gl.zeros([M, PAIRS], gl.float32, mma))
-                side = gl.expand_dims(sides.index(at + g).load(gl.SliceLayout(0, mma)), 0)
-                if CODE == "e4m3":
-                    products *= side
-                elif zero_ptr is None:
-                    products -= 136.0 * side
-                else:
-                    products -= gl.expand_dims(128.0 + zero, 1) * side
-                if scale_ptr is not None:
-                    products *= gl.expand_dims(scale, 1)
-                acc += products
+            side = None if CODE == "e2m1" else sides.index(at + g)
+            own_scale = None if CODE == "e2m1" or scale_ptr is None else scale
+            acc = add_products(acc, a, b, side, own_scale, None if zero_ptr is None else zero, CODE, mma)
 
     if CODE == "e2m1":
         acc *= E2M1_FACTOR
@@ -263,9 +240,7 @@ def _few_pairs_kernel(  # type: ignore[no-untyped-def]
     stores: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, WARPS], [0, 1])
     y = acc
     if SINGLE:
-        part = gl.expand_dims(gl.arange(0, M, gl.SliceLayout(1, mma)) // BLOCK_N, 1)
-        own = gl.where(part == gl.expand_dims(gl.arange(0, PAIRS, gl.SliceLayout(0, mma)), 0), acc, 0.0)
-        total = gl.sum(gl.reshape(gl.sum(own, 1), [PARTS, BLOCK_N]), 0)
+        total = sum_of_parts(acc, PARTS, BLOCK_N, mma)
         y = gl.expand_dims(gl.convert_layout(total, gl.SliceLayout(1, stores)), 1)
     y = gl.convert_layout(y, stores)
     row = _weight_row(block, gl.arange(0, BLOCK_N, gl.SliceLayout(1, stores)), OUT, GATED, BLOCK_N) + expert * N

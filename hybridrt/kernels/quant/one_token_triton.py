@@ -18,23 +18,23 @@ Gluon has no interpreter: tests compile the kernel, and run it on a GPU.
 from typing import NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from hybridrt.kernels.core.code_fragments_triton import (
     E2M1_FACTOR,
+    add_products,
     columns_by_run,
     fragments,
     load_e2m1_scales,
     of_runs,
     runs_by_thread,
+    sum_of_parts,
 )
 from hybridrt.kernels.core.gluon_kernel_triton import gluon_kernel, join_threads
 from hybridrt.kernels.core.launch import cdiv
-from hybridrt.kernels.core.pdl_triton import pdl
+from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.dense.skinny_linear import Activation, InputNorm, activated_width
 from hybridrt.kernels.dense.skinny_linear_triton import MULTIPROCESSORS
 from hybridrt.kernels.quant.fp8_linear import GROUP
@@ -281,21 +281,10 @@ def _step(  # type: ignore[no-untyped-def]
             ),
         )  # fmt: skip
     b = inputs.index(j).permute((1, 0)).load(right)
-    if CODE == "e2m1" or (CODE == "e4m3" and scale_ptr is None):
-        acc = mma_v2(a, b, acc)
-    else:
-        products = mma_v2(a, b, gl.zeros([M, PARTS], gl.float32, mma))
-        side = gl.expand_dims(sides.index(j).load(gl.SliceLayout(0, mma)), 0)
-        if CODE == "e4m3":
-            products *= side
-        elif zero_ptr is None:
-            products -= 136.0 * side
-        else:
-            products -= gl.expand_dims(128.0 + zero, 1) * side
-        if scale_ptr is not None:
-            products *= gl.expand_dims(scale, 1)
-        acc += products
-    return tiles, acc
+    as_they_are: gl.constexpr = CODE == "e2m1" or (CODE == "e4m3" and scale_ptr is None)
+    side = None if as_they_are else sides.index(j)
+    own_scale = None if CODE == "e2m1" or scale_ptr is None else scale
+    return tiles, add_products(acc, a, b, side, own_scale, None if zero_ptr is None else zero, CODE, mma)
 
 
 @gluon.jit
@@ -321,11 +310,7 @@ def _round(  # type: ignore[no-untyped-def]
                 tiles, acc, j, inputs, sides, weight_ptr, scale_ptr, zero_ptr, block, after, blocks, N, K, ROWS,
                 COLUMNS, CODE, ACTIVATION, BLOCK_N, PARTS, AHEAD, True, loads, mma,
             )  # fmt: skip
-    r = gl.arange(0, M, gl.SliceLayout(1, mma))
-    c = gl.arange(0, PARTS, gl.SliceLayout(0, mma))
-    own_part = gl.expand_dims(r // BLOCK_N, 1) == gl.expand_dims(c, 0)
-    y = gl.sum(gl.where(own_part, acc, 0.0), 1)
-    y = gl.sum(gl.reshape(y, [PARTS, BLOCK_N]), 0) * factor
+    y = sum_of_parts(acc, PARTS, BLOCK_N, mma) * factor
     _store(y, block, N, factor_ptr, bias_ptr, out_ptr, ACTIVATION, BLOCK_N, WARPS)
     return tiles
 
@@ -352,9 +337,7 @@ def _one_token_kernel(  # type: ignore[no-untyped-def]
         weight_ptr, scale_ptr, zero_ptr, program, blocks, AHEAD, N, K, ROWS, COLUMNS, CODE, ACTIVATION, BLOCK_N, PARTS,
         loads, mma,
     )  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    begin(PDL)
 
     inputs = gl.allocate_shared_memory(number, [PADDED, PARTS, 128], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
     sides = gl.allocate_shared_memory(gl.float32, [PADDED, PARTS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
