@@ -170,7 +170,7 @@ def main() -> None:
     longest = max([args.ctx + most_tokens(args) + 16, *(length + 16 for length in lengths)])
     rows = max([*args.batches, *(count + 4 for count, _ in args.mixed)], default=16)
     if args.uniform_experts:
-        pick_uniformly(args.chunk + rows)
+        pick_uniformly(args.chunk + max(rows, longest))  # the plan measures a step of whole prompts
     llm = LLM(
         args.model, load_format="dummy", max_model_len=longest, mamba_ssm_dtype=args.state_dtype,
         state_mode=args.state_mode, attention_backend=args.attention, kv_cache_dtype=args.kv_cache_dtype,

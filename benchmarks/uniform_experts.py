@@ -20,10 +20,14 @@ def pick_uniformly(tokens: int) -> None:
 
     Args:
         tokens: the most of any step. Token i of a step has the same numbers in all layers.
+
+    A step with more raises ValueError.
     """
     numbers: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
 
     def random(logits: Tensor) -> Tensor:
+        if len(logits) > tokens:
+            raise ValueError(f"a step has {len(logits)} tokens; pick_uniformly was told of at most {tokens}")
         key = logits.shape[1], logits.dtype, logits.device
         if key not in numbers:
             drawn = torch.randn(tokens, logits.shape[1], generator=torch.Generator().manual_seed(0))

@@ -23,6 +23,8 @@ def test_tokens_of_equal_logits_touch_as_many_experts_as_the_floor_assumes(monke
     ]
     assert all(abs(len(ids.unique()) - 111) <= 6 for ids in chosen)
     assert moe.router_softmax(logits[:8], SoftmaxChoice(4, True))[1].equal(chosen[0][:8])
+    with pytest.raises(ValueError, match="65 tokens"):
+        moe.router_softmax(torch.zeros(65, 128), SoftmaxChoice(4, True))
 
 
 @pytest.mark.parametrize("option", ["--tp", "--dp"])

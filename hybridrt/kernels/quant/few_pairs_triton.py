@@ -288,4 +288,4 @@ def few_pairs_tile(w: QuantWeight, size: int, single: bool) -> FewPairsTile:
         return FewPairsTile(16, 4, 4, 4) if single else FewPairsTile(128, 1, 8 if size == PAIRS else 4, 2)
     if single:
         return FewPairsTile(32, 4, 4, 2)
-    return FewPairsTile(128, 1, 4, 4 if w.width <= 4 * GROUP else 2)
+    return FewPairsTile(128, 1, 4, 2)

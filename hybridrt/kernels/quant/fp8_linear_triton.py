@@ -35,6 +35,7 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     d = first + tl.arange(0, BLOCK)
     mask = d < D
+    weight = None if norm_ptr is None else tl.load(norm_ptr + d, mask=mask, other=0.0)
     begin(PDL)
     x = tl.load(x_ptr + row * x_sr + d, mask=mask, other=0.0).to(tl.float32)
     if residual_ptr is not None:
@@ -43,7 +44,6 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
         tl.store(target, rounded, mask=mask)
         x = rounded.to(tl.float32)
     if norm_ptr is not None:
-        weight = tl.load(norm_ptr + d, mask=mask, other=0.0)
         x = x * (1.0 / tl.sqrt(tl.sum(x * x, 0) / D + eps)) * weight
     if ACTIVATION is not None:
         if ACTIVATION == "silu_and_mul":
