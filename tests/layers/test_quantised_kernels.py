@@ -14,7 +14,8 @@ from hybridrt.kernels.quant.fp8_linear import MAX_TOKENS, quantize_tokens
 from hybridrt.layers.linear import MLP, ColumnLinear, MixedMethod, RowLinear, Segment, VocabParallelEmbedding, finish
 from hybridrt.layers.moe import Experts
 from hybridrt.layers.norm import RMSNorm
-from hybridrt.layers.quant import methods
+from hybridrt.layers.quant import kernel_weight, methods
+from hybridrt.layers.quant.packed_weight import PackedWeight
 from tests.layers.test_quantised_layers import RANKS, build_of, fill
 from tests.support.quantised import KINDS, awq, gptq, of_fp8, of_integers
 
@@ -267,6 +268,23 @@ def test_experts(kind: str, tp: TPGroup) -> None:
     finish(layer)
     assert layer.method.kernels is not None and packed == scheme  # type: ignore[attr-defined]
     torch.testing.assert_close(layer(x, weights, ids), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_search_for_kernels_stores_a_stack_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On "meta" an operation takes a millisecond, and a model may have ten thousand experts."""
+    monkeypatch.setattr(kernel_weight, "NUMBERS", 1)
+    scheme, found = WIDER["nvfp4"](24, 64).scheme, list[torch.Size]()
+    pack = kernel_weight.pack_planes
+    monkeypatch.setattr(
+        kernel_weight, "pack_planes", lambda codes, code: found.append(codes.shape) or pack(codes, code)
+    )
+    weights = [
+        PackedWeight(scheme, (24,), 64, replace(build_of(scheme), device=torch.device(device)), count=5)
+        for device in ("cpu", "meta")
+    ]
+    on_host, on_meta = map(kernel_weight.kernel_weight, weights)
+    assert on_host is not None and on_meta is not None and on_meta.data.shape == on_host.data.shape == (5, 24, 8)
+    assert found == [*(5 * 24 * [torch.Size([1, 64])]), torch.Size([5 * 24, 64])]
 
 
 def test_groups_without_a_kernel() -> None:

@@ -67,7 +67,7 @@ def check_weight(weight: QuantWeight) -> None:
     """Raises ConfigError if the tensors of a weight do not fit together."""
     if weight.data.dtype != STORED[weight.code]:
         raise ConfigError(f"{weight.code} codes are stored as {STORED[weight.code]}, not {weight.data.dtype}")
-    numbers = weight.width if weight.code in ("e4m3", "int8") else -(-weight.width // RUN) * (RUN // CODES_OF_INT32)
+    numbers = weight.width if weight.code in ("e4m3", "int8") else packed_words(weight.width)
     if weight.data.shape[-1] != numbers:
         raise ConfigError(f"{weight.width} {weight.code} columns are {numbers} numbers, not {weight.data.shape[-1]}")
     if numbers % 4:
@@ -90,9 +90,14 @@ def check_weight(weight: QuantWeight) -> None:
         raise ConfigError(f"a factor has one number for each of {weight.rows} rows, not {weight.factor.shape[-1]}")
 
 
+def packed_words(width: int) -> int:
+    """int32 words of `width` 4-bit codes: whole runs."""
+    return -(-width // RUN) * (RUN // CODES_OF_INT32)
+
+
 def pack_planes(codes: Tensor, code: Code) -> Tensor:
-    """int32 [..., ceil(K / 32) * 4], two words each, of 4-bit codes, uint8 [..., K]. Columns past K
-    have code 0."""
+    """int32 [..., packed_words(K)], two words each, of 4-bit codes, uint8 [..., K]. Columns past K have
+    code 0."""
     runs = F.pad(codes, (0, -codes.shape[-1] % RUN)).unflatten(-1, (-1, PLANES, RUN // PLANES))
     words = torch.zeros(runs[..., 0, :].shape, dtype=torch.int32, device=codes.device)
     for plane, table in enumerate(_words_of(code).to(codes.device)):

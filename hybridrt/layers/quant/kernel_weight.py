@@ -9,12 +9,20 @@ from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation
 from hybridrt.kernels.quant.decode import CENTRE_OF_INT4
 from hybridrt.kernels.quant.decode_weight import decode_weight
 from hybridrt.kernels.quant.formats import unpack_pairs
-from hybridrt.kernels.quant.quant_weight import Code, QuantWeight, check_weight, dequantize, expert_of, pack_planes
+from hybridrt.kernels.quant.quant_weight import (
+    Code,
+    QuantWeight,
+    check_weight,
+    dequantize,
+    expert_of,
+    pack_planes,
+    packed_words,
+)
 from hybridrt.layers.quant.packed_weight import PackedWeight, on_host
 
 CODE: dict[str, Code] = {"fp8": "e4m3", "int8": "int8", "int4": "int4", "fp4": "e2m1"}
 STEPS = (128, 64, 32, 16, 8, 4, 2, 1)
-NUMBERS = 1 << 24  # that a product of many tokens decodes at once
+NUMBERS = 1 << 24  # that a product of many tokens decodes at once, and that are stored anew at once
 
 
 def kernel_weight(weight: PackedWeight) -> QuantWeight | None:
@@ -41,14 +49,14 @@ def kernel_weight(weight: PackedWeight) -> QuantWeight | None:
 
 
 def _planes(weight: PackedWeight, code: Code) -> Tensor:
-    """The 4-bit codes as `pack_planes` stores them, one matrix after the other."""
-    found: Tensor | None = None
-    for e, own in enumerate(weight.codes.data):
-        planes = pack_planes(unpack_pairs(own)[:, : weight.width], code)
-        found = planes.new_empty(weight.count, *planes.shape) if found is None else found
-        found[e] = planes
-    assert found is not None
-    return found
+    """The 4-bit codes as `pack_planes` stores them, NUMBERS at a time: what is in between takes several bytes a number.
+    On "meta" nothing takes memory, but each operation takes a millisecond of the search for kernels at a start."""
+    rows = weight.codes.data.flatten(0, 1)
+    step = len(rows) if rows.is_meta else max(NUMBERS // weight.width, 1)
+    words = torch.empty(len(rows), packed_words(weight.width), dtype=torch.int32, device=rows.device)
+    for own, into in zip(rows.split(step), words.split(step), strict=True):
+        into.copy_(pack_planes(unpack_pairs(own)[:, : weight.width], code))
+    return words.unflatten(0, (weight.count, -1))
 
 
 def _all_rows(weight: PackedWeight) -> Tensor | None:
