@@ -253,6 +253,7 @@ def routed(tokens: int, count: int, width: int, top_k: int, seed: int = 1) -> tu
         (2, 64, 2944, 128, "relu2"),
         (30, 64, 3072, 384, "silu"),
         (60, 32, 1280, 512, "relu2"),
+        (4, 32, 6144, 256, "silu"),
     ],
 )
 def test_experts_with_few_pairs(

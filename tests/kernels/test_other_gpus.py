@@ -11,6 +11,8 @@ from hybridrt.kernels.attention import paged_attention_triton
 from hybridrt.kernels.attention.paged_attention_triton import DECODES, Decode, _loaded_bytes
 from hybridrt.kernels.delta_rule import delta_rule_triton
 from hybridrt.kernels.delta_rule.delta_rule_triton import PASSES, Pass
+from hybridrt.kernels.quant import quant_experts_triton
+from tests.support.quant_weights import empty_weight
 from tests.support.sm90_process import Compiler
 
 CPU = torch.device("cpu")
@@ -54,6 +56,20 @@ def test_decode_loads_as_many_keys_as_fit(shape: Decode, keys: int, monkeypatch:
     assert tile["BLOCK_N"] == keys and _loaded_bytes(shape, tile) <= KNOWN["l40s"].shared_memory
     monkeypatch.setattr(paged_attention_triton, "shared_memory", lambda _: KNOWN["h200"].shared_memory)
     assert DECODES.built_in(shape, CPU)["BLOCK_N"] == 64
+
+
+@pytest.mark.parametrize(("gpu", "wide"), [("l40s", 2048), ("h200", 6144)])
+def test_experts_with_few_pairs_whose_inputs_fit(gpu: str, wide: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the shared memory holds the inputs of 8 pairs, where a block has no more, but not of 16."""
+    monkeypatch.setattr(quant_experts_triton, "shared_memory", lambda _: KNOWN[gpu].shared_memory)
+
+    def takes(name: str, width: int, each: float) -> bool:
+        weight = empty_weight(name, 512, width, 64, device="meta")
+        return quant_experts_triton.takes_few_pairs(weight, torch.bfloat16, each)
+
+    for name in ("fp8 blocks", "int4", "nvfp4"):
+        assert takes(name, wide, 8) and not takes(name, 2 * wide, 8)
+    assert not takes("int4", wide, 9) and takes("int4", wide // 4, 9)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from hybridrt.kernels.core.code_fragments_triton import (
 from hybridrt.kernels.core.gluon_kernel_triton import gluon_kernel, join_threads, reinterpret
 from hybridrt.kernels.core.launch import cdiv, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, begin_in_turn, pdl
-from hybridrt.kernels.dense.moe_triton import Blocks
+from hybridrt.kernels.dense.moe_triton import Blocks, activate_experts
 from hybridrt.kernels.dense.pipeline_tiles import GROUP
 from hybridrt.kernels.quant.quant_weight import QuantWeight
 
@@ -119,20 +119,6 @@ def _enter_inputs(x, inputs, sides, COUNT: gl.constexpr, CODE: gl.constexpr):  #
         if CODE == "int4":
             sides.store(gl.sum(x.to(gl.float32), 1))
         inputs.store(columns_by_run(x, COUNT))
-
-
-@gluon.jit
-def _activated(hidden, up, LIMIT: gl.constexpr, ALPHA: gl.constexpr):  # type: ignore[no-untyped-def]
-    """`activate_experts` of `moe_triton`, in Gluon."""
-    if ALPHA is not None:
-        hidden = gl.minimum(hidden, LIMIT)
-        hidden = hidden / (1.0 + gl.exp(-hidden * ALPHA)) * (gl.maximum(gl.minimum(up, LIMIT), -LIMIT) + 1.0)
-    else:
-        hidden = hidden / (1.0 + gl.exp(-hidden))
-        if LIMIT is not None:
-            hidden, up = gl.minimum(hidden, LIMIT), gl.maximum(gl.minimum(up, LIMIT), -LIMIT)
-        hidden *= up
-    return hidden
 
 
 @gluon_kernel(do_not_specialize=["num_pairs", "num_experts"])
@@ -253,10 +239,9 @@ def _few_pairs_kernel(  # type: ignore[no-untyped-def]
         both = gl.permute(gl.reshape(y, [BLOCK_N // 16, 2, 8, WIDE]), (0, 2, 3, 1))
         pairs_of_rows: gl.constexpr = gl.BlockedLayout([1, 1, 2], [32, 1, 1], [1, WARPS, 1], [2, 0, 1])
         hidden, up = gl.convert_layout(gl.reshape(both, [HEIGHT, WIDE, 2]), pairs_of_rows).split()
-        y = gl.convert_layout(_activated(hidden, up, LIMIT, ALPHA), stores)
+        y = gl.convert_layout(activate_experts(hidden, up, True, LIMIT, ALPHA), stores)
     elif ACTIVATE:
-        y = gl.maximum(y, 0.0)
-        y *= y
+        y = activate_experts(y, y, False, LIMIT, ALPHA)
     n = gl.expand_dims(block * HEIGHT + gl.arange(0, HEIGHT, gl.SliceLayout(1, stores)), 1)
     if SINGLE:
         gl.store(out_ptr + pair_block.to(gl.int64) * OUT + n, y.to(out_ptr.dtype.element_ty))

@@ -155,7 +155,8 @@ def takes_few_pairs(w: QuantWeight, dtype: torch.dtype, each: float) -> bool:
     least = (8, 9) if eight else (8, 0)  # one instruction converts e4m3
     if not (device.type == "meta" or (device.type == "cuda" and capability(device) >= least)):
         return False
-    if 16 * (w.width + GROUP) * dtype.itemsize > shared_memory(device) // 2:  # inputs of 16 pairs
+    held = 8 if each <= 8 else 16  # pairs of a block (`lay_out`), whose inputs are in shared memory
+    if held * (w.width + GROUP) * dtype.itemsize > shared_memory(device) // 2:
         return False
     if not eight:
         return dtype == torch.bfloat16 and decodes_in_registers(w, dtype)
