@@ -60,16 +60,16 @@ def test_decode_loads_as_many_keys_as_fit(shape: Decode, keys: int, monkeypatch:
 
 @pytest.mark.parametrize(("gpu", "wide"), [("l40s", 2048), ("h200", 6144)])
 def test_experts_with_few_pairs_whose_inputs_fit(gpu: str, wide: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of the shared memory holds the inputs of 8 pairs, where a block has no more, but not of 16."""
+    """Half of the shared memory holds the inputs of 16 pairs; of e2m1 those of 8, where a block has no more."""
     monkeypatch.setattr(quant_experts_triton, "shared_memory", lambda _: KNOWN[gpu].shared_memory)
 
     def takes(name: str, width: int, each: float) -> bool:
         weight = empty_weight(name, 512, width, 64, device="meta")
         return quant_experts_triton.takes_few_pairs(weight, torch.bfloat16, each)
 
-    for name in ("fp8 blocks", "int4", "nvfp4"):
-        assert takes(name, wide, 8) and not takes(name, 2 * wide, 8)
-    assert not takes("int4", wide, 9) and takes("int4", wide // 4, 9)
+    assert takes("nvfp4", wide, 8) and not takes("nvfp4", 2 * wide, 8)
+    for name, each in (("fp8 blocks", 8), ("int4", 8), ("nvfp4", 9)):
+        assert takes(name, wide // 2, each) and not takes(name, wide, each)
 
 
 @pytest.mark.parametrize(

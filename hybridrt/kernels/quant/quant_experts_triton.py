@@ -155,7 +155,8 @@ def takes_few_pairs(w: QuantWeight, dtype: torch.dtype, each: float) -> bool:
     least = (8, 9) if eight else (8, 0)  # one instruction converts e4m3
     if not (device.type == "meta" or (device.type == "cuda" and capability(device) >= least)):
         return False
-    held = 8 if each <= 8 else 16  # pairs of a block (`lay_out`), whose inputs are in shared memory
+    # Inputs of a block are in shared memory. With that of 8 pairs (`lay_out`) where 16 do not fit, only e2m1 is faster.
+    held = 8 if w.code == "e2m1" and each <= 8 else 16
     if held * (w.width + GROUP) * dtype.itemsize > shared_memory(device) // 2:
         return False
     if not eight:
