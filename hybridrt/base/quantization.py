@@ -17,8 +17,8 @@ class Scheme:
         layout: names and packing of its tensors (`hybridrt.layers.quant.layouts`); "" for a method
             from outside, which names its own.
         block: outputs and inputs that share a scale; 0: all of them.
-        activations: how inputs may be quantised: "", "token", "tensor" or "group". Products here
-            leave them as they are.
+        activations: how inputs may be quantised: "", "token", "tensor" or "group". The method `Fp8`
+            quantises them on some GPUs, by its own groups; other products leave them as they are.
         options: of a method from outside, the checkpoint's quantization_config.
         scale_dtype, zeros, indexed: what the file's tensors tell: dtype of the scales, whether there
             are zero points, and whether a tensor gives the group of each input.

@@ -110,11 +110,10 @@ def recurrent_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
             if mode not in ("replay", "tree"):
                 make = lambda mode=mode, n=n: kernels.selective_state_update(config, rows(n), mode)  # noqa: E731
                 yield f"selective_state_update {mode} {n}", make
-        few = {"batch": 2, "padding": 1}  # programs prepare fewer channels each
-        yield (
-            "mamba2_decode replay of 2 rows",
-            lambda: kernels.mamba2_decode(config, DecodeRows(shapes[0], 1, **few), "replay"),
-        )
+        for count in (2, 34):  # programs prepare more channels each from 32 rows on
+            many = {"batch": count, "padding": 1, "num_slots": 40, "num_rows": 40}
+            what = f"mamba2_decode replay of {count} rows"
+            yield what, lambda more=many: kernels.mamba2_decode(config, DecodeRows(shapes[0], 1, **more), "replay")
         yield "fold_ring", lambda: kernels.fold(rows(1), kernels.time_step_gate, kernels.mamba2_heads(config)["A"])
         chunk = mamba2_of(config).chunk_size
         yield "mamba2_chunk_scan", lambda: kernels.mamba2_chunk_scan(config, Prompts(shapes[0], chunk))

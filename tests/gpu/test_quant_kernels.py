@@ -13,6 +13,7 @@ from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation, InputN
 from hybridrt.kernels.quant.decode_weight import decode_weight
 from hybridrt.kernels.quant.fp8_linear import decoded_tokens, fp8_linear, fp8_token_linear, quantize_tokens
 from hybridrt.kernels.quant.quant_experts import QuantStack, quant_experts
+from hybridrt.kernels.quant.quant_experts_triton import takes_few_pairs
 from hybridrt.kernels.quant.quant_linear import quant_linear
 from hybridrt.kernels.quant.quant_weight import dequantize
 from hybridrt.layers.quant.fp8_products import fp8_product, multiply_codes
@@ -265,6 +266,7 @@ def test_experts_with_few_pairs(
     up, down = (quant_weight(name, *shape, count, device=DEVICE) for shape in ((rows, width), (width, inner)))
     x, weights, ids = routed(tokens, count, width, 6)
     biases = [torch.randn(count, n, device=DEVICE).bfloat16() for n in (rows, width)]
+    assert width < 6144 or takes_few_pairs(up, x.dtype, ids.numel() / count) == (up.code == "e2m1")
     clamps = ((None, None), (2.0, None), (2.0, 1.7)) if activation == "silu" else ((None, None),)
     for limit, alpha in clamps:
         experts = QuantStack(up, down, activation, limit, alpha, *biases)

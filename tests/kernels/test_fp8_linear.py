@@ -117,7 +117,7 @@ def test_multipliers_of_parts_become_part_of_the_scales(parts: tuple[int, ...]) 
     weight.codes.data.copy_((64 * torch.randn(weight.codes.shape)).clamp(-448, 448))
     weight.scales.data.uniform_(0.5, 1.5)
     for part in range(len(parts)):
-        weight.multiply(0, part, 0.5 + part)
+        weight.scale_part(0, part, 0.5 + part)
     wanted, found = weight.dequantize(), kernel_weight(weight)
     assert found is not None
     product = fp8_product(expert_of(found, 0))

@@ -98,6 +98,7 @@ def stored(kind: Callable[..., Written], rows: int, dtype: torch.dtype) -> Packe
     assert before["codes"] <= after["codes"] < before["codes"] + 16 * 96, "rows of zeros at most"
     x = torch.randn(3, 192).to(dtype)
     close(layer(x), x.float() @ matrix.dense.t())
+    assert layer(x[:0]).shape == (0, rows)
     return layer.method.weight
 
 

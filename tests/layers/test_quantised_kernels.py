@@ -271,20 +271,22 @@ def test_experts(kind: str, tp: TPGroup) -> None:
 
 
 def test_the_search_for_kernels_stores_a_stack_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On "meta" an operation takes a millisecond, and a model may have ten thousand experts."""
-    monkeypatch.setattr(kernel_weight, "NUMBERS", 1)
-    scheme, found = WIDER["nvfp4"](24, 64).scheme, list[torch.Size]()
-    pack = kernel_weight.pack_planes
+    """On "meta" a block takes 3 ms, and a model may have ten thousand experts. Elsewhere blocks are as all at once."""
+    scheme, pack, blocks = WIDER["nvfp4"](24, 64).scheme, kernel_weight.pack_planes, list[int]()
     monkeypatch.setattr(
-        kernel_weight, "pack_planes", lambda codes, code: found.append(codes.shape) or pack(codes, code)
+        kernel_weight, "pack_planes", lambda codes, code: blocks.append(len(codes)) or pack(codes, code)
     )
-    weights = [
+    on_host, on_meta = (
         PackedWeight(scheme, (24,), 64, replace(build_of(scheme), device=torch.device(device)), count=5)
         for device in ("cpu", "meta")
-    ]
-    on_host, on_meta = map(kernel_weight.kernel_weight, weights)
-    assert on_host is not None and on_meta is not None and on_meta.data.shape == on_host.data.shape == (5, 24, 8)
-    assert found == [*(5 * 24 * [torch.Size([1, 64])]), torch.Size([5 * 24, 64])]
+    )
+    on_host.codes.data.random_()
+    found = [kernel_weight.kernel_weight(on_host)]
+    monkeypatch.setattr(kernel_weight, "NUMBERS", 50 * 64)
+    found += [kernel_weight.kernel_weight(each) for each in (on_host, on_meta)]
+    whole, by_blocks, empty = (each.data for each in found if each is not None)
+    assert blocks == [120, 50, 50, 20, 120]
+    assert torch.equal(by_blocks, whole) and empty.shape == whole.shape == (5, 24, 8)
 
 
 def test_groups_without_a_kernel() -> None:

@@ -61,7 +61,7 @@ def test_parts_of_one_output(kind: str, tp: TPGroup) -> None:
     x = torch.randn(3, width)
     torch.testing.assert_close(layer(x), x @ dense.t())
     weight = layer.method.weight  # type: ignore[attr-defined]  # not in runs, because the scheme is one
-    torch.testing.assert_close(torch.cat([weight.dequantize(*rows) for rows in weight.blocks()]), dense)
+    torch.testing.assert_close(torch.cat([weight.dequantize(*rows) for rows in weight.row_ranges()]), dense)
 
 
 @pytest.mark.parametrize("tp", RANKS, ids=["one", "first", "second"])

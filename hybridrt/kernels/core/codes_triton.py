@@ -22,8 +22,8 @@ def e4m3_scales(raised=False):  # type: ignore[no-untyped-def]
 
 @triton.constexpr_function
 def scaled_e2m1(plane, raw=False):  # type: ignore[no-untyped-def]
-    """A plane's pairs of the words $1 times pairs of scales $2; `raw`: divided by 2^126. 0x7E80 is 2^126. A product of
-    pairs needs sm_90."""
+    """A plane's pairs of the words $1 times pairs of scales $2; `raw`: divided by 2^126. 0x7E80 is 2^126. `mul` of
+    pairs needs sm_90, so products are `fma` with -0."""
     bits = (
         "and.b32 a, $1, 0x81C081C0;",
         "shl.b32 a, $1, 3; and.b32 a, a, 0x81C081C0;",
@@ -37,7 +37,8 @@ def scaled_e2m1(plane, raw=False):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def decode(tile, PLANE: tl.constexpr, CODE: tl.constexpr, DTYPE: tl.constexpr, RAW: tl.constexpr = False):  # type: ignore[no-untyped-def]
-    """Exact numbers in DTYPE: [R, C] of 8 bits, or plane PLANE, [R, 2 W], of a tile [R, W] of 4 bits.
+    """Exact numbers in DTYPE: [R, C] of 8 bits, or [R, 4 W] if the tile is of int32 words [R, W]; of 4 bits those of
+    plane PLANE, [R, 2 W].
     "int4" is code + 128. RAW: divided by `raw_scale` twice."""
     if CODE == "int4":
         # 128 + code: bfloat16 has 7 bits of mantissa.
@@ -170,7 +171,8 @@ def dequantized(  # type: ignore[no-untyped-def]
     tile, scale_ptr, zero_ptr, row, start, PLANE: tl.constexpr, K: tl.constexpr, CODE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, ONE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """`decode` less zero points, times scales unless ONE block is for the whole row. Exact for scales of fp4."""
+    """`decode` less zero points, times scales unless ONE block is for the whole row of the tile. Exact for scales of
+    fp4."""
     RUN: tl.constexpr = 8 if CODE == "int4" or CODE == "e2m1" else 16
     WIDTH: tl.constexpr = 2 * tile.shape[1] if RUN == 8 else tile.shape[1]
     block = run_blocks(start, tl.arange(0, 1 if ONE else WIDTH // RUN), PLANE, CODE, COLUMNS, K)

@@ -265,8 +265,9 @@ def replay_decode_triton(
     block_n, block_w = max(16, next_power_of_2(state_dim)), max(16, next_power_of_2(width))
     # Wide states on four warps would need 214 registers and leave attention no room.
     warps = 8 if state_dim > 128 else 4
-    # Programs of all rows should run at once (benchmarks/log/decode.md).
-    block_x = (1024 if batch >= 16 else 256) if warps == 8 else (256 if batch >= 16 else 128)
+    block_x = 256 if batch >= 16 or warps == 8 else 128
+    if batch >= 32 and warps == 8 and tokens == 1:
+        block_x = 1024  # two such programs run on a multiprocessor: fewer take fewer turns (benchmarks/log/decode.md)
     common = {"T": tokens, "H": heads, "P": dim, "N": state_dim, "G": groups, "W": width, "BLOCK_W": block_w}
     x_blocks = cdiv(heads * dim, block_x)
     # A group's programs of several tokens need so many registers that those of x would wait.

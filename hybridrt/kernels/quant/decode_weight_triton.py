@@ -9,7 +9,7 @@ from hybridrt.kernels.core.codes_triton import dequantized
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.launch import cdiv
 from hybridrt.kernels.core.pdl_triton import begin, pdl
-from hybridrt.kernels.quant.quant_linear_triton import codes_of
+from hybridrt.kernels.quant.quant_linear_triton import scale_arguments
 from hybridrt.kernels.quant.quant_weight import QuantWeight
 
 HIGH, WIDE = 8, 512  # rows and columns of a program
@@ -63,7 +63,7 @@ def decode_weight_triton(weight: QuantWeight, dtype: torch.dtype) -> Tensor:
     assert weight.data.is_contiguous()
     out = torch.empty(rows, width, dtype=dtype, device=weight.data.device)
     _decode_weight_kernel[(cdiv(rows, HIGH), cdiv(width, WIDE))](
-        weight.data, out, rows, K=width, BLOCK_N=HIGH, BLOCK_K=WIDE, num_warps=4, **codes_of(weight),
+        weight.data, out, rows, K=width, BLOCK_N=HIGH, BLOCK_K=WIDE, num_warps=4, **scale_arguments(weight),
         **pdl(out.device),
     )  # fmt: skip
     return out

@@ -123,7 +123,7 @@ def fp8_linear(
     columns, or of all if neither side has groups.
 
     Args:
-        weight: e4m3 [N, K]. With blocks of 128 columns x has groups of 128, without it has one
+        weight: e4m3 [N, K]. If it has blocks (of 128 columns), x has groups of 128; else x has one
             scale a token.
 
     Raises ConfigError for other weights, for more than MAX_TOKENS tokens, or FEW_TOKENS without
@@ -140,8 +140,8 @@ def _check_token(
     if x.shape[0] != 1 or width != weight.width:
         raise ConfigError(f"fp8_token_linear takes one token of {weight.width} numbers, not {[x.shape[0], width]}")
     check_one_tensor("fp8_token_linear", tail, norm)
-    if weight.code != "e4m3" or weight.zero is not None or width % GROUP:
-        raise ConfigError(f"fp8_token_linear takes e4m3 weights of a multiple of {GROUP} columns")
+    if weight.code != "e4m3" or weight.zero is not None or width % GROUP or width > TOKEN_WIDTH:
+        raise ConfigError(f"fp8_token_linear takes e4m3 weights of a multiple of {GROUP} columns, up to {TOKEN_WIDTH}")
     if tail is not None and tail.dtype != x.dtype:
         raise ConfigError(f"fp8_token_linear takes x and tail of one dtype, not {x.dtype} and {tail.dtype}")
     _check_scale("fp8_token_linear", weight)
@@ -161,7 +161,7 @@ def fp8_token_linear(
 
     Args:
         x: [1, K].
-        weight: e4m3 [N, K], with blocks of GROUP columns or one scale a row.
+        weight: e4m3 [N, K], K at most TOKEN_WIDTH, with blocks of GROUP columns or one scale a row.
         tail: [1, K - K1], the last inputs if x is [1, K1]. Not with a norm.
 
     Returns y [1, N], or [1, N / 2] for "silu_and_mul", in x's dtype; x + residual, or None.

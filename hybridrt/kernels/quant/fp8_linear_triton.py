@@ -22,8 +22,8 @@ from hybridrt.kernels.dense.skinny_linear_triton import MULTIPROCESSORS, store_o
 from hybridrt.kernels.quant.fp8_linear import FEW_TOKENS, GROUP, TokenCodes, empty_codes
 from hybridrt.kernels.quant.quant_weight import QuantWeight
 
-ROWS = 64  # of a weight that a program multiplies; sums of more leave no registers
-COLUMNS = 2048  # that a program quantises, if the token's sum of squares is not asked for
+PROGRAM_ROWS = 64  # of a weight, that a program multiplies; sums of more leave no registers
+PROGRAM_COLUMNS = 2048  # that a program quantises, if the token's sum of squares is not asked for
 
 
 @jit_kernel
@@ -73,7 +73,7 @@ def quantize_tokens_triton(
     assert x.stride(1) == 1
     norm_weight, eps, residual = (None, 0.0, None) if norm is None else (norm.norm_weight, norm.eps, norm.residual)
     found, whole = empty_codes(x, width, group), next_power_of_2(width)
-    block = whole if norm is not None or group == width else min(whole, COLUMNS)
+    block = whole if norm is not None or group == width else min(whole, PROGRAM_COLUMNS)
     _quantize_kernel[(tokens, cdiv(width, block))](
         x, residual, norm_weight, found.codes, found.scale, x.stride(0),
         0 if residual is None else residual.stride(0), found.scale.stride(0), eps,
@@ -162,18 +162,18 @@ def fp8_linear_triton(
             "call fp8_linear.reference elsewhere"
         )
     padded = max(16, next_power_of_2(x.tokens))
-    blocks = cdiv(rows, ROWS)
+    blocks = cdiv(rows, PROGRAM_ROWS)
     split = max(1, min(8, 3 * MULTIPROCESSORS // blocks, width // 512))
     part = cdiv(width, 2 * GROUP * split) * 2 * GROUP
     split = cdiv(width, part)
     parts, arrivals = None, None
     if split > 1:
-        parts = torch.empty((blocks, split, ROWS, padded), dtype=torch.float32, device=device)
+        parts = torch.empty((blocks, split, PROGRAM_ROWS, padded), dtype=torch.float32, device=device)
         arrivals = arrival_counters(weight.data, blocks)
     _fp8_linear_kernel[(blocks * split,)](
         x.codes, x.scale, weight.data, weight.scale, weight.factor, bias, out, parts, arrivals,
         x.tokens, rows, x.scale.stride(0), K=width, T=padded, ROWS=weight.block[0], ACTIVATION=activation,
-        BLOCK_N=ROWS, BLOCK_K=GROUP, STAGES=3, PART=part, SPLIT=split, num_warps=4, **pdl(device),
+        BLOCK_N=PROGRAM_ROWS, BLOCK_K=GROUP, STAGES=3, PART=part, SPLIT=split, num_warps=4, **pdl(device),
     )  # fmt: skip
     return out
 

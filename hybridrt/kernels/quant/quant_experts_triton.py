@@ -25,7 +25,7 @@ from hybridrt.kernels.dense.pipeline_tiles import GROUP
 from hybridrt.kernels.dense.skinny_linear_triton import Tile
 from hybridrt.kernels.quant.quant_experts import QuantStack
 from hybridrt.kernels.quant.quant_linear import decodes_in_registers
-from hybridrt.kernels.quant.quant_linear_triton import FOUR_BITS, codes_of
+from hybridrt.kernels.quant.quant_linear_triton import FOUR_BITS, scale_arguments
 from hybridrt.kernels.quant.quant_weight import QuantWeight
 
 # Pairs of an expert, on average, up to which the kernel for few is faster on an H200 (benchmarks/log/experts.md).
@@ -155,7 +155,8 @@ def takes_few_pairs(w: QuantWeight, dtype: torch.dtype, each: float) -> bool:
     least = (8, 9) if eight else (8, 0)  # one instruction converts e4m3
     if not (device.type == "meta" or (device.type == "cuda" and capability(device) >= least)):
         return False
-    # Inputs of a block are in shared memory. With that of 8 pairs (`lay_out`) where 16 do not fit, only e2m1 is faster.
+    # Inputs of a block are in shared memory. Where those of 16 pairs do not fit, blocks of 8 (`lay_out`) were faster
+    # with e2m1 alone (benchmarks/log/experts.md).
     held = 8 if w.code == "e2m1" and each <= 8 else 16
     if held * (w.width + GROUP) * dtype.itemsize > shared_memory(device) // 2:
         return False
@@ -171,7 +172,7 @@ def _launch(
     pairs, of_blocks, size = (None, ids, 16) if blocks is None else (blocks.pairs, blocks.experts, blocks.size)
     tile = expert_tile(w, size)
     _quant_grouped_kernel[(cdiv(out.shape[1], tile.block_n), of_blocks.numel())](
-        a, w.data, bias, pairs, of_blocks, out, a.stride(0), ids.numel(), len(w.data), **codes_of(w),
+        a, w.data, bias, pairs, of_blocks, out, a.stride(0), ids.numel(), len(w.data), **scale_arguments(w),
         K=w.width, OUT=out.shape[1], PRECISION=dot_precision(a.dtype), BLOCK_M=size, BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k, STAGES=tile.stages, num_warps=tile.num_warps, **meta, **pdl(a.device),
     )  # fmt: skip

@@ -42,7 +42,7 @@ def decodes_in_registers(weight: QuantWeight, dtype: torch.dtype) -> bool:
     is for a multiple of GROUP columns, or for a row; e2m1, for bfloat16 alone, with the scales of NVFP4 or MXFP4."""
     (rows, columns), scale, zero = weight.block, weight.scale, weight.zero
     if weight.code == "int4":
-        whole = scale is zero is None or not columns % GROUP or columns >= weight.width
+        whole = (scale is None and zero is None) or not columns % GROUP or columns >= weight.width
         return whole and dtype.itemsize == 2 and (scale is None or scale.dtype.is_floating_point)
     kinds = {16: torch.float8_e4m3fn, 32: torch.uint8}
     fp4 = weight.code == "e2m1" and scale is not None and scale.dtype == kinds.get(columns) and rows == 1
@@ -64,7 +64,7 @@ def quant_linear(
 
     Args:
         x: [T, K] with any row stride, T at most `most_tokens(weight, x.dtype)`. It is not quantised.
-        weight: [N, K]. Keep the record: counters of programs that share rows belong to its data.
+        weight: [N, K]. Pass the same record in each call: its data own the counters of programs that share rows.
 
     The other arguments, the result and the errors are those of `skinny_linear`, but for `parts`.
     Products are accumulated in float32. The reference rounds W to x's dtype, the kernels do so only

@@ -37,7 +37,7 @@ def quant_linear_triton(
         return one_token_triton(x, weight, bias, tail=tail, norm=norm, activation=activation, out=out)
     if x.shape[0] > 1 and by_pipeline(weight, x.dtype):
         return _by_pipeline(x, weight, bias, tail, norm, activation, out)
-    stored = Stored(weight.data, weight.rows, weight.width, codes_of(weight))
+    stored = Stored(weight.data, weight.rows, weight.width, scale_arguments(weight))
     tile = quant_tile(weight, x.shape[0])
     return product(x, stored, bias, tile, tail=tail, norm=norm, activation=activation, parts=1, out=out)
 
@@ -77,8 +77,8 @@ def four_bit_tile(tokens: int, weight: QuantWeight, programs: int) -> PipelineTi
     return pipeline_tile(most, weight.rows, cdiv(weight.width, GROUP), programs, four_bits=True)
 
 
-def codes_of(weight: QuantWeight) -> dict[str, Any]:
-    """Arguments of the kernels."""
+def scale_arguments(weight: QuantWeight) -> dict[str, Any]:
+    """Arguments of the kernels: scales, zero points and factors, the code, and which block has one of them."""
     pointers = {"scale_ptr": weight.scale, "zero_ptr": weight.zero, "factor_ptr": weight.factor}
     return pointers | {"CODE": weight.code, "ROWS": weight.block[0], "COLUMNS": weight.block[1]}
 

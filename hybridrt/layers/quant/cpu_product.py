@@ -55,6 +55,8 @@ def _scales_and_zeros(weight: PackedWeight, e: int, repeat: int) -> Tensor:
 
 def product(weight: PackedWeight, x: Tensor, e: int) -> Tensor | None:
     """x W^T, bfloat16 [T, out]; None: torch has no fast kernel for the weight and these inputs."""
+    if not x.shape[0] and weight.for_torch is not None:
+        return x.new_empty(0, weight.starts[-1])
     if x.dtype != torch.bfloat16 or x.device.type != "cpu" or not x.shape[0]:
         return None
     if weight.for_torch is not None:

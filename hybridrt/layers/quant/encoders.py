@@ -7,7 +7,7 @@ from hybridrt.base.errors import CheckpointError
 from hybridrt.base.quantization import Scheme, StoredModule
 from hybridrt.kernels.quant.encode import encode_fp8, encode_int4, encode_nvfp4
 from hybridrt.layers.quant.layouts import LAYOUTS, codes_shape
-from hybridrt.layers.quant.packed_weight import blocks
+from hybridrt.layers.quant.packed_weight import block_count
 
 
 def stored_tensors(scheme: Scheme, outputs: int, inputs: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -15,7 +15,7 @@ def stored_tensors(scheme: Scheme, outputs: int, inputs: int) -> dict[str, tuple
     layout, (high, wide) = LAYOUTS[scheme.layout], scheme.block
     found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
         layout.codes: (layout.dtypes[scheme.method], codes_shape(scheme, outputs, inputs)),
-        layout.scale: (scheme.scale_dtype, (blocks(outputs, high), blocks(inputs, wide))),
+        layout.scale: (scheme.scale_dtype, (block_count(outputs, high), block_count(inputs, wide))),
         layout.shape: (torch.int64, (2,)),
         layout.factor: (torch.float32, (1,)),
     }

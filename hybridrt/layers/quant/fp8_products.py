@@ -13,12 +13,11 @@ from hybridrt.kernels.quant.fp8_linear import FEW_TOKENS, GROUP, MAX_TOKENS, TOK
 from hybridrt.kernels.quant.quant_weight import QuantWeight
 
 MULTIPLE = 128  # of rows: cuBLAS takes multiples of 16, torch checks scales as if blocks were whole
-SCALES_OF = 4  # rows of scales are padded to a multiple
+SCALES_OF = 4  # columns of a grid of scales are padded to a multiple
 # On an H200 (benchmarks/log/products.md) our kernel is faster up to FEW_TOKENS tokens for all weights, and up to
-# MAX_TOKENS for those with blocks. Between few and many rows it takes as long for NEARLY_ALL tokens and fewer as for
-# MAX_TOKENS, where cuBLAS is faster: 8,728 x 3,072 takes 17.4 us; cuBLAS 15.3 at 96 tokens and 19.8 at 128. A straight
-# line between these crosses ours just below NEARLY_ALL. Products of more tokens were faster in ours too, but whole
-# steps were not.
+# MAX_TOKENS for those with blocks. With FEW_ROWS to MANY_ROWS rows it takes the same time for 65 tokens as for 128;
+# cuBLAS is faster below NEARLY_ALL tokens, ours from there on: 8,728 x 3,072 takes 17.4 us, in cuBLAS 15.3 at 96 tokens
+# and 19.8 at 128. Products of more tokens were faster in ours too, but whole steps were not.
 NEARLY_ALL = 113
 FEW_ROWS, MANY_ROWS = 4096, 16384
 
@@ -30,7 +29,7 @@ class Fp8Product(NamedTuple):
         weight: its data are the first rows of `padded`, and its scales those that kernels read.
         group: numbers of a token that share a scale: GROUP, or K if rows of the weight have one scale.
         padded: e4m3 [N rounded up to MULTIPLE, K].
-        scale: of blocks of GROUP x GROUP [ceil(N / GROUP), K / GROUP], the columns padded to SCALES_OF;
+        scale: float32, of blocks of GROUP x GROUP [ceil(N / GROUP), K / GROUP], the columns padded to SCALES_OF;
             of rows and GROUP columns [K / GROUP, rows of `padded`]; of rows [1, rows of `padded`].
         square: scales are those of GROUP x GROUP.
     """
@@ -107,7 +106,8 @@ def _padded(data: Tensor, rows: int) -> Tensor:
 def multiply_codes(
     product: Fp8Product, x: TokenCodes, bias: Tensor | None, activation: Activation | None, dtype: torch.dtype
 ) -> Tensor:
-    """act(x W^T + b) [T, N], with any row stride, by our kernel or by cuBLAS."""
+    """act(x W^T + b) [T, N], or [T, N / 2] for "silu_and_mul", by our kernel or by cuBLAS. Rows of the result may have
+    any stride."""
     if takes_kernel(x.tokens, product.weight):
         return fp8_linear(x, product.weight, bias, dtype=dtype, activation=activation)
     y = _by_library(product, x, dtype)[: x.tokens, : product.weight.rows]

@@ -1,4 +1,4 @@
-"""Packed weights in the layout that kernels for few tokens read, and products with it."""
+"""Packed weights in the layout that kernels read, and products of many tokens and look-ups with it."""
 
 from typing import Any
 
@@ -18,7 +18,8 @@ from hybridrt.kernels.quant.quant_weight import (
     pack_planes,
     packed_words,
 )
-from hybridrt.layers.quant.packed_weight import PackedWeight, on_host
+from hybridrt.layers.quant.layouts import bits_of
+from hybridrt.layers.quant.packed_weight import PackedWeight, on_host, taken_rows
 
 CODE: dict[str, Code] = {"fp8": "e4m3", "int8": "int8", "int4": "int4", "fp4": "e2m1"}
 STEPS = (128, 64, 32, 16, 8, 4, 2, 1)
@@ -26,9 +27,10 @@ NUMBERS = 1 << 24  # that a product of many tokens decodes at once, and that are
 
 
 def kernel_weight(weight: PackedWeight) -> QuantWeight | None:
-    """A stack [E, out, in] in the layout of kernels; None if kernels do not take its groups of inputs."""
+    """A stack [E, out, in] in the layout of kernels; None if kernels do not take its groups of inputs, or 8-bit weights
+    whose inputs 4 does not divide."""
     found = _columns(weight)
-    eight = weight.scheme.method in ("fp8", "int8")
+    eight = bits_of(weight.scheme) == 8
     if found is None or (eight and weight.width % 4):
         return None
     wide, columns = found
@@ -50,7 +52,7 @@ def kernel_weight(weight: PackedWeight) -> QuantWeight | None:
 
 def _planes(weight: PackedWeight, code: Code) -> Tensor:
     """The 4-bit codes as `pack_planes` stores them, NUMBERS at a time: what is in between takes several bytes a number.
-    On "meta" nothing takes memory, but each operation takes a millisecond of the search for kernels at a start."""
+    On "meta" nothing takes memory, but each block takes 3 ms of the search for kernels at a start."""
     rows = weight.codes.data.flatten(0, 1)
     step = len(rows) if rows.is_meta else max(NUMBERS // weight.width, 1)
     words = torch.empty(len(rows), packed_words(weight.width), dtype=torch.int32, device=rows.device)
@@ -144,10 +146,7 @@ def rows_of(weight: QuantWeight, start: int, end: int) -> QuantWeight:
 def looked_up(weight: QuantWeight, ids: Tensor) -> Tensor:
     """float32 [T, in]: rows `ids`."""
     rows = ids // weight.block[0]
-    scale, zero = (
-        None if t is None else t.view(torch.uint8)[rows].view(t.dtype) if t.dtype.itemsize == 1 else t[rows]
-        for t in (weight.scale, weight.zero)
-    )
-    data = weight.data.view(torch.uint8)[ids].view(weight.data.dtype)
+    scale, zero = (None if t is None else taken_rows(t, rows) for t in (weight.scale, weight.zero))
+    data = taken_rows(weight.data, ids)
     factor = None if weight.factor is None else weight.factor[ids]
     return dequantize(weight._replace(data=data, block=(1, weight.block[1]), scale=scale, zero=zero, factor=factor))

@@ -79,6 +79,11 @@ LAYOUTS = {
 }  # fmt: skip
 
 
+def bits_of(scheme: Scheme) -> int:
+    """Of a code."""
+    return 8 if scheme.method in ("fp8", "int8") else 4
+
+
 def scale_dtypes(scheme: Scheme) -> Sequence[torch.dtype]:
     """Dtypes that a scheme's scales may have."""
     if scheme.method == "fp4":
@@ -102,7 +107,7 @@ def outputs_of(scheme: Scheme, shape: Sequence[int]) -> int:
 
 def codes_shape(scheme: Scheme, outputs: int, inputs: int) -> tuple[int, int]:
     """The shape of the codes of [outputs, inputs] in the checkpoint."""
-    bits = 8 if scheme.method in ("fp8", "int8") else 4
+    bits = bits_of(scheme)
     if scheme.layout == "awq":
         return inputs, outputs // 8
     if scheme.layout.startswith("gptq"):
@@ -125,15 +130,15 @@ def normal_codes(scheme: Scheme, stored: Tensor, inputs: int) -> Tensor:
 
 
 def stored_width(scheme: Scheme, inputs: int) -> int:
-    """Numbers of a row of codes in the normal form."""
-    return inputs if scheme.method in ("fp8", "int8") else -(-inputs // 2)
+    """Elements of a row of codes in the normal form: 8-bit codes, or bytes of two."""
+    return inputs if bits_of(scheme) == 8 else -(-inputs // 2)
 
 
 def normal_zeros(scheme: Scheme, stored: Tensor, outputs: int) -> Tensor:
     """A checkpoint's zero points as int8 [out, groups], less the centre of the codes."""
     if scheme.layout == "compressed":
         return stored
-    bits = 4 if scheme.method == "int4" else 8
+    bits = bits_of(scheme)
     if scheme.layout == "awq":
         codes = unpack_awq(stored)
     elif scheme.layout == "compressed-packed":
@@ -145,7 +150,7 @@ def normal_zeros(scheme: Scheme, stored: Tensor, outputs: int) -> Tensor:
 
 def zeros_shape(scheme: Scheme, grid: tuple[int, int], outputs: int) -> tuple[int, ...]:
     """The shape of zero points in the checkpoint, for a grid of scales."""
-    bits = 4 if scheme.method == "int4" else 8
+    bits = bits_of(scheme)
     if scheme.layout == "compressed":
         return grid
     words = -(-outputs * bits // 32)

@@ -17,7 +17,8 @@ from hybridrt.kernels.quant.quant_experts import QuantStack, quant_experts
 from hybridrt.kernels.quant.quant_linear import most_tokens, quant_linear
 from hybridrt.kernels.quant.quant_weight import QuantWeight
 from hybridrt.layers.linear import side_by_side
-from hybridrt.layers.quant.cpu_product import product, repack
+from hybridrt.layers.quant.cpu_product import product as torch_product
+from hybridrt.layers.quant.cpu_product import repack
 from hybridrt.layers.quant.fp8_products import (
     Fp8Product,
     fp8_product,
@@ -200,8 +201,8 @@ class QuantMethod(LinearMethod):
 class Fp8(QuantMethod):
     """e4m3 with scales of the tensor, of rows or of blocks (fp8, ModelOpt, compressed-tensors, MXFP8).
 
-    If the checkpoint says that inputs are quantised and the GPU multiplies such numbers, they are:
-    in every product, whatever the number of tokens.
+    If the checkpoint says that inputs are quantised, the GPU multiplies such numbers and `fp8_product`
+    takes the scales, they are: in every product, whatever the number of tokens.
     """
 
     product: Fp8Product | None = None
@@ -280,11 +281,11 @@ class Fp4(QuantMethod):
 
 def multiply(weight: PackedWeight, x: Tensor, bias: Tensor | None, e: int = 0) -> Tensor:
     """x W^T + b: x [T, in] to [T, out]. Decodes a block of rows at a time, unless torch has a kernel."""
-    found = product(weight, x, e)
+    found = torch_product(weight, x, e)
     if found is not None:
         return found if bias is None else found.add_(bias)
     y = x.new_empty(x.shape[0], weight.starts[-1])
-    for start, end in weight.blocks():
+    for start, end in weight.row_ranges():
         part, own = y[:, start:end], None if bias is None else bias[start:end]
         scales = weight.row_scales(start, end, e)
         if scales is None or x.dtype == torch.float16:  # in which sums of codes may be infinite

@@ -1,6 +1,9 @@
 """Quantised matrices in memory: codes, grids of scales, and which scale each number has.
 
-    w[r, c] = (codes[r, c] - zeros[R, C]) * scales[R, C] * factor[r],   R = row_of[r], C = column_of[c]
+    w[r, c] = (number(codes[r, c]) - zeros[R, C]) * scales[R, C] * factor[r],   R = row_of[r], C = column_of[c]
+
+The number of an int4 code is the code less 8, that of e2m1 and e4m3 what its bits mean (`Codes.decode`). Zero points
+are less the same 8, and so int8 (`layouts.CENTRES`); `QuantWeight` has those of int4 with it.
 
 Parts of a merged matrix keep their own scales, and a part or a rank may begin within a block: both
 tables are made of the places that a part's numbers have in the checkpoint.
@@ -16,7 +19,7 @@ from torch import Tensor, nn
 from hybridrt.base.errors import CheckpointError
 from hybridrt.base.quantization import Scheme
 from hybridrt.kernels.quant.decode import decode_fp4, decode_fp8, decode_int4, decode_int8, take_pairs
-from hybridrt.layers.quant.layouts import LAYOUTS, scale_dtypes, stored_width
+from hybridrt.layers.quant.layouts import LAYOUTS, bits_of, scale_dtypes, stored_width
 from hybridrt.layers.weights import Build, parameter
 
 BLOCK = 1 << 18  # numbers of a block of rows that is decoded at once
@@ -54,21 +57,29 @@ class PackedWeight:
 
     Args:
         sizes: rows of the merged parts.
+
+    Attributes:
+        codes: [E, rows, `stored_width`] in the normal form of `layouts`, or in torch's if there is `for_torch`.
+        scales: [E, R, C] in a dtype of `scale_dtypes`; zeros: int8 [E, R, C], or None.
+        factor: float32 [E, rows], or None.
+        row_of: int32 [rows], the scale row of each row; None if R is 1 or `rows`.
+        column_of: int32 [E, parts, width], or [1, 1, width] if it is one for all; None: input // block.
+        for_torch: [E, groups, rows rounded up to 16, 2], scales and zero points of torch's kernel on a CPU.
     """
 
     def __init__(self, scheme: Scheme, sizes: tuple[int, ...], width: int, build: Build, count: int = 1) -> None:
         self.scheme, self.sizes, self.width, self.count = scheme, sizes, width, count
-        self.codes_of = CODES[scheme.method]
+        self.format = CODES[scheme.method]
         self.starts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
         device, rows, (high, wide) = build.device, self.starts[-1], scheme.block
-        self.heights = [blocks(size, high) for size in sizes]
-        grid = (sum(self.heights), blocks(width, wide))
+        self.heights = [block_count(size, high) for size in sizes]
+        grid = (sum(self.heights), block_count(width, wide))
         stored = stored_width(scheme, width)
-        self.codes = parameter(count, rows, stored, dtype=self.codes_of.dtype, device=device, dummy="codes")
+        self.codes = parameter(count, rows, stored, dtype=self.format.dtype, device=device, dummy="codes")
         # Without a file (load_format="dummy") a scheme does not say what the scales of fp4 are.
         allowed = scale_dtypes(scheme)
         dtype = scheme.scale_dtype if scheme.scale_dtype in allowed else allowed[-1]
-        self.scales = parameter(count, *grid, dtype=dtype, device=device, dummy=self.codes_of.dummy_scale)
+        self.scales = parameter(count, *grid, dtype=dtype, device=device, dummy=self.format.dummy_scale)
         self.zeros: nn.Parameter | None = None
         if scheme.zeros:
             self.zeros = parameter(count, *grid, dtype=torch.int8, device=device, dummy="zeros")
@@ -124,8 +135,8 @@ class PackedWeight:
         shape = (self.count, len(self.sizes), self.width) if len(table) > 1 else (1, 1, self.width)
         self.column_of = _index(table.view(shape), self.codes.device)
 
-    def blocks(self) -> Iterator[tuple[int, int]]:
-        """Rows of blocks that `dequantize` decodes at once, in order."""
+    def row_ranges(self) -> Iterator[tuple[int, int]]:
+        """Ranges of rows that `dequantize` decodes at once, in order."""
         step = max(1, BLOCK // self.width)
         own = self.column_of is not None and self.column_of.shape[1] > 1
         edges = self.starts if own else [0, self.starts[-1]]
@@ -144,7 +155,7 @@ class PackedWeight:
 
     def decoded(self, start: int, end: int, e: int = 0) -> Tensor:
         """float32 [end - start, width] without scales."""
-        return self.codes_of.decode(self.codes[e, start:end], self.width)
+        return self.format.decode(self.codes[e, start:end], self.width)
 
     def row_scales(self, start: int, end: int, e: int = 0) -> Tensor | None:
         """float32 [end - start], or one number, if each row has one scale and no zero point."""
@@ -155,11 +166,10 @@ class PackedWeight:
 
     def lookup(self, ids: Tensor) -> Tensor:
         """float32 [T, width]: rows `ids` of the one matrix."""
-        codes = self.codes[0].view(torch.uint8).index_select(0, ids).view(self.codes.dtype)
-        values = self.codes_of.decode(codes, self.width)
+        values = self.format.decode(taken_rows(self.codes[0], ids), self.width)
         rows = ids if self.row_of is None else self.row_of[ids]
         scales, zeros = (
-            None if grid is None else (grid[0] if grid.shape[1] == 1 else _taken(grid[0], rows)).float()
+            None if grid is None else (grid[0] if grid.shape[1] == 1 else taken_rows(grid[0], rows)).float()
             for grid in (self.scales, self.zeros)
         )
         assert scales is not None
@@ -171,7 +181,7 @@ class PackedWeight:
         """[rows or 1, C] of a grid."""
         if grid.shape[1] == 1:
             return grid[e]
-        return grid[e, start:end] if self.row_of is None else _taken(grid[e], self.row_of[start:end])
+        return grid[e, start:end] if self.row_of is None else taken_rows(grid[e], self.row_of[start:end])
 
     def _columns(self, e: int, start: int) -> Tensor | None:
         table = self.column_of
@@ -198,7 +208,7 @@ class PackedWeight:
         place = self.codes.data[e, self.starts[part] : self.starts[part + 1]].view(torch.uint8)
         taken = codes.view(torch.uint8)[_as_slice(rows)]
         if columns is not None:
-            paired = self.scheme.method in ("int4", "fp4")
+            paired = bits_of(self.scheme) == 4
             taken = take_pairs(taken, columns.to(taken.device)) if paired else taken[:, _as_slice(columns)]
         place.copy_(taken)
 
@@ -209,8 +219,8 @@ class PackedWeight:
         return self._rows(self.scales, e, 0, end).float(), zeros
 
     def hand_over(self, grids: nn.Parameter) -> None:
-        """The codes are now in torch's layout, and `grids` has scales and zero points: no other can be
-        decoded."""
+        """The codes are now in torch's layout, and `grids` has scales and zero points. From now on only
+        `cpu_product.product` reads this weight, with bfloat16 inputs."""
         self.for_torch, self.row_of = grids, None
         for grid in (self.scales, self.zeros):
             if grid is not None:
@@ -221,7 +231,7 @@ class PackedWeight:
         for param in self.parameters().values():
             param.data = param.data.new_empty(0)
 
-    def multiply(self, e: int, part: int, factor: float) -> None:
+    def scale_part(self, e: int, part: int, factor: float) -> None:
         """Multiplies a part's rows."""
         if factor == 1.0:
             return
@@ -236,7 +246,7 @@ class PackedWeight:
         return param
 
 
-def blocks(size: int, block: int) -> int:
+def block_count(size: int, block: int) -> int:
     """Blocks along a side of a matrix; a block of 0 is the whole side."""
     return -(-size // block) if block else 1
 
@@ -263,7 +273,7 @@ def _stacked(values: list[list[Tensor]], device: torch.device) -> Tensor:
     return joined.view(values[0][0].dtype) if bytes_alike else joined
 
 
-def _taken(grid: Tensor, rows: Tensor) -> Tensor:
+def taken_rows(grid: Tensor, rows: Tensor) -> Tensor:
     """Rows of a grid, also of dtypes that torch does not index."""
     if grid.dtype.itemsize == 1:
         return grid.view(torch.uint8).index_select(0, rows).view(grid.dtype)

@@ -13,6 +13,7 @@ from hybridrt.layers.quant.layouts import (
     LARGEST,
     LAYOUTS,
     Layout,
+    bits_of,
     codes_shape,
     normal_codes,
     normal_scales,
@@ -20,7 +21,7 @@ from hybridrt.layers.quant.layouts import (
     outputs_of,
     zeros_shape,
 )
-from hybridrt.layers.quant.packed_weight import BLOCK, Grid, PackedWeight, blocks
+from hybridrt.layers.quant.packed_weight import BLOCK, Grid, PackedWeight, block_count, taken_rows
 from hybridrt.layers.weights import Build, CheckpointMap, Transform, unchanged
 
 
@@ -45,8 +46,8 @@ class PackedPiece:
     scale: float = 1.0
     held: dict[str, Tensor] = field(default_factory=dict)
 
-    def fill(self, module: StoredModule, last: str, tensor: Tensor, part: Transform = unchanged) -> None:
-        """Takes the module's tensor `last`, or what `part` selects of its plain weight.
+    def fill(self, module: StoredModule, last: str, tensor: Tensor, chosen: Transform = unchanged) -> None:
+        """Takes the module's tensor `last`, or what `chosen` takes of its plain weight.
 
         Raises:
             CheckpointError: a shape or a value that no such tensor has.
@@ -54,7 +55,7 @@ class PackedPiece:
         layout, key = LAYOUTS[module.scheme.layout], f"{module.name}.{last}"
         if last in layout.advice:
             return check_positive(key, tensor) if last.endswith("scale") else None
-        stacked, rows = self._rows(module, part)
+        stacked, rows = self._rows(module, chosen)
         count = module.tensors[layout.codes][1][0]
         if stacked is not None and tensor.shape[:1] == (count,):  # else one for all
             tensor = tensor[stacked]
@@ -67,14 +68,14 @@ class PackedPiece:
         if self.held.keys() == {name for name in module.tensors if name not in (*layout.advice, layout.codes)}:
             self._fill_grids(module, rows)
 
-    def _rows(self, module: StoredModule, part: Transform) -> tuple[int | None, Tensor]:
+    def _rows(self, module: StoredModule, chosen: Transform) -> tuple[int | None, Tensor]:
         """The expert of a stack of matrices, and the rows in the checkpoint of this part's rows."""
         _, shape = module.tensors[LAYOUTS[module.scheme.layout].codes]
         count = shape[0] if len(shape) == 3 else 1
         outputs = outputs_of(module.scheme, shape[-2:])
         index = torch.arange(count * outputs).view(*shape[:-2], outputs, 1)
         try:
-            found = part(index)
+            found = chosen(index)
             found = (self.select(found) if self.dim == 0 else found).flatten()
         except (RuntimeError, IndexError) as e:
             raise CheckpointError(
@@ -116,7 +117,7 @@ class PackedPiece:
         )
         assert scales is not None
         self.weight.set_grids(self.e, self.part, scales, zeros)
-        self.weight.multiply(self.e, self.part, found.factor * self.scale)
+        self.weight.scale_part(self.e, self.part, found.factor * self.scale)
 
 
 def set_multipliers(targets: CheckpointMap) -> None:
@@ -124,7 +125,7 @@ def set_multipliers(targets: CheckpointMap) -> None:
     for pieces in targets.values():
         for piece in pieces:
             if isinstance(piece, PackedPiece):
-                piece.weight.multiply(piece.e, piece.part, piece.scale)
+                piece.weight.scale_part(piece.e, piece.part, piece.scale)
 
 
 def decoded(module: StoredModule, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -148,7 +149,7 @@ def _inputs_of(scheme: Scheme, layout: Layout, tensors: Mapping[str, Tensor]) ->
     """Inputs of a whole matrix. Packed ones may be fewer than their words hold."""
     if layout.shape in tensors:
         return int(tensors[layout.shape].flatten()[-1])
-    shape, bits = tensors[layout.codes].shape, 8 if scheme.method in ("fp8", "int8") else 4
+    shape, bits = tensors[layout.codes].shape, bits_of(scheme)
     if scheme.layout == "awq":
         return shape[0]
     if scheme.layout.startswith("gptq"):
@@ -195,7 +196,7 @@ def selected(scheme: Scheme, grid: Tensor, rows: Tensor, columns: Tensor | None,
     """The part of a grid for `rows` and `columns` of its matrix."""
     high, wide = scheme.block
     used, row_of = torch.unique_consecutive(rows // high if high else torch.zeros_like(rows), return_inverse=True)
-    grid = _rows_of(grid, used)
+    grid = taken_rows(grid, used)
     if columns is None and index is None:
         return Grid(grid, row_of, None)
     if index is not None:  # all groups, because parts of a weight have equally many
@@ -205,13 +206,7 @@ def selected(scheme: Scheme, grid: Tensor, rows: Tensor, columns: Tensor | None,
     assert columns is not None
     kept, column_of = (columns // wide if wide else torch.zeros_like(columns)).unique_consecutive(return_inverse=True)
     regular = torch.equal(column_of, torch.arange(len(columns)) // (wide or len(columns)))
-    return Grid(_rows_of(grid.t(), kept).t().contiguous(), row_of, None if regular else column_of)
-
-
-def _rows_of(grid: Tensor, rows: Tensor) -> Tensor:
-    if grid.dtype.itemsize > 1:
-        return grid[rows]
-    return grid.contiguous().view(torch.uint8)[rows].view(grid.dtype)
+    return Grid(taken_rows(grid.t(), kept).t().contiguous(), row_of, None if regular else column_of)
 
 
 def grid_of(scheme: Scheme, name: str, outputs: int, inputs: int) -> tuple[int, int]:
@@ -219,7 +214,7 @@ def grid_of(scheme: Scheme, name: str, outputs: int, inputs: int) -> tuple[int, 
     wide, partial = scheme.block[1], scheme.method == "fp8" or scheme.layout.startswith("gptq")
     if wide and inputs % wide and not partial:
         raise CheckpointError(f"{name} has {inputs} inputs, which group_size {wide} does not divide")
-    return blocks(outputs, scheme.block[0]), blocks(inputs, wide)
+    return block_count(outputs, scheme.block[0]), block_count(inputs, wide)
 
 
 def check_codes(scheme: Scheme, key: str, tensor: Tensor, inputs: int) -> None:
