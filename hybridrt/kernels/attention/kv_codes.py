@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-E4M3_MAX = 448.0
+E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
 def encode(x: Tensor, scale: float) -> Tensor:

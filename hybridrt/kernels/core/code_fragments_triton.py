@@ -103,12 +103,12 @@ def _planes(words, zeros, M: gl.constexpr, dtype: gl.constexpr):  # type: ignore
 
 @gluon.jit
 def load_e2m1_scales(  # type: ignore[no-untyped-def]
-    scale_ptr, row, group, K: gl.constexpr, COLUMNS: gl.constexpr, M: gl.constexpr, words: gl.constexpr
+    scale_ptr, row, group, K: gl.constexpr, COLUMNS: gl.constexpr, M: gl.constexpr, loads: gl.constexpr
 ):
-    """Bytes of scales of rows [M] and their groups of 128 columns [M], in the layout of words [M, 16] without their
-    words: int16 [M, 4 runs] of two e4m3 if COLUMNS is 16, else uint8 of an exponent. Past K, any. Signs,
+    """Bytes of scales of rows [M] and their groups of 128 columns [M], in `loads`, the layout of words [M, 16], without
+    its words: int16 [M, 4 runs] of two e4m3 if COLUMNS is 16, else uint8 of an exponent. Past K, any. Signs,
     NaN and exponent 255 are not read as such: checkpoints with them are refused."""
-    runs: gl.constexpr = gl.SliceLayout(2, of_runs(words, M))
+    runs: gl.constexpr = gl.SliceLayout(2, of_runs(loads, M))
     if COLUMNS == 16:
         scale_ptr = scale_ptr.cast(gl.pointer_type(gl.int16))
     run = gl.expand_dims(group * 4, 1) + gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, runs)), 0)
@@ -137,9 +137,9 @@ def _e2m1_pair(words, scale, PLANE: gl.constexpr):  # type: ignore[no-untyped-de
 
 
 @gluon.jit
-def _e2m1_planes(words, scale, M: gl.constexpr, layout: gl.constexpr):  # type: ignore[no-untyped-def]
-    """As `_planes`, of words in `layout` and bytes of `load_e2m1_scales`."""
-    words = gl.convert_layout(gl.reshape(words, [M, 4, 4]), of_runs(layout, M), assert_trivial=True)
+def _e2m1_planes(words, scale, M: gl.constexpr, loads: gl.constexpr):  # type: ignore[no-untyped-def]
+    """As `_planes`, of words in layout `loads` and bytes of `load_e2m1_scales`."""
+    words = gl.convert_layout(gl.reshape(words, [M, 4, 4]), of_runs(loads, M), assert_trivial=True)
     low, high = _scale_pair(scale, 0), _scale_pair(scale, 1)
     first = gl.join(_e2m1_pair(words, low, 0), _e2m1_pair(words, low, 1))
     second = gl.join(_e2m1_pair(words, high, 2), _e2m1_pair(words, high, 3))
@@ -154,9 +154,9 @@ def numbers_by_run(words, M: gl.constexpr, left: gl.constexpr):  # type: ignore[
 
 
 @gluon.jit
-def e2m1_by_run(words, scale, M: gl.constexpr, layout: gl.constexpr, left: gl.constexpr):  # type: ignore[no-untyped-def]
+def e2m1_by_run(words, scale, M: gl.constexpr, loads: gl.constexpr, left: gl.constexpr):  # type: ignore[no-untyped-def]
     """`numbers_by_run` of e2m1 times bytes of `load_e2m1_scales`, divided by E2M1_FACTOR."""
-    return _by_run(_e2m1_planes(words, scale, M, layout), M, left)
+    return _by_run(_e2m1_planes(words, scale, M, loads), M, left)
 
 
 @gluon.jit
@@ -220,9 +220,9 @@ def numbers_in_order(words, zero, dtype: gl.constexpr, left: gl.constexpr):  # t
 
 
 @gluon.jit
-def e2m1_in_order(words, scale, layout: gl.constexpr, left: gl.constexpr):  # type: ignore[no-untyped-def]
+def e2m1_in_order(words, scale, loads: gl.constexpr, left: gl.constexpr):  # type: ignore[no-untyped-def]
     """`numbers_in_order` of e2m1 times bytes of `load_e2m1_scales`, divided by E2M1_FACTOR."""
-    return _in_order(_e2m1_planes(words, scale, 64, layout), left)
+    return _in_order(_e2m1_planes(words, scale, 64, loads), left)
 
 
 @gluon.jit

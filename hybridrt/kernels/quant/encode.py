@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from hybridrt.kernels.quant.formats import encode_e2m1, pack_pairs
+from hybridrt.kernels.quant.formats import E2M1_VALUES, E4M3_MAX, encode_e2m1, pack_pairs
 
 NUMBERS = 1 << 20  # that are encoded at once
-LARGEST_E4M3, LARGEST_E2M1, LARGEST_INT4 = 448.0, 6.0, 7
+LARGEST_E2M1, LARGEST_INT4 = E2M1_VALUES[-1], 7
 # A scale is a group's largest size over one of these: the one with the least square error. Scales that clip the largest
 # number make the others more exact.
 DIVISORS_INT4 = tuple(7 + 0.5 * i for i in range(9))
@@ -28,8 +28,8 @@ def encode_fp8(matrix: Tensor, block: int) -> tuple[Tensor, Tensor]:
         numbers = matrix[start:end].float()
         numbers = torch.nn.functional.pad(numbers, missing) if any(missing) else numbers
         blocks = numbers.unflatten(0, (-1, block)).unflatten(2, (-1, block))
-        found = _without_zeros(_largest(blocks, (1, 3)) / LARGEST_E4M3)
-        scaled = (blocks / found).clamp_(-LARGEST_E4M3, LARGEST_E4M3).flatten(2).flatten(0, 1)
+        found = _without_zeros(_largest(blocks, (1, 3)) / E4M3_MAX)
+        scaled = (blocks / found).clamp_(-E4M3_MAX, E4M3_MAX).flatten(2).flatten(0, 1)
         codes[start:end] = scaled[: end - start, :width].to(torch.float8_e4m3fn)
         scales[start // block : -(-end // block)] = found[:, 0, :, 0]
     return codes, scales
@@ -63,10 +63,10 @@ def encode_nvfp4(matrix: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     codes = torch.empty(out, width // 2, dtype=torch.uint8, device=matrix.device)
     scales = torch.empty(out, width // group, dtype=torch.float8_e4m3fn, device=matrix.device)
     largest = _largest(matrix, (0, 1)).float().flatten()
-    divisor = LARGEST_E4M3 * LARGEST_E2M1 / largest if largest > 0 else torch.ones_like(largest)
+    divisor = E4M3_MAX * LARGEST_E2M1 / largest if largest > 0 else torch.ones_like(largest)
 
     def scale_of(size: Tensor) -> Tensor:
-        stored = (size * divisor).clamp_(2.0**-9, LARGEST_E4M3).to(torch.float8_e4m3fn)
+        stored = (size * divisor).clamp_(2.0**-9, E4M3_MAX).to(torch.float8_e4m3fn)
         return stored.float() / divisor
 
     def rounded(numbers: Tensor, scale: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hybridrt.base.errors import ConfigError
 
+E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # Between neighbours of E2M1_VALUES.
 _E2M1_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)

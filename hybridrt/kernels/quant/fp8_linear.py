@@ -10,11 +10,12 @@ from hybridrt.base.errors import ConfigError
 from hybridrt.kernels.core.operation import By, operation
 from hybridrt.kernels.dense.norm_activation import rms_norm
 from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation, InputNorm, activated_width, check_one_tensor
+from hybridrt.kernels.quant.formats import E4M3_MAX
 from hybridrt.kernels.quant.quant_weight import QuantWeight, dequantize
 
 GROUP = 128
 PADDING = 16  # rows of codes: libraries take multiples
-E4M3_MAX, SMALLEST = 448.0, 1e-12
+SMALLEST = 1e-12
 TOKEN_WIDTH = 32768  # inputs of one token, which a program keeps in shared memory: 2 KiB for 1,024 of them
 MAX_TOKENS, FEW_TOKENS = 128, 64  # of a product; FEW_TOKENS of weights with one scale a row
 

@@ -24,7 +24,7 @@ from hybridrt.kernels.core.slots import read_rows, write_rows
 
 SCALED = 32  # neighbouring codes of a row that share a scale
 TURN, STRETCH = 0x09E3779B, 256  # of 2^32 a token: the golden ratio in 16; tokens
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # codes
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: torch.finfo(torch.float8_e4m3fn).max}  # codes
 # Bits of the mantissa, and the exponent below which steps are equal.
 STEPS = {torch.float8_e4m3fn: (3, -6), torch.float16: (10, -14), torch.bfloat16: (7, -100)}
 _WORD, _ODD = 0xFFFFFFFF, 0x9E3779B9

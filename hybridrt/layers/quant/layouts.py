@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from hybridrt.base.quantization import Scheme
-from hybridrt.kernels.quant.formats import gptq_zeros, pack_pairs, unpack_awq, unpack_int32
+from hybridrt.kernels.quant.decode import CENTRE_OF_INT4
+from hybridrt.kernels.quant.formats import E4M3_MAX, gptq_zeros, pack_pairs, unpack_awq, unpack_int32
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
-LARGEST = {"fp8": 448.0, "int8": 255.0, "int4": 15.0, "fp4": 6.0}  # size of a code less its zero point
-CENTRES = {"int4": 8, "int8": 128}  # added to signed codes where they are packed
+LARGEST = {"fp8": E4M3_MAX, "int8": 255.0, "int4": 15.0, "fp4": 6.0}  # size of a code less its zero point
+CENTRES = {"int4": CENTRE_OF_INT4, "int8": 128}  # added to signed codes where they are packed
 
 
 @dataclass(frozen=True)
