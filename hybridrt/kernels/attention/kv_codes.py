@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
+from hybridrt.kernels.quant.formats import E4M3_MAX
 
 
 def encode(x: Tensor, scale: float) -> Tensor:

@@ -257,7 +257,7 @@ def few_pairs_product(
     """One launch. blocks: of 8 or 16 pairs; None: each pair is one."""
     assert a.stride(1) == 1 and w.data.is_contiguous() and out.shape[1] % GROUP == 0  # so blocks of rows are whole
     pairs, of_blocks, size = (None, ids, PAIRS) if blocks is None else (blocks.pairs, blocks.experts, blocks.size)
-    tile = few_pairs_tile(w, size, blocks is None)
+    tile = few_pairs_tile(w.code, size, blocks is None)
     rows, steps = tile.rows // (2 if meta["GATED"] else 1), cdiv(w.width // GROUP, tile.parts)
     _few_pairs_kernel[(cdiv(out.shape[1], rows), of_blocks.numel())](
         a, w.data, w.scale, w.zero, w.factor, bias, pairs, of_blocks, out, a.stride(0), ids.numel(), len(w.data),
@@ -267,9 +267,9 @@ def few_pairs_product(
     )  # fmt: skip
 
 
-def few_pairs_tile(w: QuantWeight, size: int, single: bool) -> FewPairsTile:
+def few_pairs_tile(code: str, size: int, single: bool) -> FewPairsTile:
     """The one that was fastest on an H200 (benchmarks/log/experts.md). single: a block has one pair."""
-    if w.code != "e4m3":
+    if code != "e4m3":
         return FewPairsTile(16, 4, 4, 4) if single else FewPairsTile(128, 1, 8 if size == PAIRS else 4, 2)
     if single:
         return FewPairsTile(32, 4, 4, 2)

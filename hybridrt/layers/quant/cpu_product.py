@@ -54,10 +54,10 @@ def _scales_and_zeros(weight: PackedWeight, e: int, repeat: int) -> Tensor:
 
 
 def product(weight: PackedWeight, x: Tensor, e: int) -> Tensor | None:
-    """x W^T, bfloat16 [T, out]; None: torch has no fast kernel for the weight and these inputs."""
-    if not x.shape[0] and weight.for_torch is not None:
+    """x W^T [T, out] in x's dtype; None: torch has no fast kernel for the weight and these inputs."""
+    if not x.shape[0]:
         return x.new_empty(0, weight.starts[-1])
-    if x.dtype != torch.bfloat16 or x.device.type != "cpu" or not x.shape[0]:
+    if x.dtype != torch.bfloat16 or x.device.type != "cpu":
         return None
     if weight.for_torch is not None:
         grids = weight.for_torch[e]

@@ -27,8 +27,8 @@ NUMBERS = 1 << 24  # that a product of many tokens decodes at once, and that are
 
 
 def kernel_weight(weight: PackedWeight) -> QuantWeight | None:
-    """A stack [E, out, in] in the layout of kernels; None if kernels do not take its groups of inputs, or 8-bit weights
-    whose inputs 4 does not divide."""
+    """A stack [E, out, in] in the layout of kernels. None if they do not take its groups of inputs, or if it has 8 bits
+    and a number of inputs that is no multiple of 4."""
     found = _columns(weight)
     eight = bits_of(weight.scheme) == 8
     if found is None or (eight and weight.width % 4):

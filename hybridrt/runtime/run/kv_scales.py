@@ -15,7 +15,7 @@ import torch
 from hybridrt.base.device import release_kept_memory
 from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import ConfigError
-from hybridrt.kernels.attention.kv_codes import E4M3_MAX
+from hybridrt.kernels.quant.formats import E4M3_MAX
 from hybridrt.mem_cache.pools.kv_pool import ONES, KVPool, KVScales, LayerScales
 from hybridrt.models.base import CausalLM
 from hybridrt.models.loading.stored_kv_scales import has_kv_scales, stored_kv_scales
