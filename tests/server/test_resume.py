@@ -85,6 +85,7 @@ def test_before_and_rest_are_the_whole_stream(path: str, talker: tuple[Served, S
     model.say(SAID)
     whole = asked(served, path)
     cuts = list(_COUNT.finditer(whole))
+    assert cuts, whole
     ids = [int(token) for cut in cuts for token in cut[2].split()]
     assert int(cuts[-1][1]) == len(ids) > 50
     for cut in cuts[::3]:
