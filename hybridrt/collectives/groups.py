@@ -78,7 +78,8 @@ class Communicator:
         self.rank, self.size, self.device = rank, size, device
         self._check_ranks = check_ranks or (lambda: None)
         self._groups: dict[str, Any] = {}  # process groups by the type of their tensors' device
-        self._aborting: threading.Thread | None = None
+        self._aborting: threading.Thread | None = None  # started
+        self._abort_lock = threading.Lock()
         self._peers: PeerMemory | None = None
         self._loopback = loopback
         disown_in_child(self)
@@ -207,11 +208,13 @@ class Communicator:
         it."""
         if self._peers is not None:
             self._peers.abort()
-        nccl = self._groups.get("cuda")
-        if nccl is not None and self._aborting is None:
-            # NCCL returns once no graph exists that was captured with it.
-            self._aborting = threading.Thread(target=nccl.abort, daemon=True)
-            self._aborting.start()
+        with self._abort_lock:
+            nccl = self._groups.get("cuda")
+            if nccl is not None and self._aborting is None:
+                # NCCL returns once no graph exists that was captured with it.
+                aborting = threading.Thread(target=nccl.abort, daemon=True)
+                aborting.start()
+                self._aborting = aborting
 
     def close(self) -> None:
         """Leaves the group, while no collective runs. May be repeated."""

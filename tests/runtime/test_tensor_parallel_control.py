@@ -376,6 +376,37 @@ def test_a_communicator_waits_for_no_lost_rank(others: tuple[str, ...], monkeypa
     assert made == ["gloo"] * len(others) + ["aborted"]
 
 
+def test_a_group_closes_while_another_thread_aborts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL is aborted once, and both wait for that thread only when it runs."""
+    aborts, starts, may_start, start = list[str](), threading.Event(), threading.Event(), threading.Thread.start
+    comm = Communicator(dist.HashStore(), 0, 1, torch.device("cpu"))
+    comm._groups["cuda"] = SimpleNamespace(abort=lambda: aborts.append("NCCL"))
+    watcher, errors = threading.Thread(target=comm.abort), list[BaseException]()
+
+    def start_late(thread: threading.Thread) -> None:
+        if threading.current_thread() is watcher:
+            starts.set()
+            may_start.wait(10)
+        start(thread)
+
+    def close() -> None:
+        try:
+            comm.close()
+        except BaseException as e:
+            errors.append(e)
+
+    monkeypatch.setattr(threading.Thread, "start", start_late)
+    closer = threading.Thread(target=close)
+    watcher.start()
+    assert starts.wait(10)
+    closer.start()
+    closer.join(0.05)
+    may_start.set()
+    for thread in (watcher, closer):
+        thread.join(10)
+    assert (aborts, errors) == (["NCCL"], [])
+
+
 def test_a_communicator_waits_as_long_as_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host engine may give its store an hour."""
     monkeypatch.setattr(groups, "MEETING_S", 0.0)
