@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridrt.kernels.core import providers
+from hybridrt.kernels.dense.moe import ExpertStack, fused_experts
 from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation, InputNorm
 from hybridrt.kernels.quant.decode_weight import decode_weight
 from hybridrt.kernels.quant.fp8_linear import decoded_tokens, fp8_linear, fp8_token_linear, quantize_tokens
@@ -64,6 +65,17 @@ def test_products_near_the_reference(name: str, tokens: int, record_property: An
     record_property("relative errors", str(found))
     # The norm is rounded to bfloat16 before a product of several tokens, and a gate multiplies two of these.
     assert max(found.values()) < 1e-2, found
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("tokens", [1, 2, 32, 64, 128])
+def test_products_in_float32(name: str, tokens: int) -> None:
+    """Tiles of float32 inputs fit in shared memory, and lose nothing that float32 has."""
+    for rows, width, normed, activation in LAYERS[1:]:
+        weight, (x, norm) = quant_weight(name, rows, width, device=DEVICE), inputs(tokens, width, normed)
+        norms = [copied(norm, torch.float32) for _ in range(2)]
+        got, _ = quant_linear(x.float(), weight, norm=norms[0], activation=activation)
+        assert error(got, quant_linear.reference(x.float(), weight, norm=norms[1], activation=activation)[0]) < 1e-5
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -232,6 +244,22 @@ def test_experts_near_the_reference(name: str, tokens: int, record_property: Any
     record_property("relative error", f"{error(got, wanted):.1e}")
     assert error(got, wanted) < 1e-2  # hidden activations are rounded to bfloat16 on the way
     assert torch.equal(got, quant_experts(x, experts, weights, ids))
+
+
+@pytest.mark.parametrize("name", ["", *FORMATS])
+@pytest.mark.parametrize("tokens", [1, 32, 1024])
+def test_experts_in_float32(name: str, tokens: int) -> None:
+    """ "": experts that are float32 themselves."""
+    x, weights, ids = routed(tokens, 32, 1024, 4)
+    shapes, x = ((1024, 1024), (1024, 512)), x.float()
+    if not name:
+        up, down = (torch.randn(32, *shape, device=DEVICE) / 30 for shape in shapes)
+        stack = ExpertStack(up, down, "silu")
+        assert error(fused_experts(x, stack, weights, ids), fused_experts.reference(x, stack, weights, ids)) < 1e-5
+        return
+    w_up, w_down = (quant_weight(name, *shape, 32, device=DEVICE) for shape in shapes)
+    experts = QuantStack(w_up, w_down, "silu")
+    assert error(quant_experts(x, experts, weights, ids), quant_experts.reference(x, experts, weights, ids)) < 1e-5
 
 
 FEW_PAIRS = ["fp8 blocks", "fp8 rows", "int4", "int4 zeros", "nvfp4", "mxfp4"]

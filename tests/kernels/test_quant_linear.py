@@ -136,11 +136,12 @@ def test_inputs_that_do_not_fit():
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 16, 17, 64, 65, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", FORMATS)
-def test_tiles_fit_shared_memory(name, tokens):
+def test_tiles_fit_shared_memory(name, dtype, tokens):
     for rows, columns in ((64, 256), (3072, 12288), (24576, 3072)):
         weight = empty_weight(name, rows, columns)
-        tile = quant_tile(weight, tokens)
-        numbers = tile.block_n + 2 * max(16, tokens)
+        tile = quant_tile(weight, tokens, dtype)
+        numbers = tile.block_n + dtype.itemsize * max(16, tokens)
         assert tile.stages * numbers * tile.block_k <= 227 * 1024, "bytes of 8-bit tiles and of inputs"
         assert tile.split <= -(-columns // tile.block_k)

@@ -2,12 +2,16 @@
 
 from itertools import chain
 
+from hybridrt.kernels.dense.moe import ExpertStack
+from tests.support.quant_weights import empty_weight
 from tests.support.sm90_cases import (
     MAMBA2_SHAPES,
     Cases,
     absorbed_prompts,
     attention,
     delta_net,
+    f32,
+    int32,
     kimi_delta,
     latent_attention,
     mamba2_prefill,
@@ -17,7 +21,7 @@ from tests.support.sm90_cases import (
 
 
 def demanding() -> Cases:
-    """Wide heads, prompts of delta rules and of Mamba-2, and weights of 4 bits; one size of each."""
+    """Wide heads, prompts of delta rules and of Mamba-2, weights of 4 bits, and float32 products; one size of each."""
     decodes = (case for case in attention() if case[0] == "attention_decode" and case[1]["q"].shape[3] == 256)
     latent = (case for case in latent_attention() if case[0] == "attention_decode")
     passes = [case for case in chain(delta_net(), kimi_delta()) if case[0] == "chunk_gated_delta_rule"]
@@ -30,6 +34,9 @@ def demanding() -> Cases:
     yield from [case for case in skinny_linear() if len(case[1]["x"]) == 64][:1]
     fp4 = [case for case in quant() if case[1].get("weight", case[1].get("up")).code == "e2m1"]
     yield from [case for case in fp4 if _tokens(case) >= 128 and not _has_e4m3(case)]
+    yield "quant_linear", {"x": f32(128, 3072), "weight": empty_weight("int8 zeros", 24576, 3072)}
+    stack = ExpertStack(f32(16, 1024, 2048), f32(16, 2048, 512), "silu")
+    yield "fused_experts", {"x": f32(512, 2048), "experts": stack, "weights": f32(512, 8), "ids": int32(512, 8)}
 
 
 def _tokens(case: tuple[str, dict[str, object]]) -> int:

@@ -195,9 +195,8 @@ def _decompressed(q: Tensor, kv: PagedKV, weights: LatentWeights, batch: Attenti
     (heads, nope, rank), value_dim = weights.up_k.shape, weights.up_v.shape[2]
     out = q.new_empty(*q.shape[:2], value_dim)
     zero_after(out, sum(batch.query_lens))
-    blocks = prefill.key_blocks(batch.query_lens, batch.seq_lens_host, kv.sliding_window)
     parts = kv.k_cache[..., :rank], kv.k_cache[..., rank:]
-    latents, tails, total = prefill.gather(*parts, kv, batch, blocks, q.dtype)
+    latents, tails, total = prefill.gather(*parts, kv, batch, q.dtype, prefill.BLOCK_N)
     at_once = _heads_at_once(q, weights, total)
     for first in range(0, heads, at_once):
         mine = slice(first, first + at_once)

@@ -1,8 +1,9 @@
 """Triton kernels of paged prefill attention (flash attention, Dao et al. 2022).
 
 Tiles are those of `paged_attention_triton.py`. Long chunks gather their keys and values first: the
-tensor memory accelerator then loads whole tiles, without registers for addresses. Short chunks read
-pages in place.
+tensor memory accelerator then loads whole tiles, without registers for addresses. On GPUs of compute
+capability 9.0 `prefill_roles_triton.py` has the kernel for most of them. Short chunks read pages in
+place.
 
 Keys have D + ROPE numbers, values DV. The last ROPE numbers are separate, so that each width is a
 power of two: in a latent cache, and in copies of it for all heads (latent_attention_triton.py).
@@ -23,6 +24,7 @@ from hybridrt.kernels.attention.graph_copies import BLOCK_N, COPY_FROM, DIM, MOS
 from hybridrt.kernels.attention.kv_codes_triton import for_products
 from hybridrt.kernels.attention.prefill_tiles_triton import (
     LOG2_E,
+    ROLES_BLOCK,
     KeySources,
     gathered_before,
     load_tile,
@@ -33,6 +35,7 @@ from hybridrt.kernels.attention.prefill_tiles_triton import (
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.launch import LARGE_SHARED_MEMORY, cdiv, dot_precision, next_power_of_2, zero_after
 from hybridrt.kernels.core.records import AttentionPrompts, PagedKV
+from hybridrt.kernels.dense.pipeline_tiles import has_pipeline
 
 BLOCK_M = 128  # query rows of a tile, of BLOCK_N context positions; halved for float32
 GATHER_FROM = 8192  # mean query rows per key/value head and request
@@ -161,6 +164,13 @@ def attention_extend_triton(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out
     zero_after(out, sum(batch.query_lens))
     if not any(batch.query_lens):
         return out
+    if takes_roles(q, kv, batch):
+        # Here, so that the other kernels need nothing that is experimental in Triton.
+        from hybridrt.kernels.attention.prefill_roles_triton import attend_by_roles
+
+        keys, values, _ = gather(kv.k_cache, kv.v_cache, kv, batch, q.dtype, ROLES_BLOCK[dim])
+        attend_by_roles(q, keys, values, kv, batch, out)
+        return out
     gathered = _gathered(q, kv, batch)
     sources = gathered or KeySources(kv.k_cache, kv.v_cache, kv.k_cache[..., dim:] if rope else None)
     if _few(q, kv, batch):
@@ -182,6 +192,23 @@ def _few(q: Tensor, kv: PagedKV, batch: AttentionPrompts) -> bool:
     return served and cut.tiles_of(lens, q.shape[1], kv_heads, BLOCK_M) <= ROUNDS * multiprocessors(q.device)
 
 
+def takes_roles(q: Tensor, kv: PagedKV, batch: AttentionPrompts) -> bool:
+    """Whether `attend_by_roles` serves these prompts: copies of their keys pay, and fill the device."""
+    dim = kv.v_cache.shape[3]
+    served = q.shape[-1] == kv.k_cache.shape[3] == dim and dim in ROLES_BLOCK and kv.sliding_window is None
+    if not (served and has_pipeline(q.device) and ample(q) and batch.seq_lens_host):
+        return False
+    return _copies_pay(q, kv, batch) and not _few(q, kv, batch)
+
+
+def _copies_pay(q: Tensor, kv: PagedKV, batch: AttentionPrompts) -> bool:
+    """Outside of graphs."""
+    kv_heads, dim = kv.v_cache.shape[2:]
+    blocks = key_blocks(batch.query_lens, batch.seq_lens_host, kv.sliding_window, BLOCK_N)
+    fits = 2 * BLOCK_N * sum(blocks) * kv_heads * width_of(dim) * q.element_size() <= MAX_GATHERED
+    return fits and sum(batch.query_lens) * (q.shape[1] // kv_heads) >= GATHER_FROM * len(batch.query_lens)
+
+
 def _gathered(q: Tensor, kv: PagedKV, batch: AttentionPrompts) -> KeySources | None:
     """Copies of keys and values, if these pay; None: they are read in place."""
     caches, (kv_heads, dim), query_lens = (kv.k_cache, kv.v_cache), kv.v_cache.shape[2:], batch.query_lens
@@ -193,14 +220,11 @@ def _gathered(q: Tensor, kv: PagedKV, batch: AttentionPrompts) -> KeySources | N
             return None
         total = copied_tokens(len(batch.copies), kv_heads)
         keys, values = batch.copies[: 2 * kv_heads * total * dim].view(2, kv_heads * total, dim)
-        _gather_into(keys, values, *caches, kv, batch, total, cdiv(2 * multiprocessors(q.device), kv_heads))
+        _gather_into(keys, values, *caches, kv, batch, total, cdiv(2 * multiprocessors(q.device), kv_heads), BLOCK_N)
     else:
-        if rows < GATHER_FROM * len(query_lens):
+        if not _copies_pay(q, kv, batch):
             return None
-        blocks = key_blocks(query_lens, batch.seq_lens_host, kv.sliding_window)
-        if 2 * BLOCK_N * sum(blocks) * kv_heads * width_of(dim) * q.element_size() > MAX_GATHERED:
-            return None
-        keys, values, total = gather(*caches, kv, batch, blocks, q.dtype)
+        keys, values, total = gather(*caches, kv, batch, q.dtype, BLOCK_N)
     return KeySources(described(keys), described(values), total=total)
 
 
@@ -286,39 +310,40 @@ def coded_tile(tile: dict[str, int], block_d: int) -> dict[str, int]:
     }
 
 
-def key_blocks(query_lens: Sequence[int], seq_lens: Sequence[int], sliding_window: int | None) -> list[int]:
-    """Upper bound of the tiles of each row's keys."""
-    blocks = [cdiv(n, BLOCK_N) for n in seq_lens]
+def key_blocks(query_lens: Sequence[int], seq_lens: Sequence[int], sliding_window: int | None, block: int) -> list[int]:
+    """Upper bound of the tiles of each row's keys. block: keys of a tile."""
+    blocks = [cdiv(n, block) for n in seq_lens]
     if sliding_window is None:
         return blocks
-    seen = (cdiv(n + sliding_window - 1, BLOCK_N) + 1 for n in query_lens)
+    seen = (cdiv(n + sliding_window - 1, block) + 1 for n in query_lens)
     return [min(pair) for pair in zip(blocks, seen, strict=True)]
 
 
 def gather(
-    k_cache: Tensor, v_cache: Tensor, kv: PagedKV, batch: AttentionPrompts, blocks: Sequence[int], dtype: torch.dtype
+    k_cache: Tensor, v_cache: Tensor, kv: PagedKV, batch: AttentionPrompts, dtype: torch.dtype, block: int
 ) -> tuple[Tensor, Tensor, int]:
     """Copies what a batch sees of two caches, or of two parts of one cache's vectors.
 
     Returns two copies [Hkv * total, width] and total, the rows of one head. Batch rows follow each
-    other in whole tiles.
+    other in whole tiles of `block` keys.
     """
-    kv_heads, total, dims = k_cache.shape[2], BLOCK_N * sum(blocks), (k_cache.shape[3], v_cache.shape[3])
+    blocks = key_blocks(batch.query_lens, batch.seq_lens_host, kv.sliding_window, block)
+    kv_heads, total, dims = k_cache.shape[2], block * sum(blocks), (k_cache.shape[3], v_cache.shape[3])
     keys, values = (k_cache.new_empty(kv_heads * total, width_of(dim), dtype=dtype) for dim in dims)
-    _gather_into(keys, values, k_cache, v_cache, kv, batch, total, max(blocks))
+    _gather_into(keys, values, k_cache, v_cache, kv, batch, total, max(blocks), block)
     return keys, values, total
 
 
 def _gather_into(
     keys: Tensor, values: Tensor, k_cache: Tensor, v_cache: Tensor, kv: PagedKV, batch: AttentionPrompts, total: int,
-    programs: int,
+    programs: int, block: int,
 ) -> None:  # fmt: skip
-    """`total`: rows of one head in the copies. `programs`: of a batch row and head."""
+    """`total`: rows of one head in the copies. `programs`: of a batch row and head. `block`: keys of a tile."""
     kv_heads, dims = k_cache.shape[2], (k_cache.shape[3], v_cache.shape[3])
     _attention_gather_kernel[(programs, kv_heads, len(batch.query_lens))](
         k_cache, v_cache, kv.req_to_token, batch.rows, batch.query_start_loc, batch.seq_lens, keys, values,
         kv.req_to_token.stride(0), total,
-        HKV=kv_heads, STRIDE=k_cache.stride(2), D=dims[0], DV=dims[1], WINDOW=kv.sliding_window or 0, BLOCK_N=BLOCK_N,
+        HKV=kv_heads, STRIDE=k_cache.stride(2), D=dims[0], DV=dims[1], WINDOW=kv.sliding_window or 0, BLOCK_N=block,
         BLOCK_D=keys.shape[1], BLOCK_V=values.shape[1], num_warps=8,
     )  # fmt: skip
 

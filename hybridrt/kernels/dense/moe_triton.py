@@ -349,6 +349,7 @@ def _launch_grouped(
     a: Tensor, w: Tensor, bias: Tensor | None, blocks: Blocks, out: Tensor, ids: Tensor, **meta: Any
 ) -> None:
     block_n, block_k = (64, 128) if blocks.size == 16 else (128, 64)
+    block_k = block_k * 2 // a.dtype.itemsize  # so many bytes fit 99 KiB of shared memory
     wide = meta["GATED"] and a.dtype.itemsize == 2 and shared_memory(a.device) >= WIDE_SHARED
     if blocks.size > 16 and wide and out.shape[1] % 256 == 0:
         block_n = 256

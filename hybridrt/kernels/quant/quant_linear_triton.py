@@ -38,7 +38,7 @@ def quant_linear_triton(
     if x.shape[0] > 1 and by_pipeline(weight, x.dtype):
         return _by_pipeline(x, weight, bias, tail, norm, activation, out)
     stored = Stored(weight.data, weight.rows, weight.width, scale_arguments(weight))
-    tile = quant_tile(weight, x.shape[0])
+    tile = quant_tile(weight, x.shape[0], x.dtype)
     return product(x, stored, bias, tile, tail=tail, norm=norm, activation=activation, parts=1, out=out)
 
 
@@ -83,11 +83,13 @@ def scale_arguments(weight: QuantWeight) -> dict[str, Any]:
     return pointers | {"CODE": weight.code, "ROWS": weight.block[0], "COLUMNS": weight.block[1]}
 
 
-def quant_tile(weight: QuantWeight, tokens: int) -> Tile:
-    """Tile of a product: 8 KiB of the weight for one token, 4 to 16 KiB for more."""
+def quant_tile(weight: QuantWeight, tokens: int, dtype: torch.dtype) -> Tile:
+    """Tile of a product: 8 KiB of the weight for one token, 4 to 16 KiB for more. `dtype`: that of the inputs."""
     rows, columns, four = weight.rows, weight.width, weight.code in FOUR_BITS
     if tokens == 1:
         return _narrowed(Tile(8, 2048 if four else 1024, 4), columns)
+    if dtype == torch.float32:  # twice the bytes of inputs, and registers for the parts of tf32x3
+        return Tile(64, 64, 8, 2)
     if tokens > 64:
         blocks = cdiv(rows, 128)
         split = max(1, min(MULTIPROCESSORS // blocks, 8, columns // 512))

@@ -1,0 +1,234 @@
+"""Gluon kernel of prompt attention over copies of keys and values: one warp loads, two warpgroups compute.
+
+The algorithm is that of FlashAttention-3 (Shah et al. 2024), without its order between warpgroups. A warpgroup has 64
+query rows. While it computes the weights of a block of keys, tensor cores multiply the weights of the block before
+with values, and the other warpgroup's blocks. Blocks are visited from the last one on: only the first ones need a mask.
+
+Gluon has no interpreter: tests compile the kernel, and run it on a GPU.
+"""
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from hybridrt.kernels.attention.prefill_tiles_triton import LOG2_E, ROLES_BLOCK
+from hybridrt.kernels.core.gluon_kernel_triton import gluon_kernel, join_threads
+from hybridrt.kernels.core.launch import cdiv
+from hybridrt.kernels.core.records import AttentionPrompts, PagedKV
+
+ROWS = 128  # query rows of a program
+STAGES = 2  # blocks of keys, and of values, on their way
+REGISTERS, LOADER_REGISTERS = 240, 24  # of a thread
+
+# Triton 3.6 has another name.
+_copy_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
+
+@gluon.jit
+def _blocks_before(seq_lens_ptr, b, BLOCK: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Blocks of keys of the batch's rows before row b."""
+    blocks = 0
+    for first in range(0, b, 128):
+        i = first + gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
+        lens = gl.load(seq_lens_ptr + i, mask=i < b, other=0)
+        blocks += gl.sum((lens + BLOCK - 1) // BLOCK, 0)
+    return blocks
+
+
+@gluon.jit
+def _load_blocks(  # type: ignore[no-untyped-def]
+    k_desc, v_desc, k_buffer, v_buffer, bars, row, blocks, STAGES: gl.constexpr
+):
+    """bars: full and empty ones of keys, then of values."""
+    BLOCK: gl.constexpr = k_desc.block_shape[0]
+    BYTES: gl.constexpr = BLOCK * k_desc.block_shape[1] * 2
+    for j in range(blocks):
+        stage = j % STAGES
+        at = row + (blocks - 1 - j) * BLOCK
+        if j >= STAGES:
+            mbarrier.wait(bars.index(STAGES + stage), (j // STAGES - 1) & 1)
+        mbarrier.expect(bars.index(stage), BYTES)
+        _copy_tile(k_desc, [at, 0], bars.index(stage), k_buffer.index(stage))
+        if j >= STAGES:
+            mbarrier.wait(bars.index(3 * STAGES + stage), (j // STAGES - 1) & 1)
+        mbarrier.expect(bars.index(2 * STAGES + stage), BYTES)
+        _copy_tile(v_desc, [at, 0], bars.index(2 * STAGES + stage), v_buffer.index(stage))
+
+
+@gluon.jit
+def _softmax(scores, row_max, row_sum, scale_log2):  # type: ignore[no-untyped-def]
+    """As `softmax_step` (prefill_tiles_triton.py)."""
+    new_max = gl.maximum(row_max, gl.max(scores, 1) * scale_log2)
+    weights = gl.exp2(scores * scale_log2 - gl.expand_dims(new_max, 1))
+    rescale = gl.exp2(row_max - new_max)
+    return weights, rescale, new_max, row_sum * rescale + gl.sum(weights, 1)
+
+
+@gluon.jit
+def _begin_scores(  # type: ignore[no-untyped-def]
+    q_buffer, k_buffer, bars, j, STAGES: gl.constexpr, BLOCK: gl.constexpr, of_scores: gl.constexpr
+):
+    stage = j % STAGES
+    mbarrier.wait(bars.index(stage), (j // STAGES) & 1)
+    return warpgroup_mma(
+        q_buffer, k_buffer.index(stage).permute((1, 0)), gl.zeros([64, BLOCK], gl.float32, of_scores), use_acc=False,
+        is_async=True,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _masked(scores, position, offset, BLOCK: gl.constexpr, of_scores: gl.constexpr):  # type: ignore[no-untyped-def]
+    key = offset + gl.arange(0, BLOCK, gl.SliceLayout(0, of_scores))
+    return gl.where(gl.expand_dims(key, 0) <= gl.expand_dims(position, 1), scores, float("-inf"))
+
+
+@gluon.jit
+def _step(  # type: ignore[no-untyped-def]
+    q_buffer, k_buffer, v_buffer, bars, weights, acc, row_max, row_sum, position, blocks, scale_log2, j,
+    MASKED: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr, of_scores: gl.constexpr, of_out: gl.constexpr,
+):  # fmt: skip
+    """Multiplies the weights of block j - 1 with its values, and computes those of block j."""
+    before = (j - 1) % STAGES
+    scores = _begin_scores(q_buffer, k_buffer, bars, j, STAGES, BLOCK, of_scores)
+    mbarrier.wait(bars.index(2 * STAGES + before), ((j - 1) // STAGES) & 1)
+    acc = warpgroup_mma(weights, v_buffer.index(before), acc, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    mbarrier.arrive(bars.index(STAGES + j % STAGES), count=1)
+    if MASKED:
+        scores = _masked(scores, position, (blocks - 1 - j) * BLOCK, BLOCK, of_scores)
+    following, rescale, row_max, row_sum = _softmax(scores, row_max, row_sum, scale_log2)
+    acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
+    mbarrier.arrive(bars.index(3 * STAGES + before), count=1)
+    acc *= gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, of_out)), 1)
+    return _as_operand(following, q_buffer.dtype, of_out), acc, row_max, row_sum
+
+
+@gluon.jit
+def _as_operand(weights, dtype: gl.constexpr, of_out: gl.constexpr):  # type: ignore[no-untyped-def]
+    return gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, of_out, 2))
+
+
+@gluon.jit
+def _attend(  # type: ignore[no-untyped-def]
+    q_ptr, q_buffer, k_buffer, v_buffer, bars, sinks_ptr, out_ptr, q_st, q_sh, scale_log2, v_scale, start, query_len,
+    seq_len, kv_head, row, blocks, GROUPS: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    OUT_ST: gl.constexpr,
+):  # fmt: skip
+    """64 query rows from `row` on, of the `GROUPS` heads of each token."""
+    of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    of_out: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    of_rows: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    if blocks > 0:
+        m = row + gl.arange(0, 64, gl.SliceLayout(1, of_rows))
+        d = gl.arange(0, D, gl.SliceLayout(0, of_rows))
+        token, head = (start + m // GROUPS).to(gl.int64), kv_head * GROUPS + m % GROUPS
+        live = gl.expand_dims(m < query_len * GROUPS, 1) & (gl.expand_dims(d, 0) < D)
+        at = gl.expand_dims(token * q_st + head * q_sh, 1) + gl.expand_dims(d, 0)
+        q_buffer.store(gl.load(q_ptr + at, mask=live, other=0.0))
+        fence_async_shared()
+        join_threads()
+        m = row + gl.arange(0, 64, gl.SliceLayout(1, of_scores))
+        nearest = seq_len - query_len + row // GROUPS
+        position = seq_len - query_len + m // GROUPS
+        row_max = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, of_scores))
+        row_sum = gl.zeros([64], gl.float32, gl.SliceLayout(1, of_scores))
+        if sinks_ptr is not None:
+            row_max = gl.load(sinks_ptr + kv_head * GROUPS + m % GROUPS) * LOG2_E
+            row_sum += 1.0
+        acc = gl.zeros([64, D], gl.float32, of_out)
+        scores = _begin_scores(q_buffer, k_buffer, bars, 0, STAGES, BLOCK, of_scores)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        mbarrier.arrive(bars.index(STAGES), count=1)
+        scores = _masked(scores, position, (blocks - 1) * BLOCK, BLOCK, of_scores)
+        weights, _, row_max, row_sum = _softmax(scores, row_max, row_sum, scale_log2)
+        weights = _as_operand(weights, q_buffer.dtype, of_out)
+        masked = gl.minimum(gl.maximum(blocks - (nearest + 1) // BLOCK, 1), blocks)
+        for j in range(1, masked):
+            weights, acc, row_max, row_sum = _step(
+                q_buffer, k_buffer, v_buffer, bars, weights, acc, row_max, row_sum, position, blocks, scale_log2, j,
+                True, STAGES, BLOCK, of_scores, of_out,
+            )  # fmt: skip
+        for j in range(masked, blocks):
+            weights, acc, row_max, row_sum = _step(
+                q_buffer, k_buffer, v_buffer, bars, weights, acc, row_max, row_sum, position, blocks, scale_log2, j,
+                False, STAGES, BLOCK, of_scores, of_out,
+            )  # fmt: skip
+        last = (blocks - 1) % STAGES
+        mbarrier.wait(bars.index(2 * STAGES + last), ((blocks - 1) // STAGES) & 1)
+        acc = warpgroup_mma(weights, v_buffer.index(last), acc, is_async=True)
+        acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
+        acc /= gl.expand_dims(gl.convert_layout(row_sum, gl.SliceLayout(1, of_out)), 1)
+        if v_scale is not None:
+            acc *= v_scale
+        q_buffer.store(acc.to(q_buffer.dtype))  # so that threads of a warp store neighbouring numbers
+        join_threads()
+        at = gl.expand_dims(token * OUT_ST + head * D, 1) + gl.expand_dims(d, 0)
+        gl.store(out_ptr + at, q_buffer.load(of_rows), mask=live)
+
+
+@gluon_kernel(do_not_specialize_on_alignment=["seq_lens_ptr"])
+def _attention_roles_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_desc, v_desc, starts_ptr, seq_lens_ptr, sinks_ptr, out_ptr, q_st, q_sh, total, scale_log2,
+    v_scale, GROUPS: gl.constexpr, STAGES: gl.constexpr, OUT_ST: gl.constexpr, REGISTERS: gl.constexpr,
+    LOADER: gl.constexpr,
+):  # fmt: skip
+    """Grid [key/value heads, blocks of 128 query rows, rows of the batch]."""
+    BLOCK: gl.constexpr = k_desc.block_shape[0]
+    D: gl.constexpr = k_desc.block_shape[1]
+    # The last blocks of a row start first: they have the longest context.
+    kv_head, block_m, b = gl.program_id(0), gl.num_programs(1) - 1 - gl.program_id(1), gl.program_id(2)
+    start = gl.load(starts_ptr + b)
+    query_len, seq_len = gl.load(starts_ptr + b + 1) - start, gl.load(seq_lens_ptr + b)
+    row = block_m * 128
+    furthest = seq_len - query_len + gl.minimum((row + 127) // GROUPS, query_len - 1)
+    blocks = gl.where(row < query_len * GROUPS, furthest // BLOCK + 1, 0)
+    first = kv_head * total + _blocks_before(seq_lens_ptr, b, BLOCK) * BLOCK
+    q0 = gl.allocate_shared_memory(k_desc.dtype, [64, D], k_desc.layout)
+    q1 = gl.allocate_shared_memory(k_desc.dtype, [64, D], k_desc.layout)
+    k = gl.allocate_shared_memory(k_desc.dtype, [STAGES, BLOCK, D], k_desc.layout)
+    v = gl.allocate_shared_memory(k_desc.dtype, [STAGES, BLOCK, D], k_desc.layout)
+    bars = gl.allocate_shared_memory(gl.int64, [4 * STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(bars.index(i), count=1)
+        mbarrier.init(bars.index(STAGES + i), count=2)
+        mbarrier.init(bars.index(2 * STAGES + i), count=1)
+        mbarrier.init(bars.index(3 * STAGES + i), count=2)
+    fence_async_shared()  # copies count on them
+    # Arguments are written out: in a tuple with a name, constants would become tensors.
+    gl.warp_specialize([
+        (_attend, (q_ptr, q0, k, v, bars, sinks_ptr, out_ptr, q_st, q_sh, scale_log2, v_scale, start, query_len,
+                   seq_len, kv_head, row, blocks, GROUPS, D, BLOCK, STAGES, OUT_ST)),
+        (_attend, (q_ptr, q1, k, v, bars, sinks_ptr, out_ptr, q_st, q_sh, scale_log2, v_scale, start, query_len,
+                   seq_len, kv_head, row + 64, blocks, GROUPS, D, BLOCK, STAGES, OUT_ST)),
+        (_load_blocks, (k_desc, v_desc, k, v, bars, first, blocks, STAGES)),
+    ], [4, 1], [REGISTERS, LOADER])  # fmt: skip
+
+
+def attend_by_roles(q: Tensor, keys: Tensor, values: Tensor, kv: PagedKV, batch: AttentionPrompts, out: Tensor) -> None:
+    """Causal attention of q [T, Hq, D] into out [T, Hq, D], in 16 bits, for heads of ROLES_BLOCK.
+
+    Args:
+        keys, values: copies [Hkv * n, D] in q's dtype, of all heads one after the other. In those of a head the rows of
+            the batch follow each other, in whole blocks.
+        kv: whose copies they are, for scales and sinks. It has no window.
+    """
+    kv_heads, dim = kv.v_cache.shape[2:]
+    groups = q.shape[1] // kv_heads
+
+    def described(copy: Tensor) -> TensorDescriptor:
+        layout, block = gl.NVMMASharedLayout(128, 16, rank=2), [ROLES_BLOCK[dim], dim]
+        return TensorDescriptor(copy, list(copy.shape), [copy.stride(0), 1], block, layout)
+
+    _attention_roles_kernel[kv_heads, cdiv(max(batch.query_lens) * groups, ROWS), len(batch.query_lens)](
+        q, described(keys), described(values), batch.query_start_loc, batch.seq_lens, kv.sinks, out, q.stride(0),
+        q.stride(1), len(keys) // kv_heads, kv.score_scale * LOG2_E.value, kv.v_scale if kv.coded else None,
+        GROUPS=groups, STAGES=STAGES, OUT_ST=out.stride(0), REGISTERS=REGISTERS, LOADER=LOADER_REGISTERS, num_warps=4,
+    )  # fmt: skip

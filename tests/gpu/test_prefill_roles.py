@@ -1,0 +1,75 @@
+"""The kernel of long prompts with roles of warps: near the float32 reference, always alike, and deaf to what is around
+its inputs."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridrt.kernels.attention import prefill_attention_triton as prefill
+from hybridrt.kernels.attention.paged_attention import attention_extend
+from hybridrt.kernels.core.records import AttentionPrompts, PagedKV
+from tests.gpu.rig import DEVICE, GPU
+
+pytestmark = [*GPU, pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs instructions of sm_90"
+)]  # fmt: skip
+PAGE = 16
+# New tokens, and lengths with those before: tiles that end within a block, rows without tokens, later chunks.
+PROMPTS = [
+    ([300, 1, 130, 133], [300, 1, 130, 133]), ([3000, 1, 0, 700, 65], [3000, 200, 50, 1500, 2065]), ([128], [128]),
+    ([129, 64], [256, 65]),
+]  # fmt: skip
+
+
+def case(
+    dim: int, heads: int, kv_heads: int, lens: tuple[list[int], list[int]], dtype: torch.dtype, coded: bool, sinks: bool
+) -> tuple[Tensor, PagedKV, AttentionPrompts]:
+    """Queries within a wider tensor, and pages in random order. Others, and the rest of a last one, hold NaN."""
+    torch.manual_seed(0)
+    query_lens, seq_lens = lens
+    counts = [-(-n // PAGE) for n in seq_lens]
+    pages = torch.randperm(sum(counts) + 8, device=DEVICE)
+    k, v = torch.randn(2, len(pages), PAGE, kv_heads, dim, device=DEVICE)
+    table = torch.zeros(len(seq_lens) + 1, max(counts) * PAGE, dtype=torch.int32, device=DEVICE)
+    unused = torch.ones(len(pages) * PAGE, dtype=torch.bool, device=DEVICE)
+    for b, own in enumerate(pages[: sum(counts)].split(counts)):
+        slots = (own[:, None] * PAGE + torch.arange(PAGE, device=DEVICE)).flatten()
+        table[b + 1, : len(slots)] = slots.int()
+        unused[slots[: seq_lens[b]]] = False
+    for cache in (k, v):
+        cache.flatten(0, 1)[unused] = torch.nan
+    k, v = (cache.to(torch.float8_e4m3fn if coded else dtype) for cache in (k, v))
+    wide = torch.randn(sum(query_lens), (heads + 2 * kv_heads) * dim + 24, device=DEVICE).to(dtype)
+    scales = (0.7, 1.3) if coded else (1.0, 1.0)
+    kv = PagedKV(k, v, table, dim**-0.5, None, torch.randn(heads, device=DEVICE) if sinks else None, *scales)
+    start = torch.tensor([0, *torch.tensor(query_lens).cumsum(0)])
+    rows, starts, ends = (
+        torch.as_tensor(x, dtype=torch.int32, device=DEVICE) for x in (range(1, len(seq_lens) + 1), start, seq_lens)
+    )
+    return wide[:, : heads * dim].unflatten(1, (heads, dim)), kv, AttentionPrompts(rows, starts, ends, *lens)
+
+
+@pytest.mark.parametrize("lens", PROMPTS)
+@pytest.mark.parametrize(
+    ("dtype", "coded", "sinks"),
+    [(torch.bfloat16, False, False), (torch.float16, False, True), (torch.bfloat16, True, False)],
+)
+@pytest.mark.parametrize(("dim", "heads", "kv_heads"), [(128, 12, 2), (128, 5, 1), (256, 16, 2)])
+def test_prompts_near_the_reference(
+    dim: int, heads: int, kv_heads: int, dtype: torch.dtype, coded: bool, sinks: bool,
+    lens: tuple[list[int], list[int]], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(prefill, "GATHER_FROM", 1)
+    monkeypatch.setattr(prefill, "_few", lambda *_: False)
+    q, kv, batch = case(dim, heads, kv_heads, lens, dtype, coded, sinks)
+    assert prefill.takes_roles(q, kv, batch)
+    exact = kv if coded else kv._replace(k_cache=kv.k_cache.float(), v_cache=kv.v_cache.float())
+    wanted = attention_extend.reference(q.float(), exact, batch)
+    room = [torch.full((len(q) + 3, heads * dim + 8), torch.nan, dtype=dtype, device=DEVICE) for _ in range(2)]
+    for wide in room:
+        attention_extend(q, kv, batch, wide[: len(q), : heads * dim].unflatten(1, (heads, dim)))
+        assert bool(wide[:, heads * dim :].isnan().all()) and bool(wide[len(q) :].isnan().all())
+    got = room[0][: len(q), : heads * dim]
+    error = (got.float() - wanted.flatten(1)).norm() / wanted.norm()
+    assert error < 4e-3, float(error)
+    assert torch.equal(got, room[1][: len(q), : heads * dim])
