@@ -79,7 +79,7 @@ class Communicator:
         self._check_ranks = check_ranks or (lambda: None)
         self._groups: dict[str, Any] = {}  # process groups by the type of their tensors' device
         self._aborting: threading.Thread | None = None  # started
-        self._abort_lock = threading.Lock()
+        self._leaving = threading.Lock()  # who aborts or closes
         self._peers: PeerMemory | None = None
         self._loopback = loopback
         disown_in_child(self)
@@ -206,9 +206,9 @@ class Communicator:
     def abort(self) -> None:
         """Stops this rank's kernels that wait for another rank. Does not wait; any thread may call
         it."""
-        if self._peers is not None:
-            self._peers.abort()
-        with self._abort_lock:
+        with self._leaving:
+            if self._peers is not None:
+                self._peers.abort()
             nccl = self._groups.get("cuda")
             if nccl is not None and self._aborting is None:
                 # NCCL returns once no graph exists that was captured with it.
@@ -221,12 +221,13 @@ class Communicator:
         self.abort()
         if self._aborting is not None:
             self._aborting.join(LEAVING_S)
-        if self._peers is not None:
+        with self._leaving:
+            peers, self._groups, self._peers = self._peers, {}, None
+        if peers is not None:
             # In a thread, because a device that hangs would keep this one for ever.
-            leaving = threading.Thread(target=self._peers.close, daemon=True)
+            leaving = threading.Thread(target=peers.close, daemon=True)
             leaving.start()
             leaving.join(LEAVING_S)
-        self._groups, self._peers = {}, None
 
     def disown(self) -> None:
         """Never destroys the group: its destructor waits for threads, which may wait for a rank

@@ -40,8 +40,10 @@ def case(
         cache.flatten(0, 1)[unused] = torch.nan
     k, v = (cache.to(torch.float8_e4m3fn if coded else dtype) for cache in (k, v))
     wide = torch.randn(sum(query_lens), (heads + 2 * kv_heads) * dim + 24, device=DEVICE).to(dtype)
-    scales = (0.7, 1.3) if coded else (1.0, 1.0)
-    kv = PagedKV(k, v, table, dim**-0.5, None, torch.randn(heads, device=DEVICE) if sinks else None, *scales)
+    wide[:, heads * dim :] = torch.nan
+    scales, sink_scores = (0.7, 1.3) if coded else (1.0, 1.0), torch.randn(heads, device=DEVICE)
+    sink_scores[1] = -torch.inf  # no sink
+    kv = PagedKV(k, v, table, dim**-0.5, None, sink_scores if sinks else None, *scales)
     start = torch.tensor([0, *torch.tensor(query_lens).cumsum(0)])
     rows, starts, ends = (
         torch.as_tensor(x, dtype=torch.int32, device=DEVICE) for x in (range(1, len(seq_lens) + 1), start, seq_lens)

@@ -337,10 +337,12 @@ def test_extend_over_many_tiles(small_tiles, gathering, sliding_window, dtype):
 
 @pytest.mark.parametrize(("dtype", "sliding_window"), [(torch.float32, None), (torch.float32, 20), (torch.float16, 20)])
 def test_extend_with_sinks(small_tiles, gathering, monkeypatch, sliding_window, dtype):
-    """Over pages, and over gathered keys of the 16-bit dtype; the plain torch takes some tokens at a time."""
+    """Over pages, and over gathered keys of the 16-bit dtype; the plain torch takes some tokens at a time. A head has
+    no sink: its score is -inf."""
     monkeypatch.setattr(paged_attention, "SCORES", 6 * 71 * 4)
     torch.manual_seed(0)
     seq_lens, query_lens, sinks = [71, 37, 20], [9, 37, 2], sinks_of(6)
+    sinks[2] = float("-inf")
     cache, q = Cache(seq_lens, dtype=dtype, max_context=96), torch.randn(sum(query_lens), 6, HEAD_DIM).to(dtype)
     out = extend(q, cache, query_lens, seq_lens, sliding_window, sinks=sinks)
     check_extended(out, q, cache, query_lens, seq_lens, sliding_window, sinks)

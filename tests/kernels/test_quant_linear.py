@@ -143,5 +143,6 @@ def test_tiles_fit_shared_memory(name, dtype, tokens):
         weight = empty_weight(name, rows, columns)
         tile = quant_tile(weight, tokens, dtype)
         numbers = tile.block_n + dtype.itemsize * max(16, tokens)
-        assert tile.stages * numbers * tile.block_k <= 227 * 1024, "bytes of 8-bit tiles and of inputs"
+        room = 99 if dtype == torch.float32 and tokens > 1 else 227
+        assert tile.stages * numbers * tile.block_k <= room * 1024, "bytes of 8-bit tiles and of inputs"
         assert tile.split <= -(-columns // tile.block_k)

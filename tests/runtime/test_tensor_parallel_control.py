@@ -407,6 +407,23 @@ def test_a_group_closes_while_another_thread_aborts_it(monkeypatch: pytest.Monke
     assert (aborts, errors) == (["NCCL"], [])
 
 
+def test_two_threads_close_a_group_once() -> None:
+    """Memory of other ranks is unmapped once."""
+    calls, comm = list[str](), Communicator(dist.HashStore(), 0, 1, torch.device("cpu"))
+
+    def close() -> None:
+        calls.append("closed")
+        time.sleep(0.05)
+
+    comm._peers = SimpleNamespace(abort=lambda: None, close=close)  # type: ignore[assignment]
+    closers = [threading.Thread(target=comm.close) for _ in range(2)]
+    for closer in closers:
+        closer.start()
+    for closer in closers:
+        closer.join(10)
+    assert calls == ["closed"] and comm._peers is None
+
+
 def test_a_communicator_waits_as_long_as_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host engine may give its store an hour."""
     monkeypatch.setattr(groups, "MEETING_S", 0.0)

@@ -157,7 +157,8 @@ def _part_kernel(  # type: ignore[no-untyped-def]
     row_max = tl.full([BLOCK_M], -1e30, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     if sinks_ptr is not None:
-        row_max = tl.where(part == 0, tl.load(sinks_ptr + head, mask=live, other=0.0) * LOG2_E, row_max)
+        sink = tl.load(sinks_ptr + head, mask=live, other=0.0) * LOG2_E
+        row_max = tl.where(part == 0, tl.maximum(sink, row_max), row_max)
         row_sum += (part == 0).to(tl.float32)
     # disable_licm: hoisted loop invariants would cost registers.
     for offset in tl.range(begin * BLOCK_N, tl.minimum(end * BLOCK_N, furthest + 1), BLOCK_N, disable_licm=True):

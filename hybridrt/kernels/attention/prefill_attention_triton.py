@@ -114,7 +114,7 @@ def _attention_extend_kernel(  # type: ignore[no-untyped-def]
     row_max = tl.full([BLOCK_M], -1e30, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     if sinks_ptr is not None:
-        row_max = tl.load(sinks_ptr + head, mask=live, other=0.0) * LOG2_E
+        row_max = tl.maximum(tl.load(sinks_ptr + head, mask=live, other=0.0) * LOG2_E, row_max)
         row_sum += 1.0
     # disable_licm: hoisted loop invariants would cost registers.
     for offset in tl.range(begin, furthest + 1, BLOCK_N, disable_licm=True):
@@ -193,20 +193,21 @@ def _few(q: Tensor, kv: PagedKV, batch: AttentionPrompts) -> bool:
 
 
 def takes_roles(q: Tensor, kv: PagedKV, batch: AttentionPrompts) -> bool:
-    """Whether `attend_by_roles` serves these prompts: copies of their keys pay, and fill the device."""
+    """Whether `attend_by_roles` serves these prompts: copies of their keys pay, and tiles are not cut."""
     dim = kv.v_cache.shape[3]
     served = q.shape[-1] == kv.k_cache.shape[3] == dim and dim in ROLES_BLOCK and kv.sliding_window is None
     if not (served and has_pipeline(q.device) and ample(q) and batch.seq_lens_host):
         return False
-    return _copies_pay(q, kv, batch) and not _few(q, kv, batch)
+    return _copies_pay(q, kv, batch, ROLES_BLOCK[dim]) and not _few(q, kv, batch)
 
 
-def _copies_pay(q: Tensor, kv: PagedKV, batch: AttentionPrompts) -> bool:
-    """Outside of graphs."""
+def _copies_pay(q: Tensor, kv: PagedKV, batch: AttentionPrompts, block: int) -> bool:
+    """Outside of graphs. block: keys of a tile."""
     kv_heads, dim = kv.v_cache.shape[2:]
-    blocks = key_blocks(batch.query_lens, batch.seq_lens_host, kv.sliding_window, BLOCK_N)
-    fits = 2 * BLOCK_N * sum(blocks) * kv_heads * width_of(dim) * q.element_size() <= MAX_GATHERED
-    return fits and sum(batch.query_lens) * (q.shape[1] // kv_heads) >= GATHER_FROM * len(batch.query_lens)
+    if sum(batch.query_lens) * (q.shape[1] // kv_heads) < GATHER_FROM * len(batch.query_lens):
+        return False
+    blocks = key_blocks(batch.query_lens, batch.seq_lens_host, kv.sliding_window, block)
+    return 2 * block * sum(blocks) * kv_heads * width_of(dim) * q.element_size() <= MAX_GATHERED
 
 
 def _gathered(q: Tensor, kv: PagedKV, batch: AttentionPrompts) -> KeySources | None:
@@ -222,7 +223,7 @@ def _gathered(q: Tensor, kv: PagedKV, batch: AttentionPrompts) -> KeySources | N
         keys, values = batch.copies[: 2 * kv_heads * total * dim].view(2, kv_heads * total, dim)
         _gather_into(keys, values, *caches, kv, batch, total, cdiv(2 * multiprocessors(q.device), kv_heads), BLOCK_N)
     else:
-        if not _copies_pay(q, kv, batch):
+        if not _copies_pay(q, kv, batch, BLOCK_N):
             return None
         keys, values, total = gather(*caches, kv, batch, q.dtype, BLOCK_N)
     return KeySources(described(keys), described(values), total=total)

@@ -141,7 +141,7 @@ def _attend(  # type: ignore[no-untyped-def]
         row_max = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, of_scores))
         row_sum = gl.zeros([64], gl.float32, gl.SliceLayout(1, of_scores))
         if sinks_ptr is not None:
-            row_max = gl.load(sinks_ptr + kv_head * GROUPS + m % GROUPS) * LOG2_E
+            row_max = gl.maximum(gl.load(sinks_ptr + kv_head * GROUPS + m % GROUPS) * LOG2_E, row_max)
             row_sum += 1.0
         acc = gl.zeros([64, D], gl.float32, of_out)
         scores = _begin_scores(q_buffer, k_buffer, bars, 0, STAGES, BLOCK, of_scores)
