@@ -2,7 +2,7 @@
 
 Tiles are those of `paged_attention_triton.py`. Long chunks gather their keys and values first: the
 tensor memory accelerator then loads whole tiles, without registers for addresses. On GPUs of compute
-capability 9.0 `prefill_roles_triton.py` has the kernel for most of them. Short chunks read pages in
+capability 9.0 `prefill_pipeline_triton.py` has the kernel for most of them. Short chunks read pages in
 place.
 
 Keys have D + ROPE numbers, values DV. The last ROPE numbers are separate, so that each width is a
@@ -24,7 +24,7 @@ from hybridrt.kernels.attention.graph_copies import BLOCK_N, COPY_FROM, DIM, MOS
 from hybridrt.kernels.attention.kv_codes_triton import for_products
 from hybridrt.kernels.attention.prefill_tiles_triton import (
     LOG2_E,
-    ROLES_BLOCK,
+    PIPELINE_BLOCK,
     KeySources,
     gathered_before,
     load_tile,
@@ -164,12 +164,12 @@ def attention_extend_triton(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out
     zero_after(out, sum(batch.query_lens))
     if not any(batch.query_lens):
         return out
-    if takes_roles(q, kv, batch):
+    if takes_pipeline(q, kv, batch):
         # Here, so that the other kernels need nothing that is experimental in Triton.
-        from hybridrt.kernels.attention.prefill_roles_triton import attend_by_roles
+        from hybridrt.kernels.attention.prefill_pipeline_triton import attention_pipeline
 
-        keys, values, _ = gather(kv.k_cache, kv.v_cache, kv, batch, q.dtype, ROLES_BLOCK[dim])
-        attend_by_roles(q, keys, values, kv, batch, out)
+        keys, values, _ = gather(kv.k_cache, kv.v_cache, kv, batch, q.dtype, PIPELINE_BLOCK[dim])
+        attention_pipeline(q, keys, values, kv, batch, out)
         return out
     gathered = _gathered(q, kv, batch)
     sources = gathered or KeySources(kv.k_cache, kv.v_cache, kv.k_cache[..., dim:] if rope else None)
@@ -192,13 +192,13 @@ def _few(q: Tensor, kv: PagedKV, batch: AttentionPrompts) -> bool:
     return served and cut.tiles_of(lens, q.shape[1], kv_heads, BLOCK_M) <= ROUNDS * multiprocessors(q.device)
 
 
-def takes_roles(q: Tensor, kv: PagedKV, batch: AttentionPrompts) -> bool:
-    """Whether `attend_by_roles` serves these prompts: copies of their keys pay, and tiles are not cut."""
+def takes_pipeline(q: Tensor, kv: PagedKV, batch: AttentionPrompts) -> bool:
+    """Whether `attention_pipeline` serves these prompts: copies of their keys pay, and tiles are not cut."""
     dim = kv.v_cache.shape[3]
-    served = q.shape[-1] == kv.k_cache.shape[3] == dim and dim in ROLES_BLOCK and kv.sliding_window is None
+    served = q.shape[-1] == kv.k_cache.shape[3] == dim and dim in PIPELINE_BLOCK and kv.sliding_window is None
     if not (served and has_pipeline(q.device) and ample(q) and batch.seq_lens_host):
         return False
-    return _copies_pay(q, kv, batch, ROLES_BLOCK[dim]) and not _few(q, kv, batch)
+    return _copies_pay(q, kv, batch, PIPELINE_BLOCK[dim]) and not _few(q, kv, batch)
 
 
 def _copies_pay(q: Tensor, kv: PagedKV, batch: AttentionPrompts, block: int) -> bool:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(math.log2(math.e))
-ROLES_BLOCK = {128: 128, 256: 64}  # keys of a block in the kernel with roles of warps, by numbers of a head
+PIPELINE_BLOCK = {128: 128, 256: 64}  # keys of a block in the kernel with roles of warps, by numbers of a head
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from hybridrt.kernels.attention.prefill_tiles_triton import LOG2_E, ROLES_BLOCK
+from hybridrt.kernels.attention.prefill_tiles_triton import LOG2_E, PIPELINE_BLOCK
 from hybridrt.kernels.core.gluon_kernel_triton import gluon_kernel, join_threads
 from hybridrt.kernels.core.launch import cdiv
 from hybridrt.kernels.core.records import AttentionPrompts, PagedKV
@@ -28,8 +28,18 @@ ROWS = 128  # query rows of a program
 STAGES = 2  # blocks of keys, and of values, on their way
 REGISTERS, LOADER_REGISTERS = 240, 24  # of a thread
 
+# Barriers of each stage: its keys or values have come; both warpgroups have used them.
+KEYS_FULL, KEYS_FREE, VALUES_FULL, VALUES_FREE = map(gl.constexpr, range(4))
+
 # Triton 3.6 has another name.
 _copy_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
+
+@gluon.jit
+def _bar(bars, kind: gl.constexpr, j):  # type: ignore[no-untyped-def]
+    """The barrier of the stage of block j, counted from the first one that is visited."""
+    STAGES: gl.constexpr = bars.shape[0] // 4
+    return bars.index(kind * STAGES + j % STAGES)
 
 
 @gluon.jit
@@ -47,20 +57,20 @@ def _blocks_before(seq_lens_ptr, b, BLOCK: gl.constexpr):  # type: ignore[no-unt
 def _load_blocks(  # type: ignore[no-untyped-def]
     k_desc, v_desc, k_buffer, v_buffer, bars, row, blocks, STAGES: gl.constexpr
 ):
-    """bars: full and empty ones of keys, then of values."""
+    """Fills stages with blocks of the copies' rows from `row` on, the last block first."""
     BLOCK: gl.constexpr = k_desc.block_shape[0]
     BYTES: gl.constexpr = BLOCK * k_desc.block_shape[1] * 2
     for j in range(blocks):
         stage = j % STAGES
         at = row + (blocks - 1 - j) * BLOCK
         if j >= STAGES:
-            mbarrier.wait(bars.index(STAGES + stage), (j // STAGES - 1) & 1)
-        mbarrier.expect(bars.index(stage), BYTES)
-        _copy_tile(k_desc, [at, 0], bars.index(stage), k_buffer.index(stage))
+            mbarrier.wait(_bar(bars, KEYS_FREE, j), (j // STAGES - 1) & 1)
+        mbarrier.expect(_bar(bars, KEYS_FULL, j), BYTES)
+        _copy_tile(k_desc, [at, 0], _bar(bars, KEYS_FULL, j), k_buffer.index(stage))
         if j >= STAGES:
-            mbarrier.wait(bars.index(3 * STAGES + stage), (j // STAGES - 1) & 1)
-        mbarrier.expect(bars.index(2 * STAGES + stage), BYTES)
-        _copy_tile(v_desc, [at, 0], bars.index(2 * STAGES + stage), v_buffer.index(stage))
+            mbarrier.wait(_bar(bars, VALUES_FREE, j), (j // STAGES - 1) & 1)
+        mbarrier.expect(_bar(bars, VALUES_FULL, j), BYTES)
+        _copy_tile(v_desc, [at, 0], _bar(bars, VALUES_FULL, j), v_buffer.index(stage))
 
 
 @gluon.jit
@@ -76,12 +86,10 @@ def _softmax(scores, row_max, row_sum, scale_log2):  # type: ignore[no-untyped-d
 def _begin_scores(  # type: ignore[no-untyped-def]
     q_buffer, k_buffer, bars, j, STAGES: gl.constexpr, BLOCK: gl.constexpr, of_scores: gl.constexpr
 ):
-    stage = j % STAGES
-    mbarrier.wait(bars.index(stage), (j // STAGES) & 1)
-    return warpgroup_mma(
-        q_buffer, k_buffer.index(stage).permute((1, 0)), gl.zeros([64, BLOCK], gl.float32, of_scores), use_acc=False,
-        is_async=True,
-    )  # fmt: skip
+    """Starts to multiply the queries with the keys of block j."""
+    mbarrier.wait(_bar(bars, KEYS_FULL, j), (j // STAGES) & 1)
+    keys, none = k_buffer.index(j % STAGES).permute((1, 0)), gl.zeros([64, BLOCK], gl.float32, of_scores)
+    return warpgroup_mma(q_buffer, keys, none, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -96,17 +104,16 @@ def _step(  # type: ignore[no-untyped-def]
     MASKED: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr, of_scores: gl.constexpr, of_out: gl.constexpr,
 ):  # fmt: skip
     """Multiplies the weights of block j - 1 with its values, and computes those of block j."""
-    before = (j - 1) % STAGES
     scores = _begin_scores(q_buffer, k_buffer, bars, j, STAGES, BLOCK, of_scores)
-    mbarrier.wait(bars.index(2 * STAGES + before), ((j - 1) // STAGES) & 1)
-    acc = warpgroup_mma(weights, v_buffer.index(before), acc, is_async=True)
+    mbarrier.wait(_bar(bars, VALUES_FULL, j - 1), ((j - 1) // STAGES) & 1)
+    acc = warpgroup_mma(weights, v_buffer.index((j - 1) % STAGES), acc, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores])
-    mbarrier.arrive(bars.index(STAGES + j % STAGES), count=1)
+    mbarrier.arrive(_bar(bars, KEYS_FREE, j), count=1)
     if MASKED:
         scores = _masked(scores, position, (blocks - 1 - j) * BLOCK, BLOCK, of_scores)
     following, rescale, row_max, row_sum = _softmax(scores, row_max, row_sum, scale_log2)
     acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
-    mbarrier.arrive(bars.index(3 * STAGES + before), count=1)
+    mbarrier.arrive(_bar(bars, VALUES_FREE, j - 1), count=1)
     acc *= gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, of_out)), 1)
     return _as_operand(following, q_buffer.dtype, of_out), acc, row_max, row_sum
 
@@ -146,7 +153,7 @@ def _attend(  # type: ignore[no-untyped-def]
         acc = gl.zeros([64, D], gl.float32, of_out)
         scores = _begin_scores(q_buffer, k_buffer, bars, 0, STAGES, BLOCK, of_scores)
         scores = warpgroup_mma_wait(0, deps=[scores])
-        mbarrier.arrive(bars.index(STAGES), count=1)
+        mbarrier.arrive(_bar(bars, KEYS_FREE, 0), count=1)
         scores = _masked(scores, position, (blocks - 1) * BLOCK, BLOCK, of_scores)
         weights, _, row_max, row_sum = _softmax(scores, row_max, row_sum, scale_log2)
         weights = _as_operand(weights, q_buffer.dtype, of_out)
@@ -161,9 +168,8 @@ def _attend(  # type: ignore[no-untyped-def]
                 q_buffer, k_buffer, v_buffer, bars, weights, acc, row_max, row_sum, position, blocks, scale_log2, j,
                 False, STAGES, BLOCK, of_scores, of_out,
             )  # fmt: skip
-        last = (blocks - 1) % STAGES
-        mbarrier.wait(bars.index(2 * STAGES + last), ((blocks - 1) // STAGES) & 1)
-        acc = warpgroup_mma(weights, v_buffer.index(last), acc, is_async=True)
+        mbarrier.wait(_bar(bars, VALUES_FULL, blocks - 1), ((blocks - 1) // STAGES) & 1)
+        acc = warpgroup_mma(weights, v_buffer.index((blocks - 1) % STAGES), acc, is_async=True)
         acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
         acc /= gl.expand_dims(gl.convert_layout(row_sum, gl.SliceLayout(1, of_out)), 1)
         if v_scale is not None:
@@ -175,7 +181,7 @@ def _attend(  # type: ignore[no-untyped-def]
 
 
 @gluon_kernel(do_not_specialize_on_alignment=["seq_lens_ptr"])
-def _attention_roles_kernel(  # type: ignore[no-untyped-def]
+def _attention_pipeline_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_desc, v_desc, starts_ptr, seq_lens_ptr, sinks_ptr, out_ptr, q_st, q_sh, total, scale_log2,
     v_scale, GROUPS: gl.constexpr, STAGES: gl.constexpr, OUT_ST: gl.constexpr, REGISTERS: gl.constexpr,
     LOADER: gl.constexpr,
@@ -197,10 +203,10 @@ def _attention_roles_kernel(  # type: ignore[no-untyped-def]
     v = gl.allocate_shared_memory(k_desc.dtype, [STAGES, BLOCK, D], k_desc.layout)
     bars = gl.allocate_shared_memory(gl.int64, [4 * STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(bars.index(i), count=1)
-        mbarrier.init(bars.index(STAGES + i), count=2)
-        mbarrier.init(bars.index(2 * STAGES + i), count=1)
-        mbarrier.init(bars.index(3 * STAGES + i), count=2)
+        mbarrier.init(_bar(bars, KEYS_FULL, i), count=1)
+        mbarrier.init(_bar(bars, KEYS_FREE, i), count=2)
+        mbarrier.init(_bar(bars, VALUES_FULL, i), count=1)
+        mbarrier.init(_bar(bars, VALUES_FREE, i), count=2)
     fence_async_shared()  # copies count on them
     # Arguments are written out: in a tuple with a name, constants would become tensors.
     gl.warp_specialize([
@@ -212,8 +218,10 @@ def _attention_roles_kernel(  # type: ignore[no-untyped-def]
     ], [4, 1], [REGISTERS, LOADER])  # fmt: skip
 
 
-def attend_by_roles(q: Tensor, keys: Tensor, values: Tensor, kv: PagedKV, batch: AttentionPrompts, out: Tensor) -> None:
-    """Causal attention of q [T, Hq, D] into out [T, Hq, D], in 16 bits, for heads of ROLES_BLOCK.
+def attention_pipeline(
+    q: Tensor, keys: Tensor, values: Tensor, kv: PagedKV, batch: AttentionPrompts, out: Tensor
+) -> None:
+    """Causal attention of q [T, Hq, D] into out [T, Hq, D], in 16 bits, for heads of PIPELINE_BLOCK.
 
     Args:
         keys, values: copies [Hkv * n, D] in q's dtype, of all heads one after the other. In those of a head the rows of
@@ -224,10 +232,10 @@ def attend_by_roles(q: Tensor, keys: Tensor, values: Tensor, kv: PagedKV, batch:
     groups = q.shape[1] // kv_heads
 
     def described(copy: Tensor) -> TensorDescriptor:
-        layout, block = gl.NVMMASharedLayout(128, 16, rank=2), [ROLES_BLOCK[dim], dim]
+        layout, block = gl.NVMMASharedLayout(128, 16, rank=2), [PIPELINE_BLOCK[dim], dim]
         return TensorDescriptor(copy, list(copy.shape), [copy.stride(0), 1], block, layout)
 
-    _attention_roles_kernel[kv_heads, cdiv(max(batch.query_lens) * groups, ROWS), len(batch.query_lens)](
+    _attention_pipeline_kernel[kv_heads, cdiv(max(batch.query_lens) * groups, ROWS), len(batch.query_lens)](
         q, described(keys), described(values), batch.query_start_loc, batch.seq_lens, kv.sinks, out, q.stride(0),
         q.stride(1), len(keys) // kv_heads, kv.score_scale * LOG2_E.value, kv.v_scale if kv.coded else None,
         GROUPS=groups, STAGES=STAGES, OUT_ST=out.stride(0), REGISTERS=REGISTERS, LOADER=LOADER_REGISTERS, num_warps=4,

@@ -64,7 +64,7 @@ def test_prompts_near_the_reference(
     monkeypatch.setattr(prefill, "GATHER_FROM", 1)
     monkeypatch.setattr(prefill, "_few", lambda *_: False)
     q, kv, batch = case(dim, heads, kv_heads, lens, dtype, coded, sinks)
-    assert prefill.takes_roles(q, kv, batch)
+    assert prefill.takes_pipeline(q, kv, batch)
     exact = kv if coded else kv._replace(k_cache=kv.k_cache.float(), v_cache=kv.v_cache.float())
     wanted = attention_extend.reference(q.float(), exact, batch)
     room = [torch.full((len(q) + 3, heads * dim + 8), torch.nan, dtype=dtype, device=DEVICE) for _ in range(2)]
