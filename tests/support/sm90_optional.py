@@ -140,6 +140,8 @@ def others() -> Iterator[tuple[str, Args, Args]]:
     wide = {"q": meta(512, 16, 128), "k_cache": meta(20, 16, 4, 128), "v_cache": meta(20, 16, 4, 128)}  # tiles are cut
     one = {"rows": int32(1), "seq_lens": int32(1), "query_start_loc": int32(2), "query_lens": [512]}
     yield "attention_extend", paged(TOKENS) | wide | one | {"seq_lens_host": []}, {"sinks": f32(16)}
+    long = {"q": meta(8192, 16, 128), "query_lens": [8192], "seq_lens_host": [9000]}  # a kernel with roles of warps
+    yield "attention_extend", paged(TOKENS) | wide | one | long, {"sinks": f32(16)}
     vectors = meta(20, 16, 1, P + 16)
     latent = {"up_k": meta(H, P, P), "up_v": meta(H, P, P), "norm": f32(P), "norm_eps": 1e-6}
     shared = {"q": meta(TOKENS, H, P + 16), "k_cache": vectors, "v_cache": vectors[..., :P]} | latent
