@@ -33,9 +33,6 @@ from tests.support import interpreter, ties
 if TYPE_CHECKING:
     from tests.support.checkpoints import CheckpointStore
 
-# Of a whole level, on two cores: tests wait for processes and connections for a quarter of their time.
-WORKERS = 3
-
 torch.set_num_threads(1)
 # pytest adds two handlers to each logger that does not propagate, and removes them, three times a test. torch has 50.
 for name in [name for name in logging.root.manager.loggerDict if name.split(".")[0] == "torch"]:
@@ -96,13 +93,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> "CheckpointStore":
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """On a CPU the whole suite runs in several processes, and files that are named in one; `-n` changes both."""
+    """On a CPU the whole suite runs in two processes, and files that are named in one; `-n` changes both."""
     if "PYTEST_XDIST_WORKER" in os.environ or not config.pluginmanager.has_plugin("xdist"):
         return  # in one of those processes, or without pytest-xdist
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     if whole and config.option.numprocesses is None and not torch.cuda.is_available():
-        config.option.numprocesses = WORKERS
-        config.option.dist = "worksteal"  # neighbours share fixtures, so each process begins with a part of the list
+        config.option.numprocesses = 2
+        config.option.dist = "worksteal"  # neighbours share fixtures, so each process begins with half of the list
 
 
 @pytest.hookimpl(tryfirst=True)

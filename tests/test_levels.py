@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from tests.conftest import PROVIDERS, WORKERS, pytest_cmdline_main, pytest_collection_modifyitems
+from tests.conftest import PROVIDERS, pytest_cmdline_main, pytest_collection_modifyitems
 from tests.kernels.conftest import pytest_collection_modifyitems as kernel_levels
 from tests.support.lazily import lazily
 from tests.support.levels import draw, drawn, examples, sweep
@@ -37,19 +37,19 @@ class Collected:
 @pytest.mark.parametrize(
     ("source", "asked", "environment", "cuda", "wanted"),
     [
-        (Source.TESTPATHS, None, {}, False, (WORKERS, "worksteal")),
+        (Source.TESTPATHS, None, {}, False, (2, "worksteal")),
         (Source.ARGS, None, {}, False, (None, "no")),
         (Source.TESTPATHS, 4, {}, False, (4, "no")),
         (Source.TESTPATHS, None, {}, True, (None, "no")),
         (Source.TESTPATHS, None, {"PYTEST_XDIST_WORKER": "gw0"}, False, (None, "no")),
     ],
-    ids=["whole suite", "named files", "-n 4", "a GPU", "within one of the processes"],
+    ids=["whole suite", "named files", "-n 4", "a GPU", "within a process of two"],
 )
-def test_a_whole_run_on_a_cpu_takes_several_processes(
+def test_a_whole_run_on_a_cpu_takes_two_processes(
     monkeypatch: pytest.MonkeyPatch, source: Source, asked: int | None, environment: dict[str, str], cuda: bool,
     wanted: tuple[int | None, str],
 ) -> None:  # fmt: skip
-    """One of the processes that started more would never come to an end."""
+    """A process of the two that started two more would never come to an end."""
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
