@@ -228,7 +228,7 @@ def slot_dim(case: Case) -> int:
 
 
 def moved_to_far_slots(case: Case) -> dict[str, object]:
-    """Arguments whose slot s is slot FAR_SLOTS + s of a larger pool, with gaps between slots as in slabs."""
+    """Arguments with larger pools, where slot s is slot FAR_SLOTS + s. Slots have gaps between them, as in slabs."""
     args = copied(case)
     for name in ("states", "conv"):
         if name in args:

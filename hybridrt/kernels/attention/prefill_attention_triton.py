@@ -198,7 +198,7 @@ def takes_pipeline(q: Tensor, kv: PagedKV, batch: AttentionPrompts) -> bool:
     served = q.shape[-1] == kv.k_cache.shape[3] == dim and dim in PIPELINE_BLOCK and kv.sliding_window is None
     if not (served and has_pipeline(q.device) and ample(q) and batch.seq_lens_host):
         return False
-    return _copies_pay(q, kv, batch, PIPELINE_BLOCK[dim]) and not _few(q, kv, batch)
+    return not _few(q, kv, batch) and _copies_pay(q, kv, batch, PIPELINE_BLOCK[dim])
 
 
 def _copies_pay(q: Tensor, kv: PagedKV, batch: AttentionPrompts, block: int) -> bool:

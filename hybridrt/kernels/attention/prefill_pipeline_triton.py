@@ -13,26 +13,22 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from hybridrt.kernels.attention.prefill_tiles_triton import LOG2_E, PIPELINE_BLOCK
-from hybridrt.kernels.core.gluon_kernel_triton import gluon_kernel, join_threads
+from hybridrt.kernels.core.gluon_kernel_triton import copy_tile, gluon_kernel, join_threads
 from hybridrt.kernels.core.launch import cdiv
 from hybridrt.kernels.core.records import AttentionPrompts, PagedKV
 
-ROWS = 128  # query rows of a program
+ROWS = gl.constexpr(128)  # query rows of a program
 STAGES = 2  # blocks of keys, and of values, on their way
 REGISTERS, LOADER_REGISTERS = 240, 24  # of a thread
 
 # Barriers of each stage: its keys or values have come; both warpgroups have used them.
 KEYS_FULL, KEYS_FREE, VALUES_FULL, VALUES_FREE = map(gl.constexpr, range(4))
-
-# Triton 3.6 has another name.
-_copy_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
 @gluon.jit
@@ -54,23 +50,22 @@ def _blocks_before(seq_lens_ptr, b, BLOCK: gl.constexpr):  # type: ignore[no-unt
 
 
 @gluon.jit
-def _load_blocks(  # type: ignore[no-untyped-def]
-    k_desc, v_desc, k_buffer, v_buffer, bars, row, blocks, STAGES: gl.constexpr
-):
+def _load_blocks(k_desc, v_desc, k_buffer, v_buffer, bars, row, blocks):  # type: ignore[no-untyped-def]
     """Fills stages with blocks of the copies' rows from `row` on, the last block first."""
-    BLOCK: gl.constexpr = k_desc.block_shape[0]
-    BYTES: gl.constexpr = BLOCK * k_desc.block_shape[1] * 2
+    STAGES: gl.constexpr = k_buffer.shape[0]
+    BLOCK: gl.constexpr = k_buffer.shape[1]
+    BYTES: gl.constexpr = BLOCK * k_buffer.shape[2] * 2
     for j in range(blocks):
         stage = j % STAGES
         at = row + (blocks - 1 - j) * BLOCK
         if j >= STAGES:
             mbarrier.wait(_bar(bars, KEYS_FREE, j), (j // STAGES - 1) & 1)
         mbarrier.expect(_bar(bars, KEYS_FULL, j), BYTES)
-        _copy_tile(k_desc, [at, 0], _bar(bars, KEYS_FULL, j), k_buffer.index(stage))
+        copy_tile(k_desc, [at, 0], _bar(bars, KEYS_FULL, j), k_buffer.index(stage))
         if j >= STAGES:
             mbarrier.wait(_bar(bars, VALUES_FREE, j), (j // STAGES - 1) & 1)
         mbarrier.expect(_bar(bars, VALUES_FULL, j), BYTES)
-        _copy_tile(v_desc, [at, 0], _bar(bars, VALUES_FULL, j), v_buffer.index(stage))
+        copy_tile(v_desc, [at, 0], _bar(bars, VALUES_FULL, j), v_buffer.index(stage))
 
 
 @gluon.jit
@@ -83,17 +78,18 @@ def _softmax(scores, row_max, row_sum, scale_log2):  # type: ignore[no-untyped-d
 
 
 @gluon.jit
-def _begin_scores(  # type: ignore[no-untyped-def]
-    q_buffer, k_buffer, bars, j, STAGES: gl.constexpr, BLOCK: gl.constexpr, of_scores: gl.constexpr
-):
+def _begin_scores(q_buffer, k_buffer, bars, j, of_scores: gl.constexpr):  # type: ignore[no-untyped-def]
     """Starts to multiply the queries with the keys of block j."""
+    STAGES: gl.constexpr = k_buffer.shape[0]
+    BLOCK: gl.constexpr = k_buffer.shape[1]
     mbarrier.wait(_bar(bars, KEYS_FULL, j), (j // STAGES) & 1)
     keys, none = k_buffer.index(j % STAGES).permute((1, 0)), gl.zeros([64, BLOCK], gl.float32, of_scores)
     return warpgroup_mma(q_buffer, keys, none, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _masked(scores, position, offset, BLOCK: gl.constexpr, of_scores: gl.constexpr):  # type: ignore[no-untyped-def]
+def _masked(scores, position, offset, of_scores: gl.constexpr):  # type: ignore[no-untyped-def]
+    BLOCK: gl.constexpr = scores.shape[1]
     key = offset + gl.arange(0, BLOCK, gl.SliceLayout(0, of_scores))
     return gl.where(gl.expand_dims(key, 0) <= gl.expand_dims(position, 1), scores, float("-inf"))
 
@@ -101,16 +97,18 @@ def _masked(scores, position, offset, BLOCK: gl.constexpr, of_scores: gl.constex
 @gluon.jit
 def _step(  # type: ignore[no-untyped-def]
     q_buffer, k_buffer, v_buffer, bars, weights, acc, row_max, row_sum, position, blocks, scale_log2, j,
-    MASKED: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr, of_scores: gl.constexpr, of_out: gl.constexpr,
+    MASKED: gl.constexpr, of_scores: gl.constexpr, of_out: gl.constexpr,
 ):  # fmt: skip
     """Multiplies the weights of block j - 1 with its values, and computes those of block j."""
-    scores = _begin_scores(q_buffer, k_buffer, bars, j, STAGES, BLOCK, of_scores)
+    STAGES: gl.constexpr = k_buffer.shape[0]
+    BLOCK: gl.constexpr = k_buffer.shape[1]
+    scores = _begin_scores(q_buffer, k_buffer, bars, j, of_scores)
     mbarrier.wait(_bar(bars, VALUES_FULL, j - 1), ((j - 1) // STAGES) & 1)
     acc = warpgroup_mma(weights, v_buffer.index((j - 1) % STAGES), acc, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(_bar(bars, KEYS_FREE, j), count=1)
     if MASKED:
-        scores = _masked(scores, position, (blocks - 1 - j) * BLOCK, BLOCK, of_scores)
+        scores = _masked(scores, position, (blocks - 1 - j) * BLOCK, of_scores)
     following, rescale, row_max, row_sum = _softmax(scores, row_max, row_sum, scale_log2)
     acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
     mbarrier.arrive(_bar(bars, VALUES_FREE, j - 1), count=1)
@@ -126,10 +124,12 @@ def _as_operand(weights, dtype: gl.constexpr, of_out: gl.constexpr):  # type: ig
 @gluon.jit
 def _attend(  # type: ignore[no-untyped-def]
     q_ptr, q_buffer, k_buffer, v_buffer, bars, sinks_ptr, out_ptr, q_st, q_sh, scale_log2, v_scale, start, query_len,
-    seq_len, kv_head, row, blocks, GROUPS: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
-    OUT_ST: gl.constexpr,
+    seq_len, kv_head, row, blocks, GROUPS: gl.constexpr, OUT_ST: gl.constexpr,
 ):  # fmt: skip
     """64 query rows from `row` on, of the `GROUPS` heads of each token."""
+    STAGES: gl.constexpr = k_buffer.shape[0]
+    BLOCK: gl.constexpr = k_buffer.shape[1]
+    D: gl.constexpr = k_buffer.shape[2]
     of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     of_out: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     of_rows: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
@@ -151,22 +151,22 @@ def _attend(  # type: ignore[no-untyped-def]
             row_max = gl.maximum(gl.load(sinks_ptr + kv_head * GROUPS + m % GROUPS) * LOG2_E, row_max)
             row_sum += 1.0
         acc = gl.zeros([64, D], gl.float32, of_out)
-        scores = _begin_scores(q_buffer, k_buffer, bars, 0, STAGES, BLOCK, of_scores)
+        scores = _begin_scores(q_buffer, k_buffer, bars, 0, of_scores)
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(_bar(bars, KEYS_FREE, 0), count=1)
-        scores = _masked(scores, position, (blocks - 1) * BLOCK, BLOCK, of_scores)
+        scores = _masked(scores, position, (blocks - 1) * BLOCK, of_scores)
         weights, _, row_max, row_sum = _softmax(scores, row_max, row_sum, scale_log2)
         weights = _as_operand(weights, q_buffer.dtype, of_out)
         masked = gl.minimum(gl.maximum(blocks - (nearest + 1) // BLOCK, 1), blocks)
         for j in range(1, masked):
             weights, acc, row_max, row_sum = _step(
                 q_buffer, k_buffer, v_buffer, bars, weights, acc, row_max, row_sum, position, blocks, scale_log2, j,
-                True, STAGES, BLOCK, of_scores, of_out,
+                True, of_scores, of_out,
             )  # fmt: skip
         for j in range(masked, blocks):
             weights, acc, row_max, row_sum = _step(
                 q_buffer, k_buffer, v_buffer, bars, weights, acc, row_max, row_sum, position, blocks, scale_log2, j,
-                False, STAGES, BLOCK, of_scores, of_out,
+                False, of_scores, of_out,
             )  # fmt: skip
         mbarrier.wait(_bar(bars, VALUES_FULL, blocks - 1), ((blocks - 1) // STAGES) & 1)
         acc = warpgroup_mma(weights, v_buffer.index((blocks - 1) % STAGES), acc, is_async=True)
@@ -182,19 +182,19 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @gluon_kernel(do_not_specialize_on_alignment=["seq_lens_ptr"])
 def _attention_pipeline_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_desc, v_desc, starts_ptr, seq_lens_ptr, sinks_ptr, out_ptr, q_st, q_sh, total, scale_log2,
-    v_scale, GROUPS: gl.constexpr, STAGES: gl.constexpr, OUT_ST: gl.constexpr, REGISTERS: gl.constexpr,
+    q_ptr, k_desc, v_desc, starts_ptr, seq_lens_ptr, sinks_ptr, out_ptr, q_st, q_sh, total, scale_log2, v_scale,
+    GROUPS: gl.constexpr, STAGES: gl.constexpr, OUT_ST: gl.constexpr, REGISTERS: gl.constexpr,
     LOADER: gl.constexpr,
 ):  # fmt: skip
-    """Grid [key/value heads, blocks of 128 query rows, rows of the batch]."""
+    """Grid [key/value heads, blocks of ROWS query rows, rows of the batch]."""
     BLOCK: gl.constexpr = k_desc.block_shape[0]
     D: gl.constexpr = k_desc.block_shape[1]
     # The last blocks of a row start first: they have the longest context.
     kv_head, block_m, b = gl.program_id(0), gl.num_programs(1) - 1 - gl.program_id(1), gl.program_id(2)
     start = gl.load(starts_ptr + b)
     query_len, seq_len = gl.load(starts_ptr + b + 1) - start, gl.load(seq_lens_ptr + b)
-    row = block_m * 128
-    furthest = seq_len - query_len + gl.minimum((row + 127) // GROUPS, query_len - 1)
+    row = block_m * ROWS
+    furthest = seq_len - query_len + gl.minimum((row + ROWS - 1) // GROUPS, query_len - 1)
     blocks = gl.where(row < query_len * GROUPS, furthest // BLOCK + 1, 0)
     first = kv_head * total + _blocks_before(seq_lens_ptr, b, BLOCK) * BLOCK
     q0 = gl.allocate_shared_memory(k_desc.dtype, [64, D], k_desc.layout)
@@ -211,10 +211,10 @@ def _attention_pipeline_kernel(  # type: ignore[no-untyped-def]
     # Arguments are written out: in a tuple with a name, constants would become tensors.
     gl.warp_specialize([
         (_attend, (q_ptr, q0, k, v, bars, sinks_ptr, out_ptr, q_st, q_sh, scale_log2, v_scale, start, query_len,
-                   seq_len, kv_head, row, blocks, GROUPS, D, BLOCK, STAGES, OUT_ST)),
+                   seq_len, kv_head, row, blocks, GROUPS, OUT_ST)),
         (_attend, (q_ptr, q1, k, v, bars, sinks_ptr, out_ptr, q_st, q_sh, scale_log2, v_scale, start, query_len,
-                   seq_len, kv_head, row + 64, blocks, GROUPS, D, BLOCK, STAGES, OUT_ST)),
-        (_load_blocks, (k_desc, v_desc, k, v, bars, first, blocks, STAGES)),
+                   seq_len, kv_head, row + 64, blocks, GROUPS, OUT_ST)),
+        (_load_blocks, (k_desc, v_desc, k, v, bars, first, blocks)),
     ], [4, 1], [REGISTERS, LOADER])  # fmt: skip
 
 
@@ -226,7 +226,7 @@ def attention_pipeline(
     Args:
         keys, values: copies [Hkv * n, D] in q's dtype, of all heads one after the other. In those of a head the rows of
             the batch follow each other, in whole blocks.
-        kv: whose copies they are, for scales and sinks. It has no window.
+        kv: the cache that was copied, of which scales and sinks are read. It has no window.
     """
     kv_heads, dim = kv.v_cache.shape[2:]
     groups = q.shape[1] // kv_heads
@@ -235,7 +235,7 @@ def attention_pipeline(
         layout, block = gl.NVMMASharedLayout(128, 16, rank=2), [PIPELINE_BLOCK[dim], dim]
         return TensorDescriptor(copy, list(copy.shape), [copy.stride(0), 1], block, layout)
 
-    _attention_pipeline_kernel[kv_heads, cdiv(max(batch.query_lens) * groups, ROWS), len(batch.query_lens)](
+    _attention_pipeline_kernel[kv_heads, cdiv(max(batch.query_lens) * groups, ROWS.value), len(batch.query_lens)](
         q, described(keys), described(values), batch.query_start_loc, batch.seq_lens, kv.sinks, out, q.stride(0),
         q.stride(1), len(keys) // kv_heads, kv.score_scale * LOG2_E.value, kv.v_scale if kv.coded else None,
         GROUPS=groups, STAGES=STAGES, OUT_ST=out.stride(0), REGISTERS=REGISTERS, LOADER=LOADER_REGISTERS, num_warps=4,

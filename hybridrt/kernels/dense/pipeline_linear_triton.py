@@ -20,7 +20,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -34,7 +33,7 @@ from hybridrt.kernels.core.code_fragments_triton import (
     of_runs,
     words_by_thread,
 )
-from hybridrt.kernels.core.gluon_kernel_triton import gluon_kernel, join_threads, reinterpret
+from hybridrt.kernels.core.gluon_kernel_triton import copy_tile, gluon_kernel, join_threads, reinterpret
 from hybridrt.kernels.core.launch import arrival_counters, cdiv
 from hybridrt.kernels.core.pdl_triton import pdl
 from hybridrt.kernels.dense.pipeline_tiles import GROUP, ROW_BYTES, UNIT, PipelineTile
@@ -45,9 +44,6 @@ REGISTERS = {2: 208, 3: 152}
 LOADER_REGISTERS = 40
 WORD = 8  # 4-bit codes of an int32
 SCALES = gl.NVMMASharedLayout(0, 32, rank=1)  # in shared memory
-
-# Triton 3.6 has another name.
-_copy_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
 class WeightCodes(NamedTuple):
@@ -85,10 +81,10 @@ def _wait_for_earlier(PDL: gl.constexpr):  # type: ignore[no-untyped-def]
 def _copy_rows(w_desc, buffer, bar, unit, k, half, GATED: gl.constexpr):  # type: ignore[no-untyped-def]
     """64 rows of the weight: 32 gates and the 32 rows that they gate, or neighbours."""
     if GATED:
-        _copy_tile(w_desc, [unit // 2, k], bar, buffer.slice(0, 32))
-        _copy_tile(w_desc, [half + unit // 2, k], bar, buffer.slice(32, 32))
+        copy_tile(w_desc, [unit // 2, k], bar, buffer.slice(0, 32))
+        copy_tile(w_desc, [half + unit // 2, k], bar, buffer.slice(32, 32))
     else:
-        _copy_tile(w_desc, [unit, k], bar, buffer)
+        copy_tile(w_desc, [unit, k], bar, buffer)
 
 
 @gluon.jit
@@ -105,13 +101,13 @@ def _copy_tokens(  # type: ignore[no-untyped-def]
 ):
     if tail_desc is not None:
         if group * COLUMNS < head:
-            _copy_tile(x_desc, [token, group * COLUMNS], bar, x_buffer)
+            copy_tile(x_desc, [token, group * COLUMNS], bar, x_buffer)
         else:
-            _copy_tile(tail_desc, [token, group * COLUMNS - head], bar, x_buffer)
+            copy_tile(tail_desc, [token, group * COLUMNS - head], bar, x_buffer)
     else:
-        _copy_tile(x_desc, [token, group * COLUMNS], bar, x_buffer)
+        copy_tile(x_desc, [token, group * COLUMNS], bar, x_buffer)
     if s_desc is not None:
-        _copy_tile(s_desc, [group * scale_stride + token], bar, s_buffer)
+        copy_tile(s_desc, [group * scale_stride + token], bar, s_buffer)
 
 
 @gluon.jit
