@@ -302,8 +302,11 @@ def latent_attention() -> Cases:
             rows = {"rows": int32(batch), "seq_lens": int32(batch), "num_drafts": int32(batch) if tokens > 1 else None}
             tree = {"mask": flags(batch, nodes, nodes) if nodes else None}
             yield "attention_decode", cache | rows | tree | {"q": meta(batch, tokens, heads, 576)}
-        for count, tokens, before in ((1, 8192, 0), (4, 128, 0), (4, 128, 2000), (1, 8, 2000)):  # all decompressed
+        for count, tokens, before, window in (
+            (1, 8192, 0, None), (4, 128, 0, None), (4, 128, 2000, None), (1, 8, 2000, None), (1, 8192, 0, 4096),
+        ):  # fmt: skip  # all decompressed
             lens = {"query_lens": [tokens] * count, "seq_lens_host": [before + tokens] * count}
+            lens |= {"sliding_window": window}
             rows = {"rows": int32(count), "query_start_loc": int32(count + 1), "seq_lens": int32(count)}
             yield "latent_extend", cache | weights | rows | lens | {"q": meta(count * tokens, heads, 192)}
         places = {"cache": vectors, "out_cache_loc": int32(128), "positions": int32(128), "cos_sin": f32(4096, 64)}

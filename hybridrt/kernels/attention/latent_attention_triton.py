@@ -12,11 +12,19 @@ from hybridrt.base.device import multiprocessors, shared_memory
 from hybridrt.kernels.attention import prefill_attention_triton as prefill
 from hybridrt.kernels.attention.kv_codes_triton import as_stored, inverse_scale
 from hybridrt.kernels.attention.latent_attention import from_latent, into_latent
-from hybridrt.kernels.attention.prefill_attention_triton import KeySources, described, width_of
+from hybridrt.kernels.attention.prefill_attention_triton import BLOCK_N, described, width_of
+from hybridrt.kernels.attention.prefill_tiles_triton import (
+    PIPELINE_BLOCK,
+    PIPELINE_LATENT,
+    PIPELINE_ROWS,
+    KeyCopies,
+    KeySources,
+)
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.launch import cdiv, next_power_of_2, zero_after
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import AttentionPrompts, LatentWeights, PagedKV
+from hybridrt.kernels.dense.pipeline_tiles import has_pipeline
 
 FEW_TOKENS = 4  # up to here all heads' products take one launch
 MAX_DECOMPRESSED = 1 << 28  # bytes of keys and values computed at a time
@@ -196,12 +204,20 @@ def _decompressed(q: Tensor, kv: PagedKV, weights: LatentWeights, batch: Attenti
     out = q.new_empty(*q.shape[:2], value_dim)
     zero_after(out, sum(batch.query_lens))
     parts = kv.k_cache[..., :rank], kv.k_cache[..., rank:]
-    latents, tails, total = prefill.gather(*parts, kv, batch, q.dtype, prefill.BLOCK_N)
+    by_pipeline = _takes_pipeline(q, kv, weights, batch)
+    block = PIPELINE_BLOCK[nope] if by_pipeline else BLOCK_N
+    latents, tails, total = prefill.gather(*parts, kv, batch, q.dtype, block)
     at_once = _heads_at_once(q, weights, total)
     for first in range(0, heads, at_once):
         mine = slice(first, first + at_once)
         keys = _made(latents[:, :rank], weights.up_k[mine].transpose(1, 2))
         values = _made(latents[:, :rank], weights.up_v[mine])
+        if by_pipeline:
+            # Here, so that the other kernels need nothing that is experimental in Triton.
+            from hybridrt.kernels.attention.prefill_pipeline_triton import attention_pipeline
+
+            attention_pipeline(q[:, mine], KeyCopies(keys, values, tails, total), kv, batch, out[:, mine])
+            continue
         sources = KeySources(described(keys), described(values), described(tails), total)
         shape = (len(weights.up_k[mine]), nope, value_dim, q.shape[2] - nope)
         tile = _tile_of(q[:, mine], nope, value_dim, batch.query_lens)
@@ -209,9 +225,19 @@ def _decompressed(q: Tensor, kv: PagedKV, weights: LatentWeights, batch: Attenti
     return out
 
 
+def _takes_pipeline(q: Tensor, kv: PagedKV, weights: LatentWeights, batch: AttentionPrompts) -> bool:
+    """Whether `attention_pipeline` serves these keys, and the programs of a launch fill the device."""
+    nope, value_dim = weights.up_k.shape[1], weights.up_v.shape[2]
+    served = (nope, q.shape[2] - nope) == PIPELINE_LATENT and value_dim == nope and prefill.ample(q)
+    if not (served and kv.sliding_window is None and has_pipeline(q.device)):
+        return False
+    heads = _heads_at_once(q, weights, sum(batch.seq_lens_host))
+    return heads * sum(cdiv(n, PIPELINE_ROWS) for n in batch.query_lens) >= multiprocessors(q.device)
+
+
 def _tile_of(q: Tensor, nope: int, value_dim: int, query_lens: Sequence[int]) -> dict[str, int]:
-    """Measured on an H200: in long prompts 256 queries share loads, if they fit; few queries have
-    small tiles, two a multiprocessor.
+    """Where `attention_pipeline` does not serve, as measured on an H200: in long prompts 256 queries share
+    loads, if they fit; few queries have small tiles, two a multiprocessor.
     """
     (_, heads, query_dim), dim, device = q.shape, max(nope, value_dim), multiprocessors(q.device)
     tile = prefill.tile_of(q, dim, heads, query_lens, gathered=True)

@@ -25,6 +25,7 @@ from hybridrt.kernels.attention.kv_codes_triton import for_products
 from hybridrt.kernels.attention.prefill_tiles_triton import (
     LOG2_E,
     PIPELINE_BLOCK,
+    KeyCopies,
     KeySources,
     gathered_before,
     load_tile,
@@ -168,8 +169,8 @@ def attention_extend_triton(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out
         # Here, so that the other kernels need nothing that is experimental in Triton.
         from hybridrt.kernels.attention.prefill_pipeline_triton import attention_pipeline
 
-        keys, values, _ = gather(kv.k_cache, kv.v_cache, kv, batch, q.dtype, PIPELINE_BLOCK[dim])
-        attention_pipeline(q, keys, values, kv, batch, out)
+        keys, values, total = gather(kv.k_cache, kv.v_cache, kv, batch, q.dtype, PIPELINE_BLOCK[dim])
+        attention_pipeline(q, KeyCopies(keys, values, None, total), kv, batch, out)
         return out
     gathered = _gathered(q, kv, batch)
     sources = gathered or KeySources(kv.k_cache, kv.v_cache, kv.k_cache[..., dim:] if rope else None)

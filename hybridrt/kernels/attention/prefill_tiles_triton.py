@@ -5,9 +5,12 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 LOG2_E = tl.constexpr(math.log2(math.e))
-PIPELINE_BLOCK = {128: 128, 256: 64}  # keys of a block in the kernel with roles of warps, by numbers of a head
+# Of the kernel with roles of warps: keys of a block by numbers of a head; rows of queries of a program; numbers of
+# latent attention's keys, those of a head and those that heads share.
+PIPELINE_BLOCK, PIPELINE_ROWS, PIPELINE_LATENT = {128: 128, 256: 64}, 128, (128, 64)
 
 
 @triton.jit
@@ -61,6 +64,21 @@ def softmax_step(scores, row_max, row_sum, scale_log2):  # type: ignore[no-untyp
     weights = tl.exp2(scores * scale_log2 - new_max[:, None])
     rescale = tl.exp2(row_max - new_max)
     return weights, rescale, new_max, row_sum * rescale + tl.sum(weights, 1)
+
+
+class KeyCopies(NamedTuple):
+    """Copies of what a batch sees, in which each of its rows has whole blocks of keys.
+
+    Attributes:
+        keys, values: [Hkv * total, D], those of a head one after the other.
+        ropes: [total, R], the last numbers of keys, which all heads share, or None.
+        total: rows of one head.
+    """
+
+    keys: Tensor
+    values: Tensor
+    ropes: Tensor | None
+    total: int
 
 
 class KeySources(NamedTuple):
