@@ -163,6 +163,7 @@ def other_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
     attention, hidden = config.attention, config.hidden_size
     for tokens in (1, 4):
         yield f"attention_decode {tokens}", partial(others.attention_decode, attention, tokens)
+        yield f"attention_decode {tokens}, 32 rows", partial(others.attention_decode, attention, tokens, 4)
         yield f"attention_decode {tokens} full", partial(others.attention_decode, attention, tokens, 18)
     for window in (None, 500):
         details = "" if window is None else f" window {window}"
@@ -227,7 +228,7 @@ def other_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
 def _coded_cases(config: ModelConfig) -> Iterator[tuple[str, Callable[[], Case]]]:
     """Over caches of e4m3 codes."""
     attention, codes = config.attention, others.with_codes
-    for tokens, times in ((1, 1), (1, 18), (4, 1), (4, 18)):
+    for tokens, times in ((1, 1), (1, 4), (1, 18), (4, 1), (4, 18)):
         decode = partial(others.attention_decode, attention, tokens, times)
         yield f"attention_decode codes {tokens}, {8 * times} rows", partial(codes, decode)
     for new in ([300, 1, 130, 133], [3000, 1, 700, 1500]):

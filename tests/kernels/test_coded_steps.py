@@ -119,7 +119,9 @@ def test_tiles_of_many_rows_of_mamba2(size: tuple[int, int], monkeypatch: pytest
 
     layer = Layer("mamba2", torch.float8_e4m3fn, size)
     few = layer.step(1, layer.pool, layer.codes)
-    monkeypatch.setattr(mamba2_replay_decode_triton, "FEW_ROWS", 0)
+    tile = mamba2_replay_decode_triton.codes_tile(1, 1, layer.pool)
+    monkeypatch.setattr(mamba2_replay_decode_triton, "SOME_ROWS", 0)
+    assert mamba2_replay_decode_triton.codes_tile(1, 1, layer.pool) != tile
     torch.testing.assert_close(layer.step(1, layer.pool, layer.codes), few, rtol=2e-5, atol=2e-5)
 
 

@@ -280,16 +280,51 @@ def test_decode_of_contexts_split_among_programs(monkeypatch, small_tiles, slidi
             close(out[b, t], slow_attention(q[b, t], cache.keys[b], cache.values[b], visible))
 
 
+@pytest.mark.parametrize("sinks", [None, "sinks"])
+@pytest.mark.parametrize("sliding_window", [None, 20])
 @pytest.mark.parametrize(
-    ("rows", "context", "room"), [(1, 2**20, 128), (1, 32, 0), (64, 2**20, 128), (512, 2048, 0), (512, 4096, 128)]
+    ("multiprocessors", "long", "most", "room"), [(50, 96, 16, 50), (11, 95, 2, 6), (11, 96, 16, 0)]
 )
+def test_decode_of_rows_whose_last_program_joins(
+    monkeypatch, small_tiles, sliding_window, sinks, multiprocessors, long, most, room
+):
+    """Five parts of the longest row, two, and one."""
+    from hybridrt.kernels.attention import paged_attention_triton as module
+
+    monkeypatch.setattr(module, "LONG_CONTEXT", long)
+    monkeypatch.setattr(module, "PART", 64)
+    monkeypatch.setattr(module, "SOME_PARTS", most)
+    monkeypatch.setattr(module, "JOINED_FROM", {(16, False): (10, 1 if room < 50 else 2)})
+    monkeypatch.setattr(module, "multiprocessors", lambda device: multiprocessors)
+    tile = module._tile(4, HEAD_DIM, torch.float32, False)
+    walk, joined = module._walk(4, 2, 96, tile, torch.device("cpu"))
+    assert (walk["ROOM"], joined) == (room, True)
+    torch.manual_seed(0)
+    lengths, sinks = [70, 6, 33], sinks and sinks_of(8)
+    cache, q = Cache(lengths, max_context=96), torch.randn(len(lengths) + 1, 1, 8, HEAD_DIM)
+    rows, seq_lens = torch.cat((cache.rows, torch.zeros(1).int())), torch.tensor([*lengths, 0])
+    arguments = (q, cache.k, cache.v, cache.table, rows, seq_lens)
+    out = decode(*arguments, sliding_window=sliding_window, sinks=sinks)
+    assert torch.equal(decode(*arguments, sliding_window=sliding_window, sinks=sinks), out)
+    assert torch.equal(out[-1], torch.zeros_like(out[-1]))
+    for b, length in enumerate(lengths):
+        visible = window(length - 1, sliding_window)
+        close(out[b, 0], slow_attention(q[b, 0], cache.keys[b], cache.values[b], visible, sinks))
+
+
+@pytest.mark.parametrize(
+    ("rows", "context", "room"),
+    [(1, 2**20, 128), (1, 32, 0), (13, 2**20, 128), (14, 2**20, 66), (64, 2**20, 66), (64, 2048, 0), (512, 2048, 0),
+     (512, 4096, 128)],
+)  # fmt: skip
 def test_room_for_parts(monkeypatch, rows, context, room):
-    """Short rows that fill the device are not cut."""
+    """Short rows that fill the device are not cut, nor those that almost do."""
     from hybridrt.kernels.attention import paged_attention_triton
 
     monkeypatch.setattr(paged_attention_triton, "multiprocessors", lambda device: 132)
     tile = paged_attention_triton._tile(4, 128, torch.bfloat16, False)
-    assert paged_attention_triton._walk(rows, 2, context, tile, torch.device("cpu"))[0]["ROOM"] == room
+    walk, joined = paged_attention_triton._walk(rows, 2, context, tile, torch.device("cpu"))
+    assert (walk["ROOM"], joined) == (room, rows >= 14)
 
 
 def test_tiles_over_codes(monkeypatch):
@@ -298,8 +333,8 @@ def test_tiles_over_codes(monkeypatch):
 
     monkeypatch.setattr(paged_attention_triton, "multiprocessors", lambda device: 132)
     tile = paged_attention_triton._tile(6, 128, torch.bfloat16, True)
-    walks = [paged_attention_triton._walk(rows, 2, 2048, tile, torch.device("cpu"), True) for rows in (1, 128, 256)]
-    assert [(walk["BLOCK_N"], walk["num_warps"]) for walk, _ in walks] == [(64, 4), (128, 4), (64, 2)]
+    walks = [paged_attention_triton._walk(rows, 2, 2048, tile, torch.device("cpu"), True) for rows in (1, 32, 128, 256)]
+    assert [(walk["BLOCK_N"], walk["num_warps"]) for walk, _ in walks] == [(64, 4), (128, 4), (128, 4), (64, 2)]
 
 
 @pytest.fixture

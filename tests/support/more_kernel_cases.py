@@ -40,7 +40,8 @@ def paged(
 
 
 def attention_decode(config: AttentionConfig, tokens: int, times: int = 1) -> Case:
-    """Eight rows, `times` over; with many of them, the device is full and only the longest context is split."""
+    """Eight rows, `times` over. Of four times so many, a row's last program may join the parts. With many of them the
+    device is full, and only the longest context is split."""
     lengths = [tokens, 4, 63, 64, 65, 1000, 3000, 257]
     args, _ = paged(config, lengths, MAX_CONTEXT if times == 1 else 4 * MAX_CONTEXT)
     q, _ = normal(len(lengths) * times, tokens, (config.num_heads + 3) * config.head_dim).split(

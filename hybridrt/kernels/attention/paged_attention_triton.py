@@ -42,8 +42,12 @@ PROGRAMS_PER_MULTIPROCESSOR, WIDE_PER_MULTIPROCESSOR = 4, 6  # heads up to 128, 
 LONG_CONTEXT = 2048  # where no context can be longer and the device is full anyway, none is cut
 PART = 1024  # about as many positions has a part at least, if the device is full
 # A row has at most MOST_PARTS, half as many of latent vectors, and more than FEW_PARTS only if each has some blocks:
-# joining parts takes time.
-FEW_PARTS, MOST_PARTS = 64, 256
+# joining parts takes time. Rows whose last program joins them have more than SOME_PARTS only of PART positions each.
+FEW_PARTS, SOME_PARTS, MOST_PARTS = 64, 16, 256
+# By a tile's numbers of a head, and whether these are codes. A row's last program joins its parts if the device has
+# fewer multiprocessors than the first number for each key/value head of each row. The second number: shares of the work
+# for each multiprocessor then. Others join where the device is full, with two shares.
+JOINED_FROM = {(64, False): (3, 2), (128, False): (5, 1), (128, True): (5, 1)}
 PARTS_AT_ONCE, WIDE_AT_ONCE = 64, 32  # loaded together by `_attention_combine_kernel`
 
 
@@ -206,13 +210,17 @@ def _join(  # type: ignore[no-untyped-def]
     partial_ptr, lse_ptr, first, part: tl.constexpr, used, live, d, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
+    """The output of a row's parts, added in their order."""
+    # The next parts of small tiles are on their way to shared memory, which the loop over keys has left. That the parts
+    # were stored is known since the arrivals were counted.
+    STAGES: tl.constexpr = 4 if BLOCK_M == 16 and BLOCK_D <= 128 else 1
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    for s in range(used):
+    for s in tl.range(0, used, num_stages=STAGES):
         largest = tl.maximum(largest, tl.load(lse_ptr + first + s * part, mask=live, other=0.0, cache_modifier=".cg"))
     largest = tl.where(largest == float("-inf"), 0.0, largest)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    for s in range(used):
+    for s in tl.range(0, used, num_stages=STAGES):
         own = first + s * part
         weight = tl.exp2(tl.load(lse_ptr + own, mask=live, other=0.0, cache_modifier=".cg") - largest)
         cells = partial_ptr + own[:, None] * D + d[None, :]
@@ -328,14 +336,15 @@ def _walk(
 ) -> tuple[dict[str, int], bool]:
     """How many programs share the contexts of the batch, by the batch size and the longest context alone.
 
-    Returns changes to `_tile`, and whether a row's last program joins the parts: not if all contexts are cut, since
-    a launch of its own then joins them faster.
+    Returns changes to `_tile`, and whether a row's last program joins the parts: not for few rows, since a launch of
+    its own then joins them faster. With more rows that launch waits for multiprocessors, which a parallel branch
+    (Mamba-2 in Falcon-H1) has.
 
-    Measured on an H200: if programs fill the device, whole contexts with two warps are best, unless
+    Measured on an H200: if rows and key/value heads fill the device, whole contexts with two warps are best, unless
     one row would delay the others. With up to two for each multiprocessor, each has a block of keys more on its way;
     more of them need registers more than that. Shared memory for another stage helps narrow heads; with 128 numbers a
-    head it would keep a parallel branch (Mamba-2 in Falcon-H1) waiting. With fewer programs than multiprocessors,
-    several short tiles in flight beat long ones. Over codes, few programs have long tiles.
+    head it would keep a parallel branch waiting. Rows too few for a join have short tiles, several in flight. Over
+    codes, rows that have long tiles are those that just fill the device, or are joined without that.
     """
     size, programs = multiprocessors(device), rows * head_blocks
     if tile["BLOCK_D"] > 256:
@@ -343,19 +352,24 @@ def _walk(
     narrow = tile["BLOCK_M"] == 16 and tile["BLOCK_D"] <= 128
     bound, filled = tile["BLOCK_M"] > 32 or tile["BLOCK_D"] > 128, programs >= size
     few_programs = programs <= 2 * size
+    fewer, shares = JOINED_FROM.get((tile["BLOCK_D"], coded), (0, 0))
+    some = narrow and programs < size < programs * fewer
     pipeline = {"num_stages": 2 + coded, "AHEAD": 1}
     if coded and narrow:
-        keys = tile["BLOCK_N"] * (4 if filled and few_programs else 2)
+        keys = tile["BLOCK_N"] * (4 if some or (filled and few_programs) else 2)
         pipeline = {"BLOCK_N": keys, "num_warps": 4 if few_programs else 2, "num_stages": 3, "AHEAD": 1}
+    elif some:
+        pipeline = {"num_warps": 4, "num_stages": 3, "AHEAD": 1}
     elif not bound and filled:
         stages = 4 if coded or (few_programs and tile["BLOCK_D"] <= 64) else 3
         pipeline = {"num_warps": 2 if narrow else 4, "num_stages": stages, "AHEAD": int(few_programs or coded)}
     elif not bound:
         pipeline |= {"BLOCK_N": min(32, tile["BLOCK_N"]), "num_stages": 3 + 2 * coded}
     block_n = pipeline.get("BLOCK_N", tile["BLOCK_N"])
-    joined = filled and not bound
+    joined = (filled or some) and not bound
     if joined:
-        room, few, least = cdiv(2 * size, head_blocks), 1, cdiv(PART, block_n)
+        each, few = (shares, SOME_PARTS) if some else (2, 1)
+        room, least = cdiv(each * size, head_blocks), cdiv(PART, block_n)
         whole = room == 1 or (2 * room <= 3 * rows and max_context <= LONG_CONTEXT)
     else:
         each = PROGRAMS_PER_MULTIPROCESSOR if tile["BLOCK_D"] <= 128 else WIDE_PER_MULTIPROCESSOR

@@ -303,9 +303,10 @@ def stream_tile(batch: int, tokens: int, states: Tensor, by_channel: bool = Fals
     rows, columns = (max(16, next_power_of_2(size)) for size in (value_dim, key_dim))
     by_elements = tokens == 1 and (wide or by_channel)
     tile = {"BLOCK_N": 2 if by_elements else max(16, next_power_of_2(2 * tokens)), "BLOCK_K": columns}
-    if by_elements or batch * heads * value_dim <= 1 << 16:
-        return tile | {"BLOCK_V": 16, "STAGES": 1, "num_warps": 2}
-    if batch * heads * value_dim <= 1 << 18 and not wide:
+    of_states = batch * heads * value_dim
+    if by_elements or of_states <= (1 << 14 if tokens == 1 else 1 << 16):
+        return tile | {"BLOCK_V": 16, "STAGES": 1, "num_warps": 1 if by_elements else 2}
+    if of_states <= 1 << 18 and not wide:
         return tile | {"BLOCK_V": min(rows, 64), "STAGES": 1, "num_warps": 4}
     block_v, block_k = (64, 32) if wide else (128, 64)
     tile |= {"BLOCK_V": min(rows, block_v), "BLOCK_K": min(columns, block_k)}

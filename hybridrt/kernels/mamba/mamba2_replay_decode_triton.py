@@ -41,7 +41,9 @@ from hybridrt.kernels.state.state_codes_triton import (
 )
 from hybridrt.kernels.state.state_ring_triton import exact_dot, multiply_codes, multiply_state, products
 
-FEW_ROWS = 1 << 16  # rows of all states [P, N], up to which small programs are faster
+# Rows of all states [P, N]. Up to SOME_ROWS, small programs are faster. Where one token meets 16-bit states they are so
+# up to FEW_ROWS, and those of 64 rows from there.
+FEW_ROWS, SOME_ROWS = 1 << 13, 1 << 16
 
 
 @jit_kernel
@@ -300,7 +302,7 @@ def codes_tile(batch: int, tokens: int, states: Tensor) -> dict[str, int]:
     if tokens == 1 and states.dtype == torch.int8 and state_dim % 4 == 0:
         block_p = min(rows, max(16, 2 * TILE // columns))
         return {"BLOCK_T": 1, "BLOCK_P": block_p, "BLOCK_N": columns, "STAGES": 1, "num_warps": 2}
-    if tokens == 1 and batch * heads * dim <= FEW_ROWS:
+    if tokens == 1 and batch * heads * dim <= SOME_ROWS:
         block_p = min(rows, max(16, TILE // columns))
         return {"BLOCK_T": 1, "BLOCK_P": block_p, "BLOCK_N": columns, "STAGES": 1, "num_warps": 4}
     if tokens == 1:
@@ -314,16 +316,17 @@ def stream_tile(batch: int, tokens: int, states: Tensor) -> dict[str, int]:
     """Tiles of the states [S+1, H, P, N] in the second kernel, as measured on an H200.
 
     Few programs load 16 rows of P with all of N before they wait for the kernel in front. Many
-    programs have whole heads, 64 columns at a time, with three loads in flight. One token and a
-    float32 state are multiplied element by element: three tensor-core products would cost more than
+    programs have 64 rows or whole heads, 64 columns at a time, with three loads in flight. One token and
+    a float32 state are multiplied element by element: three tensor-core products would cost more than
     the bytes.
     """
     _, heads, dim, state_dim = states.shape
     wide = states.element_size() == 4
     rows, columns = (max(16, next_power_of_2(size)) for size in (dim, state_dim))
     tile = {"BLOCK_T": 1 if tokens == 1 and wide else max(16, next_power_of_2(tokens))}
-    if batch * heads * dim <= FEW_ROWS:
+    of_states = batch * heads * dim
+    if of_states <= (FEW_ROWS if tokens == 1 and not wide else SOME_ROWS):
         return tile | {"BLOCK_P": 16, "BLOCK_N": columns, "STAGES": 1, "num_warps": 2}
-    block_p, block_n = (64, 32 if tokens > 1 else 64) if wide else (128, 64)
+    block_p, block_n = (64, 32 if tokens > 1 else 64) if wide or of_states <= SOME_ROWS else (128, 64)
     stages = 4 if wide and tokens > 1 else 3
     return tile | {"BLOCK_P": min(rows, block_p), "BLOCK_N": min(columns, block_n), "STAGES": stages, "num_warps": 4}
