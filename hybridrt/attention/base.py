@@ -58,9 +58,11 @@ class Branch:
 
 
 class AttentionInputs(NamedTuple):
-    """The inputs of a softmax-attention layer, [T, heads * head_dim] each.
+    """The inputs of a softmax-attention layer.
 
     Attributes:
+        q: [T, heads * head_dim]; k, v: [T, kv_heads * head_dim] each. Variant "mla": q [T, heads * (nope + rope)] and k
+            [T, rank + rope] before its norm, and no v.
         save: write k and v into the pool first. If False, or without k and v, the pool has them.
         rope: rotates q and k first; None if they are rotated, or the model rotates nothing.
     """
@@ -93,14 +95,14 @@ class RecurrentLayer(Protocol):
 
 
 class AttentionBackend(ContractHooks, ABC):
-    """Plans a step once, then runs every layer of it.
+    """Prepares a step once, then runs every layer of it.
 
-    The plan is stored on the batch, so a step can be prepared before earlier ones have run.
+    What it prepares is stored on the batch (`metadata`), so a step can be prepared before earlier ones have run.
     Implement `prepare` and `run`; with state also `commit`; with graph buffers `allocate_graph`.
     """
 
-    needs_host_lens = False  # a replay plans on the host (flashinfer)
-    saves_at_chunks = False  # recurrent layers can leave a state after any chunk
+    needs_host_lens = False  # True if a replay plans on the host (flashinfer)
+    saves_at_chunks = False  # True if recurrent layers can leave a state after any chunk
     captures_prompts = False  # True if a graph may hold extend rows: kernels read nothing on the host
     seq_len_fill = 1  # seq_len of a graph's padding row
 

@@ -102,7 +102,7 @@ class ContractHooks:
         """`run`: one layer for all rows of a prepared batch. Returns [T, width], decode rows first.
 
         Args:
-            q, k, v: [T, heads * head_dim]. All None for recurrent layers, whose inputs are
+            q, k, v: as in `AttentionInputs`. All None for recurrent layers, whose inputs are
                 keywords; k and v None for layers that only read the pool.
             save_kv_cache: write k and v into the pool first.
             out: as in `AttentionBackend.run`.

@@ -18,8 +18,8 @@ class Fa3AttnBackend(PagedAttnBackend):
     that fork.
 
     FlashAttention 3 takes a cache of codes only with queries and softmax weights in e4m3 too, which
-    are less exact. So long prompts copy the codes' numbers to the model's dtype first, and our
-    kernels compute the others and decode.
+    are less exact. Long prompts therefore convert the codes to the model's dtype first. Our kernels
+    serve the other prompts, and decode.
     """
 
     provider, captures_prompts, serves_codes = "sgl_kernel", False, True

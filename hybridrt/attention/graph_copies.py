@@ -17,13 +17,14 @@ MOST_BYTES = 1 << 30  # steps with longer contexts run without a graph
 
 
 def copies_in_graphs(device: torch.device) -> bool:
-    """Whether graphs of a device have copies: they do where the tiles of the kernel fit a program. A GPU that is not
-    here counts as such a one."""
+    """Whether graphs of a device have copies: they do where the tiles of the kernel fit a program. Plans for a GPU that
+    are made where there is none assume so."""
     return device.type == "cuda" and (not gpu_count() or shared_memory(device) >= LARGE_SHARED_MEMORY)
 
 
 def copied(spec: AttentionSpec) -> bool:
-    """Whether graphs copy the keys and values of such layers."""
+    """Whether graphs copy the keys and values of such layers: `prefill_attention_triton._may_cut` says which kernels
+    read them."""
     wide = spec.head_dim == spec.v_head_dim == DIM and spec.sliding_window is None
     return wide and spec.variant == "gqa" and (spec.query_dtype or spec.dtype).itemsize == 2
 

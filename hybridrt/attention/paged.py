@@ -88,9 +88,8 @@ class SegmentedAttnBackend(AttentionBackend):
         """Runs softmax attention of one layer for all rows.
 
         Args:
-            layer: `layer_id` and `spec`. Variant "mla" also has `weights`, q [T, heads * (nope +
-                rope)] and k [T, rank + rope] before its norm, and no v.
-            out: [T, heads * head_dim], where the result may be written. Use the returned tensor.
+            layer: `layer_id` and `spec`; variant "mla" also has `weights`.
+            out: of the result's shape, where it may be written. Use the returned tensor.
         Returns:
             [T, heads * head_dim] in q's dtype; for "mla" [T, heads * value].
         """

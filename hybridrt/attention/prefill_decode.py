@@ -50,7 +50,7 @@ class PrefillDecodeAttnBackend(SegmentedAttnBackend):
         return self.decode_backend if in_graph and not self.prefill_backend.captures_prompts else self.prefill_backend
 
     def _saving_backend(self, batch: ForwardBatch) -> SegmentedAttnBackend:
-        """Returns one that writes the KV of both segments."""
+        """The one that writes new keys and values of both segments: that of decode rows, if there are any."""
         return self._decode_segment_backend(batch) if batch.num_decode_rows else self._extend_segment_backend(batch)
 
     def _planning(self, batch: ForwardBatch) -> dict[SegmentedAttnBackend, None]:
@@ -61,7 +61,7 @@ class PrefillDecodeAttnBackend(SegmentedAttnBackend):
 
     def prepare(self, batch: ForwardBatch, *, graph: GraphView | None = None) -> None:
         if graph is not None and graph.prompts:
-            batch.metadata[self] = True
+            batch.metadata[self] = True  # a graph of prompts
         for backend in self._planning(batch):
             backend.prepare(batch, graph=graph)
 
@@ -71,6 +71,9 @@ class PrefillDecodeAttnBackend(SegmentedAttnBackend):
 
     def rotate_and_save(self, q: Tensor, k: Tensor, v: Tensor, layer: Layer, batch: ForwardBatch, rope: Rope) -> Tensor:
         return self._saving_backend(batch).rotate_and_save(q, k, v, layer, batch, rope)
+
+    def save_latent(self, q: Tensor, k: Tensor | None, layer: Layer, batch: ForwardBatch, rope: Rope | None) -> Tensor:
+        return self._saving_backend(batch).save_latent(q, k, layer, batch, rope)
 
     def save_kv(self, k: Tensor, v: Tensor, layer: Layer, batch: ForwardBatch) -> None:
         self._saving_backend(batch).save_kv(k, v, layer, batch)

@@ -327,8 +327,9 @@ def test_a_model_without_recurrent_layers_needs_no_composite(checkpoints: Checkp
         _ = backend.linear_attn_backend
 
 
+@pytest.mark.parametrize("model", ["falcon-plain", "kimi-plain"])
 def test_prefill_and_decode_backends_are_split_when_asked(
-    checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+    checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
     """Only the full-attention side: there is one recurrent backend. And the model's logits stay."""
 
@@ -342,10 +343,10 @@ def test_prefill_and_decode_backends_are_split_when_asked(
     load = registry.load_attention_backend
     monkeypatch.setattr(registry, "load_attention_backend", lambda name, d: Other if name == "other" else load(name, d))
     monkeypatch.setitem(registry.BACKENDS.built_in, "other", "somewhere:Other")
-    path = checkpoints["falcon-plain"].path
+    path = checkpoints[model].path
     hand, plain = ByHand(path, prefill_attention_backend="other"), ByHand(path)
     assert isinstance(hand.backend.full_attn_backend, PrefillDecodeAttnBackend)
-    assert isinstance(hand.backend.linear_attn_backend, Mamba2AttnBackend)
+    assert isinstance(hand.backend.linear_attn_backend, Mamba2AttnBackend) == (model == "falcon-plain")
     for each in (hand, plain):
         each.admit(1, 2)
     for run_step in (

@@ -96,7 +96,7 @@ def latent_walk(monkeypatch):
 
         monkeypatch.setattr(module, "_walk", walk)
         monkeypatch.setattr(module, "multiprocessors", lambda device: multiprocessors)
-        monkeypatch.setattr(module, "LONG_CONTEXT", 32)
+        monkeypatch.setattr(module, "UNCUT_CONTEXT", 32)
         monkeypatch.setattr(module, "PART", 16)
 
     return walk_on

@@ -235,7 +235,7 @@ def test_sinks_of_contexts_split_among_programs(monkeypatch, small_tiles, slidin
     """Whoever joins the parts, a sink counts once."""
     from hybridrt.kernels.attention import paged_attention_triton
 
-    monkeypatch.setattr(paged_attention_triton, "LONG_CONTEXT", long)
+    monkeypatch.setattr(paged_attention_triton, "UNCUT_CONTEXT", long)
     monkeypatch.setattr(paged_attention_triton, "PART", 16)
     monkeypatch.setattr(paged_attention_triton, "multiprocessors", lambda device: multiprocessors)
     torch.manual_seed(0)
@@ -257,7 +257,7 @@ def test_decode_of_contexts_split_among_programs(monkeypatch, small_tiles, slidi
     multiprocessors or fewer, which load them after their sums or next to them."""
     from hybridrt.kernels.attention import paged_attention_triton
 
-    monkeypatch.setattr(paged_attention_triton, "LONG_CONTEXT", long)
+    monkeypatch.setattr(paged_attention_triton, "UNCUT_CONTEXT", long)
     monkeypatch.setattr(paged_attention_triton, "PART", 16)
     monkeypatch.setattr(paged_attention_triton, "PARTS_AT_ONCE", 2)  # of up to six
     monkeypatch.setattr(paged_attention_triton, "multiprocessors", lambda device: multiprocessors)
@@ -291,9 +291,9 @@ def test_decode_of_rows_whose_last_program_joins(
     """Five parts of the longest row, two, and one."""
     from hybridrt.kernels.attention import paged_attention_triton as module
 
-    monkeypatch.setattr(module, "LONG_CONTEXT", long)
+    monkeypatch.setattr(module, "UNCUT_CONTEXT", long)
     monkeypatch.setattr(module, "PART", 64)
-    monkeypatch.setattr(module, "SOME_PARTS", most)
+    monkeypatch.setattr(module, "FEW_JOINED", most)
     monkeypatch.setattr(module, "JOINED_FROM", {(16, False): (10, 1 if room < 50 else 2)})
     monkeypatch.setattr(module, "multiprocessors", lambda device: multiprocessors)
     tile = module._tile(4, HEAD_DIM, torch.float32, False)

@@ -34,8 +34,8 @@ from hybridrt.kernels.core.records import AttentionPrompts, PagedKV
 # Measured on an H200 with heads of graph_copies.DIM: the tile, and how many programs of it share a multiprocessor.
 BLOCK_M, WARPS, STAGES, SLOTS = 64, 4, 3, 2
 MOST_PARTS = 16  # of a tile
-# A round of parts and their join take 20 us besides the keys: this share of a round of whole tiles of 14,000 keys, or
-# as long as so many blocks of keys.
+# A round of parts and their join take 20 us in addition to the keys. PART_COST: as a fraction of a round of whole tiles
+# of 14,000 keys. PART_BLOCKS: as blocks of keys of a part.
 PART_COST, PART_BLOCKS = 0.085, 24
 LEAST_BLOCKS = 4  # of a part
 JOINED = 4  # rows of a tile that a program joins
@@ -57,7 +57,7 @@ class Cut(NamedTuple):
 
     @classmethod
     def of(cls, tiles: int, spare: int, slots: int) -> "Cut":
-        """Of `tiles` tiles, of which a GPU runs `slots` at a time. `spare`: tiles that there may be besides."""
+        """Cuts `tiles` tiles for a GPU that runs `slots` at a time. `spare`: further ones that a graph may have."""
         whole = tiles // slots * slots
         left = tiles - whole
 
@@ -70,6 +70,7 @@ class Cut(NamedTuple):
         parts = min(range(1, MOST_PARTS + 1), key=cost) if left else 1
         if parts == 1:
             return cls(tiles, spare, 1, 0)
+        # A tile saves blocks * (1 - rounds / parts), and a round costs PART_BLOCKS: with `least` both are equal.
         gained = parts - rounds(parts)
         return cls(
             whole, left + spare, parts,
@@ -259,7 +260,8 @@ def run_cut(q: Tensor, sources: KeySources, kv: PagedKV, batch: AttentionPrompts
     _part_kernel[(cut.whole + cut.rest * cut.parts,)](
         q, sources.keys, sources.values, kv.req_to_token, batch.rows, *lens, kv.sinks, out, parts, maxima, sums,
         q.stride(0), q.stride(1), kv.req_to_token.stride(0), sources.total, kv.score_scale * LOG2_E.value, v_scale,
-        rows, cut.whole, max(cut.rest, 1), cut.parts, cut.least, PAGED=not sources.total,
+        rows, cut.whole, max(cut.rest, 1),  # the kernel divides by it
+        cut.parts, cut.least, PAGED=not sources.total,
         PRECISION=dot_precision(q.dtype), num_warps=WARPS, num_stages=STAGES, **shape,
     )  # fmt: skip
     if cut.parts > 1:

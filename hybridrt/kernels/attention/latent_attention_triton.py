@@ -12,7 +12,7 @@ from hybridrt.base.device import multiprocessors, shared_memory
 from hybridrt.kernels.attention import prefill_attention_triton as prefill
 from hybridrt.kernels.attention.kv_codes_triton import as_stored, inverse_scale
 from hybridrt.kernels.attention.latent_attention import from_latent, into_latent
-from hybridrt.kernels.attention.prefill_attention_triton import BLOCK_N, described, width_of
+from hybridrt.kernels.attention.prefill_attention_triton import described, width_of
 from hybridrt.kernels.attention.prefill_tiles_triton import (
     PIPELINE_BLOCK,
     PIPELINE_LATENT,
@@ -205,7 +205,7 @@ def _decompressed(q: Tensor, kv: PagedKV, weights: LatentWeights, batch: Attenti
     zero_after(out, sum(batch.query_lens))
     parts = kv.k_cache[..., :rank], kv.k_cache[..., rank:]
     by_pipeline = _takes_pipeline(q, kv, weights, batch)
-    block = PIPELINE_BLOCK[nope] if by_pipeline else BLOCK_N
+    block = PIPELINE_BLOCK[nope] if by_pipeline else prefill.BLOCK_N
     latents, tails, total = prefill.gather(*parts, kv, batch, q.dtype, block)
     at_once = _heads_at_once(q, weights, total)
     for first in range(0, heads, at_once):

@@ -83,12 +83,12 @@ def store_at(caches: NewCells, places: CellPlaces) -> None:
 def attention_decode(q: Tensor, kv: PagedKV, batch: AttentionRows, out: Tensor | None = None) -> Tensor:
     """Attention of T new tokens per row, already in the cache, over each row's whole context.
 
-    q `[B, T, Hq, D]`. Token t sees seq_len - T + t + 1 keys; with a mask, the first
-    seq_len - T and those of the last T in its mask. Keys of padding drafts, and outside the window
-    of all T tokens, are not read: table entries may be stale. seq_len is at most the table's width, which is not
-    checked. Returns `[B, T, Hq, Dv]` in q's
-    dtype, in `out` if given (heads contiguous, any token stride); padding rows (seq_len 0) are
-    zeros. ConfigError: a kernel cannot write to the strides of `out`.
+    q `[B, T, Hq, D]`. Token t sees the first seq_len - T + t + 1 keys; with a mask the first
+    seq_len - T, and those of the T tokens that its mask names. Keys of padding drafts, and keys before
+    every token's window, are not read, because their table entries may be stale. That seq_len is at
+    most the table's width is not checked. Returns `[B, T, Hq, Dv]` in q's dtype, in `out` if given
+    (heads contiguous, any token stride); padding rows (seq_len 0) are zeros. ConfigError: a kernel
+    cannot write to the strides of `out`.
     """
     context = row_context(kv.req_to_token, batch, q.shape[1], kv.sliding_window)
     return attend(q, kv, {kv.req_to_token: context}, out)

@@ -37,13 +37,13 @@ from hybridrt.kernels.core.records import AttentionRows, PagedKV
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 BLOCK_N = 64  # context positions per tile
-BLOCK_M = 64  # query rows per tile at most; both are halved for float32
+BLOCK_M = 64  # query rows per tile at most; `_tile` says for which dtypes and heads both are halved
 PROGRAMS_PER_MULTIPROCESSOR, WIDE_PER_MULTIPROCESSOR = 4, 6  # heads up to 128, and wider ones
-LONG_CONTEXT = 2048  # where no context can be longer and the device is full anyway, none is cut
-PART = 1024  # about as many positions has a part at least, if the device is full
-# A row has at most MOST_PARTS, half as many of latent vectors, and more than FEW_PARTS only if each has some blocks:
-# joining parts takes time. Rows whose last program joins them have more than SOME_PARTS only of PART positions each.
-FEW_PARTS, SOME_PARTS, MOST_PARTS = 64, 16, 256
+UNCUT_CONTEXT = 2048  # where no context can be longer and the device is full anyway, none is cut
+PART = 1024  # positions that a part has at least, about, if the row's last program joins them
+# A row has at most MOST_PARTS, half as many of latent vectors. Joining parts takes time: a row has more than FEW_PARTS,
+# or FEW_JOINED if its last program joins them, only if each has some blocks.
+FEW_PARTS, FEW_JOINED, MOST_PARTS = 64, 16, 256
 # By a tile's numbers of a head, and whether these are codes. A row's last program joins its parts if the device has
 # fewer multiprocessors than the first number for each key/value head of each row. The second number: shares of the work
 # for each multiprocessor then. Others join where the device is full, with two shares.
@@ -199,7 +199,7 @@ def _attention_decode_kernel(  # type: ignore[no-untyped-def]
                     tl.store(arrivals, 0)
                     first_own = first_part.to(tl.int64) * apart + cell
                     y = _join(partial_ptr, lse_ptr, first_own, apart, used, live, d, D, BLOCK_M, BLOCK_D)
-                    finished = parted
+                    finished = parted  # True: both branches need one type
     if finished:
         cells = out_ptr + ((b.to(tl.int64) * T + token) * out_st + head * D)[:, None] + d[None, :]
         tl.store(cells, y.to(out_ptr.dtype.element_ty), mask=mask)
@@ -207,21 +207,21 @@ def _attention_decode_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _join(  # type: ignore[no-untyped-def]
-    partial_ptr, lse_ptr, first, part: tl.constexpr, used, live, d, D: tl.constexpr,
+    partial_ptr, lse_ptr, first, apart: tl.constexpr, used, live, d, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The output of a row's parts, added in their order."""
+    """The output of a row's `used` parts, added in their order. `apart`: numbers from one part's to the next one's."""
     # The next parts of small tiles are on their way to shared memory, which the loop over keys has left. That the parts
     # were stored is known since the arrivals were counted.
     STAGES: tl.constexpr = 4 if BLOCK_M == 16 and BLOCK_D <= 128 else 1
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     for s in tl.range(0, used, num_stages=STAGES):
-        largest = tl.maximum(largest, tl.load(lse_ptr + first + s * part, mask=live, other=0.0, cache_modifier=".cg"))
+        largest = tl.maximum(largest, tl.load(lse_ptr + first + s * apart, mask=live, other=0.0, cache_modifier=".cg"))
     largest = tl.where(largest == float("-inf"), 0.0, largest)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     for s in tl.range(0, used, num_stages=STAGES):
-        own = first + s * part
+        own = first + s * apart
         weight = tl.exp2(tl.load(lse_ptr + own, mask=live, other=0.0, cache_modifier=".cg") - largest)
         cells = partial_ptr + own[:, None] * D + d[None, :]
         mask = live[:, None] & (d < D)[None, :]
@@ -271,7 +271,8 @@ def _parts(partial_ptr, lse_ptr, first, part, used, d, APART: tl.constexpr, D: t
 
 
 def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: Tensor | None = None) -> Tensor:
-    """One launch, or two if all contexts are cut into parts (`_walk`).
+    """One launch attends. Where contexts may be cut, and rows do not join their own parts (`_walk`), a second one
+    joins them.
 
     What is cut depends on shapes and lengths on the device, not on max_len: a graph's replay and an eager call of
     the same batch give the same bits.
@@ -306,7 +307,8 @@ def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: T
     if room and not joined:
         wide, most = tile["BLOCK_D"] > 256, next_power_of_2(_most_parts(room, shape.span, tile["BLOCK_N"]))
         loaded = min(most, WIDE_AT_ONCE if wide else PARTS_AT_ONCE)
-        # At most one program per SM: a parallel branch (Mamba-2 in Falcon-H1) needs the rest.
+        # EARLY takes registers. With more than a program for each multiprocessor, a parallel branch (Mamba-2 in
+        # Falcon-H1) could not run there.
         early = wide or num_rows * tokens * query_heads <= multiprocessors(q.device)
         _attention_combine_kernel[(num_rows, tokens * query_heads)](
             partial, lse, batch.seq_lens, out, num_rows, token_stride, T=tokens, HQ=query_heads, D=head_dim,
@@ -334,47 +336,54 @@ def _most_parts(room: int, max_context: int, block_n: int) -> int:
 def _walk(
     rows: int, head_blocks: int, max_context: int, tile: dict[str, int], device: torch.device, coded: bool = False
 ) -> tuple[dict[str, int], bool]:
-    """How many programs share the contexts of the batch, by the batch size and the longest context alone.
+    """How programs walk through keys, and how many share the contexts of the batch, by the batch size and the longest
+    context alone.
 
     Returns changes to `_tile`, and whether a row's last program joins the parts: not for few rows, since a launch of
     its own then joins them faster. With more rows that launch waits for multiprocessors, which a parallel branch
-    (Mamba-2 in Falcon-H1) has.
-
-    Measured on an H200: if rows and key/value heads fill the device, whole contexts with two warps are best, unless
-    one row would delay the others. With up to two for each multiprocessor, each has a block of keys more on its way;
-    more of them need registers more than that. Shared memory for another stage helps narrow heads; with 128 numbers a
-    head it would keep a parallel branch waiting. Rows too few for a join have short tiles, several in flight. Over
-    codes, rows that have long tiles are those that just fill the device, or are joined without that.
+    (Mamba-2 in Falcon-H1) has. Measured on an H200.
     """
     size, programs = multiprocessors(device), rows * head_blocks
     if tile["BLOCK_D"] > 256:
         return _walk_latent(rows, head_blocks, max_context, tile["BLOCK_N"], device, coded)
-    narrow = tile["BLOCK_M"] == 16 and tile["BLOCK_D"] <= 128
-    bound, filled = tile["BLOCK_M"] > 32 or tile["BLOCK_D"] > 128, programs >= size
-    few_programs = programs <= 2 * size
+    large = tile["BLOCK_M"] > 32 or tile["BLOCK_D"] > 128
     fewer, shares = JOINED_FROM.get((tile["BLOCK_D"], coded), (0, 0))
-    some = narrow and programs < size < programs * fewer
-    pipeline = {"num_stages": 2 + coded, "AHEAD": 1}
-    if coded and narrow:
-        keys = tile["BLOCK_N"] * (4 if some or (filled and few_programs) else 2)
-        pipeline = {"BLOCK_N": keys, "num_warps": 4 if few_programs else 2, "num_stages": 3, "AHEAD": 1}
-    elif some:
-        pipeline = {"num_warps": 4, "num_stages": 3, "AHEAD": 1}
-    elif not bound and filled:
-        stages = 4 if coded or (few_programs and tile["BLOCK_D"] <= 64) else 3
-        pipeline = {"num_warps": 2 if narrow else 4, "num_stages": stages, "AHEAD": int(few_programs or coded)}
-    elif not bound:
-        pipeline |= {"BLOCK_N": min(32, tile["BLOCK_N"]), "num_stages": 3 + 2 * coded}
-    block_n = pipeline.get("BLOCK_N", tile["BLOCK_N"])
-    joined = (filled or some) and not bound
+    joined_before_full = tile["BLOCK_M"] == 16 and programs < size < programs * fewer
+    loads = _loads(tile, programs, size, joined_before_full, coded)
+    block_n = loads.get("BLOCK_N", tile["BLOCK_N"])
+    joined = joined_before_full or (programs >= size and not large)
     if joined:
-        each, few = (shares, SOME_PARTS) if some else (2, 1)
+        each, few = (shares, FEW_JOINED) if joined_before_full else (2, 1)
         room, least = cdiv(each * size, head_blocks), cdiv(PART, block_n)
-        whole = room == 1 or (2 * room <= 3 * rows and max_context <= LONG_CONTEXT)
+        whole = room == 1 or (2 * room <= 3 * rows and max_context <= UNCUT_CONTEXT)
     else:
         each = PROGRAMS_PER_MULTIPROCESSOR if tile["BLOCK_D"] <= 128 else WIDE_PER_MULTIPROCESSOR
         room, few, least, whole = cdiv(each * size, 2 * head_blocks), FEW_PARTS, 4, max_context <= block_n
-    return pipeline | {"ROOM": 0 if whole else min(room, MOST_PARTS // 2), "FEW": few, "LEAST": least}, joined
+    return loads | {"ROOM": 0 if whole else min(room, MOST_PARTS // 2), "FEW": few, "LEAST": least}, joined
+
+
+def _loads(tile: dict[str, int], programs: int, size: int, joined_before_full: bool, coded: bool) -> dict[str, int]:
+    """Keys of a block, warps, blocks on their way, and whether slots are loaded ahead, for heads of up to 256 numbers.
+
+    If programs (key/value heads of all rows) fill the device, two warps are best. With up to two programs for each
+    multiprocessor, each has a block of keys more on its way (AHEAD); more of them need registers more than that.
+    Another stage helps narrow heads. With 128 numbers a head, its shared memory would keep a parallel branch waiting.
+    Rows too few for a join have short blocks, several on their way. Over codes, blocks are twice as long if programs
+    just fill the device, or rows are joined before it is full.
+    """
+    narrow, full = tile["BLOCK_M"] == 16 and tile["BLOCK_D"] <= 128, programs >= size
+    large, few_programs = tile["BLOCK_M"] > 32 or tile["BLOCK_D"] > 128, programs <= 2 * size
+    if coded and narrow:
+        keys = tile["BLOCK_N"] * (4 if joined_before_full or (full and few_programs) else 2)
+        return {"BLOCK_N": keys, "num_warps": 4 if few_programs else 2, "num_stages": 3, "AHEAD": 1}
+    if joined_before_full:
+        return {"num_warps": 4, "num_stages": 3, "AHEAD": 1}
+    if large:
+        return {"num_stages": 2 + coded, "AHEAD": 1}
+    if full:
+        stages = 4 if coded or (few_programs and tile["BLOCK_D"] <= 64) else 3
+        return {"num_warps": 2 if narrow else 4, "num_stages": stages, "AHEAD": int(few_programs or coded)}
+    return {"BLOCK_N": min(32, tile["BLOCK_N"]), "num_stages": 3 + 2 * coded, "AHEAD": 1}
 
 
 def _walk_latent(
@@ -384,7 +393,7 @@ def _walk_latent(
     size = multiprocessors(device)
     each = max(size // max(rows * head_blocks, 1), 1)  # programs of a row
     stages = 3 if shared_memory(device) >= LARGE_SHARED_MEMORY else 2
-    whole = max_context <= (LONG_CONTEXT if each == 1 else block_n)
+    whole = max_context <= (UNCUT_CONTEXT if each == 1 else block_n)
     room = 0 if whole else min(cdiv(size, 2 * head_blocks), MOST_PARTS // 4)
     few, least = (1, 1) if each > 2 else (each, cdiv(PART, block_n))
     return {"num_stages": stages + coded, "AHEAD": 1, "ROOM": room, "FEW": few, "LEAST": least}, each == 1
@@ -424,7 +433,7 @@ class Decode(NamedTuple):
 
     @property
     def span(self) -> int:
-        """Positions over which a row attends at most, and a tile of keys before a window."""
+        """Most positions whose tiles a row reads. The first and the last tile of a window may reach beyond it."""
         return min(self.context, self.window + self.tokens + 2 * BLOCK_N) if self.window else self.context
 
     @property
@@ -463,7 +472,7 @@ def _candidates(shape: Decode, device: torch.device) -> list[Values]:
 
 
 def _loaded_bytes(shape: Decode, tile: Values) -> int:
-    """Shared memory of a program: queries, keys and values on their way, and shares of a tile."""
+    """Shared memory of a program: queries, keys and values on their way, and a tile's softmax weights."""
     latent = tile["BLOCK_D"] > 256
     width = (1 if latent else 2) * tile["BLOCK_D"] + (rope_block(shape.rope) if shape.rope else 0)
     keys = (tile["num_stages"] - 1) * tile["BLOCK_N"] * width * (1 if shape.coded else shape.dtype.itemsize)

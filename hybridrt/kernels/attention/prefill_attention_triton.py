@@ -1,9 +1,10 @@
 """Triton kernels of paged prefill attention (flash attention, Dao et al. 2022).
 
-Tiles are those of `paged_attention_triton.py`. Long chunks gather their keys and values first: the
-tensor memory accelerator then loads whole tiles, without registers for addresses. On GPUs of compute
-capability 9.0 `prefill_pipeline_triton.py` has the kernel for most of them. Short chunks read pages in
-place.
+Rows of a tile are ordered as in `paged_attention_triton.py`. Long chunks gather their keys and values first:
+the tensor memory accelerator then loads whole tiles, without registers for addresses. Short chunks read pages
+in place. `attention_extend_triton` takes the first way that serves: over copies, on GPUs of compute capability
+9.0, `prefill_pipeline_triton.py`; few tiles, some of them cut into parts, `cut_prefill_triton.py`; the kernel of
+this file, over copies or pages.
 
 Keys have D + ROPE numbers, values DV. The last ROPE numbers are separate, so that each width is a
 power of two: in a latent cache, and in copies of it for all heads (latent_attention_triton.py).
@@ -41,7 +42,7 @@ from hybridrt.kernels.dense.pipeline_tiles import has_pipeline
 BLOCK_M = 128  # query rows of a tile, of BLOCK_N context positions; halved for float32
 GATHER_FROM = 8192  # mean query rows per key/value head and request
 ROUNDS = 3  # tiles of BLOCK_M rows for each multiprocessor
-MAX_GATHERED = 1 << 30  # bytes of gathered keys; longer contexts are read in place
+MAX_GATHERED = 1 << 30  # bytes of gathered keys and values; longer contexts are read in place
 
 
 # Their alignment depends on the number of decode rows before them.
@@ -144,7 +145,8 @@ def _attention_extend_kernel(  # type: ignore[no-untyped-def]
         else:
             v = load_tile(values, slot, shift + offset, kv_head, HKV, DV, DV, BLOCK_V, PAGED).to(q.dtype)
         acc = tl.dot(weights.to(q.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
-    # Addresses from volatile loads: carried through the loop, they would need registers.
+    # Addresses from volatile loads: carried through the loop, they would need registers. What is added to block_m is
+    # 0, which the compiler cannot know.
     again = tl.load(starts_ptr + b, volatile=True)
     query_len = tl.load(starts_ptr + b + 1, volatile=True) - again
     block_m += tl.load(starts_ptr + b, volatile=True) - again
@@ -174,7 +176,7 @@ def attention_extend_triton(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out
         return out
     gathered = _gathered(q, kv, batch)
     sources = gathered or KeySources(kv.k_cache, kv.v_cache, kv.k_cache[..., dim:] if rope else None)
-    if _few(q, kv, batch):
+    if _may_cut(q, kv, batch):
         found = cut.cut_of(q, kv_heads, batch)
         if found.parts > 1 or (gathered and not batch.seq_lens_host):
             cut.run_cut(q, sources, kv, batch, found, out)
@@ -186,8 +188,8 @@ def attention_extend_triton(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out
     return out
 
 
-def _few(q: Tensor, kv: PagedKV, batch: AttentionPrompts) -> bool:
-    """Whether tiles are so few that some may be cut, and are those of the heads that this was measured with."""
+def _may_cut(q: Tensor, kv: PagedKV, batch: AttentionPrompts) -> bool:
+    """Whether `cut_prefill_triton` serves these prompts: heads of DIM, no window, and few tiles for the device."""
     (kv_heads, dim), lens = kv.v_cache.shape[2:], batch.query_lens
     served = q.shape[-1] == dim == DIM and kv.sliding_window is None and len(lens) <= MOST_ROWS and ample(q)
     return served and cut.tiles_of(lens, q.shape[1], kv_heads, BLOCK_M) <= ROUNDS * multiprocessors(q.device)
@@ -199,7 +201,7 @@ def takes_pipeline(q: Tensor, kv: PagedKV, batch: AttentionPrompts) -> bool:
     served = q.shape[-1] == kv.k_cache.shape[3] == dim and dim in PIPELINE_BLOCK and kv.sliding_window is None
     if not (served and has_pipeline(q.device) and ample(q) and batch.seq_lens_host):
         return False
-    return not _few(q, kv, batch) and _copies_pay(q, kv, batch, PIPELINE_BLOCK[dim])
+    return not _may_cut(q, kv, batch) and _copies_pay(q, kv, batch, PIPELINE_BLOCK[dim])
 
 
 def _copies_pay(q: Tensor, kv: PagedKV, batch: AttentionPrompts, block: int) -> bool:
@@ -218,7 +220,7 @@ def _gathered(q: Tensor, kv: PagedKV, batch: AttentionPrompts) -> KeySources | N
     if kv.k_cache.shape[3] > dim or not ample(q):
         return None
     if not batch.seq_lens_host:  # in a graph, lengths are unknown
-        if batch.copies is None or rows < COPY_FROM or not _few(q, kv, batch):
+        if batch.copies is None or rows < COPY_FROM or not _may_cut(q, kv, batch):
             return None
         total = copied_tokens(len(batch.copies), kv_heads)
         keys, values = batch.copies[: 2 * kv_heads * total * dim].view(2, kv_heads * total, dim)

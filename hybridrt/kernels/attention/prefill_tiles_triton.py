@@ -8,9 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 LOG2_E = tl.constexpr(math.log2(math.e))
-# Of the kernel with roles of warps: keys of a block by numbers of a head; rows of queries of a program; numbers of
-# latent attention's keys, those of a head and those that heads share.
-PIPELINE_BLOCK, PIPELINE_ROWS, PIPELINE_LATENT = {128: 128, 256: 64}, 128, (128, 64)
+# Of the warp-specialized kernel (`prefill_pipeline_triton.py`).
+PIPELINE_BLOCK = {128: 128, 256: 64}  # keys of a block, by numbers of a head
+PIPELINE_ROWS = 128  # query rows of a program
+PIPELINE_LATENT = (128, 64)  # numbers of latent attention's keys: those of a head, and those that heads share
 
 
 @triton.jit
@@ -19,7 +20,7 @@ def span(starts_ptr, seq_lens_ptr, b, mask, WINDOW: tl.constexpr, BLOCK_N: tl.co
     start = tl.load(starts_ptr + b, mask=mask, other=0)
     query_len = tl.load(starts_ptr + b + 1, mask=mask, other=0) - start
     seq_len = tl.load(seq_lens_ptr + b, mask=mask, other=0)
-    origin = seq_len * 0
+    origin = seq_len * 0  # of its shape
     if WINDOW > 0:
         origin = tl.maximum(seq_len - query_len - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
     return start, query_len, seq_len, origin
@@ -27,6 +28,7 @@ def span(starts_ptr, seq_lens_ptr, b, mask, WINDOW: tl.constexpr, BLOCK_N: tl.co
 
 @triton.jit
 def gathered_before(starts_ptr, seq_lens_ptr, b, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rows of a head's copy before those of row b of the batch: whole tiles of the rows before it."""
     blocks = 0
     for first in range(0, b, 64):
         i = first + tl.arange(0, 64)
@@ -86,8 +88,8 @@ class KeySources(NamedTuple):
 
     Attributes:
         keys, values: caches, or descriptors of [heads * total, width].
-        ropes: the part of keys that is stored apart, or a descriptor of [total, width], or None.
-        total: rows of one head in a copy; 0 for caches.
+        ropes: the last numbers of keys: a view of the cache, or a descriptor of [total, width]; None if there are none.
+        total: rows of one head in a copy; 0 for caches, which are read through page tables.
     """
 
     keys: Any

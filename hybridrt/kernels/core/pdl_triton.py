@@ -9,7 +9,8 @@ are visible. Rules:
   the same launch is sure to: the kernel ends after that one, and a program that ends lets the next
   kernel start.
 - Before `begin`, no program reads or overwrites what a kernel of the same step writes.
-- After a kernel that calls `begin_in_turn`, the next may read early what was written before it.
+- The kernel after one that calls `begin_in_turn` may read, before its own `begin`, what was written before
+  that one.
 
 A kernel without `pdl` waits for all kernels before it, and none after it starts before its end.
 Later kernels may read early what was written before it, not its own writes. PyTorch's token
@@ -31,7 +32,7 @@ from hybridrt.base.device import capability
 @cache
 def pdl(device: torch.device) -> dict[str, bool]:
     """Launch keywords: the constexpr PDL, and Triton's own option where the GPU supports it
-    (compute capability 9.0). Elsewhere `begin` is empty."""
+    (compute capability 9.0 and later). Elsewhere `begin` is empty."""
     if capability(device) >= (9, 0):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}

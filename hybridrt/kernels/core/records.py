@@ -380,9 +380,9 @@ class AttentionRows(NamedTuple):
 
     Attributes:
         rows: [B] request rows.
-        seq_lens: [B] keys that the last of the T tokens sees; 0 for padding.
-        mask: [B, T, T] bool, which of the T tokens each of them sees, itself included. None: those
-            before it. A token's position is that of the first plus the number of others it sees.
+        seq_lens: [B] lengths with the T tokens, padding drafts included; 0 for padding.
+        mask: [B, T, T] bool, which of the T tokens each of them sees, itself included. None: itself and
+            those before it. A token's position is that of the first plus the number of others it sees.
         num_drafts: [B] int32; tokens after the first 1 + num_drafts[b] are padding without keys.
             None if all T are real.
         max_len: upper bound of seq_lens known on the host; None for the table's width.
@@ -403,7 +403,7 @@ class AttentionPrompts(NamedTuple):
         query_start_loc: [B+1] int32; row b has tokens query_start_loc[b] to query_start_loc[b + 1].
         seq_lens: [B] int32 lengths that count the new tokens.
         query_lens, seq_lens_host: new tokens and lengths, on the host. In a graph they are bounds:
-            seq_lens_host is empty, and query_lens is one row with all T tokens.
+            seq_lens_host is empty, and query_lens has all T tokens in its first entry and 0 in the others.
         copies: in a graph, [n] of q's dtype: room for copies of a layer's keys and values, in which the
             contexts of every replay fit. None: they are read in place.
     """
