@@ -279,11 +279,11 @@ def test_a_tile_over_keys_and_values_fits_shared_memory(nope, rope, value):
     """Queries and all stages of keys, values and rotated parts, as the compiler lays them out."""
     from hybridrt.base.device import KNOWN
     from hybridrt.kernels.attention import latent_attention_triton
-    from hybridrt.kernels.attention.prefill_attention_triton import width_of
+    from hybridrt.kernels.core.launch import dot_width
 
     q = torch.empty(1, 32, nope + rope, dtype=torch.bfloat16)
     for query_lens in ([8192], [2048] * 4, [2048], [512], [8192, 100]):
         tile = latent_attention_triton._tile_of(q, nope, value, query_lens)
-        key = width_of(nope) + width_of(rope)
-        numbers = tile["BLOCK_M"] * key + tile["num_stages"] * tile["BLOCK_N"] * (key + width_of(value))
+        key = dot_width(nope) + dot_width(rope)
+        numbers = tile["BLOCK_M"] * key + tile["num_stages"] * tile["BLOCK_N"] * (key + dot_width(value))
         assert 2 * numbers < KNOWN["h200"].shared_memory, (query_lens, tile)

@@ -19,7 +19,6 @@ from hybridrt.base.device import multiprocessors
 from hybridrt.kernels.attention.graph_copies import BLOCK_N, MOST_ROWS
 from hybridrt.kernels.attention.kv_codes_triton import for_products
 from hybridrt.kernels.attention.prefill_tiles_triton import (
-    LOG2_E,
     KeySources,
     gathered_before,
     load_tile,
@@ -30,6 +29,7 @@ from hybridrt.kernels.attention.prefill_tiles_triton import (
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.launch import cdiv, dot_precision
 from hybridrt.kernels.core.records import AttentionPrompts, PagedKV
+from hybridrt.kernels.core.tiles_triton import LOG2_E
 
 # Measured on an H200 with heads of graph_copies.DIM: the tile, and how many programs of it share a multiprocessor.
 BLOCK_M, WARPS, STAGES, SLOTS = 64, 4, 3, 2

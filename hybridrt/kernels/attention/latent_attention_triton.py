@@ -12,7 +12,7 @@ from hybridrt.base.device import multiprocessors, shared_memory
 from hybridrt.kernels.attention import prefill_attention_triton as prefill
 from hybridrt.kernels.attention.kv_codes_triton import as_stored, inverse_scale
 from hybridrt.kernels.attention.latent_attention import from_latent, into_latent
-from hybridrt.kernels.attention.prefill_attention_triton import described, width_of
+from hybridrt.kernels.attention.prefill_attention_triton import described
 from hybridrt.kernels.attention.prefill_tiles_triton import (
     PIPELINE_BLOCK,
     PIPELINE_LATENT,
@@ -21,7 +21,7 @@ from hybridrt.kernels.attention.prefill_tiles_triton import (
     KeySources,
 )
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
-from hybridrt.kernels.core.launch import cdiv, next_power_of_2, zero_after
+from hybridrt.kernels.core.launch import cdiv, dot_width, next_power_of_2, zero_after
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import AttentionPrompts, LatentWeights, PagedKV
 from hybridrt.kernels.dense.pipeline_tiles import has_pipeline
@@ -195,7 +195,7 @@ def decompressed_pays(q: Tensor, weights: LatentWeights, query_lens: Sequence[in
 
 def _heads_at_once(q: Tensor, weights: LatentWeights, keys: int) -> int:
     (heads, nope, _), value_dim = weights.up_k.shape, weights.up_v.shape[2]
-    row_bytes = (width_of(nope) + width_of(value_dim)) * q.element_size()
+    row_bytes = (dot_width(nope) + dot_width(value_dim)) * q.element_size()
     return min(max(MAX_DECOMPRESSED // max(keys * row_bytes, 1), 1), heads)
 
 
@@ -247,8 +247,8 @@ def _tile_of(q: Tensor, nope: int, value_dim: int, query_lens: Sequence[int]) ->
 
     if dim > 128 or max(query_lens) <= 64 or 2 * programs(128) <= device:
         return tile
-    key = width_of(nope) + width_of(query_dim - nope)
-    stages = 3 * tile["BLOCK_N"] * (key + width_of(value_dim))
+    key = dot_width(nope) + dot_width(query_dim - nope)
+    stages = 3 * tile["BLOCK_N"] * (key + dot_width(value_dim))
     room = shared_memory(q.device) - 1024  # barriers need some bytes
     fits = (256 * key + stages) * q.element_size() < room
     long = min(query_lens) >= 2048 and programs(256) >= 2 * device
@@ -259,4 +259,4 @@ def _made(latents: Tensor, matrices: Tensor) -> Tensor:
     """latents [total, rank] times matrices [h, rank, dim]: [h * total, width], zeros past dim."""
     heads, _, dim = matrices.shape
     made = torch.bmm(latents.expand(heads, -1, -1), matrices)  # matmul would leave it transposed
-    return (made if width_of(dim) == dim else F.pad(made, (0, width_of(dim) - dim))).flatten(0, 1)
+    return (made if dot_width(dim) == dim else F.pad(made, (0, dot_width(dim) - dim))).flatten(0, 1)

@@ -11,7 +11,6 @@ Codes of e4m3 are converted when they are loaded. Their scales are factors of th
 sums: `v_scale` is None for plain numbers.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -29,13 +28,14 @@ from hybridrt.kernels.core.launch import (
     arrival_counters,
     cdiv,
     dot_precision,
+    dot_width,
     next_power_of_2,
 )
 from hybridrt.kernels.core.launch_choice import LaunchChoice, Values, unique
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import AttentionRows, PagedKV
+from hybridrt.kernels.core.tiles_triton import LOG2_E
 
-LOG2_E = tl.constexpr(math.log2(math.e))
 BLOCK_N = 64  # context positions per tile
 BLOCK_M = 64  # query rows per tile at most; `_tile` says for which dtypes and heads both are halved
 PROGRAMS_PER_MULTIPROCESSOR, WIDE_PER_MULTIPROCESSOR = 4, 6  # heads up to 128, and wider ones
@@ -301,7 +301,7 @@ def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: T
         0 if mask is None else mask.stride(0), 0 if mask is None else mask.stride(1),
         token_stride, kv.score_scale * LOG2_E.value, kv.v_scale if kv.coded else None,
         T=tokens, HKV=kv_heads, GROUPS=query_heads // kv_heads, D=head_dim, ROPE=rope, WINDOW=window,
-        BLOCK_R=rope_block(rope), BLOCK_T=next_power_of_2(tokens), PRECISION=dot_precision(q.dtype),
+        BLOCK_R=dot_width(rope), BLOCK_T=next_power_of_2(tokens), PRECISION=dot_precision(q.dtype),
         **(tile | sharing), **pdl(q.device),
     )  # fmt: skip
     if room and not joined:
@@ -399,16 +399,11 @@ def _walk_latent(
     return {"num_stages": stages + coded, "AHEAD": 1, "ROOM": room, "FEW": few, "LEAST": least}, each == 1
 
 
-def rope_block(rope: int) -> int:
-    """Tile width of the numbers that only keys have; arbitrary if there are none."""
-    return max(16, next_power_of_2(rope))
-
-
 def _tile(rows: int, head_dim: int, dtype: torch.dtype, coded: bool) -> dict[str, int]:
     """Codes are converted in registers, which larger tiles would fill (compiled for sm_90)."""
-    block_d, halved = max(16, next_power_of_2(head_dim)), dtype == torch.float32
+    block_d, halved = dot_width(head_dim), dtype == torch.float32
     max_rows = BLOCK_M >> (halved + (block_d > 256))  # registers cannot hold sums of 64 rows of 512 numbers
-    block_m = min(max(16, next_power_of_2(rows)), max(16, max_rows))
+    block_m = min(dot_width(rows), max(16, max_rows))
     return {
         "BLOCK_M": block_m,
         "BLOCK_N": max(16, BLOCK_N >> (halved or coded)),
@@ -474,9 +469,9 @@ def _candidates(shape: Decode, device: torch.device) -> list[Values]:
 def _loaded_bytes(shape: Decode, tile: Values) -> int:
     """Shared memory of a program: queries, keys and values on their way, and a tile's softmax weights."""
     latent = tile["BLOCK_D"] > 256
-    width = (1 if latent else 2) * tile["BLOCK_D"] + (rope_block(shape.rope) if shape.rope else 0)
+    width = (1 if latent else 2) * tile["BLOCK_D"] + (dot_width(shape.rope) if shape.rope else 0)
     keys = (tile["num_stages"] - 1) * tile["BLOCK_N"] * width * (1 if shape.coded else shape.dtype.itemsize)
-    query = tile["BLOCK_D"] + (rope_block(shape.rope) if shape.rope else 0) + tile["BLOCK_N"]
+    query = tile["BLOCK_D"] + (dot_width(shape.rope) if shape.rope else 0) + tile["BLOCK_N"]
     return keys + tile["BLOCK_M"] * query * shape.dtype.itemsize
 
 

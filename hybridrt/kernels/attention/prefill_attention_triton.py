@@ -24,7 +24,6 @@ from hybridrt.kernels.attention import cut_prefill_triton as cut
 from hybridrt.kernels.attention.graph_copies import BLOCK_N, COPY_FROM, DIM, MOST_ROWS, copied_tokens
 from hybridrt.kernels.attention.kv_codes_triton import for_products
 from hybridrt.kernels.attention.prefill_tiles_triton import (
-    LOG2_E,
     PIPELINE_BLOCK,
     KeyCopies,
     KeySources,
@@ -35,8 +34,15 @@ from hybridrt.kernels.attention.prefill_tiles_triton import (
     span,
 )
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
-from hybridrt.kernels.core.launch import LARGE_SHARED_MEMORY, cdiv, dot_precision, next_power_of_2, zero_after
+from hybridrt.kernels.core.launch import (
+    LARGE_SHARED_MEMORY,
+    cdiv,
+    dot_precision,
+    dot_width,
+    zero_after,
+)
 from hybridrt.kernels.core.records import AttentionPrompts, PagedKV
+from hybridrt.kernels.core.tiles_triton import LOG2_E
 from hybridrt.kernels.dense.pipeline_tiles import has_pipeline
 
 BLOCK_M = 128  # query rows of a tile, of BLOCK_N context positions; halved for float32
@@ -183,7 +189,7 @@ def attention_extend_triton(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out
             return out
     tile = tile_of(q, dim, kv_heads, batch.query_lens, gathered is not None)
     if kv.coded and gathered is None:
-        tile = coded_tile(tile, width_of(dim))
+        tile = coded_tile(tile, dot_width(dim))
     run_extend(q, sources, kv, batch, (kv_heads, dim, dim, rope), tile, out)
     return out
 
@@ -210,7 +216,7 @@ def _copies_pay(q: Tensor, kv: PagedKV, batch: AttentionPrompts, block: int) -> 
     if sum(batch.query_lens) * (q.shape[1] // kv_heads) < GATHER_FROM * len(batch.query_lens):
         return False
     blocks = key_blocks(batch.query_lens, batch.seq_lens_host, kv.sliding_window, block)
-    return 2 * block * sum(blocks) * kv_heads * width_of(dim) * q.element_size() <= MAX_GATHERED
+    return 2 * block * sum(blocks) * kv_heads * dot_width(dim) * q.element_size() <= MAX_GATHERED
 
 
 def _gathered(q: Tensor, kv: PagedKV, batch: AttentionPrompts) -> KeySources | None:
@@ -254,14 +260,9 @@ def run_extend(
         q.stride(0), q.stride(1), kv.req_to_token.stride(0), sources.total, kv.score_scale * LOG2_E.value,
         kv.v_scale if kv.coded else None,
         HKV=kv_heads, GROUPS=groups, D=dim, DV=value_dim, ROPE=rope, WINDOW=kv.sliding_window or 0,
-        PAGED=not sources.total, BLOCK_D=width_of(dim), BLOCK_V=width_of(value_dim), BLOCK_R=width_of(rope),
+        PAGED=not sources.total, BLOCK_D=dot_width(dim), BLOCK_V=dot_width(value_dim), BLOCK_R=dot_width(rope),
         PRECISION=dot_precision(q.dtype), OUT_ST=out.stride(0), **tile,
     )  # fmt: skip
-
-
-def width_of(dim: int) -> int:
-    """Columns of a tile for `dim` columns: a power of two."""
-    return max(16, next_power_of_2(dim))
 
 
 def ample(q: Tensor) -> bool:
@@ -278,12 +279,12 @@ def tile_of(q: Tensor, dim: int, kv_heads: int, query_lens: Sequence[int], gathe
     smaller up to ROUNDS for each multiprocessor: in the last round of larger ones many of these have nothing
     to do, which costs most after a long context.
     """
-    block_d, single = width_of(dim), q.dtype == torch.float32
+    block_d, single = dot_width(dim), q.dtype == torch.float32
     wide, groups, device = block_d > 128, q.shape[1] // kv_heads, multiprocessors(q.device)
     tiles = kv_heads * sum(cdiv(n * groups, BLOCK_M) for n in query_lens)
     few = tiles <= device
     halvings = single + (not ample(q) if wide else few and not single)
-    block_m = min(max(16, next_power_of_2(max(query_lens) * groups)), max(16, BLOCK_M >> halvings))
+    block_m = min(dot_width(max(query_lens) * groups), max(16, BLOCK_M >> halvings))
     latent = q.shape[-1] > dim > 256
     if latent and not single and shared_memory(q.device) >= LARGE_SHARED_MEMORY:
         return {"BLOCK_M": min(block_m, 32), "BLOCK_N": BLOCK_N, "num_stages": 2, "num_warps": 4}
@@ -333,7 +334,7 @@ def gather(
     """
     blocks = key_blocks(batch.query_lens, batch.seq_lens_host, kv.sliding_window, block)
     kv_heads, total, dims = k_cache.shape[2], block * sum(blocks), (k_cache.shape[3], v_cache.shape[3])
-    keys, values = (k_cache.new_empty(kv_heads * total, width_of(dim), dtype=dtype) for dim in dims)
+    keys, values = (k_cache.new_empty(kv_heads * total, dot_width(dim), dtype=dtype) for dim in dims)
     _gather_into(keys, values, k_cache, v_cache, kv, batch, total, max(blocks), block)
     return keys, values, total
 

@@ -19,10 +19,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from hybridrt.kernels.attention.prefill_tiles_triton import LOG2_E, PIPELINE_BLOCK, PIPELINE_ROWS, KeyCopies
+from hybridrt.kernels.attention.prefill_tiles_triton import PIPELINE_BLOCK, PIPELINE_ROWS, KeyCopies
 from hybridrt.kernels.core.gluon_kernel_triton import copy_tile, gluon_kernel, join_threads
 from hybridrt.kernels.core.launch import cdiv
 from hybridrt.kernels.core.records import AttentionPrompts, PagedKV
+from hybridrt.kernels.core.tiles_triton import LOG2_E
 
 ROWS = gl.constexpr(PIPELINE_ROWS)
 STAGES = 2  # blocks of keys, and of values, on their way

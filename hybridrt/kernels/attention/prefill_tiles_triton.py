@@ -1,13 +1,11 @@
 """What Triton kernels of prompt attention share: rows of queries, places of keys, a step of the softmax."""
 
-import math
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-LOG2_E = tl.constexpr(math.log2(math.e))
 # Of the warp-specialized kernel (`prefill_pipeline_triton.py`).
 PIPELINE_BLOCK = {128: 128, 256: 64}  # keys of a block, by numbers of a head
 PIPELINE_ROWS = 128  # query rows of a program

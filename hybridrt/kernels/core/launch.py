@@ -36,6 +36,11 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+def dot_width(n: int) -> int:
+    """The width of a tile of n numbers that `tl.dot` multiplies: a power of two, at least 16."""
+    return max(16, next_power_of_2(n))
+
+
 def zero_after(out: Tensor, tokens: int) -> None:
     """Fills the rows after so many tokens with zeros. Mostly there are none; to fill none takes the host as long."""
     if tokens < out.shape[0]:

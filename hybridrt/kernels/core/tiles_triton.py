@@ -1,7 +1,11 @@
-"""Masks of tiles that several kernels load and store."""
+"""Masks of tiles that several kernels load and store, and the unit of their exponents."""
+
+import math
 
 import triton
 import triton.language as tl
+
+LOG2_E = tl.constexpr(math.log2(math.e))  # exp(x) is exp2(LOG2_E * x), one instruction
 
 
 @triton.jit

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
-from hybridrt.kernels.core.launch import cdiv, dot_precision, next_power_of_2
+from hybridrt.kernels.core.launch import cdiv, dot_precision, dot_width, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, begin_in_turn, pdl
 from hybridrt.kernels.core.records import FusedStep, GateWeights
 from hybridrt.kernels.delta_rule.kda_prepare_triton import prepare_channels
@@ -256,7 +256,7 @@ def gdn_ring_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, ste
     decays = torch.empty((batch, value_heads, 2 * tokens), dtype=torch.float32, device=device)
     betas = torch.empty((batch, tokens, value_heads), dtype=torch.float32, device=device)
     sizes = {"T": tokens, "HK": key_heads, "HV": value_heads, "K": key_dim, "W": width}
-    sizes["BLOCK_W"] = max(16, next_power_of_2(width))
+    sizes["BLOCK_W"] = dot_width(width)
     sizes |= {"TAPS": -1 if step.conv_weights.applied_before else weight.shape[1], "WC": conv.shape[2]}
     rows = step.conv_state.read_state_slots, step.conv_state.start_positions, ring.rows, ring.start, ring.length
     own = {"BLOCK_H": next_power_of_2(value_heads // key_heads), "PRECISION": dot_precision(ring.keys.dtype)}
@@ -265,7 +265,7 @@ def gdn_ring_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, ste
         qkv, a, b, weight, step.conv_weights.bias, weights.A_log, weights.dt_bias, conv, ring.keys, ring.gates,
         vectors, scores, decays, betas,
         *rows, strides(qkv), strides(a), strides(b), conv.stride(0), ring.keys.stride(0), ring.gates.stride(0),
-        BLOCK_K=max(16, next_power_of_2(key_dim)), BETA_SCALE=weights.beta_scale,
+        BLOCK_K=dot_width(key_dim), BETA_SCALE=weights.beta_scale,
         # One token's few sums stay within a warp; several tokens are products of tiles.
         num_warps=1 if tokens == 1 and not by_channel else 4, **sizes,
         **({"LOWER_BOUND": weights.lower_bound} if by_channel else own), **pdl(device),
@@ -283,11 +283,11 @@ def gdn_ring_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, ste
 def codes_tile(tokens: int, states: Tensor) -> dict[str, int]:
     """Tiles of codes in the second kernel: one token's products are taken element by element, of decoded numbers. Those
     of several tokens are of whole codes, each block before its scale."""
-    rows, columns = (max(16, next_power_of_2(size)) for size in states.shape[2:])
+    rows, columns = (dot_width(size) for size in states.shape[2:])
     if tokens == 1:
         block_v = min(rows, max(16, TILE // columns))
         return {"BLOCK_N": 2, "BLOCK_K": columns, "BLOCK_V": block_v, "STAGES": 1, "num_warps": 4}
-    tile = {"BLOCK_N": max(16, next_power_of_2(2 * tokens)), "BLOCK_K": min(columns, SCALED)}
+    tile = {"BLOCK_N": dot_width(2 * tokens), "BLOCK_K": min(columns, SCALED)}
     return tile | {"BLOCK_V": min(rows, 64), "STAGES": 3, "num_warps": 4}
 
 
@@ -300,9 +300,9 @@ def stream_tile(batch: int, tokens: int, states: Tensor, by_channel: bool = Fals
     """
     _, heads, value_dim, key_dim = states.shape
     wide = states.element_size() == 4
-    rows, columns = (max(16, next_power_of_2(size)) for size in (value_dim, key_dim))
+    rows, columns = (dot_width(size) for size in (value_dim, key_dim))
     by_elements = tokens == 1 and (wide or by_channel)
-    tile = {"BLOCK_N": 2 if by_elements else max(16, next_power_of_2(2 * tokens)), "BLOCK_K": columns}
+    tile = {"BLOCK_N": 2 if by_elements else dot_width(2 * tokens), "BLOCK_K": columns}
     of_states = batch * heads * value_dim
     if by_elements or of_states <= (1 << 14 if tokens == 1 else 1 << 16):
         return tile | {"BLOCK_V": 16, "STAGES": 1, "num_warps": 1 if by_elements else 2}

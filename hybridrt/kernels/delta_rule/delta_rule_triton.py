@@ -38,7 +38,13 @@ from hybridrt.base.errors import ConfigError
 from hybridrt.kernels.core.chunk_plan import ChunkPlan
 from hybridrt.kernels.core.decay_sums_triton import split_gates
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
-from hybridrt.kernels.core.launch import LARGE_SHARED_MEMORY, cdiv, dot_precision, next_power_of_2, zero_after
+from hybridrt.kernels.core.launch import (
+    LARGE_SHARED_MEMORY,
+    cdiv,
+    dot_precision,
+    dot_width,
+    zero_after,
+)
 from hybridrt.kernels.core.launch_choice import LaunchChoice, Values, unique
 from hybridrt.kernels.core.records import DeltaInputs, GateWeights, Prompts, StateSlots
 from hybridrt.kernels.core.tiles_triton import tile_mask
@@ -195,7 +201,7 @@ def chunk_gated_delta_rule_triton(
     rows, (value_heads, value_dim), (key_heads, key_dim) = len(state.read_state_slots), v.shape[1:], inputs.k.shape[1:]
     out = v.new_empty(v.shape)
     zero_after(out, plan.num_tokens)
-    size, block_k = max(16, next_power_of_2(plan.chunk_size)), max(16, next_power_of_2(key_dim))
+    size, block_k = dot_width(plan.chunk_size), dot_width(key_dim)
     if inputs.g.ndim > inputs.beta.ndim:
         chunks = prepare_channels(inputs, weights, plan, size)
     else:
@@ -246,7 +252,7 @@ class Pass(NamedTuple):
 
     @property
     def block_k(self) -> int:
-        return max(16, next_power_of_2(self.key_dim))
+        return dot_width(self.key_dim)
 
 
 def pass_tile(shape: Pass, device: torch.device) -> dict[str, int]:
@@ -258,7 +264,7 @@ def pass_tile(shape: Pass, device: torch.device) -> dict[str, int]:
     if shared_memory(device) < LARGE_SHARED_MEMORY:
         return _small_pass_tile(shape, shared_memory(device))
     narrow = itemsize > 2 or states * shape.value_dim <= 32 * multiprocessors(device)
-    block_v = min(32 if narrow else 64, max(16, next_power_of_2(shape.value_dim)))
+    block_v = min(32 if narrow else 64, dot_width(shape.value_dim))
     widths = shape.block_k * (3 if shape.by_channel else 2) + 2 * shape.size
     chunk_bytes = shape.size * (widths + block_v) * itemsize
     return {"BLOCK_V": block_v, "num_warps": 4, "num_stages": min(4, max(2, PREFETCH_BYTES // chunk_bytes))}
@@ -268,7 +274,7 @@ def _small_pass_tile(shape: Pass, room: int) -> dict[str, int]:
     """For GPUs without tensor cores that read shared memory. Compiled for sm_80, sm_89 and sm_120: a block of 64 does
     not fit into registers, two chunks take the bytes of SMALL_BASE, and each further one those of its tiles."""
     scale = shape.dtype.itemsize * shape.block_k // 128 / 2
-    block_v = min(32 if scale <= 1 else 16, max(16, next_power_of_2(shape.value_dim)))
+    block_v = min(32 if scale <= 1 else 16, dot_width(shape.value_dim))
     chunk = shape.size * (shape.block_k * (3 if shape.by_channel else 2) + block_v) * shape.dtype.itemsize + 768
     left = room - round(SMALL_BASE[shape.by_channel] * scale)
     return {"BLOCK_V": block_v, "num_warps": 4, "num_stages": min(4, max(1, 2 + left // chunk))}
@@ -280,7 +286,7 @@ def _candidates(shape: Pass, device: torch.device) -> list[Values]:
     other places.
     """
     stages = (1, 2, 3, 4) if shared_memory(device) < LARGE_SHARED_MEMORY else (2, 3, 4)
-    most = max(16, next_power_of_2(shape.value_dim))
+    most = dot_width(shape.value_dim)
     tiles: list[Values] = [
         {"BLOCK_V": min(v, most), "num_warps": warps, "num_stages": chunks}
         for v, warps, chunks in combinations((16, 32, 64), (4, 8), stages)

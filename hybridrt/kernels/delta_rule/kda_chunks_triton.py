@@ -27,14 +27,14 @@ from torch import Tensor
 from hybridrt.base.device import is_capturing
 from hybridrt.kernels.core.chunk_plan import ChunkPlan
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
-from hybridrt.kernels.core.launch import dot_precision, next_power_of_2
+from hybridrt.kernels.core.launch import dot_precision, dot_width
 from hybridrt.kernels.core.records import DeltaInputs, GateWeights
+from hybridrt.kernels.core.tiles_triton import LOG2_E
 from hybridrt.kernels.delta_rule.delta_chunks_triton import PreparedChunks, unit_inverse
 from hybridrt.kernels.state.conv_and_gates_triton import L2_EPS, strides
 
 COLUMNS = 64  # channels of a key that a program computes at a time
 SCALE = tl.constexpr(256.0)
-LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-255.0 * 256.0)  # lowest gate: in float16's range, and its exponential is 0
 FAR = 100.0  # a power of 2: 2^-FAR of a key is in float32's range, and so is 2^-26 of that
 FAR_IN_FLOAT32 = 16.0  # larger differences lose more than float32 products
@@ -207,7 +207,7 @@ def prepare_channels(inputs: DeltaInputs, weights: GateWeights | None, plan: Chu
             inputs.q, k, inputs.g, inputs.beta, A_log, dt_bias, plan.cu_chunk_seqlens, sum_matrices(size, device),
             q_in, k_in, k_left, solved, scores, decay,
             strides(inputs.q), strides(k), strides(inputs.g), inputs.beta.stride(0), H=heads, K=key_dim, Q=size,
-            LEVELS=size.bit_length() - 1, BLOCK_K=min(COLUMNS, max(16, next_power_of_2(key_dim))),
+            LEVELS=size.bit_length() - 1, BLOCK_K=min(COLUMNS, dot_width(key_dim)),
             FAR=FAR_IN_FLOAT32 if v.dtype == torch.float32 else FAR, BETA_SCALE=beta_scale, LOWER_BOUND=lower_bound,
             PRECISION=dot_precision(v.dtype), num_warps=4,
         )  # fmt: skip

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybridrt.base.device import multiprocessors
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
-from hybridrt.kernels.core.launch import arrival_counters, cdiv, next_power_of_2
+from hybridrt.kernels.core.launch import arrival_counters, cdiv, dot_width, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.dense.moe import ExpertShare, GroupedChoice, SoftmaxChoice, router_product
 from hybridrt.kernels.dense.skinny_linear_triton import Tile, matvec
@@ -167,7 +167,7 @@ def router_product_triton(x: Tensor, weight: Tensor) -> Tensor:
         return router_product.reference(x, weight)
     if tokens == 1:
         return matvec(x, weight, ROUTER_TILE)
-    block_t, block_e, block_k = 16, 32, min(128, max(16, next_power_of_2(width)))
+    block_t, block_e, block_k = 16, 32, min(128, dot_width(width))
     blocks = cdiv(experts, block_e), cdiv(tokens, block_t)
     count = blocks[0] * blocks[1]
     split = max(1, min(2 * multiprocessors(x.device) // count, width // block_k, 16))

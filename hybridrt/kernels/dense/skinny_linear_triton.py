@@ -32,7 +32,7 @@ from hybridrt.kernels.core.codes_triton import (
     tile_scale,
 )
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
-from hybridrt.kernels.core.launch import arrival_counters, cdiv, dot_precision, next_power_of_2
+from hybridrt.kernels.core.launch import arrival_counters, cdiv, dot_precision, dot_width, next_power_of_2
 from hybridrt.kernels.core.launch_choice import LaunchChoice, Values
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.dense.norm_activation_triton import add_rms_norm_triton, rms_norm_triton
@@ -429,7 +429,7 @@ class TiledProduct(NamedTuple):
 
 def padded_tokens(tokens: int) -> int:
     """Tokens of a program: 1, else a power of two of at least 16."""
-    return 1 if tokens == 1 else max(16, next_power_of_2(tokens))
+    return 1 if tokens == 1 else dot_width(tokens)
 
 
 def _built_in(shape: TiledProduct, device: torch.device) -> Values:

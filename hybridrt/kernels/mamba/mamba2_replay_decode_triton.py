@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybridrt.kernels.core.decay_sums_triton import finite_rate
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
-from hybridrt.kernels.core.launch import cdiv, dot_precision, next_power_of_2
+from hybridrt.kernels.core.launch import cdiv, dot_precision, dot_width, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, begin_in_turn, pdl
 from hybridrt.kernels.core.records import FusedStep, SSMWeights
 from hybridrt.kernels.state.conv_and_gates_triton import (
@@ -264,7 +264,7 @@ def replay_decode_triton(
     queries = xBC.new_empty((batch, tokens, groups, state_dim))
     scores = torch.empty((batch, tokens, heads, width), dtype=torch.float32, device=xBC.device)
     decays = torch.empty((batch, tokens, heads), dtype=torch.float32, device=xBC.device)
-    block_n, block_w = max(16, next_power_of_2(state_dim)), max(16, next_power_of_2(width))
+    block_n, block_w = dot_width(state_dim), dot_width(width)
     # Wide states on four warps would need 214 registers and leave attention no room.
     warps = 8 if state_dim > 128 else 4
     block_x = 256 if batch >= 16 or warps == 8 else 128
@@ -298,7 +298,7 @@ def codes_tile(batch: int, tokens: int, states: Tensor) -> dict[str, int]:
     time in whole rows, or of decoded numbers, element by element: of many rows, 64 columns at a time with three loads
     in flight. Those of several tokens are of whole codes, each block before its scale."""
     _, heads, dim, state_dim = states.shape
-    rows, columns = (max(16, next_power_of_2(size)) for size in (dim, state_dim))
+    rows, columns = (dot_width(size) for size in (dim, state_dim))
     if tokens == 1 and states.dtype == torch.int8 and state_dim % 4 == 0:
         block_p = min(rows, max(16, 2 * TILE // columns))
         return {"BLOCK_T": 1, "BLOCK_P": block_p, "BLOCK_N": columns, "STAGES": 1, "num_warps": 2}
@@ -308,7 +308,7 @@ def codes_tile(batch: int, tokens: int, states: Tensor) -> dict[str, int]:
     if tokens == 1:
         tile = {"BLOCK_T": 1, "BLOCK_N": min(columns, 64)}
     else:
-        tile = {"BLOCK_T": max(16, next_power_of_2(tokens)), "BLOCK_N": min(columns, SCALED)}
+        tile = {"BLOCK_T": dot_width(tokens), "BLOCK_N": min(columns, SCALED)}
     return tile | {"BLOCK_P": min(rows, 64), "STAGES": 3, "num_warps": 4}
 
 
@@ -322,8 +322,8 @@ def stream_tile(batch: int, tokens: int, states: Tensor) -> dict[str, int]:
     """
     _, heads, dim, state_dim = states.shape
     wide = states.element_size() == 4
-    rows, columns = (max(16, next_power_of_2(size)) for size in (dim, state_dim))
-    tile = {"BLOCK_T": 1 if tokens == 1 and wide else max(16, next_power_of_2(tokens))}
+    rows, columns = (dot_width(size) for size in (dim, state_dim))
+    tile = {"BLOCK_T": 1 if tokens == 1 and wide else dot_width(tokens)}
     of_states = batch * heads * dim
     if of_states <= (FEW_ROWS if tokens == 1 and not wide else SOME_ROWS):
         return tile | {"BLOCK_P": 16, "BLOCK_N": columns, "STAGES": 1, "num_warps": 2}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybridrt.kernels.core.decay_sums_triton import finite_rate, split_gates
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
-from hybridrt.kernels.core.launch import cdiv, next_power_of_2
+from hybridrt.kernels.core.launch import cdiv, dot_width, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import Prompts, SSMInputs, SSMWeights, StateSlots
 from hybridrt.kernels.state.conv_and_gates_triton import strides, time_step
@@ -135,4 +135,4 @@ def block(size: int, limit: int) -> int:
     """The block for a dimension of `size`: a power of two, at least 16 (a tensor core's least), at
     most `limit`.
     """
-    return min(limit, max(16, next_power_of_2(size)))
+    return min(limit, dot_width(size))

@@ -9,8 +9,6 @@ and h the state [P, N] before a block of Q tokens:
     h <- exp(a Q) h + s sum over j of exp(a (Q - 1 - j)) x_j B_j^T
 """
 
-import math
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,11 +18,10 @@ from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.launch import cdiv, dot_precision
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import Prompts, SSMInputs, SSMWeights, StateSlots
-from hybridrt.kernels.core.tiles_triton import tile_mask
+from hybridrt.kernels.core.tiles_triton import LOG2_E, tile_mask
 from hybridrt.kernels.mamba.scan_few_tokens_triton import block
 from hybridrt.kernels.state.conv_and_gates_triton import strides
 
-LOG2_E = tl.constexpr(math.log2(math.e))
 LOWEST = tl.constexpr(-256.0)  # log2 of a token's decay: 0, and 0 times it is 0, unlike that of -inf
 
 

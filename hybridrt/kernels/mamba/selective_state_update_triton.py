@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
-from hybridrt.kernels.core.launch import cdiv, next_power_of_2
+from hybridrt.kernels.core.launch import cdiv, dot_width, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import SSMInputs, SSMWeights, StateSlots
 from hybridrt.kernels.state.conv_and_gates_triton import silu, state_before, strides, time_step
@@ -97,7 +97,7 @@ def update_tile(tokens: int, states: Tensor) -> dict[str, int]:
     several tokens as many as registers hold during the loop.
     """
     _, _, dim, state_dim = states.shape
-    block_n = max(16, next_power_of_2(state_dim))
+    block_n = dot_width(state_dim)
     numbers = 4096 if tokens > 1 else 4096 // states.element_size()
     warps = 2 if tokens == 1 else 8 if block_n > 128 else 4
     return {

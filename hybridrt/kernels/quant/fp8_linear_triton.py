@@ -7,7 +7,7 @@ from torch import Tensor
 from hybridrt.base.device import multiprocessors
 from hybridrt.base.errors import ConfigError
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
-from hybridrt.kernels.core.launch import arrival_counters, cdiv, next_power_of_2
+from hybridrt.kernels.core.launch import arrival_counters, cdiv, dot_width, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.dense.pipeline_linear_triton import WeightCodes, pipeline_linear
 from hybridrt.kernels.dense.pipeline_tiles import (
@@ -161,7 +161,7 @@ def fp8_linear_triton(
             f"{x.tokens} tokens, more than {FEW_TOKENS}, take weights in blocks on a GPU of compute capability 9.0: "
             "call fp8_linear.reference elsewhere"
         )
-    padded = max(16, next_power_of_2(x.tokens))
+    padded = dot_width(x.tokens)
     blocks = cdiv(rows, PROGRAM_ROWS)
     split = max(1, min(8, 3 * MULTIPROCESSORS // blocks, width // 512))
     part = cdiv(width, 2 * GROUP * split) * 2 * GROUP

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
-from hybridrt.kernels.core.launch import cdiv, next_power_of_2
+from hybridrt.kernels.core.launch import cdiv, dot_width, next_power_of_2
 from hybridrt.kernels.core.records import StateSlots
 from hybridrt.kernels.state.state_codes import SCALED, num_scales
 
@@ -231,7 +231,7 @@ def _store_kernel(  # type: ignore[no-untyped-def]
 
 def code_blocks(columns: int) -> dict[str, int]:
     """Blocks of a tile with all columns: BLOCK_N of them, and BLOCK_S scales of a row."""
-    block_n = max(16, next_power_of_2(columns))
+    block_n = dot_width(columns)
     return {"BLOCK_N": block_n, "BLOCK_S": max(1, block_n // SCALED)}
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from hybridrt.base.device import multiprocessors
 from hybridrt.kernels.core.decay_sums_triton import finite_rate
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
-from hybridrt.kernels.core.launch import cdiv, next_power_of_2
+from hybridrt.kernels.core.launch import cdiv, dot_width
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import StateCodes
 from hybridrt.kernels.state.state_codes import num_scales
@@ -342,7 +342,7 @@ def fold_ring_triton(
         states.stride(1), states.stride(2), *scale_strides(scales),
         values.stride(1), keys.stride(1), gates.stride(1),
         L=layers, H=heads, P=dim, N=state_dim, NS=num_scales(state_dim), G=keys.shape[2], W=gates.shape[3],
-        BLOCK_W=max(16, next_power_of_2(gates.shape[3])), num_warps=4, **own, **pdl(states.device),
+        BLOCK_W=dot_width(gates.shape[3]), num_warps=4, **own, **pdl(states.device),
     )  # fmt: skip
 
 
@@ -353,9 +353,9 @@ def takes_words(states: Tensor, by_channel: bool) -> bool:
 
 def fold_tile(dim: int, state_dim: int, by_channel: bool, scaled: bool) -> dict[str, int]:
     """Tiles of a state [P, N]. With scales they have whole rows."""
-    block_p = min(64, max(16, next_power_of_2(dim)))
+    block_p = min(64, dot_width(dim))
     if not scaled:
-        block_n = min(64 if by_channel else 128, max(16, next_power_of_2(state_dim)))
+        block_n = min(64 if by_channel else 128, dot_width(state_dim))
         return {"BLOCK_P": block_p, "BLOCK_N": block_n, "BLOCK_S": 1}
     blocks = code_blocks(state_dim)
     return blocks | {"BLOCK_P": max(16, min(block_p, (TILE if by_channel else 2 * TILE) // blocks["BLOCK_N"]))}
