@@ -188,14 +188,14 @@ class AttentionBackend(ContractHooks, ABC):
     def drop_step(self) -> None:  # most backends keep no steps
         """Drops all prepared steps that were not committed."""
 
-    def planned(self, batch: ForwardBatch) -> Any:
-        """The plan that `prepare` stored on a batch.
+    def metadata_of(self, batch: ForwardBatch) -> Any:
+        """What `prepare` stored on a batch.
 
         Raises:
             BackendError: the batch was not prepared.
         """
         found = batch.metadata.get(self)
-        return self.planned_by_older_hooks(batch) if found is None else found
+        return self.metadata_by_older_hooks(batch) if found is None else found
 
     # -- graphs -------------------------------------------------------------------------------------------------
 

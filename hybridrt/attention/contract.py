@@ -153,8 +153,8 @@ class ContractHooks:
         """`commit` of a verify step that these hooks planned."""
         self.commit_decode(accepted, path)
 
-    def planned_by_older_hooks(self, batch: ForwardBatch) -> Any:
-        """The plan for a batch that was made after planning: capture and replay hooks get only
+    def metadata_by_older_hooks(self, batch: ForwardBatch) -> Any:
+        """What was prepared for a batch that was made after that: capture and replay hooks get only
         tensors.
 
         Raises:

@@ -38,7 +38,7 @@ class Fa3AttnBackend(PagedAttnBackend):
             )
 
     def extend(self, q: Tensor, layer: Layer, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
-        step: PagedMetadata = self.planned(batch)
+        step: PagedMetadata = self.metadata_of(batch)
         assert step.extend is not None
         if not any(step.extend.query_lens):
             return torch.zeros_like(q)

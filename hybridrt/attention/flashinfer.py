@@ -71,10 +71,10 @@ class FlashinferAttnBackend(PagedKVBackend):
         }
 
     def decode(self, q: Tensor, layer: Layer, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
-        return self._run(self.planned(batch)["decode"], q, layer)
+        return self._run(self.metadata_of(batch)["decode"], q, layer)
 
     def extend(self, q: Tensor, layer: Layer, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
-        return self._run(self.planned(batch)["extend"], q, layer)
+        return self._run(self.metadata_of(batch)["extend"], q, layer)
 
     def _run(self, segment: PlannedRows, q: Tensor, layer: Layer) -> Tensor:
         k_cache, v_cache = self.kv_pool.layer(layer.layer_id)

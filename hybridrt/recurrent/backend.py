@@ -243,7 +243,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
 
     def prepare_in_graph(self, batch: ForwardBatch) -> None:
         if batch.num_extend_rows:
-            step: ForwardMetadata = self.planned(batch)
+            step: ForwardMetadata = self.metadata_of(batch)
             step.extends = extend_segments(batch, step.plans, self.pools)
 
     def begin_step(self, batch: ForwardBatch) -> ForwardMetadata:
@@ -254,7 +254,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
             BackendError: an earlier step was not committed. This step is dropped: commit, then
                 prepare it again.
         """
-        step: ForwardMetadata = batch.metadata.get(self) or self.lead.planned(batch)
+        step: ForwardMetadata = batch.metadata.get(self) or self.lead.metadata_of(batch)
         if step.begun:
             return step
         if step.previous is not None and step.previous.open:
@@ -301,7 +301,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
     # -- the end of a step --------------------------------------------------------------------------------------
 
     def commit(self, batch: ForwardBatch, accepted: Tensor | None = None, path: Tensor | None = None) -> None:
-        step: ForwardMetadata = batch.metadata.get(self) or self.planned(batch)
+        step: ForwardMetadata = self.metadata_of(batch)
         if not step.begun and batch.num_decode_rows:
             raise BackendError("commit of a step that has not run: call it after the step's last layer")
         step.open = False

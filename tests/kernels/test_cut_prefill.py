@@ -11,7 +11,7 @@ from hybridrt.kernels.attention.cut_prefill_triton import Cut
 from tests.support.levels import draw, examples
 from tests.support.prompt_chunks import Chunks, Heads
 
-BLOCK, SLOTS = 16, 264
+BLOCK, AT_ONCE = 16, 264
 HEADS = Heads(6, 2, 16, 4, torch.float16)
 WAYS = ("pages", "copied", "graph over pages", "graph over copies")
 
@@ -63,7 +63,7 @@ def test_any_number_of_programs(small, monkeypatch, way, examples):
 def test_what_is_cut():
     """Of chunks of 1,024 to 3,072 tokens of Falcon-H1-7B, which has six heads of queries for each of two of keys."""
     tiles = {tokens: 2 * tokens * 6 // 64 for tokens in (512, 1024, 1408, 1536, 2048, 3072)}
-    found = {tokens: Cut.of(n, 0, SLOTS)[:3] for tokens, n in tiles.items()}
+    found = {tokens: Cut.of(n, 0, AT_ONCE)[:3] for tokens, n in tiles.items()}
     assert found == {
         512: (0, 96, 5), 1024: (192, 0, 1), 1408: (264, 0, 1), 1536: (264, 24, 11), 2048: (264, 120, 2),
         3072: (528, 48, 5),
@@ -73,13 +73,13 @@ def test_what_is_cut():
 @pytest.mark.parametrize("tiles", [1, 24, 96, 192, 263, 265, 400])
 def test_cut_tiles_end_earlier(tiles):
     """Parts fill fewer rounds than whole tiles, and have a few blocks of keys each."""
-    whole, rest, parts, least = Cut.of(tiles, 0, SLOTS)
-    assert whole % SLOTS == 0 or parts == 1
+    whole, rest, parts, least = Cut.of(tiles, 0, AT_ONCE)
+    assert whole % AT_ONCE == 0 or parts == 1
     assert whole + rest == tiles and 1 <= parts <= cut.MOST_PARTS
     if parts > 1:
-        assert -(-rest * parts // SLOTS) < parts and least >= cut.LEAST_BLOCKS * parts
+        assert -(-rest * parts // AT_ONCE) < parts and least >= cut.LEAST_BLOCKS * parts
 
 
 def test_rows_of_a_graph_may_have_more_tiles():
-    assert Cut.of(96, 16, SLOTS) == Cut.of(96, 0, SLOTS)._replace(rest=112)
-    assert Cut.of(264, 16, SLOTS) == (264, 16, 1, 0)
+    assert Cut.of(96, 16, AT_ONCE) == Cut.of(96, 0, AT_ONCE)._replace(rest=112)
+    assert Cut.of(264, 16, AT_ONCE) == (264, 16, 1, 0)

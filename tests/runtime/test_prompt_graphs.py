@@ -296,7 +296,7 @@ def test_contexts_of_a_graph_fit_the_room_for_copies(checkpoints: CheckpointStor
     assert graphs.bucket(plan) is None
     room = graphs._view.buffers[attention] = torch.zeros(3)
     graphs.replay(plan, bucket)
-    assert attention.planned(graphs._graphs[bucket].batch).extend.copies is room
+    assert attention.metadata_of(graphs._graphs[bucket].batch).extend.copies is room
 
 
 def test_padding_stands_at_positions_that_every_rotary_table_has() -> None:

@@ -1,10 +1,10 @@
 """Triton kernels of prompt attention for chunks of so few tiles that many multiprocessors would have nothing to do.
 
-A GPU runs SLOTS tiles on each multiprocessor at a time, and a chunk of some hundred to some thousand tokens has one to
-three times as many tiles. They run in rounds, and a last round of few tiles takes as long as a full one. So the tiles
-of full rounds are left whole; the context of each further one is cut into parts, one for each program, which a second
-launch joins (flash decoding, Dao et al. 2023). What may be cut depends on the chunk alone, so graphs replay it; the
-device leaves tiles of short contexts whole.
+A GPU runs PER_MULTIPROCESSOR tiles on each multiprocessor at a time, and a chunk of some hundred to some thousand
+tokens has one to three times as many tiles. They run in rounds, and a last round of few tiles takes as long as a full
+one. So the tiles of full rounds are left whole; the context of each further one is cut into parts, one for each
+program, which a second launch joins (flash decoding, Dao et al. 2023). What may be cut depends on the chunk alone, so
+graphs replay it; the device leaves tiles of short contexts whole.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ from hybridrt.kernels.core.records import AttentionPrompts, PagedKV
 from hybridrt.kernels.core.tiles_triton import LOG2_E
 
 # Measured on an H200 with heads of graph_copies.DIM: the tile, and how many programs of it share a multiprocessor.
-BLOCK_M, WARPS, STAGES, SLOTS = 64, 4, 3, 2
+BLOCK_M, WARPS, STAGES, PER_MULTIPROCESSOR = 64, 4, 3, 2
 MOST_PARTS = 16  # of a tile
 # A round of parts and their join take 20 us in addition to the keys. PART_COST: as a fraction of a round of whole tiles
 # of 14,000 keys. PART_BLOCKS: as blocks of keys of a part.
@@ -56,13 +56,13 @@ class Cut(NamedTuple):
     least: int
 
     @classmethod
-    def of(cls, tiles: int, spare: int, slots: int) -> "Cut":
-        """Cuts `tiles` tiles for a GPU that runs `slots` at a time. `spare`: further ones that a graph may have."""
-        whole = tiles // slots * slots
+    def of(cls, tiles: int, spare: int, at_once: int) -> "Cut":
+        """Cuts `tiles` tiles for a GPU that runs `at_once` at a time. `spare`: further ones that a graph may have."""
+        whole = tiles // at_once * at_once
         left = tiles - whole
 
         def rounds(parts: int) -> int:
-            return cdiv(left * parts, slots)
+            return cdiv(left * parts, at_once)
 
         def cost(parts: int) -> float:
             return rounds(parts) / parts + PART_COST * rounds(parts) * (parts > 1)
@@ -241,7 +241,7 @@ def cut_of(q: Tensor, kv_heads: int, batch: AttentionPrompts) -> Cut:
     """How tiles are cut. In a graph rows may share the tokens in any way: each has a tile that is not full."""
     spare = 0 if batch.seq_lens_host else kv_heads * (len(batch.query_lens) - 1)
     tiles = tiles_of(batch.query_lens, q.shape[1], kv_heads, BLOCK_M)
-    return Cut.of(tiles, spare, SLOTS * multiprocessors(q.device))
+    return Cut.of(tiles, spare, PER_MULTIPROCESSOR * multiprocessors(q.device))
 
 
 def run_cut(q: Tensor, sources: KeySources, kv: PagedKV, batch: AttentionPrompts, cut: Cut, out: Tensor) -> None:

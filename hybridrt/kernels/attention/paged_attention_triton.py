@@ -48,7 +48,7 @@ FEW_PARTS, FEW_JOINED, MOST_PARTS = 64, 16, 256
 # fewer multiprocessors than the first number for each key/value head of each row. The second number: shares of the work
 # for each multiprocessor then. Others join where the device is full, with two shares.
 JOINED_FROM = {(64, False): (3, 2), (128, False): (5, 1), (128, True): (5, 1)}
-PARTS_AT_ONCE, WIDE_AT_ONCE = 64, 32  # loaded together by `_attention_combine_kernel`
+PARTS_AT_ONCE, WIDE_AT_ONCE = 64, 32  # loaded together by `_attention_join_kernel`
 
 
 @triton.jit
@@ -231,7 +231,7 @@ def _join(  # type: ignore[no-untyped-def]
 
 
 @jit_kernel(do_not_specialize=["rows"])
-def _attention_combine_kernel(  # type: ignore[no-untyped-def]
+def _attention_join_kernel(  # type: ignore[no-untyped-def]
     partial_ptr, lse_ptr, seq_lens_ptr, out_ptr, rows, out_st,
     T: tl.constexpr, HQ: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, ROOM: tl.constexpr,
     FEW: tl.constexpr, LEAST: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -310,7 +310,7 @@ def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: T
         # EARLY takes registers. With more than a program for each multiprocessor, a parallel branch (Mamba-2 in
         # Falcon-H1) could not run there.
         early = wide or num_rows * tokens * query_heads <= multiprocessors(q.device)
-        _attention_combine_kernel[(num_rows, tokens * query_heads)](
+        _attention_join_kernel[(num_rows, tokens * query_heads)](
             partial, lse, batch.seq_lens, out, num_rows, token_stride, T=tokens, HQ=query_heads, D=head_dim,
             WINDOW=window, **sharing, BLOCK_S=most, PARTS=loaded, EARLY=early,
             num_warps=8 if wide and loaded > 8 else 4, **pdl(q.device),
