@@ -78,7 +78,7 @@ def test_prompts_near_the_reference(
     lens: Lens, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(prefill, "GATHER_FROM", 1)
-    monkeypatch.setattr(prefill, "_few", lambda *_: False)
+    monkeypatch.setattr(prefill, "_may_cut", lambda *_: False)
     q, kv, batch = case(dim, heads, kv_heads, lens, dtype, coded, sinks)
     assert prefill.takes_pipeline(q, kv, batch)
     exact = kv if coded else kv._replace(k_cache=kv.k_cache.float(), v_cache=kv.v_cache.float())
