@@ -6,6 +6,10 @@ Operations of decode steps: a time is a launch's share of a CUDA graph that runs
 on other tensors, so that nothing is found in the cache and what launches cost each other is in it. Operations of
 prefill: the time of one of several calls in a row. A rate is that of the bytes that must move, or of the
 products; its share is of what a large copy, or a large matrix product, reaches on this device in the same run.
+
+    ... --ops attention_decode --tokens 24,48 --ctx 600 --long 1x32000 --table 262144
+
+Contexts of different lengths: one of the rows has 32,000 tokens, and there is room for 262,144 of each.
 """
 
 import argparse
@@ -113,7 +117,7 @@ def measure(case: Case, peaks: tuple[float, float], eager: bool) -> Iterator[dic
 def cases(args: argparse.Namespace, config: ModelConfig) -> Iterator[tuple[Case, Load, bool]]:
     """The cases of a model and whether they are of prefill."""
     parts: list[tuple[dict[str, Cases], list[Load], bool]] = [
-        (DECODE, [Load(n, context=args.ctx) for n in args.tokens], False),
+        (DECODE, [Load(n, context=args.ctx, long=args.long, table=args.table) for n in args.tokens], False),
         (PREFILL, args.prefill, True),
     ]
     for ops, loads, prefill in parts:
@@ -123,8 +127,12 @@ def cases(args: argparse.Namespace, config: ModelConfig) -> Iterator[tuple[Case,
 
 
 def parse() -> argparse.Namespace:
+    def pair(text: str) -> tuple[int, int]:
+        rows, tokens = map(int, text.split("x"))
+        return rows, tokens
+
     def loads(text: str) -> list[Load]:
-        return [Load(*map(int, item.split("x"))) for item in text.split(",") if item]
+        return [Load(*pair(item)) for item in text.split(",") if item]
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", help="directories with a config.json")
@@ -132,6 +140,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=lambda t: [int(n) for n in t.split(",")], default=[1, 8, 32, 64, 128])
     parser.add_argument("--prefill", type=loads, default=loads("1x8192,16x2048"), help="rows x tokens")
     parser.add_argument("--ctx", type=int, default=1024, help="tokens before each decoded one")
+    parser.add_argument("--long", type=pair, default=(0, 0), help="rows x tokens of attention's longer contexts")
+    parser.add_argument("--table", type=int, default=0, help="positions for which page tables have room at least")
     parser.add_argument("--name", help="write benchmarks/results/NAME.json")
     return parser.parse_args()
 

@@ -31,14 +31,28 @@ MAX_COPIES, PAGE, RING = 16, 16, 16  # RING: columns of a state ring, on the ave
 
 @dataclass(frozen=True)
 class Load:
-    """What a call works on: `rows` requests with `tokens` new tokens each after `context` earlier ones."""
+    """What a call works on: `rows` requests with `tokens` new tokens each after `context` earlier ones.
+
+    Attributes:
+        long: so many of the rows have another context, of so many tokens. Attention alone heeds it.
+        table: positions for which a page table has room at least.
+    """
 
     rows: int
     tokens: int = 1
     context: int = 1024
+    long: tuple[int, int] = (0, 0)
+    table: int = 0
 
     def __str__(self) -> str:
-        return f"{self.rows}" if self.tokens == 1 else f"{self.rows}x{self.tokens}"
+        text = f"{self.rows}" if self.tokens == 1 else f"{self.rows}x{self.tokens}"
+        return f"{text}({self.long[0]}x{self.long[1]})" if self.long[0] else text
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of the rows, with their new tokens."""
+        longer = min(self.long[0], self.rows)
+        return [self.long[1] + self.tokens] * longer + [self.context + self.tokens] * (self.rows - longer)
 
 
 @dataclass(frozen=True)
@@ -128,17 +142,21 @@ def skinny_linear(config: ModelConfig, load: Load, device: str) -> Iterator[Case
 
 def paged(config: ModelConfig, load: Load, device: str) -> Args:
     """Caches with shuffled pages for `load`, the table and the rows."""
-    attention, total = config.attention, load.context + load.tokens
-    pages_each = -(-total // PAGE)
-    shape = (load.rows * pages_each + 1, PAGE, attention.num_kv_heads, attention.head_dim)
-    pages = (torch.randperm(shape[0] - 1, device=device) + 1).view(load.rows, pages_each, 1)
-    table = torch.zeros(load.rows + 1, pages_each * PAGE, dtype=torch.int32, device=device)
-    table[1:] = (pages * PAGE + torch.arange(PAGE, device=device)).view(load.rows, -1)
-    return {
-        "k_cache": normal(device, *shape), "v_cache": normal(device, *shape), "req_to_token": table,
-        "rows": int32(device, range(1, load.rows + 1)), "seq_lens": int32(device, [total] * load.rows),
-        "scale": attention.head_dim**-0.5,
-    }  # fmt: skip
+    attention, (pages, places) = config.attention, page_table(load, device)
+    shape = (pages, PAGE, attention.num_kv_heads, attention.head_dim)
+    caches = {"k_cache": normal(device, *shape), "v_cache": normal(device, *shape)}
+    return caches | places | {"scale": attention.head_dim**-0.5}
+
+
+def page_table(load: Load, device: str) -> tuple[int, Args]:
+    """How many pages the rows need, and where their tokens are: the table, the rows and their lengths."""
+    each = [-(-length // PAGE) for length in load.lengths]
+    table = torch.zeros(load.rows + 1, max(max(each) * PAGE, load.table), dtype=torch.int32, device=device)
+    pages = torch.randperm(sum(each), device=device) + 1
+    for row, own in enumerate(pages.split(each), 1):
+        table[row, : len(own) * PAGE] = (own[:, None] * PAGE + torch.arange(PAGE, device=device)).flatten()
+    places = {"rows": int32(device, range(1, load.rows + 1)), "seq_lens": int32(device, load.lengths)}
+    return len(pages) + 1, {"req_to_token": table} | places
 
 
 @decode_op("attention_decode")
@@ -150,7 +168,7 @@ def attention_decode(config: ModelConfig, load: Load, device: str) -> Iterator[C
     def make() -> Args:
         return paged(config, load, device) | {"q": normal(device, load.rows, 1, a.num_heads, a.head_dim)}
 
-    moved = 4 * load.rows * (load.context + 1) * a.num_kv_heads * a.head_dim
+    moved = 4 * sum(load.lengths) * a.num_kv_heads * a.head_dim
     yield Case("attention_decode", f"{a.num_heads}/{a.num_kv_heads} heads of {a.head_dim}", make, moved)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.kernel_cases import Case, Load, decode_op, int32, normal, prefill_op
+from benchmarks.kernel_cases import Case, Load, decode_op, int32, normal, page_table, prefill_op
 from benchmarks.library_cases import Args, Peers, beside
 from hybridrt.base.model_config import AttentionConfig, ModelConfig
 
@@ -21,17 +21,10 @@ def latent_of(config: ModelConfig) -> AttentionConfig | None:
 
 def paged(attention: AttentionConfig, load: Load, device: str) -> Args:
     """A cache with shuffled pages for `load`, the table and the rows."""
-    total = load.context + load.tokens
-    pages_each = -(-total // PAGE)
-    pages = (torch.randperm(load.rows * pages_each, device=device) + 1).view(load.rows, pages_each, 1)
-    table = torch.zeros(load.rows + 1, pages_each * PAGE, dtype=torch.int32, device=device)
-    table[1:] = (pages * PAGE + torch.arange(PAGE, device=device)).view(load.rows, -1)
-    vectors = normal(device, load.rows * pages_each + 1, PAGE, 1, attention.head_dim)
-    return {
-        "k_cache": vectors, "v_cache": vectors[..., : attention.v_head_dim], "req_to_token": table,
-        "rows": int32(device, range(1, load.rows + 1)), "seq_lens": int32(device, [total] * load.rows),
-        "scale": attention.scale,
-    }  # fmt: skip
+    pages, places = page_table(load, device)
+    vectors = normal(device, pages, PAGE, 1, attention.head_dim)
+    caches = {"k_cache": vectors, "v_cache": vectors[..., : attention.v_head_dim]}
+    return caches | places | {"scale": attention.scale}
 
 
 def _flashinfer(args: Args) -> Callable[[], Tensor]:
@@ -108,7 +101,7 @@ def latent_decode(config: ModelConfig, load: Load, device: str) -> Iterator[Case
         q = normal(device, load.rows, 1, attention.num_heads, attention.head_dim)
         return paged(attention, load, device) | {"q": q}
 
-    moved = 2 * load.rows * (load.context + 1) * attention.head_dim
+    moved = 2 * sum(load.lengths) * attention.head_dim
     shape = (
         f"{attention.num_heads} heads of {attention.v_head_dim} + {attention.head_dim - (attention.v_head_dim or 0)}"
     )

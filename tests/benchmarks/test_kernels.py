@@ -42,7 +42,12 @@ def test_cases_are_what_the_operations_take(name, tmp_path):
     """And what is next to them computes the same. (On a CPU the references stand in for the kernels.)"""
     config = read_model_config(write_tiny(tmp_path, MODELS[name], tokenizer=False))
     torch.manual_seed(0)
-    loads = [(DECODE, Load(2, context=20)), (PREFILL, Load(2, 19))]
+    uneven = {name: cases for name, cases in DECODE.items() if "attention" in name or "latent" in name}
+    loads = [
+        (DECODE, Load(2, context=20)),
+        (uneven, Load(3, context=20, long=(1, 70), table=96)),
+        (PREFILL, Load(2, 19)),
+    ]
     found = [case for ops, load in loads for cases in ops.values() for case in cases(config, load, "cpu")]
     extend = "latent_extend" if config.attention.latent else "attention_extend"
     assert {case.op for case in found} >= {"attention_decode", extend, "skinny_linear", "add_rms_norm"}
