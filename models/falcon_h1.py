@@ -8,6 +8,7 @@ multipliers scale weights at loading (Falcon-H1 report, TII 2025).
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -96,11 +97,11 @@ class ParallelMixer(nn.Module):
     """Attention and Mamba-2 with common projections.
 
     Args:
-        branch: runs Mamba-2 next to attention in graphs.
+        branch: runs Mamba-2 next to attention in graphs; None without a GPU, where a layer's way is shorter.
     """
 
     def __init__(
-        self, config: ModelConfig, layer_id: int, name: str, branch: Branch, cos_sin: torch.Tensor, build: Build
+        self, config: ModelConfig, layer_id: int, name: str, branch: Branch | None, cos_sin: torch.Tensor, build: Build
     ) -> None:
         super().__init__()
         hf, mamba, attention = config.hf, config.linear_of(Mamba2Config), config.attention_of(layer_id)
@@ -127,10 +128,11 @@ class ParallelMixer(nn.Module):
         widths = self.out_proj.sizes  # results that are written into one tensor need no copy for `out_proj`
         attn_out, ssm_out = projected.new_empty(len(projected), sum(widths)).split_with_sizes(widths, dim=-1)
         q, k, v, mamba_in = projected.split_with_sizes(self.sizes, dim=-1)
-        with self.branch.side_stream():
+        with self.branch.side_stream() if self.branch else nullcontext():
             ssm = self.mamba(mamba_in, batch, ssm_out)
         attn = batch.attn_backend.run(self.attn, batch, AttentionInputs(q, k, v, rope=self.rope), attn_out)
-        self.branch.join()
+        if self.branch:
+            self.branch.join()
         return self.out_proj.onto(residual, attn, ssm)
 
     def targets(self, key: str) -> CheckpointMap:
@@ -155,7 +157,7 @@ class FalconH1ForCausalLM(CausalLM):
     norm_key = "model.final_layernorm"
 
     def __init__(self, config: ModelConfig, build: Build, max_len: int) -> None:
-        hf, self.branch = config.hf, Branch(build.device)
+        hf, self.branch = config.hf, Branch(build.device) if build.device.type == "cuda" else None
         # lm_head_multiplier scales the final norm: the head's weights may be those of the embedding.
         scales = {"embed_scale": hf.embedding_multiplier, "norm_scale": hf.lm_head_multiplier}
         super().__init__(config, build, max_len, **scales)

@@ -189,7 +189,8 @@ class AttentionBackend(ContractHooks, ABC):
         """Drops all prepared steps that were not committed."""
 
     def metadata_of(self, batch: ForwardBatch) -> Any:
-        """What `prepare` stored on a batch.
+        """What `prepare` stored on a batch. Ways that are taken for each layer look into `metadata` themselves first,
+        without a call.
 
         Raises:
             BackendError: the batch was not prepared.

@@ -337,7 +337,7 @@ class PagedAttnBackend(PagedKVBackend):
 
     def decode(self, q: Tensor, layer: Layer, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         heads = q.view(batch.num_decode_rows, batch.tokens_per_row, layer.spec.num_heads, -1)
-        kv, rows = self.layer_kv(layer.layer_id), self.metadata_of(batch).decode
+        kv, rows = self.layer_kv(layer.layer_id), (batch.metadata.get(self) or self.metadata_of(batch)).decode
         if layer.spec.sinks:
             kv = kv._replace(sinks=layer.sinks)
         if layer.spec.variant == "mla":
@@ -350,7 +350,7 @@ class PagedAttnBackend(PagedKVBackend):
 
     def extend(self, q: Tensor, layer: Layer, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         heads = by_head(q, layer.spec.num_heads, q.shape[1] // layer.spec.num_heads)
-        kv, rows = self.layer_kv(layer.layer_id), self.metadata_of(batch).extend
+        kv, rows = self.layer_kv(layer.layer_id), (batch.metadata.get(self) or self.metadata_of(batch)).extend
         if layer.spec.sinks:
             kv = kv._replace(sinks=layer.sinks)
         if layer.spec.variant == "mla":
@@ -396,7 +396,7 @@ class TorchNativeAttnBackend(PagedAttnBackend):
                 step.decode = RowContexts(self._windows, step.decode, batch.tokens_per_row)
 
     def rotate_and_save(self, q: Tensor, k: Tensor, v: Tensor, layer: Layer, batch: ForwardBatch, rope: Rope) -> Tensor:
-        step: PagedMetadata = self.metadata_of(batch)
+        step: PagedMetadata = batch.metadata.get(self) or self.metadata_of(batch)
         plan, spec, table = step.plans.get(0) or TorchPlan(), layer.spec, rope.cos_sin.data_ptr()
         if table not in plan.rotations:
             plan.rotations[table] = rotations(rope, batch.rope_positions)

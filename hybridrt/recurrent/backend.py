@@ -301,7 +301,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
     # -- the end of a step --------------------------------------------------------------------------------------
 
     def commit(self, batch: ForwardBatch, accepted: Tensor | None = None, path: Tensor | None = None) -> None:
-        step: ForwardMetadata = self.metadata_of(batch)
+        step: ForwardMetadata = batch.metadata.get(self) or self.metadata_of(batch)
         if not step.begun and batch.num_decode_rows:
             raise BackendError("commit of a step that has not run: call it after the step's last layer")
         step.open = False
