@@ -49,7 +49,7 @@ def paged(lens: Lens, caches: int, kv_heads: int, dim: int) -> tuple[list[Tensor
 
 
 def queries(tokens: int, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
-    """Within a wider tensor, whose other numbers are NaN."""
+    """[tokens, heads, dim], a view of a wider tensor whose other numbers are NaN."""
     wide = torch.randn(tokens, heads * dim + 280, device=DEVICE).to(dtype)
     wide[:, heads * dim :] = torch.nan
     return wide[:, : heads * dim].unflatten(1, (heads, dim))

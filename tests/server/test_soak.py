@@ -92,11 +92,6 @@ def settled(served: Served) -> dict[str, int]:
     return found
 
 
-def more(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
-    """What is more after than before. Less may be held: what another test left in this process may end."""
-    return {name: count for name, count in after.items() if count > before.get(name, 0)}
-
-
 def soak(served: Served, seconds: float, warm: int) -> dict[str, float]:
     """Warms up with `warm` requests, then keeps the server busy."""
     load(served, lambda count: count < warm, 0)
@@ -104,9 +99,9 @@ def soak(served: Served, seconds: float, warm: int) -> dict[str, float]:
     before, memory, end = settled(served), resident(), time.monotonic() + seconds
     requests = load(served, lambda count: time.monotonic() < end, 1)
     deadline = time.monotonic() + WAIT
-    while (grown := more(before, held(served))) and time.monotonic() < deadline:
+    while (after := held(served)) != before and time.monotonic() < deadline:
         time.sleep(0.5)  # the server closes what clients have closed
-    assert not grown, f"held: {before}; more: {grown}"
+    assert after == before
     growth = resident() - memory
     assert growth < GROWTH, f"{growth / 2**20:.1f} MiB more after {requests} requests"
     return {"requests": requests, "growth in MiB": growth / 2**20}

@@ -17,7 +17,6 @@ from hybridrt.kernels.attention.prefill_tiles_triton import (
     PIPELINE_BLOCK,
     PIPELINE_LATENT,
     PIPELINE_ROWS,
-    KeyCopies,
     KeySources,
 )
 from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
@@ -216,7 +215,7 @@ def _decompressed(q: Tensor, kv: PagedKV, weights: LatentWeights, batch: Attenti
             # Here, so that the other kernels need nothing that is experimental in Triton.
             from hybridrt.kernels.attention.prefill_pipeline_triton import attention_pipeline
 
-            attention_pipeline(q[:, mine], KeyCopies(keys, values, tails, total), kv, batch, out[:, mine])
+            attention_pipeline(q[:, mine], KeySources(keys, values, tails, total), kv, batch, out[:, mine])
             continue
         sources = KeySources(described(keys), described(values), described(tails), total)
         shape = (len(weights.up_k[mine]), nope, value_dim, q.shape[2] - nope)

@@ -428,7 +428,7 @@ class Decode(NamedTuple):
 
     @property
     def span(self) -> int:
-        """Most positions whose tiles a row reads. The first and the last tile of a window may reach beyond it."""
+        """Upper bound of the positions in tiles that a row reads. A window's first and last tile have others too."""
         return min(self.context, self.window + self.tokens + 2 * BLOCK_N) if self.window else self.context
 
     @property

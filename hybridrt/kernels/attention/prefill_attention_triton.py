@@ -25,7 +25,6 @@ from hybridrt.kernels.attention.graph_copies import BLOCK_N, COPY_FROM, DIM, MOS
 from hybridrt.kernels.attention.kv_codes_triton import for_products
 from hybridrt.kernels.attention.prefill_tiles_triton import (
     PIPELINE_BLOCK,
-    KeyCopies,
     KeySources,
     gathered_before,
     load_tile,
@@ -178,7 +177,7 @@ def attention_extend_triton(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out
         from hybridrt.kernels.attention.prefill_pipeline_triton import attention_pipeline
 
         keys, values, total = gather(kv.k_cache, kv.v_cache, kv, batch, q.dtype, PIPELINE_BLOCK[dim])
-        attention_pipeline(q, KeyCopies(keys, values, None, total), kv, batch, out)
+        attention_pipeline(q, KeySources(keys, values, total=total), kv, batch, out)
         return out
     gathered = _gathered(q, kv, batch)
     sources = gathered or KeySources(kv.k_cache, kv.v_cache, kv.k_cache[..., dim:] if rope else None)

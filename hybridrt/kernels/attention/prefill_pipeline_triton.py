@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from hybridrt.kernels.attention.prefill_tiles_triton import PIPELINE_BLOCK, PIPELINE_ROWS, KeyCopies
+from hybridrt.kernels.attention.prefill_tiles_triton import PIPELINE_BLOCK, PIPELINE_ROWS, KeySources
 from hybridrt.kernels.core.gluon_kernel_triton import copy_tile, gluon_kernel, join_threads
 from hybridrt.kernels.core.launch import cdiv
 from hybridrt.kernels.core.records import AttentionPrompts, PagedKV
@@ -261,11 +261,11 @@ def _attention_pipeline_kernel(  # type: ignore[no-untyped-def]
     ], [4, 1], [REGISTERS, LOADER])  # fmt: skip
 
 
-def attention_pipeline(q: Tensor, copies: KeyCopies, kv: PagedKV, batch: AttentionPrompts, out: Tensor) -> None:
+def attention_pipeline(q: Tensor, copies: KeySources, kv: PagedKV, batch: AttentionPrompts, out: Tensor) -> None:
     """Causal attention of q [T, Hq, D + R] into out [T, Hq, D], in 16 bits, for heads of PIPELINE_BLOCK.
 
     Args:
-        copies: in q's dtype, R numbers in `ropes`. Rows of the batch follow each other, in whole blocks.
+        copies: tensors in q's dtype, R numbers in `ropes`. Rows of the batch follow each other, in whole blocks.
         kv: the cache that was copied, of which scales and sinks are read. It has no window.
     """
     block, kv_heads = PIPELINE_BLOCK[copies.keys.shape[1]], len(copies.keys) // copies.total

@@ -4,7 +4,6 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 # Of the warp-specialized kernel (`prefill_pipeline_triton.py`).
 PIPELINE_BLOCK = {128: 128, 256: 64}  # keys of a block, by numbers of a head
@@ -66,27 +65,14 @@ def softmax_step(scores, row_max, row_sum, scale_log2):  # type: ignore[no-untyp
     return weights, rescale, new_max, row_sum * rescale + tl.sum(weights, 1)
 
 
-class KeyCopies(NamedTuple):
-    """Copies of what a batch sees, in which each of its rows has whole blocks of keys.
-
-    Attributes:
-        keys, values: [Hkv * total, D], those of a head one after the other.
-        ropes: [total, R], the last numbers of keys, which all heads share, or None.
-        total: rows of one head.
-    """
-
-    keys: Tensor
-    values: Tensor
-    ropes: Tensor | None
-    total: int
-
-
 class KeySources(NamedTuple):
     """Where the kernel finds keys and values: caches, or copies with whole tiles for each row.
 
     Attributes:
-        keys, values: caches, or descriptors of [heads * total, width].
-        ropes: the last numbers of keys: a view of the cache, or a descriptor of [total, width]; None if there are none.
+        keys, values: caches; or copies [heads * total, width], those of a head one after the other, or descriptors of
+            them.
+        ropes: the last numbers of keys, which all heads share: a view of the cache, or a copy [total, width] or its
+            descriptor; None if there are none.
         total: rows of one head in a copy; 0 for caches, which are read through page tables.
     """
 
